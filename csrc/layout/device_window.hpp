@@ -209,6 +209,7 @@ struct DeviceState {
   alignas(kLine) uint32_t failed;     ///< 1: a wait ended without what it waited for; kernels return at once
   uint64_t cancelled;                 ///< epoch whose records disagree: nothing is waited for
   uint64_t planned;                   ///< epoch of the newest plan
+  uint64_t left;                      ///< epoch of the newest dispatch whose output had no room for its rows
   uint64_t copied;                    ///< epoch of the newest operation whose rows the copy engine moves
   int32_t landing;                    ///< and the section of landed rows that it uses; -1: none yet
   alignas(kLine) uint32_t send_next;  ///< next chunk to be sent

@@ -294,21 +294,13 @@ void DeviceCommunicator::abandon(cudaStream_t stream) {
   const Sent begun = *pending_;
   pending_.reset();
   const gpu::SendArguments& sent = begun.arguments;
-  if (begun.offered) {
-    receive_again(begun, receiving(0, 0, {}), pending_stream_);
-    return follow_pending(stream);
-  }
   // Copies take the epoch from a word that the next operation changes.
   if (begun.held) check_cuda(cudaStreamWaitEvent(pending_stream_, copied_, 0), "cudaStreamWaitEvent");
-  check_cuda(gpu::launch_abandon(launch(pending_stream_, 1, !sent.apart), *comm(begun.wire), sent.operation,
-                                 sent.tokens, sent.apart ? begun.blocks : 0),
+  const bool overlapped = !sent.apart && !begun.offered;
+  check_cuda(gpu::launch_abandon(launch(pending_stream_, 1, overlapped), *comm(begun.wire), sent.operation,
+                                 sent.tokens, sent.apart ? begun.blocks : 0, begun.offered),
              "launch of abandon");
   if (sent.apart || begun.later) join_side(pending_stream_);
-  follow_pending(stream);
-}
-
-/// Orders `stream` after what was put on the stream of the operation that was begun.
-void DeviceCommunicator::follow_pending(cudaStream_t stream) {
   if (stream == pending_stream_) return;
   cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
   check_cuda(cudaStreamIsCapturing(stream, &capture), "cudaStreamIsCapturing");
@@ -397,9 +389,11 @@ void DeviceCommunicator::copy_to_peers(const std::byte* from, int64_t step, int6
 /// Receives the rows of the operation that was sent last.
 void DeviceCommunicator::receive(gpu::ReceiveArguments arguments, cudaStream_t stream) {
   const Sent begun = *pending_;
-  if (begun.offered) {
+  if (begun.in_one) {
     pending_.reset();
-    return receive_again(begun, arguments, stream);
+    gpu::FusedArguments both{begun.arguments, arguments};
+    both.again = true;
+    return run_in_one(begun.wire, both, stream);
   }
   gpu::SendArguments sent = begun.arguments;
   take_sent(arguments, sent);
@@ -407,7 +401,7 @@ void DeviceCommunicator::receive(gpu::ReceiveArguments arguments, cudaStream_t s
   arguments.copied = sent.copied;
   const int blocks = sent.copied ? heuristics_.each_blocks() : divided(sent).receive;
   const auto start = [this, arguments, begun, blocks](cudaStream_t on) {
-    const bool overlapped = !begun.arguments.apart && !arguments.copied;
+    const bool overlapped = !begun.arguments.apart && !arguments.copied && !begun.offered;
     check_cuda(gpu::launch_dispatch_receive(launch(on, blocks, overlapped), *comm(begun.wire), arguments),
                "launch of a dispatch (receiving)");
   };
@@ -475,14 +469,6 @@ void DeviceCommunicator::send_and_receive(WireFormat wire, const gpu::SendArgume
   receive(received, stream);
 }
 
-/// Receives a dispatch whose rows had no room in the output that it was offered.
-void DeviceCommunicator::receive_again(const Sent& begun, const gpu::ReceiveArguments& received,
-                                       cudaStream_t stream) {
-  gpu::FusedArguments both{begun.arguments, received};
-  both.again = true;
-  run_in_one(begun.wire, both, stream);
-}
-
 /// Starts the one kernel of an operation whose two sides have their arguments.
 void DeviceCommunicator::run_in_one(WireFormat wire, gpu::FusedArguments arguments, cudaStream_t stream) {
   const gpu::SendArguments& sent = arguments.send;
@@ -511,18 +497,31 @@ void DeviceCommunicator::dispatch(const DeviceDispatch& d, int64_t rows, int64_t
   abandon(stream);
   const WireFormat wire = config_.shape.wire;
   const gpu::SendArguments sent = sending(d);
-  const gpu::ReceiveArguments received = receiving(rows, positions, output);
+  gpu::ReceiveArguments received = receiving(rows, positions, output);
   if (d.capacity >= 0) return send_and_receive(wire, sent, received, stream);
-  gpu::FusedArguments both{sent, received};
-  both.offered = true;
-  pending_ = {sent, wire, 0, false, false, true};
-  pending_stream_ = stream;
-  run_in_one(wire, both, stream);
+  received.offered = true;
+  const bool in_one = fuses(wire, d.tokens);
+  if (in_one) {
+    run_in_one(wire, {sent, received}, stream);
+    pending_ = {sent, wire, 0, false, false};
+    pending_stream_ = stream;
+  } else {
+    send(wire, sent, stream);
+    const Sent begun = *pending_;
+    receive(received, stream);
+    pending_ = begun;
+  }
+  pending_->offered = true;
+  pending_->in_one = in_one;
 }
 
 gpu::RowCounts DeviceCommunicator::offered_rows(int64_t tokens, RowLayout layout, int64_t alignment) const {
-  return fuses(config_.shape.wire, tokens) ? gpu::offered_rows(tokens, layout, alignment, config_.shape)
-                                           : gpu::RowCounts{};
+  const WireFormat wire = config_.shape.wire;
+  if (fuses(wire, tokens)) return gpu::offered_rows(tokens, layout, alignment, config_.shape);
+  // Chunks that wait for room are sent by a kernel that must not be there before the one that gives it.
+  const bool waits = tokens > comm(wire)->window.stage_tokens;
+  if (!overlaps_ || copies_ || nodes_.nodes() > 1 || waits) return {};
+  return recent_rows_[layout == RowLayout::rank].offer(tokens, alignment, config_.shape);
 }
 
 void DeviceCommunicator::accept_rows() {
@@ -577,6 +576,8 @@ std::pair<int64_t, int64_t> DeviceCommunicator::wait_rows() {
     abandon(pending_stream_);  // at once: peers may wait for what is sent here to be read
     throw;
   }
+  const gpu::SendArguments& sent = pending_->arguments;
+  recent_rows_[sent.layout == RowLayout::rank].note(sent.tokens, {rows.rows, rows.positions});
   return {rows.rows, rows.positions};
 }
 

@@ -190,7 +190,8 @@ class DeviceCommunicator {
     int blocks;
     bool later;            ///< chunks that wait for room may be left to be sent
     bool held;             ///< what receives is left to complete()
-    bool offered = false;  ///< one kernel has received it, if there was room
+    bool offered = false;  ///< it has been received, if the output had room
+    bool in_one = false;   ///< by one kernel
   };
   device::Comm* comm(WireFormat wire) const;
   size_t own_index() const { return static_cast<size_t>(nodes_.local_of(config_.rank)); }
@@ -204,7 +205,6 @@ class DeviceCommunicator {
   void send_and_receive(WireFormat wire, const gpu::SendArguments& sent, gpu::ReceiveArguments received,
                         cudaStream_t stream);
   void run_in_one(WireFormat wire, gpu::FusedArguments arguments, cudaStream_t stream);
-  void receive_again(const Sent& begun, const gpu::ReceiveArguments& received, cudaStream_t stream);
   void send(WireFormat wire, gpu::SendArguments arguments, cudaStream_t stream);
   const gpu::DispatchBlocks& divided(const gpu::SendArguments& arguments) const;
   void launch_route(gpu::SendArguments& arguments, const gpu::DispatchBlocks& divided, cudaStream_t stream);
@@ -214,7 +214,6 @@ class DeviceCommunicator {
   void receive_copied(std::function<void(cudaStream_t)> receive, bool held, cudaStream_t stream);
   int32_t next_landing() { return static_cast<int32_t>(copied_operations_++ & 1); }
   void abandon(cudaStream_t stream);
-  void follow_pending(cudaStream_t stream);
   void require_begun() const;
   void watch();
   void require_usable();  // throws if the communicator is closed or broken
@@ -260,7 +259,8 @@ class DeviceCommunicator {
   std::optional<Error> broken_;
   uint64_t ticket_ = 0;
   uint32_t texts_ = 0;
-  std::optional<Sent> pending_;  // begun, not received
+  std::optional<Sent> pending_;     // begun, not received
+  gpu::RecentRows recent_rows_[2];  ///< of dropless dispatches, by expert and by rank
   cudaStream_t pending_stream_ = nullptr;
   DeviceStats stats_;
 };

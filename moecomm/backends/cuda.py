@@ -45,14 +45,6 @@ _Sending = tuple[int, int, int, bool, int, int, _C.RowLayout, int, int, int, int
 _Inputs = tuple[torch.Tensor | None, ...]
 
 
-class _Begun(NamedTuple):
-    """A dispatch whose rows are sent and not received yet."""
-
-    call: DispatchCall
-    blob: torch.Tensor
-    inputs: _Inputs
-
-
 class _Outputs(NamedTuple):
     """The tensors that a dispatch receives into, in the order in which the runtime takes their addresses."""
 
@@ -70,6 +62,18 @@ class _Outputs(NamedTuple):
         for number, each in enumerate(self):
             if each is not None:
                 each.resize_((rows if number < 4 else positions, *each.shape[1:]))
+
+
+class _Begun(NamedTuple):
+    """A dispatch whose rows are sent and not received yet, or received into `outputs` if there is room."""
+
+    call: DispatchCall
+    blob: torch.Tensor
+    inputs: _Inputs
+    stream: int
+    outputs: _Outputs | None = None
+    offered: tuple[int, int] = (0, 0)
+    """Rows and positions of `outputs`."""
 
 
 class CudaBackend:
@@ -381,57 +385,41 @@ class CudaBackend:
         reported by `check` or with the row count of a dropless dispatch, where all ranks see the same."""
 
     def dispatch(self, call: DispatchCall) -> RawDispatch:
-        """Sends rows and receives those that arrive. With a capacity it is one call of the runtime; so it is
-        without for few tokens, whose output is allocated before the number of rows is known."""
-        counts = (call.capacity, call.expert_capacity)
+        """Sends rows and receives those that arrive. With a capacity it is one call of the runtime."""
         if call.capacity < 0:
-            self._require_no_capture()
-            counts = self._native.offered_rows(call.x_TH.shape[0], self._layouts[call.layout], call.alignment)
-            if counts[0] == 0:
-                return self.finish_dispatch(self.begin_dispatch(call))
+            return self.finish_dispatch(self._begin(call, offers=True))
         sending, blob, inputs = self._sending(call)
-        receive = partial(self._native.dispatch, *sending)
-        if call.capacity >= 0:
-            return self._receive(call, blob, inputs, counts, receive)
-        return self._receive_offered(call, blob, inputs, counts, receive)
+        rows = (call.capacity, call.expert_capacity)
+        return self._receive(call, blob, inputs, rows, partial(self._native.dispatch, *sending))
 
-    def _require_no_capture(self) -> None:
-        if self._capturing:
-            raise InvalidArgument(
-                "capacity is None within a CUDA graph capture, expected a number of rows: a dropless "
-                "dispatch waits for its row count on the host"
-            )
+    def begin_dispatch(self, call: DispatchCall) -> _Begun:
+        """Sends the rows of a dispatch and makes the plan, on the device."""
+        return self._begin(call, offers=False)
 
-    def _receive_offered(
-        self,
-        call: DispatchCall,
-        blob: torch.Tensor,
-        inputs: _Inputs,
-        offered: tuple[int, int],
-        dispatch: Callable[..., None],
-    ) -> RawDispatch:
-        """Dispatches into an output of as many rows and positions as are `offered`, waits for the numbers,
-        and cuts it to them; or allocates another output where they are larger."""
+    def _begin(self, call: DispatchCall, offers: bool) -> _Begun:
+        """Does what `begin_dispatch` does. `offers`: the runtime may want an output for a dropless dispatch
+        before the number of its rows is known, and receives them at once if there is room."""
+        offered = (0, 0)
+        if call.capacity < 0:
+            if self._capturing:
+                raise InvalidArgument(
+                    "capacity is None within a CUDA graph capture, expected a number of rows: a dropless "
+                    "dispatch waits for its row count on the host"
+                )
+            if offers:
+                tokens, layout = call.x_TH.shape[0], self._layouts[call.layout]
+                offered = self._native.offered_rows(tokens, layout, call.alignment)
+        sending, blob, inputs = self._sending(call)
+        if offered[0] == 0:
+            self._native.begin_dispatch(*sending, self._raw_stream)
+            return _Begun(call, blob, inputs, self._raw_stream)
         outputs: _Outputs | None
         try:
             outputs = self._outputs(call, offered)
         except OutOfMemory:  # there may be room for what comes
             outputs, offered = None, (0, 0)
-        self._start_receiving(outputs, offered, dispatch)
-        counts = self._native.wait_rows()
-        if outputs is None or counts[0] > offered[0] or counts[1] > offered[1]:
-            return self._receive(call, blob, inputs, counts, self._native.finish_dispatch)
-        self._native.accept_rows()
-        outputs.cut(*counts)
-        return self._received(call, blob, inputs, counts, outputs)
-
-    def begin_dispatch(self, call: DispatchCall) -> _Begun:
-        """Sends the rows of a dispatch and makes the plan, on the device."""
-        if call.capacity < 0:
-            self._require_no_capture()
-        sending, blob, inputs = self._sending(call)
-        self._native.begin_dispatch(*sending, self._raw_stream)
-        return _Begun(call, blob, inputs)
+        self._start_receiving(outputs, offered, partial(self._native.dispatch, *sending))
+        return _Begun(call, blob, inputs, self._raw_stream, outputs, offered)
 
     def splits(self, tokens: int) -> bool:
         """True if an operation of so many tokens that is begun with `async_op` is received when it is waited
@@ -439,10 +427,19 @@ class CudaBackend:
         return self._native.splits(tokens)
 
     def finish_dispatch(self, begun: _Begun) -> RawDispatch:
-        """Receives the rows, of which without a capacity the host waits for the number."""
-        call = begun.call
-        rows = self._native.wait_rows() if call.capacity < 0 else (call.capacity, call.expert_capacity)
-        return self._receive(begun.call, begun.blob, begun.inputs, rows, self._native.finish_dispatch)
+        """Receives the rows, of which without a capacity the host waits for the number. Those that were
+        received at once are cut to it; where the output was too small, there is another one."""
+        call, blob, inputs, stream, outputs, offered = begun
+        if stream != self._raw_stream:
+            for each in (*inputs, blob, *(outputs or ())):
+                if each is not None:
+                    each.record_stream(self._gpu.stream())
+        counts = self._native.wait_rows() if call.capacity < 0 else (call.capacity, call.expert_capacity)
+        if outputs is None or counts[0] > offered[0] or counts[1] > offered[1]:
+            return self._receive(call, blob, inputs, counts, self._native.finish_dispatch)
+        self._native.accept_rows()
+        outputs.cut(*counts)
+        return self._received(call, blob, inputs, counts, outputs)
 
     def _sending(self, call: DispatchCall) -> tuple[_Sending, torch.Tensor, _Inputs]:
         """Returns the arguments of the runtime's `begin_dispatch` without the stream, the plan's memory, and

@@ -396,6 +396,34 @@ void test_offered_rows() {
   CHECK(rows(100, RowLayout::expert).rows == 800);
 }
 
+/// Many tokens are offered what the last dispatches brought, and a little more.
+void test_recent_rows() {
+  DeviceShape shape{};
+  shape.ranks = 2;
+  shape.top_k = 8;
+  shape.num_experts = 256;
+  shape.hidden = 7168;
+  shape.max_tokens = 4096;
+  shape.dtype = DType::bfloat16;
+  gpu::RecentRows recent;
+  const auto rows = [&](int64_t tokens, int64_t alignment = 1) {
+    return recent.offer(tokens, alignment, shape).rows;
+  };
+  CHECK(rows(4096) == 0);  // nobody knows
+  recent.note(1000, {80000, 80000});
+  CHECK(rows(4096) == 0);  // of few tokens
+  recent.note(4096, {32768, 32768});
+  recent.note(2048, {16000, 16500});
+  CHECK(rows(4096) == 33751 && rows(2048) == 16875);
+  CHECK(recent.offer(4096, 1, shape).positions == 33990);
+  recent.note(4096, {50000, 50000});  // far from uniform
+  CHECK(rows(4096) == 0 && rows(4096, 128) == 51500);
+  for (int i = 0; i < 7; ++i) recent.note(4096, {100, 100});
+  CHECK(rows(4096) == 0);
+  recent.note(4096, {100, 100});  // forgotten
+  CHECK(rows(4096) == 103);
+}
+
 /// The shapes that kernels for few tokens serve have their tables in the shared memory of a block.
 void test_shapes_of_one_kernel() {
   for (const int ranks : {1, 8, 64}) CHECK(gpu::most_fused_tokens(ranks, 256) == 1024);
@@ -432,6 +460,7 @@ int main() {
   test_division_of_a_dispatch();
   test_parts_of_a_sum();
   test_offered_rows();
+  test_recent_rows();
   test_shapes_of_one_kernel();
   test_chunks();
   test_rows_on_the_wire();

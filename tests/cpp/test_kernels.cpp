@@ -82,6 +82,7 @@ struct Step {
   int combines = 0;
   int alignment = 1;
   bool dropless = false;
+  bool given_up = false;  ///< nobody takes what has come, and what was left is abandoned
   RowLayout layout = RowLayout::expert;
 
   bool by_rank() const { return layout == RowLayout::rank; }
@@ -146,6 +147,7 @@ Step make_step(const Shape& shape, Random& random) {
   for (const auto& origins : step.origins) most = std::max(most, origins.size());
   const int64_t capacity = static_cast<int64_t>(most) + (draw(random, 0, 3) == 0 ? -draw(random, 0, 5) : 3);
   step.dropless = draw(random, 0, 2) == 0;
+  step.given_up = step.dropless && draw(random, 0, 3) == 0;
   for (int rank = 0; rank < shape.ranks; ++rank) {
     Input& input = step.inputs[static_cast<size_t>(rank)];
     input.capacity = step.dropless ? static_cast<int64_t>(step.origins[static_cast<size_t>(rank)].size())
@@ -214,6 +216,7 @@ class Rank {
   void play(const Shape& shape, const Step& step) {
     const Input& input = step.inputs[static_cast<size_t>(rank_)];
     check_dispatch(shape, step, input);
+    if (step.given_up) return;
     for (int turn = 0; turn < step.combines; ++turn) check_combine(shape, step, input);
     check_backward(shape, step, input);
     CHECK(status_.broken.set == 0 && status_.verdict.set == 0 && comm.state().failed == 0);
@@ -246,10 +249,11 @@ class Rank {
     if (sent.tokens > 0 && draw(random_, 0, 2) > 0) {
       const int blocks = draw(random_, 2, 6), most = blocks - gpu::leading_blocks(blocks) - 1;
       const int senders = draw(random_, 0, 1) * draw(random_, 0, most);
-      gpu::FusedArguments both{sent, received, draw(random_, 0, 1) == 0 ? 8 : 4, senders};
-      if (dispatch && sent.capacity < 0) return move_offered(both, blocks);
-      gpu::launch_dispatch_fused<WireFormat::same>(launch(main_, blocks), comm, both);
-      return main_.join();
+      return receive_all(sent, received, [&](const gpu::ReceiveArguments& output, bool again) {
+        gpu::FusedArguments both{sent, output, draw(random_, 0, 1) == 0 ? 8 : 4, again ? 0 : senders};
+        both.again = again;
+        gpu::launch_dispatch_fused<WireFormat::same>(launch(main_, blocks), comm, both);
+      });
     }
     sent.apart = true;
     sent.warps = draw(random_, 4, 8);
@@ -257,30 +261,35 @@ class Rank {
     received.senders = draw(random_, 1, 3);
     gpu::launch_dispatch_send<WireFormat::same>(launch(side_, received.senders), comm, sent);
     if (dispatch) gpu::launch_dispatch_route(launch(main_, 1), comm, sent);
-    gpu::launch_dispatch_receive(launch(main_, draw(random_, 1, 3)), comm, received);
-    main_.join();
+    receive_all(sent, received, [&](const gpu::ReceiveArguments& output, bool) {
+      gpu::launch_dispatch_receive(launch(main_, draw(random_, 1, 3)), comm, output);
+    });
     side_.join();
   }
 
-  /// A dropless dispatch in one kernel, whose output is offered: large enough or, at first, too small.
-  void move_offered(gpu::FusedArguments both, int blocks) {
-    const int64_t needed = both.receive.rows, positions = both.receive.positions;
-    const bool enough = needed == 0 || draw(random_, 0, 1) == 0;
-    both.offered = true;
-    if (!enough) both.receive.rows = draw(random_, 0, static_cast<int>(needed) - 1);
-    if (!enough && both.receive.layout == RowLayout::expert) both.receive.positions = both.receive.rows;
-    gpu::launch_dispatch_fused<WireFormat::same>(launch(main_, blocks), comm, both);
+  /// Calls receive(arguments, false). The output of a dropless dispatch is offered: large enough, or too
+  /// small; then nothing of it is touched, and receive(arguments, true) follows with the whole one.
+  template <class Receive>
+  void receive_all(const gpu::SendArguments& sent, const gpu::ReceiveArguments& received,
+                   const Receive& receive) {
+    const bool dropless = sent.operation == Operation::dispatch && sent.capacity < 0;
+    gpu::ReceiveArguments offered = received;
+    offered.offered = dropless;
+    const bool enough = !dropless || received.rows == 0 || draw(random_, 0, 1) == 0;
+    if (!enough) offered.rows = draw(random_, 0, static_cast<int>(received.rows) - 1);
+    if (!enough && received.layout == RowLayout::expert) offered.positions = offered.rows;
+    receive(offered, false);
     main_.join();
-    CHECK(status_.rows.ticket == both.send.ticket && status_.rows.rows == needed);
+    if (dropless) CHECK(status_.rows.ticket == sent.ticket && status_.rows.rows == received.rows);
+    if (gives_up_) {
+      gpu::launch_abandon(launch(main_, 1), comm, sent.operation, sent.tokens, received.senders, true);
+      return main_.join();
+    }
     if (enough) return;
-    const auto* const out = reinterpret_cast<const uint16_t*>(both.receive.out);
-    CHECK(std::all_of(out, out + needed * comm.window.shape.hidden, [](uint16_t v) { return v == 0xffff; }));
-    both.offered = false;
-    both.again = true;
-    both.senders = 0;
-    both.receive.rows = needed;
-    both.receive.positions = positions;
-    gpu::launch_dispatch_fused<WireFormat::same>(launch(main_, draw(random_, 1, 5)), comm, both);
+    const auto* const out = reinterpret_cast<const uint16_t*>(received.out);
+    CHECK(std::all_of(out, out + received.rows * comm.window.shape.hidden,
+                      [](uint16_t value) { return value == 0xffff; }));
+    receive(received, true);
     main_.join();
   }
 
@@ -308,7 +317,10 @@ class Rank {
     received.out = bytes(out);
     received.out_weights = bytes(weights);
     received.out_ids = step.by_rank() ? ids.data() : nullptr;
+    gives_up_ = step.given_up;
     move(sent, received);
+    gives_up_ = false;
+    if (step.given_up) return;
     const auto& origins = step.origins[static_cast<size_t>(rank_)];
     for (int64_t row = 0; row < std::min(input.capacity, static_cast<int64_t>(origins.size())); ++row) {
       const Origin& from = origins[static_cast<size_t>(row)];
@@ -407,6 +419,7 @@ class Rank {
   std::vector<int32_t> plan_;
   HostStatus status_{};
   uint64_t tickets_ = 0;
+  bool gives_up_ = false;
 };
 
 void play(const Shape& shape, Random& random) {

@@ -59,32 +59,6 @@ def test_small_cases(pool: Pools, size: int, who: str, dtype: str, seed: int) ->
     oracle.assert_none(pool(size)(_play, who, some))
 
 
-@pytest.mark.parametrize("layout", ["expert", "rank"])
-@pytest.mark.parametrize("routing", ["uniform", "one-rank", "empty"])
-def test_dropless_in_one_kernel(pool: Pools, most_ranks: int, routing: str, layout: str, seed: int) -> None:
-    """What is offered is enough, or, where all rows come to one rank, too little; with other ranks that bring
-    many more tokens, and none."""
-    size = min(4, most_ranks)
-    base = Case(
-        tokens=(200,) * size,
-        num_experts=8 * size,
-        hidden=512,
-        top_k=8,
-        dtype="bfloat16",
-        layout=layout,
-        routing=routing,
-        seed=seed,
-    )
-    some = [
-        base,
-        replace(base, tokens=(3, 700, 0, 40)[:size]),
-        replace(base, tokens=(MOST + 5, 1, 0, 900)[:size], seed=seed + 1),
-        replace(base, alignment=8 if layout == "expert" else 1, tokens=(7,) * size),
-        replace(base, hidden=7168, tokens=(MOST,) * size),  # too large to be offered anything
-    ]
-    oracle.assert_none(pool(size)(_play, "all", some))
-
-
 @pytest.mark.parametrize("who", WHO)
 @pytest.mark.parametrize("wire", WIRE_FORMATS)
 def test_wire_formats(pool: Pools, most_ranks: int, wire: str, who: str, seed: int) -> None:

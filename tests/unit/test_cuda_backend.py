@@ -103,6 +103,17 @@ class TestOperations:
         comm.combine(out.tokens, out.handle).sum().backward()
         assert x_TH.grad is not None
 
+    def test_what_is_begun_is_not_offered_anything(self) -> None:
+        """Its rows are received when somebody asks for them, and until then no SM waits for other ranks."""
+        comm, native, _ = _comm()
+        native.offer = (20, 20)
+        receive = comm.begin_dispatch(*_inputs())
+        assert native.calls[-1] == "begin_dispatch@100"
+        assert receive().tokens.shape == (7, 8)
+        work = comm.dispatch(*_inputs(), async_op=True)
+        assert native.calls[-1] == "begin_dispatch@101"
+        assert work.wait().tokens.shape == (7, 8)
+
     def test_rows_without_memory_for_the_offer(self, monkeypatch: pytest.MonkeyPatch) -> None:
         comm, native, _ = _comm()
         want = comm.dispatch(*_inputs())

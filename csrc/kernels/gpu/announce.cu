@@ -45,6 +45,7 @@ struct AbandonArguments {
   Operation operation;
   int64_t tokens;
   int32_t senders;
+  bool offered;
 };
 
 /// Releases peers that wait for what is given up: the owners of rows for those that were not sent, which they
@@ -73,7 +74,10 @@ __device__ void release_peers(const Comm& comm, const AbandonArguments& args, ui
 
 __global__ void __launch_bounds__(kThreads, 1)
     abandon_kernel(const __grid_constant__ Comm comm, const __grid_constant__ AbandonArguments args) {
-  const uint64_t epoch = comm.state().epoch + 1;
+  const DeviceState& state = comm.state();
+  const uint64_t epoch = args.offered ? state.left : state.epoch + 1;
+  const bool ended = epoch <= state.epoch;  // by one kernel, whether or not it has received
+  if (args.offered && epoch != state.epoch && epoch != state.epoch + 1) return;
   if (!failed_for_block(comm)) {
     if (comm.window.stage_tokens < comm.window.shape.max_tokens) release_peers(comm, args, epoch);
     // Every operation waits for all records: the one after the next writes where peers read in the one before
@@ -83,15 +87,15 @@ __global__ void __launch_bounds__(kThreads, 1)
     else
       agree_on_operation(comm, args.operation, epoch);
   }
-  end_operation(comm, args.operation, epoch, args.senders, false);
+  if (!ended) end_operation(comm, args.operation, epoch, args.senders, false);
 }
 
 }  // namespace
 
 cudaError_t launch_abandon(const Launch& launch, const Comm& comm, Operation operation, int64_t tokens,
-                           int32_t senders) {
+                           int32_t senders, bool offered) {
   return launch_kernel<abandon_kernel>(launch, block_threads(launch.bulk), 0, comm,
-                                       AbandonArguments{operation, tokens, senders});
+                                       AbandonArguments{operation, tokens, senders, offered});
 }
 
 cudaError_t launch_announce(const Launch& launch, const Comm& comm, uint32_t error, const char* text) {

@@ -73,6 +73,7 @@ struct ReceiveArguments {
   std::byte* dots;         ///< weight type [rows]
   RowLayout layout;
   bool dequantise;
+  bool offered;     ///< the output may be too small for a dropless dispatch, which is left as it is then
   int32_t senders;  ///< blocks of the kernel that sends, where that may run longer than this one, else 0
   bool copied;      ///< the copy engine moves the rows
 };
@@ -83,8 +84,7 @@ struct FusedArguments {
   ReceiveArguments receive;
   int32_t team_warps = 0;  ///< that work on a row
   int32_t senders = 0;     ///< blocks that send, the others receive; 0: each does both
-  bool offered = false;    ///< the output may be too small for a dropless dispatch: nothing is received then
-  bool again = false;      ///< only receives what an offered dispatch has not
+  bool again = false;      ///< only receives what was left, since there was no room for it
 };
 
 /// Arguments of both sides of a combine.
@@ -154,9 +154,9 @@ cudaError_t launch_combine_sum(const Launch& launch, const device::Comm& comm,
 cudaError_t launch_combine_fused(const Launch& launch, const device::Comm& comm,
                                  const CombineArguments& arguments);
 /// Ends a dispatch, or the backward of a combine, of `tokens` tokens that is not received. `senders`: as in
-/// ReceiveArguments.
+/// ReceiveArguments. `offered`: only if it was left for want of room, else it has ended.
 cudaError_t launch_abandon(const Launch& launch, const device::Comm& comm, Operation operation,
-                           int64_t tokens, int32_t senders);
+                           int64_t tokens, int32_t senders, bool offered);
 /// `text` (kErrorText bytes) in device or pinned memory.
 cudaError_t launch_announce(const Launch& launch, const device::Comm& comm, uint32_t error, const char* text);
 

@@ -138,9 +138,7 @@ __global__ void __launch_bounds__(MovePipe<kWorkers>::kThreads, 1)
     dispatch_scale_kernel(const __grid_constant__ Comm comm, const __grid_constant__ ReceiveArguments args) {
 #if MOECOMM_HAS_BULK
   extern __shared__ __align__(128) std::byte shared[];
-  const uint64_t epoch = comm.state().epoch + 1;
-  if (start(comm, args, epoch)) scale_by_pipe<dtype>(comm, args, epoch, shared);
-  end_operation(comm, args.operation, epoch, args.senders, true, args.copied);
+  receive_and_end(comm, args, [&](uint64_t epoch) { scale_by_pipe<dtype>(comm, args, epoch, shared); });
 #endif
 }
 
@@ -151,9 +149,8 @@ __global__ void __launch_bounds__(MovePipe<kWorkers>::kThreads, 1)
                                const __grid_constant__ ReceiveArguments args) {
 #if MOECOMM_HAS_BULK
   extern __shared__ __align__(128) std::byte shared[];
-  const uint64_t epoch = comm.state().epoch + 1;
-  if (start(comm, args, epoch)) dequantise_by_pipe<dtype, wire>(comm, args, epoch, shared);
-  end_operation(comm, args.operation, epoch, args.senders, true, args.copied);
+  receive_and_end(comm, args,
+                  [&](uint64_t epoch) { dequantise_by_pipe<dtype, wire>(comm, args, epoch, shared); });
 #endif
 }
 

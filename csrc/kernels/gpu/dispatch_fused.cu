@@ -517,11 +517,6 @@ __device__ void lead(const Comm& comm, const SendArguments& args, uint64_t epoch
   if (waits && !failed) agree_on_operation(comm, args.operation, epoch);
 }
 
-/// True if the output has room for the rows of a dropless dispatch.
-__device__ bool has_room(const PlanHeader& header, const ReceiveArguments& args) {
-  return header.needed_rows <= args.rows && header.needed_positions <= args.positions;
-}
-
 /// Sends this block's share of the rows, and says that it has read the epoch. False if nothing is received.
 template <DType dtype>
 __device__ bool send(const Comm& comm, const FusedArguments& args, uint64_t epoch, int block, int senders,
@@ -569,7 +564,7 @@ __device__ void work(const Comm& comm, const FusedArguments& args, uint64_t epoc
     if (!take_counts(comm, epoch, counts, tables.tokens, memory.few)) return;
     begin_rows();  // their routes are loaded meanwhile
     const PlanHeader header = lay_out_rows(comm, args.send, epoch, counts, tables);
-    if (args.offered && !has_room(header, args.receive)) return;
+    if (args.receive.offered && !has_room(header, args.receive)) return leave_rows(comm, epoch);
     __syncthreads();
   } else {
     begin_rows();

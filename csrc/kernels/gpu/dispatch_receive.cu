@@ -384,10 +384,9 @@ __global__ void __launch_bounds__(kThreads, 1)
     dispatch_receive_kernel(const __grid_constant__ Comm comm,
                             const __grid_constant__ ReceiveArguments args) {
   extern __shared__ __align__(128) std::byte shared[];
-  const uint64_t epoch = comm.state().epoch + 1;
-  if (start(comm, args, epoch))
+  receive_and_end(comm, args, [&](uint64_t epoch) {
     receive_items<Rows>(comm, args, epoch, *reinterpret_cast<BlockMemory*>(shared));
-  end_operation(comm, args.operation, epoch, args.senders, true, args.copied);
+  });
 }
 
 template <DType dtype>

@@ -75,6 +75,41 @@ inline RowCounts offered_rows(int64_t tokens, RowLayout layout, int64_t alignmen
   return offered.rows * shape.row_bytes() <= kMostBytes ? offered : RowCounts{};
 }
 
+/// The rows of the last dropless dispatches of many tokens in a layout, by which an output is offered to the
+/// next one.
+class RecentRows {
+ public:
+  void note(int64_t tokens, const RowCounts& counts) {
+    if (tokens <= kMostFusedTokens) return;
+    const auto of_token = [tokens](int64_t rows) { return static_cast<double>(rows) / tokens; };
+    last_[noted_++ % kKept] = {of_token(counts.rows), of_token(counts.positions)};
+  }
+  /// Returns as many rows as the most of them would have with `tokens` tokens, and a few more; none before
+  /// the first, and where they are many more than with uniform routing.
+  RowCounts offer(int64_t tokens, int64_t alignment, const DeviceShape& shape) const {
+    constexpr double kMore = 1.03, kMost = 1.25;
+    Each most{};
+    for (const Each& each : last_) {
+      most.rows = std::max(most.rows, each.rows);
+      most.positions = std::max(most.positions, each.positions);
+    }
+    const auto offered = [tokens](double of_token) {
+      return static_cast<int64_t>(kMore * of_token * tokens);
+    };
+    const double uniform = 1.0 * shape.top_k * tokens + 1.0 * shape.local_experts() * (alignment - 1);
+    const RowCounts counts{offered(most.rows), offered(most.positions)};
+    return counts.positions <= kMost * uniform ? counts : RowCounts{};
+  }
+
+ private:
+  static constexpr int kKept = 8;
+  struct Each {
+    double rows = 0, positions = 0;  ///< of a token
+  };
+  Each last_[kKept];
+  uint64_t noted_ = 0;
+};
+
 /// True where one kernel does all of an operation of `tokens` tokens, if it may do so for at most `most`: for
 /// none where that is 0, and so not for a rank without tokens.
 inline bool in_one_kernel(int64_t tokens, int64_t most) { return most > 0 && tokens <= most; }

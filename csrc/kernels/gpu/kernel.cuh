@@ -181,6 +181,19 @@ __device__ inline void end_operation(const Comm& comm, Operation operation, uint
   state.epoch = epoch;
 }
 
+/// True if an output has room for the rows of a dispatch.
+__device__ inline bool has_room(const PlanHeader& header, const ReceiveArguments& args) {
+  return header.needed_rows <= args.rows && header.needed_positions <= args.positions;
+}
+
+/// Leaves the rows of a dropless dispatch where they are, as the output that it was offered has no room for
+/// them: the host knows how many there are. Whole block.
+__device__ inline void leave_rows(const Comm& comm, uint64_t epoch) {
+  if (threadIdx.x != 0) return;
+  ptx::wait_for_previous_kernel();  // whatever receives them comes behind it
+  if (blockIdx.x + 1 == gridDim.x) comm.state().left = epoch;
+}
+
 /// What end_operation is to an operation of one kernel, which keeps no counters: when every block has read
 /// the epoch of the last operation, it becomes that of this one. Whole block, anywhere behind a barrier; one
 /// thread is held up.

@@ -19,9 +19,12 @@ inline Arrival arrival_of(const ReceiveArguments& args) {
 cudaError_t launch_dispatch_change(const Launch& launch, const Comm& comm, const ReceiveArguments& args);
 cudaError_t prepare_dispatch_change(const DeviceShape& shape, Arrival arrival);
 
-/// Waits until the items of an operation can be worked on. Whole block; false if there are none.
-__device__ inline bool start(const Comm& comm, const ReceiveArguments& args, uint64_t epoch) {
-  if (failed_for_block(comm)) return false;
+/// What a kernel that receives finds.
+enum class Found { rows, nothing, no_room };
+
+/// Waits until the items of an operation can be worked on. Whole block.
+__device__ inline Found start(const Comm& comm, const ReceiveArguments& args, uint64_t epoch) {
+  if (failed_for_block(comm)) return Found::nothing;
   bool going = true;
   if (args.operation == Operation::dispatch) {
     if (threadIdx.x == 0)
@@ -31,7 +34,20 @@ __device__ inline bool start(const Comm& comm, const ReceiveArguments& args, uin
   } else {
     going = agree_on_operation(comm, args.operation, epoch);
   }
-  return going && PlanView{args.plan, comm.plan_fields}.header().id != 0;
+  const PlanHeader& header = PlanView{args.plan, comm.plan_fields}.header();
+  if (!going || header.id == 0) return Found::nothing;
+  return args.offered && !has_room(header, args) ? Found::no_room : Found::rows;
+}
+
+/// Calls receive() for the rows of an operation, if there are any, and ends it; or leaves them. Whole grid.
+template <class Receive>
+__device__ inline void receive_and_end(const Comm& comm, const ReceiveArguments& args,
+                                       const Receive& receive) {
+  const uint64_t epoch = comm.state().epoch + 1;
+  const Found found = start(comm, args, epoch);
+  if (found == Found::no_room) return leave_rows(comm, epoch);
+  if (found == Found::rows) receive(epoch);
+  end_operation(comm, args.operation, epoch, args.senders, true, args.copied);
 }
 
 /// The most chunks, or spans of span(tokens) tokens, that one source has.
