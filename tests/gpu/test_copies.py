@@ -133,11 +133,12 @@ def fresh_ranks(fresh_ranks: FreshRanks) -> FreshRanks:
 
 
 @pytest.mark.parametrize("layout", ["expert", "rank"])
+@pytest.mark.parametrize("top_k", [4, 1])  # 1: by SMs chunks would take turns in the staging section
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_rows_in_fp8(pool: Any, size: int, layout: str, seed: int) -> None:
+def test_rows_in_fp8(pool: Any, size: int, top_k: int, layout: str, seed: int) -> None:
     """Rows are brought into the wire format before they are copied, this rank's own as well."""
     tokens = (300, 1, 77, 0)[:size]
-    job = Job(tokens=tokens, num_experts=8 * size, hidden=400, top_k=4, wire="fp8", layout=layout, seed=seed)
+    job = Job(tokens=tokens, num_experts=8 * size, hidden=400, top_k=top_k, wire="fp8", layout=layout, seed=seed)
     check(pool(size), [job, replace(job, routing="holes", slack=5)])
 
 

@@ -431,9 +431,9 @@ __device__ void send_rows(const Comm& comm, const SendArguments& args, uint64_t 
                 : args.later           ? &state.later_next
                                        : &state.send_next);
   const int64_t chunks = chunk_count(args.tokens), size = chunk_tokens(args.tokens);
-  // Rows for other nodes have places of their own.
+  // Rows for other nodes have places of their own, and so have those for the copy engine.
   const int64_t at_once = comm.window.chunks_at_once(args.tokens), first = args.later ? at_once : 0;
-  const int64_t all = args.later || reach == Reach::others ? chunks : at_once;
+  const int64_t all = args.later || args.copied || reach == Reach::others ? chunks : at_once;
   for (int64_t chunk = first + claims.take(); chunk < all; chunk = first + claims.take()) {
     const int64_t begin = chunk * size, end = min(begin + size, args.tokens);
     const ChunkOwners owners = list_owners<way>(comm, args, reach, begin, end, meta);
