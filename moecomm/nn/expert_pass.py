@@ -223,9 +223,8 @@ class Forward:
                 out = receive()
 
         with side, stages("dispatch_send", stream=COMM, communicates=True):
-            # Without a capacity, receiving waits on the host for the number of rows; what the host has to do
-            # meanwhile comes before.
-            if call.capacity is None and (has_shared or call.turns is not None):
+            # Without a capacity, receiving waits on the host for the number of rows.
+            if call.capacity is None:
                 receive = comm.begin_dispatch(*tokens, layout=call.layout)
                 turns.begin(receive_rows)
             else:

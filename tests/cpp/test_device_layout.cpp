@@ -351,6 +351,7 @@ void test_division_of_a_dispatch() {
   CHECK(gpu::divide_dispatch(99, {2, 1, 8, 14336, false}, false).routes_first &&
         gpu::divide_dispatch(99, {2, 1, 8, 14336, true}, false).routes_first);
   CHECK(!gpu::divide_dispatch(24, {2, 1, 8, 14336, false}, false).routes_first &&
+        !gpu::divide_dispatch(64, {2, 1, 8, 14336, false}, false).routes_first &&
         !gpu::divide_dispatch(99, {2, 1, 2, 14336, false}, false).routes_first &&
         !gpu::divide_dispatch(99, {1, 0.5, 1, 14336, false}, false).routes_first &&
         !gpu::divide_dispatch(99, {3.6, 2.7, 8, 14336, false}, false).routes_first &&

@@ -286,13 +286,14 @@ inline DispatchBlocks divide_dispatch(int total, const RowMoves& row, bool even)
   // What is announced waits on the links behind rows. Where the memory holds the dispatch, and neither links
   // nor blocks, rows that are sent some time later are there early enough, and those that receive begin
   // sooner.
-  constexpr double kMemory =
-      3000;  // bytes in a nanosecond, with rows that are read and written here and there
+  constexpr double kMemory = 3000;  // bytes in a nanosecond, of rows that are read and written here and there
   constexpr double kClearly = 1.15;
+  constexpr double kMakesUp = 1.6;  // of the blocks that send, for the time that they wait
   const double staged = row.quantised ? row.owners : row.sent;
   const double memory_time = (bytes + (staged + row.owners) * wire + row.received * bytes) / kMemory;
-  best.routes_first = memory_time > kClearly * std::max({send_time / best.send, row.sent * wire / kLinks,
-                                                         receive_time / best.receive});
+  best.routes_first =
+      memory_time > kMakesUp * send_time / best.send &&
+      memory_time > kClearly * std::max(row.sent * wire / kLinks, receive_time / best.receive);
   return best;
 }
 

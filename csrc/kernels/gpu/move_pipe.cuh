@@ -270,7 +270,7 @@ class LateFlags {
   __device__ void committed(uint32_t bytes) {
     ++committed_;
     bytes_ += bytes;
-    if (bytes_ < kTogether || begin_ == end_) return;
+    if (bytes_ < (gridDim.x < kFewBlocks ? kTogether : kTogetherOfMany) || begin_ == end_) return;
     ptx::bulk_wait<kLag>();
     set(committed_ - kLag);
   }
@@ -281,8 +281,10 @@ class LateFlags {
   }
 
  private:
-  static constexpr int kLag = 3;                   ///< groups that are under way when flags are set
-  static constexpr uint32_t kTogether = 48 << 10;  ///< bytes between two fences at least
+  static constexpr int kLag = 3;  ///< groups that are under way when flags are set
+  /// Bytes between two fences at least: fewer where many blocks share the links, and each has to wait for
+  /// them.
+  static constexpr uint32_t kTogether = 96 << 10, kTogetherOfMany = 48 << 10, kFewBlocks = 20;
 
   /// Sets the flags behind the first `groups` groups.
   __device__ void set(uint32_t groups) {
