@@ -403,6 +403,9 @@ class Communicator:
         CPU: a call with the same `topk_idx` as an earlier one on all ranks (a forward that is computed again
         for the backward) finds the plan of that one.
 
+        CUDA: without a capacity rows may be received before the host knows how many come; the tensors can
+        hold memory for more of them then (docs/memory.md, "Outputs").
+
         Args:
             x_TH: (T, H) rows in the communicator's dtype, T at most max_tokens, different on each rank as it
                 likes. With wire="fp8" or "mxfp8" also a pair, which has no gradient: data (T, H)
