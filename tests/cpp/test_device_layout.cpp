@@ -373,9 +373,7 @@ void test_parts_of_a_sum() {
       CHECK(parts(tokens, strips) >= 1 && parts(tokens, strips) <= strips);
 }
 
-/// What a dropless dispatch is offered: all that may come, or half as many rows again as do with uniform
-/// routing, if that is not much memory.
-void test_offered_rows() {
+DeviceShape shape_of_offers() {
   DeviceShape shape{};
   shape.ranks = 2;
   shape.top_k = 8;
@@ -383,6 +381,13 @@ void test_offered_rows() {
   shape.hidden = 7168;
   shape.max_tokens = 4096;
   shape.dtype = DType::bfloat16;
+  return shape;
+}
+
+/// What a dropless dispatch is offered: all that may come, or half as many rows again as do with uniform
+/// routing, if that is not much memory.
+void test_offered_rows() {
+  DeviceShape shape = shape_of_offers();
   const auto rows = [&](int64_t tokens, RowLayout layout, int64_t alignment = 1) {
     return gpu::offered_rows(tokens, layout, alignment, shape);
   };
@@ -399,13 +404,7 @@ void test_offered_rows() {
 
 /// Many tokens are offered what the last dispatches brought, and a little more.
 void test_recent_rows() {
-  DeviceShape shape{};
-  shape.ranks = 2;
-  shape.top_k = 8;
-  shape.num_experts = 256;
-  shape.hidden = 7168;
-  shape.max_tokens = 4096;
-  shape.dtype = DType::bfloat16;
+  const DeviceShape shape = shape_of_offers();
   gpu::RecentRows recent;
   const auto rows = [&](int64_t tokens, int64_t alignment = 1) {
     return recent.offer(tokens, alignment, shape).rows;
