@@ -474,7 +474,8 @@ void DeviceCommunicator::run_in_one(WireFormat wire, gpu::FusedArguments argumen
   const gpu::SendArguments& sent = arguments.send;
   take_sent(arguments.receive, sent);
   const int warps = gpu::block_warps(overlaps_);
-  const int64_t items = sent.tokens * config_.shape.ranks;
+  // What is received again is known, and may be what others with many tokens have sent.
+  const int64_t items = arguments.again ? arguments.receive.rows : sent.tokens * config_.shape.ranks;
   const int leads = gpu::leading_blocks(heuristics_.all_blocks());
   const int blocks = heuristics_.fused_blocks(items, warps / kTeamWarps, leads);
   const bool divides = sent.operation == Operation::dispatch && !arguments.again;
@@ -517,7 +518,8 @@ void DeviceCommunicator::dispatch(const DeviceDispatch& d, int64_t rows, int64_t
 
 gpu::RowCounts DeviceCommunicator::offered_rows(int64_t tokens, RowLayout layout, int64_t alignment) const {
   const WireFormat wire = config_.shape.wire;
-  if (fuses(wire, tokens)) return gpu::offered_rows(tokens, layout, alignment, config_.shape);
+  if (fuses(wire, tokens))
+    return few_fit_ ? gpu::offered_rows(tokens, layout, alignment, config_.shape) : gpu::RowCounts{};
   // Chunks that wait for room are sent by a kernel that must not be there before the one that gives it.
   const bool waits = tokens > comm(wire)->window.stage_tokens;
   if (!overlaps_ || copies_ || nodes_.nodes() > 1 || waits) return {};
@@ -578,6 +580,10 @@ std::pair<int64_t, int64_t> DeviceCommunicator::wait_rows() {
   }
   const gpu::SendArguments& sent = pending_->arguments;
   recent_rows_[sent.layout == RowLayout::rank].note(sent.tokens, {rows.rows, rows.positions});
+  if (fuses(config_.shape.wire, sent.tokens)) {
+    const gpu::RowCounts most = gpu::offered_rows(sent.tokens, sent.layout, sent.alignment, config_.shape);
+    few_fit_ = rows.rows <= most.rows && rows.positions <= most.positions;
+  }
   return {rows.rows, rows.positions};
 }
 

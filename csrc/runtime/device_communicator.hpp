@@ -261,6 +261,7 @@ class DeviceCommunicator {
   uint32_t texts_ = 0;
   std::optional<Sent> pending_;     // begun, not received
   gpu::RecentRows recent_rows_[2];  ///< of dropless dispatches, by expert and by rank
+  bool few_fit_ = true;             ///< what the last one of few tokens brought would fit what it is offered
   cudaStream_t pending_stream_ = nullptr;
   DeviceStats stats_;
 };

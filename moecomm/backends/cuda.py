@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
@@ -62,6 +63,12 @@ class _Outputs(NamedTuple):
         for number, each in enumerate(self):
             if each is not None:
                 each.resize_((rows if number < 4 else positions, *each.shape[1:]))
+
+    def free(self) -> None:
+        """Frees the memory of tensors that nothing has been written to, whoever still holds them."""
+        for each in self:
+            if each is not None:
+                each.untyped_storage().resize_(0)
 
 
 class _Begun(NamedTuple):
@@ -410,16 +417,13 @@ class CudaBackend:
                 tokens, layout = call.x_TH.shape[0], self._layouts[call.layout]
                 offered = self._native.offered_rows(tokens, layout, call.alignment)
         sending, blob, inputs = self._sending(call)
-        if offered[0] == 0:
-            self._native.begin_dispatch(*sending, self._raw_stream)
-            return _Begun(call, blob, inputs, self._raw_stream)
-        outputs: _Outputs | None
-        try:
-            outputs = self._outputs(call, offered)
-        except OutOfMemory:  # there may be room for what comes
-            outputs, offered = None, (0, 0)
-        self._start_receiving(outputs, offered, partial(self._native.dispatch, *sending))
-        return _Begun(call, blob, inputs, self._raw_stream, outputs, offered)
+        if offered[0] > 0:
+            with suppress(OutOfMemory):  # there may be memory for what comes
+                outputs = self._outputs(call, offered)
+                self._start_receiving(outputs, offered, partial(self._native.dispatch, *sending))
+                return _Begun(call, blob, inputs, self._raw_stream, outputs, offered)
+        self._native.begin_dispatch(*sending, self._raw_stream)
+        return _Begun(call, blob, inputs, self._raw_stream)
 
     def splits(self, tokens: int) -> bool:
         """True if an operation of so many tokens that is begun with `async_op` is received when it is waited
@@ -436,6 +440,8 @@ class CudaBackend:
                     each.record_stream(self._gpu.stream())
         counts = self._native.wait_rows() if call.capacity < 0 else (call.capacity, call.expert_capacity)
         if outputs is None or counts[0] > offered[0] or counts[1] > offered[1]:
+            if outputs is not None:
+                outputs.free()
             return self._receive(call, blob, inputs, counts, self._native.finish_dispatch)
         self._native.accept_rows()
         outputs.cut(*counts)

@@ -127,7 +127,24 @@ class TestOperations:
         monkeypatch.setattr(torch.Tensor, "new_empty_strided", new_empty)
         native.offer = (1000, 1000)
         assert torch.equal(comm.dispatch(*_inputs()).tokens, want.tokens)
-        assert native.calls[-3:] == ["dispatch@100", "wait_rows", "finish_dispatch@100"]
+        assert native.calls[-3:] == ["begin_dispatch@100", "wait_rows", "finish_dispatch@100"]
+
+    def test_memory_of_an_offer_is_free_before_more_is_taken(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        comm, native, _ = _comm()
+        made: list[torch.Tensor] = []
+        real = torch.Tensor.new_empty_strided
+
+        def new_empty(like: torch.Tensor, shape: Any, strides: Any) -> torch.Tensor:
+            if shape[0] == 7:
+                held = sum(each.untyped_storage().nbytes() for each in made if each.shape[0] == 3)
+                assert held == 0 and native.calls[-1] == "wait_rows"
+            made.append(real(like, shape, strides))
+            return made[-1]
+
+        monkeypatch.setattr(torch.Tensor, "new_empty_strided", new_empty)
+        native.offer = (3, 3)
+        assert comm.dispatch(*_inputs()).tokens.shape == (7, 8)
+        assert [each.shape[0] for each in made[1:]] == [3, 3, 7, 7]
 
     def test_rank_rows(self) -> None:
         comm, _, _ = _comm()

@@ -108,7 +108,7 @@ __device__ inline int move_tokens(const TokenLanes& map, int each, int chunk, in
 /// one piece.
 struct MoveShape : PipeShape {
   uint32_t row_stored;  ///< bytes of a changed row; 0: as they come
-  bool pass = false;    ///< rows are loaded for the last time, and what is stored is not read soon
+  bool pass = false;    ///< neither what is loaded nor what is stored is read again by this operation
 
   /// Rows of `loaded` bytes, which become rows of `stored` bytes, in at most `bytes` of stages.
   template <int workers>
