@@ -417,13 +417,15 @@ class CudaBackend:
                 tokens, layout = call.x_TH.shape[0], self._layouts[call.layout]
                 offered = self._native.offered_rows(tokens, layout, call.alignment)
         sending, blob, inputs = self._sending(call)
+        outputs: _Outputs | None = None
         if offered[0] > 0:
             with suppress(OutOfMemory):  # there may be memory for what comes
                 outputs = self._outputs(call, offered)
-                self._start_receiving(outputs, offered, partial(self._native.dispatch, *sending))
-                return _Begun(call, blob, inputs, self._raw_stream, outputs, offered)
-        self._native.begin_dispatch(*sending, self._raw_stream)
-        return _Begun(call, blob, inputs, self._raw_stream)
+        if outputs is None:
+            self._native.begin_dispatch(*sending, self._raw_stream)
+            return _Begun(call, blob, inputs, self._raw_stream)
+        self._start_receiving(outputs, offered, partial(self._native.dispatch, *sending))
+        return _Begun(call, blob, inputs, self._raw_stream, outputs, offered)
 
     def splits(self, tokens: int) -> bool:
         """True if an operation of so many tokens that is begun with `async_op` is received when it is waited
