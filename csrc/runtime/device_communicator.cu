@@ -459,14 +459,25 @@ bool DeviceCommunicator::fuses(WireFormat wire, int64_t tokens) const {
   return !copies_ && gpu::in_one_kernel(tokens, fused_tokens()) && tokens <= comm(wire)->window.stage_tokens;
 }
 
-/// Starts to send and to receive what is known before to be so many rows: in one kernel, or two.
+/// Starts to send and to receive, in one kernel or two: what is known before to be so many rows, or what may
+/// be more than the output that is offered holds, and is pending until somebody knows.
 void DeviceCommunicator::send_and_receive(WireFormat wire, const gpu::SendArguments& sent,
                                           gpu::ReceiveArguments received, cudaStream_t stream) {
   // The products with other rows are sums, which one warp has to make in its order.
-  if (received.other == nullptr && fuses(wire, sent.tokens))
-    return run_in_one(wire, {sent, received}, stream);
-  send(wire, sent, stream);
-  receive(received, stream);
+  const bool in_one = received.other == nullptr && fuses(wire, sent.tokens);
+  Sent begun{sent, wire, 0, false, false};
+  if (in_one) {
+    run_in_one(wire, {sent, received}, stream);
+  } else {
+    send(wire, sent, stream);
+    begun = *pending_;
+    receive(received, stream);
+  }
+  if (!received.offered) return;
+  begun.offered = true;
+  begun.in_one = in_one;
+  pending_ = begun;
+  pending_stream_ = stream;
 }
 
 /// Starts the one kernel of an operation whose two sides have their arguments.
@@ -496,24 +507,9 @@ void DeviceCommunicator::dispatch(const DeviceDispatch& d, int64_t rows, int64_t
   const DeviceGuard guard(config_.device);
   complete(stream);
   abandon(stream);
-  const WireFormat wire = config_.shape.wire;
-  const gpu::SendArguments sent = sending(d);
   gpu::ReceiveArguments received = receiving(rows, positions, output);
-  if (d.capacity >= 0) return send_and_receive(wire, sent, received, stream);
-  received.offered = true;
-  const bool in_one = fuses(wire, d.tokens);
-  if (in_one) {
-    run_in_one(wire, {sent, received}, stream);
-    pending_ = {sent, wire, 0, false, false};
-    pending_stream_ = stream;
-  } else {
-    send(wire, sent, stream);
-    const Sent begun = *pending_;
-    receive(received, stream);
-    pending_ = begun;
-  }
-  pending_->offered = true;
-  pending_->in_one = in_one;
+  received.offered = d.capacity < 0;
+  send_and_receive(config_.shape.wire, sending(d), received, stream);
 }
 
 gpu::RowCounts DeviceCommunicator::offered_rows(int64_t tokens, RowLayout layout, int64_t alignment) const {

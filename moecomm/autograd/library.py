@@ -236,7 +236,7 @@ _library = torch.library.Library("moecomm", "DEF")
 
 
 _PLACE = "partitioner_tag"
-"""Where what is traced says whether it is of a forward or a backward."""
+"""The key under which a traced node says whether it is of a forward or of a backward."""
 
 
 @contextlib.contextmanager

@@ -216,9 +216,10 @@ class Rank {
   void play(const Shape& shape, const Step& step) {
     const Input& input = step.inputs[static_cast<size_t>(rank_)];
     check_dispatch(shape, step, input);
-    if (step.given_up) return;
-    for (int turn = 0; turn < step.combines; ++turn) check_combine(shape, step, input);
-    check_backward(shape, step, input);
+    if (!step.given_up) {
+      for (int turn = 0; turn < step.combines; ++turn) check_combine(shape, step, input);
+      check_backward(shape, step, input);
+    }
     CHECK(status_.broken.set == 0 && status_.verdict.set == 0 && comm.state().failed == 0);
     CHECK((status_.overflow.set != 0) == overflows(step));
     status_.overflow.set = 0;

@@ -72,7 +72,7 @@ def test_few_tokens(pool: Pools, most_ranks: int, hidden: int, layout: str, seed
 def test_many_tokens(
     pool: Pools, most_ranks: int, layout: str, wire: str | None, fused: int, seed: int
 ) -> None:
-    """What is offered follows what came before; after a dispatch that brought much more there is nothing."""
+    """The offer follows the rows of earlier dispatches; after one that brought many more there is none."""
     size = min(4, most_ranks)
     base = Case(
         tokens=(3000, 2048, 1500, MOST + 1)[:size],

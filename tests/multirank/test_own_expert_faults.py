@@ -156,7 +156,7 @@ def test_fully_shard_of_own_experts_is_refused(pool: Pools, ep: int, how: str) -
 
 
 def require_mixed(found: Caught | None, rank: int, ep: int, *says: str) -> None:
-    """What was caught says which shards mix which experts, and what to do."""
+    """Asserts that the error that a rank has caught says which shards mix which experts, and what to do."""
     assert found is not None and found.name == "InvalidArgument", found
     first, count = rank % ep * EXPERTS // ep, EXPERTS // ep
     assert all(each in found.text for each in says)

@@ -104,7 +104,7 @@ class TestOperations:
         assert x_TH.grad is not None
 
     def test_what_is_begun_is_not_offered_anything(self) -> None:
-        """Its rows are received when somebody asks for them, and until then no SM waits for other ranks."""
+        """The rows are received when the caller asks for them, and until then no SM waits for other ranks."""
         comm, native, _ = _comm()
         native.offer = (20, 20)
         receive = comm.begin_dispatch(*_inputs())

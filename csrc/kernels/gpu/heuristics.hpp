@@ -51,65 +51,6 @@ inline constexpr int kFusedCounts = 30720, kFusedTables = 8192;
 /// Blocks of a dispatch in one kernel of `blocks` blocks that take no rows.
 MOECOMM_HD constexpr int leading_blocks(int blocks) { return blocks > 2 ? 2 : 1; }
 
-/// Rows of output, and positions in expert-major order.
-struct RowCounts {
-  int64_t rows, positions;
-};
-inline double owners_of_token(int32_t ranks, int32_t top_k);
-
-/// The output that a dropless dispatch of `tokens` tokens in one kernel is given before the number of its
-/// rows is known, so that the host waits for that number beside the kernel and not before it: for all rows
-/// that may come if no rank has more tokens, but for at most half as many again as come with uniform routing.
-/// Without rows where it would be large: it takes memory for as long as the rows are kept.
-inline RowCounts offered_rows(int64_t tokens, RowLayout layout, int64_t alignment, const DeviceShape& shape) {
-  constexpr int64_t kLeastTokens = 32;  // other ranks may bring more
-  constexpr int64_t kMostBytes = 64 << 20;
-  constexpr double kSlack = 1.5;
-  const int64_t each = std::max(tokens, kLeastTokens), local = shape.local_experts();
-  const auto most = [&](int64_t of_token, double expected) {
-    return std::min(shape.ranks * each * of_token, static_cast<int64_t>(kSlack * expected * each));
-  };
-  RowCounts offered{0, most(std::min<int64_t>(shape.top_k, local), shape.top_k) + local * (alignment - 1)};
-  offered.rows =
-      layout == RowLayout::expert ? offered.positions : most(1, owners_of_token(shape.ranks, shape.top_k));
-  return offered.rows * shape.row_bytes() <= kMostBytes ? offered : RowCounts{};
-}
-
-/// The rows of the last dropless dispatches of many tokens in a layout, by which an output is offered to the
-/// next one.
-class RecentRows {
- public:
-  void note(int64_t tokens, const RowCounts& counts) {
-    if (tokens <= kMostFusedTokens) return;
-    const auto of_token = [tokens](int64_t rows) { return static_cast<double>(rows) / tokens; };
-    last_[noted_++ % kKept] = {of_token(counts.rows), of_token(counts.positions)};
-  }
-  /// Returns as many rows as the most of them would have with `tokens` tokens, and a few more; none before
-  /// the first, and where they are many more than with uniform routing.
-  RowCounts offer(int64_t tokens, int64_t alignment, const DeviceShape& shape) const {
-    constexpr double kMore = 1.03, kMost = 1.25;
-    Each most{};
-    for (const Each& each : last_) {
-      most.rows = std::max(most.rows, each.rows);
-      most.positions = std::max(most.positions, each.positions);
-    }
-    const auto offered = [tokens](double of_token) {
-      return static_cast<int64_t>(kMore * of_token * tokens);
-    };
-    const double uniform = 1.0 * shape.top_k * tokens + 1.0 * shape.local_experts() * (alignment - 1);
-    const RowCounts counts{offered(most.rows), offered(most.positions)};
-    return counts.positions <= kMost * uniform ? counts : RowCounts{};
-  }
-
- private:
-  static constexpr int kKept = 8;
-  struct Each {
-    double rows = 0, positions = 0;  ///< of a token
-  };
-  Each last_[kKept];
-  uint64_t noted_ = 0;
-};
-
 /// True where one kernel does all of an operation of `tokens` tokens, if it may do so for at most `most`: for
 /// none where that is 0, and so not for a rank without tokens.
 inline bool in_one_kernel(int64_t tokens, int64_t most) { return most > 0 && tokens <= most; }
@@ -225,6 +166,64 @@ struct Heuristics {
 inline double owners_of_token(int32_t ranks, int32_t top_k) {
   return ranks * (1 - std::pow(1 - 1.0 / ranks, top_k));
 }
+
+/// Rows of output, and positions in expert-major order.
+struct RowCounts {
+  int64_t rows, positions;
+};
+
+/// The output that a dropless dispatch of `tokens` tokens in one kernel is given before the number of its
+/// rows is known, so that the host waits for that number beside the kernel and not before it: for all rows
+/// that may come if no rank has more tokens, but for at most half as many again as come with uniform routing.
+/// Without rows where it would be large: it takes memory for as long as the rows are kept.
+inline RowCounts offered_rows(int64_t tokens, RowLayout layout, int64_t alignment, const DeviceShape& shape) {
+  constexpr int64_t kLeastTokens = 32;  // other ranks may bring more
+  constexpr int64_t kMostBytes = 64 << 20;
+  constexpr double kSlack = 1.5;
+  const int64_t each = std::max(tokens, kLeastTokens), local = shape.local_experts();
+  const auto most = [&](int64_t of_token, double expected) {
+    return std::min(shape.ranks * each * of_token, static_cast<int64_t>(kSlack * expected * each));
+  };
+  RowCounts offered{0, most(std::min<int64_t>(shape.top_k, local), shape.top_k) + local * (alignment - 1)};
+  offered.rows =
+      layout == RowLayout::expert ? offered.positions : most(1, owners_of_token(shape.ranks, shape.top_k));
+  return offered.rows * shape.row_bytes() <= kMostBytes ? offered : RowCounts{};
+}
+
+/// The rows of the last dropless dispatches of many tokens in a layout, by which an output is offered to the
+/// next one.
+class RecentRows {
+ public:
+  void note(int64_t tokens, const RowCounts& counts) {
+    if (tokens <= kMostFusedTokens) return;
+    const auto of_token = [tokens](int64_t rows) { return static_cast<double>(rows) / tokens; };
+    last_[noted_++ % kKept] = {of_token(counts.rows), of_token(counts.positions)};
+  }
+  /// Returns as many rows as the most of them would have with `tokens` tokens, and a few more; none before
+  /// the first, and where they are many more than with uniform routing.
+  RowCounts offer(int64_t tokens, int64_t alignment, const DeviceShape& shape) const {
+    constexpr double kMore = 1.03, kMost = 1.25;
+    Each most{};
+    for (const Each& each : last_) {
+      most.rows = std::max(most.rows, each.rows);
+      most.positions = std::max(most.positions, each.positions);
+    }
+    const auto offered = [tokens](double of_token) {
+      return static_cast<int64_t>(kMore * of_token * tokens);
+    };
+    const double uniform = 1.0 * shape.top_k * tokens + 1.0 * shape.local_experts() * (alignment - 1);
+    const RowCounts counts{offered(most.rows), offered(most.positions)};
+    return counts.positions <= kMost * uniform ? counts : RowCounts{};
+  }
+
+ private:
+  static constexpr int kKept = 8;
+  struct Each {
+    double rows = 0, positions = 0;  ///< of a token
+  };
+  Each last_[kKept];
+  uint64_t noted_ = 0;
+};
 
 /// The share of a combine's additions of rows that the owners of the experts make, and not the tokens' home:
 /// with uniform routing, of expert-major rows.
