@@ -119,6 +119,7 @@ class DeviceShape:
         wire: WireFormat,
         ranks_per_node: int,
         copies: bool = False,
+        whole_sources: int = ...,
     ) -> None: ...
 
 def device_window_sections(shape: DeviceShape) -> list[tuple[str, int, int]]: ...

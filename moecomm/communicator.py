@@ -32,7 +32,7 @@ from moecomm.backends import (
     make_backend,
 )
 from moecomm.backends.arrays import shared_tensor
-from moecomm.env import read_env
+from moecomm.env import Env, read_env
 from moecomm.errors import CommunicatorClosed, InvalidArgument, MoecommError
 from moecomm.setup.checks import (
     DEFAULT_TIMEOUT,
@@ -171,14 +171,14 @@ class Communicator:
         if group is None and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
         error: MoecommError | None = None
-        seconds, place, first_epoch = DEFAULT_TIMEOUT, torch.device("cpu"), 1
+        seconds, place, env = DEFAULT_TIMEOUT, torch.device("cpu"), Env()
         try:
             seconds = timeout_seconds(timeout)
             size = 1 if group is None else dist.get_world_size(group)
             check_sizes(size, num_experts, hidden, top_k, max_tokens, dtype)
             place = choose_device(device)
             ranks_per_node = check_ranks_per_node(size, ranks_per_node)
-            first_epoch = read_env().first_epoch or 1
+            env = read_env()
             num_sms = check_num_sms(num_sms, place)
             check_dtype(dtype, place)
             check_wire(wire, place, hidden)
@@ -200,7 +200,8 @@ class Communicator:
             "engine": engine,
             "device": place.type,
             "ranks_per_node": ranks_per_node,
-            "MOECOMM_FIRST_EPOCH": first_epoch,
+            "MOECOMM_FIRST_EPOCH": env.first_epoch or 1,
+            "MOECOMM_WHOLE_SOURCES": env.whole_sources,
             "moecomm version": __version__,
         }
         backend = make_backend(place, rendezvous, arguments, error, dtype, num_sms)
@@ -271,6 +272,7 @@ class Communicator:
                 wire=wire,
                 ranks_per_node=ranks_per_node,
                 copies=engine != "sm" and ranks_per_node == ranks and combine_wire is gradient_wire is None,
+                whole_sources=read_env().whole_sources,
             )
             return plan_device_memory(sizes, ranks_per_node)
         shape = window_shape(
@@ -960,11 +962,12 @@ class Communicator:
         and that of dispatch as a combine.
 
         "announced": this rank's record goes to all ranks, in a dispatch after the routes of all tokens;
-        "agreed": the records of all ranks are here; "planned": the plan of what arrives here is made;
-        "sent": the last of this rank's rows, or sums, has been sent, which may be at any time after
-        "announced"; "ended". A phase that an operation does not have is left out ("planned" of all but
-        dispatches), and so are those that it has yet to pass: synchronize the stream before. Operations in
-        replays of a graph count. Asking waits for a small copy from the device.
+        "agreed": all ranks are known to do the same; "planned": the plan of what arrives here is made;
+        "sent": the last of this rank's rows, or sums, has been sent; "ended". One kernel for few tokens
+        announces, sends and agrees side by side, so that any of these may be first; else each comes after
+        the one before, but for "sent", which is at any time. A phase that an operation does not have is left
+        out ("planned" of all but dispatches), and so are those that it has yet to pass: synchronize the
+        stream before. Operations in replays of a graph count. Asking waits for a small copy from the device.
 
         Raises Unsupported on the CPU.
         """

@@ -50,6 +50,11 @@ class Env:
     the number of the heuristics is not wanted; at 0 sending and receiving are always kernels of their own.
     Ranks need not agree on it."""
 
+    whole_sources: int | None = None
+    """MOECOMM_WHOLE_SOURCES: sources, on CUDA, whose tokens all have a place in an owner's staging section,
+    where 8 are not wanted. Of more sources than these and top_k, tokens take turns there. At 0 it takes the
+    least memory. The same on all ranks."""
+
 
 _MOST_LANES = 64  # csrc/transport/fabric/endpoint_address.hpp
 
@@ -83,6 +88,7 @@ def read_env(environ: Mapping[str, str] | None = None) -> Env:
     shuffle = _number(environ, "MOECOMM_FABRIC_SHUFFLE", int, 1)
     first_epoch = _number(environ, "MOECOMM_FIRST_EPOCH", int, 1, 2**62)
     fused_tokens = _number(environ, "MOECOMM_FUSED_TOKENS", int, 0)
+    whole_sources = _number(environ, "MOECOMM_WHOLE_SOURCES", int, 0, 2**31 - 1)
     return Env(
         timeout=timeout,
         threads=None if threads is None else int(threads),
@@ -93,4 +99,5 @@ def read_env(environ: Mapping[str, str] | None = None) -> Env:
         fabric_shuffle=None if shuffle is None else int(shuffle),
         first_epoch=None if first_epoch is None else int(first_epoch),
         fused_tokens=None if fused_tokens is None else int(fused_tokens),
+        whole_sources=None if whole_sources is None else int(whole_sources),
     )

@@ -122,13 +122,14 @@ def _memory(blocks: Blocks) -> PeerMemory:
 
 
 def copy_engine_path(case: Case) -> Path:
-    """A copy to each peer, each on a stream of its own."""
+    """A copy to each peer, one after the other and the next rank first, so that while blocks are equal each
+    GPU gets from one other at a time: with a stream for each peer, copies reach three fifths of that.
+    """
     blocks = Blocks(case)
     memory = _memory(blocks)
     at = blocks.rank * blocks.segment
     copies = [
         (
-            torch.cuda.Stream(),
             memory.ranks[peer][at : at + blocks.send_splits[peer]],
             blocks.sent[blocks.starts[peer] : blocks.starts[peer] + blocks.send_splits[peer]],
         )
@@ -137,13 +138,8 @@ def copy_engine_path(case: Case) -> Path:
     ]
 
     def call() -> None:
-        current = torch.cuda.current_stream()
-        for stream, target, source in copies:
-            stream.wait_stream(current)
-            with torch.cuda.stream(stream):
-                target.copy_(source, non_blocking=True)
-        for stream, _, _ in copies:
-            current.wait_stream(stream)
+        for target, source in copies:
+            target.copy_(source, non_blocking=True)
 
     return Path(
         name="copy-engine", calls={CALL: call}, check=blocks.checker(call, memory.own, spread=True), sms=0

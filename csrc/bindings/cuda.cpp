@@ -103,15 +103,16 @@ void bind_cuda(py::module_& m, void (*interrupt)()) {
   for (const WireFormat wire : kWireFormats) formats.value(wire_entry(wire).name, wire);
   py::class_<DeviceShape>(m, "DeviceShape")
       .def(py::init([](int32_t ranks, int64_t num_experts, int32_t top_k, int64_t hidden, int64_t max_tokens,
-                       DType dtype, WireFormat wire, int32_t ranks_per_node, bool copies) {
+                       DType dtype, WireFormat wire, int32_t ranks_per_node, bool copies,
+                       int32_t whole_sources) {
              const DeviceShape shape{ranks, top_k, num_experts,    hidden, max_tokens,
-                                     dtype, wire,  ranks_per_node, copies};
+                                     dtype, wire,  ranks_per_node, copies, whole_sources};
              check_shape(shape);
              return shape;
            }),
            py::kw_only(), py::arg("ranks"), py::arg("num_experts"), py::arg("top_k"), py::arg("hidden"),
            py::arg("max_tokens"), py::arg("dtype"), py::arg("wire"), py::arg("ranks_per_node"),
-           py::arg("copies") = false);
+           py::arg("copies") = false, py::arg("whole_sources") = kWholeSources);
   m.def("device_host_bytes", [](const DeviceShape& shape) {
     return shape.other_nodes() == 0 ? 0 : WindowLayout::make(host_window_shape(shape)).committed_bytes;
   });

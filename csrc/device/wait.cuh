@@ -66,6 +66,11 @@ __device__ inline int32_t missing_rank(const Comm& comm, const WaitInfo& info) {
 /// What a wait that goes on finds when it looks at more than what it waits for.
 enum class Outlook { wait, ended, lost, late };
 
+/// True if `loss` ends a wait for what its peer does in `epoch`.
+__device__ inline bool ends_wait(const PeerLoss& loss, uint64_t epoch) {
+  return ptx::load_acquire_sys(&loss.set) != 0 && epoch > loss.complete;
+}
+
 /// Looks at what else may end a wait that has been going on for `waited` nanoseconds.
 __device__ __noinline__ inline Outlook look_around(const Comm& comm, const WaitInfo& info, uint64_t waited) {
   if (already_failed(comm) ||
@@ -73,8 +78,8 @@ __device__ __noinline__ inline Outlook look_around(const Comm& comm, const WaitI
     return Outlook::ended;
   const PeerLoss* const losses = comm.mine<PeerLoss>(comm.window.losses);
   // Data of a rank on another node comes through the local rank of its rail.
-  if (ptx::load_acquire_sys(&losses[info.peer].set) != 0 ||
-      ptx::load_acquire_sys(&losses[comm.relay_rank(info.peer)].set) != 0)
+  if (ends_wait(losses[info.peer], info.expected) ||
+      ends_wait(losses[comm.relay_rank(info.peer)], info.expected))
     return Outlook::lost;
   return waited > comm.timeout_ns ? Outlook::late : Outlook::wait;
 }
@@ -87,7 +92,7 @@ __device__ __noinline__ inline void report_wait(const Comm& comm, const WaitInfo
   }
   const PeerLoss* const losses = comm.mine<PeerLoss>(comm.window.losses);
   const PeerLoss& own = losses[info.peer];
-  const PeerLoss& loss = ptx::load_acquire_sys(&own.set) != 0 ? own : losses[comm.relay_rank(info.peer)];
+  const PeerLoss& loss = ends_wait(own, info.expected) ? own : losses[comm.relay_rank(info.peer)];
   report_failure(comm, info, loss.peer, loss.cause, loss.first);
 }
 

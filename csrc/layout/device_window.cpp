@@ -59,10 +59,19 @@ void for_each_section(DeviceWindow& w, int64_t rows_bytes, const Visit& visit) {
 }
 
 /// Combine needs a slot for each possible owner of each token. Dispatch uses the same memory for the rows of
-/// the sources that are staged; where it does not hold all of their tokens, they take turns.
+/// the sources that are staged. Those of a host's GPUs all have a place: rows of the wire format, and along a
+/// kept plan rows as they are. Of more sources, and on several nodes, whose network holds rows back anyway,
+/// tokens take turns where the slots do not hold all of them.
 int64_t rows_bytes(const DeviceShape& s) {
-  return std::max(s.max_tokens * s.slots() * s.row_bytes(), s.ranks * std::min(s.max_tokens, kLeastStage) *
-                                                                std::max(s.row_bytes(), s.wire_row_bytes()));
+  int64_t bytes =
+      std::max(s.max_tokens * s.slots() * s.row_bytes(),
+               s.ranks * std::min(s.max_tokens, kLeastStage) * std::max(s.row_bytes(), s.wire_row_bytes()));
+  for (const WireFormat wire : {WireFormat::same, s.wire}) {
+    const DeviceShape staged = s.with_wire(wire);
+    if (s.other_nodes() == 0 && staged.staged_sources() <= s.whole_sources)
+      bytes = std::max(bytes, staged.staged_sources() * s.max_tokens * staged.wire_row_bytes());
+  }
+  return bytes;
 }
 
 int64_t fitting_tokens(const DeviceShape& s, int64_t bytes) {
@@ -90,7 +99,7 @@ DeviceWindow walk(const DeviceShape& shape, const Visit& visit) {
   window.wire_bytes = shape.wire_row_bytes();
   window.max_chunks = shape.max_chunks();
   window.number_bits = number_bits(shape);
-  const int64_t rows = rows_bytes(shape);
+  const int64_t rows = align_up(rows_bytes(shape), kPage);
   window.stage_tokens = fitting_tokens(shape, rows);
   window.partial_tokens = partial_tokens(shape);
   int64_t end = 0;
@@ -137,7 +146,7 @@ DeviceWindow DeviceWindow::with_wire(WireFormat wire) const {
   DeviceWindow window = *this;
   window.shape = shape.with_wire(wire);
   window.wire_bytes = window.shape.wire_row_bytes();
-  window.stage_tokens = fitting_tokens(window.shape, rows_bytes(shape));
+  window.stage_tokens = fitting_tokens(window.shape, rows[1] - rows[0]);
   return window;
 }
 

@@ -69,6 +69,9 @@ struct alignas(16) FewRoute {
 };
 static_assert(sizeof(FewRoute) == 16);
 
+/// Sources, at most, whose tokens all have a place in an owner's staging section: the GPUs of a host.
+inline constexpr int32_t kWholeSources = 8;
+
 struct DeviceShape;
 /// Throws Error(unsupported) for a shape that the kernels can't serve.
 void check_shape(const DeviceShape& shape);
@@ -81,8 +84,9 @@ struct DeviceShape {
   int64_t max_tokens;
   DType dtype;
   WireFormat wire;
-  int32_t ranks_per_node = 0;  ///< 0: all
-  bool copies = false;         ///< the window has room for transfers by the copy engine
+  int32_t ranks_per_node = 0;             ///< 0: all
+  bool copies = false;                    ///< the window has room for transfers by the copy engine
+  int32_t whole_sources = kWholeSources;  ///< of more sources on a node than these, tokens may take turns
 
   /// Returns this shape for rows that travel in another format.
   MOECOMM_HD DeviceShape with_wire(WireFormat other) const {
@@ -165,18 +169,21 @@ static_assert(sizeof(SourceLines) == 2 * kLine);
 
 /// A peer that signals no more, for waits on it. Written by the host, through a copy: kernels that polled
 /// host memory would fill the path that their own NVLink traffic takes (docs/history.md).
-struct PeerLoss {
+struct alignas(32) PeerLoss {
   uint32_t set;  ///< 1: a wait for this peer whose signal is not there ends
   int32_t peer;  ///< the one to blame: itself, or who it gave up on
   Cause cause;
-  int32_t first;  ///< the rank that noticed
+  int32_t first;      ///< the rank that noticed
+  uint64_t complete;  ///< but not one of an epoch up to this one: all that the peer sent in these, before it
+                      ///< closed, is on this node, where it is still handed on
 };
-static_assert(sizeof(PeerLoss) == 16);
+static_assert(sizeof(PeerLoss) == 32);  // copied as a whole
 
-/// What an operation passes on a GPU, in this order but for `sent`, which lies anywhere behind `announced`.
+/// What an operation passes on a GPU. In one kernel it announces, sends and agrees side by side; else it
+/// passes them in this order, but for `sent`, which may be at any time.
 enum class Phase : int32_t {
   announced,  ///< this rank announces it: in a dispatch, after the routes of all its tokens have gone out
-  agreed,     ///< all ranks have, and do the same
+  agreed,     ///< all ranks are known to do the same
   planned,    ///< a dispatch: the plan of what arrives here is made
   sent,       ///< the last of this rank's rows, or sums, has been sent
   ended,

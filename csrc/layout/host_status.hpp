@@ -58,6 +58,7 @@ struct HostStatus {
   } overflow;
   char text[kErrorText];  ///< of `verdict`
 };
+static_assert(sizeof(HostStatus) % kLine == 0);  // what lies after it is aligned
 static_assert(offsetof(HostStatus, text) == 4 * kLine);
 
 }  // namespace moecomm

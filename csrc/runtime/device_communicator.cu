@@ -222,7 +222,10 @@ void DeviceCommunicator::watch() {
       if (peer == config_.rank || out.set != 0) continue;
       const auto loss = signals_->loss(peer);
       if (!loss) continue;
-      out = {1, loss->peer, loss->cause, loss->first};
+      // What a rank of another node has sent may still have to be handed on here.
+      const bool elsewhere = !nodes_.same_node(peer, config_.rank);
+      const bool left = loss->cause == Cause::closed && loss->peer == peer && elsewhere;
+      out = {1, loss->peer, loss->cause, loss->first, left ? signals_->announced(peer) : 0};
       // A copy engine brings it there, also while all of the GPU waits. If even that fails, there are the
       // deadlines.
       cudaMemcpyAsync(&losses_[peer], &out, sizeof(out), cudaMemcpyHostToDevice, watch_stream_);
@@ -490,7 +493,8 @@ void DeviceCommunicator::run_in_one(WireFormat wire, gpu::FusedArguments argumen
   const int leads = gpu::leading_blocks(heuristics_.all_blocks());
   const int blocks = heuristics_.fused_blocks(items, warps / kTeamWarps, leads);
   const bool divides = sent.operation == Operation::dispatch && !arguments.again;
-  arguments.senders = divides ? gpu::Heuristics::fused_senders(sent.tokens, blocks, sent.quantise) : 0;
+  arguments.senders =
+      divides ? gpu::Heuristics::fused_senders(sent.tokens, blocks, sent.quantise, config_.shape.ranks) : 0;
   arguments.team_warps = team_warps(items, blocks - leads, warps);
   const device::Comm& comm = *this->comm(wire);
   check_cuda(with_wire(comm.window.shape.wire,

@@ -138,6 +138,7 @@ class CudaBackend:
                 wire=arguments["wire"],
                 ranks_per_node=self.nodes.ranks_per_node,
                 copies=has_copies,
+                whole_sources=arguments["MOECOMM_WHOLE_SOURCES"],
             )
             self.memory = plan_device_memory(shape, self.nodes.ranks_per_node)
             fields = _C.device_plan_fields(shape)

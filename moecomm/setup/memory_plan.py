@@ -107,9 +107,12 @@ def device_shape(
     wire: str | None,
     ranks_per_node: int | None = None,
     copies: bool = False,
+    whole_sources: int | None = None,
 ) -> _C.DeviceShape:
     """Returns the runtime's description of a window in device memory, for sizes that `window_shape` takes.
-    `copies`: with room for transfers by the copy engine."""
+    `copies`: with room for transfers by the copy engine. `whole_sources`: of more sources, tokens may take
+    turns in the staging section; None: of more than the runtime chooses."""
+    chosen = {} if whole_sources is None else {"whole_sources": whole_sources}
     return _C.DeviceShape(
         ranks=ranks,
         num_experts=num_experts,
@@ -120,6 +123,7 @@ def device_shape(
         wire=getattr(_C.WireFormat, wire or "same"),
         ranks_per_node=ranks if ranks_per_node is None else ranks_per_node,
         copies=copies,
+        **chosen,
     )
 
 

@@ -37,7 +37,9 @@ void for_each_shape(const Body& body) {
         for (const int64_t tokens : {1, 63, 64, 65, 513, 4096, 4100, 16385, 70001})
           for (const DType dtype : {DType::float32, DType::bfloat16})
             for (const WireFormat wire : kWireFormats)
-              body(DeviceShape{ranks, top_k, int64_t{32} * ranks, hidden, tokens, dtype, wire});
+              for (const int32_t whole_sources : {0, kWholeSources})
+                body(DeviceShape{ranks, top_k, int64_t{32} * ranks, hidden, tokens, dtype, wire, 0, false,
+                                 whole_sources});
 }
 
 void test_chunks() {
@@ -144,13 +146,15 @@ void test_sections_of_nodes() {
   CHECK(turns);
 }
 
-void check_stage(const DeviceWindow& w, int64_t room) {
+void check_stage(const DeviceWindow& w, WireFormat made_for, int64_t room) {
   const DeviceShape& s = w.shape;
   CHECK(s.staged_sources() * w.stage_tokens * s.wire_row_bytes() <= room);
   CHECK(w.stage_tokens <= s.max_tokens);
   CHECK(w.stage_tokens >= std::min(s.max_tokens, kFewestStaged));
   if (s.ranks <= s.top_k) CHECK(w.stage_tokens == s.max_tokens);
   if (s.other_nodes() == 0 && s.staged_sources() <= s.top_k) CHECK(w.stage_tokens == s.max_tokens);
+  const bool has_room = s.wire == made_for || s.wire == WireFormat::same;
+  if (has_room && s.staged_sources() <= s.whole_sources) CHECK(w.stage_tokens == s.max_tokens);
   for (int64_t tokens = 0; tokens <= s.max_tokens; tokens += std::max(tokens, int64_t{1})) {
     const int64_t at_once = w.chunks_at_once(tokens);
     CHECK(at_once <= chunk_count(tokens) && at_once * chunk_tokens(tokens) <= w.stage_tokens + kMaxChunk);
@@ -176,10 +180,10 @@ void test_stage() {
       CHECK(other.shape.wire == wire && other.total_bytes == w.total_bytes && other.rows[1] == w.rows[1]);
       CHECK(other.with_wire(shape.wire).stage_tokens == w.stage_tokens);
       CHECK(other.wire_bytes == other.shape.wire_row_bytes() && w.wire_bytes == shape.wire_row_bytes());
-      check_stage(other, room);
+      check_stage(other, shape.wire, room);
       turns = turns || other.stage_tokens < shape.max_tokens;
     }
-    check_stage(w, room);
+    check_stage(w, shape.wire, room);
   });
   CHECK(turns);
 }
@@ -194,10 +198,13 @@ int64_t window_bytes(const DeviceShape& s, int64_t chunks) {
   const int64_t lines = rounded(values, 128), wire = s.wire == WireFormat::same ? row
                                                      : lines <= row             ? lines
                                                                                 : rounded(values, 16);
-  const int64_t rows = std::max(M * std::min(R, K) * row, R * std::min<int64_t>(M, 64) * std::max(row, wire));
+  int64_t rows = std::max(M * std::min(R, K) * row, R * std::min<int64_t>(M, 64) * std::max(row, wire));
+  const int64_t others = std::max<int64_t>(R - 1, 1), staged = s.wire == WireFormat::same ? others : R;
+  if (others <= s.whole_sources) rows = std::max(rows, others * M * row);
+  if (staged <= s.whole_sources) rows = std::max(rows, staged * M * wire);
   int64_t total = kPage;  // kernel state
   for (const int64_t once :
-       {128 * R, 16 * R, 8 * R, 32 * (E + R) * 4, R * (chunks + 1) * 8, R * (chunks + 1) * 8})
+       {128 * R, 32 * R, 8 * R, 32 * (E + R) * 4, R * (chunks + 1) * 8, R * (chunks + 1) * 8})
     total += rounded(once, kPage);
   for (const int64_t twice :
        {int64_t{512}, R * (E + R) * 4, R * M * K * 4, R * M * 4, R * M * K * weight, M * K * weight, rows})
@@ -342,8 +349,10 @@ void test_division_of_a_dispatch() {
   CHECK(gpu::divide_dispatch(24, {2, 1, 8, 14336, false}, false).send <= 4);
   const int of_four = gpu::divide_dispatch(24, {3.6, 2.7, 8, 14336, false}, false).send;
   CHECK(of_four >= 5 && of_four <= 8);
-  CHECK(gpu::divide_dispatch(99, {3.6, 2.7, 8, 14336, false}, false).send ==
-        30);  // the links hold it, whoever receives
+  // The links hold it, whoever receives: more blocks send than fill them, but not many more.
+  const int of_many = gpu::divide_dispatch(99, {3.6, 2.7, 8, 14336, false}, false).send;
+  CHECK(of_many >= 12 && of_many <= 22);
+  CHECK(gpu::divide_dispatch(132, {3.6, 2.7, 8, 14336, false}, false).send == of_many);
   // Quantising takes longer than copying, and short rows are held by what is done for each.
   CHECK(gpu::divide_dispatch(24, {2, 1, 8, 14336, true}, false).send >= 5);
   CHECK(gpu::divide_dispatch(24, {2, 1, 8, 4096, false}, false).send >= 5);
@@ -433,12 +442,16 @@ void test_shapes_of_one_kernel() {
   CHECK(gpu::choose_heuristics(132, 0, false, 512, 4, 8, 14336).fused_tokens == 512);
   CHECK(gpu::choose_heuristics(132, 0, true, 512, 4, 8, 14336).fused_tokens == 0);
   CHECK(gpu::choose_heuristics(132, 0, false, 0, 4, 8, 14336).fused_tokens == 0);
-  CHECK(gpu::Heuristics::fused_senders(96, 99, false) == 0 &&
-        gpu::Heuristics::fused_senders(256, 99, true) == 0);
-  for (const int blocks : {2, 3, 32, 99}) {  // some receive, and what is sent is sent by some
-    const int senders = gpu::Heuristics::fused_senders(512, blocks, false);
-    CHECK(senders >= 0 && senders < blocks - 1);
-  }
+  CHECK(gpu::Heuristics::fused_senders(96, 99, false, 2) == 0 &&
+        gpu::Heuristics::fused_senders(256, 99, true, 2) == 0);
+  CHECK(gpu::Heuristics::fused_senders(48, 99, false, 4) == 0 &&
+        gpu::Heuristics::fused_senders(128, 99, true, 4) == 0);
+  for (const int ranks : {2, 4})
+    for (const int blocks : {2, 3, 32, 99}) {  // some receive, and what is sent is sent by some
+      const int senders = gpu::Heuristics::fused_senders(512, blocks, false, ranks);
+      CHECK(senders >= 0 && senders < blocks - 1);
+      CHECK(gpu::Heuristics::fused_senders(512, 99, false, ranks) > 0);
+    }
   CHECK(gpu::in_one_kernel(0, 512) && gpu::in_one_kernel(512, 512) && !gpu::in_one_kernel(513, 512));
   CHECK(!gpu::in_one_kernel(0, 0) && !gpu::in_one_kernel(1, 0));  // not even where there are no tokens
   for (const int budget : {0, 2, 3, 24, 64, 132}) {

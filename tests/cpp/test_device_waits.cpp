@@ -1,7 +1,11 @@
 // The waits of kernels (device/wait.cuh), compiled for the host: what a flag says that nobody has
-// written for 2^31 epochs or more, and that a called-off operation is told from one of 2^32 epochs ago.
+// written for 2^31 epochs or more, that a called-off operation is told from one of 2^32 epochs ago, and which
+// waits for a peer that has closed go on.
+#include <atomic>
+#include <chrono>
 #include <cstring>
 #include <memory>
+#include <thread>
 #include <type_traits>
 #include <vector>
 
@@ -19,13 +23,16 @@ constexpr uint64_t kHalf = uint64_t{1} << 31, kWhole = uint64_t{1} << 32;
 struct Window {
   Window() {
     comm.window = DeviceWindow::make({2, 1, 2, 16, 4, DType::float32, WireFormat::same});
-    memory.resize(static_cast<size_t>(comm.window.total_bytes) / sizeof(uint64_t));
+    memory.resize(static_cast<size_t>(comm.window.total_bytes) / sizeof(Line) + 1);
     comm.own = reinterpret_cast<std::byte*>(memory.data());
     comm.local_ranks = 2;
     comm.host = host.get();
     comm.timeout_ns = 1'000'000;
   }
-  std::vector<uint64_t> memory;
+  struct alignas(kLine) Line {
+    std::byte bytes[kLine];
+  };
+  std::vector<Line> memory;
   std::unique_ptr<HostStatus> host = std::make_unique<HostStatus>();
   device::Comm comm{};
 };
@@ -90,11 +97,40 @@ void test_what_is_seen_is_the_epoch_of_the_rank_to_blame() {
   CHECK(behind.peer == 0 && behind.expected == 22 && behind.seen == 19);
 }
 
+/// Waits in vain for a flag of `epoch` of rank 1, which has closed; all that it has sent up to the epoch
+/// `complete` is on this node. Returns what the host learns.
+HostStatus::Broken waited_for_who_has_closed(uint64_t epoch, uint64_t complete) {
+  Window window;
+  window.comm.mine<PeerLoss>(window.comm.window.losses)[1] = {1, 1, Cause::closed, 1, complete};
+  CHECK(!device::wait_until(window.comm, {1, WaitPhase::rows, Operation::combine, epoch},
+                            device::EpochFlag{window.comm.arrival(window.comm.own, 1, 0), epoch}));
+  return window.host->broken;
+}
+
+void test_what_a_closed_rank_sent_is_waited_for() {
+  CHECK(waited_for_who_has_closed(5, 0).cause == Cause::closed);
+  CHECK(waited_for_who_has_closed(6, 5).cause == Cause::closed);
+  CHECK(waited_for_who_has_closed(5, 5).cause == Cause::no_signal);  // at the deadline
+  Window window;
+  window.comm.timeout_ns = 60'000'000'000;
+  window.comm.mine<PeerLoss>(window.comm.window.losses)[1] = {1, 1, Cause::closed, 1, 5};
+  uint64_t* const flag = window.comm.arrival(window.comm.own, 1, 0);
+  std::thread handed_on([flag] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    std::atomic_ref(*flag).store(5, std::memory_order_release);
+  });
+  CHECK(device::wait_until(window.comm, {1, WaitPhase::rows, Operation::combine, 5},
+                           device::EpochFlag{flag, 5}));
+  handed_on.join();
+  CHECK(window.host->broken.set == 0);
+}
+
 }  // namespace
 
 int main() {
   test_flags();
   test_called_off();
   test_what_is_seen_is_the_epoch_of_the_rank_to_blame();
+  test_what_a_closed_rank_sent_is_waited_for();
   return test::finish();
 }

@@ -48,6 +48,7 @@ from tests.gpu.test_streams import (
     test_the_caller_changes_streams,
     test_work_is_in_order_with_the_callers,
 )
+from tests.gpu.test_turns import TURNS
 from tests.multirank.catching import catch
 from tests.multirank.test_bad_input import (
     test_calls_that_differ_between_ranks,
@@ -139,7 +140,7 @@ def test_rows_in_fp8(pool: Any, size: int, top_k: int, layout: str, seed: int) -
     """Rows are brought into the wire format before they are copied, this rank's own as well."""
     tokens = (300, 1, 77, 0)[:size]
     job = Job(tokens, num_experts=8 * size, hidden=400, top_k=top_k, wire="fp8", layout=layout, seed=seed)
-    check(pool(size), [job, replace(job, routing="holes", slack=5)])
+    check(pool(size, **TURNS), [job, replace(job, routing="holes", slack=5)])
 
 
 def _in_turns(rank: int, world_size: int, job: Job) -> list[str]:

@@ -14,7 +14,7 @@ from tests.cases import Case
 from tests.gpu import harness
 from tests.gpu.conftest import Pools
 from tests.gpu.test_graphs import AtCapacity, Captured
-from tests.gpu.test_turns import in_turns_case
+from tests.gpu.test_turns import TURNS, in_turns_case
 from tests.multirank.test_epochs import first_epoch
 from tests.oracle import Oracle
 
@@ -67,7 +67,7 @@ def test_across_the_borders(pool: Pools, size: int, in_turns: bool, start: int, 
     )
     if in_turns:
         job = in_turns_case(size, seed)
-    oracle.assert_none(pool(size)(_across, job, start))
+    oracle.assert_none(pool(size, **(TURNS if in_turns else {}))(_across, job, start))
 
 
 def _slow_peer(rank: int, world_size: int, job: Case) -> list[str]:

@@ -18,7 +18,7 @@ from tests.cases import Case
 from tests.gpu import harness
 from tests.gpu.conftest import Pools
 from tests.gpu.test_graphs import AtCapacity, Captured
-from tests.gpu.test_turns import in_turns_case
+from tests.gpu.test_turns import TURNS, in_turns_case
 from tests.multirank.catching import Caught, catch
 from tests.oracle import DTYPES, Oracle
 
@@ -116,7 +116,7 @@ def test_beside_ranks_whose_chunks_take_turns(pool: Pools, most_ranks: int, who:
         pytest.skip("needs 2 ranks")
     base = in_turns_case(size, seed)
     some = [replace(base, tokens=(*base.tokens[:-1], 40), slack=slack) for slack in (0, -300, None)]
-    oracle.assert_none(pool(size)(_play, who, some))
+    oracle.assert_none(pool(size, **TURNS)(_play, who, some))
 
 
 @pytest.mark.parametrize("num_sms", [2, 3, 8, 24])

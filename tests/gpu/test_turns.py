@@ -1,5 +1,6 @@
 """Dispatches in two halves, and dispatches whose rows do not all fit into the owners' staging sections: with
-more ranks than top-k chunks take turns there, so what sends and what receives wait for each other.
+more ranks than top-k, and more than have room for all of their tokens, chunks take turns there, so what sends
+and what receives wait for each other.
 
 Nothing that a program puts between the two calls of a dispatch may keep them apart: work on the same stream,
 events, a wait of the host for the device, another number of SMs.
@@ -26,6 +27,9 @@ pytestmark = pytest.mark.usefixtures("cuda_only")
 
 LIMITS = (2, 3, 8, 14, 33, 132, None)
 """Numbers of SMs."""
+
+TURNS = {"MOECOMM_WHOLE_SOURCES": "0"}
+"""The environment of ranks in which no source has more room than a combine needs."""
 
 
 def in_turns_case(size: int, seed: int, **changes: Any) -> Job:
@@ -105,7 +109,7 @@ def test_whatever_is_between_the_calls(
     pool: Pools, size: int, between: str, wire: str | None, seed: int
 ) -> None:
     steps: list[Halves] = [[(None, None)] * size] * 3
-    oracle.assert_none(pool(size)(_in_halves, in_turns_case(size, seed, wire=wire), between, steps))
+    oracle.assert_none(pool(size, **TURNS)(_in_halves, in_turns_case(size, seed, wire=wire), between, steps))
 
 
 @pytest.mark.parametrize("agree", [True, False], ids=["the same on all", "another on each"])
@@ -133,7 +137,7 @@ def test_any_number_of_sms(
         ]
         for step in range(count)
     ]
-    oracle.assert_none(pool(size)(_in_halves, job, "nothing", steps))
+    oracle.assert_none(pool(size, **TURNS)(_in_halves, job, "nothing", steps))
 
 
 def _mistakes(rank: int, world_size: int, job: Job) -> list[str]:
@@ -176,7 +180,7 @@ def _given_up(rank: int, world_size: int, job: Job) -> list[str]:
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_what_is_given_up_keeps_nobody_waiting(pool: Pools, size: int, seed: int) -> None:
-    oracle.assert_none(pool(size)(_given_up, in_turns_case(size, seed)))
+    oracle.assert_none(pool(size, **TURNS)(_given_up, in_turns_case(size, seed)))
 
 
 def _replayed(rank: int, world_size: int, job: Job) -> list[str]:
@@ -219,4 +223,4 @@ def _replayed(rank: int, world_size: int, job: Job) -> list[str]:
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_in_a_graph(pool: Pools, size: int, seed: int) -> None:
-    oracle.assert_none(pool(size)(_replayed, in_turns_case(size, seed, slack=4096)))
+    oracle.assert_none(pool(size, **TURNS)(_replayed, in_turns_case(size, seed, slack=4096)))

@@ -168,7 +168,7 @@ class Twin:
         for native, own, stream in zip(self.native, ranks, self.streams, strict=True):
             weights = own.weights_P.data_ptr() if self.shape.layout == "expert" else 0
             rows = (own.rows_PH.data_ptr(), weights, self.shape.tokens, own.y_TH.data_ptr())
-            native.combine(own.plan.data_ptr(), self.layout, *rows, 0, 0, False, stream.cuda_stream)
+            native.combine(own.plan.data_ptr(), self.layout, *rows, 0, 0, False, False, stream.cuda_stream)
 
     def check(self) -> None:
         """Waits for both ranks. Raises what either has reported."""

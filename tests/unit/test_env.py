@@ -28,6 +28,7 @@ def test_values() -> None:
     assert read_env({"MOECOMM_FABRIC_LANES": "4"}) == Env(fabric_lanes=4)
     assert read_env({"MOECOMM_FIRST_EPOCH": str(2**62)}) == Env(first_epoch=2**62)
     assert read_env({"MOECOMM_FUSED_TOKENS": "0"}) == Env(fused_tokens=0)
+    assert read_env({"MOECOMM_WHOLE_SOURCES": "0"}) == Env(whole_sources=0)
 
 
 @pytest.mark.parametrize(
@@ -42,6 +43,7 @@ def test_values() -> None:
         ("MOECOMM_RANKS_PER_NODE", "two"),
         ("MOECOMM_RANKS_PER_NODE", "-4"),
         ("MOECOMM_FABRIC_LANES", "0"),
+        ("MOECOMM_WHOLE_SOURCES", "-1"),
         ("MOECOMM_FABRIC_LANES", "many"),
         ("MOECOMM_FABRIC_LANES", "65"),
         ("MOECOMM_FABRIC_SHUFFLE", "0"),

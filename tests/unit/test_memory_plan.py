@@ -194,8 +194,12 @@ def test_formula_on_cuda(ranks: int, top_k: int, dtype: torch.dtype, wire: str |
 
     row = hidden * dtype.itemsize
     weight = 4
-    # Slots of a combine; with more ranks than these hold, room for 64 tokens of each rank.
-    assert _sizes(plan, "rows") == pages(max(tokens * min(ranks, top_k), ranks * 64) * row)
+    # Slots of a combine; for up to eight sources all of their rows, of more 64 tokens of each.
+    travelling = row if wire is None else 256  # 160 values and two scales, in whole lines
+    rows = max(tokens * min(ranks, top_k), ranks * 64) * row
+    if ranks <= 8:
+        rows = max(rows, (ranks - 1) * tokens * row, (ranks - (wire is None)) * tokens * travelling)
+    assert _sizes(plan, "rows") == pages(rows)
     assert _sizes(plan, "packed routes") == pages(ranks * tokens * top_k * 4)
     assert _sizes(plan, "routing weights") == pages(ranks * tokens * top_k * weight)
     assert _sizes(plan, "weight gradients") == pages(tokens * top_k * weight)

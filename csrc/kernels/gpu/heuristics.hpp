@@ -120,13 +120,15 @@ struct Heuristics {
 
   /// Blocks of a dispatch in one kernel of `blocks` blocks that send and do not receive; 0: those that take
   /// rows do both. The links hold back those that send more than few tokens, so that rows which have come can
-  /// be taken meanwhile; quantised ones take more of their time, and less of the links'.
-  static int fused_senders(int64_t tokens, int blocks, bool quantised) {
+  /// be taken meanwhile; quantised ones take more of their time, and less of the links'. With more than two
+  /// ranks a row goes out several times, so that fewer blocks fill the links, and with fewer tokens.
+  static int fused_senders(int64_t tokens, int blocks, bool quantised, int32_t ranks) {
     // Tokens up to which blocks do both, and the share of those that send; measured.
-    constexpr int64_t kBoth = 96, kBothQuantised = 256;
-    constexpr int kPercent = 35, kPercentQuantised = 30;
-    if (tokens <= (quantised ? kBothQuantised : kBoth)) return 0;
-    return (blocks - leading_blocks(blocks)) * (quantised ? kPercentQuantised : kPercent) / 100;
+    constexpr int64_t kBoth[] = {96, 48}, kBothQuantised[] = {256, 128};
+    constexpr int kPercent[] = {35, 27}, kPercentQuantised = 30;
+    const bool several = ranks > 2;
+    if (tokens <= (quantised ? kBothQuantised : kBoth)[several]) return 0;
+    return (blocks - leading_blocks(blocks)) * (quantised ? kPercentQuantised : kPercent[several]) / 100;
   }
 
   /// Parts in which a combine in one kernel of `warps` warps sums a row of `strips` strips at its home, so
@@ -242,6 +244,16 @@ inline double owners_share_by_rank(int32_t ranks, int32_t top_k) {
   return owner / (owner + home);
 }
 
+/// The most blocks of a combine that reduce: as many as fill the links with `sent` sums of `read` rows for
+/// each token, and some more. Past these they hinder each other, and are better used at the home. `rate`:
+/// bytes of rows in a nanosecond that a block reads and sends (docs/performance.md).
+inline int most_reducing(double read, double sent, double rate) {
+  constexpr double kLinks = 332, kFill = 1.3;
+  constexpr int kMost = 26;
+  const double filling = (read + sent) / rate * kLinks;
+  return filling > 0 ? static_cast<int>(std::min<double>(kMost, kFill * filling / sent)) : kMost;
+}
+
 /// How often a dispatch moves a token's row, with uniform routing.
 struct RowMoves {
   double owners;    ///< ranks that it goes to
@@ -251,33 +263,41 @@ struct RowMoves {
   bool quantised;   ///< it is half as long on the way
 };
 
-/// Divides `total` blocks between the side that sends and the one that receives, so that both end together.
-/// Of divisions that are as good, more blocks send, up to those that fill the links best.
+/// Divides `total` blocks between the side that sends and the one that receives, so that both end together:
+/// as few send as that takes. More of them, until they fill the links best, where that leaves those that
+/// receive with time to spare.
 inline DispatchBlocks divide_dispatch(int total, const RowMoves& row, bool even) {
   // Bytes in a nanosecond (docs/performance.md): of a block's loads and stores, of its stores, of rows that
   // it quantises, and of the links.
   constexpr double kMoved = 80, kStored = 55, kQuantised = 24, kLinks = 332;
-  // Nanoseconds of a block for each row besides, where it is sent and where it arrives.
-  constexpr double kSend = 70, kReceive = 30;
-  constexpr double kLater = 1.1;  // those that receive begin when something has come
+  // Nanoseconds of a block besides: for each row that it sends, each rank that it goes to, each that arrives.
+  constexpr double kSend = 20, kSendTo = 60, kReceive = 30;
+  constexpr double kLater = 1.1;  // what is received first, or last, the other side waits for
   constexpr int kMostSend = 30;
+  // Blocks that send, over those that fill the links, past which they hinder each other; and the share of the
+  // time that others may take to receive, so that there is some to spare.
+  constexpr double kFill = 2.5, kSpare = 0.7;
   const auto bytes = static_cast<double>(row.bytes), wire = row.quantised ? bytes / 2 : bytes;
   const auto of_block = [&](double loaded, double stored, double besides) {
     return std::max((loaded + stored) / kMoved + besides, stored / kStored);
   };
-  const double send_time = row.quantised  ? bytes / kQuantised + kSend
-                           : row.sent > 0 ? of_block(bytes, row.sent * bytes, kSend)
+  const double besides = kSend + kSendTo * row.sent;
+  const double send_time = row.quantised  ? bytes / kQuantised + besides
+                           : row.sent > 0 ? of_block(bytes, row.sent * bytes, besides)
                                           : 0;
-  const double receive_time =
-      kLater * of_block(row.owners * wire, row.received * bytes, row.owners * kReceive);
+  const double receive_time = of_block(row.owners * wire, row.received * bytes, row.owners * kReceive);
+  const double links_time = row.sent * wire / kLinks;
+  const auto time = [&](int send) {
+    return std::max({kLater * send_time / send, links_time, kLater * receive_time / (total - send)});
+  };
+  const int step = even && total >= 4 ? 2 : 1, most = std::min(kMostSend, total - 1);
+  double least = time(step);
+  for (int send = 2 * step; send <= most; send += step) least = std::min(least, time(send));
   DispatchBlocks best{};
-  double least = 0;
-  const int step = even && total >= 4 ? 2 : 1;
-  for (int send = step; send <= std::min(kMostSend, total - 1); send += step) {
-    const double time = std::max({send_time / send, row.sent * wire / kLinks, receive_time / (total - send)});
-    if (best.send > 0 && time > least * 1.01) continue;
-    least = best.send > 0 ? std::min(time, least) : time;
-    best.send = send;
+  for (int send = step; send <= most; send += step) {
+    const bool spare =
+        send * links_time <= kFill * send_time && kLater * receive_time / (total - send) <= kSpare * least;
+    if ((best.send == 0 || spare) && time(send) <= 1.01 * least) best.send = send;
   }
   best.receive = total - best.send;
   // Rows under way in more warps than these only wait for each other, and arrive later.
@@ -290,9 +310,8 @@ inline DispatchBlocks divide_dispatch(int total, const RowMoves& row, bool even)
   constexpr double kMakesUp = 1.6;  // of the blocks that send, for the time that they wait
   const double staged = row.quantised ? row.owners : row.sent;
   const double memory_time = (bytes + (staged + row.owners) * wire + row.received * bytes) / kMemory;
-  best.routes_first =
-      memory_time > kMakesUp * send_time / best.send &&
-      memory_time > kClearly * std::max(row.sent * wire / kLinks, receive_time / best.receive);
+  best.routes_first = memory_time > kMakesUp * send_time / best.send &&
+                      memory_time > kClearly * std::max(links_time, kLater * receive_time / best.receive);
   return best;
 }
 
@@ -315,17 +334,17 @@ inline Heuristics choose_heuristics(int sms, int budget, bool several_nodes, int
     h.by_expert[quantised] = divide(top_k);
     h.by_rank[quantised] = divide(owners);
   }
-  // Past what fills the links, SMs are better used at the home.
-  const int least = h.paired && total >= 4 ? 2 : 1;
-  const auto divide_combine = [&](double share) {
-    const int reduce =
-        std::clamp(even(static_cast<int>(total * share)), least, std::max(least, std::min(26, total - 1)));
+  const int unit = h.paired && total >= 4 ? 2 : 1;
+  const auto divide_combine = [&](double share, int most) {
+    const int reduce = std::clamp(even(static_cast<int>(total * share)), unit,
+                                  std::max(unit, std::min(most / unit * unit, total - 1)));
     return CombineBlocks{reduce, total - reduce};
   };
-  // Owners also send what they have added.
-  constexpr double kSends = 1.1;
-  h.combine_by_expert = divide_combine(kSends * owners_share(ranks, top_k));
-  h.combine_by_rank = divide_combine(owners_share_by_rank(ranks, top_k));
+  constexpr double kSends = 1.1;  // owners also send what they have added
+  constexpr double kAdded = 65, kCopied = 52;
+  h.combine_by_expert = divide_combine(kSends * owners_share(ranks, top_k),
+                                       most_reducing(top_k * (1 - 1.0 / ranks), sent, kAdded));
+  h.combine_by_rank = divide_combine(owners_share_by_rank(ranks, top_k), most_reducing(sent, sent, kCopied));
   h.fused_tokens = several_nodes ? 0 : fused_tokens;
   return h;
 }

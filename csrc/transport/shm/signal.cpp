@@ -306,7 +306,7 @@ Error loss_error(const Signals::Loss& loss, int rank, const std::string& phase, 
 /// Tells all ranks that this one is out of the game, and throws.
 void Signals::give_up(const Loss& loss, const char* phase, uint64_t expected) {
   announce_loss(loss.peer, loss.cause);
-  const uint64_t seen = std::max(announced(loss.peer, 0), announced(loss.peer, 1));
+  const uint64_t seen = announced(loss.peer);
   throw loss_error(loss, rank_, phase, timeout_seconds_, expected, seen, reason_ ? reason_(loss.peer) : "");
 }
 

@@ -7,6 +7,7 @@
 // difference.
 #pragma once
 
+#include <algorithm>
 #include <functional>
 #include <optional>
 #include <string>
@@ -75,6 +76,8 @@ class Signals {
     int first;  ///< the rank that noticed
   };
   std::optional<Loss> loss(int peer) const;
+  /// The last epoch that `peer` has announced to this rank.
+  uint64_t announced(int peer) const { return std::max(announced(peer, 0), announced(peer, 1)); }
   /// Tells all ranks that this one is out of the game because of `peer`.
   void announce_loss(int peer, Cause cause);
 
