@@ -1,7 +1,8 @@
 // The kernels of a dispatch, a combine and the backward of a combine on the host (simt/), of ranks that run
 // beside each other, against sums and copies that are made here one after the other. Each rank draws for each
 // operation whether one kernel does all of it or two do, how many blocks they have, and how these divide it:
-// whatever the others do, results have the same bits. Ranks do not wait for each other between operations.
+// whatever the others do, results have the same bits. Where tokens take turns in the staging section, those
+// that wait for room are sent by a third kernel. Ranks do not wait for each other between operations.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -195,7 +196,12 @@ Rows expected_sum(const Shape& shape, const Step& step, int home, int token) {
 class Rank {
  public:
   Rank(const DeviceShape& shape, int rank, uint64_t seed)
-      : random_(seed), main_(random_()), side_(random_()), rank_(rank), window_(DeviceWindow::make(shape)) {
+      : random_(seed),
+        main_(random_()),
+        side_(random_()),
+        later_(random_()),
+        rank_(rank),
+        window_(DeviceWindow::make(shape)) {
     memory_.resize(static_cast<size_t>(window_.total_bytes) / sizeof(Line) + 1);
     comm.window = window_.with_wire(shape.wire);
     comm.rank = rank;
@@ -226,6 +232,7 @@ class Rank {
   }
 
   device::Comm comm{};
+  int turns = 0;  ///< dispatches, and backwards of combines, some of whose tokens took turns
 
  private:
   struct alignas(128) Line {
@@ -247,7 +254,9 @@ class Rank {
     received.plan = sent.plan;
     received.layout = sent.layout;
     const bool dispatch = sent.operation == Operation::dispatch;
-    if (sent.tokens > 0 && draw(random_, 0, 2) > 0) {
+    const bool waits = sent.tokens > comm.window.stage_tokens;
+    turns += waits;
+    if (sent.tokens > 0 && !waits && draw(random_, 0, 2) > 0) {
       const int blocks = draw(random_, 2, 6), most = blocks - gpu::leading_blocks(blocks) - 1;
       const int senders = draw(random_, 0, 1) * draw(random_, 0, most);
       return receive_all(sent, received, [&](const gpu::ReceiveArguments& output, bool again) {
@@ -259,24 +268,36 @@ class Rank {
     sent.apart = true;
     sent.warps = draw(random_, 4, 8);
     sent.route_blocks = 1;
-    received.senders = draw(random_, 1, 3);
-    gpu::launch_dispatch_send<WireFormat::same>(launch(side_, received.senders), comm, sent);
+    const int senders = draw(random_, 1, 3);
+    received.senders = waits ? 2 * senders : senders;
+    gpu::launch_dispatch_send<WireFormat::same>(launch(side_, senders), comm, sent);
     if (dispatch) gpu::launch_dispatch_route(launch(main_, 1), comm, sent);
-    receive_all(sent, received, [&](const gpu::ReceiveArguments& output, bool) {
-      gpu::launch_dispatch_receive(launch(main_, draw(random_, 1, 3)), comm, output);
-    });
+    if (waits && gives_up_) {
+      gpu::launch_abandon(launch(main_, 1), comm, sent.operation, sent.tokens, senders, false);
+      main_.join();
+    } else {
+      receive_all(sent, received, [&](const gpu::ReceiveArguments& output, bool) {
+        gpu::launch_dispatch_receive(launch(main_, draw(random_, 1, 3)), comm, output);
+        if (!waits) return;
+        gpu::SendArguments rest = sent;
+        rest.later = true;
+        gpu::launch_dispatch_send<WireFormat::same>(launch(later_, senders), comm, rest);
+      });
+    }
     side_.join();
+    later_.join();
   }
 
-  /// Calls receive(arguments, false). The output of a dropless dispatch is offered: large enough, or too
-  /// small; then nothing of it is touched, and receive(arguments, true) follows with the whole one.
+  /// Calls receive(arguments, false). The output of a dropless dispatch is offered, unless its chunks take
+  /// turns: large enough, or too small; then nothing of it is touched, and receive(arguments, true) follows
+  /// with the whole one.
   template <class Receive>
   void receive_all(const gpu::SendArguments& sent, const gpu::ReceiveArguments& received,
                    const Receive& receive) {
     const bool dropless = sent.operation == Operation::dispatch && sent.capacity < 0;
     gpu::ReceiveArguments offered = received;
-    offered.offered = dropless;
-    const bool enough = !dropless || received.rows == 0 || draw(random_, 0, 1) == 0;
+    offered.offered = dropless && sent.tokens <= comm.window.stage_tokens;
+    const bool enough = !offered.offered || received.rows == 0 || draw(random_, 0, 1) == 0;
     if (!enough) offered.rows = draw(random_, 0, static_cast<int>(received.rows) - 1);
     if (!enough && received.layout == RowLayout::expert) offered.positions = offered.rows;
     receive(offered, false);
@@ -413,7 +434,7 @@ class Rank {
   }
 
   Random random_;
-  CUstream_st main_, side_;
+  CUstream_st main_, side_, later_;
   const int rank_;
   const DeviceWindow window_;
   std::vector<Line> memory_;
@@ -423,7 +444,8 @@ class Rank {
   bool gives_up_ = false;
 };
 
-void play(const Shape& shape, Random& random) {
+/// Plays a few steps. Returns how often tokens of a rank took turns in the staging section.
+int play(const Shape& shape, Random& random) {
   DeviceShape device{};
   device.ranks = shape.ranks;
   device.top_k = shape.top_k;
@@ -432,6 +454,7 @@ void play(const Shape& shape, Random& random) {
   device.max_tokens = shape.most_tokens;
   device.dtype = DType::bfloat16;
   device.wire = WireFormat::same;
+  device.whole_sources = 0;  // but there is room for 64 tokens of each rank
   std::vector<std::unique_ptr<Rank>> ranks;
   for (int rank = 0; rank < shape.ranks; ++rank)
     ranks.push_back(std::make_unique<Rank>(device, rank, random()));
@@ -446,6 +469,8 @@ void play(const Shape& shape, Random& random) {
       for (const Step& step : steps) each->play(shape, step);
     });
   for (std::thread& thread : threads) thread.join();
+  return std::accumulate(ranks.begin(), ranks.end(), 0,
+                         [](int sum, const auto& each) { return sum + each->turns; });
 }
 
 }  // namespace
@@ -465,5 +490,8 @@ int main() {
     play(shape, random);
   }
   play({2, 2, 2, 8200, 24, 2}, random);  // more of a row than a warp keeps sums of at a time
+  int turns = 0;  // of 128 tokens of a rank, with more sources than top-k, 32 have no place of their own
+  for (int i = 0; i < 2 || turns == 0; ++i) turns += play({3, 2, 1, 128, 128, 4}, random);
+  CHECK(turns > 0);
   return test::finish();
 }
