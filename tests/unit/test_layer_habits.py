@@ -170,7 +170,8 @@ def test_deferred_gradients_of_parametrized_weights(comm: moecomm.Communicator, 
         tensors = (*parts, *layer.parameters())
         found.append([each.grad if each.main_grad is None else each.main_grad for each in tensors])
     for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+        # Sums in another order: where large parts cancel, what is left is off by their rounding.
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5 * max(1.0, float(one.abs().max())))
 
 
 def test_deferred_gradients_whose_way_is_gone_are_refused(comm: moecomm.Communicator, seed: int) -> None:
