@@ -52,8 +52,8 @@ class Env:
 
     whole_sources: int | None = None
     """MOECOMM_WHOLE_SOURCES: sources, on CUDA, whose tokens all have a place in an owner's staging section,
-    where 8 are not wanted. Of more sources than these and top_k, tokens take turns there. At 0 it takes the
-    least memory. The same on all ranks."""
+    where 8 are not wanted. Where sources outnumber both this and top_k, tokens take turns there. At 0 it
+    takes the least memory. The same on all ranks."""
 
 
 _MOST_LANES = 64  # csrc/transport/fabric/endpoint_address.hpp

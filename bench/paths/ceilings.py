@@ -123,7 +123,7 @@ def _memory(blocks: Blocks) -> PeerMemory:
 
 def copy_engine_path(case: Case) -> Path:
     """A copy to each peer, one after the other and the next rank first, so that while blocks are equal each
-    GPU gets from one other at a time: with a stream for each peer, copies reach three fifths of that.
+    GPU gets from one other at a time. (On four GPUs a stream for each peer reaches three fifths of that.)
     """
     blocks = Blocks(case)
     memory = _memory(blocks)

@@ -496,7 +496,7 @@ def _layer_parts(records: Records) -> list[str]:
         steps.sort(key=lambda group: group.own["phase"] == FORWARD)
         shape = " x ".join(map(str, first["options"]["dense"]))
         found += [
-            f"### Layers on {ranks} {'GPUs' if device == 'cuda' else 'CPU ranks'}",
+            f"### Layers on {ranks} {'x ' + first['gpus']['names'][0] if device == 'cuda' else 'CPU ranks'}",
             f"{_facts(of_one)}\n- a dense product of {shape} makes {dense[0]:.4g} to {dense[-1]:.4g} TFLOP/s",
             *_steps(of_one.values()),
             table_of(_LAYERS, [group for group in steps if named.FP8_OVERLAPPED not in group.paths]),

@@ -84,15 +84,17 @@ __device__ __noinline__ inline Outlook look_around(const Comm& comm, const WaitI
   return waited > comm.timeout_ns ? Outlook::late : Outlook::wait;
 }
 
-/// Tells the host why a wait ends in vain: a peer is lost, or it is late.
+/// Tells the host why a wait ends in vain: a peer is lost, or it is late. One that is late and has closed is
+/// lost, too.
 __device__ __noinline__ inline void report_wait(const Comm& comm, const WaitInfo& info, Outlook outlook) {
-  if (outlook == Outlook::late) {
+  const PeerLoss* const losses = comm.mine<PeerLoss>(comm.window.losses);
+  const PeerLoss& own = losses[info.peer];
+  const bool closed = outlook == Outlook::late && ptx::load_acquire_sys(&own.set) != 0;
+  if (outlook == Outlook::late && !closed) {
     report_failure(comm, info, missing_rank(comm, info), Cause::no_signal, comm.rank);
     return;
   }
-  const PeerLoss* const losses = comm.mine<PeerLoss>(comm.window.losses);
-  const PeerLoss& own = losses[info.peer];
-  const PeerLoss& loss = ends_wait(own, info.expected) ? own : losses[comm.relay_rank(info.peer)];
+  const PeerLoss& loss = closed || ends_wait(own, info.expected) ? own : losses[comm.relay_rank(info.peer)];
   report_failure(comm, info, loss.peer, loss.cause, loss.first);
 }
 

@@ -174,8 +174,8 @@ struct alignas(32) PeerLoss {
   int32_t peer;  ///< the one to blame: itself, or who it gave up on
   Cause cause;
   int32_t first;      ///< the rank that noticed
-  uint64_t complete;  ///< but not one of an epoch up to this one: all that the peer sent in these, before it
-                      ///< closed, is on this node, where it is still handed on
+  uint64_t complete;  ///< waits of epochs up to this one go on: all that the peer has sent in these, before
+                      ///< it closed, is on this node, where kernels may still have to hand it on
 };
 static_assert(sizeof(PeerLoss) == 32);  // copied as a whole
 

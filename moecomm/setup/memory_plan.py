@@ -17,6 +17,8 @@ NATIVE_DTYPES: dict[torch.dtype, _C.DType] = {
 }
 CUDA_DTYPES = tuple(dtype for dtype in NATIVE_DTYPES if dtype != torch.float64)
 """The dtypes of rows on GPUs, which the kernels of the experts take as well."""
+WHOLE_SOURCES = 8
+"""Sources whose tokens all have a place in an owner's staging section (kWholeSources in C++)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,8 +27,9 @@ class MemoryPlan:
 
     With R ranks, M = max_tokens, K = top_k, H = hidden, b bytes an element, w bytes a weight (4; 8 for
     float64), a window for CUDA tensors is device memory, taken as a whole when the communicator is built:
-    some 2*M*min(R,K)*H*b, and 3*R*M*H*b more where the copy engine may move rows (engine="copy" or "auto" on
-    one node); with several nodes a rank takes `host_bytes` of host memory besides, some 3*(N-1)*M*H*b
+    some 2*M*min(R,K)*H*b, of up to nine ranks of one node 2*M*(R-1)*H*b at least, and 3*R*M*H*b more where
+    the copy engine may move rows (engine="copy" or "auto" on one node); with several nodes a rank takes
+    `host_bytes` of host memory besides, some 3*(N-1)*M*H*b
     (docs/memory.md). One for CPU tensors is shared memory: every section rounded up to 4096 bytes, the large
     ones are, twice each because uses alternate between two copies:
     rows M*H*b, combine slots M*min(R,K)*H*b, ids M*K*4, weights and their gradients M*K*w each, and input
@@ -107,12 +110,11 @@ def device_shape(
     wire: str | None,
     ranks_per_node: int | None = None,
     copies: bool = False,
-    whole_sources: int | None = None,
+    whole_sources: int = WHOLE_SOURCES,
 ) -> _C.DeviceShape:
     """Returns the runtime's description of a window in device memory, for sizes that `window_shape` takes.
     `copies`: with room for transfers by the copy engine. `whole_sources`: of more sources, tokens may take
-    turns in the staging section; None: of more than the runtime chooses."""
-    chosen = {} if whole_sources is None else {"whole_sources": whole_sources}
+    turns in the staging section."""
     return _C.DeviceShape(
         ranks=ranks,
         num_experts=num_experts,
@@ -123,7 +125,7 @@ def device_shape(
         wire=getattr(_C.WireFormat, wire or "same"),
         ranks_per_node=ranks if ranks_per_node is None else ranks_per_node,
         copies=copies,
-        **chosen,
+        whole_sources=whole_sources,
     )
 
 

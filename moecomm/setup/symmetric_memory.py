@@ -297,7 +297,8 @@ class SymmetricMemory:
             available = int(self._driver.call("cuMemGetInfo")[0])
         return OutOfMemory(
             f"the window needs {self.bytes} bytes, {available} are free on GPU {self._index} ({error}); "
-            "lower max_tokens, hidden or top_k, or give the model less",
+            "lower max_tokens or hidden, give the model less, or set MOECOMM_WHOLE_SOURCES=0 on all ranks, "
+            "which takes less where ranks outnumber top_k",
             needed=self.bytes,
             available=available,
         )

@@ -31,7 +31,7 @@ int64_t rounded(int64_t size, int64_t unit) { return (size + unit - 1) / unit * 
 /// Calls body(shape) for many sizes that a communicator can have.
 template <class Body>
 void for_each_shape(const Body& body) {
-  for (const int32_t ranks : {1, 2, 3, 4, 8, 72})
+  for (const int32_t ranks : {1, 2, 3, 4, 8, 9, 72})
     for (const int32_t top_k : {1, 2, 8, 32})
       for (const int64_t hidden : {32, 288, 7168})
         for (const int64_t tokens : {1, 63, 64, 65, 513, 4096, 4100, 16385, 70001})

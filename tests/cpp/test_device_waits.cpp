@@ -99,8 +99,9 @@ void test_what_is_seen_is_the_epoch_of_the_rank_to_blame() {
 
 /// Waits in vain for a flag of `epoch` of rank 1, which has closed; all that it has sent up to the epoch
 /// `complete` is on this node. Returns what the host learns.
-HostStatus::Broken waited_for_who_has_closed(uint64_t epoch, uint64_t complete) {
+HostStatus::Broken waited_for_who_has_closed(uint64_t epoch, uint64_t complete, uint64_t timeout_ns) {
   Window window;
+  window.comm.timeout_ns = timeout_ns;
   window.comm.mine<PeerLoss>(window.comm.window.losses)[1] = {1, 1, Cause::closed, 1, complete};
   CHECK(!device::wait_until(window.comm, {1, WaitPhase::rows, Operation::combine, epoch},
                             device::EpochFlag{window.comm.arrival(window.comm.own, 1, 0), epoch}));
@@ -108,9 +109,9 @@ HostStatus::Broken waited_for_who_has_closed(uint64_t epoch, uint64_t complete) 
 }
 
 void test_what_a_closed_rank_sent_is_waited_for() {
-  CHECK(waited_for_who_has_closed(5, 0).cause == Cause::closed);
-  CHECK(waited_for_who_has_closed(6, 5).cause == Cause::closed);
-  CHECK(waited_for_who_has_closed(5, 5).cause == Cause::no_signal);  // at the deadline
+  CHECK(waited_for_who_has_closed(5, 0, 60'000'000'000).cause == Cause::closed);
+  CHECK(waited_for_who_has_closed(6, 5, 60'000'000'000).cause == Cause::closed);
+  CHECK(waited_for_who_has_closed(5, 5, 1'000'000).cause == Cause::closed);  // at the deadline
   Window window;
   window.comm.timeout_ns = 60'000'000'000;
   window.comm.mine<PeerLoss>(window.comm.window.losses)[1] = {1, 1, Cause::closed, 1, 5};

@@ -37,8 +37,8 @@ def test_phases_come_in_order(pool: Pools, size: int, fused: str) -> None:
         for passed in (forward, backward):
             for kind, phases in passed.items():
                 assert all(0 <= at <= phases["ended"] < 10 for at in phases.values()), (kind, phases)
-                in_order = [phases[name] for name in ("announced", "agreed", "ended")]
-                assert in_order == sorted(in_order) or fused != "0", (kind, phases)
+                if fused == "0":  # one kernel announces and agrees side by side
+                    assert phases["announced"] <= phases["agreed"], (kind, phases)
         assert forward["dispatch"]["agreed"] <= forward["dispatch"]["planned"] < forward["dispatch"]["ended"]
         assert "planned" not in forward["combine"] and "planned" not in backward["dispatch"]
         assert backward != forward

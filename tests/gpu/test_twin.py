@@ -150,7 +150,7 @@ def _wrong_rows(shape: Shape, ranks: list[Rank]) -> list[str]:
         (1030, 520, 6, 64, 5),
         (2000, 7168, 8, 256, 40),
         (600, 9000, 4, 16, 8),  # more than a stage holds
-        (5000, 64, 1, 2, 2),  # chunks that wait for room
+        (5000, 64, 1, 2, 2),
         (9000, 64, 8, 2048, 66),
         (17000, 64, 20, 64, 30),  # chunks of more places than a list has
     ],

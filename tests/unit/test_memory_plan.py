@@ -176,7 +176,7 @@ def test_worked_example_on_cuda() -> None:
 @needs_cuda_part
 @pytest.mark.parametrize(("dtype", "wire"), [(torch.bfloat16, "fp8"), (torch.float32, None)])
 @pytest.mark.parametrize("top_k", [1, 8])
-@pytest.mark.parametrize("ranks", [2, 4, 8, 72])
+@pytest.mark.parametrize("ranks", [2, 4, 8, 9, 72])
 def test_formula_on_cuda(ranks: int, top_k: int, dtype: torch.dtype, wire: str | None) -> None:
     tokens, hidden, experts = 1500, 160, 8 * ranks
     plan = _device_plan(
@@ -197,8 +197,9 @@ def test_formula_on_cuda(ranks: int, top_k: int, dtype: torch.dtype, wire: str |
     # Slots of a combine; for up to eight sources all of their rows, of more 64 tokens of each.
     travelling = row if wire is None else 256  # 160 values and two scales, in whole lines
     rows = max(tokens * min(ranks, top_k), ranks * 64) * row
-    if ranks <= 8:
-        rows = max(rows, (ranks - 1) * tokens * row, (ranks - (wire is None)) * tokens * travelling)
+    for sources, each in ((ranks - 1, row), (ranks - (wire is None), travelling)):
+        if sources <= 8:
+            rows = max(rows, sources * tokens * each)
     assert _sizes(plan, "rows") == pages(rows)
     assert _sizes(plan, "packed routes") == pages(ranks * tokens * top_k * 4)
     assert _sizes(plan, "routing weights") == pages(ranks * tokens * top_k * weight)

@@ -121,7 +121,7 @@ struct Heuristics {
   /// Blocks of a dispatch in one kernel of `blocks` blocks that send and do not receive; 0: those that take
   /// rows do both. The links hold back those that send more than few tokens, so that rows which have come can
   /// be taken meanwhile; quantised ones take more of their time, and less of the links'. With more than two
-  /// ranks a row goes out several times, so that fewer blocks fill the links, and with fewer tokens.
+  /// ranks a row may go out several times, so that fewer blocks fill the links, and with fewer tokens.
   static int fused_senders(int64_t tokens, int blocks, bool quantised, int32_t ranks) {
     // Tokens up to which blocks do both, and the share of those that send; measured.
     constexpr int64_t kBoth[] = {96, 48}, kBothQuantised[] = {256, 128};
@@ -246,7 +246,7 @@ inline double owners_share_by_rank(int32_t ranks, int32_t top_k) {
 
 /// The most blocks of a combine that reduce: as many as fill the links with `sent` sums of `read` rows for
 /// each token, and some more. Past these they hinder each other, and are better used at the home. `rate`:
-/// bytes of rows in a nanosecond that a block reads and sends (docs/performance.md).
+/// bytes of rows in a nanosecond that a block reads and sends (docs/performance.md, "Few SMs on four GPUs").
 inline int most_reducing(double read, double sent, double rate) {
   constexpr double kLinks = 332, kFill = 1.3;
   constexpr int kMost = 26;
@@ -264,8 +264,8 @@ struct RowMoves {
 };
 
 /// Divides `total` blocks between the side that sends and the one that receives, so that both end together:
-/// as few send as that takes. More of them, until they fill the links best, where that leaves those that
-/// receive with time to spare.
+/// as few send as that takes. Where those that receive have time to spare, more send, up to two and a half
+/// times as many as fill the links, which fills them best.
 inline DispatchBlocks divide_dispatch(int total, const RowMoves& row, bool even) {
   // Bytes in a nanosecond (docs/performance.md): of a block's loads and stores, of its stores, of rows that
   // it quantises, and of the links.
@@ -341,10 +341,11 @@ inline Heuristics choose_heuristics(int sms, int budget, bool several_nodes, int
     return CombineBlocks{reduce, total - reduce};
   };
   constexpr double kSends = 1.1;  // owners also send what they have added
-  constexpr double kAdded = 65, kCopied = 52;
+  constexpr double kAddedAndSent = 65, kCopiedAndSent = 52;
   h.combine_by_expert = divide_combine(kSends * owners_share(ranks, top_k),
-                                       most_reducing(top_k * (1 - 1.0 / ranks), sent, kAdded));
-  h.combine_by_rank = divide_combine(owners_share_by_rank(ranks, top_k), most_reducing(sent, sent, kCopied));
+                                       most_reducing(top_k * (1 - 1.0 / ranks), sent, kAddedAndSent));
+  h.combine_by_rank =
+      divide_combine(owners_share_by_rank(ranks, top_k), most_reducing(sent, sent, kCopiedAndSent));
   h.fused_tokens = several_nodes ? 0 : fused_tokens;
   return h;
 }
