@@ -200,8 +200,8 @@ class CudaBackend:
             if needed > available:
                 raise OutOfMemory(
                     f"the window needs {needed} bytes of device memory, {available} are free on the GPU of "
-                    f"rank {rank}; lower max_tokens or hidden, free some there, or set MOECOMM_WHOLE_SOURCES=0 "
-                    "on all ranks, which takes less where ranks outnumber top_k",
+                    f"rank {rank}; lower max_tokens or hidden, free some there, or set "
+                    "MOECOMM_WHOLE_SOURCES=0 on all ranks, which takes less where ranks outnumber top_k",
                     needed=needed,
                     available=available,
                 )
