@@ -16,7 +16,9 @@ meanwhile. What it copies is read when it copies.
 A rank may run both sides of an operation in one kernel: rows go out before it has announced itself, and
 chunks are read before the records of all are there, as in a combine, whose plan says what comes. With starts
 it is a dispatch of few tokens: it announces what it brings in a word that holds its epoch, before its record,
-and goes by such words of others, or by the records of those that have none.
+and goes by such words of others, or by the records of those that have none. Such a dispatch may find no room
+for its rows: it has announced and sent all then, and reads nothing. Either it reads once it has ended, which
+is one of the orders of a dispatch that reads, or it is given up after that.
 
 Epochs have no bound: a state is kept relative to the least epoch that somebody can still ask for, so the
 number of states is finite and the search covers runs of every length.
@@ -31,7 +33,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-RECEIVES, GIVES_UP, FUSED = 0, 1, 2
+RECEIVES, GIVES_UP, FUSED, LEFT = 0, 1, 2, 3
 RUNNING, LOST, FAILED = 0, 1, 2
 SMS = 0
 OLD = -8
@@ -62,6 +64,9 @@ class Protocol:
     in odd epochs then, and none in even ones; none is given up."""
     starts: bool = False
     """An operation in one kernel is announced in a word that holds its epoch, before its record."""
+    leaves: bool = False
+    """With starts: a rank may leave an operation in one kernel for want of room, and give it up then, if its own
+    chunks have places."""
     sections: int = 0
     """Landing sections of the copy engine; an operation takes any of them, or none. They take one chunk."""
     buffers: int = 2
@@ -89,6 +94,8 @@ class Protocol:
     """An operation of one kernel ends only when the records, or starts, of all are there."""
     starts_hold_epoch: bool = True
     """A start is taken in its own epoch only."""
+    left_frees: bool = True
+    """Giving up what was left gives the credits of all chunks."""
 
 
 class Action(NamedTuple):
@@ -149,6 +156,7 @@ class Model:
         assert p.sections == 0 or (p.chunks == p.places == 1 and not p.streams)
         assert not p.fused or not (p.always_brings or p.gives_up)
         assert p.fused or not p.starts
+        assert p.starts or not p.leaves
         # The words of a pair (writer, holder), from `at[writer, holder]` on: records (8 epoch + chunks, and
         # chunks + 1 times the engine); flags (8 epoch + 1 if the chunk was given up); rows (8 epoch + chunk)
         # by buffer and place; credits, which the holder writes at the writer; landed rows by section; starts
@@ -167,7 +175,7 @@ class Model:
         }
         self.programs = {
             (kind, chunks, False, False): self._program(kind, chunks)
-            for kind in (RECEIVES, GIVES_UP, FUSED)
+            for kind in (RECEIVES, GIVES_UP, FUSED, LEFT)
             for chunks in self.amounts
         } | {
             (kind, chunks, True, again): (self._copying_program(kind, again),)
@@ -211,10 +219,11 @@ class Model:
         meeting = [Action("meet")] if kind == RECEIVES or p.abandon_waits else []
         before = give_up() if kind == GIVES_UP else []
         apart = [[peer] for peer in peers] if p.streams else [list(peers)]
-        if kind == FUSED:
+        if kind in (FUSED, LEFT):
             starts = [Action("start", peer) for peer in peers] if p.starts else []
             threads = [[Action("meet")] * p.fused_meets, starts + announce(list(peers))]
-            threads += [work(some) for work in (send, receive) for some in apart]
+            threads += [send(some) for some in apart]
+            threads += [receive(some) for some in apart] if kind == FUSED else [give_up() * p.left_frees]
             return tuple(tuple(thread) for thread in threads)
         threads = [before + meeting, *(announce(some) + send(some) for some in apart)]
         if kind == RECEIVES:
@@ -301,17 +310,20 @@ class Model:
             epoch = rank.epoch + 1
             if any(epoch > other.epoch + 1 for other in ranks if other.status == RUNNING):
                 raise Violation("a rank begins an epoch two ahead of another rank's")
-            kinds = (RECEIVES,) + (GIVES_UP,) * self.protocol.gives_up + (FUSED,) * self.protocol.fused
+            p = self.protocol
+            kinds = (RECEIVES, *(GIVES_UP,) * p.gives_up, *(FUSED,) * p.fused, *(LEFT,) * p.leaves)
             planned = self.protocol.fused and not self.protocol.starts
             amounts = (self._planned(epoch),) if planned else self.amounts
             for kind in kinds:
                 for chunks, engine in itertools.product(amounts, self._engines(r, ranks, memory)):
+                    if kind == LEFT and chunks > p.places:
+                        continue
                     begun = rank._replace(epoch=epoch, kind=kind, chunks=chunks, engine=engine)
                     begun = begun._replace(threads=tuple(0 for _ in self._thread_programs(begun)))
                     yield (
                         f"begins epoch {epoch} with {chunks} chunks"
                         + (f" to section {engine}" if engine != SMS else "")
-                        + ("", ", to give it up", " in one kernel")[kind],
+                        + ("", ", to give it up", " in one kernel", " in one kernel, without room")[kind],
                         self._with(ranks, memory, r, **begun._asdict()),
                     )
             return
@@ -323,6 +335,9 @@ class Model:
             reads = action.name in ("read", "credit")
             if reads and number > 0 and rank.kind != FUSED and rank.threads[0] < len(program[0]):
                 continue  # behind the meeting
+            others = [a == len(b) for a, b in zip(rank.threads, program, strict=True)][:-1]
+            if rank.kind == LEFT and number == len(program) - 1 and not all(others):
+                continue  # the kernel has ended when its operation is given up
             written = list(memory)
             missing = self._do(action, r, rank, memory, written)
             if missing is None:
@@ -361,7 +376,7 @@ class Model:
                 if peer == r:
                     continue
                 record = memory[self.at[peer, r] + n % p.buffers] >> 3
-                if rank.kind == FUSED and self._start(memory, peer, r, n) is not None:
+                if rank.kind in (FUSED, LEFT) and self._start(memory, peer, r, n) is not None:
                     continue
                 if record < n:
                     late.append(peer)
@@ -532,6 +547,7 @@ QUICK: dict[str, tuple[Protocol, int]] = {
         29318,
     ),
     "two ranks that start in one kernel or two": (_STARTS, 17169),
+    "two ranks that may have no room": (replace(_STARTS, leaves=True), 30125),
     "two ranks and their copy engines": (Protocol(ranks=2, always_brings=True, sections=2), 10089),
     "two ranks that read where the record says": (
         Protocol(
@@ -565,6 +581,7 @@ MUTANTS: dict[str, tuple[Protocol, str]] = {
     ),
     "one kernel ends without the records of all": (replace(_FUSED, fused_meets=False), "two ahead"),
     "one kernel goes by starts of any epoch": (replace(_STARTS, starts_hold_epoch=False), "two ahead"),
+    "what was left gives no credits": (replace(_STARTS, leaves=True, left_frees=False), "deadlock"),
     "giving up leaves copies on the way": (replace(_COPIES, ends_after_copies=False), "over epoch 2"),
 }
 """Each is wrong in one point, and what is found of it."""
