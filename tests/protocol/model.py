@@ -65,8 +65,8 @@ class Protocol:
     starts: bool = False
     """An operation in one kernel is announced in a word that holds its epoch, before its record."""
     leaves: bool = False
-    """With starts: a rank may leave an operation in one kernel for want of room, and give it up then, if its own
-    chunks have places."""
+    """With starts: a rank whose own chunks have places may leave an operation in one kernel for want of room,
+    and give it up then."""
     sections: int = 0
     """Landing sections of the copy engine; an operation takes any of them, or none. They take one chunk."""
     buffers: int = 2
