@@ -313,11 +313,15 @@ def letters_on_cuda(
     packed = sizes["hidden"] + 4 * -(-sizes["hidden"] // 128)
     in_lines = -(-packed // 128) * 128
     fp8_row = in_lines if in_lines <= row else -(-packed // 16) * 16
+    # Bytes of a token's rows of all sources that are staged and have room, which come as they are or in fp8.
+    staged = [(ranks - 1, row), (0, 0) if wire is None else (ranks, fp8_row)]
+    room_for_all = max(sources * size * (sources <= 8 and others == 0) for sources, size in staged)
     values |= {
         "E": experts,
         "C": chunks,
         "c": counts,
         "r": row if wire is None else fp8_row,
+        "s": room_for_all,
     }
     if others > 0:
         room = tokens * min(per_node + others, top_k) // (others * owners)
@@ -335,6 +339,8 @@ def letters_on_cuda(
         (4, 4, {"hidden": 7168, "top_k": 8, "max_tokens": 4096}, torch.bfloat16, None),
         (4, 4, {"hidden": 7168, "top_k": 8, "max_tokens": 4096}, torch.bfloat16, "fp8"),
         (72, 72, {"hidden": 7168, "top_k": 8, "max_tokens": 4096}, torch.bfloat16, "fp8"),
+        (4, 4, {"hidden": 7168, "top_k": 2, "max_tokens": 4096}, torch.bfloat16, None),
+        (9, 9, {"hidden": 7168, "top_k": 1, "max_tokens": 4096}, torch.bfloat16, "fp8"),
         (4, 2, {"hidden": 7168, "top_k": 8, "max_tokens": 4096}, torch.bfloat16, "fp8"),
         (6, 3, {"hidden": 40, "top_k": 2, "max_tokens": 70000}, torch.float32, None),
         (7, 1, {"hidden": 2048, "top_k": 3, "max_tokens": 65}, torch.float32, None),
