@@ -48,11 +48,11 @@ from moecomm.setup.checks import (
 )
 from moecomm.setup.devices import choose_device
 from moecomm.setup.memory_plan import (
-    WHOLE_SOURCES,
     MemoryPlan,
     device_shape,
     plan_device_memory,
     plan_memory,
+    whole_sources,
     window_shape,
 )
 from moecomm.setup.rendezvous import Rendezvous
@@ -208,7 +208,7 @@ class Communicator:
             "device": place.type,
             "ranks_per_node": ranks_per_node,
             "MOECOMM_FIRST_EPOCH": env.first_epoch or 1,
-            "MOECOMM_WHOLE_SOURCES": WHOLE_SOURCES if env.whole_sources is None else env.whole_sources,
+            "MOECOMM_WHOLE_SOURCES": whole_sources(env),
             "moecomm version": __version__,
         }
         backend = make_backend(place, rendezvous, arguments, error, dtype, num_sms)
@@ -269,7 +269,6 @@ class Communicator:
         check_combine_wire(combine_wire, place, hidden, engine)
         check_gradient_wire(gradient_wire, place, hidden, engine)
         if place.type == "cuda":
-            whole_sources = read_env().whole_sources
             sizes = device_shape(
                 ranks=ranks,
                 num_experts=num_experts,
@@ -280,7 +279,7 @@ class Communicator:
                 wire=wire,
                 ranks_per_node=ranks_per_node,
                 copies=engine != "sm" and ranks_per_node == ranks and combine_wire is gradient_wire is None,
-                whole_sources=WHOLE_SOURCES if whole_sources is None else whole_sources,
+                whole_sources=whole_sources(read_env()),
             )
             return plan_device_memory(sizes, ranks_per_node)
         shape = window_shape(

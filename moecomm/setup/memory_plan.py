@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from moecomm import _C
+from moecomm.env import Env
 from moecomm.errors import InvalidArgument
 
 NATIVE_DTYPES: dict[torch.dtype, _C.DType] = {
@@ -17,8 +18,7 @@ NATIVE_DTYPES: dict[torch.dtype, _C.DType] = {
 }
 CUDA_DTYPES = tuple(dtype for dtype in NATIVE_DTYPES if dtype != torch.float64)
 """The dtypes of rows on GPUs, which the kernels of the experts take as well."""
-WHOLE_SOURCES = 8
-"""Sources whose tokens all have a place in an owner's staging section (kWholeSources in C++)."""
+_WHOLE_SOURCES = 8  # kWholeSources in csrc/layout/device_window.hpp
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,15 +29,14 @@ class MemoryPlan:
     float64), a window for CUDA tensors is device memory, taken as a whole when the communicator is built:
     some 2*M*min(R,K)*H*b, of up to nine ranks of one node 2*M*(R-1)*H*b at least, and 3*R*M*H*b more where
     the copy engine may move rows (engine="copy" or "auto" on one node); with several nodes a rank takes
-    `host_bytes` of host memory besides, some 3*(N-1)*M*H*b
-    (docs/memory.md). One for CPU tensors is shared memory: every section rounded up to 4096 bytes, the large
-    ones are, twice each because uses alternate between two copies:
-    rows M*H*b, combine slots M*min(R,K)*H*b, ids M*K*4, weights and their gradients M*K*w each, and input
-    rows M*H*b, which take memory only when `empty_input` is first called. With N nodes, R in this formula is
-    the ranks of a node, and for each of the N-1 other nodes there are, also twice each: relay rows M*H*b,
-    ids M*K*4, weights M*K*w and two sections of gradients M*K*w; and once, for rows on their way, sixteen
-    chunks and, with more than one rank a node, four times min(R,K) chunks. A chunk is a sixteenth of M*H*b,
-    but at least 0.5 MiB and at most 4 MiB.
+    `host_bytes` of host memory besides, some 3*(N-1)*M*H*b (docs/memory.md). One for CPU tensors is shared
+    memory: every section rounded up to 4096 bytes, the large ones are, twice each because uses alternate
+    between two copies: rows M*H*b, combine slots M*min(R,K)*H*b, ids M*K*4, weights and their gradients
+    M*K*w each, and input rows M*H*b, which take memory only when `empty_input` is first called. With N
+    nodes, R in this formula is the ranks of a node, and for each of the N-1 other nodes there are, also
+    twice each: relay rows M*H*b, ids M*K*4, weights M*K*w and two sections of gradients M*K*w; and once,
+    for rows on their way, sixteen chunks and, with more than one rank a node, four times min(R,K) chunks.
+    A chunk is a sixteenth of M*H*b, but at least 0.5 MiB and at most 4 MiB.
 
     Attributes:
         sections: (name, offset, bytes) in the order of the window.
@@ -99,6 +98,12 @@ def window_shape(
     )
 
 
+def whole_sources(env: Env) -> int:
+    """Returns the sources whose tokens all have a place in an owner's staging section: as many as `env` says,
+    or eight."""
+    return _WHOLE_SOURCES if env.whole_sources is None else env.whole_sources
+
+
 def device_shape(
     *,
     ranks: int,
@@ -110,7 +115,7 @@ def device_shape(
     wire: str | None,
     ranks_per_node: int | None = None,
     copies: bool = False,
-    whole_sources: int = WHOLE_SOURCES,
+    whole_sources: int = _WHOLE_SOURCES,
 ) -> _C.DeviceShape:
     """Returns the runtime's description of a window in device memory, for sizes that `window_shape` takes.
     `copies`: with room for transfers by the copy engine. `whole_sources`: of more sources, tokens may take

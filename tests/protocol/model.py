@@ -335,8 +335,11 @@ class Model:
             reads = action.name in ("read", "credit")
             if reads and number > 0 and rank.kind != FUSED and rank.threads[0] < len(program[0]):
                 continue  # behind the meeting
-            others = [a == len(b) for a, b in zip(rank.threads, program, strict=True)][:-1]
-            if rank.kind == LEFT and number == len(program) - 1 and not all(others):
+            if (
+                rank.kind == LEFT
+                and number == len(program) - 1
+                and any(a < len(b) for a, b in zip(rank.threads[:-1], program[:-1], strict=True))
+            ):
                 continue  # the kernel has ended when its operation is given up
             written = list(memory)
             missing = self._do(action, r, rank, memory, written)

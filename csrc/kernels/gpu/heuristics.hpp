@@ -244,14 +244,18 @@ inline double owners_share_by_rank(int32_t ranks, int32_t top_k) {
   return owner / (owner + home);
 }
 
+/// Bytes in a nanosecond that a GPU's links carry (docs/performance.md).
+inline constexpr double kLinkRate = 332;
+
 /// The most blocks of a combine that reduce: as many as fill the links with `sent` sums of `read` rows for
 /// each token, and some more. Past these they hinder each other, and are better used at the home. `rate`:
 /// bytes of rows in a nanosecond that a block reads and sends (docs/performance.md, "Few SMs on four GPUs").
 inline int most_reducing(double read, double sent, double rate) {
-  constexpr double kLinks = 332, kFill = 1.3;
+  constexpr double kFill = 1.3;
   constexpr int kMost = 26;
-  const double filling = (read + sent) / rate * kLinks;
-  return filling > 0 ? static_cast<int>(std::min<double>(kMost, kFill * filling / sent)) : kMost;
+  if (sent <= 0) return kMost;
+  const double filling = (read + sent) / rate * kLinkRate / sent;
+  return static_cast<int>(std::min<double>(kMost, kFill * filling));
 }
 
 /// How often a dispatch moves a token's row, with uniform routing.
@@ -267,9 +271,9 @@ struct RowMoves {
 /// as few send as that takes. Where those that receive have time to spare, more send, up to two and a half
 /// times as many as fill the links, which fills them best.
 inline DispatchBlocks divide_dispatch(int total, const RowMoves& row, bool even) {
-  // Bytes in a nanosecond (docs/performance.md): of a block's loads and stores, of its stores, of rows that
-  // it quantises, and of the links.
-  constexpr double kMoved = 80, kStored = 55, kQuantised = 24, kLinks = 332;
+  // Bytes in a nanosecond (docs/performance.md): of a block's loads and stores, of its stores, and of rows
+  // that it quantises.
+  constexpr double kMoved = 80, kStored = 55, kQuantised = 24;
   // Nanoseconds of a block besides: for each row that it sends, each rank that it goes to, each that arrives.
   constexpr double kSend = 20, kSendTo = 60, kReceive = 30;
   constexpr double kLater = 1.1;  // what is received first, or last, the other side waits for
@@ -285,10 +289,11 @@ inline DispatchBlocks divide_dispatch(int total, const RowMoves& row, bool even)
   const double send_time = row.quantised  ? bytes / kQuantised + besides
                            : row.sent > 0 ? of_block(bytes, row.sent * bytes, besides)
                                           : 0;
-  const double receive_time = of_block(row.owners * wire, row.received * bytes, row.owners * kReceive);
-  const double links_time = row.sent * wire / kLinks;
+  const double receive_time =
+      kLater * of_block(row.owners * wire, row.received * bytes, row.owners * kReceive);
+  const double links_time = row.sent * wire / kLinkRate;
   const auto time = [&](int send) {
-    return std::max({kLater * send_time / send, links_time, kLater * receive_time / (total - send)});
+    return std::max({kLater * send_time / send, links_time, receive_time / (total - send)});
   };
   const int step = even && total >= 4 ? 2 : 1, most = std::min(kMostSend, total - 1);
   double least = time(step);
@@ -296,7 +301,7 @@ inline DispatchBlocks divide_dispatch(int total, const RowMoves& row, bool even)
   DispatchBlocks best{};
   for (int send = step; send <= most; send += step) {
     const bool spare =
-        send * links_time <= kFill * send_time && kLater * receive_time / (total - send) <= kSpare * least;
+        send * links_time <= kFill * send_time && receive_time / (total - send) <= kSpare * least;
     if ((best.send == 0 || spare) && time(send) <= 1.01 * least) best.send = send;
   }
   best.receive = total - best.send;
@@ -311,7 +316,7 @@ inline DispatchBlocks divide_dispatch(int total, const RowMoves& row, bool even)
   const double staged = row.quantised ? row.owners : row.sent;
   const double memory_time = (bytes + (staged + row.owners) * wire + row.received * bytes) / kMemory;
   best.routes_first = memory_time > kMakesUp * send_time / best.send &&
-                      memory_time > kClearly * std::max(links_time, kLater * receive_time / best.receive);
+                      memory_time > kClearly * std::max(links_time, receive_time / best.receive);
   return best;
 }
 
