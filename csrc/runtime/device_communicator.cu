@@ -313,7 +313,8 @@ void DeviceCommunicator::abandon(cudaStream_t stream) {
 }
 
 const gpu::DispatchBlocks& DeviceCommunicator::divided(const gpu::SendArguments& arguments) const {
-  return heuristics_.dispatch(arguments.layout == RowLayout::rank, arguments.quantise);
+  const gpu::RowWork work = arguments.quantise ? gpu::RowWork::quantised : arguments.work;
+  return heuristics_.dispatch(arguments.layout == RowLayout::rank, work);
 }
 
 void DeviceCommunicator::send(WireFormat wire, gpu::SendArguments arguments, cudaStream_t stream) {
@@ -607,6 +608,9 @@ void DeviceCommunicator::redispatch(const DeviceRedispatch& r, cudaStream_t stre
   arguments.layout = r.layout;
   const WireFormat wire = r.quantised ? config_.gradients : WireFormat::same;
   arguments.quantise = wire != WireFormat::same;
+  arguments.work = r.other != nullptr    ? gpu::RowWork::products
+                   : r.scales != nullptr ? gpu::RowWork::factors
+                                         : gpu::RowWork::none;
   ++stats_.dispatch_calls;
   gpu::ReceiveArguments output{};
   output.dequantise = arguments.quantise;
@@ -643,6 +647,8 @@ void DeviceCommunicator::combine(const gpu::CombineArguments& arguments, bool qu
     return;
   }
   const gpu::CombineBlocks& divided = heuristics_.combine(all.layout == RowLayout::rank);
+  all.reduce_list = divided.reduce_list;
+  all.sum_list = divided.sum_list;
   const int blocks = all.copied ? heuristics_.each_blocks() : divided.reduce + heuristics_.relay_blocks;
   const bool apart = !overlaps_ && !all.copied;
   all.senders = apart ? blocks : 0;

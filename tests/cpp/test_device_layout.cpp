@@ -324,11 +324,28 @@ void test_division_of_a_combine() {
     for (const int budget : {0, 2, 3, 4, 24, 64, 132}) {
       const gpu::Heuristics h = gpu::choose_heuristics(132, budget, false, 512, ranks, 8, 14336);
       for (const gpu::CombineBlocks& blocks : {h.combine(false), h.combine(true)}) {
-        CHECK(blocks.reduce >= 1 && blocks.sum >= 1 && blocks.reduce <= 26);
+        CHECK(blocks.reduce >= 1 && blocks.sum >= 1 && blocks.reduce <= 34);
+        for (const int list : {blocks.reduce_list, blocks.sum_list})
+          CHECK(list == 2 || list == 4 || list == gpu::kListTokens);
         CHECK(blocks.all() == (budget > 0 ? budget : 99));
         CHECK(budget < 4 || blocks.reduce % 2 == 0);  // in clusters of two
       }
     }
+}
+
+/// Lists of a combine's tokens are the shorter the longer a unit takes for a token.
+void test_lists_of_a_combine() {
+  const auto blocks = [](int budget, int32_t ranks, int32_t top_k, int64_t row_bytes) {
+    return gpu::choose_heuristics(132, budget, false, 512, ranks, top_k, row_bytes).combine(false);
+  };
+  CHECK(blocks(0, 4, 8, 14336).reduce_list == 2 && blocks(0, 4, 8, 14336).sum_list == 2);
+  CHECK(blocks(24, 4, 8, 14336).reduce_list == 4 && blocks(24, 4, 8, 14336).sum_list == 4);
+  CHECK(blocks(0, 4, 8, 8192).reduce_list == 4);
+  for (const int64_t short_row : {512, 2048, 4096}) {
+    CHECK(blocks(0, 4, 8, short_row).reduce_list == gpu::kListTokens);
+    CHECK(blocks(24, 4, 8, short_row).sum_list == gpu::kListTokens);
+  }
+  CHECK(gpu::list_of(1000, 2000) == 2 && gpu::list_of(1000, 2001) == 4 && gpu::list_of(0, 1) == 8);
 }
 
 /// The two sides of a dispatch share the SMs so that neither is the slower one by far, and each has one.
@@ -336,35 +353,45 @@ void test_division_of_a_dispatch() {
   for (const int ranks : {1, 2, 3, 4, 8, 128})
     for (const int budget : {0, 2, 3, 4, 24, 64, 132}) {
       const gpu::Heuristics h = gpu::choose_heuristics(132, budget, false, 512, ranks, 8, 14336);
-      for (const gpu::DispatchBlocks& blocks : {h.by_expert[0], h.by_expert[1], h.by_rank[0], h.by_rank[1]}) {
-        CHECK(blocks.send >= 1 && blocks.receive >= 1 && blocks.send <= 30);
-        CHECK(blocks.all() == (budget > 0 ? budget : 99));
-        CHECK(budget < 4 || blocks.send % 2 == 0);  // in clusters of two
-        CHECK(blocks.send_warps >= 4);
+      for (const gpu::RowWork work :
+           {gpu::RowWork::none, gpu::RowWork::quantised, gpu::RowWork::factors, gpu::RowWork::products}) {
+        for (const bool rank_layout : {false, true}) {
+          const gpu::DispatchBlocks& blocks = h.dispatch(rank_layout, work);
+          CHECK(blocks.send >= 1 && blocks.receive >= 1 && blocks.send <= 30);
+          CHECK(blocks.all() == (budget > 0 ? budget : 99));
+          CHECK(budget < 4 || blocks.send % 2 == 0);  // in clusters of two
+          CHECK(blocks.send_warps >= 4);
+        }
+        // Rows of the rank layout are stored once.
+        CHECK(h.dispatch(true, work).send >= h.dispatch(false, work).send);
       }
-      for (const bool quantised : {false, true})  // rows of the rank layout are stored once
-        CHECK(h.dispatch(true, quantised).send >= h.dispatch(false, quantised).send);
     }
   // Of the rows of a token that are stored one in nine goes out with two ranks, a quarter with four.
-  CHECK(gpu::divide_dispatch(24, {2, 1, 8, 14336, false}, false).send <= 4);
-  const int of_four = gpu::divide_dispatch(24, {3.6, 2.7, 8, 14336, false}, false).send;
+  CHECK(gpu::divide_dispatch(24, {2, 1, 8, 14336, gpu::RowWork::none}, false).send <= 4);
+  const int of_four = gpu::divide_dispatch(24, {3.6, 2.7, 8, 14336, gpu::RowWork::none}, false).send;
   CHECK(of_four >= 5 && of_four <= 8);
   // The links hold it, whoever receives: more blocks send than fill them, but not many more.
-  const int of_many = gpu::divide_dispatch(99, {3.6, 2.7, 8, 14336, false}, false).send;
+  const int of_many = gpu::divide_dispatch(99, {3.6, 2.7, 8, 14336, gpu::RowWork::none}, false).send;
   CHECK(of_many >= 12 && of_many <= 22);
-  CHECK(gpu::divide_dispatch(132, {3.6, 2.7, 8, 14336, false}, false).send == of_many);
+  CHECK(gpu::divide_dispatch(132, {3.6, 2.7, 8, 14336, gpu::RowWork::none}, false).send == of_many);
+  // Where rows are multiplied fewer send, and the fewer the more is read and written there.
+  const int factors = gpu::divide_dispatch(99, {3.6, 2.7, 8, 14336, gpu::RowWork::factors}, false).send,
+            products = gpu::divide_dispatch(99, {3.6, 2.7, 8, 14336, gpu::RowWork::products}, false).send;
+  CHECK(products >= 8 && products <= factors && factors <= 12);
+  CHECK(gpu::divide_dispatch(99, {2, 1, 8, 14336, gpu::RowWork::products}, false).send + 4 <=
+        gpu::divide_dispatch(99, {2, 1, 8, 14336, gpu::RowWork::factors}, false).send);
   // Quantising takes longer than copying, and short rows are held by what is done for each.
-  CHECK(gpu::divide_dispatch(24, {2, 1, 8, 14336, true}, false).send >= 5);
-  CHECK(gpu::divide_dispatch(24, {2, 1, 8, 4096, false}, false).send >= 5);
+  CHECK(gpu::divide_dispatch(24, {2, 1, 8, 14336, gpu::RowWork::quantised}, false).send >= 5);
+  CHECK(gpu::divide_dispatch(24, {2, 1, 8, 4096, gpu::RowWork::none}, false).send >= 5);
   // Rows wait for the routes where the memory holds a dispatch: of two ranks by expert, on enough blocks.
-  CHECK(gpu::divide_dispatch(99, {2, 1, 8, 14336, false}, false).routes_first &&
-        gpu::divide_dispatch(99, {2, 1, 8, 14336, true}, false).routes_first);
-  CHECK(!gpu::divide_dispatch(24, {2, 1, 8, 14336, false}, false).routes_first &&
-        !gpu::divide_dispatch(64, {2, 1, 8, 14336, false}, false).routes_first &&
-        !gpu::divide_dispatch(99, {2, 1, 2, 14336, false}, false).routes_first &&
-        !gpu::divide_dispatch(99, {1, 0.5, 1, 14336, false}, false).routes_first &&
-        !gpu::divide_dispatch(99, {3.6, 2.7, 8, 14336, false}, false).routes_first &&
-        !gpu::divide_dispatch(99, {3.6, 2.7, 8, 14336, true}, false).routes_first);
+  CHECK(gpu::divide_dispatch(99, {2, 1, 8, 14336, gpu::RowWork::none}, false).routes_first &&
+        gpu::divide_dispatch(99, {2, 1, 8, 14336, gpu::RowWork::quantised}, false).routes_first);
+  CHECK(!gpu::divide_dispatch(24, {2, 1, 8, 14336, gpu::RowWork::none}, false).routes_first &&
+        !gpu::divide_dispatch(64, {2, 1, 8, 14336, gpu::RowWork::none}, false).routes_first &&
+        !gpu::divide_dispatch(99, {2, 1, 2, 14336, gpu::RowWork::none}, false).routes_first &&
+        !gpu::divide_dispatch(99, {1, 0.5, 1, 14336, gpu::RowWork::none}, false).routes_first &&
+        !gpu::divide_dispatch(99, {3.6, 2.7, 8, 14336, gpu::RowWork::none}, false).routes_first &&
+        !gpu::divide_dispatch(99, {3.6, 2.7, 8, 14336, gpu::RowWork::quantised}, false).routes_first);
   CHECK(gpu::Heuristics::route_blocks(0, 16) == 1 && gpu::Heuristics::route_blocks(4096, 16) == 16);
   CHECK(gpu::Heuristics::route_blocks(513, 32) == 5);
 }
@@ -470,6 +497,7 @@ void test_shapes_of_one_kernel() {
 int main() {
   test_limits();
   test_division_of_a_combine();
+  test_lists_of_a_combine();
   test_division_of_a_dispatch();
   test_parts_of_a_sum();
   test_offered_rows();

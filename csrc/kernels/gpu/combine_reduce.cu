@@ -220,11 +220,11 @@ __device__ void reduce_by_warps(const Comm& comm, const CombineArguments& args, 
 /// Spans of a list each, or of a chunk where that is more. With several nodes a chunk each: it may have to
 /// wait for the place of another one.
 struct ByList {
-  int top_k;
+  int top_k, most;  ///< tokens of a list, at most
   bool nodes;
   __device__ int operator()(int tokens) const {
     const int chunk = chunk_tokens(tokens);
-    return nodes ? chunk : max(chunk, list_tokens(top_k, tokens));
+    return nodes ? chunk : max(chunk, list_tokens(top_k, tokens, most));
   }
 };
 
@@ -246,7 +246,8 @@ class OwnedLister {
         plan_{args.plan, comm.plan_fields},
         rows_(plan_.at(args.layout == RowLayout::rank ? plan_.fields.rows : plan_.fields.positions)),
         map_(map),
-        spans_(comm, args.plan, {comm.top_k(), nodes}) {}
+        most_(args.reduce_list),
+        spans_(comm, args.plan, {comm.top_k(), args.reduce_list, nodes}) {}
 
   /// Starts to load the rows of the next tokens.
   __device__ OwnedList next() {
@@ -264,7 +265,7 @@ class OwnedLister {
     list.tokens = spans_.tokens;
     list.begin = at_;
     list.opens = at_ == spans_.begin;
-    list.count = min(spans_.end - at_, list_tokens(comm_.top_k(), list.tokens));
+    list.count = min(spans_.end - at_, list_tokens(comm_.top_k(), list.tokens, most_));
     at_ += list.count;
     const int64_t entry = list.home * comm_.window.shape.max_tokens + list.begin;
     if (lane_id() < list.count) list.slot = plan_.at(plan_.fields.slots)[entry + lane_id()];
@@ -277,6 +278,7 @@ class OwnedLister {
   const PlanView plan_;
   const int32_t* const rows_;
   const ListMap& map_;
+  const int most_;  ///< tokens of a list
   OwnedSpans<ByList> spans_;
   int at_ = 0;
   bool ended_ = false;
@@ -299,23 +301,23 @@ __device__ void list_sums(const Comm& comm, const CombineArguments& args, uint64
     known.rows.weigh(args.weights);
     later = lister.next();
 
-    const int size = chunk_tokens(list.tokens);
+    const int shift = chunk_shift(list.tokens), first_chunk = list.begin >> shift;
     const uint32_t owned = __ballot_sync(0xffffffffu, list.slot >= 0);
-    if (owned != 0 && !wait_for_room<way>(comm, epoch, list.home, list.tokens, list.begin / size)) return;
+    if (owned != 0 && !wait_for_room<way>(comm, epoch, list.home, list.tokens, first_chunk)) return;
     const auto places = SumPlaces::of<way>(comm, args, epoch, list.home, list.begin);
     SumItem item{};
     if (list.slot >= 0) item.to = places.at(lane, list.slot);
 
     // The last token with a sum of each chunk that ends in the list takes the chunk's flag.
-    const int token = list.begin + lane, chunk = token / size;
-    const int ends = min((chunk + 1) * size, list.tokens) - list.begin;  // in the list's tokens
+    const int chunk = (list.begin + lane) >> shift;
+    const int ends = min((chunk + 1) << shift, list.tokens) - list.begin;  // in the list's tokens
     const uint32_t above = owned & ~((2u << lane) - 1) & (ends < 32 ? (1u << ends) - 1 : ~0u);
     const bool flags = !args.copied;
     if (flags && list.slot >= 0 && above == 0 && ends <= list.count)
       item.flag = sums_arrival<way>(comm, list.home, chunk);
     // A chunk of more than a list, of which only lists before this one have sums, takes an item for its flag.
     if (list.opens) owned_before = false;
-    const int first_end = min((list.begin / size + 1) * size, list.tokens) - list.begin;
+    const int first_end = min((first_chunk + 1) << shift, list.tokens) - list.begin;
     const bool alone = flags && owned_before && owned == 0 && first_end <= list.count;
     owned_before = owned_before || owned != 0;
 
@@ -324,7 +326,7 @@ __device__ void list_sums(const Comm& comm, const CombineArguments& args, uint64
       sums.list(map, list.rows, list.count, args.rows, row_bytes, mine);
       sums.hand_over(mine, item);
     }
-    if (alone) sums.add_flag(sums_arrival<way>(comm, list.home, list.begin / size));
+    if (alone) sums.add_flag(sums_arrival<way>(comm, list.home, first_chunk));
   }
 }
 

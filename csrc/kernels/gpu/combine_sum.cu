@@ -74,7 +74,7 @@ class HomeLister {
         plan_{args.plan, comm.plan_fields},
         ids_(ids),
         rows_(rows),
-        most_(list_tokens(comm.top_k(), args.tokens)),
+        most_(list_tokens(comm.top_k(), args.tokens, args.sum_list)),
         claims_(&comm.state().receive_next) {}
 
   __device__ HomeList next() {
@@ -105,17 +105,18 @@ class HomeLister {
 template <Way way>
 __device__ bool wait_for_list(const Comm& comm, const CombineArguments& args, uint64_t epoch,
                               const ListMap& ids, const HomeList& list) {
-  const int64_t size = args.copied ? args.tokens : chunk_tokens(args.tokens);
-  const int64_t first = args.copied ? kCopiesChunk : list.begin / size;
-  const int64_t last = args.copied ? kCopiesChunk : (list.begin + list.count - 1) / size;
+  const int shift = chunk_shift(args.tokens);
+  const int64_t first = args.copied ? kCopiesChunk : list.begin >> shift;
+  const int64_t last = args.copied ? kCopiesChunk : (list.begin + list.count - 1) >> shift;
   bool here = true;
   for (int32_t ranks = comm.first_rank; ranks < comm.first_rank + comm.local_ranks; ranks += 32)
     for (int64_t chunk = first; chunk <= last; ++chunk) {
       uint32_t senders = 0;
 #pragma unroll
       for (int j = 0; j < kListRounds; ++j) {
+        if (j * 32 >= list.count * ids.each()) continue;
         const int32_t owner = expert_owner(list.id[j], comm.local_experts);
-        const bool of_chunk = args.copied || (list.begin + ids.token(j)) / size == chunk;
+        const bool of_chunk = args.copied || (list.begin + ids.token(j)) >> shift == chunk;
         if (owner >= ranks && owner < ranks + 32 && owner != comm.rank && of_chunk &&
             (way == Way::whole || comm.is_local(owner)))
           senders |= 1u << (owner - ranks);

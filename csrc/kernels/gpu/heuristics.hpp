@@ -76,16 +76,26 @@ struct DispatchBlocks {
   int all() const { return send + receive; }
 };
 
+/// Units of a block of a combine whose sums are made by a pipe of warps (sum_pipe.cuh), and the most tokens
+/// of which a unit makes a list.
+inline constexpr int kUnits = 2, kListTokens = 8;
+
 /// Blocks of the two sides of a combine: at the owners of the experts, and at the tokens' home.
 struct CombineBlocks {
   int reduce, sum;
+  int reduce_list, sum_list;  ///< tokens of a list of a unit of each side, where there are many
 
   int all() const { return reduce + sum; }
 };
 
+/// What is done with rows on their way: nothing, they are quantised, or, where they arrive, each is
+/// multiplied with the factor of its place, or with that and with the row that lies there.
+enum class RowWork { none, quantised, factors, products };
+inline constexpr int kRowWorks = 4;
+
 /// Blocks, one an SM, of the two sides of each operation.
 struct Heuristics {
-  DispatchBlocks by_expert[2], by_rank[2];  ///< of rows in a layout: as they are, and quantised on the way
+  DispatchBlocks by_expert[kRowWorks], by_rank[kRowWorks];  ///< of rows in a layout, by RowWork
   CombineBlocks combine_by_expert, combine_by_rank;
   int relay_blocks;  ///< with several nodes, of each operation
   bool paired;       ///< blocks in clusters of two, as a product beside them may be
@@ -97,8 +107,8 @@ struct Heuristics {
   /// Blocks of each kernel of an operation by the copy engine, since they follow each other.
   int each_blocks() const { return std::max(by_expert[0].all(), combine_by_expert.all()); }
 
-  const DispatchBlocks& dispatch(bool rank_layout, bool quantised) const {
-    return (rank_layout ? by_rank : by_expert)[quantised];
+  const DispatchBlocks& dispatch(bool rank_layout, RowWork work) const {
+    return (rank_layout ? by_rank : by_expert)[static_cast<int>(work)];
   }
   const CombineBlocks& combine(bool rank_layout) const {
     return rank_layout ? combine_by_rank : combine_by_expert;
@@ -150,9 +160,13 @@ struct Heuristics {
   std::string text() const {
     const std::string relaying =
         relay_blocks == 0 ? "" : ", " + std::to_string(relay_blocks) + " relaying for other nodes";
-    const auto sides = [](const DispatchBlocks(&blocks)[2]) {
-      return std::to_string(blocks[0].send) + " + " + std::to_string(blocks[0].receive) + " (quantised " +
-             std::to_string(blocks[1].send) + " + " + std::to_string(blocks[1].receive) + ")";
+    const auto sides = [](const DispatchBlocks(&blocks)[kRowWorks]) {
+      const auto of = [&](RowWork work) {
+        const DispatchBlocks& some = blocks[static_cast<int>(work)];
+        return std::to_string(some.send) + " + " + std::to_string(some.receive);
+      };
+      return of(RowWork::none) + " (quantised " + of(RowWork::quantised) + ", times factors " +
+             of(RowWork::factors) + ", with products " + of(RowWork::products) + ")";
     };
     const auto reducing = [](const CombineBlocks& blocks) {
       return std::to_string(blocks.reduce) + " + " + std::to_string(blocks.sum);
@@ -247,15 +261,45 @@ inline double owners_share_by_rank(int32_t ranks, int32_t top_k) {
 /// Bytes in a nanosecond that a GPU's links carry (docs/performance.md).
 inline constexpr double kLinkRate = 332;
 
-/// The most blocks of a combine that reduce: as many as fill the links with `sent` sums of `read` rows for
-/// each token, and some more. Past these they hinder each other, and are better used at the home. `rate`:
-/// bytes of rows in a nanosecond that a block reads and sends (docs/performance.md, "Few SMs on four GPUs").
-inline int most_reducing(double read, double sent, double rate) {
-  constexpr double kFill = 1.3;
-  constexpr int kMost = 26;
-  if (sent <= 0) return kMost;
-  const double filling = (read + sent) / rate * kLinkRate / sent;
-  return static_cast<int>(std::min<double>(kMost, kFill * filling));
+/// What a combine moves for each token of a rank, with uniform routing.
+struct SumMoves {
+  double read;     ///< rows that owners read, for sums that travel
+  double sent;     ///< sums that travel
+  double added;    ///< rows and sums that the home reads
+  double rate;     ///< bytes of rows in a nanosecond that a block at the owners reads and sends
+  double fill;     ///< blocks at the owners, at most, over those that fill the links
+  double listing;  ///< nanoseconds that a unit there takes to make a list
+  int64_t bytes;   ///< of a row
+};
+
+/// The most blocks of a combine that reduce: as many as fill the links, and some more. Past these they hinder
+/// each other, and are better used at the home (docs/performance.md, "Few SMs on four GPUs").
+inline int most_reducing(const SumMoves& row) {
+  constexpr int kMost = 34;
+  if (row.sent <= 0) return kMost;
+  const double filling = (row.read + row.sent) / row.rate * kLinkRate / row.sent;
+  return static_cast<int>(std::min<double>(kMost, row.fill * filling));
+}
+
+/// Tokens of the lists of units that take `token_time` nanoseconds for each: as few as let a unit make the
+/// next list, which takes `list_time`, while it works on one.
+inline int list_of(double token_time, double list_time) {
+  int tokens = 2;
+  while (tokens < kListTokens && tokens * token_time < list_time) tokens *= 2;
+  return tokens;
+}
+
+/// Chooses the tokens of lists of a combine on its blocks. The fewer, the less time passes between the last
+/// sums of blocks, and between a sum's arrival and its use.
+inline void choose_lists(CombineBlocks& blocks, const SumMoves& row, int32_t ranks) {
+  constexpr double kAdded = 56;      // as in owners_share_by_rank
+  constexpr double kListing = 6500;  // ns that a unit at the home takes for a list, with its waits
+  const auto bytes = static_cast<double>(row.bytes);
+  const double token_time =
+      std::max({row.sent * bytes / kLinkRate, (row.read + row.sent) * bytes / row.rate / blocks.reduce,
+                (row.added + 1) * bytes / kAdded / blocks.sum});
+  blocks.sum_list = list_of(token_time * blocks.sum * kUnits, kListing);
+  blocks.reduce_list = list_of(token_time * blocks.reduce * kUnits / std::max(ranks - 1, 1), row.listing);
 }
 
 /// How often a dispatch moves a token's row, with uniform routing.
@@ -264,33 +308,39 @@ struct RowMoves {
   double sent;      ///< but this one
   double received;  ///< times that owners store it together
   int64_t bytes;    ///< of a row
-  bool quantised;   ///< it is half as long on the way
+  RowWork work;     ///< quantised it is half as long on the way
+
+  bool quantised() const { return work == RowWork::quantised; }
+  bool changes() const { return work == RowWork::factors || work == RowWork::products; }
 };
 
 /// Divides `total` blocks between the side that sends and the one that receives, so that both end together:
 /// as few send as that takes. Where those that receive have time to spare, more send, up to two and a half
-/// times as many as fill the links, which fills them best.
+/// times as many as fill the links, which fills them best. Where they multiply rows, which takes longer,
+/// fewer more send: what arrives long before it is read is no longer in the GPU's cache then.
 inline DispatchBlocks divide_dispatch(int total, const RowMoves& row, bool even) {
-  // Bytes in a nanosecond (docs/performance.md): of a block's loads and stores, of its stores, and of rows
-  // that it quantises.
-  constexpr double kMoved = 80, kStored = 55, kQuantised = 24;
+  // Bytes in a nanosecond (docs/performance.md): of a block's loads and stores, the same of rows that are
+  // multiplied, of its stores, and of rows that it quantises.
+  constexpr double kMoved = 80, kMultiplied = 62, kStored = 55, kQuantised = 24;
   // Nanoseconds of a block besides: for each row that it sends, each rank that it goes to, each that arrives.
   constexpr double kSend = 20, kSendTo = 60, kReceive = 30;
   constexpr double kLater = 1.1;  // what is received first, or last, the other side waits for
   constexpr int kMostSend = 30;
   // Blocks that send, over those that fill the links, past which they hinder each other; and the share of the
   // time that others may take to receive, so that there is some to spare.
-  constexpr double kFill = 2.5, kSpare = 0.7;
-  const auto bytes = static_cast<double>(row.bytes), wire = row.quantised ? bytes / 2 : bytes;
+  const double fill = row.changes() ? 1.6 : 2.5, kept = row.changes() ? 0.8 : 0.7;
+  const auto bytes = static_cast<double>(row.bytes), wire = row.quantised() ? bytes / 2 : bytes;
   const auto of_block = [&](double loaded, double stored, double besides) {
     return std::max((loaded + stored) / kMoved + besides, stored / kStored);
   };
   const double besides = kSend + kSendTo * row.sent;
-  const double send_time = row.quantised  ? bytes / kQuantised + besides
-                           : row.sent > 0 ? of_block(bytes, row.sent * bytes, besides)
-                                          : 0;
+  const double send_time = row.quantised() ? bytes / kQuantised + besides
+                           : row.sent > 0  ? of_block(bytes, row.sent * bytes, besides)
+                                           : 0;
+  const double with = row.work == RowWork::products ? row.received * bytes : 0;
   const double receive_time =
-      kLater * of_block(row.owners * wire, row.received * bytes, row.owners * kReceive);
+      kLater * (row.changes() ? (row.owners * wire + with + row.received * bytes) / kMultiplied
+                              : of_block(row.owners * wire, row.received * bytes, row.owners * kReceive));
   const double links_time = row.sent * wire / kLinkRate;
   const auto time = [&](int send) {
     return std::max({kLater * send_time / send, links_time, receive_time / (total - send)});
@@ -300,8 +350,7 @@ inline DispatchBlocks divide_dispatch(int total, const RowMoves& row, bool even)
   for (int send = 2 * step; send <= most; send += step) least = std::min(least, time(send));
   DispatchBlocks best{};
   for (int send = step; send <= most; send += step) {
-    const bool spare =
-        send * links_time <= kFill * send_time && receive_time / (total - send) <= kSpare * least;
+    const bool spare = send * links_time <= fill * send_time && receive_time / (total - send) <= kept * least;
     if ((best.send == 0 || spare) && time(send) <= 1.01 * least) best.send = send;
   }
   best.receive = total - best.send;
@@ -313,7 +362,7 @@ inline DispatchBlocks divide_dispatch(int total, const RowMoves& row, bool even)
   constexpr double kMemory = 3000;  // bytes in a nanosecond, of rows that are read and written here and there
   constexpr double kClearly = 1.15;
   constexpr double kMakesUp = 1.6;  // of the blocks that send, for the time that they wait
-  const double staged = row.quantised ? row.owners : row.sent;
+  const double staged = row.quantised() ? row.owners : row.sent;
   const double memory_time = (bytes + (staged + row.owners) * wire + row.received * bytes) / kMemory;
   best.routes_first = memory_time > kMakesUp * send_time / best.send &&
                       memory_time > kClearly * std::max(links_time, receive_time / best.receive);
@@ -332,25 +381,30 @@ inline Heuristics choose_heuristics(int sms, int budget, bool several_nodes, int
   h.relay_blocks = several_nodes ? std::clamp(all / 8, 1, 12) : 0;
   const int total = std::max(2, all - h.relay_blocks);
   const double owners = owners_of_token(ranks, top_k), sent = owners * (ranks - 1) / ranks;
-  for (const bool quantised : {false, true}) {
+  for (int work = 0; work < kRowWorks; ++work) {
     const auto divide = [&](double received) {
-      return divide_dispatch(total, {owners, sent, received, row_bytes, quantised}, h.paired);
+      return divide_dispatch(total, {owners, sent, received, row_bytes, static_cast<RowWork>(work)},
+                             h.paired);
     };
-    h.by_expert[quantised] = divide(top_k);
-    h.by_rank[quantised] = divide(owners);
+    h.by_expert[work] = divide(top_k);
+    h.by_rank[work] = divide(owners);
   }
   const int unit = h.paired && total >= 4 ? 2 : 1;
-  const auto divide_combine = [&](double share, int most) {
-    const int reduce = std::clamp(even(static_cast<int>(total * share)), unit,
-                                  std::max(unit, std::min(most / unit * unit, total - 1)));
-    return CombineBlocks{reduce, total - reduce};
+  const auto divide_combine = [&](double share, const SumMoves& row) {
+    const int most = std::max(unit, std::min(most_reducing(row) / unit * unit, total - 1));
+    const int reduce = std::clamp(even(static_cast<int>(total * share)), unit, most);
+    CombineBlocks blocks{reduce, total - reduce, kListTokens, kListTokens};
+    choose_lists(blocks, row, ranks);
+    return blocks;
   };
   constexpr double kSends = 1.1;  // owners also send what they have added
   constexpr double kAddedAndSent = 65, kCopiedAndSent = 52;
-  h.combine_by_expert = divide_combine(kSends * owners_share(ranks, top_k),
-                                       most_reducing(top_k * (1 - 1.0 / ranks), sent, kAddedAndSent));
-  h.combine_by_rank =
-      divide_combine(owners_share_by_rank(ranks, top_k), most_reducing(sent, sent, kCopiedAndSent));
+  const double own = 1.0 / ranks;  // of what is a token's, with its home
+  h.combine_by_expert =
+      divide_combine(kSends * owners_share(ranks, top_k),
+                     {top_k * (1 - own), sent, top_k * own + sent, kAddedAndSent, 1.3, 3000, row_bytes});
+  h.combine_by_rank = divide_combine(owners_share_by_rank(ranks, top_k),
+                                     {sent, sent, owners, kCopiedAndSent, 1.1, 2100, row_bytes});
   h.fused_tokens = several_nodes ? 0 : fused_tokens;
   return h;
 }

@@ -95,7 +95,7 @@ inline size_t pipe_memory(bool works, bool bulk) {
 /// list has so few that they end at about the same time.
 template <int workers>
 __device__ inline int move_tokens(const TokenLanes& map, int each, int chunk, int64_t tokens) {
-  constexpr int kLists = 12;  // of a unit at least
+  constexpr int kLists = 16;  // of a unit at least
   const int64_t units = int64_t{gridDim.x} * MovePipe<workers>::kUnits;
   int most = kMoveTokens;
   while (most > chunk &&

@@ -2,12 +2,13 @@
 // the lanes of a warp while they are loaded, and the list of sums that it hands to the loader.
 #pragma once
 
+#include "kernels/gpu/arguments.hpp"
 #include "kernels/gpu/kernel.cuh"
 
 namespace moecomm::gpu {
 
-/// Tokens of a list, and (token, k) of them at most.
-inline constexpr int kListTokens = 8, kListRounds = 4, kListWords = kListRounds * 32;
+/// Rounds in which a warp has the (token, k) of a list, and how many there are at most.
+inline constexpr int kListRounds = 4, kListWords = kListRounds * 32;
 
 /// A piece of a sum: of `rows` rows times their factors. At a token's home those are this rank's own, and
 /// what is stored is the sum of `slots` sums, of which number `own_slot` is theirs.
@@ -59,9 +60,9 @@ class ListMap {
   uint32_t tokens_ = 0;
 };
 
-/// Tokens of a list, of which each has `each` entries and of which there are `tokens` in all.
-__device__ inline int list_tokens(int each, int64_t tokens) {
-  int most = tokens >= 1024 ? kListTokens : tokens >= 256 ? 2 : 1;
+/// Tokens of a list, up to `most`, of which each has `each` entries and of which there are `tokens` in all.
+__device__ inline int list_tokens(int each, int64_t tokens, int most) {
+  most = tokens >= 1024 ? most : tokens >= 256 ? 2 : 1;
   while (most * each > kListWords) most /= 2;
   return most;
 }
