@@ -220,11 +220,15 @@ __device__ void reduce_by_warps(const Comm& comm, const CombineArguments& args, 
 /// Spans of a list each, or of a chunk where that is more. With several nodes a chunk each: it may have to
 /// wait for the place of another one.
 struct ByList {
-  int top_k, most;  ///< tokens of a list, at most
+  int top_k, most;  ///< tokens of a list, if chunks are not longer
   bool nodes;
+  /// Tokens of a list of a home with so many: chunks, if the list holds one.
+  __device__ int list(int tokens) const {
+    return list_tokens(top_k, tokens, max(most, chunk_tokens(tokens)));
+  }
   __device__ int operator()(int tokens) const {
     const int chunk = chunk_tokens(tokens);
-    return nodes ? chunk : max(chunk, list_tokens(top_k, tokens, most));
+    return nodes ? chunk : max(chunk, list(tokens));
   }
 };
 
@@ -246,8 +250,8 @@ class OwnedLister {
         plan_{args.plan, comm.plan_fields},
         rows_(plan_.at(args.layout == RowLayout::rank ? plan_.fields.rows : plan_.fields.positions)),
         map_(map),
-        most_(args.reduce_list),
-        spans_(comm, args.plan, {comm.top_k(), args.reduce_list, nodes}) {}
+        size_{comm.top_k(), args.reduce_list, nodes},
+        spans_(comm, args.plan, size_) {}
 
   /// Starts to load the rows of the next tokens.
   __device__ OwnedList next() {
@@ -265,7 +269,7 @@ class OwnedLister {
     list.tokens = spans_.tokens;
     list.begin = at_;
     list.opens = at_ == spans_.begin;
-    list.count = min(spans_.end - at_, list_tokens(comm_.top_k(), list.tokens, most_));
+    list.count = min(spans_.end - at_, size_.list(list.tokens));
     at_ += list.count;
     const int64_t entry = list.home * comm_.window.shape.max_tokens + list.begin;
     if (lane_id() < list.count) list.slot = plan_.at(plan_.fields.slots)[entry + lane_id()];
@@ -278,7 +282,7 @@ class OwnedLister {
   const PlanView plan_;
   const int32_t* const rows_;
   const ListMap& map_;
-  const int most_;  ///< tokens of a list
+  const ByList size_;
   OwnedSpans<ByList> spans_;
   int at_ = 0;
   bool ended_ = false;
