@@ -15,11 +15,15 @@
 #include "check.hpp"
 #include "device/comm.cuh"
 #include "kernels/gpu/arguments.hpp"
+#include "kernels/gpu/pipe.cuh"
 #include "layout/routing.hpp"
+#include "ptx/bulk.cuh"
 
 using namespace moecomm;
 
 namespace {
+
+constexpr bool kBulk = MOECOMM_HAS_BULK;
 
 using Random = std::mt19937_64;
 
@@ -59,6 +63,7 @@ struct Shape {
   int64_t hidden;
   int most_tokens;
   int steps;
+  int least_tokens = 0;  ///< if more, no rank is without tokens
 };
 
 /// What a rank brings to a step, and what its experts answer.
@@ -107,7 +112,8 @@ Step make_step(const Shape& shape, Random& random) {
   const int experts = shape.ranks * shape.experts_each;
   for (int rank = 0; rank < shape.ranks; ++rank) {
     Input input;
-    input.tokens = draw(random, 0, 3) == 0 ? 0 : draw(random, 1, shape.most_tokens);
+    const bool none = shape.least_tokens == 0 && draw(random, 0, 3) == 0;
+    input.tokens = none ? 0 : draw(random, std::max(shape.least_tokens, 1), shape.most_tokens);
     std::vector<int64_t> all(static_cast<size_t>(experts));
     std::iota(all.begin(), all.end(), 0);
     for (int token = 0; token < input.tokens; ++token) {
@@ -245,7 +251,10 @@ class Rank {
     });
   }
 
-  gpu::Launch launch(CUstream_st& stream, int blocks) { return {&stream, blocks, false, false, false}; }
+  static bool may_fuse(int64_t tokens) {
+    return gpu::in_one_kernel(tokens, gpu::kMostFusedTokens) && tokens > 0;
+  }
+  gpu::Launch launch(CUstream_st& stream, int blocks) { return {&stream, blocks, kBulk, false, false}; }
 
   /// Sends and receives in one kernel, or in those for many tokens; these leave counters behind.
   void move(gpu::SendArguments sent, gpu::ReceiveArguments received) {
@@ -256,11 +265,12 @@ class Rank {
     const bool dispatch = sent.operation == Operation::dispatch;
     const bool waits = sent.tokens > comm.window.stage_tokens;
     turns += waits;
-    if (sent.tokens > 0 && !waits && draw(random_, 0, 2) > 0) {
+    if (may_fuse(sent.tokens) && !waits && draw(random_, 0, 2) > 0) {
       const int blocks = draw(random_, 2, 6), most = blocks - gpu::leading_blocks(blocks) - 1;
       const int senders = draw(random_, 0, 1) * draw(random_, 0, most);
       return receive_all(sent, received, [&](const gpu::ReceiveArguments& output, bool again) {
-        gpu::FusedArguments both{sent, output, draw(random_, 0, 1) == 0 ? 8 : 4, again ? 0 : senders};
+        gpu::FusedArguments both{sent, output, draw(random_, 0, 1) == 0 ? gpu::block_warps(kBulk) : 4,
+                                 again ? 0 : senders};
         both.again = again;
         gpu::launch_dispatch_fused<WireFormat::same>(launch(main_, blocks), comm, both);
       });
@@ -375,7 +385,9 @@ class Rank {
     args.plan = plan_.data();
     args.tokens = input.tokens;
     args.layout = step.layout;
-    if (input.tokens > 0 && draw(random_, 0, 2) > 0) {
+    args.reduce_list = 2 << draw(random_, 0, 2);
+    args.sum_list = 2 << draw(random_, 0, 2);
+    if (may_fuse(input.tokens) && draw(random_, 0, 2) > 0) {
       args.team_warps = 4 << draw(random_, 0, 2);
       args.parts = draw(random_, 1, gpu::sum_strips(shape.hidden * 2));
       gpu::launch_combine_fused(launch(main_, draw(random_, 2, 5)), comm, args);
@@ -489,7 +501,9 @@ int main() {
                 shape.experts_each, shape.top_k, static_cast<long long>(shape.hidden), shape.most_tokens);
     play(shape, random);
   }
-  play({2, 2, 2, 8200, 24, 2}, random);  // more of a row than a warp keeps sums of at a time
+  play({2, 2, 2, 8200, 24, 2}, random);       // more of a row than a warp keeps sums of at a time
+  play({2, 3, 3, 4104, 16, 3}, random);       // rows that a pipe with workers takes
+  play({2, 4, 3, 8, 1400, 2, 1025}, random);  // of so many tokens lists and chunks are longer
   int turns = 0;  // of 128 tokens of a rank, with more sources than top-k, 32 have no place of their own
   for (int i = 0; i < 2 || (turns == 0 && i < 20); ++i) turns += play({3, 2, 1, 128, 128, 4}, random);
   CHECK(turns > 0);

@@ -1,7 +1,8 @@
 // Kernels on the host. A grid's blocks are threads of the system, and a block's threads are contexts of its
 // one, which change where CUDA's threads wait for each other: at shuffles, votes and barriers, and where they
-// poll. Which warp goes on next is drawn at random. Lanes that do not meet where they should, and a block
-// whose threads all wait, end the program with a text.
+// poll. Which warp goes on next is drawn at random, and so is when the copy engine does which of the steps
+// that it was given. Lanes that do not meet where they should, and a block whose threads all wait, end the
+// program with a text.
 //
 // What is not there: the order in which a GPU makes stores visible (each is visible at once), and the time
 // that anything takes.
@@ -78,10 +79,27 @@ class Block {
         swapcontext(&scheduler_, &threads_[i].context);
       }
       idle = moved > 0 ? 0 : idle + 1;
-      if (idle > 64 * warps && nobody_ready()) fail("all threads of a block wait for each other");
+      if (idle > 64 * warps && nobody_ready() && copies_.empty())
+        fail("all threads of a block wait for each other");
+      if (random_() % 4 == 0) advance_copies();
       if (random_() % 8 == 0) std::this_thread::yield();
     }
+    while (!copies_.empty()) advance_copies();
     current_ = nullptr;
+  }
+
+  /// Gives the copy engine a copy: step() is called now and then, until it is true.
+  void copy(std::function<bool()> step) { copies_.push_back(std::move(step)); }
+
+  /// Waits until somebody wakes those that wait for `what`.
+  void sleep(const void* what) {
+    threads_[running_].state = State::waiting;
+    threads_[running_].waits_for = what;
+    while (threads_[running_].state == State::waiting) leave();
+  }
+  void wake(const void* what) {
+    for (Thread& thread : threads_)
+      if (thread.state == State::waiting && thread.waits_for == what) thread.state = State::ready;
   }
 
   /// Lets others go on.
@@ -138,7 +156,7 @@ class Block {
   struct Thread {
     ucontext_t context;
     State state = State::ready;
-    const Meeting* waits_for = nullptr;
+    const void* waits_for = nullptr;
   };
   struct Warp {
     unsigned alive = 0;
@@ -173,8 +191,15 @@ class Block {
   void complete(Meeting& meeting) {
     ++meeting.generation;
     meeting.arrived = 0;
-    for (Thread& thread : threads_)
-      if (thread.state == State::waiting && thread.waits_for == &meeting) thread.state = State::ready;
+    wake(&meeting);
+  }
+  /// One step of one copy.
+  void advance_copies() {
+    if (copies_.empty()) return;
+    std::swap(copies_[random_() % copies_.size()], copies_.back());
+    const std::function<bool()> step = std::move(copies_.back());
+    copies_.pop_back();
+    if (!step()) copies_.push_back(step);
   }
   bool nobody_ready() const {
     for (const Thread& thread : threads_)
@@ -189,6 +214,7 @@ class Block {
   std::unique_ptr<std::byte[]> stacks_;
   ucontext_t scheduler_{};
   unsigned running_ = 0, alive_ = 0;
+  std::vector<std::function<bool()>> copies_;
   std::mt19937_64 random_;
 };
 
