@@ -88,8 +88,10 @@ class Block {
     current_ = nullptr;
   }
 
-  /// Gives the copy engine a copy: step() is called now and then, until it is true.
-  void copy(std::function<bool()> step) { copies_.push_back(std::move(step)); }
+  /// Gives the copy engine a copy: step() is called now and then, until it is true. Some take long.
+  void copy(std::function<bool()> step) {
+    copies_.push_back({std::move(step), static_cast<int>(random_() % (random_() % 4 == 0 ? 256 : 4))});
+  }
 
   /// Waits until somebody wakes those that wait for `what`.
   void sleep(const void* what) {
@@ -158,6 +160,10 @@ class Block {
     State state = State::ready;
     const void* waits_for = nullptr;
   };
+  struct Copy {
+    std::function<bool()> step;
+    int rests;  ///< how often it is passed over
+  };
   struct Warp {
     unsigned alive = 0;
     Meeting meeting;
@@ -196,10 +202,12 @@ class Block {
   /// One step of one copy.
   void advance_copies() {
     if (copies_.empty()) return;
-    std::swap(copies_[random_() % copies_.size()], copies_.back());
-    const std::function<bool()> step = std::move(copies_.back());
+    const size_t drawn = random_() % copies_.size();
+    if (copies_[drawn].rests-- > 0) return;
+    std::swap(copies_[drawn], copies_.back());
+    const Copy copy = std::move(copies_.back());
     copies_.pop_back();
-    if (!step()) copies_.push_back(step);
+    if (!copy.step()) this->copy(copy.step);
   }
   bool nobody_ready() const {
     for (const Thread& thread : threads_)
@@ -214,7 +222,7 @@ class Block {
   std::unique_ptr<std::byte[]> stacks_;
   ucontext_t scheduler_{};
   unsigned running_ = 0, alive_ = 0;
-  std::vector<std::function<bool()>> copies_;
+  std::vector<Copy> copies_;
   std::mt19937_64 random_;
 };
 
