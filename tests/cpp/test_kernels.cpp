@@ -503,6 +503,7 @@ int main() {
   }
   play({2, 2, 2, 8200, 24, 2}, random);       // more of a row than a warp keeps sums of at a time
   play({2, 3, 3, 4104, 16, 3}, random);       // rows that a pipe with workers takes
+  play({2, 1, 1, 4104, 96, 1, 64}, random);   // and so many bytes that flags go out before the end
   play({2, 4, 3, 8, 1400, 2, 1025}, random);  // of so many tokens lists and chunks are longer
   int turns = 0;  // of 128 tokens of a rank, with more sources than top-k, 32 have no place of their own
   for (int i = 0; i < 2 || (turns == 0 && i < 20); ++i) turns += play({3, 2, 1, 128, 128, 4}, random);

@@ -8,7 +8,6 @@
 #include <vector_functions.h>
 
 #include <algorithm>
-#include <chrono>
 #include <cmath>
 #include <tuple>
 
@@ -126,7 +125,7 @@ inline void __syncwarp(unsigned = 0xffffffffu) { simt::ballot(kWarp, true); }
 inline void __syncthreads() { simt::Block::now().barrier(0, 0, true); }
 inline int __syncthreads_and(bool value) { return simt::Block::now().barrier(0, 0, value).all; }
 inline int __syncthreads_or(bool value) { return simt::Block::now().barrier(0, 0, value).any; }
-inline int64_t clock64() { return std::chrono::steady_clock::now().time_since_epoch().count(); }
+inline int64_t clock64() { return simt::Block::now().clock(); }
 inline void __nanosleep(unsigned) { simt::Block::now().pause(); }
 
 // -- memory
