@@ -646,7 +646,8 @@ void DeviceCommunicator::combine(const gpu::CombineArguments& arguments, bool qu
     check_cuda(gpu::launch_combine_fused(launch(stream, fused, false), comm, all), "launch of a combine");
     return;
   }
-  const gpu::CombineBlocks& divided = heuristics_.combine(all.layout == RowLayout::rank);
+  const gpu::CombineBlocks& divided =
+      heuristics_.combine(all.layout == RowLayout::rank, all.wire != WireFormat::same);
   all.reduce_list = divided.reduce_list;
   all.sum_list = divided.sum_list;
   const int blocks = all.copied ? heuristics_.each_blocks() : divided.reduce + heuristics_.relay_blocks;

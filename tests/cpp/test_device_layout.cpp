@@ -317,13 +317,18 @@ void test_division_of_a_combine() {
   CHECK(gpu::owners_share_by_rank(1, 8) == 0.0);
   CHECK(near(gpu::owners_share_by_rank(4, 1), 1.5 / 75 / (1.5 / 75 + 2.0 / 56)));
   // On two ranks the homes have more to do where owners only copy.
-  CHECK(gpu::choose_heuristics(132, 24, false, 512, 2, 8, 14336).combine(true).reduce == 8);
-  CHECK(gpu::choose_heuristics(132, 24, false, 512, 2, 8, 14336).combine(false).reduce == 10);
-  CHECK(gpu::choose_heuristics(132, 48, false, 512, 2, 8, 14336).combine(false).reduce == 22);
+  CHECK(gpu::choose_heuristics(132, 24, false, 512, 2, 8, 14336).combine(true, false).reduce == 8);
+  CHECK(gpu::choose_heuristics(132, 24, false, 512, 2, 8, 14336).combine(false, false).reduce == 10);
+  CHECK(gpu::choose_heuristics(132, 48, false, 512, 2, 8, 14336).combine(false, false).reduce == 22);
+  // Blocks that quantise sums are slow, so that more of them reduce.
+  const gpu::Heuristics four = gpu::choose_heuristics(132, 0, false, 512, 4, 8, 14336);
+  for (const bool rank_layout : {false, true})
+    CHECK(four.combine(rank_layout, true).reduce >= four.combine(rank_layout, false).reduce + 4);
   for (const int ranks : {1, 2, 4, 8, 128})
     for (const int budget : {0, 2, 3, 4, 24, 64, 132}) {
       const gpu::Heuristics h = gpu::choose_heuristics(132, budget, false, 512, ranks, 8, 14336);
-      for (const gpu::CombineBlocks& blocks : {h.combine(false), h.combine(true)}) {
+      for (const gpu::CombineBlocks& blocks :
+           {h.combine(false, false), h.combine(true, false), h.combine(false, true), h.combine(true, true)}) {
         CHECK(blocks.reduce >= 1 && blocks.sum >= 1 && blocks.reduce <= 34);
         for (const int list : {blocks.reduce_list, blocks.sum_list})
           CHECK(list == 2 || list == 4 || list == gpu::kListTokens);
@@ -336,7 +341,7 @@ void test_division_of_a_combine() {
 /// Lists of a combine's tokens are the shorter the longer a unit takes for a token.
 void test_lists_of_a_combine() {
   const auto blocks = [](int budget, int32_t ranks, int32_t top_k, int64_t row_bytes) {
-    return gpu::choose_heuristics(132, budget, false, 512, ranks, top_k, row_bytes).combine(false);
+    return gpu::choose_heuristics(132, budget, false, 512, ranks, top_k, row_bytes).combine(false, false);
   };
   CHECK(blocks(0, 4, 8, 14336).reduce_list == 2 && blocks(0, 4, 8, 14336).sum_list == 2);
   CHECK(blocks(24, 4, 8, 14336).reduce_list == 4 && blocks(24, 4, 8, 14336).sum_list == 4);

@@ -265,7 +265,7 @@ class Rank {
     const bool dispatch = sent.operation == Operation::dispatch;
     const bool waits = sent.tokens > comm.window.stage_tokens;
     turns += waits;
-    if (may_fuse(sent.tokens) && !waits && draw(random_, 0, 2) > 0) {
+    if (received.other == nullptr && may_fuse(sent.tokens) && !waits && draw(random_, 0, 2) > 0) {
       const int blocks = draw(random_, 2, 6), most = blocks - gpu::leading_blocks(blocks) - 1;
       const int senders = draw(random_, 0, 1) * draw(random_, 0, most);
       return receive_all(sent, received, [&](const gpu::ReceiveArguments& output, bool again) {
@@ -414,6 +414,10 @@ class Rank {
     received.rows = received.positions = input.capacity;
     received.out = bytes(out);
     received.scales = step.weighted ? bytes(input.factors) : nullptr;
+    const bool products = !step.by_rank() && draw(random_, 0, 1) == 1;  // with the answers
+    std::vector<float> dots(static_cast<size_t>(input.capacity));
+    received.other = products ? bytes(input.answers) : nullptr;
+    received.dots = products ? bytes(dots) : nullptr;
     move(sent, received);
     const auto& origins = step.origins[static_cast<size_t>(rank_)];
     for (int64_t row = 0; row < std::min(input.capacity, static_cast<int64_t>(origins.size())); ++row) {
@@ -423,6 +427,8 @@ class Rank {
         continue;
       }
       Rows want = step.inputs[static_cast<size_t>(from.source)].grads;
+      if (products)
+        CHECK(is_product(dots[static_cast<size_t>(row)], want, from.token, input.answers, row, shape.hidden));
       if (step.weighted)
         for (uint16_t& value : want)
           value = rounded(widened(value) * input.factors[static_cast<size_t>(row)]);
@@ -438,6 +444,19 @@ class Rank {
   static bool same_row(const Rows& left, int64_t row, const Rows& right, int64_t other, int64_t hidden) {
     return std::equal(left.begin() + row * hidden, left.begin() + (row + 1) * hidden,
                       right.begin() + other * hidden);
+  }
+
+  /// True if `dot` is the product of two rows, in whatever order it was added up.
+  static bool is_product(float dot, const Rows& left, int64_t row, const Rows& right, int64_t other,
+                         int64_t hidden) {
+    double sum = 0, size = 0;
+    for (int64_t i = 0; i < hidden; ++i) {
+      const double term = double{widened(left[static_cast<size_t>(row * hidden + i)])} *
+                          widened(right[static_cast<size_t>(other * hidden + i)]);
+      sum += term;
+      size += std::abs(term);
+    }
+    return std::abs(dot - sum) <= 1e-5 * size;
   }
 
   static bool is_zero(const Rows& rows, int64_t row, int64_t hidden) {
@@ -501,10 +520,11 @@ int main() {
                 shape.experts_each, shape.top_k, static_cast<long long>(shape.hidden), shape.most_tokens);
     play(shape, random);
   }
-  play({2, 2, 2, 8200, 24, 2}, random);       // more of a row than a warp keeps sums of at a time
-  play({2, 3, 3, 4104, 16, 3}, random);       // rows that a pipe with workers takes
-  play({2, 1, 1, 4104, 96, 1, 64}, random);   // and so many bytes that flags go out before the end
-  play({2, 4, 3, 8, 1400, 2, 1025}, random);  // of so many tokens lists and chunks are longer
+  play({2, 2, 2, 8200, 24, 2}, random);        // more of a row than a warp keeps sums of at a time
+  play({2, 3, 3, 4104, 16, 3}, random);        // rows that a pipe with workers takes
+  play({2, 1, 1, 4104, 240, 2, 200}, random);  // and so many bytes that flags go out before the end
+  play({2, 4, 3, 8, 1400, 1, 1025}, random);   // of so many tokens lists and chunks are longer
+  play({2, 1, 1, 8, 4200, 1, 4097}, random);   // and of so many chunks are as long as lists
   int turns = 0;  // of 128 tokens of a rank, with more sources than top-k, 32 have no place of their own
   for (int i = 0; i < 2 || (turns == 0 && i < 20); ++i) turns += play({3, 2, 1, 128, 128, 4}, random);
   CHECK(turns > 0);

@@ -21,7 +21,7 @@ inline constexpr int kReduceWarps = 16, kReduceThreads = kReduceWarps * 32;
 inline constexpr int kSumWarps = 16, kSumThreads = kSumWarps * 32;
 /// The same where sums are made by a pipe of warps (sum_pipe.cuh), which wants bulk copies: units of a block,
 /// of eleven warps each.
-inline constexpr int kPipeThreads = kUnits * 11 * 32;
+inline constexpr int kPipeThreads = kSumUnits * 11 * 32;
 /// Strips of a row that warps sum, of so many times 512 bytes each.
 inline constexpr int kSumSteps = 2;
 MOECOMM_HD constexpr int sum_strips(int64_t row_bytes) {
@@ -53,7 +53,7 @@ struct SendArguments {
   bool later;            ///< only what waits for room, and nothing else: the chunks that take another's place
   bool copied;      ///< the copy engine moves the rows; the kernel brings them into the wire format at most
   int32_t landing;  ///< then the section of landed rows
-  RowWork work;     ///< what is done with the rows besides, for the heuristics
+  RowWork work;     ///< what is done with rows besides; the host asks for it, no kernel does
 };
 
 /// Arguments of the side of an operation where rows arrive.

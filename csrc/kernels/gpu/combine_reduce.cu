@@ -220,7 +220,8 @@ __device__ void reduce_by_warps(const Comm& comm, const CombineArguments& args, 
 /// Spans of a list each, or of a chunk where that is more. With several nodes a chunk each: it may have to
 /// wait for the place of another one.
 struct ByList {
-  int top_k, most;  ///< tokens of a list, if chunks are not longer
+  int top_k;
+  int most;  ///< tokens of a list, if chunks are not longer
   bool nodes;
   /// Tokens of a list of a home with so many: chunks, if the list holds one.
   __device__ int list(int tokens) const {

@@ -78,7 +78,7 @@ struct DispatchBlocks {
 
 /// Units of a block of a combine whose sums are made by a pipe of warps (sum_pipe.cuh), and the most tokens
 /// of which a unit makes a list.
-inline constexpr int kUnits = 2, kListTokens = 8;
+inline constexpr int kSumUnits = 2, kListTokens = 8;
 
 /// Blocks of the two sides of a combine: at the owners of the experts, and at the tokens' home.
 struct CombineBlocks {
@@ -89,15 +89,16 @@ struct CombineBlocks {
 };
 
 /// What is done with rows on their way: nothing, they are quantised, or, where they arrive, each is
-/// multiplied with the factor of its place, or with that and with the row that lies there.
+/// multiplied with the factor of its place, or with that and with the row that lies there. Rows that are
+/// quantised are not multiplied.
 enum class RowWork { none, quantised, factors, products };
 inline constexpr int kRowWorks = 4;
 
 /// Blocks, one an SM, of the two sides of each operation.
 struct Heuristics {
   DispatchBlocks by_expert[kRowWorks], by_rank[kRowWorks];  ///< of rows in a layout, by RowWork
-  CombineBlocks combine_by_expert, combine_by_rank;
-  int relay_blocks;  ///< with several nodes, of each operation
+  CombineBlocks combine_by_expert[2], combine_by_rank[2];   ///< of sums as they are, and quantised on the way
+  int relay_blocks;                                         ///< with several nodes, of each operation
   bool paired;       ///< blocks in clusters of two, as a product beside them may be
   int fused_tokens;  ///< up to so many of a rank, one kernel does all of an operation
 
@@ -105,13 +106,13 @@ struct Heuristics {
   int all_blocks() const { return each_blocks() + relay_blocks; }
 
   /// Blocks of each kernel of an operation by the copy engine, since they follow each other.
-  int each_blocks() const { return std::max(by_expert[0].all(), combine_by_expert.all()); }
+  int each_blocks() const { return std::max(by_expert[0].all(), combine_by_expert[0].all()); }
 
   const DispatchBlocks& dispatch(bool rank_layout, RowWork work) const {
     return (rank_layout ? by_rank : by_expert)[static_cast<int>(work)];
   }
-  const CombineBlocks& combine(bool rank_layout) const {
-    return rank_layout ? combine_by_rank : combine_by_expert;
+  const CombineBlocks& combine(bool rank_layout, bool quantised) const {
+    return (rank_layout ? combine_by_rank : combine_by_expert)[quantised];
   }
 
   /// Blocks that share the routes of `tokens` tokens, of at most `most`.
@@ -168,8 +169,9 @@ struct Heuristics {
       return of(RowWork::none) + " (quantised " + of(RowWork::quantised) + ", times factors " +
              of(RowWork::factors) + ", with products " + of(RowWork::products) + ")";
     };
-    const auto reducing = [](const CombineBlocks& blocks) {
-      return std::to_string(blocks.reduce) + " + " + std::to_string(blocks.sum);
+    const auto reducing = [](const CombineBlocks(&blocks)[2]) {
+      return std::to_string(blocks[0].reduce) + " + " + std::to_string(blocks[0].sum) + " (quantised " +
+             std::to_string(blocks[1].reduce) + " + " + std::to_string(blocks[1].sum) + ")";
     };
     return std::to_string(all_blocks()) + " SMs: dispatch sending + receiving by expert " + sides(by_expert) +
            ", by rank " + sides(by_rank) + ", combine reducing + summing by expert " +
@@ -273,12 +275,14 @@ struct SumMoves {
 };
 
 /// The most blocks of a combine that reduce: as many as fill the links, and some more. Past these they hinder
-/// each other, and are better used at the home (docs/performance.md, "Few SMs on four GPUs").
-inline int most_reducing(const SumMoves& row) {
-  constexpr int kMost = 34;
-  if (row.sent <= 0) return kMost;
-  const double filling = (row.read + row.sent) / row.rate * kLinkRate / row.sent;
-  return static_cast<int>(std::min<double>(kMost, row.fill * filling));
+/// each other, and are better used at the home (docs/performance.md, "Few SMs on four GPUs"). Sums that are
+/// quantised take longer to make than to send.
+inline int most_reducing(const SumMoves& moves, bool quantised) {
+  constexpr int kMost = 34, kMostQuantised = 26;
+  if (quantised) return kMostQuantised;
+  if (moves.sent <= 0) return kMost;
+  const double filling = (moves.read + moves.sent) / moves.rate * kLinkRate / moves.sent;
+  return static_cast<int>(std::min<double>(kMost, moves.fill * filling));
 }
 
 /// Tokens of the lists of units that take `token_time` nanoseconds for each: as few as let a unit make the
@@ -291,15 +295,16 @@ inline int list_of(double token_time, double list_time) {
 
 /// Chooses the tokens of lists of a combine on its blocks. The fewer, the less time passes between the last
 /// sums of blocks, and between a sum's arrival and its use.
-inline void choose_lists(CombineBlocks& blocks, const SumMoves& row, int32_t ranks) {
+inline void choose_lists(CombineBlocks& blocks, const SumMoves& moves, int32_t ranks) {
   constexpr double kAdded = 56;      // as in owners_share_by_rank
   constexpr double kListing = 6500;  // ns that a unit at the home takes for a list, with its waits
-  const auto bytes = static_cast<double>(row.bytes);
-  const double token_time =
-      std::max({row.sent * bytes / kLinkRate, (row.read + row.sent) * bytes / row.rate / blocks.reduce,
-                (row.added + 1) * bytes / kAdded / blocks.sum});
-  blocks.sum_list = list_of(token_time * blocks.sum * kUnits, kListing);
-  blocks.reduce_list = list_of(token_time * blocks.reduce * kUnits / std::max(ranks - 1, 1), row.listing);
+  const auto bytes = static_cast<double>(moves.bytes);
+  const double token_time = std::max({moves.sent * bytes / kLinkRate,
+                                      (moves.read + moves.sent) * bytes / moves.rate / blocks.reduce,
+                                      (moves.added + 1) * bytes / kAdded / blocks.sum});
+  blocks.sum_list = list_of(token_time * blocks.sum * kSumUnits, kListing);
+  blocks.reduce_list =
+      list_of(token_time * blocks.reduce * kSumUnits / std::max(ranks - 1, 1), moves.listing);
 }
 
 /// How often a dispatch moves a token's row, with uniform routing.
@@ -317,7 +322,7 @@ struct RowMoves {
 /// Divides `total` blocks between the side that sends and the one that receives, so that both end together:
 /// as few send as that takes. Where those that receive have time to spare, more send, up to two and a half
 /// times as many as fill the links, which fills them best. Where they multiply rows, which takes longer,
-/// fewer more send: what arrives long before it is read is no longer in the GPU's cache then.
+/// fewer blocks than that send: what arrives long before it is read is no longer in the GPU's cache then.
 inline DispatchBlocks divide_dispatch(int total, const RowMoves& row, bool even) {
   // Bytes in a nanosecond (docs/performance.md): of a block's loads and stores, the same of rows that are
   // multiplied, of its stores, and of rows that it quantises.
@@ -390,21 +395,33 @@ inline Heuristics choose_heuristics(int sms, int budget, bool several_nodes, int
     h.by_rank[work] = divide(owners);
   }
   const int unit = h.paired && total >= 4 ? 2 : 1;
-  const auto divide_combine = [&](double share, const SumMoves& row) {
-    const int most = std::max(unit, std::min(most_reducing(row) / unit * unit, total - 1));
+  const auto divide_combine = [&](double share, const SumMoves& moves, bool quantised) {
+    const int most = std::max(unit, std::min(most_reducing(moves, quantised) / unit * unit, total - 1));
     const int reduce = std::clamp(even(static_cast<int>(total * share)), unit, most);
     CombineBlocks blocks{reduce, total - reduce, kListTokens, kListTokens};
-    choose_lists(blocks, row, ranks);
+    if (!quantised) choose_lists(blocks, moves, ranks);  // others are made without a pipe
     return blocks;
   };
-  constexpr double kSends = 1.1;  // owners also send what they have added
-  constexpr double kAddedAndSent = 65, kCopiedAndSent = 52;
+  constexpr double kSends = 1.1;   // owners also send what they have added
   const double own = 1.0 / ranks;  // of what is a token's, with its home
-  h.combine_by_expert =
-      divide_combine(kSends * owners_share(ranks, top_k),
-                     {top_k * (1 - own), sent, top_k * own + sent, kAddedAndSent, 1.3, 3000, row_bytes});
-  h.combine_by_rank = divide_combine(owners_share_by_rank(ranks, top_k),
-                                     {sent, sent, owners, kCopiedAndSent, 1.1, 2100, row_bytes});
+  const SumMoves added{.read = top_k * (1 - own),
+                       .sent = sent,
+                       .added = top_k * own + sent,
+                       .rate = 65,
+                       .fill = 1.3,
+                       .listing = 3000,
+                       .bytes = row_bytes};
+  const SumMoves copied{.read = sent,
+                        .sent = sent,
+                        .added = owners,
+                        .rate = 52,
+                        .fill = 1.1,
+                        .listing = 2100,
+                        .bytes = row_bytes};
+  for (const bool quantised : {false, true}) {
+    h.combine_by_expert[quantised] = divide_combine(kSends * owners_share(ranks, top_k), added, quantised);
+    h.combine_by_rank[quantised] = divide_combine(owners_share_by_rank(ranks, top_k), copied, quantised);
+  }
   h.fused_tokens = several_nodes ? 0 : fused_tokens;
   return h;
 }

@@ -23,7 +23,7 @@ inline constexpr int kUnitBytes = 102400, kPipePiece = 16384;
 inline constexpr int kItems = 64;
 static_assert(kItems >= kMaxStages + kListTokens);
 inline constexpr int kMaxSteps = kPipePiece / 16 / kAdderThreads;  ///< vectors of 16 bytes that an adder has
-static_assert(kPipeThreads == kUnits * kUnitWarps * 32);
+static_assert(kPipeThreads == kSumUnits * kUnitWarps * 32);
 
 /// True where sums that travel in `wire` are made by the pipe, on the GPUs that a kernel is compiled for.
 template <WireFormat wire>
@@ -45,7 +45,7 @@ struct alignas(128) SumUnit {
 };
 
 struct SumPipeMemory {
-  SumUnit units[kUnits];
+  SumUnit units[kSumUnits];
   int32_t shared_word;
 };
 static_assert(sizeof(SumPipeMemory) <= (227 - 1) * 1024);
@@ -434,7 +434,7 @@ class NoFlags {
 /// The work of a storer. One thread.
 template <class Flags>
 __device__ __noinline__ void store_items(SumUnit& unit, const PipeShape& shape, uint64_t epoch) {
-  constexpr uint64_t kPatience = 4'000;  // ns until flags go out though no further item has come
+  constexpr int64_t kPatience = 7'000;  // cycles until flags go out though no further item has come
   Flags flags(epoch);
   int held = -1;  // the stage that the last store reads, maybe still
   const auto release = [&] {
@@ -447,9 +447,9 @@ __device__ __noinline__ void store_items(SumUnit& unit, const PipeShape& shape, 
     if (!ptx::barrier_done_now(summed, parity)) {
       ptx::bulk_wait_read<0>();
       release();
-      const uint64_t late = ptx::global_nanoseconds() + kPatience;
+      const int64_t late = clock64() + kPatience;
       bool done = false;
-      while (!done && ptx::global_nanoseconds() < late) done = ptx::barrier_done_now(summed, parity);
+      while (!done && clock64() < late) done = ptx::barrier_done_now(summed, parity);
       if (!done) flags.flush();
       wait_barrier(summed, parity);
     }
@@ -499,7 +499,7 @@ __device__ void run_sum_pipe(const Comm& comm, SumPipeMemory& memory, uint64_t e
     constexpr int kMany = 128;
     if constexpr (home)
       store_items<NoFlags>(unit, shape, epoch);
-    else if (sums * shape.pieces.count > int64_t{kMany} * kUnits * blocks)
+    else if (sums * shape.pieces.count > int64_t{kMany} * kSumUnits * blocks)
       store_items<LaggingFlags<6, 8>>(unit, shape, epoch);
     else
       store_items<LaggingFlags<3, 4>>(unit, shape, epoch);

@@ -5,7 +5,7 @@
 // program with a text.
 //
 // What is not there: the order in which a GPU makes stores visible (each is visible at once), and the time
-// that anything takes.
+// that anything takes: clocks and copies are as fast or slow as was drawn.
 #pragma once
 
 #include <ucontext.h>
@@ -88,13 +88,17 @@ class Block {
       if (random_() % 4 == 0) advance_copies();
       if (random_() % 8 == 0) std::this_thread::yield();
     }
+    for (const Copy& copy : copies_)
+      if (copy.uses_block) fail("a block ends before a copy from or to its shared memory");
     while (!copies_.empty()) advance_copies();
     current_ = nullptr;
   }
 
-  /// Gives the copy engine a copy: step() is called now and then, until it is true. Some take long.
-  void copy(std::function<bool()> step) {
-    copies_.push_back({std::move(step), static_cast<int>(random_() % (random_() % 4 == 0 ? 256 : 4))});
+  /// Gives the copy engine a step of a copy, of which some take long. `uses_block`: it reads or writes the
+  /// block's shared memory.
+  void copy(bool uses_block, std::function<void()> step) {
+    copies_.push_back(
+        {uses_block, std::move(step), static_cast<int>(random_() % (random_() % 4 == 0 ? 256 : 4))});
   }
 
   /// Waits until somebody wakes those that wait for `what`.
@@ -165,7 +169,8 @@ class Block {
     const void* waits_for = nullptr;
   };
   struct Copy {
-    std::function<bool()> step;
+    bool uses_block;
+    std::function<void()> step;
     int rests;  ///< how often it is passed over
   };
   struct Warp {
@@ -211,7 +216,7 @@ class Block {
     std::swap(copies_[drawn], copies_.back());
     const Copy copy = std::move(copies_.back());
     copies_.pop_back();
-    if (!copy.step()) this->copy(copy.step);
+    copy.step();
   }
   bool nobody_ready() const {
     for (const Thread& thread : threads_)

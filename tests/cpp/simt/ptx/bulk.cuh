@@ -67,11 +67,10 @@ inline void bulk_load(void* shared, const void* global, uint32_t bytes, uint64_t
                       uint64_t /*policy*/ = 0) {
   check_copy(shared, global, bytes);
   std::memset(shared, 0x7f, bytes);
-  simt::Block::now().copy([=] {
+  simt::Block::now().copy(true, [=] {
     std::memcpy(shared, global, bytes);
     barrier_word(barrier).bytes -= static_cast<int32_t>(bytes);
     end_phase(barrier);
-    return true;
   });
 }
 
@@ -94,18 +93,15 @@ inline void bulk_store(void* global, const void* shared, uint32_t bytes, uint64_
   const std::shared_ptr<BulkGroup> group = bulk_groups().open;
   ++group->unread;
   ++group->unwritten;
-  simt::Block::now().copy([=, read = std::vector<std::byte>()]() mutable {
-    const bool reads = read.empty();
-    if (reads) {
-      const auto* const from = static_cast<const std::byte*>(shared);
-      read.assign(from, from + bytes);
-      --group->unread;
-    } else {
+  simt::Block::now().copy(true, [=] {
+    const auto* const from = static_cast<const std::byte*>(shared);
+    --group->unread;
+    simt::Block::now().wake(group.get());
+    simt::Block::now().copy(false, [=, read = std::vector<std::byte>(from, from + bytes)] {
       std::memcpy(global, read.data(), bytes);
       --group->unwritten;
-    }
-    simt::Block::now().wake(group.get());
-    return !reads;
+      simt::Block::now().wake(group.get());
+    });
   });
 }
 inline void bulk_commit() {
