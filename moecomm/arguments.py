@@ -11,6 +11,7 @@ from moecomm.errors import InvalidArgument, InvalidRouting
 from moecomm.types import WIRE_FORMATS, Layout, WireTensors
 
 _MOST_ALIGNMENT = 1 << 20
+_MOST_ROWS = 2**31 - 1  # of an output: plans count them in 32 bits
 
 
 def weight_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -207,12 +208,22 @@ def check_wire_options(wire: str | None, dequantize: Any, x_scales: Any) -> None
         raise InvalidArgument(f"x is a pair (data, scales), expected rows in the communicator's dtype: {why}")
 
 
+def most_alignment(most_rows: int, local_experts: int) -> int:
+    """Returns the largest alignment with which a rank's rows, `most_rows` without it, can be counted."""
+    return max(1, min(_MOST_ALIGNMENT, (_MOST_ROWS - most_rows) // local_experts))
+
+
 def check_options(
-    layout: Any, alignment: Any, capacity: Any, expert_capacity: Any, most_experts: int
+    layout: Any,
+    alignment: Any,
+    capacity: Any,
+    expert_capacity: Any,
+    most_experts: int,
+    largest_alignment: int = _MOST_ALIGNMENT,
 ) -> tuple[Layout, int, int, int]:
     """Checks the options of a dispatch and returns (layout, alignment, capacity, expert_capacity), with
     capacities -1 for None. `most_experts`: those of a token on one rank at most."""
-    plain = expert_capacity is None and type(alignment) is int and 1 <= alignment <= _MOST_ALIGNMENT
+    plain = expert_capacity is None and type(alignment) is int and 1 <= alignment <= largest_alignment
     if layout == "expert" and plain:
         if capacity is None:
             return layout, alignment, -1, -1
@@ -220,7 +231,7 @@ def check_options(
             return layout, alignment, capacity, -1
     if layout not in ("expert", "rank"):
         raise InvalidArgument(f"layout is {layout!r}, expected 'expert' or 'rank'")
-    require_integer("alignment", alignment, 1, _MOST_ALIGNMENT)
+    require_integer("alignment", alignment, 1, largest_alignment)
     if layout == "rank" and alignment != 1:
         raise InvalidArgument(
             f"alignment is {alignment}, expected 1: rows in the rank layout have no expert groups"

@@ -16,6 +16,7 @@ from moecomm import _C
 from moecomm.arguments import (
     check_dispatch,
     check_options,
+    most_alignment,
     check_rows,
     check_weights,
     check_wire_options,
@@ -225,6 +226,10 @@ class Communicator:
         self.memory: MemoryPlan = backend.memory
         self.timeout = seconds
         self.num_sms: int = backend.num_sms
+        self._most_experts = min(top_k, self.num_local_experts)  # of a token on one rank
+        self._most_alignment = most_alignment(
+            self.size * max_tokens * self._most_experts, self.num_local_experts
+        )
         self._expected = (hidden, top_k, max_tokens, dtype, backend.device)
         self._plan_fields = backend.plan_fields
         self._id = operators.register(backend)
@@ -513,8 +518,9 @@ class Communicator:
     def _options(
         self, layout: Any, alignment: Any, capacity: Any, expert_capacity: Any
     ) -> tuple[Layout, int, int, int]:
-        most_experts = min(self.top_k, self.num_local_experts)
-        return check_options(layout, alignment, capacity, expert_capacity, most_experts)
+        return check_options(
+            layout, alignment, capacity, expert_capacity, self._most_experts, self._most_alignment
+        )
 
     def _check_dispatch(self, x: Any, x_scales: Any, ids: Any, weights: Any, dequantize: Any) -> None:
         check_wire_options(self.wire, dequantize, x_scales)

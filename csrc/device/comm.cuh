@@ -7,6 +7,7 @@
 #include "layout/device_plan.hpp"
 #include "layout/device_window.hpp"
 #include "layout/host_status.hpp"
+#include "layout/routing.hpp"
 
 namespace moecomm::device {
 
@@ -66,13 +67,16 @@ struct Comm {
   int32_t rank;
   int32_t first_rank, local_ranks;  ///< of this node
   int32_t local_experts;
-  NodeBases bases;  ///< windows of this node's ranks as mapped here
-  std::byte* own;   ///< bases[rank]
+  Divisor of_owner;  ///< local_experts
+  NodeBases bases;   ///< windows of this node's ranks as mapped here
+  std::byte* own;    ///< bases[rank]
   HostStatus* host;
   uint64_t timeout_ns;
   DevicePlan plan_fields;
   Rail rail;
 
+  /// The rank that has an expert; -1: none.
+  __device__ int32_t owner(int32_t expert) const { return expert < 0 ? -1 : of_owner.quotient(expert); }
   __device__ bool is_local(int32_t r) const { return r >= first_rank && r < first_rank + local_ranks; }
   /// The local rank that relays for `r`: itself if it is on this node, else the one on its rail.
   __device__ int32_t relay_rank(int32_t r) const { return is_local(r) ? r : first_rank + r % local_ranks; }
@@ -119,7 +123,8 @@ struct Comm {
   __device__ std::byte* staged_row(int32_t owner, uint64_t epoch, int32_t source, int64_t token) const {
     const int32_t place = source - (!own_rows_travel() && source > owner);
     return bases[owner] + window.rows[epoch & 1] +
-           (place * window.stage_tokens + in_turn(token, window.stage_tokens)) * window.wire_bytes;
+           (place * window.stage_tokens + in_turn(token, window.stage_tokens)) *
+               window.shape.wire_row_bytes();
   }
   /// Where the copy engine brings the row of `sender` for a token.
   __device__ std::byte* landed_row(int32_t landing, int32_t sender, int64_t token, int64_t row_bytes) const {
@@ -127,7 +132,8 @@ struct Comm {
   }
   /// Where this rank puts its own rows for the copy engine to take them from.
   __device__ std::byte* packed_row(int32_t landing, int64_t token) const {
-    return own + window.landed[landing] + (rank * window.shape.max_tokens + token) * window.wire_bytes;
+    return own + window.landed[landing] +
+           (rank * window.shape.max_tokens + token) * window.shape.wire_row_bytes();
   }
   /// Combine: where this rank puts its sum for a token of `home` for the copy engine.
   __device__ std::byte* outgoing_row(int32_t home, int64_t token) const {
@@ -148,14 +154,14 @@ struct Comm {
                window.shape.row_bytes();
   }
   __device__ uint64_t* flag(std::byte* base, int64_t section, int32_t writer, int64_t chunk) const {
-    return at<uint64_t>(base, section) + writer * (window.max_chunks + 1) + chunk;
+    return at<uint64_t>(base, section) + writer * (window.shape.max_chunks() + 1) + chunk;
   }
   /// Arrival flag, in the window at `base`, of chunk `number` from `writer`.
   __device__ uint64_t* arrival(std::byte* base, int32_t writer, int64_t number) const {
     return flag(base, window.arrived, writer, number);
   }
   /// The number of the gradients of weights; before it come the chunks.
-  __device__ int64_t gradients_number() const { return window.max_chunks; }
+  __device__ int64_t gradients_number() const { return window.shape.max_chunks(); }
 };
 
 /// A plan in device memory.

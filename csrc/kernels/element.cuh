@@ -33,6 +33,14 @@ struct Element<DType::float32> {
     for (int i = 0; i < kVector; ++i) most = fmaxf(most, fabsf(values[i]));
     return most;
   }
+  /// The largest magnitude, or NaN if there is one.
+  __device__ static float largest_or_nan(const uint4& raw) {
+    const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
+    uint32_t most = 0;  // bits of magnitudes are in their order, and NaN behind all
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) most = max(most, words[i] & 0x7fffffffu);
+    return __uint_as_float(most);
+  }
 };
 
 /// The largest magnitude in a vector of pairs, of numbers: NaN counts as zero.
@@ -43,6 +51,20 @@ __device__ inline Pair largest_pair(const uint4& raw) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) most = __hmax2(most, __habs2(reinterpret_cast<const Pair&>(words[i])));
   return most;
+}
+
+/// The largest magnitude in a vector of pairs, or NaN if there is one, in either of them.
+template <class Pair>
+__device__ inline Pair largest_pair_or_nan(const uint4& raw) {
+  const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
+  Pair most{};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) most = __hmax2_nan(most, __habs2(reinterpret_cast<const Pair&>(words[i])));
+  return most;
+}
+/// The larger of two magnitudes, or NaN if there is one.
+__device__ inline float larger_or_nan(const float2& pair) {
+  return __uint_as_float(max(__float_as_uint(pair.x), __float_as_uint(pair.y)) & 0x7fffffffu);
 }
 
 template <>
@@ -68,6 +90,9 @@ struct Element<DType::bfloat16> {
   __device__ static float largest(const uint4& raw) {
     const float2 most = __bfloat1622float2(largest_pair<__nv_bfloat162>(raw));
     return fmaxf(most.x, most.y);
+  }
+  __device__ static float largest_or_nan(const uint4& raw) {
+    return larger_or_nan(__bfloat1622float2(largest_pair_or_nan<__nv_bfloat162>(raw)));
   }
 };
 
@@ -95,6 +120,9 @@ struct Element<DType::float16> {
   __device__ static float largest(const uint4& raw) {
     const float2 most = __half22float2(largest_pair<__half2>(raw));
     return fmaxf(most.x, most.y);
+  }
+  __device__ static float largest_or_nan(const uint4& raw) {
+    return larger_or_nan(__half22float2(largest_pair_or_nan<__half2>(raw)));
   }
 };
 

@@ -95,9 +95,7 @@ int32_t number_bits(const DeviceShape& s) {
 template <class Visit>
 DeviceWindow walk(const DeviceShape& shape, const Visit& visit) {
   DeviceWindow window{};
-  window.shape = shape;
-  window.wire_bytes = shape.wire_row_bytes();
-  window.max_chunks = shape.max_chunks();
+  window.shape = KernelShape(shape);
   window.number_bits = number_bits(shape);
   const int64_t rows = align_up(rows_bytes(shape), kPage);
   window.stage_tokens = fitting_tokens(shape, rows);
@@ -144,8 +142,7 @@ DeviceWindow DeviceWindow::make(const DeviceShape& shape) {
 
 DeviceWindow DeviceWindow::with_wire(WireFormat wire) const {
   DeviceWindow window = *this;
-  window.shape = shape.with_wire(wire);
-  window.wire_bytes = window.shape.wire_row_bytes();
+  window.shape = KernelShape(shape.with_wire(wire));
   window.stage_tokens = fitting_tokens(window.shape, rows[1] - rows[0]);
   return window;
 }

@@ -161,6 +161,43 @@ MOECOMM_HD inline int64_t DeviceShape::max_chunks() const {
   return most;
 }
 
+/// A shape whose sizes have been worked out, for kernels: what they ask for again and again takes a division
+/// else, or a dozen instructions that wait for each other.
+class KernelShape : public DeviceShape {
+ public:
+  KernelShape() = default;
+  explicit KernelShape(const DeviceShape& shape)
+      : DeviceShape(shape),
+        row_bytes_(shape.row_bytes()),
+        wire_data_bytes_(shape.wire_data_bytes()),
+        wire_scale_bytes_(shape.wire_scale_bytes()),
+        wire_row_scale_(shape.wire_row_scale()),
+        wire_row_bytes_(shape.wire_row_bytes()),
+        max_chunks_(shape.max_chunks()),
+        few_tokens_(shape.few_tokens()),
+        bins_(shape.bins()),
+        other_nodes_(shape.other_nodes()),
+        slots_(shape.slots()),
+        node_slots_(shape.node_slots()) {}
+
+  MOECOMM_HD int64_t row_bytes() const { return row_bytes_; }
+  MOECOMM_HD int64_t wire_data_bytes() const { return wire_data_bytes_; }
+  MOECOMM_HD int64_t wire_scale_bytes() const { return wire_scale_bytes_; }
+  MOECOMM_HD int64_t wire_row_scale() const { return wire_row_scale_; }
+  MOECOMM_HD int64_t wire_row_bytes() const { return wire_row_bytes_; }
+  MOECOMM_HD int64_t max_chunks() const { return max_chunks_; }
+  MOECOMM_HD int64_t few_tokens() const { return few_tokens_; }
+  MOECOMM_HD int64_t bins() const { return bins_; }
+  MOECOMM_HD int32_t other_nodes() const { return other_nodes_; }
+  MOECOMM_HD int32_t slots() const { return slots_; }
+  MOECOMM_HD int32_t node_slots() const { return node_slots_; }
+
+ private:
+  int64_t row_bytes_, wire_data_bytes_, wire_scale_bytes_, wire_row_scale_, wire_row_bytes_;
+  int64_t max_chunks_, few_tokens_, bins_;
+  int32_t other_nodes_, slots_, node_slots_;
+};
+
 /// Records of one source, two because a peer can be one epoch ahead.
 struct SourceLines {
   SignalRecord record[2];
@@ -255,9 +292,7 @@ static_assert(sizeof(RelayState) == kLine && offsetof(RelayState, parts) == 8);
 
 /// Sections exist twice where their use alternates by epoch.
 struct DeviceWindow {
-  DeviceShape shape;
-  int64_t wire_bytes;        ///< shape.wire_row_bytes(), which kernels want often
-  int64_t max_chunks;        ///< shape.max_chunks(), likewise
+  KernelShape shape;
   int32_t number_bits;       ///< bits of a number below max_tokens
   int64_t stage_tokens;      ///< tokens of one source that the staging section holds; slots are used in turn
   int64_t sources;           ///< SourceLines[ranks]

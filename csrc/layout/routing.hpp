@@ -16,6 +16,26 @@ MOECOMM_HD constexpr int32_t expert_owner(int32_t expert, int32_t local_experts)
   return expert < 0 ? -1 : expert / local_experts;
 }
 
+/// A divisor of numbers from 0 to 2^31 - 1, for kernels: a product and a shift, where a division takes some
+/// thirty instructions that wait for each other (Granlund and Montgomery, "Division by invariant integers
+/// using multiplication", PLDI 1994, figure 4.1).
+struct Divisor {
+  uint32_t factor;
+  int32_t shift;
+
+  /// `divisor` is at least 1.
+  static constexpr Divisor of(int32_t divisor) {
+    int32_t shift = 0;
+    while (int64_t{1} << shift < divisor) ++shift;
+    const uint64_t rest = (uint64_t{1} << shift) - static_cast<uint64_t>(divisor);
+    return {static_cast<uint32_t>((rest << 32) / static_cast<uint64_t>(divisor) + 1), shift};
+  }
+  MOECOMM_HD constexpr int32_t quotient(int32_t number) const {
+    const auto value = static_cast<uint32_t>(number);
+    return static_cast<int32_t>((static_cast<uint32_t>(uint64_t{factor} * value >> 32) + value) >> shift);
+  }
+};
+
 /// True where `k` is the first of the token's ids that `rank` owns.
 MOECOMM_HD constexpr bool first_of_owner(const int32_t* ids, int32_t k, int32_t local_experts) {
   const int32_t owner = expert_owner(ids[k], local_experts);

@@ -165,6 +165,7 @@ void DeviceCommunicator::connect(const std::vector<uintptr_t>& bases, const std:
     comm.local_ranks = nodes_.local_ranks;
     comm.rail = rail();
     comm.local_experts = config_.shape.local_experts();
+    comm.of_owner = Divisor::of(comm.local_experts);
     comm.bases = node_bases;
     comm.own = own;
     comm.host = pinned_->status;
@@ -346,10 +347,10 @@ void DeviceCommunicator::send(WireFormat wire, gpu::SendArguments arguments, cud
   const DeviceWindow& window = comm(wire)->window;
   const bool as_it_is = window.shape.wire == WireFormat::same;
   const std::byte* const packed = bases_[own_index()] + window.landed[arguments.landing] +
-                                  config_.rank * window.shape.max_tokens * window.wire_bytes;
-  if (!as_it_is) stats_.bytes_staged += arguments.tokens * window.wire_bytes;
-  copy_to_peers(as_it_is ? arguments.x : packed, 0, arguments.tokens * window.wire_bytes, window.wire_bytes,
-                arguments.landing, stream);
+                                  config_.rank * window.shape.max_tokens * window.shape.wire_row_bytes();
+  if (!as_it_is) stats_.bytes_staged += arguments.tokens * window.shape.wire_row_bytes();
+  copy_to_peers(as_it_is ? arguments.x : packed, 0, arguments.tokens * window.shape.wire_row_bytes(),
+                window.shape.wire_row_bytes(), arguments.landing, stream);
 }
 
 /// Starts to work out the routes of a dispatch, by blocks that will receive its rows, and its plan.
@@ -375,7 +376,7 @@ void DeviceCommunicator::copy_to_peers(const std::byte* from, int64_t step, int6
   const cudaStream_t on = held_ ? copy_stream_ : stream;
   const DeviceShape& s = config_.shape;
   const int64_t to = window_.landed[landing] + config_.rank * s.max_tokens * row_bytes;
-  const int64_t flag = window_.arrived + (config_.rank * (window_.max_chunks + 1) + kCopiesChunk) *
+  const int64_t flag = window_.arrived + (config_.rank * (window_.shape.max_chunks() + 1) + kCopiesChunk) *
                                              static_cast<int64_t>(sizeof(uint64_t));
   const auto copy = [&](int32_t peer, int64_t offset, const void* source, int64_t size) {
     check_cuda(cudaMemcpyAsync(bases_[static_cast<size_t>(peer)] + offset, source, static_cast<size_t>(size),

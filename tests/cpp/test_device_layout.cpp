@@ -179,7 +179,8 @@ void test_stage() {
       const DeviceWindow other = w.with_wire(wire);
       CHECK(other.shape.wire == wire && other.total_bytes == w.total_bytes && other.rows[1] == w.rows[1]);
       CHECK(other.with_wire(shape.wire).stage_tokens == w.stage_tokens);
-      CHECK(other.wire_bytes == other.shape.wire_row_bytes() && w.wire_bytes == shape.wire_row_bytes());
+      CHECK(other.shape.wire_row_bytes() == shape.with_wire(other.shape.wire).wire_row_bytes());
+      CHECK(w.shape.wire_row_bytes() == shape.wire_row_bytes());
       check_stage(other, shape.wire, room);
       turns = turns || other.stage_tokens < shape.max_tokens;
     }

@@ -213,6 +213,7 @@ class Rank {
     comm.rank = rank;
     comm.local_ranks = shape.ranks;
     comm.local_experts = shape.local_experts();
+    comm.of_owner = Divisor::of(comm.local_experts);
     comm.own = base();
     comm.host = &status_;
     comm.timeout_ns = 60'000'000'000;

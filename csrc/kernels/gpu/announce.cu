@@ -63,7 +63,7 @@ __device__ void release_peers(const Comm& comm, const AbandonArguments& args, ui
     for (int32_t other = 0; other < comm.rail.others; ++other)
       say_arrived(comm.rail_rank(other),
                   __ldcg(&comm.mine<RelayState>(comm.window.relay_state)[other].tokens));
-  const int64_t chunks = comm.window.max_chunks;
+  const int64_t chunks = comm.window.shape.max_chunks();
   for (int64_t i = thread; i < chunks * comm.ranks(); i += threads) {
     const auto source = static_cast<int32_t>(i / chunks);
     ptx::store_release_sys(comm.flag(comm.bases[comm.relay_rank(source)], comm.window.credits,

@@ -55,7 +55,7 @@ __device__ void send_weight_grads(const Comm& comm, const CombineArguments& args
     ptx::store_release_sys(comm.is_local(home)
                                ? comm.arrival(comm.bases[home], comm.rank, comm.gradients_number())
                                : comm.flag(comm.bases[comm.relay_rank(home)], comm.window.partial_arrived,
-                                           comm.pair(home, comm.rank), comm.window.max_chunks),
+                                           comm.pair(home, comm.rank), comm.window.shape.max_chunks()),
                            epoch);
 }
 

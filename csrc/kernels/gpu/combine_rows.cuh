@@ -77,7 +77,7 @@ struct TokenSum {
 __device__ inline int32_t own_owner(const Comm& comm, const PlanView& plan, int64_t token) {
   const int top_k = comm.top_k(), lane = lane_id();
   const int32_t id = lane < top_k ? plan.at(plan.fields.local_topk_idx)[token * top_k + lane] : kNoExpert;
-  return expert_owner(id, comm.local_experts);
+  return comm.owner(id);
 }
 
 /// Fills sources with the own rows of a token and weights with their factors.

@@ -41,7 +41,7 @@ __device__ void collect_weight_grads(const Comm& comm, const CombineArguments& a
     if (lane >= top_k) continue;
     const int64_t i = token * top_k + lane;
     const int32_t id = plan.at(plan.fields.local_topk_idx)[i];
-    const int32_t owner = expert_owner(id, comm.local_experts);
+    const int32_t owner = comm.owner(id);
     if (owner == comm.rank)
       put_weight_grad(comm, args, args.out_weight_grads, token,
                       weight_grad_row(comm, args, comm.rank, token));
@@ -115,7 +115,7 @@ __device__ bool wait_for_list(const Comm& comm, const CombineArguments& args, ui
 #pragma unroll
       for (int j = 0; j < kListRounds; ++j) {
         if (j * 32 >= list.count * ids.each()) continue;
-        const int32_t owner = expert_owner(list.id[j], comm.local_experts);
+        const int32_t owner = comm.owner(list.id[j]);
         const bool of_chunk = args.copied || (list.begin + ids.token(j)) >> shift == chunk;
         if (owner >= ranks && owner < ranks + 32 && owner != comm.rank && of_chunk &&
             (way == Way::whole || comm.is_local(owner)))

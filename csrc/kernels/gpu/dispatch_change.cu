@@ -16,7 +16,7 @@ class DequantiseWork {
   static constexpr int kSteps = MovePipe<kWorkers>::kPiece / 16 / kWorkerThreads;
 
  public:
-  explicit __device__ DequantiseWork(const DeviceShape& shape) : shape_(shape) {}
+  explicit __device__ DequantiseWork(const KernelShape& shape) : shape_(shape) {}
 
   template <class List>
   __device__ void operator()(std::byte* stage, const List&, int, int thread, float*) {
@@ -42,7 +42,7 @@ class DequantiseWork {
   }
 
  private:
-  const DeviceShape& shape_;
+  const KernelShape& shape_;
 };
 
 /// Receives rows in a wire format, which become rows of `dtype`. Whole block.
@@ -50,8 +50,9 @@ template <DType dtype, WireFormat wire>
 __device__ void dequantise_by_pipe(const Comm& comm, const ReceiveArguments& args, uint64_t epoch,
                                    std::byte* shared) {
   run_move_pipe<kWorkers>(
-      shared, MoveShape::of<kWorkers>(comm.window.wire_bytes, comm.window.shape.row_bytes()).passing(), epoch,
-      [&](MoveLister<kWorkers>& pipe) { list_rows_to_places(comm, args, epoch, pipe); },
+      shared,
+      MoveShape::of<kWorkers>(comm.window.shape.wire_row_bytes(), comm.window.shape.row_bytes()).passing(),
+      epoch, [&](MoveLister<kWorkers>& pipe) { list_rows_to_places(comm, args, epoch, pipe); },
       [&] { zero_paddings(comm, args); }, DequantiseWork<dtype, wire>(comm.window.shape));
 }
 
@@ -111,7 +112,7 @@ class ScaleWork {
 template <DType dtype>
 __device__ void scale_by_pipe(const Comm& comm, const ReceiveArguments& args, uint64_t epoch,
                               std::byte* shared) {
-  const int64_t row_bytes = comm.window.wire_bytes;
+  const int64_t row_bytes = comm.window.shape.wire_row_bytes();
   run_move_pipe<kWorkers>(
       shared, MoveShape::of<kWorkers>(row_bytes, row_bytes).passing(), epoch,
       [&](MoveLister<kWorkers>& pipe) {

@@ -3,8 +3,9 @@
 // run dispatch_send.cu and dispatch_receive.cu understand each other: the windows hold the same at each step.
 //   - the second block works out the routes and announces them (route_few.cuh); the first makes the plan when
 //     all ranks have announced theirs (plan_few.cuh)
-//   - in the others a team of warps takes a row each: it stores the row to the staging section of every
-//     owner, quantised if asked, and then sets the owners' arrival flags. This waits for nothing
+//   - in the others a team of warps takes a row each: it loads the row while it finds out who wants it,
+//     stores it to the staging section of every owner, quantised if asked, and then sets the owners' arrival
+//     flags. This waits for nothing
 //   - these blocks then take the counts of all sources, each a word that holds its epoch, as they come, and
 //     work out for themselves, in shared memory, where rows begin: none waits for another block or a record
 //   - teams take the rows of all sources in turn: a row's flag is loaded, with the route of the next one, a
@@ -14,9 +15,10 @@
 // do not agree are found by the first block, which calls the operation off; what has been written then counts
 // for nothing, and nobody has written outside of his output.
 // Where more than few tokens are sent, some blocks send and the others receive. Shares are fixed, so no
-// counter is asked for work, and none has to be set back: the operation ends with its last row. Few
-// instructions are run more than a few times here, and to fetch one that has not been run takes longer than
-// to run it: so loops are short and not unrolled where nothing is held by bytes.
+// counter is asked for work, and none has to be set back: the operation ends with its last row. What takes
+// the time of few tokens is instructions that wait for each other, some five cycles each, so that there are
+// no divisions, loops are short and not unrolled where nothing is held by bytes, and what can be worked out
+// before the counts have come is: which rows a team takes, as if all ranks had as many tokens.
 //
 // A dropless dispatch is offered an output before anybody knows how many rows come. Where it is too small
 // nothing is received, and when the host has a larger one this kernel runs again for that part alone.
@@ -62,18 +64,21 @@ struct RowPart {
   __device__ int end(int vectors) const { return vectors * (number + 1) / count; }
 };
 
-/// Vectors `first` to `end` of a row to the rows at `to`, known by the lanes of `targets`, so many of a
-/// thread at a time.
+/// Vectors of a row in registers, so many of a thread, a team's threads apart.
 template <int batch>
-__device__ void copy_vectors(const Team& team, const uint4* row, int first, int end, uint32_t targets,
-                             unsigned long long to) {
-  for (int base = first; base < end; base += batch * team.threads()) {
-    uint4 values[batch];
+struct Vectors {
+  uint4 values[batch];
+
+  /// Loads those from `base` on, up to `end`. The others are 0.
+  __device__ void load(const Team& team, const uint4* row, int base, int end) {
 #pragma unroll
     for (int i = 0; i < batch; ++i) {
       const int v = base + i * team.threads() + team.thread();
       values[i] = v < end ? __ldcg(row + v) : uint4{};
     }
+  }
+  /// Stores them to the rows at `to`, known by the lanes of `targets`.
+  __device__ void store(const Team& team, int base, int end, uint32_t targets, unsigned long long to) const {
     for_each_target(targets, to, [&](unsigned long long address) {
 #pragma unroll
       for (int i = 0; i < batch; ++i) {
@@ -82,18 +87,33 @@ __device__ void copy_vectors(const Team& team, const uint4* row, int first, int 
       }
     });
   }
-}
+};
 
-/// A part of a row, likewise.
-__device__ void copy_row(const Team& team, const RowPart& part, const std::byte* from, int64_t bytes,
-                         uint32_t targets, unsigned long long to) {
-  const int all = static_cast<int>(bytes / 16), first = part.first(all), end = part.end(all);
-  const auto* const row = reinterpret_cast<const uint4*>(from);
-  if (end - first <= team.threads())
-    copy_vectors<1>(team, row, first, end, targets, to);
-  else
-    copy_vectors<kBatch>(team, row, first, end, targets, to);
-}
+/// A row, or a part of one, whose first vectors are loaded before it is known where they go.
+struct RowAhead {
+  const uint4* row;
+  int first, end;
+  Vectors<kBatch> loaded;
+
+  /// `bytes`: of the whole row.
+  __device__ void load(const Team& team, const RowPart& part, const std::byte* from, int64_t bytes) {
+    const int all = static_cast<int>(bytes / 16);
+    row = reinterpret_cast<const uint4*>(from);
+    first = part.first(all);
+    end = part.end(all);
+    loaded.load(team, row, first, end);
+  }
+  /// Copies it to the rows at `to`, known by the lanes of `targets`.
+  __device__ void copy(const Team& team, uint32_t targets, unsigned long long to) {
+    // Where a thread has one vector at most, fewer instructions do.
+    if (end - first <= team.threads())
+      return Vectors<1>{{loaded.values[0]}}.store(team, first, end, targets, to);
+    for (int base = first; base < end; base += kBatch * team.threads()) {
+      if (base != first) loaded.load(team, row, base, end);
+      loaded.store(team, base, end, targets, to);
+    }
+  }
+};
 
 /// The scales of a row that lies in the wire format already, by the first warp.
 __device__ void copy_scales_of_row(const Team& team, const std::byte* from, int64_t bytes, uint32_t targets,
@@ -114,10 +134,12 @@ struct Convert {
   static constexpr int kBlockLanes = V::kBlockLanes;
 
   /// The scale of a row, of its largest finite magnitude. Whole team.
-  __device__ static float row_scale(const Team& team, const uint4* row, int vectors, float* most_of_warps) {
+  __device__ static float row_scale(const Team& team, const RowAhead& ahead, float* most_of_warps) {
     float most = 0;
-    for (int v = team.thread(); v < vectors; v += team.threads())
-      most = fmaxf(most, V::largest_finite(__ldcg(row + v)));
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) most = fmaxf(most, V::largest_finite(ahead.loaded.values[i]));
+    for (int v = kBatch * team.threads() + team.thread(); v < ahead.end; v += team.threads())
+      most = fmaxf(most, V::largest_finite(__ldcg(ahead.row + v)));
     for (int width = 16; width > 0; width /= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, width));
     most_of_warps[warp_id()] = most;
     team.sync();
@@ -126,27 +148,24 @@ struct Convert {
     return W::row_scale(most);
   }
 
-  __device__ static void send(const Comm& comm, const Team& team, const std::byte* from, uint32_t targets,
+  /// Sends a whole row.
+  __device__ static void send(const Comm& comm, const Team& team, RowAhead& ahead, uint32_t targets,
                               unsigned long long to, float* most_of_warps) {
-    const DeviceShape& s = comm.window.shape;
-    const int vectors = static_cast<int>(s.row_bytes() / 16);
-    const auto* const row = reinterpret_cast<const uint4*>(from);
+    const KernelShape& s = comm.window.shape;
+    const int vectors = ahead.end;
     float of_row = 0;
-    if constexpr (W::kRowScale) of_row = row_scale(team, row, vectors, most_of_warps);
+    if constexpr (W::kRowScale) of_row = row_scale(team, ahead, most_of_warps);
+    const auto blocks = W::blocks(of_row);
     const int64_t scales_at = s.wire_data_bytes();
     for (int base = 0; base < vectors; base += kBatch * team.threads()) {
-      uint4 raw[kBatch];
-#pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
-        const int v = base + i * team.threads() + team.thread();
-        raw[i] = v < vectors ? __ldcg(row + v) : uint4{};
-      }
+      if (base != 0) ahead.loaded.load(team, ahead.row, base, vectors);
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
         const int v = base + i * team.threads() + team.thread();
         if (base + i * team.threads() >= vectors) break;
-        const Scale scale = V::block_scale(raw[i], of_row);
-        const Values packed = V::write(raw[i], W::inverse(scale, of_row));
+        const uint4 raw = ahead.loaded.values[i];
+        const Scale scale = V::block_scale(raw, blocks);
+        const Values packed = V::write(raw, W::inverse(scale, of_row));
         for_each_target(targets, to, [&](unsigned long long address) {
           if (v >= vectors) return;
           reinterpret_cast<Values*>(address)[v] = packed;
@@ -162,7 +181,7 @@ struct Convert {
 
   __device__ static void receive(const Comm& comm, const Team& team, const RowPart& part,
                                  const std::byte* from, std::byte* out, uint32_t targets, int32_t row) {
-    const DeviceShape& s = comm.window.shape;
+    const KernelShape& s = comm.window.shape;
     const int all = static_cast<int>(s.row_bytes() / 16), vectors = part.end(all);
     const auto* const scales = reinterpret_cast<const Scale*>(from + s.wire_data_bytes());
     float of_row = 0;
@@ -228,43 +247,73 @@ __device__ void scale_row(const Comm& comm, const Team& team, const RowPart& par
   }
 }
 
-/// Sends this team's share of the rows.
+/// A team's share of the rows that are sent. The first row, and the ids of its token, are on their way when
+/// it has been made; so is every next one while the one before is stored.
 template <DType dtype>
-__device__ void send_rows(const Comm& comm, const SendArguments& args, uint64_t epoch, const Team& team,
-                          FusedMemory& memory) {
-  const PlanView plan{args.plan, comm.plan_fields};
-  const DeviceShape& s = comm.window.shape;
-  const int top_k = comm.top_k(), lane = lane_id();
-  for (int token = team.number; token < args.tokens; token += team.count) {
-    const int64_t index = int64_t{token} * top_k + lane;
-    int32_t id = kNoExpert;
-    if (lane < top_k)
-      id = args.operation == Operation::dispatch ? valid_id(comm, read_id(args, index))
-                                                 : plan.at(plan.fields.local_topk_idx)[index];
-    int32_t owner = expert_owner(id, comm.local_experts);
-    if (owner == comm.rank && !comm.own_rows_travel()) owner = -1;
+class RowSender {
+ public:
+  /// `sends`: false if this block sends nothing.
+  __device__ RowSender(const Comm& comm, const SendArguments& args, const Team& team, bool sends)
+      : comm_(comm),
+        args_(args),
+        team_(team),
+        token_(sends && team.number >= 0 ? int64_t{team.number} : args.tokens) {
+    load();
+  }
+
+  __device__ void send_all(uint64_t epoch, FusedMemory& memory) {
+    while (token_ < args_.tokens) {
+      send(epoch, memory);
+      token_ += team_.count;
+      load();
+    }
+  }
+
+ private:
+  __device__ bool converts() const { return kWire != WireFormat::same && args_.quantise; }
+  __device__ void load() {
+    if (token_ >= args_.tokens) return;
+    const PlanView plan{args_.plan, comm_.plan_fields};
+    const KernelShape& s = comm_.window.shape;
+    const int64_t index = token_ * comm_.top_k() + lane_id();
+    given_ = kNoExpert;
+    if (lane_id() < comm_.top_k())
+      given_ = args_.operation == Operation::dispatch ? read_id(args_, index)
+                                                      : plan.at(plan.fields.local_topk_idx)[index];
+    const int64_t bytes = converts() ? s.row_bytes() : s.wire_data_bytes();
+    ahead_.load(team_, {}, args_.x + token_ * bytes, bytes);
+  }
+  __device__ void send(uint64_t epoch, FusedMemory& memory) {
+    const KernelShape& s = comm_.window.shape;
+    int32_t owner = comm_.owner(valid_id(comm_, given_));
+    if (owner == comm_.rank && !comm_.own_rows_travel()) owner = -1;
     const bool first = first_with(owner);
     const uint32_t targets = __ballot_sync(0xffffffffu, first);
-    if (targets == 0) continue;
-    std::byte* const base = first ? comm.bases[owner] : nullptr;
+    if (targets == 0) return;
+    std::byte* const base = first ? comm_.bases[owner] : nullptr;
     const auto to =
-        first ? reinterpret_cast<unsigned long long>(comm.staged_row(owner, epoch, comm.rank, token)) : 0ull;
+        first ? reinterpret_cast<unsigned long long>(comm_.staged_row(owner, epoch, comm_.rank, token_))
+              : 0ull;
     bool converted = false;
     if constexpr (kWire != WireFormat::same) {
-      converted = args.quantise;
-      if (converted)
-        Convert<dtype, kWire>::send(comm, team, args.x + int64_t{token} * s.row_bytes(), targets, to,
-                                    memory.most);
+      converted = converts();
+      if (converted) Convert<dtype, kWire>::send(comm_, team_, ahead_, targets, to, memory.most);
     }
-    if (!converted)
-      copy_row(team, {}, args.x + int64_t{token} * s.wire_data_bytes(), s.wire_data_bytes(), targets, to);
-    if (args.x_scales != nullptr)
-      copy_scales_of_row(team, args.x_scales + int64_t{token} * s.wire_scale_bytes(), s.wire_scale_bytes(),
-                         targets, first ? to + static_cast<unsigned long long>(s.wire_data_bytes()) : 0ull);
-    team.sync();
-    if (first && team.leads()) ptx::store_release_sys(comm.arrival(base, comm.rank, token), epoch);
+    if (!converted) ahead_.copy(team_, targets, to);
+    if (args_.x_scales != nullptr)
+      copy_scales_of_row(team_, args_.x_scales + token_ * s.wire_scale_bytes(), s.wire_scale_bytes(), targets,
+                         first ? to + static_cast<unsigned long long>(s.wire_data_bytes()) : 0ull);
+    team_.sync();
+    if (first && team_.leads()) ptx::store_release_sys(comm_.arrival(base, comm_.rank, token_), epoch);
   }
-}
+
+  const Comm& comm_;
+  const SendArguments& args_;
+  const Team& team_;
+  int64_t token_;
+  int64_t given_ = kNoExpert;  ///< the id of this lane's (token, k)
+  RowAhead ahead_;
+};
 
 /// The output rows of a token: lanes that know one, as bits, and the one that a lane knows.
 struct Places {
@@ -279,11 +328,18 @@ __device__ Places places_of(RowLayout layout, int32_t position, int32_t row) {
           __any_sync(0xffffffffu, place != kRowElsewhere) != 0};
 }
 
-/// Takes a part of a row from where it has arrived to its output rows.
+/// True if rows are copied as they have arrived.
+__device__ bool passes_unchanged(const ReceiveArguments& args) {
+  return kWire == WireFormat::same ? args.scales == nullptr : !args.dequantise;
+}
+
+/// Takes a part of a row from where it has arrived to its output rows. `ahead`: it, if its first vectors are
+/// `loaded`.
 template <DType dtype>
 __device__ void receive_row(const Comm& comm, const ReceiveArguments& args, const Team& team,
-                            const RowPart& part, const std::byte* from, const Places& places) {
-  const DeviceShape& s = comm.window.shape;
+                            const RowPart& part, const std::byte* from, const Places& places, RowAhead& ahead,
+                            bool loaded) {
+  const KernelShape& s = comm.window.shape;
   if constexpr (kWire == WireFormat::same) {
     if (args.scales != nullptr)
       return scale_row<dtype>(comm, team, part, args, from, places.targets, places.row);
@@ -295,7 +351,8 @@ __device__ void receive_row(const Comm& comm, const ReceiveArguments& args, cons
   const auto to = [&](std::byte* out, int64_t each) {
     return reinterpret_cast<unsigned long long>(out + places.row * each);
   };
-  copy_row(team, part, from, bytes, places.targets, to(args.out, bytes));
+  if (!loaded) ahead.load(team, part, from, bytes);
+  ahead.copy(team, places.targets, to(args.out, bytes));
   if (args.out_scales != nullptr && part.number == 0)
     copy_scales_of_row(team, from + bytes, s.wire_scale_bytes(), places.targets,
                        to(args.out_scales, s.wire_scale_bytes()));
@@ -340,9 +397,11 @@ struct RouteArrival {
   uint64_t epoch;
   mutable ptx::Pair route;  ///< what was found
 
+  __device__ void load() const { route = ptx::load_relaxed_sys_pair(address); }
+  __device__ bool has_come() const { return EpochNumber::is_of(route.high, epoch); }
   __device__ bool arrived() const {
-    route = ptx::load_relaxed_sys_pair(address);
-    return EpochNumber::is_of(route.high, epoch);
+    load();
+    return has_come();
   }
 };
 
@@ -350,65 +409,54 @@ struct RouteArrival {
 struct ReceivedRoute {
   ChunkRoutes<1> routes;
   int32_t row;
-  bool here;  ///< all that this lane wants of it is there
 
   ReceivedRoute() = default;
-  /// Starts the loads; nothing waits for them here.
+  /// Starts the loads; nothing waits for them here, or looks at what they bring.
   __device__ ReceivedRoute(const Comm& comm, const ReceiveArguments& args, uint64_t epoch,
                            const TokenLanes& map, const ReceivedToken& at, const bool* few) {
-    here = true;
     if (!at.valid) return;
     if (args.operation == Operation::dispatch) {
-      if (few[at.chunk.source])
-        load(comm, epoch, map, at);
-      else
+      in_word_ = few[at.chunk.source];
+      if (!in_word_) {
         routes = ChunkRoutes<1>(comm, args, epoch, map, at.item());
+        return;
+      }
+      const int64_t token = at.chunk.source * comm.window.shape.few_tokens() + at.token;
+      word_.address = comm.mine<FewRoute>(comm.window.few_routes[epoch & 1]) + token * map.top_k +
+                      (map.has(0, 1) ? map.k : 0);
+      word_.epoch = epoch;
+      word_.load();
       return;
     }
     const int64_t entry = at.chunk.source * comm.window.shape.max_tokens + at.token;
     row = planned_row(PlanView{args.plan, comm.plan_fields}, args.layout, entry, comm.top_k());
   }
-  /// Waits for what was not there when the loads were started. All lanes; false, and no route, if in vain.
+  /// Waits for what has not come. All lanes; false, and no route, if in vain.
   __device__ bool wait(const Comm& comm, const ReceiveArguments& args, uint64_t epoch, const TokenLanes& map,
-                       const ReceivedToken& at, const bool* few) {
-    if (args.operation != Operation::dispatch) return true;
-    if (!here) {
-      const RouteArrival arrival = of_lane(comm, epoch, map, at);
-      here = device::wait_until(comm, {at.chunk.source, WaitPhase::records, Operation::dispatch, epoch},
-                                arrival);
-      take(arrival);
-    }
-    const bool all = __all_sync(0xffffffffu, here);
-    if (!all) routes.packed[0] = -1;
+                       const ReceivedToken& at) {
+    if (args.operation != Operation::dispatch || !in_word_) return true;
+    bool here = word_.has_come();
+    if (!here)
+      here =
+          device::wait_until(comm, {at.chunk.source, WaitPhase::records, Operation::dispatch, epoch}, word_);
+    here = __all_sync(0xffffffffu, here);
+    routes.packed[0] = here && map.has(0, 1) ? static_cast<int32_t>(word_.route.low) : -1;
+    routes.weight[0] = __uint_as_float(static_cast<uint32_t>(word_.route.low >> 32));
+    routes.place[0] = EpochNumber::number(word_.route.high);
     // Where the token is among those of an owner, the lanes of this owner's experts know.
-    if (args.layout == RowLayout::rank && few[at.chunk.source]) {
+    if (args.layout == RowLayout::rank) {
       const int32_t expert = routes.packed[0] >> comm.window.number_bits;
-      const bool mine = routes.packed[0] >= 0 && expert_owner(expert, comm.local_experts) == comm.rank;
+      const bool mine = routes.packed[0] >= 0 && comm.owner(expert) == comm.rank;
       const uint32_t know = __ballot_sync(0xffffffffu, mine);
       routes.place[0] =
           __shfl_sync(0xffffffffu, routes.place[0], know == 0 ? 0 : __ffs(static_cast<int>(know)) - 1);
     }
-    return all;
+    return here;
   }
 
  private:
-  __device__ static RouteArrival of_lane(const Comm& comm, uint64_t epoch, const TokenLanes& map,
-                                         const ReceivedToken& at) {
-    const int64_t token = at.chunk.source * comm.window.shape.few_tokens() + at.token;
-    return {comm.mine<FewRoute>(comm.window.few_routes[epoch & 1]) + token * map.top_k + map.k, epoch, {}};
-  }
-  __device__ void load(const Comm& comm, uint64_t epoch, const TokenLanes& map, const ReceivedToken& at) {
-    routes.packed[0] = -1;
-    if (!map.has(0, 1)) return;
-    const RouteArrival arrival = of_lane(comm, epoch, map, at);
-    here = arrival.arrived();
-    take(arrival);
-  }
-  __device__ void take(const RouteArrival& arrival) {
-    routes.packed[0] = static_cast<int32_t>(arrival.route.low);
-    routes.weight[0] = __uint_as_float(static_cast<uint32_t>(arrival.route.low >> 32));
-    routes.place[0] = EpochNumber::number(arrival.route.high);
-  }
+  RouteArrival word_;  ///< of this lane, or where it has no k of lane 0
+  bool in_word_;
 };
 
 /// A team's share of the rows that arrive.
@@ -450,11 +498,16 @@ __device__ void receive_rows(const Comm& comm, const ReceiveArguments& args, uin
     const bool travels = item.source != comm.rank || comm.own_rows_travel();
     const bool in_turn = travels && tables.tokens[item.source] > comm.window.stage_tokens;
     const device::EagerFlag arrival{comm.arrival(comm.own, item.source, item.chunk), epoch};
-    // The flag is loaded with the route, though it may turn out that no row comes.
+    const std::byte* const from = arrived_row(comm, args, epoch, item, at.token);
+    // The flag is loaded with the route, though it may turn out that no row comes; and then, where rows are
+    // so few that teams share them, this part of the row.
     here = here || !travels || __all_sync(0xffffffffu, arrival.arrived());
+    RowAhead ahead;
+    const bool loaded = here && share.part.count > 1 && passes_unchanged(args);
+    if (loaded) ahead.load(team, share.part, from, comm.window.shape.wire_data_bytes());
     const ReceivedToken after = at.next(comm, tables, share.step, share.chunks);
     const ReceivedRoute following(comm, args, epoch, map, after, few);
-    all = route.wait(comm, args, epoch, map, at, few) && all;
+    all = route.wait(comm, args, epoch, map, at) && all;
     ChunkRows<1> rows;
     Places places;
     if (args.operation == Operation::dispatch) {
@@ -471,8 +524,7 @@ __device__ void receive_rows(const Comm& comm, const ReceiveArguments& args, uin
       here = all = __all_sync(0xffffffffu, arrived);
     }
     if (all && places.targets != 0)
-      receive_row<dtype>(comm, args, team, share.part, arrived_row(comm, args, epoch, item, at.token),
-                         places);
+      receive_row<dtype>(comm, args, team, share.part, from, places, ahead, loaded);
     if (args.operation == Operation::dispatch && team.trails() && share.part.number == 0)
       write_rows(comm, args, map, item, rows);
     if (at.ends_chunk()) {
@@ -522,25 +574,72 @@ template <DType dtype>
 __device__ bool send(const Comm& comm, const FusedArguments& args, uint64_t epoch, int block, int senders,
                      FusedMemory& memory) {
   const Operation operation = args.send.operation;
+  const Team team(args.team_warps, block, senders);
+  RowSender<dtype> rows(comm, args.send, team, block < senders);
   const bool failed = failed_for_block(comm);
   const bool valid = !failed && (operation == Operation::dispatch ||
                                  PlanView{args.send.plan, comm.plan_fields}.header().id != 0);
-  if (valid && block < senders) {
-    const Team team(args.team_warps, block, senders);
-    if (team.number >= 0) send_rows<dtype>(comm, args.send, epoch, team, memory);
-  }
+  if (valid) rows.send_all(epoch, memory);
   // No warp waits for the others here, some of which wait for the links.
   if (lane_id() == 0) device::note_phase(comm, operation, Phase::sent);
   pass_epoch(comm, epoch);
   return valid;
 }
 
+/// What a team that receives begins with: its share of the rows, and the first of them.
+struct FirstRow {
+  Share share{};
+  ReceivedToken token{};
+
+  FirstRow() = default;
+  __device__ FirstRow(const Comm& comm, const RowTables& tables, const Team& team)
+      : share(comm, tables, team) {
+    if (team.number >= 0)
+      token = ReceivedToken::first_of(comm, tables, share.step, share.first, share.chunks);
+  }
+};
+
+/// Writes down that each source has as many tokens, and few. Whole block.
+__device__ void assume_tokens(const Comm& comm, int64_t of_each, int32_t* tokens, bool* few) {
+  for (auto source = static_cast<int32_t>(threadIdx.x); source < comm.ranks(); source += kThreads) {
+    tokens[source] = static_cast<int32_t>(of_each);
+    few[source] = true;
+  }
+  __syncthreads();
+}
+
+/// True if that is so. All lanes.
+__device__ bool are_tokens(const Comm& comm, int64_t of_each, const int32_t* tokens, const bool* few) {
+  bool all = true;
+  for (int32_t source = lane_id(); source < comm.ranks(); source += 32)
+    all = all && tokens[source] == of_each && few[source];
+  return __all_sync(0xffffffffu, all);
+}
+
+/// Receives this block's share of the rows of a dispatch.
+template <DType dtype>
+__device__ void receive_dispatch(const Comm& comm, const FusedArguments& args, uint64_t epoch,
+                                 const Team& team, FusedMemory& memory) {
+  const OwnCounts counts(memory.counts, comm, args.receive.layout);
+  const RowTables tables = RowTables::in(memory.tables, comm);
+  assume_tokens(comm, args.send.tokens, tables.tokens, memory.few);
+  FirstRow first(comm, tables, team);
+  __syncthreads();  // all have read what was assumed
+  if (!take_counts(comm, epoch, counts, tables.tokens, memory.few)) return;
+  if (!are_tokens(comm, args.send.tokens, tables.tokens, memory.few)) first = FirstRow(comm, tables, team);
+  const ReceivedRoute route(comm, args.receive, epoch, TokenLanes::of_one(comm.top_k()), first.token,
+                            memory.few);  // is loaded meanwhile
+  const PlanHeader header = lay_out_rows(comm, args.send, epoch, counts, tables);
+  if (args.receive.offered && !has_room(header, args.receive)) return leave_rows(comm, epoch);
+  __syncthreads();
+  if (team.number >= 0)
+    receive_rows<dtype>(comm, args.receive, epoch, tables, memory.few, team, first.share, first.token, route);
+}
+
 /// The work of the other blocks.
 template <DType dtype>
 __device__ void work(const Comm& comm, const FusedArguments& args, uint64_t epoch, int leads,
                      FusedMemory& memory) {
-  const Operation operation = args.send.operation;
-  const PlanView plan{args.send.plan, comm.plan_fields};
   const int block = static_cast<int>(blockIdx.x) - leads, blocks = static_cast<int>(gridDim.x) - leads;
   const int senders = args.senders == 0 ? blocks : args.senders;
   const bool valid =
@@ -548,29 +647,14 @@ __device__ void work(const Comm& comm, const FusedArguments& args, uint64_t epoc
   if (!valid || block < args.senders) return;
   // The blocks that have sent least take the first.
   const Team team(args.team_warps, blocks - 1 - block, blocks - args.senders);
-  RowTables tables = RowTables::of(plan);
-  ReceivedToken first{};
-  ReceivedRoute route;
-  Share share;
-  const auto begin_rows = [&] {
-    share = Share(comm, tables, team);
-    if (team.number >= 0)
-      first = ReceivedToken::first_of(comm, tables, share.step, share.first, share.chunks);
-    route = ReceivedRoute(comm, args.receive, epoch, TokenLanes::of_one(comm.top_k()), first, memory.few);
-  };
-  if (operation == Operation::dispatch) {
-    const OwnCounts counts(memory.counts, comm);
-    tables = RowTables::in(memory.tables, comm);
-    if (!take_counts(comm, epoch, counts, tables.tokens, memory.few)) return;
-    begin_rows();  // their routes are loaded meanwhile
-    const PlanHeader header = lay_out_rows(comm, args.send, epoch, counts, tables);
-    if (args.receive.offered && !has_room(header, args.receive)) return leave_rows(comm, epoch);
-    __syncthreads();
-  } else {
-    begin_rows();
-  }
+  if (args.send.operation == Operation::dispatch)
+    return receive_dispatch<dtype>(comm, args, epoch, team, memory);
+  const RowTables tables = RowTables::of(PlanView{args.send.plan, comm.plan_fields});
+  const FirstRow first(comm, tables, team);
+  const ReceivedRoute route(comm, args.receive, epoch, TokenLanes::of_one(comm.top_k()), first.token,
+                            memory.few);
   if (team.number >= 0)
-    receive_rows<dtype>(comm, args.receive, epoch, tables, memory.few, team, share, first, route);
+    receive_rows<dtype>(comm, args.receive, epoch, tables, memory.few, team, first.share, first.token, route);
 }
 
 template <DType dtype>

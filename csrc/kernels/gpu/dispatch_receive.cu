@@ -312,7 +312,7 @@ struct ByChunk {
 /// Receives rows as they arrive, by a pipe. Whole block.
 __device__ void receive_by_pipe(const Comm& comm, const ReceiveArguments& args, uint64_t epoch,
                                 std::byte* shared) {
-  const int64_t row_bytes = comm.window.wire_bytes;
+  const int64_t row_bytes = comm.window.shape.wire_row_bytes();
   run_move_pipe<0>(
       shared, MoveShape::of<0>(row_bytes, row_bytes).passing(), epoch,
       [&](MoveLister<0>& pipe) { list_rows_to_places(comm, args, epoch, pipe); },
@@ -414,7 +414,7 @@ cudaError_t with_kernel(const DeviceShape& shape, Arrival arrival, const Use& us
 }  // namespace
 
 cudaError_t launch_dispatch_receive(const Launch& launch, const Comm& comm, const ReceiveArguments& args) {
-  const DeviceShape& shape = comm.window.shape;
+  const KernelShape& shape = comm.window.shape;
   const Arrival arrival = arrival_of(args);
   if (arrival != Arrival::as_it_is && launch.bulk && pipe_works(shape, shape.top_k))
     return launch_dispatch_change(launch, comm, args);

@@ -74,8 +74,7 @@ __device__ ChunkOwners list_owners(const Comm& comm, const SendArguments& args, 
   for (int i = 0; i < kMaxChunk; ++i) {
     if (i >= tokens) continue;
     int32_t target = -1, number = 0;
-    if (id[i] >= 0 && id[i] < comm.window.shape.num_experts)
-      target = expert_owner(static_cast<int32_t>(id[i]), comm.local_experts);
+    if (id[i] >= 0 && id[i] < comm.window.shape.num_experts) target = comm.owner(static_cast<int32_t>(id[i]));
     if (target == comm.rank && !comm.own_rows_travel()) target = -1;
     if (args.copied) target = i < tokens && lane == 0 ? comm.rank : -1;
     if constexpr (kNodes) {
@@ -113,7 +112,8 @@ struct RowPaths {
   __device__ const std::byte* from(int64_t begin, int i, const ChunkMeta& meta, int64_t row_bytes) const {
     if constexpr (kNodes)
       if (relayed)
-        return comm.rail.arrived(epoch, comm.other_of(source), meta.from[i], comm.window.wire_bytes);
+        return comm.rail.arrived(epoch, comm.other_of(source), meta.from[i],
+                                 comm.window.shape.wire_row_bytes());
     return x + (begin + i) * row_bytes;
   }
   __device__ std::byte* to(int64_t begin, int i, int j, const ChunkMeta& meta) const {
@@ -121,7 +121,7 @@ struct RowPaths {
     const int32_t target = meta.targets[at];
     if constexpr (kNodes)
       if (target >= comm.ranks())
-        return comm.rail.staged(target - comm.ranks(), meta.numbers[at], comm.window.wire_bytes);
+        return comm.rail.staged(target - comm.ranks(), meta.numbers[at], comm.window.shape.wire_row_bytes());
     if (landing >= 0) return comm.packed_row(landing, begin + i);
     return comm.staged_row(target, epoch, source, begin + i);
   }
@@ -202,6 +202,7 @@ class CopyRows {
 template <DType dtype, WireFormat wire, bool kNodes>
 class QuantiseRows {
   using E = Element<dtype>;
+  using V = WireVector<dtype, wire>;
   using W = Wire<wire>;
   using Scale = typename W::Scale;
   static constexpr int kScaleColumns = W::kScaleColumns;
@@ -235,24 +236,13 @@ class QuantiseRows {
     }
   };
 
-  /// A NaN or an infinity in a block is one in its scale, by the bits of NaN, which are those of the largest
-  /// number.
   __device__ static OwnScales scale_blocks_of_row(const Strip<kSteps>& strip, int vectors, float row) {
     OwnScales found;
+    const auto blocks = W::blocks(row);
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
-      uint32_t most = 0;
-      if (step * 32 + lane_id() < vectors) {
-        float values[E::kVector];
-        E::widen(strip.raw[step], values);
-#pragma unroll
-        for (int e = 0; e < E::kVector; ++e)
-          most = max(most, isfinite(values[e]) ? __float_as_uint(fabsf(values[e])) : 0x7fffffffu);
-      }
-#pragma unroll
-      for (int width = kBlockLanes / 2; width > 0; width /= 2)
-        most = max(most, __shfl_xor_sync(0xffffffffu, most, width));
-      found.scale[step] = W::scale(__uint_as_float(most), row);
+      const bool some = step * 32 + lane_id() < vectors;
+      found.scale[step] = V::block_scale(some ? strip.raw[step] : uint4{}, blocks);
       found.inverse[step] = W::inverse(found.scale[step], row);
     }
     return found;
@@ -263,12 +253,8 @@ class QuantiseRows {
     float most = 0;
     const uint4* const from = reinterpret_cast<const uint4*>(row);
 #pragma unroll 4
-    for (int v = lane_id(); v < static_cast<int>(bytes / 16); v += 32) {
-      float values[E::kVector];
-      E::widen(__ldcg(from + v), values);
-#pragma unroll
-      for (int e = 0; e < E::kVector; ++e) most = fmaxf(most, isfinite(values[e]) ? fabsf(values[e]) : 0.0f);
-    }
+    for (int v = lane_id(); v < static_cast<int>(bytes / 16); v += 32)
+      most = fmaxf(most, V::largest_finite(__ldcg(from + v)));
     for (int width = 16; width > 0; width /= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, width));
     return W::row_scale(most);
   }
@@ -309,7 +295,7 @@ class QuantiseRows {
     float largest = exchange(odd ? odd_step : even_step, odd ? even_step : odd_step, kQuarter);
 #pragma unroll
     for (int width = kQuarter / 2; width > 0; width /= 2) largest = exchange(largest, largest, width);
-    const Scale scale = W::scale(largest, 0.0f);
+    const Scale scale = W::scale(largest, W::blocks(0.0f));
     return {scale, W::inverse(scale, 0.0f)};
   }
 
@@ -320,7 +306,7 @@ class QuantiseRows {
         paths_{comm, epoch, args.x, comm.rank, false, args.copied ? args.landing : -1},
         scales_(memory.scales),
         pieces_(full_pieces(comm.window.shape.row_bytes())),
-        whole_(comm.window.wire_bytes <= kRowStage),
+        whole_(comm.window.shape.wire_row_bytes() <= kRowStage),
         out_(memory.pieces, pieces_.count, kPieceBytes, whole_ ? kRowStage : kPartStage) {}
 
   __device__ void send(int64_t begin, uint32_t tokens, const ChunkMeta& meta, Announcer& announcer) {
@@ -380,7 +366,7 @@ class QuantiseRows {
       for (int j = 0; j < count; ++j) {
         std::byte* const row = paths_.to(begin, i, j, meta);
         if (whole_) {
-          store_piece(row, out_.stage(), static_cast<uint32_t>(comm_.window.wire_bytes));
+          store_piece(row, out_.stage(), static_cast<uint32_t>(comm_.window.shape.wire_row_bytes()));
           continue;
         }
         store_piece(row + int64_t{first} * kPieceBytes, out_.stage(), columns * W::kValueBits / 8);
@@ -475,7 +461,7 @@ __device__ int stage_bytes(const SendArguments& args) {
 
 /// Sends rows as they are. Whole block.
 __device__ void send_by_pipe(const Comm& comm, const SendArguments& args, uint64_t epoch, std::byte* shared) {
-  const int64_t row_bytes = comm.window.wire_bytes;
+  const int64_t row_bytes = comm.window.shape.wire_row_bytes();
   run_move_pipe<0>(
       shared, MoveShape::of<0>(row_bytes, row_bytes, stage_bytes<0>(args)), epoch,
       [&](MoveLister<0>& pipe) { list_own(comm, args, epoch, pipe); }, [] {});
@@ -488,7 +474,7 @@ class QuantiseWork {
   static constexpr int kSteps = MovePipe<kWorkers>::kPiece / 16 / kWorkerThreads;
 
  public:
-  explicit __device__ QuantiseWork(const DeviceShape& shape) : shape_(shape) {}
+  explicit __device__ QuantiseWork(const KernelShape& shape) : shape_(shape) {}
 
   template <class List>
   __device__ void operator()(std::byte* stage, const List&, int, int thread, float* parts) {
@@ -514,11 +500,12 @@ class QuantiseWork {
       of_row = V::W::row_scale(most);
       if (thread == 0) *reinterpret_cast<float*>(stage + shape_.wire_row_scale()) = of_row;
     }
+    const auto blocks = V::W::blocks(of_row);
     auto* const scales = reinterpret_cast<typename V::Scale*>(stage + shape_.wire_data_bytes());
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) {
       const int v = s * kWorkerThreads + thread;
-      const auto scale = V::block_scale(raw[s], of_row);
+      const auto scale = V::block_scale(raw[s], blocks);
       if (v >= vectors) continue;
       reinterpret_cast<typename V::Values*>(stage)[v] = V::write(raw[s], V::W::inverse(scale, of_row));
       if (v % V::kBlockLanes == 0) scales[v / V::kBlockLanes] = scale;
@@ -526,7 +513,7 @@ class QuantiseWork {
   }
 
  private:
-  const DeviceShape& shape_;
+  const KernelShape& shape_;
 };
 
 /// Sends rows of `dtype` in this file's format. Whole block.
@@ -535,7 +522,7 @@ __device__ void quantise_by_pipe(const Comm& comm, const SendArguments& args, ui
                                  std::byte* shared) {
   run_move_pipe<kWorkers>(
       shared,
-      MoveShape::of<kWorkers>(comm.window.shape.row_bytes(), comm.window.wire_bytes,
+      MoveShape::of<kWorkers>(comm.window.shape.row_bytes(), comm.window.shape.wire_row_bytes(),
                               stage_bytes<kWorkers>(args)),
       epoch, [&](MoveLister<kWorkers>& pipe) { list_own(comm, args, epoch, pipe); }, [] {},
       QuantiseWork<dtype>(comm.window.shape));
@@ -572,7 +559,7 @@ __device__ __noinline__ bool relay_rows(const Comm& comm, const SendArguments& a
   int64_t most_chunks = 0;
   for (int32_t other = 0; other < others; ++other)
     most_chunks = max(most_chunks, chunk_count(__ldcg(&states[other].tokens)));
-  CopyRows<true> rows(comm, args, epoch, memory, comm.window.wire_bytes);
+  CopyRows<true> rows(comm, args, epoch, memory, comm.window.shape.wire_row_bytes());
   Announcer announcer(comm, epoch);
   Claims claims(args.later ? &comm.state().relay_later_next : &comm.state().relay_next);
   for (int64_t claim = claims.take(); claim < most_chunks * others; claim = claims.take()) {
@@ -766,7 +753,7 @@ bool quantises_by_pipe(const DeviceShape& shape, bool bulk) {
 
 template <>
 cudaError_t launch_dispatch_send<kWire>(const Launch& launch, const Comm& comm, const SendArguments& args) {
-  const DeviceShape& shape = comm.window.shape;
+  const KernelShape& shape = comm.window.shape;
   if constexpr (kWire != WireFormat::same)
     if (!args.copied && quantises_by_pipe(shape, launch.bulk))
       return with_dtype<Quantising>(shape.dtype, [&]<auto kernel>() {

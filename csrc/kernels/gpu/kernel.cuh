@@ -115,7 +115,7 @@ __device__ inline int32_t landing_of(const Comm& comm, uint64_t epoch, int32_t s
 /// The word in the window at `base` that says that copies of `writer` come there though it has not seen
 /// whether what was there had been read: it has failed, and they cannot be called back.
 __device__ inline uint64_t* spoiled(const Comm& comm, std::byte* base, int32_t writer) {
-  return comm.flag(base, comm.window.credits, writer, comm.window.max_chunks);
+  return comm.flag(base, comm.window.credits, writer, comm.window.shape.max_chunks());
 }
 
 /// Tells all ranks that copies of this one come unawaited. Whole block.

@@ -13,21 +13,18 @@ namespace moecomm::gpu {
 
 /// Exclusive prefix sum over the block; `total` is the sum of all. Whole block. It is called, and so fetched
 /// once, by all who want one.
-__device__ __noinline__ inline int64_t block_scan(int64_t value, int64_t& total) {
-  __shared__ int64_t warp_sums[kWarps];
-  int64_t inclusive = value;
+__device__ __noinline__ inline int32_t block_scan(int32_t value, int32_t& total) {
+  __shared__ int32_t warp_sums[kWarps];
+  int32_t inclusive = value;
   for (int width = 1; width < 32; width *= 2) {
-    const int64_t below = __shfl_up_sync(0xffffffffu, inclusive, width);
+    const int32_t below = __shfl_up_sync(0xffffffffu, inclusive, width);
     if (lane_id() >= width) inclusive += below;
   }
   if (lane_id() == 31) warp_sums[warp_id()] = inclusive;
   __syncthreads();
-  int64_t before = 0;
-  total = 0;
-  for (int w = 0; w < kWarps; ++w) {
-    if (w < warp_id()) before += warp_sums[w];
-    total += warp_sums[w];
-  }
+  const int32_t of_warp = lane_id() < kWarps ? warp_sums[lane_id()] : 0;
+  total = __reduce_add_sync(0xffffffffu, of_warp);
+  const int32_t before = __reduce_add_sync(0xffffffffu, lane_id() < warp_id() ? of_warp : 0);
   __syncthreads();
   return before + inclusive - value;
 }
@@ -58,26 +55,27 @@ struct StagedCounts {
 };
 
 /// A copy of those that this rank's rows are laid out by, in shared memory: of each source the rows of every
-/// expert here, and of this rank.
+/// expert here, and in the rank layout those of this rank.
 struct OwnCounts {
   static constexpr int kAhead = 1;
   int32_t* of;
-  int32_t rank, local, first_expert;
+  int32_t rank, local, first_expert, number;
   int64_t experts;  ///< of all ranks
 
-  __device__ OwnCounts(int32_t* memory, const Comm& comm)
+  __device__ OwnCounts(int32_t* memory, const Comm& comm, RowLayout layout)
       : of(memory),
         rank(comm.rank),
         local(comm.local_experts),
         first_expert(comm.rank * comm.local_experts),
+        number(local + (layout == RowLayout::rank ? 1 : 0)),
         experts(comm.window.shape.num_experts) {}
   __device__ int32_t operator()(int32_t source, int64_t bin) const {
-    return of[source * (local + 1) + (bin < experts ? bin - first_expert : local)];
+    return of[source * number + (bin < experts ? bin - first_expert : local)];
   }
-  /// Of a source they are the rows of each expert here, then the tokens for this rank.
-  __device__ int32_t each() const { return local + 1; }
-  __device__ int32_t bin(int32_t number) const {
-    return number < local ? first_expert + number : static_cast<int32_t>(experts) + rank;
+  /// Of a source they are the rows of each expert here, then those of this rank.
+  __device__ int32_t each() const { return number; }
+  __device__ int32_t bin(int32_t i) const {
+    return i < local ? first_expert + i : static_cast<int32_t>(experts) + rank;
   }
 };
 
@@ -99,74 +97,95 @@ struct RowTables {
   }
 };
 
-/// Rows of an expert with those that align it. A division of 64 bits would take longer than all else here.
-__device__ inline int64_t aligned_rows(int64_t rows, int64_t alignment) {
-  return alignment == 1 ? rows : align_up(rows, alignment);
+/// Rows of an expert with those that align it. The host sees to it that all of a rank's have 31 bits.
+__device__ inline int32_t aligned_rows(int32_t rows, int32_t alignment) {
+  return alignment == 1 ? rows : (rows + alignment - 1) / alignment * alignment;
 }
 
 /// Calls begin(i, first, rows, end) for each of `groups` groups, in parallel: the group's first row, its rows
 /// and its aligned end. Returns the end of the last. Whole block.
 template <class Rows, class Begin>
-__device__ inline int64_t lay_out(int64_t groups, int64_t alignment, const Rows& rows_of,
+__device__ inline int32_t lay_out(int32_t groups, int64_t alignment, const Rows& rows_of,
                                   const Begin& begin) {
-  int64_t base = 0;
+  int32_t base = 0;
 #pragma unroll 1
-  for (int64_t first = 0; first < groups; first += kThreads) {
-    const int64_t i = first + threadIdx.x;
-    const int64_t rows = i < groups ? rows_of(i) : 0;
-    const int64_t aligned = aligned_rows(rows, alignment);
-    int64_t total;
-    const int64_t start = base + block_scan(aligned, total);
+  for (int32_t first = 0; first < groups; first += kThreads) {
+    const int32_t i = first + static_cast<int32_t>(threadIdx.x);
+    const int32_t rows = i < groups ? rows_of(i) : 0;
+    const int32_t aligned = aligned_rows(rows, static_cast<int32_t>(alignment));
+    int32_t total;
+    const int32_t start = base + block_scan(aligned, total);
     if (i < groups) begin(i, start, rows, start + aligned);
     base += total;
   }
   return base;
 }
 
-/// Tells the host if the fullest rank needs more rows (or positions in expert-major order) than their
-/// capacity, so that all know whether one was passed anywhere. Whole block; true if one was.
+/// What the fullest rank needs: output rows, or positions in expert-major order.
+struct Need {
+  int32_t most, rank;
+};
+
+/// Finds the fullest rank, the first of several. Whole block.
 template <class Counts>
-__device__ inline bool report_overflow(const Comm& comm, const SendArguments& args, const Counts& counts,
-                                       bool of_positions) {
-  struct Need {
-    int64_t most;
-    int32_t rank;
-  };
+__device__ inline Need fullest_rank(const Comm& comm, const SendArguments& args, const Counts& counts,
+                                    bool of_positions) {
   __shared__ Need of_warps[kWarps];
-  const DeviceShape& s = comm.window.shape;
-  const int64_t capacity = of_positions && args.layout == RowLayout::rank ? args.positions : args.capacity;
+  const KernelShape& s = comm.window.shape;
   const int32_t bins = of_positions ? comm.local_experts : 1;
-  Need found{-1, 0};
+  Need found{-1, INT32_MAX};
 #pragma unroll 1
   for (int32_t rank = warp_id(); rank < s.ranks; rank += kWarps) {  // a rank each
     const int64_t first = of_positions ? int64_t{rank} * bins : s.num_experts + rank;
-    int64_t needed = 0;
+    int32_t needed = 0;
 #pragma unroll 1
     for (int32_t i = lane_id(); i < bins; i += 32) {
-      int64_t rows = 0;
+      int32_t rows = 0;
 #pragma unroll Counts::kAhead
       for (int32_t source = 0; source < s.ranks; ++source) rows += counts(source, first + i);
-      needed += of_positions ? aligned_rows(rows, args.alignment) : rows;
+      needed += of_positions ? aligned_rows(rows, static_cast<int32_t>(args.alignment)) : rows;
     }
-    for (int width = 16; width > 0; width /= 2) needed += __shfl_xor_sync(0xffffffffu, needed, width);
+    needed = __reduce_add_sync(0xffffffffu, needed);
     if (needed > found.most) found = {needed, rank};
   }
   __syncthreads();  // of a call before
   if (lane_id() == 0) of_warps[warp_id()] = found;
   __syncthreads();
-  for (int w = 0; w < kWarps; ++w) {
-    const Need need = of_warps[w];
-    if (need.most > found.most || (need.most == found.most && need.rank < found.rank)) found = need;
-  }
+  const Need of_warp = lane_id() < kWarps ? of_warps[lane_id()] : Need{-1, INT32_MAX};
+  const int32_t most = __reduce_max_sync(0xffffffffu, of_warp.most);
+  return {most, __reduce_min_sync(0xffffffffu, of_warp.most == most ? of_warp.rank : INT32_MAX)};
+}
+
+/// A capacity that a rank needs more than, or none.
+struct Overflow {
+  Need need;
+  int64_t capacity;
+  bool passed, of_positions;
+};
+
+/// Finds whether the fullest rank needs more than a capacity, of rows before positions. Whole block.
+template <class Counts>
+__device__ inline Overflow find_overflow(const Comm& comm, const SendArguments& args, const Counts& counts) {
+  const bool by_rank = args.layout == RowLayout::rank;
+  const auto found = [&](bool of_positions, int64_t capacity) {
+    const Need need = fullest_rank(comm, args, counts, of_positions);
+    return Overflow{need, capacity, need.most > capacity, of_positions};
+  };
+  if (args.capacity < 0) return {};
+  if (!by_rank) return found(true, args.capacity);
+  const Overflow rows = found(false, args.capacity);
+  return rows.passed ? rows : found(true, args.positions);
+}
+
+/// Tells the host of a capacity that was passed, unless it has yet to hear of one. One thread.
+__device__ inline void report_overflow(const Comm& comm, RowLayout layout, const Overflow& found) {
   HostStatus::Overflow& overflow = comm.host->overflow;
-  if (found.most <= capacity) return false;
-  if (threadIdx.x != 0 || ptx::load_acquire_sys(&overflow.set) != 0) return true;
-  overflow.rank = found.rank;
-  overflow.needed = found.most;
-  overflow.capacity = capacity;
-  overflow.of_positions = of_positions && args.layout == RowLayout::rank;
+  if (!found.passed || ptx::load_acquire_sys(&overflow.set) != 0) return;
+  overflow.rank = found.need.rank;
+  overflow.needed = found.need.most;
+  overflow.capacity = found.capacity;
+  overflow.of_positions = found.of_positions && layout == RowLayout::rank;
   ptx::store_release_sys(&overflow.set, 1);
-  return true;
 }
 
 /// Makes the plan one that moves nothing: the dispatch has failed on all ranks alike.
@@ -192,49 +211,47 @@ __device__ inline void list_tokens(const Comm& comm, uint64_t epoch, const RowTa
 template <class Counts>
 __device__ inline PlanHeader lay_out_rows(const Comm& comm, const SendArguments& args, uint64_t epoch,
                                           const Counts& counts, const RowTables& tables) {
-  const DeviceShape& s = comm.window.shape;
-  const int64_t local = comm.local_experts, first_expert = comm.rank * local;
+  const KernelShape& s = comm.window.shape;
+  const int32_t local = comm.local_experts, first_expert = comm.rank * local;
   const bool by_expert = args.layout == RowLayout::expert;
-  const int64_t most_positions = by_expert ? args.capacity : args.positions;
-  const auto clamp = [](int64_t row, int64_t capacity) {
-    return static_cast<int32_t>(capacity < 0 ? row : min(row, capacity));
-  };
-  const auto expert_rows = [&](int64_t e) {
-    int64_t rows = 0;
+  // Capacities have 31 bits.
+  const auto capacity = static_cast<int32_t>(args.capacity);
+  const int32_t most_positions = by_expert ? capacity : static_cast<int32_t>(args.positions);
+  const auto clamp = [](int32_t row, int32_t most) { return most < 0 ? row : min(row, most); };
+  const auto expert_rows = [&](int32_t e) {
+    int32_t rows = 0;
 #pragma unroll Counts::kAhead
     for (int32_t source = 0; source < s.ranks; ++source) rows += counts(source, first_expert + e);
     return rows;
   };
-  const int64_t positions =
-      lay_out(local, args.alignment, expert_rows, [&](int64_t e, int64_t start, int64_t rows, int64_t end) {
-        tables.expert_rows[e] = static_cast<int32_t>(rows);
+  const int32_t positions =
+      lay_out(local, args.alignment, expert_rows, [&](int32_t e, int32_t start, int32_t rows, int32_t end) {
+        tables.expert_rows[e] = rows;
         tables.offsets[e] = clamp(end, most_positions);
         tables.ends[e] = clamp(start + rows, most_positions);
 #pragma unroll Counts::kAhead
         for (int32_t source = 0; source < s.ranks; ++source) {
-          tables.bases[source * local + e] = static_cast<int32_t>(start);
+          tables.bases[source * local + e] = start;
           start += counts(source, first_expert + e);
         }
       });
-  int64_t needed = positions;
+  int32_t needed = positions;
   if (!by_expert)
     needed = lay_out(
-        s.ranks, 1,
-        [&](int64_t source) {
-          return int64_t{counts(static_cast<int32_t>(source), s.num_experts + comm.rank)};
-        },
-        [&](int64_t source, int64_t start, int64_t, int64_t end) {
-          tables.source_bases[source] = static_cast<int32_t>(start);
-          tables.source_ends[source] = clamp(end, args.capacity);
+        s.ranks, 1, [&](int32_t source) { return counts(source, s.num_experts + comm.rank); },
+        [&](int32_t source, int32_t start, int32_t, int32_t end) {
+          tables.source_bases[source] = start;
+          tables.source_ends[source] = clamp(end, capacity);
         });
   if (by_expert)
-    for (int64_t source = threadIdx.x; source < s.ranks; source += kThreads) tables.source_ends[source] = 0;
+    for (auto source = static_cast<int32_t>(threadIdx.x); source < s.ranks; source += kThreads)
+      tables.source_ends[source] = 0;
   PlanHeader header{};
   header.id = epoch;
-  header.needed_rows = static_cast<int32_t>(needed);
-  header.rows = static_cast<int32_t>(args.capacity < 0 ? needed : args.capacity);
-  header.needed_positions = static_cast<int32_t>(positions);
-  header.positions = static_cast<int32_t>(most_positions < 0 ? positions : most_positions);
+  header.needed_rows = needed;
+  header.rows = capacity < 0 ? needed : capacity;
+  header.needed_positions = positions;
+  header.positions = most_positions < 0 ? positions : most_positions;
   header.overflow = needed > header.rows           ? header.needed_rows
                     : positions > header.positions ? header.needed_positions
                                                    : 0;
@@ -244,7 +261,7 @@ __device__ inline PlanHeader lay_out_rows(const Comm& comm, const SendArguments&
 /// Counts the rows that this rank gets, for the statistics. Called by one thread.
 template <class Counts>
 __device__ inline void count_rows(const Comm& comm, const PlanHeader& header, const Counts& counts) {
-  const DeviceShape& s = comm.window.shape;
+  const KernelShape& s = comm.window.shape;
   int64_t entries = 0;
 #pragma unroll Counts::kAhead
   for (int32_t source = 0; source < s.ranks; ++source)
@@ -254,7 +271,7 @@ __device__ inline void count_rows(const Comm& comm, const PlanHeader& header, co
     atomicAdd(reinterpret_cast<unsigned long long*>(&to), static_cast<unsigned long long>(value));
   };
   add(comm.state().rows_out, min(header.needed_rows, header.rows));
-  add(comm.state().bytes_wire, entries * comm.window.wire_bytes);
+  add(comm.state().bytes_wire, entries * comm.window.shape.wire_row_bytes());
 }
 
 /// What the records of all ranks say together.
@@ -285,7 +302,7 @@ __device__ inline Agreement agree(const Comm& comm, uint64_t epoch, HostStatus::
 }
 
 /// Writes the plan, which has the sources' tokens already, by `counts`, and tells the host what it waits for
-/// and whether a capacity was passed.
+/// and whether a capacity was passed. Whole block.
 template <class Counts>
 __device__ inline void publish_plan(const Comm& comm, const SendArguments& args, uint64_t epoch,
                                     const Counts& counts) {
@@ -308,10 +325,8 @@ __device__ inline void publish_plan(const Comm& comm, const SendArguments& args,
     }
     count_rows(comm, header, counts);
   }
-  if (args.capacity < 0) return;
-  const bool by_rank = args.layout == RowLayout::rank;
-  if (by_rank && report_overflow(comm, args, counts, false)) return;
-  report_overflow(comm, args, counts, true);
+  const Overflow overflow = find_overflow(comm, args, counts);
+  if (threadIdx.x == 0) report_overflow(comm, args.layout, overflow);
 }
 
 /// The plan of a dispatch that can't go on. Reports in any case, so that neither the host nor the receiving

@@ -54,7 +54,7 @@ __device__ inline void hand_on_tables(const Comm& comm, int32_t* plan_words, con
     plan.at(plan.fields.relay_ids)[other * most * top_k + i] = id;
     if (record.layout != RowLayout::rank) continue;
     // The source numbers its tokens for each rank: at the first of the token's ids that the rank owns.
-    const int32_t place = __ldcg(places + i), owner = expert_owner(id, comm.local_experts);
+    const int32_t place = __ldcg(places + i), owner = comm.owner(id);
     if (place >= 0 && owner >= 0 && comm.is_local(owner))
       comm.at<int32_t>(comm.bases[owner], w.places[parity])[source * most + i / top_k] = place;
   }
@@ -145,7 +145,7 @@ __device__ inline int32_t relayed_owner(const Comm& comm, const PlanView& plan, 
   const int lane = gpu::lane_id(), top_k = comm.top_k();
   const int64_t at = (other * comm.window.shape.max_tokens + token) * top_k + lane;
   int32_t owner = -1;
-  if (lane < top_k) owner = expert_owner(plan.at(plan.fields.relay_ids)[at], comm.local_experts);
+  if (lane < top_k) owner = comm.owner(plan.at(plan.fields.relay_ids)[at]);
   if (!comm.is_local(owner)) owner = -1;
   return gpu::first_with(owner) ? owner : -1;
 }

@@ -91,10 +91,11 @@ __device__ inline void relay_weight_grads(const Comm& comm, int32_t* plan_words,
     for (int32_t r = static_cast<int32_t>(threadIdx.x); here && r < comm.local_ranks;
          r += static_cast<int32_t>(blockDim.x)) {
       const int32_t owner = comm.first_rank + r;
-      here = device::wait_until(comm, {owner, WaitPhase::rows, Operation::combine, epoch},
-                                device::EpochFlag{comm.flag(comm.own, comm.window.partial_arrived,
-                                                            comm.pair(home, owner), comm.window.max_chunks),
-                                                  epoch});
+      here = device::wait_until(
+          comm, {owner, WaitPhase::rows, Operation::combine, epoch},
+          device::EpochFlag{comm.flag(comm.own, comm.window.partial_arrived, comm.pair(home, owner),
+                                      comm.window.shape.max_chunks()),
+                            epoch});
     }
     if (!__syncthreads_and(here) && gpu::failed_for_block(comm)) return;
     const int64_t values = plan.at(plan.fields.tokens)[home] * comm.top_k();

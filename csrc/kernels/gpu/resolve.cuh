@@ -20,7 +20,8 @@ __device__ inline const std::byte* arrived_row(const Comm& comm, const ReceiveAr
                                                const Item& item, int64_t token) {
   if (item.source == comm.rank && !comm.own_rows_travel())
     return args.x + token * comm.window.shape.row_bytes();
-  if (args.copied) return comm.landed_row(item.landing, item.source, token, comm.window.wire_bytes);
+  if (args.copied)
+    return comm.landed_row(item.landing, item.source, token, comm.window.shape.wire_row_bytes());
   return comm.staged_row(comm.rank, epoch, item.source, token);
 }
 
@@ -123,7 +124,7 @@ __device__ inline ChunkRows<rounds> resolve_rows(const Comm& comm, const Receive
     chunk.position[j] = chunk.row[j] = kRowElsewhere;
     chunk.slot[j] = -1;
     if (j * map.tokens >= tokens) continue;
-    const int32_t owner = expert_owner(expert_of(j), comm.local_experts);
+    const int32_t owner = comm.owner(expert_of(j));
     const bool mine = chunk.local[j] >= 0;
     const bool here = (__ballot_sync(0xffffffffu, mine) & map.lanes) != 0;
     const bool leads = first_with(owner, map.lanes);
@@ -172,7 +173,7 @@ __device__ inline void zero(std::byte* memory, int64_t bytes) {
 /// whose rows there was no memory has none.
 __device__ inline void zero_padding(const Comm& comm, const ReceiveArguments& args, const RowTables& tables,
                                     int64_t e) {
-  const DeviceShape& s = comm.window.shape;
+  const KernelShape& s = comm.window.shape;
   const int64_t first = tables.ends[e], rows = min(int64_t{tables.offsets[e]}, args.rows) - first;
   if (rows <= 0) return;
   const bool wire = args.out_scales != nullptr;

@@ -79,7 +79,7 @@ class RouteWalk {
 #pragma unroll
         for (int j = 0; j + 1 < kAhead; ++j) values[j] = values[j + 1];
         s.id = s.active ? id(s, value) : kNoExpert;
-        s.owner = expert_owner(s.id, comm_.local_experts);
+        s.owner = comm_.owner(s.id);
         const uint32_t same =
             __match_any_sync(0xffffffffu, s.owner >= 0 ? s.owner : -1 - lane_id()) & s.token_lanes;
         s.first = s.owner >= 0 && (same & ((1u << lane_id()) - 1)) == 0;

@@ -4,7 +4,8 @@
 //   1. each thread takes the ids of some (token, k), and sets their bits
 //   2. the bits of a map are a count, which every rank gets; the bits before each of its words are kept. The
 //      map of a rank is that of its experts together
-//   3. the bits below a token are its number, which every rank gets
+//   3. the bits below a token are its number, which every rank gets. Where maps are short they are counted
+//      anew, so that some warps do this while others do the step before
 //   4. the block signals the records of the dispatch
 // Other ranks wait for what this block does, so that it loads all it needs at once, before anything else.
 // Counts and routes go out twice: as those of many tokens, which are there with the record, and in words that
@@ -18,6 +19,7 @@ namespace moecomm::gpu {
 
 /// Bitmaps of tokens, of `words` words each.
 struct TokenMaps {
+  static constexpr int kShort = 4;  ///< words whose bits are counted as soon as what is before them is read
   uint32_t* bits;
   uint16_t* before;  ///< tokens in the words of the map before this one
   int words, stride;
@@ -32,10 +34,15 @@ struct TokenMaps {
     const uint32_t bit = 1u << (token & 31);
     return atomicOr(&bits[bin * stride + (token >> 5)], bit) & bit;
   }
-  /// Tokens of a map below `token`.
+  __device__ bool is_short() const { return words <= kShort; }
+  /// Tokens of a map below `token`. It has been counted, if maps are not short.
   __device__ int32_t below(int32_t bin, int32_t token) const {
-    const int word = bin * stride + (token >> 5);
-    return before[word] + __popc(bits[word] & ((1u << (token & 31)) - 1));
+    const int first = bin * stride, word = first + (token >> 5);
+    int32_t count = __popc(bits[word] & ((1u << (token & 31)) - 1));
+    if (!is_short()) return count + before[word];
+#pragma unroll 1
+    for (int w = first; w < word; ++w) count += __popc(bits[w]);
+    return count;
   }
   /// True if `token` is in the map of `bin`.
   __device__ bool has(int32_t bin, int32_t token) const {
@@ -142,11 +149,12 @@ __device__ inline void find_bad_ids(const Comm& comm, const SendArguments& args)
 }
 
 /// Writes what a token's home has to know: its number of sums, and which of them in ascending order is this
-/// rank's.
+/// rank's. The last threads have most tokens.
 __device__ inline void write_homes(const Comm& comm, const SendArguments& args, const TokenMaps& maps) {
   const int32_t experts = static_cast<int32_t>(comm.window.shape.num_experts), ranks = comm.ranks();
   const PlanView plan{args.plan, comm.plan_fields};
-  for (int32_t token = static_cast<int32_t>(threadIdx.x); token < args.tokens; token += kThreads) {
+  for (auto token = static_cast<int32_t>(kThreads - 1 - threadIdx.x); token < args.tokens;
+       token += kThreads) {
     int sums = 0, slot = kNoOwnSlot;
     for (int32_t rank = 0; rank < ranks; ++rank) {
       if (!maps.has(experts + rank, token)) continue;
@@ -205,7 +213,7 @@ __device__ inline void route_few(const Comm& comm, const SendArguments& args, ui
     __syncthreads();
   }
 
-  // 2. The first warps have most experts.
+  // 2. The last warps have most experts, since the first have most entries.
   const int64_t to_counts = w.counts[epoch & 1] + int64_t{rank} * counts * sizeof(int32_t);
   const int64_t to_few_counts =
       w.few_counts[epoch & 1] + rank * w.shape.few_counts() * int64_t{sizeof(uint64_t)};
@@ -214,25 +222,25 @@ __device__ inline void route_few(const Comm& comm, const SendArguments& args, ui
     ptx::store_relaxed_sys(comm.at<uint64_t>(base, to_few_counts) + bin, EpochNumber::word(epoch, count));
     if (bin < counts) comm.at<int32_t>(base, to_counts)[bin] = count;
   };
-  for (int bin = thread; bin < experts; bin += kThreads) {
+  for (int bin = kThreads - 1 - thread; bin < experts; bin += kThreads) {
     const int32_t count = maps.count(bin);
 #pragma unroll 1
     for (int32_t peer = 0; peer < ranks; ++peer) push_count(peer, bin, count);
   }
-  for (int32_t owner = kWarps - 1 - warp_id(); owner < ranks; owner += kWarps) {
+  for (int32_t owner = (kWarps + 2 - warp_id()) % kWarps; owner < ranks; owner += kWarps) {
     const int32_t count = maps.join(experts + owner, owner * local, local);
     for (int32_t peer = lane_id(); peer < ranks; peer += 32) push_count(peer, experts + owner, count);
   }
   const SignalRecord record = dispatch_record(comm, args, epoch, bad);
-  for (int32_t peer = kThreads - 1 - thread; peer < ranks; peer += kThreads) {
+  for (int32_t peer = (thread + kThreads - 96) % kThreads; peer < ranks; peer += kThreads) {
     push_count(peer, counts, tokens);
     ptx::store_relaxed_sys_pair(comm.at<FewStart>(comm.bases[peer], w.few_starts[epoch & 1]) + rank,
                                 {arguments_hash(record), EpochNumber::word(epoch, 0)});
   }
-  __syncthreads();
 
   // 3
   const bool weighted = args.weights != nullptr, by_rank = args.layout == RowLayout::rank;
+  if (by_rank || !maps.is_short()) __syncthreads();
   const int64_t first = rank * w.shape.max_tokens, to_routes = w.packed_routes[epoch & 1];
   const int64_t to_weights = w.weights[epoch & 1], to_places = w.places[epoch & 1];
   const int64_t to_few =
@@ -244,7 +252,7 @@ __device__ inline void route_few(const Comm& comm, const SendArguments& args, ui
     each_entry([&](int32_t entry, int32_t token, int64_t given, float weight) {
       const int32_t id = valid_id(comm, given);
       const int32_t packed = id < 0 ? -1 : id << number_bits | maps.below(id, token);
-      const int32_t owner = expert_owner(id, local);
+      const int32_t owner = comm.owner(id);
       const int32_t place = by_rank && id >= 0 ? maps.below(experts + owner, token) : 0;
       if (of_few) {
         const uint32_t weight_bits = weighted ? __float_as_uint(weight) : 0;
@@ -268,8 +276,8 @@ __device__ inline void route_few(const Comm& comm, const SendArguments& args, ui
 
   // 4
   __syncthreads();
-  announce_routes(comm, args, record);
   write_homes(comm, args, maps);
+  announce_routes(comm, args, record);
 }
 
 }  // namespace moecomm::gpu

@@ -118,7 +118,7 @@ __device__ void list_own(const Comm& comm, const SendArguments& args, const Id* 
       const int token = list.begin + j * map.tokens + map.within;
       int32_t owner = -1;
       if (list.ids[j] >= 0 && list.ids[j] < comm.window.shape.num_experts)
-        owner = expert_owner(static_cast<int32_t>(list.ids[j]), comm.local_experts);
+        owner = comm.owner(static_cast<int32_t>(list.ids[j]));
       if (owner == comm.rank && !comm.own_rows_travel()) owner = -1;
       const bool first = first_with(owner, map.lanes);
       pipe.add(map, args.x + token * row_bytes, first,

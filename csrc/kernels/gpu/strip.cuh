@@ -63,7 +63,7 @@ class WireStrip {
 #pragma unroll
       for (int width = kBlockLanes / 2; width > 0; width /= 2)
         most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, width));
-      scales_[s] = W::scale(most, 0.0f);
+      scales_[s] = W::scale(most, W::blocks(0.0f));
       const float inverse = W::inverse(scales_[s], 0.0f);
       auto* const words = reinterpret_cast<typename W::Four*>(&raw_[s]);
 #pragma unroll

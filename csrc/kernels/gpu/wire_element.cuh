@@ -26,6 +26,9 @@ struct E4m3Wire {
   static constexpr int kScaleColumns = wire_entry(wire).scale_columns, kValueBits = 8;
   static constexpr bool kRowScale = false;
   using Four = uint32_t;  ///< four values
+  /// What scales of blocks are found by, worked out once for a row: nothing.
+  struct Blocks {};
+  __device__ static Blocks blocks(float) { return {}; }
   static_assert(wire_entry(wire).value_bits == kValueBits && !wire_entry(wire).row_scale);
 
   /// Values times `inverse` as e4m3, to nearest even, saturating.
@@ -49,7 +52,7 @@ struct Wire<WireFormat::fp8> : E4m3Wire<WireFormat::fp8> {
   static_assert(sizeof(Scale) == wire_entry(WireFormat::fp8).scale_bytes);
 
   /// The scale of a block whose largest magnitude is `amax` (docs/data_formats.md).
-  __device__ static Scale scale(float amax, float) { return e4m3::scale(amax); }
+  __device__ static Scale scale(float amax, Blocks) { return e4m3::scale(amax); }
   /// What values are multiplied by to quantise them.
   __device__ static float inverse(Scale scale, float) { return e4m3::inverse(scale); }
   /// What they are multiplied by when they are read.
@@ -62,7 +65,7 @@ struct Wire<WireFormat::mxfp8> : E4m3Wire<WireFormat::mxfp8> {
   static_assert(sizeof(Scale) == wire_entry(WireFormat::mxfp8).scale_bytes);
 
   /// The least power of two that is no less than amax / 448; NaN for an infinity.
-  __device__ static Scale scale(float amax, float) {
+  __device__ static Scale scale(float amax, Blocks) {
     const uint32_t bits = __float_as_uint(__fdiv_rn(amax, 448.0f));
     const uint32_t exponent = bits >> 23, mantissa = bits & 0x7fffff;
     return static_cast<Scale>(exponent + (exponent > 0 ? mantissa > 0 : mantissa > 0x400000));
@@ -93,16 +96,27 @@ struct Wire<WireFormat::nvfp4> {
                     kLeast = 7.888609052210118e-31f;  // 2^-100: what is below it, has room
     return fmaxf(__fdiv_rn(amax, kLargest), kLeast);
   }
+  /// What scales of blocks are found by, worked out once for a row.
+  struct Blocks {
+    float divisor, reciprocal;
+  };
+  __device__ static Blocks blocks(float row) {
+    const float divisor = __fmul_rn(6.0f, row);
+    return {divisor, __frcp_rn(divisor)};
+  }
   /// The scale of a block whose largest magnitude is `amax`: NaN if that is one.
-  __device__ static Scale scale(float amax, float row) {
+  __device__ static Scale scale(float amax, const Blocks& blocks) {
     if (isnan(amax)) return 0x7f;
-    const float quotient = __fdiv_rn(amax, __fmul_rn(6.0f, row));
+    // amax / (6 row), rounded once: a quotient from the rounded reciprocal, and what it leaves (Markstein,
+    // "Computation of elementary functions on the IBM RISC System/6000 processor", 1990).
+    const float near = __fmul_rn(amax, blocks.reciprocal);
+    const float quotient = __fmaf_rn(__fmaf_rn(-near, blocks.divisor, amax), blocks.reciprocal, near);
     const auto code = static_cast<Scale>(__nv_cvt_float_to_fp8(quotient, __NV_SATFINITE, __NV_E4M3));
     return code > 0 ? code : 1;
   }
   /// 0 for NaN.
   __device__ static float inverse(Scale scale, float row) {
-    return scale == 0x7f ? 0.0f : __fdiv_rn(1.0f, factor(scale, row));
+    return scale == 0x7f ? 0.0f : __frcp_rn(factor(scale, row));
   }
   __device__ static float factor(Scale scale, float row) {
     const __half_raw raw = __nv_cvt_fp8_to_halfraw(scale, __NV_E4M3);
@@ -112,25 +126,31 @@ struct Wire<WireFormat::nvfp4> {
   __device__ static Four write(const float* in, float inverse) {
     uint32_t out = 0;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float value = __fmul_rn(in[i], inverse), size = fabsf(value);
-      // Borders between 0, 0.5, 1, 1.5, 2, 3, 4 and 6; one that is met goes to the number with an even code.
-      const uint32_t code = (size > 0.25f) + (size >= 0.75f) + (size > 1.25f) + (size >= 1.75f) +
-                            (size > 2.5f) + (size >= 3.5f) + (size > 5.0f);
-      const uint32_t sign = isnan(value) ? 0 : __float_as_uint(value) >> 31;
-      out |= (code | sign << 3) << (4 * i);
+    for (int i = 3; i >= 0; --i) {
+      const float value = __fmul_rn(in[i], inverse);
+      const float size = fminf(fmaxf(fabsf(value), 0.0f), 6.0f);  // 0 for NaN
+      // Numbers lie 1/2 apart below 2, 1 below 4, then 2, which is half of the power of two below `size`, or
+      // of 1. The sum with 2^22 such powers is rounded to that, ties to even, and its lowest bits say how
+      // many of them; the numbers of the steps before come on top.
+      const uint32_t power = max(__float_as_uint(size), 0x3f800000u) & 0x7f800000u;
+      const float sum = __fmaf_rn(__uint_as_float(power), 4194304.0f, size);
+      const uint32_t code = (__float_as_uint(sum) - (power + (22u << 23))) + ((power >> 22) - 254);
+      out = out << 4 | code | (__float_as_uint(value) >> 28 & 8);
     }
     return static_cast<Four>(out);
   }
   /// e2m1 values times `factor`.
   __device__ static void read(Four in, float factor, float* out) {
+    const __half2 unit = __float2half2_rn(16384.0f);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      // The three bits of a magnitude, where a half has them, are 2^-14 of it.
-      const uint32_t code = in >> (4 * i);
-      __half_raw raw;
-      raw.x = static_cast<uint16_t>((code & 7) << 9 | (code & 8) << 12);
-      out[i] = __fmul_rn(__half2float(static_cast<__half>(raw)) * 16384.0f, factor);
+    for (int i = 0; i < 2; ++i) {
+      // Two values, one in each half of a word; the three bits of a magnitude, where a half has them, are
+      // 2^-14 of it.
+      const uint32_t both = (uint32_t{in} >> 8 * i & 0xff) * 0x1001;
+      const uint32_t bits = (both & 0x00070007) << 9 | (both & 0x00080008) << 12;
+      const float2 pair = __half22float2(__hmul2(reinterpret_cast<const __half2&>(bits), unit));
+      out[2 * i] = __fmul_rn(pair.x, factor);
+      out[2 * i + 1] = __fmul_rn(pair.y, factor);
     }
   }
 };

@@ -21,29 +21,29 @@ struct WireVector {
 
   /// The largest finite magnitude in a vector.
   __device__ static float largest_finite(const uint4& raw) {
-    float values[E::kVector], most = 0;
+    float most = E::largest_or_nan(raw);
+    if (isfinite(most)) return most;
+    float values[E::kVector];
     E::widen(raw, values);
+    most = 0;
 #pragma unroll
     for (int e = 0; e < E::kVector; ++e) most = fmaxf(most, isfinite(values[e]) ? fabsf(values[e]) : 0.0f);
     return most;
   }
   /// The scale of the block that a lane's vector is in. All lanes; zero beyond the row.
-  __device__ static Scale block_scale(const uint4& raw, float row) {
+  __device__ static Scale block_scale(const uint4& raw, const typename W::Blocks& blocks) {
     // Bits of magnitudes, whose order is that of the numbers.
     uint32_t most = 0;
     if constexpr (W::kRowScale) {  // a NaN or an infinity in a block is one in its scale
-      float values[E::kVector];
-      E::widen(raw, values);
-#pragma unroll
-      for (int e = 0; e < E::kVector; ++e)
-        most = max(most, isfinite(values[e]) ? __float_as_uint(fabsf(values[e])) : 0x7fffffffu);
+      const float largest = E::largest_or_nan(raw);
+      most = isfinite(largest) ? __float_as_uint(largest) : 0x7fffffffu;
     } else {
       most = __float_as_uint(E::largest(raw));
     }
 #pragma unroll
     for (int width = kBlockLanes / 2; width > 0; width /= 2)
       most = max(most, __shfl_xor_sync(0xffffffffu, most, width));
-    return W::scale(__uint_as_float(most), row);
+    return W::scale(__uint_as_float(most), blocks);
   }
   __device__ static Values write(const uint4& raw, float inverse) {
     float values[E::kVector];

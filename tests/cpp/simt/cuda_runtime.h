@@ -81,6 +81,7 @@ enum SimtKind {
   kAny,
   kMatch,
   kMost,
+  kAdd,
   kLeast,
   kOr,
   kWarp
@@ -109,6 +110,10 @@ unsigned __match_any_sync(unsigned, T value) {
   for (uint32_t i = 0; i < 32; ++i)
     if ((present >> i & 1) != 0 && values[i] == value) same |= 1u << i;
   return same;
+}
+template <class T>
+T __reduce_add_sync(unsigned, T value) {
+  return simt::reduce(kAdd, value, [](T a, T b) { return a + b; });
 }
 template <class T>
 T __reduce_max_sync(unsigned, T value) {
@@ -184,4 +189,5 @@ inline unsigned __float_as_uint(float value) {
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
+inline float __frcp_rn(float a) { return 1.0f / a; }
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }

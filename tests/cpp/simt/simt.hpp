@@ -275,16 +275,16 @@ inline uint32_t ballot(int kind, bool value) {
   return votes;
 }
 
+inline unsigned lane() { return Block::now().thread().x & 31; }
+
 template <class T, class Reduce>
 T reduce(int kind, T value, const Reduce& with) {
   uint32_t present;
   const auto values = Block::now().meet(kind, value, present);
   T result = value;
   for (uint32_t i = 0; i < 32; ++i)
-    if ((present >> i & 1) != 0) result = with(result, values[i]);
+    if (i != lane() && (present >> i & 1) != 0) result = with(result, values[i]);
   return result;
 }
-
-inline unsigned lane() { return Block::now().thread().x & 31; }
 
 }  // namespace simt
