@@ -67,9 +67,10 @@ struct Comm {
   int32_t rank;
   int32_t first_rank, local_ranks;  ///< of this node
   int32_t local_experts;
-  Divisor of_owner;  ///< local_experts
-  NodeBases bases;   ///< windows of this node's ranks as mapped here
-  std::byte* own;    ///< bases[rank]
+  Divisor of_owner;             ///< local_experts
+  Divisor of_ranks, of_others;  ///< ranks; ranks but one, or 1
+  NodeBases bases;              ///< windows of this node's ranks as mapped here
+  std::byte* own;               ///< bases[rank]
   HostStatus* host;
   uint64_t timeout_ns;
   DevicePlan plan_fields;

@@ -166,6 +166,8 @@ void DeviceCommunicator::connect(const std::vector<uintptr_t>& bases, const std:
     comm.rail = rail();
     comm.local_experts = config_.shape.local_experts();
     comm.of_owner = Divisor::of(comm.local_experts);
+    comm.of_ranks = Divisor::of(config_.shape.ranks);
+    comm.of_others = Divisor::of(std::max(config_.shape.ranks - 1, 1));
     comm.bases = node_bases;
     comm.own = own;
     comm.host = pinned_->status;
@@ -243,9 +245,13 @@ void DeviceCommunicator::watch() {
 device::Comm* DeviceCommunicator::comm(WireFormat wire) const { return comms_[static_cast<int>(wire)].get(); }
 
 void DeviceCommunicator::limit_sms(int32_t num_sms) {
-  heuristics_ = gpu::choose_heuristics(sms_, num_sms, nodes_.nodes() > 1,
-                                       gpu::most_fused_tokens(config_.shape.ranks, config_.shape.num_experts),
-                                       config_.shape.ranks, config_.shape.top_k, config_.shape.row_bytes());
+  const DeviceShape& shape = config_.shape;
+  // Where nothing is quantised any format will do.
+  const WireFormat quantised = shape.wire != WireFormat::same          ? shape.wire
+                               : config_.gradients != WireFormat::same ? config_.gradients
+                                                                       : WireFormat::fp8;
+  heuristics_ = gpu::choose_heuristics(sms_, num_sms, gpu::most_fused_tokens(shape.ranks, shape.num_experts),
+                                       shape, quantised);
 }
 
 void DeviceCommunicator::use_copies(bool copies, bool held) {

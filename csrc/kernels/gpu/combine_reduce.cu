@@ -99,7 +99,6 @@ class OwnedSpans {
       : comm_(comm),
         tokens_of_(plan_words + comm.plan_fields.tokens),
         span_(span),
-        others_(static_cast<uint32_t>(comm.ranks() - 1)),
         first_tokens_(lane_id() < comm.ranks() ? tokens_of_[lane_id()] : 0),
         claims_(&comm.state().item_next) {
     uint32_t most = 0;
@@ -107,18 +106,19 @@ class OwnedSpans {
       const int32_t its = tokens_of_[r];
       if (r != comm.rank && its > 0) most = max(most, static_cast<uint32_t>((its - 1) / span_(its) + 1));
     }
-    claims_end_ = __reduce_max_sync(0xffffffffu, most) * others_;
+    claims_end_ = __reduce_max_sync(0xffffffffu, most) * static_cast<uint32_t>(comm.ranks() - 1);
   }
   /// Goes to the next span that has tokens; false if there is none.
   __device__ bool next() {
     while (true) {
-      const auto claim = static_cast<uint32_t>(claims_.take());
-      if (claim >= claims_end_) return false;
-      home = comm_.rank + 1 + static_cast<int32_t>(claim % others_);
+      const auto claim = static_cast<int32_t>(claims_.take());
+      if (static_cast<uint32_t>(claim) >= claims_end_) return false;
+      const int32_t number = comm_.of_others.quotient(claim);
+      home = comm_.rank + 1 + (claim - number * (comm_.ranks() - 1));
       if (home >= comm_.ranks()) home -= comm_.ranks();
       tokens = home < 32 ? __shfl_sync(0xffffffffu, first_tokens_, home) : tokens_of_[home];
       const int size = span_(tokens);
-      begin = static_cast<int>(claim / others_) * size;
+      begin = number * size;
       end = min(begin + size, tokens);
       if (begin < end) return true;
     }
@@ -128,7 +128,6 @@ class OwnedSpans {
   const Comm& comm_;
   const int32_t* const tokens_of_;
   const Span span_;
-  const uint32_t others_;
   const int32_t first_tokens_;  ///< of rank number lane
   uint32_t claims_end_;
   Claims claims_;

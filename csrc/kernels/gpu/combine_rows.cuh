@@ -219,8 +219,8 @@ struct HomePart {
   template <Way way>
   __device__ static HomePart list(const Comm& comm, const CombineArguments& args, const SumParts& parts,
                                   int64_t number, SumMemory& block) {
-    const int64_t token = number / parts.count;
-    const int begin = static_cast<int>(number % parts.count) * parts.vectors,
+    const int32_t token = static_cast<int32_t>(number) / parts.count;  // numbers of parts have 31 bits
+    const int begin = (static_cast<int32_t>(number) - token * parts.count) * parts.vectors,
               end = min(begin + parts.vectors, static_cast<int>(comm.window.shape.row_bytes() / 16));
     return {token, begin, end,
             list_own_rows<way>(comm, args, token, block.sources[warp_id()], block.weights[warp_id()])};

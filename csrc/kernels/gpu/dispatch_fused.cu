@@ -616,17 +616,21 @@ __device__ bool are_tokens(const Comm& comm, int64_t of_each, const int32_t* tok
   return __all_sync(0xffffffffu, all);
 }
 
-/// Receives this block's share of the rows of a dispatch.
+/// Receives this block's share of the rows of a dispatch. `idle`: it has sent none, and waits for the counts.
 template <DType dtype>
 __device__ void receive_dispatch(const Comm& comm, const FusedArguments& args, uint64_t epoch,
-                                 const Team& team, FusedMemory& memory) {
+                                 const Team& team, bool idle, FusedMemory& memory) {
   const OwnCounts counts(memory.counts, comm, args.receive.layout);
   const RowTables tables = RowTables::in(memory.tables, comm);
-  assume_tokens(comm, args.send.tokens, tables.tokens, memory.few);
-  FirstRow first(comm, tables, team);
-  __syncthreads();  // all have read what was assumed
+  FirstRow first;
+  if (idle) {
+    assume_tokens(comm, args.send.tokens, tables.tokens, memory.few);
+    first = FirstRow(comm, tables, team);
+    __syncthreads();  // all have read what was assumed
+  }
   if (!take_counts(comm, epoch, counts, tables.tokens, memory.few)) return;
-  if (!are_tokens(comm, args.send.tokens, tables.tokens, memory.few)) first = FirstRow(comm, tables, team);
+  if (!idle || !are_tokens(comm, args.send.tokens, tables.tokens, memory.few))
+    first = FirstRow(comm, tables, team);
   const ReceivedRoute route(comm, args.receive, epoch, TokenLanes::of_one(comm.top_k()), first.token,
                             memory.few);  // is loaded meanwhile
   const PlanHeader header = lay_out_rows(comm, args.send, epoch, counts, tables);
@@ -648,7 +652,8 @@ __device__ void work(const Comm& comm, const FusedArguments& args, uint64_t epoc
   // The blocks that have sent least take the first.
   const Team team(args.team_warps, blocks - 1 - block, blocks - args.senders);
   if (args.send.operation == Operation::dispatch)
-    return receive_dispatch<dtype>(comm, args, epoch, team, memory);
+    return receive_dispatch<dtype>(comm, args, epoch, team,
+                                   !args.again && (args.senders > 0 || block >= args.send.tokens), memory);
   const RowTables tables = RowTables::of(PlanView{args.send.plan, comm.plan_fields});
   const FirstRow first(comm, tables, team);
   const ReceivedRoute route(comm, args.receive, epoch, TokenLanes::of_one(comm.top_k()), first.token,

@@ -136,10 +136,12 @@ struct Heuristics {
   static int fused_senders(int64_t tokens, int blocks, bool quantised, int32_t ranks) {
     // Tokens up to which blocks do both, and the share of those that send; measured.
     constexpr int64_t kBoth[] = {96, 48}, kBothQuantised[] = {256, 128};
-    constexpr int kPercent[] = {35, 27}, kPercentQuantised = 30;
+    constexpr int kPercent[] = {35, 27}, kPercentOfMore[] = {31, 27}, kPercentQuantised = 30;
+    constexpr int64_t kMore = 384;
     const bool several = ranks > 2;
     if (tokens <= (quantised ? kBothQuantised : kBoth)[several]) return 0;
-    return (blocks - leading_blocks(blocks)) * (quantised ? kPercentQuantised : kPercent[several]) / 100;
+    const int percent = quantised ? kPercentQuantised : (tokens > kMore ? kPercentOfMore : kPercent)[several];
+    return (blocks - leading_blocks(blocks)) * percent / 100;
   }
 
   /// Parts in which a combine in one kernel of `warps` warps sums a row of `strips` strips at its home, so
@@ -313,7 +315,9 @@ struct RowMoves {
   double sent;      ///< but this one
   double received;  ///< times that owners store it together
   int64_t bytes;    ///< of a row
-  RowWork work;     ///< quantised it is half as long on the way
+  RowWork work;
+  int64_t wire_bytes;  ///< of a row on the way
+  double rate;         ///< bytes of rows in a nanosecond that a block quantises
 
   bool quantised() const { return work == RowWork::quantised; }
   bool changes() const { return work == RowWork::factors || work == RowWork::products; }
@@ -325,21 +329,21 @@ struct RowMoves {
 /// fewer blocks than that send: what arrives long before it is read is no longer in the GPU's cache then.
 inline DispatchBlocks divide_dispatch(int total, const RowMoves& row, bool even) {
   // Bytes in a nanosecond (docs/performance.md): of a block's loads and stores, the same of rows that are
-  // multiplied, of its stores, and of rows that it quantises.
-  constexpr double kMoved = 80, kMultiplied = 62, kStored = 55, kQuantised = 24;
+  // multiplied, and of its stores.
+  constexpr double kMoved = 80, kMultiplied = 62, kStored = 55;
   // Nanoseconds of a block besides: for each row that it sends, each rank that it goes to, each that arrives.
   constexpr double kSend = 20, kSendTo = 60, kReceive = 30;
   constexpr double kLater = 1.1;  // what is received first, or last, the other side waits for
-  constexpr int kMostSend = 30;
+  const int most_send = row.quantised() ? total / 2 : 30;
   // Blocks that send, over those that fill the links, past which they hinder each other; and the share of the
   // time that others may take to receive, so that there is some to spare.
   const double fill = row.changes() ? 1.6 : 2.5, kept = row.changes() ? 0.8 : 0.7;
-  const auto bytes = static_cast<double>(row.bytes), wire = row.quantised() ? bytes / 2 : bytes;
+  const auto bytes = static_cast<double>(row.bytes), wire = static_cast<double>(row.wire_bytes);
   const auto of_block = [&](double loaded, double stored, double besides) {
     return std::max((loaded + stored) / kMoved + besides, stored / kStored);
   };
   const double besides = kSend + kSendTo * row.sent;
-  const double send_time = row.quantised() ? bytes / kQuantised + besides
+  const double send_time = row.quantised() ? bytes / row.rate + besides
                            : row.sent > 0  ? of_block(bytes, row.sent * bytes, besides)
                                            : 0;
   const double with = row.work == RowWork::products ? row.received * bytes : 0;
@@ -350,7 +354,7 @@ inline DispatchBlocks divide_dispatch(int total, const RowMoves& row, bool even)
   const auto time = [&](int send) {
     return std::max({kLater * send_time / send, links_time, receive_time / (total - send)});
   };
-  const int step = even && total >= 4 ? 2 : 1, most = std::min(kMostSend, total - 1);
+  const int step = even && total >= 4 ? 2 : 1, most = std::min(most_send, total - 1);
   double least = time(step);
   for (int send = 2 * step; send <= most; send += step) least = std::min(least, time(send));
   DispatchBlocks best{};
@@ -375,9 +379,13 @@ inline DispatchBlocks divide_dispatch(int total, const RowMoves& row, bool even)
 }
 
 /// `sms`: those of the device; `budget`: those that one operation may use, 0 for the default. With several
-/// nodes three are the least. `fused_tokens`: of so many kernels for few tokens serve the shape.
-inline Heuristics choose_heuristics(int sms, int budget, bool several_nodes, int fused_tokens, int32_t ranks,
-                                    int32_t top_k, int64_t row_bytes) {
+/// nodes three are the least. `fused_tokens`: of so many kernels for few tokens serve the shape. `wire`: the
+/// format of rows that are quantised.
+inline Heuristics choose_heuristics(int sms, int budget, int fused_tokens, const DeviceShape& shape,
+                                    WireFormat wire) {
+  const bool several_nodes = shape.other_nodes() > 0;
+  const int32_t ranks = shape.ranks, top_k = shape.top_k;
+  const int64_t row_bytes = shape.row_bytes();
   const int all = std::max(2, std::min(budget > 0 ? budget : sms * 3 / 4, sms));
   Heuristics h{};
   h.paired = budget > 0;
@@ -387,8 +395,12 @@ inline Heuristics choose_heuristics(int sms, int budget, bool several_nodes, int
   const int total = std::max(2, all - h.relay_blocks);
   const double owners = owners_of_token(ranks, top_k), sent = owners * (ranks - 1) / ranks;
   for (int work = 0; work < kRowWorks; ++work) {
+    const bool quantised = static_cast<RowWork>(work) == RowWork::quantised;
+    const int64_t wire_bytes = quantised ? shape.with_wire(wire).wire_row_bytes() : row_bytes;
     const auto divide = [&](double received) {
-      return divide_dispatch(total, {owners, sent, received, row_bytes, static_cast<RowWork>(work)},
+      return divide_dispatch(total,
+                             {owners, sent, received, row_bytes, static_cast<RowWork>(work), wire_bytes,
+                              wire_entry(wire).quantised},
                              h.paired);
     };
     h.by_expert[work] = divide(top_k);

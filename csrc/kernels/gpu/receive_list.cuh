@@ -52,11 +52,11 @@ __device__ inline void receive_and_end(const Comm& comm, const ReceiveArguments&
 
 /// The most chunks, or spans of span(tokens) tokens, that one source has.
 template <class Span>
-__device__ int64_t most_spans(const int32_t* tokens_of, int32_t ranks, const Span& span) {
-  int64_t most = 0;
+__device__ int32_t most_spans(const int32_t* tokens_of, int32_t ranks, const Span& span) {
+  int32_t most = 0;
   for (int32_t source = 0; source < ranks; ++source) {
-    const int64_t tokens = tokens_of[source];
-    if (tokens > 0) most = max(most, (tokens - 1) / span(tokens) + 1);
+    const int32_t tokens = tokens_of[source];
+    if (tokens > 0) most = max(most, static_cast<int32_t>((tokens - 1) / span(tokens) + 1));
   }
   return most;
 }
@@ -101,16 +101,15 @@ class ReceiveLister {
   /// A list without tokens is the last one.
   __device__ ReceiveList next() {
     ReceiveList list;
-    const auto ranks = static_cast<uint32_t>(comm_.ranks());
     while (list.tokens() == 0) {
-      const auto claim = static_cast<uint32_t>(claims_.take());
-      if (claim >= claims_end_) return list;
-      const uint32_t number = claim / ranks;
-      list.item.source = comm_.rank + static_cast<int32_t>(claim - number * ranks);
+      const auto claim = static_cast<int32_t>(claims_.take());
+      if (static_cast<uint32_t>(claim) >= claims_end_) return list;
+      const int32_t number = comm_.of_ranks.quotient(claim);
+      list.item.source = comm_.rank + (claim - number * comm_.ranks());
       if (list.item.source >= comm_.ranks()) list.item.source -= comm_.ranks();
       list.of_source = tokens_of_[list.item.source];
       const int size = size_(list.of_source);
-      list.item.begin = min(static_cast<int>(number) * size, list.of_source);
+      list.item.begin = min(number * size, list.of_source);
       list.item.end = min(static_cast<int>(list.item.begin) + size, list.of_source);
     }
     list.item.chunk = list.item.begin >> (__ffs(chunk_tokens(list.of_source)) - 1);
@@ -205,7 +204,7 @@ __device__ void list_arriving(const Comm& comm, const ReceiveArguments& args, ui
     if (travels && !wait_for_list(comm, args, epoch, list.item, size, awaited)) return;
     int flags = 0;  // the place of each chunk may be taken when its rows have been read
     if (in_turn) {
-      flags = (list.tokens() + size - 1) / size;
+      flags = static_cast<int>((list.tokens() + size - 1) >> chunk_shift(list.of_source));
       if (lane_id() < flags)
         out.flags[lane_id()] = comm.flag(comm.bases[comm.relay_rank(list.item.source)], comm.window.credits,
                                          comm.pair(list.item.source, comm.rank), list.item.chunk + lane_id());
