@@ -16,11 +16,11 @@ from moecomm import _C
 from moecomm.arguments import (
     check_dispatch,
     check_options,
-    most_alignment,
     check_rows,
     check_weights,
     check_wire_options,
     fits_dispatch,
+    most_alignment,
     require_integer,
 )
 from moecomm.autograd import functions as ops
