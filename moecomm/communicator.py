@@ -429,7 +429,8 @@ class Communicator:
             topk_weights_TK: (T, K) routing weights that travel along; float32 (float64 for float64 rows).
             layout: "expert": a row a (token, local expert), grouped by expert. "rank": a row a (token, rank),
                 and an index of them by expert (DispatchOutput.expert_rows).
-            alignment: each expert's group gets a multiple of this many rows, zero where no token is.
+            alignment: each expert's group gets a multiple of this many rows, zero where no token is; at most
+                2**20, and less where the rows of a rank could then be 2**31.
             capacity: rows of the output. None: as many as there are. With a number, rows past it are left
                 out and reported: `overflow`, and CapacityExceeded from `check()` or from the next dispatch
                 (CUDA: the next one without a capacity).

@@ -139,7 +139,9 @@ def fresh_ranks(fresh_ranks: FreshRanks) -> FreshRanks:
 def test_rows_in_fp8(pool: Any, size: int, top_k: int, layout: str, seed: int) -> None:
     """Rows are brought into the wire format before they are copied, this rank's own as well."""
     tokens = (300, 1, 77, 0)[:size]
-    job = Job(tokens, num_experts=8 * size, hidden=400, top_k=top_k, wire="fp8", layout=layout, seed=seed)
+    job = Job(
+        tokens=tokens, num_experts=8 * size, hidden=400, top_k=top_k, wire="fp8", layout=layout, seed=seed
+    )
     check(pool(size, **TURNS), [job, replace(job, routing="holes", slack=5)])
 
 

@@ -16,6 +16,7 @@ from moecomm.arguments import (
     check_rows,
     check_weights,
     fits_dispatch,
+    most_alignment,
     require_integer,
     weight_dtype,
 )
@@ -117,6 +118,17 @@ def test_options() -> None:
         check_options("expert", 1, 2**31, None, 4)
     with pytest.raises(InvalidArgument, match="expert_capacity is 8, expected None"):
         check_options("expert", 1, 8, 8, 4)
+
+
+def test_rows_are_counted_in_31_bits() -> None:
+    """An alignment by which a rank could have more rows is refused, as is one past the largest of all."""
+    assert most_alignment(64 * 4096 * 8, 4) == 2**20
+    most = most_alignment(4096 * 8, 65536 // 16)
+    assert 4096 * most + 4096 * 8 <= 2**31 - 1 < 4096 * (most + 1) + 4096 * 8
+    assert check_options("expert", most, None, None, 4, most) == ("expert", most, -1, -1)
+    for largest in (most, 2**20):
+        with pytest.raises(InvalidArgument, match="alignment"):
+            check_options("expert", largest + 1, None, None, 4, largest)
 
 
 def test_rows_and_weights() -> None:

@@ -3,9 +3,8 @@
 // run dispatch_send.cu and dispatch_receive.cu understand each other: the windows hold the same at each step.
 //   - the second block works out the routes and announces them (route_few.cuh); the first makes the plan when
 //     all ranks have announced theirs (plan_few.cuh)
-//   - in the others a team of warps takes a row each: it loads the row while it finds out who wants it,
-//     stores it to the staging section of every owner, quantised if asked, and then sets the owners' arrival
-//     flags. This waits for nothing
+//   - in the others a team of warps takes a row each: it stores the row to the staging section of every
+//     owner, quantised if asked, and then sets the owners' arrival flags. This waits for nothing
 //   - these blocks then take the counts of all sources, each a word that holds its epoch, as they come, and
 //     work out for themselves, in shared memory, where rows begin: none waits for another block or a record
 //   - teams take the rows of all sources in turn: a row's flag is loaded, with the route of the next one, a
@@ -247,8 +246,10 @@ __device__ void scale_row(const Comm& comm, const Team& team, const RowPart& par
   }
 }
 
-/// A team's share of the rows that are sent. The first row, and the ids of its token, are on their way when
-/// it has been made; so is every next one while the one before is stored.
+/// A team's share of the rows that are sent. The ids of the first token are on their way when it has been
+/// made, and every next one's while a row is stored. So are the rows where they are very few. Of more tokens
+/// a row is loaded when it is known who wants it: rows that leave earlier delay the routes, which queue
+/// behind them on the links.
 template <DType dtype>
 class RowSender {
  public:
@@ -257,6 +258,7 @@ class RowSender {
       : comm_(comm),
         args_(args),
         team_(team),
+        early_(args.tokens <= kFewest),
         token_(sends && team.number >= 0 ? int64_t{team.number} : args.tokens) {
     load();
   }
@@ -270,16 +272,21 @@ class RowSender {
   }
 
  private:
+  static constexpr int kFewest = 8;  ///< tokens; measured
+
   __device__ bool converts() const { return kWire != WireFormat::same && args_.quantise; }
   __device__ void load() {
     if (token_ >= args_.tokens) return;
     const PlanView plan{args_.plan, comm_.plan_fields};
-    const KernelShape& s = comm_.window.shape;
     const int64_t index = token_ * comm_.top_k() + lane_id();
     given_ = kNoExpert;
     if (lane_id() < comm_.top_k())
       given_ = args_.operation == Operation::dispatch ? read_id(args_, index)
                                                       : plan.at(plan.fields.local_topk_idx)[index];
+    if (early_) load_row();
+  }
+  __device__ void load_row() {
+    const KernelShape& s = comm_.window.shape;
     const int64_t bytes = converts() ? s.row_bytes() : s.wire_data_bytes();
     ahead_.load(team_, {}, args_.x + token_ * bytes, bytes);
   }
@@ -290,6 +297,7 @@ class RowSender {
     const bool first = first_with(owner);
     const uint32_t targets = __ballot_sync(0xffffffffu, first);
     if (targets == 0) return;
+    if (!early_) load_row();
     std::byte* const base = first ? comm_.bases[owner] : nullptr;
     const auto to =
         first ? reinterpret_cast<unsigned long long>(comm_.staged_row(owner, epoch, comm_.rank, token_))
@@ -310,6 +318,7 @@ class RowSender {
   const Comm& comm_;
   const SendArguments& args_;
   const Team& team_;
+  const bool early_;  ///< rows are loaded with the ids
   int64_t token_;
   int64_t given_ = kNoExpert;  ///< the id of this lane's (token, k)
   RowAhead ahead_;
