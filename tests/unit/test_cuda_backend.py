@@ -668,33 +668,37 @@ def test_wire_options() -> None:
     with pytest.raises(moecomm.InvalidArgument, match="dequantize is 1"):
         check_wire_options("fp8", 1, None)
 
-    def test_no_memory_for_a_copy_of_an_input(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        comm, native, _ = _comm()
-        x_TH, ids_TK, _ = _inputs()
-        out = comm.dispatch(x_TH, ids_TK)
-        _no_copies(monkeypatch)
-        for call in (
-            lambda: comm.dispatch(x_TH.t().contiguous().t(), ids_TK),
-            lambda: comm.combine(out.tokens.t().contiguous().t(), out.handle),
-            lambda: comm.combine(out.tokens, out.handle, weights=torch.ones(14)[::2]),
-            lambda: comm.combine_backward(x_TH.t().contiguous().t(), out.handle),
-        ):
-            native.failed = None
-            with pytest.raises(moecomm.OutOfMemory, match="no device memory"):
-                call()
-            assert native.failed is not None and native.failed[0] == "out_of_memory"
 
-    @pytest.mark.parametrize("capacity", [None, 9])
-    def test_a_held_dispatch_keeps_the_copy_of_its_input(self, capacity: int | None) -> None:
-        comm, _, _ = _comm(engine="copy")
-        x_TH, ids_TK, _ = _inputs()
-        backend = comm._open()
-        release = comm.hold_copies()
-        comm.dispatch(x_TH.t().contiguous().t(), ids_TK, capacity=capacity)
-        kept = [each for each in backend._held_tensors if each is not None]  # type: ignore[attr-defined]
-        copies = [each for each in kept if each.shape == x_TH.shape and each.is_contiguous()]
-        assert any(torch.equal(each, x_TH) for each in copies)
-        release()
+@pytest.mark.usefixtures("loopback")
+def test_no_memory_for_a_copy_of_an_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    comm, native, _ = _comm()
+    x_TH, ids_TK, _ = _inputs()
+    out = comm.dispatch(x_TH, ids_TK)
+    _no_copies(monkeypatch)
+    for call in (
+        lambda: comm.dispatch(x_TH.t().contiguous().t(), ids_TK),
+        lambda: comm.combine(out.tokens.t().contiguous().t(), out.handle),
+        lambda: comm.combine(out.tokens, out.handle, weights=torch.ones(14)[::2]),
+        lambda: comm.redispatch(x_TH.t().contiguous().t(), out.handle),
+    ):
+        native.failed = None
+        with pytest.raises(moecomm.OutOfMemory, match="no device memory"):
+            call()
+        assert native.failed is not None and native.failed[0] == "out_of_memory"
+
+
+@pytest.mark.usefixtures("loopback")
+@pytest.mark.parametrize("capacity", [None, 9])
+def test_a_held_dispatch_keeps_the_copy_of_its_input(capacity: int | None) -> None:
+    comm, _, _ = _comm(engine="auto")
+    x_TH, ids_TK, _ = _inputs()
+    backend = comm._open()
+    release = comm.hold_copies()
+    comm.dispatch(x_TH.t().contiguous().t(), ids_TK, capacity=capacity)
+    kept = [each for each in backend._held_tensors if each is not None]  # type: ignore[attr-defined]
+    copies = [each for each in kept if each.shape == x_TH.shape and each.is_contiguous()]
+    assert any(torch.equal(each, x_TH) for each in copies)
+    release()
 
 
 def _no_copies(monkeypatch: pytest.MonkeyPatch) -> None:

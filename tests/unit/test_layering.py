@@ -208,6 +208,20 @@ def _code(path: Path) -> str:
     )
 
 
+def test_no_test_stands_within_another_function() -> None:
+    """pytest would not find it, and nobody miss it."""
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    hidden = [
+        f"{path.relative_to(ROOT)}:{inner.lineno} {inner.name}"
+        for path in (ROOT / "tests").rglob("*.py")
+        for outer in ast.walk(ast.parse(path.read_text()))
+        if isinstance(outer, functions)
+        for inner in ast.walk(outer)
+        if inner is not outer and isinstance(inner, functions) and inner.name.startswith("test_")
+    ]
+    assert hidden == []
+
+
 def test_there_is_native_code() -> None:
     assert len(_native_files()) > 10
 
