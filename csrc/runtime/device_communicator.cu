@@ -39,7 +39,7 @@ cudaError_t prepare_send(const DeviceShape& shape, bool bulk) {
 
 cudaError_t launch_send(const gpu::Launch& launch, const device::Comm& comm,
                         const gpu::SendArguments& arguments) {
-  return with_wire(arguments.quantise ? comm.window.shape.wire : WireFormat::same, [&]<WireFormat wire>() {
+  return with_wire(arguments.quantises() ? comm.window.shape.wire : WireFormat::same, [&]<WireFormat wire>() {
     return gpu::launch_dispatch_send<wire>(launch, comm, arguments);
   });
 }
@@ -320,8 +320,7 @@ void DeviceCommunicator::abandon(cudaStream_t stream) {
 }
 
 const gpu::DispatchBlocks& DeviceCommunicator::divided(const gpu::SendArguments& arguments) const {
-  const gpu::RowWork work = arguments.quantise ? gpu::RowWork::quantised : arguments.work;
-  return heuristics_.dispatch(arguments.layout == RowLayout::rank, work);
+  return heuristics_.dispatch(arguments.layout == RowLayout::rank, arguments.work);
 }
 
 void DeviceCommunicator::send(WireFormat wire, gpu::SendArguments arguments, cudaStream_t stream) {
@@ -443,7 +442,8 @@ gpu::SendArguments DeviceCommunicator::sending(const DeviceDispatch& d) {
   arguments.positions = d.positions;
   arguments.layout = d.layout;
   arguments.ticket = ++ticket_;
-  arguments.quantise = config_.shape.wire != WireFormat::same && d.x_scales == nullptr;
+  const bool quantises = config_.shape.wire != WireFormat::same && d.x_scales == nullptr;
+  arguments.work = quantises ? gpu::RowWork::quantised : gpu::RowWork::none;
   ++stats_.dispatch_calls;
   ++stats_.plans_made;
   stats_.rows_in += d.tokens;
@@ -502,7 +502,8 @@ void DeviceCommunicator::run_in_one(WireFormat wire, gpu::FusedArguments argumen
   const int blocks = heuristics_.fused_blocks(items, warps / kTeamWarps, leads);
   const bool divides = sent.operation == Operation::dispatch && !arguments.again;
   arguments.senders =
-      divides ? gpu::Heuristics::fused_senders(sent.tokens, blocks, sent.quantise, config_.shape.ranks) : 0;
+      divides ? gpu::Heuristics::fused_senders(sent.tokens, blocks, sent.quantises(), config_.shape.ranks)
+              : 0;
   arguments.team_warps = team_warps(items, blocks - leads, warps);
   const device::Comm& comm = *this->comm(wire);
   check_cuda(with_wire(comm.window.shape.wire,
@@ -614,13 +615,13 @@ void DeviceCommunicator::redispatch(const DeviceRedispatch& r, cudaStream_t stre
   arguments.tokens = r.tokens;
   arguments.layout = r.layout;
   const WireFormat wire = r.quantised ? config_.gradients : WireFormat::same;
-  arguments.quantise = wire != WireFormat::same;
-  arguments.work = r.other != nullptr    ? gpu::RowWork::products
-                   : r.scales != nullptr ? gpu::RowWork::factors
-                                         : gpu::RowWork::none;
+  arguments.work = wire != WireFormat::same ? gpu::RowWork::quantised
+                   : r.other != nullptr     ? gpu::RowWork::products
+                   : r.scales != nullptr    ? gpu::RowWork::factors
+                                            : gpu::RowWork::none;
   ++stats_.dispatch_calls;
   gpu::ReceiveArguments output{};
-  output.dequantise = arguments.quantise;
+  output.dequantise = arguments.quantises();
   output.rows = r.rows;
   output.out = r.out;
   output.scales = r.scales;

@@ -48,12 +48,15 @@ struct SendArguments {
   bool routes_first;     ///< dispatch: the kernel that sends begins when they have gone out
   int32_t warps;         ///< of a block that move rows, at most; in a pipe, of so many the memory for stages
   int32_t relay_blocks;  ///< the last ones of the grid, which relay what other nodes send
-  bool quantise;         ///< x is in the communicator's dtype, the wire is not
   bool apart;            ///< the kernel that receives is on another stream, and may end before
   bool later;            ///< only what waits for room, and nothing else: the chunks that take another's place
   bool copied;      ///< the copy engine moves the rows; the kernel brings them into the wire format at most
   int32_t landing;  ///< then the section of landed rows
-  RowWork work;     ///< what is done with rows besides; the host asks for it, no kernel does
+  /// What is done with rows besides: x is in the communicator's dtype and the wire is not, or they are
+  /// multiplied where they arrive.
+  RowWork work;
+
+  MOECOMM_HD bool quantises() const { return work == RowWork::quantised; }
 };
 
 /// Arguments of the side of an operation where rows arrive.

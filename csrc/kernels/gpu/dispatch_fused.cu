@@ -274,7 +274,7 @@ class RowSender {
  private:
   static constexpr int kFewest = 8;  ///< tokens; measured
 
-  __device__ bool converts() const { return kWire != WireFormat::same && args_.quantise; }
+  __device__ bool converts() const { return kWire != WireFormat::same && args_.quantises(); }
   __device__ void load() {
     if (token_ >= args_.tokens) return;
     const PlanView plan{args_.plan, comm_.plan_fields};
@@ -573,7 +573,7 @@ __device__ void lead(const Comm& comm, const SendArguments& args, uint64_t epoch
   const bool failed = failed_for_block(comm);
   if (announces && !failed)
     signal_start(comm, args.operation, epoch, args.plan, args.layout, args.tokens,
-                 kCarriesRows | (args.quantise ? kCarriesQuantised : 0u), 0);
+                 kCarriesRows | (args.quantises() ? kCarriesQuantised : 0u), 0);
   pass_epoch(comm, epoch);
   if (waits && !failed) agree_on_operation(comm, args.operation, epoch);
 }

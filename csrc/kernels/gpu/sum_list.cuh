@@ -2,7 +2,6 @@
 // the lanes of a warp while they are loaded, and the list of sums that it hands to the loader.
 #pragma once
 
-#include "kernels/gpu/arguments.hpp"
 #include "kernels/gpu/kernel.cuh"
 
 namespace moecomm::gpu {
