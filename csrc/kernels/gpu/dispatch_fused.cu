@@ -380,8 +380,10 @@ struct ReceivedToken {
     const int32_t ranks = comm.ranks();
     for (; number < chunks; number += step) {
       Item chunk{};
-      chunk.chunk = number / ranks;
-      chunk.source = (comm.rank + number) % ranks;
+      const int32_t of_source = comm.of_ranks.quotient(number);
+      chunk.chunk = of_source;
+      chunk.source = comm.rank + (number - of_source * ranks);
+      if (chunk.source >= ranks) chunk.source -= ranks;
       const int tokens = tables.tokens[chunk.source], size = chunk_tokens(tokens);
       chunk.begin = chunk.chunk * size;
       chunk.end = min(chunk.begin + size, int64_t{tokens});
