@@ -43,23 +43,27 @@ struct Element<DType::float32> {
   }
 };
 
-/// The largest magnitude in a vector of pairs, of numbers: NaN counts as zero.
-template <class Pair>
-__device__ inline Pair largest_pair(const uint4& raw) {
+/// The larger magnitudes of two pairs, place by place. NaN counts as zero.
+struct LargerPair {
+  template <class Pair>
+  __device__ Pair operator()(const Pair& a, const Pair& b) const {
+    return __hmax2(a, b);
+  }
+};
+/// The same, or NaN where there is one.
+struct LargerPairOrNan {
+  template <class Pair>
+  __device__ Pair operator()(const Pair& a, const Pair& b) const {
+    return __hmax2_nan(a, b);
+  }
+};
+/// The largest magnitudes in a vector of pairs, place by place, by one of these.
+template <class Pair, class Larger>
+__device__ inline Pair largest_pair(const uint4& raw, const Larger& larger) {
   const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
   Pair most{};
 #pragma unroll
-  for (int i = 0; i < 4; ++i) most = __hmax2(most, __habs2(reinterpret_cast<const Pair&>(words[i])));
-  return most;
-}
-
-/// The largest magnitude in a vector of pairs, or NaN if there is one, in either of them.
-template <class Pair>
-__device__ inline Pair largest_pair_or_nan(const uint4& raw) {
-  const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
-  Pair most{};
-#pragma unroll
-  for (int i = 0; i < 4; ++i) most = __hmax2_nan(most, __habs2(reinterpret_cast<const Pair&>(words[i])));
+  for (int i = 0; i < 4; ++i) most = larger(most, __habs2(reinterpret_cast<const Pair&>(words[i])));
   return most;
 }
 /// The larger of two magnitudes, or NaN if there is one.
@@ -88,11 +92,11 @@ struct Element<DType::bfloat16> {
     return {words[0], words[1], words[2], words[3]};
   }
   __device__ static float largest(const uint4& raw) {
-    const float2 most = __bfloat1622float2(largest_pair<__nv_bfloat162>(raw));
+    const float2 most = __bfloat1622float2(largest_pair<__nv_bfloat162>(raw, LargerPair{}));
     return fmaxf(most.x, most.y);
   }
   __device__ static float largest_or_nan(const uint4& raw) {
-    return larger_or_nan(__bfloat1622float2(largest_pair_or_nan<__nv_bfloat162>(raw)));
+    return larger_or_nan(__bfloat1622float2(largest_pair<__nv_bfloat162>(raw, LargerPairOrNan{})));
   }
 };
 
@@ -118,11 +122,11 @@ struct Element<DType::float16> {
     return {words[0], words[1], words[2], words[3]};
   }
   __device__ static float largest(const uint4& raw) {
-    const float2 most = __half22float2(largest_pair<__half2>(raw));
+    const float2 most = __half22float2(largest_pair<__half2>(raw, LargerPair{}));
     return fmaxf(most.x, most.y);
   }
   __device__ static float largest_or_nan(const uint4& raw) {
-    return larger_or_nan(__half22float2(largest_pair_or_nan<__half2>(raw)));
+    return larger_or_nan(__half22float2(largest_pair<__half2>(raw, LargerPairOrNan{})));
   }
 };
 
