@@ -27,22 +27,21 @@ struct WireEntry {
   int32_t value_bits;     ///< 0: those of dtype
   int32_t scale_columns;  ///< columns that share a scale, behind the values; 0: there are none
   int32_t scale_bytes;
-  bool row_scale;    ///< a float32 scale of the whole row follows, at a multiple of 4
-  double quantised;  ///< bytes of rows in a nanosecond that an SM quantises (docs/performance.md)
+  bool row_scale;  ///< a float32 scale of the whole row follows, at a multiple of 4
 };
 
 MOECOMM_HD constexpr WireEntry wire_entry(WireFormat wire) {
   switch (wire) {
     case WireFormat::fp8:
-      return {"fp8", 8, 128, 4, false, 24};
+      return {"fp8", 8, 128, 4, false};
     case WireFormat::mxfp8:
-      return {"mxfp8", 8, 32, 1, false, 24};
+      return {"mxfp8", 8, 32, 1, false};
     case WireFormat::nvfp4:
-      return {"nvfp4", 4, 16, 1, true, 12};
+      return {"nvfp4", 4, 16, 1, true};
     case WireFormat::same:
       break;
   }
-  return {"same", 0, 0, 0, false, 0};
+  return {"same", 0, 0, 0, false};
 }
 
 /// Returns use.operator()<wire>(), with `wire` as a constant.

@@ -294,12 +294,39 @@ void test_plan_fields() {
 
 /// A divisor finds the quotients that a division does.
 void test_divisors() {
-  for (int32_t by = 1; by < 70000; by += by < 300 ? 1 : 977) {
+  const auto check = [](int32_t by) {
     const Divisor divisor = Divisor::of(by);
-    for (int32_t number = 0; number < 1 << 17; number += 7) CHECK(divisor.quotient(number) == number / by);
-    for (int32_t number = INT32_MAX; number > INT32_MAX - 50; --number)
-      CHECK(divisor.quotient(number) == number / by);
-  }
+    const auto same = [&](int64_t number) {
+      if (number < 0 || number > INT32_MAX) return;
+      CHECK(divisor.quotient(static_cast<int32_t>(number)) == number / by);
+    };
+    for (int64_t number = 0; number < 1 << 16; number += 7) same(number);
+    for (int64_t quotient : {int64_t{1}, int64_t{2}, int64_t{1000}, int64_t{INT32_MAX} / by})
+      for (int64_t more : {-1, 0, 1}) same(quotient * by + more);
+    for (int64_t number = INT32_MAX; number > INT32_MAX - 20; --number) same(number);
+  };
+  for (int32_t by = 1; by < 70000; by += by < 300 ? 1 : 977) check(by);
+  for (int32_t by : {1 << 20, (1 << 30) - 1, 1 << 30, (1 << 30) + 1, INT32_MAX - 1, INT32_MAX}) check(by);
+}
+
+/// A shape for kernels has the sizes of the shape that it is made of.
+void test_sizes_for_kernels() {
+  const auto check = [](const DeviceShape& shape) {
+    const KernelShape sizes(shape);
+    CHECK(sizes.row_bytes() == shape.row_bytes() && sizes.wire_data_bytes() == shape.wire_data_bytes());
+    CHECK(sizes.wire_scale_bytes() == shape.wire_scale_bytes());
+    CHECK(sizes.wire_row_scale() == shape.wire_row_scale());
+    CHECK(sizes.wire_row_bytes() == shape.wire_row_bytes());
+    CHECK(sizes.max_chunks() == shape.max_chunks() && sizes.few_tokens() == shape.few_tokens());
+    CHECK(sizes.bins() == shape.bins() && sizes.other_nodes() == shape.other_nodes());
+    CHECK(sizes.slots() == shape.slots() && sizes.node_slots() == shape.node_slots());
+  };
+  for_each_shape([&](const DeviceShape& shape) {
+    check(shape);
+    DeviceShape of_nodes = shape;
+    of_nodes.ranks_per_node = 1;
+    check(of_nodes);
+  });
 }
 
 /// True if a communicator can have so many ranks, so many of them on a node (0: all).
@@ -374,9 +401,9 @@ void test_lists_of_a_combine() {
 
 /// The division of `total` SMs between the sides of a dispatch; rows that are quantised become half as long.
 gpu::DispatchBlocks divide(int total, double owners, double sent, double received, int64_t bytes,
-                           gpu::RowWork work, double rate = 24) {
+                           gpu::RowWork work) {
   const int64_t wire_bytes = work == gpu::RowWork::quantised ? bytes / 2 : bytes;
-  return gpu::divide_dispatch(total, {owners, sent, received, bytes, work, wire_bytes, rate}, false);
+  return gpu::divide_dispatch(total, {owners, sent, received, bytes, work, wire_bytes}, false);
 }
 
 /// The two sides of a dispatch share the SMs so that neither is the slower one by far, and each has one.
@@ -389,7 +416,7 @@ void test_division_of_a_dispatch() {
         for (const bool rank_layout : {false, true}) {
           const gpu::DispatchBlocks& blocks = h.dispatch(rank_layout, work);
           CHECK(blocks.send >= 1 && blocks.receive >= 1);
-          CHECK(blocks.send <= (work == gpu::RowWork::quantised ? std::max(blocks.all() / 2, 30) : 30));
+          CHECK(blocks.send <= (work == gpu::RowWork::quantised ? blocks.all() / 2 : 30));
           CHECK(blocks.all() == (budget > 0 ? budget : 99));
           CHECK(budget < 4 || blocks.send % 2 == 0);  // in clusters of two
           CHECK(blocks.send_warps >= 4);
@@ -415,9 +442,6 @@ void test_division_of_a_dispatch() {
   // Quantising takes longer than copying, and short rows are held by what is done for each.
   CHECK(divide(24, 2, 1, 8, 14336, gpu::RowWork::quantised).send >= 5);
   CHECK(divide(24, 2, 1, 8, 4096, gpu::RowWork::none).send >= 5);
-  // The slower a block quantises, the more of them do.
-  CHECK(divide(99, 2, 1, 8, 14336, gpu::RowWork::quantised, 12).send >
-        divide(99, 2, 1, 8, 14336, gpu::RowWork::quantised, 24).send + 4);
   // Rows wait for the routes where the memory holds a dispatch: of two ranks by expert, on enough blocks.
   CHECK(divide(99, 2, 1, 8, 14336, gpu::RowWork::none).routes_first &&
         divide(99, 2, 1, 8, 14336, gpu::RowWork::quantised).routes_first);
@@ -534,6 +558,7 @@ void test_shapes_of_one_kernel() {
 
 int main() {
   test_divisors();
+  test_sizes_for_kernels();
   test_limits();
   test_division_of_a_combine();
   test_lists_of_a_combine();

@@ -55,12 +55,12 @@ __device__ void for_each_target(uint32_t mask, Value value, const Use& use) {
   for (; mask != 0; mask &= mask - 1) use(__shfl_sync(0xffffffffu, value, __ffs(static_cast<int>(mask)) - 1));
 }
 
-/// The part of a row that a team moves, of as many equal ones as teams share the row.
+/// The part of a row that a team moves: one of 2^shift equal ones, as teams share the row.
 struct RowPart {
-  int number = 0, count = 1;
+  int number = 0, shift = 0;
 
-  __device__ int first(int vectors) const { return vectors * number / count; }
-  __device__ int end(int vectors) const { return vectors * (number + 1) / count; }
+  __device__ int first(int vectors) const { return vectors * number >> shift; }
+  __device__ int end(int vectors) const { return vectors * (number + 1) >> shift; }
 };
 
 /// Vectors of a row in registers, so many of a thread, a team's threads apart.
@@ -421,7 +421,6 @@ struct ReceivedRoute {
   ChunkRoutes<1> routes;
   int32_t row;
 
-  ReceivedRoute() = default;
   /// Starts the loads; nothing waits for them here, or looks at what they bring.
   __device__ ReceivedRoute(const Comm& comm, const ReceiveArguments& args, uint64_t epoch,
                            const TokenLanes& map, const ReceivedToken& at, const bool* few) {
@@ -467,7 +466,7 @@ struct ReceivedRoute {
 
  private:
   RouteArrival word_;  ///< of this lane, or where it has no k of lane 0
-  bool in_word_;
+  bool in_word_ = false;
 };
 
 /// A team's share of the rows that arrive.
@@ -488,7 +487,7 @@ struct Share {
     }
     chunks = most * comm.ranks();
     while (!in_turn && 1 << shift < kMostParts && max(chunks, 1) << (shift + 1) <= team.count) ++shift;
-    part = {team.number & ((1 << shift) - 1), 1 << shift};
+    part = {team.number & ((1 << shift) - 1), shift};
     step = team.count >> shift;
     first = team.number >> shift;
     if (first >= step) first = chunks;  // a team is left over
@@ -514,7 +513,7 @@ __device__ void receive_rows(const Comm& comm, const ReceiveArguments& args, uin
     // so few that teams share them, this part of the row.
     here = here || !travels || __all_sync(0xffffffffu, arrival.arrived());
     RowAhead ahead;
-    const bool loaded = here && share.part.count > 1 && passes_unchanged(args);
+    const bool loaded = here && share.part.shift > 0 && passes_unchanged(args);
     if (loaded) ahead.load(team, share.part, from, comm.window.shape.wire_data_bytes());
     const ReceivedToken after = at.next(comm, tables, share.step, share.chunks);
     const ReceivedRoute following(comm, args, epoch, map, after, few);
@@ -610,20 +609,18 @@ struct FirstRow {
   }
 };
 
-/// Writes down that each source has as many tokens, and few. Whole block.
-__device__ void assume_tokens(const Comm& comm, int64_t of_each, int32_t* tokens, bool* few) {
-  for (auto source = static_cast<int32_t>(threadIdx.x); source < comm.ranks(); source += kThreads) {
+/// Writes down that each source has as many tokens. Whole block.
+__device__ void assume_tokens(const Comm& comm, int64_t of_each, int32_t* tokens) {
+  for (auto source = static_cast<int32_t>(threadIdx.x); source < comm.ranks(); source += kThreads)
     tokens[source] = static_cast<int32_t>(of_each);
-    few[source] = true;
-  }
   __syncthreads();
 }
 
 /// True if that is so. All lanes.
-__device__ bool are_tokens(const Comm& comm, int64_t of_each, const int32_t* tokens, const bool* few) {
+__device__ bool are_tokens(const Comm& comm, int64_t of_each, const int32_t* tokens) {
   bool all = true;
   for (int32_t source = lane_id(); source < comm.ranks(); source += 32)
-    all = all && tokens[source] == of_each && few[source];
+    all = all && tokens[source] == of_each;
   return __all_sync(0xffffffffu, all);
 }
 
@@ -635,13 +632,12 @@ __device__ void receive_dispatch(const Comm& comm, const FusedArguments& args, u
   const RowTables tables = RowTables::in(memory.tables, comm);
   FirstRow first;
   if (idle) {
-    assume_tokens(comm, args.send.tokens, tables.tokens, memory.few);
+    assume_tokens(comm, args.send.tokens, tables.tokens);
     first = FirstRow(comm, tables, team);
     __syncthreads();  // all have read what was assumed
   }
   if (!take_counts(comm, epoch, counts, tables.tokens, memory.few)) return;
-  if (!idle || !are_tokens(comm, args.send.tokens, tables.tokens, memory.few))
-    first = FirstRow(comm, tables, team);
+  if (!idle || !are_tokens(comm, args.send.tokens, tables.tokens)) first = FirstRow(comm, tables, team);
   const ReceivedRoute route(comm, args.receive, epoch, TokenLanes::of_one(comm.top_k()), first.token,
                             memory.few);  // is loaded meanwhile
   const PlanHeader header = lay_out_rows(comm, args.send, epoch, counts, tables);

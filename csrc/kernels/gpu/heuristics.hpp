@@ -136,12 +136,10 @@ struct Heuristics {
   static int fused_senders(int64_t tokens, int blocks, bool quantised, int32_t ranks) {
     // Tokens up to which blocks do both, and the share of those that send; measured.
     constexpr int64_t kBoth[] = {96, 48}, kBothQuantised[] = {256, 128};
-    constexpr int kPercent[] = {35, 27}, kPercentOfMore[] = {31, 27}, kPercentQuantised = 30;
-    constexpr int64_t kMore = 384;
+    constexpr int kPercent[] = {35, 27}, kPercentQuantised = 30;
     const bool several = ranks > 2;
     if (tokens <= (quantised ? kBothQuantised : kBoth)[several]) return 0;
-    const int percent = quantised ? kPercentQuantised : (tokens > kMore ? kPercentOfMore : kPercent)[several];
-    return (blocks - leading_blocks(blocks)) * percent / 100;
+    return (blocks - leading_blocks(blocks)) * (quantised ? kPercentQuantised : kPercent[several]) / 100;
   }
 
   /// Parts in which a combine in one kernel of `warps` warps sums a row of `strips` strips at its home, so
@@ -317,7 +315,6 @@ struct RowMoves {
   int64_t bytes;    ///< of a row
   RowWork work;
   int64_t wire_bytes;  ///< of a row on the way
-  double rate;         ///< bytes of rows in a nanosecond that a block quantises
 
   bool quantised() const { return work == RowWork::quantised; }
   bool changes() const { return work == RowWork::factors || work == RowWork::products; }
@@ -329,8 +326,8 @@ struct RowMoves {
 /// fewer blocks than that send: what arrives long before it is read is no longer in the GPU's cache then.
 inline DispatchBlocks divide_dispatch(int total, const RowMoves& row, bool even) {
   // Bytes in a nanosecond (docs/performance.md): of a block's loads and stores, the same of rows that are
-  // multiplied, and of its stores.
-  constexpr double kMoved = 80, kMultiplied = 62, kStored = 55;
+  // multiplied, of its stores, and of rows that it quantises.
+  constexpr double kMoved = 80, kMultiplied = 62, kStored = 55, kQuantised = 24;
   // Nanoseconds of a block besides: for each row that it sends, each rank that it goes to, each that arrives.
   constexpr double kSend = 20, kSendTo = 60, kReceive = 30;
   constexpr double kLater = 1.1;  // what is received first, or last, the other side waits for
@@ -343,7 +340,7 @@ inline DispatchBlocks divide_dispatch(int total, const RowMoves& row, bool even)
     return std::max((loaded + stored) / kMoved + besides, stored / kStored);
   };
   const double besides = kSend + kSendTo * row.sent;
-  const double send_time = row.quantised() ? bytes / row.rate + besides
+  const double send_time = row.quantised() ? bytes / kQuantised + besides
                            : row.sent > 0  ? of_block(bytes, row.sent * bytes, besides)
                                            : 0;
   const double with = row.work == RowWork::products ? row.received * bytes : 0;
@@ -398,10 +395,8 @@ inline Heuristics choose_heuristics(int sms, int budget, int fused_tokens, const
     const bool quantised = static_cast<RowWork>(work) == RowWork::quantised;
     const int64_t wire_bytes = quantised ? shape.with_wire(wire).wire_row_bytes() : row_bytes;
     const auto divide = [&](double received) {
-      return divide_dispatch(total,
-                             {owners, sent, received, row_bytes, static_cast<RowWork>(work), wire_bytes,
-                              wire_entry(wire).quantised},
-                             h.paired);
+      return divide_dispatch(
+          total, {owners, sent, received, row_bytes, static_cast<RowWork>(work), wire_bytes}, h.paired);
     };
     h.by_expert[work] = divide(top_k);
     h.by_rank[work] = divide(owners);

@@ -11,8 +11,7 @@
 
 namespace moecomm::gpu {
 
-/// Exclusive prefix sum over the block; `total` is the sum of all. Whole block. It is called, and so fetched
-/// once, by all who want one.
+/// Exclusive prefix sum over the block; `total` is the sum of all. Whole block.
 __device__ __noinline__ inline int32_t block_scan(int32_t value, int32_t& total) {
   __shared__ int32_t warp_sums[kWarps];
   int32_t inclusive = value;
@@ -105,14 +104,14 @@ __device__ inline int32_t aligned_rows(int32_t rows, int32_t alignment) {
 /// Calls begin(i, first, rows, end) for each of `groups` groups, in parallel: the group's first row, its rows
 /// and its aligned end. Returns the end of the last. Whole block.
 template <class Rows, class Begin>
-__device__ inline int32_t lay_out(int32_t groups, int64_t alignment, const Rows& rows_of,
+__device__ inline int32_t lay_out(int32_t groups, int32_t alignment, const Rows& rows_of,
                                   const Begin& begin) {
   int32_t base = 0;
 #pragma unroll 1
   for (int32_t first = 0; first < groups; first += kThreads) {
     const int32_t i = first + static_cast<int32_t>(threadIdx.x);
     const int32_t rows = i < groups ? rows_of(i) : 0;
-    const int32_t aligned = aligned_rows(rows, static_cast<int32_t>(alignment));
+    const int32_t aligned = aligned_rows(rows, alignment);
     int32_t total;
     const int32_t start = base + block_scan(aligned, total);
     if (i < groups) begin(i, start, rows, start + aligned);
@@ -160,7 +159,8 @@ __device__ inline Need fullest_rank(const Comm& comm, const SendArguments& args,
 struct Overflow {
   Need need;
   int64_t capacity;
-  bool passed, of_positions;
+  bool passed;
+  bool of_positions;  ///< of the rank layout
 };
 
 /// Finds whether the fullest rank needs more than a capacity, of rows before positions. Whole block.
@@ -169,7 +169,7 @@ __device__ inline Overflow find_overflow(const Comm& comm, const SendArguments& 
   const bool by_rank = args.layout == RowLayout::rank;
   const auto found = [&](bool of_positions, int64_t capacity) {
     const Need need = fullest_rank(comm, args, counts, of_positions);
-    return Overflow{need, capacity, need.most > capacity, of_positions};
+    return Overflow{need, capacity, need.most > capacity, by_rank && of_positions};
   };
   if (args.capacity < 0) return {};
   if (!by_rank) return found(true, args.capacity);
@@ -178,13 +178,13 @@ __device__ inline Overflow find_overflow(const Comm& comm, const SendArguments& 
 }
 
 /// Tells the host of a capacity that was passed, unless it has yet to hear of one. One thread.
-__device__ inline void report_overflow(const Comm& comm, RowLayout layout, const Overflow& found) {
+__device__ inline void report_overflow(const Comm& comm, const Overflow& found) {
   HostStatus::Overflow& overflow = comm.host->overflow;
   if (!found.passed || ptx::load_acquire_sys(&overflow.set) != 0) return;
   overflow.rank = found.need.rank;
   overflow.needed = found.need.most;
   overflow.capacity = found.capacity;
-  overflow.of_positions = found.of_positions && layout == RowLayout::rank;
+  overflow.of_positions = found.of_positions;
   ptx::store_release_sys(&overflow.set, 1);
 }
 
@@ -224,17 +224,17 @@ __device__ inline PlanHeader lay_out_rows(const Comm& comm, const SendArguments&
     for (int32_t source = 0; source < s.ranks; ++source) rows += counts(source, first_expert + e);
     return rows;
   };
-  const int32_t positions =
-      lay_out(local, args.alignment, expert_rows, [&](int32_t e, int32_t start, int32_t rows, int32_t end) {
-        tables.expert_rows[e] = rows;
-        tables.offsets[e] = clamp(end, most_positions);
-        tables.ends[e] = clamp(start + rows, most_positions);
+  const int32_t positions = lay_out(local, static_cast<int32_t>(args.alignment), expert_rows,
+                                    [&](int32_t e, int32_t start, int32_t rows, int32_t end) {
+                                      tables.expert_rows[e] = rows;
+                                      tables.offsets[e] = clamp(end, most_positions);
+                                      tables.ends[e] = clamp(start + rows, most_positions);
 #pragma unroll Counts::kAhead
-        for (int32_t source = 0; source < s.ranks; ++source) {
-          tables.bases[source * local + e] = start;
-          start += counts(source, first_expert + e);
-        }
-      });
+                                      for (int32_t source = 0; source < s.ranks; ++source) {
+                                        tables.bases[source * local + e] = start;
+                                        start += counts(source, first_expert + e);
+                                      }
+                                    });
   int32_t needed = positions;
   if (!by_expert)
     needed = lay_out(
@@ -326,7 +326,7 @@ __device__ inline void publish_plan(const Comm& comm, const SendArguments& args,
     count_rows(comm, header, counts);
   }
   const Overflow overflow = find_overflow(comm, args, counts);
-  if (threadIdx.x == 0) report_overflow(comm, args.layout, overflow);
+  if (threadIdx.x == 0) report_overflow(comm, overflow);
 }
 
 /// The plan of a dispatch that can't go on. Reports in any case, so that neither the host nor the receiving

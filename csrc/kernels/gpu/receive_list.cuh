@@ -204,7 +204,7 @@ __device__ void list_arriving(const Comm& comm, const ReceiveArguments& args, ui
     if (travels && !wait_for_list(comm, args, epoch, list.item, size, awaited)) return;
     int flags = 0;  // the place of each chunk may be taken when its rows have been read
     if (in_turn) {
-      flags = static_cast<int>((list.tokens() + size - 1) >> chunk_shift(list.of_source));
+      flags = (list.tokens() + size - 1) >> chunk_shift(list.of_source);
       if (lane_id() < flags)
         out.flags[lane_id()] = comm.flag(comm.bases[comm.relay_rank(list.item.source)], comm.window.credits,
                                          comm.pair(list.item.source, comm.rank), list.item.chunk + lane_id());

@@ -58,7 +58,7 @@ class RouteWalk {
 
   /// Calls use(step, value) for each step, with value = load(index of the (token, k)) and id(value) its
   /// expert. Loads of several steps are under way together; what is done with them is not unrolled, since a
-  /// warp has few steps, and instructions that are run once take longer to fetch than to run.
+  /// warp has few steps.
   template <class Load, class Id, class Use>
   __device__ void for_each(const Load& load, const Id& id, const Use& use) const {
     constexpr int kAhead = 4;

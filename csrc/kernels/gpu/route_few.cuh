@@ -185,8 +185,7 @@ __device__ inline void route_few(const Comm& comm, const SendArguments& args, ui
   for (int i = thread; i < experts * maps.stride; i += kThreads) maps.bits[i] = 0;
   if (failed()) return;
   // Calls use(entry, token, given id, weight) for the entries of this thread. Loops are not unrolled here:
-  // few tokens take each of them a few times, and instructions that are run once take longer to fetch than to
-  // run.
+  // few tokens take each of them a few times.
   const auto each_entry = [&](const auto& use) {
 #pragma unroll 1
     for (int32_t base = 0; base < entries; base += staged.room) {

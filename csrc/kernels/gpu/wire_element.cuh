@@ -122,7 +122,8 @@ struct Wire<WireFormat::nvfp4> {
     const __half_raw raw = __nv_cvt_fp8_to_halfraw(scale, __NV_E4M3);
     return __fmul_rn(__half2float(static_cast<__half>(raw)), row);
   }
-  /// Values times `inverse` as e2m1, to nearest even, saturating; NaN becomes 0.
+  /// Values times `inverse` as e2m1, to nearest even, saturating. NaN becomes 0: a product that is NaN has no
+  /// sign on a GPU.
   __device__ static Four write(const float* in, float inverse) {
     uint32_t out = 0;
 #pragma unroll
