@@ -252,6 +252,8 @@ def _leaves_early(rank: int, world_size: int, per_node: int, leaver: int, how: s
     case = small_case(world_size, per_node)
     comm = communicator(case, LONG)
     step(comm, case, rank)
+    # Else a rank that loses the leaver in the next step might end, by giving up, waits of others in this one.
+    dist.barrier()
     if rank != leaver:
         return caught(partial(steps, comm, case, rank, 3))
     started = time.monotonic()
