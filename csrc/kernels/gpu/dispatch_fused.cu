@@ -15,9 +15,9 @@
 // for nothing, and nobody has written outside of his output.
 // Where more than few tokens are sent, some blocks send and the others receive. Shares are fixed, so no
 // counter is asked for work, and none has to be set back: the operation ends with its last row. What takes
-// the time of few tokens is instructions that wait for each other, some five cycles each, so that there are
-// no divisions, loops are short and not unrolled where nothing is held by bytes, and what can be worked out
-// before the counts have come is: which rows a team takes, as if all ranks had as many tokens.
+// the time of few tokens is instructions that wait for each other, some five cycles each: so there are hardly
+// any divisions, loops are short and not unrolled where nothing is held by bytes, and blocks that wait for
+// the counts find out meanwhile which rows they take if all ranks have as many tokens as this one.
 //
 // A dropless dispatch is offered an output before anybody knows how many rows come. Where it is too small
 // nothing is received, and when the host has a larger one this kernel runs again for that part alone.
@@ -247,9 +247,8 @@ __device__ void scale_row(const Comm& comm, const Team& team, const RowPart& par
 }
 
 /// A team's share of the rows that are sent. The ids of the first token are on their way when it has been
-/// made, and every next one's while a row is stored. So are the rows where they are very few. Of more tokens
-/// a row is loaded when it is known who wants it: rows that leave earlier delay the routes, which queue
-/// behind them on the links.
+/// made, and where tokens are very few its row, too. Of more tokens a row is loaded when it is known who
+/// wants it: rows that leave earlier delay the routes, which queue behind them on the links.
 template <DType dtype>
 class RowSender {
  public:
