@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import subprocess
 import sys
-import sysconfig
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,20 +23,49 @@ SMALL_SIZES = {"dim": 32, "heads": 2, "layers": 2, "experts": 4, "ffn": 32, "seq
 SMALL_STEPS = {"steps": 60, "warmup": 5, "eval-every": 30, "eval-windows": 33, "save-every": 20}
 SMALL_MODEL = [f"--{name}={value}" for name, value in SMALL_SIZES.items()]
 SMALL_RUN = [*SMALL_MODEL, *(f"--{name}={value}" for name, value in SMALL_STEPS.items())]
-TEXT = (
-    "argparse",
-    "ast",
-    "calendar",
-    "cmd",
-    "copy",
-    "csv",
-    "dis",
-    "enum",
-    "glob",
-    "gzip",
-    "heapq",
-    "inspect",
-)
+
+
+PARTS = ["re", "co", "ta", "line", "en", "der", "pa", "th", "in", "val", "ue", "set", "for", "mat", "no"]
+"""Of names in the text to train on."""
+
+
+class _Author:
+    """Writes text like sources of Python. Of random.Random it uses random() alone, whose numbers are the same
+    in every version of Python."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed).random
+        self._names = ["".join(self._pick(PARTS) for _ in range(1 + self._below(3))) for _ in range(160)]
+
+    def _below(self, most: int) -> int:
+        return int(self._random() * most)
+
+    def _pick(self, some: Sequence[str]) -> str:
+        """The first ones far more often than the last, as words are in any text."""
+        return some[int(len(some) * self._random() ** 3)]
+
+    def _name(self) -> str:
+        return self._pick(self._names)
+
+    def _statement(self) -> str:
+        forms = (
+            "{} = {}({}, {})",
+            "return self.{}",
+            "if {} is None: {} = {}",
+            "self.{} = {}",
+            "for {} in {}: {}.append({})",
+            "raise ValueError('{} {}')",
+            "# {} {} the {} of {}",
+        )
+        form = self._pick(forms)
+        return form.format(*(self._name() for _ in range(form.count("{}"))))
+
+    def source(self, size: int) -> str:
+        lines: list[str] = []
+        while sum(map(len, lines)) < size:
+            lines += ["", f"def {self._name()}({self._name()}, {self._name()}=None):"]
+            lines += [f"    {self._statement()}" for _ in range(2 + self._below(6))]
+        return "\n".join(lines)
 
 
 def run_example(name: str, *arguments: str | Path, gpus: bool = False) -> Finished:
@@ -77,10 +107,10 @@ def wait_until(condition: object, what: str, seconds: float = TIMEOUT_S) -> None
 
 @pytest.fixture(scope="session")
 def text_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with sources of the standard library: real text, the same for every test."""
+    """A folder of text, the same for every test, with every version of Python."""
     folder = tmp_path_factory.mktemp("text")
-    for name in TEXT:
-        shutil.copy(Path(sysconfig.get_paths()["stdlib"]) / f"{name}.py", folder)
+    for number in range(12):
+        (folder / f"text{number:02}.py").write_text(_Author(300 + number).source(42_000))
     return folder
 
 

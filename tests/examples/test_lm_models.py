@@ -159,9 +159,8 @@ def test_small_ones_of_each_kind_train(tmp_path: Path, text_folder: Path) -> Non
         records = read_metrics(tmp_path / preset / "metrics.jsonl")
         losses = [record["loss"] for record in records if "loss" in record]
         assert len(losses) == 3 and all(map(math.isfinite, losses)), preset
-        # Logits of variance one. The 64 tokens of a step are few, and others with another version of Python.
-        assert losses[0] == pytest.approx(math.log(300) + 0.5, abs=1.0), preset
-        assert losses[2] < losses[0], preset
+        assert losses[0] == pytest.approx(math.log(300) + 0.5, abs=0.3), preset  # logits of variance one
+        assert losses[2] < losses[0] - 0.05, preset
         assert math.isfinite(records[-1]["val_loss"]), preset
         assert (tmp_path / preset / "checkpoints" / "step-00000003" / ".metadata").is_file()
     saved = json.loads((tmp_path / "deepseek-v3" / "options.json").read_text())

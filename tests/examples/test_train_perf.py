@@ -56,8 +56,7 @@ def test_variants_train_the_same_model(pool: Pools, text_folder: Path, flags: st
     own, plain = pool(2)(_measured, arguments, False)[0]
     assert (own["path"], plain["path"]) == ("moecomm", "torch")
     assert own["wrong"] == plain["wrong"] == 0
-    # The text that a step sees depends on the version of Python, and may be harder than that of the first.
-    assert len(own["losses"]) == 4 and min(own["losses"][1:]) < own["losses"][0]
+    assert len(own["losses"]) == 4 and own["losses"][-1] < own["losses"][0]
     torch.testing.assert_close(torch.tensor(own["losses"]), torch.tensor(plain["losses"]), rtol=1e-5, atol=0)
     assert own["tokens_per_s"] == 4 * 32 / own["time_s"] and len(own["samples_s"]) == 2
     assert 0 <= own["exposed_share"] <= 1 and "exposed_share" not in plain
