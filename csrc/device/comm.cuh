@@ -76,6 +76,33 @@ struct Comm {
   DevicePlan plan_fields;
   Rail rail;
 
+  /// Sets what follows from the window's shape.
+  void derive() {
+    local_experts = window.shape.local_experts();
+    of_owner = Divisor::of(local_experts);
+    of_ranks = Divisor::of(window.shape.ranks);
+    of_others = Divisor::of(window.shape.ranks > 1 ? window.shape.ranks - 1 : 1);
+  }
+
+  /// Of work that all ranks have: whose it is, and its number there.
+  struct Turn {
+    int32_t rank, number;
+  };
+  /// Item `item` of what all ranks have in turns, this one first.
+  __device__ Turn turn(int32_t item) const {
+    const int32_t number = of_ranks.quotient(item);
+    return {after(item - number * ranks()), number};
+  }
+  /// The same of all others, the next one first.
+  __device__ Turn turn_of_others(int32_t item) const {
+    const int32_t number = of_others.quotient(item);
+    return {after(1 + item - number * (ranks() - 1)), number};
+  }
+  /// The rank so many after this one, fewer than there are, around the end.
+  __device__ int32_t after(int32_t steps) const {
+    return rank + steps < ranks() ? rank + steps : rank + steps - ranks();
+  }
+
   /// The rank that has an expert; -1: none.
   __device__ int32_t owner(int32_t expert) const { return expert < 0 ? -1 : of_owner.quotient(expert); }
   __device__ bool is_local(int32_t r) const { return r >= first_rank && r < first_rank + local_ranks; }

@@ -164,10 +164,7 @@ void DeviceCommunicator::connect(const std::vector<uintptr_t>& bases, const std:
     comm.first_rank = node_bases.first_rank;
     comm.local_ranks = nodes_.local_ranks;
     comm.rail = rail();
-    comm.local_experts = config_.shape.local_experts();
-    comm.of_owner = Divisor::of(comm.local_experts);
-    comm.of_ranks = Divisor::of(config_.shape.ranks);
-    comm.of_others = Divisor::of(std::max(config_.shape.ranks - 1, 1));
+    comm.derive();
     comm.bases = node_bases;
     comm.own = own;
     comm.host = pinned_->status;

@@ -212,10 +212,7 @@ class Rank {
     comm.window = window_.with_wire(shape.wire);
     comm.rank = rank;
     comm.local_ranks = shape.ranks;
-    comm.local_experts = shape.local_experts();
-    comm.of_owner = Divisor::of(comm.local_experts);
-    comm.of_ranks = Divisor::of(shape.ranks);
-    comm.of_others = Divisor::of(std::max(shape.ranks - 1, 1));
+    comm.derive();
     comm.own = base();
     comm.host = &status_;
     comm.timeout_ns = 60'000'000'000;

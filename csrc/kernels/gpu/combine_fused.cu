@@ -42,9 +42,7 @@ __device__ void send_sums(const Comm& comm, const CombineArguments& args, uint64
   for (int32_t r = 0; r < comm.ranks(); ++r)
     if (r != comm.rank) most_chunks = max(most_chunks, static_cast<int>(chunk_count(tokens_of[r])));
   for (int i = team.number; i < most_chunks * others; i += team.count) {
-    const int chunk = comm.of_others.quotient(i);
-    int32_t home = comm.rank + 1 + (i - chunk * others);
-    if (home >= comm.ranks()) home -= comm.ranks();
+    const auto [home, chunk] = comm.turn_of_others(i);
     const int tokens = tokens_of[home], size = chunk_tokens(tokens);
     const int begin = chunk * size, end = min(begin + size, tokens);
     std::byte* const base = comm.bases[home];

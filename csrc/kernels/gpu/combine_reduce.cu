@@ -113,9 +113,8 @@ class OwnedSpans {
     while (true) {
       const auto claim = static_cast<int32_t>(claims_.take());
       if (static_cast<uint32_t>(claim) >= claims_end_) return false;
-      const int32_t number = comm_.of_others.quotient(claim);
-      home = comm_.rank + 1 + (claim - number * (comm_.ranks() - 1));
-      if (home >= comm_.ranks()) home -= comm_.ranks();
+      const auto [whose, number] = comm_.turn_of_others(claim);
+      home = whose;
       tokens = home < 32 ? __shfl_sync(0xffffffffu, first_tokens_, home) : tokens_of_[home];
       const int size = span_(tokens);
       begin = number * size;

@@ -376,13 +376,11 @@ struct ReceivedToken {
   /// The first token of chunk `number`, or of a later one `step` apart.
   __device__ static ReceivedToken first_of(const Comm& comm, const RowTables& tables, int step, int number,
                                            int chunks) {
-    const int32_t ranks = comm.ranks();
     for (; number < chunks; number += step) {
+      const auto [source, of_source] = comm.turn(number);
       Item chunk{};
-      const int32_t of_source = comm.of_ranks.quotient(number);
       chunk.chunk = of_source;
-      chunk.source = comm.rank + (number - of_source * ranks);
-      if (chunk.source >= ranks) chunk.source -= ranks;
+      chunk.source = source;
       const int tokens = tables.tokens[chunk.source], size = chunk_tokens(tokens);
       chunk.begin = chunk.chunk * size;
       chunk.end = min(chunk.begin + size, int64_t{tokens});

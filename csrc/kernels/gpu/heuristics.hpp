@@ -331,7 +331,7 @@ inline DispatchBlocks divide_dispatch(int total, const RowMoves& row, bool even)
   // Nanoseconds of a block besides: for each row that it sends, each rank that it goes to, each that arrives.
   constexpr double kSend = 20, kSendTo = 60, kReceive = 30;
   constexpr double kLater = 1.1;  // what is received first, or last, the other side waits for
-  const int most_send = row.quantised() ? total / 2 : 30;
+  const int most_send = row.quantised() ? total / 2 : 30;  // more only hinder each other
   // Blocks that send, over those that fill the links, past which they hinder each other; and the share of the
   // time that others may take to receive, so that there is some to spare.
   const double fill = row.changes() ? 1.6 : 2.5, kept = row.changes() ? 0.8 : 0.7;

@@ -104,15 +104,14 @@ class ReceiveLister {
     while (list.tokens() == 0) {
       const auto claim = static_cast<int32_t>(claims_.take());
       if (static_cast<uint32_t>(claim) >= claims_end_) return list;
-      const int32_t number = comm_.of_ranks.quotient(claim);
-      list.item.source = comm_.rank + (claim - number * comm_.ranks());
-      if (list.item.source >= comm_.ranks()) list.item.source -= comm_.ranks();
+      const auto [source, number] = comm_.turn(claim);
+      list.item.source = source;
       list.of_source = tokens_of_[list.item.source];
       const int size = size_(list.of_source);
       list.item.begin = min(number * size, list.of_source);
       list.item.end = min(static_cast<int>(list.item.begin) + size, list.of_source);
     }
-    list.item.chunk = list.item.begin >> (__ffs(chunk_tokens(list.of_source)) - 1);
+    list.item.chunk = list.item.begin >> chunk_shift(list.of_source);
     list.item.landing = args_.copied ? landing_of(comm_, epoch_, list.item.source) : 0;
     if constexpr (operation == Operation::dispatch) {
       list.known = ChunkRoutes<kMoveRounds>(comm_, args_, epoch_, map_, list.item);
