@@ -975,13 +975,14 @@ class Communicator:
         last block began: {"dispatch": ..., "combine": ...}, the backward of combine counted as a dispatch
         and that of dispatch as a combine.
 
-        "announced": this rank's record goes to all ranks, in a dispatch after the routes of all tokens;
-        "agreed": all ranks are known to do the same; "planned": the plan of what arrives here is made;
-        "sent": the last of this rank's rows, or sums, has been sent; "ended". One kernel for few tokens
-        announces, sends and agrees side by side, so that any of these may be first; else each comes after
-        the one before, but for "sent", which is at any time. A phase that an operation does not have is left
-        out ("planned" of all but dispatches), and so are those that it has yet to pass: synchronize the
-        stream before. Operations in replays of a graph count. Asking waits for a small copy from the device.
+        "announced": this rank tells all ranks what it does; a dispatch, in one kernel or in two, does so
+        when its ids have been counted, before the routes of its tokens have gone out; "agreed": all ranks
+        are known to do the same; "planned": the plan of what arrives here is made; "sent": the last of this
+        rank's rows, or sums, has been sent; "ended". One kernel for few tokens announces, sends and agrees
+        side by side, so that any of these may be first; else each comes after the one before, but for
+        "sent", which is at any time. A phase that an operation does not have is left out ("planned" of all
+        but dispatches), and so are those that it has yet to pass: synchronize the stream before. Operations
+        in replays of a graph count. Asking waits for a small copy from the device.
 
         Raises Unsupported on the CPU.
         """

@@ -141,6 +141,13 @@ struct Comm {
   __device__ SignalRecord& record(std::byte* base, int32_t writer, uint64_t epoch) const {
     return at<SourceLines>(base, window.sources)[writer].record[epoch & 1];
   }
+  /// What `source` announces of a dispatch, in the window at `base`: EpochNumbers, and of its (token, k).
+  __device__ uint64_t* counts(std::byte* base, int32_t source, uint64_t epoch) const {
+    return at<uint64_t>(base, window.counts[epoch & 1]) + source * window.shape.announced();
+  }
+  __device__ Route* routes(std::byte* base, int32_t source, uint64_t epoch) const {
+    return at<Route>(base, window.routes[epoch & 1]) + source * window.shape.max_tokens * top_k();
+  }
   /// The place of a token where there are `places`, which tokens take in turn. A division of 64 bits would
   /// take as long as the load of a row.
   __device__ static int64_t in_turn(int64_t token, int64_t places) {

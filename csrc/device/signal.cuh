@@ -29,6 +29,11 @@ __device__ inline void signal_records(const Comm& comm, const SignalRecord& reco
   }
 }
 
+/// Writes this rank's record to every rank of this node. Whole block.
+__device__ inline void signal_records(const Comm& comm, const SignalRecord& record) {
+  signal_records(comm, record, comm.rank, static_cast<int>(threadIdx.x), static_cast<int>(blockDim.x));
+}
+
 /// Counts how long this rank has waited since `begun` for `peer` to begin an operation. Nothing is returned,
 /// so that nobody waits for the memory.
 __device__ inline void note_late(const Comm& comm, int32_t peer, uint64_t begun) {
@@ -42,10 +47,9 @@ __device__ inline void note_agreed(const Comm& comm, Operation operation, uint64
   note_phase(comm, operation, Phase::agreed);
 }
 
-/// Waits for every rank's record of `epoch`, and counts how long for which. Whole block; false for all
-/// threads if one of them waits in vain.
-__device__ inline bool wait_records(const Comm& comm, Operation operation, uint64_t epoch) {
-  const bool counts = blockIdx.x == 0;
+/// Waits for every rank's record of `epoch`, and counts how long for which if `counts`. Whole block; false
+/// for all threads if one of them waits in vain.
+__device__ inline bool wait_records(const Comm& comm, Operation operation, uint64_t epoch, bool counts) {
   const uint64_t start = counts ? ptx::global_nanoseconds() : 0;
   bool arrived = true;
   for (int peer = threadIdx.x; arrived && peer < comm.ranks(); peer += blockDim.x) {
@@ -56,6 +60,11 @@ __device__ inline bool wait_records(const Comm& comm, Operation operation, uint6
   arrived = __syncthreads_and(arrived);
   if (counts && threadIdx.x == 0) note_agreed(comm, operation, start);
   return arrived;
+}
+
+/// The same; the first block of a grid counts.
+__device__ inline bool wait_records(const Comm& comm, Operation operation, uint64_t epoch) {
+  return wait_records(comm, operation, epoch, blockIdx.x == 0);
 }
 
 /// Finds whether the record of rank `r` differs from that of rank 0 or is an error; `verdict` says how.

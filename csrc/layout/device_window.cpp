@@ -23,17 +23,10 @@ void for_each_section(DeviceWindow& w, int64_t rows_bytes, const Visit& visit) {
   visit("waits by rank", w.late_ns, s.ranks * int64_t{sizeof(uint64_t)});
   visit("route counts", w.route_counts, kMaxRouteBlocks * s.bins() * 4);
   for (auto& offset : w.error_text) visit("error text", offset, kErrorText);
-  for (auto& offset : w.counts) visit("row counts", offset, s.ranks * s.counts() * 4);
-  for (auto& offset : w.packed_routes) visit("packed routes", offset, s.ranks * entries * 4);
-  for (auto& offset : w.places) visit("token places", offset, s.ranks * s.max_tokens * 4);
-  for (auto& offset : w.weights) visit("routing weights", offset, s.ranks * entries * weight);
-  if (s.few_tokens() > 0) {
-    for (auto& offset : w.few_starts) visit("few starts", offset, s.ranks * int64_t{sizeof(FewStart)});
-    for (auto& offset : w.few_counts)
-      visit("few counts", offset, s.ranks * s.few_counts() * int64_t{sizeof(uint64_t)});
-    for (auto& offset : w.few_routes)
-      visit("few routes", offset, s.ranks * s.few_tokens() * s.top_k * int64_t{sizeof(FewRoute)});
-  }
+  for (auto& offset : w.starts) visit("starts", offset, s.ranks * int64_t{sizeof(DispatchStart)});
+  for (auto& offset : w.counts)
+    visit("row counts", offset, s.ranks * s.announced() * int64_t{sizeof(uint64_t)});
+  for (auto& offset : w.routes) visit("routes", offset, s.ranks * entries * int64_t{sizeof(Route)});
   for (auto& offset : w.weight_grads) visit("weight gradients", offset, entries * weight);
   visit("arrival flags", w.arrived, s.ranks * (s.max_chunks() + 1) * kFlag);
   visit("credit flags", w.credits, s.ranks * (s.max_chunks() + 1) * kFlag);
@@ -132,6 +125,9 @@ void check_shape(const DeviceShape& s) {
   if (s.num_experts << number_bits(s) > int64_t{1} << 31)
     refuse("max_tokens is " + std::to_string(s.max_tokens) + " for " + std::to_string(s.num_experts) +
            " experts, on CUDA the product of experts and tokens (as a power of two) is at most 2^31");
+  if (s.max_tokens >= static_cast<int64_t>(EpochNumber::kMask))
+    refuse("max_tokens is " + std::to_string(s.max_tokens) + ", on CUDA it is less than " +
+           std::to_string(EpochNumber::kMask));
   if (s.dtype == DType::float64) refuse("dtype is float64, on CUDA rows are float32, bfloat16 or float16");
 }
 

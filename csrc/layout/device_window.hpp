@@ -17,8 +17,7 @@ namespace moecomm {
 
 inline constexpr int32_t kMaxTopK = 32;  ///< a warp holds the ids of a token
 inline constexpr int32_t kMaxNodeRanks = 128;
-inline constexpr int32_t kMaxChunk = 8;       ///< tokens
-inline constexpr int32_t kMostFewRanks = 64;  ///< of one node, whose few tokens have a way of their own
+inline constexpr int32_t kMaxChunk = 8;  ///< tokens
 inline constexpr int32_t kMaxRouteBlocks = 32;
 inline constexpr int64_t kCopiesChunk = 0;  ///< whose arrival flag says that all copies have arrived
 
@@ -38,10 +37,10 @@ MOECOMM_HD constexpr int64_t chunk_count(int64_t tokens) {
   return (tokens + chunk_tokens(tokens) - 1) >> chunk_shift(tokens);
 }
 
-/// A number of few tokens that travels with its epoch in one word: who finds the epoch has the number, and no
-/// flag has to follow. Zeroed memory is of no epoch.
+/// A number that travels with its epoch in one word: who finds the epoch has the number, and neither a fence
+/// nor a flag has to follow. Zeroed memory is of no epoch.
 struct EpochNumber {
-  static constexpr int kBits = 16;
+  static constexpr int kBits = 24;
   static constexpr uint64_t kMask = (uint64_t{1} << kBits) - 1;
 
   MOECOMM_HD static constexpr uint64_t word(uint64_t epoch, int32_t number) {
@@ -52,22 +51,22 @@ struct EpochNumber {
   }
   MOECOMM_HD static constexpr int32_t number(uint64_t word) { return static_cast<int32_t>(word & kMask) - 1; }
 };
-static_assert(kMostOfOne < static_cast<int64_t>(EpochNumber::kMask));
 
-/// The announcement of a dispatch of few tokens, which is stored and loaded whole.
-struct alignas(16) FewStart {
+/// The announcement of a dispatch, which is stored and loaded whole.
+struct alignas(16) DispatchStart {
   uint64_t arguments;  ///< arguments_hash of the record that follows
   uint64_t epoch;      ///< EpochNumber, of no meaning
 };
-static_assert(sizeof(FewStart) == 16);
+static_assert(sizeof(DispatchStart) == 16);
 
-/// The route of a (token, k) of few tokens, which is stored and loaded whole.
-struct alignas(16) FewRoute {
-  int32_t packed;  ///< as in DeviceWindow::packed_routes
-  float weight;
-  uint64_t place;  ///< EpochNumber: in the rank layout as in DeviceWindow::places at the owner, else 0
+/// The route of a (token, k), which is stored and loaded whole.
+struct alignas(16) Route {
+  int32_t packed;  ///< expert << number_bits | number among the source's rows for it; -1: none
+  float weight;    ///< 0 without weights
+  uint64_t place;  ///< EpochNumber: in the rank layout the number of the token among those that its source
+                   ///< sends to the owner of the expert, else 0
 };
-static_assert(sizeof(FewRoute) == 16);
+static_assert(sizeof(Route) == 16);
 
 /// Sources, at most, whose tokens all have a place in an owner's staging section: the GPUs of a host.
 inline constexpr int32_t kWholeSources = 8;
@@ -136,15 +135,10 @@ struct DeviceShape {
   }
   /// Chunks of up to max_tokens tokens, whatever number of them comes.
   MOECOMM_HD int64_t max_chunks() const;
-  /// The most tokens that a source announces in words with their epoch; 0: none does.
-  MOECOMM_HD int64_t few_tokens() const {
-    if (other_nodes() > 0 || ranks > kMostFewRanks) return 0;
-    return max_tokens < kMostOfOne ? max_tokens : kMostOfOne;
-  }
-  /// Numbers that a source of few tokens announces in such words: those of counts(), then its tokens.
-  MOECOMM_HD int64_t few_counts() const { return counts() + 1; }
-  /// Numbers that each source announces: rows for each expert, then tokens for each rank.
+  /// Numbers that a source counts for others: rows for each expert, then tokens for each rank.
   MOECOMM_HD int64_t counts() const { return num_experts + ranks; }
+  /// Numbers that it announces: those, then its tokens.
+  MOECOMM_HD int64_t announced() const { return counts() + 1; }
   /// Numbers that a source counts: those, and with several nodes tokens for each node.
   MOECOMM_HD int64_t bins() const { return other_nodes() > 0 ? counts() + nodes().nodes() : counts(); }
 };
@@ -174,7 +168,6 @@ class KernelShape : public DeviceShape {
         wire_row_scale_(shape.wire_row_scale()),
         wire_row_bytes_(shape.wire_row_bytes()),
         max_chunks_(shape.max_chunks()),
-        few_tokens_(shape.few_tokens()),
         bins_(shape.bins()),
         other_nodes_(shape.other_nodes()),
         slots_(shape.slots()),
@@ -186,7 +179,6 @@ class KernelShape : public DeviceShape {
   MOECOMM_HD int64_t wire_row_scale() const { return wire_row_scale_; }
   MOECOMM_HD int64_t wire_row_bytes() const { return wire_row_bytes_; }
   MOECOMM_HD int64_t max_chunks() const { return max_chunks_; }
-  MOECOMM_HD int64_t few_tokens() const { return few_tokens_; }
   MOECOMM_HD int64_t bins() const { return bins_; }
   MOECOMM_HD int32_t other_nodes() const { return other_nodes_; }
   MOECOMM_HD int32_t slots() const { return slots_; }
@@ -194,7 +186,7 @@ class KernelShape : public DeviceShape {
 
  private:
   int64_t row_bytes_, wire_data_bytes_, wire_scale_bytes_, wire_row_scale_, wire_row_bytes_;
-  int64_t max_chunks_, few_tokens_, bins_;
+  int64_t max_chunks_, bins_;
   int32_t other_nodes_, slots_, node_slots_;
 };
 
@@ -219,7 +211,7 @@ static_assert(sizeof(PeerLoss) == 32);  // copied as a whole
 /// What an operation passes on a GPU. In one kernel it announces, sends and agrees side by side; else it
 /// passes them in this order, but for `sent`, which may be at any time.
 enum class Phase : int32_t {
-  announced,  ///< this rank announces it: in a dispatch, after the routes of all its tokens have gone out
+  announced,  ///< this rank announces it to all: a dispatch when its ids have been counted
   agreed,     ///< all ranks are known to do the same
   planned,    ///< a dispatch: the plan of what arrives here is made
   sent,       ///< the last of this rank's rows, or sums, has been sent
@@ -293,24 +285,17 @@ static_assert(sizeof(RelayState) == kLine && offsetof(RelayState, parts) == 8);
 /// Sections exist twice where their use alternates by epoch.
 struct DeviceWindow {
   KernelShape shape;
-  int32_t number_bits;       ///< bits of a number below max_tokens
-  int64_t stage_tokens;      ///< tokens of one source that the staging section holds; slots are used in turn
-  int64_t sources;           ///< SourceLines[ranks]
-  int64_t state;             ///< DeviceState
-  int64_t losses;            ///< PeerLoss[ranks], this rank's own
-  int64_t late_ns;           ///< uint64[ranks], this rank's own: waited for a rank to begin its operations
-  int64_t route_counts;      ///< int32[kMaxRouteBlocks][counts], this rank's own
-  int64_t error_text[2];     ///< char[kErrorText]
-  int64_t counts[2];         ///< int32[ranks][counts], by source
-  int64_t packed_routes[2];  ///< int32[ranks][max_tokens][top_k]: expert << number_bits | number among the
-                             ///< source's rows for it; -1: none
-  int64_t places[2];      ///< int32[ranks][max_tokens], rank layout: number of the token among those that its
-                          ///< source sends here, where it sends it here
-  int64_t weights[2];     ///< weight type [ranks][max_tokens][top_k]
-  int64_t few_starts[2];  ///< FewStart [ranks]: what is announced of few tokens, for kernels that take it as
-                          ///< it comes, in words with their epoch; where there are few_tokens()
-  int64_t few_counts[2];  ///< EpochNumbers [ranks][shape.few_counts()], likewise
-  int64_t few_routes[2];  ///< FewRoute [ranks][shape.few_tokens()][top_k], likewise
+  int32_t number_bits;      ///< bits of a number below max_tokens
+  int64_t stage_tokens;     ///< tokens of one source that the staging section holds; slots are used in turn
+  int64_t sources;          ///< SourceLines[ranks]
+  int64_t state;            ///< DeviceState
+  int64_t losses;           ///< PeerLoss[ranks], this rank's own
+  int64_t late_ns;          ///< uint64[ranks], this rank's own: waited for a rank to begin its operations
+  int64_t route_counts;     ///< int32[kMaxRouteBlocks][counts], this rank's own
+  int64_t error_text[2];    ///< char[kErrorText]
+  int64_t starts[2];        ///< DispatchStart[ranks], by source
+  int64_t counts[2];        ///< EpochNumbers [ranks][announced], likewise
+  int64_t routes[2];        ///< Route[ranks][max_tokens][top_k], likewise
   int64_t weight_grads[2];  ///< weight type [max_tokens][top_k], written by the owners of the experts
   int64_t arrived;  ///< uint64[ranks][max_chunks + 1]: epoch in which a chunk of this source has arrived;
                     ///< the last: its gradients of weights

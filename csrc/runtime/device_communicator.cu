@@ -52,6 +52,10 @@ void take_sent(gpu::ReceiveArguments& received, const gpu::SendArguments& sent) 
   received.layout = sent.layout;
 }
 
+/// Blocks of a kernel for few tokens, if there are so many, for each row that it receives: an SM takes a
+/// microsecond to store a row to four places.
+constexpr int kShareRow = 4;
+
 /// Warps of a kernel for few tokens that work on one of `items` rows together: as many as leave each row a
 /// team. `blocks` blocks of `warps`.
 constexpr int kTeamWarps = 4;
@@ -359,9 +363,12 @@ void DeviceCommunicator::send(WireFormat wire, gpu::SendArguments arguments, cud
 void DeviceCommunicator::launch_route(gpu::SendArguments& arguments, const gpu::DispatchBlocks& divided,
                                       cudaStream_t stream) {
   const bool few = gpu::routes_few(config_.shape, arguments.tokens, gpu::route_words(overlaps_));
-  const int most = few ? 1 : std::min<int>(divided.receive, kMaxRouteBlocks);
+  const int most = few ? 1 : std::clamp<int>(divided.receive - 1, 1, kMaxRouteBlocks - 1);
   arguments.route_blocks = gpu::Heuristics::route_blocks(arguments.tokens, most);
-  const int blocks = arguments.route_blocks + arguments.relay_blocks;
+  // A block of its own makes the plan, if there is one more.
+  const bool apart = divided.receive > arguments.route_blocks;
+  const int others = arguments.route_blocks + arguments.relay_blocks, blocks = others + (apart ? 1 : 0);
+  arguments.plan_block = apart ? others : 0;
   check_cuda(gpu::launch_dispatch_route(launch(stream, blocks, false), *comm(config_.shape.wire), arguments),
              "launch of a dispatch (routes)");
 }
@@ -496,7 +503,8 @@ void DeviceCommunicator::run_in_one(WireFormat wire, gpu::FusedArguments argumen
   // What is received again is known, and may be what others with many tokens have sent.
   const int64_t items = arguments.again ? arguments.receive.rows : sent.tokens * config_.shape.ranks;
   const int leads = gpu::leading_blocks(heuristics_.all_blocks());
-  const int blocks = heuristics_.fused_blocks(items, warps / kTeamWarps, leads);
+  // Those that send are the last to receive.
+  const int blocks = heuristics_.fused_blocks(kShareRow * items + sent.tokens, 1, leads);
   const bool divides = sent.operation == Operation::dispatch && !arguments.again;
   arguments.senders =
       divides ? gpu::Heuristics::fused_senders(sent.tokens, blocks, sent.quantises(), config_.shape.ranks)
@@ -644,7 +652,7 @@ void DeviceCommunicator::combine(const gpu::CombineArguments& arguments, bool qu
   ++stats_.combine_calls;
   if (!held && all.weight_grads == nullptr && fuses(WireFormat::same, all.tokens)) {
     // At their home few tokens are shared by many warps.
-    const int fused = heuristics_.fused_blocks(all.tokens, 1, 1);
+    const int fused = heuristics_.fused_blocks(kShareRow * all.tokens, 1, 1);
     all.team_warps = team_warps(all.tokens * (config_.shape.ranks - 1), fused - 1, gpu::kReduceWarps);
     all.parts = gpu::Heuristics::sum_parts(all.tokens, int64_t{fused - 1} * gpu::kReduceWarps,
                                            gpu::sum_strips(config_.shape.row_bytes()));

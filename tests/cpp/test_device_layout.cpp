@@ -80,10 +80,8 @@ void test_sections() {
     }
     CHECK(end == w.total_bytes);
     std::vector<int64_t> fields{w.sources, w.state, w.losses, w.late_ns, w.route_counts};
-    std::vector<const int64_t*> pairs{w.error_text, w.counts, w.packed_routes, w.places, w.weights};
-    if (shape.ranks <= 64) pairs.insert(pairs.end(), {w.few_starts, w.few_counts, w.few_routes});
-    pairs.push_back(w.weight_grads);
-    for (const auto* pair : pairs) fields.insert(fields.end(), pair, pair + 2);
+    for (const auto* pair : {w.error_text, w.starts, w.counts, w.routes, w.weight_grads})
+      fields.insert(fields.end(), pair, pair + 2);
     fields.insert(fields.end(), {w.arrived, w.credits, w.rows[0], w.rows[1]});
     CHECK(fields.size() == sections.size());
     for (size_t i = 0; i < std::min(fields.size(), sections.size()); ++i)
@@ -194,7 +192,7 @@ void test_stage() {
 int64_t window_bytes(const DeviceShape& s, int64_t chunks) {
   const int64_t R = s.ranks, K = s.top_k, E = s.num_experts, M = s.max_tokens;
   const int64_t element = s.dtype == DType::float32 ? 4 : 2;
-  const int64_t weight = 4;
+  const int64_t weight = 4, route = 16;
   const int64_t row = s.hidden * element;
   const int64_t values = s.hidden / (s.wire == WireFormat::nvfp4 ? 2 : 1) + scale_bytes(s.wire, s.hidden);
   const int64_t lines = rounded(values, 128), wire = s.wire == WireFormat::same ? row
@@ -209,11 +207,8 @@ int64_t window_bytes(const DeviceShape& s, int64_t chunks) {
        {128 * R, 32 * R, 8 * R, 32 * (E + R) * 4, R * (chunks + 1) * 8, R * (chunks + 1) * 8})
     total += rounded(once, kPage);
   for (const int64_t twice :
-       {int64_t{512}, R * (E + R) * 4, R * M * K * 4, R * M * 4, R * M * K * weight, M * K * weight, rows})
+       {int64_t{512}, 16 * R, 8 * R * (E + R + 1), R * M * K * route, M * K * weight, rows})
     total += 2 * rounded(twice, kPage);
-  const int64_t few = R <= 64 ? std::min<int64_t>(M, 1024) : 0;
-  for (const int64_t twice : {16 * R, 8 * R * (E + R + 1), 16 * R * few * K})
-    if (few > 0) total += 2 * rounded(twice, kPage);
   return total;
 }
 
@@ -239,15 +234,14 @@ void test_worked_example() {
   // 4 ranks, 4096 tokens of 7168 bfloat16, top-8 of 64 experts: a row has 14336 bytes, a token 4 slots.
   const DeviceShape shape{4, 8, 64, 7168, 4096, DType::bfloat16, WireFormat::same};
   const DeviceWindow w = DeviceWindow::make(shape);
-  int64_t total = 4 * 4096;                         // signals, kernel state, lost peers, waits by rank
-  total += 12288;                                   // 32 blocks' counts for 64 experts and 4 ranks
-  total += 2 * (4096 + 4096);                       // error texts, counts
-  total += 2 * (524288 + 65536 + 524288 + 131072);  // packed routes, places, weights, gradients of weights
-  total += 2 * (4096 + 4096 + 524288);  // of few tokens: starts, 4 * 69 counts, 4 * 1024 * 8 routes
-  total += 69632;                       // arrivals of 2048 chunks of 4 ranks, and one more each: 65568 bytes
-  total += 69632;                       // credits of 2048 chunks, and one more each
-  total += 2 * 234881024;               // 4096 * 4 rows
-  CHECK(w.total_bytes == total && total == 473501696);
+  int64_t total = 4 * 4096;           // signals, kernel state, lost peers, waits by rank
+  total += 12288;                     // 32 blocks' counts for 64 experts and 4 ranks
+  total += 2 * (4096 + 4096 + 4096);  // error texts, starts, 4 * 69 counts
+  total += 2 * (2097152 + 131072);    // 4 * 4096 * 8 routes, gradients of weights
+  total += 69632;                     // arrivals of 2048 chunks of 4 ranks, and one more each: 65568 bytes
+  total += 69632;                     // credits of 2048 chunks, and one more each
+  total += 2 * 234881024;             // 4096 * 4 rows
+  CHECK(w.total_bytes == total && total == 474411008);
   CHECK(w.stage_tokens == 4096);
 }
 
@@ -317,7 +311,7 @@ void test_sizes_for_kernels() {
     CHECK(sizes.wire_scale_bytes() == shape.wire_scale_bytes());
     CHECK(sizes.wire_row_scale() == shape.wire_row_scale());
     CHECK(sizes.wire_row_bytes() == shape.wire_row_bytes());
-    CHECK(sizes.max_chunks() == shape.max_chunks() && sizes.few_tokens() == shape.few_tokens());
+    CHECK(sizes.max_chunks() == shape.max_chunks());
     CHECK(sizes.bins() == shape.bins() && sizes.other_nodes() == shape.other_nodes());
     CHECK(sizes.slots() == shape.slots() && sizes.node_slots() == shape.node_slots());
   };

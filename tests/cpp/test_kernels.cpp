@@ -266,7 +266,9 @@ class Rank {
     const bool waits = sent.tokens > comm.window.stage_tokens;
     turns += waits;
     if (received.other == nullptr && may_fuse(sent.tokens) && !waits && draw(random_, 0, 2) > 0) {
-      const int blocks = draw(random_, 2, 6), most = blocks - gpu::leading_blocks(blocks) - 1;
+      // So many blocks have a third leading one.
+      const int blocks = draw(random_, 0, 15) == 0 ? 34 : draw(random_, 2, 6);
+      const int most = blocks - gpu::leading_blocks(blocks) - 1;
       const int senders = draw(random_, 0, 1) * draw(random_, 0, most);
       return receive_all(sent, received, [&](const gpu::ReceiveArguments& output, bool again) {
         gpu::FusedArguments both{sent, output, draw(random_, 0, 1) == 0 ? gpu::block_warps(kBulk) : 4,
@@ -277,11 +279,14 @@ class Rank {
     }
     sent.apart = true;
     sent.warps = draw(random_, 4, 8);
-    sent.route_blocks = 1;
+    const bool few = gpu::routes_few(comm.window.shape, sent.tokens, gpu::route_words(kBulk));
+    sent.route_blocks = few ? 1 : draw(random_, 1, 3);
+    const int planners = draw(random_, 0, 1);
+    sent.plan_block = planners * sent.route_blocks;
     const int senders = draw(random_, 1, 3);
     received.senders = waits ? 2 * senders : senders;
     gpu::launch_dispatch_send<WireFormat::same>(launch(side_, senders), comm, sent);
-    if (dispatch) gpu::launch_dispatch_route(launch(main_, 1), comm, sent);
+    if (dispatch) gpu::launch_dispatch_route(launch(main_, sent.route_blocks + planners), comm, sent);
     if (waits && gives_up_) {
       gpu::launch_abandon(launch(main_, 1), comm, sent.operation, sent.tokens, senders, false);
       main_.join();

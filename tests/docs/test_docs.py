@@ -371,8 +371,6 @@ def test_memory_page_has_the_formulas_of_the_plan_on_cuda(
         }
 
     expected, host = sections("On CUDA"), 0
-    if ranks == per_node <= 64:
-        expected |= sections("Room for few tokens")
     if ranks > per_node:
         expected |= sections("CUDA windows with several nodes")
         host = sum(map(sum, sections("Pinned host memory").values()))

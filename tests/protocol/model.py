@@ -15,10 +15,11 @@ meanwhile. What it copies is read when it copies.
 
 A rank may run both sides of an operation in one kernel: rows go out before it has announced itself, and
 chunks are read before the records of all are there, as in a combine, whose plan says what comes. With starts
-it is a dispatch of few tokens: it announces what it brings in a word that holds its epoch, before its record,
-and goes by such words of others, or by the records of those that have none. Such a dispatch may find no room
-for its rows: it has announced and sent all then, and reads nothing. Either it reads once it has ended, which
-is one of the orders of a dispatch that reads, or it is given up after that.
+operations are dispatches: a rank announces what it brings in a word that holds its epoch, before its record,
+and goes by such words of others, in one kernel or in two; who gives an operation up waits for records. A
+dispatch in one kernel may find no room for its rows: it has announced and sent all then, and reads nothing.
+Either it reads once it has ended, which is one of the orders of a dispatch that reads, or it is given up after
+that.
 
 Epochs have no bound: a state is kept relative to the least epoch that somebody can still ask for, so the
 number of states is finite and the search covers runs of every length.
@@ -60,10 +61,10 @@ class Protocol:
     loss: bool = True
     """One rank may be lost."""
     fused: bool = False
-    """A rank may run an operation in one kernel. As a plan that all know would say, operations bring chunks
-    in odd epochs then, and none in even ones; none is given up."""
+    """A rank may run an operation in one kernel. Without starts, as a plan that all know would say,
+    operations bring chunks in odd epochs then, and none in even ones, and none is given up."""
     starts: bool = False
-    """An operation in one kernel is announced in a word that holds its epoch, before its record."""
+    """Operations are announced in words that hold their epoch, before their records."""
     leaves: bool = False
     """With starts: a rank whose own chunks have places may leave an operation in one kernel for want of room,
     and give it up then."""
@@ -154,7 +155,7 @@ class Model:
         p = protocol
         self.amounts = (p.chunks,) if p.always_brings else (0, p.chunks)
         assert p.sections == 0 or (p.chunks == p.places == 1 and not p.streams)
-        assert not p.fused or not (p.always_brings or p.gives_up)
+        assert not p.fused or p.starts or not (p.always_brings or p.gives_up)
         assert p.fused or not p.starts
         assert p.starts or not p.leaves
         # The words of a pair (writer, holder), from `at[writer, holder]` on: records (8 epoch + chunks, and
@@ -202,6 +203,9 @@ class Model:
         def announce(to: list[int]) -> list[Action]:
             return [Action("announce", peer) for peer in to]
 
+        def start(to: list[int]) -> list[Action]:
+            return [Action("start", peer) for peer in to] if p.starts else []
+
         def send(to: list[int]) -> list[Action]:
             return [Action(name, peer, c) for c in range(at_once) for peer in to for name in ("row", "flag")]
 
@@ -220,12 +224,11 @@ class Model:
         before = give_up() if kind == GIVES_UP else []
         apart = [[peer] for peer in peers] if p.streams else [list(peers)]
         if kind in (FUSED, LEFT):
-            starts = [Action("start", peer) for peer in peers] if p.starts else []
-            threads = [[Action("meet")] * p.fused_meets, starts + announce(list(peers))]
+            threads = [[Action("meet")] * p.fused_meets, start(list(peers)) + announce(list(peers))]
             threads += [send(some) for some in apart]
             threads += [receive(some) for some in apart] if kind == FUSED else [give_up() * p.left_frees]
             return tuple(tuple(thread) for thread in threads)
-        threads = [before + meeting, *(announce(some) + send(some) for some in apart)]
+        threads = [before + meeting, *(start(some) + announce(some) + send(some) for some in apart)]
         if kind == RECEIVES:
             threads += [receive(some) for some in apart]
         return tuple(tuple(thread) for thread in threads)
@@ -379,7 +382,7 @@ class Model:
                 if peer == r:
                     continue
                 record = memory[self.at[peer, r] + n % p.buffers] >> 3
-                if rank.kind in (FUSED, LEFT) and self._start(memory, peer, r, n) is not None:
+                if rank.kind != GIVES_UP and self._start(memory, peer, r, n) is not None:
                     continue
                 if record < n:
                     late.append(peer)
@@ -403,16 +406,16 @@ class Model:
             self._raise(written, into + self.credits + c, n, 0)
         else:
             record = memory[into + n % p.buffers]
-            if record >> 3 != n and rank.kind != FUSED:
-                raise Violation(f"a rank reads tables of epoch {record >> 3} in epoch {n}")
             engine, chunks = divmod(record & 7, p.chunks + 1)
-            if rank.kind == FUSED:
+            if p.starts:
+                start = self._start(memory, peer, r, n)
+                if start is None:
+                    return (peer,)
+                engine, chunks = SMS, start & 7
+            elif rank.kind == FUSED:
                 engine, chunks = SMS, self._planned(n)
-                if p.starts:
-                    start = self._start(memory, peer, r, n)
-                    if start is None and record >> 3 != n:
-                        return (peer,)
-                    chunks = (record if start is None else start) & 7
+            elif record >> 3 != n:
+                raise Violation(f"a rank reads tables of epoch {record >> 3} in epoch {n}")
             if c >= chunks:
                 return None  # nothing comes
             flag = memory[into + self.flags + c]
@@ -549,8 +552,9 @@ QUICK: dict[str, tuple[Protocol, int]] = {
         replace(_FUSED, ranks=3, chunks=1, streams=False, loss=False),
         29318,
     ),
-    "two ranks that start in one kernel or two": (_STARTS, 17169),
-    "two ranks that may have no room": (replace(_STARTS, leaves=True), 30125),
+    "two ranks that start in one kernel or two": (_STARTS, 15939),
+    "two ranks that start, or give up": (replace(_STARTS, gives_up=True), 72403),
+    "two ranks that may have no room": (replace(_STARTS, leaves=True), 28881),
     "two ranks and their copy engines": (Protocol(ranks=2, always_brings=True, sections=2), 10089),
     "two ranks that read where the record says": (
         Protocol(

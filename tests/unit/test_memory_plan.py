@@ -159,17 +159,17 @@ def test_worked_example_on_cuda() -> None:
         ranks=4, num_experts=64, hidden=7168, top_k=8, max_tokens=4096, dtype=torch.bfloat16, device="cuda:3"
     )
     assert _sizes(plan, "rows") == [4096 * 4 * 14336] * 2
-    assert _sizes(plan, "packed routes") == _sizes(plan, "routing weights") == [4 * 4096 * 8 * 4] * 2
-    assert _sizes(plan, "token places") == [4 * 4096 * 4] * 2
+    assert _sizes(plan, "starts") == _sizes(plan, "row counts") == [PAGE] * 2
+    assert _sizes(plan, "routes") == [4 * 4096 * 8 * 16] * 2
     assert _sizes(plan, "weight gradients") == [4096 * 8 * 4] * 2
     assert _sizes(plan, "arrival flags") == [17 * PAGE] and _sizes(plan, "credit flags") == [17 * PAGE]
-    assert plan.total_bytes == plan.committed_bytes == 473_501_696
+    assert plan.total_bytes == plan.committed_bytes == 474_411_008
     text = str(plan)
     assert "window of one rank (4 ranks a node)" in text
     assert text.splitlines()[-3:] == [
-        f"{'total':<18} {'':>14} {473501696:>14}",
-        f"{'taken at once':<18} {'':>14} {473501696:>14}",
-        f"{'all ranks at once':<18} {'':>14} {1894006784:>14}",
+        f"{'total':<18} {'':>14} {474411008:>14}",
+        f"{'taken at once':<18} {'':>14} {474411008:>14}",
+        f"{'all ranks at once':<18} {'':>14} {1897644032:>14}",
     ]
 
 
@@ -201,15 +201,11 @@ def test_formula_on_cuda(ranks: int, top_k: int, dtype: torch.dtype, wire: str |
         if sources <= 8:
             rows = max(rows, sources * tokens * each)
     assert _sizes(plan, "rows") == pages(rows)
-    assert _sizes(plan, "packed routes") == pages(ranks * tokens * top_k * 4)
-    assert _sizes(plan, "routing weights") == pages(ranks * tokens * top_k * weight)
+    # Words that hold their epoch: a start of 16 bytes, counts of 8, and routes of 16 with their weights.
+    assert _sizes(plan, "starts") == pages(ranks * 16)
+    assert _sizes(plan, "row counts") == pages(ranks * (experts + ranks + 1) * 8)
+    assert _sizes(plan, "routes") == pages(ranks * tokens * top_k * 16)
     assert _sizes(plan, "weight gradients") == pages(tokens * top_k * weight)
-    assert _sizes(plan, "token places") == pages(ranks * tokens * 4)
-    assert _sizes(plan, "row counts") == pages(ranks * (experts + ranks) * 4)
-    few = ranks <= 64  # up to 1024 tokens of a rank are few
-    assert _sizes(plan, "few starts") == pages(ranks * 16) * few
-    assert _sizes(plan, "few counts") == pages(ranks * (experts + ranks + 1) * 8) * few
-    assert _sizes(plan, "few routes") == pages(ranks * 1024 * top_k * 16) * few
     # 1024 chunks of a token, or 750 of two.
     assert _sizes(plan, "arrival flags") == pages(ranks * (1024 + 1) * 8)[:1]
     assert _sizes(plan, "credit flags") == pages(ranks * (1024 + 1) * 8)[:1]
@@ -222,7 +218,7 @@ def test_formula_on_cuda(ranks: int, top_k: int, dtype: torch.dtype, wire: str |
 def test_long_windows_on_cuda(ranks: int) -> None:
     plan = _device_plan(**LONG, ranks=ranks, num_experts=16 * ranks)
     assert _sizes(plan, "rows") == [min(ranks, 8) * 65_536 * 7168 * 2] * 2
-    assert _sizes(plan, "packed routes") == [ranks * 65_536 * 8 * 4] * 2
+    assert _sizes(plan, "routes") == [ranks * 65_536 * 8 * 16] * 2
     _require_one_after_another(plan)
 
 
@@ -236,6 +232,9 @@ def test_sizes_that_no_window_on_cuda_can_have() -> None:
         _device_plan(dtype=torch.float64)
     with pytest.raises(moecomm.Unsupported, match="wire is 'int4'"):
         _device_plan(wire="int4")
+    with pytest.raises(moecomm.Unsupported, match="max_tokens is 16777215, on CUDA it is less than 16777215"):
+        _device_plan(max_tokens=2**24 - 1)
+    assert _sizes(_device_plan(max_tokens=2**24 - 2), "routes") == [4 * 2**24 * 2 * 16] * 2  # whole pages
 
 
 @needs_cuda_part

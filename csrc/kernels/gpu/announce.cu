@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     record.operation = Operation::none;
     record.error = args.error;
     record.capacity = -1;
-    device::signal_records(comm, record, comm.rank, static_cast<int>(threadIdx.x), kThreads);
+    device::signal_records(comm, record);
     for (int32_t other = 0; other < comm.rail.others; ++other) {
       char* const copy = device::outgoing_head(comm, epoch, other).text;
       for (int i = static_cast<int>(threadIdx.x); i < kErrorText; i += kThreads) copy[i] = args.text[i];

@@ -2,7 +2,7 @@
 // loads and stores that wait for each other, so that as few as possible do. Ranks that run it and ranks that
 // run dispatch_send.cu and dispatch_receive.cu understand each other: the windows hold the same at each step.
 //   - the second block works out the routes and announces them (route_few.cuh); the first makes the plan when
-//     all ranks have announced theirs (plan_few.cuh)
+//     all ranks have announced theirs (plan.cuh)
 //   - in the others a team of warps takes a row each: it stores the row to the staging section of every
 //     owner, quantised if asked, and then sets the owners' arrival flags. This waits for nothing
 //   - these blocks then take the counts of all sources, each a word that holds its epoch, as they come, and
@@ -10,14 +10,13 @@
 //   - teams take the rows of all sources in turn: a row's flag is loaded, with the route of the next one, a
 //     word that holds its epoch too, and then the row, which goes to all the output rows that want it. Where
 //     there are fewer rows than teams, several share a row
-// A source of many tokens has no such words; its record says that all it has pushed is there. Arguments that
-// do not agree are found by the first block, which calls the operation off; what has been written then counts
-// for nothing, and nobody has written outside of his output.
-// Where more than few tokens are sent, some blocks send and the others receive. Shares are fixed, so no
-// counter is asked for work, and none has to be set back: the operation ends with its last row. What takes
-// the time of few tokens is instructions that wait for each other, some five cycles each: so there are hardly
-// any divisions, loops are short and not unrolled where nothing is held by bytes, and blocks that wait for
-// the counts find out meanwhile which rows they take if all ranks have as many tokens as this one.
+// Arguments that do not agree are found by the first block, which calls the operation off; what has been
+// written then counts for nothing, and nobody has written outside of his output. Where more than few tokens
+// are sent, some blocks send and the others receive. Shares are fixed, so no counter is asked for work, and
+// none has to be set back: the operation ends with its last row. What takes the time of few tokens is
+// instructions that wait for each other, some five cycles each: so there are hardly any divisions, loops are
+// short and not unrolled where nothing is held by bytes, and blocks that wait for the counts find out
+// meanwhile which rows they take if all ranks have as many tokens as this one.
 //
 // A dropless dispatch is offered an output before anybody knows how many rows come. Where it is too small
 // nothing is received, and when the host has a larger one this kernel runs again for that part alone.
@@ -27,8 +26,8 @@
 // The file is compiled once for each format in which rows travel, MOECOMM_WIRE (CMakeLists.txt).
 #include <type_traits>
 
-#include "kernels/gpu/plan_few.cuh"
-#include "kernels/gpu/resolve.cuh"
+#include "kernels/gpu/plan.cuh"
+#include "kernels/gpu/resolve_few.cuh"
 #include "kernels/gpu/route_few.cuh"
 #include "kernels/gpu/team.cuh"
 #include "kernels/gpu/wire_vector.cuh"
@@ -45,8 +44,7 @@ struct FusedMemory {
   int32_t counts[kFusedCounts];  ///< where routes are worked out their bitmaps; where the plan is made the
                                  ///< counts of all ranks; else OwnCounts
   int32_t tables[kFusedTables];
-  bool few[kMostFusedRanks];  ///< sources whose words hold their epoch
-  float most[kWarps];         ///< of each warp's part of a row
+  float most[kWarps];  ///< of each warp's part of a row
 };
 
 /// Calls use(target's value) for each lane of `mask`. All lanes.
@@ -218,13 +216,14 @@ __device__ void scale_row(const Comm& comm, const Team& team, const RowPart& par
                           const ReceiveArguments& args, const std::byte* from, uint32_t targets,
                           int32_t row) {
   using E = Element<dtype>;
+  constexpr int kScaleBatch = 4;
   const int64_t row_bytes = comm.window.shape.row_bytes();
   const int all = static_cast<int>(row_bytes / 16), vectors = part.end(all);
   const float factor = targets >> lane_id() & 1 ? reinterpret_cast<const float*>(args.scales)[row] : 0.0f;
-  for (int base = part.first(all); base < vectors; base += kBatch * team.threads()) {
-    uint4 raw[kBatch];
+  for (int base = part.first(all); base < vectors; base += kScaleBatch * team.threads()) {
+    uint4 raw[kScaleBatch];
 #pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
+    for (int i = 0; i < kScaleBatch; ++i) {
       const int v = base + i * team.threads() + team.thread();
       if (v < vectors) raw[i] = __ldcg(reinterpret_cast<const uint4*>(from) + v);
     }
@@ -233,7 +232,7 @@ __device__ void scale_row(const Comm& comm, const Team& team, const RowPart& par
       const float times = __shfl_sync(0xffffffffu, factor, lane);
       std::byte* const out = args.out + __shfl_sync(0xffffffffu, row, lane) * row_bytes;
 #pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
+      for (int i = 0; i < kScaleBatch; ++i) {
         const int v = base + i * team.threads() + team.thread();
         if (v >= vectors) continue;
         float values[E::kVector];
@@ -257,7 +256,7 @@ class RowSender {
       : comm_(comm),
         args_(args),
         team_(team),
-        early_(args.tokens <= kFewest),
+        early_(args.tokens <= kFewestTokens),
         token_(sends && team.number >= 0 ? int64_t{team.number} : args.tokens) {
     load();
   }
@@ -271,8 +270,6 @@ class RowSender {
   }
 
  private:
-  static constexpr int kFewest = 8;  ///< tokens; measured
-
   __device__ bool converts() const { return kWire != WireFormat::same && args_.quantises(); }
   __device__ void load() {
     if (token_ >= args_.tokens) return;
@@ -343,13 +340,13 @@ __device__ bool passes_unchanged(const ReceiveArguments& args) {
 
 /// Takes a part of a row from where it has arrived to its output rows. `ahead`: it, if its first vectors are
 /// `loaded`.
-template <DType dtype>
+template <DType dtype, bool dispatch>
 __device__ void receive_row(const Comm& comm, const ReceiveArguments& args, const Team& team,
                             const RowPart& part, const std::byte* from, const Places& places, RowAhead& ahead,
                             bool loaded) {
   const KernelShape& s = comm.window.shape;
   if constexpr (kWire == WireFormat::same) {
-    if (args.scales != nullptr)
+    if (!dispatch && args.scales != nullptr)
       return scale_row<dtype>(comm, team, part, args, from, places.targets, places.row);
   } else {
     if (args.dequantise)
@@ -398,72 +395,36 @@ struct ReceivedToken {
   __device__ Item item() const { return {chunk.source, chunk.chunk, token, token + 1, 0}; }
 };
 
-/// The route of one (token, k) in a word that holds its epoch.
-struct RouteArrival {
-  static constexpr unsigned kInterval = 32;
-  const FewRoute* address;
+/// Where the rows of a dispatch go: what their sources announce, and where the rows of each begin here.
+struct ByAnnouncement {
+  using Known = ChunkRoutes<1>;  ///< of a token, whose loads nothing waits for yet
+  const Comm& comm;
+  const ReceiveArguments& args;
   uint64_t epoch;
-  mutable ptx::Pair route;  ///< what was found
+  const RowTables& tables;
 
-  __device__ void load() const { route = ptx::load_relaxed_sys_pair(address); }
-  __device__ bool has_come() const { return EpochNumber::is_of(route.high, epoch); }
-  __device__ bool arrived() const {
-    load();
-    return has_come();
+  __device__ Known load(const TokenLanes& map, const ReceivedToken& at) const {
+    return at.valid ? Known(comm, epoch, map, at.item()) : Known();
+  }
+  /// False if what tells it does not come.
+  __device__ bool resolve(const TokenLanes& map, const Item& item, Known& known, ChunkRows<1>& rows) const {
+    const bool all = known.wait(comm, epoch, map, item);
+    rows = resolve_rows(comm, args, tables, map, item, known);
+    return all;
   }
 };
 
-/// Where the row of a token goes: what its source has pushed, or, along a plan, what the plan says.
-struct ReceivedRoute {
-  ChunkRoutes<1> routes;
-  int32_t row;
+/// Where rows go along a plan, which says it.
+struct ByPlan {
+  using Known = int32_t;
+  const Comm& comm;
+  const ReceiveArguments& args;
 
-  /// Starts the loads; nothing waits for them here, or looks at what they bring.
-  __device__ ReceivedRoute(const Comm& comm, const ReceiveArguments& args, uint64_t epoch,
-                           const TokenLanes& map, const ReceivedToken& at, const bool* few) {
-    if (!at.valid) return;
-    if (args.operation == Operation::dispatch) {
-      in_word_ = few[at.chunk.source];
-      if (!in_word_) {
-        routes = ChunkRoutes<1>(comm, args, epoch, map, at.item());
-        return;
-      }
-      const int64_t token = at.chunk.source * comm.window.shape.few_tokens() + at.token;
-      word_.address = comm.mine<FewRoute>(comm.window.few_routes[epoch & 1]) + token * map.top_k +
-                      (map.has(0, 1) ? map.k : 0);
-      word_.epoch = epoch;
-      word_.load();
-      return;
-    }
+  __device__ Known load(const TokenLanes&, const ReceivedToken& at) const {
     const int64_t entry = at.chunk.source * comm.window.shape.max_tokens + at.token;
-    row = planned_row(PlanView{args.plan, comm.plan_fields}, args.layout, entry, comm.top_k());
+    return at.valid ? planned_row(PlanView{args.plan, comm.plan_fields}, args.layout, entry, comm.top_k())
+                    : kRowElsewhere;
   }
-  /// Waits for what has not come. All lanes; false, and no route, if in vain.
-  __device__ bool wait(const Comm& comm, const ReceiveArguments& args, uint64_t epoch, const TokenLanes& map,
-                       const ReceivedToken& at) {
-    if (args.operation != Operation::dispatch || !in_word_) return true;
-    bool here = word_.has_come();
-    if (!here)
-      here =
-          device::wait_until(comm, {at.chunk.source, WaitPhase::records, Operation::dispatch, epoch}, word_);
-    here = __all_sync(0xffffffffu, here);
-    routes.packed[0] = here && map.has(0, 1) ? static_cast<int32_t>(word_.route.low) : -1;
-    routes.weight[0] = __uint_as_float(static_cast<uint32_t>(word_.route.low >> 32));
-    routes.place[0] = EpochNumber::number(word_.route.high);
-    // Where the token is among those of an owner, the lanes of this owner's experts know.
-    if (args.layout == RowLayout::rank) {
-      const int32_t expert = routes.packed[0] >> comm.window.number_bits;
-      const bool mine = routes.packed[0] >= 0 && comm.owner(expert) == comm.rank;
-      const uint32_t know = __ballot_sync(0xffffffffu, mine);
-      routes.place[0] =
-          __shfl_sync(0xffffffffu, routes.place[0], know == 0 ? 0 : __ffs(static_cast<int>(know)) - 1);
-    }
-    return here;
-  }
-
- private:
-  RouteArrival word_;  ///< of this lane, or where it has no k of lane 0
-  bool in_word_ = false;
 };
 
 /// A team's share of the rows that arrive.
@@ -490,13 +451,13 @@ struct Share {
     if (first >= step) first = chunks;  // a team is left over
   }
 };
-
-/// Receives this team's share of the rows of all sources, from `at` on. The route of a row is loaded while
-/// the one before moves.
-template <DType dtype>
-__device__ void receive_rows(const Comm& comm, const ReceiveArguments& args, uint64_t epoch,
-                             const RowTables& tables, const bool* few, const Team& team, const Share& share,
-                             ReceivedToken at, ReceivedRoute route) {
+/// Receives this team's share of the rows of all sources, from `at` on. `where` says where they go; what
+/// tells it of a row is loaded while the one before moves. False if something does not come.
+template <DType dtype, class Where>
+__device__ bool receive_rows(const Comm& comm, const ReceiveArguments& args, uint64_t epoch,
+                             const RowTables& tables, const Team& team, const Share& share, ReceivedToken at,
+                             const Where& where, typename Where::Known known) {
+  constexpr bool kDispatch = !std::is_same_v<Where, ByPlan>;
   const TokenLanes map = TokenLanes::of_one(comm.top_k());
   bool here = false;  // the chunk of the token
   bool all = true;    // what this warp has waited for has come
@@ -513,15 +474,14 @@ __device__ void receive_rows(const Comm& comm, const ReceiveArguments& args, uin
     const bool loaded = here && share.part.shift > 0 && passes_unchanged(args);
     if (loaded) ahead.load(team, share.part, from, comm.window.shape.wire_data_bytes());
     const ReceivedToken after = at.next(comm, tables, share.step, share.chunks);
-    const ReceivedRoute following(comm, args, epoch, map, after, few);
-    all = route.wait(comm, args, epoch, map, at) && all;
+    const typename Where::Known following = where.load(map, after);
     ChunkRows<1> rows;
     Places places;
-    if (args.operation == Operation::dispatch) {
-      rows = resolve_rows(comm, args, tables, map, item, route.routes);
+    if constexpr (kDispatch) {
+      all = where.resolve(map, item, known, rows) && all;
       places = places_of(args.layout, rows.position[0], rows.row[0]);
     } else {
-      places = places_of(args.layout, route.row, route.row);
+      places = places_of(args.layout, known, known);
     }
     if (all && !here && (places.targets != 0 || (in_turn && places.sent))) {
       bool arrived = true;
@@ -531,9 +491,8 @@ __device__ void receive_rows(const Comm& comm, const ReceiveArguments& args, uin
       here = all = __all_sync(0xffffffffu, arrived);
     }
     if (all && places.targets != 0)
-      receive_row<dtype>(comm, args, team, share.part, from, places, ahead, loaded);
-    if (args.operation == Operation::dispatch && team.trails() && share.part.number == 0)
-      write_rows(comm, args, map, item, rows);
+      receive_row<dtype, kDispatch>(comm, args, team, share.part, from, places, ahead, loaded);
+    if (kDispatch && team.trails() && share.part.number == 0) write_rows(comm, args, map, item, rows);
     if (at.ends_chunk()) {
       if (in_turn && team.all(all) && team.thread() == 0)
         ptx::store_release_sys(comm.flag(comm.bases[item.source], comm.window.credits,
@@ -542,28 +501,69 @@ __device__ void receive_rows(const Comm& comm, const ReceiveArguments& args, uin
       here = false;
     }
     at = after;
-    route = following;
+    known = following;
   }
-  if (!all || args.layout == RowLayout::rank) return;
+  return all;
+}
+
+/// The same for very few tokens, whose routes are all here. A row is on its way to its places before more is
+/// found out about it than these.
+template <DType dtype>
+__device__ void receive_few(const Comm& comm, const ReceiveArguments& args, uint64_t epoch,
+                            const RowTables& tables, const Team& team, const Share& share, ReceivedToken at,
+                            const FewRoutes& routes) {
+  const TokenLanes map = TokenLanes::of_one(comm.top_k()), many = TokenLanes::of_many(comm.top_k());
+  const bool by_expert = args.layout == RowLayout::expert;
+#pragma unroll 1
+  for (; at.valid; at = at.next(comm, tables, share.step, share.chunks)) {
+    const Item item = at.item();
+    const FewPlaces few(comm, args.layout, routes, tables.tokens, many, item.source,
+                        static_cast<int32_t>(at.token));
+    const bool mine = few.position >= 0, comes = __any_sync(0xffffffffu, mine) != 0;
+    const int32_t place = by_expert ? few.position : comes && lane_id() == 0 ? few.row : kRowElsewhere;
+    const Places places{__ballot_sync(0xffffffffu, place >= 0 && place < args.rows), place, comes};
+    if (places.targets != 0) {
+      const device::EagerFlag arrival{comm.arrival(comm.own, item.source, item.chunk), epoch};
+      bool here = true;
+      if (item.source != comm.rank || comm.own_rows_travel())
+        here = device::wait_until(comm, {item.source, WaitPhase::rows, args.operation, epoch}, arrival);
+      if (!__all_sync(0xffffffffu, here)) return;
+      RowAhead ahead;
+      receive_row<dtype, true>(comm, args, team, share.part, arrived_row(comm, args, epoch, item, at.token),
+                               places, ahead, false);
+    }
+    if (team.trails() && share.part.number == 0)
+      write_rows(comm, args, map, item, resolve_few(comm, args, routes, few, map, item));
+  }
+}
+
+/// Zeroes this team's share of the rows that align experts.
+__device__ void zero_paddings(const Comm& comm, const ReceiveArguments& args, const RowTables& tables,
+                              const Team& team) {
+  if (args.layout == RowLayout::rank) return;
   // The teams that have received least take the first.
   for (int64_t e = (team.count - 1 - team.number) * team.warps + warp_id() - team.first_warp;
        e < comm.local_experts; e += int64_t{team.count} * team.warps)
     zero_padding(comm, args, tables, e);
 }
 
-/// The work of the first blocks, `leads` of them: one that announces, the last, and one that waits for
-/// others.
+/// The work of the first blocks, `leads` of them: one that announces, the last, one that waits for others,
+/// and where there are three one that looks whether what they bring is too much.
 __device__ void lead(const Comm& comm, const SendArguments& args, uint64_t epoch, int leads,
                      FusedMemory& memory) {
   const int block = static_cast<int>(blockIdx.x);
-  const bool announces = block == leads - 1, waits = block == 0;
+  const bool announces = block == leads - 1, waits = block == 0, watches = leads > 2 && block == 1;
   if (args.operation == Operation::dispatch) {
+    SignalRecord record{};
     if (announces)
-      route_few(comm, args, epoch, memory.counts, kFusedCounts, [&] { return failed_for_block(comm); });
+      record =
+          route_few(comm, args, epoch, memory.counts, kFusedCounts, [&] { return failed_for_block(comm); });
     __syncthreads();
     pass_epoch(comm, epoch);
+    if (record.operation == Operation::dispatch) device::signal_records(comm, record);
+    if (watches) watch_capacity(comm, args, epoch, memory.counts, kFusedCounts, memory.tables);
     if (!waits) return;
-    make_plan_of_few(comm, args, epoch, memory.counts, memory.few);
+    make_plan(comm, args, epoch, memory.counts, kFusedCounts, leads < 3);
     __syncthreads();
     if (threadIdx.x == 0) comm.state().bad_id = ~uint64_t{0};
     return;
@@ -621,11 +621,18 @@ __device__ bool are_tokens(const Comm& comm, int64_t of_each, const int32_t* tok
   return __all_sync(0xffffffffu, all);
 }
 
+/// True if no source has more than kFewestTokens. All lanes.
+__device__ bool are_few(const Comm& comm, const int32_t* tokens) {
+  bool all = true;
+  for (int32_t source = lane_id(); source < comm.ranks(); source += 32)
+    all = all && tokens[source] <= kFewestTokens;
+  return __all_sync(0xffffffffu, all);
+}
+
 /// Receives this block's share of the rows of a dispatch. `idle`: it has sent none, and waits for the counts.
 template <DType dtype>
 __device__ void receive_dispatch(const Comm& comm, const FusedArguments& args, uint64_t epoch,
                                  const Team& team, bool idle, FusedMemory& memory) {
-  const OwnCounts counts(memory.counts, comm, args.receive.layout);
   const RowTables tables = RowTables::in(memory.tables, comm);
   FirstRow first;
   if (idle) {
@@ -633,15 +640,35 @@ __device__ void receive_dispatch(const Comm& comm, const FusedArguments& args, u
     first = FirstRow(comm, tables, team);
     __syncthreads();  // all have read what was assumed
   }
-  if (!take_counts(comm, epoch, counts, tables.tokens, memory.few)) return;
-  if (!idle || !are_tokens(comm, args.send.tokens, tables.tokens)) first = FirstRow(comm, tables, team);
-  const ReceivedRoute route(comm, args.receive, epoch, TokenLanes::of_one(comm.top_k()), first.token,
-                            memory.few);  // is loaded meanwhile
+  const ReceiveArguments& receive = args.receive;
+  const auto has_no_room = [&](const PlanHeader& header) { return !has_room(header, receive); };
+  const auto know_first = [&] {
+    if (!idle || !are_tokens(comm, args.send.tokens, tables.tokens)) first = FirstRow(comm, tables, team);
+  };
+  if (FewRoutes::serve(comm, args.send, kFusedCounts)) {
+    const FewRoutes routes(memory.counts, comm);
+    if (!take_routes(comm, epoch, routes, tables.tokens)) return;
+    if (are_few(comm, tables.tokens)) {
+      know_first();
+      if (receive.offered && has_no_room(needed_by_few(comm, receive, routes, tables.tokens)))
+        return leave_rows(comm, epoch);
+      if (team.number >= 0)
+        receive_few<dtype>(comm, receive, epoch, tables, team, first.share, first.token, routes);
+      return;
+    }
+    __syncthreads();  // all have looked at the tokens
+  }
+  const OwnCounts counts(memory.counts, comm, receive.layout);
+  if (!take_counts(comm, epoch, counts, tables.tokens)) return;
+  know_first();
+  const ByAnnouncement where{comm, receive, epoch, tables};
+  const auto known = where.load(TokenLanes::of_one(comm.top_k()), first.token);  // is loaded meanwhile
   const PlanHeader header = lay_out_rows(comm, args.send, epoch, counts, tables);
-  if (args.receive.offered && !has_room(header, args.receive)) return leave_rows(comm, epoch);
+  if (receive.offered && has_no_room(header)) return leave_rows(comm, epoch);
   __syncthreads();
-  if (team.number >= 0)
-    receive_rows<dtype>(comm, args.receive, epoch, tables, memory.few, team, first.share, first.token, route);
+  if (team.number >= 0 &&
+      receive_rows<dtype>(comm, receive, epoch, tables, team, first.share, first.token, where, known))
+    zero_paddings(comm, receive, tables, team);
 }
 
 /// The work of the other blocks.
@@ -660,10 +687,11 @@ __device__ void work(const Comm& comm, const FusedArguments& args, uint64_t epoc
                                    !args.again && (args.senders > 0 || block >= args.send.tokens), memory);
   const RowTables tables = RowTables::of(PlanView{args.send.plan, comm.plan_fields});
   const FirstRow first(comm, tables, team);
-  const ReceivedRoute route(comm, args.receive, epoch, TokenLanes::of_one(comm.top_k()), first.token,
-                            memory.few);
-  if (team.number >= 0)
-    receive_rows<dtype>(comm, args.receive, epoch, tables, memory.few, team, first.share, first.token, route);
+  const ByPlan where{comm, args.receive};
+  const auto known = where.load(TokenLanes::of_one(comm.top_k()), first.token);
+  if (team.number >= 0 &&
+      receive_rows<dtype>(comm, args.receive, epoch, tables, team, first.share, first.token, where, known))
+    zero_paddings(comm, args.receive, tables, team);
 }
 
 template <DType dtype>

@@ -1,7 +1,7 @@
 // Dispatch, receiving side: each row that arrives goes to all the output rows that want it.
 //   - items are taken in order: one chunk of a source's tokens, or some that follow each other; sources in
 //     turn, this rank's own first
-//   - in a dispatch, what the source has worked out (route.cuh) and where its rows begin (plan.cuh) give each
+//   - in a dispatch, what the source works out (route.cuh) and where its rows begin (plan.cuh) give each
 //     row's positions in expert-major order, and in the rank layout its output row; they are kept in the
 //     plan, where the backward of combine finds them. In the expert layout the positions are the output rows;
 //     in the rank layout they are those of the index, which says which row each position reads
@@ -22,6 +22,7 @@ namespace {
 struct Wanted {
   uint32_t tokens = 0;  ///< bit i: token i has an output row
   bool sent = false;    ///< rows of the chunk come here, if only to be left out
+  bool known = true;    ///< false: what tells it does not come
 };
 
 /// Fills meta[i * top_k ...] with the output rows of token i, and counts[i] with their number.
@@ -33,8 +34,9 @@ __device__ Wanted list_rows(const Comm& comm, const ReceiveArguments& args, uint
   ChunkRows<kMaxChunk> chunk;
   if (args.operation == Operation::dispatch) {
     const TokenLanes map = TokenLanes::of_one(top_k);
-    chunk = resolve_rows(comm, args, RowTables::of(plan), map, item,
-                         ChunkRoutes<kMaxChunk>(comm, args, epoch, map, item));
+    ChunkRoutes<kMaxChunk> routes(comm, epoch, map, item);
+    if (!routes.wait(comm, epoch, map, item)) return {.known = false};
+    chunk = resolve_rows(comm, args, RowTables::of(plan), map, item, routes);
     write_rows(comm, args, map, item, chunk);
   } else {
     const int64_t first = item.source * comm.window.shape.max_tokens + item.begin;
@@ -357,6 +359,7 @@ __device__ void receive_items(const Comm& comm, const ReceiveArguments& args, ui
     item.landing = args.copied ? landing_of(comm, epoch, item.source) : 0;
     if (item.begin >= item.end) continue;
     const Wanted wanted = list_rows(comm, args, epoch, item, meta, counts);
+    if (!wanted.known) break;
     const bool travels = item.source != comm.rank || comm.own_rows_travel();
     const bool in_turn = travels && !args.copied && tokens > comm.window.stage_tokens;
     const int64_t flag = args.copied ? kCopiesChunk : item.chunk;

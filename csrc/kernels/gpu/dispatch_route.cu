@@ -1,11 +1,11 @@
 // Dispatch, before its rows: where they will go, and where those of all ranks arrive here.
 //   - blocks share the tokens; they work out the routes of their rows, and push them to all ranks (route.cuh;
 //     route_few.cuh, by one block, where there are few)
-//   - the first block then waits for what the other ranks announce, and makes the plan of what arrives here
-//     (plan.cuh)
+//   - another block, if there is one, takes what all ranks announce as it comes, and makes the plan of what
+//     arrives here (plan.cuh)
 // The kernel that sends runs beside this one, or begins when routes have gone out (`routes_first`), and waits
 // for none of it, but where rows go to other nodes. These blocks take the SMs of those that receive, which
-// have nothing to do before. With several nodes the last blocks hand on what the ranks of this rank's rail
+// have nothing to do before. With several nodes some blocks hand on what the ranks of this rank's rail
 // announce and work out (relay_records.cuh), which the plan wants: so this kernel ends whether or not the
 // next one has begun.
 //
@@ -31,26 +31,30 @@ __global__ void __launch_bounds__(kThreads, 1)
   const uint64_t epoch = comm.state().epoch + 1;
   device::start_clock(comm, args.operation);
   const bool failed = failed_for_block(comm);
+  const int block = static_cast<int>(blockIdx.x);
   if constexpr (way == Way::nodes) {
-    const int relaying = static_cast<int>(blockIdx.x) - args.route_blocks;
-    if (relaying >= 0) {
+    const int relaying = block - args.route_blocks;
+    if (relaying >= 0 && relaying < args.relay_blocks) {
       if (!failed) relay_records(comm, args.operation, args.plan, epoch, {relaying, args.relay_blocks});
       return;
     }
   }
-  if (!failed && (way == Way::whole || device::wait_sent(comm, args.operation, epoch))) {
+  SignalRecord record{};
+  if (block < args.route_blocks && !failed &&
+      (way == Way::whole || device::wait_sent(comm, args.operation, epoch))) {
     if (way == Way::whole && routes_few(comm.window.shape, args.tokens, kWords))
-      route_few(comm, args, epoch, scratch, kWords, [] {
+      record = route_few(comm, args, epoch, scratch, kWords, [] {
         __syncthreads();
         return false;
       });
-    else
-      route(comm, args, epoch, args.route_blocks, scratch, kWords, &shared_word);
+    else if (route(comm, args, epoch, args.route_blocks, scratch, kWords, &shared_word) && block == 0)
+      record = dispatch_record(comm, args, epoch, true);
   }
   if (args.routes_first) ptx::launch_dependents();
-  if (blockIdx.x != 0) return;
+  if (record.operation == Operation::dispatch) device::signal_records(comm, record);
+  if (block != args.plan_block) return;
   __syncthreads();
-  make_plan(comm, args, epoch, scratch, kWords);
+  make_plan(comm, args, epoch, scratch, kWords, true);
   if (!args.copied) return;
   if (failed) return spoil_landings(comm, epoch);
   await_landing(comm, args.operation, epoch, args.landing);

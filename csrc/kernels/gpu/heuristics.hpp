@@ -24,8 +24,8 @@ inline bool copies_pay(int32_t ranks, int32_t top_k, int64_t tokens, int64_t row
 inline constexpr int kMostFusedTokens = 1024;
 /// The most tokens whose routes one block works out in a kernel of its own.
 inline constexpr int kFewRoutes = 512;
-/// The most ranks of such a kernel, whose tables fit a block's shared memory.
-inline constexpr int kMostFusedRanks = kMostFewRanks;
+/// The most ranks of a kernel that does all of an operation, whose tables fit a block's shared memory.
+inline constexpr int kMostFusedRanks = 64;
 
 /// Words of a bitmap of tokens, and from one map to the next: an odd number, so that words of the same number
 /// lie in different banks of shared memory.
@@ -49,7 +49,7 @@ MOECOMM_HD constexpr int64_t route_few_words(int64_t counts, int64_t tokens) {
 inline constexpr int kFusedCounts = 30720, kFusedTables = 8192;
 
 /// Blocks of a dispatch in one kernel of `blocks` blocks that take no rows.
-MOECOMM_HD constexpr int leading_blocks(int blocks) { return blocks > 2 ? 2 : 1; }
+MOECOMM_HD constexpr int leading_blocks(int blocks) { return blocks > 32 ? 3 : blocks > 2 ? 2 : 1; }
 
 /// True where one kernel does all of an operation of `tokens` tokens, if it may do so for at most `most`: for
 /// none where that is 0, and so not for a rank without tokens.

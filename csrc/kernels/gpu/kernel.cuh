@@ -66,8 +66,7 @@ __device__ inline void signal_start(const Comm& comm, Operation operation, uint6
   record.carries = carries;
   record.rows_offset = landing;
   if (threadIdx.x == 0) device::note_phase(comm, operation, Phase::announced);
-  device::signal_records(comm, record, comm.rank, static_cast<int>(threadIdx.x),
-                         static_cast<int>(blockDim.x));
+  device::signal_records(comm, record);
   // Rows go to other nodes, in the backward of combine, as in the dispatch. In a combine they come from where
   // the rows of the dispatch went: a node gets the sums of its tokens, and all gradients of their weights.
   const bool back = operation == Operation::combine;

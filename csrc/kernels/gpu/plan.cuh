@@ -1,12 +1,14 @@
 // Dispatch, between the two sides, by one block: where the rows of each (source,
 // expert) begin in expert-major order (and in the rank layout those of each source), by prefix sum over the
-// counts that all sources have pushed here. Local expert e begins at
+// counts that all sources have pushed here. They come in words that hold their epoch, before the sources'
+// records, which are looked at where the words say that ranks do not do the same. Local expert e begins at
 // the aligned end of e - 1; within it, source s begins after the sources below s. Example (docs/routing.md):
 // counts of expert 0 from sources 0, 1 are 2, 1 and of expert 1 are 1, 2, alignment 4: expert 0 begins at row
 // 0 (source 1 at 2) and ends at 3, aligned 4; expert 1 begins at 4 (source 1 at 5) and ends at 7, aligned 8.
 #pragma once
 
 #include "kernels/gpu/kernel.cuh"
+#include "kernels/gpu/route.cuh"
 #include "layout/routing.hpp"
 
 namespace moecomm::gpu {
@@ -28,35 +30,37 @@ __device__ __noinline__ inline int32_t block_scan(int32_t value, int32_t& total)
   return before + inclusive - value;
 }
 
-/// What all sources have pushed here, [source][bin].
-__device__ inline const int32_t* pushed_counts(const Comm& comm, uint64_t epoch) {
-  return comm.mine<int32_t>(comm.window.counts[epoch & 1]);
-}
-
 /// The counts of all sources where they have been pushed.
 struct PushedCounts {
-  static constexpr int kAhead = 4;  ///< loads that are under way together
-  const int32_t* all;
-  int64_t bins;
+  static constexpr int kAhead = 4;     ///< loads that are under way together
+  static constexpr int kTogether = 4;  ///< and of what comes
+  const uint64_t* all;                 ///< EpochNumbers [ranks][announced]
+  int64_t announced;
   __device__ int32_t operator()(int32_t source, int64_t bin) const {
-    return __ldcg(all + source * bins + bin);
+    return EpochNumber::number(ptx::load_relaxed_sys(all + source * announced + bin));
   }
+  __device__ int32_t each() const { return static_cast<int32_t>(announced - 1); }
+  __device__ int32_t bin(int32_t number) const { return number; }
+  __device__ void keep(int32_t, int32_t, int32_t) const {}
 };
 
 /// A copy of them in shared memory.
 struct StagedCounts {
-  static constexpr int kAhead = 1;
+  static constexpr int kAhead = 1, kTogether = 4;
   int32_t* of;
   int64_t bins;
   __device__ int32_t operator()(int32_t source, int64_t bin) const { return of[source * bins + bin]; }
   __device__ int32_t each() const { return static_cast<int32_t>(bins); }
   __device__ int32_t bin(int32_t number) const { return number; }
+  __device__ void keep(int32_t source, int32_t number, int32_t count) const {
+    of[source * bins + number] = count;
+  }
 };
 
 /// A copy of those that this rank's rows are laid out by, in shared memory: of each source the rows of every
 /// expert here, and in the rank layout those of this rank.
 struct OwnCounts {
-  static constexpr int kAhead = 1;
+  static constexpr int kAhead = 1, kTogether = 1;
   int32_t* of;
   int32_t rank, local, first_expert, number;
   int64_t experts;  ///< of all ranks
@@ -76,6 +80,7 @@ struct OwnCounts {
   __device__ int32_t bin(int32_t i) const {
     return i < local ? first_expert + i : static_cast<int32_t>(experts) + rank;
   }
+  __device__ void keep(int32_t source, int32_t i, int32_t count) const { of[source * number + i] = count; }
 };
 
 /// Where the rows of a dispatch begin and end on this rank: fields of its plan, or the same in shared memory.
@@ -177,10 +182,12 @@ __device__ inline Overflow find_overflow(const Comm& comm, const SendArguments& 
   return rows.passed ? rows : found(true, args.positions);
 }
 
-/// Tells the host of a capacity that was passed, unless it has yet to hear of one. One thread.
-__device__ inline void report_overflow(const Comm& comm, const Overflow& found) {
+/// Tells the host if a capacity is passed, unless it has yet to hear of one. Whole block.
+template <class Counts>
+__device__ inline void report_overflow(const Comm& comm, const SendArguments& args, const Counts& counts) {
+  const Overflow found = find_overflow(comm, args, counts);
   HostStatus::Overflow& overflow = comm.host->overflow;
-  if (!found.passed || ptx::load_acquire_sys(&overflow.set) != 0) return;
+  if (threadIdx.x != 0 || !found.passed || ptx::load_acquire_sys(&overflow.set) != 0) return;
   overflow.rank = found.need.rank;
   overflow.needed = found.need.most;
   overflow.capacity = found.capacity;
@@ -198,13 +205,6 @@ __device__ inline void write_empty_plan(const Comm& comm, const PlanView& plan) 
   if (threadIdx.x != 0) return;
   plan.at(f.expert_starts)[0] = 0;
   plan.header() = PlanHeader{};
-}
-
-/// Fills `tables` with the tokens of each source, as its record of `epoch` says. Called by `threads` threads.
-__device__ inline void list_tokens(const Comm& comm, uint64_t epoch, const RowTables& tables, int thread,
-                                   int threads) {
-  for (int32_t source = thread; source < comm.ranks(); source += threads)
-    tables.tokens[source] = comm.record(comm.own, source, epoch).tokens;
 }
 
 /// Fills `tables` with where rows begin and end, and returns the header of the plan. Whole block.
@@ -280,13 +280,10 @@ struct Agreement {
   bool same;   ///< and say the same
 };
 
-/// Waits for the records of all ranks, and compares them; where they differ, `verdict` says how. Meanwhile
-/// the other threads call copy(thread, threads), for what sources have pushed. Whole block.
-template <class Copy>
-__device__ inline Agreement agree(const Comm& comm, uint64_t epoch, HostStatus::Verdict& verdict,
-                                  const Copy& copy) {
+/// Waits for the records of all ranks, and compares them; where they differ, `verdict` says how. Whole block.
+__device__ inline Agreement agree(const Comm& comm, uint64_t epoch, HostStatus::Verdict& verdict) {
   __shared__ bool same;
-  if (!device::wait_records(comm, Operation::dispatch, epoch)) return {false, false};
+  if (!device::wait_records(comm, Operation::dispatch, epoch, false)) return {false, false};
   if (threadIdx.x < 32) {
     HostStatus::Verdict found;
     const bool here = device::compare_records(comm, epoch, found);
@@ -294,15 +291,117 @@ __device__ inline Agreement agree(const Comm& comm, uint64_t epoch, HostStatus::
       same = here;
       verdict = found;
     }
-  } else {
-    copy(static_cast<int>(threadIdx.x) - 32, kThreads - 32);
   }
   __syncthreads();
   return {true, same};
 }
 
-/// Writes the plan, which has the sources' tokens already, by `counts`, and tells the host what it waits for
-/// and whether a capacity was passed. Whole block.
+/// How often a wait looks for a word until it looks for a record instead, which comes in its place only where
+/// something is wrong, or from another node: every look takes as long as a load.
+class RareLook {
+ public:
+  __device__ bool due() const { return (++looks_ & 7) == 0; }
+
+ private:
+  mutable uint32_t looks_ = 0;
+};
+
+/// The announcement of a source, or its record.
+struct StartArrival {
+  static constexpr unsigned kInterval = 32;
+  const DispatchStart* start;
+  const SignalRecord* record;
+  uint64_t epoch;
+  mutable ptx::Pair found{};
+  RareLook at_record{};
+
+  __device__ bool has_start() const { return EpochNumber::is_of(found.high, epoch); }
+  __device__ bool arrived() const {
+    found = ptx::load_relaxed_sys_pair(start);
+    return has_start() || (at_record.due() && ptx::load_relaxed_sys(&record->epoch) >= epoch);
+  }
+};
+
+/// True unless a rank that this thread looks at announces other arguments than this one's, or by its record
+/// alone, so that records have to be looked at. Calls note(rank) when a rank has announced itself. The last
+/// threads share the ranks.
+template <class Note>
+__device__ inline bool starts_alike(const Comm& comm, const SendArguments& args, uint64_t epoch,
+                                    const Note& note) {
+  const DispatchStart* const starts = comm.mine<DispatchStart>(comm.window.starts[epoch & 1]);
+  bool alike = true;
+  for (auto peer = static_cast<int32_t>(kThreads - 1 - threadIdx.x); peer < comm.ranks(); peer += kThreads) {
+    const StartArrival arrival{starts + peer, &comm.record(comm.own, peer, epoch), epoch};
+    alike = device::wait_until(comm, {peer, WaitPhase::records, Operation::dispatch, epoch}, arrival) &&
+            arrival.has_start() &&
+            arrival.found.low == arguments_hash(dispatch_record(comm, args, epoch, false)) && alike;
+    note(peer);
+  }
+  return alike;
+}
+
+/// A number that a source announces, or the record of a source that announces none.
+struct CountArrival {
+  static constexpr unsigned kInterval = 32;
+  const uint64_t* word;
+  const SignalRecord* record;
+  uint64_t epoch;
+  mutable uint64_t number = 0;  ///< what was found
+  RareLook at_record{};
+
+  __device__ void load() const { number = ptx::load_relaxed_sys(word); }
+  __device__ bool has_come() const { return EpochNumber::is_of(number, epoch); }
+  __device__ bool arrived() const {
+    load();
+    if (has_come()) return true;
+    return at_record.due() && ptx::load_relaxed_sys(&record->epoch) >= epoch &&
+           ptx::load_acquire_sys(&record->epoch) >= epoch &&
+           (record->operation != Operation::dispatch || record->error != 0);
+  }
+};
+
+/// Takes what each source announces into `counts`, and its tokens into `tokens`, as it comes. Whole block;
+/// false if it waits in vain, or a source does something else.
+template <class Counts>
+__device__ inline bool take_counts(const Comm& comm, uint64_t epoch, const Counts& counts, int32_t* tokens) {
+  constexpr int kTogether = Counts::kTogether;
+  const int32_t each = counts.each() + 1, bins = static_cast<int32_t>(comm.window.shape.counts());
+  const int32_t all = each * comm.ranks();
+  bool here = true;
+#pragma unroll 1
+  for (auto first = static_cast<int32_t>(threadIdx.x); here && first < all; first += kTogether * kThreads) {
+    CountArrival arrivals[kTogether];
+    int32_t sources[kTogether], numbers[kTogether];
+#pragma unroll
+    for (int j = 0; j < kTogether; ++j) {
+      const int32_t i = min(first + j * kThreads, all - 1);
+      sources[j] = i / each;
+      numbers[j] = i - sources[j] * each;
+      const int32_t bin = numbers[j] == each - 1 ? bins : counts.bin(numbers[j]);
+      arrivals[j] = {comm.counts(comm.own, sources[j], epoch) + bin,
+                     &comm.record(comm.own, sources[j], epoch), epoch};
+      arrivals[j].load();
+    }
+#pragma unroll
+    for (int j = 0; j < kTogether; ++j) {
+      if (first + j * kThreads >= all) break;
+      if (!arrivals[j].has_come())
+        here = here && device::wait_until(comm, {sources[j], WaitPhase::records, Operation::dispatch, epoch},
+                                          arrivals[j]);
+      here = here && arrivals[j].has_come();
+      if (!here) break;
+      const int32_t number = EpochNumber::number(arrivals[j].number);
+      if (numbers[j] == each - 1)
+        tokens[sources[j]] = number;
+      else
+        counts.keep(sources[j], numbers[j], number);
+    }
+  }
+  return __syncthreads_and(here);
+}
+
+/// Writes the plan, which has the sources' tokens already, by `counts`, and tells the host what it waits for.
+/// Whole block.
 template <class Counts>
 __device__ inline void publish_plan(const Comm& comm, const SendArguments& args, uint64_t epoch,
                                     const Counts& counts) {
@@ -325,8 +424,6 @@ __device__ inline void publish_plan(const Comm& comm, const SendArguments& args,
     }
     count_rows(comm, header, counts);
   }
-  const Overflow overflow = find_overflow(comm, args, counts);
-  if (threadIdx.x == 0) report_overflow(comm, overflow);
 }
 
 /// The plan of a dispatch that can't go on. Reports in any case, so that neither the host nor the receiving
@@ -349,25 +446,52 @@ __device__ inline void call_off(const Comm& comm, const SendArguments& args, uin
   ptx::store_release_sys(&rows.ticket, args.ticket);
 }
 
-/// Waits for the records of all ranks, and makes the plan. Whole block. `scratch`: shared memory.
+/// Makes the plan by what all ranks announce, as it comes, and tells the host if a capacity is passed, if it
+/// `reports`. Whole block, of any number.
+template <class Counts>
 __device__ inline void make_plan(const Comm& comm, const SendArguments& args, uint64_t epoch,
-                                 int32_t* scratch, int64_t scratch_words) {
+                                 const Counts& counts, bool reports) {
   __shared__ HostStatus::Verdict verdict;
-  const int64_t bins = comm.window.shape.counts(), words = bins * comm.ranks();
-  const bool staged = words <= scratch_words;
+  const RowTables tables = RowTables::of(PlanView{args.plan, comm.plan_fields});
   Agreement found{};
-  if (!failed_for_block(comm))
-    found = agree(comm, epoch, verdict, [&](int thread, int threads) {
-      const int32_t* const pushed = pushed_counts(comm, epoch);
-#pragma unroll 4
-      for (int64_t i = thread; staged && i < words; i += threads) scratch[i] = __ldcg(pushed + i);
-    });
-  if (found.same)
-    list_tokens(comm, epoch, RowTables::of(PlanView{args.plan, comm.plan_fields}),
-                static_cast<int>(threadIdx.x), kThreads);
-  if (found.same && staged) return publish_plan(comm, args, epoch, StagedCounts{scratch, bins});
-  if (found.same) return publish_plan(comm, args, epoch, PushedCounts{pushed_counts(comm, epoch), bins});
-  call_off(comm, args, epoch, found, verdict);
+  if (!failed_for_block(comm)) {
+    const uint64_t begun = ptx::global_nanoseconds();
+    const bool alike =
+        starts_alike(comm, args, epoch, [&](int32_t peer) { device::note_late(comm, peer, begun); });
+    const bool taken = take_counts(comm, epoch, counts, tables.tokens);
+    // Where copies land, records say.
+    if (__syncthreads_and(alike && taken && !args.copied)) {
+      found = {true, true};
+    } else {
+      found = agree(comm, epoch, verdict);
+      found.alive = found.alive && (taken || !found.same);
+      found.same = found.same && taken;
+    }
+    if (found.same && threadIdx.x == 0) device::note_agreed(comm, Operation::dispatch, begun);
+  }
+  if (!found.same) return call_off(comm, args, epoch, found, verdict);
+  publish_plan(comm, args, epoch, counts);
+  if (reports) report_overflow(comm, args, counts);
+}
+
+/// The same with counts in shared memory, `words` at `scratch`, if there is room for them.
+__device__ inline void make_plan(const Comm& comm, const SendArguments& args, uint64_t epoch,
+                                 int32_t* scratch, int64_t words, bool reports) {
+  const int64_t bins = comm.window.shape.counts(), announced = comm.window.shape.announced();
+  if (bins * comm.ranks() <= words) return make_plan(comm, args, epoch, StagedCounts{scratch, bins}, reports);
+  make_plan(comm, args, epoch, PushedCounts{comm.counts(comm.own, 0, epoch), announced}, reports);
+}
+
+/// Tells the host if a capacity is passed by a dispatch whose starts are alike, beside the block that makes
+/// the plan. Whole block. `scratch`, of `words` words, is shared memory for the counts of all ranks; `tokens`
+/// likewise for a number of each rank.
+__device__ inline void watch_capacity(const Comm& comm, const SendArguments& args, uint64_t epoch,
+                                      int32_t* scratch, int64_t words, int32_t* tokens) {
+  if (args.capacity < 0 || failed_for_block(comm)) return;
+  const int64_t bins = comm.window.shape.counts();
+  const bool alike = starts_alike(comm, args, epoch, [](int32_t) {});
+  const bool taken = take_counts(comm, epoch, StagedCounts{scratch, bins}, tokens);
+  if (__syncthreads_and(alike && taken)) report_overflow(comm, args, StagedCounts{scratch, bins});
 }
 
 }  // namespace moecomm::gpu

@@ -74,11 +74,12 @@ struct ByList {
 };
 
 /// A list of one source's tokens, and what tells their rows here, which is under way while those of others
-/// are listed: in a dispatch what the source has pushed, else rows of the plan, which are in `packed`.
+/// are listed: in a dispatch what the source announces, else rows of the plan.
 struct ReceiveList {
   Item item{};
   int of_source = 0;  ///< tokens of the source
-  ChunkRoutes<kMoveRounds> known;
+  ChunkRoutes<kMoveRounds> routes;
+  int32_t planned[kMoveRounds];
   __device__ int tokens() const { return static_cast<int>(item.end - item.begin); }
 };
 
@@ -114,7 +115,7 @@ class ReceiveLister {
     list.item.chunk = list.item.begin >> chunk_shift(list.of_source);
     list.item.landing = args_.copied ? landing_of(comm_, epoch_, list.item.source) : 0;
     if constexpr (operation == Operation::dispatch) {
-      list.known = ChunkRoutes<kMoveRounds>(comm_, args_, epoch_, map_, list.item);
+      list.routes = ChunkRoutes<kMoveRounds>(comm_, epoch_, map_, list.item);
       return list;
     }
     const bool by_expert = args_.layout == RowLayout::expert;
@@ -124,16 +125,18 @@ class ReceiveLister {
     const int each = map_.tokens * (by_expert ? map_.top_k : 1);  // of a round
 #pragma unroll
     for (int j = 0; j < kMoveRounds; ++j)
-      list.known.packed[j] =
+      list.planned[j] =
           map_.has(j, list.tokens()) && (by_expert || map_.leads()) ? planned[j * each] : kRowElsewhere;
     return list;
   }
 
   /// The output row of this lane's (token, k) in each round of a list, kRowElsewhere or kRowDropped; in the
-  /// rank layout the first lane of a token has it. A dispatch writes it into the plan.
-  __device__ void resolve(const ReceiveList& list, int32_t (&rows)[kMoveRounds]) const {
+  /// rank layout the first lane of a token has it. A dispatch writes it into the plan. False if what tells
+  /// it does not come.
+  __device__ bool resolve(ReceiveList& list, int32_t (&rows)[kMoveRounds]) const {
     if constexpr (operation == Operation::dispatch) {
-      const auto found = resolve_rows(comm_, args_, RowTables::of(plan_), map_, list.item, list.known);
+      if (!list.routes.wait(comm_, epoch_, map_, list.item)) return false;
+      const auto found = resolve_rows(comm_, args_, RowTables::of(plan_), map_, list.item, list.routes);
       write_rows(comm_, args_, map_, list.item, found);
 #pragma unroll
       for (int j = 0; j < kMoveRounds; ++j)
@@ -142,8 +145,9 @@ class ReceiveLister {
                                                     : kRowElsewhere;
     } else {
 #pragma unroll
-      for (int j = 0; j < kMoveRounds; ++j) rows[j] = list.known.packed[j];
+      for (int j = 0; j < kMoveRounds; ++j) rows[j] = list.planned[j];
     }
+    return true;
   }
 
  private:
@@ -183,13 +187,13 @@ __device__ void list_arriving(const Comm& comm, const ReceiveArguments& args, ui
   ReceiveLister<workers, operation> lister(comm, args, epoch, map);
   ReceiveList next = lister.next();
   while (next.tokens() > 0) {
-    const ReceiveList list = next;
+    ReceiveList list = next;
     next = lister.next();
     const int size = chunk_tokens(list.of_source);
     const bool travels = list.item.source != comm.rank || comm.own_rows_travel();
     const bool in_turn = travels && !args.copied && list.of_source > comm.window.stage_tokens;
     int32_t rows[kMoveRounds];
-    lister.resolve(list, rows);
+    if (!lister.resolve(list, rows)) return;
     auto& out = pipe.open();
     uint32_t awaited = 0;  // tokens whose row comes here; only to be left out, if its place is given back
 #pragma unroll

@@ -5,6 +5,7 @@
 
 #include "device/rail.cuh"
 #include "kernels/gpu/kernel.cuh"
+#include "kernels/gpu/route.cuh"
 #include "layout/routing.hpp"
 
 namespace moecomm::gpu {
@@ -17,17 +18,6 @@ using device::Rail;
 struct RelayBlocks {
   int block, blocks;
 };
-
-/// Copies `count` values for tokens [begin, end) of `source` into a section of every rank of the node.
-template <class Value>
-__device__ inline void hand_on(const Comm& comm, int64_t section, int64_t first, const Value* from,
-                               int64_t begin, int64_t end) {
-  for (int64_t i = begin + threadIdx.x; i < end; i += blockDim.x) {
-    const Value value = __ldcg(from + i);
-    for (int32_t r = 0; r < comm.local_ranks; ++r)
-      comm.at<Value>(comm.bases[comm.first_rank + r], section)[first + i] = value;
-  }
-}
 
 /// Hands on this block's part of what a dispatch of `source` says about its tokens.
 __device__ inline void hand_on_tables(const Comm& comm, int32_t* plan_words, const SignalRecord& record,
@@ -42,21 +32,19 @@ __device__ inline void hand_on_tables(const Comm& comm, int32_t* plan_words, con
   const int32_t* const packed_routes = reinterpret_cast<const int32_t*>(tables + rail.counts_bytes);
   const int32_t* const places = packed_routes + tokens * top_k;
   const int32_t* const index = rail.at<int32_t>(rail.layout.relay_index[parity]) + other * most;
-  if (relay.block == 0)
-    hand_on(comm, w.counts[parity], source * w.shape.counts(), reinterpret_cast<const int32_t*>(tables), 0,
-            w.shape.counts());
-  hand_on(comm, w.packed_routes[parity], source * most * top_k, packed_routes, begin * top_k, end * top_k);
-  if ((record.carries & kCarriesWeights) != 0)
-    hand_on(comm, w.weights[parity], source * most * top_k,
-            rail.weights(rail.layout.relay_weights[parity], other), begin * top_k, end * top_k);
+  const float* const weights = rail.weights(rail.layout.relay_weights[parity], other);
+  const bool weighted = (record.carries & kCarriesWeights) != 0, by_rank = record.layout == RowLayout::rank;
+  for (int64_t bin = threadIdx.x; relay.block == 0 && bin < w.shape.announced(); bin += blockDim.x)
+    push_count(
+        comm, source, record.epoch, bin,
+        bin < w.shape.counts() ? __ldcg(reinterpret_cast<const int32_t*>(tables) + bin) : record.tokens);
   for (int64_t i = begin * top_k + threadIdx.x; i < end * top_k; i += blockDim.x) {
-    const int32_t packed = __ldcg(packed_routes + i), id = packed < 0 ? kNoExpert : packed >> w.number_bits;
-    plan.at(plan.fields.relay_ids)[other * most * top_k + i] = id;
-    if (record.layout != RowLayout::rank) continue;
-    // The source numbers its tokens for each rank: at the first of the token's ids that the rank owns.
-    const int32_t place = __ldcg(places + i), owner = comm.owner(id);
-    if (place >= 0 && owner >= 0 && comm.is_local(owner))
-      comm.at<int32_t>(comm.bases[owner], w.places[parity])[source * most + i / top_k] = place;
+    const int32_t packed = __ldcg(packed_routes + i);
+    const float weight = weighted ? __ldcg(weights + i) : 0.0f;
+    push_route(comm, source, record.epoch, i,
+               route_word(record.epoch, packed, weight, by_rank ? __ldcg(places + i) : 0));
+    plan.at(plan.fields.relay_ids)[other * most * top_k + i] =
+        packed < 0 ? kNoExpert : packed >> w.number_bits;
   }
   for (int64_t token = begin + threadIdx.x; token < end; token += blockDim.x)
     plan.at(plan.fields.relay_index)[other * most + token] = __ldcg(index + token);

@@ -1,5 +1,5 @@
-// Dispatch, receiving side: the rows of a token on this rank, by what its source has worked out (route.cuh)
-// and where the rows of each source and expert begin (plan.cuh).
+// Dispatch, receiving side: the rows of a token on this rank, by what its source works out (route.cuh) and
+// where the rows of each source and expert begin (plan.cuh).
 #pragma once
 
 #include "kernels/gpu/kernel.cuh"
@@ -35,34 +35,75 @@ struct ChunkRows {
   float weight[rounds];      ///< as in ChunkRoutes
 };
 
-/// What the source of a chunk has pushed about its tokens.
-template <int rounds>
-struct ChunkRoutes {
-  int32_t packed[rounds];  ///< as in the window, -1 past the tokens
-  int32_t place[rounds];   ///< rank layout; means something where a row comes here
-  float weight[rounds];    ///< means something where the output has weights
+/// Routes of a source, `each` apart, those whose numbers are bits of `wanted`.
+struct RouteArrival {
+  static constexpr unsigned kInterval = 32;
+  const Route* first;
+  int each;
+  uint32_t wanted;
+  uint64_t epoch;
 
+  __device__ bool arrived() const {
+    bool all = true;
+#pragma unroll 1
+    for (uint32_t left = wanted; left != 0; left &= left - 1)
+      all = all &&
+            EpochNumber::is_of(
+                ptx::load_relaxed_sys_pair(first + (__ffs(static_cast<int>(left)) - 1) * each).high, epoch);
+    return all;
+  }
+};
+
+/// Waits until all have come; false if in vain. Not a part of who calls it, which waits for few.
+__device__ __noinline__ inline bool wait_for_routes(const Comm& comm, int32_t source,
+                                                    const RouteArrival& arrival) {
+  return device::wait_until(comm, {source, WaitPhase::records, Operation::dispatch, arrival.epoch}, arrival);
+}
+
+/// What the source of a chunk announces about its tokens, in words that hold their epoch, of which some may
+/// have to come yet.
+template <int rounds>
+class ChunkRoutes {
+ public:
   ChunkRoutes() = default;
-  /// Starts the loads of all tokens together.
-  __device__ ChunkRoutes(const Comm& comm, const ReceiveArguments& args, uint64_t epoch,
-                         const TokenLanes& map, const Item& item) {
-    const DeviceWindow& w = comm.window;
-    const int top_k = comm.top_k(), tokens = static_cast<int>(item.end - item.begin);
-    const int64_t first = item.source * w.shape.max_tokens + item.begin + map.within;
-    const int32_t* const packed_routes =
-        comm.mine<int32_t>(w.packed_routes[epoch & 1]) + first * top_k + map.k;
-    const int32_t* const places = comm.mine<int32_t>(w.places[epoch & 1]) + first;
-    const float* const weights = comm.mine<float>(w.weights[epoch & 1]) + first * top_k + map.k;
-    const bool by_rank = args.layout == RowLayout::rank, weighted = args.out_weights != nullptr;
+  /// Starts the loads of all tokens together; nothing waits for them here, or looks at what they bring.
+  __device__ ChunkRoutes(const Comm& comm, uint64_t epoch, const TokenLanes& map, const Item& item) {
+    const Route* const first = first_of(comm, epoch, map, item);
 #pragma unroll
     for (int j = 0; j < rounds; ++j) {
-      const bool some = map.has(j, tokens);
-      const int before = j * map.tokens;
-      packed[j] = some ? packed_routes[before * top_k] : -1;
-      place[j] = some && by_rank ? places[before] : 0;
-      weight[j] = some && weighted ? weights[before * top_k] : 0.0f;
+      words_[j] = {~uint64_t{0}, EpochNumber::word(epoch, 0)};  // past the tokens
+      if (map.has(j, static_cast<int>(item.end - item.begin)))
+        words_[j] = ptx::load_relaxed_sys_pair(first + j * map.tokens * map.top_k);
     }
   }
+  /// Waits for what has not come. All lanes; false, and no route, if in vain.
+  __device__ bool wait(const Comm& comm, uint64_t epoch, const TokenLanes& map, const Item& item) {
+    uint32_t missing = 0;
+#pragma unroll
+    for (int j = 0; j < rounds; ++j)
+      if (!EpochNumber::is_of(words_[j].high, epoch)) missing |= 1u << j;
+    if (__all_sync(0xffffffffu, missing == 0)) return true;
+    const RouteArrival arrival{first_of(comm, epoch, map, item), map.tokens * map.top_k, missing, epoch};
+    const bool here = __all_sync(0xffffffffu, missing == 0 || wait_for_routes(comm, item.source, arrival));
+    *this = ChunkRoutes(comm, epoch, map, item);
+#pragma unroll
+    for (int j = 0; j < rounds; ++j)
+      if (!here) words_[j] = {~uint64_t{0}, 0};
+    return here;
+  }
+
+  /// Those of this lane in a round, as in Route; past the tokens there is none.
+  __device__ int32_t packed(int j) const { return static_cast<int32_t>(words_[j].low); }
+  __device__ float weight(int j) const { return __uint_as_float(static_cast<uint32_t>(words_[j].low >> 32)); }
+  __device__ int32_t place(int j) const { return EpochNumber::number(words_[j].high); }
+
+ private:
+  __device__ static const Route* first_of(const Comm& comm, uint64_t epoch, const TokenLanes& map,
+                                          const Item& item) {
+    return comm.routes(comm.own, item.source, epoch) + (item.begin + map.within) * map.top_k + map.k;
+  }
+
+  ptx::Pair words_[rounds];
 };
 
 /// Writes the weights that go with the output rows of a chunk, and with its positions.
@@ -92,22 +133,21 @@ __device__ inline int slot_between_nodes(const Comm& comm, const TokenLanes& map
   return __popc(__ballot_sync(0xffffffffu, first_with(sender, map.lanes) && sender < comm.rank) & map.lanes);
 }
 
-/// Dispatch: the positions and output rows of a chunk, by what its source has pushed and where its rows
-/// begin.
-template <int rounds>
+/// Dispatch: the positions and output rows of a chunk, by the routes of its source. The source's rows begin
+/// at `source_base`, and those of a local expert at base_of(expert).
+template <int rounds, class Routes, class Base>
 __device__ inline ChunkRows<rounds> resolve_rows(const Comm& comm, const ReceiveArguments& args,
-                                                 const RowTables& tables, const TokenLanes& map,
-                                                 const Item& item, const ChunkRoutes<rounds>& routes) {
+                                                 const TokenLanes& map, const Item& item,
+                                                 const Routes& routes, int32_t source_base,
+                                                 const Base& base_of) {
   ChunkRows<rounds> chunk;
   const int tokens = static_cast<int>(item.end - item.begin), number_bits = comm.window.number_bits;
   const bool by_expert = args.layout == RowLayout::expert;
-  const int32_t* const bases = tables.bases + item.source * comm.local_experts;
-  const int32_t source_base = by_expert ? 0 : tables.source_bases[item.source];
   const auto fitting = [](int32_t number, int64_t capacity) {
     return number < capacity ? number : kRowDropped;
   };
   const auto expert_of = [&](int j) {
-    return routes.packed[j] >= 0 ? routes.packed[j] >> number_bits : kNoExpert;
+    return routes.packed(j) >= 0 ? routes.packed(j) >> number_bits : kNoExpert;
   };
   const int32_t first_expert = comm.rank * comm.local_experts;
   int32_t base[rounds];  // all of them are loaded before one is used
@@ -116,8 +156,8 @@ __device__ inline ChunkRows<rounds> resolve_rows(const Comm& comm, const Receive
     const int32_t local = expert_of(j) - first_expert;
     const bool mine = expert_of(j) >= 0 && local >= 0 && local < comm.local_experts;
     chunk.local[j] = mine ? local : -1;
-    base[j] = mine ? bases[local] : 0;
-    chunk.weight[j] = routes.weight[j];
+    base[j] = mine ? base_of(local) : 0;
+    chunk.weight[j] = routes.weight(j);
   }
 #pragma unroll
   for (int j = 0; j < rounds; ++j) {
@@ -126,20 +166,36 @@ __device__ inline ChunkRows<rounds> resolve_rows(const Comm& comm, const Receive
     if (j * map.tokens >= tokens) continue;
     const int32_t owner = comm.owner(expert_of(j));
     const bool mine = chunk.local[j] >= 0;
-    const bool here = (__ballot_sync(0xffffffffu, mine) & map.lanes) != 0;
+    const uint32_t all_mine = __ballot_sync(0xffffffffu, mine) & map.lanes;
+    const bool here = all_mine != 0;
     const bool leads = first_with(owner, map.lanes);
     const int slot = comm.rail.others == 0
                          ? __popc(__ballot_sync(0xffffffffu, leads && owner < comm.rank) & map.lanes)
                          : slot_between_nodes(comm, map, item.source, owner);
     if (here) chunk.slot[j] = slot;
-    if (!by_expert && here) chunk.row[j] = fitting(source_base + routes.place[j], args.rows);
+    if (!by_expert) {  // the lanes of this rank's experts know
+      const int32_t place =
+          __shfl_sync(0xffffffffu, routes.place(j), here ? __ffs(static_cast<int>(all_mine)) - 1 : 0);
+      if (here) chunk.row[j] = fitting(source_base + place, args.rows);
+    }
     if (mine)  // a position without its row stays empty
       chunk.position[j] =
           chunk.row[j] == kRowDropped
               ? kRowDropped
-              : fitting(base[j] + (routes.packed[j] & ((1 << number_bits) - 1)), args.positions);
+              : fitting(base[j] + (routes.packed(j) & ((1 << number_bits) - 1)), args.positions);
   }
   return chunk;
+}
+
+/// The same by the tables that say where rows begin.
+template <int rounds>
+__device__ inline ChunkRows<rounds> resolve_rows(const Comm& comm, const ReceiveArguments& args,
+                                                 const RowTables& tables, const TokenLanes& map,
+                                                 const Item& item, const ChunkRoutes<rounds>& routes) {
+  const int32_t* const bases = tables.bases + item.source * comm.local_experts;
+  const int32_t source_base = args.layout == RowLayout::expert ? 0 : tables.source_bases[item.source];
+  return resolve_rows<rounds>(comm, args, map, item, routes, source_base,
+                              [bases](int32_t local) { return bases[local]; });
 }
 
 /// Writes the rows of a chunk into the plan, and what goes with a row to its place.

@@ -3,9 +3,12 @@
 //   1. blocks share the tokens in order, warps share a block's; each warp counts its ids into a histogram
 //   2. blocks exchange their counts; a histogram then holds where its warp's rows of each expert begin
 //   3. warps walk their tokens again in order, hand out numbers, and push them to every rank
-//   4. the last block to end signals the records of the dispatch
+//   4. the first block signals the records of the dispatch
+// What others wait for, counts and routes, goes out in words that hold their epoch, as soon as it is known:
+// it has crossed a link once, and no fence. So neither the record nor anything else has to come behind it.
 // Data for other nodes goes to host memory instead, once for all of them, with the number of each
-// token among those that a node needs (its relay index), counted like an expert's rows.
+// token among those that a node needs (its relay index), counted like an expert's rows; the last block to end
+// sends it.
 // Example: ids {5} {2} {5} {5} of one source. Numbers are 0, 0, 1, 2; a receiver with 40 rows of earlier
 // experts and 3 of earlier sources for expert 5 puts token 3 into row 40 + 3 + 2.
 #pragma once
@@ -45,7 +48,8 @@ struct RouteStep {
   bool active;
   uint32_t token_lanes;  ///< lanes of the same token
   int32_t id, owner;     ///< -1: none
-  bool first;            ///< the first of the token's ids with this owner
+  uint32_t owner_lanes;  ///< lanes of the token's ids with this owner; of none this one
+  bool first;            ///< the first of them
   int32_t sender;        ///< of the owner's sum in combine (Comm::sender)
   bool first_of_sender;  ///< likewise
 };
@@ -80,9 +84,9 @@ class RouteWalk {
         for (int j = 0; j + 1 < kAhead; ++j) values[j] = values[j + 1];
         s.id = s.active ? id(s, value) : kNoExpert;
         s.owner = comm_.owner(s.id);
-        const uint32_t same =
-            __match_any_sync(0xffffffffu, s.owner >= 0 ? s.owner : -1 - lane_id()) & s.token_lanes;
-        s.first = s.owner >= 0 && (same & ((1u << lane_id()) - 1)) == 0;
+        const uint32_t same = __match_any_sync(0xffffffffu, s.owner >= 0 ? s.owner : -1 - lane_id());
+        s.owner_lanes = s.owner >= 0 ? same & s.token_lanes : same;
+        s.first = s.owner >= 0 && (s.owner_lanes & ((1u << lane_id()) - 1)) == 0;
         s.sender = s.owner;
         s.first_of_sender = s.first;
         if (comm_.rail.others > 0) {
@@ -157,13 +161,48 @@ struct RoutedId {
   float weight = 0;
 };
 
-/// Second walk of a warp: hands out numbers, and pushes packed routes, weights and places to every rank of
-/// the node. Sends all routes to each rank, which finds out by itself what concerns it; so do other nodes.
+/// A Route as it is stored.
+__device__ inline ptx::Pair route_word(uint64_t epoch, int32_t packed, float weight, int32_t place) {
+  return {static_cast<uint32_t>(packed) | uint64_t{__float_as_uint(weight)} << 32,
+          EpochNumber::word(epoch, place)};
+}
+
+/// Pushes a route to every rank of the node, as number `entry` of those of `source`.
+__device__ inline void push_route(const Comm& comm, int32_t source, uint64_t epoch, int64_t entry,
+                                  const ptx::Pair& route) {
+  const std::byte* const own = reinterpret_cast<std::byte*>(comm.routes(comm.own, source, epoch) + entry);
+  const int64_t to = own - comm.own;
+#pragma unroll 1
+  for (int32_t i = 0; i < comm.local_ranks; ++i)
+    ptx::store_relaxed_sys_pair(comm.bases[comm.first_rank + i] + to, route);
+}
+
+/// Pushes number `bin` of what `source` announces to every rank of the node.
+__device__ inline void push_count(const Comm& comm, int32_t source, uint64_t epoch, int64_t bin,
+                                  int32_t count) {
+#pragma unroll 1
+  for (int32_t i = 0; i < comm.local_ranks; ++i)
+    ptx::store_relaxed_sys(comm.counts(comm.bases[comm.first_rank + i], source, epoch) + bin,
+                           EpochNumber::word(epoch, count));
+}
+
+/// Announces a dispatch to all ranks of the node. Called by threads that share the peers.
+__device__ inline void push_starts(const Comm& comm, const SignalRecord& record, int thread, int threads) {
+  if (thread == 0) device::note_phase(comm, Operation::dispatch, Phase::announced);
+  for (int32_t i = thread; i < comm.local_ranks; i += threads) {
+    DispatchStart* const starts =
+        comm.at<DispatchStart>(comm.bases[comm.first_rank + i], comm.window.starts[record.epoch & 1]);
+    ptx::store_relaxed_sys_pair(starts + comm.rank,
+                                {arguments_hash(record), EpochNumber::word(record.epoch, 0)});
+  }
+}
+
+/// Second walk of a warp: hands out numbers, and pushes routes to every rank of the node. Sends all routes to
+/// each rank, which finds out by itself what concerns it; so do other nodes.
 __device__ inline void push_routes(const Comm& comm, const SendArguments& args, uint64_t epoch,
                                    const RouteWalk& walk, const int32_t* local_topk_idx, int32_t* histogram) {
   const DeviceWindow& w = comm.window;
   const bool by_expert = args.layout == RowLayout::expert;
-  const int64_t first = comm.rank * w.shape.max_tokens;
   const float* const weights = reinterpret_cast<const float*>(args.weights);
   walk.for_each(
       [&](int64_t i) { return RoutedId{local_topk_idx[i], weights != nullptr ? weights[i] : 0.0f}; },
@@ -172,29 +211,21 @@ __device__ inline void push_routes(const Comm& comm, const SendArguments& args, 
         note_home(comm, args, s);
         const int32_t row = take_number(histogram, s.id);
         const int32_t packed = s.id < 0 ? -1 : s.id << w.number_bits | row;
-        const int64_t entry = (first + s.token) * comm.top_k() + s.k;
-#pragma unroll 1
-        for (int32_t i = 0; i < comm.local_ranks; ++i) {
-          const int32_t peer = comm.first_rank + (comm.rank + i) % comm.local_ranks;
-          if (!s.active) continue;
-          comm.at<int32_t>(comm.bases[peer], w.packed_routes[epoch & 1])[entry] = packed;
-          if (weights != nullptr)
-            comm.at<float>(comm.bases[peer], w.weights[epoch & 1])[entry] = routed.weight;
-        }
-        int32_t place = -1;
+        const int64_t entry = s.token * comm.top_k() + s.k;
+        int32_t place = 0;
         if (!by_expert) {
-          place = take_number(histogram + w.shape.num_experts, s.first ? s.owner : -1);
-          if (s.first && comm.is_local(s.owner))
-            comm.at<int32_t>(comm.bases[s.owner], w.places[epoch & 1])[first + s.token] = place;
+          const int32_t of_first = take_number(histogram + w.shape.num_experts, s.first ? s.owner : -1);
+          place = max(__shfl_sync(0xffffffffu, of_first, __ffs(static_cast<int>(s.owner_lanes)) - 1), 0);
         }
+        if (s.active)
+          push_route(comm, comm.rank, epoch, entry, route_word(epoch, packed, routed.weight, place));
         if (comm.rail.others == 0) return;
         const Rail& rail = comm.rail;
-        const int64_t own = s.token * comm.top_k() + s.k;
         if (s.active) {
           int32_t* const packed_routes = rail.at<int32_t>(rail.layout.ids[epoch & 1] + rail.counts_bytes);
-          packed_routes[own] = packed;
-          if (!by_expert) packed_routes[args.tokens * comm.top_k() + own] = place;
-          if (weights != nullptr) rail.at<float>(rail.layout.weights[epoch & 1])[own] = routed.weight;
+          packed_routes[entry] = packed;
+          if (!by_expert) packed_routes[args.tokens * comm.top_k() + entry] = place;
+          if (weights != nullptr) rail.at<float>(rail.layout.weights[epoch & 1])[entry] = routed.weight;
         }
         const bool leaves = leaves_node(comm, s);
         const int32_t node = s.owner / comm.local_ranks;
@@ -254,16 +285,9 @@ __device__ inline SignalRecord dispatch_record(const Comm& comm, const SendArgum
   return record;
 }
 
-/// Announces a dispatch whose routes have gone out. Whole block.
-__device__ inline void announce_routes(const Comm& comm, const SendArguments& args,
-                                       const SignalRecord& record) {
-  if (threadIdx.x == 0) device::note_phase(comm, Operation::dispatch, Phase::announced);
-  device::signal_records(comm, record, comm.rank, static_cast<int>(threadIdx.x), kThreads);
-  if (comm.rail.others > 0) send_tables(comm, args, record);
-}
-
-/// Run by `blocks` blocks. `histogram`: shared memory, overwritten.
-__device__ inline void route(const Comm& comm, const SendArguments& args, uint64_t epoch, int blocks,
+/// Run by `blocks` blocks, the first of which signals the records when this has returned true for it.
+/// `histogram`: shared memory, overwritten.
+__device__ inline bool route(const Comm& comm, const SendArguments& args, uint64_t epoch, int blocks,
                              int32_t* histogram, int64_t histogram_words, int32_t* shared_word) {
   const DeviceWindow& w = comm.window;
   const int bins = static_cast<int>(w.shape.bins()), counts = static_cast<int>(w.shape.counts());
@@ -326,7 +350,7 @@ __device__ inline void route(const Comm& comm, const SendArguments& args, uint64
       counted = device::wait_until(comm, {comm.rank, WaitPhase::blocks, Operation::dispatch, epoch},
                                    device::BlockCount{&state.route_counted, static_cast<uint32_t>(blocks)});
     }
-    if (!__syncthreads_and(counted)) return;
+    if (!__syncthreads_and(counted)) return false;
   }
 #pragma unroll 1
   for (int bin = threadIdx.x; bin < bins; bin += kThreads) {
@@ -341,29 +365,30 @@ __device__ inline void route(const Comm& comm, const SendArguments& args, uint64
     }
     if (block != blocks - 1) continue;
     if (bin < counts) {
-#pragma unroll 1
-      for (int32_t i = 0; i < comm.local_ranks; ++i)
-        comm.at<int32_t>(comm.bases[comm.first_rank + i],
-                         w.counts[epoch & 1])[int64_t{comm.rank} * counts + bin] = next;
+      push_count(comm, comm.rank, epoch, bin, next);
       if (comm.rail.others > 0) comm.rail.at<int32_t>(comm.rail.layout.ids[epoch & 1])[bin] = next;
     } else if (bin - counts != comm.rail.node) {
       plan.at(plan.fields.node_tokens)[comm.rail.other_of(bin - counts)] = next;
     }
   }
+  if (block == blocks - 1 && threadIdx.x == kThreads - 1)
+    push_count(comm, comm.rank, epoch, counts, static_cast<int32_t>(args.tokens));
+  if (block == 0 && warp == kWarps - 1)
+    push_starts(comm, dispatch_record(comm, args, epoch, true), lane_id(), 32);
   __syncthreads();
 
   // 3
   push_routes(comm, args, epoch, walk, local_topk_idx, own);
 
-  // 4
+  if (comm.rail.others == 0) return true;
   __syncthreads();
   if (threadIdx.x == 0) {
     ptx::fence_sys();
     *shared_word = ptx::add_acq_rel_gpu(&state.route_done, 1) + 1 == static_cast<uint32_t>(blocks);
   }
   __syncthreads();
-  if (*shared_word == 0) return;
-  announce_routes(comm, args, dispatch_record(comm, args, epoch, true));
+  if (*shared_word != 0) send_tables(comm, args, dispatch_record(comm, args, epoch, true));
+  return true;
 }
 
 }  // namespace moecomm::gpu

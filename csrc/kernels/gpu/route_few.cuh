@@ -6,11 +6,7 @@
 //      map of a rank is that of its experts together
 //   3. the bits below a token are its number, which every rank gets. Where maps are short they are counted
 //      anew, so that some warps do this while others do the step before
-//   4. the block signals the records of the dispatch
 // Other ranks wait for what this block does, so that it loads all it needs at once, before anything else.
-// Counts and routes go out twice: as those of many tokens, which are there with the record, and in words that
-// hold their epoch, which a kernel for few tokens takes as they come: what it waits for has crossed a link
-// once, and no fence.
 #pragma once
 
 #include "kernels/gpu/route.cuh"
@@ -165,15 +161,16 @@ __device__ inline void write_homes(const Comm& comm, const SendArguments& args, 
   }
 }
 
-/// Whole block. `scratch`: `words` of shared memory, overwritten, at least route_few_words. Nothing is done
-/// if failed(), which is a barrier, and is called when the first loads are under way.
+/// Whole block. `scratch`: `words` of shared memory, overwritten, at least route_few_words. Returns the
+/// record that the block has yet to signal. Nothing is done, and the record is of no
+/// operation, if failed(), which is a barrier, and is called when the first loads are under way.
 template <class Failed>
-__device__ inline void route_few(const Comm& comm, const SendArguments& args, uint64_t epoch,
-                                 int32_t* scratch, int64_t words, const Failed& failed) {
+__device__ inline SignalRecord route_few(const Comm& comm, const SendArguments& args, uint64_t epoch,
+                                         int32_t* scratch, int64_t words, const Failed& failed) {
   const DeviceWindow& w = comm.window;
   const auto experts = static_cast<int32_t>(w.shape.num_experts);
   const auto counts = static_cast<int32_t>(w.shape.counts());
-  const int32_t rank = comm.rank, ranks = comm.ranks(), local = comm.local_experts;
+  const int32_t ranks = comm.ranks(), local = comm.local_experts;
   const int top_k = comm.top_k(), thread = static_cast<int>(threadIdx.x), number_bits = w.number_bits;
   const auto tokens = static_cast<int32_t>(args.tokens), entries = tokens * top_k;
   const PlanView plan{args.plan, comm.plan_fields};
@@ -183,7 +180,7 @@ __device__ inline void route_few(const Comm& comm, const SendArguments& args, ui
 
   staged.copy(args, 0, entries);
   for (int i = thread; i < experts * maps.stride; i += kThreads) maps.bits[i] = 0;
-  if (failed()) return;
+  if (failed()) return {};
   // Calls use(entry, token, given id, weight) for the entries of this thread. Loops are not unrolled here:
   // few tokens take each of them a few times.
   const auto each_entry = [&](const auto& use) {
@@ -213,70 +210,38 @@ __device__ inline void route_few(const Comm& comm, const SendArguments& args, ui
   }
 
   // 2. The last warps have most experts, since the first have most entries.
-  const int64_t to_counts = w.counts[epoch & 1] + int64_t{rank} * counts * sizeof(int32_t);
-  const int64_t to_few_counts =
-      w.few_counts[epoch & 1] + rank * w.shape.few_counts() * int64_t{sizeof(uint64_t)};
-  const auto push_count = [&](int32_t peer, int32_t bin, int32_t count) {
-    std::byte* const base = comm.bases[peer];
-    ptx::store_relaxed_sys(comm.at<uint64_t>(base, to_few_counts) + bin, EpochNumber::word(epoch, count));
-    if (bin < counts) comm.at<int32_t>(base, to_counts)[bin] = count;
+  const int64_t to_counts = reinterpret_cast<std::byte*>(comm.counts(comm.own, comm.rank, epoch)) - comm.own;
+  const auto push = [&](int32_t peer, int32_t bin, int32_t count) {
+    ptx::store_relaxed_sys(comm.at<uint64_t>(comm.bases[peer], to_counts) + bin,
+                           EpochNumber::word(epoch, count));
   };
   for (int bin = kThreads - 1 - thread; bin < experts; bin += kThreads) {
     const int32_t count = maps.count(bin);
 #pragma unroll 1
-    for (int32_t peer = 0; peer < ranks; ++peer) push_count(peer, bin, count);
+    for (int32_t peer = 0; peer < ranks; ++peer) push(peer, bin, count);
   }
   for (int32_t owner = (kWarps + 2 - warp_id()) % kWarps; owner < ranks; owner += kWarps) {
     const int32_t count = maps.join(experts + owner, owner * local, local);
-    for (int32_t peer = lane_id(); peer < ranks; peer += 32) push_count(peer, experts + owner, count);
+    for (int32_t peer = lane_id(); peer < ranks; peer += 32) push(peer, experts + owner, count);
   }
   const SignalRecord record = dispatch_record(comm, args, epoch, bad);
-  for (int32_t peer = (thread + kThreads - 96) % kThreads; peer < ranks; peer += kThreads) {
-    push_count(peer, counts, tokens);
-    ptx::store_relaxed_sys_pair(comm.at<FewStart>(comm.bases[peer], w.few_starts[epoch & 1]) + rank,
-                                {arguments_hash(record), EpochNumber::word(epoch, 0)});
-  }
+  const int shifted = (thread + kThreads - 96) % kThreads;
+  push_starts(comm, record, shifted, kThreads);
+  for (int32_t peer = shifted; peer < ranks; peer += kThreads) push(peer, counts, tokens);
 
   // 3
   const bool weighted = args.weights != nullptr, by_rank = args.layout == RowLayout::rank;
   if (by_rank || !maps.is_short()) __syncthreads();
-  const int64_t first = rank * w.shape.max_tokens, to_routes = w.packed_routes[epoch & 1];
-  const int64_t to_weights = w.weights[epoch & 1], to_places = w.places[epoch & 1];
-  const int64_t to_few =
-      w.few_routes[epoch & 1] + rank * w.shape.few_tokens() * top_k * int64_t{sizeof(FewRoute)};
-  // What kernels for few tokens take as it comes goes first: this block has but its share of the links, on
-  // which rows of all others are under way.
-#pragma unroll 1
-  for (const bool of_few : {true, false})
-    each_entry([&](int32_t entry, int32_t token, int64_t given, float weight) {
-      const int32_t id = valid_id(comm, given);
-      const int32_t packed = id < 0 ? -1 : id << number_bits | maps.below(id, token);
-      const int32_t owner = comm.owner(id);
-      const int32_t place = by_rank && id >= 0 ? maps.below(experts + owner, token) : 0;
-      if (of_few) {
-        const uint32_t weight_bits = weighted ? __float_as_uint(weight) : 0;
-        const ptx::Pair route{static_cast<uint32_t>(packed) | uint64_t{weight_bits} << 32,
-                              EpochNumber::word(epoch, place)};
-#pragma unroll 1
-        for (int32_t peer = 0; peer < ranks; ++peer)
-          ptx::store_relaxed_sys_pair(comm.at<FewRoute>(comm.bases[peer], to_few) + entry, route);
-        return;
-      }
-      const int64_t at = first * top_k + entry;
-#pragma unroll 1
-      for (int32_t peer = 0; peer < ranks; ++peer) {
-        std::byte* const base = comm.bases[peer];
-        comm.at<int32_t>(base, to_routes)[at] = packed;
-        if (weighted) comm.at<float>(base, to_weights)[at] = weight;
-      }
-      plan.at(plan.fields.local_topk_idx)[entry] = id;
-      if (by_rank && id >= 0) comm.at<int32_t>(comm.bases[owner], to_places)[first + token] = place;
-    });
-
-  // 4
+  each_entry([&](int32_t entry, int32_t token, int64_t given, float weight) {
+    const int32_t id = valid_id(comm, given);
+    const int32_t packed = id < 0 ? -1 : id << number_bits | maps.below(id, token);
+    const int32_t place = by_rank && id >= 0 ? maps.below(experts + comm.owner(id), token) : 0;
+    push_route(comm, comm.rank, epoch, entry, route_word(epoch, packed, weighted ? weight : 0.0f, place));
+    plan.at(plan.fields.local_topk_idx)[entry] = id;
+  });
   __syncthreads();
   write_homes(comm, args, maps);
-  announce_routes(comm, args, record);
+  return record;
 }
 
 }  // namespace moecomm::gpu
