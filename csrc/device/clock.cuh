@@ -7,14 +7,20 @@
 
 namespace moecomm::device {
 
-/// Starts the clock of an operation, and adds up what the last one took. Whole grid; the last block does it,
-/// since all ranks wait for what the first one announces, and the next ones have the first rows.
-__device__ inline void start_clock(const Comm& comm, Operation operation) {
-  if (blockIdx.x != gridDim.x - 1 || threadIdx.x != blockDim.x - 1) return;
+/// Starts the clock of an operation, and adds up what the last one took. Whole grid; block `block` does it,
+/// which others should not wait for.
+__device__ inline void start_clock(const Comm& comm, Operation operation, uint32_t block) {
+  if (blockIdx.x != block || threadIdx.x != blockDim.x - 1) return;
   const int kind = clock_of(operation);
   PhaseClock& clock = comm.state().clocks[kind];
   comm.state().clocked_ns[kind] += clock.nanoseconds();
   clock.started = ptx::global_nanoseconds();
+}
+
+/// The same by the last block: what the first one announces is waited for, and the next ones have the first
+/// rows.
+__device__ inline void start_clock(const Comm& comm, Operation operation) {
+  start_clock(comm, operation, gridDim.x - 1);
 }
 
 /// Notes that an operation passes a phase: the last of those that note it counts. One thread of each. Nothing

@@ -17,7 +17,7 @@ struct WaitInfo {
   bool until_called_off = true;  ///< the wait ends if the operation is called off
 };
 
-/// The last epoch that `rank` has announced to this one.
+/// The last epoch of which `rank` has signalled its record to this one.
 __device__ inline uint64_t begun_epoch(const Comm& comm, int32_t rank) {
   const uint64_t even = ptx::load_relaxed_sys(&comm.record(comm.own, rank, 0).epoch);
   const uint64_t odd = ptx::load_relaxed_sys(&comm.record(comm.own, rank, 1).epoch);
@@ -52,9 +52,9 @@ __device__ inline bool failed_for_warp(const Comm& comm) {
   return __any_sync(0xffffffffu, already_failed(comm));
 }
 
-/// Whom to blame for a wait in vain: a rank that has not even begun the operation, if there is one, since the
-/// peer that is waited for may itself be waiting for that rank. Those of this node first: what ranks of other
-/// nodes announce comes through them.
+/// Whom to blame for a wait in vain: a rank whose record of the operation is not here, if there is one, since
+/// the peer that is waited for may itself be waiting for that rank. Those of this node first: what ranks of
+/// other nodes announce comes through them.
 __device__ inline int32_t missing_rank(const Comm& comm, const WaitInfo& info) {
   for (int32_t i = 0; i < comm.ranks(); ++i) {
     const int32_t r = (comm.first_rank + i) % comm.ranks();
@@ -98,8 +98,8 @@ __device__ __noinline__ inline void report_wait(const Comm& comm, const WaitInfo
   report_failure(comm, info, loss.peer, loss.cause, loss.first);
 }
 
-/// Polls every Read::kInterval nanoseconds until read.arrived(), which acquires. False if it never will:
-/// after the deadline, when the host has lost a peer, or after another failure.
+/// Polls every Read::kInterval nanoseconds until read.arrived(), which acquires what comes with a flag. False
+/// if it never will: after the deadline, when the host has lost a peer, or after another failure.
 template <class Read>
 __device__ inline bool wait_until(const Comm& comm, const WaitInfo& info, const Read& read) {
   constexpr uint64_t kLookAround = 20'000;  // ns between looks at what else may end the wait

@@ -31,8 +31,8 @@ inline const char* operation_name(Operation operation) {
 enum class RowLayout : int32_t { expert = 0, rank = 1 };
 
 /// A rank's announcement to one peer for one epoch. Every field but `epoch` is written before it; `epoch` is
-/// stored with release and loaded with acquire, and makes visible the record and all the rank wrote to any
-/// window before.
+/// stored with release and loaded with acquire, and makes visible the record and all that was written before
+/// to any window, on the CPU by the rank, on a GPU by the block that signals.
 struct alignas(kLine) SignalRecord {
   uint64_t epoch;
   Operation operation;

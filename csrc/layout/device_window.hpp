@@ -257,7 +257,7 @@ struct DeviceState {
   uint32_t send_done;                     ///< blocks of the kernel that sends, where it may run longer
   uint32_t begun;                         ///< blocks of a kernel that does all of an operation
   alignas(kLine) uint32_t route_counted;  ///< blocks
-  alignas(kLine) uint32_t route_done;     ///< blocks
+  alignas(kLine) uint32_t route_done;     ///< blocks, with several nodes
   alignas(kLine) PhaseClock clocks[kClocks];
   uint64_t clocked_ns[kClocks];      ///< statistics since construction: time of operations but for the last,
   uint64_t wait_ns;                  ///< of it waiting for other ranks to begin theirs,
@@ -291,7 +291,7 @@ struct DeviceWindow {
   int64_t state;            ///< DeviceState
   int64_t losses;           ///< PeerLoss[ranks], this rank's own
   int64_t late_ns;          ///< uint64[ranks], this rank's own: waited for a rank to begin its operations
-  int64_t route_counts;     ///< int32[kMaxRouteBlocks][counts], this rank's own
+  int64_t route_counts;     ///< int32[kMaxRouteBlocks][bins], this rank's own
   int64_t error_text[2];    ///< char[kErrorText]
   int64_t starts[2];        ///< DispatchStart[ranks], by source
   int64_t counts[2];        ///< EpochNumbers [ranks][announced], likewise

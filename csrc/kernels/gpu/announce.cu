@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (!failed_for_block(comm)) {
     if (comm.window.stage_tokens < comm.window.shape.max_tokens) release_peers(comm, args, epoch);
     // Every operation waits for all records: the one after the next writes where peers read in the one before
-    // this. That of a dispatch has been compared where its plan was made.
+    // this. That ranks agree on a dispatch has been seen where its plan was made.
     if (args.operation == Operation::dispatch)
       device::wait_records(comm, args.operation, epoch);
     else

@@ -48,7 +48,7 @@ struct SendArguments {
   int32_t plan_block;    ///< and the one that makes the plan
   bool routes_first;     ///< dispatch: the kernel that sends begins when they have gone out
   int32_t warps;         ///< of a block that move rows, at most; in a pipe, of so many the memory for stages
-  int32_t relay_blocks;  ///< the last ones of the grid, which relay what other nodes send
+  int32_t relay_blocks;  ///< of the grid, behind those that send or route, which relay what other nodes send
   bool apart;            ///< the kernel that receives is on another stream, and may end before
   bool later;            ///< only what waits for room, and nothing else: the chunks that take another's place
   bool copied;      ///< the copy engine moves the rows; the kernel brings them into the wire format at most

@@ -178,7 +178,7 @@ __global__ void __launch_bounds__(kReduceThreads, 1)
     combine_fused_kernel(const __grid_constant__ Comm comm, const __grid_constant__ CombineArguments args) {
   extern __shared__ __align__(128) std::byte shared[];
   const uint64_t epoch = comm.state().epoch + 1;
-  device::start_clock(comm, Operation::combine);
+  device::start_clock(comm, Operation::combine, gridDim.x / 2);  // the last blocks sum the first rows
   if (blockIdx.x == 0)
     lead(comm, args, wire, epoch);
   else

@@ -1,12 +1,15 @@
 // Dispatch of few tokens in one kernel, sending and receiving, for one node: what it takes is not bytes but
 // loads and stores that wait for each other, so that as few as possible do. Ranks that run it and ranks that
 // run dispatch_send.cu and dispatch_receive.cu understand each other: the windows hold the same at each step.
-//   - the second block works out the routes and announces them (route_few.cuh); the first makes the plan when
-//     all ranks have announced theirs (plan.cuh)
+//   - one of the first blocks works out the routes and announces them (route_few.cuh); the first makes the
+//   plan
+//     when all ranks have announced theirs (plan.cuh), and where there are many blocks another one looks
+//     whether a capacity is passed
 //   - in the others a team of warps takes a row each: it stores the row to the staging section of every
 //     owner, quantised if asked, and then sets the owners' arrival flags. This waits for nothing
 //   - these blocks then take the counts of all sources, each a word that holds its epoch, as they come, and
-//     work out for themselves, in shared memory, where rows begin: none waits for another block or a record
+//     work out for themselves, in shared memory, where rows begin: none waits for another block or a record.
+//     Of very few tokens they take the routes of all sources instead, which say it too (resolve_few.cuh)
 //   - teams take the rows of all sources in turn: a row's flag is loaded, with the route of the next one, a
 //     word that holds its epoch too, and then the row, which goes to all the output rows that want it. Where
 //     there are fewer rows than teams, several share a row
@@ -256,7 +259,7 @@ class RowSender {
       : comm_(comm),
         args_(args),
         team_(team),
-        early_(args.tokens <= kFewestTokens),
+        early_(args.tokens <= kEarlyTokens),
         token_(sends && team.number >= 0 ? int64_t{team.number} : args.tokens) {
     load();
   }
@@ -270,6 +273,8 @@ class RowSender {
   }
 
  private:
+  static constexpr int kEarlyTokens = 8;  ///< measured
+
   __device__ bool converts() const { return kWire != WireFormat::same && args_.quantises(); }
   __device__ void load() {
     if (token_ >= args_.tokens) return;
@@ -563,7 +568,8 @@ __device__ void lead(const Comm& comm, const SendArguments& args, uint64_t epoch
     if (record.operation == Operation::dispatch) device::signal_records(comm, record);
     if (watches) watch_capacity(comm, args, epoch, memory.counts, kFusedCounts, memory.tables);
     if (!waits) return;
-    make_plan(comm, args, epoch, memory.counts, kFusedCounts, leads < 3);
+    make_plan(comm, args, epoch, memory.counts, kFusedCounts,
+              leads > 2 ? Planner::of_one_kernel_watched : Planner::of_one_kernel);
     __syncthreads();
     if (threadIdx.x == 0) comm.state().bad_id = ~uint64_t{0};
     return;
@@ -700,7 +706,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ __align__(128) std::byte shared[];
   FusedMemory& memory = *reinterpret_cast<FusedMemory*>(shared);
   const uint64_t epoch = comm.state().epoch + (args.again ? 0 : 1);
-  if (!args.again) device::start_clock(comm, args.send.operation);
+  // The last blocks receive the first rows.
+  if (!args.again) device::start_clock(comm, args.send.operation, gridDim.x / 2);
   const int leads = args.again ? 0 : leading_blocks(static_cast<int>(gridDim.x));
   if (static_cast<int>(blockIdx.x) < leads)
     lead(comm, args.send, epoch, leads, memory);

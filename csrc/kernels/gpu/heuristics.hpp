@@ -45,7 +45,7 @@ MOECOMM_HD constexpr int64_t route_few_words(int64_t counts, int64_t tokens) {
 }
 
 // Words of shared memory in which a block of a kernel for few tokens keeps what ranks have announced (the
-// first block all of it, the others what is for this rank), and where rows begin.
+// first blocks all of it, the others what is for this rank), and where rows begin.
 inline constexpr int kFusedCounts = 30720, kFusedTables = 8192;
 
 /// Blocks of a dispatch in one kernel of `blocks` blocks that take no rows.

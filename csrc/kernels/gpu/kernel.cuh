@@ -126,7 +126,8 @@ __device__ inline void spoil_landings(const Comm& comm, uint64_t epoch) {
 
 /// Gets an operation ready for the copy engine, which takes its epoch to the peers after the rows. They come
 /// to the peers' section `landing`, which these have read: they have begun the operation before this one, or,
-/// where that took the same section, this one. Whole block, after this rank's own record.
+/// where that took the same section, this one. Whole block; this rank's own record is signalled before, or by
+/// another block.
 __device__ inline void await_landing(const Comm& comm, Operation operation, uint64_t epoch, int32_t landing) {
   DeviceState& state = comm.state();
   const bool again = state.landing == landing;

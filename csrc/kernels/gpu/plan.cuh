@@ -1,10 +1,12 @@
-// Dispatch, between the two sides, by one block: where the rows of each (source,
-// expert) begin in expert-major order (and in the rank layout those of each source), by prefix sum over the
-// counts that all sources have pushed here. They come in words that hold their epoch, before the sources'
-// records, which are looked at where the words say that ranks do not do the same. Local expert e begins at
-// the aligned end of e - 1; within it, source s begins after the sources below s. Example (docs/routing.md):
-// counts of expert 0 from sources 0, 1 are 2, 1 and of expert 1 are 1, 2, alignment 4: expert 0 begins at row
-// 0 (source 1 at 2) and ends at 3, aligned 4; expert 1 begins at 4 (source 1 at 5) and ends at 7, aligned 8.
+// Dispatch, between the two sides, by one block: where the rows of each (source, expert) begin in
+// expert-major order (and in the rank layout those of each source), by prefix sum over the counts that all
+// sources have pushed here. Local expert e begins at the aligned end of e - 1; within it, source s begins
+// after the sources below s. Example (docs/routing.md): counts of expert 0 from sources 0, 1 are 2, 1 and of
+// expert 1 are 1, 2, alignment 4: expert 0 begins at row 0 (source 1 at 2) and ends at 3, aligned 4; expert 1
+// begins at 4 (source 1 at 5) and ends at 7, aligned 8.
+//
+// Counts come in words that hold their epoch, before the sources' records. These are looked at only where the
+// words of the ranks say that they do not do the same, or where there are none.
 #pragma once
 
 #include "kernels/gpu/kernel.cuh"
@@ -274,10 +276,10 @@ __device__ inline void count_rows(const Comm& comm, const PlanHeader& header, co
   add(comm.state().bytes_wire, entries * comm.window.shape.wire_row_bytes());
 }
 
-/// What the records of all ranks say together.
+/// What is known of the other ranks when all have announced themselves.
 struct Agreement {
-  bool alive;  ///< all records have come
-  bool same;   ///< and say the same
+  bool alive;  ///< they have
+  bool same;   ///< and do the same
 };
 
 /// Waits for the records of all ranks, and compares them; where they differ, `verdict` says how. Whole block.
@@ -400,11 +402,16 @@ __device__ inline bool take_counts(const Comm& comm, uint64_t epoch, const Count
   return __syncthreads_and(here);
 }
 
+/// The block that makes the plan. In a kernel for all of a dispatch no other kernel waits for the plan, and
+/// so for the fence that is before what it would wait for; and another block may look whether a capacity is
+/// passed.
+enum class Planner { of_all, of_one_kernel, of_one_kernel_watched };
+
 /// Writes the plan, which has the sources' tokens already, by `counts`, and tells the host what it waits for.
 /// Whole block.
 template <class Counts>
 __device__ inline void publish_plan(const Comm& comm, const SendArguments& args, uint64_t epoch,
-                                    const Counts& counts) {
+                                    const Counts& counts, Planner planner) {
   const PlanView plan{args.plan, comm.plan_fields};
   const RowTables tables = RowTables::of(plan);
   const PlanHeader header = lay_out_rows(comm, args, epoch, counts, tables);
@@ -414,7 +421,7 @@ __device__ inline void publish_plan(const Comm& comm, const SendArguments& args,
   }
   __syncthreads();
   if (threadIdx.x == 0) {
-    ptx::store_release_gpu(&comm.state().planned, epoch);
+    if (planner == Planner::of_all) ptx::store_release_gpu(&comm.state().planned, epoch);
     device::note_phase(comm, Operation::dispatch, Phase::planned);
     if (args.capacity < 0) {
       HostStatus::Rows& rows = comm.host->rows;
@@ -446,11 +453,11 @@ __device__ inline void call_off(const Comm& comm, const SendArguments& args, uin
   ptx::store_release_sys(&rows.ticket, args.ticket);
 }
 
-/// Makes the plan by what all ranks announce, as it comes, and tells the host if a capacity is passed, if it
-/// `reports`. Whole block, of any number.
+/// Makes the plan by what all ranks announce, as it comes, and tells the host if a capacity is passed, if no
+/// other block does. Whole block, of any number.
 template <class Counts>
 __device__ inline void make_plan(const Comm& comm, const SendArguments& args, uint64_t epoch,
-                                 const Counts& counts, bool reports) {
+                                 const Counts& counts, Planner planner) {
   __shared__ HostStatus::Verdict verdict;
   const RowTables tables = RowTables::of(PlanView{args.plan, comm.plan_fields});
   Agreement found{};
@@ -470,16 +477,16 @@ __device__ inline void make_plan(const Comm& comm, const SendArguments& args, ui
     if (found.same && threadIdx.x == 0) device::note_agreed(comm, Operation::dispatch, begun);
   }
   if (!found.same) return call_off(comm, args, epoch, found, verdict);
-  publish_plan(comm, args, epoch, counts);
-  if (reports) report_overflow(comm, args, counts);
+  publish_plan(comm, args, epoch, counts, planner);
+  if (planner != Planner::of_one_kernel_watched) report_overflow(comm, args, counts);
 }
 
 /// The same with counts in shared memory, `words` at `scratch`, if there is room for them.
 __device__ inline void make_plan(const Comm& comm, const SendArguments& args, uint64_t epoch,
-                                 int32_t* scratch, int64_t words, bool reports) {
+                                 int32_t* scratch, int64_t words, Planner planner) {
   const int64_t bins = comm.window.shape.counts(), announced = comm.window.shape.announced();
-  if (bins * comm.ranks() <= words) return make_plan(comm, args, epoch, StagedCounts{scratch, bins}, reports);
-  make_plan(comm, args, epoch, PushedCounts{comm.counts(comm.own, 0, epoch), announced}, reports);
+  if (bins * comm.ranks() <= words) return make_plan(comm, args, epoch, StagedCounts{scratch, bins}, planner);
+  make_plan(comm, args, epoch, PushedCounts{comm.counts(comm.own, 0, epoch), announced}, planner);
 }
 
 /// Tells the host if a capacity is passed by a dispatch whose starts are alike, beside the block that makes

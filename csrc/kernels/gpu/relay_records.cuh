@@ -1,6 +1,6 @@
-// Relay of records: blocks of the kernel that sends hand on what the ranks of this rank's rail, on other
-// nodes, announce and work out for a dispatch, to all ranks of this node, as if the rail's rank had written
-// there itself.
+// Relay of records: some blocks of an operation's first kernel hand on what the ranks of this rank's rail, on
+// other nodes, announce and work out for a dispatch, to all ranks of this node, as if the rail's rank had
+// written there itself, but for the start: ranks of other nodes are known by their records.
 #pragma once
 
 #include "device/rail.cuh"

@@ -8,7 +8,7 @@
 
 namespace moecomm::gpu {
 
-inline constexpr int kFewestTokens = 8;      ///< of a source
+inline constexpr int kFewestTokens = 4;  ///< of a source; of more, counts are as fast (docs/performance.md)
 inline constexpr int kFewestEntries = 1024;  ///< (token, k) of all sources
 
 /// The routes of all sources' (token, k), as if each had as many tokens as this kernel takes, in shared
@@ -52,14 +52,18 @@ __device__ inline bool take_routes(const Comm& comm, uint64_t epoch, const FewRo
     const device::WaitInfo info{source, WaitPhase::records, Operation::dispatch, epoch};
     const CountArrival count{comm.counts(comm.own, source, epoch) + comm.window.shape.counts(),
                              &comm.record(comm.own, source, epoch), epoch};
+    const int32_t first = part * 32 + lane_id();
+    ptx::Pair ahead{};  // is loaded with the number of tokens
+    if (first < routes.of_source)
+      ahead = ptx::load_relaxed_sys_pair(comm.routes(comm.own, source, epoch) + first);
     here = device::wait_until(comm, info, count) && count.has_come();
     const int32_t of_source = EpochNumber::number(count.number);
     if (part == 0 && lane_id() == 0) tokens[source] = of_source;
     const int32_t entries = min(of_source, routes.tokens) * top_k;
 #pragma unroll 1
-    for (int32_t i = part * 32 + lane_id(); here && i < entries; i += parts * 32) {
+    for (int32_t i = first; here && i < entries; i += parts * 32) {
       const RouteArrival arrival{comm.routes(comm.own, source, epoch) + i, 0, 1, epoch};
-      ptx::Pair route = ptx::load_relaxed_sys_pair(arrival.first);
+      ptx::Pair route = i == first ? ahead : ptx::load_relaxed_sys_pair(arrival.first);
       if (!EpochNumber::is_of(route.high, epoch)) {
         here = wait_for_routes(comm, source, arrival);
         route = ptx::load_relaxed_sys_pair(arrival.first);
