@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 from dataclasses import replace
 
 import pytest
@@ -14,6 +13,7 @@ from tests.cases import Case
 from tests.gpu import harness
 from tests.gpu.conftest import Pools
 from tests.multirank.test_lifetime import (
+    shares_its_gpus,
     test_memory_comes_and_goes_as_planned,
     test_nothing_leaks,
     test_outputs_outlive_the_communicator,
@@ -33,8 +33,7 @@ pytestmark = pytest.mark.usefixtures("cuda_only")
 @pytest.fixture(autouse=True)
 def alone(request: pytest.FixtureRequest) -> None:
     """Skips what measures the free memory of whole GPUs while other processes run tests on them."""
-    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    if workers > 1 and request.node.name == test_memory_comes_and_goes_as_planned.__name__:
+    if shares_its_gpus() and request.node.name == test_memory_comes_and_goes_as_planned.__name__:
         pytest.skip("other workers take and give back memory of these GPUs meanwhile")
 
 

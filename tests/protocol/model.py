@@ -18,8 +18,8 @@ chunks are read before the records of all are there, as in a combine, whose plan
 operations are dispatches: a rank announces what it brings in a word that holds its epoch, before its record,
 and goes by such words of others, in one kernel or in two; who gives an operation up waits for records. A
 dispatch in one kernel may find no room for its rows: it has announced and sent all then, and reads nothing.
-Either it reads once it has ended, which is one of the orders of a dispatch that reads, or it is given up after
-that.
+Either it reads once it has ended, which is one of the orders of a dispatch that reads, or it is given up
+after that.
 
 Epochs have no bound: a state is kept relative to the least epoch that somebody can still ask for, so the
 number of states is finite and the search covers runs of every length.
