@@ -14,7 +14,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -48,7 +48,8 @@ def default_ranks(device: str, batch: int) -> int:
 
 
 def launch(arguments: Sequence[str], ranks: int) -> int:
-    """Runs this program again on `ranks` ranks, as torchrun would; returns the exit code for the shell."""
+    """Runs this program again on `ranks` ranks, as torchrun would; returns the exit code for the shell. A
+    signal ends this process."""
     logging.disable(logging.ERROR)  # ranks print their own errors, and the rest is said below
     config = LaunchConfig(
         min_nodes=1,
@@ -65,7 +66,7 @@ def launch(arguments: Sequence[str], ranks: int) -> int:
     try:
         elastic_launch(config, sys.executable)("-u", *arguments)
     except SignalException as stopped:
-        return 128 + int(stopped.sigval)
+        _end_now(128 + int(stopped.sigval))
     except ChildFailedError as failed:
         rank, failure = failed.get_first_failure()
         if failure.exitcode != 2:  # 2: the command line was wrong, and a rank has said so
@@ -73,6 +74,15 @@ def launch(arguments: Sequence[str], ranks: int) -> int:
             print(f"{program}: rank {rank} failed with exit code {failure.exitcode}", file=sys.stderr)
         return failure.exitcode if failure.exitcode > 0 else 1
     return 0
+
+
+def _end_now(code: int) -> NoReturn:
+    """Ends this process with `code`, and does not wait for its threads. After a signal torch leaves one
+    running that keeps its rendezvous alive: it may be in a call of the store when the interpreter ends, which
+    then ends the process in a crash (torch 2.13)."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 @dataclass(frozen=True)
