@@ -98,6 +98,17 @@ __device__ __noinline__ inline void report_wait(const Comm& comm, const WaitInfo
   report_failure(comm, info, loss.peer, loss.cause, loss.first);
 }
 
+/// How often a wait looks for a word until it looks for a record instead, which comes in its place only where
+/// something is wrong, or from another node: every look takes as long as a load.
+class RareLook {
+ public:
+  static constexpr int kEvery = 8;
+  __device__ bool due() const { return ++looks_ % kEvery == 0; }
+
+ private:
+  mutable uint32_t looks_ = 0;
+};
+
 /// Polls every Read::kInterval nanoseconds until read.arrived(), which acquires what comes with a flag. False
 /// if it never will: after the deadline, when the host has lost a peer, or after another failure.
 template <class Read>
@@ -117,7 +128,9 @@ __device__ inline bool wait_until(const Comm& comm, const WaitInfo& info, const 
     const Outlook outlook = look_around(comm, info, now - start);
     if (outlook == Outlook::wait) continue;
     if (outlook == Outlook::ended) return false;
-    if (read.arrived()) return true;  // a signal that a peer gave before it ended counts
+    // A signal that a peer gave before it ended counts, also one that is rarely looked for.
+    for (int look = 0; look < RareLook::kEvery; ++look)
+      if (read.arrived()) return true;
     report_wait(comm, info, outlook);
     return false;
   }

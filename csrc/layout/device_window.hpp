@@ -244,7 +244,7 @@ struct DeviceState {
   alignas(kLine) uint64_t epoch;      ///< last epoch that has ended here
   alignas(kLine) uint32_t failed;     ///< 1: a wait ended without what it waited for; kernels return at once
   uint64_t cancelled;                 ///< epoch whose records disagree: nothing is waited for
-  uint64_t planned;                   ///< epoch of the newest plan
+  uint64_t planned;                   ///< epoch of the newest plan that a kernel waits for
   uint64_t left;                      ///< epoch of the newest dispatch whose output had no room for its rows
   uint64_t copied;                    ///< epoch of the newest operation whose rows the copy engine moves
   int32_t landing;                    ///< and the section of landed rows that it uses; -1: none yet

@@ -58,6 +58,19 @@ std::vector<float> random_factors(Random& random, int64_t count) {
   return out;
 }
 
+/// How often something rare has happened to a rank.
+struct Seen {
+  int turns = 0;      ///< its tokens took turns in the staging section
+  int watched = 0;    ///< a block of its own found that a capacity was passed
+  int by_routes = 0;  ///< one kernel received a dispatch by routes alone
+
+  void add(const Seen& other) {
+    turns += other.turns;
+    watched += other.watched;
+    by_routes += other.by_routes;
+  }
+};
+
 struct Shape {
   int ranks, experts_each, top_k;
   int64_t hidden;
@@ -238,7 +251,7 @@ class Rank {
   }
 
   device::Comm comm{};
-  int turns = 0;  ///< dispatches, and backwards of combines, some of whose tokens took turns
+  Seen seen;  ///< in dispatches, and in backwards of combines
 
  private:
   struct alignas(128) Line {
@@ -264,11 +277,14 @@ class Rank {
     received.layout = sent.layout;
     const bool dispatch = sent.operation == Operation::dispatch;
     const bool waits = sent.tokens > comm.window.stage_tokens;
-    turns += waits;
+    seen.turns += waits;
     if (received.other == nullptr && may_fuse(sent.tokens) && !waits && draw(random_, 0, 2) > 0) {
-      // So many blocks have a third leading one.
-      const int blocks = draw(random_, 0, 15) == 0 ? 34 : draw(random_, 2, 6);
+      constexpr int kWatched = 33;  // so many blocks have a third leading one, which watches the capacity
+      const int blocks =
+          draw(random_, 0, dispatch && overflowing_ ? 3 : 31) == 0 ? kWatched : draw(random_, 2, 6);
       const int most = blocks - gpu::leading_blocks(blocks) - 1;
+      seen.watched += blocks == kWatched && dispatch && overflowing_;
+      seen.by_routes += dispatch && by_routes_;
       const int senders = draw(random_, 0, 1) * draw(random_, 0, most);
       return receive_all(sent, received, [&](const gpu::ReceiveArguments& output, bool again) {
         gpu::FusedArguments both{sent, output, draw(random_, 0, 1) == 0 ? gpu::block_warps(kBulk) : 4,
@@ -355,6 +371,10 @@ class Rank {
     received.out_weights = bytes(weights);
     received.out_ids = step.by_rank() ? ids.data() : nullptr;
     gives_up_ = step.given_up;
+    overflowing_ = overflows(step);
+    by_routes_ = step.alignment == 1 &&
+                 std::all_of(step.inputs.begin(), step.inputs.end(),
+                             [](const Input& each) { return each.tokens <= gpu::kMostByRoutes; });
     move(sent, received);
     gives_up_ = false;
     if (step.given_up) return;
@@ -477,11 +497,11 @@ class Rank {
   std::vector<int32_t> plan_;
   HostStatus status_{};
   uint64_t tickets_ = 0;
-  bool gives_up_ = false;
+  bool gives_up_ = false, overflowing_ = false, by_routes_ = false;  ///< the dispatch that is played
 };
 
-/// Plays a few steps. Returns how often tokens of a rank took turns in the staging section.
-int play(const Shape& shape, Random& random) {
+/// Plays a few steps. Returns how often what is rare has happened.
+Seen play(const Shape& shape, Random& random) {
   DeviceShape device{};
   device.ranks = shape.ranks;
   device.top_k = shape.top_k;
@@ -505,8 +525,9 @@ int play(const Shape& shape, Random& random) {
       for (const Step& step : steps) each->play(shape, step);
     });
   for (std::thread& thread : threads) thread.join();
-  return std::accumulate(ranks.begin(), ranks.end(), 0,
-                         [](int sum, const auto& each) { return sum + each->turns; });
+  Seen all;
+  for (const auto& each : ranks) all.add(each->seen);
+  return all;
 }
 
 }  // namespace
@@ -530,8 +551,11 @@ int main() {
   play({2, 1, 1, 4104, 240, 2, 200}, random);  // and so many bytes that flags go out before the end
   play({2, 4, 3, 8, 1400, 1, 1025}, random);   // of so many tokens lists and chunks are longer
   play({2, 1, 1, 8, 4200, 1, 4097}, random);   // and of so many chunks are as long as lists
-  int turns = 0;  // of 128 tokens of a rank, with more sources than top-k, 32 have no place of their own
-  for (int i = 0; i < 2 || (turns == 0 && i < 20); ++i) turns += play({3, 2, 1, 128, 128, 4}, random);
-  CHECK(turns > 0);
+  Seen seen;  // of 128 tokens of a rank, with more sources than top-k, 32 have no place of their own
+  for (int i = 0; i < 2 || (seen.turns == 0 && i < 20); ++i) seen.add(play({3, 2, 1, 128, 128, 4}, random));
+  CHECK(seen.turns > 0);
+  for (int i = 0; (seen.watched == 0 || seen.by_routes == 0) && i < 40; ++i)
+    seen.add(play({2, 3, 2, 8, gpu::kMostByRoutes, 6, 1}, random));
+  CHECK(seen.watched > 0 && seen.by_routes > 0);
   return test::finish();
 }

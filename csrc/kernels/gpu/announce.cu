@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     // Every operation waits for all records: the one after the next writes where peers read in the one before
     // this. That ranks agree on a dispatch has been seen where its plan was made.
     if (args.operation == Operation::dispatch)
-      device::wait_records(comm, args.operation, epoch);
+      device::wait_records(comm, args.operation, epoch, false);
     else
       agree_on_operation(comm, args.operation, epoch);
   }

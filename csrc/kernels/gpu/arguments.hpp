@@ -45,7 +45,7 @@ struct SendArguments {
   RowLayout layout;
   uint64_t ticket;       ///< dropless: number under which the host waits for the row count
   int32_t route_blocks;  ///< dispatch: blocks that share the routes
-  int32_t plan_block;    ///< and the one that makes the plan
+  int32_t plan_block;    ///< dispatch: the block that makes the plan
   bool routes_first;     ///< dispatch: the kernel that sends begins when they have gone out
   int32_t warps;         ///< of a block that move rows, at most; in a pipe, of so many the memory for stages
   int32_t relay_blocks;  ///< of the grid, behind those that send or route, which relay what other nodes send

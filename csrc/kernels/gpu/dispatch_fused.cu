@@ -2,8 +2,7 @@
 // loads and stores that wait for each other, so that as few as possible do. Ranks that run it and ranks that
 // run dispatch_send.cu and dispatch_receive.cu understand each other: the windows hold the same at each step.
 //   - one of the first blocks works out the routes and announces them (route_few.cuh); the first makes the
-//   plan
-//     when all ranks have announced theirs (plan.cuh), and where there are many blocks another one looks
+//     plan when all ranks have announced theirs (plan.cuh), and where there are many blocks another one looks
 //     whether a capacity is passed
 //   - in the others a team of warps takes a row each: it stores the row to the staging section of every
 //     owner, quantised if asked, and then sets the owners' arrival flags. This waits for nothing
@@ -566,10 +565,10 @@ __device__ void lead(const Comm& comm, const SendArguments& args, uint64_t epoch
     __syncthreads();
     pass_epoch(comm, epoch);
     if (record.operation == Operation::dispatch) device::signal_records(comm, record);
-    if (watches) watch_capacity(comm, args, epoch, memory.counts, kFusedCounts, memory.tables);
+    if (watches) watch_capacity(comm, args, epoch, memory.counts, memory.tables);
     if (!waits) return;
     make_plan(comm, args, epoch, memory.counts, kFusedCounts,
-              leads > 2 ? Planner::of_one_kernel_watched : Planner::of_one_kernel);
+              leads > 2 ? Planner::of_few_watched : Planner::of_few);
     __syncthreads();
     if (threadIdx.x == 0) comm.state().bad_id = ~uint64_t{0};
     return;
@@ -619,19 +618,11 @@ __device__ void assume_tokens(const Comm& comm, int64_t of_each, int32_t* tokens
   __syncthreads();
 }
 
-/// True if that is so. All lanes.
-__device__ bool are_tokens(const Comm& comm, int64_t of_each, const int32_t* tokens) {
+/// True if each source has at least `least` tokens, and at most `most`. All lanes.
+__device__ bool are_tokens(const Comm& comm, int64_t least, int64_t most, const int32_t* tokens) {
   bool all = true;
   for (int32_t source = lane_id(); source < comm.ranks(); source += 32)
-    all = all && tokens[source] == of_each;
-  return __all_sync(0xffffffffu, all);
-}
-
-/// True if no source has more than kFewestTokens. All lanes.
-__device__ bool are_few(const Comm& comm, const int32_t* tokens) {
-  bool all = true;
-  for (int32_t source = lane_id(); source < comm.ranks(); source += 32)
-    all = all && tokens[source] <= kFewestTokens;
+    all = all && tokens[source] >= least && tokens[source] <= most;
   return __all_sync(0xffffffffu, all);
 }
 
@@ -649,12 +640,13 @@ __device__ void receive_dispatch(const Comm& comm, const FusedArguments& args, u
   const ReceiveArguments& receive = args.receive;
   const auto has_no_room = [&](const PlanHeader& header) { return !has_room(header, receive); };
   const auto know_first = [&] {
-    if (!idle || !are_tokens(comm, args.send.tokens, tables.tokens)) first = FirstRow(comm, tables, team);
+    if (!idle || !are_tokens(comm, args.send.tokens, args.send.tokens, tables.tokens))
+      first = FirstRow(comm, tables, team);
   };
   if (FewRoutes::serve(comm, args.send, kFusedCounts)) {
     const FewRoutes routes(memory.counts, comm);
     if (!take_routes(comm, epoch, routes, tables.tokens)) return;
-    if (are_few(comm, tables.tokens)) {
+    if (are_tokens(comm, 0, kMostByRoutes, tables.tokens)) {
       know_first();
       if (receive.offered && has_no_room(needed_by_few(comm, receive, routes, tables.tokens)))
         return leave_rows(comm, epoch);
@@ -706,7 +698,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ __align__(128) std::byte shared[];
   FusedMemory& memory = *reinterpret_cast<FusedMemory*>(shared);
   const uint64_t epoch = comm.state().epoch + (args.again ? 0 : 1);
-  // The last blocks receive the first rows.
+  // The last blocks receive the first rows, and the first ones announce: nobody waits for one in the middle.
   if (!args.again) device::start_clock(comm, args.send.operation, gridDim.x / 2);
   const int leads = args.again ? 0 : leading_blocks(static_cast<int>(gridDim.x));
   if (static_cast<int>(blockIdx.x) < leads)

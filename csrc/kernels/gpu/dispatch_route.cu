@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (record.operation == Operation::dispatch) device::signal_records(comm, record);
   if (block != args.plan_block) return;
   __syncthreads();
-  make_plan(comm, args, epoch, scratch, kWords, Planner::of_all);
+  make_plan(comm, args, epoch, scratch, kWords, Planner::of_many);
   if (!args.copied) return;
   if (failed) return spoil_landings(comm, epoch);
   await_landing(comm, args.operation, epoch, args.landing);

@@ -6,7 +6,7 @@
 // begins at 4 (source 1 at 5) and ends at 7, aligned 8.
 //
 // Counts come in words that hold their epoch, before the sources' records. These are looked at only where the
-// words of the ranks say that they do not do the same, or where there are none.
+// words of the ranks say that they do not do the same, or where a rank, of another node, has written none.
 #pragma once
 
 #include "kernels/gpu/kernel.cuh"
@@ -35,7 +35,7 @@ __device__ __noinline__ inline int32_t block_scan(int32_t value, int32_t& total)
 /// The counts of all sources where they have been pushed.
 struct PushedCounts {
   static constexpr int kAhead = 4;     ///< loads that are under way together
-  static constexpr int kTogether = 4;  ///< and of what comes
+  static constexpr int kTogether = 4;  ///< words of what is announced, likewise
   const uint64_t* all;                 ///< EpochNumbers [ranks][announced]
   int64_t announced;
   __device__ int32_t operator()(int32_t source, int64_t bin) const {
@@ -298,16 +298,6 @@ __device__ inline Agreement agree(const Comm& comm, uint64_t epoch, HostStatus::
   return {true, same};
 }
 
-/// How often a wait looks for a word until it looks for a record instead, which comes in its place only where
-/// something is wrong, or from another node: every look takes as long as a load.
-class RareLook {
- public:
-  __device__ bool due() const { return (++looks_ & 7) == 0; }
-
- private:
-  mutable uint32_t looks_ = 0;
-};
-
 /// The announcement of a source, or its record.
 struct StartArrival {
   static constexpr unsigned kInterval = 32;
@@ -315,12 +305,15 @@ struct StartArrival {
   const SignalRecord* record;
   uint64_t epoch;
   mutable ptx::Pair found{};
-  RareLook at_record{};
+  device::RareLook at_record{};
 
   __device__ bool has_start() const { return EpochNumber::is_of(found.high, epoch); }
   __device__ bool arrived() const {
     found = ptx::load_relaxed_sys_pair(start);
-    return has_start() || (at_record.due() && ptx::load_relaxed_sys(&record->epoch) >= epoch);
+    if (has_start()) return true;
+    if (!at_record.due() || ptx::load_acquire_sys(&record->epoch) < epoch) return false;
+    found = ptx::load_relaxed_sys_pair(start);  // it is there before the record, if the source has one
+    return true;
   }
 };
 
@@ -334,10 +327,11 @@ __device__ inline bool starts_alike(const Comm& comm, const SendArguments& args,
   bool alike = true;
   for (auto peer = static_cast<int32_t>(kThreads - 1 - threadIdx.x); peer < comm.ranks(); peer += kThreads) {
     const StartArrival arrival{starts + peer, &comm.record(comm.own, peer, epoch), epoch};
-    alike = device::wait_until(comm, {peer, WaitPhase::records, Operation::dispatch, epoch}, arrival) &&
-            arrival.has_start() &&
+    const bool come =
+        device::wait_until(comm, {peer, WaitPhase::records, Operation::dispatch, epoch}, arrival);
+    if (come) note(peer);
+    alike = come && arrival.has_start() &&
             arrival.found.low == arguments_hash(dispatch_record(comm, args, epoch, false)) && alike;
-    note(peer);
   }
   return alike;
 }
@@ -349,7 +343,7 @@ struct CountArrival {
   const SignalRecord* record;
   uint64_t epoch;
   mutable uint64_t number = 0;  ///< what was found
-  RareLook at_record{};
+  device::RareLook at_record{};
 
   __device__ void load() const { number = ptx::load_relaxed_sys(word); }
   __device__ bool has_come() const { return EpochNumber::is_of(number, epoch); }
@@ -402,10 +396,12 @@ __device__ inline bool take_counts(const Comm& comm, uint64_t epoch, const Count
   return __syncthreads_and(here);
 }
 
-/// The block that makes the plan. In a kernel for all of a dispatch no other kernel waits for the plan, and
-/// so for the fence that is before what it would wait for; and another block may look whether a capacity is
-/// passed.
-enum class Planner { of_all, of_one_kernel, of_one_kernel_watched };
+/// What the block that makes the plan does for others.
+enum class Planner {
+  of_many,         ///< it releases a kernel that waits for the plan, and looks whether a capacity is passed
+  of_few,          ///< no kernel waits for the plan
+  of_few_watched,  ///< and another block looks whether a capacity is passed (watch_capacity)
+};
 
 /// Writes the plan, which has the sources' tokens already, by `counts`, and tells the host what it waits for.
 /// Whole block.
@@ -421,7 +417,7 @@ __device__ inline void publish_plan(const Comm& comm, const SendArguments& args,
   }
   __syncthreads();
   if (threadIdx.x == 0) {
-    if (planner == Planner::of_all) ptx::store_release_gpu(&comm.state().planned, epoch);
+    if (planner == Planner::of_many) ptx::store_release_gpu(&comm.state().planned, epoch);
     device::note_phase(comm, Operation::dispatch, Phase::planned);
     if (args.capacity < 0) {
       HostStatus::Rows& rows = comm.host->rows;
@@ -478,7 +474,7 @@ __device__ inline void make_plan(const Comm& comm, const SendArguments& args, ui
   }
   if (!found.same) return call_off(comm, args, epoch, found, verdict);
   publish_plan(comm, args, epoch, counts, planner);
-  if (planner != Planner::of_one_kernel_watched) report_overflow(comm, args, counts);
+  if (planner != Planner::of_few_watched) report_overflow(comm, args, counts);
 }
 
 /// The same with counts in shared memory, `words` at `scratch`, if there is room for them.
@@ -490,10 +486,10 @@ __device__ inline void make_plan(const Comm& comm, const SendArguments& args, ui
 }
 
 /// Tells the host if a capacity is passed by a dispatch whose starts are alike, beside the block that makes
-/// the plan. Whole block. `scratch`, of `words` words, is shared memory for the counts of all ranks; `tokens`
-/// likewise for a number of each rank.
+/// the plan. Whole block. `scratch` is shared memory for the counts of all ranks, and `tokens` for a number
+/// of each.
 __device__ inline void watch_capacity(const Comm& comm, const SendArguments& args, uint64_t epoch,
-                                      int32_t* scratch, int64_t words, int32_t* tokens) {
+                                      int32_t* scratch, int32_t* tokens) {
   if (args.capacity < 0 || failed_for_block(comm)) return;
   const int64_t bins = comm.window.shape.counts();
   const bool alike = starts_alike(comm, args, epoch, [](int32_t) {});

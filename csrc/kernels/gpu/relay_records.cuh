@@ -19,6 +19,17 @@ struct RelayBlocks {
   int block, blocks;
 };
 
+/// Hands on what a dispatch of `source` counts. Whole block.
+__device__ inline void hand_on_counts(const Comm& comm, const SignalRecord& record, int32_t source,
+                                      int32_t other) {
+  const Rail& rail = comm.rail;
+  const int64_t counts = comm.window.shape.counts();
+  const auto* const counted = reinterpret_cast<const int32_t*>(
+      rail.memory + rail.layout.relay_ids[record.epoch & 1] + other * rail.ids_bytes);
+  for (int64_t bin = threadIdx.x; bin < comm.window.shape.announced(); bin += blockDim.x)
+    push_count(comm, source, record.epoch, bin, bin < counts ? __ldcg(counted + bin) : record.tokens);
+}
+
 /// Hands on this block's part of what a dispatch of `source` says about its tokens.
 __device__ inline void hand_on_tables(const Comm& comm, int32_t* plan_words, const SignalRecord& record,
                                       int32_t source, int32_t other, RelayBlocks relay) {
@@ -34,10 +45,6 @@ __device__ inline void hand_on_tables(const Comm& comm, int32_t* plan_words, con
   const int32_t* const index = rail.at<int32_t>(rail.layout.relay_index[parity]) + other * most;
   const float* const weights = rail.weights(rail.layout.relay_weights[parity], other);
   const bool weighted = (record.carries & kCarriesWeights) != 0, by_rank = record.layout == RowLayout::rank;
-  for (int64_t bin = threadIdx.x; relay.block == 0 && bin < w.shape.announced(); bin += blockDim.x)
-    push_count(
-        comm, source, record.epoch, bin,
-        bin < w.shape.counts() ? __ldcg(reinterpret_cast<const int32_t*>(tables) + bin) : record.tokens);
   for (int64_t i = begin * top_k + threadIdx.x; i < end * top_k; i += blockDim.x) {
     const int32_t packed = __ldcg(packed_routes + i);
     const float weight = weighted ? __ldcg(weights + i) : 0.0f;
@@ -67,6 +74,9 @@ __device__ inline bool relay_records(const Comm& comm, Operation operation, int3
     const SignalRecord record = lines;
     const Announcement& head = device::arrived_head(comm, epoch, other);
     const bool same = record.operation == operation;
+    // Ranks of this node that dispatch wait for the counts, whatever this rank does.
+    if (relay.block == 0 && record.operation == Operation::dispatch)
+      hand_on_counts(comm, record, source, other);
     if (same && operation == Operation::dispatch)
       hand_on_tables(comm, plan_words, record, source, other, relay);
     if (relay.block == 0 && record.error != 0 && record.operation == Operation::none) {

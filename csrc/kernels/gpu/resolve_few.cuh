@@ -8,9 +8,6 @@
 
 namespace moecomm::gpu {
 
-inline constexpr int kFewestTokens = 4;  ///< of a source; of more, counts are as fast (docs/performance.md)
-inline constexpr int kFewestEntries = 1024;  ///< (token, k) of all sources
-
 /// The routes of all sources' (token, k), as if each had as many tokens as this kernel takes, in shared
 /// memory.
 struct FewRoutes {
@@ -23,11 +20,11 @@ struct FewRoutes {
 
   /// True where they have room in `words` of shared memory.
   __device__ static bool serve(const Comm& comm, const SendArguments& args, int64_t words) {
-    const int32_t all = kFewestTokens * comm.top_k() * comm.ranks();
-    return args.tokens <= kFewestTokens && args.alignment == 1 && all <= kFewestEntries && 3 * all <= words;
+    const int32_t all = kMostByRoutes * comm.top_k() * comm.ranks();
+    return args.tokens <= kMostByRoutes && args.alignment == 1 && all <= kMostRoutes && 3 * all <= words;
   }
   __device__ FewRoutes(int32_t* memory, const Comm& comm)
-      : tokens(static_cast<int32_t>(min(int64_t{kFewestTokens}, comm.window.shape.max_tokens))),
+      : tokens(static_cast<int32_t>(min(int64_t{kMostByRoutes}, comm.window.shape.max_tokens))),
         of_source(tokens * comm.top_k()),
         all(of_source * comm.ranks()) {
     keys = memory;
@@ -38,7 +35,7 @@ struct FewRoutes {
 
 /// Takes the routes of all sources as they come, and how many tokens each has into `tokens`. Whole block;
 /// false if it waits in vain, or a source does something else. Where a source has more tokens than
-/// kFewestTokens the routes are not all.
+/// kMostByRoutes the routes are not all.
 __device__ inline bool take_routes(const Comm& comm, uint64_t epoch, const FewRoutes& routes,
                                    int32_t* tokens) {
   const int32_t ranks = comm.ranks(), top_k = comm.top_k(), number_bits = comm.window.number_bits;
@@ -72,7 +69,7 @@ __device__ inline bool take_routes(const Comm& comm, uint64_t epoch, const FewRo
       const int32_t local = packed < 0 ? -1 : (packed >> number_bits) - first_expert;
       const int32_t at = source * routes.of_source + i;
       const bool mine = local >= 0 && local < comm.local_experts;
-      routes.keys[at] = mine ? (local * ranks + source) * kFewestTokens + i / top_k : FewRoutes::kElsewhere;
+      routes.keys[at] = mine ? (local * ranks + source) * kMostByRoutes + i / top_k : FewRoutes::kElsewhere;
       routes.packed[at] = packed;
       routes.weights[at] = __uint_as_float(static_cast<uint32_t>(route.low >> 32));
     }

@@ -2,15 +2,14 @@
 // for that expert, so that a receiver only has to add where the source's rows of the expert begin.
 //   1. blocks share the tokens in order, warps share a block's; each warp counts its ids into a histogram
 //   2. blocks exchange their counts; a histogram then holds where its warp's rows of each expert begin
-//   3. warps walk their tokens again in order, hand out numbers, and push them to every rank
-//   4. the first block signals the records of the dispatch
-// What others wait for, counts and routes, goes out in words that hold their epoch, as soon as it is known:
-// it has crossed a link once, and no fence. So neither the record nor anything else has to come behind it.
-// Data for other nodes goes to host memory instead, once for all of them, with the number of each
-// token among those that a node needs (its relay index), counted like an expert's rows; the last block to end
-// sends it.
-// Example: ids {5} {2} {5} {5} of one source. Numbers are 0, 0, 1, 2; a receiver with 40 rows of earlier
-// experts and 3 of earlier sources for expert 5 puts token 3 into row 40 + 3 + 2.
+//   //   3. warps walk their tokens again in order, hand out numbers, and push them to every rank
+// What others wait for, the start, counts and routes, goes out in words that hold their epoch as soon as it
+// is known. It crosses a link once, and no fence comes before it. The record, which the caller signals
+// afterwards, need not come behind it. Data for other nodes goes to host memory instead, once for all of
+// them, with the number of each token among those that a node needs (its relay index), counted like an
+// expert's rows; the last block to end sends it. Example: ids {5} {2} {5} {5} of one source. Numbers are 0,
+// 0, 1, 2; a receiver with 40 rows of earlier experts and 3 of earlier sources for expert 5 puts token 3 into
+// row 40 + 3 + 2.
 #pragma once
 
 #include "device/rail.cuh"
@@ -186,7 +185,7 @@ __device__ inline void push_count(const Comm& comm, int32_t source, uint64_t epo
                            EpochNumber::word(epoch, count));
 }
 
-/// Announces a dispatch to all ranks of the node. Called by threads that share the peers.
+/// Announces a dispatch to all ranks of the node, and notes that. Called by threads that share the peers.
 __device__ inline void push_starts(const Comm& comm, const SignalRecord& record, int thread, int threads) {
   if (thread == 0) device::note_phase(comm, Operation::dispatch, Phase::announced);
   for (int32_t i = thread; i < comm.local_ranks; i += threads) {
@@ -347,7 +346,8 @@ __device__ inline bool route(const Comm& comm, const SendArguments& args, uint64
     if (threadIdx.x == 0) {
       __threadfence();
       ptx::add_acq_rel_gpu(&state.route_counted, 1);
-      counted = device::wait_until(comm, {comm.rank, WaitPhase::blocks, Operation::dispatch, epoch},
+      // Nothing comes from peers, and other nodes wait for what follows: it is not called off.
+      counted = device::wait_until(comm, {comm.rank, WaitPhase::blocks, Operation::dispatch, epoch, false},
                                    device::BlockCount{&state.route_counted, static_cast<uint32_t>(blocks)});
     }
     if (!__syncthreads_and(counted)) return false;

@@ -211,6 +211,7 @@ __device__ inline SignalRecord route_few(const Comm& comm, const SendArguments& 
 
   // 2. The last warps have most experts, since the first have most entries.
   const int64_t to_counts = reinterpret_cast<std::byte*>(comm.counts(comm.own, comm.rank, epoch)) - comm.own;
+  // As push_count, for a thread that has one peer.
   const auto push = [&](int32_t peer, int32_t bin, int32_t count) {
     ptx::store_relaxed_sys(comm.at<uint64_t>(comm.bases[peer], to_counts) + bin,
                            EpochNumber::word(epoch, count));
