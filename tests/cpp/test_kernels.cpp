@@ -60,14 +60,12 @@ std::vector<float> random_factors(Random& random, int64_t count) {
 
 /// How often something rare has happened to a rank.
 struct Seen {
-  int turns = 0;      ///< its tokens took turns in the staging section
-  int watched = 0;    ///< a block of its own found that a capacity was passed
-  int by_routes = 0;  ///< one kernel received a dispatch by routes alone
+  int turns = 0;    ///< its tokens took turns in the staging section
+  int watched = 0;  ///< a block of its own found that a capacity was passed
 
   void add(const Seen& other) {
     turns += other.turns;
     watched += other.watched;
-    by_routes += other.by_routes;
   }
 };
 
@@ -284,7 +282,6 @@ class Rank {
           draw(random_, 0, dispatch && overflowing_ ? 3 : 31) == 0 ? kWatched : draw(random_, 2, 6);
       const int most = blocks - gpu::leading_blocks(blocks) - 1;
       seen.watched += blocks == kWatched && dispatch && overflowing_;
-      seen.by_routes += dispatch && by_routes_;
       const int senders = draw(random_, 0, 1) * draw(random_, 0, most);
       return receive_all(sent, received, [&](const gpu::ReceiveArguments& output, bool again) {
         gpu::FusedArguments both{sent, output, draw(random_, 0, 1) == 0 ? gpu::block_warps(kBulk) : 4,
@@ -372,9 +369,7 @@ class Rank {
     received.out_ids = step.by_rank() ? ids.data() : nullptr;
     gives_up_ = step.given_up;
     overflowing_ = overflows(step);
-    by_routes_ = step.alignment == 1 &&
-                 std::all_of(step.inputs.begin(), step.inputs.end(),
-                             [](const Input& each) { return each.tokens <= gpu::kMostByRoutes; });
+
     move(sent, received);
     gives_up_ = false;
     if (step.given_up) return;
@@ -497,7 +492,7 @@ class Rank {
   std::vector<int32_t> plan_;
   HostStatus status_{};
   uint64_t tickets_ = 0;
-  bool gives_up_ = false, overflowing_ = false, by_routes_ = false;  ///< the dispatch that is played
+  bool gives_up_ = false, overflowing_ = false;  ///< the dispatch that is played
 };
 
 /// Plays a few steps. Returns how often what is rare has happened.
@@ -554,8 +549,7 @@ int main() {
   Seen seen;  // of 128 tokens of a rank, with more sources than top-k, 32 have no place of their own
   for (int i = 0; i < 2 || (seen.turns == 0 && i < 20); ++i) seen.add(play({3, 2, 1, 128, 128, 4}, random));
   CHECK(seen.turns > 0);
-  for (int i = 0; (seen.watched == 0 || seen.by_routes == 0) && i < 40; ++i)
-    seen.add(play({2, 3, 2, 8, gpu::kMostByRoutes, 6, 1}, random));
-  CHECK(seen.watched > 0 && seen.by_routes > 0);
+  for (int i = 0; seen.watched == 0 && i < 40; ++i) seen.add(play({2, 3, 2, 8, 4, 6, 1}, random));
+  CHECK(seen.watched > 0);
   return test::finish();
 }

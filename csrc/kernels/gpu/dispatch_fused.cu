@@ -7,8 +7,7 @@
 //   - in the others a team of warps takes a row each: it stores the row to the staging section of every
 //     owner, quantised if asked, and then sets the owners' arrival flags. This waits for nothing
 //   - these blocks then take the counts of all sources, each a word that holds its epoch, as they come, and
-//     work out for themselves, in shared memory, where rows begin: none waits for another block or a record.
-//     Of very few tokens they take the routes of all sources instead, which say it too (resolve_few.cuh)
+//     work out for themselves, in shared memory, where rows begin: none waits for another block or a record
 //   - teams take the rows of all sources in turn: a row's flag is loaded, with the route of the next one, a
 //     word that holds its epoch too, and then the row, which goes to all the output rows that want it. Where
 //     there are fewer rows than teams, several share a row
@@ -29,7 +28,7 @@
 #include <type_traits>
 
 #include "kernels/gpu/plan.cuh"
-#include "kernels/gpu/resolve_few.cuh"
+#include "kernels/gpu/resolve.cuh"
 #include "kernels/gpu/route_few.cuh"
 #include "kernels/gpu/team.cuh"
 #include "kernels/gpu/wire_vector.cuh"
@@ -510,37 +509,6 @@ __device__ bool receive_rows(const Comm& comm, const ReceiveArguments& args, uin
   return all;
 }
 
-/// The same for very few tokens, whose routes are all here. A row is on its way to its places before more is
-/// found out about it than these.
-template <DType dtype>
-__device__ void receive_few(const Comm& comm, const ReceiveArguments& args, uint64_t epoch,
-                            const RowTables& tables, const Team& team, const Share& share, ReceivedToken at,
-                            const FewRoutes& routes) {
-  const TokenLanes map = TokenLanes::of_one(comm.top_k()), many = TokenLanes::of_many(comm.top_k());
-  const bool by_expert = args.layout == RowLayout::expert;
-#pragma unroll 1
-  for (; at.valid; at = at.next(comm, tables, share.step, share.chunks)) {
-    const Item item = at.item();
-    const FewPlaces few(comm, args.layout, routes, tables.tokens, many, item.source,
-                        static_cast<int32_t>(at.token));
-    const bool mine = few.position >= 0, comes = __any_sync(0xffffffffu, mine) != 0;
-    const int32_t place = by_expert ? few.position : comes && lane_id() == 0 ? few.row : kRowElsewhere;
-    const Places places{__ballot_sync(0xffffffffu, place >= 0 && place < args.rows), place, comes};
-    if (places.targets != 0) {
-      const device::EagerFlag arrival{comm.arrival(comm.own, item.source, item.chunk), epoch};
-      bool here = true;
-      if (item.source != comm.rank || comm.own_rows_travel())
-        here = device::wait_until(comm, {item.source, WaitPhase::rows, args.operation, epoch}, arrival);
-      if (!__all_sync(0xffffffffu, here)) return;
-      RowAhead ahead;
-      receive_row<dtype, true>(comm, args, team, share.part, arrived_row(comm, args, epoch, item, at.token),
-                               places, ahead, false);
-    }
-    if (team.trails() && share.part.number == 0)
-      write_rows(comm, args, map, item, resolve_few(comm, args, routes, few, map, item));
-  }
-}
-
 /// Zeroes this team's share of the rows that align experts.
 __device__ void zero_paddings(const Comm& comm, const ReceiveArguments& args, const RowTables& tables,
                               const Team& team) {
@@ -618,11 +586,11 @@ __device__ void assume_tokens(const Comm& comm, int64_t of_each, int32_t* tokens
   __syncthreads();
 }
 
-/// True if each source has at least `least` tokens, and at most `most`. All lanes.
-__device__ bool are_tokens(const Comm& comm, int64_t least, int64_t most, const int32_t* tokens) {
+/// True if that is so. All lanes.
+__device__ bool are_tokens(const Comm& comm, int64_t of_each, const int32_t* tokens) {
   bool all = true;
   for (int32_t source = lane_id(); source < comm.ranks(); source += 32)
-    all = all && tokens[source] >= least && tokens[source] <= most;
+    all = all && tokens[source] == of_each;
   return __all_sync(0xffffffffu, all);
 }
 
@@ -630,6 +598,8 @@ __device__ bool are_tokens(const Comm& comm, int64_t least, int64_t most, const 
 template <DType dtype>
 __device__ void receive_dispatch(const Comm& comm, const FusedArguments& args, uint64_t epoch,
                                  const Team& team, bool idle, FusedMemory& memory) {
+  const ReceiveArguments& receive = args.receive;
+  const OwnCounts counts(memory.counts, comm, receive.layout);
   const RowTables tables = RowTables::in(memory.tables, comm);
   FirstRow first;
   if (idle) {
@@ -637,32 +607,12 @@ __device__ void receive_dispatch(const Comm& comm, const FusedArguments& args, u
     first = FirstRow(comm, tables, team);
     __syncthreads();  // all have read what was assumed
   }
-  const ReceiveArguments& receive = args.receive;
-  const auto has_no_room = [&](const PlanHeader& header) { return !has_room(header, receive); };
-  const auto know_first = [&] {
-    if (!idle || !are_tokens(comm, args.send.tokens, args.send.tokens, tables.tokens))
-      first = FirstRow(comm, tables, team);
-  };
-  if (FewRoutes::serve(comm, args.send, kFusedCounts)) {
-    const FewRoutes routes(memory.counts, comm);
-    if (!take_routes(comm, epoch, routes, tables.tokens)) return;
-    if (are_tokens(comm, 0, kMostByRoutes, tables.tokens)) {
-      know_first();
-      if (receive.offered && has_no_room(needed_by_few(comm, receive, routes, tables.tokens)))
-        return leave_rows(comm, epoch);
-      if (team.number >= 0)
-        receive_few<dtype>(comm, receive, epoch, tables, team, first.share, first.token, routes);
-      return;
-    }
-    __syncthreads();  // all have looked at the tokens
-  }
-  const OwnCounts counts(memory.counts, comm, receive.layout);
   if (!take_counts(comm, epoch, counts, tables.tokens)) return;
-  know_first();
+  if (!idle || !are_tokens(comm, args.send.tokens, tables.tokens)) first = FirstRow(comm, tables, team);
   const ByAnnouncement where{comm, receive, epoch, tables};
   const auto known = where.load(TokenLanes::of_one(comm.top_k()), first.token);  // is loaded meanwhile
   const PlanHeader header = lay_out_rows(comm, args.send, epoch, counts, tables);
-  if (receive.offered && has_no_room(header)) return leave_rows(comm, epoch);
+  if (receive.offered && !has_room(header, receive)) return leave_rows(comm, epoch);
   __syncthreads();
   if (team.number >= 0 &&
       receive_rows<dtype>(comm, receive, epoch, tables, team, first.share, first.token, where, known))

@@ -48,10 +48,6 @@ MOECOMM_HD constexpr int64_t route_few_words(int64_t counts, int64_t tokens) {
 // first blocks all of it, the others what is for this rank), and where rows begin.
 inline constexpr int kFusedCounts = 30720, kFusedTables = 8192;
 
-/// The most tokens of a source, and the most (token, k) of all sources, that such a kernel receives by their
-/// routes alone (resolve_few.cuh). Of more, counts are as fast (docs/performance.md).
-inline constexpr int kMostByRoutes = 4, kMostRoutes = 1024;
-
 /// Blocks of a dispatch in one kernel of `blocks` blocks that take no rows.
 MOECOMM_HD constexpr int leading_blocks(int blocks) { return blocks > 32 ? 3 : blocks > 2 ? 2 : 1; }
 

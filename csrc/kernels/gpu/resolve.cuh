@@ -133,16 +133,16 @@ __device__ inline int slot_between_nodes(const Comm& comm, const TokenLanes& map
   return __popc(__ballot_sync(0xffffffffu, first_with(sender, map.lanes) && sender < comm.rank) & map.lanes);
 }
 
-/// Dispatch: the positions and output rows of a chunk, by the routes of its source. The source's rows begin
-/// at `source_base`, and those of a local expert at base_of(expert).
-template <int rounds, class Routes, class Base>
+/// Dispatch: the positions and output rows of a chunk, by the routes of its source and where its rows begin.
+template <int rounds>
 __device__ inline ChunkRows<rounds> resolve_rows(const Comm& comm, const ReceiveArguments& args,
-                                                 const TokenLanes& map, const Item& item,
-                                                 const Routes& routes, int32_t source_base,
-                                                 const Base& base_of) {
+                                                 const RowTables& tables, const TokenLanes& map,
+                                                 const Item& item, const ChunkRoutes<rounds>& routes) {
   ChunkRows<rounds> chunk;
   const int tokens = static_cast<int>(item.end - item.begin), number_bits = comm.window.number_bits;
   const bool by_expert = args.layout == RowLayout::expert;
+  const int32_t* const bases = tables.bases + item.source * comm.local_experts;
+  const int32_t source_base = by_expert ? 0 : tables.source_bases[item.source];
   const auto fitting = [](int32_t number, int64_t capacity) {
     return number < capacity ? number : kRowDropped;
   };
@@ -156,7 +156,7 @@ __device__ inline ChunkRows<rounds> resolve_rows(const Comm& comm, const Receive
     const int32_t local = expert_of(j) - first_expert;
     const bool mine = expert_of(j) >= 0 && local >= 0 && local < comm.local_experts;
     chunk.local[j] = mine ? local : -1;
-    base[j] = mine ? base_of(local) : 0;
+    base[j] = mine ? bases[local] : 0;
     chunk.weight[j] = routes.weight(j);
   }
 #pragma unroll
@@ -185,17 +185,6 @@ __device__ inline ChunkRows<rounds> resolve_rows(const Comm& comm, const Receive
               : fitting(base[j] + (routes.packed(j) & ((1 << number_bits) - 1)), args.positions);
   }
   return chunk;
-}
-
-/// The same by the tables that say where rows begin.
-template <int rounds>
-__device__ inline ChunkRows<rounds> resolve_rows(const Comm& comm, const ReceiveArguments& args,
-                                                 const RowTables& tables, const TokenLanes& map,
-                                                 const Item& item, const ChunkRoutes<rounds>& routes) {
-  const int32_t* const bases = tables.bases + item.source * comm.local_experts;
-  const int32_t source_base = args.layout == RowLayout::expert ? 0 : tables.source_bases[item.source];
-  return resolve_rows<rounds>(comm, args, map, item, routes, source_base,
-                              [bases](int32_t local) { return bases[local]; });
 }
 
 /// Writes the rows of a chunk into the plan, and what goes with a row to its place.
