@@ -12,12 +12,13 @@
 //     word that holds its epoch too, and then the row, which goes to all the output rows that want it. Where
 //     there are fewer rows than teams, several share a row
 // Arguments that do not agree are found by the first block, which calls the operation off; what has been
-// written then counts for nothing, and nobody has written outside of his output. Where more than few tokens
-// are sent, some blocks send and the others receive. Shares are fixed, so no counter is asked for work, and
-// none has to be set back: the operation ends with its last row. What takes the time of few tokens is
-// instructions that wait for each other, some five cycles each: so there are hardly any divisions, loops are
-// short and not unrolled where nothing is held by bytes, and blocks that wait for the counts find out
-// meanwhile which rows they take if all ranks have as many tokens as this one.
+// written then counts for nothing, and nobody has written outside of his output.
+//
+// Where more than few tokens are sent, some blocks send and the others receive. Shares are fixed, so no
+// counter is asked for work, and none has to be set back: the operation ends with its last row. What takes
+// the time of few tokens is instructions that wait for each other, some five cycles each: so there are hardly
+// any divisions, loops are short and not unrolled where nothing is held by bytes, and blocks that wait for
+// the counts find out meanwhile which rows they take if all ranks have as many tokens as this one.
 //
 // A dropless dispatch is offered an output before anybody knows how many rows come. Where it is too small
 // nothing is received, and when the host has a larger one this kernel runs again for that part alone.
@@ -217,7 +218,7 @@ __device__ void scale_row(const Comm& comm, const Team& team, const RowPart& par
                           const ReceiveArguments& args, const std::byte* from, uint32_t targets,
                           int32_t row) {
   using E = Element<dtype>;
-  constexpr int kScaleBatch = 4;
+  constexpr int kScaleBatch = 4;  // with more, registers of the kernel spill
   const int64_t row_bytes = comm.window.shape.row_bytes();
   const int all = static_cast<int>(row_bytes / 16), vectors = part.end(all);
   const float factor = targets >> lane_id() & 1 ? reinterpret_cast<const float*>(args.scales)[row] : 0.0f;

@@ -2,14 +2,16 @@
 // for that expert, so that a receiver only has to add where the source's rows of the expert begin.
 //   1. blocks share the tokens in order, warps share a block's; each warp counts its ids into a histogram
 //   2. blocks exchange their counts; a histogram then holds where its warp's rows of each expert begin
-//   //   3. warps walk their tokens again in order, hand out numbers, and push them to every rank
+//   3. warps walk their tokens again in order, hand out numbers, and push them to every rank
 // What others wait for, the start, counts and routes, goes out in words that hold their epoch as soon as it
 // is known. It crosses a link once, and no fence comes before it. The record, which the caller signals
-// afterwards, need not come behind it. Data for other nodes goes to host memory instead, once for all of
-// them, with the number of each token among those that a node needs (its relay index), counted like an
-// expert's rows; the last block to end sends it. Example: ids {5} {2} {5} {5} of one source. Numbers are 0,
-// 0, 1, 2; a receiver with 40 rows of earlier experts and 3 of earlier sources for expert 5 puts token 3 into
-// row 40 + 3 + 2.
+// afterwards, need not come behind it.
+//
+// Data for other nodes goes to host memory instead, once for all of them, with the number of each token among
+// those that a node needs (its relay index), counted like an expert's rows; the last block to end sends it.
+//
+// Example: ids {5} {2} {5} {5} of one source. Numbers are 0, 0, 1, 2; a receiver with 40 rows of earlier
+// experts and 3 of earlier sources for expert 5 puts token 3 into row 40 + 3 + 2.
 #pragma once
 
 #include "device/rail.cuh"
