@@ -21,34 +21,38 @@ import torch.distributed as dist
 from tests import cases, oracle, ranks
 from tests.cases import Case
 from tests.multirank.conftest import Pools
-from tests.multirank.harness import RankPool, no_shared_memory_left, shared_memory_names
+from tests.multirank.harness import RankPool, no_shared_memory_left
 
 CASE = Case(tokens=(6, 4), num_experts=4, hidden=1024, top_k=2)
 
 
-def _mapped_windows() -> int:
-    """Windows that this process has mapped, its peers' included."""
+def _mapped_files() -> dict[str, str]:
+    """Windows that this process has mapped, its peers' included: inode and path, which says if it is gone."""
     with open("/proc/self/maps") as maps:
-        return len({line.split()[4] for line in maps if "/dev/shm/" in line})
+        lines = [line.split(maxsplit=5) for line in maps if "/dev/shm/" in line]
+    return {fields[4]: fields[5].strip() for fields in lines}
 
 
-def _names(rank: int, world_size: int) -> tuple[set[str], int]:
-    """Returns the names that are new beside an open communicator, and how many windows it has mapped."""
+def _mapped_windows() -> int:
+    return len(_mapped_files())
+
+
+def _paths(rank: int, world_size: int) -> list[str]:
+    """Returns the paths of the windows that an open communicator has mapped."""
     import moecomm
 
     gc.collect()  # a rank that lives on may still have windows of a test before this one
-    before, mapped = shared_memory_names(), _mapped_windows()
+    before = _mapped_files()
     dist.barrier()
     with moecomm.Communicator(**CASE.communicator):
         dist.barrier()
-        return shared_memory_names() - before, _mapped_windows() - mapped
+        return [path for inode, path in _mapped_files().items() if inode not in before]
 
 
 def test_windows_have_no_name_once_the_communicator_stands(pool: Pools) -> None:
     with no_shared_memory_left():
-        for names, mapped in pool(2)(_names):
-            # Another job on this machine may be building one at this moment; ours are two.
-            assert len(names) < 2 and mapped == 2
+        for paths in pool(2)(_paths):
+            assert len(paths) == 2 and all(path.endswith(" (deleted)") for path in paths), paths
 
 
 def shares_its_gpus() -> bool:
