@@ -141,10 +141,11 @@ struct Comm {
   __device__ SignalRecord& record(std::byte* base, int32_t writer, uint64_t epoch) const {
     return at<SourceLines>(base, window.sources)[writer].record[epoch & 1];
   }
-  /// What `source` announces of a dispatch, in the window at `base`: EpochNumbers, and of its (token, k).
+  /// The numbers that `source` announces of a dispatch, in the window at `base`: EpochNumbers.
   __device__ uint64_t* counts(std::byte* base, int32_t source, uint64_t epoch) const {
     return at<uint64_t>(base, window.counts[epoch & 1]) + source * window.shape.announced();
   }
+  /// The routes of all its (token, k).
   __device__ Route* routes(std::byte* base, int32_t source, uint64_t epoch) const {
     return at<Route>(base, window.routes[epoch & 1]) + source * window.shape.max_tokens * top_k();
   }

@@ -52,10 +52,6 @@ void take_sent(gpu::ReceiveArguments& received, const gpu::SendArguments& sent) 
   received.layout = sent.layout;
 }
 
-/// Blocks of a kernel for few tokens, if there are so many, for each row that it receives: an SM takes a
-/// microsecond to store a row to four places.
-constexpr int kShareRow = 4;
-
 /// Warps of a kernel for few tokens that work on one of `items` rows together: as many as leave each row a
 /// team. `blocks` blocks of `warps`.
 constexpr int kTeamWarps = 4;
@@ -365,7 +361,8 @@ void DeviceCommunicator::launch_route(gpu::SendArguments& arguments, const gpu::
   const bool few = gpu::routes_few(config_.shape, arguments.tokens, gpu::route_words(overlaps_));
   const int most = few ? 1 : std::clamp<int>(divided.receive - 1, 1, kMaxRouteBlocks - 1);
   arguments.route_blocks = gpu::Heuristics::route_blocks(arguments.tokens, most);
-  // A block of its own makes the plan, if there is one more.
+  // A block of its own makes the plan, if there is one more. Together they are an even number at most, since
+  // blocks of the other kernels seem to want neighbours of their kind (docs/history.md, "Blocks in pairs").
   const bool apart = divided.receive > arguments.route_blocks;
   const int others = arguments.route_blocks + arguments.relay_blocks, blocks = others + (apart ? 1 : 0);
   arguments.plan_block = apart ? others : 0;
@@ -503,8 +500,7 @@ void DeviceCommunicator::run_in_one(WireFormat wire, gpu::FusedArguments argumen
   // What is received again is known, and may be what others with many tokens have sent.
   const int64_t items = arguments.again ? arguments.receive.rows : sent.tokens * config_.shape.ranks;
   const int leads = gpu::leading_blocks(heuristics_.all_blocks());
-  // Those that send are the last to receive.
-  const int blocks = heuristics_.fused_blocks(kShareRow * items + sent.tokens, 1, leads);
+  const int blocks = heuristics_.fused_blocks(items, sent.tokens, leads);
   const bool divides = sent.operation == Operation::dispatch && !arguments.again;
   arguments.senders =
       divides ? gpu::Heuristics::fused_senders(sent.tokens, blocks, sent.quantises(), config_.shape.ranks)
@@ -652,7 +648,7 @@ void DeviceCommunicator::combine(const gpu::CombineArguments& arguments, bool qu
   ++stats_.combine_calls;
   if (!held && all.weight_grads == nullptr && fuses(WireFormat::same, all.tokens)) {
     // At their home few tokens are shared by many warps.
-    const int fused = heuristics_.fused_blocks(kShareRow * all.tokens, 1, 1);
+    const int fused = heuristics_.fused_blocks(all.tokens, 0, 1);
     all.team_warps = team_warps(all.tokens * (config_.shape.ranks - 1), fused - 1, gpu::kReduceWarps);
     all.parts = gpu::Heuristics::sum_parts(all.tokens, int64_t{fused - 1} * gpu::kReduceWarps,
                                            gpu::sum_strips(config_.shape.row_bytes()));

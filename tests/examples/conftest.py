@@ -26,7 +26,7 @@ SMALL_RUN = [*SMALL_MODEL, *(f"--{name}={value}" for name, value in SMALL_STEPS.
 
 
 PARTS = ["re", "co", "ta", "line", "en", "der", "pa", "th", "in", "val", "ue", "set", "for", "mat", "no"]
-"""Of names in the text to train on."""
+"""The syllables that names in the generated text to train on are made of."""
 
 
 class _Author:

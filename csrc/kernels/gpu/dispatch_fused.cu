@@ -272,7 +272,7 @@ class RowSender {
   }
 
  private:
-  static constexpr int kEarlyTokens = 8;  ///< measured
+  static constexpr int kEarlyTokens = 8;  ///< up to which rows are loaded with the ids; measured
 
   __device__ bool converts() const { return kWire != WireFormat::same && args_.quantises(); }
   __device__ void load() {
@@ -455,6 +455,7 @@ struct Share {
     if (first >= step) first = chunks;  // a team is left over
   }
 };
+
 /// Receives this team's share of the rows of all sources, from `at` on. `where` says where they go; what
 /// tells it of a row is loaded while the one before moves. False if something does not come.
 template <DType dtype, class Where>

@@ -121,12 +121,14 @@ struct Heuristics {
     return static_cast<int>(std::clamp<int64_t>((tokens + kTokens - 1) / kTokens, 1, most));
   }
 
-  /// Blocks of a kernel that does all of an operation, in which each of those behind the first `leads` takes
-  /// `each` of `items`. Other ranks may bring more, so there are not too few.
-  int fused_blocks(int64_t items, int64_t each, int leads) const {
-    constexpr int64_t kLeast = 31;
+  /// Blocks of a kernel that does all of an operation, the first `leads` of which take no rows. Several share
+  /// each of the `rows` that are received or summed, since an SM takes a microsecond to store a row to four
+  /// places; and there is one for each of `sent` rows, since blocks that send are the last to receive. Other
+  /// ranks may bring more, so there are not too few.
+  int fused_blocks(int64_t rows, int64_t sent, int leads) const {
+    constexpr int64_t kLeast = 31, kShareRow = 4;
     const int64_t most = all_blocks() - leads;
-    return leads + static_cast<int>(std::min(most, std::max(kLeast, (items + each - 1) / each)));
+    return leads + static_cast<int>(std::min(most, std::max(kLeast, kShareRow * rows + sent)));
   }
 
   /// Blocks of a dispatch in one kernel of `blocks` blocks that send and do not receive; 0: those that take

@@ -19,13 +19,17 @@ struct RelayBlocks {
   int block, blocks;
 };
 
+/// What the rail's rank on another node has sent of a dispatch: its counts, then routes and places.
+__device__ inline const std::byte* relayed_tables(const Rail& rail, uint64_t epoch, int32_t other) {
+  return rail.memory + rail.layout.relay_ids[epoch & 1] + other * rail.ids_bytes;
+}
+
 /// Hands on what a dispatch of `source` counts. Whole block.
 __device__ inline void hand_on_counts(const Comm& comm, const SignalRecord& record, int32_t source,
                                       int32_t other) {
-  const Rail& rail = comm.rail;
   const int64_t counts = comm.window.shape.counts();
-  const auto* const counted = reinterpret_cast<const int32_t*>(
-      rail.memory + rail.layout.relay_ids[record.epoch & 1] + other * rail.ids_bytes);
+  const auto* const counted =
+      reinterpret_cast<const int32_t*>(relayed_tables(comm.rail, record.epoch, other));
   for (int64_t bin = threadIdx.x; bin < comm.window.shape.announced(); bin += blockDim.x)
     push_count(comm, source, record.epoch, bin, bin < counts ? __ldcg(counted + bin) : record.tokens);
 }
@@ -39,7 +43,7 @@ __device__ inline void hand_on_tables(const Comm& comm, int32_t* plan_words, con
   const PlanView plan{plan_words, comm.plan_fields};
   const int64_t tokens = record.tokens, most = w.shape.max_tokens, top_k = comm.top_k();
   const int64_t begin = tokens * relay.block / relay.blocks, end = tokens * (relay.block + 1) / relay.blocks;
-  const std::byte* const tables = rail.memory + rail.layout.relay_ids[parity] + other * rail.ids_bytes;
+  const std::byte* const tables = relayed_tables(rail, record.epoch, other);
   const int32_t* const packed_routes = reinterpret_cast<const int32_t*>(tables + rail.counts_bytes);
   const int32_t* const places = packed_routes + tokens * top_k;
   const int32_t* const index = rail.at<int32_t>(rail.layout.relay_index[parity]) + other * most;

@@ -35,7 +35,7 @@ struct ChunkRows {
   float weight[rounds];      ///< as in ChunkRoutes
 };
 
-/// Routes of a source, `each` apart, those whose numbers are bits of `wanted`.
+/// The arrival of routes of a source, which lie `each` apart: of those whose numbers are bits of `wanted`.
 struct RouteArrival {
   static constexpr unsigned kInterval = 32;
   const Route* first;
@@ -54,7 +54,8 @@ struct RouteArrival {
   }
 };
 
-/// Waits until all have come; false if in vain. Not a part of who calls it, which waits for few.
+/// Waits until all have come; false if in vain. It is not inlined: callers seldom wait, and have no registers
+/// to spare for it.
 __device__ __noinline__ inline bool wait_for_routes(const Comm& comm, int32_t source,
                                                     const RouteArrival& arrival) {
   return device::wait_until(comm, {source, WaitPhase::records, Operation::dispatch, arrival.epoch}, arrival);

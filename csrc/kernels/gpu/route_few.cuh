@@ -161,9 +161,10 @@ __device__ inline void write_homes(const Comm& comm, const SendArguments& args, 
   }
 }
 
-/// Whole block. `scratch`: `words` of shared memory, overwritten, at least route_few_words. Returns the
-/// record that the block has yet to signal. Nothing is done, and the record is of no
-/// operation, if failed(), which is a barrier, and is called when the first loads are under way.
+/// Works out the routes and sends them. Whole block. `scratch`: `words` of shared memory, overwritten, at
+/// least route_few_words. Returns the record that the block has yet to signal. Nothing is done, and the
+/// record is of no operation, if failed(), which is a barrier, and is called when the first loads are under
+/// way.
 template <class Failed>
 __device__ inline SignalRecord route_few(const Comm& comm, const SendArguments& args, uint64_t epoch,
                                          int32_t* scratch, int64_t words, const Failed& failed) {
