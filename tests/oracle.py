@@ -460,7 +460,7 @@ def _play_index(comm: Any, oracle: Oracle, out: Any, gradients: bool) -> None:
 
 def settled_error(comm: Any) -> Any:
     """Returns what check() raises once all work of this rank is done: a Caught, or None."""
-    ranks.synchronize()
+    ranks.synchronize(comm.device)
     return catch(comm.check)
 
 

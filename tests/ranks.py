@@ -28,9 +28,10 @@ def device() -> torch.device:
     return torch.device("cpu") if on_cpu() else torch.device("cuda", torch.cuda.current_device())
 
 
-def synchronize() -> None:
+def synchronize(where: torch.device | None = None) -> None:
+    """Waits for the GPU `where`, if nothing is said for the one that is current."""
     if not on_cpu():
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(where)
 
 
 def communicator(**arguments: Any) -> Any:

@@ -213,8 +213,8 @@ void DeviceCommunicator::connect_nodes(std::unique_ptr<Transport> transport,
 
 /// Tells kernels which peers are gone, and peers if a kernel here gave up on somebody.
 void DeviceCommunicator::watch() {
+  cudaSetDevice(config_.device);  // before any other call, which would make a context on this thread's GPU, 0
   const BesideCaptures beside;
-  cudaSetDevice(config_.device);  // of this thread
   bool told = false;
   while (!stop_.load(std::memory_order_acquire)) {
     for (int32_t peer = 0; peer < config_.shape.ranks; ++peer) {

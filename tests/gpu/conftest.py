@@ -10,9 +10,12 @@ import torch
 
 from tests.gpu import harness
 from tests.gpu.harness import GpuPool
-from tests.multirank.conftest import Pools, kept_pools
+from tests.multirank.conftest import MOST_RANKS, Pools, kept_pools
 
 __all__ = ["Pools"]
+
+# A rank that is kept holds some 0.7 GiB of its GPU, so eight workers together some 40.
+_KEPT_A_GPU = 7
 
 
 def require_ranks(world_size: int) -> None:
@@ -29,7 +32,7 @@ def pool() -> Iterator[Pools]:
         require_ranks(world_size)
         return GpuPool(world_size, environment=environment)
 
-    yield from kept_pools(start, most=64)
+    yield from kept_pools(start, most=MOST_RANKS if harness.on_cpu() else _KEPT_A_GPU * harness.most_ranks())
 
 
 @pytest.fixture(scope="session")

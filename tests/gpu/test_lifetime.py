@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -63,6 +66,39 @@ def test_beside_expandable_segments(pool: Pools, size: int, seed: int) -> None:
         tokens=(2048,) * size, num_experts=8 * size, hidden=2048, top_k=4, dtype="bfloat16", seed=seed
     )
     oracle.assert_none(pool(size)(_expandable, case))
+
+
+def _opened() -> list[int]:
+    """The GPUs on which this process has a context, of some 520 MiB each on an H100."""
+    return [gpu for gpu in range(torch.cuda.device_count()) if torch._C._cuda_hasPrimaryContext(gpu)]
+
+
+def _all_from_threads(rank: int, world_size: int, case: Case) -> list[str]:
+    """Returns what was wrong with a communicator, then with one in a thread that has not chosen a GPU, and
+    after what a GPU of another rank was open."""
+    own, problems = torch.cuda.current_device(), []
+
+    def look(after: str) -> None:
+        problems.extend(f"after {after}: GPU {gpu} is open" for gpu in _opened() if gpu != own)
+
+    def live(where: str) -> None:
+        with harness.communicator(device=torch.device("cuda", own), **case.communicator) as comm:
+            look(f"construction {where}")
+            problems.extend(oracle.play(comm, case, rank))
+            look(f"the operations {where}")
+        look(f"close {where}")
+
+    look("the tests before this one")
+    live("in the main thread")
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(live, "in a thread").result()
+    return problems
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_only_its_own_gpu_is_open(fresh_ranks: Callable[..., list[Any]], size: int, seed: int) -> None:
+    case = Case(tokens=(64,) * size, num_experts=4 * size, hidden=256, top_k=2, seed=seed)
+    oracle.assert_none(fresh_ranks(size, _all_from_threads, case))
 
 
 def _on_nccl(rank: int, world_size: int, case: Case) -> list[str]:
