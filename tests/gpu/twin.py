@@ -17,7 +17,7 @@ import itertools
 import json
 import os
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -137,38 +137,45 @@ class Twin:
         ids, index = (own.ids_PK.data_ptr(), own.index_Q.data_ptr()) if by_rank else (0, 0)
         return (own.rows_PH.data_ptr(), 0, own.weights_P.data_ptr(), ids, index, 0)
 
-    def dispatch(self, ranks: list[Rank]) -> None:
+    def _each(self, ranks: list[Rank]) -> Iterator[tuple[Any, Rank, int]]:
+        """Yields each rank with its stream, which first waits for what the caller's has been given: what
+        makes the inputs, and clears the outputs."""
         for native, own, stream in zip(self.native, ranks, self.streams, strict=True):
+            stream.wait_stream(torch.cuda.current_stream())
+            yield native, own, stream.cuda_stream
+
+    def dispatch(self, ranks: list[Rank]) -> None:
+        for native, own, stream in self._each(ranks):
             rows = (own.capacity, own.positions if self.shape.layout == "rank" else own.capacity)
             sent = self._sent(own, own.capacity, own.positions)
-            native.dispatch(*sent, *rows, *self._received(own), stream.cuda_stream)
+            native.dispatch(*sent, *rows, *self._received(own), stream)
 
     def dispatch_dropless(self, ranks: list[Rank]) -> None:
         """A dispatch of as many rows as there are, which the host waits to know."""
-        for native, own, stream in zip(self.native, ranks, self.streams, strict=True):
-            native.begin_dispatch(*self._sent(own, -1, -1), stream.cuda_stream)
-        for native, own, stream in zip(self.native, ranks, self.streams, strict=True):
-            native.finish_dispatch(*native.wait_rows(), *self._received(own), stream.cuda_stream)
+        for native, own, stream in self._each(ranks):
+            native.begin_dispatch(*self._sent(own, -1, -1), stream)
+        for native, own, stream in self._each(ranks):
+            native.finish_dispatch(*native.wait_rows(), *self._received(own), stream)
 
     def redispatch(self, ranks: list[Rank]) -> None:
         """The backward of a combine."""
-        for native, own, stream in zip(self.native, ranks, self.streams, strict=True):
+        for native, own, stream in self._each(ranks):
             rows = (own.x_TH.data_ptr(), self.shape.tokens, own.capacity, own.grad_PH.data_ptr())
-            native.redispatch(own.plan.data_ptr(), self.layout, *rows, 0, 0, 0, False, stream.cuda_stream)
+            native.redispatch(own.plan.data_ptr(), self.layout, *rows, 0, 0, 0, False, stream)
 
     def weighted(self, ranks: list[Rank]) -> None:
         """The backward of a combine with routing weights, whose gradients it makes too."""
-        for native, own, stream in zip(self.native, ranks, self.streams, strict=True):
+        for native, own, stream in self._each(ranks):
             rows = (own.x_TH.data_ptr(), self.shape.tokens, own.capacity, own.scaled_PH.data_ptr())
             products = (own.weights_P.data_ptr(), own.rows_PH.data_ptr(), own.dots_P.data_ptr())
-            native.redispatch(own.plan.data_ptr(), self.layout, *rows, *products, False, stream.cuda_stream)
+            native.redispatch(own.plan.data_ptr(), self.layout, *rows, *products, False, stream)
 
     def combine(self, ranks: list[Rank]) -> None:
         """Combines the rows that were dispatched, in the expert layout with routing weights."""
-        for native, own, stream in zip(self.native, ranks, self.streams, strict=True):
+        for native, own, stream in self._each(ranks):
             weights = own.weights_P.data_ptr() if self.shape.layout == "expert" else 0
             rows = (own.rows_PH.data_ptr(), weights, self.shape.tokens, own.y_TH.data_ptr())
-            native.combine(own.plan.data_ptr(), self.layout, *rows, 0, 0, False, False, stream.cuda_stream)
+            native.combine(own.plan.data_ptr(), self.layout, *rows, 0, 0, False, False, stream)
 
     def check(self) -> None:
         """Waits for both ranks. Raises what either has reported."""
@@ -195,8 +202,6 @@ class Twin:
         self.check()
         graph, main = torch.cuda.CUDAGraph(), torch.cuda.Stream()
         with torch.cuda.graph(graph, stream=main):
-            for stream in self.streams:
-                stream.wait_stream(main)
             for _ in range(times):
                 operation(ranks)
             for stream in self.streams:
