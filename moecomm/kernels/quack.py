@@ -17,6 +17,7 @@ import functools
 import importlib
 import sys
 import time
+import warnings
 from typing import Any
 
 import torch
@@ -42,7 +43,8 @@ that is another one each time, it takes the host several times as long, and memo
 
 
 def missing_on(*, hidden: int, ffn: int, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Returns why quack cannot compute the products of such experts, with what helps; None where it can."""
+    """Returns why quack cannot compute the products of such experts, with what helps; None where it can.
+    Where nothing else is in the way quack is imported, which takes seconds the first time."""
     if version_of("quack-kernels") is None:
         return f"quack-kernels is not installed; pip install 'quack-kernels=={VERSION}'"
     if device.type != "cuda":
@@ -54,7 +56,7 @@ def missing_on(*, hidden: int, ffn: int, dtype: torch.dtype, device: torch.devic
         return f"quack computes in bfloat16 and float16, and dtype is {dtype}"
     if hidden % _MULTIPLE or ffn % _MULTIPLE:
         return f"quack needs hidden and ffn_hidden as multiples of {_MULTIPLE}, they are {hidden} and {ffn}"
-    return None
+    return _import_problem()
 
 
 class QuackProducts(Products):
@@ -359,6 +361,19 @@ def _quack() -> Any:
     if found != VERSION:
         print(f"moecomm: quack-kernels is {found}, tested was {VERSION}", file=sys.stderr)
     return importlib.import_module("quack.gemm_interface")
+
+
+@functools.cache
+def _import_problem() -> str | None:
+    """Returns why quack, which is installed, cannot be imported, and warns of it once, as products that
+    moecomm chooses are torch's then; None where it can."""
+    try:
+        _epilogues()
+    except Exception as error:  # whatever a part that is missing, or of another version, raises
+        problem = f"quack-kernels is installed and cannot be imported ({type(error).__name__}: {error})"
+        warnings.warn(f"{problem}; experts' products are by torch, which is slower", stacklevel=2)
+        return f"{problem}; pip install --force-reinstall 'quack-kernels=={VERSION}'"
+    return None
 
 
 @functools.cache

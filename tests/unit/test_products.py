@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -41,6 +42,8 @@ class Ampere(Hopper):
 def installed(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """quack-kernels seems to be installed, and every GPU is a Hopper."""
     monkeypatch.setattr(quack, "version_of", lambda name: quack.VERSION)
+    monkeypatch.setattr(quack, "_epilogues", lambda: None)
+    quack._import_problem.cache_clear()
     monkeypatch.setattr(quack, "CudaDevice", Hopper)
     return monkeypatch
 
@@ -77,6 +80,26 @@ def test_quack_is_refused_where_it_is_not_installed(monkeypatch: pytest.MonkeyPa
     with pytest.raises(Unsupported, match=r"quack-kernels is not installed; pip install 'quack-kernels=="):
         GroupedExperts(MoEConfig(**SIZES, products="quack"), device="cpu")
     assert "products by torch" in repr(GroupedExperts(MoEConfig(**SIZES), device="cpu"))
+
+
+@pytest.mark.parametrize(
+    "error", [ModuleNotFoundError("No module named 'cutlass'"), TypeError("no such argument")]
+)
+def test_an_install_that_is_broken_is_told(error: Exception, installed: pytest.MonkeyPatch) -> None:
+    """A choice of moecomm's own is torch then, with one warning; quack that was asked for is refused."""
+
+    def broken() -> None:
+        raise error
+
+    installed.setattr(quack, "_epilogues", broken)
+    text = f"cannot be imported ({type(error).__name__}: {error})"
+    with pytest.warns(UserWarning, match=re.escape(text)) as warned:
+        for _ in range(2):
+            assert type(make_products(MoEConfig(**SIZES), GPU)) is Products
+    assert len(warned) == 1
+    with pytest.raises(Unsupported, match=re.escape(text)):
+        make_products(MoEConfig(**SIZES, products="quack"), GPU)
+    quack._import_problem.cache_clear()
 
 
 def test_the_choice_is_quack_where_it_serves(installed: pytest.MonkeyPatch) -> None:
