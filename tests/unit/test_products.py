@@ -94,9 +94,8 @@ def test_an_install_that_is_broken_is_told(error: Exception, installed: pytest.M
     installed.setattr(quack, "_epilogues", broken)
     text = f"cannot be imported ({type(error).__name__}: {error})"
     with pytest.warns(UserWarning, match=re.escape(text)) as warned:
-        for _ in range(2):
-            assert type(make_products(MoEConfig(**SIZES), GPU)) is Products
-    assert len(warned) == 1
+        made = [make_products(MoEConfig(**SIZES), GPU) for _ in range(2)]
+    assert [type(each) for each in made] == [Products] * 2 and len(warned) == 1
     with pytest.raises(Unsupported, match=re.escape(text)):
         make_products(MoEConfig(**SIZES, products="quack"), GPU)
     quack._import_problem.cache_clear()
