@@ -528,12 +528,16 @@ void DeviceCommunicator::dispatch(const DeviceDispatch& d, int64_t rows, int64_t
 
 gpu::RowCounts DeviceCommunicator::offered_rows(int64_t tokens, RowLayout layout, int64_t alignment) const {
   const WireFormat wire = config_.shape.wire;
-  if (fuses(wire, tokens))
-    return few_fit_ ? gpu::offered_rows(tokens, layout, alignment, config_.shape) : gpu::RowCounts{};
+  const gpu::RecentRows& recent = recent_rows_[layout == RowLayout::rank];
+  if (fuses(wire, tokens)) {
+    const gpu::RowCounts few =
+        few_fit_ ? gpu::offered_rows(tokens, layout, alignment, config_.shape) : gpu::RowCounts{};
+    return few.rows > 0 ? few : recent.offer(tokens, alignment, config_.shape);
+  }
   // Chunks that wait for room are sent by a kernel that must not be there before the one that gives it.
   const bool waits = tokens > comm(wire)->window.stage_tokens;
   if (!overlaps_ || copies_ || nodes_.nodes() > 1 || waits) return {};
-  return recent_rows_[layout == RowLayout::rank].offer(tokens, alignment, config_.shape);
+  return recent.offer(tokens, alignment, config_.shape);
 }
 
 void DeviceCommunicator::accept_rows() {
@@ -592,7 +596,7 @@ std::pair<int64_t, int64_t> DeviceCommunicator::wait_rows() {
   recent_rows_[sent.layout == RowLayout::rank].note(sent.tokens, {rows.rows, rows.positions});
   if (fuses(config_.shape.wire, sent.tokens)) {
     const gpu::RowCounts most = gpu::offered_rows(sent.tokens, sent.layout, sent.alignment, config_.shape);
-    few_fit_ = rows.rows <= most.rows && rows.positions <= most.positions;
+    if (most.rows > 0) few_fit_ = rows.rows <= most.rows && rows.positions <= most.positions;
   }
   return {rows.rows, rows.positions};
 }

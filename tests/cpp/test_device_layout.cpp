@@ -491,7 +491,7 @@ void test_offered_rows() {
   CHECK(rows(100, RowLayout::expert).rows == 800);
 }
 
-/// Many tokens are offered what the last dispatches brought, and a little more.
+/// More than few tokens are offered what the last dispatches brought, and a little more.
 void test_recent_rows() {
   const DeviceShape shape = shape_of_offers();
   gpu::RecentRows recent;
@@ -499,11 +499,11 @@ void test_recent_rows() {
     return recent.offer(tokens, alignment, shape).rows;
   };
   CHECK(rows(4096) == 0);  // nobody knows
-  recent.note(1000, {80000, 80000});
+  recent.note(255, {2000, 2000});
   CHECK(rows(4096) == 0);  // of few tokens
   recent.note(4096, {32768, 32768});
   recent.note(2048, {16000, 16500});
-  CHECK(rows(4096) == 33751 && rows(2048) == 16875);
+  CHECK(rows(4096) == 33751 && rows(2048) == 16875 && rows(512) == 4218 && rows(255) == 0);
   CHECK(recent.offer(4096, 1, shape).positions == 33990);
   recent.note(4096, {50000, 50000});  // far from uniform
   CHECK(rows(4096) == 0 && rows(4096, 128) == 51500);

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from moecomm import _C
 from moecomm.types import WIRE_FORMATS
 from tests import oracle, ranks
 from tests.cases import Case
@@ -64,6 +65,29 @@ def test_few_tokens(pool: Pools, most_ranks: int, hidden: int, layout: str, seed
     if layout == "expert":
         some.append(replace(base, alignment=8, tokens=(7,) * size))
     oracle.assert_none(pool(size)(_play, [replace(each, seed=seed + i) for i, each in enumerate(some)]))
+
+
+def _play_between(rank: int, world_size: int, some: list[Case]) -> list[str]:
+    """Dispatches too large for the offer of few tokens, which follows earlier ones instead."""
+    problems: list[str] = []
+    with harness.communicator(**some[0].communicator) as comm:
+        for number, case in enumerate(some):
+            known = Oracle(case, rank, comm.device)
+            offered = comm._backend._native.offered_rows(case.tokens[rank], _C.RowLayout.expert, 1)[0] > 0
+            if offered != (number > 0):
+                problems.append(f"dispatch {number}: offered is {offered}")
+            known.check_dispatch(known.dispatch(comm))
+            problems += [f"dispatch {number}: {problem}" for problem in known.problems]
+        comm.check()
+    return problems
+
+
+def test_tokens_between_few_and_many(pool: Pools, most_ranks: int, seed: int) -> None:
+    size = min(4, most_ranks)
+    base = Case(tokens=(900,) * size, num_experts=8 * size, hidden=7168, top_k=8, dtype="bfloat16")
+    some = [replace(base, seed=seed + i) for i in range(3)]
+    some += [replace(base, tokens=(600,) * size, seed=seed), replace(base, routing="one-rank", seed=seed)]
+    oracle.assert_none(pool(size)(_play_between, some))
 
 
 @pytest.mark.parametrize("fused", [0, MOST], ids=["pipes alone", "as it is"])

@@ -210,19 +210,20 @@ inline RowCounts offered_rows(int64_t tokens, RowLayout layout, int64_t alignmen
   return offered.rows * shape.row_bytes() <= kMostBytes ? offered : RowCounts{};
 }
 
-/// The rows of the last dropless dispatches of many tokens in a layout, by which an output is offered to the
-/// next one.
+/// The rows of the last dropless dispatches of more than few tokens in a layout, by which an output is offered
+/// to the next one.
 class RecentRows {
  public:
   void note(int64_t tokens, const RowCounts& counts) {
-    if (tokens <= kMostFusedTokens) return;
+    if (tokens < kLeastTokens) return;
     const auto of_token = [tokens](int64_t rows) { return static_cast<double>(rows) / tokens; };
     last_[noted_++ % kKept] = {of_token(counts.rows), of_token(counts.positions)};
   }
   /// Returns as many rows as the most of them would have with `tokens` tokens, and a few more; none before
-  /// the first, and where they are many more than with uniform routing.
+  /// the first, where they are many more than with uniform routing, and for few tokens.
   RowCounts offer(int64_t tokens, int64_t alignment, const DeviceShape& shape) const {
     constexpr double kMore = 1.03, kMost = 1.25;
+    if (tokens < kLeastTokens) return {};
     Each most{};
     for (const Each& each : last_) {
       most.rows = std::max(most.rows, each.rows);
@@ -238,6 +239,8 @@ class RecentRows {
 
  private:
   static constexpr int kKept = 8;
+  // Of fewer tokens the rows differ by more than kMore from call to call.
+  static constexpr int64_t kLeastTokens = 256;
   struct Each {
     double rows = 0, positions = 0;  ///< of a token
   };
