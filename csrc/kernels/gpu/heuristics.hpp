@@ -210,8 +210,8 @@ inline RowCounts offered_rows(int64_t tokens, RowLayout layout, int64_t alignmen
   return offered.rows * shape.row_bytes() <= kMostBytes ? offered : RowCounts{};
 }
 
-/// The rows of the last dropless dispatches of more than few tokens in a layout, by which an output is offered
-/// to the next one.
+/// The rows of the last dropless dispatches of more than few tokens in a layout, by which an output is
+/// offered to the next one.
 class RecentRows {
  public:
   void note(int64_t tokens, const RowCounts& counts) {
