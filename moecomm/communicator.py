@@ -119,8 +119,9 @@ class Communicator:
             nodes on it. Ranks of different nodes reach each other over libfabric (docs/nodes.md); rows of
             CUDA tensors pass through pinned host memory there.
         num_sms: CUDA: SMs that an operation may use, at least 2 (with several nodes 3, of which an eighth, at
-            most 12, relays); None: three quarters of them. CPU: threads that a rank copies and sums with;
-            None: MOECOMM_THREADS, or the cores divided by the ranks.
+            most 12, relays); None: three quarters of them. Those of communicators that are used on several
+            streams at once have to fit the GPU together. CPU: threads that a rank copies and sums with; None:
+            MOECOMM_THREADS, or the cores divided by the ranks.
         engine: what moves the rows between GPUs of a node. "sm": the kernels, on their SMs. "copy" (CUDA, one
             node): the copy engine, which leaves the SMs to products; a rank copies all rows of a call to
             every other rank, and the window takes 3 * R * max_tokens rows more. "auto": the copy engine

@@ -30,9 +30,15 @@ py::dict plan_fields(const DeviceShape& shape) {
   return out;
 }
 
+/// The counters of the device, without the GIL: they are behind whatever else is copied from there.
+DeviceCounters counters_of(DeviceCommunicator& self) {
+  const py::gil_scoped_release release;
+  return self.counters();
+}
+
 py::dict stats_dict(DeviceCommunicator& self) {
   const DeviceStats& s = self.stats();
-  const DeviceCounters counters = self.counters();
+  const DeviceCounters counters = counters_of(self);
   py::dict out;
   out["dispatch_calls"] = s.dispatch_calls;
   out["dispatch_seconds"] = counters.dispatch_seconds;
@@ -51,7 +57,7 @@ py::dict stats_dict(DeviceCommunicator& self) {
 }
 
 py::dict phases_dict(DeviceCommunicator& self) {
-  const DeviceCounters counters = self.counters();
+  const DeviceCounters counters = counters_of(self);
   py::dict out;
   for (const Operation operation : {Operation::dispatch, Operation::combine}) {
     py::dict passed;

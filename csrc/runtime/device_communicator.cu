@@ -105,6 +105,23 @@ DeviceCommunicator::~DeviceCommunicator() {
     (void)pinned_.release();
     return;
   }
+  // The thread that lets go of a communicator may have another GPU. To choose this one and go back there
+  // would make a context on that one, so a thread of its own frees what the GPU has.
+  try {
+    start_thread([this] { free_device(); }, "freeing a communicator").join();
+  } catch (...) {
+    (void)pinned_.release();  // it stays until the process ends
+  }
+  if (all_ended) return;
+  static_cast<void>(proxy_.release());
+  static_cast<void>(signals_.release());
+  for (shm::Window& window : control_) window.keep_mapped();
+}
+
+/// Frees events, streams and pinned memory; on a thread that has no GPU yet.
+void DeviceCommunicator::free_device() noexcept {
+  cudaSetDevice(config_.device);
+  const BesideCaptures beside;
   if (fork_ != nullptr) cudaEventDestroy(fork_);
   if (copied_ != nullptr) cudaEventDestroy(copied_);
   if (copy_stream_ != nullptr) cudaStreamDestroy(copy_stream_);
@@ -112,10 +129,7 @@ DeviceCommunicator::~DeviceCommunicator() {
   if (side_stream_ != nullptr) cudaStreamDestroy(side_stream_);
   if (watch_stream_ != nullptr) cudaStreamDestroy(watch_stream_);
   if (registered_) cudaHostUnregister(base());
-  if (all_ended) return;
-  static_cast<void>(proxy_.release());
-  static_cast<void>(signals_.release());
-  for (shm::Window& window : control_) window.keep_mapped();
+  pinned_.reset();
 }
 
 std::string DeviceCommunicator::link_control() {

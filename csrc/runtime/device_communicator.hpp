@@ -216,6 +216,7 @@ class DeviceCommunicator {
   void abandon(cudaStream_t stream);
   void require_begun() const;
   void watch();
+  void free_device() noexcept;
   void require_usable();  // throws if the communicator is closed or broken
   void note_broken();
   [[noreturn]] void throw_verdict();

@@ -693,20 +693,20 @@ class CudaBackend:
     def stats(self) -> dict[str, Any]:
         """Returns the counters since construction or the last reset. Counters on the device are copied and
         never set to zero: their values at the last reset are subtracted."""
-        with self._lock:
+        with self._lock, self._gpu.current():
             before = self._stats_before
             found = {name: _less(value, before.get(name)) for name, value in self._native.stats().items()}
         return {"plans_reused": 0, **found}
 
     def reset_stats(self) -> None:
         """Sets the counters to zero."""
-        with self._lock:
+        with self._lock, self._gpu.current():
             self._native.reset_stats()
             self._stats_before = dict(self._native.stats())
 
     def last_phases(self) -> dict[str, dict[str, float]]:
         """Returns when the last operation of each kind passed its phases."""
-        with self._lock:
+        with self._lock, self._gpu.current():
             return self._native.phases()
 
     def close(self) -> None:
@@ -789,20 +789,28 @@ def _translated(look: Callable[[], Result]) -> Result:
 
 def _release(gpu: CudaDevice, native: _C.DeviceCommunicator, window: Any) -> None:
     """Frees a communicator: first the native object, which uses the window, then the window, unless the
-    network may still use it."""
+    network may still use it. In a capture, which freeing would spoil, the window waits for the next call."""
+    capturing = False
     try:
         with gpu.current():
-            if not gpu.capturing():
+            capturing = gpu.capturing()
+            if not capturing:
                 gpu.synchronize()
     except RuntimeError:
         pass  # the context is of no use any more; memory and names go all the same
     finally:
-        if native.close():
-            window.close()
-        else:
+        if not native.close():
             _left_behind.append(window)
             warn_of_thread()
+        elif capturing:
+            _after_captures.append((native, window))
+        else:
+            window.close()
+            while _after_captures:
+                _after_captures.pop()[1].close()
 
 
 _left_behind: list[Any] = []
 """Windows that stay until the process ends."""
+_after_captures: list[tuple[Any, Any]] = []
+"""Communicators that were let go of during a capture, closed, with their windows."""

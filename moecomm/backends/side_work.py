@@ -45,7 +45,7 @@ class SideWork(Generic[Result]):
         self._begun: Any = None
         self._done = False
         self._result: Any = None
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
         self._event: torch.cuda.Event | None = None
 
     def begin(self) -> None:
@@ -67,8 +67,10 @@ class SideWork(Generic[Result]):
         with self._gpu.on(self._side):
             try:
                 setattr(self, target, self._owner.run_now(self._name, operation))
-            except Exception as error:  # every kind belongs to the caller of wait()
+            except BaseException as error:  # every kind belongs to the caller of wait(), also later ones
                 self._error = error
+                if not isinstance(error, Exception):  # Ctrl-C: now, too
+                    raise
             self._event = self._side.record_event()
 
     def wait(self) -> Result:

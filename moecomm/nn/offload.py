@@ -237,8 +237,8 @@ class _Part:
     def bring_back(self) -> Tensor:
         """Returns the memory on the device, for work that comes later on the caller's stream."""
         self.block.begin_backward()
-        self.block.arrive()
         assert self.here is not None
+        self.block.arrive(self.here)
         return self.here
 
     def __del__(self) -> None:
@@ -260,7 +260,11 @@ class _Block:
         self._leaving: Any = None
         """The event of the copies out, until the tensors are let go of."""
         self._arriving: Any = None
-        """The event of the copies back, until the caller's stream waits for them."""
+        """The event of the copies back, once they have begun."""
+        self._waiting: set[int] = set()
+        """The streams that have been told to wait for it."""
+        self._fetched_on = 0
+        """The stream whose memory the copies back are made to."""
         self._has_begun = False
         """True from the begin of the backward on."""
 
@@ -323,18 +327,24 @@ class _Block:
                 self._buffers.give(part.host)  # the next copy into it comes after this one
                 part.host = None
         if pairs:
-            self._arriving = self._copies.start(pairs)
+            self._arriving, self._fetched_on = self._copies.start(pairs), self._copies.stream()
 
-    def arrive(self) -> None:
-        """Makes the caller's later work come after the copies back."""
-        event, self._arriving = self._arriving, None
-        if event is not None:
-            self._copies.wait(event)
+    def arrive(self, here: Tensor) -> None:
+        """Makes the caller's later work, which uses the memory `here`, come after the copies back. The nodes
+        of a backward run on the streams of their forwards, so there may be several such streams."""
+        if self._arriving is None:
+            return
+        stream = self._copies.stream()
+        if stream not in self._waiting:
+            self._waiting.add(stream)
+            self._copies.wait(self._arriving)
+        if stream != self._fetched_on:
+            self._copies.use(here)
 
     def retire(self, part: _Part) -> None:
         """Lets a part's memory be used for something else, after the copies that are under way."""
         if part.here is not None:
-            self.arrive()  # nobody has waited for a backward that did not come
+            self.arrive(part.here)  # nobody has waited for a backward that did not come
             if self._leaving is not None:
                 self._copies.hold(part.here)
         if part.host is not None:
@@ -383,11 +393,17 @@ class _Copies(Protocol):
     def wait(self, event: Any) -> None:
         """Makes the caller's later work come after the copies of an event."""
 
+    def stream(self) -> int:
+        """Returns the number of the caller's stream."""
+
     def empty_host(self, nbytes: int) -> Tensor:
         """Returns new host memory."""
 
     def empty_here(self, nbytes: int) -> Tensor:
         """Returns new memory of the device, for the caller's stream."""
+
+    def use(self, here: Tensor) -> None:
+        """Keeps a tensor's memory, of which the caller lets go, until its stream's work so far is done."""
 
     def hold(self, here: Tensor) -> None:
         """Keeps a tensor's memory, of which the caller lets go, until the copies so far are done."""
@@ -408,6 +424,10 @@ class _HostCopies:
     def wait(self, event: Any) -> None:
         """Does nothing."""
 
+    def stream(self) -> int:
+        """Returns 0."""
+        return 0
+
     def empty_host(self, nbytes: int) -> Tensor:
         """Returns new memory."""
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
@@ -415,6 +435,9 @@ class _HostCopies:
     def empty_here(self, nbytes: int) -> Tensor:
         """Returns new memory."""
         return self.empty_host(nbytes)
+
+    def use(self, here: Tensor) -> None:
+        """Does nothing."""
 
     def hold(self, here: Tensor) -> None:
         """Does nothing."""
@@ -448,6 +471,10 @@ class _GpuCopies:
         """Makes the current stream wait."""
         self._gpu.stream().wait_event(event)
 
+    def stream(self) -> int:
+        """Returns the handle of the current stream."""
+        return self._gpu.raw_stream()
+
     def empty_host(self, nbytes: int) -> Tensor:
         """Returns new pinned memory."""
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
@@ -455,6 +482,10 @@ class _GpuCopies:
     def empty_here(self, nbytes: int) -> Tensor:
         """Returns memory of the current stream."""
         return torch.empty(nbytes, dtype=torch.uint8, device=self._gpu.device)
+
+    def use(self, here: Tensor) -> None:
+        """Tells torch's allocator of the current stream."""
+        here.record_stream(self._gpu.stream())
 
     def hold(self, here: Tensor) -> None:
         """Tells torch's allocator of the copies' stream."""

@@ -44,7 +44,7 @@ class OverflowCheck:
         self._words = torch.zeros(3, dtype=torch.int64, device=device)
         self._group = GroupReference(group if group is not None and dist.get_world_size(group) > 1 else None)
         self._on_gpu = device.type == "cuda"
-        self._on_host = torch.zeros(3, dtype=torch.int64, pin_memory=self._on_gpu)
+        self._on_host = torch.zeros(3, dtype=torch.int64, device="cpu", pin_memory=self._on_gpu)
         backends = "" if self._group() is None else dist.get_backend_config(group)
         self._reduces_on_gpu = self._on_gpu and "cuda:nccl" in backends
         self._stream = torch.cuda.Stream(device) if self._on_gpu else None

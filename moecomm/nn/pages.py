@@ -9,7 +9,7 @@ asked for that were gone, the serial of the last handle, and that at the last re
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -87,7 +87,8 @@ class CudaPages:
             pages = device_pages + host_pages
             self._memory = torch.empty(device_pages * page_bytes, dtype=torch.uint8, device=device)
             # Pinned memory has one address for the host and the device.
-            self._host = torch.empty(host_pages * page_bytes, dtype=torch.uint8, pin_memory=host_pages > 0)
+            of_host: dict[str, Any] = {"device": "cpu", "pin_memory": host_pages > 0}
+            self._host = torch.empty(host_pages * page_bytes, dtype=torch.uint8, **of_host)
             self.state = torch.zeros(STATE_WORDS, dtype=torch.int64, device=device)
             self._free = torch.empty(pages, dtype=torch.int32, device=device)
             self._owner = torch.empty(pages, dtype=torch.int64, device=device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
@@ -41,6 +42,7 @@ class CudaRecorder:
 
     def record(self, run: Callable[[], Result]) -> Callable[[], Result]:
         """Captures `run`. Other threads may call CUDA meanwhile; a watching thread of NCCL does."""
+        gc.collect()  # not during the capture: what it finds may be freed by calls that spoil one
         graph = torch.cuda.CUDAGraph()
         pool = self._graphs[0].pool() if self._graphs else None
         torch.cuda.synchronize(self._device)

@@ -115,6 +115,7 @@ class Beside:
         self._stream = comm.stream if wanted and not self._copies else None
         self._gpu = CudaDevice(comm.device.index) if self._stream is not None else None
         self._caller: torch.cuda.Stream | None = None
+        self._on_device: contextlib.AbstractContextManager[Any] | None = None
         self._release: Callable[[], int] | None = None
         self._held = 0
 
@@ -130,6 +131,9 @@ class Beside:
             self._release = self._comm.hold_copies()
         if self._gpu is not None:
             assert self._stream is not None
+            if not self._gpu.is_current():  # a stream's switch makes its device current as well
+                self._on_device = self._gpu.current()
+                self._on_device.__enter__()
             self._caller = self._gpu.stream()
             if not self._sent:
                 self._stream.wait_event(self._gpu.record_event(self._caller))
@@ -146,6 +150,9 @@ class Beside:
             self._gpu.switch(self._caller)
             if self._turns is not None:
                 self._end = self._gpu.record_event(self._stream)
+            if self._on_device is not None:
+                self._on_device.__exit__(None, None, None)
+                self._on_device = None
         if error is not None:
             self.join()
         if self._turns is not None:
@@ -163,7 +170,9 @@ class Beside:
         if self._gpu is None or self._caller is None:
             return
         self._caller.wait_event(self._end or self._gpu.record_event(self._stream))
-        if self._gpu.capturing():
+        with self._gpu.current():
+            capturing = self._gpu.capturing()
+        if capturing:
             return  # a graph owns its memory, and what comes later on the stream waits for the caller
         for result in results:
             if result is not None:

@@ -86,7 +86,12 @@ def _all_from_threads(rank: int, world_size: int, case: Case) -> list[str]:
             look(f"construction {where}")
             problems.extend(oracle.play(comm, case, rank))
             look(f"the operations {where}")
+            comm.stats(), comm.reset_stats(), comm.last_phases()
+            look(f"the counters {where}")
         look(f"close {where}")
+        del comm
+        gc.collect()
+        look(f"the end {where}")
 
     look("the tests before this one")
     live("in the main thread")

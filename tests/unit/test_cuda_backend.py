@@ -53,6 +53,31 @@ class TestOperations:
             comm.close()
         assert native.closed and not FakeWindow.last.closed
 
+    def test_its_window_outlives_a_capture(self) -> None:
+        """To free it would spoil the capture: the next communicator that closes does."""
+        comm, native, gpu = _comm()
+        window = FakeWindow.last
+        gpu.captures.add(100)
+        comm.close()
+        assert native.closed and not window.closed and gpu.log == []
+        other, *_ = _comm()
+        other.close()
+        assert window.closed and FakeWindow.last.closed
+
+    @pytest.mark.parametrize("name", ["stats", "reset_stats", "last_phases"])
+    def test_counters_are_read_on_its_device(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The runtime would otherwise go to the device and back, which opens the one that it goes back to."""
+        comm, native, gpu = _comm()
+        gpu.device_is_current = False
+        seen = []
+        for each in ("stats", "reset_stats", "phases"):
+            real = getattr(native, each)
+            monkeypatch.setattr(
+                native, each, lambda real=real: (seen.append(gpu.device_is_current), real())[1]
+            )
+        getattr(comm, name)()
+        assert seen and all(seen) and not gpu.device_is_current
+
     def test_forgetting_it_closes_it(self) -> None:
         comm, native, _ = _comm()
         del comm
@@ -207,6 +232,18 @@ class TestOperations:
         assert {native.begun["x"], native.begun["weights"], native.ids} == kept
         assert kept.isdisjoint(each.data_ptr() for each in inputs)
         assert torch.equal(work.wait().tokens, inputs[0][[1, 3, 0, 2, 3, 0, 2]])
+
+    def test_an_interrupted_wait_is_no_result(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        comm, native, _ = _comm()
+        work = comm.dispatch(*_inputs(), async_op=True)
+
+        def interrupted() -> tuple[int, int]:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(native, "wait_rows", interrupted)
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt):
+                work.wait()
 
     @pytest.mark.parametrize("most", [None, 0, 128])
     def test_tokens_that_one_kernel_takes(self, most: int | None, monkeypatch: pytest.MonkeyPatch) -> None:

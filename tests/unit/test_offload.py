@@ -30,6 +30,8 @@ class LateCopies:
         self.issued = 0
         self.log: list[str] = []
         self.host_buffers = 0
+        self.now = 1
+        """The caller's stream."""
 
     def require_usable(self) -> None:
         pass
@@ -41,7 +43,7 @@ class LateCopies:
         return self.issued
 
     def wait(self, event: Any) -> None:
-        self.log.append(f"wait {event}")
+        self.log.append(f"wait {event}" + ("" if self.now == 1 else f" on {self.now}"))
         while self.queue and self.queue[0][0] <= event:
             _, to, origin = (each if isinstance(each, int) else each() for each in self.queue.pop(0))
             assert isinstance(to, Tensor), "memory was let go of before a copy came"
@@ -54,6 +56,12 @@ class LateCopies:
 
     def empty_here(self, nbytes: int) -> Tensor:
         return torch.full((nbytes,), 255, dtype=torch.uint8)  # NaN as float32
+
+    def stream(self) -> int:
+        return self.now
+
+    def use(self, here: Tensor) -> None:
+        self.log.append(f"use on {self.now}")
 
     def hold(self, here: Tensor) -> None:
         self.held.append(here)
@@ -203,6 +211,36 @@ def test_the_order_of_copies() -> None:
     # The fourth is still there; 5, 6 and 7 bring back the third, second and first, each asked for by the one
     # after it, before that one waits for its own.
     assert copies.log == ["start 5", "start 6", "wait 5", "start 7", "wait 6", "wait 7"]
+
+
+def test_a_backward_on_two_streams() -> None:
+    """Each stream waits for the copies once; the allocator is told of one that did not ask for the memory."""
+    model = make()
+    offload, copies = late(model)
+    x = torch.rand(7, WIDTH, requires_grad=True)
+    with offload:
+        first, second = x * torch.rand(7, WIDTH), (x * 2) * torch.rand(7, WIDTH)
+    forward(model, inputs(0), offload)  # lets go of what the block has saved
+    copies.log.clear()
+
+    class OnStream(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, y: Tensor, stream: int) -> Tensor:
+            ctx.stream = stream
+            return y.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+            copies.now = ctx.stream
+            return grad, None
+
+    for stream, y in ((1, first), (2, second), (1, first), (2, second)):
+        OnStream.apply(y, stream).sum().backward(retain_graph=True)  # type: ignore[no-untyped-call]
+    back = [entry for entry in copies.log if "start" not in entry]
+    event = copies.issued
+    assert back[0] == f"wait {event}" and back.count(f"wait {event}") == 1
+    assert back.count(f"wait {event} on 2") == 1 and back.count("use on 2") == 2
+    copies.now = 1
 
 
 def test_host_memory_has_a_bound() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -171,6 +172,17 @@ def test_transfers_beside_products(gpu: Gpu) -> None:
         pass
     side.join(captured := Result())
     assert captured.kept_for == []  # the graph owns the memory
+
+
+@pytest.mark.parametrize("error", [None, KeyError])
+def test_the_device_is_the_caller_s_again(gpu: Gpu, error: type[Exception] | None) -> None:
+    comm: Any = SimpleNamespace(device=torch.device("cuda", 0), stream=gpu.new_stream())
+    gpu.device_is_current = False
+    with contextlib.suppress(KeyError), Beside(comm):
+        assert gpu.device_is_current
+        if error is not None:
+            raise error
+    assert not gpu.device_is_current
 
 
 def test_an_error_beside_products(gpu: Gpu) -> None:
