@@ -21,6 +21,8 @@ class InvalidArgument(MoecommError, ValueError):
     Raised on every rank when it happens in a call that all ranks make: the others learn which rank it was.
     """
 
+    _of_operation = False
+
 
 class InvalidRouting(InvalidArgument):
     """`topk_idx` holds an expert id out of range, or one id twice in a token."""
@@ -69,6 +71,9 @@ class OutOfMemory(MoecommError, MemoryError):
         needed: bytes that were asked for.
         available: bytes that were free, 0 if unknown.
     """
+
+    _is_alone = False
+    """True where the other ranks have gone on, as their part of the operation could be done."""
 
     def __init__(self, text: str, *, needed: int = 0, available: int = 0) -> None:
         super().__init__(text)
@@ -126,12 +131,21 @@ def kind_of(error: MoecommError) -> str:
 def known_to_all(error: Exception) -> bool:
     """Returns whether the ranks have come to know of `error` together: an operation has raised it. What one
     rank finds by itself is an InvalidArgument, or no error of this package."""
-    return isinstance(error, MoecommError) and not isinstance(error, InvalidArgument)
+    if isinstance(error, InvalidArgument):
+        return error._of_operation
+    return isinstance(error, MoecommError) and not (isinstance(error, OutOfMemory) and error._is_alone)
+
+
+def of_operation(error: InvalidArgument) -> InvalidArgument:
+    """Returns `error`, marked as one that an operation of a communicator has raised."""
+    error._of_operation = True
+    return error
 
 
 def to_message(error: MoecommError) -> dict[str, Any]:
     """Returns `error` as JSON values, so that a rank can tell its peers what went wrong."""
-    return {"kind": kind_of(error), "text": str(error), "facts": dict(vars(error))}
+    facts = {name: value for name, value in vars(error).items() if not name.startswith("_")}
+    return {"kind": kind_of(error), "text": str(error), "facts": facts}
 
 
 def from_message(message: dict[str, Any], rank: int) -> MoecommError:

@@ -173,17 +173,17 @@ def clip_grad_norm(
             "pp_group is None, must be the ranks of this rank's pipeline, folding.group('pp'), for a norm "
             "over all stages"
         )
-    owners, trained = expert_owners(model), _trained(model)
+    owners, trained, every = expert_owners(model), _trained(model), list(model.parameters())
     _require_dense_ranks(model, [parameter for parameter in trained if parameter not in owners])
     squares: dict[tuple[Group, ...], Tensor] = {}
-    for parameter in trained:
+    for parameter in every:  # ranks may have frozen other experts, and all of them have to add up the same
         groups = _shard_groups(parameter)
         if parameter in owners and dist.is_initialized():
             over = ep_group_of(owners[parameter], ep_group)
             assert over is not None
             groups = (*groups, over)
-        square = squares.setdefault(groups, _zero(trained))
-        gradient = _found_gradient(parameter)
+        square = squares.setdefault(groups, _zero(every))
+        gradient = _found_gradient(parameter) if parameter.requires_grad else None
         if gradient is not None:
             # On a CPU torch adds one number after another: in float32 a shard's sum would show in the norm.
             on_cpu = _local(gradient).device.type == "cpu"
@@ -192,7 +192,7 @@ def clip_grad_norm(
     for groups, square in squares.items():
         for over in groups:
             dist.all_reduce(square, group=over)
-    total = sum(squares.values(), start=_zero(trained))
+    total = sum(squares.values(), start=_zero(every))
     if pp_group is not None:
         dist.all_reduce(total, group=pp_group)
     norm = total.sqrt()

@@ -574,14 +574,17 @@ class MoELayer(nn.Module):
             ("experts", None if self._own_experts else self.experts),
             ("shared", self.shared),
         ):
-            weight = getattr(module, "w_in", None)
-            # FSDP's shards may have another dtype before the call of their module.
-            if weight is None or weight.dtype is self.config.dtype or isinstance(weight, DTensor):
+            if module is None:
                 continue
-            raise InvalidArgument(
-                f"{name}.w_in is {weight.dtype}, must be the config's dtype {self.config.dtype}: build "
-                f"the layer with MoEConfig(dtype={weight.dtype}) instead of converting it"
-            )
+            others = ((own, module._parameters.get(own)) for own in ("w_out", "b_in", "b_out"))
+            for own, weight in (("w_in", getattr(module, "w_in", None)), *others):
+                # FSDP's shards may have another dtype before the call of their module.
+                if weight is None or weight.dtype is self.config.dtype or isinstance(weight, DTensor):
+                    continue
+                raise InvalidArgument(
+                    f"{name}.{own} is {weight.dtype}, must be the config's dtype {self.config.dtype}: build "
+                    f"the layer with MoEConfig(dtype={weight.dtype}) instead of converting it"
+                )
 
     def _require_parts(self) -> None:
         """Raises InvalidArgument where another module, without their weights, was put in the place of the

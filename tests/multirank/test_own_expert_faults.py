@@ -611,6 +611,44 @@ def test_hooks_that_raise_are_told(pool: Pools, what: str, own: bool) -> None:
         assert found.text == ("rank 1: KeyError: 'told'", "'told'")[rank]
 
 
+def products_that_raise(
+    rank: int, world: int, what: str, overlap: OverlapConfig, checkpointed: bool
+) -> Caught | None:
+    """Rank 1 has a weight of another shape; all ranks use the layer afterwards."""
+    model = model_of(rank, world, overlap=overlap)
+    module = model.moe.get_submodule(what)
+
+    def call() -> Tensor:
+        if not checkpointed:
+            return model(tokens(rank))
+        y: Tensor = torch.utils.checkpoint.checkpoint(model, tokens(rank), use_reentrant=False)
+        return y
+
+    with model.moe.comm:
+        right = module.w_out
+        if rank == 1:
+            module.w_out = nn.Parameter(right.detach()[..., :1, :1].clone())
+        found = catch(call)
+        module.w_out = right
+        for _ in range(2):
+            loss_of(call()).backward()
+        return found
+
+
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["", "checkpointed"])
+@pytest.mark.parametrize("overlap", [OverlapConfig(), OverlapConfig(overlap=False)], ids=["", "in order"])
+@pytest.mark.parametrize("what", ["experts", "shared"])
+def test_products_that_raise_are_told(
+    pool: Pools, what: str, overlap: OverlapConfig, checkpointed: bool
+) -> None:
+    """The other rank waits for no deadline, and the communicator goes on."""
+    ours, theirs = pool(2)(products_that_raise, what, overlap, checkpointed)
+    assert theirs is not None and theirs.name in ("RuntimeError", "InvalidArgument")
+    kind = "RuntimeError: " if theirs.name == "RuntimeError" else ""
+    assert ours is not None and ours.name == "InvalidArgument"
+    assert ours.text == f"rank 1: {kind}{theirs.text}"
+
+
 def hooks_of_others(rank: int, world: int) -> None:
     """Hooks of FSDP2, and those that make weights ready, leave the layer with its overlap."""
     models = [model_of(rank, world) for _ in range(3)]

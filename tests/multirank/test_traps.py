@@ -174,6 +174,29 @@ def test_the_norm_of_one_rank_is_not_that_of_the_model(pool: Callable[[int], Ran
     assert len({own_0, own_1, want_0}) == 3
 
 
+def norm_with_frozen(rank: int, world_size: int, seed: int) -> tuple[float, float]:
+    """Rank 0 trains none of its experts; the norm, and what a collective of the caller's gives behind it."""
+    layer = build(seed)
+    layer.experts.requires_grad_(rank != 0)
+    with layer.comm:
+        x = torch.randn(4, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
+        layer(x).square().sum().backward()
+        sync_gradients(layer)
+        norm, total = clip_grad_norm(layer, 1e9), torch.ones(())
+        dist.all_reduce(total)
+        parts = [None] * world_size
+        dist.all_gather_object(parts, [p.grad for p in layer.experts.parameters() if p.grad is not None])
+        own = [p.grad for name, p in layer.named_parameters() if not name.startswith("experts.")]
+        every = [each.flatten() for part in (*parts, own) for each in part if each is not None]
+        assert_close(norm, torch.cat(every).norm(), rtol=1e-12, atol=0)
+        return float(norm), float(total)
+
+
+def test_the_norm_where_a_rank_has_frozen_its_experts(pool: Callable[[int], RankPool], seed: int) -> None:
+    ours, theirs = pool(2)(norm_with_frozen, seed)
+    assert ours == theirs and ours[1] == 2
+
+
 def optimizers(rank: int, world_size: int, folder: str, seed: int) -> None:
     """sharded_state brings each rank the moments of its own experts, where rank 0's state would fit too."""
     layer, fresh = build(seed), build(seed)
