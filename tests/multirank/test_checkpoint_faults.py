@@ -306,6 +306,25 @@ def test_numbers_before_the_first_step(pool: Pools, seed: int) -> None:
     pool(2)(_asked_before, seed)
 
 
+def _hooked_before(rank: int, world: int, seed: int) -> None:
+    """Hooks of an optimizer's steps run with the steps that the caller makes, and no others."""
+    model, calls = build(rank, world, 2, seed), []
+    kinds = (torch.optim.AdamW(model.parameters()), Counting(model.parameters(), lambda state: state["step"]))
+    with model.comm:
+        for optimizer in kinds:
+            optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+            optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+            sharded_state(model, optimizer)
+            assert calls == []
+            optimizer.step()
+            assert calls == ["before", "after"]
+            calls.clear()
+
+
+def test_hooks_before_the_first_step(pool: Pools, seed: int) -> None:
+    pool(2)(_hooked_before, seed)
+
+
 def _other_kinds(rank: int, world: int, seed: int) -> list[Caught | None]:
     """Returns what is raised for a list, for a number of no known start, and for state of no parameter; the
     optimizer that was refused is as it was."""

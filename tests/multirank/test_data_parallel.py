@@ -705,7 +705,7 @@ def test_checkpoint_goes_on_in_another_recipe(
 
 
 def averaged(rank: int, world_size: int, folder: str, seed: int) -> None:
-    """An average of weights computes, is saved with all experts, and loads at another EP size."""
+    """An average of weights computes, goes on after a checkpoint, and loads at another EP size."""
     model, _ = build(rank, world_size, 2, seed)
     twin = copy.deepcopy(model)
     average = AveragedModel(model)
@@ -719,6 +719,14 @@ def averaged(rank: int, world_size: int, folder: str, seed: int) -> None:
         x = tokens(rank, 0, seed)
         assert_close(average(x), twin(x), rtol=1e-9, atol=1e-9)
         torch.distributed.checkpoint.save(sharded_state(average.module), checkpoint_id=folder)
+        torch.distributed.checkpoint.save(sharded_state(average), checkpoint_id=f"{folder} with its count")
+        other = AveragedModel(build(rank, world_size, 2, seed + 2)[0])
+        torch.distributed.checkpoint.load(sharded_state(other), checkpoint_id=f"{folder} with its count")
+        for each in (average, other):
+            each.update_parameters(model)
+        for mine, loaded in zip(average.parameters(), other.parameters(), strict=True):
+            assert torch.equal(mine, loaded)
+        other.module.moe.comm.close()
         want = {name: tensor.clone() for name, tensor in twin.named_parameters()}
     whole_model, _ = one_process(rank, world_size, 0, seed + 1)
     with whole_model.moe.comm:
