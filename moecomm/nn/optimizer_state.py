@@ -129,7 +129,7 @@ def _try_step(
         group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
     # This calls the step of the plain class: a scheduler wraps the instance's and would count this one, and
     # torch wraps the class's, to call hooks, which may count or average.
-    step = type(optimizer).step
+    step: Any = type(optimizer).step
     (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)
     of_groups = [
         {key: value for key, value in _numbers_of(group).items() if key not in setting}
