@@ -117,12 +117,12 @@ def _plan(given: argparse.Namespace) -> list[Run]:
     device = "cpu" if given.nodes and given.device == "auto" else find_device(given.device)
     on_gpus = device == "cuda"
     times = (
-        given.iters or (20 if on_gpus else 15),
+        given.iters if given.iters is not None else (20 if on_gpus else 15),
         given.warmup if given.warmup is not None else (5 if on_gpus else 3),
     )
     if given.nodes and not on_gpus:
         return plan.nodes_cpu(_providers(given), *times)
-    ranks = given.ranks or parse("alltoall", ["--device", device]).ranks
+    ranks = given.ranks if given.ranks is not None else parse("alltoall", ["--device", device]).ranks
     if given.nodes:
         return plan.nodes_cuda(ranks, _providers(given), *times)
     if given.training:

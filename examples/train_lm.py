@@ -24,12 +24,19 @@ precision, optimizer, trainer (the loop), metrics, speed (TFLOP/s and MFU, on GP
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from lm import options as command_line
 from lm.errors import RunError, UsageError, first_to_say
 from lm.stop import StopRequest
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def main() -> int:
@@ -75,16 +82,46 @@ def start_ranks(options: command_line.Options) -> int:
     return ranks.launch(sys.argv, count)
 
 
-def make_room(options: command_line.Options) -> None:
-    """Puts an earlier run's checkpoints aside, before anything can fail: after a restart by torchrun they
-    would be taken for this run's."""
+@contextlib.contextmanager
+def room_for(options: command_line.Options) -> Iterator[None]:
+    """Keeps other runs out of the folder of this one. A new run puts an earlier one's checkpoints aside,
+    before the rest can fail: after a restart by torchrun they would be taken for its own. Where it does not
+    begin, as its options are wrong, they are put back."""
     from pathlib import Path
 
     from lm import checkpoint
 
-    aside = checkpoint.set_aside(Path(options.out) / "checkpoints")
-    if aside is not None:
-        print(f"a new run: the checkpoints of the earlier one are now in {aside}", flush=True)
+    out = Path(options.out)
+    checkpoints, aside = out / "checkpoints", None
+    with only_run(out):
+        if not options.resume:
+            aside = checkpoint.set_aside(checkpoints)
+        if aside is not None:
+            print(f"a new run: the checkpoints of the earlier one are now in {aside}", flush=True)
+        try:
+            yield
+        except UsageError:
+            if aside is not None and not checkpoints.exists():
+                checkpoint.put_back(checkpoints)
+            raise
+
+
+@contextlib.contextmanager
+def only_run(out: Path) -> Iterator[None]:
+    """Raises UsageError if another run writes into `out`. The lock ends with the process."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        lock = (out / ".lock").open("w")
+    except OSError as error:
+        raise RunError(f"--out {out}: {error.strerror}") from None
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UsageError(f"--out {out}: another run writes there") from None
+        except OSError:
+            pass  # a file system without locks
+        yield
 
 
 def run_rank(options: command_line.Options, stop: StopRequest) -> None:
@@ -93,14 +130,14 @@ def run_rank(options: command_line.Options, stop: StopRequest) -> None:
     from lm.trainer import train
 
     ranks.follow_parent()
-    if not options.resume and os.environ["RANK"] == "0":
-        make_room(options)
     folding = command_line.check_ranks(options, int(os.environ["WORLD_SIZE"]))
-    joined = ranks.join(folding, options.device)
-    try:
-        train(options, joined, stop)
-    finally:
-        dist.destroy_process_group()
+    with room_for(options) if os.environ["RANK"] == "0" else contextlib.nullcontext():
+        joined = ranks.join(folding, options.device)
+        stop.joined = True
+        try:
+            train(options, joined, stop)
+        finally:
+            dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -128,9 +128,16 @@ def _dense(text: str) -> tuple[int, ...]:
     return sizes
 
 
-def _file(text: str) -> str:
+def file_to_write(text: str) -> str:
+    """Returns the path of a file that can be made."""
     if not Path(text).resolve().parent.is_dir() or Path(text).is_dir():
         raise ArgumentTypeError(f"{text} is a folder, or in a folder that is not there")
+    return text
+
+
+def _folder(text: str) -> str:
+    if Path(text).exists() and not Path(text).is_dir():
+        raise ArgumentTypeError(f"{text} is no folder")
     return text
 
 
@@ -196,7 +203,7 @@ def build_parser(program: str) -> Parser:
     add("-d", "--dtype", dest="dtypes", type=_list_of(_one_of(tuple(DTYPES)), tuple(DTYPES)),
         default="bfloat16" if is_layer else "float32", metavar="TYPE",
         help=f"{', '.join(DTYPES)}, a list, all")
-    add("-J", "--json", type=_file, metavar="FILE", help="write everything measured as JSON")
+    add("-J", "--json", type=file_to_write, metavar="FILE", help="write everything measured as JSON")
     add("--hidden", type=positive, metavar="H", help="values per row (4096; layers: the preset's)")
     if program != "alltoall":
         add("--experts", type=_list_of(positive), metavar="E",
@@ -233,7 +240,7 @@ def build_parser(program: str) -> Parser:
         add("--baselines", nargs="?", const="all", metavar="LIST",
             help=f"also run baselines: all, or a list of {cpu}; GPUs: {cuda}")
         add("--baselines-only", action="store_true", help="leave moecomm out")
-        add("--plot", type=_file, metavar="FILE", help="draw bandwidth over size (.png, .svg, .pdf)")
+        add("--plot", type=file_to_write, metavar="FILE", help="draw bandwidth over size (.png, .svg, .pdf)")
         add("--ranks-per-node", type=positive, metavar="N",
             help="ranks that share memory; fewer than all: emulated nodes")
         add("--fabric-provider", metavar="NAME", help="libfabric provider: tcp, shm, ... (best found)")
@@ -268,7 +275,7 @@ def build_parser(program: str) -> Parser:
         add("--dense", type=_dense, metavar="MxKxN", help="the dense product that shares are of")
         add("--records", dest="recorded_steps", type=positive, default=5, metavar="N",
             help="recorded steps of overlapped (5)")
-        add("--trace", dest="timelines", metavar="DIR",
+        add("--trace", dest="timelines", type=_folder, metavar="DIR",
             help="write recorded timelines as Chrome traces and pictures")
         add("--overlap-num-sms", type=count, metavar="N",
             help="SMs of what travels beside products; 0: nothing (own choice)")
@@ -386,7 +393,7 @@ def _find_ranks(given: int | None, device: str) -> int:
             raise ValueError(f"-g {given} disagrees with torchrun, which started {world} ranks; leave -g out")
         return int(world)
     if given is not None or device == "cpu":
-        return given or 2
+        return 2 if given is None else given
     import torch
 
     if not torch.cuda.device_count():

@@ -40,14 +40,18 @@ def run(plan: Sequence[Options], limit_s: float = math.inf) -> int:
 
 
 def _start(plan: Sequence[Options], limit_s: float) -> int:
+    import torch
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented, but not in __all__
     from torch.multiprocessing.spawn import ProcessExitedException, start_processes
 
     options = plan[0]
+    name = f"{options.program}_perf.py"
+    if options.device == "cuda" and options.ranks > (gpus := torch.cuda.device_count()):
+        print(f"{name}: error: -g {options.ranks}: torch finds {gpus} GPUs here", file=sys.stderr, flush=True)
+        return 2
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     threads_before = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = str(options.threads)  # read by the ranks as they start
-    name = f"{options.program}_perf.py"
     started = None
     try:
         started = start_processes(

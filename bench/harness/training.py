@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 from lm import options as command_line
 from lm.errors import RunError, UsageError
 
+from .command_line import file_to_write
+
 if TYPE_CHECKING:
     from .record import Row
 
@@ -68,7 +70,7 @@ def parse(arguments: Sequence[str]) -> tuple[Plan, command_line.Options]:
     add("--timed-steps", type=int, default=8, metavar="N", help="timed steps (%(default)s)")
     add("--no-profile", action="store_true", help="GPUs: without a profile of one more step")
     add("--trace", metavar="FOLDER", help="GPUs: write the trace of the profiled step there")
-    add("-J", "--json", metavar="FILE", help="write a record of the run")
+    add("-J", "--json", type=file_to_write, metavar="FILE", help="write a record of the run")
     add("--commit", metavar="HASH", help="commit to record where the source is no git checkout")
     given, others = parser.parse_known_args(arguments)
     variants = tuple(given.variants.split(","))

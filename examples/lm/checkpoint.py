@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from lm.errors import RunError, UsageError
-from lm.ranks import Ranks
+from lm.ranks import TIMEOUT, Ranks
 from moecomm.nn import sharded_state
 
 KEPT = 2
@@ -62,7 +62,8 @@ class Saver:
 
     def __init__(self, folder: Path, ranks: Ranks) -> None:
         self.folder, self._ranks = folder, ranks
-        self._group = dist.new_group(backend="gloo")  # its own: the saving thread talks beside the training
+        # Its own: the saving thread talks beside the training.
+        self._group = dist.new_group(backend="gloo", timeout=TIMEOUT)
         self._path: Path | None = None
         self._written: Future[None] | None = None
 
@@ -149,12 +150,28 @@ def load(
 
 
 def set_aside(folder: Path) -> Path | None:
-    """Makes room for a new run: an earlier one's checkpoints go to `folder`.old, replacing what is there."""
+    """Makes room for a new run: an earlier one's checkpoints go to `folder`.old. Those that were there go to
+    `folder`.older, until the new run has begun (`forget_older`)."""
     if not folder.exists():
         return None
-    aside = folder.with_name(folder.name + ".old")
-    shutil.rmtree(aside, ignore_errors=True)
+    aside, older = folder.with_name(folder.name + ".old"), folder.with_name(folder.name + ".older")
+    if aside.exists():
+        shutil.rmtree(older, ignore_errors=True)
+        aside.rename(older)
     return folder.rename(aside)
+
+
+def put_back(folder: Path) -> None:
+    """Undoes `set_aside`, for a run that has not begun."""
+    aside, older = folder.with_name(folder.name + ".old"), folder.with_name(folder.name + ".older")
+    aside.rename(folder)
+    if older.exists():
+        older.rename(aside)
+
+
+def forget_older(folder: Path) -> None:
+    """Removes the checkpoints of the run before the one that was set aside."""
+    shutil.rmtree(folder.with_name(folder.name + ".older"), ignore_errors=True)
 
 
 def newest(folder: Path) -> Path:
@@ -193,15 +210,22 @@ def _damaged_files(path: Path, ranks: Ranks) -> Iterator[str]:
     if lists is None:  # taken away since
         yield "a rank's list is missing"
         return
-    files = [(name, *facts) for each in lists for name, facts in each["files"].items()]
-    for name, size, checksum in files[ranks.rank :: ranks.world]:
+    try:
+        files = [(name, *facts) for each in lists for name, facts in each["files"].items()]
+    except (KeyError, TypeError, AttributeError):
+        yield "a rank's list is none"
+        return
+    for name, *facts in files[ranks.rank :: ranks.world]:
         file = path / name
-        if not file.is_file():
-            yield f"{name} is missing"
-        elif file.stat().st_size != size:
-            yield f"{name} has {file.stat().st_size} bytes instead of {size}"
-        elif _checksum(file) != checksum:
-            yield f"the contents of {name} have changed"
+        try:
+            if not file.is_file():
+                yield f"{name} is missing"
+            elif file.stat().st_size != facts[0]:
+                yield f"{name} has {file.stat().st_size} bytes instead of {facts[0]}"
+            elif _checksum(file) != facts[1]:
+                yield f"the contents of {name} have changed"
+        except OSError as error:
+            yield f"{name}: {error.strerror}"
 
 
 def _checksum(file: Path) -> int:

@@ -10,7 +10,9 @@
 
 from __future__ import annotations
 
+import fnmatch
 import glob
+import itertools
 import math
 import os
 import sysconfig
@@ -35,23 +37,24 @@ class TextFile:
     name: str  # relative to the folder it was found in: what decides its side of the split
 
 
+RUN_FILES = ("metrics.jsonl", "options.json", "sample.txt", "checkpoints*")
+
+
 def find_files(places: list[str] | None, out: Path | None = None) -> list[TextFile]:
-    """The text files named by paths, folders and globs; by default Python's own standard library. Of a
-    folder that `out` is in, the files in `out` are left out: what a run writes is not its text."""
+    """The text files named by paths, folders and globs; by default Python's own standard library. Of folders
+    and globs that `out` is in, the files in `out` are left out: what a run writes is not its text."""
     if not places:
         stdlib = Path(sysconfig.get_paths()["stdlib"])
         return [file for file in _walk(stdlib) if file.path.suffix == ".py"]
     found: dict[Path, TextFile] = {}
     written = None if out is None else out.resolve()
     for place in places:
-        matches = sorted(glob.glob(place, recursive=True))
+        matches = [place] if os.path.lexists(place) else sorted(glob.glob(place, recursive=True))
         if not matches:
             raise UsageError(f"--data: no such file or folder: {place}")
         for match in map(Path, matches):
             if match.is_dir():
                 files = _walk(match)
-                if written is not None and match.resolve() in written.parents:
-                    files = [file for file in files if written not in file.path.resolve().parents]
             elif _is_text(match):
                 files = [TextFile(match, match.name)]
             elif match == Path(place):
@@ -60,10 +63,28 @@ def find_files(places: list[str] | None, out: Path | None = None) -> list[TextFi
                 )
             else:
                 files = []  # one of those that a glob names
+            if match.is_dir() or match != Path(place):
+                files = [file for file in files if not _is_of_run(file.path, place, written)]
             found.update({file.path.resolve(): file for file in files})
     if not found:
         raise UsageError(f"--data: no text file in {' '.join(places)}")
     return sorted(found.values(), key=lambda file: (file.name, str(file.path)))
+
+
+def _is_of_run(path: Path, place: str, out: Path | None) -> bool:
+    """Returns True for a file that a run into `out` may have written: any in it, and where the place that was
+    named begins in `out`, those of the program's own names."""
+    path = path.resolve()
+    if out is None or out not in path.parents:
+        return False
+    begin = Path(*itertools.takewhile(lambda part: not glob.has_magic(part), Path(place).parts))
+    if os.path.lexists(place):
+        begin = Path(place)
+    begin = begin.resolve()
+    if begin != out and out not in begin.parents:
+        return True
+    top = path.relative_to(out).parts[0]
+    return begin == out and any(fnmatch.fnmatch(top, name) for name in RUN_FILES)
 
 
 def _walk(folder: Path) -> list[TextFile]:

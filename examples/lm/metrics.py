@@ -6,6 +6,7 @@ with "val_loss" validations. "load" holds the tokens of each expert, a list for 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lm.errors import RunError
 from moecomm.nn import MoELayer
 from moecomm.overlap import Timeline
 
@@ -31,23 +33,35 @@ class MetricsFile:
     def __init__(self, path: Path, *, resume_at: int | None) -> None:
         kept = [] if resume_at is None else [r for r in read_metrics(path) if r["step"] <= resume_at]
         self.records: list[Record] = kept
+        whole = path.with_name(f".{path.name}")
+        whole.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
+        whole.replace(path)  # a run that ends here keeps its history
         # Line buffering: whoever watches the file sees whole lines.
-        self._stream = path.open("w", buffering=1, encoding="utf-8")
-        for record in kept:
-            self._stream.write(json.dumps(record) + "\n")
+        self._stream = path.open("a", buffering=1, encoding="utf-8")
 
     def write(self, record: Record) -> None:
+        """Raises RunError where there is no room for it."""
         self.records.append(record)
-        self._stream.write(json.dumps(record) + "\n")
+        try:
+            self._stream.write(json.dumps(record) + "\n")
+        except OSError as error:
+            raise RunError(f"{self._stream.name}: {error.strerror}") from None
 
     def close(self) -> None:
         self._stream.close()
 
 
 def read_metrics(path: Path) -> list[Record]:
+    """Returns the records of a file; without those that a crash, or somebody else, has left torn."""
     if not path.is_file():
         return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
+    found = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        with contextlib.suppress(ValueError):
+            record = json.loads(line)
+            if isinstance(record, dict) and isinstance(record.get("step"), int):
+                found.append(record)
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -207,7 +207,9 @@ class Options:
         """Writes what a later `--resume` takes over; returns what differs from the run that is resumed."""
         kept = {name: value for name, value in dataclasses.asdict(self).items() if name not in PER_CALL}
         before = _load_saved(folder) if self.resume else kept
-        (folder / FILE_NAME).write_text(json.dumps(kept, indent=1) + "\n")
+        whole = folder / f".{FILE_NAME}"
+        whole.write_text(json.dumps(kept, indent=1) + "\n")
+        whole.replace(folder / FILE_NAME)
         return {name: value for name, value in kept.items() if value != before.get(name)}
 
 
@@ -285,6 +287,9 @@ def _check_batch(options: Options, folding: ParallelFolding) -> None:
 
 def _check(options: Options) -> None:
     _check_attention(options)
+    unit = 16 // {"float32": 4, "bfloat16": 2}[options.dtype]
+    if options.dim % unit:
+        raise UsageError(f"--dim {options.dim} must be a multiple of {unit} with --dtype {options.dtype}")
     if options.dense_layers >= options.layers:
         raise UsageError(
             f"--dense-layers {options.dense_layers} must be less than --layers {options.layers}: the others "
@@ -418,6 +423,8 @@ def _check_microbatches(options: Options, schedule: str) -> None:
 def _check_attention(options: Options) -> None:
     if options.rope_factor < 1:
         raise UsageError(f"--rope-factor {options.rope_factor} must be at least 1; 1: no YaRN")
+    if options.rope_factor > 1 and options.rope_base == 1:
+        raise UsageError("--rope-base 1 has one frequency, which --rope-factor cannot scale")
 
     def flags(*names: str) -> list[str]:
         return [f"--{name.replace('_', '-')}" for name in names if getattr(options, name)]
@@ -458,6 +465,8 @@ def _load_saved(out: Path) -> dict[str, Any]:
         raise UsageError(f"--resume: no run in {out} (no {FILE_NAME})") from None
     except (OSError, ValueError) as error:
         raise UsageError(f"--resume: {out / FILE_NAME}: {error}") from None
+    if not isinstance(saved, dict):
+        raise UsageError(f"--resume: {out / FILE_NAME} does not hold a run's options")
     known = {field.name for field in dataclasses.fields(Options)}
     return {**presets.PLAIN, **{name: value for name, value in saved.items() if name in known}}
 
@@ -479,6 +488,13 @@ def _count(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is not a number of at least 1")
+    return value
+
+
+def _seed(text: str) -> int:
+    value = int(text)
+    if not 0 <= value < 1 << 63:
+        raise argparse.ArgumentTypeError(f"{value} is not a number from 0 to 2**63 - 1")
     return value
 
 
@@ -638,7 +654,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--warmup", type=_count, help="steps in which the learning rate rises")
     add("--weight-decay", type=_amount, default=0.1, help="of matrices, not of norms")
     add("--clip", type=_amount, default=1.0, help="largest norm of the gradient; 0: any")
-    add("--seed", type=int, default=0, help="of the weights and the batches")
+    add("--seed", type=_seed, default=0, help="of the weights and the batches")
 
     add = parser.add_argument_group("ranks").add_argument
     add("--ranks", type=_count, help="ranks to start when torchrun did not (default: one per GPU, else 2)")

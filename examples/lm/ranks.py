@@ -8,6 +8,7 @@ same experts and so share expert gradients.
 from __future__ import annotations
 
 import ctypes
+import datetime
 import logging
 import os
 import signal
@@ -102,6 +103,10 @@ class Ranks:
         return self.folding.coordinates(self.rank)
 
 
+TIMEOUT = datetime.timedelta(minutes=10)
+"""Of collectives: a rank may compile, or write a checkpoint, for minutes. gloo's own is half an hour."""
+
+
 def join(folding: ParallelFolding, device: str) -> Ranks:
     """Joins the ranks that torchrun (or `launch`) started, as many as the folding lays out."""
     local_rank = int(os.environ["LOCAL_RANK"])
@@ -109,11 +114,11 @@ def join(folding: ParallelFolding, device: str) -> Ranks:
         place = torch.device("cuda", local_rank)
         torch.cuda.set_device(place)
         torch.set_float32_matmul_precision("high")
-        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=place, **_own_store())
+        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=place, timeout=TIMEOUT, **_own_store())
     else:
         place = torch.device("cpu")
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ["LOCAL_WORLD_SIZE"])))
-        dist.init_process_group("gloo", **_own_store())
+        dist.init_process_group("gloo", timeout=TIMEOUT, **_own_store())
     return Ranks(dist.get_rank(), dist.get_world_size(), place, folding)
 
 

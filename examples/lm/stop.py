@@ -13,9 +13,15 @@ their launcher, which tells the ranks once more."""
 
 
 class StopRequest:
-    """True once SIGINT or SIGTERM came. A later signal ends the process at once."""
+    """True once SIGINT or SIGTERM came. A later signal ends the process at once, and so does a SIGTERM before
+    the ranks have joined, where there may be nobody to wait for.
+
+    Attributes:
+        joined: set when the ranks have joined.
+    """
 
     def __init__(self) -> None:
+        self.joined = False
         self._asked = False
         self._since = 0.0
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -25,7 +31,8 @@ class StopRequest:
         return self._asked
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        if self._asked and time.monotonic() - self._since > SAME_SECONDS:
+        late = self._asked and time.monotonic() - self._since > SAME_SECONDS
+        if late or (number == signal.SIGTERM and not self.joined and not self._asked):
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         if not self._asked:

@@ -21,7 +21,7 @@ from lm.build import (
     model_vocab,
 )
 from lm.corpus import Corpus
-from lm.errors import UsageError
+from lm.errors import RunError, UsageError
 from lm.merged import MergedStep
 from lm.metrics import (
     MetricsFile,
@@ -116,8 +116,7 @@ class Trainer:
 
     def run(self) -> None:
         options, start = self.options, self.run_state.step
-        if self.ranks.first:
-            self._begin_output()
+        self._begin_output_alike()
         progress = StepProgress(
             start=start, steps=options.steps, log_every=options.log_every, shown=self.ranks.first
         )
@@ -296,8 +295,21 @@ class Trainer:
             (self.out / "sample.txt").write_text(text + "\n", encoding="utf-8")
         self._say(f"sample:\n{text}")
 
+    def _begin_output_alike(self) -> None:
+        """Begins the run's files in the first rank. Raises RunError on all ranks if it could not."""
+        problem: list[str | None] = [None]
+        if self.ranks.first:
+            try:
+                self._begin_output()
+            except (OSError, RunError) as error:
+                problem[0] = f"--out {self.out}: {error}"
+        dist.broadcast_object_list(problem, device=torch.device("cpu"))
+        if problem[0] is not None:
+            raise RunError(problem[0])
+
     def _begin_output(self) -> None:
         self.out.mkdir(parents=True, exist_ok=True)
+        checkpoint.forget_older(self.saver.folder)
         resume_at = self.run_state.step if self.options.resume else None
         self.metrics = MetricsFile(self.out / "metrics.jsonl", resume_at=resume_at)
         total, active = self.parameters

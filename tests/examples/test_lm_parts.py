@@ -495,6 +495,27 @@ def test_new_run_sets_old_checkpoints_aside(tmp_path: Path) -> None:
         assert [path.name for path in aside.iterdir()] == [f"step-{step}"]
 
 
+def test_a_run_that_does_not_begin_puts_checkpoints_back(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    for step in (1, 2):
+        (folder / f"step-{step}").mkdir(parents=True)
+        checkpoint.set_aside(folder)
+    (folder / "step-3").mkdir(parents=True)
+    checkpoint.set_aside(folder)
+    checkpoint.put_back(folder)
+    found = {path.parent.name: path.name for path in tmp_path.glob("*/*")}
+    assert found == {"checkpoints": "step-3", "checkpoints.old": "step-2"}
+    checkpoint.set_aside(folder)
+    checkpoint.forget_older(folder)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoints.old"]
+
+
+def test_lines_of_metrics_that_are_none(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n34}\n{"a":}\n{"stp": 1}\n\xff{"step": 2}\n{"step": 3}\n')
+    assert read_metrics(path) == [{"step": 1}, {"step": 3}]
+
+
 @pytest.mark.parametrize("experts", [1, 4])
 def test_pictures_of_short_runs(tmp_path: Path, experts: int) -> None:
     records = [{"step": 0, "unigram": 3.0}]
@@ -507,20 +528,47 @@ def test_pictures_of_short_runs(tmp_path: Path, experts: int) -> None:
 
 
 def test_what_a_run_writes_is_not_its_text(tree: Path) -> None:
-    """Files in --out are left out of a folder that has --out in it. Text stays that is named by itself, or in
-    a folder that is --out or lies in it."""
+    """Files in --out are left out of a folder or glob that has --out in it. Text stays that is named itself,
+    or in a folder that is --out or lies in it, but for what the program writes."""
     (tree / "runs").mkdir()
     (tree / "runs" / "metrics.jsonl").write_text("{}\n")
-    assert len(data.find_files([str(tree)])) == 42
-    assert len(data.find_files([str(tree)], tree / "runs")) == 41
-    assert len(data.find_files([str(tree / "runs" / "*")], tree / "runs")) == 1
-    assert len(data.find_files([str(tree)], tree)) == len(data.find_files([str(tree)], tree.parent)) == 42
+    (tree / "runs" / "notes.txt").write_text("text\n")
+    out = tree / "runs"
+    assert len(data.find_files([str(tree)])) == 43
+    for place in (tree, tree / "**", tree / "*"):
+        assert len(data.find_files([str(place)], out)) == 41, place
+    for place in (out, out / "*"):
+        assert [file.name for file in data.find_files([str(place)], out)] == ["notes.txt"], place
+    assert len(data.find_files([str(out / "metrics.jsonl")], out)) == 1
+    assert len(data.find_files([str(tree)], tree)) == len(data.find_files([str(tree)], tree.parent)) == 43
+
+
+def test_a_folder_with_brackets_in_its_name(tree: Path) -> None:
+    folder = tree / "some[1]"
+    folder.mkdir()
+    (folder / "text.txt").write_text("text\n")
+    assert [file.name for file in data.find_files([str(folder)])] == ["text.txt"]
 
 
 def test_paths_of_the_home_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     chosen = options.parse(["--data", "~/src/**/*.md", "--out", str(tmp_path)])
     assert chosen.data == [f"{tmp_path}/src/**/*.md"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_termination_before_ranks_have_joined(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There may be nobody to wait for: the process ends at once. Ctrl-C is a request as ever."""
+    before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
+    killed: list[int] = []
+    monkeypatch.setattr(stop.os, "kill", lambda pid, number: killed.append(number))
+    try:
+        request = stop.StopRequest()
+        signal.raise_signal(number)
+        assert request and killed == ([number] if number == signal.SIGTERM else [])
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
 
 
 def test_a_second_signal_right_after_the_first_is_the_same_request(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -530,6 +578,7 @@ def test_a_second_signal_right_after_the_first_is_the_same_request(monkeypatch: 
     monkeypatch.setattr(stop.os, "kill", lambda pid, number: killed.append(number))
     try:
         request = stop.StopRequest()
+        request.joined = True
         assert not request
         for seconds in (0.0, 0.1, stop.SAME_SECONDS):
             now[0] = 100.0 + seconds
