@@ -29,14 +29,11 @@ import fcntl
 import os
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from lm import options as command_line
 from lm.errors import RunError, UsageError, first_to_say
 from lm.stop import StopRequest
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def main() -> int:
@@ -57,8 +54,6 @@ def after_restart(options: command_line.Options) -> command_line.Options:
     the newest checkpoint, if there is one."""
     if options.resume or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == 0:
         return options
-    from pathlib import Path
-
     from lm import checkpoint
 
     there = checkpoint.finished(Path(options.out) / "checkpoints")
@@ -67,8 +62,6 @@ def after_restart(options: command_line.Options) -> command_line.Options:
 
 def start_ranks(options: command_line.Options) -> int:
     """Checks all that can be checked before there are ranks, then runs this program again on each of them."""
-    from pathlib import Path
-
     from lm import data, ranks, tokenizer
 
     count = ranks.default_ranks(options.device, options.batch) if options.ranks is None else options.ranks
@@ -87,8 +80,6 @@ def room_for(options: command_line.Options) -> Iterator[None]:
     """Keeps other runs out of the folder of this one. A new run puts an earlier one's checkpoints aside,
     before the rest can fail: after a restart by torchrun they would be taken for its own. Where it does not
     begin, as its options are wrong, they are put back."""
-    from pathlib import Path
-
     from lm import checkpoint
 
     out = Path(options.out)

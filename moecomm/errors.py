@@ -7,11 +7,17 @@ the same error, and a new communicator has to be built. After every other error 
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
 
 
 class MoecommError(RuntimeError):
     """Base of everything that moecomm raises on purpose."""
+
+    _is_known_to_all = True
+    """False for what one rank has found by itself, while the others go on."""
 
 
 class InvalidArgument(MoecommError, ValueError):
@@ -21,7 +27,7 @@ class InvalidArgument(MoecommError, ValueError):
     Raised on every rank when it happens in a call that all ranks make: the others learn which rank it was.
     """
 
-    _of_operation = False
+    _is_known_to_all = False  # until an operation raises it
 
 
 class InvalidRouting(InvalidArgument):
@@ -71,9 +77,6 @@ class OutOfMemory(MoecommError, MemoryError):
         needed: bytes that were asked for.
         available: bytes that were free, 0 if unknown.
     """
-
-    _is_alone = False
-    """True where the other ranks have gone on, as their part of the operation could be done."""
 
     def __init__(self, text: str, *, needed: int = 0, available: int = 0) -> None:
         super().__init__(text)
@@ -131,15 +134,16 @@ def kind_of(error: MoecommError) -> str:
 def known_to_all(error: Exception) -> bool:
     """Returns whether the ranks have come to know of `error` together: an operation has raised it. What one
     rank finds by itself is an InvalidArgument, or no error of this package."""
-    if isinstance(error, InvalidArgument):
-        return error._of_operation
-    return isinstance(error, MoecommError) and not (isinstance(error, OutOfMemory) and error._is_alone)
+    return isinstance(error, MoecommError) and error._is_known_to_all
 
 
-def of_operation(error: InvalidArgument) -> InvalidArgument:
-    """Returns `error`, marked as one that an operation of a communicator has raised."""
-    error._of_operation = True
-    return error
+def as_operation(run: Callable[[], Result]) -> Result:
+    """Runs an operation of a communicator. An InvalidArgument that it raises is known to all ranks."""
+    try:
+        return run()
+    except InvalidArgument as error:
+        error._is_known_to_all = True
+        raise
 
 
 def to_message(error: MoecommError) -> dict[str, Any]:

@@ -393,7 +393,7 @@ def _find_ranks(given: int | None, device: str) -> int:
             raise ValueError(f"-g {given} disagrees with torchrun, which started {world} ranks; leave -g out")
         return int(world)
     if given is not None or device == "cpu":
-        return 2 if given is None else given
+        return given or 2
     import torch
 
     if not torch.cuda.device_count():

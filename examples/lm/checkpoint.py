@@ -154,7 +154,7 @@ def set_aside(folder: Path) -> Path | None:
     `folder`.older, until the new run has begun (`forget_older`)."""
     if not folder.exists():
         return None
-    aside, older = folder.with_name(folder.name + ".old"), folder.with_name(folder.name + ".older")
+    aside, older = _aside(folder)
     if aside.exists():
         shutil.rmtree(older, ignore_errors=True)
         aside.rename(older)
@@ -163,7 +163,7 @@ def set_aside(folder: Path) -> Path | None:
 
 def put_back(folder: Path) -> None:
     """Undoes `set_aside`, for a run that has not begun."""
-    aside, older = folder.with_name(folder.name + ".old"), folder.with_name(folder.name + ".older")
+    aside, older = _aside(folder)
     aside.rename(folder)
     if older.exists():
         older.rename(aside)
@@ -171,7 +171,11 @@ def put_back(folder: Path) -> None:
 
 def forget_older(folder: Path) -> None:
     """Removes the checkpoints of the run before the one that was set aside."""
-    shutil.rmtree(folder.with_name(folder.name + ".older"), ignore_errors=True)
+    shutil.rmtree(_aside(folder)[1], ignore_errors=True)
+
+
+def _aside(folder: Path) -> tuple[Path, Path]:
+    return folder.with_name(folder.name + ".old"), folder.with_name(folder.name + ".older")
 
 
 def newest(folder: Path) -> Path:
@@ -212,17 +216,18 @@ def _damaged_files(path: Path, ranks: Ranks) -> Iterator[str]:
         return
     try:
         files = [(name, *facts) for each in lists for name, facts in each["files"].items()]
-    except (KeyError, TypeError, AttributeError):
+        own = [(name, size, checksum) for name, size, checksum in files[ranks.rank :: ranks.world]]
+    except (KeyError, TypeError, ValueError, AttributeError):
         yield "a rank's list is none"
         return
-    for name, *facts in files[ranks.rank :: ranks.world]:
+    for name, size, checksum in own:
         file = path / name
         try:
             if not file.is_file():
                 yield f"{name} is missing"
-            elif file.stat().st_size != facts[0]:
-                yield f"{name} has {file.stat().st_size} bytes instead of {facts[0]}"
-            elif _checksum(file) != facts[1]:
+            elif file.stat().st_size != size:
+                yield f"{name} has {file.stat().st_size} bytes instead of {size}"
+            elif _checksum(file) != checksum:
                 yield f"the contents of {name} have changed"
         except OSError as error:
             yield f"{name}: {error.strerror}"

@@ -29,15 +29,14 @@ from lm.tokenizer import Tokenizer
 
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__"}
 HELD_OUT_ONE_IN = 16
+RUN_FILES = ("metrics.jsonl", "options.json", "sample.txt", "checkpoints*")
+"""What a run writes into its folder, and may be taken for text."""
 
 
 @dataclass(frozen=True)
 class TextFile:
     path: Path
     name: str  # relative to the folder it was found in: what decides its side of the split
-
-
-RUN_FILES = ("metrics.jsonl", "options.json", "sample.txt", "checkpoints*")
 
 
 def find_files(places: list[str] | None, out: Path | None = None) -> list[TextFile]:
@@ -49,7 +48,10 @@ def find_files(places: list[str] | None, out: Path | None = None) -> list[TextFi
     found: dict[Path, TextFile] = {}
     written = None if out is None else out.resolve()
     for place in places:
-        matches = [place] if os.path.lexists(place) else sorted(glob.glob(place, recursive=True))
+        if os.path.lexists(place):
+            matches, begin = [place], Path(place).resolve()
+        else:
+            matches, begin = sorted(glob.glob(place, recursive=True)), _before_wildcards(place)
         if not matches:
             raise UsageError(f"--data: no such file or folder: {place}")
         for match in map(Path, matches):
@@ -63,28 +65,29 @@ def find_files(places: list[str] | None, out: Path | None = None) -> list[TextFi
                 )
             else:
                 files = []  # one of those that a glob names
-            if match.is_dir() or match != Path(place):
-                files = [file for file in files if not _is_of_run(file.path, place, written)]
-            found.update({file.path.resolve(): file for file in files})
+            named = not match.is_dir() and match == Path(place)
+            for file in files:
+                path = file.path.resolve()
+                if named or written is None or not _is_of_run(path, begin, written):
+                    found[path] = file
     if not found:
         raise UsageError(f"--data: no text file in {' '.join(places)}")
     return sorted(found.values(), key=lambda file: (file.name, str(file.path)))
 
 
-def _is_of_run(path: Path, place: str, out: Path | None) -> bool:
-    """Returns True for a file that a run into `out` may have written: any in it, and where the place that was
-    named begins in `out`, those of the program's own names."""
-    path = path.resolve()
-    if out is None or out not in path.parents:
+def _before_wildcards(place: str) -> Path:
+    """Returns the absolute path of the folder in which a glob begins."""
+    plain = itertools.takewhile(lambda part: not glob.has_magic(part), Path(place).parts)
+    return Path(*plain).resolve()
+
+
+def _is_of_run(path: Path, begin: Path, out: Path) -> bool:
+    """Returns True for a file that a run into `out` may have written: any in it, and where the text that was
+    named begins in `out` itself, those of the program's own names."""
+    if out not in path.parents or out in begin.parents:
         return False
-    begin = Path(*itertools.takewhile(lambda part: not glob.has_magic(part), Path(place).parts))
-    if os.path.lexists(place):
-        begin = Path(place)
-    begin = begin.resolve()
-    if begin != out and out not in begin.parents:
-        return True
     top = path.relative_to(out).parts[0]
-    return begin == out and any(fnmatch.fnmatch(top, name) for name in RUN_FILES)
+    return begin != out or any(fnmatch.fnmatch(top, name) for name in RUN_FILES)
 
 
 def _walk(folder: Path) -> list[TextFile]:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lm.errors import RunError
+from lm.files import write_whole
 from moecomm.nn import MoELayer
 from moecomm.overlap import Timeline
 
@@ -33,9 +34,7 @@ class MetricsFile:
     def __init__(self, path: Path, *, resume_at: int | None) -> None:
         kept = [] if resume_at is None else [r for r in read_metrics(path) if r["step"] <= resume_at]
         self.records: list[Record] = kept
-        whole = path.with_name(f".{path.name}")
-        whole.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
-        whole.replace(path)  # a run that ends here keeps its history
+        write_whole(path, "".join(json.dumps(record) + "\n" for record in kept))
         # Line buffering: whoever watches the file sees whole lines.
         self._stream = path.open("a", buffering=1, encoding="utf-8")
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from lm import presets
 from lm.errors import UsageError
+from lm.files import write_whole
 
 if TYPE_CHECKING:
     from moecomm.parallel import ParallelFolding
@@ -207,9 +208,7 @@ class Options:
         """Writes what a later `--resume` takes over; returns what differs from the run that is resumed."""
         kept = {name: value for name, value in dataclasses.asdict(self).items() if name not in PER_CALL}
         before = _load_saved(folder) if self.resume else kept
-        whole = folder / f".{FILE_NAME}"
-        whole.write_text(json.dumps(kept, indent=1) + "\n")
-        whole.replace(folder / FILE_NAME)
+        write_whole(folder / FILE_NAME, json.dumps(kept, indent=1) + "\n")
         return {name: value for name, value in kept.items() if value != before.get(name)}
 
 

@@ -104,7 +104,8 @@ class Ranks:
 
 
 TIMEOUT = datetime.timedelta(minutes=10)
-"""Of collectives: a rank may compile, or write a checkpoint, for minutes. gloo's own is half an hour."""
+"""The deadline of collectives. A rank may compile, or write a checkpoint, for minutes; the deadline of gloo
+itself is half an hour."""
 
 
 def join(folding: ParallelFolding, device: str) -> Ranks:

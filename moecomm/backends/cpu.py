@@ -23,7 +23,7 @@ from moecomm.backends.base import (
     warn_of_thread,
 )
 from moecomm.backends.order import InOrder
-from moecomm.errors import InvalidArgument, MoecommError, Unsupported, kind_of, of_operation
+from moecomm.errors import InvalidArgument, MoecommError, Unsupported, as_operation, kind_of
 from moecomm.setup.devices import default_threads
 from moecomm.setup.handshake import check_host_room, connect, describe, handshake
 from moecomm.setup.memory_plan import plan_memory, window_shape
@@ -164,11 +164,7 @@ class CpuBackend:
         """Runs `operation` after all before it and returns its result; torch.compile does not trace it."""
         if torch.compiler.is_compiling():
             return _run_outside_graph(self._order, operation)
-        try:
-            return self._order.run(operation)
-        except InvalidArgument as error:
-            of_operation(error)
-            raise
+        return as_operation(lambda: self._order.run(operation))
 
     def launch(
         self,
@@ -180,16 +176,7 @@ class CpuBackend:
     ) -> Work[Finished]:
         """Runs an operation in the communicator's own thread, after all before it."""
         future = self._order.submit(begin if complete is None else lambda: complete(begin()))
-
-        def wait() -> Finished:
-            try:
-                result = future.result()
-            except InvalidArgument as error:
-                of_operation(error)
-                raise
-            return finish(result)
-
-        return Work(wait, future.done)
+        return Work(lambda: finish(as_operation(future.result)), future.done)
 
     def settle_begun(self) -> None:
         """Does nothing: the thread completes each operation itself."""

@@ -30,7 +30,7 @@ from moecomm.backends.base import (
 from moecomm.backends.side_work import SideWork
 from moecomm.device.cuda_device import CudaDevice
 from moecomm.env import read_env
-from moecomm.errors import InvalidArgument, MoecommError, OutOfMemory, Unsupported, kind_of, of_operation
+from moecomm.errors import InvalidArgument, MoecommError, OutOfMemory, Unsupported, as_operation, kind_of
 from moecomm.setup.handshake import GroupInfo, check_host_room, connect, describe, handshake
 from moecomm.setup.memory_plan import device_shape, plan_device_memory
 from moecomm.setup.rendezvous import Rendezvous
@@ -274,10 +274,7 @@ class CudaBackend:
             self._raw_stream = gpu.raw_stream()
             self._capturing = gpu.capturing()
             self._follow()
-            return operation()
-        except InvalidArgument as error:
-            of_operation(error)
-            raise
+            return as_operation(operation)
         finally:
             gpu.pop_range()
 
@@ -501,7 +498,7 @@ class CudaBackend:
         except OutOfMemory as error:
             # The peers must not wait for this rank, so it receives the rows into nothing.
             self._start_receiving(None, (0, 0), receive)
-            error._is_alone = True
+            error._is_known_to_all = False
             raise
         self._start_receiving(outputs, counts, receive)
         return self._received(call, blob, inputs, counts, outputs)

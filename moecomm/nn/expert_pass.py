@@ -31,7 +31,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,13 +40,14 @@ from torch.autograd.function import once_differentiable
 
 from moecomm.communicator import Communicator
 from moecomm.device.cuda_device import CudaDevice
-from moecomm.errors import Unsupported, known_to_all
+from moecomm.errors import Unsupported
 from moecomm.kernels.activation import weighted_activation_backward, weighted_activation_into
 from moecomm.kernels.products import Products
 from moecomm.nn.deferred import Deferred, Operands, Pending, cut_off
 from moecomm.nn.experts import shared_gates
 from moecomm.nn.overflow_check import OverflowCheck
 from moecomm.nn.overlap_config import Keep
+from moecomm.nn.own_experts import call_or_tell
 from moecomm.nn.parameters import grad_in_place, has_hooks
 from moecomm.nn.pool import ActivationPool, PoolHandle
 from moecomm.overlap import Beside, Stages, Timeline
@@ -54,8 +55,6 @@ from moecomm.overlap.beside import Turns
 from moecomm.overlap.blocks import run_through
 from moecomm.overlap.stages import COMM
 from moecomm.types import DispatchOutput, Handle, Layout
-
-Result = TypeVar("Result")
 
 
 class Weights(NamedTuple):
@@ -631,9 +630,9 @@ class _Pass:
         self.forward, forward.keeps = forward, not self.is_first
         with without_autocast(x_TH.device.type):
             if self.known is None:
-                self.y_TH = self._told(lambda: run_through(forward.run()))
+                self.y_TH = call_or_tell(self.call.comm, lambda: run_through(forward.run()))
             else:
-                self._told(forward.again)
+                call_or_tell(self.call.comm, forward.again)
         return forward
 
     def result(self) -> Tensor:
@@ -642,18 +641,9 @@ class _Pass:
         y_TH, self.y_TH = self.y_TH, None
         if y_TH is None:
             with without_autocast(self.forward.x_TH.device.type):
-                y_TH = self._told(self.forward.finish)
+                y_TH = call_or_tell(self.call.comm, self.forward.finish)
         self.forward = None
         return y_TH
-
-    def _told(self, compute: Callable[[], Result]) -> Result:
-        """Computes a part of the pass. What is raised on this rank alone is told to the other ranks."""
-        try:
-            return compute()
-        except Exception as error:
-            if known_to_all(error):
-                raise
-            self.call.comm.refuse(error)
 
 
 class _Keep(torch.autograd.Function):

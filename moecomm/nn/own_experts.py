@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -118,12 +118,13 @@ def record_of(experts: nn.Module) -> str | None:
     return None if record is None else str(record)
 
 
-def call_or_tell(comm: Communicator, module: nn.Module, *arguments: Any, **options: Any) -> Any:
-    """Returns what the module returns. An exception that it or its hooks raise is told to the other ranks."""
+def call_or_tell(comm: Communicator, part: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """Returns what a module, or another part of a layer, returns. An exception of this rank alone that it or
+    its hooks raise is told to the other ranks."""
     if torch.compiler.is_compiling():  # there is no way to go on behind a graph break within a try
-        return module(*arguments, **options)
+        return part(*arguments, **options)
     try:
-        return module(*arguments, **options)
+        return part(*arguments, **options)
     except Exception as error:
         if known_to_all(error):
             raise

@@ -115,7 +115,7 @@ class Beside:
         self._stream = comm.stream if wanted and not self._copies else None
         self._gpu = CudaDevice(comm.device.index) if self._stream is not None else None
         self._caller: torch.cuda.Stream | None = None
-        self._on_device: contextlib.AbstractContextManager[Any] | None = None
+        self._on_stream: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         self._release: Callable[[], int] | None = None
         self._held = 0
 
@@ -131,13 +131,11 @@ class Beside:
             self._release = self._comm.hold_copies()
         if self._gpu is not None:
             assert self._stream is not None
-            if not self._gpu.is_current():  # a stream's switch makes its device current as well
-                self._on_device = self._gpu.current()
-                self._on_device.__enter__()
             self._caller = self._gpu.stream()
             if not self._sent:
                 self._stream.wait_event(self._gpu.record_event(self._caller))
-            self._gpu.switch(self._stream)
+            self._on_stream = self._gpu.on(self._stream)
+            self._on_stream.__enter__()
         return self
 
     def __exit__(
@@ -147,12 +145,9 @@ class Beside:
             self._held = self._release()
         if self._gpu is not None:
             assert self._caller is not None
-            self._gpu.switch(self._caller)
+            self._on_stream.__exit__(None, None, None)
             if self._turns is not None:
                 self._end = self._gpu.record_event(self._stream)
-            if self._on_device is not None:
-                self._on_device.__exit__(None, None, None)
-                self._on_device = None
         if error is not None:
             self.join()
         if self._turns is not None:

@@ -86,7 +86,9 @@ def _all_from_threads(rank: int, world_size: int, case: Case) -> list[str]:
             look(f"construction {where}")
             problems.extend(oracle.play(comm, case, rank))
             look(f"the operations {where}")
-            comm.stats(), comm.reset_stats(), comm.last_phases()
+            comm.stats()
+            comm.reset_stats()
+            comm.last_phases()
             look(f"the counters {where}")
         look(f"close {where}")
         del comm

@@ -446,14 +446,12 @@ class FakeGpu:
         self.streams.append(FakeStream(self, 100 + len(self.streams)))
         return self.streams[-1]
 
-    def switch(self, stream: FakeStream) -> None:
-        self.now = stream
-
     @contextlib.contextmanager
     def on(self, stream: FakeStream) -> Iterator[None]:
-        before, self.now = self.now, stream
-        yield
-        self.now = before
+        with self.current():
+            before, self.now = self.now, stream
+            yield
+            self.now = before
 
     def capturing(self) -> bool:
         assert self.device_is_current

@@ -54,7 +54,8 @@ class TestOperations:
         assert native.closed and not FakeWindow.last.closed
 
     def test_its_window_outlives_a_capture(self) -> None:
-        """To free it would spoil the capture: the next communicator that closes does."""
+        """A window that is let go of in a capture, which freeing would spoil, goes when the next communicator
+        closes."""
         comm, native, gpu = _comm()
         window = FakeWindow.last
         gpu.captures.add(100)
