@@ -87,5 +87,16 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
+def _run() -> int:
+    """Runs `main`; a reader that wants no more lines, as `| head`, ends it without an error."""
+    try:
+        status = main()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
+        return 0
+    return status
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(_run())

@@ -23,6 +23,11 @@ def on_cpu(environment: Mapping[str, str] = os.environ) -> bool:
     return environment.get("MOECOMM_TEST_DEVICE") == "cpu" or environment.get("CUDA_VISIBLE_DEVICES") == ""
 
 
+def shares_its_gpus() -> bool:
+    """True where other processes run tests on the same GPUs, and take and give back memory meanwhile."""
+    return int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1
+
+
 def device() -> torch.device:
     """The device of this rank."""
     return torch.device("cpu") if on_cpu() else torch.device("cuda", torch.cuda.current_device())

@@ -428,10 +428,8 @@ def _gpus(records: Records) -> list[str]:
     it."""
     others = {name: content for name, content in records.items() if "." in name}
     found = _gpus_of({name: content for name, content in records.items() if name not in others})
-    for (_, ranks, _), of_one in _grouped(others).items():
-        first = next(iter(of_one.values()))
-        title = f"### On {ranks} x {first['gpus']['names'][0]}"
-        found += [title, _facts(of_one), table_of(_GPU, groups_of(of_one)), _missing(of_one)]
+    for machine, of_one in _by_machine(others):
+        found += [f"### On {machine}", _facts(of_one), table_of(_GPU, groups_of(of_one)), _missing(of_one)]
     return found
 
 
@@ -485,7 +483,7 @@ def _layer_parts(records: Records) -> list[str]:
         "it; *-wide* is what wide expert parallelism leaves of one: four experts a rank. The router is in no "
         "time.",
     ]
-    for (device, ranks, _), of_one in _grouped(records).items():
+    for machine, of_one in _by_machine(records):
         first = next(iter(of_one.values()))
         dense = sorted(row["dense_tflops"] for each in of_one.values() for row in each["rows"])
         groups = groups_of(of_one)
@@ -496,7 +494,7 @@ def _layer_parts(records: Records) -> list[str]:
         steps.sort(key=lambda group: group.own["phase"] == FORWARD)
         shape = " x ".join(map(str, first["options"]["dense"]))
         found += [
-            f"### Layers on {ranks} {'x ' + first['gpus']['names'][0] if device == 'cuda' else 'CPU ranks'}",
+            f"### Layers on {machine}",
             f"{_facts(of_one)}\n- a dense product of {shape} makes {dense[0]:.4g} to {dense[-1]:.4g} TFLOP/s",
             *_steps(of_one.values()),
             table_of(_LAYERS, [group for group in steps if named.FP8_OVERLAPPED not in group.paths]),
@@ -507,14 +505,16 @@ def _layer_parts(records: Records) -> list[str]:
     return [*found, _missing(records)]
 
 
-def _grouped(records: Records) -> dict[tuple[str, int, str], dict[str, Record]]:
-    """Records by device, ranks and label, GPUs and most ranks first; by their names without the label."""
-    found: dict[tuple[str, int, str], dict[str, Record]] = {}
+def _by_machine(records: Records) -> list[tuple[str, dict[str, Record]]]:
+    """Returns records by the machine that made them and their label, GPUs and most ranks first; by their
+    names without the label."""
+    found: dict[tuple[bool, int, str, str], dict[str, Record]] = {}
     for name, content in records.items():
         run, _, label = name.partition(".")
-        key = ("cuda" if content["gpus"] else "cpu", content["ranks"], label)
-        found.setdefault(key, {})[run] = content
-    return dict(sorted(found.items(), key=lambda each: (each[0][0] == "cpu", -each[0][1], each[0][2])))
+        on_cpu, ranks = not content["gpus"], content["ranks"]
+        machine = f"{ranks} CPU ranks" if on_cpu else f"{ranks} x {content['gpus']['names'][0]}"
+        found.setdefault((on_cpu, -ranks, label, machine), {})[run] = content
+    return [(key[-1], of_one) for key, of_one in sorted(found.items(), key=lambda each: each[0])]
 
 
 def _node_parts(records: Records) -> list[str]:
@@ -613,14 +613,19 @@ def _profile(row: Row) -> dict[str, float]:
 
 
 def _training(records: Records) -> list[str]:
-    return [
+    found = [
         "## Training",
         "Optimizer steps of [train_lm.py](models.md) on real text. The variant *torch* is the same model "
         "with its MoE layers in torch alone, rows by NCCL. MFU is by active parameters and attention.",
-        _facts(records),
-        train_table(records),
-        _titled("Kernels of one step; kinds run beside each other:", profile_table(records)),
     ]
+    for machine, of_one in _by_machine(records):
+        found += [
+            f"### Steps on {machine}",
+            _facts(of_one),
+            train_table(of_one),
+            _titled("Kernels of one step; kinds run beside each other:", profile_table(of_one)),
+        ]
+    return found
 
 
 _SECTIONS: Mapping[str, Callable[[Records], list[str]]] = {

@@ -664,7 +664,8 @@ void DeviceCommunicator::combine(const gpu::CombineArguments& arguments, bool qu
   all.copied = copies_ && all.rows != nullptr;
   all.landing = all.copied ? next_landing() : 0;
   ++stats_.combine_calls;
-  if (!held && all.weight_grads == nullptr && fuses(WireFormat::same, all.tokens)) {
+  if (!held && all.weight_grads == nullptr && all.tokens <= heuristics_.fused_sums &&
+      fuses(WireFormat::same, all.tokens)) {
     // At their home few tokens are shared by many warps.
     const int fused = heuristics_.fused_blocks(all.tokens, 0, 1);
     all.team_warps = team_warps(all.tokens * (config_.shape.ranks - 1), fused - 1, gpu::kReduceWarps);

@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests import oracle
+from tests import oracle, ranks
 from tests.cases import Case
 from tests.gpu import harness
 from tests.gpu.conftest import Pools
 from tests.multirank.test_lifetime import (
-    shares_its_gpus,
     test_memory_comes_and_goes_as_planned,
     test_nothing_leaks,
     test_outputs_outlive_the_communicator,
@@ -36,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("cuda_only")
 @pytest.fixture(autouse=True)
 def alone(request: pytest.FixtureRequest) -> None:
     """Skips what measures the free memory of whole GPUs while other processes run tests on them."""
-    if shares_its_gpus() and request.node.name == test_memory_comes_and_goes_as_planned.__name__:
+    if ranks.shares_its_gpus() and request.node.name == test_memory_comes_and_goes_as_planned.__name__:
         pytest.skip("other workers take and give back memory of these GPUs meanwhile")
 
 

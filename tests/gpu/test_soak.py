@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests import oracle
+from tests import oracle, ranks
 from tests.gpu import harness
 from tests.gpu.conftest import Pools
 from tests.gpu.harness import Job
@@ -123,4 +123,5 @@ def test_random_steps(pool: Pools, size: int, seed: int) -> None:
         allocated, used = zip(*memory, strict=True)
         print(f"rank {rank}: allocated {[a >> 20 for a in allocated]}, in use {[u >> 20 for u in used]} MiB")
         assert max(allocated) - allocated[0] < 8 << 20, allocated
-        assert max(used) - used[0] < 64 << 20, used
+        if not ranks.shares_its_gpus():
+            assert max(used) - used[0] < 64 << 20, used

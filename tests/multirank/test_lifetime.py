@@ -55,11 +55,6 @@ def test_windows_have_no_name_once_the_communicator_stands(pool: Pools) -> None:
             assert len(paths) == 2 and all(path.endswith(" (deleted)") for path in paths), paths
 
 
-def shares_its_gpus() -> bool:
-    """True where other processes run tests on the same GPUs, and take and give back memory meanwhile."""
-    return int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1
-
-
 def held() -> dict[str, int]:
     """Counts what a communicator takes: windows, descriptors, threads, and, where nobody else does, bytes of
     a GPU's memory."""
@@ -68,7 +63,7 @@ def held() -> dict[str, int]:
     if ranks.on_cpu():
         return {**found, "windows": _mapped_windows()}
     free = free_bytes()
-    return found if shares_its_gpus() else {**found, "bytes": -free}
+    return found if ranks.shares_its_gpus() else {**found, "bytes": -free}
 
 
 def free_bytes() -> int:

@@ -27,6 +27,16 @@ def test_the_report_names_versions_host_gpus_network_and_transports() -> None:
     assert done.stdout.count("shared memory (POSIX, /dev/shm)") == 2
 
 
+def test_a_reader_that_has_enough_ends_it_without_a_traceback() -> None:
+    with subprocess.Popen(
+        [sys.executable, *REPORT], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as report:
+        assert report.stdout is not None and report.stderr is not None
+        report.stdout.close()
+        assert report.stderr.read() == ""
+        assert report.wait(120) == 0
+
+
 def test_ranks_of_torchrun_try_their_transport() -> None:
     done = run_program(*REPORT, torchrun=2)
     assert "transports of 2 ranks (tried: works)" in done.out
