@@ -8,9 +8,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from pathlib import Path
 
+# Ctrl-C reaches all processes of a terminal: a rank ends at once, wherever it is.
+if "LOCAL_RANK" in os.environ:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 if not __package__:  # started as a file: the folder above bench/ is not on the path yet
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 # The pieces of train_lm.py are `lm` there.

@@ -3,6 +3,11 @@ is counted by kinds of kernels."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,14 +17,16 @@ import torch
 
 from bench.harness import profile
 from bench.results import page
-from tests.examples import conftest  # noqa: F401  (puts examples/ on the path)
+from tests.examples import conftest
 from tests.multirank.conftest import Pools, cpu_pools
+from tests.multirank.test_bench import children
 
 from bench.harness import training  # isort: skip  (of the examples, too)
 from lm import options as command_line  # isort: skip
 from lm import ranks  # isort: skip
 from lm.errors import UsageError  # isort: skip
 
+ROOT = Path(__file__).resolve().parents[2]
 MODEL = (
     "--device cpu --dim 32 --layers 2 --heads 4 --experts 8 --ffn 32 --seq 32 --batch 4 "
     "--warmup-steps 1 --timed-steps 2"
@@ -139,6 +146,33 @@ def test_the_time_of_a_step_by_kinds() -> None:
         {"name": "nvjet_a", "kind": "dense products", "ms": 2.0, "calls": 2},
         {"name": "moecomm::gpu::x", "kind": "dispatch and combine", "ms": 1.0, "calls": 1},
     ]
+
+
+def _with_torch(processes: set[int]) -> int:
+    """Counts those that have loaded torch, which a rank does once it no longer waits for interrupts."""
+    return sum("libtorch" in Path(f"/proc/{each}/maps").read_text() for each in processes)
+
+
+def test_an_interrupted_program_ends_at_once_and_says_nothing(text_folder: Path, tmp_path: Path) -> None:
+    flags = [*MODEL.split(), "--ranks", "2", "--timed-steps", "1000000", "-J", tmp_path / "record.json"]
+    with subprocess.Popen(
+        [sys.executable, ROOT / "bench" / "train_perf.py", *map(str, flags), "--data", str(text_folder)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        # A shell starts what runs in its background with interrupts ignored, and that is inherited.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    ) as running:
+        try:
+            conftest.wait_until(lambda: _with_torch(children(running.pid)) == 2, "the ranks")
+            os.killpg(running.pid, signal.SIGINT)
+            out, _ = running.communicate(timeout=60)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(running.pid, signal.SIGKILL)
+    assert (running.returncode, out) == (128 + signal.SIGINT, "")
+    conftest.wait_until(lambda: conftest.processes_naming(tmp_path) == [], "the ranks' end")
 
 
 def test_the_tables() -> None:

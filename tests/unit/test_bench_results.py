@@ -40,6 +40,8 @@ def test_the_page_shows_every_record(records: dict[str, record.Record]) -> None:
             times = [f"{row['time_s'] * 1e3:.3f}" for row in own]
             times += [f"{row['time_s'] * 1e3 / row['microbatches']:.2f}" for row in steps]
             assert times and all(each in shown for each in times), name
+        elif content["program"] == "train_perf":
+            assert all(f" {row['time_s']:.4f} |" in shown for row in rows), name
         else:
             assert f"| {name.partition('.')[0]} " in shown, name
 
