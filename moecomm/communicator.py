@@ -118,10 +118,10 @@ class Communicator:
         ranks_per_node: ranks that share memory; None finds out by the hosts. Less than a host has emulates
             nodes on it. Ranks of different nodes reach each other over libfabric (docs/nodes.md); rows of
             CUDA tensors pass through pinned host memory there.
-        num_sms: CUDA: SMs that an operation may use, at least 2 (with several nodes 3, of which an eighth, at
-            most 12, relays); None: three quarters of them. Those of communicators that are used on several
-            streams at once have to fit the GPU together. CPU: threads that a rank copies and sums with; None:
-            MOECOMM_THREADS, or the cores divided by the ranks.
+        num_sms: CUDA: SMs that an operation may use, at least 2 (with several nodes 2 count as 3; an eighth,
+            at most 12, relays there); None: three quarters of them. Those of communicators that are used on
+            several streams at once have to fit the GPU together. CPU: threads that a rank copies and sums
+            with; None: MOECOMM_THREADS, or the cores divided by the ranks.
         engine: what moves the rows between GPUs of a node. "sm": the kernels, on their SMs. "copy" (CUDA, one
             node): the copy engine, which leaves the SMs to products; a rank copies all rows of a call to
             every other rank, and the window takes 3 * R * max_tokens rows more. "auto": the copy engine
@@ -302,7 +302,7 @@ class Communicator:
 
     @contextlib.contextmanager
     def limit_sms(self, num_sms: int | None) -> Iterator[None]:
-        """Within the block, operations that begin use `num_sms` SMs, from 2 (with several nodes 3) to all;
+        """Within the block, operations that begin use `num_sms` SMs, from 2 (3 with several nodes) to all;
         None is the number that the communicator was built with. Ranks need not agree, and results are the
         same.
 
@@ -323,7 +323,8 @@ class Communicator:
         """Within the block, operations that begin move their rows as `engine` says: "sm", or "copy" if the
         communicator was built with "copy" or "auto". All ranks have to do the same; one that does not gets
         MismatchedArguments, as they all do. One thread at a time; a graph keeps what it was captured with.
-        Raises InvalidArgument for another engine, or one that the communicator has no memory for."""
+        Raises InvalidArgument for another engine, or one that the communicator has no memory for, Unsupported
+        for "copy" on the CPU."""
         backend = self._open()
         if engine not in ("sm", "copy"):
             raise InvalidArgument(f"engine is {engine!r}, expected 'sm' or 'copy'")
@@ -343,7 +344,7 @@ class Communicator:
         returns the function that ends this, which returns the number of the last of them. Its rows are
         received by `complete`, or before the next operation: until then its results are not there, and what
         it reads must stay as it is. `overlap.Beside` is made of both. Raises InvalidArgument without memory
-        for copies (engine="sm")."""
+        for copies (engine="sm"), Unsupported on the CPU."""
         backend = self._open()
         before = backend.use_copies(True, held=True)
 
@@ -898,6 +899,8 @@ class Communicator:
         Raises:
             InvalidArgument: more than max_tokens.
             OutOfMemory: two are alive already, or /dev/shm is full.
+            PeerTimeout, PeerLost: CPU: a rank does not read what was there before; the communicator can't be
+                used any more.
         """
         backend = self._open()
         require_integer("num_tokens", num_tokens, 0, self.max_tokens)

@@ -31,7 +31,7 @@ class InvalidArgument(MoecommError, ValueError):
 
 
 class InvalidRouting(InvalidArgument):
-    """`topk_idx` holds an expert id out of range, or one id twice in a token."""
+    """`topk_idx` holds an expert id out of range, or one id twice in a token, or is of no integer type."""
 
 
 class MismatchedArguments(InvalidArgument):

@@ -722,7 +722,12 @@ void DeviceCommunicator::fail(ErrorKind kind, const std::string& text, cudaStrea
              "launch of an error's announcement");
 }
 
-std::string DeviceCommunicator::heuristics_text() const { return heuristics_.text(); }
+std::string DeviceCommunicator::heuristics_text() const {
+  gpu::Heuristics used = heuristics_;
+  used.fused_tokens = static_cast<int>(fused_tokens());
+  used.fused_sums = std::min(used.fused_sums, used.fused_tokens);
+  return used.text();
+}
 
 bool DeviceCommunicator::close() noexcept {
   if (closed_) return !left_behind_;

@@ -704,7 +704,7 @@ def _parser() -> argparse.ArgumentParser:
         default=False,
         help="compute one microbatch's backward beside the next one's transfers, and the reverse; the losses "
         "are the same; on two H200 the preset large is 13 %% faster by it, others between 3 %% faster and "
-        "2 %% slower",
+        "5 %% slower",
     )
     add(
         "--delay-wgrad",

@@ -36,7 +36,7 @@ def sharded_state(
     over those that hold the same experts. So a checkpoint holds (E, ...) tensors and loads at any EP size,
     sharded or not. All others are what they are in `state_dict()`: plain tensors, the same on every rank, or
     shards of FSDP2. Records of which experts a rank's state_dict holds are left out. Pass the model that was
-    built, not a wrapper (`ddp.module`), so that names stay the same.
+    built, of a wrapper `ddp` that is `ddp.module`, so that names stay the same.
 
     Under a folding with ETP > 1 expert parameters, and the optimizer's tensors of their shape, are the pieces
     of these (E, ...) tensors that the rank holds, as tensors that save, async_save and load take and nothing

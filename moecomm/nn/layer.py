@@ -76,7 +76,11 @@ class _InOverlap:
         self._name = name
 
     def __get__(self, layer: object, owner: object = None) -> NoReturn:
-        raise AttributeError(f"{self._name} is in the layer's OverlapConfig: layer.overlap.{self._name}")
+        raise self.absent(self._name)
+
+    @staticmethod
+    def absent(name: str) -> AttributeError:
+        return AttributeError(f"{name} is in the layer's OverlapConfig: layer.overlap.{name}")
 
     def __set__(self, layer: object, value: object) -> NoReturn:
         raise AttributeError(
@@ -98,7 +102,8 @@ class MoELayer(nn.Module):
     experts, and with ETP > 1 each rank holds a part of its experts' inner width; every rank brings the tokens
     that it has, and `comm`, if given, is of `make_communicator`. Layers and communicators are then built by
     all ranks of the job together, as they make the folding's groups: a pipeline stage without layers makes
-    folding.group("etp-ep") and folding.group("tp-cp-dp") meanwhile.
+    them meanwhile, in this order: folding.group("etp-ep"), with TP > 1 "dp-cp", with PP > 1 "tp-cp-dp", and
+    with drop_over="sequence" "tp-cp".
 
     Rows travel and experts compute in config.dtype; the output has x's dtype. Weights of another dtype (after
     `layer.half()`) make forward raise InvalidArgument, on all ranks.
@@ -121,10 +126,11 @@ class MoELayer(nn.Module):
     gradients of tokens beside those of the experts' weights. The routing weights multiply the experts'
     inner rows, so that what comes out of the second product is not kept. `overlap` says whether
     they do so, and what a forward keeps of the experts' rows; None is OverlapConfig(). In a graph of
-    torch.compile the same is done in order, as with OverlapConfig(overlap=False), and so it is where
-    `experts` or `shared` has hooks or another `forward`, which so see that module's own rows; OverlapConfig's
-    other fields, a pool and rows="rank" would have no effect then and raise InvalidArgument on all ranks.
-    Hooks of FSDP2 and of torch.nn.utils (weight_norm) change nothing.
+    torch.compile the same is done in order, as with OverlapConfig(overlap=False); OverlapConfig's other
+    fields and rows="rank" have no effect then. It is done in order, too, where `experts` or `shared` has
+    hooks or another `forward`, which so see that module's own rows; there these settings, and a pool with a
+    capacity, raise InvalidArgument on all ranks. Hooks of FSDP2 and of torch.nn.utils (weight_norm) change
+    nothing.
 
     With config.expert_precision="fp8" the experts' products are in e4m3 (docs/fp8.md), whichever way they
     run; quantised weights are kept from call to call until the weights change (Fp8Products).
@@ -147,8 +153,9 @@ class MoELayer(nn.Module):
     state of others (a warning, where a state does not say). `fully_shard_experts` alone may shard it: after
     fully_shard a forward raises InvalidArgument on all ranks. Autograd does the backward, and the dispatch is
     hidden under the shared experts, whose ffn_hidden and activation the config has. Without effect then, and
-    so refused, are expert_precision, a pool, and of `overlap` keep_shared=False, beside_sms, defer_weights,
-    record and another keep than "all" (instead, use torch.utils.checkpoint within the module).
+    so refused, are expert_precision, bias, main_grad, a pool with a capacity, and of `overlap`
+    keep_shared=False, beside_sms, defer_weights, record and another keep than "all" (instead, use
+    torch.utils.checkpoint within the module). The config's rows and products are not looked at.
 
     Attributes:
         config: the layer's MoEConfig, with its node limit made groups (`MoEConfig.for_nodes`).
@@ -302,16 +309,22 @@ class MoELayer(nn.Module):
         _InOverlap, ("keep", "keep_shared", "beside_sms", "defer_weights", "record", "engine")
     )
 
+    def __getattr__(self, name: str) -> Any:
+        # nn.Module asks here once a property has raised, and would say that there is no such name.
+        if isinstance(vars(MoELayer).get(name), _InOverlap):
+            raise _InOverlap.absent(name)
+        return super().__getattr__(name)
+
     def forward(self, x: Tensor, seq_len: int | None = None) -> Tensor:
         """Routes tokens to the experts and returns their weighted sum. x: (T, H), or (B, S, H) for B
         sequences of S tokens; any float dtype. The result has the same shape and dtype.
 
         seq_len: length of the sequences in a (T, H) input, for aux_loss="sequence"; taken from a (B, S, H)
         input. A bad x, a seq_len that does not divide T, weights of another dtype than the config's and
-        settings that do not go together raise InvalidArgument on all ranks. With drop_over="sequence" a graph
-        of torch.compile ends before the layer and goes on after it.
+        settings that do not go together raise InvalidArgument on all ranks. With drop_over="sequence", and
+        with a pool and a capacity, a graph of torch.compile ends before the layer and goes on after it.
         """
-        if self._sequence is not None and torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() and (self._sequence is not None or self._has_pool()):
             return self._forward_outside_graph(x, seq_len)
         return self._forward(x, seq_len)
 
@@ -331,6 +344,10 @@ class MoELayer(nn.Module):
         return self._finish(y_TH, x.shape, x.dtype, routed.unattached)
 
     _forward_outside_graph = _disable_dynamo(_forward)
+
+    def _has_pool(self) -> bool:
+        """Returns True where a pool takes what a forward keeps."""
+        return self.pool is not None and self.capacity is not None
 
     def _watched(self) -> str | None:
         """Returns what is to see the experts' or the shared experts' own rows, for which they run in order;
@@ -525,7 +542,7 @@ class MoELayer(nn.Module):
             f"OverlapConfig.{name}": (getattr(self.overlap, name), only) for name, only in IN_ORDER.items()
         }
         settings |= others or {}
-        settings["pool"] = (self.pool if self.capacity is not None else None, None)
+        settings["pool"] = (self.pool if self._has_pool() else None, None)
         for name, (value, only) in settings.items():
             if value != only:
                 return f"{name} is {value!r}, must be {only!r}"
@@ -558,10 +575,10 @@ class MoELayer(nn.Module):
             self._require_parts()
         if self._own_experts:
             self._refuse_own_settings()
-        elif in_order and self.pool is not None and self.capacity is not None:
+        elif in_order and self._has_pool():
             raise InvalidArgument(
-                "pool is set and the layer runs in order (overlap=False, or within torch.compile), where "
-                "autograd keeps what it needs itself: set overlap=OverlapConfig() or pool=None"
+                "pool is set and the layer runs in order (overlap=False), where autograd keeps what it needs "
+                "itself: set overlap=OverlapConfig() or pool=None"
             )
         if self.comm.size > 1 or self.config.main_grad:
             refuse_mixed_shards(self.experts)

@@ -3,6 +3,7 @@ their first step."""
 
 from __future__ import annotations
 
+import inspect
 import numbers
 from collections.abc import Sequence
 from typing import Any
@@ -130,7 +131,13 @@ def _try_step(
     # This calls the step of the plain class: a scheduler wraps the instance's and would count this one, and
     # torch wraps the class's, to call hooks, which may count or average.
     step: Any = type(optimizer).step
-    (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)
+    step = step.__wrapped__ if getattr(step, "hooked", False) else step
+    if any(each.default is each.empty for each in [*inspect.signature(step).parameters.values()][1:]):
+        raise InvalidArgument(
+            f"the optimizer is a {type(optimizer).__name__}, whose step needs a closure: what its state is "
+            "before the first step cannot be told. Use another optimizer, AdamW for example"
+        )
+    step(optimizer)
     of_groups = [
         {key: value for key, value in _numbers_of(group).items() if key not in setting}
         for group, setting in zip(optimizer.param_groups, settings, strict=True)

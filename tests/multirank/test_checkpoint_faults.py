@@ -340,12 +340,15 @@ def _other_kinds(rank: int, world: int, seed: int) -> list[Caught | None]:
         optimizer = Counting(model.parameters())
         optimizer.state["calls"] = 3  # type: ignore[index]
         found.append(catch(lambda: sharded_state(model, optimizer)))
+        closing = torch.optim.LBFGS(model.parameters())
+        found.append(catch(lambda: sharded_state(model, closing)))
     return found
 
 
 def test_state_that_cannot_be_saved_is_refused(pool: Pools, seed: int) -> None:
-    for listed, unknown, shared in pool(2)(_other_kinds, seed):
-        assert listed.name == unknown.name == shared.name == "InvalidArgument"
+    for listed, unknown, shared, closing in pool(2)(_other_kinds, seed):
+        assert listed.name == unknown.name == shared.name == closing.name == "InvalidArgument"
+        assert closing.text.startswith("the optimizer is a LBFGS, whose step needs a closure")
         assert listed.text.startswith("the optimizer's extra of ") and "is a list" in listed.text
         assert unknown.text.startswith("the optimizer's extra of ") and "cannot be told" in unknown.text
         assert shared.text.startswith("the optimizer's state has 'calls', which is of no parameter")

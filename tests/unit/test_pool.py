@@ -517,6 +517,22 @@ def test_a_pool_too_small(seed: int) -> None:
     assert (caught.value.needed, caught.value.available) == (4 * PAGE, 3 * PAGE)
 
 
+def test_a_graph_of_torch_compile_ends_before_a_layer_with_a_pool(seed: int) -> None:
+    case = Layer(seed)
+    want = case.gradients()
+    pool = case.with_pool()
+    compiled = torch.compile(lambda layer, x: 2 * layer(x) / 2, backend="aot_eager")
+    assert_same(case.gradients(compiled), want)
+    y = compiled(case.layer, case.x)
+    assert pool.use().held == 4 * PAGE
+    y.sum().backward()
+    assert pool.use().held == 0
+    pool.check()
+    torch._dynamo.reset()  # which remembers that a graph ends here, and would not ask again
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="_forward"):
+        torch.compile(case.layer, backend="aot_eager", fullgraph=True)(case.x)
+
+
 def test_a_layer_in_order_has_no_pool(seed: int) -> None:
     case = Layer(seed, overlap=False)
     case.with_pool()
