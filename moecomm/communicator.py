@@ -848,10 +848,13 @@ class Communicator:
         topk_weights_TK: Array | None = None,
         *,
         layout: Layout = "expert",
-    ) -> Callable[[], DispatchOutput]:
+    ) -> Callable[..., DispatchOutput]:
         """Sends the rows of a dropless dispatch on the current stream, and returns the function that receives
         them: it waits on the host for their number, puts the rest on the stream that is current then, and
         returns the result. For work that the host issues between the two.
+
+        CUDA: called as `receive(directly=True)`, where nothing else was put on the stream in between, it
+        receives rows while others are still being sent, else once all are sent.
 
         Not differentiable. The arguments are those of `dispatch`, and must not change before the rows have
         been received. No other operation of this communicator may come between: it ends the dispatch.
@@ -876,14 +879,14 @@ class Communicator:
 
         begun = self._begun = backend.run("moecomm dispatch", begin)
 
-        def receive() -> DispatchOutput:
+        def receive(*, directly: bool = False) -> DispatchOutput:
             if self._begun is not begun:
                 raise InvalidArgument(
                     "the dispatch was received already, or another one was begun after it; expected one call "
                     "for each begin_dispatch, before the next operation"
                 )
             self._begun = None
-            raw = backend.run("moecomm dispatch", lambda: backend.finish_dispatch(begun))
+            raw = backend.run("moecomm dispatch", lambda: backend.finish_dispatch(begun, directly))
             return self._output(raw, layout)
 
         return receive

@@ -94,10 +94,10 @@ void begin_dispatch(DeviceCommunicator& self, uintptr_t x, uintptr_t x_scales, u
       stream_of(stream));
 }
 
-void finish_dispatch(DeviceCommunicator& self, int64_t rows, int64_t positions, uintptr_t out,
+void finish_dispatch(DeviceCommunicator& self, bool directly, int64_t rows, int64_t positions, uintptr_t out,
                      uintptr_t out_scales, uintptr_t out_weights, uintptr_t out_ids, uintptr_t out_index,
                      uintptr_t out_index_weights, uintptr_t stream) {
-  self.finish_dispatch(rows, positions,
+  self.finish_dispatch(directly, rows, positions,
                        output_of(out, out_scales, out_weights, out_ids, out_index, out_index_weights),
                        stream_of(stream));
 }
@@ -175,13 +175,17 @@ void bind_cuda(py::module_& m, void (*interrupt)()) {
            })
       .def("accept_rows", &DeviceCommunicator::accept_rows)
       .def("begin_dispatch", &begin_dispatch)
-      .def("wait_rows", &DeviceCommunicator::wait_rows, Release())
+      .def(
+          "wait_rows",
+          [](DeviceCommunicator& self, uintptr_t stream) { return self.wait_rows(stream_of(stream)); },
+          Release())
       .def("finish_dispatch", &finish_dispatch)
       .def_property_readonly("num_sms", &DeviceCommunicator::num_sms)
       .def("limit_sms", &DeviceCommunicator::limit_sms)
       .def("fuse_up_to", &DeviceCommunicator::fuse_up_to)
       .def("use_copies", &DeviceCommunicator::use_copies)
-      .def("complete", [](DeviceCommunicator& self, uintptr_t stream) { self.complete(stream_of(stream)); })
+      .def("complete",
+           [](DeviceCommunicator& self, uintptr_t stream) { return self.complete(stream_of(stream)); })
       .def("copies_pay", &DeviceCommunicator::copies_pay)
       .def("redispatch",
            [](DeviceCommunicator& self, uintptr_t plan, RowLayout layout, uintptr_t x, int64_t tokens,

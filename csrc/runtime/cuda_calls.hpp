@@ -19,6 +19,16 @@ inline void check_cuda(cudaError_t error, const char* what) {
               std::string(what) + ": " + cudaGetErrorName(error) + " (" + cudaGetErrorString(error) + ")");
 }
 
+/// Returns a number of its own for the capture that a stream records into; 0: none, or one that has failed.
+inline uint64_t capture_of(cudaStream_t stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  unsigned long long id = 0;
+  const cudaError_t error = cudaStreamGetCaptureInfo(stream, &status, &id);
+  if (error == cudaErrorStreamCaptureImplicit) return 0;  // the default stream, while another one records
+  check_cuda(error, "cudaStreamGetCaptureInfo");
+  return status == cudaStreamCaptureStatusActive ? id : 0;
+}
+
 /// Makes a device current for as long as it lives.
 class DeviceGuard {
  public:

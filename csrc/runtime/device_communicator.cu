@@ -272,20 +272,41 @@ void DeviceCommunicator::use_copies(bool copies, bool held) {
   held_ = copies && held;
 }
 
-void DeviceCommunicator::complete(cudaStream_t stream) {
-  if (!receive_held_) return;
+bool DeviceCommunicator::complete(cudaStream_t stream) {
+  if (!receive_held_) return true;
   const DeviceGuard guard(config_.device);
-  std::exchange(receive_held_, nullptr)(stream);
+  if (held_capture_ != 0 && capture_of(held_stream_) != held_capture_) {
+    receive_held_ = nullptr;
+    return false;
+  }
+  // What runs is not completed by what is only recorded, and the other way round.
+  const cudaStream_t on = capture_of(stream) == held_capture_ ? stream : held_stream_;
+  if (capture_of(on) != held_capture_)
+    throw Error(
+        ErrorKind::invalid_argument,
+        "an operation was begun on a stream before its capture and is not complete; wait for it before "
+        "the capture");
+  std::exchange(receive_held_, nullptr)(on);
+  return true;
+}
+
+/// Leaves the second half of an operation, whose first one is on `stream`, to complete().
+void DeviceCommunicator::hold(std::function<void(cudaStream_t)> receive, cudaStream_t stream) {
+  held_capture_ = capture_of(stream);
+  held_stream_ = stream;
+  receive_held_ = std::move(receive);
 }
 
 /// Runs `receive`, the second half of an operation by the copy engine, now or in complete().
 void DeviceCommunicator::receive_copied(std::function<void(cudaStream_t)> receive, bool held,
                                         cudaStream_t stream) {
   if (!held) return receive(stream);
-  receive_held_ = [this, receive = std::move(receive)](cudaStream_t now) {
-    check_cuda(cudaStreamWaitEvent(now, copied_, 0), "cudaStreamWaitEvent");
-    receive(now);
-  };
+  hold(
+      [this, receive = std::move(receive)](cudaStream_t now) {
+        check_cuda(cudaStreamWaitEvent(now, copied_, 0), "cudaStreamWaitEvent");
+        receive(now);
+      },
+      stream);
 }
 
 bool DeviceCommunicator::copies_pay() const {
@@ -313,7 +334,14 @@ void DeviceCommunicator::join_side(cudaStream_t stream) {
 void DeviceCommunicator::abandon(cudaStream_t stream) {
   if (!pending_) return;
   const Sent begun = *pending_;
+  const uint64_t now = capture_of(pending_stream_);
+  if (begun.capture == 0 && now != 0)
+    throw Error(
+        ErrorKind::invalid_argument,
+        "a dispatch was begun on a stream before its capture and is not received; receive it before the "
+        "capture");
   pending_.reset();
+  if (begun.capture != now) return;  // recorded by a capture that has ended: nothing of it runs
   const gpu::SendArguments& sent = begun.arguments;
   // Copies take the epoch from a word that the next operation changes.
   if (begun.held) check_cuda(cudaStreamWaitEvent(pending_stream_, copied_, 0), "cudaStreamWaitEvent");
@@ -358,6 +386,7 @@ void DeviceCommunicator::send(WireFormat wire, gpu::SendArguments arguments, cud
                            arguments),
                "launch of a dispatch (sending)");
   pending_ = {arguments, wire, blocks, later, held_};
+  pending_->capture = capture_of(stream);
   pending_stream_ = stream;
   if (!arguments.copied) return;
   const DeviceWindow& window = comm(wire)->window;
@@ -412,8 +441,11 @@ void DeviceCommunicator::copy_to_peers(const std::byte* from, int64_t step, int6
 }
 
 /// Receives the rows of the operation that was sent last.
-void DeviceCommunicator::receive(gpu::ReceiveArguments arguments, cudaStream_t stream) {
+/// `directly`: as in finish_dispatch. A kernel of others that comes between may let this one start, and have
+/// memory that this one writes to (its operands, freed by now): it has to end first.
+void DeviceCommunicator::receive(gpu::ReceiveArguments arguments, bool directly, cudaStream_t stream) {
   const Sent begun = *pending_;
+  const bool beside = directly && stream == pending_stream_ && !begun.offered;
   if (begun.in_one) {
     pending_.reset();
     gpu::FusedArguments both{begun.arguments, arguments};
@@ -425,8 +457,8 @@ void DeviceCommunicator::receive(gpu::ReceiveArguments arguments, cudaStream_t s
   arguments.senders = (sent.apart ? begun.blocks : 0) + (begun.later ? begun.blocks : 0);
   arguments.copied = sent.copied;
   const int blocks = sent.copied ? heuristics_.each_blocks() : divided(sent).receive;
-  const auto start = [this, arguments, begun, blocks](cudaStream_t on) {
-    const bool overlapped = !begun.arguments.apart && !arguments.copied && !begun.offered;
+  const auto start = [this, arguments, begun, beside, blocks](cudaStream_t on) {
+    const bool overlapped = beside && !begun.arguments.apart && !arguments.copied;
     check_cuda(gpu::launch_dispatch_receive(launch(on, blocks, overlapped), *comm(begun.wire), arguments),
                "launch of a dispatch (receiving)");
   };
@@ -497,7 +529,7 @@ void DeviceCommunicator::send_and_receive(WireFormat wire, const gpu::SendArgume
   } else {
     send(wire, sent, stream);
     begun = *pending_;
-    receive(received, stream);
+    receive(received, true, stream);
   }
   if (!received.offered) return;
   begun.offered = true;
@@ -573,7 +605,8 @@ void DeviceCommunicator::require_begun() const {
     throw Error(ErrorKind::invalid_argument, "no dispatch was begun");
 }
 
-std::pair<int64_t, int64_t> DeviceCommunicator::wait_rows() {
+std::pair<int64_t, int64_t> DeviceCommunicator::wait_rows(cudaStream_t stream) {
+  require_usable();
   require_begun();
   const uint64_t ticket = pending_->arguments.ticket;
   const DeviceGuard guard(config_.device);
@@ -591,6 +624,7 @@ std::pair<int64_t, int64_t> DeviceCommunicator::wait_rows() {
       const cudaError_t error = cudaStreamQuery(watch_stream_);
       if (error != cudaErrorNotReady) check_cuda(error, "waiting for the row count of a dispatch");
       if (interrupt_) interrupt_();
+      require_open();  // a signal's handler may have closed it
     }
     check();
     // The block that reports a failure and the one that reports the rows may be two: the reason can come
@@ -603,7 +637,7 @@ std::pair<int64_t, int64_t> DeviceCommunicator::wait_rows() {
       std::this_thread::yield();
     }
   } catch (...) {
-    abandon(pending_stream_);  // at once: peers may wait for what is sent here to be read
+    abandon(stream);  // at once: peers may wait for what is sent here to be read
     throw;
   }
   const gpu::SendArguments& sent = pending_->arguments;
@@ -615,11 +649,22 @@ std::pair<int64_t, int64_t> DeviceCommunicator::wait_rows() {
   return {rows.rows, rows.positions};
 }
 
-void DeviceCommunicator::finish_dispatch(int64_t rows, int64_t positions, const DeviceOutput& output,
-                                         cudaStream_t stream) {
+void DeviceCommunicator::finish_dispatch(bool directly, int64_t rows, int64_t positions,
+                                         const DeviceOutput& output, cudaStream_t stream) {
+  require_usable();
   require_begun();
   const DeviceGuard guard(config_.device);
-  receive(receiving(rows, positions, output), stream);
+  if (pending_->capture != capture_of(stream)) {
+    const bool ended = pending_->capture != 0 && capture_of(pending_stream_) != pending_->capture;
+    if (ended) pending_.reset();
+    throw Error(ErrorKind::invalid_argument,
+                ended
+                    ? "the capture in which this dispatch was begun has ended without its second half; wait "
+                      "for it within the capture"
+                    : "a dispatch was begun outside of the capture in which it is received, or the other "
+                      "way round; expected both halves within or both without");
+  }
+  receive(receiving(rows, positions, output), directly, stream);
 }
 
 void DeviceCommunicator::redispatch(const DeviceRedispatch& r, cudaStream_t stream) {
@@ -703,7 +748,7 @@ void DeviceCommunicator::combine(const gpu::CombineArguments& arguments, bool qu
     if (apart) join_side(on);
   };
   if (held)
-    receive_held_ = end;
+    hold(end, stream);
   else
     end(stream);
 }
@@ -733,6 +778,7 @@ bool DeviceCommunicator::close() noexcept {
   if (closed_) return !left_behind_;
   closed_ = true;
   receive_held_ = nullptr;
+  pending_.reset();  // nothing is received from now on, nor abandoned, in a window that is gone
   if (getpid() != owner_) {
     if (watcher_.joinable()) watcher_.detach();
     return true;

@@ -144,17 +144,22 @@ class DeviceCommunicator {
   /// without it.
   void begin_dispatch(const DeviceDispatch& dispatch, cudaStream_t stream);
   /// Waits until it is known how many rows a dispatch without capacity brings, and how many positions in
-  /// expert-major order. If it throws, what ranks disagree on for example, that dispatch is over.
-  std::pair<int64_t, int64_t> wait_rows();
+  /// expert-major order. If it throws, what ranks disagree on for example, that dispatch is over before what
+  /// follows on `stream`.
+  std::pair<int64_t, int64_t> wait_rows(cudaStream_t stream);
   /// Starts to receive into `output` of `rows` rows; in the rank layout with an index of `positions`.
-  void finish_dispatch(int64_t rows, int64_t positions, const DeviceOutput& output, cudaStream_t stream);
+  /// `directly`: nothing but the first half is on `stream` since that began, so that rows can be received
+  /// while others are sent. Both halves have to be in the same capture, or in none.
+  void finish_dispatch(bool directly, int64_t rows, int64_t positions, const DeviceOutput& output,
+                       cudaStream_t stream);
 
   /// Lets the copy engine move the rows of operations that begin from now on, or the SMs. All ranks have to
   /// do the same. `held`: copies run beside the stream, and what receives the rows is left to complete().
   void use_copies(bool copies, bool held);
   /// Starts to receive the rows of an operation that was held, if there is one: its output is there when
-  /// `stream` gets here. The next operation does so, too.
-  void complete(cudaStream_t stream);
+  /// `stream` gets here. The next operation does so, too. Returns false for one whose first half was recorded
+  /// by a capture that has ended without the second: nothing of it runs.
+  bool complete(cudaStream_t stream);
   /// True where the copy engine should move rows that have a product beside them.
   bool copies_pay() const;
   void redispatch(const DeviceRedispatch& redispatch, cudaStream_t stream);
@@ -192,6 +197,7 @@ class DeviceCommunicator {
     bool held;             ///< what receives is left to complete()
     bool offered = false;  ///< it has been received, if the output had room
     bool in_one = false;   ///< by one kernel
+    uint64_t capture = 0;  ///< that has recorded it; 0: it runs
   };
   device::Comm* comm(WireFormat wire) const;
   size_t own_index() const { return static_cast<size_t>(nodes_.local_of(config_.rank)); }
@@ -208,16 +214,18 @@ class DeviceCommunicator {
   void send(WireFormat wire, gpu::SendArguments arguments, cudaStream_t stream);
   const gpu::DispatchBlocks& divided(const gpu::SendArguments& arguments) const;
   void launch_route(gpu::SendArguments& arguments, const gpu::DispatchBlocks& divided, cudaStream_t stream);
-  void receive(gpu::ReceiveArguments arguments, cudaStream_t stream);
+  void receive(gpu::ReceiveArguments arguments, bool directly, cudaStream_t stream);
   void copy_to_peers(const std::byte* from, int64_t step, int64_t bytes, int64_t row_bytes, int32_t landing,
                      cudaStream_t stream);
+  void hold(std::function<void(cudaStream_t)> receive, cudaStream_t stream);
   void receive_copied(std::function<void(cudaStream_t)> receive, bool held, cudaStream_t stream);
   int32_t next_landing() { return static_cast<int32_t>(copied_operations_++ & 1); }
   void abandon(cudaStream_t stream);
   void require_begun() const;
   void watch();
   void free_device() noexcept;
-  void require_usable();  // throws if the communicator is closed or broken
+  void require_open() const;  // throws if the communicator is closed
+  void require_usable();      // or broken
   void note_broken();
   [[noreturn]] void throw_verdict();
   std::string describe(const HostStatus::Verdict& verdict) const;
@@ -231,6 +239,8 @@ class DeviceCommunicator {
   bool held_ = false;    ///< beside the caller's stream
   uint64_t copied_operations_ = 0;
   std::function<void(cudaStream_t)> receive_held_;
+  cudaStream_t held_stream_ = nullptr;  ///< of its first half
+  uint64_t held_capture_ = 0;           ///< that has recorded its first half; 0: that runs
   bool overlaps_ = false;  ///< sm_90: kernels of one stream can overlap, and rows move by bulk copies
   const int owner_;
   const NodeMap nodes_;

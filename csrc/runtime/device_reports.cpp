@@ -27,11 +27,15 @@ std::string phase_text(const HostStatus::Broken& broken) {
 
 }  // namespace
 
+void DeviceCommunicator::require_open() const {
+  if (closed_) throw Error(ErrorKind::closed, "the communicator is closed");
+}
+
 void DeviceCommunicator::require_usable() {
   if (getpid() != owner_)
     throw Error(ErrorKind::closed, "the communicator belongs to process " + std::to_string(owner_) +
                                        "; a forked child has to build its own");
-  if (closed_) throw Error(ErrorKind::closed, "the communicator is closed");
+  require_open();
   note_broken();
   if (broken_) throw *broken_;
   if (!signals_ || (nodes_.nodes() > 1 && !proxy_))

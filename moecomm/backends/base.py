@@ -186,8 +186,10 @@ class Backend(Protocol):
     def finish_combine(self, begun: Any) -> torch.Tensor:
         """Sums what arrives, and returns y (T, H): the second half."""
 
-    def finish_dispatch(self, begun: Any) -> RawDispatch:
-        """Receives the rows that arrive: the second half of a dispatch."""
+    def finish_dispatch(self, begun: Any, directly: bool = True) -> RawDispatch:
+        """Receives the rows that arrive: the second half of a dispatch. `directly`: nothing else is on the
+        current stream since the first half was put there, so that rows can be received while others are
+        sent."""
 
     def tensor_plan(self, plan: Any) -> TensorPlan:
         """Returns the plan of a RawDispatch as a tensor and numbers; the plan lives as long as the blob's

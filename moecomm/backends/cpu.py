@@ -219,7 +219,7 @@ class CpuBackend:
         )
         return _Begun(plan, call.layout == "rank", weights_TK is not None, x_TH)
 
-    def finish_dispatch(self, begun: _Begun) -> RawDispatch:
+    def finish_dispatch(self, begun: _Begun, directly: bool = True) -> RawDispatch:
         """Copies the rows from the peers into new tensors."""
         plan, by_rank, has_weights, *_ = begun
         tokens_PH = self._empty((plan.rows, self.hidden), self.dtype)

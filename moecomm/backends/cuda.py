@@ -7,7 +7,6 @@ when that one was on another stream. The host waits in one place, for the row co
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -27,6 +26,7 @@ from moecomm.backends.base import (
     TensorPlan,
     warn_of_thread,
 )
+from moecomm.backends.order import ProcessLock
 from moecomm.backends.side_work import SideWork
 from moecomm.device.cuda_device import CudaDevice
 from moecomm.env import read_env
@@ -102,7 +102,7 @@ class CudaBackend:
         self._weight_dtype = weight_dtype(dtype)
         self._layouts = {"expert": _C.RowLayout.expert, "rank": _C.RowLayout.rank}
         self._gpu = CudaDevice(device.index)
-        self._lock = threading.RLock()
+        self._lock = ProcessLock()
         self._capturing = False
         self._raw_stream = 0
         self._last: torch.cuda.Stream | None = None  # the stream of the last operation that no graph recorded
@@ -164,6 +164,7 @@ class CudaBackend:
         self._copies = (False, False)
         self.held = 0
         self._held_tensors: tuple[torch.Tensor | None, ...] = ()  # those of the operation that is held
+        self._held_raw = 0  # the stream on which that was begun
         self.copies_beside = engine == "copy" or (engine == "auto" and self._native.copies_pay())
         if engine == "copy":
             self.use_copies(True, held=False)
@@ -381,13 +382,33 @@ class CudaBackend:
     def complete(self) -> None:
         """Receives what an operation has held, if anything, on the caller's current stream."""
         with self._lock:
-            self.run_now("moecomm receive", lambda: self._native.complete(self._raw_stream))
-            self._held_tensors = ()
+            self.run_now("moecomm receive", self._complete)
+            self._let_go()
+
+    def _complete(self) -> None:
+        """Runs the second half of the operation that is held, if any. Raises InvalidArgument for one whose
+        first half was recorded by a CUDA graph capture that has ended without it."""
+        if not self._native.complete(self._raw_stream):
+            raise InvalidArgument(
+                "the capture in which an operation was begun has ended without its second half, and nothing "
+                "of it runs: wait for it within the capture"
+            )
 
     def _keep(self, *tensors: torch.Tensor | None) -> None:
         """Keeps the tensors of the operation just begun for as long as it is held, if it is."""
-        self._held_tensors = tensors if self._copies[1] else ()
-        self.held += self._copies[1]
+        self._let_go()
+        if self._copies[1]:
+            self._held_tensors, self._held_raw = tensors, self._raw_stream
+            self.held += 1
+
+    def _let_go(self) -> None:
+        """Lets go of the tensors of the operation that was held, which the current stream has received. The
+        one on which it was begun does not wait for that, and may be given their memory."""
+        if self._held_tensors and self._held_raw != self._raw_stream:
+            for each in self._held_tensors:
+                if each is not None:
+                    each.record_stream(self._gpu.stream())
+        self._held_tensors = ()
 
     def ready(self) -> None:
         """Does nothing: the runtime refuses work when it is closed or broken, and a passed capacity is
@@ -434,19 +455,26 @@ class CudaBackend:
         for: until then no SM waits for other ranks' rows."""
         return self._native.splits(tokens)
 
-    def finish_dispatch(self, begun: _Begun) -> RawDispatch:
+    def finish_dispatch(self, begun: _Begun, directly: bool = True) -> RawDispatch:
         """Receives the rows, of which without a capacity the host waits for the number. Those that were
-        received at once are cut to it; where the output was too small, there is another one."""
+        received at once are cut to it; where the output was too small, there is another one. `directly`:
+        nothing but the first half is on the current stream since that began."""
         call, blob, inputs, stream, outputs, offered = begun
         if stream != self._raw_stream:
             for each in (*inputs, blob, *(outputs or ())):
                 if each is not None:
                     each.record_stream(self._gpu.stream())
-        counts = self._native.wait_rows() if call.capacity < 0 else (call.capacity, call.expert_capacity)
+        counts = (call.capacity, call.expert_capacity)
+        if call.capacity < 0:
+            counts = self._native.wait_rows(self._raw_stream)
         if outputs is None or counts[0] > offered[0] or counts[1] > offered[1]:
             if outputs is not None:
                 outputs.free()
-            return self._receive(call, blob, inputs, counts, self._native.finish_dispatch)
+            # Outputs that `_outputs` or torch fills put a kernel between the halves.
+            filled = call.capacity >= 0 and call.layout == "rank"
+            filled = filled or torch.are_deterministic_algorithms_enabled()
+            receive = partial(self._native.finish_dispatch, directly and not filled)
+            return self._receive(call, blob, inputs, counts, receive)
         self._native.accept_rows()
         outputs.cut(*counts)
         return self._received(call, blob, inputs, counts, outputs)
@@ -628,7 +656,7 @@ class CudaBackend:
 
     def finish_combine(self, begun: tuple[Any, ...]) -> torch.Tensor:
         """Sums what arrives for this rank's tokens, and returns y (T, H)."""
-        self._native.complete(self._raw_stream)
+        self._complete()
         y_TH: torch.Tensor = begun[0]
         return y_TH
 

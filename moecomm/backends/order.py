@@ -1,4 +1,4 @@
-"""Runs the operations of one communicator one after the other, in the order of the calls."""
+"""Lets the operations of one communicator run one after the other, in the order of the calls."""
 
 from __future__ import annotations
 
@@ -9,6 +9,22 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 Result = TypeVar("Result")
+
+
+class ProcessLock:
+    """A re-entrant lock. A forked child, which does not have the thread that may hold it, begins with a free
+    one."""
+
+    def __init__(self) -> None:
+        self._owner, self._lock = os.getpid(), threading.RLock()
+
+    def __enter__(self) -> None:
+        if os.getpid() != self._owner:
+            self._owner, self._lock = os.getpid(), threading.RLock()
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
 
 
 class InOrder:

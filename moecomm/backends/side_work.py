@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -67,11 +68,13 @@ class SideWork(Generic[Result]):
         with self._gpu.on(self._side):
             try:
                 setattr(self, target, self._owner.run_now(self._name, operation))
+                self._event = self._side.record_event()
             except BaseException as error:  # every kind belongs to the caller of wait(), also later ones
                 self._error = error
                 if not isinstance(error, Exception):  # Ctrl-C: now, too
                     raise
-            self._event = self._side.record_event()
+                with suppress(RuntimeError):  # in a capture that has failed
+                    self._event = self._side.record_event()
 
     def wait(self) -> Result:
         """Returns the result, or raises the error; the device may still be working on it."""

@@ -221,7 +221,7 @@ class Forward:
         def receive_rows() -> None:
             nonlocal out
             with side, stages("dispatch_receive", stream=COMM, communicates=True):
-                out = receive()
+                out = receive(directly=True)
 
         with side, stages("dispatch_send", stream=COMM, communicates=True):
             # Without a capacity, receiving waits on the host for the number of rows.

@@ -167,15 +167,18 @@ def _nodes(rank: int, world_size: int, most: int | None, tokens: int) -> tuple[i
     """Kernels in a graph of a dispatch with a capacity, and of a combine."""
     from cuda.bindings import runtime
 
-    job = Case(tokens=(tokens,), num_experts=8, hidden=256, top_k=2, dtype="bfloat16")
+    job = Case(
+        tokens=(tokens,) * world_size, num_experts=8 * world_size, hidden=256, top_k=2, dtype="bfloat16"
+    )
     with nullcontext() if most is None else fused_tokens(most):
         comm = harness.communicator(**job.communicator)
     counts = []
     with comm:
         known = Oracle(job, rank, comm.device)
-        out = comm.dispatch(known.own.x_TH, known.own.ids_TK, capacity=2 * tokens)
+        capacity = 2 * tokens * world_size
+        out = comm.dispatch(known.own.x_TH, known.own.ids_TK, capacity=capacity)
         steps = (
-            lambda: comm.dispatch(known.own.x_TH, known.own.ids_TK, capacity=2 * tokens),
+            lambda: comm.dispatch(known.own.x_TH, known.own.ids_TK, capacity=capacity),
             lambda: comm.combine(out.tokens, out.handle),
         )
         for step in steps:
@@ -199,6 +202,14 @@ def test_kernels_of_an_operation(pool: Pools, most: int | None, tokens: int, one
     would be one more node."""
     pytest.importorskip("cuda.bindings.runtime")
     assert pool(1)(_nodes, most, tokens) == [(1, 1) if one else (3, 2)]
+
+
+def test_kernels_of_a_combine_of_several_ranks(pool: Pools) -> None:
+    """Of more than two ranks it is two kernels from fewer tokens on than a dispatch."""
+    pytest.importorskip("cuda.bindings.runtime")
+    for tokens, combine in ((768, 1), (769, 2), (MOST, 2)):
+        assert pool(3)(_nodes, None, tokens) == [(1, combine)] * 3
+    assert pool(2)(_nodes, None, MOST) == [(1, 1)] * 2
 
 
 def _bad_ids(rank: int, world_size: int, job: Case, bad: int) -> tuple[list[Caught | None], list[str]]:

@@ -101,6 +101,9 @@ class LoopbackNative:
         self.fields = device_plan_fields(shape)
         self.rows = 0
         self.held: Callable[[], None] | None = None
+        self.directly: bool | None = None  # of the last finish_dispatch
+        self.waited_on = -1  # the stream of the last wait_rows
+        self.dropped = False  # a capture has ended between the halves of what was held
 
     def link_control(self) -> str:
         self.calls.append("link_control")
@@ -166,7 +169,8 @@ class LoopbackNative:
         self.calls.append(f"begin_dispatch@{stream}")
         self._send(*sending)
 
-    def finish_dispatch(self, *arguments: Any) -> None:
+    def finish_dispatch(self, directly: bool, *arguments: Any) -> None:
+        self.directly = directly
         self.calls.append(f"finish_dispatch@{arguments[-1]}")
         self._receive(*arguments[:-1])
 
@@ -226,11 +230,12 @@ class LoopbackNative:
     def use_copies(self, copies: bool, held: bool) -> None:
         self.calls.append(f"use_copies {copies} {held}")
 
-    def complete(self, stream: int) -> None:
+    def complete(self, stream: int) -> bool:
         self.calls.append(f"complete@{stream}")
         held, self.held = self.held, None
         if held is not None:
             held()
+        return not self.dropped
 
     def splits(self, tokens: int) -> bool:
         return tokens <= self.few
@@ -244,8 +249,9 @@ class LoopbackNative:
     def accept_rows(self) -> None:
         self.calls.append("accept_rows")
 
-    def wait_rows(self) -> tuple[int, int]:
+    def wait_rows(self, stream: int) -> tuple[int, int]:
         self.calls.append("wait_rows")
+        self.waited_on = stream
         return self.rows, self.positions
 
     def _receive(

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
+import threading
 import weakref
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +16,7 @@ import torch
 import moecomm
 from moecomm.arguments import check_dispatch, check_wire_options
 from moecomm.backends.arrays import shared_tensor
+from moecomm.backends.order import ProcessLock
 from moecomm.setup.checks import check_combine_wire, check_gradient_wire
 from moecomm.types import Layout
 from tests.unit.loopback import FakeGpu, FakeWindow, LoopbackNative, loopback
@@ -140,6 +144,35 @@ class TestOperations:
         assert native.calls[-1] == "begin_dispatch@101"
         assert work.wait().tokens.shape == (7, 8)
 
+    def test_rows_are_received_beside_those_that_are_sent(self) -> None:
+        """They are where nothing can be between the halves: a kernel of others may let the one behind it
+        start while it still reads what that one writes to."""
+        comm, native, gpu = _comm()
+        comm.dispatch(*_inputs())
+        assert native.directly and native.waited_on == 100
+        for directly in (False, True):
+            comm.begin_dispatch(*_inputs())(directly=directly)
+            assert native.directly is directly
+        comm.begin_dispatch(*_inputs())()
+        assert native.directly is False
+        comm.dispatch(*_inputs(), async_op=True).wait()
+        assert native.directly and native.waited_on == 101
+        native.few = 100
+        for layout in ("expert", "rank"):  # of which the index is zero first
+            comm.dispatch(*_inputs(), layout=layout, capacity=8, async_op=True).wait()
+            assert native.directly is (layout == "expert")
+        native.few = 0
+        torch.use_deterministic_algorithms(True)  # new tensors are filled
+        try:
+            comm.dispatch(*_inputs())
+        finally:
+            torch.use_deterministic_algorithms(False)
+        assert not native.directly
+        receive = comm.begin_dispatch(*_inputs())
+        gpu.now = gpu.new_stream()
+        receive()
+        assert native.waited_on == gpu.now.number
+
     def test_rows_without_memory_for_the_offer(self, monkeypatch: pytest.MonkeyPatch) -> None:
         comm, native, _ = _comm()
         want = comm.dispatch(*_inputs())
@@ -238,7 +271,7 @@ class TestOperations:
         comm, native, _ = _comm()
         work = comm.dispatch(*_inputs(), async_op=True)
 
-        def interrupted() -> tuple[int, int]:
+        def interrupted(stream: int) -> tuple[int, int]:
             raise KeyboardInterrupt
 
         monkeypatch.setattr(native, "wait_rows", interrupted)
@@ -529,6 +562,41 @@ class TestWork:
         assert torch.equal(second.wait(), first.wait() * 2)
         assert torch.equal(third.wait().tokens[:7], out.tokens[:7])
 
+    def test_a_capture_that_ends_between_the_halves(self) -> None:
+        comm, native, _ = _comm()
+        native.few = 100
+        out = comm.dispatch(*_inputs(), capacity=8)
+        work = comm.combine(out.tokens, out.handle, async_op=True)
+        native.dropped = True
+        for _ in range(2):
+            with pytest.raises(moecomm.InvalidArgument, match="has ended without its second half"):
+                work.wait()
+        native.dropped = False
+        assert comm.combine(out.tokens, out.handle).shape == (5, 8)
+
+    @pytest.mark.parametrize("half", [1, 2])
+    def test_an_event_that_cannot_be_recorded(self, half: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        """As in a capture that has failed meanwhile."""
+        comm, native, _ = _comm()
+        native.few = 100
+        side: Any = comm.stream
+
+        def fails() -> None:
+            raise RuntimeError("capture failed")
+
+        def fail() -> None:
+            monkeypatch.setattr(side, "record_event", fails)
+
+        if half == 1:
+            fail()
+        work = comm.dispatch(*_inputs(), capacity=8, async_op=True)
+        fail()
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="capture failed"):
+                work.wait()
+        assert work.is_completed()
+        monkeypatch.undo()
+
     def test_what_few_tokens_are_read_from_stays_until_they_are_received(self) -> None:
         comm, native, _ = _comm()
         native.few = 100
@@ -739,8 +807,56 @@ def test_a_held_dispatch_keeps_the_copy_of_its_input(capacity: int | None) -> No
     release()
 
 
+@pytest.mark.usefixtures("loopback")
+@pytest.mark.parametrize("ending", ["complete", "the next operation"])
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_memory_of_a_held_operation_is_given_to_none_that_runs_before_its_end(
+    ending: str, elsewhere: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stream on which it was begun does not wait for what another one receives."""
+    comm, _, gpu = _comm(engine="auto")
+    x_TH, ids_TK, _ = _inputs()
+    streams: list[int] = []
+    release = comm.hold_copies()
+    comm.dispatch(x_TH.t().contiguous().t(), ids_TK, capacity=9)
+    number = release()
+    if elsewhere:
+        gpu.now = gpu.new_stream()
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: streams.append(stream.number))
+    if ending == "complete":
+        comm.complete(number)
+    else:
+        comm.dispatch(x_TH, ids_TK, capacity=9)
+    assert (len(streams) >= 3) is elsewhere and set(streams) <= {gpu.now.number}
+
+
 def _no_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     def clone(*_: Any, **__: Any) -> torch.Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(torch.Tensor, "clone", clone)
+
+
+def test_a_forked_child_finds_the_lock_free() -> None:
+    lock, held, done = ProcessLock(), threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with lock:
+            held.set()
+            done.wait(60)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait(60)
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(20)  # else it would wait for ever
+        with lock, lock:
+            os._exit(7)
+    try:
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+    finally:
+        done.set()
+        thread.join()
+    with lock:
+        pass
