@@ -80,10 +80,17 @@ def as_group(group: AnyGroup | None, name: str = "group") -> Group | None:
     """Returns the process group of a one-dimensional DeviceMesh; a process group or None is returned as it
     is.
 
-    Raises InvalidArgument, on every rank that calls, for a mesh of more dimensions: `mesh["ep"]` takes one.
+    Raises InvalidArgument, on every rank that calls, for a mesh of more dimensions, of which `mesh["ep"]`
+    takes one, and for what is no process group that this rank is in.
     """
-    if not isinstance(group, DeviceMesh):
+    if group is None or isinstance(group, dist.ProcessGroup):
         return group
+    if not isinstance(group, DeviceMesh):
+        outside = ", which new_group() gives ranks outside of the group" if group == -100 else ""
+        raise InvalidArgument(
+            f"{name} is {group!r}{outside}, must be a process group that this rank is in, or a DeviceMesh of "
+            "one dimension"
+        )
     if group.ndim != 1:
         named = group.mesh_dim_names
         way = f"one of its dimensions {named}, mesh[{named[-1]!r}] for example" if named else "one with names"

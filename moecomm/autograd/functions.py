@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 from torch._compile import _disable_dynamo
-from torch.autograd.function import once_differentiable
 
 from moecomm.backends import Backend, RawDispatch
+from moecomm.kernels.first_order import first_order
 
 Gradients = tuple[torch.Tensor | None, torch.Tensor | None]
 
@@ -70,7 +70,7 @@ class _Dispatch(torch.autograd.Function):
 
     @staticmethod
     @_disable_dynamo
-    @once_differentiable
+    @first_order
     def backward(
         ctx: Any,
         grad_rows_PH: torch.Tensor,
@@ -108,7 +108,7 @@ class _Combine(torch.autograd.Function):
 
     @staticmethod
     @_disable_dynamo
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad_y_TH: torch.Tensor) -> tuple[Any, ...]:
         rows_PH, weights_P = ctx.saved_tensors
         grad_rows_PH, grad_weights_P = combine_backward(ctx.backend, ctx.plan, grad_y_TH, weights_P, rows_PH)

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
@@ -23,6 +22,7 @@ from moecomm.kernels.activation import (
     weighted_activation_backward_into,
     weighted_activation_into,
 )
+from moecomm.kernels.first_order import first_order
 from moecomm.kernels.grouped_mm import grouped_mm, grouped_mm_wgrad
 from moecomm.types import DispatchOutput
 
@@ -328,7 +328,7 @@ class _ExpertFfn(torch.autograd.Function):
 
     @staticmethod
     @_disable_dynamo  # kernels are given addresses
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad_y_PH: Tensor) -> tuple[Tensor | None, ...]:
         rows_PH, w_in_LHI, w_out_LFH, b_out_LH, groups, weights_P, inner_PI = ctx.saved_tensors
         products: Products = ctx.products

@@ -54,7 +54,7 @@ class MoEConfig:
             is not the balancing bias of bias_update_rate, which only steers the choice.
         score_function: "softmax" or "sigmoid" of the router's logits.
         pre_softmax: Softmax only. True: softmax over all experts, then top-k. False: top-k, then softmax over
-            these k.
+            these k; groups and balancing biases then work on logits, and not on scores between 0 and 1.
         normalize_topk: divide the k weights of a token by their sum (softmax after top-k sums to one by
             itself).
         scaling_factor: multiplies the weights, after normalisation.

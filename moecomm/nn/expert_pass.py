@@ -36,12 +36,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
-from torch.autograd.function import once_differentiable
 
 from moecomm.communicator import Communicator
 from moecomm.device.cuda_device import CudaDevice
 from moecomm.errors import Unsupported
 from moecomm.kernels.activation import weighted_activation_backward, weighted_activation_into
+from moecomm.kernels.first_order import first_order
 from moecomm.kernels.products import Products
 from moecomm.nn.deferred import Deferred, Operands, Pending, cut_off
 from moecomm.nn.experts import shared_gates
@@ -666,7 +666,7 @@ class _Keep(torch.autograd.Function):
 
     @staticmethod
     @_disable_dynamo  # see moecomm/autograd/functions.py
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad_y_TH: Tensor) -> tuple[Tensor | None, ...]:
         for number, computed in zip((W_IN, W_OUT), ctx.call.computed, strict=True):
             if computed is not None:

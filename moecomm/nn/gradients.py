@@ -4,7 +4,7 @@ replicated.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -13,11 +13,14 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from moecomm.communicator import Communicator
 from moecomm.errors import InvalidArgument, Unsupported
+from moecomm.nn.agreement import agree, agree_by_holders
 from moecomm.nn.layer import MoELayer
 from moecomm.nn.parameters import has_main_grad, main_grad_of, ranks_of_shards
 from moecomm.nn.replicas import (
     Ranks,
+    Replicas,
     expert_owners,
     find_replicas,
     layers_of,
@@ -71,6 +74,9 @@ def sync_gradients(
     A parameter of a layer's experts that has no part for each expert, such as one adapter of all experts, is
     averaged as a dense one; it is compared between ranks when it is seen first.
 
+    Ranks compare at each call what they average, for which the host waits for the device: other parameters,
+    or parameters that some ranks alone have frozen, raise MismatchedArguments on all ranks.
+
     Raises InvalidArgument, on all ranks, where the result could not be that: EP groups that do not part
     `group`, a group that is not the pipeline stage of the folding, another folding than the layers', another
     expert_group, parameters that fully_shard has sharded over some of `group`, a parameter of a layer's
@@ -78,24 +84,38 @@ def sync_gradients(
     a model under DistributedDataParallel, which has synchronised its gradients in the backward, or gradients
     that are put off (`backward_weights`). Parameters that tensor parallelism has split are not for this
     function where they are plain tensors: marked, as Megatron-Core does (`tensor_model_parallel`), they are
-    refused too. Raises Unsupported for a sparse gradient.
+    refused too. Raises Unsupported for a sparse gradient, InvalidArgument on the ranks that have none.
 
     Parameters that torch's tensor parallelism has made DTensors are, on the TP mesh of the layers' folding
     (`folding.dense_mesh(...)["tp"]`). Each rank's loss is of its own tokens there, as sequence parallelism
     has it, so that the backward of all TP ranks has brought the gradients of all their losses into these
     parameters: they are summed over folding.group("dp-cp") and divided by the size of `group`.
     """
-    _require_computed(model)
-    _refuse_sparse(model)
-    refuse_shared_with_experts(model)
+    owners: dict[nn.Parameter, MoELayer | None] = {}
+
+    def check() -> list[str]:
+        _require_computed(model)
+        _refuse_sparse(model)
+        refuse_shared_with_experts(model)
+        owners.update(expert_owners(model))
+        if dist.is_initialized():
+            _refuse_ddp(model, owners)
+        experts = {each for layer in layers_of(model) for each in spread_parameters(layer).values()}
+        dense = (
+            (name, each) for name, each in model.named_parameters() if each not in experts | owners.keys()
+        )
+        return [_words(*each) for each in dense]
+
     if not dist.is_initialized():
+        check()
         return
     group, expert_group = model_group(model, group, folding), as_group(expert_group, "expert_group")
-    owners = expert_owners(model)
-    _refuse_ddp(model, owners)
+    device = _zero(list(model.parameters())).device
+    agree(group, device, "ranks average different parameters", check)
     replicas = find_replicas(model, group)
     require_equal(model, group)
     size, ranks = dist.get_world_size(group), ranks_of(group)
+    _require_same_experts(model, group, device, replicas)
     given = None if expert_group is None else ranks_of(expert_group)
     for found in replicas.values():
         if given not in (None, found.ranks):
@@ -154,14 +174,16 @@ def clip_grad_norm(
     gradients zero.
 
     ep_group: the ranks that share out the experts, as a process group or a DeviceMesh of one dimension. For
-    MoELayers it need not be given, and InvalidArgument is raised on all ranks for another than the layers'
+    MoELayers it need not be given, and InvalidArgument is raised for another than the layers'
     own. For parameters marked outside of MoELayers the default is all ranks.
 
     pp_group: with pipeline stages, the ranks that hold those of one pipeline, over which the norm is summed
     then; all stages call together. Without it the norm is that of this rank's stage; layers whose folding has
     several raise InvalidArgument, as every stage would scale its gradients by another factor. So do gradients
     that are put off (`backward_weights`), and a parameter of a layer's experts that another part of the model
-    has too. Raises Unsupported for a sparse gradient.
+    has too. Raises Unsupported for a sparse gradient. A rank that raises one of these alone leaves the
+    others waiting for it, until the process group's own deadline; `sync_gradients`, which comes before, tells
+    them of what it finds.
     """
     _require_computed(model)
     _refuse_sparse(model)
@@ -186,9 +208,12 @@ def clip_grad_norm(
         gradient = _found_gradient(parameter) if parameter.requires_grad else None
         if gradient is not None:
             # On a CPU torch adds one number after another: in float32 a shard's sum would show in the norm.
-            on_cpu = _local(gradient).device.type == "cpu"
-            dtype = torch.float64 if on_cpu else torch.promote_types(parameter.dtype, torch.float32)
-            square += torch.linalg.vector_norm(_local(gradient), dtype=dtype).double().square()
+            own = _local(gradient)
+            own = torch.view_as_real(own) if own.is_complex() else own
+            dtype = (
+                torch.float64 if own.device.type == "cpu" else torch.promote_types(own.dtype, torch.float32)
+            )
+            square += torch.linalg.vector_norm(own, dtype=dtype).double().square()
     for groups, square in squares.items():
         for over in groups:
             dist.all_reduce(square, group=over)
@@ -203,6 +228,24 @@ def clip_grad_norm(
             local = _local(gradient)
             local.mul_(scale.to(local.device, local.dtype))
     return norm if any(p.dtype == torch.float64 for p in trained) else norm.float()
+
+
+def _words(name: str, parameter: nn.Parameter) -> str:
+    """Describes what of a parameter has to be the same on all ranks that average its gradient."""
+    frozen = "" if parameter.requires_grad else ", frozen"
+    return f"{name} {tuple(parameter.shape)} {parameter.dtype}{frozen}"
+
+
+def _require_same_experts(
+    model: nn.Module, group: Group | None, device: torch.device, replicas: Mapping[Communicator, Replicas]
+) -> None:
+    """Raises MismatchedArguments, on all ranks of `group`, where ranks that hold the same experts of a layer
+    train other parameters of these."""
+    layers = [layer for layer in layers_of(model) if len(replicas[layer.comm].blocks) > 1]
+    if layers:
+        words = [[_words(*each) for each in spread_parameters(layer).items()] for layer in layers]
+        about = "ranks that hold the same experts average different parameters of these"
+        agree_by_holders(group, device, about, [layer.comm.rank for layer in layers], words)
 
 
 def _require_computed(model: nn.Module) -> None:

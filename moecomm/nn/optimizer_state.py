@@ -25,7 +25,15 @@ values. None stands for the learning rate."""
 
 def require_savable(optimizer: torch.optim.Optimizer, named: dict[Any, str]) -> None:
     """Raises InvalidArgument for what a checkpoint of the optimizer would leave out: anything but tensors and
-    numbers, and what is of no parameter."""
+    numbers, what is of no parameter, and parameters that are not `named`."""
+    of_groups = (each for group in optimizer.param_groups for each in group["params"])
+    outside = [tuple(each.shape) for each in of_groups if each not in named]
+    if outside:
+        raise InvalidArgument(
+            f"the optimizer has {len(outside)} parameters that are not in the model, one of shape "
+            f"{outside[0]}: a checkpoint would leave their state out. Pass a model that has all of them, an "
+            "nn.ModuleList of several for example"
+        )
     for owner, values in optimizer.state.items():
         if not isinstance(owner, Tensor):
             raise InvalidArgument(

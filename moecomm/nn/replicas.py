@@ -65,7 +65,12 @@ class Replicas:
 
 
 def layers_of(model: nn.Module) -> list[MoELayer]:
-    """Returns the MoELayers of a model, each once, in order."""
+    """Returns the MoELayers of a model, each once, in order. Raises InvalidArgument for what is no module."""
+    if not isinstance(model, nn.Module):
+        raise InvalidArgument(
+            f"model is {type(model).__name__}, must be an nn.Module: which parameters are of experts, and on "
+            "which ranks, its layers tell"
+        )
     return [module for module in model.modules() if isinstance(module, MoELayer)]
 
 

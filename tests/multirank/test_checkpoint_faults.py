@@ -326,8 +326,9 @@ def test_hooks_before_the_first_step(pool: Pools, seed: int) -> None:
 
 
 def _other_kinds(rank: int, world: int, seed: int) -> list[Caught | None]:
-    """Returns what is raised for a list, for a number of no known start, and for state of no parameter; the
-    optimizer that was refused is as it was."""
+    """Returns what is raised for a list, for a number of no known start, for state of no parameter, for a
+    step that needs a closure, and for parameters outside of the model; an optimizer that was refused is as it
+    was."""
     found = []
     model = build(rank, world, 2, seed)
     with model.comm:
@@ -342,11 +343,16 @@ def _other_kinds(rank: int, world: int, seed: int) -> list[Caught | None]:
         found.append(catch(lambda: sharded_state(model, optimizer)))
         closing = torch.optim.LBFGS(model.parameters())
         found.append(catch(lambda: sharded_state(model, closing)))
+        of_more = torch.optim.AdamW([*model.parameters(), torch.nn.Parameter(torch.zeros(3))])
+        found.append(catch(lambda: sharded_state(model, of_more)))
     return found
 
 
 def test_state_that_cannot_be_saved_is_refused(pool: Pools, seed: int) -> None:
-    for listed, unknown, shared, closing in pool(2)(_other_kinds, seed):
+    for listed, unknown, shared, closing, more in pool(2)(_other_kinds, seed):
+        assert more.text.startswith(
+            "the optimizer has 1 parameters that are not in the model, one of shape (3,)"
+        )
         assert listed.name == unknown.name == shared.name == closing.name == "InvalidArgument"
         assert closing.text.startswith("the optimizer is a LBFGS, whose step needs a closure")
         assert listed.text.startswith("the optimizer's extra of ") and "is a list" in listed.text

@@ -1,0 +1,93 @@
+"""Compares what ranks are about to do together, before they do it: so none waits for others in vain, and no
+sum is of different things."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from moecomm.errors import InvalidArgument, MismatchedArguments, MoecommError
+from moecomm.nn.replicas import ranks_of
+from moecomm.types import Group
+
+
+def agree(group: Group | None, device: torch.device, about: str, check: Callable[[], Sequence[str]]) -> None:
+    """Calls `check` and compares the words that it returns, on all ranks of `group` together; device: that of
+    tensors which the group exchanges.
+
+    Raises on all ranks: where `check` has raised a MoecommError on one, that error there and InvalidArgument
+    with its rank, type and text on the others; where ranks have other words, MismatchedArguments. `about`
+    says in its text what the words are of.
+    """
+    words, problem = _outcome(check)
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+        if problem is not None:
+            raise problem
+        return
+    digest = _digest(words)
+    seen = torch.tensor([int(problem is not None), digest, -digest], dtype=torch.int64, device=device)
+    dist.all_reduce(seen, op=dist.ReduceOp.MAX, group=group)
+    failed, most, less = seen.tolist()
+    if not failed and most == -less:
+        return
+    told: list[Any] = [None] * dist.get_world_size(group)
+    said = None if problem is None else f"{type(problem).__name__}: {problem}"
+    dist.all_gather_object(told, (list(words), said), group=group)
+    if problem is not None:
+        raise problem
+    ranks = ranks_of(group)
+    for rank, (_, text) in zip(ranks, told, strict=True):
+        if text is not None:
+            raise InvalidArgument(f"rank {rank} raises {text}")
+    first = told[0][0]
+    for rank, (others, _) in zip(ranks, told, strict=True):
+        if others != first:
+            raise MismatchedArguments(f"{about}: {_difference(ranks[0], first, rank, others)}")
+
+
+def agree_by_holders(
+    group: Group | None,
+    device: torch.device,
+    about: str,
+    holders: Sequence[int],
+    words: Sequence[Sequence[str]],
+) -> None:
+    """Compares words of several things, of each with those ranks of `group` alone that hold the same of it:
+    `holders` has this rank's number among the holders of each thing. Raises MismatchedArguments on all ranks
+    where such ranks have other words."""
+    size, own = dist.get_world_size(group), dist.get_rank(group)
+    seen = torch.zeros(size, len(holders), 2, dtype=torch.int64, device=device)
+    mine = [[number, _digest(each)] for number, each in zip(holders, words, strict=True)]
+    seen[own] = torch.tensor(mine, dtype=torch.int64)
+    dist.all_reduce(seen, group=group)
+    for of_ranks in zip(*seen.tolist(), strict=True):
+        found: dict[int, tuple[int, int]] = {}
+        for rank, (number, digest) in zip(ranks_of(group), of_ranks, strict=True):
+            other, before = found.setdefault(number, (rank, digest))
+            if digest != before:
+                raise MismatchedArguments(f"{about}: they are others on ranks {other} and {rank}")
+
+
+def _outcome(check: Callable[[], Sequence[str]]) -> tuple[Sequence[str], MoecommError | None]:
+    try:
+        return check(), None
+    except MoecommError as error:
+        return (), error
+
+
+def _digest(words: Sequence[str]) -> int:
+    data = hashlib.blake2b("\n".join(words).encode(), digest_size=7).digest()
+    return int.from_bytes(data, "big")
+
+
+def _difference(one: int, first: list[str], other: int, second: list[str]) -> str:
+    for name, words, than in ((one, first, second), (other, second, first)):
+        alone = [each for each in words if each not in set(than)]
+        if alone:
+            more = f" and {len(alone) - 1} more" if len(alone) > 1 else ""
+            return f"rank {name} has {alone[0]}{more}, which rank {other if name == one else one} has not"
+    return f"ranks {one} and {other} have them in another order"

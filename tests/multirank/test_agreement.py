@@ -1,0 +1,198 @@
+"""Ranks compare what they are about to average: nobody waits for a rank that has raised an error, and no sum
+is of different parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import moecomm
+from moecomm.nn import (
+    MoEConfig,
+    MoELayer,
+    OverlapConfig,
+    backward_weights,
+    clip_grad_norm,
+    sync_gradients,
+    update_expert_bias,
+)
+from tests.multirank.catching import Caught, catch
+from tests.multirank.conftest import Pools, cpu_pools
+from tests.multirank.moe_cases import SIZES, groups_of
+
+H = SIZES["hidden"]
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pools]:
+    yield from cpu_pools()
+
+
+class Model(nn.Module):
+    def __init__(self, rank: int, world: int, ep: int, seed: int, **options: bool) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first, self.second = (nn.Linear(H, H, dtype=torch.float64) for _ in range(2))
+        config = MoEConfig(**SIZES, dtype=torch.float64, bias_update_rate=0.1)
+        group = groups_of(rank, world, ep)[0]
+        self.moe = MoELayer(config, group=group, max_tokens=8, overlap=OverlapConfig(**options))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.moe(self.second(self.first(x)))
+        return y
+
+
+def _step(model: Model, rank: int) -> list[Tensor | None]:
+    model.zero_grad()
+    generator = torch.Generator().manual_seed(rank)
+    model(torch.randn(5, H, generator=generator, dtype=torch.float64)).square().sum().backward()
+    return [None if each.grad is None else each.grad.clone() for each in model.parameters()]
+
+
+def _freeze(model: Model, rank: int) -> None:
+    (model.first, model.second)[rank % 2].requires_grad_(False)
+
+
+def _freeze_one_layer(model: Model, rank: int) -> None:
+    if rank == 1:
+        model.first.requires_grad_(False)
+
+
+def _have_more(model: Model, rank: int) -> None:
+    if rank == 1:
+        model.more = nn.Linear(2, 2)
+
+
+def _freeze_experts(model: Model, rank: int) -> None:
+    if rank == 0:
+        model.moe.experts.requires_grad_(False)
+
+
+def _different(
+    rank: int, world: int, ep: int, change: Callable[[Model, int], None], seed: int
+) -> Caught | None:
+    """Returns what ranks raise that have changed their models; their gradients stay as they are, and the next
+    step of equal models is right."""
+    model = Model(rank, world, ep, seed)
+    with model.moe.comm:
+        change(model, rank)
+        before = _step(model, rank)
+        found = catch(lambda: sync_gradients(model))
+        for parameter, gradient in zip(model.parameters(), before, strict=True) if found else ():
+            assert parameter.grad is gradient is None or torch.equal(parameter.grad, gradient)
+        model.requires_grad_(True)
+        if hasattr(model, "more"):
+            del model.more
+        _step(model, rank)
+        assert model.first.weight.grad is not None
+        total = model.first.weight.grad.clone()
+        dist.all_reduce(total)
+        sync_gradients(model)
+        torch.testing.assert_close(model.first.weight.grad, total / world)
+    return found
+
+
+@pytest.mark.parametrize("change", [_freeze, _freeze_one_layer, _have_more])
+def test_ranks_that_train_other_parameters(
+    pool: Pools, change: Callable[[Model, int], None], seed: int
+) -> None:
+    for found in pool(2)(_different, 2, change, seed):
+        assert found is not None and found.name == "MismatchedArguments"
+        assert found.text.startswith("ranks average different parameters: rank ")
+        name = "more.weight (2, 2) torch.float32" if change is _have_more else "first.weight (16, 16)"
+        assert name in found.text
+
+
+def test_replicas_that_train_other_experts(pool: Pools, seed: int) -> None:
+    for found in pool(4)(_different, 2, _freeze_experts, seed):
+        assert found is not None and found.name == "MismatchedArguments"
+        assert found.text.endswith("different parameters of these: they are others on ranks 0 and 2")
+    assert pool(2)(_different, 2, _freeze_experts, seed) == [None, None]  # nobody holds the same
+
+
+def _alone(rank: int, world: int, seed: int) -> list[Caught | None]:
+    """Rank 1 alone has gradients that are put off, and then a sparse one."""
+    model = Model(rank, world, 2, seed, defer_weights=rank == 1)
+    with model.moe.comm:
+        _step(model, rank)
+        found = [catch(lambda: sync_gradients(model))]
+        backward_weights(model)
+        gradient = model.first.weight.grad
+        if rank == 1 and gradient is not None:
+            model.first.weight.grad = gradient.to_sparse()
+        found.append(catch(lambda: sync_gradients(model)))
+        model.first.weight.grad = gradient
+        sync_gradients(model)
+        norms: list[Tensor] = [torch.zeros((), dtype=torch.float64)] * 2
+        dist.all_gather(norms, clip_grad_norm(model, 1.0))
+        assert norms[0] == norms[1]
+        for call in (
+            sync_gradients,
+            lambda parameters: clip_grad_norm(parameters, 1.0),
+        ):  # as torch's is called
+            with pytest.raises(moecomm.InvalidArgument, match="model is generator, must be"):
+                call(model.parameters())
+    return found
+
+
+def test_an_error_of_one_rank_is_told(pool: Pools, seed: int) -> None:
+    other, own = pool(2)(_alone, seed)
+    for told, said, kind, text in zip(
+        other,
+        own,
+        ("InvalidArgument", "Unsupported"),
+        ("model has layers", "the gradient of first.weight"),
+        strict=True,
+    ):
+        assert said is not None and told is not None
+        assert said.name == kind and said.text.startswith(text)
+        assert told.name == "InvalidArgument" and told.text == f"rank 1 raises {kind}: {said.text}"
+
+
+def _outside(rank: int, world: int, seed: int) -> list[Caught | None]:
+    """Returns what a rank gets that passes what new_group() gives ranks outside of a group, and a list."""
+    inside = dist.new_group([0])
+    model = Model(rank, world, 2, seed)
+    found = []
+    with model.moe.comm:
+        for group in (inside, [0, 1]) if rank == 1 else ():
+            found += [
+                catch(lambda group=group: update_expert_bias(model, group)),
+                catch(lambda group=group: sync_gradients(model, group)),
+                catch(lambda group=group: clip_grad_norm(model, 1.0, group)),
+                catch(
+                    lambda group=group: moecomm.Communicator(group, device="cpu", **SIZES_OF_A_COMMUNICATOR)
+                ),
+            ]
+    return found
+
+
+SIZES_OF_A_COMMUNICATOR = {"num_experts": 2, "hidden": 8, "top_k": 1, "max_tokens": 4}
+
+
+def test_what_is_no_group_of_this_rank_is_refused(pool: Pools, seed: int) -> None:
+    found = pool(2)(_outside, seed)[1]
+    assert len(found) == 8
+    for each in found:
+        assert each is not None and each.name == "InvalidArgument"
+        assert "must be a process group that this rank is in" in each.text
+    assert "which new_group() gives ranks outside" in found[0].text
+
+
+def _complex(rank: int, world: int, seed: int) -> None:
+    model = Model(rank, world, 2, seed)
+    model.phase = nn.Parameter(torch.ones(3, dtype=torch.complex128))
+    with model.moe.comm:
+        _step(model, rank)
+        model.phase.grad = torch.tensor([3 + 4j, 0, 12j], dtype=torch.complex128)
+        sync_gradients(model)
+        without = clip_grad_norm(nn.ModuleList([model.first, model.second, model.moe]), float("inf"))
+        torch.testing.assert_close(clip_grad_norm(model, float("inf")).square(), without.square() + 169)
+
+
+def test_the_norm_of_complex_gradients(pool: Pools, seed: int) -> None:
+    pool(2)(_complex, seed)
