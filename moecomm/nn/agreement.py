@@ -21,10 +21,11 @@ def agree(group: Group | None, device: torch.device, about: str, check: Callable
 
     Raises on all ranks: where `check` has raised a MoecommError on one, that error there and InvalidArgument
     with its rank, type and text on the others; where ranks have other words, MismatchedArguments. `about`
-    says in its text what the words are of.
+    says in its text what the words are of. In a CUDA graph capture, within which the host cannot wait for
+    others, a rank looks for itself alone; the runs before the capture have compared.
     """
     words, problem = _outcome(check)
-    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+    if not dist.is_initialized() or dist.get_world_size(group) == 1 or _captures(device):
         if problem is not None:
             raise problem
         return
@@ -58,7 +59,9 @@ def agree_by_holders(
 ) -> None:
     """Compares words of several things, of each with those ranks of `group` alone that hold the same of it:
     `holders` has this rank's number among the holders of each thing. Raises MismatchedArguments on all ranks
-    where such ranks have other words."""
+    where such ranks have other words. In a CUDA graph capture nothing is compared."""
+    if _captures(device):
+        return
     size, own = dist.get_world_size(group), dist.get_rank(group)
     seen = torch.zeros(size, len(holders), 2, dtype=torch.int64, device=device)
     mine = [[number, _digest(each)] for number, each in zip(holders, words, strict=True)]
@@ -70,6 +73,10 @@ def agree_by_holders(
             other, before = found.setdefault(number, (rank, digest))
             if digest != before:
                 raise MismatchedArguments(f"{about}: they are others on ranks {other} and {rank}")
+
+
+def _captures(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _outcome(check: Callable[[], Sequence[str]]) -> tuple[Sequence[str], MoecommError | None]:

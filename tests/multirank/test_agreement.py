@@ -20,6 +20,7 @@ from moecomm.nn import (
     sync_gradients,
     update_expert_bias,
 )
+from moecomm.nn.agreement import agree, agree_by_holders
 from tests.multirank.catching import Caught, catch
 from tests.multirank.conftest import Pools, cpu_pools
 from tests.multirank.moe_cases import SIZES, groups_of
@@ -151,6 +152,28 @@ def test_an_error_of_one_rank_is_told(pool: Pools, seed: int) -> None:
         assert said is not None and told is not None
         assert said.name == kind and said.text.startswith(text)
         assert told.name == "InvalidArgument" and told.text == f"rank 1 raises {kind}: {said.text}"
+
+
+def _captured(rank: int, world: int) -> list[Caught | None]:
+    """Nothing is exchanged while a graph is captured: ranks have other words here, and go on."""
+    device = torch.device("cuda")
+
+    def fails() -> list[str]:
+        raise moecomm.Unsupported("not so")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        return [
+            catch(lambda: agree(None, device, "ranks", lambda: [str(rank)])),
+            catch(lambda: agree_by_holders(None, device, "ranks", [0], [[str(rank)]])),
+            catch(lambda: agree(None, device, "ranks", fails)) if rank == 1 else None,
+        ]
+
+
+def test_in_a_capture_a_rank_looks_for_itself(pool: Pools) -> None:
+    first, second = pool(2)(_captured)
+    assert first == [None] * 3 and second[:2] == [None] * 2
+    assert second[2] is not None and second[2].name == "Unsupported"
 
 
 def _outside(rank: int, world: int, seed: int) -> list[Caught | None]:
