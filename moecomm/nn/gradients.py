@@ -101,10 +101,8 @@ def sync_gradients(
         if dist.is_initialized():
             _refuse_ddp(model, owners)
         experts = {each for layer in layers_of(model) for each in spread_parameters(layer).values()}
-        dense = (
-            (name, each) for name, each in model.named_parameters() if each not in experts | owners.keys()
-        )
-        return [_words(*each) for each in dense]
+        experts |= owners.keys()
+        return [_words(name, each) for name, each in model.named_parameters() if each not in experts]
 
     if not dist.is_initialized():
         check()

@@ -18,6 +18,8 @@ _NUMBERS = (numbers.Number, str, type(None))
 """The types of what, besides tensors, an optimizer's state may have."""
 _TRIALS = 3
 """The number of steps after which a number is known to count, or to stay."""
+_ANY_NUMBER = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+"""The kinds of a function's parameters that need not be given, *args and **kwargs."""
 _KNOWN: dict[str, float | None] = {"eta": None, "mu": 1.0, "step_size": None, "mu_product": 1.0}
 """The keys of torch's ASGD, Rprop and NAdam whose values before the first step are not zero, and these
 values. None stands for the learning rate."""
@@ -140,7 +142,8 @@ def _try_step(
     # torch wraps the class's, to call hooks, which may count or average.
     step: Any = type(optimizer).step
     step = step.__wrapped__ if getattr(step, "hooked", False) else step
-    if any(each.default is each.empty for each in [*inspect.signature(step).parameters.values()][1:]):
+    _, *others = inspect.signature(step).parameters.values()
+    if any(each.default is each.empty and each.kind not in _ANY_NUMBER for each in others):
         raise InvalidArgument(
             f"the optimizer is a {type(optimizer).__name__}, whose step needs a closure: what its state is "
             "before the first step cannot be told. Use another optimizer, AdamW for example"

@@ -220,6 +220,13 @@ def test_hooks_that_hide_a_weight_of_experts_are_refused(pool: Pools, seed: int)
     assert pool(2)(_hooks, 1, seed) == [[None, None]] * 2
 
 
+class TakesAny(torch.optim.AdamW):
+    """Hands its step's arguments on."""
+
+    def step(self, *arguments: Any, **options: Any) -> Any:  # type: ignore[override]
+        return super().step(*arguments, **options)
+
+
 class Counting(torch.optim.Optimizer):
     """Momentum with numbers in its state, a count in its param_groups, and an average of the weights."""
 
@@ -345,6 +352,7 @@ def _other_kinds(rank: int, world: int, seed: int) -> list[Caught | None]:
         found.append(catch(lambda: sharded_state(model, closing)))
         of_more = torch.optim.AdamW([*model.parameters(), torch.nn.Parameter(torch.zeros(3))])
         found.append(catch(lambda: sharded_state(model, of_more)))
+        sharded_state(model, TakesAny(model.parameters()))
     return found
 
 
