@@ -24,7 +24,10 @@ inline uint64_t capture_of(cudaStream_t stream) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   unsigned long long id = 0;
   const cudaError_t error = cudaStreamGetCaptureInfo(stream, &status, &id);
-  if (error == cudaErrorStreamCaptureImplicit) return 0;  // the default stream, while another one records
+  if (error == cudaErrorStreamCaptureImplicit) {  // the default stream, while another one records
+    static_cast<void>(cudaGetLastError());        // else who asks next finds this error
+    return 0;
+  }
   check_cuda(error, "cudaStreamGetCaptureInfo");
   return status == cudaStreamCaptureStatusActive ? id : 0;
 }
