@@ -8,15 +8,9 @@
 #include <string>
 
 #include "common/error.hpp"
+#include "runtime/cuda_calls.hpp"
 
 namespace moecomm {
-
-inline void check_cuda(cudaError_t error, const char* what) {
-  if (error == cudaSuccess) return;
-  cudaGetLastError();  // what is not sticky is reported here and not again elsewhere
-  throw Error(ErrorKind::unsupported,
-              std::string(what) + ": " + cudaGetErrorName(error) + " (" + cudaGetErrorString(error) + ")");
-}
 
 inline void check_between(const char* name, int64_t value, int64_t least, int64_t most) {
   if (value < least || value > most)
@@ -39,11 +33,8 @@ T* pointer(const char* name, uintptr_t address, int64_t bytes, bool may_be_absen
 /// Runs `load`, which launches nothing, whatever this thread is capturing.
 template <class Load>
 void load_kernels(const char* what, const Load& load) {
-  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
-  check_cuda(cudaThreadExchangeStreamCaptureMode(&mode), "cudaThreadExchangeStreamCaptureMode");
-  const cudaError_t error = load();
-  cudaThreadExchangeStreamCaptureMode(&mode);
-  check_cuda(error, what);
+  const BesideCaptures beside;
+  check_cuda(load(), what);
 }
 
 }  // namespace moecomm

@@ -106,13 +106,7 @@ void bind_pool(py::module_& m) {
              check_cuda(pool::launch_drop(self, ticket_at(ticket), stream_of(stream)), "pool: drop");
            })
       .def_static(
-          "capture",
-          [](uintptr_t stream) {
-            cudaStreamCaptureStatus status{};
-            unsigned long long id = 0;
-            check_cuda(cudaStreamGetCaptureInfo(stream_of(stream), &status, &id), "pool: capture");
-            return status == cudaStreamCaptureStatusActive ? id : 0;
-          },
+          "capture", [](uintptr_t stream) { return capture_of(stream_of(stream)); },
           "A number of its own for the capture that a stream is in; 0: none.")
       .def("reset", [](const Pages& self, uintptr_t stream) {
         check_cuda(pool::launch_reset(self, stream_of(stream)), "pool: reset");

@@ -61,6 +61,19 @@ int team_warps(int64_t items, int blocks, int warps) {
   return kTeamWarps;
 }
 
+/// Returns false for the first half of an operation on `stream` that was recorded by `capture` (0: it runs),
+/// if that capture has ended without the second half: nothing of it runs. Throws Error(invalid_argument) for
+/// one that runs, while its stream records by now.
+bool is_there(uint64_t capture, cudaStream_t stream) {
+  const uint64_t now = capture_of(stream);
+  if (capture == 0 && now != 0)
+    throw Error(
+        ErrorKind::invalid_argument,
+        "an operation was begun on a stream before its capture and is not complete; wait for it before "
+        "the capture");
+  return capture == now;
+}
+
 }  // namespace
 
 DeviceCommunicator::DeviceCommunicator(const DeviceConfig& config)
@@ -275,18 +288,13 @@ void DeviceCommunicator::use_copies(bool copies, bool held) {
 bool DeviceCommunicator::complete(cudaStream_t stream) {
   if (!receive_held_) return true;
   const DeviceGuard guard(config_.device);
-  if (held_capture_ != 0 && capture_of(held_stream_) != held_capture_) {
+  // What runs is not completed by what is only recorded, and the other way round.
+  const bool alike = capture_of(stream) == held_capture_;
+  if ((held_capture_ != 0 || !alike) && !is_there(held_capture_, held_stream_)) {
     receive_held_ = nullptr;
     return false;
   }
-  // What runs is not completed by what is only recorded, and the other way round.
-  const cudaStream_t on = capture_of(stream) == held_capture_ ? stream : held_stream_;
-  if (capture_of(on) != held_capture_)
-    throw Error(
-        ErrorKind::invalid_argument,
-        "an operation was begun on a stream before its capture and is not complete; wait for it before "
-        "the capture");
-  std::exchange(receive_held_, nullptr)(on);
+  std::exchange(receive_held_, nullptr)(alike ? stream : held_stream_);
   return true;
 }
 
@@ -334,14 +342,9 @@ void DeviceCommunicator::join_side(cudaStream_t stream) {
 void DeviceCommunicator::abandon(cudaStream_t stream) {
   if (!pending_) return;
   const Sent begun = *pending_;
-  const uint64_t now = capture_of(pending_stream_);
-  if (begun.capture == 0 && now != 0)
-    throw Error(
-        ErrorKind::invalid_argument,
-        "a dispatch was begun on a stream before its capture and is not received; receive it before the "
-        "capture");
+  const bool there = is_there(begun.capture, pending_stream_);
   pending_.reset();
-  if (begun.capture != now) return;  // recorded by a capture that has ended: nothing of it runs
+  if (!there) return;
   const gpu::SendArguments& sent = begun.arguments;
   // Copies take the epoch from a word that the next operation changes.
   if (begun.held) check_cuda(cudaStreamWaitEvent(pending_stream_, copied_, 0), "cudaStreamWaitEvent");
@@ -655,7 +658,7 @@ void DeviceCommunicator::finish_dispatch(bool directly, int64_t rows, int64_t po
   require_begun();
   const DeviceGuard guard(config_.device);
   if (pending_->capture != capture_of(stream)) {
-    const bool ended = pending_->capture != 0 && capture_of(pending_stream_) != pending_->capture;
+    const bool ended = pending_->capture != 0 && !is_there(pending_->capture, pending_stream_);
     if (ended) pending_.reset();
     throw Error(ErrorKind::invalid_argument,
                 ended

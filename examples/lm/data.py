@@ -30,7 +30,7 @@ from lm.tokenizer import Tokenizer
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__"}
 HELD_OUT_ONE_IN = 16
 RUN_FILES = ("metrics.jsonl", "options.json", "sample.txt", "checkpoints*")
-"""What a run writes into its folder, and may be taken for text."""
+"""The names of what a run writes into its folder, which a folder or glob of text leaves out."""
 
 
 @dataclass(frozen=True)

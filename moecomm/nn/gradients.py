@@ -108,7 +108,7 @@ def sync_gradients(
         check()
         return
     group, expert_group = model_group(model, group, folding), as_group(expert_group, "expert_group")
-    device = _zero(list(model.parameters())).device
+    device = _device_of(list(model.parameters()))
     agree(group, device, "ranks average different parameters", check)
     replicas = find_replicas(model, group)
     require_equal(model, group)
@@ -172,8 +172,8 @@ def clip_grad_norm(
     gradients zero.
 
     ep_group: the ranks that share out the experts, as a process group or a DeviceMesh of one dimension. For
-    MoELayers it need not be given, and InvalidArgument is raised for another than the layers'
-    own. For parameters marked outside of MoELayers the default is all ranks.
+    MoELayers it need not be given, and InvalidArgument is raised for another than the layers' own. For
+    parameters marked outside of MoELayers the default is all ranks.
 
     pp_group: with pipeline stages, the ranks that hold those of one pipeline, over which the norm is summed
     then; all stages call together. Without it the norm is that of this rank's stage; layers whose folding has
@@ -208,9 +208,8 @@ def clip_grad_norm(
             # On a CPU torch adds one number after another: in float32 a shard's sum would show in the norm.
             own = _local(gradient)
             own = torch.view_as_real(own) if own.is_complex() else own
-            dtype = (
-                torch.float64 if own.device.type == "cpu" else torch.promote_types(own.dtype, torch.float32)
-            )
+            on_cpu = own.device.type == "cpu"
+            dtype = torch.float64 if on_cpu else torch.promote_types(own.dtype, torch.float32)
             square += torch.linalg.vector_norm(own, dtype=dtype).double().square()
     for groups, square in squares.items():
         for over in groups:
@@ -391,8 +390,11 @@ def _local(tensor: Tensor) -> Tensor:
 
 def _zero(parameters: Sequence[nn.Parameter]) -> Tensor:
     """Returns a zero in float64, so that the order in which shards are added does not show in the norm."""
-    device = _local(parameters[0]).device if parameters else torch.device("cpu")
-    return torch.zeros((), dtype=torch.float64, device=device)
+    return torch.zeros((), dtype=torch.float64, device=_device_of(parameters))
+
+
+def _device_of(parameters: Sequence[nn.Parameter]) -> torch.device:
+    return _local(parameters[0]).device if parameters else torch.device("cpu")
 
 
 def _found_gradient(parameter: nn.Parameter) -> Tensor | None:

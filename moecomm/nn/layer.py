@@ -76,11 +76,7 @@ class _InOverlap:
         self._name = name
 
     def __get__(self, layer: object, owner: object = None) -> NoReturn:
-        raise self.absent(self._name)
-
-    @staticmethod
-    def absent(name: str) -> AttributeError:
-        return AttributeError(f"{name} is in the layer's OverlapConfig: layer.overlap.{name}")
+        raise AttributeError(f"{self._name} is in the layer's OverlapConfig: layer.overlap.{self._name}")
 
     def __set__(self, layer: object, value: object) -> NoReturn:
         raise AttributeError(
@@ -311,8 +307,9 @@ class MoELayer(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         # nn.Module asks here once a property has raised, and would say that there is no such name.
-        if isinstance(vars(MoELayer).get(name), _InOverlap):
-            raise _InOverlap.absent(name)
+        found = vars(MoELayer).get(name)
+        if isinstance(found, _InOverlap):
+            found.__get__(self)
         return super().__getattr__(name)
 
     def forward(self, x: Tensor, seq_len: int | None = None) -> Tensor:

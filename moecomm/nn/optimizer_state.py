@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import inspect
 import numbers
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -96,21 +96,22 @@ def ensure_state(optimizer: torch.optim.Optimizer, named: dict[Any, str]) -> Non
     missing = {p: g["lr"] for g in groups for p in g["params"] if p.requires_grad and not state.get(p)}
     if not missing:
         return
+    step = _plain_step(optimizer)
     known, gradients, settings = set(state), [p.grad for p in parameters], [dict(each) for each in groups]
     kept = [(v, v.clone()) for group in groups for v in group.values() if isinstance(v, Tensor)]
     added: list[dict[str, Any]] = []
     try:
-        trials = [_try_step(optimizer, missing, parameters, settings)]
+        trials = [_try_step(optimizer, step, missing, parameters, settings)]
         while any(trials[0]) and len(trials) < _TRIALS:
-            trials.append(_try_step(optimizer, missing, parameters, settings))
+            trials.append(_try_step(optimizer, step, missing, parameters, settings))
         require_savable(optimizer, named)
         seen = list(zip(*trials, strict=True))  # of each group, and then of each parameter
         for index, (group, setting) in enumerate(zip(groups, settings, strict=True)):
             new = {key: value for key, value in group.items() if key not in setting}
             added.append(_before(new, f"param_groups[{index}]", seen[index], setting["lr"]))
         for (parameter, rate), counts in zip(missing.items(), seen[len(groups) :], strict=True):
-            values, of = state.get(parameter, {}), named.get(parameter, "a parameter outside the model")
-            values.update(_before(values, of, counts, rate, parameter))
+            values = state.get(parameter, {})
+            values.update(_before(values, named[parameter], counts, rate, parameter))
     except BaseException:
         for owner in [each for each in state if each not in known or each in missing]:
             del state[owner]
@@ -126,20 +127,10 @@ def ensure_state(optimizer: torch.optim.Optimizer, named: dict[Any, str]) -> Non
             group.update(setting | new)
 
 
-def _try_step(
-    optimizer: torch.optim.Optimizer,
-    trained: dict[Any, Any],
-    parameters: list[Tensor],
-    settings: list[dict[str, Any]],
-) -> list[dict[str, Any]]:
-    """Steps with zero gradients for `trained` alone at rate zero. Returns the numbers that this has put into
-    each of the param_groups, beside `settings`, and into the state of each of `trained`."""
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter) if parameter in trained else None
-    for group in optimizer.param_groups:
-        group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
-    # This calls the step of the plain class: a scheduler wraps the instance's and would count this one, and
-    # torch wraps the class's, to call hooks, which may count or average.
+def _plain_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
+    """Returns the step of the plain class: a scheduler wraps the instance's and would count a trial, and
+    torch wraps the class's, to call hooks, which may count or average. Raises InvalidArgument for one that
+    cannot be called without arguments."""
     step: Any = type(optimizer).step
     step = step.__wrapped__ if getattr(step, "hooked", False) else step
     _, *others = inspect.signature(step).parameters.values()
@@ -148,6 +139,22 @@ def _try_step(
             f"the optimizer is a {type(optimizer).__name__}, whose step needs a closure: what its state is "
             "before the first step cannot be told. Use another optimizer, AdamW for example"
         )
+    return step
+
+
+def _try_step(
+    optimizer: torch.optim.Optimizer,
+    step: Callable[..., Any],
+    trained: dict[Any, Any],
+    parameters: list[Tensor],
+    settings: list[dict[str, Any]],
+) -> list[dict[str, Any]]:
+    """Makes a `step` with zero gradients for `trained` alone at rate zero. Returns the numbers that this has
+    put into each of the param_groups, beside `settings`, and into the state of each of `trained`."""
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter) if parameter in trained else None
+    for group in optimizer.param_groups:
+        group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
     step(optimizer)
     of_groups = [
         {key: value for key, value in _numbers_of(group).items() if key not in setting}

@@ -21,9 +21,9 @@ def keep_plans(*modules: nn.Module) -> Callable[[], Contexts]:
 
     The MoELayers in `modules` then make no second plan and exchange no counts; rows travel again, as far as
     the layer's `keep` wants them, and nothing is combined where the layer is the last thing in the block that
-    keeps anything. Plans take some hundred bytes a token on up to eight ranks, more on more,
-    whatever the hidden size (docs/memory.md). The routing has to
-    be the same both times, as torch.utils.checkpoint sees to (preserve_rng_state).
+    keeps anything. Plans take some hundred bytes a token on up to eight ranks, more on more, whatever the
+    hidden size (docs/memory.md). The routing has to be the same both times, as torch.utils.checkpoint sees to
+    (preserve_rng_state).
 
     Raises InvalidArgument for modules without a MoELayer.
     """

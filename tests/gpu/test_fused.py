@@ -205,7 +205,7 @@ def test_kernels_of_an_operation(pool: Pools, most: int | None, tokens: int, one
 
 
 def test_kernels_of_a_combine_of_several_ranks(pool: Pools) -> None:
-    """Of more than two ranks it is two kernels from fewer tokens on than a dispatch."""
+    """A combine of more than two ranks is two kernels from fewer tokens on than a dispatch is three."""
     pytest.importorskip("cuda.bindings.runtime")
     for tokens, combine in ((768, 1), (769, 2), (MOST, 2)):
         assert pool(3)(_nodes, None, tokens) == [(1, combine)] * 3

@@ -576,7 +576,7 @@ class TestWork:
 
     @pytest.mark.parametrize("half", [1, 2])
     def test_an_event_that_cannot_be_recorded(self, half: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        """As in a capture that has failed meanwhile."""
+        """A stream whose capture has failed meanwhile takes no event."""
         comm, native, _ = _comm()
         native.few = 100
         side: Any = comm.stream

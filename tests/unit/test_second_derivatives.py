@@ -35,7 +35,8 @@ def _operations() -> Callable[[Tensor], Tensor]:
 @pytest.mark.parametrize("way", ["layer", "in order", "operations"])
 @pytest.mark.parametrize("linear", [True, False])
 def test_a_gradient_penalty_is_refused(way: str, linear: bool, seed: int) -> None:
-    """Where the loss is linear in the layer's result, the gradient that arrives has no graph."""
+    """The gradient that reaches a layer has no graph if the loss is linear in the layer's result, and torch
+    itself then refuses nothing."""
     torch.manual_seed(seed)
     model = {"layer": _layer, "in order": lambda: _layer(overlap=False), "operations": _operations}[way]()
     x_TH, head_H = torch.randn(T, H, dtype=torch.float64, requires_grad=True), torch.randn(H).double()
