@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from moecomm.errors import MoecommError
 from moecomm.nn.pool import ActivationPool
 from tests.gpu import harness
 from tests.gpu.conftest import Pools
@@ -152,7 +153,10 @@ def _streams(rank: int, world_size: int, seed: int) -> list[str]:
         for tensor, got in zip(each, result, strict=True):
             if not same(got, tensor, 2000):
                 problems.append(f"push {index}: {tuple(tensor.shape)} came back differently")
-    pool.check()
+    try:
+        pool.check()
+    except MoecommError as error:
+        problems.append(f"{error}; {pool._pages.state.tolist()}, {[each.table[:8].tolist() for each in handles]}")
     return problems
 
 

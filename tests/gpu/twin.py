@@ -155,7 +155,7 @@ class Twin:
         for native, own, stream in self._each(ranks):
             native.begin_dispatch(*self._sent(own, -1, -1), stream)
         for native, own, stream in self._each(ranks):
-            native.finish_dispatch(*native.wait_rows(), *self._received(own), stream)
+            native.finish_dispatch(True, *native.wait_rows(stream), *self._received(own), stream)
 
     def redispatch(self, ranks: list[Rank]) -> None:
         """The backward of a combine."""
