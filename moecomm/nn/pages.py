@@ -153,7 +153,7 @@ class CudaPages:
         gpu = self._gpu
         capturing = gpu.capturing()
         stream, last = gpu.stream(), self._last[capturing]
-        if stream != last:
+        if last is None or stream != last:  # torch says of no stream that it differs from None
             self._last[capturing] = stream
             if last is not None and capturing:
                 with gpu.on(last):

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.examples.conftest import run_example, text_folder
+from tests.examples.conftest import WHOLE_PRODUCTS, run_example, text_folder
 
 from lm.metrics import read_metrics  # isort: skip  # conftest puts examples/ on the path
 
@@ -75,7 +75,8 @@ def train(text_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Train:
             "--out",
             folder,
         ]
-        done = run_example("train_lm.py", *arguments, gpus=True)
+        # Given to each program, not to a test: some programs begin while no test runs.
+        done = run_example("train_lm.py", *arguments, gpus=True, variables=WHOLE_PRODUCTS)
         assert done.code == 0, f"{flags}: {done.err}"
         steps = [record for record in read_metrics(folder / "metrics.jsonl") if "loss" in record]
         assert len(steps) == STEPS
@@ -94,11 +95,9 @@ def train(text_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Train:
 def test_mapping_trains_as_one_process_does(
     train: Train,
     require_gpus: Callable[[int], None],
-    monkeypatch: pytest.MonkeyPatch,
     mapping: str,
 ) -> None:
     require_gpus(2)
-    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")  # else float32 matrices have ten bits in a product
     alone = train(1, "")
     first = MAPPINGS.index(mapping)
     for each in MAPPINGS[first : first + AT_ONCE]:

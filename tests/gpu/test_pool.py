@@ -133,7 +133,8 @@ def test_replays_take_what_they_need(pool: Pools, spill: int, seed: int) -> None
 
 
 def _streams(rank: int, world_size: int, seed: int) -> list[str]:
-    """Pushed on one stream, popped on another, with only the pool to order them."""
+    """Pushed on one stream, popped on another, with only the pool to order them, each late by a time of its
+    own."""
     device, rng, problems = harness.device(), random.Random(seed), []
     streams = [torch.cuda.Stream() for _ in range(3)]
     sources = [tensors_of(device, 2000, rng, most=2) for _ in range(20)]
@@ -143,10 +144,12 @@ def _streams(rank: int, world_size: int, seed: int) -> list[str]:
     handles = []
     for index, each in enumerate(sources):
         with torch.cuda.stream(streams[index % 3]):
+            torch.cuda._sleep(rng.randrange(200_000))
             handles.append(pool.stash(*each))
     results = []
     for index, handle in enumerate(handles):
         with torch.cuda.stream(streams[(index + 1) % 3]):
+            torch.cuda._sleep(rng.randrange(200_000))
             results.append(pool.restore(handle))
     torch.cuda.synchronize()
     for index, (each, result) in enumerate(zip(sources, results, strict=True)):
@@ -156,7 +159,9 @@ def _streams(rank: int, world_size: int, seed: int) -> list[str]:
     try:
         pool.check()
     except MoecommError as error:
-        problems.append(f"{error}; {pool._pages.state.tolist()}, {[each.table[:8].tolist() for each in handles]}")
+        problems.append(
+            f"{error}; {pool._pages.state.tolist()}, {[each.table[:8].tolist() for each in handles]}"
+        )
     return problems
 
 

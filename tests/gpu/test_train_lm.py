@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.examples.conftest import SMALL_MODEL, run_example, text_folder
+from tests.examples.conftest import SMALL_MODEL, WHOLE_PRODUCTS, run_example, text_folder
 
 __all__ = ["text_folder"]  # a fixture
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cuda_only")]
@@ -52,13 +52,11 @@ def test_the_loss_curve_is_that_of_the_cpu(
     cpu_losses: list[float],
     text_folder: Path,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     ranks: int,
 ) -> None:
     require_gpus(ranks)
-    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")  # else float32 matrices have ten bits in a product
-    arguments = [*RUN, "--device", "cuda", "--ranks", str(ranks), "--data", text_folder]
-    done = run_example("train_lm.py", *arguments, "--out", tmp_path / "run", gpus=True)
+    arguments = [*RUN, "--device", "cuda", "--ranks", str(ranks), "--data", text_folder, "--out"]
+    done = run_example("train_lm.py", *arguments, tmp_path / "run", gpus=True, variables=WHOLE_PRODUCTS)
     assert done.code == 0, done.err
     losses = _losses(tmp_path / "run")
     assert len(losses) == len(cpu_losses) == STEPS

@@ -404,6 +404,9 @@ class FakeStream:
     def __init__(self, gpu: FakeGpu, number: int) -> None:
         self.gpu, self.number, self.done = gpu, number, True
 
+    def __ne__(self, other: object) -> bool:
+        return other is not None and self is not other  # as torch's streams: none differs from None
+
     def record_event(self) -> Any:
         self.gpu.log.append(f"record {self.number}")
         return SimpleNamespace(stream=self, query=lambda: self.done)

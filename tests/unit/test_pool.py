@@ -15,12 +15,15 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from moecomm import _C
 from moecomm.errors import InvalidArgument, PoolExceeded
 from moecomm.nn import ActivationPool, MoEConfig, MoELayer, OverlapConfig, keep_plans
-from moecomm.nn.pages import TABLE_WORDS
+from moecomm.nn import pages as pages_module
+from moecomm.nn.pages import TABLE_WORDS, CudaPages
 from moecomm.nn.token_dropping import rows_for_headroom
 from tests import ranks
 from tests.multirank.conftest import Pools
+from tests.unit.loopback import FakeGpu
 
 PAGE = 4096
 DTYPES = (torch.bfloat16, torch.float32, torch.float64, torch.uint8)
@@ -531,6 +534,51 @@ def test_a_graph_of_torch_compile_ends_before_a_layer_with_a_pool(seed: int) -> 
     torch._dynamo.reset()  # which remembers that a graph ends here, and would not ask again
     with pytest.raises(torch._dynamo.exc.Unsupported, match="_forward"):
         torch.compile(case.layer, backend="aot_eager", fullgraph=True)(case.x)
+
+
+def test_kernels_of_several_streams_are_ordered(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Kernels:
+        ticket_words = TABLE_WORDS
+
+        def __init__(self, **pages: int) -> None:
+            pass
+
+        def reset(self, stream: int) -> None:
+            FakeGpu.last.log.append(f"reset on {stream}")
+
+        def push(self, *arguments: Any) -> None:
+            FakeGpu.last.log.append(f"push on {arguments[-1]}")
+
+        def pop(self, *arguments: Any) -> None:
+            FakeGpu.last.log.append(f"pop on {arguments[-1]}")
+
+    monkeypatch.setattr(_C, "PagePool", Kernels, raising=False)
+    monkeypatch.setattr(pages_module, "CudaDevice", FakeGpu)
+    kept = CudaPages(torch.device("cpu"), 4, 0, PAGE)
+    gpu, rows, table = FakeGpu.last, torch.zeros(4, 4), torch.zeros(TABLE_WORDS + 1, dtype=torch.int32)
+    one, two = gpu.new_stream(), gpu.new_stream()
+    with gpu.on(one):
+        kept.stash([rows], None, table)
+    with gpu.on(two):
+        kept.restore([rows], table)
+        kept.stash([rows], None, table)
+    kept.follow()
+    assert gpu.log == [
+        *("reset on 100", "record 100", "101 waits for 100", "push on 101"),
+        *("record 101", "102 waits for 101", "pop on 102", "push on 102", "record 102", "100 waits for 102"),
+    ]
+    gpu.captures = {101, 102}
+    gpu.log.clear()
+    with gpu.on(one):
+        kept.stash([rows], None, table)
+    with gpu.on(two):
+        kept.restore([rows], table)
+    assert gpu.log == ["push on 101", "record 101", "102 waits for 101", "pop on 102"]
+    gpu.captures = {102}  # the capture of the first has ended
+    gpu.log.clear()
+    with gpu.on(one):
+        kept.follow()
+    assert gpu.log == ["record 100", "101 waits for 100"]
 
 
 def test_a_layer_in_order_has_no_pool(seed: int) -> None:
