@@ -28,7 +28,7 @@ from moecomm.backends.base import (
 )
 from moecomm.backends.order import ProcessLock
 from moecomm.backends.side_work import SideWork
-from moecomm.device.cuda_device import CudaDevice
+from moecomm.device.cuda_device import CudaDevice, StreamOrder
 from moecomm.env import read_env
 from moecomm.errors import InvalidArgument, MoecommError, OutOfMemory, Unsupported, as_operation, kind_of
 from moecomm.setup.handshake import GroupInfo, check_host_room, connect, describe, handshake
@@ -105,10 +105,7 @@ class CudaBackend:
         self._lock = ProcessLock()
         self._capturing = False
         self._raw_stream = 0
-        self._last: torch.cuda.Stream | None = None  # the stream of the last operation that no graph recorded
-        self._last_raw = -1
-        self._last_captured: torch.cuda.Stream | None = None  # same, for operations that a graph recorded
-        self._last_captured_raw = -1
+        self._order = StreamOrder(self._gpu)
         self._side: torch.cuda.Stream | None = None
         self._unfinished: SideWork[Any] | None = None
         self._stats_before: dict[str, Any] = {}
@@ -274,32 +271,10 @@ class CudaBackend:
         try:
             self._raw_stream = gpu.raw_stream()
             self._capturing = gpu.capturing()
-            self._follow()
+            self._order.follow(self._raw_stream, self._capturing)
             return as_operation(operation)
         finally:
             gpu.pop_range()
-
-    def _follow(self) -> None:
-        """Makes the current stream wait for the last operation, if that was on another one. Within a capture
-        only the captured operations count: the order of a graph and of work beside its replays is the
-        caller's responsibility, as for any other work.
-        """
-        raw = self._raw_stream
-        if raw == (self._last_captured_raw if self._capturing else self._last_raw):
-            return
-        gpu = self._gpu
-        stream = gpu.stream()
-        last = self._last_captured if self._capturing else self._last
-        if self._capturing:
-            if last is not None:
-                with gpu.on(last):
-                    if not gpu.capturing():  # an earlier capture
-                        last = None
-            self._last_captured, self._last_captured_raw = stream, raw
-        else:
-            self._last, self._last_raw = stream, raw
-        if last is not None:
-            stream.wait_event(last.record_event())
 
     def launch(
         self,

@@ -123,3 +123,31 @@ class CudaDevice:
     def uuid(self) -> str:
         """Returns the GPU's UUID, which names it on this host whatever its index in this process."""
         return str(torch.cuda.get_device_properties(self.index).uuid)
+
+
+class StreamOrder:
+    """The order of work that several streams of one GPU are given: `follow` puts the work that comes on the
+    current stream after all before it. Within a capture only the captured work counts: the order of a graph
+    and of work beside its replays is the caller's responsibility, as for any other work.
+    """
+
+    def __init__(self, gpu: CudaDevice) -> None:
+        self._gpu = gpu
+        # Of the last work outside of captures (False) and within one (True), with the stream's handle.
+        self._last: dict[bool, tuple[int, torch.cuda.Stream | None]] = {False: (-1, None), True: (-1, None)}
+
+    def follow(self, raw_stream: int, capturing: bool) -> None:
+        """Makes the current stream, which is `raw_stream`, wait for the last work, if that was on another
+        one. `capturing`: it is recording a CUDA graph."""
+        last_raw, last = self._last[capturing]
+        if raw_stream == last_raw:
+            return
+        gpu = self._gpu
+        stream = gpu.stream()
+        if capturing and last is not None:
+            with gpu.on(last):
+                if not gpu.capturing():  # an earlier capture
+                    last = None
+        self._last[capturing] = raw_stream, stream
+        if last is not None:
+            stream.wait_event(last.record_event())

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from moecomm import _C
-from moecomm.device.cuda_device import CudaDevice, no_kernels
+from moecomm.device.cuda_device import CudaDevice, StreamOrder, no_kernels
 from moecomm.errors import OutOfMemory
 
 STATE_WORDS = 8
@@ -102,8 +102,7 @@ class CudaPages:
                 host_pages=host_pages,
                 page_bytes=page_bytes,
             )
-            # The last stream that was used outside a capture (False) and within one (True).
-            self._last: dict[bool, torch.cuda.Stream | None] = {False: None, True: None}
+            self._order = StreamOrder(self._gpu)
             self.reset()
 
     def stash(self, tensors: Sequence[Tensor], ends_L: Tensor | None, table: Tensor) -> None:
@@ -150,18 +149,9 @@ class CudaPages:
     def _stream(self) -> int:
         """Returns the current stream and makes it wait for the pool's work so far; within a capture, for the
         captured work."""
-        gpu = self._gpu
-        capturing = gpu.capturing()
-        stream, last = gpu.stream(), self._last[capturing]
-        if last is None or stream != last:  # torch says of no stream that it differs from None
-            self._last[capturing] = stream
-            if last is not None and capturing:
-                with gpu.on(last):
-                    if not gpu.capturing():  # an earlier capture
-                        last = None
-            if last is not None:
-                stream.wait_event(last.record_event())
-        return gpu.raw_stream()
+        raw_stream = self._gpu.raw_stream()
+        self._order.follow(raw_stream, self._gpu.capturing())
+        return raw_stream
 
 
 def _described(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
