@@ -67,7 +67,7 @@ class Announcer {
   PeerSet peers_;
 };
 
-/// Chunks taken by warps in order, the next one asked for while the one before is under way.
+/// Numbers taken by warps in order, the next one asked for while the one before is under way.
 class Claims {
  public:
   __device__ explicit Claims(uint32_t* counter) : counter_(counter) { ask(); }
@@ -84,6 +84,44 @@ class Claims {
   uint32_t* counter_;
   uint32_t asked_ = 0;
 };
+
+/// The order in which a source's tokens are sent, and received: in pieces of so many, a power of two up to
+/// kMaxChunk, from several places in turn. Tokens for one rank may lie behind each other, and what several
+/// ranks send to the same one at a time shares its link.
+class TokenOrder {
+ public:
+  __device__ TokenOrder(int tokens, int size, bool one_by_one)
+      : tokens_(tokens),
+        size_(size),
+        shift_(one_by_one ? 0 : kShift),
+        part_((tokens + (kMaxChunk << shift_) - 1) >> shift_ & ~(kMaxChunk - 1)) {}
+
+  /// Numbers that are claimed for all pieces.
+  __device__ int claims() const { return part_ >> (__ffs(size_) - 1) << shift_; }
+  /// The first token of the piece that is taken by a claim; all tokens: none is.
+  __device__ int begin(int claim) const {
+    const int place = claim & ((1 << shift_) - 1), within = (claim >> shift_) * size_;
+    return within < part_ ? min(place * part_ + within, tokens_) : tokens_;
+  }
+  /// Claims the next piece. All lanes.
+  __device__ int next(Claims& claimed) const {
+    for (;;) {
+      const auto claim = static_cast<int>(claimed.take());
+      if (const int found = begin(claim); found < tokens_ || claim >= claims()) return found;
+    }
+  }
+
+ private:
+  static constexpr int kShift = 3;  ///< of the number of places
+  int tokens_, size_, shift_;
+  int part_;  ///< from one place to the next
+};
+
+/// True where a source's tokens are sent one piece after the other: nobody else sends to the same rank, chunks
+/// take each other's places, or come by the network.
+__device__ inline bool sent_one_by_one(const device::Comm& comm, int32_t source, int64_t tokens) {
+  return comm.ranks() <= 2 || tokens > comm.window.stage_tokens || !comm.is_local(source);
+}
 
 /// Writes this lane's `value`, if `keep`, behind those of lower lanes to list[0..]; returns how many were
 /// kept.

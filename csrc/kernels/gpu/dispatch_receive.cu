@@ -306,7 +306,7 @@ class ScaleOut {
 
 /// Spans of a chunk each.
 struct ByChunk {
-  __device__ int64_t operator()(int64_t tokens) const { return chunk_tokens(tokens); }
+  __device__ int operator()(int64_t tokens) const { return chunk_tokens(tokens); }
 };
 
 #if MOECOMM_HAS_BULK
@@ -329,7 +329,7 @@ __device__ void receive_items(const Comm& comm, const ReceiveArguments& args, ui
   const PlanView plan{args.plan, comm.plan_fields};
   const int32_t* const tokens_of = plan.at(plan.fields.tokens);
   const int32_t ranks = comm.ranks();
-  const int64_t most_chunks = most_spans(tokens_of, ranks, ByChunk{});
+  const int64_t most_chunks = most_claims(comm, tokens_of, ByChunk{});
   const int64_t paddings = args.layout == RowLayout::expert ? comm.local_experts : 0;
 
 #if MOECOMM_HAS_BULK
@@ -347,14 +347,12 @@ __device__ void receive_items(const Comm& comm, const ReceiveArguments& args, ui
       zero_padding(comm, args, RowTables::of(plan), claim);
       continue;
     }
-    const auto number = static_cast<uint32_t>(claim - paddings),
-               chunk = number / static_cast<uint32_t>(ranks);
     Item item;
-    item.chunk = chunk;
-    item.source = comm.rank + static_cast<int32_t>(number - chunk * static_cast<uint32_t>(ranks));
-    if (item.source >= ranks) item.source -= ranks;
+    const auto [source, number] = comm.turn(static_cast<int32_t>(claim - paddings));
+    item.source = source;
     const int64_t tokens = tokens_of[item.source], size = chunk_tokens(tokens);
-    item.begin = item.chunk * size;
+    item.begin = order_of(comm, source, tokens_of[item.source], static_cast<int>(size)).begin(number);
+    item.chunk = item.begin >> chunk_shift(tokens);
     item.end = min(item.begin + size, tokens);
     item.landing = args.copied ? landing_of(comm, epoch, item.source) : 0;
     if (item.begin >= item.end) continue;

@@ -1,6 +1,7 @@
 // Dispatch, sending side: every row goes once to each rank that owns one of its experts.
-//   - chunks of tokens are taken in order, and their rows stored to the staging section of every owner, at
-//     the place of (source, token). What dispatch_route.cu works out, meanwhile or before, has no part in it
+//   - chunks of tokens are taken from several places in turn (TokenOrder), and their rows stored to the staging
+//     section of every owner, at the place of (source, token). What dispatch_route.cu works out, meanwhile or
+//     before, has no part in it
 //   - on one node a pipe of warps does so (move_pipe.cuh), with workers where rows are quantised. Where it
 //     cannot take them, all warps take chunks; a row is loaded piece by piece, and each piece stored
 //   - when all rows of a chunk are in place, the owners' arrival flags are set
@@ -420,8 +421,12 @@ __device__ void send_rows(const Comm& comm, const SendArguments& args, uint64_t 
   // Rows for other nodes have places of their own, and so have those for the copy engine.
   const int64_t at_once = comm.window.chunks_at_once(args.tokens), first = args.later ? at_once : 0;
   const int64_t all = args.later || args.copied || reach == Reach::others ? chunks : at_once;
-  for (int64_t chunk = first + claims.take(); chunk < all; chunk = first + claims.take()) {
-    const int64_t begin = chunk * size, end = min(begin + size, args.tokens);
+  const auto tokens = static_cast<int>(max(min(all * size, args.tokens) - first * size, int64_t{0}));
+  const TokenOrder order(tokens, static_cast<int>(size),
+                         reach == Reach::others || sent_one_by_one(comm, comm.rank, args.tokens));
+  for (int next = order.next(claims); next < tokens; next = order.next(claims)) {
+    const int64_t begin = first * size + next, end = min(begin + size, args.tokens);
+    const int64_t chunk = begin >> chunk_shift(args.tokens);
     const ChunkOwners owners = list_owners<way>(comm, args, reach, begin, end, meta);
     if (owners.tokens == 0) continue;
     if (args.later && !wait_for_place(comm, args.operation, comm.rank, args.tokens, epoch, chunk,

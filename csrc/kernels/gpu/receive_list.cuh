@@ -50,14 +50,17 @@ __device__ inline void receive_and_end(const Comm& comm, const ReceiveArguments&
   end_operation(comm, args.operation, epoch, args.senders, true, args.copied);
 }
 
-/// The most chunks, or spans of span(tokens) tokens, that one source has.
+/// The order in which a source's tokens arrive, taken in spans of so many.
+__device__ inline TokenOrder order_of(const Comm& comm, int32_t source, int32_t tokens, int span) {
+  return {tokens, span, sent_one_by_one(comm, source, tokens)};
+}
+
+/// The most claims that the spans of one source take, of span(tokens) tokens each.
 template <class Span>
-__device__ int32_t most_spans(const int32_t* tokens_of, int32_t ranks, const Span& span) {
+__device__ int32_t most_claims(const Comm& comm, const int32_t* tokens_of, const Span& span) {
   int32_t most = 0;
-  for (int32_t source = 0; source < ranks; ++source) {
-    const int32_t tokens = tokens_of[source];
-    if (tokens > 0) most = max(most, static_cast<int32_t>((tokens - 1) / span(tokens) + 1));
-  }
+  for (int32_t source = 0; source < comm.ranks(); ++source)
+    most = max(most, order_of(comm, source, tokens_of[source], span(tokens_of[source])).claims());
   return most;
 }
 
@@ -96,7 +99,7 @@ class ReceiveLister {
         plan_{args.plan, comm.plan_fields},
         tokens_of_(plan_.at(plan_.fields.tokens)),
         size_{map, comm.ranks()},
-        claims_end_(static_cast<uint32_t>(most_spans(tokens_of_, comm.ranks(), size_) * comm.ranks())),
+        claims_end_(static_cast<uint32_t>(most_claims(comm, tokens_of_, size_) * comm.ranks())),
         claims_(&comm.state().item_next) {}
 
   /// A list without tokens is the last one.
@@ -109,7 +112,7 @@ class ReceiveLister {
       list.item.source = source;
       list.of_source = tokens_of_[list.item.source];
       const int size = size_(list.of_source);
-      list.item.begin = min(number * size, list.of_source);
+      list.item.begin = order_of(comm_, source, list.of_source, size).begin(number);
       list.item.end = min(static_cast<int>(list.item.begin) + size, list.of_source);
     }
     list.item.chunk = list.item.begin >> chunk_shift(list.of_source);

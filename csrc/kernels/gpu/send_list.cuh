@@ -64,7 +64,7 @@ template <int workers, class Id>
 class SendLister {
  public:
   __device__ SendLister(const SendArguments& args, const TokenLanes& map, const Id* ids, int each,
-                        int64_t first, int64_t all, uint32_t* counter)
+                        int64_t first, int64_t all, bool one_by_one, uint32_t* counter)
       : ids_(ids),
         map_(map),
         // A chunk that has to wait for its place is a list of its own.
@@ -72,11 +72,12 @@ class SendLister {
                          : move_tokens<workers>(map, each, chunk_tokens(args.tokens), args.tokens)),
         begin_(static_cast<int>(first * chunk_tokens(args.tokens))),
         end_(static_cast<int>(min(all * chunk_tokens(args.tokens), args.tokens))),
+        order_(max(end_ - begin_, 0), size_, one_by_one),
         claims_(counter) {}
 
   __device__ SendList<Id> next() {
     SendList<Id> list;
-    list.begin = static_cast<int>(min(begin_ + claims_.take() * size_, int64_t{end_}));
+    list.begin = begin_ + order_.next(claims_);
     list.tokens = min(end_ - list.begin, size_);
     const Id* const ids = ids_ + int64_t{list.begin} * map_.top_k + lane_id();
 #pragma unroll
@@ -89,6 +90,7 @@ class SendLister {
   const Id* const ids_;
   const TokenLanes& map_;
   const int size_, begin_, end_;
+  const TokenOrder order_;
   Claims claims_;
 };
 
@@ -104,6 +106,7 @@ __device__ void list_own(const Comm& comm, const SendArguments& args, const Id* 
   const int64_t at_once = comm.window.chunks_at_once(args.tokens);
   SendLister<workers, Id> lister(args, map, ids, most_owners(comm), args.later ? at_once : 0,
                                  args.later ? chunk_count(args.tokens) : at_once,
+                                 sent_one_by_one(comm, comm.rank, args.tokens),
                                  args.later ? &state.later_next : &state.send_next);
   SendList<Id> next = lister.next();
   while (next.tokens > 0) {
