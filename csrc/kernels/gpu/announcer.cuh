@@ -117,8 +117,8 @@ class TokenOrder {
   int part_;  ///< from one place to the next
 };
 
-/// True where a source's tokens are sent one piece after the other: nobody else sends to the same rank, chunks
-/// take each other's places, or come by the network.
+/// True where a source's tokens are sent one piece after the other: nobody else sends to the same rank,
+/// chunks take each other's places, or come by the network.
 __device__ inline bool sent_one_by_one(const device::Comm& comm, int32_t source, int64_t tokens) {
   return comm.ranks() <= 2 || tokens > comm.window.stage_tokens || !comm.is_local(source);
 }

@@ -1,7 +1,7 @@
 // Dispatch, sending side: every row goes once to each rank that owns one of its experts.
-//   - chunks of tokens are taken from several places in turn (TokenOrder), and their rows stored to the staging
-//     section of every owner, at the place of (source, token). What dispatch_route.cu works out, meanwhile or
-//     before, has no part in it
+//   - chunks of tokens are taken from several places in turn (TokenOrder), and their rows stored to the
+//     staging section of every owner, at the place of (source, token). What dispatch_route.cu works out,
+//     meanwhile or before, has no part in it
 //   - on one node a pipe of warps does so (move_pipe.cuh), with workers where rows are quantised. Where it
 //     cannot take them, all warps take chunks; a row is loaded piece by piece, and each piece stored
 //   - when all rows of a chunk are in place, the owners' arrival flags are set
