@@ -14,6 +14,7 @@
 
 #include "check.hpp"
 #include "device/comm.cuh"
+#include "kernels/gpu/announcer.cuh"
 #include "kernels/gpu/arguments.hpp"
 #include "kernels/gpu/pipe.cuh"
 #include "layout/routing.hpp"
@@ -525,10 +526,30 @@ Seen play(const Shape& shape, Random& random) {
   return all;
 }
 
+/// Claims take each token of a source once, in pieces that begin at a multiple of their size; the first eight
+/// at eight places, if there are so many tokens.
+void check_order(int tokens, int size, bool one_by_one) {
+  const gpu::TokenOrder order(tokens, size, one_by_one);
+  std::vector<int> taken(static_cast<size_t>(tokens));
+  for (int claim = 0; claim < order.claims(); ++claim) {
+    const int begin = order.begin(claim), end = std::min(begin + size, tokens);
+    CHECK(begin >= 0 && begin <= tokens && (begin == tokens || begin % size == 0));
+    for (int token = begin; token < end; ++token) ++taken[static_cast<size_t>(token)];
+    if (one_by_one) CHECK(begin == std::min(claim * size, tokens));
+  }
+  CHECK(std::all_of(taken.begin(), taken.end(), [](int times) { return times == 1; }));
+  for (int claim = order.claims(); claim < order.claims() + 20; ++claim) CHECK(order.begin(claim) == tokens);
+  if (!one_by_one && tokens % 64 == 0)
+    for (int claim = 0; claim < 8; ++claim) CHECK(order.begin(claim) == claim * (tokens / 8));
+}
+
 }  // namespace
 
 int main() {
   Random random(test::seed());
+  for (const int tokens : {0, 1, 7, 8, 9, 63, 64, 65, 128, 1000, 4096, draw(random, 1, 5000)})
+    for (const int size : {1, 2, 4, 8})
+      for (const bool one_by_one : {false, true}) check_order(tokens, size, one_by_one);
   for (int i = 0; i < 6; ++i) {
     Shape shape{};
     shape.ranks = draw(random, 1, 4);
@@ -544,7 +565,7 @@ int main() {
   play({2, 2, 2, 8200, 24, 2}, random);        // more of a row than a warp keeps sums of at a time
   play({2, 3, 3, 4104, 16, 3}, random);        // rows that a pipe with workers takes
   play({2, 1, 1, 4104, 240, 2, 200}, random);  // and so many bytes that flags go out before the end
-  play({2, 4, 3, 8, 1400, 1, 1025}, random);   // of so many tokens lists and chunks are longer
+  play({3, 4, 3, 8, 1400, 1, 1025}, random);   // of so many tokens lists and chunks are longer
   play({2, 1, 1, 8, 4200, 1, 4097}, random);   // and of so many chunks are as long as lists
   Seen seen;  // of 128 tokens of a rank, with more sources than top-k, 32 have no place of their own
   for (int i = 0; i < 2 || (seen.turns == 0 && i < 20); ++i) seen.add(play({3, 2, 1, 128, 128, 4}, random));
