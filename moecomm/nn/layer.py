@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple, NoReturn
 
@@ -292,12 +293,18 @@ class MoELayer(nn.Module):
     @property
     def loss_scale(self) -> float:
         """The factor of the routing's losses. It may be set at any time without waiting for the device, and
-        holds for the backwards that run after."""
+        holds for the backwards that run after. What is no finite number raises InvalidArgument."""
         return self._loss_scale
 
     @loss_scale.setter
     def loss_scale(self, scale: float) -> None:
-        self._loss_scale = float(scale)
+        try:
+            number = float(scale)
+        except (TypeError, ValueError):
+            number = math.nan
+        if not math.isfinite(number):
+            raise InvalidArgument(f"loss_scale is {scale!r}, must be a finite number")
+        self._loss_scale = number
         # Within .data a change is not counted: graphs of torch.compile keep the tensor for their backward.
         self._loss_scale_on_device.data.fill_(self._loss_scale)
 
@@ -665,7 +672,8 @@ def backward_weights(model: nn.Module, *, drop: bool = False) -> None:
 
 def set_loss_scale(model: nn.Module, scale: float) -> None:
     """Sets loss_scale of every MoELayer in the model: the factor by which the model's loss is multiplied
-    before backward. It holds for backwards that run after, of earlier forwards and replayed graphs too."""
+    before backward. It holds for backwards that run after, of earlier forwards and replayed graphs too.
+    Raises InvalidArgument for what is no finite number."""
     for module in model.modules():
         if isinstance(module, MoELayer):
             module.loss_scale = scale

@@ -8,24 +8,36 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moecomm.arguments import require_integer
+from moecomm.errors import InvalidArgument
+
 
 def load_balancing_loss(probs_TE: Tensor, topk_idx_TK: Tensor, sequence_len: int | None = None) -> Tensor:
     """Switch Transformer's load-balancing loss (arXiv 2101.03961, eq. 4-6; for top-k as in Megatron-Core).
 
     E * sum over e of f_e * P_e, where f_e is the share of the (token, k) pairs that chose expert e and P_e
     the mean probability of e; 1 when both are uniform. Gradient flows through P only. probs_TE: (T, E), rows
-    sum to 1; topk_idx_TK: (T, K), every entry a global expert id. With sequence_len, which must divide T, the
-    loss is taken over each run of sequence_len tokens and averaged. Returns a 0-d tensor; 0 when T is 0.
+    sum to 1; topk_idx_TK: (T, K), every entry a global expert id, or -1 for a choice that was dropped, which
+    counts in the number of pairs alone. With sequence_len, which must divide T, the loss is taken over each
+    run of sequence_len tokens and averaged. Returns a 0-d tensor; 0 when T is 0. Other shapes and a
+    sequence_len that does not divide T raise InvalidArgument.
     """
+    if probs_TE.dim() != 2 or topk_idx_TK.dim() != 2 or probs_TE.shape[0] != topk_idx_TK.shape[0]:
+        raise InvalidArgument(
+            f"probs_TE has shape {tuple(probs_TE.shape)}, topk_idx_TK {tuple(topk_idx_TK.shape)}, must be "
+            "(T, E) and (T, K)"
+        )
     num_tokens, num_experts = probs_TE.shape
+    length = num_tokens if sequence_len is None else require_integer("sequence_len", sequence_len, 1)
     if num_tokens == 0:
         return probs_TE.sum()
-    length = num_tokens if sequence_len is None else sequence_len
     sequences = num_tokens // length
+    if sequences * length != num_tokens:
+        raise InvalidArgument(f"sequence_len is {length}, must divide the number of tokens {num_tokens}")
     probs_SE = probs_TE.view(sequences, length, num_experts).mean(dim=1)
     chosen_SN = topk_idx_TK.reshape(sequences, -1).to(torch.int64)
-    ones_SN = torch.ones_like(chosen_SN, dtype=probs_TE.dtype)
-    share_SE = torch.zeros_like(probs_SE).scatter_add(1, chosen_SN, ones_SN) / chosen_SN.shape[1]
+    ones_SN = (chosen_SN >= 0).to(probs_TE.dtype)
+    share_SE = torch.zeros_like(probs_SE).scatter_add(1, chosen_SN.clamp(min=0), ones_SN) / chosen_SN.shape[1]
     return num_experts * (probs_SE * share_SE).sum(dim=1).mean()
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moecomm.arguments import require_integer
 from moecomm.errors import InvalidArgument
 from moecomm.nn.config import MoEConfig
 from moecomm.nn.losses import load_balancing_loss, z_loss
@@ -149,7 +150,7 @@ class TopKRouter(nn.Module):
             raise InvalidArgument(
                 f"x has shape {tuple(x_TH.shape)}, must be (tokens, hidden={self.config.hidden})"
             )
-        if seq_len is not None and (seq_len < 1 or x_TH.shape[0] % seq_len):
+        if seq_len is not None and x_TH.shape[0] % require_integer("seq_len", seq_len, 1):
             raise InvalidArgument(f"seq_len is {seq_len}, must divide the number of tokens {x_TH.shape[0]}")
         if self._sequence is not None:
             self._sequence.require_tokens(x_TH.shape[0])

@@ -341,6 +341,15 @@ def test_the_loss_scale_is_that_of_the_backward(comm: moecomm.Communicator, way:
     assert isinstance(layer.loss_scale, float) and layer.loss_scale == 5.0
 
 
+@pytest.mark.parametrize("scale", [float("nan"), float("inf"), "much", None])
+def test_what_is_no_loss_scale(comm: moecomm.Communicator, scale: Any, seed: int) -> None:
+    layer = made(comm, seed, **WITH_LOSS)
+    layer.loss_scale = 3.0
+    with pytest.raises(moecomm.InvalidArgument, match=r"loss_scale is .*, must be a finite number"):
+        set_loss_scale(layer, scale)
+    assert layer.loss_scale == 3.0
+
+
 def test_another_loss_scale_compiles_nothing_anew(comm: moecomm.Communicator, seed: int) -> None:
     layer, x_TH = made(comm, seed, **WITH_LOSS), torch.randn(8, 16)
     torch._dynamo.reset()

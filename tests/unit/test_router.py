@@ -330,6 +330,28 @@ def test_losses_when_uniform() -> None:
     assert z_loss(torch.zeros(5, 8)).item() == pytest.approx(torch.tensor(8.0).log().item() ** 2)
 
 
+def test_a_dropped_choice_counts_as_a_pair_of_no_expert() -> None:
+    probs = torch.tensor([[0.5, 0.25, 0.25], [0.25, 0.5, 0.25]])
+    idx = torch.tensor([[0, -1], [-1, 1]])
+    # Shares 1/4, 1/4, 0 of the four pairs; mean probabilities 3/8, 3/8, 1/4.
+    assert load_balancing_loss(probs, idx).item() == pytest.approx(3 * (3 / 32 + 3 / 32))
+
+
+@pytest.mark.parametrize(
+    ("probs", "idx", "length", "complaint"),
+    [
+        (torch.ones(6, 3), torch.zeros(5, 2), None, "must be .T, E. and .T, K."),
+        (torch.ones(6), torch.zeros(6, 2), None, "must be .T, E. and .T, K."),
+        (torch.ones(6, 3), torch.zeros(6, 2), 4, "sequence_len is 4, must divide the number of tokens 6"),
+        (torch.ones(6, 3), torch.zeros(6, 2), 2.0, "sequence_len is 2.0, expected an integer"),
+        (torch.ones(6, 3), torch.zeros(6, 2), 0, "sequence_len is 0, expected an integer"),
+    ],
+)
+def test_a_loss_of_bad_arguments(probs: Tensor, idx: Tensor, length: Any, complaint: str) -> None:
+    with pytest.raises(InvalidArgument, match=complaint):
+        load_balancing_loss(probs, idx, length)
+
+
 def test_sequences_are_balanced_one_by_one() -> None:
     """Each sequence sends all tokens to one expert, the other one in the other sequence: balanced only as a
     batch.
@@ -403,3 +425,9 @@ def test_refuses_shapes(shape: tuple[int, ...], seed: int) -> None:
 def test_refuses_sequence_length(seed: int) -> None:
     with pytest.raises(InvalidArgument, match="seq_len is 4, must divide the number of tokens 6"):
         make({"aux_loss": "sequence"}, seed)(torch.zeros(6, 16, dtype=torch.float64), 4)
+
+
+@pytest.mark.parametrize("seq_len", [0, -3, 3.0, "3", True])
+def test_refuses_what_is_no_sequence_length(seq_len: Any, seed: int) -> None:
+    with pytest.raises(InvalidArgument, match=r"seq_len is .*, expected an integer"):
+        make({"aux_loss": "sequence"}, seed)(torch.zeros(6, 16, dtype=torch.float64), seq_len)
