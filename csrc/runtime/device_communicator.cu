@@ -52,15 +52,6 @@ void take_sent(gpu::ReceiveArguments& received, const gpu::SendArguments& sent) 
   received.layout = sent.layout;
 }
 
-/// Warps of a kernel for few tokens that work on one of `items` rows together: as many as leave each row a
-/// team. `blocks` blocks of `warps`.
-constexpr int kTeamWarps = 4;
-int team_warps(int64_t items, int blocks, int warps) {
-  for (const int team : {warps, warps / 2})
-    if (items <= int64_t{blocks} * (warps / team)) return team;
-  return kTeamWarps;
-}
-
 /// Returns false for the first half of an operation on `stream` that was recorded by `capture` (0: it runs),
 /// if that capture has ended without the second half: nothing of it runs. Throws Error(invalid_argument) for
 /// one that runs, while its stream records by now.
@@ -554,7 +545,7 @@ void DeviceCommunicator::run_in_one(WireFormat wire, gpu::FusedArguments argumen
   arguments.senders =
       divides ? gpu::Heuristics::fused_senders(sent.tokens, blocks, sent.quantises(), config_.shape.ranks)
               : 0;
-  arguments.team_warps = team_warps(items, blocks - leads, warps);
+  arguments.team_warps = gpu::Heuristics::team_warps(items, blocks - leads, warps);
   const device::Comm& comm = *this->comm(wire);
   check_cuda(with_wire(comm.window.shape.wire,
                        [&]<WireFormat travels>() {
@@ -716,7 +707,9 @@ void DeviceCommunicator::combine(const gpu::CombineArguments& arguments, bool qu
       fuses(WireFormat::same, all.tokens)) {
     // At their home few tokens are shared by many warps.
     const int fused = heuristics_.fused_blocks(all.tokens, 0, 1);
-    all.team_warps = team_warps(all.tokens * (config_.shape.ranks - 1), fused - 1, gpu::kReduceWarps);
+    all.team_warps =
+        gpu::Heuristics::sum_team_warps(all.tokens, fused - 1, gpu::kReduceWarps, config_.shape.ranks);
+    all.flags_late = gpu::Heuristics::flags_late(all.tokens, config_.shape.ranks);
     all.parts = gpu::Heuristics::sum_parts(all.tokens, int64_t{fused - 1} * gpu::kReduceWarps,
                                            gpu::sum_strips(config_.shape.row_bytes()));
     check_cuda(gpu::launch_combine_fused(launch(stream, fused, false), comm, all), "launch of a combine");

@@ -462,6 +462,18 @@ void test_parts_of_a_sum() {
       CHECK(parts(tokens, strips) >= 1 && parts(tokens, strips) <= strips);
 }
 
+/// Teams that send sums take them in one turn where two warps each make that possible between two ranks.
+void test_teams_of_a_combine() {
+  const auto warps = [](int64_t tokens, int ranks) {
+    return gpu::Heuristics::sum_team_warps(tokens, 98, 16, ranks);
+  };
+  CHECK(warps(1, 2) == 16 && warps(98, 2) == 16 && warps(99, 2) == 8 && warps(197, 2) == 4);
+  CHECK(warps(392, 2) == 4 && warps(393, 2) == 2 && warps(784, 2) == 2 && warps(785, 2) == 4);
+  CHECK(warps(32, 4) == 16 && warps(64, 4) == 8 && warps(512, 4) == 4 && warps(1024, 1) == 16);
+  CHECK(!gpu::Heuristics::flags_late(127, 2) && gpu::Heuristics::flags_late(128, 2));
+  CHECK(!gpu::Heuristics::flags_late(1024, 1) && !gpu::Heuristics::flags_late(512, 4));
+}
+
 DeviceShape shape_of_offers() {
   DeviceShape shape{};
   shape.ranks = 2;
@@ -558,6 +570,7 @@ int main() {
   test_lists_of_a_combine();
   test_division_of_a_dispatch();
   test_parts_of_a_sum();
+  test_teams_of_a_combine();
   test_offered_rows();
   test_recent_rows();
   test_shapes_of_one_kernel();

@@ -409,7 +409,8 @@ class Rank {
     args.reduce_list = 2 << draw(random_, 0, 2);
     args.sum_list = 2 << draw(random_, 0, 2);
     if (may_fuse(input.tokens) && draw(random_, 0, 2) > 0) {
-      args.team_warps = 4 << draw(random_, 0, 2);
+      args.team_warps = 2 << draw(random_, 0, 3);
+      args.flags_late = draw(random_, 0, 1) == 1;
       args.parts = draw(random_, 1, gpu::sum_strips(shape.hidden * 2));
       gpu::launch_combine_fused(launch(main_, draw(random_, 2, 5)), comm, args);
     } else {

@@ -109,6 +109,7 @@ struct CombineArguments {
   int32_t landing = 0;                 ///< to this section of landed rows
   int32_t team_warps = 0;              ///< as in FusedArguments
   int32_t parts = 0;                   ///< of a token's sum at its home, in one kernel
+  bool flags_late = false;             ///< own sums come before the flags of the last that were sent
   int32_t reduce_list = kListTokens, sum_list = kListTokens;  ///< as in CombineBlocks
 };
 

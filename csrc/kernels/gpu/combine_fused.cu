@@ -3,18 +3,20 @@
 // combine_sum.cu understand each other.
 //   - the first block announces the operation, and sees that all ranks do the same
 //   - in the others a team of warps takes a token of another rank each, sums its rows here, and stores the
-//     sum in this rank's slot at the token's home; then it sets the home's flag. This waits for nothing
+//     sum in this rank's slot at the token's home; when it is there the team sets the home's flag. This waits
+//     for no other rank
 //   - warps take parts of this rank's own tokens: each sums the token's rows here, waits for the sums of the
 //     token's owners, and adds all by ascending rank
 // Every other block sums rows of its own tokens before it sends, so that the links and this GPU's memory are
-// busy at the same time.
+// busy at the same time; the others may do so while their last sums are on the way, before they set the
+// flags.
 #include "kernels/gpu/combine_rows.cuh"
 #include "kernels/gpu/team.cuh"
 
 namespace moecomm::gpu {
 namespace {
 
-constexpr int kSteps = 2, kBatch = 4;
+constexpr int kSteps = 2, kBatch = 4, kCopySteps = 4;
 static_assert(kReduceWarps == kSumWarps);
 
 constexpr int kOwnStrips = 8;  ///< of a part, whose own rows are summed before others' sums are waited for
@@ -25,44 +27,84 @@ struct FusedMemory {
   alignas(16) std::byte own[kSumWarps][kOwnStrips][32 * sizeof(Strip<kSumSteps>)];
 };
 
-/// Sends this team's share of the sums of other ranks' tokens.
+/// Sends a team's share of the sums of other ranks' tokens. All lanes call every function.
 template <DType dtype, WireFormat wire>
-__device__ void send_sums(const Comm& comm, const CombineArguments& args, uint64_t epoch, const Team& team,
-                          ReduceMemory& block) {
-  const PlanView plan{args.plan, comm.plan_fields};
-  const int32_t* const tokens_of = plan.at(plan.fields.tokens);
-  const int32_t others = comm.ranks() - 1;
-  int32_t* const rows = block.sources[warp_id()];
-  float* const weights = block.weights[warp_id()];
-  int32_t* const counts = block.counts[warp_id()];
-  int32_t* const slots = block.slots[warp_id()];
-  const int64_t row_bytes = comm.window.shape.row_bytes(), scales_at = sum_scales_at(comm, wire);
-  const int vectors = static_cast<int>(row_bytes / 16), width = kSteps * 32;
-  int most_chunks = 0;
-  for (int32_t r = 0; r < comm.ranks(); ++r)
-    if (r != comm.rank) most_chunks = max(most_chunks, static_cast<int>(chunk_count(tokens_of[r])));
-  for (int i = team.number; i < most_chunks * others; i += team.count) {
-    const auto [home, chunk] = comm.turn_of_others(i);
-    const int tokens = tokens_of[home], size = chunk_tokens(tokens);
-    const int begin = chunk * size, end = min(begin + size, tokens);
-    std::byte* const base = comm.bases[home];
-    bool owned = false;
-    for (int token = begin; token < end; ++token) {
-      if (list_owned<1>(comm, args, home, token, 1, rows, weights, counts, slots) == 0) continue;
-      owned = true;
-      std::byte* const to = comm.slot_row(base, epoch, token, slots[0]);
-      const float* const factors = args.weights != nullptr ? weights : nullptr;
-      const auto row = [&](int j) { return args.rows + rows[j] * row_bytes; };
-      for (int first = (warp_id() - team.first_warp) * width; first < vectors; first += team.warps * width)
-        sum_rows<dtype, kSteps, kBatch>(counts[0], row, factors, first, vectors)
-            .template travelling<wire>(first, vectors)
-            .store(to, first, vectors, scales_at);
+class SumSender {
+ public:
+  __device__ SumSender(const Comm& comm, const CombineArguments& args, uint64_t epoch, const Team& team,
+                       ReduceMemory& memory)
+      : comm_(comm), args_(args), epoch_(epoch), team_(team), memory_(memory) {}
+
+  /// Stores all sums, and sets the flags of all but the last, which announce() does.
+  __device__ void send_all() {
+    const PlanView plan{args_.plan, comm_.plan_fields};
+    const int32_t* const tokens_of = plan.at(plan.fields.tokens);
+    const int32_t others = comm_.ranks() - 1;
+    int most_chunks = 0;
+    for (int32_t r = 0; r < comm_.ranks(); ++r)
+      if (r != comm_.rank) most_chunks = max(most_chunks, static_cast<int>(chunk_count(tokens_of[r])));
+    for (int i = team_.number; i < most_chunks * others; i += team_.count) {
+      const auto [home, chunk] = comm_.turn_of_others(i);
+      const int tokens = tokens_of[home], size = chunk_tokens(tokens);
+      const int begin = chunk * size, end = min(begin + size, tokens);
+      std::byte* const base = comm_.bases[home];
+      announce();
+      bool owned = false;
+      for (int token = begin; token < end; ++token) owned = send(base, home, token) || owned;
+      if (owned) stored_ = comm_.arrival(base, comm_.rank, chunk);
     }
-    if (!owned) continue;
-    team.sync();
-    if (team.thread() == 0) ptx::store_release_sys(comm.arrival(base, comm.rank, chunk), epoch);
   }
-}
+  /// Sets the flag of what was stored last, when that is in place.
+  __device__ void announce() {
+    if (stored_ == nullptr) return;
+    team_.sync();
+    if (team_.thread() == 0) ptx::store_release_sys(stored_, epoch_);
+    stored_ = nullptr;
+  }
+
+ private:
+  /// Stores a token's sum at its home; false if this rank owns none of its experts.
+  __device__ bool send(std::byte* base, int32_t home, int token) {
+    const int warp = warp_id();
+    if (list_owned<1>(comm_, args_, home, token, 1, memory_.sources[warp], memory_.weights[warp],
+                      memory_.counts[warp], memory_.slots[warp]) == 0)
+      return false;
+    std::byte* const to = comm_.slot_row(base, epoch_, token, memory_.slots[warp][0]);
+    const int count = memory_.counts[warp][0];
+    const float* const factors = args_.weights != nullptr ? memory_.weights[warp] : nullptr;
+    const int64_t row_bytes = comm_.window.shape.row_bytes();
+    const int vectors = static_cast<int>(row_bytes / 16);
+    const auto row = [&](int j) { return args_.rows + memory_.sources[warp][j] * row_bytes; };
+    if (wire == WireFormat::same && count == 1 && factors == nullptr) {
+      each_strip<kCopySteps>(vectors, [&](int first) {
+        Strip<kCopySteps> strip;
+        strip.load(row(0), first, vectors);
+        strip.store(to, first, vectors);
+      });
+    } else {
+      each_strip<kSteps>(vectors, [&](int first) {
+        sum_rows<dtype, kSteps, kBatch>(count, row, factors, first, vectors)
+            .template travelling<wire>(first, vectors)
+            .store(to, first, vectors, sum_scales_at(comm_, wire));
+      });
+    }
+    return true;
+  }
+  /// Calls use(first vector) for this warp's strips of a row.
+  template <int steps, class Use>
+  __device__ void each_strip(int vectors, const Use& use) const {
+    constexpr int kWidth = steps * 32;
+    for (int first = (warp_id() - team_.first_warp) * kWidth; first < vectors; first += team_.warps * kWidth)
+      use(first);
+  }
+
+  const Comm& comm_;
+  const CombineArguments& args_;
+  const uint64_t epoch_;
+  const Team& team_;
+  ReduceMemory& memory_;
+  uint64_t* stored_ = nullptr;  ///< the flag of sums that are on their way
+};
 
 /// A warp's sums of this rank's own tokens, part by part, up to kOwnStrips strips of it at a time. All lanes
 /// call every function.
@@ -159,10 +201,12 @@ __device__ void work(const Comm& comm, const CombineArguments& args, uint64_t ep
   const bool sums = moves && args.rows != nullptr;
   // The blocks that have taken least take the first.
   HomeSums<dtype, wire> home(comm, args, epoch, Team(1, blocks - 1 - block, blocks), memory);
+  const Team team(args.team_warps, block, blocks);
+  SumSender<dtype, wire> sender(comm, args, epoch, team, memory.reduce);
   const bool own_first = (block & 1) != 0;
   if (sums && own_first) home.begin();
-  if (sums && comm.ranks() > 1)
-    send_sums<dtype, wire>(comm, args, epoch, Team(args.team_warps, block, blocks), memory.reduce);
+  if (sums && comm.ranks() > 1) sender.send_all();
+  if (own_first || !args.flags_late) sender.announce();
   // No warp waits for the others here, some of which wait for the links.
   if (lane_id() == 0) device::note_phase(comm, Operation::combine, Phase::sent);
   pass_epoch(comm, epoch);
@@ -170,6 +214,7 @@ __device__ void work(const Comm& comm, const CombineArguments& args, uint64_t ep
   if (!moves) return write_nothing(comm, args, block, blocks);
   if (!sums) return;
   if (!own_first) home.begin();
+  sender.announce();
   home.finish();
 }
 

@@ -145,6 +145,30 @@ struct Heuristics {
     return (blocks - leading_blocks(blocks)) * (quantised ? kPercentQuantised : kPercent[several]) / 100;
   }
 
+  static constexpr int kTeamWarps = 4;  ///< the least, but between two ranks
+
+  /// Warps of a kernel for few tokens that work on one of `items` rows together: as many as leave each row a
+  /// team. `blocks` blocks of `warps`.
+  static int team_warps(int64_t items, int blocks, int warps) {
+    for (const int team : {warps, warps / 2})
+      if (items <= int64_t{blocks} * (warps / team)) return team;
+    return kTeamWarps;
+  }
+
+  /// The same of a combine of `tokens` tokens, whose teams send sums to the other ranks. Between two ranks a
+  /// team is of two warps where these send all sums at once and those of four in two turns; measured.
+  static int sum_team_warps(int64_t tokens, int blocks, int warps, int32_t ranks) {
+    constexpr int kPair = 2;
+    const auto at_once = [&](int team) { return tokens <= int64_t{blocks} * (warps / team); };
+    if (ranks == 2 && !at_once(kTeamWarps) && at_once(kPair)) return kPair;
+    return team_warps(tokens * (ranks - 1), blocks, warps);
+  }
+
+  /// True if blocks of a combine in one kernel set the flags of the last sums that they have sent after they
+  /// have made own ones, and so need not wait for the links in between; measured between two ranks, from 128
+  /// tokens on.
+  static bool flags_late(int64_t tokens, int32_t ranks) { return ranks == 2 && tokens >= 128; }
+
   /// Parts in which a combine in one kernel of `warps` warps sums a row of `strips` strips at its home, so
   /// that they end together; `tokens` rows.
   static int sum_parts(int64_t tokens, int64_t warps, int strips) {
