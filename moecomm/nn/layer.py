@@ -156,8 +156,8 @@ class MoELayer(nn.Module):
 
     Attributes:
         config: the layer's MoEConfig, with its node limit made groups (`MoEConfig.for_nodes`).
-        comm: the communicator. Under a folding with ETP > 1 its experts are the parts of the layer's, and
-            each choice of a token is ETP choices there.
+        comm: the communicator, which may be replaced by one of the same kind. Under a folding with ETP > 1
+            its experts are the parts of the layer's, and each choice of a token is ETP choices there.
         folding: the ParallelFolding, or None.
         router: the TopKRouter.
         experts: the GroupedExperts, or the module given.
@@ -217,7 +217,7 @@ class MoELayer(nn.Module):
         given, config = config, config.for_nodes(comm.nodes if nodes is None else nodes)
         if given.limit_nodes is not None and nodes is None:
             folded.require_experts_in_node_order(given, self._part_ids, comm)
-        self.config, self.comm, self.folding = config, comm, folding
+        self.config, self._comm, self.folding = config, comm, folding
         self._sequence = None
         if config.drop_over == "sequence":
             self._sequence = folded.sequence_ranks(config, folding, comm.max_tokens)
@@ -269,6 +269,26 @@ class MoELayer(nn.Module):
         `ParallelFolding.group` and Communicator raise.
         """
         return folded.make_communicator(config, folding, max_tokens=max_tokens, **options)
+
+    @property
+    def comm(self) -> Communicator:
+        """The communicator. Another may take its place between forwards, on all ranks, after PeerTimeout or
+        PeerLost say; its rank, size, device, max_tokens, engine and the shape and dtype of its rows are those
+        of the one before, else this raises InvalidArgument."""
+        return self._comm
+
+    @comm.setter
+    def comm(self, comm: Communicator) -> None:
+        if not isinstance(comm, Communicator):
+            raise InvalidArgument(f"comm is a {type(comm).__name__}, must be a Communicator")
+        for name in _OF_A_LAYER:
+            new, old = getattr(comm, name), getattr(self._comm, name)
+            if new != old:
+                raise InvalidArgument(
+                    f"comm.{name} is {new!r}, must be {old!r} as of the communicator before: the layer's "
+                    "experts and settings are made for it"
+                )
+        self._comm = comm
 
     @property
     def overlap(self) -> OverlapConfig:
@@ -651,6 +671,21 @@ def received_rows_bound(config: MoEConfig, comm: Communicator, folding: Parallel
             for tokens, here in folded.rows_of_sequences(folding, comm.max_tokens)
         )
     return min(worst, comm.num_local_experts * of_expert)
+
+
+_OF_A_LAYER = (
+    "size",
+    "rank",
+    "nodes",
+    "device",
+    "num_experts",
+    "hidden",
+    "top_k",
+    "dtype",
+    "max_tokens",
+    "engine",
+)
+"""What a communicator has in common with another that takes its place in a layer."""
 
 
 def _sms_to_share(comm: Communicator) -> int | None:

@@ -273,5 +273,34 @@ def late(rank: int, world_size: int, seed: int) -> str:
     return found.name
 
 
+def exchanged(rank: int, world_size: int, seed: int) -> dict[str, Caught | None]:
+    """Communicators of another kind are put into a layer, which keeps its own."""
+    layer = build(seed)
+    sizes = {name: getattr(layer.comm, name) for name in ("num_experts", "hidden", "top_k", "max_tokens")}
+    options: dict[str, Any] = {**sizes, "dtype": layer.comm.dtype, "device": "cpu"}
+    alone = [dist.new_group([each]) for each in range(world_size)][rank]
+    others = {
+        "none": None,
+        "size": Communicator(alone, **options),
+        "max_tokens": Communicator(**{**options, "max_tokens": 2 * layer.comm.max_tokens}),
+        "dtype": Communicator(**{**options, "dtype": torch.float32}),
+    }
+    before = layer.comm
+    found = {what: catch(lambda other=other: setattr(layer, "comm", other)) for what, other in others.items()}
+    assert layer.comm is before
+    layer(torch.ones(2, layer.config.hidden, dtype=layer.config.dtype)).sum().backward()
+    for each in (before, *others.values()):
+        if each is not None:
+            each.close()
+    return found
+
+
+def test_a_communicator_of_another_kind_is_refused(pool: Callable[[int], RankPool], seed: int) -> None:
+    for found in pool(2)(exchanged, seed):
+        for what, caught in found.items():
+            assert caught is not None and caught.name == "InvalidArgument", what
+            assert ("NoneType" if what == "none" else f"comm.{what} is") in caught.text, caught.text
+
+
 def test_a_layer_goes_on_with_another_communicator(pool: Callable[[int], RankPool], seed: int) -> None:
     assert pool(2)(late, seed) == ["PeerTimeout"] * 2
