@@ -119,14 +119,15 @@ def train(comm: moecomm.Communicator, rank: int, ranks: int) -> None:
     last = evaluate(model, rank, ranks)
     assert last < 0.5 * first, f"the loss went from {first} to {last}"
 
-    folder = shared_folder()
-    save(sharded_state(model, optimizer), checkpoint_id=folder)
-    torch.manual_seed(1)
-    other = Transformer(comm)
-    other_optimizer = torch.optim.AdamW(other.parameters(), lr=1.0)  # the rate is loaded too
-    assert evaluate(other, rank, ranks) != last
-    load(sharded_state(other, other_optimizer), checkpoint_id=folder)
-    assert evaluate(other, rank, ranks) == last
+    with tempfile.TemporaryDirectory(prefix="moecomm-") as own:
+        folder = of_rank_0(own)
+        save(sharded_state(model, optimizer), checkpoint_id=folder)
+        torch.manual_seed(1)
+        other = Transformer(comm)
+        other_optimizer = torch.optim.AdamW(other.parameters(), lr=1.0)  # the rate is loaded too
+        assert evaluate(other, rank, ranks) != last
+        load(sharded_state(other, other_optimizer), checkpoint_id=folder)
+        assert evaluate(other, rank, ranks) == last  # all ranks have loaded when this is known
 
     for each, its_optimizer in ((model, optimizer), (other, other_optimizer)):
         step(each, its_optimizer, STEPS, rank, ranks)
@@ -172,12 +173,12 @@ def batch(number: int, rank: int, ranks: int) -> Tensor:
     return ((start_B + by_B * torch.arange(SEQUENCE + 1)) % VOCABULARY).chunk(ranks)[rank]
 
 
-def shared_folder() -> str:
-    """A new folder that all ranks know."""
-    folder = [tempfile.mkdtemp(prefix="moecomm-")]
+def of_rank_0(folder: str) -> str:
+    """Returns the folder that rank 0 has given."""
+    folders = [folder]
     if dist.is_initialized():
-        dist.broadcast_object_list(folder)
-    return folder[0]
+        dist.broadcast_object_list(folders)
+    return folders[0]
 
 
 def say(rank: int, text: str) -> None:
