@@ -273,15 +273,15 @@ class MoELayer(nn.Module):
     @property
     def comm(self) -> Communicator:
         """The communicator. Another may take its place between forwards, on all ranks, after PeerTimeout or
-        PeerLost say; its rank, size, device, max_tokens, engine and the shape and dtype of its rows are those
-        of the one before, else this raises InvalidArgument."""
+        PeerLost say. One raises InvalidArgument whose size, rank, nodes, device, num_experts, hidden, top_k,
+        dtype, max_tokens or engine is not that of the one before."""
         return self._comm
 
     @comm.setter
     def comm(self, comm: Communicator) -> None:
         if not isinstance(comm, Communicator):
             raise InvalidArgument(f"comm is a {type(comm).__name__}, must be a Communicator")
-        for name in _OF_A_LAYER:
+        for name in _SAME_IN_A_REPLACEMENT:
             new, old = getattr(comm, name), getattr(self._comm, name)
             if new != old:
                 raise InvalidArgument(
@@ -673,7 +673,7 @@ def received_rows_bound(config: MoEConfig, comm: Communicator, folding: Parallel
     return min(worst, comm.num_local_experts * of_expert)
 
 
-_OF_A_LAYER = (
+_SAME_IN_A_REPLACEMENT = (
     "size",
     "rank",
     "nodes",
@@ -685,7 +685,7 @@ _OF_A_LAYER = (
     "max_tokens",
     "engine",
 )
-"""What a communicator has in common with another that takes its place in a layer."""
+"""The attributes of a layer's communicator that another one must share to take its place."""
 
 
 def _sms_to_share(comm: Communicator) -> int | None:

@@ -16,7 +16,8 @@
 namespace moecomm::gpu {
 namespace {
 
-constexpr int kSteps = 2, kBatch = 4, kCopySteps = 4;
+constexpr int kSteps = 2, kBatch = 4;  ///< of rows that are summed
+constexpr int kCopySteps = 4;          ///< of a row that is a sum by itself
 static_assert(kReduceWarps == kSumWarps);
 
 constexpr int kOwnStrips = 8;  ///< of a part, whose own rows are summed before others' sums are waited for
