@@ -69,6 +69,7 @@ struct Comm {
   int32_t local_experts;
   Divisor of_owner;             ///< local_experts
   Divisor of_ranks, of_others;  ///< ranks; ranks but one, or 1
+  int32_t places_shift;         ///< logarithm of the places from which tokens are sent in turn
   NodeBases bases;              ///< windows of this node's ranks as mapped here
   std::byte* own;               ///< bases[rank]
   HostStatus* host;
@@ -82,6 +83,10 @@ struct Comm {
     of_owner = Divisor::of(local_experts);
     of_ranks = Divisor::of(window.shape.ranks);
     of_others = Divisor::of(window.shape.ranks > 1 ? window.shape.ranks - 1 : 1);
+    // At least as many places as ranks, of which two do not meet at a third (docs/performance.md).
+    constexpr int32_t kLeast = 3, kMost = 6;
+    places_shift = local_ranks <= 2 ? 0 : kLeast;
+    while (places_shift > 0 && places_shift < kMost && 1 << places_shift < local_ranks) ++places_shift;
   }
 
   /// Of work that all ranks have: whose it is, and its number there.

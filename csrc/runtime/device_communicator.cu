@@ -545,7 +545,8 @@ void DeviceCommunicator::run_in_one(WireFormat wire, gpu::FusedArguments argumen
   arguments.senders =
       divides ? gpu::Heuristics::fused_senders(sent.tokens, blocks, sent.quantises(), config_.shape.ranks)
               : 0;
-  arguments.team_warps = gpu::Heuristics::team_warps(items, blocks - leads, warps);
+  arguments.team_warps = gpu::Heuristics::dispatch_team_warps(items, blocks - leads, warps, arguments.senders,
+                                                              sent.quantises(), config_.shape.ranks);
   const device::Comm& comm = *this->comm(wire);
   check_cuda(with_wire(comm.window.shape.wire,
                        [&]<WireFormat travels>() {

@@ -462,16 +462,27 @@ void test_parts_of_a_sum() {
       CHECK(parts(tokens, strips) >= 1 && parts(tokens, strips) <= strips);
 }
 
-/// Teams that send sums take them in one turn where two warps each make that possible between two ranks.
+/// Teams of a dispatch are smaller between two ranks where some blocks send and the others receive.
+void test_teams_of_a_dispatch() {
+  const auto warps = [](int64_t items, int senders, bool quantised, int ranks) {
+    return gpu::Heuristics::dispatch_team_warps(items, 96, 12, senders, quantised, ranks);
+  };
+  CHECK(warps(96, 0, false, 2) == 12 && warps(192, 0, true, 2) == 6 && warps(193, 0, false, 2) == 4);
+  CHECK(warps(256, 33, false, 2) == 1 && warps(1024, 28, true, 2) == 2);
+  CHECK(warps(256, 25, false, 4) == 4 && warps(2048, 28, true, 4) == 4);
+}
+
+/// Teams that send sums take them in one turn where two warps each make that possible.
 void test_teams_of_a_combine() {
   const auto warps = [](int64_t tokens, int ranks) {
     return gpu::Heuristics::sum_team_warps(tokens, 98, 16, ranks);
   };
   CHECK(warps(1, 2) == 16 && warps(98, 2) == 16 && warps(99, 2) == 8 && warps(197, 2) == 4);
   CHECK(warps(392, 2) == 4 && warps(393, 2) == 2 && warps(784, 2) == 2 && warps(785, 2) == 4);
-  CHECK(warps(32, 4) == 16 && warps(64, 4) == 8 && warps(512, 4) == 4 && warps(1024, 1) == 16);
+  CHECK(warps(32, 4) == 16 && warps(64, 4) == 8 && warps(130, 4) == 4 && warps(131, 4) == 2);
+  CHECK(warps(261, 4) == 2 && warps(262, 4) == 4 && warps(1024, 1) == 16);
   CHECK(!gpu::Heuristics::flags_late(127, 2) && gpu::Heuristics::flags_late(128, 2));
-  CHECK(!gpu::Heuristics::flags_late(1024, 1) && !gpu::Heuristics::flags_late(512, 4));
+  CHECK(!gpu::Heuristics::flags_late(1024, 1) && gpu::Heuristics::flags_late(512, 4));
 }
 
 DeviceShape shape_of_offers() {
@@ -570,6 +581,7 @@ int main() {
   test_lists_of_a_combine();
   test_division_of_a_dispatch();
   test_parts_of_a_sum();
+  test_teams_of_a_dispatch();
   test_teams_of_a_combine();
   test_offered_rows();
   test_recent_rows();

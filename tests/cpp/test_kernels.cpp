@@ -285,7 +285,7 @@ class Rank {
       seen.watched += blocks == kWatched && dispatch && overflowing_;
       const int senders = draw(random_, 0, 1) * draw(random_, 0, most);
       return receive_all(sent, received, [&](const gpu::ReceiveArguments& output, bool again) {
-        gpu::FusedArguments both{sent, output, draw(random_, 0, 1) == 0 ? gpu::block_warps(kBulk) : 4,
+        gpu::FusedArguments both{sent, output, gpu::block_warps(kBulk) >> draw(random_, 0, 3),
                                  again ? 0 : senders};
         both.again = again;
         gpu::launch_dispatch_fused<WireFormat::same>(launch(main_, blocks), comm, both);
@@ -527,21 +527,22 @@ Seen play(const Shape& shape, Random& random) {
   return all;
 }
 
-/// Claims take each token of a source once, in pieces that begin at a multiple of their size; the first eight
-/// at eight places, if there are so many tokens.
-void check_order(int tokens, int size, bool one_by_one) {
-  const gpu::TokenOrder order(tokens, size, one_by_one);
+/// Claims take each token of a source once, in pieces that begin at a multiple of their size; the first ones
+/// at all places, if there are so many tokens.
+void check_order(int tokens, int size, int shift) {
+  const gpu::TokenOrder order(tokens, size, shift);
   std::vector<int> taken(static_cast<size_t>(tokens));
   for (int claim = 0; claim < order.claims(); ++claim) {
     const int begin = order.begin(claim), end = std::min(begin + size, tokens);
     CHECK(begin >= 0 && begin <= tokens && (begin == tokens || begin % size == 0));
     for (int token = begin; token < end; ++token) ++taken[static_cast<size_t>(token)];
-    if (one_by_one) CHECK(begin == std::min(claim * size, tokens));
+    if (shift == 0) CHECK(begin == std::min(claim * size, tokens));
   }
   CHECK(std::all_of(taken.begin(), taken.end(), [](int times) { return times == 1; }));
   for (int claim = order.claims(); claim < order.claims() + 20; ++claim) CHECK(order.begin(claim) == tokens);
-  if (!one_by_one && tokens % 64 == 0)
-    for (int claim = 0; claim < 8; ++claim) CHECK(order.begin(claim) == claim * (tokens / 8));
+  const int places = 1 << shift;
+  if (tokens % (places * 8) == 0)
+    for (int claim = 0; claim < places; ++claim) CHECK(order.begin(claim) == claim * (tokens / places));
 }
 
 }  // namespace
@@ -550,7 +551,7 @@ int main() {
   Random random(test::seed());
   for (const int tokens : {0, 1, 7, 8, 9, 63, 64, 65, 128, 1000, 4096, draw(random, 1, 5000)})
     for (const int size : {1, 2, 4, 8})
-      for (const bool one_by_one : {false, true}) check_order(tokens, size, one_by_one);
+      for (const int shift : {0, 3, 6}) check_order(tokens, size, shift);
   for (int i = 0; i < 6; ++i) {
     Shape shape{};
     shape.ranks = draw(random, 1, 4);

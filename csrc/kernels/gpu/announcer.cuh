@@ -90,10 +90,11 @@ class Claims {
 /// ranks send to the same one at a time shares its link.
 class TokenOrder {
  public:
-  __device__ TokenOrder(int tokens, int size, bool one_by_one)
+  /// `shift`: the logarithm of the number of places.
+  __device__ TokenOrder(int tokens, int size, int shift)
       : tokens_(tokens),
         size_(size),
-        shift_(one_by_one ? 0 : kShift),
+        shift_(shift),
         part_((tokens + (kMaxChunk << shift_) - 1) >> shift_ & ~(kMaxChunk - 1)) {}
 
   /// Numbers that are claimed for all pieces.
@@ -112,15 +113,14 @@ class TokenOrder {
   }
 
  private:
-  static constexpr int kShift = 3;  ///< of the number of places
   int tokens_, size_, shift_;
   int part_;  ///< from one place to the next
 };
 
-/// True where a source's tokens are sent one piece after the other: nobody else sends to the same rank,
-/// chunks take each other's places, or come by the network.
-__device__ inline bool sent_one_by_one(const device::Comm& comm, int32_t source, int64_t tokens) {
-  return comm.ranks() <= 2 || tokens > comm.window.stage_tokens || !comm.is_local(source);
+/// The logarithm of the number of places from which a source's tokens are sent: of one, where chunks take
+/// each other's places or come by the network.
+__device__ inline int places_shift(const device::Comm& comm, int32_t source, int64_t tokens) {
+  return tokens > comm.window.stage_tokens || !comm.is_local(source) ? 0 : comm.places_shift;
 }
 
 /// Writes this lane's `value`, if `keep`, behind those of lower lanes to list[0..]; returns how many were

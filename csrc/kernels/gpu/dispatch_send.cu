@@ -423,7 +423,7 @@ __device__ void send_rows(const Comm& comm, const SendArguments& args, uint64_t 
   const int64_t all = args.later || args.copied || reach == Reach::others ? chunks : at_once;
   const auto tokens = static_cast<int>(max(min(all * size, args.tokens) - first * size, int64_t{0}));
   const TokenOrder order(tokens, static_cast<int>(size),
-                         reach == Reach::others || sent_one_by_one(comm, comm.rank, args.tokens));
+                         reach == Reach::others ? 0 : places_shift(comm, comm.rank, args.tokens));
   for (int next = order.next(claims); next < tokens; next = order.next(claims)) {
     const int64_t begin = first * size + next, end = min(begin + size, args.tokens);
     const int64_t chunk = begin >> chunk_shift(args.tokens);

@@ -145,7 +145,7 @@ struct Heuristics {
     return (blocks - leading_blocks(blocks)) * (quantised ? kPercentQuantised : kPercent[several]) / 100;
   }
 
-  static constexpr int kTeamWarps = 4;  ///< the least, but between two ranks
+  static constexpr int kTeamWarps = 4;  ///< the least, but for what was measured with fewer
 
   /// Warps of a kernel for few tokens that work on one of `items` rows together: as many as leave each row a
   /// team. `blocks` blocks of `warps`.
@@ -155,19 +155,27 @@ struct Heuristics {
     return kTeamWarps;
   }
 
-  /// The same of a combine of `tokens` tokens, whose teams send sums to the other ranks. Between two ranks a
-  /// team is of two warps where these send all sums at once and those of four in two turns; measured.
+  /// The same of a dispatch that has `senders`. Where some blocks send between two ranks and the others
+  /// receive, more teams of fewer warps have more rows under way; measured, also that they win nothing
+  /// between four.
+  static int dispatch_team_warps(int64_t items, int blocks, int warps, int senders, bool quantised,
+                                 int32_t ranks) {
+    if (ranks == 2 && senders > 0) return quantised ? 2 : 1;
+    return team_warps(items, blocks, warps);
+  }
+
+  /// The same of a combine of `tokens` tokens, whose teams send sums to the other ranks. A team is of two
+  /// warps where these send all sums at once and those of four in two turns; measured.
   static int sum_team_warps(int64_t tokens, int blocks, int warps, int32_t ranks) {
     constexpr int kPair = 2;
-    const auto at_once = [&](int team) { return tokens <= int64_t{blocks} * (warps / team); };
-    if (ranks == 2 && !at_once(kTeamWarps) && at_once(kPair)) return kPair;
-    return team_warps(tokens * (ranks - 1), blocks, warps);
+    const int64_t sums = tokens * (ranks - 1);
+    const auto at_once = [&](int team) { return sums <= int64_t{blocks} * (warps / team); };
+    return !at_once(kTeamWarps) && at_once(kPair) ? kPair : team_warps(sums, blocks, warps);
   }
 
   /// True if blocks of a combine in one kernel set the flags of the last sums that they have sent after they
-  /// have made own ones, and so need not wait for the links in between; measured between two ranks, from 128
-  /// tokens on.
-  static bool flags_late(int64_t tokens, int32_t ranks) { return ranks == 2 && tokens >= 128; }
+  /// have made own ones, and so need not wait for the links in between; measured from 128 tokens on.
+  static bool flags_late(int64_t tokens, int32_t ranks) { return ranks > 1 && tokens >= 128; }
 
   /// Parts in which a combine in one kernel of `warps` warps sums a row of `strips` strips at its home, so
   /// that they end together; `tokens` rows.

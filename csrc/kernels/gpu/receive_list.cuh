@@ -52,7 +52,7 @@ __device__ inline void receive_and_end(const Comm& comm, const ReceiveArguments&
 
 /// The order in which a source's tokens arrive, taken in spans of so many.
 __device__ inline TokenOrder order_of(const Comm& comm, int32_t source, int32_t tokens, int span) {
-  return {tokens, span, sent_one_by_one(comm, source, tokens)};
+  return {tokens, span, places_shift(comm, source, tokens)};
 }
 
 /// The most claims that the spans of one source take, of span(tokens) tokens each.

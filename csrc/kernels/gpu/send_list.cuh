@@ -64,7 +64,7 @@ template <int workers, class Id>
 class SendLister {
  public:
   __device__ SendLister(const SendArguments& args, const TokenLanes& map, const Id* ids, int each,
-                        int64_t first, int64_t all, bool one_by_one, uint32_t* counter)
+                        int64_t first, int64_t all, int shift, uint32_t* counter)
       : ids_(ids),
         map_(map),
         // A chunk that has to wait for its place is a list of its own.
@@ -72,7 +72,7 @@ class SendLister {
                          : move_tokens<workers>(map, each, chunk_tokens(args.tokens), args.tokens)),
         begin_(static_cast<int>(first * chunk_tokens(args.tokens))),
         end_(static_cast<int>(min(all * chunk_tokens(args.tokens), args.tokens))),
-        order_(max(end_ - begin_, 0), size_, one_by_one),
+        order_(max(end_ - begin_, 0), size_, shift),
         claims_(counter) {}
 
   __device__ SendList<Id> next() {
@@ -106,7 +106,7 @@ __device__ void list_own(const Comm& comm, const SendArguments& args, const Id* 
   const int64_t at_once = comm.window.chunks_at_once(args.tokens);
   SendLister<workers, Id> lister(args, map, ids, most_owners(comm), args.later ? at_once : 0,
                                  args.later ? chunk_count(args.tokens) : at_once,
-                                 sent_one_by_one(comm, comm.rank, args.tokens),
+                                 places_shift(comm, comm.rank, args.tokens),
                                  args.later ? &state.later_next : &state.send_next);
   SendList<Id> next = lister.next();
   while (next.tokens > 0) {

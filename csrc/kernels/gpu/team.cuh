@@ -31,7 +31,11 @@ struct Team {
   /// A barrier of the team.
   __device__ void sync() const { all(true); }
   /// A barrier of the team; true if `value` is for all of it.
-  __device__ bool all(bool value) const { return ptx::barrier_and(1 + first_warp / warps, threads(), value); }
+  __device__ bool all(bool value) const {
+    if (warps > 1) return ptx::barrier_and(1 + first_warp / warps, threads(), value);
+    __syncwarp();
+    return __all_sync(0xffffffffu, value) != 0;
+  }
 };
 
 }  // namespace moecomm::gpu
