@@ -108,6 +108,32 @@ def test_beside_ranks_with_more_tokens(
     oracle.assert_none(pool(size)(_play, "all", some))
 
 
+@pytest.mark.parametrize("wire", [None, "fp8"])
+@pytest.mark.parametrize("layout", ["expert", "rank"])
+def test_between_two_ranks(pool: Pools, most_ranks: int, layout: str, wire: str | None, seed: int) -> None:
+    """Teams are of one warp where some blocks send and others receive, or of two where rows are quantised."""
+    if most_ranks < 2:
+        pytest.skip("needs 2 ranks")
+    base = Case(
+        tokens=(MOST, 300),
+        num_experts=16,
+        hidden=1024,
+        top_k=4,
+        dtype="bfloat16",
+        layout=layout,
+        wire=wire,
+        slack=7,
+        seed=seed,
+    )
+    some = [
+        base,
+        replace(base, tokens=(257, 96), hidden=7168, alignment=8),
+        replace(base, tokens=(97, 256), slack=-50),
+        replace(base, tokens=(500, 500), routing="skewed", num_sms=16),
+    ]
+    oracle.assert_none(pool(2)(_play, "all", some))
+
+
 @pytest.mark.parametrize("who", ["all", "every other rank"])
 def test_beside_ranks_whose_chunks_take_turns(pool: Pools, most_ranks: int, who: str, seed: int) -> None:
     """The last rank has few tokens, and gives the others room for theirs."""
