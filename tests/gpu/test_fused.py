@@ -127,7 +127,7 @@ def test_between_two_ranks(pool: Pools, most_ranks: int, layout: str, wire: str 
     )
     some = [
         base,
-        replace(base, tokens=(257, 96), hidden=7168, alignment=8),
+        replace(base, tokens=(257, 96), hidden=7168),
         replace(base, tokens=(97, 256), slack=-50),
         replace(base, tokens=(500, 500), routing="skewed", num_sms=16),
     ]
