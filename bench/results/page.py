@@ -401,15 +401,16 @@ _PROXY = (("producers", "producers", 1, 0), ("commands a put", "commands_a_put",
 
 
 def _facts(records: Records) -> str:
-    """Machine, software, commits and times of some records."""
+    """Machines, software, commits and times of some records."""
     runs = list(records.values())
-    first = next((each for each in runs if each["gpus"]), runs[0])
-    made = ", ".join(f"{name} {version}" for name, version in first["versions"].items())
-    # Runs may be renewed one by one: every commit and the span of times is said.
+    of_machine = [each for each in runs if each["gpus"]] or runs[:1]
+    made = ", ".join(f"{name} {version}" for name, version in of_machine[0]["versions"].items())
+    # Runs may be renewed one by one: every machine and commit and the span of times is said.
+    machines = dict.fromkeys(machine_words(each["hardware"], each["gpus"]) for each in of_machine)
     commits = dict.fromkeys(f"`{str(each['git']['commit'])[:7]}`" for each in runs)
     times = sorted(each["time"] for each in runs)
     return (
-        f"- machine: {machine_words(first['hardware'], first['gpus'])}\n- software: {made}\n"
+        f"- machine: {'; '.join(machines)}\n- software: {made}\n"
         f"- commit {', '.join(commits)}, {' to '.join(dict.fromkeys((times[0], times[-1])))}"
     )
 
