@@ -33,7 +33,7 @@ struct Team {
   /// A barrier of the team; true if `value` is for all of it.
   __device__ bool all(bool value) const {
     if (warps > 1) return ptx::barrier_and(1 + first_warp / warps, threads(), value);
-    __syncwarp();
+    __syncwarp();  // orders memory, which a vote does not promise
     return __all_sync(0xffffffffu, value) != 0;
   }
 };
