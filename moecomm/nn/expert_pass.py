@@ -220,7 +220,7 @@ class Forward:
 
         def receive_rows() -> None:
             nonlocal out
-            with side, stages("dispatch_receive", stream=COMM, communicates=True):
+            with side.receiving(), stages("dispatch_receive", stream=COMM, communicates=True):
                 out = receive(directly=True)
 
         with side, stages("dispatch_send", stream=COMM, communicates=True):

@@ -96,8 +96,7 @@ class Beside:
     stream wait for what the block has issued.
 
     turns: of microbatches that take turns. `join` does not wait then for what other microbatches have put on
-    the stream after the block, and a second block of the same object, which receives what the first has sent,
-    does not wait for what the caller has issued since.
+    the stream after the block.
     """
 
     def __init__(
@@ -108,7 +107,7 @@ class Beside:
         only_transfers: bool = False,
         turns: Turns | None = None,
     ) -> None:
-        self._comm, self._turns, self._sent = comm, turns, False
+        self._comm, self._turns, self._receives = comm, turns, False
         self._end: torch.cuda.Event | None = None
         wanted = wanted or turns is not None
         self._copies = wanted and only_transfers and comm.copies_beside
@@ -124,6 +123,12 @@ class Beside:
         """True if the block runs on a stream of its own."""
         return self._stream is not None
 
+    def receiving(self) -> Beside:
+        """Returns the context for a block that receives what the block before has sent. It does not wait for
+        what the caller has issued since, which it must not read."""
+        self._receives = True
+        return self
+
     def __enter__(self) -> Beside:
         if self._turns is not None:
             self._turns.finish()
@@ -132,7 +137,7 @@ class Beside:
         if self._gpu is not None:
             assert self._stream is not None
             self._caller = self._gpu.stream()
-            if not self._sent:
+            if not self._receives:
                 self._stream.wait_event(self._gpu.record_event(self._caller))
             self._on_stream = self._gpu.on(self._stream)
             self._on_stream.__enter__()
@@ -152,10 +157,10 @@ class Beside:
             self.join()
         if self._turns is not None:
             if error is not None:
-                self._turns.failed = "receive" if self._sent else "transfer"
-            elif not self._sent:
-                self._sent = True
+                self._turns.failed = "receive" if self._receives else "transfer"
+            elif not self._receives:
                 self._turns.issued += 1
+        self._receives = False
 
     def join(self, *results: Any) -> None:
         """Makes the caller's later work come after the transfers, whose `results` (tensors or None) it may

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -179,3 +180,27 @@ def _fails(rank: int, world_size: int, case: LayerCase) -> list[str]:
 def test_an_error_between_stages_leaves_the_layer_usable(pool: Pools, size: int, seed: int) -> None:
     """The dispatch that was under way is given up."""
     harness.assert_none(pool(size)(_fails, LayerCase((90,) * size, seed)))
+
+
+WIDE_SHARED = {"hidden": 1024, "ffn_hidden": 2048, "num_shared_experts": 32}  # some milliseconds of products
+
+
+def check_receives_beside_shared(rank: int, world_size: int, case: LayerCase) -> None:
+    layer = case.layer()
+    x, _ = case.input_here(rank)
+    with torch.no_grad():
+        layer(x)  # what is loaded at the first call may wait
+    layer.overlap = replace(layer.overlap, record=True)
+    torch.cuda.synchronize()
+    with torch.no_grad():
+        layer(x)
+    spans = {span.name: span for span in layer.timelines()["forward"].spans}
+    assert spans["dispatch_receive"].begin < spans["shared"].end, spans
+    layer.comm.close()
+
+
+@pytest.mark.usefixtures("cuda_only")
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_dropless_dispatch_is_received_beside_the_shared_experts(pool: Pools, size: int, seed: int) -> None:
+    """The receiving half waits for the rows alone, not for the products that were issued meanwhile."""
+    pool(size)(check_receives_beside_shared, LayerCase((4096,) * size, seed, options=WIDE_SHARED))

@@ -167,6 +167,12 @@ def test_transfers_beside_products(gpu: Gpu) -> None:
     side.join(result, None)
     assert gpu.log[2:] == ["record 100", "101 waits for 100", "record 101", "100 waits for 101"]
     assert result.kept_for == [100]
+    with side.receiving():  # what the block before has sent: nothing of the caller's is read
+        assert gpu.now is comm.stream
+    assert gpu.now.number == 100 and len(gpu.log) == 6
+    with side:
+        pass
+    assert gpu.log[6:] == ["record 100", "101 waits for 100"]
     gpu.captures.add(100)
     with side:
         pass
@@ -200,7 +206,7 @@ def test_transfers_of_microbatches_that_take_turns(gpu: Gpu) -> None:
     ours, theirs = Beside(comm, wanted=False, turns=turns), Beside(comm, wanted=False, turns=turns)
 
     def receive() -> None:
-        with ours:
+        with ours.receiving():
             gpu.log.append("receive")
 
     with ours:
@@ -221,7 +227,7 @@ def test_transfers_of_microbatches_that_take_turns(gpu: Gpu) -> None:
     with pytest.raises(KeyError), never:
         raise KeyError
     assert turns.failed == "transfer" and turns.issued == 2
-    with pytest.raises(KeyError), ours:
+    with pytest.raises(KeyError), ours.receiving():
         raise KeyError
     assert turns.failed == "receive" and gpu.now.number == 100
 
