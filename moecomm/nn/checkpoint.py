@@ -58,10 +58,12 @@ def sharded_state(
 
     Every tensor shares storage with the live one, but for copies that hooks hand out of what is not of
     experts: `load` writes into model and optimizer in place.
-    "param_groups" (learning rates and the like) is a Stateful that sets them on the optimizer when loaded,
-    and so is "optimizer_numbers", which is there for an optimizer whose state has numbers that are no tensors
-    (a count of steps), the same on all ranks; add keys of your own beside these, but keep these at the top
-    level of what you pass to `load`. InvalidArgument is raised for an optimizer whose state has other things.
+    "param_groups" (learning rates and the like, by the names of parameters) is a Stateful that sets them on
+    the optimizer when loaded; it raises InvalidArgument where a group has parameters that had different
+    settings when they were saved. "optimizer_numbers" is one as well, for an optimizer whose state has
+    numbers that are no tensors (a count of steps), the same on all ranks. Add keys of your own beside these,
+    but keep these at the top level of what you pass to `load`. InvalidArgument is raised for an optimizer
+    whose state has other things.
 
     Trained parameters that have not had a step are given their state first, as before a step, and behave as
     before, but for SGD with dampening, whose first step then dampens too. Numbers that neither stay nor count
@@ -109,7 +111,7 @@ def sharded_state(
         counted = Numbers(optimizer, named)
         if counted.state_dict():
             state["optimizer_numbers"] = counted
-        state["param_groups"] = ParamGroups(optimizer)
+        state["param_groups"] = ParamGroups(optimizer, named)
     return state
 
 

@@ -196,17 +196,64 @@ class Numbers:
 
 
 class ParamGroups:
-    """The optimizer's settings as a Stateful of distributed checkpoint: numbers cannot load in place."""
+    """The settings of an optimizer's groups by the names of their parameters, as a Stateful of distributed
+    checkpoint: numbers cannot load in place. So groups may come in another order when they are loaded, or be
+    others, as long as parameters of one group had the same settings."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._groups = optimizer.param_groups
+    def __init__(self, optimizer: torch.optim.Optimizer, named: dict[Any, str]) -> None:
+        self._groups, self._named = optimizer.param_groups, named
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            str(index): {key: value for key, value in group.items() if key != "params"}
-            for index, group in enumerate(self._groups)
-        }
+        groups = [(group, tuple(_settings(group).items())) for group in self._groups]
+        return {name: settings for group, settings in groups for name in self._names(group)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for index, group in enumerate(self._groups):
-            group.update(state[str(index)])
+        found = [self._found(index, group, state) for index, group in enumerate(self._groups)]
+        for group, settings in zip(self._groups, found, strict=True):
+            group.update({key: _in_place(group.get(key), value) for key, value in settings.items()})
+
+    def _names(self, group: dict[str, Any]) -> list[str]:
+        return [self._named[parameter] for parameter in group["params"]]
+
+    def _found(self, index: int, group: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
+        """Returns the settings that the parameters of a group had. Raises InvalidArgument where they had
+        different ones, or lack one that the group has."""
+        names = self._names(group)
+        settings = {name: dict(state[name]) for name in names}
+        first = settings[names[0]] if names else {}
+        for name, other in settings.items():
+            if other != first:
+                key = next(key for key in first | other if (key, first.get(key)) not in other.items())
+                raise InvalidArgument(
+                    f"param_groups[{index}] of the optimizer has {names[0]} and {name}, which the checkpoint "
+                    f"has with different settings ({key} {first.get(key)!r} and {other.get(key)!r}): put them"
+                    " into groups of their own, as when it was saved, or leave 'param_groups' out of what is "
+                    "loaded"
+                )
+        missing = [key for key in _settings(group) if names and key not in first]
+        if missing:
+            raise InvalidArgument(
+                f"param_groups[{index}] of the optimizer has {missing[0]!r}, which the checkpoint lacks for "
+                f"{names[0]}: load it with the optimizer that it was saved with, or leave 'param_groups' out "
+                "of what is loaded"
+            )
+        return first
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    """Returns the settings of a group, with numbers in the place of tensors, which have a device."""
+    return {key: _plain(value) for key, value in group.items() if key != "params"}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(map(_plain, value))
+    return value.tolist() if isinstance(value, Tensor) else value
+
+
+def _in_place(own: Any, value: Any) -> Any:
+    """Returns a loaded setting; a tensor keeps its place, from which the optimizer's step in a CUDA graph
+    reads it."""
+    if isinstance(own, tuple) and isinstance(value, tuple) and len(own) == len(value):
+        return tuple(map(_in_place, own, value))
+    return own.copy_(torch.tensor(value)) if isinstance(own, Tensor) else value

@@ -368,6 +368,69 @@ def test_state_that_cannot_be_saved_is_refused(pool: Pools, seed: int) -> None:
         assert shared.text.startswith("the optimizer's state has 'calls', which is of no parameter")
 
 
+def grouped(model: nn.Module, settings: list[tuple[str, dict[str, Any]]]) -> torch.optim.Optimizer:
+    """Returns an AdamW with a group for each of some parts of names, and their settings."""
+    groups = []
+    left = dict(model.named_parameters())
+    for part, options in settings:
+        names = [name for name in left if part in name]
+        groups.append({"params": [left.pop(name) for name in names], **options})
+    assert not left
+    return torch.optim.AdamW(groups, foreach=False)
+
+
+def decays(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, tuple[float, float]]:
+    found = {p: (g["weight_decay"], float(g["lr"])) for g in optimizer.param_groups for p in g["params"]}
+    return {name: found[parameter] for name, parameter in model.named_parameters()}
+
+
+def _groups(rank: int, world: int, folder: str, seed: int) -> list[Caught | None]:
+    """Saves settings of groups and loads them into other ones; returns what is raised where groups have been
+    joined whose settings were different, and where a group has a setting more."""
+    model = build(rank, world, 2, seed)
+    router = {"weight_decay": 0.0, "lr": torch.tensor(0.125, dtype=torch.float64)}
+    saved = [("router", router), ("experts", {"weight_decay": 0.5, "lr": 0.25}), ("", {"lr": 0.25})]
+    optimizer = grouped(model, saved)
+    with model.comm:
+        want = decays(model, optimizer)
+        dcp.save(sharded_state(model, optimizer), checkpoint_id=folder)
+    fresh = build(rank, world, 1, seed + 1)
+    with fresh.comm:
+        rate = torch.tensor(7.0, dtype=torch.float64)
+        for settings in (
+            [("experts.w_in", {"lr": rate}), ("experts", {"weight_decay": 7.0})],
+            [("experts", {}), ("router.weight", {}), ("blocks.1.first", {"lr": 7.0})],
+        ):
+            other = grouped(fresh, [*settings, ("router", {}), ("", {"weight_decay": 7.0, "amsgrad": False})])
+            dcp.load(sharded_state(fresh, other), checkpoint_id=folder)
+            assert decays(fresh, other) == want
+        assert float(rate) == 0.25, "a rate that is a tensor has been replaced"
+        assert all(isinstance(group["lr"], float) for group in other.param_groups)
+        joined = grouped(fresh, [("router", {}), ("", {"weight_decay": 7.0})])
+        before = decays(fresh, joined)
+        found = [catch(lambda: dcp.load(sharded_state(fresh, joined), checkpoint_id=folder))]
+        assert decays(fresh, joined) == before
+        for group in other.param_groups:
+            group["initial_lr"] = 0.1
+        found.append(catch(lambda: dcp.load(sharded_state(fresh, other), checkpoint_id=folder)))
+    return found
+
+
+def test_settings_of_groups_come_back_by_names(pool: Pools, tmp_path: Path, seed: int) -> None:
+    for joined, more in pool(2)(_groups, str(tmp_path / "saved"), seed):
+        assert joined is not None and joined.name == "InvalidArgument"
+        assert joined.text.startswith(
+            "param_groups[1] of the optimizer has blocks.0.first.weight and blocks.0.moe"
+        )
+        assert (
+            "experts.w_in, which the checkpoint has with different settings (weight_decay 0.01" in joined.text
+        )
+        assert more is not None and more.name == "InvalidArgument"
+        assert more.text.startswith(
+            "param_groups[0] of the optimizer has 'initial_lr', which the checkpoint lacks"
+        )
+
+
 def _layout(rank: int, world: int, seed: int) -> None:
     model = build(rank, world, 2, seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
