@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from moecomm.kernels.activation import INTERLEAVED
 from moecomm.nn.expert_parts import splits_of
 from moecomm.nn.experts import GroupedExperts, SharedExperts
 from moecomm.nn.gradients import ep_group_of
+from moecomm.nn.layer import MoELayer
 from moecomm.nn.optimizer_state import Numbers, ParamGroups, ensure_state, require_savable
 from moecomm.nn.part_state import part_of_all
 from moecomm.nn.replicas import expert_owners, layers_of, replicas_of_shards
@@ -28,8 +29,8 @@ Place = DeviceMesh | Callable[[Tensor], Tensor]
 def sharded_state(
     model: nn.Module, optimizer: torch.optim.Optimizer | None = None, ep_group: AnyGroup | None = None
 ) -> dict[str, Any]:
-    """Returns the state dict for `torch.distributed.checkpoint.save` and `.load`: {"model": ..., "optimizer":
-    ..., "param_groups": ...}.
+    """Returns the state dict for `torch.distributed.checkpoint.save` and `.load`: {"model": ..., "layers":
+    ..., "optimizer": ..., "param_groups": ...}.
 
     Expert parameters, and the optimizer's tensors of their shape, are DTensors sharded by expert (dimension
     0) over the ranks of their layer's communicator, and where `fully_shard_experts` has sharded them further
@@ -55,6 +56,10 @@ def sharded_state(
     state_dict may rename. InvalidArgument is raised where they leave out, or copy, a parameter of experts
     that are spread over ranks, and for a buffer in the state of such experts (of spectral_norm or prune),
     which would be saved from one rank for all.
+
+    "layers" is a Stateful of the names that each MoELayer has. When loaded it raises InvalidArgument, on all
+    ranks, for what the checkpoint has of a layer and the model lacks (balancing biases, shared experts, a
+    bias); what both have is loaded then.
 
     Every tensor shares storage with the live one, but for copies that hooks hand out of what is not of
     experts: `load` writes into model and optimizer in place.
@@ -90,6 +95,8 @@ def sharded_state(
             "buffer with persistent=False, or make it a parameter"
         )
     state: dict[str, Any] = {"model": {n: _shard(t, _place_of(places, t)) for n, t in tensors.items()}}
+    if layers := layers_of(model):
+        state["layers"] = _LayerNames([_names_of(layer, tensors) for layer in layers])
     if optimizer is not None:
         named = {parameter: names[id(parameter)] for parameter in model.parameters()}
         if len(set(named.values())) < len(named):
@@ -113,6 +120,33 @@ def sharded_state(
             state["optimizer_numbers"] = counted
         state["param_groups"] = ParamGroups(optimizer, named)
     return state
+
+
+class _LayerNames:
+    """The names that a checkpoint has of each layer, as a Stateful: a load takes what a model asks for, and
+    would not tell what the model lacks."""
+
+    def __init__(self, layers: Sequence[tuple[str, ...]]) -> None:
+        self._layers = {names[0]: names for names in layers if names}
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self._layers)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for first, own in self._layers.items():
+            more = [name for name in state[first] if name not in own]
+            if more:
+                raise InvalidArgument(
+                    f"the checkpoint has {', '.join(more)}, which the model lacks: its layer would compute "
+                    "something else than the saved one. Build it with the MoEConfig of the saved model "
+                    "(shared experts and their gate, biases of experts and router, balancing biases), or "
+                    "leave 'layers' out of what is loaded, to do without"
+                )
+
+
+def _names_of(layer: MoELayer, tensors: Mapping[str, Any]) -> tuple[str, ...]:
+    own = {id(each) for each in (*layer.parameters(), *layer.buffers())}
+    return tuple(name for name, value in tensors.items() if id(value) in own)
 
 
 def _live_state(model: nn.Module) -> tuple[dict[str, Any], list[str]]:

@@ -305,10 +305,12 @@ class GroupedExperts(nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
         own = self.get_extra_state().tolist()
         name = f"{prefix}_extra_state"
-        if name not in state_dict and not self.has_all:
+        known_order = _accept_interleaved(self, state_dict, prefix) or not own[3]
+        if name not in state_dict and not (self.has_all and known_order):
+            order = "" if known_order else ", with interleaved gates and up values"
             warnings.warn(
                 f"the state has no record {name} of which experts it holds, as those of earlier versions: it "
-                f"is taken to hold {self._holds(own)}",
+                f"is taken to hold {self._holds(own)}{order}",
                 stacklevel=2,
             )
         held = state_dict.setdefault(name, self.get_extra_state()).tolist()
@@ -373,6 +375,10 @@ class SharedExperts(nn.Module):
         for weight in self.parameters():
             init_shared_weight(weight, self.config.init_std)
 
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
+        _accept_interleaved(self, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *others)
+
     def forward(self, x_TH: Tensor, *, run: Run | None = None) -> Tensor:
         """Maps (T, H) of the weights' dtype to (T, H). `run`: as in GroupedExperts."""
         if run is not None:
@@ -383,6 +389,21 @@ class SharedExperts(nn.Module):
             inner_TI = matmul(x_TH, self.w_in, care)
             z_TF = weighted_activation(inner_TI, gates_T, activation=self.config.activation)
             return matmul(z_TF, self.w_out, care)
+
+
+def _accept_interleaved(module: GroupedExperts | SharedExperts, state: dict[str, Any], prefix: str) -> bool:
+    """Gives an interleaved w_in its own name, instead of that in checkpoints of `sharded_state`, which a
+    state made of one has. Returns whether it was there; raises InvalidArgument for a module of halves."""
+    name, own = f"{prefix}w_in.interleaved", f"{prefix}w_in"
+    if name not in state:
+        return False
+    if module.config.activation not in INTERLEAVED:
+        raise InvalidArgument(
+            f"the state has {name}, whose gates and up values are interleaved, and this module's activation "
+            f"is {module.config.activation!r}: build it with that of the saved model, or reorder the columns"
+        )
+    state[own] = state.pop(name)
+    return True
 
 
 def shared_gates(x_TH: Tensor, w_gate_H: Tensor | None, care: bool = False) -> Tensor | None:

@@ -267,7 +267,7 @@ def _counts(rank: int, world: int, folder: str, seed: int) -> None:
     with model.comm:
         train(model, optimizer, rank, range(3))
         state = sharded_state(model, optimizer)
-        assert state.keys() == {"model", "optimizer", "optimizer_numbers", "param_groups"}
+        assert state.keys() == {"model", "layers", "optimizer", "optimizer_numbers", "param_groups"}
         dcp.save(state, checkpoint_id=folder)
         train(model, optimizer, rank, range(3, 5))
         want = tensors_of(sharded_state(model, optimizer))
@@ -431,12 +431,46 @@ def test_settings_of_groups_come_back_by_names(pool: Pools, tmp_path: Path, seed
         )
 
 
+def _less(rank: int, world: int, more: dict[str, Any], less: dict[str, Any], folder: str, seed: int) -> Any:
+    """Returns what is raised when a model with the options `less` loads a checkpoint of one with `more`."""
+    full = build(rank, world, 2, seed, **{"bias_update_rate": 0.0, **more})
+    with full.comm:
+        dcp.save(sharded_state(wrapped(full, Block) if "bias" in more else full), checkpoint_id=folder)
+        dcp.load(sharded_state(full), checkpoint_id=folder)
+    model = build(rank, world, 1, seed + 1, **{"bias_update_rate": 0.0, **less})
+    with model.comm:
+        found = catch(lambda: dcp.load(sharded_state(model), checkpoint_id=folder))
+        state = sharded_state(model)
+        state.pop("layers", None)
+        dcp.load(state, checkpoint_id=folder)
+        return found
+
+
+@pytest.mark.parametrize(
+    ("more", "less", "name"),
+    [
+        ({}, {"num_shared_experts": 0}, "shared.w_in, blocks.0.moe.shared.w_out"),
+        ({"bias_update_rate": 0.01}, {}, "router.expert_bias_E"),
+        ({"shared_gate": True}, {}, "shared.w_gate"),
+        ({"bias": True}, {}, "experts.b_in, blocks.0.moe.experts.b_out"),
+        ({"router_bias": True}, {}, "router.bias"),
+    ],
+    ids=str,
+)
+def test_a_model_with_less_than_the_checkpoint_is_refused(
+    more: dict[str, Any], less: dict[str, Any], name: str, pool: Pools, tmp_path: Path, seed: int
+) -> None:
+    for found in pool(2)(_less, more, less, str(tmp_path / "saved"), seed):
+        assert found is not None and found.name == "InvalidArgument"
+        assert found.text.startswith(f"the checkpoint has blocks.0.moe.{name}, which the model lacks")
+
+
 def _layout(rank: int, world: int, seed: int) -> None:
     model = build(rank, world, 2, seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     with model.comm:
         state = sharded_state(model, optimizer)
-    assert list(state) == ["model", "optimizer", "param_groups"]
+    assert list(state) == ["model", "layers", "optimizer", "param_groups"]
     names = [name for name, _ in model.named_parameters()]
     assert list(state["optimizer"]) == names
     assert all(set(each) == {"step", "exp_avg", "exp_avg_sq"} for each in state["optimizer"].values())

@@ -209,3 +209,28 @@ def test_a_checkpoint_names_the_order_of_columns() -> None:
     halves, interleaved = found
     assert halves - interleaved == {"experts.w_in", "shared.w_in"}
     assert interleaved - halves == {"experts.w_in.interleaved", "shared.w_in.interleaved"}
+
+
+def consolidated(activation: str) -> tuple[torch.nn.Module, dict[str, Any]]:
+    """Returns a model and its checkpoint as torch's dcp_to_torch_save makes one file of it."""
+    config = MoEConfig(**SIZES, activation=activation, num_shared_experts=1)
+    model = torch.nn.ModuleDict(
+        {"experts": GroupedExperts(config, device="cpu"), "shared": SharedExperts(config, device="cpu")}
+    )
+    return model, dict(sharded_state(model)["model"])
+
+
+def test_the_name_of_interleaved_weights_in_a_checkpoint_is_accepted() -> None:
+    saved, state = consolidated("swiglu_interleaved")
+    model, _ = consolidated("swiglu_interleaved")
+    model.load_state_dict(state)
+    for found, want in zip(model.parameters(), saved.parameters(), strict=True):
+        assert torch.equal(found, want)
+    assert "experts.w_in.interleaved" in state, "the caller's dict has changed"
+    halves, of_halves = consolidated("swiglu")
+    for name in ("experts", "shared"):
+        part = {key.removeprefix(f"{name}."): value for key, value in state.items() if key.startswith(name)}
+        with pytest.raises(InvalidArgument, match=r"has w_in\.interleaved, whose gates"):
+            halves[name].load_state_dict(part)
+    with pytest.warns(UserWarning, match="of 4, with interleaved gates and up values"):
+        model.load_state_dict(of_halves)
