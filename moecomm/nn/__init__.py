@@ -12,6 +12,7 @@ dispatch.
 
 from __future__ import annotations
 
+from moecomm.nn.adapters import mark_adapter
 from moecomm.nn.balance import update_expert_bias
 from moecomm.nn.checkpoint import sharded_state
 from moecomm.nn.config import MoEConfig
@@ -49,6 +50,7 @@ __all__ = [
     "is_expert_parameter",
     "keep_plans",
     "load_balancing_loss",
+    "mark_adapter",
     "mark_expert_parameter",
     "prepare_ddp",
     "recompute_outputs",

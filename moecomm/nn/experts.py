@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from moecomm.arguments import weight_dtype
 from moecomm.errors import InvalidArgument
 from moecomm.kernels.activation import INPUTS, INTERLEAVED, weighted_activation
 from moecomm.kernels.products import expert_ffn
+from moecomm.nn.adapters import has_part_for_each
 from moecomm.nn.config import MoEConfig
 from moecomm.nn.expert_parts import ExpertPart, splits_of
 from moecomm.nn.outside_autocast import matmul, needs_care
@@ -38,6 +39,10 @@ _IN_MAIN_GRAD = frozenset((*_WEIGHTS, *(f"parametrizations.{name}.original" for 
 parameter that the weight was."""
 
 
+_OWN = _IN_MAIN_GRAD | {f"{name}_{added}" for name in _WEIGHTS for added in ("orig", "g", "v")}
+"""The names that the weights have, also under torch.nn.utils.prune, spectral_norm and weight_norm."""
+
+
 class GroupedExperts(nn.Module):
     """This rank's experts (L of E), applied to expert-major rows in two grouped products.
 
@@ -45,8 +50,9 @@ class GroupedExperts(nn.Module):
     swiglu_clamped gates in the even columns; (L, H, F) for gelu; w_out (L, F, H). With config.bias, b_in
     (L, 2F) or (L, F), its columns as those of w_in, is added to the first product of a row, and b_out (L, H)
     to the second, before the routing weight. All are marked as expert parameters, and so is what a
-    parametrization adds, if its first dimension is L: a part for each expert. Others are taken for the same
-    on all ranks, one adapter of all experts for example. Expert e starts from a seed made of its global id
+    parametrization adds with a part for each expert: its first dimension is L, and part l changes expert l
+    alone, which is tried. Others are taken for the same on all ranks, one adapter of all experts for example;
+    where nothing tells (L = 1, say), `mark_adapter` does. Expert e starts from a seed made of its global id
     and one number drawn from torch's default generator: ranks that call torch.manual_seed alike make the
     same model at any EP size. first_expert is the global id of the
     first local expert. rows_per_expert: the rows that an expert gets on average in a call, if that is known;
@@ -222,10 +228,12 @@ class GroupedExperts(nn.Module):
             if collects and not has_main_grad(parameter):
                 keep_main_grad(parameter)
 
-    def is_per_expert(self, parameter: Tensor) -> bool:
-        """Returns whether a parameter of this module has a part for each of this rank's experts: whether its
-        first dimension is L."""
-        return parameter.dim() > 0 and parameter.shape[0] == self.num_local_experts
+    def is_per_expert(self, name: str, parameter: Tensor) -> bool | None:
+        """Returns whether a parameter of this module, with this name in it, has a part for each of this
+        rank's experts; None for one that was added, of which that cannot be told (`mark_adapter`)."""
+        if name in _OWN or self.has_all:
+            return parameter.dim() > 0 and parameter.shape[0] == self.num_local_experts
+        return has_part_for_each(self, self.num_local_experts, name, parameter)
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
@@ -234,21 +242,21 @@ class GroupedExperts(nn.Module):
         ones within a module of this one, of a parametrization for example. So all that `parameters()` of a
         model returns is marked."""
         for name, module in super().named_modules(memo, prefix, remove_duplicate):
-            self._mark(module._parameters)
+            self._mark(name.removeprefix(prefix).lstrip("."), module)
             yield name, module
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Adds or replaces a parameter, as nn.Module does, and marks it."""
         super().register_parameter(name, param)
-        self._mark({name: param})
+        self._mark("", self)
 
-    def _mark(self, parameters: Mapping[str, Tensor | None]) -> None:
+    def _mark(self, path: str, module: nn.Module) -> None:
         if self._is_sharded or torch.compiler.is_compiling():
             return
-        for parameter in parameters.values():
+        for name, parameter in module._parameters.items():
             if not isinstance(parameter, nn.Parameter) or isinstance(parameter, DTensor):
                 continue
-            if self.is_per_expert(parameter):
+            if self.is_per_expert(f"{path}.{name}".lstrip("."), parameter):
                 mark_expert_parameter(parameter)
 
     def _apply(self, *args: Any, **options: Any) -> GroupedExperts:

@@ -70,13 +70,15 @@ def _parameters(module: nn.Module) -> Iterator[nn.Parameter]:
 def _place(experts: nn.Module, grouped: GroupedExperts | None, new: Sequence[nn.Parameter]) -> None:
     allowed: frozenset[int] = getattr(experts, "sharded_over", frozenset())
     sharded: set[int] = set()
+    prefix = next((f"{path}." for path, each in experts.named_modules() if path and each is grouped), "")
     for name, parameter, shard in _shards(experts):
         if grouped is not None and grouped.config.main_grad and name.endswith(".original"):
             raise InvalidArgument(
                 f"main_grad is True, must be False under fully_shard, which has sharded {name} of the "
                 "experts: it averages and shards `grad` alone"
             )
-        if grouped is not None and (grouped.has_all or not grouped.is_per_expert(shard)):
+        within = name.removeprefix(prefix)
+        if grouped is not None and (grouped.has_all or grouped.is_per_expert(within, shard) is False):
             continue  # all ranks have the same, one adapter of all experts for example
         if allowed != set(ranks := ranks_of_shards(shard)):
             held = record_of(experts) if grouped is None else grouped.held

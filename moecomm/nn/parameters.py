@@ -26,6 +26,11 @@ def mark_expert_parameter(parameter: nn.Parameter) -> None:
     setattr(parameter, _MARK, True)
 
 
+def unmark_expert_parameter(parameter: nn.Parameter) -> None:
+    """Takes the mark of `mark_expert_parameter` away."""
+    setattr(parameter, _MARK, False)
+
+
 def ranks_of_shards(parameter: DTensor) -> tuple[int, ...]:
     """Returns the ranks over which a parameter is sharded, ascending."""
     return tuple(sorted(int(rank) for rank in parameter.device_mesh.mesh.flatten()))

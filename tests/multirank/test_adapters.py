@@ -27,6 +27,7 @@ from moecomm.nn import (
     clip_grad_norm,
     fully_shard_experts,
     is_expert_parameter,
+    mark_adapter,
     prepare_ddp,
     sharded_state,
     sync_gradients,
@@ -218,3 +219,99 @@ def _sharded_common(rank: int, world_size: int) -> list[bool]:
 def test_a_common_adapter_that_is_sharded_over_all_ranks(pool: Pools) -> None:
     for sharded in pool(2)(_sharded_common):
         assert sharded == [True, True]
+
+
+class Common(nn.Module):
+    """One adapter for all experts, whose parameters have, by chance, as many parts as a rank has experts."""
+
+    def __init__(self, weight_LAB: Tensor, how: str, ranks: int) -> None:
+        super().__init__()
+        _, a, b = weight_LAB.shape
+        make = torch.Generator().manual_seed(3)
+        shapes = {"low rank": ((ranks, a), (b, ranks)), "three": ((ranks, a, 2), (ranks, 2, b))}[how]
+        self.a, self.b = (
+            nn.Parameter(torch.randn(*each, generator=make, dtype=torch.float64) * 0.3) for each in shapes
+        )
+        if how == "low rank":  # as LoRA starts
+            nn.init.zeros_(self.b)
+
+    def forward(self, weight_LAB: Tensor) -> Tensor:
+        if self.a.dim() == 3:
+            return weight_LAB + (self.a @ self.b).sum(0)
+        return weight_LAB + (self.b @ self.a).t()
+
+
+def trained_by_chance(rank: int, world: int, how: str, ddp: bool, parts: int, said: bool) -> None:
+    """Weights after some steps are those of ranks that hold all experts, and the same on all ranks."""
+    layers = []
+    for size in (world, 1):
+        torch.manual_seed(0)
+        config = MoEConfig(**{**SIZES, "num_experts": parts * world, "top_k": 2}, dtype=torch.float64)
+        layer = MoELayer(config, group=groups_of(rank, world, size)[0], max_tokens=8)
+        for name in ("w_in", "w_out"):
+            adapter = Common(getattr(layer.experts, name), how, parts)
+            parametrize.register_parametrization(layer.experts, name, adapter)
+            if said:
+                mark_adapter(adapter, per_expert=False)
+        train(copy.deepcopy(layer), rank, ddp)  # which says the same
+        train(layer, rank, ddp)
+        layers.append(layer)
+    spread, whole = layers
+    with spread.comm, whole.comm:
+        assert set(common_parameters(spread)) == {
+            f"parametrizations.{w}.0.{n}" for w in ("w_in", "w_out") for n in "ab"
+        }
+        for (name, found), want in zip(spread.named_parameters(), whole.parameters(), strict=True):
+            if name.endswith(("a", "b")):
+                assert_close(found, want, rtol=1e-9, atol=1e-12, msg=name)
+                assert not is_expert_parameter(found)
+
+
+@pytest.mark.parametrize("ddp", [False, True], ids=["sync", "ddp"])
+@pytest.mark.parametrize(
+    ("how", "parts", "said"), [("low rank", 2, False), ("three", 3, False), ("low rank", 1, True)]
+)
+def test_one_adapter_of_as_many_parts_as_experts(
+    pool: Pools, how: str, parts: int, said: bool, ddp: bool
+) -> None:
+    pool(2)(trained_by_chance, how, ddp, parts, said)
+
+
+def cannot_be_told(rank: int, world: int, kind: str) -> list[Caught | None]:
+    """Adapters with a part for each expert where nothing shows it: one expert a rank, one that is not
+    computed by torch, a parameter that a module adds on its own."""
+    torch.manual_seed(0)
+    experts = world if kind == "one" else CONFIG.num_experts
+    config = MoEConfig(**{**SIZES, "num_experts": experts, "top_k": 2}, dtype=torch.float64)
+    layer = MoELayer(config, max_tokens=8)
+    added: nn.Module = Adapter(layer.experts.w_in, layer.experts.first_expert, 1)
+    if kind == "own":
+        layer.experts.add_module("added", added)
+    else:
+        if kind == "numpy":
+            added.register_forward_pre_hook(lambda module, args: args[0].detach().numpy() and None)
+        parametrize.register_parametrization(layer.experts, "w_in", added, unsafe=True)
+    with layer.comm:
+        takers = (
+            sync_gradients,
+            prepare_ddp,
+            fully_shard_experts,
+            sharded_state,
+            partial(clip_grad_norm, max_norm=1.0),
+        )
+        found = [catch(partial(taker, layer)) for taker in takers]
+        mark_adapter(added, per_expert=True)
+        sync_gradients(layer)
+        assert sharded_state(layer)["model"]
+        of_each = {name for name, each in layer.named_parameters() if is_expert_parameter(each)}
+        assert sum(name.endswith((".a", ".b")) for name in of_each) == 2
+        return found
+
+
+@pytest.mark.parametrize("kind", ["one", "numpy", "own"])
+def test_adapters_of_which_nothing_can_be_told_have_to_be_marked(pool: Pools, kind: str) -> None:
+    for found in pool(2)(cannot_be_told, kind):
+        for each in found:
+            assert each is not None and each.name == "InvalidArgument"
+            assert "could be a part for each of them or one for the experts of all ranks" in each.text
+            assert "moecomm.nn.mark_adapter" in each.text
