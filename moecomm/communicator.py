@@ -181,9 +181,10 @@ class Communicator:
             group = dist.group.WORLD
         error: MoecommError | None = None
         seconds, place, env = DEFAULT_TIMEOUT, torch.device("cpu"), Env()
+        rendezvous = Rendezvous(group, seconds)
+        size = rendezvous.size
         try:
-            seconds = timeout_seconds(timeout)
-            size = 1 if group is None else dist.get_world_size(group)
+            rendezvous.timeout = seconds = timeout_seconds(timeout)
             check_sizes(size, num_experts, hidden, top_k, max_tokens, dtype)
             place = choose_device(device)
             ranks_per_node = check_ranks_per_node(size, ranks_per_node)
@@ -196,7 +197,6 @@ class Communicator:
             check_gradient_wire(gradient_wire, place, hidden, engine)
         except MoecommError as failed:
             error = failed
-        rendezvous = Rendezvous(group, seconds)
         arguments = {
             "num_experts": num_experts,
             "hidden": hidden,
@@ -213,7 +213,8 @@ class Communicator:
             "MOECOMM_WHOLE_SOURCES": whole_sources(env),
             "moecomm version": __version__,
         }
-        backend = make_backend(place, rendezvous, arguments, error, dtype, num_sms)
+        with rendezvous:
+            backend = make_backend(place, rendezvous, arguments, error, dtype, num_sms)
         self._group = GroupReference(group)
         self.rank: int = rendezvous.rank
         self.size: int = rendezvous.size
