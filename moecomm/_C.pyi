@@ -85,7 +85,6 @@ class Communicator:
         alignment: int,
         capacity: int,
         positions: int,
-        caller: int,
     ) -> Plan: ...
     def pull(self, *, out: int, weights: int, ids: int, index: int, index_weights: int) -> None: ...
     def redispatch(self, plan: Plan, *, rows: int, out: int, scales: int, other: int, dots: int) -> None: ...
@@ -164,7 +163,6 @@ class DeviceCommunicator:
         alignment: int,
         capacity: int,
         positions: int,
-        caller: int,
         plan: int,
         rows: int,
         out_positions: int,
@@ -189,7 +187,6 @@ class DeviceCommunicator:
         alignment: int,
         capacity: int,
         positions: int,
-        caller: int,
         plan: int,
         stream: int,
         /,

@@ -12,6 +12,8 @@ dispatch.
 
 from __future__ import annotations
 
+import moecomm.kernels.flops
+import moecomm.nn.step_check  # noqa: F401 (both tell torch of what is here)
 from moecomm.nn.adapters import mark_adapter
 from moecomm.nn.balance import update_expert_bias
 from moecomm.nn.checkpoint import sharded_state

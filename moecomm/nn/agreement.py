@@ -9,13 +9,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from moecomm.errors import InvalidArgument, MismatchedArguments, MoecommError
 from moecomm.nn.replicas import ranks_of
 from moecomm.types import Group
 
 
-def agree(group: Group | None, device: torch.device, about: str, check: Callable[[], Sequence[str]]) -> None:
+def agree(
+    group: Group | None,
+    device: torch.device,
+    about: str,
+    check: Callable[[], Sequence[str]],
+    same: Callable[[], Tensor | None] = lambda: None,
+) -> bool:
     """Calls `check` and compares the words that it returns, on all ranks of `group` together; device: that of
     tensors which the group exchanges.
 
@@ -23,18 +30,22 @@ def agree(group: Group | None, device: torch.device, about: str, check: Callable
     with its rank, type and text on the others; where ranks have other words, MismatchedArguments. `about`
     says in its text what the words are of. In a CUDA graph capture, within which the host cannot wait for
     others, a rank looks for itself alone; the runs before the capture have compared.
+
+    same: makes a 0-d int64 tensor. Returns whether it is the same on all ranks.
     """
     words, problem = _outcome(check)
     if not dist.is_initialized() or dist.get_world_size(group) == 1 or _captures(device):
         if problem is not None:
             raise problem
-        return
+        return True
     digest = _digest(words)
-    seen = torch.tensor([int(problem is not None), digest, -digest], dtype=torch.int64, device=device)
+    seen = torch.tensor([int(problem is not None), digest, -digest, 0, 0], dtype=torch.int64, device=device)
+    if (number := same()) is not None:
+        seen[3:] = torch.stack((number, -number))
     dist.all_reduce(seen, op=dist.ReduceOp.MAX, group=group)
-    failed, most, less = seen.tolist()
+    failed, most, less, largest, least = seen.tolist()
     if not failed and most == -less:
-        return
+        return bool(largest == -least)
     told: list[Any] = [None] * dist.get_world_size(group)
     said = None if problem is None else f"{type(problem).__name__}: {problem}"
     dist.all_gather_object(told, (list(words), said), group=group)
@@ -48,6 +59,7 @@ def agree(group: Group | None, device: torch.device, about: str, check: Callable
     for rank, (others, _) in zip(ranks, told, strict=True):
         if others != first:
             raise MismatchedArguments(f"{about}: {_difference(ranks[0], first, rank, others)}")
+    raise AssertionError("ranks differed, and told the same")
 
 
 def agree_by_holders(

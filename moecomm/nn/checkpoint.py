@@ -145,8 +145,15 @@ class _LayerNames:
 
 
 def _names_of(layer: MoELayer, tensors: Mapping[str, Any]) -> tuple[str, ...]:
-    own = {id(each) for each in (*layer.parameters(), *layer.buffers())}
-    return tuple(name for name, value in tensors.items() if id(value) in own)
+    """Returns the names of a layer's tensors, the same on all ranks, but for experts of one's own, which may
+    be others on each."""
+    experts = layer.experts if isinstance(layer.experts, GroupedExperts) else None
+    parts = [each for each in (layer.router, experts, layer.shared) if each is not None]
+    own = {id(tensor) for each in parts for tensor in (*each.parameters(), *each.buffers())}
+    names = [name for name, value in tensors.items() if id(value) in own]
+    if experts is not None and experts.part.number:  # part 0 has it
+        names += [f"{name.removesuffix('b_in')}b_out" for name in names if name.endswith("experts.b_in")]
+    return tuple(names)
 
 
 def _live_state(model: nn.Module) -> tuple[dict[str, Any], list[str]]:

@@ -315,8 +315,16 @@ class _AverageAtEnd:
 
 def _check_wrapped(wrapper: nn.Module, name: str, model: nn.Module | None) -> None:
     """Checks a model that DistributedDataParallel wraps. torch calls this for each module that becomes part
-    of another one, and DistributedDataParallel takes its model so before it compares and broadcasts weights.
-    """
+    of another one, and DistributedDataParallel takes its model so before it compares and broadcasts weights;
+    FullyShardedDataParallel does when it has flattened them."""
+    if name == "_fsdp_wrapped_module" and model is not None:
+        if any(layer.comm.size > 1 for layer in layers_of(model)):
+            raise InvalidArgument(
+                "FullyShardedDataParallel takes all parameters for the same on all ranks, and has mixed "
+                "those of different experts: build the model again, and use FSDP2, "
+                "moecomm.nn.fully_shard_experts(model) and then torch.distributed.fsdp.fully_shard(model)"
+            )
+        return
     if name != "module" or not isinstance(wrapper, DistributedDataParallel) or model is None:
         return
     owners, ranks = expert_owners(model), ranks_of(wrapper.process_group)

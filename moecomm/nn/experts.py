@@ -56,7 +56,8 @@ class GroupedExperts(nn.Module):
     and one number drawn from torch's default generator: ranks that call torch.manual_seed alike make the
     same model at any EP size. first_expert is the global id of the
     first local expert. rows_per_expert: the rows that an expert gets on average in a call, if that is known;
-    kernels' tiles are chosen by it.
+    kernels' tiles are chosen by it. products_on: the device that computes, if the weights start on another
+    one, such as meta.
 
     With `part` a rank holds that part of each of its experts (moecomm/nn/expert_parts.py): F is then
     ffn_hidden / part.of, the weights are those of the whole experts' with these columns, and the results
@@ -105,6 +106,7 @@ class GroupedExperts(nn.Module):
         part: ExpertPart | None = None,
         rows_per_expert: int | None = None,
         device: torch.device | str | None = None,
+        products_on: torch.device | None = None,
     ) -> None:
         super().__init__()
         part = part or ExpertPart()
@@ -121,6 +123,7 @@ class GroupedExperts(nn.Module):
             )
         self.config, self.num_local_experts, self.first_expert, self.part = config, local, first_expert, part
         where = torch.get_default_device() if device is None else torch.device(device)
+        where = products_on or where
         self.products = make_products(dataclasses.replace(config, ffn_hidden=ffn), where, rows_per_expert)
         inner = ffn * INPUTS[config.activation]
         make = {"dtype": config.dtype, "device": device}
@@ -134,8 +137,9 @@ class GroupedExperts(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Fills the weights with new random numbers of standard deviation config.init_std, which depend on
-        one number of torch's default CPU generator and on each expert's global id; biases with zeros."""
+        """Fills the weights, or this rank's shards of them, with new random numbers of standard deviation
+        config.init_std, which depend on one number of torch's default CPU generator and on each expert's
+        global id; biases with zeros."""
         seed, splits = int(torch.randint(2**62, (), device="cpu")), splits_of(self.config.activation)
         for name, weight in (("w_in", self.w_in), ("w_out", self.w_out)):
             split = splits[name]

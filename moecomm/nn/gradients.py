@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from moecomm.communicator import Communicator
-from moecomm.errors import InvalidArgument, Unsupported
+from moecomm.errors import InvalidArgument, MismatchedArguments, Unsupported
 from moecomm.nn.agreement import agree, agree_by_holders
 from moecomm.nn.layer import MoELayer
 from moecomm.nn.parameters import has_main_grad, main_grad_of, ranks_of_shards
@@ -75,7 +75,8 @@ def sync_gradients(
     averaged as a dense one; it is compared between ranks when it is seen first.
 
     Ranks compare at each call what they average, for which the host waits for the device: other parameters,
-    or parameters that some ranks alone have frozen, raise MismatchedArguments on all ranks.
+    parameters that some ranks alone have frozen, or a router whose weights differ (ranks that started,
+    clipped or stepped differently), raise MismatchedArguments on all ranks.
 
     Raises InvalidArgument, on all ranks, where the result could not be that: EP groups that do not part
     `group`, a group that is not the pipeline stage of the folding, another folding than the layers', another
@@ -109,7 +110,15 @@ def sync_gradients(
         return
     group, expert_group = model_group(model, group, folding), as_group(expert_group, "expert_group")
     device = _device_of(list(model.parameters()))
-    agree(group, device, "ranks average different parameters", check)
+    about = "ranks average different parameters"
+    if not agree(group, device, about, check, lambda: _bits_of_router(model)):
+        raise MismatchedArguments(
+            "a router's weights differ between ranks, and so will other parameters that all ranks share: "
+            "these must start the same (torch.manual_seed alike, or load one state) and change by the same. "
+            "Clip by moecomm.nn.clip_grad_norm, not torch.nn.utils.clip_grad_norm_; scale by "
+            "ShardedGradScaler (torch.distributed.fsdp.sharded_grad_scaler), not GradScaler; leave a step "
+            "out on all ranks or none"
+        )
     replicas = find_replicas(model, group)
     require_equal(model, group)
     size, ranks = dist.get_world_size(group), ranks_of(group)
@@ -225,6 +234,17 @@ def clip_grad_norm(
             local = _local(gradient)
             local.mul_(scale.to(local.device, local.dtype))
     return norm if any(p.dtype == torch.float64 for p in trained) else norm.float()
+
+
+def _bits_of_router(model: nn.Module) -> Tensor | None:
+    """Returns the sum of the bits of a router's weight, which stands for all parameters that ranks share:
+    ranks that clip or step by themselves differ there too."""
+    for layer in layers_of(model):
+        weight = layer.router._parameters.get("weight")
+        if weight is not None and weight.requires_grad and not isinstance(weight, DTensor):
+            kinds = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+            return weight.detach().contiguous().view(kinds[weight.element_size()]).sum()
+    return None
 
 
 def _words(name: str, parameter: nn.Parameter) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
+import weakref
 from collections.abc import Mapping
 from typing import Any, NamedTuple, NoReturn
 
@@ -48,6 +49,10 @@ from moecomm.types import AnyGroup, Engine
 # Where torch.compile gives a forward up, it looks for graphs within; this one has its own backward.
 _run_experts = _disable_dynamo(run_experts)
 _note_dispatch = _disable_dynamo(OverflowCheck.note_dispatch)
+
+
+built_layers: weakref.WeakSet[MoELayer] = weakref.WeakSet()
+"""The layers of this process."""
 
 
 class Routed(NamedTuple):
@@ -101,6 +106,10 @@ class MoELayer(nn.Module):
     all ranks of the job together, as they make the folding's groups: a pipeline stage without layers makes
     them meanwhile, in this order: folding.group("etp-ep"), with TP > 1 "dp-cp", with PP > 1 "tp-cp-dp", and
     with drop_over="sequence" "tp-cp".
+
+    A layer that is built within `with torch.device("meta")` has its weights there: shard it, call to_empty,
+    and reset_parameters of router, experts and shared, in this order. They are then, sharded or not, those of
+    a layer that is built at once by ranks that call torch.manual_seed alike.
 
     Rows travel and experts compute in config.dtype; the output has x's dtype. Weights of another dtype (after
     `layer.half()`) make forward raise InvalidArgument, on all ranks.
@@ -218,11 +227,12 @@ class MoELayer(nn.Module):
         if given.limit_nodes is not None and nodes is None:
             folded.require_experts_in_node_order(given, self._part_ids, comm)
         self.config, self._comm, self.folding = config, comm, folding
-        self._number = comm._layers = comm._layers % 0xFFFE + 1  # a dispatch is of one layer on all ranks
         self._sequence = None
         if config.drop_over == "sequence":
             self._sequence = folded.sequence_ranks(config, folding, comm.max_tokens)
-        self.router = TopKRouter(config, device=comm.device, sequence=self._sequence)
+        meta = torch.get_default_device().type == "meta"
+        weights_on = torch.device("meta") if meta else comm.device
+        self.router = TopKRouter(config, device=weights_on, sequence=self._sequence)
         self._own_experts = experts is not None
         self.experts: Any = experts
         first_expert, part = comm.rank * comm.num_local_experts, ExpertPart()
@@ -237,9 +247,10 @@ class MoELayer(nn.Module):
                 first_expert=first_expert,
                 part=part,
                 rows_per_expert=comm.size * comm.max_tokens * config.top_k // config.num_experts,
-                device=comm.device,
+                device=weights_on,
+                products_on=comm.device,
             )
-        self.shared = SharedExperts(config, device=comm.device) if config.num_shared_experts else None
+        self.shared = SharedExperts(config, device=weights_on) if config.num_shared_experts else None
         self.capacity = received_rows_bound(config, comm, folding) if config.pad_to_capacity else None
         self._sms = _sms_to_share(comm)
         self.overlap = overlap
@@ -257,6 +268,7 @@ class MoELayer(nn.Module):
         self._loss_scale_on_device = torch.ones((), dtype=torch.float64, device=comm.device)
         self.last_losses: dict[str, Tensor] = {}
         self.last_tokens_per_expert = torch.zeros(config.num_experts, dtype=torch.int64, device=comm.device)
+        built_layers.add(self)
 
     @staticmethod
     def make_communicator(
@@ -290,7 +302,6 @@ class MoELayer(nn.Module):
                     "experts and settings are made for it"
                 )
         self._comm = comm
-        comm._layers = max(comm._layers, self._number)
 
     @property
     def overlap(self) -> OverlapConfig:
@@ -479,7 +490,6 @@ class MoELayer(nn.Module):
             self.pool if with_capacity else None,
             self._overflow if with_capacity else None,
             self._plans,
-            layer=self,
             keep_shared=overlap.keep_shared,
         )
 
@@ -537,15 +547,13 @@ class MoELayer(nn.Module):
         before the combine, in which the other ranks learn of an exception of theirs."""
         comm, capacity, shared_TH = self.comm, self.capacity, None
         if self._own_experts and self.overlap.overlap and self.shared and not torch.compiler.is_compiling():
-            work = comm.dispatch(
-                rows_TH, topk_idx_TK, topk_weights_TK, capacity=capacity, async_op=True, _layer=self
-            )
+            work = comm.dispatch(rows_TH, topk_idx_TK, topk_weights_TK, capacity=capacity, async_op=True)
             shared_TH = call_or_tell(comm, self.shared, rows_TH)
             out = work.wait()
         else:
             if self.shared is not None:
                 shared_TH = call_or_tell(comm, self.shared, rows_TH)
-            out = comm.dispatch(rows_TH, topk_idx_TK, topk_weights_TK, capacity=capacity, _layer=self)
+            out = comm.dispatch(rows_TH, topk_idx_TK, topk_weights_TK, capacity=capacity)
         has_tail = capacity is not None
         if has_tail and self._overflow is not None:
             _note_dispatch(self._overflow, out.overflow)
@@ -589,6 +597,7 @@ class MoELayer(nn.Module):
         twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
         if twin._own_experts:
             adopt_experts(twin.experts, twin.config)  # copies of parameters have lost their marks
+        built_layers.add(twin)
         return twin
 
     def _check_settings(self, in_order: bool, watched: str | None = None) -> None:

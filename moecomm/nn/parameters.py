@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from moecomm.errors import InvalidArgument
 from moecomm.nn.expert_parts import ExpertPart, Split
@@ -142,21 +143,24 @@ def has_hooks(parameter: Tensor) -> bool:
 
 @torch.no_grad()
 def init_shared_weight(weight: Tensor, std: float) -> None:
-    """Fills a weight that all ranks have with normal numbers from torch's default generator.
+    """Fills a weight that all ranks have, or this rank's shard of it, with normal numbers from torch's
+    default generator.
 
-    It is the generator of the CPU, wherever the weight is, so that a model starts the same on every device.
-    A weight on the meta device, which has no values, is left alone.
+    It is the generator of the CPU, wherever the weight is, so that a model starts the same on every device,
+    sharded or not. A weight on the meta device, which has no values, is left alone.
     """
     if weight.is_meta:
         return
-    weight.copy_(nn.init.normal_(torch.empty(weight.shape, dtype=weight.dtype, device="cpu"), std=std))
+    local, here = _shard_of(weight)
+    drawn = nn.init.normal_(torch.empty(weight.shape, dtype=weight.dtype, device="cpu"), std=std)
+    local.copy_(drawn[here])
 
 
 def init_expert_weights(
     weight_LAB: Tensor, *, seed: int, name: str, first_expert: int, std: float, part: ExpertPart, split: Split
 ) -> None:
     """Fills weight[l] with normal numbers that depend on (seed, name, first_expert + l) alone, of which a
-    part of the experts takes its own.
+    part of the experts, and a rank's shard of the weight, takes its own.
 
     So a model starts the same at every EP and ETP size. Numbers are drawn in float32 on the CPU, so that
     neither dtype nor device matters beyond rounding. Weights on the meta device are left alone.
@@ -165,19 +169,32 @@ def init_expert_weights(
         return
     shape = list(weight_LAB.shape)
     shape[0], shape[split.dim] = 1, shape[split.dim] * part.of
+    local_LAB, (experts_here, *columns_here) = _shard_of(weight_LAB.detach())
+    first_expert += experts_here.start
 
     def draw(local: int) -> Tensor:
         key = f"{seed}:{name}:{first_expert + local}".encode()
         generator = torch.Generator("cpu")
         generator.manual_seed(int.from_bytes(hashlib.blake2b(key, digest_size=7).digest(), "little"))
         whole_1AB = torch.normal(0.0, std, shape, generator=generator, dtype=torch.float32, device="cpu")
-        return part.take(whole_1AB, split)[0]
+        return part.take(whole_1AB, split)[0][tuple(columns_here)]
 
     # Each expert has a generator of its own, so a thread can draw it; a few are in memory at a time.
     at_once = min(_MOST_THREADS, len(os.sched_getaffinity(0)))
-    experts = list(weight_LAB.detach())
+    experts = list(local_LAB)
     with ThreadPoolExecutor(at_once) as threads:
         for start in range(0, len(experts), at_once):
             some = range(start, min(start + at_once, len(experts)))
             for local, drawn_AB in zip(some, threads.map(draw, some), strict=True):
                 experts[local].copy_(drawn_AB)
+
+
+def _shard_of(weight: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
+    """Returns this rank's shard of a weight, and where in the weight it is; of a plain tensor all of it."""
+    if not isinstance(weight, DTensor):
+        return weight, tuple(slice(0, size) for size in weight.shape)
+    shape, offsets = compute_local_shape_and_global_offset(
+        weight.shape, weight.device_mesh, weight.placements
+    )
+    here = tuple(slice(offset, offset + size) for offset, size in zip(offsets, shape, strict=True))
+    return weight.to_local(), here

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
-from moecomm.nn import MoEConfig, MoELayer, OverlapConfig
+from moecomm.nn import MoEConfig, MoELayer, OverlapConfig, fully_shard_experts
+from moecomm.parallel import ParallelFolding
 from tests.multirank.harness import RankPool
 from tests.multirank.moe_cases import SIZES, groups_of
 
@@ -84,3 +85,85 @@ def _replicated(rank: int, world_size: int, options: dict[str, Any], seed: int) 
 @pytest.mark.parametrize("options", [{}, {"keep": "rows"}, {"overlap": False}], ids=str)
 def test_ddp(options: dict[str, Any], pool: Callable[[int], RankPool], seed: int) -> None:
     pool(2)(_replicated, options, seed)
+
+
+EVERYTHING = {
+    "num_shared_experts": 1,
+    "shared_gate": True,
+    "bias": True,
+    "router_bias": True,
+    "bias_update_rate": 0.01,
+    "activation": "swiglu_interleaved",
+}
+
+
+def _started_on_meta(rank: int, world_size: int, ep: int, how: str, seed: int) -> None:
+    """A layer that is built without values, sharded, and drawn then, is the one that is drawn at once; in the
+    same way one that is drawn anew."""
+    config = MoEConfig(**SIZES, **EVERYTHING, dtype=torch.float32)
+    folding = ParallelFolding(world_size=world_size, etp=2, ep=ep // 2) if how == "parts" else None
+    where: dict[str, Any] = {"folding": folding} if folding else {"group": groups_of(rank, world_size, ep)[0]}
+    torch.manual_seed(seed)
+    plain = MoELayer(config, max_tokens=8, **where)
+    with torch.device("meta"):
+        layer = MoELayer(config, plain.comm, folding=folding)
+    named = {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
+    assert len(named) >= 10 and all(each.is_meta for each in named.values())
+    assert not layer.last_tokens_per_expert.is_meta
+    policies: dict[str, Any] = {
+        "policy": {"mp_policy": MixedPrecisionPolicy()},
+        "columns": {"shard_placement_fn": lambda parameter: Shard(parameter.dim() - 1)},
+    }
+    if how != "whole":
+        fully_shard_experts(layer, **policies.get(how, {}))
+        fully_shard(layer)
+    layer.to_empty(device="cpu")
+    for _ in range(2):
+        torch.manual_seed(seed)
+        for part in (layer.router, layer.experts, layer.shared):
+            for tensor in (*part.parameters(), *part.buffers()):
+                _local(tensor).fill_(7)
+            part.reset_parameters()
+        with torch.no_grad():
+            for (name, found), want in zip(layer.named_parameters(), plain.parameters(), strict=True):
+                assert torch.equal(_whole(found), want), name
+            for (name, found), want in zip(layer.named_buffers(), plain.buffers(), strict=True):
+                assert torch.equal(found, want), name
+        sharded = [isinstance(each, DTensor) for each in layer.experts.parameters()]
+        assert (
+            all(sharded) if how in ("policy", "columns") or (how == "sharded" and ep < world_size) else True
+        )
+    _steps_in_float32(layer, plain, rank)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def _steps_in_float32(layer: MoELayer, plain: MoELayer, rank: int) -> None:
+    """Both compute the same, and the gradients of the sharded one's experts are there."""
+    x = torch.randn(5, 16, generator=torch.Generator().manual_seed(rank))
+    y = layer(x)
+    assert torch.equal(y, plain(x))
+    y.square().sum().backward()
+    assert all(each.grad is not None and not each.grad.is_meta for each in layer.experts.parameters())
+    plain.comm.close()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "ep", "how"),
+    [
+        (1, 1, "whole"),
+        (2, 2, "whole"),
+        (2, 2, "sharded"),
+        (2, 2, "policy"),
+        (2, 1, "sharded"),
+        (4, 2, "sharded"),
+        (4, 2, "columns"),
+        (4, 2, "parts"),
+    ],
+)
+def test_a_layer_that_starts_on_meta(
+    ranks: int, ep: int, how: str, pool: Callable[[int], RankPool], seed: int
+) -> None:
+    pool(ranks)(_started_on_meta, ep, how, seed)

@@ -4,12 +4,10 @@ way that is right."""
 from __future__ import annotations
 
 import copy
-import dataclasses
 import io
 import re
 import warnings
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch._dynamo.testing import CompileCounter
 from torch.testing import assert_close
 
 from moecomm import Communicator
@@ -28,6 +25,7 @@ from moecomm.nn import (
     MoELayer,
     OverlapConfig,
     clip_grad_norm,
+    is_expert_parameter,
     sharded_state,
     sync_gradients,
 )
@@ -227,6 +225,140 @@ def test_the_state_of_an_optimizer_is_of_its_own_experts(
     pool(2)(optimizers, str(tmp_path / "saved"), seed)
 
 
+def step(layer: MoELayer, optimizer: torch.optim.Optimizer, rank: int, number: int) -> None:
+    """Makes gradients, of tokens that are other ones on each rank, and synchronises them."""
+    generator = torch.Generator().manual_seed(10 * number + rank)
+    optimizer.zero_grad()
+    x = torch.randn(4, 16, dtype=torch.float64, generator=generator)
+    layer(x).square().sum().backward()
+    sync_gradients(layer)
+
+
+def drifted(rank: int, world_size: int, how: str, seed: int) -> Caught | None:
+    """Returns what is raised in the step after one in which ranks have clipped, stepped, or started, by
+    themselves."""
+    layer = build(seed + rank * (how == "seeds"))
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1)
+    with layer.comm:
+        found = catch(lambda: step(layer, optimizer, rank, 0))
+        if how == "seeds":
+            return found
+        assert found is None
+        if how == "clip":
+            torch.nn.utils.clip_grad_norm_(layer.parameters(), 1e-3)
+        else:
+            assert how in ("scaler", "nothing")
+            clip_grad_norm(layer, 1e-3)
+        if how == "scaler":
+            scaler = torch.amp.GradScaler("cpu")
+            scaler.scale(torch.ones(()))
+            if rank == 1:
+                layer.experts.w_in.grad[0, 0, 0] = float("inf")
+            scaler.step(optimizer)
+        else:
+            optimizer.step()
+        return catch(lambda: step(layer, optimizer, rank, 1))
+
+
+@pytest.mark.parametrize("how", ["clip", "scaler", "seeds", "nothing"])
+def test_ranks_whose_common_weights_drift_apart_are_told(
+    how: str, pool: Callable[[int], RankPool], seed: int
+) -> None:
+    for found in pool(2)(drifted, how, seed):
+        if how == "nothing":
+            assert found is None
+            continue
+        assert found is not None and found.name == "MismatchedArguments"
+        assert found.text.startswith("a router's weights differ between ranks")
+
+
+def scaled_alike(rank: int, world_size: int, seed: int) -> list[bool]:
+    """An infinity among one rank's experts; returns whether the step after it was made, and one without."""
+    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+    layer = build(seed)
+    optimizer, scaler = torch.optim.SGD(layer.parameters(), lr=0.1), ShardedGradScaler("cpu", init_scale=8.0)
+    made = []
+    with layer.comm:
+        for number in range(2):
+            before = layer.router.weight.detach().clone()
+            x = torch.randn(4, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
+            optimizer.zero_grad()
+            scaler.scale(layer(x).square().sum()).backward()
+            sync_gradients(layer)
+            if rank == 1 and number == 0:
+                layer.experts.w_in.grad[0, 0, 0] = float("inf")
+            scaler.unscale_(optimizer)
+            clip_grad_norm(layer, 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            made.append(not torch.equal(layer.router.weight, before))
+        assert scaler.get_scale() == 4.0
+        sync_gradients(layer)
+    return made
+
+
+def test_a_scaler_that_all_ranks_share(pool: Callable[[int], RankPool], seed: int) -> None:
+    assert pool(2)(scaled_alike, seed) == [[False, True]] * 2
+
+
+def put_off(rank: int, world_size: int, seed: int) -> list[Caught | None]:
+    """Steps while gradients of experts are put off: of an optimizer that has the experts, of one that has
+    not, and behind `backward_weights`."""
+    layer = build(seed, defer_weights=True)
+    dense = [each for each in layer.parameters() if not is_expert_parameter(each)]
+    every, other = torch.optim.SGD(layer.parameters(), lr=0.1), torch.optim.SGD(dense, lr=0.1)
+    with layer.comm:
+        layer(torch.ones(4, 16, dtype=torch.float64)).square().sum().backward()
+        before = [each.detach().clone() for each in layer.parameters()]
+        found = [catch(every.step)]
+        assert all(torch.equal(*pair) for pair in zip(layer.parameters(), before, strict=True))
+        found.append(catch(other.step))
+        layer.backward_weights(drop=rank == 1)
+        return [*found, catch(every.step)]
+
+
+def test_a_step_with_gradients_put_off_is_refused(pool: Callable[[int], RankPool], seed: int) -> None:
+    for with_experts, without, after in pool(2)(put_off, seed):
+        assert without is after is None
+        assert with_experts is not None and with_experts.name == "InvalidArgument"
+        assert "whose gradients are still put off" in with_experts.text
+
+
+def mixing_wrappers(rank: int, world_size: int, ep: int, seed: int) -> list[Caught | None]:
+    """Returns what ZeroRedundancyOptimizer raises with all parameters, and with those that ranks share, and
+    what FullyShardedDataParallel raises."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    layer = build(seed, groups_of(rank, world_size, ep)[0])
+    with layer.comm:
+        x = torch.ones(4, 16, dtype=torch.float64)
+        dense = [each for each in layer.parameters() if not is_expert_parameter(each)]
+        found = []
+        for parameters in (list(layer.parameters()), dense):
+            optimizer = ZeroRedundancyOptimizer(parameters, torch.optim.SGD, lr=0.1)
+            layer(x).square().sum().backward()
+            before = layer.experts.w_in.detach().clone()
+            found.append(catch(optimizer.step))
+            assert torch.equal(before, layer.experts.w_in) or ep == 1
+        cpu = torch.device("cpu")
+        return [*found, catch(lambda: FullyShardedDataParallel(layer, device_id=cpu, use_orig_params=True))]
+
+
+@pytest.mark.parametrize("ep", [2, 1])
+def test_wrappers_that_mix_experts_are_refused(ep: int, pool: Callable[[int], RankPool], seed: int) -> None:
+    for zero, dense, fsdp in pool(2)(mixing_wrappers, ep, seed):
+        assert dense is None
+        if ep == 1:
+            assert zero is fsdp is None
+            continue
+        assert zero is not None and zero.name == "InvalidArgument"
+        assert zero.text.startswith("the optimizer is a ZeroRedundancyOptimizer")
+        assert fsdp is not None and fsdp.name == "InvalidArgument"
+        assert "fully_shard_experts(model)" in fsdp.text
+
+
 def sparse(rank: int, world_size: int, seed: int) -> list[Caught | None]:
     torch.manual_seed(seed)
     words = torch.nn.Embedding(5, 16, sparse=True, dtype=torch.float64)
@@ -274,108 +406,6 @@ def late(rank: int, world_size: int, seed: int) -> str:
         assert torch.equal(y, want)
     assert found is not None
     return found.name
-
-
-class Doubled(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.factor = torch.nn.Parameter(torch.full((1,), 2.0, dtype=torch.float64))
-
-    def forward(self, rows_PH: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        return rows_PH * self.factor
-
-
-def communicator_of(config: MoEConfig) -> Communicator:
-    sizes = {key: getattr(config, key) for key in ("num_experts", "hidden", "top_k", "dtype")}
-    return Communicator(**sizes, max_tokens=8, device="cpu")
-
-
-WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "dropless": ({}, {}),
-    "capacity": ({"capacity_factor": 2.0, "pad_to_capacity": True}, {}),
-    "rows by rank": ({"rows": "rank"}, {}),
-    "in order": ({}, {"overlap": False}),
-}
-
-
-def in_another_order(rank: int, world_size: int, name: str, seed: int) -> list[Caught | None]:
-    """Rank 1 calls another layer of the same communicator than the other ranks do: forward and backward."""
-    options, overlap = WAYS[name]
-    config = dataclasses.replace(CONFIG, **options)
-    with communicator_of(config) as comm:
-        layers = []
-        for own in (False, False, True):  # weights are alike, so that tokens have the same experts in both
-            torch.manual_seed(seed)
-            how = {"experts": Doubled()} if own else {"overlap": OverlapConfig(**overlap)}
-            layers.append(MoELayer(config, comm, **how))
-        x = torch.ones(4, 16, dtype=torch.float64, requires_grad=True)
-        ids = torch.arange(12).view(4, 3)
-        calls: list[Callable[[], Any]] = [partial(layer, x) for layer in layers]
-        calls.append(lambda: comm.dispatch(x, ids))
-        wanted = layers[0](x).detach()
-        found = []
-        for here, there in ((0, 1), (0, 2), (0, 3)):
-            found.append(catch(calls[there if rank == 1 else here]))
-            assert torch.equal(layers[0](x), wanted), "the error has left something behind"
-        sums = [layer(x).sum() for layer in layers[:2]]
-        found.append(catch(sums[rank == 1].backward))
-        return found
-
-
-@pytest.mark.parametrize("name", WAYS)
-def test_layers_that_are_called_in_another_order(
-    name: str, pool: Callable[[int], RankPool], seed: int
-) -> None:
-    about = (
-        "ranks disagree on the layer that calls (its number among those of the communicator; 0: none): rank 0"
-    )
-    for found in pool(3)(in_another_order, name, seed):
-        texts = [each and f"{each.name}: {each.text}" for each in found]
-        starts = [f"{about} has 1, rank 1 has {there}" for there in (2, 3, 0)]
-        starts.append("ranks disagree on the handle")
-        for text, start in zip(texts, starts, strict=True):
-            assert text is not None and text.startswith(f"MismatchedArguments: {start}"), texts
-
-
-def one_caller(rank: int, world_size: int, seed: int) -> None:
-    """What ranks may do differently: call a layer or its copy, and call it compiled."""
-    config = dataclasses.replace(CONFIG, capacity_factor=2.0, pad_to_capacity=True)
-    comm = communicator_of(config)
-    layers = [MoELayer(config, comm) for _ in range(3)]
-    x = torch.ones(4, 16, dtype=torch.float64)
-    wanted = layers[1](x).detach()
-    copied, compiled = copy.deepcopy(layers[1]), torch.compile(layers[1], backend="eager", fullgraph=True)
-    for mine in (copied, compiled):
-        assert torch.equal((mine if rank == 1 else layers[1])(x), wanted)
-    comm.close()
-    with communicator_of(config) as comm:
-        if rank == 1:  # as where this process has been started anew
-            layers = [MoELayer(config, comm) for _ in range(3)]
-        else:
-            for layer in reversed(layers):
-                layer.comm = comm
-        layers.append(MoELayer(config, comm))
-        for layer in layers:
-            layer(x)
-
-
-def test_what_may_be_called_for_a_layer(pool: Callable[[int], RankPool], seed: int) -> None:
-    pool(2)(one_caller, seed)
-
-
-def count_graphs(rank: int, world_size: int) -> int:
-    config = dataclasses.replace(CONFIG, capacity_factor=2.0, pad_to_capacity=True)
-    counter = CompileCounter()
-    with communicator_of(config) as comm:
-        for _ in range(4):
-            torch.compile(MoELayer(config, comm), backend=counter, fullgraph=True)(
-                torch.ones(4, 16, dtype=torch.float64)
-            )
-    return counter.frame_count
-
-
-def test_layers_share_a_graph_of_torch_compile(pool: Callable[[int], RankPool]) -> None:
-    assert pool(1)(count_graphs) == [1]
 
 
 def exchanged(rank: int, world_size: int, seed: int) -> dict[str, Caught | None]:
