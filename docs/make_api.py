@@ -66,7 +66,7 @@ def entry(title: str, keyword: str, name: str, value: Any) -> list[str]:
 
 
 def signature(value: Any) -> str:
-    """The arguments and the result, on one line or one argument a line; nothing where Python knows none."""
+    """The public arguments and the result, on one line or one a line; nothing where Python knows none."""
     try:
         found = inspect.signature(value)
     except ValueError:
@@ -74,7 +74,7 @@ def signature(value: Any) -> str:
     texts, kinds = [], inspect.Parameter
     has_star = False
     for name, each in found.parameters.items():
-        if name == "self":
+        if name.startswith("_") or name == "self":
             continue
         if each.kind is kinds.KEYWORD_ONLY and not has_star:
             texts.append("*")

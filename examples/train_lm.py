@@ -15,7 +15,8 @@ size has a flag.
 Reads text files (default: Python's own standard library), holds some of them out, trains a decoder-only
 transformer, and leaves in --out: metrics.jsonl, loss.png, expert_load.png, checkpoints/, and sample.txt if
 --sample asks for it. The last line is the result. Ctrl-C ends the run after the current step, with a
-checkpoint.
+checkpoint. A step whose gradient has no finite norm is left out on all ranks. After --max-skipped of them in
+a row, or if it is the last one, the run ends with an error, and the checkpoints before are kept.
 
 The pieces are in `lm/`, each short: options, presets (sizes), ranks (processes), data, model, attention, head
 (the loss), parallel (windows and attention over ranks), pipeline (layers over ranks), sharding (FSDP2),

@@ -85,6 +85,7 @@ class Communicator:
         alignment: int,
         capacity: int,
         positions: int,
+        caller: int,
     ) -> Plan: ...
     def pull(self, *, out: int, weights: int, ids: int, index: int, index_weights: int) -> None: ...
     def redispatch(self, plan: Plan, *, rows: int, out: int, scales: int, other: int, dots: int) -> None: ...
@@ -163,6 +164,7 @@ class DeviceCommunicator:
         alignment: int,
         capacity: int,
         positions: int,
+        caller: int,
         plan: int,
         rows: int,
         out_positions: int,
@@ -187,6 +189,7 @@ class DeviceCommunicator:
         alignment: int,
         capacity: int,
         positions: int,
+        caller: int,
         plan: int,
         stream: int,
         /,

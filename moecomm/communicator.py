@@ -81,6 +81,11 @@ def _parts(x: Any) -> tuple[Any, Any]:
     return (x[0], x[1]) if isinstance(x, (tuple, list)) and len(x) == 2 else (x, None)
 
 
+def _caller(layer: Any) -> int:
+    """Returns the number of the MoELayer that dispatches, among those of its communicator; 0 for None."""
+    return 0 if layer is None else layer._number
+
+
 def _break_graph(reason: str) -> None:
     """Ends a graph of torch.compile here; with fullgraph=True torch raises an error with this reason."""
     torch._dynamo.graph_break(msg=f"moecomm: {reason}")
@@ -181,9 +186,10 @@ class Communicator:
             group = dist.group.WORLD
         error: MoecommError | None = None
         seconds, place, env = DEFAULT_TIMEOUT, torch.device("cpu"), Env()
+        rendezvous = Rendezvous(group, seconds)
+        size = rendezvous.size
         try:
-            seconds = timeout_seconds(timeout)
-            size = 1 if group is None else dist.get_world_size(group)
+            rendezvous.timeout = seconds = timeout_seconds(timeout)
             check_sizes(size, num_experts, hidden, top_k, max_tokens, dtype)
             place = choose_device(device)
             ranks_per_node = check_ranks_per_node(size, ranks_per_node)
@@ -196,7 +202,6 @@ class Communicator:
             check_gradient_wire(gradient_wire, place, hidden, engine)
         except MoecommError as failed:
             error = failed
-        rendezvous = Rendezvous(group, seconds)
         arguments = {
             "num_experts": num_experts,
             "hidden": hidden,
@@ -213,7 +218,8 @@ class Communicator:
             "MOECOMM_WHOLE_SOURCES": whole_sources(env),
             "moecomm version": __version__,
         }
-        backend = make_backend(place, rendezvous, arguments, error, dtype, num_sms)
+        with rendezvous:
+            backend = make_backend(place, rendezvous, arguments, error, dtype, num_sms)
         self._group = GroupReference(group)
         self.rank: int = rendezvous.rank
         self.size: int = rendezvous.size
@@ -235,6 +241,7 @@ class Communicator:
         self._plan_fields = backend.plan_fields
         self._id = operators.register(backend)
         self._begun: object = None  # the dispatch that begin_dispatch has sent and nobody received
+        self._layers = 0  # that were built with this communicator
         self.engine: Engine = engine
         self.copies_beside: bool = backend.copies_beside
         self._backend = backend
@@ -380,6 +387,7 @@ class Communicator:
         expert_capacity: int | None = None,
         dequantize: bool = True,
         async_op: Literal[False] = False,
+        _layer: Any = None,
     ) -> DispatchOutput: ...
 
     @overload
@@ -395,6 +403,7 @@ class Communicator:
         expert_capacity: int | None = None,
         dequantize: bool = True,
         async_op: Literal[True],
+        _layer: Any = None,
     ) -> Work[DispatchOutput]: ...
 
     def dispatch(
@@ -409,6 +418,7 @@ class Communicator:
         expert_capacity: int | None = None,
         dequantize: bool = True,
         async_op: bool = False,
+        _layer: Any = None,
     ) -> DispatchOutput | Work[DispatchOutput]:
         """Brings every token to the ranks of its experts.
 
@@ -466,13 +476,13 @@ class Communicator:
             dequantize,
         )
         if not torch.compiler.is_compiling():
-            return self._dispatch(*arguments, async_op)
+            return self._dispatch(*arguments, async_op, _layer)
         if capacity is None or async_op:
             _break_graph(
                 "a dispatch is in a graph with async_op=False and a capacity alone (of a MoELayer: "
                 "MoEConfig(capacity_factor=..., pad_to_capacity=True))"
             )
-            return self._dispatch_outside_graph(*arguments, async_op)
+            return self._dispatch_outside_graph(*arguments, async_op, _layer)
         return self._dispatch_in_graph(*arguments)
 
     def _dispatch_in_graph(
@@ -540,8 +550,9 @@ class Communicator:
         expert_capacity: int | None,
         dequantize: bool,
         async_op: bool,
+        layer: Any,
     ) -> DispatchOutput | Work[DispatchOutput]:
-        backend = self._open()
+        backend, caller = self._open(), _caller(layer)
         x, x_scales, ids, weights = x_TH, None, topk_idx_TK, topk_weights_TK
         fits = dequantize is True and fits_dispatch(x, ids, weights, *self._expected)
         if not fits:
@@ -557,7 +568,7 @@ class Communicator:
                     self._check_dispatch(x, x_scales, ids, weights, dequantize)
             except MoecommError as error:
                 backend.fail(error)
-            return DispatchCall(x, x_scales, ids, weights, *options, dequantize)
+            return DispatchCall(x, x_scales, ids, weights, *options, dequantize, caller)
 
         def finish(raw: RawDispatch) -> DispatchOutput:
             if dequantize:
@@ -848,6 +859,7 @@ class Communicator:
         topk_weights_TK: Array | None = None,
         *,
         layout: Layout = "expert",
+        _layer: Any = None,
     ) -> Callable[..., DispatchOutput]:
         """Sends the rows of a dropless dispatch on the current stream, and returns the function that receives
         them: it waits on the host for their number, puts the rest on the stream that is current then, and
@@ -875,7 +887,8 @@ class Communicator:
                     self._check_dispatch(x, None, ids, weights, True)
             except MoecommError as error:
                 backend.fail(error)
-            return backend.begin_dispatch(DispatchCall(x, None, ids, weights, *options, True))
+            call = DispatchCall(x, None, ids, weights, *options, True, _caller(_layer))
+            return backend.begin_dispatch(call)
 
         begun = self._begun = backend.run("moecomm dispatch", begin)
 

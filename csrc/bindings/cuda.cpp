@@ -71,9 +71,9 @@ py::dict phases_dict(DeviceCommunicator& self) {
 
 DeviceDispatch dispatch_of(uintptr_t x, uintptr_t x_scales, uintptr_t ids, bool wide_ids, uintptr_t weights,
                            int64_t tokens, RowLayout layout, int64_t alignment, int64_t capacity,
-                           int64_t positions, uintptr_t plan) {
-  return {pointer(x), pointer(x_scales), pointer<void>(ids), wide_ids,  pointer(weights),      tokens,
-          layout,     alignment,         capacity,           positions, pointer<int32_t>(plan)};
+                           int64_t positions, uint16_t caller, uintptr_t plan) {
+  return {pointer(x), pointer(x_scales), pointer<void>(ids), wide_ids,  pointer(weights),       tokens,
+          layout,     alignment,         capacity,           positions, pointer<int32_t>(plan), caller};
 }
 
 DeviceOutput output_of(uintptr_t out, uintptr_t out_scales, uintptr_t out_weights, uintptr_t out_ids,
@@ -88,10 +88,10 @@ DeviceOutput output_of(uintptr_t out, uintptr_t out_scales, uintptr_t out_weight
 
 void begin_dispatch(DeviceCommunicator& self, uintptr_t x, uintptr_t x_scales, uintptr_t ids, bool wide_ids,
                     uintptr_t weights, int64_t tokens, RowLayout layout, int64_t alignment, int64_t capacity,
-                    int64_t positions, uintptr_t plan, uintptr_t stream) {
-  self.begin_dispatch(
-      dispatch_of(x, x_scales, ids, wide_ids, weights, tokens, layout, alignment, capacity, positions, plan),
-      stream_of(stream));
+                    int64_t positions, uint16_t caller, uintptr_t plan, uintptr_t stream) {
+  self.begin_dispatch(dispatch_of(x, x_scales, ids, wide_ids, weights, tokens, layout, alignment, capacity,
+                                  positions, caller, plan),
+                      stream_of(stream));
 }
 
 void finish_dispatch(DeviceCommunicator& self, bool directly, int64_t rows, int64_t positions, uintptr_t out,
@@ -159,11 +159,11 @@ void bind_cuda(py::module_& m, void (*interrupt)()) {
       .def("dispatch",
            [](DeviceCommunicator& self, uintptr_t x, uintptr_t x_scales, uintptr_t ids, bool wide_ids,
               uintptr_t weights, int64_t tokens, RowLayout layout, int64_t alignment, int64_t capacity,
-              int64_t positions, uintptr_t plan, int64_t rows, int64_t out_positions, uintptr_t out,
-              uintptr_t out_scales, uintptr_t out_weights, uintptr_t out_ids, uintptr_t out_index,
-              uintptr_t out_index_weights, uintptr_t stream) {
+              int64_t positions, uint16_t caller, uintptr_t plan, int64_t rows, int64_t out_positions,
+              uintptr_t out, uintptr_t out_scales, uintptr_t out_weights, uintptr_t out_ids,
+              uintptr_t out_index, uintptr_t out_index_weights, uintptr_t stream) {
              self.dispatch(dispatch_of(x, x_scales, ids, wide_ids, weights, tokens, layout, alignment,
-                                       capacity, positions, plan),
+                                       capacity, positions, caller, plan),
                            rows, out_positions,
                            output_of(out, out_scales, out_weights, out_ids, out_index, out_index_weights),
                            stream_of(stream));

@@ -186,15 +186,15 @@ PYBIND11_MODULE(_C, m) {
       .def(
           "begin_dispatch",
           [](Communicator& self, uintptr_t x, uintptr_t ids, bool wide_ids, uintptr_t weights, int64_t tokens,
-             RowLayout layout, int64_t alignment, int64_t capacity, int64_t positions) {
+             RowLayout layout, int64_t alignment, int64_t capacity, int64_t positions, uint16_t caller) {
             // Python's Plan is read-only, so the missing const costs nothing.
             return std::const_pointer_cast<Plan>(
                 self.begin_dispatch({pointer(x), pointer<void>(ids), wide_ids, pointer(weights), tokens,
-                                     layout, alignment, capacity, positions}));
+                                     layout, alignment, capacity, positions, caller}));
           },
           py::kw_only(), py::arg("x"), py::arg("ids"), py::arg("wide_ids"), py::arg("weights"),
           py::arg("tokens"), py::arg("layout"), py::arg("alignment"), py::arg("capacity"),
-          py::arg("positions"), Release())
+          py::arg("positions"), py::arg("caller"), Release())
       .def(
           "pull",
           [](Communicator& self, uintptr_t out, uintptr_t weights, uintptr_t ids, uintptr_t index,

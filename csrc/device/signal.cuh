@@ -16,6 +16,7 @@ __device__ inline void signal_records(const Comm& comm, const SignalRecord& reco
   for (int peer = thread; peer < comm.local_ranks; peer += threads) {
     SignalRecord& slot = comm.record(comm.bases[comm.first_rank + peer], writer, record.epoch);
     slot.operation = record.operation;
+    slot.caller = record.caller;
     slot.error = record.error;
     slot.rows_offset = record.rows_offset;
     slot.capacity = record.capacity;
@@ -88,6 +89,8 @@ __device__ inline bool judge_record(const SignalRecord& first, const SignalRecor
   };
   return same(Disagreement::operation, static_cast<int64_t>(first.operation),
               static_cast<int64_t>(record.operation)) &&
+         (same(Disagreement::caller, first.caller, record.caller) ||
+          same_caller(first.caller, record.caller)) &&
          same(Disagreement::layout, static_cast<int64_t>(first.layout),
               static_cast<int64_t>(record.layout)) &&
          same(Disagreement::alignment, first.alignment, record.alignment) &&

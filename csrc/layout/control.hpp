@@ -12,7 +12,7 @@ namespace moecomm {
 inline constexpr int kLine = 64;  ///< bytes of a cache line
 
 /// The operation of a rank in an epoch; compared between ranks, so that a mismatch is an error and no hang.
-enum class Operation : uint32_t { none = 0, dispatch = 1, redispatch = 2, combine = 3 };
+enum class Operation : uint16_t { none = 0, dispatch = 1, redispatch = 2, combine = 3 };
 
 inline const char* operation_name(Operation operation) {
   switch (operation) {
@@ -30,12 +30,23 @@ inline const char* operation_name(Operation operation) {
 
 enum class RowLayout : int32_t { expert = 0, rank = 1 };
 
+/// The caller of a dispatch in a graph of torch.compile, which serves all layers and knows no number: any.
+inline constexpr uint16_t kAnyCaller = 0xffff;
+inline constexpr char kCallerText[] =
+    "the layer that calls (its number among those of the communicator; 0: none)";
+/// True where dispatches of these callers may be one: ranks that pair those of different layers would send
+/// tokens to the wrong experts.
+MOECOMM_HD constexpr bool same_caller(uint16_t one, uint16_t other) {
+  return one == other || one == kAnyCaller || other == kAnyCaller;
+}
+
 /// A rank's announcement to one peer for one epoch. Every field but `epoch` is written before it; `epoch` is
 /// stored with release and loaded with acquire, and makes visible the record and all that was written before
 /// to any window, on the CPU by the rank, on a GPU by the block that signals.
 struct alignas(kLine) SignalRecord {
   uint64_t epoch;
   Operation operation;
+  uint16_t caller;      ///< dispatch: number of the layer among those of the communicator; 0: none
   uint32_t error;       ///< ErrorKind, with the text in the sender's window
   int64_t rows_offset;  ///< where the sender's rows start in its window; GPU: section of landed rows that its
                         ///< copies go to, or with an error the index of the id that is bad
@@ -55,10 +66,10 @@ static_assert(sizeof(SignalRecord) == kLine && offsetof(SignalRecord, epoch) == 
 MOECOMM_HD constexpr uint64_t arguments_hash(const SignalRecord& record) {
   if (record.error != 0) return 0;
   uint64_t hash = 0;
-  for (const uint64_t field :
-       {static_cast<uint64_t>(record.operation), static_cast<uint64_t>(record.capacity), record.plan,
-        static_cast<uint64_t>(record.alignment), static_cast<uint64_t>(record.layout),
-        static_cast<uint64_t>(record.carries), static_cast<uint64_t>(record.detail)}) {
+  for (const uint64_t field : {static_cast<uint64_t>(record.operation) | uint64_t{record.caller} << 16,
+                               static_cast<uint64_t>(record.capacity), record.plan,
+                               static_cast<uint64_t>(record.alignment), static_cast<uint64_t>(record.layout),
+                               static_cast<uint64_t>(record.carries), static_cast<uint64_t>(record.detail)}) {
     hash = (hash ^ field) * 0x9e3779b97f4a7c15;  // odd, so that one field alone tells itself apart
     hash ^= hash >> 29;
   }

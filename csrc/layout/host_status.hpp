@@ -23,6 +23,7 @@ enum class Disagreement : uint32_t {
   plan = 5,
   carries = 6,
   index_capacity = 7,
+  caller = 8,
 };
 
 struct HostStatus {

@@ -208,6 +208,7 @@ void Communicator::compare_records(uint64_t epoch) {
     };
     if (first.operation != other.operation)
       differ("the operation", operation_name(first.operation), operation_name(other.operation));
+    if (!same_caller(first.caller, other.caller)) compare(kCallerText, first.caller, other.caller);
     if (first.layout != other.layout) differ("layout", name(first.layout), name(other.layout));
     compare("alignment", first.alignment, other.alignment);
     compare("capacity (-1: none)", first.capacity, other.capacity);
@@ -312,7 +313,8 @@ std::shared_ptr<const Plan> Communicator::begin_dispatch(const DispatchArguments
     const PlanShape shape{config_.rank,       config_.shape.ranks, local_experts_,     top_k,
                           arguments.layout,   arguments.alignment, arguments.capacity, nodes_.local_ranks,
                           arguments.positions};
-    const uint64_t hash = hash_ids(ids, arguments.tokens * top_k);
+    // Each caller has plans of its own, so that a combine of another layer has another one.
+    const uint64_t hash = hash_ids(ids, arguments.tokens * top_k) + arguments.caller;
     std::shared_ptr<const Plan> plan = reusable_plan(hash, shape, ids, arguments.tokens);
     record.rows_offset = publish(arguments.x, ids, arguments.tokens);
     record.tokens = static_cast<int32_t>(arguments.tokens);
@@ -320,6 +322,7 @@ std::shared_ptr<const Plan> Communicator::begin_dispatch(const DispatchArguments
     record.alignment = static_cast<int32_t>(arguments.alignment);
     record.capacity = arguments.capacity;
     record.detail = arguments.positions;
+    record.caller = arguments.caller;
     record.carries = kCarriesRows | (arguments.weights != nullptr ? uint32_t{kCarriesWeights} : 0);
     record.plan = plan ? plan->id : 0;
     RelayRoutes made_routes;

@@ -46,6 +46,7 @@ struct DispatchArguments {
   int64_t alignment;
   int64_t capacity;        ///< -1: as many rows as needed
   int64_t positions = -1;  ///< rank layout: capacity of the expert-major index, or -1
+  uint16_t caller = 0;     ///< as in SignalRecord
 };
 
 struct Stats {

@@ -481,6 +481,7 @@ gpu::SendArguments DeviceCommunicator::sending(const DeviceDispatch& d) {
   arguments.alignment = d.alignment;
   arguments.capacity = d.capacity;
   arguments.positions = d.positions;
+  arguments.caller = d.caller;
   arguments.layout = d.layout;
   arguments.ticket = ++ticket_;
   const bool quantises = config_.shape.wire != WireFormat::same && d.x_scales == nullptr;

@@ -56,9 +56,10 @@ struct DeviceDispatch {
   int64_t tokens;
   RowLayout layout;
   int64_t alignment;
-  int64_t capacity;   ///< -1: as many rows as needed
-  int64_t positions;  ///< rank layout: capacity of the expert-major index; -1: as many as needed
-  int32_t* plan;      ///< DevicePlan words
+  int64_t capacity;     ///< -1: as many rows as needed
+  int64_t positions;    ///< rank layout: capacity of the expert-major index; -1: as many as needed
+  int32_t* plan;        ///< DevicePlan words
+  uint16_t caller = 0;  ///< as in SignalRecord
 };
 
 /// Rows along a kept plan: the backward of combine.

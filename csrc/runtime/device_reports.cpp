@@ -70,6 +70,9 @@ std::string DeviceCommunicator::describe(const HostStatus::Verdict& v) const {
       first = operation_name(static_cast<Operation>(v.index));
       here = operation_name(static_cast<Operation>(v.value));
       break;
+    case Disagreement::caller:
+      what = kCallerText;
+      break;
     case Disagreement::layout:
       what = "layout";
       first = v.index == 0 ? "expert" : "rank";

@@ -32,7 +32,7 @@ from lm.errors import RunError, UsageError
 from lm.ranks import TIMEOUT, Ranks
 from moecomm.nn import sharded_state
 
-KEPT = 2
+KEPT = 2  # good ones; there may be a newer one, from whose weights nothing was trained yet
 _CHUNK = 1 << 24  # bytes that are read at a time
 
 
@@ -74,8 +74,14 @@ class Saver:
 
     def begin(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, run: RunState) -> None:
         """Copies the state and begins to write it to `folder/step-...`, after the save before has ended.
-        Raises as `finish`."""
+        Raises as `finish`.
+
+        Call it after a step that went well: so the weights of every checkpoint before are known to be good,
+        and of these the newest two are kept."""
         self.finish()
+        if self._ranks.first:
+            for old in [*finished(self.folder)[:-KEPT], *self.folder.glob("suspect-*")]:
+                shutil.rmtree(old, ignore_errors=True)
         self._path = path = self.folder / f"step-{run.step:08d}"
         if self._ranks.first:
             shutil.rmtree(path, ignore_errors=True)  # what an earlier run has begun and not finished
@@ -109,7 +115,7 @@ class Saver:
             written.set_result(None)
 
     def finish(self) -> None:
-        """Waits for the save under way, if there is one, and removes all checkpoints but the newest two.
+        """Waits for the save under way, if there is one.
 
         Raises RunError on all ranks if one of them could not write; the folder is removed then, and the
         checkpoints before are still there.
@@ -123,12 +129,24 @@ class Saver:
         errors: list[str | None] = [None] * self._ranks.world
         dist.all_gather_object(errors, said, group=self._group)
         problems = [each for each in errors if each is not None]
-        if self._ranks.first:
-            for old in [path] if problems else finished(self.folder)[:-KEPT]:
-                shutil.rmtree(old, ignore_errors=True)
+        if problems and self._ranks.first:
+            shutil.rmtree(path, ignore_errors=True)
         dist.barrier(self._group)
         if problems:
             raise RunError(f"the checkpoint {path} could not be written: {problems[0]}")
+
+    def put_aside(self, step: int) -> Path | None:
+        """Renames the checkpoint of a step, so that no run goes on from it, after the save under way has
+        ended. Returns its new place; None if there is none. Raises as `finish`."""
+        self.finish()
+        path, aside = self.folder / f"step-{step:08d}", self.folder / f"suspect-{step:08d}"
+        found = path.is_dir()
+        dist.barrier(self._group)  # all ranks have looked
+        if found and self._ranks.first:
+            shutil.rmtree(aside, ignore_errors=True)
+            path.rename(aside)
+        dist.barrier(self._group)
+        return aside if found else None
 
 
 def load(

@@ -96,6 +96,13 @@ def last_load(model: torch.nn.Module) -> Tensor:
     return torch.stack([layer.last_tokens_per_expert for layer in moe_layers(model)])
 
 
+def forget_load(model: torch.nn.Module) -> None:
+    """Drops what routers have counted for `update_expert_bias`, in a step that is left out."""
+    for layer in moe_layers(model):
+        if layer.router.load_E is not None:
+            layer.router.load_E.zero_()
+
+
 def measure_layers(model: torch.nn.Module, measure: bool) -> None:
     """Sets whether the layers record when their stages run, which costs some CUDA events for each."""
     for layer in moe_layers(model):

@@ -150,6 +150,7 @@ class Options:
     warmup: int
     weight_decay: float
     clip: float
+    max_skipped: int
     vocab: int
     dim: int
     layers: int
@@ -653,6 +654,14 @@ def _parser() -> argparse.ArgumentParser:
     add("--warmup", type=_count, help="steps in which the learning rate rises")
     add("--weight-decay", type=_amount, default=0.1, help="of matrices, not of norms")
     add("--clip", type=_amount, default=1.0, help="largest norm of the gradient; 0: any")
+    add(
+        "--max-skipped",
+        type=_count,
+        default=10,
+        metavar="N",
+        help="steps in a row that are left out, as the norm of the gradient is infinite or no number, before "
+        "the run ends with an error",
+    )
     add("--seed", type=_seed, default=0, help="of the weights and the batches")
 
     add = parser.add_argument_group("ranks").add_argument

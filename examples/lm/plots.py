@@ -21,8 +21,10 @@ MOST_PANELS = 8
 
 def draw_loss(records: list[Record], path: Path) -> None:
     """Training loss and its running mean, validation loss, and the unigram baseline to be under."""
-    training = [(r["step"], r["loss"]) for r in records if "loss" in r]
-    validation = [(r["step"], r["val_loss"]) for r in records if "val_loss" in r]
+    training, validation = (
+        [(r["step"], r[name]) for r in records if math.isfinite(r.get(name, math.nan))]
+        for name in ("loss", "val_loss")
+    )
     unigram = next((r["unigram"] for r in records if "unigram" in r), None)
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
     if training:

@@ -6,6 +6,7 @@ import math
 import time
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,7 @@ from lm.metrics import (
     Record,
     StepTotals,
     Totals,
+    forget_load,
     last_load,
     measure_layers,
     moe_layers,
@@ -80,6 +82,7 @@ class Trainer:
                     f"--resume: the run in {self.out} is at step {self.run_state.step} already, beyond "
                     f"--steps {options.steps}"
                 )
+        self.skipped = 0  # steps in a row that were left out, up to the last one
         set_loss_scale(self.model, 1 / options.microbatches)
         self.speed = measure_speed(options, self.parameters[1], vocab, ranks.world, ranks.device)
         self.totals = Totals()
@@ -127,21 +130,29 @@ class Trainer:
                 if self.ranks.first:
                     self.metrics.write(record)
                 progress.step(record)
-                if stopped or step % options.save_every == 0 or step == last:
+                if self.skipped:
+                    norm = f"the norm of the gradient is {record['grad_norm']}"
+                    progress.note(f"step {step} is left out: {norm}")
+                    if self.skipped == options.max_skipped or (step == last and not stopped):
+                        self._give_up(f"{norm}; {self.skipped} steps in a row were left out")
+                elif stopped or step % options.save_every == 0 or step == last:
                     self.saver.begin(self.model, self.optimizer, self.run_state)
                 if stopped:
                     break
                 if step % options.eval_every == 0 or step == last:
                     val_loss = self._validate(progress)
+            if start >= options.steps:
+                val_loss = self._validate(progress)
+            if not stopped and not math.isfinite(val_loss):
+                self._give_up(f"the validation loss is {val_loss}")
         finally:
             progress.close()
         self.saver.finish()
         if stopped:
-            self._say(
-                f"stopped at step {self.run_state.step}; the checkpoint is in {self.out}; go on with --resume"
-            )
-        elif start >= options.steps:
-            val_loss = self._validate(progress)
+            found = f"the checkpoint is in {self.out}"
+            if self.skipped:
+                found = f"no checkpoint has its last {self.skipped} steps, which were left out"
+            self._say(f"stopped at step {self.run_state.step}; {found}; go on with --resume")
         if options.sample and not stopped:
             self._sample()
         if self.ranks.first:
@@ -162,9 +173,20 @@ class Trainer:
                 + (speed if totals.steps else "(no step was left to run)")
             )
 
+    def _give_up(self, reason: str) -> NoReturn:
+        """Ends the run with RunError, on all ranks, since its weights give numbers that are none. They are
+        those of the last step that was not left out; every checkpoint before has been trained from."""
+        aside = self.saver.put_aside(self.run_state.step - self.skipped)
+        text = f"step {self.run_state.step}: {reason}"
+        if aside is not None:
+            text += f"; the checkpoint of these weights is now {aside}"
+        before = checkpoint.finished(self.saver.folder)
+        go_on = f"go on from {before[-1].name} with --resume" if before else "begin anew"
+        raise RunError(f"{text}; {go_on}, with a smaller --lr or --clip")
+
     def step(self, step: int) -> tuple[Record, bool]:
-        """Makes an optimizer step. Returns its record, and whether the run was asked to stop, the same on all
-        ranks."""
+        """Makes an optimizer step, or leaves it out on all ranks if the norm of the gradient is infinite or
+        no number. Returns its record, and whether the run was asked to stop, the same on all ranks."""
         options = self.options
         began = time.perf_counter()
         # Stages of a layer cannot be measured in a graph, nor by a schedule of a pipeline.
@@ -186,13 +208,17 @@ class Trainer:
         backward_weights(self.model)  # those of --delay-wgrad
         sync_gradients(self.model, folding=self.ranks.folding)
         pp_group = None if self.pipeline is None else self.pipeline.group
-        norm = clip_grad_norm(self.model, options.clip or math.inf, pp_group=pp_group)
+        norm = clip_grad_norm(self.model, options.clip or math.inf, pp_group=pp_group).item()
+        self.skipped = 0 if math.isfinite(norm) else self.skipped + 1
         rate = learning_rate(step, options)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        self.optimizer.step()
+        if self.skipped:
+            forget_load(self.model)
+        else:
+            self.optimizer.step()
+            update_expert_bias(self.model)
         self.optimizer.zero_grad()
-        update_expert_bias(self.model)
         totals = reduce_step(
             load_AE,
             loss=loss.item() * self.ranks.folding.pp,  # the last of so many stages alone has one
@@ -205,7 +231,7 @@ class Trainer:
         self.run_state.step = step
         seconds = time.perf_counter() - began
         self.totals.add(totals, tokens=options.batch * options.seq, wall_seconds=seconds)
-        return self._record(step, totals, rate=rate, norm=norm.item(), seconds=seconds), totals.stop
+        return self._record(step, totals, rate=rate, norm=norm, seconds=seconds), totals.stop
 
     def _forward_backward(self, tokens_BS: torch.Tensor) -> torch.Tensor:
         loss = self._cross_entropy(tokens_BS) / self.options.microbatches
@@ -353,6 +379,17 @@ class Trainer:
         if self.options.resume:
             now = "".join(f", with --{name.replace('_', '-')} {value}" for name, value in changed.items())
             self._say(f"resumed at step {self.run_state.step} of {self.options.steps}{now}")
+            self._say_rates(changed)
+
+    def _say_rates(self, changed: dict[str, Any]) -> None:
+        """Says how far the learning rate jumps, where the options of a resumed run move its curve."""
+        before, step = [each["lr"] for each in self.metrics.records if "lr" in each], self.run_state.step
+        if before and step < self.options.steps and {"steps", "warmup", "lr"} & changed.keys():
+            after = learning_rate(step + 1, self.options)
+            self._say(
+                f"learning rate: {before[-1]:.3g} at step {step}, {after:.3g} at step {step + 1}, as its "
+                f"curve is now over {self.options.steps} steps, without another warm-up; --lr scales it"
+            )
 
     def _say(self, text: str) -> None:
         if self.ranks.first:

@@ -83,6 +83,11 @@ class PlanFields(NamedTuple):
         return blob[self.source_ends if (name, layout) == ("offsets", "rank") else self.expert_offsets]
 
 
+ANY_CALLER = 0xFFFF
+"""The caller of a dispatch in a graph of torch.compile, where a number would be a constant: each layer would
+have a graph of its own."""
+
+
 class DispatchCall(NamedTuple):
     """The checked arguments of a dispatch."""
 
@@ -99,6 +104,8 @@ class DispatchCall(NamedTuple):
     """Rank layout: positions of the expert-major index; -1 gives it as many as there are, and stands in the
     expert layout."""
     dequantize: bool
+    caller: int = ANY_CALLER
+    """The number of the layer that calls, among those of the communicator; 0: none. Ranks have to agree."""
 
 
 class Backend(Protocol):

@@ -216,6 +216,7 @@ class CpuBackend:
             alignment=call.alignment,
             capacity=call.capacity,
             positions=call.expert_capacity,
+            caller=call.caller,
         )
         return _Begun(plan, call.layout == "rank", weights_TK is not None, x_TH)
 

@@ -42,7 +42,7 @@ Finished = TypeVar("Finished")
 # Bulk copies read rows from addresses that are multiples of this.
 _ALIGNMENT = 16
 
-_Sending = tuple[int, int, int, bool, int, int, _C.RowLayout, int, int, int, int]
+_Sending = tuple[int, int, int, bool, int, int, _C.RowLayout, int, int, int, int, int]
 _Inputs = tuple[torch.Tensor | None, ...]
 
 
@@ -481,6 +481,7 @@ class CudaBackend:
             call.alignment,
             call.capacity,
             call.expert_capacity,
+            call.caller,
             blob.data_ptr(),
         )
         return sending, blob, (x_TH, x_scales, ids_TK, weights_TK)

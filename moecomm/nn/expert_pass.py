@@ -121,6 +121,8 @@ class Call(NamedTuple):
     """The check that the pass notes its dispatch and its rows in the pool in; None: nobody asks."""
     plans: Plans | None = None
     """Within a checkpoint that keeps plans, those that were kept; else None."""
+    layer: Any = None
+    """The MoELayer whose pass it is, by which its dispatch is told from those of others."""
     turns: Turns | None = None
     """Of merged microbatches, all of whose transfers are beside something; None: the pass is by itself."""
     keep_shared: bool = True
@@ -226,10 +228,10 @@ class Forward:
         with side, stages("dispatch_send", stream=COMM, communicates=True):
             # Without a capacity, receiving waits on the host for the number of rows.
             if call.capacity is None:
-                receive = comm.begin_dispatch(*tokens, layout=call.layout)
+                receive = comm.begin_dispatch(*tokens, layout=call.layout, _layer=call.layer)
                 turns.begin(receive_rows)
             else:
-                out = comm.dispatch(*tokens, layout=call.layout, **call.capacities())
+                out = comm.dispatch(*tokens, layout=call.layout, _layer=call.layer, **call.capacities())
         if has_shared:
             with stages("shared"):
                 self._shared_fc1()

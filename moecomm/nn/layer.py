@@ -227,6 +227,7 @@ class MoELayer(nn.Module):
         if given.limit_nodes is not None and nodes is None:
             folded.require_experts_in_node_order(given, self._part_ids, comm)
         self.config, self._comm, self.folding = config, comm, folding
+        self._number = comm._layers = comm._layers % 0xFFFE + 1  # a dispatch is of one layer on all ranks
         self._sequence = None
         if config.drop_over == "sequence":
             self._sequence = folded.sequence_ranks(config, folding, comm.max_tokens)
@@ -302,6 +303,7 @@ class MoELayer(nn.Module):
                     "experts and settings are made for it"
                 )
         self._comm = comm
+        comm._layers = max(comm._layers, self._number)
 
     @property
     def overlap(self) -> OverlapConfig:
@@ -490,6 +492,7 @@ class MoELayer(nn.Module):
             self.pool if with_capacity else None,
             self._overflow if with_capacity else None,
             self._plans,
+            layer=self,
             keep_shared=overlap.keep_shared,
         )
 
@@ -547,13 +550,15 @@ class MoELayer(nn.Module):
         before the combine, in which the other ranks learn of an exception of theirs."""
         comm, capacity, shared_TH = self.comm, self.capacity, None
         if self._own_experts and self.overlap.overlap and self.shared and not torch.compiler.is_compiling():
-            work = comm.dispatch(rows_TH, topk_idx_TK, topk_weights_TK, capacity=capacity, async_op=True)
+            work = comm.dispatch(
+                rows_TH, topk_idx_TK, topk_weights_TK, capacity=capacity, async_op=True, _layer=self
+            )
             shared_TH = call_or_tell(comm, self.shared, rows_TH)
             out = work.wait()
         else:
             if self.shared is not None:
                 shared_TH = call_or_tell(comm, self.shared, rows_TH)
-            out = comm.dispatch(rows_TH, topk_idx_TK, topk_weights_TK, capacity=capacity)
+            out = comm.dispatch(rows_TH, topk_idx_TK, topk_weights_TK, capacity=capacity, _layer=self)
         has_tail = capacity is not None
         if has_tail and self._overflow is not None:
             _note_dispatch(self._overflow, out.overflow)

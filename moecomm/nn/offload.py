@@ -52,9 +52,10 @@ class ActivationOffload:
     their own, and the host waits for nothing; elsewhere they are made at once. Gradients have the same bits.
 
     Tensors of a float dtype whose memory has at least `min_bytes` are moved: those of attention, the block's
-    input, and the rows and products that a MoELayer keeps. Parameters and buffers of the model, casts of
-    parameters and the ActivationPool of a layer stay where they are. Within a block torch.utils.checkpoint
-    (use_reentrant=False) and `recompute_outputs` may be used: their inputs are moved then.
+    input, and the rows and products that a MoELayer keeps. Of views only what they span is copied. Parameters
+    and buffers of the model, casts of parameters and the ActivationPool of a layer stay where they are.
+    Within a block torch.utils.checkpoint (use_reentrant=False) and `recompute_outputs` may be used: their
+    inputs are moved then.
 
     Microbatches, and stages of a pipeline on this rank, share one object: blocks may have their forwards and
     backwards in any order, on one stream. In merged microbatches (`moecomm.overlap.run_microbatches`) a block
@@ -63,7 +64,8 @@ class ActivationOffload:
 
     Entering raises InvalidArgument within itself, within other saved_tensors_hooks (put it around a
     checkpoint, not inside) and while a CUDA graph is captured. Leaving raises it where a saved tensor was
-    changed in place within the block.
+    changed in place within the block. A backward raises RuntimeError, as autograd does, for one that was
+    changed later, before the next block ended; after that the copy is used, which has not changed.
 
     Args:
         model: the module whose blocks are computed; its parameters say the device.
@@ -123,10 +125,9 @@ class ActivationOffload:
         assert self._hooks is not None and self._open is not None
         self._hooks.__exit__(kind, error, trace)
         block, self._open, self._hooks = self._open, None, None
-        changed = block.changed()
         if error is not None or not block.parts:
             return
-        if changed is not None:
+        if (changed := block.changed()) is not None:
             raise InvalidArgument(
                 f"a tensor of shape {tuple(changed.shape)} and dtype {changed.dtype} was changed in place "
                 "after autograd had saved it, must stay as it is within ActivationOffload"
@@ -148,6 +149,7 @@ class ActivationOffload:
             block is not None
             and type(local) is Tensor
             and local.is_floating_point()
+            and local.numel() > 0
             and local.untyped_storage().nbytes() >= self._min_bytes
             and local.untyped_storage().data_ptr() not in self._staying
             and not _is_of_parameter(tensor)
@@ -156,8 +158,8 @@ class ActivationOffload:
             # A tensor with its graph would hold the node that keeps it.
             return _Kept(tensor if tensor.is_leaf else tensor.detach(), version_of(tensor))
         spec = tensor._spec if isinstance(tensor, DTensor) else None
-        offset = int(local.storage_offset())
-        return _Saved(block.part(local), local.dtype, local.shape, local.stride(), offset, spec)
+        begin = int(local.storage_offset()) * local.itemsize
+        return _Saved(block.part(local), local.dtype, local.shape, local.stride(), begin, spec)
 
 
 _OF_PARAMETERS = frozenset(
@@ -198,7 +200,8 @@ class _Saved(NamedTuple):
     dtype: torch.dtype
     shape: torch.Size
     strides: tuple[int, ...]
-    offset: int
+    begin: int
+    """The byte of its memory at which it begins."""
     spec: Any
     """How a DTensor, whose local part this is, lies over ranks; None for a tensor."""
 
@@ -210,7 +213,8 @@ def _unpack(kept: _Saved | _Kept) -> Tensor:
         return kept.tensor
     here = kept.part.bring_back()
     local = here.new_empty(0, dtype=kept.dtype)
-    local.set_(here.untyped_storage(), kept.offset, kept.shape, kept.strides)
+    begin = here.storage_offset() + kept.begin - kept.part.begin
+    local.set_(here.untyped_storage(), begin // kept.dtype.itemsize, kept.shape, kept.strides)
     if kept.spec is None:
         return local
     spec = kept.spec
@@ -221,21 +225,56 @@ def _unpack(kept: _Saved | _Kept) -> Tensor:
 
 
 class _Part:
-    """The memory of saved tensors that share it, as bytes; autograd's graph holds it.
+    """What saved tensors that share memory span of it, as bytes; autograd's graph holds it.
 
     Attributes:
-        here: it, on the device; None while it is in host memory alone.
+        here: it, on the device; None while it is in host memory alone. All of the memory, until the block is
+            left.
+        begin: the byte of the memory at which `here` begins.
         host: its copy in host memory; None if there is none, or none any more.
         nbytes: its bytes; `host` may have more.
     """
 
-    def __init__(self, block: _Block, here: Tensor) -> None:
-        self.block, self.nbytes = block, here.numel()
-        self.here: Tensor | None = here
+    def __init__(self, block: _Block, memory: Tensor) -> None:
+        """memory: the first of the tensors."""
+        self.block = block
+        self.here: Tensor | None = _bytes_of(memory)
         self.host: Tensor | None = None
+        self.begin, self.nbytes = 0, self.here.numel()
+        self._versions: list[tuple[Tensor, int]] = []
+        """The tensors, while they share memory with `here`, and their versions."""
+        self._spans: list[tuple[int, int]] = []
+
+    def add(self, tensor: Tensor) -> None:
+        """Adds a tensor to what is moved."""
+        begin = int(tensor.storage_offset())
+        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        self._spans.append((begin * tensor.itemsize, (begin + last + 1) * tensor.itemsize))
+        # With its graph it would hold the node that keeps it.
+        self._versions.append((tensor if tensor.is_leaf else tensor.detach(), version_of(tensor)))
+
+    def narrow(self) -> None:
+        """Takes `here` to what the tensors span, beginning where kernels find their memory aligned."""
+        begins, ends = zip(*self._spans, strict=True)
+        self.begin = min(begins) // _ALIGNED * _ALIGNED
+        self.nbytes = max(ends) - self.begin
+        assert self.here is not None
+        self.here = _bytes_of(self.here, self.begin, self.nbytes)
+
+    def changed(self) -> Tensor | None:
+        """Returns a tensor that was changed after it was saved, if there is one."""
+        return next((tensor for tensor, version in self._versions if version_of(tensor) != version), None)
+
+    def let_go(self) -> None:
+        """Leaves the device, for what the copy has; changed memory stays, so that a backward can tell."""
+        if self.host is not None and self.changed() is None:
+            self.here = None
+            self._versions.clear()
 
     def bring_back(self) -> Tensor:
         """Returns the memory on the device, for work that comes later on the caller's stream."""
+        for tensor, version in self._versions:
+            require_unchanged(tensor, version)
         self.block.begin_backward()
         assert self.here is not None
         self.block.arrive(self.here)
@@ -243,6 +282,17 @@ class _Part:
 
     def __del__(self) -> None:
         self.block.retire(self)
+
+
+_ALIGNED = 512
+"""Bytes; torch's memory of GPUs begins at multiples of it."""
+
+
+def _bytes_of(tensor: Tensor, begin: int = 0, nbytes: int | None = None) -> Tensor:
+    """Returns `nbytes` bytes of a tensor's memory from `begin` on, or all of it."""
+    memory = tensor.untyped_storage()
+    found = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return found.set_(memory, begin, (memory.nbytes() if nbytes is None else nbytes,), (1,))
 
 
 class _Block:
@@ -256,7 +306,6 @@ class _Block:
         self._copies, self._buffers, self._before = copies, buffers, before
         self.parts: dict[int, _Part] = {}
         self._all: list[weakref.ref[_Part]] = []
-        self._versions: list[tuple[Tensor, int]] = []
         self._leaving: Any = None
         """The event of the copies out, until the tensors are let go of."""
         self._arriving: Any = None
@@ -270,24 +319,23 @@ class _Block:
 
     def part(self, tensor: Tensor) -> _Part:
         """Returns the part that is a tensor's memory."""
-        self._versions.append((tensor, tensor._version))
-        memory = tensor.untyped_storage()
-        found = self.parts.get(memory.data_ptr())
+        memory = tensor.untyped_storage().data_ptr()
+        found = self.parts.get(memory)
         if found is None:
-            here = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(memory)
-            found = self.parts[memory.data_ptr()] = _Part(self, here)
+            found = self.parts[memory] = _Part(self, tensor)
+        found.add(tensor)
         return found
 
     def changed(self) -> Tensor | None:
-        """Returns a tensor that was changed after it was saved, if there is one, and lets go of all."""
-        versions, self._versions = self._versions, []
-        return next((tensor for tensor, version in versions if tensor._version != version), None)
+        """Returns a tensor that was changed after it was saved, if there is one."""
+        return next((each for part in self.parts.values() if (each := part.changed()) is not None), None)
 
     def copy_out(self) -> int:
         """Begins to copy the parts to host memory, as far as there is room; returns the bytes."""
         pairs = []
         parts, self.parts = self.parts, {}
         for part in parts.values():
+            part.narrow()
             part.host = self._buffers.take(part.nbytes)
             if part.host is not None and part.here is not None:
                 pairs.append((part.host[: part.nbytes], part.here))
@@ -303,8 +351,7 @@ class _Block:
         self._copies.wait(self._leaving)
         self._leaving = None
         for part in self._living():
-            if part.host is not None:
-                part.here = None
+            part.let_go()
 
     def begin_backward(self) -> None:
         """Asks for this block, if nobody has, and for the one before it, when the first of this one's tensors

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -19,7 +20,16 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
-from moecomm.errors import MoecommError, PeerLost, PeerTimeout, from_message, to_message
+from moecomm.errors import (
+    InvalidArgument,
+    MismatchedArguments,
+    MoecommError,
+    PeerLost,
+    PeerTimeout,
+    Unsupported,
+    from_message,
+    to_message,
+)
 from moecomm.types import Group
 
 _EXPLANATION_S = 1.0
@@ -31,61 +41,134 @@ _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05
 _LOST = (PeerTimeout, PeerLost)
 """The errors about another rank, which may know more."""
 
-_built: dict[str, int] = defaultdict(int)  # communicators begun so far, by name of their group
+_LOOK_S = 0.5
+"""The seconds after which a rank that waits for a message looks whether the peer has given up."""
+
+_building: dict[str, threading.Lock] = defaultdict(threading.Lock)
+"""Held by the thread of this process that builds over a group, by the group's name."""
+
+
+class _BegunAnew(MoecommError):
+    """A peer has given up the construction that this rank is in, and has begun another."""
 
 
 class Rendezvous:
-    """The rendezvous of one construction, numbered, of all ranks of a group (None: this process alone)."""
+    """The rendezvous of one construction of all ranks of a group (None: this process alone). Ranks that are
+    in it at the same time meet, whatever they have built, or failed to build, before.
+
+    As a context manager it keeps other threads of this process from building over the same group meanwhile.
+
+    Raises InvalidArgument for a group that was destroyed, Unsupported for torch's "fake" backend, PeerLost
+    if the store is gone.
+    """
 
     def __init__(self, group: Group | None, timeout: float) -> None:
         self.timeout = timeout
         self.rank, self.size = 0, 1
         self._store: Store | None = None
-        self._met = False
+        self._numbers: list[str] | None = None  # of the ranks, once they have met
         if group is None:
             return
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        _built[group.group_name] += 1
-        self._store = PrefixStore(
-            f"moecomm/{group.group_name}/{_built[group.group_name]}", _get_default_store()
-        )
+        try:
+            self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+            members, fake = dist.get_process_group_ranks(group), dist.get_backend(group) == "fake"
+        except (KeyError, ValueError) as error:
+            raise InvalidArgument(
+                f"group is no process group of torch.distributed any more ({error}): pass one made since "
+                "destroy_process_group()"
+            ) from error
+        if fake:
+            raise Unsupported("group is of torch's 'fake' backend, whose ranks cannot exchange anything")
+        self._name = group.group_name
+        self._own = f"{secrets.token_hex(8)} {','.join(map(str, members))}"
+        phase = "construction: arguments"
+        try:
+            # A store has one connection, which another thread may hold for as long as it waits.
+            default: Any = _get_default_store()  # torch's stubs lack clone()
+            store: Store = default.clone()
+        except RuntimeError as error:
+            raise self._lost(phase, error) from error
+        self._store = self._base = PrefixStore(f"moecomm/{self._name}", store)
+
+    def __enter__(self) -> Rendezvous:
+        if self._store is not None and not _building[self._name].acquire(timeout=self.timeout):
+            raise InvalidArgument(
+                f"group is one that another thread of rank {self.rank} has been building a communicator over "
+                f"for {self.timeout:g} s, expected one construction at a time"
+            )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._store is not None:
+            _building[self._name].release()
 
     def _meet(self, phase: str, deadline: float, limit: float) -> None:
-        """Makes the store one that only the processes of this run write to. torchrun keeps its store when it
-        starts ranks again, and what ranks before them have written is still there: so each process writes a
-        random number, and the name of the new store is made of all of them. A process goes on when every
-        rank has written down that same name, which a rank of a run before cannot have done."""
-        assert self._store is not None
-        own, pause = secrets.token_hex(8), _SHORTEST_PAUSE_S
-        self._set(phase, f"number/{self.rank}", own)
+        """Makes the store one that only the ranks of this construction write to. Ranks that were started
+        again, have failed before, or were in another group of this name have left their words in the store:
+        so each process writes a random number, and the name of the new store is made of all of them. A
+        process goes on when every rank has written down that same name, which only one that waits now can
+        do.
+
+        torch gives groups of different ranks one name where not all ranks call new_group() for each. A number
+        that was not there when this rank came tells of a rank that waits now; if it names other members, that
+        is the mistake, and `conflict` tells the others that wait."""
+        numbers = [f"number/{peer}" for peer in range(self.size)]
+        names = [f"name/{peer}" for peer in range(self.size)]
+        before = self._present(phase, [*numbers, "conflict"])
+        self._set(phase, numbers[self.rank], self._own)
+        before[numbers[self.rank]] = self._own
+        members, name, pause = self._own.split()[1], "", _SHORTEST_PAUSE_S
         while True:
-            numbers = [self._get(phase, f"number/{peer}", peer, deadline, limit) for peer in range(self.size)]
-            name = hashlib.sha256(" ".join(numbers).encode()).hexdigest()[:16]
-            self._set(phase, f"name/{self.rank}", name)
-            names = [self._get(phase, f"name/{peer}", peer, deadline, limit) for peer in range(self.size)]
-            late = [peer for peer, found in enumerate(names) if found != name]
-            if not late:
-                self._store, self._met = PrefixStore(name, self._store), True
-                return
+            found = self._present(phase, [*numbers, "conflict"])
+            for key, value in found.items():
+                if value == before.get(key):
+                    continue
+                if key == "conflict":
+                    raise self._conflict(value)
+                if value.split()[1] != members:
+                    conflict = f"{self._own} {value.split()[1]}"
+                    self._set(phase, "conflict", conflict)
+                    raise self._conflict(conflict)
+            late = next((peer for peer, key in enumerate(numbers) if key not in found), None)
+            if late is None:
+                own = hashlib.sha256("\n".join(found[key] for key in numbers).encode()).hexdigest()[:16]
+                if own != name:
+                    self._set(phase, names[self.rank], own)
+                    name = own
+                written = self._present(phase, names)
+                late = next((peer for peer, key in enumerate(names) if written.get(key) != name), None)
+                if late is None:
+                    self._store = PrefixStore(name, self._base)
+                    self._numbers = [found[key] for key in numbers]
+                    return
             if time.monotonic() > deadline:
-                raise self._timeout(phase, late[0], limit)
+                if members in found.get("conflict", "").split()[1:]:  # the others have raised it already
+                    raise self._conflict(found["conflict"])
+                raise self._timeout(phase, late, limit)
             time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE_S)
+            pause = min(2 * pause, _LONGEST_PAUSE_S + self.size / 1000)
 
     def exchange(self, phase: str, message: dict[str, Any], patience: float = 1.0) -> list[dict[str, Any]]:
         """Sends a message and returns every rank's message of this phase, by rank.
 
         Raises PeerTimeout, naming the rank that did not come within `patience` times the timeout, or PeerLost
-        if the store is gone.
+        if the store is gone or a rank has given up and begun another construction.
         """
         if self._store is None:
             return [message]
         limit = patience * self.timeout
-        deadline = time.monotonic() + limit
-        if not self._met:
-            self._meet(phase, deadline, limit)
-        self._tell(phase, message)
-        return [self._receive(phase, peer, deadline, limit) for peer in range(self.size)]
+        meeting = None if self._numbers else time.monotonic() + limit
+        while True:
+            if meeting is not None:
+                self._store, self._numbers = self._base, None
+                self._meet(phase, meeting, limit)
+            self._tell(phase, message)
+            deadline = time.monotonic() + limit
+            try:
+                return [self._receive(phase, peer, deadline, limit) for peer in range(self.size)]
+            except _BegunAnew as error:
+                if meeting is None:
+                    raise PeerLost(str(error), rank=self.rank, phase=phase) from None
 
     def step(
         self, phase: str, action: Callable[[], dict[str, Any]], patience: float = 1.0
@@ -137,7 +220,7 @@ class Rendezvous:
         return found
 
     def _tell(self, phase: str, message: dict[str, Any]) -> None:
-        if self._store is not None and self._met:
+        if self._numbers:
             self._set(phase, f"{phase}/{self.rank}", json.dumps(message))
 
     def _set(self, phase: str, key: str, value: str) -> None:
@@ -147,19 +230,37 @@ class Rendezvous:
         except RuntimeError as error:
             raise self._lost(phase, error) from error
 
+    def _present(self, phase: str, keys: list[str]) -> dict[str, str]:
+        """Returns what the ranks have written under those of `keys` that are there."""
+        try:
+            there = keys if self._base.check(keys) else [key for key in keys if self._base.check([key])]
+            values = self._base.multi_get(there) if there else []
+            return {key: value.decode() for key, value in zip(there, values, strict=True)}
+        except RuntimeError as error:
+            raise self._lost(phase, error) from error
+
     def _get(self, phase: str, key: str, peer: int, deadline: float, limit: float) -> str:
         """Returns what `peer` has written under this key, as soon as it is there."""
-        assert self._store is not None
-        try:
-            self._store.wait([key], timedelta(seconds=max(deadline - time.monotonic(), 0.01)))
-            value: bytes = self._store.get(key)
-            return value.decode()
-        except dist.DistNetworkError as error:
-            raise self._lost(phase, error) from error
-        except RuntimeError as error:
-            if time.monotonic() < deadline:
+        assert self._store is not None and self._numbers is not None
+        while True:
+            begin = time.monotonic()
+            span = min(max(deadline - begin, 0.01), _LOOK_S)
+            try:
+                self._store.wait([key], timedelta(seconds=span))
+                value: bytes = self._store.get(key)
+                return value.decode()
+            except dist.DistNetworkError as error:
                 raise self._lost(phase, error) from error
-            raise self._timeout(phase, peer, limit) from error
+            except RuntimeError as error:
+                if time.monotonic() < begin + 0.9 * span:
+                    raise self._lost(phase, error) from error
+                if self._present(phase, [f"number/{peer}"]) != {f"number/{peer}": self._numbers[peer]}:
+                    raise _BegunAnew(
+                        f"rank {self.rank}, {phase}: rank {peer} has given up this construction and begun "
+                        "another"
+                    ) from None
+                if time.monotonic() >= deadline:
+                    raise self._timeout(phase, peer, limit) from error
 
     def _receive(self, phase: str, peer: int, deadline: float, limit: float) -> dict[str, Any]:
         message = json.loads(self._get(phase, f"{phase}/{peer}", peer, deadline, limit))
@@ -172,10 +273,20 @@ class Rendezvous:
     def _timeout(self, phase: str, peer: int, limit: float) -> PeerTimeout:
         return PeerTimeout(
             f"rank {self.rank}, {phase}: rank {peer} did not come within {limit:g} s; "
-            "every rank of the group has to build the communicator",
+            "every rank of the group has to be building the communicator at the same time (raise timeout "
+            "where some come late)",
             rank=self.rank,
             peer=peer,
             phase=phase,
+        )
+
+    def _conflict(self, conflict: str) -> MismatchedArguments:
+        _, one, other = conflict.split()
+        return MismatchedArguments(
+            f"ranks disagree on the members of group {self._name!r}: rank {self.rank} has one of the ranks "
+            f"{self._own.split()[1]}, others have groups of that name of the ranks {one} and of the ranks "
+            f"{other}; every rank has to call dist.new_group() for all groups, those it is not in too, in "
+            "the same order"
         )
 
     def _lost(self, phase: str, error: Exception) -> PeerLost:

@@ -100,9 +100,12 @@ struct Step {
   int combines = 0;
   int alignment = 1;
   bool dropless = false;
+  int odd = -1;           ///< the rank whose dispatch has another caller than those of the others,
+  bool any = false;       ///< which fits all
   bool given_up = false;  ///< nobody takes what has come, and what was left is abandoned
   RowLayout layout = RowLayout::expert;
 
+  bool disagrees() const { return odd >= 0 && !any; }
   bool by_rank() const { return layout == RowLayout::rank; }
   /// The output row of a (source, token, k) on a rank; negative: it was dropped, or is elsewhere.
   int64_t row_of(int rank, int source, int token, int k) const {
@@ -167,6 +170,8 @@ Step make_step(const Shape& shape, Random& random) {
   const int64_t capacity = static_cast<int64_t>(most) + (draw(random, 0, 3) == 0 ? -draw(random, 0, 5) : 3);
   step.dropless = draw(random, 0, 2) == 0;
   step.given_up = step.dropless && draw(random, 0, 3) == 0;
+  step.any = step.dropless || draw(random, 0, 1) == 0;
+  if (shape.ranks > 1 && draw(random, 0, 2) == 0) step.odd = draw(random, 0, shape.ranks - 1);
   for (int rank = 0; rank < shape.ranks; ++rank) {
     Input& input = step.inputs[static_cast<size_t>(rank)];
     input.capacity = step.dropless ? static_cast<int64_t>(step.origins[static_cast<size_t>(rank)].size())
@@ -240,7 +245,12 @@ class Rank {
   void play(const Shape& shape, const Step& step) {
     const Input& input = step.inputs[static_cast<size_t>(rank_)];
     check_dispatch(shape, step, input);
-    if (!step.given_up) {
+    if (step.disagrees()) {
+      const HostStatus::Verdict& verdict = status_.verdict;
+      CHECK(verdict.set != 0 && verdict.about == Disagreement::caller);
+      CHECK(verdict.rank == std::max(step.odd, 1) && verdict.index + verdict.value == 3 + 7);
+      status_.verdict.set = 0;
+    } else if (!step.given_up) {
       for (int turn = 0; turn < step.combines; ++turn) check_combine(shape, step, input);
       check_backward(shape, step, input);
     }
@@ -258,9 +268,10 @@ class Rank {
   };
 
   static bool overflows(const Step& step) {
-    return !step.dropless && std::any_of(step.origins.begin(), step.origins.end(), [&](const auto& origins) {
-      return static_cast<int64_t>(origins.size()) > step.inputs[0].capacity;
-    });
+    return !step.dropless && !step.disagrees() &&
+           std::any_of(step.origins.begin(), step.origins.end(), [&](const auto& origins) {
+             return static_cast<int64_t>(origins.size()) > step.inputs[0].capacity;
+           });
   }
 
   static bool may_fuse(int64_t tokens) {
@@ -361,6 +372,7 @@ class Rank {
     sent.capacity = step.dropless ? -1 : input.capacity;
     sent.positions = step.by_rank() && !step.dropless ? input.capacity * shape.top_k : -1;
     sent.ticket = ++tickets_;
+    sent.caller = step.odd != rank_ ? 3 : step.any ? kAnyCaller : 7;
     sent.layout = step.layout;
     gpu::ReceiveArguments received{};
     received.rows = input.capacity;
@@ -373,7 +385,7 @@ class Rank {
 
     move(sent, received);
     gives_up_ = false;
-    if (step.given_up) return;
+    if (step.given_up || step.disagrees()) return;
     const auto& origins = step.origins[static_cast<size_t>(rank_)];
     for (int64_t row = 0; row < std::min(input.capacity, static_cast<int64_t>(origins.size())); ++row) {
       const Origin& from = origins[static_cast<size_t>(row)];

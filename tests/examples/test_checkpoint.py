@@ -90,12 +90,15 @@ def saved_beside(rank: int, world_size: int, folder: Path, seed: int) -> list[st
         run.step()
     run.saver.finish()
     problems += ["training changed nothing"] * same(then, run.values())
-    for step in (2, 3, 4):
+    for step in (2, 3, 4, 5):
         run.state.step = step
         run.save()
+    # The save of step 5 says that step 4 is good. Whether step 5 is, nothing says yet: it is none of the two.
     run.saver.finish()
     kept = [path.name for path in checkpoint.finished(folder)]
-    problems += [f"kept {kept}"] * (kept != ["step-00000003", "step-00000004"])
+    problems += [f"kept {kept}"] * (kept != ["step-00000003", "step-00000004", "step-00000005"])
+    problems += ["nothing put aside"] * (run.saver.put_aside(5) != folder / "suspect-00000005")
+    problems += ["put aside what is not there"] * (run.saver.put_aside(7) is not None)
     other = Run(rank, world_size, folder, seed + 1)
     run.state.step = 9
     run.comm.close()

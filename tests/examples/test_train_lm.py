@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.checkpoint import FileSystemReader, load
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from tests.examples.conftest import (
     EXAMPLES,
@@ -99,7 +101,7 @@ def test_output_files(base_run: BaseRun) -> None:
     for name in ("loss.png", "expert_load.png"):
         assert (base_run.folder / name).read_bytes().startswith(b"\x89PNG")
     checkpoints = sorted(path.name for path in (base_run.folder / "checkpoints").iterdir())
-    assert checkpoints == ["step-00000040", "step-00000060"]
+    assert checkpoints == ["step-00000020", "step-00000040", "step-00000060"]
     assert "estimate: " in base_run.finished.out
 
 
@@ -194,6 +196,119 @@ def test_resume_of_a_finished_run_only_validates(base_run: BaseRun, tmp_path: Pa
     done = train("--resume", "--out", folder, "--steps", "10", code=2)
     assert len(done.err.splitlines()) == 1
     assert "is at step 60 already, beyond --steps 10" in done.err
+
+
+BAD_GRADIENTS = """
+import math, os, sys
+sys.path.insert(0, os.environ["EXAMPLES"])
+import torch, train_lm
+import lm.trainer
+from torch.distributed.tensor import DTensor
+
+sync, validate, steps = lm.trainer.sync_gradients, lm.trainer.Trainer._validate, 0
+
+def sync_gradients(model, **given):
+    global steps
+    steps += 1
+    if str(steps) in os.environ["BAD_STEPS"].split() and os.environ["RANK"] == "1":
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
+        next(g for g in local if g.numel()).view(-1)[0] = float(os.environ["BAD"])
+    sync(model, **given)
+
+lm.trainer.sync_gradients = sync_gradients
+if os.environ.get("BAD_LOSS"):
+    lm.trainer.Trainer._validate = lambda self, progress: validate(self, progress) * math.nan
+sys.exit(train_lm.main())
+"""
+ONE_LAYER = [*SMALL_MODEL, "--layers=1", "--warmup=5", "--eval-windows=2", "--save-every=1"]
+
+
+def train_badly(folder: Path, *arguments: str | Path, code: int = 0, **bad: str) -> Finished:
+    """Two ranks, of which rank 1 has one number of its gradient replaced in the steps of `bad`."""
+    program = folder.with_suffix(".py")
+    program.write_text(BAD_GRADIENTS)
+    given = {"EXAMPLES": str(EXAMPLES), "BAD_STEPS": "", "BAD": "nan", **bad}
+    return run_program(program, *arguments, "--out", folder, torchrun=2, code=code, environment=given)
+
+
+def state_of(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a checkpoint, without those of the run itself."""
+    known = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    found = {
+        name: torch.empty(each.size, dtype=each.properties.dtype)
+        for name, each in known.items()
+        if isinstance(each, TensorStorageMetadata) and not name.startswith("run.")
+    }
+    load(found, checkpoint_id=checkpoint, no_dist=True)
+    return found
+
+
+PIPED = ["--layers=2", "--no-tied", "--pp=2", "--microbatches=2"]
+
+
+@pytest.mark.parametrize(
+    ("bad", "flags"), [("nan", ["--bias-rate=0.01"]), ("inf", PIPED), ("nan", ["--fsdp"])], ids=str
+)
+def test_a_step_of_one_rank_that_is_no_number_is_left_out(
+    bad: str, flags: list[str], text_folder: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    arguments = [*ONE_LAYER, *flags, "--data", text_folder, "--steps=4"]
+    done = train_badly(run, *arguments, BAD_STEPS="2 3", BAD=bad)
+    assert done.last_line.startswith("result: val_loss="), done
+    assert [line for line in done.out.splitlines() if "left out" in line] == [
+        f"step {step} is left out: the norm of the gradient is {bad}" for step in (2, 3)
+    ]
+    norms = [r["grad_norm"] for r in read_metrics(run / "metrics.jsonl") if "grad_norm" in r]
+    assert list(map(math.isfinite, norms)) == [True, False, False, True]
+    names = sorted(path.name for path in (run / "checkpoints").iterdir())
+    assert names == ["step-00000001", "step-00000004"]
+    # One more after the first is the second update: of the steps in between nothing is left.
+    last = state_of(run / "checkpoints" / names[-1])
+    assert all(each == 2 for name, each in last.items() if name.endswith(".step"))
+    assert all(each.isfinite().all() for each in last.values())
+
+
+def test_steps_that_are_no_number_end_a_run_and_leave_its_good_checkpoints(
+    text_folder: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    checkpoints = run / "checkpoints"
+    train_badly(run, *ONE_LAYER, "--data", text_folder, "--steps=3")
+    good = {path.name: state_of(path) for path in checkpoints.iterdir() if path.name != "step-00000001"}
+    again = ["--resume", "--steps=9", "--max-skipped=3"]
+
+    def ends(*arguments: str, **bad: str) -> str:
+        done = train_badly(run, *again, *arguments, code=1, **bad)
+        assert "result:" not in done.out and len(done.err.splitlines()) == 1, done
+        for name, state in good.items():
+            now = state_of(checkpoints / name)
+            assert all(torch.equal(each, now[key]) for key, each in state.items()), name
+        return done.err
+
+    # The first step is applied, with a rate that makes the weights useless.
+    error = ends("--lr=1e30")
+    assert "step 7: the norm of the gradient is nan; 3 steps in a row were left out" in error
+    assert f"is now {checkpoints / 'suspect-00000004'}; go on from step-00000003 with --resume" in error
+    # A run that has no more steps than those has no result.
+    assert "step 5: the norm of the gradient is nan; 1 steps" in ends("--steps=5", "--lr=1e30")
+    # A loss on held-out text that is none.
+    assert "step 4: the validation loss is nan" in ends("--steps=4", "--lr=1e-3", BAD_LOSS="1")
+    assert "suspect-00000004" in {path.name for path in checkpoints.iterdir()}
+    done = train_badly(run, *again, "--steps=4", "--lr=1e-3")
+    assert "resumed at step 3 of 4" in done.out and RESULT.fullmatch(done.last_line)
+
+
+def test_a_resumed_run_says_how_its_rate_jumps(base_run: BaseRun, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(base_run.folder, run)
+    done = train("--resume", "--out", run, "--steps", "61", "--eval-windows", "1")
+    rates = {r["step"]: r["lr"] for r in read_metrics(run / "metrics.jsonl") if "lr" in r}
+    said = re.search(r"learning rate: (\S+) at step 60, (\S+) at step 61, as", done.out)
+    assert said is not None, done.out
+    assert [float(each) for each in said.groups()] == pytest.approx([rates[60], rates[61]], rel=1e-2)
+    assert "learning rate:" not in train("--resume", "--out", run, "--steps", "61").out
 
 
 def start(folder: Path, *arguments: str | Path) -> subprocess.Popen[str]:

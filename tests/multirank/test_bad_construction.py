@@ -256,15 +256,13 @@ def _after_a_run_before(rank: int, world_size: int) -> list[str]:
     from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
     import moecomm
-    from moecomm.setup import rendezvous
 
     assert dist.group.WORLD is not None
-    group = dist.group.WORLD.group_name
-    store = PrefixStore(f"moecomm/{group}/{rendezvous._built[group] + 1}", _get_default_store())
+    store = PrefixStore(f"moecomm/{dist.group.WORLD.group_name}", _get_default_store())
     if rank == 1:
         for what in ("number", "name", *(f"construction: {each}" for each in ("arguments", "names"))):
             for peer in range(world_size):
-                store.set(f"{what}/{peer}", '{"of": "a run before"}')
+                store.set(f"{what}/{peer}", "0123456789abcdef 5,6")
     dist.barrier()
     if rank == 0:
         time.sleep(0.3)

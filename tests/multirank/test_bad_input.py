@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -328,6 +329,7 @@ def _different_calls(rank: int, world_size: int, case: Case) -> tuple[dict[str, 
             "capacity": ({"capacity": 64}, {}),
             "capacity value": ({"capacity": 64}, {"capacity": 65}),
             "weights": ({"topk_weights_TK": None}, {}),
+            "layer": ({"_layer": SimpleNamespace(_number=7)}, {"_layer": SimpleNamespace(_number=3)}),
         }
         calls: dict[str, Callable[[], Any]] = {
             name: lambda changed=changed: comm.dispatch(**{**plain, **changed[0 if odd else 1]})
@@ -360,6 +362,7 @@ def test_calls_that_differ_between_ranks(pool: Pools, size: int, seed: int) -> N
         "capacity": ["capacity", "64"],
         "capacity value": ["capacity", "64", "65"],
         "weights": ["weights"],
+        "layer": ["layer that calls", "3", "7"],
         "operation": ["combine", "dispatch"],
         "operation, the other way": ["combine", "dispatch"],
         "handle": ["handle"],
@@ -368,7 +371,7 @@ def test_calls_that_differ_between_ranks(pool: Pools, size: int, seed: int) -> N
     for caught, _ in results:
         # Weights are an owner's own affair: each rank may use them or not.
         assert caught.pop("weights of combine") is None
-        assert len(caught) == (8 if pool(size).on_cpu else 7)
+        assert len(caught) == (9 if pool(size).on_cpu else 8)
         for name, error in caught.items():
             assert error is not None and error.name == "MismatchedArguments", f"{name}: {error}"
             assert all(word in error.text for word in [*words[name], who]), f"{name}: {error.text!r}"

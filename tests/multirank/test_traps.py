@@ -4,10 +4,12 @@ way that is right."""
 from __future__ import annotations
 
 import copy
+import dataclasses
 import io
 import re
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch._dynamo.testing import CompileCounter
 from torch.testing import assert_close
 
 from moecomm import Communicator
@@ -406,6 +409,108 @@ def late(rank: int, world_size: int, seed: int) -> str:
         assert torch.equal(y, want)
     assert found is not None
     return found.name
+
+
+class Doubled(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = torch.nn.Parameter(torch.full((1,), 2.0, dtype=torch.float64))
+
+    def forward(self, rows_PH: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        return rows_PH * self.factor
+
+
+def communicator_of(config: MoEConfig) -> Communicator:
+    sizes = {key: getattr(config, key) for key in ("num_experts", "hidden", "top_k", "dtype")}
+    return Communicator(**sizes, max_tokens=8, device="cpu")
+
+
+WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "dropless": ({}, {}),
+    "capacity": ({"capacity_factor": 2.0, "pad_to_capacity": True}, {}),
+    "rows by rank": ({"rows": "rank"}, {}),
+    "in order": ({}, {"overlap": False}),
+}
+
+
+def in_another_order(rank: int, world_size: int, name: str, seed: int) -> list[Caught | None]:
+    """Rank 1 calls another layer of the same communicator than the other ranks do: forward and backward."""
+    options, overlap = WAYS[name]
+    config = dataclasses.replace(CONFIG, **options)
+    with communicator_of(config) as comm:
+        layers = []
+        for own in (False, False, True):  # weights are alike, so that tokens have the same experts in both
+            torch.manual_seed(seed)
+            how = {"experts": Doubled()} if own else {"overlap": OverlapConfig(**overlap)}
+            layers.append(MoELayer(config, comm, **how))
+        x = torch.ones(4, 16, dtype=torch.float64, requires_grad=True)
+        ids = torch.arange(12).view(4, 3)
+        calls: list[Callable[[], Any]] = [partial(layer, x) for layer in layers]
+        calls.append(lambda: comm.dispatch(x, ids))
+        wanted = layers[0](x).detach()
+        found = []
+        for here, there in ((0, 1), (0, 2), (0, 3)):
+            found.append(catch(calls[there if rank == 1 else here]))
+            assert torch.equal(layers[0](x), wanted), "the error has left something behind"
+        sums = [layer(x).sum() for layer in layers[:2]]
+        found.append(catch(sums[rank == 1].backward))
+        return found
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_layers_that_are_called_in_another_order(
+    name: str, pool: Callable[[int], RankPool], seed: int
+) -> None:
+    about = (
+        "ranks disagree on the layer that calls (its number among those of the communicator; 0: none): rank 0"
+    )
+    for found in pool(3)(in_another_order, name, seed):
+        texts = [each and f"{each.name}: {each.text}" for each in found]
+        starts = [f"{about} has 1, rank 1 has {there}" for there in (2, 3, 0)]
+        starts.append("ranks disagree on the handle")
+        for text, start in zip(texts, starts, strict=True):
+            assert text is not None and text.startswith(f"MismatchedArguments: {start}"), texts
+
+
+def one_caller(rank: int, world_size: int, seed: int) -> None:
+    """What ranks may do differently: call a layer or its copy, and call it compiled."""
+    config = dataclasses.replace(CONFIG, capacity_factor=2.0, pad_to_capacity=True)
+    comm = communicator_of(config)
+    layers = [MoELayer(config, comm) for _ in range(3)]
+    x = torch.ones(4, 16, dtype=torch.float64)
+    wanted = layers[1](x).detach()
+    copied, compiled = copy.deepcopy(layers[1]), torch.compile(layers[1], backend="eager", fullgraph=True)
+    for mine in (copied, compiled):
+        assert torch.equal((mine if rank == 1 else layers[1])(x), wanted)
+    comm.close()
+    with communicator_of(config) as comm:
+        if rank == 1:  # as where this process has been started anew
+            layers = [MoELayer(config, comm) for _ in range(3)]
+        else:
+            for layer in reversed(layers):
+                layer.comm = comm
+        layers.append(MoELayer(config, comm))
+        for layer in layers:
+            layer(x)
+
+
+def test_what_may_be_called_for_a_layer(pool: Callable[[int], RankPool], seed: int) -> None:
+    pool(2)(one_caller, seed)
+
+
+def count_graphs(rank: int, world_size: int) -> int:
+    config = dataclasses.replace(CONFIG, capacity_factor=2.0, pad_to_capacity=True)
+    counter = CompileCounter()
+    with communicator_of(config) as comm:
+        for _ in range(4):
+            torch.compile(MoELayer(config, comm), backend=counter, fullgraph=True)(
+                torch.ones(4, 16, dtype=torch.float64)
+            )
+    return counter.frame_count
+
+
+def test_layers_share_a_graph_of_torch_compile(pool: Callable[[int], RankPool]) -> None:
+    assert pool(1)(count_graphs) == [1]
 
 
 def exchanged(rank: int, world_size: int, seed: int) -> dict[str, Caught | None]:

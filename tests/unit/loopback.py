@@ -157,7 +157,7 @@ class LoopbackNative:
         return {name: blob[first : first + count] for name, (first, count) in self.fields.items()}
 
     def dispatch(self, *arguments: Any) -> None:
-        sending, receiving, stream = arguments[:11], arguments[11:19], arguments[19]
+        sending, receiving, stream = arguments[:12], arguments[12:20], arguments[20]
         self.calls.append(f"dispatch@{stream}")
         self._send(*sending)
         dropless, rows, positions = sending[8] < 0, *receiving[:2]
@@ -186,6 +186,7 @@ class LoopbackNative:
         alignment: int,
         capacity: int,
         expert_capacity: int,
+        caller: int,
         plan: int,
     ) -> None:
         top_k, experts = self.shape.top_k, self.shape.num_experts

@@ -388,6 +388,92 @@ def test_what_stays_may_not_be_changed_in_place(kind: str) -> None:
         y.sum().backward()
 
 
+Change = Callable[[ActivationOffload, nn.ModuleList, Tensor], None]
+
+
+def at_once(offload: ActivationOffload, model: nn.ModuleList, saved: Tensor) -> None:
+    saved.add_(1)
+
+
+def in_a_view(offload: ActivationOffload, model: nn.ModuleList, saved: Tensor) -> None:
+    saved[:1, ::2].zero_()
+
+
+def before_the_next_block(offload: ActivationOffload, model: nn.ModuleList, saved: Tensor) -> None:
+    saved.add_(1)
+    forward(model, inputs(0), offload)
+
+
+def within_the_next_block(offload: ActivationOffload, model: nn.ModuleList, saved: Tensor) -> None:
+    with offload:
+        x = model[0](inputs(0))
+        saved.add_(1)
+        x.sigmoid()
+
+
+@pytest.mark.parametrize("host_bytes", [None, 0])
+@pytest.mark.parametrize("change", [at_once, in_a_view, before_the_next_block, within_the_next_block])
+def test_what_is_moved_may_not_be_changed_until_it_has_gone(change: Change, host_bytes: int | None) -> None:
+    """The last block is not brought back, and of others the copies may still be under way."""
+    model = make()
+    offload, _ = late(model, host_bytes=host_bytes)
+    x = inputs(0).requires_grad_()
+    with offload:
+        y = torch.exp(x)
+    loss = y.sum()
+    with torch.no_grad():
+        change(offload, model, y.detach())
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation: a tensor of shape \(7, 16\)"):
+        loss.backward()
+
+
+def test_what_has_gone_has_its_old_values() -> None:
+    model = make()
+    offload, _ = late(model)
+    x = inputs(0).requires_grad_()
+    with offload:
+        y = torch.exp(x)
+    forward(model, inputs(0), offload)
+    y.detach().add_(1)
+    y.sum().backward()
+    assert x.grad is not None and torch.equal(x.grad, torch.exp(inputs(0)))
+
+
+@pytest.mark.parametrize("gone", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_of_views_what_they_span_is_moved(gone: bool, dtype: torch.dtype) -> None:
+    """Two views of a buffer, some way into it, that overlap, and one without elements."""
+    model = make()
+    offload, copies = late(model)
+    buffer = torch.randn(5000, generator=torch.Generator().manual_seed(2)).to(dtype)
+    rows, column, none = buffer[1003:1103].view(10, 10), buffer[1050:1250].view(10, 20)[:, 3], buffer[1:1]
+    x, z = (
+        torch.ones(10, 10, dtype=dtype, requires_grad=True),
+        torch.ones(10, dtype=dtype, requires_grad=True),
+    )
+    with offload:
+        total = (x * rows).sum() + (z * column).sum() + (z[:0] * none).sum()
+    # Of the second one the last element is the 183rd.
+    begin = 1003 * dtype.itemsize // 512 * 512
+    assert offload.moved_bytes == (1050 + 184) * dtype.itemsize - begin
+    if gone:
+        forward(model, inputs(0), offload)
+    total.backward()
+    assert torch.equal(x.grad, rows) and torch.equal(z.grad, column)
+    copies.held.clear()
+
+
+def test_a_small_view_takes_little_of_the_host() -> None:
+    model = make()
+    offload = ActivationOffload(model, min_bytes=1 << 20)
+    big, x = torch.randn(1 << 20), torch.ones(64, requires_grad=True)
+    with offload:
+        y = x * big[1 << 19 :][:64]
+    assert offload.moved_bytes == 256 == offload.taken_bytes
+    y.sum().backward()
+    assert x.grad is not None and torch.equal(x.grad, big[1 << 19 :][:64])
+
+
 def test_a_frozen_weight_stays() -> None:
     model = make()
     model.requires_grad_(False)

@@ -43,6 +43,7 @@ struct SendArguments {
   int64_t capacity;   ///< -1: as many rows as needed
   int64_t positions;  ///< rank layout: capacity of the expert-major index; -1: as many as needed
   RowLayout layout;
+  uint16_t caller;       ///< dispatch: as in SignalRecord
   uint64_t ticket;       ///< dropless: number under which the host waits for the row count
   int32_t route_blocks;  ///< dispatch: blocks that share the routes
   int32_t plan_block;    ///< dispatch: the block that makes the plan

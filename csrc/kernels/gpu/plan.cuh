@@ -400,7 +400,7 @@ __device__ inline bool take_counts(const Comm& comm, uint64_t epoch, const Count
 enum class Planner {
   of_many,         ///< it releases a kernel that waits for the plan, and looks whether a capacity is passed
   of_few,          ///< no kernel waits for the plan
-  of_few_watched,  ///< and another block looks whether a capacity is passed (watch_capacity)
+  of_few_watched,  ///< and another block looks whether a capacity is passed, where starts are alike
 };
 
 /// Writes the plan, which has the sources' tokens already, by `counts`, and tells the host what it waits for.
@@ -457,13 +457,15 @@ __device__ inline void make_plan(const Comm& comm, const SendArguments& args, ui
   __shared__ HostStatus::Verdict verdict;
   const RowTables tables = RowTables::of(PlanView{args.plan, comm.plan_fields});
   Agreement found{};
+  bool by_starts = false;
   if (!failed_for_block(comm)) {
     const uint64_t begun = ptx::global_nanoseconds();
     const bool alike =
         starts_alike(comm, args, epoch, [&](int32_t peer) { device::note_late(comm, peer, begun); });
     const bool taken = take_counts(comm, epoch, counts, tables.tokens);
     // Where copies land, records say.
-    if (__syncthreads_and(alike && taken && !args.copied)) {
+    by_starts = __syncthreads_and(alike && taken && !args.copied);
+    if (by_starts) {
       found = {true, true};
     } else {
       found = agree(comm, epoch, verdict);
@@ -474,7 +476,7 @@ __device__ inline void make_plan(const Comm& comm, const SendArguments& args, ui
   }
   if (!found.same) return call_off(comm, args, epoch, found, verdict);
   publish_plan(comm, args, epoch, counts, planner);
-  if (planner != Planner::of_few_watched) report_overflow(comm, args, counts);
+  if (planner != Planner::of_few_watched || !by_starts) report_overflow(comm, args, counts);
 }
 
 /// The same with counts in shared memory, `words` at `scratch`, if there is room for them.

@@ -269,6 +269,7 @@ __device__ inline SignalRecord dispatch_record(const Comm& comm, const SendArgum
   SignalRecord record{};
   record.epoch = epoch;
   record.operation = Operation::dispatch;
+  record.caller = args.caller;
   record.capacity = args.capacity;
   record.tokens = static_cast<int32_t>(args.tokens);
   record.alignment = static_cast<int32_t>(args.alignment);

@@ -1,0 +1,252 @@
+"""Ranks that are in the constructor at the same time meet, whatever they or others did before; ranks of
+different groups do not."""
+
+from __future__ import annotations
+
+import datetime
+import signal
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests import oracle
+from tests.cases import Case
+from tests.multirank.catching import Caught, catch
+from tests.multirank.harness import no_shared_memory_left, run_ranks
+
+
+def _build(group: Any = None, timeout: float = 10.0) -> Any:
+    import moecomm
+
+    size = dist.get_world_size(group)
+    return moecomm.Communicator(
+        group,
+        num_experts=4 * size,
+        hidden=8,
+        top_k=2,
+        max_tokens=6,
+        dtype=torch.float32,
+        timeout=timeout,
+    )
+
+
+def _build_and_play(group: Any = None, timeout: float = 10.0) -> list[str]:
+    with _build(group, timeout) as comm:
+        case = Case(tokens=(5, 3, 6)[: comm.size], num_experts=4 * comm.size, hidden=8, top_k=2)
+        return oracle.play(comm, case, comm.rank)
+
+
+def _join(rank: int, ranks: list[int], store: dist.Store) -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    if rank in ranks:
+        dist.init_process_group("gloo", store=store, rank=ranks.index(rank), world_size=len(ranks))
+
+
+def _retry(rank: int, world_size: int, late: int) -> list[str]:
+    import moecomm
+
+    if rank == late:
+        time.sleep(1.3)
+    for _ in range(12):
+        try:
+            return _build_and_play(timeout=0.5)
+        except (moecomm.PeerTimeout, moecomm.PeerLost):
+            continue
+    return ["was never built"]
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_ranks_that_have_failed_unequally_often(late: int) -> None:
+    with no_shared_memory_left():
+        oracle.assert_none(run_ranks(2, _retry, late))
+
+
+def _interrupted(rank: int, world_size: int, phase: str) -> list[str]:
+    import moecomm
+    from moecomm.setup.rendezvous import Rendezvous
+
+    exchange = Rendezvous.exchange
+
+    def interrupt(self: Any, its_phase: str, *arguments: Any) -> Any:
+        if its_phase == phase:
+            signal.raise_signal(signal.SIGINT)
+        return exchange(self, its_phase, *arguments)
+
+    if rank == 1:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        Rendezvous.exchange = interrupt  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            _build()
+        Rendezvous.exchange = exchange  # type: ignore[method-assign]
+    try:
+        return _build_and_play()
+    except moecomm.PeerLost as error:  # rank 1 has left the construction, and is in its next
+        if phase == "construction: arguments" or error.peer not in (-1, 1):
+            raise
+        return _build_and_play()
+
+
+@pytest.mark.parametrize("phase", ["construction: arguments", "construction: names"])
+def test_a_construction_that_was_interrupted_on_one_rank(phase: str) -> None:
+    """The others take part in the next one if they had not begun to build, and hear of it at once if they
+    had."""
+    with no_shared_memory_left():
+        oracle.assert_none(run_ranks(2, _interrupted, phase))
+
+
+def _worlds(rank: int, world_size: int, worlds: list[list[int]], folder: str) -> list[str]:
+    problems = []
+    for number, ranks in enumerate(worlds):
+        _join(rank, ranks, dist.FileStore(f"{folder}/{number}", len(ranks)))
+        if rank in ranks:
+            problems += _build_and_play()
+    return problems
+
+
+@pytest.mark.parametrize(
+    "worlds",
+    [[[0, 1], [0, 2]], [[0, 1], [0, 1, 2]], [[0, 1, 2], [2, 1]]],
+    ids=["replaced", "grown", "shrunk"],
+)
+def test_processes_that_have_built_before_beside_new_ones(worlds: list[list[int]], tmp_path: Path) -> None:
+    with no_shared_memory_left():
+        oracle.assert_none(run_ranks(3, _worlds, worlds, str(tmp_path)))
+
+
+def _same_name(rank: int, world_size: int, folder: str) -> list[str]:
+    problems, names = [], set()
+    for run, members in enumerate(([0, 1], [1, 2], [2, 0])):
+        _join(rank, [0, 1, 2], dist.FileStore(f"{folder}/{run}", world_size))
+        group = dist.new_group(members)
+        if rank in members:
+            names.add(group.group_name)
+            problems += _build_and_play(group)
+        dist.barrier()
+    return problems + ([] if len(names) == 1 else [f"expected one name, got {names}"])
+
+
+def test_groups_of_other_ranks_with_a_name_that_was_used_before(tmp_path: Path) -> None:
+    """After destroy_process_group() torch begins again to number groups."""
+    with no_shared_memory_left():
+        oracle.assert_none(run_ranks(3, _same_name, str(tmp_path)))
+
+
+def _same_names(rank: int, world_size: int, waves: list[list[int]]) -> Caught | list[str] | None:
+    first, second = dist.new_group([0, 1]), dist.new_group([2, 3])
+    group = first if rank < 2 else second
+    # As torch calls them where each rank calls new_group() for its own pair alone.
+    dist.ProcessGroup.group_name = property(lambda _: "pair")  # type: ignore[method-assign, assignment]
+    result: Caught | list[str] | None = None
+    for wave in waves:
+        if rank in wave:
+            played: list[str] = []
+            result = catch(lambda played=played: played.extend(_build_and_play(group, 4.0))) or played
+        dist.barrier()
+    return result
+
+
+@pytest.mark.parametrize("waves", [[[0, 3], [1, 2]], [[0, 2], [1, 3]]])
+def test_pairs_of_one_name_are_refused(waves: list[list[int]]) -> None:
+    with no_shared_memory_left():
+        for caught in run_ranks(4, _same_names, waves):
+            assert isinstance(caught, Caught) and caught.name == "MismatchedArguments", caught
+            assert all(word in caught.text for word in ("'pair'", "0,1", "2,3", "new_group")), caught
+
+
+def test_pairs_of_one_name_are_never_joined() -> None:
+    """Where all come at once, a pair that has met before the other comes is built."""
+    with no_shared_memory_left():
+        for result in run_ranks(4, _same_names, [[0, 1, 2, 3]]):
+            assert result == [] or (isinstance(result, Caught) and result.name == "MismatchedArguments"), (
+                result
+            )
+
+
+def _port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+def _busy_store(rank: int, world_size: int, port: int) -> list[str]:
+    store = dist.TCPStore("127.0.0.1", port, world_size, rank == 0)
+    _join(rank, [0, 1], store)
+    release = f"release {rank}"
+    waiting = threading.Thread(target=lambda: store.wait([release], datetime.timedelta(seconds=40)))
+    waiting.start()
+    time.sleep(0.3)  # the thread has the store's connection
+    problems = _build_and_play()
+    if not waiting.is_alive():
+        problems.append("the construction waited for another thread's wait")
+    store.clone().set(release, "")
+    waiting.join()
+    dist.barrier()  # the server lives in rank 0
+    return problems
+
+
+def test_a_thread_that_waits_in_the_store_meanwhile() -> None:
+    with no_shared_memory_left():
+        oracle.assert_none(run_ranks(2, _busy_store, _port()))
+
+
+def _threads(rank: int, world_size: int, same: bool, port: int) -> list[str]:
+    _join(rank, [0, 1], dist.TCPStore("127.0.0.1", port, world_size, rank == 0))
+    first = dist.new_group([0, 1])
+    second = first if same else dist.new_group([0, 1])
+    if rank == 1:
+        first, second = second, first
+    problems: list[str] = []
+    lock = threading.Lock()
+
+    def build(group: Any) -> None:
+        try:
+            found = _build_and_play(group)
+        except Exception as error:
+            found = [repr(error)]
+        with lock:
+            problems.extend(found)
+
+    threads = [threading.Thread(target=build, args=(group,)) for group in (first, second)]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.2)
+    for thread in threads:
+        thread.join()
+    dist.barrier()
+    return problems
+
+
+@pytest.mark.parametrize("same", [False, True])
+def test_threads_that_build_in_another_order_on_each_rank(same: bool) -> None:
+    with no_shared_memory_left():
+        oracle.assert_none(run_ranks(2, _threads, same, _port()))
+
+
+def _gone(rank: int, world_size: int) -> list[Caught | None]:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    group = dist.new_group([0, 1])
+    dist.destroy_process_group()
+    destroyed = catch(lambda: _build_over(group))
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    return [destroyed, catch(lambda: _build_over(None))]
+
+
+def _build_over(group: Any) -> Any:
+    import moecomm
+
+    return moecomm.Communicator(group, num_experts=8, hidden=8, top_k=2, max_tokens=6, dtype=torch.float32)
+
+
+def test_groups_that_nothing_can_be_built_over() -> None:
+    for destroyed, fake in run_ranks(2, _gone):
+        assert destroyed is not None and destroyed.name == "InvalidArgument", destroyed
+        assert "destroy_process_group" in destroyed.text
+        assert fake is not None and fake.name == "Unsupported" and "fake" in fake.text, fake
