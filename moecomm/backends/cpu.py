@@ -155,6 +155,8 @@ class CpuBackend:
         count = 1
         for size in shape:
             count *= size
+        if torch.is_anomaly_enabled():  # which looks at rows past the last group, too
+            return torch.zeros(shape, dtype=dtype, device="cpu")
         if count * dtype.itemsize < _POOLED_BYTES:
             return torch.empty(shape, dtype=dtype, device="cpu")
         buffer = self._pool.take(count * dtype.itemsize)

@@ -731,7 +731,8 @@ class CudaBackend:
         takes half as long again."""
         strides = (shape[1], 1) if len(shape) == 2 else (1,)
         try:
-            return self._kinds[dtype].new_empty_strided(shape, strides)
+            found = self._kinds[dtype].new_empty_strided(shape, strides)
+            return found.zero_() if torch.is_anomaly_enabled() else found  # of rows past the last group, too
         except torch.OutOfMemoryError as error:
             raise _out_of_memory(shape, dtype, error) from error
 

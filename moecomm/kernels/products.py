@@ -246,6 +246,15 @@ def grouped_matmul(
     return product
 
 
+def _without_tail(rows_P: Tensor, groups: Tensor) -> Tensor:
+    """Returns rows (P, ...), with those past the last group set to zero while torch looks for NaN
+    (torch.autograd.detect_anomaly): nobody has written them, and it would find one there."""
+    if torch.compiler.is_compiling() or not torch.is_anomaly_enabled():
+        return rows_P
+    past_P = torch.arange(rows_P.shape[0], device=rows_P.device) >= groups[-1]
+    return rows_P.masked_fill_(past_P.view(-1, *[1] * (rows_P.ndim - 1)), 0)
+
+
 class _GroupedMatmul(torch.autograd.Function):
     # The backward of torch's grouped_mm refuses gradients that are not contiguous, such as the expanded one
     # of a sum.
@@ -257,14 +266,15 @@ class _GroupedMatmul(torch.autograd.Function):
         groups = products.groups(offsets_L)
         ctx.save_for_backward(rows_PA, weight_LAB, groups)
         ctx.products = products
-        return products.grouped_mm(rows_PA, weight_LAB, groups)
+        return _without_tail(products.grouped_mm(rows_PA, weight_LAB, groups), groups)
 
     @staticmethod
     def backward(ctx: Any, grad_PB: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         rows_PA, weight_LAB, groups = ctx.saved_tensors
         grad_rows_PA = grad_weight_LAB = None
         if ctx.needs_input_grad[0]:
-            grad_rows_PA = ctx.products.grouped_mm_dgrad(grad_PB, weight_LAB, groups)
+            made_PA = ctx.products.grouped_mm_dgrad(grad_PB, weight_LAB, groups)
+            grad_rows_PA = _without_tail(made_PA, groups)
         if ctx.needs_input_grad[1]:
             grad_weight_LAB = ctx.products.grouped_mm_wgrad(rows_PA, grad_PB, groups)
         return grad_rows_PA, grad_weight_LAB, None, None
@@ -324,7 +334,8 @@ class _ExpertFfn(torch.autograd.Function):
         )
         ctx.save_for_backward(rows_PH, w_in_LHI, w_out_LFH, b_out_LH, groups, weights_P, inner_PI)
         ctx.activation, ctx.products = activation, products
-        return products.grouped_mm(z_PF, w_out_LFH, groups, bias_LB=b_out_LH, weights_P=weights_P)
+        y_PH = products.grouped_mm(z_PF, w_out_LFH, groups, bias_LB=b_out_LH, weights_P=weights_P)
+        return _without_tail(y_PH, groups)
 
     @staticmethod
     @_disable_dynamo  # kernels are given addresses
@@ -345,13 +356,15 @@ class _ExpertFfn(torch.autograd.Function):
             need_z=need_out,
         )
         if grad_weights_P is not None and b_out_LH is not None:
-            grad_weights_P.add_(products.bias_weights_grad(grad_y_PH, b_out_LH, groups))
+            of_bias_P = products.bias_weights_grad(grad_y_PH, b_out_LH, groups)
+            grad_weights_P.add_(_without_tail(of_bias_P, groups))
         if z_PF is not None:
             grad_out_LFH = products.grouped_mm_wgrad(z_PF, grad_y_PH, groups)
         if need_b_out:
             grad_b_out_LH = products.bias_grad(grad_y_PH, groups, weights_P)
         if need_rows:
-            grad_rows_PH = products.grouped_mm_dgrad(grad_inner_PI, w_in_LHI, groups)
+            made_PH = products.grouped_mm_dgrad(grad_inner_PI, w_in_LHI, groups)
+            grad_rows_PH = _without_tail(made_PH, groups)
         if need_in:
             grad_in_LHI = products.grouped_mm_wgrad(rows_PH, grad_inner_PI, groups)
         if need_b_in:
