@@ -130,7 +130,7 @@ class Twin:
 
     def _sent(self, own: Rank, capacity: int, positions: int) -> tuple[Any, ...]:
         sent = (own.x_TH.data_ptr(), 0, own.ids_TK.data_ptr(), True, own.weights_TK.data_ptr())
-        return (*sent, self.shape.tokens, self.layout, 1, capacity, positions, own.plan.data_ptr())
+        return (*sent, self.shape.tokens, self.layout, 1, capacity, positions, 0, own.plan.data_ptr())
 
     def _received(self, own: Rank) -> tuple[int, ...]:
         by_rank = self.shape.layout == "rank"
