@@ -80,7 +80,9 @@ enum Carries : uint32_t {
   kCarriesRows = 1,
   kCarriesWeights = 2,
   kCarriedByCopies = 4,
-  kCarriesQuantised = 8
+  kCarriesQuantised = 8,
+  kAfterGivenUp = 16  ///< GPU, where tokens take turns: the dispatch before was not received, and rows that
+                      ///< were yet to be sent did not go out
 };
 
 /// Why a rank gave up on a peer.

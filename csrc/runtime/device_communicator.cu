@@ -337,6 +337,9 @@ void DeviceCommunicator::abandon(cudaStream_t stream) {
   pending_.reset();
   if (!there) return;
   const gpu::SendArguments& sent = begun.arguments;
+  // Others may have received it, this rank's rows that were yet to be sent among them.
+  const bool in_turn = comm(begun.wire)->window.stage_tokens < config_.shape.max_tokens;
+  if (in_turn && !sent.copied) given_up_ = begun.capture;
   // Copies take the epoch from a word that the next operation changes.
   if (begun.held) check_cuda(cudaStreamWaitEvent(pending_stream_, copied_, 0), "cudaStreamWaitEvent");
   const bool overlapped = !sent.apart && !begun.offered;
@@ -352,6 +355,14 @@ void DeviceCommunicator::abandon(cudaStream_t stream) {
   check_cuda(cudaStreamWaitEvent(stream, fork_, 0), "cudaStreamWaitEvent");
 }
 
+/// Returns what the record of the operation that begins on `stream` says of a dispatch that this rank gave up
+/// before it: who has received that disagrees, and all raise.
+uint32_t DeviceCommunicator::after_given_up(cudaStream_t stream) {
+  if (!given_up_ || *given_up_ != capture_of(stream)) return 0;
+  given_up_.reset();
+  return kAfterGivenUp;
+}
+
 const gpu::DispatchBlocks& DeviceCommunicator::divided(const gpu::SendArguments& arguments) const {
   return heuristics_.dispatch(arguments.layout == RowLayout::rank, arguments.work);
 }
@@ -362,6 +373,7 @@ void DeviceCommunicator::send(WireFormat wire, gpu::SendArguments arguments, cud
   arguments.warps = divided.send_warps;
   arguments.routes_first = divided.routes_first && nodes_.nodes() == 1;
   arguments.relay_blocks = heuristics_.relay_blocks;
+  arguments.after = after_given_up(stream);
   arguments.apart = !overlaps_ && !copies_;
   arguments.copied = copies_;
   arguments.landing = copies_ ? next_landing() : 0;
@@ -535,8 +547,9 @@ void DeviceCommunicator::send_and_receive(WireFormat wire, const gpu::SendArgume
 
 /// Starts the one kernel of an operation whose two sides have their arguments.
 void DeviceCommunicator::run_in_one(WireFormat wire, gpu::FusedArguments arguments, cudaStream_t stream) {
-  const gpu::SendArguments& sent = arguments.send;
+  gpu::SendArguments& sent = arguments.send;
   take_sent(arguments.receive, sent);
+  if (!arguments.again) sent.after = after_given_up(stream);
   const int warps = gpu::block_warps(overlaps_);
   // What is received again is known, and may be what others with many tokens have sent.
   const int64_t items = arguments.again ? arguments.receive.rows : sent.tokens * config_.shape.ranks;
@@ -634,6 +647,7 @@ std::pair<int64_t, int64_t> DeviceCommunicator::wait_rows(cudaStream_t stream) {
     }
   } catch (...) {
     abandon(stream);  // at once: peers may wait for what is sent here to be read
+    if (load_acquire(rows.ticket) == ticket && rows.rows < 0) given_up_.reset();  // nobody has received it
     throw;
   }
   const gpu::SendArguments& sent = pending_->arguments;
@@ -702,6 +716,7 @@ void DeviceCommunicator::combine(const gpu::CombineArguments& arguments, bool qu
   gpu::CombineArguments all = arguments;
   all.wire = quantised ? config_.sums : WireFormat::same;
   all.relay_blocks = heuristics_.relay_blocks;
+  all.after = after_given_up(stream);
   all.copied = copies_ && all.rows != nullptr;
   all.landing = all.copied ? next_landing() : 0;
   ++stats_.combine_calls;
@@ -756,6 +771,7 @@ void DeviceCommunicator::fail(ErrorKind kind, const std::string& text, cudaStrea
   const DeviceGuard guard(config_.device);
   complete(stream);
   abandon(stream);
+  static_cast<void>(after_given_up(stream));  // all raise without it
   char* const target = pinned_->texts + (texts_++ % kTexts) * kErrorText;
   const size_t length = std::min(text.size(), size_t{kErrorText - 1});
   std::memcpy(target, text.data(), length);

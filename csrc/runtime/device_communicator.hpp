@@ -222,6 +222,7 @@ class DeviceCommunicator {
   void receive_copied(std::function<void(cudaStream_t)> receive, bool held, cudaStream_t stream);
   int32_t next_landing() { return static_cast<int32_t>(copied_operations_++ & 1); }
   void abandon(cudaStream_t stream);
+  uint32_t after_given_up(cudaStream_t stream);
   void require_begun() const;
   void watch();
   void free_device() noexcept;
@@ -275,6 +276,7 @@ class DeviceCommunicator {
   gpu::RecentRows recent_rows_[2];  ///< of dropless dispatches, by expert and by rank
   bool few_fit_ = true;             ///< what the last one of few tokens brought would fit what it is offered
   cudaStream_t pending_stream_ = nullptr;
+  std::optional<uint64_t> given_up_;  ///< the capture, or 0, in which the next operation says so (Carries)
   DeviceStats stats_;
 };
 

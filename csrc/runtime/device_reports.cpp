@@ -90,6 +90,16 @@ std::string DeviceCommunicator::describe(const HostStatus::Verdict& v) const {
     case Disagreement::plan:
       what = "the handle (the epoch of its dispatch)";
       break;
+    case Disagreement::carries:
+      if (((v.index ^ v.value) & kAfterGivenUp) != 0) {
+        what =
+            "whether the dispatch before was received: who gave it up may not have sent all rows, and the "
+            "output of the others is not to be used";
+        first = (v.index & kAfterGivenUp) != 0 ? "given it up" : "received it";
+        here = (v.value & kAfterGivenUp) != 0 ? "given it up" : "received it";
+        break;
+      }
+      [[fallthrough]];
     default:
       what = "what travels (1: rows, 2: weights, 4: by the copy engine, 8: quantised, or their sum)";
   }

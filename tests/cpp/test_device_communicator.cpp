@@ -7,6 +7,7 @@
 #include <cstring>
 #include <map>
 #include <memory>
+#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
@@ -36,11 +37,11 @@ bool of_caller(cudaStream_t stream) { return reinterpret_cast<intptr_t>(stream) 
 
 std::string named(cudaStream_t stream) { return std::to_string(reinterpret_cast<intptr_t>(stream)); }
 
-/// Notes a launch: "recorded" by a capture, "beside" the kernel before it.
-cudaError_t note(const std::string& kernel, const gpu::Launch& launch) {
+/// Notes a launch: "recorded" by a capture, "beside" the kernel before it; `after` what was given up.
+cudaError_t note(const std::string& kernel, const gpu::Launch& launch, uint32_t after = 0) {
   const bool is_recorded = captures.count(launch.stream) > 0;
   calls.push_back(kernel + " " + named(launch.stream) + (is_recorded ? " recorded" : "") +
-                  (launch.overlapped ? " beside" : ""));
+                  (launch.overlapped ? " beside" : "") + (after == kAfterGivenUp ? " after" : ""));
   return cudaSuccess;
 }
 
@@ -163,7 +164,7 @@ cudaError_t launch_dispatch_route(const Launch& launch, const device::Comm&, con
     status->rows.rows = status->rows.positions = kRows;
     status->rows.ticket = arguments.ticket;
   }
-  return note("route", launch);
+  return note("route", launch, arguments.after);
 }
 cudaError_t launch_dispatch_receive(const Launch& launch, const device::Comm&, const ReceiveArguments&) {
   return note("receive", launch);
@@ -174,8 +175,9 @@ cudaError_t launch_combine_reduce(const Launch& launch, const device::Comm&, con
 cudaError_t launch_combine_sum(const Launch& launch, const device::Comm&, const CombineArguments&) {
   return note("sum", launch);
 }
-cudaError_t launch_combine_fused(const Launch& launch, const device::Comm&, const CombineArguments&) {
-  return note("combine", launch);
+cudaError_t launch_combine_fused(const Launch& launch, const device::Comm&,
+                                 const CombineArguments& arguments) {
+  return note("combine", launch, arguments.after);
 }
 cudaError_t launch_abandon(const Launch& launch, const device::Comm&, Operation, int64_t, int32_t, bool) {
   return note("abandon", launch);
@@ -194,9 +196,13 @@ const cudaStream_t one = stream(1), two = stream(2);
 
 /// A communicator of one rank, and arguments for its operations.
 struct Rank {
-  Rank() : comm(DeviceConfig{shape, 0, 5.0, 0, 0, 1}) {
+  explicit Rank(int32_t ranks = 1)
+      : shape{ranks, 1, 8 * ranks, 64, 4096, DType::bfloat16, WireFormat::same, 0, false, 0},
+        comm(DeviceConfig{shape, 0, 5.0, 0, 0, 1}) {
     const std::string name = comm.link_control();
-    comm.connect({reinterpret_cast<uintptr_t>(memory.data())}, {name}, {getpid()});
+    const auto each = static_cast<size_t>(ranks);
+    comm.connect(std::vector(each, reinterpret_cast<uintptr_t>(memory.data())), std::vector(each, name),
+                 std::vector<int64_t>(each, getpid()));
     comm.unlink_control();
     start();
   }
@@ -228,7 +234,7 @@ struct Rank {
     comm.combine(sums, false, held, on);
   }
 
-  const DeviceShape shape{1, 2, 8, 64, 4096, DType::bfloat16, WireFormat::same};
+  const DeviceShape shape;
   std::vector<std::byte> memory =
       std::vector<std::byte>(static_cast<size_t>(DeviceWindow::make(shape).total_bytes));
   std::byte* const bytes = memory.data();
@@ -260,6 +266,41 @@ void test_halves() {
   rank.combine(one);  // which ends the dispatch
   CHECK((calls ==
          Calls{"reduce 1", "sum 2 beside", "route 1", "send 1 beside", "abandon 1 beside", "combine 1"}));
+}
+
+/// Where tokens take turns, the next operation says what was not received, unless it was called off.
+void test_what_is_given_up() {
+  for (const int32_t ranks : {1, 3}) {
+    Rank rank(ranks);
+    const std::string after = ranks == 1 ? "" : " after";
+    rank.begin(one);
+    rank.start();
+    rank.combine(one);
+    CHECK((calls == Calls{"abandon 1 beside", "combine 1" + after}));
+    rank.start();
+    rank.combine(one);
+    CHECK(calls == Calls{"combine 1"});
+
+    rank.begin(one);
+    rank.comm.set_interrupt([] { throw std::runtime_error("interrupted"); });
+    status->rows.ticket = 0;
+    rank.start();
+    try {
+      rank.comm.wait_rows(one);
+      CHECK(false);
+    } catch (const std::runtime_error&) {
+    }
+    rank.begin(one);
+    CHECK((calls == Calls{"abandon 1 beside", "route 1" + after, "send 1 beside"}));
+    status->rows.rows = -1;
+    status->verdict.kind = static_cast<uint32_t>(ErrorKind::mismatched_arguments);
+    status->verdict.about = Disagreement::caller;
+    status->verdict.set = 1;
+    CHECK(test::throws(ErrorKind::mismatched_arguments, "disagree", [&] { rank.comm.wait_rows(one); }));
+    rank.start();
+    rank.combine(one);
+    CHECK(calls == Calls{"combine 1"});
+  }
 }
 
 /// What ends a dispatch comes before what follows on the stream that waited for it.
@@ -379,6 +420,7 @@ void test_a_capture_between_the_halves() {
 
 int main() {
   test_halves();
+  test_what_is_given_up();
   test_order_after_an_error();
   test_closed_between_the_halves();
   test_closed_by_a_signal();

@@ -101,7 +101,8 @@ struct Step {
   int alignment = 1;
   bool dropless = false;
   int odd = -1;           ///< the rank whose dispatch has another caller than those of the others,
-  bool any = false;       ///< which fits all
+  bool any = false;       ///< which fits all,
+  bool after = false;     ///< or instead has given up what was before
   bool given_up = false;  ///< nobody takes what has come, and what was left is abandoned
   RowLayout layout = RowLayout::expert;
 
@@ -171,6 +172,7 @@ Step make_step(const Shape& shape, Random& random) {
   step.dropless = draw(random, 0, 2) == 0;
   step.given_up = step.dropless && draw(random, 0, 3) == 0;
   step.any = step.dropless || draw(random, 0, 1) == 0;
+  step.after = !step.any && draw(random, 0, 1) == 0;
   if (shape.ranks > 1 && draw(random, 0, 2) == 0) step.odd = draw(random, 0, shape.ranks - 1);
   for (int rank = 0; rank < shape.ranks; ++rank) {
     Input& input = step.inputs[static_cast<size_t>(rank)];
@@ -247,8 +249,11 @@ class Rank {
     check_dispatch(shape, step, input);
     if (step.disagrees()) {
       const HostStatus::Verdict& verdict = status_.verdict;
-      CHECK(verdict.set != 0 && verdict.about == Disagreement::caller);
-      CHECK(verdict.rank == std::max(step.odd, 1) && verdict.index + verdict.value == 3 + 7);
+      CHECK(verdict.set != 0 && verdict.rank == std::max(step.odd, 1));
+      if (step.after)
+        CHECK(verdict.about == Disagreement::carries && (verdict.index ^ verdict.value) == kAfterGivenUp);
+      else
+        CHECK(verdict.about == Disagreement::caller && verdict.index + verdict.value == 3 + 7);
       status_.verdict.set = 0;
     } else if (!step.given_up) {
       for (int turn = 0; turn < step.combines; ++turn) check_combine(shape, step, input);
@@ -372,7 +377,9 @@ class Rank {
     sent.capacity = step.dropless ? -1 : input.capacity;
     sent.positions = step.by_rank() && !step.dropless ? input.capacity * shape.top_k : -1;
     sent.ticket = ++tickets_;
-    sent.caller = step.odd != rank_ ? 3 : step.any ? kAnyCaller : 7;
+    const bool odd = step.odd == rank_;
+    sent.caller = !odd || step.after ? 3 : step.any ? kAnyCaller : 7;
+    sent.after = odd && step.after ? uint32_t{kAfterGivenUp} : 0;
     sent.layout = step.layout;
     gpu::ReceiveArguments received{};
     received.rows = input.capacity;

@@ -68,6 +68,9 @@ class Protocol:
     leaves: bool = False
     """With starts: a rank whose own chunks have places may leave an operation in one kernel for want of room,
     and give it up then."""
+    tells: bool = False
+    """Where chunks take turns: an operation says so if the one before was given up, and who has read chunks
+    of that looks for it."""
     sections: int = 0
     """Landing sections of the copy engine; an operation takes any of them, or none. They take one chunk."""
     buffers: int = 2
@@ -97,6 +100,8 @@ class Protocol:
     """A start is taken in its own epoch only."""
     left_frees: bool = True
     """Giving up what was left gives the credits of all chunks."""
+    giving_up_told: bool = True
+    """What tells does is done."""
 
 
 class Action(NamedTuple):
@@ -133,6 +138,12 @@ class Rank(NamedTuple):
     """The epoch that is copied; 0 if nothing is left to copy."""
     left: tuple[Copy, ...] = ()
     """The queue of the copy engine."""
+    told: int = 0
+    """1: this operation says that the one before was given up."""
+    missed: int = 0
+    """The peers (a bit each, relative to the rank) that gave up chunks which this operation has read."""
+    lacks: int = 0
+    """The same of the operation before: these have to say so."""
 
 
 Memory = tuple[int, ...]
@@ -154,15 +165,16 @@ class Model:
         self.protocol = protocol
         p = protocol
         self.amounts = (p.chunks,) if p.always_brings else (0, p.chunks)
+        assert not p.tells or (p.chunks > p.places and p.sections == 0)
         assert p.sections == 0 or (p.chunks == p.places == 1 and not p.streams)
         assert not p.fused or p.starts or not (p.always_brings or p.gives_up)
         assert p.fused or not p.starts
         assert p.starts or not p.leaves
         # The words of a pair (writer, holder), from `at[writer, holder]` on: records (8 epoch + chunks, and
-        # chunks + 1 times the engine); flags (8 epoch + 1 if the chunk was given up); rows (8 epoch + chunk)
-        # by buffer and place; credits, which the holder writes at the writer; landed rows by section; starts
-        # (8 epoch + chunks), as records in turn. Pairs are in the order of writers, and each writer's in that
-        # of the holders after it, so that a rotation of the ranks rotates them.
+        # chunks + 1 times the engine, or `told`); flags (8 epoch + 1 if the chunk was given up); rows
+        # (8 epoch + chunk) by buffer and place; credits, which the holder writes at the writer; landed rows
+        # by section; starts (8 epoch + chunks), as records in turn. Pairs are in the order of writers, each
+        # writer's in that of the holders after it, so that a rotation of the ranks rotates them.
         self.flags = p.buffers
         self.rows = self.flags + p.chunks
         self.credits = self.rows + p.buffers * p.places
@@ -261,6 +273,8 @@ class Model:
     def _engines(self, r: int, ranks: tuple[Rank, ...], memory: Memory) -> list[int]:
         """The engines that a rank may take in its next operation: the one of a rank that has begun it."""
         p, epoch = self.protocol, ranks[r].epoch + 1
+        if p.sections == 0:
+            return [SMS]
         every = list(range(min(p.sections, 1) + 1 if p.one_landing else p.sections + 1))
         for peer, other in enumerate(ranks):
             if peer == r:
@@ -330,7 +344,7 @@ class Model:
                         self._with(ranks, memory, r, **begun._asdict()),
                     )
             return
-        program = self._thread_programs(rank)
+        p, program = self.protocol, self._thread_programs(rank)
         for number, (done, thread) in enumerate(zip(rank.threads, program, strict=True)):
             if done == len(thread):
                 continue
@@ -354,9 +368,13 @@ class Model:
                 if action.name == "put":
                     left = rank.left + self._copies(rank)
                     change = change._replace(copied=rank.epoch, left=left)
+                if action.name == "read" and self._given_up(action, r, rank, memory):
+                    change = change._replace(missed=change.missed | 1 << action.peer)
                 if ended:
                     landing = rank.engine or rank.landing
+                    told = int(p.tells and p.giving_up_told and rank.kind in (GIVES_UP, LEFT))
                     change = change._replace(kind=RECEIVES, chunks=0, engine=SMS, landing=landing)
+                    change = change._replace(told=told, missed=0, lacks=change.missed)
                 yield (
                     f"{action.name} {action.peer} {action.chunk}",
                     self._normal([change if i == r else each for i, each in enumerate(ranks)], written),
@@ -382,19 +400,22 @@ class Model:
                 if peer == r:
                     continue
                 record = memory[self.at[peer, r] + n % p.buffers] >> 3
-                if rank.kind != GIVES_UP and self._start(memory, peer, r, n) is not None:
-                    continue
-                if record < n:
+                start = None if rank.kind == GIVES_UP else self._start(memory, peer, r, n)
+                if start is None and record < n:
                     late.append(peer)
-                elif record > n:
+                elif start is None and record > n:
                     raise Violation(f"a rank finds a record of epoch {record} in epoch {n}")
+                elif rank.lacks >> (peer - r) % p.ranks & 1:
+                    word = memory[self.at[peer, r] + n % p.buffers] if start is None else start
+                    if (word & 7) // (p.chunks + 1) != 1:
+                        raise Violation("a rank has read a chunk that was given up, and nobody says so")
             return tuple(late) or None
         peer = (r + action.peer) % p.ranks
         out, into = self.at[r, peer], self.at[peer, r]
         if name == "start":
-            self._raise(written, out + self.starts + n % p.buffers, n, rank.chunks)
+            self._raise(written, out + self.starts + n % p.buffers, n, self._announced(rank))
         elif name == "announce":
-            self._raise(written, out + n % p.buffers, n, rank.chunks + (p.chunks + 1) * rank.engine)
+            self._raise(written, out + n % p.buffers, n, self._announced(rank))
         elif name == "row":
             for before in range(c - p.places, -1, -p.places):
                 if not self._arrived(memory[out + self.credits + before], n):
@@ -411,7 +432,7 @@ class Model:
                 start = self._start(memory, peer, r, n)
                 if start is None:
                     return (peer,)
-                engine, chunks = SMS, start & 7
+                engine, chunks = SMS, (start & 7) % (p.chunks + 1)
             elif rank.kind == FUSED:
                 engine, chunks = SMS, self._planned(n)
             elif record >> 3 != n:
@@ -435,6 +456,16 @@ class Model:
                         f"a rank reads chunk {row & 7} of epoch {row >> 3} for chunk {c} of epoch {n}"
                     )
         return None
+
+    def _announced(self, rank: Rank) -> int:
+        return rank.chunks + (self.protocol.chunks + 1) * (rank.engine + rank.told)
+
+    def _given_up(self, action: Action, r: int, rank: Rank, memory: Memory) -> bool:
+        """Returns whether a chunk that is read was given up, and not sent."""
+        if not self.protocol.tells:
+            return False
+        into = self.at[(r + action.peer) % self.protocol.ranks, r]
+        return memory[into + self.flags + action.chunk] == 8 * rank.epoch + 1
 
     def _start(self, memory: Memory, writer: int, holder: int, epoch: int) -> int | None:
         """The start of an operation; None if it is not there, or its writer has none."""
@@ -541,6 +572,7 @@ def _require_ends(after_loss: dict[State, list[State]]) -> None:
 
 _FUSED = Protocol(ranks=2, chunks=2, gives_up=False, streams=True, fused=True)
 _STARTS = replace(_FUSED, starts=True)
+_TELLS = Protocol(ranks=2, chunks=2, tells=True, loss=False)
 
 QUICK: dict[str, tuple[Protocol, int]] = {
     "two ranks": (Protocol(ranks=2, chunks=2, streams=True), 15615),
@@ -555,6 +587,7 @@ QUICK: dict[str, tuple[Protocol, int]] = {
     "two ranks that start in one kernel or two": (_STARTS, 15939),
     "two ranks that start, or give up": (replace(_STARTS, gives_up=True), 72403),
     "two ranks that may have no room": (replace(_STARTS, leaves=True), 28881),
+    "two ranks that tell what they gave up": (_TELLS, 49736),
     "two ranks and their copy engines": (Protocol(ranks=2, always_brings=True, sections=2), 10089),
     "two ranks that read where the record says": (
         Protocol(
@@ -589,6 +622,10 @@ MUTANTS: dict[str, tuple[Protocol, str]] = {
     "one kernel ends without the records of all": (replace(_FUSED, fused_meets=False), "two ahead"),
     "one kernel goes by starts of any epoch": (replace(_STARTS, starts_hold_epoch=False), "two ahead"),
     "what was left gives no credits": (replace(_STARTS, leaves=True, left_frees=False), "deadlock"),
+    "giving up is told to nobody": (
+        replace(_TELLS, giving_up_told=False),
+        "given up, and nobody says so",
+    ),
     "giving up leaves copies on the way": (replace(_COPIES, ends_after_copies=False), "over epoch 2"),
 }
 """Each is wrong in one point, and what is found of it."""

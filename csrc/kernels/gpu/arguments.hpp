@@ -54,6 +54,7 @@ struct SendArguments {
   bool later;            ///< only what waits for room, and nothing else: the chunks that take another's place
   bool copied;      ///< the copy engine moves the rows; the kernel brings them into the wire format at most
   int32_t landing;  ///< then the section of landed rows
+  uint32_t after = 0;  ///< kAfterGivenUp, or 0
   /// What is done with rows besides: x is in the communicator's dtype and the wire is not, or they are
   /// multiplied where they arrive.
   RowWork work;
@@ -110,6 +111,7 @@ struct CombineArguments {
   int32_t landing = 0;                 ///< to this section of landed rows
   int32_t team_warps = 0;              ///< as in FusedArguments
   int32_t parts = 0;                   ///< of a token's sum at its home, in one kernel
+  uint32_t after = 0;                  ///< as in SendArguments
   bool flags_late = false;             ///< own sums come before the flags of the last that were sent
   int32_t reduce_list = kListTokens, sum_list = kListTokens;  ///< as in CombineBlocks
 };

@@ -185,10 +185,10 @@ class HomeSums {
 __device__ void lead(const Comm& comm, const CombineArguments& args, WireFormat wire, uint64_t epoch) {
   const bool failed = failed_for_block(comm);
   if (!failed)
-    signal_start(
-        comm, Operation::combine, epoch, args.plan, args.layout, args.tokens,
-        (args.rows != nullptr ? kCarriesRows : 0u) | (wire != WireFormat::same ? kCarriesQuantised : 0u),
-        args.landing);
+    signal_start(comm, Operation::combine, epoch, args.plan, args.layout, args.tokens,
+                 args.after | (args.rows != nullptr ? kCarriesRows : 0u) |
+                     (wire != WireFormat::same ? kCarriesQuantised : 0u),
+                 args.landing);
   pass_epoch(comm, epoch);
   if (!failed) agree_on_operation(comm, Operation::combine, epoch);
 }

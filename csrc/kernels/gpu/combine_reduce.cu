@@ -355,11 +355,12 @@ __device__ void reduce(const Comm& comm, const CombineArguments& args, std::byte
     }
   }
   if (blockIdx.x == 0)
-    signal_start(
-        comm, Operation::combine, epoch, args.plan, args.layout, args.tokens,
-        (args.rows != nullptr ? kCarriesRows : 0u) | (args.weight_grads != nullptr ? kCarriesWeights : 0u) |
-            (args.copied ? kCarriedByCopies : 0u) | (wire != WireFormat::same ? kCarriesQuantised : 0u),
-        args.landing);
+    signal_start(comm, Operation::combine, epoch, args.plan, args.layout, args.tokens,
+                 args.after | (args.rows != nullptr ? kCarriesRows : 0u) |
+                     (args.weight_grads != nullptr ? kCarriesWeights : 0u) |
+                     (args.copied ? kCarriedByCopies : 0u) |
+                     (wire != WireFormat::same ? kCarriesQuantised : 0u),
+                 args.landing);
   if (id == 0 || comm.ranks() == 1) return;
   if (args.weight_grads != nullptr) send_weight_grads(comm, args, epoch, blocks, &block.shared_word);
   if (args.rows == nullptr) return;

@@ -546,7 +546,7 @@ __device__ void lead(const Comm& comm, const SendArguments& args, uint64_t epoch
   const bool failed = failed_for_block(comm);
   if (announces && !failed)
     signal_start(comm, args.operation, epoch, args.plan, args.layout, args.tokens,
-                 kCarriesRows | (args.quantises() ? kCarriesQuantised : 0u), 0);
+                 kCarriesRows | args.after | (args.quantises() ? kCarriesQuantised : 0u), 0);
   pass_epoch(comm, epoch);
   if (waits && !failed) agree_on_operation(comm, args.operation, epoch);
 }

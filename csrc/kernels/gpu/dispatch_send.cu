@@ -655,10 +655,10 @@ __device__ void send_later(const Comm& comm, const SendArguments& args, uint64_t
 
 /// Announces the backward of a combine. Whole block.
 __device__ void announce_start(const Comm& comm, const SendArguments& args, uint64_t epoch) {
-  signal_start(
-      comm, args.operation, epoch, args.plan, args.layout, args.tokens,
-      kCarriesRows | (args.copied ? kCarriedByCopies : 0u) | (args.quantises() ? kCarriesQuantised : 0u),
-      args.landing);
+  signal_start(comm, args.operation, epoch, args.plan, args.layout, args.tokens,
+               kCarriesRows | args.after | (args.copied ? kCarriedByCopies : 0u) |
+                   (args.quantises() ? kCarriesQuantised : 0u),
+               args.landing);
   if (args.copied) await_landing(comm, args.operation, epoch, args.landing);
 }
 
