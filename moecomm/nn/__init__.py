@@ -20,7 +20,7 @@ from moecomm.nn.checkpoint import sharded_state
 from moecomm.nn.config import MoEConfig
 from moecomm.nn.data_parallel import fully_shard_experts, prepare_ddp
 from moecomm.nn.experts import GroupedExperts, SharedExperts
-from moecomm.nn.gradients import clip_grad_norm, sync_gradients
+from moecomm.nn.gradients import clip_grad_norm, grad_norms, sync_gradients
 from moecomm.nn.graphed import GraphedStep
 from moecomm.nn.layer import MoELayer, backward_weights, set_loss_scale
 from moecomm.nn.losses import attach_loss, load_balancing_loss, z_loss
@@ -49,6 +49,7 @@ __all__ = [
     "backward_weights",
     "clip_grad_norm",
     "fully_shard_experts",
+    "grad_norms",
     "is_expert_parameter",
     "keep_plans",
     "load_balancing_loss",

@@ -4,7 +4,9 @@ replicated.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -169,8 +171,11 @@ def clip_grad_norm(
     max_norm: float,
     ep_group: AnyGroup | None = None,
     pp_group: AnyGroup | None = None,
+    *,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
 ) -> Tensor:
-    """Scales all gradients so that their global 2-norm is at most max_norm; returns the norm before, 0-d
+    """Scales all gradients so that their global norm is at most max_norm; returns the norm before, 0-d
     float32.
 
     Call it on every rank, after gradients are synchronised (`sync_gradients`, or a backward under FSDP2 or
@@ -179,6 +184,10 @@ def clip_grad_norm(
     gradient is its `main_grad`. float64 gradients give a float64 norm. All ranks get the same number. As
     in torch.nn.utils.clip_grad_norm_, a norm of NaN makes all gradients NaN, and an infinite one makes finite
     gradients zero.
+
+    norm_type: the order p of the norm, more than 0; math.inf for the largest absolute value. With
+    error_if_nonfinite a norm that is no finite number raises InvalidArgument on all ranks, before anything is
+    scaled; the host waits for the norm then.
 
     ep_group: the ranks that share out the experts, as a process group or a DeviceMesh of one dimension. For
     MoELayers it need not be given, and InvalidArgument is raised for another than the layers' own. For
@@ -192,41 +201,25 @@ def clip_grad_norm(
     others waiting for it, until the process group's own deadline; `sync_gradients`, which comes before, tells
     them of what it finds.
     """
-    _require_computed(model)
-    _refuse_sparse(model)
-    refuse_shared_with_experts(model)
-    ep_group, pp_group = as_group(ep_group, "ep_group"), as_group(pp_group, "pp_group")
+    pp_group, norm_type = as_group(pp_group, "pp_group"), float(norm_type)
     staged = [layer for layer in layers_of(model) if layer.folding is not None and layer.folding.pp > 1]
     if staged and pp_group is None:
         raise InvalidArgument(
             "pp_group is None, must be the ranks of this rank's pipeline, folding.group('pp'), for a norm "
             "over all stages"
         )
-    owners, trained, every = expert_owners(model), _trained(model), list(model.parameters())
-    _require_dense_ranks(model, [parameter for parameter in trained if parameter not in owners])
-    squares: dict[tuple[Group, ...], Tensor] = {}
-    for parameter in every:  # ranks may have frozen other experts, and all of them have to add up the same
-        groups = _shard_groups(parameter)
-        if parameter in owners and dist.is_initialized():
-            over = ep_group_of(owners[parameter], ep_group)
-            assert over is not None
-            groups = (*groups, over)
-        square = squares.setdefault(groups, _zero(every))
-        gradient = _found_gradient(parameter) if parameter.requires_grad else None
-        if gradient is not None:
-            # On a CPU torch adds one number after another: in float32 a shard's sum would show in the norm.
-            own = _local(gradient)
-            own = torch.view_as_real(own) if own.is_complex() else own
-            on_cpu = own.device.type == "cpu"
-            dtype = torch.float64 if on_cpu else torch.promote_types(own.dtype, torch.float32)
-            square += torch.linalg.vector_norm(own, dtype=dtype).double().square()
-    for groups, square in squares.items():
-        for over in groups:
-            dist.all_reduce(square, group=over)
-    total = sum(squares.values(), start=_zero(every))
+    trained, parts = _trained(model), [_zero(list(model.parameters()))]
+    for groups, powers in _powers(model, ep_group, norm_type).items():
+        parts.append(_all_ranks(_sum(list(powers.values()), norm_type), groups, norm_type))
+    total = _sum(parts, norm_type)
     if pp_group is not None:
-        dist.all_reduce(total, group=pp_group)
-    norm = total.sqrt()
+        total = _all_ranks(total, (pp_group,), norm_type)
+    norm = total if norm_type == math.inf else total.pow(1 / norm_type)
+    if error_if_nonfinite and not bool(norm.isfinite()):
+        raise InvalidArgument(
+            f"the norm of order {norm_type} of all gradients is {norm.item()}, must be finite with "
+            "error_if_nonfinite: leave this step out, on all ranks; nothing was scaled"
+        )
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for parameter in trained:
         gradient = _found_gradient(parameter)
@@ -234,6 +227,83 @@ def clip_grad_norm(
             local = _local(gradient)
             local.mul_(scale.to(local.device, local.dtype))
     return norm if any(p.dtype == torch.float64 for p in trained) else norm.float()
+
+
+@torch.no_grad()
+def grad_norms(
+    model: nn.Module, ep_group: AnyGroup | None = None, *, norm_type: float = 2.0
+) -> dict[str, Tensor]:
+    """Returns the norm of each trained parameter's gradient by the parameter's name, 0-d float64: of one of
+    experts over all of these, whichever rank holds them. Nothing is scaled.
+
+    Call it on every rank where `clip_grad_norm` may be called, before that or instead; arguments and errors
+    are as there. It is for logs: the ranks of an expert-parallel group exchange names at each call. With
+    pipeline stages it is of this rank's stage.
+    """
+    norm_type = float(norm_type)
+    found: dict[str, Tensor] = {}
+    for groups, powers in _powers(model, ep_group, norm_type).items():
+        names = list(powers)
+        for over in groups:  # a part of experts has no b_out, for example
+            told: list[Any] = [None] * dist.get_world_size(over)
+            dist.all_gather_object(told, names, group=over)
+            names = list(dict.fromkeys(name for each in told for name in each))
+        zero = _zero(list(model.parameters()))
+        values = torch.stack([powers.get(name, zero) for name in names])
+        values = _all_ranks(values, groups, norm_type)
+        norms = values if norm_type == math.inf else values.pow(1 / norm_type)
+        found |= dict(zip(names, norms.unbind(), strict=True))
+    return {name: found[name] for name, each in model.named_parameters() if each.requires_grad}
+
+
+def _powers(
+    model: nn.Module, ep_group: AnyGroup | None, order: float
+) -> dict[tuple[Group, ...], dict[str, Tensor]]:
+    """Returns the sum of |gradient|^order of each parameter on this rank, by its name, in float64; for an
+    order of inf the largest |gradient|. They are by the groups over which they are still to be reduced, of
+    frozen parameters too: ranks may have frozen other experts, and all of them have to add up the same."""
+    _require_computed(model)
+    _refuse_sparse(model)
+    refuse_shared_with_experts(model)
+    if not order > 0:
+        raise InvalidArgument(f"norm_type is {order}, must be more than 0, or math.inf")
+    owners, ep_group = expert_owners(model), as_group(ep_group, "ep_group")
+    _require_dense_ranks(model, [each for each in _trained(model) if each not in owners])
+    zero = _zero(list(model.parameters()))
+    powers: dict[tuple[Group, ...], dict[str, Tensor]] = {}
+    for name, parameter in model.named_parameters():
+        groups = _shard_groups(parameter)
+        if parameter in owners and dist.is_initialized():
+            over = ep_group_of(owners[parameter], ep_group)
+            assert over is not None
+            groups = (*groups, over)
+        value, gradient = zero, _found_gradient(parameter) if parameter.requires_grad else None
+        if gradient is not None and _local(gradient).numel():
+            # On a CPU torch adds one number after another: in float32 a shard's sum would show in the norm.
+            own = _local(gradient)
+            own = torch.view_as_real(own) if own.is_complex() else own
+            on_cpu = own.device.type == "cpu"
+            dtype = torch.float64 if on_cpu else torch.promote_types(own.dtype, torch.float32)
+            norm = torch.linalg.vector_norm(own, order, dtype=dtype).to(zero)
+            value = norm if order == math.inf else norm.pow(order)
+        powers.setdefault(groups, {})[name] = value
+    return powers
+
+
+def _sum(powers: list[Tensor], order: float) -> Tensor:
+    return torch.stack(powers).amax(0) if order == math.inf else torch.stack(powers).sum(0)
+
+
+def _all_ranks(powers: Tensor, groups: Sequence[Group], order: float) -> Tensor:
+    """Adds powers up over groups; for an order of inf finds the largest, or NaN, which they may lose."""
+    for over in groups:
+        if order != math.inf:
+            dist.all_reduce(powers, group=over)
+            continue
+        both = torch.stack((powers.nan_to_num(0.0, posinf=math.inf), powers.isnan().double()))
+        dist.all_reduce(both, op=dist.ReduceOp.MAX, group=over)
+        powers = both[0].where(both[1] == 0, math.nan)
+    return powers
 
 
 def _bits_of_router(model: nn.Module) -> Tensor | None:

@@ -1,0 +1,121 @@
+"""Norms of gradients of all orders over ranks that hold different experts, beside those of all gradients in
+one place."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.testing import assert_close
+
+from moecomm.nn import (
+    MoEConfig,
+    MoELayer,
+    clip_grad_norm,
+    fully_shard_experts,
+    grad_norms,
+    is_expert_parameter,
+    sync_gradients,
+)
+from moecomm.parallel import ParallelFolding
+from tests.multirank.catching import Caught, catch
+from tests.multirank.conftest import Pools, cpu_pools
+from tests.multirank.moe_cases import SIZES, groups_of
+
+CONFIG = MoEConfig(**SIZES, num_shared_experts=1, bias=True, dtype=torch.float64)
+ORDERS = [0.5, 1.0, 2.0, 3.0, math.inf]
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pools]:
+    yield from cpu_pools()
+
+
+def layer_with_gradients(rank: int, world: int, ep: int, how: str, seed: int) -> MoELayer:
+    torch.manual_seed(seed)
+    folding = ParallelFolding(world_size=world, etp=2, ep=ep // 2) if how == "parts" else None
+    where: dict[str, Any] = {"folding": folding} if folding else {"group": groups_of(rank, world, ep)[0]}
+    layer = MoELayer(CONFIG, max_tokens=8, **where)
+    if how == "fsdp":
+        fully_shard_experts(layer)
+        fully_shard(layer)
+    x = torch.randn(6, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(seed + rank))
+    layer(x).square().sum().backward()
+    sync_gradients(layer)
+    return layer
+
+
+def gradients_of_all(layer: MoELayer, ep: int) -> dict[str, Tensor]:
+    """Returns the elements of all gradients of the model, of experts those of the ranks of one EP group."""
+    own: dict[str, tuple[bool, Tensor]] = {}
+    for name, parameter in layer.named_parameters():
+        of_experts, gradient = name.startswith("experts."), parameter.grad
+        assert of_experts or not is_expert_parameter(parameter)
+        gradient = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+        own[name] = of_experts, gradient.flatten()
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, own)
+    found: dict[str, list[Tensor]] = {}
+    for rank, each in enumerate(told[:ep]):
+        for name, (of_experts, gradient) in each.items():
+            if of_experts or rank == 0:
+                found.setdefault(name, []).append(gradient)
+    return {name: torch.cat(parts) for name, parts in found.items()}
+
+
+def orders(rank: int, world: int, ep: int, how: str, seed: int) -> None:
+    for order in ORDERS:
+        layer = layer_with_gradients(rank, world, ep, how, seed)
+        with layer.comm:
+            want = gradients_of_all(layer, ep)
+            norms = grad_norms(layer, norm_type=order)
+            assert norms.keys() == dict(layer.named_parameters()).keys()
+            for name, norm in norms.items():
+                expected = torch.linalg.vector_norm(want[name], order)
+                assert_close(norm, expected, rtol=1e-12, atol=0, msg=f"{name} {order}")
+            total = torch.linalg.vector_norm(torch.cat(list(want.values())), order)
+            assert_close(clip_grad_norm(layer, float(total) / 4, norm_type=order), total, rtol=1e-12, atol=0)
+            for name, gradient in gradients_of_all(layer, ep).items():
+                assert_close(gradient, want[name] / 4, rtol=1e-5, atol=1e-12)
+            found = catch(lambda: clip_grad_norm(layer, 1.0, norm_type=-order))  # noqa: B023
+            assert found is not None and found.name == "InvalidArgument"
+            assert found.text.startswith(f"norm_type is -{order}, must be more than 0")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "ep", "how"),
+    [(1, 1, "plain"), (2, 2, "plain"), (4, 2, "plain"), (4, 2, "fsdp"), (2, 1, "fsdp"), (2, 2, "parts")],
+)
+def test_norms_of_all_orders(pool: Pools, ranks: int, ep: int, how: str, seed: int) -> None:
+    pool(ranks)(orders, ep, how, seed)
+
+
+def not_finite(
+    rank: int, world: int, value: float, order: float, seed: int
+) -> tuple[Caught | None, list[str]]:
+    """A value of one rank's experts is no number; returns what is raised, and the norms after it."""
+    layer = layer_with_gradients(rank, world, 2, "plain", seed)
+    with layer.comm:
+        if rank == 1:
+            layer.experts.w_in.grad[0, 0, 0] = value
+        before = layer.router.weight.grad.clone()
+        found = catch(lambda: clip_grad_norm(layer, 1e-3, norm_type=order, error_if_nonfinite=True))
+        assert torch.equal(before, layer.router.weight.grad)
+        each = str(grad_norms(layer, norm_type=order)["experts.w_in"].item())
+        return found, [each, str(clip_grad_norm(layer, 1e-3, norm_type=order).item())]
+
+
+@pytest.mark.parametrize("order", [2.0, math.inf])
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_a_norm_that_is_not_finite(pool: Pools, value: float, order: float, seed: int) -> None:
+    for found, norms in pool(2)(not_finite, value, order, seed):
+        assert found is not None and found.name == "InvalidArgument"
+        assert found.text.startswith(f"the norm of order {order} of all gradients is {value}")
+        assert norms == [str(value)] * 2
