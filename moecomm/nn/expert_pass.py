@@ -45,6 +45,7 @@ from moecomm.kernels.first_order import first_order
 from moecomm.kernels.products import Products
 from moecomm.nn.deferred import Deferred, Operands, Pending, cut_off
 from moecomm.nn.experts import shared_gates
+from moecomm.nn.given import Choices
 from moecomm.nn.overflow_check import OverflowCheck
 from moecomm.nn.overlap_config import Keep
 from moecomm.nn.own_experts import call_or_tell
@@ -86,9 +87,10 @@ class Runs:
 
 
 class Plans(NamedTuple):
-    """Dispatch outcomes of a layer's passes within one checkpoint, in their order."""
+    """Dispatch outcomes and choices of a layer's passes within one checkpoint, in their order."""
 
     found: list[Known]
+    choices: list[Choices]
     again: bool
     """True while the passes are computed again."""
 

@@ -26,6 +26,7 @@ from moecomm.nn.deferred import Deferred
 from moecomm.nn.expert_parts import ExpertPart
 from moecomm.nn.expert_pass import Call, Plans, Runs, Weights, run_experts
 from moecomm.nn.experts import GroupedExperts, SharedExperts
+from moecomm.nn.given import Choices, flat
 from moecomm.nn.losses import attach_loss
 from moecomm.nn.mixed_shards import refuse_mixed_shards
 from moecomm.nn.overflow_check import OverflowCheck
@@ -354,25 +355,50 @@ class MoELayer(nn.Module):
             found.__get__(self)
         return super().__getattr__(name)
 
-    def forward(self, x: Tensor, seq_len: int | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        seq_len: int | None = None,
+        *,
+        cu_seqlens: Tensor | None = None,
+        mask: Tensor | None = None,
+        topk_idx: Tensor | None = None,
+    ) -> Tensor:
         """Routes tokens to the experts and returns their weighted sum. x: (T, H), or (B, S, H) for B
         sequences of S tokens; any float dtype. The result has the same shape and dtype.
 
         seq_len: length of the sequences in a (T, H) input, for aux_loss="sequence"; taken from a (B, S, H)
-        input. A bad x, a seq_len that does not divide T, weights of another dtype than the config's and
-        settings that do not go together raise InvalidArgument on all ranks. With drop_over="sequence", and
-        with a pool and a capacity, a graph of torch.compile ends before the layer and goes on after it.
-        """
-        if torch.compiler.is_compiling() and (self._sequence is not None or self._has_pool()):
-            return self._forward_outside_graph(x, seq_len)
-        return self._forward(x, seq_len)
+            input.
+        cu_seqlens: instead of it, (N + 1,) int32 or int64: where N packed sequences of any length begin among
+            the T tokens, from 0 on, and where the last one ends.
+        mask: (T,) or (B, S) bool, False for padding: such a token has no expert (id -1), no part in a loss
+            and no place in an expert's load; its result is that of the shared experts alone. It counts in the
+            T of a capacity.
+        topk_idx: (T, K) or (B, S, K) int32 or int64: the experts that tokens go to, chosen in another forward
+            (`Routing.chosen_TK`, which a forward hook of `router` sees); weights and losses are those of the
+            router's scores now. A token whose places are all -1 is routed as ever; another -1 names no
+            expert.
 
-    def _forward(self, x: Tensor, seq_len: int | None) -> Tensor:
+        A bad x, a seq_len that does not divide T, the others of a wrong shape or dtype, weights of another
+        dtype than the config's and settings that do not go together raise InvalidArgument on all ranks, and
+        ids that are none, or one twice for a token, InvalidRouting. With drop_over="sequence", with a pool
+        and a capacity, and within `keep_plans`, a graph of torch.compile ends before the layer and goes on
+        after it.
+        """
+        every = {"cu_seqlens": cu_seqlens, "mask": mask, "topk_idx": topk_idx}
+        given = {name: value for name, value in every.items() if value is not None}
+        if torch.compiler.is_compiling() and (
+            self._sequence is not None or self._has_pool() or self._plans is not None
+        ):
+            return self._forward_outside_graph(x, seq_len, given)
+        return self._forward(x, seq_len, given)
+
+    def _forward(self, x: Tensor, seq_len: int | None, given: dict[str, Any]) -> Tensor:
         in_order = not self.overlap.overlap or self._own_experts or torch.compiler.is_compiling()
         watched = None if in_order else self._watched()
         in_order = in_order or watched is not None
         try:
-            routed = self._route(x, seq_len, in_order, watched)
+            routed = self._route(x, seq_len, in_order, watched, given)
         except Exception as error:
             compiling = torch.compiler.is_compiling() and not isinstance(error, InvalidArgument)
             if compiling or known_to_all(error):
@@ -400,9 +426,16 @@ class MoELayer(nn.Module):
                 return f"{name} has {found}"
         return None
 
-    def _route(self, x: Tensor, seq_len: int | None, in_order: bool, watched: str | None = None) -> Routed:
+    def _route(
+        self,
+        x: Tensor,
+        seq_len: int | None,
+        in_order: bool,
+        watched: str | None = None,
+        given: Mapping[str, Any] | None = None,
+    ) -> Routed:
         """Chooses the experts of each token. Raises InvalidArgument, on this rank alone."""
-        x_TH = x
+        x_TH, told = x, dict(given or {})
         exchanges = 0 if self._sequence is None else self._sequence.exchanges
         try:
             self._check_settings(in_order, watched)
@@ -416,10 +449,12 @@ class MoELayer(nn.Module):
                     f"hidden={hidden})"
                 )
             if x.dim() == 3:
-                x_TH, seq_len = x.flatten(0, 1), x.shape[1] or None
+                x_TH, told = x.flatten(0, 1), flat(x, told)
+                seq_len = seq_len if "cu_seqlens" in told else x.shape[1] or None
             if self._sequence is not None:
-                self.router.check(x_TH, seq_len)  # not first in its forward, where ranks wait for each other
-            routing = self.router(x_TH, seq_len)
+                # not first in its forward, where ranks wait for each other
+                self.router.check(x_TH, seq_len, **told)
+            routing = self._choose_experts(x_TH, seq_len, told)
         except Exception as error:
             waited_for = self._sequence is not None and self._sequence.exchanges == exchanges
             if self._sequence is not None and waited_for and not known_to_all(error):
@@ -434,9 +469,36 @@ class MoELayer(nn.Module):
         topk_idx_TK = routing.topk_idx_TK
         if self._part_ids is not None:
             # A choice becomes one of each part of its expert, with the same weight.
-            topk_idx_TK = self._part_ids[topk_idx_TK.long()].flatten(1)
+            parts_TKP = self._part_ids[topk_idx_TK.long()]
+            if "topk_idx" in told:  # the last row is for -1, and what is no id (E) stays none
+                unknown_TK1 = (topk_idx_TK >= self.config.num_experts).unsqueeze(-1)
+                parts_TKP = parts_TKP.masked_fill(unknown_TK1, self.comm.num_experts)
+            topk_idx_TK = parts_TKP.flatten(1)
             weights_TK = weights_TK.repeat_interleave(self._part_ids.shape[1], dim=1)
         return Routed(x_TH.to(self.config.dtype), topk_idx_TK, weights_TK, unattached)
+
+    def _choose_experts(self, x_TH: Tensor, seq_len: int | None, given: dict[str, Any]) -> Routing:
+        """Returns what the router says; within a checkpoint that keeps plans, of the choices that it made the
+        first time."""
+        router, plans = self.router, self._plans
+        if plans is None:
+            return router(x_TH, seq_len, **given)
+        if not plans.again or not plans.choices:
+            routing = router(x_TH, seq_len, **given)
+            chosen_TK = routing.topk_idx_TK if routing.chosen_TK is None else routing.chosen_TK
+            plans.choices.append(Choices(chosen_TK, routing.topk_idx_TK))
+            return routing
+        again = plans.choices.pop(0)
+        if getattr(router.forward, "__func__", None) is TopKRouter.forward:
+            return router(x_TH, seq_len, **given, again=again)
+        routing = router(x_TH, seq_len, **given)
+        captures = x_TH.is_cuda and torch.cuda.is_current_stream_capturing()
+        if not captures and not torch.equal(routing.topk_idx_TK, again.kept_TK):
+            raise InvalidArgument(
+                "layer.router, a router of one's own, chose other experts when a checkpoint with keep_plans "
+                "was computed again: it must choose the same both times"
+            )
+        return routing
 
     def _finish(
         self, y_TH: Tensor, shape: torch.Size, dtype: torch.dtype, unattached: Routing | None

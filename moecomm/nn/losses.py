@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,39 +12,94 @@ from moecomm.arguments import require_integer
 from moecomm.errors import InvalidArgument
 
 
-def load_balancing_loss(probs_TE: Tensor, topk_idx_TK: Tensor, sequence_len: int | None = None) -> Tensor:
-    """Switch Transformer's load-balancing loss (arXiv 2101.03961, eq. 4-6; for top-k as in Megatron-Core).
+class ExpertSums(NamedTuple):
+    """What the load-balancing loss is made of, for each of S sequences; of counts no gradient is wanted."""
 
-    E * sum over e of f_e * P_e, where f_e is the share of the (token, k) pairs that chose expert e and P_e
-    the mean probability of e; 1 when both are uniform. Gradient flows through P only. probs_TE: (T, E), rows
-    sum to 1; topk_idx_TK: (T, K), every entry a global expert id, or -1 for a choice that was dropped, which
-    counts in the number of pairs alone. With sequence_len, which must divide T, the loss is taken over each
-    run of sequence_len tokens and averaged. Returns a 0-d tensor; 0 when T is 0. Other shapes and a
-    sequence_len that does not divide T raise InvalidArgument.
-    """
+    probs_SE: Tensor
+    """Sums of the tokens' probabilities; differentiable."""
+    chosen_SE: Tensor
+    """How often each expert was chosen."""
+    tokens_S: Tensor
+    """Numbers of tokens."""
+
+    def loss(self, top_k: int) -> Tensor:
+        """Returns E * sum over e of f_e * P_e, the mean over sequences that have tokens; 0 if none has."""
+        tokens_S1 = self.tokens_S.clamp(min=1).unsqueeze(1)
+        share_SE = self.chosen_SE / (tokens_S1 * top_k)
+        loss_S = (self.probs_SE / tokens_S1 * share_SE).sum(dim=1) * self.probs_SE.shape[1]
+        return loss_S.sum() / (self.tokens_S > 0).sum().clamp(min=1)
+
+
+def expert_sums(
+    probs_TE: Tensor,
+    topk_idx_TK: Tensor,
+    sequence_len: int | None = None,
+    *,
+    cu_seqlens: Tensor | None = None,
+    mask_T: Tensor | None = None,
+) -> ExpertSums:
+    """Returns the sums over sequences; arguments and errors as of `load_balancing_loss`."""
     if probs_TE.dim() != 2 or topk_idx_TK.dim() != 2 or probs_TE.shape[0] != topk_idx_TK.shape[0]:
         raise InvalidArgument(
             f"probs_TE has shape {tuple(probs_TE.shape)}, topk_idx_TK {tuple(topk_idx_TK.shape)}, must be "
             "(T, E) and (T, K)"
         )
     num_tokens, num_experts = probs_TE.shape
-    length = num_tokens if sequence_len is None else require_integer("sequence_len", sequence_len, 1)
-    if num_tokens == 0:
-        return probs_TE.sum()
-    sequences = num_tokens // length
-    if sequences * length != num_tokens:
+    length = max(num_tokens, 1) if sequence_len is None else require_integer("sequence_len", sequence_len, 1)
+    if num_tokens % length:
         raise InvalidArgument(f"sequence_len is {length}, must divide the number of tokens {num_tokens}")
-    probs_SE = probs_TE.view(sequences, length, num_experts).mean(dim=1)
-    chosen_SN = topk_idx_TK.reshape(sequences, -1).to(torch.int64)
-    ones_SN = (chosen_SN >= 0).to(probs_TE.dtype)
-    share_SE = torch.zeros_like(probs_SE).scatter_add(1, chosen_SN.clamp(min=0), ones_SN) / chosen_SN.shape[1]
-    return num_experts * (probs_SE * share_SE).sum(dim=1).mean()
+    token_T = torch.arange(num_tokens, device=probs_TE.device)
+    real_T = torch.ones_like(token_T, dtype=probs_TE.dtype) if mask_T is None else mask_T.to(probs_TE.dtype)
+    if mask_T is not None:
+        probs_TE = probs_TE.masked_fill(~mask_T.unsqueeze(1), 0.0)
+    if cu_seqlens is None:
+        count, of_T = num_tokens // length, token_T // length
+        probs_SE = probs_TE.view(count, length, num_experts).sum(dim=1)
+        tokens_S = real_T.view(count, length).sum(dim=1)
+    else:
+        # One row more, for tokens past the last sequence.
+        count, of_T = cu_seqlens.shape[0] - 1, torch.bucketize(token_T, cu_seqlens[1:], right=True)
+        probs_SE = probs_TE.new_zeros(count + 1, num_experts).index_add(0, of_T, probs_TE)[:count]
+        tokens_S = real_T.new_zeros(count + 1).index_add(0, of_T, real_T)[:count]
+    chosen_TK = topk_idx_TK.to(torch.int64)
+    ones_TK = (chosen_TK >= 0) * real_T.unsqueeze(1)
+    place_TK = of_T.unsqueeze(1) * num_experts + chosen_TK.clamp(min=0)
+    chosen_N = real_T.new_zeros((count + 1) * num_experts)
+    chosen_N.scatter_add_(0, place_TK.flatten(), ones_TK.flatten())
+    return ExpertSums(probs_SE, chosen_N.view(-1, num_experts)[:count], tokens_S)
 
 
-def z_loss(logits_TE: Tensor) -> Tensor:
+def load_balancing_loss(
+    probs_TE: Tensor,
+    topk_idx_TK: Tensor,
+    sequence_len: int | None = None,
+    *,
+    cu_seqlens: Tensor | None = None,
+    mask_T: Tensor | None = None,
+) -> Tensor:
+    """Switch Transformer's load-balancing loss (arXiv 2101.03961, eq. 4-6; for top-k as in Megatron-Core).
+
+    E * sum over e of f_e * P_e, where f_e is the share of the (token, k) pairs that chose expert e and P_e
+    the mean probability of e; 1 when both are uniform. Gradient flows through P only. probs_TE: (T, E), rows
+    sum to 1; topk_idx_TK: (T, K), every entry a global expert id, or -1 for a choice that was dropped, which
+    counts in the number of pairs alone. With sequence_len, which must divide T, the loss is taken over each
+    run of sequence_len tokens and averaged. cu_seqlens, instead: (S + 1,) integers from 0 on, where S
+    sequences of any length begin and the last one ends; tokens past that are of none. mask_T: (T,) bool,
+    False for tokens that do not count at all (padding). Returns a 0-d tensor; 0 without tokens, and the mean
+    is over sequences that have some. Other shapes and a sequence_len that does not divide T raise
+    InvalidArgument.
+    """
+    sums = expert_sums(probs_TE, topk_idx_TK, sequence_len, cu_seqlens=cu_seqlens, mask_T=mask_T)
+    return sums.loss(topk_idx_TK.shape[1])
+
+
+def z_loss(logits_TE: Tensor, mask_T: Tensor | None = None) -> Tensor:
     """Returns the mean over tokens of logsumexp(logits)^2 (ST-MoE, arXiv 2202.08906, eq. 5). 0-d; 0 when T is
-    0."""
-    return logits_TE.logsumexp(dim=-1).square().sum() / max(logits_TE.shape[0], 1)
+    0. mask_T: (T,) bool, False for tokens that do not count."""
+    squares_T = logits_TE.logsumexp(dim=-1).square()
+    if mask_T is None:
+        return squares_T.sum() / max(logits_TE.shape[0], 1)
+    return squares_T.masked_fill(~mask_T, 0.0).sum() / mask_T.sum().clamp(min=1)
 
 
 @torch.library.custom_op("moecomm::scale_in_backward", mutates_args=())

@@ -28,6 +28,7 @@ from moecomm.nn.expert_pass import (
 from moecomm.nn.experts import GroupedExperts, SharedExperts
 from moecomm.nn.layer import MoELayer
 from moecomm.nn.parameters import add_gradient, grad_in_place, has_hooks
+from moecomm.nn.plans import keep_plans
 from moecomm.nn.watched import OF_SHARDS, watcher
 from moecomm.overlap.beside import Turns
 from moecomm.overlap.blocks import CutBlock, Operations, Turned, Values
@@ -114,7 +115,8 @@ class MoEBlock(nn.Module, CutBlock):
         """Computes `before` and the router."""
         self._check()
         if self.recompute:
-            return checkpoint(self._route, x, use_reentrant=False)
+            kept = keep_plans(self.layer)  # of the choice; the experts' pass is not within
+            return checkpoint(self._route, x, use_reentrant=False, context_fn=kept)
         return self._route(x)
 
     def _route(self, x: Tensor) -> tuple[Values, Values]:

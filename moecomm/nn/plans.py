@@ -22,8 +22,13 @@ def keep_plans(*modules: nn.Module) -> Callable[[], Contexts]:
     The MoELayers in `modules` then make no second plan and exchange no counts; rows travel again, as far as
     the layer's `keep` wants them, and nothing is combined where the layer is the last thing in the block that
     keeps anything. Plans take some hundred bytes a token on up to eight ranks, more on more, whatever the
-    hidden size (docs/memory.md). The routing has to be the same both times, as torch.utils.checkpoint sees to
-    (preserve_rng_state).
+    hidden size (docs/memory.md).
+
+    The experts, and what a capacity drops, are those of the first time too, for layers that run in order as
+    well: scores, weights and losses are computed again, and noise, another rounding or biases that were
+    updated meanwhile do not change who was chosen. A router of another class has to choose the same both
+    times; another choice raises InvalidArgument on all ranks. Within torch.compile a graph ends before a
+    layer and goes on after it.
 
     Raises InvalidArgument for modules without a MoELayer.
     """
@@ -32,7 +37,7 @@ def keep_plans(*modules: nn.Module) -> Callable[[], Contexts]:
         raise InvalidArgument("modules have no MoELayer, must be those with the layers that are recomputed")
 
     def contexts() -> Contexts:
-        first = [Plans([], again=False) for _ in layers]
+        first = [Plans([], [], again=False) for _ in layers]
         return _Within(layers, first, again=False), _Within(layers, first, again=True)
 
     return contexts
@@ -50,7 +55,7 @@ class _Within(contextlib.AbstractContextManager[None]):
         self._before.append([layer._plans for layer in self._layers])
         for layer, plans in zip(self._layers, self._first, strict=True):
             # Each recomputation begins with the first plan.
-            layer._plans = Plans([*plans.found], again=True) if self._again else plans
+            layer._plans = Plans([*plans.found], [*plans.choices], again=True) if self._again else plans
 
     def __exit__(self, *_: object) -> None:
         for layer, before in zip(self._layers, self._before.pop(), strict=True):

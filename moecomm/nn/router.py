@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moecomm.arguments import require_integer
 from moecomm.errors import InvalidArgument
 from moecomm.nn.config import MoEConfig
+from moecomm.nn.given import Choices, check_given, replayed
 from moecomm.nn.losses import load_balancing_loss, z_loss
 from moecomm.nn.outside_autocast import matmul, needs_care
 from moecomm.nn.parameters import init_shared_weight
@@ -23,12 +23,15 @@ class Routing:
     """The routing of tokens to experts.
 
     Attributes:
-        topk_idx_TK: (T, K) int32 global expert ids, -1 where the capacity dropped the choice.
+        topk_idx_TK: (T, K) int32 global expert ids, -1 where the capacity dropped the choice and for
+            padding.
         topk_weights_TK: (T, K) float32 (float64 for a float64 config), 0 where dropped; differentiable.
         scores_TE: (T, E) float32 (float64 for float64 tokens): softmax over all experts, or sigmoid.
         losses: 0-d tensors "aux_loss" and "z_loss", each if configured and times its coefficient;
             differentiable.
         tokens_per_expert_E: (E,) int64, choices before any drop: the load that balancing must see.
+        chosen_TK: (T, K) int32, topk_idx_TK before any drop: what a later forward replays as topk_idx. None:
+            nothing is dropped, and it is topk_idx_TK.
     """
 
     topk_idx_TK: Tensor
@@ -36,6 +39,7 @@ class Routing:
     scores_TE: Tensor
     losses: dict[str, Tensor]
     tokens_per_expert_E: Tensor
+    chosen_TK: Tensor | None = None
 
 
 class TopKRouter(nn.Module):
@@ -105,12 +109,27 @@ class TopKRouter(nn.Module):
                 if zero is not None:
                     zero.zero_()
 
-    def forward(self, x_TH: Tensor, seq_len: int | None = None) -> Routing:
-        """Routes tokens. x_TH: (T, H) of any float dtype; T may be 0. seq_len: tokens of one sequence, for
-        aux_loss="sequence" (default: all T are one sequence). Raises InvalidArgument on a wrong shape or a
+    def forward(
+        self,
+        x_TH: Tensor,
+        seq_len: int | None = None,
+        *,
+        cu_seqlens: Tensor | None = None,
+        mask: Tensor | None = None,
+        topk_idx: Tensor | None = None,
+        again: Choices | None = None,
+    ) -> Routing:
+        """Routes tokens. x_TH: (T, H) of any float dtype; T may be 0.
+
+        seq_len, cu_seqlens, mask and topk_idx are those of `MoELayer.forward`, for T tokens. again: the
+        choices of this same forward, which is computed a second time: scores, weights and losses are new
+        ones, and the experts, drops too, are these. Raises InvalidArgument on a wrong shape or dtype or a
         seq_len that does not divide T."""
         config = self.config
-        self.check(x_TH, seq_len)
+        given = {"cu_seqlens": cu_seqlens, "mask": mask, "topk_idx": topk_idx}
+        self.check(x_TH, seq_len, **given)
+        # Choices may be -1 before any drop.
+        gaps = mask is not None or topk_idx is not None
         care = needs_care(x_TH.device.type)
         with torch.autocast(x_TH.device.type, enabled=False):
             x_TH = x_TH.to(torch.promote_types(x_TH.dtype, torch.float32))
@@ -126,43 +145,62 @@ class TopKRouter(nn.Module):
             scores_TE = (
                 logits_TE.softmax(dim=-1) if config.score_function == "softmax" else logits_TE.sigmoid()
             )
-            topk_idx_TK = self._choose(logits_TE.detach(), scores_TE.detach())
-            weights_TK = self._weights(logits_TE, scores_TE, topk_idx_TK)
-            losses = self._losses(logits_TE, scores_TE, topk_idx_TK, seq_len)
-            choices = topk_idx_TK.reshape(-1)
+            if again is None:
+                chosen_TK = self._choose(logits_TE.detach(), scores_TE.detach())
+                if topk_idx is not None:
+                    chosen_TK = replayed(topk_idx, chosen_TK, config.num_experts)
+                if mask is not None:
+                    chosen_TK = chosen_TK.masked_fill(~mask.unsqueeze(1), -1)
+            else:
+                chosen_TK = again.chosen_TK.to(torch.int64)
+            # Without ids out of range, which the dispatch is to see and nothing before it.
+            known_TK = chosen_TK
+            if topk_idx is not None:
+                known_TK = chosen_TK.masked_fill(chosen_TK >= config.num_experts, -1)
+            weights_TK = self._weights(logits_TE, scores_TE, known_TK, gaps)
+            losses = self._losses(logits_TE, scores_TE, known_TK, seq_len, cu_seqlens, mask)
+            choices_N = known_TK.reshape(-1)
             load_E = torch.zeros(config.num_experts, dtype=torch.int64, device=x_TH.device)
-            load_E.scatter_add_(0, choices, torch.ones_like(choices))
+            load_E.scatter_add_(0, choices_N.clamp(min=0), (choices_N >= 0).to(torch.int64))
+            kept_TK = chosen_TK
+            if again is not None:
+                kept_TK = again.kept_TK
+            elif config.capacity_factor is not None:
+                kept_TK = chosen_TK.masked_fill(~self._kept(known_TK, weights_TK, gaps) & (known_TK >= 0), -1)
             if config.capacity_factor is not None:
-                kept_TK = self._kept(topk_idx_TK, weights_TK)
-                topk_idx_TK = topk_idx_TK.masked_fill(~kept_TK, -1)
-                weights_TK = weights_TK.masked_fill(~kept_TK, 0.0)
+                weights_TK = weights_TK.masked_fill(kept_TK < 0, 0.0)
         return Routing(
-            topk_idx_TK=topk_idx_TK.to(torch.int32),
+            topk_idx_TK=kept_TK.to(torch.int32),
             topk_weights_TK=weights_TK.to(torch.promote_types(config.dtype, torch.float32)),
             scores_TE=scores_TE,
             losses=losses,
             tokens_per_expert_E=load_E,
+            chosen_TK=None if config.capacity_factor is None else chosen_TK.to(torch.int32),
         )
 
-    def check(self, x_TH: Tensor, seq_len: int | None) -> None:
-        """Raises InvalidArgument for tokens that forward cannot route."""
-        if x_TH.dim() != 2 or x_TH.shape[1] != self.config.hidden:
+    def check(self, x_TH: Tensor, seq_len: int | None, **given: Tensor | None) -> None:
+        """Raises InvalidArgument for tokens that forward cannot route; given: cu_seqlens, mask, topk_idx."""
+        config = self.config
+        if x_TH.dim() != 2 or x_TH.shape[1] != config.hidden:
             raise InvalidArgument(
-                f"x has shape {tuple(x_TH.shape)}, must be (tokens, hidden={self.config.hidden})"
+                f"x has shape {tuple(x_TH.shape)}, must be (tokens, hidden={config.hidden})"
             )
-        if seq_len is not None and x_TH.shape[0] % require_integer("seq_len", seq_len, 1):
-            raise InvalidArgument(f"seq_len is {seq_len}, must divide the number of tokens {x_TH.shape[0]}")
+        check_given(x_TH.shape[0], config.top_k, x_TH.device, seq_len=seq_len, **given)
         if self._sequence is not None:
             self._sequence.require_tokens(x_TH.shape[0])
 
-    def _kept(self, topk_idx_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        """Returns (T, K) bool: the choices that the capacity does not drop."""
+    def _kept(self, topk_idx_TK: Tensor, weights_TK: Tensor, gaps: bool) -> Tensor:
+        """Returns (T, K) bool: the choices that the capacity does not drop; for -1 either."""
         config = self.config
         if self._sequence is not None:
             return self._sequence.kept(topk_idx_TK, weights_TK)
         by_weight = weights_TK if config.drop_policy == "probs" else None
         limit = tokens_per_expert_limit(config, topk_idx_TK.shape[0])
-        return kept_choices(topk_idx_TK, by_weight, config.num_experts, limit)
+        experts = config.num_experts
+        if gaps:  # these choose one expert more
+            topk_idx_TK = topk_idx_TK.masked_fill(topk_idx_TK < 0, experts)
+            experts += 1
+        return kept_choices(topk_idx_TK, by_weight, experts, limit)
 
     def _choose(self, logits_TE: Tensor, scores_TE: Tensor) -> Tensor:
         config = self.config
@@ -178,18 +216,31 @@ class TopKRouter(nn.Module):
             rank_by_TE = limit_to_groups(rank_by_TE, config.num_groups, config.topk_groups, config.top_k)
         return rank_by_TE.topk(config.top_k, dim=-1).indices
 
-    def _weights(self, logits_TE: Tensor, scores_TE: Tensor, topk_idx_TK: Tensor) -> Tensor:
-        config = self.config
+    def _weights(self, logits_TE: Tensor, scores_TE: Tensor, topk_idx_TK: Tensor, gaps: bool) -> Tensor:
+        config, gone_TK = self.config, topk_idx_TK < 0
+        at_TK = topk_idx_TK.clamp(min=0) if gaps else topk_idx_TK
         if config.score_function == "softmax" and not config.pre_softmax:
-            weights_TK = logits_TE.gather(1, topk_idx_TK).softmax(dim=-1)
+            logits_TK = logits_TE.gather(1, at_TK)
+            if gaps:  # not all of a token, whose softmax would be nan
+                all_T1 = gone_TK.all(dim=1, keepdim=True)
+                logits_TK = logits_TK.masked_fill(gone_TK & ~all_T1, float("-inf"))
+            weights_TK = logits_TK.softmax(dim=-1)
         else:
-            weights_TK = scores_TE.gather(1, topk_idx_TK)
-            if config.normalize_topk:
-                weights_TK = weights_TK / (weights_TK.sum(dim=-1, keepdim=True) + 1e-20)
+            weights_TK = scores_TE.gather(1, at_TK)
+        if gaps:
+            weights_TK = weights_TK.masked_fill(gone_TK, 0.0)
+        if config.normalize_topk and (config.score_function == "sigmoid" or config.pre_softmax):
+            weights_TK = weights_TK / (weights_TK.sum(dim=-1, keepdim=True) + 1e-20)
         return weights_TK * config.scaling_factor
 
     def _losses(
-        self, logits_TE: Tensor, scores_TE: Tensor, topk_idx_TK: Tensor, seq_len: int | None
+        self,
+        logits_TE: Tensor,
+        scores_TE: Tensor,
+        topk_idx_TK: Tensor,
+        seq_len: int | None,
+        cu_seqlens: Tensor | None,
+        mask_T: Tensor | None,
     ) -> dict[str, Tensor]:
         config = self.config
         losses: dict[str, Tensor] = {}
@@ -197,10 +248,12 @@ class TopKRouter(nn.Module):
             probs_TE = scores_TE
             if config.score_function == "sigmoid":
                 probs_TE = scores_TE / (scores_TE.sum(dim=-1, keepdim=True) + 1e-20)
-            length = seq_len if config.aux_loss == "sequence" else None
-            losses["aux_loss"] = config.aux_loss_coef * load_balancing_loss(probs_TE, topk_idx_TK, length)
+            if config.aux_loss != "sequence":
+                seq_len = cu_seqlens = None
+            loss = load_balancing_loss(probs_TE, topk_idx_TK, seq_len, cu_seqlens=cu_seqlens, mask_T=mask_T)
+            losses["aux_loss"] = config.aux_loss_coef * loss
         if config.z_loss_coef > 0:
-            losses["z_loss"] = config.z_loss_coef * z_loss(logits_TE)
+            losses["z_loss"] = config.z_loss_coef * z_loss(logits_TE, mask_T)
         return losses
 
     def record_load(self, tokens_per_expert_E: Tensor) -> None:

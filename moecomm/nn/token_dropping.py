@@ -99,26 +99,27 @@ class SequenceRanks:
             )
 
     def kept(self, topk_idx_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        """Returns (T, K) bool: this rank's choices that fit, counted over all of these ranks."""
+        """Returns (T, K) bool: this rank's choices that fit, counted over all these ranks; for -1 either."""
         config = self._config
-        num_tokens, experts = topk_idx_TK.shape[0], config.num_experts
+        num_tokens, absent = topk_idx_TK.shape[0], config.num_experts
+        topk_idx_TK = topk_idx_TK.masked_fill(topk_idx_TK < 0, absent)  # they count in the number of tokens
         if config.drop_policy == "position":
             expert_N = topk_idx_TK.reshape(-1)
-            counts_E = torch.zeros(experts, dtype=torch.int64, device=expert_N.device)
+            counts_E = torch.zeros(absent + 1, dtype=torch.int64, device=expert_N.device)
             counts_E.scatter_add_(0, expert_N, torch.ones_like(expert_N))
             counts_RE = self._gather(counts_E)
             before_E = counts_RE[: self._own].sum(0)
             limit_E = self._limit(counts_RE.sum()) - before_E
-            return kept_choices(topk_idx_TK, None, experts, limit_E)
-        # In float64, which holds ids and weights of any dtype; places without a token choose expert E.
+            return kept_choices(topk_idx_TK, None, absent + 1, limit_E)
+        # In float64, which holds ids and weights of any dtype; places without a token choose E + 1.
         choices_MK2 = weights_TK.new_zeros(self._max_tokens, config.top_k, 2, dtype=torch.float64)
-        choices_MK2[..., 0] = experts
+        choices_MK2[..., 0] = absent + 1
         choices_MK2[:num_tokens, :, 0] = topk_idx_TK
         choices_MK2[:num_tokens, :, 1] = weights_TK.detach()
         all_idx, all_weights = self._gather(choices_MK2).flatten(0, 1).unbind(-1)
         all_idx = all_idx.to(torch.int64)
-        limit = self._limit((all_idx < experts).sum())
-        kept = kept_choices(all_idx, all_weights, experts + 1, limit.expand(experts + 1))
+        limit = self._limit((all_idx <= absent).sum())
+        kept = kept_choices(all_idx, all_weights, absent + 2, limit.expand(absent + 2))
         first = self._own * self._max_tokens
         return kept[first : first + num_tokens]
 
