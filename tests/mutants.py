@@ -345,8 +345,8 @@ MUTANTS = [
     Mutant(
         "biases move away from balance",
         "moecomm/nn/balance.py",
-        "router.config.bias_update_rate * above_E.sign()",
-        "-router.config.bias_update_rate * above_E.sign()",
+        "step_E = above_E.sign()",
+        "step_E = -above_E.sign()",
         LAYER,
     ),
     Mutant(

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from moecomm.errors import InvalidArgument
 from moecomm.nn.replicas import model_group
 from moecomm.nn.router import TopKRouter
 from moecomm.types import AnyGroup
 
 
 @torch.no_grad()
-def update_expert_bias(model: nn.Module, group: AnyGroup | None = None) -> None:
+def update_expert_bias(model: nn.Module, group: AnyGroup | None = None, *, rate: float | None = None) -> None:
     """Call once after each optimizer step: raises the bias of underloaded experts, lowers the others'.
 
     bias_e += bias_update_rate * sign(mean load - load_e) with the load counted over `group` (default: all
     ranks, or those of the pipeline stage where the layers have a folding) since the last call (arXiv
     2408.15664; DeepSeek-V3, arXiv 2412.19437, section 2.1.2). The load counts tokens whose backward has run,
-    once each, also under activation checkpointing and gradient accumulation. One all-reduce for all layers;
-    every rank of the group must call. No-op for a model without such routers.
+    once each, also under activation checkpointing and gradient accumulation. With bias_update="centered" the
+    mean of these steps is taken off each. rate: instead of bias_update_rate, in this call, for rates that
+    change; the same on all ranks. One all-reduce for all layers; every rank of the group must call. No-op for
+    a model without such routers. Raises InvalidArgument for a rate that is no finite number of at least 0.
     """
+    if rate is not None and not (math.isfinite(rate) and rate >= 0):
+        raise InvalidArgument(f"rate is {rate!r}, must be None or a finite number of at least 0")
     routers = [m for m in model.modules() if isinstance(m, TopKRouter) and m.expert_bias_E is not None]
     loads = [router.load_E for router in routers if router.load_E is not None]
     if not loads:
@@ -32,5 +39,8 @@ def update_expert_bias(model: nn.Module, group: AnyGroup | None = None) -> None:
         assert router.expert_bias_E is not None
         assert router.load_E is not None
         above_E = load_E.sum() - load_E * load_E.numel()
-        router.expert_bias_E += router.config.bias_update_rate * above_E.sign()
+        step_E = above_E.sign().to(router.expert_bias_E.dtype)
+        if router.config.bias_update == "centered":
+            step_E -= step_E.mean()
+        router.expert_bias_E += (router.config.bias_update_rate if rate is None else rate) * step_E
         router.load_E.zero_()

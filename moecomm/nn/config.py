@@ -18,6 +18,7 @@ _CHOICES = {
     "rows": (None, "expert", "rank"),
     "score_function": ("softmax", "sigmoid"),
     "aux_loss": ("none", "batch", "sequence"),
+    "bias_update": ("sign", "centered"),
     "drop_policy": ("probs", "position"),
     "drop_over": ("rank", "sequence"),
 }
@@ -63,16 +64,26 @@ class MoEConfig:
         topk_groups: group-limited routing: a token may use experts of this many groups, those whose best
             top_k // topk_groups experts score highest in sum. Megatron-Core: moe_router_group_topk, DeepSeek:
             topk_group. Given together with num_groups.
+        scores_per_group: group-limited routing: how many of a group's best scores are added up for its worth,
+            instead of top_k // topk_groups: 1 is DeepSeek-V2's rule, 2 that of transformers' DeepSeek-V3.
         limit_nodes: group-limited routing with the nodes of the job as groups: a token may use experts on
             this many nodes. Becomes num_groups and topk_groups when the number of nodes is known
             (`for_nodes`, which MoELayer calls). Given instead of them: they make the groups a property of the
             model, this makes them one of the job.
+        weights_on_input: True: y is the sum of expert(weight * x) in place of weight * expert(x), as Llama 4
+            has it, whose router is `top_k=1, score_function="sigmoid"`. For top_k=1. Shared experts see
+            x, are computed before the dispatch and not beside it, and are refused in merged microbatches.
         aux_loss: load-balancing loss: over the rank's tokens ("batch") or the mean over its sequences
             ("sequence").
         aux_loss_coef: coefficient of the load-balancing loss.
         z_loss_coef: coefficient of the mean squared logsumexp of the logits (ST-MoE, arXiv 2202.08906).
         bias_update_rate: above zero: balancing without auxiliary loss; `update_expert_bias` moves each bias
             by this step.
+        balancing_bias: True: the router has the balancing biases with bias_update_rate=0 too, where they stay
+            as they are unless `update_expert_bias` is given a rate: for fine-tuning, and the last part of
+            DeepSeek-V3's training.
+        bias_update: "sign": each bias moves by the rate, up or down (arXiv 2408.15664); "centered": the same
+            less the mean of these steps, so that the biases' mean stays what it is, as torchtitan has it.
         jitter: in training the router's input is multiplied by noise, uniform in [1 - jitter, 1 + jitter].
         force_balanced: for benchmarks: ignore scores and groups in the choice of experts, give every expert
             the same load.
@@ -122,11 +133,15 @@ class MoEConfig:
     num_groups: int | None = None
     topk_groups: int | None = None
     limit_nodes: int | None = None
+    scores_per_group: int | None = None
+    weights_on_input: bool = False
 
     aux_loss: str = "none"
     aux_loss_coef: float = 0.0
     z_loss_coef: float = 0.0
     bias_update_rate: float = 0.0
+    balancing_bias: bool = False
+    bias_update: str = "sign"
     jitter: float = 0.0
     force_balanced: bool = False
 
@@ -204,6 +219,12 @@ class MoEConfig:
             True,
             "False when top_k is 1 (else every weight is the constant 1)",
         )
+        _require(
+            self.top_k == 1 or not self.weights_on_input,
+            "weights_on_input",
+            True,
+            f"False with top_k={self.top_k}: a token's row travels once for all of its experts on a rank",
+        )
         has_loss = self.aux_loss != "none"
         _require(
             has_loss or self.aux_loss_coef == 0, "aux_loss_coef", self.aux_loss_coef, "0 with aux_loss='none'"
@@ -226,7 +247,7 @@ class MoEConfig:
         if limit is None:
             return self
         if limit >= nodes:
-            return dataclasses.replace(self, limit_nodes=None)
+            return dataclasses.replace(self, limit_nodes=None, scores_per_group=None)
         reachable = limit * (self.num_experts // nodes)
         _require(
             self.top_k <= reachable,
@@ -234,6 +255,11 @@ class MoEConfig:
             limit,
             f"so many that their {self.num_experts // nodes} experts each (on {nodes} nodes) suffice for "
             f"top_k={self.top_k}",
+        )
+        per_node = self.num_experts // nodes
+        best = self.scores_per_group
+        _require(
+            best is None or best <= per_node, "scores_per_group", best, f"at most {per_node} on {nodes} nodes"
         )
         return dataclasses.replace(self, limit_nodes=None, num_groups=nodes, topk_groups=limit)
 
@@ -247,6 +273,13 @@ class MoEConfig:
                 nodes,
                 "None when num_groups and topk_groups are given",
             )
+        best = self.scores_per_group
+        if best is not None:
+            least = self.num_experts // groups if groups is not None and _is_count(groups) else 1
+            limits = nodes is not None or groups is not None
+            _require(limits, "scores_per_group", best, "None without num_groups or limit_nodes")
+            fits = _is_count(best) and (groups is None or best <= least)
+            _require(fits, "scores_per_group", best, "an int from 1 to the number of a group's experts")
         if groups is None and chosen is None:
             return
         _require(

@@ -405,10 +405,19 @@ class MoELayer(nn.Module):
                 raise
             self.comm.refuse(error)
         run = self._run_in_order if in_order else self._run
+        apart_TH = None
+        if self.shared is not None and self._shared_within is None:
+            apart_TH = call_or_tell(self.comm, self.shared, x.flatten(0, -2).to(self.config.dtype))
         y_TH = run(routed.rows_TH, routed.topk_idx_TK, routed.topk_weights_TK)
+        y_TH = y_TH if apart_TH is None else y_TH + apart_TH
         return self._finish(y_TH, x.shape, x.dtype, routed.unattached)
 
     _forward_outside_graph = _disable_dynamo(_forward)
+
+    @property
+    def _shared_within(self) -> SharedExperts | None:
+        """The shared experts, if they see the rows that the other experts see."""
+        return None if self.config.weights_on_input else self.shared
 
     def _has_pool(self) -> bool:
         """Returns True where a pool takes what a forward keeps."""
@@ -467,6 +476,8 @@ class MoELayer(nn.Module):
         weights_TK = self._attach(routing.topk_weights_TK, routing)
         unattached = None if weights_TK.requires_grad else routing
         topk_idx_TK = routing.topk_idx_TK
+        if self.config.weights_on_input:
+            x_TH, weights_TK = x_TH * weights_TK, torch.ones_like(weights_TK)
         if self._part_ids is not None:
             # A choice becomes one of each part of its expert, with the same weight.
             parts_TKP = self._part_ids[topk_idx_TK.long()]
@@ -560,12 +571,12 @@ class MoELayer(nn.Module):
 
     def _weights(self) -> Weights:
         """Returns the weights of the experts and the shared ones, as they are now."""
-        experts, shared = self.experts, self.shared
+        experts, shared = self.experts, self._shared_within
         s_in, s_out, s_gate = (None,) * 3 if shared is None else (shared.w_in, shared.w_out, shared.w_gate)
         return Weights(experts.w_in, experts.w_out, s_in, s_out, s_gate, experts.b_in, experts.b_out)
 
     def _run(self, rows_TH: Tensor, topk_idx_TK: Tensor, topk_weights_TK: Tensor) -> Tensor:
-        experts, shared, call = self.experts, self.shared, self._call(topk_idx_TK)
+        experts, shared, call = self.experts, self._shared_within, self._call(topk_idx_TK)
 
         def run(x_TH: Tensor) -> Tensor:
             return _run_experts(call, x_TH, topk_weights_TK, self._weights())
@@ -611,15 +622,16 @@ class MoELayer(nn.Module):
         Own experts run in this way alone, with shared experts beside the dispatch. The shared experts come
         before the combine, in which the other ranks learn of an exception of theirs."""
         comm, capacity, shared_TH = self.comm, self.capacity, None
-        if self._own_experts and self.overlap.overlap and self.shared and not torch.compiler.is_compiling():
+        shared = self._shared_within
+        if self._own_experts and self.overlap.overlap and shared and not torch.compiler.is_compiling():
             work = comm.dispatch(
                 rows_TH, topk_idx_TK, topk_weights_TK, capacity=capacity, async_op=True, _layer=self
             )
-            shared_TH = call_or_tell(comm, self.shared, rows_TH)
+            shared_TH = call_or_tell(comm, shared, rows_TH)
             out = work.wait()
         else:
-            if self.shared is not None:
-                shared_TH = call_or_tell(comm, self.shared, rows_TH)
+            if shared is not None:
+                shared_TH = call_or_tell(comm, shared, rows_TH)
             out = comm.dispatch(rows_TH, topk_idx_TK, topk_weights_TK, capacity=capacity, _layer=self)
         has_tail = capacity is not None
         if has_tail and self._overflow is not None:
@@ -727,7 +739,7 @@ class MoELayer(nn.Module):
         if not (torch.is_grad_enabled() and to.requires_grad):
             return to
         losses, router, load_E = list(routing.losses.values()), self.router, routing.tokens_per_expert_E
-        records = self.training and self.config.bias_update_rate > 0
+        records = self.training and router.load_E is not None
         if not (losses or records):
             return to
         total = sum(losses[1:], start=losses[0]) if losses else to.new_zeros((), dtype=torch.float32)

@@ -181,6 +181,11 @@ class MoEBlock(nn.Module, CutBlock):
                 "(moecomm.overlap.Block), or set layer.overlap = OverlapConfig()"
             )
         layer._require_parts()
+        if layer.shared is not None and layer._shared_within is None:
+            raise InvalidArgument(
+                "layer has weights_on_input=True and shared experts, which see other rows: merged "
+                "microbatches have no node for them"
+            )
         for where, module, kind in (
             ("layer", layer, MoELayer),
             ("layer.experts", layer.experts, GroupedExperts),

@@ -51,17 +51,17 @@ class TopKRouter(nn.Module):
     float32 (float64 for a float64 config) and starts from the default generator: ranks that call
     torch.manual_seed alike have the same router.
 
-    With bias_update_rate the buffers are expert_bias_E float32 (saved) and load_E int64, the choices counted
-    since the last `update_expert_bias` (not saved).
+    With bias_update_rate or balancing_bias the buffers are expert_bias_E float32 (saved) and load_E int64,
+    the choices counted since the last `update_expert_bias` (not saved).
 
     A config with limit_nodes has to be made one of groups first: `TopKRouter(config.for_nodes(nodes))`.
 
     Attributes:
         weight: (E, H) float32 (float64 for a float64 config).
         bias: (E,) of the weight's dtype, added to the logits; None without router_bias.
-        expert_bias_E: (E,) float32 balancing biases, saved; None without bias_update_rate.
+        expert_bias_E: (E,) float32 balancing biases, saved; None without bias_update_rate and balancing_bias.
         load_E: (E,) int64 choices counted since the last `update_expert_bias`, not saved; None without
-            bias_update_rate.
+            bias_update_rate and balancing_bias.
         config: the layer's MoEConfig.
     """
 
@@ -93,7 +93,7 @@ class TopKRouter(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden, dtype=dtype, device=device))
         bias = nn.Parameter(torch.empty_like(self.weight[:, 0])) if config.router_bias else None
         self.register_parameter("bias", bias)
-        balances = config.bias_update_rate > 0
+        balances = config.bias_update_rate > 0 or config.balancing_bias
         bias_E = torch.empty(config.num_experts, dtype=torch.float32, device=device) if balances else None
         load_E = torch.empty(config.num_experts, dtype=torch.int64, device=device) if balances else None
         self.register_buffer("expert_bias_E", bias_E)
@@ -213,7 +213,9 @@ class TopKRouter(nn.Module):
         if self.expert_bias_E is not None:
             rank_by_TE = rank_by_TE + self.expert_bias_E
         if config.num_groups is not None and config.topk_groups is not None:
-            rank_by_TE = limit_to_groups(rank_by_TE, config.num_groups, config.topk_groups, config.top_k)
+            rank_by_TE = limit_to_groups(
+                rank_by_TE, config.num_groups, config.topk_groups, config.top_k, config.scores_per_group
+            )
         return rank_by_TE.topk(config.top_k, dim=-1).indices
 
     def _weights(self, logits_TE: Tensor, scores_TE: Tensor, topk_idx_TK: Tensor, gaps: bool) -> Tensor:
@@ -276,20 +278,22 @@ class TopKRouter(nn.Module):
         return f"experts={config.num_experts}, top_k={config.top_k}, scores={config.score_function}"
 
 
-def limit_to_groups(rank_by_TE: Tensor, num_groups: int, topk_groups: int, top_k: int) -> Tensor:
+def limit_to_groups(
+    rank_by_TE: Tensor, num_groups: int, topk_groups: int, top_k: int, best: int | None = None
+) -> Tensor:
     """Returns (T, E) with -inf outside each token's best groups (DeepSeek-V3, arXiv 2412.19437, section
     2.1.2).
 
-    A group is worth the sum of its best top_k // topk_groups (at least one) entries; a token keeps
-    topk_groups groups. Where groups are nodes, a row then crosses to at most topk_groups of them.
+    A group is worth the sum of its `best` highest entries, top_k // topk_groups (at least one) if not given;
+    a token keeps topk_groups groups. Where groups are nodes, a row then crosses to at most topk_groups of
+    them.
 
     Example: one token, rank_by = [5, 0, 3, 3], 2 groups of 2, one group kept, top_k = 2: the groups are worth
     5 and 6, so the result is [-inf, -inf, 3, 3], although expert 0 is the best one.
     """
     num_tokens, num_experts = rank_by_TE.shape
     grouped_TGM = rank_by_TE.view(num_tokens, num_groups, num_experts // num_groups)
-    best = max(top_k // topk_groups, 1)
-    worth_TG = grouped_TGM.topk(best, dim=-1).values.sum(dim=-1)
+    worth_TG = grouped_TGM.topk(best or max(top_k // topk_groups, 1), dim=-1).values.sum(dim=-1)
     kept_TG = torch.zeros_like(worth_TG, dtype=torch.bool)
     kept_TG.scatter_(1, worth_TG.topk(topk_groups, dim=-1).indices, True)
     return grouped_TGM.masked_fill(~kept_TG.unsqueeze(-1), float("-inf")).flatten(1)
