@@ -23,12 +23,17 @@ def update_expert_bias(model: nn.Module, group: AnyGroup | None = None, *, rate:
     2408.15664; DeepSeek-V3, arXiv 2412.19437, section 2.1.2). The load counts tokens whose backward has run,
     once each, also under activation checkpointing and gradient accumulation. With bias_update="centered" the
     mean of these steps is taken off each. rate: instead of bias_update_rate, in this call, for rates that
-    change; the same on all ranks. One all-reduce for all layers; every rank of the group must call. No-op for
+    change; the same on all ranks. For aux_loss="global", with biases or without, it ends the step, whose
+    choices are no longer counted. One all-reduce for all layers; every rank of the group must call. No-op for
     a model without such routers. Raises InvalidArgument for a rate that is no finite number of at least 0.
     """
     if rate is not None and not (math.isfinite(rate) and rate >= 0):
         raise InvalidArgument(f"rate is {rate!r}, must be None or a finite number of at least 0")
-    routers = [m for m in model.modules() if isinstance(m, TopKRouter) and m.expert_bias_E is not None]
+    every = [m for m in model.modules() if isinstance(m, TopKRouter)]
+    for router in every:
+        if router.expert_bias_E is None and router.load_E is not None:
+            router.load_E.zero_()
+    routers = [router for router in every if router.expert_bias_E is not None]
     loads = [router.load_E for router in routers if router.load_E is not None]
     if not loads:
         return

@@ -17,7 +17,7 @@ _CHOICES = {
     "products": (None, "torch", "quack"),
     "rows": (None, "expert", "rank"),
     "score_function": ("softmax", "sigmoid"),
-    "aux_loss": ("none", "batch", "sequence"),
+    "aux_loss": ("none", "batch", "sequence", "global"),
     "bias_update": ("sign", "centered"),
     "drop_policy": ("probs", "position"),
     "drop_over": ("rank", "sequence"),
@@ -73,8 +73,10 @@ class MoEConfig:
         weights_on_input: True: y is the sum of expert(weight * x) in place of weight * expert(x), as Llama 4
             has it, whose router is `top_k=1, score_function="sigmoid"`. For top_k=1. Shared experts see
             x, are computed before the dispatch and not beside it, and are refused in merged microbatches.
-        aux_loss: load-balancing loss: over the rank's tokens ("batch") or the mean over its sequences
-            ("sequence").
+        aux_loss: load-balancing loss: over the rank's tokens ("batch"); the mean over its sequences
+            ("sequence"), of which ranks of a folding's group "tp-cp" hold parts and sum them; or with the
+            choices of all ranks and microbatches of a step ("global", Qwen3's loss, arXiv 2501.11873; see
+            docs/layer.md).
         aux_loss_coef: coefficient of the load-balancing loss.
         z_loss_coef: coefficient of the mean squared logsumexp of the logits (ST-MoE, arXiv 2202.08906).
         bias_update_rate: above zero: balancing without auxiliary loss; `update_expert_bias` moves each bias

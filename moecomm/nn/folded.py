@@ -20,10 +20,12 @@ from torch import Tensor
 from moecomm.communicator import Communicator
 from moecomm.errors import InvalidArgument
 from moecomm.kernels.quantize import QUANTUM
+from moecomm.nn.balance_sums import SequenceSums, StepCounts
 from moecomm.nn.config import MoEConfig
 from moecomm.nn.expert_parts import ExpertPart
 from moecomm.nn.token_dropping import SequenceRanks
 from moecomm.parallel import ParallelFolding
+from moecomm.types import Group
 
 LAYER = "etp-ep"
 """The ranks that hold a layer's experts once, in all their parts."""
@@ -141,6 +143,21 @@ def sequence_ranks(config: MoEConfig, folding: ParallelFolding | None, max_token
     places = [folding.coordinates(rank) for rank in dist.get_process_group_ranks(group)]
     order = sorted(range(len(places)), key=lambda number: (places[number].cp, places[number].tp))
     return SequenceRanks(config, group, order, max_tokens)
+
+
+def balance_ranks(
+    config: MoEConfig, folding: ParallelFolding | None, group: Group | None
+) -> StepCounts | None:
+    """Returns the ranks with which this one computes the balancing loss; None: alone. `group`: those of
+    aux_loss="global" without a folding."""
+    if config.aux_loss == "sequence" and folding is not None and folding.size(SEQUENCE) > 1:
+        return SequenceSums(folding.group(SEQUENCE))
+    if config.aux_loss != "global" or not dist.is_initialized():
+        return None
+    if folding is not None and folding.pp > 1:
+        group = folding.group(STAGE)
+    group = dist.group.WORLD if group is None else group
+    return StepCounts(group) if group is not None and dist.get_world_size(group) > 1 else None
 
 
 def rows_of_sequences(folding: ParallelFolding, max_tokens: int) -> list[tuple[int, int]]:

@@ -40,12 +40,13 @@ from moecomm.nn.own_experts import (
 from moecomm.nn.parameters import has_main_grad, main_grad_of
 from moecomm.nn.pool import ActivationPool
 from moecomm.nn.router import Routing, TopKRouter
+from moecomm.nn.same_config import require_same_config
 from moecomm.nn.token_dropping import rows_at_worst, tokens_per_expert_limit
 from moecomm.nn.watched import OF_WEIGHTS, watcher
 from moecomm.overlap import Timeline, sms_beside_wgrad
 from moecomm.parallel import ParallelFolding
 from moecomm.setup.memory_plan import NATIVE_DTYPES
-from moecomm.types import AnyGroup, Engine
+from moecomm.types import AnyGroup, Engine, as_group
 
 # Where torch.compile gives a forward up, it looks for graphs within; this one has its own backward.
 _run_experts = _disable_dynamo(run_experts)
@@ -106,7 +107,11 @@ class MoELayer(nn.Module):
     that it has, and `comm`, if given, is of `make_communicator`. Layers and communicators are then built by
     all ranks of the job together, as they make the folding's groups: a pipeline stage without layers makes
     them meanwhile, in this order: folding.group("etp-ep"), with TP > 1 "dp-cp", with PP > 1 "tp-cp-dp", and
-    with drop_over="sequence" "tp-cp".
+    with drop_over="sequence", or aux_loss="sequence" where TP * CP > 1, "tp-cp".
+
+    All ranks of a communicator build its layers together, in the same order, and compare their configs
+    (MismatchedArguments). loss_group: for aux_loss="global" without a folding, the ranks of a step: default
+    all, which is wrong where other ranks hold other pipeline stages.
 
     A layer that is built within `with torch.device("meta")` has its weights there: shard it, call to_empty,
     and reset_parameters of router, experts and shared, in this order. They are then, sharded or not, those of
@@ -195,8 +200,13 @@ class MoELayer(nn.Module):
         overlap: OverlapConfig | None = None,
         experts: nn.Module | None = None,
         folding: ParallelFolding | None = None,
+        loss_group: AnyGroup | None = None,
     ) -> None:
         super().__init__()
+        if loss_group is not None and (folding is not None or config.aux_loss != "global"):
+            raise InvalidArgument(
+                f"loss_group is {loss_group!r}, must be None with a folding, and without aux_loss='global'"
+            )
         if folding is not None:
             _require_folding(config, folding, group or mesh, experts)
         if experts is not None:
@@ -214,27 +224,34 @@ class MoELayer(nn.Module):
                 f"OverlapConfig.engine is {engine!r}, must be None when comm is passed, which has its own: "
                 f"build it with Communicator(engine={engine!r})"
             )
+        try:
+            if folding is not None:
+                folded.require_communicator(config, folding, comm)
+            for name in ("num_experts", "hidden", "top_k", "dtype"):
+                ours, theirs = getattr(config, name), getattr(comm, name)
+                if ours != theirs and (folding is None or name == "dtype"):
+                    raise InvalidArgument(f"comm.{name} is {theirs}, must be the config's {name}={ours}")
+            if config.limit_nodes is None and nodes is not None:
+                raise InvalidArgument(f"nodes is {nodes}, must be None without limit_nodes in the config")
+            self._part_ids = None if folding is None else folded.ids_of_parts(config, folding, comm)
+            given, config = config, config.for_nodes(comm.nodes if nodes is None else nodes)
+            if given.limit_nodes is not None and nodes is None:
+                folded.require_experts_in_node_order(given, self._part_ids, comm)
+        except InvalidArgument as error:
+            comm.refuse(error)
+        require_same_config(config, comm)
         if folding is not None:
-            folded.require_communicator(config, folding, comm)
             folded.make_groups(folding)
-        for name in ("num_experts", "hidden", "top_k", "dtype"):
-            ours, theirs = getattr(config, name), getattr(comm, name)
-            if ours != theirs and (folding is None or name == "dtype"):
-                raise InvalidArgument(f"comm.{name} is {theirs}, must be the config's {name}={ours}")
-        if config.limit_nodes is None and nodes is not None:
-            raise InvalidArgument(f"nodes is {nodes}, must be None without limit_nodes in the config")
-        self._part_ids = None if folding is None else folded.ids_of_parts(config, folding, comm)
-        given, config = config, config.for_nodes(comm.nodes if nodes is None else nodes)
-        if given.limit_nodes is not None and nodes is None:
-            folded.require_experts_in_node_order(given, self._part_ids, comm)
         self.config, self._comm, self.folding = config, comm, folding
         self._number = comm._layers = comm._layers % 0xFFFE + 1  # a dispatch is of one layer on all ranks
         self._sequence = None
         if config.drop_over == "sequence":
             self._sequence = folded.sequence_ranks(config, folding, comm.max_tokens)
+        balance = folded.balance_ranks(config, folding, as_group(loss_group, "loss_group"))
         meta = torch.get_default_device().type == "meta"
         weights_on = torch.device("meta") if meta else comm.device
-        self.router = TopKRouter(config, device=weights_on, sequence=self._sequence)
+        self.router = TopKRouter(config, device=weights_on, sequence=self._sequence, balance=balance)
+        self._exchanges = self.router.exchanges
         self._own_experts = experts is not None
         self.experts: Any = experts
         first_expert, part = comm.rank * comm.num_local_experts, ExpertPart()
@@ -381,15 +398,13 @@ class MoELayer(nn.Module):
 
         A bad x, a seq_len that does not divide T, the others of a wrong shape or dtype, weights of another
         dtype than the config's and settings that do not go together raise InvalidArgument on all ranks, and
-        ids that are none, or one twice for a token, InvalidRouting. With drop_over="sequence", with a pool
-        and a capacity, and within `keep_plans`, a graph of torch.compile ends before the layer and goes on
-        after it.
+        ids that are none, or one twice for a token, InvalidRouting. A graph of torch.compile ends before the
+        layer and goes on after it with a pool and a capacity, within `keep_plans`, with drop_over="sequence",
+        and where a loss is summed over ranks (aux_loss "global", and "sequence" under TP or CP).
         """
         every = {"cu_seqlens": cu_seqlens, "mask": mask, "topk_idx": topk_idx}
         given = {name: value for name, value in every.items() if value is not None}
-        if torch.compiler.is_compiling() and (
-            self._sequence is not None or self._has_pool() or self._plans is not None
-        ):
+        if torch.compiler.is_compiling() and (self._exchanges or self._has_pool() or self._plans is not None):
             return self._forward_outside_graph(x, seq_len, given)
         return self._forward(x, seq_len, given)
 
@@ -445,7 +460,7 @@ class MoELayer(nn.Module):
     ) -> Routed:
         """Chooses the experts of each token. Raises InvalidArgument, on this rank alone."""
         x_TH, told = x, dict(given or {})
-        exchanges = 0 if self._sequence is None else self._sequence.exchanges
+        before = [each.exchanges for each in self._exchanges]
         try:
             self._check_settings(in_order, watched)
             require_tensor("x", x, self.comm.device)
@@ -460,14 +475,14 @@ class MoELayer(nn.Module):
             if x.dim() == 3:
                 x_TH, told = x.flatten(0, 1), flat(x, told)
                 seq_len = seq_len if "cu_seqlens" in told else x.shape[1] or None
-            if self._sequence is not None:
+            if self._exchanges:
                 # not first in its forward, where ranks wait for each other
                 self.router.check(x_TH, seq_len, **told)
             routing = self._choose_experts(x_TH, seq_len, told)
         except Exception as error:
-            waited_for = self._sequence is not None and self._sequence.exchanges == exchanges
-            if self._sequence is not None and waited_for and not known_to_all(error):
-                self._sequence.bring_nothing(self.router.weight)
+            for each, count in zip(self._exchanges, before, strict=True):
+                if each.exchanges == count and not known_to_all(error):  # other ranks wait for this one
+                    each.bring_nothing(self.config.num_experts, self.comm.device)
             raise
         self.last_losses = {name: loss.detach() for name, loss in routing.losses.items()}
         self.last_tokens_per_expert = routing.tokens_per_expert_E

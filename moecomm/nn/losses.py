@@ -29,6 +29,12 @@ class ExpertSums(NamedTuple):
         loss_S = (self.probs_SE / tokens_S1 * share_SE).sum(dim=1) * self.probs_SE.shape[1]
         return loss_S.sum() / (self.tokens_S > 0).sum().clamp(min=1)
 
+    def loss_of_shares(self, share_E: Tensor) -> Tensor:
+        """Returns E * sum over e of share_e * P_e, for shares counted elsewhere and the mean P of all
+        tokens; 0 without any."""
+        mean_E = self.probs_SE.sum(dim=0) / self.tokens_S.sum().clamp(min=1)
+        return self.probs_SE.shape[1] * (mean_E * share_E.to(mean_E.dtype)).sum()
+
 
 def expert_sums(
     probs_TE: Tensor,

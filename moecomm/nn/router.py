@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from moecomm.errors import InvalidArgument
+from moecomm.nn.balance_sums import SequenceSums, StepCounts
 from moecomm.nn.config import MoEConfig
 from moecomm.nn.given import Choices, check_given, replayed
-from moecomm.nn.losses import load_balancing_loss, z_loss
+from moecomm.nn.losses import expert_sums, z_loss
 from moecomm.nn.outside_autocast import matmul, needs_care
 from moecomm.nn.parameters import init_shared_weight
 from moecomm.nn.token_dropping import SequenceRanks, kept_choices, tokens_per_expert_limit
@@ -61,7 +62,7 @@ class TopKRouter(nn.Module):
         bias: (E,) of the weight's dtype, added to the logits; None without router_bias.
         expert_bias_E: (E,) float32 balancing biases, saved; None without bias_update_rate and balancing_bias.
         load_E: (E,) int64 choices counted since the last `update_expert_bias`, not saved; None without
-            bias_update_rate and balancing_bias.
+            bias_update_rate, balancing_bias and aux_loss="global".
         config: the layer's MoEConfig.
     """
 
@@ -76,7 +77,10 @@ class TopKRouter(nn.Module):
         *,
         device: torch.device | str | None = None,
         sequence: SequenceRanks | None = None,
+        balance: StepCounts | None = None,
     ) -> None:
+        """sequence, balance: the ranks with which choices are dropped, and the balancing loss is computed;
+        None: this rank alone."""
         super().__init__()
         if (sequence is None) != (config.drop_over == "rank"):
             raise InvalidArgument(
@@ -88,14 +92,15 @@ class TopKRouter(nn.Module):
                 f"limit_nodes is {config.limit_nodes} and a router does not know the nodes: "
                 "pass config.for_nodes(number of nodes)"
             )
-        self.config, self._sequence = config, sequence
+        self.config, self._sequence, self._balance = config, sequence, balance
         dtype = torch.promote_types(config.dtype, torch.float32)
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden, dtype=dtype, device=device))
         bias = nn.Parameter(torch.empty_like(self.weight[:, 0])) if config.router_bias else None
         self.register_parameter("bias", bias)
         balances = config.bias_update_rate > 0 or config.balancing_bias
         bias_E = torch.empty(config.num_experts, dtype=torch.float32, device=device) if balances else None
-        load_E = torch.empty(config.num_experts, dtype=torch.int64, device=device) if balances else None
+        counts = balances or config.aux_loss == "global"
+        load_E = torch.empty(config.num_experts, dtype=torch.int64, device=device) if counts else None
         self.register_buffer("expert_bias_E", bias_E)
         self.register_buffer("load_E", load_E, persistent=False)
         self.reset_parameters()
@@ -158,10 +163,10 @@ class TopKRouter(nn.Module):
             if topk_idx is not None:
                 known_TK = chosen_TK.masked_fill(chosen_TK >= config.num_experts, -1)
             weights_TK = self._weights(logits_TE, scores_TE, known_TK, gaps)
-            losses = self._losses(logits_TE, scores_TE, known_TK, seq_len, cu_seqlens, mask)
             choices_N = known_TK.reshape(-1)
             load_E = torch.zeros(config.num_experts, dtype=torch.int64, device=x_TH.device)
             load_E.scatter_add_(0, choices_N.clamp(min=0), (choices_N >= 0).to(torch.int64))
+            losses = self._losses(logits_TE, scores_TE, known_TK, load_E, seq_len, cu_seqlens, mask)
             kept_TK = chosen_TK
             if again is not None:
                 kept_TK = again.kept_TK
@@ -188,6 +193,11 @@ class TopKRouter(nn.Module):
         check_given(x_TH.shape[0], config.top_k, x_TH.device, seq_len=seq_len, **given)
         if self._sequence is not None:
             self._sequence.require_tokens(x_TH.shape[0])
+
+    @property
+    def exchanges(self) -> list[StepCounts | SequenceRanks]:
+        """The exchanges between ranks that a forward makes, in their order."""
+        return [each for each in (self._balance, self._sequence) if each is not None]
 
     def _kept(self, topk_idx_TK: Tensor, weights_TK: Tensor, gaps: bool) -> Tensor:
         """Returns (T, K) bool: the choices that the capacity does not drop; for -1 either."""
@@ -240,6 +250,7 @@ class TopKRouter(nn.Module):
         logits_TE: Tensor,
         scores_TE: Tensor,
         topk_idx_TK: Tensor,
+        tokens_per_expert_E: Tensor,
         seq_len: int | None,
         cu_seqlens: Tensor | None,
         mask_T: Tensor | None,
@@ -252,16 +263,27 @@ class TopKRouter(nn.Module):
                 probs_TE = scores_TE / (scores_TE.sum(dim=-1, keepdim=True) + 1e-20)
             if config.aux_loss != "sequence":
                 seq_len = cu_seqlens = None
-            loss = load_balancing_loss(probs_TE, topk_idx_TK, seq_len, cu_seqlens=cu_seqlens, mask_T=mask_T)
+            sums = expert_sums(probs_TE, topk_idx_TK, seq_len, cu_seqlens=cu_seqlens, mask_T=mask_T)
+            if config.aux_loss == "global":
+                # Those of the step's microbatches whose backward has run are in load_E.
+                counts_E = tokens_per_expert_E
+                if self.training and self.load_E is not None:
+                    counts_E = counts_E + self.load_E
+                if self._balance is not None:
+                    counts_E = self._balance.over_ranks(counts_E)
+                loss = sums.loss_of_shares(counts_E / counts_E.sum().clamp(min=1))
+            else:
+                if isinstance(self._balance, SequenceSums):
+                    sums = self._balance.over_ranks(sums)
+                loss = sums.loss(config.top_k)
             losses["aux_loss"] = config.aux_loss_coef * loss
         if config.z_loss_coef > 0:
             losses["z_loss"] = config.z_loss_coef * z_loss(logits_TE, mask_T)
         return losses
 
     def record_load(self, tokens_per_expert_E: Tensor) -> None:
-        """Adds one batch's choices to what the next `update_expert_bias` balances. No-op without a balancing
-        bias.
-        """
+        """Adds one batch's choices to what the next `update_expert_bias` balances, and to a step's for
+        aux_loss="global". No-op without load_E."""
         if self.load_E is not None:
             self.load_E += tokens_per_expert_E
 

@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moecomm.errors import InvalidArgument, PeerLost
+from moecomm.errors import InvalidArgument
+from moecomm.nn.balance_sums import exchanging
 from moecomm.nn.config import MoEConfig
 from moecomm.types import Group, GroupReference
 
@@ -123,9 +124,9 @@ class SequenceRanks:
         first = self._own * self._max_tokens
         return kept[first : first + num_tokens]
 
-    def bring_nothing(self, like: Tensor) -> None:
-        """Takes part in the exchange of a forward that this rank refuses. like: any tensor of the device."""
-        idx_TK = torch.zeros(0, self._config.top_k, dtype=torch.int64, device=like.device)
+    def bring_nothing(self, experts: int, device: torch.device) -> None:
+        """Takes part in the exchange of a forward that this rank refuses."""
+        idx_TK = torch.zeros(0, self._config.top_k, dtype=torch.int64, device=device)
         self.kept(idx_TK, idx_TK)
 
     def _limit(self, choices: Tensor) -> Tensor:
@@ -140,14 +141,6 @@ class SequenceRanks:
         self.exchanges += 1
         gathered = [torch.empty_like(own) for _ in self._order]
         group = self._group()
-        try:
+        with exchanging(group, "dropping over a sequence"):
             dist.all_gather(gathered, own, group=group)
-        except RuntimeError as error:
-            rank, phase = dist.get_rank(), "dropping over a sequence"
-            raise PeerLost(
-                f"rank {rank}, {phase}: a rank of {dist.get_process_group_ranks(group)} is gone or did not "
-                f"come ({error})",
-                rank=rank,
-                phase=phase,
-            ) from error
         return torch.stack([gathered[number] for number in self._order])

@@ -1,0 +1,253 @@
+"""Balancing losses that are of several ranks' tokens, beside plain torch on all of them, and configs that
+ranks compare."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
+
+from moecomm.nn import MoEConfig, MoELayer, keep_plans, set_loss_scale, sync_gradients, update_expert_bias
+from moecomm.parallel import ParallelFolding
+from tests.multirank.catching import Caught, catch
+from tests.multirank.conftest import Pools, cpu_pools
+
+EXPERTS, HIDDEN, TOP_K = 4, 16, 2
+CONFIG = MoEConfig(
+    hidden=HIDDEN,
+    ffn_hidden=8,
+    num_experts=EXPERTS,
+    top_k=TOP_K,
+    dtype=torch.float64,
+    init_std=0.5,
+    pre_softmax=True,
+    aux_loss_coef=0.7,
+    aux_loss="sequence",
+)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pools]:
+    """Sets of ranks that end with this file: foldings leave process groups behind."""
+    yield from cpu_pools()
+
+
+def plain_loss(weight_EH: Tensor, sequences: list[Tensor], counted: list[Tensor] | None = None) -> Tensor:
+    """The mean over sequences of E * sum of f_e P_e, with f of the tokens in `counted`, if given."""
+    losses = []
+    for number, x_TH in enumerate(sequences):
+        if not len(x_TH):
+            continue
+        logits_TE = x_TH @ weight_EH.t()
+        ids_TK = (x_TH if counted is None else counted[number]) @ weight_EH.detach().t()
+        ids_TK = ids_TK.topk(TOP_K, dim=1).indices
+        share_E = torch.bincount(ids_TK.flatten(), minlength=EXPERTS) / ids_TK.numel()
+        losses.append(EXPERTS * (share_E * logits_TE.softmax(dim=1).mean(dim=0)).sum())
+    return CONFIG.aux_loss_coef * sum(losses) / len(losses)
+
+
+# -- parts of sequences ------------------------------------------------------------------------------------
+
+FOLDINGS: dict[str, tuple[int, dict[str, Any]]] = {
+    "cp 2": (2, {"cp": 2, "ep": 2}),
+    "tp 2, etp 2": (2, {"tp": 2, "etp": 2}),
+    "cp 2, experts whole": (2, {"cp": 2}),
+    "tp 2, cp 2": (4, {"tp": 2, "cp": 2, "ep": 4}),
+    "two sets of sequences": (4, {"cp": 2, "ep": 4}),
+    "two stages": (4, {"cp": 2, "ep": 2, "pp": 2}),
+}
+PARTS = [4, 1, 0, 3]
+"""Tokens of each sequence on the ranks that share it."""
+LENGTHS = [[3, 1, 0], [2, 0, 0], [0, 0, 0], [1, 4, 0]]
+"""The same of packed sequences; the last has no tokens at all."""
+
+
+def parts_of(rank: int, folding: ParallelFolding, packed: bool, seed: int) -> list[list[Tensor]]:
+    """For each rank with parts of this rank's sequences, those parts."""
+    together = folding.group_of("tp-cp", rank)
+    generator = torch.Generator().manual_seed(seed + together[0])
+    lengths = LENGTHS if packed else [[tokens] * 3 for tokens in PARTS]
+
+    def draw(tokens: int) -> Tensor:
+        return torch.randn(tokens, HIDDEN, generator=generator, dtype=torch.float64) + (tokens > 2)
+
+    return [[draw(tokens) for tokens in own] for own in lengths[: len(together)]]
+
+
+def sequences(rank: int, world_size: int, arguments: dict[str, Any], seed: int) -> None:
+    folding = ParallelFolding(world_size=world_size, **arguments)
+    stage = folding.group_of("tp-cp-dp", rank)
+    place = folding.group_of("tp-cp", rank).index(rank)
+    torch.manual_seed(seed)
+    layer = MoELayer(CONFIG, folding=folding, max_tokens=24)
+    weight_EH = layer.router.weight.detach().clone().requires_grad_()
+    for way in ("rows", "seq_len", "packed", "checkpoint", "keep_plans", "compiled"):
+        packed = way == "packed"
+        own = parts_of(rank, folding, packed, seed)[place]
+        run: Any = layer
+        if way in ("checkpoint", "keep_plans"):
+            options = {"context_fn": keep_plans(layer)} if way == "keep_plans" else {}
+            run = functools.partial(checkpoint, layer, use_reentrant=False, **options)
+        if way == "compiled":
+            torch._dynamo.reset()
+            run = torch.compile(layer, backend="eager")
+        if packed:
+            ends = torch.tensor([0, *(len(part) for part in own)]).cumsum(0)
+            # A row of padding behind, which is in no sequence's part.
+            x = torch.cat((*own, torch.randn(1, HIDDEN, dtype=torch.float64)))
+            mask = torch.arange(len(x)) < len(x) - 1
+            y = run(x, cu_seqlens=ends, mask=mask)
+        elif way == "seq_len":
+            y = run(torch.cat(own), len(own[0]) or None)
+        else:
+            y = run(torch.stack(own))
+        (y * 0).sum().backward()
+        sync_gradients(layer)
+        # One process with all sequences: those of each set of ranks are a microbatch, of a mean over these.
+        losses = {}
+        for other in stage:
+            first = folding.group_of("tp-cp", other)[0]
+            parts = parts_of(other, folding, packed, seed)
+            losses[first] = plain_loss(weight_EH, [torch.cat(each) for each in zip(*parts, strict=True)])
+        assert_close(layer.last_losses["aux_loss"], losses[folding.group_of("tp-cp", rank)[0]].detach())
+        (wanted,) = torch.autograd.grad(sum(losses.values()) / len(losses), weight_EH)
+        assert_close(layer.router.weight.grad, wanted, msg=way)
+        layer.zero_grad()
+    layer.comm.close()
+
+
+@pytest.mark.parametrize("name", FOLDINGS)
+def test_loss_over_parts_of_sequences(name: str, pool: Pools, seed: int) -> None:
+    ranks, arguments = FOLDINGS[name]
+    pool(ranks)(sequences, arguments, seed)
+
+
+def refused(rank: int, world_size: int) -> list[Caught | None]:
+    """A rank with other numbers of sequences, one that refuses its tokens, and one whose router raises."""
+    layer = MoELayer(CONFIG, folding=ParallelFolding(world_size=world_size, cp=2, ep=2), max_tokens=24)
+    x = torch.randn(2, 3, HIDDEN, dtype=torch.float64)
+    found = [
+        catch(lambda: layer(x[: 1 + rank])),
+        catch(lambda: layer(x[..., : HIDDEN - rank])),
+        catch(lambda: layer(x, topk_idx=torch.full((2, 3, TOP_K), 3 * rank - 1))),
+    ]
+    hook = layer.router.register_forward_pre_hook(lambda *_: [][0]) if rank == 1 else None
+    found.append(catch(lambda: layer(x)))
+    if hook is not None:
+        hook.remove()
+    (layer(x) * 0).sum().backward()
+    assert layer.router.weight.grad is not None
+    layer.comm.close()
+    return found
+
+
+def test_one_rank_refuses(pool: Pools) -> None:
+    for rank, (others, shape, ids, hook) in enumerate(pool(2)(refused)):
+        assert others is not None and others.name == "MismatchedArguments"
+        assert f"rank {rank} has parts of {1 + rank} sequences" in others.text, others.text
+        assert shape is not None and shape.name == "InvalidArgument" and "x has shape" in shape.text
+        assert ids is not None and ids.name == "InvalidRouting", ids
+        assert hook is not None and "IndexError" in hook.text + hook.name, hook
+
+
+# -- all tokens of a step ----------------------------------------------------------------------------------
+
+TOKENS = [5, 0, 7, 3]
+
+
+def step(rank: int, world_size: int, ep: int, way: str, seed: int) -> None:
+    """Two steps of three microbatches: f_e is of the step's choices so far, on all ranks; P_e of the rank's
+    tokens of the microbatch."""
+    torch.manual_seed(seed)
+    folding = ParallelFolding(world_size=world_size, ep=ep)
+    layer = MoELayer(replace(CONFIG, aux_loss="global"), folding=folding, max_tokens=24)
+    weight_EH = layer.router.weight.detach().clone().requires_grad_()
+    set_loss_scale(layer, 1 / 3)
+    run: Any = layer
+    if way in ("checkpoint", "keep_plans"):
+        options = {"context_fn": keep_plans(layer)} if way == "keep_plans" else {}
+        run = functools.partial(checkpoint, layer, use_reentrant=False, **options)
+    for number in range(2):
+        seen, wanted = torch.zeros(0, HIDDEN, dtype=torch.float64), torch.zeros_like(weight_EH)
+        for microbatch in range(3):
+            generator = torch.Generator().manual_seed(seed + 3 * number + microbatch)
+            every = [
+                torch.randn(tokens, HIDDEN, generator=generator, dtype=torch.float64) + 0.5 * microbatch
+                for tokens in TOKENS[:world_size]
+            ]
+            seen = torch.cat((seen, *every))
+            (run(every[rank]) * 0).sum().backward()
+            losses = [plain_loss(weight_EH, [x], [seen]) if len(x) else 0 * weight_EH.sum() for x in every]
+            assert_close(layer.last_losses["aux_loss"], losses[rank].detach())
+            (grad,) = torch.autograd.grad(sum(losses) / (3 * world_size), weight_EH)
+            wanted += grad
+        with torch.no_grad():  # what is no training counts for itself
+            layer.eval()
+            layer(every[rank])
+            alone = torch.cat(every)
+            if len(every[rank]):
+                assert_close(
+                    layer.last_losses["aux_loss"], plain_loss(weight_EH, [every[rank]], [alone]).detach()
+                )
+            layer.train()
+        sync_gradients(layer)
+        assert_close(layer.router.weight.grad, wanted)
+        layer.zero_grad()
+        update_expert_bias(layer)
+    layer.comm.close()
+
+
+@pytest.mark.parametrize("way", ["", "checkpoint", "keep_plans"])
+@pytest.mark.parametrize(("ranks", "ep"), [(1, 1), (2, 1), (2, 2), (4, 2)])
+def test_loss_over_all_tokens_of_a_step(ranks: int, ep: int, way: str, pool: Pools, seed: int) -> None:
+    pool(ranks)(step, ep, way, seed)
+
+
+# -- configs -----------------------------------------------------------------------------------------------
+
+DIFFERENT: dict[str, dict[str, Any]] = {
+    "ffn_hidden": {"ffn_hidden": 16},
+    "activation": {"activation": "gelu"},
+    "normalize_topk": {"normalize_topk": True},
+    "scaling_factor": {"scaling_factor": 2.5},
+    "num_shared_experts": {"num_shared_experts": 1},
+    "z_loss_coef": {"z_loss_coef": 1e-3},
+}
+
+
+def differing(rank: int, world_size: int, max_tokens: int) -> dict[str, list[Caught | None]]:
+    found = {}
+    same = MoELayer(CONFIG, max_tokens=max_tokens)
+    for name, options in DIFFERENT.items():
+        config = replace(CONFIG, **options) if rank == world_size - 1 else CONFIG
+        found[name] = [
+            catch(lambda config=config: MoELayer(config, same.comm)),
+            catch(lambda config=config: MoELayer(config, max_tokens=max_tokens)),
+        ]
+    # What one rank alone finds is told to the others; what says how a rank computes may differ.
+    wrong = replace(CONFIG, hidden=8) if rank == 0 else CONFIG
+    found["hidden"] = [catch(lambda: MoELayer(wrong, same.comm))]
+    layer = MoELayer(replace(CONFIG, products="torch" if rank else None), same.comm)
+    layer(torch.randn(2, HIDDEN, dtype=torch.float64)).sum().backward()
+    same.comm.close()
+    return found
+
+
+@pytest.mark.parametrize(("ranks", "max_tokens"), [(2, 64), (4, 64), (2, 5)])
+def test_ranks_with_other_configs_are_told(ranks: int, max_tokens: int, pool: Pools) -> None:
+    for rank, found in enumerate(pool(ranks)(differing, max_tokens)):
+        for caught in found.pop("hidden"):
+            assert caught is not None and caught.name == "InvalidArgument"
+            assert "comm.hidden is 16" in caught.text
+        for name, errors in found.items():
+            for caught in errors:
+                assert caught is not None and caught.name == "MismatchedArguments", (name, caught)
+                assert f"rank {rank} has" in caught.text and f"{name}=" in caught.text
+                assert ("of which one differs" in caught.text) == (max_tokens == 5)
