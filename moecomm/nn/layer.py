@@ -754,7 +754,7 @@ class MoELayer(nn.Module):
         if not (torch.is_grad_enabled() and to.requires_grad):
             return to
         losses, router, load_E = list(routing.losses.values()), self.router, routing.tokens_per_expert_E
-        records = self.training and router.load_E is not None
+        records = self.training and getattr(router, "load_E", None) is not None  # not of another class
         if not (losses or records):
             return to
         total = sum(losses[1:], start=losses[0]) if losses else to.new_zeros((), dtype=torch.float32)
