@@ -32,6 +32,7 @@ from moecomm.backends import (
     TensorPlan,
     make_backend,
 )
+from moecomm.backends.announcing import announce
 from moecomm.backends.arrays import shared_tensor
 from moecomm.env import Env, read_env
 from moecomm.errors import CommunicatorClosed, InvalidArgument, MoecommError
@@ -554,20 +555,23 @@ class Communicator:
     ) -> DispatchOutput | Work[DispatchOutput]:
         backend, caller = self._open(), _caller(layer)
         x, x_scales, ids, weights = x_TH, None, topk_idx_TK, topk_weights_TK
-        fits = dequantize is True and fits_dispatch(x, ids, weights, *self._expected)
-        if not fits:
-            x, x_scales = _parts(x_TH)
-            x, x_scales = shared_tensor(x, self.device), shared_tensor(x_scales, self.device)
-            ids, weights = shared_tensor(ids, self.device), shared_tensor(weights, self.device)
+        few = False
+        try:
+            fits = dequantize is True and fits_dispatch(x, ids, weights, *self._expected)
+            if not fits:
+                x, x_scales = _parts(x_TH)
+                x, x_scales = shared_tensor(x, self.device), shared_tensor(x_scales, self.device)
+                ids, weights = shared_tensor(ids, self.device), shared_tensor(weights, self.device)
+            if async_op:
+                few = isinstance(x, torch.Tensor) and x.dim() > 0 and backend.splits(x.shape[0])
+        except Exception as error:
+            announce(backend, error)
 
         def checked() -> DispatchCall:
             backend.ready()  # an error that ends the communicator comes before one in the arguments
-            try:
-                options = self._options(layout, alignment, capacity, expert_capacity)
-                if not fits:
-                    self._check_dispatch(x, x_scales, ids, weights, dequantize)
-            except MoecommError as error:
-                backend.fail(error)
+            options = self._options(layout, alignment, capacity, expert_capacity)
+            if not fits:
+                self._check_dispatch(x, x_scales, ids, weights, dequantize)
             return DispatchCall(x, x_scales, ids, weights, *options, dequantize, caller)
 
         def finish(raw: RawDispatch) -> DispatchOutput:
@@ -580,7 +584,6 @@ class Communicator:
         if not async_op:
             return finish(backend.run(name, lambda: backend.dispatch(checked())))
         inputs = (x, x_scales, ids, weights)
-        few = isinstance(x, torch.Tensor) and x.dim() > 0 and backend.splits(x.shape[0])
         if capacity is not None and not few:
             return backend.launch(name, lambda: backend.dispatch(checked()), None, finish, inputs)
         return backend.launch(
@@ -684,23 +687,16 @@ class Communicator:
         self, rows_PH: Any, handle: Handle, weights: Any, async_op: bool
     ) -> torch.Tensor | Work[torch.Tensor]:
         backend = self._open()
-        rows = shared_tensor(rows_PH, self.device)
-        factors = None if weights is None else shared_tensor(weights, self.device)
-
-        def check() -> None:
-            try:
-                self._check_combine(rows, handle, factors)
-            except MoecommError as error:
-                backend.fail(error)
+        rows, factors = self._shared(backend, rows_PH, weights)
 
         def execute() -> torch.Tensor:
-            check()
+            self._check_combine(rows, handle, factors)
             y_TH, _ = backend.combine(handle.plan, rows, factors, None, forward=True)
             assert y_TH is not None
             return y_TH
 
         def begin() -> Any:
-            check()
+            self._check_combine(rows, handle, factors)
             return backend.begin_combine(handle.plan, rows, factors)
 
         def finish(y_TH: torch.Tensor) -> torch.Tensor:
@@ -754,14 +750,11 @@ class Communicator:
         self, x_TH: Array, handle: Handle, gradients: bool, async_op: bool
     ) -> torch.Tensor | Work[torch.Tensor]:
         backend = self._open()
-        x = shared_tensor(x_TH, self.device)
+        (x,) = self._shared(backend, x_TH)
 
         def execute() -> torch.Tensor:
-            try:
-                self._check_handle(handle)
-                check_rows("x", x, handle.num_tokens, self.hidden, self.dtype, self.device)
-            except MoecommError as error:
-                backend.fail(error)
+            self._check_handle(handle)
+            check_rows("x", x, handle.num_tokens, self.hidden, self.dtype, self.device)
             rows_PH, _ = backend.redispatch(handle.plan, x, None, None, gradients)
             return rows_PH
 
@@ -827,20 +820,16 @@ class Communicator:
         self, grad_rows_PH: Array, handle: Handle, grad_weights: Array | None, async_op: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None] | Work[tuple[torch.Tensor, torch.Tensor | None]]:
         backend = self._open()
-        rows = shared_tensor(grad_rows_PH, self.device)
-        weights = None if grad_weights is None else shared_tensor(grad_weights, self.device)
+        rows, weights = self._shared(backend, grad_rows_PH, grad_weights)
 
         def execute() -> tuple[torch.Tensor, torch.Tensor | None]:
-            try:
-                self._check_handle(handle)
-                check_rows("grad_rows", rows, handle.num_rows, self.hidden, self.dtype, self.device)
-                if weights is not None:
-                    by_rank = handle.layout == "rank"
-                    shape = (handle.num_rows, self.top_k) if by_rank else (handle.num_rows,)
-                    letters = "(P, K)" if by_rank else "(P,)"
-                    check_weights("grad_weights", weights, shape, letters, self.dtype, self.device)
-            except MoecommError as error:
-                backend.fail(error)
+            self._check_handle(handle)
+            check_rows("grad_rows", rows, handle.num_rows, self.hidden, self.dtype, self.device)
+            if weights is not None:
+                by_rank = handle.layout == "rank"
+                shape = (handle.num_rows, self.top_k) if by_rank else (handle.num_rows,)
+                letters = "(P, K)" if by_rank else "(P,)"
+                check_weights("grad_weights", weights, shape, letters, self.dtype, self.device)
             grad_x_TH, grad_weights_TK = backend.combine(handle.plan, rows, None, weights)
             assert grad_x_TH is not None
             return grad_x_TH, grad_weights_TK
@@ -875,18 +864,13 @@ class Communicator:
             As `dispatch`, from either call; InvalidArgument from the second where the dispatch has ended.
         """
         backend = self._open()
-        x, ids = shared_tensor(x_TH, self.device), shared_tensor(topk_idx_TK, self.device)
-        weights = shared_tensor(topk_weights_TK, self.device)
-        fits = fits_dispatch(x, ids, weights, *self._expected)
+        x, ids, weights = self._shared(backend, x_TH, topk_idx_TK, topk_weights_TK)
 
         def begin() -> Any:
             backend.ready()
-            try:
-                options = self._options(layout, 1, None, None)
-                if not fits:
-                    self._check_dispatch(x, None, ids, weights, True)
-            except MoecommError as error:
-                backend.fail(error)
+            options = self._options(layout, 1, None, None)
+            if not fits_dispatch(x, ids, weights, *self._expected):
+                self._check_dispatch(x, None, ids, weights, True)
             call = DispatchCall(x, None, ids, weights, *options, True, _caller(_layer))
             return backend.begin_dispatch(call)
 
@@ -925,23 +909,14 @@ class Communicator:
     # -- state -----------------------------------------------------------------------------------------
 
     def refuse(self, error: Exception) -> NoReturn:
-        """Raises `error` on this rank and, in the operation that they call instead, InvalidArgument on all
-        other ranks, which learn which rank it was, and of what kind the error is where that is another one. A
-        layer calls it for an error that it finds on its rank alone: a plain exception would leave the other
-        ranks waiting until their deadline. The communicator stays usable."""
-        backend = self._open()
-        told = error
-        if not isinstance(told, InvalidArgument):
-            told = InvalidArgument(f"{type(error).__name__}: {error}")
-
-        def announce() -> NoReturn:
-            backend.ready()
-            backend.fail(told)
-
+        """Raises `error` on this rank and, in the operation that they call instead, InvalidArgument, or
+        OutOfMemory, on all other ranks, which learn which rank it was, and of what kind the error is where
+        that is another one. A layer calls it for an error that it finds on its rank alone: a plain exception
+        would leave the other ranks waiting until their deadline. The communicator stays usable."""
         try:
-            backend.run("moecomm refuse", announce)
-        except InvalidArgument as raised:
-            if raised is not told:
+            announce(self._open(), error)
+        except MoecommError as raised:
+            if raised is not error and raised.__cause__ is not error:
                 raise
         raise error
 
@@ -1020,9 +995,11 @@ class Communicator:
         return self._open().stream
 
     def close(self) -> None:
-        """Waits for operations under way (on CUDA for all work on the GPU) and lets go of the window. Peers
-        that still wait for this rank get PeerLost. RuntimeWarning if, between nodes, the network's library
-        does not let its thread go within `timeout` and 3 s: that and the window are left to the process.
+        """Waits for operations under way, on CUDA for all work on the GPU, and lets go of the window. CPU: an
+        operation of `async_op` that still waits for other ranks in a second raises CommunicatorClosed.
+        Peers that still wait for this rank get PeerLost. RuntimeWarning if, between nodes, the network's
+        library does not let its thread go within `timeout` and 3 s: that and the window are left to the
+        process.
 
         Calling it again does nothing. Leaving a `with` block and garbage collection do the same; the
         backward of earlier calls needs the communicator open.
@@ -1051,6 +1028,13 @@ class Communicator:
         if self._backend is None:
             raise CommunicatorClosed("the communicator is closed")
         return self._backend
+
+    def _shared(self, backend: Backend, *arrays: Any) -> list[Any]:
+        """Returns arrays as tensors of the same memory, None as None."""
+        try:
+            return [shared_tensor(each, self.device) for each in arrays]
+        except Exception as error:
+            announce(backend, error)
 
     def _check_handle(self, handle: Any) -> None:
         if not isinstance(handle, Handle):

@@ -7,10 +7,7 @@ the same error, and a new communicator has to be built. After every other error 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
-
-Result = TypeVar("Result")
+from typing import Any
 
 
 class MoecommError(RuntimeError):
@@ -137,13 +134,19 @@ def known_to_all(error: Exception) -> bool:
     return isinstance(error, MoecommError) and error._is_known_to_all
 
 
-def as_operation(run: Callable[[], Result]) -> Result:
-    """Runs an operation of a communicator. An InvalidArgument that it raises is known to all ranks."""
+def announced_as(error: Exception) -> MoecommError:
+    """Returns what all ranks are told of an error that one has found before an operation: itself, if
+    operations have such errors; else OutOfMemory (memory was short) or InvalidArgument with its text."""
+    if type(error) in (InvalidArgument, InvalidRouting, MismatchedArguments, OutOfMemory, Unsupported):
+        assert isinstance(error, MoecommError)
+        return error
+    name = type(error).__name__
     try:
-        return run()
-    except InvalidArgument as error:
-        error._is_known_to_all = True
-        raise
+        text = f"{name}: {error}"
+    except Exception:  # of its own __str__
+        text = name
+    short = isinstance(error, MemoryError) or name == "OutOfMemoryError" or "can't allocate memory" in text
+    return OutOfMemory(text) if short else InvalidArgument(text)
 
 
 def to_message(error: MoecommError) -> dict[str, Any]:

@@ -7,6 +7,7 @@ Shape letters, as they end the names of tensors:
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -228,19 +229,24 @@ class Work(Generic[Result]):
         """`wait` completes the operation and returns its result, `is_completed` says whether it is done, and
         `join` makes the caller's current stream wait at each `wait()`."""
         self._wait, self._is_completed, self._join = wait, is_completed, join
+        self._recording = torch.is_grad_enabled()
+        self._lock = threading.RLock()
         self._result: Result | None = None
         self._waited = False
 
     def wait(self) -> Result:
-        """Waits, and returns the operation's result; raises its error. Calling it again returns the same
-        object.
+        """Waits, and returns the operation's result; raises its error. Calling it again, also from another
+        thread, returns the same object. Autograd records as it did when the operation was called.
 
         On CUDA it is the caller's current stream that waits, not the host; only a dispatch without a capacity
         keeps the host until the row count is there.
         """
         if not self._waited:
-            self._result = self._wait()
-            self._waited = True
+            with self._lock:
+                if not self._waited:
+                    with torch.inference_mode(False), torch.set_grad_enabled(self._recording):
+                        self._result = self._wait()
+                    self._waited = True
         if self._join is not None:
             self._join()
         return self._result  # type: ignore[return-value]

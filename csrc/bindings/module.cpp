@@ -3,6 +3,8 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <cstring>
+
 #if defined(MOECOMM_CUDA_VERSION)
 #include "bindings/cuda.hpp"
 #endif
@@ -34,10 +36,12 @@ void set_python_error(const Error& error) {
   // A handler that is due must not run inside the import below: its exception would replace the typed error.
   if (PyErr_CheckSignals() != 0) return;
   const ErrorDetails& d = error.details();
+  const auto text = py::reinterpret_steal<py::str>(
+      PyUnicode_DecodeUTF8(error.what(), static_cast<Py_ssize_t>(std::strlen(error.what())), "replace"));
   const py::object raised =
       py::module_::import("moecomm.errors")
-          .attr("from_native")(static_cast<uint32_t>(error.kind()), error.what(), d.rank, d.peer, d.phase,
-                               d.expected, d.seen, d.needed, d.available);
+          .attr("from_native")(static_cast<uint32_t>(error.kind()), text, d.rank, d.peer, d.phase, d.expected,
+                               d.seen, d.needed, d.available);
   PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(raised.ptr())), raised.ptr());
 }
 
@@ -232,6 +236,7 @@ PYBIND11_MODULE(_C, m) {
             return HostBuffer{self.take_input(), tokens * self.layout().shape.row_bytes()};
           },
           py::arg("tokens"), Release())
+      .def("give_up", &Communicator::give_up)
       .def("close", &Communicator::close, Release())
       .def("stats", &stats_dict)
       .def("reset_stats",

@@ -1,6 +1,7 @@
 // Recoverable errors. A broken invariant is an assert; everything a caller or a peer can cause is an Error.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <stdexcept>
 #include <string>
@@ -43,6 +44,10 @@ class Error : public std::runtime_error {
   ErrorKind kind_;
   ErrorDetails details_;
 };
+
+/// Copies `text` (UTF-8) and a zero to `target`, which has `room` bytes; a text that is too long ends after a
+/// whole character.
+void store_text(const std::string& text, char* target, size_t room);
 
 /// "shm_open: No space left on device" for the current errno.
 std::string errno_text(const char* call);

@@ -94,8 +94,12 @@ std::string Communicator::heuristics_text() const {
          (pool_.threads() == 1 ? " thread" : " threads");
 }
 
+void Communicator::give_up() noexcept {
+  if (signals_ && getpid() == owner_) signals_->stop_waiting();
+}
+
 bool Communicator::close() noexcept {
-  leave(!broken_);
+  leave(!broken_ && !under_way_);
   return !left_behind_;
 }
 
@@ -136,12 +140,19 @@ void Communicator::check() {
 /// Runs one operation; an error that leaves ranks out of step ends the communicator.
 template <class Body>
 auto Communicator::guarded(Body&& body) {
+  // A signal's handler may close the communicator meanwhile.
+  const bool outer = std::exchange(under_way_, true);
+  struct Restore {
+    bool &flag, before;
+    ~Restore() { flag = before; }
+  } const restore{under_way_, outer};
   try {
     return body();
   } catch (const Error& error) {
     pending_.reset();
     signals_->complete(epoch_);
     if (error.kind() == ErrorKind::peer_timeout || error.kind() == ErrorKind::peer_lost) broken_ = error;
+    if (error.kind() == ErrorKind::closed) leave(false);  // the wait was given up
     throw;
   } catch (...) {
     leave(false);  // interrupted: this rank has left the operation that the others are in
@@ -150,6 +161,7 @@ auto Communicator::guarded(Body&& body) {
 }
 
 SignalRecord Communicator::start(Operation operation, const Plan* plan) {
+  signals_->require_going_on();
   pending_.reset();
   signals_->complete(epoch_);  // whatever came before, also a dispatch that was never pulled
   // Rows of an epoch that failed, or was not pulled, may still be on their way: the next but one uses their
@@ -225,9 +237,7 @@ void Communicator::fail(ErrorKind kind, const std::string& text) {
   SignalRecord record = guarded([&] { return start(Operation::none); });
   record.error = static_cast<uint32_t>(kind);
   auto* const target = reinterpret_cast<char*>(own(layout_.error_text[record.epoch & 1]));
-  const size_t length = std::min(text.size(), size_t{kErrorText - 1});
-  std::memcpy(target, text.data(), length);
-  target[length] = 0;
+  store_text(text, target, kErrorText);
   signal(record, nullptr, target);
   // Ranks stay in step only if this one waits as well; what it reports is its own error all the same.
   try {

@@ -120,6 +120,9 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   /// Tells the peers; later operations throw Error(closed). Memory goes with the object. False: the proxy's
   /// thread had to be left behind (Proxy::close), and what it uses stays until the process ends.
   bool close() noexcept;
+  /// Ends the operation under way, if it waits, and all later ones by Error(closed), and closes. Any thread
+  /// may call it.
+  void give_up() noexcept;
 
   Stats& stats() { return stats_; }
   /// By rank: seconds that this rank waited for it to begin its operations.
@@ -178,6 +181,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   const int owner_ = getpid();
   uint64_t epoch_;  // of the last operation that has begun
   bool closed_ = false, left_behind_ = false;
+  bool under_way_ = false;  // an operation is
   std::optional<Error> broken_;
   std::optional<Error> overflow_;
   uint64_t input_epoch_[2] = {0, 0};  // last epoch that published from an input section

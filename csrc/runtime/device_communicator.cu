@@ -773,9 +773,7 @@ void DeviceCommunicator::fail(ErrorKind kind, const std::string& text, cudaStrea
   abandon(stream);
   static_cast<void>(after_given_up(stream));  // all raise without it
   char* const target = pinned_->texts + (texts_++ % kTexts) * kErrorText;
-  const size_t length = std::min(text.size(), size_t{kErrorText - 1});
-  std::memcpy(target, text.data(), length);
-  target[length] = 0;
+  store_text(text, target, kErrorText);
   check_cuda(gpu::launch_announce(launch(stream, 1, false), *comm(WireFormat::same),
                                   static_cast<uint32_t>(kind), target),
              "launch of an error's announcement");

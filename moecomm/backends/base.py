@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
-from moecomm.errors import MoecommError
 from moecomm.setup.memory_plan import MemoryPlan
 from moecomm.setup.topology import NodeMap
 from moecomm.types import Layout, PlanViews, WireTensors, Work
@@ -111,8 +110,9 @@ class DispatchCall(NamedTuple):
 class Backend(Protocol):
     """Turns tensors into pointers for one kind of memory.
 
-    `dispatch` and its halves, `redispatch`, `combine`, `empty_input`, `ready` and `fail` are called within
-    `run` or `launch` only, which put the operations of all threads into one order.
+    `dispatch` and its halves, `redispatch`, `combine`, `empty_input` and `ready` are called within `run` or
+    `launch` only, which put the operations of all threads into one order, and announce to all ranks what goes
+    wrong on one before the runtime has the operation.
     """
 
     device: torch.device
@@ -227,9 +227,6 @@ class Backend(Protocol):
 
     def empty_input(self, num_tokens: int) -> torch.Tensor:
         """Returns an uninitialised (num_tokens, H) tensor, in the window if that saves a copy."""
-
-    def fail(self, error: MoecommError) -> NoReturn:
-        """Tells all ranks that this rank's arguments are bad, and raises `error`."""
 
     def check(self) -> None:
         """Raises the pending error, if any: CapacityExceeded, or the one that broke the communicator."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple, NoReturn, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -14,6 +15,7 @@ from torch._compile import _disable_dynamo
 
 from moecomm import _C
 from moecomm.arguments import weight_dtype
+from moecomm.backends.announcing import Announcing, memory_of
 from moecomm.backends.base import (
     DispatchCall,
     ExpertIndex,
@@ -23,7 +25,7 @@ from moecomm.backends.base import (
     warn_of_thread,
 )
 from moecomm.backends.order import InOrder
-from moecomm.errors import InvalidArgument, MoecommError, Unsupported, as_operation, kind_of
+from moecomm.errors import InvalidArgument, MoecommError, OutOfMemory, Unsupported
 from moecomm.setup.devices import default_threads
 from moecomm.setup.handshake import check_host_room, connect, describe, handshake
 from moecomm.setup.memory_plan import plan_memory, window_shape
@@ -32,9 +34,6 @@ from moecomm.types import Layout, WireTensors, Work
 
 Result = TypeVar("Result")
 Finished = TypeVar("Finished")
-
-# A trace lets go of a tensor of which it goes on to use the address alone.
-_run_outside_graph = _disable_dynamo(InOrder.run)
 
 # Smaller outputs come from torch's own allocator: recycling pages pays only from here on.
 _POOLED_BYTES = 1 << 16
@@ -88,7 +87,7 @@ def _plan_view(plan: _C.Plan, name: str) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32, device="cpu")
 
 
-class CpuBackend:
+class CpuBackend(Announcing):
     """Owns the native communicator. Methods take and return tensors, and do no more checking than the
     runtime does.
     """
@@ -109,7 +108,6 @@ class CpuBackend:
         """Builds the native communicator together with the other ranks. `arguments`: arguments of the
         Communicator that all ranks have to share, as JSON values. `argument_error`: the error in this rank's
         arguments, if any; the rank still meets the others, so that all raise."""
-        self._order = InOrder()
         self.device = torch.device("cpu")
         self.dtype = dtype
         self._pool = _C.HostPool()
@@ -150,6 +148,7 @@ class CpuBackend:
             unlink=lambda native: native.unlink_window(),
         )
         self.network_lanes = self._native.network_lanes()
+        self._order = InOrder(self._native.give_up)
 
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         count = 1
@@ -165,8 +164,8 @@ class CpuBackend:
     def run(self, name: str, operation: Callable[[], Result]) -> Result:
         """Runs `operation` after all before it and returns its result; torch.compile does not trace it."""
         if torch.compiler.is_compiling():
-            return _run_outside_graph(self._order, operation)
-        return as_operation(lambda: self._order.run(operation))
+            return _run_outside_graph(self, name, operation)
+        return self._order.run(self._whole, operation)
 
     def launch(
         self,
@@ -177,15 +176,17 @@ class CpuBackend:
         inputs: tuple[Any, ...],
     ) -> Work[Finished]:
         """Runs an operation in the communicator's own thread, after all before it."""
-        future = self._order.submit(begin if complete is None else lambda: complete(begin()))
-        return Work(lambda: finish(as_operation(future.result)), future.done)
+        future = self._order.submit(self._whole, begin if complete is None else lambda: complete(begin()))
+        return Work(lambda: finish(self._order.result(future)), future.done)
 
     def settle_begun(self) -> None:
         """Does nothing: the thread completes each operation itself."""
 
     def ready(self) -> None:
         """Raises the pending error, if any: every rank sees a passed capacity, and none may go on."""
+        self._announced = True
         self._native.check()
+        self._announced = False
 
     def limit_sms(self, num_sms: int | None) -> int | None:
         """Raises Unsupported: a rank's threads are made once, with the communicator."""
@@ -208,11 +209,13 @@ class CpuBackend:
         """Publishes the rows and makes the plan."""
         x_TH, ids_TK = _dense(call.x_TH), _dense(call.topk_idx_TK)
         weights_TK = _dense_or_none(call.topk_weights_TK)
+        x, ids, weights = _address(x_TH), _address(ids_TK), _address(weights_TK)
+        self._announced = True
         plan = self._native.begin_dispatch(
-            x=x_TH.data_ptr(),
-            ids=ids_TK.data_ptr(),
+            x=x,
+            ids=ids,
             wide_ids=ids_TK.dtype == torch.int64,
-            weights=_address(weights_TK),
+            weights=weights,
             tokens=x_TH.shape[0],
             layout=getattr(_C.RowLayout, call.layout),
             alignment=call.alignment,
@@ -224,20 +227,24 @@ class CpuBackend:
 
     def finish_dispatch(self, begun: _Begun, directly: bool = True) -> RawDispatch:
         """Copies the rows from the peers into new tensors."""
+        self._announced = True
         plan, by_rank, has_weights, *_ = begun
-        tokens_PH = self._empty((plan.rows, self.hidden), self.dtype)
-        weights = None
-        if has_weights:
-            weights = self._empty(
-                (plan.rows, self.top_k) if by_rank else (plan.rows,), weight_dtype(self.dtype)
-            )
-        topk_idx_PK = self._empty((plan.rows, self.top_k), torch.int32) if by_rank else None
-        index = None
-        if by_rank:
-            assert plan.by_expert is not None
-            positions = plan.by_expert.rows
-            weights_Q = self._empty((positions,), weight_dtype(self.dtype)) if has_weights else None
-            index = ExpertIndex(self._empty((positions,), torch.int32), weights_Q, plan.by_expert)
+        weights = topk_idx_PK = index = None
+        try:
+            tokens_PH = self._empty((plan.rows, self.hidden), self.dtype)
+            if has_weights:
+                weights = self._empty(
+                    (plan.rows, self.top_k) if by_rank else (plan.rows,), weight_dtype(self.dtype)
+                )
+            if by_rank:
+                topk_idx_PK = self._empty((plan.rows, self.top_k), torch.int32)
+                assert plan.by_expert is not None
+                positions = plan.by_expert.rows
+                weights_Q = self._empty((positions,), weight_dtype(self.dtype)) if has_weights else None
+                index = ExpertIndex(self._empty((positions,), torch.int32), weights_Q, plan.by_expert)
+        except OutOfMemory as error:
+            error._is_known_to_all = False  # the others have their rows
+            raise
         self._native.pull(
             out=tokens_PH.data_ptr(),
             weights=_address(weights),
@@ -297,14 +304,15 @@ class CpuBackend:
         dots_P = (
             None if other_PH is None else torch.zeros(plan.rows, dtype=weight_dtype(self.dtype), device="cpu")
         )
-        self._native.redispatch(
-            plan,
-            rows=rows_TH.data_ptr(),
-            out=out_PH.data_ptr(),
-            scales=_address(scales_P),
-            other=_address(other_PH),
-            dots=_address(dots_P),
-        )
+        addresses = {
+            "rows": _address(rows_TH),
+            "out": _address(out_PH),
+            "scales": _address(scales_P),
+            "other": _address(other_PH),
+            "dots": _address(dots_P),
+        }
+        self._announced = True
+        self._native.redispatch(plan, **addresses)
         return out_PH, dots_P
 
     def splits(self, tokens: int) -> bool:
@@ -340,30 +348,28 @@ class CpuBackend:
         grads_TK = None
         if weight_grads is not None:
             grads_TK = torch.empty((plan.tokens, self.top_k), dtype=weight_dtype(self.dtype), device="cpu")
-        self._native.combine(
-            plan,
-            rows=_address(rows_PH),
-            weights=_address(weights_P),
-            y=_address(y_TH),
-            weight_grads=_address(weight_grads),
-            out_weight_grads=_address(grads_TK),
-        )
+        addresses = {
+            "rows": _address(rows_PH),
+            "weights": _address(weights_P),
+            "y": _address(y_TH),
+            "weight_grads": _address(weight_grads),
+            "out_weight_grads": _address(grads_TK),
+        }
+        self._announced = True
+        self._native.combine(plan, **addresses)
         return y_TH, grads_TK
 
     def empty_input(self, num_tokens: int) -> torch.Tensor:
         """Returns an uninitialised (num_tokens, H) tensor in the window."""
+        self._announced = True  # no other rank calls it
         if num_tokens == 0:
             return torch.empty((0, self.hidden), dtype=self.dtype, device="cpu")
         buffer = self._native.take_input(num_tokens)
         return torch.frombuffer(buffer, dtype=self.dtype).view(num_tokens, self.hidden)
 
-    def fail(self, error: MoecommError) -> NoReturn:
-        """Tells all ranks that this rank's arguments are bad, and raises `error`."""
-        try:
-            self._native.fail(getattr(_C.ErrorKind, kind_of(error)), str(error))
-        except InvalidArgument:
-            raise error from None
-        raise AssertionError("announcing an error has to raise one")
+    def _announce(self, kind: str, text: bytes) -> None:
+        with suppress(InvalidArgument, OutOfMemory, Unsupported):
+            self._native.fail(getattr(_C.ErrorKind, kind), text)
 
     def check(self) -> None:
         """Raises the pending error, if any: CapacityExceeded, or the one that broke the communicator."""
@@ -382,13 +388,17 @@ class CpuBackend:
         raise Unsupported("last_phases() is of CUDA: operations on the CPU have no clock of their phases")
 
     def close(self) -> None:
-        """Waits for operations under way, tells the peers, and frees the window."""
+        """Ends operations under way, tells the peers, and frees the window."""
         self._order.finish()
         if not self._native.close():
             warn_of_thread()
 
     def __str__(self) -> str:
         return describe(self._native, self.nodes)
+
+
+# A trace lets go of a tensor of which it goes on to use the address alone.
+_run_outside_graph = _disable_dynamo(CpuBackend.run)
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
@@ -404,7 +414,7 @@ def _address(tensor: torch.Tensor | None) -> int:
     tensor has a null address as well, so it gets another one."""
     if tensor is None:
         return 0
-    return tensor.data_ptr() or _NOWHERE.data_ptr()
+    return memory_of(tensor) or _NOWHERE.data_ptr()
 
 
 _NOWHERE = torch.empty(1, dtype=torch.float64, device="cpu")

@@ -11,13 +11,14 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch._compile import _disable_dynamo
 
 from moecomm import _C
 from moecomm.arguments import weight_dtype, wire_tensors
+from moecomm.backends.announcing import Announcing, memory_of
 from moecomm.backends.base import (
     DispatchCall,
     ExpertIndex,
@@ -26,11 +27,11 @@ from moecomm.backends.base import (
     TensorPlan,
     warn_of_thread,
 )
-from moecomm.backends.order import ProcessLock
+from moecomm.backends.order import ProcessLock, within_another
 from moecomm.backends.side_work import SideWork
 from moecomm.device.cuda_device import CudaDevice, StreamOrder
 from moecomm.env import read_env
-from moecomm.errors import InvalidArgument, MoecommError, OutOfMemory, Unsupported, as_operation, kind_of
+from moecomm.errors import InvalidArgument, MoecommError, OutOfMemory, Unsupported
 from moecomm.setup.handshake import GroupInfo, check_host_room, connect, describe, handshake
 from moecomm.setup.memory_plan import device_shape, plan_device_memory
 from moecomm.setup.rendezvous import Rendezvous
@@ -83,7 +84,7 @@ class _Begun(NamedTuple):
     """Rows and positions of `outputs`."""
 
 
-class CudaBackend:
+class CudaBackend(Announcing):
     """Owns the native communicator and the symmetric memory."""
 
     def __init__(
@@ -104,6 +105,7 @@ class CudaBackend:
         self._gpu = CudaDevice(device.index)
         self._lock = ProcessLock()
         self._capturing = False
+        self._inside = False  # an operation has the lock
         self._raw_stream = 0
         self._order = StreamOrder(self._gpu)
         self._side: torch.cuda.Stream | None = None
@@ -267,13 +269,17 @@ class CudaBackend:
         if not gpu.is_current():
             with gpu.current():
                 return self.run_now(name, operation)
+        if self._inside:
+            raise within_another()
         gpu.push_range(name)
         try:
+            self._inside = True
             self._raw_stream = gpu.raw_stream()
             self._capturing = gpu.capturing()
             self._order.follow(self._raw_stream, self._capturing)
-            return as_operation(operation)
+            return self._whole(operation)
         finally:
+            self._inside = False
             gpu.pop_range()
 
     def launch(
@@ -290,9 +296,6 @@ class CudaBackend:
         """
         side, limit = self.stream, self._limit
         side.wait_stream(self._gpu.stream())
-        for each in inputs:
-            if isinstance(each, torch.Tensor) and each.device == self.device:
-                each.record_stream(side)
 
         def limited(begun: Any) -> Result:
             assert complete is not None
@@ -308,6 +311,9 @@ class CudaBackend:
             work.begin()
             if complete is not None:
                 self._unfinished = work
+        for each in inputs if work.began else ():
+            if isinstance(each, torch.Tensor):
+                each.record_stream(side)
 
         def wait() -> Finished:
             result = work.wait()
@@ -363,6 +369,7 @@ class CudaBackend:
     def _complete(self) -> None:
         """Runs the second half of the operation that is held, if any. Raises InvalidArgument for one whose
         first half was recorded by a CUDA graph capture that has ended without it."""
+        self._announced = True
         if not self._native.complete(self._raw_stream):
             raise InvalidArgument(
                 "the capture in which an operation was begun has ended without its second half, and nothing "
@@ -420,6 +427,7 @@ class CudaBackend:
             with suppress(OutOfMemory):  # there may be memory for what comes
                 outputs = self._outputs(call, offered)
         if outputs is None:
+            self._announced = True
             self._native.begin_dispatch(*sending, self._raw_stream)
             return _Begun(call, blob, inputs, self._raw_stream)
         self._start_receiving(outputs, offered, partial(self._native.dispatch, *sending))
@@ -434,6 +442,7 @@ class CudaBackend:
         """Receives the rows, of which without a capacity the host waits for the number. Those that were
         received at once are cut to it; where the output was too small, there is another one. `directly`:
         nothing but the first half is on the current stream since that began."""
+        self._announced = True
         call, blob, inputs, stream, outputs, offered = begun
         if stream != self._raw_stream:
             for each in (*inputs, blob, *(outputs or ())):
@@ -460,16 +469,13 @@ class CudaBackend:
         not get their memory.)"""
         x_scales, weights_TK = call.x_scales, call.topk_weights_TK
         scales_address = weights_address = 0
-        try:
-            x_TH, x_address = self._readable(call.x_TH)
-            ids_TK, ids_address = self._readable(call.topk_idx_TK)
-            if x_scales is not None:
-                x_scales, scales_address = self._readable(x_scales)
-            if weights_TK is not None:
-                weights_TK, weights_address = self._readable(weights_TK)
-            blob = self._empty((self.plan_fields.words,), torch.int32)
-        except OutOfMemory as error:
-            self.fail(error)
+        x_TH, x_address = self._readable(call.x_TH)
+        ids_TK, ids_address = self._readable(call.topk_idx_TK)
+        if x_scales is not None:
+            x_scales, scales_address = self._readable(x_scales)
+        if weights_TK is not None:
+            weights_TK, weights_address = self._readable(weights_TK)
+        blob = self._empty((self.plan_fields.words,), torch.int32)
         sending = (
             x_address,
             scales_address,
@@ -482,7 +488,7 @@ class CudaBackend:
             call.capacity,
             call.expert_capacity,
             call.caller,
-            blob.data_ptr(),
+            self._address(blob),
         )
         return sending, blob, (x_TH, x_scales, ids_TK, weights_TK)
 
@@ -540,6 +546,7 @@ class CudaBackend:
             addresses = [self._nowhere_address, 0, 0, 0, 0, 0]
         else:
             addresses = [0 if each is None else self._address(each) for each in outputs]
+        self._announced = True
         receive(rows, counts[1] if by_rank else rows, *addresses, self._raw_stream)
 
     def _received(
@@ -584,27 +591,27 @@ class CudaBackend:
         gradient_wire."""
         scales_address = other_address = 0
         dots_P = None
-        try:
-            rows_TH, rows_address = self._readable(rows_TH)
-            if scales_P is not None:
-                scales_P, scales_address = self._readable(scales_P)
-            if other_PH is not None:
-                other_PH, other_address = self._readable(other_PH)
-            out_PH = self._empty((plan.rows, self.hidden), self.dtype)
-            if other_PH is not None:
-                dots_P = self._empty((plan.rows,), self._weight_dtype).zero_()
-        except OutOfMemory as error:
-            self.fail(error)
+        rows_TH, rows_address = self._readable(rows_TH)
+        if scales_P is not None:
+            scales_P, scales_address = self._readable(scales_P)
+        if other_PH is not None:
+            other_PH, other_address = self._readable(other_PH)
+        out_PH = self._empty((plan.rows, self.hidden), self.dtype)
+        if other_PH is not None:
+            dots_P = self._empty((plan.rows,), self._weight_dtype).zero_()
+        plan_address, out_address = self._plan_address(plan), self._address(out_PH)
+        dots_address = 0 if dots_P is None else self._address(dots_P)
+        self._announced = True
         self._native.redispatch(
-            self._plan_address(plan),
+            plan_address,
             self._layouts[plan.layout],
             rows_address,
             plan.tokens,
             plan.rows,
-            self._address(out_PH),
+            out_address,
             scales_address,
             other_address,
-            0 if dots_P is None else self._address(dots_P),
+            dots_address,
             gradients and scales_P is None and other_PH is None,
             self._raw_stream,
         )
@@ -632,7 +639,7 @@ class CudaBackend:
 
     def finish_combine(self, begun: tuple[Any, ...]) -> torch.Tensor:
         """Sums what arrives for this rank's tokens, and returns y (T, H)."""
-        self._complete()
+        self._complete()  # which has been announced
         y_TH: torch.Tensor = begun[0]
         return y_TH
 
@@ -649,27 +656,28 @@ class CudaBackend:
         """Begins a combine, and ends it unless it is `held`; returns what `combine` returns, and the tensors
         that are read."""
         y_TH = grads_TK = None
-        rows_address = weights_address = grads_address = 0
-        try:
-            if weights_P is not None:
-                weights_P, weights_address = self._readable(weights_P)
-            if rows_PH is not None:
-                rows_PH, rows_address = self._readable(rows_PH)
-                y_TH = self._empty((plan.tokens, self.hidden), self.dtype)
-            if weight_grads is not None:
-                weight_grads, grads_address = self._readable(weight_grads)
-                grads_TK = self._empty((plan.tokens, self.top_k), self._weight_dtype)
-        except OutOfMemory as error:
-            self.fail(error)
+        rows_address = weights_address = grads_address = y_address = grads_to = 0
+        if weights_P is not None:
+            weights_P, weights_address = self._readable(weights_P)
+        if rows_PH is not None:
+            rows_PH, rows_address = self._readable(rows_PH)
+            y_TH = self._empty((plan.tokens, self.hidden), self.dtype)
+            y_address = self._address(y_TH)
+        if weight_grads is not None:
+            weight_grads, grads_address = self._readable(weight_grads)
+            grads_TK = self._empty((plan.tokens, self.top_k), self._weight_dtype)
+            grads_to = self._address(grads_TK)
+        plan_address = self._plan_address(plan)
+        self._announced = True
         self._native.combine(
-            self._plan_address(plan),
+            plan_address,
             self._layouts[plan.layout],
             rows_address,
             weights_address,
             plan.tokens,
-            0 if y_TH is None else self._address(y_TH),
+            y_address,
             grads_address,
-            0 if grads_TK is None else self._address(grads_TK),
+            grads_to,
             forward,
             held,
             self._raw_stream,
@@ -680,15 +688,14 @@ class CudaBackend:
     def empty_input(self, num_tokens: int) -> torch.Tensor:
         """Returns an uninitialised (num_tokens, H) tensor of ordinary memory: rows are sent from wherever
         they are."""
+        self._announced = True  # no other rank calls it
         return self._empty((num_tokens, self.hidden), self.dtype)
 
     # -- state -----------------------------------------------------------------------------------------
 
-    def fail(self, error: MoecommError) -> NoReturn:
-        """Tells all ranks that this rank's arguments are bad, unless a capture is on, and raises `error`."""
-        if not self._capturing:
-            self._native.fail(getattr(_C.ErrorKind, kind_of(error)), str(error), self._raw_stream)
-        raise error
+    def _announce(self, kind: str, text: bytes) -> None:
+        if not self._capturing:  # in a capture nothing runs
+            self._native.fail(getattr(_C.ErrorKind, kind), text, self._raw_stream)
 
     def check(self) -> None:
         """Raises the error that the device has reported by now, if any."""
@@ -745,7 +752,7 @@ class CudaBackend:
     def _address(self, tensor: torch.Tensor) -> int:
         """Returns the address of a tensor. The runtime takes null for an absent tensor. An empty tensor has a
         null address as well, so it gets another one."""
-        return tensor.data_ptr() or self._nowhere_address
+        return memory_of(tensor) or self._nowhere_address
 
     def _readable(self, tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
         """Returns `tensor` contiguous and at an address that bulk copies take, and that address."""
@@ -755,7 +762,7 @@ class CudaBackend:
                 tensor = tensor.detach().clone(memory_format=torch.contiguous_format)
             except torch.OutOfMemoryError as error:
                 raise _out_of_memory(tuple(tensor.shape), tensor.dtype, error) from error
-            address = tensor.data_ptr()
+            address = memory_of(tensor)
         return tensor, address or self._nowhere_address
 
 

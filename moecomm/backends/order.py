@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeVar
+from concurrent.futures import Future, wait
+from concurrent.futures.thread import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from moecomm.errors import InvalidArgument
 
 Result = TypeVar("Result")
+
+_PATIENCE = 1.0  # seconds
 
 
 class ProcessLock:
@@ -27,19 +33,30 @@ class ProcessLock:
         self._lock.release()
 
 
+def within_another() -> InvalidArgument:
+    """Returns the error of an operation that is called within one of the same thread."""
+    return InvalidArgument(
+        "an operation is called while another one of the communicator is under way in this thread (by a "
+        "signal's handler), expected a call after that one has returned"
+    )
+
+
 class InOrder:
     """Orders operations: `run` works in the caller's thread unless operations of `submit` are under way; then
     it queues up behind them."""
 
-    def __init__(self) -> None:
+    def __init__(self, give_up: Callable[[], None]) -> None:
+        """`give_up` ends the wait of the operation that runs, and all later ones, by an error."""
+        self._give_up = give_up
         self._begin()
 
     def _begin(self) -> None:
         self._owner = os.getpid()
-        self._gate = threading.Lock()  # held while a call takes its place
+        self._gate = threading.RLock()  # held while a call takes its place
         self._running = threading.Lock()  # held while an operation runs
+        self._here = threading.local()
         self._pool: ThreadPoolExecutor | None = None
-        self._last: Future[object] | None = None
+        self._last: Future[Any] | None = None
 
     def _in_child(self) -> None:
         """Starts afresh in a forked child, which has neither the thread nor the holders of the locks:
@@ -47,43 +64,77 @@ class InOrder:
         if os.getpid() != self._owner:
             self._begin()
 
-    def run(self, operation: Callable[[], Result]) -> Result:
-        """Runs `operation` after everything before it and returns its result."""
+    def run(self, operation: Callable[..., Result], *arguments: Any) -> Result:
+        """Runs `operation` after everything before it and returns its result. Raises InvalidArgument within
+        another call of the same thread, which a signal's handler has interrupted."""
         self._in_child()
-        with self._gate:
-            if self._last is not None and not self._last.done():
-                future = self._enqueue(operation)
-            else:
-                future = None
-                self._running.acquire()
-        if future is not None:
-            return future.result()
+        here = self._here
+        if getattr(here, "inside", False):
+            raise within_another()
+        running = False
         try:
-            return operation()
+            here.inside = True
+            with self._gate:
+                if self._last is not None and not self._last.done():
+                    future = self._enqueue(operation, *arguments)
+                else:
+                    future = None
+                    running = self._running.acquire()
+            return operation(*arguments) if future is None else self.result(future)
         finally:
-            self._running.release()
+            if running:
+                self._running.release()
+            here.inside = False
 
-    def submit(self, operation: Callable[[], Result]) -> Future[Result]:
+    def submit(self, operation: Callable[..., Result], *arguments: Any) -> Future[Result]:
         """Starts `operation` in the communicator's own thread, after everything before it."""
         self._in_child()
         with self._gate:
-            return self._enqueue(operation)
+            return self._enqueue(operation, *arguments)
 
-    def _enqueue(self, operation: Callable[[], Result]) -> Future[Result]:
+    def result(self, future: Future[Result]) -> Result:
+        """Returns the result of a submitted operation, or raises its error. One that is interrupted here (by
+        Ctrl-C, say) gives up."""
+        try:
+            return future.result()
+        except BaseException:
+            if not future.done():
+                self._give_up()
+            raise
+
+    def _enqueue(self, operation: Callable[..., Result], *arguments: Any) -> Future[Result]:
         def locked() -> Result:
             with self._running:
-                return operation()
+                return operation(*arguments)
 
         if self._pool is None:
             self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="moecomm")
-        future = self._pool.submit(locked)
-        self._last = future  # type: ignore[assignment]
+            _with_threads.add(self)
+        future = self._last = self._pool.submit(locked)
         return future
 
     def finish(self) -> None:
-        """Waits for the submitted operations; nothing may be submitted afterwards."""
+        """Ends the submitted operations. What still waits for other ranks in a second gives up: they may
+        never come. Nothing may be submitted afterwards."""
         self._in_child()
         with self._gate:
             pool, self._pool = self._pool, None
-        if pool is not None:
-            pool.shutdown(wait=True)
+        if pool is None:
+            return
+        last = self._last
+        if last is not None and not wait([last], _PATIENCE).done:
+            self._give_up()
+        pool.shutdown(wait=True)
+
+
+_with_threads: weakref.WeakSet[InOrder] = weakref.WeakSet()
+
+
+def _finish_all() -> None:
+    for each in list(_with_threads):
+        each.finish()
+
+
+# The interpreter waits for the threads of pools before it runs the functions of `atexit`. What is registered
+# here runs before, the last first: concurrent.futures, imported above, waits for threads in one of its own.
+threading._register_atexit(_finish_all)  # type: ignore[attr-defined]

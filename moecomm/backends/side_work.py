@@ -55,6 +55,11 @@ class SideWork(Generic[Result]):
         self._step(self._begin, "_result" if self._complete is None else "_begun")
         self._done = self._complete is None or self._error is not None
 
+    @property
+    def began(self) -> bool:
+        """True if the first half has run without an error."""
+        return self._error is None
+
     def complete(self) -> None:
         """Runs the second half, if that was not done yet."""
         self._owner.completed(self)

@@ -234,3 +234,50 @@ def _in_halves(rank: int, world_size: int, case: Case) -> list[str]:
 def test_a_dispatch_in_halves(pool: Pools, size: int, seed: int) -> None:
     case = Case(tokens=(6, 0, 9)[-size:], num_experts=2 * size, hidden=16, top_k=2, seed=seed)
     assert pool(size)(_in_halves, case) == [[]] * size
+
+
+# -- autograd and threads ------------------------------------------------------------------------------------
+
+
+def _recorded(rank: int, world_size: int, case: Case) -> list[str]:
+    """Whether autograd records is what it was at the call; threads that wait get one result."""
+    import threading
+
+    import moecomm
+
+    problems = []
+    with moecomm.Communicator(**case.communicator) as comm:
+        x_TH = torch.from_numpy(case.x(rank)).requires_grad_()
+        ids_TK = torch.from_numpy(case.ids(rank))
+        for off in (torch.no_grad, torch.inference_mode):
+            work = comm.dispatch(x_TH, ids_TK, async_op=True)
+            with off():
+                tokens = work.wait().tokens
+            if not tokens.requires_grad:
+                problems.append(f"waited for within {off.__name__}: no gradient")
+            tokens.sum().backward()
+            with torch.no_grad():
+                work = comm.dispatch(x_TH, ids_TK, async_op=True)
+            if work.wait().tokens.requires_grad:
+                problems.append("called within no_grad: a gradient")
+        work = comm.dispatch(x_TH, ids_TK, async_op=True)
+        together, found = threading.Barrier(4), []
+
+        def wait() -> None:
+            together.wait()
+            found.append(work.wait())
+
+        threads = [threading.Thread(target=wait) for _ in range(4)]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+        if len(found) != 4 or any(each is not found[0] for each in found):
+            problems.append("threads that wait for one operation got several results")
+    return problems
+
+
+def test_wait_records_as_the_call_did_and_gives_threads_one_result(pool: Pools, seed: int) -> None:
+    case = Case(tokens=(5, 4), num_experts=2, hidden=8, top_k=2, seed=seed)
+    for _ in range(3):
+        assert_none(pool(2)(_recorded, case))

@@ -211,6 +211,7 @@ void Signals::wait_until(const std::function<bool(int)>& arrived, uint64_t epoch
     atomic(own.sleeping).store(0);
     if (all_arrived()) return;
     if (interrupt_) interrupt_();
+    require_going_on();
     for (int peer = 0; peer < ranks; ++peer) {
       // The end of a peer is looked at before its signal: what it signalled before it ended counts.
       const std::optional<Loss> lost = loss(peer);
@@ -308,6 +309,17 @@ void Signals::give_up(const Loss& loss, const char* phase, uint64_t expected) {
   announce_loss(loss.peer, loss.cause);
   const uint64_t seen = announced(loss.peer);
   throw loss_error(loss, rank_, phase, timeout_seconds_, expected, seen, reason_ ? reason_(loss.peer) : "");
+}
+
+void Signals::stop_waiting() noexcept {
+  stopped_.store(true);
+  ring(rank_);
+}
+
+void Signals::require_going_on() const {
+  if (stopped_.load(std::memory_order_relaxed))
+    throw Error(ErrorKind::closed,
+                "the communicator was closed, or its wait interrupted, while an operation was under way");
 }
 
 void Signals::close() noexcept { deliver_gone(rank_, Cause::closed); }

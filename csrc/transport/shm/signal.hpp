@@ -8,6 +8,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <functional>
 #include <optional>
 #include <string>
@@ -85,6 +86,12 @@ class Signals {
   /// wait. Python's signal handlers run here.
   void set_interrupt(std::function<void()> interrupt) { interrupt_ = std::move(interrupt); }
 
+  /// Ends the wait of this rank that is under way and all later ones, by Error(closed). Any thread may call
+  /// it.
+  void stop_waiting() noexcept;
+  /// Throws Error(closed) after stop_waiting().
+  void require_going_on() const;
+
   /// Tells all ranks that this one will signal no more. Peers that still wait for it get Error(peer_lost).
   void close() noexcept;
 
@@ -111,6 +118,7 @@ class Signals {
   int spins_;
   PeerWatch watch_;
   std::function<void()> interrupt_;
+  std::atomic<bool> stopped_ = false;
   std::function<void(int, Cause)> on_abort_;
   std::function<std::string(int)> reason_;
 };
