@@ -56,7 +56,7 @@ help:
 	@echo 'make lint       ruff, mypy, clang-format; changes nothing (make format does)'
 	@echo 'make build      the extension, into .venv'
 	@echo 'make cpptest    the C++ tests alone;  make sanitize: under ASAN/UBSAN and under TSAN'
-	@echo 'make cuda12     the CUDA part once more, with a CUDA 12 compiler that it fetches; ARGS="80 90a"'
+	@echo 'make cuda12     the CUDA part once more, with a CUDA 12 compiler that it fetches'
 	@echo 'make venv       the environment with every tool, without the extension'
 	@echo 'make clean      removes builds and caches;  make distclean: .venv too'
 	@echo 'Each takes ARGS="..."; PYTHON=, TORCH=, VENV_ARGS=, CMAKE_ARGS= are described in the Makefile.'

@@ -119,8 +119,8 @@ class Communicator:
         gradient_wire: format in which gradients travel to the experts, in the backward of a combine without
             weights and in `redispatch(gradients=True)`; None is `dtype`. "fp8" or "mxfp8" as of `wire` (CUDA,
             by SMs). The backward of a combine with weights travels in `dtype`.
-        device: where the tensors are; None is the current CUDA device if moecomm can serve it, else the CPU.
-            A rank has a GPU of its own.
+        device: where the tensors are; None is the current CUDA device, or the CPU where torch finds no GPU.
+            A rank has a GPU of its own, of compute capability 9.0 or 10.x.
         ranks_per_node: ranks that share memory; None finds out by the hosts. Less than a host has emulates
             nodes on it. Ranks of different nodes reach each other over libfabric (docs/nodes.md); rows of
             CUDA tensors pass through pinned host memory there.

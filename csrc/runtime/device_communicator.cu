@@ -81,17 +81,16 @@ DeviceCommunicator::DeviceCommunicator(const DeviceConfig& config)
              "cudaDeviceGetAttribute");
   check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, config_.device),
              "cudaDeviceGetAttribute");
-  if (major < 8) throw Error(ErrorKind::unsupported, "the GPU has compute capability below 8.0");
-  overlaps_ = major >= 9;
+  if (major != 9 && major != 10)
+    throw Error(ErrorKind::unsupported, "the GPU has compute capability " + std::to_string(major) +
+                                            ".x, there are kernels for 9.0 and 10.x");
   limit_sms(config_.num_sms);
   const DeviceShape of_gradients = s.with_wire(config_.gradients);
   for (const cudaError_t error :
-       {gpu::prepare_dispatch_route(s, overlaps_), prepare_send(s, overlaps_),
-        gpu::prepare_dispatch_receive(s, overlaps_), prepare_send(of_gradients, overlaps_),
-        gpu::prepare_dispatch_receive(of_gradients, overlaps_),
-        gpu::prepare_combine_reduce(s, config_.sums, overlaps_),
-        gpu::prepare_combine_sum(s, config_.sums, overlaps_), gpu::prepare_combine_fused(s, config_.sums),
-        gpu::prepare_announce()})
+       {gpu::prepare_dispatch_route(s, true), prepare_send(s, true), gpu::prepare_dispatch_receive(s, true),
+        prepare_send(of_gradients, true), gpu::prepare_dispatch_receive(of_gradients, true),
+        gpu::prepare_combine_reduce(s, config_.sums, true), gpu::prepare_combine_sum(s, config_.sums, true),
+        gpu::prepare_combine_fused(s, config_.sums), gpu::prepare_announce()})
     check_cuda(error, "loading the kernels");
   pinned_ = std::make_unique<Pinned>(s.ranks);
   control_[own_index()] =
@@ -314,7 +313,7 @@ bool DeviceCommunicator::copies_pay() const {
 }
 
 gpu::Launch DeviceCommunicator::launch(cudaStream_t stream, int blocks, bool overlapped) const {
-  return {stream, blocks, overlaps_, overlapped && overlaps_, heuristics_.paired};
+  return {stream, blocks, true, overlapped, heuristics_.paired};
 }
 
 /// Orders later work on the side stream after what `stream` holds now, and beside what it holds later.
@@ -342,11 +341,10 @@ void DeviceCommunicator::abandon(cudaStream_t stream) {
   if (in_turn && !sent.copied) given_up_ = begun.capture;
   // Copies take the epoch from a word that the next operation changes.
   if (begun.held) check_cuda(cudaStreamWaitEvent(pending_stream_, copied_, 0), "cudaStreamWaitEvent");
-  const bool overlapped = !sent.apart && !begun.offered;
-  check_cuda(gpu::launch_abandon(launch(pending_stream_, 1, overlapped), *comm(begun.wire), sent.operation,
-                                 sent.tokens, sent.apart ? begun.blocks : 0, begun.offered),
+  check_cuda(gpu::launch_abandon(launch(pending_stream_, 1, !begun.offered), *comm(begun.wire),
+                                 sent.operation, sent.tokens, 0, begun.offered),
              "launch of abandon");
-  if (sent.apart || begun.later) join_side(pending_stream_);
+  if (begun.later) join_side(pending_stream_);
   if (stream == pending_stream_) return;
   cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
   check_cuda(cudaStreamIsCapturing(stream, &capture), "cudaStreamIsCapturing");
@@ -374,13 +372,12 @@ void DeviceCommunicator::send(WireFormat wire, gpu::SendArguments arguments, cud
   arguments.routes_first = divided.routes_first && nodes_.nodes() == 1;
   arguments.relay_blocks = heuristics_.relay_blocks;
   arguments.after = after_given_up(stream);
-  arguments.apart = !overlaps_ && !copies_;
   arguments.copied = copies_;
   arguments.landing = copies_ ? next_landing() : 0;
   // The number of tokens that other nodes bring is not known here.
   const int64_t most = nodes_.nodes() > 1 ? config_.shape.max_tokens : arguments.tokens;
   const bool later = !copies_ && most > comm(wire)->window.stage_tokens;
-  if (arguments.apart || later) fork_side(stream);
+  if (later) fork_side(stream);
   if (dispatch) launch_route(arguments, divided, stream);
   const bool only_announces = copies_ && !dispatch;
   const int blocks = only_announces ? 1
@@ -388,8 +385,7 @@ void DeviceCommunicator::send(WireFormat wire, gpu::SendArguments arguments, cud
                                     : divided.send + heuristics_.relay_blocks;
   // Copies of rows as they are need no kernel but that of the routes.
   if (!copies_ || only_announces || config_.shape.wire != WireFormat::same)
-    check_cuda(launch_send(launch(arguments.apart ? side_stream_ : stream, blocks, dispatch), *comm(wire),
-                           arguments),
+    check_cuda(launch_send(launch(stream, blocks, dispatch), *comm(wire), arguments),
                "launch of a dispatch (sending)");
   pending_ = {arguments, wire, blocks, later, held_};
   pending_->capture = capture_of(stream);
@@ -407,7 +403,7 @@ void DeviceCommunicator::send(WireFormat wire, gpu::SendArguments arguments, cud
 /// Starts to work out the routes of a dispatch, by blocks that will receive its rows, and its plan.
 void DeviceCommunicator::launch_route(gpu::SendArguments& arguments, const gpu::DispatchBlocks& divided,
                                       cudaStream_t stream) {
-  const bool few = gpu::routes_few(config_.shape, arguments.tokens, gpu::route_words(overlaps_));
+  const bool few = gpu::routes_few(config_.shape, arguments.tokens, gpu::route_words(true));
   const int most = few ? 1 : std::clamp<int>(divided.receive - 1, 1, kMaxRouteBlocks - 1);
   arguments.route_blocks = gpu::Heuristics::route_blocks(arguments.tokens, most);
   // A block of its own makes the plan, if there is one more. Together they are an even number at most, since
@@ -460,11 +456,11 @@ void DeviceCommunicator::receive(gpu::ReceiveArguments arguments, bool directly,
   }
   gpu::SendArguments sent = begun.arguments;
   take_sent(arguments, sent);
-  arguments.senders = (sent.apart ? begun.blocks : 0) + (begun.later ? begun.blocks : 0);
+  arguments.senders = begun.later ? begun.blocks : 0;
   arguments.copied = sent.copied;
   const int blocks = sent.copied ? heuristics_.each_blocks() : divided(sent).receive;
   const auto start = [this, arguments, begun, beside, blocks](cudaStream_t on) {
-    const bool overlapped = beside && !begun.arguments.apart && !arguments.copied;
+    const bool overlapped = beside && !arguments.copied;
     check_cuda(gpu::launch_dispatch_receive(launch(on, blocks, overlapped), *comm(begun.wire), arguments),
                "launch of a dispatch (receiving)");
   };
@@ -475,8 +471,8 @@ void DeviceCommunicator::receive(gpu::ReceiveArguments arguments, bool directly,
     sent.later = sent.apart = true;
     check_cuda(launch_send(launch(side_stream_, begun.blocks, false), *comm(begun.wire), sent),
                "launch of a dispatch (sending what waits for room)");
+    join_side(stream);
   }
-  if (sent.apart) join_side(stream);
 }
 
 /// Returns the arguments of a dispatch on its sending side, and counts it.
@@ -550,7 +546,7 @@ void DeviceCommunicator::run_in_one(WireFormat wire, gpu::FusedArguments argumen
   gpu::SendArguments& sent = arguments.send;
   take_sent(arguments.receive, sent);
   if (!arguments.again) sent.after = after_given_up(stream);
-  const int warps = gpu::block_warps(overlaps_);
+  const int warps = gpu::block_warps(true);
   // What is received again is known, and may be what others with many tokens have sent.
   const int64_t items = arguments.again ? arguments.receive.rows : sent.tokens * config_.shape.ranks;
   const int leads = gpu::leading_blocks(heuristics_.all_blocks());
@@ -591,7 +587,7 @@ gpu::RowCounts DeviceCommunicator::offered_rows(int64_t tokens, RowLayout layout
   }
   // Chunks that wait for room are sent by a kernel that must not be there before the one that gives it.
   const bool waits = tokens > comm(wire)->window.stage_tokens;
-  if (!overlaps_ || copies_ || nodes_.nodes() > 1 || waits) return {};
+  if (copies_ || nodes_.nodes() > 1 || waits) return {};
   return recent.offer(tokens, alignment, config_.shape);
 }
 
@@ -737,10 +733,7 @@ void DeviceCommunicator::combine(const gpu::CombineArguments& arguments, bool qu
   all.reduce_list = divided.reduce_list;
   all.sum_list = divided.sum_list;
   const int blocks = all.copied ? heuristics_.each_blocks() : divided.reduce + heuristics_.relay_blocks;
-  const bool apart = !overlaps_ && !all.copied;
-  all.senders = apart ? blocks : 0;
-  if (apart) fork_side(stream);
-  check_cuda(gpu::launch_combine_reduce(launch(apart ? side_stream_ : stream, blocks, false), comm, all),
+  check_cuda(gpu::launch_combine_reduce(launch(stream, blocks, false), comm, all),
              "launch of combine (owners)");
   const int sum_blocks = all.copied ? blocks : divided.sum;
   const auto sum = [this, all, sum_blocks](cudaStream_t on) {
@@ -756,14 +749,10 @@ void DeviceCommunicator::combine(const gpu::CombineArguments& arguments, bool qu
     receive_copied(sum, held_, stream);
     return;
   }
-  const auto end = [this, sum, apart](cudaStream_t on) {
-    sum(on);
-    if (apart) join_side(on);
-  };
   if (held)
-    hold(end, stream);
+    hold(sum, stream);
   else
-    end(stream);
+    sum(stream);
 }
 
 void DeviceCommunicator::fail(ErrorKind kind, const std::string& text, cudaStream_t stream) {

@@ -243,14 +243,13 @@ class DeviceCommunicator {
   std::function<void(cudaStream_t)> receive_held_;
   cudaStream_t held_stream_ = nullptr;  ///< of its first half
   uint64_t held_capture_ = 0;           ///< that has recorded its first half; 0: that runs
-  bool overlaps_ = false;  ///< sm_90: kernels of one stream can overlap, and rows move by bulk copies
   const int owner_;
   const NodeMap nodes_;
 
   std::unique_ptr<Pinned> pinned_;
   std::vector<std::byte*> bases_;                          // windows of this node's ranks
   std::unique_ptr<device::Comm> comms_[kWireFormatCount];  // by WireFormat
-  cudaStream_t side_stream_ = nullptr;  // for a kernel that sends and can't be in the caller's stream
+  cudaStream_t side_stream_ = nullptr;                     // for a kernel that sends what waits for room
   cudaEvent_t fork_ = nullptr, join_ = nullptr;
   cudaStream_t copy_stream_ = nullptr;  // for copies beside the caller's stream
   cudaEvent_t copied_ = nullptr;        // they are done

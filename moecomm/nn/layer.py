@@ -798,11 +798,10 @@ _SAME_IN_A_REPLACEMENT = (
 
 def _sms_to_share(comm: Communicator) -> int | None:
     """Returns the number of SMs of a GPU on which a transfer can run on a few SMs beside products that leave
-    them to it (torch's grouped products do for compute capability 9.0), on one node; else None."""
+    them to it (torch's grouped products do), on one node; else None."""
     if comm.device.type != "cuda" or comm.nodes > 1:
         return None
-    gpu = CudaDevice(comm.device.index)
-    return gpu.count_sms() if gpu.capability()[0] >= 9 else None
+    return CudaDevice(comm.device.index).count_sms()
 
 
 def backward_weights(model: nn.Module, *, drop: bool = False) -> None:

@@ -12,7 +12,8 @@ import torch
 from moecomm import _C
 from moecomm.errors import InvalidArgument, Unsupported
 
-_LEAST_CAPABILITY = (8, 0)
+_CAPABILITIES = (9, 10)
+"""The major numbers of compute capabilities that kernels are built for (CMakeLists.txt)."""
 
 
 def why_no_cuda() -> str | None:
@@ -25,11 +26,11 @@ def why_no_cuda() -> str | None:
         return f"torch {torch.__version__} finds no GPU that it can use"
     if not _has_driver_bindings():
         return "the package cuda-bindings is missing (pip install cuda-bindings)"
-    capability = torch.cuda.get_device_capability()
-    if capability < _LEAST_CAPABILITY:
+    major, minor = torch.cuda.get_device_capability()
+    if major not in _CAPABILITIES:
         return (
-            f"the GPU has compute capability {capability[0]}.{capability[1]}, "
-            f"{_LEAST_CAPABILITY[0]}.{_LEAST_CAPABILITY[1]} is needed"
+            f"the GPU has compute capability {major}.{minor}, 9.0 or 10.x is needed, whose blocks can "
+            "have the 227 KiB of shared memory that the kernels take"
         )
     return None
 
@@ -48,8 +49,14 @@ def available_devices() -> tuple[str, ...]:
 
 
 def choose_device(device: Any) -> torch.device:
-    """Returns the device that a Communicator serves; raises Unsupported if this build and machine can't."""
+    """Returns the device that a Communicator serves; raises Unsupported if this build and machine can't, and
+    for None where there is a GPU that they can't serve: the CPU is not chosen instead of it."""
     types = available_devices()
+    if device is None and types == ("cpu",) and torch.cuda.is_available():
+        raise Unsupported(
+            f"device is None, and the GPU here cannot be served: {why_no_cuda()}; pass device='cpu' to "
+            "communicate tensors on the CPU"
+        )
     try:
         chosen = torch.device(types[0] if device is None else device)
     except (RuntimeError, TypeError) as error:

@@ -17,7 +17,7 @@ from moecomm.device import cuda_driver
 from moecomm.device.cuda_driver import DriverError, Gpu
 from moecomm.env import Env, read_env
 from moecomm.errors import InvalidArgument, MoecommError, Unsupported
-from moecomm.setup.devices import default_threads
+from moecomm.setup.devices import default_threads, why_no_cuda
 from moecomm.setup.memory_plan import window_shape
 from moecomm.setup.topology import NodeMap, find_nodes
 from moecomm.setup.version import __version__, version_of
@@ -77,6 +77,8 @@ def left_out() -> Iterator[str]:
             "GPUs: left out, moecomm was built without a CUDA toolkit: put nvcc on PATH, or set CUDACXX, and "
             "build again"
         )
+    elif on_gpus and (reason := why_no_cuda()) is not None:
+        yield f"GPUs: left out, {reason}"
     elif not on_gpus:
         kernels = (
             "with their kernels"

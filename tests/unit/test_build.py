@@ -60,9 +60,9 @@ def test_what_is_left_out_is_said_with_what_adds_it(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(Path("/dev/nvidia0").exists(), reason="for a machine without a GPU")
 def test_old_gpus_and_none_leave_kernels_out(tmp_path: Path) -> None:
-    for gpus in ("", "7.5\\n"):
+    for gpus in ("", "7.5\\n", "8.0\\n8.6\\n", "12.0\\n"):
         code, said = _configure(tmp_path, "-DMOECOMM_FABRIC=OFF", gpus=gpus, nvcc=True)
-        assert code == 0 and "CUDA kernels: left out, no GPU of compute capability 8.0" in said, said
+        assert code == 0 and "CUDA kernels: left out, no GPU of compute capability 9.0 or 10.x" in said, said
 
 
 @pytest.mark.skipif(NVCC is None, reason="asks nvcc what it knows, and there is none")
@@ -73,7 +73,7 @@ def test_kernels_are_for_the_gpus_here_or_for_all(tmp_path: Path) -> None:
         assert code == 0 and found, said
         return found[1].split(";")
 
-    assert architectures(gpus="9.0\\n9.0\\n8.0\\n7.0\\n") == ["90a", "80"]
+    assert architectures(gpus="9.0\\n9.0\\n8.0\\n12.0\\n") == ["90a"]
     every = architectures("-DMOECOMM_CUDA=ON")
-    assert every[:2] == ["80", "90a"] and set(every[2:]) <= {"100"}
-    assert architectures("-DMOECOMM_CUDA=ON", "-DCMAKE_CUDA_ARCHITECTURES=80", gpus="9.0\\n") == ["80"]
+    assert every[:1] == ["90a"] and set(every[1:]) <= {"100"}
+    assert architectures("-DMOECOMM_CUDA=ON", "-DCMAKE_CUDA_ARCHITECTURES=90", gpus="9.0\\n") == ["90"]

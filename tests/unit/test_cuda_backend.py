@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import signal
 import threading
 import weakref
@@ -17,6 +18,7 @@ import moecomm
 from moecomm.arguments import check_dispatch, check_wire_options
 from moecomm.backends.arrays import shared_tensor
 from moecomm.backends.order import ProcessLock
+from moecomm.setup import discovery
 from moecomm.setup.checks import check_combine_wire, check_gradient_wire
 from moecomm.types import Layout
 from tests.unit.loopback import FakeGpu, FakeWindow, LoopbackNative, loopback
@@ -661,6 +663,31 @@ class TestWork:
         comm.combine(out.tokens, out.handle, async_op=True).wait().sum().backward()
         assert x_TH.grad is not None
         assert torch.equal(x_TH.grad, (ids_TK >= 0).sum(1, keepdim=True).expand(5, 8).float())
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (11, 0), (12, 0)])
+def test_a_gpu_without_kernels_is_refused(
+    capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the CPU is not chosen instead of it."""
+    devices = moecomm.setup.devices
+    monkeypatch.setattr(devices, "_C", SimpleNamespace(cuda_version="13.0", DeviceCommunicator=object))
+    monkeypatch.setattr(discovery, "_C", SimpleNamespace(cuda_version="13.0", fabric_missing=lambda: None))
+    monkeypatch.setattr(devices, "_has_driver_bindings", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    if capability[0] in (9, 10):
+        assert devices.why_no_cuda() is None and not list(discovery.left_out())
+        return
+    reason = re.escape("the GPU has compute capability {}.{}, 9.0 or 10.x is needed".format(*capability))
+    with pytest.raises(moecomm.Unsupported, match=f"device is cuda, this version serves cpu here: {reason}"):
+        devices.choose_device("cuda")
+    with pytest.raises(moecomm.Unsupported, match=rf"device is None, .*: {reason}.*pass device='cpu'"):
+        devices.choose_device(None)
+    assert devices.choose_device("cpu") == torch.device("cpu")
+    assert [re.match(f"GPUs: left out, {reason}", line) is not None for line in discovery.left_out()] == [
+        True
+    ]
 
 
 def test_cuda_is_offered_only_where_it_works() -> None:

@@ -96,6 +96,7 @@ def test_what_is_left_out_says_what_adds_it(monkeypatch: pytest.MonkeyPatch) -> 
     assert "put nvcc on PATH" in gpus
     monkeypatch.setattr(_C, "fabric_missing", lambda: None)
     monkeypatch.setattr(_C, "cuda_version", "13.0")
+    monkeypatch.setattr(discovery, "why_no_cuda", lambda: None)
     assert list(discovery.left_out()) == []
 
 

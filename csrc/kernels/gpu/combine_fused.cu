@@ -27,6 +27,7 @@ struct FusedMemory {
   SumMemory sum;
   alignas(16) std::byte own[kSumWarps][kOwnStrips][32 * sizeof(Strip<kSumSteps>)];
 };
+static_assert(sizeof(FusedMemory) <= kMostShared);
 
 /// Sends a team's share of the sums of other ranks' tokens. All lanes call every function.
 template <DType dtype, WireFormat wire>

@@ -48,6 +48,7 @@ struct FusedMemory {
   int32_t tables[kFusedTables];
   float most[kWarps];  ///< of each warp's part of a row
 };
+static_assert(sizeof(FusedMemory) <= kMostShared);
 
 /// Calls use(target's value) for each lane of `mask`. All lanes.
 template <class Value, class Use>

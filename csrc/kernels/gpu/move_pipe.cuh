@@ -72,7 +72,7 @@ struct MovePipe {
 inline constexpr int kWorkers = 8, kWorkerThreads = kWorkers * 32;
 static_assert(MovePipe<0>::kThreads == block_threads(true));
 static_assert(sizeof(MovePipe<0>::Memory) <= block_bytes(true));  // kernels have it instead of a BlockMemory
-static_assert(sizeof(MovePipe<kWorkers>::Memory) <= (227 - 1) * 1024);
+static_assert(sizeof(MovePipe<kWorkers>::Memory) <= kMostShared);
 
 /// True where a pipe with workers takes the rows of a communicator, which have at most `each` places: a row
 /// is one piece, and long enough that what is done for each row does not count (docs/history.md).

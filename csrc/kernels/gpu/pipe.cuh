@@ -10,6 +10,13 @@
 
 namespace moecomm::gpu {
 
+#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ < 900 || __CUDA_ARCH__ >= 1100)
+#error "kernels are for compute capability 9.0 and 10.x: others lack bulk copies, or shared memory"
+#endif
+/// The most shared memory that a kernel may ask for: what a block can have on compute capability 9.0
+/// and 10.x, less a kilobyte for static variables.
+inline constexpr size_t kMostShared = (227 - 1) * 1024;
+
 /// Warps of a block that moves rows: as many as the shared memory of its GPU holds pieces for. The host asks
 /// for those of the GPU, kernels use those that they are compiled for.
 constexpr int block_warps(bool bulk) { return bulk ? 12 : 8; }
@@ -39,8 +46,8 @@ struct MemoryOfWarps {
 constexpr size_t block_bytes(bool bulk) {
   return bulk ? sizeof(MemoryOfWarps<block_warps(true)>) : sizeof(MemoryOfWarps<block_warps(false)>);
 }
-// Limits of a block's shared memory on sm_90 and on sm_80, less a kilobyte for static variables.
-static_assert(block_bytes(true) <= (227 - 1) * 1024 && block_bytes(false) <= (163 - 1) * 1024);
+static_assert(route_words(true) * sizeof(int32_t) <= kMostShared);
+static_assert(block_bytes(true) <= kMostShared && block_bytes(false) <= kMostShared);
 
 inline constexpr int kWarps = block_warps(MOECOMM_HAS_BULK), kThreads = kWarps * 32;  // in kernels
 using BlockMemory = MemoryOfWarps<kWarps>;

@@ -48,7 +48,7 @@ struct SumPipeMemory {
   SumUnit units[kSumUnits];
   int32_t shared_word;
 };
-static_assert(sizeof(SumPipeMemory) <= (227 - 1) * 1024);
+static_assert(sizeof(SumPipeMemory) <= kMostShared);
 
 /// The lister's side of a unit. All lanes call every function.
 class SumLister {
