@@ -59,7 +59,7 @@ def _changes_own_alone(parametrization: nn.Module, name: str) -> bool | None:
     it cannot be computed, or depends on none."""
     values: dict[str, Any] = dict(parametrization.named_parameters())
     device = values[name].device
-    if device.type == "meta":
+    if device.type == "meta" or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
         return None
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
