@@ -168,6 +168,31 @@ def test_recipe_is_one_process(title: str, ep: int, pool: Callable[[int], RankPo
     pool(4)(run_recipe, title, ep, seed)
 
 
+def run_start(rank: int, world_size: int, ep: int, seed: int) -> None:
+    """The page's start on the meta device draws what the same loop draws where nothing is sharded."""
+    given = names(rank, world_size, ep, seed)
+    mesh = init_device_mesh("cpu", (world_size // ep, ep), mesh_dim_names=("dp", "ep"))
+    exec(recipe("FSDP2")[1], given := given | {"mesh": mesh, "seed": seed})
+    plain, _ = one_process(rank, world_size, 0, seed + 1)
+    for number, module in enumerate(plain.modules()):
+        if hasattr(module, "reset_parameters"):
+            torch.manual_seed(seed + number)
+            module.reset_parameters()
+    experts = given["model"].moe.experts
+    with plain.moe.comm, given["model"].moe.comm, torch.no_grad():
+        for (name, found), want in zip(
+            given["model"].moe.named_parameters(), plain.moe.parameters(), strict=True
+        ):
+            here = slice(experts.first_expert, experts.first_expert + experts.num_local_experts)
+            assert torch.equal(whole(found), want[here] if name.startswith("experts.") else want), name
+        loss_of(given["model"](tokens(rank, 0, seed)))
+
+
+@pytest.mark.parametrize("ep", [1, 2, 4])
+def test_a_start_without_values(ep: int, pool: Callable[[int], RankPool], seed: int) -> None:
+    pool(4)(run_start, ep, seed)
+
+
 def build(rank: int, world_size: int, ep: int, seed: int) -> tuple[Model, DeviceMesh]:
     torch.manual_seed(seed)
     mesh = init_device_mesh("cpu", (world_size // ep, ep), mesh_dim_names=("dp", "ep"))
