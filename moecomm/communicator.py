@@ -87,6 +87,19 @@ def _caller(layer: Any) -> int:
     return 0 if layer is None else layer._number
 
 
+@_disable_dynamo
+def _for_trace(out: DispatchOutput) -> DispatchOutput:
+    """Prepares an output for a graph that is traced next. That must depend on nothing of the routing: where
+    torch.utils.checkpoint computes again, another graph than in the forward saves other tensors. So the views
+    are made here, of whose numbers a trace would make guards, and the numbers of rows are dynamic at once."""
+    for name in PLAN_VIEWS:
+        getattr(out, name)
+    for rows in (out.tokens, out.weights, out.topk_idx, out.expert_rows, out.expert_weights, out.scales):
+        if rows is not None:
+            torch._dynamo.maybe_mark_dynamic(rows, 0)
+    return out
+
+
 def _break_graph(reason: str) -> None:
     """Ends a graph of torch.compile here; with fullgraph=True torch raises an error with this reason."""
     torch._dynamo.graph_break(msg=f"moecomm: {reason}")
@@ -590,7 +603,15 @@ class Communicator:
             name, lambda: backend.begin_dispatch(checked()), backend.finish_dispatch, finish, inputs
         )
 
-    _dispatch_outside_graph = _disable_dynamo(_dispatch)
+    @_disable_dynamo
+    def _dispatch_outside_graph(self, *arguments: Any) -> DispatchOutput | Work[DispatchOutput]:
+        """Dispatches where a compiled function has left its graph."""
+        found = self._dispatch(*arguments)
+        if not isinstance(found, Work):
+            return _for_trace(found)
+        wait = found._wait
+        found._wait = lambda: _for_trace(wait())
+        return found
 
     def _output(self, raw: RawDispatch, layout: Layout) -> DispatchOutput:
         handle, index = self._handle(raw.plan, layout), raw.expert_index

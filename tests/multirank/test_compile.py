@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import moecomm
 from moecomm.nn import MoEConfig, MoELayer, OverlapConfig
@@ -102,6 +103,79 @@ def test_a_layer_with_biases_and_main_grad(pool: Pools, dtype: torch.dtype, seed
 
 def test_a_dropless_layer_trains_in_several_graphs(pool: Pools, seed: int) -> None:
     assert pool(1)(train_layer, {}, seed) == [[]]
+
+
+def train_checkpointed(rank: int, world_size: int, seed: int) -> list[str]:
+    """Lists the gradients in which two layers differ that are compiled, each within a checkpoint. Each
+    routes otherwise, and in every step."""
+    torch._dynamo.reset()
+    torch.manual_seed(seed)
+    config = MoEConfig(hidden=16, ffn_hidden=16, num_experts=4, top_k=2, init_std=0.3)
+    layers = [MoELayer(config, max_tokens=32) for _ in range(2)]
+    every = [parameter for layer in layers for parameter in layer.parameters()]
+    inputs = [
+        torch.randn(20, 16, generator=torch.Generator().manual_seed(seed + 9 * rank + n)) for n in range(2)
+    ]
+    found = []
+    for compiled in (False, True):
+        for number, each in enumerate(inputs):
+            x_TH = leaf_TH = each.clone().requires_grad_()
+            for layer in layers:
+                if compiled and number == 0:
+                    layer.compile(backend="aot_eager")
+                x_TH = checkpoint(layer, x_TH, use_reentrant=False) if compiled else layer(x_TH)
+            x_TH.square().sum().backward()
+            found.append([leaf_TH.grad, *(parameter.grad for parameter in every)])
+            for parameter in every:
+                parameter.grad = None
+    for layer in layers:
+        layer.comm.close()
+    steps = zip(found[:2], found[2:], strict=True)
+    return [
+        f"step {step}, gradient {number}"
+        for step, both in enumerate(steps)
+        for number, (want, got) in enumerate(zip(*both, strict=True))
+        if not torch.allclose(got, want, rtol=1e-4, atol=1e-5)
+    ]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_checkpoints_around_compiled_dropless_layers(pool: Pools, world_size: int, seed: int) -> None:
+    assert pool(world_size)(train_checkpointed, seed) == [[]] * world_size
+
+
+def graphs_of_routings(rank: int, world_size: int, seed: int) -> list[int]:
+    """Counts the graphs after each of some calls without a capacity, at once and with async_op."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    comm = moecomm.Communicator(num_experts=4, hidden=16, max_tokens=64, top_k=2, dtype=torch.float32)
+
+    def step(x_TH: torch.Tensor, ids_TK: torch.Tensor) -> torch.Tensor:
+        work = comm.dispatch(x_TH, ids_TK, async_op=True)
+        first = comm.dispatch(x_TH, ids_TK)
+        y_TH = comm.combine(written(first) * (1 + 0 * first.tokens_per_expert.sum()), first.handle)
+        second = work.wait()
+        return y_TH + comm.combine(written(second), second.handle)
+
+    def written(out: moecomm.DispatchOutput) -> torch.Tensor:
+        rows_P1 = torch.arange(out.tokens.shape[0])[:, None]
+        return torch.where(rows_P1 < out.offsets[-1], out.tokens, 0)
+
+    compiled, counts = torch.compile(step, backend="aot_eager"), []
+    for number in range(5):
+        generator = torch.Generator().manual_seed(seed + 7 * number + rank)
+        x_TH = torch.randn(20, 16, generator=generator)
+        ids_TK = torch.stack([torch.randperm(4, generator=generator)[:2] for _ in range(20)])
+        assert torch.allclose(compiled(x_TH, ids_TK), 4 * x_TH, rtol=1e-4, atol=1e-5)
+        counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    comm.close()
+    return counts
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_graphs_do_not_depend_on_the_routing(pool: Pools, world_size: int, seed: int) -> None:
+    for counts in pool(world_size)(graphs_of_routings, seed):
+        assert counts[0] > 0 and counts == counts[:1] * len(counts)
 
 
 def train_within_autocast(rank: int, world_size: int, options: dict[str, Any], seed: int) -> list[str]:
