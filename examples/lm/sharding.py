@@ -126,7 +126,7 @@ def _shard(
 
     if folding.edp > 1:
         mesh = folding.expert_mesh(device.type)["edp"]
-        fully_shard_experts(model, mesh, mp_policy=of_experts, shard_placement_fn=place)
+        fully_shard_experts(model, mesh, routers=False, mp_policy=of_experts, shard_placement_fn=place)
     else:
         whole |= set(filter(is_expert_parameter, model.parameters()))
     for part in list(model.modules()):

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -40,7 +40,7 @@ from moecomm.nn.replicas import (
     require_equal,
     spread_parameters,
 )
-from moecomm.types import AnyGroup, as_group
+from moecomm.types import AnyGroup, Group, as_group
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -94,7 +94,12 @@ def prepare_ddp(model: Model, group: AnyGroup | None = None) -> Model:
 
 
 def fully_shard_experts(
-    model: nn.Module, mesh: DeviceMesh | None = None, *, group: AnyGroup | None = None, **options: Any
+    model: nn.Module,
+    mesh: DeviceMesh | None = None,
+    *,
+    group: AnyGroup | None = None,
+    routers: bool = True,
+    **options: Any,
 ) -> None:
     """Shards the experts of all MoELayers of a model by FSDP2, each over the ranks that hold the same ones.
 
@@ -104,6 +109,10 @@ def fully_shard_experts(
     Call it before fully_shard of the rest, on every rank of `group`. Gradients of both are then those of the
     mean of all ranks' losses; `clip_grad_norm` and `sharded_state` know them, and `sync_gradients` is not
     needed.
+
+    routers: True: each router becomes a unit too, over all ranks, which `mp_policy` does not round, neither
+    here nor in fully_shard of the rest: its scores are those of its float32 weights. False: it is part of the
+    unit around it, one transfer less, for an `mp_policy` there without param_dtype.
 
     mesh: the ranks that hold the same experts, with one dimension, such as mesh["dp"]; the default is made of
     what the layers tell. group: all ranks that hold the model (default: all ranks, or those of the pipeline
@@ -118,7 +127,8 @@ def fully_shard_experts(
     refuse_common(model)
     if (policy := options.get("mp_policy")) is not None:
         options["mp_policy"] = dataclasses.replace(policy, cast_forward_inputs=False)
-    replicas = find_replicas(model, model_group(model, group))
+    group = model_group(model, group)
+    replicas = find_replicas(model, group)
     over = None if mesh is None else ranks_of(as_group(mesh, "mesh"))
     for layer in layers_of(model):
         experts, comm = layer.experts, layer.comm
@@ -128,6 +138,8 @@ def fully_shard_experts(
                 f"mesh has ranks {over}, must have {held}, which hold the same experts; leave it out, the "
                 "layers know"
             )
+        if routers and not isinstance(layer.router, FSDPModule):
+            _shard_router(layer, group, options)
         if isinstance(experts, FSDPModule):
             continue
         own = DeviceMesh.from_group(replicas[comm].group, comm.device.type) if mesh is None else mesh
@@ -145,6 +157,19 @@ def fully_shard_experts(
             sharded.set_gradient_divide_factor = division.set
         if comm.device.type == "cpu":
             sharded.set_force_sum_reduction_for_comms(True)  # gloo has no other reduction
+
+
+def _shard_router(layer: MoELayer, group: Group | None, options: dict[str, Any]) -> None:
+    device_type = layer.comm.device.type
+    everyone = group or dist.group.WORLD
+    assert everyone is not None
+    kept = {name: options[name] for name in ("reshard_after_forward", "offload_policy") if name in options}
+    mesh = DeviceMesh.from_group(everyone, device_type)
+    sharded = fully_shard(
+        layer.router, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False), **kept
+    )
+    if device_type == "cpu":
+        sharded.set_force_sum_reduction_for_comms(True)  # gloo has no other reduction
 
 
 def _refuse_main_grad(model: nn.Module, wrapper: str) -> None:

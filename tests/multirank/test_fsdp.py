@@ -167,3 +167,44 @@ def test_a_layer_that_starts_on_meta(
     ranks: int, ep: int, how: str, pool: Callable[[int], RankPool], seed: int
 ) -> None:
     pool(ranks)(_started_on_meta, ep, how, seed)
+
+
+def _exact_routers(rank: int, world_size: int, ep: int, given: dict[str, Any], seed: int) -> None:
+    """Under an mp_policy of bfloat16 scores are those of float32 weights, and the router's gradient is the
+    mean of all ranks' in float32; with weights gathered again for the backward or not."""
+    torch.manual_seed(seed)
+    options = {"dtype": torch.bfloat16, "z_loss_coef": 0.1, "aux_loss": "batch", "aux_loss_coef": 0.1}
+    config = MoEConfig(**{**SIZES, **options})
+    layer = MoELayer(config, group=groups_of(rank, world_size, ep)[0], max_tokens=8)
+    plain = copy.deepcopy(layer)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    fully_shard_experts(layer, mp_policy=policy, **given)
+    fully_shard(layer, mp_policy=policy, **given)
+    x = torch.randn(5 + rank, 16).bfloat16().float()
+    seen: list[torch.Tensor] = []
+    of_x: list[torch.Tensor] = []
+    for each in (layer, plain):
+        each.router.register_forward_hook(lambda _module, _inputs, routing: seen.append(routing.scores_TE))
+        inside = x.clone().requires_grad_()
+        (each(inside) * 0).sum().backward()
+        of_x.append(inside.grad)
+    assert_close(*of_x, rtol=1e-2, atol=1e-5)  # in bfloat16, by a weight that is gathered once more
+    assert seen[0].dtype == torch.float32 and torch.equal(*seen)
+    wanted = plain.router.weight.grad
+    dist.all_reduce(wanted)
+    assert layer.router.weight.grad.dtype == torch.float32
+    assert_close(_whole(layer.router.weight.grad), wanted / world_size, rtol=1e-5, atol=1e-7)
+    with torch.no_grad():  # the next step gathers anew
+        for each in (layer, plain):
+            each.router.weight.mul_(1.5)
+            each(x)
+    assert torch.equal(*seen[2:])
+    plain.comm.close()
+
+
+@pytest.mark.parametrize("given", [{}, {"reshard_after_forward": False}], ids=str)
+@pytest.mark.parametrize("ep", [1, 2])
+def test_mixed_precision_rounds_no_router(
+    ep: int, given: dict[str, Any], pool: Callable[[int], RankPool], seed: int
+) -> None:
+    pool(2)(_exact_routers, ep, given, seed)
