@@ -206,7 +206,7 @@ struct alignas(32) PeerLoss {
   uint64_t complete;  ///< waits of epochs up to this one go on: all that the peer has sent in these, before
                       ///< it closed, is on this node, where kernels may still have to hand it on
 };
-static_assert(sizeof(PeerLoss) == 32);  // copied as a whole
+static_assert(sizeof(PeerLoss) == 32 && offsetof(PeerLoss, set) == 0);  // the rest is copied first
 
 /// What an operation passes on a GPU. In one kernel it announces, sends and agrees side by side; else it
 /// passes them in this order, but for `sent`, which may be at any time.

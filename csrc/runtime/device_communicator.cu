@@ -243,9 +243,13 @@ void DeviceCommunicator::watch() {
       const bool elsewhere = !nodes_.same_node(peer, config_.rank);
       const bool left = loss->cause == Cause::closed && loss->peer == peer && elsewhere;
       out = {1, loss->peer, loss->cause, loss->first, left ? signals_->announced(peer) : 0};
-      // A copy engine brings it there, also while all of the GPU waits. If even that fails, there are the
-      // deadlines.
-      cudaMemcpyAsync(&losses_[peer], &out, sizeof(out), cudaMemcpyHostToDevice, watch_stream_);
+      // A copy engine brings it there, also while all of the GPU waits, `set` after the rest: kernels may
+      // look while it does. If even that fails, there are the deadlines.
+      const auto copy = [&](auto* to, const auto* from, size_t bytes) {
+        cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, watch_stream_);
+      };
+      copy(&losses_[peer].peer, &out.peer, sizeof(out) - offsetof(PeerLoss, peer));
+      copy(&losses_[peer].set, &out.set, sizeof(out.set));
     }
     const HostStatus::Broken& broken = pinned_->status->broken;
     if (!told && load_acquire(broken.set) != 0) {

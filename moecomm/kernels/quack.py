@@ -218,7 +218,7 @@ class QuackProducts(Products):
         rows_RA, index_P, sums = rows_RA.contiguous(), _aligned(index_P), sums or {}
         given: dict[str, Any] = {"cu_seqlens_m": groups, "A_idx": index_P, **operands}
         layout, tile = (weight_LAB.stride(), rows_RA.stride(), rows_RA.dtype), self._tiles[product]
-        key = (epilogue, tile, weight_LAB.shape, *layout, index_P is None)
+        key = (epilogue, tile, weight_LAB.shape, *layout, index_P is None, rows_RA.device)
         plan = _plans.get(key)
         if plan is None:
             make = functools.partial(getattr(_epilogues(), epilogue).plan, config=_config(tile))
@@ -403,7 +403,7 @@ def _launch(
     index_P, there = _aligned(index_P), out if adds and tile.loads else None
     strides = left.stride(), right_T.stride(), out.stride()
     dtypes = left.dtype, out.dtype
-    key = (tile, weight.shape, strides, dtypes, index_P is None, adds, leave_sms, *groups)
+    key = (tile, weight.shape, strides, dtypes, index_P is None, adds, leave_sms, left.device, *groups)
     plan = _plans.get(key)
     if plan is not None:
         _gemm().run_gemm_plan(plan, left, right_T, out, there, A_idx=index_P, **groups)
