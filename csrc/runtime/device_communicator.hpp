@@ -269,6 +269,7 @@ class DeviceCommunicator {
   std::function<void()> interrupt_;
   bool closed_ = false, left_behind_ = false;
   std::optional<Error> broken_;
+  std::string raised_;  ///< the text of the last error that left the communicator usable
   uint64_t ticket_ = 0;
   uint32_t texts_ = 0;
   std::optional<Sent> pending_;     // begun, not received

@@ -110,9 +110,15 @@ void DeviceCommunicator::throw_verdict() {
   HostStatus::Verdict& verdict = pinned_->status->verdict;
   ErrorDetails details;
   details.rank = verdict.rank;
-  const Error error(static_cast<ErrorKind>(verdict.kind), describe(verdict), details);
+  const auto kind = static_cast<ErrorKind>(verdict.kind);
+  std::string text = describe(verdict);
+  // Ranks may part ways where one raises an error at once, by check(), and another at its next dispatch.
+  if (kind == ErrorKind::mismatched_arguments && !raised_.empty())
+    text += "; the last error before, after which ranks may have gone on otherwise: " + raised_;
+  else
+    raised_ = text;
   store_release(verdict.set, uint32_t{0});
-  throw error;
+  throw Error(kind, text, details);
 }
 
 void DeviceCommunicator::check() {
@@ -130,6 +136,7 @@ void DeviceCommunicator::check() {
                         std::to_string(overflow.needed) + " rows on rank " + std::to_string(overflow.rank) +
                         "; rows past the capacity were left out",
                     details);
+  raised_ = error.what();
   store_release(overflow.set, uint32_t{0});
   throw error;
 }
