@@ -211,6 +211,8 @@ void bind_cuda(py::module_& m, void (*interrupt)()) {
           },
           py::arg("kind"), py::arg("text"), py::arg("stream"))
       .def("check", &DeviceCommunicator::check)
+      .def("stop_waiting", &DeviceCommunicator::stop_waiting)
+      .def_property_readonly("interrupted", &DeviceCommunicator::interrupted)
       .def("close", &DeviceCommunicator::close, Release())
       .def("stats", &stats_dict)
       .def("phases", &phases_dict)

@@ -236,8 +236,12 @@ void DeviceCommunicator::watch() {
   while (!stop_.load(std::memory_order_acquire)) {
     for (int32_t peer = 0; peer < config_.shape.ranks; ++peer) {
       PeerLoss& out = pinned_->losses[peer];
-      if (peer == config_.rank || out.set != 0) continue;
-      const auto loss = signals_->loss(peer);
+      if (out.set != 0) continue;
+      std::optional<shm::Signals::Loss> loss;
+      if (stopped_.load())
+        loss = shm::Signals::Loss{config_.rank, Cause::closed, config_.rank};
+      else if (peer != config_.rank)
+        loss = signals_->loss(peer);
       if (!loss) continue;
       // What a rank of another node has sent may still have to be handed on here.
       const bool elsewhere = !nodes_.same_node(peer, config_.rank);
@@ -622,6 +626,8 @@ std::pair<int64_t, int64_t> DeviceCommunicator::wait_rows(cudaStream_t stream) {
   const BesideCaptures beside;
   ScopedSeconds waiting(stats_.host_wait_seconds);
   const HostStatus::Rows& rows = pinned_->status->rows;
+  bool interrupting = false;
+  interrupted_ = false;
   try {
     // Kernels before this one in the stream may take as long as they like. The waits of this one have
     // deadlines, and it reports in any case, unless the device itself has failed: that is looked for now and
@@ -632,7 +638,9 @@ std::pair<int64_t, int64_t> DeviceCommunicator::wait_rows(cudaStream_t stream) {
       look = Clock::now() + std::chrono::milliseconds(5);
       const cudaError_t error = cudaStreamQuery(watch_stream_);
       if (error != cudaErrorNotReady) check_cuda(error, "waiting for the row count of a dispatch");
+      interrupting = true;
       if (interrupt_) interrupt_();
+      interrupting = false;
       require_open();  // a signal's handler may have closed it
     }
     check();
@@ -646,6 +654,7 @@ std::pair<int64_t, int64_t> DeviceCommunicator::wait_rows(cudaStream_t stream) {
       std::this_thread::yield();
     }
   } catch (...) {
+    interrupted_ = interrupting;
     abandon(stream);  // at once: peers may wait for what is sent here to be read
     if (load_acquire(rows.ticket) == ticket && rows.rows < 0) given_up_.reset();  // nobody has received it
     throw;

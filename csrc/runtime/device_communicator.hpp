@@ -177,6 +177,11 @@ class DeviceCommunicator {
   /// capacity; and what broke the communicator, each time.
   void check();
 
+  /// Ends the waits of this rank's kernels, before close(): it leaves within an operation, and the peers
+  /// learn it.
+  void stop_waiting() noexcept { stopped_.store(true); }
+  /// True if the last wait for a row count has been interrupted.
+  bool interrupted() const { return interrupted_; }
   /// Tells the peers. Kernels under way must have ended before the window goes. False: the proxy's thread had
   /// to be left behind (Proxy::close); the window, and what else it uses, stays until the process ends.
   bool close() noexcept;
@@ -265,6 +270,8 @@ class DeviceCommunicator {
   DeviceState* state_ = nullptr;  // likewise
   uint64_t* late_ns_ = nullptr;   // likewise
   std::atomic<bool> stop_{false};
+  std::atomic<bool> stopped_{false};
+  bool interrupted_ = false;
 
   std::function<void()> interrupt_;
   bool closed_ = false, left_behind_ = false;

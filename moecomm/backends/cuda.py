@@ -27,7 +27,7 @@ from moecomm.backends.base import (
     TensorPlan,
     warn_of_thread,
 )
-from moecomm.backends.order import ProcessLock, within_another
+from moecomm.backends.order import ProcessLock, ends_by_error, within_another
 from moecomm.backends.side_work import SideWork
 from moecomm.device.cuda_device import CudaDevice, StreamOrder
 from moecomm.env import read_env
@@ -802,7 +802,12 @@ def _translated(look: Callable[[], Result]) -> Result:
 
 def _release(gpu: CudaDevice, native: _C.DeviceCommunicator, window: Any) -> None:
     """Frees a communicator: first the native object, which uses the window, then the window, unless the
-    network may still use it. In a capture, which freeing would spoil, the window waits for the next call."""
+    network may still use it. In a capture, which freeing would spoil, the window waits for the next call.
+
+    The GPU is waited for. After Ctrl-C in a wait, and where an uncaught exception ends the interpreter,
+    its kernels give up first: the others may never come."""
+    if native.interrupted or ends_by_error():
+        native.stop_waiting()
     capturing = False
     try:
         with gpu.current():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -130,7 +131,17 @@ class InOrder:
 _with_threads: weakref.WeakSet[InOrder] = weakref.WeakSet()
 
 
+def ends_by_error() -> bool:
+    """Returns whether the interpreter is about to end after an uncaught exception."""
+    return _ending and getattr(sys, "last_value", None) is not None
+
+
+_ending = False
+
+
 def _finish_all() -> None:
+    global _ending
+    _ending = True
     for each in list(_with_threads):
         each.finish()
 

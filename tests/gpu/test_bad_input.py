@@ -26,15 +26,23 @@ from tests.multirank.test_bad_input import (
     test_use_after_close,
     test_wild_ids_change_no_memory,
 )
+from tests.multirank.test_errors_told import (
+    test_a_call_within_a_call_is_refused,
+    test_texts_that_are_not_ascii,
+    test_what_torch_raises_of_one_rank_is_told,
+)
 from tests.oracle import Oracle, settled_error
 
 __all__ = [
+    "test_a_call_within_a_call_is_refused",
     "test_calls_that_differ_between_ranks",
     "test_combine_arguments",
     "test_dispatch_arguments",
     "test_non_contiguous_input_works",
+    "test_texts_that_are_not_ascii",
     "test_too_small_a_capacity",
     "test_use_after_close",
+    "test_what_torch_raises_of_one_rank_is_told",
     "test_wild_ids_change_no_memory",
 ]
 

@@ -3,12 +3,15 @@ contexts, and close() while kernels run."""
 
 from __future__ import annotations
 
+import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from tests.gpu import harness
+from tests.multirank.test_ends import check_end
 from tests.multirank.test_faults import (
     FreshRanks,
     check_killed,
@@ -60,3 +63,12 @@ def _close_with_work_under_way(rank: int, world_size: int) -> list[str]:
 
 def test_close_waits_for_what_is_under_way(fresh_ranks: FreshRanks, most_ranks: int) -> None:
     harness.assert_none(fresh_ranks(max(2, most_ranks), _close_with_work_under_way))
+
+
+@pytest.mark.parametrize(
+    ("how", "number", "status"), [("exception", None, 1), ("wait", signal.SIGINT, -signal.SIGINT)]
+)
+def test_waiting_kernels_end_with_their_process(
+    tmp_path: Path, how: str, number: signal.Signals | None, status: int
+) -> None:
+    check_end(tmp_path, "cuda", how, number, status)

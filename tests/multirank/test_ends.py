@@ -24,14 +24,17 @@ import torch
 import torch.distributed as dist
 import moecomm
 
-rank, store, ended, how = int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4]
+rank, store, ended, device, how = int(sys.argv[1]), *sys.argv[2:]
+if device == "cuda":
+    torch.cuda.set_device(rank)
 limit = datetime.timedelta(seconds=60)
 dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2, timeout=limit)
 comm = moecomm.Communicator(
-    num_experts=2, hidden=16, top_k=1, max_tokens=8, dtype=torch.float32, device="cpu", timeout=60.0
+    num_experts=2, hidden=16, top_k=1, max_tokens=8, dtype=torch.float32, device=device, timeout=60.0
 )
-x, ids = torch.ones(2, 16), torch.arange(2).view(2, 1)
+x, ids = torch.ones(2, 16, device=device), torch.arange(2, device=device).view(2, 1)
 comm.dispatch(x, ids)
+capacity = 4 if how == "exception" else None  # on a GPU the host does not wait then
 dist.barrier()
 
 
@@ -45,7 +48,7 @@ if rank == 1:
     while not os.path.exists(ended):
         time.sleep(0.01)
     try:
-        comm.dispatch(x, ids)
+        comm.dispatch(x, ids, capacity=capacity)  # what the other has announced before its end counts
         comm.dispatch(x, ids)
     except moecomm.PeerLost as error:
         print(json.dumps([error.peer, str(error)]), flush=True)
@@ -53,7 +56,7 @@ else:
     # A shell starts what runs in the background with interrupts ignored, and so do its children.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, close)
-    work = comm.dispatch(x, ids, async_op=True)
+    work = comm.dispatch(x, ids, capacity=capacity, async_op=True)
     print("waiting", flush=True)
     if how == "exception":
         raise KeyError("a bug")
@@ -77,11 +80,17 @@ else:
 def test_a_waiting_operation_ends_with_its_process(
     tmp_path: Path, how: str, number: signal.Signals | None, status: int
 ) -> None:
-    environment = {**os.environ, **NO_GPUS, "GLOO_SOCKET_IFNAME": "lo"}
+    check_end(tmp_path, "cpu", how, number, status)
+
+
+def check_end(tmp_path: Path, device: str, how: str, number: signal.Signals | None, status: int) -> None:
+    """Two ranks, of which the first ends while it waits for the second."""
+    hidden = NO_GPUS if device == "cpu" else {}
+    environment = {**os.environ, **hidden, "GLOO_SOCKET_IFNAME": "lo"}
     ended = tmp_path / "ended"
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", _PROGRAM, str(rank), str(tmp_path / "store"), str(ended), how],
+            [sys.executable, "-c", _PROGRAM, str(rank), str(tmp_path / "store"), str(ended), device, how],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

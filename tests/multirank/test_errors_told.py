@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import gc
 import resource
+import signal
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +16,7 @@ import torch.distributed as dist
 
 from tests import ranks
 from tests.fabric import needs_fabric
-from tests.multirank.catching import Caught
+from tests.multirank.catching import Caught, catch
 from tests.multirank.conftest import Pools
 from tests.multirank.test_bad_input import told
 
@@ -93,11 +95,14 @@ def _rows_of_steps(comm: Any, rank: int, size: int, steps: int = 3) -> list[str]
 
 
 def _communicator(size: int, **changes: Any) -> Any:
-    sizes = {"num_experts": size, "hidden": HIDDEN, "top_k": size, "max_tokens": 8, "timeout": 10.0}
+    sizes = {"num_experts": size, "hidden": HIDDEN, "top_k": size, "max_tokens": 8}
     return ranks.communicator(**{**sizes, "dtype": torch.float32, **changes})
 
 
 def _mistaken(rank: int, size: int, cases: list[tuple[str, str]]) -> list[tuple[Caught | None, list[str]]]:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    FakeTensorMode()  # loads half of torch, while nobody waits
     found = []
     with _communicator(size) as comm:
         x = torch.ones(2, HIDDEN, device=comm.device)
@@ -129,6 +134,38 @@ def test_what_torch_raises_of_one_rank_is_told(pool: Pools, first: int) -> None:
         for case, (error, problems) in zip(cases, found, strict=True):
             assert problems == [], (case, problems)
             assert error is not None and error.name == "InvalidArgument", (case, error)
+
+
+def _within_a_call(rank: int, size: int) -> tuple[list[Caught | None], list[str]]:
+    """A signal's handler calls operations while one of the same thread waits for the other rank."""
+    found: list[Caught | None] = []
+    with _communicator(size) as comm:
+        x = torch.ones(2, HIDDEN, device=comm.device)
+        ids = torch.arange(size, device=comm.device).repeat(2, 1)
+        out = comm.dispatch(x, ids)
+        dist.barrier()
+        if rank == 0:
+
+            def handler(*_: Any) -> None:
+                found.append(catch(lambda: comm.dispatch(x, ids)))
+                found.append(catch(lambda: comm.combine(out.tokens, out.handle)))
+
+            before = signal.signal(signal.SIGALRM, handler)
+            signal.setitimer(signal.ITIMER_REAL, 0.3)
+            comm.dispatch(x, ids)
+            signal.signal(signal.SIGALRM, before)
+        else:
+            time.sleep(1.0)
+            comm.dispatch(x, ids)
+        return found, _rows_of_steps(comm, rank, size)
+
+
+def test_a_call_within_a_call_is_refused(fresh_ranks: Callable[..., list[Any]]) -> None:
+    (found, problems), (_, others) = fresh_ranks(2, _within_a_call, timeout=30.0)
+    assert problems == others == []
+    assert len(found) == 2, found
+    for error in found:
+        assert error is not None and error.name == "InvalidArgument" and "under way" in error.text, error
 
 
 def _texts(rank: int, size: int, text: str, changes: dict[str, Any]) -> tuple[str, str, list[str]]:

@@ -94,7 +94,7 @@ class LoopbackNative:
         self.narrow_gradients = gradients != "same"
         self.gradients: list[bool] = []  # of redispatches: whether rows travel in gradient_wire
         self.failed: tuple[str, str] | None = None
-        self.closed = False
+        self.closed = self.interrupted = False
         self.pending: Exception | None = None
         self.dtype = DTYPES[shape.dtype]
         self.weight = torch.float64 if self.dtype == torch.float64 else torch.float32
@@ -145,6 +145,9 @@ class LoopbackNative:
 
     def reset_stats(self) -> None:
         self.calls.clear()
+
+    def stop_waiting(self) -> None:
+        self.calls.append("stop_waiting")
 
     def close(self) -> bool:
         self.calls.append("close")

@@ -281,6 +281,28 @@ class TestOperations:
             with pytest.raises(KeyboardInterrupt):
                 work.wait()
 
+    @pytest.mark.parametrize("interrupted", [False, True])
+    def test_kernels_give_up_before_an_interrupted_communicator_closes(self, interrupted: bool) -> None:
+        comm, native, _ = _comm()
+        native.interrupted = interrupted
+        comm.close()
+        assert native.closed and ("stop_waiting" in native.calls) == interrupted
+
+    def test_an_operation_within_another_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        comm, native, _ = _comm()
+        wait, within = native.wait_rows, []
+
+        def handled(stream: int) -> tuple[int, int]:  # as a signal's handler would
+            with pytest.raises(moecomm.InvalidArgument, match="under way in this thread"):
+                comm.dispatch(*_inputs(), capacity=8)
+            within.append(native.calls[-1])
+            return wait(stream)
+
+        monkeypatch.setattr(native, "wait_rows", handled)
+        out = comm.dispatch(*_inputs())
+        assert len(within) == 1 and native.failed is None
+        assert torch.equal(out.tokens, _inputs()[0][[1, 3, 0, 2, 3, 0, 2]])
+
     @pytest.mark.parametrize("most", [None, 0, 128])
     def test_tokens_that_one_kernel_takes(self, most: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
         if most is not None:
