@@ -284,6 +284,7 @@ void DeviceCommunicator::use_copies(bool copies, bool held) {
 }
 
 bool DeviceCommunicator::complete(cudaStream_t stream) {
+  interrupted_ = false;
   if (!receive_held_) return true;
   const DeviceGuard guard(config_.device);
   // What runs is not completed by what is only recorded, and the other way round.
@@ -627,7 +628,6 @@ std::pair<int64_t, int64_t> DeviceCommunicator::wait_rows(cudaStream_t stream) {
   ScopedSeconds waiting(stats_.host_wait_seconds);
   const HostStatus::Rows& rows = pinned_->status->rows;
   bool interrupting = false;
-  interrupted_ = false;
   try {
     // Kernels before this one in the stream may take as long as they like. The waits of this one have
     // deadlines, and it reports in any case, unless the device itself has failed: that is looked for now and

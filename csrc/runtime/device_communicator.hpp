@@ -180,7 +180,7 @@ class DeviceCommunicator {
   /// Ends the waits of this rank's kernels, before close(): it leaves within an operation, and the peers
   /// learn it.
   void stop_waiting() noexcept { stopped_.store(true); }
-  /// True if the last wait for a row count has been interrupted.
+  /// True if a wait for a row count has been interrupted, and no operation has come since.
   bool interrupted() const { return interrupted_; }
   /// Tells the peers. Kernels under way must have ended before the window goes. False: the proxy's thread had
   /// to be left behind (Proxy::close); the window, and what else it uses, stays until the process ends.
