@@ -875,8 +875,8 @@ class Communicator:
         them: it waits on the host for their number, puts the rest on the stream that is current then, and
         returns the result. For work that the host issues between the two.
 
-        CUDA: called as `receive(directly=True)`, where nothing else was put on the stream in between, it
-        receives rows while others are still being sent, else once all are sent.
+        CUDA: called as `receive(directly=True)`, where no thread has put anything else on the stream in
+        between, it receives rows while others are still being sent, else once all are sent.
 
         Not differentiable. The arguments are those of `dispatch`, and must not change before the rows have
         been received. No other operation of this communicator may come between: it ends the dispatch.

@@ -170,8 +170,8 @@ void bind_cuda(py::module_& m, void (*interrupt)()) {
            })
       .def("offered_rows",
            [](const DeviceCommunicator& self, int64_t tokens, RowLayout layout, int64_t alignment) {
-             const gpu::RowCounts offered = self.offered_rows(tokens, layout, alignment);
-             return std::make_pair(offered.rows, offered.positions);
+             const auto [offered, at_once] = self.offered_rows(tokens, layout, alignment);
+             return std::make_tuple(offered.rows, offered.positions, at_once);
            })
       .def("accept_rows", &DeviceCommunicator::accept_rows)
       .def("begin_dispatch", &begin_dispatch)

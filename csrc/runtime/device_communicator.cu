@@ -586,18 +586,19 @@ void DeviceCommunicator::dispatch(const DeviceDispatch& d, int64_t rows, int64_t
   send_and_receive(config_.shape.wire, sending(d), received, stream);
 }
 
-gpu::RowCounts DeviceCommunicator::offered_rows(int64_t tokens, RowLayout layout, int64_t alignment) const {
+std::pair<gpu::RowCounts, bool> DeviceCommunicator::offered_rows(int64_t tokens, RowLayout layout,
+                                                                 int64_t alignment) const {
   const WireFormat wire = config_.shape.wire;
   const gpu::RecentRows& recent = recent_rows_[layout == RowLayout::rank];
   if (fuses(wire, tokens)) {
     const gpu::RowCounts few =
         few_fit_ ? gpu::offered_rows(tokens, layout, alignment, config_.shape) : gpu::RowCounts{};
-    return few.rows > 0 ? few : recent.offer(tokens, alignment, config_.shape);
+    return {few.rows > 0 ? few : recent.offer(tokens, alignment, config_.shape), true};
   }
   // Chunks that wait for room are sent by a kernel that must not be there before the one that gives it.
   const bool waits = tokens > comm(wire)->window.stage_tokens;
-  if (copies_ || nodes_.nodes() > 1 || waits) return {};
-  return recent.offer(tokens, alignment, config_.shape);
+  return {copies_ ? gpu::RowCounts{} : recent.offer(tokens, alignment, config_.shape),
+          nodes_.nodes() == 1 && !waits};
 }
 
 void DeviceCommunicator::accept_rows() {

@@ -138,7 +138,10 @@ class DeviceCommunicator {
   void dispatch(const DeviceDispatch& dispatch, int64_t rows, int64_t positions, const DeviceOutput& output,
                 cudaStream_t stream);
   /// The output that a dropless dispatch should be offered; without rows: none, it has to wait first.
-  gpu::RowCounts offered_rows(int64_t tokens, RowLayout layout, int64_t alignment) const;
+  /// The second is false where rows are received only when it is known how many come, so that there is no
+  /// offer: with an output from before the first half nobody can have work on the stream that reads its
+  /// memory.
+  std::pair<gpu::RowCounts, bool> offered_rows(int64_t tokens, RowLayout layout, int64_t alignment) const;
   /// The output that was offered has room for the rows that wait_rows has found.
   void accept_rows();
   /// Starts to send and to plan. finish_dispatch has to follow; the next operation abandons a dispatch

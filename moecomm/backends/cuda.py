@@ -73,7 +73,8 @@ class _Outputs(NamedTuple):
 
 
 class _Begun(NamedTuple):
-    """A dispatch whose rows are sent and not received yet, or received into `outputs` if there is room."""
+    """A dispatch whose rows are sent and not received yet, or, `at_once`, received into `outputs` if there is
+    room."""
 
     call: DispatchCall
     blob: torch.Tensor
@@ -82,6 +83,9 @@ class _Begun(NamedTuple):
     outputs: _Outputs | None = None
     offered: tuple[int, int] = (0, 0)
     """Rows and positions of `outputs`."""
+    at_once: bool = False
+    in_one_call: bool = False
+    """Nobody has said that nothing else is put on the stream before the second half."""
 
 
 class CudaBackend(Announcing):
@@ -410,8 +414,9 @@ class CudaBackend(Announcing):
 
     def _begin(self, call: DispatchCall, offers: bool) -> _Begun:
         """Does what `begin_dispatch` does. `offers`: the runtime may want an output for a dropless dispatch
-        before the number of its rows is known, and receives them at once if there is room."""
-        offered = (0, 0)
+        before the number of its rows is known: it receives them at once if there is room, or into memory that
+        nothing else on the stream can be reading then."""
+        offered, at_once = (0, 0), False
         if call.capacity < 0:
             if self._capturing:
                 raise InvalidArgument(
@@ -420,18 +425,20 @@ class CudaBackend(Announcing):
                 )
             if offers:
                 tokens, layout = call.x_TH.shape[0], self._layouts[call.layout]
-                offered = self._native.offered_rows(tokens, layout, call.alignment)
+                rows, positions, at_once = self._native.offered_rows(tokens, layout, call.alignment)
+                offered = rows, positions
         sending, blob, inputs = self._sending(call)
         outputs: _Outputs | None = None
         if offered[0] > 0:
             with suppress(OutOfMemory):  # there may be memory for what comes
                 outputs = self._outputs(call, offered)
-        if outputs is None:
+        at_once = at_once and outputs is not None
+        if at_once:
+            self._start_receiving(outputs, offered, partial(self._native.dispatch, *sending))
+        else:
             self._announced = True
             self._native.begin_dispatch(*sending, self._raw_stream)
-            return _Begun(call, blob, inputs, self._raw_stream)
-        self._start_receiving(outputs, offered, partial(self._native.dispatch, *sending))
-        return _Begun(call, blob, inputs, self._raw_stream, outputs, offered)
+        return _Begun(call, blob, inputs, self._raw_stream, outputs, offered, at_once, offers)
 
     def splits(self, tokens: int) -> bool:
         """True if an operation of so many tokens that is begun with `async_op` is received when it is waited
@@ -443,7 +450,7 @@ class CudaBackend(Announcing):
         received at once are cut to it; where the output was too small, there is another one. `directly`:
         nothing but the first half is on the current stream since that began."""
         self._announced = True
-        call, blob, inputs, stream, outputs, offered = begun
+        call, blob, inputs, stream, outputs, offered, at_once, in_one_call = begun
         if stream != self._raw_stream:
             for each in (*inputs, blob, *(outputs or ())):
                 if each is not None:
@@ -451,16 +458,23 @@ class CudaBackend(Announcing):
         counts = (call.capacity, call.expert_capacity)
         if call.capacity < 0:
             counts = self._native.wait_rows(self._raw_stream)
-        if outputs is None or counts[0] > offered[0] or counts[1] > offered[1]:
-            if outputs is not None:
-                outputs.free()
-            # Outputs that `_outputs` or torch fills put a kernel between the halves.
+        if outputs is not None and (counts[0] > offered[0] or counts[1] > offered[1]):
+            outputs.free()
+            outputs = None
+        if outputs is None:
+            # Outputs that `_outputs` or torch fills put a kernel between the halves. And while the host has
+            # waited, another thread may have put one on the stream which still reads what it has freed, and
+            # this output is given.
             filled = call.capacity >= 0 and call.layout == "rank"
             filled = filled or torch.are_deterministic_algorithms_enabled()
-            receive = partial(self._native.finish_dispatch, directly and not filled)
+            directly = directly and not filled and not (in_one_call and call.capacity < 0)
+            receive = partial(self._native.finish_dispatch, directly)
             return self._receive(call, blob, inputs, counts, receive)
-        self._native.accept_rows()
         outputs.cut(*counts)
+        if at_once:
+            self._native.accept_rows()
+        else:
+            self._start_receiving(outputs, counts, partial(self._native.finish_dispatch, directly))
         return self._received(call, blob, inputs, counts, outputs)
 
     def _sending(self, call: DispatchCall) -> tuple[_Sending, torch.Tensor, _Inputs]:

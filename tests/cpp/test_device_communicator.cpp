@@ -213,9 +213,9 @@ struct Rank {
   /// Forgets what was noted.
   void start() { calls.clear(); }
 
-  void begin(cudaStream_t on, int64_t capacity = -1) {
+  void begin(cudaStream_t on, int64_t capacity = -1, int64_t tokens = 100) {
     comm.begin_dispatch(
-        {bytes, nullptr, bytes, false, nullptr, 100, RowLayout::expert, 1, capacity, -1, plan}, on);
+        {bytes, nullptr, bytes, false, nullptr, tokens, RowLayout::expert, 1, capacity, -1, plan}, on);
   }
   void receive(cudaStream_t on, int64_t rows = kRows, bool directly = true) {
     DeviceOutput output{};
@@ -266,6 +266,19 @@ void test_halves() {
   rank.combine(one);  // which ends the dispatch
   CHECK((calls ==
          Calls{"reduce 1", "sum 2 beside", "route 1", "send 1 beside", "abandon 1 beside", "combine 1"}));
+}
+
+/// Where an output is received at once, and where it only has to be there before the host waits.
+void test_offers() {
+  for (const int32_t ranks : {1, 3}) {
+    Rank rank(ranks);
+    CHECK(rank.comm.offered_rows(4096, RowLayout::expert, 1).first.rows == 0);
+    rank.begin(one, -1, 4096);
+    rank.comm.wait_rows(one);
+    rank.receive(one);
+    const auto [offered, at_once] = rank.comm.offered_rows(4096, RowLayout::expert, 1);
+    CHECK(offered.rows >= kRows && at_once == (ranks == 1));  // of three ranks so many tokens take turns
+  }
 }
 
 /// Where tokens take turns, the next operation says what was not received, unless it was called off.
@@ -420,6 +433,7 @@ void test_a_capture_between_the_halves() {
 
 int main() {
   test_halves();
+  test_offers();
   test_what_is_given_up();
   test_order_after_an_error();
   test_closed_between_the_halves();

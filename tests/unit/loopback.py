@@ -73,6 +73,8 @@ class LoopbackNative:
     """Tokens up to which operations are split in two halves."""
     offer = (0, 0)
     """Rows and positions that a dropless dispatch is offered."""
+    at_once = True
+    """Are they received before the host knows how many come?"""
 
     def __init__(
         self,
@@ -247,8 +249,8 @@ class LoopbackNative:
     def copies_pay(self) -> bool:
         return False
 
-    def offered_rows(self, tokens: int, layout: Any, alignment: int) -> tuple[int, int]:
-        return self.offer
+    def offered_rows(self, tokens: int, layout: Any, alignment: int) -> tuple[int, int, bool]:
+        return *self.offer, self.at_once
 
     def accept_rows(self) -> None:
         self.calls.append("accept_rows")

@@ -135,6 +135,26 @@ class TestOperations:
         comm.combine(out.tokens, out.handle).sum().backward()
         assert x_TH.grad is not None
 
+    @pytest.mark.parametrize("room", [0, 3, 7, 20])
+    def test_what_other_threads_free_meanwhile_is_not_written_to(
+        self, room: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """While the host waits for the number of rows, another thread may launch a kernel and free what it
+        reads. So rows are received beside other kernels only into memory from before the first half."""
+        comm, native, _ = _comm()
+        want = comm.dispatch(*_inputs())
+        native.offer, native.at_once = (room, room), False
+        seen, make = len(native.calls), comm._backend._outputs
+        monkeypatch.setattr(
+            comm._backend, "_outputs", lambda *args: (native.calls.append("outputs"), make(*args))[1]
+        )
+        out = comm.dispatch(*_inputs())
+        before, after = ["outputs"] * (room > 0), ["outputs"] * (room < 7)
+        halves = ["begin_dispatch@100", "wait_rows", *after, "finish_dispatch@100"]
+        assert native.calls[seen:] == [*before, *halves]
+        assert native.directly is (room >= 7)
+        assert torch.equal(out.tokens, want.tokens) and torch.equal(out.weights, want.weights)
+
     def test_what_is_begun_is_not_offered_anything(self) -> None:
         """The rows are received when the caller asks for them, and until then no SM waits for other ranks."""
         comm, native, _ = _comm()
@@ -151,7 +171,7 @@ class TestOperations:
         start while it still reads what that one writes to."""
         comm, native, gpu = _comm()
         comm.dispatch(*_inputs())
-        assert native.directly and native.waited_on == 100
+        assert native.directly is False and native.waited_on == 100
         for directly in (False, True):
             comm.begin_dispatch(*_inputs())(directly=directly)
             assert native.directly is directly
