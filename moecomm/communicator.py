@@ -38,6 +38,7 @@ from moecomm.env import Env, read_env
 from moecomm.errors import CommunicatorClosed, InvalidArgument, MoecommError
 from moecomm.setup.checks import (
     DEFAULT_TIMEOUT,
+    absence_seconds,
     check_combine_wire,
     check_dtype,
     check_engine,
@@ -146,7 +147,9 @@ class Communicator:
             every other rank, and the window takes 3 * R * max_tokens rows more. "auto": the copy engine
             within `overlap.Beside`, where a product runs meanwhile and the transfer is large enough, else
             the SMs, as on the CPU and on several nodes. Results have the same bits.
-        timeout: seconds (or timedelta) that one wait for peers may take; None: MOECOMM_TIMEOUT, or 60.
+        timeout: seconds (or timedelta) that one wait for peers may take; None: MOECOMM_TIMEOUT. Without both
+            it is 60, but 1800 for a rank that lives and has not begun the operation, as it alone saves a
+            checkpoint or compiles (docs/errors.md).
 
     On CUDA an operation is put on the caller's current stream, after the communicator's operation before it,
     and the host goes on at once; only a dispatch without `capacity` waits on the host, for its row count.
@@ -204,6 +207,7 @@ class Communicator:
         size = rendezvous.size
         try:
             rendezvous.timeout = seconds = timeout_seconds(timeout)
+            rendezvous.absence = absence_seconds(timeout)
             check_sizes(size, num_experts, hidden, top_k, max_tokens, dtype)
             place = choose_device(device)
             ranks_per_node = check_ranks_per_node(size, ranks_per_node)

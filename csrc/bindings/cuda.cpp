@@ -136,15 +136,16 @@ void bind_cuda(py::module_& m, void (*interrupt)()) {
   py::class_<DeviceCommunicator> communicator(m, "DeviceCommunicator");
   bind_network<DeviceCommunicator>(communicator, interrupt);
   communicator
-      .def(
-          py::init([](const DeviceShape& shape, int32_t rank, double timeout, int32_t num_sms, int32_t device,
-                      int32_t host_ranks, uint64_t first_epoch, WireFormat sums, WireFormat gradients) {
-            return std::make_unique<DeviceCommunicator>(DeviceConfig{
-                shape, rank, timeout, num_sms, device, host_ranks, first_epoch, sums, gradients});
-          }),
-          py::kw_only(), py::arg("shape"), py::arg("rank"), py::arg("timeout"), py::arg("num_sms"),
-          py::arg("device"), py::arg("host_ranks"), py::arg("first_epoch") = 1,
-          py::arg("sums") = WireFormat::same, py::arg("gradients") = WireFormat::same)
+      .def(py::init([](const DeviceShape& shape, int32_t rank, double timeout, int32_t num_sms,
+                       int32_t device, int32_t host_ranks, uint64_t first_epoch, WireFormat sums,
+                       WireFormat gradients, double absence) {
+             return std::make_unique<DeviceCommunicator>(DeviceConfig{
+                 shape, rank, timeout, num_sms, device, host_ranks, first_epoch, sums, gradients, absence});
+           }),
+           py::kw_only(), py::arg("shape"), py::arg("rank"), py::arg("timeout"), py::arg("num_sms"),
+           py::arg("device"), py::arg("host_ranks"), py::arg("first_epoch") = 1,
+           py::arg("sums") = WireFormat::same, py::arg("gradients") = WireFormat::same,
+           py::arg("absence") = 0.0)
       .def("link_control", &DeviceCommunicator::link_control)
       .def("unlink_control", &DeviceCommunicator::unlink_control)
       .def(

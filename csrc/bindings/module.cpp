@@ -172,12 +172,12 @@ PYBIND11_MODULE(_C, m) {
   bind_network<Communicator>(communicator, run_signal_handlers);
   communicator
       .def(py::init([](const WindowShape& shape, int32_t rank, int64_t num_experts, int32_t threads,
-                       double timeout, int32_t host_ranks, uint64_t first_epoch) {
-             return std::make_shared<Communicator>(
-                 CommunicatorConfig{shape, rank, num_experts, threads, timeout, host_ranks, first_epoch});
+                       double timeout, int32_t host_ranks, uint64_t first_epoch, double absence) {
+             return std::make_shared<Communicator>(CommunicatorConfig{
+                 shape, rank, num_experts, threads, timeout, host_ranks, first_epoch, absence});
            }),
            py::kw_only(), py::arg("shape"), py::arg("rank"), py::arg("num_experts"), py::arg("threads"),
-           py::arg("timeout"), py::arg("host_ranks"), py::arg("first_epoch") = 1)
+           py::arg("timeout"), py::arg("host_ranks"), py::arg("first_epoch") = 1, py::arg("absence") = 0.0)
       .def("link_window", &Communicator::link_window)
       .def(
           "connect",

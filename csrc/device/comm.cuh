@@ -73,7 +73,7 @@ struct Comm {
   NodeBases bases;              ///< windows of this node's ranks as mapped here
   std::byte* own;               ///< bases[rank]
   HostStatus* host;
-  uint64_t timeout_ns;
+  uint64_t timeout_ns, absence_ns;  ///< of waits; of those for a rank that has not begun the operation
   DevicePlan plan_fields;
   Rail rail;
 

@@ -81,7 +81,10 @@ __device__ __noinline__ inline Outlook look_around(const Comm& comm, const WaitI
   if (ends_wait(losses[info.peer], info.expected) ||
       ends_wait(losses[comm.relay_rank(info.peer)], info.expected))
     return Outlook::lost;
-  return waited > comm.timeout_ns ? Outlook::late : Outlook::wait;
+  if (waited <= comm.timeout_ns) return Outlook::wait;
+  // A rank that lives and does something else, like saving a checkpoint, is not late yet.
+  const bool absent = begun_epoch(comm, missing_rank(comm, info)) < info.expected;
+  return absent && waited <= comm.absence_ns ? Outlook::wait : Outlook::late;
 }
 
 /// Tells the host why a wait ends in vain: a peer is lost, or it is late. One that is late and has closed is

@@ -105,6 +105,7 @@ struct OwnerLines {
   alignas(kLine) uint32_t doorbell;   ///< futex word, bumped by every signal to this rank
   uint32_t sleeping;                  ///< 1 while the owner may be asleep on the doorbell
   alignas(kLine) uint64_t completed;  ///< last epoch whose remote rows this rank has finished reading
+  uint32_t inside;                    ///< CPU: above 0 while it is within a call of the communicator
 };
 static_assert(sizeof(OwnerLines) == 2 * kLine);
 

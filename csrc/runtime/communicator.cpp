@@ -79,7 +79,7 @@ void Communicator::connect_threads(std::vector<std::byte*> bases) {
 
 void Communicator::make_signals(const std::vector<int64_t>& pids) {
   signals_ = std::make_unique<shm::Signals>(layout_, bases_, config_.rank, pids, config_.timeout_seconds,
-                                            config_.host_ranks);
+                                            config_.host_ranks, config_.absence_seconds);
   late_seconds_.resize(static_cast<size_t>(config_.shape.ranks));
 }
 
@@ -140,6 +140,7 @@ void Communicator::check() {
 /// Runs one operation; an error that leaves ranks out of step ends the communicator.
 template <class Body>
 auto Communicator::guarded(Body&& body) {
+  const shm::Signals::Inside inside(*signals_);
   // A signal's handler may close the communicator meanwhile.
   const bool outer = std::exchange(under_way_, true);
   struct Restore {

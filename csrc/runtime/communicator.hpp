@@ -34,6 +34,8 @@ struct CommunicatorConfig {
   double timeout_seconds;
   int32_t host_ranks = 0;    ///< ranks on this host, which share its cores; 0: those of the node
   uint64_t first_epoch = 1;  ///< of the first operation, on all ranks
+  double absence_seconds =
+      0;  ///< for a rank that lives and has not begun the operation, if above the timeout
 };
 
 struct DispatchArguments {

@@ -186,6 +186,7 @@ void DeviceCommunicator::connect(const std::vector<uintptr_t>& bases, const std:
     comm.own = own;
     comm.host = pinned_->status;
     comm.timeout_ns = static_cast<uint64_t>(config_.timeout_seconds * 1e9);
+    comm.absence_ns = static_cast<uint64_t>(config_.absence_seconds * 1e9);
     comm.plan_fields = DevicePlan::make(config_.shape);
     comms_[static_cast<int>(wire)] = std::make_unique<device::Comm>(comm);
   }

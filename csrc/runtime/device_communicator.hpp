@@ -44,6 +44,8 @@ struct DeviceConfig {
   uint64_t first_epoch = 1;                 ///< of the first operation, on all ranks
   WireFormat sums = WireFormat::same;       ///< in which the sums of a combine travel if its caller says so
   WireFormat gradients = WireFormat::same;  ///< likewise the rows of a redispatch
+  double absence_seconds =
+      0;  ///< for a rank that lives and has not begun the operation, if above the timeout
 };
 
 /// Arguments of a dispatch. Addresses are in this device's memory.

@@ -1,6 +1,7 @@
 // DeviceCommunicator: what the device has reported, as typed errors and counters.
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstring>
 
 #include "runtime/cuda_calls.hpp"
@@ -45,8 +46,9 @@ void DeviceCommunicator::require_usable() {
 void DeviceCommunicator::note_broken() {
   const HostStatus::Broken& broken = pinned_->status->broken;
   if (broken_ || load_acquire(broken.set) == 0) return;
+  const double longest = broken.seen < broken.expected ? config_.absence_seconds : 0;
   broken_ = shm::loss_error({broken.peer, broken.cause, broken.first}, config_.rank, phase_text(broken),
-                            config_.timeout_seconds, broken.expected, broken.seen,
+                            std::max(config_.timeout_seconds, longest), broken.expected, broken.seen,
                             proxy_ ? proxy_->reason(broken.peer) : "");
 }
 

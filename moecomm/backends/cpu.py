@@ -140,6 +140,7 @@ class CpuBackend(Announcing):
                 num_experts=arguments["num_experts"],
                 threads=self.num_sms,
                 timeout=rendezvous.timeout,
+                absence=rendezvous.absence,
                 host_ranks=host_ranks,
                 first_epoch=arguments["MOECOMM_FIRST_EPOCH"],
             ),

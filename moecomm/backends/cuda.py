@@ -230,6 +230,7 @@ class CudaBackend(Announcing):
                     shape=shape,
                     rank=rendezvous.rank,
                     timeout=rendezvous.timeout,
+                    absence=rendezvous.absence,
                     num_sms=num_sms,
                     device=self._gpu.index,
                     host_ranks=group_info.host_ranks(rendezvous.rank),

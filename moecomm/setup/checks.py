@@ -20,6 +20,9 @@ from moecomm.types import WIRE_FORMATS
 DEFAULT_TIMEOUT = 60.0
 """The default deadline of a wait, in seconds."""
 
+DEFAULT_ABSENCE = 1800.0
+"""The default deadline of a wait for a rank that lives and has not begun the operation, in seconds."""
+
 
 def timeout_seconds(timeout: float | timedelta | None) -> float:
     """Returns how many seconds one wait for peers may take."""
@@ -29,6 +32,12 @@ def timeout_seconds(timeout: float | timedelta | None) -> float:
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < 1e9:
         raise InvalidArgument(f"timeout is {timeout!r}, expected seconds above 0 or a timedelta")
     return float(seconds)
+
+
+def absence_seconds(timeout: float | timedelta | None) -> float:
+    """Returns how many seconds a wait may take for a rank that lives and has not begun the operation, if that
+    is more than the timeout: a timeout that is given bounds every wait."""
+    return DEFAULT_ABSENCE if timeout is None and read_env().timeout is None else 0.0
 
 
 def check_sizes(size: int, num_experts: Any, hidden: Any, top_k: Any, max_tokens: Any, dtype: Any) -> None:

@@ -63,7 +63,7 @@ class Rendezvous:
     """
 
     def __init__(self, group: Group | None, timeout: float) -> None:
-        self.timeout = timeout
+        self.timeout, self.absence = timeout, 0.0
         self.rank, self.size = 0, 1
         self._store: Store | None = None
         self._numbers: list[str] | None = None  # of the ranks, once they have met

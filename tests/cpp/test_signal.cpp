@@ -98,7 +98,7 @@ void test_deadline() {
   } catch (const Error& error) {
     const std::string text = error.what();
     CHECK(error.kind() == ErrorKind::peer_timeout && error.details().peer == 2);
-    CHECK(text.find("rank 2, dispatch: rank 0 waited 0.200000 s in vain for this rank (") == 0);
+    CHECK(text.find("rank 2, dispatch: rank 0 waited in vain for this rank (") == 0);
     CHECK(text.find("kernels") == std::string::npos && text.find("found out") == std::string::npos);
   }
 }

@@ -56,13 +56,15 @@ int busy_threads(const NodeMap& nodes, int host_ranks) {
 }  // namespace
 
 Signals::Signals(const WindowLayout& layout, std::vector<std::byte*> bases, int rank,
-                 const std::vector<int64_t>& pids, double timeout_seconds, int host_ranks)
+                 const std::vector<int64_t>& pids, double timeout_seconds, int host_ranks,
+                 double absence_seconds)
     : layout_(layout),
       nodes_(layout.shape.nodes()),
       bases_(std::move(bases)),
       rank_(rank),
       first_(nodes_.first(nodes_.node_of(rank))),
       timeout_seconds_(timeout_seconds),
+      absence_seconds_(std::max(timeout_seconds, absence_seconds)),
       // Spinning only pays while everybody has a core of its own.
       spins_(busy_threads(nodes_, host_ranks) <= available_cpus() ? 2000 : 0),
       watch_(pids, nodes_.local_of(rank)) {}
@@ -186,6 +188,16 @@ void Signals::wait_word(uint64_t* word, uint64_t value, int peer, int through, u
   wait_until([&](int each) { return (each != peer && each != through) || there(); }, epoch, phase, peer);
 }
 
+void Signals::count_inside(int by) {
+  const auto inside = atomic(owner(rank_).inside);
+  inside.store(inside.load(std::memory_order_relaxed) + static_cast<uint32_t>(by), std::memory_order_relaxed);
+}
+
+bool Signals::absent(int peer, uint64_t epoch) const {
+  return announced(peer) < epoch &&
+         (!nodes_.same_node(peer, rank_) || atomic(owner(peer).inside).load(std::memory_order_relaxed) == 0);
+}
+
 void Signals::wait_until(const std::function<bool(int)>& arrived, uint64_t epoch, const char* phase,
                          int blame) {
   const int ranks = nodes_.ranks;
@@ -203,6 +215,7 @@ void Signals::wait_until(const std::function<bool(int)>& arrived, uint64_t epoch
     std::this_thread::yield();
   }
   const Deadline deadline{std::chrono::duration<double>(timeout_seconds_)};
+  const Deadline last{std::chrono::duration<double>(absence_seconds_)};
   OwnerLines& own = owner(rank_);
   while (true) {
     atomic(own.sleeping).store(1);
@@ -219,11 +232,17 @@ void Signals::wait_until(const std::function<bool(int)>& arrived, uint64_t epoch
     }
     if (deadline.passed() && !all_arrived()) {
       int late = blame;
-      // Data of other nodes comes through ranks of this one: if such a rank is late, it is to blame.
-      for (int i = 0; i < nodes_.local_ranks && late < 0; ++i)
-        if (!arrived(first_ + i)) late = first_ + i;
+      // Data of other nodes comes through ranks of this one: if such a rank is late, it is to blame; before
+      // all others one that hangs within a call.
+      for (const bool may_be_absent : {false, true})
+        for (int i = 0; i < ranks && late < 0; ++i) {
+          const int peer = (first_ + i) % ranks;
+          if (!arrived(peer) && (may_be_absent || !absent(peer, epoch))) late = peer;
+        }
       if (late < 0) late = next;
-      give_up({late, Cause::no_signal, rank_}, phase, epoch);
+      const bool longer = absent(late, epoch);
+      if (!longer || last.passed())
+        give_up({late, Cause::no_signal, rank_}, phase, epoch, longer ? absence_seconds_ : timeout_seconds_);
     }
   }
 }
@@ -260,20 +279,27 @@ const char* cause_text(Cause cause) {
   return "";
 }
 
-std::string loss_text(const Signals::Loss& loss, int rank, const std::string& phase, double timeout_seconds,
+std::string loss_text(const Signals::Loss& loss, int rank, const std::string& phase, double waited,
                       uint64_t expected, uint64_t seen, const std::string& reason) {
   std::string text = "rank " + std::to_string(rank) + ", " + phase + ": ";
   const std::string first = "rank " + std::to_string(loss.first);
   // Another rank may have given up waiting for this one.
   const bool blamed = loss.cause == Cause::no_signal && loss.peer == rank && loss.first != rank;
   if (loss.cause == Cause::no_signal) {
-    text += (blamed ? first + " " : "") + "waited " + std::to_string(timeout_seconds) + " s in vain for ";
+    text += blamed ? first + " waited" : "waited";
+    if (loss.first == rank) text += " " + std::to_string(waited) + " s";
+    text += " in vain for ";
     if (blamed)
       text += "this rank (it was stopped, far behind or in another call, or an exception was caught here)";
     else if (loss.peer == rank)
       text += "its own kernels";
+    else if (seen < expected)
+      text +=
+          "rank " + std::to_string(loss.peer) +
+          ", which has not begun this operation (it may be saving a checkpoint, compiling, in another call, "
+          "far behind or stopped; give the communicator a longer timeout if it is only slow)";
     else
-      text += "rank " + std::to_string(loss.peer) + " (it may be stopped, far behind or in another call)";
+      text += "rank " + std::to_string(loss.peer) + " (it may be stopped or far behind)";
   } else {
     text += "lost rank " + std::to_string(loss.peer) + cause_text(loss.cause);
   }
@@ -292,7 +318,7 @@ std::string loss_text(const Signals::Loss& loss, int rank, const std::string& ph
 
 }  // namespace
 
-Error loss_error(const Signals::Loss& loss, int rank, const std::string& phase, double timeout_seconds,
+Error loss_error(const Signals::Loss& loss, int rank, const std::string& phase, double waited,
                  uint64_t expected, uint64_t seen, const std::string& reason) {
   ErrorDetails details;
   details.rank = rank;
@@ -301,14 +327,14 @@ Error loss_error(const Signals::Loss& loss, int rank, const std::string& phase, 
   details.expected = expected;
   details.seen = seen;
   return Error(loss.cause == Cause::no_signal ? ErrorKind::peer_timeout : ErrorKind::peer_lost,
-               loss_text(loss, rank, phase, timeout_seconds, expected, seen, reason), details);
+               loss_text(loss, rank, phase, waited, expected, seen, reason), details);
 }
 
 /// Tells all ranks that this one is out of the game, and throws.
-void Signals::give_up(const Loss& loss, const char* phase, uint64_t expected) {
+void Signals::give_up(const Loss& loss, const char* phase, uint64_t expected, double waited) {
   announce_loss(loss.peer, loss.cause);
   const uint64_t seen = announced(loss.peer);
-  throw loss_error(loss, rank_, phase, timeout_seconds_, expected, seen, reason_ ? reason_(loss.peer) : "");
+  throw loss_error(loss, rank_, phase, waited, expected, seen, reason_ ? reason_(loss.peer) : "");
 }
 
 void Signals::stop_waiting() noexcept {

@@ -23,9 +23,23 @@ namespace moecomm::shm {
 class Signals {
  public:
   /// bases[i] is the window of the node's rank i as mapped here, pids[i] its process. `host_ranks`: ranks
-  /// of this host, which share its cores; at least those of the node.
+  /// of this host, which share its cores; at least those of the node. `absence_seconds`: what a wait may
+  /// take instead of the timeout, if that is less, for a rank that lives and has not begun the operation.
   Signals(const WindowLayout& layout, std::vector<std::byte*> bases, int rank,
-          const std::vector<int64_t>& pids, double timeout_seconds, int host_ranks);
+          const std::vector<int64_t>& pids, double timeout_seconds, int host_ranks,
+          double absence_seconds = 0);
+
+  /// Says, while it lives, that this rank is within a call: one that hangs there is not merely absent.
+  class Inside {
+   public:
+    explicit Inside(Signals& signals) : signals_(signals) { signals_.count_inside(1); }
+    ~Inside() { signals_.count_inside(-1); }
+    Inside(const Inside&) = delete;
+    Inside& operator=(const Inside&) = delete;
+
+   private:
+    Signals& signals_;
+  };
 
   /// Do more threads of this host want a core than it has?
   bool crowded() const { return spins_ == 0; }
@@ -99,7 +113,10 @@ class Signals {
   PeerLines& lines(int owner, int writer) const;
   OwnerLines& owner(int rank) const;
   void ring(int rank) const;
-  [[noreturn]] void give_up(const Loss& loss, const char* phase, uint64_t expected);
+  [[noreturn]] void give_up(const Loss& loss, const char* phase, uint64_t expected, double waited = 0);
+  void count_inside(int by);
+  /// `peer` has not begun `epoch`, and does something else than an operation, as far as is known here.
+  bool absent(int peer, uint64_t epoch) const;
   void ring_node() const;
   /// The last epoch of the given parity that `peer` has announced to this rank.
   uint64_t announced(int peer, uint64_t parity) const;
@@ -114,7 +131,7 @@ class Signals {
   NodeMap nodes_;
   std::vector<std::byte*> bases_;  // of the node's ranks
   int rank_, first_;
-  double timeout_seconds_;
+  double timeout_seconds_, absence_seconds_;
   int spins_;
   PeerWatch watch_;
   std::function<void()> interrupt_;
@@ -125,7 +142,8 @@ class Signals {
 
 /// Makes the error of rank `rank` when a wait of epoch `expected` ends because of `loss`. `seen`: the last
 /// epoch that the lost rank has begun; if that is `expected`, what it sends later in the epoch is missing.
-Error loss_error(const Signals::Loss& loss, int rank, const std::string& phase, double timeout_seconds,
+/// `waited`: seconds, if it was this rank that waited until its deadline.
+Error loss_error(const Signals::Loss& loss, int rank, const std::string& phase, double waited,
                  uint64_t expected, uint64_t seen, const std::string& reason = {});
 
 }  // namespace moecomm::shm
