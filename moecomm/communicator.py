@@ -919,7 +919,8 @@ class Communicator:
 
         CPU: at most two such tensors can be alive at a time; their memory is taken at the first call. Fill
         it, dispatch it, let go of it, and ask for another: asking waits until all ranks have read what was
-        there before. Writing to one that was dispatched races with ranks that are still reading.
+        there before. Writing to one that was dispatched races with ranks that are still reading. A forked
+        child has not got its memory, and ends with SIGSEGV where it touches it.
 
         Raises:
             InvalidArgument: more than max_tokens.

@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -144,6 +144,12 @@ class Handle:
     layout: Layout
     num_tokens: int
     num_rows: int
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            "a Handle cannot be copied or pickled: its plan belongs to the communicator that made it: keep "
+            "the handle itself, or dispatch again"
+        )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -20,4 +20,12 @@ std::string errno_text(const char* call) {
   return std::string(call) + ": " + std::generic_category().message(errno);
 }
 
+Error system_error(const char* call, const std::string& advice, ErrorKind otherwise) {
+  const bool files = errno == EMFILE || errno == ENFILE;
+  const std::string text = errno_text(call);
+  if (files) return {ErrorKind::out_of_memory, text + "; raise the limit of open files (ulimit -n)"};
+  if (errno == ENOMEM || errno == ENOBUFS) return {ErrorKind::out_of_memory, text};
+  return {otherwise, advice.empty() ? text : text + " (" + advice + ")"};
+}
+
 }  // namespace moecomm

@@ -52,4 +52,9 @@ void store_text(const std::string& text, char* target, size_t room);
 /// "shm_open: No space left on device" for the current errno.
 std::string errno_text(const char* call);
 
+/// The error of the current errno after `call`: out_of_memory where memory or descriptors have run out, and
+/// then the text says how to get more, else `otherwise`, with `advice`, if any.
+Error system_error(const char* call, const std::string& advice = {},
+                   ErrorKind otherwise = ErrorKind::unsupported);
+
 }  // namespace moecomm

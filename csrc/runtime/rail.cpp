@@ -32,7 +32,7 @@ std::string interface_for_links(const std::string& interface) {
   }
 }
 
-// Links end when a host is silent for longer than this and than a wait may take.
+// Links end when a host is silent for longer than this and than a wait may take, as far as the kernel goes.
 constexpr double kLeastSilence = 30.0;
 
 }  // namespace
@@ -42,7 +42,7 @@ Rail::Rail(const RailOptions& options, const WindowLayout& layout, std::byte* ba
       lanes_(fabric::open_lanes(fabric_options(options), base, layout.committed_bytes)),
       links_(std::make_unique<tcp::Links>(
           tcp::LinkOptions{options.job, node(), options.nodes.nodes(), interface_for_links(options.interface),
-                           std::max(kLeastSilence, options.timeout_seconds)})) {}
+                           std::clamp(options.timeout_seconds, kLeastSilence, tcp::kLongestSilence)})) {}
 
 std::vector<std::byte> Rail::endpoint_address() const {
   std::vector<std::vector<std::byte>> endpoint_addresses;

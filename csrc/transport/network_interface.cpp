@@ -95,27 +95,50 @@ std::vector<InterfaceAddress> host_addresses() {
     std::array<char, INET6_ADDRSTRLEN> spelled;
     if (inet_ntop(family, bytes, spelled.data(), spelled.size()) == nullptr) continue;
     addresses.push_back({each->ifa_name, spelled.data(), (each->ifa_flags & IFF_UP) != 0,
-                         (each->ifa_flags & IFF_LOOPBACK) != 0});
+                         (each->ifa_flags & IFF_LOOPBACK) != 0, (each->ifa_flags & IFF_RUNNING) != 0});
   }
   return addresses;
 }
 
-std::string default_route_interface(const std::string& table) {
+namespace {
+
+/// The word `name_at` of the line with the lowest metric of those of which usable(words, metric) is true.
+template <class Usable>
+std::string best_route(const std::string& table, size_t words_needed, size_t name_at, const Usable& usable) {
   std::string chosen;
   uint32_t lowest = 0;
   for (size_t begin = 0; begin < table.size();) {
     const size_t end = std::min(table.find('\n', begin), table.size());
     const std::vector<std::string_view> words = split(std::string_view(table).substr(begin, end - begin));
     begin = end + 1;
-    // Iface Destination Gateway Flags RefCnt Use Metric Mask ...
-    uint32_t flags, metric;
-    if (words.size() < 8 || !parse(words[3], 16, flags) || !parse(words[6], 10, metric)) continue;
-    if (words[1] != "00000000" || words[7] != "00000000" || (flags & RTF_UP) == 0) continue;
+    uint32_t metric;
+    if (words.size() < words_needed || !usable(words, metric)) continue;
     if (!chosen.empty() && metric >= lowest) continue;
-    chosen = words[0];
+    chosen = words[name_at];
     lowest = metric;
   }
   return chosen;
+}
+
+}  // namespace
+
+std::string default_route_interface(const std::string& table) {
+  // Iface Destination Gateway Flags RefCnt Use Metric Mask ...
+  return best_route(table, 8, 0, [](const std::vector<std::string_view>& words, uint32_t& metric) {
+    uint32_t flags;
+    return parse(words[3], 16, flags) && parse(words[6], 10, metric) && words[1] == "00000000" &&
+           words[7] == "00000000" && (flags & RTF_UP) != 0;
+  });
+}
+
+std::string default_route_interface_ipv6(const std::string& table) {
+  // destination length source length gateway metric references use flags interface
+  return best_route(table, 10, 9, [](const std::vector<std::string_view>& words, uint32_t& metric) {
+    uint32_t flags;
+    return parse(words[8], 16, flags) && parse(words[5], 16, metric) &&
+           words[0].find_first_not_of('0') == std::string_view::npos && words[1] == "00" &&
+           (flags & RTF_UP) != 0 && (flags & RTF_REJECT) == 0;
+  });
 }
 
 std::string choose_address(const std::string& wanted, const std::vector<InterfaceAddress>& have,
@@ -123,6 +146,8 @@ std::string choose_address(const std::string& wanted, const std::vector<Interfac
   if (wanted.empty()) {
     std::string address =
         first(have, [&](const InterfaceAddress& each) { return each.interface == default_interface; });
+    if (address.empty())
+      address = first(have, [](const InterfaceAddress& each) { return !each.loopback && each.carrier; });
     if (address.empty()) address = first(have, [](const InterfaceAddress& each) { return !each.loopback; });
     if (address.empty()) address = first(have, [](const InterfaceAddress&) { return true; });
     if (address.empty()) refuse(wanted, "none is up", have);
@@ -150,9 +175,10 @@ std::string choose_address(const std::string& wanted, const std::vector<Interfac
 }
 
 std::string interface_address(const std::string& name_or_address) {
-  return choose_address(name_or_address, host_addresses(),
-                        // A host without IPv4 has no such table.
-                        default_route_interface(read_file("/proc/net/route")));
+  // A host without IPv4, or without IPv6, has no such table.
+  std::string interface = default_route_interface(read_file("/proc/net/route"));
+  if (interface.empty()) interface = default_route_interface_ipv6(read_file("/proc/net/ipv6_route"));
+  return choose_address(name_or_address, host_addresses(), interface);
 }
 
 }  // namespace moecomm

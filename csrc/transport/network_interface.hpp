@@ -11,6 +11,7 @@ struct InterfaceAddress {
   std::string address;    ///< numeric, "10.0.0.3" or "2001:db8::3"
   bool up = true;
   bool loopback = false;
+  bool carrier = true;  ///< something is connected: unlike docker0 without containers
 };
 
 /// The addresses of this host, in the kernel's order; IPv6 addresses that hold on one link only are left out.
@@ -18,11 +19,13 @@ std::vector<InterfaceAddress> host_addresses();
 
 /// The interface of the default route with the lowest metric in the text of /proc/net/route, or "".
 std::string default_route_interface(const std::string& table);
+/// The same in the text of /proc/net/ipv6_route.
+std::string default_route_interface_ipv6(const std::string& table);
 
 /// The address in `have` that `wanted`, an interface's name or a numeric address, means. An interface counts
 /// with its first IPv4 address, else its first IPv6 one. Empty: that of `default_interface`, else of the
-/// first interface that is no loopback, else of the loopback. Error(invalid_argument) that lists what there
-/// is if nothing fits.
+/// first interface that is no loopback, those with a carrier first, else of the loopback.
+/// Error(invalid_argument) that lists what there is if nothing fits.
 std::string choose_address(const std::string& wanted, const std::vector<InterfaceAddress>& have,
                            const std::string& default_interface);
 

@@ -3,6 +3,8 @@ connections."""
 
 from __future__ import annotations
 
+import errno
+import ipaddress
 import os
 import secrets
 from collections.abc import Callable
@@ -29,14 +31,20 @@ class _Native(Protocol):
 Native = TypeVar("Native", bound=_Native)
 
 
-def node_identity() -> str:
-    """Returns a text that is equal for processes that can map each other's shared memory and watch each
-    other."""
+def _identity() -> dict[str, str]:
+    """Returns `node`, a text that is equal for processes that can map each other's shared memory and watch
+    each other, and `network`, one that is equal for those that have the same network addresses."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             boot = file.read().strip()
-        return f"{boot}/{os.stat('/dev/shm').st_dev}/{os.readlink('/proc/self/ns/pid')}"
+        shm = os.stat("/dev/shm")
+        return {
+            "node": f"{boot}/{shm.st_dev}/{shm.st_ino}/{os.readlink('/proc/self/ns/pid')}",
+            "network": f"{boot}/{os.readlink('/proc/self/ns/net')}",
+        }
     except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+            raise OutOfMemory(f"{error}; raise the limit of open files (ulimit -n)") from error
         raise Unsupported(f"this machine lacks what moecomm needs: {error}") from error
 
 
@@ -79,8 +87,8 @@ def handshake(
         return {
             "version": __version__,
             "arguments": arguments,
-            "node": node_identity(),
             "job": secrets.token_hex(16),
+            **_identity(),
             **facts(),
         }
 
@@ -200,11 +208,27 @@ def _connect_rail(rendezvous: Rendezvous, group_info: GroupInfo, native: _Native
 
     try:
         messages = rendezvous.step("construction: network", open_rail)
+        _require_addresses(group_info, [str(message.get("endpoint")) for message in messages])
         # connect() takes up to one and a half times the timeout.
         rendezvous.step("construction: connections", connect, patience=2.0)
     except BaseException:
         native.close()
         raise
+
+
+def _require_addresses(group_info: GroupInfo, endpoints: list[str]) -> None:
+    """Raises MismatchedArguments where ranks with networks of their own give one address."""
+    seen: dict[str, int] = {}
+    for rank, endpoint in enumerate(endpoints):
+        address = endpoint.rpartition(":")[0].strip("[]")
+        first = seen.setdefault(address, rank)
+        networks = [str(group_info.messages[each].get("network")) for each in (first, rank)]
+        if networks[0] != networks[1] and not ipaddress.ip_address(address).is_loopback:
+            raise MismatchedArguments(
+                f"ranks {first} and {rank} are on different hosts or containers and give the same address, "
+                f"{address}, which leads each to itself (docker0 has one on every host); set "
+                "MOECOMM_FABRIC_INTERFACE to the interface, or address, by which the nodes reach each other"
+            )
 
 
 def _endpoint_address(message: dict[str, Any]) -> bytes:

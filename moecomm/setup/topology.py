@@ -64,7 +64,7 @@ def find_nodes(hosts: Sequence[str], ranks_per_node: int | None) -> NodeMap:
     """Returns the nodes of a group; every rank finds the same from the same arguments.
 
     Args:
-        hosts: of each rank, equal for ranks that can share memory (`setup.handshake.node_identity`).
+        hosts: of each rank, equal for ranks that can share memory (`node` of `setup.handshake`).
         ranks_per_node: None takes each host for a node. A number makes nodes of so many consecutive ranks,
             also several on one host, which then do not share memory; one of at least `len(hosts)` makes one
             node.

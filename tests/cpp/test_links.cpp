@@ -198,6 +198,20 @@ void test_interfaces() {
   CHECK(default_route_interface(heading + fast + slow + down + half) == "eth0");
   CHECK(default_route_interface("what is this\n\n\teth9 00000000\n" + fast) == "eth0");
 
+  const std::string none = "00000000000000000000000000000000 00 ", to = "fe800000000000000000000000000001 ";
+  const std::string from = none + none + to;
+  const std::string slow6 = from + "00000400 00000001 00000000 00000003     eth4\n";
+  const std::string fast6 = from + "00000100 00000001 00000000 00000003     eth3\n";
+  const std::string reject6 = from + "00000001 00000001 00000000 00200200       lo\n";
+  const std::string prefix6 =
+      "fd000000000000000000000000000000 40 " + none + to + "00000001 00000001 00000000 00000001     eth5\n";
+  CHECK(default_route_interface_ipv6("").empty());
+  CHECK(default_route_interface_ipv6(reject6 + prefix6).empty());
+  CHECK(default_route_interface_ipv6(slow6 + reject6 + fast6 + prefix6) == "eth3");
+
+  const InterfaceAddress docker0{"docker0", "172.17.0.1", true, false, false};
+  CHECK(choose_address("", {docker0, {"eth0", "fd00::1"}}, "") == "fd00::1");
+  CHECK(choose_address("", {docker0, {"lo", "127.0.0.1", true, true}}, "") == "172.17.0.1");
   const InterfaceAddress lo{"lo", "127.0.0.1", true, true}, lo6{"lo", "::1", true, true};
   const InterfaceAddress eth0{"eth0", "10.0.0.3", true, false}, eth1{"eth1", "192.168.0.3", true, false};
   const InterfaceAddress eth1_6{"eth1", "2001:db8::3", true, false}, eth2{"eth2", "10.1.0.3", false, false};

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import os
 import subprocess
@@ -321,6 +322,41 @@ def _forked(rank: int, world_size: int, closes: bool) -> list[str]:
 @pytest.mark.parametrize("closes", [False, True])
 def test_a_forked_child_does_no_harm(pool: Pools, closes: bool) -> None:
     oracle.assert_none(pool(2)(_forked, closes))
+
+
+def _child_of_windows(rank: int, world_size: int) -> list[str]:
+    """A child has nothing of the windows, so that they end with close(), and what it puts at their place in
+    memory stays when its copy of the communicator goes."""
+    import moecomm
+
+    comm = moecomm.Communicator(**CASE.communicator)
+    problems = oracle.play(comm, CASE, rank)
+    with open("/proc/self/maps") as maps:
+        place = next(int(line.split("-")[0], 16) for line in maps if "/dev/shm/" in line)
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    dist.barrier()
+    pid = os.fork()
+    if pid == 0:
+        files = [os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
+        kept = [*_mapped_files(), *(file for file in files if file.startswith("/dev/shm/"))]
+        # PROT_READ | PROT_WRITE; MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED_NOREPLACE
+        own = libc.mmap(ctypes.c_void_p(place), ctypes.c_size_t(4096), 3, 0x100022, -1, ctypes.c_long(0))
+        if kept or own != place:
+            os._exit(1)
+        ctypes.memset(own, 7, 4096)
+        comm.close()
+        del comm
+        gc.collect()
+        os._exit(0 if ctypes.string_at(own, 4096) == bytes([7]) * 4096 else 2)
+    _, status = os.waitpid(pid, 0)
+    problems += oracle.play(comm, CASE, rank)
+    comm.close()
+    return problems + ([] if status == 0 else [f"the child ended with {status}"])
+
+
+def test_a_forked_child_has_nothing_of_the_windows(pool: Pools) -> None:
+    oracle.assert_none(pool(2)(_child_of_windows))
 
 
 def _ends_without_close(rank: int, world_size: int) -> int:

@@ -384,6 +384,17 @@ def test_strangers_do_not_disturb() -> None:
     assert b"" not in heard or len(heard) > 1, heard
 
 
+def _long(rank: int, world_size: int, timeout: float) -> list[str]:
+    case = small_case(world_size, 1)
+    with communicator(case, timeout) as comm:
+        return play(comm, case, rank, gradients=False)
+
+
+@pytest.mark.parametrize("timeout", [86400.0, 9e8])
+def test_a_timeout_that_is_longer_than_keep_alives_can_be(timeout: float) -> None:
+    assert_none(run(2, _long, timeout))
+
+
 # -- no libfabric --------------------------------------------------------------------------------------------
 
 _ALONE = """

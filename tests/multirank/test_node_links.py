@@ -125,6 +125,23 @@ def _addresses(number: int) -> tuple[str, str]:
     )
 
 
+def _docker0(hosts: Hosts, carrier: bool) -> None:
+    """Gives both hosts an interface of one address, made before the link between them. Docker's is without
+    a carrier while no container runs."""
+    _tool("ip", "-n", hosts.namespaces[0], "link", "del", hosts.interfaces[0])
+    for name in hosts.namespaces:
+        _tool("ip", "-n", name, "link", "add", "docker0", "type", "veth", "peer", "inside")
+        _tool("ip", "-n", name, "addr", "add", "dev", "docker0", "172.17.0.1/16")
+        _tool("ip", "-n", name, "link", "set", "docker0", "up")
+        if carrier:
+            _tool("ip", "-n", name, "link", "set", "inside", "up")
+    ends = [["name", *each] for each in zip(hosts.interfaces, ["netns"] * 2, hosts.namespaces, strict=True)]
+    _tool("ip", "link", "add", *ends[0], "type", "veth", "peer", *ends[1])
+    for rank in range(2):
+        hosts.set_link(rank, "up")
+    hosts.await_link()
+
+
 # -- results -------------------------------------------------------------------------------------------------
 
 
@@ -258,3 +275,42 @@ def test_a_link_that_is_cut(hosts: Hosts, cut_at: int) -> None:
         assert failed["type"] == "MismatchedArguments", failed
         assert "127.0.0.1" in failed["text"] and "MOECOMM_FABRIC_INTERFACE" in failed["text"], failed
         print(f"rank {rank}: {found['text']} after {found['since the cut']:.2f} s, {found['closing']:.2f} s")
+
+
+# -- addresses -----------------------------------------------------------------------------------------------
+
+
+def _address(rank: int, world_size: int, hosts: Hosts) -> tuple[bool, list[str]]:
+    hosts.enter(rank)
+    case = small_case(2, 1)
+    with communicator(case, LONG) as comm:
+        return hosts.addresses[rank] in str(comm), play(comm, case, rank, gradients=False)
+
+
+@pytest.mark.parametrize("ipv6", [True, False])
+def test_an_interface_without_a_carrier_is_no_way_to_the_other_host(hosts: Hosts, ipv6: bool) -> None:
+    """Over IPv6 with a default route, or IPv4 without one, as nodes that only compute have it."""
+    _docker0(hosts, carrier=False)
+    addresses = ("fd00::1", "fd00::2") if ipv6 else hosts.addresses
+    for rank in range(2):
+        at = ["ip", "-n", hosts.namespaces[rank]]
+        if ipv6:
+            _tool(*at, "addr", "add", "dev", hosts.interfaces[rank], f"{addresses[rank]}/64", "nodad")
+            _tool(*at, "route", "add", "default", "via", addresses[1 - rank], "dev", hosts.interfaces[rank])
+        else:
+            _tool(*at, "addr", "add", "dev", hosts.interfaces[rank], f"{addresses[rank]}/30")
+    results = run(2, _address, replace(hosts, addresses=addresses))
+    assert_none([problems for _, problems in results])
+    assert [named for named, _ in results] == [True, True], "another address was used"
+
+
+def _one_address(rank: int, world_size: int, hosts: Hosts) -> Found:
+    hosts.enter(rank)
+    return caught(lambda: communicator(small_case(2, 1), LONG))
+
+
+def test_hosts_that_give_one_address_are_refused(hosts: Hosts) -> None:
+    _docker0(hosts, carrier=True)
+    for found in run(2, _one_address, hosts):
+        assert found["type"] == "MismatchedArguments", found
+        assert all(word in found["text"] for word in ("172.17.0.1", "MOECOMM_FABRIC_INTERFACE")), found

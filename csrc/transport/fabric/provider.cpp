@@ -20,6 +20,7 @@
 #include "transport/fabric/endpoint_address.hpp"
 #include "transport/fabric/library.hpp"
 #include "transport/fabric/nic.hpp"
+#include "transport/network_interface.hpp"
 
 namespace moecomm::fabric {
 namespace {
@@ -59,7 +60,8 @@ int preference(const std::string& provider) {
 
 bool on_one_host(const std::string& provider) { return provider == "shm" || provider == "sm2"; }
 
-/// Rank of an interface when none is asked for (lowest first): those that other hosts reach, IPv4 first.
+/// Rank of an interface when none is asked for (lowest first), behind that which control links use: those
+/// that other hosts reach, IPv4 first.
 int address_preference(const std::string& address) {
   if (address.starts_with("fe80:")) return 9;  // needs a scope, which an address book cannot carry
   const bool v6 = address.find(':') != std::string::npos;
@@ -135,10 +137,18 @@ std::vector<Candidate> candidates(const fi_info* list) {
                      [&](const Candidate& c) { return c.offer == candidate.offer; }))
       found.push_back(std::move(candidate));
   }
-  std::stable_sort(found.begin(), found.end(), [](const Candidate& a, const Candidate& b) {
+  // Of what reaches as far, the address that control links use.
+  std::string usual;
+  try {
+    usual = interface_address("");
+  } catch (const Error&) {
+    // This host has no address that is up; providers may need none.
+  }
+  std::stable_sort(found.begin(), found.end(), [&](const Candidate& a, const Candidate& b) {
     const int first = preference(a.offer.provider), second = preference(b.offer.provider);
     if (first != second) return first < second;
     if (a.offer.provider != b.offer.provider) return a.offer.provider < b.offer.provider;
+    if ((a.offer.address == usual) != (b.offer.address == usual)) return a.offer.address == usual;
     return address_preference(a.offer.address) < address_preference(b.offer.address);
   });
   return found;

@@ -20,7 +20,9 @@ PeerWatch::PeerWatch(const std::vector<int64_t>& pids, int self) : fds_(pids.siz
     else if (errno == ESRCH)
       fds_[r] = -2;
     else
-      throw Error(ErrorKind::unsupported, errno_text("pidfd_open of a peer (Linux 5.3 or later is needed)"));
+      throw system_error("pidfd_open of a peer", errno == ENOSYS
+                                                     ? "Linux 5.3 or later is needed"
+                                                     : "a container's seccomp profile has to allow it");
   }
 }
 

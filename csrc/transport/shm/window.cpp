@@ -1,12 +1,15 @@
 #include "transport/shm/window.hpp"
 
 #include <fcntl.h>
+#include <sys/file.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/statvfs.h>
 #include <unistd.h>
 
 #include <cerrno>
+#include <filesystem>
+#include <system_error>
 #include <utility>
 
 #include "common/error.hpp"
@@ -17,22 +20,29 @@ namespace {
 
 constexpr const char* kShmFolder = "/dev/shm";
 
+constexpr const char* kPrefix = "moecomm-window-";
+
 std::string random_name() {
-  std::string name = "/moecomm-";
+  std::string name = std::string("/") + kPrefix;
   for (int word = 0; word < 2; ++word) name += random_digits("a shared memory name");
   return name;
 }
 
-std::byte* map(int fd, int64_t bytes) {
-  void* base = mmap(nullptr, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-  if (base == MAP_FAILED) {
-    ErrorDetails details;
-    details.needed = bytes;
-    throw Error(ErrorKind::out_of_memory, errno_text("mapping a window"), details);
+/// Removes windows whose owner was killed while they had a name: only a process that lives holds their lock.
+void remove_left_behind() {
+  std::error_code ignored;
+  for (const auto& entry : std::filesystem::directory_iterator(kShmFolder, ignored)) {
+    if (!entry.path().filename().string().starts_with(kPrefix)) continue;
+    const Descriptor fd = Descriptor::open(
+        [&] { return ::open(entry.path().c_str(), O_RDWR | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK); });
+    if (fd && flock(fd.get(), LOCK_EX | LOCK_NB) == 0) ::unlink(entry.path().c_str());
   }
-  madvise(base, static_cast<size_t>(bytes),
-          MADV_HUGEPAGE);  // advice only: many systems refuse it for shared memory
-  return static_cast<std::byte*>(base);
+}
+
+uid_t owner_of(const std::string& name) {
+  struct stat info{};
+  stat((kShmFolder + name).c_str(), &info);
+  return info.st_uid;
 }
 
 }  // namespace
@@ -44,38 +54,73 @@ int64_t available_bytes() {
 }
 
 Window Window::create(int64_t bytes, int64_t committed) {
+  remove_left_behind();
   Window window;
-  window.fd_ = ::open(kShmFolder, O_TMPFILE | O_RDWR | O_CLOEXEC, 0600);
-  if (window.fd_ < 0) throw Error(ErrorKind::unsupported, errno_text("creating a window in /dev/shm"));
-  if (ftruncate(window.fd_, bytes) != 0)
-    throw Error(ErrorKind::unsupported, errno_text("ftruncate of a window"));
+  window.fd_ = Descriptor::open([] { return ::open(kShmFolder, O_TMPFILE | O_RDWR | O_CLOEXEC, 0600); });
+  if (!window.fd_) throw system_error("creating a window in /dev/shm");
+  if (ftruncate(window.fd_.get(), bytes) != 0) throw system_error("ftruncate of a window");
   window.bytes_ = bytes;
   window.commit(0, committed);
-  window.base_ = map(window.fd_, bytes);
+  window.map();
   return window;
 }
 
 Window Window::open(const std::string& name, int64_t bytes) {
   Window window;
   window.name_ = name;
-  window.fd_ = shm_open(name.c_str(), O_RDWR | O_CLOEXEC, 0);
-  if (window.fd_ < 0) throw Error(ErrorKind::unsupported, errno_text("shm_open of a peer's window"));
+  window.fd_ = Descriptor::open([&] { return shm_open(name.c_str(), O_RDWR | O_CLOEXEC, 0); });
+  if (!window.fd_) {
+    const int error = errno;
+    std::string advice;
+    if (error == EACCES)
+      advice = "it belongs to user " + std::to_string(owner_of(name)) + ", and this rank runs as user " +
+               std::to_string(geteuid()) +
+               ": the ranks of a host have to be of one user, or each of several is a "
+               "node of its own, with ranks_per_node";
+    if (error == ENOENT)
+      advice =
+          "both were taken for ranks of one host, but have another /dev/shm: machines that were cloned from "
+          "one "
+          "snapshot may have one boot id; pass the ranks of a machine or container as ranks_per_node";
+    errno = error;
+    throw system_error("shm_open of a peer's window", advice);
+  }
   struct stat info;
-  if (fstat(window.fd_, &info) != 0 || info.st_size != bytes)
+  if (fstat(window.fd_.get(), &info) != 0 || info.st_size != bytes)
     throw Error(ErrorKind::invalid_argument, "a peer's window has " + std::to_string(info.st_size) +
                                                  " bytes, expected " + std::to_string(bytes));
   window.bytes_ = bytes;
-  window.base_ = map(window.fd_, bytes);
-  close(std::exchange(window.fd_, -1));
+  window.map();
+  window.fd_.reset();
   return window;
+}
+
+void Window::map() {
+  void* base = mmap(nullptr, static_cast<size_t>(bytes_), PROT_READ | PROT_WRITE, MAP_SHARED, fd_.get(), 0);
+  if (base == MAP_FAILED) {
+    ErrorDetails details;
+    details.needed = bytes_;
+    throw Error(ErrorKind::out_of_memory, errno_text("mapping a window"), details);
+  }
+  base_ = static_cast<std::byte*>(base);
+  generation_ = Descriptor::current_generation();
+  madvise(base, static_cast<size_t>(bytes_),
+          MADV_HUGEPAGE);  // advice only: many systems refuse it for shared memory
+  if (madvise(base, static_cast<size_t>(bytes_), MADV_DONTFORK) != 0)
+    throw system_error("madvise(MADV_DONTFORK) of a window");
 }
 
 void Window::commit(int64_t offset, int64_t bytes) {
   int error;
-  do error = posix_fallocate(fd_, offset, bytes);
+  do error = posix_fallocate(fd_.get(), offset, bytes);
   while (error == EINTR);
   if (error == 0) return;
   errno = error;
+  if (error != ENOSPC && error != ENOMEM && error != EDQUOT && error != EFBIG)
+    throw system_error(
+        "posix_fallocate of a window in /dev/shm",
+        "without it a full /dev/shm would end the process later; a container's seccomp profile "
+        "has to allow fallocate");
   ErrorDetails details;
   details.needed = bytes;
   details.available = available_bytes();
@@ -88,14 +133,15 @@ void Window::commit(int64_t offset, int64_t bytes) {
 
 void Window::link() {
   name_ = random_name();
-  const auto descriptor = "/proc/self/fd/" + std::to_string(fd_);
+  if (flock(fd_.get(), LOCK_SH) != 0) throw system_error("flock of a window");  // until the process ends
+  const auto descriptor = "/proc/self/fd/" + std::to_string(fd_.get());
   if (linkat(AT_FDCWD, descriptor.c_str(), AT_FDCWD, (kShmFolder + name_).c_str(), AT_SYMLINK_FOLLOW) != 0)
-    throw Error(ErrorKind::unsupported, errno_text("naming a window in /dev/shm"));
+    throw system_error("naming a window in /dev/shm");
   linked_ = true;
 }
 
 void Window::unlink() noexcept {
-  if (std::exchange(linked_, false)) shm_unlink(name_.c_str());
+  if (std::exchange(linked_, false) && own_process()) shm_unlink(name_.c_str());
 }
 
 Window::Window(Window&& other) noexcept { *this = std::move(other); }
@@ -104,6 +150,7 @@ Window& Window::operator=(Window&& other) noexcept {
   std::swap(base_, other.base_);
   std::swap(bytes_, other.bytes_);
   std::swap(fd_, other.fd_);
+  std::swap(generation_, other.generation_);
   std::swap(linked_, other.linked_);
   std::swap(name_, other.name_);
   return *this;
@@ -111,8 +158,8 @@ Window& Window::operator=(Window&& other) noexcept {
 
 Window::~Window() {
   unlink();
-  if (base_ != nullptr) munmap(base_, static_cast<size_t>(bytes_));
-  if (fd_ >= 0) close(fd_);
+  // In a child there is no such mapping, but there may be something else at its place.
+  if (base_ != nullptr && own_process()) munmap(base_, static_cast<size_t>(bytes_));
 }
 
 }  // namespace moecomm::shm

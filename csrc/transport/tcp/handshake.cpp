@@ -131,7 +131,7 @@ void Handshake::start(Call& call) {
   call.connected = false;
   call.fd =
       Descriptor::open([&] { return socket(to.family(), SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0); });
-  if (!call.fd) return retry(call, errno_text("socket"));
+  if (!call.fd) throw system_error("a socket for a link between nodes");
   // The kernel finds a free port when it connects: it may then be in use for other destinations.
   const int on = 1;
   setsockopt(call.fd.get(), IPPROTO_IP, IP_BIND_ADDRESS_NO_PORT, &on, sizeof(on));

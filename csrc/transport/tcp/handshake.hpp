@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "common/deadline.hpp"
+#include "common/descriptor.hpp"
 #include "transport/tcp/address.hpp"
-#include "transport/tcp/descriptor.hpp"
 #include "transport/tcp/messages.hpp"
 
 namespace moecomm::tcp {

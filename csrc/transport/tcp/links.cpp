@@ -26,7 +26,6 @@ namespace {
 using namespace std::chrono_literals;
 
 constexpr double kDestructorSeconds = 1.0;
-constexpr double kLongestSilence = 32767;
 constexpr size_t kReceiveBytes = 1024 * kMessageBytes;
 constexpr size_t kEventsPerPoll = 64;
 
@@ -67,9 +66,7 @@ Links::Links(const LinkOptions& options)
       links_(static_cast<size_t>(options.peers)) {
   const std::string where = endpoint_text(own_);
   const auto require = [&](bool holds, const char* call) {
-    if (!holds)
-      throw Error(ErrorKind::unsupported,
-                  "links between nodes, listening on " + where + ": " + errno_text(call));
+    if (!holds) throw system_error(("links between nodes, listening on " + where + ": " + call).c_str());
   };
   listener_ =
       Descriptor::open([&] { return socket(own_.family(), SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0); });

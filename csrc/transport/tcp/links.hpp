@@ -11,8 +11,8 @@
 #include <string>
 #include <vector>
 
+#include "common/descriptor.hpp"
 #include "transport/tcp/address.hpp"
-#include "transport/tcp/descriptor.hpp"
 #include "transport/tcp/messages.hpp"
 
 namespace moecomm::tcp {
@@ -28,6 +28,8 @@ struct LinkEvent {
   std::string text;
 };
 
+inline constexpr double kLongestSilence = 32767;  ///< the most that the kernel takes as TCP_KEEPIDLE
+
 struct LinkOptions {
   JobId job;              ///< random, the same for all peers of one communicator and for nobody else
   int32_t self;           ///< own index: the node
@@ -35,7 +37,7 @@ struct LinkOptions {
   std::string interface;  ///< name or numeric address, see transport/network_interface.hpp; empty: chosen
   /// The time that a peer's host may be out of reach before the link counts as lost. A stopped process whose
   /// buffers are full of messages looks the same.
-  double silence_seconds = 30;
+  double silence_seconds = 30;  ///< at most kLongestSilence
 };
 
 class Links {

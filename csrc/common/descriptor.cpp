@@ -1,4 +1,4 @@
-#include "transport/tcp/descriptor.hpp"
+#include "common/descriptor.hpp"
 
 #include <pthread.h>
 #include <unistd.h>
@@ -10,7 +10,7 @@
 
 #include "common/error.hpp"
 
-namespace moecomm::tcp {
+namespace moecomm {
 namespace {
 
 struct Registry {
@@ -73,4 +73,4 @@ void Descriptor::reset() noexcept {
   close(fd);
 }
 
-}  // namespace moecomm::tcp
+}  // namespace moecomm

@@ -1,13 +1,13 @@
 // A file descriptor that one process owns. A forked child (a data loader's worker) closes its copies at
-// once: else they would keep the connections of a process that has ended open, and no peer would notice the
-// loss.
+// once: else they would keep the connections of a process that has ended open, so that no peer would notice
+// the loss, and the memory of a window that was closed.
 #pragma once
 
 #include <cstdint>
 #include <mutex>
 #include <utility>
 
-namespace moecomm::tcp {
+namespace moecomm {
 
 class Descriptor {
  public:
@@ -49,4 +49,4 @@ class Descriptor {
   uint32_t generation_ = 0;
 };
 
-}  // namespace moecomm::tcp
+}  // namespace moecomm

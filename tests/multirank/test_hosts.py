@@ -1,0 +1,201 @@
+"""What a host or a container may lack or have otherwise: descriptors, system calls, users, /dev/shm."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests import oracle
+from tests.cases import Case
+from tests.fabric import needs_fabric
+from tests.multirank.catching import Caught, catch
+from tests.multirank.harness import NO_GPUS, Died, no_shared_memory_left, run_ranks
+
+CASE = Case(tokens=(5, 3), num_experts=4, hidden=8, top_k=2)
+EPERM, ENOSYS = 1, 38
+FALLOCATE, PIDFD_OPEN = 285, 434  # numbers of system calls on x86-64
+
+
+def _build(**more: Any) -> Any:
+    import moecomm
+
+    sizes: dict[str, Any] = {
+        "num_experts": 4,
+        "hidden": 8,
+        "top_k": 2,
+        "max_tokens": 6,
+        "dtype": torch.float32,
+    }
+    return moecomm.Communicator(**sizes, timeout=20.0, **more)
+
+
+def _in_phase(phase: str, what: Callable[[], AbstractContextManager[Any]]) -> None:
+    """Runs this rank's part of a phase of the next constructions within what()."""
+    from moecomm.setup.rendezvous import Rendezvous
+
+    real = Rendezvous.step
+
+    def step(self: Any, its_phase: str, action: Callable[[], Any], *more: Any, **named: Any) -> Any:
+        def within() -> Any:
+            with what():
+                return action()
+
+        return real(self, its_phase, within if its_phase == phase else action, *more, **named)
+
+    Rendezvous.step = step  # type: ignore[method-assign]
+
+
+@contextmanager
+def _no_descriptors() -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@contextmanager
+def _nobody() -> Iterator[None]:
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+def _forbid(call: int, error: int) -> None:
+    """Lets the system refuse a call from now on, as the seccomp profile of a container does."""
+    program = b"".join(
+        struct.pack("HBBI", *each)
+        for each in (
+            (0x20, 0, 0, 0),
+            (0x15, 0, 1, call),
+            (0x06, 0, 0, 0x50000 | error),
+            (0x06, 0, 0, 0x7FFF0000),
+        )
+    )
+    code = ctypes.create_string_buffer(program, len(program))
+    rule = struct.pack("HxxxxxxQ", 4, ctypes.addressof(code))
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.prctl(38, 1, 0, 0, 0) == 0 and libc.prctl(22, 2, ctypes.c_char_p(rule)) == 0
+
+
+def _lacking(rank: int, world_size: int, what: str, more: dict[str, Any]) -> Caught | None:
+    if rank == 1:
+        kind, _, detail = what.partition("; ")
+        if kind == "no descriptors":
+            _in_phase(detail, _no_descriptors)
+        elif kind == "another user":
+            _in_phase(detail, _nobody)
+        else:
+            _forbid(*(int(word) for word in detail.split()))
+    return catch(lambda: _build(**more))
+
+
+NODES = {"ranks_per_node": 1}
+
+
+@pytest.mark.parametrize(
+    ("what", "more", "type_name", "words"),
+    [
+        ("no descriptors; construction: communicators", {}, "OutOfMemory", ["ulimit -n"]),
+        ("no descriptors; construction: mapping", {}, "OutOfMemory", ["ulimit -n"]),
+        ("no descriptors; construction: arguments", {}, "OutOfMemory", ["ulimit -n"]),
+        pytest.param(
+            "no descriptors; construction: connections",
+            NODES,
+            "OutOfMemory",
+            ["ulimit -n"],
+            marks=needs_fabric,
+        ),
+        (
+            "another user; construction: mapping",
+            {},
+            "Unsupported",
+            ["user 0", "user 65534", "ranks_per_node"],
+        ),
+        (f"forbidden; {PIDFD_OPEN} {EPERM}", {}, "Unsupported", ["pidfd_open", "seccomp"]),
+        (f"forbidden; {PIDFD_OPEN} {ENOSYS}", {}, "Unsupported", ["pidfd_open", "Linux 5.3"]),
+        (f"forbidden; {FALLOCATE} {EPERM}", {}, "Unsupported", ["fallocate", "seccomp"]),
+        (f"forbidden; {FALLOCATE} {ENOSYS}", {}, "Unsupported", ["fallocate", "seccomp"]),
+    ],
+)
+def test_what_one_rank_lacks_is_said_on_both(
+    what: str, more: dict[str, Any], type_name: str, words: list[str]
+) -> None:
+    if os.geteuid() != 0 and "user" in what:
+        pytest.skip("needs root: acts as another user")
+    if os.uname().machine != "x86_64" and "forbidden" in what:
+        pytest.skip("knows the numbers of system calls on x86-64 only")
+    with no_shared_memory_left():
+        results = run_ranks(2, _lacking, what, more)
+    for rank, caught in enumerate(results):
+        assert caught is not None and caught.name == type_name, caught
+        assert all(word in caught.text for word in words), caught
+        assert caught.text.startswith("rank 1: ") == (rank == 0), caught
+
+
+def _die(rank: int, world_size: int, phase: str) -> None:
+    @contextmanager
+    def killed() -> Iterator[None]:
+        dist.barrier()
+        os.kill(os.getpid(), 9)
+        yield
+
+    _in_phase(phase, killed)
+    _build()
+
+
+def _alone(rank: int, world_size: int) -> list[str]:
+    with _build() as comm:
+        return oracle.play(comm, Case(tokens=(5,), num_experts=4, hidden=8, top_k=2), rank)
+
+
+def test_windows_of_ranks_that_were_killed_while_they_had_names_go_with_the_next() -> None:
+    with no_shared_memory_left():
+        assert all(
+            isinstance(each, Died) for each in run_ranks(2, _die, "construction: mapping", may_die=[0, 1])
+        )
+        oracle.assert_none(run_ranks(1, _alone))
+
+
+def _own_folder(rank: int, world_size: int, folder: str) -> list[str]:
+    """Another folder of the host's /dev/shm as one's own, as containers may have it."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    own = Path(folder, str(rank))
+    own.mkdir()
+    for done in (
+        libc.unshare(0x00020000),  # CLONE_NEWNS
+        libc.mount(None, b"/", None, ctypes.c_ulong(0x44000), None),  # MS_REC | MS_PRIVATE
+        libc.mount(str(own).encode(), b"/dev/shm", None, ctypes.c_ulong(0x1000), None),  # MS_BIND
+    ):
+        assert done == 0, os.strerror(ctypes.get_errno())
+    dist.barrier()
+    with _build() as comm:
+        problems = [] if comm.nodes == 2 else [f"expected 2 nodes, got {comm.nodes}"]
+        return problems + oracle.play(comm, CASE, rank)
+
+
+@needs_fabric
+def test_folders_of_one_tmpfs_as_dev_shm_are_told_apart() -> None:
+    if os.geteuid() != 0:
+        pytest.skip("needs root: makes mount namespaces")
+    folder = Path(f"/dev/shm/folders-{os.getpid()}")
+    folder.mkdir()
+    try:
+        oracle.assert_none(run_ranks(2, _own_folder, str(folder), environment=NO_GPUS))
+    finally:
+        for each in folder.iterdir():
+            each.rmdir()
+        folder.rmdir()
