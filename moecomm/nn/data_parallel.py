@@ -138,7 +138,7 @@ def fully_shard_experts(
                 f"mesh has ranks {over}, must have {held}, which hold the same experts; leave it out, the "
                 "layers know"
             )
-        if routers and not isinstance(layer.router, FSDPModule):
+        if routers and not isinstance(layer.router.weight, DTensor):  # else after fully_shard of the rest
             _shard_router(layer, group, options)
         if isinstance(experts, FSDPModule):
             continue

@@ -109,8 +109,8 @@ class MoELayer(nn.Module):
     them meanwhile, in this order: folding.group("etp-ep"), with TP > 1 "dp-cp", with PP > 1 "tp-cp-dp", and
     with drop_over="sequence", or aux_loss="sequence" where TP * CP > 1, "tp-cp".
 
-    All ranks of a communicator build its layers together, in the same order, and compare their configs
-    (MismatchedArguments). loss_group: for aux_loss="global" without a folding, the ranks of a step: default
+    A layer that builds its communicator compares the configs of its ranks (MismatchedArguments on all of
+    them). loss_group: for aux_loss="global" without a folding, the ranks of a step: default
     all, which is wrong where other ranks hold other pipeline stages.
 
     A layer that is built within `with torch.device("meta")` has its weights there: shard it, call to_empty,
@@ -213,6 +213,7 @@ class MoELayer(nn.Module):
             adopt_experts(experts, config)
         overlap = OverlapConfig() if overlap is None else _require_config(overlap)
         group, engine = _expert_group(group, mesh, ep_dim), overlap.engine
+        together = comm is None  # with one that is given a process may be alone, started anew
         if comm is None:
             comm = _build_communicator(config, group, max_tokens, engine, folding)
         elif group is not None or max_tokens is not None:
@@ -238,8 +239,11 @@ class MoELayer(nn.Module):
             if given.limit_nodes is not None and nodes is None:
                 folded.require_experts_in_node_order(given, self._part_ids, comm)
         except InvalidArgument as error:
+            if not together:
+                raise
             comm.refuse(error)
-        require_same_config(config, comm)
+        if together:
+            require_same_config(config, comm)
         if folding is not None:
             folded.make_groups(folding)
         self.config, self._comm, self.folding = config, comm, folding
