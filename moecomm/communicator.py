@@ -84,8 +84,9 @@ def _parts(x: Any) -> tuple[Any, Any]:
 
 
 def _caller(layer: Any) -> int:
-    """Returns the number of the MoELayer that dispatches, among those of its communicator; 0 for None."""
-    return 0 if layer is None else layer._number
+    """Returns the number that tells the MoELayer which dispatches from others of its communicator; 0 for
+    None."""
+    return 0 if layer is None else layer._caller
 
 
 @_disable_dynamo

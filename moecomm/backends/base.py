@@ -104,7 +104,8 @@ class DispatchCall(NamedTuple):
     expert layout."""
     dequantize: bool
     caller: int = ANY_CALLER
-    """The number of the layer that calls, among those of the communicator; 0: none. Ranks have to agree."""
+    """The number that tells the layer which calls from others of the communicator; 0: none. Ranks have to
+    agree."""
 
 
 class Backend(Protocol):

@@ -40,7 +40,7 @@ from moecomm.nn.own_experts import (
 from moecomm.nn.parameters import has_main_grad, main_grad_of
 from moecomm.nn.pool import ActivationPool
 from moecomm.nn.router import Routing, TopKRouter
-from moecomm.nn.same_config import require_same_config
+from moecomm.nn.same_config import MOST_CALLERS, caller_of, require_same_config
 from moecomm.nn.token_dropping import rows_at_worst, tokens_per_expert_limit
 from moecomm.nn.watched import OF_WEIGHTS, watcher
 from moecomm.overlap import Timeline, sms_beside_wgrad
@@ -247,7 +247,8 @@ class MoELayer(nn.Module):
         if folding is not None:
             folded.make_groups(folding)
         self.config, self._comm, self.folding = config, comm, folding
-        self._number = comm._layers = comm._layers % 0xFFFE + 1  # a dispatch is of one layer on all ranks
+        self._number = comm._layers = comm._layers % MOST_CALLERS + 1
+        self._caller = caller_of(self._number, config)  # a dispatch is of one layer on all ranks
         self._sequence = None
         if config.drop_over == "sequence":
             self._sequence = folded.sequence_ranks(config, folding, comm.max_tokens)

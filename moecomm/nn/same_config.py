@@ -1,4 +1,4 @@
-"""Compares the configs of a layer's ranks when it is built."""
+"""Compares the configs of a layer's ranks: when it is built, and by its number in each dispatch."""
 
 from __future__ import annotations
 
@@ -15,6 +15,24 @@ from moecomm.nn.config import MoEConfig
 _MAY_DIFFER = ("products",)
 """Fields that say how a rank computes, and not what."""
 
+MOST_CALLERS = 0xFFFE
+"""Numbers of layers are from 1 to this."""
+
+
+def caller_of(number: int, config: MoEConfig) -> int:
+    """Returns the number by which dispatches of a layer are told from those of layers at another place among
+    the communicator's (`number`, from 1), and of those with another config but for one in 65,534."""
+    digest = hashlib.blake2b("\n".join(_words(config)).encode(), digest_size=4).digest()
+    return (number - 1 + int.from_bytes(digest, "big")) % MOST_CALLERS + 1
+
+
+def _words(config: MoEConfig) -> list[str]:
+    return [
+        f"{field.name}={getattr(config, field.name)!r}"
+        for field in dataclasses.fields(config)
+        if field.name not in _MAY_DIFFER
+    ]
+
 
 def require_same_config(config: MoEConfig, comm: Communicator) -> None:
     """Raises MismatchedArguments, on all ranks, for configs that differ. All ranks call together.
@@ -25,11 +43,7 @@ def require_same_config(config: MoEConfig, comm: Communicator) -> None:
     """
     if comm.size == 1:
         return
-    words = [
-        f"{field.name}={getattr(config, field.name)!r}"
-        for field in dataclasses.fields(config)
-        if field.name not in _MAY_DIFFER
-    ]
+    words = _words(config)
     count = min(len(words), comm.max_tokens)
     parts = [words[first::count] for first in range(count)]
     digests = [hashlib.blake2b("\n".join(part).encode(), digest_size=3).digest() for part in parts]

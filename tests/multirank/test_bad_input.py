@@ -329,7 +329,7 @@ def _different_calls(rank: int, world_size: int, case: Case) -> tuple[dict[str, 
             "capacity": ({"capacity": 64}, {}),
             "capacity value": ({"capacity": 64}, {"capacity": 65}),
             "weights": ({"topk_weights_TK": None}, {}),
-            "layer": ({"_layer": SimpleNamespace(_number=7)}, {"_layer": SimpleNamespace(_number=3)}),
+            "layer": ({"_layer": SimpleNamespace(_caller=7)}, {"_layer": SimpleNamespace(_caller=3)}),
         }
         calls: dict[str, Callable[[], Any]] = {
             name: lambda changed=changed: comm.dispatch(**{**plain, **changed[0 if odd else 1]})

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -244,3 +245,24 @@ def test_ranks_with_other_configs_are_told(ranks: int, max_tokens: int, pool: Po
                 assert caught is not None and caught.name == "MismatchedArguments", (name, caught)
                 assert f"rank {rank} has" in caught.text and f"{name}=" in caught.text
                 assert ("of which one differs" in caught.text) == (max_tokens == 5)
+
+
+def differing_over_one(rank: int, world_size: int) -> dict[str, Caught | None]:
+    """Layers of a communicator that is given, in whose forward configs are compared."""
+    found = {}
+    with MoELayer(CONFIG, max_tokens=8).comm as comm:
+        for name, options in DIFFERENT.items():
+            config = replace(CONFIG, **options) if rank == world_size - 1 else CONFIG
+            layer = MoELayer(config, comm)
+            found[name] = catch(partial(layer, torch.randn(2, HIDDEN, dtype=torch.float64)))
+        layer = MoELayer(replace(CONFIG, products="torch" if rank else None), comm)
+        layer(torch.randn(2, HIDDEN, dtype=torch.float64)).sum().backward()
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_with_other_configs_over_one_communicator_are_told(ranks: int, pool: Pools) -> None:
+    for found in pool(ranks)(differing_over_one):
+        for name, caught in found.items():
+            assert caught is not None and caught.name == "MismatchedArguments", (name, caught)
+            assert "MoEConfig" in caught.text

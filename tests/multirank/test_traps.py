@@ -433,8 +433,11 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def in_another_order(rank: int, world_size: int, name: str, seed: int) -> list[Caught | None]:
-    """Rank 1 calls another layer of the same communicator than the other ranks do: forward and backward."""
+def in_another_order(
+    rank: int, world_size: int, name: str, seed: int
+) -> tuple[list[Caught | None], list[int]]:
+    """Rank 1 calls another layer of the same communicator than the other ranks do: forward and backward. The
+    numbers of the layers come back too."""
     options, overlap = WAYS[name]
     config = dataclasses.replace(CONFIG, **options)
     with communicator_of(config) as comm:
@@ -454,7 +457,7 @@ def in_another_order(rank: int, world_size: int, name: str, seed: int) -> list[C
             assert torch.equal(layers[0](x), wanted), "the error has left something behind"
         sums = [layer(x).sum() for layer in layers[:2]]
         found.append(catch(sums[rank == 1].backward))
-        return found
+        return found, [layer._caller for layer in layers]
 
 
 @pytest.mark.parametrize("name", WAYS)
@@ -462,11 +465,12 @@ def test_layers_that_are_called_in_another_order(
     name: str, pool: Callable[[int], RankPool], seed: int
 ) -> None:
     about = (
-        "ranks disagree on the layer that calls (its number among those of the communicator; 0: none): rank 0"
+        "ranks disagree on the layer that calls (a number of its place among those of the communicator and "
+        "of its MoEConfig; 0: none): rank 0"
     )
-    for found in pool(3)(in_another_order, name, seed):
+    for found, (first, *others) in pool(3)(in_another_order, name, seed):
         texts = [each and f"{each.name}: {each.text}" for each in found]
-        starts = [f"{about} has 1, rank 1 has {there}" for there in (2, 3, 0)]
+        starts = [f"{about} has {first}, rank 1 has {there}" for there in (*others, 0)]
         starts.append("ranks disagree on the handle")
         for text, start in zip(texts, starts, strict=True):
             assert text is not None and text.startswith(f"MismatchedArguments: {start}"), texts
