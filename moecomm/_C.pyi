@@ -1,6 +1,6 @@
 # The C++ runtime as csrc/bindings/module.cpp exposes it. Addresses are integers; 0 is "absent".
 from enum import Enum
-from typing import ClassVar, SupportsIndex
+from typing import SupportsIndex
 
 cuda_version: str | None
 compiler: str
@@ -319,35 +319,3 @@ def quantize_columns(
     stream: int,
     /,
 ) -> None: ...
-
-class PagePool:
-    ticket_words: ClassVar[int]
-    most_tensors: ClassVar[int]
-    @staticmethod
-    def capture(stream: int, /) -> int: ...
-    def __init__(
-        self,
-        *,
-        state: int,
-        free: int,
-        owner: int,
-        device: int,
-        host: int,
-        device_pages: int,
-        host_pages: int,
-        page_bytes: int,
-    ) -> None: ...
-    def push(
-        self,
-        tensors: list[tuple[int, int]],
-        rows: int,
-        ends: int,
-        groups: int,
-        ticket: int,
-        ticket_pages: int,
-        stream: int,
-        /,
-    ) -> None: ...
-    def pop(self, tensors: list[tuple[int, int]], rows: int, ticket: int, stream: int, /) -> None: ...
-    def drop(self, ticket: int, stream: int, /) -> None: ...
-    def reset(self, stream: int, /) -> None: ...

@@ -20,7 +20,6 @@ from moecomm.errors import (
     OutOfMemory,
     PeerLost,
     PeerTimeout,
-    PoolExceeded,
     Unsupported,
 )
 from moecomm.setup.devices import available_devices
@@ -49,7 +48,6 @@ __all__ = [
     "OutOfMemory",
     "PeerLost",
     "PeerTimeout",
-    "PoolExceeded",
     "Unsupported",
     "Work",
     "__version__",

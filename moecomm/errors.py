@@ -49,20 +49,6 @@ class CapacityExceeded(MoecommError):
         self.needed, self.capacity, self.rank = needed, capacity, rank
 
 
-class PoolExceeded(MoecommError):
-    """The tensors that layers kept for their backward needed more than the budget of their ActivationPool;
-    the gradients of that step are unspecified.
-
-    Attributes:
-        needed: bytes that would have been held at once, in whole pages.
-        available: bytes of the pool.
-    """
-
-    def __init__(self, text: str, *, needed: int = 0, available: int = 0) -> None:
-        super().__init__(text)
-        self.needed, self.available = needed, available
-
-
 class CommunicatorClosed(MoecommError):
     """The communicator was closed, or was never connected."""
 

@@ -384,13 +384,6 @@ MUTANTS = [
         "",
         "tests/multirank/test_graphed_step.py -k overflow-3",
     ),
-    Mutant(
-        "the pool's peak stays",
-        "moecomm/nn/pool.py",
-        "        state[PEAK].copy_(state[HELD])\n",
-        "",
-        "tests/unit/test_pool.py",
-    ),
 ]
 
 

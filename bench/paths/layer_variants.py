@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 import moecomm
 from moecomm.nn import (
-    ActivationPool,
     GraphedStep,
     GroupedExperts,
     MoEConfig,
@@ -39,7 +38,6 @@ Results = dict[str, Tensor]
 """The result and the gradients of a step, under the names that verify uses."""
 Comms = Mapping[str | None, moecomm.Communicator]
 """The communicator of each engine; None: of none in particular."""
-_POOL_MORE = 64 << 20  # bytes for pages that are not full
 _OF_WEIGHTS = (verify.DW_IN, verify.DW_OUT)
 
 
@@ -445,11 +443,9 @@ class _Variants(Variants):
         )
 
     def _graphed_step(self) -> Path:
-        """The layer as GraphedStep runs it; its forward alone has no pool, as there is nothing to keep."""
+        """The layer as GraphedStep runs it."""
         case, layer = self.case, self._layer()
         experts, headroom = layer.experts, case.options.headroom
-        assert case.point.ffn is not None
-        row_bytes = (case.point.hidden + 2 * case.point.ffn) * case.dtype.itemsize
 
         def step() -> Results:
             results = self._backward(layer(case.x_TH))
@@ -464,8 +460,7 @@ class _Variants(Variants):
             experts.w_in.grad = experts.w_out.grad = None
             return results
 
-        pool = ActivationPool(case.device, case.fixed_rows * row_bytes + _POOL_MORE)
-        graphed = GraphedStep(step, layer, pool=pool, headroom=headroom)
+        graphed = GraphedStep(step, layer, headroom=headroom)
         forward = GraphedStep(lambda: layer(case.x_TH).detach(), layer, headroom=headroom)
         return self._call(
             named.GRAPHED,

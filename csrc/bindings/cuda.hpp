@@ -12,7 +12,4 @@ void bind_cuda(pybind11::module_& m, void (*interrupt)());
 /// Adds Activation and the kernels of the experts.
 void bind_experts(pybind11::module_& m);
 
-/// Adds PagePool.
-void bind_pool(pybind11::module_& m);
-
 }  // namespace moecomm

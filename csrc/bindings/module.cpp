@@ -248,6 +248,5 @@ PYBIND11_MODULE(_C, m) {
 #if defined(MOECOMM_CUDA_VERSION)
   bind_cuda(m, run_signal_handlers);
   bind_experts(m);
-  bind_pool(m);
 #endif
 }

@@ -21,11 +21,11 @@ from lm.optimizer import AdamW
 from lm.options import Options
 from lm.precision import EXPERTS
 from lm.recompute import overlap_config
-from moecomm.nn import ActivationPool, GraphedStep, MoEConfig, MoELayer, is_expert_parameter
+from moecomm.nn import GraphedStep, MoEConfig, MoELayer, is_expert_parameter
 from moecomm.parallel import ParallelFolding
 
 FINAL_LR_SHARE = 0.1
-HEADROOM = 1.25  # rows of a graph, and its pool, beyond what a balanced routing needs
+HEADROOM = 1.25  # rows of a graph by those that a balanced routing needs
 DRAWN = 1 << 22  # numbers of a weight that a thread draws at a time
 
 
@@ -227,17 +227,13 @@ def model_vocab(options: Options, of_tokenizer: int) -> int:
 def build_graphed_step(
     forward_backward: Callable[[torch.Tensor], torch.Tensor],
     model: Transformer,
-    options: Options,
     comm: moecomm.Communicator,
 ) -> GraphedStep:
-    """Builds a step in a CUDA graph, whose saved activations go to a pool with room for a little more than
-    balanced routing brings. Raises UsageError on the CPU."""
+    """Builds a step in a CUDA graph with room for a little more than balanced routing brings. Raises
+    UsageError on the CPU."""
     if comm.device.type != "cuda":
         raise UsageError(f"--graph: a graph is of GPUs, and this run is on the {comm.device.type}")
-    rows = (options.layers - options.dense_layers) * comm.max_tokens * options.top_k
-    row_bytes = (options.dim + 2 * options.ffn) * comm.dtype.itemsize
-    pool = ActivationPool(comm.device, math.ceil(HEADROOM * rows * row_bytes))
-    return GraphedStep(forward_backward, model, pool=pool, headroom=HEADROOM)
+    return GraphedStep(forward_backward, model, headroom=HEADROOM)
 
 
 def build_optimizer(model: Transformer, options: Options) -> AdamW:

@@ -87,9 +87,7 @@ class Trainer:
         self.speed = measure_speed(options, self.parameters[1], vocab, ranks.world, ranks.device)
         self.totals = Totals()
         self.graphed = (
-            build_graphed_step(self._forward_backward, self.model, options, self.comm)
-            if options.graph
-            else None
+            build_graphed_step(self._forward_backward, self.model, self.comm) if options.graph else None
         )
         self.merged = self.pipeline = self.piped = None
         if folding.pp > 1:

@@ -29,13 +29,11 @@ from moecomm.nn.offload import ActivationOffload
 from moecomm.nn.overlap_config import OverlapConfig
 from moecomm.nn.parameters import is_expert_parameter, mark_expert_parameter
 from moecomm.nn.plans import keep_plans
-from moecomm.nn.pool import ActivationPool
 from moecomm.nn.recompute import recompute_outputs
 from moecomm.nn.router import Routing, TopKRouter
 
 __all__ = [
     "ActivationOffload",
-    "ActivationPool",
     "GraphedStep",
     "GroupedExperts",
     "MoEBlock",

@@ -110,8 +110,7 @@ class MoEConfig:
             layer, else torch. The layer's repr says which. With expert_precision None applies alone.
         rows: how a layer's rows lie between the dispatch and the experts' products: "expert": one a (token,
             expert), by expert; "rank": one a (token, rank), which the products gather by an index, so that
-            fewer are written and kept; None: as is faster. A layer with a pool, or with overlap=False, has
-            them by expert.
+            fewer are written and kept; None: as is faster. A layer with overlap=False has them by expert.
         main_grad: True: each weight of the experts that are spread over ranks collects its gradients in
             `weight.main_grad`, float32, and its `grad` stays None (docs/training.md). For dtypes narrower
             than float64; shared experts and router have a `grad` as ever.

@@ -50,7 +50,6 @@ from moecomm.nn.overflow_check import OverflowCheck
 from moecomm.nn.overlap_config import Keep
 from moecomm.nn.own_experts import call_or_tell
 from moecomm.nn.parameters import grad_in_place, has_hooks
-from moecomm.nn.pool import ActivationPool, PoolHandle
 from moecomm.overlap import Beside, Stages, Timeline
 from moecomm.overlap.beside import Turns
 from moecomm.overlap.blocks import run_through
@@ -117,10 +116,8 @@ class Call(NamedTuple):
     backward."""
     runs: Runs | None
     """The object that gets the recorded stages; None: nothing is recorded."""
-    pool: ActivationPool | None = None
-    """The pool for the rows that are kept; only with a capacity, and only if rows are kept."""
     overflow: OverflowCheck | None = None
-    """The check that the pass notes its dispatch and its rows in the pool in; None: nobody asks."""
+    """The check that the pass notes its dispatch in; None: nobody asks."""
     plans: Plans | None = None
     """Within a checkpoint that keeps plans, those that were kept; else None."""
     layer: Any = None
@@ -201,10 +198,6 @@ class Forward:
         self._inner_PI: Tensor | None = None
         self._z_PF: Tensor | None = None
         self._shared_inner_TI: Tensor | None = None
-        self.keeps = True
-        """False keeps nothing in the pool; the handle in `ticket` is then a blank one."""
-        self.ticket: PoolHandle | None = None
-        """The handle of the tensors in the pool."""
 
     @property
     def known(self) -> Known:
@@ -260,12 +253,9 @@ class Forward:
         with stages("fc2"):
             expert_rows_PH = self._fc2(z_PF)
         del z_PF
-        home = call.beside(wanted=call.pool is not None)
+        home = call.beside(wanted=False)
         with home, stages("combine", stream=COMM, communicates=True):
             y_TH = comm.combine(expert_rows_PH, out.expert_handle)
-        if call.pool is not None:
-            with stages("to_pool"):
-                self._to_pool(call.pool)
         yield
         home.join(y_TH)
         if shared_TH is not None:
@@ -291,9 +281,6 @@ class Forward:
         if call.keep == "all":
             with stages("fc1_again"):
                 self._inner_PI, self._z_PF = self._fc1()
-        if call.pool is not None:
-            with stages("to_pool"):
-                self._to_pool(call.pool)
         call.settle(side)
 
     def finish(self) -> Tensor:
@@ -312,12 +299,10 @@ class Forward:
         return y_TH.add_(self._shared_fc2())
 
     def kept(self, need_in: bool) -> tuple[Tensor | None, ...]:
-        """Returns the tensors that a backward needs besides the weights. Tensors in the pool are not among
-        them; the table of the pool's handle comes last instead. `need_in`: w_in needs a gradient."""
-        keep = self.call.keep
+        """Returns the tensors that a backward needs besides the weights. `need_in`: w_in needs a gradient."""
+        keep, known = self.call.keep, self.known
         shared = self.weights.shared_in is not None
-        known, in_pool = self.known, self.ticket is not None
-        keeps_rows = not in_pool and keep != "nothing" and (need_in or keep == "rows")
+        keeps_rows = keep != "nothing" and (need_in or keep == "rows")
         return (
             self.x_TH if shared or keep == "nothing" else None,
             self._rows_PH if keeps_rows else None,
@@ -325,7 +310,7 @@ class Forward:
             known.groups,
             known.index_P,
             self._shared_inner_TI,
-            self.ticket.table if self.ticket is not None else self._inner_PI,
+            self._inner_PI,
         )
 
     def _fc1(self) -> tuple[Tensor, Tensor]:
@@ -358,16 +343,6 @@ class Forward:
         weighted_activation_into(z_TF, inner_TI, gates_T, activation=self.call.activation)
         return z_TF @ self.weights.shared_out
 
-    def _to_pool(self, pool: ActivationPool) -> None:
-        """Puts the rows, and the first product if kept, into the pool."""
-        kept = [each for each in (self._rows_PH, self._inner_PI) if each is not None]
-        if self.keeps:
-            self.ticket = pool.owned(pool.stash(*kept, ends=self.known.groups))
-            if self.call.overflow is not None:
-                self.call.overflow.note_stash()
-        else:
-            self.ticket = pool.blank(*kept)
-
 
 # -- backward ----------------------------------------------------------------------------------------------
 
@@ -384,7 +359,7 @@ def backward(
     comm, products, handle, expert_handle = call.comm, call.products, ctx.handle, ctx.expert_handle
     saved: tuple[Any, ...] = ctx.saved_tensors
     w_in, w_out, shared_in, shared_out, shared_gate, b_in, b_out, *kept = saved
-    x_TH, rows_PH, weights_P, groups, index_P, shared_inner_TI, last = kept
+    x_TH, rows_PH, weights_P, groups, index_P, shared_inner_TI, inner_PI = kept
     _, need_x, need_weights, need_in, need_out, *need_shared, need_b_in, need_b_out = ctx.needs_input_grad
     has_shared = shared_in is not None and (need_x or any(need_shared))
     needs_home = need_x or need_weights
@@ -393,19 +368,12 @@ def backward(
     grad_x_TH = grad_weights_TK = grad_in_LHI = grad_out_LFH = grad_b_in_LI = grad_b_out_LH = None
     grad_shared: tuple[Tensor | None, ...] = (None, None, None, None)
 
-    # Rows go to the experts, beside the shared experts' gradients and what the pool gives back.
-    side = call.beside(wanted=has_shared or ctx.ticket is not None)
+    # Rows go to the experts, beside the shared experts' gradients.
+    side = call.beside(wanted=has_shared)
     with side, stages("dispatch_grad", stream=COMM, communicates=True):
         if call.keep == "nothing":
             rows_PH = comm.redispatch(x_TH, handle)
         grad_rows_PH = comm.redispatch(grad_y_TH, handle, gradients=True)
-    inner_PI = last
-    if ctx.ticket is not None:
-        with stages("from_pool"):
-            assert call.pool is not None
-            # A checkpoint has thrown the first table away and made another.
-            rows_PH, *inner = call.pool.restore(ctx.ticket._replace(table=last))
-            inner_PI = inner[0] if inner else None
     if has_shared:
         if shared_inner_TI is None:
             with stages("shared_again"):
@@ -445,7 +413,7 @@ def backward(
             grad_b_in_LI = products.bias_grad(grad_inner_PI, groups)
         if need_b_out:
             grad_b_out_LH = products.bias_grad(grad_rows_PH, groups, weights_P, index_P=index_P)
-    del inner_PI, last, saved, kept
+    del inner_PI, saved, kept
     if call.deferred is not None and (need_in or need_out):
         count = grad_inner_PI.shape[0]
         of_in = of_out = None
@@ -591,8 +559,6 @@ def _shared_backward(
 
 # -- autograd and checkpoints ------------------------------------------------------------------------------
 
-_NO_TABLE = torch.empty(0, dtype=torch.int32)
-
 
 def run_experts(call: Call, x_TH: Tensor, topk_weights_TK: Tensor, weights: Weights) -> Tensor:
     """Returns (T, H): the sum over a token's experts of weight * expert(x), plus the shared experts' result.
@@ -604,15 +570,10 @@ def run_experts(call: Call, x_TH: Tensor, topk_weights_TK: Tensor, weights: Weig
         (w_in, of_in), (w_out, of_out) = cut_off(weights.w_in), cut_off(weights.w_out)
         weights, call = weights._replace(w_in=w_in, w_out=w_out), call._replace(computed=(of_in, of_out))
     plans = call.plans
-    first = plans is not None and not plans.again
-    inputs = (x_TH, topk_weights_TK, *weights)
-    wanted = torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in inputs)
-    if call.capacity is None or call.keep == "nothing" or not wanted:
-        call = call._replace(pool=None)
     known = plans.found.pop(0) if plans is not None and plans.again and plans.found else None
-    passing = _Pass(call, known, first)
+    passing = _Pass(call, known)
     placeholder_TH = _Keep.apply(passing, x_TH, topk_weights_TK, *weights)  # type: ignore[no-untyped-call]
-    if plans is not None and first:
+    if plans is not None and not plans.again:
         assert passing.forward is not None
         plans.found.append(passing.forward.known)
     y_TH: Tensor = _Finish.apply(passing, placeholder_TH)  # type: ignore[no-untyped-call]
@@ -622,16 +583,15 @@ def run_experts(call: Call, x_TH: Tensor, topk_weights_TK: Tensor, weights: Weig
 class _Pass:
     """The state that the two autograd functions of one pass share."""
 
-    def __init__(self, call: Call, known: Known | None, is_first: bool) -> None:
-        """`is_first`: tensors kept in this pass are thrown away, and made again by a second pass."""
-        self.call, self.known, self.is_first = call, known, is_first
+    def __init__(self, call: Call, known: Known | None) -> None:
+        self.call, self.known = call, known
         self.forward: Forward | None = None
         self.y_TH: Tensor | None = None
 
     def start(self, x_TH: Tensor, topk_weights_TK: Tensor, weights: Weights) -> Forward:
         """Computes the whole forward, or, along a known plan, only the tensors that a backward needs."""
         forward = Forward(self.call, x_TH, topk_weights_TK, weights, self.known)
-        self.forward, forward.keeps = forward, not self.is_first
+        self.forward = forward
         with without_autocast(x_TH.device.type):
             if self.known is None:
                 self.y_TH = call_or_tell(self.call.comm, lambda: run_through(forward.run()))
@@ -660,12 +620,7 @@ class _Keep(torch.autograd.Function):
         found = passing.start(x_TH, topk_weights_TK, Weights(w_in, w_out, *others))
         ctx.call = passing.call
         ctx.handle, ctx.expert_handle = found.known.handle, found.known.expert_handle
-        # The handle in ctx has no table, so that autograd alone holds it: a checkpoint's hook, for example,
-        # throws away what the first pass would keep, and with the table its pages are freed
-        # (ActivationPool.owned).
-        ctx.ticket = None if found.ticket is None else found.ticket._replace(table=_NO_TABLE)
         ctx.save_for_backward(*weights, *found.kept(ctx.needs_input_grad[3]))
-        found.ticket = None
         return x_TH.new_empty(()).expand(x_TH.shape)  # nobody reads this value
 
     @staticmethod

@@ -16,7 +16,6 @@ from moecomm.errors import CapacityExceeded, InvalidArgument, Unsupported
 from moecomm.nn.experts import GroupedExperts
 from moecomm.nn.layer import MoELayer
 from moecomm.nn.overflow_check import OverflowCheck
-from moecomm.nn.pool import ActivationPool, lost_rows
 from moecomm.nn.recorder import CudaRecorder, Recorder
 from moecomm.nn.token_dropping import rows_for_headroom
 from moecomm.types import AnyGroup, Group, as_group
@@ -28,14 +27,9 @@ class Needed(NamedTuple):
     """The needs of the last step that had to run again, on the rank that needed most."""
 
     rows: int
-    """Rows that its fullest dispatch needed; 0 if all dispatches fitted."""
+    """Rows that its fullest dispatch needed."""
     capacity: int
     """Rows of the capacity, in the layer with the smallest one."""
-    bytes: int
-    """Bytes that the activation pool needed; 0 if it sufficed. A step whose dispatches did not fit needs more
-    yet."""
-    available: int
-    """Bytes of the activation pool; 0 without one."""
 
 
 class _Done(NamedTuple):
@@ -60,18 +54,17 @@ class _Before(NamedTuple):
 class GraphedStep:
     """Runs `step_fn(*inputs)`, a forward and backward of `model`, as the replay of a CUDA graph.
 
-        pool = ActivationPool("cuda", 16 << 30)
-        step = GraphedStep(forward_backward, model, pool=pool, update=optimizer)
+        step = GraphedStep(forward_backward, model, update=optimizer)
         for tokens in batches:
             loss = step(tokens)
 
     In the graph every MoELayer of the model has room for `headroom` times the rows that a balanced routing
-    brings, not for the worst case, and what it keeps for its backward goes to `pool`. Whether that was enough
-    is found out on the device, and agreed upon between the ranks, with one wait of the host a step, which
-    ends behind the step's last dispatch and not with the step (but for the first call). If not, on any rank,
-    what the replay did is undone, and the same step runs without graph, capacity and pool: from the same
-    inputs and RNG state, to the result of a dropless step. Nothing is dropped. `overflows` counts it,
-    `last_needed` and `report` say what was missing, and a warning is logged, once in `report_every` times.
+    brings, not for the worst case. Whether that was enough is found out on the device, and agreed upon
+    between the ranks, with one wait of the host a step, which ends behind the step's last dispatch and not
+    with the step (but for the first call). If not, on any rank, what the replay did is undone, and the same
+    step runs without graph and capacity: from the same inputs and RNG state, to the result of a dropless
+    step. Nothing is dropped. `overflows` counts it, `last_needed` and `report` say what was missing, and a
+    warning is logged, once in `report_every` times.
 
     A call does what `step_fn` does: gradients are added to the parameters' `grad`, the forward's changes of
     buffers happen once, the RNG goes on by one step. Where no `grad` was, it is a tensor of the graph: its
@@ -84,8 +77,6 @@ class GraphedStep:
             preserve_rng_state=False. The RNG is the default one of the GPU.
         model: has the MoELayers, all parameters that get gradients, and all buffers that the step changes.
             Buffers have to be changed in place.
-        pool: the pool for tensors that all layers together keep, used by nothing else; None: these tensors
-            have the size of the capacity and belong to the graph.
         headroom: factor of the rows of each layer: headroom * max_tokens * top_k, where max_tokens is
             the communicator's; at most what any routing can bring.
         update: runs on the gradients once a step is accepted: an optimizer (capturable=True where
@@ -109,7 +100,7 @@ class GraphedStep:
         device: the device of the layers.
         replays: how often the graph ran, with those that overflowed.
         overflows: how many steps ran again without graph.
-        last_needed: what the last of these steps would have needed: rows, capacity, bytes, available.
+        last_needed: what the last of these steps would have needed: rows, capacity.
     """
 
     def __init__(
@@ -117,7 +108,6 @@ class GraphedStep:
         step_fn: Callable[..., Any],
         model: nn.Module,
         *,
-        pool: ActivationPool | None = None,
         headroom: float = 1.25,
         update: torch.optim.Optimizer | Callable[[], object] | None = None,
         group: AnyGroup | None = None,
@@ -136,14 +126,12 @@ class GraphedStep:
         self.device = layers[0].comm.device
         if recorder is None and self.device.type != "cuda":
             raise Unsupported(f"the model is on {self.device}: a step is captured on a GPU only")
-        if pool is not None and pool.device != self.device:
-            raise InvalidArgument(f"pool is on {pool.device}, must be on {self.device}, where the layers are")
         for name, value, least in (("warmup", warmup, 1), ("report_every", report_every, 1)):
             if value < least:
                 raise InvalidArgument(f"{name} is {value}, must be at least {least}")
         if not headroom > 0:
             raise InvalidArgument(f"headroom is {headroom}, must be more than 0")
-        self.pool, self.headroom, self.warmup, self.report_every = pool, headroom, warmup, report_every
+        self.headroom, self.warmup, self.report_every = headroom, warmup, report_every
         self.replays = 0
         self.overflows = 0
         self.last_needed: Needed | None = None
@@ -152,7 +140,7 @@ class GraphedStep:
         self._comms: list[Communicator] = list({id(each.comm): each.comm for each in layers}.values())
         self._capacities = [_capacity(layer, headroom) for layer in layers]
         self._parameters = [each for each in model.parameters() if each.requires_grad]
-        self._overflow_check = OverflowCheck(self.device, self._group(group), pool)
+        self._overflow_check = OverflowCheck(self.device, self._group(group))
         self._recorder: Recorder = CudaRecorder(self.device) if recorder is None else recorder
         self._inputs: tuple[Any, ...] = ()
         self._buffers: list[tuple[Tensor, Tensor]] = []
@@ -196,12 +184,7 @@ class GraphedStep:
         needed = self.last_needed
         if needed is None:
             return text
-        lacks = []
-        if needed.rows:
-            lacks.append(f"{needed.rows} rows of {needed.capacity} (headroom {self.headroom:g})")
-        if needed.bytes:
-            lacks.append(f"{needed.bytes} bytes of {needed.available} in the pool")
-        return f"{text}; the last needed {' and '.join(lacks)}"
+        return f"{text}; the last needed {needed.rows} rows of {needed.capacity} (headroom {self.headroom:g})"
 
     # -- before the first replay -----------------------------------------------------------------------
 
@@ -294,8 +277,8 @@ class GraphedStep:
     # -- what a graph has ------------------------------------------------------------------------------
 
     def _body(self) -> _Done:
-        """Runs the step with capacities and pool, and records what it would have needed."""
-        with self._settings(self._capacities, self.pool, self._overflow_check):
+        """Runs the step with capacities, and records what it would have needed."""
+        with self._settings(self._capacities, self._overflow_check):
             self._overflow_check.start()
             with torch.no_grad():
                 for kept, buffer in self._buffers:
@@ -322,22 +305,20 @@ class GraphedStep:
         )
 
     @contextlib.contextmanager
-    def _settings(
-        self, capacities: Sequence[int | None], pool: ActivationPool | None, check: OverflowCheck | None
-    ) -> Iterator[None]:
-        before = [(each.capacity, each.pool) for each in self._layers]
+    def _settings(self, capacities: Sequence[int | None], check: OverflowCheck | None) -> Iterator[None]:
+        before = [each.capacity for each in self._layers]
         try:
             for layer, capacity in zip(self._layers, capacities, strict=True):
-                layer.capacity, layer.pool, layer._overflow = capacity, pool, check
+                layer.capacity, layer._overflow = capacity, check
             yield
         finally:
-            for layer, (own_capacity, own_pool) in zip(self._layers, before, strict=True):
-                layer.capacity, layer.pool, layer._overflow = own_capacity, own_pool, None
+            for layer, own_capacity in zip(self._layers, before, strict=True):
+                layer.capacity, layer._overflow = own_capacity, None
 
     @contextlib.contextmanager
     def _at_exact_size(self) -> Iterator[None]:
-        """Sets the layers to run without capacities and pool within the block."""
-        with self._settings([None] * len(self._layers), None, None), self._one_run_at_a_time():
+        """Sets the layers to run without capacities within the block."""
+        with self._settings([None] * len(self._layers), None), self._one_run_at_a_time():
             yield
 
     @contextlib.contextmanager
@@ -376,20 +357,14 @@ class GraphedStep:
             # On the CPU the next dispatch raises this, on all ranks; in a graph none does.
             rows_on_host = error.needed
         try:
-            overflow = self._overflow_check.read(rows_on_host)
+            rows = self._overflow_check.read(rows_on_host)
         except BaseException as error:
             if isinstance(error, Exception):
                 self._wait()  # the device may find a lost peer behind the last dispatch
             self._check_comms()  # a lost peer says more than that ranks could not agree
             raise
-        overflowed = overflow.rows > 0 or overflow.bytes > 0
-        self._check_comms(overflowed)
-        if overflow.lost:
-            raise lost_rows()
-        if not overflowed:
-            return done, None
-        available = 0 if self.pool is None else self.pool.bytes
-        return done, Needed(overflow.rows, min(self._capacities), overflow.bytes, available)
+        self._check_comms(overflowed=rows > 0)
+        return done, Needed(rows, min(self._capacities)) if rows else None
 
     def _check_comms(self, overflowed: bool = False) -> None:
         """Raises the error that the device has found, except CapacityExceeded, which `_overflow_check`

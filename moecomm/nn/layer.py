@@ -38,7 +38,6 @@ from moecomm.nn.own_experts import (
     keep_record,
 )
 from moecomm.nn.parameters import has_main_grad, main_grad_of
-from moecomm.nn.pool import ActivationPool
 from moecomm.nn.router import Routing, TopKRouter
 from moecomm.nn.same_config import MOST_CALLERS, caller_of, require_same_config
 from moecomm.nn.token_dropping import rows_at_worst, tokens_per_expert_limit
@@ -140,8 +139,8 @@ class MoELayer(nn.Module):
     they do so, and what a forward keeps of the experts' rows; None is OverlapConfig(). In a graph of
     torch.compile the same is done in order, as with OverlapConfig(overlap=False); OverlapConfig's other
     fields and rows="rank" have no effect then. It is done in order, too, where `experts` or `shared` has
-    hooks or another `forward`, which so see that module's own rows; there these settings, and a pool with a
-    capacity, raise InvalidArgument on all ranks. Hooks of FSDP2 and of torch.nn.utils (weight_norm) change
+    hooks or another `forward`, which so see that module's own rows; there these settings raise
+    InvalidArgument on all ranks. Hooks of FSDP2 and of torch.nn.utils (weight_norm) change
     nothing.
 
     With config.expert_precision="fp8" the experts' products are in e4m3 (docs/fp8.md), whichever way they
@@ -165,7 +164,7 @@ class MoELayer(nn.Module):
     state of others (a warning, where a state does not say). `fully_shard_experts` alone may shard it: after
     fully_shard a forward raises InvalidArgument on all ranks. Autograd does the backward, and the dispatch is
     hidden under the shared experts, whose ffn_hidden and activation the config has. Without effect then, and
-    so refused, are expert_precision, bias, main_grad, a pool with a capacity, and of `overlap`
+    so refused, are expert_precision, bias, main_grad, and of `overlap`
     keep_shared=False, beside_sms, defer_weights, record and another keep than "all" (instead, use
     torch.utils.checkpoint within the module). The config's rows and products are not looked at.
 
@@ -178,10 +177,8 @@ class MoELayer(nn.Module):
         experts: the GroupedExperts, or the module given.
         shared: the SharedExperts; None without any.
         capacity: rows that a dispatch returns, whatever the routing; None: as many as there are.
-        overlap: the OverlapConfig. This and pool may be changed between forwards; a config is frozen, and
-            replaced by another one.
-        pool: with a capacity: where the rows go that a forward keeps, by their real number. Without a
-            capacity tensors have that size already, and the pool is not used. Layers may share one.
+        overlap: the OverlapConfig. It may be changed between forwards; a config is frozen, and replaced by
+            another one.
         loss_scale: multiplies the routing's losses; 1.0 at first. A backward takes what it is then.
         last_losses: detached 0-d losses of the last forward, by name.
         last_tokens_per_expert: (E,) int64, this rank's choices before drops in the last forward.
@@ -278,7 +275,6 @@ class MoELayer(nn.Module):
         self.capacity = received_rows_bound(config, comm, folding) if config.pad_to_capacity else None
         self._sms = _sms_to_share(comm)
         self.overlap = overlap
-        self.pool: ActivationPool | None = None
         if self._own_experts:
             self._refuse_own_settings()
         prepare_activation(comm.device, config.dtype)
@@ -404,12 +400,12 @@ class MoELayer(nn.Module):
         A bad x, a seq_len that does not divide T, the others of a wrong shape or dtype, weights of another
         dtype than the config's and settings that do not go together raise InvalidArgument on all ranks, and
         ids that are none, or one twice for a token, InvalidRouting. A graph of torch.compile ends before the
-        layer and goes on after it with a pool and a capacity, within `keep_plans`, with drop_over="sequence",
-        and where a loss is summed over ranks (aux_loss "global", and "sequence" under TP or CP).
+        layer and goes on after it within `keep_plans`, with drop_over="sequence", and where a loss is summed
+        over ranks (aux_loss "global", and "sequence" under TP or CP).
         """
         every = {"cu_seqlens": cu_seqlens, "mask": mask, "topk_idx": topk_idx}
         given = {name: value for name, value in every.items() if value is not None}
-        if torch.compiler.is_compiling() and (self._exchanges or self._has_pool() or self._plans is not None):
+        if torch.compiler.is_compiling() and (self._exchanges or self._plans is not None):
             return self._forward_outside_graph(x, seq_len, given)
         return self._forward(x, seq_len, given)
 
@@ -438,10 +434,6 @@ class MoELayer(nn.Module):
     def _shared_within(self) -> SharedExperts | None:
         """The shared experts, if they see the rows that the other experts see."""
         return None if self.config.weights_on_input else self.shared
-
-    def _has_pool(self) -> bool:
-        """Returns True where a pool takes what a forward keeps."""
-        return self.pool is not None and self.capacity is not None
 
     def _watched(self) -> str | None:
         """Returns what is to see the experts' or the shared experts' own rows, for which they run in order;
@@ -574,7 +566,7 @@ class MoELayer(nn.Module):
             self.comm,
             topk_idx_TK,
             self.capacity,
-            "rank" if self.config.rows == "rank" and not (with_capacity and self.pool) else "expert",
+            "rank" if self.config.rows == "rank" else "expert",
             self.config.activation,
             self.experts.products,
             overlap.keep,
@@ -582,7 +574,6 @@ class MoELayer(nn.Module):
             self._waits,
             self._deferred if overlap.defer_weights else None,
             self._runs if overlap.record else None,
-            self.pool if with_capacity else None,
             self._overflow if with_capacity else None,
             self._plans,
             layer=self,
@@ -672,13 +663,12 @@ class MoELayer(nn.Module):
             raise InvalidArgument(f"{found} with experts of one's own, which autograd differentiates")
 
     def _setting_without_effect(self, others: Mapping[str, tuple[Any, Any]] | None = None) -> str | None:
-        """Returns what is set and has no effect where autograd does the backward: of OverlapConfig, of
-        `others` (names with a value and the only one that it may be), or a pool. None: nothing is."""
+        """Returns what is set and has no effect where autograd does the backward: of OverlapConfig, or of
+        `others` (names with a value and the only one that it may be). None: nothing is."""
         settings = {
             f"OverlapConfig.{name}": (getattr(self.overlap, name), only) for name, only in IN_ORDER.items()
         }
         settings |= others or {}
-        settings["pool"] = (self.pool if self._has_pool() else None, None)
         for name, (value, only) in settings.items():
             if value != only:
                 return f"{name} is {value!r}, must be {only!r}"
@@ -686,9 +676,8 @@ class MoELayer(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MoELayer:
         """Copies the layer (for an average of the weights, say); the copy has its own parameters and shares
-        the communicator and the pool."""
-        memo[id(self.comm)] = self.comm
-        for shared in (self.pool, self._overflow):
+        the communicator."""
+        for shared in (self.comm, self._overflow):
             memo[id(shared)] = shared
         memo[id(self._deferred)], memo[id(self._runs)] = Deferred(), Runs()
         twin = type(self).__new__(type(self))
@@ -712,11 +701,6 @@ class MoELayer(nn.Module):
             self._require_parts()
         if self._own_experts:
             self._refuse_own_settings()
-        elif in_order and self._has_pool():
-            raise InvalidArgument(
-                "pool is set and the layer runs in order (overlap=False), where autograd keeps what it needs "
-                "itself: set overlap=OverlapConfig() or pool=None"
-            )
         if self.comm.size > 1 or self.config.main_grad:
             refuse_mixed_shards(self.experts)
         if self.config.main_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling():

@@ -137,8 +137,6 @@ class MoEBlock(nn.Module, CutBlock):
         differentiable = (rows_TH, topk_weights_TK, *weights)
         needs = [each is not None and each.requires_grad for each in differentiable]
         call = self.layer._call(topk_idx_TK)._replace(turns=turns)
-        if call.keep == "nothing" or not any(needs):
-            call = call._replace(pool=None)
         forward = Forward(call, rows_TH.detach(), topk_weights_TK.detach(), weights)
         y_TH = yield from _without_grad(forward.run(), self.comm)
         return (y_TH.requires_grad_(any(needs)),), _Kept(call, forward, weights, [False, *needs])
@@ -220,7 +218,6 @@ class _Kept:
     def __init__(self, call: Call, forward: Forward, weights: Weights, needs: list[bool]) -> None:
         self.call, self.weights, self.needs_input_grad = call, weights, needs
         self.handle, self.expert_handle = forward.known.handle, forward.known.expert_handle
-        self.ticket = forward.ticket
         self.shape = forward.x_TH.shape
         self._saved = (*weights, *forward.kept(needs[W_IN + 1]))
 

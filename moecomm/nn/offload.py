@@ -53,9 +53,9 @@ class ActivationOffload:
 
     Tensors of a float dtype whose memory has at least `min_bytes` are moved: those of attention, the block's
     input, and the rows and products that a MoELayer keeps. Of views only what they span is copied. Parameters
-    and buffers of the model, casts of parameters and the ActivationPool of a layer stay where they are.
-    Within a block torch.utils.checkpoint (use_reentrant=False) and `recompute_outputs` may be used: their
-    inputs are moved then.
+    and buffers of the model and casts of parameters stay where they are. Within a block
+    torch.utils.checkpoint (use_reentrant=False) and `recompute_outputs` may be used: their inputs are moved
+    then.
 
     Microbatches, and stages of a pipeline on this rank, share one object: blocks may have their forwards and
     backwards in any order, on one stream. In merged microbatches (`moecomm.overlap.run_microbatches`) a block

@@ -3,53 +3,35 @@ step still runs."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moecomm.nn.pool import ActivationPool
 from moecomm.types import Group, GroupReference
 
 
-class Overflow(NamedTuple):
-    """The largest overflow that any rank has found."""
-
-    rows: int
-    """Rows that a dispatch would have needed, if one overflowed; else 0."""
-    bytes: int
-    """Bytes that the pool would have needed, if it did not suffice; else 0."""
-    lost: bool
-    """True if rows were restored that the pool did not have any more. The first `read` knows of the whole
-    step, later ones of all steps before it."""
-
-
 class OverflowCheck:
-    """Words on the device that a step writes, and their maximum over the ranks of a group (None: this rank
+    """A word on the device that a step writes, and its maximum over the ranks of a group (None: this rank
     alone). With NCCL the device takes the maximum, so that the host waits once; with another backend the
     hosts take it afterwards.
 
-    A step notes each dispatch, and each time that it puts rows into the pool. Behind the last of these
-    nothing can overflow any more, so the words are published there: `read` waits for that point and not for
-    the end of the step. Which note is the last one is known from the step before. A step that has more of
-    them publishes again, and one that has fewer publishes at its end. Notes from several streams come one
-    after the other."""
+    A step notes each dispatch. Behind the last one nothing can overflow any more, so the word is published
+    there: `read` waits for that point and not for the end of the step. Which note is the last one is known
+    from the step before. A step that has more of them publishes again, and one that has fewer publishes at
+    its end. Notes from several streams come one after the other."""
 
-    def __init__(self, device: torch.device, group: Group | None, pool: ActivationPool | None) -> None:
-        self._device, self._pool = device, pool
+    def __init__(self, device: torch.device, group: Group | None) -> None:
+        self._device = device
         self._rows = torch.zeros(1, dtype=torch.int32, device=device)
-        self._of_pool = torch.zeros(2, dtype=torch.int64, device=device)
-        self._lost = torch.zeros(1, dtype=torch.int64, device=device)
-        self._words = torch.zeros(3, dtype=torch.int64, device=device)
+        self._published_rows = torch.zeros(1, dtype=torch.int64, device=device)
         self._group = GroupReference(group if group is not None and dist.get_world_size(group) > 1 else None)
         self._on_gpu = device.type == "cuda"
-        self._on_host = torch.zeros(3, dtype=torch.int64, device="cpu", pin_memory=self._on_gpu)
+        self._on_host = torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=self._on_gpu)
         backends = "" if self._group() is None else dist.get_backend_config(group)
         self._reduces_on_gpu = self._on_gpu and "cuda:nccl" in backends
         self._stream = torch.cuda.Stream(device) if self._on_gpu else None
         self._published: list[torch.cuda.Event] = []
-        """The points where the step has published its words. A graph has all of them, the last one counts."""
+        """The points where the step has published its word. A graph has all of them, the last one counts."""
         self._noted: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None
         """The stream of the step's last note, and the point behind it."""
         self._notes, self._published_notes = 0, -1
@@ -58,39 +40,36 @@ class OverflowCheck:
         self._has_read = False
 
     def start(self) -> None:
-        """Sets words and pool back. It belongs to the start of a step."""
+        """Sets the words back. It belongs to the start of a step."""
         self._notes, self._published_notes = 0, -1
         self._published, self._noted = [], None
         self._rows.zero_()
-        self._words.zero_()
-        if self._pool is not None:
-            self._pool.reset()
+        self._published_rows.zero_()
 
     def note_dispatch(self, overflow: Tensor) -> None:
         """Notes a dispatch; overflow: 0-d int32 on the device, the rows that it would have needed beyond its
         capacity, else 0."""
         self._follow()
         torch.maximum(self._rows, overflow.view(1), out=self._rows)
-        self._note()
-
-    def note_stash(self) -> None:
-        """Notes that rows were put into the pool."""
-        self._follow()
-        self._note()
+        self._notes += 1
+        if self._notes >= self._last_note > 0:
+            self._publish()
+        if self._on_gpu:
+            stream, event = torch.cuda.current_stream(self._device), torch.cuda.Event()
+            event.record(stream)
+            self._noted = stream, event
 
     def finish(self) -> None:
-        """Ends a step, and publishes its words unless they have been behind its last note."""
+        """Ends a step, and publishes its word unless it has been behind its last note."""
         self._follow()
-        if self._pool is not None:
-            self._pool.record(self._of_pool)
-            torch.maximum(self._lost, self._of_pool[1:], out=self._lost)
         if self._published_notes != self._notes:
             self._publish()
         self._last_note = self._notes
 
-    def read(self, rows_on_host: int) -> Overflow:
-        """Waits until a step has published its words, and returns the overflow. The first time it waits for
-        the whole step. rows_on_host: rows of an overflow that the host knows of already."""
+    def read(self, rows_on_host: int) -> int:
+        """Waits until a step has published its word, and returns the rows that the fullest dispatch of any
+        rank would have needed, 0 if all fitted. The first time it waits for the whole step. rows_on_host:
+        rows of an overflow that the host knows of already."""
         if self._stream is None:
             self._reduce_to_host()
         else:
@@ -106,17 +85,7 @@ class OverflowCheck:
         group = self._group()
         if group is not None and not self._reduces_on_gpu:
             dist.all_reduce(self._on_host, dist.ReduceOp.MAX, group=group)
-        rows, needed, lost = self._on_host.tolist()
-        return Overflow(rows, needed, bool(lost))
-
-    def _note(self) -> None:
-        self._notes += 1
-        if self._notes >= self._last_note > 0:
-            self._publish()
-        if self._on_gpu:
-            stream, event = torch.cuda.current_stream(self._device), torch.cuda.Event()
-            event.record(stream)
-            self._noted = stream, event
+        return int(self._on_host)
 
     def _follow(self) -> None:
         """Makes the current stream come after the notes so far, if those were on another one."""
@@ -127,13 +96,9 @@ class OverflowCheck:
                 current.wait_event(event)
 
     def _publish(self) -> None:
-        """Writes what is known by now to the words, and marks this point of the stream."""
+        """Writes what is known by now to the word, and marks this point of the stream."""
         self._published_notes = self._notes
-        self._words[:1].copy_(self._rows)
-        if self._pool is not None:
-            self._pool.record(self._of_pool)
-            self._words[1:2].copy_(self._of_pool[:1])
-        self._words[2:].copy_(self._lost)
+        self._published_rows.copy_(self._rows)
         if self._on_gpu:
             # In a capture each event is a node of the graph, which every replay passes.
             event = torch.cuda.Event(external=True)
@@ -141,8 +106,6 @@ class OverflowCheck:
             self._published.append(event)
 
     def _reduce_to_host(self) -> None:
-        if not self._has_read:
-            torch.maximum(self._words[2:], self._lost, out=self._words[2:])
         if self._reduces_on_gpu:
-            dist.all_reduce(self._words, dist.ReduceOp.MAX, group=self._group())
-        self._on_host.copy_(self._words, non_blocking=True)
+            dist.all_reduce(self._published_rows, dist.ReduceOp.MAX, group=self._group())
+        self._on_host.copy_(self._published_rows, non_blocking=True)

@@ -22,7 +22,6 @@ from torch.utils.checkpoint import checkpoint
 
 from moecomm import PeerLost
 from moecomm.nn import (
-    ActivationPool,
     GraphedStep,
     MoEConfig,
     MoELayer,
@@ -38,7 +37,6 @@ from tests.multirank.harness import RankPool
 from tests.played import Played
 
 TOKENS = 12
-PAGE = 4096
 OPTIONS: dict[str, Any] = {
     "hidden": 16,
     "ffn_hidden": 8,
@@ -66,10 +64,6 @@ class Case:
     experts: int = 4
     """Of each rank."""
     headroom: float = 1.25
-    pool_bytes: tuple[int, ...] = (1 << 20,) * 4
-    """Of each rank; 0: no pool."""
-    spill_bytes: int = 0
-    page_bytes: int | None = None
     keep: Any = "all"
     checkpointed: tuple[int, ...] = ()
     """Which layers."""
@@ -116,16 +110,10 @@ class Case:
 
         return nccl() if self.nccl else None
 
-    def step(self, model: Model, rank: int, **arguments: Any) -> Any:
-        """A GraphedStep with its pool."""
-        pool, size = None, self.pool_bytes[rank]
-        if size + self.spill_bytes:
-            pages = {} if self.page_bytes is None else {"page_bytes": self.page_bytes}
-            pool = ActivationPool(ranks.device(), size, spill_bytes=self.spill_bytes, **pages)
+    def step(self, model: Model, **arguments: Any) -> Any:
         return GraphedStep(
             forward_backward(model),
             model,
-            pool=pool,
             headroom=self.headroom,
             group=self.group(),
             recorder=Played() if ranks.on_cpu() else None,
@@ -246,7 +234,7 @@ def plain_and_graphed(rank: int, world_size: int, case: Case) -> dict[str, Any]:
     within = case.update is not None and case.accumulate == 1
     update, update_twin = update_of(model, first), update_of(twin, second)
     # An optimizer alone is an update, too, which leaves gradients to the caller.
-    step = case.step(model, rank, update=(update if case.synced else first) if within else None)
+    step = case.step(model, update=(update if case.synced else first) if within else None)
     plain = forward_backward(twin)
     problems, overflowed, rows = [], [], []
     torch.manual_seed(case.seed + rank)
@@ -269,8 +257,8 @@ def plain_and_graphed(rank: int, world_size: int, case: Case) -> dict[str, Any]:
         if within:
             update_twin()
         problems += differences(state_of(model), state_of(twin), what)
-        if any(layer.pool is not None or layer.capacity is not None for layer in model.layers):
-            problems.append(f"{what}: capacity or pool stayed in a layer")
+        if any(layer.capacity is not None for layer in model.layers):
+            problems.append(f"{what}: the capacity stayed in a layer")
         if within:
             with torch.no_grad():  # so that a step's difference is not that of all before it
                 for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
@@ -289,7 +277,6 @@ def plain_and_graphed(rank: int, world_size: int, case: Case) -> dict[str, Any]:
         "needed": step.last_needed,
         "report": step.report(),
         "capacities": step.capacities,
-        "left": None if step.pool is None else step.pool.use().held,
     }
     del step
     model.layers[0].comm.close()
@@ -304,17 +291,11 @@ def check_steps(case: Case, results: list[dict[str, Any]]) -> None:
     for result in results:
         assert result["overflowed"] == first["overflowed"], "ranks disagree"
         assert result["counts"] == (case.steps, sum(result["overflowed"]))
-        if not result["overflowed"][-1]:  # else it may have ended in the middle
-            assert result["left"] in (0, None)
-        if first["needed"] is not None:
-            assert result["needed"][::2] == first["needed"][::2]
+        assert result["needed"] == first["needed"]
     needed, capacity = first["needed"], first["capacities"][0]
-    if needed is not None and needed.rows:
-        assert needed.rows > needed.capacity == capacity and needed.bytes == 0
+    if needed is not None:
+        assert needed.rows > needed.capacity == capacity
         assert f"{needed.rows} rows of {needed.capacity}" in first["report"]
-    elif needed is not None:
-        assert needed.bytes > case.pool_bytes[0]
-        assert f"{needed.bytes} bytes" in first["report"]
 
 
 SECOND = Case(checkpointed=(1,))
@@ -322,23 +303,21 @@ CASES = {
     "room for all": replace(SECOND, headroom=100.0),
     "rows overflow": SECOND,
     "rows overflow, one row a token": replace(SECOND, headroom=0.5),
-    "no pool": replace(SECOND, pool_bytes=(0, 0, 0)),
     "rows kept": replace(SECOND, keep="rows"),
     "nothing kept": replace(SECOND, keep="nothing"),
-    "the pool of one rank overflows": replace(SECOND, headroom=100.0, pool_bytes=(PAGE, 1 << 20, 1 << 20)),
     "accumulated": replace(SECOND, accumulate=3),
-    "accumulated, the pool overflows": replace(SECOND, accumulate=2, headroom=100.0, pool_bytes=(PAGE,) * 3),
+    "accumulated, one row a token": replace(SECOND, accumulate=2, headroom=0.5),
     "with drops of its own": replace(SECOND, options={"capacity_factor": 0.7}),
 }
 
 
-ALONE = ("room for all", "rows overflow, one row a token", "accumulated, the pool overflows")
+ALONE = ("room for all", "rows overflow, one row a token", "accumulated, one row a token")
 """One rank has all rows whatever the routing."""
 
 
 @pytest.mark.parametrize(("name", "size"), [*((name, 3) for name in CASES), *((name, 1) for name in ALONE)])
 def test_equals_plain_steps(name: str, size: int, pools: dict[int, RankPool], seed: int) -> None:
-    case = replace(CASES[name], seed=seed, page_bytes=PAGE)
+    case = replace(CASES[name], seed=seed)
     results = pools[size](plain_and_graphed, case)
     check_steps(case, results)
     overflowed, needed = results[0]["overflowed"], results[0]["needed"]
@@ -349,11 +328,7 @@ def test_equals_plain_steps(name: str, size: int, pools: dict[int, RankPool], se
     if case.headroom == 0.5:
         assert all(overflowed)
     rows = results[0]["rows"]
-    small = [rank for rank in range(size) if case.pool_bytes[rank] == PAGE]
-    if small:  # no room for two tensors of these ranks
-        want = [any(each[rank] > 0 for rank in small) for each in rows]
-        assert overflowed == want and any(overflowed) and needed.rows == 0
-    elif name != "with drops of its own":
+    if name != "with drops of its own":
         assert overflowed == [max(each) > capacity for each in rows]
 
 
@@ -406,35 +381,9 @@ def test_buffers_after_runs_that_ended_early(pools: dict[int, RankPool], seed: i
         assert not found["different"]
 
 
-def needed_is_enough(rank: int, world_size: int, seed: int) -> list[Any]:
-    """The bytes that an overflow names are the least that suffice."""
-    case = replace(SECOND, seed=seed, headroom=100.0, page_bytes=PAGE)
-    found: list[Any] = []
-    model = case.model(world_size)
-    x_TH = case.batch(rank, 0)
-    size = PAGE
-    for _ in range(3):
-        torch.manual_seed(seed + rank)
-        step = replace(case, pool_bytes=(size,) * world_size).step(model, rank)
-        step(x_TH)
-        found.append((size, step.last_needed))
-        if step.last_needed is None:
-            break
-        size = step.last_needed.bytes - PAGE * len(found[:-1])
-    model.layers[0].comm.close()
-    return found
-
-
-def test_needed_bytes_suffice(pools: dict[int, RankPool], seed: int) -> None:
-    for found in pools[2](needed_is_enough, seed):
-        assert len(found) == 2, found
-        (_, first), (size, second) = found
-        assert first.bytes == size and second is None
-
-
 def with_own_gradients(rank: int, world_size: int, seed: int, overflows: bool) -> list[str]:
     """Gradients that the caller has put there stay his tensors, and are added to."""
-    case = replace(SECOND, seed=seed, headroom=0.5 if overflows else 100.0, pool_bytes=(0, 0))
+    case = replace(SECOND, seed=seed, headroom=0.5 if overflows else 100.0)
     model = case.model(world_size)
     twin = copy.deepcopy(model)
     own = []
@@ -442,7 +391,7 @@ def with_own_gradients(rank: int, world_size: int, seed: int, overflows: bool) -
         ours.grad = torch.randn_like(ours)
         theirs.grad = ours.grad.clone()
         own.append(ours.grad)
-    step = case.step(model, rank)
+    step = case.step(model)
     problems = []
     torch.manual_seed(seed + rank)
     for number in range(3):
@@ -466,13 +415,13 @@ def test_gradients_of_the_caller(pools: dict[int, RankPool], overflows: bool, se
 
 
 def errors_and_warnings(rank: int, world_size: int, seed: int) -> dict[str, Any]:
-    case = replace(SECOND, seed=seed, headroom=0.5, pool_bytes=(0, 0))
+    case = replace(SECOND, seed=seed, headroom=0.5)
     model, x_TH = case.model(world_size), case.batch(rank, 0)
     warnings: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("moecomm").addHandler(handler)
-    step = case.step(model, rank, report_every=3, warmup=1)
+    step = case.step(model, report_every=3, warmup=1)
     for _ in range(5):
         step(x_TH)
     texts: dict[str, str] = {}
@@ -540,7 +489,7 @@ def test_errors_and_warnings(pools: dict[int, RankPool], seed: int) -> None:
 
 def late_on_the_device(rank: int, world_size: int, seed: int) -> dict[str, Any]:
     """Calls that return, and fail, while the step is still at work: what `_wait` waits for comes with it."""
-    case = replace(SECOND, seed=seed, headroom=100.0, pool_bytes=(0, 0))
+    case = replace(SECOND, seed=seed, headroom=100.0)
     model = case.model(world_size)
     comm, result, failed = model.layers[0].comm, torch.zeros(()), []
 

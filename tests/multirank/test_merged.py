@@ -265,7 +265,7 @@ def test_same_bits_as_one_after_the_other(pool: Pools, name: str, most_ranks: in
 
 
 def graphed(rank: int, world_size: int, seed: int) -> list[str]:
-    """A merged step in a GraphedStep, with a pool, equals one that is not in a graph."""
+    """A merged step in a GraphedStep equals one that is not in a graph."""
     dtype = (
         torch.float32 if on_cpu() else torch.bfloat16
     )  # a capture takes torch's products in bfloat16 alone

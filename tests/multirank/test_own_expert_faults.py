@@ -25,7 +25,6 @@ from torch.nn.utils import parametrize
 from torch.testing import assert_close
 
 from moecomm.nn import (
-    ActivationPool,
     GroupedExperts,
     MoEBlock,
     MoEConfig,
@@ -551,13 +550,11 @@ def test_hooks_and_methods_change_what_they_would_in_order(pool: Pools, how: str
 
 def without_effect(rank: int, world: int, name: str) -> tuple[Caught | None, bool]:
     """One rank has a hook, and all a setting that has no effect in order."""
-    options: dict[str, Any] = {"rows": {"rows": "rank"}, "pool": {**FIXED, "capacity_factor": 3.0}}
+    options: dict[str, Any] = {"rows": {"rows": "rank"}}
     config = MoEConfig(**SIZES, num_shared_experts=1, dtype=torch.float64, **options.get(name, {}))
     model = model_of(rank, world, config)
     if name == "keep":
         model.moe.overlap = OverlapConfig(keep="rows")
-    elif name == "pool":
-        model.moe.pool = ActivationPool("cpu", 1 << 16)
     hook = model.moe.shared.register_forward_hook(lambda *_: None) if rank == 1 else None
     with model.moe.comm:
         found = catch(lambda: model(tokens(rank)))
@@ -566,7 +563,7 @@ def without_effect(rank: int, world: int, name: str) -> tuple[Caught | None, boo
         return found, bool(model(tokens(rank)).isfinite().all())
 
 
-@pytest.mark.parametrize("name", ["keep", "rows", "pool"])
+@pytest.mark.parametrize("name", ["keep", "rows"])
 def test_settings_that_hooks_leave_without_effect_are_refused(pool: Pools, name: str) -> None:
     for found, goes_on in pool(2)(without_effect, name):
         assert found is not None and found.name == "InvalidArgument", found

@@ -14,7 +14,6 @@ from torch.testing import assert_close
 
 from moecomm import InvalidArgument
 from moecomm.nn import (
-    ActivationPool,
     GraphedStep,
     GroupedExperts,
     MoEConfig,
@@ -232,10 +231,7 @@ def test_settings_without_effect_are_refused() -> None:
         layer.overlap = OverlapConfig(**{name: True})
         with pytest.raises(InvalidArgument, match=f"{name} is True, must be False with experts of one's own"):
             layer(x_TH)
-    layer.overlap, layer.pool = OverlapConfig(), ActivationPool("cpu", 1 << 16)
-    with pytest.raises(InvalidArgument, match=r"pool is .* with experts of one's own"):
-        layer(x_TH)
-    layer.pool = None
+    layer.overlap = OverlapConfig()
     assert layer(x_TH).isfinite().all()
     layer.backward_weights()  # of which there are none
     layer.comm.close()

@@ -13,7 +13,6 @@ PARENTS = {
     "InvalidRouting": errors.InvalidArgument,
     "MismatchedArguments": errors.InvalidArgument,
     "CapacityExceeded": errors.MoecommError,
-    "PoolExceeded": errors.MoecommError,
     "CommunicatorClosed": errors.MoecommError,
     "OutOfMemory": errors.MoecommError,
     "PeerTimeout": errors.MoecommError,
@@ -39,9 +38,8 @@ def test_what_else_they_are() -> None:
 def test_attributes() -> None:
     exceeded = moecomm.CapacityExceeded("text", needed=7, capacity=5, rank=2)
     assert (exceeded.needed, exceeded.capacity, exceeded.rank, str(exceeded)) == (7, 5, 2, "text")
-    for kind in (moecomm.OutOfMemory, moecomm.PoolExceeded):
-        memory = kind("text", needed=7, available=5)
-        assert (memory.needed, memory.available, str(memory)) == (7, 5, "text")
+    memory = moecomm.OutOfMemory("text", needed=7, available=5)
+    assert (memory.needed, memory.available, str(memory)) == (7, 5, "text")
     for late in (moecomm.PeerTimeout, moecomm.PeerLost):
         error = late("text", rank=1, peer=2, phase="dispatch", expected=9, seen=8)
         found = (error.rank, error.peer, error.phase, error.expected, error.seen, str(error))

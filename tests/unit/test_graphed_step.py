@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from moecomm import Communicator, InvalidArgument, Unsupported
-from moecomm.nn import ActivationPool, GraphedStep, MoEConfig, MoELayer, OverlapConfig
+from moecomm.nn import GraphedStep, MoEConfig, MoELayer, OverlapConfig
 from moecomm.nn.graphed import Needed
 from tests.played import Played
 
@@ -77,17 +77,16 @@ def test_communicators_of_several_groups(model: nn.Module) -> None:
 
 def test_capacities_and_report(model: nn.Module) -> None:
     """20 tokens with 2 experts each, all on one rank: 40 rows by balance, and at worst."""
-    pool = ActivationPool("cpu", 1 << 16)
-    step = GraphedStep(step_of(model), model, pool=pool, headroom=0.5, recorder=Played())
+    step = GraphedStep(step_of(model), model, headroom=0.5, recorder=Played())
     assert step.capacities == (20, 20)
     assert step.report() == "0 replayed steps, 0 run again without graph"
     step(torch.ones(20, 16, dtype=torch.float64))
     assert (step.replays, step.overflows) == (1, 1)
-    assert step.last_needed == Needed(rows=40, capacity=20, bytes=0, available=1 << 16)
+    assert step.last_needed == Needed(rows=40, capacity=20)
     assert step.report() == (
         "1 replayed steps, 1 run again without graph (100.0%); the last needed 40 rows of 20 (headroom 0.5)"
     )
-    assert all(layer.capacity is None and layer.pool is None for layer in model)  # type: ignore[union-attr]
+    assert all(layer.capacity is None for layer in model)  # type: ignore[union-attr]
 
 
 def test_a_capacity_of_the_layer_bounds_that_of_the_graph() -> None:

@@ -244,8 +244,8 @@ def test_includes_run_down() -> None:
 
 
 def test_folders_of_kernels_have_no_cycle() -> None:
-    """Kernels for the CPU, between GPUs, for experts and for the pool stand side by side; what lies in
-    kernels/ itself serves them all."""
+    """Kernels for the CPU, between GPUs and for experts stand side by side; what lies in kernels/ itself
+    serves them all."""
     for path in _native_files():
         parts = path.relative_to(ROOT / "csrc").parts
         for _, name in INCLUDE.findall(_code(path)):
