@@ -255,7 +255,6 @@ def build_parser(program: str) -> Parser:
         for name, known_words, meaning in (
             ("engine", ("sm", "copy", "auto"), "what moves rows"),
             ("products", ("torch", "quack"), "what computes"),
-            ("rows", ("expert", "rank"), "expanded rows, or gathered by the products"),
         ):
             add(f"--{name}", dest=name.replace("engine", "engines"), type=_list_of(_one_of(known_words)),
                 default=(), metavar="LIST", help=f"{meaning}: {', '.join(known_words)} (moecomm's choice)")
@@ -527,7 +526,7 @@ def _check_together(options: Options) -> None:
         (options.is_layer and len(options.dtypes) > 1, "-d has to be one type for layers"),
         (
             "layer" in options.ways and len(options.choices) > 1,
-            "--engine, --products and --rows take lists for other --ways than layer",
+            "--engine and --products take lists for other --ways than layer",
         ),
         (suffix not in (".png", ".svg", ".pdf"), f"--plot {options.plot} has to end in .png, .svg or .pdf"),
     )

@@ -142,7 +142,6 @@ class Choice(NamedTuple):
 
     engine: str | None = None
     products: str | None = None
-    rows: str | None = None
 
     def __str__(self) -> str:
         return "".join(f", {word}" for word in self if word is not None)
@@ -198,7 +197,6 @@ class Options:
     ways: tuple[str, ...] = ("layer",)
     engines: tuple[str, ...] = ()  # Communicator(engine=); none: not passed on
     products: tuple[str, ...] = ()  # MoEConfig(products=)
-    rows: tuple[str, ...] = ()  # MoELayer(rows=) or MoEConfig(rows=)
     activation: str = "swiglu"
     microbatches: int = 4
     layers: int | None = None  # None: as many as fit
@@ -222,8 +220,8 @@ class Options:
 
     @property
     def choices(self) -> list[Choice]:
-        """All combinations of engine, products and rows."""
-        given = (self.engines, self.products, self.rows)
+        """All combinations of engine and products."""
+        given = (self.engines, self.products)
         return [Choice(*each) for each in itertools.product(*(values or (None,) for values in given))]
 
     @property

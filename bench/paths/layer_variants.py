@@ -143,7 +143,6 @@ def make_layer(
             dtype=cases[0].dtype,
             expert_precision="fp8" if fp8 else None,
             products=None if fp8 else choice.products,
-            rows=choice.rows,
         )
         overlap = overlap or OverlapConfig(beside_sms=options.overlap_num_sms)
         layer = MoELayer(config, comms[choice.engine], overlap=overlap)

@@ -1,7 +1,7 @@
 """The products of the experts, as the layer asks for them: one interface, and the engine that is torch.
 
-Shape letters: P rows in groups of L experts, R rows that they are gathered from, H hidden columns, F columns
-of the activation's result ("ffn width"), I columns of the first product (2F for swiglu), A and B any widths.
+Shape letters: P rows in groups of L experts, H hidden columns, F columns of the activation's result ("ffn
+width"), I columns of the first product (2F for swiglu), A and B any widths.
 """
 
 from __future__ import annotations
@@ -33,10 +33,6 @@ class Products:
     None of them is differentiable. Groups and unspecified rows are as in `grouped_matmul`; `groups` is what
     `groups()` makes of the offsets; results have the rows' dtype.
 
-    Every product takes rows as they are, P of them, or R others with an index of them, (P,) int32: its row p
-    is then rows[index[p]], and a row may be in it any number of times. Positions past the last group may hold
-    any row, 0 for example. The engine gathers within its kernel if it can, and with a copy otherwise.
-
     A bias, (L, B), is one more row of each group's weight, with a further column of the rows: their weights,
     1 where there are none. So a row's bias is its weight times that of its group.
 
@@ -60,17 +56,16 @@ class Products:
 
     def grouped_mm(
         self,
-        rows_RA: Tensor,
+        rows_PA: Tensor,
         weight_LAB: Tensor,
         groups: Tensor,
         *,
-        index_P: Tensor | None = None,
         bias_LB: Tensor | None = None,
         weights_P: Tensor | None = None,
     ) -> Tensor:
         """Returns (P, B): rows of each group times its weight, with a bias of the rows' `weights_P` if there
         is one."""
-        product_PB = self._mm(gathered(rows_RA, index_P), weight_LAB, groups)
+        product_PB = self._mm(rows_PA, weight_LAB, groups)
         if bias_LB is not None:
             factors_PN = bias_factors(weights_P, product_PB.shape[0], product_PB)
             added_PB = self._mm(factors_PN, bias_weight(bias_LB), groups)
@@ -78,27 +73,22 @@ class Products:
             return product_PB + added_PB if is_in_torch_dispatch_mode() else product_PB.add_(added_PB)
         return product_PB
 
-    def grouped_mm_dgrad(
-        self, rows_RB: Tensor, weight_LAB: Tensor, groups: Tensor, *, index_P: Tensor | None = None
-    ) -> Tensor:
+    def grouped_mm_dgrad(self, rows_PB: Tensor, weight_LAB: Tensor, groups: Tensor) -> Tensor:
         """Returns (P, A): rows of each group times its weight, transposed."""
-        return self._mm_dgrad(gathered(rows_RB, index_P), weight_LAB, groups)
+        return self._mm_dgrad(rows_PB, weight_LAB, groups)
 
     def grouped_mm_wgrad(
         self,
-        rows_RA: Tensor,
-        grad_RB: Tensor,
+        rows_PA: Tensor,
+        grad_PB: Tensor,
         groups: Tensor,
         *,
         into: Tensor | None = None,
         leave_sms: int = 0,
-        rows_index_P: Tensor | None = None,
-        grad_index_P: Tensor | None = None,
     ) -> Tensor | None:
         """Returns (L, A, B): for each group the sum over its rows of rows^T grad, zero for an empty one; with
-        `into`, a tensor of that shape, it is added to that and None is returned. Rows and gradients have an
-        index each. On a GPU the product leaves `leave_sms` SMs to what runs beside it, if its kernel can."""
-        rows_PA, grad_PB = gathered(rows_RA, rows_index_P), gathered(grad_RB, grad_index_P)
+        `into`, a tensor of that shape, it is added to that and None is returned. On a GPU the product leaves
+        `leave_sms` SMs to what runs beside it, if its kernel can."""
         gradient_LAB = self._wgrad(rows_PA, grad_PB, groups, leave_sms)
         if into is None:
             return gradient_LAB
@@ -107,47 +97,41 @@ class Products:
 
     def bias_grad(
         self,
-        grad_RB: Tensor,
+        grad_PB: Tensor,
         groups: Tensor,
         weights_P: Tensor | None = None,
-        *,
-        index_P: Tensor | None = None,
     ) -> Tensor:
         """Returns (L, B), the gradient of a bias: for each group the sum over its rows of weight * grad."""
-        rows = (grad_RB if index_P is None else index_P).shape[0]
-        factors_PN = bias_factors(weights_P, rows, grad_RB)
-        gradient_LNB = self.grouped_mm_wgrad(factors_PN, grad_RB, groups, grad_index_P=index_P)
+        factors_PN = bias_factors(weights_P, grad_PB.shape[0], grad_PB)
+        gradient_LNB = self.grouped_mm_wgrad(factors_PN, grad_PB, groups)
         assert gradient_LNB is not None
         return gradient_LNB[:, 0] + gradient_LNB[:, 1]
 
-    def bias_weights_grad(
-        self, grad_RB: Tensor, bias_LB: Tensor, groups: Tensor, *, index_P: Tensor | None = None
-    ) -> Tensor:
+    def bias_weights_grad(self, grad_PB: Tensor, bias_LB: Tensor, groups: Tensor) -> Tensor:
         """Returns (P,), the part of the gradient of the rows' weights that comes from their bias."""
-        grad_PN = self.grouped_mm_dgrad(grad_RB, bias_weight(bias_LB), groups, index_P=index_P)
+        grad_PN = self.grouped_mm_dgrad(grad_PB, bias_weight(bias_LB), groups)
         return grad_PN[:, 0].to(weight_dtype(grad_PN.dtype))
 
     def gated_mm(
         self,
-        rows_RH: Tensor,
+        rows_PH: Tensor,
         weight_LHI: Tensor,
         groups: Tensor,
         weights_P: Tensor | None,
         *,
         activation: str,
-        index_P: Tensor | None = None,
         bias_LI: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Returns the first product (P, I), with the bias if there is one, and (P, F): its activation times
         the rows' routing weights."""
-        inner_PI = self.grouped_mm(rows_RH, weight_LHI, groups, index_P=index_P, bias_LB=bias_LI)
+        inner_PI = self.grouped_mm(rows_PH, weight_LHI, groups, bias_LB=bias_LI)
         z_PF = inner_PI.new_empty(inner_PI.shape[0], inner_PI.shape[1] // INPUTS[activation])
         weighted_activation_into(z_PF, inner_PI, weights_P, groups, activation=activation)
         return inner_PI, z_PF
 
     def gated_mm_dgrad(
         self,
-        grad_rows_RH: Tensor,
+        grad_rows_PH: Tensor,
         weight_LFH: Tensor,
         groups: Tensor,
         inner_PI: Tensor,
@@ -156,14 +140,13 @@ class Products:
         activation: str,
         need_weights: bool,
         need_z: bool,
-        index_P: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Takes the gradient of the second product's result back through that product and the activation.
 
         Returns (grad_inner_PI, grad_weights_P, z_PF): the gradients of the first product and of the routing
         weights, and the activation's result again; None for what is not needed.
         """
-        grad_z_PF = self.grouped_mm_dgrad(grad_rows_RH, weight_LFH, groups, index_P=index_P)
+        grad_z_PF = self.grouped_mm_dgrad(grad_rows_PH, weight_LFH, groups)
         rows, dtype = inner_PI.shape[0], inner_PI.dtype
         grad_inner_PI = inner_PI.new_empty(inner_PI.shape)
         grad_weights_P = inner_PI.new_empty(rows, dtype=weight_dtype(dtype)) if need_weights else None
@@ -198,11 +181,6 @@ class Products:
 
     def forget(self) -> None:
         """Throws away what is kept of weights (quantised copies), if anything."""
-
-
-def gathered(rows_RA: Tensor, index_P: Tensor | None) -> Tensor:
-    """Returns (P, A): the rows of an index, copied; without one the rows themselves."""
-    return rows_RA if index_P is None else rows_RA.index_select(0, index_P)
 
 
 _FACTORS = 8

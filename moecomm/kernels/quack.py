@@ -26,8 +26,8 @@ from torch import Tensor
 from moecomm.device.cuda_device import CudaDevice
 from moecomm.errors import Unsupported
 from moecomm.kernels.activation import INPUTS, INTERLEAVED
-from moecomm.kernels.products import Products, gathered
-from moecomm.kernels.tiles import ADDED, FLOAT32_SUMS, GATHERED, PRODUCTS, Tile, nearest_tile
+from moecomm.kernels.products import Products
+from moecomm.kernels.tiles import ADDED, FLOAT32_SUMS, PRODUCTS, Tile, nearest_tile
 from moecomm.setup.version import version_of
 from moecomm.types import DispatchOutput
 
@@ -71,7 +71,6 @@ class QuackProducts(Products):
         bias: the experts have biases, so what these take is compiled here, too.
         rows: the rows that an expert gets on average, by which tiles are chosen; None: not known.
         tiles: the tiles of some products; the others have those of the table.
-        gathers: the rows come with an index, so kernels that gather are compiled here; False: the others.
         compile_now: False leaves all kernels to their first use.
 
     Kernels are compiled here, which takes seconds and says so once on stderr; quack keeps them on disk
@@ -93,7 +92,6 @@ class QuackProducts(Products):
         bias: bool = False,
         rows: int | None = None,
         tiles: dict[str, Tile] | None = None,
-        gathers: bool = False,
         compile_now: bool = True,
     ) -> None:
         reason = missing_on(hidden=hidden, ffn=ffn, dtype=dtype, device=device)
@@ -102,10 +100,10 @@ class QuackProducts(Products):
         self._hidden, self._ffn, self._inner = hidden, ffn, ffn * INPUTS[activation]
         self._activation = activation
         self._tiles: dict[str, Tile] = {}
-        for product in PRODUCTS + ADDED + GATHERED:
+        for product in PRODUCTS + ADDED:
             self.use_tile(product, (tiles or {}).get(product) or nearest_tile(product, hidden, ffn, rows))
         if compile_now:
-            self._compile(dtype, device, bias, gathers)
+            self._compile(dtype, device, bias)
 
     def use_tile(self, product: str, tile: Tile) -> None:
         """Sets the tile of a product from now on."""
@@ -124,89 +122,71 @@ class QuackProducts(Products):
 
     def grouped_mm(
         self,
-        rows_RA: Tensor,
+        rows_PA: Tensor,
         weight_LAB: Tensor,
         groups: Tensor,
         *,
-        index_P: Tensor | None = None,
         bias_LB: Tensor | None = None,
         weights_P: Tensor | None = None,
     ) -> Tensor:
-        product = "fc2" if index_P is None else "fc1_gathered"
-        rows = (rows_RA if index_P is None else index_P).shape[0]
+        rows = rows_PA.shape[0]
         if bias_LB is None or rows == 0:
-            return self._rows(rows_RA, weight_LAB.mT, groups, index_P, product)
-        product_PB = rows_RA.new_empty(rows, weight_LAB.shape[2])
+            return self._rows(rows_PA, weight_LAB.mT, groups, "fc2")
+        product_PB = rows_PA.new_empty(rows, weight_LAB.shape[2])
         self._launch_fused(
             "weighted_bias",
-            product,
-            rows_RA,
+            "fc2",
+            rows_PA,
             weight_LAB,
             groups,
-            index_P,
             out={"D": product_PB},
             bias=bias_LB.contiguous(),
-            weight=_weights(weights_P, rows_RA, rows),
+            weight=_weights(weights_P, rows_PA, rows),
         )
         return product_PB
 
-    def grouped_mm_dgrad(
-        self, rows_RB: Tensor, weight_LAB: Tensor, groups: Tensor, *, index_P: Tensor | None = None
-    ) -> Tensor:
-        product = "fc1_dgrad" if index_P is None else "fc2_dgrad_gathered"
-        return self._rows(rows_RB, weight_LAB, groups, index_P, product)
+    def grouped_mm_dgrad(self, rows_PB: Tensor, weight_LAB: Tensor, groups: Tensor) -> Tensor:
+        return self._rows(rows_PB, weight_LAB, groups, "fc1_dgrad")
 
     def grouped_mm_wgrad(
         self,
-        rows_RA: Tensor,
-        grad_RB: Tensor,
+        rows_PA: Tensor,
+        grad_PB: Tensor,
         groups: Tensor,
         *,
         into: Tensor | None = None,
         leave_sms: int = 0,
-        rows_index_P: Tensor | None = None,
-        grad_index_P: Tensor | None = None,
     ) -> Tensor | None:
-        if rows_index_P is not None and grad_index_P is not None:  # a kernel gathers one operand
-            grad_RB, grad_index_P = gathered(grad_RB, grad_index_P), None
-        sizes = rows_RA.shape[1], grad_RB.shape[1]
+        sizes = rows_PA.shape[1], grad_PB.shape[1]
         product = "fc1_wgrad" if sizes == (self._hidden, self._inner) else "fc2_wgrad"
-        out_LAB = rows_RA.new_empty(groups.shape[0] - 1, *sizes) if into is None else into
-        left, right, out, index_P = rows_RA, grad_RB, out_LAB, rows_index_P
-        if grad_index_P is not None:  # it gathers the left operand: the product is computed transposed
-            left, right, out, index_P = grad_RB, rows_RA, out_LAB.mT, grad_index_P
-        if right.shape[0] == 0:
+        out_LAB = rows_PA.new_empty(groups.shape[0] - 1, *sizes) if into is None else into
+        if grad_PB.shape[0] == 0:
             return out_LAB.zero_() if into is None else None
-        if index_P is not None:
-            product = f"{product}_gathered"
-        elif into is not None:
+        if into is not None:
             product = f"{product}_added"
         tile, adds = self._tiles[product], into is not None
-        if product in ADDED and out.dtype is torch.float32:
+        if adds and out_LAB.dtype is torch.float32:
             tile = FLOAT32_SUMS
-        left, right = left.contiguous().t(), right.contiguous().t()
-        _launch(tile, left, right, out, index_P, out, adds, leave_sms, cu_seqlens_k=groups)
+        left, right = rows_PA.contiguous().t(), grad_PB.contiguous().t()
+        _launch(tile, left, right, out_LAB, out_LAB, adds, leave_sms, cu_seqlens_k=groups)
         return out_LAB if into is None else None
 
-    def _rows(
-        self, rows_RA: Tensor, weight_LBA: Tensor, groups: Tensor, index_P: Tensor | None, product: str
-    ) -> Tensor:
-        rows = (rows_RA if index_P is None else index_P).shape[0]
-        out_PB = rows_RA.new_empty(rows, weight_LBA.shape[1])
+    def _rows(self, rows_PA: Tensor, weight_LBA: Tensor, groups: Tensor, product: str) -> Tensor:
+        rows = rows_PA.shape[0]
+        out_PB = rows_PA.new_empty(rows, weight_LBA.shape[1])
         if rows > 0:
-            rows_RA = rows_RA.contiguous()
+            rows_PA = rows_PA.contiguous()
             tile = self._tiles[product]
-            _launch(tile, rows_RA, weight_LBA, out_PB, index_P, weight_LBA, cu_seqlens_m=groups)
+            _launch(tile, rows_PA, weight_LBA, out_PB, weight_LBA, cu_seqlens_m=groups)
         return out_PB
 
     def _launch_fused(
         self,
         epilogue: str,
         product: str,
-        rows_RA: Tensor,
+        rows_PA: Tensor,
         weight_LAB: Tensor,
         groups: Tensor,
-        index_P: Tensor | None,
         c: Tensor | None = None,
         *,
         out: dict[str, Tensor],
@@ -215,21 +195,21 @@ class QuackProducts(Products):
     ) -> None:
         """Computes a product of rows with an epilogue of `moecomm.kernels.quack_epilogue`; `sums` are its
         reduced results, (P, tiles along the columns)."""
-        rows_RA, index_P, sums = rows_RA.contiguous(), _aligned(index_P), sums or {}
-        given: dict[str, Any] = {"cu_seqlens_m": groups, "A_idx": index_P, **operands}
-        layout, tile = (weight_LAB.stride(), rows_RA.stride(), rows_RA.dtype), self._tiles[product]
-        key = (epilogue, tile, weight_LAB.shape, *layout, index_P is None, rows_RA.device)
+        rows_PA, sums = rows_PA.contiguous(), sums or {}
+        given: dict[str, Any] = {"cu_seqlens_m": groups, **operands}
+        layout, tile = (weight_LAB.stride(), rows_PA.stride(), rows_PA.dtype), self._tiles[product]
+        key = (epilogue, tile, weight_LAB.shape, *layout, rows_PA.device)
         plan = _plans.get(key)
         if plan is None:
             make = functools.partial(getattr(_epilogues(), epilogue).plan, config=_config(tile))
-            plan = _plans[key] = make(rows_RA, weight_LAB, c, out=out, **given, **sums)
+            plan = _plans[key] = make(rows_PA, weight_LAB, c, out=out, **given, **sums)
             plan.scratch = {}
-        plan.run(rows_RA, weight_LAB, c, out=out, scratch=sums, **given)
+        plan.run(rows_PA, weight_LAB, c, out=out, scratch=sums, **given)
 
-    def _compile(self, dtype: torch.dtype, device: torch.device, bias: bool, gathers: bool) -> None:
+    def _compile(self, dtype: torch.dtype, device: torch.device, bias: bool) -> None:
         """Runs every product once on a few rows, so that its kernel is there, with a line where that takes
         long."""
-        key = (type(self), *self._tiles.values(), self._activation, dtype, device, bias, gathers)
+        key = (type(self), *self._tiles.values(), self._activation, dtype, device, bias)
         if key in _compiled:
             return
         began = time.monotonic()
@@ -239,11 +219,10 @@ class QuackProducts(Products):
         w_in, w_out = new(2, hidden, self._inner), new(2, ffn, hidden)
         groups = torch.tensor([0, 100, rows], dtype=torch.int32, device=device)
         weights_P = torch.ones(rows, device=device)
-        index_P = torch.zeros(rows, dtype=torch.int32, device=device) if gathers else None
-        gated: dict[str, Any] = {"activation": self._activation, "index_P": index_P}
+        gated: dict[str, Any] = {"activation": self._activation}
         b_in, b_out = (new(2, self._inner), new(2, hidden)) if bias else (None, None)
         inner_PI, z_PF = self.gated_mm(x_PH, w_in, groups, weights_P, **gated, bias_LI=b_in)
-        self.grouped_mm(x_PH, w_in, groups, index_P=index_P, bias_LB=b_in)
+        self.grouped_mm(x_PH, w_in, groups, bias_LB=b_in)
         self.grouped_mm(z_PF, w_out, groups, bias_LB=b_out, weights_P=weights_P)
         grad_inner_PI, _, z_again_PF = self.gated_mm_dgrad(
             grad_PH, w_out, groups, inner_PI, weights_P, **gated, need_weights=True, need_z=True
@@ -252,15 +231,15 @@ class QuackProducts(Products):
         self.grouped_mm_dgrad(grad_inner_PI, w_in, groups)
         if b_out is not None:
             self.bias_grad(grad_inner_PI, groups)
-            self.bias_grad(grad_PH, groups, weights_P, index_P=index_P)
-            self.bias_weights_grad(grad_PH, b_out, groups, index_P=index_P)
+            self.bias_grad(grad_PH, groups, weights_P)
+            self.bias_weights_grad(grad_PH, b_out, groups)
         for dtype_into in (None, dtype, torch.float32):
             into_in, into_out = (
                 None if dtype_into is None else torch.zeros_like(weight, dtype=dtype_into)
                 for weight in (w_in, w_out)
             )
-            self.grouped_mm_wgrad(x_PH, grad_inner_PI, groups, into=into_in, rows_index_P=index_P)
-            self.grouped_mm_wgrad(z_again_PF, grad_PH, groups, into=into_out, grad_index_P=index_P)
+            self.grouped_mm_wgrad(x_PH, grad_inner_PI, groups, into=into_in)
+            self.grouped_mm_wgrad(z_again_PF, grad_PH, groups, into=into_out)
         torch.cuda.synchronize(device)
         _compiled.add(key)
         seconds = time.monotonic() - began
@@ -275,34 +254,32 @@ class FusedQuackProducts(QuackProducts):
 
     def gated_mm(
         self,
-        rows_RH: Tensor,
+        rows_PH: Tensor,
         weight_LHI: Tensor,
         groups: Tensor,
         weights_P: Tensor | None,
         *,
         activation: str,
-        index_P: Tensor | None = None,
         bias_LI: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        given: dict[str, Any] = {"activation": activation, "index_P": index_P, "bias_LI": bias_LI}
+        given: dict[str, Any] = {"activation": activation, "bias_LI": bias_LI}
         clamped, (groups_L, _, inner) = activation == "swiglu_clamped", weight_LHI.shape
         if bias_LI is not None and not clamped:
-            return super().gated_mm(rows_RH, weight_LHI, groups, weights_P, **given)
-        rows = (rows_RH if index_P is None else index_P).shape[0]
-        inner_PI, z_PF = rows_RH.new_empty(rows, inner), rows_RH.new_empty(rows, inner // 2)
+            return super().gated_mm(rows_PH, weight_LHI, groups, weights_P, **given)
+        rows = rows_PH.shape[0]
+        inner_PI, z_PF = rows_PH.new_empty(rows, inner), rows_PH.new_empty(rows, inner // 2)
         if rows == 0:
             return inner_PI, z_PF
-        operands: dict[str, Any] = {"weight": _weights(weights_P, rows_RH, rows)}
+        operands: dict[str, Any] = {"weight": _weights(weights_P, rows_PH, rows)}
         if clamped:
-            bias_LI = rows_RH.new_zeros(groups_L, inner) if bias_LI is None else bias_LI
+            bias_LI = rows_PH.new_zeros(groups_L, inner) if bias_LI is None else bias_LI
             operands["bias"] = bias_LI.contiguous()
         self._launch_fused(
             "weighted_swiglu_clamped" if clamped else "weighted_swiglu",
-            "fc1" if index_P is None else "fc1_gathered",
-            rows_RH,
+            "fc1",
+            rows_PH,
             weight_LHI,
             groups,
-            index_P,
             out={"D": inner_PI, "postact": z_PF},
             **operands,
         )
@@ -310,7 +287,7 @@ class FusedQuackProducts(QuackProducts):
 
     def gated_mm_dgrad(
         self,
-        grad_rows_RH: Tensor,
+        grad_rows_PH: Tensor,
         weight_LFH: Tensor,
         groups: Tensor,
         inner_PI: Tensor,
@@ -319,23 +296,20 @@ class FusedQuackProducts(QuackProducts):
         activation: str,
         need_weights: bool,
         need_z: bool,
-        index_P: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         rows = inner_PI.shape[0]
         grad_inner_PI, z_PF = torch.empty_like(inner_PI), inner_PI.new_empty(rows, inner_PI.shape[1] // 2)
         weights_P = _weights(weights_P, inner_PI, rows)
-        product = "fc2_dgrad" if index_P is None else "fc2_dgrad_gathered"
-        tiles = -(-z_PF.shape[1] // self._tiles[product].n)
+        tiles = -(-z_PF.shape[1] // self._tiles["fc2_dgrad"].n)
         grad_weights_PT = weights_P.new_empty(rows, tiles)
         if rows > 0:
             clamped = activation == "swiglu_clamped"
             self._launch_fused(
                 "weighted_swiglu_clamped_backward" if clamped else "weighted_swiglu_backward",
-                product,
-                grad_rows_RH,
+                "fc2_dgrad",
+                grad_rows_PH,
                 weight_LFH.mT,
                 groups,
-                index_P,
                 inner_PI,
                 out={"D": grad_inner_PI, "postact": z_PF},
                 sums={"dweight": grad_weights_PT},
@@ -392,7 +366,6 @@ def _launch(
     left: Tensor,
     right_T: Tensor,
     out: Tensor,
-    index_P: Tensor | None,
     weight: Tensor,
     adds: bool = False,
     leave_sms: int = 0,
@@ -400,20 +373,19 @@ def _launch(
 ) -> None:
     """Computes left @ right into `out`, or adds it there; `right_T` is the transpose of right. `weight` is
     the one of them that has a part for each group: the plan depends on its sizes, and on none of the rows."""
-    index_P, there = _aligned(index_P), out if adds and tile.loads else None
+    there = out if adds and tile.loads else None
     strides = left.stride(), right_T.stride(), out.stride()
     dtypes = left.dtype, out.dtype
-    key = (tile, weight.shape, strides, dtypes, index_P is None, adds, leave_sms, left.device, *groups)
+    key = (tile, weight.shape, strides, dtypes, adds, leave_sms, left.device, *groups)
     plan = _plans.get(key)
     if plan is not None:
-        _gemm().run_gemm_plan(plan, left, right_T, out, there, A_idx=index_P, **groups)
+        _gemm().run_gemm_plan(plan, left, right_T, out, there, **groups)
         return
     *_, made = _quack().gemm_tuned.fn(  # this launch has all SMs
         left,
         right_T.mT,
         out,
         there,
-        A_idx=index_P,
         add_to_output=adds and there is None,
         config=_config(tile),
         **groups,
@@ -431,13 +403,6 @@ def _on_fewer_sms(plan: Any, tile: Tile, leave_sms: int) -> Any:
 
 def _weights(weights_P: Tensor | None, like: Tensor, rows: int) -> Tensor:
     return like.new_ones(rows, dtype=torch.float32) if weights_P is None else weights_P
-
-
-def _aligned(index_P: Tensor | None) -> Tensor | None:
-    """Returns an index as quack reads it, in whole 16 bytes."""
-    if index_P is None or (index_P.data_ptr() % 16 == 0 and index_P.is_contiguous()):
-        return index_P
-    return index_P.clone(memory_format=torch.contiguous_format)
 
 
 @functools.cache  # quack finds a plan by id(config): a config must never take the place of a dead one

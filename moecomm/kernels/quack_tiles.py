@@ -5,8 +5,7 @@
 
 The second measures the tiles of `CANDIDATES` for each product of local experts with that many rows each: the
 fastest, with its time and those of the next ones, and at the end all of them as moecomm/kernels/tiles.py has
-them. Kernels are compiled by several processes first. With --products fc1,fc1_gathered these alone are
-measured.
+them. Kernels are compiled by several processes first. With --products fc1,fc2 these alone are measured.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ from typing import Any
 import torch
 
 from moecomm.kernels.quack import QuackProducts, make_quack_products
-from moecomm.kernels.tiles import ADDED, GATHERED, PRODUCTS, TILES, Tile
+from moecomm.kernels.tiles import ADDED, PRODUCTS, TILES, Tile
 
-ALL = PRODUCTS + ADDED + GATHERED
+ALL = PRODUCTS + ADDED
 
 _SHARED = [(256, 128), (256, 160), (256, 192), (128, 224), (128, 256)]
 _PINGPONG = [(128, 128), (128, 160), (128, 192), (192, 128)]
@@ -35,14 +34,10 @@ CANDIDATES = [
     for m, n in sizes
     for cluster in ((2, 1), (1, 2), (1, 1))
 ]
-_COPIES = 4
-"""Positions of each row that is gathered, on average."""
 
 
 def candidates(product: str) -> list[Tile]:
     """Returns the tiles to try for a product."""
-    if product in GATHERED:
-        return [tile for tile in CANDIDATES if tile.cluster_n == 1]
     clustered = [tile for tile in CANDIDATES if (tile.cluster_m, tile.cluster_n) != (1, 1)]
     return clustered + ([tile._replace(loads=True) for tile in clustered] if product in ADDED else [])
 
@@ -63,12 +58,6 @@ def make_calls(
     weights_P = torch.rand(rows, device=device)
     gated: dict[str, Any] = {"activation": "swiglu_interleaved"}
     needs: dict[str, Any] = {**gated, "need_weights": True, "need_z": True}
-    # Within a group rows are gathered in their order, each at most once, as a dispatch leaves them.
-    counts = [end - begin for begin, end in zip([0, *ends[:-1]], ends, strict=True)]
-    sources = max(rows // _COPIES, *counts)
-    drawn = [torch.randperm(sources, device=device)[:count].sort().values for count in counts]
-    index_P = torch.cat(drawn).int()
-    x_RH, grad_RH = x_PH[:sources], grad_PH[:sources]
     sum_in, sum_out = torch.zeros_like(w_in), torch.zeros_like(w_out)
     return {
         "fc1": lambda: products.gated_mm(x_PH, w_in, groups, weights_P, **gated),
@@ -79,12 +68,6 @@ def make_calls(
         "fc1_wgrad": lambda: products.grouped_mm_wgrad(x_PH, inner_PI, groups),
         "fc2_wgrad_added": lambda: products.grouped_mm_wgrad(z_PF, grad_PH, groups, into=sum_out),
         "fc1_wgrad_added": lambda: products.grouped_mm_wgrad(x_PH, inner_PI, groups, into=sum_in),
-        "fc1_gathered": lambda: products.gated_mm(x_RH, w_in, groups, weights_P, **gated, index_P=index_P),
-        "fc2_dgrad_gathered": lambda: products.gated_mm_dgrad(
-            grad_RH, w_out, groups, inner_PI, weights_P, **needs, index_P=index_P
-        ),
-        "fc2_wgrad_gathered": lambda: products.grouped_mm_wgrad(z_PF, grad_RH, groups, grad_index_P=index_P),
-        "fc1_wgrad_gathered": lambda: products.grouped_mm_wgrad(x_RH, inner_PI, groups, rows_index_P=index_P),
     }
 
 

@@ -15,8 +15,6 @@ from typing import NamedTuple
 PRODUCTS = ("fc1", "fc2", "fc2_dgrad", "fc1_dgrad", "fc2_wgrad", "fc1_wgrad")
 ADDED = ("fc2_wgrad_added", "fc1_wgrad_added")
 """The weights' gradients where they are added to what is there."""
-GATHERED = ("fc1_gathered", "fc2_dgrad_gathered", "fc2_wgrad_gathered", "fc1_wgrad_gathered")
-"""The products whose kernels gather rows by an index, which takes a tile with cluster_n=1."""
 
 
 class Tile(NamedTuple):
@@ -59,44 +57,30 @@ _TABLE: dict[Sizes, str] = {
     (2048, 768, 512): """
         fc1=128x192p12 fc2=128x256c12 fc2_dgrad=128x128p12 fc1_dgrad=128x256c12
         fc2_wgrad=192x128p12 fc1_wgrad=128x192p21 fc2_wgrad_added=128x128p12 fc1_wgrad_added=128x128p12
-        fc1_gathered=128x256c21 fc2_dgrad_gathered=128x128p11
-        fc2_wgrad_gathered=128x256c21 fc1_wgrad_gathered=256x192c21
     """,
     (2880, 2880, 256): """
         fc1=128x192p12 fc2=128x256c12 fc2_dgrad=128x128p12 fc1_dgrad=128x256c12
         fc2_wgrad=256x160c21 fc1_wgrad=128x192p12 fc2_wgrad_added=128x160p12+ fc1_wgrad_added=128x128p21+
-        fc1_gathered=128x256c21 fc2_dgrad_gathered=128x160p21
-        fc2_wgrad_gathered=128x192p11 fc1_wgrad_gathered=128x192p11
     """,
     (4096, 1536, 512): """
         fc1=128x192p12 fc2=128x192p12 fc2_dgrad=128x128p12 fc1_dgrad=128x256c12
         fc2_wgrad=192x128p12 fc1_wgrad=128x128p21 fc2_wgrad_added=128x160p21 fc1_wgrad_added=128x256c12
-        fc1_gathered=128x256c21 fc2_dgrad_gathered=128x160p21
-        fc2_wgrad_gathered=128x192p21 fc1_wgrad_gathered=128x192p21
     """,
     (4096, 1536, 8192): """
         fc1=256x192c12 fc2=192x128p12 fc2_dgrad=128x128p12 fc1_dgrad=192x128p12
         fc2_wgrad=128x192p21 fc1_wgrad=256x128c12 fc2_wgrad_added=256x192c12 fc1_wgrad_added=256x128c12
-        fc1_gathered=128x192p21 fc2_dgrad_gathered=128x128p21
-        fc2_wgrad_gathered=256x192c11 fc1_wgrad_gathered=256x192c21
     """,
     (6144, 16384, 2048): """
         fc1=256x192c12 fc2=256x128c12 fc2_dgrad=128x128p12 fc1_dgrad=256x192c12
         fc2_wgrad=256x192c12 fc1_wgrad=192x128p12 fc2_wgrad_added=128x128p12+ fc1_wgrad_added=128x128p21+
-        fc1_gathered=128x192p21 fc2_dgrad_gathered=128x160p21
-        fc2_wgrad_gathered=256x160c21 fc1_wgrad_gathered=256x192c11
     """,
     (7168, 2048, 256): """
         fc1=128x128p12 fc2=128x192p12 fc2_dgrad=128x128p12 fc1_dgrad=128x192p12
         fc2_wgrad=128x128p12 fc1_wgrad=128x128p21 fc2_wgrad_added=192x128p12+ fc1_wgrad_added=128x128p21+
-        fc1_gathered=128x192p21 fc2_dgrad_gathered=128x192p21
-        fc2_wgrad_gathered=256x160c21 fc1_wgrad_gathered=256x192c11
     """,
     (7168, 2048, 8192): """
         fc1=256x128c12 fc2=192x128p12 fc2_dgrad=192x128p12 fc1_dgrad=128x224c12
         fc2_wgrad=128x224c21 fc1_wgrad=256x128c21 fc2_wgrad_added=128x224c21 fc1_wgrad_added=256x128c21
-        fc1_gathered=128x256c11 fc2_dgrad_gathered=128x192p21
-        fc2_wgrad_gathered=128x256c21 fc1_wgrad_gathered=256x192c11
     """,
 }
 TILES: dict[Sizes, dict[str, Tile]] = {

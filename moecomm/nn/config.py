@@ -15,7 +15,6 @@ from moecomm.kernels.quantize import QUANTUM
 _CHOICES = {
     "activation": tuple(INPUTS),
     "products": (None, "torch", "quack"),
-    "rows": (None, "expert", "rank"),
     "score_function": ("softmax", "sigmoid"),
     "aux_loss": ("none", "batch", "sequence", "global"),
     "bias_update": ("sign", "centered"),
@@ -108,9 +107,6 @@ class MoEConfig:
         products: what computes the experts' products: "torch"; "quack", quack-kernels on Hopper GPUs for
             bfloat16 and float16, which has to be installed; None: quack where it is installed and serves the
             layer, else torch. The layer's repr says which. With expert_precision None applies alone.
-        rows: how a layer's rows lie between the dispatch and the experts' products: "expert": one a (token,
-            expert), by expert; "rank": one a (token, rank), which the products gather by an index, so that
-            fewer are written and kept; None: as is faster. A layer with overlap=False has them by expert.
         main_grad: True: each weight of the experts that are spread over ranks collects its gradients in
             `weight.main_grad`, float32, and its `grad` stays None (docs/training.md). For dtypes narrower
             than float64; shared experts and router have a `grad` as ever.
@@ -154,7 +150,6 @@ class MoEConfig:
     dtype: torch.dtype = torch.float32
     expert_precision: str | None = None
     products: str | None = None
-    rows: str | None = None
     main_grad: bool = False
     init_std: float = 0.02
 

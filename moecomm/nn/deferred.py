@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from moecomm.errors import InvalidArgument
 from moecomm.kernels.joined import join_groups, join_rows
-from moecomm.kernels.products import Products, gathered
+from moecomm.kernels.products import Products
 from moecomm.nn.parameters import add_gradient, grad_in_place, has_hooks
 
 MOST_JOINED_ROWS = 384
@@ -28,19 +28,12 @@ product hides its memory, and copying rows together costs what it saves (docs/pe
 
 @dataclass
 class Operands:
-    """What the gradient of `weight` is the product of: rows^T grad, (P, A) and (P, B) by expert; with an
-    index for the rows, or for the gradients, these are others, and their row p is the one that the index
-    names. The weight is the parameter, or was computed from it."""
+    """What the gradient of `weight` is the product of: rows^T grad, (P, A) and (P, B) by expert. The weight
+    is the parameter, or was computed from it."""
 
     weight: Tensor
     rows: Tensor
     grad: Tensor
-    rows_index: Tensor | None = None
-    grad_index: Tensor | None = None
-
-    def in_order(self) -> tuple[Tensor, Tensor]:
-        """Returns both without an index, copied where they had one."""
-        return gathered(self.rows, self.rows_index), gathered(self.grad, self.grad_index)
 
 
 @dataclass
@@ -100,7 +93,7 @@ def _join(operands: list[Operands], places: Sequence[Tensor] | None) -> Operands
     if places is None:
         return operands.pop()
     weight = operands[0].weight
-    rows, grads = map(list, zip(*(each.in_order() for each in operands), strict=True))
+    rows, grads = [each.rows for each in operands], [each.grad for each in operands]
     operands.clear()
     return Operands(weight, _taken(rows, places), _taken(grads, places))
 
@@ -192,7 +185,5 @@ def _add(parameter: nn.Parameter, products: Products, groups: Tensor, of: Operan
     same = of.weight.is_leaf and of.weight.data_ptr() == parameter.data_ptr()
     weight = parameter if same else of.weight
     into = grad_in_place(weight) if products.adds and weight.is_leaf else None
-    gradient = products.grouped_mm_wgrad(
-        of.rows, of.grad, groups, into=into, rows_index_P=of.rows_index, grad_index_P=of.grad_index
-    )
+    gradient = products.grouped_mm_wgrad(of.rows, of.grad, groups, into=into)
     add_gradient(weight, gradient)

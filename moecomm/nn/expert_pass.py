@@ -1,7 +1,6 @@
 """The experts of a layer with their communication: forward and backward, each from top to bottom.
 
-Rows are expert-major: one a (token, expert); or rank-major: one a (token, rank), with an index by which the
-products gather them, so that fewer are written and kept. For rows x, routing weights w and the gradient dy of
+Rows are expert-major: one a (token, expert). For rows x, routing weights w and the gradient dy of
 the result, per row p of expert e and its token t:
     h = x W_in[e]    z = w act(h)    y_t = sum over p of z W_out[e]
     dz = dy_t W_out[e]^T    dh = w dz act'(h)    dw = <dz, act(h)>    dx_t = sum over p of dh W_in[e]^T
@@ -54,7 +53,7 @@ from moecomm.overlap import Beside, Stages, Timeline
 from moecomm.overlap.beside import Turns
 from moecomm.overlap.blocks import run_through
 from moecomm.overlap.stages import COMM
-from moecomm.types import DispatchOutput, Handle, Layout
+from moecomm.types import DispatchOutput, Handle
 
 
 class Weights(NamedTuple):
@@ -100,8 +99,6 @@ class Call(NamedTuple):
     comm: Communicator
     topk_idx_TK: Tensor
     capacity: int | None
-    layout: Layout
-    """The order of the rows that a dispatch brings: "expert", or "rank" with an index."""
     activation: str
     products: Products
     keep: Keep
@@ -129,14 +126,6 @@ class Call(NamedTuple):
     computed: tuple[Tensor | None, Tensor | None] = (None, None)
     """With `deferred`: the w_in and w_out that were computed from parameters, and in whose places the pass
     has those of `cut_off`."""
-
-    def capacities(self) -> dict[str, Any]:
-        """Returns the capacity as a dispatch takes it. Rank-major rows are never more than expert-major ones,
-        and than the tokens of all ranks."""
-        if self.capacity is None or self.layout == "expert":
-            return {"capacity": self.capacity}
-        tokens = self.comm.size * self.comm.max_tokens
-        return {"capacity": min(self.capacity, tokens), "expert_capacity": self.capacity}
 
     def stages(self) -> Any:
         """Returns the stages of a new pass, or what makes them in merged microbatches that are recorded."""
@@ -170,14 +159,9 @@ class Known(NamedTuple):
     """The saved outcome of a dispatch, from which rows can be sent again without a new plan."""
 
     handle: Handle
-    """The way of rows to the experts."""
-    expert_handle: Handle
-    """The way home of rows in expert-major order."""
     weights_P: Tensor
     groups: Tensor
     """The groups of rows as the products take them; the last element is the number of rows."""
-    index_P: Tensor | None
-    """The rank-major row of each expert-major one; None where rows are expert-major."""
 
 
 class Forward:
@@ -223,10 +207,10 @@ class Forward:
         with side, stages("dispatch_send", stream=COMM, communicates=True):
             # Without a capacity, receiving waits on the host for the number of rows.
             if call.capacity is None:
-                receive = comm.begin_dispatch(*tokens, layout=call.layout, _layer=call.layer)
+                receive = comm.begin_dispatch(*tokens, _layer=call.layer)
                 turns.begin(receive_rows)
             else:
-                out = comm.dispatch(*tokens, layout=call.layout, _layer=call.layer, **call.capacities())
+                out = comm.dispatch(*tokens, capacity=call.capacity, _layer=call.layer)
         if has_shared:
             with stages("shared"):
                 self._shared_fc1()
@@ -235,14 +219,12 @@ class Forward:
                 self._shared_inner_TI = None
         yield
         turns.finish()
-        assert out is not None
-        weights_P = out.weights if out.expert_rows is None else out.expert_weights
-        assert weights_P is not None
+        assert out is not None and out.weights is not None
         groups = call.products.groups_of(out)
-        side.join(out.tokens, weights_P, groups, out.expert_rows)
+        side.join(out.tokens, out.weights, groups)
         if call.overflow is not None:
             call.overflow.note_dispatch(out.overflow)
-        self._known = Known(out.handle, out.expert_handle, weights_P, groups, out.expert_rows)
+        self._known = Known(out.handle, out.weights, groups)
         self._rows_PH = out.tokens
 
         with stages("fc1"):
@@ -255,7 +237,7 @@ class Forward:
         del z_PF
         home = call.beside(wanted=False)
         with home, stages("combine", stream=COMM, communicates=True):
-            y_TH = comm.combine(expert_rows_PH, out.expert_handle)
+            y_TH = comm.combine(expert_rows_PH, out.handle)
         yield
         home.join(y_TH)
         if shared_TH is not None:
@@ -291,7 +273,7 @@ class Forward:
         if z_PF is None:
             _, z_PF = self._fc1()
         rows_PH = self._fc2(z_PF)
-        y_TH = self.call.comm.combine(rows_PH, self.known.expert_handle)
+        y_TH = self.call.comm.combine(rows_PH, self.known.handle)
         if self.weights.shared_in is None:
             return y_TH
         if not self.call.keep_shared:
@@ -308,7 +290,6 @@ class Forward:
             self._rows_PH if keeps_rows else None,
             known.weights_P,
             known.groups,
-            known.index_P,
             self._shared_inner_TI,
             self._inner_PI,
         )
@@ -321,7 +302,6 @@ class Forward:
             self.known.groups,
             self.known.weights_P,
             activation=self.call.activation,
-            index_P=self.known.index_P,
             bias_LI=self.weights.b_in,
         )
 
@@ -356,10 +336,10 @@ def backward(
     """Runs the backward of `_Keep` and returns gradients in the order of its inputs; it pauses with the
     gradients of the rows under way, and those of the tokens. ctx: what `_Keep` has left for it."""
     call: Call = ctx.call
-    comm, products, handle, expert_handle = call.comm, call.products, ctx.handle, ctx.expert_handle
+    comm, products, handle = call.comm, call.products, ctx.handle
     saved: tuple[Any, ...] = ctx.saved_tensors
     w_in, w_out, shared_in, shared_out, shared_gate, b_in, b_out, *kept = saved
-    x_TH, rows_PH, weights_P, groups, index_P, shared_inner_TI, inner_PI = kept
+    x_TH, rows_PH, weights_P, groups, shared_inner_TI, inner_PI = kept
     _, need_x, need_weights, need_in, need_out, *need_shared, need_b_in, need_b_out = ctx.needs_input_grad
     has_shared = shared_in is not None and (need_x or any(need_shared))
     needs_home = need_x or need_weights
@@ -394,7 +374,7 @@ def backward(
     into_in, into_out = (gradient_to_add_to(ctx, number) for number in (W_IN, W_OUT))
     if call.keep != "all":
         with stages("fc1_again"):
-            inner_PI = products.grouped_mm(rows_PH, w_in, groups, index_P=index_P, bias_LB=b_in)
+            inner_PI = products.grouped_mm(rows_PH, w_in, groups, bias_LB=b_in)
     with stages("fc2_dgrad"):
         grad_inner_PI, grad_weights_P, z_PF = products.gated_mm_dgrad(
             grad_rows_PH,
@@ -405,29 +385,26 @@ def backward(
             activation=call.activation,
             need_weights=need_weights,
             need_z=need_out,
-            index_P=index_P,
         )
         if grad_weights_P is not None and b_out is not None:
-            grad_weights_P.add_(products.bias_weights_grad(grad_rows_PH, b_out, groups, index_P=index_P))
+            grad_weights_P.add_(products.bias_weights_grad(grad_rows_PH, b_out, groups))
         if need_b_in:
             grad_b_in_LI = products.bias_grad(grad_inner_PI, groups)
         if need_b_out:
-            grad_b_out_LH = products.bias_grad(grad_rows_PH, groups, weights_P, index_P=index_P)
+            grad_b_out_LH = products.bias_grad(grad_rows_PH, groups, weights_P)
     del inner_PI, saved, kept
     if call.deferred is not None and (need_in or need_out):
         count = grad_inner_PI.shape[0]
         of_in = of_out = None
         if need_in and _is_wanted(ctx, W_IN):
-            of_in = Operands(_or(call.computed[0], w_in), rows_PH, grad_inner_PI, rows_index=index_P)
+            of_in = Operands(_or(call.computed[0], w_in), rows_PH, grad_inner_PI)
         if z_PF is not None and _is_wanted(ctx, W_OUT):
-            of_out = Operands(_or(call.computed[1], w_out), z_PF, grad_rows_PH, grad_index=index_P)
+            of_out = Operands(_or(call.computed[1], w_out), z_PF, grad_rows_PH)
         if of_in is not None or of_out is not None:
             call.deferred.pending.append(Pending(products, groups, count, of_in, of_out))
     if z_PF is not None and weights_now:
         with stages("fc2_wgrad"):
-            grad_out_LFH = products.grouped_mm_wgrad(
-                z_PF, grad_rows_PH, groups, into=into_out, grad_index_P=index_P
-            )
+            grad_out_LFH = products.grouped_mm_wgrad(z_PF, grad_rows_PH, groups, into=into_out)
     del z_PF, grad_rows_PH
 
     # Gradients of tokens go home, by the copy engine or on few SMs, beside the product that nobody waits for.
@@ -439,17 +416,12 @@ def backward(
         limit = comm.limit_sms(sms) if sms else contextlib.nullcontext()
         with home, limit, stages("combine_grad", stream=COMM, communicates=True):
             grad_x_TH, grad_weights_TK = comm.dispatch_backward(
-                grad_expert_rows_PH, expert_handle, grad_weights=grad_weights_P
+                grad_expert_rows_PH, handle, grad_weights=grad_weights_P
             )
     if need_in and weights_now:
         with stages("fc1_wgrad"):
             grad_in_LHI = products.grouped_mm_wgrad(
-                rows_PH,
-                grad_inner_PI,
-                groups,
-                into=into_in,
-                leave_sms=sms or 0,
-                rows_index_P=index_P,
+                rows_PH, grad_inner_PI, groups, into=into_in, leave_sms=sms or 0
             )
     yield
     home.join(grad_x_TH, grad_weights_TK)
@@ -619,7 +591,7 @@ class _Keep(torch.autograd.Function):
         assert w_in is not None and w_out is not None
         found = passing.start(x_TH, topk_weights_TK, Weights(w_in, w_out, *others))
         ctx.call = passing.call
-        ctx.handle, ctx.expert_handle = found.known.handle, found.known.expert_handle
+        ctx.handle = found.known.handle
         ctx.save_for_backward(*weights, *found.kept(ctx.needs_input_grad[3]))
         return x_TH.new_empty(()).expand(x_TH.shape)  # nobody reads this value
 

@@ -138,10 +138,9 @@ class MoELayer(nn.Module):
     inner rows, so that what comes out of the second product is not kept. `overlap` says whether
     they do so, and what a forward keeps of the experts' rows; None is OverlapConfig(). In a graph of
     torch.compile the same is done in order, as with OverlapConfig(overlap=False); OverlapConfig's other
-    fields and rows="rank" have no effect then. It is done in order, too, where `experts` or `shared` has
-    hooks or another `forward`, which so see that module's own rows; there these settings raise
-    InvalidArgument on all ranks. Hooks of FSDP2 and of torch.nn.utils (weight_norm) change
-    nothing.
+    fields have no effect then. It is done in order, too, where `experts` or `shared` has hooks or another
+    `forward`, which so see that module's own rows; there these settings raise InvalidArgument on all ranks.
+    Hooks of FSDP2 and of torch.nn.utils (weight_norm) change nothing.
 
     With config.expert_precision="fp8" the experts' products are in e4m3 (docs/fp8.md), whichever way they
     run; quantised weights are kept from call to call until the weights change (Fp8Products).
@@ -566,7 +565,6 @@ class MoELayer(nn.Module):
             self.comm,
             topk_idx_TK,
             self.capacity,
-            "rank" if self.config.rows == "rank" else "expert",
             self.config.activation,
             self.experts.products,
             overlap.keep,
@@ -662,16 +660,12 @@ class MoELayer(nn.Module):
         if found is not None:
             raise InvalidArgument(f"{found} with experts of one's own, which autograd differentiates")
 
-    def _setting_without_effect(self, others: Mapping[str, tuple[Any, Any]] | None = None) -> str | None:
-        """Returns what is set and has no effect where autograd does the backward: of OverlapConfig, or of
-        `others` (names with a value and the only one that it may be). None: nothing is."""
-        settings = {
-            f"OverlapConfig.{name}": (getattr(self.overlap, name), only) for name, only in IN_ORDER.items()
-        }
-        settings |= others or {}
-        for name, (value, only) in settings.items():
-            if value != only:
-                return f"{name} is {value!r}, must be {only!r}"
+    def _setting_without_effect(self) -> str | None:
+        """Returns the setting of OverlapConfig that has no effect where autograd does the backward; None:
+        all may be so."""
+        for name, only in IN_ORDER.items():
+            if (value := getattr(self.overlap, name)) != only:
+                return f"OverlapConfig.{name} is {value!r}, must be {only!r}"
         return None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MoELayer:
@@ -691,8 +685,7 @@ class MoELayer(nn.Module):
     def _check_settings(self, in_order: bool, watched: str | None = None) -> None:
         """Raises InvalidArgument for settings or weights with which no forward can run."""
         if watched is not None:
-            rows = self.config.rows or "expert"
-            found = self._setting_without_effect({"MoEConfig.rows": (rows, "expert")})
+            found = self._setting_without_effect()
             if found is not None:
                 raise InvalidArgument(
                     f"{watched}, which is to see its own rows: the layer runs in order then, and {found}"

@@ -217,7 +217,7 @@ class _Kept:
 
     def __init__(self, call: Call, forward: Forward, weights: Weights, needs: list[bool]) -> None:
         self.call, self.weights, self.needs_input_grad = call, weights, needs
-        self.handle, self.expert_handle = forward.known.handle, forward.known.expert_handle
+        self.handle = forward.known.handle
         self.shape = forward.x_TH.shape
         self._saved = (*weights, *forward.kept(needs[W_IN + 1]))
 

@@ -29,6 +29,5 @@ def make_products(config: MoEConfig, device: torch.device, rows: int | None = No
             activation=config.activation,
             bias=config.bias,
             rows=rows,
-            gathers=config.rows == "rank",
         )
     return Products()

@@ -84,11 +84,10 @@ def _by_quack(
     given: dict[str, torch.Tensor],
     offsets: torch.Tensor,
     activation: str,
-    index: torch.Tensor | None = None,
 ) -> Any:
-    """The numbers of every product; with an index of `x` and `grad`, which are in another order then."""
+    """The numbers of every product."""
     groups = products.groups(offsets)
-    gated: dict[str, Any] = {"activation": activation, "index_P": index}
+    gated: dict[str, Any] = {"activation": activation}
     b_in, b_out, weights = given.get("b_in"), given.get("b_out"), given["weights"]
     inner, z = products.gated_mm(given["x"], given["w_in"], groups, weights, **gated, bias_LI=b_in)
     grad_inner, grad_weights, z_again = products.gated_mm_dgrad(
@@ -103,20 +102,20 @@ def _by_quack(
     )
     x, grad, of_biases = given["x"], given["grad"], {}
     if b_out is not None:
-        grad_weights = grad_weights + products.bias_weights_grad(grad, b_out, groups, index_P=index)
+        grad_weights = grad_weights + products.bias_weights_grad(grad, b_out, groups)
         of_biases["grad_b_in"] = products.bias_grad(grad_inner, groups)
-        of_biases["grad_b_out"] = products.bias_grad(grad, groups, weights, index_P=index)
+        of_biases["grad_b_out"] = products.bias_grad(grad, groups, weights)
     return {
         **of_biases,
         "inner": inner,
-        "inner again": products.grouped_mm(x, given["w_in"], groups, index_P=index, bias_LB=b_in),
+        "inner again": products.grouped_mm(x, given["w_in"], groups, bias_LB=b_in),
         "z": z,
         "y": products.grouped_mm(z, given["w_out"], groups, bias_LB=b_out, weights_P=weights),
         "grad_inner": grad_inner,
         "grad_weights": grad_weights,
         "grad_x": products.grouped_mm_dgrad(grad_inner, given["w_in"], groups),
-        "grad_w_in": products.grouped_mm_wgrad(x, grad_inner, groups, rows_index_P=index),
-        "grad_w_out": products.grouped_mm_wgrad(z_again, grad, groups, grad_index_P=index),
+        "grad_w_in": products.grouped_mm_wgrad(x, grad_inner, groups),
+        "grad_w_out": products.grouped_mm_wgrad(z_again, grad, groups),
     }
 
 
@@ -143,34 +142,29 @@ def _far_by_name(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], en
 
 
 def _products(
-    rank: int, world_size: int, case: tuple[int, int, list[int], str, bool], seed: int, gathers: bool
+    rank: int, world_size: int, case: tuple[int, int, list[int], str, bool], seed: int
 ) -> list[str]:
     hidden, ffn, ends, activation, bias = case
     given, products = _operands(hidden, ffn, ends, seed, bias), _make(hidden, ffn, activation)
-    offsets, index, rows = torch.tensor(ends, dtype=torch.int32, device="cuda"), None, ends[-1]
+    offsets, rows = torch.tensor(ends, dtype=torch.int32, device="cuda"), ends[-1]
     want = _by_float64(given, ends, activation)
     want["inner again"] = want["inner"]
-    if gathers:
-        order = torch.randperm(rows, device="cuda")
-        index = torch.zeros(rows + 5, dtype=torch.int32, device="cuda")
-        index[order] = torch.arange(rows, dtype=torch.int32, device="cuda")
-        given |= {name: given[name][:rows][order].contiguous() for name in ("x", "grad")}
-    got = _by_quack(products, given, offsets, activation, index)
+    got = _by_quack(products, given, offsets, activation)
     problems = _far_by_name(got, want, ends)
     groups = products.groups(offsets)
     for dtype in (torch.bfloat16, torch.float32):
         into_in, into_out = (torch.ones_like(given[name], dtype=dtype) for name in ("w_in", "w_out"))
-        products.grouped_mm_wgrad(given["x"], got["grad_inner"], groups, into=into_in, rows_index_P=index)
-        products.grouped_mm_wgrad(got["z"], given["grad"], groups, into=into_out, grad_index_P=index)
+        products.grouped_mm_wgrad(given["x"], got["grad_inner"], groups, into=into_in)
+        products.grouped_mm_wgrad(got["z"], given["grad"], groups, into=into_out)
         for name, into in (("grad_w_in", into_in), ("grad_w_out", into_out)):
             problems += [f"{name} into {dtype}"] * (not _far(into - 1, want[name]) <= 2 * BOUND)
-    again = _by_quack(products, given, offsets, activation, index)
+    again = _by_quack(products, given, offsets, activation)
     for name, value in got.items():
         count = value.shape[0] if name.startswith(("grad_w_", "grad_b_")) else rows
         problems += [f"{name} again"] * (not torch.equal(value[:count], again[name][:count]))
-    plans, cut = len(quack._plans), ["weights"] if gathers else ["weights", "x", "grad"]
+    plans, cut = len(quack._plans), ("weights", "x", "grad")
     fewer = given | {name: given[name][:-2] for name in cut}  # of the rows past the last group
-    by_fewer = _by_quack(products, fewer, offsets, activation, None if index is None else index[:-2])
+    by_fewer = _by_quack(products, fewer, offsets, activation)
     problems += [f"{name}, fewer rows" for name in _far_by_name(by_fewer, want, ends)]
     return problems + ["a plan for each number of rows"] * (len(quack._plans) != plans)
 
@@ -226,10 +220,9 @@ CASES = {
 
 
 @pytest.mark.usefixtures("cuda_only")
-@pytest.mark.parametrize("gathers", [False, True])
 @pytest.mark.parametrize("name", CASES)
-def test_products_are_those_of_float64(pool: Pools, name: str, gathers: bool, seed: int) -> None:
-    harness.assert_none(pool(1)(_products, CASES[name], seed, gathers))
+def test_products_are_those_of_float64(pool: Pools, name: str, seed: int) -> None:
+    harness.assert_none(pool(1)(_products, CASES[name], seed))
 
 
 def _layer(rank: int, world_size: int, seed: int, activation: str, bias: bool) -> list[str]:

@@ -86,11 +86,6 @@ CASES = {
         {"capacity_factor": 0.8, "pad_to_capacity": True, "drop_policy": "position", "activation": "gelu"},
         poison_tail=True,
     ),
-    "rank-major rows": Case({"rows": "rank", "top_k": 4, "num_shared_experts": 1}),
-    "rank-major rows, biases": Case({"rows": "rank", "activation": "swiglu_clamped", "bias": True}),
-    "rank-major rows, fixed buffers": Case(
-        {"rows": "rank", "capacity_factor": 1.0, "pad_to_capacity": True}, poison_tail=True
-    ),
     "balanced by force": Case({"force_balanced": True, "top_k": 4}),
     "all experts": Case({"top_k": 12}),
     "recomputed": Case({"aux_loss": "batch", "aux_loss_coef": 0.7, "bias_update_rate": 0.1}, reentrant=False),
@@ -115,9 +110,6 @@ IN_EVERY_WAY = (
     "fixed buffers, biases",
     "drop by weight",
     "recomputed",
-    "rank-major rows",
-    "rank-major rows, biases",
-    "rank-major rows, fixed buffers",
 )
 
 
@@ -177,13 +169,12 @@ def test_every_way_gives_the_same(pool: Pools, name: str, dtype: torch.dtype, si
     assert pool(size)(check_ways, in_every_way(name, dtype, size, seed)) == [[]] * size
 
 
-def kept_bytes(rank: int, world_size: int, rows: str, seed: int) -> tuple[int, int, dict[str, int]]:
-    """Rows of the experts here, those that a dispatch brings, and the bytes that a forward keeps, by
-    `keep`."""
+def kept_bytes(rank: int, world_size: int, seed: int) -> tuple[int, dict[str, int]]:
+    """Rows of the experts here, and the bytes that a forward keeps, by `keep`."""
     torch.manual_seed(seed)
-    layer = MoELayer(MoEConfig(**{**SIZES, "dtype": torch.bfloat16, "rows": rows}), max_tokens=64)
+    layer = MoELayer(MoEConfig(**{**SIZES, "dtype": torch.bfloat16}), max_tokens=64)
     x, bytes_kept = torch.randn(64, 16, dtype=torch.bfloat16, requires_grad=True), {}
-    out = layer.comm.dispatch(x.detach(), layer.router(x).topk_idx_TK, layout=rows)
+    out = layer.comm.dispatch(x.detach(), layer.router(x).topk_idx_TK)
     for keep in ("all", "rows", "nothing"):
         layer.overlap = OverlapConfig(keep=keep)
         kept: list[torch.Tensor] = []  # alive, so that no two share an address
@@ -197,17 +188,15 @@ def kept_bytes(rank: int, world_size: int, rows: str, seed: int) -> tuple[int, i
         storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in kept}
         bytes_kept[keep] = sum(storages.values())
         y.sum().backward()
-    return int(out.expert_offsets[-1]), len(out.tokens), bytes_kept
+    return len(out.tokens), bytes_kept
 
 
-@pytest.mark.parametrize("rows", ["expert", "rank"])
-def test_what_is_kept(rows: str, pools: dict[int, RankPool], seed: int) -> None:
+def test_what_is_kept(pools: dict[int, RankPool], seed: int) -> None:
     """Each `keep` holds as many bytes as docs/layer.md says."""
     hidden, inner = SIZES["hidden"], 2 * SIZES["ffn_hidden"]
-    for of_experts, brought, kept in pools[2](kept_bytes, rows, seed):
-        assert kept["all"] - kept["rows"] == of_experts * inner * 2
-        assert kept["rows"] - kept["nothing"] == (brought - 64) * hidden * 2  # and the 64 tokens instead
-        assert (brought == of_experts) == (rows == "expert")
+    for rows, kept in pools[2](kept_bytes, seed):
+        assert kept["all"] - kept["rows"] == rows * inner * 2
+        assert kept["rows"] - kept["nothing"] == (rows - 64) * hidden * 2  # and the 64 tokens instead
 
 
 def checkpointed(
@@ -262,8 +251,8 @@ def test_plans_of_no_layer() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"num_shared_experts": 1}, FIXED, {"rows": "rank"}],
-    ids=["", "shared", "fixed", "rank-major"],
+    [{}, {"num_shared_experts": 1}, FIXED],
+    ids=["", "shared", "fixed"],
 )
 @pytest.mark.parametrize("layer", [{}, {"keep": "rows"}, {"keep": "nothing"}], ids=str)
 def test_checkpoints_keep_plans(
@@ -321,7 +310,7 @@ def deferred(rank: int, world_size: int, options: dict[str, Any], most_rows: int
 
 
 @pytest.mark.parametrize("most_rows", [None, 0])
-@pytest.mark.parametrize("options", [{}, {"rows": "rank"}, {"capacity_factor": 2.0, "pad_to_capacity": True}])
+@pytest.mark.parametrize("options", [{}, {"capacity_factor": 2.0, "pad_to_capacity": True}])
 def test_weights_later_over_several_backwards(
     pools: dict[int, RankPool], options: dict[str, Any], most_rows: int | None, seed: int
 ) -> None:

@@ -428,7 +428,6 @@ def communicator_of(config: MoEConfig) -> Communicator:
 WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "dropless": ({}, {}),
     "capacity": ({"capacity_factor": 2.0, "pad_to_capacity": True}, {}),
-    "rows by rank": ({"rows": "rank"}, {}),
     "in order": ({}, {"overlap": False}),
 }
 

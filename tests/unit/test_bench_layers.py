@@ -26,9 +26,9 @@ def layer_case() -> case.LayerCase:
 def test_layers_are_built_as_the_choice_says() -> None:
     one = layer_case()
     comms = {None: moecomm_path.communicator(one.options, one.point)}
-    for rows in ("rank", None):
-        layer = layer_variants.make_layer(comms, [one], one.experts, Choice(products="torch", rows=rows))
-        assert layer.config.rows == rows and layer.config.products == "torch"
+    for products in ("torch", None):
+        layer = layer_variants.make_layer(comms, [one], one.experts, Choice(products=products))
+        assert layer.config.products == products
         assert layer.experts.w_in is one.experts.w_in
 
 

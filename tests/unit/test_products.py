@@ -13,7 +13,6 @@ from moecomm.errors import InvalidArgument, Unsupported
 from moecomm.kernels import quack, tiles
 from moecomm.kernels.products import Products
 from moecomm.nn import GroupedExperts, MoEConfig, SharedExperts, sharded_state
-from moecomm.nn.fp8 import Fp8Products
 from moecomm.nn.products import make_products
 
 SIZES: dict[str, Any] = {
@@ -123,36 +122,8 @@ def test_the_choice_is_quack_where_it_serves(installed: pytest.MonkeyPatch) -> N
             "activation": "swiglu",
             "bias": False,
             "rows": 7,
-            "gathers": False,
         }
     ]
-
-
-@pytest.mark.parametrize("engine", [Products, Fp8Products])
-def test_rows_by_index_are_those_rows(engine: type[Products], seed: int) -> None:
-    """Every product of rows with an index is bit for bit that of the rows laid out; a row may be named twice,
-    or not at all, and positions past the last group name any."""
-    torch.manual_seed(seed)
-    products, offsets = engine(), torch.tensor([3, 3, 9], dtype=torch.int32)
-    w_in, w_out = torch.randn(3, 32, 32).bfloat16(), torch.randn(3, 16, 32).bfloat16()
-    index, weights = torch.randint(7, (11,), dtype=torch.int32), torch.rand(11)
-    x, grad = torch.randn(7, 32).bfloat16(), torch.randn(7, 32).bfloat16()
-    needs: dict[str, Any] = {"activation": "swiglu", "need_weights": True, "need_z": True}
-
-    def run(x: torch.Tensor, grad: torch.Tensor, index: torch.Tensor | None) -> list[torch.Tensor | None]:
-        inner, z = products.gated_mm(x, w_in, offsets, weights, activation="swiglu", index_P=index)
-        back = products.gated_mm_dgrad(grad, w_out, offsets, inner, weights, **needs, index_P=index)
-        per_row = inner, z, *back, products.grouped_mm(x, w_in, offsets, index_P=index)
-        into = torch.ones(3, 16, 32).bfloat16()
-        products.grouped_mm_wgrad(z, grad, offsets, grad_index_P=index, into=into)
-        return [
-            *(None if each is None else each[:9] for each in per_row),
-            products.grouped_mm_wgrad(x, inner, offsets, rows_index_P=index),
-            into,
-        ]
-
-    for one, other in zip(run(x, grad, index), run(x[index], grad[index], None), strict=True):
-        assert one is not None and other is not None and torch.equal(one, other)
 
 
 def test_a_config_has_one_engine() -> None:
@@ -165,11 +136,10 @@ def test_a_config_has_one_engine() -> None:
 def test_tiles() -> None:
     """A layer of the table has its own tiles, another one those of the nearest; every product has some."""
     for (hidden, ffn, rows), found in tiles.TILES.items():
-        assert list(found) and set(found) == {*tiles.PRODUCTS, *tiles.ADDED, *tiles.GATHERED}
+        assert list(found) and set(found) == {*tiles.PRODUCTS, *tiles.ADDED}
         for product, tile in found.items():
             assert tiles.nearest_tile(product, hidden, ffn, rows) == tile
             assert tiles.parse_tile(str(tile)) == tile
-            assert product not in tiles.GATHERED or tile.cluster_n == 1
             assert product in tiles.ADDED or not tile.loads
     assert tiles.nearest_tile("fc1", 7000, 2100) in {
         found["fc1"] for sizes, found in tiles.TILES.items() if sizes[:2] == (7168, 2048)
