@@ -96,7 +96,6 @@ def parse(arguments: Sequence[str]) -> tuple[Plan, command_line.Options]:
     not_for_torch = {
         "--etp": options.etp > 1,
         "--pp": options.pp > 1,
-        "--merged": options.merged,
         "--graph": options.graph,
         "--expert-precision": options.expert_precision == "fp8",
         "--delay-wgrad": options.delay_wgrad,

@@ -8,7 +8,6 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,8 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from moecomm.nn import MoEBlock, MoELayer, backward_weights
-from moecomm.overlap import Stages, run_microbatches
+from moecomm.nn import MoELayer, backward_weights
 
 from ..harness import inputs, verify
 from ..harness import options as named
@@ -49,46 +47,6 @@ def one_after_the_other(
     return results
 
 
-class _Loss(torch.autograd.Function):
-    """A loss of 0 whose gradient is given."""
-
-    @staticmethod
-    def forward(ctx: Any, y_TH: Tensor, dy_TH: Tensor) -> Tensor:
-        ctx.dy_TH = dy_TH
-        return y_TH.new_zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, None]:
-        return ctx.dy_TH, None
-
-
-def _cut(block: nn.Module) -> MoEBlock:
-    """The block, or layer, as its nodes."""
-    if isinstance(block, MoELayer):
-        return MoEBlock(lambda x_TH: (x_TH, x_TH), block, lambda _, y_TH: y_TH)
-    assert isinstance(block, Block)
-    return MoEBlock(block.before, block.layer)
-
-
-def merged(
-    blocks: Sequence[nn.Module],
-    inputs: Sequence[Tensor],
-    gradients: Sequence[Tensor],
-    stages: Stages | None = None,
-) -> list[Tensor]:
-    """The backward of a microbatch beside the forward of the next, and the first and last two beside each
-    other; `stages` records when each part runs."""
-    results: list[Tensor] = []
-
-    def loss(y_TH: Tensor, number: int) -> Tensor:
-        results.append(y_TH.detach())
-        value: Tensor = _Loss.apply(y_TH, gradients[number])  # type: ignore[no-untyped-call]
-        return value
-
-    run_microbatches([_cut(each) for each in blocks], inputs, loss, merge_ends=True, stages=stages)
-    return results
-
-
 def weights_together(
     blocks: Sequence[nn.Module], inputs: Sequence[Tensor], gradients: Sequence[Tensor]
 ) -> list[Tensor]:
@@ -105,7 +63,6 @@ def weights_together(
 SCHEDULES: dict[str, Schedule] = {
     "one after the other": one_after_the_other,
     "weights together": weights_together,
-    "merged": merged,
 }
 
 
@@ -187,7 +144,7 @@ class _OfALayer(Variants):
                     found[0][key] = weight.grad if anew else weight.grad.mul_(0.5)
                 yield found  # type: ignore[misc]  # a grad that is not there is an error of its own
 
-        path = self.path(
+        return self.path(
             name,
             steps.calls(),
             run,
@@ -197,20 +154,6 @@ class _OfALayer(Variants):
             waited=self.waited,
             note=f"products by {layer.experts.products.name}",
         )
-        if schedule is not merged or case.options.timelines is None:
-            return path
-        return replace(path, more=partial(self._recorded, path, layer))
-
-    def _recorded(self, path: Path, layer: MoELayer) -> dict[str, dict[str, Any]]:
-        """Writes the timeline of a merged step, and measures what else is said of it."""
-        case = self.case
-        stages = Stages(layer.comm.device, record=True)
-        steps = Steps(partial(merged, stages=stages), [layer], [case.microbatches])
-        self.clock.time(partial(steps.run, len(steps.inputs), anew=True))
-        if case.rank == 0:
-            assert case.options.timelines is not None
-            self._write_timelines(case.options.timelines, path.name, {WHOLE: stages.timeline()})
-        return path.more()
 
 
 def make_microbatches(comms: Comms, case: LayerCase, clock: Clock) -> list[Path | Yardstick | NotRun]:
@@ -231,14 +174,9 @@ class Block(nn.Module):
         self.attention, self.layer = attention, layer
         self.norm = nn.RMSNorm(hidden, eps=1e-6, dtype=weight.dtype, device=weight.device)
 
-    def before(self, x_TH: Tensor) -> tuple[Tensor, Tensor]:
-        """Computes what comes before the experts: the residual, and their input."""
-        x_TH = self.attention(x_TH[None])[0]
-        return x_TH, self.norm(x_TH)
-
     def forward(self, x_TH: Tensor) -> Tensor:
-        x_TH, h_TH = self.before(x_TH)
-        y_TH: Tensor = x_TH + self.layer(h_TH)
+        x_TH = self.attention(x_TH[None])[0]
+        y_TH: Tensor = x_TH + self.layer(self.norm(x_TH))
         return y_TH
 
 

@@ -113,11 +113,7 @@ def travel_seconds(model: torch.nn.Module) -> tuple[float, float]:
     """Returns the time in which rows travelled, and the part of it in which nothing was computed, in the last
     forward and backward of all layers, which were measured. By one clock: the part is no more than the
     whole."""
-    return travel_of([timeline for layer in moe_layers(model) for timeline in layer.timelines().values()])
-
-
-def travel_of(timelines: Sequence[Timeline]) -> tuple[float, float]:
-    """`travel_seconds` of timelines that were measured otherwise."""
+    timelines = [timeline for layer in moe_layers(model) for timeline in layer.timelines().values()]
     return (
         sum(_travelling(timeline).exposed_seconds for timeline in timelines),
         sum(timeline.exposed_seconds for timeline in timelines),

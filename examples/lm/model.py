@@ -81,12 +81,6 @@ class Block(nn.Module):
         with self.offload or contextlib.nullcontext():
             return self.runs["all"](self._compute, x_BSH, cos_SD, sin_SD)
 
-    def before(self, x_BSH: Tensor, cos_SD: Tensor, sin_SD: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the residual after the attention, and the input of the feed-forward layer."""
-        with self.offload or contextlib.nullcontext():
-            x_BSH = x_BSH + self.runs["attention"](self._attend, x_BSH, cos_SD, sin_SD)
-            return x_BSH, self.ffn_norm(x_BSH)
-
     def _compute(self, x_BSH: Tensor, cos_SD: Tensor, sin_SD: Tensor) -> Tensor:
         x_BSH = x_BSH + self.runs["attention"](self._attend, x_BSH, cos_SD, sin_SD)
         return x_BSH + self.runs["moe"](self._feed, x_BSH)

@@ -101,7 +101,6 @@ PER_CALL = (
     "preset",
     "compile",
     "graph",
-    "merged",
     "delay_wgrad",
     "note",
 )
@@ -130,7 +129,6 @@ class Options:
     compile: bool
     graph: bool
     microbatches: int
-    merged: bool
     delay_wgrad: bool
     recompute: list[str]
     offload: int | None
@@ -311,8 +309,6 @@ def _check(options: Options) -> None:
     _check_memory(options)
     if options.graph and options.microbatches > 1:
         raise UsageError("--graph captures a step as a whole: not with --microbatches")
-    if options.merged and options.microbatches == 1:
-        raise UsageError("--merged computes microbatches beside each other: give --microbatches 2 or more")
     if options.delay_wgrad and (options.microbatches == 1 or options.fsdp):
         reason = "one product of several microbatches: give --microbatches 2 or more"
         if options.fsdp:
@@ -359,12 +355,6 @@ def _check_split(options: Options) -> None:
 
 def _check_memory(options: Options) -> None:
     """Is there what is to be computed again or kept on the host?"""
-    for name in options.recompute:
-        if options.merged and name in ("moe", "all"):
-            raise UsageError(
-                f"--recompute {name}: merged microbatches have the layer in parts, around which no "
-                "checkpoint goes: give attention, fc1, dispatch or shared with --merged"
-            )
     if "mla-up" in options.recompute and options.attention != "latent":
         raise UsageError(f"--recompute mla-up is of --attention latent, not of {options.attention}")
     if "shared" in options.recompute and not options.shared_experts:
@@ -402,8 +392,6 @@ def _check_pipeline(options: Options) -> None:
         raise UsageError(f"--sample: text is written by ranks that hold all layers: not with --pp {pp}")
     if options.graph:
         raise UsageError(f"--graph: a graph is of a step on all layers: not with --pp {pp}")
-    if options.merged and schedule != "dualpipev":
-        raise UsageError(f"--merged with --pp {pp} needs --schedule dualpipev, which has such pairs")
     _check_microbatches(options, schedule)
 
 
@@ -706,14 +694,6 @@ def _parser() -> argparse.ArgumentParser:
         type=_count,
         default=1,
         help="parts of a step, forward and backward each, whose gradients are accumulated",
-    )
-    add(
-        "--merged",
-        action=argparse.BooleanOptionalAction,
-        default=False,
-        help="compute one microbatch's backward beside the next one's transfers, and the reverse; the losses "
-        "are the same; on two H200 the preset large is 13 %% faster by it, others between 3 %% faster and "
-        "5 %% slower",
     )
     add(
         "--delay-wgrad",

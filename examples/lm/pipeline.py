@@ -26,12 +26,10 @@ from torch.distributed import pipelining
 
 from lm.data import inputs_and_targets
 from lm.errors import UsageError
-from lm.merged import cut, whole
 from lm.metrics import last_load
 from lm.model import Transformer
 from lm.options import SCHEDULES, V_SCHEDULES, Options
 from lm.ranks import Ranks
-from moecomm.overlap import MergedStage, merge_stages
 
 
 @dataclass(frozen=True)
@@ -92,6 +90,49 @@ def schedule_class(options: Options) -> Any:
     return found
 
 
+class Stage(nn.Module):
+    """Blocks whose forward is one operation of the graph that a schedule makes, and so is their backward: of
+    one that the schedule splits (zero bubble) one part computes all of it. Experts communicate in it, so it
+    must not be computed in parts, nor twice."""
+
+    def __init__(self, blocks: list[Callable[[Tensor], Tensor]]) -> None:
+        super().__init__()
+        self._blocks = blocks
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            return self._compute(x)
+        own = x.detach().requires_grad_(x.requires_grad)
+        source = x if x.requires_grad else x.new_empty(0, dtype=torch.float32).requires_grad_()
+        y: Tensor = _Whole.apply((own, self._compute(own)), source)  # type: ignore[no-untyped-call]
+        return y
+
+    def _compute(self, x: Tensor) -> Tensor:
+        for block in self._blocks:
+            x = block(x)
+        return x
+
+
+class _Whole(torch.autograd.Function):
+    """What has been computed, (its input, its result), as one operation."""
+
+    @staticmethod
+    def forward(ctx: Any, computed: tuple[Tensor, Tensor], source: Tensor) -> Tensor:
+        ctx.computed = computed
+        return computed[1].detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None]:
+        (x, y), ctx.computed = ctx.computed, None
+        # On this thread, and outside the caller's autocast, as any backward.
+        with (
+            torch.autograd.set_multithreading_enabled(False),
+            torch.autocast(grad.device.type, enabled=False),
+        ):
+            torch.autograd.backward(y, grad)
+        return None, x.grad
+
+
 class Pipeline(nn.Module):
     """The stages of this rank. As a module it is the whole model, on all ranks of the pipeline together:
     forward maps token ids (B, S), and those that follow them, to their mean cross-entropy where the last
@@ -101,19 +142,22 @@ class Pipeline(nn.Module):
         targets: the targets (B, S) of the next forwards of the last stage, in their order.
     """
 
-    def __init__(self, model: Transformer, layout: Layout, ranks: Ranks, *, merged: bool = False) -> None:
-        """merged: blocks are cut into nodes, for microbatches that are computed beside each other."""
+    def __init__(self, model: Transformer, layout: Layout, ranks: Ranks) -> None:
         super().__init__()
         self.model, self.layout, self._device = model, layout, ranks.device
-        self.group, self._merged = ranks.folding.group("pp"), merged
+        self.group = ranks.folding.group("pp")
         self.targets: list[Tensor] = []
         # A list, which hides them from this module: their parameters are the model's.
-        self.stages = [(number, MergedStage(self._blocks(number))) for number in layout.own]
+        self.stages = [(number, Stage(self._blocks(number))) for number in layout.own]
+
+    def _as_function(self, block: Any) -> Callable[[Tensor], Tensor]:
+        """Returns a block of the model as a function of its input."""
+        return lambda x_BSH: block(x_BSH, *self.model.positions(x_BSH.shape[1]))
 
     def _blocks(self, stage: int) -> list[Any]:
         model, layout = self.model, self.layout
         own = [model.blocks[str(layer)] for layer in layout.layers[stage]]
-        blocks: list[Any] = [cut(model, block) if self._merged else whole(model, block) for block in own]
+        blocks: list[Any] = [self._as_function(block) for block in own]
         if stage == 0:
             blocks.insert(0, model.embed)
         if stage == len(layout.layers) - 1:
@@ -187,8 +231,6 @@ class PipelineStep(nn.Module):
         self._schedule = made(
             stages[0] if single else stages, options.microbatches, self._loss, scale_grads=False
         )
-        if options.merged:
-            merge_stages(self._schedule)
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
         """Returns the mean loss of the windows (B, S + 1) where the last stage is, and 0 elsewhere, and adds

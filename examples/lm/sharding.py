@@ -12,9 +12,9 @@ Each block is a unit of its own, gathered for its forward, again for its backwar
 its experts, its shared experts and what TP has split are units within it. While a block computes, the next
 one is gathered. Gradients of microbatches add up, and the last one's backward scatters their sums.
 
-Merged microbatches and schedules of pipelines cut blocks into nodes and turn from one to another, so that no
-block is ever done before the step is. There all is gathered before the first microbatch, and gradients are
-scattered after the last: `Sharding.step`. In between a rank has all weights and gradients of its stage.
+Schedules of pipelines turn from one microbatch to another, so that no block is ever done before the step is.
+There all is gathered before the first microbatch, and gradients are scattered after the last:
+`Sharding.step`. In between a rank has all weights and gradients of its stage.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Sharding:
     ) -> None:
         """mesh: as `lm.parallel.split_attention` returns it."""
         self._model: Any = model
-        self._by_step = options.merged or folding.pp > 1
+        self._by_step = folding.pp > 1
         dtype = torch.bfloat16 if options.dtype == "bfloat16" else None
         by_unit = {} if self._by_step else {"param_dtype": dtype}  # else `precision.compute` casts
         narrow = options.weights == "bfloat16"

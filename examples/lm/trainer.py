@@ -23,7 +23,6 @@ from lm.build import (
 )
 from lm.corpus import Corpus
 from lm.errors import RunError, UsageError
-from lm.merged import MergedStep
 from lm.metrics import (
     MetricsFile,
     Record,
@@ -89,12 +88,10 @@ class Trainer:
         self.graphed = (
             build_graphed_step(self._forward_backward, self.model, self.comm) if options.graph else None
         )
-        self.merged = self.pipeline = self.piped = None
+        self.pipeline = self.piped = None
         if folding.pp > 1:
-            self.pipeline = Pipeline(self.model, layout, ranks, merged=options.merged)
+            self.pipeline = Pipeline(self.model, layout, ranks)
             self.piped = PipelineStep(self.pipeline, options, self.eval_batch, self.places_S)
-        elif options.merged:
-            self.merged = MergedStep(self.model, options.microbatches, self.places_S)
 
     def _require_same_text(self) -> None:
         """Raises UsageError on all ranks if some have read other text than others: on several hosts, say."""
@@ -190,7 +187,7 @@ class Trainer:
         # Stages of a layer cannot be measured in a graph, nor by a schedule of a pipeline.
         measured = self.graphed is None and self.piped is None
         measured &= step in (1, options.steps) or step % options.log_every == 0
-        measure_layers(self.model, measured and self.merged is None)
+        measure_layers(self.model, measured)
         self.comm.reset_stats()
         first = self.ranks.place.dp * self.local_batch
         tokens_BS = data.training_batch(
@@ -243,10 +240,6 @@ class Trainer:
         `travel_seconds` of all of them."""
         if (piped := self.piped) is not None:
             return precision.compute(piped, self.dtype, tokens_BS).detach(), piped.load_AE, (0.0, 0.0)
-        if (merged := self.merged) is not None:
-            merged.measured = measured
-            loss = precision.compute(merged, self.dtype, tokens_BS).detach()
-            return loss, merged.load_AE, merged.travelled if measured else (0.0, 0.0)
         losses, loads, times = [], [], []
         for number, part_BS in enumerate(tokens_BS.chunk(self.options.microbatches), 1):
             if self.sharding is not None:

@@ -24,7 +24,6 @@ from moecomm.nn.gradients import clip_grad_norm, grad_norms, sync_gradients
 from moecomm.nn.graphed import GraphedStep
 from moecomm.nn.layer import MoELayer, backward_weights, set_loss_scale
 from moecomm.nn.losses import attach_loss, load_balancing_loss, z_loss
-from moecomm.nn.merged import MoEBlock
 from moecomm.nn.offload import ActivationOffload
 from moecomm.nn.overlap_config import OverlapConfig
 from moecomm.nn.parameters import is_expert_parameter, mark_expert_parameter
@@ -36,7 +35,6 @@ __all__ = [
     "ActivationOffload",
     "GraphedStep",
     "GroupedExperts",
-    "MoEBlock",
     "MoEConfig",
     "MoELayer",
     "OverlapConfig",

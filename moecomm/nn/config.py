@@ -71,7 +71,7 @@ class MoEConfig:
             model, this makes them one of the job.
         weights_on_input: True: y is the sum of expert(weight * x) in place of weight * expert(x), as Llama 4
             has it, whose router is `top_k=1, score_function="sigmoid"`. For top_k=1. Shared experts see
-            x, are computed before the dispatch and not beside it, and are refused in merged microbatches.
+            x, and are computed before the dispatch and not beside it.
         aux_loss: load-balancing loss: over the rank's tokens ("batch"); the mean over its sequences
             ("sequence"), of which ranks of a folding's group "tp-cp" hold parts and sum them; or with the
             choices of all ranks and microbatches of a step ("global", Qwen3's loss, arXiv 2501.11873; see

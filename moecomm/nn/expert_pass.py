@@ -20,15 +20,11 @@ beside a transfer it is on the caller's stream, which takes the host less.
 To autograd a pass is two functions. The first keeps what the backward needs and has the backward; the second
 hands out the result. So where torch.utils.checkpoint computes again what was kept, it can stop before the
 result; and with `keep_plans` it goes along the plan of the first time.
-
-Both passes are generators that pause when a transfer is under way and what lies beside it is issued. A pass
-by itself is run through; of merged microbatches another one goes on meanwhile (moecomm/nn/merged.py).
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -50,8 +46,6 @@ from moecomm.nn.overlap_config import Keep
 from moecomm.nn.own_experts import call_or_tell
 from moecomm.nn.parameters import grad_in_place, has_hooks
 from moecomm.overlap import Beside, Stages, Timeline
-from moecomm.overlap.beside import Turns
-from moecomm.overlap.blocks import run_through
 from moecomm.overlap.stages import COMM
 from moecomm.types import DispatchOutput, Handle
 
@@ -119,23 +113,19 @@ class Call(NamedTuple):
     """Within a checkpoint that keeps plans, those that were kept; else None."""
     layer: Any = None
     """The MoELayer whose pass it is, by which its dispatch is told from those of others."""
-    turns: Turns | None = None
-    """Of merged microbatches, all of whose transfers are beside something; None: the pass is by itself."""
     keep_shared: bool = True
     """False: the first product of the shared experts is not kept, and is computed again in the backward."""
     computed: tuple[Tensor | None, Tensor | None] = (None, None)
     """With `deferred`: the w_in and w_out that were computed from parameters, and in whose places the pass
     has those of `cut_off`."""
 
-    def stages(self) -> Any:
-        """Returns the stages of a new pass, or what makes them in merged microbatches that are recorded."""
-        if self.turns is not None and self.turns.stages is not None:
-            return self.turns.stage
+    def stages(self) -> Stages:
+        """Returns the stages of a new pass."""
         return Stages(self.comm.device, record=self.runs is not None)
 
     def beside(self, *, wanted: bool) -> Beside:
         """Returns the context for a transfer."""
-        return Beside(self.comm, wanted=wanted, only_transfers=True, turns=self.turns)
+        return Beside(self.comm, wanted=wanted, only_transfers=True)
 
     def settle(self, side: Beside) -> None:
         """Waits on the host for a pass whose transfers were on `side`, if `waits` says so."""
@@ -189,26 +179,19 @@ class Forward:
         assert self._known is not None
         return self._known
 
-    def run(self) -> Generator[None, None, Tensor]:
-        """Runs the forward and returns y (T, H); it pauses with the dispatch under way, and the combine."""
+    def run(self) -> Tensor:
+        """Runs the forward and returns y (T, H)."""
         call, weights, comm = self.call, self.weights, self.call.comm
         has_shared = weights.shared_in is not None
         stages = call.stages()
-        side, turns = call.beside(wanted=has_shared), call.turns or Turns()
+        side = call.beside(wanted=has_shared)
         tokens = (self.x_TH, call.topk_idx_TK, self.topk_weights_TK)
         out: DispatchOutput | None = None
         shared_TH: Tensor | None = None
 
-        def receive_rows() -> None:
-            nonlocal out
-            with side.receiving(), stages("dispatch_receive", stream=COMM, communicates=True):
-                out = receive(directly=True)
-
         with side, stages("dispatch_send", stream=COMM, communicates=True):
-            # Without a capacity, receiving waits on the host for the number of rows.
             if call.capacity is None:
                 receive = comm.begin_dispatch(*tokens, _layer=call.layer)
-                turns.begin(receive_rows)
             else:
                 out = comm.dispatch(*tokens, capacity=call.capacity, _layer=call.layer)
         if has_shared:
@@ -217,9 +200,10 @@ class Forward:
                 shared_TH = self._shared_fc2()
             if not call.keep_shared:
                 self._shared_inner_TI = None
-        yield
-        turns.finish()
-        assert out is not None and out.weights is not None
+        if out is None:  # the host waits for the number of rows
+            with side.receiving(), stages("dispatch_receive", stream=COMM, communicates=True):
+                out = receive(directly=True)
+        assert out.weights is not None
         groups = call.products.groups_of(out)
         side.join(out.tokens, out.weights, groups)
         if call.overflow is not None:
@@ -235,16 +219,13 @@ class Forward:
         with stages("fc2"):
             expert_rows_PH = self._fc2(z_PF)
         del z_PF
-        home = call.beside(wanted=False)
-        with home, stages("combine", stream=COMM, communicates=True):
+        with stages("combine", stream=COMM, communicates=True):
             y_TH = comm.combine(expert_rows_PH, out.handle)
-        yield
-        home.join(y_TH)
         if shared_TH is not None:
             y_TH.add_(shared_TH)
-        if call.runs is not None and isinstance(stages, Stages):
+        if call.runs is not None:
             call.runs.forward = stages
-        call.settle(side if side.apart else home)
+        call.settle(side)
         return y_TH
 
     def again(self) -> None:
@@ -327,14 +308,9 @@ class Forward:
 # -- backward ----------------------------------------------------------------------------------------------
 
 
-Gradients = tuple[Tensor | None, ...]
-
-
-def backward(
-    ctx: Any, grad_y_TH: Tensor, gradient_to_add_to: Callable[[Any, int], Tensor | None]
-) -> Generator[None, None, Gradients]:
-    """Runs the backward of `_Keep` and returns gradients in the order of its inputs; it pauses with the
-    gradients of the rows under way, and those of the tokens. ctx: what `_Keep` has left for it."""
+def _backward(ctx: Any, grad_y_TH: Tensor) -> tuple[Tensor | None, ...]:
+    """Runs the backward of `_Keep`, from what it has left in `ctx`, and returns gradients in the order of its
+    inputs."""
     call: Call = ctx.call
     comm, products, handle = call.comm, call.products, ctx.handle
     saved: tuple[Any, ...] = ctx.saved_tensors
@@ -368,10 +344,9 @@ def backward(
                 need_x,
                 *need_shared,
             )
-    yield
     side.join(grad_rows_PH, rows_PH if call.keep == "nothing" else None)
 
-    into_in, into_out = (gradient_to_add_to(ctx, number) for number in (W_IN, W_OUT))
+    into_in, into_out = (_gradient_to_add_to(ctx, number) for number in (W_IN, W_OUT))
     if call.keep != "all":
         with stages("fc1_again"):
             inner_PI = products.grouped_mm(rows_PH, w_in, groups, bias_LB=b_in)
@@ -423,13 +398,12 @@ def backward(
             grad_in_LHI = products.grouped_mm_wgrad(
                 rows_PH, grad_inner_PI, groups, into=into_in, leave_sms=sms or 0
             )
-    yield
     home.join(grad_x_TH, grad_weights_TK)
 
     grad_shared_x_TH, *grad_shared_weights = grad_shared
     if grad_x_TH is not None and grad_shared_x_TH is not None:
         grad_x_TH.add_(grad_shared_x_TH)
-    if call.runs is not None and isinstance(stages, Stages):
+    if call.runs is not None:
         call.runs.backward = stages
     call.settle(side if side.apart else home)
     return (
@@ -454,10 +428,8 @@ def _or(computed: Tensor | None, weight: Tensor) -> Tensor:
 
 def _is_wanted(ctx: Any, number: int) -> bool:
     """Returns whether the backward that runs is one for a weight, and not for other inputs alone
-    (torch.autograd.grad, or `inputs` of backward). In merged microbatches all of them are. Raises Unsupported
-    for one that is for some of the parameters that a weight was computed from, and not for others."""
-    if not hasattr(ctx, "next_functions"):
-        return True
+    (torch.autograd.grad, or `inputs` of backward). Raises Unsupported for one that is for some of the
+    parameters that a weight was computed from, and not for others."""
     node = ctx.next_functions[number][0]
     nodes = [node]
     if ctx.call.computed[number - W_IN] is not None:  # node is of `cut_off`
@@ -566,7 +538,7 @@ class _Pass:
         self.forward = forward
         with without_autocast(x_TH.device.type):
             if self.known is None:
-                self.y_TH = call_or_tell(self.call.comm, lambda: run_through(forward.run()))
+                self.y_TH = call_or_tell(self.call.comm, forward.run)
             else:
                 call_or_tell(self.call.comm, forward.again)
         return forward
@@ -603,7 +575,7 @@ class _Keep(torch.autograd.Function):
             if computed is not None:
                 _is_wanted(ctx, number)  # what it refuses is refused before ranks wait for each other
         with without_autocast(grad_y_TH.device.type):
-            return run_through(backward(ctx, grad_y_TH, _gradient_to_add_to))
+            return _backward(ctx, grad_y_TH)
 
 
 class _Finish(torch.autograd.Function):

@@ -41,7 +41,7 @@ from moecomm.nn.parameters import has_main_grad, main_grad_of
 from moecomm.nn.router import Routing, TopKRouter
 from moecomm.nn.same_config import MOST_CALLERS, caller_of, require_same_config
 from moecomm.nn.token_dropping import rows_at_worst, tokens_per_expert_limit
-from moecomm.nn.watched import OF_WEIGHTS, watcher
+from moecomm.nn.watched import watcher
 from moecomm.overlap import Timeline, sms_beside_wgrad
 from moecomm.parallel import ParallelFolding
 from moecomm.setup.memory_plan import NATIVE_DTYPES
@@ -441,7 +441,7 @@ class MoELayer(nn.Module):
             ("experts", self.experts, GroupedExperts),
             ("shared", self.shared, SharedExperts),
         ):
-            found = None if module is None else watcher(module, kind, OF_WEIGHTS)
+            found = None if module is None else watcher(module, kind)
             if found is not None:
                 return f"{name} has {found}"
         return None

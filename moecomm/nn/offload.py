@@ -58,9 +58,7 @@ class ActivationOffload:
     then.
 
     Microbatches, and stages of a pipeline on this rank, share one object: blocks may have their forwards and
-    backwards in any order, on one stream. In merged microbatches (`moecomm.overlap.run_microbatches`) a block
-    may be within the nodes that autograd differentiates (`before` of a MoEBlock); the experts' rows are not
-    autograd's there and stay on the device.
+    backwards in any order, on one stream.
 
     Entering raises InvalidArgument within itself, within other saved_tensors_hooks (put it around a
     checkpoint, not inside) and while a CUDA graph is captured. Leaving raises it where a saved tensor was

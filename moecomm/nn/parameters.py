@@ -100,12 +100,12 @@ def to_main_grad(parameter: Tensor) -> None:
         parameter.grad = None
 
 
-def add_gradient(weight: Tensor | None, gradient: Tensor | None) -> None:
+def add_gradient(weight: Tensor, gradient: Tensor | None) -> None:
     """Adds a gradient to the `grad` of a parameter, or its `main_grad`, as autograd does, but for hooks,
     unless the product has added it already: None. The gradient of a weight that was computed from parameters
     (a cast, by torch.func.functional_call) goes on to them through its graph, which stays for other
     microbatches."""
-    if weight is None or gradient is None:
+    if gradient is None:
         return
     if not weight.is_leaf:
         try:

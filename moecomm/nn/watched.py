@@ -14,22 +14,21 @@ from typing import Any
 from torch import nn
 
 _KINDS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-OF_SHARDS = ("moecomm.", "torch.distributed.")
-"""The packages of hooks that gather weights and average gradients."""
-OF_WEIGHTS = (*OF_SHARDS, "torch.nn.utils.")
-"""The packages of hooks that have to do with weights alone."""
+_OF_WEIGHTS = ("moecomm.", "torch.distributed.", "torch.nn.utils.")
+"""The packages of hooks that have to do with weights alone: they gather them, average gradients, or make a
+weight ready."""
 
 
-def watcher(module: nn.Module, kind: type[nn.Module], but: tuple[str, ...]) -> str | None:
+def watcher(module: nn.Module, kind: type[nn.Module]) -> str | None:
     """Returns what expects of a module's calls what the module itself computes: a hook of it, or of the
-    `kind` that it wraps, or a forward other than that of `kind`. None: nothing does. Hooks that were defined
-    in the packages `but` are not looked at."""
+    `kind` that it wraps, or a forward other than that of `kind`. None: nothing does. Hooks that have to do
+    with weights alone are not looked at."""
     for each in module.modules():
         wrapped = isinstance(each, kind)
         if not (wrapped or each is module):
             continue
         for hook in _hooks(each):
-            if not _package(hook).startswith(but):
+            if not _package(hook).startswith(_OF_WEIGHTS):
                 return f"a hook ({_name(hook)})"
         if wrapped and getattr(each.forward, "__func__", None) is not kind.forward:
             return f"another forward ({_name(each.forward)})"

@@ -11,7 +11,6 @@ import torch
 
 from moecomm.communicator import Communicator
 from moecomm.device.cuda_device import CudaDevice
-from moecomm.overlap.stages import COMPUTE, Stages
 
 _SMS_TIMES_COLUMNS = 210
 """The share of a GPU's SMs for a transfer, times the columns of the product beside it."""
@@ -40,44 +39,6 @@ def sms_beside_wgrad(*, sms: int, ranks: int, top_k: int, row_bytes: int, inner:
     return max(8, 2 * round(share * sms / 2))
 
 
-class Turns:
-    """The transfers of microbatches that take turns, in the order of their issue on one thread.
-
-    Attributes:
-        stages: where their nodes are recorded; None: nowhere.
-        whose: the microbatch and pass whose turn it is, for the names of the stages.
-        issued: nodes' transfers that have been issued.
-        failed: the part of a transfer that has raised an error, "transfer" or, of a dispatch's second part,
-            "receive"; else None.
-    """
-
-    def __init__(self, stages: Stages | None = None) -> None:
-        self.stages, self.whose = stages, ""
-        self.issued = 0
-        self.failed: str | None = None
-        self._receive: Callable[[], None] | None = None
-
-    def stage(
-        self, name: str, *, stream: str = COMPUTE, communicates: bool = False
-    ) -> contextlib.AbstractContextManager[Any]:
-        """Returns the context of a stage of the pass whose turn it is."""
-        if self.stages is None:
-            return contextlib.nullcontext()
-        return self.stages(f"{name} {self.whose}", stream=stream, communicates=communicates)
-
-    def begin(self, receive: Callable[[], None]) -> None:
-        """Notes that a dispatch was sent whose rows `receive` receives. It is called by `finish`, so late
-        that the host has issued what lies beside the dispatch."""
-        self._receive = receive
-
-    def finish(self) -> None:
-        """Receives the dispatch that was sent last, if nobody has; before the next transfer and before its
-        rows are used."""
-        receive, self._receive = self._receive, None
-        if receive is not None:
-            receive()
-
-
 class Beside:
     """A context for transfers of `comm` beside what the caller puts on its own stream meanwhile.
 
@@ -94,22 +55,10 @@ class Beside:
     What the block reads and returns must stay alive until `join`. With wanted=False, and on the CPU, the
     block runs on the caller's stream, and `join` does nothing. An error in the block makes the caller's
     stream wait for what the block has issued.
-
-    turns: of microbatches that take turns. `join` does not wait then for what other microbatches have put on
-    the stream after the block.
     """
 
-    def __init__(
-        self,
-        comm: Communicator,
-        *,
-        wanted: bool = True,
-        only_transfers: bool = False,
-        turns: Turns | None = None,
-    ) -> None:
-        self._comm, self._turns, self._receives = comm, turns, False
-        self._end: torch.cuda.Event | None = None
-        wanted = wanted or turns is not None
+    def __init__(self, comm: Communicator, *, wanted: bool = True, only_transfers: bool = False) -> None:
+        self._comm, self._receives = comm, False
         self._copies = wanted and only_transfers and comm.copies_beside
         self._stream = comm.stream if wanted and not self._copies else None
         self._gpu = CudaDevice(comm.device.index) if self._stream is not None else None
@@ -130,8 +79,6 @@ class Beside:
         return self
 
     def __enter__(self) -> Beside:
-        if self._turns is not None:
-            self._turns.finish()
         if self._copies:
             self._release = self._comm.hold_copies()
         if self._gpu is not None:
@@ -151,15 +98,8 @@ class Beside:
         if self._gpu is not None:
             assert self._caller is not None
             self._on_stream.__exit__(None, None, None)
-            if self._turns is not None:
-                self._end = self._gpu.record_event(self._stream)
         if error is not None:
             self.join()
-        if self._turns is not None:
-            if error is not None:
-                self._turns.failed = "receive" if self._receives else "transfer"
-            elif not self._receives:
-                self._turns.issued += 1
         self._receives = False
 
     def join(self, *results: Any) -> None:
@@ -169,7 +109,7 @@ class Beside:
             self._comm.complete(self._held)
         if self._gpu is None or self._caller is None:
             return
-        self._caller.wait_event(self._end or self._gpu.record_event(self._stream))
+        self._caller.wait_event(self._gpu.record_event(self._stream))
         with self._gpu.current():
             capturing = self._gpu.capturing()
         if capturing:

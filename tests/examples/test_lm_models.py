@@ -125,10 +125,10 @@ TINY = (
 )
 KINDS = {
     "mixtral-8x7b": "--kv-heads 2",
-    "qwen2-57b-a14b": "--kv-heads 2 --shared-experts 2 --microbatches 2 --merged",
+    "qwen2-57b-a14b": "--kv-heads 2 --shared-experts 2 --microbatches 2",
     "qwen3-30b-a3b": "--kv-heads 2 --dtype float32",
     "deepseek-v3": "--layers 3 --dense-layers 1 --dense-ffn 48 --q-rank 12 --kv-rank 8 --rope-dim 4 "
-    "--value-dim 8 --num-groups 4 --topk-groups 2 --microbatches 2 --merged",
+    "--value-dim 8 --num-groups 4 --topk-groups 2 --microbatches 2",
     "gpt-oss-20b": "--kv-heads 2 --window 4",
 }
 

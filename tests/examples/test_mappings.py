@@ -82,7 +82,7 @@ PIPELINES = (
     "--tp 2 --cp 2 --pp 2 --ep 4 --microbatches 4 --schedule interleaved",
     "--pp 2 --ep 2 --etp 2 --microbatches 2 --schedule zero-bubble",
     "--tp 2 --cp 2 --pp 2 --ep 4 --microbatches 8 --schedule zbv",
-    "--tp 2 --pp 2 --ep 2 --microbatches 4 --schedule dualpipev --merged",
+    "--tp 2 --pp 2 --ep 2 --microbatches 4 --schedule dualpipev",
 )
 
 SHARDED_BY_DEFAULT = ((4, "--tp 2 --ep 2 --microbatches 2"),)
@@ -96,13 +96,12 @@ SHARDED = (
     (WORLD, "--cp 2 --ep 2 --microbatches 2"),
     (WORLD, "--tp 2 --cp 2 --ep 2 --etp 2 --microbatches 2"),
     (WORLD, "--tp 4 --cp 2 --ep 4 --etp 2"),
-    (WORLD, "--tp 2 --ep 8 --microbatches 2 --merged"),
-    (WORLD, "--cp 2 --ep 2 --etp 2 --microbatches 2 --merged"),
+    (WORLD, "--tp 2 --ep 8 --microbatches 2"),
     (WORLD, "--tp 2 --pp 2 --ep 2 --microbatches 2"),
     (WORLD, "--cp 2 --pp 2 --ep 2 --etp 2 --microbatches 2 --schedule interleaved"),
     (WORLD, "--pp 2 --ep 1 --microbatches 2 --schedule zero-bubble"),
     (WORLD, "--tp 2 --pp 2 --ep 2 --microbatches 4 --schedule zbv"),
-    (WORLD, "--tp 2 --pp 2 --ep 2 --microbatches 4 --schedule dualpipev --merged"),
+    (WORLD, "--tp 2 --pp 2 --ep 2 --microbatches 4 --schedule dualpipev"),
 )
 
 
@@ -199,7 +198,7 @@ def test_shards_train_as_one_process_does(world: int, mapping: str, run: Run) ->
 
 @pytest.mark.parametrize(
     "schedule",
-    ["interleaved", "zero-bubble", "dualpipev --merged", pytest.param("zbv", marks=if_all)],
+    ["interleaved", "zero-bubble", "dualpipev", pytest.param("zbv", marks=if_all)],
 )
 def test_schedules_train_as_one_process_does(schedule: str, run: Run) -> None:
     """With a balancing loss, whose gradient no schedule scales, and balancing biases."""
@@ -209,7 +208,7 @@ def test_schedules_train_as_one_process_does(schedule: str, run: Run) -> None:
 
 
 @if_all
-@pytest.mark.parametrize("schedule", ["1f1b", "dualpipev --merged"])
+@pytest.mark.parametrize("schedule", ["1f1b", "dualpipev"])
 def test_stages_compute_in_bfloat16_as_one_process_does(schedule: str, run: Run) -> None:
     """With as many microbatches, since each rounds its gradients."""
     model = f"{STAGED} --dtype bfloat16 --microbatches 4"
@@ -236,7 +235,7 @@ SAVING = (
     ("", "--cp 2 --ep 8 --recompute all --offload 1"),
     ("", "--cp 2 --ep 2 --etp 2 --recompute norms,attention,dispatch"),
     ("", "--tp 2 --ep 4 --microbatches 2 --offload 1"),
-    ("", "--tp 2 --cp 2 --ep 8 --microbatches 2 --merged --recompute norms,attention,dispatch --offload 1"),
+    ("", "--tp 2 --cp 2 --ep 8 --microbatches 2 --recompute norms,attention,dispatch --offload 1"),
     (LATENT, "--tp 2 --cp 2 --ep 4 --etp 2 --recompute norms,mla-up,shared,fc1 --offload 1"),
     (LATENT, "--tp 2 --ep 4 --recompute all"),
     (STAGED, "--tp 2 --pp 2 --ep 2 --etp 2 --microbatches 2 --recompute norms,moe --offload 1"),
@@ -248,8 +247,7 @@ SAVING = (
     (f"{STAGED} {LATENT}", "--tp 2 --pp 2 --ep 4 --microbatches 4 --recompute mla-up,shared,dispatch"),
     (
         f"{STAGED} --shared-experts 1",
-        "--tp 2 --pp 2 --ep 4 --microbatches 4 --schedule dualpipev --merged --recompute norms,fc1,shared "
-        "--offload 1",
+        "--tp 2 --pp 2 --ep 4 --microbatches 4 --schedule dualpipev --recompute norms,fc1,shared --offload 1",
     ),
 )
 """Models, and mappings with parts that are computed again or kept on the host."""
@@ -309,12 +307,6 @@ def test_compiled_blocks_train_as_one_process_does(mapping: str, run: Run) -> No
 def test_kinds_of_models_train_in_shards(kind: str, run: Run) -> None:
     mapping = "--tp 2 --cp 2 --ep 2 --etp 2"
     require_same(run(WORLD, f"{KINDS[kind]} {mapping} --fsdp"), run(1, KINDS[kind]), f"{kind} {mapping}")
-
-
-@if_all
-def test_merged_microbatches_of_parts_of_windows(run: Run) -> None:
-    mapping = "--tp 2 --cp 2 --ep 8 --microbatches 2 --merged"
-    require_same(run(WORLD, mapping), run(1, ""), mapping)
 
 
 @if_all
@@ -461,7 +453,6 @@ WRONG = {
     f"{STAGED} --pp 2 --schedule dualpipev --microbatches 2": "--microbatches 2 must be at least 4 with",
     f"{STAGED} --pp 2 --schedule interleaved --microbatches 3": "--microbatches 3 must be a multiple of 2",
     f"{STAGED} --pp 2 --microbatches 4": "--batch 8 is 2 windows a rank, which do not divide into",
-    "--no-tied --pp 2 --microbatches 2 --merged": "--merged with --pp 2 needs --schedule dualpipev",
     "--no-tied --pp 2 --sample 3": "--sample: text is written by ranks that hold all layers: not with --pp 2",
     "--graph --fsdp": "--graph: a graph is of weights that stay where they are: not with --fsdp",
     "--pp 8 --layers 8 --no-tied --microbatches 8 --fsdp": "--fsdp: a stage of --pp 8 has 1 rank, and",
@@ -471,7 +462,6 @@ WRONG = {
     "--compile --recompute norms": "--compile: not with --offload, nor with --recompute of what it compiles",
     "--recompute shared": "--recompute shared needs --shared-experts, above 0",
     "--recompute norms,core": "argument --recompute: invalid choice: 'core' (choose from norms, mla-up",
-    "--microbatches 2 --merged --recompute fc1,moe": "--recompute moe: merged microbatches have the layer in",
     "--offload --graph": "--offload: a graph keeps its memory between replays: not with --graph",
     "--no-tied --pp 2 --graph": "--graph: a graph is of a step on all layers: not with --pp 2",
 }

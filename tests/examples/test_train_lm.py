@@ -137,11 +137,10 @@ def test_bfloat16_learns_as_float32_does(base_run: BaseRun, bfloat16_run: BaseRu
     assert losses(folder)[62] == pytest.approx(losses(folder)[60], abs=0.5)
 
 
-def test_merged_microbatches_learn_the_same(base_run: BaseRun, text_folder: Path, tmp_path: Path) -> None:
-    """Steps in merged microbatches have the losses and loads of whole steps. Their bits are those of
-    microbatches one after the other (test_lm_parts.py)."""
+def test_microbatches_learn_the_same(base_run: BaseRun, text_folder: Path, tmp_path: Path) -> None:
+    """Steps in microbatches have the losses and loads of whole steps."""
     folder = tmp_path / "run"
-    done = train(*SMALL_RUN, "--accumulate", "2", "--merged", "--data", text_folder, "--out", folder)
+    done = train(*SMALL_RUN, "--accumulate", "2", "--data", text_folder, "--out", folder)
     assert float(RESULT.fullmatch(done.last_line)["comm"]) > 0  # type: ignore[index]
     found, base = losses(folder), losses(base_run.folder)
     first = [1, 2, 3]
@@ -464,7 +463,6 @@ WRONG_BEFORE_THERE_ARE_RANKS = {
         ["--delay-wgrad", "--microbatches", "2", "--fsdp"],
         "hooks by which FSDP shards",
     ),
-    "one merged microbatch": (["--merged"], "--merged computes microbatches beside each other: give --micro"),
     "width of fp8 experts": (["--expert-precision", "fp8", "--ffn", "24"], "--ffn 24 must be a multiple"),
     "unknown option": (["--colour", "red"], "--colour"),
 }

@@ -103,7 +103,6 @@ def test_ranks_that_read_different_texts_are_refused(pool: Pools, tmp_path: Path
         ("--recompute norms,fc1", "--recompute"),
         ("--delay-wgrad --microbatches 2", "--delay-wgrad"),
         ("--wire fp8", "--wire"),
-        ("--merged --microbatches 2", "--merged"),
         ("--etp 2", "--etp"),
     ],
 )

@@ -35,11 +35,6 @@ from tests.gpu.test_graphs import (
     test_two_captured_layers_with_gemms,
 )
 from tests.gpu.test_layer import test_every_way_gives_the_same
-from tests.gpu.test_merged import (
-    test_a_graphed_step,
-    test_one_fixed_order,
-    test_same_bits_as_one_after_the_other,
-)
 from tests.gpu.test_sizes import test_hidden, test_routing, test_tokens
 from tests.gpu.test_streams import (
     test_async_follows_torch_distributed,
@@ -65,7 +60,6 @@ from tests.multirank.test_dispatch_combine import (
 
 __all__ = [
     "test_a_captured_training_step",
-    "test_a_graphed_step",
     "test_a_killed_rank_is_lost_to_the_others",
     "test_a_rank_that_does_not_call",
     "test_across_the_borders",
@@ -82,11 +76,9 @@ __all__ = [
     "test_layouts_alignments_and_capacities",
     "test_many_steps_on_one_communicator",
     "test_nothing_to_do",
-    "test_one_fixed_order",
     "test_overflow_in_some_replays",
     "test_routing",
     "test_routing_changes_between_replays",
-    "test_same_bits_as_one_after_the_other",
     "test_several_communicators_on_streams_of_their_own",
     "test_several_in_flight",
     "test_the_caller_changes_streams",

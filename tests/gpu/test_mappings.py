@@ -35,7 +35,6 @@ STAGES = (
     "--microbatches 2 --schedule zero-bubble",
     "--microbatches 4 --schedule zbv",
     "--microbatches 4 --schedule dualpipev",
-    "--microbatches 4 --schedule dualpipev --merged",
 )
 MAPPINGS = (
     *(" ".join(filter(None, both)) for both in itertools.product(ATTENTION, EXPERTS)),
@@ -43,7 +42,7 @@ MAPPINGS = (
     "--fsdp --ep 1",
     "--fsdp --ep 2",
     "--fsdp --tp 2 --ep 2",
-    "--ep 2 --microbatches 2 --merged",
+    "--ep 2 --microbatches 2",
     "--ep 2 --microbatches 4 --delay-wgrad",
 )
 AT_ONCE = 4

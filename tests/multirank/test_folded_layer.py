@@ -26,7 +26,6 @@ from torch.testing import assert_close
 from moecomm import Communicator
 from moecomm.nn import (
     GraphedStep,
-    MoEBlock,
     MoEConfig,
     MoELayer,
     OverlapConfig,
@@ -38,7 +37,6 @@ from moecomm.nn import (
     update_expert_bias,
 )
 from moecomm.nn.folded import require_experts_in_node_order
-from moecomm.overlap import run_microbatches
 from moecomm.parallel import ParallelFolding
 from moecomm.parallel.subgroups import new_group
 from tests.multirank.catching import catch
@@ -224,8 +222,8 @@ def test_the_pages_recipe(pool: Callable[[int], RankPool], seed: int) -> None:
     pool(8)(page, recipe, seed)
 
 
-def other_ways(rank: int, world_size: int, seed: int) -> None:
-    """Parts of experts in a graph of torch.compile, and in merged microbatches."""
+def in_a_graph(rank: int, world_size: int, seed: int) -> None:
+    """Parts of experts in a graph of torch.compile."""
     folding = ParallelFolding(world_size=world_size, **FOLDINGS["etp 2, ep 2"])
     layer, alone = layers(rank, folding, CASES["fixed buffers, by position"], seed)
     alone.comm.close()
@@ -239,14 +237,10 @@ def other_ways(rank: int, world_size: int, seed: int) -> None:
             found.append({"y": y, **{name: p.grad for name, p in layer.named_parameters()}})
         for name, value in found[0].items():
             close(found[1][name], value, msg=name)
-        layer.zero_grad()
-        run_microbatches([MoEBlock(lambda x: (x, x), layer)], [x, x], lambda y, number: (y * factor).sum())
-        for name, parameter in layer.named_parameters():
-            close(parameter.grad, 2 * found[0][name], msg=name)
 
 
-def test_in_a_graph_and_in_merged_microbatches(pool: Callable[[int], RankPool], seed: int) -> None:
-    pool(4)(other_ways, seed)
+def test_in_a_graph(pool: Callable[[int], RankPool], seed: int) -> None:
+    pool(4)(in_a_graph, seed)
 
 
 # -- dropping ----------------------------------------------------------------------------------------------

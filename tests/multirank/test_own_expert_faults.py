@@ -26,7 +26,6 @@ from torch.testing import assert_close
 
 from moecomm.nn import (
     GroupedExperts,
-    MoEBlock,
     MoEConfig,
     MoELayer,
     OverlapConfig,
@@ -36,7 +35,6 @@ from moecomm.nn import (
     sharded_state,
     sync_gradients,
 )
-from moecomm.overlap import run_microbatches
 from tests.multirank.catching import Caught, catch
 from tests.multirank.conftest import Pools, cpu_pools
 from tests.multirank.moe_cases import SIZES, groups_of
@@ -662,54 +660,3 @@ def hooks_of_others(rank: int, world: int) -> None:
 
 def test_hooks_that_gather_weights_leave_the_overlap(pool: Pools) -> None:
     pool(2)(hooks_of_others)
-
-
-class Tripled(MoELayer):
-    def forward(self, *args: Any, **options: Any) -> Tensor:
-        return 3 * super().forward(*args, **options)
-
-
-def merged(rank: int, world: int, how: str) -> Caught | None:
-    model = model_of(rank, world)
-    layer = model.moe
-    hooked: dict[str, Callable[[], Any]] = {
-        "layer": lambda: layer.register_forward_hook(lambda _, args, y: y * 2),
-        "layer's backward": lambda: layer.register_full_backward_hook(lambda *_: None),
-        "experts": lambda: layer.experts.register_forward_pre_hook(lambda *_: None),
-        "shared": lambda: layer.shared.register_forward_hook(lambda *_: None),
-        "weight_norm": lambda: nn.utils.weight_norm(layer.experts, "w_in"),
-        "subclass": lambda: setattr(layer.experts, "__class__", Doubled),
-        "layer's class": lambda: setattr(layer, "__class__", Tripled),
-        "router": lambda: layer.router.register_forward_hook(lambda *_: None),
-        "nothing": lambda: None,
-    }
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        hooked[how]()
-    blocks = [MoEBlock(lambda x: (x, model.first(x)), layer)]
-    x_TH = torch.randn(4, HIDDEN, dtype=torch.float64)
-    with layer.comm:
-        return catch(lambda: run_microbatches(blocks, [x_TH, x_TH], lambda y, _: loss_of(y)))
-
-
-@pytest.mark.parametrize(
-    ("how", "says"),
-    [
-        ("layer", "layer has a hook (merged"),
-        ("layer's backward", "layer has a hook (merged"),
-        ("experts", "layer.experts has a hook (merged"),
-        ("shared", "layer.shared has a hook (merged"),
-        ("weight_norm", "layer.experts has a hook (WeightNorm)"),
-        ("subclass", "layer.experts has another forward (Doubled.forward)"),
-        ("layer's class", "layer has another forward (Tripled.forward)"),
-        ("router", None),  # its hooks run
-        ("nothing", None),
-    ],
-)
-def test_hooks_that_would_not_run_in_merged_microbatches(pool: Pools, how: str, says: str | None) -> None:
-    for found in pool(2)(merged, how):
-        if says is None:
-            assert found is None
-        else:
-            assert found is not None and found.name == "InvalidArgument", found
-            assert says in found.text and "does not run in merged microbatches" in found.text

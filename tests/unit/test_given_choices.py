@@ -14,8 +14,7 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import moecomm
-from moecomm.nn import MoEBlock, MoEConfig, MoELayer, OverlapConfig, keep_plans, load_balancing_loss
-from moecomm.overlap import run_microbatches
+from moecomm.nn import MoEConfig, MoELayer, OverlapConfig, keep_plans, load_balancing_loss
 
 SIZES: dict[str, Any] = {"hidden": 16, "num_experts": 4, "top_k": 2, "dtype": torch.float64}
 CONFIG: dict[str, Any] = {**SIZES, "ffn_hidden": 8, "init_std": 0.5, "activation": "gelu"}
@@ -83,7 +82,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "dropped by weight": {"capacity_factor": 0.8},
     "bias that was updated": {"bias_update_rate": 0.01, "score_function": "sigmoid"},
     "compiled": {"compiled": True},
-    "merged microbatches": {"merged": True},
 }
 
 
@@ -94,7 +92,7 @@ def test_what_is_computed_again_takes_the_first_choice(
     """Three experts' scores are equal but for the input's first column, which is minus a millionth first
     and plus that then: enough for another choice."""
     options = dict(WAYS[way])
-    overlap, own, compiled, merged = (options.pop(k, None) for k in ("overlap", "own", "compiled", "merged"))
+    overlap, own, compiled = (options.pop(k, None) for k in ("overlap", "own", "compiled"))
     torch.manual_seed(seed)
     config = MoEConfig(**{**CONFIG, "pre_softmax": "score_function" not in options, **options})
     layer = MoELayer(config, comm, overlap=None if own else overlap)
@@ -110,7 +108,7 @@ def test_what_is_computed_again_takes_the_first_choice(
     factor_TH = torch.randn(TOKENS, 16, dtype=torch.float64)
     routings: list[Any] = []
     layer.router.register_forward_hook(lambda _module, _inputs, routing: routings.append(routing))
-    off = iter([-1, -1, 1, 1] if merged else [-1, 1])
+    off = iter([-1, 1])
     if compiled:
         torch._dynamo.reset()
         layer.compile(backend="aot_eager")
@@ -118,17 +116,11 @@ def test_what_is_computed_again_takes_the_first_choice(
     def shifted(x_TH: Tensor) -> Tensor:
         return x_TH + next(off) * shift_H
 
-    if merged:
-        block = MoEBlock(lambda x: (torch.zeros_like(x), shifted(x)), layer, recompute=True)
-        run_microbatches([block], [x_TH] * 2, lambda y_TH, _number: (y_TH * factor_TH).sum() / 2)
-    else:
-        y_TH = checkpoint(
-            lambda x: layer(shifted(x)), x_TH, use_reentrant=False, context_fn=keep_plans(layer)
-        )
-        if layer.router.expert_bias_E is not None:
-            layer.router.expert_bias_E += torch.tensor([0.5, -0.5, 0.5, -0.5])
-        (y_TH * factor_TH).sum().backward()
-    assert len(routings) == 2  # merged: of two microbatches; a checkpoint stops within the router
+    y_TH = checkpoint(lambda x: layer(shifted(x)), x_TH, use_reentrant=False, context_fn=keep_plans(layer))
+    if layer.router.expert_bias_E is not None:
+        layer.router.expert_bias_E += torch.tensor([0.5, -0.5, 0.5, -0.5])
+    (y_TH * factor_TH).sum().backward()
+    assert len(routings) == 2
     first = routings[0]
     assert all(torch.equal(first.topk_idx_TK, each.topk_idx_TK) for each in routings)
     with torch.no_grad():  # the case would show nothing without another choice

@@ -10,12 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 import moecomm
-from moecomm.autograd import functions
-from moecomm.overlap import Beside, Block, Span, Stages, Timeline, sms_beside_wgrad
-from moecomm.overlap.beside import Turns
+from moecomm.overlap import Beside, Span, Stages, Timeline, sms_beside_wgrad
 from tests.unit.loopback import FakeGpu, FakeStream
 
 STREAMS = ("compute", "comm")
@@ -199,39 +196,6 @@ def test_an_error_beside_products(gpu: Gpu) -> None:
     assert gpu.log == ["record 100", "101 waits for 100", "record 101", "100 waits for 101"]
 
 
-def test_transfers_of_microbatches_that_take_turns(gpu: Gpu) -> None:
-    """A pass waits for its own transfer alone, and a dispatch is received before the next transfer."""
-    comm: Any = SimpleNamespace(device=torch.device("cuda", 0), stream=gpu.new_stream())
-    turns = Turns()
-    ours, theirs = Beside(comm, wanted=False, turns=turns), Beside(comm, wanted=False, turns=turns)
-
-    def receive() -> None:
-        with ours.receiving():
-            gpu.log.append("receive")
-
-    with ours:
-        turns.begin(receive)
-    assert turns.issued == 1
-    with theirs:
-        gpu.log.append("theirs")
-    assert turns.issued == 2
-    before, after = ["record 100", "101 waits for 100"], ["record 101"]
-    log = [*before, *after, "receive", *after, *before, "theirs", *after]
-    assert gpu.log == log
-    turns.finish()
-    ours.join()
-    assert gpu.log == [*log, "100 waits for 101"]
-    never = Beside(comm, turns=turns)
-    never.join()
-    assert len(gpu.log) == len(log) + 1
-    with pytest.raises(KeyError), never:
-        raise KeyError
-    assert turns.failed == "transfer" and turns.issued == 2
-    with pytest.raises(KeyError), ours.receiving():
-        raise KeyError
-    assert turns.failed == "receive" and gpu.now.number == 100
-
-
 @pytest.mark.parametrize("wanted", [False, True])
 def test_nothing_beside(gpu: Gpu, wanted: bool) -> None:
     """Without a wish for a stream of its own, and where there are no streams, the caller's is used."""
@@ -264,53 +228,3 @@ def test_transfers_that_are_better_alone() -> None:
     two = {**GPU, "ranks": 2}
     assert sms_beside_wgrad(**two, inner=4096) is None  # rows above 8 KiB, half of which stay
     assert sms_beside_wgrad(**{**two, "row_bytes": 8192}, inner=4096) == 10
-
-
-def test_what_a_transfer_of_a_block_reads_stays_until_it_is_joined(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The communicator's stream may still read it when the next node's memory is taken."""
-    comm = moecomm.Communicator(
-        num_experts=4, hidden=16, top_k=2, max_tokens=8, dtype=torch.float32, device="cpu"
-    )
-    weight = torch.randn(16, 16, requires_grad=True)
-    read: dict[str, StorageWeakRef] = {}
-
-    def note(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        read[name] = StorageWeakRef(tensor.untyped_storage())
-        return tensor
-
-    def attention(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ids = torch.stack([torch.arange(8) % 4, (torch.arange(8) + 1) % 4], 1)
-        return x, x * 1.0, ids
-
-    def dispatch(h: torch.Tensor, ids: torch.Tensor) -> tuple[Any, ...]:
-        out = comm.dispatch(h, ids)
-        return out.tokens, out.handle
-
-    for name in ("combine_backward", "dispatch_backward"):
-        real = getattr(functions, name)
-
-        def noted(backend: Any, plan: Any, grad: Any, *rest: Any, name: str = name, real: Any = real) -> Any:
-            return real(backend, plan, note(name, grad), *rest)
-
-        monkeypatch.setattr(functions, name, noted)
-    block = Block(
-        comm,
-        attention,
-        dispatch,
-        lambda rows, handle: (rows @ weight, handle),
-        lambda rows, handle: comm.combine(note("combine", rows), handle),
-    )
-    _, inputs = block._to_experts(torch.randn(8, 16))
-    forward = block._forward_experts((inputs[0].detach().requires_grad_(), inputs[1]), Turns())
-    for _ in range(2):
-        next(forward)
-    assert not read["combine"].expired()
-    with pytest.raises(StopIteration) as ended:
-        next(forward)
-    _, kept = ended.value.value
-    backward = block._backward_experts(kept, (torch.randn(8, 16),), Turns())
-    next(backward)
-    assert not read["combine_backward"].expired()
-    next(backward)
-    assert not read["dispatch_backward"].expired()
-    comm.close()

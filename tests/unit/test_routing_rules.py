@@ -11,8 +11,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from moecomm import InvalidArgument
-from moecomm.nn import MoEBlock, MoEConfig, MoELayer, OverlapConfig, TopKRouter, update_expert_bias
-from moecomm.overlap import run_microbatches
+from moecomm.nn import MoEConfig, MoELayer, OverlapConfig, TopKRouter, update_expert_bias
 
 SIZES: dict[str, Any] = {"hidden": 16, "num_experts": 12, "top_k": 4, "dtype": torch.float64}
 
@@ -98,24 +97,6 @@ def test_weights_on_the_input(way: str, shared: int, seed: int) -> None:
         assert_close(y, wanted)
         for one, other in zip(found, [x.grad, *(p.grad for p in layer.parameters())], strict=True):
             assert_close(one, other)
-
-
-def test_weights_on_the_input_in_merged_microbatches(seed: int) -> None:
-    torch.manual_seed(seed)
-    x_TH = torch.randn(6, 16, dtype=torch.float64)
-    for shared in (0, 1):
-        layer = MoELayer(config_of(**LLAMA, num_shared_experts=shared), max_tokens=12)
-        with layer.comm:
-            layer(x_TH).square().sum().backward()
-            wanted = layer.router.weight.grad
-            layer.zero_grad()
-            block = MoEBlock(lambda x: (torch.zeros_like(x), x), layer)
-            if shared:
-                with pytest.raises(InvalidArgument, match="weights_on_input=True and shared experts"):
-                    run_microbatches([block], [x_TH] * 2, lambda y_TH, _: y_TH.square().sum())
-                continue
-            run_microbatches([block], [x_TH] * 2, lambda y_TH, _: y_TH.square().sum())
-            assert_close(layer.router.weight.grad, 2 * wanted)
 
 
 def test_refuses_weights_on_the_input_of_several_experts() -> None:
