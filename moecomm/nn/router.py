@@ -165,7 +165,10 @@ class TopKRouter(nn.Module):
             weights_TK = self._weights(logits_TE, scores_TE, known_TK, gaps)
             choices_N = known_TK.reshape(-1)
             load_E = torch.zeros(config.num_experts, dtype=torch.int64, device=x_TH.device)
-            load_E.scatter_add_(0, choices_N.clamp(min=0), (choices_N >= 0).to(torch.int64))
+            if gaps:
+                load_E.scatter_add_(0, choices_N.clamp(min=0), (choices_N >= 0).to(torch.int64))
+            else:
+                load_E.scatter_add_(0, choices_N, torch.ones_like(choices_N))
             losses = self._losses(logits_TE, scores_TE, known_TK, load_E, seq_len, cu_seqlens, mask)
             kept_TK = chosen_TK
             if again is not None:
@@ -229,18 +232,19 @@ class TopKRouter(nn.Module):
         return rank_by_TE.topk(config.top_k, dim=-1).indices
 
     def _weights(self, logits_TE: Tensor, scores_TE: Tensor, topk_idx_TK: Tensor, gaps: bool) -> Tensor:
-        config, gone_TK = self.config, topk_idx_TK < 0
+        config = self.config
         at_TK = topk_idx_TK.clamp(min=0) if gaps else topk_idx_TK
         if config.score_function == "softmax" and not config.pre_softmax:
             logits_TK = logits_TE.gather(1, at_TK)
             if gaps:  # not all of a token, whose softmax would be nan
+                gone_TK = topk_idx_TK < 0
                 all_T1 = gone_TK.all(dim=1, keepdim=True)
                 logits_TK = logits_TK.masked_fill(gone_TK & ~all_T1, float("-inf"))
             weights_TK = logits_TK.softmax(dim=-1)
         else:
             weights_TK = scores_TE.gather(1, at_TK)
         if gaps:
-            weights_TK = weights_TK.masked_fill(gone_TK, 0.0)
+            weights_TK = weights_TK.masked_fill(topk_idx_TK < 0, 0.0)
         if config.normalize_topk and (config.score_function == "sigmoid" or config.pre_softmax):
             weights_TK = weights_TK / (weights_TK.sum(dim=-1, keepdim=True) + 1e-20)
         return weights_TK * config.scaling_factor
