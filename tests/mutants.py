@@ -242,8 +242,8 @@ MUTANTS = [
     Mutant(
         "a full capacity counts as passed",
         RUNTIME,
-        "plan->max_needed > arguments.capacity",
-        "plan->max_needed >= arguments.capacity",
+        "plan.max_needed <= plan.shape.capacity",
+        "plan.max_needed < plan.shape.capacity",
         LAYOUTS,
     ),
     Mutant(
@@ -314,22 +314,22 @@ MUTANTS = [
     Mutant(
         "router's groups by their best expert alone",
         "moecomm/nn/router.py",
-        "best = max(top_k // topk_groups, 1)",
-        "best = 1",
+        "best or max(top_k // topk_groups, 1)",
+        "best or 1",
         ROUTER,
     ),
     Mutant(
         "router counts its load twice",
         "moecomm/nn/router.py",
-        "load_E.scatter_add_(0, choices, torch.ones_like(choices))",
-        "load_E.scatter_add_(0, choices, torch.ones_like(choices) * 2)",
+        "load_E.scatter_add_(0, choices_N, torch.ones_like(choices_N))",
+        "load_E.scatter_add_(0, choices_N, torch.ones_like(choices_N) * 2)",
         ROUTER,
     ),
     Mutant(
         "one token over an expert's limit",
         "moecomm/nn/token_dropping.py",
-        "place_N < limit",
-        "place_N <= limit",
+        "place_N < (limit[",
+        "place_N <= (limit[",
         ROUTER,
     ),
     Mutant(
@@ -338,8 +338,8 @@ MUTANTS = [
     Mutant(
         "loss without its scale",
         "moecomm/nn/losses.py",
-        "torch.full_like(loss, ctx.scale)",
-        "torch.ones_like(loss)",
+        "return scale.clone()",
+        "return torch.ones_like(scale)",
         LAYER,
     ),
     Mutant(
