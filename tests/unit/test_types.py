@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import pickle
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -133,3 +134,13 @@ def test_public_names_have_docstrings() -> None:
         for member, each in vars(value).items():
             if callable(each) and not member.startswith("_"):
                 assert each.__doc__, f"moecomm.{name}.{member} has no docstring"
+
+
+@pytest.mark.parametrize("take", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_handle_says_why_it_cannot_be_copied(take: Callable[[Any], Any]) -> None:
+    with moecomm.Communicator(
+        num_experts=2, hidden=16, top_k=1, max_tokens=4, dtype=torch.float32, device="cpu"
+    ) as comm:
+        out = comm.dispatch(torch.ones(2, 16), torch.tensor([[0], [1]]))
+        with pytest.raises(TypeError, match="its plan belongs to the communicator that made it"):
+            take(out.handle)
