@@ -88,6 +88,7 @@ class LoopbackNative:
         first_epoch: int,
         sums: Any,
         gradients: Any,
+        absence: float,
     ) -> None:
         self.shape, self.settings = shape, {"rank": rank, "timeout": timeout, "num_sms": num_sms}
         self.num_sms = num_sms or 99

@@ -70,17 +70,18 @@ def _view(first: int, name: str) -> torch.Tensor:
 
 
 def test_views_of_the_plan_are_made_when_asked_for() -> None:
-    def out() -> moecomm.DispatchOutput:
+    def out(handle: Any = None) -> moecomm.DispatchOutput:
         return types.build(
             moecomm.DispatchOutput,
             tokens=torch.zeros(0, 4),
             weights=None,
-            handle=_handle(),
-            expert_handle=_handle(),
+            handle=handle,
+            expert_handle=handle,
             _plan_views=functools.partial(_view, 7),
         )
 
-    for each in (out(), copy.copy(out()), pickle.loads(pickle.dumps(out())), dataclasses.replace(out())):
+    held = out(_handle())  # which can be copied, and not pickled
+    for each in (held, copy.copy(held), pickle.loads(pickle.dumps(out())), dataclasses.replace(held)):
         assert [int(getattr(each, name)) for name in types.PLAN_VIEWS] == [7, 8, 9, 10, 11]
         assert each.offsets is each.offsets and each.topk_idx is None
     assert "offsets=tensor([8])" in repr(out())
