@@ -122,11 +122,17 @@ def known_to_all(error: Exception) -> bool:
 
 def announced_as(error: Exception) -> MoecommError:
     """Returns what all ranks are told of an error that one has found before an operation: itself, if
-    operations have such errors; else OutOfMemory (memory was short) or InvalidArgument with its text."""
+    operations have such errors; of a passed capacity MismatchedArguments, since the others have seen it and
+    gone on; else OutOfMemory (memory was short) or InvalidArgument with its text."""
     if type(error) in (InvalidArgument, InvalidRouting, MismatchedArguments, OutOfMemory, Unsupported):
         assert isinstance(error, MoecommError)
         return error
     name = type(error).__name__
+    if isinstance(error, CapacityExceeded):
+        return MismatchedArguments(
+            f"{error}; this rank raises CapacityExceeded for that now, in place of a dispatch, and others "
+            "have called check() before: call it on all ranks or on none"
+        )
     try:
         text = f"{name}: {error}"
     except Exception:  # of its own __str__

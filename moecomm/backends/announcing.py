@@ -10,7 +10,7 @@ from typing import NoReturn, TypeVar
 import torch
 
 from moecomm.backends.base import Backend
-from moecomm.errors import InvalidArgument, announced_as, kind_of
+from moecomm.errors import CapacityExceeded, InvalidArgument, announced_as, kind_of
 
 Result = TypeVar("Result")
 
@@ -39,7 +39,7 @@ class Announcing(ABC):
                 self._announce(kind_of(typed), str(typed).encode(errors="replace"))
             if isinstance(told, InvalidArgument):
                 told._is_known_to_all = True
-            if told is error:
+            if told is error or isinstance(error, CapacityExceeded):
                 raise
             raise told from error
 

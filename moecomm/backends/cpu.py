@@ -25,7 +25,7 @@ from moecomm.backends.base import (
     warn_of_thread,
 )
 from moecomm.backends.order import InOrder
-from moecomm.errors import InvalidArgument, MoecommError, OutOfMemory, Unsupported
+from moecomm.errors import CapacityExceeded, InvalidArgument, MoecommError, OutOfMemory, Unsupported
 from moecomm.setup.devices import default_threads
 from moecomm.setup.handshake import check_host_room, connect, describe, handshake
 from moecomm.setup.memory_plan import plan_memory, window_shape
@@ -184,9 +184,14 @@ class CpuBackend(Announcing):
         """Does nothing: the thread completes each operation itself."""
 
     def ready(self) -> None:
-        """Raises the pending error, if any: every rank sees a passed capacity, and none may go on."""
+        """Raises the pending error, if any. A passed capacity is announced, though every rank sees it: one
+        that has called `check` since has it no more, and would go on alone."""
         self._announced = True
-        self._native.check()
+        try:
+            self._native.check()
+        except CapacityExceeded:
+            self._announced = False
+            raise
         self._announced = False
 
     def limit_sms(self, num_sms: int | None) -> int | None:

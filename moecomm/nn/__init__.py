@@ -20,7 +20,7 @@ from moecomm.nn.checkpoint import sharded_state
 from moecomm.nn.config import MoEConfig
 from moecomm.nn.data_parallel import fully_shard_experts, prepare_ddp
 from moecomm.nn.experts import GroupedExperts, SharedExperts
-from moecomm.nn.gradients import clip_grad_norm, grad_norms, sync_gradients
+from moecomm.nn.gradients import clip_grad_norm, grad_norms, mark_synchronized, sync_gradients
 from moecomm.nn.graphed import GraphedStep
 from moecomm.nn.layer import MoELayer, backward_weights, set_loss_scale
 from moecomm.nn.losses import attach_loss, load_balancing_loss, z_loss
@@ -51,6 +51,7 @@ __all__ = [
     "load_balancing_loss",
     "mark_adapter",
     "mark_expert_parameter",
+    "mark_synchronized",
     "prepare_ddp",
     "recompute_outputs",
     "set_loss_scale",

@@ -190,7 +190,7 @@ class Forward:
         shared_TH: Tensor | None = None
 
         with side, stages("dispatch_send", stream=COMM, communicates=True):
-            if call.capacity is None:
+            if call.capacity is None and has_shared:
                 receive = comm.begin_dispatch(*tokens, _layer=call.layer)
             else:
                 out = comm.dispatch(*tokens, capacity=call.capacity, _layer=call.layer)
@@ -200,9 +200,9 @@ class Forward:
                 shared_TH = self._shared_fc2()
             if not call.keep_shared:
                 self._shared_inner_TI = None
-        if out is None:  # the host waits for the number of rows
+        if out is None:  # the host waits for the number of rows, with the shared experts' work in the queue
             with side.receiving(), stages("dispatch_receive", stream=COMM, communicates=True):
-                out = receive(directly=True)
+                out = receive(directly=side.apart)
         assert out.weights is not None
         groups = call.products.groups_of(out)
         side.join(out.tokens, out.weights, groups)
@@ -313,6 +313,7 @@ def _backward(ctx: Any, grad_y_TH: Tensor) -> tuple[Tensor | None, ...]:
     inputs."""
     call: Call = ctx.call
     comm, products, handle = call.comm, call.products, ctx.handle
+    call.layer._unsynchronized = True
     saved: tuple[Any, ...] = ctx.saved_tensors
     w_in, w_out, shared_in, shared_out, shared_gate, b_in, b_out, *kept = saved
     x_TH, rows_PH, weights_P, groups, shared_inner_TI, inner_PI = kept

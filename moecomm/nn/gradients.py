@@ -109,6 +109,7 @@ def sync_gradients(
 
     if not dist.is_initialized():
         check()
+        mark_synchronized(model)
         return
     group, expert_group = model_group(model, group, folding), as_group(expert_group, "expert_group")
     device = _device_of(list(model.parameters()))
@@ -163,6 +164,15 @@ def sync_gradients(
             _all_reduce(gradients, over)
         for gradient in gradients:
             gradient.div_(size)
+    mark_synchronized(model)
+
+
+def mark_synchronized(model: nn.Module) -> None:
+    """Says that code of one's own has averaged the gradients of `model` since the last backward, where an
+    optimizer's step would otherwise ask for `sync_gradients`: dense ones over all ranks, those of an expert
+    over the ranks that hold it, both divided by the number of all ranks."""
+    for layer in layers_of(model):
+        layer._unsynchronized = False
 
 
 @torch.no_grad()

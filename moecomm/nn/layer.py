@@ -279,6 +279,8 @@ class MoELayer(nn.Module):
         prepare_activation(comm.device, config.dtype)
         self._waits = False
         self._deferred, self._runs = Deferred(), Runs()
+        self._unsynchronized = False
+        """True from a backward on until `sync_gradients` has averaged its gradients."""
         self._overflow: OverflowCheck | None = None
         self._plans: Plans | None = None
         self._loss_scale = 1.0
@@ -652,7 +654,12 @@ class MoELayer(nn.Module):
                 comm, self.experts, out.tokens, out.offsets, out.weights, has_tail=has_tail
             )
             y_TH = comm.combine(expert_rows_PH, out.handle)
+        if y_TH.requires_grad and not torch.compiler.is_compiling():
+            y_TH.register_hook(self._note_backward)
         return y_TH if shared_TH is None else y_TH + shared_TH
+
+    def _note_backward(self, grad_TH: Tensor) -> None:
+        self._unsynchronized = True
 
     def _refuse_own_settings(self) -> None:
         """Raises InvalidArgument for settings that have no effect on own experts."""

@@ -481,6 +481,33 @@ def _overflow_then_mistake(
         return caught, oracle.play(comm, known.job, rank)
 
 
+def _overflow_that_one_checks(
+    rank: int, world_size: int, case: Case, later: list[Case]
+) -> tuple[list[Caught | None], list[str]]:
+    """An overflow of which rank 0 alone asks `check()`, then dispatches of other rows each."""
+    with ranks.communicator(**{**case.communicator, "max_tokens": MAX_TOKENS, "timeout": 5.0}) as comm:
+        known = Oracle(case, rank, comm.device)
+        known.check_dispatch(known.dispatch(comm))
+        dist.barrier()
+        found = [settled_error(comm) if rank == 0 else None]
+        first = Oracle(later[0], rank, comm.device)
+        found.append(catch(lambda: first.dispatch(comm)))
+        return found, [each for case in later for each in oracle.play(comm, case, rank)]
+
+
+def test_ranks_stay_in_step_when_one_alone_checks_an_overflow(pool: Pools, seed: int) -> None:
+    if not pool(3).on_cpu:
+        pytest.skip("on GPUs the dispatch that raises has sent its rows, and the operation behind it says so")
+    later = [small(3, seed + number, slack=None) for number in (1, 2)]
+    results = pool(3)(_overflow_that_one_checks, small(3, seed, slack=-3), later)
+    oracle.assert_none([problems for _, problems in results])
+    (checked, told), *others = (found for found, _ in results)
+    assert checked is not None and checked.name == "CapacityExceeded"
+    assert told is not None and told.name == "MismatchedArguments"
+    assert "call it on all ranks or on none" in told.text and str(checked.needed) in told.text
+    assert all(each is not None and each.name == "CapacityExceeded" for _, each in others)
+
+
 @pytest.mark.parametrize("mistake", ["id too large", "x of another dtype", "alignment 0"])
 def test_ranks_stay_in_step_when_an_overflow_and_a_mistake_meet(pool: Pools, mistake: str) -> None:
     results = pool(3)(_overflow_then_mistake, small(3, slack=-3), mistake)

@@ -812,6 +812,7 @@ def _factored(rank: int, world: int) -> str:
     model = Model(MoELayer(CONFIG, max_tokens=8))
     optimizer = torch.optim.Adafactor(model.parameters(), lr=1e-2)
     model(torch.randn(5, 16, dtype=torch.float64)).sum().backward()
+    sync_gradients(model)
     optimizer.step()
     caught = catch(lambda: sharded_state(model, optimizer))
     return "" if caught is None else f"{caught.name}: {caught.text}"

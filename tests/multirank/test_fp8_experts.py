@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from moecomm import InvalidArgument
-from moecomm.nn import MoEConfig, MoELayer, OverlapConfig
+from moecomm.nn import MoEConfig, MoELayer, OverlapConfig, sync_gradients
 from moecomm.nn.fp8 import Fp8Products
 from tests.multirank.conftest import Pools
 from tests.multirank.harness import RankPool
@@ -98,6 +98,7 @@ def trained(rank: int, world_size: int, way: dict[str, Any], seed: int) -> None:
             assert ours.grad is not None and theirs.grad is not None and torch.equal(ours.grad, theirs.grad)
         assert isinstance(layer.experts.products, Fp8Products)
         sizes.append(layer.experts.products.kept_bytes())
+        sync_gradients(layer)
         optimizer.step()
     assert sizes[0] > 0 and len(set(sizes)) == 1
     layer.comm.close()
@@ -131,6 +132,7 @@ def sharded(rank: int, world_size: int, apart: bool, seed: int) -> None:
             assert torch.equal(y, plain(x)), f"step {step}"
             optimizer.zero_grad()
             y.square().sum().backward()
+            sync_gradients(layer)
             optimizer.step()
         dist.barrier()
 

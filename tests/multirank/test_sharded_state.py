@@ -135,6 +135,7 @@ def fresh_optimizer(rank: int, world_size: int, name: str, seed: int) -> None:
                 assert (
                     state["optimizer"]["moe.experts.w_in"].keys() == state["optimizer"]["first.weight"].keys()
                 )
+            sync_gradients(model)
             optimizer.step()
         after.append([parameter.detach().clone() for parameter in model.parameters()])
         model.moe.comm.close()

@@ -29,6 +29,7 @@ from moecomm.nn import (
     OverlapConfig,
     clip_grad_norm,
     is_expert_parameter,
+    mark_synchronized,
     sharded_state,
     sync_gradients,
 )
@@ -318,6 +319,7 @@ def put_off(rank: int, world_size: int, seed: int) -> list[Caught | None]:
         assert all(torch.equal(*pair) for pair in zip(layer.parameters(), before, strict=True))
         found.append(catch(other.step))
         layer.backward_weights(drop=rank == 1)
+        sync_gradients(layer)
         return [*found, catch(every.step)]
 
 
@@ -326,6 +328,66 @@ def test_a_step_with_gradients_put_off_is_refused(pool: Callable[[int], RankPool
         assert without is after is None
         assert with_experts is not None and with_experts.name == "InvalidArgument"
         assert "whose gradients are still put off" in with_experts.text
+
+
+def not_averaged(rank: int, world_size: int, seed: int, kind: str) -> list[Caught | None]:
+    """Steps behind a backward alone, behind an all-reduce of one's own, with what the experts are not in,
+    behind a `mark_synchronized` and behind `sync_gradients`; with this kind of layer."""
+    torch.manual_seed(seed)
+    overlap = OverlapConfig(overlap=kind != "in order")
+    own = OwnExperts() if kind == "own experts" else None
+    layer = MoELayer(CONFIG, max_tokens=8, overlap=overlap, experts=own)
+    dense = [each for each in layer.parameters() if not is_expert_parameter(each)]
+    every, other = torch.optim.SGD(layer.parameters(), lr=0.1), torch.optim.SGD(dense, lr=0.1)
+    x = torch.ones(4, 16, dtype=torch.float64)
+    with layer.comm:
+        layer(x).square().sum().backward()
+        before = [each.detach().clone() for each in layer.parameters()]
+        found = [catch(every.step)]
+        for each in layer.parameters():
+            if each.grad is not None:
+                dist.all_reduce(each.grad)
+        found.append(catch(every.step))
+        assert all(torch.equal(*pair) for pair in zip(layer.parameters(), before, strict=True))
+        found.append(catch(other.step))
+        mark_synchronized(layer)
+        found.append(catch(every.step))
+        with torch.no_grad():
+            layer(x)
+        every.zero_grad()
+        layer(x).square().sum().backward()
+        sync_gradients(layer)
+        layer(x)  # without a backward
+        return [*found, catch(every.step)]
+
+
+class OwnExperts(torch.nn.Module):
+    """One matrix for each of six experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(6, 16, 16, dtype=torch.float64))
+
+    def forward(self, rows_PH: torch.Tensor, offsets_L: torch.Tensor) -> torch.Tensor:
+        return torch.cat(
+            [
+                each @ w
+                for each, w in zip(
+                    rows_PH.tensor_split(offsets_L[:-1].long().cpu()), self.weight, strict=True
+                )
+            ]
+        )
+
+
+@pytest.mark.parametrize("kind", ["overlapped", "in order", "own experts"])
+def test_a_step_without_averaged_gradients_is_refused(
+    kind: str, pool: Callable[[int], RankPool], seed: int
+) -> None:
+    for bare, reduced, without, marked, averaged in pool(2)(not_averaged, seed, kind):
+        for refused in (bare, reduced):
+            assert refused is not None and refused.name == "InvalidArgument"
+            assert "that 2 ranks share out" in refused.text and "sync_gradients(model)" in refused.text
+        assert without is marked is averaged is None
 
 
 def mixing_wrappers(rank: int, world_size: int, ep: int, seed: int) -> list[Caught | None]:
