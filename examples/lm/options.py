@@ -346,11 +346,6 @@ def _check_split(options: Options) -> None:
         raise UsageError(f"--sample: text is written by ranks that see whole windows: not with {given}")
     if options.graph:
         raise UsageError(f"--graph: a graph is of whole windows: not with {given}")
-    if options.aux_coef and options.aux_loss == "sequence":
-        raise UsageError(
-            f"--aux-loss sequence is of whole windows on a rank: not with {given}; give --aux-loss batch or "
-            "--aux-coef 0"
-        )
 
 
 def _check_memory(options: Options) -> None:
