@@ -5,12 +5,11 @@
     folding.group_of("ep", 70)                  # the ranks 64 .. 127
     folding.group("ep")                         # this rank's process group, made on first use
 
-`python -m moecomm.parallel --world 256 --tp 4 --cp 2 --pp 4 --ep 64` draws it. docs/folding.md explains it.
+`python tools/draw_folding.py --world 256 --tp 4 --cp 2 --pp 4 --ep 64` draws it. docs/folding.md explains it.
 """
 
 from __future__ import annotations
 
-from moecomm.parallel.drawing import describe_rank, draw
 from moecomm.parallel.folding import Coordinates, ParallelFolding
 
-__all__ = ["Coordinates", "ParallelFolding", "describe_rank", "draw"]
+__all__ = ["Coordinates", "ParallelFolding"]

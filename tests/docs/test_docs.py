@@ -23,13 +23,13 @@ from bench.harness.options import PRESETS
 from moecomm import _C
 from moecomm.overlap import sms_beside_wgrad
 from moecomm.parallel import ParallelFolding
-from moecomm.parallel.__main__ import main as folding_program
 from moecomm.setup.devices import why_no_cuda
 from moecomm.setup.memory_plan import device_shape
 from tests import reference
 from tests.fabric import needs_fabric
 from tests.programs import run_program
 from tests.unit.test_folding import PUBLISHED
+from tools.draw_folding import main as folding_program
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
@@ -590,7 +590,7 @@ def shown_commands() -> list[tuple[str, str]]:
     """(arguments, output) of each command that the page on folding shows."""
     page = (ROOT / "docs" / "folding.md").read_text()
     found = re.findall(
-        r"^    \$ python -m moecomm\.parallel (.*)\n((?:    .*\n|\n(?=    ))*)", page, re.MULTILINE
+        r"^    \$ python tools/draw_folding\.py (.*)\n((?:    .*\n|\n(?=    ))*)", page, re.MULTILINE
     )
     return [(arguments, textwrap.dedent(output)) for arguments, output in found]
 

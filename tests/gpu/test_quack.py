@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moecomm.kernels import quack
-from moecomm.kernels.tiles import Tile
+from moecomm.kernels.tiles import TILES, Tile
 from tests.gpu import harness
 from tests.gpu.conftest import Pools
 
@@ -171,10 +171,9 @@ def _products(
 
 def _tiles(rank: int, world_size: int) -> list[str]:
     """quack keeps plans by the identity of a tile's config: two tiles must never have had the same one."""
-    from moecomm.kernels.quack_tiles import CANDIDATES
-
-    seen = {id(quack._config(tile)) for tile in CANDIDATES}
-    return [] if len(seen) == len(CANDIDATES) else [f"{len(CANDIDATES)} tiles have {len(seen)} configs"]
+    tiles = {tile for each in TILES.values() for tile in each.values()}
+    seen = {id(quack._config(tile)) for tile in tiles}
+    return [] if len(seen) == len(tiles) else [f"{len(tiles)} tiles have {len(seen)} configs"]
 
 
 @pytest.mark.usefixtures("cuda_only")

@@ -17,9 +17,9 @@ from hypothesis import seed as hypothesis_seed
 from hypothesis import strategies as st
 
 from moecomm.errors import InvalidArgument
-from moecomm.parallel import ParallelFolding, describe_rank, draw
-from moecomm.parallel.__main__ import main
+from moecomm.parallel import ParallelFolding
 from tests import seeds
+from tools.draw_folding import main
 
 Arguments = dict[str, Any]
 SIZES = ("tp", "cp", "pp", "ep", "etp")
@@ -597,10 +597,12 @@ def test_the_drawing_of_a_report_says_what_the_report_says(capsys: pytest.Captur
 
 
 @pytest.mark.parametrize("order", ["tp-cp-ep-dp-pp", "pp-tp-cp-ep-dp", "ep-dp-cp-tp-pp", "dp-ep-tp-cp-pp"])
-def test_a_stage_is_drawn_whole_and_once(order: str) -> None:
-    folding = ParallelFolding(world_size=240, tp=2, cp=3, pp=2, ep=20, etp=2, order=order)
+def test_a_stage_is_drawn_whole_and_once(capsys: pytest.CaptureFixture[str], order: str) -> None:
+    sizes = {"tp": 2, "cp": 3, "pp": 2, "ep": 20, "etp": 2}
+    folding = ParallelFolding(world_size=240, **sizes, order=order)
     stage = [rank for rank in range(240) if folding.coordinates(rank).pp == 1]
-    lines = draw(folding, stage=1, whole=True).splitlines()
+    given = [f"--{name}={value}" for name, value in sizes.items()]
+    lines = shown(capsys, "--world=240", *given, f"--order={order}", "--stage=1", "--whole")
     for title, innermost in (("dense", ("tp", "cp", "dp")), ("expert", ("etp", "ep", "edp"))):
         rows = ranks_drawn(lines, f"{title} grid, pipeline stage 1 of 2")
         assert sorted(rank for row in rows for rank in row) == stage
@@ -645,8 +647,8 @@ def test_a_rank_is_described_by_its_places_and_groups(capsys: pytest.CaptureFixt
         (["--world", "0"], "world_size is 0, expected an integer from 1"),
         (["--world", "8", "--order", "tp-dp-pp"], "order is 'tp-dp-pp'"),
         (["--world", "8", "--rank", "8"], "rank is 8, expected an integer from 0 to 7"),
-        (["--world", "8", "--pp", "2", "--stage", "2"], "stage is 2, expected an integer from 0 to 1"),
-        (["--world", "8", "--gpus-per-node", "0"], "gpus_per_node is 0, expected an integer from 1"),
+        (["--world", "8", "--pp", "2", "--stage", "2"], "--stage is 2, expected an integer from 0 to 1"),
+        (["--world", "8", "--gpus-per-node", "0"], "--gpus-per-node is 0, expected an integer from 1"),
         (["--world", "8.5"], "argument --world: invalid int value: '8.5'"),
         ([], "the following arguments are required: --world"),
     ],
@@ -659,13 +661,4 @@ def test_a_bad_command_ends_with_status_2_and_the_reason(
         main(arguments)
     out, err = capsys.readouterr()
     assert ended.value.code == 2
-    assert f"python -m moecomm.parallel: error: {says}" in err and "Traceback" not in err and out == ""
-
-
-def test_drawings_refuse_what_is_out_of_bounds() -> None:
-    with pytest.raises(InvalidArgument, match="gpus_per_node is True"):
-        draw(FOLDING, gpus_per_node=True)
-    with pytest.raises(InvalidArgument, match="gpus_per_node is 0"):
-        describe_rank(FOLDING, 0, gpus_per_node=0)
-    with pytest.raises(InvalidArgument, match="rank is 16"):
-        describe_rank(FOLDING, 16)
+    assert f"draw_folding.py: error: {says}" in err and "Traceback" not in err and out == ""

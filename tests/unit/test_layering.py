@@ -170,7 +170,7 @@ def test_programs_use_public_names_only(folder: str) -> None:
 def test_nothing_imports_programs_or_tests() -> None:
     for path in _python_files("moecomm"):
         for name in _imports(path, everywhere=True):
-            assert name.split(".")[0] not in ("bench", "examples", "tests"), f"{path} imports {name}"
+            assert name.split(".")[0] not in ("bench", "examples", "tests", "tools"), f"{path} imports {name}"
 
 
 def test_torch_stays_out_of_the_pure_parts() -> None:

@@ -1,0 +1,1 @@
+"""Programs for people who use or tune moecomm; nothing imports them."""
