@@ -328,8 +328,8 @@ MUTANTS = [
     Mutant(
         "one token over an expert's limit",
         "moecomm/nn/token_dropping.py",
-        "place_N < (limit[",
-        "place_N <= (limit[",
+        "place_N < limit",
+        "place_N <= limit",
         ROUTER,
     ),
     Mutant(

@@ -6,8 +6,6 @@ All ranks of the group call `over_ranks` for each forward, or `bring_nothing` in
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,21 +15,6 @@ from torch import Tensor
 from moecomm.errors import MismatchedArguments, PeerLost
 from moecomm.nn.losses import ExpertSums
 from moecomm.types import Group, GroupReference
-
-
-@contextlib.contextmanager
-def exchanging(group: Group | None, phase: str) -> Iterator[None]:
-    """Turns what torch says of a collective of `group` that failed into PeerLost."""
-    try:
-        yield
-    except RuntimeError as error:
-        rank = dist.get_rank()
-        raise PeerLost(
-            f"rank {rank}, {phase}: a rank of {dist.get_process_group_ranks(group)} is gone or did not "
-            f"come ({error})",
-            rank=rank,
-            phase=phase,
-        ) from error
 
 
 class StepCounts:
@@ -54,9 +37,18 @@ class StepCounts:
         self.over_ranks(torch.zeros(experts, dtype=torch.int64, device=device))
 
     def _all_reduce(self, value: Tensor, op: Any) -> Tensor:
+        """Returns the result, in place. Turns what torch says of a collective that failed into PeerLost."""
         group = self._group()
-        with exchanging(group, self.phase):
+        try:
             dist.all_reduce(value, op=op, group=group)
+        except RuntimeError as error:
+            rank = dist.get_rank()
+            raise PeerLost(
+                f"rank {rank}, {self.phase}: a rank of {dist.get_process_group_ranks(group)} is gone or did "
+                f"not come ({error})",
+                rank=rank,
+                phase=self.phase,
+            ) from error
         return value
 
 

@@ -19,7 +19,6 @@ _CHOICES = {
     "aux_loss": ("none", "batch", "sequence", "global"),
     "bias_update": ("sign", "centered"),
     "drop_policy": ("probs", "position"),
-    "drop_over": ("rank", "sequence"),
 }
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -90,10 +89,6 @@ class MoEConfig:
             the same load.
         capacity_factor: None: dropless. Else a rank sends one expert at most ceil(T * K / E *
             capacity_factor) tokens.
-        drop_over: whose tokens the limit is for: "rank": T are those of a rank ("by sub-sequence" where
-            several ranks hold parts of a sequence); "sequence": T are those of all ranks that do, a folding's
-            group "tp-cp", which compare their choices ("by full sequence"). In the order of "position" come
-            these ranks by cp, then by tp, and each rank's tokens in theirs.
         drop_policy: who keeps a place in a full expert: tokens of highest weight ("probs") or the first
             ("position").
         pad_to_capacity: with capacity_factor: buffers of fixed size, so that shapes are static and the host
@@ -144,7 +139,6 @@ class MoEConfig:
 
     capacity_factor: float | None = None
     drop_policy: str = "probs"
-    drop_over: str = "rank"
     pad_to_capacity: bool = False
 
     dtype: torch.dtype = torch.float32
@@ -302,8 +296,6 @@ class MoEConfig:
             )
         has_capacity = factor is not None or not self.pad_to_capacity
         _require(has_capacity, "pad_to_capacity", self.pad_to_capacity, "False without a capacity_factor")
-        drops = factor is not None or self.drop_over == "rank"
-        _require(drops, "drop_over", self.drop_over, "'rank' without a capacity_factor")
 
 
 def _is_count(value: object) -> bool:

@@ -23,7 +23,6 @@ from moecomm.kernels.quantize import QUANTUM
 from moecomm.nn.balance_sums import SequenceSums, StepCounts
 from moecomm.nn.config import MoEConfig
 from moecomm.nn.expert_parts import ExpertPart
-from moecomm.nn.token_dropping import SequenceRanks
 from moecomm.parallel import ParallelFolding
 from moecomm.types import Group
 
@@ -133,18 +132,6 @@ def require_experts_in_node_order(config: MoEConfig, ids: Tensor | None, comm: C
         )
 
 
-def sequence_ranks(config: MoEConfig, folding: ParallelFolding | None, max_tokens: int) -> SequenceRanks:
-    """Returns the ranks with which this one drops choices, of drop_over="sequence"."""
-    if folding is None:
-        raise InvalidArgument(
-            "drop_over is 'sequence', must be 'rank' without a folding, which tells the ranks of a sequence"
-        )
-    group = folding.group(SEQUENCE)
-    places = [folding.coordinates(rank) for rank in dist.get_process_group_ranks(group)]
-    order = sorted(range(len(places)), key=lambda number: (places[number].cp, places[number].tp))
-    return SequenceRanks(config, group, order, max_tokens)
-
-
 def balance_ranks(
     config: MoEConfig, folding: ParallelFolding | None, group: Group | None
 ) -> StepCounts | None:
@@ -158,11 +145,3 @@ def balance_ranks(
         group = folding.group(STAGE)
     group = dist.group.WORLD if group is None else group
     return StepCounts(group) if group is not None and dist.get_world_size(group) > 1 else None
-
-
-def rows_of_sequences(folding: ParallelFolding, max_tokens: int) -> list[tuple[int, int]]:
-    """Returns, for each set of ranks that hold parts of the same sequences and of which some are in this
-    layer's group: the most tokens of the set, and the most that come from those ranks."""
-    own = set(folding.group_of(LAYER, dist.get_rank()))
-    within = [len(own.intersection(ranks)) for ranks in folding.groups(SEQUENCE)]
-    return [(folding.size(SEQUENCE) * max_tokens, count * max_tokens) for count in within if count]

@@ -85,7 +85,7 @@ class GraphedStep:
             as a second graph. None: nothing. With it, gradients that there were are added to the graph's.
         group: ranks that decide together: all that `step_fn` communicates with. None: the ranks of the
             layers' communicators, which have to have one group then, and no router that exchanges
-            numbers with other ranks (drop_over="sequence", aux_loss "sequence" under TP or CP, or "global").
+            numbers with other ranks (aux_loss "sequence" under TP or CP, or "global").
         warmup: runs before the capture, in the first call, at least one; they leave no trace.
         report_every: overflows between two warnings.
         recorder: records the graphs in another way; None: CUDA graphs.
@@ -197,11 +197,10 @@ class GraphedStep:
                 "group is None and the layers' communicators have several groups: pass one that has all "
                 "ranks which take part in a step"
             )
-        if any(layer._exchanges for layer in self._layers):
+        if any(layer._balance is not None for layer in self._layers):
             raise InvalidArgument(
-                "group is None and a layer has drop_over='sequence', or aux_loss 'sequence' or 'global', "
-                "whose ranks may be others than those of its communicator: pass a group that has all ranks "
-                "which take part in a step"
+                "group is None and a layer has aux_loss 'sequence' or 'global', whose ranks may be others "
+                "than those of its communicator: pass a group that has all ranks which take part in a step"
             )
         return next(iter(groups.values()))
 

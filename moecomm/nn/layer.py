@@ -106,7 +106,7 @@ class MoELayer(nn.Module):
     that it has, and `comm`, if given, is of `make_communicator`. Layers and communicators are then built by
     all ranks of the job together, as they make the folding's groups: a pipeline stage without layers makes
     them meanwhile, in this order: folding.group("etp-ep"), with TP > 1 "dp-cp", with PP > 1 "tp-cp-dp", and
-    with drop_over="sequence", or aux_loss="sequence" where TP * CP > 1, "tp-cp".
+    with aux_loss="sequence" where TP * CP > 1, "tp-cp".
 
     A layer that builds its communicator compares the configs of its ranks (MismatchedArguments on all of
     them). loss_group: for aux_loss="global" without a folding, the ranks of a step: default
@@ -245,14 +245,10 @@ class MoELayer(nn.Module):
         self.config, self._comm, self.folding = config, comm, folding
         self._number = comm._layers = comm._layers % MOST_CALLERS + 1
         self._caller = caller_of(self._number, config)  # a dispatch is of one layer on all ranks
-        self._sequence = None
-        if config.drop_over == "sequence":
-            self._sequence = folded.sequence_ranks(config, folding, comm.max_tokens)
-        balance = folded.balance_ranks(config, folding, as_group(loss_group, "loss_group"))
+        self._balance = folded.balance_ranks(config, folding, as_group(loss_group, "loss_group"))
         meta = torch.get_default_device().type == "meta"
         weights_on = torch.device("meta") if meta else comm.device
-        self.router = TopKRouter(config, device=weights_on, sequence=self._sequence, balance=balance)
-        self._exchanges = self.router.exchanges
+        self.router = TopKRouter(config, device=weights_on, balance=self._balance)
         self._own_experts = experts is not None
         self.experts: Any = experts
         first_expert, part = comm.rank * comm.num_local_experts, ExpertPart()
@@ -271,7 +267,7 @@ class MoELayer(nn.Module):
                 products_on=comm.device,
             )
         self.shared = SharedExperts(config, device=weights_on) if config.num_shared_experts else None
-        self.capacity = received_rows_bound(config, comm, folding) if config.pad_to_capacity else None
+        self.capacity = received_rows_bound(config, comm) if config.pad_to_capacity else None
         self._sms = _sms_to_share(comm)
         self.overlap = overlap
         if self._own_experts:
@@ -401,12 +397,12 @@ class MoELayer(nn.Module):
         A bad x, a seq_len that does not divide T, the others of a wrong shape or dtype, weights of another
         dtype than the config's and settings that do not go together raise InvalidArgument on all ranks, and
         ids that are none, or one twice for a token, InvalidRouting. A graph of torch.compile ends before the
-        layer and goes on after it within `keep_plans`, with drop_over="sequence", and where a loss is summed
-        over ranks (aux_loss "global", and "sequence" under TP or CP).
+        layer and goes on after it within `keep_plans`, and where a loss is summed over ranks (aux_loss
+        "global", and "sequence" under TP or CP).
         """
         every = {"cu_seqlens": cu_seqlens, "mask": mask, "topk_idx": topk_idx}
         given = {name: value for name, value in every.items() if value is not None}
-        if torch.compiler.is_compiling() and (self._exchanges or self._plans is not None):
+        if torch.compiler.is_compiling() and (self._balance is not None or self._plans is not None):
             return self._forward_outside_graph(x, seq_len, given)
         return self._forward(x, seq_len, given)
 
@@ -458,7 +454,8 @@ class MoELayer(nn.Module):
     ) -> Routed:
         """Chooses the experts of each token. Raises InvalidArgument, on this rank alone."""
         x_TH, told = x, dict(given or {})
-        before = [each.exchanges for each in self._exchanges]
+        balance = self._balance
+        before = 0 if balance is None else balance.exchanges
         try:
             self._check_settings(in_order, watched)
             require_tensor("x", x, self.comm.device)
@@ -473,14 +470,13 @@ class MoELayer(nn.Module):
             if x.dim() == 3:
                 x_TH, told = x.flatten(0, 1), flat(x, told)
                 seq_len = seq_len if "cu_seqlens" in told else x.shape[1] or None
-            if self._exchanges:
+            if balance is not None:
                 # not first in its forward, where ranks wait for each other
                 self.router.check(x_TH, seq_len, **told)
             routing = self._choose_experts(x_TH, seq_len, told)
         except Exception as error:
-            for each, count in zip(self._exchanges, before, strict=True):
-                if each.exchanges == count and not known_to_all(error):  # other ranks wait for this one
-                    each.bring_nothing(self.config.num_experts, self.comm.device)
+            if balance is not None and balance.exchanges == before and not known_to_all(error):
+                balance.bring_nothing(self.config.num_experts, self.comm.device)  # other ranks wait for it
             raise
         self.last_losses = {name: loss.detach() for name, loss in routing.losses.items()}
         self.last_tokens_per_expert = routing.tokens_per_expert_E
@@ -752,7 +748,7 @@ class MoELayer(nn.Module):
         )
 
 
-def received_rows_bound(config: MoEConfig, comm: Communicator, folding: ParallelFolding | None = None) -> int:
+def received_rows_bound(config: MoEConfig, comm: Communicator) -> int:
     """Returns the rows that no routing under config.capacity_factor can exceed on one rank, whatever tokens
     each rank brings."""
     worst = rows_at_worst(
@@ -762,11 +758,6 @@ def received_rows_bound(config: MoEConfig, comm: Communicator, folding: Parallel
         num_local_experts=comm.num_local_experts,
     )
     of_expert = comm.size * tokens_per_expert_limit(config, comm.max_tokens)
-    if folding is not None and config.drop_over == "sequence":
-        of_expert = sum(
-            min(tokens_per_expert_limit(config, tokens), here)
-            for tokens, here in folded.rows_of_sequences(folding, comm.max_tokens)
-        )
     return min(worst, comm.num_local_experts * of_expert)
 
 

@@ -16,7 +16,7 @@ from moecomm.nn.given import Choices, check_given, replayed
 from moecomm.nn.losses import expert_sums, z_loss
 from moecomm.nn.outside_autocast import matmul, needs_care
 from moecomm.nn.parameters import init_shared_weight
-from moecomm.nn.token_dropping import SequenceRanks, kept_choices, tokens_per_expert_limit
+from moecomm.nn.token_dropping import kept_choices, tokens_per_expert_limit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,23 +76,16 @@ class TopKRouter(nn.Module):
         config: MoEConfig,
         *,
         device: torch.device | str | None = None,
-        sequence: SequenceRanks | None = None,
         balance: StepCounts | None = None,
     ) -> None:
-        """sequence, balance: the ranks with which choices are dropped, and the balancing loss is computed;
-        None: this rank alone."""
+        """balance: the ranks with which the balancing loss is computed; None: this rank alone."""
         super().__init__()
-        if (sequence is None) != (config.drop_over == "rank"):
-            raise InvalidArgument(
-                f"drop_over is {config.drop_over!r}, must be 'rank' for a router that knows no other ranks: "
-                "'sequence' is for a MoELayer with a folding"
-            )
         if config.limit_nodes is not None:
             raise InvalidArgument(
                 f"limit_nodes is {config.limit_nodes} and a router does not know the nodes: "
                 "pass config.for_nodes(number of nodes)"
             )
-        self.config, self._sequence, self._balance = config, sequence, balance
+        self.config, self._balance = config, balance
         dtype = torch.promote_types(config.dtype, torch.float32)
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden, dtype=dtype, device=device))
         bias = nn.Parameter(torch.empty_like(self.weight[:, 0])) if config.router_bias else None
@@ -194,19 +187,10 @@ class TopKRouter(nn.Module):
                 f"x has shape {tuple(x_TH.shape)}, must be (tokens, hidden={config.hidden})"
             )
         check_given(x_TH.shape[0], config.top_k, x_TH.device, seq_len=seq_len, **given)
-        if self._sequence is not None:
-            self._sequence.require_tokens(x_TH.shape[0])
-
-    @property
-    def exchanges(self) -> list[StepCounts | SequenceRanks]:
-        """The exchanges between ranks that a forward makes, in their order."""
-        return [each for each in (self._balance, self._sequence) if each is not None]
 
     def _kept(self, topk_idx_TK: Tensor, weights_TK: Tensor, gaps: bool) -> Tensor:
         """Returns (T, K) bool: the choices that the capacity does not drop; for -1 either."""
         config = self.config
-        if self._sequence is not None:
-            return self._sequence.kept(topk_idx_TK, weights_TK)
         by_weight = weights_TK if config.drop_policy == "probs" else None
         limit = tokens_per_expert_limit(config, topk_idx_TK.shape[0])
         experts = config.num_experts

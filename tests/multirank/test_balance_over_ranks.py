@@ -15,7 +15,15 @@ from torch import Tensor
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
-from moecomm.nn import MoEConfig, MoELayer, keep_plans, set_loss_scale, sync_gradients, update_expert_bias
+from moecomm.nn import (
+    GraphedStep,
+    MoEConfig,
+    MoELayer,
+    keep_plans,
+    set_loss_scale,
+    sync_gradients,
+    update_expert_bias,
+)
 from moecomm.parallel import ParallelFolding
 from tests.multirank.catching import Caught, catch
 from tests.multirank.conftest import Pools, cpu_pools
@@ -131,7 +139,8 @@ def test_loss_over_parts_of_sequences(name: str, pool: Pools, seed: int) -> None
 
 
 def refused(rank: int, world_size: int) -> list[Caught | None]:
-    """A rank with other numbers of sequences, one that refuses its tokens, and one whose router raises."""
+    """A rank with other numbers of sequences, one that refuses its tokens, one whose router raises, and a
+    graph that is not told of these ranks."""
     layer = MoELayer(CONFIG, folding=ParallelFolding(world_size=world_size, cp=2, ep=2), max_tokens=24)
     x = torch.randn(2, 3, HIDDEN, dtype=torch.float64)
     found = [
@@ -141,6 +150,8 @@ def refused(rank: int, world_size: int) -> list[Caught | None]:
     ]
     hook = layer.router.register_forward_pre_hook(lambda *_: [][0]) if rank == 1 else None
     found.append(catch(lambda: layer(x)))
+    recorder: Any = object()
+    found.append(catch(lambda: GraphedStep(lambda x: x, layer, recorder=recorder)))
     if hook is not None:
         hook.remove()
     (layer(x) * 0).sum().backward()
@@ -150,12 +161,13 @@ def refused(rank: int, world_size: int) -> list[Caught | None]:
 
 
 def test_one_rank_refuses(pool: Pools) -> None:
-    for rank, (others, shape, ids, hook) in enumerate(pool(2)(refused)):
+    for rank, (others, shape, ids, hook, graph) in enumerate(pool(2)(refused)):
         assert others is not None and others.name == "MismatchedArguments"
         assert f"rank {rank} has parts of {1 + rank} sequences" in others.text, others.text
         assert shape is not None and shape.name == "InvalidArgument" and "x has shape" in shape.text
         assert ids is not None and ids.name == "InvalidRouting", ids
         assert hook is not None and "IndexError" in hook.text + hook.name, hook
+        assert graph is not None and "pass a group that has all ranks" in graph.text, graph
 
 
 # -- all tokens of a step ----------------------------------------------------------------------------------

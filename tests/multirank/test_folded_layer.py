@@ -25,7 +25,6 @@ from torch.testing import assert_close
 
 from moecomm import Communicator
 from moecomm.nn import (
-    GraphedStep,
     MoEConfig,
     MoELayer,
     OverlapConfig,
@@ -120,7 +119,7 @@ def layers(rank: int, folding: ParallelFolding, case: Case, seed: int) -> tuple[
     torch.manual_seed(seed)
     layer = MoELayer(case.config, folding=folding, max_tokens=MAX_TOKENS, overlap=overlap)
     torch.manual_seed(seed)
-    config = MoEConfig(**{**SIZES, **case.options, "dtype": case.dtype, "drop_over": "rank"})
+    config = MoEConfig(**{**SIZES, **case.options, "dtype": case.dtype})
     groups = [group_of(each) for each in range(folding.world_size)]
     alone = MoELayer(config, group=groups[rank], max_tokens=folding.world_size * MAX_TOKENS, overlap=overlap)
     whole = dict(alone.named_parameters())
@@ -241,114 +240,6 @@ def in_a_graph(rank: int, world_size: int, seed: int) -> None:
 
 def test_in_a_graph(pool: Callable[[int], RankPool], seed: int) -> None:
     pool(4)(in_a_graph, seed)
-
-
-# -- dropping ----------------------------------------------------------------------------------------------
-
-
-def dropped(rank: int, world_size: int, arguments: dict[str, Any], policies: list[str], seed: int) -> None:
-    """Ranks that share a sequence drop as one process that has all its tokens, by cp and then by tp."""
-    folding = ParallelFolding(world_size=world_size, **arguments)
-    together = folding.group_of("tp-cp", rank)
-    ordered = sorted(together, key=lambda each: (folding.coordinates(each).cp, folding.coordinates(each).tp))
-    for policy in policies:
-        options = {
-            "capacity_factor": 0.5,
-            "drop_policy": policy,
-            "drop_over": "sequence",
-            "pre_softmax": True,
-        }
-        for case in (
-            Case(options, crowded=True),
-            Case({**options, "pad_to_capacity": True}, crowded=True),
-            Case(options, {"keep": "nothing"}),
-        ):
-            layer, alone = layers(rank, folding, case, seed)
-            with layer.comm, alone.comm:
-                x, factor = tokens_of(rank, case, seed)
-                y = run(layer, x, factor)
-                parts = [tokens_of(other, case, seed) for other in ordered]
-                all_x = torch.cat([part[0].detach() for part in parts]).requires_grad_()
-                all_y = run(alone, all_x, torch.cat([part[1] for part in parts]))
-                before = sum(TOKENS[other] for other in ordered[: ordered.index(rank)])
-                mine = slice(before, before + TOKENS[rank])
-                assert_close(y, all_y[mine], rtol=1e-9, atol=1e-9)
-                assert_close(x.grad, all_x.grad[mine], rtol=1e-9, atol=1e-9)
-                chosen = alone.router(all_x).topk_idx_TK
-                by_rank = layer.router(x).topk_idx_TK
-                assert torch.equal(by_rank, chosen[mine])
-                if case.crowded and all(TOKENS[other] for other in ordered):
-                    assert (chosen == -1).any()
-                    own = torch.cat([alone.router(part[0]).topk_idx_TK for part in parts])
-                    # Another choice than that of a limit a rank, or the case would show nothing. By weight
-                    # the few tokens may happen to be the same.
-                    assert policy == "probs" or not torch.equal(own, chosen)
-                refused = catch(lambda x=x, layer=layer: layer(x[:, :3] if rank == 1 else x))
-                assert refused is not None and refused.name == "InvalidArgument", refused
-                layer(x)  # all ranks are in step again
-        torch._dynamo.reset()  # of torch.compile, whose graph the exchange is not in
-        x, factor = tokens_of(rank, case, seed)
-        layer = layers(rank, folding, case, seed)[0]
-        with layer.comm:
-            assert torch.equal(run(torch.compile(layer, backend="eager"), x, factor), layer(x))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "policies"),
-    [
-        ({"tp": 2, "cp": 2, "ep": 4}, ["probs", "position"]),
-        ({"tp": 2, "cp": 2, "etp": 2, "ep": 2, "order": "cp-ep-tp-dp-pp"}, ["position"]),
-        ({"cp": 2, "ep": 2, "etp": 2, "order": "dp-tp-cp-ep-pp"}, ["position"]),
-    ],
-    ids=["tp 2, cp 2", "cp innermost, etp 2", "two sequences"],
-)
-def test_drops_over_whole_sequences(
-    arguments: dict[str, Any], policies: list[str], pool: Callable[[int], RankPool], seed: int
-) -> None:
-    pool(4)(dropped, arguments, policies, seed)
-
-
-def raising(rank: int, world_size: int) -> str:
-    """A rank whose router's hook raises, where the others wait for its choices before they dispatch."""
-    case = Case({"capacity_factor": 1.0, "drop_over": "sequence"})
-    layer = MoELayer(case.config, folding=ParallelFolding(world_size=world_size, tp=2, ep=2), max_tokens=8)
-
-    def hook(*_: Any) -> None:
-        raise KeyError("gate")
-
-    handle = layer.router.register_forward_pre_hook(hook) if rank == 1 else None
-    x_TH = torch.ones(4, case.config.hidden, dtype=case.dtype)
-    found = catch(lambda: layer(x_TH))
-    if handle is not None:
-        handle.remove()
-    assert layer(x_TH).isfinite().all(), "the layer can be used again"
-    layer.comm.close()
-    return "" if found is None else f"{found.name}: {found.text}"
-
-
-def test_an_exception_before_the_exchange_of_choices(pool: Callable[[int], RankPool]) -> None:
-    assert pool(2)(raising) == ["InvalidArgument: rank 1: KeyError: 'gate'", "KeyError: 'gate'"]
-
-
-def bounds(rank: int, world_size: int, order: str) -> int | None:
-    case = Case({"capacity_factor": 1.0, "pad_to_capacity": True, "drop_over": "sequence"})
-    folding = ParallelFolding(world_size=world_size, tp=2, ep=2, order=order)
-    layer = MoELayer(case.config, folding=folding, max_tokens=8)
-    layer.comm.close()
-    recorder: Any = object()
-    found = catch(lambda: GraphedStep(lambda x: x, layer, recorder=recorder))
-    assert found is not None and "drop_over='sequence'" in found.text, found
-    return layer.capacity
-
-
-def test_rows_of_sequences(pool: Callable[[int], RankPool]) -> None:
-    """Fixed buffers have room for what sequences may bring, each of 2 ranks with at most 8 tokens.
-
-    A sequence sends an expert at most ceil(2 * 8 * 3 / 12) = 4 tokens, which may all be of one rank. In the
-    first order a layer's ranks are those of one sequence, in the second they have one rank of each of two.
-    """
-    assert pool(4)(bounds, "dp-tp-cp-ep-pp") == [6 * 4] * 4
-    assert pool(4)(bounds, "ep-dp-tp-cp-pp") == [6 * (4 + 4)] * 4
 
 
 # -- gradients under wrappers, stages ----------------------------------------------------------------------
@@ -566,7 +457,6 @@ def refusals(rank: int, world_size: int) -> None:
         layers = [MoELayer(config, right, folding=folding) for _ in range(2)]
         assert layers[0].comm is layers[1].comm
         made = functools.partial(MoELayer, folding=folding)
-        kept: Any = {"capacity_factor": 1.0, "drop_over": "sequence"}
         calls: dict[str, Callable[[], Any]] = {
             "comm has ranks": lambda: made(config, of_ep),
             "comm.num_experts is 12, must be 24, for experts in etp=2 parts": lambda: made(config, unsplit),
@@ -583,9 +473,6 @@ def refusals(rank: int, world_size: int) -> None:
             ),
             "ffn_hidden is 9, must be a multiple of 2": lambda: made(
                 Case({"ffn_hidden": 9}).config, max_tokens=8
-            ),
-            "drop_over is 'sequence', must be 'rank' without a folding": lambda: MoELayer(
-                Case(kept).config, group=folding.group("ep"), max_tokens=8
             ),
         }
         for text, call in calls.items():
