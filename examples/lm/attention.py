@@ -38,7 +38,7 @@ from torch.nn.attention.flex_attention import (
 from torch.utils.checkpoint import checkpoint
 
 from lm.errors import RunError
-from moecomm.nn import recompute_outputs
+from lm.recompute_outputs import recompute_outputs
 
 LOGITS_BYTES = 1 << 28
 """Bytes that the logits of one call may take: on GPUs where torch has no better kernel, and of the CPU's

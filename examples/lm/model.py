@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lm.attention import AttentionConfig, make_attention, rope_table
 from lm.head import Head
-from moecomm.nn import ActivationOffload, recompute_outputs
+from lm.recompute_outputs import recompute_outputs
 
 Part = TypeVar("Part", bound=nn.Module)
 
@@ -64,7 +64,6 @@ class Block(nn.Module):
             before it, and "all", the block.
         drops_attention_norm: the norm's result is not kept but made again.
         drops_ffn_norm: the same of the other norm.
-        offload: where tensors are kept that autograd saves; None: on the device.
     """
 
     def __init__(self, config: ModelConfig, layer: int, ffn: nn.Module) -> None:
@@ -75,11 +74,9 @@ class Block(nn.Module):
         self.ffn = ffn
         self.runs: dict[str, Run] = dict.fromkeys(("all", "attention", "moe"), run_plainly)
         self.drops_attention_norm = self.drops_ffn_norm = False
-        self.offload: ActivationOffload | None = None
 
     def forward(self, x_BSH: Tensor, cos_SD: Tensor, sin_SD: Tensor) -> Tensor:
-        with self.offload or contextlib.nullcontext():
-            return self.runs["all"](self._compute, x_BSH, cos_SD, sin_SD)
+        return self.runs["all"](self._compute, x_BSH, cos_SD, sin_SD)
 
     def _compute(self, x_BSH: Tensor, cos_SD: Tensor, sin_SD: Tensor) -> Tensor:
         x_BSH = x_BSH + self.runs["attention"](self._attend, x_BSH, cos_SD, sin_SD)

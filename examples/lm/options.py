@@ -131,7 +131,6 @@ class Options:
     microbatches: int
     delay_wgrad: bool
     recompute: list[str]
-    offload: int | None
     preset: str
     dtype: str
     expert_precision: str
@@ -349,17 +348,13 @@ def _check_split(options: Options) -> None:
 
 
 def _check_memory(options: Options) -> None:
-    """Is there what is to be computed again or kept on the host?"""
+    """Is there what is to be computed again?"""
     if "mla-up" in options.recompute and options.attention != "latent":
         raise UsageError(f"--recompute mla-up is of --attention latent, not of {options.attention}")
     if "shared" in options.recompute and not options.shared_experts:
         raise UsageError("--recompute shared needs --shared-experts, above 0")
-    if options.offload is not None and options.graph:
-        raise UsageError("--offload: a graph keeps its memory between replays: not with --graph")
-    if options.compile and (
-        options.offload is not None or {"norms", "mla-up", "attention", "all"} & set(options.recompute)
-    ):
-        raise UsageError("--compile: not with --offload, nor with --recompute of what it compiles")
+    if options.compile and {"norms", "mla-up", "attention", "all"} & set(options.recompute):
+        raise UsageError("--compile: not with --recompute of what it compiles")
 
 
 def _check_pipeline(options: Options) -> None:
@@ -704,15 +699,6 @@ def _parser() -> argparse.ArgumentParser:
         metavar="PART,...",
         help=f"what is computed again in the backward instead of kept, of {', '.join(RECOMPUTED)} (default: "
         "nothing)",
-    )
-    add(
-        "--offload",
-        type=_count,
-        nargs="?",
-        const=1024,
-        metavar="KIB",
-        help="keep activations of at least so many KiB in the host's memory until the backward (default: "
-        "none; 1024 without a number)",
     )
 
     add = parser.add_argument_group("output").add_argument

@@ -1,4 +1,4 @@
-"""What a block keeps for its backward: parts that are computed again, and what goes to the host's memory."""
+"""What a block keeps for its backward, and which parts are computed again."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from lm.attention import LatentAttention
 from lm.model import Run, Transformer
 from lm.options import Options
-from moecomm.nn import ActivationOffload, MoELayer, OverlapConfig, keep_plans
+from moecomm.nn import MoELayer, OverlapConfig, keep_plans
 
 
 def overlap_config(options: Options) -> OverlapConfig:
@@ -25,13 +25,9 @@ def overlap_config(options: Options) -> OverlapConfig:
 
 
 def save_memory(model: Transformer, options: Options) -> None:
-    """Makes the model's blocks compute again what --recompute says, and keep the rest as --offload says."""
+    """Makes the model's blocks compute again what --recompute says."""
     chosen = set(options.recompute)
-    offload = None
-    if options.offload is not None:
-        offload = ActivationOffload(model, min_bytes=options.offload * 1024)
     for block in model.own_blocks():
-        block.offload = offload
         parts = {"all", "attention", "moe"} & chosen
         if not isinstance(block.ffn, MoELayer):
             parts -= {"moe"}

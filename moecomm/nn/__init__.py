@@ -24,15 +24,12 @@ from moecomm.nn.gradients import clip_grad_norm, grad_norms, mark_synchronized, 
 from moecomm.nn.graphed import GraphedStep
 from moecomm.nn.layer import MoELayer, backward_weights, set_loss_scale
 from moecomm.nn.losses import attach_loss, load_balancing_loss, z_loss
-from moecomm.nn.offload import ActivationOffload
 from moecomm.nn.overlap_config import OverlapConfig
 from moecomm.nn.parameters import is_expert_parameter, mark_expert_parameter
 from moecomm.nn.plans import keep_plans
-from moecomm.nn.recompute import recompute_outputs
 from moecomm.nn.router import Routing, TopKRouter
 
 __all__ = [
-    "ActivationOffload",
     "GraphedStep",
     "GroupedExperts",
     "MoEConfig",
@@ -53,7 +50,6 @@ __all__ = [
     "mark_expert_parameter",
     "mark_synchronized",
     "prepare_ddp",
-    "recompute_outputs",
     "set_loss_scale",
     "sharded_state",
     "sync_gradients",

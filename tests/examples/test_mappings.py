@@ -227,30 +227,29 @@ LATENT = (
     "--attention latent --no-qk-norm --kv-heads 0 --head-dim 4 --q-rank 12 --kv-rank 8 --rope-dim 4 "
     "--value-dim 6 --shared-experts 1"
 )
-SAVING_BY_DEFAULT = (("", "--tp 2 --cp 2 --ep 4 --etp 2 --recompute norms,moe --offload 1"),)
+SAVING_BY_DEFAULT = (("", "--tp 2 --cp 2 --ep 4 --etp 2 --recompute norms,moe"),)
 SAVING = (
     *SAVING_BY_DEFAULT,
-    ("", "--tp 2 --ep 8 --recompute norms --offload 1"),
+    ("", "--tp 2 --ep 8 --recompute norms"),
     ("", "--tp 2 --ep 4 --etp 2 --recompute attention,fc1"),
-    ("", "--cp 2 --ep 8 --recompute all --offload 1"),
+    ("", "--cp 2 --ep 8 --recompute all"),
     ("", "--cp 2 --ep 2 --etp 2 --recompute norms,attention,dispatch"),
-    ("", "--tp 2 --ep 4 --microbatches 2 --offload 1"),
-    ("", "--tp 2 --cp 2 --ep 8 --microbatches 2 --recompute norms,attention,dispatch --offload 1"),
-    (LATENT, "--tp 2 --cp 2 --ep 4 --etp 2 --recompute norms,mla-up,shared,fc1 --offload 1"),
+    ("", "--tp 2 --cp 2 --ep 8 --microbatches 2 --recompute norms,attention,dispatch"),
+    (LATENT, "--tp 2 --cp 2 --ep 4 --etp 2 --recompute norms,mla-up,shared,fc1"),
     (LATENT, "--tp 2 --ep 4 --recompute all"),
-    (STAGED, "--tp 2 --pp 2 --ep 2 --etp 2 --microbatches 2 --recompute norms,moe --offload 1"),
-    (STAGED, "--cp 2 --pp 2 --ep 4 --microbatches 4 --schedule interleaved --recompute all --offload 1"),
+    (STAGED, "--tp 2 --pp 2 --ep 2 --etp 2 --microbatches 2 --recompute norms,moe"),
+    (STAGED, "--cp 2 --pp 2 --ep 4 --microbatches 4 --schedule interleaved --recompute all"),
     (
         STAGED,
-        "--tp 2 --pp 2 --ep 2 --etp 2 --microbatches 4 --schedule zbv --recompute attention,fc1 --offload 1",
+        "--tp 2 --pp 2 --ep 2 --etp 2 --microbatches 4 --schedule zbv --recompute attention,fc1",
     ),
     (f"{STAGED} {LATENT}", "--tp 2 --pp 2 --ep 4 --microbatches 4 --recompute mla-up,shared,dispatch"),
     (
         f"{STAGED} --shared-experts 1",
-        "--tp 2 --pp 2 --ep 4 --microbatches 4 --schedule dualpipev --recompute norms,fc1,shared --offload 1",
+        "--tp 2 --pp 2 --ep 4 --microbatches 4 --schedule dualpipev --recompute norms,fc1,shared",
     ),
 )
-"""Models, and mappings with parts that are computed again or kept on the host."""
+"""Models, and mappings with parts that are computed again."""
 
 
 @pytest.mark.parametrize(
@@ -262,12 +261,12 @@ def test_mapping_that_saves_memory_trains_as_one_process_does(model: str, mappin
 
 
 SAME_BITS = {
-    "attention by heads": ("", ("norms", "attention,fc1", "moe", "all", "norms,dispatch --offload 1")),
+    "attention by heads": ("", ("norms", "attention,fc1", "moe", "all", "norms,dispatch")),
     "latent attention, a shared expert": (
         LATENT,
-        ("mla-up,shared,norms", "shared,moe", "mla-up --offload 1"),
+        ("mla-up,shared,norms", "shared,moe", "mla-up"),
     ),
-    "two stages": (f"{STAGED} --pp 2 --microbatches 2", ("norms,moe", "all --offload 1")),
+    "two stages": (f"{STAGED} --pp 2 --microbatches 2", ("norms,moe", "all")),
 }
 
 
@@ -458,10 +457,9 @@ WRONG = {
     "--weights bfloat16": "--weights bfloat16 needs --dtype bfloat16, not float32",
     "--weights float16": "argument --weights: invalid choice: 'float16'",
     "--recompute mla-up": "--recompute mla-up is of --attention latent, not of grouped",
-    "--compile --recompute norms": "--compile: not with --offload, nor with --recompute of what it compiles",
+    "--compile --recompute norms": "--compile: not with --recompute of what it compiles",
     "--recompute shared": "--recompute shared needs --shared-experts, above 0",
     "--recompute norms,core": "argument --recompute: invalid choice: 'core' (choose from norms, mla-up",
-    "--offload --graph": "--offload: a graph keeps its memory between replays: not with --graph",
     "--no-tied --pp 2 --graph": "--graph: a graph is of a step on all layers: not with --pp 2",
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 from dataclasses import replace
@@ -197,6 +198,39 @@ def test_what_is_kept(pools: dict[int, RankPool], seed: int) -> None:
     for rows, kept in pools[2](kept_bytes, seed):
         assert kept["all"] - kept["rows"] == rows * inner * 2
         assert kept["rows"] - kept["nothing"] == (rows - 64) * hidden * 2  # and the 64 tokens instead
+
+
+def on_the_host(rank: int, world_size: int, seed: int) -> None:
+    """Steps whose saved tensors are copied away and back, as docs/memory.md shows."""
+    torch.manual_seed(seed)
+    config = MoEConfig(**{**SIZES, "dtype": torch.bfloat16, "num_shared_experts": 1})
+    layer = MoELayer(config, max_tokens=64)
+    x = torch.randn(64, 16, dtype=torch.bfloat16, requires_grad=True)
+
+    def step(around: Any) -> list[torch.Tensor]:
+        with around:
+            y = layer(x)
+        y.square().sum().backward()
+        found = [x.grad, *(each.grad for each in layer.parameters())]
+        x.grad = None
+        layer.zero_grad()
+        return [each for each in found if each is not None]
+
+    for keep in ("all", "rows", "nothing"):
+        layer.overlap = OverlapConfig(keep=keep)
+        wanted = step(contextlib.nullcontext())
+        clone = torch.Tensor.clone  # copies also where a later torch has the host's tensors stay
+        for around in (
+            torch.autograd.graph.save_on_cpu(pin_memory=True),
+            torch.autograd.graph.saved_tensors_hooks(clone, clone),
+        ):
+            found = step(around)
+            assert all(map(torch.equal, found, wanted)) and len(found) == len(wanted) > 3
+    layer.comm.close()
+
+
+def test_saved_tensors_may_lie_on_the_host(pools: dict[int, RankPool], seed: int) -> None:
+    pools[2](on_the_host, seed)
 
 
 def checkpointed(

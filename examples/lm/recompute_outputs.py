@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moecomm.errors import InvalidArgument
+from moecomm import InvalidArgument
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
@@ -61,7 +61,7 @@ def recompute_outputs(
         outputs: what make(*inputs) has returned: a tensor, or several.
 
     Hooks that were active before (torch.autograd.graph.saved_tensors_hooks), such as those of
-    torch.utils.checkpoint and ActivationOffload, see the inputs and all other tensors that the block saves.
+    torch.utils.checkpoint and save_on_cpu, see the inputs and all other tensors that the block saves.
     Tensors made of the outputs by other operations are kept as ever, and so are outputs that are changed in
     place. Raises InvalidArgument in the backward if `make` returns tensors of other shapes or dtypes.
     """
