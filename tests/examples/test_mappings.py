@@ -2,8 +2,8 @@
 20 steps on 8 ranks are those of a single process.
 
 Some mappings, schedules of pipelines and models of each kind run by default.
-MOECOMM_TEST_MAPPINGS=all runs all mappings; with -s pytest shows the largest differences, the table of
-docs/folding.md.
+MOECOMM_TEST_MAPPINGS=all runs all mappings; with -s pytest shows the largest differences, of which
+docs/folding.md has the largest.
 """
 
 from __future__ import annotations

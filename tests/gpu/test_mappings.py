@@ -1,7 +1,7 @@
 """examples/train_lm.py on two GPUs: under every layout of two ranks the curves of loss and gradient norm are
 those of one process on one GPU.
 
-With -s pytest shows the largest differences, the table of docs/folding.md.
+With -s pytest shows the largest differences, of which docs/folding.md has the largest.
 """
 
 from __future__ import annotations
