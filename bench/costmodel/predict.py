@@ -212,7 +212,7 @@ def _bottleneck(stages: Sequence[Stage]) -> str:
 
 
 def _chunks_of_node(shape: Shape) -> float:
-    # Within a node rows are handed on by the token, or by a few.
+    # Within a node rows are passed on by the token, or by a few.
     return float(-(-shape.tokens // 8))
 
 

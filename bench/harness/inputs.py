@@ -22,7 +22,7 @@ Limit = tuple[
     int, int
 ]  # group-limited routing: of so many nodes the experts of a token are on at most so many
 SCALES = {"fp8": (128, torch.float32), "mxfp8": (32, torch.float8_e8m0fnu)}
-"""Columns that share a scale, and its dtype, by the wire format in which rows can be handed on."""
+"""Columns that share a scale, and its dtype, by the wire format in which rows can be passed on."""
 # Streams keep the random numbers of different inputs apart.
 _ROUTING, _ROWS, _WEIGHTS, SHUFFLES, _BYTES, _EXPERTS = 1, 2, 3, 5, 6, 7
 

@@ -93,7 +93,7 @@ class Received:
     """A dispatch result; what a path does not return is None and is not checked."""
 
     tokens: Tensor
-    scales: Tensor | None = None  # of rows handed on in fp8
+    scales: Tensor | None = None  # of rows passed on in fp8
     counts: Tensor | None = None
     offsets: Tensor | None = None
     weights: Tensor | None = None

@@ -124,7 +124,7 @@ def _case(group: Group) -> str:
     if row["routing"] not in ("uniform", "balanced"):
         words.append(skew_words(row))
     if options["wire"]:
-        words.append(options["wire"] if options["dequantize"] else f"{options['wire']} handed on")
+        words.append(options["wire"] if options["dequantize"] else f"{options['wire']} passed on")
     if options.get("combine_wire"):
         words.append(f"{options['combine_wire']} sums")
     if options["graph"] or options["capacity"] is not None:
