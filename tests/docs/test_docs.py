@@ -579,6 +579,17 @@ def test_named_files_exist(page: Path) -> None:
             assert (ROOT / target).exists(), f"{page.name} names {target}, which is not there"
 
 
+def test_architecture_names_functions_that_are_in_these_files() -> None:
+    """ "`Class.method` in `file`", also with several names: each is called or defined there."""
+    page = page_text("architecture.md")
+    found = re.findall(r"((?:`[\w.:]+`(?:, | and ))*`[\w.:]+`) in `((?:moecomm|csrc)/[\w./]+)`", page)
+    assert len(found) >= 10
+    for names, file in found:
+        for name in re.findall(r"`([\w.:]+)`", names):
+            last = re.split(r"::|\.", name)[-1]
+            assert re.search(rf"(class |\b){last}\(", (ROOT / file).read_text()), f"{file} has no {name}"
+
+
 def test_every_environment_variable_is_documented() -> None:
     named = set(re.findall(r"MOECOMM_[A-Z_]+", (ROOT / "moecomm" / "env.py").read_text()))
     page = (ROOT / "docs" / "architecture.md").read_text()
