@@ -15,6 +15,12 @@ def test_every_python_block_is_marked_for_the_test_that_runs_it() -> None:
     assert re.search(r"^<!-- example: \d+ ranks -->\n```python$", README, re.MULTILINE)
 
 
+def test_it_is_short_and_names_the_alternatives() -> None:
+    assert len(README.splitlines()) <= 150
+    for name in ("HybridEP", "DeepEP V1", "DeepEP V2", "NCCL", "LigerCute"):
+        assert name in README, name
+
+
 def test_make_targets_exist() -> None:
     makefile = (ROOT / "Makefile").read_text()
     named = set(re.findall(r"[`\n]\s*make ([a-z][a-z0-9-]*)", README))
