@@ -56,7 +56,10 @@ LATE = f"{DISPATCH} -k overwritten or late"
 GRADIENTS = "tests/multirank/test_autograd.py -k match_the_reference and 3"
 INPUT = "tests/multirank/test_bad_input.py"
 NODES = "tests/multirank/test_nodes.py -k 4-2 and (gradients or any_order)"
-LAYER = "tests/multirank/test_moe_layer.py -k dense_reference and 3 or data_parallel"
+LAYER = (
+    "tests/multirank/test_moe_layer.py tests/multirank/test_data_parallel.py "
+    "-k (dense_reference and 3) or (recipe and hand)"
+)
 ROUTER = "tests/unit/test_router.py"
 
 PLAN, PULL, SUM = (f"csrc/kernels/cpu/{name}.cpp" for name in ("plan", "dispatch", "combine"))

@@ -21,7 +21,7 @@ from moecomm.overlap import Span, Timeline
 from moecomm.parallel import ParallelFolding
 from tests.examples import conftest  # noqa: F401  (puts examples/ on the path)
 
-from lm import checkpoint, data, options, plots, precision, presets, progress, ranks, stop  # isort: skip
+from lm import checkpoint, data, options, plots, precision, presets, ranks, stop  # isort: skip
 from lm.attention import AttentionConfig  # isort: skip
 from lm.build import (  # isort: skip
     build_graphed_step,
@@ -41,7 +41,7 @@ from lm.metrics import (  # isort: skip
 )
 from lm.model import ModelConfig, Transformer  # isort: skip
 from lm.pipeline import lay_out  # isort: skip
-from lm.speed import measure_speed, peak_tflops  # isort: skip
+from lm.speed import measure_speed  # isort: skip
 from lm.tokenizer import ByteTokenizer, make_tokenizer  # isort: skip
 import itertools
 
@@ -383,50 +383,12 @@ def test_speed_counts_what_a_token_needs(monkeypatch: pytest.MonkeyPatch) -> Non
     assert measure_speed(run, 10_000_000, 1000, 4, torch.device("cpu")) is None
 
 
-@pytest.mark.parametrize(
-    ("name", "peak"),
-    [
-        ("NVIDIA H100 80GB HBM3", 989),
-        ("NVIDIA H100 PCIe", 756),
-        ("NVIDIA A100-SXM4-80GB", 312),
-        ("Tesla T4", None),
-    ],
-)
-def test_peaks_go_by_the_name(name: str, peak: float | None) -> None:
-    assert peak_tflops(name) == peak
-
-
-def test_a_step_shows_its_speed() -> None:
-    record = {
-        "loss": 2.0, "tokens_per_s": 5e4, "balance": 1.5, "comm_share": 0.25, "exposed_share": 0.1,
-        "seconds": 0.2, "tflops": 123.4, "mfu": 0.125,
-    }  # fmt: skip
-    said = progress._describe(record)
-    assert "25.0%, 10.0% exposed (20.0 ms)  123.4 TFLOP/s, MFU 12.5%" in said
-    del record["mfu"], record["tflops"]
-    assert progress._describe(record).endswith("exposed (20.0 ms)")
-
-
 def test_what_a_resumed_run_changes_is_recorded(tmp_path: Path) -> None:
     run = ["--preset", "small", "--out", str(tmp_path)]
     assert options.parse([*run, "--lr", "1"]).save(tmp_path) == {}
     again = options.parse([*run, "--resume", "--lr", "0.5", "--sample", "9"])
     assert again.save(tmp_path) == {"lr": 0.5}
     assert options.parse([*run, "--resume"]).lr == 0.5
-
-
-def test_help_names_each_default_once(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        options.parse(["--help"])
-    said = " ".join(capsys.readouterr().out.split())
-    assert "(default: bytes)" in said and "(default: None)" not in said
-    assert "(default: 0.004)" in said and ") (default" not in said
-
-
-@pytest.mark.parametrize("length", [1, 2, 5, 60])
-def test_running_mean_of_a_line_is_the_line(length: int) -> None:
-    line = [7.0 - 0.5 * step for step in range(length)]
-    assert plots.running_mean(line) == pytest.approx(line)
 
 
 def test_learning_rate_rises_and_falls() -> None:

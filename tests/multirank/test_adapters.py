@@ -37,6 +37,7 @@ from moecomm.parallel import ParallelFolding
 from tests.multirank.catching import Caught, catch
 from tests.multirank.conftest import Pools, cpu_pools
 from tests.multirank.moe_cases import SIZES, groups_of
+from tests.multirank.on_ranks import on_ranks
 
 CONFIG = MoEConfig(**SIZES, dtype=torch.float64)
 
@@ -90,7 +91,11 @@ def train(layer: MoELayer, rank: int, ddp: bool) -> torch.optim.Optimizer:
     return optimizer
 
 
-def trained(rank: int, world: int, ep: int, ddp: bool, folder: str) -> None:
+@pytest.mark.parametrize("ddp", [False, True], ids=["sync", "ddp"])
+@pytest.mark.parametrize(("world_size", "ep"), [(2, 2), (4, 2)])
+@on_ranks()
+def test_adapters_train_as_on_one_rank(rank: int, world: int, ep: int, ddp: bool, tmp_path: Path) -> None:
+    folder = tmp_path / "saved"
     spread, whole = (build(groups_of(rank, world, size)[0]) for size in (ep, 1))
     optimizers = [train(layer, rank, ddp) for layer in (spread, whole)]
     first, count = spread.experts.first_expert, spread.experts.num_local_experts
@@ -107,12 +112,6 @@ def trained(rank: int, world: int, ep: int, ddp: bool, folder: str) -> None:
         assert_close(local, wanted[name], rtol=1e-9, atol=1e-12)
     spread.comm.close()
     whole.comm.close()
-
-
-@pytest.mark.parametrize("ddp", [False, True], ids=["sync", "ddp"])
-@pytest.mark.parametrize(("ranks", "ep"), [(2, 2), (4, 2)])
-def test_adapters_train_as_on_one_rank(pool: Pools, ranks: int, ep: int, ddp: bool, tmp_path: Path) -> None:
-    pool(ranks)(trained, ep, ddp, str(tmp_path / "saved"))
 
 
 def refused(rank: int, world: int) -> list[Caught | None]:
@@ -156,7 +155,8 @@ def test_adapters_of_experts_in_parts(pool: Pools) -> None:
         assert "experts.parametrizations.w_in.0.a is no weight or bias" in its_state.text
 
 
-def marks(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_marks(rank: int, world: int) -> None:
     """Marks are right on what any walk of a model returns, without a forward between."""
 
     def check(layer: MoELayer) -> None:
@@ -185,10 +185,6 @@ def marks(rank: int, world: int) -> None:
         layer.experts.w_in = nn.Parameter(layer.experts.w_in.detach().clone())
         assert is_expert_parameter(layer.experts.w_in)
         check(layer.double())
-
-
-def test_marks(pool: Pools) -> None:
-    pool(2)(marks)
 
 
 def test_the_walk_that_marks_is_traced() -> None:
@@ -241,7 +237,14 @@ class Common(nn.Module):
         return weight_LAB + (self.b @ self.a).t()
 
 
-def trained_by_chance(rank: int, world: int, how: str, ddp: bool, parts: int, said: bool) -> None:
+@pytest.mark.parametrize("ddp", [False, True], ids=["sync", "ddp"])
+@pytest.mark.parametrize(
+    ("how", "parts", "said"), [("low rank", 2, False), ("three", 3, False), ("low rank", 1, True)]
+)
+@on_ranks(2)
+def test_one_adapter_of_as_many_parts_as_experts(
+    rank: int, world: int, how: str, ddp: bool, parts: int, said: bool
+) -> None:
     """Weights after some steps are those of ranks that hold all experts, and the same on all ranks."""
     layers = []
     for size in (world, 1):
@@ -265,16 +268,6 @@ def trained_by_chance(rank: int, world: int, how: str, ddp: bool, parts: int, sa
             if name.endswith(("a", "b")):
                 assert_close(found, want, rtol=1e-9, atol=1e-12, msg=name)
                 assert not is_expert_parameter(found)
-
-
-@pytest.mark.parametrize("ddp", [False, True], ids=["sync", "ddp"])
-@pytest.mark.parametrize(
-    ("how", "parts", "said"), [("low rank", 2, False), ("three", 3, False), ("low rank", 1, True)]
-)
-def test_one_adapter_of_as_many_parts_as_experts(
-    pool: Pools, how: str, parts: int, said: bool, ddp: bool
-) -> None:
-    pool(2)(trained_by_chance, how, ddp, parts, said)
 
 
 def cannot_be_told(rank: int, world: int, kind: str) -> list[Caught | None]:

@@ -24,6 +24,7 @@ from moecomm.nn.agreement import agree, agree_by_holders
 from tests.multirank.catching import Caught, catch
 from tests.multirank.conftest import Pools, cpu_pools
 from tests.multirank.moe_cases import SIZES, groups_of
+from tests.multirank.on_ranks import on_ranks
 
 H = SIZES["hidden"]
 
@@ -206,7 +207,8 @@ def test_what_is_no_group_of_this_rank_is_refused(pool: Pools, seed: int) -> Non
     assert "which new_group() gives ranks outside" in found[0].text
 
 
-def _complex(rank: int, world: int, seed: int) -> None:
+@on_ranks(2)
+def test_the_norm_of_complex_gradients(rank: int, world: int, seed: int) -> None:
     model = Model(rank, world, 2, seed)
     model.phase = nn.Parameter(torch.ones(3, dtype=torch.complex128))
     with model.moe.comm:
@@ -215,7 +217,3 @@ def _complex(rank: int, world: int, seed: int) -> None:
         sync_gradients(model)
         without = clip_grad_norm(nn.ModuleList([model.first, model.second, model.moe]), float("inf"))
         torch.testing.assert_close(clip_grad_norm(model, float("inf")).square(), without.square() + 169)
-
-
-def test_the_norm_of_complex_gradients(pool: Pools, seed: int) -> None:
-    pool(2)(_complex, seed)

@@ -15,7 +15,7 @@ from moecomm import Communicator
 from moecomm.kernels.activation import weighted_activation
 from moecomm.kernels.products import Products, expert_ffn, grouped_matmul
 from moecomm.nn import MoEConfig, MoELayer, OverlapConfig
-from tests.multirank.harness import RankPool
+from tests.multirank.on_ranks import on_ranks
 
 HIDDEN, TOKENS = 16, 12
 
@@ -103,7 +103,14 @@ def by_rank(x_TH: Tensor) -> tuple[list[Tensor], Tensor]:
 Case = Callable[[Tensor], tuple[list[Tensor], Tensor]]
 
 
-def gradients(rank: int, world_size: int, case: Case, seed: int) -> list[str]:
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(
+    "case", [in_order, with_biases, own_experts, by_hand, in_parts, by_rank], ids=lambda case: case.__name__
+)
+@on_ranks()
+def test_rows_past_the_last_group_are_no_anomaly(
+    rank: int, world_size: int, case: Case, seed: int
+) -> list[str]:
     found = []
     for looked in (nullcontext, torch.autograd.detect_anomaly):
         torch.manual_seed(seed)
@@ -119,13 +126,3 @@ def gradients(rank: int, world_size: int, case: Case, seed: int) -> list[str]:
     pairs = enumerate(zip(plain, watched, strict=True))
     other = [n for n, (a, b) in pairs if a.isfinite().all() and not torch.equal(a, b)]
     return [f"{name}: {each}" for name, each in (("bad", bad), ("other", other)) if each]
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize(
-    "case", [in_order, with_biases, own_experts, by_hand, in_parts, by_rank], ids=lambda case: case.__name__
-)
-def test_rows_past_the_last_group_are_no_anomaly(
-    pool: Callable[[int], RankPool], case: Case, world_size: int, seed: int
-) -> None:
-    assert pool(world_size)(gradients, case, seed) == [[]] * world_size

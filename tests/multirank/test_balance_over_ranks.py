@@ -27,6 +27,7 @@ from moecomm.nn import (
 from moecomm.parallel import ParallelFolding
 from tests.multirank.catching import Caught, catch
 from tests.multirank.conftest import Pools, cpu_pools
+from tests.multirank.on_ranks import on_ranks
 
 EXPERTS, HIDDEN, TOP_K = 4, 16, 2
 CONFIG = MoEConfig(
@@ -175,7 +176,10 @@ def test_one_rank_refuses(pool: Pools) -> None:
 TOKENS = [5, 0, 7, 3]
 
 
-def step(rank: int, world_size: int, ep: int, way: str, seed: int) -> None:
+@pytest.mark.parametrize("way", ["", "checkpoint", "keep_plans"])
+@pytest.mark.parametrize(("world_size", "ep"), [(1, 1), (2, 1), (2, 2), (4, 2)])
+@on_ranks()
+def test_loss_over_all_tokens_of_a_step(rank: int, world_size: int, ep: int, way: str, seed: int) -> None:
     """Two steps of three microbatches: f_e is of the step's choices so far, on all ranks; P_e of the rank's
     tokens of the microbatch."""
     torch.manual_seed(seed)
@@ -215,12 +219,6 @@ def step(rank: int, world_size: int, ep: int, way: str, seed: int) -> None:
         layer.zero_grad()
         update_expert_bias(layer)
     layer.comm.close()
-
-
-@pytest.mark.parametrize("way", ["", "checkpoint", "keep_plans"])
-@pytest.mark.parametrize(("ranks", "ep"), [(1, 1), (2, 1), (2, 2), (4, 2)])
-def test_loss_over_all_tokens_of_a_step(ranks: int, ep: int, way: str, pool: Pools, seed: int) -> None:
-    pool(ranks)(step, ep, way, seed)
 
 
 # -- configs -----------------------------------------------------------------------------------------------

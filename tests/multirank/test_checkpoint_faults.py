@@ -22,6 +22,7 @@ from tests.multirank.catching import Caught, catch
 from tests.multirank.conftest import Pools, cpu_pools
 from tests.multirank.moe_cases import SIZES, groups_of
 from tests.multirank.moe_cases import LinearThenMoE as Block
+from tests.multirank.on_ranks import on_ranks
 
 CONFIG = MoEConfig(**SIZES, num_shared_experts=1, bias_update_rate=0.01, dtype=torch.float64)
 
@@ -106,10 +107,27 @@ def poison(state: dict[str, Any]) -> None:
         (value.to_local() if isinstance(value, DTensor) else value).fill_(77)
 
 
-def _wrapped(
-    rank: int, world: int, around: str, fsdp: bool, options: dict[str, Any], folder: str, seed: int
+def locals_of(of: nn.Module | dict[str, Tensor]) -> dict[str, Tensor]:
+    named = of if isinstance(of, dict) else {**dict(of.named_parameters()), **dict(of.named_buffers())}
+    return {n: v.to_local() if isinstance(v, DTensor) else v for n, v in named.items()}
+
+
+@pytest.mark.parametrize(
+    ("around", "fsdp", "options"),
+    [
+        ("block", False, {}),
+        ("layer", False, {"activation": "swiglu_interleaved"}),
+        ("block", True, {}),
+        ("layer", False, {"ties": True}),
+    ],
+    ids=str,
+)
+@on_ranks(2)
+def test_a_model_under_activation_checkpointing_has_the_checkpoint_of_the_plain_one(
+    rank: int, world: int, around: str, fsdp: bool, options: dict[str, Any], tmp_path: Path, seed: int
 ) -> None:
     """A wrapped model's checkpoint is that of the plain one, and loads into either, at any EP size."""
+    folder = tmp_path / "saved"
     kind = {"block": Block, "layer": MoELayer}[around]
 
     def make(ep: int, wraps: bool, seed: int) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
@@ -146,33 +164,14 @@ def _wrapped(
                 assert_same(tensors_of(sharded_state(fresh, fresh_optimizer)), want)
 
 
-def locals_of(of: nn.Module | dict[str, Tensor]) -> dict[str, Tensor]:
-    named = of if isinstance(of, dict) else {**dict(of.named_parameters()), **dict(of.named_buffers())}
-    return {n: v.to_local() if isinstance(v, DTensor) else v for n, v in named.items()}
-
-
-@pytest.mark.parametrize(
-    ("around", "fsdp", "options"),
-    [
-        ("block", False, {}),
-        ("layer", False, {"activation": "swiglu_interleaved"}),
-        ("block", True, {}),
-        ("layer", False, {"ties": True}),
-    ],
-    ids=str,
-)
-def test_a_model_under_activation_checkpointing_has_the_checkpoint_of_the_plain_one(
-    around: str, fsdp: bool, options: dict[str, Any], pool: Pools, tmp_path: Path, seed: int
-) -> None:
-    pool(2)(_wrapped, around, fsdp, options, str(tmp_path / "saved"), seed)
-
-
 def rename(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
     for name in list(state):
         state[name.replace("blocks.", "layers.")] = state.pop(name)
 
 
-def _renamed(rank: int, world: int, folder: str, seed: int) -> None:
+@on_ranks(2)
+def test_names_that_a_hook_changes(rank: int, world: int, tmp_path: Path, seed: int) -> None:
+    folder = tmp_path / "saved"
     model = build(rank, world, 2, seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     with model.comm:
@@ -187,10 +186,6 @@ def _renamed(rank: int, world: int, folder: str, seed: int) -> None:
         dcp.load(sharded_state(model, optimizer), checkpoint_id=folder)
         handle.remove()
         assert_same(tensors_of(sharded_state(model, optimizer)), want)
-
-
-def test_names_that_a_hook_changes(pool: Pools, tmp_path: Path, seed: int) -> None:
-    pool(2)(_renamed, str(tmp_path / "saved"), seed)
 
 
 def _hooks(rank: int, world: int, ep: int, seed: int) -> list[Caught | None]:
@@ -261,7 +256,9 @@ def numbers(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     ]
 
 
-def _counts(rank: int, world: int, folder: str, seed: int) -> None:
+@on_ranks(2)
+def test_numbers_of_an_optimizer_come_back(rank: int, world: int, tmp_path: Path, seed: int) -> None:
+    folder = tmp_path / "saved"
     model = build(rank, world, 2, seed)
     optimizer = Counting(model.parameters())
     with model.comm:
@@ -286,11 +283,8 @@ def _counts(rank: int, world: int, folder: str, seed: int) -> None:
                 torch.testing.assert_close(found[name], tensor, rtol=1e-9, atol=1e-9, msg=name)
 
 
-def test_numbers_of_an_optimizer_come_back(pool: Pools, tmp_path: Path, seed: int) -> None:
-    pool(2)(_counts, str(tmp_path / "saved"), seed)
-
-
-def _asked_before(rank: int, world: int, seed: int) -> None:
+@on_ranks(2)
+def test_numbers_before_the_first_step(rank: int, world: int, seed: int) -> None:
     """Asked before the first step, the optimizer steps as one that was not asked."""
     model = build(rank, world, 2, seed)
     twin = copy.deepcopy(model)
@@ -309,11 +303,8 @@ def _asked_before(rank: int, world: int, seed: int) -> None:
             assert torch.equal(found, want), name
 
 
-def test_numbers_before_the_first_step(pool: Pools, seed: int) -> None:
-    pool(2)(_asked_before, seed)
-
-
-def _hooked_before(rank: int, world: int, seed: int) -> None:
+@on_ranks(2)
+def test_hooks_before_the_first_step(rank: int, world: int, seed: int) -> None:
     """Hooks of an optimizer's steps run with the steps that the caller makes, and no others."""
     model, calls = build(rank, world, 2, seed), []
     kinds = (torch.optim.AdamW(model.parameters()), Counting(model.parameters(), lambda state: state["step"]))
@@ -326,10 +317,6 @@ def _hooked_before(rank: int, world: int, seed: int) -> None:
             optimizer.step()
             assert calls == ["before", "after"]
             calls.clear()
-
-
-def test_hooks_before_the_first_step(pool: Pools, seed: int) -> None:
-    pool(2)(_hooked_before, seed)
 
 
 def _other_kinds(rank: int, world: int, seed: int) -> list[Caught | None]:
@@ -465,7 +452,8 @@ def test_a_model_with_less_than_the_checkpoint_is_refused(
         assert found.text.startswith(f"the checkpoint has blocks.0.moe.{name}, which the model lacks")
 
 
-def _layout(rank: int, world: int, seed: int) -> None:
+@on_ranks(2)
+def test_the_layout_of_a_checkpoint_stays(rank: int, world: int, seed: int) -> None:
     model = build(rank, world, 2, seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     with model.comm:
@@ -475,10 +463,6 @@ def _layout(rank: int, world: int, seed: int) -> None:
     assert list(state["optimizer"]) == names
     assert all(set(each) == {"step", "exp_avg", "exp_avg_sq"} for each in state["optimizer"].values())
     assert list(state["model"]) == [name for name in model.state_dict() if "_extra_state" not in name]
-
-
-def test_the_layout_of_a_checkpoint_stays(pool: Pools, seed: int) -> None:
-    pool(2)(_layout, seed)
 
 
 def _buffers(rank: int, world: int, ep: int, how: str, seed: int) -> list[Caught | None]:
@@ -516,8 +500,13 @@ def test_buffers_of_spread_experts_are_refused(how: str, said: str, pool: Pools,
     assert pool(2)(_buffers, 1, how, seed) == [[None] * 4] * 2
 
 
-def _unused(rank: int, world: int, way: str, folder: str, seed: int) -> None:
+@pytest.mark.parametrize("way", ["by hand", "fsdp"])
+@on_ranks(2)
+def test_a_weight_without_gradients_so_far(
+    rank: int, world: int, way: str, tmp_path: Path, seed: int
+) -> None:
     """A weight that had no gradient so far: the run goes on the same, saved or not, and resumes."""
+    folder = tmp_path / "saved"
 
     def make(seed: int) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
         model: nn.Module = build(rank, world, 2, seed)
@@ -554,8 +543,3 @@ def _unused(rank: int, world: int, way: str, folder: str, seed: int) -> None:
     with resumed_comm:
         dcp.load(sharded_state(resumed, resumed_optimizer), checkpoint_id=folder)
         assert_same(go_on(resumed, resumed_optimizer), want)
-
-
-@pytest.mark.parametrize("way", ["by hand", "fsdp"])
-def test_a_weight_without_gradients_so_far(way: str, pool: Pools, tmp_path: Path, seed: int) -> None:
-    pool(2)(_unused, way, str(tmp_path / "saved"), seed)

@@ -14,6 +14,7 @@ import moecomm
 from moecomm.nn import MoEConfig, MoELayer, OverlapConfig
 from tests.cases import Case
 from tests.multirank.conftest import Pools
+from tests.multirank.on_ranks import on_ranks
 
 
 def _train(rank: int, world_size: int, case: Case, backend: str | None) -> list[list[np.ndarray]]:
@@ -105,9 +106,11 @@ def test_a_dropless_layer_trains_in_several_graphs(pool: Pools, seed: int) -> No
     assert pool(1)(train_layer, {}, seed) == [[]]
 
 
-def train_checkpointed(rank: int, world_size: int, seed: int) -> list[str]:
-    """Lists the gradients in which two layers differ that are compiled, each within a checkpoint. Each
-    routes otherwise, and in every step."""
+@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks()
+def test_checkpoints_around_compiled_dropless_layers(rank: int, world_size: int, seed: int) -> list[str]:
+    """Lists the gradients in which two layers differ that are compiled, each within a checkpoint. Each routes
+    otherwise, and in every step."""
     torch._dynamo.reset()
     torch.manual_seed(seed)
     config = MoEConfig(hidden=16, ffn_hidden=16, num_experts=4, top_k=2, init_std=0.3)
@@ -137,11 +140,6 @@ def train_checkpointed(rank: int, world_size: int, seed: int) -> list[str]:
         for number, (want, got) in enumerate(zip(*both, strict=True))
         if not torch.allclose(got, want, rtol=1e-4, atol=1e-5)
     ]
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_checkpoints_around_compiled_dropless_layers(pool: Pools, world_size: int, seed: int) -> None:
-    assert pool(world_size)(train_checkpointed, seed) == [[]] * world_size
 
 
 def graphs_of_routings(rank: int, world_size: int, seed: int) -> list[int]:
@@ -257,7 +255,9 @@ def _moe(kind: str, comm: moecomm.Communicator) -> tuple[Callable[[torch.Tensor]
     return function, [weights_TK] if function in (low, begun) else [*layer.parameters()]
 
 
-def train_in_one_step(rank: int, world_size: int, kind: str, seed: int) -> list[str]:
+@pytest.mark.parametrize("kind", ["dropless", "in order", "outside", "low", "begun"])
+@on_ranks(1)
+def test_a_step_with_its_backward(rank: int, world_size: int, kind: str, seed: int) -> list[str]:
     """Lists the gradients in which a training step differs that torch.compile has with its backward, and the
     operations of the backend that it traces. The gradient of the layer's result is not contiguous."""
     torch.manual_seed(seed)
@@ -301,8 +301,3 @@ def train_in_one_step(rank: int, world_size: int, kind: str, seed: int) -> list[
                 if want is not None and not torch.allclose(got, want, rtol=1e-5, atol=1e-5):
                     found.add(f"loss {number}: gradient {place} differs")
     return sorted(found)
-
-
-@pytest.mark.parametrize("kind", ["dropless", "in order", "outside", "low", "begun"])
-def test_a_step_with_its_backward(pool: Pools, kind: str, seed: int) -> None:
-    assert pool(1)(train_in_one_step, kind, seed) == [[]]

@@ -41,9 +41,10 @@ from moecomm.nn import (
 from moecomm.nn.replicas import Replicas, match_blocks
 from tests.multirank.catching import catch
 from tests.multirank.conftest import Pools, cpu_pools
-from tests.multirank.harness import RankPool, run_ranks
+from tests.multirank.harness import run_ranks
 from tests.multirank.moe_cases import SIZES, groups_of
 from tests.multirank.moe_cases import LinearThenMoE as Model
+from tests.multirank.on_ranks import on_ranks
 
 PAGE = Path(__file__).parents[2] / "docs" / "training.md"
 CONFIG = MoEConfig(**SIZES, num_shared_experts=1, bias_update_rate=0.01, dtype=torch.float64)
@@ -149,7 +150,10 @@ def assert_replicas_equal(model: nn.Module, rank: int, ep: int) -> None:
                 assert torch.equal(theirs[name], tensor), name
 
 
-def run_recipe(rank: int, world_size: int, title: str, ep: int, seed: int) -> None:
+@pytest.mark.parametrize("ep", [1, 2, 4])
+@pytest.mark.parametrize("title", RECIPES)
+@on_ranks(4)
+def test_recipe_is_one_process(rank: int, world_size: int, title: str, ep: int, seed: int) -> None:
     given = names(rank, world_size, ep, seed)
     exec(recipe(title)[0], given)
     model = given["model"]
@@ -163,12 +167,8 @@ def run_recipe(rank: int, world_size: int, title: str, ep: int, seed: int) -> No
 
 
 @pytest.mark.parametrize("ep", [1, 2, 4])
-@pytest.mark.parametrize("title", RECIPES)
-def test_recipe_is_one_process(title: str, ep: int, pool: Callable[[int], RankPool], seed: int) -> None:
-    pool(4)(run_recipe, title, ep, seed)
-
-
-def run_start(rank: int, world_size: int, ep: int, seed: int) -> None:
+@on_ranks(4)
+def test_a_start_without_values(rank: int, world_size: int, ep: int, seed: int) -> None:
     """The page's start on the meta device draws what the same loop draws where nothing is sharded."""
     given = names(rank, world_size, ep, seed)
     mesh = init_device_mesh("cpu", (world_size // ep, ep), mesh_dim_names=("dp", "ep"))
@@ -188,18 +188,15 @@ def run_start(rank: int, world_size: int, ep: int, seed: int) -> None:
         loss_of(given["model"](tokens(rank, 0, seed)))
 
 
-@pytest.mark.parametrize("ep", [1, 2, 4])
-def test_a_start_without_values(ep: int, pool: Callable[[int], RankPool], seed: int) -> None:
-    pool(4)(run_start, ep, seed)
-
-
 def build(rank: int, world_size: int, ep: int, seed: int) -> tuple[Model, DeviceMesh]:
     torch.manual_seed(seed)
     mesh = init_device_mesh("cpu", (world_size // ep, ep), mesh_dim_names=("dp", "ep"))
     return Model(MoELayer(CONFIG, mesh=mesh, ep_dim="ep", max_tokens=max(TOKENS))), mesh
 
 
-def gradients(rank: int, world_size: int, how: str, seed: int) -> None:
+@pytest.mark.parametrize("how", ["by hand", "ddp", "fsdp", "fsdp of a mesh", "fsdp of blocks"])
+@on_ranks(4)
+def test_gradients_and_norm_are_those_of_one_process(rank: int, world_size: int, how: str, seed: int) -> None:
     """Gradients before clipping, the norm, and what sync_gradients does after them."""
     model, mesh = build(rank, world_size, 2, seed)
     wanted, _ = one_process(rank, world_size, 1, seed)
@@ -228,14 +225,12 @@ def gradients(rank: int, world_size: int, how: str, seed: int) -> None:
         assert_close(clipped, torch.tensor(MAX_NORM, dtype=torch.float64), rtol=1e-4, atol=0)
 
 
-@pytest.mark.parametrize("how", ["by hand", "ddp", "fsdp", "fsdp of a mesh", "fsdp of blocks"])
-def test_gradients_and_norm_are_those_of_one_process(
-    how: str, pool: Callable[[int], RankPool], seed: int
+@pytest.mark.parametrize("reduce", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("ep", [1, 2, 4])
+@on_ranks(4)
+def test_fsdp_with_mixed_precision(
+    rank: int, world_size: int, ep: int, reduce: torch.dtype, tmp_path: Path, seed: int
 ) -> None:
-    pool(4)(gradients, how, seed)
-
-
-def mixed_precision(rank: int, world_size: int, ep: int, reduce: torch.dtype, folder: str, seed: int) -> None:
     """Weights in float64 compute in float32 by FSDP2's policy, with replicas or without: gradients of two
     backwards are those of one process but for float32, a step changes the weights by them, and a checkpoint
     has the weights."""
@@ -275,21 +270,13 @@ def mixed_precision(rank: int, world_size: int, ep: int, reduce: torch.dtype, fo
         assert want is not None
         assert_close(change, 0.5 * want[first : first + len(change)], rtol=1e-4, atol=1e-6)
         saved = {name: whole(parameter.detach()).clone() for name, parameter in model.named_parameters()}
-        torch.distributed.checkpoint.save(sharded_state(model), checkpoint_id=folder)
+        torch.distributed.checkpoint.save(sharded_state(model), checkpoint_id=tmp_path)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.zero_()
-        torch.distributed.checkpoint.load(sharded_state(model), checkpoint_id=folder)
+        torch.distributed.checkpoint.load(sharded_state(model), checkpoint_id=tmp_path)
         for name, parameter in model.named_parameters():
             assert torch.equal(whole(parameter.detach()), saved[name]), name
-
-
-@pytest.mark.parametrize("reduce", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("ep", [1, 2, 4])
-def test_fsdp_with_mixed_precision(
-    ep: int, reduce: torch.dtype, pool: Callable[[int], RankPool], tmp_path: Path, seed: int
-) -> None:
-    pool(4)(mixed_precision, ep, reduce, str(tmp_path), seed)
 
 
 def one_step(
@@ -314,7 +301,22 @@ def wrapped_by(wrapper: str, model: Model) -> nn.Module:
     return fully_shard(model)
 
 
-def replaced(rank: int, world_size: int, way: str, ep: int, seed: int) -> None:
+@pytest.mark.parametrize(
+    ("way", "ep"),
+    [
+        ("ddp frozen", 2),
+        ("ddp frozen", 4),
+        ("ddp copied", 2),
+        ("ddp assigned", 2),
+        ("ddp assigned", 4),
+        ("fsdp frozen", 4),
+        ("fsdp assigned", 4),
+    ],
+)
+@on_ranks(4)
+def test_experts_that_are_replaced_or_trained_later(
+    rank: int, world_size: int, way: str, ep: int, seed: int
+) -> None:
     """Experts that were frozen, or whose parameters are other objects than when the model was wrapped."""
     torch.manual_seed(seed)
     model = Model(MoELayer(CONFIG, group=groups_of(rank, world_size, ep)[0], max_tokens=max(TOKENS)))
@@ -327,6 +329,7 @@ def replaced(rank: int, world_size: int, way: str, ep: int, seed: int) -> None:
         if how == "frozen":
             runs(tokens(rank, 0, seed)).square().sum().backward()
             assert all(each.grad is None for each in model.moe.experts.parameters())
+            assert model.first.weight.grad is not None and model.moe.router.weight.grad is not None
             model.moe.experts.requires_grad_(True)
             one_step(runs, model, wanted, rank, world_size, seed)
             return
@@ -344,24 +347,6 @@ def replaced(rank: int, world_size: int, way: str, ep: int, seed: int) -> None:
                 runs(tokens(rank, 0, seed))  # nothing is averaged
         else:
             one_step(runs, model, wanted, rank, world_size, seed)
-
-
-@pytest.mark.parametrize(
-    ("way", "ep"),
-    [
-        ("ddp frozen", 2),
-        ("ddp frozen", 4),
-        ("ddp copied", 2),
-        ("ddp assigned", 2),
-        ("ddp assigned", 4),
-        ("fsdp frozen", 4),
-        ("fsdp assigned", 4),
-    ],
-)
-def test_experts_that_are_replaced_or_trained_later(
-    way: str, ep: int, pool: Callable[[int], RankPool], seed: int
-) -> None:
-    pool(4)(replaced, way, ep, seed)
 
 
 class Branches(nn.Module):
@@ -387,7 +372,9 @@ SKIPPED = {
 """Layers that the first and the second replica of the experts leave out."""
 
 
-def branches(rank: int, world_size: int, which: str, seed: int) -> None:
+@pytest.mark.parametrize("which", SKIPPED)
+@on_ranks(4)
+def test_ddp_of_replicas_that_leave_out_layers(rank: int, world_size: int, which: str, seed: int) -> None:
     """Gradients under DistributedDataParallel are those of sync_gradients, over two backwards, the first
     without synchronisation."""
     torch.manual_seed(seed)
@@ -411,14 +398,10 @@ def branches(rank: int, world_size: int, which: str, seed: int) -> None:
         layer.comm.close()
 
 
-@pytest.mark.parametrize("which", SKIPPED)
-def test_ddp_of_replicas_that_leave_out_layers(
-    which: str, pool: Callable[[int], RankPool], seed: int
-) -> None:
-    pool(4)(branches, which, seed)
-
-
-def divided(rank: int, world_size: int, ep: int, mixed: bool, seed: int) -> None:
+@pytest.mark.parametrize("mixed", [False, True], ids=["plain", "policy"])
+@pytest.mark.parametrize("ep", [2, 4])
+@on_ranks(4)
+def test_a_divisor_of_the_callers(rank: int, world_size: int, ep: int, mixed: bool, seed: int) -> None:
     """A divisor of 1 in all modules, and a loss that has the ranks' share in it, is the mean all the same."""
     torch.manual_seed(seed)
     model = Model(MoELayer(CONFIG, group=groups_of(rank, world_size, ep)[0], max_tokens=max(TOKENS)))
@@ -433,13 +416,11 @@ def divided(rank: int, world_size: int, ep: int, mixed: bool, seed: int) -> None
         one_step(model, model, wanted, rank, world_size, seed, share=1 / world_size)
 
 
-@pytest.mark.parametrize("mixed", [False, True], ids=["plain", "policy"])
-@pytest.mark.parametrize("ep", [2, 4])
-def test_a_divisor_of_the_callers(ep: int, mixed: bool, pool: Callable[[int], RankPool], seed: int) -> None:
-    pool(4)(divided, ep, mixed, seed)
-
-
-def dense_over_some(rank: int, world_size: int, dim: str, seed: int) -> None:
+@pytest.mark.parametrize("dim", ["dp", "ep"])
+@on_ranks(4)
+def test_dense_parameters_over_some_ranks_are_refused(
+    rank: int, world_size: int, dim: str, seed: int
+) -> None:
     model, mesh = build(rank, world_size, 2, seed)
     fully_shard_experts(model)
     fully_shard(model, mesh=mesh[dim])
@@ -450,14 +431,8 @@ def dense_over_some(rank: int, world_size: int, dim: str, seed: int) -> None:
         assert "must be so over all ranks that hold the model" in found.text
 
 
-@pytest.mark.parametrize("dim", ["dp", "ep"])
-def test_dense_parameters_over_some_ranks_are_refused(
-    dim: str, pool: Callable[[int], RankPool], seed: int
-) -> None:
-    pool(4)(dense_over_some, dim, seed)
-
-
-def in_order(rank: int, world_size: int, seed: int) -> None:
+@on_ranks(2)
+def test_mixed_precision_of_a_layer_in_order(rank: int, world_size: int, seed: int) -> None:
     """A layer in order takes its experts' routing weights through their forward, which FSDP2 would cast."""
     torch.manual_seed(seed)
     config = dataclasses.replace(CONFIG, dtype=torch.bfloat16)
@@ -470,11 +445,8 @@ def in_order(rank: int, world_size: int, seed: int) -> None:
         assert all(each.grad is not None and each.grad.dtype == torch.float32 for each in model.parameters())
 
 
-def test_mixed_precision_of_a_layer_in_order(pool: Callable[[int], RankPool], seed: int) -> None:
-    pool(2)(in_order, seed)
-
-
-def accumulate(rank: int, world_size: int, seed: int) -> None:
+@on_ranks(4)
+def test_ddp_accumulates(rank: int, world_size: int, seed: int) -> None:
     """Two backwards without synchronisation and one with it are the sum of all; loads are counted in all."""
     model, _ = build(rank, world_size, 2, seed)
     plain = copy.deepcopy(model)
@@ -496,11 +468,8 @@ def accumulate(rank: int, world_size: int, seed: int) -> None:
         assert int(model.moe.router.load_E.sum()) == CONFIG.top_k * 4 * TOKENS[rank]
 
 
-def test_ddp_accumulates(pool: Callable[[int], RankPool], seed: int) -> None:
-    pool(4)(accumulate, seed)
-
-
-def refused_ddp(rank: int, world_size: int, seed: int) -> None:
+@on_ranks(4)
+def test_ddp_of_what_is_not_prepared_is_refused(rank: int, world_size: int, seed: int) -> None:
     model, mesh = build(rank, world_size, 2, seed)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     half = mesh.get_group("dp")
@@ -532,11 +501,8 @@ def refused_ddp(rank: int, world_size: int, seed: int) -> None:
         assert deferred is not None and deferred.text.startswith("defer_weights is True")
 
 
-def test_ddp_of_what_is_not_prepared_is_refused(pool: Callable[[int], RankPool], seed: int) -> None:
-    pool(4)(refused_ddp, seed)
-
-
-def refused_load_counts(rank: int, world_size: int, seed: int) -> None:
+@on_ranks(2)
+def test_ddp_leaves_load_counts_alone(rank: int, world_size: int, seed: int) -> None:
     """Checks that DistributedDataParallel is refused until a rank's load counts are left out: with all
     experts on each rank parameters may be copied, counts may not."""
     model, _ = build(rank, world_size, 1, seed)
@@ -546,11 +512,8 @@ def refused_load_counts(rank: int, world_size: int, seed: int) -> None:
         DistributedDataParallel(prepare_ddp(model))
 
 
-def test_ddp_leaves_load_counts_alone(pool: Callable[[int], RankPool], seed: int) -> None:
-    pool(2)(refused_load_counts, seed)
-
-
-def refused_fsdp(rank: int, world_size: int, seed: int) -> None:
+@on_ranks(4)
+def test_fsdp_of_spread_experts_is_refused(rank: int, world_size: int, seed: int) -> None:
     for how in ("over all ranks", "over the replicas", "of the layer"):
         model, mesh = build(rank, world_size, 2, seed)
         shard: dict[str, Callable[[], object]] = {
@@ -579,11 +542,8 @@ def refused_fsdp(rank: int, world_size: int, seed: int) -> None:
         assert found is not None and found.text.startswith("defer_weights is True")
 
 
-def test_fsdp_of_spread_experts_is_refused(pool: Callable[[int], RankPool], seed: int) -> None:
-    pool(4)(refused_fsdp, seed)
-
-
-def refused_groups(rank: int, world_size: int, seed: int) -> None:
+@on_ranks(4)
+def test_groups_that_cannot_be_right_are_refused(rank: int, world_size: int, seed: int) -> None:
     model, mesh = build(rank, world_size, 2, seed)
     columns, other = groups_of(rank, world_size, 2)[1], groups_of(rank, world_size, 2)[0]
     with model.moe.comm:
@@ -611,11 +571,8 @@ def refused_groups(rank: int, world_size: int, seed: int) -> None:
         update_expert_bias(model, DeviceMesh("cpu", list(range(world_size))))
 
 
-def test_groups_that_cannot_be_right_are_refused(pool: Callable[[int], RankPool], seed: int) -> None:
-    pool(4)(refused_groups, seed)
-
-
-def mixed_sizes(rank: int, world_size: int, seed: int) -> None:
+@on_ranks(3)
+def test_ep_groups_of_several_sizes_are_refused(rank: int, world_size: int, seed: int) -> None:
     """Ranks 0 and 1 share out the experts, and 2 has them all."""
     groups = [dist.new_group([0, 1]), dist.new_group([2])]
     torch.manual_seed(seed)
@@ -624,10 +581,6 @@ def mixed_sizes(rank: int, world_size: int, seed: int) -> None:
         found = catch(lambda: sync_gradients(model))
         assert found is not None and found.name == "InvalidArgument", found
         assert found.text.startswith("the EP groups of a layer are ((0, 1), (2,)) on the ranks (0, 1, 2)")
-
-
-def test_ep_groups_of_several_sizes_are_refused(pool: Callable[[int], RankPool], seed: int) -> None:
-    pool(3)(mixed_sizes, seed)
 
 
 def test_blocks_of_ranks() -> None:
@@ -645,7 +598,8 @@ def test_blocks_of_ranks() -> None:
             match_blocks(own, ranks)
 
 
-def meshes(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_a_mesh_of_one_dimension_is_a_group(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
     sizes: dict[str, Any] = {"num_experts": 12, "hidden": 16, "top_k": 3, "max_tokens": 8}
     with Communicator(mesh["ep"], **sizes) as comm:
@@ -677,12 +631,22 @@ def meshes(rank: int, world_size: int) -> None:
         assert found.text.startswith(text), found
 
 
-def test_a_mesh_of_one_dimension_is_a_group(pool: Callable[[int], RankPool]) -> None:
-    pool(4)(meshes)
-
-
-def checkpoints(rank: int, world_size: int, save: str, load: str, folder: str, seed: int) -> None:
+@pytest.mark.parametrize(
+    ("save", "load"),
+    [
+        ("FSDP2", "FSDP2 2"),
+        ("FSDP2", "By hand 4"),
+        ("FSDP2", "FSDP2 1"),
+        ("DistributedDataParallel", "FSDP2 2"),
+        ("By hand", "DistributedDataParallel 2"),
+    ],
+)
+@on_ranks(4)
+def test_checkpoint_goes_on_in_another_recipe(
+    rank: int, world_size: int, save: str, load: str, tmp_path: Path, seed: int
+) -> None:
     """Saved after a recipe's steps, loaded into another kind of model: the model of one process goes on."""
+    folder = tmp_path / "saved"
     given = names(rank, world_size, 2, seed)
     exec(recipe(save)[0], given)
     write, read = recipe("Checkpoints")
@@ -713,24 +677,10 @@ def checkpoints(rank: int, world_size: int, save: str, load: str, folder: str, s
         assert_same(model, longer)
 
 
-@pytest.mark.parametrize(
-    ("save", "load"),
-    [
-        ("FSDP2", "FSDP2 2"),
-        ("FSDP2", "By hand 4"),
-        ("FSDP2", "FSDP2 1"),
-        ("DistributedDataParallel", "FSDP2 2"),
-        ("By hand", "DistributedDataParallel 2"),
-    ],
-)
-def test_checkpoint_goes_on_in_another_recipe(
-    save: str, load: str, pool: Callable[[int], RankPool], tmp_path: Path, seed: int
-) -> None:
-    pool(4)(checkpoints, save, load, str(tmp_path / "saved"), seed)
-
-
-def averaged(rank: int, world_size: int, folder: str, seed: int) -> None:
+@on_ranks(4)
+def test_average_of_weights(rank: int, world_size: int, tmp_path: Path, seed: int) -> None:
     """An average of weights computes, goes on after a checkpoint, and loads at another EP size."""
+    folder = tmp_path / "average"
     model, _ = build(rank, world_size, 2, seed)
     twin = copy.deepcopy(model)
     average = AveragedModel(model)
@@ -761,10 +711,6 @@ def averaged(rank: int, world_size: int, folder: str, seed: int) -> None:
             assert_close(tensor[mine], want[name], rtol=1e-12, atol=1e-12, msg=name)
 
 
-def test_average_of_weights(pool: Callable[[int], RankPool], tmp_path: Path, seed: int) -> None:
-    pool(4)(averaged, str(tmp_path / "average"), seed)
-
-
 def destroyed(rank: int, world_size: int, folder: str) -> float:
     """After destroy_process_group() the group is made anew on all its ranks, also where somebody holds it."""
     replicas = Replicas(blocks=((0,), (1,)), ranks=(0, 1))
@@ -786,26 +732,6 @@ def destroyed(rank: int, world_size: int, folder: str) -> float:
 
 def test_a_group_that_was_destroyed_is_made_anew(tmp_path: Path) -> None:
     assert run_ranks(3, destroyed, str(tmp_path)) == [3.0, 3.0, 3.0]
-
-
-def _frozen(rank: int, world: int, way: str) -> list[bool]:
-    """Experts without gradients under a wrapper, on two ranks each: everything else trains."""
-    group = groups_of(rank, world, 2)[0]
-    torch.manual_seed(0)
-    model = Model(MoELayer(CONFIG, group=group, max_tokens=8))
-    model.moe.experts.requires_grad_(False)
-    wrapped = wrapped_by(way, model)
-    wrapped(torch.randn(5, 16, dtype=torch.float64)).square().sum().backward()
-    grads = [model.first.weight.grad, model.moe.router.weight.grad]
-    return [
-        all(each is not None for each in grads),
-        all(each.grad is None for each in model.moe.experts.parameters()),
-    ]
-
-
-@pytest.mark.parametrize(("way", "ranks"), [("ddp", 4), ("ddp", 2), ("fsdp", 2)])
-def test_frozen_experts_take_no_hooks(pool: Pools, way: str, ranks: int) -> None:
-    assert pool(ranks)(_frozen, way) == [[True, True]] * ranks
 
 
 def _factored(rank: int, world: int) -> str:

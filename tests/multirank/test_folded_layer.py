@@ -42,6 +42,7 @@ from tests.multirank.catching import catch
 from tests.multirank.conftest import Pools, cpu_pools
 from tests.multirank.harness import RankPool
 from tests.multirank.moe_cases import SIZES, group_of, groups_of
+from tests.multirank.on_ranks import on_ranks
 
 TOKENS = [3, 9, 6, 0, 4, 1, 5, 2]
 MAX_TOKENS = 10
@@ -221,7 +222,8 @@ def test_the_pages_recipe(pool: Callable[[int], RankPool], seed: int) -> None:
     pool(8)(page, recipe, seed)
 
 
-def in_a_graph(rank: int, world_size: int, seed: int) -> None:
+@on_ranks(4)
+def test_in_a_graph(rank: int, world_size: int, seed: int) -> None:
     """Parts of experts in a graph of torch.compile."""
     folding = ParallelFolding(world_size=world_size, **FOLDINGS["etp 2, ep 2"])
     layer, alone = layers(rank, folding, CASES["fixed buffers, by position"], seed)
@@ -238,10 +240,6 @@ def in_a_graph(rank: int, world_size: int, seed: int) -> None:
             close(found[1][name], value, msg=name)
 
 
-def test_in_a_graph(pool: Callable[[int], RankPool], seed: int) -> None:
-    pool(4)(in_a_graph, seed)
-
-
 # -- gradients under wrappers, stages ----------------------------------------------------------------------
 
 
@@ -255,7 +253,9 @@ class Model(nn.Module):
         return y
 
 
-def wrapped(rank: int, world_size: int, kind: str, seed: int) -> None:
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@on_ranks(4)
+def test_wrappers_average_alike(rank: int, world_size: int, kind: str, seed: int) -> None:
     folding = ParallelFolding(world_size=world_size, **FOLDINGS["etp 2, edp 2, edp innermost"])
     case = CASES["biases in halves, in order"] if kind == "ddp" else CASES["shared experts, losses"]
     case = Case({**case.options, "aux_loss": "none", "aux_loss_coef": 0.0, "z_loss_coef": 0.0}, case.overlap)
@@ -276,11 +276,6 @@ def wrapped(rank: int, world_size: int, kind: str, seed: int) -> None:
         wanted = torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
         close(clip_grad_norm(model, 0.1), wanted)
         check_gradients(model, alone, rank, close)
-
-
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_wrappers_average_alike(kind: str, pool: Callable[[int], RankPool], seed: int) -> None:
-    pool(4)(wrapped, kind, seed)
 
 
 def stages(rank: int, world_size: int, seed: int) -> float:
@@ -355,14 +350,16 @@ def trained(
     return model, optimizer, alone
 
 
-def saved(rank: int, world_size: int, activation: str, folder: str, seed: int) -> None:
+@pytest.mark.parametrize("activation", ["swiglu", "swiglu_clamped", "gelu"])
+@on_ranks(4)
+def test_checkpoints(rank: int, world_size: int, activation: str, tmp_path: Path, seed: int) -> None:
     """Parts are saved as whole experts, which one process reads, and another folding; and back."""
     case = Case({"activation": activation, "bias": True})
     model, optimizer, alone = trained(rank, FOLDINGS["etp 2, ep 2, ep innermost"], case, seed)
-    dcp.save(sharded_state(model, optimizer), checkpoint_id=f"{folder}/parts")
+    dcp.save(sharded_state(model, optimizer), checkpoint_id=f"{tmp_path}/parts")
     whole = Model(alone)
     whole_optimizer = torch.optim.AdamW(whole.parameters(), lr=0.01)
-    dcp.load(sharded_state(whole, whole_optimizer), checkpoint_id=f"{folder}/parts")
+    dcp.load(sharded_state(whole, whole_optimizer), checkpoint_id=f"{tmp_path}/parts")
     want = dict(whole.named_parameters())
     for name, parameter in model.named_parameters():
         short = name.removeprefix("moe.")
@@ -378,8 +375,8 @@ def saved(rank: int, world_size: int, activation: str, folder: str, seed: int) -
     ):
         other, other_optimizer, unused = trained(rank, arguments, case, seed + 1, sharded)
         unused.comm.close()
-        dcp.load(sharded_state(other, other_optimizer), checkpoint_id=f"{folder}/parts")
-        path = f"{folder}/{number}"
+        dcp.load(sharded_state(other, other_optimizer), checkpoint_id=f"{tmp_path}/parts")
+        path = f"{tmp_path}/{number}"
         written = dcp.async_save(sharded_state(other, other_optimizer), checkpoint_id=path)
         values = [each.clone() for each in other.parameters()]
         with torch.no_grad():  # what is saved is a copy
@@ -392,7 +389,7 @@ def saved(rank: int, world_size: int, activation: str, folder: str, seed: int) -
         with torch.no_grad():
             for parameter in whole.parameters():
                 parameter.fill_(float("nan"))
-        dcp.load(sharded_state(whole, whole_optimizer), checkpoint_id=f"{folder}/{number}")
+        dcp.load(sharded_state(whole, whole_optimizer), checkpoint_id=f"{tmp_path}/{number}")
         for name, parameter in model.named_parameters():
             short = name.removeprefix("moe.")
             assert torch.equal(parameter, held(short, want[name], model.moe, rank)), (name, number)
@@ -408,12 +405,8 @@ def saved(rank: int, world_size: int, activation: str, folder: str, seed: int) -
     alone.comm.close()
 
 
-@pytest.mark.parametrize("activation", ["swiglu", "swiglu_clamped", "gelu"])
-def test_checkpoints(activation: str, pool: Callable[[int], RankPool], tmp_path: Path, seed: int) -> None:
-    pool(4)(saved, activation, str(tmp_path), seed)
-
-
-def states(rank: int, world_size: int, seed: int) -> None:
+@on_ranks(4)
+def test_a_state_of_another_part_is_refused(rank: int, world_size: int, seed: int) -> None:
     case = CASES["biases in halves, in order"]
     layer, alone = layers(rank, ParallelFolding(world_size=4, **FOLDINGS["etp 2, ep 2"]), case, seed)
     with layer.comm, alone.comm:
@@ -438,14 +431,11 @@ def states(rank: int, world_size: int, seed: int) -> None:
         twin.load_state_dict(told[rank])
 
 
-def test_a_state_of_another_part_is_refused(pool: Callable[[int], RankPool], seed: int) -> None:
-    pool(4)(states, seed)
-
-
 # -- what is refused -----------------------------------------------------------------------------------------
 
 
-def refusals(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_what_does_not_fit_is_refused_on_all_ranks(rank: int, world_size: int) -> None:
     folding = ParallelFolding(world_size=world_size, tp=2, etp=2, ep=2)
     config = Case().config
     sizes: dict[str, Any] = {"hidden": 16, "max_tokens": 8, "dtype": torch.float64}
@@ -491,10 +481,6 @@ def refusals(rank: int, world_size: int) -> None:
             parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
         found = catch(lambda: sync_gradients(layers[0]))
         assert found is not None and "is split by tensor parallelism" in found.text, found
-
-
-def test_what_does_not_fit_is_refused_on_all_ranks(pool: Callable[[int], RankPool]) -> None:
-    pool(4)(refusals)
 
 
 def beside_other_groups(rank: int, world_size: int, seed: int) -> list[float]:

@@ -19,6 +19,7 @@ from moecomm.nn.fp8 import Fp8Products
 from tests.multirank.conftest import Pools
 from tests.multirank.harness import RankPool
 from tests.multirank.moe_cases import SIZES, check_ways, groups_of, layer_step, reference_step, whole
+from tests.multirank.on_ranks import on_ranks
 from tests.multirank.test_moe_layer import CASES, IN_EVERY_WAY, in_every_way
 
 FP8: dict[str, Any] = {"ffn_hidden": 32, "expert_precision": "fp8"}
@@ -73,9 +74,11 @@ def test_every_way_gives_the_same(pool: Pools, name: str, dtype: torch.dtype, se
     assert pool(3)(check_ways, in_every_way(name, dtype, 3, seed, **FP8)) == [[]] * 3
 
 
-def trained(rank: int, world_size: int, way: dict[str, Any], seed: int) -> None:
-    """Steps of two microbatches each: what a layer makes is what one makes that has never seen other
-    weights, and weights are quantised once a step."""
+@pytest.mark.parametrize("way", [{}, {"overlap": False}, {"keep": "rows"}], ids=str)
+@on_ranks(2)
+def test_steps_of_an_optimizer(rank: int, world_size: int, way: dict[str, Any], seed: int) -> None:
+    """Steps of two microbatches each: what a layer makes is what one makes that has never seen other weights,
+    and weights are quantised once a step."""
     torch.manual_seed(seed)
     config = MoEConfig(**{**SIZES, **FP8, "dtype": torch.float32})
     overlap = OverlapConfig(**way)
@@ -104,12 +107,9 @@ def trained(rank: int, world_size: int, way: dict[str, Any], seed: int) -> None:
     layer.comm.close()
 
 
-@pytest.mark.parametrize("way", [{}, {"overlap": False}, {"keep": "rows"}], ids=str)
-def test_steps_of_an_optimizer(way: dict[str, Any], pools: dict[int, RankPool], seed: int) -> None:
-    pools[2](trained, way, seed)
-
-
-def sharded(rank: int, world_size: int, apart: bool, seed: int) -> None:
+@pytest.mark.parametrize("apart", [False, True], ids=["as one", "experts apart"])
+@on_ranks(2)
+def test_under_fsdp(rank: int, world_size: int, apart: bool, seed: int) -> None:
     """FSDP gathers weights into memory that it uses again, and hides that from the version counter."""
     ep_group, _ = groups_of(rank, world_size, 1)
     torch.manual_seed(seed)
@@ -137,16 +137,8 @@ def sharded(rank: int, world_size: int, apart: bool, seed: int) -> None:
         dist.barrier()
 
 
-@pytest.mark.parametrize("apart", [False, True], ids=["as one", "experts apart"])
-def test_under_fsdp(apart: bool, pools: dict[int, RankPool], seed: int) -> None:
-    pools[2](sharded, apart, seed)
-
-
-def refused(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_refused(rank: int, world_size: int) -> None:
     """A layer that cannot be is refused by its description, before any communicator."""
     with pytest.raises(InvalidArgument, match="ffn_hidden is 8, must be a multiple of 16"):
         MoELayer(MoEConfig(**{**SIZES, "expert_precision": "fp8"}), max_tokens=8)
-
-
-def test_refused(pools: dict[int, RankPool]) -> None:
-    pools[2](refused)

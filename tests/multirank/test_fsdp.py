@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,8 +15,8 @@ from torch.testing import assert_close
 
 from moecomm.nn import MoEConfig, MoELayer, OverlapConfig, fully_shard_experts
 from moecomm.parallel import ParallelFolding
-from tests.multirank.harness import RankPool
 from tests.multirank.moe_cases import SIZES, groups_of
+from tests.multirank.on_ranks import on_ranks
 
 
 def _layers(group: Any, options: dict[str, Any], seed: int) -> tuple[MoELayer, MoELayer]:
@@ -57,7 +56,10 @@ def _check(ours: torch.nn.Module, plain: MoELayer, rank: int, seed: int) -> None
         assert_close(found[name], mean / dist.get_world_size(), rtol=1e-9, atol=1e-9, msg=name)
 
 
-def _sharded(rank: int, world_size: int, options: dict[str, Any], apart: bool, seed: int) -> None:
+@pytest.mark.parametrize("apart", [False, True], ids=["as one", "experts apart"])
+@pytest.mark.parametrize("options", [{}, {"keep": "nothing"}, {"overlap": False}], ids=str)
+@on_ranks(2)
+def test_fsdp(rank: int, world_size: int, options: dict[str, Any], apart: bool, seed: int) -> None:
     ep_group, _ = groups_of(rank, world_size, 1)
     layer, plain = _layers(ep_group, options, seed)
     with plain.comm:  # of both; what FSDP and DDP hold on to may live on for a while
@@ -69,22 +71,13 @@ def _sharded(rank: int, world_size: int, options: dict[str, Any], apart: bool, s
         _check(layer, plain, rank, seed)
 
 
-@pytest.mark.parametrize("apart", [False, True], ids=["as one", "experts apart"])
-@pytest.mark.parametrize("options", [{}, {"keep": "nothing"}, {"overlap": False}], ids=str)
-def test_fsdp(options: dict[str, Any], apart: bool, pool: Callable[[int], RankPool], seed: int) -> None:
-    pool(2)(_sharded, options, apart, seed)
-
-
-def _replicated(rank: int, world_size: int, options: dict[str, Any], seed: int) -> None:
+@pytest.mark.parametrize("options", [{}, {"keep": "rows"}, {"overlap": False}], ids=str)
+@on_ranks(2)
+def test_ddp(rank: int, world_size: int, options: dict[str, Any], seed: int) -> None:
     ep_group, _ = groups_of(rank, world_size, 1)
     layer, plain = _layers(ep_group, options, seed)
     with plain.comm:
         _check(DistributedDataParallel(layer), plain, rank, seed)
-
-
-@pytest.mark.parametrize("options", [{}, {"keep": "rows"}, {"overlap": False}], ids=str)
-def test_ddp(options: dict[str, Any], pool: Callable[[int], RankPool], seed: int) -> None:
-    pool(2)(_replicated, options, seed)
 
 
 EVERYTHING = {
@@ -97,7 +90,35 @@ EVERYTHING = {
 }
 
 
-def _started_on_meta(rank: int, world_size: int, ep: int, how: str, seed: int) -> None:
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def _steps_in_float32(layer: MoELayer, plain: MoELayer, rank: int) -> None:
+    """Both compute the same, and the gradients of the sharded one's experts are there."""
+    x = torch.randn(5, 16, generator=torch.Generator().manual_seed(rank))
+    y = layer(x)
+    assert torch.equal(y, plain(x))
+    y.square().sum().backward()
+    assert all(each.grad is not None and not each.grad.is_meta for each in layer.experts.parameters())
+    plain.comm.close()
+
+
+@pytest.mark.parametrize(
+    ("world_size", "ep", "how"),
+    [
+        (1, 1, "whole"),
+        (2, 2, "whole"),
+        (2, 2, "sharded"),
+        (2, 2, "policy"),
+        (2, 1, "sharded"),
+        (4, 2, "sharded"),
+        (4, 2, "columns"),
+        (4, 2, "parts"),
+    ],
+)
+@on_ranks()
+def test_a_layer_that_starts_on_meta(rank: int, world_size: int, ep: int, how: str, seed: int) -> None:
     """A layer that is built without values, sharded, and drawn then, is the one that is drawn at once; in the
     same way one that is drawn anew."""
     config = MoEConfig(**SIZES, **EVERYTHING, dtype=torch.float32)
@@ -136,40 +157,12 @@ def _started_on_meta(rank: int, world_size: int, ep: int, how: str, seed: int) -
     _steps_in_float32(layer, plain, rank)
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
-
-
-def _steps_in_float32(layer: MoELayer, plain: MoELayer, rank: int) -> None:
-    """Both compute the same, and the gradients of the sharded one's experts are there."""
-    x = torch.randn(5, 16, generator=torch.Generator().manual_seed(rank))
-    y = layer(x)
-    assert torch.equal(y, plain(x))
-    y.square().sum().backward()
-    assert all(each.grad is not None and not each.grad.is_meta for each in layer.experts.parameters())
-    plain.comm.close()
-
-
-@pytest.mark.parametrize(
-    ("ranks", "ep", "how"),
-    [
-        (1, 1, "whole"),
-        (2, 2, "whole"),
-        (2, 2, "sharded"),
-        (2, 2, "policy"),
-        (2, 1, "sharded"),
-        (4, 2, "sharded"),
-        (4, 2, "columns"),
-        (4, 2, "parts"),
-    ],
-)
-def test_a_layer_that_starts_on_meta(
-    ranks: int, ep: int, how: str, pool: Callable[[int], RankPool], seed: int
+@pytest.mark.parametrize("given", [{}, {"reshard_after_forward": False}], ids=str)
+@pytest.mark.parametrize("ep", [1, 2])
+@on_ranks(2)
+def test_mixed_precision_rounds_no_router(
+    rank: int, world_size: int, ep: int, given: dict[str, Any], seed: int
 ) -> None:
-    pool(ranks)(_started_on_meta, ep, how, seed)
-
-
-def _exact_routers(rank: int, world_size: int, ep: int, given: dict[str, Any], seed: int) -> None:
     """Under an mp_policy of bfloat16 scores are those of float32 weights, and the router's gradient is the
     mean of all ranks' in float32; with weights gathered again for the backward or not."""
     torch.manual_seed(seed)
@@ -200,11 +193,3 @@ def _exact_routers(rank: int, world_size: int, ep: int, given: dict[str, Any], s
             each(x)
     assert torch.equal(*seen[2:])
     plain.comm.close()
-
-
-@pytest.mark.parametrize("given", [{}, {"reshard_after_forward": False}], ids=str)
-@pytest.mark.parametrize("ep", [1, 2])
-def test_mixed_precision_rounds_no_router(
-    ep: int, given: dict[str, Any], pool: Callable[[int], RankPool], seed: int
-) -> None:
-    pool(2)(_exact_routers, ep, given, seed)

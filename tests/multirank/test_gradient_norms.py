@@ -28,6 +28,7 @@ from moecomm.parallel import ParallelFolding
 from tests.multirank.catching import Caught, catch
 from tests.multirank.conftest import Pools, cpu_pools
 from tests.multirank.moe_cases import SIZES, groups_of
+from tests.multirank.on_ranks import on_ranks
 
 CONFIG = MoEConfig(**SIZES, num_shared_experts=1, bias=True, dtype=torch.float64)
 ORDERS = [0.5, 1.0, 2.0, 3.0, math.inf]
@@ -70,7 +71,12 @@ def gradients_of_all(layer: MoELayer, ep: int) -> dict[str, Tensor]:
     return {name: torch.cat(parts) for name, parts in found.items()}
 
 
-def orders(rank: int, world: int, ep: int, how: str, seed: int) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "ep", "how"),
+    [(1, 1, "plain"), (2, 2, "plain"), (4, 2, "plain"), (4, 2, "fsdp"), (2, 1, "fsdp"), (2, 2, "parts")],
+)
+@on_ranks()
+def test_norms_of_all_orders(rank: int, world: int, ep: int, how: str, seed: int) -> None:
     for order in ORDERS:
         layer = layer_with_gradients(rank, world, ep, how, seed)
         with layer.comm:
@@ -87,14 +93,6 @@ def orders(rank: int, world: int, ep: int, how: str, seed: int) -> None:
             found = catch(lambda: clip_grad_norm(layer, 1.0, norm_type=-order))  # noqa: B023
             assert found is not None and found.name == "InvalidArgument"
             assert found.text.startswith(f"norm_type is -{order}, must be more than 0")
-
-
-@pytest.mark.parametrize(
-    ("ranks", "ep", "how"),
-    [(1, 1, "plain"), (2, 2, "plain"), (4, 2, "plain"), (4, 2, "fsdp"), (2, 1, "fsdp"), (2, 2, "parts")],
-)
-def test_norms_of_all_orders(pool: Pools, ranks: int, ep: int, how: str, seed: int) -> None:
-    pool(ranks)(orders, ep, how, seed)
 
 
 def not_finite(

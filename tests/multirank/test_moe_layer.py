@@ -27,7 +27,6 @@ from moecomm.nn import (
     keep_plans,
     set_loss_scale,
     sync_gradients,
-    update_expert_bias,
 )
 from moecomm.nn import deferred as deferring
 from tests.multirank.conftest import Pools
@@ -38,13 +37,13 @@ from tests.multirank.moe_cases import (
     Case,
     LayerCase,
     check_ways,
-    groups_of,
     layer_step,
     reference_step,
     run_layer,
     tokens_of,
     whole,
 )
+from tests.multirank.on_ranks import on_ranks
 
 CASES = {
     "softmax": Case(),
@@ -200,7 +199,8 @@ def test_what_is_kept(pools: dict[int, RankPool], seed: int) -> None:
         assert kept["rows"] - kept["nothing"] == (rows - 64) * hidden * 2  # and the 64 tokens instead
 
 
-def on_the_host(rank: int, world_size: int, seed: int) -> None:
+@on_ranks(2)
+def test_saved_tensors_may_lie_on_the_host(rank: int, world_size: int, seed: int) -> None:
     """Steps whose saved tensors are copied away and back, as docs/memory.md shows."""
     torch.manual_seed(seed)
     config = MoEConfig(**{**SIZES, "dtype": torch.bfloat16, "num_shared_experts": 1})
@@ -229,11 +229,19 @@ def on_the_host(rank: int, world_size: int, seed: int) -> None:
     layer.comm.close()
 
 
-def test_saved_tensors_may_lie_on_the_host(pools: dict[int, RankPool], seed: int) -> None:
-    pools[2](on_the_host, seed)
+def test_plans_of_no_layer() -> None:
+    with pytest.raises(InvalidArgument, match="modules have no MoELayer"):
+        keep_plans(torch.nn.Linear(2, 2))
 
 
-def checkpointed(
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"num_shared_experts": 1}, FIXED],
+    ids=["", "shared", "fixed"],
+)
+@pytest.mark.parametrize("layer", [{}, {"keep": "rows"}, {"keep": "nothing"}], ids=str)
+@on_ranks(2)
+def test_checkpoints_keep_plans(
     rank: int, world_size: int, options: dict[str, Any], layer: dict[str, Any], seed: int
 ) -> None:
     """Two layers and more in a block, computed again with the plans of the first time: the same bits as
@@ -278,23 +286,6 @@ def checkpointed(
             assert torch.equal(left, right)
 
 
-def test_plans_of_no_layer() -> None:
-    with pytest.raises(InvalidArgument, match="modules have no MoELayer"):
-        keep_plans(torch.nn.Linear(2, 2))
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"num_shared_experts": 1}, FIXED],
-    ids=["", "shared", "fixed"],
-)
-@pytest.mark.parametrize("layer", [{}, {"keep": "rows"}, {"keep": "nothing"}], ids=str)
-def test_checkpoints_keep_plans(
-    layer: dict[str, Any], options: dict[str, Any], pools: dict[int, RankPool], seed: int
-) -> None:
-    pools[2](checkpointed, options, layer, seed)
-
-
 class CountedProducts(Products):
     """torch's products, which count the weight gradients that they compute."""
 
@@ -305,7 +296,12 @@ class CountedProducts(Products):
         return super().grouped_mm_wgrad(*args, **options)
 
 
-def deferred(rank: int, world_size: int, options: dict[str, Any], most_rows: int | None, seed: int) -> None:
+@pytest.mark.parametrize("most_rows", [None, 0])
+@pytest.mark.parametrize("options", [{}, {"capacity_factor": 2.0, "pad_to_capacity": True}])
+@on_ranks(2)
+def test_weights_later_over_several_backwards(
+    rank: int, world_size: int, options: dict[str, Any], most_rows: int | None, seed: int
+) -> None:
     """Several backwards, one of them without tokens, before their weights' gradients; none is left over. With
     few rows an expert each gradient is one product, and added to what there was before."""
     torch.manual_seed(seed)
@@ -343,15 +339,8 @@ def deferred(rank: int, world_size: int, options: dict[str, Any], most_rows: int
     layer.comm.close()
 
 
-@pytest.mark.parametrize("most_rows", [None, 0])
-@pytest.mark.parametrize("options", [{}, {"capacity_factor": 2.0, "pad_to_capacity": True}])
-def test_weights_later_over_several_backwards(
-    pools: dict[int, RankPool], options: dict[str, Any], most_rows: int | None, seed: int
-) -> None:
-    pools[2](deferred, options, most_rows, seed)
-
-
-def frozen(rank: int, world_size: int, seed: int) -> None:
+@on_ranks(2)
+def test_what_needs_no_gradients(rank: int, world_size: int, seed: int) -> None:
     """Whatever needs no gradient gets none, and the rest what it gets in order."""
     torch.manual_seed(seed)
     config = MoEConfig(**SIZES, num_shared_experts=1, shared_gate=True, dtype=torch.float64)
@@ -383,10 +372,6 @@ def frozen(rank: int, world_size: int, seed: int) -> None:
     for parameter in parameters.values():
         parameter.requires_grad_(False)
     assert not layer(values).requires_grad
-
-
-def test_what_needs_no_gradients(pools: dict[int, RankPool], seed: int) -> None:
-    pools[2](frozen, seed)
 
 
 def recorded(rank: int, world_size: int, case: LayerCase) -> dict[str, dict[str, tuple[float, float]]]:
@@ -463,50 +448,8 @@ def test_same_start_at_any_number_of_ranks(pools: dict[int, RankPool], seed: int
             assert torch.equal(tensor, alone[name]), name
 
 
-def data_parallel_step(rank: int, world_size: int, ep: int, seed: int) -> dict[str, Any]:
-    torch.manual_seed(seed)
-    ep_group, expert_group = groups_of(rank, world_size, ep)
-    config = MoEConfig(**SIZES, dtype=torch.float64, bias_update_rate=0.1)
-    layer = MoELayer(config, group=ep_group, max_tokens=16)
-    x, factor = tokens_of(rank, TOKENS[world_size][rank], torch.float64, seed)
-    (layer(x) * factor).sum().backward()
-    sync_gradients(layer, expert_group=expert_group)
-    grads = {n: p.grad.clone() for n, p in layer.named_parameters() if p.grad is not None}
-    norm = clip_grad_norm(layer, 0.01, ep_group)
-    update_expert_bias(layer)
-    clipped = {n: p.grad for n, p in layer.named_parameters() if p.grad is not None}
-    assert layer.router.expert_bias_E is not None
-    layer.comm.close()
-    return {
-        "grads": grads,
-        "clipped": clipped,
-        "norm": norm.item(),
-        "bias": layer.router.expert_bias_E.tolist(),
-        "load": layer.last_tokens_per_expert,
-        "experts": ["experts.w_in", "experts.w_out"],
-    }
-
-
-@pytest.mark.parametrize("ep", [1, 2, 4])
-def test_expert_and_data_parallel(ep: int, pools: dict[int, RankPool], seed: int) -> None:
-    """Four ranks, experts over `ep` of them: gradients, their norm and biases are those of one model."""
-    results = pools[4](data_parallel_step, ep, seed)
-    want = whole(pools[4](layer_step, Case(), seed), "grads")
-    for first in range(0, 4, ep):
-        block = results[first : first + ep]
-        for name, grad in whole(block, "grads").items():
-            assert_close(grad, want[name], rtol=1e-10, atol=1e-12)
-        norm = torch.cat([grad.flatten() for grad in want.values()]).norm().item()
-        assert [result["norm"] for result in block] == pytest.approx([norm] * ep, rel=1e-12)
-        clipped = torch.cat([grad.flatten() for grad in whole(block, "clipped").values()]).norm().item()
-        assert clipped == pytest.approx(0.01, rel=1e-3)
-    load = sum(result["load"] for result in results)
-    moved = (0.1 * (load.double().mean() - load).sign()).tolist()
-    for result in results:
-        assert result["bias"] == pytest.approx(moved)
-
-
-def accumulate(rank: int, world_size: int, seed: int) -> dict[str, Any]:
+@on_ranks(3)
+def test_layers_share_a_communicator_and_accumulate(rank: int, world_size: int, seed: int) -> None:
     torch.manual_seed(seed)
     options = {"aux_loss": "batch", "aux_loss_coef": 0.7, "bias_update_rate": 0.1}
     config = MoEConfig(**SIZES, **options, dtype=torch.float64)
@@ -532,14 +475,10 @@ def accumulate(rank: int, world_size: int, seed: int) -> dict[str, Any]:
             model(x)
         model(x).sum().backward()
         assert loads == [layer.router.load_E.tolist() for layer in layers if layer.router.load_E is not None]
-    return {}
 
 
-def test_layers_share_a_communicator_and_accumulate(pools: dict[int, RankPool], seed: int) -> None:
-    pools[3](accumulate, seed)
-
-
-def mixed_input(rank: int, world_size: int, seed: int) -> None:
+@on_ranks(2)
+def test_input_of_another_dtype(rank: int, world_size: int, seed: int) -> None:
     """float32 in and out of a bfloat16 layer, and inside autocast."""
     torch.manual_seed(seed)
     layer = MoELayer(MoEConfig(**SIZES, dtype=torch.bfloat16, num_shared_experts=1), max_tokens=8)
@@ -550,10 +489,6 @@ def mixed_input(rank: int, world_size: int, seed: int) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(layer(x), y)
     assert layer(torch.empty(0, 3, 16)).shape == (0, 3, 16)
-
-
-def test_input_of_another_dtype(pools: dict[int, RankPool], seed: int) -> None:
-    pools[2](mixed_input, seed)
 
 
 def refusals(rank: int, world_size: int) -> list[str]:

@@ -38,6 +38,7 @@ from moecomm.nn import (
 from tests.multirank.catching import Caught, catch
 from tests.multirank.conftest import Pools, cpu_pools
 from tests.multirank.moe_cases import SIZES, groups_of
+from tests.multirank.on_ranks import on_ranks
 
 CONFIG = MoEConfig(**SIZES, num_shared_experts=1, dtype=torch.float64)
 EXPERTS, HIDDEN = CONFIG.num_experts, CONFIG.hidden
@@ -161,7 +162,12 @@ def require_mixed(found: Caught | None, rank: int, ep: int, *says: str) -> None:
     assert "Call moecomm.nn.fully_shard_experts(model) first" in found.text
 
 
-def shard_rightly(rank: int, world: int, ep: int, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", [{}, {"mp_policy": MixedPrecisionPolicy()}], ids=["plain", "policy"])
+@pytest.mark.parametrize("ep", [1, 2, 4])
+@on_ranks(4)
+def test_own_experts_that_are_sharded_rightly(
+    rank: int, world: int, ep: int, options: dict[str, Any]
+) -> None:
     plain, model = own_model(rank, world, ep), own_model(rank, world, ep)
     fully_shard_experts(model, **options)
     fully_shard(model, **options)
@@ -177,13 +183,8 @@ def shard_rightly(rank: int, world: int, ep: int, options: dict[str, Any]) -> No
         assert sharded_state(model)["model"].keys() == plain.state_dict().keys()
 
 
-@pytest.mark.parametrize("options", [{}, {"mp_policy": MixedPrecisionPolicy()}], ids=["plain", "policy"])
-@pytest.mark.parametrize("ep", [1, 2, 4])
-def test_own_experts_that_are_sharded_rightly(pool: Pools, ep: int, options: dict[str, Any]) -> None:
-    pool(4)(shard_rightly, ep, options)
-
-
-def new_parameters(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_own_parameters_that_are_replaced(rank: int, world: int) -> None:
     """Parameters that take the place of others are marked by the next forward."""
     model = own_model(rank, world, world)
     state = {name: value.clone() for name, value in model.state_dict().items()}
@@ -194,10 +195,6 @@ def new_parameters(rank: int, world: int) -> None:
             model.load_state_dict(state, assign=True)
         assert torch.equal(model(tokens(rank)), want)
         assert is_expert_parameter(model.moe.experts.inner.weight)
-
-
-def test_own_parameters_that_are_replaced(pool: Pools) -> None:
-    pool(2)(new_parameters)
 
 
 # -- fully_shard around experts whose weights are all parametrized -----------------------------------------
@@ -294,7 +291,12 @@ def test_fully_shard_of_parametrized_experts_with_main_grad_is_refused(pool: Poo
         assert found.text.startswith("main_grad is True, must be False under fully_shard, which has sharded")
 
 
-def shard_adapted_rightly(rank: int, world: int, ep: int, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", [{}, {"mp_policy": MixedPrecisionPolicy()}], ids=["plain", "policy"])
+@pytest.mark.parametrize("ep", [1, 2, 4])
+@on_ranks(4)
+def test_parametrized_experts_that_are_sharded_rightly(
+    rank: int, world: int, ep: int, options: dict[str, Any]
+) -> None:
     plain, model = parametrized(rank, world, ep), parametrized(rank, world, ep)
     fully_shard_experts(model, **options)
     fully_shard(model, **options)
@@ -311,13 +313,8 @@ def shard_adapted_rightly(rank: int, world: int, ep: int, options: dict[str, Any
         assert sharded_state(model)["model"].keys() == sharded_state(plain)["model"].keys()
 
 
-@pytest.mark.parametrize("options", [{}, {"mp_policy": MixedPrecisionPolicy()}], ids=["plain", "policy"])
-@pytest.mark.parametrize("ep", [1, 2, 4])
-def test_parametrized_experts_that_are_sharded_rightly(pool: Pools, ep: int, options: dict[str, Any]) -> None:
-    pool(4)(shard_adapted_rightly, ep, options)
-
-
-def compile_adapted(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_parametrized_experts_are_one_graph(rank: int, world: int) -> None:
     """The search for shards ends no graph where there are none."""
     config = dataclasses.replace(CONFIG, capacity_factor=4.0, pad_to_capacity=True)
     model = parametrized(rank, world, world, config)
@@ -327,14 +324,11 @@ def compile_adapted(rank: int, world: int) -> None:
         assert_close(compiled(tokens(rank)), model(tokens(rank)))
 
 
-def test_parametrized_experts_are_one_graph(pool: Pools) -> None:
-    pool(2)(compile_adapted)
-
-
 # -- states of experts of one's own ------------------------------------------------------------------------
 
 
-def load_states(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_a_state_of_another_ranks_own_experts_is_refused(rank: int, world: int) -> None:
     model = own_model(rank, world, world)
     experts = model.moe.experts
     weight = experts.inner.weight
@@ -390,10 +384,6 @@ def load_states(rank: int, world: int) -> None:
     single.comm.close()
 
 
-def test_a_state_of_another_ranks_own_experts_is_refused(pool: Pools) -> None:
-    pool(2)(load_states)
-
-
 # -- main_grad beside parameters that were added -----------------------------------------------------------
 
 
@@ -407,7 +397,12 @@ def adapted(rank: int, world: int, main_grad: bool, frozen: bool, overlap: Overl
     return model
 
 
-def adapters(rank: int, world: int, frozen: bool, overlap: OverlapConfig) -> None:
+@pytest.mark.parametrize("overlap", [OverlapConfig(), OverlapConfig(overlap=False)], ids=["over", "order"])
+@pytest.mark.parametrize("frozen", [True, False])
+@on_ranks(2)
+def test_adapters_have_a_grad_beside_main_grad(
+    rank: int, world: int, frozen: bool, overlap: OverlapConfig
+) -> None:
     models = [adapted(rank, world, main, frozen, overlap) for main in (False, True)]
     for model in models:
         with model.moe.comm:
@@ -424,12 +419,6 @@ def adapters(rank: int, world: int, frozen: bool, overlap: OverlapConfig) -> Non
         in_main = name.endswith("original")
         assert in_main == hasattr(got, "main_grad") and in_main == (got.grad is None), name
         assert_close(got.main_grad if in_main else got.grad, want.grad, msg=name)  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize("overlap", [OverlapConfig(), OverlapConfig(overlap=False)], ids=["over", "order"])
-@pytest.mark.parametrize("frozen", [True, False])
-def test_adapters_have_a_grad_beside_main_grad(pool: Pools, frozen: bool, overlap: OverlapConfig) -> None:
-    pool(2)(adapters, frozen, overlap)
 
 
 # -- parameters of experts that are in another place too ---------------------------------------------------
@@ -453,7 +442,8 @@ def test_a_parameter_of_experts_and_of_another_module_is_refused(pool: Pools) ->
     assert pool(2)(shared_parameter, 1) == [[None, None]] * 2  # all experts are on every rank
 
 
-def second_name(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_experts_may_have_a_second_name(rank: int, world: int) -> None:
     model = own_model(rank, world, world)
     model.also = nn.ModuleList([model.moe.experts])
     with model.moe.comm:
@@ -461,16 +451,22 @@ def second_name(rank: int, world: int) -> None:
         sync_gradients(model)
 
 
-def test_experts_may_have_a_second_name(pool: Pools) -> None:
-    pool(2)(second_name)
-
-
 # -- hooks -------------------------------------------------------------------------------------------------
 
 
-def seen_by_hooks(rank: int, world: int, what: str, options: dict[str, Any], only: bool) -> None:
+FIXED = {"capacity_factor": 12.0, "pad_to_capacity": True}
+
+
+@pytest.mark.parametrize("only", [False, True], ids=["all ranks", "rank 0 alone"])
+@pytest.mark.parametrize("options", [{}, FIXED], ids=["dropless", "capacity"])
+@pytest.mark.parametrize("what", ["experts", "shared"])
+@on_ranks(2)
+def test_hooks_see_what_a_module_computes(
+    rank: int, world: int, what: str, options: dict[str, Any], only: bool
+) -> None:
     """Compares what hooks of a module see, the result and the gradients with those of a layer in order.
     `only`: the hooks are on rank 0 alone."""
+    options = {**options, "dtype": torch.float64}
     found: dict[str, Any] = {}
     for way in (OverlapConfig(), OverlapConfig(overlap=False)):
         model = model_of(rank, world, MoEConfig(**SIZES, num_shared_experts=1, **options), overlap=way)
@@ -504,19 +500,18 @@ def seen_by_hooks(rank: int, world: int, what: str, options: dict[str, Any], onl
                 assert_close(found[name], value, rtol=1e-9, atol=1e-9, msg=name)
 
 
-FIXED = {"capacity_factor": 12.0, "pad_to_capacity": True}
+def twice(before: Callable[..., Tensor], *args: Any, **options: Any) -> Tensor:
+    return 2 * before(*args, **options)
 
 
-@pytest.mark.parametrize("only", [False, True], ids=["all ranks", "rank 0 alone"])
-@pytest.mark.parametrize("options", [{}, FIXED], ids=["dropless", "capacity"])
-@pytest.mark.parametrize("what", ["experts", "shared"])
-def test_hooks_see_what_a_module_computes(
-    pool: Pools, what: str, options: dict[str, Any], only: bool
-) -> None:
-    pool(2)(seen_by_hooks, what, {**options, "dtype": torch.float64}, only)
+class Doubled(GroupedExperts):
+    def forward(self, *args: Any, **options: Any) -> Tensor:
+        return 2 * super().forward(*args, **options)
 
 
-def changed_results(rank: int, world: int, how: str) -> None:
+@pytest.mark.parametrize("how", ["hook", "subclass", "method"])
+@on_ranks(2)
+def test_hooks_and_methods_change_what_they_would_in_order(rank: int, world: int, how: str) -> None:
     results = []
     for way in (OverlapConfig(), OverlapConfig(overlap=False)):
         model = model_of(rank, world, overlap=way)
@@ -530,20 +525,6 @@ def changed_results(rank: int, world: int, how: str) -> None:
         with layer.comm:
             results.append(model(tokens(rank)).detach())
     assert_close(*results, rtol=1e-9, atol=1e-9)
-
-
-def twice(before: Callable[..., Tensor], *args: Any, **options: Any) -> Tensor:
-    return 2 * before(*args, **options)
-
-
-class Doubled(GroupedExperts):
-    def forward(self, *args: Any, **options: Any) -> Tensor:
-        return 2 * super().forward(*args, **options)
-
-
-@pytest.mark.parametrize("how", ["hook", "subclass", "method"])
-def test_hooks_and_methods_change_what_they_would_in_order(pool: Pools, how: str) -> None:
-    pool(2)(changed_results, how)
 
 
 def without_effect(rank: int, world: int) -> tuple[Caught | None, bool]:
@@ -641,7 +622,8 @@ def test_products_that_raise_are_told(
     assert ours.text == f"rank 1: {kind}{theirs.text}"
 
 
-def hooks_of_others(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_hooks_that_gather_weights_leave_the_overlap(rank: int, world: int) -> None:
     """Hooks of FSDP2, and those that make weights ready, leave the layer with its overlap."""
     models = [model_of(rank, world) for _ in range(3)]
     fully_shard_experts(models[0])
@@ -656,7 +638,3 @@ def hooks_of_others(rank: int, world: int) -> None:
         assert model.moe._watched() is None
         with model.moe.comm:
             loss_of(model(tokens(rank))).backward()
-
-
-def test_hooks_that_gather_weights_leave_the_overlap(pool: Pools) -> None:
-    pool(2)(hooks_of_others)

@@ -24,6 +24,7 @@ from moecomm.nn import (
 )
 from tests.multirank.harness import RankPool
 from tests.multirank.moe_cases import poison_tail
+from tests.multirank.on_ranks import on_ranks
 from tests.played import Played
 
 Pools = Callable[[int], RankPool]
@@ -73,7 +74,14 @@ def tokens_of(rank: int, seed: int) -> Tensor:
     return torch.randn(TOKENS[rank], HIDDEN, generator=generator, dtype=torch.float64)
 
 
-def compare(rank: int, world_size: int, options: dict[str, Any], way: dict[str, Any], seed: int) -> None:
+@pytest.mark.parametrize("way", [{}, {"overlap": False}], ids=["overlapped", "in order"])
+@pytest.mark.parametrize("options", [{}, FIXED], ids=["dropless", "capacity"])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@on_ranks()
+def test_equals_every_expert_on_every_token(
+    rank: int, world_size: int, options: dict[str, Any], way: dict[str, Any], seed: int
+) -> None:
+    options = {**options, "num_shared_experts": 1}
     layer = build(rank, world_size, options, seed, overlap=OverlapConfig(**way))
     if layer.capacity is not None:
         poison_tail(layer.comm)
@@ -110,16 +118,11 @@ def compare(rank: int, world_size: int, options: dict[str, Any], way: dict[str, 
     layer.comm.close()
 
 
-@pytest.mark.parametrize("way", [{}, {"overlap": False}], ids=["overlapped", "in order"])
-@pytest.mark.parametrize("options", [{}, FIXED], ids=["dropless", "capacity"])
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_equals_every_expert_on_every_token(
-    pool: Pools, ranks: int, options: dict[str, Any], way: dict[str, Any], seed: int
+@pytest.mark.parametrize("options", [{}, {"capacity_factor": 9.0, "pad_to_capacity": True}], ids=str)
+@on_ranks(2)
+def test_a_rank_without_rows_takes_part_in_the_backward(
+    rank: int, world_size: int, options: dict[str, Any]
 ) -> None:
-    pool(ranks)(compare, {**options, "num_shared_experts": 1}, way, seed)
-
-
-def without_rows(rank: int, world_size: int, options: dict[str, Any]) -> None:
     """Sends every token to rank 0; nothing but the tokens wants a gradient."""
     layer = build(rank, world_size, options, 0, experts=NoRowsNoGraph())
     weight_EH = layer.router.weight
@@ -129,11 +132,6 @@ def without_rows(rank: int, world_size: int, options: dict[str, Any]) -> None:
     assert x_TH.grad is not None
     assert_close(x_TH.grad, torch.full_like(x_TH, 2.0))  # the weights of two equal scores sum to 1
     layer.comm.close()
-
-
-@pytest.mark.parametrize("options", [{}, {"capacity_factor": 9.0, "pad_to_capacity": True}], ids=str)
-def test_a_rank_without_rows_takes_part_in_the_backward(pool: Pools, options: dict[str, Any]) -> None:
-    pool(2)(without_rows, options)
 
 
 class Returns(nn.Module):
@@ -290,7 +288,8 @@ def test_a_graphed_step(pool: Pools, seed: int) -> None:
     assert overflows[0] == overflows[1] > 0
 
 
-def compiled(rank: int, world_size: int, seed: int) -> None:
+@on_ranks(1)
+def test_one_graph_of_torch_compile(rank: int, world_size: int, seed: int) -> None:
     torch._dynamo.reset()
     layer = build(rank, world_size, {**FIXED, "num_shared_experts": 1}, seed)
     fast, found = torch.compile(layer, backend="aot_eager", fullgraph=True), []
@@ -302,7 +301,3 @@ def compiled(rank: int, world_size: int, seed: int) -> None:
     for want, got in zip(*found, strict=True):
         assert_close(got, want, rtol=1e-12, atol=1e-12)
     layer.comm.close()
-
-
-def test_one_graph_of_torch_compile(pool: Pools, seed: int) -> None:
-    pool(1)(compiled, seed)

@@ -18,6 +18,7 @@ from torch.testing import assert_close
 from moecomm.nn import MoEConfig, MoELayer, fully_shard_experts, prepare_ddp, sharded_state, sync_gradients
 from tests.multirank.conftest import Pools, cpu_pools
 from tests.multirank.moe_cases import SIZES, groups_of
+from tests.multirank.on_ranks import on_ranks
 
 CONFIG = MoEConfig(**SIZES, dtype=torch.float64)
 
@@ -71,7 +72,11 @@ def backward(model: nn.Module, rank: int) -> None:
     model(tokens(rank)).square().mean().backward()
 
 
-def _shared(rank: int, world: int, ep: int, shares: str, wrapper: str) -> None:
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp"])
+@pytest.mark.parametrize("shares", ["", "module", "weights"])
+@on_ranks(2)
+def test_layers_that_share_experts(rank: int, world: int, shares: str, wrapper: str) -> None:
+    ep = 2
     plain, model = (Two(rank, world, ep, shares) for _ in range(2))
     backward(plain, rank)
     sync_gradients(plain)
@@ -84,13 +89,11 @@ def _shared(rank: int, world: int, ep: int, shares: str, wrapper: str) -> None:
         assert_close(found, want)
 
 
-@pytest.mark.parametrize("wrapper", ["ddp", "fsdp"])
-@pytest.mark.parametrize("shares", ["", "module", "weights"])
-def test_layers_that_share_experts(pool: Pools, shares: str, wrapper: str) -> None:
-    pool(2)(_shared, 2, shares, wrapper)
-
-
-def _checkpoint(rank: int, world: int, shares: str, path: str) -> None:
+@pytest.mark.parametrize("shares", ["module", "weights"])
+@on_ranks(2)
+def test_a_checkpoint_of_layers_that_share_experts(
+    rank: int, world: int, shares: str, tmp_path: Path
+) -> None:
     model = Two(rank, world, 2, shares)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     backward(model, rank)
@@ -100,21 +103,18 @@ def _checkpoint(rank: int, world: int, shares: str, path: str) -> None:
     saved = sharded_state(model, optimizer)
     experts = {name: type(value).__name__ for name, value in saved["model"].items() if ".experts." in name}
     assert experts == dict.fromkeys(experts, "DTensor") and len(experts) == 4, experts
-    dcp.save(saved, checkpoint_id=path)
+    dcp.save(saved, checkpoint_id=tmp_path)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
-    dcp.load(sharded_state(model, optimizer), checkpoint_id=path)
+    dcp.load(sharded_state(model, optimizer), checkpoint_id=tmp_path)
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name]), name
 
 
-@pytest.mark.parametrize("shares", ["module", "weights"])
-def test_a_checkpoint_of_layers_that_share_experts(pool: Pools, shares: str, tmp_path: Path) -> None:
-    pool(2)(_checkpoint, shares, str(tmp_path))
-
-
-def _trained_later(rank: int, world: int, ep: int) -> None:
+@pytest.mark.parametrize("ep", [2, 1])
+@on_ranks(2)
+def test_experts_that_fsdp_has_found_frozen_are_trained_later(rank: int, world: int, ep: int) -> None:
     plain, model = (Two(rank, world, ep) for _ in range(2))
     backward(plain, rank)
     sync_gradients(plain)
@@ -127,11 +127,6 @@ def _trained_later(rank: int, world: int, ep: int) -> None:
     backward(model, rank)
     for want, found in zip(gradients(plain), gradients(model), strict=True):
         assert_close(found, want)
-
-
-@pytest.mark.parametrize("ep", [2, 1])
-def test_experts_that_fsdp_has_found_frozen_are_trained_later(pool: Pools, ep: int) -> None:
-    pool(2)(_trained_later, ep)
 
 
 def _no_sync(rank: int, world: int, around: str) -> list[bool]:

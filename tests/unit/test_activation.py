@@ -18,6 +18,7 @@ from moecomm.kernels import activation as module
 from moecomm.kernels.activation import prepare, weighted_activation, weighted_activation_backward
 from tests import ranks
 from tests.multirank.conftest import Pools
+from tests.multirank.on_ranks import on_ranks
 from tests.unit.loopback import DTYPES, memory
 
 ACTIVATIONS = ("swiglu", "swiglu_interleaved", "swiglu_clamped", "gelu")
@@ -181,7 +182,13 @@ def unequal(text: str, want: dict[str, Tensor], got: dict[str, Tensor], rows: in
     return [f"{text}: {name} has other bits" for name in off]
 
 
-def _shapes(rank: int, world_size: int, activation: str, dtype: str, seed: int) -> list[str]:
+@pytest.mark.parametrize("dtype", KINDS)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@on_ranks(1)
+def test_against_the_reference(
+    rank: int, world_size: int, activation: str, dtype: str, seed: int
+) -> list[str]:
+    """Results with and without weights are right, and the same whatever else the backward has to return."""
     problems = []
     for rows, width in ON_CPU if ranks.on_cpu() else ON_GPU:
         case = Case(rows, width, activation, dtype, seed)
@@ -202,12 +209,9 @@ def _shapes(rank: int, world_size: int, activation: str, dtype: str, seed: int) 
 
 @pytest.mark.parametrize("dtype", KINDS)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_against_the_reference(pool: Pools, activation: str, dtype: str, seed: int) -> None:
-    """Results with and without weights are right, and the same whatever else the backward has to return."""
-    assert pool(1)(_shapes, activation, dtype, seed) == [[]]
-
-
-def _far_out(rank: int, world_size: int, activation: str, dtype: str) -> list[str]:
+@on_ranks(1)
+def test_far_out(rank: int, world_size: int, activation: str, dtype: str) -> list[str]:
+    """Results are right where an exponential over- or underflows, and where 1 + erf has no digits left."""
     x = torch.tensor([[-1e4, -200, -89, -12, -6, 0, 6, 89, 200, 1e4]], device=ranks.device())
     inner = whole([x, torch.ones_like(x)], activation) if activation != "gelu" else x
     inner = inner.to(getattr(torch, dtype), copy=True)
@@ -219,14 +223,13 @@ def _far_out(rank: int, world_size: int, activation: str, dtype: str) -> list[st
     return off_by_more("z", z.detach(), want, 2.0**-15 * want.abs())
 
 
-@pytest.mark.parametrize("dtype", KINDS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_far_out(pool: Pools, activation: str, dtype: str) -> None:
-    """Results are right where an exponential over- or underflows, and where 1 + erf has no digits left."""
-    assert pool(1)(_far_out, activation, dtype) == [[]]
-
-
-def _strides(rank: int, world_size: int, activation: str, dtype: str, seed: int) -> list[str]:
+@on_ranks(1)
+def test_strides_do_not_matter(
+    rank: int, world_size: int, activation: str, dtype: str, seed: int
+) -> list[str]:
+    """Autograd gives the same bits at strides of all kinds, in a graph of torch.compile and outside."""
     torch._dynamo.reset()
     case, problems = Case(200, 24, activation, dtype, seed), []
 
@@ -247,13 +250,6 @@ def _strides(rank: int, world_size: int, activation: str, dtype: str, seed: int)
         got = {"z": z.detach(), "grad_inner": inner.grad, "grad_weights": weights.grad}
         problems += unequal(text, {name: want[name] for name in got}, got, 200)
     return problems
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_strides_do_not_matter(pool: Pools, activation: str, dtype: str, seed: int) -> None:
-    """Autograd gives the same bits at strides of all kinds, in a graph of torch.compile and outside."""
-    assert pool(1)(_strides, activation, dtype, seed) == [[]]
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)

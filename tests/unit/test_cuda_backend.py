@@ -261,14 +261,6 @@ class TestOperations:
         torch.testing.assert_close(x_TH.grad, twin_x.grad)
         torch.testing.assert_close(weights_TK.grad, twin_weights.grad)
 
-    def test_nothing_is_recorded_where_no_gradient_is_wanted(self) -> None:
-        comm, _, _ = _comm()
-        out = comm.dispatch(*_inputs())
-        assert out.tokens.grad_fn is None
-        x_TH, ids_TK, _ = _inputs()
-        with torch.no_grad():
-            assert comm.dispatch(x_TH.requires_grad_(), ids_TK).tokens.grad_fn is None
-
     def test_rows_that_kernels_cannot_read_are_copied(self) -> None:
         comm, _, _ = _comm()
         x_TH, ids_TK, _ = _inputs()
@@ -653,13 +645,6 @@ class TestWork:
         gc.collect()
         assert gone() is not None
         assert torch.equal(work.wait(), want)
-
-    def test_the_count_is_waited_for_late(self) -> None:
-        comm, native, _ = _comm()
-        work = comm.dispatch(*_inputs(), async_op=True)
-        assert native.calls[-1] == "begin_dispatch@101"
-        assert work.wait().tokens.shape == (7, 8)
-        assert native.calls[-2:] == ["wait_rows", "finish_dispatch@101"]
 
     def test_the_next_operation_completes_it(self) -> None:
         comm, native, _ = _comm()

@@ -30,6 +30,7 @@ from moecomm.nn.fp8 import Fp8Products
 from moecomm.nn.products import make_products
 from tests import ranks
 from tests.multirank.conftest import Pools
+from tests.multirank.on_ranks import on_ranks
 
 pytestmark = pytest.mark.usefixtures("pool")
 
@@ -68,12 +69,6 @@ def operands(seed: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Ten
 
 
 # -- the arithmetic ----------------------------------------------------------------------------------------
-
-
-def _products(rank: int, world_size: int, seed: int) -> None:
-    small = [(50, 32, 48, ends) for ends in GROUPS]
-    for rows, a, b, ends in small if ranks.on_cpu() else [*small, *LARGE]:
-        _check_products(rows, a, b, ends, seed)
 
 
 def _check_products(rows: int, a: int, b: int, ends: list[int], seed: int) -> None:
@@ -116,10 +111,14 @@ def _check_products(rows: int, a: int, b: int, ends: list[int], seed: int) -> No
         near(results[0][group], p, q.t(), "dw")
 
 
-def test_products_of_quantised_operands(pool: Pools, products: None, seed: int) -> None:
+@pytest.mark.usefixtures("products")
+@on_ranks(1)
+def test_products_of_quantised_operands(rank: int, world_size: int, seed: int) -> None:
     """Products equal those in float64, but for sums in less and one rounding to bfloat16. NaN lies where
     nobody may read."""
-    pool(1)(_products, seed)
+    small = [(50, 32, 48, ends) for ends in GROUPS]
+    for rows, a, b, ends in small if ranks.on_cpu() else [*small, *LARGE]:
+        _check_products(rows, a, b, ends, seed)
 
 
 @pytest.mark.parametrize("ends", GROUPS, ids=str)

@@ -20,7 +20,7 @@ from moecomm.errors import InvalidArgument, Unsupported
 from moecomm.kernels import quantize as module
 from moecomm.kernels.quantize import prepare, quantize_columns, quantize_rows, quantize_transposed
 from tests import ranks, reference
-from tests.multirank.conftest import Pools
+from tests.multirank.on_ranks import on_ranks
 from tests.unit.loopback import DTYPES, memory
 
 KINDS = ("bfloat16", "float16", "float32")
@@ -79,7 +79,10 @@ def ends_of(ends: list[int]) -> Tensor:
     return torch.tensor(ends, dtype=torch.int32, device=ranks.device())
 
 
-def _rows(rank: int, world_size: int, dtype: str, seed: int) -> None:
+@pytest.mark.parametrize("dtype", KINDS)
+@on_ranks(1)
+def test_rows(rank: int, world_size: int, dtype: str, seed: int) -> None:
+    """NaN past the last end is nobody's."""
     shapes = ((1, 16), (7, 32), (40, 64), (7, 1040))
     large = ((513, 528), (64, 1024), (70, 1040), (33, 7168), (5, 16400), (3, 40016))
     for rows, columns in shapes if ranks.on_cpu() else shapes + large:
@@ -98,12 +101,6 @@ def _rows(rank: int, world_size: int, dtype: str, seed: int) -> None:
                 assert bool((scales[real:] == LEAST.item()).all())
     values, scales = quantize_rows(x[:0].to(ranks.device()))
     assert values.shape == x[:0].shape and scales.shape == (0,)
-
-
-@pytest.mark.parametrize("dtype", KINDS)
-def test_rows(pool: Pools, dtype: str, seed: int) -> None:
-    """NaN past the last end is nobody's."""
-    pool(1)(_rows, dtype, seed)
 
 
 GROUPS = (
@@ -125,7 +122,10 @@ LARGE_GROUPS = (
 )
 
 
-def _columns(rank: int, world_size: int, dtype: str, seed: int) -> None:
+@pytest.mark.parametrize("dtype", KINDS)
+@on_ranks(1)
+def test_columns(rank: int, world_size: int, dtype: str, seed: int) -> None:
+    """NaN past the last end is nobody's."""
     for rows, columns, ends in GROUPS if ranks.on_cpu() else GROUPS + LARGE_GROUPS:
         x = numbers((rows, columns), getattr(torch, dtype), seed + columns)
         if rows:
@@ -143,12 +143,8 @@ def _columns(rank: int, world_size: int, dtype: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", KINDS)
-def test_columns(pool: Pools, dtype: str, seed: int) -> None:
-    """NaN past the last end is nobody's."""
-    pool(1)(_columns, dtype, seed)
-
-
-def _matrices(rank: int, world_size: int, dtype: str, seed: int) -> None:
+@on_ranks(1)
+def test_matrices(rank: int, world_size: int, dtype: str, seed: int) -> None:
     shapes = ((3, 48, 32), (1, 16, 16))
     large = ((2, 32, 48), (1, 1040, 64), (3, 144, 80), (4, 512, 1024), (1, 16, 7168))
     for shape in shapes if ranks.on_cpu() else shapes + large:
@@ -158,11 +154,6 @@ def _matrices(rank: int, world_size: int, dtype: str, seed: int) -> None:
         for number, each in enumerate(x.float().numpy()):
             assert_bits(columns.values[number], columns.scales[number], *oracle(np.ascontiguousarray(each.T)))
             assert_bits(rows.values[number], rows.scales[number], *oracle(each))
-
-
-@pytest.mark.parametrize("dtype", KINDS)
-def test_matrices(pool: Pools, dtype: str, seed: int) -> None:
-    pool(1)(_matrices, dtype, seed)
 
 
 def test_the_example() -> None:
