@@ -20,6 +20,7 @@ import moecomm
 from moecomm.nn import MoEConfig, MoELayer
 from tests.examples import conftest  # noqa: F401  (puts examples/ on the path)
 from tests.multirank.conftest import Pools, cpu_pools
+from tests.multirank.on_ranks import on_ranks
 
 from lm import checkpoint  # isort: skip
 from lm.errors import RunError, UsageError  # isort: skip
@@ -79,8 +80,12 @@ def said(call: Callable[[], Any]) -> str:
     return ""
 
 
-def saved_beside(rank: int, world_size: int, folder: Path, seed: int) -> list[str]:
+@on_ranks(2)
+def test_a_checkpoint_is_written_beside_the_training(
+    rank: int, world_size: int, tmp_path: Path, seed: int
+) -> list[str]:
     """A checkpoint has the state of the moment when it was begun, although the training goes on."""
+    folder = tmp_path / "c"
     run = Run(rank, world_size, folder, seed)
     problems = []
     run.step()
@@ -111,12 +116,12 @@ def saved_beside(rank: int, world_size: int, folder: Path, seed: int) -> list[st
     return problems
 
 
-def test_a_checkpoint_is_written_beside_the_training(pool: Pools, tmp_path: Path, seed: int) -> None:
-    assert pool(2)(saved_beside, tmp_path / "c", seed) == [[], []]
-
-
-def first_state(rank: int, world_size: int, folder: Path, seed: int) -> list[str]:
+@on_ranks(2)
+def test_what_is_saved_is_the_state_of_that_moment(
+    rank: int, world_size: int, tmp_path: Path, seed: int
+) -> list[str]:
     """The state that was begun, not a later one, is in the files."""
+    folder = tmp_path / "c"
     run = Run(rank, world_size, folder, seed)
     run.step()
     then = run.values()
@@ -128,10 +133,6 @@ def first_state(rank: int, world_size: int, folder: Path, seed: int) -> list[str
     run.comm.close()
     other.comm.close()
     return [] if same(then, other.values()) and other.state.step == 1 else ["a later state"]
-
-
-def test_what_is_saved_is_the_state_of_that_moment(pool: Pools, tmp_path: Path, seed: int) -> None:
-    assert pool(2)(first_state, tmp_path / "c", seed) == [[], []]
 
 
 def two_saves(rank: int, world_size: int, folder: Path, seed: int) -> None:
@@ -236,7 +237,12 @@ def in_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
 
 
-def full_disk(rank: int, world_size: int, folder: Path, seed: int, on: list[int]) -> list[str]:
+@pytest.mark.parametrize("on", [[1], [0, 1]], ids=["one rank", "all ranks"])
+@on_ranks(2)
+def test_a_full_disk_leaves_the_one_before(
+    rank: int, world_size: int, on: list[int], tmp_path: Path, seed: int
+) -> list[str]:
+    folder = tmp_path / "c"
     run = Run(rank, world_size, folder, seed)
     run.step()
     run.save()
@@ -259,13 +265,10 @@ def full_disk(rank: int, world_size: int, folder: Path, seed: int, on: list[int]
     return problems
 
 
-@pytest.mark.parametrize("on", [[1], [0, 1]], ids=["one rank", "all ranks"])
-def test_a_full_disk_leaves_the_one_before(pool: Pools, on: list[int], tmp_path: Path, seed: int) -> None:
-    assert pool(2)(full_disk, tmp_path / "c", seed, on) == [[], []]
-
-
-def failed_is_seen(rank: int, world_size: int, folder: Path, seed: int) -> list[str]:
+@on_ranks(2)
+def test_a_failure_is_seen_by_all_ranks(rank: int, world_size: int, tmp_path: Path, seed: int) -> list[str]:
     """The training hears of a failure without waiting for it."""
+    folder = tmp_path / "c"
     run = Run(rank, world_size, folder, seed)
     with small_files(1000 if rank == 1 else 1 << 30):
         run.save()
@@ -276,7 +279,3 @@ def failed_is_seen(rank: int, world_size: int, folder: Path, seed: int) -> list[
         error = said(run.saver.finish)
     run.comm.close()
     return [] if seen and error.startswith(RunError.__name__) else [f"{seen}, {error}"]
-
-
-def test_a_failure_is_seen_by_all_ranks(pool: Pools, tmp_path: Path, seed: int) -> None:
-    assert pool(2)(failed_is_seen, tmp_path / "c", seed) == [[], []]

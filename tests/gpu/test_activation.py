@@ -15,6 +15,7 @@ import torch
 from moecomm.kernels.activation import prepare
 from tests.gpu import harness
 from tests.gpu.conftest import Pools
+from tests.multirank.on_ranks import on_ranks
 from tests.unit.test_activation import (
     ACTIVATIONS,
     Case,
@@ -33,7 +34,11 @@ KINDS = ("bfloat16", "float16", "float32")
 # -- what has to be the same bits --------------------------------------------------------------------------
 
 
-def _same_bits(rank: int, world_size: int, activation: str, dtype: str, seed: int) -> list[str]:
+@pytest.mark.usefixtures("cuda_only")
+@pytest.mark.parametrize("dtype", KINDS)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@on_ranks(1)
+def test_same_bits(rank: int, world_size: int, activation: str, dtype: str, seed: int) -> list[str]:
     """Run after run; when a base address is one element off; and whatever rows there are besides."""
     problems = []
     for width in (1, 7, 64, 1000, 2048, 4104, 16384 + 8):
@@ -54,13 +59,6 @@ def _same_bits(rank: int, world_size: int, activation: str, dtype: str, seed: in
         case.inner, case.grad, case.weights = (torch.cat([each] * 40) for each in aligned)
         problems += unequal(f"width {width}, with more rows", want, case.results(), 300)
     return problems
-
-
-@pytest.mark.usefixtures("cuda_only")
-@pytest.mark.parametrize("dtype", KINDS)
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_same_bits(pool: Pools, activation: str, dtype: str, seed: int) -> None:
-    harness.assert_none(pool(1)(_same_bits, activation, dtype, seed))
 
 
 # -- rows that are not real --------------------------------------------------------------------------------
@@ -85,7 +83,13 @@ class Output:
         return bool((around != 0xFF).any())
 
 
-def _untouched(rank: int, world_size: int, activation: str, dtype: str, seed: int) -> list[str]:
+@pytest.mark.usefixtures("cuda_only")
+@pytest.mark.parametrize("dtype", KINDS)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@on_ranks(1)
+def test_rows_past_the_last_end_are_left_alone(
+    rank: int, world_size: int, activation: str, dtype: str, seed: int
+) -> list[str]:
     """The extension's functions on memory of the test's own: the first rows are right, and nothing else is
     written; what is not real holds NaN."""
     from moecomm import _C
@@ -141,13 +145,8 @@ def _untouched(rank: int, world_size: int, activation: str, dtype: str, seed: in
 
 
 @pytest.mark.usefixtures("cuda_only")
-@pytest.mark.parametrize("dtype", KINDS)
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_rows_past_the_last_end_are_left_alone(pool: Pools, activation: str, dtype: str, seed: int) -> None:
-    harness.assert_none(pool(1)(_untouched, activation, dtype, seed))
-
-
-def _no_wait(rank: int, world_size: int, seed: int) -> list[str]:
+@on_ranks(1)
+def test_the_host_does_not_wait(rank: int, world_size: int, seed: int) -> list[str]:
     """Checks that the host waits for nothing if `ends` is on the device, the first call excepted."""
     case = Case(100, 64, "swiglu", "bfloat16", seed)
     ends = torch.tensor([30, 60], dtype=torch.int32, device=harness.device())
@@ -159,15 +158,13 @@ def _no_wait(rank: int, world_size: int, seed: int) -> list[str]:
     return wrong("with ends", case, got, True, 60)
 
 
-@pytest.mark.usefixtures("cuda_only")
-def test_the_host_does_not_wait(pool: Pools, seed: int) -> None:
-    harness.assert_none(pool(1)(_no_wait, seed))
-
-
 # -- streams, graphs, devices ------------------------------------------------------------------------------
 
 
-def _graph(rank: int, world_size: int, activation: str, seed: int) -> list[str]:
+@pytest.mark.usefixtures("cuda_only")
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@on_ranks(1)
+def test_in_a_cuda_graph(rank: int, world_size: int, activation: str, seed: int) -> list[str]:
     """Checks a graph of forward and backward; inputs and the number of real rows change between replays."""
     problems = []
     static = Case(400, 136, activation, "bfloat16", seed)
@@ -198,12 +195,8 @@ def _graph(rank: int, world_size: int, activation: str, seed: int) -> list[str]:
 
 
 @pytest.mark.usefixtures("cuda_only")
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_in_a_cuda_graph(pool: Pools, activation: str, seed: int) -> None:
-    harness.assert_none(pool(1)(_graph, activation, seed))
-
-
-def _current_stream(rank: int, world_size: int, seed: int) -> list[str]:
+@on_ranks(1)
+def test_on_the_current_stream(rank: int, world_size: int, seed: int) -> list[str]:
     """Checks that work already on the current stream comes first."""
     case = Case(300, 64, "swiglu", "bfloat16", seed)
     want = case.results()
@@ -218,11 +211,6 @@ def _current_stream(rank: int, world_size: int, seed: int) -> list[str]:
         got = case.results()
     torch.cuda.synchronize()
     return unequal("on a side stream", want, got, 300)
-
-
-@pytest.mark.usefixtures("cuda_only")
-def test_on_the_current_stream(pool: Pools, seed: int) -> None:
-    harness.assert_none(pool(1)(_current_stream, seed))
 
 
 def _another_device(rank: int, world_size: int, seed: int) -> list[str]:
@@ -243,7 +231,9 @@ def test_on_another_device(pool: Pools, require_gpus: Any, seed: int) -> None:
     harness.assert_none(pool(1)(_another_device, seed))
 
 
-def _refusals(rank: int, world_size: int) -> list[str]:
+@pytest.mark.usefixtures("cuda_only")
+@on_ranks(1)
+def test_what_the_extension_refuses(rank: int, world_size: int) -> list[str]:
     """Checks that the extension itself refuses bad arguments by the typed error."""
     from moecomm import _C
     from moecomm.errors import InvalidArgument
@@ -269,8 +259,3 @@ def _refusals(rank: int, world_size: int) -> list[str]:
             if text not in str(error):
                 problems.append(f"{error}, expected: {text}")
     return problems
-
-
-@pytest.mark.usefixtures("cuda_only")
-def test_what_the_extension_refuses(pool: Pools) -> None:
-    harness.assert_none(pool(1)(_refusals))

@@ -15,6 +15,7 @@ from tests.gpu import harness
 from tests.gpu.conftest import Pools
 from tests.gpu.test_graphs import AtCapacity, Captured
 from tests.gpu.test_turns import TURNS, in_turns_case
+from tests.multirank.on_ranks import on_ranks
 from tests.multirank.test_epochs import first_epoch
 from tests.oracle import Oracle
 
@@ -70,9 +71,19 @@ def test_across_the_borders(pool: Pools, size: int, in_turns: bool, start: int, 
     oracle.assert_none(pool(size, **(TURNS if in_turns else {}))(_across, job, start))
 
 
-def _slow_peer(rank: int, world_size: int, job: Case) -> list[str]:
-    """Each rank in turn is slow between sending and receiving a dispatch, epoch n. The others
-    give n + 1 up and begin n + 2, whose rows lie where those of n do."""
+@pytest.mark.parametrize("size", [2, 4])
+@on_ranks("size")
+def test_who_gives_up_waits_for_slow_peers(rank: int, world_size: int, seed: int) -> list[str]:
+    """Each rank in turn is slow between sending and receiving a dispatch, epoch n. The others give n + 1 up
+    and begin n + 2, whose rows lie where those of n do."""
+    job = Case(
+        tokens=(600, 333, 64, 512)[:world_size],
+        num_experts=8 * world_size,
+        hidden=512,
+        top_k=4,
+        dtype="bfloat16",
+        seed=seed,
+    )
     problems = []
     with harness.communicator(**job.communicator) as comm:
         first, second = (Oracle(replace(job, seed=job.seed + step), rank, comm.device) for step in range(2))
@@ -90,16 +101,3 @@ def _slow_peer(rank: int, world_size: int, job: Case) -> list[str]:
         comm.check()
         problems += first.problems + second.problems
     return problems
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_who_gives_up_waits_for_slow_peers(pool: Pools, size: int, seed: int) -> None:
-    job = Case(
-        tokens=(600, 333, 64, 512)[:size],
-        num_experts=8 * size,
-        hidden=512,
-        top_k=4,
-        dtype="bfloat16",
-        seed=seed,
-    )
-    oracle.assert_none(pool(size)(_slow_peer, job))

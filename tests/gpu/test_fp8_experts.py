@@ -21,6 +21,7 @@ from tests.gpu.test_activation import Output
 from tests.gpu.test_layer import KINDS as LAYERS
 from tests.gpu.test_layer import check_graph, check_waits
 from tests.multirank.moe_cases import LayerCase, check_ways, run_layer
+from tests.multirank.on_ranks import on_ranks
 from tests.unit.test_fp8_experts import test_products_of_quantised_operands
 from tests.unit.test_quantize import (
     GROUPS,
@@ -52,7 +53,10 @@ def _capability(rank: int, world_size: int) -> tuple[int, int]:
 # -- kernels -----------------------------------------------------------------------------------------------
 
 
-def _untouched(rank: int, world_size: int, dtype: str, seed: int) -> list[str]:
+@pytest.mark.usefixtures("cuda_only")
+@pytest.mark.parametrize("dtype", KINDS)
+@on_ranks(1)
+def test_nothing_else_is_written(rank: int, world_size: int, dtype: str, seed: int) -> list[str]:
     """The extension's functions on memory of the test's own: nothing is written but what is said."""
     from moecomm import _C
     from moecomm.setup.memory_plan import NATIVE_DTYPES
@@ -89,12 +93,8 @@ def _untouched(rank: int, world_size: int, dtype: str, seed: int) -> list[str]:
 
 
 @pytest.mark.usefixtures("cuda_only")
-@pytest.mark.parametrize("dtype", KINDS)
-def test_nothing_else_is_written(pool: Pools, dtype: str, seed: int) -> None:
-    harness.assert_none(pool(1)(_untouched, dtype, seed))
-
-
-def _refusals(rank: int, world_size: int) -> list[str]:
+@on_ranks(1)
+def test_what_the_extension_refuses(rank: int, world_size: int) -> list[str]:
     """Checks that the extension itself refuses bad arguments by the typed error."""
     from moecomm import _C
     from moecomm.errors import InvalidArgument
@@ -135,11 +135,8 @@ def _refusals(rank: int, world_size: int) -> list[str]:
 
 
 @pytest.mark.usefixtures("cuda_only")
-def test_what_the_extension_refuses(pool: Pools) -> None:
-    harness.assert_none(pool(1)(_refusals))
-
-
-def _kernels_in_a_graph(rank: int, world_size: int, seed: int) -> list[str]:
+@on_ranks(1)
+def test_kernels_in_a_cuda_graph(rank: int, world_size: int, seed: int) -> list[str]:
     """Inputs and the sizes of groups change between replays; the host waits for nothing while it issues."""
     problems = []
     x = numbers((400, 160), torch.bfloat16, seed).to(harness.device())
@@ -175,11 +172,6 @@ def _kernels_in_a_graph(rank: int, world_size: int, seed: int) -> list[str]:
     return problems
 
 
-@pytest.mark.usefixtures("cuda_only")
-def test_kernels_in_a_cuda_graph(pool: Pools, seed: int) -> None:
-    harness.assert_none(pool(1)(_kernels_in_a_graph, seed))
-
-
 # -- the layer ---------------------------------------------------------------------------------------------
 
 FP8 = {"expert_precision": "fp8"}
@@ -196,7 +188,13 @@ def test_every_way_gives_the_same(pool: Pools, size: int, kind: str, dtype: torc
     harness.assert_none(pool(size)(check_ways, case))
 
 
-def _against_cpu(rank: int, world_size: int, case: LayerCase) -> list[str]:
+@pytest.mark.usefixtures("products")
+@pytest.mark.parametrize("size", [1, 2])
+@on_ranks("size")
+def test_against_the_cpu(rank: int, world_size: int, seed: int) -> list[str]:
+    """Results in float32, where GPU and CPU choose the same experts, are near those of the CPU, which are as
+    far from exact products as docs/fp8.md says."""
+    case = LayerCase((70, 40)[:world_size], seed, torch.float32, IN_FP8)
     layer, on_cpu = case.layer(), case.layer("cpu")
     plain = replace(case, options={**case.options, "expert_precision": None}).layer("cpu")
     x, grad = case.input(rank)
@@ -215,15 +213,6 @@ def _against_cpu(rank: int, world_size: int, case: LayerCase) -> list[str]:
     return problems
 
 
-@pytest.mark.usefixtures("products")
-@pytest.mark.parametrize("size", [1, 2])
-def test_against_the_cpu(pool: Pools, size: int, seed: int) -> None:
-    """Results in float32, where GPU and CPU choose the same experts, are near those of the CPU, which are
-    as far from exact products as docs/fp8.md says."""
-    case = LayerCase((70, 40)[:size], seed, torch.float32, IN_FP8)
-    harness.assert_none(pool(size)(_against_cpu, case))
-
-
 @pytest.mark.usefixtures("cuda_only", "products")
 @pytest.mark.parametrize("size", [1, 2])
 def test_the_host_waits_for_nothing_with_a_capacity(pool: Pools, size: int, seed: int) -> None:
@@ -237,7 +226,9 @@ def test_forward_and_backward_in_one_graph(pool: Pools, size: int, seed: int) ->
     harness.assert_none(pool(size)(check_graph, case))
 
 
-def _streams(rank: int, world_size: int, seed: int) -> list[str]:
+@pytest.mark.usefixtures("cuda_only", "products")
+@on_ranks(1)
+def test_kept_weights_on_several_streams(rank: int, world_size: int, seed: int) -> list[str]:
     """Quantised weights that one stream makes, late, and another one uses at once."""
     from moecomm.nn import GroupedExperts, MoEConfig
 
@@ -266,12 +257,9 @@ def _streams(rank: int, world_size: int, seed: int) -> list[str]:
     return problems
 
 
-@pytest.mark.usefixtures("cuda_only", "products")
-def test_kept_weights_on_several_streams(pool: Pools, seed: int) -> None:
-    harness.assert_none(pool(1)(_streams, seed))
-
-
-def _refused(rank: int, world_size: int) -> list[str]:
+@pytest.mark.usefixtures("cuda_only")
+@on_ranks(1)
+def test_refused_where_there_are_no_products(rank: int, world_size: int) -> list[str]:
     from moecomm.errors import Unsupported
     from moecomm.nn import GroupedExperts, MoEConfig
 
@@ -282,8 +270,3 @@ def _refused(rank: int, world_size: int) -> list[str]:
     except Unsupported as error:
         return [f"refused: {error}"] if supported or "compute capability" not in str(error) else []
     return [] if supported else ["a GPU without such products was not refused"]
-
-
-@pytest.mark.usefixtures("cuda_only")
-def test_refused_where_there_are_no_products(pool: Pools) -> None:
-    harness.assert_none(pool(1)(_refused))

@@ -17,6 +17,7 @@ from tests.cases import Inputs
 from tests.gpu import harness
 from tests.gpu.conftest import Pools
 from tests.gpu.harness import Job, settled_error
+from tests.multirank.on_ranks import on_ranks
 from tests.oracle import Oracle
 
 pytestmark = pytest.mark.usefixtures("cuda_only")
@@ -128,8 +129,11 @@ def test_overflow_in_some_replays(pool: Pools, size: int, seed: int) -> None:
     assert 0 < results[0][1] < 24, "some replays overflow, others do not"
 
 
-def _thousands(rank: int, world_size: int, job: Job, replays: int) -> list[str]:
+@on_ranks("most_ranks")
+def test_thousands_of_replays(rank: int, world_size: int, seed: int) -> list[str]:
     """Replays without a pause, the inputs swapped on the device in between; one in a hundred is checked."""
+    job = Job(tokens=(40,) * world_size, num_experts=4 * world_size, hidden=128, top_k=2, seed=seed)
+    replays = 3000
     with harness.communicator(**job.communicator) as comm:
         device = comm.device
         knowns = [Oracle(replace(job, seed=job.seed + i), rank, device) for i in range(7)]
@@ -150,13 +154,12 @@ def _thousands(rank: int, world_size: int, job: Job, replays: int) -> list[str]:
         return problems + ([f"rank {rank}: {error}"] if error else [])
 
 
-def test_thousands_of_replays(pool: Pools, most_ranks: int, seed: int) -> None:
-    job = Job(tokens=(40,) * most_ranks, num_experts=4 * most_ranks, hidden=128, top_k=2, seed=seed)
-    harness.assert_none(pool(most_ranks)(_thousands, job, 3000))
-
-
-def _two_layers(rank: int, world_size: int, job: Job, steps: int) -> list[str]:
+@pytest.mark.parametrize("size", [1, 2, 4])
+@on_ranks("size")
+def test_two_captured_layers_with_gemms(rank: int, world_size: int, seed: int) -> list[str]:
     """Two layers with GEMMs around them in one graph, on one communicator; the same done eagerly is equal."""
+    job = Job(tokens=(128,) * world_size, num_experts=4 * world_size, hidden=256, top_k=2, seed=seed)
+    steps = 12
     with harness.communicator(**job.communicator) as comm:
         device, kind = comm.device, job.torch_dtype
         gen = torch.Generator(device).manual_seed(job.seed)
@@ -208,13 +211,10 @@ def _two_layers(rank: int, world_size: int, job: Job, steps: int) -> list[str]:
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_two_captured_layers_with_gemms(pool: Pools, size: int, seed: int) -> None:
-    job = Job(tokens=(128,) * size, num_experts=4 * size, hidden=256, top_k=2, seed=seed)
-    harness.assert_none(pool(size)(_two_layers, job, 12))
-
-
-def _train_step(rank: int, world_size: int, job: Job) -> list[str]:
+@on_ranks("size")
+def test_a_captured_training_step(rank: int, world_size: int, seed: int) -> list[str]:
     """Forward and backward in one graph; gradients equal those of eager steps, replay after replay."""
+    job = Job(tokens=(100,) * world_size, num_experts=4 * world_size, hidden=256, top_k=2, seed=seed)
     with harness.communicator(**job.communicator) as comm:
         device = comm.device
         knowns = [Oracle(replace(job, seed=job.seed + i), rank, device) for i in range(6)]
@@ -250,14 +250,12 @@ def _train_step(rank: int, world_size: int, job: Job) -> list[str]:
         return problems
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_a_captured_training_step(pool: Pools, size: int, seed: int) -> None:
-    job = Job(tokens=(100,) * size, num_experts=4 * size, hidden=256, top_k=2, seed=seed)
-    harness.assert_none(pool(size)(_train_step, job))
-
-
-def _beside_nccl(rank: int, world_size: int, job: Job, steps: int) -> list[str]:
+@pytest.mark.parametrize("size", [2, 4])
+@on_ranks("size")
+def test_beside_nccl_on_another_stream(rank: int, world_size: int, seed: int) -> list[str]:
     """Replays on one stream while another runs NCCL all_reduce: both finish, both are right."""
+    job = Job(tokens=(512,) * world_size, num_experts=8 * world_size, hidden=1024, top_k=4, seed=seed)
+    steps = 60
     group = harness.nccl()
     with harness.communicator(**{**job.communicator, "num_sms": 32}) as comm:
         device = comm.device
@@ -288,12 +286,6 @@ def _beside_nccl(rank: int, world_size: int, job: Job, steps: int) -> list[str]:
         return problems
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_beside_nccl_on_another_stream(pool: Pools, size: int, seed: int) -> None:
-    job = Job(tokens=(512,) * size, num_experts=8 * size, hidden=1024, top_k=4, seed=seed)
-    harness.assert_none(pool(size)(_beside_nccl, job, 60))
-
-
 def _refused(rank: int, world_size: int, job: Job) -> tuple[Any, list[str]]:
     """A dropless dispatch in a capture is refused and says what is needed; the communicator stays usable."""
     from tests import oracle
@@ -321,8 +313,10 @@ def test_dropless_in_a_capture_is_refused(pool: Pools, most_ranks: int, seed: in
         assert error is not None and error.name == "InvalidArgument" and "capacity" in error.text, error
 
 
-def _new_graphs(rank: int, world_size: int, job: Job) -> list[str]:
+@on_ranks("most_ranks")
+def test_graphs_come_and_go(rank: int, world_size: int, seed: int) -> list[str]:
     """Graphs come and go, eager work in between: the epochs of the communicator run on."""
+    job = Job(tokens=(48,) * world_size, num_experts=4 * world_size, hidden=128, top_k=2, slack=0, seed=seed)
     problems = []
     with harness.communicator(**job.communicator) as comm:
         for turn in range(4):
@@ -339,8 +333,3 @@ def _new_graphs(rank: int, world_size: int, job: Job) -> list[str]:
             eager.check_dispatch(eager.dispatch(comm))
             problems += eager.problems
     return problems
-
-
-def test_graphs_come_and_go(pool: Pools, most_ranks: int, seed: int) -> None:
-    job = Job(tokens=(48,) * most_ranks, num_experts=4 * most_ranks, hidden=128, top_k=2, slack=0, seed=seed)
-    harness.assert_none(pool(most_ranks)(_new_graphs, job))

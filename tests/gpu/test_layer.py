@@ -17,6 +17,7 @@ from moecomm.nn import keep_plans
 from tests.gpu import harness
 from tests.gpu.conftest import Pools
 from tests.multirank.moe_cases import LayerCase, change_weights, check_ways, differences, run_layer, ways
+from tests.multirank.on_ranks import on_ranks
 from tests.multirank.test_moe_layer import test_timelines
 
 __all__ = ["test_timelines"]
@@ -39,7 +40,11 @@ def test_every_way_gives_the_same(pool: Pools, size: int, kind: str, dtype: torc
     harness.assert_none(pool(size)(check_ways, case))
 
 
-def _against_cpu(rank: int, world_size: int, case: LayerCase) -> None:
+@pytest.mark.parametrize("size", [1, 2, 4])
+@on_ranks("size")
+def test_against_the_cpu(rank: int, world_size: int, seed: int) -> None:
+    """The layer gives the same on GPU and CPU in float32, where both choose the same experts."""
+    case = LayerCase((70, 0, 40, 33)[:world_size], seed, torch.float32)
     layer, on_cpu = case.layer(), case.layer("cpu")
     for ours, theirs in zip(layer.parameters(), on_cpu.parameters(), strict=True):
         assert torch.equal(ours.cpu(), theirs)
@@ -55,13 +60,11 @@ def _against_cpu(rank: int, world_size: int, case: LayerCase) -> None:
     on_cpu.comm.close()
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_against_the_cpu(pool: Pools, size: int, seed: int) -> None:
-    """The layer gives the same on GPU and CPU in float32, where both choose the same experts."""
-    pool(size)(_against_cpu, LayerCase((70, 0, 40, 33)[:size], seed, torch.float32))
-
-
-def check_waits(rank: int, world_size: int, case: LayerCase) -> None:
+@pytest.mark.usefixtures("cuda_only")
+@pytest.mark.parametrize("size", [1, 2])
+@on_ranks("size")
+def test_the_host_waits_for_nothing_with_a_capacity(rank: int, world_size: int, seed: int) -> None:
+    case = LayerCase((96,) * world_size, seed, options=FIXED)
     layer = case.layer()
     x, grad = case.input_here(rank)
     for way in ways().values():
@@ -75,14 +78,11 @@ def check_waits(rank: int, world_size: int, case: LayerCase) -> None:
 
 
 @pytest.mark.usefixtures("cuda_only")
-@pytest.mark.parametrize("size", [1, 2])
-def test_the_host_waits_for_nothing_with_a_capacity(pool: Pools, size: int, seed: int) -> None:
-    case = LayerCase((96,) * size, seed, options=FIXED)
-    pool(size)(check_waits, case)
-
-
-def check_graph(rank: int, world_size: int, case: LayerCase) -> list[str]:
+@pytest.mark.parametrize("size", [1, 2, 4])
+@on_ranks("size")
+def test_forward_and_backward_in_one_graph(rank: int, world_size: int, seed: int) -> list[str]:
     """Checks a graph of a forward and backward, with other rows and weights in each replay."""
+    case = LayerCase((128,) * world_size, seed, options=FIXED)
     layer = case.layer()
     eager = copy.deepcopy(layer)
     x, grad = case.input_here(rank)
@@ -120,15 +120,12 @@ def check_graph(rank: int, world_size: int, case: LayerCase) -> list[str]:
     return problems
 
 
-@pytest.mark.usefixtures("cuda_only")
+@pytest.mark.parametrize("options", [{}, FIXED], ids=["", "fixed"])
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_forward_and_backward_in_one_graph(pool: Pools, size: int, seed: int) -> None:
-    case = LayerCase((128,) * size, seed, options=FIXED)
-    harness.assert_none(pool(size)(check_graph, case))
-
-
-def _checkpointed(rank: int, world_size: int, case: LayerCase) -> list[str]:
+@on_ranks("size")
+def test_checkpoints_keep_plans(rank: int, world_size: int, options: dict[str, Any], seed: int) -> list[str]:
     """Computed again with the plans of the first time."""
+    case = LayerCase((200, 0, 77, 256)[:world_size], seed, options=options)
     layer = case.layer()
     x, grad = case.input_here(rank)
     problems = []
@@ -150,14 +147,12 @@ def _checkpointed(rank: int, world_size: int, case: LayerCase) -> list[str]:
     return problems
 
 
-@pytest.mark.parametrize("options", [{}, FIXED], ids=["", "fixed"])
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_checkpoints_keep_plans(pool: Pools, size: int, options: dict[str, Any], seed: int) -> None:
-    harness.assert_none(pool(size)(_checkpointed, LayerCase((200, 0, 77, 256)[:size], seed, options=options)))
-
-
-def _fails(rank: int, world_size: int, case: LayerCase) -> list[str]:
-    """An error between the stages of a forward, on all ranks; the layer goes on."""
+@pytest.mark.parametrize("size", [1, 2])
+@on_ranks("size")
+def test_an_error_between_stages_leaves_the_layer_usable(rank: int, world_size: int, seed: int) -> list[str]:
+    """The dispatch that was under way is given up. An error between the stages of a forward, on all ranks;
+    the layer goes on."""
+    case = LayerCase((90,) * world_size, seed)
     layer = case.layer()
     x, grad = case.input_here(rank)
     want = run_layer(layer, x, grad, {})
@@ -176,16 +171,17 @@ def _fails(rank: int, world_size: int, case: LayerCase) -> list[str]:
     return problems
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_an_error_between_stages_leaves_the_layer_usable(pool: Pools, size: int, seed: int) -> None:
-    """The dispatch that was under way is given up."""
-    harness.assert_none(pool(size)(_fails, LayerCase((90,) * size, seed)))
-
-
 WIDE_SHARED = {"hidden": 1024, "ffn_hidden": 2048, "num_shared_experts": 32}  # some milliseconds of products
 
 
-def check_receives_beside_shared(rank: int, world_size: int, case: LayerCase) -> None:
+@pytest.mark.usefixtures("cuda_only")
+@pytest.mark.parametrize("size", [1, 2])
+@on_ranks("size")
+def test_a_dropless_dispatch_is_received_beside_the_shared_experts(
+    rank: int, world_size: int, seed: int
+) -> None:
+    """The receiving half waits for the rows alone, not for the products that were issued meanwhile."""
+    case = LayerCase((4096,) * world_size, seed, options=WIDE_SHARED)
     layer = case.layer()
     x, _ = case.input_here(rank)
     with torch.no_grad():
@@ -197,10 +193,3 @@ def check_receives_beside_shared(rank: int, world_size: int, case: LayerCase) ->
     spans = {span.name: span for span in layer.timelines()["forward"].spans}
     assert spans["dispatch_receive"].begin < spans["shared"].end, spans
     layer.comm.close()
-
-
-@pytest.mark.usefixtures("cuda_only")
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_dropless_dispatch_is_received_beside_the_shared_experts(pool: Pools, size: int, seed: int) -> None:
-    """The receiving half waits for the rows alone, not for the products that were issued meanwhile."""
-    pool(size)(check_receives_beside_shared, LayerCase((4096,) * size, seed, options=WIDE_SHARED))

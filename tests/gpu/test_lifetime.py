@@ -14,7 +14,7 @@ import torch
 from tests import oracle, ranks
 from tests.cases import Case
 from tests.gpu import harness
-from tests.gpu.conftest import Pools
+from tests.multirank.on_ranks import on_ranks
 from tests.multirank.test_lifetime import (
     test_memory_comes_and_goes_as_planned,
     test_nothing_leaks,
@@ -39,8 +39,18 @@ def alone(request: pytest.FixtureRequest) -> None:
         pytest.skip("other workers take and give back memory of these GPUs meanwhile")
 
 
-def _expandable(rank: int, world_size: int, case: Case) -> list[str]:
+@pytest.mark.parametrize("size", [1, 2, 4])
+@on_ranks("size")
+def test_beside_expandable_segments(rank: int, world_size: int, seed: int) -> list[str]:
     """torch's own use of VMM (expandable segments) beside ours."""
+    case = Case(
+        tokens=(2048,) * world_size,
+        num_experts=8 * world_size,
+        hidden=2048,
+        top_k=4,
+        dtype="bfloat16",
+        seed=seed,
+    )
     torch.cuda.empty_cache()
     torch.cuda.memory._set_allocator_settings("expandable_segments:True")
     try:
@@ -57,14 +67,6 @@ def _expandable(rank: int, world_size: int, case: Case) -> list[str]:
         gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.memory._set_allocator_settings("expandable_segments:False")
-
-
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_beside_expandable_segments(pool: Pools, size: int, seed: int) -> None:
-    case = Case(
-        tokens=(2048,) * size, num_experts=8 * size, hidden=2048, top_k=4, dtype="bfloat16", seed=seed
-    )
-    oracle.assert_none(pool(size)(_expandable, case))
 
 
 def _opened() -> list[int]:
@@ -107,12 +109,9 @@ def test_only_its_own_gpu_is_open(fresh_ranks: Callable[..., list[Any]], size: i
     oracle.assert_none(fresh_ranks(size, _all_from_threads, case))
 
 
-def _on_nccl(rank: int, world_size: int, case: Case) -> list[str]:
+@on_ranks("most_ranks")
+def test_a_group_of_nccl(rank: int, world_size: int, seed: int) -> list[str]:
     """The group may be one of NCCL."""
+    case = Case(tokens=(30,) * world_size, num_experts=12, hidden=128, top_k=2, seed=seed)
     with harness.communicator(group=harness.nccl(), **case.communicator) as comm:
         return oracle.play(comm, case, rank)
-
-
-def test_a_group_of_nccl(pool: Pools, most_ranks: int, seed: int) -> None:
-    case = Case(tokens=(30,) * most_ranks, num_experts=12, hidden=128, top_k=2, seed=seed)
-    oracle.assert_none(pool(most_ranks)(_on_nccl, case))

@@ -30,6 +30,7 @@ from tests.gpu import (
 )
 from tests.gpu.conftest import Pools
 from tests.gpu.harness import GpuPool, Job
+from tests.multirank.on_ranks import on_ranks
 from tests.multirank.test_nodes import against_one_node, counted, verify_crossing
 from tests.oracle import Oracle, play
 
@@ -178,7 +179,12 @@ def _play(rank: int, world_size: int, job: Job) -> list[str]:
         return [problem for _ in range(3) for problem in play(comm, job, rank)]
 
 
-def _any_lanes(rank: int, world_size: int, job: Job) -> list[Any]:
+@pytest.mark.parametrize("size", [2, 4])
+@on_ranks("size")
+def test_any_number_of_lanes(rank: int, world_size: int, seed: int) -> list[Any]:
+    job = Job(
+        tokens=(2000, 1, 1500, 700)[:world_size], num_experts=8 * world_size, hidden=4096, top_k=3, seed=seed
+    )
     found = []
     for lanes in (1, 2, 5):
         with pytest.MonkeyPatch.context() as patch:
@@ -192,12 +198,9 @@ def _any_lanes(rank: int, world_size: int, job: Job) -> list[Any]:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_any_number_of_lanes(pool: Pools, size: int, seed: int) -> None:
-    job = Job(tokens=(2000, 1, 1500, 700)[:size], num_experts=8 * size, hidden=4096, top_k=3, seed=seed)
-    harness.assert_none(pool(size)(_any_lanes, job))
-
-
-def _few_sms(rank: int, world_size: int, job: Job) -> list[Any]:
+@on_ranks("size")
+def test_any_number_of_sms(rank: int, world_size: int, seed: int) -> list[Any]:
+    job = Job(tokens=(900,) * world_size, num_experts=8 * world_size, hidden=1024, top_k=4, seed=seed)
     found = []
     for num_sms in harness.sm_counts():
         with harness.communicator(**{**job.communicator, "num_sms": num_sms}) as comm:
@@ -207,9 +210,3 @@ def _few_sms(rank: int, world_size: int, job: Job) -> list[Any]:
             known.check_combine("combine", comm.combine(known.answer(out.tokens), out.handle))
             found += known.problems
     return found
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_any_number_of_sms(pool: Pools, size: int, seed: int) -> None:
-    job = Job(tokens=(900,) * size, num_experts=8 * size, hidden=1024, top_k=4, seed=seed)
-    harness.assert_none(pool(size)(_few_sms, job))

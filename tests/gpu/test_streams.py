@@ -21,6 +21,7 @@ from tests.cases import Inputs
 from tests.gpu import harness
 from tests.gpu.conftest import Pools
 from tests.gpu.harness import Job
+from tests.multirank.on_ranks import on_ranks
 from tests.oracle import Oracle
 
 pytestmark = pytest.mark.usefixtures("cuda_only")
@@ -74,8 +75,12 @@ def _step(comm: Any, known: Oracle, own: Inputs, grad_TH: torch.Tensor) -> tuple
     return out, y_TH
 
 
-def _no_sync(rank: int, world_size: int, job: Job) -> list[str]:
+@pytest.mark.parametrize("layout", ["expert", "rank"])
+@pytest.mark.parametrize("size", [1, 2, 4])
+@on_ranks("size")
+def test_fixed_mode_never_waits(rank: int, world_size: int, layout: str, seed: int) -> list[str]:
     """Forward and backward under torch's sync debug mode, and behind a stream that is busy for a second."""
+    job = _job(world_size, seed, layout=layout)
     problems = []
     with harness.communicator(**job.communicator) as comm:
         known = Oracle(job, rank, comm.device)
@@ -99,14 +104,11 @@ def _no_sync(rank: int, world_size: int, job: Job) -> list[str]:
     return problems + known.problems
 
 
-@pytest.mark.parametrize("layout", ["expert", "rank"])
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_fixed_mode_never_waits(pool: Pools, size: int, layout: str, seed: int) -> None:
-    harness.assert_none(pool(size)(_no_sync, _job(size, seed, layout=layout)))
-
-
-def _dropless_waits_for_its_own_only(rank: int, world_size: int, job: Job) -> list[str]:
+@on_ranks("size")
+def test_dropless_waits_for_its_own_count_only(rank: int, world_size: int, seed: int) -> list[str]:
     """A dropless dispatch waits for its row count, not for the device: another stream may be busy."""
+    job = _job(world_size, seed, slack=None)
     problems = []
     with harness.communicator(**job.communicator) as comm:
         known = Oracle(job, rank, comm.device)
@@ -127,12 +129,6 @@ def _dropless_waits_for_its_own_only(rank: int, world_size: int, job: Job) -> li
         if y_TH.shape != known.own.x_TH.shape:
             problems.append(f"rank {rank}: y is {tuple(y_TH.shape)}")
     return problems + known.problems
-
-
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_dropless_waits_for_its_own_count_only(pool: Pools, size: int, seed: int) -> None:
-    job = _job(size, seed, slack=None)
-    harness.assert_none(pool(size)(_dropless_waits_for_its_own_only, job))
 
 
 # -- order with the caller's work ----------------------------------------------------------------------------
@@ -186,8 +182,12 @@ def test_work_is_in_order_with_the_callers(
     harness.assert_none(pool(size)(_late_producer, _job(size, seed, slack=slack), side, async_op))
 
 
-def _switching(rank: int, world_size: int, job: Job) -> list[str]:
+@pytest.mark.parametrize("slack", [None, 10], ids=["dropless", "fixed"])
+@pytest.mark.parametrize("size", [1, 2, 4])
+@on_ranks("size")
+def test_the_caller_changes_streams(rank: int, world_size: int, slack: int | None, seed: int) -> list[str]:
     """The caller changes streams from call to call: operations of one communicator still run in turn."""
+    job = _job(world_size, seed, slack=slack)
     with harness.communicator(**job.communicator) as comm:
         knowns = [Oracle(replace(job, seed=job.seed + i), rank, comm.device) for i in range(6)]
         streams = [torch.cuda.Stream() for _ in range(3)]
@@ -212,17 +212,14 @@ def _switching(rank: int, world_size: int, job: Job) -> list[str]:
         return problems
 
 
-@pytest.mark.parametrize("slack", [None, 10], ids=["dropless", "fixed"])
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_the_caller_changes_streams(pool: Pools, size: int, slack: int | None, seed: int) -> None:
-    harness.assert_none(pool(size)(_switching, _job(size, seed, slack=slack)))
-
-
 # -- async_op ------------------------------------------------------------------------------------------------
 
 
-def _async(rank: int, world_size: int, job: Job) -> list[str]:
+@pytest.mark.parametrize("size", [1, 2, 4])
+@on_ranks("size")
+def test_async_follows_torch_distributed(rank: int, world_size: int, seed: int) -> list[str]:
     """Returns at once, runs beside the caller's stream, and wait() holds the stream and not the host."""
+    job = _job(world_size, seed)
     import moecomm
 
     problems = []
@@ -274,13 +271,11 @@ def _async(rank: int, world_size: int, job: Job) -> list[str]:
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_async_follows_torch_distributed(pool: Pools, size: int, seed: int) -> None:
-    harness.assert_none(pool(size)(_async, _job(size, seed)))
-
-
-def _halves(rank: int, world_size: int, job: Job) -> list[str]:
+@on_ranks("size")
+def test_few_tokens_are_sent_and_then_received(rank: int, world_size: int, seed: int) -> list[str]:
     """A combine of few tokens that is begun with async_op has sent its sums, and waits for nobody, until
     somebody waits for it: the other ranks begin when it has."""
+    job = _job(world_size, seed)
     with harness.communicator(**job.communicator) as comm:
         known = Oracle(job, rank, comm.device)
         out = known.dispatch(comm)
@@ -298,13 +293,12 @@ def _halves(rank: int, world_size: int, job: Job) -> list[str]:
     return known.problems
 
 
+@pytest.mark.parametrize("slack", [None, 10], ids=["dropless", "fixed"])
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_few_tokens_are_sent_and_then_received(pool: Pools, size: int, seed: int) -> None:
-    harness.assert_none(pool(size)(_halves, _job(size, seed)))
-
-
-def _in_flight(rank: int, world_size: int, job: Job) -> list[str]:
+@on_ranks("size")
+def test_several_in_flight(rank: int, world_size: int, slack: int | None, seed: int) -> list[str]:
     """Several under way, waited for in another order, their outputs freed meanwhile; gradients too."""
+    job = _job(world_size, seed, slack=slack)
     problems = []
     with harness.communicator(**{**job.communicator, "num_sms": 24}) as comm:
         knowns = [Oracle(replace(job, seed=job.seed + i), rank, comm.device) for i in range(5)]
@@ -332,17 +326,26 @@ def _in_flight(rank: int, world_size: int, job: Job) -> list[str]:
     return problems
 
 
-@pytest.mark.parametrize("slack", [None, 10], ids=["dropless", "fixed"])
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_several_in_flight(pool: Pools, size: int, slack: int | None, seed: int) -> None:
-    harness.assert_none(pool(size)(_in_flight, _job(size, seed, slack=slack)))
-
-
 # -- several communicators -----------------------------------------------------------------------------------
 
 
-def _side_by_side(rank: int, world_size: int, some: list[Job], steps: int) -> list[str]:
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@on_ranks("size")
+def test_several_communicators_on_streams_of_their_own(rank: int, world_size: int, seed: int) -> list[str]:
     """Runs each communicator on its own stream, with few SMs each, so that all fit the GPU at once."""
+    some = [
+        _job(world_size, seed),
+        _job(world_size, seed + 1, layout="rank", dtype="float16"),
+        replace(_job(world_size, seed + 2), hidden=1024, slack=0, alignment=8),
+        replace(
+            _job(world_size, seed + 3),
+            tokens=(7,) * world_size,
+            num_experts=world_size,
+            top_k=1,
+            dtype="float32",
+        ),
+    ]
+    steps = 8
     comms = [harness.communicator(**{**job.communicator, "num_sms": 16}) for job in some]
     streams = [torch.cuda.Stream() for _ in some]
     problems: list[str] = []
@@ -367,14 +370,3 @@ def _side_by_side(rank: int, world_size: int, some: list[Job], steps: int) -> li
     for comm in comms[1::2] + comms[::2]:
         comm.close()
     return problems
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_several_communicators_on_streams_of_their_own(pool: Pools, size: int, seed: int) -> None:
-    some = [
-        _job(size, seed),
-        _job(size, seed + 1, layout="rank", dtype="float16"),
-        replace(_job(size, seed + 2), hidden=1024, slack=0, alignment=8),
-        replace(_job(size, seed + 3), tokens=(7,) * size, num_experts=size, top_k=1, dtype="float32"),
-    ]
-    harness.assert_none(pool(size)(_side_by_side, some, 8))

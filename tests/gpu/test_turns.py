@@ -22,6 +22,7 @@ from tests.gpu import harness
 from tests.gpu.conftest import Pools
 from tests.gpu.harness import Job
 from tests.multirank.catching import catch
+from tests.multirank.on_ranks import on_ranks
 from tests.oracle import Oracle
 
 pytestmark = pytest.mark.usefixtures("cuda_only")
@@ -141,7 +142,10 @@ def test_any_number_of_sms(
     oracle.assert_none(pool(size, **TURNS)(_in_halves, job, "nothing", steps))
 
 
-def _mistakes(rank: int, world_size: int, job: Job) -> list[str]:
+@pytest.mark.parametrize("size", [1, 2])
+@on_ranks("size")
+def test_mistakes_with_numbers_of_sms(rank: int, world_size: int, seed: int) -> list[str]:
+    job = Job(tokens=(64, 50)[:world_size], num_experts=4 * world_size, hidden=64, top_k=3, seed=seed)
     with harness.communicator(**job.communicator) as comm:
         most = torch.cuda.get_device_properties(comm.device).multi_processor_count
         bad: Any
@@ -154,12 +158,6 @@ def _mistakes(rank: int, world_size: int, job: Job) -> list[str]:
     with pytest.raises(moecomm.CommunicatorClosed), comm.limit_sms(8):
         pass
     return problems
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_mistakes_with_numbers_of_sms(pool: Pools, size: int, seed: int) -> None:
-    job = Job(tokens=(64, 50)[:size], num_experts=4 * size, hidden=64, top_k=3, seed=seed)
-    oracle.assert_none(pool(size)(_mistakes, job))
 
 
 def _given_up(rank: int, world_size: int, job: Job) -> list[str]:

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from moecomm.types import WIRE_FORMATS
-from tests.gpu.conftest import Pools
 from tests.gpu.twin import MOST_FUSED, RANKS, Rank, Shape, Twin
+from tests.multirank.on_ranks import on_ranks
 
 pytestmark = pytest.mark.usefixtures("cuda_only")
 
@@ -18,7 +18,14 @@ def _results(twin: Twin, ranks: list[Rank]) -> list[torch.Tensor]:
     return [result.clone() for rank in ranks for result in rank.results()]
 
 
-def _play(rank: int, world_size: int, shape: Shape, seed: int) -> list[str]:
+@pytest.mark.parametrize("wire", ["same", *WIRE_FORMATS])
+@pytest.mark.parametrize("layout", ["expert", "rank"])
+@pytest.mark.parametrize(("tokens", "hidden"), [(1, 1024), (7, 1024), (130, 1024), (130, 4128), (512, 1024)])
+@on_ranks(1)
+def test_same_bits(
+    rank: int, world_size: int, tokens: int, hidden: int, layout: str, wire: str, seed: int
+) -> list[str]:
+    shape = Shape(tokens=tokens, layout=layout, wire=wire, hidden=hidden, num_experts=64, top_k=4)
     problems = []
     with Twin(shape, seed) as twin:
         twin.fuse(0, 0)
@@ -42,14 +49,6 @@ def _play(rank: int, world_size: int, shape: Shape, seed: int) -> list[str]:
                 if not all(same):
                     problems.append(f"{name} with one kernel up to {most} tokens of each rank differs")
     return problems
-
-
-@pytest.mark.parametrize("wire", ["same", *WIRE_FORMATS])
-@pytest.mark.parametrize("layout", ["expert", "rank"])
-@pytest.mark.parametrize(("tokens", "hidden"), [(1, 1024), (7, 1024), (130, 1024), (130, 4128), (512, 1024)])
-def test_same_bits(pool: Pools, tokens: int, hidden: int, layout: str, wire: str, seed: int) -> None:
-    shape = Shape(tokens=tokens, layout=layout, wire=wire, hidden=hidden, num_experts=64, top_k=4)
-    assert pool(1)(_play, shape, seed) == [[]]
 
 
 def _one_sided_ids(shape: Shape, generator: torch.Generator) -> torch.Tensor:
@@ -88,31 +87,6 @@ def _sums(shape: Shape, rank: Rank) -> torch.Tensor:
         total_TH = torch.where(some_T[:, None], added_TH, total_TH)
         begun_T = begun_T | some_T
     return total_TH.bfloat16()
-
-
-def _dispatch_many(rank: int, world_size: int, shape: Shape, seed: int) -> list[str]:
-    problems = []
-    generator = torch.Generator().manual_seed(seed)
-    with Twin(shape, seed) as twin:
-        for routing in ("uniform", "one-sided"):
-            found = []
-            for dispatch in (twin.dispatch, twin.dispatch_dropless):
-                ranks = twin.ranks()
-                if routing == "one-sided":
-                    for own in ranks:
-                        own.ids_TK = _one_sided_ids(shape, generator.manual_seed(seed))
-                for _ in range(3):
-                    dispatch(ranks)
-                twin.check()
-                found.append(ranks)
-            for own, dropless in zip(*found, strict=True):
-                if not all(map(torch.equal, own.results(), dropless.results())):
-                    problems.append(f"{routing}: without a capacity rows or weights differ")
-            twin.redispatch(found[0])
-            twin.weighted(found[0])
-            twin.check()
-            problems += [f"{routing}: {wrong}" for wrong in _wrong_rows(shape, found[0])]
-    return problems
 
 
 def _wrong_rows(shape: Shape, ranks: list[Rank]) -> list[str]:
@@ -155,14 +129,58 @@ def _wrong_rows(shape: Shape, ranks: list[Rank]) -> list[str]:
         (17000, 64, 20, 64, 30),  # chunks of more places than a list has
     ],
 )
+@on_ranks(1)
 def test_rows_of_many_tokens(
-    pool: Pools, tokens: int, hidden: int, top_k: int, num_experts: int, num_sms: int, seed: int
-) -> None:
+    rank: int,
+    world_size: int,
+    tokens: int,
+    hidden: int,
+    top_k: int,
+    num_experts: int,
+    num_sms: int,
+    seed: int,
+) -> list[str]:
     shape = Shape(tokens=tokens, hidden=hidden, top_k=top_k, num_experts=num_experts, num_sms=num_sms)
-    assert pool(1)(_dispatch_many, shape, seed) == [[]]
+    problems = []
+    generator = torch.Generator().manual_seed(seed)
+    with Twin(shape, seed) as twin:
+        for routing in ("uniform", "one-sided"):
+            found = []
+            for dispatch in (twin.dispatch, twin.dispatch_dropless):
+                ranks = twin.ranks()
+                if routing == "one-sided":
+                    for own in ranks:
+                        own.ids_TK = _one_sided_ids(shape, generator.manual_seed(seed))
+                for _ in range(3):
+                    dispatch(ranks)
+                twin.check()
+                found.append(ranks)
+            for own, dropless in zip(*found, strict=True):
+                if not all(map(torch.equal, own.results(), dropless.results())):
+                    problems.append(f"{routing}: without a capacity rows or weights differ")
+            twin.redispatch(found[0])
+            twin.weighted(found[0])
+            twin.check()
+            problems += [f"{routing}: {wrong}" for wrong in _wrong_rows(shape, found[0])]
+    return problems
 
 
-def _combine_many(rank: int, world_size: int, shape: Shape, seed: int) -> list[str]:
+@pytest.mark.parametrize(
+    ("tokens", "hidden", "top_k", "num_sms", "layout"),
+    [
+        (3000, 7168, 8, 24, "expert"),
+        (3000, 7168, 8, 6, "rank"),
+        (1030, 9000, 8, 16, "expert"),  # rows in two pieces
+        (5001, 520, 6, 2, "expert"),
+        (17000, 64, 32, 8, "expert"),  # lists of fewer tokens than a chunk has
+        (17000, 64, 32, 66, "rank"),
+    ],
+)
+@on_ranks(1)
+def test_sums_of_many_tokens(
+    rank: int, world_size: int, tokens: int, hidden: int, top_k: int, num_sms: int, layout: str, seed: int
+) -> list[str]:
+    shape = Shape(tokens=tokens, hidden=hidden, top_k=top_k, num_sms=num_sms, layout=layout)
     problems = []
     generator = torch.Generator().manual_seed(seed)
     with Twin(shape, seed) as twin:
@@ -181,21 +199,3 @@ def _combine_many(rank: int, world_size: int, shape: Shape, seed: int) -> list[s
                 if any(wrong):
                     problems.append(f"{routing}: {wrong} elements of each rank differ")
     return problems
-
-
-@pytest.mark.parametrize(
-    ("tokens", "hidden", "top_k", "num_sms", "layout"),
-    [
-        (3000, 7168, 8, 24, "expert"),
-        (3000, 7168, 8, 6, "rank"),
-        (1030, 9000, 8, 16, "expert"),  # rows in two pieces
-        (5001, 520, 6, 2, "expert"),
-        (17000, 64, 32, 8, "expert"),  # lists of fewer tokens than a chunk has
-        (17000, 64, 32, 66, "rank"),
-    ],
-)
-def test_sums_of_many_tokens(
-    pool: Pools, tokens: int, hidden: int, top_k: int, num_sms: int, layout: str, seed: int
-) -> None:
-    shape = Shape(tokens=tokens, hidden=hidden, top_k=top_k, num_sms=num_sms, layout=layout)
-    assert pool(1)(_combine_many, shape, seed) == [[]]

@@ -18,6 +18,7 @@ from tests.gpu.conftest import Pools
 from tests.gpu.harness import Job
 from tests.gpu.test_sizes import _play as play
 from tests.multirank.catching import Caught, catch
+from tests.multirank.on_ranks import on_ranks
 from tests.multirank.test_dispatch_combine import check as check_small
 from tests.oracle import DTYPES, Oracle
 
@@ -86,19 +87,16 @@ def test_real_sizes(pool: Pools, size: int, hidden: int, wire: str, seed: int) -
     harness.assert_none(pool(size)(play, some))
 
 
-def _on_each_count_of_sms(rank: int, world_size: int, job: Job) -> list[str]:
+@pytest.mark.parametrize("wire", WIRE_FORMATS)
+@on_ranks("most_ranks")
+def test_any_number_of_sms_gives_the_same_bits(rank: int, world_size: int, wire: str, seed: int) -> list[str]:
+    hidden = fitting(2896, wire)
+    job = Job(tokens=(1100,) * world_size, num_experts=64, hidden=hidden, top_k=8, wire=wire, seed=seed)
+    job = replace(job, num_experts=job.num_experts - job.num_experts % world_size)
     problems = []
     for count in harness.sm_counts():
         problems += play(rank, world_size, [replace(job, num_sms=count)])
     return problems
-
-
-@pytest.mark.parametrize("wire", WIRE_FORMATS)
-def test_any_number_of_sms_gives_the_same_bits(pool: Pools, most_ranks: int, wire: str, seed: int) -> None:
-    hidden = fitting(2896, wire)
-    job = Job(tokens=(1100,) * most_ranks, num_experts=64, hidden=hidden, top_k=8, wire=wire, seed=seed)
-    job = replace(job, num_experts=job.num_experts - job.num_experts % most_ranks)
-    harness.assert_none(pool(most_ranks)(_on_each_count_of_sms, job))
 
 
 # -- data and scales, in and out -----------------------------------------------------------------------------

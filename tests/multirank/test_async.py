@@ -12,6 +12,7 @@ import torch
 from tests import cases
 from tests.cases import Case
 from tests.multirank.conftest import Pools
+from tests.multirank.on_ranks import on_ranks
 from tests.oracle import Oracle, assert_none
 
 
@@ -32,7 +33,21 @@ def _combines(comm: Any, known: Oracle, out: Any) -> Any:
     return check
 
 
-def _in_flight(rank: int, world_size: int, some: list[Case], backwards: bool) -> list[str]:
+@pytest.mark.parametrize(("size", "backwards"), [(1, True), (3, False), (3, True)])
+@on_ranks("size")
+def test_several_in_flight(rank: int, world_size: int, backwards: bool, seed: int) -> list[str]:
+    base = Case(tokens=(9, 5, 7)[:world_size], num_experts=2 * world_size, hidden=16, top_k=2, seed=seed)
+    base = replace(base, tokens=(9, *base.tokens[1:]))
+    some = [
+        replace(
+            base,
+            seed=seed + i,
+            layout=("expert", "rank")[i % 2],
+            wide_ids=i % 3 == 0,
+            slack=(None, 2)[i == 3],
+        )
+        for i in range(5)
+    ]
     import moecomm
 
     order = list(reversed(range(len(some)))) if backwards else list(range(len(some)))
@@ -49,25 +64,11 @@ def _in_flight(rank: int, world_size: int, some: list[Case], backwards: bool) ->
         return [text for i in order for text in checks[i]()]
 
 
-@pytest.mark.parametrize(("size", "backwards"), [(1, True), (3, False), (3, True)])
-def test_several_in_flight(pool: Pools, size: int, backwards: bool, seed: int) -> None:
-    base = Case(tokens=(9, 5, 7)[:size], num_experts=2 * size, hidden=16, top_k=2, seed=seed)
-    base = replace(base, tokens=(9, *base.tokens[1:]))
-    some = [
-        replace(
-            base,
-            seed=seed + i,
-            layout=("expert", "rank")[i % 2],
-            wide_ids=i % 3 == 0,
-            slack=(None, 2)[i == 3],
-        )
-        for i in range(5)
-    ]
-    assert_none(pool(size)(_in_flight, some, backwards))
-
-
-def _mixed(rank: int, world_size: int, some: list[Case]) -> list[str]:
+@on_ranks(3)
+def test_mixed_with_synchronous_calls(rank: int, world_size: int, seed: int) -> list[str]:
     """Synchronous calls queue up behind what is under way, on two communicators at once."""
+    base = Case(tokens=(8,) * 3, num_experts=6, hidden=8, top_k=2, seed=seed)
+    some = [base, replace(base, dtype="bfloat16", hidden=24), replace(base, seed=seed + 1, layout="rank")]
     import moecomm
 
     problems: list[str] = []
@@ -88,12 +89,6 @@ def _mixed(rank: int, world_size: int, some: list[Case]) -> list[str]:
             ):
                 problems += _combines(comm, Oracle(case, rank, comm.device), out)()
     return problems
-
-
-def test_mixed_with_synchronous_calls(pool: Pools, seed: int) -> None:
-    base = Case(tokens=(8,) * 3, num_experts=6, hidden=8, top_k=2, seed=seed)
-    some = [base, replace(base, dtype="bfloat16", hidden=24), replace(base, seed=seed + 1, layout="rank")]
-    assert_none(pool(3)(_mixed, some))
 
 
 def _autograd(rank: int, world_size: int, case: Case, async_op: bool) -> list[np.ndarray]:
@@ -198,8 +193,11 @@ def test_close_waits_for_what_is_under_way(pool: Pools, seed: int) -> None:
     assert sum(pool(2)(_close, case)) == 16
 
 
-def _in_halves(rank: int, world_size: int, case: Case) -> list[str]:
+@pytest.mark.parametrize("size", [1, 3])
+@on_ranks("size")
+def test_a_dispatch_in_halves(rank: int, world_size: int, seed: int) -> list[str]:
     """`begin_dispatch` brings what `dispatch` brings; and it is received once, before the next operation."""
+    case = Case(tokens=(6, 0, 9)[-world_size:], num_experts=2 * world_size, hidden=16, top_k=2, seed=seed)
     import moecomm
 
     problems = []
@@ -228,12 +226,6 @@ def _in_halves(rank: int, world_size: int, case: Case) -> list[str]:
         ):
             ended()
     return problems
-
-
-@pytest.mark.parametrize("size", [1, 3])
-def test_a_dispatch_in_halves(pool: Pools, size: int, seed: int) -> None:
-    case = Case(tokens=(6, 0, 9)[-size:], num_experts=2 * size, hidden=16, top_k=2, seed=seed)
-    assert pool(size)(_in_halves, case) == [[]] * size
 
 
 # -- autograd and threads ------------------------------------------------------------------------------------

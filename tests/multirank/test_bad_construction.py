@@ -16,6 +16,7 @@ from tests.fabric import needs_fabric
 from tests.multirank.catching import Caught, catch
 from tests.multirank.conftest import Pools
 from tests.multirank.harness import NO_GPUS, RankPool, no_shared_memory_left, no_threads_left
+from tests.multirank.on_ranks import on_ranks
 
 BAD_CONSTRUCTION: dict[str, tuple[dict[str, Any], str, list[str]]] = {
     "experts no multiple": ({"num_experts": 7}, "InvalidArgument", ["num_experts is 7", "multiple", "2"]),
@@ -251,7 +252,10 @@ def test_no_threads_between_nodes(size: int, per_node: int, lanes: str, words: l
         assert rank == 1 or caught.text.startswith("rank 1: ")
 
 
-def _after_a_run_before(rank: int, world_size: int) -> list[str]:
+@on_ranks(2)
+def test_what_a_run_before_has_left_in_the_store(rank: int, world_size: int) -> list[str]:
+    """torchrun keeps its store when it starts ranks again: messages of the ranks before them, with the same
+    names, are not taken for answers."""
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
@@ -268,9 +272,3 @@ def _after_a_run_before(rank: int, world_size: int) -> list[str]:
         time.sleep(0.3)
     with moecomm.Communicator(**GOOD) as comm:
         return oracle.play(comm, Case(tokens=(5, 3), num_experts=8, hidden=8, top_k=2), rank)
-
-
-def test_what_a_run_before_has_left_in_the_store(pool: Pools) -> None:
-    """torchrun keeps its store when it starts ranks again: messages of the ranks before them, with the same
-    names, are not taken for answers."""
-    oracle.assert_none(pool(2)(_after_a_run_before))

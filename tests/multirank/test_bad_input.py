@@ -21,6 +21,7 @@ from tests import cases, oracle, ranks
 from tests.cases import Case
 from tests.multirank.catching import Caught, catch
 from tests.multirank.conftest import Pools
+from tests.multirank.on_ranks import on_ranks
 from tests.oracle import Oracle, settled_error
 
 MAX_TOKENS = 6
@@ -234,8 +235,10 @@ def test_wild_ids_change_no_memory(pool: Pools, most_ranks: int, alone: bool, se
     oracle.assert_none(pool(size)(_wild_ids, small(size, seed)))
 
 
-def _layouts_of_memory(rank: int, world_size: int, case: Case) -> list[str]:
+@on_ranks("most_ranks")
+def test_non_contiguous_input_works(rank: int, world_size: int) -> list[str]:
     """Inputs that are not contiguous."""
+    case = small(world_size)
     with communicator(case) as comm:
         known = Oracle(case, rank, comm.device)
         x_TH, ids_TK, weights_TK, _ = arguments_of(known).values()
@@ -248,10 +251,6 @@ def _layouts_of_memory(rank: int, world_size: int, case: Case) -> list[str]:
         weights_P = torch.stack([out.weights, out.weights], 1)[:, 0]
         known.check_combine("combine", comm.combine(rows_PH, out.handle, weights=weights_P), weighted=True)
         return known.problems
-
-
-def test_non_contiguous_input_works(pool: Pools, most_ranks: int) -> None:
-    oracle.assert_none(pool(most_ranks)(_layouts_of_memory, small(most_ranks)))
 
 
 # -- combine -------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from tests import cases, oracle, ranks
 from tests.cases import Case
 from tests.multirank.conftest import Pools
 from tests.multirank.harness import RankPool
+from tests.multirank.on_ranks import on_ranks
 from tests.oracle import Oracle
 from tests.reference import DTYPES
 
@@ -106,7 +107,8 @@ def test_large_rows(pool: Pools, dtype: str, seed: int) -> None:
     check(pool(2), [base, replace(base, layout="rank", num_sms=1)])
 
 
-def _move_a_long_window(rank: int, world_size: int) -> list[str]:
+@on_ranks(2)
+def test_tokens_of_a_long_window(rank: int, world_size: int) -> list[str]:
     """Moves 65 536 tokens of each rank to eight of 64 experts and back, half of a window of 131 072. A row
     tells its source and token, in digits that bfloat16 holds, and so does its sum. On GPUs the rows of the
     output take 7.5 GB, with more than 2^31 elements."""
@@ -136,10 +138,6 @@ def _move_a_long_window(rank: int, world_size: int) -> list[str]:
         if not torch.equal(comm.combine(out.tokens, out.handle), top_k * x_TH):
             problems.append("the sums of the tokens are not eight times the tokens")
     return problems
-
-
-def test_tokens_of_a_long_window(pool: Pools) -> None:
-    oracle.assert_none(pool(2)(_move_a_long_window))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -230,10 +228,17 @@ def test_handles_serve_in_any_order(pool: Pools, size: int, seed: int) -> None:
     assert all(all(found) for found in pool(size)(_old_handles, some))
 
 
-def _inputs_in_turn(rank: int, world_size: int, case: Case, steps: int, in_window: bool) -> None:
+@pytest.mark.parametrize("in_window", [False, True], ids=["copied", "in the window"])
+@pytest.mark.parametrize("size", [2, 3])
+@on_ranks("size")
+def test_rows_are_not_overwritten_while_peers_read(
+    rank: int, world_size: int, in_window: bool, seed: int
+) -> None:
     """Inputs are filled, dispatched and dropped in turn; no rank reads what comes later."""
-    import time
-
+    case = Case(
+        tokens=(16,) * world_size, num_experts=2 * world_size, hidden=512, top_k=2, weights=False, seed=seed
+    )
+    steps = 120
     import moecomm
 
     rng = np.random.default_rng([case.seed, rank])
@@ -254,17 +259,10 @@ def _inputs_in_turn(rank: int, world_size: int, case: Case, steps: int, in_windo
             cases.assert_same_bits(cases.to_numpy(out.tokens), wants[step % 5].tokens, f"step {step}")
 
 
-@pytest.mark.parametrize("in_window", [False, True], ids=["copied", "in the window"])
-@pytest.mark.parametrize("size", [2, 3])
-def test_rows_are_not_overwritten_while_peers_read(
-    pool: Pools, size: int, in_window: bool, seed: int
-) -> None:
-    case = Case(tokens=(16,) * size, num_experts=2 * size, hidden=512, top_k=2, weights=False, seed=seed)
-    pool(size)(_inputs_in_turn, case, 120, in_window)
-
-
-def _several_combines(rank: int, world_size: int, case: Case) -> list[str]:
+@on_ranks(3)
+def test_several_combines_leave_the_input_alone(rank: int, world_size: int, seed: int) -> list[str]:
     """Rows that peers send back, to either of the sections that take turns, leave the input in the window."""
+    case = Case(tokens=(16,) * 3, num_experts=6, hidden=512, top_k=2, seed=seed)
     with ranks.communicator(**case.communicator) as comm:
         known = Oracle(case, rank, comm.device)
         x_TH = comm.empty_input(case.tokens[rank])
@@ -276,15 +274,8 @@ def _several_combines(rank: int, world_size: int, case: Case) -> list[str]:
         return known.problems + ([] if torch.equal(x_TH, known.own.x_TH) else [f"rank {rank}: x has changed"])
 
 
-def test_several_combines_leave_the_input_alone(pool: Pools, seed: int) -> None:
-    case = Case(tokens=(16,) * 3, num_experts=6, hidden=512, top_k=2, seed=seed)
-    oracle.assert_none(pool(3)(_several_combines, case))
-
-
 def _skewed_steps(rank: int, world_size: int, case: Case, steps: int) -> int:
     """Ranks take turns at being late; every rank checks its own rows of every step."""
-    import time
-
     import moecomm
 
     rows = 0
@@ -311,8 +302,31 @@ def test_ranks_that_take_turns_at_being_late(pool: Pools, size: int, seed: int) 
     assert sum(pool(size)(_skewed_steps, case, 150)) == 150 * 6 * 2 * size
 
 
-def _interleaved(rank: int, world_size: int, some: list[Case]) -> list[str]:
+@pytest.mark.parametrize("size", [1, 2, 3])
+@on_ranks("size")
+def test_several_communicators_at_once(rank: int, world_size: int, widest: str, seed: int) -> list[str]:
     """Dispatch on all communicators, then combine in another order; some serve on when others have closed."""
+    some = [
+        Case(tokens=(5,) * world_size, num_experts=2 * world_size, hidden=8, top_k=2, seed=seed),
+        Case(
+            tokens=(9,) * world_size,
+            num_experts=4 * world_size,
+            hidden=24,
+            top_k=3,
+            dtype="bfloat16",
+            layout="rank",
+            seed=seed,
+        ),
+        Case(
+            tokens=cases.unequal_tokens(world_size, 7, seed),
+            num_experts=world_size,
+            hidden=8,
+            top_k=1,
+            dtype=widest,
+            seed=seed,
+        ),
+    ]
+    some = some * 2
     comms = [ranks.communicator(**case.communicator) for case in some]
     knowns = [Oracle(case, rank, comm.device) for comm, case in zip(comms, some, strict=True)]
     outs = [known.dispatch(comm) for comm, known in zip(comms, knowns, strict=True)]
@@ -328,33 +342,11 @@ def _interleaved(rank: int, world_size: int, some: list[Case]) -> list[str]:
     return problems
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_several_communicators_at_once(pool: Pools, size: int, widest: str, seed: int) -> None:
-    some = [
-        Case(tokens=(5,) * size, num_experts=2 * size, hidden=8, top_k=2, seed=seed),
-        Case(
-            tokens=(9,) * size,
-            num_experts=4 * size,
-            hidden=24,
-            top_k=3,
-            dtype="bfloat16",
-            layout="rank",
-            seed=seed,
-        ),
-        Case(
-            tokens=cases.unequal_tokens(size, 7, seed),
-            num_experts=size,
-            hidden=8,
-            top_k=1,
-            dtype=widest,
-            seed=seed,
-        ),
-    ]
-    oracle.assert_none(pool(size)(_interleaved, some * 2))
-
-
-def _subgroups(rank: int, world_size: int, case: Case) -> list[str]:
+@pytest.mark.parametrize("size", [2, 3, 4])
+@on_ranks("size")
+def test_two_subgroups_and_the_world(rank: int, world_size: int, seed: int) -> list[str]:
     """Ranks with even and with odd numbers have a communicator each, and all of them share a third."""
+    case = Case(tokens=(8, 3, 0, 7)[:world_size], num_experts=12, hidden=16, top_k=3, seed=seed)
     halves = [list(range(first, world_size, 2)) for first in range(2)]
     groups = [dist.new_group(members) for members in halves]
     mine = halves[rank % 2]
@@ -365,12 +357,6 @@ def _subgroups(rank: int, world_size: int, case: Case) -> list[str]:
     ):
         assert (some.rank, some.size) == (rank // 2, len(mine))
         return oracle.play(some, part, rank // 2) + oracle.play(everybody, case, rank)
-
-
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_two_subgroups_and_the_world(pool: Pools, size: int, seed: int) -> None:
-    case = Case(tokens=(8, 3, 0, 7)[:size], num_experts=12, hidden=16, top_k=3, seed=seed)
-    oracle.assert_none(pool(size)(_subgroups, case))
 
 
 def _alone(rank: int, world_size: int) -> tuple[int, int]:

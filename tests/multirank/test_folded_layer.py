@@ -200,7 +200,11 @@ def test_equals_one_process_on_eight_ranks(pool: Callable[[int], RankPool], seed
     pool(8)(steps, arguments, [CASES["shared experts, losses"], CASES["biases, clamped"]], seed)
 
 
-def page(rank: int, world_size: int, recipe: str, seed: int) -> None:
+@on_ranks(8)
+def test_the_pages_recipe(rank: int, world_size: int, seed: int) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "folding.md").read_text()
+    _, part = text.split("## A layer under a folding\n\n")
+    recipe = "".join(line[4:] + "\n" for line in part.split("\n\n")[0].splitlines())
     case = Case({"num_shared_experts": 1})
     _, alone = layers(rank, ParallelFolding(world_size=world_size, ep=world_size // 2), case, seed)
     torch.manual_seed(seed)
@@ -213,13 +217,6 @@ def page(rank: int, world_size: int, recipe: str, seed: int) -> None:
             run(alone, *tokens_of(other, case, seed), ranks=world_size)
         torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
         check_gradients(found["layer"], alone, rank, functools.partial(assert_close, rtol=1e-9, atol=1e-9))
-
-
-def test_the_pages_recipe(pool: Callable[[int], RankPool], seed: int) -> None:
-    text = (Path(__file__).parents[2] / "docs" / "folding.md").read_text()
-    _, part = text.split("## A layer under a folding\n\n")
-    recipe = "".join(line[4:] + "\n" for line in part.split("\n\n")[0].splitlines())
-    pool(8)(page, recipe, seed)
 
 
 @on_ranks(4)

@@ -23,6 +23,7 @@ from tests import cases, oracle, ranks
 from tests.cases import Case
 from tests.multirank.conftest import Pools
 from tests.multirank.harness import RankPool, no_shared_memory_left
+from tests.multirank.on_ranks import on_ranks
 
 CASE = Case(tokens=(6, 4), num_experts=4, hidden=1024, top_k=2)
 
@@ -299,7 +300,9 @@ def test_a_waiting_call_lets_other_threads_run(pool: Pools) -> None:
     assert count > 5
 
 
-def _forked(rank: int, world_size: int, closes: bool) -> list[str]:
+@pytest.mark.parametrize("closes", [False, True])
+@on_ranks(2)
+def test_a_forked_child_does_no_harm(rank: int, world_size: int, closes: bool) -> list[str]:
     """A forked child (a data loader's worker, say) ends; with `closes` it closes its copy, as an interpreter
     that ends would."""
     with ranks.communicator(**CASE.communicator) as comm:
@@ -319,12 +322,8 @@ def _forked(rank: int, world_size: int, closes: bool) -> list[str]:
         return problems + oracle.play(comm, CASE, rank)
 
 
-@pytest.mark.parametrize("closes", [False, True])
-def test_a_forked_child_does_no_harm(pool: Pools, closes: bool) -> None:
-    oracle.assert_none(pool(2)(_forked, closes))
-
-
-def _child_of_windows(rank: int, world_size: int) -> list[str]:
+@on_ranks(2)
+def test_a_forked_child_has_nothing_of_the_windows(rank: int, world_size: int) -> list[str]:
     """A child has nothing of the windows, so that they end with close(), and what it puts at their place in
     memory stays when its copy of the communicator goes."""
     import moecomm
@@ -353,10 +352,6 @@ def _child_of_windows(rank: int, world_size: int) -> list[str]:
     problems += oracle.play(comm, CASE, rank)
     comm.close()
     return problems + ([] if status == 0 else [f"the child ended with {status}"])
-
-
-def test_a_forked_child_has_nothing_of_the_windows(pool: Pools) -> None:
-    oracle.assert_none(pool(2)(_child_of_windows))
 
 
 def _ends_without_close(rank: int, world_size: int) -> int:
