@@ -59,31 +59,6 @@ def test_what_is_no_number(name: str, value: str) -> None:
     assert name in str(caught.value) and repr(value) in str(caught.value)
 
 
-def test_it_cannot_be_changed() -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        Env().timeout = 3.0
-
-
-def test_every_field_names_its_variable() -> None:
-    """The documentation of a field is the string below it; it starts with the variable's name."""
-    import ast
-    import inspect
-
-    (found,) = [node for node in ast.parse(inspect.getsource(Env)).body if isinstance(node, ast.ClassDef)]
-    names = {}
-    for field, text in zip(found.body, found.body[1:], strict=False):
-        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
-            names[field.target.id] = ast.literal_eval(text.value)
-    assert set(names) == {field.name for field in dataclasses.fields(Env)}
-    for name, text in names.items():
-        assert text.startswith(f"MOECOMM_{name.upper()}: ")
-
-
-def test_the_process_environment_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MOECOMM_THREADS", "5")
-    assert read_env().threads == 5
-
-
 def test_an_argument_goes_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOECOMM_TIMEOUT", "7.5")
 

@@ -35,17 +35,6 @@ def test_what_else_they_are() -> None:
     assert not issubclass(moecomm.PeerTimeout, moecomm.PeerLost)
 
 
-def test_attributes() -> None:
-    exceeded = moecomm.CapacityExceeded("text", needed=7, capacity=5, rank=2)
-    assert (exceeded.needed, exceeded.capacity, exceeded.rank, str(exceeded)) == (7, 5, 2, "text")
-    memory = moecomm.OutOfMemory("text", needed=7, available=5)
-    assert (memory.needed, memory.available, str(memory)) == (7, 5, "text")
-    for late in (moecomm.PeerTimeout, moecomm.PeerLost):
-        error = late("text", rank=1, peer=2, phase="dispatch", expected=9, seen=8)
-        found = (error.rank, error.peer, error.phase, error.expected, error.seen, str(error))
-        assert found == (1, 2, "dispatch", 9, 8, "text")
-
-
 NATIVE = {
     "invalid_argument": moecomm.InvalidArgument,
     "invalid_routing": moecomm.InvalidRouting,

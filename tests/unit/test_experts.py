@@ -163,14 +163,6 @@ def test_widths_off_the_kernels_alignment(dtype: torch.dtype, inner: int, outer:
     assert_near(weight.grad, totals.unsqueeze(2).expand(3, inner, outer), dtype)
 
 
-def test_gradcheck(seed: int) -> None:
-    torch.manual_seed(seed)
-    rows = torch.randn(6, 4, dtype=torch.float64, requires_grad=True)
-    weight = torch.randn(3, 4, 5, dtype=torch.float64, requires_grad=True)
-    offsets = torch.tensor([2, 2, 6], dtype=torch.int32)
-    assert torch.autograd.gradcheck(lambda r, w: grouped_matmul(r, w, offsets), (rows, weight))
-
-
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_start_does_not_depend_on_the_number_of_ranks(ranks: int, seed: int) -> None:
     config = MoEConfig(hidden=8, ffn_hidden=4, num_experts=12, top_k=2)

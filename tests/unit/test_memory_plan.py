@@ -61,12 +61,6 @@ def test_formula(ranks: int, top_k: int, dtype: torch.dtype) -> None:
     )
 
 
-def test_sections_follow_each_other() -> None:
-    plan = _plan()
-    _require_one_after_another(plan)
-    assert plan.committed_bytes == min(offset for name, offset, _ in plan.sections if name == "input rows")
-
-
 def test_table() -> None:
     plan = _plan()
     text = str(plan)

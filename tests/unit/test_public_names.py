@@ -68,32 +68,6 @@ def test_help_describes(package: str, name: str) -> None:
     assert list(missing(importlib.import_module(package), name)) == []
 
 
-def test_what_is_not_described_is_found() -> None:
-    class Undescribed:
-        """A class with text, but not about this."""
-
-        field: int
-
-        def __init__(self) -> None:
-            self.value, self.other = 1, 2
-            self._private = 3
-
-        def method(self) -> None: ...
-
-    class Package:
-        """limit: of something."""
-
-    holder: Any = Package
-    holder.Undescribed, holder.limit, holder.count = Undescribed, 1, 2
-    found = list(missing(holder, "Undescribed"))
-    assert found == [
-        *(f"Undescribed.{name}" for name in ("field", "other", "value")),
-        "Undescribed.method()",
-    ]
-    assert not list(missing(holder, "limit"))
-    assert list(missing(holder, "count"))
-
-
 def test_types_are_shipped() -> None:
     assert (ROOT / "moecomm" / "py.typed").exists()
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -54,13 +52,6 @@ def test_ranks_out_of_range(rank: int) -> None:
     for ask in (nodes.node_of, nodes.local_of, nodes.rail, nodes.local_ranks):
         with pytest.raises(InvalidArgument, match=f"rank is {rank}, expected one of 0 to 5"):
             ask(rank)
-
-
-def test_a_map_is_a_value() -> None:
-    assert NodeMap(6, 2) == NodeMap(6, 2) != NodeMap(6, 3)
-    assert len({NodeMap(6, 2), NodeMap(6, 2), NodeMap(6, 3)}) == 2
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        NodeMap(6, 2).ranks = 4
 
 
 @pytest.mark.parametrize(

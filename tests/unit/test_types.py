@@ -34,37 +34,6 @@ def test_a_handle_cannot_be_changed() -> None:
     assert handle != _handle() and handle == handle
 
 
-def test_the_output_names_the_fields_of_the_design() -> None:
-    names = {field.name for field in dataclasses.fields(moecomm.DispatchOutput)}
-    assert names == {
-        "tokens",
-        "weights",
-        "topk_idx",
-        "scales",
-        "tokens_per_expert",
-        "offsets",
-        "overflow",
-        "expert_offsets",
-        "expert_starts",
-        "handle",
-        "expert_handle",
-        "expert_rows",
-        "expert_weights",
-    }
-    out = moecomm.DispatchOutput(
-        tokens=torch.zeros(0, 4),
-        weights=None,
-        tokens_per_expert=torch.zeros(1, dtype=torch.int32),
-        offsets=torch.zeros(1, dtype=torch.int32),
-        overflow=torch.zeros((), dtype=torch.int32),
-        expert_offsets=torch.zeros(1, dtype=torch.int32),
-        expert_starts=torch.zeros(2, dtype=torch.int32),
-        handle=_handle(),
-        expert_handle=_handle(),
-    )
-    assert out.topk_idx is None and out.expert_rows is None
-
-
 def _view(first: int, name: str) -> torch.Tensor:
     return torch.tensor([first + types.PLAN_VIEWS.index(name)])
 
@@ -111,30 +80,6 @@ def test_work_raises_its_error_each_time() -> None:
     for _ in range(2):
         with pytest.raises(moecomm.InvalidArgument, match="text"):
             work.wait()
-
-
-def test_the_legend_of_shape_letters_is_there() -> None:
-    assert types.__doc__ is not None
-    for letter, meaning in {
-        "T": "tokens",
-        "H": "hidden",
-        "K": "top-k",
-        "E": "experts",
-        "R": "ranks",
-        "P": "rows",
-    }.items():
-        assert f"{letter} {meaning}" in types.__doc__.replace("  ", " ")
-
-
-def test_public_names_have_docstrings() -> None:
-    public: list[tuple[str, Callable[..., object]]] = [
-        (name, getattr(moecomm, name)) for name in moecomm.__all__ if not name.startswith("__")
-    ]
-    for name, value in public:
-        assert value.__doc__, f"moecomm.{name} has no docstring"
-        for member, each in vars(value).items():
-            if callable(each) and not member.startswith("_"):
-                assert each.__doc__, f"moecomm.{name}.{member} has no docstring"
 
 
 @pytest.mark.parametrize("take", [copy.copy, copy.deepcopy, pickle.dumps])
