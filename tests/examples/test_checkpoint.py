@@ -19,19 +19,16 @@ from torch import nn
 import moecomm
 from moecomm.nn import MoEConfig, MoELayer
 from tests.examples import conftest  # noqa: F401  (puts examples/ on the path)
-from tests.multirank.conftest import Pools, cpu_pools
+from tests.multirank.conftest import Pools, own_pool
 from tests.multirank.on_ranks import on_ranks
 
 from lm import checkpoint  # isort: skip
 from lm.errors import RunError, UsageError  # isort: skip
 from lm.ranks import Ranks  # isort: skip
 
+pool = own_pool()
+
 SIZES: dict[str, Any] = {"num_experts": 4, "hidden": 16, "top_k": 2, "dtype": torch.float32}
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pools]:
-    yield from cpu_pools()
 
 
 class Run:

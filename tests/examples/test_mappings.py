@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,15 @@ import torch
 
 from moecomm.nn import sharded_state
 from tests.examples import conftest  # noqa: F401  (puts examples/ on the path)
-from tests.multirank.conftest import Pools, cpu_pools
+from tests.multirank.conftest import Pools, own_pool
 
 from lm import options, ranks  # isort: skip
 from lm.errors import UsageError  # isort: skip
 from lm.metrics import read_metrics  # isort: skip
 from lm.pipeline import lay_out  # isort: skip
 from lm.trainer import Trainer, train  # isort: skip
+
+pool = own_pool()
 
 WORLD, STEPS = 8, 20
 RUNS_OF_A_POOL = 4
@@ -107,11 +109,6 @@ SHARDED = (
 
 LONG = "--dim 16 --layers 1 --heads 1 --kv-heads 1 --seq 8192 --batch 1 --steps 2 --eval-windows 1"
 """A model of one long window, beside MODEL."""
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pools]:
-    yield from cpu_pools()
 
 
 class Never:

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch
 from bench.harness import profile
 from bench.results import page
 from tests.examples import conftest
-from tests.multirank.conftest import Pools, cpu_pools
+from tests.multirank.conftest import Pools, own_pool
 from tests.multirank.test_bench import children
 
 from bench.harness import training  # isort: skip  (of the examples, too)
@@ -26,16 +25,13 @@ from lm import options as command_line  # isort: skip
 from lm import ranks  # isort: skip
 from lm.errors import UsageError  # isort: skip
 
+pool = own_pool()
+
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = (
     "--device cpu --dim 32 --layers 2 --heads 4 --experts 8 --ffn 32 --seq 32 --batch 4 "
     "--warmup-steps 1 --timed-steps 2"
 )
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pools]:
-    yield from cpu_pools()
 
 
 def _measured(rank: int, world: int, arguments: list[str], spoil: bool) -> list[dict[str, Any]]:

@@ -45,6 +45,12 @@ def cpu_pools() -> Iterator[Pools]:
     )
 
 
+def own_pool() -> Any:
+    """`pool = own_pool()` gives a file sets of ranks that end with it: tests that leave process groups behind
+    want that, as the thread of a gloo group never sleeps for long."""
+    return pytest.fixture(scope="module")(cpu_pools)
+
+
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pools]:
     """pool(world_size, NAME="value", ...) is a set of ranks that are kept (`kept_pools`)."""

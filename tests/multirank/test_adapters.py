@@ -5,7 +5,6 @@ Weights after some steps are those of ranks that hold all experts."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,16 +34,13 @@ from moecomm.nn import (
 from moecomm.nn.replicas import common_parameters, expert_owners
 from moecomm.parallel import ParallelFolding
 from tests.multirank.catching import Caught, catch
-from tests.multirank.conftest import Pools, cpu_pools
+from tests.multirank.conftest import Pools, own_pool
 from tests.multirank.moe_cases import SIZES, groups_of
 from tests.multirank.on_ranks import on_ranks
 
+pool = own_pool()
+
 CONFIG = MoEConfig(**SIZES, dtype=torch.float64)
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pools]:
-    yield from cpu_pools()
 
 
 class Adapter(nn.Module):

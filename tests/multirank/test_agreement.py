@@ -3,7 +3,7 @@ is of different parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -22,16 +22,13 @@ from moecomm.nn import (
 )
 from moecomm.nn.agreement import agree, agree_by_holders
 from tests.multirank.catching import Caught, catch
-from tests.multirank.conftest import Pools, cpu_pools
+from tests.multirank.conftest import Pools, own_pool
 from tests.multirank.moe_cases import SIZES, groups_of
 from tests.multirank.on_ranks import on_ranks
 
+pool = own_pool()
+
 H = SIZES["hidden"]
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pools]:
-    yield from cpu_pools()
 
 
 class Model(nn.Module):

@@ -4,7 +4,6 @@ ranks compare."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -26,8 +25,10 @@ from moecomm.nn import (
 )
 from moecomm.parallel import ParallelFolding
 from tests.multirank.catching import Caught, catch
-from tests.multirank.conftest import Pools, cpu_pools
+from tests.multirank.conftest import Pools, own_pool
 from tests.multirank.on_ranks import on_ranks
+
+pool = own_pool()
 
 EXPERTS, HIDDEN, TOP_K = 4, 16, 2
 CONFIG = MoEConfig(
@@ -41,12 +42,6 @@ CONFIG = MoEConfig(
     aux_loss_coef=0.7,
     aux_loss="sequence",
 )
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pools]:
-    """Sets of ranks that end with this file: foldings leave process groups behind."""
-    yield from cpu_pools()
 
 
 def plain_loss(weight_EH: Tensor, sequences: list[Tensor], counted: list[Tensor] | None = None) -> Tensor:

@@ -4,7 +4,6 @@ optimizers with numbers, or without state for some parameters: what is saved com
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +18,14 @@ from torch.nn.utils import parametrizations, prune
 
 from moecomm.nn import MoEConfig, MoELayer, fully_shard_experts, sharded_state, sync_gradients
 from tests.multirank.catching import Caught, catch
-from tests.multirank.conftest import Pools, cpu_pools
+from tests.multirank.conftest import Pools, own_pool
 from tests.multirank.moe_cases import SIZES, groups_of
 from tests.multirank.moe_cases import LinearThenMoE as Block
 from tests.multirank.on_ranks import on_ranks
 
+pool = own_pool()
+
 CONFIG = MoEConfig(**SIZES, num_shared_experts=1, bias_update_rate=0.01, dtype=torch.float64)
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pools]:
-    yield from cpu_pools()
 
 
 class Model(nn.Module):

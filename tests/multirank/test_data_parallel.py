@@ -9,7 +9,7 @@ import copy
 import dataclasses
 import re
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,24 +40,19 @@ from moecomm.nn import (
 )
 from moecomm.nn.replicas import Replicas, match_blocks
 from tests.multirank.catching import catch
-from tests.multirank.conftest import Pools, cpu_pools
+from tests.multirank.conftest import Pools, own_pool
 from tests.multirank.harness import run_ranks
 from tests.multirank.moe_cases import SIZES, groups_of
 from tests.multirank.moe_cases import LinearThenMoE as Model
 from tests.multirank.on_ranks import on_ranks
+
+pool = own_pool()
 
 PAGE = Path(__file__).parents[2] / "docs" / "training.md"
 CONFIG = MoEConfig(**SIZES, num_shared_experts=1, bias_update_rate=0.01, dtype=torch.float64)
 STEPS, MAX_NORM = 3, 0.5
 TOKENS = [5, 0, 7, 4]
 RECIPES = ["By hand", "DistributedDataParallel", "FSDP2"]
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pools]:
-    """Sets of ranks that end with this file: the meshes of the recipes leave process groups behind, and the
-    thread of a gloo group never sleeps for long."""
-    yield from cpu_pools()
 
 
 def recipe(title: str) -> list[str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -39,10 +39,12 @@ from moecomm.nn.folded import require_experts_in_node_order
 from moecomm.parallel import ParallelFolding
 from moecomm.parallel.subgroups import new_group
 from tests.multirank.catching import catch
-from tests.multirank.conftest import Pools, cpu_pools
+from tests.multirank.conftest import Pools, own_pool
 from tests.multirank.harness import RankPool
 from tests.multirank.moe_cases import SIZES, group_of, groups_of
 from tests.multirank.on_ranks import on_ranks
+
+pool = own_pool()
 
 TOKENS = [3, 9, 6, 0, 4, 1, 5, 2]
 MAX_TOKENS = 10
@@ -81,12 +83,6 @@ CASES = {
     "fixed buffers, by position": Case({**FIXED, "bias": True, "drop_policy": "position"}, crowded=True),
     "float32": Case(dtype=torch.float32),
 }
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pools]:
-    """Sets of ranks that end with this file: foldings leave process groups behind."""
-    yield from cpu_pools()
 
 
 def columns(name: str, activation: str, part: int, parts: int) -> tuple[int, list[int]] | None:

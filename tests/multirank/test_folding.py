@@ -10,7 +10,7 @@ import re
 import socket
 import textwrap
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,12 @@ from moecomm.nn import MoELayer, fully_shard_experts
 from moecomm.nn.config import MoEConfig
 from moecomm.parallel import ParallelFolding
 from tests.multirank.catching import Caught, catch
-from tests.multirank.conftest import Pools, cpu_pools
+from tests.multirank.conftest import Pools, own_pool
 from tests.multirank.moe_cases import SIZES
 from tests.programs import run_program
 from tests.ranks import COMM_TIMEOUT_S
+
+pool = own_pool()
 
 PAGE = Path(__file__).parents[2] / "docs" / "folding.md"
 ALONE = (0,), (1,), (2,), (3,)
@@ -47,12 +49,6 @@ FOLDINGS: dict[str, tuple[dict[str, Any], dict[str, tuple[tuple[int, ...], ...]]
         {"pp": NEXT, "cp": APART, "dp": ALONE, "etp": APART, "ep": ALONE, "edp": ALONE, "etp-pp": ALL},
     ),
 }
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pools]:
-    """Sets of ranks that end with this file: foldings leave process groups behind."""
-    yield from cpu_pools()
 
 
 def sums(rank: int, world_size: int, arguments: dict[str, Any], sets: list[str]) -> list[int]:

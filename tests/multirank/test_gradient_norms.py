@@ -4,7 +4,6 @@ one place."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -26,17 +25,14 @@ from moecomm.nn import (
 )
 from moecomm.parallel import ParallelFolding
 from tests.multirank.catching import Caught, catch
-from tests.multirank.conftest import Pools, cpu_pools
+from tests.multirank.conftest import Pools, own_pool
 from tests.multirank.moe_cases import SIZES, groups_of
 from tests.multirank.on_ranks import on_ranks
 
+pool = own_pool()
+
 CONFIG = MoEConfig(**SIZES, num_shared_experts=1, bias=True, dtype=torch.float64)
 ORDERS = [0.5, 1.0, 2.0, 3.0, math.inf]
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pools]:
-    yield from cpu_pools()
 
 
 def layer_with_gradients(rank: int, world: int, ep: int, how: str, seed: int) -> MoELayer:

@@ -10,7 +10,7 @@ import functools
 import io
 import pickle
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -36,18 +36,15 @@ from moecomm.nn import (
     sync_gradients,
 )
 from tests.multirank.catching import Caught, catch
-from tests.multirank.conftest import Pools, cpu_pools
+from tests.multirank.conftest import Pools, own_pool
 from tests.multirank.moe_cases import SIZES, groups_of
 from tests.multirank.on_ranks import on_ranks
+
+pool = own_pool()
 
 CONFIG = MoEConfig(**SIZES, num_shared_experts=1, dtype=torch.float64)
 EXPERTS, HIDDEN = CONFIG.num_experts, CONFIG.hidden
 TOKENS = [5, 0, 7, 4]
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pools]:
-    yield from cpu_pools()
 
 
 class Own(nn.Module):

@@ -4,7 +4,6 @@ Gradients are those of `sync_gradients` without a wrapper."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,16 +15,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
 from moecomm.nn import MoEConfig, MoELayer, fully_shard_experts, prepare_ddp, sharded_state, sync_gradients
-from tests.multirank.conftest import Pools, cpu_pools
+from tests.multirank.conftest import Pools, own_pool
 from tests.multirank.moe_cases import SIZES, groups_of
 from tests.multirank.on_ranks import on_ranks
 
+pool = own_pool()
+
 CONFIG = MoEConfig(**SIZES, dtype=torch.float64)
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pools]:
-    yield from cpu_pools()
 
 
 class Two(nn.Module):
