@@ -60,11 +60,7 @@ def test_against_the_cpu(rank: int, world_size: int, seed: int) -> None:
     on_cpu.comm.close()
 
 
-@pytest.mark.usefixtures("cuda_only")
-@pytest.mark.parametrize("size", [1, 2])
-@on_ranks("size")
-def test_the_host_waits_for_nothing_with_a_capacity(rank: int, world_size: int, seed: int) -> None:
-    case = LayerCase((96,) * world_size, seed, options=FIXED)
+def check_waits(rank: int, world_size: int, case: LayerCase) -> None:
     layer = case.layer()
     x, grad = case.input_here(rank)
     for way in ways().values():
@@ -78,11 +74,14 @@ def test_the_host_waits_for_nothing_with_a_capacity(rank: int, world_size: int, 
 
 
 @pytest.mark.usefixtures("cuda_only")
-@pytest.mark.parametrize("size", [1, 2, 4])
-@on_ranks("size")
-def test_forward_and_backward_in_one_graph(rank: int, world_size: int, seed: int) -> list[str]:
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_host_waits_for_nothing_with_a_capacity(pool: Pools, size: int, seed: int) -> None:
+    case = LayerCase((96,) * size, seed, options=FIXED)
+    pool(size)(check_waits, case)
+
+
+def check_graph(rank: int, world_size: int, case: LayerCase) -> list[str]:
     """Checks a graph of a forward and backward, with other rows and weights in each replay."""
-    case = LayerCase((128,) * world_size, seed, options=FIXED)
     layer = case.layer()
     eager = copy.deepcopy(layer)
     x, grad = case.input_here(rank)
@@ -118,6 +117,13 @@ def test_forward_and_backward_in_one_graph(rank: int, world_size: int, seed: int
     del graph
     layer.comm.close()
     return problems
+
+
+@pytest.mark.usefixtures("cuda_only")
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_forward_and_backward_in_one_graph(pool: Pools, size: int, seed: int) -> None:
+    case = LayerCase((128,) * size, seed, options=FIXED)
+    harness.assert_none(pool(size)(check_graph, case))
 
 
 @pytest.mark.parametrize("options", [{}, FIXED], ids=["", "fixed"])
