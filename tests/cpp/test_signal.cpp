@@ -15,7 +15,8 @@ using namespace moecomm;
 namespace {
 
 struct Node {
-  explicit Node(int ranks, double timeout) : layout(WindowLayout::make({ranks, 1, 16, 8, DType::float32})) {
+  explicit Node(int ranks, double timeout, double absence = 0)
+      : layout(WindowLayout::make({ranks, 1, 16, 8, DType::float32})) {
     for (int r = 0; r < ranks; ++r) {
       bases.push_back(
           static_cast<std::byte*>(std::aligned_alloc(4096, static_cast<size_t>(layout.total_bytes))));
@@ -23,7 +24,7 @@ struct Node {
     }
     const std::vector<int64_t> pids(static_cast<size_t>(ranks), getpid());
     for (int r = 0; r < ranks; ++r)
-      signals.push_back(std::make_unique<shm::Signals>(layout, bases, r, pids, timeout, ranks));
+      signals.push_back(std::make_unique<shm::Signals>(layout, bases, r, pids, timeout, ranks, absence));
   }
   ~Node() {
     for (std::byte* base : bases) std::free(base);
@@ -121,6 +122,24 @@ void test_deadline_within_an_epoch() {
   }
 }
 
+/// The timeout of a rank that was away for longer than that counts from when it comes.
+void test_a_rank_that_comes_back() {
+  Node node(2, 0.3, 60.0);
+  std::thread other([&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(600));
+    const shm::Signals::Inside inside(*node.signals[1]);
+    std::this_thread::sleep_for(std::chrono::milliseconds(100));  // polled meanwhile, every 20 ms
+    node.signals[1]->signal(record(1, 0));
+  });
+  node.signals[0]->signal(record(1, 0));
+  node.signals[0]->wait_all(1, "dispatch");
+  other.join();
+  // One that hangs there is late all the same.
+  node.signals[0]->signal(record(2, 0));
+  const shm::Signals::Inside inside(*node.signals[1]);
+  CHECK(test::throws(ErrorKind::peer_timeout, "rank 1", [&] { node.signals[0]->wait_all(2, "combine"); }));
+}
+
 void test_closed() {
   Node node(2, 30.0);
   node.signals[1]->signal(record(1, 0));
@@ -138,6 +157,7 @@ int main() {
   test_epochs(5);
   test_deadline();
   test_deadline_within_an_epoch();
+  test_a_rank_that_comes_back();
   test_closed();
   return test::finish();
 }

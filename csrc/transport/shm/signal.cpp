@@ -214,8 +214,20 @@ void Signals::wait_until(const std::function<bool(int)>& arrived, uint64_t epoch
     if (all_arrived()) return;
     std::this_thread::yield();
   }
-  const Deadline deadline{std::chrono::duration<double>(timeout_seconds_)};
+  const auto missing = [&] {
+    if (blame >= 0) return blame;
+    // Data of other nodes comes through ranks of this one: if such a rank is late, it is to blame; before
+    // all others one that hangs within a call.
+    for (const bool may_be_absent : {false, true})
+      for (int i = 0; i < ranks; ++i) {
+        const int peer = (first_ + i) % ranks;
+        if (!arrived(peer) && (may_be_absent || !absent(peer, epoch))) return peer;
+      }
+    return next;
+  };
+  Deadline deadline{std::chrono::duration<double>(timeout_seconds_)};
   const Deadline last{std::chrono::duration<double>(absence_seconds_)};
+  const bool patient = absence_seconds_ > timeout_seconds_;
   OwnerLines& own = owner(rank_);
   while (true) {
     atomic(own.sleeping).store(1);
@@ -230,20 +242,12 @@ void Signals::wait_until(const std::function<bool(int)>& arrived, uint64_t epoch
       const std::optional<Loss> lost = loss(peer);
       if (lost && (lost->first != rank_ || !arrived(peer))) give_up(*lost, phase, epoch);
     }
-    if (deadline.passed() && !all_arrived()) {
-      int late = blame;
-      // Data of other nodes comes through ranks of this one: if such a rank is late, it is to blame; before
-      // all others one that hangs within a call.
-      for (const bool may_be_absent : {false, true})
-        for (int i = 0; i < ranks && late < 0; ++i) {
-          const int peer = (first_ + i) % ranks;
-          if (!arrived(peer) && (may_be_absent || !absent(peer, epoch))) late = peer;
-        }
-      if (late < 0) late = next;
-      const bool longer = absent(late, epoch);
-      if (!longer || last.passed())
-        give_up({late, Cause::no_signal, rank_}, phase, epoch, longer ? absence_seconds_ : timeout_seconds_);
-    }
+    const int late = missing();
+    const bool longer = patient && absent(late, epoch);
+    if (longer && !last.passed())
+      deadline = Deadline{std::chrono::duration<double>(timeout_seconds_)};  // counts from when it comes
+    else if ((longer || deadline.passed()) && !all_arrived())
+      give_up({late, Cause::no_signal, rank_}, phase, epoch, longer ? absence_seconds_ : timeout_seconds_);
   }
 }
 
