@@ -228,46 +228,32 @@ DIFFERENT: dict[str, dict[str, Any]] = {
 }
 
 
-def differing(rank: int, world_size: int, max_tokens: int) -> dict[str, list[Caught | None]]:
-    found = {}
-    for name, options in DIFFERENT.items():
-        config = replace(CONFIG, **options) if rank == world_size - 1 else CONFIG
-        found[name] = [
-            catch(lambda config=config: MoELayer(config, max_tokens=max_tokens)),
-        ]
-    # What says how a rank computes may differ.
-    layer = MoELayer(replace(CONFIG, products="torch" if rank else None), max_tokens=max_tokens)
-    layer(torch.randn(2, HIDDEN, dtype=torch.float64)).sum().backward()
-    layer.comm.close()
-    return found
-
-
-@pytest.mark.parametrize(("ranks", "max_tokens"), [(2, 64), (4, 64), (2, 5)])
-def test_ranks_with_other_configs_are_told(ranks: int, max_tokens: int, pool: Pools) -> None:
-    for rank, found in enumerate(pool(ranks)(differing, max_tokens)):
-        for name, errors in found.items():
-            for caught in errors:
-                assert caught is not None and caught.name == "MismatchedArguments", (name, caught)
-                assert f"rank {rank} has" in caught.text and f"{name}=" in caught.text
-                assert ("of which one differs" in caught.text) == (max_tokens == 5)
-
-
-def differing_over_one(rank: int, world_size: int) -> dict[str, Caught | None]:
-    """Layers of a communicator that is given, in whose forward configs are compared."""
-    found = {}
-    with MoELayer(CONFIG, max_tokens=8).comm as comm:
+def differing(rank: int, world_size: int, max_tokens: int, given: bool) -> dict[str, Caught | None]:
+    """Configs are compared where a layer builds its communicator, and in the forward with one that is
+    `given`."""
+    found, x_TH = {}, torch.randn(2, HIDDEN, dtype=torch.float64)
+    with MoELayer(CONFIG, max_tokens=max_tokens).comm as comm:
+        build = partial(MoELayer, comm=comm) if given else partial(MoELayer, max_tokens=max_tokens)
         for name, options in DIFFERENT.items():
             config = replace(CONFIG, **options) if rank == world_size - 1 else CONFIG
-            layer = MoELayer(config, comm)
-            found[name] = catch(partial(layer, torch.randn(2, HIDDEN, dtype=torch.float64)))
-        layer = MoELayer(replace(CONFIG, products="torch" if rank else None), comm)
-        layer(torch.randn(2, HIDDEN, dtype=torch.float64)).sum().backward()
+            found[name] = catch(partial(build(config), x_TH) if given else partial(build, config))
+        # What says how a rank computes may differ.
+        layer = build(replace(CONFIG, products="torch" if rank else None))
+        layer(x_TH).sum().backward()
+        layer.comm.close()
     return found
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_ranks_with_other_configs_over_one_communicator_are_told(ranks: int, pool: Pools) -> None:
-    for found in pool(ranks)(differing_over_one):
+@pytest.mark.parametrize(
+    ("ranks", "max_tokens", "given"),
+    [(2, 64, False), (4, 64, False), (2, 5, False), (2, 8, True), (4, 8, True)],
+)
+def test_ranks_with_other_configs_are_told(ranks: int, max_tokens: int, given: bool, pool: Pools) -> None:
+    for rank, found in enumerate(pool(ranks)(differing, max_tokens, given)):
         for name, caught in found.items():
             assert caught is not None and caught.name == "MismatchedArguments", (name, caught)
-            assert "MoEConfig" in caught.text
+            if given:
+                assert "MoEConfig" in caught.text
+                continue
+            assert f"rank {rank} has" in caught.text and f"{name}=" in caught.text
+            assert ("of which one differs" in caught.text) == (max_tokens == 5)

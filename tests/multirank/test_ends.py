@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.fabric import needs_fabric
 from tests.multirank.harness import NO_GPUS
 
 NEVER_NOTICED = 20.0
@@ -33,7 +34,11 @@ comm = moecomm.Communicator(
     num_experts=2, hidden=16, top_k=1, max_tokens=8, dtype=torch.float32, device=device, timeout=60.0
 )
 x, ids = torch.ones(2, 16, device=device), torch.arange(2, device=device).view(2, 1)
-comm.dispatch(x, ids)
+kept = comm.dispatch(x.requires_grad_(how == "forks"), ids)
+if how == "forks":
+    if os.fork() == 0:
+        sys.exit(0)
+    assert os.wait()[1] == 0
 capacity = 4 if how == "exception" else None  # on a GPU the host does not wait then
 dist.barrier()
 
@@ -75,6 +80,7 @@ else:
         ("wait", signal.SIGINT, -signal.SIGINT),
         ("queue", signal.SIGINT, -signal.SIGINT),
         ("sleep", signal.SIGTERM, 3),
+        pytest.param("forks", signal.SIGINT, -signal.SIGINT, marks=needs_fabric),
     ],
 )
 def test_a_waiting_operation_ends_with_its_process(
@@ -84,8 +90,11 @@ def test_a_waiting_operation_ends_with_its_process(
 
 
 def check_end(tmp_path: Path, device: str, how: str, number: signal.Signals | None, status: int) -> None:
-    """Two ranks, of which the first ends while it waits for the second."""
+    """Two ranks, of which the first ends while it waits for the second. With "forks" each is a node, and had a
+    child."""
     hidden = NO_GPUS if device == "cpu" else {}
+    if how == "forks":
+        hidden = {**hidden, "MOECOMM_RANKS_PER_NODE": "1", "MOECOMM_FABRIC_PROVIDER": "tcp"}
     environment = {**os.environ, **hidden, "GLOO_SOCKET_IFNAME": "lo"}
     ended = tmp_path / "ended"
     ranks = [
@@ -112,6 +121,7 @@ def check_end(tmp_path: Path, device: str, how: str, number: signal.Signals | No
             each.kill()
             each.wait()
     assert ranks[0].returncode == status, said
+    assert number != signal.SIGINT or "KeyboardInterrupt" in said[0][1], said
     assert ranks[1].returncode == 0, said
     peer, text = json.loads(said[1][0])
     assert peer == 0 and "rank 0" in text, said

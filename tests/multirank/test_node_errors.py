@@ -1,17 +1,14 @@
 """Mistakes between nodes: the same typed errors on all ranks as on one node, and work as usual after them,
-also when what they leave behind is still on its way; interrupts, forked children, the end of the interpreter.
+also when what they leave behind is still on its way; interrupts, forked children.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
-import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -29,7 +26,7 @@ from tests.cases import Case
 from tests.fabric import needs_fabric
 from tests.multirank import test_bad_input
 from tests.multirank.conftest import Pools
-from tests.multirank.harness import NO_GPUS, Died
+from tests.multirank.harness import Died
 from tests.multirank.node_jobs import (
     LONG,
     NEVER_NOTICED,
@@ -289,75 +286,3 @@ def test_a_loss_is_noticed_although_a_child_lives_on(tmp_path: Path) -> None:
     for rank in (0, 2):
         found = results[rank]
         assert (found["type"], found["peer"]) == ("PeerLost", 1) and found["seconds"] < NEVER_NOTICED, found
-
-
-# -- the end of the interpreter ------------------------------------------------------------------------------
-
-_ENDS = """
-import datetime, json, os, signal, sys, time
-import torch
-import torch.distributed as dist
-import moecomm
-
-# A shell starts what runs in the background with interrupts ignored, and so do its children.
-signal.signal(signal.SIGINT, signal.default_int_handler)
-rank, size, store, ended = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
-limit = datetime.timedelta(seconds=60)
-dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=limit)
-comm = moecomm.Communicator(
-    num_experts=4, hidden=64, top_k=1, max_tokens=8, dtype=torch.float32, device="cpu", ranks_per_node=1,
-    timeout=60.0,
-)
-x, ids = torch.ones(4, 64, requires_grad=True), torch.arange(4).view(4, 1)
-kept = comm.dispatch(x, ids)
-if os.fork() == 0:
-    sys.exit(0)
-assert os.wait()[1] == 0
-if rank == 1:
-    try:
-        print("waiting", flush=True)
-        late = time.monotonic() + 60.0
-        while not os.path.exists(ended) and time.monotonic() < late:
-            time.sleep(0.01)
-        # What the other has announced before its end is as good as any; then it is missed.
-        comm.dispatch(x, ids)
-        comm.dispatch(x, ids)
-    except moecomm.PeerLost as error:
-        print(json.dumps([error.peer, str(error)]), flush=True)
-else:
-    print("waiting", flush=True)
-    comm.dispatch(x, ids)
-"""
-
-
-def test_ctrl_c_ends_the_interpreter(tmp_path: Path) -> None:
-    """Both ranks and their children end after a KeyboardInterrupt that nobody catches, nothing closed."""
-    environment = {**os.environ, **NO_GPUS, "GLOO_SOCKET_IFNAME": "lo", "MOECOMM_FABRIC_PROVIDER": "tcp"}
-    environment["PYTHONPATH"] = f"{REPOSITORY}:{environment.get('PYTHONPATH', '')}"
-    ended = tmp_path / "ended"  # the other rank comes to its dispatch when the first is no more
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", _ENDS, str(rank), "2", str(tmp_path / "store"), str(ended)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        for each in ranks:
-            assert each.stdout is not None and each.stdout.readline() == "waiting\n"
-        time.sleep(0.3)
-        ranks[0].send_signal(signal.SIGINT)
-        ranks[0].wait(3.0 * NEVER_NOTICED)
-        ended.touch()
-        said = [each.communicate(timeout=3.0 * NEVER_NOTICED) for each in ranks]
-    finally:
-        for each in ranks:
-            each.kill()
-            each.wait()
-    assert ranks[0].returncode == -signal.SIGINT and "KeyboardInterrupt" in said[0][1], said
-    assert ranks[1].returncode == 0, said
-    peer, text = json.loads(said[1][0])
-    assert peer == 0 and "rank 0" in text, said

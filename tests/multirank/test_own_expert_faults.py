@@ -159,27 +159,6 @@ def require_mixed(found: Caught | None, rank: int, ep: int, *says: str) -> None:
     assert "Call moecomm.nn.fully_shard_experts(model) first" in found.text
 
 
-@pytest.mark.parametrize("options", [{}, {"mp_policy": MixedPrecisionPolicy()}], ids=["plain", "policy"])
-@pytest.mark.parametrize("ep", [1, 2, 4])
-@on_ranks(4)
-def test_own_experts_that_are_sharded_rightly(
-    rank: int, world: int, ep: int, options: dict[str, Any]
-) -> None:
-    plain, model = own_model(rank, world, ep), own_model(rank, world, ep)
-    fully_shard_experts(model, **options)
-    fully_shard(model, **options)
-    with plain.moe.comm, model.moe.comm:
-        for _ in range(2):
-            loss_of(model(tokens(rank))).backward()
-            loss_of(plain(tokens(rank))).backward()
-        sync_gradients(plain)
-        found = gradients(model)
-        for name, want in gradients(plain).items():
-            assert_close(found[name], want, rtol=1e-9, atol=1e-9, msg=name)
-        assert_close(clip_grad_norm(model, 1.0), clip_grad_norm(plain, 1.0))
-        assert sharded_state(model)["model"].keys() == plain.state_dict().keys()
-
-
 @on_ranks(2)
 def test_own_parameters_that_are_replaced(rank: int, world: int) -> None:
     """Parameters that take the place of others are marked by the next forward."""
@@ -289,12 +268,13 @@ def test_fully_shard_of_parametrized_experts_with_main_grad_is_refused(pool: Poo
 
 
 @pytest.mark.parametrize("options", [{}, {"mp_policy": MixedPrecisionPolicy()}], ids=["plain", "policy"])
+@pytest.mark.parametrize("make", [own_model, parametrized], ids=["own", "parametrized"])
 @pytest.mark.parametrize("ep", [1, 2, 4])
 @on_ranks(4)
-def test_parametrized_experts_that_are_sharded_rightly(
-    rank: int, world: int, ep: int, options: dict[str, Any]
+def test_experts_that_are_sharded_rightly(
+    rank: int, world: int, ep: int, make: Callable[..., Model], options: dict[str, Any]
 ) -> None:
-    plain, model = parametrized(rank, world, ep), parametrized(rank, world, ep)
+    plain, model = make(rank, world, ep), make(rank, world, ep)
     fully_shard_experts(model, **options)
     fully_shard(model, **options)
     with plain.moe.comm, model.moe.comm:
@@ -307,7 +287,8 @@ def test_parametrized_experts_that_are_sharded_rightly(
         for name, want in gradients(plain).items():
             assert_close(found[name], want, rtol=1e-9, atol=1e-9, msg=name)
         assert_close(clip_grad_norm(model, 1.0), clip_grad_norm(plain, 1.0))
-        assert sharded_state(model)["model"].keys() == sharded_state(plain)["model"].keys()
+        names = plain.state_dict() if make is own_model else sharded_state(plain)["model"]
+        assert sharded_state(model)["model"].keys() == names.keys()
 
 
 @on_ranks(2)

@@ -112,42 +112,6 @@ def assert_same(got: dict[str, Tensor], want: dict[str, Tensor], tolerance: floa
         assert (got[name] - tensor).abs().max() <= tolerance, name
 
 
-def fresh_optimizer(rank: int, world_size: int, name: str, seed: int) -> None:
-    """Asking for the state before the first step changes nothing of what the steps then do."""
-    makers: dict[str, Any] = {
-        "adamw": lambda p: torch.optim.AdamW(p, lr=0.1),
-        "amsgrad": lambda p: torch.optim.Adam(p, lr=0.1, amsgrad=True, weight_decay=0.1),
-        "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
-    }
-    after = []
-    for ask in (False, True):
-        torch.manual_seed(seed)
-        model = Model(None)
-        optimizer = makers[name](model.parameters())
-        torch.optim.lr_scheduler.ConstantLR(optimizer)
-        x = torch.randn(4, 16, dtype=torch.float64)
-        for _ in range(2):
-            optimizer.zero_grad()
-            model(x).square().sum().backward()
-            if ask:
-                state = sharded_state(model, optimizer)
-                assert state["model"]["moe.experts.w_in"].shape[0] == 12
-                assert (
-                    state["optimizer"]["moe.experts.w_in"].keys() == state["optimizer"]["first.weight"].keys()
-                )
-            sync_gradients(model)
-            optimizer.step()
-        after.append([parameter.detach().clone() for parameter in model.parameters()])
-        model.moe.comm.close()
-    for plain, asked in zip(*after, strict=True):
-        assert torch.equal(plain, asked)
-
-
-@pytest.mark.parametrize("name", ["adamw", "amsgrad", "sgd"])
-def test_state_of_an_optimizer_that_has_not_stepped(name: str, seed: int) -> None:
-    run_ranks(2, fresh_optimizer, name, seed)
-
-
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_without_process_groups(tmp_path: Path, seed: int) -> None:
     torch.manual_seed(seed)

@@ -22,9 +22,9 @@ from torch.testing import assert_close
 from moecomm.nn import MoEConfig, MoELayer, clip_grad_norm, sync_gradients
 from moecomm.parallel import ParallelFolding
 from tests.multirank.catching import catch
-from tests.multirank.conftest import Pools
+from tests.multirank.on_ranks import on_ranks
 
-HIDDEN, SEQUENCE, WORLD = 8, 12, 4
+HIDDEN, SEQUENCE = 8, 12
 CONFIG = MoEConfig(hidden=HIDDEN, ffn_hidden=4, num_experts=4, top_k=2, dtype=torch.float64)
 
 
@@ -45,7 +45,14 @@ def run_dense(dense: nn.ModuleDict, x_BSH: torch.Tensor) -> torch.Tensor:
     return y_BSH
 
 
-def compare(rank: int, world: int) -> None:
+def local(parameter: nn.Parameter) -> torch.Tensor:
+    gradient = parameter.grad
+    assert gradient is not None
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+
+
+@on_ranks(4)
+def test_gradients_are_those_of_one_process(rank: int, world: int) -> None:
     folding = ParallelFolding(world_size=world, tp=2, ep=4)
     dense = dense_layers()
     alone = copy.deepcopy(dense)
@@ -81,17 +88,8 @@ def compare(rank: int, world: int) -> None:
     assert bool((clipped.sqrt() <= 1e-3).all())
 
 
-def local(parameter: nn.Parameter) -> torch.Tensor:
-    gradient = parameter.grad
-    assert gradient is not None
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
-
-
-def test_gradients_are_those_of_one_process(pool: Pools) -> None:
-    pool(WORLD)(compare)
-
-
-def without_a_gradient(rank: int, world: int) -> None:
+@on_ranks(4)
+def test_a_parameter_without_a_gradient_counts_as_zero(rank: int, world: int) -> None:
     """A rank whose loss does not touch a split parameter counts as zero there."""
     folding = ParallelFolding(world_size=world, tp=2)
     up = parallelize_module(
@@ -109,11 +107,8 @@ def without_a_gradient(rank: int, world: int) -> None:
     assert_close(gradient.to_local(), torch.full((2, HIDDEN), 1 / world, dtype=torch.float64))
 
 
-def test_a_parameter_without_a_gradient_counts_as_zero(pool: Pools) -> None:
-    pool(WORLD)(without_a_gradient)
-
-
-def refused(rank: int, world: int) -> None:
+@on_ranks(4)
+def test_shards_of_other_meshes_are_refused(rank: int, world: int) -> None:
     """FSDP2 over a part of the ranks is refused as ever, over the TP ranks too."""
     folding = ParallelFolding(world_size=world, tp=2)
     moe = MoELayer(CONFIG, folding=folding, max_tokens=4)
@@ -122,7 +117,3 @@ def refused(rank: int, world: int) -> None:
     error = catch(lambda: sync_gradients(nn.ModuleDict({"a": sharded, "moe": moe})))
     assert error is not None and error.name == "InvalidArgument"
     assert "is sharded over ranks" in error.text
-
-
-def test_shards_of_other_meshes_are_refused(pool: Pools) -> None:
-    pool(WORLD)(refused)
