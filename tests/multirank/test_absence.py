@@ -49,16 +49,16 @@ def _away(rank: int, world_size: int, seconds: float, absence: float, timeout: f
 def test_a_rank_that_is_away_between_operations_is_waited_for(per_node: int) -> None:
     environment = NO_GPUS | {"MOECOMM_RANKS_PER_NODE": str(per_node)}
     with no_shared_memory_left():
-        results = run_ranks(3, _away, 8.0, 40.0, None, environment=environment)
+        results = run_ranks(3, _away, 7.0, 40.0, None, environment=environment)
     oracle.assert_none(results)
 
 
-@pytest.mark.parametrize(("absence", "timeout"), [(7.0, None), (40.0, 2.0)])
+@pytest.mark.parametrize(("seconds", "absence", "timeout"), [(9.0, 6.0, None), (5.0, 40.0, 2.0)])
 def test_the_longer_wait_has_a_limit_and_a_given_timeout_is_one(
-    absence: float, timeout: float | None
+    seconds: float, absence: float, timeout: float | None
 ) -> None:
     with no_shared_memory_left():
-        results = run_ranks(3, _away, 12.0, absence, timeout)
+        results = run_ranks(3, _away, seconds, absence, timeout)
     for rank in (0, 2):
         caught = results[rank]
         assert isinstance(caught, Caught) and caught.name == "PeerTimeout", caught
@@ -71,7 +71,7 @@ def _hangs_within(rank: int, world_size: int) -> Caught | None:
     """Rank 1 waits for rank 2 in a call, and hangs there when that one comes."""
     comm = _build(40.0)
     if rank == 1:
-        signal.signal(signal.SIGALRM, lambda *_: time.sleep(14.0))
+        signal.signal(signal.SIGALRM, lambda *_: time.sleep(10.0))
         signal.setitimer(signal.ITIMER_REAL, 0.5)
     if rank == 2:
         time.sleep(1.5)

@@ -90,8 +90,8 @@ def test_a_waiting_operation_ends_with_its_process(
 
 
 def check_end(tmp_path: Path, device: str, how: str, number: signal.Signals | None, status: int) -> None:
-    """Two ranks, of which the first ends while it waits for the second. With "forks" each is a node, and had a
-    child."""
+    """Two ranks, of which the first ends while it waits for the second. With "forks" each is a node that has
+    had a child."""
     hidden = NO_GPUS if device == "cpu" else {}
     if how == "forks":
         hidden = {**hidden, "MOECOMM_RANKS_PER_NODE": "1", "MOECOMM_FABRIC_PROVIDER": "tcp"}

@@ -44,8 +44,6 @@ from tests.oracle import assert_none, play
 
 pytestmark = needs_fabric
 
-REPOSITORY = Path(__file__).parents[2]
-
 
 # -- the mistakes of one node, with the ranks on three -------------------------------------------------------
 
