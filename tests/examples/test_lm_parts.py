@@ -413,7 +413,7 @@ def test_metrics_file_drops_what_will_be_repeated(tmp_path: Path) -> None:
     assert [(r["step"], r["loss"]) for r in read_metrics(path)] == [(0, 1.0), (1, 1.0), (2, 1.0), (3, 2.0)]
 
 
-def test_new_run_sets_old_checkpoints_aside(tmp_path: Path) -> None:
+def test_a_run_that_does_not_begin_puts_checkpoints_back(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     assert checkpoint.set_aside(folder) is None
     for step in (1, 2):
@@ -421,13 +421,6 @@ def test_new_run_sets_old_checkpoints_aside(tmp_path: Path) -> None:
         aside = checkpoint.set_aside(folder)
         assert aside and not folder.exists()
         assert [path.name for path in aside.iterdir()] == [f"step-{step}"]
-
-
-def test_a_run_that_does_not_begin_puts_checkpoints_back(tmp_path: Path) -> None:
-    folder = tmp_path / "checkpoints"
-    for step in (1, 2):
-        (folder / f"step-{step}").mkdir(parents=True)
-        checkpoint.set_aside(folder)
     (folder / "step-3").mkdir(parents=True)
     checkpoint.set_aside(folder)
     checkpoint.put_back(folder)

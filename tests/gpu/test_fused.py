@@ -238,39 +238,6 @@ def test_kernels_of_a_combine_of_several_ranks(pool: Pools) -> None:
     assert pool(2)(_nodes, None, MOST) == [(1, 1)] * 2
 
 
-def _bad_ids(rank: int, world_size: int, job: Case, bad: int) -> tuple[list[Caught | None], list[str]]:
-    """The last rank names an expert that there is not, then one twice; afterwards all is well."""
-    with harness.communicator(**job.communicator) as comm:
-        known = Oracle(job, rank, comm.device)
-        found = []
-        for token, k, value in ((3, 1, bad), (2, 2, None)):
-            ids_TK = known.own.ids_TK.clone()
-            if rank == world_size - 1:
-                ids_TK[token, k] = ids_TK[token, 0] if value is None else value
-
-            def step(ids_TK: torch.Tensor = ids_TK) -> None:
-                comm.dispatch(known.own.x_TH, ids_TK, capacity=max(known.needed))
-                harness.synchronize()
-                comm.check()
-
-            found.append(catch(step))
-        return found, oracle.play(comm, job, rank)
-
-
-def test_bad_ids(pool: Pools, most_ranks: int, seed: int) -> None:
-    size = min(3, most_ranks)
-    job = Case(tokens=(9,) * size, num_experts=4 * size, hidden=64, top_k=3, slack=0, seed=seed)
-    bad = job.num_experts
-    answers = pool(size)(_bad_ids, job, bad)
-    for found, problems in answers:
-        assert problems == []
-        for caught in found:
-            assert caught is not None and caught.name == "InvalidRouting", caught
-        assert f"rank {size - 1}: topk_idx[3, 1] is {bad}" in found[0].text
-        assert f"rank {size - 1}: topk_idx[2, 2] is" in found[1].text
-        assert "which the token already has at k = 0" in found[1].text
-
-
 DISAGREEMENTS = ("the operation", "alignment", "capacity", "layout", "weights")
 """The message of each disagreement, in turn, has one of these words."""
 
