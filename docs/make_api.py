@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, ForwardRef
 
 PAGE = Path(__file__).with_name("api.md")
-PACKAGES = ("moecomm", "moecomm.nn", "moecomm.overlap", "moecomm.parallel")
+PACKAGES = ("moecomm", "moecomm.nn", "moecomm.train", "moecomm.graphs", "moecomm.overlap", "moecomm.parallel")
 WIDTH = 100
 SECTIONS = ("Args:", "Attributes:", "Raises:", "Returns:")
 HEAD = """\
@@ -34,6 +34,8 @@ def page() -> str:
         parts += [f"## {package}", markdown(inspect.getdoc(module) or "")]
         for name in module.__all__:
             value = getattr(module, name)
+            if not getattr(value, "__module__", package).startswith(f"{package}."):
+                continue  # of another of these packages, and named here too
             if inspect.isclass(value):
                 parts += class_entry(name, value)
             elif callable(value) and inspect.getdoc(value) and hasattr(value, "__module__"):

@@ -347,14 +347,14 @@ MUTANTS = [
     ),
     Mutant(
         "biases move away from balance",
-        "moecomm/nn/balance.py",
+        "moecomm/train/balance.py",
         "step_E = above_E.sign()",
         "step_E = -above_E.sign()",
         LAYER,
     ),
     Mutant(
         "gradients of experts are not averaged",
-        "moecomm/nn/gradients.py",
+        "moecomm/train/gradients.py",
         "            gradient.div_(size)\n",
         "            gradient.div_(size if over is None or over is dist.group.WORLD else 1)\n",
         LAYER,
@@ -375,14 +375,14 @@ MUTANTS = [
     ),
     Mutant(
         "an overflow on one rank alone is not seen by the others",
-        "moecomm/nn/overflow_check.py",
+        "moecomm/graphs/overflow_check.py",
         "            dist.all_reduce(self._on_host, dist.ReduceOp.MAX, group=group)\n",
         "            pass\n",
         "tests/multirank/test_graphed_step.py -k overflows-3",
     ),
     Mutant(
         "a step that runs again goes on from other random numbers",
-        "moecomm/nn/graphed.py",
+        "moecomm/graphs/graphed_step.py",
         "        torch.set_rng_state(on_host)\n",
         "",
         "tests/multirank/test_graphed_step.py -k overflow-3",

@@ -12,22 +12,33 @@ dispatch.
 
 from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 import moecomm.kernels.flops
 import moecomm.nn.step_check  # noqa: F401 (both tell torch of what is here)
 from moecomm.nn.adapters import mark_adapter
-from moecomm.nn.balance import update_expert_bias
-from moecomm.nn.checkpoint import sharded_state
 from moecomm.nn.config import MoEConfig
-from moecomm.nn.data_parallel import fully_shard_experts, prepare_ddp
 from moecomm.nn.experts import GroupedExperts, SharedExperts
-from moecomm.nn.gradients import clip_grad_norm, grad_norms, mark_synchronized, sync_gradients
-from moecomm.nn.graphed import GraphedStep
 from moecomm.nn.layer import MoELayer, backward_weights, set_loss_scale
 from moecomm.nn.losses import attach_loss, load_balancing_loss, z_loss
 from moecomm.nn.overlap_config import OverlapConfig
 from moecomm.nn.parameters import is_expert_parameter, mark_expert_parameter
-from moecomm.nn.plans import keep_plans
 from moecomm.nn.router import Routing, TopKRouter
+
+if TYPE_CHECKING:
+    from moecomm.graphs import GraphedStep
+    from moecomm.train import (
+        clip_grad_norm,
+        fully_shard_experts,
+        grad_norms,
+        keep_plans,
+        mark_synchronized,
+        prepare_ddp,
+        sharded_state,
+        sync_gradients,
+        update_expert_bias,
+    )
 
 __all__ = [
     "GraphedStep",
@@ -56,3 +67,18 @@ __all__ = [
     "update_expert_bias",
     "z_loss",
 ]
+
+_ELSEWHERE = {"GraphedStep": "moecomm.graphs"}
+"""The packages of names that are found here too; the others are of moecomm.train."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_ELSEWHERE.get(name, "moecomm.train")), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

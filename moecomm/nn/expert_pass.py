@@ -41,7 +41,6 @@ from moecomm.kernels.products import Products
 from moecomm.nn.deferred import Deferred, Operands, Pending, cut_off
 from moecomm.nn.experts import shared_gates
 from moecomm.nn.given import Choices
-from moecomm.nn.overflow_check import OverflowCheck
 from moecomm.nn.overlap_config import Keep
 from moecomm.nn.own_experts import call_or_tell
 from moecomm.nn.parameters import grad_in_place, has_hooks
@@ -107,8 +106,8 @@ class Call(NamedTuple):
     backward."""
     runs: Runs | None
     """The object that gets the recorded stages; None: nothing is recorded."""
-    overflow: OverflowCheck | None = None
-    """The check that the pass notes its dispatch in; None: nobody asks."""
+    overflow: Any = None
+    """The OverflowCheck that the pass notes its dispatch in; None: nobody asks."""
     plans: Plans | None = None
     """Within a checkpoint that keeps plans, those that were kept; else None."""
     layer: Any = None

@@ -29,7 +29,6 @@ from moecomm.nn.experts import GroupedExperts, SharedExperts
 from moecomm.nn.given import Choices, flat
 from moecomm.nn.losses import attach_loss
 from moecomm.nn.mixed_shards import refuse_mixed_shards
-from moecomm.nn.overflow_check import OverflowCheck
 from moecomm.nn.overlap_config import IN_ORDER, OverlapConfig
 from moecomm.nn.own_experts import (
     adopt_experts,
@@ -49,7 +48,11 @@ from moecomm.types import AnyGroup, Engine, as_group
 
 # Where torch.compile gives a forward up, it looks for graphs within; this one has its own backward.
 _run_experts = _disable_dynamo(run_experts)
-_note_dispatch = _disable_dynamo(OverflowCheck.note_dispatch)
+
+
+@_disable_dynamo
+def _note_dispatch(check: Any, overflow: Tensor) -> None:
+    check.note_dispatch(overflow)
 
 
 built_layers: weakref.WeakSet[MoELayer] = weakref.WeakSet()
@@ -277,7 +280,7 @@ class MoELayer(nn.Module):
         self._deferred, self._runs = Deferred(), Runs()
         self._unsynchronized = False
         """True from a backward on until `sync_gradients` has averaged its gradients."""
-        self._overflow: OverflowCheck | None = None
+        self._overflow: Any = None  # the OverflowCheck of a GraphedStep
         self._plans: Plans | None = None
         self._loss_scale = 1.0
         # Backwards read this tensor, so that a scale set after the forward counts, in CUDA graphs too. It is

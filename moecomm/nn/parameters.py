@@ -17,6 +17,11 @@ from moecomm.errors import InvalidArgument
 from moecomm.nn.expert_parts import ExpertPart, Split
 
 _MARK = "moecomm_expert_parallel"
+AVERAGED_BY_DDP = "moecomm_averaged_by_ddp"
+"""The attribute that `prepare_ddp` sets on parameters of experts."""
+DIVIDED = "moecomm_divided"
+"""The attribute that `fully_shard_experts` sets on parameters that it leaves whole, whose gradients are
+final."""
 _MOST_THREADS = 16
 """Threads that draw the first weights of experts."""
 

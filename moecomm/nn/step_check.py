@@ -12,9 +12,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from moecomm.errors import InvalidArgument
-from moecomm.nn.gradients import AVERAGED_BY_DDP, DIVIDED
 from moecomm.nn.layer import MoELayer, built_layers
-from moecomm.nn.replicas import spread_parameters
+from moecomm.nn.parameters import AVERAGED_BY_DDP, DIVIDED
+from moecomm.nn.spread import spread_parameters
 
 
 def _check_step(optimizer: torch.optim.Optimizer, args: Any, options: Any) -> None:

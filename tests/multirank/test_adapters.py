@@ -31,8 +31,9 @@ from moecomm.nn import (
     sharded_state,
     sync_gradients,
 )
-from moecomm.nn.replicas import common_parameters, expert_owners
+from moecomm.nn.spread import common_parameters
 from moecomm.parallel import ParallelFolding
+from moecomm.train.replicas import expert_owners
 from tests.multirank.catching import Caught, catch
 from tests.multirank.conftest import Pools, own_pool
 from tests.multirank.moe_cases import SIZES, groups_of

@@ -20,7 +20,7 @@ from moecomm.nn import (
     sync_gradients,
     update_expert_bias,
 )
-from moecomm.nn.agreement import agree, agree_by_holders
+from moecomm.train.agreement import agree, agree_by_holders
 from tests.multirank.catching import Caught, catch
 from tests.multirank.conftest import Pools, own_pool
 from tests.multirank.moe_cases import SIZES, groups_of

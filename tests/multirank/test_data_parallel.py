@@ -38,7 +38,7 @@ from moecomm.nn import (
     sync_gradients,
     update_expert_bias,
 )
-from moecomm.nn.replicas import Replicas, match_blocks
+from moecomm.train.replicas import Replicas, match_blocks
 from tests.multirank.catching import catch
 from tests.multirank.conftest import Pools, own_pool
 from tests.multirank.harness import run_ranks
@@ -579,7 +579,7 @@ def test_ep_groups_of_several_sizes_are_refused(rank: int, world_size: int, seed
 
 
 def test_blocks_of_ranks() -> None:
-    """The example of moecomm.nn.replicas, and ranks laid out the other way."""
+    """The example of moecomm.train.replicas, and ranks laid out the other way."""
     assert match_blocks([(0, 1), (0, 1), (2, 3), (2, 3)], (0, 1, 2, 3)) == ((0, 1), (2, 3))
     assert match_blocks([(0, 2), (1, 3), (0, 2), (1, 3)], (0, 1, 2, 3)) == ((0, 2), (1, 3))
     assert match_blocks([(4, 6), (4, 6)], (4, 6)) == ((4, 6),)

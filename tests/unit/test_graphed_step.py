@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from moecomm import Communicator, InvalidArgument, Unsupported
+from moecomm.graphs.graphed_step import Needed
 from moecomm.nn import GraphedStep, MoEConfig, MoELayer, OverlapConfig
-from moecomm.nn.graphed import Needed
 from tests.played import Played
 
 CONFIG = MoEConfig(hidden=16, ffn_hidden=8, num_experts=4, top_k=2, dtype=torch.float64)

@@ -29,6 +29,8 @@ PYTHON_LAYERS = [
     "communicator",
     "overlap",
     "nn",
+    "train",
+    "graphs",
     "__main__",
 ]
 NATIVE_LAYERS = ["common", "layout", "ptx", "device", "transport", "kernels", "runtime", "bindings"]
@@ -75,14 +77,16 @@ def _python_files(*folders: str) -> list[Path]:
 def test_python_imports_run_down() -> None:
     for path in _python_files("moecomm"):
         own = _part(_module(path))
-        if own == "":
-            continue  # moecomm/__init__.py gathers the public names
+        if path in (PACKAGE / "__init__.py", PACKAGE / "nn" / "__init__.py"):
+            continue  # gathers public names, that of nn those of train and graphs for type checkers
         for name in _imports(path, everywhere=True):
             part = _part(name)
             if part is None or part == own:
                 continue
             if part == "":
-                assert own in ("nn", "__main__"), f"{path} imports the package that it is a part of ({name})"
+                assert own in ("nn", "train", "graphs", "__main__"), (
+                    f"{path} imports the package that it is a part of ({name})"
+                )
                 continue
             assert _layer(part) < _layer(own), f"{path} imports {name}, which stands above it"
 
@@ -94,7 +98,7 @@ def test_the_top_floor_has_few_rooms() -> None:
         for path in PACKAGE.iterdir()
         if (path.suffix == ".py" or (path / "__init__.py").exists()) and not path.stem.startswith("_")
     }
-    assert len(rooms) <= 13, sorted(rooms)
+    assert len(rooms) <= 15, sorted(rooms)
     assert rooms <= set(PYTHON_LAYERS), sorted(rooms - set(PYTHON_LAYERS))
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from moecomm.nn.overflow_check import OverflowCheck
+from moecomm.graphs.overflow_check import OverflowCheck
 
 CPU = torch.device("cpu")
 

@@ -17,10 +17,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from moecomm.communicator import Communicator
 from moecomm.errors import InvalidArgument, MismatchedArguments, Unsupported
-from moecomm.nn.agreement import agree, agree_by_holders
 from moecomm.nn.layer import MoELayer
-from moecomm.nn.parameters import has_main_grad, main_grad_of, ranks_of_shards
-from moecomm.nn.replicas import (
+from moecomm.nn.parameters import AVERAGED_BY_DDP, DIVIDED, has_main_grad, main_grad_of, ranks_of_shards
+from moecomm.nn.spread import spread_parameters
+from moecomm.parallel import ParallelFolding
+from moecomm.train.agreement import agree, agree_by_holders
+from moecomm.train.replicas import (
     Ranks,
     Replicas,
     expert_owners,
@@ -29,18 +31,10 @@ from moecomm.nn.replicas import (
     model_group,
     ranks_of,
     require_equal,
-    spread_parameters,
 )
-from moecomm.parallel import ParallelFolding
 from moecomm.types import AnyGroup, Group, as_group
 
 _BUCKET_BYTES = 64 << 20
-
-AVERAGED_BY_DDP = "moecomm_averaged_by_ddp"
-"""The attribute that `prepare_ddp` sets on parameters of experts."""
-DIVIDED = "moecomm_divided"
-"""The attribute that `fully_shard_experts` sets on parameters that it leaves whole, whose gradients are
-final."""
 
 
 @torch.no_grad()

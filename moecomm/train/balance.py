@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import nn
 
 from moecomm.errors import InvalidArgument
-from moecomm.nn.replicas import model_group
 from moecomm.nn.router import TopKRouter
+from moecomm.train.replicas import model_group
 from moecomm.types import AnyGroup
 
 

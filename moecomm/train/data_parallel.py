@@ -25,10 +25,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from moecomm.errors import InvalidArgument
-from moecomm.nn.gradients import AVERAGED_BY_DDP, DIVIDED, refuse_shared_with_experts
 from moecomm.nn.layer import MoELayer
-from moecomm.nn.parameters import has_main_grad
-from moecomm.nn.replicas import (
+from moecomm.nn.parameters import AVERAGED_BY_DDP, DIVIDED, has_main_grad
+from moecomm.nn.spread import spread_parameters
+from moecomm.train.gradients import refuse_shared_with_experts
+from moecomm.train.replicas import (
     Ranks,
     Replicas,
     expert_owners,
@@ -38,7 +39,6 @@ from moecomm.nn.replicas import (
     ranks_of,
     refuse_common,
     require_equal,
-    spread_parameters,
 )
 from moecomm.types import AnyGroup, Group, as_group
 

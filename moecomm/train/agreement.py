@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moecomm.errors import InvalidArgument, MismatchedArguments, MoecommError
-from moecomm.nn.replicas import ranks_of
+from moecomm.train.replicas import ranks_of
 from moecomm.types import Group
 
 

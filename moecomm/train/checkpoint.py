@@ -16,11 +16,11 @@ from moecomm.errors import InvalidArgument
 from moecomm.kernels.activation import INTERLEAVED
 from moecomm.nn.expert_parts import splits_of
 from moecomm.nn.experts import GroupedExperts, SharedExperts
-from moecomm.nn.gradients import ep_group_of
 from moecomm.nn.layer import MoELayer
-from moecomm.nn.optimizer_state import Numbers, ParamGroups, ensure_state, require_savable
-from moecomm.nn.part_state import part_of_all
-from moecomm.nn.replicas import expert_owners, layers_of, replicas_of_shards
+from moecomm.train.gradients import ep_group_of
+from moecomm.train.optimizer_state import Numbers, ParamGroups, ensure_state, require_savable
+from moecomm.train.part_state import part_of_all
+from moecomm.train.replicas import expert_owners, layers_of, replicas_of_shards
 from moecomm.types import AnyGroup, Group, as_group
 
 Place = DeviceMesh | Callable[[Tensor], Tensor]

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from moecomm.communicator import Communicator
 from moecomm.errors import CapacityExceeded, InvalidArgument, Unsupported
+from moecomm.graphs.overflow_check import OverflowCheck
+from moecomm.graphs.recorder import CudaRecorder, Recorder
 from moecomm.nn.experts import GroupedExperts
 from moecomm.nn.layer import MoELayer
-from moecomm.nn.overflow_check import OverflowCheck
-from moecomm.nn.recorder import CudaRecorder, Recorder
 from moecomm.nn.token_dropping import rows_for_headroom
 from moecomm.types import AnyGroup, Group, as_group
 

@@ -1,0 +1,25 @@
+"""What a training loop does with experts that are spread over ranks: gradients and their norm, balancing,
+DistributedDataParallel and FSDP2, checkpoints, recompute along kept plans.
+
+The names are importable from `moecomm.nn` as well.
+"""
+
+from __future__ import annotations
+
+from moecomm.train.balance import update_expert_bias
+from moecomm.train.checkpoint import sharded_state
+from moecomm.train.data_parallel import fully_shard_experts, prepare_ddp
+from moecomm.train.gradients import clip_grad_norm, grad_norms, mark_synchronized, sync_gradients
+from moecomm.train.kept_plans import keep_plans
+
+__all__ = [
+    "clip_grad_norm",
+    "fully_shard_experts",
+    "grad_norms",
+    "keep_plans",
+    "mark_synchronized",
+    "prepare_ddp",
+    "sharded_state",
+    "sync_gradients",
+    "update_expert_bias",
+]
