@@ -221,7 +221,16 @@ ctest_summary = grep -h -E 'tests passed|No tests were found|\(Skipped\)|\(Not R
 PY_TREES    := $(wildcard moecomm bench tests tools examples)
 CPP_FORMAT   = find csrc tests bench -type f \( -name '*.cpp' -o -name '*.hpp' -o -name '*.cu' -o -name '*.cuh' \)
 
-lint: $(DEV_DONE)
+# The types of the extension, from the extension as it was last built. Built without its CUDA part, other names are Any.
+STUB := moecomm/_C.pyi
+.PHONY: stub
+stub: $(DEV_DONE) $(if $(wildcard $(BUILT)),,$(BUILT))
+	$(call quiet,"types of the extension",stub,[[ $(STUB) -nt $(BUILT) ]] || { \
+	  $(PY) -m pybind11_stubgen moecomm._C --output-dir build/stubs; made=build/stubs/$(STUB); \
+	  grep -q '^class DeviceCommunicator' $$made || echo 'def __getattr__(name: str) -> typing.Any: ...' >>$$made; \
+	  cp $$made $(STUB); })
+
+lint: $(DEV_DONE) stub
 	@echo '==> ruff check';          $(VENV)/bin/ruff check $(ARGS) $(PY_TREES)
 	@echo '==> ruff format --check'; $(VENV)/bin/ruff format --check $(PY_TREES)
 	@echo '==> mypy';                $(VENV)/bin/mypy

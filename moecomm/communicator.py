@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch._compile import _disable_dynamo
 
-from moecomm import _C
+import moecomm._C as _C
 from moecomm.arguments import (
     check_dispatch,
     check_options,

@@ -164,7 +164,7 @@ def from_native(
     available: int,
 ) -> MoecommError:
     """Returns the exception for an error of the C++ runtime (csrc/common/error.hpp)."""
-    from moecomm import _C
+    import moecomm._C as _C
 
     error_type = _KINDS[_C.ErrorKind(kind).name]
     facts: dict[str, Any] = {}

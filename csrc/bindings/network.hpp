@@ -66,16 +66,16 @@ void bind_network(Class& bound, void (*interrupt)()) {
           py::arg("shuffle"))
       .def(
           "connect_rail",
-          [interrupt](Communicator& self, Rail& rail, const std::vector<std::string>& endpoint_addresses,
+          [interrupt](Communicator& self, Rail& rail, const std::vector<py::bytes>& endpoint_addresses,
                       const std::vector<std::string>& endpoints) {
             std::vector<std::vector<std::byte>> bytes;
-            for (const std::string& endpoint_address : endpoint_addresses)
+            for (const py::bytes& endpoint_address : endpoint_addresses)
               bytes.push_back(to_bytes(endpoint_address));
+            const py::gil_scoped_release release;
             rail.connect(bytes, endpoints, interrupt);
             self.connect_nodes(rail.take_transport(), rail.take_links());
           },
-          py::arg("rail"), py::arg("endpoint addresses"), py::arg("endpoints"),
-          py::call_guard<py::gil_scoped_release>())
+          py::arg("rail"), py::arg("endpoint_addresses"), py::arg("endpoints"))
       .def("network",
            [](Communicator& self) {
              const Proxy* const proxy = self.proxy();

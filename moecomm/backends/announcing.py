@@ -22,7 +22,7 @@ class Announcing(ABC):
     """True from when the runtime has the operation, which sees to it that all ranks learn of its errors."""
 
     @abstractmethod
-    def _announce(self, kind: str, text: bytes) -> None:
+    def _announce(self, kind: str, text: str) -> None:
         """Tells all ranks of an error of this one, in the place of an operation."""
 
     def _whole(self, operation: Callable[[], Result]) -> Result:
@@ -36,7 +36,7 @@ class Announcing(ABC):
             if not self._announced:
                 self._announced = True
                 told = typed = announced_as(error)
-                self._announce(kind_of(typed), str(typed).encode(errors="replace"))
+                self._announce(kind_of(typed), str(typed).encode(errors="replace").decode())
             if isinstance(told, InvalidArgument):
                 told._is_known_to_all = True
             if told is error or isinstance(error, CapacityExceeded):

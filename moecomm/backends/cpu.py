@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch._compile import _disable_dynamo
 
-from moecomm import _C
+import moecomm._C as _C
 from moecomm.arguments import weight_dtype
 from moecomm.backends.announcing import Announcing, memory_of
 from moecomm.backends.base import (
@@ -373,7 +373,7 @@ class CpuBackend(Announcing):
         buffer = self._native.take_input(num_tokens)
         return torch.frombuffer(buffer, dtype=self.dtype).view(num_tokens, self.hidden)
 
-    def _announce(self, kind: str, text: bytes) -> None:
+    def _announce(self, kind: str, text: str) -> None:
         with suppress(InvalidArgument, OutOfMemory, Unsupported):
             self._native.fail(getattr(_C.ErrorKind, kind), text)
 

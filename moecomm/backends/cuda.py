@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch._compile import _disable_dynamo
 
-from moecomm import _C
+import moecomm._C as _C
 from moecomm.arguments import weight_dtype, wire_tensors
 from moecomm.backends.announcing import Announcing, memory_of
 from moecomm.backends.base import (
@@ -708,7 +708,7 @@ class CudaBackend(Announcing):
 
     # -- state -----------------------------------------------------------------------------------------
 
-    def _announce(self, kind: str, text: bytes) -> None:
+    def _announce(self, kind: str, text: str) -> None:
         if not self._capturing:  # in a capture nothing runs
             self._native.fail(getattr(_C.ErrorKind, kind), text, self._raw_stream)
 

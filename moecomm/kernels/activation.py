@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.nn.functional import silu
 
-from moecomm import _C
+import moecomm._C as _C
 from moecomm.arguments import require_ends, weight_dtype
 from moecomm.device.cuda_device import CudaDevice, no_kernels
 from moecomm.errors import InvalidArgument, Unsupported

@@ -32,7 +32,7 @@ from typing import NamedTuple
 
 import torch
 
-from moecomm import _C
+import moecomm._C as _C
 from moecomm.arguments import require_ends
 from moecomm.device.cuda_device import CudaDevice, no_kernels
 from moecomm.errors import InvalidArgument

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from moecomm import _C
+import moecomm._C as _C
 from moecomm.errors import InvalidArgument, Unsupported
 
 _CAPABILITIES = (9, 10)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import torch
 
-from moecomm import _C
+import moecomm._C as _C
 from moecomm.device import cuda_driver
 from moecomm.device.cuda_driver import DriverError, Gpu
 from moecomm.env import Env, read_env

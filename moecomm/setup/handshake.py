@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from moecomm import _C
+import moecomm._C as _C
 from moecomm.env import read_env
 from moecomm.errors import InvalidArgument, MismatchedArguments, MoecommError, OutOfMemory, Unsupported
 from moecomm.setup.rendezvous import Rendezvous

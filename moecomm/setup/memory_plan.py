@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from moecomm import _C
+import moecomm._C as _C
 from moecomm.env import Env
 from moecomm.errors import InvalidArgument
 

@@ -136,9 +136,9 @@ class LoopbackNative:
         if pending is not None:
             raise pending
 
-    def fail(self, kind: Any, text: bytes, stream: int) -> None:
+    def fail(self, kind: Any, text: str, stream: int) -> None:
         self.calls.append(f"fail@{stream}")
-        self.failed = (kind.name, text.decode())
+        self.failed = (kind.name, text)
 
     def stats(self) -> dict[str, float]:
         return {"dispatch_calls": float(sum(call.startswith("begin") for call in self.calls))}

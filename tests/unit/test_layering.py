@@ -92,7 +92,7 @@ def test_python_imports_run_down() -> None:
 
 
 def test_the_top_floor_has_few_rooms() -> None:
-    """Files that only name the package (__init__, __main__, the stub of _C) are no rooms."""
+    """Files that only name the package (__init__, __main__) are no rooms."""
     rooms = {
         path.stem
         for path in PACKAGE.iterdir()
