@@ -107,7 +107,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--only", metavar="WORDS", default="", help="only runs whose name contains one of WORDS (a,b)")
     add("--quick", action="store_true", help="only the reference cases")
     add("--limit", type=float, default=1e9, metavar="S", help="begin no run after this many seconds")
-    add("--flags", default="", metavar="WORDS", help="more flags of every run: --flags='--engine sm,copy'")
+    add("--flags", default="", metavar="WORDS", help="more flags of every run: --flags='--products quack'")
     add("--commit", metavar="HASH", help="commit to record where the source is no git checkout")
     return parser
 

@@ -41,7 +41,6 @@ from moecomm.setup.checks import (
     absence_seconds,
     check_combine_wire,
     check_dtype,
-    check_engine,
     check_gradient_wire,
     check_num_sms,
     check_ranks_per_node,
@@ -64,7 +63,6 @@ from moecomm.types import (
     PLAN_VIEWS,
     AnyGroup,
     DispatchOutput,
-    Engine,
     Group,
     GroupReference,
     Handle,
@@ -127,13 +125,13 @@ class Communicator:
             is float4_e2m1 with a float8_e4m3fn scale for each 16 columns and a float32 one of the row.
             Combine and the backward of both travel in `dtype`, unless the next two say otherwise.
         combine_wire: format in which the sums of a combine travel to the tokens' homes; None is `dtype`.
-            "fp8" (CUDA, by SMs, hidden a multiple of 16): owners sum in float32 and send float8_e4m3fn with
+            "fp8" (CUDA, hidden a multiple of 16): owners sum in float32 and send float8_e4m3fn with
             a float32 scale for each 128 columns, and homes add these in float32; between nodes the sum of a
             node travels so, of what its owners send each other in `dtype`. The backward of dispatch, which is
             a combine, travels in `dtype`.
         gradient_wire: format in which gradients travel to the experts, in the backward of a combine without
-            weights and in `redispatch(gradients=True)`; None is `dtype`. "fp8" or "mxfp8" as of `wire` (CUDA,
-            by SMs). The backward of a combine with weights travels in `dtype`.
+            weights and in `redispatch(gradients=True)`; None is `dtype`. "fp8" or "mxfp8" as of `wire`
+            (CUDA). The backward of a combine with weights travels in `dtype`.
         device: where the tensors are; None is the current CUDA device, or the CPU where torch finds no GPU.
             A rank has a GPU of its own, of compute capability 9.0 or 10.x.
         ranks_per_node: ranks that share memory; None finds out by the hosts. Less than a host has emulates
@@ -143,11 +141,6 @@ class Communicator:
             at most 12, relays there); None: three quarters of them. Those of communicators that are used on
             several streams at once have to fit the GPU together. CPU: threads that a rank copies and sums
             with; None: MOECOMM_THREADS, or the cores divided by the ranks.
-        engine: what moves the rows between GPUs of a node. "sm": the kernels, on their SMs. "copy" (CUDA, one
-            node): the copy engine, which leaves the SMs to products; a rank copies all rows of a call to
-            every other rank, and the window takes 3 * R * max_tokens rows more. "auto": the copy engine
-            within `overlap.Beside`, where a product runs meanwhile and the transfer is large enough, else
-            the SMs, as on the CPU and on several nodes. Results have the same bits.
         timeout: seconds (or timedelta) that one wait for peers may take; None: MOECOMM_TIMEOUT. Without both
             it is 60, but 1800 for a rank that lives and has not begun the operation, as it alone saves a
             checkpoint or compiles (docs/errors.md).
@@ -176,8 +169,6 @@ class Communicator:
         network_lanes: endpoints by which this rank reaches other nodes (docs/nodes.md); 0 on one node.
         memory: size and sections of this rank's window.
         num_sms: SMs that an operation holds while it runs; on the CPU, its threads.
-        engine: what moves the rows, as given.
-        copies_beside: the copy engine moves the rows of operations that have products beside them.
     """
 
     def __init__(
@@ -195,7 +186,6 @@ class Communicator:
         device: torch.device | str | None = None,
         ranks_per_node: int | None = None,
         num_sms: int | None = None,
-        engine: Engine = "sm",
         timeout: float | timedelta | None = None,
     ) -> None:
         self._backend: Backend | None = None
@@ -216,9 +206,8 @@ class Communicator:
             num_sms = check_num_sms(num_sms, place)
             check_dtype(dtype, place)
             check_wire(wire, place, hidden)
-            check_engine(engine, place)
-            check_combine_wire(combine_wire, place, hidden, engine)
-            check_gradient_wire(gradient_wire, place, hidden, engine)
+            check_combine_wire(combine_wire, place, hidden)
+            check_gradient_wire(gradient_wire, place, hidden)
         except MoecommError as failed:
             error = failed
         arguments = {
@@ -230,7 +219,6 @@ class Communicator:
             "wire": wire,
             "combine_wire": combine_wire,
             "gradient_wire": gradient_wire,
-            "engine": engine,
             "device": place.type,
             "ranks_per_node": ranks_per_node,
             "MOECOMM_FIRST_EPOCH": env.first_epoch or 1,
@@ -261,8 +249,6 @@ class Communicator:
         self._id = operators.register(backend)
         self._begun: object = None  # the dispatch that begin_dispatch has sent and nobody received
         self._layers = 0  # that were built with this communicator
-        self.engine: Engine = engine
-        self.copies_beside: bool = backend.copies_beside
         self._backend = backend
 
     @staticmethod
@@ -279,14 +265,13 @@ class Communicator:
         gradient_wire: str | None = None,
         device: torch.device | str | None = None,
         ranks_per_node: int | None = None,
-        engine: Engine = "sm",
     ) -> MemoryPlan:
         """Returns the memory that a communicator of these arguments would take on each rank, without building
         it; print it.
 
         The default `device` is that of the constructor; "cuda" needs no GPU here, only a build with the CUDA
         part. Raises InvalidArgument and Unsupported as the constructor does, but for what several nodes alone
-        refuse (combine_wire, gradient_wire, engine="copy").
+        refuse (combine_wire, gradient_wire).
         """
         check_sizes(ranks, num_experts, hidden, top_k, max_tokens, dtype)
         ranks_per_node = check_ranks_per_node(ranks, ranks_per_node) or ranks
@@ -297,9 +282,8 @@ class Communicator:
             place = choose_device(device)
         check_dtype(dtype, place)
         check_wire(wire, place, hidden)
-        check_engine(engine, place)
-        check_combine_wire(combine_wire, place, hidden, engine)
-        check_gradient_wire(gradient_wire, place, hidden, engine)
+        check_combine_wire(combine_wire, place, hidden)
+        check_gradient_wire(gradient_wire, place, hidden)
         if place.type == "cuda":
             sizes = device_shape(
                 ranks=ranks,
@@ -310,7 +294,6 @@ class Communicator:
                 dtype=dtype,
                 wire=wire,
                 ranks_per_node=ranks_per_node,
-                copies=engine != "sm" and ranks_per_node == ranks and combine_wire is gradient_wire is None,
                 whole_sources=whole_sources(read_env()),
             )
             return plan_device_memory(sizes, ranks_per_node)
@@ -343,49 +326,6 @@ class Communicator:
             yield
         finally:
             backend.limit_sms(before)
-
-    @contextlib.contextmanager
-    def use_engine(self, engine: Engine) -> Iterator[None]:
-        """Within the block, operations that begin move their rows as `engine` says: "sm", or "copy" if the
-        communicator was built with "copy" or "auto". All ranks have to do the same; one that does not gets
-        MismatchedArguments, as they all do. One thread at a time; a graph keeps what it was captured with.
-        Raises InvalidArgument for another engine, or one that the communicator has no memory for, Unsupported
-        for "copy" on the CPU."""
-        backend = self._open()
-        if engine not in ("sm", "copy"):
-            raise InvalidArgument(f"engine is {engine!r}, expected 'sm' or 'copy'")
-        if engine == "copy" and self.engine == "sm":
-            raise InvalidArgument(
-                "engine is 'copy' for operations of a communicator that was built with engine='sm', expected "
-                "one that was built with engine='copy' or 'auto'"
-            )
-        before = backend.use_copies(engine == "copy", held=False)
-        try:
-            yield
-        finally:
-            backend.use_copies(*before)
-
-    def hold_copies(self) -> Callable[[], int]:
-        """Lets the copy engine move the rows of operations from now on, beside the caller's stream, and
-        returns the function that ends this, which returns the number of the last of them. Its rows are
-        received by `complete`, or before the next operation: until then its results are not there, and what
-        it reads must stay as it is. `overlap.Beside` is made of both. Raises InvalidArgument without memory
-        for copies (engine="sm"), Unsupported on the CPU."""
-        backend = self._open()
-        before = backend.use_copies(True, held=True)
-
-        def release() -> int:
-            backend.use_copies(*before)
-            return backend.held
-
-        return release
-
-    def complete(self, number: int) -> None:
-        """Receives the rows of the operation with this number on the caller's current stream, if no operation
-        has come after it, before which they were received."""
-        backend = self._open()
-        if backend.held == number:
-            backend.complete()
 
     def settle(self) -> None:
         """Completes a dropless dispatch of `async_op`, if one was begun last: the host waits for its number
@@ -971,11 +911,10 @@ class Communicator:
         dispatch_calls, dispatch_seconds, combine_calls, combine_seconds (of each kind of transfer, forward
         and backward), wait_seconds (of both, waiting for peers), late_seconds (a list: how long this rank
         waited for each rank to begin operations), rows_in (tokens brought), rows_out (rows got), bytes_wire
-        (row bytes that crossed between ranks, counted at the owner of the experts), bytes_staged (row bytes
-        that this rank copied to its own memory for other ranks of its node: on the CPU rows of a dispatch
-        that are not from `empty_input`, on CUDA rows that the copy engine moves in a wire format),
-        plans_made, plans_reused, network_puts, network_bytes, network_row_bytes (messages, bytes, and bytes
-        of rows sent to other nodes).
+        (row bytes that crossed between ranks, counted at the owner of the experts), bytes_staged (CPU: row
+        bytes of dispatches that this rank copied to its own memory for other ranks of its node, since they
+        were not from `empty_input`), plans_made, plans_reused, network_puts, network_bytes,
+        network_row_bytes (messages, bytes, and bytes of rows sent to other nodes).
 
         A rank that holds the others up, since it computes longer or was descheduled, has the largest
         late_seconds on all ranks but its own. Waits for several ranks pass at the same time, so they do not

@@ -23,7 +23,6 @@ Group = dist.ProcessGroup
 AnyGroup = dist.ProcessGroup | DeviceMesh
 """The types that name ranks: a process group, or a DeviceMesh of one dimension."""
 Layout = Literal["expert", "rank"]
-Engine = Literal["sm", "copy", "auto"]
 Result = TypeVar("Result")
 Built = TypeVar("Built")
 PLAN_VIEWS = ("tokens_per_expert", "offsets", "overflow", "expert_offsets", "expert_starts")

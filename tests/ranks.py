@@ -43,10 +43,7 @@ def communicator(**arguments: Any) -> Any:
     """A communicator on this rank's device with the deadline of these tests."""
     import moecomm
 
-    engine = os.environ.get("MOECOMM_TEST_ENGINE", "sm")
-    return moecomm.Communicator(
-        **{"device": device(), "timeout": COMM_TIMEOUT_S, "engine": engine, **arguments}
-    )
+    return moecomm.Communicator(**{"device": device(), "timeout": COMM_TIMEOUT_S, **arguments})
 
 
 @contextmanager

@@ -252,12 +252,8 @@ def build_parser(program: str) -> Parser:
             help=f"all, or a list of {', '.join(WAYS)}: one call, a training step, that of blocks (layer)")
         add("--microbatches", type=positive, default=4, metavar="N", help="of a training step (4)")
         add("--layers", type=positive, metavar="N", help="of a model (what fits, up to 4)")
-        for name, known_words, meaning in (
-            ("engine", ("sm", "copy", "auto"), "what moves rows"),
-            ("products", ("torch", "quack"), "what computes"),
-        ):
-            add(f"--{name}", dest=name.replace("engine", "engines"), type=_list_of(_one_of(known_words)),
-                default=(), metavar="LIST", help=f"{meaning}: {', '.join(known_words)} (moecomm's choice)")
+        add("--products", type=_list_of(_one_of(("torch", "quack"))), default=(None,), metavar="LIST",
+            help="what computes: torch, quack (moecomm's choice)")
         add("--activation", choices=("swiglu", "swiglu_interleaved"), default="swiglu",
             help="gates in halves, or in even columns, which quack fuses (%(default)s)")
         add("--scale", type=positive, default=1, metavar="N",
@@ -525,8 +521,8 @@ def _check_together(options: Options) -> None:
         (on_one_node and options.fabric_provider is not None, "--fabric-provider needs --ranks-per-node"),
         (options.is_layer and len(options.dtypes) > 1, "-d has to be one type for layers"),
         (
-            "layer" in options.ways and len(options.choices) > 1,
-            "--engine and --products take lists for other --ways than layer",
+            "layer" in options.ways and len(options.products) > 1,
+            "--products takes a list for other --ways than layer",
         ),
         (suffix not in (".png", ".svg", ".pdf"), f"--plot {options.plot} has to end in .png, .svg or .pdf"),
     )

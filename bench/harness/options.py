@@ -9,7 +9,7 @@ import itertools
 import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Literal
 
 OPERATIONS = ("dispatch", "combine", "alltoall")
 LAYER = "moe_layer"
@@ -137,16 +137,6 @@ class Point(Shape):
         return (self.preset, self.hidden, self.ffn, self.experts, self.topk, self.dtype, self.num_sms)
 
 
-class Choice(NamedTuple):
-    """What a layer is built with, where that is said: None is not passed on."""
-
-    engine: str | None = None
-    products: str | None = None
-
-    def __str__(self) -> str:
-        return "".join(f", {word}" for word in self if word is not None)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """All options of a program in plain values, which are sent to the ranks and written into the record.
@@ -195,8 +185,7 @@ class Options:
     plot: str | None = None
     # of layers
     ways: tuple[str, ...] = ("layer",)
-    engines: tuple[str, ...] = ()  # Communicator(engine=); none: not passed on
-    products: tuple[str, ...] = ()  # MoEConfig(products=)
+    products: tuple[str | None, ...] = (None,)  # MoEConfig(products=)
     activation: str = "swiglu"
     microbatches: int = 4
     layers: int | None = None  # None: as many as fit
@@ -217,12 +206,6 @@ class Options:
     def nodes(self) -> int:
         """The number of nodes that was asked for."""
         return 1 if self.ranks_per_node is None else self.ranks // self.ranks_per_node
-
-    @property
-    def choices(self) -> list[Choice]:
-        """All combinations of engine and products."""
-        given = (self.engines, self.products)
-        return [Choice(*each) for each in itertools.product(*(values or (None,) for values in given))]
 
     @property
     def calls_at_once(self) -> int:

@@ -102,10 +102,10 @@ class _Benchmark:
             if experts is None:
                 self._miss(NotRun("all", problem, failed=True), first)
                 return
-        comms: dict[str | None, moecomm.Communicator] = {}
-        for engine in () if options.baselines_only else (options.engines or (None,)):
-            comms[engine] = held.enter_context(moecomm_path.communicator(options, first, engine))
-            comms[engine].reset_stats()
+        comm: moecomm.Communicator | None = None
+        if not options.baselines_only:
+            comm = held.enter_context(moecomm_path.communicator(options, first))
+            comm.reset_stats()
         shown: tuple[object, ...] = ()
         for point in points:
             self._release()
@@ -117,19 +117,16 @@ class _Benchmark:
                 shown = title
             if experts is None:
                 with torch.no_grad():
-                    self._point(comms, Case(options, point, self.rank))
+                    self._point(comm, Case(options, point, self.rank))
             else:
-                self._point(comms, LayerCase(options, point, self.rank, experts))
-        for engine, comm in comms.items():
-            words = [
-                each
-                for each in (first.preset, first.dtype, f"top-{first.topk} of {first.experts}", engine)
-                if each
-            ]
-            sms = [] if first.num_sms is None else [f"{first.num_sms} SMs"]
-            self.stats[" ".join([*words, *sms])] = {**comm.stats(), "network_lanes": comm.network_lanes}
-            if options.device == "cuda" or comm.nodes > 1:
-                self.say(f"# {comm!r}")
+                self._point(comm, LayerCase(options, point, self.rank, experts))
+        if comm is None:
+            return
+        words = [each for each in (first.preset, first.dtype, f"top-{first.topk} of {first.experts}") if each]
+        sms = [] if first.num_sms is None else [f"{first.num_sms} SMs"]
+        self.stats[" ".join([*words, *sms])] = {**comm.stats(), "network_lanes": comm.network_lanes}
+        if options.device == "cuda" or comm.nodes > 1:
+            self.say(f"# {comm!r}")
 
     def _release(self) -> None:
         """Returns the memory of earlier points to the device: the largest points need most of it."""
@@ -137,15 +134,15 @@ class _Benchmark:
             gc.collect()
             torch.cuda.empty_cache()
 
-    def _point(self, comms: Mapping[str | None, moecomm.Communicator], case: Case) -> None:
+    def _point(self, comm: moecomm.Communicator | None, case: Case) -> None:
         options, point = self.options, case.point
-        comm = next(iter(comms.values()), None)
         entries: list[Entry]
         if isinstance(case, LayerCase):
+            assert comm is not None
             make = layer_variants.make_variants
             if point.microbatches:
                 make = training.make_models if point.layers else training.make_microbatches
-            entries = make(comms, case, self.clock)
+            entries = make(comm, case, self.clock)
         else:
             entries = registry.make_paths(comm, case, self.clock)
         checked = self._verified(entries)
@@ -156,8 +153,8 @@ class _Benchmark:
             self._release()
         if options.late is not None:
             entries = [self._delayed(entry) for entry in entries]
-            for one in comms.values():
-                one.reset_stats()
+            if comm is not None:
+                comm.reset_stats()
         paths = [entry for entry in entries if isinstance(entry, Path)]
         sent: Mapping[str, Any] = {}
         if comm is not None and comm.nodes > 1 and paths and paths[0].own:
@@ -172,9 +169,8 @@ class _Benchmark:
                 clock=self.clock,
                 watch=None if telemetry is None else telemetry.keep,
             )
-        if options.late is not None:
-            for one in comms.values():
-                self.say(report.lateness(_late_seconds(one)))
+        if options.late is not None and comm is not None:
+            self.say(report.lateness(_late_seconds(comm)))
         if options.phases and comm is not None and paths and paths[0].own:
             self.say(report.phases(self._phases(comm, paths[0])))
         _sample(entries, samples)

@@ -26,7 +26,7 @@ from moecomm.nn import (
 from ..harness import options as named
 from ..harness import verify
 from ..harness.case import Case, Experts, LayerCase, corrupt, poison
-from ..harness.options import FP8_VARIANTS, GRAPH_VARIANTS, KEEPS, Choice, keep_name
+from ..harness.options import FP8_VARIANTS, GRAPH_VARIANTS, KEEPS, keep_name
 from ..harness.path import FORWARD, STEP, NotRun, Path, Verdict, Yardstick, attempt
 from ..harness.report import skew_words
 from ..harness.timing import Clock, mean_over_ranks, slowest
@@ -36,15 +36,15 @@ from .plain_layer import PlainLayer, swiglu_experts
 IN_ORDER = OverlapConfig(overlap=False)
 Results = dict[str, Tensor]
 """The result and the gradients of a step, under the names that verify uses."""
-Comms = Mapping[str | None, moecomm.Communicator]
-"""The communicator of each engine; None: of none in particular."""
 _OF_WEIGHTS = (verify.DW_IN, verify.DW_OUT)
 
 
-def make_variants(comms: Comms, case: LayerCase, clock: Clock) -> list[Path | Yardstick | NotRun]:
+def make_variants(
+    comm: moecomm.Communicator, case: LayerCase, clock: Clock
+) -> list[Path | Yardstick | NotRun]:
     """The dense product and the variants asked for, or those around graph replay."""
     wanted = GRAPH_VARIANTS if case.point.graphs else case.options.variants
-    makers = _Variants(comms, case, clock).makers()
+    makers = _Variants(comm, case, clock).makers()
     return made_of({name: make for name, make in makers.items() if name in wanted}, case)
 
 
@@ -120,15 +120,16 @@ class FixedRouting(nn.Module):
 
 
 def make_layer(
-    comms: Comms,
+    comm: moecomm.Communicator,
     cases: Sequence[Case],
     experts: Experts,
-    choice: Choice,
+    products: str | None,
     *,
     overlap: OverlapConfig | None = None,
     fp8: bool = False,
 ) -> MoELayer:
-    """A layer with the cases' routings and experts whose weights all layers share."""
+    """A layer with the cases' routings and experts whose weights all layers share. `products`: None leaves
+    them to moecomm."""
     options, point = cases[0].options, cases[0].point
     assert point.ffn is not None
     # A layer draws its weights on the CPU, which would take minutes: they are put in afterwards.
@@ -142,10 +143,10 @@ def make_layer(
             pre_softmax=True,
             dtype=cases[0].dtype,
             expert_precision="fp8" if fp8 else None,
-            products=None if fp8 else choice.products,
+            products=None if fp8 else products,
         )
         overlap = overlap or OverlapConfig(beside_sms=options.overlap_num_sms)
-        layer = MoELayer(config, comms[choice.engine], overlap=overlap)
+        layer = MoELayer(config, comm, overlap=overlap)
     layer.experts.w_in, layer.experts.w_out = experts.w_in, experts.w_out
     layer.add_module("router", FixedRouting(cases))
     return layer.eval()
@@ -154,8 +155,8 @@ def make_layer(
 class Variants:
     """What the variants of one case have in common."""
 
-    def __init__(self, comms: Comms, case: LayerCase, clock: Clock) -> None:
-        self.comms, self.case, self.clock = comms, case, clock
+    def __init__(self, comm: moecomm.Communicator, case: LayerCase, clock: Clock) -> None:
+        self.comm, self.case, self.clock = comm, case, clock
 
     def path(
         self,
@@ -211,20 +212,19 @@ class Variants:
         """Waits for the device; raises what it found."""
         if self.case.device.type == "cuda":
             torch.cuda.synchronize()
-        for comm in self.comms.values():
-            comm.check()
+        self.comm.check()
 
     def waited(self) -> float:
-        """The seconds that the host has waited for the GPU in communicators."""
-        return sum(comm.stats().get("host_wait_seconds", 0.0) for comm in self.comms.values())
+        """The seconds that the host has waited for the GPU in the communicator."""
+        return float(self.comm.stats().get("host_wait_seconds", 0.0))
 
     def products(
-        self, name: str, phases: Mapping[str, Sequence[LayerCase]], choice: Choice, *, fp8: bool = False
+        self, name: str, phases: Mapping[str, Sequence[LayerCase]], products: str | None, *, fp8: bool = False
     ) -> Path:
         """The experts alone, as moecomm.nn has them, on rows that are here already; `phases` says of which
         cases. With fp8 in e4m3."""
         case = self.case
-        experts = make_layer(self.comms, [case], case.experts, choice, overlap=IN_ORDER, fp8=fp8).experts
+        experts = make_layer(self.comm, [case], case.experts, products, overlap=IN_ORDER, fp8=fp8).experts
 
         def forward(case: LayerCase) -> Tensor:
             rows_PH: Tensor = experts(case.rows_PH, case.offsets_L, case.weights_P, has_tail=False)
@@ -339,7 +339,7 @@ class _Variants(Variants):
     def makers(self) -> dict[str, Callable[[], Path]]:
         """Returns the function that makes each variant, by name."""
         layer, case = self._layer_path, self.case
-        phases, choice = {FORWARD: [case], STEP: [case]}, case.options.choices[0]
+        phases, products = {FORWARD: [case], STEP: [case]}, case.options.products[0]
         beside_sms = case.options.overlap_num_sms
         keeping = {
             keep_name(keep): partial(
@@ -348,11 +348,11 @@ class _Variants(Variants):
             for keep in KEEPS
         }
         return {
-            named.COMPUTE: partial(self.products, named.COMPUTE, phases, choice),
+            named.COMPUTE: partial(self.products, named.COMPUTE, phases, products),
             named.COMM: self._communication,
             named.SERIAL: partial(layer, named.SERIAL, overlap=IN_ORDER),
             **keeping,
-            named.FP8_COMPUTE: partial(self.products, named.FP8_COMPUTE, phases, choice, fp8=True),
+            named.FP8_COMPUTE: partial(self.products, named.FP8_COMPUTE, phases, products, fp8=True),
             named.FP8_OVERLAPPED: partial(layer, named.FP8_OVERLAPPED, fp8=True),
             named.FP8_ANEW: partial(layer, named.FP8_ANEW, fp8=True, anew=True),
             named.FIXED: partial(layer, named.FIXED, capacity=case.fixed_rows),
@@ -368,7 +368,7 @@ class _Variants(Variants):
 
     def _layer(self, *, capacity: int | None = None, **how: Any) -> MoELayer:
         case = self.case
-        layer = make_layer(self.comms, [case], case.experts, case.options.choices[0], **how)
+        layer = make_layer(self.comm, [case], case.experts, case.options.products[0], **how)
         layer.capacity = capacity
         return layer
 
@@ -382,8 +382,7 @@ class _Variants(Variants):
 
     def _communication(self) -> Path:
         """The four transfers of a step and nothing between them: experts hand back what they get."""
-        case = self.case
-        comm = next(iter(self.comms.values()))
+        case, comm = self.case, self.comm
 
         def move() -> tuple[moecomm.DispatchOutput, Tensor]:
             out = comm.dispatch(case.x_TH.detach(), case.topk_idx_TK, case.weights_TK.detach())

@@ -20,10 +20,8 @@ from ..harness.verify import Received
 from .captured import in_graph
 
 
-def communicator(options: Options, point: Point, engine: str | None = None) -> moecomm.Communicator:
-    """A Communicator over the default group that serves every point of a setup; `engine` is passed on if it
-    is given."""
-    more: dict[str, Any] = {} if engine is None else {"engine": engine}
+def communicator(options: Options, point: Point) -> moecomm.Communicator:
+    """A Communicator over the default group that serves every point of a setup."""
     name, before = "MOECOMM_FABRIC_PROVIDER", os.environ.get("MOECOMM_FABRIC_PROVIDER")
     if options.fabric_provider is not None:
         os.environ[name] = options.fabric_provider
@@ -40,7 +38,6 @@ def communicator(options: Options, point: Point, engine: str | None = None) -> m
             ranks_per_node=options.ranks_per_node,
             num_sms=point.num_sms if options.device == "cuda" else options.threads,
             timeout=timedelta(seconds=options.timeout),
-            **more,
         )
     finally:  # other runs may follow in this process
         os.environ.pop(name, None)

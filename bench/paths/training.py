@@ -15,16 +15,17 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
+from moecomm import Communicator
 from moecomm.nn import MoELayer, backward_weights
 
 from ..harness import inputs, verify
 from ..harness import options as named
 from ..harness.case import Case, Experts, LayerCase, corrupt, poison
-from ..harness.options import ATTENTION, MOST_LAYERS, WIDE, Choice
+from ..harness.options import ATTENTION, MOST_LAYERS, WIDE
 from ..harness.path import IN_A_ROW, STEP, WHOLE, NotRun, Path, Verdict, Yardstick, attempt
 from ..harness.timing import Clock, slowest
 from .attention import Attention
-from .layer_variants import Comms, FixedRouting, Results, Variants, made_of, make_layer
+from .layer_variants import FixedRouting, Results, Variants, made_of, make_layer
 
 Schedule = Callable[[Sequence[nn.Module], Sequence[Tensor], Sequence[Tensor]], list[Tensor]]
 """Runs microbatches through blocks, forward and backward, given inputs and gradients of the results; leaves
@@ -32,6 +33,11 @@ gradients of inputs and weights in `grad`, and returns the results. Routers are 
 microbatches."""
 _OF_MEMORY = 0.8  # the part of the free memory that a model may take
 _LAYER_SEED = 1000  # added to the seed for each layer of a model, beyond the microbatches of one
+
+
+def _named(name: str, products: str | None) -> str:
+    """The name of a schedule's variant with these products."""
+    return name if products is None else f"{name}, {products}"
 
 
 def one_after_the_other(
@@ -115,19 +121,19 @@ class _OfALayer(Variants):
         """Returns the function that makes each variant, by name."""
         case = self.case
         phases = {STEP: [case], IN_A_ROW: case.microbatches}
-        engine = case.options.choices[0].engine
         found: dict[str, Callable[[], Path]] = {
-            name: partial(self.products, name, phases, Choice(engine=engine, products=products))
+            name: partial(self.products, name, phases, products)
             for name, products in ((named.TORCH_PRODUCTS, "torch"), (named.QUACK_PRODUCTS, "quack"))
         }
-        for choice in case.options.choices:
+        for products in case.options.products:
             for name, schedule in SCHEDULES.items():
-                found[f"{name}{choice}"] = partial(self._steps, f"{name}{choice}", schedule, choice)
+                full = _named(name, products)
+                found[full] = partial(self._steps, full, schedule, products)
         return found
 
-    def _steps(self, name: str, schedule: Schedule, choice: Choice) -> Path:
+    def _steps(self, name: str, schedule: Schedule, products: str | None) -> Path:
         case = self.case
-        layer = make_layer(self.comms, case.microbatches, case.experts, choice)
+        layer = make_layer(self.comm, case.microbatches, case.experts, products)
         steps = Steps(schedule, [layer], [case.microbatches])
         weights = (layer.experts.w_in, layer.experts.w_out)
 
@@ -156,10 +162,10 @@ class _OfALayer(Variants):
         )
 
 
-def make_microbatches(comms: Comms, case: LayerCase, clock: Clock) -> list[Path | Yardstick | NotRun]:
-    """The variants of a layer's microbatches: products alone by each engine, and each schedule with each
-    choice."""
-    return made_of(_OfALayer(comms, case, clock).makers(), case)
+def make_microbatches(comm: Communicator, case: LayerCase, clock: Clock) -> list[Path | Yardstick | NotRun]:
+    """The variants of a layer's microbatches: products alone, by torch and by quack, and each schedule with
+    each of the products that were asked for."""
+    return made_of(_OfALayer(comm, case, clock).makers(), case)
 
 
 # -- whole models --------------------------------------------------------------------------------------------
@@ -183,8 +189,8 @@ class Block(nn.Module):
 class _OfAModel(Variants):
     """Makes the variants of a model's microbatches, all of them of the same layers."""
 
-    def __init__(self, comms: Comms, case: LayerCase, clock: Clock) -> None:
-        super().__init__(comms, case, clock)
+    def __init__(self, comm: Communicator, case: LayerCase, clock: Clock) -> None:
+        super().__init__(comm, case, clock)
         point, options = case.point, case.options
         preset = WIDE.get(point.preset or "", point.preset or "")
         # Flags may have replaced the preset's sizes: heads shrink with --scale, as widths do.
@@ -224,18 +230,18 @@ class _OfAModel(Variants):
     def makers(self) -> dict[str, Callable[[], Path]]:
         """Returns the function that makes each variant, by name."""
         return {
-            f"{name}{choice}": partial(self._steps, f"{name}{choice}", schedule, choice)
-            for choice in self.case.options.choices
+            _named(name, products): partial(self._steps, _named(name, products), schedule, products)
+            for products in self.case.options.products
             for name, schedule in SCHEDULES.items()
         }
 
-    def _steps(self, name: str, schedule: Schedule, choice: Choice) -> Path:
+    def _steps(self, name: str, schedule: Schedule, products: str | None) -> Path:
         case, point = self.case, self.case.point
         blocks = []
         for number, (cases, experts) in enumerate(zip(self.cases_LM, self.experts, strict=True)):
             generator = torch.Generator(case.device).manual_seed(case.options.seed + number)
             attention = Attention(point.hidden, self.heads, case.dtype, generator)
-            blocks.append(Block(attention, make_layer(self.comms, cases, experts, choice), point.hidden))
+            blocks.append(Block(attention, make_layer(self.comm, cases, experts, products), point.hidden))
         steps = Steps(schedule, blocks, self.cases_LM)
         calls = steps.calls()
 
@@ -356,7 +362,7 @@ class _OfAModel(Variants):
         return verdicts
 
 
-def make_models(comms: Comms, case: LayerCase, clock: Clock) -> list[Path | Yardstick | NotRun]:
-    """The variants of a model's microbatches: each schedule with each choice."""
-    model, problem = attempt(lambda: _OfAModel(comms, case, clock))
+def make_models(comm: Communicator, case: LayerCase, clock: Clock) -> list[Path | Yardstick | NotRun]:
+    """The variants of a model's microbatches: each schedule with each of the products that were asked for."""
+    model, problem = attempt(lambda: _OfAModel(comm, case, clock))
     return [NotRun("model", problem, failed=True)] if model is None else made_of(model.makers(), case)

@@ -51,7 +51,6 @@ py::dict stats_dict(DeviceCommunicator& self) {
   out["rows_in"] = s.rows_in;
   out["rows_out"] = counters.rows_out;
   out["bytes_wire"] = counters.bytes_wire;
-  out["bytes_staged"] = s.bytes_staged;
   add_network_stats(out, self.proxy());
   return out;
 }
@@ -109,16 +108,15 @@ void bind_cuda(py::module_& m, void (*interrupt)()) {
   for (const WireFormat wire : kWireFormats) formats.value(wire_entry(wire).name, wire);
   py::class_<DeviceShape>(m, "DeviceShape")
       .def(py::init([](int32_t ranks, int64_t num_experts, int32_t top_k, int64_t hidden, int64_t max_tokens,
-                       DType dtype, WireFormat wire, int32_t ranks_per_node, bool copies,
-                       int32_t whole_sources) {
-             const DeviceShape shape{ranks, top_k, num_experts,    hidden, max_tokens,
-                                     dtype, wire,  ranks_per_node, copies, whole_sources};
+                       DType dtype, WireFormat wire, int32_t ranks_per_node, int32_t whole_sources) {
+             const DeviceShape shape{ranks, top_k, num_experts,    hidden,       max_tokens,
+                                     dtype, wire,  ranks_per_node, whole_sources};
              check_shape(shape);
              return shape;
            }),
            py::kw_only(), py::arg("ranks"), py::arg("num_experts"), py::arg("top_k"), py::arg("hidden"),
            py::arg("max_tokens"), py::arg("dtype"), py::arg("wire"), py::arg("ranks_per_node"),
-           py::arg("copies") = false, py::arg("whole_sources") = kWholeSources);
+           py::arg("whole_sources") = kWholeSources);
   m.def("device_host_bytes", [](const DeviceShape& shape) {
     return shape.other_nodes() == 0 ? 0 : WindowLayout::make(host_window_shape(shape)).committed_bytes;
   });
@@ -184,10 +182,8 @@ void bind_cuda(py::module_& m, void (*interrupt)()) {
       .def_property_readonly("num_sms", &DeviceCommunicator::num_sms)
       .def("limit_sms", &DeviceCommunicator::limit_sms)
       .def("fuse_up_to", &DeviceCommunicator::fuse_up_to)
-      .def("use_copies", &DeviceCommunicator::use_copies)
       .def("complete",
            [](DeviceCommunicator& self, uintptr_t stream) { return self.complete(stream_of(stream)); })
-      .def("copies_pay", &DeviceCommunicator::copies_pay)
       .def("redispatch",
            [](DeviceCommunicator& self, uintptr_t plan, RowLayout layout, uintptr_t x, int64_t tokens,
               int64_t rows, uintptr_t out, uintptr_t scales, uintptr_t other, uintptr_t dots, bool quantised,

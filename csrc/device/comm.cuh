@@ -167,19 +167,6 @@ struct Comm {
            (place * window.stage_tokens + in_turn(token, window.stage_tokens)) *
                window.shape.wire_row_bytes();
   }
-  /// Where the copy engine brings the row of `sender` for a token.
-  __device__ std::byte* landed_row(int32_t landing, int32_t sender, int64_t token, int64_t row_bytes) const {
-    return own + window.landed[landing] + (sender * window.shape.max_tokens + token) * row_bytes;
-  }
-  /// Where this rank puts its own rows for the copy engine to take them from.
-  __device__ std::byte* packed_row(int32_t landing, int64_t token) const {
-    return own + window.landed[landing] +
-           (rank * window.shape.max_tokens + token) * window.shape.wire_row_bytes();
-  }
-  /// Combine: where this rank puts its sum for a token of `home` for the copy engine.
-  __device__ std::byte* outgoing_row(int32_t home, int64_t token) const {
-    return own + window.outgoing + (home * window.shape.max_tokens + token) * window.shape.row_bytes();
-  }
   /// Combine: slot `slot` of a token in its home's window at `base`.
   __device__ std::byte* slot_row(std::byte* base, uint64_t epoch, int64_t token, int32_t slot) const {
     return base + window.rows[epoch & 1] + (token * window.shape.slots() + slot) * window.shape.row_bytes();

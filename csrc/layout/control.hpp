@@ -49,8 +49,8 @@ struct alignas(kLine) SignalRecord {
   Operation operation;
   uint16_t caller;      ///< dispatch: number of the layer among those of the communicator; 0: none
   uint32_t error;       ///< ErrorKind, with the text in the sender's window
-  int64_t rows_offset;  ///< where the sender's rows start in its window; GPU: section of landed rows that its
-                        ///< copies go to, or with an error the index of the id that is bad
+  int64_t rows_offset;  ///< where the sender's rows start in its window; GPU: with an error the index of the
+                        ///< id that is bad
   int64_t capacity;     ///< -1: dropless
   uint64_t plan;        ///< epoch of the kept plan (redispatch, combine); candidate for reuse or 0 (dispatch)
   int32_t tokens;
@@ -80,10 +80,9 @@ MOECOMM_HD constexpr uint64_t arguments_hash(const SignalRecord& record) {
 enum Carries : uint32_t {
   kCarriesRows = 1,
   kCarriesWeights = 2,
-  kCarriedByCopies = 4,
-  kCarriesQuantised = 8,
-  kAfterGivenUp = 16  ///< GPU, where tokens take turns: the dispatch before was not received, and rows that
-                      ///< were yet to be sent did not go out
+  kCarriesQuantised = 4,
+  kAfterGivenUp = 8  ///< GPU, where tokens take turns: the dispatch before was not received, and rows that
+                     ///< were yet to be sent did not go out
 };
 
 /// Why a rank gave up on a peer.

@@ -31,12 +31,6 @@ void for_each_section(DeviceWindow& w, int64_t rows_bytes, const Visit& visit) {
   visit("arrival flags", w.arrived, s.ranks * (s.max_chunks() + 1) * kFlag);
   visit("credit flags", w.credits, s.ranks * (s.max_chunks() + 1) * kFlag);
   for (auto& offset : w.rows) visit("rows", offset, rows_bytes);
-  if (s.copies) {
-    const int64_t tokens = s.ranks * s.max_tokens;
-    for (auto& offset : w.landed)
-      visit("copied rows", offset, tokens * std::max(s.row_bytes(), s.wire_row_bytes()));
-    visit("outgoing sums", w.outgoing, tokens * s.row_bytes());
-  }
   if (const int64_t others = s.other_nodes(); others > 0) {
     visit("relay state", w.relay_state, others * int64_t{sizeof(RelayState)});
     for (auto& offset : w.relay_text) visit("texts of other nodes", offset, others * kErrorText);

@@ -19,7 +19,6 @@ inline constexpr int32_t kMaxTopK = 32;  ///< a warp holds the ids of a token
 inline constexpr int32_t kMaxNodeRanks = 128;
 inline constexpr int32_t kMaxChunk = 8;  ///< tokens
 inline constexpr int32_t kMaxRouteBlocks = 32;
-inline constexpr int64_t kCopiesChunk = 0;  ///< whose arrival flag says that all copies have arrived
 
 /// The most tokens of a rank whose chunks have one token, two and four.
 inline constexpr int64_t kMostOfOne = 1024, kMostOfTwo = 4096, kMostOfFour = 16384;
@@ -84,7 +83,6 @@ struct DeviceShape {
   DType dtype;
   WireFormat wire;
   int32_t ranks_per_node = 0;             ///< 0: all
-  bool copies = false;                    ///< the window has room for transfers by the copy engine
   int32_t whole_sources = kWholeSources;  ///< of more sources on a node than these, tokens may take turns
 
   /// Returns this shape for rows that travel in another format.
@@ -246,8 +244,6 @@ struct DeviceState {
   uint64_t cancelled;                 ///< epoch whose records disagree: nothing is waited for
   uint64_t planned;                   ///< epoch of the newest plan that a kernel waits for
   uint64_t left;                      ///< epoch of the newest dispatch whose output had no room for its rows
-  uint64_t copied;                    ///< epoch of the newest operation whose rows the copy engine moves
-  int32_t landing;                    ///< and the section of landed rows that it uses; -1: none yet
   alignas(kLine) uint32_t send_next;  ///< next chunk to be sent
   uint32_t stage_next;                ///< and to be sent to other nodes
   uint32_t later_next;                ///< next chunk to be sent that takes another one's place
@@ -300,15 +296,8 @@ struct DeviceWindow {
   int64_t arrived;  ///< uint64[ranks][max_chunks + 1]: epoch in which a chunk of this source has arrived;
                     ///< the last: its gradients of weights
   int64_t credits;  ///< uint64[ranks][max_chunks + 1]: epoch in which this reader has read a chunk; with
-                    ///< several nodes of Comm::pair(source, reader), since one rank sends for a rail;
-                    ///< the last: not 0 once copies of this rank may have spoiled rows (spoiled)
+                    ///< several nodes of Comm::pair(source, reader), since one rank sends for a rail
   int64_t rows[2];  ///< dispatch: wire rows [staged_sources][stage_tokens]; combine: rows [max_tokens][slots]
-
-  // Sections for transfers by the copy engine. Their addresses are the host's choice, which a graph holds, so
-  // epochs do not tell which of two an operation uses: operations take them in turns, and one that takes the
-  // same as the last one waits for all ranks to begin first (await_landing).
-  int64_t landed[2];  ///< wire rows or rows [ranks][max_tokens], by who has sent them
-  int64_t outgoing;   ///< rows [ranks][max_tokens], this rank's own: sums on their way to each home
 
   // Sections with several nodes; [other] is the number of another node (NodeMap::other). What goes to and
   // comes from other nodes lies in host memory (host_window_shape); here is what ranks of the node have to do

@@ -126,8 +126,6 @@ void DeviceCommunicator::free_device() noexcept {
   cudaSetDevice(config_.device);
   const BesideCaptures beside;
   if (fork_ != nullptr) cudaEventDestroy(fork_);
-  if (copied_ != nullptr) cudaEventDestroy(copied_);
-  if (copy_stream_ != nullptr) cudaStreamDestroy(copy_stream_);
   if (join_ != nullptr) cudaEventDestroy(join_);
   if (side_stream_ != nullptr) cudaStreamDestroy(side_stream_);
   if (watch_stream_ != nullptr) cudaStreamDestroy(watch_stream_);
@@ -156,12 +154,10 @@ void DeviceCommunicator::connect(const std::vector<uintptr_t>& bases, const std:
   device::NodeBases node_bases{};
   node_bases.first_rank = nodes_.first(nodes_.node_of(config_.rank));
   for (size_t i = 0; i < bases.size(); ++i) node_bases.of[i] = reinterpret_cast<std::byte*>(bases[i]);
-  bases_.assign(node_bases.of, node_bases.of + bases.size());
   std::byte* const own = reinterpret_cast<std::byte*>(bases[own_index()]);
   DeviceState state{};
   state.bad_id = ~uint64_t{0};
   state.epoch = config_.first_epoch - 1;
-  state.landing = -1;
   check_cuda(cudaMemcpy(own + window_.state, &state, sizeof(state), cudaMemcpyHostToDevice), "cudaMemcpy");
   // The side stream has high priority: beside a product that fills the GPU, what others wait for gets SMs
   // first.
@@ -171,8 +167,6 @@ void DeviceCommunicator::connect(const std::vector<uintptr_t>& bases, const std:
              "cudaStreamCreate");
   check_cuda(cudaEventCreateWithFlags(&fork_, cudaEventDisableTiming), "cudaEventCreate");
   check_cuda(cudaEventCreateWithFlags(&join_, cudaEventDisableTiming), "cudaEventCreate");
-  check_cuda(cudaEventCreateWithFlags(&copied_, cudaEventDisableTiming), "cudaEventCreate");
-  check_cuda(cudaStreamCreateWithFlags(&copy_stream_, cudaStreamNonBlocking), "cudaStreamCreate");
 
   for (const WireFormat wire : kWireFormats) {
     device::Comm comm{};
@@ -277,13 +271,6 @@ void DeviceCommunicator::limit_sms(int32_t num_sms) {
                                        shape, quantised);
 }
 
-void DeviceCommunicator::use_copies(bool copies, bool held) {
-  if (copies && !config_.shape.copies)
-    throw Error(ErrorKind::invalid_argument, "the window has no room for transfers by the copy engine");
-  copies_ = copies;
-  held_ = copies && held;
-}
-
 bool DeviceCommunicator::complete(cudaStream_t stream) {
   interrupted_ = false;
   if (!receive_held_) return true;
@@ -303,23 +290,6 @@ void DeviceCommunicator::hold(std::function<void(cudaStream_t)> receive, cudaStr
   held_capture_ = capture_of(stream);
   held_stream_ = stream;
   receive_held_ = std::move(receive);
-}
-
-/// Runs `receive`, the second half of an operation by the copy engine, now or in complete().
-void DeviceCommunicator::receive_copied(std::function<void(cudaStream_t)> receive, bool held,
-                                        cudaStream_t stream) {
-  if (!held) return receive(stream);
-  hold(
-      [this, receive = std::move(receive)](cudaStream_t now) {
-        check_cuda(cudaStreamWaitEvent(now, copied_, 0), "cudaStreamWaitEvent");
-        receive(now);
-      },
-      stream);
-}
-
-bool DeviceCommunicator::copies_pay() const {
-  const DeviceShape& s = config_.shape;
-  return s.copies && gpu::copies_pay(s.ranks, s.top_k, s.max_tokens, s.row_bytes());
 }
 
 gpu::Launch DeviceCommunicator::launch(cudaStream_t stream, int blocks, bool overlapped) const {
@@ -348,9 +318,7 @@ void DeviceCommunicator::abandon(cudaStream_t stream) {
   const gpu::SendArguments& sent = begun.arguments;
   // Others may have received it, this rank's rows that were yet to be sent among them.
   const bool in_turn = comm(begun.wire)->window.stage_tokens < config_.shape.max_tokens;
-  if (in_turn && !sent.copied) given_up_ = begun.capture;
-  // Copies take the epoch from a word that the next operation changes.
-  if (begun.held) check_cuda(cudaStreamWaitEvent(pending_stream_, copied_, 0), "cudaStreamWaitEvent");
+  if (in_turn) given_up_ = begun.capture;
   check_cuda(gpu::launch_abandon(launch(pending_stream_, 1, !begun.offered), *comm(begun.wire),
                                  sent.operation, sent.tokens, 0, begun.offered),
              "launch of abandon");
@@ -382,32 +350,17 @@ void DeviceCommunicator::send(WireFormat wire, gpu::SendArguments arguments, cud
   arguments.routes_first = divided.routes_first && nodes_.nodes() == 1;
   arguments.relay_blocks = heuristics_.relay_blocks;
   arguments.after = after_given_up(stream);
-  arguments.copied = copies_;
-  arguments.landing = copies_ ? next_landing() : 0;
   // The number of tokens that other nodes bring is not known here.
   const int64_t most = nodes_.nodes() > 1 ? config_.shape.max_tokens : arguments.tokens;
-  const bool later = !copies_ && most > comm(wire)->window.stage_tokens;
+  const bool later = most > comm(wire)->window.stage_tokens;
   if (later) fork_side(stream);
   if (dispatch) launch_route(arguments, divided, stream);
-  const bool only_announces = copies_ && !dispatch;
-  const int blocks = only_announces ? 1
-                     : copies_      ? heuristics_.each_blocks()
-                                    : divided.send + heuristics_.relay_blocks;
-  // Copies of rows as they are need no kernel but that of the routes.
-  if (!copies_ || only_announces || config_.shape.wire != WireFormat::same)
-    check_cuda(launch_send(launch(stream, blocks, dispatch), *comm(wire), arguments),
-               "launch of a dispatch (sending)");
-  pending_ = {arguments, wire, blocks, later, held_};
+  const int blocks = divided.send + heuristics_.relay_blocks;
+  check_cuda(launch_send(launch(stream, blocks, dispatch), *comm(wire), arguments),
+             "launch of a dispatch (sending)");
+  pending_ = {arguments, wire, blocks, later};
   pending_->capture = capture_of(stream);
   pending_stream_ = stream;
-  if (!arguments.copied) return;
-  const DeviceWindow& window = comm(wire)->window;
-  const bool as_it_is = window.shape.wire == WireFormat::same;
-  const std::byte* const packed = bases_[own_index()] + window.landed[arguments.landing] +
-                                  config_.rank * window.shape.max_tokens * window.shape.wire_row_bytes();
-  if (!as_it_is) stats_.bytes_staged += arguments.tokens * window.shape.wire_row_bytes();
-  copy_to_peers(as_it_is ? arguments.x : packed, 0, arguments.tokens * window.shape.wire_row_bytes(),
-                window.shape.wire_row_bytes(), arguments.landing, stream);
 }
 
 /// Starts to work out the routes of a dispatch, by blocks that will receive its rows, and its plan.
@@ -425,33 +378,6 @@ void DeviceCommunicator::launch_route(gpu::SendArguments& arguments, const gpu::
              "launch of a dispatch (routes)");
 }
 
-/// Copies `bytes` of rows of `row_bytes` to every other rank, where it finds what this one has sent, and
-/// after them the operation's epoch into its arrival flag: from + peer * step goes to rank `peer`. No SM has
-/// a part in it, so that nothing waits for a product that fills the GPU.
-void DeviceCommunicator::copy_to_peers(const std::byte* from, int64_t step, int64_t bytes, int64_t row_bytes,
-                                       int32_t landing, cudaStream_t stream) {
-  if (held_) {
-    check_cuda(cudaEventRecord(fork_, stream), "cudaEventRecord");
-    check_cuda(cudaStreamWaitEvent(copy_stream_, fork_, 0), "cudaStreamWaitEvent");
-  }
-  const cudaStream_t on = held_ ? copy_stream_ : stream;
-  const DeviceShape& s = config_.shape;
-  const int64_t to = window_.landed[landing] + config_.rank * s.max_tokens * row_bytes;
-  const int64_t flag = window_.arrived + (config_.rank * (window_.shape.max_chunks() + 1) + kCopiesChunk) *
-                                             static_cast<int64_t>(sizeof(uint64_t));
-  const auto copy = [&](int32_t peer, int64_t offset, const void* source, int64_t size) {
-    check_cuda(cudaMemcpyAsync(bases_[static_cast<size_t>(peer)] + offset, source, static_cast<size_t>(size),
-                               cudaMemcpyDeviceToDevice, on),
-               "a copy to a peer");
-  };
-  for (int32_t i = 1; i < s.ranks; ++i) {
-    const int32_t peer = (config_.rank + i) % s.ranks;
-    if (bytes > 0) copy(peer, to, from + peer * step, bytes);
-    copy(peer, flag, &state_->copied, sizeof(uint64_t));
-  }
-  if (held_) check_cuda(cudaEventRecord(copied_, copy_stream_), "cudaEventRecord");
-}
-
 /// Receives the rows of the operation that was sent last.
 /// `directly`: as in finish_dispatch. A kernel of others that comes between may let this one start, and have
 /// memory that this one writes to (its operands, freed by now): it has to end first.
@@ -467,16 +393,10 @@ void DeviceCommunicator::receive(gpu::ReceiveArguments arguments, bool directly,
   gpu::SendArguments sent = begun.arguments;
   take_sent(arguments, sent);
   arguments.senders = begun.later ? begun.blocks : 0;
-  arguments.copied = sent.copied;
-  const int blocks = sent.copied ? heuristics_.each_blocks() : divided(sent).receive;
-  const auto start = [this, arguments, begun, beside, blocks](cudaStream_t on) {
-    const bool overlapped = beside && !arguments.copied;
-    check_cuda(gpu::launch_dispatch_receive(launch(on, blocks, overlapped), *comm(begun.wire), arguments),
-               "launch of a dispatch (receiving)");
-  };
   pending_.reset();
-  if (sent.copied) return receive_copied(start, begun.held, stream);
-  start(stream);
+  check_cuda(gpu::launch_dispatch_receive(launch(stream, divided(sent).receive, beside), *comm(begun.wire),
+                                          arguments),
+             "launch of a dispatch (receiving)");
   if (begun.later) {
     sent.later = sent.apart = true;
     check_cuda(launch_send(launch(side_stream_, begun.blocks, false), *comm(begun.wire), sent),
@@ -527,7 +447,7 @@ gpu::ReceiveArguments DeviceCommunicator::receiving(int64_t rows, int64_t positi
 
 /// True where one kernel does all of an operation of `tokens` tokens whose rows travel in `wire`.
 bool DeviceCommunicator::fuses(WireFormat wire, int64_t tokens) const {
-  return !copies_ && gpu::in_one_kernel(tokens, fused_tokens()) && tokens <= comm(wire)->window.stage_tokens;
+  return gpu::in_one_kernel(tokens, fused_tokens()) && tokens <= comm(wire)->window.stage_tokens;
 }
 
 /// Starts to send and to receive, in one kernel or two: what is known before to be so many rows, or what may
@@ -536,7 +456,7 @@ void DeviceCommunicator::send_and_receive(WireFormat wire, const gpu::SendArgume
                                           gpu::ReceiveArguments received, cudaStream_t stream) {
   // The products with other rows are sums, which one warp has to make in its order.
   const bool in_one = received.other == nullptr && fuses(wire, sent.tokens);
-  Sent begun{sent, wire, 0, false, false};
+  Sent begun{sent, wire, 0, false};
   if (in_one) {
     run_in_one(wire, {sent, received}, stream);
   } else {
@@ -598,8 +518,7 @@ std::pair<gpu::RowCounts, bool> DeviceCommunicator::offered_rows(int64_t tokens,
   }
   // Chunks that wait for room are sent by a kernel that must not be there before the one that gives it.
   const bool waits = tokens > comm(wire)->window.stage_tokens;
-  return {copies_ ? gpu::RowCounts{} : recent.offer(tokens, alignment, config_.shape),
-          nodes_.nodes() == 1 && !waits};
+  return {recent.offer(tokens, alignment, config_.shape), nodes_.nodes() == 1 && !waits};
 }
 
 void DeviceCommunicator::accept_rows() {
@@ -728,8 +647,6 @@ void DeviceCommunicator::combine(const gpu::CombineArguments& arguments, bool qu
   all.wire = quantised ? config_.sums : WireFormat::same;
   all.relay_blocks = heuristics_.relay_blocks;
   all.after = after_given_up(stream);
-  all.copied = copies_ && all.rows != nullptr;
-  all.landing = all.copied ? next_landing() : 0;
   ++stats_.combine_calls;
   if (!held && all.weight_grads == nullptr && all.tokens <= heuristics_.fused_sums &&
       fuses(WireFormat::same, all.tokens)) {
@@ -747,23 +664,13 @@ void DeviceCommunicator::combine(const gpu::CombineArguments& arguments, bool qu
       heuristics_.combine(all.layout == RowLayout::rank, all.wire != WireFormat::same);
   all.reduce_list = divided.reduce_list;
   all.sum_list = divided.sum_list;
-  const int blocks = all.copied ? heuristics_.each_blocks() : divided.reduce + heuristics_.relay_blocks;
-  check_cuda(gpu::launch_combine_reduce(launch(stream, blocks, false), comm, all),
-             "launch of combine (owners)");
-  const int sum_blocks = all.copied ? blocks : divided.sum;
-  const auto sum = [this, all, sum_blocks](cudaStream_t on) {
-    check_cuda(
-        gpu::launch_combine_sum(launch(on, sum_blocks, !all.copied), *this->comm(WireFormat::same), all),
-        "launch of combine (home)");
+  check_cuda(
+      gpu::launch_combine_reduce(launch(stream, divided.reduce + heuristics_.relay_blocks, false), comm, all),
+      "launch of combine (owners)");
+  const auto sum = [this, all, blocks = divided.sum](cudaStream_t on) {
+    check_cuda(gpu::launch_combine_sum(launch(on, blocks, true), *this->comm(WireFormat::same), all),
+               "launch of combine (home)");
   };
-  if (all.copied) {
-    // How many tokens a home has is not known here.
-    const int64_t bytes = comm.window.shape.max_tokens * comm.window.shape.row_bytes();
-    copy_to_peers(bases_[own_index()] + window_.outgoing, bytes, bytes, comm.window.shape.row_bytes(),
-                  all.landing, stream);
-    receive_copied(sum, held_, stream);
-    return;
-  }
   if (held)
     hold(sum, stream);
   else

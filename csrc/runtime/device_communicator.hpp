@@ -89,7 +89,6 @@ struct DeviceOutput {
 
 struct DeviceStats {
   int64_t dispatch_calls = 0, combine_calls = 0, plans_made = 0, rows_in = 0;
-  int64_t bytes_staged = 0;      ///< of rows brought into their wire format for the copy engine
   double host_wait_seconds = 0;  ///< of the host, for row counts
 };
 
@@ -159,15 +158,10 @@ class DeviceCommunicator {
   void finish_dispatch(bool directly, int64_t rows, int64_t positions, const DeviceOutput& output,
                        cudaStream_t stream);
 
-  /// Lets the copy engine move the rows of operations that begin from now on, or the SMs. All ranks have to
-  /// do the same. `held`: copies run beside the stream, and what receives the rows is left to complete().
-  void use_copies(bool copies, bool held);
-  /// Starts to receive the rows of an operation that was held, if there is one: its output is there when
+  /// Starts to receive the sums of a combine that was held, if there is one: its output is there when
   /// `stream` gets here. The next operation does so, too. Returns false for one whose first half was recorded
   /// by a capture that has ended without the second: nothing of it runs.
   bool complete(cudaStream_t stream);
-  /// True where the copy engine should move rows that have a product beside them.
-  bool copies_pay() const;
   void redispatch(const DeviceRedispatch& redispatch, cudaStream_t stream);
   /// `quantised`: sums travel in the format of the configuration, else in their dtype. `held`: sums are sent,
   /// and the kernel that waits for those of others is left to complete().
@@ -205,7 +199,6 @@ class DeviceCommunicator {
     WireFormat wire;
     int blocks;
     bool later;            ///< chunks that wait for room may be left to be sent
-    bool held;             ///< what receives is left to complete()
     bool offered = false;  ///< it has been received, if the output had room
     bool in_one = false;   ///< by one kernel
     uint64_t capture = 0;  ///< that has recorded it; 0: it runs
@@ -226,11 +219,7 @@ class DeviceCommunicator {
   const gpu::DispatchBlocks& divided(const gpu::SendArguments& arguments) const;
   void launch_route(gpu::SendArguments& arguments, const gpu::DispatchBlocks& divided, cudaStream_t stream);
   void receive(gpu::ReceiveArguments arguments, bool directly, cudaStream_t stream);
-  void copy_to_peers(const std::byte* from, int64_t step, int64_t bytes, int64_t row_bytes, int32_t landing,
-                     cudaStream_t stream);
   void hold(std::function<void(cudaStream_t)> receive, cudaStream_t stream);
-  void receive_copied(std::function<void(cudaStream_t)> receive, bool held, cudaStream_t stream);
-  int32_t next_landing() { return static_cast<int32_t>(copied_operations_++ & 1); }
   void abandon(cudaStream_t stream);
   uint32_t after_given_up(cudaStream_t stream);
   void require_begun() const;
@@ -247,9 +236,6 @@ class DeviceCommunicator {
   int sms_ = 0;  // of the device
   gpu::Heuristics heuristics_;
   int64_t most_fused_ = gpu::kMostFusedTokens;
-  bool copies_ = false;  ///< the copy engine moves rows,
-  bool held_ = false;    ///< beside the caller's stream
-  uint64_t copied_operations_ = 0;
   std::function<void(cudaStream_t)> receive_held_;
   cudaStream_t held_stream_ = nullptr;  ///< of its first half
   uint64_t held_capture_ = 0;           ///< that has recorded its first half; 0: that runs
@@ -257,12 +243,9 @@ class DeviceCommunicator {
   const NodeMap nodes_;
 
   std::unique_ptr<Pinned> pinned_;
-  std::vector<std::byte*> bases_;                          // windows of this node's ranks
   std::unique_ptr<device::Comm> comms_[kWireFormatCount];  // by WireFormat
   cudaStream_t side_stream_ = nullptr;                     // for a kernel that sends what waits for room
   cudaEvent_t fork_ = nullptr, join_ = nullptr;
-  cudaStream_t copy_stream_ = nullptr;  // for copies beside the caller's stream
-  cudaEvent_t copied_ = nullptr;        // they are done
 
   WindowLayout control_layout_;
   std::vector<shm::Window> control_;

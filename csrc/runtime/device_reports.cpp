@@ -103,7 +103,7 @@ std::string DeviceCommunicator::describe(const HostStatus::Verdict& v) const {
       }
       [[fallthrough]];
     default:
-      what = "what travels (1: rows, 2: weights, 4: by the copy engine, 8: quantised, or their sum)";
+      what = "what travels (1: rows, 2: weights, 4: quantised, or their sum)";
   }
   return "ranks disagree on " + what + ": rank 0 has " + first + ", " + rank + " has " + here;
 }

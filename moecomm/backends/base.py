@@ -130,8 +130,6 @@ class Backend(Protocol):
     """The number of SMs that an operation holds; on the CPU, of threads."""
     plan_fields: PlanFields
     """The fields of the blob in a TensorPlan."""
-    copies_beside: bool
-    """True if the copy engine moves the rows of operations that have products beside them."""
 
     @property
     def stream(self) -> torch.cuda.Stream | None:
@@ -140,18 +138,6 @@ class Backend(Protocol):
     def limit_sms(self, num_sms: int | None) -> int | None:
         """Sets the SMs of operations that begin from now on; None sets the number that the communicator was
         made with. Returns the setting before."""
-
-    def use_copies(self, copies: bool, held: bool) -> tuple[bool, bool]:
-        """Lets the copy engine move the rows of operations that begin from now on, or the SMs; `held`: beside
-        the caller's stream, and `complete` receives them. Returns the setting before. Raises Unsupported
-        without a copy engine, InvalidArgument where the window has no room for it."""
-
-    def complete(self) -> None:
-        """Receives what an operation has held, if anything, on the caller's current stream."""
-
-    @property
-    def held(self) -> int:
-        """The number of the last operation that was held; 0 before the first."""
 
     def run(self, name: str, operation: Callable[[], Result]) -> Result:
         """Runs `operation` after all before it and returns its result; `name` is for profilers."""

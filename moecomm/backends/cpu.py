@@ -93,8 +93,6 @@ class CpuBackend(Announcing):
     """
 
     stream = None
-    copies_beside = False
-    held = 0
     wire_tensors: WireTensors | None = None
 
     def __init__(
@@ -197,15 +195,6 @@ class CpuBackend(Announcing):
     def limit_sms(self, num_sms: int | None) -> int | None:
         """Raises Unsupported: a rank's threads are made once, with the communicator."""
         raise Unsupported("limit_sms is for CUDA communicators; on the CPU num_sms is given once, as threads")
-
-    def use_copies(self, copies: bool, held: bool) -> tuple[bool, bool]:
-        """Raises Unsupported if `copies`: there is no copy engine. Else it does nothing."""
-        if copies:
-            raise Unsupported("engine is 'copy', which is for CUDA communicators; the CPU has no copy engine")
-        return False, False
-
-    def complete(self) -> None:
-        """Does nothing: no operation is held."""
 
     def dispatch(self, call: DispatchCall) -> RawDispatch:
         """Sends rows and receives those that arrive."""

@@ -119,16 +119,9 @@ class CudaBackend(Announcing):
         with self._gpu.current():
             group_info = self._handshake(rendezvous, arguments, argument_error)
             self.nodes = group_info.nodes
-            engine = arguments["engine"]
-            if engine == "copy" and self.nodes.nodes > 1:
-                raise Unsupported(
-                    f"engine is 'copy' on {self.nodes.nodes} nodes, expected one: the copy engine serves "
-                    "GPUs of one node; pass engine='auto' or 'sm'"
-                )
             sums, gradients = arguments["combine_wire"], arguments["gradient_wire"]
             self._sums = getattr(_C.WireFormat, sums or "same")
             self._gradients = getattr(_C.WireFormat, gradients or "same")
-            has_copies = engine != "sm" and self.nodes.nodes == 1 and sums is gradients is None
             self.top_k, self.hidden = arguments["top_k"], arguments["hidden"]
             self.wire_tensors = wire_tensors(arguments["wire"])
             shape = device_shape(
@@ -140,7 +133,6 @@ class CudaBackend(Announcing):
                 dtype=dtype,
                 wire=arguments["wire"],
                 ranks_per_node=self.nodes.ranks_per_node,
-                copies=has_copies,
                 whole_sources=arguments["MOECOMM_WHOLE_SOURCES"],
             )
             self.memory = plan_device_memory(shape, self.nodes.ranks_per_node)
@@ -164,13 +156,6 @@ class CudaBackend(Announcing):
             self.num_sms = self._native.num_sms
             self.network_lanes = self._native.network_lanes()
         self._num_sms, self._limit = num_sms, num_sms
-        self._copies = (False, False)
-        self.held = 0
-        self._held_tensors: tuple[torch.Tensor | None, ...] = ()  # those of the operation that is held
-        self._held_raw = 0  # the stream on which that was begun
-        self.copies_beside = engine == "copy" or (engine == "auto" and self._native.copies_pay())
-        if engine == "copy":
-            self.use_copies(True, held=False)
         # This also runs when the backend is garbage collected, and when the interpreter ends.
         self._release = weakref.finalize(self, _release, self._gpu, self._native, window)
 
@@ -354,49 +339,6 @@ class CudaBackend(Announcing):
                 self._native.limit_sms(self._limit or 0)
         return before
 
-    def use_copies(self, copies: bool, held: bool) -> tuple[bool, bool]:
-        """Lets the copy engine move the rows of operations that begin from now on, or the SMs; `held`: beside
-        the caller's stream, and `complete` receives them. Returns the setting before. Raises InvalidArgument
-        where the window has no room for it."""
-        with self._lock:
-            before = self._copies
-            if (copies, held) != before:
-                self._native.use_copies(copies, held)
-                self._copies = (copies, held)
-        return before
-
-    def complete(self) -> None:
-        """Receives what an operation has held, if anything, on the caller's current stream."""
-        with self._lock:
-            self.run_now("moecomm receive", self._complete)
-            self._let_go()
-
-    def _complete(self) -> None:
-        """Runs the second half of the operation that is held, if any. Raises InvalidArgument for one whose
-        first half was recorded by a CUDA graph capture that has ended without it."""
-        self._announced = True
-        if not self._native.complete(self._raw_stream):
-            raise InvalidArgument(
-                "the capture in which an operation was begun has ended without its second half, and nothing "
-                "of it runs: wait for it within the capture"
-            )
-
-    def _keep(self, *tensors: torch.Tensor | None) -> None:
-        """Keeps the tensors of the operation just begun for as long as it is held, if it is."""
-        self._let_go()
-        if self._copies[1]:
-            self._held_tensors, self._held_raw = tensors, self._raw_stream
-            self.held += 1
-
-    def _let_go(self) -> None:
-        """Lets go of the tensors of the operation that was held, which the current stream has received. The
-        one on which it was begun does not wait for that, and may be given their memory."""
-        if self._held_tensors and self._held_raw != self._raw_stream:
-            for each in self._held_tensors:
-                if each is not None:
-                    each.record_stream(self._gpu.stream())
-        self._held_tensors = ()
-
     def ready(self) -> None:
         """Does nothing: the runtime refuses work when it is closed or broken, and a passed capacity is
         reported by `check` or with the row count of a dropless dispatch, where all ranks see the same."""
@@ -405,9 +347,9 @@ class CudaBackend(Announcing):
         """Sends rows and receives those that arrive. With a capacity it is one call of the runtime."""
         if call.capacity < 0:
             return self.finish_dispatch(self._begin(call, offers=True))
-        sending, blob, inputs = self._sending(call)
+        sending, blob, _inputs = self._sending(call)  # which stay until the output has its own memory
         rows = (call.capacity, call.expert_capacity)
-        return self._receive(call, blob, inputs, rows, partial(self._native.dispatch, *sending))
+        return self._receive(call, blob, rows, partial(self._native.dispatch, *sending))
 
     def begin_dispatch(self, call: DispatchCall) -> _Begun:
         """Sends the rows of a dispatch and makes the plan, on the device."""
@@ -470,13 +412,13 @@ class CudaBackend(Announcing):
             filled = filled or torch.are_deterministic_algorithms_enabled()
             directly = directly and not filled and not (in_one_call and call.capacity < 0)
             receive = partial(self._native.finish_dispatch, directly)
-            return self._receive(call, blob, inputs, counts, receive)
+            return self._receive(call, blob, counts, receive)
         outputs.cut(*counts)
         if at_once:
             self._native.accept_rows()
         else:
             self._start_receiving(outputs, counts, partial(self._native.finish_dispatch, directly))
-        return self._received(call, blob, inputs, counts, outputs)
+        return self._received(call, blob, counts, outputs)
 
     def _sending(self, call: DispatchCall) -> tuple[_Sending, torch.Tensor, _Inputs]:
         """Returns the arguments of the runtime's `begin_dispatch` without the stream, the plan's memory, and
@@ -511,13 +453,11 @@ class CudaBackend(Announcing):
         self,
         call: DispatchCall,
         blob: torch.Tensor,
-        inputs: _Inputs,
         counts: tuple[int, int],
         receive: Callable[..., None],
     ) -> RawDispatch:
         """Receives the rows into new tensors, by a function of the runtime that takes `counts` (of rows and
-        of expert-major positions), addresses, and the stream. `inputs`: what the kernels read, which a held
-        operation still does when this returns."""
+        of expert-major positions), addresses, and the stream."""
         try:
             outputs = self._outputs(call, counts)
         except OutOfMemory as error:
@@ -526,7 +466,7 @@ class CudaBackend(Announcing):
             error._is_known_to_all = False
             raise
         self._start_receiving(outputs, counts, receive)
-        return self._received(call, blob, inputs, counts, outputs)
+        return self._received(call, blob, counts, outputs)
 
     def _outputs(self, call: DispatchCall, counts: tuple[int, int]) -> _Outputs:
         """Returns the tensors of a dispatch's output. With a capacity the index is zero, since not all
@@ -565,15 +505,9 @@ class CudaBackend(Announcing):
         receive(rows, counts[1] if by_rank else rows, *addresses, self._raw_stream)
 
     def _received(
-        self,
-        call: DispatchCall,
-        blob: torch.Tensor,
-        inputs: _Inputs,
-        counts: tuple[int, int],
-        outputs: _Outputs,
+        self, call: DispatchCall, blob: torch.Tensor, counts: tuple[int, int], outputs: _Outputs
     ) -> RawDispatch:
         """Returns what a dispatch gives whose rows come into `outputs`."""
-        self._keep(*outputs, blob, *inputs)
         tokens = call.x_TH.shape[0]
         index = None
         if outputs.rows_Q is not None:
@@ -630,7 +564,6 @@ class CudaBackend(Announcing):
             gradients and scales_P is None and other_PH is None,
             self._raw_stream,
         )
-        self._keep(out_PH, dots_P, scales_P, other_PH, rows_TH, plan.blob)
         return out_PH, dots_P
 
     def combine(
@@ -653,8 +586,14 @@ class CudaBackend(Announcing):
         return self._combine(plan, rows_PH, weights_P, None, True, held=True)
 
     def finish_combine(self, begun: tuple[Any, ...]) -> torch.Tensor:
-        """Sums what arrives for this rank's tokens, and returns y (T, H)."""
-        self._complete()  # which has been announced
+        """Sums what arrives for this rank's tokens, and returns y (T, H). Raises InvalidArgument if the first
+        half was recorded by a CUDA graph capture that has ended."""
+        self._announced = True  # with its first half
+        if not self._native.complete(self._raw_stream):
+            raise InvalidArgument(
+                "the capture in which an operation was begun has ended without its second half, and nothing "
+                "of it runs: wait for it within the capture"
+            )
         y_TH: torch.Tensor = begun[0]
         return y_TH
 
@@ -697,7 +636,6 @@ class CudaBackend(Announcing):
             held,
             self._raw_stream,
         )
-        self._keep(y_TH, grads_TK, rows_PH, weights_P, weight_grads, plan.blob)
         return y_TH, grads_TK, rows_PH, weights_P, plan
 
     def empty_input(self, num_tokens: int) -> torch.Tensor:

@@ -96,8 +96,7 @@ class Call(NamedTuple):
     products: Products
     keep: Keep
     beside_sms: int | None
-    """SMs of combine_grad, which fc1_wgrad leaves to it, or 0 where the copy engine moves its rows; None:
-    fc1_wgrad comes after it."""
+    """SMs of combine_grad, which fc1_wgrad leaves to it; None: fc1_wgrad comes after it."""
     waits: bool
     """True: the host waits for the device at the end of a pass that has used the communicator's stream,
     outside a capture, so that memory which both streams have used is free again at once."""
@@ -124,7 +123,7 @@ class Call(NamedTuple):
 
     def beside(self, *, wanted: bool) -> Beside:
         """Returns the context for a transfer."""
-        return Beside(self.comm, wanted=wanted, only_transfers=True)
+        return Beside(self.comm, wanted=wanted)
 
     def settle(self, side: Beside) -> None:
         """Waits on the host for a pass whose transfers were on `side`, if `waits` says so."""
@@ -382,13 +381,13 @@ def _backward(ctx: Any, grad_y_TH: Tensor) -> tuple[Tensor | None, ...]:
             grad_out_LFH = products.grouped_mm_wgrad(z_PF, grad_rows_PH, groups, into=into_out)
     del z_PF, grad_rows_PH
 
-    # Gradients of tokens go home, by the copy engine or on few SMs, beside the product that nobody waits for.
+    # Gradients of tokens go home, on few SMs, beside the product that nobody waits for.
     sms = call.beside_sms if needs_home and need_in and weights_now else None
     home = call.beside(wanted=sms is not None)
     if needs_home:
         with stages("fc1_dgrad"):
             grad_expert_rows_PH = products.grouped_mm_dgrad(grad_inner_PI, w_in, groups)
-        limit = comm.limit_sms(sms) if sms else contextlib.nullcontext()
+        limit = contextlib.nullcontext() if sms is None else comm.limit_sms(sms)
         with home, limit, stages("combine_grad", stream=COMM, communicates=True):
             grad_x_TH, grad_weights_TK = comm.dispatch_backward(
                 grad_expert_rows_PH, handle, grad_weights=grad_weights_P

@@ -44,7 +44,7 @@ from moecomm.nn.watched import watcher
 from moecomm.overlap import Timeline, sms_beside_wgrad
 from moecomm.parallel import ParallelFolding
 from moecomm.setup.memory_plan import NATIVE_DTYPES
-from moecomm.types import AnyGroup, Engine, as_group
+from moecomm.types import AnyGroup, as_group
 
 # Where torch.compile gives a forward up, it looks for graphs within; this one has its own backward.
 _run_experts = _disable_dynamo(run_experts)
@@ -211,18 +211,13 @@ class MoELayer(nn.Module):
         if experts is not None:
             adopt_experts(experts, config)
         overlap = OverlapConfig() if overlap is None else _require_config(overlap)
-        group, engine = _expert_group(group, mesh, ep_dim), overlap.engine
+        group = _expert_group(group, mesh, ep_dim)
         together = comm is None  # with one that is given a process may be alone, started anew
         if comm is None:
-            comm = _build_communicator(config, group, max_tokens, engine, folding)
+            comm = _build_communicator(config, group, max_tokens, folding)
         elif group is not None or max_tokens is not None:
             raise InvalidArgument(
                 "group (or mesh) and max_tokens are given by comm, must be None when comm is passed"
-            )
-        elif engine is not None:
-            raise InvalidArgument(
-                f"OverlapConfig.engine is {engine!r}, must be None when comm is passed, which has its own: "
-                f"build it with Communicator(engine={engine!r})"
             )
         try:
             if folding is not None:
@@ -307,7 +302,7 @@ class MoELayer(nn.Module):
     def comm(self) -> Communicator:
         """The communicator. Another may take its place between forwards, on all ranks, after PeerTimeout or
         PeerLost say. One raises InvalidArgument whose size, rank, nodes, device, num_experts, hidden, top_k,
-        dtype, max_tokens or engine is not that of the one before."""
+        dtype or max_tokens is not that of the one before."""
         return self._comm
 
     @comm.setter
@@ -332,15 +327,10 @@ class MoELayer(nn.Module):
 
     @overlap.setter
     def overlap(self, overlap: OverlapConfig) -> None:
-        sms, engine = _require_config(overlap).beside_sms, overlap.engine
+        sms = _require_config(overlap).beside_sms
         if sms is not None and self._sms is not None and sms > self._sms // 2:
             raise InvalidArgument(
                 f"OverlapConfig.beside_sms is {sms}, must be at most half of the GPU's SMs, {self._sms // 2}"
-            )
-        if engine not in (None, self.comm.engine):
-            raise InvalidArgument(
-                f"OverlapConfig.engine is {engine!r}, must be that of the layer's communicator, "
-                f"{self.comm.engine!r}, or None: it is chosen when the layer is built"
             )
         self._overlap = overlap
 
@@ -362,8 +352,8 @@ class MoELayer(nn.Module):
         # Within .data a change is not counted: graphs of torch.compile keep the tensor for their backward.
         self._loss_scale_on_device.data.fill_(self._loss_scale)
 
-    keep, keep_shared, beside_sms, defer_weights, record, engine = map(
-        _InOverlap, ("keep", "keep_shared", "beside_sms", "defer_weights", "record", "engine")
+    keep, keep_shared, beside_sms, defer_weights, record = map(
+        _InOverlap, ("keep", "keep_shared", "beside_sms", "defer_weights", "record")
     )
 
     def __getattr__(self, name: str) -> Any:
@@ -613,8 +603,6 @@ class MoELayer(nn.Module):
         after the layer was made."""
         config, comm = self.config, self.comm
         assert self._sms is not None
-        if comm.copies_beside:
-            return 0
         if self.experts.products.name != "torch" or config.dtype is not torch.bfloat16:
             return None  # fp8 leaves no SMs, and with quack it was slower than one after the other
         if 2 * comm.num_sms <= self._sms:
@@ -774,7 +762,6 @@ _SAME_IN_A_REPLACEMENT = (
     "top_k",
     "dtype",
     "max_tokens",
-    "engine",
 )
 """The attributes of a layer's communicator that another one must share to take its place."""
 
@@ -837,13 +824,12 @@ def _build_communicator(
     config: MoEConfig,
     group: AnyGroup | None,
     max_tokens: int | None,
-    engine: Engine | None,
     folding: ParallelFolding | None,
 ) -> Communicator:
     if max_tokens is None:
         raise InvalidArgument("max_tokens is None, must be given when no comm is passed")
     if folding is not None:
-        return folded.make_communicator(config, folding, max_tokens=max_tokens, engine=engine or "sm")
+        return folded.make_communicator(config, folding, max_tokens=max_tokens)
     return Communicator(
         group,
         num_experts=config.num_experts,
@@ -851,5 +837,4 @@ def _build_communicator(
         top_k=config.top_k,
         max_tokens=max_tokens,
         dtype=config.dtype,
-        engine=engine or "sm",
     )

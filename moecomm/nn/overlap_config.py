@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from moecomm.errors import InvalidArgument
-from moecomm.types import Engine
 
 Keep = Literal["all", "rows", "nothing"]
 """The tensors per row that a forward keeps for its backward. "all": the rows and the first product, P * (H +
@@ -40,8 +39,6 @@ class OverlapConfig:
         defer_weights: True: backwards leave the gradients of the experts' weights to
             `MoELayer.backward_weights`.
         record: True: measure when stages run, for `MoELayer.timelines`.
-        engine: what moves the rows, of the communicator that the layer builds itself (`Communicator`): "sm",
-            "copy" or "auto"; None is "sm". With a communicator that is passed it must be None.
     """
 
     overlap: bool = True
@@ -50,14 +47,11 @@ class OverlapConfig:
     beside_sms: int | None = None
     defer_weights: bool = False
     record: bool = False
-    engine: Engine | None = None
 
     def __post_init__(self) -> None:
         for name in ("overlap", "keep_shared", "defer_weights", "record"):
             self._require(isinstance(getattr(self, name), bool), name, "True or False")
         self._require(self.keep in ("all", "rows", "nothing"), "keep", "'all', 'rows' or 'nothing'")
-        engines = (None, "sm", "copy", "auto")
-        self._require(self.engine in engines, "engine", "None, 'sm', 'copy' or 'auto'")
         sms = self.beside_sms
         countable = sms is None or (
             isinstance(sms, int) and not isinstance(sms, bool) and (sms == 0 or sms > 1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
@@ -47,25 +46,17 @@ class Beside:
         ...                                         # the caller's products
         side.join(rows)                             # the caller's later work comes after the transfers
 
-    only_transfers: the block calls operations of `comm` and does not read their results. Then, where the
-    communicator has the copy engine for it (`Communicator.copies_beside`), rows are packed on the caller's
-    stream, copied beside it, and received on it in `join`, or before the next transfer, so that the products
-    keep all SMs. Else the block runs on comm.stream.
-
-    What the block reads and returns must stay alive until `join`. With wanted=False, and on the CPU, the
-    block runs on the caller's stream, and `join` does nothing. An error in the block makes the caller's
-    stream wait for what the block has issued.
+    The block runs on comm.stream. What it reads and returns must stay alive until `join`. With wanted=False,
+    and on the CPU, it runs on the caller's stream, and `join` does nothing. An error in the block makes the
+    caller's stream wait for what the block has issued.
     """
 
-    def __init__(self, comm: Communicator, *, wanted: bool = True, only_transfers: bool = False) -> None:
-        self._comm, self._receives = comm, False
-        self._copies = wanted and only_transfers and comm.copies_beside
-        self._stream = comm.stream if wanted and not self._copies else None
+    def __init__(self, comm: Communicator, *, wanted: bool = True) -> None:
+        self._receives = False
+        self._stream = comm.stream if wanted else None
         self._gpu = CudaDevice(comm.device.index) if self._stream is not None else None
         self._caller: torch.cuda.Stream | None = None
         self._on_stream: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        self._release: Callable[[], int] | None = None
-        self._held = 0
 
     @property
     def apart(self) -> bool:
@@ -79,8 +70,6 @@ class Beside:
         return self
 
     def __enter__(self) -> Beside:
-        if self._copies:
-            self._release = self._comm.hold_copies()
         if self._gpu is not None:
             assert self._stream is not None
             self._caller = self._gpu.stream()
@@ -93,8 +82,6 @@ class Beside:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._release is not None:
-            self._held = self._release()
         if self._gpu is not None:
             assert self._caller is not None
             self._on_stream.__exit__(None, None, None)
@@ -105,8 +92,6 @@ class Beside:
     def join(self, *results: Any) -> None:
         """Makes the caller's later work come after the transfers, whose `results` (tensors or None) it may
         use."""
-        if self._copies:
-            self._comm.complete(self._held)
         if self._gpu is None or self._caller is None:
             return
         self._caller.wait_event(self._gpu.record_event(self._stream))

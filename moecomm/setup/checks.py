@@ -72,16 +72,14 @@ def check_wire(wire: Any, device: torch.device, hidden: int) -> None:
     _check_format("wire", "rows", tuple(WIRE_FORMATS), wire, device, hidden)
 
 
-def check_combine_wire(wire: Any, device: torch.device, hidden: int, engine: Any) -> None:
+def check_combine_wire(wire: Any, device: torch.device, hidden: int) -> None:
     """Raises Unsupported or InvalidArgument for a format in which sums of a combine can't travel."""
     _check_format("combine_wire", "sums", ("fp8",), wire, device, hidden)
-    _check_moved_by_sms("combine_wire", "sums", wire, engine)
 
 
-def check_gradient_wire(wire: Any, device: torch.device, hidden: int, engine: Any) -> None:
+def check_gradient_wire(wire: Any, device: torch.device, hidden: int) -> None:
     """Raises Unsupported or InvalidArgument for a format in which gradients can't travel to the experts."""
     _check_format("gradient_wire", "gradients", ("fp8", "mxfp8"), wire, device, hidden)
-    _check_moved_by_sms("gradient_wire", "gradients", wire, engine)
 
 
 def _check_format(
@@ -99,24 +97,6 @@ def _check_format(
     unit = WIRE_FORMATS[wire].unit
     if hidden % unit != 0:
         raise InvalidArgument(f"hidden is {hidden}, expected a multiple of {unit} with {name}={wire!r}")
-
-
-def _check_moved_by_sms(name: str, what: str, wire: Any, engine: Any) -> None:
-    if wire is not None and engine == "copy":
-        raise Unsupported(
-            f"engine is 'copy' with {name}={wire!r}, expected 'auto' or 'sm': copies move {what} in their "
-            "dtype"
-        )
-
-
-def check_engine(engine: Any, device: torch.device) -> None:
-    """Raises InvalidArgument or Unsupported for an engine that can't move rows on the device."""
-    if engine not in ("sm", "copy", "auto"):
-        raise InvalidArgument(f"engine is {engine!r}, expected 'sm', 'copy' or 'auto'")
-    if engine == "copy" and device.type != "cuda":
-        raise Unsupported(
-            f"engine is 'copy' on {device}, which has no copy engine: pass engine='auto' or 'sm'"
-        )
 
 
 def check_ranks_per_node(size: int, ranks_per_node: Any) -> int | None:

@@ -27,16 +27,15 @@ class MemoryPlan:
 
     With R ranks, M = max_tokens, K = top_k, H = hidden, b bytes an element, w bytes a weight (4; 8 for
     float64), a window for CUDA tensors is device memory, taken as a whole when the communicator is built:
-    some 2*M*min(R,K)*H*b, of up to nine ranks of one node 2*M*(R-1)*H*b at least, and 3*R*M*H*b more where
-    the copy engine may move rows (engine="copy" or "auto" on one node); with several nodes a rank takes
-    `host_bytes` of host memory besides, some 3*(N-1)*M*H*b (docs/memory.md). One for CPU tensors is shared
-    memory: every section rounded up to 4096 bytes, the large ones are, twice each because uses alternate
-    between two copies: rows M*H*b, combine slots M*min(R,K)*H*b, ids M*K*4, weights and their gradients
-    M*K*w each, and input rows M*H*b, which take memory only when `empty_input` is first called. With N
-    nodes, R in this formula is the ranks of a node, and for each of the N-1 other nodes there are, also
-    twice each: relay rows M*H*b, ids M*K*4, weights M*K*w and two sections of gradients M*K*w; and once,
-    for rows on their way, sixteen chunks and, with more than one rank a node, four times min(R,K) chunks.
-    A chunk is a sixteenth of M*H*b, but at least 0.5 MiB and at most 4 MiB.
+    some 2*M*min(R,K)*H*b, of up to nine ranks of one node 2*M*(R-1)*H*b at least; with several nodes a rank
+    takes `host_bytes` of host memory besides, some 3*(N-1)*M*H*b (docs/memory.md). One for CPU tensors is
+    shared memory: every section rounded up to 4096 bytes, the large ones are, twice each because uses
+    alternate between two copies: rows M*H*b, combine slots M*min(R,K)*H*b, ids M*K*4, weights and their
+    gradients M*K*w each, and input rows M*H*b, which take memory only when `empty_input` is first called.
+    With N nodes, R in this formula is the ranks of a node, and for each of the N-1 other nodes there are,
+    also twice each: relay rows M*H*b, ids M*K*4, weights M*K*w and two sections of gradients M*K*w; and
+    once, for rows on their way, sixteen chunks and, with more than one rank a node, four times min(R,K)
+    chunks. A chunk is a sixteenth of M*H*b, but at least 0.5 MiB and at most 4 MiB.
 
     Attributes:
         sections: (name, offset, bytes) in the order of the window.
@@ -114,12 +113,10 @@ def device_shape(
     dtype: torch.dtype,
     wire: str | None,
     ranks_per_node: int | None = None,
-    copies: bool = False,
     whole_sources: int = _WHOLE_SOURCES,
 ) -> _C.DeviceShape:
     """Returns the runtime's description of a window in device memory, for sizes that `window_shape` takes.
-    `copies`: with room for transfers by the copy engine. `whole_sources`: of more sources, tokens may take
-    turns in the staging section."""
+    `whole_sources`: of more sources, tokens may take turns in the staging section."""
     return _C.DeviceShape(
         ranks=ranks,
         num_experts=num_experts,
@@ -129,7 +126,6 @@ def device_shape(
         dtype=NATIVE_DTYPES[dtype],
         wire=getattr(_C.WireFormat, wire or "same"),
         ranks_per_node=ranks if ranks_per_node is None else ranks_per_node,
-        copies=copies,
         whole_sources=whole_sources,
     )
 

@@ -238,7 +238,6 @@ class Rank {
     comm.plan_fields = DevicePlan::make(shape);
     plan_.resize(static_cast<size_t>(comm.plan_fields.total));
     comm.state().bad_id = ~uint64_t{0};
-    comm.state().landing = -1;
     comm.state().epoch = (uint64_t{1} << 32) - 3;
   }
   std::byte* base() { return reinterpret_cast<std::byte*>(memory_.data()); }

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from moecomm.overlap import Beside
 from tests import oracle
 from tests.cases import Inputs
 from tests.gpu import harness
@@ -370,3 +371,39 @@ def test_several_communicators_on_streams_of_their_own(rank: int, world_size: in
     for comm in comms[1::2] + comms[::2]:
         comm.close()
     return problems
+
+
+def _beside_products(rank: int, world_size: int, job: Job) -> list[str]:
+    """Transfers beside products have the bits of those that have nothing beside them."""
+    problems = []
+    with harness.communicator(**job.communicator) as comm:
+        known = Oracle(job, rank, comm.device)
+        out = known.dispatch(comm)
+        rows_PH = known.answer(out.tokens)
+        factor = torch.randn(2048, 2048, device=comm.device)
+        transfers: dict[str, Callable[[], torch.Tensor]] = {
+            "redispatch": lambda: comm.redispatch(known.own.x_TH, out.handle),
+            "combine": lambda: comm.combine(rows_PH, out.handle),
+        }
+        for step in range(10):
+            for name, transfer in transfers.items():
+                with (side := Beside(comm)):
+                    moved = transfer()
+                for _ in range(4):
+                    factor = (factor @ factor).clamp(-1, 1)
+                side.join(moved)
+                if not torch.equal(moved, transfer()):
+                    problems.append(f"rank {rank}: {name} {step} beside products")
+        harness.synchronize()
+        comm.check()
+    return problems
+
+
+@pytest.mark.parametrize("connections", ["1", "8"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_beside_products_with_few_connections(pool: Pools, size: int, connections: str, seed: int) -> None:
+    """With CUDA_DEVICE_MAX_CONNECTIONS=1, as Megatron-LM sets it, what is put on any stream of a process
+    reaches the GPU in the order of the calls."""
+    job = Job(tokens=(700,) * size, num_experts=4 * size, hidden=512, top_k=4, seed=seed)
+    ranks = pool(size, CUDA_DEVICE_MAX_CONNECTIONS=connections)
+    harness.assert_none(ranks(_beside_products, job))

@@ -34,8 +34,6 @@ BAD_CONSTRUCTION: dict[str, tuple[dict[str, Any], str, list[str]]] = {
     "wire": ({"wire": "fp8"}, "Unsupported", ["wire", "fp8"]),
     "device": ({"device": "meta"}, "Unsupported", ["device", "meta"]),
     "nodes": ({"ranks_per_node": 0}, "InvalidArgument", ["ranks_per_node is 0"]),
-    "engine": ({"engine": "warp"}, "InvalidArgument", ["engine is 'warp'", "'sm'", "'copy'", "'auto'"]),
-    "copy engine": ({"engine": "copy"}, "Unsupported", ["engine is 'copy'", "no copy engine"]),
 }
 GOOD: dict[str, Any] = {
     "num_experts": 8,
@@ -44,7 +42,6 @@ GOOD: dict[str, Any] = {
     "max_tokens": 6,
     "dtype": torch.float32,
     "timeout": 30.0,
-    "engine": "sm",
 }
 
 
@@ -82,7 +79,6 @@ DIFFERENT = {
     "top_k": 3,
     "max_tokens": 7,
     "dtype": torch.bfloat16,
-    "engine": "auto",
 }
 
 

@@ -539,8 +539,7 @@ def test_a_layer_takes_an_overlap_config_as_a_whole() -> None:
     """Other values are refused, and so are the names of its fields, which nn.Module would take."""
     with pytest.raises(InvalidArgument, match="overlap is False, must be an OverlapConfig"):
         MoELayer(MoEConfig(**SIZES), max_tokens=4, overlap=False)  # type: ignore[arg-type]
-    layer = MoELayer(MoEConfig(**SIZES), max_tokens=4, overlap=OverlapConfig(keep="rows", engine="auto"))
-    assert layer.comm.engine == "auto"
+    layer = MoELayer(MoEConfig(**SIZES), max_tokens=4, overlap=OverlapConfig(keep="rows"))
     with layer.comm:
         layer.overlap = replace(layer.overlap, record=True)
         layer(torch.ones(2, 16, device=layer.comm.device))
@@ -548,17 +547,13 @@ def test_a_layer_takes_an_overlap_config_as_a_whole() -> None:
         for value in (True, {"keep": "rows"}):
             with pytest.raises(InvalidArgument, match=r"overlap is .* must be an OverlapConfig"):
                 layer.overlap = value  # type: ignore[assignment]
-        with pytest.raises(InvalidArgument, match="engine is 'sm', must be that of the layer's communicator"):
-            layer.overlap = OverlapConfig(engine="sm")
-        for name in ("keep", "keep_shared", "beside_sms", "defer_weights", "record", "engine"):
+        for name in ("keep", "keep_shared", "beside_sms", "defer_weights", "record"):
             with pytest.raises(
                 AttributeError, match=rf"{name} is in the layer's OverlapConfig: set layer\.overlap = "
             ):
                 setattr(layer, name, None)
             assert not hasattr(layer, name)
-        assert layer.overlap == OverlapConfig(keep="rows", record=True, engine="auto")
-        with pytest.raises(InvalidArgument, match="engine is 'auto', must be None when comm is passed"):
-            MoELayer(layer.config, layer.comm, overlap=layer.overlap)
+        assert layer.overlap == OverlapConfig(keep="rows", record=True)
 
 
 def test_an_overlap_fits_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -581,7 +576,6 @@ def test_an_overlap_fits_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"beside_sms": "all"}, "None, 0 or an integer from 2"),
         ({"defer_weights": None}, "True or False"),
         ({"record": "yes"}, "True or False"),
-        ({"engine": "dma"}, "None, 'sm', 'copy' or 'auto'"),
         ({"keep": "rows", "overlap": False}, "'all' with overlap=False"),
         ({"keep_shared": False, "overlap": False}, "True with overlap=False"),
         ({"beside_sms": 0, "overlap": False}, "None with overlap=False"),

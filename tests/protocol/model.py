@@ -6,10 +6,6 @@ give an operation up instead of receiving it. A rank may be lost at any point. W
 records a pair of ranks, an arrival flag and a credit a chunk, and two row buffers with places that chunks use
 in turn. Each step reads or writes the words of one pair of ranks.
 
-With landing sections an operation may go by the copy engine instead: its rank puts copies on a queue, of a
-row and then a flag for each peer, and the engine carries them out one by one, whatever the rank does
-meanwhile. What it copies is read when it copies.
-
     python -m tests.protocol.model                    # the searches of the tests, with their counts
     python -m tests.protocol.model --ranks 3          # a larger one
 
@@ -28,7 +24,6 @@ number of states is finite and the search covers runs of every length.
 from __future__ import annotations
 
 import argparse
-import itertools
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -36,7 +31,6 @@ from typing import NamedTuple
 
 RECEIVES, GIVES_UP, FUSED, LEFT = 0, 1, 2, 3
 RUNNING, LOST, FAILED = 0, 1, 2
-SMS = 0
 OLD = -8
 """A word of an epoch that nobody asks for any more."""
 _WRAP = 4
@@ -44,8 +38,7 @@ _WRAP = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Protocol:
-    """The protocol to search. The fields from `buffers` on are as in the product, other values make a mutant;
-    the last one is what the product reports afterwards."""
+    """The protocol to search. Fields from `buffers` on are as in the product; other values make a mutant."""
 
     ranks: int
     chunks: int = 1
@@ -71,8 +64,6 @@ class Protocol:
     tells: bool = False
     """Where chunks take turns: an operation says so if the one before was given up, and who has read chunks
     of that looks for it."""
-    sections: int = 0
-    """Landing sections of the copy engine; an operation takes any of them, or none. They take one chunk."""
     buffers: int = 2
     abandon_waits: bool = True
     """Giving up waits for the records of all."""
@@ -80,20 +71,6 @@ class Protocol:
     """A credit is given before the chunk is read."""
     wrapped_flags: bool = False
     """Flags hold two bits of the epoch, and are compared by the sign of the difference."""
-    repeats_wait: bool = True
-    """Who takes the landing section of its last copies again waits for the records of all first."""
-    flag_first: bool = False
-    """The copy engine brings the flag before the row."""
-    one_landing: bool = False
-    """Operations by the copy engine take one section always."""
-    ends_after_copies: bool = True
-    """An operation that is given up ends when its copies have."""
-    sections_agree: bool = True
-    """All ranks take the same landing section in an operation."""
-    reads_announced: bool = True
-    """A rank reads in the section that the sender's record names, not in that of its own choice."""
-    failure_stops_copies: bool = True
-    """No copy is carried out after the wait that comes before it has failed."""
     fused_meets: bool = True
     """An operation of one kernel ends only when the records, or starts, of all are there."""
     starts_hold_epoch: bool = True
@@ -113,14 +90,6 @@ class Action(NamedTuple):
     chunk: int = 0
 
 
-class Copy(NamedTuple):
-    """A copy to a peer."""
-
-    name: str
-    peer: int
-    section: int
-
-
 class Rank(NamedTuple):
     """The state of a rank. Without threads it has ended `epoch` and not begun the next one."""
 
@@ -130,14 +99,6 @@ class Rank(NamedTuple):
     threads: tuple[int, ...]
     """Steps that each thread has done."""
     status: int
-    engine: int = SMS
-    """SMS, or the landing section that the operation takes, from 1 on."""
-    landing: int = SMS
-    """The section that the last copies took."""
-    copied: int = 0
-    """The epoch that is copied; 0 if nothing is left to copy."""
-    left: tuple[Copy, ...] = ()
-    """The queue of the copy engine."""
     told: int = 0
     """1: this operation says that the one before was given up."""
     missed: int = 0
@@ -165,21 +126,19 @@ class Model:
         self.protocol = protocol
         p = protocol
         self.amounts = (p.chunks,) if p.always_brings else (0, p.chunks)
-        assert not p.tells or (p.chunks > p.places and p.sections == 0)
-        assert p.sections == 0 or (p.chunks == p.places == 1 and not p.streams)
+        assert not p.tells or p.chunks > p.places
         assert not p.fused or p.starts or not (p.always_brings or p.gives_up)
         assert p.fused or not p.starts
         assert p.starts or not p.leaves
         # The words of a pair (writer, holder), from `at[writer, holder]` on: records (8 epoch + chunks, and
-        # chunks + 1 times the engine, or `told`); flags (8 epoch + 1 if the chunk was given up); rows
-        # (8 epoch + chunk) by buffer and place; credits, which the holder writes at the writer; landed rows
-        # by section; starts (8 epoch + chunks), as records in turn. Pairs are in the order of writers, each
-        # writer's in that of the holders after it, so that a rotation of the ranks rotates them.
+        # chunks + 1 if `told`); flags (8 epoch + 1 if the chunk was given up); rows (8 epoch + chunk) by
+        # buffer and place; credits, which the holder writes at the writer; starts (8 epoch + chunks), as
+        # records in turn. Pairs are in the order of writers, each writer's in that of the holders after it,
+        # so that a rotation of the ranks rotates them.
         self.flags = p.buffers
         self.rows = self.flags + p.chunks
         self.credits = self.rows + p.buffers * p.places
-        self.landed = self.credits + p.chunks
-        self.starts = self.landed + p.sections
+        self.starts = self.credits + p.chunks
         self.words = self.starts + p.buffers * p.starts
         self.at = {
             (w, (w + ahead) % p.ranks): (w * (p.ranks - 1) + ahead - 1) * self.words
@@ -187,14 +146,9 @@ class Model:
             for ahead in range(1, p.ranks)
         }
         self.programs = {
-            (kind, chunks, False, False): self._program(kind, chunks)
+            (kind, chunks): self._program(kind, chunks)
             for kind in (RECEIVES, GIVES_UP, FUSED, LEFT)
             for chunks in self.amounts
-        } | {
-            (kind, chunks, True, again): (self._copying_program(kind, again),)
-            for kind in (RECEIVES, GIVES_UP)
-            for chunks in self.amounts
-            for again in (False, True)
         }
 
     def _planned(self, epoch: int) -> int:
@@ -245,59 +199,12 @@ class Model:
             threads += [receive(some) for some in apart]
         return tuple(tuple(thread) for thread in threads)
 
-    def _copying_program(self, kind: int, again: bool) -> tuple[Action, ...]:
-        """The one thread of an operation by the copy engine."""
-        p = self.protocol
-        peers = range(1, p.ranks)
-        begin = [Action("announce", peer) for peer in peers]
-        begin += [Action("await")] * (again and p.repeats_wait) + [Action("put")]
-        if kind == GIVES_UP:
-            return (*begin, *([Action("copied")] * p.ends_after_copies), Action("meet"))
-        return (*begin, Action("copied"), Action("meet"), *(Action("read", peer) for peer in peers))
-
-    def _copies(self, rank: Rank) -> tuple[Copy, ...]:
-        """What an operation puts on the queue of the copy engine."""
-        names = ("row",) * (rank.chunks > 0), ("flag",)
-        order = names[::-1] if self.protocol.flag_first else names
-        return tuple(
-            Copy(name, peer, rank.engine)
-            for peer in range(1, self.protocol.ranks)
-            for part in order
-            for name in part
-        )
-
-    def _thread_programs(self, rank: Rank) -> tuple[tuple[Action, ...], ...]:
-        copies = rank.engine != SMS
-        return self.programs[rank.kind, rank.chunks, copies, copies and rank.engine == rank.landing]
-
-    def _engines(self, r: int, ranks: tuple[Rank, ...], memory: Memory) -> list[int]:
-        """The engines that a rank may take in its next operation: the one of a rank that has begun it."""
-        p, epoch = self.protocol, ranks[r].epoch + 1
-        if p.sections == 0:
-            return [SMS]
-        every = list(range(min(p.sections, 1) + 1 if p.one_landing else p.sections + 1))
-        for peer, other in enumerate(ranks):
-            if peer == r:
-                continue
-            record = memory[self.at[peer, r] + epoch % p.buffers]
-            if other.threads and other.epoch == epoch:
-                begun = other.engine
-            elif record >> 3 == epoch:
-                begun = (record & 7) // (p.chunks + 1)
-            else:
-                continue
-            return [begun] if p.sections_agree or begun == SMS else every[1:]
-        return every
-
     def steps(self, state: State) -> Iterator[tuple[int, str, State]]:
         """Yields each next step: its rank, its name, and the state after it. Raises Violation."""
         ranks, memory = state
         moved = False
         stopped = any(each.status != RUNNING for each in ranks)
         for r, rank in enumerate(ranks):
-            if rank.left:
-                moved = True
-                yield r, f"copies a {rank.left[0].name} to {rank.left[0].peer}", self._copy(r, ranks, memory)
             if rank.status != RUNNING:
                 continue
             for name, after in self._steps_of(r, ranks, memory):
@@ -307,19 +214,7 @@ class Model:
             raise Violation("deadlock")
         if self.protocol.loss and not stopped:
             for r in range(len(ranks)):
-                yield r, "is lost", self._with(ranks, memory, r, status=LOST, left=())
-
-    def _copy(self, r: int, ranks: tuple[Rank, ...], memory: Memory) -> State:
-        """Carries out the first copy of a rank's queue."""
-        rank, written = ranks[r], list(memory)
-        name, ahead, section = rank.left[0]
-        out = self.at[r, (r + ahead) % len(ranks)]
-        if name == "row":
-            written[out + self.landed + section - 1] = 8 * rank.copied
-        else:
-            self._raise(written, out + self.flags, rank.copied, 0)
-        change = rank._replace(left=rank.left[1:])
-        return self._normal([change if i == r else each for i, each in enumerate(ranks)], written)
+                yield r, "is lost", self._with(ranks, memory, r, status=LOST)
 
     def _steps_of(self, r: int, ranks: tuple[Rank, ...], memory: Memory) -> Iterator[tuple[str, State]]:
         rank = ranks[r]
@@ -332,19 +227,18 @@ class Model:
             planned = self.protocol.fused and not self.protocol.starts
             amounts = (self._planned(epoch),) if planned else self.amounts
             for kind in kinds:
-                for chunks, engine in itertools.product(amounts, self._engines(r, ranks, memory)):
+                for chunks in amounts:
                     if kind == LEFT and chunks > p.places:
                         continue
-                    begun = rank._replace(epoch=epoch, kind=kind, chunks=chunks, engine=engine)
-                    begun = begun._replace(threads=tuple(0 for _ in self._thread_programs(begun)))
+                    begun = rank._replace(epoch=epoch, kind=kind, chunks=chunks)
+                    begun = begun._replace(threads=tuple(0 for _ in self.programs[kind, chunks]))
                     yield (
                         f"begins epoch {epoch} with {chunks} chunks"
-                        + (f" to section {engine}" if engine != SMS else "")
                         + ("", ", to give it up", " in one kernel", " in one kernel, without room")[kind],
                         self._with(ranks, memory, r, **begun._asdict()),
                     )
             return
-        p, program = self.protocol, self._thread_programs(rank)
+        p, program = self.protocol, self.programs[rank.kind, rank.chunks]
         for number, (done, thread) in enumerate(zip(rank.threads, program, strict=True)):
             if done == len(thread):
                 continue
@@ -365,36 +259,25 @@ class Model:
                 threads[number] = done + 1
                 ended = all(a == len(b) for a, b in zip(threads, program, strict=True))
                 change = rank._replace(threads=() if ended else tuple(threads))
-                if action.name == "put":
-                    left = rank.left + self._copies(rank)
-                    change = change._replace(copied=rank.epoch, left=left)
                 if action.name == "read" and self._given_up(action, r, rank, memory):
                     change = change._replace(missed=change.missed | 1 << action.peer)
                 if ended:
-                    landing = rank.engine or rank.landing
                     told = int(p.tells and p.giving_up_told and rank.kind in (GIVES_UP, LEFT))
-                    change = change._replace(kind=RECEIVES, chunks=0, engine=SMS, landing=landing)
+                    change = change._replace(kind=RECEIVES, chunks=0)
                     change = change._replace(told=told, missed=0, lacks=change.missed)
                 yield (
                     f"{action.name} {action.peer} {action.chunk}",
                     self._normal([change if i == r else each for i, each in enumerate(ranks)], written),
                 )
             elif any(ranks[peer].status != RUNNING for peer in missing):
-                change = rank._replace(status=FAILED)
-                if action.name == "await" and not self.protocol.failure_stops_copies:
-                    change = change._replace(copied=rank.epoch, left=self._copies(rank))
-                yield "fails: a peer is lost", self._with(ranks, memory, r, **change._asdict())
+                yield "fails: a peer is lost", self._with(ranks, memory, r, status=FAILED)
 
     def _do(
         self, action: Action, r: int, rank: Rank, memory: Memory, written: list[int]
     ) -> tuple[int, ...] | None:
         """Carries an action out; or the ranks whose signal is missing, which it waits for."""
         p, n, name, c = self.protocol, rank.epoch, action.name, action.chunk
-        if name == "put":
-            return None
-        if name == "copied":
-            return () if rank.left else None
-        if name in ("meet", "await"):
+        if name == "meet":
             late = []
             for peer in range(p.ranks):
                 if peer == r:
@@ -427,14 +310,14 @@ class Model:
             self._raise(written, into + self.credits + c, n, 0)
         else:
             record = memory[into + n % p.buffers]
-            engine, chunks = divmod(record & 7, p.chunks + 1)
+            chunks = (record & 7) % (p.chunks + 1)
             if p.starts:
                 start = self._start(memory, peer, r, n)
                 if start is None:
                     return (peer,)
-                engine, chunks = SMS, (start & 7) % (p.chunks + 1)
+                chunks = (start & 7) % (p.chunks + 1)
             elif rank.kind == FUSED:
-                engine, chunks = SMS, self._planned(n)
+                chunks = self._planned(n)
             elif record >> 3 != n:
                 raise Violation(f"a rank reads tables of epoch {record >> 3} in epoch {n}")
             if c >= chunks:
@@ -445,12 +328,7 @@ class Model:
             if name == "credit":
                 self._raise(written, into + self.credits + c, n, 0)
             elif not flag & 1:
-                section = engine if p.reads_announced else rank.engine
-                row = memory[
-                    into + self.rows + n % p.buffers * p.places + c % p.places
-                    if rank.engine == SMS
-                    else into + self.landed + section - 1
-                ]
+                row = memory[into + self.rows + n % p.buffers * p.places + c % p.places]
                 if row != 8 * n + c:
                     raise Violation(
                         f"a rank reads chunk {row & 7} of epoch {row >> 3} for chunk {c} of epoch {n}"
@@ -458,7 +336,7 @@ class Model:
         return None
 
     def _announced(self, rank: Rank) -> int:
-        return rank.chunks + (self.protocol.chunks + 1) * (rank.engine + rank.told)
+        return rank.chunks + (self.protocol.chunks + 1) * rank.told
 
     def _given_up(self, action: Action, r: int, rank: Rank, memory: Memory) -> bool:
         """Returns whether a chunk that is read was given up, and not sent."""
@@ -496,15 +374,14 @@ class Model:
         asked = [each.epoch + (not each.threads) for each in ranks if each.status == RUNNING]
         if not asked:  # nobody does anything any more
             return tuple(Rank(0, 0, 0, (), each.status) for each in ranks), ()
-        ranks = [each if each.left else each._replace(copied=0) for each in ranks]
         least = min(asked)
         wrapped = self.protocol.wrapped_flags
         unit = _WRAP if wrapped else 2
         base = (least - 1) // unit * unit
         seen = [
-            each._replace(epoch=each.epoch - base, copied=each.copied - base * bool(each.left))
+            each._replace(epoch=each.epoch - base)
             if each.status == RUNNING
-            else Rank(0, 0, 0, (), each.status, copied=each.copied - base * bool(each.left), left=each.left)
+            else Rank(0, 0, 0, (), each.status)
             for each in ranks
         ]
         words = [
@@ -588,37 +465,14 @@ QUICK: dict[str, tuple[Protocol, int]] = {
     "two ranks that start, or give up": (replace(_STARTS, gives_up=True), 72403),
     "two ranks that may have no room": (replace(_STARTS, leaves=True), 28881),
     "two ranks that tell what they gave up": (_TELLS, 49736),
-    "two ranks and their copy engines": (Protocol(ranks=2, always_brings=True, sections=2), 10089),
-    "two ranks that read where the record says": (
-        Protocol(
-            ranks=2,
-            always_brings=True,
-            loss=False,
-            sections=2,
-            sections_agree=False,
-        ),
-        15200,
-    ),
 }
 """The searches that the tests run, with the number of states of each (docs/protocol.md)."""
-
-_COPIES = Protocol(ranks=2, always_brings=True, loss=False, sections=2)
 
 MUTANTS: dict[str, tuple[Protocol, str]] = {
     "giving up does not wait": (Protocol(ranks=2, abandon_waits=False), "two ahead"),
     "the credit comes before the reads": (Protocol(ranks=2, chunks=2, credit_first=True), "reads chunk 1"),
     "one buffer": (Protocol(ranks=2, buffers=1), "finds a record of epoch 2 in epoch 1"),
     "flags of two bits": (Protocol(ranks=2, wrapped_flags=True), "for chunk 0 of epoch 3"),
-    "no wait for a section that repeats": (replace(_COPIES, repeats_wait=False), "reads chunk 0 of epoch 2"),
-    "one section and no wait": (
-        replace(_COPIES, one_landing=True, repeats_wait=False),
-        "reads chunk 0 of epoch 2",
-    ),
-    "the flag is copied before the row": (replace(_COPIES, flag_first=True), "for chunk 0 of epoch 1"),
-    "a rank reads where its own host chose": (
-        replace(_COPIES, sections_agree=False, reads_announced=False),
-        "for chunk 0 of epoch 1",
-    ),
     "one kernel ends without the records of all": (replace(_FUSED, fused_meets=False), "two ahead"),
     "one kernel goes by starts of any epoch": (replace(_STARTS, starts_hold_epoch=False), "two ahead"),
     "what was left gives no credits": (replace(_STARTS, leaves=True, left_frees=False), "deadlock"),
@@ -626,17 +480,8 @@ MUTANTS: dict[str, tuple[Protocol, str]] = {
         replace(_TELLS, giving_up_told=False),
         "given up, and nobody says so",
     ),
-    "giving up leaves copies on the way": (replace(_COPIES, ends_after_copies=False), "over epoch 2"),
 }
 """Each is wrong in one point, and what is found of it."""
-
-ASSUMED: dict[str, tuple[Protocol, str]] = {
-    "copies come after a failed wait": (
-        Protocol(ranks=3, always_brings=True, gives_up=False, sections=1, failure_stops_copies=False),
-        "reads chunk 0 of epoch 2 for chunk 0 of epoch 1",
-    ),
-}
-"""What the product cannot keep up, and reports afterwards (docs/protocol.md), and what is found of it."""
 
 
 def main() -> None:
@@ -646,7 +491,6 @@ def main() -> None:
     parser.add_argument("--chunks", type=int, default=1)
     parser.add_argument("--places", type=int, default=1)
     parser.add_argument("--streams", action="store_true", help="work for different peers is independent")
-    parser.add_argument("--sections", type=int, default=0, help="landing sections of the copy engine")
     parser.add_argument("--starts", action="store_true", help="in one kernel or two; none is given up")
     parser.add_argument("--no-loss", action="store_true", help="no rank is lost")
     arguments = parser.parse_args()
@@ -656,7 +500,6 @@ def main() -> None:
             ranks=arguments.ranks,
             chunks=arguments.chunks,
             places=arguments.places,
-            sections=arguments.sections,
             fused=arguments.starts,
             starts=arguments.starts,
             gives_up=not arguments.starts,

@@ -234,9 +234,6 @@ class LoopbackNative:
         self.begun = {"x": x, "x_scales": x_scales, "weights": weights, "plan": plan}
         self.begun |= {"layout": layout, "wide_ids": wide_ids}
 
-    def use_copies(self, copies: bool, held: bool) -> None:
-        self.calls.append(f"use_copies {copies} {held}")
-
     def complete(self, stream: int) -> bool:
         self.calls.append(f"complete@{stream}")
         held, self.held = self.held, None
@@ -246,9 +243,6 @@ class LoopbackNative:
 
     def splits(self, tokens: int) -> bool:
         return tokens <= self.few
-
-    def copies_pay(self) -> bool:
-        return False
 
     def offered_rows(self, tokens: int, layout: Any, alignment: int) -> tuple[int, int, bool]:
         return *self.offer, self.at_once

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
-import moecomm
 from bench.harness import case, command_line
-from bench.harness.options import ATTENTION, PRESETS, Choice, Heads
+from bench.harness.options import ATTENTION, PRESETS, Heads
 from bench.paths import layer_variants, moecomm_path
 from bench.paths.attention import Attention
 
@@ -23,20 +20,13 @@ def layer_case() -> case.LayerCase:
     return case.LayerCase(given, point, 0, case.Experts(given, point, 0))
 
 
-def test_layers_are_built_as_the_choice_says() -> None:
+def test_layers_are_built_with_the_products_asked_for() -> None:
     one = layer_case()
-    comms = {None: moecomm_path.communicator(one.options, one.point)}
+    comm = moecomm_path.communicator(one.options, one.point)
     for products in ("torch", None):
-        layer = layer_variants.make_layer(comms, [one], one.experts, Choice(products=products))
+        layer = layer_variants.make_layer(comm, [one], one.experts, products)
         assert layer.config.products == products
         assert layer.experts.w_in is one.experts.w_in
-
-
-def test_an_engine_goes_to_the_communicator_if_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    one = layer_case()
-    monkeypatch.setattr(moecomm, "Communicator", lambda **given: given)
-    made: Any = [moecomm_path.communicator(one.options, one.point, engine) for engine in (None, "copy")]
-    assert "engine" not in made[0] and made[1]["engine"] == "copy"
 
 
 def test_each_call_of_a_router_takes_the_next_microbatch() -> None:

@@ -404,12 +404,11 @@ def test_gradients_alone_travel_in_gradient_wire() -> None:
 
 def test_bad_formats_of_gradients() -> None:
     cuda = torch.device("cuda")
-    check_gradient_wire("mxfp8", cuda, 32, "auto")
+    check_gradient_wire("mxfp8", cuda, 32)
     for arguments, error, words in (
-        (("fp8", torch.device("cpu"), 16, "sm"), moecomm.Unsupported, "gradients travel in their own dtype"),
-        (("nvfp4", cuda, 32, "sm"), moecomm.Unsupported, "None .* and 'fp8' and 'mxfp8'"),
-        (("fp8", cuda, 24, "sm"), moecomm.InvalidArgument, "with gradient_wire='fp8'"),
-        (("fp8", cuda, 16, "copy"), moecomm.Unsupported, "copies move gradients in their dtype"),
+        (("fp8", torch.device("cpu"), 16), moecomm.Unsupported, "gradients travel in their own dtype"),
+        (("nvfp4", cuda, 32), moecomm.Unsupported, "None .* and 'fp8' and 'mxfp8'"),
+        (("fp8", cuda, 24), moecomm.InvalidArgument, "with gradient_wire='fp8'"),
     ):
         with pytest.raises(error, match=words):
             check_gradient_wire(*arguments)
@@ -417,13 +416,12 @@ def test_bad_formats_of_gradients() -> None:
 
 def test_bad_formats_of_sums() -> None:
     cuda = torch.device("cuda")
-    check_combine_wire(None, torch.device("cpu"), 7, "copy")
-    check_combine_wire("fp8", cuda, 16, "auto")
+    check_combine_wire(None, torch.device("cpu"), 7)
+    check_combine_wire("fp8", cuda, 16)
     for arguments, error, words in (
-        (("fp8", torch.device("cpu"), 16, "sm"), moecomm.Unsupported, "on the cpu sums travel in their own"),
-        (("mxfp8", cuda, 16, "sm"), moecomm.Unsupported, "this version has None"),
-        (("fp8", cuda, 24, "sm"), moecomm.InvalidArgument, "a multiple of 16"),
-        (("fp8", cuda, 16, "copy"), moecomm.Unsupported, "engine is 'copy'"),
+        (("fp8", torch.device("cpu"), 16), moecomm.Unsupported, "on the cpu sums travel in their own"),
+        (("mxfp8", cuda, 16), moecomm.Unsupported, "this version has None"),
+        (("fp8", cuda, 24), moecomm.InvalidArgument, "a multiple of 16"),
     ):
         with pytest.raises(error, match=words):
             check_combine_wire(*arguments)
@@ -845,43 +843,6 @@ def test_no_memory_for_a_copy_of_an_input(monkeypatch: pytest.MonkeyPatch) -> No
         with pytest.raises(moecomm.OutOfMemory, match="no device memory"):
             call()
         assert native.failed is not None and native.failed[0] == "out_of_memory"
-
-
-@pytest.mark.usefixtures("loopback")
-@pytest.mark.parametrize("capacity", [None, 9])
-def test_a_held_dispatch_keeps_the_copy_of_its_input(capacity: int | None) -> None:
-    comm, _, _ = _comm(engine="auto")
-    x_TH, ids_TK, _ = _inputs()
-    backend = comm._open()
-    release = comm.hold_copies()
-    comm.dispatch(x_TH.t().contiguous().t(), ids_TK, capacity=capacity)
-    kept = [each for each in backend._held_tensors if each is not None]  # type: ignore[attr-defined]
-    copies = [each for each in kept if each.shape == x_TH.shape and each.is_contiguous()]
-    assert any(torch.equal(each, x_TH) for each in copies)
-    release()
-
-
-@pytest.mark.usefixtures("loopback")
-@pytest.mark.parametrize("ending", ["complete", "the next operation"])
-@pytest.mark.parametrize("elsewhere", [False, True])
-def test_memory_of_a_held_operation_is_given_to_none_that_runs_before_its_end(
-    ending: str, elsewhere: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The stream on which it was begun does not wait for what another one receives."""
-    comm, _, gpu = _comm(engine="auto")
-    x_TH, ids_TK, _ = _inputs()
-    streams: list[int] = []
-    release = comm.hold_copies()
-    comm.dispatch(x_TH.t().contiguous().t(), ids_TK, capacity=9)
-    number = release()
-    if elsewhere:
-        gpu.now = gpu.new_stream()
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: streams.append(stream.number))
-    if ending == "complete":
-        comm.complete(number)
-    else:
-        comm.dispatch(x_TH, ids_TK, capacity=9)
-    assert (len(streams) >= 3) is elsewhere and set(streams) <= {gpu.now.number}
 
 
 def _no_copies(monkeypatch: pytest.MonkeyPatch) -> None:

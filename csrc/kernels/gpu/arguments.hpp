@@ -52,9 +52,7 @@ struct SendArguments {
   int32_t relay_blocks;  ///< of the grid, behind those that send or route, which relay what other nodes send
   bool apart;            ///< the kernel that receives is on another stream, and may end before
   bool later;            ///< only what waits for room, and nothing else: the chunks that take another's place
-  bool copied;      ///< the copy engine moves the rows; the kernel brings them into the wire format at most
-  int32_t landing;  ///< then the section of landed rows
-  uint32_t after = 0;  ///< kAfterGivenUp, or 0
+  uint32_t after = 0;    ///< kAfterGivenUp, or 0
   /// What is done with rows besides: x is in the communicator's dtype and the wire is not, or they are
   /// multiplied where they arrive.
   RowWork work;
@@ -82,7 +80,6 @@ struct ReceiveArguments {
   bool dequantise;
   bool offered;     ///< the output may be too small for a dropless dispatch, which is left as it is then
   int32_t senders;  ///< blocks of the kernel that sends, where that may run longer than this one, else 0
-  bool copied;      ///< the copy engine moves the rows
 };
 
 /// Arguments of a dispatch, or of the backward of a combine, in one kernel.
@@ -104,11 +101,9 @@ struct CombineArguments {
   int32_t* plan;
   int64_t tokens;
   RowLayout layout;
-  WireFormat wire = WireFormat::same;  ///< in which sums travel, on one node and not by copies; or same
+  WireFormat wire = WireFormat::same;  ///< in which sums travel, or same
   int32_t relay_blocks = 0;            ///< as in SendArguments
   int32_t senders = 0;                 ///< as in ReceiveArguments
-  bool copied = false;                 ///< the copy engine moves the sums,
-  int32_t landing = 0;                 ///< to this section of landed rows
   int32_t team_warps = 0;              ///< as in FusedArguments
   int32_t parts = 0;                   ///< of a token's sum at its home, in one kernel
   uint32_t after = 0;                  ///< as in SendArguments

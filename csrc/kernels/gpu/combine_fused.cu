@@ -188,8 +188,7 @@ __device__ void lead(const Comm& comm, const CombineArguments& args, WireFormat 
   if (!failed)
     signal_start(comm, Operation::combine, epoch, args.plan, args.layout, args.tokens,
                  args.after | (args.rows != nullptr ? kCarriesRows : 0u) |
-                     (wire != WireFormat::same ? kCarriesQuantised : 0u),
-                 args.landing);
+                     (wire != WireFormat::same ? kCarriesQuantised : 0u));
   pass_epoch(comm, epoch);
   if (!failed) agree_on_operation(comm, Operation::combine, epoch);
 }

@@ -6,8 +6,6 @@
 //   - without bulk copies, and where sums travel in another format, all warps take them: a strip of all rows
 //     of a token is loaded at once, summed in registers, and stored over the link
 //   - when all sums of a chunk are in place, its arrival flag at the home is set
-// Where the copy engine moves the sums (`copied`), they stay here, in order of the home and its token, and
-// the kernel ends when the windows of others may be written.
 //
 // Gradients of routing weights go first, each to its (token, k) at the home, with one flag for all of them.
 // Sums and gradients for homes on other nodes go to the rank of the home's rail on this node, in their dtype;
@@ -144,19 +142,15 @@ struct SumPlaces {
   int64_t stride;  ///< bytes of a slot
 
   template <Way way>
-  __device__ static SumPlaces of(const Comm& comm, const CombineArguments& args, uint64_t epoch, int32_t home,
-                                 int64_t begin) {
+  __device__ static SumPlaces of(const Comm& comm, uint64_t epoch, int32_t home, int64_t begin) {
     const int64_t row_bytes = comm.window.shape.row_bytes();
-    if (args.copied) return {comm.outgoing_row(home, begin), 1, row_bytes};
     if (way == Way::whole || comm.is_local(home))
       return {comm.slot_row(comm.bases[home], epoch, begin, 0), comm.window.shape.slots(), row_bytes};
     return {comm.partial_row(comm.bases[comm.relay_rank(home)], epoch, comm.other_of(home), begin, 0),
             comm.window.shape.node_slots(), row_bytes};
   }
-  /// Slot `slot` of the i-th token; copies have one of each.
-  __device__ std::byte* at(int i, int32_t slot) const {
-    return first + (i * slots + (slots > 1 ? slot : 0)) * stride;
-  }
+  /// Slot `slot` of the i-th token.
+  __device__ std::byte* at(int i, int32_t slot) const { return first + (i * slots + slot) * stride; }
 };
 
 /// The flag at the home, or at the rank that relays for it, which says that a chunk of sums is there.
@@ -192,7 +186,7 @@ __device__ void reduce_by_warps(const Comm& comm, const CombineArguments& args, 
                                                  sources, weights, counts, slots);
     if (owned == 0) continue;
     if (!wait_for_room<way>(comm, epoch, home, chunks.tokens, chunk)) return;
-    const auto places = SumPlaces::of<way>(comm, args, epoch, home, chunks.begin);
+    const auto places = SumPlaces::of<way>(comm, epoch, home, chunks.begin);
     for (uint32_t left = owned; left != 0; left &= left - 1) {
       const int i = __ffs(static_cast<int>(left)) - 1, count = counts[i];
       std::byte* const to = places.at(i, slots[i]);
@@ -207,7 +201,6 @@ __device__ void reduce_by_warps(const Comm& comm, const CombineArguments& args, 
           sum.rounded().store(to, first, vectors);
       }
     }
-    if (args.copied) continue;
     __syncwarp();
     if (lane_id() == 0) ptx::store_release_sys(sums_arrival<way>(comm, home, chunk), epoch);
   }
@@ -307,7 +300,7 @@ __device__ void list_sums(const Comm& comm, const CombineArguments& args, uint64
     const int shift = chunk_shift(list.tokens), first_chunk = list.begin >> shift;
     const uint32_t owned = __ballot_sync(0xffffffffu, list.slot >= 0);
     if (owned != 0 && !wait_for_room<way>(comm, epoch, list.home, list.tokens, first_chunk)) return;
-    const auto places = SumPlaces::of<way>(comm, args, epoch, list.home, list.begin);
+    const auto places = SumPlaces::of<way>(comm, epoch, list.home, list.begin);
     SumItem item{};
     if (list.slot >= 0) item.to = places.at(lane, list.slot);
 
@@ -315,13 +308,12 @@ __device__ void list_sums(const Comm& comm, const CombineArguments& args, uint64
     const int chunk = (list.begin + lane) >> shift;
     const int ends = min((chunk + 1) << shift, list.tokens) - list.begin;  // in the list's tokens
     const uint32_t above = owned & ~((2u << lane) - 1) & (ends < 32 ? (1u << ends) - 1 : ~0u);
-    const bool flags = !args.copied;
-    if (flags && list.slot >= 0 && above == 0 && ends <= list.count)
+    if (list.slot >= 0 && above == 0 && ends <= list.count)
       item.flag = sums_arrival<way>(comm, list.home, chunk);
     // A chunk of more than a list, of which only lists before this one have sums, takes an item for its flag.
     if (list.opens) owned_before = false;
     const int first_end = min((first_chunk + 1) << shift, list.tokens) - list.begin;
-    const bool alone = flags && owned_before && owned == 0 && first_end <= list.count;
+    const bool alone = owned_before && owned == 0 && first_end <= list.count;
     owned_before = owned_before || owned != 0;
 
     if (owned != 0) {
@@ -358,9 +350,7 @@ __device__ void reduce(const Comm& comm, const CombineArguments& args, std::byte
     signal_start(comm, Operation::combine, epoch, args.plan, args.layout, args.tokens,
                  args.after | (args.rows != nullptr ? kCarriesRows : 0u) |
                      (args.weight_grads != nullptr ? kCarriesWeights : 0u) |
-                     (args.copied ? kCarriedByCopies : 0u) |
-                     (wire != WireFormat::same ? kCarriesQuantised : 0u),
-                 args.landing);
+                     (wire != WireFormat::same ? kCarriesQuantised : 0u));
   if (id == 0 || comm.ranks() == 1) return;
   if (args.weight_grads != nullptr) send_weight_grads(comm, args, epoch, blocks, &block.shared_word);
   if (args.rows == nullptr) return;
@@ -383,13 +373,6 @@ __global__ void __launch_bounds__(kPiped<wire> ? kPipeThreads : kReduceThreads, 
   ptx::launch_dependents();
   device::start_clock(comm, Operation::combine);
   reduce<dtype, way, wire>(comm, args, shared);
-  if (args.copied && blockIdx.x == 0) {
-    const uint64_t epoch = comm.state().epoch + 1;
-    if (failed_for_block(comm))
-      spoil_landings(comm, epoch);
-    else
-      await_landing(comm, Operation::combine, epoch, args.landing);
-  }
   device::note_sent(comm, Operation::combine);
   if (args.senders > 0) end_sending(comm);
 }

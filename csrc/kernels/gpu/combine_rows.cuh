@@ -63,7 +63,7 @@ inline constexpr int kSumBatch = 4;
 struct SumMemory {
   float weights[kSumWarps][kMaxTopK];
   int32_t sources[kSumWarps][kMaxTopK];
-  const std::byte* slots[kSumWarps][kMaxTopK];  ///< with several nodes, or after copies
+  const std::byte* slots[kSumWarps][kMaxTopK];  ///< with several nodes
 };
 
 /// The parts of a token's sum: `slots` sums of owners, of which number `own_slot` is made here of
@@ -144,19 +144,6 @@ __device__ inline bool find_slots(const Comm& comm, const CombineArguments& args
   }
   __syncwarp();
   return __all_sync(0xffffffffu, here);
-}
-
-/// Fills `slots` with where the copy engine has brought the sums of a token's owners.
-__device__ inline void find_landed(const Comm& comm, const CombineArguments& args, uint64_t epoch,
-                                   int64_t token, const std::byte** slots) {
-  const PlanView plan{args.plan, comm.plan_fields};
-  const int32_t owner = own_owner(comm, plan, token);
-  const bool leads = first_with(owner);
-  const int slot = slot_of(owner, leads);
-  if (leads)
-    slots[slot] =
-        comm.landed_row(landing_of(comm, epoch, owner), owner, token, comm.window.shape.row_bytes());
-  __syncwarp();
 }
 
 /// The result where the dispatch of the plan has failed: zero. A block's share of that of `blocks`.
@@ -267,11 +254,9 @@ __device__ inline bool sum_part(const Comm& comm, const CombineArguments& args, 
   const int64_t row_bytes = comm.window.shape.row_bytes(), t = part.token;
   if constexpr (kNodes)
     if (!find_slots(comm, args, epoch, t, sum_row_bytes(comm, wire), places)) return false;
-  if (!kNodes && args.copied) find_landed(comm, args, epoch, t, places);
-  const int64_t chunk = args.copied ? kCopiesChunk : t >> chunk_shift(args.tokens);
-  if (!wait_sums<Flag>(comm, epoch, chunk, part.sum)) return false;
+  if (!wait_sums<Flag>(comm, epoch, t >> chunk_shift(args.tokens), part.sum)) return false;
   const std::byte* const slots = comm.slot_row(comm.own, epoch, t, 0);
-  const auto slot = [&](int s) { return kNodes || args.copied ? places[s] : slots + s * row_bytes; };
+  const auto slot = [&](int s) { return kNodes ? places[s] : slots + s * row_bytes; };
   store_sums<dtype, wire>(comm, args, part, slot, own, 0, part.strips());
   return true;
 }

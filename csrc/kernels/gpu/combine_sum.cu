@@ -5,7 +5,6 @@
 //   - a slot is the number of an owner among the token's owners in ascending order, so slots are added in
 //     their order; this rank's own share never travels: it is summed here at its turn, and rounded as if it
 //     had
-//   - after copies the slot of an owner is the token's row in what it has sent
 //   - another node has one slot, whatever ranks of it own experts of the token: a row that has come over the
 //     network, which is read where it has arrived
 #include "kernels/gpu/announcer.cuh"
@@ -106,8 +105,7 @@ template <Way way>
 __device__ bool wait_for_list(const Comm& comm, const CombineArguments& args, uint64_t epoch,
                               const ListMap& ids, const HomeList& list) {
   const int shift = chunk_shift(args.tokens);
-  const int64_t first = args.copied ? kCopiesChunk : list.begin >> shift;
-  const int64_t last = args.copied ? kCopiesChunk : (list.begin + list.count - 1) >> shift;
+  const int64_t first = list.begin >> shift, last = (list.begin + list.count - 1) >> shift;
   bool here = true;
   for (int32_t ranks = comm.first_rank; ranks < comm.first_rank + comm.local_ranks; ranks += 32)
     for (int64_t chunk = first; chunk <= last; ++chunk) {
@@ -116,7 +114,7 @@ __device__ bool wait_for_list(const Comm& comm, const CombineArguments& args, ui
       for (int j = 0; j < kListRounds; ++j) {
         if (j * 32 >= list.count * ids.each()) continue;
         const int32_t owner = comm.owner(list.id[j]);
-        const bool of_chunk = args.copied || (list.begin + ids.token(j)) >> shift == chunk;
+        const bool of_chunk = (list.begin + ids.token(j)) >> shift == chunk;
         if (owner >= ranks && owner < ranks + 32 && owner != comm.rank && of_chunk &&
             (way == Way::whole || comm.is_local(owner)))
           senders |= 1u << (owner - ranks);
@@ -157,7 +155,7 @@ __device__ void list_sums(const Comm& comm, const CombineArguments& args, uint64
     sums.list(rows, list.rows, list.count, args.rows, row_bytes, mine);
     if (!wait_for_list<way>(comm, args, epoch, ids, list)) return;
     const int first = mine.first + mine.rows;
-    if (way == Way::whole && !args.copied) {
+    if constexpr (way == Way::whole) {
       if (mine.wanted) {
         const std::byte* const slots = comm.slot_row(comm.own, epoch, list.begin + lane, 0);
         for (int i = 0; i < mine.others; ++i)
@@ -165,9 +163,7 @@ __device__ void list_sums(const Comm& comm, const CombineArguments& args, uint64
       }
     } else {
       for (int i = 0; i < list.count; ++i) {
-        if (way == Way::nodes && !find_slots(comm, args, epoch, list.begin + i, row_bytes, unit.slots))
-          return;
-        if (way == Way::whole) find_landed(comm, args, epoch, list.begin + i, unit.slots);
+        if (!find_slots(comm, args, epoch, list.begin + i, row_bytes, unit.slots)) return;
         const int others = __shfl_sync(0xffffffffu, mine.others, i), at = __shfl_sync(0xffffffffu, first, i);
         const int own_slot = __shfl_sync(0xffffffffu, int{item.own_slot}, i);
         if (lane < others) sums.sources()[at + lane] = unit.slots[lane + (lane >= own_slot)];
@@ -221,7 +217,7 @@ __global__ void __launch_bounds__(kPiped<wire> ? kPipeThreads : kSumThreads, 1)
       if (args.weight_grads != nullptr) collect_weight_grads(comm, args, epoch);
     }
   }
-  end_operation(comm, Operation::combine, epoch, args.senders, true, args.copied);
+  end_operation(comm, Operation::combine, epoch, args.senders, true);
 }
 
 template <Way way, WireFormat wire>

@@ -397,7 +397,7 @@ struct ReceivedToken {
   }
   __device__ bool ends_chunk() const { return token + 1 == chunk.end; }
   /// The token alone.
-  __device__ Item item() const { return {chunk.source, chunk.chunk, token, token + 1, 0}; }
+  __device__ Item item() const { return {chunk.source, chunk.chunk, token, token + 1}; }
 };
 
 /// Where the rows of a dispatch go: what their sources announce, and where the rows of each begin here.
@@ -547,7 +547,7 @@ __device__ void lead(const Comm& comm, const SendArguments& args, uint64_t epoch
   const bool failed = failed_for_block(comm);
   if (announces && !failed)
     signal_start(comm, args.operation, epoch, args.plan, args.layout, args.tokens,
-                 kCarriesRows | args.after | (args.quantises() ? kCarriesQuantised : 0u), 0);
+                 kCarriesRows | args.after | (args.quantises() ? kCarriesQuantised : 0u));
   pass_epoch(comm, epoch);
   if (waits && !failed) agree_on_operation(comm, args.operation, epoch);
 }

@@ -354,18 +354,16 @@ __device__ void receive_items(const Comm& comm, const ReceiveArguments& args, ui
     item.begin = order_of(comm, source, tokens_of[item.source], static_cast<int>(size)).begin(number);
     item.chunk = item.begin >> chunk_shift(tokens);
     item.end = min(item.begin + size, tokens);
-    item.landing = args.copied ? landing_of(comm, epoch, item.source) : 0;
     if (item.begin >= item.end) continue;
     const Wanted wanted = list_rows(comm, args, epoch, item, meta, counts);
     if (!wanted.known) break;
     const bool travels = item.source != comm.rank || comm.own_rows_travel();
-    const bool in_turn = travels && !args.copied && tokens > comm.window.stage_tokens;
-    const int64_t flag = args.copied ? kCopiesChunk : item.chunk;
+    const bool in_turn = travels && tokens > comm.window.stage_tokens;
     if (travels && (wanted.tokens != 0 || (in_turn && wanted.sent))) {
       bool here = true;
       if (lane_id() == 0)
         here = device::wait_until(comm, {item.source, WaitPhase::rows, args.operation, epoch},
-                                  device::EpochFlag{comm.arrival(comm.own, item.source, flag), epoch});
+                                  device::EpochFlag{comm.arrival(comm.own, item.source, item.chunk), epoch});
       if (!__all_sync(0xffffffffu, here)) break;
       open_for_loads();
     }

@@ -8,9 +8,6 @@
 // have nothing to do before. With several nodes some blocks hand on what the ranks of this rank's rail
 // announce and work out (relay_records.cuh), which the plan wants: so this kernel ends whether or not the
 // next one has begun.
-//
-// Where the copy engine moves the rows (`copied`), this kernel ends when the windows of others may be
-// written.
 #include "kernels/gpu/kernel.cuh"
 #include "kernels/gpu/plan.cuh"
 #include "kernels/gpu/relay_records.cuh"
@@ -55,9 +52,6 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (block != args.plan_block) return;
   __syncthreads();
   make_plan(comm, args, epoch, scratch, kWords, Planner::of_many);
-  if (!args.copied) return;
-  if (failed) return spoil_landings(comm, epoch);
-  await_landing(comm, args.operation, epoch, args.landing);
 }
 
 template <Way way>

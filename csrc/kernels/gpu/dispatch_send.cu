@@ -13,9 +13,6 @@
 //
 // The file is compiled once for each format in which rows travel, MOECOMM_WIRE (CMakeLists.txt).
 //
-// Where the copy engine moves the rows (`copied`), this kernel brings rows that travel in another format into
-// it. That of the backward of a combine ends when the windows of others may be written.
-//
 // Rows go, with several nodes, to owners on this node, and once to each other node that needs them: into host
 // memory, numbered by relay index, from where the network takes them; so they wait for the routes. The last
 // blocks relay what comes from there: rows of the rail go to the owners here in the same way, on behalf of
@@ -77,7 +74,6 @@ __device__ ChunkOwners list_owners(const Comm& comm, const SendArguments& args, 
     int32_t target = -1, number = 0;
     if (id[i] >= 0 && id[i] < comm.window.shape.num_experts) target = comm.owner(static_cast<int32_t>(id[i]));
     if (target == comm.rank && !comm.own_rows_travel()) target = -1;
-    if (args.copied) target = i < tokens && lane == 0 ? comm.rank : -1;
     if constexpr (kNodes) {
       if (target >= 0 && comm.is_local(target) != (reach == Reach::node)) target = -1;
       if (target >= 0 && reach == Reach::others) {
@@ -107,7 +103,6 @@ struct RowPaths {
   const std::byte* x;  ///< this rank's own rows
   int32_t source;      ///< whose rows they are
   bool relayed;        ///< they have come from another node
-  int32_t landing;     ///< they go to this rank's own part of that section of landed rows; -1: to owners
 
   /// Token i of the chunk that begins with `begin`.
   __device__ const std::byte* from(int64_t begin, int i, const ChunkMeta& meta, int64_t row_bytes) const {
@@ -123,7 +118,6 @@ struct RowPaths {
     if constexpr (kNodes)
       if (target >= comm.ranks())
         return comm.rail.staged(target - comm.ranks(), meta.numbers[at], comm.window.shape.wire_row_bytes());
-    if (landing >= 0) return comm.packed_row(landing, begin + i);
     return comm.staged_row(target, epoch, source, begin + i);
   }
 };
@@ -133,12 +127,12 @@ template <bool kNodes>
 class CopyRows {
  public:
   __device__ CopyRows(const Comm& comm, const SendArguments& args, uint64_t epoch, WarpMemory memory)
-      : CopyRows(comm, args, {comm, epoch, args.x, comm.rank, false, args.copied ? args.landing : -1}, memory,
+      : CopyRows(comm, args, {comm, epoch, args.x, comm.rank, false}, memory,
                  comm.window.shape.wire_data_bytes()) {}
   /// Copies rows of other sources, see start_source.
   __device__ CopyRows(const Comm& comm, const SendArguments& args, uint64_t epoch, WarpMemory memory,
                       int64_t row_bytes)
-      : CopyRows(comm, args, {comm, epoch, nullptr, comm.rank, true, -1}, memory, row_bytes) {}
+      : CopyRows(comm, args, {comm, epoch, nullptr, comm.rank, true}, memory, row_bytes) {}
 
   /// Rows that have come from another node are those of `source` from now on.
   __device__ void start_source(int32_t source) { paths_.source = source; }
@@ -304,7 +298,7 @@ class QuantiseRows {
   __device__ QuantiseRows(const Comm& comm, const SendArguments& args, uint64_t epoch, WarpMemory memory)
       : comm_(comm),
         args_(args),
-        paths_{comm, epoch, args.x, comm.rank, false, args.copied ? args.landing : -1},
+        paths_{comm, epoch, args.x, comm.rank, false},
         scales_(memory.scales),
         pieces_(full_pieces(comm.window.shape.row_bytes())),
         whole_(comm.window.shape.wire_row_bytes() <= kRowStage),
@@ -418,9 +412,9 @@ __device__ void send_rows(const Comm& comm, const SendArguments& args, uint64_t 
                 : args.later           ? &state.later_next
                                        : &state.send_next);
   const int64_t chunks = chunk_count(args.tokens), size = chunk_tokens(args.tokens);
-  // Rows for other nodes have places of their own, and so have those for the copy engine.
+  // Rows for other nodes have places of their own.
   const int64_t at_once = comm.window.chunks_at_once(args.tokens), first = args.later ? at_once : 0;
-  const int64_t all = args.later || args.copied || reach == Reach::others ? chunks : at_once;
+  const int64_t all = args.later || reach == Reach::others ? chunks : at_once;
   const auto tokens = static_cast<int>(max(min(all * size, args.tokens) - first * size, int64_t{0}));
   const TokenOrder order(tokens, static_cast<int>(size),
                          reach == Reach::others ? 0 : places_shift(comm, comm.rank, args.tokens));
@@ -628,7 +622,7 @@ __device__ void send_share(const Comm& comm, const SendArguments& args, uint64_t
                            const ChunkMeta& meta) {
 #if MOECOMM_HAS_BULK
   if constexpr (way == Way::whole && kWire == WireFormat::same)
-    if (args.x_scales == nullptr && !args.copied && lists_hold(comm.window.shape, most_owners(comm)))
+    if (args.x_scales == nullptr && lists_hold(comm.window.shape, most_owners(comm)))
       return send_by_pipe(comm, args, epoch, reinterpret_cast<std::byte*>(&block));
   ptx::fence_shared_to_bulk();
 #endif
@@ -656,20 +650,14 @@ __device__ void send_later(const Comm& comm, const SendArguments& args, uint64_t
 /// Announces the backward of a combine. Whole block.
 __device__ void announce_start(const Comm& comm, const SendArguments& args, uint64_t epoch) {
   signal_start(comm, args.operation, epoch, args.plan, args.layout, args.tokens,
-               kCarriesRows | args.after | (args.copied ? kCarriedByCopies : 0u) |
-                   (args.quantises() ? kCarriesQuantised : 0u),
-               args.landing);
-  if (args.copied) await_landing(comm, args.operation, epoch, args.landing);
+               kCarriesRows | args.after | (args.quantises() ? kCarriesQuantised : 0u));
 }
 
 /// The work of a block.
 template <Way way, class Rows>
 __device__ void send(const Comm& comm, const SendArguments& args, uint64_t epoch, BlockMemory& block) {
   const bool dispatch = args.operation == Operation::dispatch;
-  if (failed_for_block(comm)) {
-    if (args.copied && !dispatch && blockIdx.x == 0) spoil_landings(comm, epoch);
-    return;
-  }
+  if (failed_for_block(comm)) return;
   const ChunkMeta meta{block.meta[warp_id()], block.counts[warp_id()], block.numbers[warp_id()],
                        block.from[warp_id()]};
   const int senders = static_cast<int>(gridDim.x) - (way == Way::nodes ? args.relay_blocks : 0);
@@ -689,7 +677,6 @@ __device__ void send(const Comm& comm, const SendArguments& args, uint64_t epoch
     if (dispatch && !wait_routed(comm, args.operation, epoch, args.route_blocks)) return;
   }
   if (!dispatch && blockIdx.x == 0) announce_start(comm, args, epoch);
-  if (args.copied && !dispatch) return;
   if (valid) send_share<way, Rows>(comm, args, epoch, block, meta);
 }
 
@@ -714,7 +701,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   end_kernel(comm, args);
 }
 
-/// Rows that change their format on the way, on one node and not for the copy engine, by a pipe with workers.
+/// Rows that change their format on the way, on one node, by a pipe with workers.
 template <DType dtype>
 __global__ void __launch_bounds__(MovePipe<kWorkers>::kThreads, 1)
     dispatch_quantise_kernel(const __grid_constant__ Comm comm, const __grid_constant__ SendArguments args) {
@@ -760,7 +747,7 @@ template <>
 cudaError_t launch_dispatch_send<kWire>(const Launch& launch, const Comm& comm, const SendArguments& args) {
   const KernelShape& shape = comm.window.shape;
   if constexpr (kWire != WireFormat::same)
-    if (!args.copied && quantises_by_pipe(shape, launch.bulk))
+    if (quantises_by_pipe(shape, launch.bulk))
       return with_dtype<Quantising>(shape.dtype, [&]<auto kernel>() {
         return launch_kernel<kernel>(launch, pipe_threads(true, true), pipe_memory(true, true), comm, args);
       });

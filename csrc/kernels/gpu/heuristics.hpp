@@ -12,14 +12,6 @@
 
 namespace moecomm::gpu {
 
-/// True where a copy beside a product costs less than the SMs of a kernel do: a copy takes 13 us besides its
-/// bytes, and takes the rows of all tokens to every rank, whether or not it needs them (docs/performance.md).
-inline bool copies_pay(int32_t ranks, int32_t top_k, int64_t tokens, int64_t row_bytes) {
-  constexpr int64_t kLeastBytes = 4 << 20;
-  const double needed = 1 - std::pow(1 - 1.0 / ranks, top_k);  // share of tokens, with uniform routing
-  return ranks > 1 && tokens * row_bytes >= kLeastBytes && needed >= 0.5;
-}
-
 /// The most tokens of a rank that a kernel for few tokens takes: each is a chunk of its own.
 inline constexpr int kMostFusedTokens = 1024;
 /// The most tokens whose routes one block works out in a kernel of its own.
@@ -104,10 +96,7 @@ struct Heuristics {
   int fused_sums;    ///< and up to so many, of a combine
 
   /// The most blocks that an operation launches.
-  int all_blocks() const { return each_blocks() + relay_blocks; }
-
-  /// Blocks of each kernel of an operation by the copy engine, since they follow each other.
-  int each_blocks() const { return std::max(by_expert[0].all(), combine_by_expert[0].all()); }
+  int all_blocks() const { return std::max(by_expert[0].all(), combine_by_expert[0].all()) + relay_blocks; }
 
   const DispatchBlocks& dispatch(bool rank_layout, RowWork work) const {
     return (rank_layout ? by_rank : by_expert)[static_cast<int>(work)];

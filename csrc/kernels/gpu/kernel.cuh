@@ -54,7 +54,7 @@ __device__ inline int32_t planned_row(const PlanView& plan, RowLayout layout, in
 
 /// Announces an operation along a plan that is known. Whole block.
 __device__ inline void signal_start(const Comm& comm, Operation operation, uint64_t epoch, int32_t* words,
-                                    RowLayout layout, int64_t tokens, uint32_t carries, int32_t landing) {
+                                    RowLayout layout, int64_t tokens, uint32_t carries) {
   const PlanView plan{words, comm.plan_fields};
   SignalRecord record{};
   record.epoch = epoch;
@@ -64,7 +64,6 @@ __device__ inline void signal_start(const Comm& comm, Operation operation, uint6
   record.tokens = static_cast<int32_t>(tokens);
   record.layout = layout;
   record.carries = carries;
-  record.rows_offset = landing;
   if (threadIdx.x == 0) device::note_phase(comm, operation, Phase::announced);
   device::signal_records(comm, record);
   // Rows go to other nodes, in the backward of combine, as in the dispatch. In a combine they come from where
@@ -104,41 +103,6 @@ __device__ inline bool agree_on_operation(const Comm& comm, Operation operation,
   return agreed;
 }
 
-/// The section of landed rows that `sender` copies to, once its record of `epoch` is here: ranks count their
-/// copies by themselves.
-__device__ inline int32_t landing_of(const Comm& comm, uint64_t epoch, int32_t sender) {
-  const int64_t* const landing = &comm.record(comm.own, sender, epoch).rows_offset;
-  return static_cast<int32_t>(__ldcg(reinterpret_cast<const long long*>(landing)) & 1);
-}
-
-/// The word in the window at `base` that says that copies of `writer` come there though it has not seen
-/// whether what was there had been read: it has failed, and they cannot be called back.
-__device__ inline uint64_t* spoiled(const Comm& comm, std::byte* base, int32_t writer) {
-  return comm.flag(base, comm.window.credits, writer, comm.window.shape.max_chunks());
-}
-
-/// Tells all ranks that copies of this one come unawaited. Whole block.
-__device__ inline void spoil_landings(const Comm& comm, uint64_t epoch) {
-  for (auto peer = static_cast<int32_t>(threadIdx.x); peer < comm.ranks();
-       peer += static_cast<int32_t>(blockDim.x))
-    ptx::store_release_sys(spoiled(comm, comm.bases[peer], comm.rank), epoch);
-}
-
-/// Gets an operation ready for the copy engine, which takes its epoch to the peers after the rows. They come
-/// to the peers' section `landing`, which these have read: they have begun the operation before this one, or,
-/// where that took the same section, this one. Whole block; this rank's own record is signalled before, or by
-/// another block.
-__device__ inline void await_landing(const Comm& comm, Operation operation, uint64_t epoch, int32_t landing) {
-  DeviceState& state = comm.state();
-  const bool again = state.landing == landing;
-  __syncthreads();
-  if (again && !device::wait_records(comm, operation, epoch)) spoil_landings(comm, epoch);
-  __syncthreads();
-  if (threadIdx.x != 0) return;
-  state.landing = landing;
-  ptx::store_release_gpu(&state.copied, epoch);
-}
-
 /// The end of a block of a kernel that sends beside one on another stream. Whole block.
 __device__ inline void end_sending(const Comm& comm) {
   __syncthreads();
@@ -149,7 +113,7 @@ __device__ inline void end_sending(const Comm& comm) {
 /// `senders`: blocks that call end_sending; 0: none, the kernel that sends is the one before in this stream.
 /// `clocked`: the time that it took counts.
 __device__ inline void end_operation(const Comm& comm, Operation operation, uint64_t epoch, int32_t senders,
-                                     bool clocked, bool copied = false) {
+                                     bool clocked) {
   __syncthreads();
   if (threadIdx.x != 0) return;
   // Blocks that send use the counters too.
@@ -160,9 +124,6 @@ __device__ inline void end_operation(const Comm& comm, Operation operation, uint
   DeviceState& state = comm.state();
   __threadfence();
   if (ptx::add_acq_rel_gpu(&state.receive_done, 1) + 1 != gridDim.x) return;
-  for (int32_t peer = 0; copied && peer < comm.ranks(); ++peer)  // all that was copied here has been read
-    if (ptx::load_acquire_sys(spoiled(comm, comm.own, peer)) != 0)
-      device::report_failure(comm, {peer, WaitPhase::rows, operation, epoch}, peer, Cause::no_signal, peer);
   state.send_next = 0;
   state.stage_next = 0;
   state.later_next = 0;

@@ -463,8 +463,7 @@ __device__ inline void make_plan(const Comm& comm, const SendArguments& args, ui
     const bool alike =
         starts_alike(comm, args, epoch, [&](int32_t peer) { device::note_late(comm, peer, begun); });
     const bool taken = take_counts(comm, epoch, counts, tables.tokens);
-    // Where copies land, records say.
-    by_starts = __syncthreads_and(alike && taken && !args.copied);
+    by_starts = __syncthreads_and(alike && taken);
     if (by_starts) {
       found = {true, true};
     } else {

@@ -47,7 +47,7 @@ __device__ inline void receive_and_end(const Comm& comm, const ReceiveArguments&
   const Found found = start(comm, args, epoch);
   if (found == Found::no_room) return leave_rows(comm, epoch);
   if (found == Found::rows) receive(epoch);
-  end_operation(comm, args.operation, epoch, args.senders, true, args.copied);
+  end_operation(comm, args.operation, epoch, args.senders, true);
 }
 
 /// The order in which a source's tokens arrive, taken in spans of so many.
@@ -116,7 +116,6 @@ class ReceiveLister {
       list.item.end = min(static_cast<int>(list.item.begin) + size, list.of_source);
     }
     list.item.chunk = list.item.begin >> chunk_shift(list.of_source);
-    list.item.landing = args_.copied ? landing_of(comm_, epoch_, list.item.source) : 0;
     if constexpr (operation == Operation::dispatch) {
       list.routes = ChunkRoutes<kMoveRounds>(comm_, epoch_, map_, list.item);
       return list;
@@ -170,13 +169,11 @@ class ReceiveLister {
 __device__ inline bool wait_for_list(const Comm& comm, const ReceiveArguments& args, uint64_t epoch,
                                      const Item& item, int size, uint32_t tokens) {
   const int first = min(lane_id() * size, 31);
-  const bool waits =
-      args.copied ? lane_id() == 0 && tokens != 0 : (tokens >> first & ((1u << size) - 1)) != 0;
-  const int64_t flag = args.copied ? kCopiesChunk : item.chunk + lane_id();
   bool here = true;
-  if (waits)
-    here = device::wait_until(comm, {item.source, WaitPhase::rows, args.operation, epoch},
-                              device::EagerFlag{comm.arrival(comm.own, item.source, flag), epoch});
+  if ((tokens >> first & ((1u << size) - 1)) != 0)
+    here = device::wait_until(
+        comm, {item.source, WaitPhase::rows, args.operation, epoch},
+        device::EagerFlag{comm.arrival(comm.own, item.source, item.chunk + lane_id()), epoch});
   __syncwarp();  // what a lane has acquired, all lanes load
   return __all_sync(0xffffffffu, here);
 }
@@ -194,7 +191,7 @@ __device__ void list_arriving(const Comm& comm, const ReceiveArguments& args, ui
     next = lister.next();
     const int size = chunk_tokens(list.of_source);
     const bool travels = list.item.source != comm.rank || comm.own_rows_travel();
-    const bool in_turn = travels && !args.copied && list.of_source > comm.window.stage_tokens;
+    const bool in_turn = travels && list.of_source > comm.window.stage_tokens;
     int32_t rows[kMoveRounds];
     if (!lister.resolve(list, rows)) return;
     auto& out = pipe.open();

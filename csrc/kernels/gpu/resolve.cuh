@@ -12,7 +12,6 @@ namespace moecomm::gpu {
 struct Item {
   int32_t source;
   int64_t chunk, begin, end;  ///< tokens
-  int32_t landing;            ///< where the copy engine moves the rows, the section that they come to
 };
 
 /// The row of a token as it lies here.
@@ -20,8 +19,6 @@ __device__ inline const std::byte* arrived_row(const Comm& comm, const ReceiveAr
                                                const Item& item, int64_t token) {
   if (item.source == comm.rank && !comm.own_rows_travel())
     return args.x + token * comm.window.shape.row_bytes();
-  if (args.copied)
-    return comm.landed_row(item.landing, item.source, token, comm.window.shape.wire_row_bytes());
   return comm.staged_row(comm.rank, epoch, item.source, token);
 }
 

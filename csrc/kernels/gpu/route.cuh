@@ -274,10 +274,8 @@ __device__ inline SignalRecord dispatch_record(const Comm& comm, const SendArgum
   record.tokens = static_cast<int32_t>(args.tokens);
   record.alignment = static_cast<int32_t>(args.alignment);
   record.layout = args.layout;
-  record.carries = kCarriesRows | args.after | (args.weights != nullptr ? kCarriesWeights : 0u) |
-                   (args.copied ? kCarriedByCopies : 0u);
+  record.carries = kCarriesRows | args.after | (args.weights != nullptr ? kCarriesWeights : 0u);
   record.detail = args.positions;
-  record.rows_offset = args.landing;
   const uint64_t bad = may_be_bad ? ptx::load_relaxed_gpu(&comm.state().bad_id) : ~uint64_t{0};
   if (bad != ~uint64_t{0}) {
     record.error = static_cast<uint32_t>(ErrorKind::invalid_routing);
