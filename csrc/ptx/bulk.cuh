@@ -1,19 +1,11 @@
-// Bulk copies between shared and global memory (the tensor memory accelerator's plain form, sm_90 and later).
+// Bulk copies between shared and global memory (the tensor memory accelerator's plain form).
 // Global addresses may be a peer GPU's. All addresses and sizes are multiples of 16 bytes. A bulk group
 // belongs to the thread that commits it.
 #pragma once
 
 #include <cstdint>
 
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-#define MOECOMM_HAS_BULK 1
-#else
-#define MOECOMM_HAS_BULK 0
-#endif
-
 namespace moecomm::ptx {
-
-#if MOECOMM_HAS_BULK
 
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
@@ -139,7 +131,5 @@ __device__ __forceinline__ void fence_shared_to_bulk() {
 __device__ __forceinline__ void fence_global_to_bulk() {
   asm volatile("fence.proxy.async.global;" ::: "memory");
 }
-
-#endif
 
 }  // namespace moecomm::ptx

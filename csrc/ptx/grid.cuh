@@ -1,5 +1,4 @@
-// Programmatic dependent launch (sm_90 and later; elsewhere kernels of a stream do not overlap) and the
-// clock.
+// Programmatic dependent launch, barriers of some warps, and the clock.
 #pragma once
 
 #include <cstdint>
@@ -8,16 +7,12 @@ namespace moecomm::ptx {
 
 /// Lets the next kernel of the stream start once all blocks have said so.
 __device__ __forceinline__ void launch_dependents() {
-#if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
 }
 
 /// Waits until the kernel that this one was launched behind has ended; all it wrote is visible then.
 __device__ __forceinline__ void wait_for_previous_kernel() {
-#if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
 }
 
 /// A barrier of `threads` threads of a block, a multiple of 32, who know it by `number` from 1 to 15; true if

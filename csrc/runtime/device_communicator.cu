@@ -25,16 +25,16 @@ WindowShape control_shape(const DeviceShape& shape) {
 
 /// Loads the kernels that send rows in `wire`.
 template <WireFormat wire>
-cudaError_t prepare_wire(const DeviceShape& shape, bool bulk) {
-  const cudaError_t error = gpu::prepare_dispatch_send<wire>(shape, bulk);
+cudaError_t prepare_wire(const DeviceShape& shape) {
+  const cudaError_t error = gpu::prepare_dispatch_send<wire>(shape);
   return error != cudaSuccess ? error : gpu::prepare_dispatch_fused<wire>(shape);
 }
 
 /// Loads the kernels that send rows as they are, and those that bring them into the format of the shape.
-cudaError_t prepare_send(const DeviceShape& shape, bool bulk) {
-  const cudaError_t error = prepare_wire<WireFormat::same>(shape, bulk);
+cudaError_t prepare_send(const DeviceShape& shape) {
+  const cudaError_t error = prepare_wire<WireFormat::same>(shape);
   if (error != cudaSuccess) return error;
-  return with_wire(shape.wire, [&]<WireFormat wire>() { return prepare_wire<wire>(shape, bulk); });
+  return with_wire(shape.wire, [&]<WireFormat wire>() { return prepare_wire<wire>(shape); });
 }
 
 cudaError_t launch_send(const gpu::Launch& launch, const device::Comm& comm,
@@ -87,9 +87,9 @@ DeviceCommunicator::DeviceCommunicator(const DeviceConfig& config)
   limit_sms(config_.num_sms);
   const DeviceShape of_gradients = s.with_wire(config_.gradients);
   for (const cudaError_t error :
-       {gpu::prepare_dispatch_route(s, true), prepare_send(s, true), gpu::prepare_dispatch_receive(s, true),
-        prepare_send(of_gradients, true), gpu::prepare_dispatch_receive(of_gradients, true),
-        gpu::prepare_combine_reduce(s, config_.sums, true), gpu::prepare_combine_sum(s, config_.sums, true),
+       {gpu::prepare_dispatch_route(s), prepare_send(s), gpu::prepare_dispatch_receive(s),
+        prepare_send(of_gradients), gpu::prepare_dispatch_receive(of_gradients),
+        gpu::prepare_combine_reduce(s, config_.sums), gpu::prepare_combine_sum(s, config_.sums),
         gpu::prepare_combine_fused(s, config_.sums), gpu::prepare_announce()})
     check_cuda(error, "loading the kernels");
   pinned_ = std::make_unique<Pinned>(s.ranks);
@@ -293,7 +293,7 @@ void DeviceCommunicator::hold(std::function<void(cudaStream_t)> receive, cudaStr
 }
 
 gpu::Launch DeviceCommunicator::launch(cudaStream_t stream, int blocks, bool overlapped) const {
-  return {stream, blocks, true, overlapped, heuristics_.paired};
+  return {stream, blocks, overlapped, heuristics_.paired};
 }
 
 /// Orders later work on the side stream after what `stream` holds now, and beside what it holds later.
@@ -320,7 +320,7 @@ void DeviceCommunicator::abandon(cudaStream_t stream) {
   const bool in_turn = comm(begun.wire)->window.stage_tokens < config_.shape.max_tokens;
   if (in_turn) given_up_ = begun.capture;
   check_cuda(gpu::launch_abandon(launch(pending_stream_, 1, !begun.offered), *comm(begun.wire),
-                                 sent.operation, sent.tokens, 0, begun.offered),
+                                 sent.operation, sent.tokens, begun.offered),
              "launch of abandon");
   if (begun.later) join_side(pending_stream_);
   if (stream == pending_stream_) return;
@@ -366,7 +366,7 @@ void DeviceCommunicator::send(WireFormat wire, gpu::SendArguments arguments, cud
 /// Starts to work out the routes of a dispatch, by blocks that will receive its rows, and its plan.
 void DeviceCommunicator::launch_route(gpu::SendArguments& arguments, const gpu::DispatchBlocks& divided,
                                       cudaStream_t stream) {
-  const bool few = gpu::routes_few(config_.shape, arguments.tokens, gpu::route_words(true));
+  const bool few = gpu::routes_few(config_.shape, arguments.tokens, gpu::kRouteWords);
   const int most = few ? 1 : std::clamp<int>(divided.receive - 1, 1, kMaxRouteBlocks - 1);
   arguments.route_blocks = gpu::Heuristics::route_blocks(arguments.tokens, most);
   // A block of its own makes the plan, if there is one more. Together they are an even number at most, since
@@ -398,7 +398,7 @@ void DeviceCommunicator::receive(gpu::ReceiveArguments arguments, bool directly,
                                           arguments),
              "launch of a dispatch (receiving)");
   if (begun.later) {
-    sent.later = sent.apart = true;
+    sent.later = true;
     check_cuda(launch_send(launch(side_stream_, begun.blocks, false), *comm(begun.wire), sent),
                "launch of a dispatch (sending what waits for room)");
     join_side(stream);
@@ -476,7 +476,7 @@ void DeviceCommunicator::run_in_one(WireFormat wire, gpu::FusedArguments argumen
   gpu::SendArguments& sent = arguments.send;
   take_sent(arguments.receive, sent);
   if (!arguments.again) sent.after = after_given_up(stream);
-  const int warps = gpu::block_warps(true);
+  const int warps = gpu::kWarps;
   // What is received again is known, and may be what others with many tokens have sent.
   const int64_t items = arguments.again ? arguments.receive.rows : sent.tokens * config_.shape.ranks;
   const int leads = gpu::leading_blocks(heuristics_.all_blocks());

@@ -18,13 +18,10 @@
 #include "kernels/gpu/arguments.hpp"
 #include "kernels/gpu/pipe.cuh"
 #include "layout/routing.hpp"
-#include "ptx/bulk.cuh"
 
 using namespace moecomm;
 
 namespace {
-
-constexpr bool kBulk = MOECOMM_HAS_BULK;
 
 using Random = std::mt19937_64;
 
@@ -221,12 +218,7 @@ Rows expected_sum(const Shape& shape, const Step& step, int home, int token) {
 class Rank {
  public:
   Rank(const DeviceShape& shape, int rank, uint64_t seed)
-      : random_(seed),
-        main_(random_()),
-        side_(random_()),
-        later_(random_()),
-        rank_(rank),
-        window_(DeviceWindow::make(shape)) {
+      : random_(seed), main_(random_()), later_(random_()), rank_(rank), window_(DeviceWindow::make(shape)) {
     memory_.resize(static_cast<size_t>(window_.total_bytes) / sizeof(Line) + 1);
     comm.window = window_.with_wire(shape.wire);
     comm.rank = rank;
@@ -281,7 +273,9 @@ class Rank {
   static bool may_fuse(int64_t tokens) {
     return gpu::in_one_kernel(tokens, gpu::kMostFusedTokens) && tokens > 0;
   }
-  gpu::Launch launch(CUstream_st& stream, int blocks) { return {&stream, blocks, kBulk, false, false}; }
+  gpu::Launch launch(CUstream_st& stream, int blocks, bool overlapped = false) {
+    return {&stream, blocks, overlapped, false};
+  }
 
   /// Sends and receives in one kernel, or in those for many tokens; these leave counters behind.
   void move(gpu::SendArguments sent, gpu::ReceiveArguments received) {
@@ -300,35 +294,33 @@ class Rank {
       seen.watched += blocks == kWatched && dispatch && overflowing_;
       const int senders = draw(random_, 0, 1) * draw(random_, 0, most);
       return receive_all(sent, received, [&](const gpu::ReceiveArguments& output, bool again) {
-        gpu::FusedArguments both{sent, output, gpu::block_warps(kBulk) >> draw(random_, 0, 3),
-                                 again ? 0 : senders};
+        gpu::FusedArguments both{sent, output, gpu::kWarps >> draw(random_, 0, 3), again ? 0 : senders};
         both.again = again;
         gpu::launch_dispatch_fused<WireFormat::same>(launch(main_, blocks), comm, both);
       });
     }
-    sent.apart = true;
     sent.warps = draw(random_, 4, 8);
-    const bool few = gpu::routes_few(comm.window.shape, sent.tokens, gpu::route_words(kBulk));
+    const bool few = gpu::routes_few(comm.window.shape, sent.tokens, gpu::kRouteWords);
     sent.route_blocks = few ? 1 : draw(random_, 1, 3);
     const int planners = draw(random_, 0, 1);
     sent.plan_block = planners * sent.route_blocks;
     const int senders = draw(random_, 1, 3);
-    received.senders = waits ? 2 * senders : senders;
-    gpu::launch_dispatch_send<WireFormat::same>(launch(side_, senders), comm, sent);
+    received.senders = waits ? senders : 0;
     if (dispatch) gpu::launch_dispatch_route(launch(main_, sent.route_blocks + planners), comm, sent);
+    gpu::launch_dispatch_send<WireFormat::same>(launch(main_, senders, dispatch), comm, sent);
     if (waits && gives_up_) {
-      gpu::launch_abandon(launch(main_, 1), comm, sent.operation, sent.tokens, senders, false);
+      gpu::launch_abandon(launch(main_, 1, true), comm, sent.operation, sent.tokens, false);
       main_.join();
     } else {
-      receive_all(sent, received, [&](const gpu::ReceiveArguments& output, bool) {
-        gpu::launch_dispatch_receive(launch(main_, draw(random_, 1, 3)), comm, output);
+      receive_all(sent, received, [&](const gpu::ReceiveArguments& output, bool again) {
+        const bool beside = !again && draw(random_, 0, 3) > 0;
+        gpu::launch_dispatch_receive(launch(main_, draw(random_, 1, 3), beside), comm, output);
         if (!waits) return;
         gpu::SendArguments rest = sent;
         rest.later = true;
         gpu::launch_dispatch_send<WireFormat::same>(launch(later_, senders), comm, rest);
       });
     }
-    side_.join();
     later_.join();
   }
 
@@ -348,7 +340,7 @@ class Rank {
     main_.join();
     if (dropless) CHECK(status_.rows.ticket == sent.ticket && status_.rows.rows == received.rows);
     if (gives_up_) {
-      gpu::launch_abandon(launch(main_, 1), comm, sent.operation, sent.tokens, received.senders, true);
+      gpu::launch_abandon(launch(main_, 1), comm, sent.operation, sent.tokens, true);
       return main_.join();
     }
     if (enough) return;
@@ -432,12 +424,10 @@ class Rank {
       args.parts = draw(random_, 1, gpu::sum_strips(shape.hidden * 2));
       gpu::launch_combine_fused(launch(main_, draw(random_, 2, 5)), comm, args);
     } else {
-      args.senders = draw(random_, 1, 3);
-      gpu::launch_combine_reduce(launch(side_, args.senders), comm, args);
-      gpu::launch_combine_sum(launch(main_, draw(random_, 1, 3)), comm, args);
+      gpu::launch_combine_reduce(launch(main_, draw(random_, 1, 3)), comm, args);
+      gpu::launch_combine_sum(launch(main_, draw(random_, 1, 3), true), comm, args);
     }
     main_.join();
-    side_.join();
     for (int token = 0; token < input.tokens; ++token)
       CHECK(same_row(y, token, expected_sum(shape, step, rank_, token), 0, shape.hidden));
   }
@@ -505,7 +495,7 @@ class Rank {
   }
 
   Random random_;
-  CUstream_st main_, side_, later_;
+  CUstream_st main_, later_;
   const int rank_;
   const DeviceWindow window_;
   std::vector<Line> memory_;

@@ -38,13 +38,12 @@ __global__ void __launch_bounds__(kThreads, 1)
     // This rank's own error is raised on the host; another rank's of the same operation gives way to it.
     device::wait_records(comm, Operation::none, epoch);
   }
-  end_operation(comm, Operation::none, epoch, 0, false);
+  end_operation(comm, Operation::none, epoch, false);
 }
 
 struct AbandonArguments {
   Operation operation;
   int64_t tokens;
-  int32_t senders;
   bool offered;
 };
 
@@ -87,20 +86,19 @@ __global__ void __launch_bounds__(kThreads, 1)
     else
       agree_on_operation(comm, args.operation, epoch);
   }
-  if (!ended) end_operation(comm, args.operation, epoch, args.senders, false);
+  if (!ended) end_operation(comm, args.operation, epoch, false);
 }
 
 }  // namespace
 
 cudaError_t launch_abandon(const Launch& launch, const Comm& comm, Operation operation, int64_t tokens,
-                           int32_t senders, bool offered) {
-  return launch_kernel<abandon_kernel>(launch, block_threads(launch.bulk), 0, comm,
-                                       AbandonArguments{operation, tokens, senders, offered});
+                           bool offered) {
+  return launch_kernel<abandon_kernel>(launch, kThreads, 0, comm,
+                                       AbandonArguments{operation, tokens, offered});
 }
 
 cudaError_t launch_announce(const Launch& launch, const Comm& comm, uint32_t error, const char* text) {
-  return launch_kernel<announce_kernel>(launch, block_threads(launch.bulk), 0, comm,
-                                        AnnounceArguments{error, text});
+  return launch_kernel<announce_kernel>(launch, kThreads, 0, comm, AnnounceArguments{error, text});
 }
 
 cudaError_t prepare_announce() {

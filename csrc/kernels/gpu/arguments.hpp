@@ -19,8 +19,7 @@ namespace moecomm::gpu {
 /// Warps of a block of the two sides of a combine.
 inline constexpr int kReduceWarps = 16, kReduceThreads = kReduceWarps * 32;
 inline constexpr int kSumWarps = 16, kSumThreads = kSumWarps * 32;
-/// The same where sums are made by a pipe of warps (sum_pipe.cuh), which wants bulk copies: units of a block,
-/// of eleven warps each.
+/// The same where sums are made by a pipe of warps (sum_pipe.cuh): units of a block, of eleven warps each.
 inline constexpr int kPipeThreads = kSumUnits * 11 * 32;
 /// Strips of a row that warps sum, of so many times 512 bytes each.
 inline constexpr int kSumSteps = 2;
@@ -50,7 +49,6 @@ struct SendArguments {
   bool routes_first;     ///< dispatch: the kernel that sends begins when they have gone out
   int32_t warps;         ///< of a block that move rows, at most; in a pipe, of so many the memory for stages
   int32_t relay_blocks;  ///< of the grid, behind those that send or route, which relay what other nodes send
-  bool apart;            ///< the kernel that receives is on another stream, and may end before
   bool later;            ///< only what waits for room, and nothing else: the chunks that take another's place
   uint32_t after = 0;    ///< kAfterGivenUp, or 0
   /// What is done with rows besides: x is in the communicator's dtype and the wire is not, or they are
@@ -79,7 +77,7 @@ struct ReceiveArguments {
   RowLayout layout;
   bool dequantise;
   bool offered;     ///< the output may be too small for a dropless dispatch, which is left as it is then
-  int32_t senders;  ///< blocks of the kernel that sends, where that may run longer than this one, else 0
+  int32_t senders;  ///< blocks of the kernel that sends later, which may run longer than this one; 0: none
 };
 
 /// Arguments of a dispatch, or of the backward of a combine, in one kernel.
@@ -103,7 +101,6 @@ struct CombineArguments {
   RowLayout layout;
   WireFormat wire = WireFormat::same;  ///< in which sums travel, or same
   int32_t relay_blocks = 0;            ///< as in SendArguments
-  int32_t senders = 0;                 ///< as in ReceiveArguments
   int32_t team_warps = 0;              ///< as in FusedArguments
   int32_t parts = 0;                   ///< of a token's sum at its home, in one kernel
   uint32_t after = 0;                  ///< as in SendArguments
@@ -119,15 +116,15 @@ MOECOMM_HD inline bool routes_few(const DeviceShape& shape, int64_t tokens, int6
 
 /// Loads all kernels that a communicator of `shape` may launch onto the current device: those that send rows
 /// in `wire`, and so on.
-cudaError_t prepare_dispatch_route(const DeviceShape& shape, bool bulk);
+cudaError_t prepare_dispatch_route(const DeviceShape& shape);
 template <WireFormat wire>
-cudaError_t prepare_dispatch_send(const DeviceShape& shape, bool bulk);
-cudaError_t prepare_dispatch_receive(const DeviceShape& shape, bool bulk);
+cudaError_t prepare_dispatch_send(const DeviceShape& shape);
+cudaError_t prepare_dispatch_receive(const DeviceShape& shape);
 template <WireFormat wire>
 cudaError_t prepare_dispatch_fused(const DeviceShape& shape);
 /// `sums`: the format in which sums may travel, or same.
-cudaError_t prepare_combine_reduce(const DeviceShape& shape, WireFormat sums, bool bulk);
-cudaError_t prepare_combine_sum(const DeviceShape& shape, WireFormat sums, bool bulk);
+cudaError_t prepare_combine_reduce(const DeviceShape& shape, WireFormat sums);
+cudaError_t prepare_combine_sum(const DeviceShape& shape, WireFormat sums);
 cudaError_t prepare_combine_fused(const DeviceShape& shape, WireFormat sums);
 cudaError_t prepare_announce();
 
@@ -136,7 +133,6 @@ cudaError_t prepare_announce();
 struct Launch {
   cudaStream_t stream;
   int blocks;
-  bool bulk;  ///< the GPU has bulk copies, and clusters
   bool overlapped;
   bool paired;
 };
@@ -158,10 +154,10 @@ cudaError_t launch_combine_sum(const Launch& launch, const device::Comm& comm,
                                const CombineArguments& arguments);
 cudaError_t launch_combine_fused(const Launch& launch, const device::Comm& comm,
                                  const CombineArguments& arguments);
-/// Ends a dispatch, or the backward of a combine, of `tokens` tokens that is not received. `senders`: as in
-/// ReceiveArguments. `offered`: only if it was left for want of room, else it has ended.
+/// Ends a dispatch, or the backward of a combine, of `tokens` tokens that is not received.
+/// `offered`: only if it was left for want of room, else it has ended.
 cudaError_t launch_abandon(const Launch& launch, const device::Comm& comm, Operation operation,
-                           int64_t tokens, int32_t senders, bool offered);
+                           int64_t tokens, bool offered);
 /// `text` (kErrorText bytes) in device or pinned memory.
 cudaError_t launch_announce(const Launch& launch, const device::Comm& comm, uint32_t error, const char* text);
 

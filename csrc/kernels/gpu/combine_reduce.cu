@@ -3,7 +3,7 @@
 // token's home.
 //   - chunks of one home's tokens are taken in order, the other ranks in turn: by the listers of a pipe
 //     (sum_pipe.cuh), a few tokens at a time
-//   - without bulk copies, and where sums travel in another format, all warps take them: a strip of all rows
+//   - where sums travel in another format, all warps take them: a strip of all rows
 //     of a token is loaded at once, summed in registers, and stored over the link
 //   - when all sums of a chunk are in place, its arrival flag at the home is set
 //
@@ -206,8 +206,6 @@ __device__ void reduce_by_warps(const Comm& comm, const CombineArguments& args, 
   }
 }
 
-#if MOECOMM_HAS_BULK
-
 /// Spans of a list each, or of a chunk where that is more. With several nodes a chunk each: it may have to
 /// wait for the place of another one.
 struct ByList {
@@ -325,8 +323,6 @@ __device__ void list_sums(const Comm& comm, const CombineArguments& args, uint64
   }
 }
 
-#endif
-
 /// The work of a block.
 template <DType dtype, Way way, WireFormat wire>
 __device__ void reduce(const Comm& comm, const CombineArguments& args, std::byte* shared) {
@@ -355,12 +351,10 @@ __device__ void reduce(const Comm& comm, const CombineArguments& args, std::byte
   if (args.weight_grads != nullptr) send_weight_grads(comm, args, epoch, blocks, &block.shared_word);
   if (args.rows == nullptr) return;
   if constexpr (kPiped<wire>) {
-#if MOECOMM_HAS_BULK
     run_sum_pipe<dtype, false>(
         comm, block, epoch, args.weights != nullptr,
         [&](SumLister& sums, SumUnit&) { list_sums<way>(comm, args, epoch, sums); },
         args.tokens * (comm.ranks() - 1), blocks);
-#endif
   } else {
     reduce_by_warps<dtype, way, wire>(comm, args, epoch, block);
   }
@@ -374,7 +368,6 @@ __global__ void __launch_bounds__(kPiped<wire> ? kPipeThreads : kReduceThreads, 
   device::start_clock(comm, Operation::combine);
   reduce<dtype, way, wire>(comm, args, shared);
   device::note_sent(comm, Operation::combine);
-  if (args.senders > 0) end_sending(comm);
 }
 
 template <Way way, WireFormat wire>
@@ -393,8 +386,8 @@ cudaError_t launch_combine_reduce(const Launch& launch, const Comm& comm, const 
   });
 }
 
-cudaError_t prepare_combine_reduce(const DeviceShape& shape, WireFormat sums, bool bulk) {
-  return prepare_sums<Reduce>(shape, sums, sum_memory_bytes<ReduceMemory>(bulk));
+cudaError_t prepare_combine_reduce(const DeviceShape& shape, WireFormat sums) {
+  return prepare_sums<Reduce>(shape, sums, sizeof(SumPipeMemory));
 }
 
 }  // namespace moecomm::gpu

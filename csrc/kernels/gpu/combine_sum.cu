@@ -52,8 +52,6 @@ __device__ void collect_weight_grads(const Comm& comm, const CombineArguments& a
   }
 }
 
-#if MOECOMM_HAS_BULK
-
 /// A list of this rank's own tokens, in two steps as an OwnedList is.
 struct HomeList {
   int64_t begin;
@@ -174,8 +172,6 @@ __device__ void list_sums(const Comm& comm, const CombineArguments& args, uint64
   }
 }
 
-#endif
-
 template <DType dtype, Way way, WireFormat wire>
 __device__ void sum_tokens(const Comm& comm, const CombineArguments& args, uint64_t epoch, SumMemory& block) {
   // Few tokens are shared by more warps each, so that the last ones do not take long.
@@ -194,11 +190,9 @@ template <DType dtype, Way way, WireFormat wire>
 __device__ void sum_all(const Comm& comm, const CombineArguments& args, uint64_t epoch, std::byte* shared) {
   auto& block = *reinterpret_cast<SumMemoryOf<SumMemory, wire>*>(shared);
   if constexpr (kPiped<wire>) {
-#if MOECOMM_HAS_BULK
     run_sum_pipe<dtype, true>(
         comm, block, epoch, args.weights != nullptr,
         [&](SumLister& sums, SumUnit& unit) { list_sums<way>(comm, args, epoch, sums, unit); });
-#endif
   } else {
     sum_tokens<dtype, way, wire>(comm, args, epoch, block);
   }
@@ -217,7 +211,7 @@ __global__ void __launch_bounds__(kPiped<wire> ? kPipeThreads : kSumThreads, 1)
       if (args.weight_grads != nullptr) collect_weight_grads(comm, args, epoch);
     }
   }
-  end_operation(comm, Operation::combine, epoch, args.senders, true);
+  end_operation(comm, Operation::combine, epoch, true);
 }
 
 template <Way way, WireFormat wire>
@@ -236,8 +230,8 @@ cudaError_t launch_combine_sum(const Launch& launch, const Comm& comm, const Com
   });
 }
 
-cudaError_t prepare_combine_sum(const DeviceShape& shape, WireFormat sums, bool bulk) {
-  return prepare_sums<SumOf>(shape, sums, sum_memory_bytes<SumMemory>(bulk));
+cudaError_t prepare_combine_sum(const DeviceShape& shape, WireFormat sums) {
+  return prepare_sums<SumOf>(shape, sums, sizeof(SumPipeMemory));
 }
 
 }  // namespace moecomm::gpu

@@ -7,8 +7,6 @@
 namespace moecomm::gpu {
 namespace {
 
-#if MOECOMM_HAS_BULK
-
 /// Makes rows of `dtype` of those in a wire format. For the workers of a pipe.
 template <DType dtype, WireFormat wire>
 class DequantiseWork {
@@ -131,16 +129,12 @@ __device__ void scale_by_pipe(const Comm& comm, const ReceiveArguments& args, ui
       [&] { zero_paddings(comm, args); }, ScaleWork<dtype>(args, row_bytes));
 }
 
-#endif
-
 /// Rows times factors.
 template <DType dtype>
 __global__ void __launch_bounds__(MovePipe<kWorkers>::kThreads, 1)
     dispatch_scale_kernel(const __grid_constant__ Comm comm, const __grid_constant__ ReceiveArguments args) {
-#if MOECOMM_HAS_BULK
   extern __shared__ __align__(128) std::byte shared[];
   receive_and_end(comm, args, [&](uint64_t epoch) { scale_by_pipe<dtype>(comm, args, epoch, shared); });
-#endif
 }
 
 /// Rows out of a wire format.
@@ -148,11 +142,9 @@ template <DType dtype, WireFormat wire>
 __global__ void __launch_bounds__(MovePipe<kWorkers>::kThreads, 1)
     dispatch_dequantise_kernel(const __grid_constant__ Comm comm,
                                const __grid_constant__ ReceiveArguments args) {
-#if MOECOMM_HAS_BULK
   extern __shared__ __align__(128) std::byte shared[];
   receive_and_end(comm, args,
                   [&](uint64_t epoch) { dequantise_by_pipe<dtype, wire>(comm, args, epoch, shared); });
-#endif
 }
 
 template <DType dtype>

@@ -673,7 +673,7 @@ template <>
 cudaError_t launch_dispatch_fused<kWire>(const Launch& launch, const Comm& comm, const FusedArguments& args) {
   if (comm.window.shape.other_nodes() > 0) return cudaErrorInvalidValue;
   return with_dtype<Fused>(comm.window.shape.dtype, [&]<auto kernel>() {
-    return launch_kernel<kernel>(launch, block_threads(launch.bulk), sizeof(FusedMemory), comm, args);
+    return launch_kernel<kernel>(launch, kThreads, sizeof(FusedMemory), comm, args);
   });
 }
 

@@ -309,8 +309,6 @@ struct ByChunk {
   __device__ int operator()(int64_t tokens) const { return chunk_tokens(tokens); }
 };
 
-#if MOECOMM_HAS_BULK
-
 /// Receives rows as they arrive, by a pipe. Whole block.
 __device__ void receive_by_pipe(const Comm& comm, const ReceiveArguments& args, uint64_t epoch,
                                 std::byte* shared) {
@@ -321,8 +319,6 @@ __device__ void receive_by_pipe(const Comm& comm, const ReceiveArguments& args, 
       [&] { zero_paddings(comm, args); });
 }
 
-#endif
-
 template <class Rows>
 __device__ void receive_items(const Comm& comm, const ReceiveArguments& args, uint64_t epoch,
                               BlockMemory& block) {
@@ -332,11 +328,9 @@ __device__ void receive_items(const Comm& comm, const ReceiveArguments& args, ui
   const int64_t most_chunks = most_claims(comm, tokens_of, ByChunk{});
   const int64_t paddings = args.layout == RowLayout::expert ? comm.local_experts : 0;
 
-#if MOECOMM_HAS_BULK
   if constexpr (std::is_same_v<Rows, CopyOut>)
     if (args.out_scales == nullptr && lists_hold(comm.window.shape, comm.top_k()))
       return receive_by_pipe(comm, args, epoch, reinterpret_cast<std::byte*>(&block));
-#endif
 
   int32_t* const meta = block.meta[warp_id()];
   int32_t* const counts = block.counts[warp_id()];
@@ -415,19 +409,19 @@ cudaError_t with_kernel(const DeviceShape& shape, Arrival arrival, const Use& us
 cudaError_t launch_dispatch_receive(const Launch& launch, const Comm& comm, const ReceiveArguments& args) {
   const KernelShape& shape = comm.window.shape;
   const Arrival arrival = arrival_of(args);
-  if (arrival != Arrival::as_it_is && launch.bulk && pipe_works(shape, shape.top_k))
+  if (arrival != Arrival::as_it_is && pipe_works(shape, shape.top_k))
     return launch_dispatch_change(launch, comm, args);
   return with_kernel(shape, arrival, [&]<auto kernel>() {
-    return launch_kernel<kernel>(launch, block_threads(launch.bulk), block_bytes(launch.bulk), comm, args);
+    return launch_kernel<kernel>(launch, kThreads, sizeof(BlockMemory), comm, args);
   });
 }
 
-cudaError_t prepare_dispatch_receive(const DeviceShape& shape, bool bulk) {
+cudaError_t prepare_dispatch_receive(const DeviceShape& shape) {
   for (const Arrival arrival : {Arrival::as_it_is, Arrival::scaled, Arrival::dequantised}) {
     if (arrival == Arrival::dequantised && shape.wire == WireFormat::same) continue;
-    const cudaError_t error = arrival != Arrival::as_it_is && bulk && pipe_works(shape, shape.top_k)
+    const cudaError_t error = arrival != Arrival::as_it_is && pipe_works(shape, shape.top_k)
                                   ? prepare_dispatch_change(shape, arrival)
-                                  : with_kernel(shape, arrival, Prepare{block_bytes(bulk)});
+                                  : with_kernel(shape, arrival, Prepare{sizeof(BlockMemory)});
     if (error != cudaSuccess) return error;
   }
   return cudaSuccess;

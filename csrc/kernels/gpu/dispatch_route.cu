@@ -16,8 +16,6 @@
 namespace moecomm::gpu {
 namespace {
 
-constexpr int64_t kWords = route_words(MOECOMM_HAS_BULK);
-
 template <Way way>
 __global__ void __launch_bounds__(kThreads, 1)
     dispatch_route_kernel(const __grid_constant__ Comm comm, const __grid_constant__ SendArguments args) {
@@ -39,19 +37,19 @@ __global__ void __launch_bounds__(kThreads, 1)
   SignalRecord record{};
   if (block < args.route_blocks && !failed &&
       (way == Way::whole || device::wait_sent(comm, args.operation, epoch))) {
-    if (way == Way::whole && routes_few(comm.window.shape, args.tokens, kWords))
-      record = route_few(comm, args, epoch, scratch, kWords, [] {
+    if (way == Way::whole && routes_few(comm.window.shape, args.tokens, kRouteWords))
+      record = route_few(comm, args, epoch, scratch, kRouteWords, [] {
         __syncthreads();
         return false;
       });
-    else if (route(comm, args, epoch, args.route_blocks, scratch, kWords, &shared_word) && block == 0)
+    else if (route(comm, args, epoch, args.route_blocks, scratch, kRouteWords, &shared_word) && block == 0)
       record = dispatch_record(comm, args, epoch, true);
   }
   if (args.routes_first) ptx::launch_dependents();
   if (record.operation == Operation::dispatch) device::signal_records(comm, record);
   if (block != args.plan_block) return;
   __syncthreads();
-  make_plan(comm, args, epoch, scratch, kWords, Planner::of_many);
+  make_plan(comm, args, epoch, scratch, kRouteWords, Planner::of_many);
 }
 
 template <Way way>
@@ -63,14 +61,13 @@ struct Routing {
 
 cudaError_t launch_dispatch_route(const Launch& launch, const Comm& comm, const SendArguments& args) {
   return with_way<Routing>(comm.window.shape, [&]<class Of>() {
-    return launch_kernel<Of::kernel>(launch, block_threads(launch.bulk),
-                                     route_words(launch.bulk) * sizeof(int32_t), comm, args);
+    return launch_kernel<Of::kernel>(launch, kThreads, kRouteWords * sizeof(int32_t), comm, args);
   });
 }
 
-cudaError_t prepare_dispatch_route(const DeviceShape& shape, bool bulk) {
+cudaError_t prepare_dispatch_route(const DeviceShape& shape) {
   return with_way<Routing>(
-      shape, [&]<class Of>() { return prepare_kernel<Of::kernel>(route_words(bulk) * sizeof(int32_t)); });
+      shape, [&]<class Of>() { return prepare_kernel<Of::kernel>(kRouteWords * sizeof(int32_t)); });
 }
 
 }  // namespace moecomm::gpu

@@ -450,8 +450,6 @@ __device__ __noinline__ void send_own(const Comm& comm, const SendArguments& arg
                    passes == 2 && pass == warp_id() % 2 ? Reach::others : Reach::node, meta);
 }
 
-#if MOECOMM_HAS_BULK
-
 /// Rows under way in more memory than this many warps have only wait for each other, and arrive later.
 template <int workers>
 __device__ int stage_bytes(const SendArguments& args) {
@@ -527,8 +525,6 @@ __device__ void quantise_by_pipe(const Comm& comm, const SendArguments& args, ui
       QuantiseWork<dtype>(comm.window.shape));
 }
 
-#endif
-
 /// Fills `meta` with the owners on this node of a rail rank's tokens.
 __device__ ChunkOwners list_relayed(const Comm& comm, const PlanView& plan, int32_t other,
                                     const gpu::RelayChunk& chunk, const ChunkMeta& meta) {
@@ -599,9 +595,7 @@ __device__ void relay(const Comm& comm, const SendArguments& args, uint64_t epoc
       !gpu::relay_records(comm, args.operation, args.plan, epoch, relay))
     return;
   if (!gpu::wait_forwarded(comm, args.operation, epoch)) return;
-#if MOECOMM_HAS_BULK
   ptx::fence_shared_to_bulk();
-#endif
   __syncthreads();
   const bool all = !valid || relay_rows(comm, args, epoch, warp_memory(block), meta);
   if (relay.block == 0 && __syncthreads_and(all)) device::wait_all_here(comm, args.operation, epoch);
@@ -620,12 +614,10 @@ __device__ bool wait_routed(const Comm& comm, Operation operation, uint64_t epoc
 template <Way way, class Rows>
 __device__ void send_share(const Comm& comm, const SendArguments& args, uint64_t epoch, BlockMemory& block,
                            const ChunkMeta& meta) {
-#if MOECOMM_HAS_BULK
   if constexpr (way == Way::whole && kWire == WireFormat::same)
     if (args.x_scales == nullptr && lists_hold(comm.window.shape, most_owners(comm)))
       return send_by_pipe(comm, args, epoch, reinterpret_cast<std::byte*>(&block));
   ptx::fence_shared_to_bulk();
-#endif
   __syncthreads();
   send_own<way, Rows>(comm, args, epoch, warp_memory(block), meta);
 }
@@ -689,7 +681,7 @@ __device__ void end_kernel(const Comm& comm, const SendArguments& args) {
   device::note_sent(comm, args.operation);
   // What waits for this kernel waits for that of the routes too.
   if (blockIdx.x == 0 && threadIdx.x == 0) ptx::wait_for_previous_kernel();
-  if (args.apart) end_sending(comm);
+  if (args.later) end_sending(comm);
 }
 
 template <Way way, class Rows>
@@ -705,7 +697,6 @@ __global__ void __launch_bounds__(kThreads, 1)
 template <DType dtype>
 __global__ void __launch_bounds__(MovePipe<kWorkers>::kThreads, 1)
     dispatch_quantise_kernel(const __grid_constant__ Comm comm, const __grid_constant__ SendArguments args) {
-#if MOECOMM_HAS_BULK
   extern __shared__ __align__(128) std::byte shared[];
   const uint64_t epoch = comm.state().epoch + 1;
   begin_kernel(comm, args);
@@ -716,7 +707,6 @@ __global__ void __launch_bounds__(MovePipe<kWorkers>::kThreads, 1)
       quantise_by_pipe<dtype>(comm, args, epoch, shared);
   }
   end_kernel(comm, args);
-#endif
 }
 
 /// Kernels that send rows of `dtype` in this file's format.
@@ -737,8 +727,8 @@ struct Quantising {
 };
 
 /// True where rows are quantised by a pipe.
-bool quantises_by_pipe(const DeviceShape& shape, bool bulk) {
-  return bulk && shape.other_nodes() == 0 && pipe_works(shape, std::min(shape.top_k, shape.ranks));
+bool quantises_by_pipe(const DeviceShape& shape) {
+  return shape.other_nodes() == 0 && pipe_works(shape, std::min(shape.top_k, shape.ranks));
 }
 
 }  // namespace
@@ -747,23 +737,25 @@ template <>
 cudaError_t launch_dispatch_send<kWire>(const Launch& launch, const Comm& comm, const SendArguments& args) {
   const KernelShape& shape = comm.window.shape;
   if constexpr (kWire != WireFormat::same)
-    if (quantises_by_pipe(shape, launch.bulk))
+    if (quantises_by_pipe(shape))
       return with_dtype<Quantising>(shape.dtype, [&]<auto kernel>() {
-        return launch_kernel<kernel>(launch, pipe_threads(true, true), pipe_memory(true, true), comm, args);
+        return launch_kernel<kernel>(launch, MovePipe<kWorkers>::kThreads, sizeof(MovePipe<kWorkers>::Memory),
+                                     comm, args);
       });
   return with_shape<Sending>(shape, [&]<auto kernel>() {
-    return launch_kernel<kernel>(launch, block_threads(launch.bulk), block_bytes(launch.bulk), comm, args);
+    return launch_kernel<kernel>(launch, kThreads, sizeof(BlockMemory), comm, args);
   });
 }
 
 template <>
-cudaError_t prepare_dispatch_send<kWire>(const DeviceShape& shape, bool bulk) {
+cudaError_t prepare_dispatch_send<kWire>(const DeviceShape& shape) {
   if constexpr (kWire != WireFormat::same)
-    if (quantises_by_pipe(shape, bulk)) {
-      const cudaError_t error = with_dtype<Quantising>(shape.dtype, Prepare{pipe_memory(true, true)});
+    if (quantises_by_pipe(shape)) {
+      const cudaError_t error =
+          with_dtype<Quantising>(shape.dtype, Prepare{sizeof(MovePipe<kWorkers>::Memory)});
       if (error != cudaSuccess) return error;
     }
-  return with_shape<Sending>(shape, Prepare{block_bytes(bulk)});
+  return with_shape<Sending>(shape, Prepare{sizeof(BlockMemory)});
 }
 
 }  // namespace moecomm::gpu

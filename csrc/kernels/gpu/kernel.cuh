@@ -103,17 +103,17 @@ __device__ inline bool agree_on_operation(const Comm& comm, Operation operation,
   return agreed;
 }
 
-/// The end of a block of a kernel that sends beside one on another stream. Whole block.
+/// The end of a block of a kernel that sends later, beside the one that receives. Whole block.
 __device__ inline void end_sending(const Comm& comm) {
   __syncthreads();
   if (threadIdx.x == 0) ptx::add_acq_rel_gpu(&comm.state().send_done, 1);
 }
 
 /// The end of an operation: the last block of its last kernel gets the counters ready for the next one.
-/// `senders`: blocks that call end_sending; 0: none, the kernel that sends is the one before in this stream.
-/// `clocked`: the time that it took counts.
-__device__ inline void end_operation(const Comm& comm, Operation operation, uint64_t epoch, int32_t senders,
-                                     bool clocked) {
+/// `clocked`: the time that it took counts. `senders`: blocks that call end_sending; 0: none, the kernel that
+/// sends is the one before in this stream.
+__device__ inline void end_operation(const Comm& comm, Operation operation, uint64_t epoch, bool clocked,
+                                     int32_t senders = 0) {
   __syncthreads();
   if (threadIdx.x != 0) return;
   // Blocks that send use the counters too.
@@ -186,7 +186,7 @@ cudaError_t launch_kernel(const Launch& launch, int threads, size_t shared_bytes
     overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     overlap.val.programmaticStreamSerializationAllowed = 1;
   }
-  if (launch.paired && launch.bulk && launch.blocks % 2 == 0) {
+  if (launch.paired && launch.blocks % 2 == 0) {
     cudaLaunchAttribute& pairs = attributes[config.numAttrs++];
     pairs.id = cudaLaunchAttributeClusterDimension;
     pairs.val.clusterDim.x = 2;

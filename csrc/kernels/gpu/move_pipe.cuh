@@ -70,8 +70,9 @@ struct MovePipe {
 
 /// Warps of workers that a unit has where something is done with rows.
 inline constexpr int kWorkers = 8, kWorkerThreads = kWorkers * 32;
-static_assert(MovePipe<0>::kThreads == block_threads(true));
-static_assert(sizeof(MovePipe<0>::Memory) <= block_bytes(true));  // kernels have it instead of a BlockMemory
+static_assert(MovePipe<0>::kThreads == kThreads);
+static_assert(sizeof(MovePipe<0>::Memory) <=
+              sizeof(BlockMemory));  // kernels have it instead of a BlockMemory
 static_assert(sizeof(MovePipe<kWorkers>::Memory) <= kMostShared);
 
 /// True where a pipe with workers takes the rows of a communicator, which have at most `each` places: a row
@@ -81,15 +82,6 @@ inline bool pipe_works(const DeviceShape& shape, int each) {
   return lists_hold(shape, each) && shape.row_bytes() >= kLeast && shape.row_bytes() <= kMost &&
          shape.wire_row_bytes() <= kMost;
 }
-/// Threads and shared memory of a block of a kernel that moves rows: by a pipe with workers, or not.
-inline int pipe_threads(bool works, bool bulk) {
-  return works ? MovePipe<kWorkers>::kThreads : block_threads(bulk);
-}
-inline size_t pipe_memory(bool works, bool bulk) {
-  return works ? sizeof(MovePipe<kWorkers>::Memory) : block_bytes(bulk);
-}
-
-#if MOECOMM_HAS_BULK
 
 /// Tokens of a list: whole chunks of `chunk`. The units of the grid, kUnits a block, share `tokens`, so a
 /// list has so few that they end at about the same time.
@@ -433,7 +425,5 @@ __device__ void run_move_pipe(std::byte* shared, const MoveShape& shape, uint64_
   }
   __syncthreads();
 }
-
-#endif
 
 }  // namespace moecomm::gpu

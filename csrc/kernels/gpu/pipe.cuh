@@ -1,6 +1,5 @@
 // The pipe by which a warp moves rows: pieces of them are loaded ahead into a ring in shared memory, and
-// leave it from shared memory. With bulk copies (sm_90) one lane issues both and the copy engine does the
-// work; without them the lanes copy, and every wait is already over.
+// leave it from shared memory. One lane issues both, as bulk copies.
 #pragma once
 
 #include <cstdint>
@@ -17,13 +16,11 @@ namespace moecomm::gpu {
 /// and 10.x, less a kilobyte for static variables.
 inline constexpr size_t kMostShared = (227 - 1) * 1024;
 
-/// Warps of a block that moves rows: as many as the shared memory of its GPU holds pieces for. The host asks
-/// for those of the GPU, kernels use those that they are compiled for.
-constexpr int block_warps(bool bulk) { return bulk ? 12 : 8; }
-constexpr int block_threads(bool bulk) { return block_warps(bulk) * 32; }
+/// Warps of a block that moves rows: as many as the shared memory holds pieces for.
+inline constexpr int kWarps = 12, kThreads = kWarps * 32;
 inline constexpr int kWarpBytes = 16384;  ///< of shared memory for pieces of rows
 /// Words of shared memory of a block that works out routes.
-constexpr int64_t route_words(bool bulk) { return int64_t{block_warps(bulk)} * kWarpBytes / 4; }
+inline constexpr int64_t kRouteWords = int64_t{kWarps} * kWarpBytes / 4;
 inline constexpr int kMetaWords = kMaxChunk * kMaxTopK;   ///< a warp: places of the tokens of a chunk
 inline constexpr int kCopyStages = 4, kCopyPiece = 4096;  ///< pieces that pass through unchanged
 inline constexpr int kSumStages = 4, kSumPiece = 2048;    ///< pieces that are computed with
@@ -32,25 +29,18 @@ inline constexpr int kOutStages = 2, kOutPiece = 4096;    ///< results on their 
 static_assert(kCopyStages * kCopyPiece == kWarpBytes);
 static_assert(kSumStages * kSumPiece + kOutStages * kOutPiece == kWarpBytes);
 
-template <int warps>
-struct MemoryOfWarps {
-  alignas(128) std::byte pieces[warps][kWarpBytes];
-  int32_t meta[warps][kMetaWords];
-  int32_t numbers[warps][kMetaWords];  ///< with several nodes: what goes with an entry of meta
-  int32_t from[warps][kMaxChunk];      ///< likewise, with a token of a chunk
-  int32_t counts[warps][kMaxChunk];    ///< entries of meta for each token of a chunk
-  uint64_t barriers[warps][8];
-  alignas(16) std::byte scales[warps][kScaleBuffer];
+/// Shared memory of a block, by warp.
+struct BlockMemory {
+  alignas(128) std::byte pieces[kWarps][kWarpBytes];
+  int32_t meta[kWarps][kMetaWords];
+  int32_t numbers[kWarps][kMetaWords];  ///< with several nodes: what goes with an entry of meta
+  int32_t from[kWarps][kMaxChunk];      ///< likewise, with a token of a chunk
+  int32_t counts[kWarps][kMaxChunk];    ///< entries of meta for each token of a chunk
+  uint64_t barriers[kWarps][8];
+  alignas(16) std::byte scales[kWarps][kScaleBuffer];
 };
-
-constexpr size_t block_bytes(bool bulk) {
-  return bulk ? sizeof(MemoryOfWarps<block_warps(true)>) : sizeof(MemoryOfWarps<block_warps(false)>);
-}
-static_assert(route_words(true) * sizeof(int32_t) <= kMostShared);
-static_assert(block_bytes(true) <= kMostShared && block_bytes(false) <= kMostShared);
-
-inline constexpr int kWarps = block_warps(MOECOMM_HAS_BULK), kThreads = kWarps * 32;  // in kernels
-using BlockMemory = MemoryOfWarps<kWarps>;
+static_assert(kRouteWords * sizeof(int32_t) <= kMostShared);
+static_assert(sizeof(BlockMemory) <= kMostShared);
 
 __device__ inline int lane_id() { return static_cast<int>(threadIdx.x) & 31; }
 __device__ inline int warp_id() { return static_cast<int>(threadIdx.x) >> 5; }
@@ -89,12 +79,6 @@ struct TokenLanes {
         lanes((each == 32 ? ~0u : (1u << each) - 1) << (own * each & 31)) {}
 };
 
-/// `bytes` (a multiple of 16) by all lanes.
-__device__ inline void copy_by_lanes(void* to, const void* from, uint32_t bytes) {
-  for (uint32_t i = lane_id(); i < bytes / 16; i += 32)
-    static_cast<uint4*>(to)[i] = static_cast<const uint4*>(from)[i];
-}
-
 /// `bytes` of the scales of a row, which has `row_bytes` of them, by all lanes. Rows of scales lie one behind
 /// another: in words where they have whole ones.
 __device__ inline void copy_scales(std::byte* to, const std::byte* from, uint32_t bytes, int64_t row_bytes) {
@@ -112,13 +96,11 @@ template <int stages, int piece>
 class LoadRing {
  public:
   __device__ LoadRing(std::byte* memory, uint64_t* barriers) : memory_(memory), barriers_(barriers) {
-#if MOECOMM_HAS_BULK
     if (lane_id() == 0) {
       for (int i = 0; i < stages; ++i) ptx::barrier_init(&barriers_[i], 1);
       ptx::fence_barrier_init();
     }
     __syncwarp();
-#endif
   }
 
   __device__ int in_flight() const { return static_cast<int>(issued_ - taken_); }
@@ -126,24 +108,16 @@ class LoadRing {
   __device__ void load(const void* from, uint32_t bytes) {
     const uint32_t stage = issued_ % stages;
     ++issued_;
-#if MOECOMM_HAS_BULK
     if (lane_id() == 0) {
       ptx::barrier_expect(&barriers_[stage], bytes);
       ptx::bulk_load(memory_ + stage * piece, from, bytes, &barriers_[stage]);
     }
-#else
-    __syncwarp();
-    copy_by_lanes(memory_ + stage * piece, from, bytes);
-    __syncwarp();
-#endif
   }
   /// The oldest piece, once it is there.
   __device__ std::byte* wait() {
     const uint32_t stage = taken_ % stages;
-#if MOECOMM_HAS_BULK
     while (!ptx::barrier_done(&barriers_[stage], (taken_ / stages) & 1)) {
     }
-#endif
     return memory_ + stage * piece;
   }
   /// Releases the oldest piece, with which all lanes are done.
@@ -160,50 +134,36 @@ class LoadRing {
 
 /// Stores from shared memory: started in order, in groups.
 __device__ inline void store_piece(std::byte* to, const std::byte* from, uint32_t bytes) {
-#if MOECOMM_HAS_BULK
   if (lane_id() == 0) ptx::bulk_store(to, from, bytes);
-#else
-  copy_by_lanes(to, from, bytes);
-#endif
 }
 
 __device__ inline void commit_stores() {
-#if MOECOMM_HAS_BULK
   if (lane_id() == 0) ptx::bulk_commit();
-#endif
 }
 
 /// Waits until the shared memory of all but the newest `pending` groups may be overwritten.
 template <int pending>
 __device__ inline void wait_stores_read() {
-#if MOECOMM_HAS_BULK
   if (lane_id() == 0) ptx::bulk_wait_read<pending>();
-#endif
   __syncwarp();
 }
 
 /// Waits until all but the newest `pending` groups are in place.
 template <int pending>
 __device__ inline void wait_stores() {
-#if MOECOMM_HAS_BULK
   if (lane_id() == 0) ptx::bulk_wait<pending>();
-#endif
   __syncwarp();
 }
 
 /// Orders stores from shared memory after what lanes wrote to it before.
 __device__ inline void publish_piece() {
-#if MOECOMM_HAS_BULK
   ptx::fence_shared_to_bulk();
-#endif
   __syncwarp();
 }
 
 /// Orders loads after what was acquired before.
 __device__ inline void open_for_loads() {
-#if MOECOMM_HAS_BULK
   ptx::fence_global_to_bulk();
-#endif
   __syncwarp();
 }
 

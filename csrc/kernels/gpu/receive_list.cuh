@@ -47,7 +47,7 @@ __device__ inline void receive_and_end(const Comm& comm, const ReceiveArguments&
   const Found found = start(comm, args, epoch);
   if (found == Found::no_room) return leave_rows(comm, epoch);
   if (found == Found::rows) receive(epoch);
-  end_operation(comm, args.operation, epoch, args.senders, true);
+  end_operation(comm, args.operation, epoch, true, args.senders);
 }
 
 /// The order in which a source's tokens arrive, taken in spans of so many.
@@ -63,8 +63,6 @@ __device__ int32_t most_claims(const Comm& comm, const int32_t* tokens_of, const
     most = max(most, order_of(comm, source, tokens_of[source], span(tokens_of[source])).claims());
   return most;
 }
-
-#if MOECOMM_HAS_BULK
 
 /// Spans of a list each, of a pipe with so many workers.
 template <int workers>
@@ -239,7 +237,5 @@ __device__ void list_rows_to_places(const Comm& comm, const ReceiveArguments& ar
   else
     list_arriving<workers, Operation::redispatch>(comm, args, epoch, pipe, map, add);
 }
-
-#endif
 
 }  // namespace moecomm::gpu

@@ -45,8 +45,6 @@ __device__ inline bool wait_for_place(const Comm& comm, Operation operation, int
   return true;
 }
 
-#if MOECOMM_HAS_BULK
-
 /// Places of a row at most.
 __device__ inline int most_owners(const Comm& comm) { return min(comm.top_k(), comm.ranks()); }
 
@@ -155,7 +153,5 @@ __device__ void list_own(const Comm& comm, const SendArguments& args, uint64_t e
   else
     list_own(comm, args, static_cast<const int32_t*>(args.ids), epoch, pipe);
 }
-
-#endif
 
 }  // namespace moecomm::gpu

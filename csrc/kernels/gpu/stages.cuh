@@ -32,13 +32,9 @@ struct StageCursor {
   }
 };
 
-#if MOECOMM_HAS_BULK
-
 __device__ inline void wait_barrier(uint64_t* barrier, uint32_t phase) {
   while (!ptx::barrier_done(barrier, phase & 1)) {
   }
 }
-
-#endif
 
 }  // namespace moecomm::gpu

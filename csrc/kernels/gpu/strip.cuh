@@ -1,6 +1,6 @@
 // Sums of rows by plain loads: a warp takes a strip of all rows of a token at a time, so that as many loads
 // as possible are under way. Left to right, each product and each sum rounded, as on the CPU. For few tokens,
-// between nodes, for sums in a wire format, and on GPUs without bulk copies; else sum_pipe.cuh.
+// between nodes, and for sums in a wire format; else sum_pipe.cuh.
 #pragma once
 
 #include <type_traits>

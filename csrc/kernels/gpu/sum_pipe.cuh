@@ -25,11 +25,9 @@ static_assert(kItems >= kMaxStages + kListTokens);
 inline constexpr int kMaxSteps = kPipePiece / 16 / kAdderThreads;  ///< vectors of 16 bytes that an adder has
 static_assert(kPipeThreads == kSumUnits * kUnitWarps * 32);
 
-/// True where sums that travel in `wire` are made by the pipe, on the GPUs that a kernel is compiled for.
+/// True where sums that travel in `wire` are made by the pipe.
 template <WireFormat wire>
-inline constexpr bool kPiped = MOECOMM_HAS_BULK && wire == WireFormat::same;
-
-#if MOECOMM_HAS_BULK
+inline constexpr bool kPiped = wire == WireFormat::same;
 
 /// A unit's shared memory.
 struct alignas(128) SumUnit {
@@ -507,29 +505,18 @@ __device__ void run_sum_pipe(const Comm& comm, SumPipeMemory& memory, uint64_t e
   __syncthreads();
 }
 
-#else
-struct SumPipeMemory {
-  int32_t shared_word;
-};
-#endif
-
 /// Shared memory of a block: for the pipe, or the `Warps` of one without.
 template <class Warps, WireFormat wire>
 using SumMemoryOf = std::conditional_t<kPiped<wire>, SumPipeMemory, Warps>;
-
-/// Its size, as the host asks for it.
-template <class Warps>
-constexpr size_t sum_memory_bytes(bool piped) {
-  return piped ? sizeof(SumPipeMemory) : sizeof(Warps);
-}
 
 /// Starts a kernel of one side of a combine: with the threads and memory of the pipe, or with `threads` and
 /// those of `Warps`.
 template <auto kernel, class Warps>
 cudaError_t launch_sums(const Launch& launch, int threads, const Comm& comm, const CombineArguments& args) {
-  const bool piped = launch.bulk && args.wire == WireFormat::same;
-  return launch_kernel<kernel>(launch, piped ? kPipeThreads : threads, sum_memory_bytes<Warps>(piped), comm,
-                               args);
+  static_assert(sizeof(Warps) <= sizeof(SumPipeMemory));  // for which all of these kernels are prepared
+  if (args.wire == WireFormat::same)
+    return launch_kernel<kernel>(launch, kPipeThreads, sizeof(SumPipeMemory), comm, args);
+  return launch_kernel<kernel>(launch, threads, sizeof(Warps), comm, args);
 }
 
 }  // namespace moecomm::gpu

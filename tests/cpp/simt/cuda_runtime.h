@@ -56,8 +56,12 @@ struct CUstream_st : simt::Stream {
 template <class... Parameters, class... Arguments>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
                                const Arguments&... arguments) {
-  config->stream->launch(config->gridDim.x, config->blockDim.x,
-                         [kernel, all = std::make_tuple(arguments...)] { std::apply(kernel, all); });
+  const bool beside = std::any_of(config->attrs, config->attrs + config->numAttrs, [](const auto& attribute) {
+    return attribute.id == cudaLaunchAttributeProgrammaticStreamSerialization;
+  });
+  config->stream->launch(
+      config->gridDim.x, config->blockDim.x,
+      [kernel, all = std::make_tuple(arguments...)] { std::apply(kernel, all); }, beside);
   return cudaSuccess;
 }
 template <class Kernel>

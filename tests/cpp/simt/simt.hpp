@@ -33,7 +33,9 @@ struct Index {
 struct Grid {
   unsigned blocks, threads;
   std::function<void()> body;
-  std::vector<std::thread> running;
+  const Grid* previous;  ///< the one beside which it was started, if any
+  std::atomic<unsigned> ended = 0;
+  std::vector<std::thread> running{};
 };
 
 /// What threads wait for together: all of a warp, or those of a barrier.
@@ -237,26 +239,32 @@ class Block {
   int64_t ticks_ = 0;
 };
 
-/// Grids one after the other.
+/// Grids one after the other, or beside the one before.
 class Stream {
  public:
   explicit Stream(uint64_t seed) : random_(seed) {}
   ~Stream() { join(); }
 
-  void launch(unsigned blocks, unsigned threads, std::function<void()> body) {
-    join();
-    grid_ = {blocks, threads, std::move(body), {}};
+  void launch(unsigned blocks, unsigned threads, std::function<void()> body, bool beside) {
+    if (!beside) join();
+    const Grid* const previous = grids_.empty() ? nullptr : grids_.back().get();
+    grids_.push_back(std::make_unique<Grid>(blocks, threads, std::move(body), previous));
+    Grid& grid = *grids_.back();
     for (unsigned i = 0; i < blocks; ++i)
-      grid_.running.emplace_back([this, i, seed = random_()] { Block(grid_, i, seed).run(); });
+      grid.running.emplace_back([&grid, i, seed = random_()] {
+        Block(grid, i, seed).run();
+        ++grid.ended;
+      });
   }
-  /// Waits for the last grid.
+  /// Waits for all grids.
   void join() {
-    for (std::thread& block : grid_.running)
-      if (block.joinable()) block.join();
+    for (const auto& grid : grids_)
+      for (std::thread& block : grid->running) block.join();
+    grids_.clear();
   }
 
  private:
-  Grid grid_{};
+  std::vector<std::unique_ptr<Grid>> grids_;
   std::mt19937_64 random_;
 };
 

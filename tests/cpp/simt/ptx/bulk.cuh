@@ -1,21 +1,12 @@
-// csrc/ptx/bulk.cuh for kernels on the host: of a GPU without bulk copies, or, with MOECOMM_SIMT_BULK, of one
-// whose copies are made in any order and at any time at which they may be. What a copy loads into is garbage
-// until then.
+// csrc/ptx/bulk.cuh for kernels on the host: copies are made in any order and at any time at which they may
+// be. What a copy loads into is garbage until then.
 #pragma once
 
 #include <cuda_runtime.h>
 
 #include <deque>
 
-#ifdef MOECOMM_SIMT_BULK
-#define MOECOMM_HAS_BULK 1
-#else
-#define MOECOMM_HAS_BULK 0
-#endif
-
 namespace moecomm::ptx {
-
-#if MOECOMM_HAS_BULK
 
 /// What is in the word of a barrier.
 struct BarrierWord {
@@ -129,7 +120,5 @@ void bulk_wait() {
 inline uint64_t line_policy(bool) { return 0; }
 inline void fence_shared_to_bulk() {}
 inline void fence_global_to_bulk() {}
-
-#endif
 
 }  // namespace moecomm::ptx

@@ -7,9 +7,11 @@
 
 namespace moecomm::ptx {
 
-// Kernels of a stream do not overlap here.
-inline void launch_dependents() {}
-inline void wait_for_previous_kernel() {}
+inline void launch_dependents() {}  // they are started at once
+inline void wait_for_previous_kernel() {
+  const simt::Grid* const previous = simt::Block::now().grid.previous;
+  while (previous != nullptr && previous->ended < previous->blocks) simt::Block::now().pause();
+}
 inline bool barrier_and(int number, int threads, bool value) {
   return simt::Block::now().barrier(number, static_cast<unsigned>(threads), value).all;
 }
