@@ -270,8 +270,8 @@ def build_parser(program: str) -> Parser:
         add("--dense", type=_dense, metavar="MxKxN", help="the dense product that shares are of")
         add("--records", dest="recorded_steps", type=positive, default=5, metavar="N",
             help="recorded steps of overlapped (5)")
-        add("--trace", dest="timelines", type=_folder, metavar="DIR",
-            help="write recorded timelines as Chrome traces and pictures")
+        add("--trace", dest="traces", type=_folder, metavar="DIR",
+            help="write torch.profiler's trace of a step of each layer there")
         add("--overlap-num-sms", type=count, metavar="N",
             help="SMs of what travels beside products; 0: nothing (own choice)")
     add("--num-sms", type=_list_of(positive), default=(None,), metavar="N",

@@ -195,7 +195,7 @@ class Options:
     headroom: float = 1.0
     dense: tuple[int, int, int] = (1, 1, 1)
     recorded_steps: int = 0
-    timelines: str | None = None  # folder
+    traces: str | None = None  # folder
 
     @property
     def is_layer(self) -> bool:

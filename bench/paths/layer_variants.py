@@ -312,25 +312,27 @@ class Variants:
         whole_s = forward.seconds + backward.seconds
         share = exposed_s / whole_s if whole_s > 0 else 0.0
         means = mean_over_ranks([forward.exposed_share, forward.exposed_seconds, share, exposed_s])
-        if self.case.options.timelines is not None and self.case.rank == 0:
-            self._write_timelines(self.case.options.timelines, name, median)
+        if self.case.options.traces is not None:
+            self._write_trace(FilePath(self.case.options.traces), name, before, step)
         return {
             FORWARD: {"exposed_share": means[0], "exposed_s": means[1]},
             STEP: {"exposed_share": means[2], "exposed_s": means[3]},
         }
 
-    def _write_timelines(self, folder: str, name: str, timelines: dict[str, Any]) -> None:
+    def _write_trace(
+        self, folder: FilePath, name: str, before: Callable[[], None] | None, step: Callable[[], object]
+    ) -> None:
+        """Writes the trace of one more step, of rank 0, whose stages have the names of the layer."""
         point = self.case.point
-        FilePath(folder).mkdir(parents=True, exist_ok=True)
         words = [point.preset or "layer", skew_words(vars(point)), str(point.tokens), name]
         stem = "-".join("".join(c if c.isalnum() or c in ".-" else "_" for c in word) for word in words)
-        for phase, timeline in timelines.items():
-            path = FilePath(folder) / f"{stem}-{phase}".replace(" ", "_")
-            timeline.chrome_trace(f"{path}.json", process=f"{point.preset} {phase}")
-            try:
-                timeline.picture(f"{path}.png")
-            except moecomm.Unsupported as problem:
-                print(f"# {path}.png: {problem}", flush=True)
+        if before is not None:
+            before()
+        with torch.profiler.profile() as profile:
+            self.clock.time(step)
+        if self.case.rank == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            profile.export_chrome_trace(str(folder / f"{stem}.json"))
 
 
 class _Variants(Variants):

@@ -32,11 +32,11 @@ class Stages:
         stages = Stages(comm.device, record=True)
         with stages("fc1"):
             ...
-        stages.timeline().chrome_trace("layer.json")
+        stages.timeline().exposed_seconds
 
-    Each is an NVTX range "moecomm NAME" on a GPU. With `record` each is also measured: by two CUDA events on
-    the stream that is current within the block, which a CUDA graph cannot hold, or by the host's clock on the
-    CPU. Raises InvalidArgument for `record` within a capture.
+    Each is a range "moecomm NAME" for torch.profiler, and on a GPU for NVTX. With `record` each is also
+    measured: by two CUDA events on the stream that is current within the block, which a CUDA graph cannot
+    hold, or by the host's clock on the CPU. Raises InvalidArgument for `record` within a capture.
     """
 
     def __init__(self, device: torch.device, *, record: bool) -> None:
@@ -79,11 +79,15 @@ class _Stage:
     def __init__(self, stages: Stages, name: str, stream: str, communicates: bool) -> None:
         self._stages, self._name, self._stream, self._communicates = stages, name, stream, communicates
         self._begin: Any = None
+        self._range: Any = None
 
     def __enter__(self) -> None:
         stages = self._stages
         if stages._gpu is not None:
             stages._gpu.push_range(f"moecomm {self._name}")
+        if torch._C._autograd._profiler_enabled():  # a range takes microseconds also where nobody listens
+            self._range = torch.profiler.record_function(f"moecomm {self._name}")
+            self._range.__enter__()
         if stages._record:
             self._begin = stages._now()
 
@@ -94,5 +98,7 @@ class _Stage:
         if stages._record:
             times = _Times(self._name, self._stream, self._communicates, self._begin, stages._now())
             stages._times.append(times)
+        if self._range is not None:
+            self._range.__exit__(kind, error, trace)
         if stages._gpu is not None:
             stages._gpu.pop_range()

@@ -161,9 +161,12 @@ def test_a_path_that_cannot_run_is_recorded_with_its_reason(run: Callable[..., R
     assert [(row["path"], row["wrong"]) for row in content["rows"]] == [("memcpy", 0)]
 
 
-def test_every_variant_of_a_layer_is_verified_and_recorded(run: Callable[..., Ran]) -> None:
-    status, said, content = run("moe_layer", "--keep", "all,nothing", "--routing", "zipf")
+def test_every_variant_of_a_layer_is_verified_and_recorded(run: Callable[..., Ran], tmp_path: Path) -> None:
+    traces = ("--trace", str(tmp_path / "traces"))
+    status, said, content = run("moe_layer", "--keep", "all,nothing", "--routing", "zipf", *traces)
     assert status == 0, said
+    written = [each.read_text() for each in (tmp_path / "traces").glob("*.json")]
+    assert len(written) >= 2 and all("moecomm fc1_wgrad" in each for each in written)
     rows = content["rows"]
     eager = ["dense product", "compute only", "communication only", "serial", "overlapped",
              "overlapped, keep nothing", "baseline"]  # fmt: skip

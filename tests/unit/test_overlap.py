@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,35 +33,6 @@ def test_what_is_exposed() -> None:
     assert timeline.exposed_seconds == pytest.approx(7e-6)  # 10 to 12, 20 to 25
     nothing = Timeline([], streams=STREAMS)
     assert nothing.seconds == nothing.exposed_seconds == nothing.exposed_share == 0
-
-
-def test_chrome_trace(tmp_path: Path) -> None:
-    _timeline().chrome_trace(tmp_path / "trace.json", process="rank 3")
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
-    assert names == {0: "compute", 1: "comm"}
-    assert [event["args"]["name"] for event in events if event["name"] == "process_name"] == ["rank 3"]
-    spans = [
-        (event["name"], event["cat"], event["tid"], round(event["ts"], 6), round(event["dur"], 6))
-        for event in events
-        if event["ph"] == "X"
-    ]
-    assert spans == [
-        ("dispatch", "communication", 1, 0, 5),
-        ("experts", "compute", 0, 2, 8),
-        ("combine", "communication", 1, 8, 7),
-    ]
-
-
-def test_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("matplotlib")
-    _timeline().picture(tmp_path / "timeline.png")
-    assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
-    _timeline().picture(tmp_path / "timeline.svg", title="one layer")
-    assert "one layer" in (tmp_path / "timeline.svg").read_text()
-    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
-    with pytest.raises(moecomm.Unsupported, match="pip install matplotlib"):
-        _timeline().picture(tmp_path / "timeline.png")
 
 
 # -- stages --------------------------------------------------------------------------------------------------
@@ -130,6 +99,23 @@ def test_stages_on_a_gpu(gpu: Gpu) -> None:
     with Stages(torch.device("cuda", 0), record=False)("fc1"):
         pass
     assert gpu.log == ["record 100 timed"] * 4 and gpu.ranges[4:] == ["moecomm fc1", "pop"]
+
+
+def test_a_profiler_sees_the_stages() -> None:
+    stages = Stages(torch.device("cpu"), record=False)
+    with stages("before"):
+        pass
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        with stages("fc1"):
+            torch.ones(3).sum()
+        with pytest.raises(KeyError), stages("fc2"):
+            raise KeyError
+    with stages("after"):
+        pass
+    found = {event.name: event.time_range for event in profile.events() or ()}
+    assert {name for name in found if name.startswith("moecomm")} == {"moecomm fc1", "moecomm fc2"}
+    assert found["moecomm fc1"].start <= found["aten::sum"].start <= found["aten::sum"].end
+    assert found["aten::sum"].end <= found["moecomm fc1"].end <= found["moecomm fc2"].start
 
 
 def test_no_record_while_a_graph_is_captured(gpu: Gpu) -> None:
