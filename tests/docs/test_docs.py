@@ -621,8 +621,12 @@ def test_folding_page_says_what_python_answers() -> None:
 def test_folding_page_has_the_published_mappings() -> None:
     rows = table_rows(part("folding.md", "Published mappings"))[1:]
     told = {row[0]: tuple(int(cell) for cell in row[1:9]) for row in rows}
+    for world, tp, cp, dp, pp, etp, ep, edp in told.values():
+        folding = ParallelFolding(world_size=world, tp=tp, cp=cp, pp=pp, etp=etp, ep=ep)
+        assert (folding.dp, folding.edp) == (dp, edp)
     folded = {name: (ParallelFolding(**each.arguments), each) for name, each in PUBLISHED.items()}
-    assert told == {
-        name: (each.world_size, each.tp, each.cp, by_hand.dp, each.pp, each.etp, each.ep, by_hand.edp)
-        for name, (each, by_hand) in folded.items()
+    by_hand = {
+        name: (each.world_size, each.tp, each.cp, hand.dp, each.pp, each.etp, each.ep, hand.edp)
+        for name, (each, hand) in folded.items()
     }
+    assert by_hand.items() <= told.items()
