@@ -34,8 +34,8 @@ from moecomm.nn import (
 from moecomm.nn.spread import common_parameters
 from moecomm.parallel import ParallelFolding
 from moecomm.train.replicas import expert_owners
-from tests.multirank.catching import Caught, catch
-from tests.multirank.conftest import Pools, own_pool
+from tests.multirank.catching import catch
+from tests.multirank.conftest import own_pool
 from tests.multirank.moe_cases import SIZES, groups_of
 from tests.multirank.on_ranks import on_ranks
 
@@ -111,7 +111,8 @@ def test_adapters_train_as_on_one_rank(rank: int, world: int, ep: int, ddp: bool
     whole.comm.close()
 
 
-def refused(rank: int, world: int) -> list[Caught | None]:
+@on_ranks(2)
+def test_one_adapter_with_other_values_on_ranks_is_refused(rank: int, world: int) -> None:
     layer = build(None, own_seed=rank)
     with layer.comm:
         takers = (sync_gradients, prepare_ddp, fully_shard_experts)
@@ -120,21 +121,15 @@ def refused(rank: int, world: int) -> list[Caught | None]:
             Adapter(layer.experts.w_out, None, 3).state_dict()
         )
         sync_gradients(layer)
-        return found
+    assert all(each is not None and each.name == "InvalidArgument" for each in found)
+    sync, ddp, fsdp = (each.text for each in found)
+    text = "experts.parametrizations.w_out.0.a has shape (8, 2), whose first dimension is not the 6 experts"
+    assert sync.startswith(text) and ddp.startswith(text) and "has other values on some ranks" in sync
+    assert "cannot be under fully_shard_experts" in fsdp
 
 
-def test_one_adapter_with_other_values_on_ranks_is_refused(pool: Pools) -> None:
-    for found in pool(2)(refused):
-        assert all(each is not None and each.name == "InvalidArgument" for each in found)
-        sync, ddp, fsdp = (each.text for each in found)
-        text = (
-            "experts.parametrizations.w_out.0.a has shape (8, 2), whose first dimension is not the 6 experts"
-        )
-        assert sync.startswith(text) and ddp.startswith(text) and "has other values on some ranks" in sync
-        assert "cannot be under fully_shard_experts" in fsdp
-
-
-def in_parts(rank: int, world: int) -> list[Caught | None]:
+@on_ranks(2)
+def test_adapters_of_experts_in_parts(rank: int, world: int) -> None:
     layer = build(None, folding=ParallelFolding(world_size=world, etp=2))
     with layer.comm:
         found = [catch(partial(taker, layer)) for taker in (sync_gradients, sharded_state)]
@@ -142,14 +137,14 @@ def in_parts(rank: int, world: int) -> list[Caught | None]:
         adapter = layer.experts.parametrizations.w_in[0]
         del adapter.scale
         adapter.scale = 0.2
-        return [*found, catch(partial(sync_gradients, layer)), catch(partial(sharded_state, layer))]
-
-
-def test_adapters_of_experts_in_parts(pool: Pools) -> None:
-    for sync, state, of_each, its_state in pool(2)(in_parts):
-        assert sync.name == state.name == its_state.name == "InvalidArgument" and of_each is None
-        assert "cannot be with folding.etp=2" in sync.text and sync.text == state.text
-        assert "experts.parametrizations.w_in.0.a is no weight or bias" in its_state.text
+        sync, state, of_each, its_state = [
+            *found,
+            catch(partial(sync_gradients, layer)),
+            catch(partial(sharded_state, layer)),
+        ]
+    assert sync.name == state.name == its_state.name == "InvalidArgument" and of_each is None
+    assert "cannot be with folding.etp=2" in sync.text and sync.text == state.text
+    assert "experts.parametrizations.w_in.0.a is no weight or bias" in its_state.text
 
 
 @on_ranks(2)
@@ -196,7 +191,8 @@ def test_the_walk_that_marks_is_traced() -> None:
     assert_close(torch.compile(total, backend="eager", fullgraph=True)(torch.ones(())), want)
 
 
-def _sharded_common(rank: int, world_size: int) -> list[bool]:
+@on_ranks(2)
+def test_a_common_adapter_that_is_sharded_over_all_ranks(rank: int, world_size: int) -> None:
     """The experts' own parameters are left out of fully_shard, and numbers, which it does not take; the
     adapter of all experts is sharded."""
     layer = build(None)
@@ -206,12 +202,8 @@ def _sharded_common(rank: int, world_size: int) -> list[bool]:
     sync_gradients(layer)
     common = common_parameters(layer).values()
     assert all(each.grad is not None for each in common)
-    return [isinstance(each, DTensor) for each in common if each.dim() > 0]
-
-
-def test_a_common_adapter_that_is_sharded_over_all_ranks(pool: Pools) -> None:
-    for sharded in pool(2)(_sharded_common):
-        assert sharded == [True, True]
+    sharded = [isinstance(each, DTensor) for each in common if each.dim() > 0]
+    assert sharded == [True, True]
 
 
 class Common(nn.Module):
@@ -267,7 +259,9 @@ def test_one_adapter_of_as_many_parts_as_experts(
                 assert not is_expert_parameter(found)
 
 
-def cannot_be_told(rank: int, world: int, kind: str) -> list[Caught | None]:
+@pytest.mark.parametrize("kind", ["one", "numpy", "own"])
+@on_ranks(2)
+def test_adapters_of_which_nothing_can_be_told_have_to_be_marked(rank: int, world: int, kind: str) -> None:
     """Adapters with a part for each expert where nothing shows it: one expert a rank, one that is not
     computed by torch, a parameter that a module adds on its own."""
     torch.manual_seed(0)
@@ -295,13 +289,7 @@ def cannot_be_told(rank: int, world: int, kind: str) -> list[Caught | None]:
         assert sharded_state(layer)["model"]
         of_each = {name for name, each in layer.named_parameters() if is_expert_parameter(each)}
         assert sum(name.endswith((".a", ".b")) for name in of_each) == 2
-        return found
-
-
-@pytest.mark.parametrize("kind", ["one", "numpy", "own"])
-def test_adapters_of_which_nothing_can_be_told_have_to_be_marked(pool: Pools, kind: str) -> None:
-    for found in pool(2)(cannot_be_told, kind):
-        for each in found:
-            assert each is not None and each.name == "InvalidArgument"
-            assert "could be a part for each of them or one for the experts of all ranks" in each.text
-            assert "moecomm.nn.mark_adapter" in each.text
+    for each in found:
+        assert each is not None and each.name == "InvalidArgument"
+        assert "could be a part for each of them or one for the experts of all ranks" in each.text
+        assert "moecomm.nn.mark_adapter" in each.text

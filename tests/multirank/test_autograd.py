@@ -14,6 +14,7 @@ import moecomm
 from tests import cases, oracle, ranks
 from tests.cases import Case
 from tests.multirank.conftest import Pools
+from tests.multirank.on_ranks import on_ranks
 from tests.reference import DTYPES
 
 
@@ -199,8 +200,18 @@ def test_checkpointing_gives_the_same_bits_and_reuses_plans(
             assert reused is None or reused >= 6
 
 
-def _twice(rank: int, world_size: int, case: Case) -> list[bool]:
+@pytest.mark.parametrize("size", [1, 2, 4])
+@on_ranks("size")
+def test_a_backward_twice(rank: int, world_size: int, seed: int) -> None:
     """retain_graph: the second backward runs along the same plan, with other work in between."""
+    case = Case(
+        tokens=(31,) * world_size,
+        num_experts=4 * world_size,
+        hidden=128,
+        top_k=4,
+        dtype="bfloat16",
+        seed=seed,
+    )
     with ranks.communicator(**case.communicator) as comm:
         x_TH, ids_TK, weights_TK = _inputs(case, rank, comm.device)
         out = comm.dispatch(x_TH, ids_TK, weights_TK)
@@ -211,14 +222,8 @@ def _twice(rank: int, world_size: int, case: Case) -> list[bool]:
             y_TH.backward(cases.tensor(case.grad_y(rank), case.torch_dtype, comm.device), retain_graph=True)
             grads.append((x_TH.grad.clone(), weights_TK.grad.clone()))
             cases.dispatch(comm, replace(case, seed=case.seed + 1), rank)
-        return [torch.equal(left, right) for left, right in zip(*grads, strict=True)]
-
-
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_a_backward_twice(pool: Pools, size: int, seed: int) -> None:
-    case = Case(tokens=(31,) * size, num_experts=4 * size, hidden=128, top_k=4, dtype="bfloat16", seed=seed)
-    for found in pool(size)(_twice, case):
-        assert all(found)
+        found = [torch.equal(left, right) for left, right in zip(*grads, strict=True)]
+    assert all(found)
 
 
 def _parts(rank: int, world_size: int, case: Case) -> dict[str, Any]:

@@ -82,7 +82,9 @@ DIFFERENT = {
 }
 
 
-def _different_constructions(rank: int, world_size: int, guilty: int) -> dict[str, Caught | None]:
+@pytest.mark.parametrize("guilty", [0, 3])
+@on_ranks(4)
+def test_constructor_arguments_that_differ_between_ranks(rank: int, world_size: int, guilty: int) -> None:
     import moecomm
 
     caught = {}
@@ -91,17 +93,11 @@ def _different_constructions(rank: int, world_size: int, guilty: int) -> dict[st
         caught[name] = catch(lambda kept=arguments: moecomm.Communicator(**kept))
     with moecomm.Communicator(**GOOD) as comm:
         assert comm.size == world_size
-    return caught
-
-
-@pytest.mark.parametrize("guilty", [0, 3])
-def test_constructor_arguments_that_differ_between_ranks(pool: Pools, guilty: int) -> None:
-    for caught in pool(4)(_different_constructions, guilty):
-        for name, value in DIFFERENT.items():
-            error = caught[name]
-            assert error is not None and error.name == "MismatchedArguments", f"{name}: {error}"
-            assert "InvalidArgument" in error.bases and "ValueError" in error.bases
-            assert name in error.text and str(value) in error.text and str(GOOD[name]) in error.text
+    for name, value in DIFFERENT.items():
+        error = caught[name]
+        assert error is not None and error.name == "MismatchedArguments", f"{name}: {error}"
+        assert "InvalidArgument" in error.bases and "ValueError" in error.bases
+        assert name in error.text and str(value) in error.text and str(GOOD[name]) in error.text
 
 
 def _another_version(rank: int, world_size: int) -> Caught | None:

@@ -337,7 +337,9 @@ def test_calls_that_differ_between_ranks(pool: Pools, size: int, seed: int) -> N
 # -- closed communicators, inputs in the window --------------------------------------------------------------
 
 
-def _closed(rank: int, world_size: int, case: Case) -> tuple[dict[str, Caught | None], list[str]]:
+@on_ranks("most_ranks")
+def test_use_after_close(rank: int, world_size: int) -> None:
+    case = small(world_size)
     comm = communicator(case)
     known = Oracle(case, rank, comm.device)
     out = known.dispatch(comm)
@@ -357,18 +359,14 @@ def _closed(rank: int, world_size: int, case: Case) -> tuple[dict[str, Caught | 
     }
     caught = {name: catch(call) for name, call in calls.items()}
     known.check_dispatch(out)  # outputs are ordinary memory and outlive the communicator
-    return caught, known.problems
+    assert known.problems == []
+    for name, error in caught.items():
+        assert error is not None and error.name == "CommunicatorClosed", f"{name}: {error}"
+        assert "closed" in error.text
 
 
-def test_use_after_close(pool: Pools, most_ranks: int) -> None:
-    for caught, problems in pool(most_ranks)(_closed, small(most_ranks)):
-        assert problems == []
-        for name, error in caught.items():
-            assert error is not None and error.name == "CommunicatorClosed", f"{name}: {error}"
-            assert "closed" in error.text
-
-
-def _empty_inputs(rank: int, world_size: int) -> dict[str, Caught | None]:
+@on_ranks(3)
+def test_empty_input_arguments(rank: int, world_size: int) -> None:
     with communicator(small(world_size)) as comm:
         kept = [comm.empty_input(2), comm.empty_input(3)]
         caught = {
@@ -379,14 +377,9 @@ def _empty_inputs(rank: int, world_size: int) -> dict[str, Caught | None]:
         assert [tuple(each.shape) for each in kept] == [(2, 64), (3, 64)]
         del kept
         comm.empty_input(1)
-        return caught
-
-
-def test_empty_input_arguments(pool: Pools) -> None:
-    for caught in pool(3)(_empty_inputs):
-        assert caught["too long"].name == "InvalidArgument" and "7" in caught["too long"].text
-        assert caught["negative"].name == "InvalidArgument" and "-1" in caught["negative"].text
-        assert caught["a third"].name == "OutOfMemory" and "empty_input" in caught["a third"].text
+    assert caught["too long"].name == "InvalidArgument" and "7" in caught["too long"].text
+    assert caught["negative"].name == "InvalidArgument" and "-1" in caught["negative"].text
+    assert caught["a third"].name == "OutOfMemory" and "empty_input" in caught["a third"].text
 
 
 # -- too small a capacity ------------------------------------------------------------------------------------

@@ -134,7 +134,8 @@ def test_loss_over_parts_of_sequences(name: str, pool: Pools, seed: int) -> None
     pool(ranks)(sequences, arguments, seed)
 
 
-def refused(rank: int, world_size: int) -> list[Caught | None]:
+@on_ranks(2)
+def test_one_rank_refuses(rank: int, world_size: int) -> None:
     """A rank with other numbers of sequences, one that refuses its tokens, one whose router raises, and a
     graph that is not told of these ranks."""
     layer = MoELayer(CONFIG, folding=ParallelFolding(world_size=world_size, cp=2, ep=2), max_tokens=24)
@@ -153,17 +154,13 @@ def refused(rank: int, world_size: int) -> list[Caught | None]:
     (layer(x) * 0).sum().backward()
     assert layer.router.weight.grad is not None
     layer.comm.close()
-    return found
-
-
-def test_one_rank_refuses(pool: Pools) -> None:
-    for rank, (others, shape, ids, hook, graph) in enumerate(pool(2)(refused)):
-        assert others is not None and others.name == "MismatchedArguments"
-        assert f"rank {rank} has parts of {1 + rank} sequences" in others.text, others.text
-        assert shape is not None and shape.name == "InvalidArgument" and "x has shape" in shape.text
-        assert ids is not None and ids.name == "InvalidRouting", ids
-        assert hook is not None and "IndexError" in hook.text + hook.name, hook
-        assert graph is not None and "pass a group that has all ranks" in graph.text, graph
+    others, shape, ids, hook, graph = found
+    assert others is not None and others.name == "MismatchedArguments"
+    assert f"rank {rank} has parts of {1 + rank} sequences" in others.text, others.text
+    assert shape is not None and shape.name == "InvalidArgument" and "x has shape" in shape.text
+    assert ids is not None and ids.name == "InvalidRouting", ids
+    assert hook is not None and "IndexError" in hook.text + hook.name, hook
+    assert graph is not None and "pass a group that has all ranks" in graph.text, graph
 
 
 # -- all tokens of a step ----------------------------------------------------------------------------------

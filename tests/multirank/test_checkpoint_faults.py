@@ -315,10 +315,10 @@ def test_hooks_before_the_first_step(rank: int, world: int, seed: int) -> None:
             calls.clear()
 
 
-def _other_kinds(rank: int, world: int, seed: int) -> list[Caught | None]:
-    """Returns what is raised for a list, for a number of no known start, for state of no parameter, for a
-    step that needs a closure, and for parameters outside of the model; an optimizer that was refused is as it
-    was."""
+@on_ranks(2)
+def test_state_that_cannot_be_saved_is_refused(rank: int, world: int, seed: int) -> None:
+    """A list, a number of no known start, state of no parameter, a step that needs a closure, and parameters
+    outside of the model; an optimizer that was refused is as it was."""
     found = []
     model = build(rank, world, 2, seed)
     with model.comm:
@@ -336,19 +336,13 @@ def _other_kinds(rank: int, world: int, seed: int) -> list[Caught | None]:
         of_more = torch.optim.AdamW([*model.parameters(), torch.nn.Parameter(torch.zeros(3))])
         found.append(catch(lambda: sharded_state(model, of_more)))
         sharded_state(model, TakesAny(model.parameters()))
-    return found
-
-
-def test_state_that_cannot_be_saved_is_refused(pool: Pools, seed: int) -> None:
-    for listed, unknown, shared, closing, more in pool(2)(_other_kinds, seed):
-        assert more.text.startswith(
-            "the optimizer has 1 parameters that are not in the model, one of shape (3,)"
-        )
-        assert listed.name == unknown.name == shared.name == closing.name == "InvalidArgument"
-        assert closing.text.startswith("the optimizer is a LBFGS, whose step needs a closure")
-        assert listed.text.startswith("the optimizer's extra of ") and "is a list" in listed.text
-        assert unknown.text.startswith("the optimizer's extra of ") and "cannot be told" in unknown.text
-        assert shared.text.startswith("the optimizer's state has 'calls', which is of no parameter")
+    listed, unknown, shared, closing, more = found
+    assert more.text.startswith("the optimizer has 1 parameters that are not in the model, one of shape (3,)")
+    assert listed.name == unknown.name == shared.name == closing.name == "InvalidArgument"
+    assert closing.text.startswith("the optimizer is a LBFGS, whose step needs a closure")
+    assert listed.text.startswith("the optimizer's extra of ") and "is a list" in listed.text
+    assert unknown.text.startswith("the optimizer's extra of ") and "cannot be told" in unknown.text
+    assert shared.text.startswith("the optimizer's state has 'calls', which is of no parameter")
 
 
 def grouped(model: nn.Module, settings: list[tuple[str, dict[str, Any]]]) -> torch.optim.Optimizer:
@@ -367,9 +361,11 @@ def decays(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, tupl
     return {name: found[parameter] for name, parameter in model.named_parameters()}
 
 
-def _groups(rank: int, world: int, folder: str, seed: int) -> list[Caught | None]:
-    """Saves settings of groups and loads them into other ones; returns what is raised where groups have been
-    joined whose settings were different, and where a group has a setting more."""
+@on_ranks(2)
+def test_settings_of_groups_come_back_by_names(rank: int, world: int, tmp_path: Path, seed: int) -> None:
+    """They are refused where groups have been joined whose settings were different, and where a group has a
+    setting more."""
+    folder = tmp_path / "saved"
     model = build(rank, world, 2, seed)
     router = {"weight_decay": 0.0, "lr": torch.tensor(0.125, dtype=torch.float64)}
     saved = [("router", router), ("experts", {"weight_decay": 0.5, "lr": 0.25}), ("", {"lr": 0.25})]
@@ -396,37 +392,16 @@ def _groups(rank: int, world: int, folder: str, seed: int) -> list[Caught | None
         for group in other.param_groups:
             group["initial_lr"] = 0.1
         found.append(catch(lambda: dcp.load(sharded_state(fresh, other), checkpoint_id=folder)))
-    return found
-
-
-def test_settings_of_groups_come_back_by_names(pool: Pools, tmp_path: Path, seed: int) -> None:
-    for joined, more in pool(2)(_groups, str(tmp_path / "saved"), seed):
-        assert joined is not None and joined.name == "InvalidArgument"
-        assert joined.text.startswith(
-            "param_groups[1] of the optimizer has blocks.0.first.weight and blocks.0.moe"
-        )
-        assert (
-            "experts.w_in, which the checkpoint has with different settings (weight_decay 0.01" in joined.text
-        )
-        assert more is not None and more.name == "InvalidArgument"
-        assert more.text.startswith(
-            "param_groups[0] of the optimizer has 'initial_lr', which the checkpoint lacks"
-        )
-
-
-def _less(rank: int, world: int, more: dict[str, Any], less: dict[str, Any], folder: str, seed: int) -> Any:
-    """Returns what is raised when a model with the options `less` loads a checkpoint of one with `more`."""
-    full = build(rank, world, 2, seed, **{"bias_update_rate": 0.0, **more})
-    with full.comm:
-        dcp.save(sharded_state(wrapped(full, Block) if "bias" in more else full), checkpoint_id=folder)
-        dcp.load(sharded_state(full), checkpoint_id=folder)
-    model = build(rank, world, 1, seed + 1, **{"bias_update_rate": 0.0, **less})
-    with model.comm:
-        found = catch(lambda: dcp.load(sharded_state(model), checkpoint_id=folder))
-        state = sharded_state(model)
-        state.pop("layers", None)
-        dcp.load(state, checkpoint_id=folder)
-        return found
+    joined, more = found
+    assert joined is not None and joined.name == "InvalidArgument"
+    assert joined.text.startswith(
+        "param_groups[1] of the optimizer has blocks.0.first.weight and blocks.0.moe"
+    )
+    assert "experts.w_in, which the checkpoint has with different settings (weight_decay 0.01" in joined.text
+    assert more is not None and more.name == "InvalidArgument"
+    assert more.text.startswith(
+        "param_groups[0] of the optimizer has 'initial_lr', which the checkpoint lacks"
+    )
 
 
 @pytest.mark.parametrize(
@@ -440,12 +415,24 @@ def _less(rank: int, world: int, more: dict[str, Any], less: dict[str, Any], fol
     ],
     ids=str,
 )
+@on_ranks(2)
 def test_a_model_with_less_than_the_checkpoint_is_refused(
-    more: dict[str, Any], less: dict[str, Any], name: str, pool: Pools, tmp_path: Path, seed: int
+    rank: int, world: int, more: dict[str, Any], less: dict[str, Any], name: str, tmp_path: Path, seed: int
 ) -> None:
-    for found in pool(2)(_less, more, less, str(tmp_path / "saved"), seed):
-        assert found is not None and found.name == "InvalidArgument"
-        assert found.text.startswith(f"the checkpoint has blocks.0.moe.{name}, which the model lacks")
+    """A model with the options `less` loads a checkpoint of one with `more`."""
+    folder = tmp_path / "saved"
+    full = build(rank, world, 2, seed, **{"bias_update_rate": 0.0, **more})
+    with full.comm:
+        dcp.save(sharded_state(wrapped(full, Block) if "bias" in more else full), checkpoint_id=folder)
+        dcp.load(sharded_state(full), checkpoint_id=folder)
+    model = build(rank, world, 1, seed + 1, **{"bias_update_rate": 0.0, **less})
+    with model.comm:
+        found = catch(lambda: dcp.load(sharded_state(model), checkpoint_id=folder))
+        state = sharded_state(model)
+        state.pop("layers", None)
+        dcp.load(state, checkpoint_id=folder)
+    assert found is not None and found.name == "InvalidArgument"
+    assert found.text.startswith(f"the checkpoint has blocks.0.moe.{name}, which the model lacks")
 
 
 @on_ranks(2)

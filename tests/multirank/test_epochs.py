@@ -10,7 +10,8 @@ from tests import oracle, ranks
 from tests.cases import Case
 from tests.fabric import needs_fabric
 from tests.multirank.conftest import Pools
-from tests.multirank.test_faults import Found, caught
+from tests.multirank.on_ranks import on_ranks
+from tests.multirank.test_faults import caught
 
 BORDERS = [2**31, 2**32, 2**62]
 """The last one is the highest first epoch that is taken."""
@@ -45,12 +46,10 @@ def test_between_nodes(pool: Pools, seed: int) -> None:
     oracle.assert_none(pool(2, **network)(_across, case))
 
 
-def _apart(rank: int, world_size: int, case: Case) -> Found:
+@on_ranks(2)
+def test_ranks_have_to_agree(rank: int, world_size: int) -> None:
+    case = Case(tokens=(3, 3), num_experts=4, hidden=20, top_k=1)
     with first_epoch(7 + rank):
-        return caught(lambda: ranks.communicator(**case.communicator))
-
-
-def test_ranks_have_to_agree(pool: Pools) -> None:
-    for found in pool(2)(_apart, Case(tokens=(3, 3), num_experts=4, hidden=20, top_k=1)):
-        assert found["type"] == "MismatchedArguments"
-        assert "MOECOMM_FIRST_EPOCH: rank 0 has 7, rank 1 has 8" in found["text"]
+        found = caught(lambda: ranks.communicator(**case.communicator))
+    assert found["type"] == "MismatchedArguments"
+    assert "MOECOMM_FIRST_EPOCH: rank 0 has 7, rank 1 has 8" in found["text"]

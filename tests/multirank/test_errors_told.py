@@ -18,6 +18,7 @@ from tests import ranks
 from tests.fabric import needs_fabric
 from tests.multirank.catching import Caught, catch
 from tests.multirank.conftest import Pools
+from tests.multirank.on_ranks import on_ranks
 from tests.multirank.test_bad_input import told
 
 HIDDEN = 16
@@ -99,21 +100,6 @@ def _communicator(size: int, **changes: Any) -> Any:
     return ranks.communicator(**{**sizes, "dtype": torch.float32, **changes})
 
 
-def _mistaken(rank: int, size: int, cases: list[tuple[str, str]]) -> list[tuple[Caught | None, list[str]]]:
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    FakeTensorMode()  # loads half of torch, while nobody waits
-    found = []
-    with _communicator(size) as comm:
-        x = torch.ones(2, HIDDEN, device=comm.device)
-        ids = torch.arange(size, device=comm.device).repeat(2, 1)
-        for name, mistake in cases:
-            call = _call(name, mistake if rank == size - 1 else "", comm, x, ids)
-            called, checked = told(call, comm)
-            found.append((called or checked, _rows_of_steps(comm, rank, size)))
-    return found
-
-
 OPERATIONS = ["dispatch", "halves", "redispatch", "combine", "dispatch backward"]
 CASES = [
     *(
@@ -128,12 +114,23 @@ CASES = [
 
 
 @pytest.mark.parametrize("first", range(0, len(CASES), 6))
-def test_what_torch_raises_of_one_rank_is_told(pool: Pools, first: int) -> None:
+@on_ranks(2)
+def test_what_torch_raises_of_one_rank_is_told(rank: int, size: int, first: int) -> None:
     cases = CASES[first : first + 6]
-    for found in pool(2)(_mistaken, cases):
-        for case, (error, problems) in zip(cases, found, strict=True):
-            assert problems == [], (case, problems)
-            assert error is not None and error.name == "InvalidArgument", (case, error)
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    FakeTensorMode()  # loads half of torch, while nobody waits
+    found = []
+    with _communicator(size) as comm:
+        x = torch.ones(2, HIDDEN, device=comm.device)
+        ids = torch.arange(size, device=comm.device).repeat(2, 1)
+        for name, mistake in cases:
+            call = _call(name, mistake if rank == size - 1 else "", comm, x, ids)
+            called, checked = told(call, comm)
+            found.append((called or checked, _rows_of_steps(comm, rank, size)))
+    for case, (error, problems) in zip(cases, found, strict=True):
+        assert problems == [], (case, problems)
+        assert error is not None and error.name == "InvalidArgument", (case, error)
 
 
 def _within_a_call(rank: int, size: int) -> tuple[list[Caught | None], list[str]]:

@@ -8,13 +8,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
 from moecomm.errors import PeerLost, PeerTimeout
 from moecomm.setup.fd_exchange import Mailbox, send
-from tests.multirank.harness import RankPool
+from tests.multirank.on_ranks import on_ranks
 
 PHASE = "test"
 
@@ -40,7 +40,10 @@ def _send(box: Mailbox, descriptor: int, *, pid: int = 0, timeout: float = 5.0) 
     send(descriptor, box.name, pid=pid or os.getpid(), rank=0, peer=1, phase=PHASE, timeout=timeout)
 
 
-def _exchange(rank: int, world_size: int, rounds: int) -> list[list[str]]:
+@pytest.mark.parametrize("world_size", [2, 3])
+@on_ranks()
+def test_every_rank_gets_every_file(rank: int, world_size: int) -> None:
+    rounds = 5
     import torch.distributed as dist
 
     before = _open_files()
@@ -66,15 +69,9 @@ def _exchange(rank: int, world_size: int, rounds: int) -> list[list[str]]:
         for each in taken.values():
             os.close(each)
     assert _open_files() == before
-    return seen
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_every_rank_gets_every_file(pool: Callable[[int], RankPool], world_size: int) -> None:
-    for rank, seen in enumerate(pool(world_size)(_exchange, 5)):
-        for number, files in enumerate(seen):
-            expected = [f"{number} of rank {peer}" if peer != rank else "" for peer in range(world_size)]
-            assert files == expected
+    for number, files in enumerate(seen):
+        expected = [f"{number} of rank {peer}" if peer != rank else "" for peer in range(world_size)]
+        assert files == expected
 
 
 def test_a_file_that_was_sent_outlives_its_sender(mailbox: Mailbox) -> None:

@@ -22,9 +22,10 @@ from moecomm import Communicator
 from moecomm.nn import MoELayer, fully_shard_experts
 from moecomm.nn.config import MoEConfig
 from moecomm.parallel import ParallelFolding
-from tests.multirank.catching import Caught, catch
+from tests.multirank.catching import catch
 from tests.multirank.conftest import Pools, own_pool
 from tests.multirank.moe_cases import SIZES
+from tests.multirank.on_ranks import on_ranks
 from tests.programs import run_program
 from tests.ranks import COMM_TIMEOUT_S
 
@@ -70,15 +71,12 @@ def test_groups_sum_over_their_ranks(pool: Pools, name: str) -> None:
         assert told[rank] == [sum(10**other for other in group) for group in mine], (rank, list(groups))
 
 
-def summed_beside_other_groups(rank: int, world_size: int) -> float:
+@on_ranks(4)
+def test_ranks_may_be_in_unequally_many_groups_before(rank: int, world_size: int) -> None:
     dist.new_group([0, 1])
     x = torch.ones(1)
     dist.all_reduce(x, group=ParallelFolding(world_size=world_size, tp=2, ep=2, etp=2).group("dp"))
-    return x.item()
-
-
-def test_ranks_may_be_in_unequally_many_groups_before(pool: Pools) -> None:
-    assert pool(4)(summed_beside_other_groups) == [2.0] * 4
+    assert x.item() == 2.0
 
 
 def meshes(rank: int, world_size: int, arguments: dict[str, Any]) -> tuple[Any, ...]:
@@ -194,7 +192,22 @@ def test_the_program_prints_a_mapping_or_why_there_is_none() -> None:
 # -- ranks that do not make the same -------------------------------------------------------------------------
 
 
-def refused(rank: int, world_size: int, case: str) -> Caught | None:
+@pytest.mark.parametrize(
+    ("case", "kind", "says"),
+    [
+        ("another world", "InvalidArgument", "world_size is 8, but torch.distributed has 4 ranks"),
+        ("another world's mesh", "InvalidArgument", "world_size is 8, but torch.distributed has 4 ranks"),
+        ("another world on one rank", "MismatchedArguments", "ParallelFolding(world_size=8, "),
+        ("another set", "MismatchedArguments", "group 'cp' of ParallelFolding(world_size=4, "),
+        ("a mesh and a group", "MismatchedArguments", "mesh 'cpu' over tp, cp, dp, pp of ParallelFolding("),
+        ("a device with a number", "InvalidArgument", "device_type is 'cpu:0', expected 'cpu' or 'cuda'"),
+        ("a device with a number on one rank", "MismatchedArguments", "mesh 'cpu:0' over "),
+    ],
+)
+@on_ranks(4)
+def test_what_does_not_agree_is_refused_on_all_ranks(
+    rank: int, world_size: int, case: str, kind: str, says: str
+) -> None:
     """What a rank is told where the last one, or all, are wrong; afterwards all make the same group."""
     sizes = {"tp": 2, "etp": 2, "ep": 2}  # of no other test: what is kept already would be handed out
     folding = ParallelFolding(world_size=world_size, **sizes)
@@ -213,24 +226,7 @@ def refused(rank: int, world_size: int, case: str) -> Caught | None:
     x = torch.ones(1)
     dist.all_reduce(x, group=ParallelFolding(world_size=world_size, ep=world_size).group("ep"))
     assert x.item() == world_size
-    return found
-
-
-@pytest.mark.parametrize(
-    ("case", "kind", "says"),
-    [
-        ("another world", "InvalidArgument", "world_size is 8, but torch.distributed has 4 ranks"),
-        ("another world's mesh", "InvalidArgument", "world_size is 8, but torch.distributed has 4 ranks"),
-        ("another world on one rank", "MismatchedArguments", "ParallelFolding(world_size=8, "),
-        ("another set", "MismatchedArguments", "group 'cp' of ParallelFolding(world_size=4, "),
-        ("a mesh and a group", "MismatchedArguments", "mesh 'cpu' over tp, cp, dp, pp of ParallelFolding("),
-        ("a device with a number", "InvalidArgument", "device_type is 'cpu:0', expected 'cpu' or 'cuda'"),
-        ("a device with a number on one rank", "MismatchedArguments", "mesh 'cpu:0' over "),
-    ],
-)
-def test_what_does_not_agree_is_refused_on_all_ranks(pool: Pools, case: str, kind: str, says: str) -> None:
-    for caught in pool(4)(refused, case):
-        assert caught is not None and caught.name == kind and says in caught.text
+    assert found is not None and found.name == kind and says in found.text
 
 
 def missed(rank: int, world_size: int) -> tuple[str, int, str]:

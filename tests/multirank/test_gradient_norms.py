@@ -24,8 +24,8 @@ from moecomm.nn import (
     sync_gradients,
 )
 from moecomm.parallel import ParallelFolding
-from tests.multirank.catching import Caught, catch
-from tests.multirank.conftest import Pools, own_pool
+from tests.multirank.catching import catch
+from tests.multirank.conftest import own_pool
 from tests.multirank.moe_cases import SIZES, groups_of
 from tests.multirank.on_ranks import on_ranks
 
@@ -91,10 +91,11 @@ def test_norms_of_all_orders(rank: int, world: int, ep: int, how: str, seed: int
             assert found.text.startswith(f"norm_type is -{order}, must be more than 0")
 
 
-def not_finite(
-    rank: int, world: int, value: float, order: float, seed: int
-) -> tuple[Caught | None, list[str]]:
-    """A value of one rank's experts is no number; returns what is raised, and the norms after it."""
+@pytest.mark.parametrize("order", [2.0, math.inf])
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+@on_ranks(2)
+def test_a_norm_that_is_not_finite(rank: int, world: int, value: float, order: float, seed: int) -> None:
+    """A value of one rank's experts is no number."""
     layer = layer_with_gradients(rank, world, 2, "plain", seed)
     with layer.comm:
         if rank == 1:
@@ -103,13 +104,7 @@ def not_finite(
         found = catch(lambda: clip_grad_norm(layer, 1e-3, norm_type=order, error_if_nonfinite=True))
         assert torch.equal(before, layer.router.weight.grad)
         each = str(grad_norms(layer, norm_type=order)["experts.w_in"].item())
-        return found, [each, str(clip_grad_norm(layer, 1e-3, norm_type=order).item())]
-
-
-@pytest.mark.parametrize("order", [2.0, math.inf])
-@pytest.mark.parametrize("value", [math.inf, math.nan])
-def test_a_norm_that_is_not_finite(pool: Pools, value: float, order: float, seed: int) -> None:
-    for found, norms in pool(2)(not_finite, value, order, seed):
-        assert found is not None and found.name == "InvalidArgument"
-        assert found.text.startswith(f"the norm of order {order} of all gradients is {value}")
-        assert norms == [str(value)] * 2
+        norms = [each, str(clip_grad_norm(layer, 1e-3, norm_type=order).item())]
+    assert found is not None and found.name == "InvalidArgument"
+    assert found.text.startswith(f"the norm of order {order} of all gradients is {value}")
+    assert norms == [str(value)] * 2

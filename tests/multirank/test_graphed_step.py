@@ -34,6 +34,7 @@ from tests import ranks
 from tests.multirank.catching import catch
 from tests.multirank.conftest import Pools
 from tests.multirank.harness import RankPool
+from tests.multirank.on_ranks import on_ranks
 from tests.played import Played
 
 TOKENS = 12
@@ -332,8 +333,11 @@ def test_equals_plain_steps(name: str, size: int, pools: dict[int, RankPool], se
         assert overflowed == [max(each) > capacity for each in rows]
 
 
-def buffers_after_an_early_end(rank: int, world_size: int, seed: int) -> dict[str, Any]:
-    """Steps whose first layer gets a balanced routing or none; the last always has the same experts."""
+@on_ranks(2)
+def test_buffers_after_runs_that_ended_early(rank: int, world_size: int, seed: int) -> None:
+    """The runs before the recording ended in the first layer's overflow, before any load_E was written. The
+    second step writes them all before its overflow is known, and has to be undone. Steps whose first layer
+    gets a balanced routing or none; the last always has the same experts."""
     config, comm = Case().config(world_size), Case().communicator(world_size)
     torch.manual_seed(seed)
     model = nn.Sequential(MoELayer(config, comm), MoELayer(config, comm))
@@ -368,20 +372,15 @@ def buffers_after_an_early_end(rank: int, world_size: int, seed: int) -> dict[st
         found["fullest"].append([world_size * int(each.sum(dim=1).max()) for each in tokens_RE])
     found["overflows"] = step.overflows
     comm.close()
-    return found
+    (first, _), (fits, last) = found["fullest"]
+    assert first > found["capacity"] >= fits and last > found["capacity"]
+    assert found["overflows"] == 2
+    assert not found["different"]
 
 
-def test_buffers_after_runs_that_ended_early(pools: dict[int, RankPool], seed: int) -> None:
-    """The runs before the recording ended in the first layer's overflow, before any load_E was written. The
-    second step writes them all before its overflow is known, and has to be undone."""
-    for found in pools[2](buffers_after_an_early_end, seed):
-        (first, _), (fits, last) = found["fullest"]
-        assert first > found["capacity"] >= fits and last > found["capacity"]
-        assert found["overflows"] == 2
-        assert not found["different"]
-
-
-def with_own_gradients(rank: int, world_size: int, seed: int, overflows: bool) -> list[str]:
+@pytest.mark.parametrize("overflows", [False, True])
+@on_ranks(2)
+def test_gradients_of_the_caller(rank: int, world_size: int, overflows: bool, seed: int) -> list[str]:
     """Gradients that the caller has put there stay his tensors, and are added to."""
     case = replace(SECOND, seed=seed, headroom=0.5 if overflows else 100.0)
     model = case.model(world_size)
@@ -408,13 +407,8 @@ def with_own_gradients(rank: int, world_size: int, seed: int, overflows: bool) -
     return problems
 
 
-@pytest.mark.parametrize("overflows", [False, True])
-def test_gradients_of_the_caller(pools: dict[int, RankPool], overflows: bool, seed: int) -> None:
-    for problems in pools[2](with_own_gradients, seed, overflows):
-        assert not problems, problems
-
-
-def errors_and_warnings(rank: int, world_size: int, seed: int) -> dict[str, Any]:
+@on_ranks(2)
+def test_errors_and_warnings(rank: int, world_size: int, seed: int) -> None:
     case = replace(SECOND, seed=seed, headroom=0.5)
     model, x_TH = case.model(world_size), case.batch(rank, 0)
     warnings: list[str] = []
@@ -465,30 +459,28 @@ def errors_and_warnings(rank: int, world_size: int, seed: int) -> dict[str, Any]
     refused("input", lambda: GraphedStep(breaks, model, recorder=Played())(x_TH.clone().requires_grad_()))
     logging.getLogger("moecomm").removeHandler(handler)
     model.layers[0].comm.close()
-    return {"texts": texts, "warnings": warnings, "same": same, "counts": (step.replays, step.overflows)}
+    assert (step.replays, step.overflows) == (5, 5) and same
+    assert len(warnings) == 2, warnings
+    assert "1 run again without graph" in warnings[0]
+    assert "4 run again without graph" in warnings[1]
+    parts = {
+        "shape": "InvalidArgument: input 0 is torch.float64 (11, 16)",
+        "count": "InvalidArgument: 2 inputs",
+        "no tensor": "InvalidArgument: input 0 is int",
+        "step": "KeyError",
+        "buffer": "InvalidArgument: step_fn puts another tensor in the place of buffer forwards",
+        "result": "InvalidArgument: step_fn returned int",
+        "input": "InvalidArgument: input 0 requires a gradient",
+    }
+    for name, text in parts.items():
+        assert texts[name].startswith(text), texts[name]
 
 
-def test_errors_and_warnings(pools: dict[int, RankPool], seed: int) -> None:
-    for found in pools[2](errors_and_warnings, seed):
-        assert found["counts"] == (5, 5) and found["same"]
-        assert len(found["warnings"]) == 2, found["warnings"]
-        assert "1 run again without graph" in found["warnings"][0]
-        assert "4 run again without graph" in found["warnings"][1]
-        parts = {
-            "shape": "InvalidArgument: input 0 is torch.float64 (11, 16)",
-            "count": "InvalidArgument: 2 inputs",
-            "no tensor": "InvalidArgument: input 0 is int",
-            "step": "KeyError",
-            "buffer": "InvalidArgument: step_fn puts another tensor in the place of buffer forwards",
-            "result": "InvalidArgument: step_fn returned int",
-            "input": "InvalidArgument: input 0 requires a gradient",
-        }
-        for name, text in parts.items():
-            assert found["texts"][name].startswith(text), found["texts"][name]
-
-
-def late_on_the_device(rank: int, world_size: int, seed: int) -> dict[str, Any]:
-    """Calls that return, and fail, while the step is still at work: what `_wait` waits for comes with it."""
+@on_ranks(2)
+def test_results_and_errors_that_come_late(rank: int, world_size: int, seed: int) -> None:
+    """A result on the host is copied when the step has written it. Where ranks cannot agree, because one is
+    gone, the error is the one that the device finds behind the last dispatch. Calls that return, and fail,
+    while the step is still at work: what `_wait` waits for comes with it."""
     case = replace(SECOND, seed=seed, headroom=100.0)
     model = case.model(world_size)
     comm, result, failed = model.layers[0].comm, torch.zeros(()), []
@@ -513,11 +505,4 @@ def late_on_the_device(rank: int, world_size: int, seed: int) -> dict[str, Any]:
     found["error"] = catch(lambda: step(case.batch(rank, 1))).name
     del comm.check
     comm.close()
-    return found
-
-
-def test_results_and_errors_that_come_late(pools: dict[int, RankPool], seed: int) -> None:
-    """A result on the host is copied when the step has written it. Where ranks cannot agree, because one is
-    gone, the error is the one that the device finds behind the last dispatch."""
-    for found in pools[2](late_on_the_device, seed):
-        assert found == {"result": 3.0, "error": "PeerLost"}
+    assert found == {"result": 3.0, "error": "PeerLost"}

@@ -14,6 +14,7 @@ from tests import cases
 from tests.cases import Case
 from tests.fabric import needs_fabric
 from tests.multirank.conftest import Pools
+from tests.multirank.on_ranks import on_ranks
 
 
 def _same(left: torch.Tensor | None, right: torch.Tensor | None) -> bool:
@@ -100,20 +101,17 @@ def test_between_nodes(pool: Pools, seed: int) -> None:
         assert wrong == [[]] * len(some)
 
 
-def _without_a_new_plan(rank: int, world_size: int, case: Case) -> dict[str, float]:
+@on_ranks(2)
+def test_no_new_plan(rank: int, world_size: int, seed: int) -> None:
+    case = Case(tokens=(5, 6), num_experts=4, hidden=8, top_k=2, seed=seed)
     import moecomm
 
     with moecomm.Communicator(**case.communicator) as comm:
         out = cases.dispatch(comm, case, rank)
         for _ in range(3):
             comm.redispatch(torch.from_numpy(case.grad_y(rank)), out.handle)
-        return comm.stats()
-
-
-def test_no_new_plan(pool: Pools, seed: int) -> None:
-    case = Case(tokens=(5, 6), num_experts=4, hidden=8, top_k=2, seed=seed)
-    for stats in pool(2)(_without_a_new_plan, case):
-        assert stats["plans_made"] == 1 and stats["dispatch_calls"] == 4
+        stats = comm.stats()
+    assert stats["plans_made"] == 1 and stats["dispatch_calls"] == 4
 
 
 def _mistakes(rank: int, world_size: int) -> list[str]:

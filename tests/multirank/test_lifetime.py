@@ -213,7 +213,8 @@ def test_the_graph_keeps_a_communicator_alive(pool: Pools) -> None:
     assert all(pool(2)(_graph_keeps_it, CASE))
 
 
-def _memory_of_steps(rank: int, world_size: int) -> list[int]:
+@on_ranks(2)
+def test_steps_do_not_leak(rank: int, world_size: int) -> None:
     """Resident kilobytes after some steps and after many more."""
     import moecomm
 
@@ -233,16 +234,13 @@ def _memory_of_steps(rank: int, world_size: int) -> list[int]:
                 x_TH.grad = None
             gc.collect()
             found.append(resident())
-    return found
+    few, many = found
+    # One leaked output a step would be 200 x 512 KB.
+    assert many - few < 20_000, f"{few} KB after 20 steps, {many} KB after 220"
 
 
-def test_steps_do_not_leak(pool: Pools) -> None:
-    for few, many in pool(2)(_memory_of_steps):
-        # One leaked output a step would be 200 x 512 KB.
-        assert many - few < 20_000, f"{few} KB after 20 steps, {many} KB after 220"
-
-
-def _from_a_thread(rank: int, world_size: int) -> list[str]:
+@on_ranks(2)
+def test_threads(rank: int, world_size: int) -> None:
     """Two threads, each with a communicator of its own that another thread built."""
     comms = [ranks.communicator(**CASE.communicator) for _ in range(2)]
     problems: list[str] = []
@@ -262,11 +260,7 @@ def _from_a_thread(rank: int, world_size: int) -> list[str]:
         thread.join()
     for comm in comms:
         comm.close()
-    return problems
-
-
-def test_threads(pool: Pools) -> None:
-    assert pool(2)(_from_a_thread) == [["done"] * 2] * 2
+    assert problems == ["done"] * 2
 
 
 def _gil(rank: int, world_size: int) -> int:

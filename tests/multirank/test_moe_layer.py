@@ -169,8 +169,10 @@ def test_every_way_gives_the_same(pool: Pools, name: str, dtype: torch.dtype, si
     assert pool(size)(check_ways, in_every_way(name, dtype, size, seed)) == [[]] * size
 
 
-def kept_bytes(rank: int, world_size: int, seed: int) -> tuple[int, dict[str, int]]:
-    """Rows of the experts here, and the bytes that a forward keeps, by `keep`."""
+@on_ranks(2)
+def test_what_is_kept(rank: int, world_size: int, seed: int) -> None:
+    """Each `keep` holds as many bytes as docs/layer.md says."""
+    hidden, inner = SIZES["hidden"], 2 * SIZES["ffn_hidden"]
     torch.manual_seed(seed)
     layer = MoELayer(MoEConfig(**{**SIZES, "dtype": torch.bfloat16}), max_tokens=64)
     x, bytes_kept = torch.randn(64, 16, dtype=torch.bfloat16, requires_grad=True), {}
@@ -188,15 +190,9 @@ def kept_bytes(rank: int, world_size: int, seed: int) -> tuple[int, dict[str, in
         storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in kept}
         bytes_kept[keep] = sum(storages.values())
         y.sum().backward()
-    return len(out.tokens), bytes_kept
-
-
-def test_what_is_kept(pools: dict[int, RankPool], seed: int) -> None:
-    """Each `keep` holds as many bytes as docs/layer.md says."""
-    hidden, inner = SIZES["hidden"], 2 * SIZES["ffn_hidden"]
-    for rows, kept in pools[2](kept_bytes, seed):
-        assert kept["all"] - kept["rows"] == rows * inner * 2
-        assert kept["rows"] - kept["nothing"] == (rows - 64) * hidden * 2  # and the 64 tokens instead
+    rows = len(out.tokens)
+    assert bytes_kept["all"] - bytes_kept["rows"] == rows * inner * 2
+    assert bytes_kept["rows"] - bytes_kept["nothing"] == (rows - 64) * hidden * 2  # and the 64 tokens instead
 
 
 @on_ranks(2)
@@ -374,22 +370,9 @@ def test_what_needs_no_gradients(rank: int, world_size: int, seed: int) -> None:
     assert not layer(values).requires_grad
 
 
-def recorded(rank: int, world_size: int, case: LayerCase) -> dict[str, dict[str, tuple[float, float]]]:
-    layer = case.layer()
-    x, grad = case.input_here(rank)
-    run_layer(layer, x, grad, {})
-    assert layer.timelines() == {}
-    layer.overlap = replace(layer.overlap, record=True)
-    run_layer(layer, x, grad, {"keep": "nothing"})
-    found = layer.timelines()
-    for timeline in found.values():
-        assert 0 < timeline.exposed_seconds <= timeline.seconds
-    layer.comm.close()
-    return {name: {span.name: (span.begin, span.end) for span in each.spans} for name, each in found.items()}
-
-
 @pytest.mark.parametrize("size", [1, 2])
-def test_timelines(pool: Pools, size: int, seed: int) -> None:
+@on_ranks("size")
+def test_timelines(rank: int, world_size: int, seed: int) -> None:
     """Every stage is there, and begins when those have ended that it waits for."""
     after = {
         "fc1": ("dispatch_receive",),
@@ -406,12 +389,23 @@ def test_timelines(pool: Pools, size: int, seed: int) -> None:
             *("fc1_dgrad", "combine_grad", "fc1_wgrad"),
         },
     }
-    for found in pool(size)(recorded, LayerCase((200,) * size, seed)):
-        for name, spans in found.items():
-            assert spans.keys() == names[name]
-            for stage, (begin, end) in spans.items():
-                assert 0 <= begin <= end
-                assert all(spans[other][1] <= begin + 1e-6 for other in after.get(stage, ()))
+    case = LayerCase((200,) * world_size, seed)
+    layer = case.layer()
+    x, grad = case.input_here(rank)
+    run_layer(layer, x, grad, {})
+    assert layer.timelines() == {}
+    layer.overlap = replace(layer.overlap, record=True)
+    run_layer(layer, x, grad, {"keep": "nothing"})
+    found = layer.timelines()
+    for timeline in found.values():
+        assert 0 < timeline.exposed_seconds <= timeline.seconds
+    layer.comm.close()
+    found = {name: {span.name: (span.begin, span.end) for span in each.spans} for name, each in found.items()}
+    for name, spans in found.items():
+        assert spans.keys() == names[name]
+        for stage, (begin, end) in spans.items():
+            assert 0 <= begin <= end
+            assert all(spans[other][1] <= begin + 1e-6 for other in after.get(stage, ()))
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -491,7 +485,16 @@ def test_input_of_another_dtype(rank: int, world_size: int, seed: int) -> None:
     assert layer(torch.empty(0, 3, 16)).shape == (0, 3, 16)
 
 
-def refusals(rank: int, world_size: int) -> list[str]:
+@on_ranks(3)
+def test_a_bad_input_on_one_rank_is_refused_on_all(rank: int, world_size: int) -> None:
+    expected = [
+        "x has shape (4, 15)",
+        "x has shape (2, 4, 15)",
+        "x has shape (16,)",
+        "x has 9 tokens",
+        "x is str",
+        "seq_len is 3, must divide",
+    ]
     layer = MoELayer(MoEConfig(**SIZES), max_tokens=8)
     texts = []
     good = torch.zeros(4, 16)
@@ -507,21 +510,8 @@ def refusals(rank: int, world_size: int) -> list[str]:
             layer(*((bad, seq_len) if rank == 1 else (good, None)))
         texts.append(str(raised.value))
         assert layer(torch.ones(4, 16)).isfinite().all()
-    return texts
-
-
-def test_a_bad_input_on_one_rank_is_refused_on_all(pools: dict[int, RankPool]) -> None:
-    expected = [
-        "x has shape (4, 15)",
-        "x has shape (2, 4, 15)",
-        "x has shape (16,)",
-        "x has 9 tokens",
-        "x is str",
-        "seq_len is 3, must divide",
-    ]
-    for rank, texts in enumerate(pools[3](refusals)):
-        for text, start in zip(texts, expected, strict=True):
-            assert text.startswith(start if rank == 1 else f"rank 1: {start}")
+    for text, start in zip(texts, expected, strict=True):
+        assert text.startswith(start if rank == 1 else f"rank 1: {start}")
 
 
 def test_layer_and_communicator_must_agree() -> None:

@@ -113,7 +113,19 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 # -- fully_shard around experts of one's own ---------------------------------------------------------------
 
 
-def shard_wrongly(rank: int, world: int, ep: int, how: str) -> Caught | None:
+@pytest.mark.parametrize(
+    ("ep", "how"),
+    [
+        (2, "over all ranks"),
+        (4, "over all ranks"),
+        (2, "the layer"),
+        (2, "the experts"),
+        (2, "before the layer"),
+        (4, "in the wrong order"),
+    ],
+)
+@on_ranks(4)
+def test_fully_shard_of_own_experts_is_refused(rank: int, world: int, ep: int, how: str) -> None:
     model = own_model(rank, world, ep)
     if how == "before the layer":
         experts = Own(rank % ep * EXPERTS // ep, EXPERTS // ep)
@@ -129,25 +141,10 @@ def shard_wrongly(rank: int, world: int, ep: int, how: str) -> Caught | None:
         fully_shard(model)
         fully_shard_experts(model)  # at EP = world it has nothing to shard
     with model.moe.comm:
-        return catch(lambda: model(tokens(rank)))
-
-
-@pytest.mark.parametrize(
-    ("ep", "how"),
-    [
-        (2, "over all ranks"),
-        (4, "over all ranks"),
-        (2, "the layer"),
-        (2, "the experts"),
-        (2, "before the layer"),
-        (4, "in the wrong order"),
-    ],
-)
-def test_fully_shard_of_own_experts_is_refused(pool: Pools, ep: int, how: str) -> None:
-    for rank, found in enumerate(pool(4)(shard_wrongly, ep, how)):
-        require_mixed(
-            found, rank, ep, "inner.weight of the experts is sharded over ranks [0, 1, 2, 3] by fully_shard"
-        )
+        found = catch(lambda: model(tokens(rank)))
+    require_mixed(
+        found, rank, ep, "inner.weight of the experts is sharded over ranks [0, 1, 2, 3] by fully_shard"
+    )
 
 
 def require_mixed(found: Caught | None, rank: int, ep: int, *says: str) -> None:
@@ -196,8 +193,24 @@ def parametrized(rank: int, world: int, ep: int, config: MoEConfig = CONFIG) -> 
     return model
 
 
-def shard_adapted_wrongly(rank: int, world: int, ep: int, how: str) -> list[Caught | None]:
-    """Returns what a forward raises, and each of those that come after it by itself."""
+@pytest.mark.parametrize(
+    ("ep", "how"),
+    [
+        (2, "over all ranks"),
+        (4, "over all ranks"),
+        (2, "over the replicas"),
+        (4, "behind a forward"),
+        (4, "in a wrapper"),
+        (4, "the layer"),
+        (4, "the experts"),
+        (4, "an adapter"),
+        (4, "in the wrong order"),
+        (4, "compiled"),
+    ],
+)
+@on_ranks(4)
+def test_fully_shard_of_parametrized_experts_is_refused(rank: int, world: int, ep: int, how: str) -> None:
+    """A forward raises, and each of those that come after it by itself."""
     model = parametrized(rank, world, ep)
     call: Callable[..., Any] = model
     if how == "behind a forward":
@@ -224,47 +237,25 @@ def shard_adapted_wrongly(rank: int, world: int, ep: int, how: str) -> list[Caug
         call = torch.compile(model, backend="eager")
     takers = (sync_gradients, lambda model: clip_grad_norm(model, 1.0), sharded_state)
     with model.moe.comm:
-        return [
+        caught = [
             catch(lambda: call(tokens(rank))),
             *(catch(functools.partial(each, model)) for each in takers),
         ]
+    over = f"[{rank % ep}, {rank % ep + 2}]" if how == "over the replicas" else "[0, 1, 2, 3]"
+    for found in caught:
+        require_mixed(found, rank, ep, "parametrizations.w_", f"is sharded over ranks {over} by")
 
 
-@pytest.mark.parametrize(
-    ("ep", "how"),
-    [
-        (2, "over all ranks"),
-        (4, "over all ranks"),
-        (2, "over the replicas"),
-        (4, "behind a forward"),
-        (4, "in a wrapper"),
-        (4, "the layer"),
-        (4, "the experts"),
-        (4, "an adapter"),
-        (4, "in the wrong order"),
-        (4, "compiled"),
-    ],
-)
-def test_fully_shard_of_parametrized_experts_is_refused(pool: Pools, ep: int, how: str) -> None:
-    for rank, caught in enumerate(pool(4)(shard_adapted_wrongly, ep, how)):
-        over = f"[{rank % ep}, {rank % ep + 2}]" if how == "over the replicas" else "[0, 1, 2, 3]"
-        for found in caught:
-            require_mixed(found, rank, ep, "parametrizations.w_", f"is sharded over ranks {over} by")
-
-
-def shard_main_grad(rank: int, world: int) -> Caught | None:
+@on_ranks(2)
+def test_fully_shard_of_parametrized_experts_with_main_grad_is_refused(rank: int, world: int) -> None:
     """fully_shard around parametrized experts that are all on each rank."""
     config = dataclasses.replace(CONFIG, dtype=torch.float32, main_grad=True)
     model = parametrized(rank, world, 1, config)
     fully_shard(model)
     with model.moe.comm:
-        return catch(lambda: model(tokens(rank, torch.float32)))
-
-
-def test_fully_shard_of_parametrized_experts_with_main_grad_is_refused(pool: Pools) -> None:
-    for found in pool(2)(shard_main_grad):
-        assert found is not None and found.name == "InvalidArgument", found
-        assert found.text.startswith("main_grad is True, must be False under fully_shard, which has sharded")
+        found = catch(lambda: model(tokens(rank, torch.float32)))
+    assert found is not None and found.name == "InvalidArgument", found
+    assert found.text.startswith("main_grad is True, must be False under fully_shard, which has sharded")
 
 
 @pytest.mark.parametrize("options", [{}, {"mp_policy": MixedPrecisionPolicy()}], ids=["plain", "policy"])
@@ -505,7 +496,8 @@ def test_hooks_and_methods_change_what_they_would_in_order(rank: int, world: int
     assert_close(*results, rtol=1e-9, atol=1e-9)
 
 
-def without_effect(rank: int, world: int) -> tuple[Caught | None, bool]:
+@on_ranks(2)
+def test_settings_that_hooks_leave_without_effect_are_refused(rank: int, world: int) -> None:
     """One rank has a hook, and all a setting that has no effect in order."""
     config = MoEConfig(**SIZES, num_shared_experts=1, dtype=torch.float64)
     model = model_of(rank, world, config)
@@ -515,18 +507,28 @@ def without_effect(rank: int, world: int) -> tuple[Caught | None, bool]:
         found = catch(lambda: model(tokens(rank)))
         if hook is not None:
             hook.remove()
-        return found, bool(model(tokens(rank)).isfinite().all())
+        assert model(tokens(rank)).isfinite().all()
+    assert found is not None and found.name == "InvalidArgument", found
+    assert "shared has a hook (test_settings_" in found.text
+    assert "<locals>.<lambda>), which is to see its own" in found.text
+    assert "OverlapConfig.keep is" in found.text
 
 
-def test_settings_that_hooks_leave_without_effect_are_refused(pool: Pools) -> None:
-    for found, goes_on in pool(2)(without_effect):
-        assert found is not None and found.name == "InvalidArgument", found
-        assert "shared has a hook (without_effect.<locals>.<lambda>), which is to see its own" in found.text
-        assert "OverlapConfig.keep is" in found.text and goes_on
-
-
-def hooks_that_raise(rank: int, world: int, what: str, own: bool) -> Caught | None:
-    """Rank 1 has a hook that raises; all ranks use the layer afterwards."""
+@pytest.mark.parametrize("own", [False, True], ids=["", "own"])
+@pytest.mark.parametrize(
+    "what",
+    [
+        "router forward hook",
+        "experts forward pre hook",
+        "experts forward hook",
+        "shared forward pre hook",
+        "shared forward hook",
+    ],
+)
+@on_ranks(2)
+def test_hooks_that_raise_are_told(rank: int, world: int, what: str, own: bool) -> None:
+    """The other rank waits for no deadline, and the communicator goes on. Rank 1 has a hook that raises; all
+    ranks use the layer afterwards."""
     model = own_model(rank, world, world) if own else model_of(rank, world)
 
     def raises(*_: Any) -> None:
@@ -541,25 +543,8 @@ def hooks_that_raise(rank: int, world: int, what: str, own: bool) -> Caught | No
             hook.remove()
         for _ in range(2):
             loss_of(model(tokens(rank))).backward()
-        return found
-
-
-@pytest.mark.parametrize("own", [False, True], ids=["", "own"])
-@pytest.mark.parametrize(
-    "what",
-    [
-        "router forward hook",
-        "experts forward pre hook",
-        "experts forward hook",
-        "shared forward pre hook",
-        "shared forward hook",
-    ],
-)
-def test_hooks_that_raise_are_told(pool: Pools, what: str, own: bool) -> None:
-    """The other rank waits for no deadline, and the communicator goes on."""
-    for rank, found in enumerate(pool(2)(hooks_that_raise, what, own)):
-        assert found is not None and found.name == ("InvalidArgument", "KeyError")[rank]
-        assert found.text == ("rank 1: KeyError: 'told'", "'told'")[rank]
+    assert found is not None and found.name == ("InvalidArgument", "KeyError")[rank]
+    assert found.text == ("rank 1: KeyError: 'told'", "'told'")[rank]
 
 
 def products_that_raise(

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
 from moecomm.nn import MoEConfig, MoELayer, fully_shard_experts, prepare_ddp, sharded_state, sync_gradients
-from tests.multirank.conftest import Pools, own_pool
+from tests.multirank.conftest import own_pool
 from tests.multirank.moe_cases import SIZES, groups_of
 from tests.multirank.on_ranks import on_ranks
 
@@ -125,8 +125,10 @@ def test_experts_that_fsdp_has_found_frozen_are_trained_later(rank: int, world: 
         assert_close(found, want)
 
 
-def _no_sync(rank: int, world: int, around: str) -> list[bool]:
-    """Returns whether a rank's gradients of the router, and of the experts, are those of all ranks' mean."""
+@pytest.mark.parametrize(("around", "averaged"), [("forward", False), ("backward", True)])
+@on_ranks(2)
+def test_the_forward_decides_whether_ddp_averages(rank: int, world: int, around: str, averaged: bool) -> None:
+    """Then the gradients of the router, and of the experts, are those of all ranks' mean."""
     plain, model = (Two(rank, world, 1) for _ in range(2))
     wrapped = DistributedDataParallel(prepare_ddp(model))
     backward(plain, rank)
@@ -145,9 +147,4 @@ def _no_sync(rank: int, world: int, around: str) -> list[bool]:
         torch.allclose(want, found) for want, found in zip(gradients(plain), gradients(model), strict=True)
     ]
     assert len(set(experts)) == 1
-    return [router, experts[0]]
-
-
-@pytest.mark.parametrize(("around", "averaged"), [("forward", False), ("backward", True)])
-def test_the_forward_decides_whether_ddp_averages(pool: Pools, around: str, averaged: bool) -> None:
-    assert pool(2)(_no_sync, around) == [[averaged, averaged]] * 2
+    assert [router, experts[0]] == [averaged, averaged]
