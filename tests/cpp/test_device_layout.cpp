@@ -39,7 +39,7 @@ void for_each_shape(const Body& body) {
           for (const DType dtype : {DType::float32, DType::bfloat16})
             for (const WireFormat wire : kWireFormats)
               for (const int32_t whole_sources : {0, kWholeSources})
-                body(DeviceShape{ranks, top_k, int64_t{32} * ranks, hidden, tokens, dtype, wire, 0, false,
+                body(DeviceShape{ranks, top_k, int64_t{32} * ranks, hidden, tokens, dtype, wire, 0,
                                  whole_sources});
 }
 
