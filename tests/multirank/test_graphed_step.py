@@ -27,6 +27,7 @@ from moecomm.nn import (
     MoELayer,
     OverlapConfig,
     keep_plans,
+    mark_synchronized,
     sync_gradients,
     update_expert_bias,
 )
@@ -225,6 +226,8 @@ def plain_and_graphed(rank: int, world_size: int, case: Case) -> dict[str, Any]:
         def update() -> None:
             if case.synced:
                 sync_gradients(each, case.group())
+            else:
+                mark_synchronized(each)
             optimizer.step()
             if case.synced:
                 update_expert_bias(each, case.group())
@@ -234,8 +237,8 @@ def plain_and_graphed(rank: int, world_size: int, case: Case) -> dict[str, Any]:
 
     within = case.update is not None and case.accumulate == 1
     update, update_twin = update_of(model, first), update_of(twin, second)
-    # An optimizer alone is an update, too, which leaves gradients to the caller.
-    step = case.step(model, update=(update if case.synced else first) if within else None)
+    # An optimizer alone is an update, too, which leaves gradients to the caller; of experts of this rank alone.
+    step = case.step(model, update=(update if case.synced or world_size > 1 else first) if within else None)
     plain = forward_backward(twin)
     problems, overflowed, rows = [], [], []
     torch.manual_seed(case.seed + rank)
