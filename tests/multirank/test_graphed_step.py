@@ -237,7 +237,7 @@ def plain_and_graphed(rank: int, world_size: int, case: Case) -> dict[str, Any]:
 
     within = case.update is not None and case.accumulate == 1
     update, update_twin = update_of(model, first), update_of(twin, second)
-    # An optimizer alone is an update, too, which leaves gradients to the caller; of experts of this rank alone.
+    # With one rank an optimizer alone is an update, too, which leaves gradients to the caller.
     step = case.step(model, update=(update if case.synced or world_size > 1 else first) if within else None)
     plain = forward_backward(twin)
     problems, overflowed, rows = [], [], []
