@@ -75,7 +75,10 @@ Shared* shared_by_both = nullptr;
 class Bench {
  public:
   Bench(const Options& options, Shared& shared, int index)
-      : options_(options), shared_(shared), index_(index), endpoint_(choose_provider(options.provider)) {
+      : options_(options),
+        shared_(shared),
+        index_(index),
+        endpoint_(std::move(choose_lanes(options.provider).front())) {
     const int64_t largest = *std::max_element(options.sizes.begin(), options.sizes.end());
     area_ = (std::max(options.area, 2 * largest) + 7) / 8 * 8;
     void* mapped = mmap(nullptr, static_cast<size_t>(2 * area_), PROT_READ | PROT_WRITE,
@@ -86,15 +89,12 @@ class Bench {
     fill(index, source_);
     expected_.resize(static_cast<size_t>(area_));
     fill(1 - index, expected_.data());
-    Memory memory;
-    memory.base = mapped;
-    memory.bytes = 2 * area_;
-    const Registration& registration = endpoint_.register_memory(memory);
+    const Registration& registration = endpoint_.register_memory(mapped, 2 * area_);
     descriptor_ = registration.descriptor();
 
     EndpointAddress own;
     own.provider = endpoint_.provider();
-    own.window = {registration.key(), registration.remote_base(), memory.bytes};
+    own.window = {registration.key(), registration.remote_base(), 2 * area_};
     own.address = endpoint_.address();
     const std::vector<std::byte> bytes = own.to_bytes();
     if (bytes.size() > sizeof(shared_.endpoint_address[0])) fail("the address is too long");
@@ -252,9 +252,10 @@ class Bench {
         "\"in_flight\": %d, \"area\": %lld, \"both\": true, \"messages\": %lld, \"repeats\": %zu, "
         "\"gb_per_s\": %.4f, "
         "\"gb_per_s_min\": %.4f, \"gb_per_s_max\": %.4f, \"messages_per_s\": %.0f}\n",
-        offer.provider.c_str(), library().version_text().c_str(), offer.domain.c_str(), offer.address.c_str(),
-        static_cast<long long>(size), kInFlight, static_cast<long long>(area_), static_cast<long long>(count),
-        seconds.size(), rate(median), rate(seconds.back()), rate(seconds.front()), total / median);
+        offer.provider.c_str(), version_text(library().version).c_str(), offer.domain.c_str(),
+        offer.address.c_str(), static_cast<long long>(size), kInFlight, static_cast<long long>(area_),
+        static_cast<long long>(count), seconds.size(), rate(median), rate(seconds.back()),
+        rate(seconds.front()), total / median);
     std::fflush(stdout);
   }
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 from moecomm.errors import InvalidArgument
 
@@ -37,10 +38,6 @@ class Env:
     its share of the NICs near it, or up to eight over TCP. At most 64. Ranks of a rail use as many as all of
     them have."""
 
-    fabric_shuffle: int | None = None
-    """MOECOMM_FABRIC_SHUFFLE: for tests: what travels between nodes arrives late and in random order, by this
-    seed."""
-
     first_epoch: int | None = None
     """MOECOMM_FIRST_EPOCH: for tests: the number of a communicator's first operation, 1 to 2^62, the same on
     all ranks; 1 where it is not set."""
@@ -56,48 +53,37 @@ class Env:
     takes the least memory. The same on all ranks."""
 
 
-_MOST_LANES = 64  # csrc/transport/fabric/endpoint_address.hpp
-
-
-def _number(
-    environ: Mapping[str, str], name: str, kind: type, least: float, most: float = math.inf
-) -> float | None:
-    text = environ.get(name)
-    if text is None or text == "":
-        return None
-    try:
-        value = kind(text)
-    except ValueError:
-        value = None
-    if value is None or not least <= value <= most:
-        limit = "" if most == math.inf else f" and at most {most:g}"
-        raise InvalidArgument(
-            f"environment variable {name} is {text!r}, expected a number of at least {least:g}{limit}"
-        )
-    return value
+_NUMBERS: dict[str, tuple[type, float, float]] = {
+    "timeout": (float, 1e-3, math.inf),
+    "threads": (int, 1, math.inf),
+    "ranks_per_node": (int, 1, math.inf),
+    "fabric_lanes": (int, 1, 64),  # kMostLanes in csrc/transport/fabric/provider.hpp
+    "first_epoch": (int, 1, 2**62),
+    "fused_tokens": (int, 0, math.inf),
+    "whole_sources": (int, 0, 2**31 - 1),
+}
+"""Type and bounds of the fields that are numbers; the others are texts."""
 
 
 def read_env(environ: Mapping[str, str] | None = None) -> Env:
     """Reads the settings in `environ` (default: the process's). Raises InvalidArgument for a value that is no
     number."""
     environ = os.environ if environ is None else environ
-    timeout = _number(environ, "MOECOMM_TIMEOUT", float, 1e-3)
-    threads = _number(environ, "MOECOMM_THREADS", int, 1)
-    ranks_per_node = _number(environ, "MOECOMM_RANKS_PER_NODE", int, 1)
-    lanes = _number(environ, "MOECOMM_FABRIC_LANES", int, 1, _MOST_LANES)
-    shuffle = _number(environ, "MOECOMM_FABRIC_SHUFFLE", int, 1)
-    first_epoch = _number(environ, "MOECOMM_FIRST_EPOCH", int, 1, 2**62)
-    fused_tokens = _number(environ, "MOECOMM_FUSED_TOKENS", int, 0)
-    whole_sources = _number(environ, "MOECOMM_WHOLE_SOURCES", int, 0, 2**31 - 1)
-    return Env(
-        timeout=timeout,
-        threads=None if threads is None else int(threads),
-        ranks_per_node=None if ranks_per_node is None else int(ranks_per_node),
-        fabric_provider=environ.get("MOECOMM_FABRIC_PROVIDER") or None,
-        fabric_interface=environ.get("MOECOMM_FABRIC_INTERFACE") or None,
-        fabric_lanes=None if lanes is None else int(lanes),
-        fabric_shuffle=None if shuffle is None else int(shuffle),
-        first_epoch=None if first_epoch is None else int(first_epoch),
-        fused_tokens=None if fused_tokens is None else int(fused_tokens),
-        whole_sources=None if whole_sources is None else int(whole_sources),
-    )
+    values: dict[str, Any] = {}
+    for field in fields(Env):
+        name = f"MOECOMM_{field.name.upper()}"
+        value: Any = environ.get(name) or None
+        if value is not None and field.name in _NUMBERS:
+            kind, least, most = _NUMBERS[field.name]
+            text = value
+            try:
+                value = kind(text)
+            except ValueError:
+                value = None
+            if value is None or not least <= value <= most:
+                limit = "" if most == math.inf else f" and at most {most:g}"
+                raise InvalidArgument(
+                    f"environment variable {name} is {text!r}, expected a number of at least {least:g}{limit}"
+                )
+        values[field.name] = value
+    return Env(**values)

@@ -55,7 +55,7 @@ STEPS = f"{DISPATCH} -k many_steps or plans_are_reused"
 LATE = f"{DISPATCH} -k overwritten or late"
 GRADIENTS = "tests/multirank/test_autograd.py -k match_the_reference and 3"
 INPUT = "tests/multirank/test_bad_input.py"
-NODES = "tests/multirank/test_nodes.py -k 4-2 and (gradients or any_order)"
+NODES = "tests/multirank/test_nodes.py -k 4-2 and (gradients or lanes)"
 LAYER = (
     "tests/multirank/test_moe_layer.py tests/multirank/test_data_parallel.py "
     "-k (dense_reference and 3) or (recipe and hand)"

@@ -12,8 +12,7 @@
 #include "kernels/cpu/heuristics.hpp"
 #include "runtime/communicator.hpp"
 #include "runtime/host_pool.hpp"
-#include "transport/fabric/library.hpp"
-#include "transport/fabric/provider.hpp"
+#include "transport/fabric/network.hpp"
 
 namespace py = pybind11;
 using namespace moecomm;
@@ -87,18 +86,17 @@ PYBIND11_MODULE(_C, m) {
   m.def("shm_available_bytes", &shm::available_bytes);
   m.def("fabric_missing", []() -> py::object {
     try {
-      fabric::library();
+      fabric::installed_version();
       return py::none();
     } catch (const Error& error) {
       return py::str(error.what());
     }
   });
-  m.def("fabric_version", [] { return fabric::library().version_text(); });
+  m.def("fabric_version", [] { return fabric::installed_version(); });
   m.def("fabric_offers", [] {
     py::list out;
     for (const fabric::Offer& offer : fabric::list_offers())
-      out.append(py::make_tuple(offer.provider, offer.domain, offer.address, offer.max_message,
-                                offer.device_memory));
+      out.append(py::make_tuple(offer.provider, offer.domain));
     return out;
   });
 
@@ -160,12 +158,14 @@ PYBIND11_MODULE(_C, m) {
 
   using Release = py::call_guard<py::gil_scoped_release>;
   py::class_<Rail>(m, "Rail")
-      .def_property_readonly("endpoint_address",
-                             [](const Rail& self) {
-                               const auto endpoint_address = self.endpoint_address();
-                               return py::bytes(reinterpret_cast<const char*>(endpoint_address.data()),
-                                                endpoint_address.size());
-                             })
+      .def_property_readonly(
+          "endpoint_addresses",
+          [](const Rail& self) {
+            py::list out;
+            for (const fabric::AddressBytes& each : self.endpoint_addresses())
+              out.append(py::bytes(reinterpret_cast<const char*>(each.data()), each.size()));
+            return out;
+          })
       .def_property_readonly("endpoint", &Rail::endpoint);
 
   py::class_<Communicator, std::shared_ptr<Communicator>> communicator(m, "Communicator");

@@ -28,11 +28,6 @@ inline tcp::JobId job_id(const std::string& bytes) {
   return job;
 }
 
-inline std::vector<std::byte> to_bytes(const std::string& text) {
-  const auto* const data = reinterpret_cast<const std::byte*>(text.data());
-  return {data, data + text.size()};
-}
-
 /// Adds the proxy's counters; zeros on one node.
 inline void add_network_stats(pybind11::dict& out, const Proxy* proxy) {
   out["network_puts"] = proxy == nullptr ? 0 : proxy->stats().puts.load();
@@ -48,7 +43,7 @@ void bind_network(Class& bound, void (*interrupt)()) {
       .def(
           "open_rail",
           [](Communicator& self, const py::bytes& job, const std::string& provider,
-             const std::string& interface, int lanes, uint64_t shuffle) {
+             const std::string& interface, int lanes) {
             RailOptions options{job_id(job),
                                 self.config().shape.nodes(),
                                 self.config().rank,
@@ -56,24 +51,27 @@ void bind_network(Class& bound, void (*interrupt)()) {
                                 provider,
                                 interface,
                                 "",
-                                lanes,
-                                shuffle};
+                                lanes};
             if constexpr (requires { self.gpu_bus_id(); }) options.gpu_bus_id = self.gpu_bus_id();
             const py::gil_scoped_release release;
             return std::make_unique<Rail>(options, self.layout(), self.base());
           },
-          py::kw_only(), py::arg("job"), py::arg("provider"), py::arg("interface"), py::arg("lanes"),
-          py::arg("shuffle"))
+          py::kw_only(), py::arg("job"), py::arg("provider"), py::arg("interface"), py::arg("lanes"))
       .def(
           "connect_rail",
-          [interrupt](Communicator& self, Rail& rail, const std::vector<py::bytes>& endpoint_addresses,
+          [interrupt](Communicator& self, Rail& rail, const std::vector<std::vector<py::bytes>>& peers,
                       const std::vector<std::string>& endpoints) {
-            std::vector<std::vector<std::byte>> bytes;
-            for (const py::bytes& endpoint_address : endpoint_addresses)
-              bytes.push_back(to_bytes(endpoint_address));
+            std::vector<std::vector<fabric::AddressBytes>> addresses;
+            for (const std::vector<py::bytes>& peer : peers) {
+              addresses.emplace_back();
+              for (const std::string_view lane : peer) {
+                const auto* const data = reinterpret_cast<const std::byte*>(lane.data());
+                addresses.back().emplace_back(data, data + lane.size());
+              }
+            }
             const py::gil_scoped_release release;
-            rail.connect(bytes, endpoints, interrupt);
-            self.connect_nodes(rail.take_transport(), rail.take_links());
+            rail.connect(addresses, endpoints, interrupt);
+            self.connect_nodes(rail.take_network(), rail.take_links());
           },
           py::arg("rail"), py::arg("endpoint_addresses"), py::arg("endpoints"))
       .def("network",

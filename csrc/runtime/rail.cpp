@@ -5,7 +5,6 @@
 
 #include "common/deadline.hpp"
 #include "common/error.hpp"
-#include "transport/fabric/shuffled_transport.hpp"
 #include "transport/network_interface.hpp"
 
 namespace moecomm {
@@ -39,50 +38,10 @@ constexpr double kLeastSilence = 30.0;
 
 Rail::Rail(const RailOptions& options, const WindowLayout& layout, std::byte* base)
     : options_(options),
-      lanes_(fabric::open_lanes(fabric_options(options), base, layout.committed_bytes)),
+      network_(fabric::open_network(fabric_options(options), base, layout.committed_bytes)),
       links_(std::make_unique<tcp::Links>(
           tcp::LinkOptions{options.job, node(), options.nodes.nodes(), interface_for_links(options.interface),
                            std::clamp(options.timeout_seconds, kLeastSilence, tcp::kLongestSilence)})) {}
-
-std::vector<std::byte> Rail::endpoint_address() const {
-  std::vector<std::vector<std::byte>> endpoint_addresses;
-  for (const std::unique_ptr<fabric::FabricTransport>& lane : lanes_)
-    endpoint_addresses.push_back(lane->endpoint_address());
-  return fabric::pack_endpoint_addresses(endpoint_addresses);
-}
-
-/// Hosts may differ in what they have: the lanes that all peers have are used, the others closed.
-void Rail::insert_peers(const std::vector<std::vector<std::byte>>& endpoint_addresses) {
-  std::vector<std::vector<std::vector<std::byte>>> of_peers;  // [peer][lane]
-  size_t lanes = lanes_.size();
-  for (const std::vector<std::byte>& endpoint_address : endpoint_addresses) {
-    of_peers.push_back(fabric::unpack_endpoint_addresses(endpoint_address));
-    lanes = std::min(lanes, of_peers.back().size());
-  }
-  lanes_.resize(lanes);
-  for (size_t lane = 0; lane < lanes; ++lane) {
-    std::vector<std::vector<std::byte>> its;
-    for (std::vector<std::vector<std::byte>>& peer : of_peers) its.push_back(std::move(peer[lane]));
-    lanes_[lane]->insert_peers(its, node());
-  }
-}
-
-/// A single lane is driven by the proxy itself, which saves it the way to another thread.
-void Rail::connect_lanes(double timeout_seconds, const std::function<void()>& interrupt) {
-  const auto look = [&] {
-    if (interrupt) interrupt();
-    require_peers();
-  };
-  if (lanes_.size() == 1) {
-    lanes_.front()->connect(timeout_seconds, look);
-    transport_ = std::move(lanes_.front());
-  } else {
-    auto laned = std::make_unique<fabric::LanedTransport>(std::move(lanes_));
-    laned->connect(timeout_seconds, look);
-    transport_ = std::move(laned);
-  }
-  lanes_.clear();
-}
 
 /// Peers say nothing before all have connected: what comes is the end of one that could not.
 void Rail::require_peers() {
@@ -97,15 +56,18 @@ void Rail::require_peers() {
   }
 }
 
-void Rail::connect(const std::vector<std::vector<std::byte>>& endpoint_addresses,
+void Rail::connect(const std::vector<std::vector<fabric::AddressBytes>>& peers,
                    const std::vector<std::string>& endpoints, const std::function<void()>& interrupt) {
   try {
-    insert_peers(endpoint_addresses);
+    network_->insert_peers(peers, node());
     const auto start = Clock::now();
     links_->connect(endpoints, options_.timeout_seconds, interrupt);
     const std::chrono::duration<double> spent = Clock::now() - start;
-    connect_lanes(std::max(options_.timeout_seconds - spent.count(), options_.timeout_seconds / 2),
-                  interrupt);
+    const double left = std::max(options_.timeout_seconds - spent.count(), options_.timeout_seconds / 2);
+    network_->connect(left, [&] {
+      if (interrupt) interrupt();
+      require_peers();
+    });
   } catch (const Error& error) {
     links_.reset();  // so that peers wait no longer
     if (error.details().peer < 0) throw;
@@ -121,11 +83,6 @@ void Rail::connect(const std::vector<std::vector<std::byte>>& endpoint_addresses
     links_.reset();
     throw;
   }
-}
-
-std::unique_ptr<Transport> Rail::take_transport() {
-  if (options_.shuffle == 0) return std::move(transport_);
-  return std::make_unique<fabric::ShuffledTransport>(std::move(transport_), options_.shuffle);
 }
 
 }  // namespace moecomm

@@ -3,17 +3,16 @@
 #include <arpa/inet.h>
 #include <ifaddrs.h>
 #include <net/if.h>
-#include <net/route.h>
+#include <netdb.h>
 #include <netinet/in.h>
+#include <sys/socket.h>
 
 #include <algorithm>
 #include <array>
-#include <charconv>
 #include <memory>
-#include <string_view>
 
+#include "common/descriptor.hpp"
 #include "common/error.hpp"
-#include "common/text_file.hpp"
 
 namespace moecomm {
 namespace {
@@ -46,22 +45,6 @@ std::string list(const std::vector<InterfaceAddress>& have) {
                   list(have));
 }
 
-std::vector<std::string_view> split(std::string_view line) {
-  std::vector<std::string_view> words;
-  for (size_t at = line.find_first_not_of(" \t"); at < line.size(); at = line.find_first_not_of(" \t", at)) {
-    const size_t end = std::min(line.find_first_of(" \t", at), line.size());
-    words.push_back(line.substr(at, end - at));
-    at = end;
-  }
-  return words;
-}
-
-bool parse(std::string_view word, int base, uint32_t& number) {
-  const char* const end = word.data() + word.size();
-  const auto parsed = std::from_chars(word.data(), end, number, base);
-  return parsed.ec == std::errc() && parsed.ptr == end;
-}
-
 /// The first address that fits, IPv4 before IPv6; "" if there is none.
 template <class Fits>
 std::string first(const std::vector<InterfaceAddress>& have, const Fits& fits) {
@@ -73,79 +56,57 @@ std::string first(const std::vector<InterfaceAddress>& have, const Fits& fits) {
 
 }  // namespace
 
+std::string ip_text(const sockaddr* address) {
+  std::array<char, NI_MAXHOST> text{};
+  if (address == nullptr) return "";
+  const bool ipv4 = address->sa_family == AF_INET;
+  if (!ipv4 && address->sa_family != AF_INET6) return "";
+  const socklen_t length = ipv4 ? sizeof(sockaddr_in) : sizeof(sockaddr_in6);
+  getnameinfo(address, length, text.data(), text.size(), nullptr, 0, NI_NUMERICHOST);
+  return text.data();
+}
+
 std::vector<InterfaceAddress> host_addresses() {
   ifaddrs* found = nullptr;
   if (getifaddrs(&found) != 0) throw Error(ErrorKind::unsupported, errno_text("getifaddrs"));
   const std::unique_ptr<ifaddrs, void (*)(ifaddrs*)> owner(found, freeifaddrs);
   std::vector<InterfaceAddress> addresses;
   for (const ifaddrs* each = found; each != nullptr; each = each->ifa_next) {
-    if (each->ifa_addr == nullptr) continue;
-    const int family = each->ifa_addr->sa_family;
-    const void* bytes;
-    if (family == AF_INET) {
-      bytes = &reinterpret_cast<const sockaddr_in*>(each->ifa_addr)->sin_addr;
-    } else if (family == AF_INET6) {
-      const in6_addr& address = reinterpret_cast<const sockaddr_in6*>(each->ifa_addr)->sin6_addr;
-      // A link-local address means something else on every host, so no peer could use it.
-      if (IN6_IS_ADDR_LINKLOCAL(&address)) continue;
-      bytes = &address;
-    } else {
-      continue;
-    }
-    std::array<char, INET6_ADDRSTRLEN> spelled;
-    if (inet_ntop(family, bytes, spelled.data(), spelled.size()) == nullptr) continue;
-    addresses.push_back({each->ifa_name, spelled.data(), (each->ifa_flags & IFF_UP) != 0,
-                         (each->ifa_flags & IFF_LOOPBACK) != 0, (each->ifa_flags & IFF_RUNNING) != 0});
+    const std::string address = ip_text(each->ifa_addr);
+    // A link-local address means something else on every host, so no peer could use it.
+    if (!address.empty() && !address.starts_with("fe80:"))
+      addresses.push_back({each->ifa_name, address, (each->ifa_flags & IFF_UP) != 0,
+                           (each->ifa_flags & IFF_LOOPBACK) != 0, (each->ifa_flags & IFF_RUNNING) != 0});
   }
   return addresses;
 }
 
-namespace {
-
-/// The word `name_at` of the line with the lowest metric of those of which usable(words, metric) is true.
-template <class Usable>
-std::string best_route(const std::string& table, size_t words_needed, size_t name_at, const Usable& usable) {
-  std::string chosen;
-  uint32_t lowest = 0;
-  for (size_t begin = 0; begin < table.size();) {
-    const size_t end = std::min(table.find('\n', begin), table.size());
-    const std::vector<std::string_view> words = split(std::string_view(table).substr(begin, end - begin));
-    begin = end + 1;
-    uint32_t metric;
-    if (words.size() < words_needed || !usable(words, metric)) continue;
-    if (!chosen.empty() && metric >= lowest) continue;
-    chosen = words[name_at];
-    lowest = metric;
+std::string default_route_address() {
+  // Documentation's addresses (RFC 5737, 3849), which are nobody's: a socket that is connected to one has the
+  // address that the default route gives it, and nothing is sent.
+  for (const char* const far : {"192.0.2.1", "2001:db8::1"}) {
+    sockaddr_storage storage{};
+    auto& ipv4 = reinterpret_cast<sockaddr_in&>(storage);
+    auto& ipv6 = reinterpret_cast<sockaddr_in6&>(storage);
+    const bool is_ipv4 = inet_pton(AF_INET, far, &ipv4.sin_addr) == 1;
+    if (!is_ipv4) inet_pton(AF_INET6, far, &ipv6.sin6_addr);
+    storage.ss_family = is_ipv4 ? AF_INET : AF_INET6;
+    (is_ipv4 ? ipv4.sin_port : ipv6.sin6_port) = htons(9);
+    socklen_t length = is_ipv4 ? sizeof(ipv4) : sizeof(ipv6);
+    auto* const address = reinterpret_cast<sockaddr*>(&storage);
+    const Descriptor fd =
+        Descriptor::open([&] { return socket(storage.ss_family, SOCK_DGRAM | SOCK_CLOEXEC, 0); });
+    if (fd && connect(fd.get(), address, length) == 0 && getsockname(fd.get(), address, &length) == 0)
+      return ip_text(address);
   }
-  return chosen;
-}
-
-}  // namespace
-
-std::string default_route_interface(const std::string& table) {
-  // Iface Destination Gateway Flags RefCnt Use Metric Mask ...
-  return best_route(table, 8, 0, [](const std::vector<std::string_view>& words, uint32_t& metric) {
-    uint32_t flags;
-    return parse(words[3], 16, flags) && parse(words[6], 10, metric) && words[1] == "00000000" &&
-           words[7] == "00000000" && (flags & RTF_UP) != 0;
-  });
-}
-
-std::string default_route_interface_ipv6(const std::string& table) {
-  // destination length source length gateway metric references use flags interface
-  return best_route(table, 10, 9, [](const std::vector<std::string_view>& words, uint32_t& metric) {
-    uint32_t flags;
-    return parse(words[8], 16, flags) && parse(words[5], 16, metric) &&
-           words[0].find_first_not_of('0') == std::string_view::npos && words[1] == "00" &&
-           (flags & RTF_UP) != 0 && (flags & RTF_REJECT) == 0;
-  });
+  return "";
 }
 
 std::string choose_address(const std::string& wanted, const std::vector<InterfaceAddress>& have,
-                           const std::string& default_interface) {
+                           const std::string& default_address) {
   if (wanted.empty()) {
     std::string address =
-        first(have, [&](const InterfaceAddress& each) { return each.interface == default_interface; });
+        first(have, [&](const InterfaceAddress& each) { return each.address == default_address; });
     if (address.empty())
       address = first(have, [](const InterfaceAddress& each) { return !each.loopback && each.carrier; });
     if (address.empty()) address = first(have, [](const InterfaceAddress& each) { return !each.loopback; });
@@ -175,10 +136,7 @@ std::string choose_address(const std::string& wanted, const std::vector<Interfac
 }
 
 std::string interface_address(const std::string& name_or_address) {
-  // A host without IPv4, or without IPv6, has no such table.
-  std::string interface = default_route_interface(read_file("/proc/net/route"));
-  if (interface.empty()) interface = default_route_interface_ipv6(read_file("/proc/net/ipv6_route"));
-  return choose_address(name_or_address, host_addresses(), interface);
+  return choose_address(name_or_address, host_addresses(), default_route_address());
 }
 
 }  // namespace moecomm

@@ -4,6 +4,8 @@
 #include <string>
 #include <vector>
 
+struct sockaddr;
+
 namespace moecomm {
 
 struct InterfaceAddress {
@@ -17,17 +19,19 @@ struct InterfaceAddress {
 /// The addresses of this host, in the kernel's order; IPv6 addresses that hold on one link only are left out.
 std::vector<InterfaceAddress> host_addresses();
 
-/// The interface of the default route with the lowest metric in the text of /proc/net/route, or "".
-std::string default_route_interface(const std::string& table);
-/// The same in the text of /proc/net/ipv6_route.
-std::string default_route_interface_ipv6(const std::string& table);
+/// The address by which this host sends to others that it has no nearer way to: that of its default route of
+/// IPv4, else of IPv6; "" without one.
+std::string default_route_address();
+
+/// The text of a numeric address; "" for none, and for what is neither IPv4 nor IPv6.
+std::string ip_text(const sockaddr* address);
 
 /// The address in `have` that `wanted`, an interface's name or a numeric address, means. An interface counts
-/// with its first IPv4 address, else its first IPv6 one. Empty: that of `default_interface`, else of the
+/// with its first IPv4 address, else its first IPv6 one. Empty: `default_address`, else that of the
 /// first interface that is no loopback, those with a carrier first, else of the loopback.
 /// Error(invalid_argument) that lists what there is if nothing fits.
 std::string choose_address(const std::string& wanted, const std::vector<InterfaceAddress>& have,
-                           const std::string& default_interface);
+                           const std::string& default_address);
 
 /// choose_address() on this host.
 std::string interface_address(const std::string& name_or_address);

@@ -16,13 +16,12 @@ struct TransportCaps {
   std::string version;          ///< of the library behind it
   std::string interface;        ///< NICs or addresses that are used
   int64_t max_message = 0;      ///< bytes of the largest put
-  bool device_memory = false;   ///< GPU memory can be registered
   std::vector<int> cores = {};  ///< near the NIC; empty: not known
   int lanes = 1;                ///< endpoints, each driven by a thread of its own if there are several
 
   std::string text() const {
     return provider + " on " + interface + (lanes > 1 ? ", " + std::to_string(lanes) + " lanes" : "") +
-           " (libfabric " + version + ")" + (device_memory ? ", GPU memory directly" : "");
+           " (libfabric " + version + ")";
   }
 };
 

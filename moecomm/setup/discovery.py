@@ -19,11 +19,10 @@ from moecomm.env import Env, read_env
 from moecomm.errors import InvalidArgument, MoecommError, Unsupported
 from moecomm.setup.devices import default_threads, why_no_cuda
 from moecomm.setup.memory_plan import window_shape
-from moecomm.setup.topology import NodeMap, find_nodes
+from moecomm.setup.topology import find_nodes
 from moecomm.setup.version import __version__, version_of
 
 _GIB = 1 << 30
-_NETWORK_OF_GPUS = "CUDA tensors through pinned host memory, by the NICs nearest to each GPU"
 
 
 def _command(arguments: list[str]) -> list[str]:
@@ -68,24 +67,20 @@ def versions() -> Iterator[tuple[str, str]]:
 
 def left_out() -> Iterator[str]:
     """Returns what this build, or this machine, leaves out: a line each, which says what adds it."""
-    missing = _C.fabric_missing()
-    if missing is not None:
+    if (missing := _C.fabric_missing()) is not None:
         yield f"links between nodes: left out, {missing}"
-    on_gpus = torch.cuda.is_available()
-    if _C.cuda_version is None and on_gpus:
-        yield (
-            "GPUs: left out, moecomm was built without a CUDA toolkit: put nvcc on PATH, or set CUDACXX, and "
-            "build again"
-        )
-    elif on_gpus and (reason := why_no_cuda()) is not None:
+    if torch.cuda.is_available():
+        reason = why_no_cuda()
+        if _C.cuda_version is None:
+            reason = (
+                "moecomm was built without a CUDA toolkit: put nvcc on PATH, or set CUDACXX, and build again"
+            )
+    else:
+        kernels = "without their kernels (CMAKE_ARGS=-DMOECOMM_CUDA=ON builds them where no GPU is)"
+        kernels = "with their kernels" if _C.cuda_version else kernels
+        reason = f"torch {torch.__version__} finds none here; moecomm was built {kernels}"
+    if reason is not None:
         yield f"GPUs: left out, {reason}"
-    elif not on_gpus:
-        kernels = (
-            "with their kernels"
-            if _C.cuda_version
-            else "without their kernels (CMAKE_ARGS=-DMOECOMM_CUDA=ON builds them where no GPU is)"
-        )
-        yield f"GPUs: left out, torch {torch.__version__} finds none here; moecomm was built {kernels}"
 
 
 def processors() -> Iterator[tuple[str, str]]:
@@ -146,38 +141,31 @@ def fabric() -> Iterator[tuple[str, str]]:
     """Yields (name, fact) of libfabric, its providers, and the network that ranks of this host would use
     between nodes."""
     missing = _C.fabric_missing()
+    yield "libfabric", missing or _C.fabric_version()
     if missing is not None:
-        yield "libfabric", missing
         yield "between nodes", "nothing: the ranks of a communicator have to share a host"
         return
-    yield "libfabric", _C.fabric_version()
     try:
         yield "fabric providers", _offers_text(_C.fabric_offers())
-        env = read_env()
-        network, address = _open_network(env)
+        network, address = _open_network(read_env())
     except MoecommError as error:
         yield "between nodes", f"nothing: {error}"
         return
-    asked = [
-        f"{name}={value}"
-        for name, value in (
-            ("MOECOMM_FABRIC_PROVIDER", env.fabric_provider),
-            ("MOECOMM_FABRIC_INTERFACE", env.fabric_interface),
-            ("MOECOMM_FABRIC_LANES", env.fabric_lanes),
-        )
-        if value is not None
-    ]
-    reason = f", as {' and '.join(asked)} {'asks' if len(asked) == 1 else 'ask'}" if asked else ""
-    on_gpus = torch.cuda.is_available() and _cuda_missing() is None
-    yield "between nodes", f"{network}{reason}{f'; {_NETWORK_OF_GPUS}' if on_gpus else ''}"
+    names = [f"MOECOMM_FABRIC_{name}" for name in ("PROVIDER", "INTERFACE", "LANES")]
+    asked = [f"{name}={os.environ[name]}" for name in names if os.environ.get(name)]
+    if asked:
+        network += f", as {' and '.join(asked)} {'asks' if len(asked) == 1 else 'ask'}"
+    if torch.cuda.is_available() and why_no_cuda() is None:
+        network += "; CUDA tensors through pinned host memory, by the NICs nearest to each GPU"
+    yield "between nodes", network
     yield "control links", f"TCP on {address}, ports that the system chooses"
 
 
-def _offers_text(offers: list[tuple[str, str, str, int, bool]]) -> str:
+def _offers_text(offers: list[tuple[str, str]]) -> str:
     """Returns the offers as a text like "net (eth0, lo), shm", each provider with its interfaces, best
     first."""
     domains: dict[str, list[str]] = {}
-    for provider, domain, *_ in offers:
+    for provider, domain in offers:
         found = domains.setdefault(provider, [])
         if domain not in found and domain != provider:
             found.append(domain)
@@ -196,10 +184,9 @@ def _open_network(env: Env) -> tuple[str, str]:
             provider=env.fabric_provider or "",
             interface=env.fabric_interface or "",
             lanes=env.fabric_lanes or 0,
-            shuffle=0,
         )
-        endpoint_address, endpoint = rail.endpoint_address, rail.endpoint
-        native.connect_rail(rail, [endpoint_address], [endpoint])
+        endpoint = rail.endpoint
+        native.connect_rail(rail, [rail.endpoint_addresses], [endpoint])
         return native.network(), endpoint.rpartition(":")[0]
     finally:
         native.close()
@@ -227,13 +214,22 @@ def transports(
         + (", and a proxy for the network" if nodes.nodes > 1 else ""),
     )
     network = _network_text() if nodes.nodes > 1 else ""
+    on_gpus = torch.cuda.is_available()
+    missing = why_no_cuda() if on_gpus else None
     for peer in range(1, ranks):
-        if nodes.node_of(peer) > 0:
-            yield from _remote_transports(nodes, peer, network)
-            continue
-        yield f"rank {peer}", "shared memory (POSIX, /dev/shm), CPU tensors"
-        if torch.cuda.is_available():
-            yield f"rank {peer}", f"{_gpu_transport(peer % torch.cuda.device_count())}, CUDA tensors"
+        node = nodes.node_of(peer)
+        if node == 0:
+            cpu = "shared memory (POSIX, /dev/shm)"
+            gpu = _gpu_transport(peer % torch.cuda.device_count()) if on_gpus else ""
+        else:
+            rail, where = nodes.rail(0)[node], f"node {node}: "
+            works = not network.startswith("none: ")
+            cpu = where + network + (f" by way of rank {rail}" if works and peer != rail else "")
+            gpu = cpu + " and pinned host memory" * works
+        yield f"rank {peer}", f"{cpu}, CPU tensors"
+        if on_gpus:
+            reason = "" if node == 0 else f"node {node}: "
+            yield f"rank {peer}", f"{gpu if missing is None else f'{reason}none: {missing}'}, CUDA tensors"
 
 
 def _network_text() -> str:
@@ -246,31 +242,8 @@ def _network_text() -> str:
         return f"none: {error}"
 
 
-def _remote_transports(nodes: NodeMap, peer: int, network: str) -> Iterator[tuple[str, str]]:
-    node, rail = nodes.node_of(peer), nodes.rail(0)[nodes.node_of(peer)]
-    through = "" if peer == rail or network.startswith("none: ") else f" by way of rank {rail}"
-    yield f"rank {peer}", f"node {node}: {network}{through}, CPU tensors"
-    if torch.cuda.is_available():
-        missing = _cuda_missing()
-        how = f"none: {missing}" if missing is not None else f"{network}{through}"
-        how += "" if how.startswith("none: ") else " and pinned host memory"
-        yield f"rank {peer}", f"node {node}: {how}, CUDA tensors"
-
-
-def _cuda_missing() -> str | None:
-    """Returns what moecomm lacks for CUDA tensors on a machine with GPUs; None if nothing."""
-    if _C.cuda_version is None:
-        return "the CUDA part is not built"
-    if cuda_driver.bindings_version() is None:
-        return "cuda-bindings is missing (pip install cuda-bindings)"
-    return None
-
-
 def _gpu_transport(peer: int) -> str:
     """Returns the transport from GPU 0, which rank 0 has, to the GPU with ordinal `peer`."""
-    missing = _cuda_missing()
-    if missing is not None:
-        return f"none: {missing}"
     if peer == 0:
         return "the same GPU: CUDA symmetric memory"
     if not torch.cuda.can_device_access_peer(0, peer):

@@ -40,11 +40,8 @@ class Mailbox:
     def take(self, senders: dict[int, int], *, rank: int, phase: str, timeout: float) -> dict[int, int]:
         """Returns the files that were left here: an open descriptor for each rank in `senders`, which are
         pids by rank. The caller closes them. Connections of other processes are closed and nothing is read
-        from them.
-
-        Connections of other processes are closed and nothing is read from them. Raises PeerTimeout, naming a
-        rank whose file did not come within `timeout` seconds, PeerLost for one that sent something else,
-        OSError.
+        from them. Raises PeerTimeout, naming a rank whose file did not come within `timeout` seconds,
+        PeerLost for one that sent something else, OSError.
         """
         ranks = {pid: peer for peer, pid in senders.items()}
         deadline = time.monotonic() + timeout
@@ -79,10 +76,7 @@ def send(
     descriptor: int, mailbox: str, *, pid: int, rank: int, peer: int, phase: str, timeout: float
 ) -> None:
     """Sends an open file to the mailbox of that name, which rank `peer`, process `pid`, has to own. Raises
-    PeerLost if it is not there or belongs to another process, PeerTimeout if it stays full, OSError.
-
-    Raises PeerLost if it is not there or somebody else's, PeerTimeout if it stays full, OSError.
-    """
+    PeerLost if it is not there or belongs to another process, PeerTimeout if it stays full, OSError."""
     deadline = time.monotonic() + timeout
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         while True:
@@ -95,27 +89,22 @@ def send(
                     raise _late(rank, peer, phase, timeout) from error
                 time.sleep(0.001)
             except (ConnectionRefusedError, FileNotFoundError) as error:
-                raise PeerLost(
-                    f"rank {rank}, {phase}: rank {peer} (pid {pid}) has ended",
-                    rank=rank,
-                    peer=peer,
-                    phase=phase,
-                ) from error
+                raise _lost(rank, peer, phase, f"rank {peer} (pid {pid}) has ended") from error
         found, uid = _other_end(connection)
         if (found, uid) != (pid, os.geteuid()):
-            raise PeerLost(
-                f"rank {rank}, {phase}: the socket of rank {peer} belongs to pid {found} of user {uid}, "
-                f"expected pid {pid} of user {os.geteuid()}",
-                rank=rank,
-                peer=peer,
-                phase=phase,
+            raise _lost(
+                rank,
+                peer,
+                phase,
+                f"the socket of rank {peer} belongs to pid {found} of user {uid}, expected pid {pid} of user "
+                f"{os.geteuid()}",
             )
         try:
             socket.send_fds(connection, [b"1"], [descriptor])
         except TimeoutError as error:
             raise _late(rank, peer, phase, timeout) from error
         except (BrokenPipeError, ConnectionResetError) as error:
-            raise _gone(rank, peer, phase, pid) from error
+            raise _lost(rank, peer, phase, f"rank {peer} (pid {pid}) has ended") from error
 
 
 def _receive(connection: socket.socket, rank: int, peer: int, phase: str) -> int:
@@ -132,12 +121,12 @@ def _receive(connection: socket.socket, rank: int, peer: int, phase: str) -> int
     for descriptor in descriptors:
         with contextlib.suppress(OSError):
             os.close(descriptor)
-    raise PeerLost(
-        f"rank {rank}, {phase}: rank {peer} sent {len(data)} bytes and {len(descriptors)} open files, "
-        "expected 1 and 1 (is this process out of descriptors? ulimit -n)",
-        rank=rank,
-        peer=peer,
-        phase=phase,
+    raise _lost(
+        rank,
+        peer,
+        phase,
+        f"rank {peer} sent {len(data)} bytes and {len(descriptors)} open files, expected 1 and 1 (is this "
+        "process out of descriptors? ulimit -n)",
     )
 
 
@@ -148,10 +137,8 @@ def _other_end(connection: socket.socket) -> tuple[int, int]:
     return pid, uid
 
 
-def _gone(rank: int, peer: int, phase: str, pid: int) -> PeerLost:
-    return PeerLost(
-        f"rank {rank}, {phase}: rank {peer} (pid {pid}) has ended", rank=rank, peer=peer, phase=phase
-    )
+def _lost(rank: int, peer: int, phase: str, what: str) -> PeerLost:
+    return PeerLost(f"rank {rank}, {phase}: {what}", rank=rank, peer=peer, phase=phase)
 
 
 def _late(rank: int, peer: int, phase: str, timeout: float) -> PeerTimeout:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import moecomm._C as _C
 from moecomm.env import read_env
-from moecomm.errors import InvalidArgument, MismatchedArguments, MoecommError, OutOfMemory, Unsupported
+from moecomm.errors import MismatchedArguments, MoecommError, OutOfMemory, Unsupported
 from moecomm.setup.rendezvous import Rendezvous
 from moecomm.setup.topology import NodeMap, find_nodes
 from moecomm.setup.version import __version__
@@ -20,10 +20,10 @@ from moecomm.setup.version import __version__
 
 class _Native(Protocol):
     def close(self) -> bool: ...
-    def open_rail(
-        self, *, job: bytes, provider: str, interface: str, lanes: int, shuffle: int
-    ) -> _C.Rail: ...
-    def connect_rail(self, rail: _C.Rail, endpoint_addresses: list[bytes], endpoints: list[str]) -> None: ...
+    def open_rail(self, *, job: bytes, provider: str, interface: str, lanes: int) -> _C.Rail: ...
+    def connect_rail(
+        self, rail: _C.Rail, endpoint_addresses: list[list[bytes]], endpoints: list[str]
+    ) -> None: ...
     def network(self) -> str: ...
     def network_lanes(self) -> int: ...
 
@@ -195,20 +195,20 @@ def _connect_rail(rendezvous: Rendezvous, group_info: GroupInfo, native: _Native
                 provider=env.fabric_provider or "",
                 interface=env.fabric_interface or "",
                 lanes=env.fabric_lanes or 0,
-                shuffle=env.fabric_shuffle or 0,
             )
         )
-        return {"endpoint_address": rails[0].endpoint_address.hex(), "endpoint": rails[0].endpoint}
+        addresses = [address.hex() for address in rails[0].endpoint_addresses]
+        return {"endpoint_addresses": addresses, "endpoint": rails[0].endpoint}
 
     def connect() -> dict[str, Any]:
         peers = [messages[rank] for rank in group_info.nodes.rail(rendezvous.rank)]
-        endpoint_addresses = [_endpoint_address(peer) for peer in peers]
-        native.connect_rail(rails[0], endpoint_addresses, [str(peer.get("endpoint")) for peer in peers])
+        addresses = [[bytes.fromhex(lane) for lane in peer["endpoint_addresses"]] for peer in peers]
+        native.connect_rail(rails[0], addresses, [peer["endpoint"] for peer in peers])
         return {}
 
     try:
         messages = rendezvous.step("construction: network", open_rail)
-        _require_addresses(group_info, [str(message.get("endpoint")) for message in messages])
+        _require_addresses(group_info, [message["endpoint"] for message in messages])
         # connect() takes up to one and a half times the timeout.
         rendezvous.step("construction: connections", connect, patience=2.0)
     except BaseException:
@@ -229,10 +229,3 @@ def _require_addresses(group_info: GroupInfo, endpoints: list[str]) -> None:
                 f"{address}, which leads each to itself (docker0 has one on every host); set "
                 "MOECOMM_FABRIC_INTERFACE to the interface, or address, by which the nodes reach each other"
             )
-
-
-def _endpoint_address(message: dict[str, Any]) -> bytes:
-    try:
-        return bytes.fromhex(str(message["endpoint_address"]))
-    except (KeyError, ValueError) as error:
-        raise InvalidArgument("a rank sent no endpoint address, expected one in hexadecimal") from error

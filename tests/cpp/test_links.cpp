@@ -12,6 +12,7 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <cmath>
 #include <cstring>
 #include <deque>
@@ -24,7 +25,6 @@
 #include "common/deadline.hpp"
 #include "transport/network_interface.hpp"
 #include "transport/tcp/links.hpp"
-#include "transport/tcp/messages.hpp"
 
 using namespace moecomm;
 using namespace moecomm::tcp;
@@ -121,22 +121,18 @@ class Raw {
       if (count > 0)
         text.append(piece.data(), static_cast<size_t>(count));
       else
-        return count == 0 ? text : text + " [" + std::strerror(errno) + "]";
+        return count == 0 || errno == ECONNRESET ? text : text + " [" + std::strerror(errno) + "]";
     }
   }
 
   Hello hello() {
-    HelloBytes bytes{};
-    CHECK(recv(fd_, bytes.data(), bytes.size(), MSG_WAITALL) == static_cast<ssize_t>(bytes.size()));
-    return decode_hello(bytes);
+    Hello hello;
+    CHECK(recv(fd_, &hello, sizeof(hello), MSG_WAITALL) == static_cast<ssize_t>(sizeof(hello)));
+    return hello;
   }
 
-  /// Refused in the words of the protocol, for this reason; then the connection ends.
-  bool refused(Answer reason) {
-    const Hello answer = hello();
-    return answer.answer == reason && answer.job == JobId{} && rest().empty();
-  }
-  bool refused_as_stranger() { return rest().find("moecomm: refused") == 0; }
+  /// Sent away without a word.
+  bool refused() { return rest().empty(); }
 
  private:
   int fd_;
@@ -146,7 +142,7 @@ class Raw {
 class RawListener {
  public:
   RawListener() : fd_(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)) {
-    Address address = make_address(kHere, 0);
+    Address address = make_address(kHere, "0");
     CHECK(bind(fd_, address.get(), address.length) == 0 && listen(fd_, 8) == 0);
     CHECK(getsockname(fd_, address.get(), &address.length) == 0);
     endpoint = endpoint_text(address);
@@ -163,13 +159,21 @@ class RawListener {
   int fd_;
 };
 
-Hello hello_of(const JobId& job, int32_t from, int32_t to, int32_t peers) {
+using HelloBytes = std::array<std::byte, sizeof(Hello)>;
+using MessageBytes = std::array<std::byte, sizeof(LinkMessage)>;
+
+HelloBytes hello_of(const JobId& job, int32_t from, int32_t to) {
   Hello hello;
   hello.job = job;
   hello.from = from;
   hello.to = to;
-  hello.peers = peers;
-  return hello;
+  return std::bit_cast<HelloBytes>(hello);
+}
+
+MessageBytes bytes_of(const LinkMessage& message) {
+  MessageBytes bytes;
+  std::memcpy(bytes.data(), &message, sizeof(message));
+  return bytes;
 }
 
 int open_descriptors() {
@@ -183,32 +187,6 @@ int open_descriptors() {
 // -- the pure parts --------------------------------------------------------------------------------------
 
 void test_interfaces() {
-  const std::string heading =
-      "Iface\tDestination\tGateway \tFlags\tRefCnt\tUse\tMetric\tMask\t\tMTU\tWindow\tIRTT\n";
-  const std::string local = "eth1\t0000A8C0\t00000000\t0001\t0\t0\t0\t00FFFFFF\t0\t0\t0\n";
-  const std::string slow = "wlan0\t00000000\t0100000A\t0003\t0\t0\t600\t00000000\t0\t0\t0\n";
-  const std::string fast = "eth0\t00000000\t0100000A\t0003\t0\t0\t100\t00000000\t0\t0\t0\n";
-  const std::string down = "eth2\t00000000\t0100000A\t0002\t0\t0\t1\t00000000\t0\t0\t0\n";
-  const std::string half = "tun0\t00000000\t0100000A\t0003\t0\t0\t1\t00000080\t0\t0\t0\n";  // 0.0.0.0/1
-  CHECK(default_route_interface("").empty());
-  CHECK(default_route_interface(heading).empty());
-  CHECK(default_route_interface(heading + local).empty());
-  CHECK(default_route_interface(heading + local + slow) == "wlan0");
-  CHECK(default_route_interface(heading + slow + local + fast) == "eth0");
-  CHECK(default_route_interface(heading + fast + slow + down + half) == "eth0");
-  CHECK(default_route_interface("what is this\n\n\teth9 00000000\n" + fast) == "eth0");
-
-  const std::string none = "00000000000000000000000000000000 00 ", to = "fe800000000000000000000000000001 ";
-  const std::string from = none + none + to;
-  const std::string slow6 = from + "00000400 00000001 00000000 00000003     eth4\n";
-  const std::string fast6 = from + "00000100 00000001 00000000 00000003     eth3\n";
-  const std::string reject6 = from + "00000001 00000001 00000000 00200200       lo\n";
-  const std::string prefix6 =
-      "fd000000000000000000000000000000 40 " + none + to + "00000001 00000001 00000000 00000001     eth5\n";
-  CHECK(default_route_interface_ipv6("").empty());
-  CHECK(default_route_interface_ipv6(reject6 + prefix6).empty());
-  CHECK(default_route_interface_ipv6(slow6 + reject6 + fast6 + prefix6) == "eth3");
-
   const InterfaceAddress docker0{"docker0", "172.17.0.1", true, false, false};
   CHECK(choose_address("", {docker0, {"eth0", "fd00::1"}}, "") == "fd00::1");
   CHECK(choose_address("", {docker0, {"lo", "127.0.0.1", true, true}}, "") == "172.17.0.1");
@@ -217,23 +195,23 @@ void test_interfaces() {
   const InterfaceAddress eth1_6{"eth1", "2001:db8::3", true, false}, eth2{"eth2", "10.1.0.3", false, false};
   const InterfaceAddress ib0{"ib0", "2001:db8:1::4", true, false};
   const std::vector<InterfaceAddress> host{lo, lo6, eth0, eth1_6, eth1, eth2, ib0};
-  CHECK(choose_address("", host, "eth1") == "192.168.0.3");
-  CHECK(choose_address("", host, "ib0") == "2001:db8:1::4");
+  CHECK(choose_address("", host, "192.168.0.3") == "192.168.0.3");
+  CHECK(choose_address("", host, "2001:db8:1::4") == "2001:db8:1::4");
   CHECK(choose_address("", host, "") == "10.0.0.3");
-  CHECK(choose_address("", host, "eth2") == "10.0.0.3");  // it is down
-  CHECK(choose_address("", host, "eth7") == "10.0.0.3");
+  CHECK(choose_address("", host, "10.1.0.3") == "10.0.0.3");  // it is down
+  CHECK(choose_address("", host, "10.9.9.9") == "10.0.0.3");
   CHECK(choose_address("", {lo6, lo}, "") == "127.0.0.1");
   CHECK(choose_address("", {lo6, lo, ib0}, "") == "2001:db8:1::4");
   CHECK(choose_address("", {lo6}, "") == "::1");
-  CHECK(choose_address("eth1", host, "eth0") == "192.168.0.3");
-  CHECK(choose_address("ib0", host, "eth0") == "2001:db8:1::4");
-  CHECK(choose_address("lo", host, "eth0") == "127.0.0.1");
-  CHECK(choose_address("192.168.0.3", host, "eth0") == "192.168.0.3");
-  CHECK(choose_address("2001:db8:0::0003", host, "eth0") == "2001:db8::3");
-  CHECK(choose_address("127.0.0.9", host, "eth0") == "127.0.0.9");
+  CHECK(choose_address("eth1", host, "10.0.0.3") == "192.168.0.3");
+  CHECK(choose_address("ib0", host, "10.0.0.3") == "2001:db8:1::4");
+  CHECK(choose_address("lo", host, "10.0.0.3") == "127.0.0.1");
+  CHECK(choose_address("192.168.0.3", host, "10.0.0.3") == "192.168.0.3");
+  CHECK(choose_address("2001:db8:0::0003", host, "10.0.0.3") == "2001:db8::3");
+  CHECK(choose_address("127.0.0.9", host, "10.0.0.3") == "127.0.0.9");
   const auto refused = [&](const std::string& wanted, const std::vector<InterfaceAddress>& have,
                            const std::string& part) {
-    return throws(ErrorKind::invalid_argument, part, [&] { choose_address(wanted, have, "eth0"); });
+    return throws(ErrorKind::invalid_argument, part, [&] { choose_address(wanted, have, "10.0.0.3"); });
   };
   CHECK(refused("eth9", host, "'eth9'"));
   CHECK(refused("eth9", host, "eth0 (10.0.0.3)"));
@@ -249,7 +227,8 @@ void test_interfaces() {
 
   CHECK(interface_address("lo") == "127.0.0.1");
   CHECK(interface_address("127.0.0.1") == "127.0.0.1");
-  const std::string own = interface_address("");
+  const std::string own = interface_address(""), by_default = default_route_address();
+  CHECK(by_default.empty() || own == by_default);
   const std::vector<InterfaceAddress> found = host_addresses();
   CHECK(std::any_of(found.begin(), found.end(), [&](const auto& each) { return each.address == own; }));
   CHECK(interface_address(own) == own);
@@ -258,66 +237,12 @@ void test_interfaces() {
 void test_addresses() {
   for (const std::string text : {"127.0.0.1:1", "10.0.0.3:65535", "[::1]:80", "[2001:db8::3]:4567"})
     CHECK(endpoint_text(parse_endpoint("it", text)) == text);
-  for (const std::string text : {"",
-                                 ":",
-                                 ":80",
-                                 "127.0.0.1",
-                                 "127.0.0.1:",
-                                 "127.0.0.1:0",
-                                 "127.0.0.1:65536",
-                                 "127.0.0.1:-1",
-                                 "127.0.0.1:80 ",
-                                 "127.0.0.1: 80",
-                                 "127.0.0.1:8o",
-                                 "localhost:80",
-                                 "::1:80",
-                                 "[::1]80",
-                                 "[::1]:",
-                                 "[127.0.0.1]:80",
-                                 "[]:80",
-                                 "1.2.3:80",
-                                 "[::1:80",
-                                 "fe80::1%lo:80"})
+  for (const std::string text : {"", ":", ":80", "127.0.0.1", "127.0.0.1:80 ", "127.0.0.1:8o", "localhost:80",
+                                 "[::1]80", "[]:80", "[::1:80"})
     CHECK(throws(ErrorKind::invalid_argument, "'" + text + "'",
                  [&] { parse_endpoint("endpoint of peer 3", text); }));
   CHECK(throws(ErrorKind::invalid_argument, "endpoint of peer 3",
                [] { parse_endpoint("endpoint of peer 3", "no"); }));
-}
-
-void test_wire() {
-  std::mt19937_64 random(test::seed());
-  for (int i = 0; i < 1000; ++i) {
-    const LinkMessage message{static_cast<uint32_t>(random()), static_cast<int32_t>(random()),
-                              static_cast<int32_t>(random()), random()};
-    MessageBytes bytes = encode(message);
-    CHECK(decode_message(bytes) == message);
-    bytes[random() % 4] ^= std::byte{1};
-    CHECK(!decode_message(bytes));
-    const JobId job = random_job();
-    const Hello hello = hello_of(job, message.a, message.b, i);
-    const HelloBytes whole = encode(hello);
-    const Hello again = decode_hello(whole);
-    CHECK(again.job == job && again.from == message.a && again.to == message.b && again.peers == i &&
-          again.answer == Answer::hello);
-  }
-  const MessageBytes known = encode(LinkMessage{1, -2, 3, 0x0807060504030201});
-  const std::array<unsigned char, 24> expected{'M', 'L', 'N', 'K', 1, 0, 0, 0, 0xfe, 0xff, 0xff, 0xff,
-                                               3,   0,   0,   0,   1, 2, 3, 4, 5,    6,    7,    8};
-  CHECK(std::memcmp(known.data(), expected.data(), expected.size()) == 0);
-
-  HelloBytes hello = encode(Hello{});
-  for (size_t size = 0; size <= hello.size(); ++size)
-    CHECK(judge({hello.data(), size}) == (size < hello.size() ? Opening::incomplete : Opening::whole));
-  hello[8] = std::byte{77};
-  CHECK(judge({hello.data(), 15}) == Opening::incomplete);
-  CHECK(judge({hello.data(), 16}) == Opening::other_version);
-  CHECK(opening_version(hello) == 77);
-  for (size_t wrong = 0; wrong < 8; ++wrong) {
-    hello = encode(Hello{});
-    hello[wrong] ^= std::byte{32};
-    CHECK(judge({hello.data(), wrong}) == Opening::incomplete);
-    CHECK(judge({hello.data(), wrong + 1}) == Opening::not_moecomm);
-  }
 }
 
 // -- messages --------------------------------------------------------------------------------------------
@@ -325,7 +250,7 @@ void test_wire() {
 // All send to all, from two threads each, while all poll.
 void test_messages(int32_t peers, const std::string& interface) {
   constexpr int kSenders = 2;
-  constexpr uint64_t kMessages = 2000;
+  constexpr uint64_t kMessages = 200;
   Rail rail(peers, interface);
   rail.connect();
   std::atomic<int> wrong{0};
@@ -366,29 +291,21 @@ void test_messages(int32_t peers, const std::string& interface) {
   std::vector<LinkEvent> more;
   for (Links& each : rail.links) each.poll(more);
   CHECK(more.empty());
-  for (const Links& each : rail.links) CHECK(each.refused() == 0);
 }
 
-// One thread does all: a send() that blocked would never come back.
+// One thread does all: a send() that blocked would never come back. Who reads nothing at all is lost in the
+// end.
 void test_slow_reader() {
-  constexpr uint64_t kMessages = 1'000'000;  // more bytes than sockets take
   Rail rail(2);
   rail.connect();
+  constexpr uint64_t kMessages = 100;
   for (uint64_t i = 0; i < kMessages; ++i) rail.links[0].send(1, {7, 0, 1, i});
-  std::vector<LinkEvent> events, back;
   uint64_t next = 0;
-  bool right = true;
-  CHECK(eventually([&] {
-    events.clear();
-    rail.links[0].poll(back);
-    rail.links[1].poll(events);
-    for (const LinkEvent& event : events)
-      right &= event.kind == LinkEvent::Kind::message && event.message == LinkMessage{7, 0, 1, next++};
-    return next >= kMessages;
-  }));
-  CHECK(right && next == kMessages && back.empty());
-  rail.links[0].send(1, {8, 0, 0, 0});  // and again without a queue
-  CHECK(take(rail.links[1], 1)[0].message.kind == 8);
+  for (const LinkEvent& event : take(rail.links[1], kMessages))
+    CHECK(event.kind == LinkEvent::Kind::message && event.message == LinkMessage(7, 0, 1, next++));
+  for (uint64_t i = 0; i < 1'000'000; ++i)
+    rail.links[0].send(1, {8, 0, 1, i});  // more bytes than sockets take
+  CHECK(is_lost(take(rail.links[0], 1)[0], 1, "the link broke"));
 }
 
 // What was sent before the end arrives, also where the one that ends has not read what was sent to it.
@@ -458,65 +375,47 @@ void test_strays() {
   std::thread connecting([&] { first.connect(rail.endpoints, kLong); });
 
   Raw peer3(rail.endpoints[0]);
-  const HelloBytes good = encode(hello_of(job, 3, 0, 4));
+  const HelloBytes good = hello_of(job, 3, 0);
   peer3.say(good);
   const Hello answer = peer3.hello();
-  CHECK(answer.answer == Answer::accepted && answer.job == job && answer.from == 0 && answer.to == 3 &&
-        answer.peers == 4);
+  CHECK(answer.job == job && answer.from == 0 && answer.to == 3);
 
   Raw silent(rail.endpoints[0]), half(rail.endpoints[0]);
   half.say(good, 20);
-  int64_t strays = 2;
-  const auto stray = [&](const auto& words, size_t size) {
-    ++strays;
+  const auto refused = [&](const auto& words, size_t size) {
     Raw raw(rail.endpoints[0]);
     raw.say(words, size);
-    return raw;
-  };
-  const auto refused = [&](const Hello& hello, Answer reason) {
-    const HelloBytes bytes = encode(hello);
-    return stray(bytes, bytes.size()).refused(reason);
+    return raw.refused();
   };
   std::mt19937_64 random(test::seed());
   std::array<unsigned char, 3000> garbage;
   for (unsigned char& each : garbage) each = static_cast<unsigned char>(random() | 0x80);
-  CHECK(stray(garbage, garbage.size()).refused_as_stranger());
-  CHECK(stray(garbage, 1).refused_as_stranger());
+  CHECK(refused(garbage, garbage.size()));
+  CHECK(refused(garbage, 1));
   const std::string http = "GET / HTTP/1.1\r\nHost: " + rail.endpoints[0] + "\r\n\r\n";
-  CHECK(stray(http, http.size()).refused_as_stranger());
-  CHECK(refused(hello_of(other, 1, 0, 4), Answer::other_job));
-  CHECK(refused(hello_of(JobId{}, 1, 0, 4), Answer::other_job));
+  CHECK(refused(http, http.size()));
+  CHECK(refused(hello_of(other, 1, 0), sizeof(Hello)));
+  CHECK(refused(hello_of(JobId{}, 1, 0), sizeof(Hello)));
   for (const int32_t from : {0, -1, 4, 1 << 30, -1 << 30})
-    CHECK(refused(hello_of(job, from, 0, 4), Answer::other_index));
-  CHECK(refused(hello_of(job, 1, 2, 4), Answer::other_index));
-  CHECK(refused(hello_of(job, 1, 0, 5), Answer::other_index));
-  CHECK(refused(hello_of(job, 3, 0, 4), Answer::duplicate));
-  HelloBytes version = encode(hello_of(job, 1, 0, 4));
-  version[8] = std::byte{2};
-  CHECK(stray(version, version.size()).refused(Answer::other_version));
-  CHECK(stray(version, kHelloFixedBytes).refused(Answer::other_version));
-  Hello answering = hello_of(job, 1, 0, 4);
-  answering.answer = Answer::accepted;
-  const HelloBytes accepted = encode(answering);
-  CHECK(stray(accepted, accepted.size()).refused_as_stranger());
+    CHECK(refused(hello_of(job, from, 0), sizeof(Hello)));
+  CHECK(refused(hello_of(job, 1, 2), sizeof(Hello)));
+  CHECK(refused(good, sizeof(Hello)));  // of a peer that is there already
   {
-    stray(good, 30);
+    Raw(rail.endpoints[0]).say(good, 30);
   }  // and gone again
-  CHECK(silent.refused_as_stranger());  // in the end
-  CHECK(half.refused_as_stranger());
+  CHECK(silent.refused());  // in the end
+  CHECK(half.refused());
   Raw late(rail.endpoints[0]);  // silent until all are there
-  ++strays;
 
   std::thread second([&] { rail.links[1].connect(rail.endpoints, kLong); });
   std::thread third([&] { rail.links[2].connect(rail.endpoints, kLong); });
   Raw to1(rail.endpoints[1]), to2(rail.endpoints[2]);
-  to1.say(encode(hello_of(job, 3, 1, 4)));
-  to2.say(encode(hello_of(job, 3, 2, 4)));
+  to1.say(hello_of(job, 3, 1));
+  to2.say(hello_of(job, 3, 2));
   connecting.join();
   second.join();
   third.join();
-  CHECK(first.refused() == strays);
-  CHECK(late.refused_as_stranger());
+  CHECK(late.refused());
 
   // Nobody listens any more, and the links work.
   const Address gone = parse_endpoint("endpoint", rail.endpoints[0]);
@@ -524,7 +423,7 @@ void test_strays() {
   CHECK(connect(fd, gone.get(), gone.length) != 0 && errno == ECONNREFUSED);
   close(fd);
   rail.links[1].send(0, {5, 1, 0, 6});
-  const MessageBytes message = encode(LinkMessage{6, 3, 0, 7});
+  const MessageBytes message = bytes_of(LinkMessage{6, 3, 0, 7});
   std::vector<LinkEvent> events = take(first, 1);
   CHECK(events.size() == 1 && events[0].peer == 1 && events[0].message == (LinkMessage{5, 1, 0, 6}));
   for (const std::byte each : message) peer3.say(std::array{each});  // in pieces
@@ -533,13 +432,13 @@ void test_strays() {
 
   // What is no message ends the link; so does an end within one.
   MessageBytes two = message;
-  two[0] = std::byte{0};
+  two[offsetof(LinkMessage, mark)] = std::byte{0};
   peer3.say(message);
   peer3.say(two);
   events = take(first, 2);
   CHECK(events.size() == 2 && events[0].message == (LinkMessage{6, 3, 0, 7}) &&
         is_lost(events[1], 3, "no message"));
-  CHECK(to1.hello().answer == Answer::accepted);
+  CHECK(to1.hello().job == job);
   to1.say(message, 11);
   {
     const Raw ended = std::move(to1);
@@ -552,68 +451,36 @@ void test_many_silent_strays() {
   std::vector<Raw> silent;
   std::thread connecting([&] { rail.links[0].connect(rail.endpoints, kLong); });
   for (int i = 0; i < 200; ++i) silent.emplace_back(rail.endpoints[0]);
-  CHECK(eventually([&] { return rail.links[0].refused() > 0; }));
+  CHECK(silent.front().refused());
   rail.links[1].connect(rail.endpoints, kLong);
   connecting.join();
   rail.links[1].send(0, {1, 2, 3, 4});
   CHECK(take(rail.links[0], 1)[0].message == (LinkMessage{1, 2, 3, 4}));
 }
 
-void test_other_job() {
-  const JobId job = random_job();
-  Rail rail(2, kHere, job), stranger(3);
-  std::thread connecting([&] { rail.links[0].connect(rail.endpoints, kLong); });
-  const std::vector<std::string> mixed{rail.endpoints[0], stranger.endpoints[1], stranger.endpoints[2]};
-  CHECK(throws(ErrorKind::mismatched_arguments, "refused by peer 0 (" + rail.endpoints[0] + "): another job",
-               [&] { stranger.links[1].connect(mixed, kLong); }));
-  CHECK(throws(ErrorKind::closed, "called before", [&] { stranger.links[1].connect(mixed, kLong); }));
-  Links larger({job, 1, 3, kHere});  // the same job, another number of nodes
-  CHECK(throws(ErrorKind::mismatched_arguments, "does not expect peer 1",
-               [&] { larger.connect({rail.endpoints[0], larger.endpoint(), rail.endpoints[1]}, kLong); }));
-  rail.links[1].connect(rail.endpoints, kLong);
-  connecting.join();
-  CHECK(rail.links[0].refused() == 2);
-}
-
 // The side that calls does not trust what answers it.
 void test_answers() {
   const JobId job = random_job();
-  const auto call = [&](const std::string& part, const std::function<void(RawListener&)>& answer) {
+  const auto call = [&](const auto& bytes) {
     RawListener listener;
     Links links({job, 1, 2, kHere});
-    std::thread answering([&] { answer(listener); });
-    const bool thrown = throws(ErrorKind::mismatched_arguments, part,
-                               [&] { links.connect({listener.endpoint, links.endpoint()}, kLong); });
-    answering.join();
-    return thrown;
-  };
-  const auto with = [&](const auto& bytes) {
-    return [bytes](RawListener& listener) {
+    std::thread answering([&] {
       Raw raw = listener.accept();
       raw.hello();
       raw.say(bytes);
       raw.rest();
-    };
+    });
+    const bool thrown = throws(ErrorKind::mismatched_arguments, "is not that rank of this job",
+                               [&] { links.connect({listener.endpoint, links.endpoint()}, kLong); });
+    CHECK(throws(ErrorKind::closed, "called before",
+                 [&] { links.connect({listener.endpoint, links.endpoint()}, kLong); }));
+    answering.join();
+    return thrown;
   };
-  const auto answer_of = [](Hello hello, Answer answer) {
-    hello.answer = answer;
-    return encode(hello);
-  };
-  CHECK(call("is not moecomm", with(std::string("SSH-2.0-OpenSSH_9.2\r\n"))));
-  CHECK(call("is of another job", with(answer_of(hello_of(random_job(), 0, 1, 2), Answer::accepted))));
-  CHECK(call("answers peer 5 of 2", with(answer_of(hello_of(job, 5, 1, 2), Answer::accepted))));
-  CHECK(call("answers peer 0 of 9", with(answer_of(hello_of(job, 0, 1, 9), Answer::accepted))));
-  CHECK(call("answers peer 0 of 2", with(answer_of(hello_of(job, 0, 0, 2), Answer::accepted))));
-  CHECK(call("connected already", with(answer_of(Hello{}, Answer::duplicate))));
-  CHECK(call("unknown reason 99", with(answer_of(Hello{}, static_cast<Answer>(99)))));
-  HelloBytes version = answer_of(Hello{}, Answer::other_version);
-  version[8] = std::byte{3};
-  CHECK(call("version 3, those here 1", with(version)));
-  CHECK(call("another version", [&](RawListener& listener) {  // a shorter refusal, and the end
-    Raw raw = listener.accept();
-    raw.hello();
-    raw.say(version, kHelloFixedBytes);
-  }));
+  CHECK(call(std::string("SSH-2.0-OpenSSH_9.2\r\n")));
+  CHECK(call(hello_of(random_job(), 0, 1)));
+  CHECK(call(hello_of(job, 5, 1)));
+  CHECK(call(hello_of(job, 0, 0)));
 
   // A connection that ends without an answer, or with half of one, is tried again.
   RawListener listener;
@@ -625,12 +492,12 @@ void test_answers() {
     {
       Raw raw = listener.accept();
       raw.hello();
-      raw.say(encode(hello_of(job, 0, 1, 2)), 12);
+      raw.say(hello_of(job, 0, 1), 12);
     }
     Raw raw = listener.accept();
     raw.hello();
-    raw.say(answer_of(hello_of(job, 0, 1, 2), Answer::accepted));
-    raw.say(encode(LinkMessage{1, 2, 3, 4}));
+    raw.say(hello_of(job, 0, 1));
+    raw.say(bytes_of(LinkMessage{1, 2, 3, 4}));
     raw.rest();
   });
   links.connect({listener.endpoint, links.endpoint()}, kLong);
@@ -859,10 +726,8 @@ void test_sending_to_the_dead() {
   std::thread answering([&] {
     Raw raw = listener.accept();
     raw.hello();
-    Hello answer = hello_of(job, 0, 1, 2);
-    answer.answer = Answer::accepted;
-    raw.say(encode(answer));
-    raw.say(encode(LinkMessage{1, 2, 3, 4}));
+    raw.say(hello_of(job, 0, 1));
+    raw.say(bytes_of(LinkMessage{1, 2, 3, 4}));
   });
   links.connect({listener.endpoint, links.endpoint()}, kLong);
   answering.join();
@@ -891,7 +756,6 @@ int main() {
   test_killed_process();
   test_interfaces();
   test_addresses();
-  test_wire();
   test_one_peer();
   for (const int32_t peers : {2, 3, 5}) test_messages(peers, kHere);
   const std::vector<InterfaceAddress> host = host_addresses();
@@ -900,11 +764,10 @@ int main() {
   else
     std::printf("no IPv6 on this host: links over it are not tested\n");
   test_slow_reader();
-  for (const uint64_t messages : {0, 1, 1000, 1'000'000}) test_close_loses_nothing(messages);
+  for (const uint64_t messages : {0, 1, 100}) test_close_loses_nothing(messages);
   test_reading_after_a_break();
   test_strays();
   test_many_silent_strays();
-  test_other_job();
   test_answers();
   test_missing();
   test_arguments();

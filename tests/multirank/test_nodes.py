@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests import cases, ranks, seeds
+from tests import cases, ranks
 from tests.cases import Case
 from tests.fabric import needs_fabric
 from tests.multirank.conftest import Pools
@@ -28,14 +28,10 @@ Fabric = Callable[..., RankPool]
 
 @pytest.fixture
 def fabric(pool: Pools) -> Fabric:
-    """fabric(world_size, provider="tcp", shuffled=False, lanes=None): a set of ranks kept for the run."""
+    """fabric(world_size, provider="tcp", lanes=None): a set of ranks kept for the run."""
 
-    def get(
-        world_size: int, provider: str = "tcp", shuffled: bool = False, lanes: int | None = None
-    ) -> RankPool:
+    def get(world_size: int, provider: str = "tcp", lanes: int | None = None) -> RankPool:
         chosen = {"MOECOMM_FABRIC_PROVIDER": provider}
-        if shuffled:
-            chosen["MOECOMM_FABRIC_SHUFFLE"] = str(1 + seeds.base() % 1000)
         if lanes is not None:
             chosen["MOECOMM_FABRIC_LANES"] = str(lanes)
         return pool(world_size, **chosen)
@@ -78,32 +74,21 @@ def test_many_steps(fabric: Fabric, size: int, per_node: int, provider: str, see
     check(fabric(size, provider), _on_nodes(cases.many_steps(size, seed), per_node), gradients=False)
 
 
-@pytest.mark.parametrize(("size", "per_node"), [(4, 2), (3, 1)])
-def test_any_order_of_delivery(fabric: Fabric, size: int, per_node: int, seed: int) -> None:
-    """Results are right if messages arrive late and in random order."""
-    pool = fabric(size, shuffled=True)
-    layout = "rank" if per_node == 1 else "expert"
-    large = replace(_chunks(size, seed), layout=layout)
-    check(pool, _on_nodes([*cases.many_steps(size, seed)[:12], large], per_node), gradients=False)
-
-
 @pytest.mark.parametrize(
-    ("size", "per_node", "provider", "lanes", "shuffled", "tokens"),
-    [(2, 1, "tcp", 3, False, 24), (4, 2, "tcp", 2, True, 10), (2, 1, "shm", 2, False, 10)],
+    ("size", "per_node", "provider", "lanes", "layout", "tokens"),
+    [
+        (2, 1, "tcp", 3, "expert", 24),
+        (4, 2, "tcp", 2, "expert", 10),
+        (3, 1, "tcp", 1, "rank", 20),
+        (2, 1, "shm", 2, "expert", 10),
+    ],
 )
 def test_several_lanes(
-    fabric: Fabric,
-    size: int,
-    per_node: int,
-    provider: str,
-    lanes: int,
-    shuffled: bool,
-    tokens: int,
-    seed: int,
+    fabric: Fabric, size: int, per_node: int, provider: str, lanes: int, layout: str, tokens: int, seed: int
 ) -> None:
-    pool = fabric(size, provider, shuffled, lanes)
-    large = _chunks(size, seed, tokens)
-    check(pool, _on_nodes([*cases.many_steps(size, seed)[:12], large], per_node), gradients=False)
+    large = replace(_chunks(size, seed, tokens), layout=layout)
+    some = _on_nodes([*cases.many_steps(size, seed)[:12], large], per_node)
+    check(fabric(size, provider, lanes), some, gradients=False)
 
 
 def _lanes_here(rank: int, world_size: int, case: Case, own: list[int]) -> tuple[int, list[str]]:

@@ -24,7 +24,6 @@ def test_values() -> None:
     assert read_env(environ) == Env(timeout=2.5, threads=3, ranks_per_node=8)
     environ = {"MOECOMM_FABRIC_PROVIDER": "tcp;ofi_rxm", "MOECOMM_FABRIC_INTERFACE": "eth0"}
     assert read_env(environ) == Env(fabric_provider="tcp;ofi_rxm", fabric_interface="eth0")
-    assert read_env({"MOECOMM_FABRIC_SHUFFLE": "17"}) == Env(fabric_shuffle=17)
     assert read_env({"MOECOMM_FABRIC_LANES": "4"}) == Env(fabric_lanes=4)
     assert read_env({"MOECOMM_FIRST_EPOCH": str(2**62)}) == Env(first_epoch=2**62)
     assert read_env({"MOECOMM_FUSED_TOKENS": "0"}) == Env(fused_tokens=0)
@@ -46,8 +45,6 @@ def test_values() -> None:
         ("MOECOMM_WHOLE_SOURCES", "-1"),
         ("MOECOMM_FABRIC_LANES", "many"),
         ("MOECOMM_FABRIC_LANES", "65"),
-        ("MOECOMM_FABRIC_SHUFFLE", "0"),
-        ("MOECOMM_FABRIC_SHUFFLE", "yes"),
         ("MOECOMM_FIRST_EPOCH", "0"),
         ("MOECOMM_FUSED_TOKENS", "-1"),
         ("MOECOMM_FIRST_EPOCH", str(2**62 + 1)),

@@ -70,8 +70,8 @@ Endpoint::~Endpoint() {
   if ((static_cast<uint64_t>(info_->domain_attr->mr_mode) & FI_MR_ENDPOINT) != 0) registrations_.clear();
 }
 
-const Registration& Endpoint::register_memory(const Memory& memory) {
-  return registrations_.emplace_back(domain_.get(), endpoint_.get(), *info_, memory);
+const Registration& Endpoint::register_memory(void* base, int64_t bytes) {
+  return registrations_.emplace_back(domain_.get(), endpoint_.get(), *info_, base, bytes);
 }
 
 std::vector<std::byte> Endpoint::address() const {

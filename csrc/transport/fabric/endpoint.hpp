@@ -31,7 +31,7 @@ class Endpoint {
   std::string provider() const { return info_->fabric_attr->prov_name; }
 
   /// The registration lives until deregister() or as long as the endpoint.
-  const Registration& register_memory(const Memory& memory);
+  const Registration& register_memory(void* base, int64_t bytes);
   /// Ends all registrations: the memory may then be unmapped. Nothing can be written any more.
   void deregister() { registrations_.clear(); }
 

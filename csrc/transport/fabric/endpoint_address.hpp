@@ -1,9 +1,5 @@
-// Endpoint address: what a peer must know to write into a window, as bytes that travel over the rendezvous.
-//
-//   magic u32 | format u32 | body bytes u32 | body | checksum u64 of all before it
-//
-// Integers are little endian. The body is the fields below in their order, texts and bytes after a u32
-// length.
+// Endpoint address: what a peer must know to write into a window, as bytes that travel over the rendezvous,
+// between ranks of one version of moecomm.
 #pragma once
 
 #include <cstddef>
@@ -21,30 +17,30 @@ struct RemoteRegion {
   bool operator==(const RemoteRegion&) const = default;
 };
 
-struct EndpointAddress {
+/// The part of an endpoint address whose size is fixed; it travels as it is in memory.
+struct EndpointFacts {
   uint32_t library = 0;                         ///< version of libfabric, major << 16 | minor
   uint32_t protocol = 0, protocol_version = 0;  ///< what the provider speaks on the wire
+  uint32_t reserved = 0;
   RemoteRegion window;
   RemoteRegion greetings;  ///< where hellos are written, see FabricTransport::connect
+  uint64_t hello = 0;      ///< what this rank writes there; random, so that nobody else comes upon it
   int64_t pid = 0;         ///< for the shm provider: whose files these are
   uint64_t pid_namespace = 0;
+  bool operator==(const EndpointFacts&) const = default;
+};
+static_assert(sizeof(EndpointFacts) == 88);
+
+struct EndpointAddress : EndpointFacts {
   std::string provider;
   std::string interface;           ///< for messages: "eth0 192.0.2.7"
   std::vector<std::byte> address;  ///< of the endpoint
   bool operator==(const EndpointAddress&) const = default;
 
   std::vector<std::byte> to_bytes() const;
-  /// Error(invalid_argument) that names what is wrong with bytes that are no whole endpoint address;
-  /// Error(mismatched_arguments) for a endpoint address of another format version.
+  /// Error(invalid_argument) for bytes that are no whole endpoint address.
   static EndpointAddress from_bytes(const std::vector<std::byte>& bytes);
 };
-
-/// The endpoint addresses of a rank's lanes as one, and back. Error(invalid_argument) for bytes that are no
-/// such thing.
-///   lanes u32 | for each: bytes u32 | endpoint address
-std::vector<std::byte> pack_endpoint_addresses(const std::vector<std::vector<std::byte>>& endpoint_addresses);
-std::vector<std::vector<std::byte>> unpack_endpoint_addresses(const std::vector<std::byte>& bytes);
-constexpr int kMostLanes = 64;
 
 /// Error(mismatched_arguments) if two peers cannot talk to each other.
 void require_compatible(const EndpointAddress& own, int own_index, const EndpointAddress& other,
@@ -52,8 +48,5 @@ void require_compatible(const EndpointAddress& own, int own_index, const Endpoin
 
 /// Returns whether a numeric address is one that only its own host reaches.
 bool is_loopback(const std::string& address);
-
-/// Checksum of bytes that endpoint addresses end with (FNV-1a, 64 bits).
-uint64_t checksum(const std::byte* bytes, size_t count);
 
 }  // namespace moecomm::fabric

@@ -24,16 +24,6 @@ void find(void* handle, const char* name, const std::string& path, Function& fun
 
 }  // namespace
 
-bool built() { return true; }
-
-std::string header_version() { return version_text(kHeaders); }
-
-std::string version_text(uint32_t version) {
-  return std::to_string(FI_MAJOR(version)) + "." + std::to_string(FI_MINOR(version));
-}
-
-std::string Library::version_text() const { return fabric::version_text(version); }
-
 Library load_library(const std::string& path) {
   const KeepSignalHandlers keep;
   void* handle = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);

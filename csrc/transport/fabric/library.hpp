@@ -1,6 +1,6 @@
 // libfabric, opened at run time: nothing of moecomm is linked against it, so that one build works on machines
 // with and without it, and with every version since 1.13 (soname libfabric.so.1). Needs its headers only when
-// moecomm is built; without them this folder is unavailable.cpp.
+// moecomm is built; without them this folder is without_libfabric.cpp.
 #pragma once
 
 #include <csignal>
@@ -15,11 +15,6 @@ namespace moecomm::fabric {
 
 constexpr const char* kLibraryName = "libfabric.so.1";
 
-/// True if moecomm was built with libfabric's headers.
-bool built();
-/// Version of those headers, "1.17"; empty without them.
-std::string header_version();
-
 /// The functions that are symbols of the library; all others are reached through the objects that they make.
 struct Library {
   int (*getinfo)(uint32_t, const char*, const char*, uint64_t, const fi_info*, fi_info**) = nullptr;
@@ -29,8 +24,6 @@ struct Library {
   const char* (*strerror)(int) = nullptr;
   uint32_t version = 0;  ///< of the library, major << 16 | minor
   uint32_t api = 0;      ///< what is asked of it: the smaller one of its version and the headers'
-
-  std::string version_text() const;
 };
 
 /// Opens a library by name or path. Error(unsupported) with what to install if that is not possible. It is
@@ -41,7 +34,9 @@ Library load_library(const std::string& path);
 const Library& library();
 
 /// "1.17"
-std::string version_text(uint32_t version);
+inline std::string version_text(uint32_t version) {
+  return std::to_string(version >> 16) + "." + std::to_string(version & 0xffff);
+}
 
 /// While it lives, changes to the handlers of SIGINT, SIGTERM, SIGSEGV and SIGBUS are undone at its end: the
 /// shm provider of some versions installs its own as soon as providers are listed, also when it is not used.

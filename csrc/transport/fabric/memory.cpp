@@ -27,12 +27,11 @@ std::string memlock_text() {
 
 }  // namespace
 
-void registration_refused(int status, const std::string& provider, const Memory& memory) {
-  const std::string what = "fabric " + provider + ": registering " + std::to_string(memory.bytes) +
-                           " bytes of " + (memory.cuda_device >= 0 ? "GPU" : "host") +
-                           " memory: " + library().strerror(status);
+void registration_refused(int status, const std::string& provider, int64_t bytes) {
+  const std::string what = "fabric " + provider + ": registering " + std::to_string(bytes) +
+                           " bytes of memory: " + library().strerror(status);
   ErrorDetails details;
-  details.needed = memory.bytes;
+  details.needed = bytes;
   if (status == FI_ENOMEM || status == FI_EPERM || status == FI_EAGAIN)
     throw Error(ErrorKind::out_of_memory,
                 what + "; a NIC pins what it may write, and this process may lock " + memlock_text() +
@@ -42,45 +41,28 @@ void registration_refused(int status, const std::string& provider, const Memory&
   throw Error(ErrorKind::unsupported, what, details);
 }
 
-Registration::Registration(fid_domain* domain, fid_ep* endpoint, const fi_info& info, const Memory& memory) {
+Registration::Registration(fid_domain* domain, fid_ep* endpoint, const fi_info& info, void* base,
+                           int64_t bytes) {
   const uint64_t mode = static_cast<uint64_t>(info.domain_attr->mr_mode);
-  iovec range{memory.base, static_cast<size_t>(memory.bytes)};
+  iovec range{base, static_cast<size_t>(bytes)};
   fi_mr_attr attributes{};
   attributes.mr_iov = &range;
   attributes.iov_count = 1;
   attributes.access = FI_WRITE | FI_REMOTE_WRITE;
-  uint64_t flags = 0;
-  if (memory.cuda_device >= 0) {
-    // Written to libfabric's documentation and not yet run: no machine of this project joins a GPU and such a
-    // NIC.
-    attributes.iface = FI_HMEM_CUDA;
-    attributes.device.cuda = memory.cuda_device;
-  }
-#ifdef FI_MR_DMABUF
-  fi_mr_dmabuf dmabuf{};
-  if (memory.cuda_device >= 0 && memory.dmabuf_fd >= 0 && library().version >= FI_VERSION(1, 20)) {
-    dmabuf.fd = memory.dmabuf_fd;
-    dmabuf.offset = static_cast<uint64_t>(memory.dmabuf_offset);
-    dmabuf.len = static_cast<size_t>(memory.bytes);
-    dmabuf.base_addr = memory.base;
-    attributes.dmabuf = &dmabuf;
-    flags |= FI_MR_DMABUF;
-  }
-#endif
   // Two regions with the same key are refused; with random keys that happens where keys are short.
   int status = -FI_ENOKEY;
   for (int attempt = 0; attempt < 16 && status == -FI_ENOKEY; ++attempt) {
     if ((mode & FI_MR_PROV_KEY) == 0) attributes.requested_key = random_key(info.domain_attr->mr_key_size);
     fid_mr* region = nullptr;
-    status = fi_mr_regattr(domain, &attributes, flags, &region);
+    status = fi_mr_regattr(domain, &attributes, 0, &region);
     if (status == 0) region_.reset(region);
   }
   if (status == 0 && (mode & FI_MR_ENDPOINT) != 0) {
     status = fi_mr_bind(region_.get(), &endpoint->fid, 0);
     if (status == 0) status = fi_mr_enable(region_.get());
   }
-  if (status != 0) registration_refused(-status, info.fabric_attr->prov_name, memory);
-  if ((mode & FI_MR_VIRT_ADDR) != 0) remote_base_ = reinterpret_cast<uint64_t>(memory.base);
+  if (status != 0) registration_refused(-status, info.fabric_attr->prov_name, bytes);
+  if ((mode & FI_MR_VIRT_ADDR) != 0) remote_base_ = reinterpret_cast<uint64_t>(base);
 }
 
 }  // namespace moecomm::fabric

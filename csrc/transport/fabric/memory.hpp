@@ -21,23 +21,14 @@ struct CloseFid {
 template <class Object>
 using Handle = std::unique_ptr<Object, CloseFid>;
 
-/// Memory to register. `cuda_device` >= 0: GPU memory, by its dmabuf where there is one.
-struct Memory {
-  void* base = nullptr;
-  int64_t bytes = 0;
-  int cuda_device = -1;
-  int dmabuf_fd = -1;
-  int64_t dmabuf_offset = 0;  ///< of base within the dmabuf
-};
-
 /// Throws what a provider's refusal (an FI_E number, positive) to register memory means: out_of_memory, with
 /// what to do about locked memory, or unsupported.
-[[noreturn]] void registration_refused(int status, const std::string& provider, const Memory& memory);
+[[noreturn]] void registration_refused(int status, const std::string& provider, int64_t bytes);
 
 /// Registered memory; it must stay mapped while this lives.
 class Registration {
  public:
-  Registration(fid_domain* domain, fid_ep* endpoint, const fi_info& info, const Memory& memory);
+  Registration(fid_domain* domain, fid_ep* endpoint, const fi_info& info, void* base, int64_t bytes);
 
   void* descriptor() const { return fi_mr_desc(region_.get()); }
   uint64_t key() const { return fi_mr_key(region_.get()); }

@@ -1,8 +1,5 @@
 #include "transport/fabric/provider.hpp"
 
-#include <arpa/inet.h>
-#include <ifaddrs.h>
-#include <netinet/in.h>
 #include <rdma/fabric.h>
 #include <rdma/fi_domain.h>
 #include <rdma/fi_endpoint.h>
@@ -19,6 +16,7 @@
 #include "common/error.hpp"
 #include "transport/fabric/endpoint_address.hpp"
 #include "transport/fabric/library.hpp"
+#include "transport/fabric/network.hpp"
 #include "transport/fabric/nic.hpp"
 #include "transport/network_interface.hpp"
 
@@ -68,29 +66,8 @@ int address_preference(const std::string& address) {
   return (is_loopback(address) ? 2 : 0) + (v6 ? 1 : 0);
 }
 
-std::string ip_text(const sockaddr* address) {
-  char text[INET6_ADDRSTRLEN] = "";
-  if (address == nullptr) return "";
-  if (address->sa_family == AF_INET)
-    inet_ntop(AF_INET, &reinterpret_cast<const sockaddr_in*>(address)->sin_addr, text, sizeof(text));
-  if (address->sa_family == AF_INET6)
-    inet_ntop(AF_INET6, &reinterpret_cast<const sockaddr_in6*>(address)->sin6_addr, text, sizeof(text));
-  return text;
-}
-
-std::set<std::string> addresses_of_interface(const std::string& name) {
-  std::set<std::string> found;
-  ifaddrs* list = nullptr;
-  if (getifaddrs(&list) != 0) return found;
-  for (const ifaddrs* entry = list; entry != nullptr; entry = entry->ifa_next)
-    if (entry->ifa_addr != nullptr && name == entry->ifa_name) found.insert(ip_text(entry->ifa_addr));
-  freeifaddrs(list);
-  found.erase("");
-  return found;
-}
-
 /// Queries libfabric for every provider that offers what is needed; null if there is none.
-Info query(bool device_memory) {
+Info query() {
   const Library& lib = library();
   // Hints are made by the library: its structs may be longer than those of our headers.
   const Info hints(lib.dupinfo(nullptr));
@@ -104,10 +81,6 @@ Info query(bool device_memory) {
   // memory.cpp and endpoint.cpp obey each bit that a provider wants.
   hints->domain_attr->mr_mode =
       FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY | FI_MR_ENDPOINT;
-  if (device_memory) {
-    hints->caps |= FI_HMEM;
-    hints->domain_attr->mr_mode |= FI_MR_HMEM;
-  }
   fi_info* found = nullptr;
   const KeepSignalHandlers keep;
   const int status = lib.getinfo(lib.api, nullptr, nullptr, 0, hints.get(), &found);
@@ -176,22 +149,20 @@ std::string list_text(const std::vector<Candidate>& list) {
 
 [[noreturn]] void nothing_fits(const ProviderOptions& options, const std::vector<Candidate>& there,
                                bool provider_there) {
-  const std::string version = library().version_text();
+  const std::string version = version_text(library().version);
   const std::string has = "libfabric " + version + " offers " + list_text(there);
-  const char* kind = options.device_memory ? " that registers GPU memory" : "";
   if (options.provider.empty() && options.interface.empty())
     throw Error(ErrorKind::unsupported,
-                std::string("no fabric provider") + kind +
-                    " has one-sided writes with an immediate and reaches other hosts: " + has +
+                "no fabric provider has one-sided writes with an immediate and reaches other hosts: " + has +
                     "; `fi_info -t FI_EP_RDM -c FI_RMA` shows the system's view");
   std::string text;
   if (!provider_there) {
-    text = "fabric provider '" + options.provider + "'" + kind + " cannot be used here: ";
+    text = "fabric provider '" + options.provider + "' cannot be used here: ";
     const std::string reason = why_not(options.provider, library().version);
     text += (reason.empty() ? "" : reason + "; ") + has +
             "; set MOECOMM_FABRIC_PROVIDER to one of them, or unset it";
   } else {
-    text = "no fabric provider" + (options.provider.empty() ? "" : " '" + options.provider + "'") + kind +
+    text = "no fabric provider" + (options.provider.empty() ? "" : " '" + options.provider + "'") +
            " is on interface '" + options.interface + "': " + has +
            "; name one of these interfaces, or an address of this host";
   }
@@ -213,7 +184,9 @@ std::vector<Candidate> fitting(const ProviderOptions& options, const std::vector
   }
   const bool provider_there = !fit.empty();
   if (!options.interface.empty()) {
-    const std::set<std::string> addresses = addresses_of_interface(options.interface);
+    std::set<std::string> addresses;
+    for (const InterfaceAddress& each : host_addresses())
+      if (each.interface == options.interface) addresses.insert(each.address);
     std::erase_if(fit, [&](const Candidate& c) {
       return !on_one_host(c.offer.provider) && c.offer.domain != options.interface &&
              c.offer.address != options.interface && !addresses.contains(c.offer.address);
@@ -252,7 +225,6 @@ Offer describe(const fi_info& info) {
   }
   offer.max_message = static_cast<int64_t>(
       std::min<uint64_t>(info.ep_attr->max_msg_size, std::numeric_limits<int64_t>::max()));
-  offer.device_memory = (info.caps & FI_HMEM) != 0;
   return offer;
 }
 
@@ -278,21 +250,17 @@ std::string why_not(const std::string& provider, uint32_t version) {
   return "";
 }
 
-std::vector<Offer> list_offers(bool device_memory) {
-  const Info all = query(device_memory);
+std::string installed_version() { return version_text(library().version); }
+
+std::vector<Offer> list_offers() {
+  const Info all = query();
   std::vector<Offer> offers;
   for (Candidate& candidate : candidates(all.get())) offers.push_back(std::move(candidate.offer));
   return offers;
 }
 
-Info choose_provider(const ProviderOptions& options) {
-  ProviderOptions one = options;
-  one.lanes = 1;
-  return std::move(choose_lanes(one).front());
-}
-
 std::vector<Info> choose_lanes(const ProviderOptions& options) {
-  const Info all = query(options.device_memory);
+  const Info all = query();
   const std::vector<Candidate> there = candidates(all.get());
   const std::vector<Candidate> fit = fitting(options, there);
 

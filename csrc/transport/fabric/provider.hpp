@@ -19,11 +19,10 @@ struct ProviderOptions {
   std::string provider;
   /// A network interface ("eth0"), a device ("mlx5_0"), or an address of this host ("192.0.2.7").
   std::string interface;
-  std::string gpu_bus_id;      ///< PCI bus id of the rank's GPU: the NICs nearest to it are taken
-  int local_rank = 0;          ///< several NICs equally near: ranks spread over them
-  int local_ranks = 1;         ///< ranks of this node
-  int lanes = 0;               ///< endpoints of a rank, see choose_lanes(); 0: as many as seem good
-  bool device_memory = false;  ///< only providers that register GPU memory
+  std::string gpu_bus_id;  ///< PCI bus id of the rank's GPU: the NICs nearest to it are taken
+  int local_rank = 0;      ///< several NICs equally near: ranks spread over them
+  int local_ranks = 1;     ///< ranks of this node
+  int lanes = 0;           ///< endpoints of a rank, see choose_lanes(); 0: as many as seem good
 };
 
 /// A provider on one interface, as libfabric lists it.
@@ -33,7 +32,6 @@ struct Offer {
   std::string address;  ///< in print, "192.0.2.7"; empty where addresses are not IP
   std::string bus_id;   ///< of the NIC; empty where it is not known
   int64_t max_message = 0;
-  bool device_memory = false;  ///< GPU memory can be registered
   bool operator==(const Offer&) const = default;
 };
 
@@ -42,16 +40,12 @@ struct FreeInfo {
 };
 using Info = std::unique_ptr<fi_info, FreeInfo>;
 
-/// Everything that could be used, best provider first, each once. Error(unsupported) without libfabric.
-std::vector<Offer> list_offers(bool device_memory = false);
+constexpr int kMostLanes = 64;
 
-/// Chooses what an endpoint is opened with. Error(unsupported), with a list of what is there, if nothing
-/// fits.
-Info choose_provider(const ProviderOptions& options);
-
-/// Chooses the same for each lane of a rank. Lanes use the NICs that are a rank's share in turn. Without a
-/// number there are as many as those; and over TCP, where a core copies each connection's bytes, up to eight
-/// if the ranks of the node leave cores for them. All lanes have the same provider.
+/// Chooses what the endpoint of each lane of a rank is opened with. Lanes use the NICs that are a rank's
+/// share in turn. Without a number there are as many as those; and over TCP, where a core copies each
+/// connection's bytes, up to eight if the ranks of the node leave cores for them. All lanes have the same
+/// provider. Error(unsupported), with a list of what is there, if nothing fits.
 std::vector<Info> choose_lanes(const ProviderOptions& options);
 
 /// The description of such a choice.

@@ -1,70 +1,48 @@
 #include "transport/tcp/address.hpp"
 
-#include <arpa/inet.h>
+#include <netdb.h>
 
 #include <array>
-#include <charconv>
+#include <cstring>
 
 #include "common/error.hpp"
 
 namespace moecomm::tcp {
 
-Address make_address(const std::string& numeric, uint16_t port) {
-  Address address;
-  auto& ipv4 = reinterpret_cast<sockaddr_in&>(address.storage);
-  auto& ipv6 = reinterpret_cast<sockaddr_in6&>(address.storage);
-  if (inet_pton(AF_INET, numeric.c_str(), &ipv4.sin_addr) == 1) {
-    ipv4.sin_family = AF_INET;
-    ipv4.sin_port = htons(port);
-    address.length = sizeof(ipv4);
-  } else if (inet_pton(AF_INET6, numeric.c_str(), &ipv6.sin6_addr) == 1) {
-    ipv6.sin6_family = AF_INET6;
-    ipv6.sin6_port = htons(port);
-    address.length = sizeof(ipv6);
-  } else {
+Address make_address(const std::string& numeric, const std::string& port) {
+  addrinfo hints{};
+  hints.ai_flags = AI_NUMERICHOST | AI_NUMERICSERV;
+  hints.ai_socktype = SOCK_STREAM;
+  addrinfo* found = nullptr;
+  if (getaddrinfo(numeric.c_str(), port.c_str(), &hints, &found) != 0)
     throw Error(ErrorKind::invalid_argument, "'" + numeric + "' is no numeric address");
-  }
+  Address address;
+  address.length = found->ai_addrlen;
+  std::memcpy(&address.storage, found->ai_addr, found->ai_addrlen);
+  freeaddrinfo(found);
   return address;
 }
 
 Address parse_endpoint(const std::string& what, const std::string& endpoint) {
   const size_t colon = endpoint.rfind(':');
-  if (colon != std::string::npos) {
-    std::string host = endpoint.substr(0, colon);
-    const bool bracketed = host.size() >= 2 && host.front() == '[' && host.back() == ']';
-    if (bracketed) host = host.substr(1, host.size() - 2);
-    uint16_t port = 0;
-    const char* const end = endpoint.data() + endpoint.size();
-    const auto parsed = std::from_chars(endpoint.data() + colon + 1, end, port);
-    const bool ipv6 = host.find(':') != std::string::npos;
-    if (parsed.ec == std::errc() && parsed.ptr == end && port != 0 && bracketed == ipv6) {
-      try {
-        return make_address(host, port);
-      } catch (const Error&) {
-        // told below, with the whole text
-      }
-    }
+  std::string host = endpoint.substr(0, colon);
+  if (host.size() >= 2 && host.front() == '[' && host.back() == ']') host = host.substr(1, host.size() - 2);
+  try {
+    if (colon != std::string::npos && !host.empty()) return make_address(host, endpoint.substr(colon + 1));
+  } catch (const Error&) {
+    // told below, with the whole text
   }
   throw Error(ErrorKind::invalid_argument,
               what + " is '" + endpoint + "', expected a numeric address and a port, as 10.0.0.3:4567");
 }
 
 std::string endpoint_text(const Address& address) {
-  std::array<char, INET6_ADDRSTRLEN> spelled{};
-  std::string text;
-  uint16_t port;
-  if (address.family() == AF_INET) {
-    const auto& ipv4 = reinterpret_cast<const sockaddr_in&>(address.storage);
-    text = inet_ntop(AF_INET, &ipv4.sin_addr, spelled.data(), spelled.size());
-    port = ipv4.sin_port;
-  } else {
-    const auto& ipv6 = reinterpret_cast<const sockaddr_in6&>(address.storage);
-    text += '[';
-    text += inet_ntop(AF_INET6, &ipv6.sin6_addr, spelled.data(), spelled.size());
-    text += ']';
-    port = ipv6.sin6_port;
-  }
-  return text + ":" + std::to_string(ntohs(port));
+  std::array<char, NI_MAXHOST> host{};
+  std::array<char, NI_MAXSERV> port{};
+  getnameinfo(address.get(), address.length, host.data(), host.size(), port.data(), port.size(),
+              NI_NUMERICHOST | NI_NUMERICSERV);
+  const std::string name = host.data();
+  return (address.family() == AF_INET6 ? '[' + name + ']' : name) + ':' + port.data();
 }
 
 bool is_loopback(const Address& address) {

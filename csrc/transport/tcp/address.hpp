@@ -4,7 +4,6 @@
 #include <netinet/in.h>
 #include <sys/socket.h>
 
-#include <cstdint>
 #include <string>
 
 namespace moecomm::tcp {
@@ -19,7 +18,7 @@ struct Address {
 };
 
 /// Makes an address of numeric text; nothing is looked up. Error(invalid_argument) if it is none.
-Address make_address(const std::string& numeric, uint16_t port);
+Address make_address(const std::string& numeric, const std::string& port);
 
 /// Error(invalid_argument) that begins with `what` unless `endpoint` is a numeric address with a port.
 Address parse_endpoint(const std::string& what, const std::string& endpoint);

@@ -4,12 +4,10 @@
 #include <poll.h>
 
 #include <algorithm>
-#include <array>
 #include <cerrno>
 #include <chrono>
 #include <cstdio>
-#include <span>
-#include <string_view>
+#include <cstring>
 
 #include "common/error.hpp"
 
@@ -26,24 +24,17 @@ constexpr size_t kStrangers = 64;
 constexpr auto kFirstPause = 20ms, kLongestPause = 1000ms;
 
 constexpr const char* kPhase = "construction: links";
-constexpr std::string_view kWordsForStrangers = "moecomm: refused, this is no rank of the job\n";
-
-std::string system_text(const char* call, int number) {
-  errno = number;
-  return errno_text(call);
-}
 
 }  // namespace
 
 Handshake::Handshake(const JobId& job, int32_t self, const Address& own, int listener,
-                     std::vector<Address> endpoints, std::atomic<int64_t>& refused)
+                     std::vector<Address> endpoints)
     : job_(job),
       self_(self),
       peers_(static_cast<int32_t>(endpoints.size())),
       own_(own),
       listener_(listener),
       endpoints_(std::move(endpoints)),
-      refused_(refused),
       linked_(endpoints_.size()) {
   for (int32_t peer = 0; peer < self_; ++peer) {
     calls_.emplace_back().peer = peer;
@@ -79,15 +70,11 @@ std::vector<Descriptor> Handshake::run(double timeout_seconds, const std::functi
       if (call.fd && ready(call.fd)) advance(call);
     for (Caller& caller : callers_) {
       if (ready(caller.fd)) advance(caller);
-      if (!caller.fd || Clock::now() < caller.until) continue;
-      if (!caller.refused) turn_away(caller, kWordsForStrangers.data(), kWordsForStrangers.size());
-      caller.fd.reset();
+      if (Clock::now() >= caller.until) caller.fd.reset();
     }
     std::erase_if(callers_, [](const Caller& caller) { return !caller.fd; });
     if (polled[0].revents != 0) take_callers();
   }
-  for (Caller& caller : callers_)
-    if (!caller.refused) turn_away(caller, kWordsForStrangers.data(), kWordsForStrangers.size());
   return std::move(linked_);
 }
 
@@ -123,6 +110,41 @@ std::string Handshake::name(int32_t peer) const {
   return "peer " + std::to_string(peer) + " (" + endpoint_text(endpoints_[peer]) + ")";
 }
 
+Hello Handshake::hello(int32_t from, int32_t to) const {
+  Hello hello;
+  hello.job = job_;
+  hello.from = from;
+  hello.to = to;
+  return hello;
+}
+
+/// A new connection has room for it.
+bool Handshake::say_hello(const Descriptor& fd, int32_t to) const {
+  const Hello own = hello(self_, to);
+  return send(fd.get(), &own, sizeof(own), MSG_NOSIGNAL) == static_cast<ssize_t>(sizeof(own));
+}
+
+/// Reads on; `wrong` as soon as it is certain that the other side is no rank of this job.
+Handshake::Read Handshake::read_hello(Incoming& incoming) const {
+  auto* const bytes = reinterpret_cast<std::byte*>(&incoming.hello);
+  bool ended = false;
+  while (incoming.received < sizeof(Hello) && !ended) {
+    const ssize_t count =
+        recv(incoming.fd.get(), bytes + incoming.received, sizeof(Hello) - incoming.received, 0);
+    if (count > 0)
+      incoming.received += static_cast<size_t>(count);
+    else if (count < 0 && (errno == EAGAIN || errno == EWOULDBLOCK))
+      break;
+    else
+      ended = count == 0 || errno != EINTR;
+  }
+  const Hello wanted = hello(0, 0);
+  if (std::memcmp(bytes, &wanted, std::min(incoming.received, offsetof(Hello, from))) != 0)
+    return Read::wrong;
+  if (incoming.received == sizeof(Hello)) return Read::whole;
+  return ended ? Read::ended : Read::more;
+}
+
 // -- calling the peers below -----------------------------------------------------------------------------
 
 void Handshake::start(Call& call) {
@@ -148,70 +170,35 @@ void Handshake::retry(Call& call, const std::string& trouble) {
 }
 
 void Handshake::advance(Call& call) {
-  if (call.connected) return read_answer(call);
-  int failed = 0;
-  socklen_t size = sizeof(failed);
-  getsockopt(call.fd.get(), SOL_SOCKET, SO_ERROR, &failed, &size);
-  if (failed != 0) return retry(call, system_text("connect", failed));
-  Hello hello;
-  hello.job = job_;
-  hello.from = self_;
-  hello.to = call.peer;
-  hello.peers = peers_;
-  const HelloBytes bytes = encode(hello);
-  // A new connection has room for it.
-  if (send(call.fd.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL) != static_cast<ssize_t>(bytes.size()))
-    return retry(call, errno_text("send of the hello"));
-  call.connected = true;
-}
-
-void Handshake::read_answer(Call& call) {
-  while (call.received < kHelloBytes) {
-    const ssize_t count = recv(call.fd.get(), &call.answer[call.received], kHelloBytes - call.received, 0);
-    if (count > 0) {
-      call.received += static_cast<size_t>(count);
-      continue;
-    }
-    if (count < 0 && errno == EINTR) continue;
-    if (count < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) break;
-    // A refusal of another version may be shorter; what it begins with is judged below.
-    if (judge({call.answer.data(), call.received}) == Opening::incomplete)
-      return retry(call, count == 0 ? "it closed the connection without an answer" : errno_text("recv"));
-    break;
+  if (!call.connected) {
+    int failed = 0;
+    socklen_t size = sizeof(failed);
+    getsockopt(call.fd.get(), SOL_SOCKET, SO_ERROR, &failed, &size);
+    errno = failed;
+    if (failed != 0) return retry(call, errno_text("connect"));
+    if (!say_hello(call.fd, call.peer)) return retry(call, errno_text("send of the hello"));
+    call.connected = true;
+    return;
   }
-  const auto mismatch = [&](const std::string& text) {
-    ErrorDetails details;
-    details.rank = self_;
-    details.peer = call.peer;
-    details.phase = kPhase;
-    throw Error(ErrorKind::mismatched_arguments, std::string(kPhase) + ": " + text, details);
-  };
-  const std::span<const std::byte> received(call.answer.data(), call.received);
-  switch (judge(received)) {
-    case Opening::incomplete:
-      return;
-    case Opening::not_moecomm:
-      mismatch("what answers for " + name(call.peer) +
-               " is not moecomm; another program has that port, or a proxy stands between the nodes");
-      return;
-    case Opening::other_version:
-      mismatch("refused by " + name(call.peer) + ": " + refusal_text(Answer::other_version, 0, 0) +
-               " (its links have version " + std::to_string(opening_version(received)) + ", those here " +
-               std::to_string(kLinkVersion) + ")");
-      return;
-    case Opening::whole:
-      break;
+  const Read read = read_hello(call);
+  if (read == Read::more) return;
+  if (read == Read::ended) return retry(call, "it closed the connection without an answer");
+  if (read == Read::whole && call.hello == hello(call.peer, self_)) {
+    linked_[call.peer] = std::move(call.fd);
+    return;
   }
-  const Hello answer = decode_hello(call.answer);
   // A call to a port that nobody listens on can meet itself, where the kernel chooses that port for it.
-  if (answer.answer == Answer::hello) return retry(call, "the call came back to itself");
-  if (answer.answer != Answer::accepted)
-    mismatch("refused by " + name(call.peer) + ": " + refusal_text(answer.answer, self_, call.peer));
-  if (answer.job != job_) mismatch(name(call.peer) + " is of another job");
-  if (answer.from != call.peer || answer.to != self_ || answer.peers != peers_)
-    mismatch("as " + name(call.peer) + " answers peer " + std::to_string(answer.from) + " of " +
-             std::to_string(answer.peers) + "; ranks do not agree on nodes and rank order");
-  linked_[call.peer] = std::move(call.fd);
+  if (read == Read::whole && call.hello == hello(self_, call.peer))
+    return retry(call, "the call came back to itself");
+  ErrorDetails details;
+  details.rank = self_;
+  details.peer = call.peer;
+  details.phase = kPhase;
+  throw Error(
+      ErrorKind::mismatched_arguments,
+      std::string(kPhase) + ": what answers for " + name(call.peer) +
+          " is not that rank of this job; another program has that port, or a proxy stands between the nodes",
+      details);
 }
 
 // -- called by the peers above ---------------------------------------------------------------------------
@@ -223,17 +210,11 @@ void Handshake::take_callers() {
     if (!fd) {
       if (errno == EINTR) continue;
       if (errno != EMFILE && errno != ENFILE) return;  // nobody is left, or that one has gone already
-      const std::string text = errno_text("accept of a link");
-      if (callers_.empty())
-        throw Error(ErrorKind::out_of_memory, text + "; raise the limit of open files (ulimit -n)");
-      ++refused_;
+      if (callers_.empty()) throw system_error("accept of a link");
       callers_.erase(callers_.begin());
       return;
     }
-    if (callers_.size() >= kStrangers + static_cast<size_t>(peers_)) {
-      if (!callers_.front().refused) ++refused_;
-      callers_.erase(callers_.begin());
-    }
+    if (callers_.size() >= kStrangers + static_cast<size_t>(peers_)) callers_.erase(callers_.begin());
     Caller& caller = callers_.emplace_back();
     caller.fd = std::move(fd);
     caller.until = Clock::now() + kHelloTime;
@@ -241,75 +222,13 @@ void Handshake::take_callers() {
 }
 
 void Handshake::advance(Caller& caller) {
-  while (
-      caller.refused) {  // reads on until the caller closes: a refusal that meets unread bytes can get lost
-    std::array<std::byte, 4096> ignored;
-    const ssize_t count = recv(caller.fd.get(), ignored.data(), ignored.size(), 0);
-    if (count > 0 || (count < 0 && errno == EINTR)) continue;
-    if (count == 0 || (errno != EAGAIN && errno != EWOULDBLOCK)) caller.fd.reset();
-    return;
-  }
-  bool ended = false;
-  while (caller.received < kHelloBytes && !ended) {
-    const ssize_t count =
-        recv(caller.fd.get(), &caller.hello[caller.received], kHelloBytes - caller.received, 0);
-    if (count > 0)
-      caller.received += static_cast<size_t>(count);
-    else if (count < 0 && (errno == EAGAIN || errno == EWOULDBLOCK))
-      break;
-    else
-      ended = count == 0 || errno != EINTR;
-  }
-  judge_hello(caller);
-  if (!ended || caller.refused) return;
-  ++refused_;
+  const Read read = read_hello(caller);
+  if (read == Read::more) return;
+  const int32_t from = caller.hello.from;
+  const bool expected = read == Read::whole && caller.hello.to == self_ && from > self_ && from < peers_;
+  // A peer whose call ended before its answer came calls anew.
+  if (expected && !linked_[from] && say_hello(caller.fd, from)) linked_[from] = std::move(caller.fd);
   caller.fd.reset();
-}
-
-void Handshake::judge_hello(Caller& caller) {
-  switch (judge({caller.hello.data(), caller.received})) {
-    case Opening::incomplete:
-      return;
-    case Opening::not_moecomm:
-      return turn_away(caller, kWordsForStrangers.data(), kWordsForStrangers.size());
-    case Opening::other_version:
-      return refuse(caller, Answer::other_version);
-    case Opening::whole:
-      break;
-  }
-  const Hello hello = decode_hello(caller.hello);
-  if (hello.answer != Answer::hello)
-    return turn_away(caller, kWordsForStrangers.data(), kWordsForStrangers.size());
-  if (hello.job != job_) return refuse(caller, Answer::other_job);
-  if (hello.to != self_ || hello.from <= self_ || hello.from >= peers_ || hello.peers != peers_)
-    return refuse(caller, Answer::other_index);
-  if (linked_[hello.from]) return refuse(caller, Answer::duplicate);
-  Hello answer;
-  answer.answer = Answer::accepted;
-  answer.job = job_;
-  answer.from = self_;
-  answer.to = hello.from;
-  answer.peers = peers_;
-  const HelloBytes bytes = encode(answer);
-  if (send(caller.fd.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL) == static_cast<ssize_t>(bytes.size()))
-    linked_[hello.from] = std::move(caller.fd);
-  else
-    caller.fd.reset();  // it has gone again; a peer calls anew
-}
-
-void Handshake::refuse(Caller& caller, Answer answer) {
-  Hello refusal;
-  refusal.answer = answer;
-  const HelloBytes bytes = encode(refusal);
-  turn_away(caller, bytes.data(), bytes.size());
-}
-
-void Handshake::turn_away(Caller& caller, const void* words, size_t size) {
-  ++refused_;
-  caller.refused = true;
-  // The caller may have gone already; then nobody misses the words.
-  (void)!send(caller.fd.get(), words, size, MSG_NOSIGNAL);
-  shutdown(caller.fd.get(), SHUT_WR);
 }
 
 }  // namespace moecomm::tcp

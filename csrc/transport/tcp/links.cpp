@@ -11,14 +11,11 @@
 #include <cerrno>
 #include <chrono>
 #include <cmath>
-#include <new>
-#include <span>
 #include <thread>
 
 #include "common/deadline.hpp"
 #include "common/error.hpp"
 #include "transport/network_interface.hpp"
-#include "transport/tcp/handshake.hpp"
 
 namespace moecomm::tcp {
 namespace {
@@ -26,7 +23,6 @@ namespace {
 using namespace std::chrono_literals;
 
 constexpr double kDestructorSeconds = 1.0;
-constexpr size_t kReceiveBytes = 1024 * kMessageBytes;
 constexpr size_t kEventsPerPoll = 64;
 
 void set(int fd, int level, int option, unsigned value, const char* what) {
@@ -62,7 +58,7 @@ const LinkOptions& checked(const LinkOptions& options) {
 Links::Links(const LinkOptions& options)
     : options_(checked(options)),
       generation_(Descriptor::current_generation()),
-      own_(make_address(interface_address(options.interface), 0)),
+      own_(make_address(interface_address(options.interface), "0")),
       links_(static_cast<size_t>(options.peers)) {
   const std::string where = endpoint_text(own_);
   const auto require = [&](bool holds, const char* call) {
@@ -117,13 +113,12 @@ void Links::connect(const std::vector<std::string>& endpoints, double timeout_se
                                                  endpoint_);
   // Closed also after an error.
   const Descriptor listener = std::move(listener_);
-  Handshake meeting(options_.job, options_.self, own_, listener.get(), addresses_, refused_);
+  Handshake meeting(options_.job, options_.self, own_, listener.get(), addresses_);
   std::vector<Descriptor> linked = meeting.run(timeout_seconds, interrupt);
   for (int32_t peer = 0; peer < options_.peers; ++peer) {
     if (peer == options_.self) continue;
     Link& link = links_[peer];
     set_up(linked[peer].get(), options_.silence_seconds);
-    link.received.resize(kReceiveBytes);
     epoll_event event{};
     event.events = EPOLLIN;
     event.data.u32 = static_cast<uint32_t>(peer);
@@ -134,86 +129,42 @@ void Links::connect(const std::vector<std::string>& endpoints, double timeout_se
   }
 }
 
-// -- sending ---------------------------------------------------------------------------------------------
+// -- messages --------------------------------------------------------------------------------------------
 
 void Links::send(int32_t peer, const LinkMessage& message) noexcept {
   assert(peer >= 0 && peer < options_.peers && peer != options_.self);
   if (inherited()) return;
   Link& link = links_[peer];
   const std::lock_guard lock(link.mutex);
-  if (!link.fd || link.broken) return;
-  const MessageBytes bytes = encode(message);
-  const bool was_empty = link.waiting.empty();
-  try {
-    link.waiting.insert(link.waiting.end(), bytes.begin(), bytes.end());
-  } catch (const std::bad_alloc&) {
-    return stop_sending(link, ENOMEM);
-  }
-  if (!was_empty) return;  // poll() goes on as soon as there is room
-  flush(peer);
-  if (!link.waiting.empty()) watch(peer, true);
-}
-
-void Links::flush(int32_t peer) noexcept {
-  Link& link = links_[peer];
-  while (link.gone < link.waiting.size()) {
-    const ssize_t count = ::send(link.fd.get(), &link.waiting[link.gone], link.waiting.size() - link.gone,
-                                 MSG_NOSIGNAL | MSG_DONTWAIT);
-    if (count >= 0) {
-      link.gone += static_cast<size_t>(count);
-    } else if (errno == EAGAIN || errno == EWOULDBLOCK) {
-      if (2 * link.gone < link.waiting.size()) return;
-      link.waiting.erase(link.waiting.begin(), link.waiting.begin() + static_cast<ptrdiff_t>(link.gone));
-      link.gone = 0;
-      return;
-    } else if (errno != EINTR) {
-      return stop_sending(link, errno);
-    }
-  }
-  link.waiting.clear();
-  link.gone = 0;
+  if (!link.fd || link.error != 0) return;
+  // A socket has room for all that is ever said: a peer that has read none of it will not read this one
+  // either.
+  ssize_t count;
+  do {
+    count = ::send(link.fd.get(), &message, sizeof(message), MSG_NOSIGNAL | MSG_DONTWAIT);
+  } while (count < 0 && errno == EINTR);
+  if (count != static_cast<ssize_t>(sizeof(message))) stop_sending(link, count < 0 ? errno : ENOBUFS);
 }
 
 // Data that the peer sent before it went is still to be read, so the link ends in receive() only.
 void Links::stop_sending(Link& link, int error) noexcept {
-  link.broken = true;
   link.error = error;
-  link.waiting.clear();
-  link.gone = 0;
   shutdown(link.fd.get(), SHUT_RDWR);
 }
-
-void Links::watch(int32_t peer, bool also_room) noexcept {
-  epoll_event event{};
-  event.events = also_room ? EPOLLIN | EPOLLOUT : EPOLLIN;
-  event.data.u32 = static_cast<uint32_t>(peer);
-  // Can't fail: the descriptor was added before, and is removed under the same lock.
-  epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, links_[peer].fd.get(), &event);
-}
-
-// -- receiving -------------------------------------------------------------------------------------------
 
 void Links::poll(std::vector<LinkEvent>& events) {
   if (!epoll_) return;
   std::array<epoll_event, kEventsPerPoll> ready;
   const int count = epoll_wait(epoll_.get(), ready.data(), static_cast<int>(ready.size()), 0);
-  for (int i = 0; i < count; ++i) {
-    const auto peer = static_cast<int32_t>(ready[i].data.u32);
-    if ((ready[i].events & EPOLLOUT) != 0) {
-      Link& link = links_[peer];
-      const std::lock_guard lock(link.mutex);
-      flush(peer);
-      if (link.waiting.empty()) watch(peer, false);
-    }
-    if ((ready[i].events & ~static_cast<uint32_t>(EPOLLOUT)) != 0) receive(peer, events);
-  }
+  for (int i = 0; i < count; ++i) receive(static_cast<int32_t>(ready[i].data.u32), events);
 }
 
-// Reads one piece at a time, so that a peer that sends much does not keep the others waiting.
+// Reads one message at a time, so that a peer that sends much does not keep the others waiting.
 void Links::receive(int32_t peer, std::vector<LinkEvent>& events) {
   Link& link = links_[peer];
+  auto* const bytes = reinterpret_cast<std::byte*>(&link.incoming);
   const ssize_t count =
-      recv(link.fd.get(), &link.received[link.held], link.received.size() - link.held, MSG_DONTWAIT);
+      recv(link.fd.get(), bytes + link.received, sizeof(LinkMessage) - link.received, MSG_DONTWAIT);
   if (count < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR)) return;
   if (count <= 0) {
     const int failed = count < 0 ? errno : 0;
@@ -222,23 +173,17 @@ void Links::receive(int32_t peer, std::vector<LinkEvent>& events) {
       const std::lock_guard lock(link.mutex);
       sending = link.error;
     }
-    if (failed != 0 || sending != 0) {
-      errno = failed != 0 ? failed : sending;
-      return drop(peer, "the link broke (" + errno_text(failed != 0 ? "recv" : "send") + ")", events);
-    }
-    return drop(peer, "its process has ended, or it has closed its communicator", events);
+    if (failed == 0 && sending == 0)
+      return drop(peer, "its process has ended, or it has closed its communicator", events);
+    errno = failed != 0 ? failed : sending;
+    return drop(peer, "the link broke (" + errno_text(failed != 0 ? "recv" : "send") + ")", events);
   }
-  const size_t all = link.held + static_cast<size_t>(count);
-  size_t at = 0;
-  for (; all - at >= kMessageBytes; at += kMessageBytes) {
-    const auto message =
-        decode_message(std::span<const std::byte, kMessageBytes>(&link.received[at], kMessageBytes));
-    if (!message) return drop(peer, "it sent bytes that are no message", events);
-    events.push_back({LinkEvent::Kind::message, peer, *message, {}});
-  }
-  std::copy(link.received.begin() + static_cast<ptrdiff_t>(at),
-            link.received.begin() + static_cast<ptrdiff_t>(all), link.received.begin());
-  link.held = all - at;
+  link.received += static_cast<size_t>(count);
+  if (link.received < sizeof(LinkMessage)) return;
+  link.received = 0;
+  if (link.incoming.mark != LinkMessage().mark)
+    return drop(peer, "it sent bytes that are no message", events);
+  events.push_back({LinkEvent::Kind::message, peer, link.incoming, {}});
 }
 
 void Links::drop(int32_t peer, const std::string& why, std::vector<LinkEvent>& events) {
@@ -247,15 +192,13 @@ void Links::drop(int32_t peer, const std::string& why, std::vector<LinkEvent>& e
   const std::lock_guard lock(link.mutex);
   epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, link.fd.get(), nullptr);
   link.fd.reset();
-  link.waiting = {};
-  link.gone = 0;
 }
 
 // -- the end ---------------------------------------------------------------------------------------------
 
 // True when the peer's host has all, or never will.
 bool Links::settled(Link& link) noexcept {
-  if (!link.fd || link.broken) return true;
+  if (!link.fd || link.error != 0) return true;
   // Unread bytes would make the end a reset, which can overtake what was sent.
   for (;;) {
     std::array<std::byte, 4096> ignored;
@@ -265,15 +208,14 @@ bool Links::settled(Link& link) noexcept {
     break;
   }
   int unacknowledged = 0;
-  return link.waiting.empty() &&
-         (ioctl(link.fd.get(), SIOCOUTQ, &unacknowledged) != 0 || unacknowledged == 0);
+  return ioctl(link.fd.get(), SIOCOUTQ, &unacknowledged) != 0 || unacknowledged == 0;
 }
 
 void Links::cut() noexcept {
   if (inherited()) return;
   for (Link& link : links_) {
     const std::lock_guard lock(link.mutex);
-    if (link.fd && !link.broken) stop_sending(link, ECANCELED);
+    if (link.fd && link.error == 0) stop_sending(link, ECANCELED);
   }
 }
 
@@ -282,10 +224,8 @@ void Links::close(double timeout_seconds) noexcept {
   const Deadline deadline{std::chrono::duration<double>(timeout_seconds)};
   for (;;) {
     bool all = true;
-    for (int32_t peer = 0; peer < options_.peers; ++peer) {
-      Link& link = links_[peer];
+    for (Link& link : links_) {
       const std::lock_guard lock(link.mutex);
-      if (link.fd && !link.broken) flush(peer);
       all = settled(link) && all;
     }
     if (all || deadline.passed()) break;

@@ -3,7 +3,6 @@
 // here.
 #pragma once
 
-#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -13,9 +12,22 @@
 
 #include "common/descriptor.hpp"
 #include "transport/tcp/address.hpp"
-#include "transport/tcp/messages.hpp"
+#include "transport/tcp/handshake.hpp"
 
 namespace moecomm::tcp {
+
+/// A control message; the caller gives the kinds their meaning. It travels as it is in memory.
+struct LinkMessage {
+  uint32_t kind = 0;
+  int32_t a = 0, b = 0;
+  uint32_t mark = 0x4b4e4c4d;  ///< the same in every message, so that a stream out of step is noticed
+  uint64_t value = 0;
+  LinkMessage() = default;
+  LinkMessage(uint32_t its_kind, int32_t its_a, int32_t its_b, uint64_t its_value)
+      : kind(its_kind), a(its_a), b(its_b), value(its_value) {}
+  bool operator==(const LinkMessage&) const = default;
+};
+static_assert(sizeof(LinkMessage) == 24);
 
 struct LinkEvent {
   enum class Kind : uint32_t {
@@ -57,13 +69,13 @@ class Links {
   /// listens any more. After an error only the destructor is left.
   ///
   /// Error(invalid_argument) for an endpoint that is none, Error(peer_timeout) that names who is missing,
-  /// Error(mismatched_arguments) where a peer refuses this rank (another job, another version, other node
-  /// maps). `interrupt` is called every 50 ms and may throw.
+  /// Error(mismatched_arguments) where somebody else answers for a peer. `interrupt` is called every 50 ms
+  /// and may throw.
   void connect(const std::vector<std::string>& endpoints, double timeout_seconds,
                const std::function<void()>& interrupt = {});
 
-  /// Sends a message, or keeps it for poll() while the socket is full; never blocks. Any thread. Messages to
-  /// a lost peer are dropped.
+  /// Sends a message; never blocks. Any thread. Messages to a lost peer are dropped. A peer that takes none
+  /// any more, so that its socket is full, counts as lost.
   void send(int32_t peer, const LinkMessage& message) noexcept;
 
   /// Appends what has happened; never blocks. One thread, the same as for connect() and close(). It costs a
@@ -77,25 +89,17 @@ class Links {
   /// Lets the peers see the end of all links at once. Any thread: for when the one that polls is held up.
   void cut() noexcept;
 
-  /// Callers turned away: strays, and ranks of other jobs.
-  int64_t refused() const { return refused_.load(); }
-
  private:
   struct Link {
-    std::mutex mutex;                // fd is changed, and waiting is used, under it
-    Descriptor fd;                   // empty: own index, not connected, or lost
-    std::vector<std::byte> waiting;  // what the socket had no room for, from `gone` on
-    size_t gone = 0;
-    bool broken = false;  // sending has failed: nothing more goes out, poll() finds the end
-    int error = 0;        // of that
-    std::vector<std::byte> received;
-    size_t held = 0;  // bytes of `received` that are no whole message yet
+    std::mutex mutex;      // fd and error are changed under it
+    Descriptor fd;         // empty: own index, not connected, or lost
+    int error = 0;         // of sending: nothing more goes out, poll() finds the end
+    LinkMessage incoming;  // and how much of it is here
+    size_t received = 0;
   };
 
   bool inherited() const { return generation_ != Descriptor::current_generation(); }
   std::string name(int32_t peer) const;
-  void watch(int32_t peer, bool also_room) noexcept;
-  void flush(int32_t peer) noexcept;
   void stop_sending(Link& link, int error) noexcept;
   void receive(int32_t peer, std::vector<LinkEvent>& events);
   void drop(int32_t peer, const std::string& why, std::vector<LinkEvent>& events);
@@ -108,7 +112,6 @@ class Links {
   Descriptor listener_, epoll_;
   std::vector<Address> addresses_;
   std::vector<Link> links_;
-  std::atomic<int64_t> refused_{0};
 };
 
 }  // namespace moecomm::tcp

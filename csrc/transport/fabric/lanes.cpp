@@ -1,4 +1,4 @@
-#include "transport/fabric/laned_transport.hpp"
+#include "transport/fabric/lanes.hpp"
 
 #include <algorithm>
 #include <chrono>
@@ -38,18 +38,10 @@ struct Order {
 
 }  // namespace
 
-std::vector<std::unique_ptr<FabricTransport>> open_lanes(const FabricOptions& options, void* base,
-                                                         int64_t bytes) {
-  std::vector<std::unique_ptr<FabricTransport>> lanes;
-  for (Info& chosen : choose_lanes(options.provider))
-    lanes.push_back(std::make_unique<FabricTransport>(options, std::move(chosen), base, bytes));
-  return lanes;
-}
-
-struct LanedTransport::Lane {
+struct Lanes::Lane {
   enum class State { connecting, connected, failed };
 
-  std::unique_ptr<FabricTransport> remote;  // the thread's, once that runs
+  FabricLane remote;  // the thread's, once that runs
   Backoff backoff{kLongestSleep};
   std::atomic<State> state{State::connecting};
   std::exception_ptr error;  // of a lane that failed
@@ -63,34 +55,61 @@ struct LanedTransport::Lane {
   std::thread thread;
 };
 
-LanedTransport::LanedTransport(std::vector<std::unique_ptr<FabricTransport>> lanes) {
-  if (lanes.empty()) throw Error(ErrorKind::invalid_argument, "fabric: at least one lane is needed");
-  caps_ = lanes.front()->caps();
-  caps_.lanes = static_cast<int>(lanes.size());
-  std::vector<std::string> interfaces;
-  for (std::unique_ptr<FabricTransport>& remote : lanes) {
-    const TransportCaps& caps = remote->caps();
-    caps_.max_message = std::min(caps_.max_message, caps.max_message);
-    caps_.device_memory = caps_.device_memory && caps.device_memory;
-    if (std::find(interfaces.begin(), interfaces.end(), caps.interface) == interfaces.end()) {
-      if (!interfaces.empty()) caps_.interface += ", " + caps.interface;
-      interfaces.push_back(caps.interface);
-    }
+std::unique_ptr<Network> open_network(const FabricOptions& options, void* base, int64_t bytes) {
+  return std::make_unique<Lanes>(options, base, bytes);
+}
+
+Lanes::Lanes(const FabricOptions& options, void* base, int64_t bytes) {
+  for (Info& chosen : choose_lanes(options.provider)) {
     lanes_.push_back(std::make_unique<Lane>());
-    lanes_.back()->remote = std::move(remote);
+    lanes_.back()->remote.reset(new FabricTransport(options, std::move(chosen), base, bytes));
+  }
+  gather_caps();
+}
+
+void Lanes::gather_caps() {
+  caps_ = lanes_.front()->remote->caps();
+  caps_.lanes = static_cast<int>(lanes_.size());
+  std::vector<std::string> interfaces{caps_.interface};
+  for (const std::unique_ptr<Lane>& lane : lanes_) {
+    const TransportCaps& caps = lane->remote->caps();
+    caps_.max_message = std::min(caps_.max_message, caps.max_message);
+    if (std::find(interfaces.begin(), interfaces.end(), caps.interface) != interfaces.end()) continue;
+    caps_.interface += ", " + caps.interface;
+    interfaces.push_back(caps.interface);
   }
 }
 
-LanedTransport::~LanedTransport() { stop(); }
+Lanes::~Lanes() { stop(); }
 
-void LanedTransport::stop() {
+void Lanes::stop() {
   stop_ = true;
   for (const std::unique_ptr<Lane>& lane : lanes_) lane->backoff.wake();
   for (const std::unique_ptr<Lane>& lane : lanes_)
     if (lane->thread.joinable()) lane->thread.join();
 }
 
-void LanedTransport::connect(double timeout_seconds, const std::function<void()>& interrupt) {
+std::vector<AddressBytes> Lanes::endpoint_addresses() const {
+  std::vector<AddressBytes> addresses;
+  for (const std::unique_ptr<Lane>& lane : lanes_) addresses.push_back(lane->remote->endpoint_address());
+  return addresses;
+}
+
+void Lanes::insert_peers(const std::vector<std::vector<AddressBytes>>& peers, int own_index) {
+  size_t common = lanes_.size();
+  for (const std::vector<AddressBytes>& peer : peers) common = std::min(common, peer.size());
+  if (common == 0) throw Error(ErrorKind::invalid_argument, "fabric: a peer has no endpoint address");
+  lanes_.resize(common);
+  gather_caps();
+  for (size_t lane = 0; lane < common; ++lane) {
+    std::vector<AddressBytes> its;
+    for (const std::vector<AddressBytes>& peer : peers) its.push_back(peer[lane]);
+    lanes_[lane]->remote->insert_peers(its, own_index);
+  }
+}
+
+void Lanes::connect(double timeout_seconds, const std::function<void()>& interrupt) {
+  if (lanes_.size() == 1) return lanes_.front()->remote->connect(timeout_seconds, interrupt);
   try {
     for (const std::unique_ptr<Lane>& lane : lanes_)
       lane->thread = start_thread([this, at = lane.get(), timeout_seconds] { drive(*at, timeout_seconds); },
@@ -113,7 +132,7 @@ void LanedTransport::connect(double timeout_seconds, const std::function<void()>
 }
 
 /// The main function of a lane's thread.
-void LanedTransport::drive(Lane& lane, double timeout_seconds) {
+void Lanes::drive(Lane& lane, double timeout_seconds) {
   begin_polling("moecomm-lane", lane.remote->caps().cores);
   try {
     lane.remote->connect(timeout_seconds, [this] {
@@ -128,7 +147,7 @@ void LanedTransport::drive(Lane& lane, double timeout_seconds) {
   lane.remote.reset();  // here, so that lanes close side by side
 }
 
-void LanedTransport::serve(Lane& lane) {
+void Lanes::serve(Lane& lane) {
   std::deque<Order> orders;
   std::vector<TransportEvent> events;
   FabricTransport& remote = *lane.remote;
@@ -174,8 +193,10 @@ void LanedTransport::serve(Lane& lane) {
   }
 }
 
-bool LanedTransport::put(int32_t peer, int64_t dst_offset, int64_t src_offset, int64_t bytes,
-                         uint32_t immediate, uint64_t context) {
+bool Lanes::put(int32_t peer, int64_t dst_offset, int64_t src_offset, int64_t bytes, uint32_t immediate,
+                uint64_t context) {
+  if (lanes_.size() == 1)
+    return lanes_.front()->remote->put(peer, dst_offset, src_offset, bytes, immediate, context);
   size_t least = 0;
   int64_t load = std::numeric_limits<int64_t>::max();
   for (size_t i = 0; i < lanes_.size(); ++i)
@@ -192,7 +213,8 @@ bool LanedTransport::put(int32_t peer, int64_t dst_offset, int64_t src_offset, i
   return true;
 }
 
-void LanedTransport::poll(std::vector<TransportEvent>& events) {
+void Lanes::poll(std::vector<TransportEvent>& events) {
+  if (lanes_.size() == 1) return lanes_.front()->remote->poll(events);
   for (const std::unique_ptr<Lane>& lane : lanes_) {
     if (!lane->has_events) continue;
     const std::lock_guard lock(lane->mutex);
@@ -203,7 +225,8 @@ void LanedTransport::poll(std::vector<TransportEvent>& events) {
   }
 }
 
-void LanedTransport::forget(int32_t peer) {
+void Lanes::forget(int32_t peer) {
+  if (lanes_.size() == 1) return lanes_.front()->remote->forget(peer);
   for (const std::unique_ptr<Lane>& lane : lanes_) {
     {
       const std::lock_guard lock(lane->mutex);
