@@ -813,7 +813,6 @@ class Communicator:
         topk_idx_TK: Array,
         topk_weights_TK: Array | None = None,
         *,
-        layout: Layout = "expert",
         _layer: Any = None,
     ) -> Callable[..., DispatchOutput]:
         """Sends the rows of a dropless dispatch on the current stream, and returns the function that receives
@@ -823,8 +822,8 @@ class Communicator:
         CUDA: called as `receive(directly=True)`, where no thread has put anything else on the stream in
         between, it receives rows while others are still being sent, else once all are sent.
 
-        Not differentiable. The arguments are those of `dispatch`, and must not change before the rows have
-        been received. No other operation of this communicator may come between: it ends the dispatch.
+        Not differentiable, and in the expert layout. The arguments must not change before the rows have been
+        received. No other operation of this communicator may come between: it ends the dispatch.
 
         Raises:
             As `dispatch`, from either call; InvalidArgument from the second where the dispatch has ended.
@@ -834,7 +833,7 @@ class Communicator:
 
         def begin() -> Any:
             backend.ready()
-            options = self._options(layout, 1, None, None)
+            options = self._options("expert", 1, None, None)
             if not fits_dispatch(x, ids, weights, *self._expected):
                 self._check_dispatch(x, None, ids, weights, True)
             call = DispatchCall(x, None, ids, weights, *options, True, _caller(_layer))
@@ -850,7 +849,7 @@ class Communicator:
                 )
             self._begun = None
             raw = backend.run("moecomm dispatch", lambda: backend.finish_dispatch(begun, directly))
-            return self._output(raw, layout)
+            return self._output(raw, "expert")
 
         return receive
 

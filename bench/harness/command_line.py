@@ -272,8 +272,6 @@ def build_parser(program: str) -> Parser:
             help="recorded steps of overlapped (5)")
         add("--trace", dest="traces", type=_folder, metavar="DIR",
             help="write torch.profiler's trace of a step of each layer there")
-        add("--overlap-num-sms", type=count, metavar="N",
-            help="SMs of what travels beside products; 0: nothing (own choice)")
     add("--num-sms", type=_list_of(positive), default=(None,), metavar="N",
         help="SMs of one operation, or a list (moecomm's own choice)")
     add("--seed", type=count, default=20240817, metavar="N", help="seed of data and routing")
@@ -502,7 +500,6 @@ def _check_together(options: Options) -> None:
         (options.inject_error and not options.checks, "--inject-error needs a check to catch it: not -c 0"),
         (options.baselines_only and not options.baselines, "--baselines-only needs --baselines"),
         (on_cpu and options.num_sms != (None,), "--num-sms is for GPUs (--device cuda)"),
-        (on_cpu and options.overlap_num_sms is not None, "--overlap-num-sms is for GPUs (--device cuda)"),
         (on_cpu and options.graph, "--graph is for GPUs (--device cuda)"),
         (on_cpu and options.phases, "--phases is for GPUs (--device cuda)"),
         (on_cpu and options.wire is not None, "--wire is for GPUs (--device cuda)"),

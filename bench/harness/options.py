@@ -191,7 +191,6 @@ class Options:
     layers: int | None = None  # None: as many as fit
     variants: tuple[str, ...] = ()
     graph_tokens: int = 0  # tokens per rank of the variants around graph replay; 0: none
-    overlap_num_sms: int | None = None  # SMs of what travels beside products; None: moecomm's own choice
     headroom: float = 1.0
     dense: tuple[int, int, int] = (1, 1, 1)
     recorded_steps: int = 0

@@ -145,7 +145,7 @@ def make_layer(
             expert_precision="fp8" if fp8 else None,
             products=None if fp8 else products,
         )
-        overlap = overlap or OverlapConfig(beside_sms=options.overlap_num_sms)
+        overlap = overlap or OverlapConfig()
         layer = MoELayer(config, comm, overlap=overlap)
     layer.experts.w_in, layer.experts.w_out = experts.w_in, experts.w_out
     layer.add_module("router", FixedRouting(cases))
@@ -342,11 +342,8 @@ class _Variants(Variants):
         """Returns the function that makes each variant, by name."""
         layer, case = self._layer_path, self.case
         phases, products = {FORWARD: [case], STEP: [case]}, case.options.products[0]
-        beside_sms = case.options.overlap_num_sms
         keeping = {
-            keep_name(keep): partial(
-                layer, keep_name(keep), overlap=OverlapConfig(keep=keep, beside_sms=beside_sms)
-            )
+            keep_name(keep): partial(layer, keep_name(keep), overlap=OverlapConfig(keep=keep))
             for keep in KEEPS
         }
         return {

@@ -105,20 +105,9 @@ class CudaDevice:
             free = int(torch.cuda.mem_get_info(self.index)[0])
         return free
 
-    def count_sms(self) -> int:
-        """Returns the number of streaming multiprocessors of the GPU."""
-        return int(torch.cuda.get_device_properties(self.index).multi_processor_count)
-
     def capability(self) -> tuple[int, int]:
         """Returns the compute capability, such as (9, 0)."""
         return torch.cuda.get_device_capability(self.index)
-
-    def leave_sms(self, sms: int | None) -> int | None:
-        """Makes matrix products that torch issues from now on leave so many SMs alone, if their kernels can:
-        those of grouped_mm do. None leaves none. Returns the setting before."""
-        before: int | None = torch._C._get_sm_carveout_experimental()
-        torch._C._set_sm_carveout_experimental(sms)
-        return before
 
     def uuid(self) -> str:
         """Returns the GPU's UUID, which names it on this host whatever its index in this process."""

@@ -15,7 +15,6 @@ from torch.nn import functional
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from moecomm.arguments import weight_dtype
-from moecomm.device.cuda_device import CudaDevice
 from moecomm.kernels.activation import (
     INPUTS,
     weighted_activation,
@@ -84,12 +83,10 @@ class Products:
         groups: Tensor,
         *,
         into: Tensor | None = None,
-        leave_sms: int = 0,
     ) -> Tensor | None:
         """Returns (L, A, B): for each group the sum over its rows of rows^T grad, zero for an empty one; with
-        `into`, a tensor of that shape, it is added to that and None is returned. On a GPU the product leaves
-        `leave_sms` SMs to what runs beside it, if its kernel can."""
-        gradient_LAB = self._wgrad(rows_PA, grad_PB, groups, leave_sms)
+        `into`, a tensor of that shape, it is added to that and None is returned."""
+        gradient_LAB = self._wgrad(rows_PA, grad_PB, groups)
         if into is None:
             return gradient_LAB
         into.add_(gradient_LAB)
@@ -169,15 +166,8 @@ class Products:
     def _mm_dgrad(self, rows_PB: Tensor, weight_LAB: Tensor, groups: Tensor) -> Tensor:
         return grouped_mm(rows_PB, weight_LAB.transpose(1, 2), groups)
 
-    def _wgrad(self, rows_PA: Tensor, grad_PB: Tensor, groups: Tensor, leave_sms: int) -> Tensor:
-        if leave_sms == 0:
-            return grouped_mm_wgrad(rows_PA, grad_PB, groups)
-        gpu = CudaDevice(rows_PA.device.index)
-        before = gpu.leave_sms(leave_sms)
-        try:
-            return grouped_mm_wgrad(rows_PA, grad_PB, groups)
-        finally:
-            gpu.leave_sms(before)
+    def _wgrad(self, rows_PA: Tensor, grad_PB: Tensor, groups: Tensor) -> Tensor:
+        return grouped_mm_wgrad(rows_PA, grad_PB, groups)
 
     def forget(self) -> None:
         """Throws away what is kept of weights (quantised copies), if anything."""

@@ -155,7 +155,6 @@ class QuackProducts(Products):
         groups: Tensor,
         *,
         into: Tensor | None = None,
-        leave_sms: int = 0,
     ) -> Tensor | None:
         sizes = rows_PA.shape[1], grad_PB.shape[1]
         product = "fc1_wgrad" if sizes == (self._hidden, self._inner) else "fc2_wgrad"
@@ -168,7 +167,7 @@ class QuackProducts(Products):
         if adds and out_LAB.dtype is torch.float32:
             tile = FLOAT32_SUMS
         left, right = rows_PA.contiguous().t(), grad_PB.contiguous().t()
-        _launch(tile, left, right, out_LAB, out_LAB, adds, leave_sms, cu_seqlens_k=groups)
+        _launch(tile, left, right, out_LAB, out_LAB, adds, cu_seqlens_k=groups)
         return out_LAB if into is None else None
 
     def _rows(self, rows_PA: Tensor, weight_LBA: Tensor, groups: Tensor, product: str) -> Tensor:
@@ -368,7 +367,6 @@ def _launch(
     out: Tensor,
     weight: Tensor,
     adds: bool = False,
-    leave_sms: int = 0,
     **groups: Tensor,
 ) -> None:
     """Computes left @ right into `out`, or adds it there; `right_T` is the transpose of right. `weight` is
@@ -376,12 +374,12 @@ def _launch(
     there = out if adds and tile.loads else None
     strides = left.stride(), right_T.stride(), out.stride()
     dtypes = left.dtype, out.dtype
-    key = (tile, weight.shape, strides, dtypes, adds, leave_sms, left.device, *groups)
+    key = (tile, weight.shape, strides, dtypes, adds, left.device, *groups)
     plan = _plans.get(key)
     if plan is not None:
         _gemm().run_gemm_plan(plan, left, right_T, out, there, **groups)
         return
-    *_, made = _quack().gemm_tuned.fn(  # this launch has all SMs
+    *_, _plans[key] = _quack().gemm_tuned.fn(
         left,
         right_T.mT,
         out,
@@ -390,15 +388,6 @@ def _launch(
         config=_config(tile),
         **groups,
     )
-    _plans[key] = _on_fewer_sms(made, tile, leave_sms) if leave_sms else made
-
-
-def _on_fewer_sms(plan: Any, tile: Tile, leave_sms: int) -> Any:
-    """Returns the plan with so few clusters of blocks that `leave_sms` SMs have none."""
-    clusters = plan.max_active_clusters - -(-leave_sms // (tile.cluster_m * tile.cluster_n))
-    make = importlib.import_module("quack.gemm_tvm_ffi_utils").make_scheduler_args
-    scheduler = None if plan.scheduler_static is None else make(clusters, plan.max_swizzle_size, None, None)
-    return plan._replace(max_active_clusters=clusters, scheduler_static=scheduler)
 
 
 def _weights(weights_P: Tensor | None, like: Tensor, rows: int) -> Tensor:

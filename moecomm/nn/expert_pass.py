@@ -8,10 +8,10 @@ the result, per row p of expert e and its token t:
 Applying w before the second product leaves that product's result to nobody's backward, and dy travels as it
 is.
 
-    stream   forward                               backward
-    comm     dispatch                 combine      dispatch_grad                          combine_grad
-    compute  shared    fc1, fc2                    shared_grad    fc2_dgrad, fc2_wgrad,   fc1_wgrad
-                                                                  fc1_dgrad
+    stream   forward                             backward
+    comm     dispatch              combine      dispatch_grad                         combine_grad
+    compute  shared    fc1, fc2                 shared_grad    fc2_dgrad, fc2_wgrad,                fc1_wgrad
+                                                               fc1_dgrad
 
 "fc1" ends with the activation, "fc2_dgrad" with its backward, where a row's weight is applied. fc2_wgrad
 comes before fc1_dgrad so that the rows of dispatch_grad are not held longer than needed. Where nothing lies
@@ -95,8 +95,6 @@ class Call(NamedTuple):
     activation: str
     products: Products
     keep: Keep
-    beside_sms: int | None
-    """SMs of combine_grad, which fc1_wgrad leaves to it; None: fc1_wgrad comes after it."""
     waits: bool
     """True: the host waits for the device at the end of a pass that has used the communicator's stream,
     outside a capture, so that memory which both streams have used is free again at once."""
@@ -381,30 +379,23 @@ def _backward(ctx: Any, grad_y_TH: Tensor) -> tuple[Tensor | None, ...]:
             grad_out_LFH = products.grouped_mm_wgrad(z_PF, grad_rows_PH, groups, into=into_out)
     del z_PF, grad_rows_PH
 
-    # Gradients of tokens go home, on few SMs, beside the product that nobody waits for.
-    sms = call.beside_sms if needs_home and need_in and weights_now else None
-    home = call.beside(wanted=sms is not None)
     if needs_home:
         with stages("fc1_dgrad"):
             grad_expert_rows_PH = products.grouped_mm_dgrad(grad_inner_PI, w_in, groups)
-        limit = contextlib.nullcontext() if sms is None else comm.limit_sms(sms)
-        with home, limit, stages("combine_grad", stream=COMM, communicates=True):
+        with stages("combine_grad", stream=COMM, communicates=True):
             grad_x_TH, grad_weights_TK = comm.dispatch_backward(
                 grad_expert_rows_PH, handle, grad_weights=grad_weights_P
             )
     if need_in and weights_now:
         with stages("fc1_wgrad"):
-            grad_in_LHI = products.grouped_mm_wgrad(
-                rows_PH, grad_inner_PI, groups, into=into_in, leave_sms=sms or 0
-            )
-    home.join(grad_x_TH, grad_weights_TK)
+            grad_in_LHI = products.grouped_mm_wgrad(rows_PH, grad_inner_PI, groups, into=into_in)
 
     grad_shared_x_TH, *grad_shared_weights = grad_shared
     if grad_x_TH is not None and grad_shared_x_TH is not None:
         grad_x_TH.add_(grad_shared_x_TH)
     if call.runs is not None:
         call.runs.backward = stages
-    call.settle(side if side.apart else home)
+    call.settle(side)
     return (
         None,
         grad_x_TH if need_x else None,

@@ -80,7 +80,7 @@ class Fp8Products(Products):
         weights = self._weights(weight_LAB, quantize_rows)
         return scaled_grouped_mm(quantize_rows(rows_PB, groups), weights, groups).to(rows_PB.dtype)
 
-    def _wgrad(self, rows_PA: Tensor, grad_PB: Tensor, groups: Tensor, leave_sms: int) -> Tensor:
+    def _wgrad(self, rows_PA: Tensor, grad_PB: Tensor, groups: Tensor) -> Tensor:
         left, right = quantize_columns(rows_PA, groups), quantize_columns(grad_PB, groups)
         return scaled_grouped_mm_wgrad(left, right).to(rows_PA.dtype)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import math
 import weakref
 from collections.abc import Mapping
@@ -17,7 +16,6 @@ from torch.distributed.tensor import DTensor
 
 from moecomm.arguments import require_tensor
 from moecomm.communicator import Communicator
-from moecomm.device.cuda_device import CudaDevice
 from moecomm.errors import InvalidArgument, known_to_all
 from moecomm.kernels.activation import prepare as prepare_activation
 from moecomm.nn import folded
@@ -41,7 +39,7 @@ from moecomm.nn.router import Routing, TopKRouter
 from moecomm.nn.same_config import MOST_CALLERS, caller_of, require_same_config
 from moecomm.nn.token_dropping import rows_at_worst, tokens_per_expert_limit
 from moecomm.nn.watched import watcher
-from moecomm.overlap import Timeline, sms_beside_wgrad
+from moecomm.overlap import Timeline
 from moecomm.parallel import ParallelFolding
 from moecomm.setup.memory_plan import NATIVE_DTYPES
 from moecomm.types import AnyGroup, as_group
@@ -167,7 +165,7 @@ class MoELayer(nn.Module):
     fully_shard a forward raises InvalidArgument on all ranks. Autograd does the backward, and the dispatch is
     hidden under the shared experts, whose ffn_hidden and activation the config has. Without effect then, and
     so refused, are expert_precision, bias, main_grad, and of `overlap`
-    keep_shared=False, beside_sms, defer_weights, record and another keep than "all" (instead, use
+    keep_shared=False, defer_weights, record and another keep than "all" (instead, use
     torch.utils.checkpoint within the module). The config's rows and products are not looked at.
 
     Attributes:
@@ -266,7 +264,6 @@ class MoELayer(nn.Module):
             )
         self.shared = SharedExperts(config, device=weights_on) if config.num_shared_experts else None
         self.capacity = received_rows_bound(config, comm) if config.pad_to_capacity else None
-        self._sms = _sms_to_share(comm)
         self.overlap = overlap
         if self._own_experts:
             self._refuse_own_settings()
@@ -322,17 +319,12 @@ class MoELayer(nn.Module):
     @property
     def overlap(self) -> OverlapConfig:
         """What is computed beside transfers, and what is kept. It may be replaced between forwards; raises
-        InvalidArgument for what is no OverlapConfig, and for values that this layer cannot have."""
+        InvalidArgument for what is no OverlapConfig."""
         return self._overlap
 
     @overlap.setter
     def overlap(self, overlap: OverlapConfig) -> None:
-        sms = _require_config(overlap).beside_sms
-        if sms is not None and self._sms is not None and sms > self._sms // 2:
-            raise InvalidArgument(
-                f"OverlapConfig.beside_sms is {sms}, must be at most half of the GPU's SMs, {self._sms // 2}"
-            )
-        self._overlap = overlap
+        self._overlap = _require_config(overlap)
 
     @property
     def loss_scale(self) -> float:
@@ -352,8 +344,8 @@ class MoELayer(nn.Module):
         # Within .data a change is not counted: graphs of torch.compile keep the tensor for their backward.
         self._loss_scale_on_device.data.fill_(self._loss_scale)
 
-    keep, keep_shared, beside_sms, defer_weights, record = map(
-        _InOverlap, ("keep", "keep_shared", "beside_sms", "defer_weights", "record")
+    keep, keep_shared, defer_weights, record = map(
+        _InOverlap, ("keep", "keep_shared", "defer_weights", "record")
     )
 
     def __getattr__(self, name: str) -> Any:
@@ -559,7 +551,6 @@ class MoELayer(nn.Module):
             self.config.activation,
             self.experts.products,
             overlap.keep,
-            self._choose_sms(),
             self._waits,
             self._deferred if overlap.defer_weights else None,
             self._runs if overlap.record else None,
@@ -588,32 +579,6 @@ class MoELayer(nn.Module):
             else shared(rows_TH, run=lambda x_TH: experts(x_TH, run=run))
         )
         return y_TH
-
-    def _choose_sms(self) -> int | None:
-        """Returns the SMs of the gradients' way home beside the gradients of the experts' first weights;
-        None: it comes first."""
-        wanted = self.overlap.beside_sms
-        if self._sms is None or wanted == 0:
-            return None
-        return self._default_sms if wanted is None else wanted
-
-    @functools.cached_property
-    def _default_sms(self) -> int | None:
-        """The SMs for beside_sms=None. They are computed at first use, since weights may be put in
-        after the layer was made."""
-        config, comm = self.config, self.comm
-        assert self._sms is not None
-        if self.experts.products.name != "torch" or config.dtype is not torch.bfloat16:
-            return None  # fp8 leaves no SMs, and with quack it was slower than one after the other
-        if 2 * comm.num_sms <= self._sms:
-            return comm.num_sms
-        return sms_beside_wgrad(
-            sms=self._sms,
-            ranks=comm.size,
-            top_k=config.top_k,
-            row_bytes=config.hidden * config.dtype.itemsize,
-            inner=self.experts.w_in.shape[-1],
-        )
 
     def _run_in_order(self, rows_TH: Tensor, topk_idx_TK: Tensor, topk_weights_TK: Tensor) -> Tensor:
         """Runs shared experts, dispatch, experts and combine one after another, differentiated by autograd.
@@ -764,14 +729,6 @@ _SAME_IN_A_REPLACEMENT = (
     "max_tokens",
 )
 """The attributes of a layer's communicator that another one must share to take its place."""
-
-
-def _sms_to_share(comm: Communicator) -> int | None:
-    """Returns the number of SMs of a GPU on which a transfer can run on a few SMs beside products that leave
-    them to it (torch's grouped products do), on one node; else None."""
-    if comm.device.type != "cuda" or comm.nodes > 1:
-        return None
-    return CudaDevice(comm.device.index).count_sms()
 
 
 def backward_weights(model: nn.Module, *, drop: bool = False) -> None:

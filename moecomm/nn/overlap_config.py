@@ -12,7 +12,7 @@ Keep = Literal["all", "rows", "nothing"]
 I) values. "rows": the rows; the first product is made again. "nothing": the rows are sent once more along the
 kept plan, together with the gradients, and the first product is made again."""
 
-IN_ORDER = {"keep": "all", "keep_shared": True, "beside_sms": None, "defer_weights": False, "record": False}
+IN_ORDER = {"keep": "all", "keep_shared": True, "defer_weights": False, "record": False}
 """The only values of the fields that mean the layer's own backward, where autograd differentiates instead."""
 
 
@@ -26,16 +26,12 @@ class OverlapConfig:
     Attributes:
         overlap: True: transfers beside products. False: one stage after another, on one stream,
             differentiated by autograd, with the same bits in the output and in the experts' gradients. keep,
-            keep_shared, beside_sms, defer_weights and record would have no effect then, and must have their
+            keep_shared, defer_weights and record would have no effect then, and must have their
             defaults.
         keep: what a forward keeps of the experts' rows for its backward: "all", "rows" (the first product is
             computed again) or "nothing" (the rows are dispatched again, along the kept plan).
         keep_shared: whether a forward keeps the shared experts' first product. False: the backward computes
             it again, beside the gradients on their way to the experts.
-        beside_sms: SMs of the gradients' way home, beside the gradients of the experts' first weights, which
-            leave it so many: from 2 to half of the GPU. None: by the layer's sizes
-            (`moecomm.overlap.sms_beside_wgrad`), for products by torch in bfloat16, or the communicator's SMs
-            where these are at most half of the GPU. 0: it comes first. On one node.
         defer_weights: True: backwards leave the gradients of the experts' weights to
             `MoELayer.backward_weights`.
         record: True: measure when stages run, for `MoELayer.timelines`.
@@ -44,7 +40,6 @@ class OverlapConfig:
     overlap: bool = True
     keep: Keep = "all"
     keep_shared: bool = True
-    beside_sms: int | None = None
     defer_weights: bool = False
     record: bool = False
 
@@ -52,11 +47,6 @@ class OverlapConfig:
         for name in ("overlap", "keep_shared", "defer_weights", "record"):
             self._require(isinstance(getattr(self, name), bool), name, "True or False")
         self._require(self.keep in ("all", "rows", "nothing"), "keep", "'all', 'rows' or 'nothing'")
-        sms = self.beside_sms
-        countable = sms is None or (
-            isinstance(sms, int) and not isinstance(sms, bool) and (sms == 0 or sms > 1)
-        )
-        self._require(countable, "beside_sms", "None, 0 or an integer from 2 to half of the GPU's SMs")
         for name, only in () if self.overlap else IN_ORDER.items():
             fits = getattr(self, name) == only
             self._require(fits, name, f"{only!r} with overlap=False, where autograd does the backward")

@@ -6,7 +6,7 @@ bottom); with `OverlapConfig(record=True)` its `timelines()` say when each stage
 
 from __future__ import annotations
 
-from moecomm.overlap.beside import Beside, sms_beside_wgrad
+from moecomm.overlap.beside import Beside
 from moecomm.overlap.stages import Stages
 from moecomm.overlap.timeline import Span, Timeline
 
@@ -15,5 +15,4 @@ __all__ = [
     "Span",
     "Stages",
     "Timeline",
-    "sms_beside_wgrad",
 ]

@@ -1,4 +1,4 @@
-"""Transfers beside products: the stream that they run on, and how many SMs they take there."""
+"""Transfers beside products: the stream that they run on."""
 
 from __future__ import annotations
 
@@ -10,32 +10,6 @@ import torch
 
 from moecomm.communicator import Communicator
 from moecomm.device.cuda_device import CudaDevice
-
-_SMS_TIMES_COLUMNS = 210
-"""The share of a GPU's SMs for a transfer, times the columns of the product beside it."""
-_HOME_SUMS = 4
-"""The cost on few SMs of sending a token's gradient back and adding it up, in expert rows."""
-
-
-def sms_beside_wgrad(*, sms: int, ranks: int, top_k: int, row_bytes: int, inner: int) -> int | None:
-    """Returns the SMs on which gradients of tokens travel home beside the weight gradient of the experts'
-    first product (`inner` columns, I), so many that both take about the same time; None where the transfer
-    runs better alone, on the communicator's SMs.
-
-    Both the bytes of the transfer and the product's operations grow with rows times H, so the share of the
-    SMs follows from the product's columns alone; the transfer also sums a token's rows, which is one more row
-    a token. A transfer on fewer than eight SMs takes much longer; docs/history.md has the measurements.
-
-    None is for a share of more than a quarter of the GPU, or of less than 3 % (leaving eight SMs costs such a
-    long product more than the transfer takes alone), for one rank, and for two ranks with rows above 8 KiB:
-    half of their rows stay where they are.
-
-    Example: 132 SMs, 4 ranks, top-8, rows of 14336 bytes, I = 4096: 10.
-    """
-    share = (1 + _HOME_SUMS / top_k) * _SMS_TIMES_COLUMNS / inner
-    if ranks == 1 or (ranks == 2 and row_bytes > 8192) or not 0.03 <= share <= 0.25:
-        return None
-    return max(8, 2 * round(share * sms / 2))
 
 
 class Beside:

@@ -19,9 +19,7 @@ import pytest
 import torch
 
 import moecomm
-from bench.harness.options import PRESETS
 from moecomm import _C
-from moecomm.overlap import sms_beside_wgrad
 from moecomm.parallel import ParallelFolding
 from moecomm.setup.devices import why_no_cuda
 from moecomm.setup.memory_plan import device_shape
@@ -421,15 +419,6 @@ def test_memory_page_has_the_windows_of_more_ranks() -> None:
         shape = device_shape(**sizes, dtype=torch.bfloat16, wire=None)
         assert round(_C.device_plan_fields(shape)["total"][1] * 4 / mib, 1) == plan
         assert staged == min(4096, 4096 * min(int(ranks), 8) // (int(ranks) - 1) // 8 * 8)
-
-
-def test_performance_page_has_the_sms_of_the_rule() -> None:
-    rows = table_rows(part("performance.md", "SMs by the layer's sizes"))[1:]
-    assert len(rows) == 2 * len(PRESETS)
-    for name, ranks, *said in rows:
-        preset = PRESETS[name]
-        sizes = {"top_k": preset.topk, "row_bytes": 2 * preset.hidden, "inner": 2 * preset.ffn}
-        assert said[1] == str(sms_beside_wgrad(sms=132, ranks=int(ranks), **sizes) or "-")
 
 
 def test_memory_page_has_the_times_of_its_formula() -> None:

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from moecomm.nn import keep_plans
 from tests.gpu import harness
 from tests.gpu.conftest import Pools
-from tests.multirank.moe_cases import LayerCase, change_weights, check_ways, differences, run_layer, ways
+from tests.multirank.moe_cases import WAYS, LayerCase, change_weights, check_ways, differences, run_layer
 from tests.multirank.on_ranks import on_ranks
 from tests.multirank.test_moe_layer import test_timelines
 
@@ -63,9 +63,9 @@ def test_against_the_cpu(rank: int, world_size: int, seed: int) -> None:
 def check_waits(rank: int, world_size: int, case: LayerCase) -> None:
     layer = case.layer()
     x, grad = case.input_here(rank)
-    for way in ways().values():
+    for way in WAYS.values():
         run_layer(layer, x, grad, way)  # what is set up once may wait
-    for way in ways().values():
+    for way in WAYS.values():
         layer.experts.forget_quantized()
         torch.cuda.set_sync_debug_mode("error")
         run_layer(layer, x, grad, way)

@@ -211,16 +211,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "weights later": {"defer_weights": True},
     "nothing kept, weights later": {"keep": "nothing", "defer_weights": True},
 }
-BESIDE: dict[str, dict[str, Any]] = {
-    "home on eight SMs": {"beside_sms": 8},
-    "home on two SMs, rows kept": {"beside_sms": 2, "keep": "rows"},
-    "home before the weights": {"beside_sms": 0},
-}
-"""Ways that only GPUs have."""
-
-
-def ways() -> dict[str, dict[str, Any]]:
-    return WAYS if on_cpu() else WAYS | BESIDE
 
 
 @dataclass(frozen=True)
@@ -317,7 +307,7 @@ def check_ways(rank: int, world_size: int, case: LayerCase) -> list[str]:
     layer, problems = case.layer(), []
     for step in range(2 if on_cpu() else 3):
         x, grad = case.input_here(rank, step)
-        found = {name: run_layer(layer, x, grad, way, case.reentrant) for name, way in ways().items()}
+        found = {name: run_layer(layer, x, grad, way, case.reentrant) for name, way in WAYS.items()}
         found["again"] = run_layer(layer, x, grad, {}, case.reentrant)
         for name, each in found.items():
             problems += differences(found["overlapped"], each, f"rank {rank}, step {step}, {name}")

@@ -537,7 +537,7 @@ def test_a_layer_takes_an_overlap_config_as_a_whole() -> None:
         for value in (True, {"keep": "rows"}):
             with pytest.raises(InvalidArgument, match=r"overlap is .* must be an OverlapConfig"):
                 layer.overlap = value  # type: ignore[assignment]
-        for name in ("keep", "keep_shared", "beside_sms", "defer_weights", "record"):
+        for name in ("keep", "keep_shared", "defer_weights", "record"):
             with pytest.raises(
                 AttributeError, match=rf"{name} is in the layer's OverlapConfig: set layer\.overlap = "
             ):
@@ -546,29 +546,16 @@ def test_a_layer_takes_an_overlap_config_as_a_whole() -> None:
         assert layer.overlap == OverlapConfig(keep="rows", record=True)
 
 
-def test_an_overlap_fits_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moecomm.nn.layer._sms_to_share", lambda comm: 132)
-    layer = MoELayer(MoEConfig(**SIZES), max_tokens=4, overlap=OverlapConfig(beside_sms=66))
-    with layer.comm, pytest.raises(InvalidArgument, match=r"beside_sms is 67, must be at most .* 66"):
-        layer.overlap = OverlapConfig(beside_sms=67)
-
-
 @pytest.mark.parametrize(
     ("fields", "bound"),
     [
         ({"overlap": 1}, "True or False"),
         ({"keep": "row"}, "'all', 'rows' or 'nothing'"),
         ({"keep": None}, "'all', 'rows' or 'nothing'"),
-        ({"beside_sms": -1}, "None, 0 or an integer from 2"),
-        ({"beside_sms": 1}, "None, 0 or an integer from 2"),
-        ({"beside_sms": True}, "None, 0 or an integer from 2"),
-        ({"beside_sms": 2.5}, "None, 0 or an integer from 2"),
-        ({"beside_sms": "all"}, "None, 0 or an integer from 2"),
         ({"defer_weights": None}, "True or False"),
         ({"record": "yes"}, "True or False"),
         ({"keep": "rows", "overlap": False}, "'all' with overlap=False"),
         ({"keep_shared": False, "overlap": False}, "True with overlap=False"),
-        ({"beside_sms": 0, "overlap": False}, "None with overlap=False"),
         ({"defer_weights": True, "overlap": False}, "False with overlap=False"),
         ({"record": True, "overlap": False}, "False with overlap=False"),
     ],

@@ -220,7 +220,7 @@ def test_a_wrong_setting_on_one_rank_is_refused_on_all(pool: Pools) -> None:
 
 
 def test_settings_without_effect_are_refused() -> None:
-    for way in ({"keep": "nothing"}, {"beside_sms": 4}):
+    for way in ({"keep": "nothing"}, {"keep_shared": False}):
         with pytest.raises(InvalidArgument, match=f"{next(iter(way))} is .* with experts of one's own"):
             build(0, 1, {}, 0, overlap=OverlapConfig(**way))
     layer = build(0, 1, FIXED, 0)

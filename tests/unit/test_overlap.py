@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import moecomm
-from moecomm.overlap import Beside, Span, Stages, Timeline, sms_beside_wgrad
+from moecomm.overlap import Beside, Span, Stages, Timeline
 from tests.unit.loopback import FakeGpu, FakeStream
 
 STREAMS = ("compute", "comm")
@@ -191,26 +191,3 @@ def test_nothing_beside(gpu: Gpu, wanted: bool) -> None:
         assert gpu.now.number == 100
     side.join(result)
     assert gpu.log == [] and result.kept_for == [] and not side.apart
-
-
-GPU = {"sms": 132, "ranks": 4, "top_k": 8, "row_bytes": 14336}
-
-
-def test_sms_beside_wgrad() -> None:
-    assert sms_beside_wgrad(**GPU, inner=4096) == 10
-    by_width = [sms_beside_wgrad(**GPU, inner=inner) for inner in (2048, 3072, 4096, 6144)]
-    assert None not in by_width and by_width == sorted(by_width, reverse=True) and len(set(by_width)) > 2
-    assert all(8 <= sms <= 33 and sms % 2 == 0 for sms in by_width if sms is not None)
-    # Another GPU: the same share of its SMs.
-    assert sms_beside_wgrad(**{**GPU, "sms": 264}, inner=3072) == 28
-    # Few experts a token: what is summed at home weighs more.
-    assert sms_beside_wgrad(**{**GPU, "top_k": 2}, inner=4096) == 20
-
-
-def test_transfers_that_are_better_alone() -> None:
-    assert sms_beside_wgrad(**GPU, inner=128) is None  # a quarter of the GPU would not do
-    assert sms_beside_wgrad(**GPU, inner=32768) is None  # eight SMs cost more than they hide
-    assert sms_beside_wgrad(**{**GPU, "ranks": 1}, inner=4096) is None
-    two = {**GPU, "ranks": 2}
-    assert sms_beside_wgrad(**two, inner=4096) is None  # rows above 8 KiB, half of which stay
-    assert sms_beside_wgrad(**{**two, "row_bytes": 8192}, inner=4096) == 10
