@@ -128,14 +128,14 @@ cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureStatu
 // -- the kernels
 
 namespace moecomm::gpu {
-cudaError_t prepare_dispatch_route(const DeviceShape&, bool) { return cudaSuccess; }
-cudaError_t prepare_dispatch_receive(const DeviceShape&, bool) { return cudaSuccess; }
-cudaError_t prepare_combine_reduce(const DeviceShape&, WireFormat, bool) { return cudaSuccess; }
-cudaError_t prepare_combine_sum(const DeviceShape&, WireFormat, bool) { return cudaSuccess; }
+cudaError_t prepare_dispatch_route(const DeviceShape&) { return cudaSuccess; }
+cudaError_t prepare_dispatch_receive(const DeviceShape&) { return cudaSuccess; }
+cudaError_t prepare_combine_reduce(const DeviceShape&, WireFormat) { return cudaSuccess; }
+cudaError_t prepare_combine_sum(const DeviceShape&, WireFormat) { return cudaSuccess; }
 cudaError_t prepare_combine_fused(const DeviceShape&, WireFormat) { return cudaSuccess; }
 cudaError_t prepare_announce() { return cudaSuccess; }
 template <WireFormat wire>
-cudaError_t prepare_dispatch_send(const DeviceShape&, bool) {
+cudaError_t prepare_dispatch_send(const DeviceShape&) {
   return cudaSuccess;
 }
 template <WireFormat wire>
@@ -151,7 +151,7 @@ cudaError_t launch_dispatch_fused(const Launch& launch, const device::Comm&, con
   return note("fused", launch);
 }
 #define MOECOMM_OF(wire)                                                                                     \
-  template cudaError_t prepare_dispatch_send<wire>(const DeviceShape&, bool);                                \
+  template cudaError_t prepare_dispatch_send<wire>(const DeviceShape&);                                      \
   template cudaError_t prepare_dispatch_fused<wire>(const DeviceShape&);                                     \
   template cudaError_t launch_dispatch_send<wire>(const Launch&, const device::Comm&, const SendArguments&); \
   template cudaError_t launch_dispatch_fused<wire>(const Launch&, const device::Comm&, const FusedArguments&);
@@ -179,7 +179,7 @@ cudaError_t launch_combine_fused(const Launch& launch, const device::Comm&,
                                  const CombineArguments& arguments) {
   return note("combine", launch, arguments.after);
 }
-cudaError_t launch_abandon(const Launch& launch, const device::Comm&, Operation, int64_t, int32_t, bool) {
+cudaError_t launch_abandon(const Launch& launch, const device::Comm&, Operation, int64_t, bool) {
   return note("abandon", launch);
 }
 cudaError_t launch_announce(const Launch& launch, const device::Comm&, uint32_t, const char*) {
@@ -197,7 +197,7 @@ const cudaStream_t one = stream(1), two = stream(2);
 /// A communicator of one rank, and arguments for its operations.
 struct Rank {
   explicit Rank(int32_t ranks = 1)
-      : shape{ranks, 1, 8 * ranks, 64, 4096, DType::bfloat16, WireFormat::same, 0, false, 0},
+      : shape{ranks, 1, 8 * ranks, 64, 4096, DType::bfloat16, WireFormat::same, 0, 0},
         comm(DeviceConfig{shape, 0, 5.0, 0, 0, 1}) {
     const std::string name = comm.link_control();
     const auto each = static_cast<size_t>(ranks);
