@@ -218,7 +218,7 @@ cuda12: $(VENV_DONE)
 
 ctest_summary = grep -h -E 'tests passed|No tests were found|\(Skipped\)|\(Not Run\)' $(LOGS)/$(1).log | sed 's/^/    /'
 
-PY_TREES    := $(wildcard moecomm bench tests tools examples)
+PY_TREES    := $(wildcard moecomm bench tests examples)
 CPP_FORMAT   = find csrc tests bench -type f \( -name '*.cpp' -o -name '*.hpp' -o -name '*.cu' -o -name '*.cuh' \)
 
 # The types of the extension, from the extension as it was last built. Built without its CUDA part, other names are Any.
@@ -242,7 +242,7 @@ format: $(DEV_DONE)
 
 clean:
 	@rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	@find moecomm bench tests tools examples -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
+	@find moecomm bench tests examples -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 
 distclean: clean
 	@rm -rf $(VENV)

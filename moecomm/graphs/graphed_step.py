@@ -82,7 +82,8 @@ class GraphedStep:
         update: runs on the gradients once a step is accepted: a function without arguments, such as
             sync_gradients, clip_grad_norm and step together, or, with one rank, an optimizer
             (capturable=True where it has that, its rate a tensor on the GPU if it is to change). The
-            first time it runs as it is, then as a second graph. None: nothing. With it, gradients that there were are added to the graph's.
+            first time it runs as it is, then as a second graph. None: nothing. With it, gradients that
+            there were are added to the graph's.
         group: ranks that decide together: all that `step_fn` communicates with. None: the ranks of the
             layers' communicators, which have to have one group then, and no router that exchanges
             numbers with other ranks (aux_loss "sequence" under TP or CP, or "global").

@@ -3,7 +3,7 @@
 A product's kernel has a tile, which makes 10 to 25 % of its time. A layer that is not in the table takes the
 tiles of the one whose hidden, ffn_hidden and rows an expert are nearest, as ratios.
 
-    python tools/quack_tiles.py      prints the table, and measures tiles for other layers
+    python bench/quack_tiles.py      prints the table, and measures tiles for other layers
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
     folding.group_of("ep", 70)                  # the ranks 64 .. 127
     folding.group("ep")                         # this rank's process group, made on first use
 
-`python tools/draw_folding.py --world 256 --tp 4 --cp 2 --pp 4 --ep 64` draws it. docs/folding.md explains it.
+`python docs/draw_folding.py --world 256 --tp 4 --cp 2 --pp 4 --ep 64` draws it. docs/folding.md explains it.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ import pytest
 import torch
 
 import moecomm
+from docs.draw_folding import main as folding_program
 from moecomm import _C
 from moecomm.parallel import ParallelFolding
 from moecomm.setup.devices import why_no_cuda
@@ -27,7 +28,6 @@ from tests import reference
 from tests.fabric import needs_fabric
 from tests.programs import run_program
 from tests.unit.test_folding import PUBLISHED
-from tools.draw_folding import main as folding_program
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
@@ -585,7 +585,7 @@ def shown_commands() -> list[tuple[str, str]]:
     """(arguments, output) of each command that the page on folding shows."""
     page = (ROOT / "docs" / "folding.md").read_text()
     found = re.findall(
-        r"^    \$ python tools/draw_folding\.py (.*)\n((?:    .*\n|\n(?=    ))*)", page, re.MULTILINE
+        r"^    \$ python docs/draw_folding\.py (.*)\n((?:    .*\n|\n(?=    ))*)", page, re.MULTILINE
     )
     return [(arguments, textwrap.dedent(output)) for arguments, output in found]
 

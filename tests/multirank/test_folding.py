@@ -182,7 +182,7 @@ def test_the_page_shows_how_groups_are_used(pool: Pools) -> None:
 
 
 def test_the_program_prints_a_mapping_or_why_there_is_none() -> None:
-    program = (Path(__file__).parents[2] / "tools" / "draw_folding.py", "--world", "16", "--tp", "2")
+    program = (Path(__file__).parents[2] / "docs" / "draw_folding.py", "--world", "16", "--tp", "2")
     assert "EP 8: inside a node" in run_program(*program, "--ep", "8").out.splitlines()
     done = run_program(*program, "--ep", "5", code=2)
     assert "ep is 5, expected a divisor of" in done.err and "Nearest that fit: ep=4 or ep=8 or" in done.err

@@ -16,10 +16,10 @@ from hypothesis import given, settings
 from hypothesis import seed as hypothesis_seed
 from hypothesis import strategies as st
 
+from docs.draw_folding import main
 from moecomm.errors import InvalidArgument
 from moecomm.parallel import ParallelFolding
 from tests import seeds
-from tools.draw_folding import main
 
 Arguments = dict[str, Any]
 SIZES = ("tp", "cp", "pp", "ep", "etp")

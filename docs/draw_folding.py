@@ -1,7 +1,7 @@
 """Draws a parallel folding: its groups and which of them stay inside a node, and its two grids of ranks.
 
-    python tools/draw_folding.py --world 256 --tp 4 --cp 2 --pp 4 --ep 64
-    python tools/draw_folding.py --world 256 --tp 4 --cp 2 --pp 4 --ep 64 --rank 70     one rank's groups
+    python docs/draw_folding.py --world 256 --tp 4 --cp 2 --pp 4 --ep 64
+    python docs/draw_folding.py --world 256 --tp 4 --cp 2 --pp 4 --ep 64 --rank 70     one rank's groups
 
 Rank r is on node r // gpus_per_node. A grid is a table: the columns are the innermost dimension of more than
 one rank, a row is a place in the others; a dimension of more than 16 ranks goes over several rows. Long

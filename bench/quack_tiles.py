@@ -1,7 +1,7 @@
 """Finds the fastest tiles of quack's kernels for a layer, on the GPU that is here.
 
-    python tools/quack_tiles.py                                     prints the table in use
-    python tools/quack_tiles.py --hidden 4096 --ffn 1536 --experts 32 --rows 1024
+    python bench/quack_tiles.py                                     prints the table in use
+    python bench/quack_tiles.py --hidden 4096 --ffn 1536 --experts 32 --rows 1024
 
 The second measures the tiles of `CANDIDATES` for each product of local experts with that many rows each: the
 fastest, with its time and those of the next ones, and at the end all of them as moecomm/kernels/tiles.py has

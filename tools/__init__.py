@@ -1,1 +1,0 @@
-"""Programs for people who use or tune moecomm; nothing imports them."""
