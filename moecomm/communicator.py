@@ -910,9 +910,9 @@ class Communicator:
         dispatch_calls, dispatch_seconds, combine_calls, combine_seconds (of each kind of transfer, forward
         and backward), wait_seconds (of both, waiting for peers), late_seconds (a list: how long this rank
         waited for each rank to begin operations), rows_in (tokens brought), rows_out (rows got), bytes_wire
-        (row bytes that crossed between ranks, counted at the owner of the experts), bytes_staged (CPU: row
-        bytes of dispatches that this rank copied to its own memory for other ranks of its node, since they
-        were not from `empty_input`), plans_made, plans_reused, network_puts, network_bytes,
+        (row bytes that crossed between ranks, counted at the owner of the experts), bytes_staged (row bytes
+        of dispatches that this rank copied to its own memory for other ranks of its node, since they were
+        not from `empty_input`; 0 on CUDA), plans_made, plans_reused, network_puts, network_bytes,
         network_row_bytes (messages, bytes, and bytes of rows sent to other nodes).
 
         A rank that holds the others up, since it computes longer or was descheduled, has the largest

@@ -661,7 +661,7 @@ class CudaBackend(Announcing):
         with self._lock, self._gpu.current():
             before = self._stats_before
             found = {name: _less(value, before.get(name)) for name, value in self._native.stats().items()}
-        return {"plans_reused": 0, **found}
+        return {"plans_reused": 0, "bytes_staged": 0, **found}
 
     def reset_stats(self) -> None:
         """Sets the counters to zero."""
