@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, Literal, NoReturn, overload
+from typing import Any, Literal, NoReturn, ParamSpec, TypeVar, overload
 
 import torch
 import torch.distributed as dist
@@ -39,13 +40,10 @@ from moecomm.errors import CommunicatorClosed, InvalidArgument, MoecommError
 from moecomm.setup.checks import (
     DEFAULT_TIMEOUT,
     absence_seconds,
-    check_combine_wire,
-    check_dtype,
-    check_gradient_wire,
+    check_formats,
     check_num_sms,
     check_ranks_per_node,
     check_sizes,
-    check_wire,
     timeout_seconds,
 )
 from moecomm.setup.devices import choose_device
@@ -72,6 +70,8 @@ from moecomm.types import (
     build,
 )
 
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
 Array = Any
 """A torch.Tensor, or an array that shares its memory by DLPack or `__cuda_array_interface__`."""
 
@@ -105,6 +105,19 @@ def _break_graph(reason: str) -> None:
     torch._dynamo.graph_break(msg=f"moecomm: {reason}")
 
 
+def _outside_graph(operation: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """Makes an operation one that breaks a graph of torch.compile."""
+    outside = _disable_dynamo(operation)
+
+    @functools.wraps(operation)
+    def run(*arguments: Parameters.args, **options: Parameters.kwargs) -> Result:
+        if torch.compiler.is_compiling():
+            return outside(*arguments, **options)
+        return operation(*arguments, **options)
+
+    return run
+
+
 class Communicator:
     """Dispatch and combine for expert parallelism between the ranks of `group`.
 
@@ -119,19 +132,14 @@ class Communicator:
         top_k: K, columns of `topk_idx`; tokens with fewer experts fill up with -1.
         max_tokens: the most tokens that a rank brings to one call.
         dtype: of the rows: float32, bfloat16, float16, or float64 on the CPU.
-        wire: format in which the rows of a dispatch travel (docs/data_formats.md); None is `dtype`. CUDA
-            only, hidden a multiple of 16: "fp8" is float8_e4m3fn with a float32 scale for each 128 columns of
-            a row, "mxfp8" with a power of two, float8_e8m0fnu, for each 32. hidden a multiple of 32: "nvfp4"
-            is float4_e2m1 with a float8_e4m3fn scale for each 16 columns and a float32 one of the row.
-            Combine and the backward of both travel in `dtype`, unless the next two say otherwise.
-        combine_wire: format in which the sums of a combine travel to the tokens' homes; None is `dtype`.
-            "fp8" (CUDA, hidden a multiple of 16): owners sum in float32 and send float8_e4m3fn with
-            a float32 scale for each 128 columns, and homes add these in float32; between nodes the sum of a
-            node travels so, of what its owners send each other in `dtype`. The backward of dispatch, which is
-            a combine, travels in `dtype`.
+        wire: format in which the rows of a dispatch travel: None (`dtype`), or on CUDA "fp8", "mxfp8" (hidden
+            a multiple of 16) or "nvfp4" (of 32), which docs/data_formats.md describes. Combine and the
+            backward of both travel in `dtype`, unless the next two say otherwise.
+        combine_wire: format in which the sums of a combine travel to the tokens' homes, which add them in
+            float32: None (`dtype`), or on CUDA "fp8" (hidden a multiple of 16). The backward of dispatch,
+            which is a combine, travels in `dtype`.
         gradient_wire: format in which gradients travel to the experts, in the backward of a combine without
-            weights and in `redispatch(gradients=True)`; None is `dtype`. "fp8" or "mxfp8" as of `wire`
-            (CUDA). The backward of a combine with weights travels in `dtype`.
+            weights and in `redispatch(gradients=True)`: None (`dtype`), or on CUDA "fp8" or "mxfp8".
         device: where the tensors are; None is the current CUDA device, or the CPU where torch finds no GPU.
             A rank has a GPU of its own, of compute capability 9.0 or 10.x.
         ranks_per_node: ranks that share memory; None finds out by the hosts. Less than a host has emulates
@@ -204,10 +212,7 @@ class Communicator:
             ranks_per_node = check_ranks_per_node(size, ranks_per_node)
             env = read_env()
             num_sms = check_num_sms(num_sms, place)
-            check_dtype(dtype, place)
-            check_wire(wire, place, hidden)
-            check_combine_wire(combine_wire, place, hidden)
-            check_gradient_wire(gradient_wire, place, hidden)
+            check_formats(place, hidden, dtype, wire, combine_wire, gradient_wire)
         except MoecommError as failed:
             error = failed
         arguments = {
@@ -280,32 +285,20 @@ class Communicator:
             place = torch.device("cuda")
         else:
             place = choose_device(device)
-        check_dtype(dtype, place)
-        check_wire(wire, place, hidden)
-        check_combine_wire(combine_wire, place, hidden)
-        check_gradient_wire(gradient_wire, place, hidden)
-        if place.type == "cuda":
-            sizes = device_shape(
-                ranks=ranks,
-                num_experts=num_experts,
-                top_k=top_k,
-                hidden=hidden,
-                max_tokens=max_tokens,
-                dtype=dtype,
-                wire=wire,
-                ranks_per_node=ranks_per_node,
-                whole_sources=whole_sources(read_env()),
-            )
-            return plan_device_memory(sizes, ranks_per_node)
-        shape = window_shape(
-            ranks=ranks,
-            top_k=top_k,
-            hidden=hidden,
-            max_tokens=max_tokens,
-            dtype=dtype,
-            ranks_per_node=ranks_per_node,
-        )
-        return plan_memory(shape, ranks_per_node)
+        check_formats(place, hidden, dtype, wire, combine_wire, gradient_wire)
+        sizes: dict[str, Any] = {
+            "ranks": ranks,
+            "top_k": top_k,
+            "hidden": hidden,
+            "max_tokens": max_tokens,
+            "dtype": dtype,
+            "ranks_per_node": ranks_per_node,
+        }
+        if place.type != "cuda":
+            return plan_memory(window_shape(**sizes), ranks_per_node)
+        sources = whole_sources(read_env())
+        shape = device_shape(**sizes, num_experts=num_experts, wire=wire, whole_sources=sources)
+        return plan_device_memory(shape, ranks_per_node)
 
     # -- operations ------------------------------------------------------------------------------------
 
@@ -424,16 +417,8 @@ class Communicator:
             OutOfMemory: no memory for the output; on the caller.
             CommunicatorClosed: after `close()`.
         """
-        arguments = (
-            x_TH,
-            topk_idx_TK,
-            topk_weights_TK,
-            layout,
-            alignment,
-            capacity,
-            expert_capacity,
-            dequantize,
-        )
+        tensors = (x_TH, topk_idx_TK, topk_weights_TK)
+        arguments = (*tensors, layout, alignment, capacity, expert_capacity, dequantize)
         if not torch.compiler.is_compiling():
             return self._dispatch(*arguments, async_op, _layer)
         if capacity is None or async_op:
@@ -595,21 +580,11 @@ class Communicator:
 
     @overload
     def combine(
-        self,
-        rows_PH: Array,
-        handle: Handle,
-        *,
-        weights: Array | None = None,
-        async_op: Literal[True],
+        self, rows_PH: Array, handle: Handle, *, weights: Array | None = None, async_op: Literal[True]
     ) -> Work[torch.Tensor]: ...
 
     def combine(
-        self,
-        rows_PH: Array,
-        handle: Handle,
-        *,
-        weights: Array | None = None,
-        async_op: bool = False,
+        self, rows_PH: Array, handle: Handle, *, weights: Array | None = None, async_op: bool = False
     ) -> torch.Tensor | Work[torch.Tensor]:
         """Brings rows back to the tokens of the dispatch that made `handle`, and sums them there.
 
@@ -638,7 +613,7 @@ class Communicator:
             return self._combine(rows_PH, handle, weights, async_op)
         if async_op or not isinstance(handle.plan, TensorPlan):
             _break_graph("a combine is in a graph with async_op=False and a dispatch of that graph alone")
-            return self._combine_outside_graph(rows_PH, handle, weights, async_op)
+            return self._combine(rows_PH, handle, weights, async_op)
         self._check_combine(rows_PH, handle, weights)
         blob, layout, tokens, rows, _ = handle.plan
         return torch.ops.moecomm.combine(self._id, rows_PH, weights, blob, layout, tokens, rows)
@@ -649,6 +624,7 @@ class Communicator:
         if weights is not None:
             check_weights("weights", weights, (handle.num_rows,), "(P,)", self.dtype, self.device)
 
+    @_outside_graph
     def _combine(
         self, rows_PH: Any, handle: Handle, weights: Any, async_op: bool
     ) -> torch.Tensor | Work[torch.Tensor]:
@@ -675,8 +651,6 @@ class Communicator:
             return backend.launch(name, begin, backend.finish_combine, finish, inputs)
         return backend.launch(name, execute, None, finish, inputs)
 
-    _combine_outside_graph = _disable_dynamo(_combine)
-
     @overload
     def redispatch(
         self, x_TH: Array, handle: Handle, *, gradients: bool = False, async_op: Literal[False] = False
@@ -687,6 +661,7 @@ class Communicator:
         self, x_TH: Array, handle: Handle, *, gradients: bool = False, async_op: Literal[True]
     ) -> Work[torch.Tensor]: ...
 
+    @_outside_graph
     def redispatch(
         self, x_TH: Array, handle: Handle, *, gradients: bool = False, async_op: bool = False
     ) -> torch.Tensor | Work[torch.Tensor]:
@@ -709,12 +684,6 @@ class Communicator:
         Raises:
             As combine.
         """
-        run = self._redispatch_outside_graph if torch.compiler.is_compiling() else self._redispatch
-        return run(x_TH, handle, gradients, async_op)
-
-    def _redispatch(
-        self, x_TH: Array, handle: Handle, gradients: bool, async_op: bool
-    ) -> torch.Tensor | Work[torch.Tensor]:
         backend = self._open()
         (x,) = self._shared(backend, x_TH)
 
@@ -730,8 +699,6 @@ class Communicator:
         if async_op:
             return backend.launch("moecomm redispatch", execute, None, finish, (x,))
         return finish(backend.run("moecomm redispatch", execute))
-
-    _redispatch_outside_graph = _disable_dynamo(_redispatch)
 
     @overload
     def dispatch_backward(
@@ -753,6 +720,7 @@ class Communicator:
         async_op: Literal[True],
     ) -> Work[tuple[torch.Tensor, torch.Tensor | None]]: ...
 
+    @_outside_graph
     def dispatch_backward(
         self,
         grad_rows_PH: Array,
@@ -778,13 +746,6 @@ class Communicator:
         Raises:
             As combine.
         """
-        compiling = torch.compiler.is_compiling()
-        run = self._dispatch_backward_outside_graph if compiling else self._dispatch_backward
-        return run(grad_rows_PH, handle, grad_weights, async_op)
-
-    def _dispatch_backward(
-        self, grad_rows_PH: Array, handle: Handle, grad_weights: Array | None, async_op: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None] | Work[tuple[torch.Tensor, torch.Tensor | None]]:
         backend = self._open()
         rows, weights = self._shared(backend, grad_rows_PH, grad_weights)
 
@@ -804,8 +765,6 @@ class Communicator:
         if async_op:
             return backend.launch(name, execute, None, lambda result: result, (rows, weights))
         return backend.run(name, execute)
-
-    _dispatch_backward_outside_graph = _disable_dynamo(_dispatch_backward)
 
     def begin_dispatch(
         self,
@@ -909,20 +868,15 @@ class Communicator:
 
         dispatch_calls, dispatch_seconds, combine_calls, combine_seconds (of each kind of transfer, forward
         and backward), wait_seconds (of both, waiting for peers), late_seconds (a list: how long this rank
-        waited for each rank to begin operations), rows_in (tokens brought), rows_out (rows got), bytes_wire
-        (row bytes that crossed between ranks, counted at the owner of the experts), bytes_staged (row bytes
-        of dispatches that this rank copied to its own memory for other ranks of its node, since they were
+        waited for each rank to begin operations, so that one that holds the others up has the largest on all
+        ranks but its own; waits for several pass at the same time), rows_in (tokens brought), rows_out (rows
+        got), bytes_wire (row bytes that crossed between ranks, counted at the owner of the experts),
+        bytes_staged (row bytes of dispatches that were copied for other ranks of the node, since they were
         not from `empty_input`; 0 on CUDA), plans_made, plans_reused, network_puts, network_bytes,
         network_row_bytes (messages, bytes, and bytes of rows sent to other nodes).
 
-        A rank that holds the others up, since it computes longer or was descheduled, has the largest
-        late_seconds on all ranks but its own. Waits for several ranks pass at the same time, so they do not
-        add up to wait_seconds.
-
-        On CUDA the seconds are those of the kernels, by the GPU's clock (wait_seconds: until all ranks had
-        begun the operation), and host_wait_seconds is what the host waited for row counts. The device counts
-        seconds, rows_out and bytes_wire, also in replays of a graph; asking waits for a small copy from it,
-        on a stream of its own, and finds what has ended.
+        On CUDA the seconds are those of the kernels, by the GPU's clock, and host_wait_seconds is what the
+        host waited for row counts; replays of a graph count. Asking waits for a small copy from the device.
         """
         return self._open().stats()
 

@@ -5,7 +5,6 @@ moecomm/arguments.py checks the arguments of its calls.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -58,45 +57,39 @@ def check_sizes(size: int, num_experts: Any, hidden: Any, top_k: Any, max_tokens
         )
 
 
-def check_dtype(dtype: torch.dtype, device: torch.device) -> None:
-    """Raises Unsupported for rows that the device has no kernels for."""
+def check_formats(
+    device: torch.device,
+    hidden: int,
+    dtype: torch.dtype,
+    wire: Any = None,
+    combine_wire: Any = None,
+    gradient_wire: Any = None,
+) -> None:
+    """Raises Unsupported or InvalidArgument for a dtype that the device has no kernels for, and for formats
+    in which rows, sums of a combine, or gradients on their way to the experts can't travel."""
     if device.type == "cuda" and dtype not in CUDA_DTYPES:
         raise Unsupported(
             f"dtype is {dtype} on {device}, expected {', '.join(map(str, CUDA_DTYPES))}: use float32 there, "
             "or device='cpu' for float64"
         )
-
-
-def check_wire(wire: Any, device: torch.device, hidden: int) -> None:
-    """Raises Unsupported or InvalidArgument for a format in which rows can't travel."""
-    _check_format("wire", "rows", tuple(WIRE_FORMATS), wire, device, hidden)
-
-
-def check_combine_wire(wire: Any, device: torch.device, hidden: int) -> None:
-    """Raises Unsupported or InvalidArgument for a format in which sums of a combine can't travel."""
-    _check_format("combine_wire", "sums", ("fp8",), wire, device, hidden)
-
-
-def check_gradient_wire(wire: Any, device: torch.device, hidden: int) -> None:
-    """Raises Unsupported or InvalidArgument for a format in which gradients can't travel to the experts."""
-    _check_format("gradient_wire", "gradients", ("fp8", "mxfp8"), wire, device, hidden)
-
-
-def _check_format(
-    name: str, what: str, formats: Sequence[str], wire: Any, device: torch.device, hidden: int
-) -> None:
-    if wire is None:
-        return
-    if device.type != "cuda":
-        raise Unsupported(
-            f"{name} is {wire!r}: on the {device.type} {what} travel in their own dtype; pass {name}=None"
-        )
-    if wire not in formats:
-        names = " and ".join(map(repr, formats))
-        raise Unsupported(f"{name} is {wire!r}, this version has None (the rows' dtype) and {names}")
-    unit = WIRE_FORMATS[wire].unit
-    if hidden % unit != 0:
-        raise InvalidArgument(f"hidden is {hidden}, expected a multiple of {unit} with {name}={wire!r}")
+    for name, what, formats, asked in (
+        ("wire", "rows", tuple(WIRE_FORMATS), wire),
+        ("combine_wire", "sums", ("fp8",), combine_wire),
+        ("gradient_wire", "gradients", ("fp8", "mxfp8"), gradient_wire),
+    ):
+        if asked is None:
+            continue
+        if device.type != "cuda":
+            raise Unsupported(
+                f"{name} is {asked!r}: on the {device.type} {what} travel in their own dtype; pass "
+                f"{name}=None"
+            )
+        if asked not in formats:
+            names = " and ".join(map(repr, formats))
+            raise Unsupported(f"{name} is {asked!r}, this version has None (the rows' dtype) and {names}")
+        unit = WIRE_FORMATS[asked].unit
+        if hidden % unit != 0:
+            raise InvalidArgument(f"hidden is {hidden}, expected a multiple of {unit} with {name}={asked!r}")
 
 
 def check_ranks_per_node(size: int, ranks_per_node: Any) -> int | None:

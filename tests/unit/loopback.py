@@ -521,6 +521,4 @@ def loopback(monkeypatch: pytest.MonkeyPatch) -> None:
         return CudaBackend(torch.device("cpu"), rendezvous, arguments, error, dtype, num_sms)
 
     monkeypatch.setattr("moecomm.communicator.make_backend", make)
-    monkeypatch.setattr("moecomm.communicator.check_wire", lambda *arguments: None)
-    monkeypatch.setattr("moecomm.communicator.check_combine_wire", lambda *arguments: None)
-    monkeypatch.setattr("moecomm.communicator.check_gradient_wire", lambda *arguments: None)
+    monkeypatch.setattr("moecomm.communicator.check_formats", lambda *arguments: None)

@@ -20,7 +20,7 @@ from moecomm.arguments import (
     require_integer,
     weight_dtype,
 )
-from moecomm.setup.checks import check_dtype
+from moecomm.setup.checks import check_formats
 
 CPU = torch.device("cpu")
 
@@ -155,11 +155,11 @@ def test_integers(value: object) -> None:
 
 
 def test_rows_of_float64_are_for_the_cpu() -> None:
-    check_dtype(torch.float64, CPU)
-    check_dtype(torch.float32, torch.device("cuda", 1))
+    check_formats(CPU, 16, torch.float64)
+    check_formats(torch.device("cuda", 1), 16, torch.float32)
     text = r"dtype is torch\.float64 on cuda:1, .*: use float32 there, or device='cpu'"
     with pytest.raises(Unsupported, match=text):
-        check_dtype(torch.float64, torch.device("cuda", 1))
+        check_formats(torch.device("cuda", 1), 16, torch.float64)
 
 
 def test_tensors_of_torch_func_are_refused() -> None:

@@ -19,7 +19,7 @@ from moecomm.arguments import check_dispatch, check_wire_options
 from moecomm.backends.arrays import shared_tensor
 from moecomm.backends.order import ProcessLock
 from moecomm.setup import discovery
-from moecomm.setup.checks import check_combine_wire, check_gradient_wire
+from moecomm.setup.checks import check_formats
 from moecomm.types import Layout
 from tests.unit.loopback import FakeGpu, FakeWindow, LoopbackNative, loopback
 
@@ -402,29 +402,20 @@ def test_gradients_alone_travel_in_gradient_wire() -> None:
     assert native.gradients == [False]
 
 
-def test_bad_formats_of_gradients() -> None:
-    cuda = torch.device("cuda")
-    check_gradient_wire("mxfp8", cuda, 32)
-    for arguments, error, words in (
-        (("fp8", torch.device("cpu"), 16), moecomm.Unsupported, "gradients travel in their own dtype"),
-        (("nvfp4", cuda, 32), moecomm.Unsupported, "None .* and 'fp8' and 'mxfp8'"),
-        (("fp8", cuda, 24), moecomm.InvalidArgument, "with gradient_wire='fp8'"),
+def test_bad_formats() -> None:
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    check_formats(cpu, 7, torch.float32)
+    check_formats(cuda, 32, torch.float32, combine_wire="fp8", gradient_wire="mxfp8")
+    for device, hidden, name, wire, error, words in (
+        (cpu, 16, "gradient_wire", "fp8", moecomm.Unsupported, "gradients travel in their own dtype"),
+        (cuda, 32, "gradient_wire", "nvfp4", moecomm.Unsupported, "None .* and 'fp8' and 'mxfp8'"),
+        (cuda, 24, "gradient_wire", "fp8", moecomm.InvalidArgument, "with gradient_wire='fp8'"),
+        (cpu, 16, "combine_wire", "fp8", moecomm.Unsupported, "on the cpu sums travel in their own"),
+        (cuda, 16, "combine_wire", "mxfp8", moecomm.Unsupported, "this version has None"),
+        (cuda, 24, "combine_wire", "fp8", moecomm.InvalidArgument, "a multiple of 16"),
     ):
         with pytest.raises(error, match=words):
-            check_gradient_wire(*arguments)
-
-
-def test_bad_formats_of_sums() -> None:
-    cuda = torch.device("cuda")
-    check_combine_wire(None, torch.device("cpu"), 7)
-    check_combine_wire("fp8", cuda, 16)
-    for arguments, error, words in (
-        (("fp8", torch.device("cpu"), 16), moecomm.Unsupported, "on the cpu sums travel in their own"),
-        (("mxfp8", cuda, 16), moecomm.Unsupported, "this version has None"),
-        (("fp8", cuda, 24), moecomm.InvalidArgument, "a multiple of 16"),
-    ):
-        with pytest.raises(error, match=words):
-            check_combine_wire(*arguments)
+            check_formats(device, hidden, torch.float32, **{name: wire})
 
 
 @pytest.mark.usefixtures("loopback")
