@@ -52,7 +52,7 @@ PRELOAD = [
     "torch",
     "torch.distributed",
     "torch.utils.checkpoint",
-    "torch._inductor.config",  # torch.use_deterministic_algorithms() looks into it: half a second a rank
+    "torch._inductor.pattern_matcher",  # with all that torch.compile imports at first: three seconds a rank
     "torch.distributed.checkpoint",
     "numpy",
     "matplotlib.pyplot",  # of examples/train_lm.py

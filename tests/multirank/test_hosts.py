@@ -29,14 +29,8 @@ FALLOCATE, PIDFD_OPEN = 285, 434  # numbers of system calls on x86-64
 def _build(**more: Any) -> Any:
     import moecomm
 
-    sizes: dict[str, Any] = {
-        "num_experts": 4,
-        "hidden": 8,
-        "top_k": 2,
-        "max_tokens": 6,
-        "dtype": torch.float32,
-    }
-    return moecomm.Communicator(**sizes, timeout=20.0, **more)
+    sizes: dict[str, Any] = {"num_experts": 4, "hidden": 8, "top_k": 2, "max_tokens": 6}
+    return moecomm.Communicator(**{**sizes, "dtype": torch.float32, "timeout": 20.0, **more})
 
 
 def _in_phase(phase: str, what: Callable[[], AbstractContextManager[Any]]) -> None:
@@ -103,7 +97,7 @@ def _lacking(rank: int, world_size: int, what: str, more: dict[str, Any]) -> Cau
     return catch(lambda: _build(**more))
 
 
-NODES = {"ranks_per_node": 1}
+NODES = {"ranks_per_node": 1, "timeout": 8.0}
 
 
 @pytest.mark.parametrize(
