@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 import moecomm._C as _C
+from moecomm.arguments import require_integer
 from moecomm.env import Env
 from moecomm.errors import InvalidArgument
 
@@ -25,17 +26,8 @@ _WHOLE_SOURCES = 8  # kWholeSources in csrc/layout/device_window.hpp
 class MemoryPlan:
     """Sections of one rank's window. `str()` is a table.
 
-    With R ranks, M = max_tokens, K = top_k, H = hidden, b bytes an element, w bytes a weight (4; 8 for
-    float64), a window for CUDA tensors is device memory, taken as a whole when the communicator is built:
-    some 2*M*min(R,K)*H*b, of up to nine ranks of one node 2*M*(R-1)*H*b at least; with several nodes a rank
-    takes `host_bytes` of host memory besides, some 3*(N-1)*M*H*b (docs/memory.md). One for CPU tensors is
-    shared memory: every section rounded up to 4096 bytes, the large ones are, twice each because uses
-    alternate between two copies: rows M*H*b, combine slots M*min(R,K)*H*b, ids M*K*4, weights and their
-    gradients M*K*w each, and input rows M*H*b, which take memory only when `empty_input` is first called.
-    With N nodes, R in this formula is the ranks of a node, and for each of the N-1 other nodes there are,
-    also twice each: relay rows M*H*b, ids M*K*4, weights M*K*w and two sections of gradients M*K*w; and
-    once, for rows on their way, sixteen chunks and, with more than one rank a node, four times min(R,K)
-    chunks. A chunk is a sixteenth of M*H*b, but at least 0.5 MiB and at most 4 MiB.
+    A window for CUDA tensors is device memory, taken as a whole when the communicator is built, one for CPU
+    tensors is shared memory; docs/memory.md has the sections with their sizes.
 
     Attributes:
         sections: (name, offset, bytes) in the order of the window.
@@ -80,8 +72,7 @@ def window_shape(
         names = ", ".join(str(known) for known in NATIVE_DTYPES)
         raise InvalidArgument(f"dtype is {dtype}, expected one of {names}")
     for name, value in (("ranks", ranks), ("top_k", top_k), ("hidden", hidden), ("max_tokens", max_tokens)):
-        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 2**31:
-            raise InvalidArgument(f"{name} is {value!r}, expected an integer from 1 to {2**31 - 1}")
+        require_integer(name, value, 1)
     if hidden * dtype.itemsize % 16 != 0:
         raise InvalidArgument(
             f"hidden is {hidden}: a row of {dtype} would have {hidden * dtype.itemsize} bytes, "

@@ -783,13 +783,13 @@ def test_statistics_begin_again() -> None:
     """Counters that the device keeps are never set to zero; the difference is shown."""
     comm, native, _ = _comm()
     native.stats = lambda: {"dispatch_calls": 2, "rows_out": 30}  # type: ignore[method-assign]
-    assert comm.stats() == {"dispatch_calls": 2, "rows_out": 30, "plans_reused": 0}
+    assert comm.stats() == {"dispatch_calls": 2, "rows_out": 30, "plans_reused": 0, "bytes_staged": 0}
     before = {"dispatch_calls": 0, "late_seconds": [1.5]}
     after = {"dispatch_calls": 1, "late_seconds": [3.5]}
     native.stats = lambda: {**before, "rows_out": 30}  # type: ignore[method-assign]
     comm.reset_stats()
     native.stats = lambda: {**after, "rows_out": 37}  # type: ignore[method-assign]
-    want = {"dispatch_calls": 1, "rows_out": 7, "late_seconds": [2.0], "plans_reused": 0}
+    want = {"dispatch_calls": 1, "rows_out": 7, "late_seconds": [2.0], "plans_reused": 0, "bytes_staged": 0}
     assert comm.stats() == want
 
 
