@@ -88,9 +88,8 @@ def _plan_view(plan: _C.Plan, name: str) -> torch.Tensor:
 
 
 class CpuBackend(Announcing):
-    """Owns the native communicator. Methods take and return tensors, and do no more checking than the
-    runtime does.
-    """
+    """Owns the native communicator. Methods are those of `Backend`; they do no more checking than the runtime
+    does."""
 
     stream = None
     wire_tensors: WireTensors | None = None
@@ -197,11 +196,9 @@ class CpuBackend(Announcing):
         raise Unsupported("limit_sms is for CUDA communicators; on the CPU num_sms is given once, as threads")
 
     def dispatch(self, call: DispatchCall) -> RawDispatch:
-        """Sends rows and receives those that arrive."""
         return self.finish_dispatch(self.begin_dispatch(call))
 
     def begin_dispatch(self, call: DispatchCall) -> _Begun:
-        """Publishes the rows and makes the plan."""
         x_TH, ids_TK = _dense(call.x_TH), _dense(call.topk_idx_TK)
         weights_TK = _dense_or_none(call.topk_weights_TK)
         x, ids, weights = _address(x_TH), _address(ids_TK), _address(weights_TK)
@@ -221,7 +218,6 @@ class CpuBackend(Announcing):
         return _Begun(plan, call.layout == "rank", weights_TK is not None, x_TH)
 
     def finish_dispatch(self, begun: _Begun, directly: bool = True) -> RawDispatch:
-        """Copies the rows from the peers into new tensors."""
         self._announced = True
         plan, by_rank, has_weights, *_ = begun
         weights = topk_idx_PK = index = None
@@ -290,9 +286,6 @@ class CpuBackend(Announcing):
         other_PH: torch.Tensor | None,
         gradients: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Sends rows along a kept plan and returns (received rows (P, H) times scales, dots (P,)). dots[p] =
-        <row p, other[p]> with `other_PH`, else dots is None. `gradients`: without both, rows travel in the
-        gradient_wire."""
         plan = self._plan(plan)
         rows_TH, scales_P, other_PH = _dense(rows_TH), _dense_or_none(scales_P), _dense_or_none(other_PH)
         out_PH = self._empty((plan.rows, self.hidden), self.dtype)
@@ -317,13 +310,12 @@ class CpuBackend(Announcing):
     def begin_combine(
         self, plan: _C.Plan | TensorPlan, rows_PH: torch.Tensor, weights_P: torch.Tensor | None
     ) -> torch.Tensor:
-        """Returns y (T, H): the first half is all of it."""
+        # The first half is all of it.
         y_TH, _ = self.combine(plan, rows_PH, weights_P, None, forward=True)
         assert y_TH is not None
         return y_TH
 
     def finish_combine(self, begun: torch.Tensor) -> torch.Tensor:
-        """Returns what `begin_combine` did."""
         return begun
 
     def combine(
@@ -334,8 +326,6 @@ class CpuBackend(Announcing):
         weight_grads: torch.Tensor | None,
         forward: bool = False,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Sums rows per token and returns (y_TH, or None without rows; gradients (T, K) of the routing
-        weights, or None without weight_grads). `forward`: sums travel in the combine_wire."""
         plan = self._plan(plan)
         rows_PH, weights_P = _dense_or_none(rows_PH), _dense_or_none(weights_P)
         weight_grads = _dense_or_none(weight_grads)
@@ -355,7 +345,6 @@ class CpuBackend(Announcing):
         return y_TH, grads_TK
 
     def empty_input(self, num_tokens: int) -> torch.Tensor:
-        """Returns an uninitialised (num_tokens, H) tensor in the window."""
         self._announced = True  # no other rank calls it
         if num_tokens == 0:
             return torch.empty((0, self.hidden), dtype=self.dtype, device="cpu")
@@ -367,23 +356,18 @@ class CpuBackend(Announcing):
             self._native.fail(getattr(_C.ErrorKind, kind), text)
 
     def check(self) -> None:
-        """Raises the pending error, if any: CapacityExceeded, or the one that broke the communicator."""
         self._native.check()
 
     def stats(self) -> dict[str, Any]:
-        """Returns the counters since construction or the last reset."""
         return dict(self._native.stats())
 
     def reset_stats(self) -> None:
-        """Sets the counters to zero."""
         self._native.reset_stats()
 
     def last_phases(self) -> dict[str, dict[str, float]]:
-        """Raises Unsupported."""
         raise Unsupported("last_phases() is of CUDA: operations on the CPU have no clock of their phases")
 
     def close(self) -> None:
-        """Ends operations under way, tells the peers, and frees the window."""
         self._order.finish()
         if not self._native.close():
             warn_of_thread()

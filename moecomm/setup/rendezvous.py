@@ -200,8 +200,8 @@ class Rendezvous:
         return messages
 
     def _cause(self, phase: str, error: PeerTimeout | PeerLost) -> MoecommError:
-        """Returns the error that the peer named by `error` has raised itself, or the one that this names, and
-        so on; `error` where all of them lost a peer, or say nothing."""
+        """Follows the chain of blamed peers to the first error that is not about a lost peer; returns `error`
+        where there is none, or a peer says nothing."""
         found: MoecommError = error
         asked = {self.rank}
         while isinstance(found, _LOST):
@@ -263,11 +263,7 @@ class Rendezvous:
                     raise self._timeout(phase, peer, limit) from error
 
     def _receive(self, phase: str, peer: int, deadline: float, limit: float) -> dict[str, Any]:
-        message = json.loads(self._get(phase, f"{phase}/{peer}", peer, deadline, limit))
-        if not isinstance(message, dict):
-            raise MoecommError(
-                f"rank {self.rank}, {phase}: rank {peer} sent {type(message).__name__}, expected an object"
-            )
+        message: dict[str, Any] = json.loads(self._get(phase, f"{phase}/{peer}", peer, deadline, limit))
         return message
 
     def _timeout(self, phase: str, peer: int, limit: float) -> PeerTimeout:
