@@ -3,13 +3,10 @@
 
 --help lists the flags."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
-if not __package__:  # started as a file: the folder above bench/ is not on the path yet
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started as a file: where bench/ is
 
 from bench.harness.launch import main
 

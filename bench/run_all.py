@@ -94,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: GPUs if there are any")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--layers", action="store_true", help="whole layers, forward and backward")
-    what.add_argument("--training", action="store_true", help="microbatches of a training step, and models")
+    what.add_argument("--training", action="store_true", help="microbatches of a training step")
     what.add_argument("--nodes", action="store_true", help="between emulated nodes; CPUs unless --device")
     add("--providers", default=",".join(PROVIDERS), metavar="LIST", help="with --nodes (%(default)s)")
     add("--label", metavar="WORD", help="keeps these records apart from those of other machines")
@@ -125,10 +125,10 @@ def _plan(given: argparse.Namespace) -> list[Run]:
     ranks = given.ranks if given.ranks is not None else parse("alltoall", ["--device", device]).ranks
     if given.nodes:
         return plan.nodes_cuda(ranks, _providers(given), *times)
-    if given.training:
-        return (plan.training_cuda if on_gpus else plan.training_cpu)(ranks, *times)
-    if given.layers:
-        return (plan.layers_cuda if on_gpus else plan.layers_cpu)(ranks, *times)
+    if given.layers or given.training:
+        if not on_gpus:
+            raise ValueError("--layers and --training need GPUs")
+        return (plan.training_cuda if given.training else plan.layers_cuda)(ranks, *times)
     return (plan.operations_cuda if on_gpus else plan.operations_cpu)(ranks, *times)
 
 

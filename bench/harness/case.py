@@ -13,10 +13,11 @@ from torch import Tensor
 
 from moecomm.nn import mark_expert_parameter
 
-from . import inputs, verify
+from . import inputs
 from .inputs import DataKey, Ids
-from .options import COMPUTE, DENSE, TORCH_PRODUCTS, Options, Point
+from .options import COMPUTE, DENSE, HEADROOM, TORCH_PRODUCTS, Options, Point
 from .path import FORWARD, IN_A_ROW, STEP, WHOLE, Path, Yardstick
+from .placing import Rows, rows_of
 from .timing import Timing
 
 _GRADIENTS = 1  # added to the seed: gradients of the result are rows of another stream
@@ -94,9 +95,9 @@ class Case:
         self.key = DataKey(options.seed, 0, point.tokens, point.hidden, point.dtype)
         self.load(0)
 
-    def rows_of(self, rank: int, alignment: int) -> verify.Rows:
+    def rows_of(self, rank: int, alignment: int) -> Rows:
         """Returns the origin of each row of `rank`'s result."""
-        return verify.rows_of(self.ids_R, rank, self.point.experts, self.options.layout, alignment)
+        return rows_of(self.ids_R, rank, self.point.experts, self.options.layout, alignment)
 
     def _capacity(self) -> int | None:
         if self.options.capacity != "auto":
@@ -144,11 +145,8 @@ class Case:
     def fresh_ids(self) -> None:
         """Puts other ids with the same traffic: tokens rolled, each token's slots shuffled.
 
-        A training step never sees its ids twice, and moecomm keeps the plan of ids that it has seen. With
-        --ids same they stay.
+        A training step never sees its ids twice, and moecomm keeps the plan of ids that it has seen.
         """
-        if self.options.ids == "same":
-            return
         rolled = np.roll(self.ids_TK, int(self._shuffles.integers(max(self.point.tokens, 1))), axis=0)
         self.topk_idx_TK.copy_(torch.from_numpy(self._shuffles.permuted(rolled, axis=1)))
 
@@ -201,7 +199,7 @@ class LayerCase(Case):
 
     def __init__(self, options: Options, point: Point, rank: int, experts: Experts, number: int = 0) -> None:
         options = replace(options, seed=options.seed + _MICROBATCHES * number)
-        rows = verify.rows_of(
+        rows = rows_of(
             [inputs.topk_ids(options, point, source) for source in range(options.ranks)], rank, point.experts
         )
         device, dtype = device_of(options), experts.w_in.dtype
@@ -215,12 +213,13 @@ class LayerCase(Case):
         self.rows_PH, self.dy_PH = empty(rows.num_rows).requires_grad_(), empty(rows.num_rows)
         self.weights_P = torch.empty(rows.num_rows, dtype=inputs.wide(dtype), device=device).requires_grad_()
         self.offsets_L = torch.from_numpy(rows.offsets_G).to(device, torch.int32)
-        self._wanted: tuple[int, list[dict[str, Tensor]]] | None = None
+        # A round, and what verify expects of it.
+        self.wanted: tuple[int, list[dict[str, Tensor]]] | None = None
         super().__init__(options, point, rank)
         self.x_TH.requires_grad_()
         self.weights_TK.requires_grad_()
         self.rows_R = rows_per_rank(self.ids_R, point.experts)
-        self.fixed_rows = max(1, int(max(self.rows_R) * options.headroom))
+        self.fixed_rows = max(1, int(max(self.rows_R) * HEADROOM))
         others = range(1, point.microbatches) if number == 0 else ()
         self.microbatches = [self, *(LayerCase(options, point, rank, experts, each) for each in others)]
 
@@ -239,20 +238,6 @@ class LayerCase(Case):
             self.rows_PH[row_N] = x_TH[token_N]
             self.dy_PH[row_N] = dy_TH[token_N]
             self.weights_P[row_N] = weights_TK[token_N, slot_N].to(self.weights_P.dtype)
-
-    def wanted(self, round: int) -> list[dict[str, Tensor]]:
-        """Loads the data of `round` into all microbatches, and returns what a variant is expected to return
-        for each; the gradients of the experts are those of all microbatches together."""
-        for each in self.microbatches:
-            each.load(round)
-        if self._wanted is None or self._wanted[0] != round:
-            self.forget_wanted()
-            self._wanted = (round, verify.expected_of_layer(self.microbatches))
-        return self._wanted[1]
-
-    def forget_wanted(self) -> None:
-        """Gives the memory of `wanted` back, before times and memory are measured."""
-        self._wanted = None
 
     def figures(
         self, path: Path | Yardstick, phase: str, timings: Mapping[tuple[str, str], Timing]

@@ -41,26 +41,13 @@ from .options import (
     shape_of,
 )
 
-_ALIASES = {
-    "float": "float32",
-    "fp32": "float32",
-    "bf16": "bfloat16",
-    "half": "float16",
-    "fp16": "float16",
-    "double": "float64",
-    "fp64": "float64",
-}
 _LINKS = {"cpu": ("memcpy",), "cuda": ("sm-push", "sm-exchange", "copy-engine", "memcpy")}
 _BACKEND = {"cpu": "gloo", "cuda": "nccl"}
 _DENSE = {"cpu": (512, 512, 512), "cuda": (16384, 7168, 4096)}
 _OPERATION = Shape(hidden=4096, experts=32, topk=4)  # where flags do not say otherwise
 _WIDTH_MULTIPLE = 16  # elements: rows and products of every type are aligned then
-_UNITS = {"B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 HELP = """\
-sizes: a bare number counts tokens per rank (-b 2048); with B, K, M or G, powers of 1024, it is bytes of input
-rows per rank, as in nccl-tests (-b 32M), rounded down to whole tokens, at least one.
-
 columns:
   time     microseconds of one call: of each iteration the slowest rank, of those the median; min: the least
   algbw    useful bytes / time, mean over ranks, GB/s (1e9): rows of the result, or rows summed by combine
@@ -95,10 +82,9 @@ def _at_least(least: float, kind: Callable[[str], Any] = int) -> Callable[[str],
 
 def _one_of(known: Sequence[str]) -> Callable[[str], str]:
     def read(text: str) -> str:
-        word = _ALIASES.get(text, text)
-        if word not in known:
+        if text not in known:
             raise ArgumentTypeError(f"{text!r} is not known: use {', '.join(known)}")
-        return word
+        return text
 
     return read
 
@@ -114,51 +100,11 @@ def _list_of(read: Callable[[str], Any], everything: Sequence[Any] = ()) -> Call
     return read_list
 
 
-def _late(text: str) -> tuple[int, float]:
-    rank, colon, microseconds = text.partition(":")
-    if not colon:
-        raise ArgumentTypeError(f"{text!r} has to be a rank and microseconds: 1:500")
-    return _at_least(0)(rank), _at_least(0, float)(microseconds)
-
-
-def _dense(text: str) -> tuple[int, ...]:
-    sizes = tuple(map(_at_least(1), text.split("x")))
-    if len(sizes) != 3:
-        raise ArgumentTypeError(f"{text!r} has to be three sizes: 16384x7168x4096")
-    return sizes
-
-
 def file_to_write(text: str) -> str:
     """Returns the path of a file that can be made."""
     if not Path(text).resolve().parent.is_dir() or Path(text).is_dir():
         raise ArgumentTypeError(f"{text} is a folder, or in a folder that is not there")
     return text
-
-
-def _folder(text: str) -> str:
-    if Path(text).exists() and not Path(text).is_dir():
-        raise ArgumentTypeError(f"{text} is no folder")
-    return text
-
-
-def parse_size(text: str, row_bytes: int) -> int:
-    """Tokens meant by `text`: "2048" is tokens, "32M" is bytes of rows of `row_bytes` each, at least one.
-
-    Raises ValueError for text that is no size, or none above 0.
-    """
-    word = text.strip().upper().removesuffix("IB")
-    if len(word) > 2 and word[-1] == "B" and word[-2] in "KMG":
-        word = word[:-1]
-    unit = _UNITS.get(word[-1:], 0)
-    try:
-        number = float(word[:-1]) if unit else int(word)
-    except ValueError:
-        raise ValueError(
-            f"{text!r} is no size: give tokens (2048) or bytes with B, K, M or G (32M)"
-        ) from None
-    if not math.isfinite(number) or number <= 0:
-        raise ValueError(f"size {text!r} has to be above 0")
-    return max(1, int(number * unit) // row_bytes) if unit else int(number)
 
 
 # -- the flags -----------------------------------------------------------------------------------------------
@@ -192,9 +138,9 @@ def build_parser(program: str) -> Parser:
     add("-g", "--ranks", type=positive, metavar="N",
         help="ranks to start here (2; GPUs: all of them); torchrun says its own")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="GPUs if there are any (auto)")
-    add("-b", "--min", metavar="SIZE", help="first size per rank: tokens, or bytes "
+    add("-b", "--min", type=positive, metavar="TOKENS", help="first number of tokens per rank "
         + (f"(4096; {WIDE_TOKENS} if all presets are wide)" if is_layer else "(2048)"))
-    add("-e", "--max", metavar="SIZE", help="last size per rank (the first)")
+    add("-e", "--max", type=positive, metavar="TOKENS", help="the last (the first)")
     add("-f", "--factor", type=float, default=2.0, metavar="X", help="multiply by this between sizes (2)")
     add("-n", "--iters", type=positive, default=20, metavar="N", help="timed iterations (20)")
     add("-w", "--warmup", type=count, default=5, metavar="N", help="untimed iterations before them (5)")
@@ -223,8 +169,6 @@ def build_parser(program: str) -> Parser:
             help="fixed rows, or auto: what the fullest rank needs (exact)")
         add("--wire", choices=WIRES, help="rows travel in that format (GPUs; in their type)")
         add("--no-dequantize", dest="dequantize", action="store_false", help="hand on data, scales")
-        add("--phases", action="store_true",
-            help="GPUs: show when moecomm's operation passes its phases, by stamps in its kernels")
     if program == "combine":
         add("--combine-wire", choices=("fp8",),
             help="sums travel in that format (GPUs; in their type)")
@@ -235,12 +179,9 @@ def build_parser(program: str) -> Parser:
         cpu, cuda = (", ".join(_known_baselines(program, device)) for device in ("cpu", "cuda"))
         add("--graph", nargs="?", type=positive, const=1, default=0, metavar="CALLS",
             help="replay a CUDA graph of so many calls (--capacity; 1)")
-        add("--ids", choices=("fresh", "same"), default="fresh",
-            help="timed dispatches get new ids, as in training, or the same again, as when recomputing")
         add("--baselines", nargs="?", const="all", metavar="LIST",
             help=f"also run baselines: all, or a list of {cpu}; GPUs: {cuda}")
         add("--baselines-only", action="store_true", help="leave moecomm out")
-        add("--plot", type=file_to_write, metavar="FILE", help="draw bandwidth over size (.png, .svg, .pdf)")
         add("--ranks-per-node", type=positive, metavar="N",
             help="ranks that share memory; fewer than all: emulated nodes")
         add("--fabric-provider", metavar="NAME", help="libfabric provider: tcp, shm, ... (best found)")
@@ -249,15 +190,12 @@ def build_parser(program: str) -> Parser:
         add("--presets", type=_list_of(_one_of((*PRESETS, *WIDE)), tuple(PRESETS)), default="all",
             metavar="LIST", help=f"all, or a list of {', '.join(PRESETS)}; not in all: {', '.join(WIDE)}")
         add("--ways", type=_list_of(_one_of(WAYS), WAYS), default="layer", metavar="LIST",
-            help=f"all, or a list of {', '.join(WAYS)}: one call, a training step, that of blocks (layer)")
+            help=f"all, or a list of {', '.join(WAYS)}: one call, a training step (layer)")
         add("--microbatches", type=positive, default=4, metavar="N", help="of a training step (4)")
-        add("--layers", type=positive, metavar="N", help="of a model (what fits, up to 4)")
         add("--products", type=_list_of(_one_of(("torch", "quack"))), default=(None,), metavar="LIST",
             help="what computes: torch, quack (moecomm's choice)")
         add("--activation", choices=("swiglu", "swiglu_interleaved"), default="swiglu",
             help="gates in halves, or in even columns, which quack fuses (%(default)s)")
-        add("--scale", type=positive, default=1, metavar="N",
-            help="divide hidden and ffn of presets by N (1)")
         add("--ffn", type=positive, metavar="F", help="inner width of an expert (the preset's)")
         add("--variants", type=_list_of(_one_of(variants), VARIANTS), default="all", metavar="LIST",
             help=f"of one call: all, or a list of {', '.join(variants)} (all: without the last three)")
@@ -265,24 +203,16 @@ def build_parser(program: str) -> Parser:
             help="overlapped with each kept: all,rows,nothing")
         add("--graph-tokens", type=count, default=512, metavar="T",
             help="tokens of graph replay beside eager; 0: none (512)")
-        add("--headroom", type=_at_least(1, float), default=1.25, metavar="X",
-            help="fixed / needed rows (1.25)")
-        add("--dense", type=_dense, metavar="MxKxN", help="the dense product that shares are of")
-        add("--records", dest="recorded_steps", type=positive, default=5, metavar="N",
-            help="recorded steps of overlapped (5)")
-        add("--trace", dest="traces", type=_folder, metavar="DIR",
-            help="write torch.profiler's trace of a step of each layer there")
     add("--num-sms", type=_list_of(positive), default=(None,), metavar="N",
         help="SMs of one operation, or a list (moecomm's own choice)")
     add("--seed", type=count, default=20240817, metavar="N", help="seed of data and routing")
     add("--threads", type=positive, metavar="N",
         help="compute threads a rank, for every path (cores // ranks, at least 1)")
-    add("--flush", metavar="BYTES", help="bytes rewritten before a call (L3; GPUs: 256M); 0: off")
+    add("--flush", dest="flush_bytes", type=count, metavar="BYTES",
+        help="rewritten before a call (as large as the L3; GPUs: 256 MiB); 0: off")
     add("--timeout", type=_at_least(1e-3, float), default=120.0, metavar="S", help="seconds of a wait (120)")
     add("--commit", default=os.environ.get("MOECOMM_BENCH_COMMIT"), metavar="HASH",
         help="commit to record where the source is no git checkout")
-    add("--late", type=_late, metavar="RANK:US",
-        help="that rank begins each call so many microseconds late, and the waits for each rank are shown")
     add("--inject-error", action="store_true",
         help="corrupt one value of each result before it is checked, to see #wrong move")
     # fmt: on
@@ -318,10 +248,9 @@ def _derived(program: str, given: dict[str, Any]) -> dict[str, Any]:
         "device": device,
         "ranks": ranks,
         "threads": given["threads"] or max(1, available_cores() // local),
-        "flush_bytes": _flush_bytes(given.pop("flush")),
     }
     if program == LAYER:
-        found["dense"] = given["dense"] or _DENSE[device]
+        found["dense"] = _DENSE[device]
         keep = [keep_name(each) for each in given.pop("keep")]
         found["variants"] = tuple(
             each for name in given["variants"] for each in (keep if name == OVERLAPPED else [name])
@@ -340,18 +269,10 @@ def _derived(program: str, given: dict[str, Any]) -> dict[str, Any]:
     if program != "alltoall":
         found["routings"], found["trace"] = _routings(program, given.pop("routing"), given.pop("zipf"))
     found["shapes"] = shapes = _shapes(program, given, ranks, found.get("trace"))
-    row_bytes = shapes[0].hidden * DTYPES[given["dtypes"][0]]
-    usual = "4096" if program == LAYER else "2048"
-    if all(shape.preset in WIDE for shape in shapes):
-        usual = str(WIDE_TOKENS)
-    first = parse_size(given.pop("min") or usual, row_bytes)
-    last = given.pop("max")
-    found["sizes"] = sweep(first, parse_size(last, row_bytes) if last else first, given.pop("factor"))
+    wide = all(shape.preset in WIDE for shape in shapes)
+    first = given.pop("min") or (WIDE_TOKENS if wide else 4096 if program == LAYER else 2048)
+    found["sizes"] = sweep(first, given.pop("max") or first, given.pop("factor"))
     return found
-
-
-def _flush_bytes(text: str | None) -> int | None:
-    return None if text is None else 0 if text == "0" else parse_size(text, 1)
 
 
 def sweep(first: int, last: int, factor: float = 2.0) -> tuple[int, ...]:
@@ -463,8 +384,7 @@ def _shapes(program: str, given: dict[str, Any], ranks: int, trace: str | None) 
         topks = (own,)
     named = [_OPERATION]
     if program == LAYER:
-        divisor = given.pop("scale")
-        named = [_scaled(shape_of(word, ranks), divisor) for word in given.pop("presets")]
+        named = [shape_of(word, ranks) for word in given.pop("presets")]
     shapes = tuple(
         replace(shape, hidden=hidden or shape.hidden, ffn=ffn or shape.ffn, experts=count, topk=topk)
         for shape in named
@@ -482,26 +402,15 @@ def _shapes(program: str, given: dict[str, Any], ranks: int, trace: str | None) 
     return shapes
 
 
-def _scaled(shape: Shape, divisor: int) -> Shape:
-    """The layer with hidden and ffn divided, to multiples of 16: gpt-oss-120b by 16 has 176 and 176."""
-
-    def down(width: int) -> int:
-        return max(_WIDTH_MULTIPLE, width // divisor // _WIDTH_MULTIPLE * _WIDTH_MULTIPLE)
-
-    return shape if divisor == 1 else replace(shape, hidden=down(shape.hidden), ffn=down(shape.ffn or 0))
-
-
 def _check_together(options: Options) -> None:
     """Refuses what single flags allow and together makes no sense."""
     on_cpu, on_one_node = options.device == "cpu", options.nodes == 1
     exact, by_rank = options.capacity is None, options.layout == "rank"
-    suffix = Path(options.plot or "x.png").suffix.lower()
     refusals = (
         (options.inject_error and not options.checks, "--inject-error needs a check to catch it: not -c 0"),
         (options.baselines_only and not options.baselines, "--baselines-only needs --baselines"),
         (on_cpu and options.num_sms != (None,), "--num-sms is for GPUs (--device cuda)"),
         (on_cpu and options.graph, "--graph is for GPUs (--device cuda)"),
-        (on_cpu and options.phases, "--phases is for GPUs (--device cuda)"),
         (on_cpu and options.wire is not None, "--wire is for GPUs (--device cuda)"),
         (on_cpu and options.combine_wire is not None, "--combine-wire is for GPUs (--device cuda)"),
         (
@@ -521,10 +430,7 @@ def _check_together(options: Options) -> None:
             "layer" in options.ways and len(options.products) > 1,
             "--products takes a list for other --ways than layer",
         ),
-        (suffix not in (".png", ".svg", ".pdf"), f"--plot {options.plot} has to end in .png, .svg or .pdf"),
     )
-    if options.late is not None and options.late[0] >= options.ranks:
-        raise ValueError(f"--late {options.late[0]}:... names none of {options.ranks} ranks")
     for refused, text in refusals:
         if refused:
             raise ValueError(text)

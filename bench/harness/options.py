@@ -28,8 +28,7 @@ BETWEEN_NODES = ("fabric", "fabric-cold", "fabric-one")
 ON_REQUEST = ("torch-symm", "gloo-rows", "sm-exchange", "fabric-one")
 
 DENSE = "dense product"  # the path whose rate the layers' TFLOP/s are shares of
-# Ways to time a layer: one call of it, the microbatches of a training step, those of a stack of blocks.
-WAYS = ("layer", "microbatches", "model")
+WAYS = ("layer", "microbatches")  # of timing a layer: one call of it, or the microbatches of a training step
 # Variants of one call.
 COMPUTE, COMM = "compute only", "communication only"
 SERIAL, OVERLAPPED = "serial", "overlapped"
@@ -39,8 +38,8 @@ FP8_COMPUTE, FP8_OVERLAPPED, FP8_ANEW = "fp8 compute only", "fp8 overlapped", "f
 VARIANTS = (COMPUTE, COMM, SERIAL, OVERLAPPED, BASELINE)
 FP8_VARIANTS = (FP8_COMPUTE, FP8_OVERLAPPED, FP8_ANEW)  # on request: few GPUs have them
 GRAPH_VARIANTS = (COMPUTE, OVERLAPPED, FIXED, GRAPH, GRAPHED)  # those at --graph-tokens
+HEADROOM = 1.25  # rows of the fixed variants, of what the fullest rank needs
 KEEPS: tuple[Literal["all", "rows", "nothing"], ...] = ("all", "rows", "nothing")
-MOST_LAYERS = 4  # of a model, where --layers does not say
 # Variants of microbatches: products without communication, and the names of paths/training.py's schedules.
 TORCH_PRODUCTS, QUACK_PRODUCTS = "torch products", "quack products"
 
@@ -74,38 +73,6 @@ WIDE_TOKENS = 8192
 WIDE = {f"{name}-wide": name for name in ("deepseek-v3", "qwen3-235b")}
 
 
-@dataclass(frozen=True)
-class Heads:
-    """Sizes of a layer's attention. With `latent`, the ranks of queries and of keys and values, it is MLA as
-    in DeepSeek-V3 (arXiv 2412.19437, 2.1.1): `width` columns of a head with positions beside `rope` with.
-    """
-
-    heads: int
-    kv_heads: int
-    width: int
-    latent: tuple[int, int] | None = None
-    rope: int = 64
-
-    def scaled(self, divisor: int) -> Heads:
-        """The same with fewer heads and narrower latents, at least one head, and as many queries a key."""
-        kv_heads = max(1, self.kv_heads // max(divisor, 1))
-        heads, latent = kv_heads * (self.heads // self.kv_heads), self.latent
-        if latent is not None:
-            queries, keys = (max(1, each // max(divisor, 1) // 16) * 16 for each in latent)
-            latent = (queries, keys)
-        return replace(self, heads=heads, kv_heads=kv_heads, latent=latent)
-
-
-ATTENTION = {
-    "deepseek-v3": Heads(128, 128, 128, latent=(1536, 512)),
-    "kimi-k2": Heads(64, 64, 128, latent=(1536, 512)),
-    "qwen3-235b": Heads(64, 4, 128),
-    "qwen3-30b": Heads(32, 4, 128),
-    "mixtral-8x22b": Heads(48, 8, 128),
-    "gpt-oss-120b": Heads(64, 8, 64),
-}
-
-
 def shape_of(preset: str, ranks: int) -> Shape:
     """The layer of a name in PRESETS or WIDE, on so many ranks."""
     if preset not in WIDE:
@@ -124,7 +91,6 @@ class Point(Shape):
     num_sms: int | None  # None: moecomm's own choice
     graphs: bool = False  # the layer variants around graph replay
     microbatches: int = 0  # of a training step; 0: one call of a layer
-    layers: int = 0  # most blocks of a model; 0: a layer alone
 
     @property
     def row_bytes(self) -> int:
@@ -161,7 +127,6 @@ class Options:
     flush_bytes: int | None  # None: as large as the last-level cache
     timeout: float
     inject_error: bool
-    late: tuple[int, float] | None  # a rank, and the microseconds by which it begins late; None: none
     commit: str | None
     # of operations
     routings: tuple[tuple[str, float | None], ...] = (("balanced", None),)  # kind and, of zipf, exponent
@@ -175,26 +140,19 @@ class Options:
     capacity: int | str | None = None  # rows, "auto" or None
     wire: str | None = None  # None: rows travel in their type; else one of WIRES
     combine_wire: str | None = None  # likewise the sums of a combine: None or "fp8"
-    phases: bool = False  # show when moecomm's operation passes its phases
     dequantize: bool = True
     kept_handle: str | None = None  # None | plain | weighted
     graph: int = 0  # calls in a CUDA graph; 0: none
-    ids: str = "fresh"  # fresh | same
     baselines: tuple[str, ...] = ()
     baselines_only: bool = False
-    plot: str | None = None
     # of layers
     ways: tuple[str, ...] = ("layer",)
     products: tuple[str | None, ...] = (None,)  # MoEConfig(products=)
     activation: str = "swiglu"
     microbatches: int = 4
-    layers: int | None = None  # None: as many as fit
     variants: tuple[str, ...] = ()
     graph_tokens: int = 0  # tokens per rank of the variants around graph replay; 0: none
-    headroom: float = 1.0
     dense: tuple[int, int, int] = (1, 1, 1)
-    recorded_steps: int = 0
-    traces: str | None = None  # folder
 
     @property
     def is_layer(self) -> bool:
@@ -225,10 +183,6 @@ class Options:
                 sizes.append((self.graph_tokens, {"graphs": True}))
         if "microbatches" in self.ways:
             sizes += [(tokens, {"microbatches": self.microbatches}) for tokens in self.sizes]
-        if "model" in self.ways:
-            layers = self.layers or MOST_LAYERS
-            kind = {"microbatches": self.microbatches, "layers": layers}
-            sizes += [(tokens, kind) for tokens in self.sizes]
         for shape, sms, dtype, (routing, zipf), (tokens, kind) in itertools.product(
             self.shapes, self.num_sms, self.dtypes, self.routings, sizes
         ):

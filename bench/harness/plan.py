@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .options import WIDE, WIDE_TOKENS, shape_of
+from .options import WIDE
 
-PROVIDERS = ("tcp", "shm")
+PROVIDERS = ("tcp",)
 NATIVE = ("fabric_raw", "proxy_rate")
 _BOTH = ("dispatch", "combine")
 _TARGET_LAYERS = ("deepseek-v3", "qwen3-235b", "qwen3-30b", "gpt-oss-120b", "mixtral-8x22b")
@@ -39,12 +39,11 @@ def operations_cpu(ranks: int, iters: int, warmup: int) -> list[Run]:
         ("bfloat16", "-b 2048 --hidden 2048 -d bfloat16 --experts 64 --topk 8"),
         ("zipf", "-b 1024 --hidden 2048 --routing zipf"),
     )
-    runs = [
+    return [
         _run(f"{operation}-{name}", operation, f"{flags} {steady}", quick=name == "reference")
         for name, flags in cases
         for operation in _BOTH
     ]
-    return [*runs, _run("alltoall", "alltoall", f"-b 256 -e 4096 -f 4 {steady}")]
 
 
 def operations_cuda(ranks: int, iters: int, warmup: int) -> list[Run]:
@@ -105,9 +104,6 @@ def operations_cuda(ranks: int, iters: int, warmup: int) -> list[Run]:
             for layout in ("expert", "rank")
             for operation in _BOTH
         ),
-        run("dispatch-graph", f"{fixed} --graph {links}"),
-        run("dispatch-fp8-graph", f"{fixed} --wire fp8 --graph {links}"),
-        run("combine-graph", f"{fixed} --graph {links}"),
         *(
             run(f"{operation}-{name}", flags, most=10)
             for name, flags in sweeps.items()
@@ -132,7 +128,7 @@ def layers_cuda(ranks: int, iters: int, warmup: int) -> list[Run]:
     steady = f"--device cuda -g {ranks} -n {iters} -w {warmup} --timeout 60"
     runs = [
         _run(f"cuda-layers-{name}", "moe_layer", f"--presets {name} {steady}", quick=name in _TARGET_LAYERS)
-        for name in (*_TARGET_LAYERS, "kimi-k2")
+        for name in _TARGET_LAYERS
     ]
     around: dict[str, tuple[str, ...]] = {
         "fp8": ("--variants", _FP8_VARIANTS),
@@ -148,77 +144,14 @@ def layers_cuda(ranks: int, iters: int, warmup: int) -> list[Run]:
 
 
 def training_cuda(ranks: int, iters: int, warmup: int) -> list[Run]:
-    """Four microbatches of every layer, alone and as wide expert parallelism leaves two of them, then models
-    of the layers looked at closely. Some ten rounds are enough: a round has twelve microbatches of each path.
-    With one rank: that rank as one of two.
+    """Four microbatches of every layer, and of two of them as wide expert parallelism leaves them. Some ten
+    rounds are enough: a round has twelve microbatches of each path.
     """
-    if ranks == 1:
-        return _one_of_two(iters, warmup)
     steady = f"--device cuda -g {ranks} -n {min(iters, 7)} -w {min(warmup, 2)} --timeout 60"
     steady += " --activation swiglu_interleaved"
-    runs = [
+    return [
         _run(f"cuda-steps-{name}", "moe_layer", f"--ways microbatches --presets {name} {steady}", quick=True)
         for name in (*_TARGET_LAYERS, *WIDE)
-    ]
-    return runs + [
-        _run(f"cuda-model-{name}", "moe_layer", f"--ways model --presets {name} {steady}")
-        for name in _CLOSELY
-    ]
-
-
-def _one_of_two(iters: int, warmup: int) -> list[Run]:
-    """What one GPU tells of two: a rank of two, with its experts, and rows of as many tokens as go to them.
-
-    Of T tokens a rank with top-K of E experts, that is 2 T tokens with top-K/2 of E/2 experts: as many
-    local experts, rows, and rows an expert, and no transfers. In graphs, where the tokens of a rank decide
-    how an operation is done, it is T tokens with top-K of E/2. First steps of microbatches, then graphs,
-    then products in fp8.
-    """
-    steady = f"--device cuda -g 1 -n {iters} -w {warmup} --timeout 60 --activation swiglu_interleaved"
-
-    def run(kind: str, name: str, tokens: int, topk: int, *flags: str) -> Run:
-        sizes = f"--presets {name} --experts {shape_of(name, 2).experts // 2} --topk {topk} -b {tokens}"
-        flags = (*sizes.split(), *flags, *steady.split())
-        return Run(f"cuda-{kind}-one-of-two-{name}", "moe_layer", flags, quick=kind == "steps")
-
-    graphs = ("--graph-tokens", "512", "--variants", "compute only")
-    fp8 = ("--graph-tokens", "0", "--variants", _FP8_VARIANTS)
-    runs = []
-    for name in (*_TARGET_LAYERS, *WIDE):
-        tokens, half = 2 * (WIDE_TOKENS if name in WIDE else 4096), shape_of(name, 2).topk // 2
-        runs.append(run("steps", name, tokens, half, "--ways", "microbatches"))
-    runs += [run("graphs", name, 512, shape_of(name, 2).topk, *graphs) for name in _TARGET_LAYERS]
-    return runs + [run("fp8", name, 8192, shape_of(name, 2).topk // 2, *fp8) for name in _CLOSELY]
-
-
-def training_cpu(ranks: int, iters: int, warmup: int) -> list[Run]:
-    """The same a sixteenth as wide, of one layer: that everything runs."""
-    steady = f"--scale 16 --device cpu -g {ranks} -n {iters} -w {warmup} --timeout 60"
-    return [
-        _run(f"{way}-{name}", "moe_layer", f"--ways {flags} --presets {name} -b 128 {steady}", quick=True)
-        for way, flags, name in (
-            ("steps", "microbatches", "qwen3-30b"),
-            ("steps", "microbatches", "qwen3-235b-wide"),
-            ("model", "model --layers 2", "qwen3-30b"),
-        )
-    ]
-
-
-def layers_cpu(ranks: int, iters: int, warmup: int) -> list[Run]:
-    """The layers a sixteenth as wide: that everything runs, and how the variants compare where nothing can
-    run under anything else.
-    """
-    steady = f"--scale 16 -b 256 --device cpu -g {ranks} -n {iters} -w {warmup} --timeout 60"
-    runs = [
-        _run(f"layers-{name}", "moe_layer", f"--presets {name} --graph-tokens 32 {steady}", quick=True)
-        for name in ("qwen3-30b", "mixtral-8x22b")
-    ]
-    around = {"skew": "--routing zipf", "keep": "--keep all,rows,nothing"}
-    return runs + [
-        _run(
-            f"layers-qwen3-30b-{kind}", "moe_layer", f"--presets qwen3-30b --graph-tokens 0 {flags} {steady}"
-        )
-        for kind, flags in around.items()
     ]
 
 
@@ -242,28 +175,20 @@ def _between(
 
 
 def nodes_cpu(providers: Sequence[str], iters: int, warmup: int) -> list[Run]:
-    """CPU ranks: 1024 tokens of 2048 on two nodes in every form first, then more bytes, then more ranks, then
-    providers and proxy by themselves. What is not about the provider is run with the first one.
+    """CPU ranks: 1024 tokens of 2048 on two nodes, then other numbers of tokens with the first provider, then
+    more ranks, then providers and proxy by themselves.
     """
     shape = "--hidden 2048 -d bfloat16 --experts 64 --topk 8"
     point, fewer, sweep = (f"-b {sizes} {shape}" for sizes in ("1024", "512", "16 -e 4096 -f 4"))
-    large = "-b 4096 --hidden 7168 -d bfloat16 --experts 256 --topk 8 --baselines fabric,gloo-rows"
-    usual, alone = "--baselines fabric,fabric-cold,memcpy,gloo,gloo-tuned,gloo-rows", "--baselines fabric"
+    usual = "--baselines fabric,fabric-cold,memcpy,gloo,gloo-tuned,gloo-rows"
     steady = f"--device cpu -n {iters} -w {warmup}"
-    first = providers[0]
     runs: list[Run] = []
     for each in providers:
         runs += _between(2, 1, each, f"{point} {usual} {steady}", quick=True)
-        runs += _between(2, 1, each, f"{point} --limit-nodes 1 {alone} {steady}", "-limit")
-        flags = f"-b 2048 --hidden 2048 -d bfloat16 --baselines fabric,gloo {steady}"
-        where = f"-g 2 --ranks-per-node 1 --fabric-provider {each}"
-        runs.append(_run(f"nodes-alltoall-2x1-{each}", "alltoall", f"{flags} {where}"))
-    runs += _between(2, 1, first, f"{sweep} {alone} {steady}", "-tokens")
-    runs += _between(2, 1, first, f"{large} --device cpu -n {min(iters, 7)} -w {min(warmup, 2)}", "-large")
+    runs += _between(2, 1, providers[0], f"{sweep} --baselines fabric {steady}", "-tokens")
     for each in providers:
         for nodes, local in ((2, 2), (4, 1)):
             runs += _between(nodes, local, each, f"{fewer} {usual} {steady}")
-    runs += _between(4, 1, first, f"{fewer} --limit-nodes 2 {alone} {steady}", "-limit")
     return runs + _natives(providers)
 
 

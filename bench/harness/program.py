@@ -5,16 +5,12 @@ from __future__ import annotations
 import gc
 import itertools
 import os
-import statistics
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 import moecomm
 
@@ -29,8 +25,6 @@ from .timing import Clock, CpuClock, CudaClock, Timing, measure, slowest, sum_ov
 _GPU_FLUSH_BYTES = 256 << 20  # a few times the L2 of any GPU
 _HOST_CALLS, _HOST_CALLS_OF_LAYERS = 20, 5  # to time the CPU with
 _LAYER_LEAD_CYCLES = 10_000_000  # about 5 ms: longer than a step of a layer takes to issue
-
-_CYCLES_OF_A_MICROSECOND = 1900  # of the GPUs' clocks, about
 
 Entry = Path | Yardstick | NotRun
 
@@ -68,11 +62,6 @@ class _Benchmark:
         self._write()
         self.say(report.footer(self.rows, self.missing))
         self.say(report.comparison(self.rows))
-        if self.rank == 0 and self.options.plot is not None:
-            from ..results import plot  # matplotlib only when a picture is asked for
-
-            plot.draw(self.options.plot, record.document(self.options, self.rows))
-            self.say(f"# plot: {self.options.plot}")
         return int(any(row["wrong"] for row in self.rows) or any(each["failed"] for each in self.missing))
 
     def say(self, text: str) -> None:
@@ -111,7 +100,7 @@ class _Benchmark:
             self._release()
             title: tuple[object, ...] = (point.routing, point.zipf)
             if options.is_layer:
-                title += (point.tokens, point.graphs, point.microbatches, point.layers)
+                title += (point.tokens, point.graphs, point.microbatches)
             if title != shown:
                 self.say(report.titles(point, options))
                 shown = title
@@ -139,22 +128,16 @@ class _Benchmark:
         entries: list[Entry]
         if isinstance(case, LayerCase):
             assert comm is not None
-            make = layer_variants.make_variants
-            if point.microbatches:
-                make = training.make_models if point.layers else training.make_microbatches
+            make = training.make_microbatches if point.microbatches else layer_variants.make_variants
             entries = make(comm, case, self.clock)
         else:
             entries = registry.make_paths(comm, case, self.clock)
         checked = self._verified(entries)
         if isinstance(case, LayerCase):
-            case.forget_wanted()
+            case.wanted = None  # before times and memory are measured
             for each in case.microbatches:
                 each.load(0)
             self._release()
-        if options.late is not None:
-            entries = [self._delayed(entry) for entry in entries]
-            if comm is not None:
-                comm.reset_stats()
         paths = [entry for entry in entries if isinstance(entry, Path)]
         sent: Mapping[str, Any] = {}
         if comm is not None and comm.nodes > 1 and paths and paths[0].own:
@@ -169,10 +152,6 @@ class _Benchmark:
                 clock=self.clock,
                 watch=None if telemetry is None else telemetry.keep,
             )
-        if options.late is not None and comm is not None:
-            self.say(report.lateness(_late_seconds(comm)))
-        if options.phases and comm is not None and paths and paths[0].own:
-            self.say(report.phases(self._phases(comm, paths[0])))
         _sample(entries, samples)
         timings |= {key: Timing(tuple(slowest(taken))) for key, taken in samples.items()}
         for entry in entries:
@@ -229,51 +208,12 @@ class _Benchmark:
                 found[path.name] = (wrong + sum_over_ranks(verdict.wrong), worst)
         return found if self.options.checks else {}
 
-    def _delayed(self, entry: Entry) -> Entry:
-        """Returns what is measured of an entry, where the rank of --late begins moecomm's calls late."""
-        assert self.options.late is not None
-        late_rank, microseconds = self.options.late
-        if not (isinstance(entry, Path) and entry.own and self.rank == late_rank):
-            return entry
-
-        def late(call: Callable[[], object]) -> object:
-            if self.options.device == "cuda":
-                torch.cuda._sleep(int(microseconds * _CYCLES_OF_A_MICROSECOND))
-            else:
-                time.sleep(microseconds * 1e-6)
-            return call()
-
-        return replace(entry, calls={phase: partial(late, call) for phase, call in entry.calls.items()})
-
-    def _phases(self, comm: moecomm.Communicator, path: Path) -> dict[str, float]:
-        """Returns when moecomm's operation passes its phases, medians of calls that all ranks begin together;
-        of each phase that of the rank where it comes last."""
-        kind = "combine" if self.options.program == "combine" else "dispatch"
-        taken = []
-        for _ in range(self.options.iters):
-            if path.before is not None:
-                path.before()
-            torch.cuda.synchronize()
-            sum_over_ranks(0)
-            path.calls[CALL]()
-            torch.cuda.synchronize()
-            taken.append(comm.last_phases()[kind])
-        medians = {name: statistics.median(each[name] for each in taken) for name in taken[0]}
-        return dict(zip(medians, slowest(list(medians.values())), strict=True))
-
     def _host(self, path: Path, phase: str) -> float | None:
         if self.options.device == "cpu":
             return None
         calls = _HOST_CALLS_OF_LAYERS if self.options.is_layer else _HOST_CALLS
         took = self.clock.host(path, path.calls[phase], calls)
         return None if took is None else slowest([took])[0]
-
-
-def _late_seconds(comm: moecomm.Communicator) -> list[float]:
-    """Returns how long all other ranks waited for each rank, on average."""
-    found: list[Any] = [None] * comm.size
-    dist.all_gather_object(found, comm.stats()["late_seconds"])
-    return [sum(each) / max(1, comm.size - 1) for each in zip(*found, strict=True)]
 
 
 def _run_once(path: Path) -> Verdict:

@@ -25,7 +25,7 @@ Record = dict[str, Any]
 # What paths that are compared have in common; absent in a row where a program does not know it.
 PLACE = (
     "preset", "experts", "topk", "dtype", "tokens", "routing", "zipf", "num_sms", "graphs", "microbatches",
-    "layers", "phase",
+    "phase",
 )  # fmt: skip
 
 

@@ -108,19 +108,6 @@ def machine_words(hardware: Mapping[str, Any], gpus: Mapping[str, Any] | None) -
     return f"{len(gpus['names'])} x {model}, {links}; {words}"
 
 
-def lateness(seconds: Sequence[float]) -> str:
-    """Formats how long the others waited for each rank to begin, and says which rank held them up."""
-    ranks = ", ".join(f"rank {rank}: {number(each, 1e3, 2)}" for rank, each in enumerate(seconds))
-    slowest = max(range(len(seconds)), key=seconds.__getitem__)
-    return f"# the others waited most for rank {slowest}; ms in all: {ranks}"
-
-
-def phases(passed: Mapping[str, float]) -> str:
-    """Formats when an operation passes its phases, in seconds after its beginning."""
-    found = ", ".join(f"{name} {number(seconds, 1e6, 1)}" for name, seconds in passed.items())
-    return f"# us after the operation began on a GPU, on the rank where it comes last: {found}"
-
-
 def header(options: Options, flush_bytes: int) -> str:
     """Formats the command, what of it was found out here, and the machine as comment lines."""
     made = "  ".join(f"{name} {version}" for name, version in machine.versions(options.device).items())
@@ -147,7 +134,6 @@ def titles(point: Point, options: Options) -> str:
     sms = "" if point.num_sms is None else f"  SMs {point.num_sms}"
     where = f"  tokens {point.tokens}" if options.is_layer else ""
     where += f"  microbatches {point.microbatches}" if point.microbatches else ""
-    where += "  in blocks with attention" if point.layers else ""
     return "\n".join(
         [
             f"#\n# {name}hidden {point.hidden}{ffn}  experts {point.experts}  topk {point.topk}"

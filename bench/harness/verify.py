@@ -8,84 +8,25 @@ they lie, on the CPU or a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from tests import moe_reference, reference
+from tests import moe_reference
 
 from . import inputs
-from .inputs import DataKey, Ids
+from .case import Case, LayerCase
+from .inputs import DataKey
 from .path import Verdict
-
-if TYPE_CHECKING:
-    from .case import Case, LayerCase
+from .placing import Rows, on
 
 _ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 _SMALLEST = {"float64": 0.0, "float32": 0.0, "float16": 2.0**-24, "bfloat16": 0.0}
-IntArray = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rows:
-    """Origins of the N real rows of one rank's result, in result order, without padding.
-
-    `slot_N` is the position in the token's top-k ids and `expert_N` the global expert, in the rank layout
-    those of the first of the row's assignments; there `ids_NK` holds local expert ids or -1.
-    """
-
-    row_N: IntArray  # row of the result
-    source_N: IntArray
-    token_N: IntArray
-    slot_N: IntArray
-    expert_N: IntArray
-    ids_NK: IntArray | None
-    expert_rows_L: IntArray  # (token, expert) pairs per local expert, in either layout
-    offsets_G: IntArray  # inclusive ends of the groups in the result
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of an exactly sized result, padding counted."""
-        return int(self.offsets_G[-1]) if self.offsets_G.size else 0
-
-    def from_source(self, source: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """(row, token, slot) of the rows that come from one rank."""
-        here_N = self.source_N == source
-        row, token, slot = (_on(device, each[here_N]) for each in (self.row_N, self.token_N, self.slot_N))
-        return row, token, slot
-
-    @property
-    def sources(self) -> list[int]:
-        """Ranks that rows come from."""
-        found: list[int] = np.unique(self.source_N).tolist()
-        return found
-
-
-def rows_of(
-    ids_R: Sequence[Ids], rank: int, experts: int, layout: str = "expert", alignment: int = 1
-) -> Rows:
-    """The rows of `rank` as the reference has them."""
-    placed = reference.layout_of(ids_R, rank=rank, num_experts=experts, layout=layout, alignment=alignment)
-    real = [(row, *answers[0]) for row, answers in enumerate(placed.origin) if answers]
-    row_N, source_N, token_N, slot_N = np.array(real, dtype=np.int64).reshape(-1, 4).T
-    ids_NK = np.stack(ids_R)[source_N, token_N].astype(np.int64)
-    local = experts // len(ids_R)
-    return Rows(
-        row_N=row_N,
-        source_N=source_N,
-        token_N=token_N,
-        slot_N=slot_N,
-        expert_N=np.take_along_axis(ids_NK, slot_N[:, None], axis=1)[:, 0],
-        ids_NK=np.where(ids_NK // local == rank, ids_NK % local, -1) if layout == "rank" else None,
-        expert_rows_L=np.array(placed.tokens_per_expert, dtype=np.int64),
-        offsets_G=np.array(placed.offsets, dtype=np.int64),
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,10 +61,6 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(words[tensor.element_size()])
 
 
-def _on(device: torch.device, index: npt.NDArray[Any]) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(index)).to(device)
-
-
 def wrong_dispatch(
     got: Received, rows: Rows, key: DataKey, topk: int, capacity: int | None = None, wire: str | None = None
 ) -> int:
@@ -141,7 +78,7 @@ def wrong_dispatch(
     if got.offsets is not None:
         wrong += _differing(got.offsets, rows.offsets_G)
     if got.topk_idx is not None and rows.ids_NK is not None:
-        wrong += _differing(got.topk_idx[_on(device, rows.row_N)], rows.ids_NK)
+        wrong += _differing(got.topk_idx[on(device, rows.row_N)], rows.ids_NK)
     for source in rows.sources:
         row, token, slot = rows.from_source(source, device)
         wrong += _wrong_rows(got, row, inputs.rows(key, source, device)[token], wire)
@@ -151,10 +88,10 @@ def wrong_dispatch(
         if rows.ids_NK is None:
             want = want.gather(1, slot[:, None])[:, 0]
         else:
-            want = torch.where(_on(device, rows.ids_NK[rows.source_N == source]) >= 0, want, 0)
+            want = torch.where(on(device, rows.ids_NK[rows.source_N == source]) >= 0, want, 0)
         wrong += _differing(got.weights[row], want)
     padding = np.setdiff1d(np.arange(rows.num_rows), rows.row_N)
-    return wrong + _count(_bits(got.tokens[_on(device, padding)]))
+    return wrong + _count(_bits(got.tokens[on(device, padding)]))
 
 
 def _wrong_rows(got: Received, row: Tensor, x_NH: Tensor, wire: str | None) -> int:
@@ -206,7 +143,7 @@ def answers(rows: Rows, key: DataKey, count: int, device: torch.device, by_rank:
     out = torch.full((count, key.hidden), float("nan"), dtype=key.torch_dtype, device=device)
     for source in rows.sources:
         row, token, _ = rows.from_source(source, device)
-        who = _on(device, rows.expert_N[rows.source_N == source])
+        who = on(device, rows.expert_N[rows.source_N == source])
         if by_rank is not None:
             who.fill_(by_rank)
         out[row] = inputs.answer(inputs.rows(key, source, device)[token], who)
@@ -233,7 +170,7 @@ def wrong_combine(got_TH: Tensor, case: Case) -> int:
         who = np.sort(who // (case.point.experts // ranks), axis=1)
         who[:, 1:][who[:, 1:] == who[:, :-1]] = -1
         w_TK = torch.ones_like(w_TK)
-    who_TK = _on(device, who)
+    who_TK = on(device, who)
     unit = _ROUNDOFF[key.dtype]
     accumulate = unit if key.dtype == "float64" else _ROUNDOFF["float32"]
     allowed = (3.0 if 1 < nodes < ranks else 2.0) * unit + (2 * topk + 4) * accumulate
@@ -298,6 +235,17 @@ def wide_type(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else torch.float64
 
 
+def wanted(case: LayerCase, round: int) -> list[dict[str, Tensor]]:
+    """Loads the data of `round` into all microbatches, and returns what a variant is expected to return for
+    each; the gradients of the experts are those of all microbatches together. Kept until the next round."""
+    for each in case.microbatches:
+        each.load(round)
+    if case.wanted is None or case.wanted[0] != round:
+        case.wanted = None  # its memory first
+        case.wanted = (round, expected_of_layer(case.microbatches))
+    return case.wanted[1]
+
+
 @torch.no_grad()
 def expected_of_layer(cases: Sequence[LayerCase]) -> list[dict[str, Tensor]]:
     """Computes everything that a variant may return for the data of each case, by name: one expert at a time,
@@ -337,7 +285,7 @@ def _nothing_yet(case: LayerCase, wide: torch.dtype) -> dict[str, Tensor]:
 def _add_expert(case: LayerCase, want: dict[str, Tensor], number: int, matrices: Sequence[Tensor]) -> None:
     """Adds what expert `number` makes of a case's own tokens, and of all ranks' if it is this rank's."""
     wide, activation = matrices[0].dtype, case.options.activation
-    token, slot = (_on(case.device, each) for each in np.nonzero(case.ids_TK == number))
+    token, slot = (on(case.device, each) for each in np.nonzero(case.ids_TK == number))
     if token.numel():
         x, dy = (each.detach()[token].to(wide) for each in (case.x_TH, case.dy_TH))
         weight = case.weights_TK.detach()[token, slot].to(wide)
@@ -357,53 +305,6 @@ def _add_expert(case: LayerCase, want: dict[str, Tensor], number: int, matrices:
         want[DROWS][here], want[DROW_WEIGHTS][here] = at_home.grads[:2]
         for name, grad in zip((DW_IN, DW_OUT), at_home.grads[2:], strict=True):
             want[name][place] += grad
-
-
-class PlainExperts(torch.autograd.Function):
-    """y = sum over a token's experts of weight * expert(x), for this rank's tokens and the experts of all
-    ranks, one at a time: `make(number)` gives the weights of one. The backward hands the gradients of each
-    expert's weights, summed over the ranks, to `take(number, gradients)` on the rank that owns it.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x_TH: Tensor,
-        weights_TK: Tensor,
-        ids_TK: Tensor,
-        activation: str,
-        experts: int,
-        make: Callable[[int], Sequence[Tensor]],
-        take: Callable[[int, Sequence[Tensor]], None],
-    ) -> Tensor:
-        ctx.save_for_backward(x_TH, weights_TK, ids_TK)
-        ctx.activation, ctx.experts, ctx.make, ctx.take = activation, experts, make, take
-        y_TH = torch.zeros_like(x_TH)
-        for number in range(experts):
-            token, slot = torch.nonzero(ids_TK == number, as_tuple=True)
-            w_in, w_out = make(number)
-            out = moe_reference.feed_forward(x_TH[token], w_in, w_out, activation)
-            y_TH.index_add_(0, token, weights_TK[token, slot][:, None] * out)
-        return y_TH
-
-    @staticmethod
-    def backward(ctx: Any, dy_TH: Tensor) -> tuple[Tensor | None, ...]:
-        x_TH, weights_TK, ids_TK = ctx.saved_tensors
-        dx_TH, dweights_TK = torch.zeros_like(x_TH), torch.zeros_like(weights_TK)
-        local = ctx.experts // dist.get_world_size()
-        for number in range(ctx.experts):
-            token, slot = torch.nonzero(ids_TK == number, as_tuple=True)
-            matrices = ctx.make(number)
-            found = _expert(
-                x_TH[token], weights_TK[token, slot], dy_TH[token], matrices, ctx.activation, with_grads=True
-            )
-            dx_TH.index_add_(0, token, found.grads[0])
-            dweights_TK[token, slot] = found.grads[1]
-            for grad in found.grads[2:]:
-                dist.reduce(grad, dst=number // local)
-            if number // local == dist.get_rank():
-                ctx.take(number, found.grads[2:])
-        return dx_TH, dweights_TK, None, None, None, None, None
 
 
 @torch.no_grad()

@@ -6,7 +6,6 @@ import gc
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path as FilePath
 from typing import Any
 from unittest import mock
 
@@ -26,9 +25,8 @@ from moecomm.nn import (
 from ..harness import options as named
 from ..harness import verify
 from ..harness.case import Case, Experts, LayerCase, corrupt, poison
-from ..harness.options import FP8_VARIANTS, GRAPH_VARIANTS, KEEPS, keep_name
+from ..harness.options import FP8_VARIANTS, GRAPH_VARIANTS, HEADROOM, KEEPS, keep_name
 from ..harness.path import FORWARD, STEP, NotRun, Path, Verdict, Yardstick, attempt
-from ..harness.report import skew_words
 from ..harness.timing import Clock, mean_over_ranks, slowest
 from .captured import Captured
 from .plain_layer import PlainLayer, swiglu_experts
@@ -37,6 +35,7 @@ IN_ORDER = OverlapConfig(overlap=False)
 Results = dict[str, Tensor]
 """The result and the gradients of a step, under the names that verify uses."""
 _OF_WEIGHTS = (verify.DW_IN, verify.DW_OUT)
+_RECORDED = 5  # steps, of which the one of median length says what is exposed
 
 
 def make_variants(
@@ -176,7 +175,7 @@ class Variants:
         case, options = self.case, self.case.options
 
         def check(round: int) -> Verdict:
-            wanted = case.wanted(round)
+            wanted = verify.wanted(case, round)
             # Memory that the allocator may well hand out for results.
             poison(*map(torch.empty_like, (case.x_TH, case.experts.w_in, case.rows_PH)))
             verdicts: list[Verdict] = []
@@ -196,7 +195,7 @@ class Variants:
         def measure_more() -> dict[str, dict[str, Any]]:
             found: dict[str, dict[str, Any]] = {phase: {} for phase in calls}
             if layer is not None:
-                for phase, exposed in self._exposed(layer, more.get("before"), calls[STEP], name).items():
+                for phase, exposed in self._exposed(layer, more.get("before"), calls[STEP]).items():
                     found.setdefault(phase, {}).update(exposed)
             if case.device.type == "cuda" and not keeps_memory:
                 last = list(calls)[-1]
@@ -292,14 +291,14 @@ class Variants:
         return largest if computes else {**largest, "kept_bytes": None}
 
     def _exposed(
-        self, layer: MoELayer, before: Callable[[], None] | None, step: Callable[[], object], name: str
+        self, layer: MoELayer, before: Callable[[], None] | None, step: Callable[[], object]
     ) -> dict[str, dict[str, Any]]:
         """Recorded steps, under the clock that times them: of the one of median length the part in which
         something communicates and nothing computes, mean over ranks.
         """
         layer.overlap = replace(layer.overlap, record=True)
         steps = []
-        for _ in range(self.case.options.recorded_steps):
+        for _ in range(_RECORDED):
             if before is not None:
                 before()
             self.clock.time(step)
@@ -312,27 +311,10 @@ class Variants:
         whole_s = forward.seconds + backward.seconds
         share = exposed_s / whole_s if whole_s > 0 else 0.0
         means = mean_over_ranks([forward.exposed_share, forward.exposed_seconds, share, exposed_s])
-        if self.case.options.traces is not None:
-            self._write_trace(FilePath(self.case.options.traces), name, before, step)
         return {
             FORWARD: {"exposed_share": means[0], "exposed_s": means[1]},
             STEP: {"exposed_share": means[2], "exposed_s": means[3]},
         }
-
-    def _write_trace(
-        self, folder: FilePath, name: str, before: Callable[[], None] | None, step: Callable[[], object]
-    ) -> None:
-        """Writes the trace of one more step, of rank 0, whose stages have the names of the layer."""
-        point = self.case.point
-        words = [point.preset or "layer", skew_words(vars(point)), str(point.tokens), name]
-        stem = "-".join("".join(c if c.isalnum() or c in ".-" else "_" for c in word) for word in words)
-        if before is not None:
-            before()
-        with torch.profiler.profile() as profile:
-            self.clock.time(step)
-        if self.case.rank == 0:
-            folder.mkdir(parents=True, exist_ok=True)
-            profile.export_chrome_trace(str(folder / f"{stem}.json"))
 
 
 class _Variants(Variants):
@@ -442,7 +424,7 @@ class _Variants(Variants):
     def _graphed_step(self) -> Path:
         """The layer as GraphedStep runs it."""
         case, layer = self.case, self._layer()
-        experts, headroom = layer.experts, case.options.headroom
+        experts = layer.experts
 
         def step() -> Results:
             results = self._backward(layer(case.x_TH))
@@ -457,8 +439,8 @@ class _Variants(Variants):
             experts.w_in.grad = experts.w_out.grad = None
             return results
 
-        graphed = GraphedStep(step, layer, headroom=headroom)
-        forward = GraphedStep(lambda: layer(case.x_TH).detach(), layer, headroom=headroom)
+        graphed = GraphedStep(step, layer, headroom=HEADROOM)
+        forward = GraphedStep(lambda: layer(case.x_TH).detach(), layer, headroom=HEADROOM)
         return self._call(
             named.GRAPHED,
             forward,

@@ -240,7 +240,7 @@ def _keep_lines(groups: Iterable[Group]) -> list[list[str]]:
     ]
 
 
-_OF_STEPS = ("preset", "hidden", "ffn", "experts", "topk", "dtype", "tokens", "routing", "zipf", "layers")
+_OF_STEPS = ("preset", "hidden", "ffn", "experts", "topk", "dtype", "tokens", "routing", "zipf")
 _PATH_TITLES = (
     "layer", "path", "how", "alone ms", "in a row ms", "alone MHz", "in a row MHz", "alone W", "in a row W",
     "alone exposed %", "whole step, host us", "of dense %", "#wrong",
@@ -248,15 +248,13 @@ _PATH_TITLES = (
 
 
 def _steps(records: Iterable[Record]) -> list[str]:
-    """The tables of training steps in microbatches, of layers and of models; all times are a microbatch's."""
+    """The tables of training steps in microbatches; all times are a microbatch's."""
     found: dict[tuple[Any, ...], dict[tuple[str, str], Row]] = {}
     for content in records:
         for row in content["rows"]:
             if row.get("microbatches") and row["path"] != DENSE:
                 place = found.setdefault(tuple(row[name] for name in _OF_STEPS), {})
                 place[row["path"], row["phase"]] = row
-    layers = [each for each in found.values() if not next(iter(each.values()))["layers"]]
-    models = [each for each in found.values() if next(iter(each.values()))["layers"]]
     lines = [
         [_layer_of(rows[path, STEP]), path, rows[path, STEP]["note"] or "-"]
         + [_ms(rows, path, phase) for phase in (STEP, IN_A_ROW)]
@@ -271,7 +269,7 @@ def _steps(records: Iterable[Record]) -> list[str]:
             number(rows[path, IN_A_ROW]["share"], 100),
             wrong_words(rows[path, STEP]),
         ]
-        for rows in (*layers, *models)
+        for rows in found.values()
         for path in _paths_of([rows])
     ]
     return [
@@ -279,11 +277,7 @@ def _steps(records: Iterable[Record]) -> list[str]:
             "Microbatches of a training step, ms each; in brackets over torch's products. All in a row, "
             "gradients of weights added to what is there; *whole step*: from weights without gradients on. "
             "GB: its peak over what was there before.",
-            _steps_table(layers),
-        ),
-        _titled(
-            "The same through whole blocks, attention with them: (hidden, ffn, experts, top-k) x layers.",
-            _steps_table(models),
+            _steps_table(list(found.values())),
         ),
         _titled("A microbatch alone beside several in a row:", table(_PATH_TITLES, lines)),
     ]
@@ -296,8 +290,7 @@ def _steps_table(groups: Sequence[Mapping[tuple[str, str], Row]]) -> str:
     lines = []
     for rows in groups:
         first = next(iter(rows.values()))
-        count = f" x {first['layers']}" if first["layers"] else ""
-        line = [_layer_of(first) + count, str(first["tokens"]), str(first["rows"] // first["experts"])]
+        line = [_layer_of(first), str(first["tokens"]), str(first["rows"] // first["experts"])]
         line += [_ms(rows, path, phase) for phase in (IN_A_ROW, WHOLE) for path in paths]
         for path in paths:
             last = rows.get((path, WHOLE)) or rows.get((path, IN_A_ROW), {})

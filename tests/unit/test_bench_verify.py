@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from bench.harness import case, command_line, inputs, verify
+from bench.harness import case, command_line, inputs, placing, verify
 from bench.harness.inputs import DataKey
 from bench.harness.verify import Received
 from bench.paths import between_nodes, ceilings, push_kernel
@@ -181,11 +181,11 @@ IDS_R = [np.array([[0, 2], [1, 0]], dtype=np.int32), np.array([[0, 3], [-1, 2]],
 
 
 def test_rows_are_those_of_the_reference() -> None:
-    rows = verify.rows_of(IDS_R, 0, 4, alignment=2)
+    rows = placing.rows_of(IDS_R, 0, 4, alignment=2)
     assert (rows.source_N.tolist(), rows.token_N.tolist()) == ([0, 0, 1, 0], [0, 1, 0, 1])
     assert (rows.slot_N.tolist(), rows.row_N.tolist()) == ([0, 1, 0, 0], [0, 1, 2, 4])
     assert (rows.expert_rows_L.tolist(), rows.offsets_G.tolist()) == ([3, 1], [4, 6])
-    rows = verify.rows_of(IDS_R, 1, 4, "rank")
+    rows = placing.rows_of(IDS_R, 1, 4, "rank")
     assert (rows.source_N.tolist(), rows.token_N.tolist()) == ([0, 1, 1], [0, 0, 1])
     assert rows.ids_NK is not None and rows.ids_NK.tolist() == [[-1, 0], [-1, 1], [-1, 0]]
     assert rows.offsets_G.tolist() == [1, 3]
@@ -196,7 +196,7 @@ def test_each_mistake_of_a_dispatch_is_counted(dtype: str, seed: int) -> None:
     """The check counts each mistake made in rows that the reference's own dispatch has put there."""
     ids_R = [inputs.uniform(40, 3, 8, seed, rank) for rank in range(2)]
     key = DataKey(seed, 1, 40, 16, dtype)
-    rows = verify.rows_of(ids_R, 0, 8, alignment=64)  # some 30 rows an expert: there is padding
+    rows = placing.rows_of(ids_R, 0, 8, alignment=64)  # some 30 rows an expert: there is padding
     x_R = [inputs.rows(key, rank, CPU).float().numpy() for rank in range(2)]
     w_R = [inputs.weights(key, rank, 3, CPU).numpy() for rank in range(2)]
     want = reference.dispatch(x_R, ids_R, w_R, rank=0, num_experts=8, alignment=64)
@@ -286,14 +286,14 @@ def test_what_is_expected_of_a_layer_is_its_sum_and_gradients(seed: int) -> None
     y_TH = (leaves[1][:, :, None] * chosen_TKH).sum(1)
     grads = torch.autograd.grad(y_TH, leaves, one.dy_TH)
     got = dict(zip(("dx", "dweights", "dw_in", "dw_out"), grads, strict=True)) | {"y": y_TH.detach()}
-    verdict = verify.compare(got, one.wanted(3)[0], "float64")
+    verdict = verify.compare(got, verify.wanted(one, 3)[0], "float64")
     assert verdict.wrong == 0 and verdict.worst is not None and verdict.worst < 1e-12
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_check_of_a_layer_catches_what_is_wrong(dtype: str, seed: int) -> None:
     one = layer_case(dtype, seed)
-    wanted = one.wanted(0)[0]
+    wanted = verify.wanted(one, 0)[0]
     right = {name: wanted[name].to(one.dtype) for name in ("y", "dx", "dw_in", "dw_out", "rows moved")}
     right |= {"dweights": wanted["dweights"].to(torch.float32)}
     assert verify.compare(right, wanted, dtype).wrong == 0
@@ -317,7 +317,7 @@ def test_the_check_of_a_layer_catches_what_is_wrong(dtype: str, seed: int) -> No
 def test_the_check_of_products_in_fp8(seed: int) -> None:
     """Lets pass what e4m3 leaves, and nothing like another row or factor."""
     one = layer_case("bfloat16", seed)
-    wanted = one.wanted(0)[0]
+    wanted = verify.wanted(one, 0)[0]
     torch.manual_seed(seed)
     names = ("y", "dx", "dw_in", "dw_out", "dweights")
     right = {name: wanted[name] * (1 + 0.1 * torch.randn_like(wanted[name])) for name in names}
@@ -332,7 +332,7 @@ def test_the_check_of_products_in_fp8(seed: int) -> None:
 def test_an_expert_without_rows_has_to_have_no_gradient(seed: int) -> None:
     one = layer_case("float32", seed, experts=40, tokens=3)
     (idle,) = np.nonzero(one.rows.expert_rows_L == 0)
-    right = one.wanted(0)[0]["dw_out"].to(torch.float32)
-    assert verify.compare({"dw_out": right}, one.wanted(0)[0], "float32").wrong == 0
+    right = verify.wanted(one, 0)[0]["dw_out"].to(torch.float32)
+    assert verify.compare({"dw_out": right}, verify.wanted(one, 0)[0], "float32").wrong == 0
     right[int(idle[0]), 2, 3] = 1e-20
-    assert verify.compare({"dw_out": right}, one.wanted(0)[0], "float32").wrong == 1
+    assert verify.compare({"dw_out": right}, verify.wanted(one, 0)[0], "float32").wrong == 1
