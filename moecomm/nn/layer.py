@@ -272,6 +272,7 @@ class MoELayer(nn.Module):
         self._deferred, self._runs = Deferred(), Runs()
         self._unsynchronized = False
         """True from a backward on until `sync_gradients` has averaged its gradients."""
+        self._drift: Any = None  # the Drift of a layer under DistributedDataParallel
         self._overflow: Any = None  # the OverflowCheck of a GraphedStep
         self._plans: Plans | None = None
         self._loss_scale = 1.0

@@ -28,6 +28,7 @@ from moecomm.errors import InvalidArgument
 from moecomm.nn.layer import MoELayer
 from moecomm.nn.parameters import AVERAGED_BY_DDP, DIVIDED, has_main_grad
 from moecomm.nn.spread import spread_parameters
+from moecomm.train.drift import watch_drift
 from moecomm.train.gradients import refuse_shared_with_experts
 from moecomm.train.replicas import (
     Ranks,
@@ -90,6 +91,8 @@ def prepare_ddp(model: Model, group: AnyGroup | None = None) -> Model:
         with _trainable(parameter):
             parameter.register_hook(_Division(layer.comm.size))
             parameter.register_post_accumulate_grad_hook(average)
+    for comm in replicas:
+        watch_drift([layer for layer in layers_of(model) if layer.comm is comm and comm.size > 1])
     return model
 
 

@@ -22,6 +22,7 @@ from moecomm.nn.parameters import AVERAGED_BY_DDP, DIVIDED, has_main_grad, main_
 from moecomm.nn.spread import spread_parameters
 from moecomm.parallel import ParallelFolding
 from moecomm.train.agreement import agree, agree_by_holders
+from moecomm.train.drift import bits_of, router_weight
 from moecomm.train.replicas import (
     Ranks,
     Replicas,
@@ -311,14 +312,9 @@ def _all_ranks(powers: Tensor, groups: Sequence[Group], order: float) -> Tensor:
 
 
 def _bits_of_router(model: nn.Module) -> Tensor | None:
-    """Returns the sum of the bits of a router's weight, which stands for all parameters that ranks share:
-    ranks that clip or step by themselves differ there too."""
-    for layer in layers_of(model):
-        weight = layer.router._parameters.get("weight")
-        if weight is not None and weight.requires_grad and not isinstance(weight, DTensor):
-            kinds = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-            return weight.detach().contiguous().view(kinds[weight.element_size()]).sum()
-    return None
+    """Returns the bits of a router's weight, which stands for all parameters that ranks share."""
+    weights = (router_weight(layer) for layer in layers_of(model))
+    return next((bits_of(weight) for weight in weights if weight is not None), None)
 
 
 def _words(name: str, parameter: nn.Parameter) -> str:

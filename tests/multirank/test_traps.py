@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch._dynamo.testing import CompileCounter
+from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
 from moecomm import Communicator
@@ -30,6 +31,7 @@ from moecomm.nn import (
     clip_grad_norm,
     is_expert_parameter,
     mark_synchronized,
+    prepare_ddp,
     sharded_state,
     sync_gradients,
 )
@@ -274,6 +276,48 @@ def test_ranks_whose_common_weights_drift_apart_are_told(
             continue
         assert found is not None and found.name == "MismatchedArguments"
         assert found.text.startswith("a router's weights differ between ranks")
+
+
+def drifted_under_ddp(rank: int, world_size: int, how: str, seed: int) -> tuple[int, Caught | None]:
+    """Trains under DistributedDataParallel, clipping or stepping as `how` says; returns the steps that were
+    made and what the next one raised."""
+    layer = build(seed)
+    model = DistributedDataParallel(prepare_ddp(layer))
+    optimizer, scaler = torch.optim.AdamW(layer.parameters(), lr=0.1), torch.amp.GradScaler("cpu")
+    draw = torch.Generator().manual_seed(seed + rank)
+    with layer.comm:
+        for number in range(70):
+            optimizer.zero_grad()
+            x = torch.randn(4, 16, dtype=torch.float64, generator=draw)
+            scale = scaler.scale if how == "scaler" else torch.clone
+            error = catch(lambda x=x, scale=scale: scale(model(x).square().sum()).backward())
+            if error is not None:
+                return number, error
+            if how == "scaler" and rank == 1 and number == 3:
+                layer.experts.w_in.grad[0, 0, 0] = float("inf")
+            if how == "clip":
+                torch.nn.utils.clip_grad_norm_(layer.parameters(), 1e-3)
+            else:
+                clip_grad_norm(layer, 1e-3)
+            if how == "scaler":
+                scaler.step(optimizer)
+                scaler.update()
+            else:
+                optimizer.step()
+        return number, None
+
+
+@pytest.mark.parametrize(("how", "most"), [("clip", 4), ("scaler", 9), ("nothing", 70)])
+def test_ranks_under_ddp_whose_weights_drift_apart_are_told(
+    how: str, most: int, pool: Callable[[int], RankPool], seed: int
+) -> None:
+    for steps, found in pool(2)(drifted_under_ddp, how, seed):
+        assert steps < most
+        if how == "nothing":
+            assert found is None and steps == 69
+            continue
+        assert found is not None and found.name == "MismatchedArguments"
+        assert "clip by moecomm.nn.clip_grad_norm" in found.text
 
 
 def scaled_alike(rank: int, world_size: int, seed: int) -> list[bool]:

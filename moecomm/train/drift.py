@@ -1,0 +1,91 @@
+"""Finds ranks under DistributedDataParallel whose common weights drift apart: where each clips gradients by
+the norm of its own experts, or leaves a step out alone.
+
+The bits of a router's weight stand for all weights that ranks share. They go into the number of the layer,
+which every dispatch compares between ranks, so that no rank waits for another one. They are those of an
+earlier step, so that no host waits for its device.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from moecomm.nn.layer import MoELayer, built_layers
+from moecomm.nn.same_config import MOST_CALLERS, caller_of
+
+_FIRST, _EVERY = 8, 64
+"""Bits are taken in the first steps, and in two of so many steps after them."""
+
+
+class Drift:
+    """The bits of one layer's router, from step to step of the optimizer that has its weight."""
+
+    def __init__(self) -> None:
+        self._steps = 0
+        self._taken: tuple[Tensor, torch.cuda.Event | None] | None = None
+
+    def note_step(self, layer: MoELayer, weight: Tensor) -> None:
+        """Puts the bits that were taken before into the layer's number, and takes those of now."""
+        self._steps += 1
+        if self._steps > _FIRST and self._steps % _EVERY > 1:
+            return
+        if self._taken is not None:
+            bits, event = self._taken
+            if event is not None:
+                event.synchronize()
+            layer._caller = caller_of(layer._number + int(bits) % MOST_CALLERS, layer.config)
+        self._taken = _on_host(bits_of(weight))
+
+
+def watch_drift(layers: list[MoELayer]) -> None:
+    """Watches the first of the layers that has a router's weight."""
+    for layer in layers:
+        if router_weight(layer) is not None:
+            layer._drift = Drift()
+            return
+
+
+def router_weight(layer: MoELayer) -> nn.Parameter | None:
+    """Returns the weight of the layer's router, if it is trained and whole on this rank."""
+    weight = layer.router._parameters.get("weight")
+    if weight is None or not weight.requires_grad or isinstance(weight, DTensor):
+        return None
+    return weight
+
+
+@torch.no_grad()
+def bits_of(weight: Tensor) -> Tensor:
+    """Returns the sum of a tensor's bits as a 0-d int64 tensor."""
+    kinds = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return weight.detach().contiguous().view(kinds[weight.element_size()]).sum()
+
+
+def _on_host(bits: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+    """Returns where the bits will be on the host, and the event behind which they are there."""
+    if bits.device.type != "cuda":
+        return bits, None
+    there = torch.empty((), dtype=bits.dtype, device="cpu", pin_memory=True)
+    there.copy_(bits, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(bits.device))
+    return there, event
+
+
+def _after_step(optimizer: torch.optim.Optimizer, args: Any, options: Any) -> None:
+    watched = [layer for layer in built_layers if layer._drift is not None]
+    if not watched or torch.compiler.is_compiling():
+        return
+    for layer in watched:
+        weight = router_weight(layer)
+        if weight is None or (weight.is_cuda and torch.cuda.is_current_stream_capturing()):
+            continue
+        if any(weight is each for group in optimizer.param_groups for each in group["params"]):
+            layer._drift.note_step(layer, weight)
+
+
+register_optimizer_step_post_hook(_after_step)
