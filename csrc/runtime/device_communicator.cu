@@ -371,9 +371,9 @@ void DeviceCommunicator::launch_route(gpu::SendArguments& arguments, const gpu::
   arguments.route_blocks = gpu::Heuristics::route_blocks(arguments.tokens, most);
   // A block of its own makes the plan, if there is one more. Together they are an even number at most, since
   // blocks of the other kernels seem to want neighbours of their kind (docs/history.md, "Blocks in pairs").
-  const bool apart = divided.receive > arguments.route_blocks;
-  const int others = arguments.route_blocks + arguments.relay_blocks, blocks = others + (apart ? 1 : 0);
-  arguments.plan_block = apart ? others : 0;
+  const bool has_planner = divided.receive > arguments.route_blocks;
+  const int others = arguments.route_blocks + arguments.relay_blocks, blocks = others + (has_planner ? 1 : 0);
+  arguments.plan_block = has_planner ? others : 0;
   check_cuda(gpu::launch_dispatch_route(launch(stream, blocks, false), *comm(config_.shape.wire), arguments),
              "launch of a dispatch (routes)");
 }

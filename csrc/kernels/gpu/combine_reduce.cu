@@ -161,7 +161,8 @@ __device__ uint64_t* sums_arrival(const Comm& comm, int32_t home, int64_t chunk)
                    chunk);
 }
 
-/// With several nodes: waits where a chunk's sums have to take the place of others. All lanes.
+/// Between nodes: waits until the relay has read the chunk whose slots this one reuses, if there is one. All
+/// lanes.
 template <Way way>
 __device__ bool wait_for_room(const Comm& comm, uint64_t epoch, int32_t home, int64_t tokens, int64_t chunk) {
   return way == Way::whole || comm.is_local(home) || tokens <= comm.window.partial_tokens ||

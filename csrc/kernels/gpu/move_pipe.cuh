@@ -388,7 +388,7 @@ __device__ inline void sync_workers() {
   ptx::barrier_and(1 + warp_id() / MovePipe<kWorkers>::kUnitWarps, kWorkerThreads, true);
 }
 
-/// Nothing is done with rows.
+/// The work of a pipe whose rows pass unchanged.
 struct NoWork {};
 
 /// Runs the pipe of a block: list(lister) lists everything and returns; before(), by all lanes of the

@@ -102,7 +102,7 @@ struct StagedEntries {
   float* weights;
   int32_t room;
 
-  /// In `words` words at `memory`.
+  /// Uses `words` words of shared memory at `memory`.
   __device__ StagedEntries(int32_t* memory, int64_t words)
       : ids(reinterpret_cast<std::byte*>(memory)), room(static_cast<int32_t>(words / 3)) {
     weights = reinterpret_cast<float*>(ids + int64_t{room} * sizeof(int64_t));

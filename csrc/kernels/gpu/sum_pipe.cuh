@@ -29,7 +29,7 @@ static_assert(kPipeThreads == kSumUnits * kUnitWarps * 32);
 template <WireFormat wire>
 inline constexpr bool kPiped = wire == WireFormat::same;
 
-/// A unit's shared memory.
+/// Shared memory of a unit: of warps that list, load, add up and store together.
 struct alignas(128) SumUnit {
   std::byte stages[kUnitBytes];
   SumItem items[kItems];
@@ -272,7 +272,7 @@ class PieceTaker {
     }
     return strip;
   }
-  /// Leaves a piece that has come as it is, as the sum of the item that begins with it.
+  /// Hands an item with a single source to the storer unchanged.
   __device__ void pass(uint64_t* summed) {
     __syncwarp();  // all lanes know the item
     if (lane_id() == 0) ptx::barrier_arrive(summed);

@@ -26,7 +26,7 @@ struct Team {
   __device__ int threads() const { return warps * 32; }
   /// True in the team's first warp.
   __device__ bool leads() const { return warp_id() == first_warp; }
-  /// True in its last warp, which has least of a row.
+  /// True in the team's last warp, which has the fewest columns of a row.
   __device__ bool trails() const { return warp_id() == first_warp + warps - 1; }
   /// A barrier of the team.
   __device__ void sync() const { all(true); }
