@@ -343,7 +343,7 @@ MUTANTS = [
         "moecomm/nn/losses.py",
         "return scale.clone()",
         "return torch.ones_like(scale)",
-        LAYER,
+        "tests/unit/test_layer_habits.py -k loss_scale",
     ),
     Mutant(
         "biases move away from balance",
