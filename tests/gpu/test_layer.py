@@ -19,6 +19,7 @@ from tests.gpu.conftest import Pools
 from tests.multirank.moe_cases import WAYS, LayerCase, change_weights, check_ways, differences, run_layer
 from tests.multirank.on_ranks import on_ranks
 from tests.multirank.test_moe_layer import test_timelines
+from tests.multirank.test_traps import drifted_under_ddp
 
 __all__ = ["test_timelines"]
 
@@ -199,3 +200,13 @@ def test_a_dropless_dispatch_is_received_beside_the_shared_experts(
     spans = {span.name: span for span in layer.timelines()["forward"].spans}
     assert spans["dispatch_receive"].begin < spans["shared"].end, spans
     layer.comm.close()
+
+
+@pytest.mark.parametrize(("how", "least"), [("clip", 2), ("nothing", 69)])
+def test_ranks_under_ddp_whose_weights_drift_apart_are_told(
+    pool: Pools, how: str, least: int, seed: int
+) -> None:
+    """Bits of the router reach the host behind the step that they are of."""
+    for steps, found in pool(2)(drifted_under_ddp, how, seed):
+        assert least <= steps and (found is None) == (how == "nothing")
+        assert found is None or (found.name == "MismatchedArguments" and steps < 8)

@@ -38,6 +38,7 @@ from moecomm.nn import (
 from tests.multirank.catching import Caught, catch
 from tests.multirank.harness import RankPool
 from tests.multirank.moe_cases import SIZES, groups_of
+from tests.ranks import on_cpu
 
 CONFIG = MoEConfig(**SIZES, num_shared_experts=1, dtype=torch.float64)
 
@@ -281,14 +282,16 @@ def test_ranks_whose_common_weights_drift_apart_are_told(
 def drifted_under_ddp(rank: int, world_size: int, how: str, seed: int) -> tuple[int, Caught | None]:
     """Trains under DistributedDataParallel, clipping or stepping as `how` says; returns the steps that were
     made and what the next one raised."""
-    layer = build(seed)
+    torch.manual_seed(seed)
+    config = CONFIG if on_cpu() else dataclasses.replace(CONFIG, dtype=torch.float32)
+    layer = MoELayer(config, max_tokens=8)
     model = DistributedDataParallel(prepare_ddp(layer))
     optimizer, scaler = torch.optim.AdamW(layer.parameters(), lr=0.1), torch.amp.GradScaler("cpu")
     draw = torch.Generator().manual_seed(seed + rank)
     with layer.comm:
         for number in range(70):
             optimizer.zero_grad()
-            x = torch.randn(4, 16, dtype=torch.float64, generator=draw)
+            x = torch.randn(4, 16, dtype=config.dtype, generator=draw).to(layer.comm.device)
             scale = scaler.scale if how == "scaler" else torch.clone
             error = catch(lambda x=x, scale=scale: scale(model(x).square().sum()).backward())
             if error is not None:
