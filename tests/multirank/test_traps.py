@@ -573,9 +573,10 @@ def test_layers_that_are_called_in_another_order(
     name: str, pool: Callable[[int], RankPool], seed: int
 ) -> None:
     about = (
-        "ranks disagree on the layer that calls (a number of its place among those of the communicator, of its "
-        "MoEConfig, and under DistributedDataParallel of a router's weights, which differ where ranks clip or "
-        "step by themselves: clip by moecomm.nn.clip_grad_norm, scale by ShardedGradScaler; 0: none): rank 0"
+        "ranks disagree on the layer that calls (a number of its place among those of the communicator, of "
+        "its MoEConfig, and under DistributedDataParallel of a router's weights, which differ where ranks "
+        "clip or step by themselves: clip by moecomm.nn.clip_grad_norm, scale by ShardedGradScaler; 0: "
+        "none): rank 0"
     )
     for found, (first, *others) in pool(3)(in_another_order, name, seed):
         texts = [each and f"{each.name}: {each.text}" for each in found]
