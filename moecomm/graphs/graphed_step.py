@@ -327,11 +327,11 @@ class GraphedStep:
         a graph."""
         try:
             for layer in self._layers:
-                layer._waits = True
+                layer._waits_on_host = True
             yield
         finally:
             for layer in self._layers:
-                layer._waits = False
+                layer._waits_on_host = False
 
     # -- a step ----------------------------------------------------------------------------------------
 

@@ -27,84 +27,64 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 class MoEConfig:
     """Sizes, routing and balancing of one MoE layer. Checks itself: a bad value raises `InvalidArgument`.
 
-    The routing options follow Megatron-Core's MoE router. What DeepSeek-V3 (arXiv 2412.19437, section 2.1.2)
-    uses is `score_function="sigmoid", normalize_topk=True, scaling_factor=2.5, num_groups=8, topk_groups=4,
-    bias_update_rate=0.001`; Switch Transformer (arXiv 2101.03961) is `top_k=1, pre_softmax=True,
-    aux_loss="batch", aux_loss_coef=0.01, capacity_factor=1.25, drop_policy="position"`.
+    The routing options follow Megatron-Core's MoE router; docs/routing.md and docs/layer.md explain them.
+    DeepSeek-V3 (arXiv 2412.19437, section 2.1.2) uses `score_function="sigmoid", normalize_topk=True,
+    scaling_factor=2.5, num_groups=8, topk_groups=4, bias_update_rate=0.001`; Switch Transformer (arXiv
+    2101.03961) `top_k=1, pre_softmax=True, aux_loss="batch", aux_loss_coef=0.01, capacity_factor=1.25,
+    drop_policy="position"`.
 
     Attributes:
         hidden: width of a token row (H).
-        ffn_hidden: inner width of one expert.
+        ffn_hidden: inner width of one expert (F).
         num_experts: experts over all ranks (E).
         top_k: experts a token is sent to (K).
-        activation: "swiglu": silu(x W_gate) * (x W_up), the gates in the first half of w_in's columns;
-            "swiglu_interleaved": the same with the gates in the even columns and the up values in the odd
-            ones, which products="quack" computes in one kernel; "swiglu_clamped": with columns in this order,
-            gate * sigmoid(1.702 gate) * (up + 1), where the gate is at most 7 and up within -7..7, as gpt-oss
-            has it; "gelu": the exact (erf) GELU of x W_in.
-        bias: True: each expert has a bias after both of its products, which start as zeros; shared experts
-            have none. gpt-oss is activation="swiglu_clamped", bias=True, and its checkpoints' gate_up_proj,
-            gate_up_proj_bias, down_proj and down_proj_bias are w_in, b_in, w_out and b_out as they are.
+        activation: "swiglu": silu(x W_gate) * (x W_up), gates in the first half of w_in's columns;
+            "swiglu_interleaved": gates in the even columns; "swiglu_clamped": with columns in this order,
+            gate * sigmoid(1.702 gate) * (up + 1), gate at most 7 and up within -7..7, as in gpt-oss;
+            "gelu": the exact (erf) GELU of x W_in.
+        bias: True: each expert has a bias after both of its products, zero at first; shared experts have
+            none.
         num_shared_experts: experts that see every token, fused into one of width num_shared_experts *
             ffn_hidden.
-        shared_gate: True: the shared experts' result is multiplied by sigmoid(x w), one number a token, with
-            a weight w of H values, as Qwen2-MoE has it. Only with shared experts.
-        router_bias: True: each expert's logit has a trained bias, which starts as zero, as gpt-oss has it. It
-            is not the balancing bias of bias_update_rate, which only steers the choice.
+        shared_gate: True: the shared experts' result is multiplied by sigmoid(x w), w of H values
+            (Qwen2-MoE).
+        router_bias: True: each expert's logit has a trained bias, zero at first (gpt-oss).
         score_function: "softmax" or "sigmoid" of the router's logits.
-        pre_softmax: Softmax only. True: softmax over all experts, then top-k. False: top-k, then softmax over
-            these k; groups and balancing biases then work on logits, and not on scores between 0 and 1.
-        normalize_topk: divide the k weights of a token by their sum (softmax after top-k sums to one by
-            itself).
+        pre_softmax: softmax only. True: softmax over all experts, then top-k. False: top-k, then softmax over
+            these k; groups and balancing biases then work on logits.
+        normalize_topk: divide the k weights of a token by their sum.
         scaling_factor: multiplies the weights, after normalisation.
-        num_groups: group-limited routing: experts form this many equal groups, in order of their ids.
-            Megatron-Core calls it moe_router_num_groups, DeepSeek's models n_group.
-        topk_groups: group-limited routing: a token may use experts of this many groups, those whose best
-            top_k // topk_groups experts score highest in sum. Megatron-Core: moe_router_group_topk, DeepSeek:
-            topk_group. Given together with num_groups.
-        scores_per_group: group-limited routing: how many of a group's best scores are added up for its worth,
-            instead of top_k // topk_groups: 1 is DeepSeek-V2's rule, 2 that of transformers' DeepSeek-V3.
-        limit_nodes: group-limited routing with the nodes of the job as groups: a token may use experts on
-            this many nodes. Becomes num_groups and topk_groups when the number of nodes is known
-            (`for_nodes`, which MoELayer calls). Given instead of them: they make the groups a property of the
-            model, this makes them one of the job.
-        weights_on_input: True: y is the sum of expert(weight * x) in place of weight * expert(x), as Llama 4
-            has it, whose router is `top_k=1, score_function="sigmoid"`. For top_k=1. Shared experts see
-            x, and are computed before the dispatch and not beside it.
-        aux_loss: load-balancing loss: over the rank's tokens ("batch"); the mean over its sequences
-            ("sequence"), of which ranks of a folding's group "tp-cp" hold parts and sum them; or with the
-            choices of all ranks and microbatches of a step ("global", Qwen3's loss, arXiv 2501.11873; see
-            docs/layer.md).
+        num_groups: group-limited routing: experts form this many equal groups, in order of their ids
+            (Megatron-Core: moe_router_num_groups, DeepSeek: n_group).
+        topk_groups: a token may use experts of this many groups, those whose best scores have the highest sum
+            (Megatron-Core: moe_router_group_topk, DeepSeek: topk_group). Given together with num_groups.
+        scores_per_group: how many of a group's best scores are summed; None: top_k // topk_groups.
+            DeepSeek-V2 has 1, DeepSeek-V3 in transformers 2.
+        limit_nodes: instead of groups: a token may use experts on this many nodes of the job (`for_nodes`).
+        weights_on_input: True: y is the sum of expert(weight * x), as in Llama 4; for top_k=1. Shared experts
+            see x, and are computed before the dispatch.
+        aux_loss: load-balancing loss over the rank's tokens ("batch"), each sequence ("sequence"), the
+            choices of all ranks and microbatches of a step ("global", arXiv 2501.11873), or "none".
         aux_loss_coef: coefficient of the load-balancing loss.
         z_loss_coef: coefficient of the mean squared logsumexp of the logits (ST-MoE, arXiv 2202.08906).
-        bias_update_rate: above zero: balancing without auxiliary loss; `update_expert_bias` moves each bias
-            by this step.
-        balancing_bias: True: the router has the balancing biases with bias_update_rate=0 too, where they stay
-            as they are unless `update_expert_bias` is given a rate: for fine-tuning, and the last part of
-            DeepSeek-V3's training.
-        bias_update: "sign": each bias moves by the rate, up or down (arXiv 2408.15664); "centered": the same
-            less the mean of these steps, so that the biases' mean stays what it is, as torchtitan has it.
+        bias_update_rate: above zero: balancing without auxiliary loss; `update_expert_bias` moves each
+            expert's balancing bias, which steers the choice alone, by this step.
+        balancing_bias: True: the router has balancing biases with bias_update_rate=0 too.
+        bias_update: "sign": each bias moves by the rate, up or down (arXiv 2408.15664); "centered": less the
+            mean of these steps.
         jitter: in training the router's input is multiplied by noise, uniform in [1 - jitter, 1 + jitter].
-        force_balanced: for benchmarks: ignore scores and groups in the choice of experts, give every expert
-            the same load.
+        force_balanced: for benchmarks: every expert gets the same load, whatever the scores.
         capacity_factor: None: dropless. Else a rank sends one expert at most ceil(T * K / E *
             capacity_factor) tokens.
-        drop_policy: who keeps a place in a full expert: tokens of highest weight ("probs") or the first
-            ("position").
-        pad_to_capacity: with capacity_factor: buffers of fixed size, so that shapes are static and the host
-            never waits.
-        dtype: of the experts' weights and of the rows on the wire. The router computes in float32 all the
-            same.
-        expert_precision: None: the experts' products are computed in dtype. "fp8": all six of forward and
-            backward in e4m3 with a scale a row or column (docs/fp8.md), which on CUDA takes a GPU of compute
-            capability 9.0; dtype narrower than float64, hidden and ffn_hidden multiples of 16. Shared experts
-            and router compute as ever.
-        products: what computes the experts' products: "torch"; "quack", quack-kernels on Hopper GPUs for
-            bfloat16 and float16, which has to be installed; None: quack where it is installed and serves the
-            layer, else torch. The layer's repr says which. With expert_precision None applies alone.
-        main_grad: True: each weight of the experts that are spread over ranks collects its gradients in
-            `weight.main_grad`, float32, and its `grad` stays None (docs/training.md). For dtypes narrower
-            than float64; shared experts and router have a `grad` as ever.
+        drop_policy: a full expert keeps tokens of highest weight ("probs") or the first ("position").
+        pad_to_capacity: with capacity_factor: buffers of fixed size, so that the host never waits.
+        dtype: of the experts' weights and of the rows that travel. The router computes in float32.
+        expert_precision: None: products in dtype. "fp8": in e4m3 (docs/fp8.md); on CUDA for GPUs of compute
+            capability 9.0, dtype narrower than float64, hidden and ffn_hidden multiples of 16.
+        products: "torch"; "quack" (quack-kernels, Hopper, bfloat16 and float16); None: quack where it is
+            installed and serves the layer, else torch (docs/layer.md). Must be None with expert_precision.
+        main_grad: True: the experts' weights collect gradients in `weight.main_grad`, float32
+            (docs/training.md). For dtypes narrower than float64.
         init_std: standard deviation of the normal distribution that all weights start from.
     """
 

@@ -44,7 +44,7 @@ from moecomm.nn.given import Choices
 from moecomm.nn.overlap_config import Keep
 from moecomm.nn.own_experts import call_or_tell
 from moecomm.nn.parameters import grad_in_place, has_hooks
-from moecomm.overlap import Beside, Stages, Timeline
+from moecomm.overlap import SideStream, Stages, Timeline
 from moecomm.overlap.stages import COMM
 from moecomm.types import DispatchOutput, Handle
 
@@ -63,69 +63,60 @@ class Weights(NamedTuple):
 
 
 @dataclass
-class Runs:
-    """The stages of the last forward and backward that were recorded. Their results are not held here, since
-    autograd's graph holds this object."""
+class RecordedStages:
+    """The stages of the last forward and backward that were recorded."""
 
     forward: Stages | None = None
     backward: Stages | None = None
 
     def timelines(self) -> dict[str, Timeline]:
-        """Returns the timelines of the recorded runs, by the names "forward" and "backward". Waits for
-        them."""
+        """Returns the timelines by the names "forward" and "backward". Waits for the stages."""
         runs = {"forward": self.forward, "backward": self.backward}
         return {name: stages.timeline() for name, stages in runs.items() if stages is not None}
 
 
 class Plans(NamedTuple):
-    """Dispatch outcomes and choices of a layer's passes within one checkpoint, in their order."""
+    """Dispatch states and choices of a layer's passes within one checkpoint, in their order."""
 
-    found: list[Known]
+    states: list[DispatchState]
     choices: list[Choices]
     again: bool
     """True while the passes are computed again."""
 
 
-class Call(NamedTuple):
-    """Arguments of a pass besides the tensors that have gradients."""
+class PassContext(NamedTuple):
+    """What a pass needs besides the tensors that have gradients."""
 
+    layer: Any
+    """The MoELayer, by which its dispatches are told from those of other layers."""
     comm: Communicator
     topk_idx_TK: Tensor
     capacity: int | None
     activation: str
     products: Products
     keep: Keep
-    waits: bool
-    """True: the host waits for the device at the end of a pass that has used the communicator's stream,
-    outside a capture, so that memory which both streams have used is free again at once."""
+    keep_shared: bool
+    waits_on_host: bool
+    """True: after a pass that used the communicator's stream, outside a capture, the host waits for the
+    device, so that memory which both streams have used is free again at once."""
     deferred: Deferred | None
-    """The list to which the computation of the weights' gradients is put off; None: they are computed in the
-    backward."""
-    runs: Runs | None
-    """The object that gets the recorded stages; None: nothing is recorded."""
-    overflow: Any = None
-    """The OverflowCheck that the pass notes its dispatch in; None: nobody asks."""
-    plans: Plans | None = None
-    """Within a checkpoint that keeps plans, those that were kept; else None."""
-    layer: Any = None
-    """The MoELayer whose pass it is, by which its dispatch is told from those of others."""
-    keep_shared: bool = True
-    """False: the first product of the shared experts is not kept, and is computed again in the backward."""
+    """Where weight gradients are put off to; None: the backward computes them."""
+    recorded: RecordedStages | None
+    """Where stages are recorded; None: they are not."""
+    overflow: Any
+    """The OverflowCheck that notes the dispatch, or None."""
+    plans: Plans | None
+    """The plans within a checkpoint that keeps them; else None."""
     computed: tuple[Tensor | None, Tensor | None] = (None, None)
-    """With `deferred`: the w_in and w_out that were computed from parameters, and in whose places the pass
-    has those of `cut_off`."""
+    """With `deferred`: the w_in and w_out that were computed from parameters, before `cut_off`."""
 
     def stages(self) -> Stages:
         """Returns the stages of a new pass."""
-        return Stages(self.comm.device, record=self.runs is not None)
+        return Stages(self.comm.device, record=self.recorded is not None)
 
-    def beside(self, *, wanted: bool) -> Beside:
-        """Returns the context for a transfer."""
-        return Beside(self.comm, wanted=wanted)
-
-    def settle(self, side: Beside) -> None:
-        """Waits on the host for a pass whose transfers were on `side`, if `waits` says so."""
-        if self.waits and side.apart:
+    def wait_on_host(self, side: SideStream) -> None:
+        """Waits for a pass with transfers on `side`, if `waits_on_host` says so."""
+        if self.waits_on_host and side.separate:
             gpu = CudaDevice(self.comm.device.index)
             if not gpu.capturing():
                 gpu.stream().synchronize()
@@ -141,8 +132,8 @@ def without_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]
 # -- forward -----------------------------------------------------------------------------------------------
 
 
-class Known(NamedTuple):
-    """The saved outcome of a dispatch, from which rows can be sent again without a new plan."""
+class DispatchState(NamedTuple):
+    """The outcome of a dispatch, along whose plan rows can be sent again."""
 
     handle: Handle
     weights_P: Tensor
@@ -150,66 +141,78 @@ class Known(NamedTuple):
     """The groups of rows as the products take them; the last element is the number of rows."""
 
 
+class Kept(NamedTuple):
+    """The tensors that a backward needs besides the weights."""
+
+    x_TH: Tensor | None
+    rows_PH: Tensor | None
+    weights_P: Tensor
+    groups: Tensor
+    shared_inner_TI: Tensor | None
+    inner_PI: Tensor | None
+
+
 class Forward:
-    """One forward. `run` computes all of it. With the outcome of an earlier dispatch, `again` computes anew
-    what a backward needs, with no new plan, and `finish` computes the result, if it is wanted."""
+    """One forward. `run` computes all of it. With an earlier dispatch's state, `again` computes what a
+    backward needs once more, and `finish` the result."""
 
     def __init__(
         self,
-        call: Call,
+        context: PassContext,
         x_TH: Tensor,
         topk_weights_TK: Tensor,
         weights: Weights,
-        known: Known | None = None,
+        state: DispatchState | None = None,
     ) -> None:
-        self.call, self.x_TH, self.topk_weights_TK, self.weights = call, x_TH, topk_weights_TK, weights
-        self._known = known
+        self.context, self.weights = context, weights
+        self.x_TH, self.topk_weights_TK = x_TH, topk_weights_TK
+        self._state = state
         self._rows_PH: Tensor | None = None
         self._inner_PI: Tensor | None = None
         self._z_PF: Tensor | None = None
         self._shared_inner_TI: Tensor | None = None
 
     @property
-    def known(self) -> Known:
-        """The outcome of the dispatch; set from the dispatch on."""
-        assert self._known is not None
-        return self._known
+    def state(self) -> DispatchState:
+        """The state of the dispatch; set from the dispatch on."""
+        assert self._state is not None
+        return self._state
 
     def run(self) -> Tensor:
         """Runs the forward and returns y (T, H)."""
-        call, weights, comm = self.call, self.weights, self.call.comm
+        context, weights, comm = self.context, self.weights, self.context.comm
         has_shared = weights.shared_in is not None
-        stages = call.stages()
-        side = call.beside(wanted=has_shared)
-        tokens = (self.x_TH, call.topk_idx_TK, self.topk_weights_TK)
+        stages = context.stages()
+        side = SideStream(comm, wanted=has_shared)
+        tokens = (self.x_TH, context.topk_idx_TK, self.topk_weights_TK)
         out: DispatchOutput | None = None
         shared_TH: Tensor | None = None
 
         with side, stages("dispatch_send", stream=COMM, communicates=True):
-            if call.capacity is None and has_shared:
-                receive = comm.begin_dispatch(*tokens, _layer=call.layer)
+            if context.capacity is None and has_shared:
+                receive = comm.begin_dispatch(*tokens, _layer=context.layer)
             else:
-                out = comm.dispatch(*tokens, capacity=call.capacity, _layer=call.layer)
+                out = comm.dispatch(*tokens, capacity=context.capacity, _layer=context.layer)
         if has_shared:
             with stages("shared"):
                 self._shared_fc1()
                 shared_TH = self._shared_fc2()
-            if not call.keep_shared:
+            if not context.keep_shared:
                 self._shared_inner_TI = None
         if out is None:  # the host waits for the number of rows, with the shared experts' work in the queue
             with side.receiving(), stages("dispatch_receive", stream=COMM, communicates=True):
-                out = receive(directly=side.apart)
+                out = receive(directly=side.separate)
         assert out.weights is not None
-        groups = call.products.groups_of(out)
+        groups = context.products.groups_of(out)
         side.join(out.tokens, out.weights, groups)
-        if call.overflow is not None:
-            call.overflow.note_dispatch(out.overflow)
-        self._known = Known(out.handle, out.weights, groups)
+        if context.overflow is not None:
+            context.overflow.note_dispatch(out.overflow)
+        self._state = DispatchState(out.handle, out.weights, groups)
         self._rows_PH = out.tokens
 
         with stages("fc1"):
             inner_PI, z_PF = self._fc1()
-        if call.keep == "all":
+        if context.keep == "all":
             self._inner_PI = inner_PI
         del inner_PI
         with stages("fc2"):
@@ -219,73 +222,73 @@ class Forward:
             y_TH = comm.combine(expert_rows_PH, out.handle)
         if shared_TH is not None:
             y_TH.add_(shared_TH)
-        if call.runs is not None:
-            call.runs.forward = stages
-        call.settle(side)
+        if context.recorded is not None:
+            context.recorded.forward = stages
+        context.wait_on_host(side)
         return y_TH
 
     def again(self) -> None:
-        """Computes anew the tensors of `kept`, along the known plan."""
-        call = self.call
-        has_shared = self.weights.shared_in is not None and call.keep_shared
-        stages = call.stages()
-        side = call.beside(wanted=has_shared and call.keep != "nothing")
-        if call.keep != "nothing":
+        """Computes anew the tensors of `kept`, along the plan."""
+        context, comm = self.context, self.context.comm
+        has_shared = self.weights.shared_in is not None and context.keep_shared
+        stages = context.stages()
+        side = SideStream(comm, wanted=has_shared and context.keep != "nothing")
+        if context.keep != "nothing":
             with side, stages("dispatch_again", stream=COMM, communicates=True):
-                self._rows_PH = call.comm.redispatch(self.x_TH, self.known.handle)
+                self._rows_PH = context.comm.redispatch(self.x_TH, self.state.handle)
         if has_shared:
             with stages("shared_again"):
                 self._shared_fc1()
         side.join(self._rows_PH)
-        if call.keep == "all":
+        if context.keep == "all":
             with stages("fc1_again"):
                 self._inner_PI, self._z_PF = self._fc1()
-        call.settle(side)
+        context.wait_on_host(side)
 
     def finish(self) -> Tensor:
         """Returns y (T, H), after `again`."""
-        if self.call.keep == "nothing":
-            self._rows_PH = self.call.comm.redispatch(self.x_TH, self.known.handle)
+        if self.context.keep == "nothing":
+            self._rows_PH = self.context.comm.redispatch(self.x_TH, self.state.handle)
         z_PF, self._z_PF = self._z_PF, None
         if z_PF is None:
             _, z_PF = self._fc1()
         rows_PH = self._fc2(z_PF)
-        y_TH = self.call.comm.combine(rows_PH, self.known.handle)
+        y_TH = self.context.comm.combine(rows_PH, self.state.handle)
         if self.weights.shared_in is None:
             return y_TH
-        if not self.call.keep_shared:
+        if not self.context.keep_shared:
             self._shared_fc1()
         return y_TH.add_(self._shared_fc2())
 
-    def kept(self, need_in: bool) -> tuple[Tensor | None, ...]:
-        """Returns the tensors that a backward needs besides the weights. `need_in`: w_in needs a gradient."""
-        keep, known = self.call.keep, self.known
-        shared = self.weights.shared_in is not None
-        keeps_rows = keep != "nothing" and (need_in or keep == "rows")
-        return (
-            self.x_TH if shared or keep == "nothing" else None,
-            self._rows_PH if keeps_rows else None,
-            known.weights_P,
-            known.groups,
-            self._shared_inner_TI,
-            self._inner_PI,
+    def kept(self, need_in: bool) -> Kept:
+        """Returns what a backward needs. `need_in`: w_in needs a gradient."""
+        keep, state = self.context.keep, self.state
+        needs_x = self.weights.shared_in is not None or keep == "nothing"
+        needs_rows = keep != "nothing" and (need_in or keep == "rows")
+        return Kept(
+            x_TH=self.x_TH if needs_x else None,
+            rows_PH=self._rows_PH if needs_rows else None,
+            weights_P=state.weights_P,
+            groups=state.groups,
+            shared_inner_TI=self._shared_inner_TI,
+            inner_PI=self._inner_PI,
         )
 
     def _fc1(self) -> tuple[Tensor, Tensor]:
         assert self._rows_PH is not None
-        return self.call.products.gated_mm(
+        return self.context.products.gated_mm(
             self._rows_PH,
             self.weights.w_in,
-            self.known.groups,
-            self.known.weights_P,
-            activation=self.call.activation,
+            self.state.groups,
+            self.state.weights_P,
+            activation=self.context.activation,
             bias_LI=self.weights.b_in,
         )
 
     def _fc2(self, z_PF: Tensor) -> Tensor:
-        weights, known = self.weights, self.known
-        return self.call.products.grouped_mm(
-            z_PF, weights.w_out, known.groups, bias_LB=weights.b_out, weights_P=known.weights_P
+        weights, state = self.weights, self.state
+        return self.context.products.grouped_mm(
+            z_PF, weights.w_out, state.groups, bias_LB=weights.b_out, weights_P=state.weights_P
         )
 
     def _shared_fc1(self) -> None:
@@ -297,7 +300,7 @@ class Forward:
         assert inner_TI is not None and self.weights.shared_out is not None
         z_TF = inner_TI.new_empty(inner_TI.shape[0], self.weights.shared_out.shape[0])
         gates_T = shared_gates(self.x_TH, self.weights.shared_gate)
-        weighted_activation_into(z_TF, inner_TI, gates_T, activation=self.call.activation)
+        weighted_activation_into(z_TF, inner_TI, gates_T, activation=self.context.activation)
         return z_TF @ self.weights.shared_out
 
 
@@ -307,24 +310,25 @@ class Forward:
 def _backward(ctx: Any, grad_y_TH: Tensor) -> tuple[Tensor | None, ...]:
     """Runs the backward of `_Keep`, from what it has left in `ctx`, and returns gradients in the order of its
     inputs."""
-    call: Call = ctx.call
-    comm, products, handle = call.comm, call.products, ctx.handle
-    call.layer._unsynchronized = True
+    context: PassContext = ctx.context
+    comm, products, handle = context.comm, context.products, ctx.handle
+    context.layer._unsynchronized = True
+    count = len(Weights._fields)
     saved: tuple[Any, ...] = ctx.saved_tensors
-    w_in, w_out, shared_in, shared_out, shared_gate, b_in, b_out, *kept = saved
-    x_TH, rows_PH, weights_P, groups, shared_inner_TI, inner_PI = kept
+    w_in, w_out, shared_in, shared_out, shared_gate, b_in, b_out = saved[:count]  # Weights
+    x_TH, rows_PH, weights_P, groups, shared_inner_TI, inner_PI = saved[count:]  # Kept
     _, need_x, need_weights, need_in, need_out, *need_shared, need_b_in, need_b_out = ctx.needs_input_grad
     has_shared = shared_in is not None and (need_x or any(need_shared))
-    needs_home = need_x or need_weights
-    weights_now = call.deferred is None
-    stages = call.stages()
+    needs_tokens = need_x or need_weights
+    weights_now = context.deferred is None
+    stages = context.stages()
     grad_x_TH = grad_weights_TK = grad_in_LHI = grad_out_LFH = grad_b_in_LI = grad_b_out_LH = None
     grad_shared: tuple[Tensor | None, ...] = (None, None, None, None)
 
-    # Rows go to the experts, beside the shared experts' gradients.
-    side = call.beside(wanted=has_shared)
+    # Rows go to the experts during the shared experts' gradients.
+    side = SideStream(comm, wanted=has_shared)
     with side, stages("dispatch_grad", stream=COMM, communicates=True):
-        if call.keep == "nothing":
+        if context.keep == "nothing":
             rows_PH = comm.redispatch(x_TH, handle)
         grad_rows_PH = comm.redispatch(grad_y_TH, handle, gradients=True)
     if has_shared:
@@ -337,14 +341,14 @@ def _backward(ctx: Any, grad_y_TH: Tensor) -> tuple[Tensor | None, ...]:
                 x_TH,
                 (shared_in, shared_out, shared_gate),
                 shared_inner_TI,
-                call.activation,
+                context.activation,
                 need_x,
                 *need_shared,
             )
-    side.join(grad_rows_PH, rows_PH if call.keep == "nothing" else None)
+    side.join(grad_rows_PH, rows_PH if context.keep == "nothing" else None)
 
     into_in, into_out = (_gradient_to_add_to(ctx, number) for number in (W_IN, W_OUT))
-    if call.keep != "all":
+    if context.keep != "all":
         with stages("fc1_again"):
             inner_PI = products.grouped_mm(rows_PH, w_in, groups, bias_LB=b_in)
     with stages("fc2_dgrad"):
@@ -354,7 +358,7 @@ def _backward(ctx: Any, grad_y_TH: Tensor) -> tuple[Tensor | None, ...]:
             groups,
             inner_PI,
             weights_P,
-            activation=call.activation,
+            activation=context.activation,
             need_weights=need_weights,
             need_z=need_out,
         )
@@ -364,22 +368,22 @@ def _backward(ctx: Any, grad_y_TH: Tensor) -> tuple[Tensor | None, ...]:
             grad_b_in_LI = products.bias_grad(grad_inner_PI, groups)
         if need_b_out:
             grad_b_out_LH = products.bias_grad(grad_rows_PH, groups, weights_P)
-    del inner_PI, saved, kept
-    if call.deferred is not None and (need_in or need_out):
+    del inner_PI, saved
+    if context.deferred is not None and (need_in or need_out):
         count = grad_inner_PI.shape[0]
         of_in = of_out = None
         if need_in and _is_wanted(ctx, W_IN):
-            of_in = Operands(_or(call.computed[0], w_in), rows_PH, grad_inner_PI)
+            of_in = Operands(_or(context.computed[0], w_in), rows_PH, grad_inner_PI)
         if z_PF is not None and _is_wanted(ctx, W_OUT):
-            of_out = Operands(_or(call.computed[1], w_out), z_PF, grad_rows_PH)
+            of_out = Operands(_or(context.computed[1], w_out), z_PF, grad_rows_PH)
         if of_in is not None or of_out is not None:
-            call.deferred.pending.append(Pending(products, groups, count, of_in, of_out))
+            context.deferred.pending.append(Pending(products, groups, count, of_in, of_out))
     if z_PF is not None and weights_now:
         with stages("fc2_wgrad"):
             grad_out_LFH = products.grouped_mm_wgrad(z_PF, grad_rows_PH, groups, into=into_out)
     del z_PF, grad_rows_PH
 
-    if needs_home:
+    if needs_tokens:
         with stages("fc1_dgrad"):
             grad_expert_rows_PH = products.grouped_mm_dgrad(grad_inner_PI, w_in, groups)
         with stages("combine_grad", stream=COMM, communicates=True):
@@ -393,9 +397,9 @@ def _backward(ctx: Any, grad_y_TH: Tensor) -> tuple[Tensor | None, ...]:
     grad_shared_x_TH, *grad_shared_weights = grad_shared
     if grad_x_TH is not None and grad_shared_x_TH is not None:
         grad_x_TH.add_(grad_shared_x_TH)
-    if call.runs is not None:
-        call.runs.backward = stages
-    call.settle(side)
+    if context.recorded is not None:
+        context.recorded.backward = stages
+    context.wait_on_host(side)
     return (
         None,
         grad_x_TH if need_x else None,
@@ -422,7 +426,7 @@ def _is_wanted(ctx: Any, number: int) -> bool:
     parameters that a weight was computed from, and not for others."""
     node = ctx.next_functions[number][0]
     nodes = [node]
-    if ctx.call.computed[number - W_IN] is not None:  # node is of `cut_off`
+    if ctx.context.computed[number - W_IN] is not None:  # node is of `cut_off`
         nodes = [of for of, _ in node.next_functions if of is not None]
     try:
         runs = [torch._C._will_engine_execute_node(each) for each in nodes]
@@ -443,7 +447,7 @@ def _gradient_to_add_to(ctx: Any, number: int) -> Tensor | None:
     where the products cannot, for torch.autograd.grad, for parameters with hooks that want to see the
     gradient, and for sharded ones."""
     node = ctx.next_functions[number][0]
-    if not ctx.call.products.adds or type(node).__name__ != "AccumulateGrad":
+    if not ctx.context.products.adds or type(node).__name__ != "AccumulateGrad":
         return None
     parameter = node.variable
     if has_hooks(parameter):
@@ -494,22 +498,23 @@ def _shared_backward(
 # -- autograd and checkpoints ------------------------------------------------------------------------------
 
 
-def run_experts(call: Call, x_TH: Tensor, topk_weights_TK: Tensor, weights: Weights) -> Tensor:
+def run_experts(context: PassContext, x_TH: Tensor, topk_weights_TK: Tensor, weights: Weights) -> Tensor:
     """Returns (T, H): the sum over a token's experts of weight * expert(x), plus the shared experts' result.
 
     x_TH: (T, H) of the weights' dtype; topk_weights_TK: (T, K) float32 (float64 for float64 rows).
     Differentiable once in both and in the weights.
     """
-    if call.deferred is not None:
+    if context.deferred is not None:
         (w_in, of_in), (w_out, of_out) = cut_off(weights.w_in), cut_off(weights.w_out)
-        weights, call = weights._replace(w_in=w_in, w_out=w_out), call._replace(computed=(of_in, of_out))
-    plans = call.plans
-    known = plans.found.pop(0) if plans is not None and plans.again and plans.found else None
-    passing = _Pass(call, known)
+        weights = weights._replace(w_in=w_in, w_out=w_out)
+        context = context._replace(computed=(of_in, of_out))
+    plans = context.plans
+    state = plans.states.pop(0) if plans is not None and plans.again and plans.states else None
+    passing = _Pass(context, state)
     placeholder_TH = _Keep.apply(passing, x_TH, topk_weights_TK, *weights)  # type: ignore[no-untyped-call]
     if plans is not None and not plans.again:
         assert passing.forward is not None
-        plans.found.append(passing.forward.known)
+        plans.states.append(passing.forward.state)
     y_TH: Tensor = _Finish.apply(passing, placeholder_TH)  # type: ignore[no-untyped-call]
     return y_TH
 
@@ -517,20 +522,20 @@ def run_experts(call: Call, x_TH: Tensor, topk_weights_TK: Tensor, weights: Weig
 class _Pass:
     """The state that the two autograd functions of one pass share."""
 
-    def __init__(self, call: Call, known: Known | None) -> None:
-        self.call, self.known = call, known
+    def __init__(self, context: PassContext, state: DispatchState | None) -> None:
+        self.context, self.state = context, state
         self.forward: Forward | None = None
         self.y_TH: Tensor | None = None
 
     def start(self, x_TH: Tensor, topk_weights_TK: Tensor, weights: Weights) -> Forward:
         """Computes the whole forward, or, along a known plan, only the tensors that a backward needs."""
-        forward = Forward(self.call, x_TH, topk_weights_TK, weights, self.known)
+        forward = Forward(self.context, x_TH, topk_weights_TK, weights, self.state)
         self.forward = forward
         with without_autocast(x_TH.device.type):
-            if self.known is None:
-                self.y_TH = call_or_tell(self.call.comm, forward.run)
+            if self.state is None:
+                self.y_TH = call_or_tell(self.context.comm, forward.run)
             else:
-                call_or_tell(self.call.comm, forward.again)
+                call_or_tell(self.context.comm, forward.again)
         return forward
 
     def result(self) -> Tensor:
@@ -539,7 +544,7 @@ class _Pass:
         y_TH, self.y_TH = self.y_TH, None
         if y_TH is None:
             with without_autocast(self.forward.x_TH.device.type):
-                y_TH = call_or_tell(self.call.comm, self.forward.finish)
+                y_TH = call_or_tell(self.context.comm, self.forward.finish)
         self.forward = None
         return y_TH
 
@@ -552,8 +557,8 @@ class _Keep(torch.autograd.Function):
         w_in, w_out, *others = weights
         assert w_in is not None and w_out is not None
         found = passing.start(x_TH, topk_weights_TK, Weights(w_in, w_out, *others))
-        ctx.call = passing.call
-        ctx.handle = found.known.handle
+        ctx.context = passing.context
+        ctx.handle = found.state.handle
         ctx.save_for_backward(*weights, *found.kept(ctx.needs_input_grad[3]))
         return x_TH.new_empty(()).expand(x_TH.shape)  # nobody reads this value
 
@@ -561,7 +566,7 @@ class _Keep(torch.autograd.Function):
     @_disable_dynamo  # see moecomm/autograd/functions.py
     @first_order
     def backward(ctx: Any, grad_y_TH: Tensor) -> tuple[Tensor | None, ...]:
-        for number, computed in zip((W_IN, W_OUT), ctx.call.computed, strict=True):
+        for number, computed in zip((W_IN, W_OUT), ctx.context.computed, strict=True):
             if computed is not None:
                 _is_wanted(ctx, number)  # what it refuses is refused before ranks wait for each other
         with without_autocast(grad_y_TH.device.type):

@@ -46,46 +46,37 @@ _OWN = _IN_MAIN_GRAD | {f"{name}_{added}" for name in _WEIGHTS for added in ("or
 class GroupedExperts(nn.Module):
     """This rank's experts (L of E), applied to expert-major rows in two grouped products.
 
-    Weights, of the config's dtype: w_in (L, H, 2F), gate first and up second, or for swiglu_interleaved and
-    swiglu_clamped gates in the even columns; (L, H, F) for gelu; w_out (L, F, H). With config.bias, b_in
-    (L, 2F) or (L, F), its columns as those of w_in, is added to the first product of a row, and b_out (L, H)
-    to the second, before the routing weight. All are marked as expert parameters, and so is what a
-    parametrization adds with a part for each expert: its first dimension is L, and part l changes expert l
-    alone, which is tried. Others are taken for the same on all ranks, one adapter of all experts for example;
-    where nothing tells (L = 1, say), `mark_adapter` does. Expert e starts from a seed made of its global id
-    and one number drawn from torch's default generator: ranks that call torch.manual_seed alike make the
-    same model at any EP size. first_expert is the global id of the
-    first local expert. rows_per_expert: the rows that an expert gets on average in a call, if that is known;
-    kernels' tiles are chosen by it. products_on: the device that computes, if the weights start on another
-    one, such as meta.
+    The columns of w_in (L, H, I) are gates, then up values for swiglu; gates in even and up values in odd
+    columns for swiglu_interleaved and swiglu_clamped, I = 2F; for gelu I = F. With config.bias, b_in is added
+    to a row's first product and b_out to its second, before the routing weight. Expert e starts from its
+    global id and one number of torch's default generator: ranks that call torch.manual_seed alike make the
+    same model at any EP size.
 
-    With `part` a rank holds that part of each of its experts (moecomm/nn/expert_parts.py): F is then
-    ffn_hidden / part.of, the weights are those of the whole experts' with these columns, and the results
-    of all parts add up to those of the experts. Only part 0 has b_out.
+    All parameters are marked as expert parameters, and so is what a parametrization adds with a part for each
+    expert (docs/training.md, `mark_adapter`). Only `fully_shard_experts` may shard the weights where ranks
+    have different experts; fully_shard raises InvalidArgument. A state_dict records which experts it has
+    (`get_extra_state`), and load_state_dict raises InvalidArgument for a state of others, before it changes a
+    weight; it warns where a state has no record.
 
-    With config.expert_precision="fp8" the products are in e4m3, forward and backward; weights and gradients
-    keep their dtype. Raises Unsupported for a GPU that has none of them.
-
-    A state_dict has a record of the experts it holds, "_extra_state": (6,) int64 of first_expert, L, E, 1
-    where gates and up values are interleaved, and the part's number and of how many. load_state_dict raises
-    InvalidArgument, before it changes a weight, for a state of other experts, another part of them or
-    another order of columns. Records of earlier versions are shorter, of whole experts; a state without one
-    loads if its shapes fit, with a warning where a rank does not hold all experts.
-
-    Where a rank does not hold all experts weights may be sharded by `moecomm.nn.fully_shard_experts` alone.
-    fully_shard itself raises InvalidArgument: its shards would mix different experts, or have gradients of
-    another scale than the rest of the model.
+    Args:
+        config: the layer's MoEConfig. Raises Unsupported for expert_precision="fp8" on a GPU without it.
+        num_local_experts: L; None: all.
+        first_expert: global id of the first local expert.
+        part: the part of each expert that this rank holds (ExpertPart): F is then ffn_hidden / part.of.
+        rows_per_expert: rows that an expert gets on average in a call, by which tiles are chosen.
+        device: where the weights start.
+        products_on: the device that computes, if that is another one (the weights start on meta).
 
     Attributes:
-        w_in: (L, H, 2F) for swiglu, gate first and up second; (L, H, F) for gelu. Of the config's dtype.
+        w_in: (L, H, I) of the config's dtype.
         w_out: (L, F, H) of the config's dtype.
-        b_in: (L, 2F) or (L, F) of the config's dtype; None without config.bias.
+        b_in: (L, I) of the config's dtype; None without config.bias.
         b_out: (L, H) of the config's dtype; None without config.bias, and in parts other than 0.
         config: the layer's MoEConfig.
         num_local_experts: L, experts of this rank.
         first_expert: global id of the first local expert.
         part: the ExpertPart of each of them that is here; part 0 of 1 is a whole expert.
-        products: how products are computed, in whatever way a layer runs.
+        products: how products are computed.
         sharded_over: ranks of the default group over which `fully_shard_experts` shards the weights.
     """
 
@@ -126,20 +117,18 @@ class GroupedExperts(nn.Module):
         where = products_on or where
         self.products = make_products(dataclasses.replace(config, ffn_hidden=ffn), where, rows_per_expert)
         inner = ffn * INPUTS[config.activation]
-        make = {"dtype": config.dtype, "device": device}
-        self.w_in = nn.Parameter(torch.empty(local, config.hidden, inner, **make))  # type: ignore[arg-type]
-        self.w_out = nn.Parameter(torch.empty(local, ffn, config.hidden, **make))  # type: ignore[arg-type]
-        for name, width in (("b_in", inner), ("b_out", config.hidden)):
-            has = config.bias and not (name == "b_out" and part.number)
-            bias = nn.Parameter(torch.empty(local, width, **make)) if has else None  # type: ignore[arg-type]
-            self.register_parameter(name, bias)
+        shapes: dict[str, tuple[int, ...]] = {"w_in": (config.hidden, inner), "w_out": (ffn, config.hidden)}
+        shapes |= {"b_in": (inner,), "b_out": (config.hidden,)} if config.bias else {}
+        for name in _WEIGHTS:
+            has = name in shapes and not (name == "b_out" and part.number)
+            made = torch.empty(local, *shapes[name], dtype=config.dtype, device=device) if has else None
+            self.register_parameter(name, None if made is None else nn.Parameter(made))
         self.mark_parameters()
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Fills the weights, or this rank's shards of them, with new random numbers of standard deviation
-        config.init_std, which depend on one number of torch's default CPU generator and on each expert's
-        global id; biases with zeros."""
+        """Fills the weights, or this rank's shards, with random numbers of standard deviation
+        config.init_std, and biases with zeros. Draws one number of torch's default CPU generator."""
         seed, splits = int(torch.randint(2**62, (), device="cpu")), splits_of(self.config.activation)
         for name, weight in (("w_in", self.w_in), ("w_out", self.w_out)):
             split = splits[name]
@@ -166,17 +155,13 @@ class GroupedExperts(nn.Module):
         has_tail: bool = True,
         run: Run | None = None,
     ) -> Tensor:
-        """Computes the experts on grouped rows. rows_PH: (P, H) of the weights' dtype, grouped by local
-        expert; offsets_L: (L,) int32 inclusive ends of groups; weights_P: (P,) float32 (float64 for float64
-        rows) routing weights, which multiply the rows between the two products.
+        """Computes the experts on grouped rows; returns (P, H). Raises InvalidArgument.
 
-        Returns (P, H). Rows past offsets[-1], which a communicator leaves unspecified in fixed-capacity mode,
-        may hold anything: they come out zero, get a zero gradient and reach no weight's gradient. The caller
-        who knows that there are none (P == offsets[-1]) says has_tail=False and saves two passes.
-
-        With `run` it is run(rows_PH) that is done instead, of tokens as they are at home for example, with
-        the weights as hooks of this module have made them ready (FSDP gathers them for a forward, and again
-        for its backward). Raises InvalidArgument.
+        rows_PH: (P, H) of the weights' dtype, grouped by local expert; offsets_L: (L,) int32 inclusive ends
+        of groups; weights_P: (P,) float32 (float64 for float64 rows) routing weights. Rows past offsets[-1]
+        may hold anything: they come out zero, get a zero gradient and reach no weight's gradient.
+        has_tail=False (P == offsets[-1]) saves two passes. `run`: returns run(rows_PH) instead, with the
+        weights as hooks of this module have made them ready (FSDP gathers them).
         """
         if run is not None:
             return run(rows_PH)
@@ -202,10 +187,8 @@ class GroupedExperts(nn.Module):
             return self._apply_experts(rows_PH, offsets_L, weights_P).where(real_P1, 0.0)
 
     def forget_quantized(self) -> None:
-        """Forgets quantised weights; call it after weights have changed in a way that torch does not count:
-        through `.data`, or in a CUDA graph that has an optimizer's step alone. Quantised weights
-        (expert_precision="fp8") are made again then. Steps of optimizers, load_state_dict and in-place
-        operations need no call."""
+        """Forgets quantised weights (expert_precision="fp8"). Call it after changes of weights that torch
+        does not count: through `.data`, or in a CUDA graph that has an optimizer's step alone."""
         self.products.forget()
 
     def _apply_experts(self, rows_PH: Tensor, offsets_L: Tensor, weights_P: Tensor | None) -> Tensor:
@@ -242,15 +225,14 @@ class GroupedExperts(nn.Module):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Yields what nn.Module does, and marks the parameters of each: nothing else tells that there are new
-        ones within a module of this one, of a parametrization for example. So all that `parameters()` of a
-        model returns is marked."""
+        """Yields what nn.Module does, and marks the parameters of each. So all that `parameters()` of a model
+        returns is marked, also what a parametrization has added."""
         for name, module in super().named_modules(memo, prefix, remove_duplicate):
             self._mark(name.removeprefix(prefix).lstrip("."), module)
             yield name, module
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Adds or replaces a parameter, as nn.Module does, and marks it."""
+        """Does what nn.Module does, and marks the parameter."""
         super().register_parameter(name, param)
         self._mark("", self)
 
@@ -305,8 +287,8 @@ class GroupedExperts(nn.Module):
         return self.num_local_experts == self.config.num_experts and self.part.of == 1
 
     def get_extra_state(self) -> Tensor:
-        """Returns the record of the experts that a state_dict holds: (6,) int64 of first_expert, L, E, 1
-        where gates and up values are interleaved, and the part's number and of how many."""
+        """Returns the record of a state_dict: (6,) int64 of first_expert, L, E, 1 where gates and up values
+        are interleaved, and the part's number and of how many."""
         interleaved = self.config.activation in INTERLEAVED
         held = [self.first_expert, self.num_local_experts, self.config.num_experts, int(interleaved)]
         return torch.tensor([*held, *self.part], dtype=torch.int64, device="cpu")
@@ -356,11 +338,11 @@ class GroupedExperts(nn.Module):
 
 class SharedExperts(nn.Module):
     """The experts that see every token, as one dense network of width F' = num_shared_experts * ffn_hidden
-    (DeepSeekMoE, arXiv 2401.06066). w_in (H, 2F') or (H, F'), w_out (F', H): the same on all ranks, not
-    marked. With config.shared_gate the result of token x is multiplied by sigmoid(x w_gate).
+    (DeepSeekMoE, arXiv 2401.06066), the same on all ranks. With config.shared_gate the result of token x is
+    multiplied by sigmoid(x w_gate).
 
     Attributes:
-        w_in: (H, 2F') for swiglu, gate first and up second; (H, F') for gelu. Of the config's dtype.
+        w_in: (H, I') of the config's dtype, its columns as in GroupedExperts.
         w_out: (F', H) of the config's dtype.
         w_gate: (H,) of the config's dtype; None without config.shared_gate.
         config: the layer's MoEConfig.

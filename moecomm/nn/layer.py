@@ -6,7 +6,7 @@ import copy
 import math
 import weakref
 from collections.abc import Mapping
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from moecomm.nn import folded
 from moecomm.nn.config import MoEConfig
 from moecomm.nn.deferred import Deferred
 from moecomm.nn.expert_parts import ExpertPart
-from moecomm.nn.expert_pass import Call, Plans, Runs, Weights, run_experts
+from moecomm.nn.expert_pass import PassContext, Plans, RecordedStages, Weights, run_experts
 from moecomm.nn.experts import GroupedExperts, SharedExperts
 from moecomm.nn.given import Choices, flat
 from moecomm.nn.losses import attach_loss
@@ -57,6 +57,10 @@ built_layers: weakref.WeakSet[MoELayer] = weakref.WeakSet()
 """The layers of this process."""
 
 
+_PARTS = (("experts", GroupedExperts), ("shared", SharedExperts))
+"""The modules whose calls a layer runs within, and their classes."""
+
+
 class Routed(NamedTuple):
     """What a layer sends to the experts."""
 
@@ -76,110 +80,53 @@ def _require_config(overlap: Any) -> OverlapConfig:
     return overlap
 
 
-class _InOverlap:
-    """A name that is a field of the layer's OverlapConfig. nn.Module would take a value for it, of which
-    nothing would come."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __get__(self, layer: object, owner: object = None) -> NoReturn:
-        raise AttributeError(f"{self._name} is in the layer's OverlapConfig: layer.overlap.{self._name}")
-
-    def __set__(self, layer: object, value: object) -> NoReturn:
-        raise AttributeError(
-            f"{self._name} is in the layer's OverlapConfig: set layer.overlap = "
-            f"dataclasses.replace(layer.overlap, {self._name}={value!r})"
-        )
-
-
 class MoELayer(nn.Module):
     """y = shared(x) + sum over the chosen experts of weight * expert(x), with the experts spread over ranks.
 
-    Every rank of the communicator calls forward together, each with its own tokens, which may be none. `comm`
-    may be shared by many layers; without it the layer builds one from `group` (default: all ranks) and
-    `max_tokens`, the most tokens a rank brings to one call. group: a process group or a DeviceMesh of one
-    dimension; instead of it a DeviceMesh of several dimensions may be given as `mesh`, and as `ep_dim` the
-    name of that over which the experts are spread.
+    Every rank of the communicator calls forward together, each with its own tokens, which may be none. Rows
+    travel and experts compute in config.dtype; the output has x's dtype. No choice is dropped unless
+    config.capacity_factor is set. docs/layer.md says how a layer runs, docs/training.md how it is trained.
 
-    folding: a ParallelFolding, instead of a group (docs/folding.md). Its group "etp-ep" shares out the
-    experts, and with ETP > 1 each rank holds a part of its experts' inner width; every rank brings the tokens
-    that it has, and `comm`, if given, is of `make_communicator`. Layers and communicators are then built by
-    all ranks of the job together, as they make the folding's groups: a pipeline stage without layers makes
-    them meanwhile, in this order: folding.group("etp-ep"), with TP > 1 "dp-cp", with PP > 1 "tp-cp-dp", and
-    with aux_loss="sequence" where TP * CP > 1, "tp-cp".
+    Args:
+        config: sizes, routing and balancing, the same on all ranks.
+        comm: the communicator, which many layers may share; under a folding, one of `make_communicator`.
+            None: the layer builds one, and raises MismatchedArguments on all ranks if their configs differ.
+        group: the ranks that share out the experts, a process group or a DeviceMesh of one dimension; None:
+            all ranks.
+        mesh, ep_dim: instead of `group`, a DeviceMesh and the name of its dimension.
+        max_tokens: the most tokens a rank brings to one call; to be given without `comm`.
+        nodes: the number of nodes for config.limit_nodes, equally many ranks on each; None: those of comm.
+            Another number keeps the routing of a job on so many nodes.
+        overlap: what is computed during transfers, and what is kept; None: OverlapConfig().
+        experts: a module in the place of GroupedExperts; see below.
+        folding: a ParallelFolding, instead of `group` (docs/folding.md). All ranks of the job then build
+            their layers and communicators together, since they make the folding's groups.
+        loss_group: the ranks of a step for aux_loss="global" without a folding; None: all ranks.
 
-    A layer that builds its communicator compares the configs of its ranks (MismatchedArguments on all of
-    them). loss_group: for aux_loss="global" without a folding, the ranks of a step: default
-    all, which is wrong where other ranks hold other pipeline stages.
+    The gradient of the routing's losses flows when the result's backward runs, as if loss_scale * (their sum)
+    were part of the model's loss. Set loss_scale, or call `set_loss_scale`, to what that loss is multiplied
+    by before its backward. Weights of another dtype than the config's (after `layer.half()`) make forward
+    raise InvalidArgument on all ranks.
 
-    A layer that is built within `with torch.device("meta")` has its weights there: shard it, call to_empty,
-    and reset_parameters of router, experts and shared, in this order. They are then, sharded or not, those of
-    a layer that is built at once by ranks that call torch.manual_seed alike.
-
-    Rows travel and experts compute in config.dtype; the output has x's dtype. Weights of another dtype (after
-    `layer.half()`) make forward raise InvalidArgument, on all ranks.
-
-    With config.limit_nodes a token uses experts on at most that many nodes. `nodes` says on how many nodes
-    the ranks are, equally many on each and in order; None: those of the communicator. Another number keeps
-    the routing of another job, on one node that of eight for example. The layer's config is then
-    config.for_nodes(nodes).
-
-    Dropless unless config.capacity_factor is set. A dropped choice contributes nothing; a token with every
-    choice dropped gets only the shared experts. With pad_to_capacity the received rows have the fixed number
-    R * L * (limit for max_tokens), which no routing can exceed.
-
-    The routing's losses are attached to the result: their gradient flows when its backward runs, as
-    if loss_scale * (their sum) had been added to the model's loss. Set loss_scale to whatever the model's
-    loss is multiplied by before backward (1 / accumulation steps, a GradScaler's scale); `set_loss_scale`
-    does so for a model.
-
-    Forward and backward are in moecomm/nn/expert_pass.py: rows travel beside the shared experts, and
-    gradients of tokens beside those of the experts' weights. The routing weights multiply the experts'
-    inner rows, so that what comes out of the second product is not kept. `overlap` says whether
-    they do so, and what a forward keeps of the experts' rows; None is OverlapConfig(). In a graph of
-    torch.compile the same is done in order, as with OverlapConfig(overlap=False); OverlapConfig's other
-    fields have no effect then. It is done in order, too, where `experts` or `shared` has hooks or another
-    `forward`, which so see that module's own rows; there these settings raise InvalidArgument on all ranks.
-    Hooks of FSDP2 and of torch.nn.utils (weight_norm) change nothing.
-
-    With config.expert_precision="fp8" the experts' products are in e4m3 (docs/fp8.md), whichever way they
-    run; quantised weights are kept from call to call until the weights change (Fp8Products).
-
-    experts: this rank's L experts, where they are not to be GroupedExperts: an nn.Module, whose expert l has
-    the global id comm.rank * L + l. A forward calls it once as
-
-        experts(rows_PH, offsets_L) -> rows'_PH
-
-    with rows (P, H) of config.dtype, grouped by expert, and int32 offsets (L,), the inclusive ends of the
-    groups; P may be 0, and groups may be empty. It returns a (P, H) tensor of that dtype with the rows in the
-    same order; the layer multiplies them by the routing weights and sums them at home. With a capacity the
-    rows past offsets[-1] hold zero; what the module returns for them is not used, and its gradient is zero.
-    Autocast is off within the module. A result of another shape or dtype raises InvalidArgument on all ranks.
-
-    All parameters of such a module are marked as expert parameters: they are this rank's alone, and no other
-    part of the model may use them. Its state may hold no buffers. `sharded_state` takes dimension 0 of its
-    parameters for the experts; where it is something else, a checkpoint loads at the same number of ranks
-    only. Its state_dict's metadata say which experts it has, and load_state_dict raises InvalidArgument for a
-    state of others (a warning, where a state does not say). `fully_shard_experts` alone may shard it: after
-    fully_shard a forward raises InvalidArgument on all ranks. Autograd does the backward, and the dispatch is
-    hidden under the shared experts, whose ffn_hidden and activation the config has. Without effect then, and
-    so refused, are expert_precision, bias, main_grad, and of `overlap`
-    keep_shared=False, defer_weights, record and another keep than "all" (instead, use
-    torch.utils.checkpoint within the module). The config's rows and products are not looked at.
+    `experts` holds this rank's L experts; expert l has the global id comm.rank * L + l. A forward calls it
+    once, with autocast off, as experts(rows_PH, offsets_L): rows (P, H) of config.dtype grouped by expert,
+    and the inclusive ends of the groups, int32. It returns (P, H) of that dtype, rows in the same order; P
+    may be 0 and groups may be empty. Another shape or dtype raises InvalidArgument on all ranks. With a
+    capacity rows past offsets[-1] are zero, and what the module returns for them is not used. All its
+    parameters are marked as expert parameters, and no other part of the model may use them. Its state may
+    have no buffers. Dimension 0 of its parameters counts experts for `sharded_state`; otherwise a checkpoint
+    loads at the same number of ranks only. Its state_dict records in the metadata which experts it has, and
+    load_state_dict raises InvalidArgument for a state of others. Autograd does the backward, so
+    config.expert_precision, bias and main_grad, and the fields of `overlap` other than `overlap`, must have
+    their defaults. Only `fully_shard_experts` may shard it.
 
     Attributes:
         config: the layer's MoEConfig, with its node limit made groups (`MoEConfig.for_nodes`).
-        comm: the communicator, which may be replaced by one of the same kind. Under a folding with ETP > 1
-            its experts are the parts of the layer's, and each choice of a token is ETP choices there.
         folding: the ParallelFolding, or None.
         router: the TopKRouter.
         experts: the GroupedExperts, or the module given.
         shared: the SharedExperts; None without any.
         capacity: rows that a dispatch returns, whatever the routing; None: as many as there are.
-        overlap: the OverlapConfig. It may be changed between forwards; a config is frozen, and replaced by
-            another one.
-        loss_scale: multiplies the routing's losses; 1.0 at first. A backward takes what it is then.
         last_losses: detached 0-d losses of the last forward, by name.
         last_tokens_per_expert: (E,) int64, this rank's choices before drops in the last forward.
     """
@@ -268,8 +215,8 @@ class MoELayer(nn.Module):
         if self._own_experts:
             self._refuse_own_settings()
         prepare_activation(comm.device, config.dtype)
-        self._waits = False
-        self._deferred, self._runs = Deferred(), Runs()
+        self._waits_on_host = False
+        self._deferred, self._recorded = Deferred(), RecordedStages()
         self._unsynchronized = False
         """True from a backward on until `sync_gradients` has averaged its gradients."""
         self._drift: Any = None  # the Drift of a layer under DistributedDataParallel
@@ -287,27 +234,24 @@ class MoELayer(nn.Module):
     def make_communicator(
         config: MoEConfig, folding: ParallelFolding, *, max_tokens: int, **options: Any
     ) -> Communicator:
-        """Builds the communicator that layers of a config under a folding may share, MoELayer(config, comm,
-        folding=folding). max_tokens: the most tokens a rank brings to one call; options: of Communicator.
-
-        All ranks of the job call together. The folding's groups for dispatch and gradients are made here
-        too. Raises InvalidArgument for a config whose experts the folding cannot hold, and what
-        `ParallelFolding.group` and Communicator raise.
-        """
+        """Builds the communicator that layers under a folding may share: MoELayer(config, comm,
+        folding=folding). All ranks of the job call together. options: of Communicator. Raises InvalidArgument
+        for a config whose experts the folding cannot hold, and what `ParallelFolding.group` and Communicator
+        raise."""
         return folded.make_communicator(config, folding, max_tokens=max_tokens, **options)
 
     @property
     def comm(self) -> Communicator:
-        """The communicator. Another may take its place between forwards, on all ranks, after PeerTimeout or
-        PeerLost say. One raises InvalidArgument whose size, rank, nodes, device, num_experts, hidden, top_k,
-        dtype or max_tokens is not that of the one before."""
+        """The communicator; under a folding with ETP > 1 its experts are parts of the layer's. Another may
+        take its place between forwards, on all ranks, for example after PeerTimeout. Raises InvalidArgument
+        for one with another size, rank, nodes, device, num_experts, hidden, top_k, dtype or max_tokens."""
         return self._comm
 
     @comm.setter
     def comm(self, comm: Communicator) -> None:
         if not isinstance(comm, Communicator):
             raise InvalidArgument(f"comm is a {type(comm).__name__}, must be a Communicator")
-        for name in _SAME_IN_A_REPLACEMENT:
+        for name in _MADE_FOR:
             new, old = getattr(comm, name), getattr(self._comm, name)
             if new != old:
                 raise InvalidArgument(
@@ -319,8 +263,8 @@ class MoELayer(nn.Module):
 
     @property
     def overlap(self) -> OverlapConfig:
-        """What is computed beside transfers, and what is kept. It may be replaced between forwards; raises
-        InvalidArgument for what is no OverlapConfig."""
+        """What is computed during transfers, and what is kept. Another OverlapConfig may take its place
+        between forwards; anything else raises InvalidArgument."""
         return self._overlap
 
     @overlap.setter
@@ -329,8 +273,9 @@ class MoELayer(nn.Module):
 
     @property
     def loss_scale(self) -> float:
-        """The factor of the routing's losses. It may be set at any time without waiting for the device, and
-        holds for the backwards that run after. What is no finite number raises InvalidArgument."""
+        """The factor of the routing's losses, 1.0 at first. It may be set at any time and holds for the
+        backwards that run after; nothing waits for the device. Raises InvalidArgument unless it is a finite
+        number."""
         return self._loss_scale
 
     @loss_scale.setter
@@ -345,17 +290,6 @@ class MoELayer(nn.Module):
         # Within .data a change is not counted: graphs of torch.compile keep the tensor for their backward.
         self._loss_scale_on_device.data.fill_(self._loss_scale)
 
-    keep, keep_shared, defer_weights, record = map(
-        _InOverlap, ("keep", "keep_shared", "defer_weights", "record")
-    )
-
-    def __getattr__(self, name: str) -> Any:
-        # nn.Module asks here once a property has raised, and would say that there is no such name.
-        found = vars(MoELayer).get(name)
-        if isinstance(found, _InOverlap):
-            found.__get__(self)
-        return super().__getattr__(name)
-
     def forward(
         self,
         x: Tensor,
@@ -365,26 +299,21 @@ class MoELayer(nn.Module):
         mask: Tensor | None = None,
         topk_idx: Tensor | None = None,
     ) -> Tensor:
-        """Routes tokens to the experts and returns their weighted sum. x: (T, H), or (B, S, H) for B
-        sequences of S tokens; any float dtype. The result has the same shape and dtype.
+        """Routes tokens to the experts and returns their weighted sum.
 
-        seq_len: length of the sequences in a (T, H) input, for aux_loss="sequence"; taken from a (B, S, H)
-            input.
-        cu_seqlens: instead of it, (N + 1,) int32 or int64: where N packed sequences of any length begin among
-            the T tokens, from 0 on, and where the last one ends.
-        mask: (T,) or (B, S) bool, False for padding: such a token has no expert (id -1), no part in a loss
-            and no place in an expert's load; its result is that of the shared experts alone. It counts in the
-            T of a capacity.
-        topk_idx: (T, K) or (B, S, K) int32 or int64: the experts that tokens go to, chosen in another forward
-            (`Routing.chosen_TK`, which a forward hook of `router` sees); weights and losses are those of the
-            router's scores now. A token whose places are all -1 is routed as ever; another -1 names no
-            expert.
+        Args:
+            x: (T, H), or (B, S, H) for B sequences of S tokens; any float dtype. The result has the same.
+            seq_len: length of the sequences in a (T, H) input, for aux_loss="sequence".
+            cu_seqlens: instead of it, (N + 1,) int32 or int64: where N packed sequences begin among the T
+                tokens, from 0 on, and where the last one ends.
+            mask: (T,) or (B, S) bool, False for padding, which only the shared experts see (docs/layer.md).
+            topk_idx: (T, K) or (B, S, K) int32 or int64: the experts of the tokens, chosen in another forward
+                (`Routing.chosen_TK`). A token whose places are all -1 is routed by its scores.
 
-        A bad x, a seq_len that does not divide T, the others of a wrong shape or dtype, weights of another
-        dtype than the config's and settings that do not go together raise InvalidArgument on all ranks, and
-        ids that are none, or one twice for a token, InvalidRouting. A graph of torch.compile ends before the
-        layer and goes on after it within `keep_plans`, and where a loss is summed over ranks (aux_loss
-        "global", and "sequence" under TP or CP).
+        Raises InvalidArgument on all ranks for arguments of a wrong shape or dtype, a seq_len that does not
+        divide T, weights of another dtype than the config's, and settings that do not go together;
+        InvalidRouting for ids that are none, or one twice for a token. A graph of torch.compile ends before
+        the layer within `keep_plans`, and where a loss is summed over ranks.
         """
         every = {"cu_seqlens": cu_seqlens, "mask": mask, "topk_idx": topk_idx}
         given = {name: value for name, value in every.items() if value is not None}
@@ -419,14 +348,11 @@ class MoELayer(nn.Module):
         return None if self.config.weights_on_input else self.shared
 
     def _watched(self) -> str | None:
-        """Returns what is to see the experts' or the shared experts' own rows, for which they run in order;
-        None: nothing is."""
-        for name, module, kind in (
-            ("experts", self.experts, GroupedExperts),
-            ("shared", self.shared, SharedExperts),
-        ):
-            found = None if module is None else watcher(module, kind)
-            if found is not None:
+        """Returns what has to see the experts' or the shared experts' own rows, so that they run in order;
+        None: nothing has."""
+        for name, kind in _PARTS:
+            module = getattr(self, name)
+            if module is not None and (found := watcher(module, kind)) is not None:
                 return f"{name} has {found}"
         return None
 
@@ -520,11 +446,9 @@ class MoELayer(nn.Module):
 
     def backward_weights(self, *, drop: bool = False) -> None:
         """Computes the gradients of the experts' weights that backwards have put off
-        (`OverlapConfig.defer_weights`), and adds them to the parameters' `grad`. Where backwards have brought
-        up to 384 rows to an expert on average, the gradients of all of them are one product, which is
-        faster (docs/layer.md) and rounds once; else the oldest backward comes first. Hooks of the
-        parameters do not run, and they must not be sharded. Without any it does nothing. `drop` throws them
-        away instead, for a step that is left out."""
+        (`OverlapConfig.defer_weights`), and adds them to the parameters' `grad` (docs/layer.md). Hooks of the
+        parameters do not run, and they must not be sharded. `drop` throws the gradients away instead, for a
+        step that is left out."""
         if self._own_experts:
             return
         if drop:
@@ -537,28 +461,26 @@ class MoELayer(nn.Module):
         return bool(self._deferred.pending)
 
     def timelines(self) -> dict[str, Timeline]:
-        """Returns when the stages of the last "forward" and "backward" ran, of those that were recorded
-        (`OverlapConfig.record`).
+        """Returns when the stages of the last recorded "forward" and "backward" ran (`OverlapConfig.record`).
         Waits for them."""
-        return self._runs.timelines()
+        return self._recorded.timelines()
 
-    def _call(self, topk_idx_TK: Tensor) -> Call:
-        """Returns the arguments of a pass of the experts."""
-        with_capacity, overlap = self.capacity is not None, self.overlap
-        return Call(
-            self.comm,
-            topk_idx_TK,
-            self.capacity,
-            self.config.activation,
-            self.experts.products,
-            overlap.keep,
-            self._waits,
-            self._deferred if overlap.defer_weights else None,
-            self._runs if overlap.record else None,
-            self._overflow if with_capacity else None,
-            self._plans,
+    def _pass_context(self, topk_idx_TK: Tensor) -> PassContext:
+        overlap = self.overlap
+        return PassContext(
             layer=self,
+            comm=self.comm,
+            topk_idx_TK=topk_idx_TK,
+            capacity=self.capacity,
+            activation=self.config.activation,
+            products=self.experts.products,
+            keep=overlap.keep,
             keep_shared=overlap.keep_shared,
+            waits_on_host=self._waits_on_host,
+            deferred=self._deferred if overlap.defer_weights else None,
+            recorded=self._recorded if overlap.record else None,
+            overflow=None if self.capacity is None else self._overflow,
+            plans=self._plans,
         )
 
     def _weights(self) -> Weights:
@@ -568,10 +490,10 @@ class MoELayer(nn.Module):
         return Weights(experts.w_in, experts.w_out, s_in, s_out, s_gate, experts.b_in, experts.b_out)
 
     def _run(self, rows_TH: Tensor, topk_idx_TK: Tensor, topk_weights_TK: Tensor) -> Tensor:
-        experts, shared, call = self.experts, self._shared_within, self._call(topk_idx_TK)
+        experts, shared, context = self.experts, self._shared_within, self._pass_context(topk_idx_TK)
 
         def run(x_TH: Tensor) -> Tensor:
-            return _run_experts(call, x_TH, topk_weights_TK, self._weights())
+            return _run_experts(context, x_TH, topk_weights_TK, self._weights())
 
         # This runs within the calls of both modules, whose hooks may have to make their weights ready.
         y_TH: Tensor = (
@@ -616,13 +538,12 @@ class MoELayer(nn.Module):
 
     def _refuse_own_settings(self) -> None:
         """Raises InvalidArgument for settings that have no effect on own experts."""
-        found = self._setting_without_effect()
-        if found is not None:
+        if (found := self._setting_without_effect()) is not None:
             raise InvalidArgument(f"{found} with experts of one's own, which autograd differentiates")
 
     def _setting_without_effect(self) -> str | None:
-        """Returns the setting of OverlapConfig that has no effect where autograd does the backward; None:
-        all may be so."""
+        """Returns the setting of OverlapConfig that has no effect where autograd does the backward, or
+        None."""
         for name, only in IN_ORDER.items():
             if (value := getattr(self.overlap, name)) != only:
                 return f"OverlapConfig.{name} is {value!r}, must be {only!r}"
@@ -633,7 +554,7 @@ class MoELayer(nn.Module):
         the communicator."""
         for shared in (self.comm, self._overflow):
             memo[id(shared)] = shared
-        memo[id(self._deferred)], memo[id(self._runs)] = Deferred(), Runs()
+        memo[id(self._deferred)], memo[id(self._recorded)] = Deferred(), RecordedStages()
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
         twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
@@ -644,12 +565,10 @@ class MoELayer(nn.Module):
 
     def _check_settings(self, in_order: bool, watched: str | None = None) -> None:
         """Raises InvalidArgument for settings or weights with which no forward can run."""
-        if watched is not None:
-            found = self._setting_without_effect()
-            if found is not None:
-                raise InvalidArgument(
-                    f"{watched}, which is to see its own rows: the layer runs in order then, and {found}"
-                )
+        if watched is not None and (found := self._setting_without_effect()) is not None:
+            raise InvalidArgument(
+                f"{watched}, which is to see its own rows: the layer runs in order then, and {found}"
+            )
         if not in_order:
             self._require_parts()
         if self._own_experts:
@@ -661,14 +580,10 @@ class MoELayer(nn.Module):
             for parameter in self.experts.parameters():
                 if parameter.requires_grad and has_main_grad(parameter):
                     main_grad_of(parameter)  # one that cannot be used is refused here, on all ranks
-        for name, module in (
-            ("experts", None if self._own_experts else self.experts),
-            ("shared", self.shared),
-        ):
-            if module is None:
-                continue
-            others = ((own, module._parameters.get(own)) for own in ("w_out", "b_in", "b_out"))
-            for own, weight in (("w_in", getattr(module, "w_in", None)), *others):
+        parts = (("experts", None if self._own_experts else self.experts), ("shared", self.shared))
+        for name, module in [(name, module) for name, module in parts if module is not None]:
+            for own in ("w_in", "w_out", "b_in", "b_out"):
+                weight = getattr(module, own, None) if own == "w_in" else module._parameters.get(own)
                 # FSDP's shards may have another dtype before the call of their module.
                 if weight is None or weight.dtype is self.config.dtype or isinstance(weight, DTensor):
                     continue
@@ -678,12 +593,10 @@ class MoELayer(nn.Module):
                 )
 
     def _require_parts(self) -> None:
-        """Raises InvalidArgument where another module, without their weights, was put in the place of the
-        experts or the shared ones."""
-        for name, part, kind, needed in (
-            ("experts", self.experts, GroupedExperts, "products"),
-            ("shared", self.shared, SharedExperts, "w_in"),
-        ):
+        """Raises InvalidArgument where a module without their weights has replaced experts or shared
+        experts."""
+        for (name, kind), needed in zip(_PARTS, ("products", "w_in"), strict=True):
+            part = getattr(self, name)
             if part is not None and not isinstance(part, kind) and not hasattr(part, needed):
                 instead = ", or give MoELayer(experts=module) experts of one's own" * (name == "experts")
                 raise InvalidArgument(
@@ -718,17 +631,7 @@ def received_rows_bound(config: MoEConfig, comm: Communicator) -> int:
     return min(worst, comm.num_local_experts * of_expert)
 
 
-_SAME_IN_A_REPLACEMENT = (
-    "size",
-    "rank",
-    "nodes",
-    "device",
-    "num_experts",
-    "hidden",
-    "top_k",
-    "dtype",
-    "max_tokens",
-)
+_MADE_FOR = ("size", "rank", "nodes", "device", "num_experts", "hidden", "top_k", "dtype", "max_tokens")
 """The attributes of a layer's communicator that another one must share to take its place."""
 
 

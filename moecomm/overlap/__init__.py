@@ -6,12 +6,12 @@ bottom); with `OverlapConfig(record=True)` its `timelines()` say when each stage
 
 from __future__ import annotations
 
-from moecomm.overlap.beside import Beside
+from moecomm.overlap.side_stream import SideStream
 from moecomm.overlap.stages import Stages
 from moecomm.overlap.timeline import Span, Timeline
 
 __all__ = [
-    "Beside",
+    "SideStream",
     "Span",
     "Stages",
     "Timeline",

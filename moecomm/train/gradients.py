@@ -1,6 +1,4 @@
-"""Gradients over ranks: averaging, and the norm, when expert parameters are spread and all others
-replicated.
-"""
+"""Gradients over ranks, averaged and clipped, where experts are spread and all else is replicated."""
 
 from __future__ import annotations
 
@@ -47,54 +45,35 @@ def sync_gradients(
     folding: ParallelFolding | None = None,
 ) -> None:
     """Turns each rank's gradients, after backward of its own loss, into those of the mean of all ranks'
-    losses. Every rank of `group` calls it, once a step.
+    losses, with equal bits on all ranks that hold a parameter. Every rank of `group` calls it, once a step.
 
-    group: all ranks that hold the model and bring tokens to a step (default: all ranks, or those of the
-    pipeline stage where the layers have a folding); a process group or a DeviceMesh of one dimension, here
-    and below. Dense gradients are summed over it and divided by its size.
-    An expert's gradient already holds what the tokens of its communicator's ranks contributed, because
-    dispatch brought them there; it is summed over the ranks that hold the same expert, and divided by the
-    size of `group` as well. Which ranks those are the layers' communicators tell: ranks exchange their groups
-    at the first call.
+    Dense gradients are averaged over `group`; those of an expert, which has the tokens of its communicator's
+    ranks already, are summed over the ranks that hold it and divided by the size of `group`
+    (docs/training.md). With MoEConfig(main_grad=True) an expert's gradient is its `main_grad`. A parameter
+    without a gradient counts as zero. What FSDP2 has averaged stays as it is. DTensors of torch's tensor
+    parallelism, on the TP mesh of the folding, are summed over folding.group("dp-cp") and divided by the size
+    of `group`.
 
-    expert_group: the ranks that hold the same experts. For MoELayers it need not be given, and is compared
-    with what the layers tell. For parameters of one's own that `mark_expert_parameter` marked outside of
-    MoELayers the default is that no other rank holds the same.
+    Args:
+        model: has the MoELayers, and all that is averaged.
+        group: all ranks that hold the model and bring tokens to a step, a process group or a DeviceMesh of
+            one dimension; None: all ranks, or those of the pipeline stage where layers have a folding.
+        expert_group: the ranks that hold the same experts; only for parameters that `mark_expert_parameter`
+            marked outside of MoELayers (None: no other rank holds the same).
+        folding: that of the job, for a pipeline stage without MoELayers.
 
-    With MoEConfig(main_grad=True) an expert's gradient is its `main_grad`. A parameter without a gradient
-    counts as zero, so that ranks without tokens take part. With unequal token counts, scale each rank's loss
-    so that the mean over ranks is the loss you mean. Replicas end with equal bits. Gradients that FSDP2 has
-    averaged already, of `fully_shard_experts` and of `fully_shard` over all of `group`, stay as they are.
-
-    folding: that of the job, for a pipeline stage without MoELayers, which tell it otherwise.
-
-    A parameter of a layer's experts that has no part for each expert, such as one adapter of all experts, is
-    averaged as a dense one; it is compared between ranks when it is seen first.
-
-    Ranks compare at each call what they average, for which the host waits for the device: other parameters,
-    parameters that some ranks alone have frozen, or a router whose weights differ (ranks that started,
-    clipped or stepped differently), raise MismatchedArguments on all ranks.
-
-    Raises InvalidArgument, on all ranks, where the result could not be that: EP groups that do not part
-    `group`, a group that is not the pipeline stage of the folding, another folding than the layers', another
-    expert_group, parameters that fully_shard has sharded over some of `group`, a parameter of a layer's
-    experts that another part of the model has too, or one of all experts that ranks have with other values,
-    a model under DistributedDataParallel, which has synchronised its gradients in the backward, or gradients
-    that are put off (`backward_weights`). Parameters that tensor parallelism has split are not for this
-    function where they are plain tensors: marked, as Megatron-Core does (`tensor_model_parallel`), they are
-    refused too. Raises Unsupported for a sparse gradient, InvalidArgument on the ranks that have none.
-
-    Parameters that torch's tensor parallelism has made DTensors are, on the TP mesh of the layers' folding
-    (`folding.dense_mesh(...)["tp"]`). Each rank's loss is of its own tokens there, as sequence parallelism
-    has it, so that the backward of all TP ranks has brought the gradients of all their losses into these
-    parameters: they are summed over folding.group("dp-cp") and divided by the size of `group`.
+    Ranks compare what they average at each call, for which the host waits. All ranks raise
+    MismatchedArguments where parameters differ, or some ranks have frozen them, or a router's weights differ;
+    InvalidArgument for groups that do not fit the layers, parameters that fully_shard has sharded over some
+    of `group`, one that is of experts and of another part of the model, one of all experts that starts with
+    other values, a model under DistributedDataParallel, gradients that are put off (`backward_weights`), and
+    plain tensors marked as split by tensor parallelism (`tensor_model_parallel`). A sparse gradient raises
+    Unsupported, and InvalidArgument on the ranks that have none.
     """
     owners: dict[nn.Parameter, MoELayer | None] = {}
 
     def check() -> list[str]:
-        _require_computed(model)
-        _refuse_sparse(model)
-        refuse_shared_with_experts(model)
+        _require_gradients(model)
         owners.update(expert_owners(model))
         if dist.is_initialized():
             _refuse_ddp(model, owners)
@@ -163,9 +142,8 @@ def sync_gradients(
 
 
 def mark_synchronized(model: nn.Module) -> None:
-    """Says that code of one's own has averaged the gradients of `model` since the last backward, where an
-    optimizer's step would otherwise ask for `sync_gradients`: dense ones over all ranks, those of an expert
-    over the ranks that hold it, both divided by the number of all ranks."""
+    """Says that code of one's own has averaged the gradients of `model` since the last backward, as
+    `sync_gradients` does; else an optimizer's step raises InvalidArgument."""
     for layer in layers_of(model):
         layer._unsynchronized = False
 
@@ -181,30 +159,27 @@ def clip_grad_norm(
     error_if_nonfinite: bool = False,
 ) -> Tensor:
     """Scales all gradients so that their global norm is at most max_norm; returns the norm before, 0-d
-    float32.
+    float32 (float64 for float64 gradients), the same on all ranks.
 
-    Call it on every rank, after gradients are synchronised (`sync_gradients`, or a backward under FSDP2 or
-    DistributedDataParallel). Each expert is counted once, whichever rank holds it, and a replicated parameter
-    once; shards of FSDP2 and of tensor parallelism are added up. With MoEConfig(main_grad=True) an expert's
-    gradient is its `main_grad`. float64 gradients give a float64 norm. All ranks get the same number. As
-    in torch.nn.utils.clip_grad_norm_, a norm of NaN makes all gradients NaN, and an infinite one makes finite
-    gradients zero.
+    Every rank calls it after gradients are synchronised. Each expert and each replicated parameter is counted
+    once; shards are added up. As in torch.nn.utils.clip_grad_norm_, a norm of NaN makes all gradients NaN,
+    and an infinite one makes finite gradients zero.
 
-    norm_type: the order p of the norm, more than 0; math.inf for the largest absolute value. With
-    error_if_nonfinite a norm that is no finite number raises InvalidArgument on all ranks, before anything is
-    scaled; the host waits for the norm then.
+    Args:
+        model: as in `sync_gradients`.
+        max_norm: the most that the norm may be.
+        ep_group: the ranks that share out the experts; only for parameters marked outside of MoELayers
+            (None: all ranks).
+        pp_group: the ranks of this rank's pipeline, over which the norm is summed; all stages call together.
+            Layers whose folding has several stages need it.
+        norm_type: the order p of the norm, more than 0; math.inf for the largest absolute value.
+        error_if_nonfinite: raise InvalidArgument on all ranks, before anything is scaled, for a norm that is
+            no finite number. The host waits for the norm.
 
-    ep_group: the ranks that share out the experts, as a process group or a DeviceMesh of one dimension. For
-    MoELayers it need not be given, and InvalidArgument is raised for another than the layers' own. For
-    parameters marked outside of MoELayers the default is all ranks.
-
-    pp_group: with pipeline stages, the ranks that hold those of one pipeline, over which the norm is summed
-    then; all stages call together. Without it the norm is that of this rank's stage; layers whose folding has
-    several raise InvalidArgument, as every stage would scale its gradients by another factor. So do gradients
-    that are put off (`backward_weights`), and a parameter of a layer's experts that another part of the model
-    has too. Raises Unsupported for a sparse gradient. A rank that raises one of these alone leaves the
-    others waiting for it, until the process group's own deadline; `sync_gradients`, which comes before, tells
-    them of what it finds.
+    Raises InvalidArgument for other groups than the layers', gradients that are put off, and a parameter of
+    experts that another part of the model has; Unsupported for a sparse gradient. A rank that raises one of
+    these alone leaves the others waiting until the process group's deadline; `sync_gradients`, which comes
+    before, tells them.
     """
     pp_group, norm_type = as_group(pp_group, "pp_group"), float(norm_type)
     staged = [layer for layer in layers_of(model) if layer.folding is not None and layer.folding.pp > 1]
@@ -238,12 +213,11 @@ def clip_grad_norm(
 def grad_norms(
     model: nn.Module, ep_group: AnyGroup | None = None, *, norm_type: float = 2.0
 ) -> dict[str, Tensor]:
-    """Returns the norm of each trained parameter's gradient by the parameter's name, 0-d float64: of one of
-    experts over all of these, whichever rank holds them. Nothing is scaled.
+    """Returns the norm of each trained parameter's gradient by its name, 0-d float64, for logs; of an
+    experts' parameter over all ranks' experts. With pipeline stages it is of this rank's stage.
 
-    Call it on every rank where `clip_grad_norm` may be called, before that or instead; arguments and errors
-    are as there. It is for logs: the ranks of an expert-parallel group exchange names at each call. With
-    pipeline stages it is of this rank's stage.
+    Every rank calls it where `clip_grad_norm` may be called; arguments and errors are as there. Ranks
+    exchange names at each call.
     """
     norm_type = float(norm_type)
     found: dict[str, Tensor] = {}
@@ -264,12 +238,10 @@ def grad_norms(
 def _powers(
     model: nn.Module, ep_group: AnyGroup | None, order: float
 ) -> dict[tuple[Group, ...], dict[str, Tensor]]:
-    """Returns the sum of |gradient|^order of each parameter on this rank, by its name, in float64; for an
-    order of inf the largest |gradient|. They are by the groups over which they are still to be reduced, of
-    frozen parameters too: ranks may have frozen other experts, and all of them have to add up the same."""
-    _require_computed(model)
-    _refuse_sparse(model)
-    refuse_shared_with_experts(model)
+    """Returns, by the groups over which it is still to be reduced and by parameter, the float64 sum of
+    |gradient|^order on this rank; for an order of inf the largest |gradient|. Frozen parameters are among
+    them: ranks may have frozen other experts, and have to reduce the same."""
+    _require_gradients(model)
     if not order > 0:
         raise InvalidArgument(f"norm_type is {order}, must be more than 0, or math.inf")
     owners, ep_group = expert_owners(model), as_group(ep_group, "ep_group")
@@ -335,28 +307,26 @@ def _require_same_experts(
         agree_by_holders(group, device, about, [layer.comm.rank for layer in layers], words)
 
 
-def _require_computed(model: nn.Module) -> None:
-    """Refuses gradients that are not all there."""
+def _require_gradients(model: nn.Module) -> None:
+    """Refuses gradients that are not all there, sparse ones, and parameters that experts share with
+    others."""
     if any(layer.has_pending_weights for layer in layers_of(model)):
         raise InvalidArgument(
             "model has layers with OverlapConfig(defer_weights=True), whose experts' weights have gradients "
             "that are still put off: call moecomm.nn.backward_weights(model) before"
         )
-
-
-def _refuse_sparse(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if parameter.grad is not None and parameter.grad.layout is not torch.strided:
             raise Unsupported(
                 f"the gradient of {name} is sparse ({parameter.grad.layout}), must be dense for "
                 "sync_gradients and clip_grad_norm: build its module with sparse=False"
             )
+    refuse_shared_with_experts(model)
 
 
 def refuse_shared_with_experts(model: nn.Module) -> None:
-    """Raises InvalidArgument for a parameter of experts that are spread over ranks which the model has in
-    another place, outside of them: a part of its gradient would have to be averaged over all ranks, the other
-    one over those that hold the same experts. Experts that have a second name as a whole are none."""
+    """Raises InvalidArgument for a parameter of spread experts that is also outside of them: the parts of its
+    gradient would have to be averaged over different ranks. Experts may have a second name as a whole."""
     inside: dict[nn.Parameter, str] = {}
     outside: dict[nn.Parameter, str] = {}
     spread = {layer.experts: layer for layer in layers_of(model) if layer.comm.size > 1}
@@ -434,18 +404,21 @@ def _placed_gradient(parameter: DTensor) -> DTensor:
 
 
 def _require_all_ranks(parameter: DTensor, ranks: Ranks) -> None:
-    over = ranks_of_shards(parameter)
-    if over != tuple(sorted(ranks)):
-        raise InvalidArgument(
-            f"a parameter of shape {tuple(parameter.shape)} is sharded over ranks {over}, must be so over "
-            f"all ranks {ranks} of the group: its gradient is averaged there alone. Call fully_shard(model) "
-            "for all of them, after fully_shard_experts(model)"
-        )
+    if ranks_of_shards(parameter) != tuple(sorted(ranks)):
+        raise _sharded_over_too_few(parameter, f"all ranks {ranks} of the group")
+
+
+def _sharded_over_too_few(parameter: DTensor, needed: str) -> InvalidArgument:
+    return InvalidArgument(
+        f"a parameter of shape {tuple(parameter.shape)} is sharded over ranks {ranks_of_shards(parameter)}, "
+        f"must be so over {needed}: its gradient is averaged there alone. Call fully_shard(model) for all of "
+        "them, after fully_shard_experts(model)"
+    )
 
 
 def _require_dense_ranks(model: nn.Module, dense: Sequence[nn.Parameter]) -> None:
-    """Raises InvalidArgument if fully_shard has sharded a parameter over fewer ranks than those whose tokens
-    its gradient is of: those of a layer's communicator, and those that hold the same experts."""
+    """Raises InvalidArgument if fully_shard has sharded a dense parameter over fewer ranks than those of a
+    layer's communicator and those that hold the same experts."""
     if not any(isinstance(module, FSDPModule) for module in model.modules()):
         return
     layers = [layer for layer in layers_of(model) if layer.folding is None]
@@ -454,12 +427,9 @@ def _require_dense_ranks(model: nn.Module, dense: Sequence[nn.Parameter]) -> Non
         needed |= {*ranks_of(layer.comm.group), *getattr(layer.experts, "sharded_over", ())}
     # One parameter of each mesh, of which there are few.
     for parameter in {each.device_mesh: each for each in dense if isinstance(each, DTensor)}.values():
-        if not needed <= set(over := ranks_of_shards(parameter)):
-            raise InvalidArgument(
-                f"a parameter of shape {tuple(parameter.shape)} is sharded over ranks {over}, must be so "
-                f"over all ranks that hold the model, {sorted(needed)} among them: its gradient is averaged "
-                "there alone. Call fully_shard(model) for all of them, after fully_shard_experts(model)"
-            )
+        if not needed <= set(ranks_of_shards(parameter)):
+            among = f"all ranks that hold the model, {sorted(needed)} among them"
+            raise _sharded_over_too_few(parameter, among)
 
 
 def _shard_groups(parameter: Tensor) -> tuple[Group, ...]:

@@ -55,7 +55,7 @@ class _Within(contextlib.AbstractContextManager[None]):
         self._before.append([layer._plans for layer in self._layers])
         for layer, plans in zip(self._layers, self._first, strict=True):
             # Each recomputation begins with the first plan.
-            layer._plans = Plans([*plans.found], [*plans.choices], again=True) if self._again else plans
+            layer._plans = Plans([*plans.states], [*plans.choices], again=True) if self._again else plans
 
     def __exit__(self, *_: object) -> None:
         for layer, before in zip(self._layers, self._before.pop(), strict=True):

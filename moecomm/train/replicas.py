@@ -78,9 +78,9 @@ def layers_of(model: nn.Module) -> list[MoELayer]:
 def model_group(
     model: nn.Module, group: AnyGroup | None, folding: ParallelFolding | None = None
 ) -> Group | None:
-    """Returns the ranks that hold a model (None: all of the job): the given group, or those of the pipeline
-    stage, where its layers are under a ParallelFolding or one is given. Raises InvalidArgument for a given
-    group that is not the stage, and for different foldings."""
+    """Returns the ranks that hold a model (None: all): the given group, or those of the pipeline stage under
+    a ParallelFolding. Raises InvalidArgument for a group that is not the stage, and for different
+    foldings."""
     group = as_group(group)
     foldings = {layer.folding for layer in layers_of(model) if layer.folding is not None}
     if folding is not None:
@@ -105,10 +105,9 @@ def expert_owners(model: nn.Module) -> dict[nn.Parameter, MoELayer | None]:
     """Returns the parameters that differ between ranks, each with its layer (None: marked by the caller
     alone).
 
-    They are known by their layer, as FSDP puts others in their place, which have no mark. Experts that are
-    all on every rank are parameters like any, and so is what experts spread over ranks have in common.
-    Raises InvalidArgument for the latter where experts are split, whose parts it may be of, and for experts
-    that fully_shard has mixed.
+    The layer tells, since what FSDP puts in their place has no mark. Experts that are all on every rank, and
+    what spread experts have in common, are none. Raises InvalidArgument for the latter where experts are
+    split, and for experts that fully_shard has mixed.
     """
     marked = filter(is_expert_parameter, model.parameters())
     owners: dict[nn.Parameter, MoELayer | None] = dict.fromkeys(marked)
@@ -130,9 +129,9 @@ def expert_owners(model: nn.Module) -> dict[nn.Parameter, MoELayer | None]:
 
 
 def require_equal(model: nn.Module, group: Group | None) -> None:
-    """Raises InvalidArgument, on all ranks, for a parameter that experts spread over ranks have in common and
-    that differs between the ranks of `group`. Each is compared once, when it is seen first; those that
-    fully_shard has sharded over all ranks are the same by that."""
+    """Raises InvalidArgument, on all ranks, for a parameter that spread experts have in common and that
+    differs between the ranks of `group`. Each is compared once; shards over all ranks are the same by
+    that."""
     layers = [layer for layer in layers_of(model) if layer.comm.size > 1]
     named = [(layer, name, each) for layer in layers for name, each in common_parameters(layer).items()]
     new = [found for found in named if not (hasattr(found[2], _COMPARED) or isinstance(found[2], DTensor))]
@@ -211,13 +210,9 @@ def match_blocks(own: Sequence[Ranks], ranks: Ranks) -> tuple[Ranks, ...]:
 
 
 def find_replicas(model: nn.Module, group: Group | None) -> dict[Communicator, Replicas]:
-    """Finds, for each communicator of the model's layers, the ranks that hold this rank's experts,
-    in parts or whole.
-
-    group: all ranks that hold the model (None: all of the job); they call together. The first time for a
-    communicator its EP groups are told to all of them; later they are looked up. Raises InvalidArgument, on
-    all ranks, where the EP groups do not part the group equally.
-    """
+    """Finds, for each communicator of the model's layers, the ranks that hold this rank's experts. All ranks
+    of `group`, which hold the model, call together; they exchange EP groups the first time for a
+    communicator. Raises InvalidArgument, on all ranks, where the EP groups do not part the group equally."""
     comms = dict.fromkeys(layer.comm for layer in layers_of(model))
     ranks = ranks_of(group)
     missing = [comm for comm in comms if ranks not in _known.get(comm, {})]

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moecomm.overlap import Beside
+from moecomm.overlap import SideStream
 from tests import oracle
 from tests.cases import Inputs
 from tests.gpu import harness
@@ -387,7 +387,7 @@ def _beside_products(rank: int, world_size: int, job: Job) -> list[str]:
         }
         for step in range(10):
             for name, transfer in transfers.items():
-                with (side := Beside(comm)):
+                with (side := SideStream(comm)):
                     moved = transfer()
                 for _ in range(4):
                     factor = (factor @ factor).clamp(-1, 1)

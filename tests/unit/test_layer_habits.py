@@ -360,17 +360,6 @@ def test_another_loss_scale_compiles_nothing_anew(comm: moecomm.Communicator, se
                 torch.testing.assert_close(one, other)
 
 
-def test_settings_of_the_overlap_are_no_attributes(comm: moecomm.Communicator) -> None:
-    layer = MoELayer(CONFIG, comm)
-    with pytest.raises(AttributeError, match=r"keep is in the layer's OverlapConfig: layer.overlap.keep"):
-        _ = layer.keep
-    with pytest.raises(AttributeError, match=r"keep is in the layer's OverlapConfig: set layer.overlap ="):
-        layer.keep = "rows"
-    with pytest.raises(AttributeError, match="'MoELayer' object has no attribute 'keeps'"):
-        _ = layer.keeps
-    assert not hasattr(layer, "keep") and hasattr(layer, "experts")
-
-
 def test_the_loss_scale_belongs_to_a_layer_and_to_no_state(comm: moecomm.Communicator, seed: int) -> None:
     layer = made(comm, seed, dtype=torch.float32)
     layer.loss_scale = 1 / 3

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import moecomm
-from moecomm.overlap import Beside, Span, Stages, Timeline
+from moecomm.overlap import SideStream, Span, Stages, Timeline
 from tests.unit.loopback import FakeGpu, FakeStream
 
 STREAMS = ("compute", "comm")
@@ -59,7 +59,7 @@ class Gpu(FakeGpu):
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     """The fake GPU that all of moecomm.overlap sees."""
     fake = Gpu(0)
-    for module in ("beside", "stages"):
+    for module in ("side_stream", "stages"):
         monkeypatch.setattr(f"moecomm.overlap.{module}.CudaDevice", lambda index: fake)
     return fake
 
@@ -140,10 +140,10 @@ class Result:
 
 def test_transfers_beside_products(gpu: Gpu) -> None:
     comm: Any = SimpleNamespace(device=torch.device("cuda", 0), stream=gpu.new_stream())
-    side, result = Beside(comm), Result()
+    side, result = SideStream(comm), Result()
     with side:
         assert gpu.now is comm.stream
-    assert gpu.now.number == 100 and side.apart
+    assert gpu.now.number == 100 and side.separate
     assert gpu.log == ["record 100", "101 waits for 100"]
     with side:  # once more: what the caller has issued since comes first
         pass
@@ -167,7 +167,7 @@ def test_transfers_beside_products(gpu: Gpu) -> None:
 def test_the_device_is_the_caller_s_again(gpu: Gpu, error: type[Exception] | None) -> None:
     comm: Any = SimpleNamespace(device=torch.device("cuda", 0), stream=gpu.new_stream())
     gpu.device_is_current = False
-    with contextlib.suppress(KeyError), Beside(comm):
+    with contextlib.suppress(KeyError), SideStream(comm):
         assert gpu.device_is_current
         if error is not None:
             raise error
@@ -176,7 +176,7 @@ def test_the_device_is_the_caller_s_again(gpu: Gpu, error: type[Exception] | Non
 
 def test_an_error_beside_products(gpu: Gpu) -> None:
     comm: Any = SimpleNamespace(device=torch.device("cuda", 0), stream=gpu.new_stream())
-    with pytest.raises(KeyError), Beside(comm):
+    with pytest.raises(KeyError), SideStream(comm):
         raise KeyError
     assert gpu.now.number == 100
     assert gpu.log == ["record 100", "101 waits for 100", "record 101", "100 waits for 101"]
@@ -186,8 +186,8 @@ def test_an_error_beside_products(gpu: Gpu) -> None:
 def test_nothing_beside(gpu: Gpu, wanted: bool) -> None:
     """Without a wish for a stream of its own, and where there are no streams, the caller's is used."""
     comm: Any = SimpleNamespace(device=torch.device("cuda", 0), stream=None if wanted else gpu.new_stream())
-    side, result = Beside(comm, wanted=wanted), Result()
+    side, result = SideStream(comm, wanted=wanted), Result()
     with side:
         assert gpu.now.number == 100
     side.join(result)
-    assert gpu.log == [] and result.kept_for == [] and not side.apart
+    assert gpu.log == [] and result.kept_for == [] and not side.separate

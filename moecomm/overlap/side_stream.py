@@ -12,10 +12,10 @@ from moecomm.communicator import Communicator
 from moecomm.device.cuda_device import CudaDevice
 
 
-class Beside:
+class SideStream:
     """A context for transfers of `comm` beside what the caller puts on its own stream meanwhile.
 
-        with (side := Beside(comm)):
+        with (side := SideStream(comm)):
             rows = comm.redispatch(grad, handle)    # after the caller's work so far
         ...                                         # the caller's products
         side.join(rows)                             # the caller's later work comes after the transfers
@@ -33,17 +33,17 @@ class Beside:
         self._on_stream: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
     @property
-    def apart(self) -> bool:
+    def separate(self) -> bool:
         """True if the block runs on a stream of its own."""
         return self._stream is not None
 
-    def receiving(self) -> Beside:
+    def receiving(self) -> SideStream:
         """Returns the context for a block that receives what the block before has sent. It does not wait for
         what the caller has issued since, which it must not read."""
         self._receives = True
         return self
 
-    def __enter__(self) -> Beside:
+    def __enter__(self) -> SideStream:
         if self._gpu is not None:
             assert self._stream is not None
             self._caller = self._gpu.stream()
