@@ -5,7 +5,7 @@
 
 The second measures the tiles of `CANDIDATES` for each product of local experts with that many rows each: the
 fastest, with its time and those of the next ones, and at the end all of them as moecomm/kernels/tiles.py has
-them. Kernels are compiled by several processes first. With --products fc1,fc2 these alone are measured.
+them. Kernels are compiled by several processes first. With --products fc1 fc2 these alone are measured.
 """
 
 from __future__ import annotations
@@ -143,16 +143,13 @@ def main() -> None:
         ("rows", "rows an expert"),
     ):
         parser.add_argument(f"--{name}", type=int, help=what)
-    parser.add_argument("--products", default=",".join(ALL), help="names with commas between")
+    parser.add_argument("--products", nargs="+", choices=ALL, default=ALL, help="(all)")
     options = parser.parse_args()
-    given, chosen = [options.hidden, options.ffn, options.experts, options.rows], options.products.split(",")
-    if unknown := set(chosen) - {*ALL}:
-        parser.error(f"--products has {', '.join(sorted(unknown))}, expected some of its default")
+    given, chosen = [options.hidden, options.ffn, options.experts, options.rows], options.products
     if not all(given):
         for (hidden, ffn, rows), tiles in TILES.items():
             print(f"hidden {hidden}, ffn {ffn}, {rows} rows an expert")
-            for product in chosen:
-                print(f"    {product:18s} {tiles[product]}")
+            print("\n".join(f"    {product:18s} {tiles[product]}" for product in chosen))
         return
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(min(len(CANDIDATES), os.cpu_count() or 1), context) as pool:

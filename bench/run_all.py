@@ -16,7 +16,6 @@ import json
 import shlex
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -26,7 +25,7 @@ if not __package__:  # started as a file: the folder above bench/ is not on the 
 from bench.harness import launch, native, plan, record
 from bench.harness.command_line import find_device, parse
 from bench.harness.options import Options
-from bench.harness.plan import NATIVE, PROVIDERS, Run
+from bench.harness.plan import NATIVE, Run
 from bench.results import page
 
 RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results"
@@ -47,34 +46,26 @@ def _together(first: Run, second: Run) -> bool:
     return parse(first.program, first.flags).ranks == parse(second.program, second.flags).ranks
 
 
-def execute(runs: Sequence[Run], folder: Path, limit: float, commit: str | None) -> None:
-    """Makes the records of the runs in `folder`, beginning none after `limit` seconds.
-
-    When a run fails, the ranks are ended and started again for those behind it.
-    """
-    begun = time.monotonic()
+def execute(runs: Sequence[Run], folder: Path, commit: str | None) -> None:
+    """Makes the records of the runs in `folder`. When a run fails, the ranks are ended and started again for
+    those behind it."""
     waiting, failures = list(runs), 0
     while waiting and failures < _MOST_FAILURES:
-        left_s = limit - (time.monotonic() - begun)
-        if left_s < 0:
-            print(f"run_all.py: out of time, not run: {', '.join(run.name for run in waiting)}", flush=True)
-            return
         batch = [waiting.pop(0)]
         if batch[0].program in NATIVE:
             _execute_native(batch[0], folder, commit)
             continue
         while waiting and _together(batch[0], waiting[0]):
             batch.append(waiting.pop(0))
-        status = launch.run([_options(run, folder, commit) for run in batch], left_s)
+        status = launch.run([_options(run, folder, commit) for run in batch])
         done = [run for run in batch if (folder / f"{run.name}.json").exists()]
         left = batch[len(done) :]
         if status == 130:
             return
-        if left and status != 0:
+        if left:
             print(f"run_all.py: {left[0].name} failed", file=sys.stderr, flush=True)
             failures = failures + 1 if not done else 1
-            left = left[1:]
-        waiting = [*left, *waiting]
+        waiting = [*left[1:], *waiting]
 
 
 def _execute_native(run: Run, folder: Path, commit: str | None) -> None:
@@ -96,7 +87,6 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument("--layers", action="store_true", help="whole layers, forward and backward")
     what.add_argument("--training", action="store_true", help="microbatches of a training step")
     what.add_argument("--nodes", action="store_true", help="between emulated nodes; CPUs unless --device")
-    add("--providers", default=",".join(PROVIDERS), metavar="LIST", help="with --nodes (%(default)s)")
     add("--label", metavar="WORD", help="keeps these records apart from those of other machines")
     add("--write", action="store_true", help="write docs/results/ and docs/results.md")
     add("--into", metavar="FOLDER", help="keep the records there")
@@ -106,7 +96,6 @@ def _parser() -> argparse.ArgumentParser:
     add("-w", "--warmup", type=int, metavar="N", help="untimed iterations (3; on GPUs 5)")
     add("--only", metavar="WORDS", default="", help="only runs whose name contains one of WORDS (a,b)")
     add("--quick", action="store_true", help="only the reference cases")
-    add("--limit", type=float, default=1e9, metavar="S", help="begin no run after this many seconds")
     add("--flags", default="", metavar="WORDS", help="more flags of every run: --flags='--products quack'")
     add("--commit", metavar="HASH", help="commit to record where the source is no git checkout")
     return parser
@@ -121,22 +110,15 @@ def _plan(given: argparse.Namespace) -> list[Run]:
         given.warmup if given.warmup is not None else (5 if on_gpus else 3),
     )
     if given.nodes and not on_gpus:
-        return plan.nodes_cpu(_providers(given), *times)
+        return plan.nodes_cpu(*times)
     ranks = given.ranks if given.ranks is not None else parse("alltoall", ["--device", device]).ranks
     if given.nodes:
-        return plan.nodes_cuda(ranks, _providers(given), *times)
+        return plan.nodes_cuda(ranks, *times)
     if given.layers or given.training:
         if not on_gpus:
             raise ValueError("--layers and --training need GPUs")
         return (plan.training_cuda if given.training else plan.layers_cuda)(ranks, *times)
     return (plan.operations_cuda if on_gpus else plan.operations_cpu)(ranks, *times)
-
-
-def _providers(given: argparse.Namespace) -> list[str]:
-    providers = [word for word in given.providers.split(",") if word]
-    if not providers:
-        raise ValueError("--providers is empty")
-    return providers
 
 
 def _write_page() -> None:
@@ -172,7 +154,7 @@ def main() -> int:
         folder.mkdir(parents=True, exist_ok=True)
         for run in wanted:
             (folder / f"{run.name}.json").unlink(missing_ok=True)
-        execute(wanted, folder, given.limit, given.commit)
+        execute(wanted, folder, given.commit)
         made = {run.name: folder / f"{run.name}.json" for run in wanted}
         records = {name: record.read(path) for name, path in made.items() if path.exists()}
         for name in records:

@@ -12,18 +12,8 @@ from bench.costmodel.predict import Prediction, predict
 from bench.costmodel.shape import MODELS, Experts, Shape
 from moecomm import InvalidArgument
 
-TITLES = (
-    "nodes",
-    "ranks",
-    "nodes/token",
-    "ranks/token",
-    "MB sent",
-    "puts",
-    "dispatch us",
-    "held by",
-    "combine us",
-    "held by",
-)
+TITLES = ("nodes", "ranks", "nodes/token", "ranks/token", "MB sent", "puts", "dispatch us", "held by",
+          "combine us", "held by")  # fmt: skip
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -38,8 +28,7 @@ def _parser() -> argparse.ArgumentParser:
     add("-l", "--ranks-per-node", type=int, default=8, metavar="L", help="ranks of a node (%(default)s)")
     add("-b", "--tokens", type=int, default=4096, metavar="T", help="tokens of a rank (%(default)s)")
     add("--machine", choices=MACHINES, default="h200", help="rates to begin with (%(default)s)")
-    add("--nic", type=float, metavar="GB/s", help="rate of a NIC; the same as --set nic_GBps=")
-    add("--set", action="append", default=[], metavar="FIELD=NUMBER", help="another rate of the machine")
+    add("--set", action="append", default=[], metavar="FIELD=NUMBER", help="another rate: nic_GBps=50")
     add("--model", choices=MODELS, default="deepseek-v3", help="experts to begin with (%(default)s)")
     add("--hidden", type=int, metavar="H")
     add("--topk", type=int, metavar="K")
@@ -47,14 +36,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--no-groups", action="store_true", help="routing that is not limited to groups")
     add("--limit-nodes", type=int, metavar="M", help="routing to at most M nodes a token: nodes are groups")
     add("--wire", choices=("fp8",), help="format of rows in a dispatch")
-    add("--put-bytes", type=int, metavar="B", help="most bytes of one put (as moecomm has it: by the tokens)")
-    add("--rows-per-command", type=int, metavar="N", help="rows a command covers (those of a put)")
     add("--stages", action="store_true", help="print every stage instead of a line")
     return parser
 
 
 def _machine(options: argparse.Namespace) -> Machine:
-    changes = {} if options.nic is None else {"nic_GBps": options.nic}
+    changes = {}
     known = {field.name for field in fields(Machine)}
     for item in options.set:
         name, _, number = item.partition("=")
@@ -83,8 +70,6 @@ def _shape(options: argparse.Namespace, nodes: int) -> Shape:
         ranks_per_node=options.ranks_per_node,
         tokens=options.tokens,
         wire=options.wire,
-        put_bytes=options.put_bytes,
-        rows_per_command=options.rows_per_command,
         **experts,
     )
 

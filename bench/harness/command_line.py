@@ -47,22 +47,6 @@ _DENSE = {"cpu": (512, 512, 512), "cuda": (16384, 7168, 4096)}
 _OPERATION = Shape(hidden=4096, experts=32, topk=4)  # where flags do not say otherwise
 _WIDTH_MULTIPLE = 16  # elements: rows and products of every type are aligned then
 
-HELP = """\
-columns:
-  time     microseconds of one call: of each iteration the slowest rank, of those the median; min: the least
-  algbw    useful bytes / time, mean over ranks, GB/s (1e9): rows of the result, or rows summed by combine
-  busbw    remote bytes / time, mean over ranks: one row per (token, other rank that owns one of its experts)
-  wire, sent, puts  (several nodes) rows to other nodes / time, all bytes / the least, messages a rank
-  SMs, host  (GPUs) multiprocessors at work, where known; CPU microseconds to issue a call
-  ratio    (layers) time / time of compute only, of microbatches of torch's products
-  exposed  (layers) share of a step in which only communication runs
-  TFLOP/s, of dense, memory  (layers) of the products, beside one dense product, GB at a step's peak (GPUs)
-  clock, power  (microbatches, GPUs) MHz of the SMs and watts while the call runs, medians, mean over ranks
-  error    (layers) largest deviation, of a value's magnitude plus the root mean square of its row
-  #wrong   values that differ from an independent computation, summed over ranks; N/A with -c 0
-All columns, baselines and variants are explained in bench/README.md.
-"""
-
 
 # -- types of flags ------------------------------------------------------------------------------------------
 
@@ -126,10 +110,9 @@ def build_parser(program: str) -> Parser:
     """
     parser = Parser(
         prog=f"{program}_perf.py",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
         description=f"Times {program.replace('_', ' ')} of moecomm, verified first, next to its baselines.",
-        epilog=HELP,
+        epilog="bench/README.md explains columns, baselines and variants.",
     )
     is_layer, count, positive = program == LAYER, _at_least(0), _at_least(1)
     known = LAYER_ROUTINGS if is_layer else ROUTINGS
@@ -155,9 +138,9 @@ def build_parser(program: str) -> Parser:
         add("--experts", type=_list_of(positive), metavar="E",
             help="experts over all ranks, or a list (32; preset's)")
         add("--topk", type=_list_of(positive), metavar="K",
-            help="experts per token, or a list (4; preset's; trace's)")
-        add("--routing", nargs="+", default=["uniform"], metavar="HOW",
-            help=f"a list of {', '.join(known)}{'' if is_layer else ', or trace FILE (.npy, .npz)'}")
+            help="experts per token, or a list (4; preset's)")
+        add("--routing", type=_list_of(_one_of(known)), default="uniform", metavar="LIST",
+            help=f"of {', '.join(known)} (uniform)")
         add("--zipf", type=_list_of(_at_least(0, float)), default="1", metavar="S",
             help="exponent of zipf, or a list (1)")
     if program in ("dispatch", "combine"):
@@ -181,7 +164,6 @@ def build_parser(program: str) -> Parser:
             help="replay a CUDA graph of so many calls (--capacity; 1)")
         add("--baselines", nargs="?", const="all", metavar="LIST",
             help=f"also run baselines: all, or a list of {cpu}; GPUs: {cuda}")
-        add("--baselines-only", action="store_true", help="leave moecomm out")
         add("--ranks-per-node", type=positive, metavar="N",
             help="ranks that share memory; fewer than all: emulated nodes")
         add("--fabric-provider", metavar="NAME", help="libfabric provider: tcp, shm, ... (best found)")
@@ -267,8 +249,13 @@ def _derived(program: str, given: dict[str, Any]) -> dict[str, Any]:
             interface = os.environ.get("MOECOMM_FABRIC_INTERFACE")
             found |= {"fabric_provider": provider, "fabric_interface": interface}
     if program != "alltoall":
-        found["routings"], found["trace"] = _routings(program, given.pop("routing"), given.pop("zipf"))
-    found["shapes"] = shapes = _shapes(program, given, ranks, found.get("trace"))
+        exponents = given.pop("zipf")
+        found["routings"] = tuple(
+            (kind, exponent)
+            for kind in given.pop("routing")
+            for exponent in (exponents if kind == "zipf" else (None,))
+        )
+    found["shapes"] = shapes = _shapes(program, given, ranks)
     wide = all(shape.preset in WIDE for shape in shapes)
     first = given.pop("min") or (WIDE_TOKENS if wide else 4096 if program == LAYER else 2048)
     found["sizes"] = sweep(first, given.pop("max") or first, given.pop("factor"))
@@ -317,18 +304,11 @@ def _find_ranks(given: int | None, device: str) -> int:
 
 def _ranks_per_node(given: int | None, ranks: int) -> int | None:
     """The number asked for, by flag or environment, else what torchrun started on each host."""
-    source = "--ranks-per-node"
-    if given is None and (text := os.environ.get("MOECOMM_RANKS_PER_NODE")):
-        source = "MOECOMM_RANKS_PER_NODE"
-        if not text.isdecimal():
-            raise ValueError(f"{source} {text!r} is no number")
-        given = int(text)
-    if given is None and "RANK" in os.environ and "LOCAL_WORLD_SIZE" in os.environ:
-        local = int(os.environ["LOCAL_WORLD_SIZE"])
-        return local if local < ranks and ranks % local == 0 else None
-    if given is not None and (given < 1 or ranks % given):
-        raise ValueError(f"{source} {given} does not divide the {ranks} ranks (-g)")
-    return given
+    asked = given or int(os.environ.get("MOECOMM_RANKS_PER_NODE", "0"))
+    local = asked or int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    if asked and (asked < 1 or ranks % asked):
+        raise ValueError(f"--ranks-per-node {asked} does not divide the {ranks} ranks (-g)")
+    return local if asked or (local < ranks and ranks % local == 0) else None
 
 
 def _known_baselines(program: str, device: str) -> tuple[str, ...]:
@@ -352,36 +332,10 @@ def _baselines(program: str, device: str, nodes: int, text: str | None) -> tuple
     return wanted
 
 
-def _routings(
-    program: str, words: Sequence[str], exponents: Sequence[float]
-) -> tuple[tuple[tuple[str, float | None], ...], str | None]:
-    """The routings, and the file of a trace."""
-    if words[0] == "trace" and program != LAYER:
-        if len(words) != 2:
-            raise ValueError("--routing trace takes one file: --routing trace ids.npy")
-        return (("trace", None),), words[1]
-    if len(words) > 1:
-        raise ValueError(f"--routing {words[0]} takes nothing after it, got {' '.join(words[1:])!r}")
-    try:
-        kinds = _list_of(_one_of(LAYER_ROUTINGS if program == LAYER else ROUTINGS))(words[0])
-    except ArgumentTypeError as problem:
-        raise ValueError(f"--routing {problem}") from None
-    return tuple(
-        (kind, exponent) for kind in kinds for exponent in (exponents if kind == "zipf" else (None,))
-    ), None
-
-
-def _shapes(program: str, given: dict[str, Any], ranks: int, trace: str | None) -> tuple[Shape, ...]:
+def _shapes(program: str, given: dict[str, Any], ranks: int) -> tuple[Shape, ...]:
     hidden, ffn, experts, topks = (given.pop(name, None) for name in ("hidden", "ffn", "experts", "topk"))
     if program == "alltoall":
         return (Shape(hidden=hidden or _OPERATION.hidden, experts=ranks, topk=1),)
-    if trace is not None:
-        from .inputs import load_trace  # numpy only when a trace is asked for
-
-        own = load_trace(trace, min(experts or (_OPERATION.experts,))).shape[-1]
-        if topks not in (None, (own,)):
-            raise ValueError(f"--topk {topks} disagrees with {trace}, which has {own} ids a token")
-        topks = (own,)
     named = [_OPERATION]
     if program == LAYER:
         named = [shape_of(word, ranks) for word in given.pop("presets")]
@@ -408,7 +362,6 @@ def _check_together(options: Options) -> None:
     exact, by_rank = options.capacity is None, options.layout == "rank"
     refusals = (
         (options.inject_error and not options.checks, "--inject-error needs a check to catch it: not -c 0"),
-        (options.baselines_only and not options.baselines, "--baselines-only needs --baselines"),
         (on_cpu and options.num_sms != (None,), "--num-sms is for GPUs (--device cuda)"),
         (on_cpu and options.graph, "--graph is for GPUs (--device cuda)"),
         (on_cpu and options.wire is not None, "--wire is for GPUs (--device cuda)"),

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -100,59 +99,10 @@ def balanced(tokens: int, topk: int, experts: int) -> Ids:
     return ((first[:, None] + apart) % experts).astype(np.int32)
 
 
-@lru_cache(maxsize=4)
-def load_trace(path: str, experts: int) -> Ids:
-    """Recorded ids from a .npy file, or a .npz file with one array or one named topk_idx: (T, K) or (R, T,
-    K).
-
-    Raises ValueError when the file is not that, an id is outside -1 .. experts-1, or a token names an expert
-    twice.
-    """
-    if Path(path).suffix not in (".npy", ".npz"):
-        raise ValueError(f"trace {path} has to be a .npy or .npz file")
-    try:
-        loaded = np.load(path, allow_pickle=False)
-        if not isinstance(loaded, np.ndarray):
-            names = list(loaded)
-            name = "topk_idx" if "topk_idx" in names else names[0] if len(names) == 1 else None
-            if name is None:
-                raise ValueError(f"trace {path} holds arrays {names}: name one of them topk_idx")
-            loaded = loaded[name]
-    except OSError as problem:
-        raise ValueError(f"trace {path} cannot be read: {problem.strerror or problem}") from None
-    if loaded.ndim not in (2, 3) or not np.issubdtype(loaded.dtype, np.integer) or loaded.size == 0:
-        raise ValueError(
-            f"trace {path} has to hold integers (T, K) or (R, T, K), got {loaded.dtype} {loaded.shape}"
-        )
-    low, high = int(loaded.min()), int(loaded.max())
-    if low < -1 or high >= experts:
-        raise ValueError(
-            f"trace {path} has ids {low} .. {high}, outside -1 .. {experts - 1} (--experts {experts})"
-        )
-    ordered = np.sort(loaded, axis=-1)
-    if bool(((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any()):
-        raise ValueError(f"trace {path} names an expert twice within a token")
-    return np.ascontiguousarray(loaded, dtype=np.int32)
-
-
-def trace_ids(trace: Ids, tokens: int, rank: int) -> Ids:
-    """`tokens` consecutive tokens of a trace for one rank, from the start again when the trace ends.
-
-    Of (R, T, K), rank r reads row r (modulo R). Of (T, K), rank r starts at token r * tokens.
-    """
-    if trace.ndim == 3:
-        own = trace[rank % trace.shape[0]]
-        return np.ascontiguousarray(own[np.arange(tokens) % own.shape[0]])
-    return np.ascontiguousarray(trace[(rank * tokens + np.arange(tokens)) % trace.shape[0]])
-
-
 def topk_ids(options: Options, point: Point, rank: int) -> Ids:
     """The (T, K) int32 ids of `rank`'s tokens under the point's routing; not to be written to."""
     shape = (point.tokens, point.topk, point.experts)
     limit = None if options.limit_nodes is None else (options.nodes, options.limit_nodes)
-    if point.routing == "trace":
-        assert options.trace is not None
-        return trace_ids(load_trace(options.trace, point.experts), point.tokens, rank)
     if point.routing == "zipf":
         assert point.zipf is not None
         return zipf(*shape, options.seed, rank, point.zipf, limit)

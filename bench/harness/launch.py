@@ -7,11 +7,9 @@ parent. The parent hosts the rendezvous store, on a port that the system picks.
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import signal
 import sys
-import time
 import traceback
 from collections.abc import Sequence
 from datetime import timedelta
@@ -28,18 +26,18 @@ WITHOUT_MULTICAST = {
 """The variables without which paths would use the links' multicast; set unless the environment has them."""
 
 
-def run(plan: Sequence[Options], limit_s: float = math.inf) -> int:
+def run(plan: Sequence[Options]) -> int:
     """Runs the benchmarks of a plan one after another on one set of ranks, which has to be that of each.
 
-    None begins after `limit_s` seconds. Returns the exit status: 0 if nothing was wrong, 1 if a rank failed
-    or found wrong values, 130 if interrupted.
+    Returns the exit status: 0 if nothing was wrong, 1 if a rank failed or found wrong values, 130 if
+    interrupted.
     """
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        return _rank(plan, limit_s, int(os.environ["RANK"]), None)
-    return _start(plan, limit_s)
+        return _rank(plan, int(os.environ["RANK"]), None)
+    return _start(plan)
 
 
-def _start(plan: Sequence[Options], limit_s: float) -> int:
+def _start(plan: Sequence[Options]) -> int:
     import torch
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented, but not in __all__
     from torch.multiprocessing.spawn import ProcessExitedException, start_processes
@@ -54,9 +52,7 @@ def _start(plan: Sequence[Options], limit_s: float) -> int:
     os.environ["OMP_NUM_THREADS"] = str(options.threads)  # read by the ranks as they start
     started = None
     try:
-        started = start_processes(
-            _child, (plan, limit_s, store.port), options.ranks, join=False, start_method="spawn"
-        )
+        started = start_processes(_child, (plan, store.port), options.ranks, join=False, start_method="spawn")
         while not started.join(grace_period=_GRACE_S):
             pass
         return 0
@@ -77,14 +73,14 @@ def _start(plan: Sequence[Options], limit_s: float) -> int:
             os.environ["OMP_NUM_THREADS"] = threads_before
 
 
-def _child(rank: int, plan: Sequence[Options], limit_s: float, port: int) -> None:
+def _child(rank: int, plan: Sequence[Options], port: int) -> None:
     # Ctrl-C reaches all processes of a terminal, and the kernel sends the same when the parent is gone: the
     # rank ends at once, wherever it waits, and the parent says so.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    raise SystemExit(_rank(plan, limit_s, rank, port))
+    raise SystemExit(_rank(plan, rank, port))
 
 
-def _rank(plan: Sequence[Options], limit_s: float, rank: int, port: int | None) -> int:
+def _rank(plan: Sequence[Options], rank: int, port: int | None) -> int:
     """Runs one rank, whose store is at `port` of this host, or where torchrun's environment says."""
     import torch.distributed as dist
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -98,7 +94,9 @@ def _rank(plan: Sequence[Options], limit_s: float, rank: int, port: int | None) 
         store = TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
         dist.init_process_group(backend, store=store, rank=rank, world_size=options.ranks, timeout=timeout)
     try:
-        return _run_in_turn(plan, limit_s, rank)
+        from .program import benchmark
+
+        return max([benchmark(options, rank) for options in plan])
     except Exception as problem:
         if type(problem).__module__.startswith("moecomm"):  # typed: its text says what to do
             text = f"{type(problem).__name__}: {problem}"
@@ -112,20 +110,6 @@ def _rank(plan: Sequence[Options], limit_s: float, rank: int, port: int | None) 
         return 130
     finally:
         dist.destroy_process_group()
-
-
-def _run_in_turn(plan: Sequence[Options], limit_s: float, rank: int) -> int:
-    from .program import benchmark
-    from .timing import sum_over_ranks
-
-    begun = time.monotonic()
-    status = 0
-    for options in plan:
-        late = rank == 0 and time.monotonic() - begun > limit_s
-        if sum_over_ranks(int(late)):
-            break
-        status |= benchmark(options, rank)
-    return status
 
 
 def _prepare(options: Options, local_rank: int) -> str:

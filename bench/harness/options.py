@@ -130,7 +130,6 @@ class Options:
     commit: str | None
     # of operations
     routings: tuple[tuple[str, float | None], ...] = (("balanced", None),)  # kind and, of zipf, exponent
-    trace: str | None = None  # file of recorded ids
     limit_nodes: int | None = None  # most nodes of a token
     ranks_per_node: int | None = None  # None: found by the hosts
     fabric_provider: str | None = None  # None: chosen
@@ -144,7 +143,6 @@ class Options:
     kept_handle: str | None = None  # None | plain | weighted
     graph: int = 0  # calls in a CUDA graph; 0: none
     baselines: tuple[str, ...] = ()
-    baselines_only: bool = False
     # of layers
     ways: tuple[str, ...] = ("layer",)
     products: tuple[str | None, ...] = (None,)  # MoEConfig(products=)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .options import WIDE
 
-PROVIDERS = ("tcp",)
 NATIVE = ("fabric_raw", "proxy_rate")
 _BOTH = ("dispatch", "combine")
 _TARGET_LAYERS = ("deepseek-v3", "qwen3-235b", "qwen3-30b", "gpt-oss-120b", "mixtral-8x22b")
@@ -155,63 +153,46 @@ def training_cuda(ranks: int, iters: int, warmup: int) -> list[Run]:
     ]
 
 
-def _between(
-    nodes: int,
-    local: int,
-    provider: str,
-    flags: str,
-    kind: str = "",
-    *,
-    quick: bool = False,
-    gpus: bool = False,
-) -> list[Run]:
-    """Dispatch and combine on `nodes` nodes of `local` ranks."""
-    where = f"-g {nodes * local} --ranks-per-node {local} --fabric-provider {provider}"
-    prefix = "cuda-nodes" if gpus else "nodes"
+def _between(nodes: int, local: int, flags: str, *, name: str = "nodes", kind: str = "") -> list[Run]:
+    """Dispatch and combine on `nodes` nodes of `local` ranks, over TCP."""
+    where = f"-g {nodes * local} --ranks-per-node {local} --fabric-provider tcp"
     return [
-        _run(f"{prefix}-{operation}-{nodes}x{local}-{provider}{kind}", operation, f"{flags} {where}", quick)
+        _run(f"{name}-{operation}-{nodes}x{local}-tcp{kind}", operation, f"{flags} {where}", quick=not kind)
         for operation in _BOTH
     ]
 
 
-def nodes_cpu(providers: Sequence[str], iters: int, warmup: int) -> list[Run]:
-    """CPU ranks: 1024 tokens of 2048 on two nodes, then other numbers of tokens with the first provider, then
-    more ranks, then providers and proxy by themselves.
-    """
+def nodes_cpu(iters: int, warmup: int) -> list[Run]:
+    """CPU ranks: 1024 tokens of 2048 on two nodes, other numbers of tokens, more ranks, C++."""
     shape = "--hidden 2048 -d bfloat16 --experts 64 --topk 8"
     point, fewer, sweep = (f"-b {sizes} {shape}" for sizes in ("1024", "512", "16 -e 4096 -f 4"))
     usual = "--baselines fabric,fabric-cold,memcpy,gloo,gloo-tuned,gloo-rows"
     steady = f"--device cpu -n {iters} -w {warmup}"
-    runs: list[Run] = []
-    for each in providers:
-        runs += _between(2, 1, each, f"{point} {usual} {steady}", quick=True)
-    runs += _between(2, 1, providers[0], f"{sweep} --baselines fabric {steady}", "-tokens")
-    for each in providers:
-        for nodes, local in ((2, 2), (4, 1)):
-            runs += _between(nodes, local, each, f"{fewer} {usual} {steady}")
-    return runs + _natives(providers)
+    runs = _between(2, 1, f"{point} {usual} {steady}")
+    runs += _between(2, 1, f"{sweep} --baselines fabric {steady}", kind="-tokens")
+    for nodes, local in ((2, 2), (4, 1)):
+        runs += _between(nodes, local, f"{fewer} {usual} {steady}")
+    return runs + _NATIVES
 
 
-def nodes_cuda(gpus: int, providers: Sequence[str], iters: int, warmup: int) -> list[Run]:
-    """GPUs as two nodes: 4096 tokens of 7168, top-8, then what is around it, then providers and proxy."""
+def nodes_cuda(gpus: int, iters: int, warmup: int) -> list[Run]:
+    """GPUs as two nodes: 4096 tokens of 7168, top-8, then what is around it, then provider and proxy."""
     if gpus < 2 or gpus % 2:
         raise ValueError(f"two nodes need an even number of GPUs, not {gpus}: use -g")
     shape = f"--hidden 7168 -d bfloat16 --experts {_shared(256, gpus)} --topk 8"
-    beside = "--baselines fabric,fabric-cold,fabric-one,memcpy,nccl,nccl-tuned,nccl-rows"
     steady = f"--device cuda -n {iters} -w {warmup} --timeout 60"
-    local, first = gpus // 2, providers[0]
-    runs: list[Run] = []
-    for each in providers:
-        flags = f"-b 4096 {shape} {beside} {steady}"
-        runs += _between(2, local, each, flags, quick=each == first, gpus=True)
-    limited = f"-b 4096 {shape} --limit-nodes 1 --baselines fabric {steady}"
-    runs += _between(2, local, first, limited, "-limit", gpus=True)
-    sweep = f"-b 8 -e 4096 -f 8 {shape} --baselines fabric {steady}"
-    return runs + _between(2, local, first, sweep, "-tokens", gpus=True) + _natives(providers)
+    beside = "--baselines fabric,fabric-cold,fabric-one,memcpy,nccl,nccl-tuned,nccl-rows"
+    runs = []
+    for kind, flags in (
+        ("", f"-b 4096 {shape} {beside}"),
+        ("-limit", f"-b 4096 {shape} --limit-nodes 1 --baselines fabric"),
+        ("-tokens", f"-b 8 -e 4096 -f 8 {shape} --baselines fabric"),
+    ):
+        runs += _between(2, gpus // 2, f"{flags} {steady}", name="cuda-nodes", kind=kind)
+    return runs + _NATIVES
 
 
-def _natives(providers: Sequence[str]) -> list[Run]:
-    """The providers over message sizes, and the proxy."""
-    sizes = "--sizes 64,4096,65536,524288,1048576,4194304"
-    raw = [_run(f"nodes-raw-{each}", "fabric_raw", f"--provider {each} {sizes}") for each in providers]
-    return [*raw, _run("nodes-proxy", "proxy_rate", "", quick=True)]
+_NATIVES = [  # the provider over message sizes, and the proxy
+    _run("nodes-raw-tcp", "fabric_raw", "--provider tcp --sizes 64,4096,65536,524288,1048576,4194304"),
+    _run("nodes-proxy", "proxy_rate", "", quick=True),
+]

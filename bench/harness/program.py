@@ -91,10 +91,8 @@ class _Benchmark:
             if experts is None:
                 self._miss(NotRun("all", problem, failed=True), first)
                 return
-        comm: moecomm.Communicator | None = None
-        if not options.baselines_only:
-            comm = held.enter_context(moecomm_path.communicator(options, first))
-            comm.reset_stats()
+        comm = held.enter_context(moecomm_path.communicator(options, first))
+        comm.reset_stats()
         shown: tuple[object, ...] = ()
         for point in points:
             self._release()
@@ -109,8 +107,6 @@ class _Benchmark:
                     self._point(comm, Case(options, point, self.rank))
             else:
                 self._point(comm, LayerCase(options, point, self.rank, experts))
-        if comm is None:
-            return
         words = [each for each in (first.preset, first.dtype, f"top-{first.topk} of {first.experts}") if each]
         sms = [] if first.num_sms is None else [f"{first.num_sms} SMs"]
         self.stats[" ".join([*words, *sms])] = {**comm.stats(), "network_lanes": comm.network_lanes}
@@ -123,11 +119,10 @@ class _Benchmark:
             gc.collect()
             torch.cuda.empty_cache()
 
-    def _point(self, comm: moecomm.Communicator | None, case: Case) -> None:
+    def _point(self, comm: moecomm.Communicator, case: Case) -> None:
         options, point = self.options, case.point
         entries: list[Entry]
         if isinstance(case, LayerCase):
-            assert comm is not None
             make = training.make_microbatches if point.microbatches else layer_variants.make_variants
             entries = make(comm, case, self.clock)
         else:
@@ -140,7 +135,7 @@ class _Benchmark:
             self._release()
         paths = [entry for entry in entries if isinstance(entry, Path)]
         sent: Mapping[str, Any] = {}
-        if comm is not None and comm.nodes > 1 and paths and paths[0].own:
+        if comm.nodes > 1 and paths and paths[0].own:
             sent = between_nodes.count(comm, paths[0], case)
         samples: dict[tuple[str, str], list[float]] = {}
         _sample(entries, samples)

@@ -22,38 +22,14 @@ if TYPE_CHECKING:
     from .record import Row
 
 MOECOMM, TORCH = "moecomm", "torch"
+Plan = argparse.Namespace
+"""Own flags: `variants` in the order in which they are measured, of which one may come twice,
+`warmup_steps` and `timed_steps`, `no_profile` (of one more step, on GPUs), `trace` (a folder), `json` (a file)
+and `commit`."""
 FLOAT32_DIFFERENCE, BFLOAT16_DIFFERENCE = 1e-4, 1e-2
 """The most by which the first loss of a variant, and its second gradient norm, may differ from those of the
 first one, of them. The loss alone would not do: a model with an output matrix of its own begins with that of
 guessing, whatever its layers compute."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """What is measured.
-
-    Attributes:
-        variants: in the order in which they are measured; one may come twice.
-        warmup: steps before those that are timed.
-        timed: steps that are timed.
-        profiled: whether one more step is profiled, on GPUs.
-        trace: the folder for its trace, which a browser shows.
-        json: the file for the record.
-        commit: the source's, where it is no git checkout.
-    """
-
-    variants: tuple[str, ...]
-    warmup: int
-    timed: int
-    profiled: bool
-    trace: str | None
-    json: str | None
-    commit: str | None
-
-    @property
-    def steps(self) -> int:
-        """Steps of a variant without the profiled one; in the last of them the layers measure transfers."""
-        return self.warmup + self.timed + 1
 
 
 def parse(arguments: Sequence[str]) -> tuple[Plan, command_line.Options]:
@@ -72,25 +48,16 @@ def parse(arguments: Sequence[str]) -> tuple[Plan, command_line.Options]:
     add("--trace", metavar="FOLDER", help="GPUs: write the trace of the profiled step there")
     add("-J", "--json", type=file_to_write, metavar="FILE", help="write a record of the run")
     add("--commit", metavar="HASH", help="commit to record where the source is no git checkout")
-    given, others = parser.parse_known_args(arguments)
-    variants = tuple(given.variants.split(","))
-    if wrong := [each for each in variants if each not in (MOECOMM, TORCH)]:
+    plan, others = parser.parse_known_args(arguments)
+    plan.variants = plan.variants.split(",")
+    if wrong := [each for each in plan.variants if each not in (MOECOMM, TORCH)]:
         raise UsageError(f"--variants has {wrong[0]!r}, must be of {MOECOMM}, {TORCH}")
-    if given.warmup_steps < 1 or given.timed_steps < 1:
+    if plan.warmup_steps < 1 or plan.timed_steps < 1:
         raise UsageError("--warmup-steps and --timed-steps must be at least 1")
-    plan = Plan(
-        variants=variants,
-        warmup=given.warmup_steps,
-        timed=given.timed_steps,
-        profiled=not given.no_profile,
-        trace=given.trace,
-        json=given.json,
-        commit=given.commit,
-    )
     flags = {each.partition("=")[0] for each in others}
     if taken := sorted(flags & {"--out", "--steps", "--resume", "--sample", "--prompt"}):
         raise UsageError(f"{taken[0]} is not for train_perf.py, which keeps nothing of the training")
-    steps = str(plan.steps)
+    steps = str(_steps(plan))
     fixed = ["--out", tempfile.gettempdir(), "--steps", steps, "--log-every", steps]
     options = command_line.parse([*others, *fixed])
     not_for_torch = {
@@ -105,9 +72,14 @@ def parse(arguments: Sequence[str]) -> tuple[Plan, command_line.Options]:
         "--gradient-wire": options.gradient_wire != "dtype",
     }
     for name, is_given in not_for_torch.items():
-        if is_given and TORCH in variants:
+        if is_given and TORCH in plan.variants:
             raise UsageError(f"{name} is not for the variant {TORCH}: --variants {MOECOMM}")
     return plan, options
+
+
+def _steps(plan: Plan) -> int:
+    """Steps of a variant without the profiled one; in the last of them the layers measure transfers."""
+    return int(plan.warmup_steps + plan.timed_steps + 1)
 
 
 def main() -> int:
@@ -208,8 +180,8 @@ def _variant(plan: Plan, options: command_line.Options, joined: Any, number: int
         for block in trainer.model.own_blocks():
             if isinstance(block.ffn, MoELayer):
                 block.ffn = PlainFfn(block.ffn)
-    records = [trainer.step(step)[0] for step in range(1, plan.steps + 1)]
-    seconds = [each["seconds"] for each in records[plan.warmup : -1]]
+    records = [trainer.step(step)[0] for step in range(1, _steps(plan) + 1)]
+    seconds = [each["seconds"] for each in records[plan.warmup_steps : -1]]
     total, active = trainer.parameters
     tokens = options.batch * options.seq
     row: Row = {
@@ -237,11 +209,11 @@ def _variant(plan: Plan, options: command_line.Options, joined: Any, number: int
         print(f"{variant}: {row['time_s']:.4f} s a step{speed}", flush=True)
     if on_gpu:
         row["memory_bytes"] = torch.cuda.max_memory_allocated()
-        if plan.profiled and joined.first:
+        if not plan.no_profile and joined.first:
             trace = Path(plan.trace, f"{variant}-{number}.json") if plan.trace else None
-            row |= profiled(lambda: trainer.step(plan.steps + 1), trace)
-        elif plan.profiled:
-            trainer.step(plan.steps + 1)
+            row |= profiled(lambda: trainer.step(_steps(plan) + 1), trace)
+        elif not plan.no_profile:
+            trainer.step(_steps(plan) + 1)
     trainer.comm.close()
     return row
 

@@ -29,17 +29,13 @@ _BASELINES: dict[str, Callable[[Case], Baseline]] = {
 }
 
 
-def make_paths(
-    comm: moecomm.Communicator | None, case: Case, clock: Clock
-) -> list[Path | Yardstick | NotRun]:
+def make_paths(comm: moecomm.Communicator, case: Case, clock: Clock) -> list[Path | Yardstick | NotRun]:
     """moecomm's path first, then the baselines; one that cannot be made on any rank runs on none."""
-    made: list[Path | Yardstick | NotRun] = []
-    if comm is not None:
-        own, problem = attempt(lambda: moecomm_path.make_path(comm, case))
-        made.append(own or NotRun(MOECOMM, problem, failed=True))
+    own, problem = attempt(lambda: moecomm_path.make_path(comm, case))
+    made: list[Path | Yardstick | NotRun] = [own or NotRun(MOECOMM, problem, failed=True)]
     for name in case.options.baselines:
         if name in BETWEEN_NODES:
-            made.append(between_nodes.yardstick(name, case, 1 if comm is None else comm.network_lanes))
+            made.append(between_nodes.yardstick(name, case, comm.network_lanes))
             continue
         path, problem = attempt(partial(_make, name, case, clock))
         made.append(path or NotRun(name, problem))

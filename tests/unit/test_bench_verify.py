@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -56,24 +55,6 @@ def test_a_limit_on_nodes_leaves_the_best_ones(seed: int) -> None:
     assert limited == [[[3, 2], [5, 4]], [[0, 4], [2, 5]], [[0, 4], [2, 5]]]
     ids_TK = inputs.uniform(500, 4, 16, seed, 1, limit=(4, 2))
     assert max(len(set(row)) for row in (ids_TK // 4).tolist()) == 2
-
-
-def test_traces_are_read_and_wrap_round(tmp_path: Path) -> None:
-    ids = np.array([[0, 1], [2, -1], [3, 0]], dtype=np.int64)
-    np.save(tmp_path / "flat.npy", ids)
-    flat = inputs.load_trace(str(tmp_path / "flat.npy"), 4)
-    assert inputs.trace_ids(flat, 2, 1).tolist() == [[3, 0], [0, 1]]
-    np.savez(tmp_path / "ranks.npz", topk_idx=np.stack([ids, ids[::-1]]), other=np.zeros(3))
-    own = inputs.load_trace(str(tmp_path / "ranks.npz"), 4)
-    assert inputs.trace_ids(own, 4, 1).tolist() == [[3, 0], [2, -1], [0, 1], [3, 0]]
-    found = one_case(f"--experts 4 -b 3 --hidden 8 --routing trace {tmp_path / 'flat.npy'}")
-    assert found.point.topk == 2 and found.ids_TK.tolist() == ids.tolist()
-    bad = {"integers": ids.astype(np.float32), "outside": ids * 4, "twice": ids * 0, "(T, K)": ids[0]}
-    for says, content in bad.items():
-        np.save(tmp_path / "bad.npy", content)
-        inputs.load_trace.cache_clear()
-        with pytest.raises(ValueError, match=re.escape(says)):
-            inputs.load_trace(str(tmp_path / "bad.npy"), 4)
 
 
 def test_fresh_ids_have_the_same_traffic() -> None:
