@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 MOECOMM, TORCH = "moecomm", "torch"
 Plan = argparse.Namespace
 """Own flags: `variants` in the order in which they are measured, of which one may come twice,
-`warmup_steps` and `timed_steps`, `no_profile` (of one more step, on GPUs), `trace` (a folder), `json` (a file)
-and `commit`."""
+`warmup_steps` and `timed_steps`, `no_profile` (of one more step, on GPUs), `trace` (a folder), `json` (a
+file) and `commit`."""
 FLOAT32_DIFFERENCE, BFLOAT16_DIFFERENCE = 1e-4, 1e-2
 """The most by which the first loss of a variant, and its second gradient norm, may differ from those of the
 first one, of them. The loss alone would not do: a model with an output matrix of its own begins with that of
