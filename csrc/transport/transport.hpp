@@ -48,7 +48,7 @@ class Transport {
   /// may be under way now: poll() and try again. The source bytes must stay as they are until `sent`.
   virtual bool put(int32_t peer, int64_t dst_offset, int64_t src_offset, int64_t bytes, uint32_t immediate,
                    uint64_t context) = 0;
-  /// `peer` is known to have ended: nothing more is sent there, and what it leaves behind is cleared away.
+  /// `peer` is known to have ended: nothing more is sent there.
   virtual void forget(int32_t peer) = 0;
   /// Makes progress and appends what has happened since. To be called all the time, also when idle.
   virtual void poll(std::vector<TransportEvent>& events) = 0;

@@ -1,7 +1,6 @@
 // What ranks tell each other before libfabric connects them, and what a rank finds out about its host:
-// address endpoint addresses, NICs near a GPU, files that a dead peer has left. Needs no libfabric.
-#include <signal.h>
-#include <sys/wait.h>
+// endpoint addresses, NICs near a GPU. Needs no libfabric.
+#include <stdlib.h>
 #include <unistd.h>
 
 #include <cstdint>
@@ -13,7 +12,6 @@
 #include "check.hpp"
 #include "transport/fabric/endpoint_address.hpp"
 #include "transport/fabric/nic.hpp"
-#include "transport/fabric/stale_files.hpp"
 
 using namespace moecomm;
 using namespace moecomm::fabric;
@@ -31,8 +29,6 @@ EndpointAddress sample_address() {
   endpoint_address.window = {0x1234567890abcdefu, 0x7f0000001000u, int64_t{3} << 30};
   endpoint_address.greetings = {42, 0, 4096};
   endpoint_address.hello = 77;
-  endpoint_address.pid = 4711;
-  endpoint_address.pid_namespace = 4026531836u;
   endpoint_address.provider = "net";
   endpoint_address.interface = "eth0 192.0.2.7";
   for (int i = 0; i < 16; ++i) endpoint_address.address.push_back(static_cast<std::byte>(16 * i));
@@ -70,45 +66,6 @@ struct Folder {
   ~Folder() { fs::remove_all(path); }
   fs::path path;
 };
-
-void leftovers_case() {
-  Folder folder;
-  EndpointAddress own = sample_address(), peer = sample_address();
-  own.pid = getpid();
-  const pid_t child = fork();
-  if (child == 0) pause(), std::_Exit(0);
-  peer.provider = "shm";
-  peer.pid = child;
-  const auto named = [&](const std::string& name) {
-    peer.address.assign(reinterpret_cast<const std::byte*>(name.c_str()),
-                        reinterpret_cast<const std::byte*>(name.c_str()) + name.size() + 1);
-  };
-  const std::string name = std::to_string(child) + ":0:0";
-  const fs::path file = folder.path / name;
-  std::ofstream(file) << "x";
-  named("fi_shm://" + name);
-  CHECK(remove_stale_file(own, peer, folder.path) == StaleFile::in_use && fs::exists(file));
-  named("fi_shm://" + std::to_string(child) + ":1:0");  // closed by its process, which goes on
-  CHECK(remove_stale_file(own, peer, folder.path) == StaleFile::none);
-  named("fi_shm://" + name);
-  kill(child, SIGKILL);
-  siginfo_t info;
-  waitid(P_PID, static_cast<id_t>(child), &info, WEXITED | WNOWAIT);  // ended, its number not yet given back
-  EndpointAddress elsewhere = peer;
-  elsewhere.pid_namespace += 1;
-  CHECK(remove_stale_file(own, elsewhere, folder.path) == StaleFile::none && fs::exists(file));
-  EndpointAddress tcp = peer;
-  tcp.provider = "net";
-  CHECK(remove_stale_file(own, tcp, folder.path) == StaleFile::none && fs::exists(file));
-  named("fi_shm://" + std::to_string(child) + ":/../x");
-  CHECK(remove_stale_file(own, peer, folder.path) == StaleFile::none);
-  named("fi_shm://1:0:0");
-  CHECK(remove_stale_file(own, peer, folder.path) == StaleFile::none);
-  named("fi_shm://" + name);
-  CHECK(remove_stale_file(own, peer, folder.path) == StaleFile::removed && !fs::exists(file));
-  CHECK(remove_stale_file(own, peer, folder.path) == StaleFile::none);
-  waitpid(child, nullptr, 0);
-}
 
 void nic_case() {
   // Two sockets. GPU 17:00.0 and NIC 18:00.0 below one switch; NIC 1a:00.0 below the next port of the same
@@ -186,6 +143,5 @@ int main() {
   test::seed();
   address_case();
   nic_case();
-  leftovers_case();
   return test::finish();
 }

@@ -89,7 +89,7 @@ def _missing(rank: int, world_size: int, per_node: int, victim: int, phase: str,
     [
         (2, 1, 0, "", "", "tcp"),
         (4, 2, 3, "construction: network", "before", "tcp"),
-        (4, 2, 0, "construction: connections", "before", "shm"),
+        (4, 2, 0, "construction: connections", "before", "tcp"),
         (3, 1, 1, "construction: connections", "after", "tcp"),
     ],
 )

@@ -25,11 +25,9 @@ struct EndpointFacts {
   RemoteRegion window;
   RemoteRegion greetings;  ///< where hellos are written, see FabricTransport::connect
   uint64_t hello = 0;      ///< what this rank writes there; random, so that nobody else comes upon it
-  int64_t pid = 0;         ///< for the shm provider: whose files these are
-  uint64_t pid_namespace = 0;
   bool operator==(const EndpointFacts&) const = default;
 };
-static_assert(sizeof(EndpointFacts) == 88);
+static_assert(sizeof(EndpointFacts) == 72);
 
 struct EndpointAddress : EndpointFacts {
   std::string provider;

@@ -31,8 +31,7 @@ class Network : public Transport {
   /// in its own connect().
   virtual std::vector<AddressBytes> endpoint_addresses() const = 0;
   /// Takes the endpoint addresses of all peers, peers[i] those of peer i, and keeps the lanes that all of
-  /// them have. Called once. Throws what is wrong with an address. From then on files of the shm provider
-  /// that killed peers leave are removed at the end.
+  /// them have. Called once. Throws what is wrong with an address.
   virtual void insert_peers(const std::vector<std::vector<AddressBytes>>& peers, int own_index) = 0;
   /// Establishes the connections to all peers, both ways. Calls `interrupt` every few milliseconds; what it
   /// throws passes through. Error(peer_timeout) names the peers that are missing; Error(peer_lost) if a peer

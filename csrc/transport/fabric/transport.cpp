@@ -1,6 +1,7 @@
 #include "transport/fabric/transport.hpp"
 
 #include <rdma/fi_errno.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <array>
@@ -19,14 +20,12 @@
 #include "common/random.hpp"
 #include "transport/fabric/library.hpp"
 #include "transport/fabric/nic.hpp"
-#include "transport/fabric/stale_files.hpp"
 
 namespace moecomm::fabric {
 namespace {
 
 constexpr size_t kBatch = 64;                            // completions read at once
 constexpr int kBatches = 16;                             // of them in one poll(), so that puts get their turn
-constexpr double kEndSeconds = 1;                        // a peer that was forgotten has ended by then
 constexpr double kCloseSeconds = 5;                      // the destructor's bound
 constexpr auto kPause = std::chrono::microseconds(200);  // between polls that bring nothing, while connecting
 constexpr auto kInterruptEvery = std::chrono::milliseconds(5);
@@ -63,8 +62,6 @@ FabricTransport::FabricTransport(const FabricOptions& options, Info chosen, void
   own_.window = {registered.key(), registered.remote_base(), bytes};
   own_.greetings = {greeting_place.key(), greeting_place.remote_base(), greeting_bytes};
   own_.hello = greetings_.back() = random_word("a hello") | 1;
-  own_.pid = own_process();
-  own_.pid_namespace = own_process_namespace();
   own_.provider = caps_.provider;
   own_.interface = caps_.interface;
   own_.address = endpoint_.address();
@@ -172,17 +169,12 @@ void FabricTransport::take_completions(std::vector<TransportEvent>& events) {
   }
 }
 
-void FabricTransport::remove_files() {
-  // The system closes a killed process's sockets, by which others notice, before it counts the process as
-  // ended.
-  const Deadline deadline{std::chrono::duration<double>(kEndSeconds)};
-  while (true) {
-    bool running = false;
-    for (const Peer& peer : peers_)
-      running |= remove_stale_file(own_, peer.endpoint_address) == StaleFile::in_use && peer.forgotten;
-    if (!running || deadline.passed()) return;
-    std::this_thread::sleep_for(kPause);
-  }
+/// The shm provider has a file in /dev/shm for each endpoint, which a process that is killed would leave
+/// there. Once all peers have mapped it, its name is not needed any more.
+void FabricTransport::unlink_file() const {
+  const std::string name(reinterpret_cast<const char*>(own_.address.data()));
+  if (const size_t scheme = name.find("://"); own_.provider == "shm" && scheme != std::string::npos)
+    unlink(("/dev/shm/" + name.substr(scheme + 3)).c_str());
 }
 
 bool FabricTransport::greeted() const {
@@ -227,8 +219,6 @@ void FabricTransport::not_greeted(double seconds) const {
 
 void CloseInTime::operator()(FabricTransport* transport) const {
   std::shared_ptr<FabricTransport> lane(transport);
-  if (lane->own_.provider == "shm") lane->remove_files();
-
   // An rxm endpoint crashes when it closes with arrivals that were not polled for, seen with libfabric 1.17
   // and 2.1, and nobody can know what a peer has sent. So it stays open until the process ends, without the
   // window.
@@ -306,7 +296,7 @@ void FabricTransport::connect(double timeout_seconds, const std::function<void()
       details.phase = "connecting";
       throw Error(ErrorKind::peer_lost, event.text + " (while connecting)", details);
     }
-    if (greeted()) return;
+    if (greeted()) return unlink_file();
     if (deadline.passed()) not_greeted(timeout_seconds);
     if (interrupt && Clock::now() >= next_interrupt) {
       interrupt();
@@ -354,10 +344,8 @@ void FabricTransport::poll(std::vector<TransportEvent>& events) {
 }
 
 void FabricTransport::forget(int32_t peer) {
-  const Peer& gone = known("forget", peer);
+  known("forget", peer);
   drop(peer);
-  peers_[static_cast<size_t>(peer)].forgotten = true;
-  if (own_.provider == "shm") remove_stale_file(own_, gone.endpoint_address);
 }
 
 }  // namespace moecomm::fabric

@@ -42,8 +42,7 @@ class FabricTransport final : public Transport {
   AddressBytes endpoint_address() const { return own_.to_bytes(); }
 
   /// Takes the endpoint addresses of all peers, that of peer i at index i; that at own_index has to be this
-  /// one's. Called once. Throws what is wrong with an endpoint address. From then on files of the shm
-  /// provider that killed peers leave are removed at the end.
+  /// one's. Called once. Throws what is wrong with an endpoint address.
   void insert_peers(const std::vector<AddressBytes>& endpoint_addresses, int own_index);
   /// Sends a hello to each peer and returns when one of every peer has arrived and all of its own are sent.
   /// As Network::connect.
@@ -59,8 +58,7 @@ class FabricTransport final : public Transport {
   /// `failed` comes at most once a peer; its puts under way then have no `sent`. A failure that the provider
   /// does not tie to a peer is that of the only peer left, or of all (-1).
   void poll(std::vector<TransportEvent>& events) override;
-  /// Sends nothing more to this peer; what is under way no longer counts as such. With the shm provider also
-  /// removes the file that a killed process leaves in /dev/shm.
+  /// Sends nothing more to this peer; what is under way no longer counts as such.
   void forget(int32_t peer) override;
 
   /// Puts under way: accepted, neither `sent` nor failed nor forgotten.
@@ -83,7 +81,6 @@ class FabricTransport final : public Transport {
     fi_addr_t address = FI_ADDR_NOTAVAIL;
     std::string name;     // for messages: "peer 3 (fi_sockaddr_in://192.0.2.7:4711)"
     bool dropped = true;  // failed, forgotten, or the rank itself
-    bool forgotten = false;
     bool hello_sent = false;
   };
 
@@ -94,7 +91,7 @@ class FabricTransport final : public Transport {
   void fail(int32_t index, const std::string& what, std::vector<TransportEvent>& events);
   void drop(int32_t index);
   void release(Operation& operation);
-  void remove_files();
+  void unlink_file() const;
   const Peer& known(const char* call, int32_t peer) const;
   bool greeted() const;
   [[noreturn]] void not_greeted(double seconds) const;
