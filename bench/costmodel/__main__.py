@@ -30,13 +30,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--machine", choices=MACHINES, default="h200", help="rates to begin with (%(default)s)")
     add("--set", action="append", default=[], metavar="FIELD=NUMBER", help="another rate: nic_GBps=50")
     add("--model", choices=MODELS, default="deepseek-v3", help="experts to begin with (%(default)s)")
-    add("--hidden", type=int, metavar="H")
-    add("--topk", type=int, metavar="K")
-    add("--experts", type=int, metavar="E")
     add("--no-groups", action="store_true", help="routing that is not limited to groups")
     add("--limit-nodes", type=int, metavar="M", help="routing to at most M nodes a token: nodes are groups")
     add("--wire", choices=("fp8",), help="format of rows in a dispatch")
-    add("--stages", action="store_true", help="print every stage instead of a line")
     return parser
 
 
@@ -58,9 +54,6 @@ def _machine(options: argparse.Namespace) -> Machine:
 
 def _shape(options: argparse.Namespace, nodes: int) -> Shape:
     experts: Experts = MODELS[options.model].copy()
-    for name, value in (("hidden", options.hidden), ("top_k", options.topk), ("experts", options.experts)):
-        if value is not None:
-            experts[name] = value  # type: ignore[literal-required]
     if options.no_groups or options.limit_nodes is not None:
         experts["num_groups"] = experts["topk_groups"] = None
     if options.limit_nodes is not None and options.limit_nodes < nodes:
@@ -109,10 +102,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except InvalidArgument as problem:
             refused.append(f"{nodes} nodes: {problem}")
             continue
-        if options.stages:
-            print(prediction, end="\n\n")
         lines.append(_line(prediction))
-    if lines and not options.stages:
+    if lines:
         widths = [max(map(len, column)) for column in zip(TITLES, *lines, strict=True)]
         for line in (TITLES, *lines):
             print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))

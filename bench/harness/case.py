@@ -172,12 +172,11 @@ class Case:
 
 
 class Experts:
-    """This rank's expert weights (L, H, 2F) and (L, F, H), the same in all variants of a layer. `number` is
-    that of the layer in a model."""
+    """This rank's expert weights (L, H, 2F) and (L, F, H), the same in all variants of a layer."""
 
-    def __init__(self, options: Options, point: Point, rank: int, number: int = 0) -> None:
+    def __init__(self, options: Options, point: Point, rank: int) -> None:
         assert point.ffn is not None
-        self.seed = options.seed + number
+        self.seed = options.seed
         local, device = point.experts // options.ranks, device_of(options)
         dtype: torch.dtype = getattr(torch, point.dtype)
         w_in = torch.empty(local, point.hidden, 2 * point.ffn, dtype=dtype, device=device)

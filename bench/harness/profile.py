@@ -26,8 +26,6 @@ KINDS = (
 )
 """The first of these patterns that a kernel's name has is its kind."""
 REST = "elementwise, optimizer and others"
-LONGEST = 20
-"""Kernels of a step that a record names."""
 Span = tuple[float, float]
 
 
@@ -60,21 +58,10 @@ def shares(kernels: Sequence[tuple[str, Span]]) -> dict[str, float]:
     return found
 
 
-def longest(kernels: Iterable[tuple[str, Span]], count: int) -> list[dict[str, Any]]:
-    """Returns the `count` names on which most time goes, with their kind, milliseconds and calls."""
-    found: dict[str, list[float]] = {}
-    for name, (start, end) in kernels:
-        found.setdefault(name, []).append((end - start) / 1e3)
-    first = sorted(found.items(), key=lambda each: -sum(each[1]))[:count]
-    return [
-        {"name": name, "kind": kind_of(name), "ms": sum(times), "calls": len(times)} for name, times in first
-    ]
-
-
 def profiled(call: Callable[[], Any], trace: Path | None = None) -> dict[str, Any]:
-    """Runs `call` and returns, of its kernels on this rank's GPU, "profile", their `shares`, and "kernels",
-    the `longest`. trace: the file for a trace that a browser shows (chrome://tracing, ui.perfetto.dev); it
-    has what the host did, too, which takes minutes for a step of many layers."""
+    """Runs `call` and returns, of its kernels on this rank's GPU, their `shares` as "profile". trace: the file
+    for a trace that a browser shows (chrome://tracing, ui.perfetto.dev); it has what the host did, too, which
+    takes minutes for a step of many layers."""
     kinds = [torch.profiler.ProfilerActivity.CUDA]
     if trace is not None:
         kinds.append(torch.profiler.ProfilerActivity.CPU)
@@ -89,4 +76,4 @@ def profiled(call: Callable[[], Any], trace: Path | None = None) -> dict[str, An
         for event in profile.events() or ()
         if event.device_type == DeviceType.CUDA and not event.is_user_annotation
     ]
-    return {"profile": shares(kernels), "kernels": longest(kernels, LONGEST)}
+    return {"profile": shares(kernels)}

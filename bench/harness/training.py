@@ -136,9 +136,6 @@ def _run_rank(plan: Plan, options: command_line.Options) -> int:
             for table in (train_table(run), profile_table(run)):
                 if table:
                     print(f"\n{table}", flush=True)
-            for row in rows:
-                for each in row.get("kernels", ()):
-                    print(f"{row['path']}: {each['ms']:7.2f} ms in {each['calls']:4} x {each['name'][:90]}")
         return int(wrong > 0)
     finally:
         dist.destroy_process_group()

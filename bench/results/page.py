@@ -49,7 +49,7 @@ class Group(NamedTuple):
         return number(self.paths[path].get(key), scale, digits) if path in self.paths else "-"
 
 
-Cells = Sequence[tuple[str, Callable[[Group], str]]]
+Cells = Sequence[tuple[str, Callable[[Any], str]]]
 """Columns: a title, and what stands in it."""
 
 
@@ -68,9 +68,9 @@ def table(titles: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     return "\n".join([line(titles), f"|{rule}|", *(line(row) for row in lines)])
 
 
-def table_of(cells: Cells, groups: Sequence[Group]) -> str:
-    """The table of some columns, a line a comparison, without columns in which nothing stands."""
-    columns = [(title, [cell(group) for group in groups]) for title, cell in cells]
+def table_of(cells: Cells, things: Sequence[Any]) -> str:
+    """The table of some columns, a line a thing, without columns in which nothing stands."""
+    columns = [(title, [cell(each) for each in things]) for title, cell in cells]
     shown = [(title, values) for title, values in columns if set(values) != {"-"}]
     return table([title for title, _ in shown], list(zip(*(values for _, values in shown), strict=True)))
 
@@ -174,6 +174,16 @@ _GPU: Cells = (
 )
 
 
+_BESIDE: Cells = (  # of a comparison and a row of it
+    ("run", lambda it: it[0].name),
+    ("path", lambda it: it[1]["path"]),
+    ("us", lambda it: number(it[1]["time_s"], 1e6)),
+    ("remote GB/s", lambda it: number(it[1]["busbw_GBps"])),
+    ("algbw GB/s", lambda it: number(it[1]["algbw_GBps"])),
+    ("how", lambda it: it[1]["note"] or "-"),
+)
+
+
 def _layer(group: Group) -> str:
     return _layer_of(group.own)
 
@@ -191,7 +201,6 @@ _LAYERS: Cells = (
     ("overlapped ms", lambda g: g.ms(OVERLAPPED)),
     ("ratio", lambda g: g.of(OVERLAPPED, "ratio")),
     ("serial", lambda g: g.of(named.SERIAL, "ratio")),
-    ("interleaved", lambda g: g.of("interleaved", "ratio") if g.own["phase"] == STEP else "-"),
     ("communication only ms", lambda g: g.ms(named.COMM)),
     ("exposed %", lambda g: g.of(OVERLAPPED, "exposed_share", 100, 1)),
     ("TFLOP/s", lambda g: f"{g.own['tflops']:.4g}"),
@@ -216,35 +225,51 @@ _FP8: Cells = (
     ("compute only", lambda g: g.faster(named.COMPUTE, named.FP8_COMPUTE)),
     ("memory GB", lambda g: g.of(named.FP8_OVERLAPPED, "memory_bytes", 1e-9, 2)),
 )
-_KEEP_TITLES = ("layer", "tokens/rank", "kept", "step ms", "ratio", "memory GB", "kept GB")
+_KEPT_WORDS = {named.keep_name(keep): keep for keep in named.KEEPS} | {
+    name: name for name in (named.SERIAL, named.BASELINE)
+}
+_KEPT: Cells = (  # of a comparison and a path of it
+    ("layer", lambda it: _layer(it[0])),
+    ("tokens/rank", lambda it: str(it[0].own["tokens"])),
+    ("kept", lambda it: _KEPT_WORDS[it[1]]),
+    ("step ms", lambda it: it[0].ms(it[1])),
+    ("ratio", lambda it: it[0].of(it[1], "ratio")),
+    ("memory GB", lambda it: it[0].of(it[1], "memory_bytes", 1e-9, 2)),
+    ("kept GB", lambda it: it[0].of(it[1], "kept_bytes", 1e-9)),
+)
 
 
-def _keep_lines(groups: Iterable[Group]) -> list[list[str]]:
+def _kept(groups: Iterable[Group]) -> str:
     """Time and memory by what a forward keeps, and of the others that ran beside it."""
-    words = {named.keep_name(keep): keep for keep in named.KEEPS} | {
-        name: name for name in (named.SERIAL, named.BASELINE)
-    }
-    return [
-        [
-            _layer(group),
-            str(group.own["tokens"]),
-            words[name],
-            group.ms(name),
-            group.of(name, "ratio"),
-            group.of(name, "memory_bytes", 1e-09, 2),
-            group.of(name, "kept_bytes", 1e-09),
-        ]
-        for group in groups
-        for name in group.paths
-        if name in words and group.own["phase"] == STEP and named.keep_name("rows") in group.paths
-    ]
+    with_keep = [g for g in groups if g.own["phase"] == STEP and named.keep_name("rows") in g.paths]
+    return table_of(
+        _KEPT, [(group, name) for group in with_keep for name in group.paths if name in _KEPT_WORDS]
+    )
 
 
 _OF_STEPS = ("preset", "hidden", "ffn", "experts", "topk", "dtype", "tokens", "routing", "zipf")
-_PATH_TITLES = (
-    "layer", "path", "how", "alone ms", "in a row ms", "alone MHz", "in a row MHz", "alone W", "in a row W",
-    "alone exposed %", "whole step, host us", "of dense %", "#wrong",
-)  # fmt: skip
+Steps = Mapping[tuple[str, str], Row]  # by path and phase
+
+
+def _of_phase(name: str, phase: str, scale: float = 1.0, digits: int = 1) -> Callable[[Any], str]:
+    return lambda it: number(it[0].get((it[1], phase), {}).get(name), scale, digits)
+
+
+_PATHS: Cells = (  # of a layer's steps and a path of them
+    ("layer", lambda it: _layer_of(it[0][it[1], STEP])),
+    ("path", lambda it: it[1]),
+    ("how", lambda it: it[0][it[1], STEP]["note"] or "-"),
+    ("alone ms", lambda it: _ms(it[0], it[1], STEP)),
+    ("in a row ms", lambda it: _ms(it[0], it[1], IN_A_ROW)),
+    ("alone MHz", _of_phase("sm_mhz", STEP, digits=0)),
+    ("in a row MHz", _of_phase("sm_mhz", IN_A_ROW, digits=0)),
+    ("alone W", _of_phase("power_W", STEP, digits=0)),
+    ("in a row W", _of_phase("power_W", IN_A_ROW, digits=0)),
+    ("alone exposed %", _of_phase("exposed_share", STEP, 100)),
+    ("whole step, host us", _of_phase("host_s", WHOLE, 1e6, 0)),
+    ("of dense %", _of_phase("share", IN_A_ROW, 100)),
+    ("#wrong", lambda it: wrong_words(it[0][it[1], STEP])),
+)
 
 
 def _steps(records: Iterable[Record]) -> list[str]:
@@ -255,23 +280,6 @@ def _steps(records: Iterable[Record]) -> list[str]:
             if row.get("microbatches") and row["path"] != DENSE:
                 place = found.setdefault(tuple(row[name] for name in _OF_STEPS), {})
                 place[row["path"], row["phase"]] = row
-    lines = [
-        [_layer_of(rows[path, STEP]), path, rows[path, STEP]["note"] or "-"]
-        + [_ms(rows, path, phase) for phase in (STEP, IN_A_ROW)]
-        + [
-            number(rows[path, phase].get(name), digits=0)
-            for name in ("sm_mhz", "power_W")
-            for phase in (STEP, IN_A_ROW)
-        ]
-        + [
-            number(rows[path, STEP].get("exposed_share"), 100),
-            number(rows.get((path, WHOLE), {}).get("host_s"), 1e6, 0),
-            number(rows[path, IN_A_ROW]["share"], 100),
-            wrong_words(rows[path, STEP]),
-        ]
-        for rows in found.values()
-        for path in _paths_of([rows])
-    ]
     return [
         _titled(
             "Microbatches of a training step, ms each; in brackets over torch's products. All in a row, "
@@ -279,11 +287,14 @@ def _steps(records: Iterable[Record]) -> list[str]:
             "GB: its peak over what was there before.",
             _steps_table(list(found.values())),
         ),
-        _titled("A microbatch alone beside several in a row:", table(_PATH_TITLES, lines)),
+        _titled(
+            "A microbatch alone beside several in a row:",
+            table_of(_PATHS, [(rows, path) for rows in found.values() for path in _paths_of([rows])]),
+        ),
     ]
 
 
-def _steps_table(groups: Sequence[Mapping[tuple[str, str], Row]]) -> str:
+def _steps_table(groups: Sequence[Steps]) -> str:
     paths = _paths_of(groups)
     titles = ["layer", "tokens/rank", "rows an expert", *paths]
     titles += [f"{path}, {word}" for word in ("whole step", "GB") for path in paths]
@@ -300,11 +311,11 @@ def _steps_table(groups: Sequence[Mapping[tuple[str, str], Row]]) -> str:
     return table([titles[place] for place in kept], [[line[place] for place in kept] for line in lines])
 
 
-def _paths_of(groups: Sequence[Mapping[tuple[str, str], Row]]) -> list[str]:
+def _paths_of(groups: Sequence[Steps]) -> list[str]:
     return list(dict.fromkeys(path for rows in groups for path, _ in rows))
 
 
-def _ms(rows: Mapping[tuple[str, str], Row], path: str, phase: str) -> str:
+def _ms(rows: Steps, path: str, phase: str) -> str:
     """Milliseconds of a microbatch, and their ratio over torch's products if there is one."""
     row = rows.get((path, phase))
     if row is None:
@@ -434,19 +445,7 @@ def _gpus_of(records: Records) -> list[str]:
     groups = groups_of({name: content for name, content in records.items() if name not in grown})
     points = [each.name for each in groups]
     single = [group for group in groups if points.count(group.name) == 1]
-    paths = [
-        [
-            group.name,
-            row["path"],
-            number(row["time_s"], 1000000.0),
-            number(row["busbw_GBps"]),
-            number(row["algbw_GBps"]),
-            row["note"] or "-",
-        ]
-        for group in single
-        if len(group.paths) > 3
-        for row in group.paths.values()
-    ]
+    paths = [(group, row) for group in single if len(group.paths) > 3 for row in group.paths.values()]
     constants, formula = growth.tables(grown)
     return [
         "## GPUs",
@@ -455,7 +454,7 @@ def _gpus_of(records: Records) -> list[str]:
         table_of(_GPU, single),
         _titled(
             "Every path of the runs beside all baselines (memcpy reads and writes *algbw* on one GPU):",
-            table(("run", "path", "us", "remote GB/s", "algbw GB/s", "how"), paths),
+            table_of(_BESIDE, paths),
         ),
         "### Sweeps",
         table_of(_GPU, [group for group in groups if group not in single]),
@@ -493,7 +492,7 @@ def _layer_parts(records: Records) -> list[str]:
             *_steps(of_one.values()),
             table_of(_LAYERS, [group for group in steps if named.FP8_OVERLAPPED not in group.paths]),
             _titled("Few tokens, eager and replayed from a graph:", table_of(_GRAPHS, graphs)),
-            _titled("By what a forward keeps for its backward:", table(_KEEP_TITLES, _keep_lines(eager))),
+            _titled("By what a forward keeps for its backward:", _kept(eager)),
             _titled("Products in fp8, times as fast as without:", table_of(_FP8, fp8)),
         ]
     return [*found, _missing(records)]
@@ -547,37 +546,30 @@ def _cpus(records: Records) -> list[str]:
     ]
 
 
-_TRAIN_TITLES = ("run", "model", "layers", "ranks", "tokens a step", "window", "variant", "s a step",
-                 "tokens/s", "TFLOP/s", "MFU %", "exposed %", "busiest rank", "memory GB", "loss",
-                 "#wrong")  # fmt: skip
+_TRAIN: Cells = (  # of a run's name, record and row
+    ("run", lambda it: it[0]),
+    ("model", lambda it: str(it[2]["model"])),
+    ("layers", lambda it: str(it[2]["layers"])),
+    ("ranks", lambda it: str(it[1]["folding"])),
+    ("tokens a step", lambda it: str(it[2]["tokens"])),
+    ("window", lambda it: str(it[2]["seq"])),
+    ("variant", lambda it: it[2]["path"]),
+    ("s a step", lambda it: number(it[2]["time_s"], 1, 4)),
+    ("tokens/s", lambda it: number(it[2]["tokens_per_s"], 1, 0)),
+    ("TFLOP/s", lambda it: number(it[2].get("tflops"), 1, 0)),
+    ("MFU %", lambda it: number(it[2].get("mfu"), 100)),
+    ("exposed %", lambda it: number(it[2].get("exposed_share"), 100)),
+    ("busiest rank", lambda it: number(it[2].get("busiest_rank"), 1, 3)),
+    ("memory GB", lambda it: number(it[2].get("memory_bytes"), 1e-9)),
+    ("loss", lambda it: number(it[2]["losses"][-1], 1, 4)),
+    ("#wrong", lambda it: wrong_words(it[2])),
+)
 
 
 def train_table(records: Records) -> str:
     """The table of `train_perf.py`: a line a variant of a run. The busiest rank's rows are over the average
     rank's, in the last step; the loss is that of the last step."""
-    lines = [
-        [
-            name,
-            str(row["model"]),
-            str(row["layers"]),
-            str(content["folding"]),
-            str(row["tokens"]),
-            str(row["seq"]),
-            row["path"],
-            number(row["time_s"], 1, 4),
-            number(row["tokens_per_s"], 1, 0),
-            number(row.get("tflops"), 1, 0),
-            number(row.get("mfu"), 100, 1),
-            number(row.get("exposed_share"), 100, 1),
-            number(row.get("busiest_rank"), 1, 3),
-            number(row.get("memory_bytes"), 1e-9, 1),
-            number(row["losses"][-1], 1, 4),
-            wrong_words(row),
-        ]
-        for name, content in records.items()
-        for row in content["rows"]
-    ]
-    return table(_TRAIN_TITLES, lines)
+    return table_of(_TRAIN, [(name, each, row) for name, each in records.items() for row in each["rows"]])
 
 
 def profile_table(records: Records) -> str:

@@ -137,10 +137,6 @@ def test_the_time_of_a_step_by_kinds() -> None:
         "dense products": 2.0,
     }
     assert profile.shares([]) == {}
-    assert profile.longest([*kernels, kernels[0]], 2) == [
-        {"name": "nvjet_a", "kind": "dense products", "ms": 2.0, "calls": 2},
-        {"name": "moecomm::gpu::x", "kind": "dispatch and combine", "ms": 1.0, "calls": 1},
-    ]
 
 
 def _with_torch(processes: set[int]) -> int:

@@ -19,7 +19,6 @@ from bench import run_all
 from bench.harness import command_line, launch, native, options, plan, program, record
 from bench.paths import layer_variants, training
 from bench.results import page
-from moecomm.nn import GroupedExperts
 from tests.fabric import needs_fabric
 from tests.multirank.harness import no_shared_memory_left
 
@@ -49,13 +48,11 @@ def _forget(patch: pytest.MonkeyPatch, rank: int) -> None:
     of the first expert there that the second microbatch adds."""
     in_order = training.SCHEDULES["one after the other"]
 
-    def forgetful(blocks: Any, inputs: Any, gradients: Any) -> Any:
-        results = in_order(blocks, inputs[:1], gradients[:1])
-        (experts,) = (
-            each for block in blocks for each in block.modules() if isinstance(each, GroupedExperts)
-        )
+    def forgetful(layer: Any, cases: Any) -> Any:
+        results = in_order(layer, cases[:1])
+        experts = layer.experts
         before = experts.w_in.grad[0].clone()
-        results += in_order(blocks, inputs[1:], gradients[1:])
+        results += in_order(layer, cases[1:])
         if rank == 1:
             experts.w_in.grad[0] = before
         return results

@@ -290,15 +290,19 @@ def test_page_has_the_numbers_of_the_machine() -> None:
     assert f"{machine.put_rate / 1e6:.0f} M/s a proxy, half of the rate at {machine.nic_half_bytes}" in page
 
 
-def test_program_limits_nodes_and_prints_stages(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--nodes", "16", "--experts", "512", "--topk", "6", "--wire", "fp8", "-l", "4"]
-    assert main([*flags, "--no-groups", "--stages", "-b", "64"]) == 0
+def test_program_limits_nodes(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--nodes", "16", "--model", "kimi-k2", "--wire", "fp8", "-l", "4", "-b", "64"]
+    assert main([*flags, "--no-groups"]) == 0
     plain = capsys.readouterr().out
-    assert main([*flags, "--limit-nodes", "2", "--stages"]) == 0
+    assert main([*flags, "--limit-nodes", "2"]) == 0
     limited = capsys.readouterr().out
-    touched = [float(re.search(r"needs ([\d.]+) nodes", text)[1]) for text in (plain, limited)]  # type: ignore[index]
+    touched = [float(text.splitlines()[1].split()[2]) for text in (plain, limited)]
     assert touched[0] > 4 and touched[1] <= 2
-    assert all(name in plain for name in ("16 nodes x 4 ranks, 64 tokens", "metadata", "home sum"))
+    shape = Shape(nodes=16, ranks_per_node=4, tokens=64, wire="fp8", **MODELS["kimi-k2"])
+    assert all(
+        name in str(predict(MACHINES["h200"], shape))
+        for name in ("16 nodes x 4 ranks, 64 tokens", "home sum")
+    )
 
 
 @pytest.mark.parametrize(
