@@ -12,34 +12,22 @@ from moecomm import InvalidArgument
 class Machine:
     """Rates of one rank, in one direction. GB are 1e9 bytes. Raises InvalidArgument for a rate of zero."""
 
-    node_GBps: float
-    """Between ranks of a node: NVLink, or shared memory."""
-    memory_GBps: float
-    """A rank's own memory, read and written bytes together."""
-    reduce_GBps: float
-    """Gathering expert rows and storing their sums, read and written bytes together."""
-    dispatch_fixed_us: float
-    """A dispatch without rows within one node: launches, route, signals, plan."""
-    combine_fixed_us: float
-    """A combine without rows within one node."""
+    node_GBps: float  # between ranks of a node: NVLink, or shared memory
+    memory_GBps: float  # a rank's own memory, read and written bytes together
+    reduce_GBps: float  # gathering expert rows and storing their sums, read and written bytes together
+    dispatch_fixed_us: float  # a dispatch without rows within one node: launches, route, signals, plan
+    combine_fixed_us: float  # a combine without rows within one node
 
-    nic_GBps: float
-    """One NIC, with puts as large as one likes."""
-    nic_share: float = 1.0
-    """Part of nic_GBps that a stream of puts reaches."""
-    ranks_per_nic: float = 1.0
-    """Ranks that share a NIC."""
-    nic_half_bytes: float = 0.0
-    """Put size at which the NIC gives half of its rate (Hockney's n_1/2)."""
-    nic_latency_us: float = 0.0
-    """From a put's post to the remote completion's being seen, without its bytes."""
+    nic_GBps: float  # one NIC, with puts as large as one likes
+    nic_share: float = 1.0  # part of nic_GBps that a stream of puts reaches
+    ranks_per_nic: float = 1.0  # ranks that share a NIC
+    nic_half_bytes: float = 0.0  # put size at which the NIC gives half of its rate (Hockney's n_1/2)
+    nic_latency_us: float = 0.0  # from a put's post to the remote completion's being seen, without its bytes
 
     put_rate: float = math.inf
     """Puts a second that a proxy thread posts and completes while it counts as many arrivals."""
-    command_rate: float = math.inf
-    """Commands a second that a proxy thread takes from its ring."""
-    proxy_us: float = 0.0
-    """From compute to the proxy and back: a command there, and a flag on the other side."""
+    command_rate: float = math.inf  # commands a second that a proxy thread takes from its ring
+    proxy_us: float = 0.0  # from compute to the proxy and back: a command there, and a flag on the other side
     staging_GBps: float = math.inf
     """Copying rows to where the NIC reads them, or from where it wrote them, whichever is slower."""
 

@@ -31,13 +31,10 @@ class Operation:
     """In order. Those of rows run at the same time, so their sum is more than `seconds`."""
     bottleneck: str
     """The bound of the longest stage; "metadata" where that is the exchange of ids."""
-    sent_bytes: float
-    """Over the rail: rows and metadata."""
-    row_bytes: float
-    """Over the rail: rows alone."""
+    sent_bytes: float  # over the rail: rows and metadata
+    row_bytes: float  # over the rail: rows alone
     puts: float
-    link_bytes: float
-    """Rows between ranks of a node."""
+    link_bytes: float  # rows between ranks of a node
 
     def stage(self, name: str) -> Stage:
         """The stage of that name."""

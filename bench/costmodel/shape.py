@@ -39,22 +39,15 @@ MODELS: dict[str, Experts] = {
 class Shape:
     """One exchange with equal tokens on all ranks. Raises InvalidArgument for values that no job can have."""
 
-    nodes: int
-    """N."""
-    ranks_per_node: int
-    """L: ranks that share load/store memory, each with a rail of its own."""
-    tokens: int
-    """T: tokens of a rank."""
-    hidden: int
-    """H."""
-    top_k: int
-    """K."""
-    experts: int
-    """E, a multiple of the ranks."""
+    nodes: int  # N
+    ranks_per_node: int  # L: ranks that share load/store memory, each with a rail of its own
+    tokens: int  # T: tokens of a rank
+    hidden: int  # H
+    top_k: int  # K
+    experts: int  # E, a multiple of the ranks
     num_groups: int | None = None
     """Group-limited routing: experts form this many groups in order of their ids ..."""
-    topk_groups: int | None = None
-    """... of which a token uses this many."""
+    topk_groups: int | None = None  # ... of which a token uses this many
     wire: str | None = None
     """None: rows of a dispatch travel as they are. "fp8": a byte a value and a scale for 128 of them."""
     put_bytes: int | None = None

@@ -17,31 +17,22 @@ class Traffic:
     A row here is one (source, token) pair unless said otherwise.
     """
 
-    nodes_per_token: float
-    """Different nodes that a token's experts are on, its own among them."""
-    ranks_per_token: float
-    """Different ranks, its own among them."""
+    nodes_per_token: float  # different nodes that a token's experts are on, its own among them
+    ranks_per_token: float  # different ranks, its own among them
     sent_rows: float
     """Over the rail in a dispatch: once for each other node that needs the token. As many are received, whose
     sums go back in a combine."""
-    sent_puts: float
-    """Chunks that the rows to each node make in a dispatch."""
-    returned_puts: float
-    """Chunks of the sums in a combine."""
-    needed_rows: float
-    """Rows of all sources that the rank's experts need, each once."""
-    foreign_rows: float
-    """Those of other ranks' tokens."""
-    link_rows: float
-    """Between ranks of the node: pulled from others, or by others, whichever is more."""
+    sent_puts: float  # chunks that the rows to each node make in a dispatch
+    returned_puts: float  # chunks of the sums in a combine
+    needed_rows: float  # rows of all sources that the rank's experts need, each once
+    foreign_rows: float  # those of other ranks' tokens
+    link_rows: float  # between ranks of the node: pulled from others, or by others, whichever is more
     relay_rows: float
     """Combine: partial sums of the node's ranks that this one adds up for other nodes, its own too."""
     home_rows: float
     """Combine: what comes home for this rank's tokens, from ranks of its node and from other nodes."""
-    expert_rows: float
-    """(token, expert) pairs of the rank's experts: rows that a dispatch writes."""
-    foreign_expert_rows: float
-    """Those of other ranks' tokens."""
+    expert_rows: float  # (token, expert) pairs of the rank's experts: rows that a dispatch writes
+    foreign_expert_rows: float  # those of other ranks' tokens
 
 
 def expected(shape: Shape) -> Traffic:

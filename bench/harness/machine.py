@@ -27,9 +27,7 @@ def describe_gpus() -> dict[str, Any]:
         "memory_bytes": properties[0].total_memory,
         "sms": properties[0].multi_processor_count,
         "l2_bytes": int(getattr(properties[0], "L2_cache_size", 0)),
-        "driver": _tool("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[
-            0
-        ],
+        "driver": _tool("nvidia-smi", "-i", "0", "--query-gpu=driver_version", "--format=csv,noheader"),
         "links": _links(),
     }
 

@@ -59,9 +59,9 @@ def shares(kernels: Sequence[tuple[str, Span]]) -> dict[str, float]:
 
 
 def profiled(call: Callable[[], Any], trace: Path | None = None) -> dict[str, Any]:
-    """Runs `call` and returns, of its kernels on this rank's GPU, their `shares` as "profile". trace: the file
-    for a trace that a browser shows (chrome://tracing, ui.perfetto.dev); it has what the host did, too, which
-    takes minutes for a step of many layers."""
+    """Runs `call` and returns, of its kernels on this rank's GPU, their `shares` as "profile". trace: the
+    file for a trace that a browser shows (chrome://tracing, ui.perfetto.dev); it has what the host did, too,
+    which takes minutes for a step of many layers."""
     kinds = [torch.profiler.ProfilerActivity.CUDA]
     if trace is not None:
         kinds.append(torch.profiler.ProfilerActivity.CPU)
