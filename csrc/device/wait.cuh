@@ -64,15 +64,17 @@ __device__ inline int32_t missing_rank(const Comm& comm, const WaitInfo& info) {
 }
 
 /// What a wait that goes on finds when it looks at more than what it waits for.
-enum class Outlook { wait, ended, lost, late };
+enum class Outlook { wait, absent, ended, lost, late };
 
 /// True if `loss` ends a wait for what its peer does in `epoch`.
 __device__ inline bool ends_wait(const PeerLoss& loss, uint64_t epoch) {
   return ptx::load_acquire_sys(&loss.set) != 0 && epoch > loss.complete;
 }
 
-/// Looks at what else may end a wait that has been going on for `waited` nanoseconds.
-__device__ __noinline__ inline Outlook look_around(const Comm& comm, const WaitInfo& info, uint64_t waited) {
+/// Looks at what else may end a wait that has been going on for `waited` nanoseconds, `present` of them since
+/// the rank it waits for was last found absent.
+__device__ __noinline__ inline Outlook look_around(const Comm& comm, const WaitInfo& info, uint64_t waited,
+                                                   uint64_t present) {
   if (already_failed(comm) ||
       (info.until_called_off && ptx::load_relaxed_sys(&comm.state().cancelled) == info.expected))
     return Outlook::ended;
@@ -81,10 +83,12 @@ __device__ __noinline__ inline Outlook look_around(const Comm& comm, const WaitI
   if (ends_wait(losses[info.peer], info.expected) ||
       ends_wait(losses[comm.relay_rank(info.peer)], info.expected))
     return Outlook::lost;
-  if (waited <= comm.timeout_ns) return Outlook::wait;
-  // A rank that lives and does something else, like saving a checkpoint, is not late yet.
-  const bool absent = begun_epoch(comm, missing_rank(comm, info)) < info.expected;
-  return absent && waited <= comm.absence_ns ? Outlook::wait : Outlook::late;
+  if (comm.absence_ns <= comm.timeout_ns) return waited <= comm.timeout_ns ? Outlook::wait : Outlook::late;
+  // A rank that lives and does something else, like saving a checkpoint, is not late yet. Once it has come,
+  // it has the timeout for what it has begun.
+  if (begun_epoch(comm, missing_rank(comm, info)) < info.expected)
+    return waited <= comm.absence_ns ? Outlook::absent : Outlook::late;
+  return present <= comm.timeout_ns ? Outlook::wait : Outlook::late;
 }
 
 /// Tells the host why a wait ends in vain: a peer is lost, or it is late. One that is late and has closed is
@@ -119,7 +123,7 @@ __device__ inline bool wait_until(const Comm& comm, const WaitInfo& info, const 
   constexpr uint64_t kLookAround = 20'000;  // ns between looks at what else may end the wait
   if (read.arrived()) return true;
   const uint64_t start = ptx::global_nanoseconds();
-  uint64_t look = start + kLookAround;
+  uint64_t look = start + kLookAround, present_since = start;
   while (true) {
     for (int spin = 0; spin < 16; ++spin) {
       if (read.arrived()) return true;
@@ -128,8 +132,9 @@ __device__ inline bool wait_until(const Comm& comm, const WaitInfo& info, const 
     const uint64_t now = ptx::global_nanoseconds();
     if (now < look) continue;
     look = now + kLookAround;
-    const Outlook outlook = look_around(comm, info, now - start);
-    if (outlook == Outlook::wait) continue;
+    const Outlook outlook = look_around(comm, info, now - start, now - present_since);
+    if (outlook == Outlook::absent) present_since = now;
+    if (outlook == Outlook::wait || outlook == Outlook::absent) continue;
     if (outlook == Outlook::ended) return false;
     // A signal that a peer gave before it ended counts, also one that is rarely looked for.
     for (int look = 0; look < RareLook::kEvery; ++look)

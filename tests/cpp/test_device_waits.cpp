@@ -11,6 +11,7 @@
 
 #include "check.hpp"
 #include "device/wait.cuh"
+#include "ptx/grid.cuh"
 #include "ptx/memory.cuh"
 
 using namespace moecomm;
@@ -126,6 +127,43 @@ void test_what_a_closed_rank_sent_is_waited_for() {
   CHECK(window.host->broken.set == 0);
 }
 
+/// Rank 1 begins epoch 5 when `away` nanoseconds have passed, and what is waited for comes `later` after
+/// that.
+struct Away {
+  static constexpr unsigned kInterval = 400;
+  uint64_t* begun;
+  uint64_t away, later, start = ptx::global_nanoseconds();
+  bool arrived() const {
+    const uint64_t passed = ptx::global_nanoseconds() - start;
+    if (passed >= away) *begun = 5;
+    return passed >= away && passed - away >= later;
+  }
+};
+
+constexpr uint64_t kNever = uint64_t{1} << 62, kTimeout = 1'000'000;
+
+/// Waits for a rank that is away first, and returns whether it found what it waited for.
+bool found_after(uint64_t absence_ns, uint64_t away, uint64_t later, HostStatus::Broken* broken) {
+  Window window;
+  window.comm.timeout_ns = kTimeout;
+  window.comm.absence_ns = absence_ns;
+  window.comm.record(window.comm.own, 0, 5).epoch = 5;
+  const Away read{&window.comm.record(window.comm.own, 1, 5).epoch, away, later};
+  const bool found = device::wait_until(window.comm, {1, WaitPhase::rows, Operation::dispatch, 5}, read);
+  *broken = window.host->broken;
+  return found;
+}
+
+void test_the_timeout_of_a_rank_that_was_away_counts_from_when_it_comes() {
+  constexpr uint64_t most = kTimeout - 100'000;
+  HostStatus::Broken broken{};
+  for (const uint64_t away : {kTimeout / 2, kTimeout - 50'000, kTimeout + 50'000, 3 * kTimeout})
+    CHECK(found_after(1000 * kTimeout, away, most, &broken) && broken.set == 0);
+  CHECK(!found_after(1000 * kTimeout, 3 * kTimeout, kNever, &broken) && broken.peer == 1 && broken.seen == 5);
+  CHECK(!found_after(4 * kTimeout, kNever, 0, &broken) && broken.peer == 1 && broken.seen == 0);
+  CHECK(!found_after(kTimeout, 3 * kTimeout, 0, &broken) && broken.set != 0);  // as a given timeout has it
+}
+
 }  // namespace
 
 int main() {
@@ -133,5 +171,6 @@ int main() {
   test_called_off();
   test_what_is_seen_is_the_epoch_of_the_rank_to_blame();
   test_what_a_closed_rank_sent_is_waited_for();
+  test_the_timeout_of_a_rank_that_was_away_counts_from_when_it_comes();
   return test::finish();
 }
