@@ -95,7 +95,6 @@ def _parser() -> argparse.ArgumentParser:
     add("-n", "--iters", type=int, metavar="N", help="timed iterations (15; on GPUs 20)")
     add("-w", "--warmup", type=int, metavar="N", help="untimed iterations (3; on GPUs 5)")
     add("--only", metavar="WORDS", default="", help="only runs whose name contains one of WORDS (a,b)")
-    add("--quick", action="store_true", help="only the reference cases")
     add("--flags", default="", metavar="WORDS", help="more flags of every run: --flags='--products quack'")
     add("--commit", metavar="HASH", help="commit to record where the source is no git checkout")
     return parser
@@ -139,11 +138,7 @@ def main() -> int:
         if given.label and not given.label.isalnum():
             raise ValueError(f"--label {given.label!r} has to be a word of letters and digits")
         runs = [dataclasses.replace(run, flags=(*run.flags, *shlex.split(given.flags))) for run in runs]
-        wanted = [
-            run
-            for run in runs
-            if any(word in run.name for word in given.only.split(",")) and (run.quick or not given.quick)
-        ]
+        wanted = [run for run in runs if any(word in run.name for word in given.only.split(","))]
         if not wanted:
             raise ValueError(f"--only {given.only!r} matches none of {', '.join(run.name for run in runs)}")
     except ValueError as problem:

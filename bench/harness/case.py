@@ -262,7 +262,6 @@ class LayerCase(Case):
         tflops = None if flops is None else flops / seconds / 1e12
         return {
             "rows": sum(self.rows_R),
-            "most_rows": max(self.rows_R),
             "flops": flops,
             "tflops": tflops,
             "dense_tflops": dense_tflops,

@@ -43,7 +43,7 @@ from .options import (
 
 _LINKS = {"cpu": ("memcpy",), "cuda": ("sm-push", "sm-exchange", "copy-engine", "memcpy")}
 _BACKEND = {"cpu": "gloo", "cuda": "nccl"}
-_DENSE = {"cpu": (512, 512, 512), "cuda": (16384, 7168, 4096)}
+_DENSE = {"cpu": (128, 128, 128), "cuda": (16384, 7168, 4096)}
 _OPERATION = Shape(hidden=4096, experts=32, topk=4)  # where flags do not say otherwise
 _WIDTH_MULTIPLE = 16  # elements: rows and products of every type are aligned then
 

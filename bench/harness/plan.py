@@ -20,12 +20,11 @@ class Run:
     name: str
     program: str
     flags: tuple[str, ...]
-    quick: bool = False  # part of --quick
     alone: bool = False  # in ranks of its own
 
 
-def _run(name: str, program: str, flags: str, quick: bool = False, alone: bool = False) -> Run:
-    return Run(name, program, tuple(flags.split()), quick, alone)
+def _run(name: str, program: str, flags: str, alone: bool = False) -> Run:
+    return Run(name, program, tuple(flags.split()), alone)
 
 
 def operations_cpu(ranks: int, iters: int, warmup: int) -> list[Run]:
@@ -38,7 +37,7 @@ def operations_cpu(ranks: int, iters: int, warmup: int) -> list[Run]:
         ("zipf", "-b 1024 --hidden 2048 --routing zipf"),
     )
     return [
-        _run(f"{operation}-{name}", operation, f"{flags} {steady}", quick=name == "reference")
+        _run(f"{operation}-{name}", operation, f"{flags} {steady}")
         for name, flags in cases
         for operation in _BOTH
     ]
@@ -66,11 +65,11 @@ def operations_cuda(ranks: int, iters: int, warmup: int) -> list[Run]:
         "skew": f"{point} --routing zipf --zipf 0.5,1,1.5 {beside_nccl}",
     }
 
-    def run(name: str, flags: str, *, gpus: int = ranks, most: int = iters, quick: bool = False) -> Run:
+    def run(name: str, flags: str, *, gpus: int = ranks, most: int = iters) -> Run:
         operation = name.split("-")[0]
         steady = f"--device cuda -g {gpus} -n {min(iters, most)} -w {min(warmup, most)} --timeout 60"
         program = "dispatch" if operation == "backward" else operation
-        return _run(f"cuda-{name}", program, f"{flags} {steady}", quick, alone="symm" in name)
+        return _run(f"cuda-{name}", program, f"{flags} {steady}", alone="symm" in name)
 
     def on_gpus(gpus: int) -> list[Run]:
         """Runs that bench/results/growth.py fits its formula to: nearly all fixed cost, or nearly none."""
@@ -78,15 +77,15 @@ def operations_cuda(ranks: int, iters: int, warmup: int) -> list[Run]:
         return [run(f"{operation}-on-{gpus}", flags, gpus=gpus) for operation in _BOTH]
 
     return [
-        run("dispatch", f"{point} --baselines", quick=True),
-        run("dispatch-fp8", f"{point} --wire fp8 {beside_nccl}", quick=True),
-        run("dispatch-fp8-on", f"{point} --wire fp8 --no-dequantize {beside_nccl}", quick=True),
+        run("dispatch", f"{point} --baselines"),
+        run("dispatch-fp8", f"{point} --wire fp8 {beside_nccl}"),
+        run("dispatch-fp8-on", f"{point} --wire fp8 --no-dequantize {beside_nccl}"),
         *(run(f"dispatch-{wire}", f"{point} --wire {wire} {links}") for wire in ("mxfp8", "nvfp4")),
-        run("combine", f"{point} --baselines", quick=True),
+        run("combine", f"{point} --baselines"),
         run("combine-fp8", f"{point} --combine-wire fp8 {links}"),
-        run("backward", f"{point} --kept-handle plain {links}", quick=True),
-        run("backward-weighted", f"{point} --kept-handle weighted {links}", quick=True),
-        run("dispatch-fixed", f"{fixed} {links}", quick=True),
+        run("backward", f"{point} --kept-handle plain {links}"),
+        run("backward-weighted", f"{point} --kept-handle weighted {links}"),
+        run("dispatch-fixed", f"{fixed} {links}"),
         *(run(f"{operation}-512", f"{few} {beside_nccl},nccl-tuned") for operation in _BOTH),
         *(each for gpus in dict.fromkeys((ranks, 2, 3, 4)) if 1 < gpus <= ranks for each in on_gpus(gpus)),
         *(
@@ -124,10 +123,7 @@ def layers_cuda(ranks: int, iters: int, warmup: int) -> list[Run]:
     skewed routing, and what is kept for the backward.
     """
     steady = f"--device cuda -g {ranks} -n {iters} -w {warmup} --timeout 60"
-    runs = [
-        _run(f"cuda-layers-{name}", "moe_layer", f"--presets {name} {steady}", quick=name in _TARGET_LAYERS)
-        for name in _TARGET_LAYERS
-    ]
+    runs = [_run(f"cuda-layers-{name}", "moe_layer", f"--presets {name} {steady}") for name in _TARGET_LAYERS]
     around: dict[str, tuple[str, ...]] = {
         "fp8": ("--variants", _FP8_VARIANTS),
         "skew": ("--routing", "zipf", "--zipf", "0.5,1"),
@@ -148,7 +144,7 @@ def training_cuda(ranks: int, iters: int, warmup: int) -> list[Run]:
     steady = f"--device cuda -g {ranks} -n {min(iters, 7)} -w {min(warmup, 2)} --timeout 60"
     steady += " --activation swiglu_interleaved"
     return [
-        _run(f"cuda-steps-{name}", "moe_layer", f"--ways microbatches --presets {name} {steady}", quick=True)
+        _run(f"cuda-steps-{name}", "moe_layer", f"--ways microbatches --presets {name} {steady}")
         for name in (*_TARGET_LAYERS, *WIDE)
     ]
 
@@ -157,7 +153,7 @@ def _between(nodes: int, local: int, flags: str, *, name: str = "nodes", kind: s
     """Dispatch and combine on `nodes` nodes of `local` ranks, over TCP."""
     where = f"-g {nodes * local} --ranks-per-node {local} --fabric-provider tcp"
     return [
-        _run(f"{name}-{operation}-{nodes}x{local}-tcp{kind}", operation, f"{flags} {where}", quick=not kind)
+        _run(f"{name}-{operation}-{nodes}x{local}-tcp{kind}", operation, f"{flags} {where}")
         for operation in _BOTH
     ]
 
@@ -194,5 +190,5 @@ def nodes_cuda(gpus: int, iters: int, warmup: int) -> list[Run]:
 
 _NATIVES = [  # the provider over message sizes, and the proxy
     _run("nodes-raw-tcp", "fabric_raw", "--provider tcp --sizes 64,4096,65536,524288,1048576,4194304"),
-    _run("nodes-proxy", "proxy_rate", "", quick=True),
+    _run("nodes-proxy", "proxy_rate", ""),
 ]

@@ -261,8 +261,8 @@ class Variants:
     def memory(
         self, calls: Mapping[str, Callable[[], object]], phase: str, *, computes: bool
     ) -> dict[str, Any]:
-        """The peak of a phase over what was there, the peak itself, and what a forward leaves for its
-        backward; of the rank where they are largest.
+        """The peak of a phase over what was there, and what a forward leaves for its backward; of the rank
+        where they are largest.
         """
 
         def start() -> int:
@@ -278,7 +278,7 @@ class Variants:
         torch.cuda.synchronize()
         peak = torch.cuda.max_memory_allocated()
         del results
-        found = {"memory_bytes": float(peak - before), "peak_bytes": float(peak)}
+        found = {"memory_bytes": float(peak - before)}
         if FORWARD not in calls:
             return dict(zip(found, map(int, slowest(list(found.values()))), strict=True))
         before = start()
