@@ -58,44 +58,33 @@ class GraphedStep:
         for tokens in batches:
             loss = step(tokens)
 
-    In the graph every MoELayer of the model has room for `headroom` times the rows that a balanced routing
-    brings, not for the worst case. Whether that was enough is found out on the device, and agreed upon
-    between the ranks, with one wait of the host a step, which ends behind the step's last dispatch and not
-    with the step (but for the first call). If not, on any rank, what the replay did is undone, and the same
-    step runs without graph and capacity: from the same inputs and RNG state, to the result of a dropless
-    step. Nothing is dropped. `overflows` counts it, `last_needed` and `report` say what was missing, and a
-    warning is logged, once in `report_every` times.
-
-    A call does what `step_fn` does: gradients are added to the parameters' `grad`, the forward's changes of
-    buffers happen once, the RNG goes on by one step. Where no `grad` was, it is a tensor of the graph: its
+    In the graph every MoELayer has room for `headroom` times the rows of a balanced routing. Whether that was
+    enough is found out on the device and agreed upon between ranks, with one wait of the host a step. If not,
+    what the replay did is undone, and the step runs once more without graph and capacity, so that nothing is
+    dropped (docs/graphs.md). A call does what `step_fn` does: it adds to the parameters' `grad`, changes
+    buffers once and moves the RNG on by one step. Where no `grad` was, it is a tensor of the graph, whose
     values are good until the call after the one before which `grad` was set to None.
 
     Args:
-        step_fn: takes tensors and returns a loss, or tensors in tuples, lists and dicts. It must not do what
-            a graph cannot capture: look at values on the host, for one, as torch's grouped product does
-            unless rows are bfloat16 on a GPU of 9.0 or 10.0. With torch.utils.checkpoint that takes
-            preserve_rng_state=False. The RNG is the default one of the GPU.
-        model: has the MoELayers, all parameters that get gradients, and all buffers that the step changes.
-            Buffers have to be changed in place.
-        headroom: factor of the rows of each layer: headroom * max_tokens * top_k, where max_tokens is
-            the communicator's; at most what any routing can bring.
-        update: runs on the gradients once a step is accepted: a function without arguments, such as
-            sync_gradients, clip_grad_norm and step together, or, with one rank, an optimizer
-            (capturable=True where it has that, its rate a tensor on the GPU if it is to change). The
-            first time it runs as it is, then as a second graph. None: nothing. With it, gradients that
-            there were are added to the graph's.
-        group: ranks that decide together: all that `step_fn` communicates with. None: the ranks of the
-            layers' communicators, which have to have one group then, and no router that exchanges
-            numbers with other ranks (aux_loss "sequence" under TP or CP, or "global").
+        step_fn: takes tensors and returns a loss, or tensors in tuples, lists and dicts; it must not do what
+            a graph cannot capture, such as to look at values on the host.
+        model: has the MoELayers, all parameters that get gradients, and all buffers that the step changes,
+            in place.
+        headroom: factor of the rows of each layer, headroom * max_tokens * top_k; at most what any routing
+            can bring.
+        update: runs on the gradients once a step is accepted: a function without arguments, or, with one
+            rank, an optimizer (capturable=True where it has that). It runs as it is the first time, then as a
+            second graph; gradients that there were are added to the graph's. None: nothing.
+        group: ranks that decide together: all that `step_fn` communicates with. None: those of the layers'
+            communicators, which must have one group, with no aux_loss that is summed over other ranks.
         warmup: runs before the capture, in the first call, at least one; they leave no trace.
         report_every: overflows between two warnings.
         recorder: records the graphs in another way; None: CUDA graphs.
 
     A call raises InvalidArgument for inputs of another shape, dtype or device than the first time, on this
     rank alone; what `step_fn` raises; and what `Communicator.check` does but for CapacityExceeded, of errors
-    that the device finds behind the last dispatch of a step in the next call. After an error the parameters'
-    `grad` is what it was before. Construction raises Unsupported where the model is not on a GPU and no
-    recorder is given.
+    behind the last dispatch of a step in the next call. After an error the parameters' `grad` is what it was
+    before. Construction raises Unsupported where the model is not on a GPU and no recorder is given.
 
     Attributes:
         device: the device of the layers.
@@ -259,14 +248,8 @@ class GraphedStep:
             if isinstance(kept, Tensor):
                 kind = (kept.shape, kept.dtype, kept.device)
                 if not isinstance(new, Tensor) or (new.shape, new.dtype, new.device) != kind:
-                    found = (
-                        f"{new.dtype} {tuple(new.shape)} on {new.device}"
-                        if isinstance(new, Tensor)
-                        else type(new).__name__
-                    )
                     raise InvalidArgument(
-                        f"input {number} is {found}, must be {kept.dtype} {tuple(kept.shape)} on "
-                        f"{kept.device}, as captured"
+                        f"input {number} is {_kind(new)}, must be {_kind(kept)}, as captured"
                     )
             elif new != kept:
                 raise InvalidArgument(f"input {number} is {new!r}, must be {kept!r}, as captured")
@@ -323,11 +306,10 @@ class GraphedStep:
 
     @contextlib.contextmanager
     def _one_run_at_a_time(self) -> Iterator[None]:
-        """Makes each layer take memory only when the one before it is done with its own, as it has to outside
-        a graph."""
+        """Makes each layer take memory only when the one before it is done with its own."""
+        for layer in self._layers:
+            layer._waits_on_host = True
         try:
-            for layer in self._layers:
-                layer._waits_on_host = True
             yield
         finally:
             for layer in self._layers:
@@ -494,6 +476,13 @@ def _update_function(
                 "a graph can have it"
             )
     return update.step
+
+
+def _kind(value: Any) -> str:
+    """Describes what of an input a graph holds fast."""
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    return f"{value.dtype} {tuple(value.shape)} on {value.device}"
 
 
 def _map(change: Callable[[Tensor], Tensor], value: Any) -> Any:

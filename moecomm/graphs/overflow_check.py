@@ -15,10 +15,9 @@ class OverflowCheck:
     alone). With NCCL the device takes the maximum, so that the host waits once; with another backend the
     hosts take it afterwards.
 
-    A step notes each dispatch. Behind the last one nothing can overflow any more, so the word is published
-    there: `read` waits for that point and not for the end of the step. Which note is the last one is known
-    from the step before. A step that has more of them publishes again, and one that has fewer publishes at
-    its end. Notes from several streams come one after the other."""
+    A step notes each dispatch, and publishes the word behind its last one, for which `read` waits. Which note
+    is the last one is known from the step before: a step with more of them publishes again, one with fewer at
+    its end."""
 
     def __init__(self, device: torch.device, group: Group | None) -> None:
         self._device = device

@@ -43,15 +43,10 @@ def weighted_activation(
 ) -> Tensor:
     """Returns z_PF of inner's dtype, differentiable in `inner_PI` and `weights_P`.
 
-    activation: "swiglu", silu of the first half of a row times its second half (arXiv 2002.05202), I = 2F;
-    "swiglu_interleaved", silu of the even columns times the odd ones; "swiglu_clamped", the one of gpt-oss:
-    with the even columns as gate, at most 7, and the odd ones as up, from -7 to 7, gate * sigmoid(1.702 gate)
-    * (up + 1); "gelu", the exact one (arXiv 1606.08415), I = F. inner: bfloat16, float16, float32; not on
-    CUDA float64.
-    weights: float32, float64 for float64 inner; None: 1. ends: int32 inclusive ends of groups of rows, on the
-    same device; rows from ends[-1] on are not real. On CUDA tensors these are neither read nor written, so
-    that they come out unspecified and get an unspecified gradient; elsewhere both are zero. The host does not
-    wait for `ends`.
+    inner: bfloat16, float16, float32; not on CUDA float64. weights: float32, float64 for float64 inner; None:
+    1. ends: int32 inclusive ends of groups of rows, on the same device, for which the host does not wait.
+    Rows from ends[-1] on, and their gradients, are unspecified on CUDA tensors and zero elsewhere.
+    activation: as in MoEConfig; swiglu (arXiv 2002.05202), the exact gelu (arXiv 1606.08415).
 
     Raises InvalidArgument; Unsupported for CUDA tensors of float64, and where this build has no CUDA part.
     """
@@ -110,17 +105,12 @@ def weighted_activation_backward_into(
     width = _width(inner_PI, weights_P, ends_L, activation, grad_z_PF)
     rows, dtype, device = inner_PI.shape[0], inner_PI.dtype, inner_PI.device
     _require_result("grad_inner", grad_inner_PI, tuple(inner_PI.shape), dtype, device)
-    need_weights, need_z = grad_weights_P is not None, z_PF is not None
-    if need_weights:
+    if grad_weights_P is not None:
         _require_result("grad_weights", grad_weights_P, (rows,), weight_dtype(dtype), device)
-    if need_z:
+    if z_PF is not None:
         _require_result("z", z_PF, (rows, width), dtype, device)
     results = (grad_inner_PI, grad_weights_P, z_PF)
-    if _has_kernel(inner_PI):
-        grad_z_PF = grad_z_PF.contiguous()
-        _launch("activation_backward", inner_PI, weights_P, ends_L, width, activation, grad_z_PF, *results)
-        return
-    _backward_by_torch(results, grad_z_PF, inner_PI, weights_P, ends_L, activation)
+    _backward_into(results, grad_z_PF, inner_PI, weights_P, ends_L, width, activation)
 
 
 def prepare(device: torch.device, dtype: torch.dtype) -> None:
@@ -178,9 +168,8 @@ def _require(
 
 
 def _require_result(
-    name: str, value: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    name: str, value: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> None:
-    assert value is not None
     _require(name, value, shape, dtype, device)
     if not value.is_contiguous():
         raise InvalidArgument(f"{name} is not contiguous, must be")
@@ -201,7 +190,7 @@ def _forward(
         _require_result("z", z_PF, (inner_PI.shape[0], width), inner_PI.dtype, inner_PI.device)
     if z_PF is None:
         z_PF = inner_PI.new_empty(inner_PI.shape[0], width)
-    if not _has_kernel(inner_PI):
+    if not inner_PI.is_cuda:
         return _forward_by_torch(z_PF, inner_PI, weights_P, ends_L, activation)
     _launch("activation", inner_PI, weights_P, ends_L, width, activation, z_PF)
     return z_PF
@@ -218,19 +207,32 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     width = _width(inner_PI, weights_P, ends_L, activation, grad_z_PF)
     grads = _new_gradients(inner_PI, width, need_weights, need_z)
-    if not _has_kernel(inner_PI):
-        _backward_by_torch(grads, grad_z_PF, inner_PI, weights_P, ends_L, activation)
-        return grads
-    grad_z_PF = grad_z_PF.contiguous()
-    _launch("activation_backward", inner_PI, weights_P, ends_L, width, activation, grad_z_PF, *grads)
+    _backward_into(grads, grad_z_PF, inner_PI, weights_P, ends_L, width, activation)
     return grads
+
+
+def _backward_into(
+    results: Sequence[Tensor | None],
+    grad_z_PF: Tensor,
+    inner_PI: Tensor,
+    weights_P: Tensor | None,
+    ends_L: Tensor | None,
+    width: int,
+    activation: str,
+) -> None:
+    """Computes the gradients of inner and of the weights, and z, into `results`; None, or an empty tensor,
+    where one is not needed."""
+    if not inner_PI.is_cuda:
+        _backward_by_torch(results, grad_z_PF, inner_PI, weights_P, ends_L, activation)
+        return
+    grad_z_PF = grad_z_PF.contiguous()
+    _launch("activation_backward", inner_PI, weights_P, ends_L, width, activation, grad_z_PF, *results)
 
 
 def _new_gradients(
     inner_PI: Tensor, width: int, need_weights: bool, need_z: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns contiguous tensors for the results of the backward; a result that is not needed gets an empty
-    one."""
+    """Returns contiguous tensors for the results of the backward, empty ones for what is not needed."""
     rows = inner_PI.shape[0]
     return (
         inner_PI.new_empty(inner_PI.shape),
@@ -240,10 +242,6 @@ def _new_gradients(
 
 
 # -- on CUDA tensors ---------------------------------------------------------------------------------------
-
-
-def _has_kernel(tensor: Tensor) -> bool:
-    return tensor.is_cuda
 
 
 @functools.cache
@@ -334,8 +332,7 @@ def _backward_by_torch(
     ends_L: Tensor | None,
     activation: str,
 ) -> None:
-    """Computes the gradients of inner and of the weights, and z, into `results`, and zero where rows are not
-    real; None, or an empty tensor, where one is not needed."""
+    """Does `_backward_into` by torch; zero where rows are not real."""
     grad_inner_PI, grad_weights_P, z_PF = (
         each if each is not None and each.numel() else None for each in results
     )

@@ -17,6 +17,8 @@ of groups that are padded.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch.nn import functional
 
@@ -165,23 +167,6 @@ def _on_tensor_cores(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, end
     return product
 
 
-# -- what a trace sees -------------------------------------------------------------------------------------
-
-
-def _fake_grouped_mm(
-    rows_PK: Tensor, scales_P: Tensor, weights_LNK: Tensor, scales_LN: Tensor, ends_L: Tensor
-) -> Tensor:
-    shape = _weights_product(rows_PK, scales_P, weights_LNK, scales_LN, ends_L)
-    return rows_PK.new_empty(shape, dtype=RESULT)
-
-
-def _fake_grouped_mm_wgrad(
-    left_AQ: Tensor, scales_LA: Tensor, right_BQ: Tensor, scales_LB: Tensor, ends_L: Tensor
-) -> Tensor:
-    shape = _columns_product(left_AQ, scales_LA, right_BQ, scales_LB, ends_L)
-    return left_AQ.new_empty(shape, dtype=RESULT)
-
-
 _library = torch.library.Library("moecomm", "FRAGMENT")
 _library.define(
     "scaled_grouped_mm(Tensor rows, Tensor row_scales, Tensor weights, Tensor weight_scales, "
@@ -191,9 +176,13 @@ _library.define(
     "scaled_grouped_mm_wgrad(Tensor left, Tensor left_scales, Tensor right, Tensor right_scales, "
     "Tensor ends) -> Tensor"
 )
-for _name, _run, _fake in (
-    ("scaled_grouped_mm", _grouped_mm, _fake_grouped_mm),
-    ("scaled_grouped_mm_wgrad", _grouped_mm_wgrad, _fake_grouped_mm_wgrad),
+for _name, _run, _shape in (
+    ("scaled_grouped_mm", _grouped_mm, _weights_product),
+    ("scaled_grouped_mm_wgrad", _grouped_mm_wgrad, _columns_product),
 ):
+
+    def _fake(*operands: Tensor, shape: Callable[..., tuple[int, ...]] = _shape) -> Tensor:
+        return operands[0].new_empty(shape(*operands), dtype=RESULT)
+
     _library.impl(_name, _run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"moecomm::{_name}", _fake, lib=_library)

@@ -16,16 +16,19 @@ from moecomm.types import AnyGroup
 
 @torch.no_grad()
 def update_expert_bias(model: nn.Module, group: AnyGroup | None = None, *, rate: float | None = None) -> None:
-    """Call once after each optimizer step: raises the bias of underloaded experts, lowers the others'.
+    """Raises the balancing bias of underloaded experts and lowers the others'; to be called once after each
+    optimizer step, by every rank of the group.
 
-    bias_e += bias_update_rate * sign(mean load - load_e) with the load counted over `group` (default: all
-    ranks, or those of the pipeline stage where the layers have a folding) since the last call (arXiv
-    2408.15664; DeepSeek-V3, arXiv 2412.19437, section 2.1.2). The load counts tokens whose backward has run,
-    once each, also under activation checkpointing and gradient accumulation. With bias_update="centered" the
-    mean of these steps is taken off each. rate: instead of bias_update_rate, in this call, for rates that
-    change; the same on all ranks. For aux_loss="global", with biases or without, it ends the step, whose
-    choices are no longer counted. One all-reduce for all layers; every rank of the group must call. No-op for
-    a model without such routers. Raises InvalidArgument for a rate that is no finite number of at least 0.
+    bias_e += rate * sign(mean load - load_e), with the load counted over `group` since the last call (arXiv
+    2408.15664; DeepSeek-V3, arXiv 2412.19437, section 2.1.2): tokens whose backward has run, once each. With
+    bias_update="centered" the mean of these steps is taken off each. For aux_loss="global" it ends the step.
+
+    Args:
+        model: has the routers; without balancing biases and aux_loss="global" nothing happens.
+        group: all ranks that bring tokens to a step; None: all ranks, or those of the pipeline stage where
+            layers have a folding.
+        rate: instead of config.bias_update_rate, the same on all ranks. Raises InvalidArgument unless it is
+            None or a finite number of at least 0.
     """
     if rate is not None and not (math.isfinite(rate) and rate >= 0):
         raise InvalidArgument(f"rate is {rate!r}, must be None or a finite number of at least 0")

@@ -32,47 +32,32 @@ def sharded_state(
     """Returns the state dict for `torch.distributed.checkpoint.save` and `.load`: {"model": ..., "layers":
     ..., "optimizer": ..., "param_groups": ...}.
 
-    Expert parameters, and the optimizer's tensors of their shape, are DTensors sharded by expert (dimension
-    0) over the ranks of their layer's communicator, and where `fully_shard_experts` has sharded them further
-    over those that hold the same experts. So a checkpoint holds (E, ...) tensors and loads at any EP size,
-    sharded or not. All others are what they are in `state_dict()`: plain tensors, the same on every rank, or
-    shards of FSDP2. Records of which experts a rank's state_dict holds are left out. Pass the model that was
-    built, of a wrapper `ddp` that is `ddp.module`, so that names stay the same.
+    A checkpoint has each expert once, in (E, ...) tensors, and loads at any number of ranks, sharded or not
+    (docs/training.md). Expert parameters, and the optimizer's tensors of their shape, are DTensors sharded by
+    expert (dimension 0) over the ranks of the layer's communicator, and as `fully_shard_experts` has sharded
+    them. Under a folding with ETP > 1 they are pieces of these tensors, which only save, async_save and load
+    take. All others are what they are in `state_dict()`. Tensors share storage with the live ones, so `load`
+    writes into model and optimizer in place.
 
-    Under a folding with ETP > 1 expert parameters, and the optimizer's tensors of their shape, are the pieces
-    of these (E, ...) tensors that the rank holds, as tensors that save, async_save and load take and nothing
-    else does. The checkpoint is the same as at any other ETP and EP size.
+    Names are those of model.state_dict(), for the optimizer's state too; hooks of state_dict may rename. A
+    w_in whose gates and up values are interleaved has the name w_in.interleaved. "layers" (the names that
+    each MoELayer has), "param_groups" and "optimizer_numbers" (numbers in the optimizer's state) are
+    Statefuls that compare or set them when they are loaded. Keep all keys at the top level of what you pass
+    to `load`, and add keys of your own. Trained parameters that have not had a step get their state first, as
+    before a step, but for SGD with dampening, whose first step then dampens too.
 
-    ep_group: the ranks that share out the experts, a process group or a DeviceMesh of one dimension. For
-    MoELayers it need not be given, and InvalidArgument is raised for another than the layers' own. For
-    parameters marked outside of MoELayers the default is all ranks. InvalidArgument is raised, too, for an
-    optimizer with several numbers of an expert parameter in another shape (Adafactor).
+    Args:
+        model: the model that was built; of a wrapper `ddp`, `ddp.module`.
+        optimizer: its optimizer, if it is to be saved.
+        ep_group: the ranks that share out the experts; only for parameters marked outside of MoELayers
+            (None: all ranks).
 
-    The w_in of experts whose activation interleaves gates and up values has the name w_in.interleaved, so
-    that a model with another order of columns finds it missing.
-
-    Names are those of model.state_dict(), for the optimizer's state as well, so that a model under
-    activation checkpointing (torch's checkpoint_wrapper) has the checkpoint of the plain one. Hooks of
-    state_dict may rename. InvalidArgument is raised where they leave out, or copy, a parameter of experts
-    that are spread over ranks, and for a buffer in the state of such experts (of spectral_norm or prune),
-    which would be saved from one rank for all.
-
-    "layers" is a Stateful of the names that each MoELayer has. When loaded it raises InvalidArgument, on all
-    ranks, for what the checkpoint has of a layer and the model lacks (balancing biases, shared experts, a
-    bias); what both have is loaded then.
-
-    Every tensor shares storage with the live one, but for copies that hooks hand out of what is not of
-    experts: `load` writes into model and optimizer in place.
-    "param_groups" (learning rates and the like, by the names of parameters) is a Stateful that sets them on
-    the optimizer when loaded; it raises InvalidArgument where a group has parameters that had different
-    settings when they were saved. "optimizer_numbers" is one as well, for an optimizer whose state has
-    numbers that are no tensors (a count of steps), the same on all ranks. Add keys of your own beside these,
-    but keep these at the top level of what you pass to `load`. InvalidArgument is raised for an optimizer
-    whose state has other things.
-
-    Trained parameters that have not had a step are given their state first, as before a step, and behave as
-    before, but for SGD with dampening, whose first step then dampens too. Numbers that neither stay nor count
-    in steps with zero gradients raise InvalidArgument then.
+    Raises InvalidArgument for another ep_group than the layers'; where hooks leave out or copy a parameter of
+    spread experts; for a buffer in the state of such experts; for an optimizer whose state has other things
+    than tensors and numbers, a tensor of several numbers of an expert parameter in another shape (Adafactor),
+    or numbers that neither stay nor count in steps with zero gradients. A load raises InvalidArgument, on all
+    ranks, for what the checkpoint has of a layer and the model lacks, and for a group of parameters that had
+    different settings.
     """
     live, foreign = _live_state(model)  # first: it makes FSDP put its shards in place
     places = _find_places(model, as_group(ep_group, "ep_group"))

@@ -51,16 +51,16 @@ def prepare_ddp(model: Model, group: AnyGroup | None = None) -> Model:
 
         model = DistributedDataParallel(prepare_ddp(model))
 
-    After a backward every gradient is that of the mean of all ranks' losses, as after `sync_gradients`, which
-    is not to be called then. DistributedDataParallel leaves the experts and the routers' load counts alone;
-    an expert's gradient is averaged, in the backward, over the ranks that hold the same expert (not under
-    `no_sync()`, as all others). Replicas keep equal bits.
+    After a backward every gradient is that of the mean of all ranks' losses (not under `no_sync()`); replicas
+    of experts keep equal bits. `sync_gradients` is not to be called (docs/training.md).
 
-    model: the very module that is wrapped, once it is complete; a copy of it has to be prepared anew. All
-    ranks call together. group: the ranks over which DistributedDataParallel averages (its process_group;
-    default: all ranks, or those of the pipeline stage where the layers have a folding), a process group or a
-    DeviceMesh of one dimension; it must have all ranks of each layer's communicator. Raises InvalidArgument,
-    on all ranks, for another group, and for a model that is sharded by fully_shard.
+    Args:
+        model: the very module that is wrapped, once it is complete; a copy has to be prepared anew.
+        group: the ranks over which DistributedDataParallel averages, a process group or a DeviceMesh of one
+            dimension; None: all ranks, or those of the pipeline stage where layers have a folding.
+
+    All ranks call together. Raises InvalidArgument, on all ranks, for a group without all ranks of a layer's
+    communicator, and for a model that is sharded by fully_shard.
     """
     group = model_group(model, group)
     owners, replicas = expert_owners(model), find_replicas(model, group)
@@ -109,21 +109,19 @@ def fully_shard_experts(
         fully_shard_experts(model)
         fully_shard(model)              # all other parameters, over all ranks
 
-    Call it before fully_shard of the rest, on every rank of `group`. Gradients of both are then those of the
-    mean of all ranks' losses; `clip_grad_norm` and `sharded_state` know them, and `sync_gradients` is not
-    needed.
+    Every rank of `group` calls it before fully_shard of the rest. Gradients of both are then those of the
+    mean of all ranks' losses, and `sync_gradients` is not needed (docs/training.md).
 
-    routers: True: each router becomes a unit too, over all ranks, which `mp_policy` does not round, neither
-    here nor in fully_shard of the rest: its scores are those of its float32 weights. False: it is part of the
-    unit around it, one transfer less, for an `mp_policy` there without param_dtype.
+    Args:
+        model: has the MoELayers.
+        mesh: the ranks that hold the same experts, with one dimension; None: what the layers tell.
+        group: all ranks that hold the model, as in `prepare_ddp`.
+        routers: True: each router is a unit over all ranks too, which no `mp_policy` rounds. False: it is
+            part of the unit around it, for an `mp_policy` there without param_dtype.
+        options: of torch.distributed.fsdp.fully_shard; `mp_policy` leaves the experts' inputs as they are.
 
-    mesh: the ranks that hold the same experts, with one dimension, such as mesh["dp"]; the default is made of
-    what the layers tell. group: all ranks that hold the model (default: all ranks, or those of the pipeline
-    stage where the layers have a folding), a process group or a DeviceMesh of one dimension. options: of
-    torch.distributed.fsdp.fully_shard; `mp_policy` leaves the experts' inputs as they are, rows in
-    config.dtype and routing weights in float32. Weights of which a rank has the only copy stay whole on it,
-    as DTensors over one rank where `mp_policy` or `offload_policy` is given, and else as they are. Raises
-    InvalidArgument, on all ranks, for a mesh of other ranks.
+    Weights of which a rank has the only copy stay whole, as DTensors over one rank where `mp_policy` or
+    `offload_policy` is given. Raises InvalidArgument, on all ranks, for a mesh of other ranks.
     """
     _refuse_main_grad(model, "fully_shard")
     refuse_shared_with_experts(model)

@@ -19,18 +19,11 @@ def keep_plans(*modules: nn.Module) -> Callable[[], Contexts]:
 
         y = checkpoint(block, x, use_reentrant=False, context_fn=moecomm.nn.keep_plans(block))
 
-    The MoELayers in `modules` then make no second plan and exchange no counts; rows travel again, as far as
-    the layer's `keep` wants them, and nothing is combined where the layer is the last thing in the block that
-    keeps anything. Plans take some hundred bytes a token on up to eight ranks, more on more, whatever the
-    hidden size (docs/memory.md).
-
-    The experts, and what a capacity drops, are those of the first time too, for layers that run in order as
-    well: scores, weights and losses are computed again, and noise, another rounding or biases that were
-    updated meanwhile do not change who was chosen. A router of another class has to choose the same both
-    times; another choice raises InvalidArgument on all ranks. Within torch.compile a graph ends before a
-    layer and goes on after it.
-
-    Raises InvalidArgument for modules without a MoELayer.
+    The MoELayers in `modules` then make no second plan and exchange no counts; tokens go to the experts of
+    the first time, and lose the same places of a capacity, while scores, weights and losses are computed
+    again (docs/layer.md). Plans take some hundred bytes a token (docs/memory.md). A graph of torch.compile
+    ends before such a layer. A router of another class must choose the same both times, else all ranks raise
+    InvalidArgument. Raises InvalidArgument for modules without a MoELayer.
     """
     layers = [each for module in modules for each in module.modules() if isinstance(each, MoELayer)]
     if not layers:
