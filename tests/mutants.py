@@ -330,13 +330,13 @@ MUTANTS = [
     ),
     Mutant(
         "one token over an expert's limit",
-        "moecomm/nn/token_dropping.py",
+        "moecomm/nn/router.py",
         "place_N < limit",
         "place_N <= limit",
         ROUTER,
     ),
     Mutant(
-        "drops the heaviest", "moecomm/nn/token_dropping.py", "descending=True", "descending=False", ROUTER
+        "drops the heaviest", "moecomm/nn/router.py", "descending=True", "descending=False", ROUTER
     ),
     Mutant(
         "loss without its scale",

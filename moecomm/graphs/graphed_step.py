@@ -17,7 +17,7 @@ from moecomm.graphs.overflow_check import OverflowCheck
 from moecomm.graphs.recorder import CudaRecorder, Recorder
 from moecomm.nn.experts import GroupedExperts
 from moecomm.nn.layer import MoELayer
-from moecomm.nn.token_dropping import rows_for_headroom
+from moecomm.nn.router import rows_for_headroom
 from moecomm.types import AnyGroup, Group, as_group
 
 _log = logging.getLogger(__name__)

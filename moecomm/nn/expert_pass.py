@@ -38,12 +38,11 @@ from moecomm.errors import Unsupported
 from moecomm.kernels.activation import weighted_activation_backward, weighted_activation_into
 from moecomm.kernels.first_order import first_order
 from moecomm.kernels.products import Products
+from moecomm.nn.config import Keep
 from moecomm.nn.deferred import Deferred, Operands, Pending, cut_off
-from moecomm.nn.experts import shared_gates
-from moecomm.nn.given import Choices
-from moecomm.nn.overlap_config import Keep
-from moecomm.nn.own_experts import call_or_tell
+from moecomm.nn.experts import call_or_tell, shared_gates
 from moecomm.nn.parameters import grad_in_place, has_hooks
+from moecomm.nn.router import Choices
 from moecomm.overlap import SideStream, Stages, Timeline
 from moecomm.overlap.stages import COMM
 from moecomm.types import DispatchOutput, Handle

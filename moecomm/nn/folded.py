@@ -1,4 +1,4 @@
-"""A layer on the ranks of a ParallelFolding: its communicator, and which parts of which experts a rank holds.
+"""The communicator of a layer: its ranks, also of a ParallelFolding, and which experts or parts each holds.
 
 Experts are spread over the ranks of the group "etp-ep", and each is split over its ETP ranks. To the
 communicator the parts are experts: it has E ETP of them and K ETP choices a token, and its rank number i
@@ -11,20 +11,25 @@ parts of experts 0 and 1, as the communicator's experts 2 and 3. Expert 1 is sen
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
+from moecomm.arguments import weight_dtype
 from moecomm.communicator import Communicator
-from moecomm.errors import InvalidArgument
+from moecomm.errors import InvalidArgument, MismatchedArguments
 from moecomm.kernels.quantize import QUANTUM
-from moecomm.nn.balance_sums import SequenceSums, StepCounts
 from moecomm.nn.config import MoEConfig
-from moecomm.nn.expert_parts import ExpertPart
+from moecomm.nn.losses import SequenceSums, StepCounts
+from moecomm.nn.parameters import ExpertPart
+from moecomm.nn.router import rows_at_worst, tokens_per_expert_limit
 from moecomm.parallel import ParallelFolding
-from moecomm.types import Group
+from moecomm.types import AnyGroup, Group
 
 LAYER = "etp-ep"
 """The ranks that hold a layer's experts once, in all their parts."""
@@ -145,3 +150,126 @@ def balance_ranks(
         group = folding.group(STAGE)
     group = dist.group.WORLD if group is None else group
     return StepCounts(group) if group is not None and dist.get_world_size(group) > 1 else None
+
+
+def expert_group(group: AnyGroup | None, mesh: DeviceMesh | None, ep_dim: str | None) -> AnyGroup | None:
+    """Returns `group`, or dimension `ep_dim` of `mesh`."""
+    if mesh is None:
+        if ep_dim is not None:
+            raise InvalidArgument(f"ep_dim is {ep_dim!r}, must be None without a mesh")
+        return group
+    if group is not None:
+        raise InvalidArgument("group and mesh are both given, one of them must be None")
+    if ep_dim is None and mesh.ndim == 1:
+        return mesh
+    if ep_dim not in (mesh.mesh_dim_names or ()):
+        raise InvalidArgument(
+            f"ep_dim is {ep_dim!r}, must be the dimension of the mesh over which the experts are spread, one "
+            f"of {mesh.mesh_dim_names}"
+        )
+    return mesh[ep_dim]
+
+
+def require_folding(config: MoEConfig, folding: ParallelFolding, group: Any, experts: Any) -> None:
+    """Raises InvalidArgument for a folding that does not fit the other arguments of a layer."""
+    require_fit(config, folding)
+    if group is not None:
+        raise InvalidArgument("group (or mesh) is given by folding, must be None when folding is passed")
+    if experts is not None and folding.etp > 1:
+        raise InvalidArgument(
+            f"folding.etp is {folding.etp}, must be 1 with experts of one's own, which moecomm cannot split"
+        )
+
+
+def build_communicator(
+    config: MoEConfig,
+    group: AnyGroup | None,
+    max_tokens: int | None,
+    folding: ParallelFolding | None,
+) -> Communicator:
+    if max_tokens is None:
+        raise InvalidArgument("max_tokens is None, must be given when no comm is passed")
+    if folding is not None:
+        return make_communicator(config, folding, max_tokens=max_tokens)
+    return Communicator(
+        group,
+        num_experts=config.num_experts,
+        hidden=config.hidden,
+        top_k=config.top_k,
+        max_tokens=max_tokens,
+        dtype=config.dtype,
+    )
+
+
+def received_rows_bound(config: MoEConfig, comm: Communicator) -> int:
+    """Returns the rows that no routing under config.capacity_factor can exceed on one rank, whatever tokens
+    each rank brings."""
+    worst = rows_at_worst(
+        ranks=comm.size,
+        max_tokens=comm.max_tokens,
+        top_k=config.top_k,
+        num_local_experts=comm.num_local_experts,
+    )
+    of_expert = comm.size * tokens_per_expert_limit(config, comm.max_tokens)
+    return min(worst, comm.num_local_experts * of_expert)
+
+
+# -- configs of the ranks ----------------------------------------------------------------------------------
+
+
+_MAY_DIFFER = ("products",)
+"""Fields that say how a rank computes, and not what."""
+
+MOST_CALLERS = 0xFFFE
+"""Numbers of layers are from 1 to this."""
+
+
+def caller_of(number: int, config: MoEConfig) -> int:
+    """Returns the number by which dispatches of a layer are told from those of layers at another place among
+    the communicator's (`number`, from 1), and of those with another config but for one in 65,534."""
+    digest = hashlib.blake2b("\n".join(_words(config)).encode(), digest_size=4).digest()
+    return (number - 1 + int.from_bytes(digest, "big")) % MOST_CALLERS + 1
+
+
+def _words(config: MoEConfig) -> list[str]:
+    return [
+        f"{field.name}={getattr(config, field.name)!r}"
+        for field in dataclasses.fields(config)
+        if field.name not in _MAY_DIFFER
+    ]
+
+
+def require_same_config(config: MoEConfig, comm: Communicator) -> None:
+    """Raises MismatchedArguments, on all ranks, for configs that differ. All ranks call together.
+
+    Each rank sends a token for each field to the first rank, with 24 bits of the field's digest as its
+    routing weight, which travels as it is; what comes back says which fields differ. Where a rank may not
+    bring so many tokens, several fields share one.
+    """
+    if comm.size == 1:
+        return
+    words = _words(config)
+    count = min(len(words), comm.max_tokens)
+    parts = [words[first::count] for first in range(count)]
+    digests = [hashlib.blake2b("\n".join(part).encode(), digest_size=3).digest() for part in parts]
+    device = comm.device
+    idx_TK = torch.full((count, comm.top_k), -1, dtype=torch.int32, device=device)
+    idx_TK[:, 0] = 0
+    weights_TK = torch.zeros(count, comm.top_k, dtype=weight_dtype(comm.dtype), device=device)
+    weights_TK[:, 0] = torch.tensor([int.from_bytes(each, "big") for each in digests], device=device)
+    with torch.no_grad():
+        x_TH = torch.zeros(count, comm.hidden, dtype=comm.dtype, device=device)
+        # The class's own, whatever stands in their places on this communicator.
+        out = Communicator.dispatch(comm, x_TH, idx_TK, weights_TK)
+        rows_PH = out.tokens.clone()
+        if comm.rank == 0:
+            assert out.weights is not None
+            of_ranks = out.weights.view(comm.size, -1)
+            rows_PH.copy_((of_ranks != of_ranks[0]).any(dim=0).repeat(comm.size).unsqueeze(1))
+        differs_T = Communicator.combine(comm, rows_PH, out.handle)[:, 0].tolist()
+    for part, differs in zip(parts, differs_T, strict=True):
+        if differs:
+            raise MismatchedArguments(
+                "MoEConfig differs between the ranks of the layer, and must be the same: rank "
+                f"{comm.rank} has {' and '.join(part)}" + ", of which one differs" * (len(part) > 1)
+            )

@@ -12,33 +12,28 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from moecomm.arguments import require_tensor
 from moecomm.communicator import Communicator
 from moecomm.errors import InvalidArgument, known_to_all
 from moecomm.kernels.activation import prepare as prepare_activation
 from moecomm.nn import folded
-from moecomm.nn.config import MoEConfig
+from moecomm.nn.config import MoEConfig, OverlapConfig
 from moecomm.nn.deferred import Deferred
-from moecomm.nn.expert_parts import ExpertPart
 from moecomm.nn.expert_pass import PassContext, Plans, RecordedStages, Weights, run_experts
-from moecomm.nn.experts import GroupedExperts, SharedExperts
-from moecomm.nn.given import Choices, flat
-from moecomm.nn.losses import attach_loss
-from moecomm.nn.mixed_shards import refuse_mixed_shards
-from moecomm.nn.overlap_config import IN_ORDER, OverlapConfig
-from moecomm.nn.own_experts import (
+from moecomm.nn.experts import (
+    GroupedExperts,
+    SharedExperts,
     adopt_experts,
     call_or_tell,
     combine_own_experts,
     keep_record,
 )
-from moecomm.nn.parameters import has_main_grad, main_grad_of
-from moecomm.nn.router import Routing, TopKRouter
-from moecomm.nn.same_config import MOST_CALLERS, caller_of, require_same_config
-from moecomm.nn.token_dropping import rows_at_worst, tokens_per_expert_limit
-from moecomm.nn.watched import watcher
+from moecomm.nn.folded import MOST_CALLERS, caller_of, require_same_config
+from moecomm.nn.guards import check_settings, refuse_own_settings, watchers_of
+from moecomm.nn.losses import attach_loss
+from moecomm.nn.parameters import ExpertPart
+from moecomm.nn.router import Choices, Routing, TopKRouter, flat
 from moecomm.overlap import Timeline
 from moecomm.parallel import ParallelFolding
 from moecomm.setup.memory_plan import NATIVE_DTYPES
@@ -55,10 +50,6 @@ def _note_dispatch(check: Any, overflow: Tensor) -> None:
 
 built_layers: weakref.WeakSet[MoELayer] = weakref.WeakSet()
 """The layers of this process."""
-
-
-_PARTS = (("experts", GroupedExperts), ("shared", SharedExperts))
-"""The modules whose calls a layer runs within, and their classes."""
 
 
 class Routed(NamedTuple):
@@ -152,14 +143,14 @@ class MoELayer(nn.Module):
                 f"loss_group is {loss_group!r}, must be None with a folding, and without aux_loss='global'"
             )
         if folding is not None:
-            _require_folding(config, folding, group or mesh, experts)
+            folded.require_folding(config, folding, group or mesh, experts)
         if experts is not None:
             adopt_experts(experts, config)
         overlap = OverlapConfig() if overlap is None else _require_config(overlap)
-        group = _expert_group(group, mesh, ep_dim)
+        group = folded.expert_group(group, mesh, ep_dim)
         together = comm is None  # with one that is given a process may be alone, started anew
         if comm is None:
-            comm = _build_communicator(config, group, max_tokens, folding)
+            comm = folded.build_communicator(config, group, max_tokens, folding)
         elif group is not None or max_tokens is not None:
             raise InvalidArgument(
                 "group (or mesh) and max_tokens are given by comm, must be None when comm is passed"
@@ -210,10 +201,10 @@ class MoELayer(nn.Module):
                 products_on=comm.device,
             )
         self.shared = SharedExperts(config, device=weights_on) if config.num_shared_experts else None
-        self.capacity = received_rows_bound(config, comm) if config.pad_to_capacity else None
+        self.capacity = folded.received_rows_bound(config, comm) if config.pad_to_capacity else None
         self.overlap = overlap
         if self._own_experts:
-            self._refuse_own_settings()
+            refuse_own_settings(overlap)
         prepare_activation(comm.device, config.dtype)
         self._waits_on_host = False
         self._deferred, self._recorded = Deferred(), RecordedStages()
@@ -323,7 +314,7 @@ class MoELayer(nn.Module):
 
     def _forward(self, x: Tensor, seq_len: int | None, given: dict[str, Any]) -> Tensor:
         in_order = not self.overlap.overlap or self._own_experts or torch.compiler.is_compiling()
-        watched = None if in_order else self._watched()
+        watched = None if in_order else watchers_of(self)
         in_order = in_order or watched is not None
         try:
             routed = self._route(x, seq_len, in_order, watched, given)
@@ -347,15 +338,6 @@ class MoELayer(nn.Module):
         """The shared experts, if they see the rows that the other experts see."""
         return None if self.config.weights_on_input else self.shared
 
-    def _watched(self) -> str | None:
-        """Returns what has to see the experts' or the shared experts' own rows, so that they run in order;
-        None: nothing has."""
-        for name, kind in _PARTS:
-            module = getattr(self, name)
-            if module is not None and (found := watcher(module, kind)) is not None:
-                return f"{name} has {found}"
-        return None
-
     def _route(
         self,
         x: Tensor,
@@ -369,7 +351,7 @@ class MoELayer(nn.Module):
         balance = self._balance
         before = 0 if balance is None else balance.exchanges
         try:
-            self._check_settings(in_order, watched)
+            check_settings(self, in_order, watched)
             require_tensor("x", x, self.comm.device)
             if x.dtype not in NATIVE_DTYPES:
                 raise InvalidArgument(f"x is {x.dtype}, expected one of {', '.join(map(str, NATIVE_DTYPES))}")
@@ -536,19 +518,6 @@ class MoELayer(nn.Module):
     def _note_backward(self, grad_TH: Tensor) -> None:
         self._unsynchronized = True
 
-    def _refuse_own_settings(self) -> None:
-        """Raises InvalidArgument for settings that have no effect on own experts."""
-        if (found := self._setting_without_effect()) is not None:
-            raise InvalidArgument(f"{found} with experts of one's own, which autograd differentiates")
-
-    def _setting_without_effect(self) -> str | None:
-        """Returns the setting of OverlapConfig that has no effect where autograd does the backward, or
-        None."""
-        for name, only in IN_ORDER.items():
-            if (value := getattr(self.overlap, name)) != only:
-                return f"OverlapConfig.{name} is {value!r}, must be {only!r}"
-        return None
-
     def __deepcopy__(self, memo: dict[int, Any]) -> MoELayer:
         """Copies the layer (for an average of the weights, say); the copy has its own parameters and shares
         the communicator."""
@@ -563,48 +532,6 @@ class MoELayer(nn.Module):
         built_layers.add(twin)
         return twin
 
-    def _check_settings(self, in_order: bool, watched: str | None = None) -> None:
-        """Raises InvalidArgument for settings or weights with which no forward can run."""
-        if watched is not None and (found := self._setting_without_effect()) is not None:
-            raise InvalidArgument(
-                f"{watched}, which is to see its own rows: the layer runs in order then, and {found}"
-            )
-        if not in_order:
-            self._require_parts()
-        if self._own_experts:
-            self._refuse_own_settings()
-        if self.comm.size > 1 or self.config.main_grad:
-            refuse_mixed_shards(self.experts)
-        if self.config.main_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            self.experts.mark_parameters()  # some may have been frozen before
-            for parameter in self.experts.parameters():
-                if parameter.requires_grad and has_main_grad(parameter):
-                    main_grad_of(parameter)  # one that cannot be used is refused here, on all ranks
-        parts = (("experts", None if self._own_experts else self.experts), ("shared", self.shared))
-        for name, module in [(name, module) for name, module in parts if module is not None]:
-            for own in ("w_in", "w_out", "b_in", "b_out"):
-                weight = getattr(module, own, None) if own == "w_in" else module._parameters.get(own)
-                # FSDP's shards may have another dtype before the call of their module.
-                if weight is None or weight.dtype is self.config.dtype or isinstance(weight, DTensor):
-                    continue
-                raise InvalidArgument(
-                    f"{name}.{own} is {weight.dtype}, must be the config's dtype {self.config.dtype}: build "
-                    f"the layer with MoEConfig(dtype={weight.dtype}) instead of converting it"
-                )
-
-    def _require_parts(self) -> None:
-        """Raises InvalidArgument where a module without their weights has replaced experts or shared
-        experts."""
-        for (name, kind), needed in zip(_PARTS, ("products", "w_in"), strict=True):
-            part = getattr(self, name)
-            if part is not None and not isinstance(part, kind) and not hasattr(part, needed):
-                instead = ", or give MoELayer(experts=module) experts of one's own" * (name == "experts")
-                raise InvalidArgument(
-                    f"layer.{name} is {type(part).__name__} without {needed!r}, must be the {kind.__name__} "
-                    "that the layer was built with: change its weights with torch.nn.utils.parametrize, and "
-                    f"its rows with hooks{instead}"
-                )
-
     def _attach(self, to: Tensor, routing: Routing) -> Tensor:
         if not (torch.is_grad_enabled() and to.requires_grad):
             return to
@@ -616,19 +543,6 @@ class MoELayer(nn.Module):
         return attach_loss(
             to, total, self._loss_scale_on_device, (lambda: router.record_load(load_E)) if records else None
         )
-
-
-def received_rows_bound(config: MoEConfig, comm: Communicator) -> int:
-    """Returns the rows that no routing under config.capacity_factor can exceed on one rank, whatever tokens
-    each rank brings."""
-    worst = rows_at_worst(
-        ranks=comm.size,
-        max_tokens=comm.max_tokens,
-        top_k=config.top_k,
-        num_local_experts=comm.num_local_experts,
-    )
-    of_expert = comm.size * tokens_per_expert_limit(config, comm.max_tokens)
-    return min(worst, comm.num_local_experts * of_expert)
 
 
 _MADE_FOR = ("size", "rank", "nodes", "device", "num_experts", "hidden", "top_k", "dtype", "max_tokens")
@@ -650,52 +564,3 @@ def set_loss_scale(model: nn.Module, scale: float) -> None:
     for module in model.modules():
         if isinstance(module, MoELayer):
             module.loss_scale = scale
-
-
-def _expert_group(group: AnyGroup | None, mesh: DeviceMesh | None, ep_dim: str | None) -> AnyGroup | None:
-    """Returns `group`, or dimension `ep_dim` of `mesh`."""
-    if mesh is None:
-        if ep_dim is not None:
-            raise InvalidArgument(f"ep_dim is {ep_dim!r}, must be None without a mesh")
-        return group
-    if group is not None:
-        raise InvalidArgument("group and mesh are both given, one of them must be None")
-    if ep_dim is None and mesh.ndim == 1:
-        return mesh
-    if ep_dim not in (mesh.mesh_dim_names or ()):
-        raise InvalidArgument(
-            f"ep_dim is {ep_dim!r}, must be the dimension of the mesh over which the experts are spread, one "
-            f"of {mesh.mesh_dim_names}"
-        )
-    return mesh[ep_dim]
-
-
-def _require_folding(config: MoEConfig, folding: ParallelFolding, group: Any, experts: Any) -> None:
-    """Raises InvalidArgument for a folding that does not fit the other arguments of a layer."""
-    folded.require_fit(config, folding)
-    if group is not None:
-        raise InvalidArgument("group (or mesh) is given by folding, must be None when folding is passed")
-    if experts is not None and folding.etp > 1:
-        raise InvalidArgument(
-            f"folding.etp is {folding.etp}, must be 1 with experts of one's own, which moecomm cannot split"
-        )
-
-
-def _build_communicator(
-    config: MoEConfig,
-    group: AnyGroup | None,
-    max_tokens: int | None,
-    folding: ParallelFolding | None,
-) -> Communicator:
-    if max_tokens is None:
-        raise InvalidArgument("max_tokens is None, must be given when no comm is passed")
-    if folding is not None:
-        return folded.make_communicator(config, folding, max_tokens=max_tokens)
-    return Communicator(
-        group,
-        num_experts=config.num_experts,
-        hidden=config.hidden,
-        top_k=config.top_k,
-        max_tokens=max_tokens,
-        dtype=config.dtype,
-    )

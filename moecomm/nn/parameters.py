@@ -1,5 +1,4 @@
-"""Properties of experts' parameters: the mark that they differ between the ranks of an expert-parallel group,
-their first values, and gradients in float32."""
+"""Parameters of experts: their marks, first values and gradients in float32, parts and added ones."""
 
 from __future__ import annotations
 
@@ -7,14 +6,16 @@ import hashlib
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.func import functional_call
 
 from moecomm.errors import InvalidArgument
-from moecomm.nn.expert_parts import ExpertPart, Split
+from moecomm.kernels.activation import INPUTS, INTERLEAVED
 
 _MARK = "moecomm_expert_parallel"
 AVERAGED_BY_DDP = "moecomm_averaged_by_ddp"
@@ -203,3 +204,106 @@ def _shard_of(weight: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
     )
     here = tuple(slice(offset, offset + size) for offset, size in zip(offsets, shape, strict=True))
     return weight.to_local(), here
+
+
+# -- parts of experts under expert tensor parallelism ------------------------------------------------------
+# Part p of P has F / P of the F inner columns, from p F / P on: of a w_in (H, 2F) with gates in its first
+# half these columns of both halves, of an interleaved one these pairs of columns, of w_out (F, H) these rows.
+# An expert's result is the sum of its parts' results, so part 0 alone has b_out, which is added once.
+#
+# Example: F = 4, P = 2. Part 1 of a w_in in halves, columns g0 g1 g2 g3 u0 u1 u2 u3, has g2 g3 u2 u3; of an
+# interleaved one, g0 u0 g1 u1 g2 u2 g3 u3, it has g2 u2 g3 u3.
+
+
+class Split(NamedTuple):
+    """How parts divide one dimension of a weight."""
+
+    dim: int
+    """The dimension of the (E, ...) tensor of all experts."""
+    blocks: int
+    """Equal blocks of that dimension, of each of which a part has its share."""
+
+
+class ExpertPart(NamedTuple):
+    """One of the equal parts that experts are split into: part `number` of `of`, from 0 on."""
+
+    number: int = 0
+    of: int = 1
+
+    def take(self, whole: Tensor, split: Split | None) -> Tensor:
+        """Returns this part's share of a weight of whole experts, (E, ...) for any E; without a split, the
+        weight itself."""
+        if split is None or self.of == 1:
+            return whole
+        shares = whole.unflatten(split.dim, (split.blocks, self.of, -1))
+        return shares.select(split.dim + 1, self.number).flatten(split.dim, split.dim + 1)
+
+
+def splits_of(activation: str) -> dict[str, Split | None]:
+    """Returns how parts divide each parameter of GroupedExperts; None: it is not divided."""
+    halves = 1 if activation in INTERLEAVED else INPUTS[activation]
+    return {"w_in": Split(2, halves), "w_out": Split(1, 1), "b_in": Split(1, halves), "b_out": None}
+
+
+# -- parameters that are added to experts ------------------------------------------------------------------
+# By torch.nn.utils.parametrize, for example. The first dimension tells which have a part for each of a rank's
+# experts, unless it is their number by chance. So the parametrization is tried with random numbers: a part
+# for each expert changes the weight of its own expert alone.
+
+
+_SAID = "_moecomm_per_expert"
+"""The attribute of a module that has what is known of its parameters, by name."""
+
+
+def mark_adapter(module: nn.Module, *, per_expert: bool) -> None:
+    """Says of the parameters of a module within a layer's experts, a parametrization for example, whose first
+    dimension is the number of this rank's experts, whether they have a part for each expert there, or are the
+    same on all ranks. It is needed where moecomm cannot see that by itself, which raises InvalidArgument, and
+    goes along with copies of the module."""
+    for each in module.modules():
+        setattr(each, _SAID, dict.fromkeys(each._parameters, per_expert))
+        for parameter in each._parameters.values():
+            if parameter is not None and not per_expert:
+                unmark_expert_parameter(parameter)
+
+
+def has_part_for_each(experts: nn.Module, local: int, name: str, parameter: Tensor) -> bool | None:
+    """Returns whether a parameter that was added to experts, with this name in them, has a part for each of
+    the `local` ones; None where that cannot be told."""
+    if parameter.dim() == 0 or parameter.shape[0] != local:
+        return False
+    path, _, leaf = name.rpartition(".")
+    module = experts.get_submodule(path)
+    known: dict[str, bool] = getattr(module, _SAID, {})
+    if leaf in known:
+        return known[leaf]
+    if isinstance(parameter, DTensor):  # `fully_shard_experts` has asked before; other shards are refused
+        return True
+    found = None
+    if path.startswith("parametrizations.") and local > 1:
+        _, weight, *inner = name.split(".")
+        found = _changes_own_alone(experts.get_submodule(f"parametrizations.{weight}"), ".".join(inner))
+    if found is not None:
+        setattr(module, _SAID, {**known, leaf: found})
+    return found
+
+
+def _changes_own_alone(parametrization: nn.Module, name: str) -> bool | None:
+    """Returns whether part 0 of a parameter is the only one that the weight of expert 0 depends on; None if
+    it cannot be computed, or depends on none."""
+    values: dict[str, Any] = dict(parametrization.named_parameters())
+    device = values[name].device
+    if device.type == "meta" or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        return None
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
+            torch.manual_seed(0)
+            for each, value in values.items():
+                if value.is_floating_point():
+                    values[each] = torch.randn_like(value).requires_grad_(each == name)
+            first = functional_call(parametrization, values, ())[0]
+            (found,) = torch.autograd.grad(first, values[name], torch.randn_like(first), allow_unused=True)
+    except Exception:  # whatever a module of the user's does not take
+        return None
+    used = [] if found is None else found.reshape(len(found), -1).any(1).tolist()
+    return not any(used[1:]) if any(used) else None

@@ -1,15 +1,23 @@
-"""The choice of what computes the products of a layer's experts."""
+"""What computes the products of a layer's experts, and products in fp8."""
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Callable, MutableMapping
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.weak import WeakTensorKeyDictionary
 
+from moecomm.errors import Unsupported
 from moecomm.kernels import quack
 from moecomm.kernels.products import Products
+from moecomm.kernels.quantize import Quantized, prepare, quantize_columns, quantize_rows, quantize_transposed
+from moecomm.kernels.scaled_mm import missing_on, scaled_grouped_mm, scaled_grouped_mm_wgrad
 from moecomm.nn.config import MoEConfig
-from moecomm.nn.fp8 import make_fp8_products
+from moecomm.nn.parameters import is_expert_parameter
 
 
 def make_products(config: MoEConfig, device: torch.device, rows: int | None = None) -> Products:
@@ -31,3 +39,180 @@ def make_products(config: MoEConfig, device: torch.device, rows: int | None = No
             rows=rows,
         )
     return Products()
+
+
+# -- products in fp8 ---------------------------------------------------------------------------------------
+# Operands are in e4m3 with a scale a row (moecomm.kernels.quantize), results in bfloat16 (docs/fp8.md):
+#   h  = x W_in      rows of x by columns of W_in         dx = dh W_in^T    rows of dh by rows of W_in
+#   y  = z W_out     rows of z by columns of W_out        dz = dy W_out^T   rows of dy by rows of W_out
+#   dW_in = x^T dh   columns of x by columns of dh        dW_out = z^T dy   columns of z by columns of dy
+# with the columns of rows' tensors within each expert's group.
+
+
+def make_fp8_products(config: MoEConfig, device: torch.device) -> Products:
+    """Makes the products of e4m3. Raises Unsupported where the device has none."""
+    if device.type == "cuda":
+        reason = missing_on(device)
+        if reason is not None:
+            raise Unsupported(
+                f"expert_precision is {config.expert_precision!r}, but {reason}. "
+                "Use expert_precision=None there"
+            )
+        prepare(device, config.dtype)
+    return Fp8Products()
+
+
+class Fp8Products(Products):
+    """Grouped products in e4m3. Quantised weights are kept until the weight changes, so that the microbatches
+    of a step pay for them once: a byte a value in the forward, two with the backward.
+
+    Only a module's own expert parameters are kept. A tensor that FSDP gathers or functional_call puts in
+    their place is quantised for each product, and so is everything while a CUDA graph is captured: a replay
+    has to see what weights are then. A change is noticed by the parameter's version counter and address, and
+    by steps of any torch.optim.Optimizer (the fused ones count no version). `forget` is for changes that go
+    past all of these.
+    """
+
+    name = "fp8"
+
+    def __init__(self) -> None:
+        self._kept: MutableMapping[Tensor, dict[str, _Kept]] = WeakTensorKeyDictionary()
+        _count_optimizer_steps()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Fp8Products:
+        return Fp8Products()
+
+    def __reduce__(self) -> tuple[type[Fp8Products], tuple[()]]:
+        return Fp8Products, ()
+
+    def forget(self) -> None:
+        """Throws the quantised weights away; the next product makes its own again."""
+        self._kept.clear()
+
+    def kept_bytes(self) -> int:
+        """Returns the bytes of kept quantised weights, with their scales."""
+        kept = [each.quantized for forms in self._kept.values() for each in forms.values()]
+        return sum(part.nbytes for each in kept for part in each)
+
+    def _mm(self, rows_PA: Tensor, weight_LAB: Tensor, groups: Tensor) -> Tensor:
+        weights = self._weights(weight_LAB, quantize_transposed)
+        return scaled_grouped_mm(quantize_rows(rows_PA, groups), weights, groups).to(rows_PA.dtype)
+
+    def _mm_dgrad(self, rows_PB: Tensor, weight_LAB: Tensor, groups: Tensor) -> Tensor:
+        weights = self._weights(weight_LAB, quantize_rows)
+        return scaled_grouped_mm(quantize_rows(rows_PB, groups), weights, groups).to(rows_PB.dtype)
+
+    def _wgrad(self, rows_PA: Tensor, grad_PB: Tensor, groups: Tensor) -> Tensor:
+        left, right = quantize_columns(rows_PA, groups), quantize_columns(grad_PB, groups)
+        return scaled_grouped_mm_wgrad(left, right).to(rows_PA.dtype)
+
+    def _weights(self, weight_LAB: Tensor, quantize: Callable[[Tensor], Quantized]) -> Quantized:
+        """Returns the quantised weight, with the summed dimension last in memory."""
+        if not _may_keep(weight_LAB):
+            return quantize(weight_LAB.detach())
+        forms = self._kept.setdefault(weight_LAB, {})
+        kept, state = forms.get(quantize.__name__), _state_of(weight_LAB)
+        if kept is None or kept.state != state:
+            # The new weight may take the memory of the old one.
+            forms.pop(quantize.__name__, None)
+            kept = _Kept(quantize(weight_LAB.detach()), state, _made_now(weight_LAB))
+            forms[quantize.__name__] = kept
+        elif kept.made is not None:
+            _wait_for(kept)
+        return kept.quantized
+
+
+# -- weights that are kept ---------------------------------------------------------------------------------
+
+
+class _Made(NamedTuple):
+    stream: torch.cuda.Stream
+    done: torch.cuda.Event
+
+
+class _Kept(NamedTuple):
+    quantized: Quantized
+    state: tuple[int, int, int]
+    made: _Made | None
+    """The stream and event of the quantisation on a GPU; None on the CPU."""
+
+
+class _Steps:
+    """A count of the steps of all optimizers of this process."""
+
+    count = 0
+
+
+@functools.cache
+def _count_optimizer_steps() -> None:
+    def step(*_: Any) -> None:
+        _Steps.count += 1
+
+    register_optimizer_step_post_hook(step)
+
+
+def _may_keep(weight: Tensor) -> bool:
+    if torch.compiler.is_compiling() or not is_expert_parameter(weight) or weight.is_inference():
+        return False
+    return not (weight.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def _state_of(weight: Tensor) -> tuple[int, int, int]:
+    return weight._version, weight.data_ptr(), _Steps.count
+
+
+def _made_now(weight: Tensor) -> _Made | None:
+    if not weight.is_cuda:
+        return None
+    stream = torch.cuda.current_stream(weight.device)
+    return _Made(stream, stream.record_event())
+
+
+def _wait_for(kept: _Kept) -> None:
+    """Makes the current stream wait for quantised weights that another stream may have made."""
+    assert kept.made is not None
+    stream = torch.cuda.current_stream(kept.quantized.values.device)
+    if stream != kept.made.stream:
+        stream.wait_event(kept.made.done)
+        for part in kept.quantized:
+            part.record_stream(stream)
+
+
+# -- products outside autocast, in graphs of torch.compile -------------------------------------------------
+# torch.compile makes a backward within the autocast of its forward, as a whole: blocks of the forward that
+# turn autocast off do not count in it. Functions of autograd are traced with what their backward does itself.
+
+
+def needs_care(kind: str) -> bool:
+    """Returns True where torch.compile traces a forward within autocast for devices of this kind; to be asked
+    before autocast is turned off."""
+    return torch.compiler.is_compiling() and torch.is_autocast_enabled(kind)
+
+
+def matmul(x_TA: Tensor, weight: Tensor, care: bool) -> Tensor:
+    """Returns x @ weight, for a weight (A, B) or (A,), in the dtype of its operands. To be called with
+    autocast turned off; `care`: what `needs_care` has said."""
+    if not care:
+        return x_TA @ weight
+    if weight.dim() == 1:
+        return matmul(x_TA, weight.unsqueeze(1), care).squeeze(1)
+    product_TB: Tensor = _Matmul.apply(x_TA, weight)  # type: ignore[no-untyped-call]
+    return product_TB
+
+
+class _Matmul(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TA: Tensor, weight_AB: Tensor) -> Tensor:
+        ctx.save_for_backward(x_TA, weight_AB)
+        return x_TA @ weight_AB
+
+    @staticmethod
+    def backward(ctx: Any, grad_TB: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x_TA, weight_AB = ctx.saved_tensors
+        grad_x_TA = grad_weight_AB = None
+        with torch.autocast(grad_TB.device.type, enabled=False):
+            if ctx.needs_input_grad[0]:
+                grad_x_TA = grad_TB @ weight_AB.t()
+            if ctx.needs_input_grad[1]:
+                grad_weight_AB = x_TA.t() @ grad_TB
+        return grad_x_TA, grad_weight_AB

@@ -1,22 +1,21 @@
-"""Top-k router: scores every expert for every token and chooses k of them."""
+"""Top-k router: scores every expert for every token, chooses k of them, and drops what exceeds a capacity."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from moecomm.arguments import require_integer, require_tensor
 from moecomm.errors import InvalidArgument
-from moecomm.nn.balance_sums import SequenceSums, StepCounts
 from moecomm.nn.config import MoEConfig
-from moecomm.nn.given import Choices, check_given, replayed
-from moecomm.nn.losses import expert_sums, z_loss
-from moecomm.nn.outside_autocast import matmul, needs_care
+from moecomm.nn.losses import SequenceSums, StepCounts, expert_sums, z_loss
 from moecomm.nn.parameters import init_shared_weight
-from moecomm.nn.token_dropping import kept_choices, tokens_per_expert_limit
+from moecomm.nn.products import matmul, needs_care
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -318,3 +317,132 @@ def balanced_choice(num_tokens: int, num_experts: int, top_k: int, device: Any) 
     token_T1 = torch.arange(num_tokens, device=device).unsqueeze(1)
     slot_K = torch.arange(top_k, device=device) * (num_experts // top_k)
     return (token_T1 + slot_K) % num_experts
+
+
+# -- what a forward is told of its tokens ------------------------------------------------------------------
+
+
+_INTEGERS = (torch.int32, torch.int64)
+
+
+class Choices(NamedTuple):
+    """The choices of a forward, for the same forward once more."""
+
+    chosen_TK: Tensor
+    """(T, K) int32 before drops."""
+    kept_TK: Tensor
+    """The same after drops."""
+
+
+def flat(x: Tensor, given: dict[str, Any]) -> dict[str, Any]:
+    """Returns what was given beside x (B, S, H) as beside its (B * S, H) tokens."""
+    dims, shape = {"mask": 2, "topk_idx": 3}, x.shape[:2]
+    return {
+        name: value.flatten(0, 1)
+        if isinstance(value, Tensor) and value.dim() == dims.get(name) and value.shape[:2] == shape
+        else value
+        for name, value in given.items()
+    }
+
+
+def check_given(
+    tokens: int,
+    top_k: int,
+    device: torch.device,
+    *,
+    seq_len: int | None,
+    cu_seqlens: Tensor | None = None,
+    mask: Tensor | None = None,
+    topk_idx: Tensor | None = None,
+) -> None:
+    """Raises InvalidArgument for what does not fit so many tokens."""
+    if seq_len is not None and tokens % require_integer("seq_len", seq_len, 1):
+        raise InvalidArgument(f"seq_len is {seq_len}, must divide the number of tokens {tokens}")
+    if seq_len is not None and cu_seqlens is not None:
+        raise InvalidArgument(f"seq_len is {seq_len}, must be None with cu_seqlens")
+    for name, value, shape, dtypes in (
+        ("cu_seqlens", cu_seqlens, None, _INTEGERS),
+        ("mask", mask, (tokens,), (torch.bool,)),
+        ("topk_idx", topk_idx, (tokens, top_k), _INTEGERS),
+    ):
+        if value is None:
+            continue
+        require_tensor(name, value, device)
+        if value.dtype not in dtypes:
+            raise InvalidArgument(f"{name} is {value.dtype}, must be {' or '.join(map(str, dtypes))}")
+        if value.shape != shape and (shape is not None or value.dim() != 1 or not value.shape[0]):
+            expected = shape or "(sequences + 1,)"
+            raise InvalidArgument(f"{name} has shape {tuple(value.shape)}, must be {expected}")
+
+
+def replayed(given_TK: Tensor, own_TK: Tensor, experts: int) -> Tensor:
+    """Returns (T, K) int64: the given choices, and where all of a token's are -1 the router's own. Ids that
+    are none become `experts`, which a dispatch refuses on all ranks without a wait here.
+
+    Example: given = [[2, 0], [-1, -1], [1, -1]], own = [[0, 1], [0, 3], [2, 3]] gives [[2, 0], [0, 3],
+    [1, -1]]: the third token has one expert.
+    """
+    given_TK = given_TK.to(torch.int64)
+    given_TK = given_TK.masked_fill((given_TK < -1) | (given_TK >= experts), experts)
+    return torch.where((given_TK == -1).all(dim=1, keepdim=True), own_TK, given_TK)
+
+
+# -- capacity ----------------------------------------------------------------------------------------------
+
+
+def tokens_per_expert_limit(config: MoEConfig, num_tokens: int) -> int:
+    """Returns how many of T tokens may go to one expert: ceil(T * K / E * capacity_factor), at most T.
+
+    Megatron-Core's get_capacity. The tokens are those of a sending rank, so that dropping needs no
+    communication.
+    """
+    assert config.capacity_factor is not None
+    limit = math.ceil(num_tokens * config.top_k * config.capacity_factor / config.num_experts)
+    return min(limit, num_tokens)
+
+
+def rows_at_worst(*, ranks: int, max_tokens: int, top_k: int, num_local_experts: int) -> int:
+    """Returns the rows that no routing can exceed on one rank: each token with as many of its choices as
+    there are experts."""
+    return ranks * max_tokens * min(top_k, num_local_experts)
+
+
+def rows_for_headroom(
+    headroom: float, *, ranks: int, max_tokens: int, top_k: int, num_local_experts: int
+) -> int:
+    """Returns the rows that a rank gets where the tokens of all ranks spread evenly over the experts, times
+    `headroom`; never more than any routing can bring.
+
+    Example: 4 ranks with 1000 tokens each, top-2, 8 experts a rank: 2000 rows by balance, 8000 at worst; with
+    a headroom of 1.25 it is 2500.
+    """
+    worst = rows_at_worst(
+        ranks=ranks, max_tokens=max_tokens, top_k=top_k, num_local_experts=num_local_experts
+    )
+    return min(worst, math.ceil(headroom * max_tokens * top_k))
+
+
+def kept_choices(topk_idx_TK: Tensor, weights_TK: Tensor | None, num_experts: int, limit: int) -> Tensor:
+    """Returns (T, K) bool: the choices that fit when each expert takes at most `limit` tokens.
+
+    With weights an expert keeps the tokens of highest weight, the earlier token among equals; without, the
+    first ones. Shapes do not depend on the data, and the host waits for nothing. Every entry of topk_idx_TK
+    is an expert id.
+
+    Example: topk_idx = [[0, 1], [0, 2], [0, 1]], weights = [[.6, .4], [.9, .1], [.7, .3]], limit = 2. Expert
+    0 is wanted by tokens 0, 1, 2 with .6, .9, .7: by weight token 0 is dropped, by position token 2.
+    """
+    expert_N = topk_idx_TK.reshape(-1).to(torch.int64)
+    order_N = torch.arange(expert_N.numel(), device=expert_N.device)
+    if weights_TK is not None:
+        order_N = torch.argsort(weights_TK.detach().reshape(-1), descending=True, stable=True)
+    # Sorting by expert keeps the order of preference inside each expert, because both sorts are stable.
+    order_N = order_N[torch.argsort(expert_N[order_N], stable=True)]
+    counts_E = torch.zeros(num_experts, dtype=torch.int64, device=expert_N.device)
+    counts_E.scatter_add_(0, expert_N, torch.ones_like(expert_N))
+    first_E = counts_E.cumsum(0) - counts_E
+    ordered_N = expert_N[order_N]
+    place_N = torch.arange(expert_N.numel(), device=expert_N.device) - first_E[ordered_N]
+    kept_N = torch.empty_like(expert_N, dtype=torch.bool)
+    kept_N[order_N] = place_N < limit
+    return kept_N.view(topk_idx_TK.shape)

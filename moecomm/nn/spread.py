@@ -1,13 +1,21 @@
-"""Which parameters of a layer's experts are of this rank's experts alone."""
+"""Which parameters of a layer's experts are of this rank's experts alone; and a check of that before each
+step of an optimizer, which importing moecomm.nn sets. A step in which nothing is wrong looks at no
+parameter."""
 
 from __future__ import annotations
 
+import sys
+from typing import Any
+
+import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from moecomm.errors import InvalidArgument
 from moecomm.nn.experts import GroupedExperts
-from moecomm.nn.layer import MoELayer
-from moecomm.nn.parameters import is_expert_parameter
+from moecomm.nn.layer import MoELayer, built_layers
+from moecomm.nn.parameters import AVERAGED_BY_DDP, DIVIDED, is_expert_parameter
 
 
 def spread_parameters(layer: MoELayer) -> dict[str, nn.Parameter]:
@@ -36,3 +44,62 @@ def _is_spread(layer: MoELayer, name: str, parameter: nn.Parameter) -> bool:
             "module that has it"
         )
     return bool(of_each)
+
+
+# -- the check before an optimizer's step ------------------------------------------------------------------
+
+
+def _check_step(optimizer: torch.optim.Optimizer, args: Any, options: Any) -> None:
+    """Raises InvalidArgument before the step of an optimizer that has experts' weights whose gradients are
+    still put off or not averaged, or that would send one rank's experts to all ranks."""
+    zero = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    shares = zero is not None and isinstance(optimizer, zero.ZeroRedundancyOptimizer)
+    found = [layer for layer in built_layers if _looks_wrong(layer, shares)]
+    if not found:
+        return
+    own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    for layer in found:
+        if own.isdisjoint(layer.experts.parameters()):
+            continue
+        if layer.has_pending_weights:
+            raise InvalidArgument(
+                "the optimizer has experts' weights whose gradients are still put off "
+                "(OverlapConfig(defer_weights=True)), and the next step would have them: call "
+                "moecomm.nn.backward_weights(model) before, or with drop=True for a step that is left out"
+            )
+        if shares:
+            raise InvalidArgument(
+                "the optimizer is a ZeroRedundancyOptimizer, which would send one rank's experts to all "
+                "ranks: use it for the other parameters (moecomm.nn.is_expert_parameter tells) and a plain "
+                "optimizer for the experts, or FSDP2 (moecomm.nn.fully_shard_experts)"
+            )
+        raise InvalidArgument(
+            f"the optimizer has weights of experts that {layer.comm.size} ranks share out, with gradients "
+            "that moecomm.nn.sync_gradients has not averaged since the last backward: each rank would step "
+            "by those of its own loss. Call sync_gradients(model) before the step, or wrap the model "
+            "(prepare_ddp, fully_shard_experts); code that averages them itself calls "
+            "moecomm.nn.mark_synchronized(model)"
+        )
+
+
+def _looks_wrong(layer: MoELayer, shares: bool) -> bool:
+    """True if no optimizer of this kind may step with the layer's experts now. `shares`: it sends parameters
+    to all ranks."""
+    if layer.has_pending_weights:
+        return True
+    if layer.comm.size == 1:
+        return False
+    return shares or (layer._unsynchronized and _averages_nothing(layer))
+
+
+def _averages_nothing(layer: MoELayer) -> bool:
+    """True if this rank trains weights of its own experts, and no backward averages their gradients, as DDP's
+    and FSDP2's do. An adapter that all ranks have is averaged as any dense weight."""
+    trained = [each for each in layer.experts.parameters() if each.requires_grad]
+    marks = (AVERAGED_BY_DDP, DIVIDED)
+    if any(isinstance(each, DTensor) or any(hasattr(each, mark) for mark in marks) for each in trained):
+        return False
+    return any(each.requires_grad for each in spread_parameters(layer).values())
+
+
+register_optimizer_step_pre_hook(_check_step)

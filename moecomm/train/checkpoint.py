@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 from moecomm.errors import InvalidArgument
 from moecomm.kernels.activation import INTERLEAVED
-from moecomm.nn.expert_parts import splits_of
 from moecomm.nn.experts import GroupedExperts, SharedExperts
 from moecomm.nn.layer import MoELayer
+from moecomm.nn.parameters import splits_of
 from moecomm.train.gradients import ep_group_of
 from moecomm.train.optimizer_state import Numbers, ParamGroups, ensure_state, require_savable
 from moecomm.train.part_state import part_of_all

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from moecomm.nn.folded import MOST_CALLERS, caller_of
 from moecomm.nn.layer import MoELayer, built_layers
-from moecomm.nn.same_config import MOST_CALLERS, caller_of
 
 _FIRST, _EVERY = 8, 64
 """Bits are taken in the first steps, and in two of so many steps after them."""

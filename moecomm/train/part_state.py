@@ -1,6 +1,6 @@
 """A rank's part of its experts as torch.distributed.checkpoint takes it: pieces of tensors of whole experts.
 
-The columns of a part are contiguous within each block of a weight (moecomm/nn/expert_parts.py), so a rank has
+The columns of a part are contiguous within each block of a weight (moecomm/nn/parameters.py), so a rank has
 one piece a block: of a w_in in halves one of gates and one of up values.
 """
 
@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from moecomm.errors import InvalidArgument, Unsupported
-from moecomm.nn.expert_parts import Split
 from moecomm.nn.experts import GroupedExperts
+from moecomm.nn.parameters import Split
 
 
 class PartTensor(Tensor):

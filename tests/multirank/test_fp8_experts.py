@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from moecomm import InvalidArgument
 from moecomm.nn import MoEConfig, MoELayer, OverlapConfig, sync_gradients
-from moecomm.nn.fp8 import Fp8Products
+from moecomm.nn.products import Fp8Products
 from tests.multirank.conftest import Pools
 from tests.multirank.harness import RankPool
 from tests.multirank.moe_cases import SIZES, check_ways, groups_of, layer_step, reference_step, whole

@@ -25,8 +25,7 @@ from moecomm.nn import (
     update_expert_bias,
     z_loss,
 )
-from moecomm.nn.router import balanced_choice, limit_to_groups
-from moecomm.nn.token_dropping import kept_choices, tokens_per_expert_limit
+from moecomm.nn.router import balanced_choice, kept_choices, limit_to_groups, tokens_per_expert_limit
 from tests import seeds
 from tests.moe_reference import Result, reference_moe
 
