@@ -25,7 +25,7 @@ from moecomm.kernels.quantize import (
 )
 from moecomm.kernels.scaled_mm import missing_on, scaled_grouped_mm, scaled_grouped_mm_wgrad
 from moecomm.nn import GroupedExperts, MoEConfig
-from moecomm.nn import fp8 as module
+from moecomm.nn import products as module
 from moecomm.nn.products import Fp8Products, make_products
 from tests import ranks
 from tests.multirank.conftest import Pools
