@@ -190,7 +190,7 @@ def _forward(
         _require_result("z", z_PF, (inner_PI.shape[0], width), inner_PI.dtype, inner_PI.device)
     if z_PF is None:
         z_PF = inner_PI.new_empty(inner_PI.shape[0], width)
-    if not inner_PI.is_cuda:
+    if not _has_kernel(inner_PI):
         return _forward_by_torch(z_PF, inner_PI, weights_P, ends_L, activation)
     _launch("activation", inner_PI, weights_P, ends_L, width, activation, z_PF)
     return z_PF
@@ -222,7 +222,7 @@ def _backward_into(
 ) -> None:
     """Computes the gradients of inner and of the weights, and z, into `results`; None, or an empty tensor,
     where one is not needed."""
-    if not inner_PI.is_cuda:
+    if not _has_kernel(inner_PI):
         _backward_by_torch(results, grad_z_PF, inner_PI, weights_P, ends_L, activation)
         return
     grad_z_PF = grad_z_PF.contiguous()
@@ -242,6 +242,10 @@ def _new_gradients(
 
 
 # -- on CUDA tensors ---------------------------------------------------------------------------------------
+
+
+def _has_kernel(tensor: Tensor) -> bool:
+    return tensor.is_cuda
 
 
 @functools.cache

@@ -174,7 +174,7 @@ def _new_transposed(x_LAB: Tensor) -> tuple[Tensor, Tensor]:
 
 def _rows(x: Tensor, ends_L: Tensor | None) -> tuple[Tensor, Tensor]:
     values, scales = _new_rows(x, ends_L)
-    if not x.is_cuda:
+    if not _has_kernel(x):
         x32 = _real(x.contiguous().float(), ends_L)
         scales = _scales(x32, -1)
         return _values(x32, scales.unsqueeze(-1)), scales
@@ -196,7 +196,7 @@ def _rows(x: Tensor, ends_L: Tensor | None) -> tuple[Tensor, Tensor]:
 
 def _columns(x_PC: Tensor, ends_L: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     values_CQ, scales_LC, padded_ends_L = _new_columns(x_PC, ends_L)
-    if not x_PC.is_cuda:
+    if not _has_kernel(x_PC):
         values_CQ.view(torch.uint8).zero_()
         begin = at = 0
         for group, end in enumerate(ends_L.tolist()):
@@ -230,7 +230,7 @@ def _columns(x_PC: Tensor, ends_L: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def _transposed(x_LAB: Tensor) -> tuple[Tensor, Tensor]:
     values_LBA, scales_LB = _new_transposed(x_LAB)
-    if not x_LAB.is_cuda:
+    if not _has_kernel(x_LAB):
         x32_LBA = x_LAB.transpose(1, 2).float().contiguous()
         scales_LB = _scales(x32_LBA, -1)
         return _values(x32_LBA, scales_LB.unsqueeze(-1)), scales_LB
@@ -253,6 +253,10 @@ def _transposed(x_LAB: Tensor) -> tuple[Tensor, Tensor]:
 
 
 # -- on CUDA tensors ---------------------------------------------------------------------------------------
+
+
+def _has_kernel(x: Tensor) -> bool:
+    return x.is_cuda
 
 
 @functools.cache
