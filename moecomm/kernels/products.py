@@ -77,12 +77,7 @@ class Products:
         return self._mm_dgrad(rows_PB, weight_LAB, groups)
 
     def grouped_mm_wgrad(
-        self,
-        rows_PA: Tensor,
-        grad_PB: Tensor,
-        groups: Tensor,
-        *,
-        into: Tensor | None = None,
+        self, rows_PA: Tensor, grad_PB: Tensor, groups: Tensor, *, into: Tensor | None = None
     ) -> Tensor | None:
         """Returns (L, A, B): for each group the sum over its rows of rows^T grad, zero for an empty one; with
         `into`, a tensor of that shape, it is added to that and None is returned."""
@@ -92,12 +87,7 @@ class Products:
         into.add_(gradient_LAB)
         return None
 
-    def bias_grad(
-        self,
-        grad_PB: Tensor,
-        groups: Tensor,
-        weights_P: Tensor | None = None,
-    ) -> Tensor:
+    def bias_grad(self, grad_PB: Tensor, groups: Tensor, weights_P: Tensor | None = None) -> Tensor:
         """Returns (L, B), the gradient of a bias: for each group the sum over its rows of weight * grad."""
         factors_PN = bias_factors(weights_P, grad_PB.shape[0], grad_PB)
         gradient_LNB = self.grouped_mm_wgrad(factors_PN, grad_PB, groups)
@@ -149,14 +139,7 @@ class Products:
         grad_weights_P = inner_PI.new_empty(rows, dtype=weight_dtype(dtype)) if need_weights else None
         z_PF = inner_PI.new_empty(rows, grad_z_PF.shape[1]) if need_z else None
         weighted_activation_backward_into(
-            grad_inner_PI,
-            grad_weights_P,
-            z_PF,
-            grad_z_PF,
-            inner_PI,
-            weights_P,
-            groups,
-            activation=activation,
+            grad_inner_PI, grad_weights_P, z_PF, grad_z_PF, inner_PI, weights_P, groups, activation=activation
         )
         return grad_inner_PI, grad_weights_P, z_PF
 
@@ -202,13 +185,11 @@ def grouped_matmul(
     """Returns (P, B): rows of group l, offsets[l-1]..offsets[l]-1, times weight[l].
 
     rows: (P, A); weight: (L, A, B) of the same dtype; offsets: (L,) int32 inclusive ends, ascending, at most
-    P; a group may be empty. Rows past offsets[-1] come out unspecified and get an unspecified gradient; the
-    weights' gradient does not depend on them, even if they hold NaN, and is zero for an empty group.
+    P; a group may be empty. Rows past offsets[-1] and their gradient are unspecified; the weights' gradient
+    does not depend on them, even if they hold NaN, and is zero for an empty group.
 
-    torch's products run torch.nn.functional.grouped_mm, with no padding and no host wait. That has no float64
-    and wants A and B to be multiples of 16 bytes; elsewhere each group is one torch.mm, for which the host
-    must know the offsets. A graph of torch.compile holds grouped_mm for bfloat16, the only dtype that it can
-    be traced in, and the operators moecomm::grouped_mm and moecomm::grouped_mm_wgrad for the rest.
+    torch's products run torch.nn.functional.grouped_mm without a host wait; for float64, and A or B that are
+    no multiples of 16 bytes, one torch.mm a group, for which the host must know the offsets.
     """
     product: Tensor = _GroupedMatmul.apply(rows_PA, weight_LAB, offsets_L, products)  # type: ignore[no-untyped-call]
     return product

@@ -5,10 +5,7 @@ activation and the routing weight in their epilogues. It is an optional dependen
 install '.[cuda]'` brings.
 
 quack's epilogues read a gate and its up value from neighbouring columns, so the activation is part of the
-products with activation="swiglu_interleaved" and "swiglu_clamped" alone; with others it is a pass of its own,
-as with torch.
-
-The kernels' tiles are those of moecomm/kernels/tiles.py.
+products with interleaved gates alone. The kernels' tiles are those of moecomm/kernels/tiles.py.
 """
 
 from __future__ import annotations
@@ -60,21 +57,13 @@ def missing_on(*, hidden: int, ffn: int, dtype: torch.dtype, device: torch.devic
 
 
 class QuackProducts(Products):
-    """Products by quack-kernels, for experts of one size, with the activation in passes of its own.
+    """Products by quack-kernels, for experts of one size (`hidden` and `ffn`, multiples of 8), with the
+    activation in passes of its own.
 
-    Args:
-        hidden: H of the experts, a multiple of 8.
-        ffn: F of the experts, a multiple of 8.
-        dtype: of rows and weights.
-        device: the GPU.
-        activation: the experts' activation.
-        bias: the experts have biases, so what these take is compiled here, too.
-        rows: the rows that an expert gets on average, by which tiles are chosen; None: not known.
-        tiles: the tiles of some products; the others have those of the table.
-        compile_now: False leaves all kernels to their first use.
-
-    Kernels are compiled here, which takes seconds and says so once on stderr; quack keeps them on disk
-    (QUACK_CACHE_DIR). Raises Unsupported where quack is not installed or cannot do it.
+    rows: those that an expert gets on average, by which tiles are chosen; tiles: those of some products, in
+    the place of the table's. Kernels are compiled here, those for a bias too, which takes seconds and says so
+    on stderr; compile_now=False leaves them to their first use. quack keeps them on disk (QUACK_CACHE_DIR).
+    Raises Unsupported where quack is not installed or cannot do it.
     """
 
     name = "quack"
@@ -149,12 +138,7 @@ class QuackProducts(Products):
         return self._rows(rows_PB, weight_LAB, groups, "fc1_dgrad")
 
     def grouped_mm_wgrad(
-        self,
-        rows_PA: Tensor,
-        grad_PB: Tensor,
-        groups: Tensor,
-        *,
-        into: Tensor | None = None,
+        self, rows_PA: Tensor, grad_PB: Tensor, groups: Tensor, *, into: Tensor | None = None
     ) -> Tensor | None:
         sizes = rows_PA.shape[1], grad_PB.shape[1]
         product = "fc1_wgrad" if sizes == (self._hidden, self._inner) else "fc2_wgrad"
@@ -380,13 +364,7 @@ def _launch(
         _gemm().run_gemm_plan(plan, left, right_T, out, there, **groups)
         return
     *_, _plans[key] = _quack().gemm_tuned.fn(
-        left,
-        right_T.mT,
-        out,
-        there,
-        add_to_output=adds and there is None,
-        config=_config(tile),
-        **groups,
+        left, right_T.mT, out, there, add_to_output=adds and there is None, config=_config(tile), **groups
     )
 
 

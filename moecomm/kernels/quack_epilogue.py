@@ -31,9 +31,7 @@ def weighted_swiglu(acc: Any, weight: Any) -> dict[str, Any]:
 
 
 @gemm_epilogue(
-    outputs=("postact",),
-    ops={"bias": RowVecLoad("bias"), "weight": ColVecLoad("weight")},
-    mode="acc_pair",
+    outputs=("postact",), ops={"bias": RowVecLoad("bias"), "weight": ColVecLoad("weight")}, mode="acc_pair"
 )
 def weighted_swiglu_clamped(acc: Any, bias: Any, weight: Any) -> dict[str, Any]:
     gate, up = unpack(acc + bias)

@@ -5,11 +5,9 @@
 and the same for the columns of two tensors, summed over the rows of each group. Results are bfloat16, which
 is what torch's grouped product of e4m3 gives.
 
-On CUDA tensors it is that product, of GPUs of compute capability 9.0: nothing is padded beyond what
-quantize_columns does, and the host waits for nothing. Elsewhere the values' products are summed in float32,
-multiplied by the scales, in float32 too, and rounded once: the arithmetic that the GPU approximates. Its sums
-stay in the tensor cores, which keep fewer bits than float32 (docs/fp8.md). All are torch operators, which
-torch.compile takes as they are, and have no gradient.
+On CUDA tensors it is that product, of GPUs of compute capability 9.0, whose tensor cores keep fewer bits than
+float32 (docs/fp8.md); the host waits for nothing. Elsewhere values are summed in float32, multiplied by the
+scales, and rounded once. All are torch operators, which torch.compile takes as they are, without gradient.
 
 Shape letters here: P rows, L groups, K what is summed over, N columns of the product, A and B columns, Q rows
 of groups that are padded.

@@ -138,12 +138,11 @@ def _operation(weight: Tensor) -> Any:
 
 
 def cut_off(weight: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Returns two for a weight that was computed from parameters: one in its place, and itself, whose
+    """Returns, for a weight that was computed from parameters, a tensor in its place, and itself, whose
     gradient goes on to them; of a parameter, and of a cast of one, itself and None.
 
-    A backward frees the graph that it goes through, gradient or not. The one in its place keeps the weight's
-    own graph out of it, until the gradient that was put off is there. (Casts keep nothing that could be
-    freed.)
+    A backward frees the graph that it goes through. The tensor in its place keeps the weight's own graph out
+    of it, until the gradient that was put off is there. (Casts keep nothing that could be freed.)
     """
     if not weight.requires_grad or weight.is_leaf or hasattr(_operation(weight), "variable"):
         return weight, None

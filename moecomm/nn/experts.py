@@ -469,12 +469,7 @@ class _Held:
         metadata[_HELD] = list(self.held)
 
     def compare(
-        self,
-        experts: nn.Module,
-        state: dict[str, Any],
-        prefix: str,
-        metadata: dict[str, Any],
-        *_: Any,
+        self, experts: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any
     ) -> None:
         """Compares the record with that of a state, as a hook of load_state_dict before a weight changes.
         Raises InvalidArgument for a state of other experts."""

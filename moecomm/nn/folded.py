@@ -182,10 +182,7 @@ def require_folding(config: MoEConfig, folding: ParallelFolding, group: Any, exp
 
 
 def build_communicator(
-    config: MoEConfig,
-    group: AnyGroup | None,
-    max_tokens: int | None,
-    folding: ParallelFolding | None,
+    config: MoEConfig, group: AnyGroup | None, max_tokens: int | None, folding: ParallelFolding | None
 ) -> Communicator:
     if max_tokens is None:
         raise InvalidArgument("max_tokens is None, must be given when no comm is passed")
@@ -242,9 +239,8 @@ def _words(config: MoEConfig) -> list[str]:
 def require_same_config(config: MoEConfig, comm: Communicator) -> None:
     """Raises MismatchedArguments, on all ranks, for configs that differ. All ranks call together.
 
-    Each rank sends a token for each field to the first rank, with 24 bits of the field's digest as its
-    routing weight, which travels as it is; what comes back says which fields differ. Where a rank may not
-    bring so many tokens, several fields share one.
+    Each rank sends a token a field to the first rank, with 24 bits of the field's digest as its routing
+    weight; what comes back says which fields differ. With few tokens allowed several fields share one.
     """
     if comm.size == 1:
         return

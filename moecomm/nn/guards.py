@@ -36,9 +36,9 @@ weight ready."""
 
 
 def watcher(module: nn.Module, kind: type[nn.Module]) -> str | None:
-    """Returns what expects of a module's calls what the module itself computes: a hook of it, or of the
-    `kind` that it wraps, or a forward other than that of `kind`. None: nothing does. Hooks that have to do
-    with weights alone are not looked at."""
+    """Returns what expects the module's own result of its calls: a hook of it, or of the `kind` that it
+    wraps, or another forward than that of `kind`. None: nothing does. Hooks for weights alone do not
+    count."""
     for each in module.modules():
         wrapped = isinstance(each, kind)
         if not (wrapped or each is module):
@@ -75,15 +75,10 @@ _PLACED = "moecomm_placed"
 
 
 def refuse_mixed_shards(experts: nn.Module) -> None:
-    """Raises InvalidArgument if fully_shard has sharded a parameter over ranks with other experts, or in
-    another way than `fully_shard_experts`, which sets `sharded_over`. What was seen before costs a look at
-    its attributes.
-
-    experts: those of a layer that are spread over ranks, or have main_grad, which no fully_shard may be
-    around. Of GroupedExperts, which may be within another module, only modules of theirs are looked at, as a
-    parametrization has them: what FSDP sets on GroupedExperts itself is refused there. Parameters without a
-    part for each expert may be sharded. New parameters of experts of one's own are marked as experts'.
-    """
+    """Raises InvalidArgument if fully_shard has sharded a parameter of spread experts, or of ones with
+    main_grad, in another way than `fully_shard_experts`, which sets `sharded_over`. What was seen before
+    costs a look at its attributes. What FSDP sets on GroupedExperts itself is refused there, so only modules
+    within them are looked at. New parameters of experts of one's own are marked as experts'."""
     grouped = _grouped(experts)
     if grouped is None:
         new = [p for p in experts.parameters() if not (is_expert_parameter(p) or hasattr(p, _PLACED))]

@@ -87,15 +87,17 @@ def load_balancing_loss(
 ) -> Tensor:
     """Switch Transformer's load-balancing loss (arXiv 2101.03961, eq. 4-6; for top-k as in Megatron-Core).
 
-    E * sum over e of f_e * P_e, where f_e is the share of the (token, k) pairs that chose expert e and P_e
-    the mean probability of e; 1 when both are uniform. Gradient flows through P only. probs_TE: (T, E), rows
-    sum to 1; topk_idx_TK: (T, K), every entry a global expert id, or -1 for a choice that was dropped, which
-    counts in the number of pairs alone. With sequence_len, which must divide T, the loss is taken over each
-    run of sequence_len tokens and averaged. cu_seqlens, instead: (S + 1,) integers from 0 on, where S
-    sequences of any length begin and the last one ends; tokens past that are of none. mask_T: (T,) bool,
-    False for tokens that do not count at all (padding). Returns a 0-d tensor; 0 without tokens, and the mean
-    is over sequences that have some. Other shapes and a sequence_len that does not divide T raise
-    InvalidArgument.
+    Returns E * sum over e of f_e * P_e, 0-d, where f_e is the share of the (token, k) pairs that chose expert
+    e and P_e the mean probability of e; 1 when both are uniform, 0 without tokens. Gradient flows through P.
+
+    Args:
+        probs_TE: (T, E), rows sum to 1.
+        topk_idx_TK: (T, K) global expert ids; -1 for a choice that was dropped.
+        sequence_len: the loss is the mean over each run of so many tokens; must divide T.
+        cu_seqlens: instead, (S + 1,) integers from 0 on, where S sequences begin and the last one ends.
+        mask_T: (T,) bool, False for tokens that do not count (padding).
+
+    Raises InvalidArgument for other shapes and a sequence_len that does not divide T.
     """
     sums = expert_sums(probs_TE, topk_idx_TK, sequence_len, cu_seqlens=cu_seqlens, mask_T=mask_T)
     return sums.loss(topk_idx_TK.shape[1])
@@ -151,14 +153,11 @@ class _AttachLoss(torch.autograd.Function):
 def attach_loss(
     y: Tensor, loss: Tensor, scale: float | Tensor = 1.0, on_backward: Callable[[], None] | None = None
 ) -> Tensor:
-    """Returns y, unchanged in value; when its backward runs, `loss` gets the gradient `scale` beside it. A
-    scale that is a 0-d tensor without gradient is read then, not before.
+    """Returns y, unchanged in value; when its backward runs, `loss` gets the gradient `scale`, as if scale *
+    loss were part of the model's loss (as Megatron-Core's MoEAuxLossAutoScaler does).
 
-    The manner of Megatron-Core's MoEAuxLossAutoScaler: the gradient is that of (the model's loss + scale *
-    loss), and no one has to carry the loss out of the model. Right under torch.utils.checkpoint too: there
-    the first forward is thrown away and only the recomputed one has a backward. For the same reason
-    `on_backward`, called once when the gradient arrives, is the place to count a step's tokens: a forward may
-    run twice, a backward does not.
+    A scale that is a 0-d tensor without gradient is read in the backward. `on_backward` is called once when
+    the gradient arrives: under torch.utils.checkpoint a forward runs twice, and a backward does not.
     """
     attached: Tensor = _AttachLoss.apply(y, loss, scale, on_backward)  # type: ignore[no-untyped-call]
     return attached
@@ -205,16 +204,15 @@ class StepCounts:
 
 
 class SequenceSums(StepCounts):
-    """The sums of sequences of which each rank of the group holds a part, the same number of sequences on
-    all, in the same order; ranks without tokens take part in any number. The host learns first how many there
-    are, but in the capture of a CUDA graph, within which it cannot: the runs before have compared."""
+    """The sums of sequences of which each rank of the group holds a part, in the same order; ranks without
+    tokens take part. Ranks compare the number of sequences first, but not in the capture of a CUDA graph."""
 
     phase = "the balancing loss over sequences"
 
     def over_ranks(self, sums: ExpertSums) -> ExpertSums:  # type: ignore[override]
-        """Returns the sums of all parts. A gradient of them becomes, for this rank's part, what makes the
-        mean of all ranks' gradients that of one process: it is multiplied by the ranks of the group. Raises
-        MismatchedArguments, on all of these ranks, for other numbers of sequences."""
+        """Returns the sums of all parts. A gradient is multiplied by the ranks of the group, so that the mean
+        over ranks is that of one process. Raises MismatchedArguments, on all of these ranks, for different
+        numbers of sequences."""
         self.exchanges += 1
         own = int(sums.tokens_S.shape[0])
         count = own

@@ -55,12 +55,10 @@ def mixed_shards_error(name: str, ranks: Sequence[int], held: str | None) -> Inv
 
 
 def is_expert_parameter(parameter: Tensor) -> bool:
-    """Returns True for a parameter sharded by expert over the expert-parallel group; False for one that all
-    ranks share.
+    """Returns True for a parameter that is of this rank's experts alone, False for one that all ranks share.
 
-    It is right for what `parameters()` or `named_parameters()` of a model returns, whatever was put into its
-    experts before: a parameter that a parametrization adds is marked when it is walked by first, and False
-    until then. Parameters that FSDP puts in the place of others are not known."""
+    It knows what `parameters()` of a model returns; one that a parametrization adds is marked then. It does
+    not know parameters that FSDP puts in the place of others."""
     return getattr(parameter, _MARK, False)
 
 
@@ -76,9 +74,8 @@ def has_main_grad(parameter: Tensor) -> bool:
 
 
 def main_grad_of(parameter: Tensor) -> Tensor:
-    """Returns the `main_grad` of a parameter that has one; where it is missing or None, zeros are put there.
-    Raises InvalidArgument for a tensor of the caller that cannot be it, and where zeros would become part of
-    a CUDA graph, whose replays would throw away what was collected."""
+    """Returns the `main_grad` of a parameter that has one, zeros where it was missing or None. Raises
+    InvalidArgument for a tensor that cannot be it, and where zeros would become part of a CUDA graph."""
     found: Tensor | None = getattr(parameter, "main_grad", None)
     if found is None:
         if parameter.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -107,10 +104,9 @@ def to_main_grad(parameter: Tensor) -> None:
 
 
 def add_gradient(weight: Tensor, gradient: Tensor | None) -> None:
-    """Adds a gradient to the `grad` of a parameter, or its `main_grad`, as autograd does, but for hooks,
-    unless the product has added it already: None. The gradient of a weight that was computed from parameters
-    (a cast, by torch.func.functional_call) goes on to them through its graph, which stays for other
-    microbatches."""
+    """Adds a gradient to the `grad` of a parameter, or its `main_grad`, without hooks; None: the product has
+    added it. That of a weight that was computed from parameters goes on to them through its graph, which
+    stays for other microbatches."""
     if gradient is None:
         return
     if not weight.is_leaf:
@@ -150,11 +146,8 @@ def has_hooks(parameter: Tensor) -> bool:
 @torch.no_grad()
 def init_shared_weight(weight: Tensor, std: float) -> None:
     """Fills a weight that all ranks have, or this rank's shard of it, with normal numbers from torch's
-    default generator.
-
-    It is the generator of the CPU, wherever the weight is, so that a model starts the same on every device,
-    sharded or not. A weight on the meta device, which has no values, is left alone.
-    """
+    default CPU generator, so that it starts the same on every device. A weight on the meta device is left
+    alone."""
     if weight.is_meta:
         return
     local, here = _shard_of(weight)
@@ -165,12 +158,9 @@ def init_shared_weight(weight: Tensor, std: float) -> None:
 def init_expert_weights(
     weight_LAB: Tensor, *, seed: int, name: str, first_expert: int, std: float, part: ExpertPart, split: Split
 ) -> None:
-    """Fills weight[l] with normal numbers that depend on (seed, name, first_expert + l) alone, of which a
-    part of the experts, and a rank's shard of the weight, takes its own.
-
-    So a model starts the same at every EP and ETP size. Numbers are drawn in float32 on the CPU, so that
-    neither dtype nor device matters beyond rounding. Weights on the meta device are left alone.
-    """
+    """Fills weight[l], or its part or shard, with normal numbers that depend on (seed, name, first_expert +
+    l) alone, so that a model starts the same at every EP and ETP size. They are drawn in float32 on the CPU.
+    A weight on the meta device is left alone."""
     if weight_LAB.is_meta:
         return
     shape = list(weight_LAB.shape)
@@ -256,10 +246,9 @@ _SAID = "_moecomm_per_expert"
 
 
 def mark_adapter(module: nn.Module, *, per_expert: bool) -> None:
-    """Says of the parameters of a module within a layer's experts, a parametrization for example, whose first
-    dimension is the number of this rank's experts, whether they have a part for each expert there, or are the
-    same on all ranks. It is needed where moecomm cannot see that by itself, which raises InvalidArgument, and
-    goes along with copies of the module."""
+    """Says of parameters of a module within a layer's experts (a parametrization), whose first dimension is
+    the number of this rank's experts, whether they have a part for each expert or are the same on all ranks.
+    It is needed where moecomm raises InvalidArgument for not knowing; copies of the module keep it."""
     for each in module.modules():
         setattr(each, _SAID, dict.fromkeys(each._parameters, per_expert))
         for parameter in each._parameters.values():

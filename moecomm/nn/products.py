@@ -21,10 +21,9 @@ from moecomm.nn.parameters import is_expert_parameter
 
 
 def make_products(config: MoEConfig, device: torch.device, rows: int | None = None) -> Products:
-    """Makes the products of a config's experts on a device: those of config.expert_precision, of
-    config.products, or of quack where it serves them and else of torch. rows: those that an expert gets on
-    average in a call, if known; kernels' tiles are chosen by it. Raises Unsupported where the device
-    has no product of e4m3, or quack is asked for and does not serve."""
+    """Makes the products of a config's experts on a device. rows: those that an expert gets on average in a
+    call, by which tiles are chosen. Raises Unsupported where the device has no product of e4m3, or
+    config.products is "quack" and quack does not serve."""
     if config.expert_precision is not None:
         return make_fp8_products(config, device)
     if config.products == "torch":
@@ -32,12 +31,7 @@ def make_products(config: MoEConfig, device: torch.device, rows: int | None = No
     sizes: dict[str, Any] = {"hidden": config.hidden, "ffn": config.ffn_hidden}
     sizes |= {"dtype": config.dtype, "device": device}
     if config.products == "quack" or quack.missing_on(**sizes) is None:
-        return quack.make_quack_products(
-            **sizes,
-            activation=config.activation,
-            bias=config.bias,
-            rows=rows,
-        )
+        return quack.make_quack_products(**sizes, activation=config.activation, bias=config.bias, rows=rows)
     return Products()
 
 
@@ -63,14 +57,10 @@ def make_fp8_products(config: MoEConfig, device: torch.device) -> Products:
 
 
 class Fp8Products(Products):
-    """Grouped products in e4m3. Quantised weights are kept until the weight changes, so that the microbatches
-    of a step pay for them once: a byte a value in the forward, two with the backward.
-
-    Only a module's own expert parameters are kept. A tensor that FSDP gathers or functional_call puts in
-    their place is quantised for each product, and so is everything while a CUDA graph is captured: a replay
-    has to see what weights are then. A change is noticed by the parameter's version counter and address, and
-    by steps of any torch.optim.Optimizer (the fused ones count no version). `forget` is for changes that go
-    past all of these.
+    """Grouped products in e4m3. Quantised weights of a module's own expert parameters are kept until the
+    weight changes: its version counter, its address, or a step of any torch.optim.Optimizer (fused ones count
+    no version); `forget` is for other changes. While a CUDA graph is captured nothing is kept, since a replay
+    has to see what weights are then.
     """
 
     name = "fp8"

@@ -47,14 +47,8 @@ class TopKRouter(nn.Module):
 
     jitter on the input -> logits -> scores -> choice of k (group-limited and with balancing bias if
     configured) -> weights (normalised, scaled) -> losses -> drop to capacity. All steps are in float32,
-    whatever the tokens' dtype and also inside autocast (float64 for float64 tokens). `weight` is (E, H)
-    float32 (float64 for a float64 config) and starts from the default generator: ranks that call
-    torch.manual_seed alike have the same router.
-
-    With bias_update_rate or balancing_bias the buffers are expert_bias_E float32 (saved) and load_E int64,
-    the choices counted since the last `update_expert_bias` (not saved).
-
-    A config with limit_nodes has to be made one of groups first: `TopKRouter(config.for_nodes(nodes))`.
+    inside autocast too (float64 for float64 tokens). `weight` starts from torch's default generator. A config
+    with limit_nodes raises InvalidArgument: `TopKRouter(config.for_nodes(nodes))`.
 
     Attributes:
         weight: (E, H) float32 (float64 for a float64 config).
@@ -118,10 +112,9 @@ class TopKRouter(nn.Module):
     ) -> Routing:
         """Routes tokens. x_TH: (T, H) of any float dtype; T may be 0.
 
-        seq_len, cu_seqlens, mask and topk_idx are those of `MoELayer.forward`, for T tokens. again: the
-        choices of this same forward, which is computed a second time: scores, weights and losses are new
-        ones, and the experts, drops too, are these. Raises InvalidArgument on a wrong shape or dtype or a
-        seq_len that does not divide T."""
+        seq_len, cu_seqlens, mask and topk_idx are those of `MoELayer.forward`, for T tokens. again: choices
+        and drops of this same forward, which is computed a second time. Raises InvalidArgument on a wrong
+        shape or dtype or a seq_len that does not divide T."""
         config = self.config
         given = {"cu_seqlens": cu_seqlens, "mask": mask, "topk_idx": topk_idx}
         self.check(x_TH, seq_len, **given)

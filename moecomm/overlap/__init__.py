@@ -7,12 +7,6 @@ bottom); with `OverlapConfig(record=True)` its `timelines()` say when each stage
 from __future__ import annotations
 
 from moecomm.overlap.side_stream import SideStream
-from moecomm.overlap.stages import Stages
-from moecomm.overlap.timeline import Span, Timeline
+from moecomm.overlap.stages import Span, Stages, Timeline
 
-__all__ = [
-    "SideStream",
-    "Span",
-    "Stages",
-    "Timeline",
-]
+__all__ = ["SideStream", "Span", "Stages", "Timeline"]

@@ -61,10 +61,7 @@ def grids(arguments: Arguments) -> tuple[Grid, Grid]:
     in_expert = [name for name in order if name in expert]
     return (
         Grid(tuple(in_dense), tuple(dense[name] for name in in_dense)),
-        Grid(
-            tuple(_EXPERT_NAMES[name] for name in in_expert),
-            tuple(expert[name] for name in in_expert),
-        ),
+        Grid(tuple(_EXPERT_NAMES[name] for name in in_expert), tuple(expert[name] for name in in_expert)),
     )
 
 

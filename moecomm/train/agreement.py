@@ -27,9 +27,8 @@ def agree(
     tensors which the group exchanges.
 
     Raises on all ranks: where `check` has raised a MoecommError on one, that error there and InvalidArgument
-    with its rank, type and text on the others; where ranks have other words, MismatchedArguments. `about`
-    says in its text what the words are of. In a CUDA graph capture, within which the host cannot wait for
-    others, a rank looks for itself alone; the runs before the capture have compared.
+    with its text on the others; where ranks have other words, MismatchedArguments, which `about` begins. In a
+    CUDA graph capture a rank looks for itself alone.
 
     same: makes a 0-d int64 tensor. Returns whether it is the same on all ranks.
     """

@@ -9,17 +9,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from moecomm.errors import InvalidArgument
+from moecomm.errors import InvalidArgument, Unsupported
 from moecomm.kernels.activation import INTERLEAVED
 from moecomm.nn.experts import GroupedExperts, SharedExperts
 from moecomm.nn.layer import MoELayer
-from moecomm.nn.parameters import splits_of
+from moecomm.nn.parameters import Split, splits_of
 from moecomm.train.gradients import ep_group_of
 from moecomm.train.optimizer_state import Numbers, ParamGroups, ensure_state, require_savable
-from moecomm.train.part_state import part_of_all
 from moecomm.train.replicas import expert_owners, layers_of, replicas_of_shards
 from moecomm.types import AnyGroup, Group, as_group
 
@@ -142,9 +144,8 @@ def _names_of(layer: MoELayer, tensors: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _live_state(model: nn.Module) -> tuple[dict[str, Any], list[str]]:
-    """Returns the parameters and buffers themselves by the names of the model's state_dict, which hooks may
-    change, without the records of experts; and the names of those, within experts that are spread over ranks,
-    that are no parameters."""
+    """Returns the parameters and buffers themselves by the names of the model's state_dict, without the
+    records of experts; and the names of those within spread experts that are no parameters."""
     records: list[Any] = []
     foreign: list[tuple[str, Any]] = []
     spread = _spread_modules(model)
@@ -218,8 +219,8 @@ def _interleaved(model: nn.Module) -> set[int]:
 
 def _find_places(model: nn.Module, ep_group: Group | None) -> dict[Any, Place]:
     """Returns the place of each expert parameter in the tensors of all experts: the mesh over which it is a
-    shard, of its EP group and for a parameter that is sharded already the holders of the same experts as a
-    second dimension; or what makes it pieces of them, where experts are split."""
+    shard (with a second dimension where FSDP has sharded it), or what makes it pieces of them, for split
+    experts."""
     if not dist.is_initialized():
         return {}
     owners = expert_owners(model)
@@ -269,3 +270,87 @@ def _shard(tensor: Any, place: Place | None) -> Any:
     stride = torch.empty(shape, device="meta").stride()
     local = tensor.to_local().detach()
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+# -- parts of experts, as pieces of tensors of whole ones --------------------------------------------------
+
+
+class PartTensor(Tensor):
+    """The (E, ...) tensor of whole experts, of which this rank has some pieces; they share storage with the
+    parameter, or the optimizer's tensor, that they are of. It is for torch.distributed.checkpoint's save,
+    async_save and load alone: other operations raise Unsupported."""
+
+    _pieces: dict[torch.Size, Tensor]
+
+    @staticmethod
+    def __new__(cls, whole: torch.Size, pieces: dict[torch.Size, Tensor], like: Tensor) -> PartTensor:
+        made: PartTensor = Tensor._make_wrapper_subclass(cls, whole, dtype=like.dtype, device=like.device)
+        made._pieces = pieces
+        return made
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> PartTensor:
+        if func is torch.ops.aten.new_empty.default:  # async_save does this, and copies the pieces into it
+            own, sizes = args[:2]
+            like = torch.empty(0, dtype=own.dtype, device=(kwargs or {}).get("device") or own.device)
+            return cls(torch.Size(sizes), {}, like)
+        raise Unsupported(
+            f"{func} on a tensor of sharded_state whose experts are split over ETP ranks: it can be saved "
+            "and loaded by torch.distributed.checkpoint, and nothing else"
+        )
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"PartTensor(shape={tuple(self.shape)}, pieces at {[tuple(at) for at in self._pieces]})"
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(at, piece.shape) for at, piece in self._pieces.items()]
+
+    def __create_write_items__(self, fqn: str, own: PartTensor) -> list[WriteItem]:
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, at),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=ChunkStorageMetadata(at, piece.shape),
+                    properties=TensorProperties.create_from_tensor(piece),
+                    size=self.shape,
+                ),
+            )
+            for at, piece in self._pieces.items()
+        ]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        assert index.offset is not None
+        return self._pieces[index.offset]
+
+
+def part_of_all(tensor: Tensor, experts: GroupedExperts, split: Split | None) -> PartTensor:
+    """Returns a parameter of experts in parts, or an optimizer's tensor of its shape, as pieces of the tensor
+    of all whole experts. It may be a DTensor sharded by expert (`fully_shard_experts`)."""
+    first, count = experts.first_expert, experts.part.of
+    shape, local = list(tensor.shape), tensor.detach()
+    if isinstance(tensor, DTensor):
+        _, offsets = compute_local_shape_and_global_offset(
+            tensor.shape, tensor.device_mesh, tensor.placements
+        )
+        local = tensor.to_local().detach()
+        if any(offsets[1:]) or local.shape[1:] != tensor.shape[1:]:
+            raise InvalidArgument(
+                f"experts split over ETP ranks are sharded as {tensor.placements}, must be sharded by "
+                "expert, Shard(0), for sharded_state: leave shard_placement_fn out of fully_shard_experts"
+            )
+        first += offsets[0]
+    shape[0] = experts.config.num_experts
+    pieces = {}
+    if split is None:
+        pieces[torch.Size([first, *[0] * (local.dim() - 1)])] = local
+    else:
+        width = local.shape[split.dim] // split.blocks
+        shape[split.dim] *= count
+        for block in range(split.blocks):
+            at = [first, *[0] * (local.dim() - 1)]
+            at[split.dim] = (block * count + experts.part.number) * width
+            pieces[torch.Size(at)] = local.narrow(split.dim, block * width, width)
+    return PartTensor(torch.Size(shape), pieces if local.shape[0] else {}, local)

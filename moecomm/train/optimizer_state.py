@@ -88,9 +88,8 @@ def _is_copy(value: Tensor, parameter: Tensor | None) -> bool:
 
 @torch.no_grad()
 def ensure_state(optimizer: torch.optim.Optimizer, named: dict[Any, str]) -> None:
-    """Makes the state of those trained parameters that have none, as it is before their first step, by steps
-    of zero gradients at rate zero, in which no other parameter has a gradient. After an error the optimizer
-    is as it was."""
+    """Makes the state of trained parameters that have none, as it is before their first step, by steps of
+    zero gradients at rate zero for these alone. After an error the optimizer is as it was."""
     groups, state = optimizer.param_groups, optimizer.state
     parameters = [parameter for group in groups for parameter in group["params"]]
     missing = {p: g["lr"] for g in groups for p in g["params"] if p.requires_grad and not state.get(p)}
@@ -128,9 +127,8 @@ def ensure_state(optimizer: torch.optim.Optimizer, named: dict[Any, str]) -> Non
 
 
 def _plain_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
-    """Returns the step of the plain class: a scheduler wraps the instance's and would count a trial, and
-    torch wraps the class's, to call hooks, which may count or average. Raises InvalidArgument for one that
-    cannot be called without arguments."""
+    """Returns the step of the plain class, without what schedulers and hooks have wrapped around it. Raises
+    InvalidArgument for one that cannot be called without arguments."""
     step: Any = type(optimizer).step
     step = step.__wrapped__ if getattr(step, "hooked", False) else step
     _, *others = inspect.signature(step).parameters.values()
@@ -196,9 +194,8 @@ class Numbers:
 
 
 class ParamGroups:
-    """The settings of an optimizer's groups by the names of their parameters, as a Stateful of distributed
-    checkpoint: numbers cannot load in place. So groups may come in another order when they are loaded, or be
-    others, as long as parameters of one group had the same settings."""
+    """The settings of an optimizer's groups by the names of their parameters, as a Stateful: groups may be
+    others when they are loaded, as long as parameters of one group had the same settings."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, named: dict[Any, str]) -> None:
         self._groups, self._named = optimizer.param_groups, named

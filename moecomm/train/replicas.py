@@ -29,7 +29,7 @@ from moecomm.nn.layer import MoELayer
 from moecomm.nn.parameters import is_expert_parameter
 from moecomm.nn.spread import common_parameters, spread_parameters
 from moecomm.parallel import ParallelFolding
-from moecomm.parallel.subgroups import new_group
+from moecomm.parallel.meshes import new_group
 from moecomm.types import AnyGroup, Group, as_group
 
 Ranks = tuple[int, ...]

@@ -37,7 +37,7 @@ from moecomm.nn import (
 )
 from moecomm.nn.folded import require_experts_in_node_order
 from moecomm.parallel import ParallelFolding
-from moecomm.parallel.subgroups import new_group
+from moecomm.parallel.meshes import new_group
 from tests.multirank.catching import catch
 from tests.multirank.conftest import Pools, own_pool
 from tests.multirank.harness import RankPool
