@@ -335,9 +335,7 @@ MUTANTS = [
         "place_N <= limit",
         ROUTER,
     ),
-    Mutant(
-        "drops the heaviest", "moecomm/nn/router.py", "descending=True", "descending=False", ROUTER
-    ),
+    Mutant("drops the heaviest", "moecomm/nn/router.py", "descending=True", "descending=False", ROUTER),
     Mutant(
         "loss without its scale",
         "moecomm/nn/losses.py",
