@@ -349,9 +349,8 @@ class GraphedStep:
         return done, Needed(rows, min(self._capacities)) if rows else None
 
     def _check_comms(self, overflowed: bool = False) -> None:
-        """Raises the error that the device has found, except CapacityExceeded, which `_overflow_check`
-        reports. After an overflow wrong arguments may be the routing of unspecified rows; if not, the second
-        run raises them."""
+        """Raises the error that the device has found, except CapacityExceeded. After an overflow wrong
+        arguments may be the routing of unspecified rows; if not, the second run raises them."""
         passed_over = (CapacityExceeded, InvalidArgument) if overflowed else (CapacityExceeded,)
         for comm in self._comms:
             for _ in range(2):  # check raises one error a call

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -130,25 +130,23 @@ class MoEConfig:
 
     def __post_init__(self) -> None:
         for name in ("hidden", "ffn_hidden", "num_experts", "top_k"):
-            _require(_is_count(getattr(self, name)), name, getattr(self, name), "an int of at least 1")
-        _require(
-            self.top_k <= self.num_experts, "top_k", self.top_k, f"at most num_experts={self.num_experts}"
-        )
+            _require(self, _is_count(getattr(self, name)), name, "an int of at least 1")
+        _require(self, self.top_k <= self.num_experts, "top_k", f"at most num_experts={self.num_experts}")
         shared = self.num_shared_experts
-        _require(shared == 0 or _is_count(shared), "num_shared_experts", shared, "an int of at least 0")
-        _require(shared > 0 or not self.shared_gate, "shared_gate", True, "False without shared experts")
+        _require(self, shared == 0 or _is_count(shared), "num_shared_experts", "an int of at least 0")
+        _require(self, shared > 0 or not self.shared_gate, "shared_gate", "False without shared experts")
         for name, allowed in _CHOICES.items():
             expected = f"one of {', '.join(map(str, allowed))}"
-            _require(getattr(self, name) in allowed, name, getattr(self, name), expected)
-        _require(self.dtype in _DTYPES, "dtype", self.dtype, f"one of {', '.join(map(str, _DTYPES))}")
+            _require(self, getattr(self, name) in allowed, name, expected)
+        _require(self, self.dtype in _DTYPES, "dtype", f"one of {', '.join(map(str, _DTYPES))}")
         for name in ("aux_loss_coef", "z_loss_coef", "bias_update_rate", "init_std"):
             value = getattr(self, name)
-            _require(math.isfinite(value) and value >= 0, name, value, "a finite number of at least 0")
-        _require(0 <= self.jitter < 1, "jitter", self.jitter, "in [0, 1)")
+            _require(self, math.isfinite(value) and value >= 0, name, "a finite number of at least 0")
+        _require(self, 0 <= self.jitter < 1, "jitter", "in [0, 1)")
         factor = self.scaling_factor
-        _require(math.isfinite(factor) and factor > 0, "scaling_factor", factor, "a finite number above 0")
+        _require(self, math.isfinite(factor) and factor > 0, "scaling_factor", "a finite number above 0")
         narrow = self.dtype != torch.float64 or not self.main_grad
-        _require(narrow, "main_grad", self.main_grad, "False with dtype=torch.float64, since it is float32")
+        _require(self, narrow, "main_grad", "False with dtype=torch.float64, since it is float32")
         self._check_precision()
         self._check_scores()
         self._check_groups()
@@ -156,145 +154,119 @@ class MoEConfig:
 
     def _check_precision(self) -> None:
         precision = self.expert_precision
-        _require(precision in (None, "fp8"), "expert_precision", precision, "None or 'fp8'")
+        _require(self, precision in (None, "fp8"), "expert_precision", "None or 'fp8'")
         if precision is None:
             return
-        _require(self.products is None, "products", self.products, "None with expert_precision")
-        _require(not self.bias, "bias", self.bias, "False with expert_precision")
-        _require(
-            self.dtype != torch.float64, "dtype", self.dtype, "narrower than float64 with expert_precision"
-        )
+        _require(self, self.products is None, "products", "None with expert_precision")
+        _require(self, not self.bias, "bias", "False with expert_precision")
+        _require(self, self.dtype != torch.float64, "dtype", "narrower than float64 with expert_precision")
         for name in ("hidden", "ffn_hidden"):
             value = getattr(self, name)
-            _require(
-                value % QUANTUM == 0, name, value, f"a multiple of {QUANTUM} with expert_precision='fp8'"
-            )
+            _require(self, value % QUANTUM == 0, name, f"a multiple of {QUANTUM} with expert_precision='fp8'")
 
     def _check_scores(self) -> None:
         softmax = self.score_function == "softmax"
-        _require(
-            softmax or not self.pre_softmax, "pre_softmax", self.pre_softmax, "False with sigmoid scores"
-        )
+        _require(self, softmax or not self.pre_softmax, "pre_softmax", "False with sigmoid scores")
         # A softmax over one value is the constant 1: the router would get no gradient and never learn.
         learns = self.top_k > 1 or self.num_experts == 1 or not softmax or self.pre_softmax
-        _require(
-            learns,
-            "pre_softmax",
-            self.pre_softmax,
-            "True when top_k is 1 (else every weight is the constant 1)",
-        )
+        _require(self, learns, "pre_softmax", "True when top_k is 1 (else every weight is the constant 1)")
         constant = self.normalize_topk and self.top_k == 1 and self.num_experts > 1
         _require(
+            self,
             not constant,
             "normalize_topk",
-            True,
             "False when top_k is 1 (else every weight is the constant 1)",
         )
         _require(
+            self,
             self.top_k == 1 or not self.weights_on_input,
             "weights_on_input",
-            True,
             f"False with top_k={self.top_k}: a token's row travels once for all of its experts on a rank",
         )
         has_loss = self.aux_loss != "none"
-        _require(
-            has_loss or self.aux_loss_coef == 0, "aux_loss_coef", self.aux_loss_coef, "0 with aux_loss='none'"
-        )
+        _require(self, has_loss or self.aux_loss_coef == 0, "aux_loss_coef", "0 with aux_loss='none'")
 
     def for_nodes(self, nodes: int) -> MoEConfig:
         """Returns this config for a job on `nodes` nodes, which hold equal parts of the experts in order of
-        their ids: with limit_nodes replaced by num_groups=nodes and topk_groups=limit_nodes, or by no groups
-        where the limit is not below the nodes. Without limit_nodes it returns the config itself.
+        their ids: limit_nodes becomes num_groups=nodes and topk_groups=limit_nodes, or no groups where the
+        limit is not below the nodes. Raises InvalidArgument if nodes do not divide num_experts, or
+        limit_nodes nodes hold less than top_k.
 
         Example: 256 experts with limit_nodes=4 become 8 groups, 4 of them a token, on 8 nodes; on 4 nodes or
         fewer nothing is limited.
-
-        Raises InvalidArgument if nodes do not divide num_experts, or limit_nodes nodes hold less than top_k.
         """
-        divides = _is_count(nodes) and self.num_experts % nodes == 0
-        if not divides:
+        if not (_is_count(nodes) and self.num_experts % nodes == 0):
             raise InvalidArgument(f"nodes is {nodes!r}, must be a divisor of num_experts={self.num_experts}")
         limit = self.limit_nodes
         if limit is None:
             return self
         if limit >= nodes:
             return dataclasses.replace(self, limit_nodes=None, scores_per_group=None)
-        reachable = limit * (self.num_experts // nodes)
-        _require(
-            self.top_k <= reachable,
-            "limit_nodes",
-            limit,
-            f"so many that their {self.num_experts // nodes} experts each (on {nodes} nodes) suffice for "
-            f"top_k={self.top_k}",
-        )
         per_node = self.num_experts // nodes
+        bound = (
+            f"so many that their {per_node} experts each (on {nodes} nodes) suffice for top_k={self.top_k}"
+        )
+        _require(self, self.top_k <= limit * per_node, "limit_nodes", bound)
         best = self.scores_per_group
         _require(
-            best is None or best <= per_node, "scores_per_group", best, f"at most {per_node} on {nodes} nodes"
+            self, best is None or best <= per_node, "scores_per_group", f"at most {per_node} on {nodes} nodes"
         )
         return dataclasses.replace(self, limit_nodes=None, num_groups=nodes, topk_groups=limit)
 
     def _check_groups(self) -> None:
         groups, chosen, nodes = self.num_groups, self.topk_groups, self.limit_nodes
         if nodes is not None:
-            _require(_is_count(nodes), "limit_nodes", nodes, "an int of at least 1")
+            _require(self, _is_count(nodes), "limit_nodes", "an int of at least 1")
             _require(
+                self,
                 groups is None and chosen is None,
                 "limit_nodes",
-                nodes,
                 "None when num_groups and topk_groups are given",
             )
         best = self.scores_per_group
         if best is not None:
             least = self.num_experts // groups if groups is not None and _is_count(groups) else 1
             limits = nodes is not None or groups is not None
-            _require(limits, "scores_per_group", best, "None without num_groups or limit_nodes")
+            _require(self, limits, "scores_per_group", "None without num_groups or limit_nodes")
             fits = _is_count(best) and (groups is None or best <= least)
-            _require(fits, "scores_per_group", best, "an int from 1 to the number of a group's experts")
+            _require(self, fits, "scores_per_group", "an int from 1 to the number of a group's experts")
         if groups is None and chosen is None:
             return
         _require(
-            groups is not None and chosen is not None, "topk_groups", chosen, "given together with num_groups"
+            self, groups is not None and chosen is not None, "topk_groups", "given together with num_groups"
         )
-        assert groups is not None
-        assert chosen is not None
+        assert groups is not None and chosen is not None
         divides = _is_count(groups) and self.num_experts % groups == 0
-        _require(divides, "num_groups", groups, f"a divisor of num_experts={self.num_experts}")
-        _require(_is_count(chosen) and chosen <= groups, "topk_groups", chosen, f"in 1..num_groups={groups}")
+        _require(self, divides, "num_groups", f"a divisor of num_experts={self.num_experts}")
+        _require(self, _is_count(chosen) and chosen <= groups, "topk_groups", f"in 1..num_groups={groups}")
         reachable = chosen * (self.num_experts // groups)
         _require(
-            self.top_k <= reachable,
-            "top_k",
-            self.top_k,
-            f"at most the {reachable} experts of {chosen} groups",
+            self, self.top_k <= reachable, "top_k", f"at most the {reachable} experts of {chosen} groups"
         )
 
     def _check_capacity(self) -> None:
         factor = self.capacity_factor
         if factor is not None:
-            _require(
-                math.isfinite(factor) and factor > 0, "capacity_factor", factor, "a finite number above 0"
-            )
+            _require(self, math.isfinite(factor) and factor > 0, "capacity_factor", "a finite number above 0")
         has_capacity = factor is not None or not self.pad_to_capacity
-        _require(has_capacity, "pad_to_capacity", self.pad_to_capacity, "False without a capacity_factor")
+        _require(self, has_capacity, "pad_to_capacity", "False without a capacity_factor")
 
 
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
-def _require(condition: bool, name: str, value: object, bound: str) -> None:
+def _require(config: Any, condition: bool, name: str, bound: str) -> None:
     if not condition:
-        raise InvalidArgument(f"MoEConfig.{name} is {value!r}, must be {bound}")
+        of = type(config).__name__
+        raise InvalidArgument(f"{of}.{name} is {getattr(config, name)!r}, must be {bound}")
 
 
 # -- what is computed during transfers ---------------------------------------------------------------------
 
 
 Keep = Literal["all", "rows", "nothing"]
-"""The tensors per row that a forward keeps for its backward. "all": the rows and the first product, P * (H +
-I) values. "rows": the rows; the first product is made again. "nothing": the rows are sent once more along the
-kept plan, together with the gradients, and the first product is made again."""
+"""What a forward keeps of the experts' rows for its backward; see OverlapConfig."""
 
 IN_ORDER = {"keep": "all", "keep_shared": True, "defer_weights": False, "record": False}
 """The only values of the fields that mean the layer's own backward, where autograd differentiates instead."""
@@ -308,14 +280,13 @@ class OverlapConfig:
         layer.overlap = dataclasses.replace(layer.overlap, record=True)    # between forwards, as a whole
 
     Attributes:
-        overlap: True: transfers beside products. False: one stage after another, on one stream,
-            differentiated by autograd, with the same bits in the output and in the experts' gradients. keep,
-            keep_shared, defer_weights and record would have no effect then, and must have their
-            defaults.
+        overlap: True: transfers overlap with products. False: one stage after another, on one stream,
+            differentiated by autograd, with the same bits in the output and in the experts' gradients; the
+            other fields must have their defaults then.
         keep: what a forward keeps of the experts' rows for its backward: "all", "rows" (the first product is
             computed again) or "nothing" (the rows are dispatched again, along the kept plan).
         keep_shared: whether a forward keeps the shared experts' first product. False: the backward computes
-            it again, beside the gradients on their way to the experts.
+            it again, while gradients travel to the experts.
         defer_weights: True: backwards leave the gradients of the experts' weights to
             `MoELayer.backward_weights`.
         record: True: measure when stages run, for `MoELayer.timelines`.
@@ -329,12 +300,8 @@ class OverlapConfig:
 
     def __post_init__(self) -> None:
         for name in ("overlap", "keep_shared", "defer_weights", "record"):
-            self._require(isinstance(getattr(self, name), bool), name, "True or False")
-        self._require(self.keep in ("all", "rows", "nothing"), "keep", "'all', 'rows' or 'nothing'")
+            _require(self, isinstance(getattr(self, name), bool), name, "True or False")
+        _require(self, self.keep in ("all", "rows", "nothing"), "keep", "'all', 'rows' or 'nothing'")
         for name, only in () if self.overlap else IN_ORDER.items():
             fits = getattr(self, name) == only
-            self._require(fits, name, f"{only!r} with overlap=False, where autograd does the backward")
-
-    def _require(self, condition: bool, name: str, bound: str) -> None:
-        if not condition:
-            raise InvalidArgument(f"OverlapConfig.{name} is {getattr(self, name)!r}, must be {bound}")
+            _require(self, fits, name, f"{only!r} with overlap=False, where autograd does the backward")

@@ -388,8 +388,8 @@ class SharedExperts(nn.Module):
 
 
 def _accept_interleaved(module: GroupedExperts | SharedExperts, state: dict[str, Any], prefix: str) -> bool:
-    """Gives an interleaved w_in its own name, instead of that in checkpoints of `sharded_state`, which a
-    state made of one has. Returns whether it was there; raises InvalidArgument for a module of halves."""
+    """Renames a w_in.interleaved of a `sharded_state` checkpoint to w_in. Returns whether it was there;
+    raises InvalidArgument for a module of halves."""
     name, own = f"{prefix}w_in.interleaved", f"{prefix}w_in"
     if name not in state:
         return False
@@ -448,8 +448,7 @@ def adopt_experts(experts: nn.Module, config: MoEConfig) -> None:
 
 
 class _Held:
-    """The record of which experts a module holds: first expert, L, E. It is written into the metadata of
-    its state_dict, which torch.save keeps, and compared when a state is loaded."""
+    """Which experts a module holds: first expert, L, E, in the metadata of its state_dict."""
 
     def __init__(self, held: Sequence[int]) -> None:
         self.held = list(held)
@@ -492,8 +491,7 @@ class _Held:
 
 
 def keep_record(experts: nn.Module, held: Sequence[int]) -> None:
-    """Makes states of the module say which experts they hold, (first expert, L, E), and has it refuse a state
-    of others."""
+    """Makes states of the module record the experts that they hold, and the module refuse others' states."""
     record = getattr(experts, _HELD, None)
     if isinstance(record, _Held):  # of another layer
         record.held = list(held)

@@ -183,8 +183,8 @@ def _refuse_main_grad(model: nn.Module, wrapper: str) -> None:
 
 
 def _leave_whole(experts: nn.Module, ep_size: int, mesh: DeviceMesh) -> None:
-    """Keeps fully_shard of the modules around from experts without replicas, and divides their gradients.
-    FSDP over a single rank would do so too, and copy weights and gradients."""
+    """Keeps fully_shard of the modules around from experts without replicas, and divides their gradients,
+    without the copies that FSDP over a single rank makes."""
     sharded = fully_shard(experts, mesh=mesh, ignored_params=set(experts.parameters()))
     division = _Division(ep_size)
     sharded.set_gradient_divide_factor = division.set  # type: ignore[method-assign]
@@ -243,11 +243,9 @@ class _BeforeForward:
         self.layers = layers
 
     def __call__(self, wrapper: nn.Module, args: Any) -> None:
-        """Notes whether the backward averages, and checks that it will.
-
-        Raises InvalidArgument, on all ranks, for experts whose gradients nobody would average: parameters
-        that have taken the place of others, and those of a copy of the wrapper.
-        """
+        """Notes whether the backward averages. Raises InvalidArgument, on all ranks, for experts whose
+        gradients nobody would average: parameters in the place of others, and those of a copy of the
+        wrapper."""
         if not torch.is_grad_enabled():
             return
         setattr(wrapper, _SYNCHRONISES, wrapper.require_backward_grad_sync)
@@ -264,9 +262,9 @@ class _BeforeForward:
 
 
 class _ReplicaAverage:
-    """Averages an expert's gradient over its replicas after each backward. Each contribution was divided by
-    the ranks of the EP group before (`_Division`), over whose tokens it is a sum, so that it becomes the mean
-    over all ranks. Averaging once more what is averaged changes nothing: gradients may accumulate."""
+    """Averages an expert's gradient over its replicas after each backward. `_Division` has divided it by the
+    ranks of the EP group, over whose tokens it is a sum. To average it once more changes nothing, so
+    gradients may accumulate."""
 
     def __init__(self, ranks: Ranks, replicas: Replicas) -> None:
         self.ranks = ranks
@@ -299,9 +297,8 @@ def _synchronises(wrapper: DistributedDataParallel) -> bool:
 
 
 class _AverageAtEnd:
-    """Averages the experts' gradients of a DistributedDataParallel with find_unused_parameters when a
-    backward has ended, in the same order on all ranks: replicas may leave out different layers. A hook of its
-    forward."""
+    """A hook of the forward of a DistributedDataParallel with find_unused_parameters: averages the experts'
+    gradients at the end of a backward, as replicas may leave out different layers."""
 
     def __init__(self, layers: Sequence[MoELayer]) -> None:
         self.layers = layers
@@ -340,9 +337,8 @@ class _AverageAtEnd:
 
 
 def _check_wrapped(wrapper: nn.Module, name: str, model: nn.Module | None) -> None:
-    """Checks a model that DistributedDataParallel wraps. torch calls this for each module that becomes part
-    of another one, and DistributedDataParallel takes its model so before it compares and broadcasts weights;
-    FullyShardedDataParallel does when it has flattened them."""
+    """Checks a model that DistributedDataParallel wraps, before it broadcasts weights, or that
+    FullyShardedDataParallel has flattened: torch calls this for each module that becomes part of another."""
     if name == "_fsdp_wrapped_module" and model is not None:
         if any(layer.comm.size > 1 for layer in layers_of(model)):
             raise InvalidArgument(
