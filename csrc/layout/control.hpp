@@ -34,10 +34,8 @@ enum class RowLayout : int32_t { expert = 0, rank = 1 };
 inline constexpr uint16_t kAnyCaller = 0xffff;
 inline constexpr char kCallerText[] =
     "the layer that calls (a number of its place among those of the communicator, of its MoEConfig, and "
-    "under "
-    "DistributedDataParallel of a router's weights, which differ where ranks clip or step by themselves: "
-    "clip "
-    "by moecomm.nn.clip_grad_norm, scale by ShardedGradScaler; 0: none)";
+    "under DistributedDataParallel of a router's weights, which differ where ranks clip or step by "
+    "themselves: clip by moecomm.nn.clip_grad_norm, scale by ShardedGradScaler; 0: none)";
 /// True where dispatches of these callers may be one: ranks that pair those of different layers would send
 /// tokens to the wrong experts.
 MOECOMM_HD constexpr bool same_caller(uint16_t one, uint16_t other) {
