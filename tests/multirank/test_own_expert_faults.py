@@ -35,6 +35,7 @@ from moecomm.nn import (
     sharded_state,
     sync_gradients,
 )
+from moecomm.nn.guards import watchers_of
 from tests.multirank.catching import Caught, catch
 from tests.multirank.conftest import Pools, own_pool
 from tests.multirank.moe_cases import SIZES, groups_of
@@ -598,6 +599,6 @@ def test_hooks_that_gather_weights_leave_the_overlap(rank: int, world: int) -> N
         warnings.simplefilter("ignore")
         nn.utils.weight_norm(models[2].moe.experts, "w_in")
     for model in models:
-        assert model.moe._watched() is None
+        assert watchers_of(model.moe) is None
         with model.moe.comm:
             loss_of(model(tokens(rank))).backward()
