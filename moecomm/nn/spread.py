@@ -1,6 +1,6 @@
 """Which parameters of a layer's experts are of this rank's experts alone; and a check of that before each
-step of an optimizer, which importing moecomm.nn sets. A step in which nothing is wrong looks at no
-parameter."""
+step of an optimizer, which importing moecomm.nn sets. Behind `sync_gradients` it looks at no parameter, under
+DDP and FSDP2 at the first trained one of each layer's experts."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def _looks_wrong(layer: MoELayer, shares: bool) -> bool:
 def _averages_nothing(layer: MoELayer) -> bool:
     """True if this rank trains weights of its own experts, and no backward averages their gradients, as DDP's
     and FSDP2's do. An adapter that all ranks have is averaged as any dense weight."""
-    trained = [each for each in layer.experts.parameters() if each.requires_grad]
+    trained = (each for each in layer.experts.parameters() if each.requires_grad)
     marks = (AVERAGED_BY_DDP, DIVIDED)
     if any(isinstance(each, DTensor) or any(hasattr(each, mark) for mark in marks) for each in trained):
         return False

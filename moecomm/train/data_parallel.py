@@ -91,8 +91,7 @@ def prepare_ddp(model: Model, group: AnyGroup | None = None) -> Model:
         with _trainable(parameter):
             parameter.register_hook(_Division(layer.comm.size))
             parameter.register_post_accumulate_grad_hook(average)
-    for comm in replicas:
-        watch_drift([layer for layer in layers_of(model) if layer.comm is comm and comm.size > 1])
+    watch_drift(layers_of(model))
     return model
 
 

@@ -8,6 +8,7 @@ earlier step, so that no host waits for its device.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from moecomm.nn.folded import MOST_CALLERS, caller_of
 from moecomm.nn.layer import MoELayer, built_layers
+from moecomm.train.replicas import Ranks, ranks_of
 
 _FIRST, _EVERY = 8, 64
 """Bits are taken in the first steps, and in two of so many steps after them."""
@@ -41,13 +43,18 @@ class Drift:
             layer._caller = caller_of(layer._number + int(bits) % MOST_CALLERS, layer.config)
         self._taken = _on_host(bits_of(weight))
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """A copy of a layer is not watched until `prepare_ddp` has had it; an event cannot be copied."""
 
-def watch_drift(layers: list[MoELayer]) -> None:
-    """Watches the first of the layers that has a router's weight."""
+
+def watch_drift(layers: Iterable[MoELayer]) -> None:
+    """Watches one layer that has a router's weight for each set of ranks whose dispatches are compared."""
+    watched: set[Ranks] = set()
     for layer in layers:
-        if router_weight(layer) is not None:
+        ranks = ranks_of(layer.comm.group)
+        if len(ranks) > 1 and ranks not in watched and router_weight(layer) is not None:
+            watched.add(ranks)
             layer._drift = Drift()
-            return
 
 
 def router_weight(layer: MoELayer) -> nn.Parameter | None:

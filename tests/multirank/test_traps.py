@@ -7,11 +7,13 @@ import copy
 import dataclasses
 import io
 import re
+import threading
 import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -35,6 +37,7 @@ from moecomm.nn import (
     sharded_state,
     sync_gradients,
 )
+from moecomm.train import drift
 from tests.multirank.catching import Caught, catch
 from tests.multirank.harness import RankPool
 from tests.multirank.moe_cases import SIZES, groups_of
@@ -321,6 +324,35 @@ def test_ranks_under_ddp_whose_weights_drift_apart_are_told(
             continue
         assert found is not None and found.name == "MismatchedArguments"
         assert "clip by moecomm.nn.clip_grad_norm" in found.text
+
+
+class Uncopied:
+    """An event that has passed and cannot be copied, as CUDA's."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+    def synchronize(self) -> None:
+        pass
+
+
+def copied_under_ddp(rank: int, world_size: int, seed: int) -> bool:
+    """Copies a layer under DistributedDataParallel between steps; returns whether the copy is the same."""
+    layer = build(seed)
+    model = DistributedDataParallel(prepare_ddp(layer))
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1)
+    x = torch.ones(4, 16, dtype=torch.float64)
+    with layer.comm, mock.patch.object(drift, "_on_host", lambda bits: (bits, Uncopied())):
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(x).square().sum().backward()
+            optimizer.step()
+        twin = copy.deepcopy(layer)
+        return torch.equal(twin(x), layer(x))
+
+
+def test_a_layer_under_ddp_is_copied_between_steps(pool: Callable[[int], RankPool], seed: int) -> None:
+    assert pool(2)(copied_under_ddp, seed) == [True, True]
 
 
 def scaled_alike(rank: int, world_size: int, seed: int) -> list[bool]:
