@@ -1,4 +1,4 @@
-"""Where the rows of a dispatch have to be: the tests' reference (tests/reference.py) says so."""
+"""Computes where the rows of a dispatch have to be, by the reference of the tests (tests/reference.py)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a block keeps for its backward, and which parts are computed again."""
+"""Recompute: which parts of a transformer block are computed again in its backward, and which are kept."""
 
 from __future__ import annotations
 

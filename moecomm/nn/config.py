@@ -266,7 +266,7 @@ def _require(config: Any, condition: bool, name: str, bound: str) -> None:
 
 
 Keep = Literal["all", "rows", "nothing"]
-"""What a forward keeps of the experts' rows for its backward; see OverlapConfig."""
+"""The choices of OverlapConfig.keep: what a forward keeps of the experts' rows for its backward."""
 
 IN_ORDER = {"keep": "all", "keep_shared": True, "defer_weights": False, "record": False}
 """The only values of the fields that mean the layer's own backward, where autograd differentiates instead."""

@@ -84,7 +84,7 @@ class Plans(NamedTuple):
 
 
 class PassContext(NamedTuple):
-    """What a pass needs besides the tensors that have gradients."""
+    """The arguments of a forward or backward pass of the experts, besides the tensors that have gradients."""
 
     layer: Any
     """The MoELayer, by which its dispatches are told from those of other layers."""
@@ -99,9 +99,9 @@ class PassContext(NamedTuple):
     """True: after a pass that used the communicator's stream, outside a capture, the host waits for the
     device, so that memory which both streams have used is free again at once."""
     deferred: Deferred | None
-    """Where weight gradients are put off to; None: the backward computes them."""
+    """The list of put-off weight gradients that the backward adds to; None: it computes them itself."""
     recorded: RecordedStages | None
-    """Where stages are recorded; None: they are not."""
+    """The record that the pass writes its stages to; None: nothing is recorded."""
     overflow: Any
     """The OverflowCheck that notes the dispatch, or None."""
     plans: Plans | None
