@@ -15,7 +15,6 @@ import torch.distributed as dist
 from tests import cases
 from tests.cases import Case
 from tests.multirank.harness import NO_GPUS, Died, RankPool, no_shared_memory_left
-from tests.oracle import assert_none, play
 
 Found = dict[str, Any]
 
@@ -105,23 +104,6 @@ def warm_up(case: Case, rank: int) -> dict[str, int]:
         step(comm, case, rank)
     dist.barrier()
     return resources()
-
-
-def life_afterwards(folder: str, rank: int, survivors: list[int], per_node: int) -> Any:
-    """The survivors, in the same processes, form a new group and work on it: as nodes of `per_node` ranks if
-    their number allows it, else of one each."""
-    place, size = survivors.index(rank), len(survivors)
-    dist.destroy_process_group()
-    store = dist.FileStore(f"{folder}/survivors", size)
-    dist.init_process_group("gloo", store=store, rank=place, world_size=size)
-    case = small_case(size, per_node if size % per_node == 0 else 1)
-    with communicator(case, LONG) as comm:
-        return case, play(comm, case, place)
-
-
-def verify_life(results: Sequence[Any], victim: int) -> None:
-    afterwards = [found["afterwards"] for rank, found in enumerate(results) if rank != victim]
-    assert_none([arrays for _, arrays in afterwards])
 
 
 def _pid(rank: int, world_size: int) -> int:

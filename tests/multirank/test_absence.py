@@ -19,6 +19,8 @@ from tests.multirank.catching import Caught, catch
 from tests.multirank.harness import NO_GPUS, no_shared_memory_left, run_ranks
 
 CASE = Case(tokens=(5, 3, 6), num_experts=12, hidden=8, top_k=2)
+TIMEOUT = 3.0
+"""What these communicators have for the default timeout."""
 
 
 def _build(absence: float, timeout: float | None = None) -> Any:
@@ -26,7 +28,7 @@ def _build(absence: float, timeout: float | None = None) -> Any:
     from moecomm.setup import checks
 
     with (
-        mock.patch.object(checks, "DEFAULT_TIMEOUT", 5.0),
+        mock.patch.object(checks, "DEFAULT_TIMEOUT", TIMEOUT),
         mock.patch.object(checks, "DEFAULT_ABSENCE", absence, create=True),
     ):
         comm = moecomm.Communicator(
@@ -49,11 +51,11 @@ def _away(rank: int, world_size: int, seconds: float, absence: float, timeout: f
 def test_a_rank_that_is_away_between_operations_is_waited_for(per_node: int) -> None:
     environment = NO_GPUS | {"MOECOMM_RANKS_PER_NODE": str(per_node)}
     with no_shared_memory_left():
-        results = run_ranks(3, _away, 7.0, 40.0, None, environment=environment)
+        results = run_ranks(3, _away, TIMEOUT + 1.0, 40.0, None, environment=environment)
     oracle.assert_none(results)
 
 
-@pytest.mark.parametrize(("seconds", "absence", "timeout"), [(9.0, 6.0, None), (5.0, 40.0, 2.0)])
+@pytest.mark.parametrize(("seconds", "absence", "timeout"), [(6.0, 4.0, None), (4.0, 40.0, 2.0)])
 def test_the_longer_wait_has_a_limit_and_a_given_timeout_is_one(
     seconds: float, absence: float, timeout: float | None
 ) -> None:
@@ -71,7 +73,7 @@ def _hangs_within(rank: int, world_size: int) -> Caught | None:
     """Rank 1 waits for rank 2 in a call, and hangs there when that one comes."""
     comm = _build(40.0)
     if rank == 1:
-        signal.signal(signal.SIGALRM, lambda *_: time.sleep(10.0))
+        signal.signal(signal.SIGALRM, lambda *_: time.sleep(2 * TIMEOUT))
         signal.setitimer(signal.ITIMER_REAL, 0.5)
     if rank == 2:
         time.sleep(1.5)
@@ -79,7 +81,7 @@ def _hangs_within(rank: int, world_size: int) -> Caught | None:
     begin = time.monotonic()
     caught = catch(lambda: (comm.dispatch(x, ids), comm.dispatch(x, ids)))
     if rank == 0:
-        assert caught is not None and time.monotonic() - begin < 12.0, caught
+        assert caught is not None and time.monotonic() - begin < 10.0, caught
     dist.barrier()
     return caught
 

@@ -10,8 +10,8 @@ from tests import oracle, ranks
 from tests.cases import Case
 from tests.fabric import needs_fabric
 from tests.multirank.conftest import Pools
+from tests.multirank.node_jobs import caught
 from tests.multirank.on_ranks import on_ranks
-from tests.multirank.test_faults import caught
 
 BORDERS = [2**31, 2**32, 2**62]
 """The last one is the highest first epoch that is taken."""

@@ -3,11 +3,12 @@ step, so that the rows of a later step are those of that step on every rank."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import resource
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -206,85 +207,66 @@ def test_texts_that_are_not_ascii(pool: Pools, nodes: int, text: str, part: str)
             assert said.startswith("rank 1: ValueError: ") and part in said, said
 
 
-def _short_of_memory(rank: int, size: int, name: str) -> tuple[str, list[str]]:
-    """Rank 1 has no memory for the output, or for the copy of rows that are not contiguous."""
+@contextlib.contextmanager
+def _little_memory(here: bool) -> Iterator[None]:
+    """Leaves this process 20 MiB more than it has, within the block."""
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    if here:
+        with open("/proc/self/statm") as file:
+            now = int(file.read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (now + (20 << 20), limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+
+
+def _kind(call: Call, here: bool) -> tuple[str, bool]:
+    """The error of a call with little memory on rank 1, and whether it is known to all ranks."""
+    from moecomm.errors import known_to_all
+
+    gc.collect()
+    with _little_memory(here):
+        try:
+            call()
+            return "nothing", True
+        except Exception as error:
+            return type(error).__name__, known_to_all(error)
+
+
+def _short_of_memory(rank: int, size: int) -> tuple[list[str], dict[str, str], tuple[str, bool]]:
+    """Rank 1 has no memory for an output, for the copy of rows that are not contiguous, and at last for the
+    rows that arrive, of which it alone knows."""
     tokens, hidden = 16384, 1024
     with _communicator(size, hidden=hidden, max_tokens=tokens, top_k=1) as comm:
         big, one = torch.zeros(tokens, hidden), torch.full((tokens, 1), 1 - rank)
         strided = torch.zeros(hidden, tokens).t()
         out = comm.dispatch(big, one)
-        leaf = out.tokens.clone().requires_grad_()
-        loss = comm.combine(leaf, out.handle) if name == "backward of combine" else None
+        loss = comm.combine(out.tokens.clone().requires_grad_(), out.handle)
         calls: dict[str, Call] = {
             "combine": lambda: comm.combine(out.tokens, out.handle),
             "redispatch": lambda: comm.redispatch(big, out.handle),
             "dispatch backward": lambda: comm.dispatch_backward(out.tokens, out.handle),
-            "backward of combine": lambda: loss.backward(big),  # type: ignore[union-attr]
+            "backward of combine": lambda: loss.backward(big),
             "copy": lambda: comm.dispatch(strided, one),
             "copy, async": lambda: comm.dispatch(strided, one, async_op=True).wait(),
             "copy, combine": lambda: comm.combine(strided, out.handle),
         }
-        gc.collect()
-        limits = resource.getrlimit(resource.RLIMIT_AS)
-        if rank == 1:
-            with open("/proc/self/statm") as file:
-                now = int(file.read().split()[0]) * resource.getpagesize()
-            resource.setrlimit(resource.RLIMIT_AS, (now + (20 << 20), limits[1]))
-        try:
-            calls[name]()
-            kind = "nothing"
-        except Exception as error:
-            kind = type(error).__name__
-        finally:
-            resource.setrlimit(resource.RLIMIT_AS, limits)
-        problems = []
-        for step in range(1, 4):
-            x, home = torch.full((2, hidden), 10.0 * step + rank), torch.full((2, 1), 1 - rank)
-            got = set(comm.dispatch(x, home).tokens[:, 0].tolist())
-            if got != {10.0 * step + 1 - rank}:
-                problems.append(f"step {step}: {got}")
-        dist.barrier()
-        return kind, problems
+        kinds, problems = {}, []
+        for name, call in calls.items():
+            kinds[name] = _kind(call, rank == 1)[0]
+            for step in range(1, 4):
+                x, home = torch.full((2, hidden), 10.0 * step + rank), torch.full((2, 1), 1 - rank)
+                got = set(comm.dispatch(x, home).tokens[:, 0].tolist())
+                if got != {10.0 * step + 1 - rank}:
+                    problems.append(f"{name}, step {step}: {got}")
+            dist.barrier()
+        return problems, kinds, _kind(lambda: comm.dispatch(big, one), rank == 1)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "combine",
-        "redispatch",
-        "dispatch backward",
-        "backward of combine",
-        "copy",
-        "copy, async",
-        "copy, combine",
-    ],
-)
-def test_no_memory_on_one_rank(fresh_ranks: Callable[..., list[Any]], name: str) -> None:
-    for kind, problems in fresh_ranks(2, _short_of_memory, name):
-        assert (kind, problems) == ("OutOfMemory", [])
-
-
-def _no_rows(rank: int, size: int) -> tuple[str, bool]:
-    """Rank 1 has no memory for the rows that arrive: the others have theirs."""
-    from moecomm.errors import known_to_all
-
-    tokens, hidden = 16384, 1024
-    with _communicator(size, hidden=hidden, max_tokens=tokens, top_k=1) as comm:
-        big, one = torch.zeros(tokens, hidden), torch.full((tokens, 1), 1 - rank)
-        limits = resource.getrlimit(resource.RLIMIT_AS)
-        if rank == 1:
-            with open("/proc/self/statm") as file:
-                now = int(file.read().split()[0]) * resource.getpagesize()
-            resource.setrlimit(resource.RLIMIT_AS, (now + (20 << 20), limits[1]))
-        try:
-            comm.dispatch(big, one)
-            return "nothing", True
-        except Exception as error:
-            return type(error).__name__, known_to_all(error)
-        finally:
-            resource.setrlimit(resource.RLIMIT_AS, limits)
-
-
-def test_no_memory_for_rows_is_known_to_one_rank(fresh_ranks: Callable[..., list[Any]]) -> None:
-    """A layer tells the others of it, as they do not know."""
-    assert fresh_ranks(2, _no_rows) == [("nothing", True), ("OutOfMemory", False)]
+def test_no_memory_on_one_rank(fresh_ranks: Callable[..., list[Any]]) -> None:
+    """All are told of it, but of rows that one rank has no room for: a layer tells the others of those."""
+    results = fresh_ranks(2, _short_of_memory)
+    for problems, kinds, _ in results:
+        assert problems == [] and kinds == dict.fromkeys(kinds, "OutOfMemory"), kinds
+    assert [rows for *_, rows in results] == [("nothing", True), ("OutOfMemory", False)]

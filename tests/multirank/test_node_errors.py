@@ -1,5 +1,5 @@
 """Mistakes between nodes: the same typed errors on all ranks as on one node, and work as usual after them,
-also when what they leave behind is still on its way; interrupts, forked children.
+also when what they leave behind is still on its way; forked children.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 from tests import cases
 from tests.cases import Case
@@ -33,12 +32,9 @@ from tests.multirank.node_jobs import (
     Found,
     caught,
     communicator,
-    left_since,
-    refusals,
     run,
     small_case,
     steps,
-    warm_up,
 )
 from tests.oracle import assert_none, play
 
@@ -156,51 +152,6 @@ def test_operations_left_in_the_middle(size: int, per_node: int, provider: str, 
     results = run(size, _left_in_the_middle, case, 3, provider=provider, environment=environment)
     assert [wrong for wrong, _ in results] == [[]] * size
     assert_none([arrays for _, arrays in results])
-
-
-# -- interrupts ----------------------------------------------------------------------------------------------
-
-
-def _interrupted(rank: int, world_size: int, per_node: int, file: str) -> Found:
-    """Ctrl-C on rank 0 while it waits for the last rank, which is on another node and comes after that."""
-    case = small_case(world_size, per_node)
-    before = warm_up(case, rank)
-    comm = communicator(case, LONG)
-    steps(comm, case, rank, 3)
-    dist.barrier()
-    limit = time.monotonic() + NEVER_NOTICED
-    while rank == world_size - 1 and not os.path.exists(file) and time.monotonic() < limit:
-        time.sleep(0.01)
-    found: Found
-    if rank == 0:
-        signal.signal(signal.SIGALRM, signal.default_int_handler)
-        started = time.monotonic()
-        found = {"type": "nothing"}
-        try:
-            signal.setitimer(signal.ITIMER_REAL, 0.5)
-            cases.dispatch(comm, case, rank)
-        except KeyboardInterrupt:
-            found = {"type": "KeyboardInterrupt"}
-        found["seconds"] = time.monotonic() - started
-        Path(file).touch()
-    else:
-        found = caught(partial(steps, comm, case, rank, 2))
-    found["refusals"] = refusals(comm, case, rank)
-    comm.close()
-    del comm
-    found["left"] = left_since(before)
-    return found
-
-
-def test_an_interrupt_during_a_wait(tmp_path: Path) -> None:
-    results = run(4, _interrupted, 2, str(tmp_path / "interrupted"))
-    for rank, found in enumerate(results):
-        assert found["seconds"] < NEVER_NOTICED and found["left"] == {}, found
-        if rank == 0:
-            assert (found["type"], found["refusals"]) == ("KeyboardInterrupt", {"CommunicatorClosed"}), found
-        else:
-            assert (found["type"], found["rank"], found["peer"]) == ("PeerLost", rank, 0), found
-            assert found["refusals"] == {"PeerLost"}, found
 
 
 # -- forked children -----------------------------------------------------------------------------------------
