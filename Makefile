@@ -25,7 +25,8 @@ export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 PY         := $(VENV)/bin/python
-PIP        := $(PY) -m pip --quiet
+# Python compiles what is imported: to compile all of torch while it is installed costs half a minute.
+PIP        := $(PY) -m pip install --quiet --no-compile
 LOGS       := build/logs
 VENV_DONE  := $(VENV)/.done-venv
 TORCH_DONE := $(VENV)/.done-torch
@@ -95,7 +96,7 @@ $(TORCH_DONE): $(VENV_DONE) $(if $(strip $(TORCH)),FORCE)
 	@mkdir -p $(LOGS); want=$(if $(strip $(TORCH)),'$(strip $(TORCH))'); \
 	have=$$($(PY) -c 'import torch; v = tuple(map(int, torch.__version__.split(".")[:2])); \
 	  print(torch.__version__ if v >= (2, 11) else "")' 2>/dev/null || true); \
-	install() { $(PIP) install "$$@" >>$(LOGS)/torch.log 2>&1; }; : >$(LOGS)/torch.log; \
+	install() { $(PIP) "$$@" >>$(LOGS)/torch.log 2>&1; }; : >$(LOGS)/torch.log; \
 	if [[ -n $$want ]]; then echo "==> torch: $$want"; install "$$want"; \
 	elif [[ -n $$have ]]; then echo "==> torch: $$have is here"; \
 	elif nvidia-smi -L >/dev/null 2>&1 || [[ -e /dev/nvidia0 ]]; then \
@@ -122,12 +123,12 @@ endef
 $(TOOLS_DONE): $(TORCH_DONE) pyproject.toml
 	$(call quiet,"build tools and libraries",tools,\
 	  $(REQUIREMENTS) build run train $(if $(wildcard /dev/nvidiactl),cuda) >$(VENV)/requirements.txt && \
-	  $(PIP) install -r $(VENV)/requirements.txt cmake ninja)
+	  $(PIP) -r $(VENV)/requirements.txt cmake ninja)
 	@touch $@
 
 $(DEV_DONE): $(TOOLS_DONE) pyproject.toml
 	$(call quiet,"test and lint tools",dev,\
-	  $(REQUIREMENTS) dev >$(VENV)/requirements-dev.txt && $(PIP) install -r $(VENV)/requirements-dev.txt)
+	  $(REQUIREMENTS) dev >$(VENV)/requirements-dev.txt && $(PIP) -r $(VENV)/requirements-dev.txt)
 	@touch $@
 
 venv: $(DEV_DONE)

@@ -57,7 +57,7 @@ SMALL: dict[str, Any] = {
     "dtype": "float32",
     "seq": 128,
     "batch": 32,
-    "steps": 320,
+    "steps": 240,
     "lr": 4e-3,
     "warmup": 20,
     "eval_every": 40,
