@@ -1,0 +1,252 @@
+"""DistributedDataParallel around layers: replicas that leave out layers, gradients that add up, layers that
+share experts, and what is not prepared. Gradients are those of `sync_gradients` without a wrapper."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing import assert_close
+
+from moecomm.nn import (
+    MoEConfig,
+    MoELayer,
+    OverlapConfig,
+    fully_shard_experts,
+    prepare_ddp,
+    sharded_state,
+    sync_gradients,
+)
+from tests.multirank.catching import refused
+from tests.multirank.conftest import own_pool
+from tests.multirank.moe_cases import SIZES, groups_of
+from tests.multirank.on_ranks import on_ranks
+from tests.multirank.test_data_parallel import CONFIG, TOKENS, build, loss_of, tokens
+
+pool = own_pool()
+
+PLAIN = MoEConfig(**SIZES, dtype=torch.float64)
+
+
+class Branches(nn.Module):
+    """Layers of which each replica may leave some out."""
+
+    def __init__(self, group: Any) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(MoELayer(CONFIG, group=group, max_tokens=8) for _ in range(3))
+
+    def forward(self, x: Tensor, skipped: tuple[int, ...]) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            if number not in skipped:
+                x = x + layer(x)
+        return x
+
+
+SKIPPED = {
+    "different layers": [(0,), (1,)],
+    "one replica's": [(0, 1), ()],
+    "the same": [(1,), (1,)],
+    "none": [(), ()],
+}
+"""Layers that the first and the second replica of the experts leave out."""
+
+
+@pytest.mark.parametrize("which", SKIPPED)
+@on_ranks(4)
+def test_ddp_of_replicas_that_leave_out_layers(rank: int, world_size: int, which: str, seed: int) -> None:
+    """Gradients under DistributedDataParallel are those of sync_gradients, over two backwards, the first
+    without synchronisation."""
+    torch.manual_seed(seed)
+    group = groups_of(rank, world_size, 2)[0]
+    model = Branches(group)
+    plain = copy.deepcopy(model)
+    ddp = DistributedDataParallel(prepare_ddp(model), find_unused_parameters=True)
+    skipped = SKIPPED[which][rank // 2]
+    for step in range(3):
+        x = tokens(rank, step, seed)
+        with ddp.no_sync() if step == 0 else contextlib.nullcontext():
+            loss_of(ddp(x, skipped)).backward()
+        loss_of(plain(x, skipped)).backward()
+    sync_gradients(plain)
+    for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+        if ".experts." in name and ours.grad is None:
+            assert theirs.grad is None or not bool(theirs.grad.any()), name
+        elif ".experts." in name:
+            assert_close(ours.grad, theirs.grad, rtol=1e-9, atol=1e-9, msg=name)
+    for layer in (*model.layers, *plain.layers):
+        layer.comm.close()
+
+
+@on_ranks(4)
+def test_ddp_accumulates(rank: int, world_size: int, seed: int) -> None:
+    """Two backwards without synchronisation and one with it are the sum of all; loads are counted in all."""
+    model, _ = build(rank, world_size, 2, seed)
+    plain = copy.deepcopy(model)
+    with model.moe.comm:
+        ddp = DistributedDataParallel(prepare_ddp(model))
+        batches = [tokens(rank, step, seed) for step in range(4)]
+        with ddp.no_sync():
+            for x in batches[:2]:
+                loss_of(ddp(x)).backward()
+        for x in batches[2:]:  # the second adds to what is averaged already
+            loss_of(ddp(x)).backward()
+        for x in batches:
+            loss_of(plain(x)).backward()
+        sync_gradients(plain)
+        for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+            assert_close(ours.grad, theirs.grad, rtol=1e-9, atol=1e-9, msg=name)
+        assert model.moe.router.load_E is not None and plain.moe.router.load_E is not None
+        assert torch.equal(model.moe.router.load_E, plain.moe.router.load_E)
+        assert int(model.moe.router.load_E.sum()) == CONFIG.top_k * 4 * TOKENS[rank]
+
+
+@on_ranks(4)
+def test_ddp_of_what_is_not_prepared_is_refused(rank: int, world_size: int, seed: int) -> None:
+    model, mesh = build(rank, world_size, 2, seed)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    half = mesh.get_group("dp")
+    whole = functools.partial(DistributedDataParallel, model)
+    with model.moe.comm:
+        for options in ({}, {"process_group": half}, {"device_mesh": mesh["ep"]}):
+            refused(functools.partial(whole, **options), "prepare_ddp")
+        refused(lambda: DistributedDataParallel(nn.ModuleList(model.children())), "prepare_ddp")
+        prepare_ddp(model.moe)
+        refused(whole, "prepare_ddp")
+        prepare_ddp(model)
+        refused(lambda: DistributedDataParallel(copy.deepcopy(model)), "prepare_ddp")
+        refused(lambda: whole(process_group=half), "was prepared for (0, 1, 2, 3)")
+        after = model.state_dict()
+        assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+        refused(lambda: sync_gradients(model), "under DistributedDataParallel")
+        model.moe.overlap = OverlapConfig(defer_weights=True)
+        loss_of(whole()(torch.ones(2, 16, dtype=torch.float64))).backward()
+        refused(model.moe.backward_weights, begins="defer_weights is True")
+
+
+@on_ranks(2)
+def test_ddp_leaves_load_counts_alone(rank: int, world_size: int, seed: int) -> None:
+    """Checks that DistributedDataParallel is refused until a rank's load counts are left out: with all
+    experts on each rank parameters may be copied, counts may not."""
+    model, _ = build(rank, world_size, 1, seed)
+    with model.moe.comm:
+        refused(lambda: DistributedDataParallel(model), "load_E counts this rank's own tokens")
+        DistributedDataParallel(prepare_ddp(model))
+
+
+class Two(nn.Module):
+    """Two layers, perhaps with the same experts."""
+
+    def __init__(self, rank: int, world: int, ep: int, shares: str = "") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        group = groups_of(rank, world, ep)[0]
+        self.first = MoELayer(PLAIN, group=group, max_tokens=8)
+        self.second = MoELayer(PLAIN, self.first.comm)
+        if shares == "module":
+            self.second.experts = self.first.experts
+        elif shares == "weights":
+            self.second.experts.w_in = self.first.experts.w_in
+            self.second.experts.w_out = self.first.experts.w_out
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        y = self.second(h)
+        y += h
+        return y
+
+
+def five_tokens(rank: int) -> Tensor:
+    return torch.randn(5, 16, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
+
+
+def gradients_of(model: Two) -> list[Tensor]:
+    wanted = [
+        *model.first.experts.parameters(),
+        *model.second.experts.parameters(),
+        model.first.router.weight,
+    ]
+    found = []
+    for parameter in wanted:
+        assert parameter.grad is not None
+        grad = parameter.grad
+        found.append(grad.full_tensor() if hasattr(grad, "full_tensor") else grad.clone())
+    return found
+
+
+def backward(model: nn.Module, rank: int) -> None:
+    model(five_tokens(rank)).square().mean().backward()
+
+
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp"])
+@pytest.mark.parametrize("shares", ["", "module", "weights"])
+@on_ranks(2)
+def test_layers_that_share_experts(rank: int, world: int, shares: str, wrapper: str) -> None:
+    ep = 2
+    plain, model = (Two(rank, world, ep, shares) for _ in range(2))
+    backward(plain, rank)
+    sync_gradients(plain)
+    if wrapper == "ddp":
+        backward(DistributedDataParallel(prepare_ddp(model)), rank)
+    else:
+        fully_shard_experts(model)
+        backward(fully_shard(model), rank)
+    for want, found in zip(gradients_of(plain), gradients_of(model), strict=True):
+        assert_close(found, want)
+
+
+@pytest.mark.parametrize("shares", ["module", "weights"])
+@on_ranks(2)
+def test_a_checkpoint_of_layers_that_share_experts(
+    rank: int, world: int, shares: str, tmp_path: Path
+) -> None:
+    model = Two(rank, world, 2, shares)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    backward(model, rank)
+    sync_gradients(model)
+    optimizer.step()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    saved = sharded_state(model, optimizer)
+    experts = {name: type(value).__name__ for name, value in saved["model"].items() if ".experts." in name}
+    assert experts == dict.fromkeys(experts, "DTensor") and len(experts) == 4, experts
+    dcp.save(saved, checkpoint_id=tmp_path)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    dcp.load(sharded_state(model, optimizer), checkpoint_id=tmp_path)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+
+
+@pytest.mark.parametrize(("around", "averaged"), [("forward", False), ("backward", True)])
+@on_ranks(2)
+def test_the_forward_decides_whether_ddp_averages(rank: int, world: int, around: str, averaged: bool) -> None:
+    """Then the gradients of the router, and of the experts, are those of all ranks' mean."""
+    plain, model = (Two(rank, world, 1) for _ in range(2))
+    wrapped = DistributedDataParallel(prepare_ddp(model))
+    backward(plain, rank)
+    sync_gradients(plain)
+    if around == "forward":
+        with wrapped.no_sync():
+            loss = wrapped(five_tokens(rank)).square().mean()
+        loss.backward()
+    else:
+        loss = wrapped(five_tokens(rank)).square().mean()
+        with wrapped.no_sync(), torch.no_grad():
+            wrapped(five_tokens(rank))  # asks for no gradients, and so decides nothing
+        with wrapped.no_sync():
+            loss.backward()
+    *experts, router = [
+        torch.allclose(want, found)
+        for want, found in zip(gradients_of(plain), gradients_of(model), strict=True)
+    ]
+    assert len(set(experts)) == 1
+    assert [router, experts[0]] == [averaged, averaged]
