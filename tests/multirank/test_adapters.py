@@ -88,8 +88,7 @@ def train(layer: MoELayer, rank: int, ddp: bool) -> torch.optim.Optimizer:
     return optimizer
 
 
-@pytest.mark.parametrize("ddp", [False, True], ids=["sync", "ddp"])
-@pytest.mark.parametrize(("world_size", "ep"), [(2, 2), (4, 2)])
+@pytest.mark.parametrize(("world_size", "ep", "ddp"), [(2, 2, False), (4, 2, True)])
 @on_ranks()
 def test_adapters_train_as_on_one_rank(rank: int, world: int, ep: int, ddp: bool, tmp_path: Path) -> None:
     folder = tmp_path / "saved"
@@ -226,13 +225,13 @@ class Common(nn.Module):
         return weight_LAB + (self.b @ self.a).t()
 
 
-@pytest.mark.parametrize("ddp", [False, True], ids=["sync", "ddp"])
 @pytest.mark.parametrize(
-    ("how", "parts", "said"), [("low rank", 2, False), ("three", 3, False), ("low rank", 1, True)]
+    ("how", "parts", "said", "ddp"),
+    [("low rank", 2, False, True), ("three", 3, False, False), ("low rank", 1, True, False)],
 )
 @on_ranks(2)
 def test_one_adapter_of_as_many_parts_as_experts(
-    rank: int, world: int, how: str, ddp: bool, parts: int, said: bool
+    rank: int, world: int, how: str, parts: int, said: bool, ddp: bool
 ) -> None:
     """Weights after some steps are those of ranks that hold all experts, and the same on all ranks."""
     layers = []

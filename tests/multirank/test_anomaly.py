@@ -103,11 +103,10 @@ def by_rank(x_TH: Tensor) -> tuple[list[Tensor], Tensor]:
 Case = Callable[[Tensor], tuple[list[Tensor], Tensor]]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize(
     "case", [in_order, with_biases, own_experts, by_hand, in_parts, by_rank], ids=lambda case: case.__name__
 )
-@on_ranks()
+@on_ranks(2)
 def test_rows_past_the_last_group_are_no_anomaly(
     rank: int, world_size: int, case: Case, seed: int
 ) -> list[str]:

@@ -120,8 +120,9 @@ def gradients(rank: int, world_size: int, case: Case) -> list[str]:
         return oracle.play(comm, case, rank)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("size", "dtype"), [*((3, dtype) for dtype in DTYPES), (1, "float32"), (2, "bfloat16"), (4, "bfloat16")]
+)
 def test_gradients_match_the_reference(pool: Pools, size: int, dtype: str, seed: int) -> None:
     base = Case(
         tokens=(6, 0, 9, 5)[-size:],

@@ -21,7 +21,7 @@ from tests.multirank.on_ranks import on_ranks
 from tests.oracle import Oracle
 from tests.reference import DTYPES
 
-SIZES = [1, 2, 3, 4, 7]
+SIZES = [1, 2, 3, 4]
 
 
 def play_here(rank: int, world_size: int, some: list[Case], gradients: bool = True) -> list[str]:
@@ -50,13 +50,15 @@ def test_one_plain_job(pool: Pools, size: int, seed: int) -> None:
     check(pool(size), [Case(tokens=(4,) * size, num_experts=size, hidden=8, top_k=1, seed=seed)])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(
+    ("size", "dtype"),
+    [*((size, dtype) for size in (2, 3) for dtype in DTYPES), *((size, "bfloat16") for size in (1, 4, 7))],
+)
 def test_layouts_alignments_and_capacities(pool: Pools, size: int, dtype: str, seed: int) -> None:
     check(pool(size), cases.layouts_alignments_and_capacities(size, dtype, seed))
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", SIZES[1:])
 def test_top_k(pool: Pools, size: int, seed: int) -> None:
     some = []
     for top_k in (1, 2, 8, 22, 32):

@@ -77,7 +77,6 @@ else:
     ("how", "number", "status"),
     [
         ("exception", None, 1),
-        ("wait", signal.SIGINT, -signal.SIGINT),
         ("queue", signal.SIGINT, -signal.SIGINT),
         ("sleep", signal.SIGTERM, 3),
         pytest.param("forks", signal.SIGINT, -signal.SIGINT, marks=needs_fabric),

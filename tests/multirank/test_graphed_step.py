@@ -307,7 +307,6 @@ CASES = {
     "room for all": replace(SECOND, headroom=100.0),
     "rows overflow": SECOND,
     "rows overflow, one row a token": replace(SECOND, headroom=0.5),
-    "rows kept": replace(SECOND, keep="rows"),
     "nothing kept": replace(SECOND, keep="nothing"),
     "accumulated": replace(SECOND, accumulate=3),
     "accumulated, one row a token": replace(SECOND, accumulate=2, headroom=0.5),
@@ -315,7 +314,7 @@ CASES = {
 }
 
 
-ALONE = ("room for all", "rows overflow, one row a token", "accumulated, one row a token")
+ALONE = ("room for all", "accumulated, one row a token")
 """One rank has all rows whatever the routing."""
 
 

@@ -128,7 +128,7 @@ def _come_and_go(rank: int, world_size: int, case: Case, how: str, turns: int) -
 def test_nothing_leaks(pool: Pools, most_ranks: int, how: str) -> None:
     on_cpu = pool(most_ranks).on_cpu
     case = replace(CASE, tokens=(6 if on_cpu else 2048,) * most_ranks, num_experts=12, hidden=2048)
-    turns = 50 if how == "close" and not on_cpu else 10
+    turns = 5 if on_cpu else 50 if how == "close" else 10
     with no_shared_memory_left():
         oracle.assert_none(pool(most_ranks)(_come_and_go, case, how, turns))
 

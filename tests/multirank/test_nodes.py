@@ -57,7 +57,7 @@ def _chunks(size: int, seed: int, tokens: int = 20) -> Case:
 
 @pytest.mark.parametrize(
     ("size", "per_node", "dtype"),
-    [(2, 1, "float32"), (2, 1, "float64"), (4, 2, "bfloat16"), (4, 2, "float16"), (6, 2, "float32")],
+    [(2, 1, "float64"), (4, 2, "bfloat16"), (6, 2, "float32")],
 )
 def test_layouts_alignments_and_capacities(
     fabric: Fabric, size: int, per_node: int, dtype: str, seed: int
@@ -68,7 +68,7 @@ def test_layouts_alignments_and_capacities(
 
 @pytest.mark.parametrize(
     ("size", "per_node", "provider"),
-    [(2, 1, "tcp"), (4, 1, "tcp"), (6, 2, "tcp"), (6, 3, "tcp"), (2, 1, "shm"), (4, 2, "shm")],
+    [(4, 1, "tcp"), (6, 3, "tcp"), (2, 1, "shm"), (4, 2, "shm")],
 )
 def test_many_steps(fabric: Fabric, size: int, per_node: int, provider: str, seed: int) -> None:
     check(fabric(size, provider), _on_nodes(cases.many_steps(size, seed), per_node), gradients=False)
