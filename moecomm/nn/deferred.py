@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,8 +27,7 @@ product hides its memory, and copying rows together costs what it saves (docs/pe
 
 @dataclass
 class Operands:
-    """What the gradient of `weight` is the product of: rows^T grad, (P, A) and (P, B) by expert. The weight
-    is the parameter, or was computed from it."""
+    """What the gradient of `weight` is the product of: rows^T grad, (P, A) and (P, B) by expert."""
 
     weight: Tensor
     rows: Tensor
@@ -116,73 +114,12 @@ def _alike(pending: Sequence[Pending], experts: int) -> list[Pending]:
 def _kind(pending: Pending) -> tuple[object, ...]:
     """Returns what pending gradients have in common that are computed together."""
     operands = (pending.of_in, pending.of_out)
-    return (pending.products, *(None if each is None else _source(each.weight) for each in operands))
-
-
-def _source(weight: Tensor) -> tuple[bool, int]:
-    """Returns what tells weights apart whose gradients are not one: whether it is a leaf, and of which leaf
-    it is a cast, or by which operation it was computed. A weight keeps these alive, and so their numbers."""
-    if weight.is_leaf:
-        return True, weight.data_ptr()
-    node = _operation(weight)
-    return False, id(getattr(node, "variable", node))
-
-
-def _operation(weight: Tensor) -> Any:
-    """Returns the node of autograd's graph that has computed a weight, before its casts; that of the leaf if
-    nothing has."""
-    node: Any = weight.grad_fn
-    while node is not None and node.name() == "ToCopyBackward0":
-        node = node.next_functions[0][0]
-    return node
-
-
-def cut_off(weight: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Returns, for a weight that was computed from parameters, a tensor in its place, and itself, whose
-    gradient goes on to them; of a parameter, and of a cast of one, itself and None.
-
-    A backward frees the graph that it goes through. The tensor in its place keeps the weight's own graph out
-    of it, until the gradient that was put off is there. (Casts keep nothing that could be freed.)
-    """
-    if not weight.requires_grad or weight.is_leaf or hasattr(_operation(weight), "variable"):
-        return weight, None
-    found: Tensor = _CutOff.apply(weight.detach(), *_leaves(weight))  # type: ignore[no-untyped-call]
-    return found, weight
-
-
-def _leaves(weight: Tensor) -> list[Tensor]:
-    """Returns the tensors that a weight was computed from and that get gradients."""
-    leaves: list[Tensor] = []
-    nodes: list[Any] = [weight.grad_fn]
-    seen = set(nodes)
-    while nodes:
-        node = nodes.pop()
-        if hasattr(node, "variable"):
-            leaves.append(node.variable)
-        new = {each for each, _ in node.next_functions if each is not None} - seen
-        nodes.extend(new)
-        seen |= new
-    return leaves
-
-
-class _CutOff(torch.autograd.Function):
-    """The weight, as if it were computed from the leaves, so that a backward for them comes to the layer; and
-    nothing goes on to them."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, *leaves: Tensor) -> Tensor:
-        ctx.set_materialize_grads(False)
-        return torch.ops.aten._unsafe_view(weight, weight.shape)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: None) -> tuple[None, ...]:
-        return (None,) * len(ctx.needs_input_grad)
+    return (pending.products, *(None if each is None else each.weight.data_ptr() for each in operands))
 
 
 def _add(parameter: nn.Parameter, products: Products, groups: Tensor, of: Operands) -> None:
     # What a checkpoint has kept of the parameter is another tensor of the same memory.
-    same = of.weight.is_leaf and of.weight.data_ptr() == parameter.data_ptr()
-    weight = parameter if same else of.weight
-    into = grad_in_place(weight) if products.adds and weight.is_leaf else None
+    weight = parameter if of.weight.data_ptr() == parameter.data_ptr() else of.weight
+    into = grad_in_place(weight) if products.adds else None
     gradient = products.grouped_mm_wgrad(of.rows, of.grad, groups, into=into)
     add_gradient(weight, gradient)

@@ -34,12 +34,11 @@ from torch._compile import _disable_dynamo
 
 from moecomm.communicator import Communicator
 from moecomm.device.cuda_device import CudaDevice
-from moecomm.errors import Unsupported
 from moecomm.kernels.activation import weighted_activation_backward, weighted_activation_into
 from moecomm.kernels.first_order import first_order
 from moecomm.kernels.products import Products
 from moecomm.nn.config import Keep
-from moecomm.nn.deferred import Deferred, Operands, Pending, cut_off
+from moecomm.nn.deferred import Deferred, Operands, Pending
 from moecomm.nn.experts import call_or_tell, shared_gates
 from moecomm.nn.parameters import grad_in_place, has_hooks
 from moecomm.nn.router import Choices
@@ -106,8 +105,6 @@ class PassContext(NamedTuple):
     """The OverflowCheck that notes the dispatch, or None."""
     plans: Plans | None
     """The plans within a checkpoint that keeps them; else None."""
-    computed: tuple[Tensor | None, Tensor | None] = (None, None)
-    """With `deferred`: the w_in and w_out that were computed from parameters, before `cut_off`."""
 
     def stages(self) -> Stages:
         """Returns the stages of a new pass."""
@@ -372,9 +369,9 @@ def _backward(ctx: Any, grad_y_TH: Tensor) -> tuple[Tensor | None, ...]:
         count = grad_inner_PI.shape[0]
         of_in = of_out = None
         if need_in and _is_wanted(ctx, W_IN):
-            of_in = Operands(_or(context.computed[0], w_in), rows_PH, grad_inner_PI)
+            of_in = Operands(w_in, rows_PH, grad_inner_PI)
         if z_PF is not None and _is_wanted(ctx, W_OUT):
-            of_out = Operands(_or(context.computed[1], w_out), z_PF, grad_rows_PH)
+            of_out = Operands(w_out, z_PF, grad_rows_PH)
         if of_in is not None or of_out is not None:
             context.deferred.pending.append(Pending(products, groups, count, of_in, of_out))
     if z_PF is not None and weights_now:
@@ -415,29 +412,13 @@ W_IN, W_OUT = 2, 3
 """The places of the experts' weights among the tensors that `_Keep` takes."""
 
 
-def _or(computed: Tensor | None, weight: Tensor) -> Tensor:
-    return weight if computed is None else computed
-
-
 def _is_wanted(ctx: Any, number: int) -> bool:
     """Returns whether the backward that runs is one for a weight, and not for other inputs alone
-    (torch.autograd.grad, or `inputs` of backward). Raises Unsupported for one that is for some of the
-    parameters that a weight was computed from, and not for others."""
-    node = ctx.next_functions[number][0]
-    nodes = [node]
-    if ctx.context.computed[number - W_IN] is not None:  # node is of `cut_off`
-        nodes = [of for of, _ in node.next_functions if of is not None]
+    (torch.autograd.grad, or `inputs` of backward)."""
     try:
-        runs = [torch._C._will_engine_execute_node(each) for each in nodes]
+        return torch._C._will_engine_execute_node(ctx.next_functions[number][0])
     except RuntimeError:  # torch says so where torch.autograd.grad is under way
         return False
-    if any(runs) and not all(runs):
-        raise Unsupported(
-            "OverlapConfig.defer_weights is True and a backward's `inputs` are some of the parameters that a "
-            "weight of the experts was computed from (by torch.nn.utils.parametrize, for example): name all "
-            "of them or none, or set defer_weights=False"
-        )
-    return any(runs)
 
 
 def _gradient_to_add_to(ctx: Any, number: int) -> Tensor | None:
@@ -503,10 +484,6 @@ def run_experts(context: PassContext, x_TH: Tensor, topk_weights_TK: Tensor, wei
     x_TH: (T, H) of the weights' dtype; topk_weights_TK: (T, K) float32 (float64 for float64 rows).
     Differentiable once in both and in the weights.
     """
-    if context.deferred is not None:
-        (w_in, of_in), (w_out, of_out) = cut_off(weights.w_in), cut_off(weights.w_out)
-        weights = weights._replace(w_in=w_in, w_out=w_out)
-        context = context._replace(computed=(of_in, of_out))
     plans = context.plans
     state = plans.states.pop(0) if plans is not None and plans.again and plans.states else None
     passing = _Pass(context, state)
@@ -565,9 +542,6 @@ class _Keep(torch.autograd.Function):
     @_disable_dynamo  # see moecomm/autograd/functions.py
     @first_order
     def backward(ctx: Any, grad_y_TH: Tensor) -> tuple[Tensor | None, ...]:
-        for number, computed in zip((W_IN, W_OUT), ctx.context.computed, strict=True):
-            if computed is not None:
-                _is_wanted(ctx, number)  # what it refuses is refused before ranks wait for each other
         with without_autocast(grad_y_TH.device.type):
             return _backward(ctx, grad_y_TH)
 

@@ -205,6 +205,8 @@ def check_settings(layer: Any, in_order: bool, watched: str | None) -> None:
         )
     if not in_order:
         _require_parts(layer)
+        if layer.overlap.defer_weights and torch.is_grad_enabled():
+            _require_leaves(layer.experts)
     if layer._own_experts:
         refuse_own_settings(layer.overlap)
     if layer.comm.size > 1 or layer.config.main_grad:
@@ -224,6 +226,17 @@ def check_settings(layer: Any, in_order: bool, watched: str | None) -> None:
             raise InvalidArgument(
                 f"{name}.{own} is {weight.dtype}, must be the config's dtype {layer.config.dtype}: build "
                 f"the layer with MoEConfig(dtype={weight.dtype}) instead of converting it"
+            )
+
+
+def _require_leaves(experts: Any) -> None:
+    """Raises InvalidArgument for weights that were computed from parameters, to which `backward_weights` does
+    not come."""
+    for name in ("w_in", "w_out"):
+        if not getattr(experts, name).is_leaf:
+            raise InvalidArgument(
+                f"defer_weights is True and experts.{name} is computed from parameters (by "
+                "torch.nn.utils.parametrize, for example), must be a parameter: set defer_weights=False"
             )
 
 

@@ -103,27 +103,14 @@ def to_main_grad(parameter: Tensor) -> None:
         parameter.grad = None
 
 
-def add_gradient(weight: Tensor, gradient: Tensor | None) -> None:
+def add_gradient(parameter: Tensor, gradient: Tensor | None) -> None:
     """Adds a gradient to the `grad` of a parameter, or its `main_grad`, without hooks; None: the product has
-    added it. That of a weight that was computed from parameters goes on to them through its graph, which
-    stays for other microbatches."""
+    added it."""
     if gradient is None:
         return
-    if not weight.is_leaf:
-        try:
-            weight.backward(gradient, retain_graph=True)
-        except RuntimeError as error:
-            if "second time" not in str(error):
-                raise
-            raise InvalidArgument(
-                "a weight of the experts was computed from parameters, and another backward has freed the "
-                "graph of that before the weight's gradient was there: call that backward with "
-                "retain_graph=True, or compute the weight once more for it"
-            ) from error
-        return
-    weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
-    if has_main_grad(weight):
-        to_main_grad(weight)
+    parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+    if has_main_grad(parameter):
+        to_main_grad(parameter)
 
 
 def grad_in_place(parameter: Tensor) -> Tensor | None:
