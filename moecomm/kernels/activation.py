@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -54,63 +54,42 @@ def weighted_activation(
     return z_PF
 
 
-def weighted_activation_backward(
+def activate(inner_PI: Tensor, weights_P: Tensor | None, ends_L: Tensor | None, activation: str) -> Tensor:
+    """Returns what `weighted_activation` does; not differentiable, and unknown to torch.compile, whose
+    operators take the host twice as long."""
+    width = _width(inner_PI, weights_P, ends_L, activation)
+    z_PF = inner_PI.new_empty(inner_PI.shape[0], width)
+    if not _has_kernel(inner_PI):
+        return _forward_by_torch(z_PF, inner_PI, weights_P, ends_L, activation)
+    _launch("activation", inner_PI, weights_P, ends_L, width, activation, z_PF)
+    return z_PF
+
+
+def activate_backward(
     grad_z_PF: Tensor,
     inner_PI: Tensor,
     weights_P: Tensor | None,
     ends_L: Tensor | None,
-    *,
     activation: str,
     need_weights: bool,
     need_z: bool,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Returns (grad_inner_PI, grad_weights_P, z_PF) of a `weighted_activation` with these arguments.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns (grad_inner_PI, grad_weights_P, z_PF) of `weighted_activation` with these arguments; unknown to
+    torch.compile.
 
     With need_weights, grad_weights[p] is the sum over f of grad_z[p, f] * act(inner[p])[f], of the weights'
     dtype; it is added up in an order that depends on F and the dtype alone. With need_z, z is the forward's
-    result again, the same bits. What is not needed is None. Errors are those of `weighted_activation`.
+    result again, the same bits. What is not needed is an empty tensor. Errors are those of
+    `weighted_activation`.
     """
-    grad_inner_PI, grad_weights_P, z_PF = torch.ops.moecomm.weighted_activation_backward(
-        grad_z_PF, inner_PI, weights_P, ends_L, activation, need_weights, need_z
-    )
-    return grad_inner_PI, grad_weights_P if need_weights else None, z_PF if need_z else None
-
-
-def weighted_activation_into(
-    z_PF: Tensor,
-    inner_PI: Tensor,
-    weights_P: Tensor | None = None,
-    ends_L: Tensor | None = None,
-    *,
-    activation: str,
-) -> None:
-    """Computes `weighted_activation` into a contiguous tensor of the caller, which no argument may overlap.
-    Not differentiable, and unknown to torch.compile, whose operators take the host twice as long."""
-    _forward(inner_PI, weights_P, ends_L, activation, z_PF)
-
-
-def weighted_activation_backward_into(
-    grad_inner_PI: Tensor,
-    grad_weights_P: Tensor | None,
-    z_PF: Tensor | None,
-    grad_z_PF: Tensor,
-    inner_PI: Tensor,
-    weights_P: Tensor | None,
-    ends_L: Tensor | None,
-    *,
-    activation: str,
-) -> None:
-    """Computes `weighted_activation_backward` into contiguous tensors of the caller, parts of larger ones for
-    example, which no argument may overlap; None for a result that is not needed. Unknown to torch.compile."""
     width = _width(inner_PI, weights_P, ends_L, activation, grad_z_PF)
-    rows, dtype, device = inner_PI.shape[0], inner_PI.dtype, inner_PI.device
-    _require_result("grad_inner", grad_inner_PI, tuple(inner_PI.shape), dtype, device)
-    if grad_weights_P is not None:
-        _require_result("grad_weights", grad_weights_P, (rows,), weight_dtype(dtype), device)
-    if z_PF is not None:
-        _require_result("z", z_PF, (rows, width), dtype, device)
-    results = (grad_inner_PI, grad_weights_P, z_PF)
-    _backward_into(results, grad_z_PF, inner_PI, weights_P, ends_L, width, activation)
+    results = _new_gradients(inner_PI, width, need_weights, need_z)
+    if not _has_kernel(inner_PI):
+        _backward_by_torch(results, grad_z_PF, inner_PI, weights_P, ends_L, activation)
+        return results
+    grad_z_PF = grad_z_PF.contiguous()
+    _launch("activation_backward", inner_PI, weights_P, ends_L, width, activation, grad_z_PF, *results)
+    return results
 
 
 def prepare(device: torch.device, dtype: torch.dtype) -> None:
@@ -167,68 +146,6 @@ def _require(
         raise InvalidArgument(f"{name} is on {value.device}, expected {device}, where inner is")
 
 
-def _require_result(
-    name: str, value: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
-) -> None:
-    _require(name, value, shape, dtype, device)
-    if not value.is_contiguous():
-        raise InvalidArgument(f"{name} is not contiguous, must be")
-
-
-# -- what runs ---------------------------------------------------------------------------------------------
-
-
-def _forward(
-    inner_PI: Tensor,
-    weights_P: Tensor | None,
-    ends_L: Tensor | None,
-    activation: str,
-    z_PF: Tensor | None = None,
-) -> Tensor:
-    width = _width(inner_PI, weights_P, ends_L, activation)
-    if z_PF is not None:
-        _require_result("z", z_PF, (inner_PI.shape[0], width), inner_PI.dtype, inner_PI.device)
-    if z_PF is None:
-        z_PF = inner_PI.new_empty(inner_PI.shape[0], width)
-    if not _has_kernel(inner_PI):
-        return _forward_by_torch(z_PF, inner_PI, weights_P, ends_L, activation)
-    _launch("activation", inner_PI, weights_P, ends_L, width, activation, z_PF)
-    return z_PF
-
-
-def _backward(
-    grad_z_PF: Tensor,
-    inner_PI: Tensor,
-    weights_P: Tensor | None,
-    ends_L: Tensor | None,
-    activation: str,
-    need_weights: bool,
-    need_z: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    width = _width(inner_PI, weights_P, ends_L, activation, grad_z_PF)
-    grads = _new_gradients(inner_PI, width, need_weights, need_z)
-    _backward_into(grads, grad_z_PF, inner_PI, weights_P, ends_L, width, activation)
-    return grads
-
-
-def _backward_into(
-    results: Sequence[Tensor | None],
-    grad_z_PF: Tensor,
-    inner_PI: Tensor,
-    weights_P: Tensor | None,
-    ends_L: Tensor | None,
-    width: int,
-    activation: str,
-) -> None:
-    """Computes the gradients of inner and of the weights, and z, into `results`; None, or an empty tensor,
-    where one is not needed."""
-    if not _has_kernel(inner_PI):
-        _backward_by_torch(results, grad_z_PF, inner_PI, weights_P, ends_L, activation)
-        return
-    grad_z_PF = grad_z_PF.contiguous()
-    _launch("activation_backward", inner_PI, weights_P, ends_L, width, activation, grad_z_PF, *results)
-
-
 def _new_gradients(
     inner_PI: Tensor, width: int, need_weights: bool, need_z: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -273,9 +190,9 @@ def _launch(
     ends_L: Tensor | None,
     width: int,
     activation: str,
-    *others: Tensor | None,
+    *others: Tensor,
 ) -> None:
-    """Puts a kernel of the extension on the current stream of inner's device. Empty tensors and None get
+    """Puts a kernel of the extension on the current stream of inner's device. Empty tensors get
     address 0, which the kernel takes as absent."""
     gpu = _gpu(inner_PI.device.index)
     _prepare(gpu.index, inner_PI.dtype)
@@ -292,7 +209,7 @@ def _launch(
         width,
         NATIVE_DTYPES[inner_PI.dtype],
         getattr(_C.Activation, activation),
-        *(0 if each is None or not each.numel() else each.data_ptr() for each in others),
+        *(each.data_ptr() if each.numel() else 0 for each in others),
     )
 
 
@@ -329,33 +246,29 @@ def _forward_by_torch(
 
 
 def _backward_by_torch(
-    results: Sequence[Tensor | None],
+    results: tuple[Tensor, Tensor, Tensor],
     grad_z_PF: Tensor,
     inner_PI: Tensor,
     weights_P: Tensor | None,
     ends_L: Tensor | None,
     activation: str,
 ) -> None:
-    """Does `_backward_into` by torch; zero where rows are not real."""
-    grad_inner_PI, grad_weights_P, z_PF = (
-        each if each is not None and each.numel() else None for each in results
-    )
+    """Computes into `results`, but for empty ones, and zero where rows are not real."""
+    grad_inner_PI, grad_weights_P, z_PF = results
     exact = weight_dtype(inner_PI.dtype)
     for block in _blocks(inner_PI):
         parts = _parts(inner_PI[block], activation)
         grad_BF = grad_z_PF[block].contiguous().to(exact)
         scaled_BF = grad_BF if weights_P is None else grad_BF * weights_P[block, None]
-        assert grad_inner_PI is not None
         value_BF = _gradients_and_value(
             _split(grad_inner_PI[block], activation), scaled_BF, parts, activation
         )
-        if grad_weights_P is not None:
+        if grad_weights_P.numel():
             grad_weights_P[block] = (grad_BF * value_BF).sum(dim=1)
-        if z_PF is not None:
+        if z_PF.numel():
             z_PF[block] = _weigh(value_BF, weights_P, block)
-    for result in (grad_inner_PI, grad_weights_P, z_PF):
-        if result is not None:
-            _zero_others(result, ends_L)
+    for result in results:
+        _zero_others(result, ends_L)
 
 
 def _split(inner_PI: Tensor, activation: str) -> tuple[Tensor, ...]:
@@ -467,8 +380,8 @@ _library.define(
     f"weighted_activation_backward(Tensor grad_z, {_ARGUMENTS}, bool need_weights, bool need_z) "
     "-> (Tensor, Tensor, Tensor)"
 )
-_library.impl("weighted_activation", _forward, "CompositeExplicitAutograd")
-_library.impl("weighted_activation_backward", _backward, "CompositeExplicitAutograd")
+_library.impl("weighted_activation", activate, "CompositeExplicitAutograd")
+_library.impl("weighted_activation_backward", activate_backward, "CompositeExplicitAutograd")
 torch.library.register_fake("moecomm::weighted_activation", _fake_forward, lib=_library)
 torch.library.register_fake("moecomm::weighted_activation_backward", _fake_backward, lib=_library)
 torch.library.register_autograd("moecomm::weighted_activation", _gradients, setup_context=_keep, lib=_library)

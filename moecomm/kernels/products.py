@@ -16,10 +16,9 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from moecomm.arguments import weight_dtype
 from moecomm.kernels.activation import (
-    INPUTS,
+    activate,
+    activate_backward,
     weighted_activation,
-    weighted_activation_backward_into,
-    weighted_activation_into,
 )
 from moecomm.kernels.first_order import first_order
 from moecomm.kernels.grouped_mm import grouped_mm, grouped_mm_wgrad
@@ -112,9 +111,7 @@ class Products:
         """Returns the first product (P, I), with the bias if there is one, and (P, F): its activation times
         the rows' routing weights."""
         inner_PI = self.grouped_mm(rows_PH, weight_LHI, groups, bias_LB=bias_LI)
-        z_PF = inner_PI.new_empty(inner_PI.shape[0], inner_PI.shape[1] // INPUTS[activation])
-        weighted_activation_into(z_PF, inner_PI, weights_P, groups, activation=activation)
-        return inner_PI, z_PF
+        return inner_PI, activate(inner_PI, weights_P, groups, activation)
 
     def gated_mm_dgrad(
         self,
@@ -134,14 +131,10 @@ class Products:
         weights, and the activation's result again; None for what is not needed.
         """
         grad_z_PF = self.grouped_mm_dgrad(grad_rows_PH, weight_LFH, groups)
-        rows, dtype = inner_PI.shape[0], inner_PI.dtype
-        grad_inner_PI = inner_PI.new_empty(inner_PI.shape)
-        grad_weights_P = inner_PI.new_empty(rows, dtype=weight_dtype(dtype)) if need_weights else None
-        z_PF = inner_PI.new_empty(rows, grad_z_PF.shape[1]) if need_z else None
-        weighted_activation_backward_into(
-            grad_inner_PI, grad_weights_P, z_PF, grad_z_PF, inner_PI, weights_P, groups, activation=activation
+        grad_inner_PI, grad_weights_P, z_PF = activate_backward(
+            grad_z_PF, inner_PI, weights_P, groups, activation, need_weights, need_z
         )
-        return grad_inner_PI, grad_weights_P, z_PF
+        return grad_inner_PI, grad_weights_P if need_weights else None, z_PF if need_z else None
 
     def _mm(self, rows_PA: Tensor, weight_LAB: Tensor, groups: Tensor) -> Tensor:
         return grouped_mm(rows_PA, weight_LAB, groups)

@@ -34,7 +34,7 @@ from torch._compile import _disable_dynamo
 
 from moecomm.communicator import Communicator
 from moecomm.device.cuda_device import CudaDevice
-from moecomm.kernels.activation import weighted_activation_backward, weighted_activation_into
+from moecomm.kernels.activation import activate, activate_backward
 from moecomm.kernels.first_order import first_order
 from moecomm.kernels.products import Products
 from moecomm.nn.config import Keep
@@ -294,10 +294,8 @@ class Forward:
     def _shared_fc2(self) -> Tensor:
         inner_TI = self._shared_inner_TI
         assert inner_TI is not None and self.weights.shared_out is not None
-        z_TF = inner_TI.new_empty(inner_TI.shape[0], self.weights.shared_out.shape[0])
         gates_T = shared_gates(self.x_TH, self.weights.shared_gate)
-        weighted_activation_into(z_TF, inner_TI, gates_T, activation=self.context.activation)
-        return z_TF @ self.weights.shared_out
+        return activate(inner_TI, gates_T, None, self.context.activation) @ self.weights.shared_out
 
 
 # -- backward ----------------------------------------------------------------------------------------------
@@ -450,18 +448,13 @@ def _shared_backward(
     """Returns the gradients of x and of the weights: shared_in, shared_out and shared_gate."""
     shared_in, shared_out, shared_gate = weights
     gates_T = shared_gates(x_TH, shared_gate)
-    grad_inner_TI, grad_gates_T, z_TF = weighted_activation_backward(
-        grad_y_TH @ shared_out.t(),
-        inner_TI,
-        gates_T,
-        None,
-        activation=activation,
-        need_weights=shared_gate is not None and (need_x or need_gate),
-        need_z=need_out,
+    needs_gates = shared_gate is not None and (need_x or need_gate)
+    grad_inner_TI, grad_gates_T, z_TF = activate_backward(
+        grad_y_TH @ shared_out.t(), inner_TI, gates_T, None, activation, needs_gates, need_out
     )
     grad_x_TH = grad_inner_TI @ shared_in.t() if need_x else None
     grad_gate_H: Tensor | None = None
-    if grad_gates_T is not None:
+    if needs_gates:
         assert gates_T is not None and shared_gate is not None
         grad_logits_T = torch.ops.aten.sigmoid_backward(grad_gates_T, gates_T).to(x_TH.dtype)
         if grad_x_TH is not None:
@@ -470,7 +463,7 @@ def _shared_backward(
     return (
         grad_x_TH,
         x_TH.t() @ grad_inner_TI if need_in else None,
-        z_TF.t() @ grad_y_TH if z_TF is not None else None,
+        z_TF.t() @ grad_y_TH if need_out else None,
         grad_gate_H,
     )
 
