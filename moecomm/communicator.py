@@ -195,6 +195,7 @@ class Communicator:
         ranks_per_node: int | None = None,
         num_sms: int | None = None,
         timeout: float | timedelta | None = None,
+        _alike: dict[str, str] | None = None,
     ) -> None:
         self._backend: Backend | None = None
         group = as_group(group)
@@ -229,6 +230,7 @@ class Communicator:
             "MOECOMM_FIRST_EPOCH": env.first_epoch or 1,
             "MOECOMM_WHOLE_SOURCES": whole_sources(env),
             "moecomm version": __version__,
+            **(_alike or {}),  # what a layer compares between its ranks, by name
         }
         with rendezvous:
             backend = make_backend(place, rendezvous, arguments, error, dtype, num_sms)

@@ -20,9 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from moecomm.arguments import weight_dtype
 from moecomm.communicator import Communicator
-from moecomm.errors import InvalidArgument, MismatchedArguments
+from moecomm.errors import InvalidArgument
 from moecomm.kernels.quantize import QUANTUM
 from moecomm.nn.config import MoEConfig
 from moecomm.nn.losses import SequenceSums, StepCounts
@@ -182,12 +181,18 @@ def require_folding(config: MoEConfig, folding: ParallelFolding, group: Any, exp
 
 
 def build_communicator(
-    config: MoEConfig, group: AnyGroup | None, max_tokens: int | None, folding: ParallelFolding | None
+    config: MoEConfig,
+    group: AnyGroup | None,
+    max_tokens: int | None,
+    folding: ParallelFolding | None,
+    nodes: int | None,
 ) -> Communicator:
+    """Builds the communicator of a layer; raises MismatchedArguments, on all ranks, for other configs."""
     if max_tokens is None:
         raise InvalidArgument("max_tokens is None, must be given when no comm is passed")
+    alike = _alike(config) | {"nodes": repr(nodes)}
     if folding is not None:
-        return make_communicator(config, folding, max_tokens=max_tokens)
+        return make_communicator(config, folding, max_tokens=max_tokens, _alike=alike)
     return Communicator(
         group,
         num_experts=config.num_experts,
@@ -195,6 +200,7 @@ def build_communicator(
         top_k=config.top_k,
         max_tokens=max_tokens,
         dtype=config.dtype,
+        _alike=alike,
     )
 
 
@@ -224,48 +230,11 @@ MOST_CALLERS = 0xFFFE
 def caller_of(number: int, config: MoEConfig) -> int:
     """Returns the number by which dispatches of a layer are told from those of layers at another place among
     the communicator's (`number`, from 1), and of those with another config but for one in 65,534."""
-    digest = hashlib.blake2b("\n".join(_words(config)).encode(), digest_size=4).digest()
+    digest = hashlib.blake2b(repr(_alike(config)).encode(), digest_size=4).digest()
     return (number - 1 + int.from_bytes(digest, "big")) % MOST_CALLERS + 1
 
 
-def _words(config: MoEConfig) -> list[str]:
-    return [
-        f"{field.name}={getattr(config, field.name)!r}"
-        for field in dataclasses.fields(config)
-        if field.name not in _MAY_DIFFER
-    ]
-
-
-def require_same_config(config: MoEConfig, comm: Communicator) -> None:
-    """Raises MismatchedArguments, on all ranks, for configs that differ. All ranks call together.
-
-    Each rank sends a token a field to the first rank, with 24 bits of the field's digest as its routing
-    weight; what comes back says which fields differ. With few tokens allowed several fields share one.
-    """
-    if comm.size == 1:
-        return
-    words = _words(config)
-    count = min(len(words), comm.max_tokens)
-    parts = [words[first::count] for first in range(count)]
-    digests = [hashlib.blake2b("\n".join(part).encode(), digest_size=3).digest() for part in parts]
-    device = comm.device
-    idx_TK = torch.full((count, comm.top_k), -1, dtype=torch.int32, device=device)
-    idx_TK[:, 0] = 0
-    weights_TK = torch.zeros(count, comm.top_k, dtype=weight_dtype(comm.dtype), device=device)
-    weights_TK[:, 0] = torch.tensor([int.from_bytes(each, "big") for each in digests], device=device)
-    with torch.no_grad():
-        x_TH = torch.zeros(count, comm.hidden, dtype=comm.dtype, device=device)
-        # The class's own, whatever stands in their places on this communicator.
-        out = Communicator.dispatch(comm, x_TH, idx_TK, weights_TK)
-        rows_PH = out.tokens.clone()
-        if comm.rank == 0:
-            assert out.weights is not None
-            of_ranks = out.weights.view(comm.size, -1)
-            rows_PH.copy_((of_ranks != of_ranks[0]).any(dim=0).repeat(comm.size).unsqueeze(1))
-        differs_T = Communicator.combine(comm, rows_PH, out.handle)[:, 0].tolist()
-    for part, differs in zip(parts, differs_T, strict=True):
-        if differs:
-            raise MismatchedArguments(
-                "MoEConfig differs between the ranks of the layer, and must be the same: rank "
-                f"{comm.rank} has {' and '.join(part)}" + ", of which one differs" * (len(part) > 1)
-            )
+def _alike(config: MoEConfig) -> dict[str, str]:
+    """Returns what of a config has to be the same on all ranks, by name."""
+    names = (field.name for field in dataclasses.fields(config) if field.name not in _MAY_DIFFER)
+    return {f"MoEConfig.{name}": repr(getattr(config, name)) for name in names}

@@ -29,7 +29,7 @@ from moecomm.nn.experts import (
     combine_own_experts,
     keep_record,
 )
-from moecomm.nn.folded import MOST_CALLERS, caller_of, require_same_config
+from moecomm.nn.folded import MOST_CALLERS, caller_of
 from moecomm.nn.guards import check_settings, refuse_own_settings, watchers_of
 from moecomm.nn.losses import attach_loss
 from moecomm.nn.parameters import ExpertPart
@@ -150,7 +150,7 @@ class MoELayer(nn.Module):
         group = folded.expert_group(group, mesh, ep_dim)
         together = comm is None  # with one that is given a process may be alone, started anew
         if comm is None:
-            comm = folded.build_communicator(config, group, max_tokens, folding)
+            comm = folded.build_communicator(config, group, max_tokens, folding, nodes)
         elif group is not None or max_tokens is not None:
             raise InvalidArgument(
                 "group (or mesh) and max_tokens are given by comm, must be None when comm is passed"
@@ -172,8 +172,6 @@ class MoELayer(nn.Module):
             if not together:
                 raise
             comm.refuse(error)
-        if together:
-            require_same_config(config, comm)
         if folding is not None:
             folded.make_groups(folding)
         self.config, self._comm, self.folding = config, comm, folding
