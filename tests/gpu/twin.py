@@ -1,25 +1,11 @@
 """Two ranks in one process on one GPU: their kernels really run at the same time, as those of several
-processes on a GPU never do. What is missing of two GPUs is the link between them.
-
-    python -m tests.gpu.twin --tokens 1,8,32,128,512 --json record.json
-
-measures operations in a CUDA graph, in kernels of their own for sending and receiving and in one kernel;
-
-    python -m tests.gpu.twin --tokens 4096 --sms 16,24,32,48,66
-
-of many tokens, on few SMs a rank and on half of the GPU.
-"""
+processes on a GPU never do. What is missing of two GPUs is the link between them."""
 
 from __future__ import annotations
 
-import argparse
-import itertools
-import json
 import os
-import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -189,13 +175,6 @@ class Twin:
             operations["weighted"] = self.weighted
         return operations
 
-    def phases(self) -> dict[str, dict[str, float]]:
-        """Microseconds after which the last operations passed their phases on the first rank."""
-        return {
-            operation: {phase: round(at * 1e6, 1) for phase, at in passed.items()}
-            for operation, passed in self.native[0].phases().items()
-        }
-
     def capture(self, operation: Callable[[list[Rank]], None], ranks: list[Rank], times: int) -> Any:
         """Returns a CUDA graph in which the operation follows itself so many times on both ranks."""
         operation(ranks)
@@ -207,89 +186,3 @@ class Twin:
             for stream in self.streams:
                 main.wait_stream(stream)
         return graph
-
-
-def seconds(twin: Twin, operation: Callable[[list[Rank]], None], ranks: list[Rank]) -> float:
-    """The median time of an operation in a graph of twenty, of fifteen replays."""
-    times = 20
-    graph = twin.capture(operation, ranks, times)
-    graph.replay()
-    found = []
-    for _ in range(15):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        found.append(begin.elapsed_time(end) * 1e-3 / times)
-    twin.check()
-    return statistics.median(found)
-
-
-def measure(shape: Shape, seed: int) -> dict[str, Any]:
-    """Microseconds of each operation, in two kernels and, of few tokens, in one."""
-    row: dict[str, Any] = {
-        "tokens": shape.tokens,
-        "layout": shape.layout,
-        "wire": shape.wire,
-        "sms": shape.num_sms,
-    }
-    with Twin(shape, seed) as twin:
-        for name, most in (("two", 0), ("one", MOST_FUSED)):
-            if name == "one" and shape.tokens > most:
-                continue
-            twin.fuse(most, most)
-            ranks = twin.ranks()
-            row[name], row[f"{name}_phases"] = {}, {}
-            for operation, call in twin.operations().items():
-                row[name][operation] = round(seconds(twin, call, ranks) * 1e6, 1)
-                clock = "combine" if operation == "combine" else "dispatch"
-                row[f"{name}_phases"][operation] = twin.phases()[clock]
-    return row
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--tokens", default="1,8,32,128,256,512", help="of each rank, sizes with commas")
-    parser.add_argument("--wires", default="same,fp8", help="formats in which rows travel")
-    parser.add_argument("--sms", default="66", help="SMs of each rank, numbers with commas")
-    parser.add_argument("--hidden", type=int, default=Shape.hidden)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--layouts", default="expert,rank", help="of rows, with commas")
-    parser.add_argument("--phases", action="store_true", help="print when operations passed their phases")
-    parser.add_argument("--json", type=Path, help="write the record there")
-    args = parser.parse_args()
-    from bench.harness import machine
-
-    numbers = [[int(number) for number in text.split(",")] for text in (args.tokens, args.sms)]
-    cases = itertools.product(args.wires.split(","), args.layouts.split(","), *numbers)
-    rows = []
-    print("wire   layout tokens  SMs  us: kernels of their own for each side / one, of each operation")
-    for wire, layout, tokens, sms in cases:
-        row = measure(
-            Shape(tokens=tokens, layout=layout, wire=wire, hidden=args.hidden, num_sms=sms), args.seed
-        )
-        rows.append(row)
-        one = row.get("one", {})
-        times = "  ".join(f"{name} {us:.1f} / {one.get(name, '-')}" for name, us in row["two"].items())
-        print(f"{wire:6} {layout:6} {tokens:6} {sms:4}  {times}", flush=True)
-        if args.phases:
-            for name, passed in row["two_phases"].items():
-                print(f"    {name}: " + ", ".join(f"{phase} {us}" for phase, us in passed.items()))
-    if args.json is None:
-        return
-    commit, changed = machine.git_commit()
-    record = {
-        "program": "tests.gpu.twin",
-        "about": "us of operations in a CUDA graph, two ranks of one process on one GPU, "
-        f"hidden {args.hidden}, top-8 of 256 experts, bfloat16, capacity for all rows",
-        "git": commit if not changed else f"{commit} and changes",
-        "hardware": {"host": machine.describe(), "gpus": machine.describe_gpus()},
-        "versions": machine.versions("cuda"),
-        "rows": rows,
-    }
-    args.json.write_text(json.dumps(record, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    main()

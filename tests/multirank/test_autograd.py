@@ -25,39 +25,6 @@ def _inputs(case: Case, rank: int, device: torch.device) -> tuple[torch.Tensor, 
     return x_TH, cases.tensor(case.ids(rank), None, device), weights_TK
 
 
-# -- torch's own gradient check, on one rank -----------------------------------------------------------------
-
-
-def _gradcheck(rank: int, world_size: int, case: Case) -> bool:
-    with ranks.communicator(**case.communicator) as comm:
-        x_TH, ids_TK, weights_TK = _inputs(case, rank, comm.device)
-        count = len(case.expected(rank).origin)
-        factor_P = torch.linspace(0.5, 1.5, count, dtype=weights_TK.dtype, device=comm.device)
-
-        def both(x: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            out = comm.dispatch(x, ids_TK, weights, layout=case.layout, alignment=case.alignment)
-            assert out.weights is not None
-            if case.layout == "rank":
-                rows_PH = out.tokens.sin() * out.weights.sum(1, keepdim=True)
-                return comm.combine(rows_PH, out.handle), out.tokens, out.weights
-            y_TH = comm.combine(out.tokens.sin(), out.handle, weights=out.weights * factor_P)
-            return y_TH, out.tokens, out.weights
-
-        bounds = {} if case.dtype == "float64" else {"eps": 1e-2, "atol": 5e-3, "rtol": 1e-2}
-        return torch.autograd.gradcheck(both, (x_TH, weights_TK), **bounds)
-
-
-@pytest.mark.parametrize("layout", ["expert", "rank"])
-def test_gradcheck(pool: Pools, widest: str, layout: str, seed: int) -> None:
-    case = Case(tokens=(4,), num_experts=5, hidden=4, top_k=3, dtype=widest, routing="holes", seed=seed)
-    some = [
-        replace(case, layout=layout, alignment=alignment)
-        for alignment in ((1, 4) if layout == "expert" else (1,))
-    ]
-    for one in some:
-        assert pool(1)(_gradcheck, one) == [True]
-
-
 # -- across ranks: the derivative of the job's one loss by an input of any rank ------------------------------
 
 
@@ -98,7 +65,7 @@ def _finite_difference(rank: int, world_size: int, case: Case) -> float:
 
 
 @pytest.mark.parametrize("layout", ["expert", "rank"])
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [1, 2, 3])
 def test_finite_differences_across_ranks(pool: Pools, widest: str, size: int, layout: str, seed: int) -> None:
     case = Case(
         tokens=(5, 3, 4)[:size],

@@ -44,12 +44,6 @@ def check(pool: RankPool, some: list[Case], *, gradients: bool = True) -> None:
     oracle.assert_none(pool(play_here, some, gradients))
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_one_plain_job(pool: Pools, size: int, seed: int) -> None:
-    """The first to look at when everything fails."""
-    check(pool(size), [Case(tokens=(4,) * size, num_experts=size, hidden=8, top_k=1, seed=seed)])
-
-
 @pytest.mark.parametrize(
     ("size", "dtype"),
     [*((size, dtype) for size in (2, 3) for dtype in DTYPES), *((size, "bfloat16") for size in (1, 4, 7))],
@@ -140,30 +134,6 @@ def test_tokens_of_a_long_window(rank: int, world_size: int) -> list[str]:
         if not torch.equal(comm.combine(out.tokens, out.handle), top_k * x_TH):
             problems.append("the sums of the tokens are not eight times the tokens")
     return problems
-
-
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_thread_counts_give_the_same_bits(pool: Pools, size: int, seed: int) -> None:
-    base = Case(tokens=(37,) * size, num_experts=4 * size, hidden=264, top_k=4, dtype="bfloat16", seed=seed)
-    some = [
-        replace(base, num_sms=threads, layout=layout)
-        for layout in ("expert", "rank")
-        for threads in (1, 2, 3)
-    ]
-    check(pool(size), some)
-
-
-@pytest.mark.parametrize("size", [1, 3])
-def test_id_types_and_input_in_the_window(pool: Pools, size: int, seed: int) -> None:
-    base = Case(
-        tokens=cases.unequal_tokens(size, 20, seed), num_experts=2 * size, hidden=16, top_k=2, seed=seed
-    )
-    some = [
-        replace(base, wide_ids=wide, input_in_window=inside)
-        for wide in (False, True)
-        for inside in (False, True)
-    ]
-    check(pool(size), some)
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -22,14 +22,10 @@ def _alive(pid: int) -> bool:
         return False
 
 
-def _sum(rank: int, world_size: int, scale: float) -> tuple[int, float, int]:
+def _sum(rank: int, world_size: int, scale: float | torch.Tensor) -> tuple[int, float, int]:
     x_1 = torch.full((1,), rank * scale)
     dist.all_reduce(x_1)
     return os.getpid(), float(x_1), torch.get_num_threads()
-
-
-def _tensor(rank: int, world_size: int, x: torch.Tensor) -> torch.Tensor:
-    return x + rank
 
 
 def _raise(rank: int, world_size: int, bad: int) -> None:
@@ -60,20 +56,14 @@ def _stop(rank: int, world_size: int) -> int:
     return rank
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 7])
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_results_come_back_by_rank(world_size: int) -> None:
-    results = run_ranks(world_size, _sum, 2.0)
+    results = run_ranks(world_size, _sum, torch.tensor(2.0))
     assert [total for _, total, _ in results] == [world_size * (world_size - 1.0)] * world_size
     assert all(threads == 1 for _, _, threads in results)
     pids = [pid for pid, _, _ in results]
     assert len(set(pids)) == world_size
     assert not any(_alive(pid) for pid in pids)
-
-
-def test_tensors_travel_by_value() -> None:
-    x = torch.arange(5)
-    first, second = run_ranks(2, _tensor, x)
-    assert torch.equal(first, x) and torch.equal(second, x + 1)
 
 
 def test_an_exception_names_the_rank_and_carries_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,27 +76,21 @@ def test_an_exception_names_the_rank_and_carries_the_traceback(monkeypatch: pyte
 
 
 def test_the_deadline_kills_and_shows_stacks() -> None:
-    pool = RankPool(2)
-    assert len(pool(_sum, 1.0)) == 2
-    pids = pool.pids
-    with pytest.raises(RankTimeout) as caught:
-        pool(_hang, timeout=0.3)
-    assert caught.value.ranks == (1,) and "_sleep_for_ever" in str(caught.value)
-    assert not any(_alive(pid) for pid in pids)
+    """A rank that stands still, and one that the system has stopped."""
+    for body, late, shown in ((_hang, 1, "_sleep_for_ever"), (_stop, 0, "no stack")):
+        pool = RankPool(2)
+        assert len(pool(_sum, 1.0)) == 2
+        pids = pool.pids
+        with pytest.raises(RankTimeout) as caught:
+            pool(body, timeout=0.3)
+        assert caught.value.ranks == (late,) and shown in str(caught.value)
+        assert not any(_alive(pid) for pid in pids)
 
 
 def test_a_death_is_an_error_unless_allowed() -> None:
     with pytest.raises(RankFailure, match="SIGKILL"):
         run_ranks(2, _die, 1)
     assert run_ranks(2, _die, 1, may_die=[1]) == [0, Died(-signal.SIGKILL)]
-
-
-def test_a_stopped_rank_is_killed_at_the_deadline() -> None:
-    with RankPool(2) as pool:
-        pool(_sum, 1.0)
-        with pytest.raises(RankTimeout) as caught:
-            pool(_stop, timeout=0.5)
-    assert caught.value.ranks == (0,)
 
 
 def test_a_pool_keeps_its_ranks_and_recovers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ import torch.distributed as dist
 
 from tests import oracle
 from tests.cases import Case
-from tests.multirank.catching import Caught, catch
+from tests.multirank.catching import Caught, catch, refused
 from tests.multirank.harness import no_shared_memory_left, run_ranks
 
 
@@ -110,12 +111,9 @@ def _worlds(rank: int, world_size: int, worlds: list[list[int]], folder: str) ->
     return problems
 
 
-@pytest.mark.parametrize(
-    "worlds",
-    [[[0, 1], [0, 2]], [[0, 1], [0, 1, 2]], [[0, 1, 2], [2, 1]]],
-    ids=["replaced", "grown", "shrunk"],
-)
-def test_processes_that_have_built_before_beside_new_ones(worlds: list[list[int]], tmp_path: Path) -> None:
+def test_processes_that_have_built_before_beside_new_ones(tmp_path: Path) -> None:
+    """A rank is replaced, one is added, and one leaves."""
+    worlds = [[0, 1], [0, 2], [0, 1, 2], [2, 1]]
     with no_shared_memory_left():
         oracle.assert_none(run_ranks(3, _worlds, worlds, str(tmp_path)))
 
@@ -138,35 +136,37 @@ def test_groups_of_other_ranks_with_a_name_that_was_used_before(tmp_path: Path) 
         oracle.assert_none(run_ranks(3, _same_name, str(tmp_path)))
 
 
-def _same_names(rank: int, world_size: int, waves: list[list[int]]) -> Caught | list[str] | None:
-    first, second = dist.new_group([0, 1]), dist.new_group([2, 3])
-    group = first if rank < 2 else second
-    # As torch calls them where each rank calls new_group() for its own pair alone.
-    dist.ProcessGroup.group_name = property(lambda _: "pair")  # type: ignore[method-assign, assignment]
-    result: Caught | list[str] | None = None
-    for wave in waves:
-        if rank in wave:
-            played: list[str] = []
-            result = catch(lambda played=played: played.extend(_build_and_play(group, 4.0))) or played
-        dist.barrier()
-    return result
+WAVES = [[[0, 3], [1, 2]], [[0, 2], [1, 3]], [[0, 1, 2, 3]]]
+"""In which order the ranks of two pairs come."""
 
 
-@pytest.mark.parametrize("waves", [[[0, 3], [1, 2]], [[0, 2], [1, 3]]])
-def test_pairs_of_one_name_are_refused(waves: list[list[int]]) -> None:
-    with no_shared_memory_left():
-        for caught in run_ranks(4, _same_names, waves):
-            assert isinstance(caught, Caught) and caught.name == "MismatchedArguments", caught
-            assert all(word in caught.text for word in ("'pair'", "0,1", "2,3", "new_group")), caught
+def _same_names(rank: int, world_size: int) -> list[Caught | list[str] | None]:
+    results: list[Caught | list[str] | None] = []
+    for number, waves in enumerate(WAVES):
+        first, second = dist.new_group([0, 1]), dist.new_group([2, 3])
+        group = first if rank < 2 else second
+        # As torch calls them where each rank calls new_group() for its own pair alone.
+        name = property(lambda _, number=number: f"pair {number}")
+        result: Caught | list[str] | None = None
+        with mock.patch.object(dist.ProcessGroup, "group_name", name):
+            for wave in waves:
+                if rank in wave:
+                    played: list[str] = []
+                    result = catch(lambda p=played, g=group: p.extend(_build_and_play(g, 4.0))) or played
+                dist.barrier()
+        results.append(result)
+    return results
 
 
 def test_pairs_of_one_name_are_never_joined() -> None:
-    """Where all come at once, a pair that has met before the other comes is built."""
+    """They are refused; where all come at once, a pair that has met before the other comes is built."""
     with no_shared_memory_left():
-        for result in run_ranks(4, _same_names, [[0, 1, 2, 3]]):
-            assert result == [] or (isinstance(result, Caught) and result.name == "MismatchedArguments"), (
-                result
-            )
+        results = run_ranks(4, _same_names)
+    for number, caught in [pair for each in results for pair in enumerate(each)]:
+        if number < 2 or caught != []:
+            assert isinstance(caught, Caught) and caught.name == "MismatchedArguments", caught
+            words = (f"'pair {number}'", "0,1", "2,3", "new_group")
+            assert number == 2 or all(word in caught.text for word in words), caught
 
 
 def _port() -> int:
@@ -196,12 +196,9 @@ def test_a_thread_that_waits_in_the_store_meanwhile() -> None:
         oracle.assert_none(run_ranks(2, _busy_store, _port()))
 
 
-def _threads(rank: int, world_size: int, same: bool, port: int) -> list[str]:
+def _threads(rank: int, world_size: int, port: int) -> list[str]:
     _join(rank, [0, 1], dist.TCPStore("127.0.0.1", port, world_size, rank == 0))
-    first = dist.new_group([0, 1])
-    second = first if same else dist.new_group([0, 1])
-    if rank == 1:
-        first, second = second, first
+    first, second = dist.new_group([0, 1]), dist.new_group([0, 1])
     problems: list[str] = []
     lock = threading.Lock()
 
@@ -213,40 +210,35 @@ def _threads(rank: int, world_size: int, same: bool, port: int) -> list[str]:
         with lock:
             problems.extend(found)
 
-    threads = [threading.Thread(target=build, args=(group,)) for group in (first, second)]
-    for thread in threads:
-        thread.start()
-        time.sleep(0.2)
-    for thread in threads:
-        thread.join()
-    dist.barrier()
+    for pair in ((first, second), (first, first)):
+        ordered = pair if rank == 0 else pair[::-1]
+        threads = [threading.Thread(target=build, args=(group,)) for group in ordered]
+        for thread in threads:
+            thread.start()
+            time.sleep(0.2)
+        for thread in threads:
+            thread.join()
+        dist.barrier()
     return problems
 
 
-@pytest.mark.parametrize("same", [False, True])
-def test_threads_that_build_in_another_order_on_each_rank(same: bool) -> None:
+def test_threads_that_build_in_another_order_on_each_rank() -> None:
     with no_shared_memory_left():
-        oracle.assert_none(run_ranks(2, _threads, same, _port()))
+        oracle.assert_none(run_ranks(2, _threads, _port()))
 
 
-def _gone(rank: int, world_size: int) -> list[Caught | None]:
+def _gone(rank: int, world_size: int) -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    group = dist.new_group([0, 1])
-    dist.destroy_process_group()
-    destroyed = catch(lambda: _build_over(group))
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-    return [destroyed, catch(lambda: _build_over(None))]
-
-
-def _build_over(group: Any) -> Any:
     import moecomm
 
-    return moecomm.Communicator(group, num_experts=8, hidden=8, top_k=2, max_tokens=6, dtype=torch.float32)
+    sizes = {"num_experts": 8, "hidden": 8, "top_k": 2, "max_tokens": 6, "dtype": torch.float32}
+    group = dist.new_group([0, 1])
+    dist.destroy_process_group()
+    refused(lambda: moecomm.Communicator(group, **sizes), "destroy_process_group")
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    refused(lambda: moecomm.Communicator(**sizes), "fake", name="Unsupported")
 
 
 def test_groups_that_nothing_can_be_built_over() -> None:
-    for destroyed, fake in run_ranks(2, _gone):
-        assert destroyed is not None and destroyed.name == "InvalidArgument", destroyed
-        assert "destroy_process_group" in destroyed.text
-        assert fake is not None and fake.name == "Unsupported" and "fake" in fake.text, fake
+    run_ranks(2, _gone)
