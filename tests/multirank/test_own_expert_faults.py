@@ -36,8 +36,8 @@ from moecomm.nn import (
     sync_gradients,
 )
 from moecomm.nn.guards import watchers_of
-from tests.multirank.catching import Caught, catch
-from tests.multirank.conftest import Pools, own_pool
+from tests.multirank.catching import catch, refused
+from tests.multirank.conftest import own_pool
 from tests.multirank.moe_cases import SIZES, groups_of
 from tests.multirank.on_ranks import on_ranks
 
@@ -140,20 +140,16 @@ def test_fully_shard_of_own_experts_is_refused(rank: int, world: int, ep: int, h
     elif how == "in the wrong order":
         fully_shard(model)
         fully_shard_experts(model)  # at EP = world it has nothing to shard
+    says = "inner.weight of the experts is sharded over ranks [0, 1, 2, 3] by fully_shard"
     with model.moe.comm:
-        found = catch(lambda: model(tokens(rank)))
-    require_mixed(
-        found, rank, ep, "inner.weight of the experts is sharded over ranks [0, 1, 2, 3] by fully_shard"
-    )
+        refused_mixed(lambda: model(tokens(rank)), rank, ep, says)
 
 
-def require_mixed(found: Caught | None, rank: int, ep: int, *says: str) -> None:
-    """Asserts that the error that a rank has caught says which shards mix which experts, and what to do."""
-    assert found is not None and found.name == "InvalidArgument", found
+def refused_mixed(call: Callable[[], Any], rank: int, ep: int, *says: str) -> None:
+    """Asserts that the error of a call says which shards mix which experts, and what to do."""
     first, count = rank % ep * EXPERTS // ep, EXPERTS // ep
-    assert all(each in found.text for each in says)
-    assert f"this rank holds experts {first}..{first + count - 1} of {EXPERTS}" in found.text
-    assert "Call moecomm.nn.fully_shard_experts(model) first" in found.text
+    held = f"this rank holds experts {first}..{first + count - 1} of {EXPERTS}"
+    refused(call, held, "Call moecomm.nn.fully_shard_experts(model) first", *says)
 
 
 @on_ranks(2)
@@ -232,15 +228,11 @@ def test_fully_shard_of_parametrized_experts_is_refused(rank: int, world: int, e
     if how == "compiled":
         torch._dynamo.reset()
         call = torch.compile(model, backend="eager")
-    takers = (sync_gradients, lambda model: clip_grad_norm(model, 1.0), sharded_state)
-    with model.moe.comm:
-        caught = [
-            catch(lambda: call(tokens(rank))),
-            *(catch(functools.partial(each, model)) for each in takers),
-        ]
     over = f"[{rank % ep}, {rank % ep + 2}]" if how == "over the replicas" else "[0, 1, 2, 3]"
-    for found in caught:
-        require_mixed(found, rank, ep, "parametrizations.w_", f"is sharded over ranks {over} by")
+    takers = (sync_gradients, functools.partial(clip_grad_norm, max_norm=1.0), sharded_state)
+    with model.moe.comm:
+        for each in (lambda: call(tokens(rank)), *(functools.partial(each, model) for each in takers)):
+            refused_mixed(each, rank, ep, "parametrizations.w_", f"is sharded over ranks {over} by")
 
 
 @on_ranks(2)
@@ -250,9 +242,8 @@ def test_fully_shard_of_parametrized_experts_with_main_grad_is_refused(rank: int
     model = parametrized(rank, world, 1, config)
     fully_shard(model)
     with model.moe.comm:
-        found = catch(lambda: model(tokens(rank, torch.float32)))
-    assert found is not None and found.name == "InvalidArgument", found
-    assert found.text.startswith("main_grad is True, must be False under fully_shard, which has sharded")
+        begins = "main_grad is True, must be False under fully_shard, which has sharded"
+        refused(lambda: model(tokens(rank, torch.float32)), begins=begins)
 
 
 @pytest.mark.parametrize(
@@ -325,11 +316,10 @@ def test_a_state_of_another_ranks_own_experts_is_refused(rank: int, world: int) 
             )
             for each, whole in ((wrong, other), (right, mine)):
                 each._metadata = {"": whole._metadata["moe.experts"]}
-        found = catch(lambda m=module, s=wrong: m.load_state_dict(s))  # type: ignore[misc]
-        assert found is not None and found.name == "InvalidArgument", found
         half = EXPERTS // 2
         held = [f"experts {r * half}..{r * half + half - 1} of {EXPERTS}" for r in (1 - rank, rank)]
-        assert found.text.startswith(f"the state holds {held[0]}, this module {held[1]}"), found.text
+        begins = f"the state holds {held[0]}, this module {held[1]}"
+        refused(functools.partial(module.load_state_dict, wrong), begins=begins)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             assert str(module.load_state_dict(right)) == "<All keys matched successfully>"
@@ -395,22 +385,21 @@ def test_adapters_have_a_grad_beside_main_grad(
 # -- parameters of experts that are in another place too ---------------------------------------------------
 
 
-def shared_parameter(rank: int, world: int, ep: int) -> list[Caught | None]:
+@pytest.mark.parametrize("ep", [2, 1])
+@on_ranks(2)
+def test_a_parameter_of_experts_and_of_another_module_is_refused(rank: int, world: int, ep: int) -> None:
+    """But where all experts are on every rank."""
     torch.manual_seed(0)
     norm = nn.LayerNorm(HIDDEN, dtype=torch.float64)
     model = own_model(rank, world, ep, norm)
     with model.moe.comm:
         loss_of(model(tokens(rank))).backward()
-        return [catch(lambda: sync_gradients(model)), catch(lambda: clip_grad_norm(model, 1.0))]
-
-
-def test_a_parameter_of_experts_and_of_another_module_is_refused(pool: Pools) -> None:
-    for both in pool(2)(shared_parameter, 2):
-        for found in both:
-            assert found is not None and found.name == "InvalidArgument", found
-            text = "moe.experts.norm.weight is the same parameter as norm.weight"
-            assert found.text.startswith(text), found
-    assert pool(2)(shared_parameter, 1) == [[None, None]] * 2  # all experts are on every rank
+        for take in (sync_gradients, functools.partial(clip_grad_norm, max_norm=1.0)):
+            if ep == 1:
+                take(model)
+            else:
+                begins = "moe.experts.norm.weight is the same parameter as norm.weight"
+                refused(functools.partial(take, model), begins=begins)
 
 
 @on_ranks(2)
@@ -505,26 +494,22 @@ def test_settings_that_hooks_leave_without_effect_are_refused(rank: int, world: 
     model = model_of(rank, world, config)
     model.moe.overlap = OverlapConfig(keep="rows")
     hook = model.moe.shared.register_forward_hook(lambda *_: None) if rank == 1 else None
+    named = ("shared has a hook (test_settings_", "<locals>.<lambda>), which is to see its own")
     with model.moe.comm:
-        found = catch(lambda: model(tokens(rank)))
+        refused(lambda: model(tokens(rank)), *named, "OverlapConfig.keep is")
         if hook is not None:
             hook.remove()
         assert model(tokens(rank)).isfinite().all()
-    assert found is not None and found.name == "InvalidArgument", found
-    assert "shared has a hook (test_settings_" in found.text
-    assert "<locals>.<lambda>), which is to see its own" in found.text
-    assert "OverlapConfig.keep is" in found.text
 
 
-@pytest.mark.parametrize("own", [False, True], ids=["", "own"])
 @pytest.mark.parametrize(
-    "what",
+    ("what", "own"),
     [
-        "router forward hook",
-        "experts forward pre hook",
-        "experts forward hook",
-        "shared forward pre hook",
-        "shared forward hook",
+        ("router forward hook", False),
+        ("experts forward pre hook", False),
+        ("experts forward hook", True),
+        ("shared forward pre hook", True),
+        ("shared forward hook", False),
     ],
 )
 @on_ranks(2)
@@ -549,11 +534,15 @@ def test_hooks_that_raise_are_told(rank: int, world: int, what: str, own: bool) 
     assert found.text == ("rank 1: KeyError: 'told'", "'told'")[rank]
 
 
-def products_that_raise(
-    rank: int, world: int, what: str, overlap: OverlapConfig, checkpointed: bool
-) -> Caught | None:
-    """Rank 1 has a weight of another shape; all ranks use the layer afterwards."""
-    model = model_of(rank, world, overlap=overlap)
+@pytest.mark.parametrize("overlap", [True, False], ids=["", "in order"])
+@pytest.mark.parametrize(("what", "checkpointed"), [("experts", True), ("shared", False)])
+@on_ranks(2)
+def test_products_that_raise_are_told(
+    rank: int, world: int, what: str, checkpointed: bool, overlap: bool
+) -> None:
+    """Rank 1 has a weight of another shape. The other rank waits for no deadline, and the communicator goes
+    on."""
+    model = model_of(rank, world, overlap=OverlapConfig(overlap=overlap))
     module = model.moe.get_submodule(what)
 
     def call() -> Tensor:
@@ -570,17 +559,9 @@ def products_that_raise(
         module.w_out = right
         for _ in range(2):
             loss_of(call()).backward()
-        return found
-
-
-@pytest.mark.parametrize("checkpointed", [False, True], ids=["", "checkpointed"])
-@pytest.mark.parametrize("overlap", [OverlapConfig(), OverlapConfig(overlap=False)], ids=["", "in order"])
-@pytest.mark.parametrize("what", ["experts", "shared"])
-def test_products_that_raise_are_told(
-    pool: Pools, what: str, overlap: OverlapConfig, checkpointed: bool
-) -> None:
-    """The other rank waits for no deadline, and the communicator goes on."""
-    ours, theirs = pool(2)(products_that_raise, what, overlap, checkpointed)
+    told: list[Any] = [None] * world
+    dist.all_gather_object(told, found)
+    ours, theirs = told
     assert theirs is not None and theirs.name in ("RuntimeError", "InvalidArgument")
     kind = "RuntimeError: " if theirs.name == "RuntimeError" else ""
     assert ours is not None and ours.name == "InvalidArgument"
