@@ -31,6 +31,7 @@ PYTHON_LAYERS = [
     "nn",
     "train",
     "graphs",
+    "transformers",
     "__main__",
 ]
 NATIVE_LAYERS = ["common", "layout", "ptx", "device", "transport", "kernels", "runtime", "bindings"]
@@ -98,7 +99,7 @@ def test_the_top_floor_has_few_rooms() -> None:
         for path in PACKAGE.iterdir()
         if (path.suffix == ".py" or (path / "__init__.py").exists()) and not path.stem.startswith("_")
     }
-    assert len(rooms) <= 15, sorted(rooms)
+    assert len(rooms) <= 16, sorted(rooms)
     assert rooms <= set(PYTHON_LAYERS), sorted(rooms - set(PYTHON_LAYERS))
 
 

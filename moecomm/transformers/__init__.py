@@ -1,0 +1,47 @@
+"""moecomm as an expert-parallel implementation of Hugging Face transformers.
+
+    import moecomm.transformers
+
+    parallel = DistributedConfig(fsdp_size=8, ep_size=8, ep_implementation="moecomm")
+    model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-30B-A3B", distributed_config=parallel)
+
+Importing this registers the name "moecomm". Nothing else is called: transformers builds a `MoecommEP` for
+each module of experts, and its experts' weights stay where transformers has put them (docs/transformers.md).
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import re
+
+from moecomm.errors import Unsupported
+
+OLDEST = (5, 23)
+"""The first version of transformers with a place for implementations of expert parallelism."""
+
+
+@functools.cache
+def _require_transformers() -> None:
+    try:
+        found = importlib.metadata.version("transformers")
+    except importlib.metadata.PackageNotFoundError:
+        found = "not installed"
+    numbers = tuple(int(each) for each in re.findall(r"\d+", found)[:2])
+    if numbers < OLDEST:
+        oldest = ".".join(map(str, OLDEST))
+        raise Unsupported(
+            f"moecomm.transformers needs transformers {oldest} or newer, which has ep_implementation; it is "
+            f"{found}: pip install 'transformers>={oldest}'"
+        )
+
+
+_require_transformers()
+
+from transformers.distributed.expert_parallel import EPImplementationInterface  # noqa: E402
+
+from moecomm.transformers.implementation import MoecommEP  # noqa: E402
+
+EPImplementationInterface.register("moecomm", MoecommEP)
+
+__all__ = ["MoecommEP"]

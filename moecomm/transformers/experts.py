@@ -1,0 +1,159 @@
+"""The experts of a transformers module, on rows that are grouped by expert.
+
+`use_experts_implementation` of transformers writes onto a module how its weights lie: has_gate, has_bias,
+is_transposed, has_post_expert_norm. Products run on these weights as they are, without a copy; a module of
+another make runs its own forward on the same rows.
+
+Shape letters: P rows of L local experts, H hidden columns, F columns of the activation's result, I those of
+the first product (2F with a gate)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers.integrations import moe
+
+from moecomm.kernels.grouped_mm import grouped_mm_wgrad
+from moecomm.kernels.products import Products, bias_factors, bias_weight, expert_ffn, grouped_matmul
+from moecomm.types import DispatchOutput
+
+Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class ColumnsFirst(Products):
+    """Products whose weights are views of (L, B, A) tensors. The gradient of a weight is made in that order
+    as well, so that it is the parameter's without a copy."""
+
+    def _wgrad(self, rows_PA: Tensor, grad_PB: Tensor, groups: Tensor) -> Tensor:
+        return grouped_mm_wgrad(grad_PB, rows_PA, groups).transpose(1, 2)
+
+
+_AS_USED, _COLUMNS_FIRST = Products(), ColumnsFirst()
+
+# What transformers' own forwards compute alike, so that these products may take their place. Whoever asks for
+# another one ("sonicmoe", "deepgemm") gets it, on moecomm's rows.
+_REPLACED = (None, "eager", "grouped_mm")
+
+
+class LocalExperts:
+    """This rank's experts of one module of transformers, for rows as a dispatch brings them.
+
+    Attributes:
+        weighs: `run` applies the routing weights; otherwise the combine has to.
+    """
+
+    def __init__(self, experts: nn.Module, forward: Forward, num_local_experts: int) -> None:
+        self._experts, self._forward, self._count = experts, forward, num_local_experts
+        self._activation = activation_of(experts) if _is_described(experts) else None
+
+    def run(self, out: DispatchOutput) -> tuple[Tensor, bool]:
+        """Returns the rows' results, (P, H) in the dtype of the rows, and whether they carry the routing
+        weights."""
+        if not self._has_plain_weights():
+            return self._run_forward(out), False
+        experts: Any = self._experts
+        first = "gate_up_proj" if experts.has_gate else "up_proj"
+        w_in, w_out = getattr(experts, first), experts.down_proj
+        b_in = getattr(experts, f"{first}_bias") if experts.has_bias else None
+        b_out = experts.down_proj_bias if experts.has_bias else None
+        products = _AS_USED
+        if not experts.is_transposed:
+            w_in, w_out, products = w_in.transpose(1, 2), w_out.transpose(1, 2), _COLUMNS_FIRST
+        rows_PH = out.tokens.to(w_in.dtype)
+        if self._activation is not None:
+            y_PH = expert_ffn(
+                rows_PH,
+                w_in,
+                w_out,
+                out.offsets,
+                out.weights,
+                activation=self._activation,
+                products=products,
+                b_in_LI=b_in,
+                b_out_LH=b_out,
+            )
+            return y_PH.to(out.tokens.dtype), True
+        inner_PI = _linear(rows_PH, w_in, b_in, out.offsets, products)
+        z_PF = experts._apply_gate(inner_PI) if experts.has_gate else experts.act_fn(inner_PI)
+        return _linear(z_PF, w_out, b_out, out.offsets, products).to(out.tokens.dtype), False
+
+    def _has_plain_weights(self) -> bool:
+        """Are there tensors that products take? Asked in each call, since adapters and quantizers come
+        later."""
+        experts: Any = self._experts
+        if not _is_described(experts) or experts.config._experts_implementation not in _REPLACED:
+            return False
+        for name in ("gate_up_proj" if experts.has_gate else "up_proj", "down_proj"):
+            weight = getattr(experts, name, None)
+            if not isinstance(weight, Tensor) or not weight.is_floating_point() or weight.itemsize == 1:
+                return False
+            if weight.dim() != 3 or weight.shape[0] != self._count:
+                return False
+        return True
+
+    def _run_forward(self, out: DispatchOutput) -> Tensor:
+        """Runs the module's own forward: each row is a token of one expert, of weight 1."""
+        rows = out.tokens.shape[0]
+        counts_L = out.tokens_per_expert
+        ids_P = torch.arange(self._count, device=counts_L.device).repeat_interleave(
+            counts_L, output_size=rows
+        )
+        if (
+            rows == 0
+        ):  # Some forwards cannot do without a row. Its gradient goes through all weights, as zero.
+            none = out.tokens.new_zeros(1, out.tokens.shape[1]) + out.tokens.sum()
+            one = none.new_ones(1, 1)
+            return self._forward(none, torch.zeros_like(one, dtype=ids_P.dtype), one)[:0]
+        return self._forward(out.tokens, ids_P.unsqueeze(1), out.tokens.new_ones(rows, 1))
+
+
+def _linear(
+    rows_PA: Tensor, weight_LAB: Tensor, bias_LB: Tensor | None, offsets_L: Tensor, products: Products
+) -> Tensor:
+    product_PB = grouped_matmul(rows_PA, weight_LAB, offsets_L, products)
+    if bias_LB is None:
+        return product_PB
+    ones_PN = bias_factors(None, rows_PA.shape[0], rows_PA)
+    return product_PB + grouped_matmul(ones_PN, bias_weight(bias_LB), offsets_L)
+
+
+def _is_described(experts: nn.Module) -> bool:
+    """Has `use_experts_implementation` made the forward of this class, so that its attributes tell what it
+    computes?"""
+    code = getattr(type(experts).forward, "__code__", None)
+    made = code is not None and code.co_filename == moe.__file__
+    return made and not getattr(experts, "has_post_expert_norm", True)
+
+
+def activation_of(experts: nn.Module) -> str | None:
+    """Returns moecomm's name for what `experts` compute between their products, None if it has none. The
+    function is tried on some values, as modules bring their own."""
+    module: Any = experts
+    inner_PI = torch.linspace(-9.0, 9.0, 48, dtype=torch.float64)[
+        torch.randperm(48, generator=_seeded())
+    ].view(2, 24)
+    try:
+        found = module._apply_gate(inner_PI) if module.has_gate else module.act_fn(inner_PI)
+    except Exception:  # whatever a function for other inputs raises: it is none of these
+        return None
+    gate, up = inner_PI.chunk(2, dim=1)
+    even, odd = inner_PI[:, ::2], inner_PI[:, 1::2]
+    low, high = even.clamp(max=7.0), odd.clamp(-7.0, 7.0)
+    known = {
+        "swiglu": functional.silu(gate) * up,
+        "swiglu_interleaved": functional.silu(even) * odd,
+        "swiglu_clamped": low * torch.sigmoid(1.702 * low) * (high + 1),
+        "gelu": functional.gelu(inner_PI),
+    }
+    for name, wanted in known.items():
+        if found.shape == wanted.shape and torch.allclose(found.double(), wanted, rtol=1e-5, atol=1e-6):
+            return name
+    return None
+
+
+def _seeded() -> torch.Generator:
+    return torch.Generator().manual_seed(0)

@@ -1,0 +1,73 @@
+"""How experts of transformers get their tokens: by dispatch and combine of moecomm."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from transformers.distributed.expert_parallel import EPImplementation
+
+from moecomm.arguments import weight_dtype
+from moecomm.transformers.experts import LocalExperts
+from moecomm.transformers.shared import Shape, SharedCommunicator, shared_communicator
+
+
+class MoecommEP(EPImplementation):  # type: ignore[misc]
+    """The implementation "moecomm" of transformers' expert parallelism, for one module of experts.
+
+    transformers builds it with the module, its EP mesh and the TP mesh, whose ranks hold the same batch: each
+    of these takes a slice of the tokens, and gathers the results. The routing weights travel in float32."""
+
+    def __init__(self, experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
+        super().__init__(experts, ep_mesh, tp_mesh)
+        self._local = LocalExperts(experts, self.experts_forward, self.num_local_experts)
+        self._num_experts = self.num_local_experts * ep_mesh.size()
+        self._shared: dict[Shape, SharedCommunicator] = {}
+
+    def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Returns (T, H), for each token the sum of its experts' results, weighted.
+
+        Args:
+            hidden_states: (T, H), those of this rank's batch.
+            top_k_index: (T, K) ids of all experts; one of num_experts or more, or below 0, is none.
+            top_k_weights: (T, K).
+
+        Raises:
+            As `Communicator.dispatch` and `combine` do, on all ranks of the EP group.
+        """
+        tokens = hidden_states.shape[0]
+        if self.tp_mesh.size() > 1:
+            parts = (hidden_states, top_k_index, top_k_weights)
+            hidden_states, top_k_index, top_k_weights = (_slice_of(each, self.tp_mesh) for each in parts)
+        none_TK = (top_k_index < 0) | (top_k_index >= self._num_experts)
+        ids_TK = top_k_index.masked_fill(none_TK, -1)
+        weights_TK = top_k_weights.to(weight_dtype(hidden_states.dtype))
+        shared = self._shared_for(hidden_states, ids_TK.shape[1])
+        comm, out = shared.dispatch(hidden_states.contiguous(), ids_TK, weights_TK)
+        rows_PH, weighted = self._local.run(out)
+        y_TH = comm.combine(rows_PH, out.handle, weights=None if weighted else out.weights)
+        return _whole_of(y_TH, self.tp_mesh, tokens) if self.tp_mesh.size() > 1 else y_TH
+
+    def _shared_for(self, x_TH: Tensor, top_k: int) -> SharedCommunicator:
+        shape = Shape(self._num_experts, x_TH.shape[1], top_k, x_TH.dtype, x_TH.device)
+        if shape not in self._shared:
+            self._shared[shape] = shared_communicator(self.ep_mesh.get_group(), shape, x_TH.shape[0])
+        return self._shared[shape]
+
+
+def _slice_of(same_T: Tensor, tp_mesh: Any) -> Tensor:
+    """Returns this rank's part of the tokens that all ranks of `tp_mesh` hold; differentiable."""
+    whole = DTensor.from_local(same_T, tp_mesh, [Replicate()], run_check=False)
+    return whole.redistribute(tp_mesh, [Shard(0)]).to_local()
+
+
+def _whole_of(part_TH: Tensor, tp_mesh: Any, tokens: int) -> Tensor:
+    """Returns the tokens of all ranks of `tp_mesh`, from each one's part; differentiable."""
+    shape = torch.Size((tokens, part_TH.shape[1]))
+    parts = DTensor.from_local(
+        part_TH.contiguous(), tp_mesh, [Shard(0)], run_check=False, shape=shape, stride=(shape[1], 1)
+    )
+    return parts.full_tensor()

@@ -1,0 +1,106 @@
+"""Communicators that all layers of one shape share, made larger when a batch brings more tokens.
+
+They live as long as a layer uses them, or a graph of autograd goes through them. A garbage collector decides
+when a model that was deleted is gone, at another moment on each rank. So ranks agree before a layer's first
+use of a communicator on whether all of them still have it."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._compile import _disable_dynamo
+
+from moecomm.communicator import Communicator
+from moecomm.errors import InvalidArgument, known_to_all
+from moecomm.types import DispatchOutput
+
+
+class Shape(NamedTuple):
+    """What layers have to agree in to share a communicator."""
+
+    num_experts: int
+    hidden: int
+    top_k: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+class SharedCommunicator:
+    """A communicator of a group, for the most tokens that any rank has brought to it so far.
+
+    Attributes:
+        serial: its number among those that this process has built with the group; all ranks build the same
+        ones.
+    """
+
+    def __init__(self, group: Any, shape: Shape, serial: int, tokens: int) -> None:
+        self.serial, self._group, self._shape = serial, group, shape
+        self._comm = self._build(tokens)
+
+    @_disable_dynamo
+    def dispatch(
+        self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor
+    ) -> tuple[Communicator, DispatchOutput]:
+        """Dispatches as `Communicator.dispatch` does, and returns the communicator for the combine as well.
+        All ranks call together. A rank with more tokens than the communicator takes raises an error, as do
+        all others then: that is how they come to know that a larger one is needed, at no cost for other
+        calls."""
+        comm = self._comm
+        try:
+            return comm, comm.dispatch(x_TH, ids_TK, weights_TK)
+        except InvalidArgument as error:
+            if not known_to_all(error):
+                raise
+            (most,) = _largest(self._group, self._shape.device, x_TH.shape[0])
+            if most <= comm.max_tokens:  # the error is of something else, on all ranks
+                raise
+        # Graphs of autograd keep the smaller one as long as they need it.
+        self._comm = comm = self._build(most)
+        return comm, comm.dispatch(x_TH, ids_TK, weights_TK)
+
+    def _build(self, tokens: int) -> Communicator:
+        return Communicator(self._group, max_tokens=round_up(tokens), **self._shape._asdict())
+
+
+def _largest(group: Any, device: torch.device, *values: int) -> list[int]:
+    """Returns for each value the largest one of all ranks."""
+    most = torch.tensor(values, device=device)
+    dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+    found: list[int] = most.tolist()
+    return found
+
+
+def round_up(tokens: int) -> int:
+    """Returns the tokens that a communicator for `tokens` is built for: up to a quarter more, so that batches
+    that grow little by little do not each build one."""
+    step = max(16, 1 << max(0, tokens.bit_length() - 3))
+    return max(step, -(-tokens // step) * step)
+
+
+class _OfGroup:
+    """The communicators of a process group."""
+
+    def __init__(self) -> None:
+        self.built = 0
+        self.alive: weakref.WeakValueDictionary[Shape, SharedCommunicator] = weakref.WeakValueDictionary()
+
+
+_groups: weakref.WeakKeyDictionary[Any, _OfGroup] = weakref.WeakKeyDictionary()
+
+
+@_disable_dynamo
+def shared_communicator(group: Any, shape: Shape, tokens: int) -> SharedCommunicator:
+    """Returns the communicator of a group and shape, to be kept by the layer that asks, in its first call.
+    All ranks ask together, each with its number of tokens."""
+    known = _groups.setdefault(group, _OfGroup())
+    found = known.alive.get(shape)
+    serial = 0 if found is None else found.serial
+    newest, oldest, built, most = _largest(group, shape.device, serial, -serial, known.built, tokens)
+    if found is None or newest != -oldest:
+        known.built = built + 1
+        found = known.alive[shape] = SharedCommunicator(group, shape, known.built, most)
+    return found

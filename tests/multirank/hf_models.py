@@ -1,0 +1,140 @@
+"""Small random models of transformers, and what ranks do with them."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+VOCABULARY = 96
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 64,
+    "num_experts": 8,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+DEEPSEEK: dict[str, Any] = {
+    "n_routed_experts": 8,
+    "n_group": 2,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "mixtral": {},
+    "qwen2_moe": {"shared_expert_intermediate_size": 16, "num_experts": 8},
+    "qwen3_moe": {"norm_topk_prob": True},
+    "gpt_oss": {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8},
+    "deepseek_v3": {
+        **DEEPSEEK,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+        "num_key_value_heads": 4,
+    },
+    "glm4_moe": DEEPSEEK,
+    "olmoe": {},
+    "ernie4_5_moe": {"moe_num_experts": 8, "moe_k": 2, "moe_layer_start_index": 0},
+    "dots1": DEEPSEEK,
+    "granitemoe": {},
+}
+"""What each family's config has besides SIZES."""
+
+
+def save_model(family: str, folder: Path, seed: int, **changes: Any) -> None:
+    """Saves a model of random weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    fields = {**SIZES, **FAMILIES[family], **changes}
+    config = AutoConfig.for_model(family, **fields)
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "expert" in name or name.endswith("bias"):
+                parameter.normal_(std=0.3)  # so that a wrong expert is a wrong loss
+    model.save_pretrained(folder)
+
+
+def load_parallel(folder: Path, how: str, **parallel: Any) -> nn.Module:
+    """Loads a model on all ranks, as programs under torchrun do."""
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    import moecomm.transformers  # noqa: F401
+
+    if "MASTER_PORT" not in os.environ:
+        set_environment()
+    options = {key: parallel.pop(key) for key in ("dtype", "experts_implementation") if key in parallel}
+    config = DistributedConfig(**parallel, ep_implementation=how)
+    options = {"dtype": torch.float32, **options}
+    model: nn.Module = AutoModelForCausalLM.from_pretrained(folder, distributed_config=config, **options)
+    return model
+
+
+def set_environment() -> None:
+    """Sets what torchrun does; transformers reads it."""
+    os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(dist.get_rank())
+    os.environ["WORLD_SIZE"] = str(dist.get_world_size())
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        os.environ["MASTER_PORT"] = str(free.getsockname()[1])
+
+
+def batch_of(part: int, seed: int) -> Tensor:
+    """The tokens of one part of the data: each part has another number."""
+    generator = torch.Generator().manual_seed(1000 * seed + part)
+    return torch.randint(3, VOCABULARY, (1 + part % 2, 9 + 2 * part), generator=generator)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def forward_backward(model: nn.Module, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns logits and loss."""
+    out = model(tokens, labels=tokens)
+    out.loss.backward()
+    return out.logits.detach(), out.loss.detach()
+
+
+def gradients_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+
+
+def worst_of(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> tuple[float, str]:
+    """Returns the largest difference beside the largest value of a tensor, and its name."""
+    assert found.keys() == wanted.keys(), found.keys() ^ wanted.keys()
+    ratios = {
+        name: (float((found[name] - each).abs().max() / each.abs().max().clamp(min=1e-6)), name)
+        for name, each in wanted.items()
+    }
+    return max(ratios.values())
+
+
+def in_one_process(folder: Path, run: Callable[[nn.Module], Any]) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return run(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))

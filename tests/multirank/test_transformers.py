@@ -1,0 +1,284 @@
+"""Models of transformers whose experts get their tokens by moecomm, beside one process and transformers'
+own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.multirank.conftest import own_pool
+from tests.multirank.on_ranks import on_ranks
+
+pytest.importorskip("transformers")
+
+from tests.multirank.hf_models import (
+    FAMILIES,
+    batch_of,
+    forward_backward,
+    gradients_of,
+    load_parallel,
+    save_model,
+    worst_of,
+)
+
+pool = own_pool()
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+def _model(folders: Path, family: str, **changes: Any) -> Path:
+    """The folder of a family's model, made by the first rank that asks."""
+    folder = folders / "-".join([family, *map(str, changes.values())])
+    if dist.get_rank() == 0 and not folder.exists():
+        save_model(family, folder, seed=3, **changes)
+    dist.barrier()
+    return folder
+
+
+def _plain(folder: Path, parts: int, seed: int) -> tuple[list[Any], dict[str, torch.Tensor]]:
+    """(logits, loss) of each part in one process, and the gradients of the mean of all losses."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
+    found = []
+    for part in range(parts):
+        tokens = batch_of(part, seed)
+        out = model(tokens, labels=tokens)
+        (out.loss / parts).backward()
+        found.append((out.logits.detach(), out.loss.detach()))
+    return found, gradients_of(model)
+
+
+def _check(model: torch.nn.Module, wanted: Any, part: int, seed: int) -> list[str]:
+    """What differs from one process by more than 1e-5."""
+    outputs, gradients = wanted
+    logits, loss = forward_backward(model, batch_of(part, seed))
+    differs = worst_of(
+        {"logits": logits, "loss": loss}, dict(zip(("logits", "loss"), outputs[part], strict=True))
+    )
+    return [
+        f"{name}: {ratio:.1e}"
+        for ratio, name in (differs, worst_of(gradients_of(model), gradients))
+        if ratio > 1e-5
+    ]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@on_ranks(2)
+def test_families(rank: int, size: int, family: str, folders: Path, seed: int) -> list[str]:
+    folder = _model(folders, family)
+    wanted = _plain(folder, size, seed)
+    found = []
+    for how in ("all_to_all", "moecomm"):
+        model = load_parallel(folder, how, fsdp_size=2, ep_size=2).train()
+        found += [f"{how}: {each}" for each in _check(model, wanted, rank, seed)]
+    return found
+
+
+MESHES = [
+    {"fsdp_size": 4, "ep_size": 4},
+    {"fsdp_size": 4, "ep_size": 2},  # two copies of each expert
+    {"fsdp_size": 2, "tp_size": 2, "ep_size": 2},  # the ranks of a batch
+    {"fsdp_size": 2, "tp_size": 2, "ep_size": 4},
+    {"tp_size": 4, "ep_size": 4},
+]
+
+
+@pytest.mark.parametrize(
+    ("family", "mesh"),
+    [*(("qwen3_moe", mesh) for mesh in MESHES), ("gpt_oss", MESHES[1]), ("gpt_oss", MESHES[3])],
+)
+@on_ranks(4)
+def test_meshes(
+    rank: int, size: int, family: str, mesh: dict[str, int], folders: Path, seed: int
+) -> list[str]:
+    parts = mesh.get("fsdp_size", 1)
+    folder = _model(folders, family, num_attention_heads=4, num_key_value_heads=4)
+    model = load_parallel(folder, "moecomm", **mesh).train()
+    return _check(model, _plain(folder, parts, seed), rank // mesh.get("tp_size", 1), seed)
+
+
+@pytest.mark.parametrize("how", ["batched_mm", "eager"])
+@on_ranks(2)
+def test_forwards_of_transformers(rank: int, size: int, how: str, folders: Path, seed: int) -> list[str]:
+    """Another forward of the experts runs on moecomm's rows; eager is moecomm's own products."""
+    folder = _model(folders, "qwen3_moe")
+    parallel = {"fsdp_size": 2, "ep_size": 2}
+    model = load_parallel(folder, "moecomm", experts_implementation=how, **parallel).train()
+    return _check(model, _plain(folder, size, seed), rank, seed)
+
+
+@on_ranks(2)
+def test_gradient_checkpointing(rank: int, size: int, folders: Path, seed: int) -> list[str]:
+    folder = _model(folders, "qwen3_moe")
+    wanted, found = _plain(folder, size, seed), []
+    for reentrant in (False, True):
+        model: Any = load_parallel(folder, "moecomm", fsdp_size=2, ep_size=2).train()
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+        found += _check(model, wanted, rank, seed)
+    return found
+
+
+@on_ranks(2)
+def test_batches_of_all_sizes(rank: int, size: int, folders: Path, seed: int) -> list[str]:
+    """Larger batches come to one rank, or to both, while graphs of smaller ones wait for their backward; then
+    text is generated, a token a step."""
+    from transformers import AutoModelForCausalLM
+
+    folder = _model(folders, "qwen3_moe")
+    model: Any = load_parallel(folder, "moecomm", fsdp_size=2, ep_size=2).train()
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
+    problems, losses = [], []
+    for step, lengths in enumerate([(3, 2), (40, 2), (2, 3), (60, 60), (2, 60)]):
+        batches = [batch_of(0, seed + step).repeat(1, 8)[:, :length] for length in lengths]
+        wanted = plain(batches[rank]).logits
+        logits = model(batches[rank]).logits
+        if not torch.allclose(logits, wanted, rtol=1e-5, atol=1e-5):
+            problems.append(f"{lengths}: {(logits - wanted).abs().max()}")
+        losses.append(logits.square().mean())
+    model.set_requires_gradient_sync(False)
+    torch.stack(losses).sum().backward()
+    with torch.no_grad():
+        prompt = batch_of(0, seed)
+        text, expected = (
+            each.eval().generate(prompt, max_new_tokens=6, do_sample=False) for each in (model, plain)
+        )
+    return problems if torch.equal(text, expected) else [*problems, f"{text} for {expected}"]
+
+
+@on_ranks(2)
+def test_models_come_and_go(rank: int, size: int, folders: Path, seed: int) -> list[str]:
+    """Two models share a communicator; one that is deleted on one rank earlier than on the other is no
+    harm."""
+    import gc
+
+    import moecomm.transformers.shared as shared
+
+    folder = _model(folders, "qwen3_moe")
+    wanted = _plain(folder, size, seed)
+    problems, parallel = [], {"fsdp_size": 2, "ep_size": 2}
+    gc.collect()
+    gc.disable()
+    try:
+        for turn in range(3):
+            models = [load_parallel(folder, "moecomm", **parallel).train() for _ in range(2)]
+            problems += [text for model in models for text in _check(model, wanted, rank, seed)]
+            alive = [each for group in shared._groups.values() for each in group.alive.values()]
+            if len({each.serial for each in alive}) != 1:
+                problems.append(f"turn {turn}: {len(alive)} communicators for two models of one shape")
+            del models
+            if rank == turn % 2:
+                gc.collect()
+    finally:
+        gc.enable()
+    return problems
+
+
+@on_ranks(2)
+def test_mixed_precision(rank: int, size: int, folders: Path, seed: int) -> list[str]:
+    """Weights in bfloat16 while they compute, beside transformers' own: one layer, as a router behind a
+    rounded one chooses other experts."""
+    folder = _model(folders, "qwen3_moe", num_hidden_layers=1)
+    logits, gradients = {}, {}
+    for how in ("all_to_all", "moecomm"):
+        model = load_parallel(folder, how, fsdp_size=2, ep_size=2, fsdp_mixed_precision=True).train()
+        logits[how], _ = forward_backward(model, batch_of(rank, seed))
+        gradients[how] = gradients_of(model)
+    found = worst_of({"logits": logits["moecomm"]}, {"logits": logits["all_to_all"]})
+    pairs = (found, worst_of(gradients["moecomm"], gradients["all_to_all"]))
+    return [f"{name}: {ratio}" for ratio, name in pairs if ratio > 0.03]
+
+
+@on_ranks(2)
+def test_compiled(rank: int, size: int, folders: Path, seed: int) -> list[str]:
+    folder = _model(folders, "qwen3_moe")
+    model: Any = load_parallel(folder, "moecomm", fsdp_size=2, ep_size=2).train()
+    model.model.layers[1].compile(backend="aot_eager")
+    return _check(model, _plain(folder, size, seed), rank, seed)
+
+
+@on_ranks(2)
+def test_saved_models(rank: int, size: int, folders: Path, seed: int) -> list[str]:
+    """What ranks save one process loads, and ranks of another mesh: after a step."""
+    from transformers import AutoModelForCausalLM
+
+    folder, saved = _model(folders, "gpt_oss"), folders / f"saved-{seed}"
+    model: Any = load_parallel(folder, "moecomm", fsdp_size=2, ep_size=2).train()
+    forward_backward(model, batch_of(rank, seed))
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    model.save_pretrained(saved)
+    dist.barrier()
+    tokens = batch_of(0, seed)
+    with torch.no_grad():
+        expected = model.eval()(tokens).logits
+        one = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32).eval()(tokens).logits
+        other = load_parallel(saved, "moecomm", tp_size=2, ep_size=2).eval()(tokens).logits
+    found = {"one process": one, "another mesh": other}
+    return [name for name, each in found.items() if not torch.allclose(each, expected, rtol=1e-5, atol=1e-5)]
+
+
+@on_ranks(2)
+def test_ids_of_none(rank: int, size: int, folders: Path, seed: int) -> list[str]:
+    """Ids past the last expert and below 0 take a token to no expert; one rank has no token at all."""
+    folder = _model(folders, "qwen3_moe")
+    model: Any = load_parallel(folder, "moecomm", fsdp_size=2, ep_size=2)
+    experts = model.model.layers[0].mlp.experts
+    torch.manual_seed(seed + rank)
+    tokens = 4 * rank
+    x = torch.randn(tokens, 32, requires_grad=True)
+    ids = torch.tensor([[0, 8], [7, -1], [3, 5], [9, -1]])[:tokens]
+    weights = torch.rand(tokens, 2, requires_grad=True)
+    y = experts(x, ids, weights)
+    y.sum().backward()
+    problems = (
+        [] if not torch.any(y[3:]) and not torch.any(x.grad[3:]) else ["a token of no expert has a result"]
+    )
+    kept = (ids >= 0) & (ids < 8)
+    if not torch.equal(weights.grad != 0, kept) or not torch.all(y[:3].abs().sum(1) > 0):
+        problems.append(f"gradients {weights.grad} of ids {ids}")
+    return problems
+
+
+@on_ranks(2)
+def test_trainer(rank: int, size: int, folders: Path, seed: int) -> list[str]:
+    """The Trainer of transformers: the same losses as with transformers' own, and a checkpoint that one
+    process loads."""
+    from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, set_seed
+
+    pytest.importorskip("accelerate")
+    folder, out = _model(folders, "qwen3_moe"), folders / f"trained-{seed}"
+    rows = torch.randint(3, 96, (32, 12), generator=torch.Generator().manual_seed(seed))
+    data = [{"input_ids": row, "labels": row} for row in rows]
+    options: dict[str, Any] = {
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "max_steps": 3,
+    }
+    options |= {"learning_rate": 1e-2, "logging_steps": 1, "save_steps": 3, "save_only_model": True}
+    losses, model = {}, torch.nn.Module()
+    for how in ("all_to_all", "moecomm"):
+        set_seed(seed % 2**32)
+        model = load_parallel(folder, how, fsdp_size=2, ep_size=2)
+        arguments = TrainingArguments(str(out), report_to=[], use_cpu=True, disable_tqdm=True, **options)
+        trainer = Trainer(model=model, args=arguments, train_dataset=data)  # type: ignore[arg-type]
+        trainer.train()
+        losses[how] = [float(each["loss"]) for each in trainer.state.log_history if "loss" in each]
+    dist.barrier()
+    tokens = batch_of(0, seed)
+    with torch.no_grad():
+        one = (
+            AutoModelForCausalLM.from_pretrained(out / "checkpoint-3", dtype=torch.float32)
+            .eval()(tokens)
+            .logits
+        )
+        saved = torch.allclose(one, model.eval()(tokens).logits, rtol=1e-4, atol=1e-4)
+    found = [] if saved else ["the checkpoint is another model"]
+    same = torch.allclose(torch.tensor(losses["moecomm"]), torch.tensor(losses["all_to_all"]), rtol=1e-4)
+    return found if same and len(losses["moecomm"]) == 3 else [*found, str(losses)]

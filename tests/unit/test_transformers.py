@@ -1,0 +1,54 @@
+"""What moecomm.transformers finds before it registers anything."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+
+import pytest
+import torch
+
+from moecomm.errors import Unsupported
+
+
+@pytest.mark.parametrize("version", ["4.57.1", "5.22.0", None])
+def test_versions_without_a_place_for_it(version: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def found(name: str) -> str:
+        if version is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return version
+
+    monkeypatch.setattr(importlib.metadata, "version", found)
+    monkeypatch.delitem(sys.modules, "moecomm.transformers", raising=False)
+    with pytest.raises(
+        Unsupported, match=r"needs transformers 5.23 or newer.*pip install 'transformers>=5.23'"
+    ):
+        import moecomm.transformers  # noqa: F401
+
+
+def test_a_communicator_has_some_room() -> None:
+    pytest.importorskip("transformers")
+    from moecomm.transformers.shared import round_up
+
+    for tokens in [*range(300), 4095, 4096, 4097, 5000]:
+        assert max(tokens, 16) <= round_up(tokens) <= max(tokens * 1.25, tokens + 16)
+    assert len({round_up(tokens) for tokens in range(4096, 8193)}) <= 6
+
+
+@pytest.mark.parametrize("name", ["swiglu", "swiglu_interleaved", "swiglu_clamped", "gelu", None])
+def test_activations_are_found_by_what_they_compute(name: str | None) -> None:
+    pytest.importorskip("transformers")
+    from moecomm.kernels.activation import weighted_activation
+    from moecomm.transformers.experts import activation_of
+
+    class Experts(torch.nn.Module):
+        has_gate = name != "gelu"
+
+        def _apply_gate(self, inner: torch.Tensor) -> torch.Tensor:
+            if name is None:
+                return torch.relu(inner[:, ::2]) * inner[:, 1::2]
+            return weighted_activation(inner, activation=name)
+
+        act_fn = _apply_gate
+
+    assert activation_of(Experts()) == name
