@@ -5,15 +5,9 @@ from __future__ import annotations
 import pytest
 
 from bench import run_all
-from bench.harness import command_line, options, plan
+from bench.harness import command_line, plan
 
 pytestmark = pytest.mark.usefixtures("bench_on_cpu")
-
-
-def test_sweeps_multiply_and_include_the_last_size() -> None:
-    assert command_line.sweep(8, 64) == (8, 16, 32, 64)
-    assert command_line.sweep(8, 65, factor=4.0) == (8, 32)
-    assert command_line.sweep(1, 4, factor=1.1) == (1, 2, 3, 4)  # never stands still
 
 
 def test_flags_arrive() -> None:
@@ -41,44 +35,6 @@ def test_flags_arrive() -> None:
     assert command_line.parse("dispatch", ["--kept-handle"]).kept_handle == "plain"
     (shape,) = command_line.parse("alltoall", ["-g", "3"]).shapes
     assert (shape.hidden, shape.experts, shape.topk) == (4096, 3, 1)
-
-
-def test_flags_of_layers_arrive() -> None:
-    given = command_line.parse(
-        "moe_layer", ["--presets", "gpt-oss-120b,qwen3-30b", "--hidden", "32", "--topk", "2"]
-    )
-    assert [(each.hidden, each.ffn, each.experts, each.topk) for each in given.shapes] == [
-        (32, 2880, 128, 2), (32, 768, 128, 2),
-    ]  # fmt: skip
-    assert (given.sizes, given.dtypes, given.graph_tokens) == ((4096,), ("bfloat16",), 512)
-    assert given.variants == options.VARIANTS
-    assert [(point.tokens, point.graphs) for point in given.points()][:2] == [(4096, False), (512, True)]
-    keep = command_line.parse("moe_layer", ["--keep", "all,rows", "--variants", "serial,overlapped"])
-    assert keep.variants == ("serial", "overlapped", "overlapped, keep rows")
-
-
-def test_ways_are_points_of_their_own() -> None:
-    flags = "--presets qwen3-30b --ways all --microbatches 3 --graph-tokens 8"
-    given = command_line.parse("moe_layer", flags.split())
-    assert [(each.tokens, each.graphs, each.microbatches) for each in given.points()] == [
-        (4096, False, 0), (8, True, 0), (4096, False, 3),
-    ]  # fmt: skip
-    flags = "--presets qwen3-30b --ways microbatches --products torch,quack"
-    given = command_line.parse("moe_layer", flags.split())
-    assert given.products == ("torch", "quack")
-    assert command_line.parse("moe_layer", []).products == (None,)
-
-
-def test_wide_presets_have_four_experts_a_rank_with_8192_rows_each() -> None:
-    for ranks in (1, 2, 8):
-        flags = ["--presets", "deepseek-v3-wide,qwen3-235b-wide", "-g", str(ranks)]
-        given = command_line.parse("moe_layer", flags)
-        assert [(each.hidden, each.ffn, each.experts) for each in given.shapes] == [
-            (7168, 2048, 4 * ranks), (4096, 1536, 4 * ranks),
-        ]  # fmt: skip
-        for shape in given.shapes:
-            assert given.sizes[0] * ranks * shape.topk == 8192 * shape.experts
-    assert command_line.parse("moe_layer", ["--presets", "qwen3-30b,qwen3-235b-wide"]).sizes == (4096,)
 
 
 @pytest.mark.parametrize(
@@ -163,17 +119,6 @@ def test_under_torchrun_its_world_counts(
     assert capsys.readouterr().err == ""  # rank 0 says it for all
 
 
-def test_several_nodes_have_a_ceiling_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    flags = ["-g", "4", "--ranks-per-node", "2", "--limit-nodes", "1", "--baselines"]
-    given = command_line.parse("combine", [*flags, "all", "--fabric-provider", "shm"])
-    assert (given.nodes, given.fabric_provider, given.limit_nodes) == (2, "shm", 1)
-    assert given.baselines == ("fabric", "fabric-cold", "memcpy", "gloo", "gloo-tuned")
-    for name, value in (("RANKS_PER_NODE", "2"), ("FABRIC_PROVIDER", "tcp"), ("FABRIC_INTERFACE", "lo")):
-        monkeypatch.setenv(f"MOECOMM_{name}", value)
-    given = command_line.parse("dispatch", ["-g", "6", "--experts", "12"])
-    assert (given.nodes, given.fabric_provider, given.fabric_interface) == (3, "tcp", "lo")
-
-
 @pytest.mark.parametrize(
     "runs",
     [
@@ -199,15 +144,6 @@ def test_a_plan_names_each_run_once_with_flags_that_parse(runs: list[plan.Run]) 
             assert (given.sizes, given.shapes, given.ranks) == (plain.sizes, plain.shapes, plain.ranks)
         if "-on-" in name:
             assert given.ranks == int(name[-1]) and given.sizes == (8, 4096)
-
-
-def test_the_reference_cases_have_all_baselines() -> None:
-    cpu = command_line.parse("dispatch", plan.operations_cpu(2, 3, 1)[0].flags)
-    assert (cpu.shapes[0].hidden, cpu.shapes[0].experts, cpu.sizes) == (4096, 32, (2048,))
-    cuda = command_line.parse("dispatch", plan.operations_cuda(4, 3, 1)[0].flags)
-    assert (cuda.shapes[0].hidden, cuda.shapes[0].experts, cuda.sizes) == (7168, 256, (4096,))
-    assert {"sm-push", "copy-engine", "memcpy", "nccl", "nccl-tuned"} <= set(cuda.baselines)
-    assert "torch-symm" not in cuda.baselines
 
 
 @pytest.mark.parametrize(

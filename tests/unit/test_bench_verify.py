@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -13,7 +9,7 @@ import torch
 from bench.harness import case, command_line, inputs, placing, verify
 from bench.harness.inputs import DataKey
 from bench.harness.verify import Received
-from bench.paths import between_nodes, ceilings, push_kernel
+from bench.paths import between_nodes
 from moecomm.setup.memory_plan import plan_memory, window_shape
 from tests import reference
 
@@ -45,24 +41,6 @@ def test_generated_ids_are_distinct_and_repeat_for_a_seed(seed: int) -> None:
         np.bincount(make(4000, 1, 16, seed, 0).ravel()).max() / 4000 for make in (inputs.zipf, inputs.uniform)
     ]
     assert popular[0] > 0.2 and popular[1] < 0.1  # 1 / H_16 = 0.296 and 1 / 16 expected
-
-
-def test_a_limit_on_nodes_leaves_the_best_ones(seed: int) -> None:
-    scores_TE = np.array([[9.0, 0.0, 5.0, 6.0, 8.0, 1.0], [1.0, 2.0, 9.0, 0.0, 3.0, 8.5]])
-    # Three nodes of two experts. Two ids from one node: the sum of both scores decides; from two nodes: the
-    # best score of each does.
-    limited = [inputs._top_k(scores_TE, 2, (3, most)).tolist() for most in (1, 2, 3)]
-    assert limited == [[[3, 2], [5, 4]], [[0, 4], [2, 5]], [[0, 4], [2, 5]]]
-    ids_TK = inputs.uniform(500, 4, 16, seed, 1, limit=(4, 2))
-    assert max(len(set(row)) for row in (ids_TK // 4).tolist()) == 2
-
-
-def test_fresh_ids_have_the_same_traffic() -> None:
-    found = one_case("-g 2 -b 23 --hidden 8 --experts 8 --topk 3")
-    before = found.topk_idx_TK.clone()
-    found.fresh_ids()
-    assert not torch.equal(before, found.topk_idx_TK)
-    assert torch.equal(before.flatten().sort().values, found.topk_idx_TK.flatten().sort().values)
 
 
 def test_rows_in_nvfp4_are_those_of_the_reference(seed: int) -> None:
@@ -101,19 +79,6 @@ def test_rows_that_travel_are_counted_once_for_each_rank_or_node(seed: int) -> N
     assert case.rows_per_rank(ids_R, 4) == [1, 2, 2, 2]
 
 
-def test_bytes_of_fp8_are_values_and_scales_and_combine_travels_in_its_type(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(case, "device_of", lambda options: CPU)
-    flags = "--device cuda -g 2 -b 4 --hidden 272 -d bfloat16 --experts 4 --topk 2 --wire fp8"
-    dispatch, combine = one_case(flags), one_case(flags, 1, "combine")
-    assert (dispatch.wire_row_bytes, combine.wire_row_bytes) == (272 + 3 * 4, 544)
-    narrow = one_case(f"{flags} --combine-wire fp8", 1, "combine")
-    assert (narrow.wire_row_bytes, narrow.useful_R) == (272 + 3 * 4, combine.useful_R)
-    assert (np.array(dispatch.rows_between()) == np.array(combine.rows_between()).T).all()
-    assert sum(dispatch.useful_R) == 2 * 4 * 2 * 544
-
-
 @pytest.mark.parametrize(("tokens", "hidden"), [(1, 8), (1024, 2048), (4096, 7168), (3, 1 << 22)])
 def test_full_puts_are_as_large_as_moecomms(tokens: int, hidden: int) -> None:
     found = one_case(f"-g 2 --ranks-per-node 1 --hidden {hidden} -b 1 -d bfloat16 --topk 4")
@@ -125,51 +90,12 @@ def test_full_puts_are_as_large_as_moecomms(tokens: int, hidden: int) -> None:
     assert staging == -(-16 * between_nodes.put_bytes(found) // 4096) * 4096
 
 
-def test_the_least_between_nodes_is_rows_and_full_puts() -> None:
-    flags = "-g 4 --ranks-per-node 2 --experts 4 --topk 4 --routing one-hot --hidden 65536 -b 5"
-    # Rows of 256 KiB, two a put: every rank's five tokens to one other node.
-    assert between_nodes.least(one_case(flags, 1)) == (4 * 5 * (1 << 18), 4 * 3)
-
-
 # -- the push kernel -----------------------------------------------------------------------------------------
-
-
-def test_shared_memory_is_divided_into_lanes_and_slots() -> None:
-    assert push_kernel.ring(14336, 227 << 10) == push_kernel.Ring(3, 5, 15 * (14336 + 8))
-    for row_bytes, says in ((100_000, "shared memory"), (284, "16")):
-        with pytest.raises(ValueError, match=says):
-            push_kernel.ring(row_bytes, 227 << 10)
-
-
-def test_pushed_pieces_take_turns_over_the_peers() -> None:
-    blocks = ceilings.Blocks(one_case("-g 3 -b 3 --experts 3 --topk 2 --hidden 16"))
-    blocks.row_bytes = 160
-    blocks.send_splits = [0, 320, 480]
-    assert ceilings.push_pieces(blocks) == (256, [(1, 0), (2, 0), (1, 64), (2, 224)])
-    blocks.send_splits = [0, 160, 480]  # a block of one row is no whole piece
-    assert ceilings.push_pieces(blocks) == (160, [(1, 0), (2, 0), (2, 160), (2, 320)])
-
-
-@pytest.mark.skipif(shutil.which("nvcc") is None, reason="compiles for a GPU, and there is no nvcc")
-def test_the_push_kernel_compiles(tmp_path: Path) -> None:
-    command = ["nvcc", "-arch=sm_90", "-cubin", "-o", str(tmp_path / "push.cubin"), str(push_kernel.SOURCE)]
-    subprocess.run(command, check=True, capture_output=True, timeout=120)
 
 
 # -- the checks ----------------------------------------------------------------------------------------------
 
 IDS_R = [np.array([[0, 2], [1, 0]], dtype=np.int32), np.array([[0, 3], [-1, 2]], dtype=np.int32)]
-
-
-def test_rows_are_those_of_the_reference() -> None:
-    rows = placing.rows_of(IDS_R, 0, 4, alignment=2)
-    assert (rows.source_N.tolist(), rows.token_N.tolist()) == ([0, 0, 1, 0], [0, 1, 0, 1])
-    assert (rows.slot_N.tolist(), rows.row_N.tolist()) == ([0, 1, 0, 0], [0, 1, 2, 4])
-    assert (rows.expert_rows_L.tolist(), rows.offsets_G.tolist()) == ([3, 1], [4, 6])
-    rows = placing.rows_of(IDS_R, 1, 4, "rank")
-    assert (rows.source_N.tolist(), rows.token_N.tolist()) == ([0, 1, 1], [0, 0, 1])
-    assert rows.ids_NK is not None and rows.ids_NK.tolist() == [[-1, 0], [-1, 1], [-1, 0]]
-    assert rows.offsets_G.tolist() == [1, 3]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -308,12 +234,3 @@ def test_the_check_of_products_in_fp8(seed: int) -> None:
     for name, value in right.items():
         for wrong in (value.roll(1, 0), value * 1.3, torch.zeros_like(value)):
             assert verify.compare({**right, name: wrong}, wanted, verify.FP8).wrong >= value.numel(), name
-
-
-def test_an_expert_without_rows_has_to_have_no_gradient(seed: int) -> None:
-    one = layer_case("float32", seed, experts=40, tokens=3)
-    (idle,) = np.nonzero(one.rows.expert_rows_L == 0)
-    right = verify.wanted(one, 0)[0]["dw_out"].to(torch.float32)
-    assert verify.compare({"dw_out": right}, verify.wanted(one, 0)[0], "float32").wrong == 0
-    right[int(idle[0]), 2, 3] = 1e-20
-    assert verify.compare({"dw_out": right}, verify.wanted(one, 0)[0], "float32").wrong == 1

@@ -114,30 +114,6 @@ def test_oracle_is_the_reference(job: Job, seed: int) -> None:
         assert found.problems == []
 
 
-def test_gradients_are_the_reference(seed: int) -> None:
-    job = replace(JOB, seed=seed, dtype="float32", alignment=4)
-    like = _Reference(job, 0)
-    grad_y = [_numpy(each.grad_y(each.rank)) for each in like.oracles]
-    answers = [each.answer(like.output(each.rank, None).tokens) for each in like.oracles]
-    weights = [each.weights for each in like.sent]
-    rows, dots = reference.combine_backward(
-        grad_y, [_numpy(each) for each in answers], like.sent, dtype=job.dtype, weights=weights
-    )
-    _, grad_w = reference.dispatch_backward(
-        [_numpy(each) for each in answers],
-        [w * 2 for w in weights],
-        like.sent,
-        job.tokens,
-        3,
-        dtype=job.dtype,
-    )
-    for rank, found in enumerate(like.oracles):
-        found.check_row_gradients("rows", torch.from_numpy(rows[rank]), torch.from_numpy(weights[rank]))
-        found.check_dots(torch.from_numpy(dots[rank]), answers[rank])
-        found.check_weight_gradients(torch.from_numpy(grad_w[rank]), 2.0)
-        assert found.problems == []
-
-
 def test_a_wrong_bit_is_found(seed: int) -> None:
     job = replace(JOB, seed=seed)
     found, like = Oracle(job, 0, CPU), _Reference(job, 0)
@@ -148,17 +124,3 @@ def test_a_wrong_bit_is_found(seed: int) -> None:
     y_TH.view(torch.int16)[2, 1] ^= 1
     found.check_combine("combine", y_TH)
     assert len(found.problems) == 2 and "tokens" in found.problems[0] and "[3, 5]" in found.problems[0]
-
-
-@pytest.mark.parametrize("wire", ["fp8", "mxfp8"])
-def test_gradients_in_a_wire_format_are_the_reference(wire: str, seed: int) -> None:
-    job = replace(JOB, seed=seed, gradient_wire=wire, hidden=144, alignment=4)
-    like = _Reference(job, 0)
-    grad_y = [
-        reference.through_wire(_numpy(each.grad_y(each.rank)), job.dtype, wire) for each in like.oracles
-    ]
-    answers = [_numpy(each.answer(like.output(each.rank, None).tokens)) for each in like.oracles]
-    rows, _ = reference.combine_backward(grad_y, answers, like.sent, dtype=job.dtype)
-    for found, want in zip(like.oracles, rows, strict=True):
-        found.check_row_gradients("rows", torch.from_numpy(want).to(job.torch_dtype), None)
-        assert found.problems == []
