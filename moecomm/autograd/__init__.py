@@ -1,1 +1,1 @@
-"""Dispatch and combine for torch: autograd functions, and operators of torch.library for torch.compile."""
+"""Gradients: those of dispatch and combine, also as operators for torch.compile, and of weights."""

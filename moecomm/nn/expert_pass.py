@@ -32,15 +32,15 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
+from moecomm.autograd.deferred import Deferred, Operands, Pending
+from moecomm.autograd.in_place import grad_in_place, has_hooks
 from moecomm.communicator import Communicator
 from moecomm.device.cuda_device import CudaDevice
 from moecomm.kernels.activation import activate, activate_backward
 from moecomm.kernels.first_order import first_order
 from moecomm.kernels.products import Products
 from moecomm.nn.config import Keep
-from moecomm.nn.deferred import Deferred, Operands, Pending
 from moecomm.nn.experts import call_or_tell, shared_gates
-from moecomm.nn.parameters import grad_in_place, has_hooks
 from moecomm.nn.router import Choices
 from moecomm.overlap import SideStream, Stages, Timeline
 from moecomm.overlap.stages import COMM

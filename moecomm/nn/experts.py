@@ -13,24 +13,27 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moecomm.arguments import weight_dtype
+from moecomm.autograd.in_place import has_main_grad, keep_main_grad
 from moecomm.communicator import Communicator
-from moecomm.errors import InvalidArgument, known_to_all
+from moecomm.errors import InvalidArgument, Unsupported, known_to_all
+from moecomm.kernels import quack
 from moecomm.kernels.activation import INPUTS, INTERLEAVED, weighted_activation
-from moecomm.kernels.products import expert_ffn
+from moecomm.kernels.fp8_products import Fp8Products
+from moecomm.kernels.marks import mark_expert_parameter
+from moecomm.kernels.outside_autocast import matmul, needs_care
+from moecomm.kernels.products import Products, expert_ffn
+from moecomm.kernels.quantize import prepare
+from moecomm.kernels.scaled_mm import missing_on
 from moecomm.nn.config import MoEConfig
 from moecomm.nn.parameters import (
     ExpertPart,
-    has_main_grad,
     has_part_for_each,
     init_expert_weights,
     init_shared_weight,
-    keep_main_grad,
-    mark_expert_parameter,
     mixed_shards_error,
     ranks_of_shards,
     splits_of,
 )
-from moecomm.nn.products import make_products, matmul, needs_care
 from moecomm.types import DispatchOutput
 
 Run = Callable[[Tensor], Tensor]
@@ -43,6 +46,28 @@ parameter that the weight was."""
 
 _OWN = _IN_MAIN_GRAD | {f"{name}_{added}" for name in _WEIGHTS for added in ("orig", "g", "v")}
 """The names that the weights have, also under torch.nn.utils.prune, spectral_norm and weight_norm."""
+
+
+def make_products(config: MoEConfig, device: torch.device, rows: int | None = None) -> Products:
+    """Makes the products of a config's experts on a device. rows: those that an expert gets on average in a
+    call, by which tiles are chosen. Raises Unsupported where the device has no product of e4m3, or
+    config.products is "quack" and quack does not serve."""
+    if config.expert_precision is not None:
+        if device.type == "cuda":
+            if (reason := missing_on(device)) is not None:
+                raise Unsupported(
+                    f"expert_precision is {config.expert_precision!r}, but {reason}. Use "
+                    "expert_precision=None there"
+                )
+            prepare(device, config.dtype)
+        return Fp8Products()
+    if config.products == "torch":
+        return Products()
+    sizes: dict[str, Any] = {"hidden": config.hidden, "ffn": config.ffn_hidden}
+    sizes |= {"dtype": config.dtype, "device": device}
+    if config.products == "quack" or quack.missing_on(**sizes) is None:
+        return quack.make_quack_products(**sizes, activation=config.activation, bias=config.bias, rows=rows)
+    return Products()
 
 
 class GroupedExperts(nn.Module):

@@ -17,14 +17,12 @@ from torch._compile import _disable_dynamo
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.tensor import DTensor
 
+from moecomm.autograd.in_place import has_main_grad, main_grad_of
 from moecomm.errors import InvalidArgument
+from moecomm.kernels.marks import is_expert_parameter, mark_expert_parameter
 from moecomm.nn.config import IN_ORDER, OverlapConfig
 from moecomm.nn.experts import GroupedExperts, SharedExperts, record_of
 from moecomm.nn.parameters import (
-    has_main_grad,
-    is_expert_parameter,
-    main_grad_of,
-    mark_expert_parameter,
     mixed_shards_error,
     ranks_of_shards,
 )

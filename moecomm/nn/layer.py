@@ -14,12 +14,12 @@ from torch._compile import _disable_dynamo
 from torch.distributed.device_mesh import DeviceMesh
 
 from moecomm.arguments import require_tensor
+from moecomm.autograd.deferred import Deferred
 from moecomm.communicator import Communicator
 from moecomm.errors import InvalidArgument, known_to_all
 from moecomm.kernels.activation import prepare as prepare_activation
 from moecomm.nn import folded
 from moecomm.nn.config import MoEConfig, OverlapConfig
-from moecomm.nn.deferred import Deferred
 from moecomm.nn.expert_pass import PassContext, Plans, RecordedStages, Weights, run_experts
 from moecomm.nn.experts import (
     GroupedExperts,

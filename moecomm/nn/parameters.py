@@ -1,4 +1,4 @@
-"""Parameters of experts: their marks, first values and gradients in float32, parts and added ones."""
+"""Parameters of experts: their first values, parts and added ones."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from torch.func import functional_call
 
 from moecomm.errors import InvalidArgument
 from moecomm.kernels.activation import INPUTS, INTERLEAVED
+from moecomm.kernels.marks import unmark_expert_parameter
 
-_MARK = "moecomm_expert_parallel"
 AVERAGED_BY_DDP = "moecomm_averaged_by_ddp"
 """The attribute that `prepare_ddp` sets on parameters of experts."""
 DIVIDED = "moecomm_divided"
@@ -25,17 +25,6 @@ DIVIDED = "moecomm_divided"
 final."""
 _MOST_THREADS = 16
 """Threads that draw the first weights of experts."""
-
-
-def mark_expert_parameter(parameter: nn.Parameter) -> None:
-    """Marks a parameter for `is_expert_parameter`; use it for your own experts, as GroupedExperts does for
-    its parameters."""
-    setattr(parameter, _MARK, True)
-
-
-def unmark_expert_parameter(parameter: nn.Parameter) -> None:
-    """Takes the mark of `mark_expert_parameter` away."""
-    setattr(parameter, _MARK, False)
 
 
 def ranks_of_shards(parameter: DTensor) -> tuple[int, ...]:
@@ -52,82 +41,6 @@ def mixed_shards_error(name: str, ranks: Sequence[int], held: str | None) -> Inv
         f"{name} is sharded over ranks {list(ranks)} by fully_shard: this rank holds {held}, and others hold "
         "others. Call moecomm.nn.fully_shard_experts(model) first, then fully_shard for the rest of the model"
     )
-
-
-def is_expert_parameter(parameter: Tensor) -> bool:
-    """Returns True for a parameter that is of this rank's experts alone, False for one that all ranks share.
-
-    It knows what `parameters()` of a model returns; one that a parametrization adds is marked then. It does
-    not know parameters that FSDP puts in the place of others."""
-    return getattr(parameter, _MARK, False)
-
-
-def keep_main_grad(parameter: nn.Parameter) -> None:
-    """Makes a parameter collect its gradients in `main_grad`, float32 of its shape, and leave `grad` None."""
-    parameter.register_post_accumulate_grad_hook(to_main_grad)
-
-
-def has_main_grad(parameter: Tensor) -> bool:
-    """Returns True for a parameter that collects its gradients in `main_grad`."""
-    # An attribute would survive pickling, which the hook does not.
-    return to_main_grad in (parameter._post_accumulate_grad_hooks or {}).values()
-
-
-def main_grad_of(parameter: Tensor) -> Tensor:
-    """Returns the `main_grad` of a parameter that has one, zeros where it was missing or None. Raises
-    InvalidArgument for a tensor that cannot be it, and where zeros would become part of a CUDA graph."""
-    found: Tensor | None = getattr(parameter, "main_grad", None)
-    if found is None:
-        if parameter.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise InvalidArgument(
-                "main_grad is missing in the capture of a CUDA graph, must be there before: run a step first "
-                "or set it to zeros"
-            )
-        found = torch.zeros_like(parameter, dtype=torch.float32, memory_format=torch.contiguous_format)
-        parameter.main_grad = found  # type: ignore[attr-defined]
-    expected = (torch.float32, parameter.device, parameter.shape)
-    if (found.dtype, found.device, found.shape) != expected or not found.is_contiguous():
-        raise InvalidArgument(
-            f"main_grad is {found.dtype} of shape {tuple(found.shape)} on {found.device} with strides "
-            f"{found.stride()}, must be contiguous float32 of shape {tuple(parameter.shape)} on "
-            f"{parameter.device}, or None"
-        )
-    return found
-
-
-@torch.no_grad()
-def to_main_grad(parameter: Tensor) -> None:
-    """Adds the `grad` of a parameter, if there is one, to its `main_grad`, and makes it None."""
-    if parameter.grad is not None:
-        main_grad_of(parameter).add_(parameter.grad)
-        parameter.grad = None
-
-
-def add_gradient(parameter: Tensor, gradient: Tensor | None) -> None:
-    """Adds a gradient to the `grad` of a parameter, or its `main_grad`, without hooks; None: the product has
-    added it."""
-    if gradient is None:
-        return
-    parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
-    if has_main_grad(parameter):
-        to_main_grad(parameter)
-
-
-def grad_in_place(parameter: Tensor) -> Tensor | None:
-    """Returns the parameter's `grad`, or its `main_grad` if it has one, if a product can add to it, else
-    None."""
-    if has_main_grad(parameter):
-        return None if isinstance(parameter, DTensor) else main_grad_of(parameter)
-    grad = parameter.grad
-    if grad is None or isinstance(parameter, DTensor) or grad.requires_grad or not grad.is_contiguous():
-        return None
-    return grad if grad.dtype is parameter.dtype and grad.shape == parameter.shape else None
-
-
-def has_hooks(parameter: Tensor) -> bool:
-    """Returns True for a parameter with hooks that want to see its gradient."""
-    own = int(has_main_grad(parameter))
-    return bool(parameter._backward_hooks) or len(parameter._post_accumulate_grad_hooks or ()) > own
 
 
 @torch.no_grad()

@@ -13,9 +13,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from moecomm.errors import InvalidArgument
+from moecomm.kernels.marks import is_expert_parameter
 from moecomm.nn.experts import GroupedExperts
 from moecomm.nn.layer import MoELayer, built_layers
-from moecomm.nn.parameters import AVERAGED_BY_DDP, DIVIDED, is_expert_parameter
+from moecomm.nn.parameters import AVERAGED_BY_DDP, DIVIDED
 
 
 def spread_parameters(layer: MoELayer) -> dict[str, nn.Parameter]:

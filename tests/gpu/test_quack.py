@@ -265,7 +265,7 @@ def _layer(rank: int, world_size: int, seed: int, activation: str, bias: bool) -
     layer.overlap = OverlapConfig(overlap=False)
     found["in order"] = taken(step(layer))
     layer.overlap = OverlapConfig(defer_weights=True)
-    with mock.patch("moecomm.nn.deferred.MOST_JOINED_ROWS", 10**6):
+    with mock.patch("moecomm.autograd.deferred.MOST_JOINED_ROWS", 10**6):
         found["weights together"] = taken(step(layer))
     layer.overlap = OverlapConfig()
     side = torch.cuda.Stream()

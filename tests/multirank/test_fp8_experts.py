@@ -14,8 +14,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from moecomm import InvalidArgument
+from moecomm.kernels.fp8_products import Fp8Products
 from moecomm.nn import MoEConfig, MoELayer, OverlapConfig, sync_gradients
-from moecomm.nn.products import Fp8Products
 from tests.multirank.conftest import Pools
 from tests.multirank.harness import RankPool
 from tests.multirank.moe_cases import SIZES, check_ways, groups_of, layer_step, reference_step, whole

@@ -16,6 +16,7 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 from moecomm import Communicator, InvalidArgument
+from moecomm.autograd import deferred as deferring
 from moecomm.kernels.products import Products
 from moecomm.nn import (
     MoEConfig,
@@ -28,7 +29,6 @@ from moecomm.nn import (
     set_loss_scale,
     sync_gradients,
 )
-from moecomm.nn import deferred as deferring
 from tests.multirank.conftest import Pools
 from tests.multirank.harness import RankPool
 from tests.multirank.moe_cases import (

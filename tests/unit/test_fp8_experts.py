@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from moecomm.errors import InvalidArgument, Unsupported
+from moecomm.kernels import fp8_products as module
+from moecomm.kernels.fp8_products import Fp8Products
 from moecomm.kernels.products import Products
 from moecomm.kernels.quantize import (
     Quantized,
@@ -25,8 +27,8 @@ from moecomm.kernels.quantize import (
 )
 from moecomm.kernels.scaled_mm import missing_on, scaled_grouped_mm, scaled_grouped_mm_wgrad
 from moecomm.nn import GroupedExperts, MoEConfig
-from moecomm.nn import products as module
-from moecomm.nn.products import Fp8Products, make_products
+from moecomm.nn import experts as experts_module
+from moecomm.nn.experts import make_products
 from tests import ranks
 from tests.multirank.conftest import Pools
 from tests.multirank.on_ranks import on_ranks
@@ -399,7 +401,7 @@ def test_refuses(options: dict[str, Any], text: str) -> None:
 def test_gpus_that_have_it(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     prepared: list[Any] = []
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(module, "prepare", lambda *given: prepared.append(given))
+    monkeypatch.setattr(experts_module, "prepare", lambda *given: prepared.append(given))
     config, gpu = MoEConfig(**SIZES, expert_precision="fp8", dtype=torch.bfloat16), torch.device("cuda", 3)
     if capability == (9, 0):
         assert missing_on(gpu) is None

@@ -13,7 +13,7 @@ from moecomm.errors import InvalidArgument, Unsupported
 from moecomm.kernels import quack, tiles
 from moecomm.kernels.products import Products
 from moecomm.nn import GroupedExperts, MoEConfig, SharedExperts, sharded_state
-from moecomm.nn.products import make_products
+from moecomm.nn.experts import make_products
 
 SIZES: dict[str, Any] = {
     "hidden": 64,

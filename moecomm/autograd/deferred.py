@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from moecomm.autograd.in_place import add_gradient, grad_in_place, has_hooks
 from moecomm.errors import InvalidArgument
 from moecomm.kernels.joined import join_groups, join_rows
 from moecomm.kernels.products import Products
-from moecomm.nn.parameters import add_gradient, grad_in_place, has_hooks
 
 MOST_JOINED_ROWS = 384
 """Rows that an expert gets on average from a microbatch, up to which gradients are joined: with more the

@@ -1,4 +1,11 @@
-"""What computes the products of a layer's experts, and products in fp8."""
+"""The experts' products in fp8.
+
+Operands are in e4m3 with a scale a row (moecomm.kernels.quantize), results in bfloat16 (docs/fp8.md):
+    h  = x W_in      rows of x by columns of W_in         dx = dh W_in^T    rows of dh by rows of W_in
+    y  = z W_out     rows of z by columns of W_out        dz = dy W_out^T   rows of dy by rows of W_out
+    dW_in = x^T dh   columns of x by columns of dh        dW_out = z^T dy   columns of z by columns of dy
+with the columns of rows' tensors within each expert's group.
+"""
 
 from __future__ import annotations
 
@@ -11,49 +18,10 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from moecomm.errors import Unsupported
-from moecomm.kernels import quack
+from moecomm.kernels.marks import is_expert_parameter
 from moecomm.kernels.products import Products
-from moecomm.kernels.quantize import Quantized, prepare, quantize_columns, quantize_rows, quantize_transposed
-from moecomm.kernels.scaled_mm import missing_on, scaled_grouped_mm, scaled_grouped_mm_wgrad
-from moecomm.nn.config import MoEConfig
-from moecomm.nn.parameters import is_expert_parameter
-
-
-def make_products(config: MoEConfig, device: torch.device, rows: int | None = None) -> Products:
-    """Makes the products of a config's experts on a device. rows: those that an expert gets on average in a
-    call, by which tiles are chosen. Raises Unsupported where the device has no product of e4m3, or
-    config.products is "quack" and quack does not serve."""
-    if config.expert_precision is not None:
-        return make_fp8_products(config, device)
-    if config.products == "torch":
-        return Products()
-    sizes: dict[str, Any] = {"hidden": config.hidden, "ffn": config.ffn_hidden}
-    sizes |= {"dtype": config.dtype, "device": device}
-    if config.products == "quack" or quack.missing_on(**sizes) is None:
-        return quack.make_quack_products(**sizes, activation=config.activation, bias=config.bias, rows=rows)
-    return Products()
-
-
-# -- products in fp8 ---------------------------------------------------------------------------------------
-# Operands are in e4m3 with a scale a row (moecomm.kernels.quantize), results in bfloat16 (docs/fp8.md):
-#   h  = x W_in      rows of x by columns of W_in         dx = dh W_in^T    rows of dh by rows of W_in
-#   y  = z W_out     rows of z by columns of W_out        dz = dy W_out^T   rows of dy by rows of W_out
-#   dW_in = x^T dh   columns of x by columns of dh        dW_out = z^T dy   columns of z by columns of dy
-# with the columns of rows' tensors within each expert's group.
-
-
-def make_fp8_products(config: MoEConfig, device: torch.device) -> Products:
-    """Makes the products of e4m3. Raises Unsupported where the device has none."""
-    if device.type == "cuda":
-        reason = missing_on(device)
-        if reason is not None:
-            raise Unsupported(
-                f"expert_precision is {config.expert_precision!r}, but {reason}. "
-                "Use expert_precision=None there"
-            )
-        prepare(device, config.dtype)
-    return Fp8Products()
+from moecomm.kernels.quantize import Quantized, quantize_columns, quantize_rows, quantize_transposed
+from moecomm.kernels.scaled_mm import scaled_grouped_mm, scaled_grouped_mm_wgrad
 
 
 class Fp8Products(Products):
@@ -166,43 +134,3 @@ def _wait_for(kept: _Kept) -> None:
         stream.wait_event(kept.made.done)
         for part in kept.quantized:
             part.record_stream(stream)
-
-
-# -- products outside autocast, in graphs of torch.compile -------------------------------------------------
-# torch.compile makes a backward within the autocast of its forward, as a whole: blocks of the forward that
-# turn autocast off do not count in it. Functions of autograd are traced with what their backward does itself.
-
-
-def needs_care(kind: str) -> bool:
-    """Returns True where torch.compile traces a forward within autocast for devices of this kind; to be asked
-    before autocast is turned off."""
-    return torch.compiler.is_compiling() and torch.is_autocast_enabled(kind)
-
-
-def matmul(x_TA: Tensor, weight: Tensor, care: bool) -> Tensor:
-    """Returns x @ weight, for a weight (A, B) or (A,), in the dtype of its operands. To be called with
-    autocast turned off; `care`: what `needs_care` has said."""
-    if not care:
-        return x_TA @ weight
-    if weight.dim() == 1:
-        return matmul(x_TA, weight.unsqueeze(1), care).squeeze(1)
-    product_TB: Tensor = _Matmul.apply(x_TA, weight)  # type: ignore[no-untyped-call]
-    return product_TB
-
-
-class _Matmul(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_TA: Tensor, weight_AB: Tensor) -> Tensor:
-        ctx.save_for_backward(x_TA, weight_AB)
-        return x_TA @ weight_AB
-
-    @staticmethod
-    def backward(ctx: Any, grad_TB: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        x_TA, weight_AB = ctx.saved_tensors
-        grad_x_TA = grad_weight_AB = None
-        with torch.autocast(grad_TB.device.type, enabled=False):
-            if ctx.needs_input_grad[0]:
-                grad_x_TA = grad_TB @ weight_AB.t()
-            if ctx.needs_input_grad[1]:
-                grad_weight_AB = x_TA.t() @ grad_TB
-        return grad_x_TA, grad_weight_AB

@@ -1,0 +1,77 @@
+"""Gradients that are added in place: to the `grad` of a parameter, or to a `main_grad` in float32."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from moecomm.errors import InvalidArgument
+
+
+def keep_main_grad(parameter: nn.Parameter) -> None:
+    """Makes a parameter collect its gradients in `main_grad`, float32 of its shape, and leave `grad` None."""
+    parameter.register_post_accumulate_grad_hook(to_main_grad)
+
+
+def has_main_grad(parameter: Tensor) -> bool:
+    """Returns True for a parameter that collects its gradients in `main_grad`."""
+    # An attribute would survive pickling, which the hook does not.
+    return to_main_grad in (parameter._post_accumulate_grad_hooks or {}).values()
+
+
+def main_grad_of(parameter: Tensor) -> Tensor:
+    """Returns the `main_grad` of a parameter that has one, zeros where it was missing or None. Raises
+    InvalidArgument for a tensor that cannot be it, and where zeros would become part of a CUDA graph."""
+    found: Tensor | None = getattr(parameter, "main_grad", None)
+    if found is None:
+        if parameter.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise InvalidArgument(
+                "main_grad is missing in the capture of a CUDA graph, must be there before: run a step first "
+                "or set it to zeros"
+            )
+        found = torch.zeros_like(parameter, dtype=torch.float32, memory_format=torch.contiguous_format)
+        parameter.main_grad = found  # type: ignore[attr-defined]
+    expected = (torch.float32, parameter.device, parameter.shape)
+    if (found.dtype, found.device, found.shape) != expected or not found.is_contiguous():
+        raise InvalidArgument(
+            f"main_grad is {found.dtype} of shape {tuple(found.shape)} on {found.device} with strides "
+            f"{found.stride()}, must be contiguous float32 of shape {tuple(parameter.shape)} on "
+            f"{parameter.device}, or None"
+        )
+    return found
+
+
+@torch.no_grad()
+def to_main_grad(parameter: Tensor) -> None:
+    """Adds the `grad` of a parameter, if there is one, to its `main_grad`, and makes it None."""
+    if parameter.grad is not None:
+        main_grad_of(parameter).add_(parameter.grad)
+        parameter.grad = None
+
+
+def add_gradient(parameter: Tensor, gradient: Tensor | None) -> None:
+    """Adds a gradient to the `grad` of a parameter, or its `main_grad`, without hooks; None: the product has
+    added it."""
+    if gradient is None:
+        return
+    parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+    if has_main_grad(parameter):
+        to_main_grad(parameter)
+
+
+def grad_in_place(parameter: Tensor) -> Tensor | None:
+    """Returns the parameter's `grad`, or its `main_grad` if it has one, if a product can add to it, else
+    None."""
+    if has_main_grad(parameter):
+        return None if isinstance(parameter, DTensor) else main_grad_of(parameter)
+    grad = parameter.grad
+    if grad is None or isinstance(parameter, DTensor) or grad.requires_grad or not grad.is_contiguous():
+        return None
+    return grad if grad.dtype is parameter.dtype and grad.shape == parameter.shape else None
+
+
+def has_hooks(parameter: Tensor) -> bool:
+    """Returns True for a parameter with hooks that want to see its gradient."""
+    own = int(has_main_grad(parameter))
+    return bool(parameter._backward_hooks) or len(parameter._post_accumulate_grad_hooks or ()) > own

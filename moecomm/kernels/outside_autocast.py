@@ -1,0 +1,47 @@
+"""Products outside autocast, in graphs of torch.compile.
+
+torch.compile makes a backward within the autocast of its forward, as a whole: blocks of the forward that
+turn autocast off do not count in it. Functions of autograd are traced with what their backward does itself.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def needs_care(kind: str) -> bool:
+    """Returns True where torch.compile traces a forward within autocast for devices of this kind; to be asked
+    before autocast is turned off."""
+    return torch.compiler.is_compiling() and torch.is_autocast_enabled(kind)
+
+
+def matmul(x_TA: Tensor, weight: Tensor, care: bool) -> Tensor:
+    """Returns x @ weight, for a weight (A, B) or (A,), in the dtype of its operands. To be called with
+    autocast turned off; `care`: what `needs_care` has said."""
+    if not care:
+        return x_TA @ weight
+    if weight.dim() == 1:
+        return matmul(x_TA, weight.unsqueeze(1), care).squeeze(1)
+    product_TB: Tensor = _Matmul.apply(x_TA, weight)  # type: ignore[no-untyped-call]
+    return product_TB
+
+
+class _Matmul(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TA: Tensor, weight_AB: Tensor) -> Tensor:
+        ctx.save_for_backward(x_TA, weight_AB)
+        return x_TA @ weight_AB
+
+    @staticmethod
+    def backward(ctx: Any, grad_TB: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x_TA, weight_AB = ctx.saved_tensors
+        grad_x_TA = grad_weight_AB = None
+        with torch.autocast(grad_TB.device.type, enabled=False):
+            if ctx.needs_input_grad[0]:
+                grad_x_TA = grad_TB @ weight_AB.t()
+            if ctx.needs_input_grad[1]:
+                grad_weight_AB = x_TA.t() @ grad_TB
+        return grad_x_TA, grad_weight_AB
