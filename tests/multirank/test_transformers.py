@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from tests.multirank.conftest import own_pool
 from tests.multirank.on_ranks import on_ranks
@@ -246,13 +247,16 @@ def test_ids_of_none(rank: int, size: int, folders: Path, seed: int) -> list[str
     return problems
 
 
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 @on_ranks(2)
-def test_trainer(rank: int, size: int, folders: Path, seed: int) -> list[str]:
-    """The Trainer of transformers: the same losses as with transformers' own, and a checkpoint that one
-    process loads."""
+def test_trainer(rank: int, size: int, lora: bool, folders: Path, seed: int) -> list[str]:
+    """The Trainer of transformers: the same losses as with transformers' own, trained weights that are the
+    same on all ranks, and a checkpoint that one process loads. With adapters of peft beside the attention as
+    well."""
     from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, set_seed
 
     pytest.importorskip("accelerate")
+    peft = pytest.importorskip("peft") if lora else None
     folder, out = _model(folders, "qwen3_moe"), folders / f"trained-{seed}"
     rows = torch.randint(3, 96, (32, 12), generator=torch.Generator().manual_seed(seed))
     data = [{"input_ids": row, "labels": row} for row in rows]
@@ -266,19 +270,28 @@ def test_trainer(rank: int, size: int, folders: Path, seed: int) -> list[str]:
     for how in ("all_to_all", "moecomm"):
         set_seed(seed % 2**32)
         model = load_parallel(folder, how, fsdp_size=2, ep_size=2)
+        if peft is not None:
+            adapters = peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=4)
+            model = peft.get_peft_model(model, adapters)
         arguments = TrainingArguments(str(out), report_to=[], use_cpu=True, disable_tqdm=True, **options)
-        trainer = Trainer(model=model, args=arguments, train_dataset=data)  # type: ignore[arg-type]
+        trainer = Trainer(model=model, args=arguments, train_dataset=data)
         trainer.train()
         losses[how] = [float(each["loss"]) for each in trainer.state.log_history if "loss" in each]
     dist.barrier()
-    tokens = batch_of(0, seed)
+    found, tokens = [], batch_of(0, seed)
     with torch.no_grad():
-        one = (
-            AutoModelForCausalLM.from_pretrained(out / "checkpoint-3", dtype=torch.float32)
-            .eval()(tokens)
-            .logits
+        one: Any = AutoModelForCausalLM.from_pretrained(
+            folder if lora else out / "checkpoint-3", dtype=torch.float32
         )
-        saved = torch.allclose(one, model.eval()(tokens).logits, rtol=1e-4, atol=1e-4)
-    found = [] if saved else ["the checkpoint is another model"]
+        if peft is not None:
+            one = peft.PeftModel.from_pretrained(one, out / "checkpoint-3")
+        if not torch.allclose(one.eval()(tokens).logits, model.eval()(tokens).logits, rtol=1e-4, atol=1e-4):
+            found.append("the checkpoint is another model")
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and not isinstance(parameter, DTensor):
+            both = [torch.empty_like(parameter) for _ in range(size)]
+            dist.all_gather(both, parameter.detach())
+            if not torch.equal(*both):
+                found.append(f"{name} differs between ranks")
     same = torch.allclose(torch.tensor(losses["moecomm"]), torch.tensor(losses["all_to_all"]), rtol=1e-4)
     return found if same and len(losses["moecomm"]) == 3 else [*found, str(losses)]
