@@ -32,6 +32,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from lm import fitting
 from lm import options as command_line
 from lm.errors import RunError, UsageError, first_to_say
 from lm.stop import StopRequest
@@ -66,7 +67,7 @@ def start_ranks(options: command_line.Options) -> int:
     from lm import data, ranks, tokenizer
 
     count = ranks.default_ranks(options.device, options.batch) if options.ranks is None else options.ranks
-    command_line.check_ranks(options, count)
+    fitting.check_ranks(options, count)
     data.split_files(data.find_files(options.data, Path(options.out)))
     tokenizer.make_tokenizer(options.tokenizer)
     if options.resume:
@@ -122,7 +123,7 @@ def run_rank(options: command_line.Options, stop: StopRequest) -> None:
     from lm.trainer import train
 
     ranks.follow_parent()
-    folding = command_line.check_ranks(options, int(os.environ["WORLD_SIZE"]))
+    folding = fitting.check_ranks(options, int(os.environ["WORLD_SIZE"]))
     with room_for(options) if os.environ["RANK"] == "0" else contextlib.nullcontext():
         joined = ranks.join(folding, options.device)
         stop.joined = True

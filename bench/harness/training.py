@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lm import fitting
 from lm import options as command_line
 from lm.errors import RunError, UsageError
 
@@ -100,7 +101,7 @@ def _start(options: command_line.Options) -> int:
     from .launch import WITHOUT_MULTICAST
 
     count = ranks.default_ranks(options.device, options.batch) if options.ranks is None else options.ranks
-    command_line.check_ranks(options, count)
+    fitting.check_ranks(options, count)
     for name, value in WITHOUT_MULTICAST.items():
         os.environ.setdefault(name, value)
     return ranks.launch(sys.argv, count)
@@ -114,7 +115,7 @@ def _run_rank(plan: Plan, options: command_line.Options) -> int:
     from . import record, report
 
     ranks.follow_parent()
-    folding = command_line.check_ranks(options, int(os.environ["WORLD_SIZE"]))
+    folding = fitting.check_ranks(options, int(os.environ["WORLD_SIZE"]))
     joined = ranks.join(folding, options.device)
     try:
         rows = measure(plan, options, joined)

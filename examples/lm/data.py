@@ -17,6 +17,7 @@ import math
 import os
 import sysconfig
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,7 +40,7 @@ class TextFile:
     name: str  # relative to the folder it was found in: what decides its side of the split
 
 
-def find_files(places: list[str] | None, out: Path | None = None) -> list[TextFile]:
+def find_files(places: Sequence[str] | None, out: Path | None = None) -> list[TextFile]:
     """The text files named by paths, folders and globs; by default Python's own standard library. Of folders
     and globs that `out` is in, the files in `out` are left out: what a run writes is not its text."""
     if not places:

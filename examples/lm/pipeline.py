@@ -26,9 +26,10 @@ from torch.distributed import pipelining
 
 from lm.data import inputs_and_targets
 from lm.errors import UsageError
+from lm.fitting import SCHEDULES, V_SCHEDULES
 from lm.metrics import last_load
 from lm.model import Transformer
-from lm.options import SCHEDULES, V_SCHEDULES, Options
+from lm.options import Options
 from lm.ranks import Ranks
 
 

@@ -14,7 +14,7 @@ from moecomm.nn import GroupedExperts, MoEConfig, SharedExperts, TopKRouter
 from tests.examples.conftest import EXAMPLES  # and puts examples/ on the path
 from tests.multirank.harness import run_ranks
 
-from lm import options, presets  # isort: skip
+from lm import fitting, options, presets  # isort: skip
 from lm.build import assemble, count_parameters, model_vocab, moe_config  # isort: skip
 from lm.errors import UsageError  # isort: skip
 from lm.metrics import read_metrics  # isort: skip
@@ -135,7 +135,7 @@ class Never:
 def train_all(rank: int, world: int, runs: list[list[str]]) -> None:
     for arguments in runs:
         chosen = options.parse(arguments)
-        folding = options.check_ranks(chosen, world)
+        folding = fitting.check_ranks(chosen, world)
         train(chosen, Ranks(rank, world, torch.device("cpu"), folding), Never())  # type: ignore[arg-type]
 
 

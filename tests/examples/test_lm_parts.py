@@ -21,7 +21,7 @@ from moecomm.overlap import Span, Timeline
 from moecomm.parallel import ParallelFolding
 from tests.examples import conftest  # noqa: F401  (puts examples/ on the path)
 
-from lm import checkpoint, data, options, plots, precision, presets, ranks, stop  # isort: skip
+from lm import checkpoint, data, fitting, options, plots, precision, presets, ranks, stop  # isort: skip
 from lm.attention import AttentionConfig  # isort: skip
 from lm.build import (  # isort: skip
     build_graphed_step,
@@ -309,7 +309,7 @@ def test_the_large_preset_is_for_gpus_and_divides_over_them(
     large = defaults(True)
     assert (large.dim, large.dtype) == (presets.LARGE["dim"], "bfloat16")
     for world in (1, 2, 3, 4, 6, 8):  # every GPU has experts of its own, and an even share of all batches
-        assert options.check_ranks(large, world).ep == world
+        assert fitting.check_ranks(large, world).ep == world
         assert large.eval_windows % large.batch == 0
     monkeypatch.setattr(ranks, "uses_cuda", lambda device: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 5)

@@ -22,7 +22,7 @@ from moecomm.nn import sharded_state
 from tests.examples import conftest  # noqa: F401  (puts examples/ on the path)
 from tests.multirank.conftest import Pools, own_pool
 
-from lm import options, ranks  # isort: skip
+from lm import fitting, options, ranks  # isort: skip
 from lm.errors import UsageError  # isort: skip
 from lm.metrics import read_metrics  # isort: skip
 from lm.pipeline import lay_out  # isort: skip
@@ -120,7 +120,7 @@ class Never:
 
 def train_on(rank: int, world: int, arguments: list[str]) -> None:
     chosen = options.parse(arguments)
-    folding = options.check_ranks(chosen, world)
+    folding = fitting.check_ranks(chosen, world)
     train(chosen, ranks.Ranks(rank, world, torch.device("cpu"), folding), Never())  # type: ignore[arg-type]
 
 
@@ -390,7 +390,7 @@ def elements(rank: int, world: int, arguments: list[str]) -> dict[str, tuple[int
     """Of each parameter that is sharded: the elements that all ranks share out, and the room that this one
     has for its own, in the weight and in each moment."""
     chosen = options.parse(arguments)
-    folding = options.check_ranks(chosen, world)
+    folding = fitting.check_ranks(chosen, world)
     trainer = Trainer(chosen, ranks.Ranks(rank, world, torch.device("cpu"), folding), Never())  # type: ignore[arg-type]
     found = {}
     with trainer.comm:
@@ -464,33 +464,33 @@ WRONG = {
 @pytest.mark.parametrize("flags", WRONG)
 def test_mappings_that_do_not_fit(flags: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError) as caught:
-        options.check_ranks(options.parse([*MODEL.split(), *flags.split(), "--out", str(tmp_path)]), WORLD)
+        fitting.check_ranks(options.parse([*MODEL.split(), *flags.split(), "--out", str(tmp_path)]), WORLD)
     message = str(caught.value)
     assert WRONG[flags] in message and "\n" not in message
 
 
 def test_a_single_rank_has_no_shards(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"--fsdp: there is 1 rank, and shards need 2 or more"):
-        options.check_ranks(options.parse([*MODEL.split(), "--fsdp", "--out", str(tmp_path)]), 1)
+        fitting.check_ranks(options.parse([*MODEL.split(), "--fsdp", "--out", str(tmp_path)]), 1)
 
 
 def test_a_schedule_that_torch_has_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("torch.distributed.pipelining.ScheduleDualPipeV")
     flags = f"{STAGED} --cp 4 --pp 2 --schedule dualpipev --microbatches 4"
     with pytest.raises(UsageError, match=r"--schedule dualpipev: torch .* has no ScheduleDualPipeV"):
-        options.check_ranks(options.parse([*MODEL.split(), *flags.split(), "--out", str(tmp_path)]), WORLD)
+        fitting.check_ranks(options.parse([*MODEL.split(), *flags.split(), "--out", str(tmp_path)]), WORLD)
 
 
 def test_the_layout_is_said_in_words(tmp_path: Path) -> None:
     flags = ["--tp", "2", "--cp", "2", "--ep", "4"]
-    folding = options.check_ranks(options.parse([*MODEL.split(), *flags, "--out", str(tmp_path)]), WORLD)
+    folding = fitting.check_ranks(options.parse([*MODEL.split(), *flags, "--out", str(tmp_path)]), WORLD)
     assert ranks.describe(folding) == "8 = tp 2 x cp 2 x dp 2; experts etp 1 x ep 4 x edp 2"
     default = options.parse([*MODEL.split(), "--etp", "2", "--out", str(tmp_path)])
-    assert options.check_ranks(default, WORLD).ep == 4  # as many as divide ranks and experts
+    assert fitting.check_ranks(default, WORLD).ep == 4  # as many as divide ranks and experts
     stages = options.parse(
         [*MODEL.split(), *["--pp", "2", "--no-tied", "--microbatches", "2", "--out"], str(tmp_path)]
     )
-    said = ranks.describe(options.check_ranks(stages, WORLD))
+    said = ranks.describe(fitting.check_ranks(stages, WORLD))
     assert said == "8 = tp 1 x cp 1 x dp 4 x pp 2; experts etp 1 x ep 4 x edp 1 x pp 2"
 
 

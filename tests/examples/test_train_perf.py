@@ -21,7 +21,7 @@ from tests.multirank.conftest import Pools, own_pool
 from tests.multirank.test_bench import children
 
 from bench.harness import training  # isort: skip  (of the examples, too)
-from lm import options as command_line  # isort: skip
+from lm import fitting  # isort: skip
 from lm import ranks  # isort: skip
 from lm.errors import UsageError  # isort: skip
 
@@ -36,7 +36,7 @@ MODEL = (
 
 def _measured(rank: int, world: int, arguments: list[str], spoil: bool) -> list[dict[str, Any]]:
     plan, chosen = training.parse(arguments)
-    folding = command_line.check_ranks(chosen, world)
+    folding = fitting.check_ranks(chosen, world)
     joined = ranks.Ranks(rank, world, torch.device("cpu"), folding)
     with pytest.MonkeyPatch.context() as patch:
         if spoil:
