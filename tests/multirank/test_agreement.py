@@ -4,6 +4,7 @@ is of different parameters."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import moecomm
+from moecomm.errors import InvalidArgument
 from moecomm.nn import (
     MoEConfig,
     MoELayer,
@@ -21,8 +23,10 @@ from moecomm.nn import (
     update_expert_bias,
 )
 from moecomm.train.agreement import agree, agree_by_holders
+from moecomm.train.replicas import Replicas, match_blocks
 from tests.multirank.catching import Caught, catch
 from tests.multirank.conftest import Pools, own_pool
+from tests.multirank.harness import run_ranks
 from tests.multirank.moe_cases import SIZES, groups_of
 from tests.multirank.on_ranks import on_ranks
 
@@ -214,3 +218,41 @@ def test_the_norm_of_complex_gradients(rank: int, world: int, seed: int) -> None
         sync_gradients(model)
         without = clip_grad_norm(nn.ModuleList([model.first, model.second, model.moe]), float("inf"))
         torch.testing.assert_close(clip_grad_norm(model, float("inf")).square(), without.square() + 169)
+
+
+def test_blocks_of_ranks() -> None:
+    """The example of moecomm.train.replicas, and ranks laid out the other way."""
+    assert match_blocks([(0, 1), (0, 1), (2, 3), (2, 3)], (0, 1, 2, 3)) == ((0, 1), (2, 3))
+    assert match_blocks([(0, 2), (1, 3), (0, 2), (1, 3)], (0, 1, 2, 3)) == ((0, 2), (1, 3))
+    assert match_blocks([(4, 6), (4, 6)], (4, 6)) == ((4, 6),)
+    for own, ranks in [
+        ([(0, 1), (0, 1)], (0, 2)),
+        ([(0, 1), (0, 1), (2,)], (0, 1, 2)),
+        ([(0, 1), (1, 2), (1, 2)], (0, 1, 2)),
+        ([(0, 1)], (0,)),
+    ]:
+        with pytest.raises(InvalidArgument, match="must part these ranks"):
+            match_blocks(own, ranks)
+
+
+def destroyed(rank: int, world_size: int, folder: str) -> float:
+    """After destroy_process_group() the group is made anew on all its ranks, also where somebody holds it."""
+    replicas = Replicas(blocks=((0,), (1,)), ranks=(0, 1))
+    held = replicas.group if rank == 0 else None
+    if rank == 1:
+        replicas.group  # noqa: B018  # made, and let go of
+    dist.barrier()
+    dist.destroy_process_group()
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(f"{folder}/again", world_size), rank=rank, world_size=world_size
+    )
+    total = torch.tensor([rank + 1.0])
+    if rank != 2:
+        dist.all_reduce(total, group=replicas.group)
+        assert replicas.group is not held
+    dist.barrier()
+    return float(total)
+
+
+def test_a_group_that_was_destroyed_is_made_anew(tmp_path: Path) -> None:
+    assert run_ranks(3, destroyed, str(tmp_path)) == [3.0, 3.0, 3.0]

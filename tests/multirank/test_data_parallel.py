@@ -26,7 +26,6 @@ from torch.optim.swa_utils import AveragedModel
 from torch.testing import assert_close
 
 from moecomm import Communicator
-from moecomm.errors import InvalidArgument
 from moecomm.nn import (
     MoEConfig,
     MoELayer,
@@ -38,10 +37,8 @@ from moecomm.nn import (
     sync_gradients,
     update_expert_bias,
 )
-from moecomm.train.replicas import Replicas, match_blocks
 from tests.multirank.catching import refused
 from tests.multirank.conftest import own_pool
-from tests.multirank.harness import run_ranks
 from tests.multirank.moe_cases import SIZES, groups_of
 from tests.multirank.moe_cases import LinearThenMoE as Model
 from tests.multirank.on_ranks import on_ranks
@@ -451,21 +448,6 @@ def test_ep_groups_of_several_sizes_are_refused(rank: int, world_size: int, seed
         refused(lambda: sync_gradients(model), begins=text)
 
 
-def test_blocks_of_ranks() -> None:
-    """The example of moecomm.train.replicas, and ranks laid out the other way."""
-    assert match_blocks([(0, 1), (0, 1), (2, 3), (2, 3)], (0, 1, 2, 3)) == ((0, 1), (2, 3))
-    assert match_blocks([(0, 2), (1, 3), (0, 2), (1, 3)], (0, 1, 2, 3)) == ((0, 2), (1, 3))
-    assert match_blocks([(4, 6), (4, 6)], (4, 6)) == ((4, 6),)
-    for own, ranks in [
-        ([(0, 1), (0, 1)], (0, 2)),
-        ([(0, 1), (0, 1), (2,)], (0, 1, 2)),
-        ([(0, 1), (1, 2), (1, 2)], (0, 1, 2)),
-        ([(0, 1)], (0,)),
-    ]:
-        with pytest.raises(InvalidArgument, match="must part these ranks"):
-            match_blocks(own, ranks)
-
-
 @on_ranks(4)
 def test_a_mesh_of_one_dimension_is_a_group(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
@@ -568,29 +550,6 @@ def test_average_of_weights(rank: int, world_size: int, tmp_path: Path, seed: in
         for name, tensor in whole_model.named_parameters():
             mine = slice(6 * (rank % 2), 6 * (rank % 2) + 6) if ".experts." in name else slice(None)
             assert_close(tensor[mine], want[name], rtol=1e-12, atol=1e-12, msg=name)
-
-
-def destroyed(rank: int, world_size: int, folder: str) -> float:
-    """After destroy_process_group() the group is made anew on all its ranks, also where somebody holds it."""
-    replicas = Replicas(blocks=((0,), (1,)), ranks=(0, 1))
-    held = replicas.group if rank == 0 else None
-    if rank == 1:
-        replicas.group  # noqa: B018  # made, and let go of
-    dist.barrier()
-    dist.destroy_process_group()
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(f"{folder}/again", world_size), rank=rank, world_size=world_size
-    )
-    total = torch.tensor([rank + 1.0])
-    if rank != 2:
-        dist.all_reduce(total, group=replicas.group)
-        assert replicas.group is not held
-    dist.barrier()
-    return float(total)
-
-
-def test_a_group_that_was_destroyed_is_made_anew(tmp_path: Path) -> None:
-    assert run_ranks(3, destroyed, str(tmp_path)) == [3.0, 3.0, 3.0]
 
 
 @on_ranks(2)
