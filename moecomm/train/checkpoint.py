@@ -36,17 +36,14 @@ def sharded_state(
 
     A checkpoint has each expert once, in (E, ...) tensors, and loads at any number of ranks, sharded or not
     (docs/training.md). Expert parameters, and the optimizer's tensors of their shape, are DTensors sharded by
-    expert (dimension 0) over the ranks of the layer's communicator, and as `fully_shard_experts` has sharded
-    them. Under a folding with ETP > 1 they are pieces of these tensors, which only save, async_save and load
-    take. All others are what they are in `state_dict()`. Tensors share storage with the live ones, so `load`
-    writes into model and optimizer in place.
+    expert (dimension 0); under a folding with ETP > 1 they are pieces of such tensors, which only save,
+    async_save and load take. All others are what they are in `state_dict()`. Tensors share storage with the
+    live ones, so `load` writes into model and optimizer in place.
 
-    Names are those of model.state_dict(), for the optimizer's state too; hooks of state_dict may rename. A
-    w_in whose gates and up values are interleaved has the name w_in.interleaved. "layers" (the names that
-    each MoELayer has), "param_groups" and "optimizer_numbers" (numbers in the optimizer's state) are
-    Statefuls that compare or set them when they are loaded. Keep all keys at the top level of what you pass
-    to `load`, and add keys of your own. Trained parameters that have not had a step get their state first, as
-    before a step, but for SGD with dampening, whose first step then dampens too.
+    Names are those of model.state_dict(), but w_in.interleaved for a w_in whose gates and up values are
+    interleaved. "layers", "param_groups" and "optimizer_numbers" are Statefuls: keep all keys at the top
+    level of what you pass to `load`, and add keys of your own. Trained parameters that have not had a step
+    get their state first, as before a step, but for SGD with dampening, whose first step then dampens too.
 
     Args:
         model: the model that was built; of a wrapper `ddp`, `ddp.module`.

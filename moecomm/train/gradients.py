@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -472,21 +473,8 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
 
 def _all_reduce(gradients: list[Tensor], group: Group) -> None:
     """Sums gradients in place over the group, in buckets: many small all-reduces cost a round trip each."""
-    for bucket in _buckets(gradients):
-        flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
+    for bucket in _take_tensors(gradients, _BUCKET_BYTES):
+        flat = _flatten_dense_tensors(bucket)
         dist.all_reduce(flat, group=group)
-        for gradient, total in zip(bucket, torch.split(flat, [g.numel() for g in bucket]), strict=True):
-            gradient.copy_(total.view(gradient.shape))
-
-
-def _buckets(gradients: list[Tensor]) -> list[list[Tensor]]:
-    buckets: list[list[Tensor]] = []
-    filled = 0
-    for gradient in sorted(gradients, key=lambda g: (str(g.dtype), str(g.device))):
-        same = buckets and (buckets[-1][0].dtype, buckets[-1][0].device) == (gradient.dtype, gradient.device)
-        if not same or filled + gradient.nbytes > _BUCKET_BYTES:
-            buckets.append([])
-            filled = 0
-        buckets[-1].append(gradient)
-        filled += gradient.nbytes
-    return buckets
+        for gradient, total in zip(bucket, _unflatten_dense_tensors(flat, bucket), strict=True):
+            gradient.copy_(total.view(gradient.shape))  # without elements it has another shape
