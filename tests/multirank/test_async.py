@@ -5,15 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from tests import cases
 from tests.cases import Case
-from tests.multirank.conftest import Pools
+from tests.multirank.catching import refused
 from tests.multirank.on_ranks import on_ranks
-from tests.oracle import Oracle, assert_none
+from tests.oracle import Oracle
 
 
 def _combines(comm: Any, known: Oracle, out: Any) -> Any:
@@ -91,106 +90,87 @@ def test_mixed_with_synchronous_calls(rank: int, world_size: int, seed: int) -> 
     return problems
 
 
-def _autograd(rank: int, world_size: int, case: Case, async_op: bool) -> list[np.ndarray]:
-    import moecomm
+def _gradients(comm: Any, case: Case, rank: int, async_op: bool) -> list[torch.Tensor]:
+    x_TH = torch.from_numpy(case.x(rank)).requires_grad_()
+    weights_TK = torch.from_numpy(case.topk_weights(rank)).requires_grad_()
+    ids_TK = torch.from_numpy(case.ids(rank))
 
-    with moecomm.Communicator(**case.communicator) as comm:
-        x_TH = torch.from_numpy(case.x(rank)).requires_grad_()
-        weights_TK = torch.from_numpy(case.topk_weights(rank)).requires_grad_()
-        ids_TK = torch.from_numpy(case.ids(rank))
+    def wait(result: Any) -> Any:
+        return result.wait() if async_op else result
 
-        def wait(result: Any) -> Any:
-            return result.wait() if async_op else result
-
-        first = comm.dispatch(x_TH, ids_TK, weights_TK, async_op=async_op)
-        second = comm.dispatch(x_TH * 2, ids_TK, weights_TK, async_op=async_op)
-        outs = [wait(first), wait(second)]
-        parts = [
-            comm.combine(out.tokens.sin(), out.handle, weights=out.weights, async_op=async_op) for out in outs
-        ]
-        y_TH = wait(parts[1]) + 3 * wait(parts[0])
-        y_TH.backward(torch.from_numpy(case.grad_y(rank)))
-        return [each.detach().numpy() for each in (y_TH, x_TH.grad, weights_TK.grad)]
+    first = comm.dispatch(x_TH, ids_TK, weights_TK, async_op=async_op)
+    second = comm.dispatch(x_TH * 2, ids_TK, weights_TK, async_op=async_op)
+    outs = [wait(first), wait(second)]
+    parts = [
+        comm.combine(out.tokens.sin(), out.handle, weights=out.weights, async_op=async_op) for out in outs
+    ]
+    y_TH = wait(parts[1]) + 3 * wait(parts[0])
+    y_TH.backward(torch.from_numpy(case.grad_y(rank)))
+    return [y_TH.detach(), x_TH.grad, weights_TK.grad]
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_gradients_through_work(pool: Pools, size: int, seed: int) -> None:
-    case = Case(tokens=(6,) * size, num_experts=3 * size, hidden=8, top_k=2, seed=seed, routing="holes")
-    plain = pool(size)(_autograd, case, False)
-    for want, got in zip(plain, pool(size)(_autograd, case, True), strict=True):
-        for left, right in zip(want, got, strict=True):
-            np.testing.assert_allclose(right, left, rtol=1e-6, atol=1e-6)
+@on_ranks("size")
+def test_gradients_through_work(rank: int, world_size: int, seed: int) -> None:
+    import moecomm
+
+    tokens = (6,) * world_size
+    case = Case(tokens=tokens, num_experts=3 * world_size, hidden=8, top_k=2, seed=seed, routing="holes")
+    with moecomm.Communicator(**case.communicator) as comm:
+        plain, waited = (_gradients(comm, case, rank, async_op) for async_op in (False, True))
+    for left, right in zip(plain, waited, strict=True):
+        torch.testing.assert_close(right, left, rtol=1e-6, atol=1e-6)
 
 
-def _late(rank: int, world_size: int, case: Case) -> tuple[bool, list[str]]:
+@on_ranks(2)
+def test_the_call_does_not_wait_for_peers(rank: int, world_size: int, seed: int) -> list[str]:
     """The call returns while a peer has not come; the caller works on meanwhile."""
     import torch.distributed as dist
 
     import moecomm
 
+    case = Case(tokens=(4, 4), num_experts=2, hidden=8, top_k=2, seed=seed)
     with moecomm.Communicator(**case.communicator) as comm:
         if rank == 0:
             work = cases.dispatch(comm, case, rank, async_op=True)
-            early = work.is_completed()
+            assert not work.is_completed(), "completed before the other rank had come"
             dist.barrier()
         else:
-            early = False
             dist.barrier()  # rank 0 has returned from its call by now, and this rank has not made its own
             work = cases.dispatch(comm, case, rank, async_op=True)
         out = work.wait()
         assert work.is_completed()
-        return early, _combines(comm, Oracle(case, rank, comm.device), out)()
+        return _combines(comm, Oracle(case, rank, comm.device), out)()
 
 
-def test_the_call_does_not_wait_for_peers(pool: Pools, seed: int) -> None:
-    case = Case(tokens=(4, 4), num_experts=2, hidden=8, top_k=2, seed=seed)
-    results = pool(2)(_late, case)
-    assert not results[0][0], "completed before the other rank had come"
-    assert_none([result for _, result in results])
-
-
-def _errors(rank: int, world_size: int, case: Case) -> tuple[list[str], list[str]]:
+@on_ranks(3)
+def test_an_error_comes_from_wait(rank: int, world_size: int, seed: int) -> list[str]:
     """An error of one operation reaches its wait(), on all ranks; those before and after are untouched."""
     import moecomm
 
+    case = Case(tokens=(4, 4, 4), num_experts=3, hidden=8, top_k=2, seed=seed)
     with moecomm.Communicator(**case.communicator) as comm:
         good = cases.dispatch(comm, case, rank, async_op=True)
         bad_ids = torch.full((case.tokens[rank], case.top_k), 99 if rank == 1 else -1)
         bad = comm.dispatch(torch.from_numpy(case.x(rank)), bad_ids, async_op=True)
         after = cases.dispatch(comm, case, rank, async_op=True)
-        texts = []
         for _ in range(2):
-            try:
-                bad.wait()
-            except moecomm.InvalidRouting as error:
-                texts.append(str(error))
+            refused(bad.wait, "topk_idx[0, 0] is 99", name="InvalidRouting")
         good.wait()
-        out = after.wait()
-        return texts, _combines(comm, Oracle(case, rank, comm.device), out)()
+        return _combines(comm, Oracle(case, rank, comm.device), after.wait())()
 
 
-def test_an_error_comes_from_wait(pool: Pools, seed: int) -> None:
-    case = Case(tokens=(4, 4, 4), num_experts=3, hidden=8, top_k=2, seed=seed)
-    results = pool(3)(_errors, case)
-    for texts, _ in results:
-        assert len(texts) == 2 and "topk_idx[0, 0] is 99" in texts[0]
-    assert_none([result for _, result in results])
-
-
-def _close(rank: int, world_size: int, case: Case) -> int:
+@on_ranks(2)
+def test_close_waits_for_what_is_under_way(rank: int, world_size: int, seed: int) -> None:
     """close() lets what is under way finish; its result can still be fetched."""
     import moecomm
 
+    case = Case(tokens=(4, 4), num_experts=2, hidden=8, top_k=2, seed=seed)
     comm = moecomm.Communicator(**case.communicator)
     work = cases.dispatch(comm, case, rank, async_op=True)
     comm.close()
     assert work.is_completed()
-    return len(work.wait().tokens)
-
-
-def test_close_waits_for_what_is_under_way(pool: Pools, seed: int) -> None:
-    case = Case(tokens=(4, 4), num_experts=2, hidden=8, top_k=2, seed=seed)
-    assert sum(pool(2)(_close, case)) == 16
+    assert len(work.wait().tokens) == len(case.expected(rank).origin)
 
 
 @pytest.mark.parametrize("size", [1, 3])
@@ -231,13 +211,16 @@ def test_a_dispatch_in_halves(rank: int, world_size: int, seed: int) -> list[str
 # -- autograd and threads ------------------------------------------------------------------------------------
 
 
-def _recorded(rank: int, world_size: int, case: Case) -> list[str]:
+@on_ranks(2)
+def test_wait_records_as_the_call_did_and_gives_threads_one_result(
+    rank: int, world_size: int, seed: int
+) -> list[str]:
     """Whether autograd records is what it was at the call; threads that wait get one result."""
     import threading
 
     import moecomm
 
-    problems = []
+    case, problems = Case(tokens=(5, 4), num_experts=2, hidden=8, top_k=2, seed=seed), []
     with moecomm.Communicator(**case.communicator) as comm:
         x_TH = torch.from_numpy(case.x(rank)).requires_grad_()
         ids_TK = torch.from_numpy(case.ids(rank))
@@ -267,9 +250,3 @@ def _recorded(rank: int, world_size: int, case: Case) -> list[str]:
         if len(found) != 4 or any(each is not found[0] for each in found):
             problems.append("threads that wait for one operation got several results")
     return problems
-
-
-def test_wait_records_as_the_call_did_and_gives_threads_one_result(pool: Pools, seed: int) -> None:
-    case = Case(tokens=(5, 4), num_experts=2, hidden=8, top_k=2, seed=seed)
-    for _ in range(3):
-        assert_none(pool(2)(_recorded, case))

@@ -163,12 +163,13 @@ def test_memory_comes_and_goes_as_planned(pool: Pools, most_ranks: int) -> None:
         assert abs(left) < slack, f"{left} bytes are still taken"
 
 
-def _outputs_outlive(rank: int, world_size: int, case: Case) -> bool:
+@on_ranks(2)
+def test_outputs_outlive_the_communicator(rank: int, world_size: int) -> None:
     """Outputs, handles and inputs in the window stay valid after close and after the communicator is gone."""
-    comm = ranks.communicator(**case.communicator)
+    comm = ranks.communicator(**CASE.communicator)
     inside = comm.empty_input(3)
     inside.fill_(7.0)
-    out = cases.dispatch(comm, case, rank)
+    out = cases.dispatch(comm, CASE, rank)
     y_TH = comm.combine(out.tokens, out.handle)
     kept = out.tokens.clone(), y_TH.clone()
     ranks.synchronize()
@@ -177,26 +178,21 @@ def _outputs_outlive(rank: int, world_size: int, case: Case) -> bool:
     watch = weakref.ref(comm)
     del comm
     gc.collect()
-    gone = watch() is None or not ranks.on_cpu()
-    with ranks.communicator(**case.communicator) as other:
-        assert oracle.play(other, case, rank) == []
+    assert watch() is None or not ranks.on_cpu()
+    with ranks.communicator(**CASE.communicator) as other:
+        assert oracle.play(other, CASE, rank) == []
     inside += 1
-    return (
-        gone and torch.equal(out.tokens, kept[0]) and torch.equal(y_TH, kept[1]) and bool((inside == 8).all())
-    )
+    assert torch.equal(out.tokens, kept[0]) and torch.equal(y_TH, kept[1]) and bool((inside == 8).all())
 
 
-def test_outputs_outlive_the_communicator(pool: Pools) -> None:
-    assert all(pool(2)(_outputs_outlive, CASE))
-
-
-def _graph_keeps_it(rank: int, world_size: int, case: Case) -> bool:
+@on_ranks(2)
+def test_the_graph_keeps_a_communicator_alive(rank: int, world_size: int) -> None:
     """A communicator that only the graph still refers to serves the backward."""
-    own = cases.inputs(case, rank, ranks.device())
+    own = cases.inputs(CASE, rank, ranks.device())
     x_TH = own.x_TH.requires_grad_()
 
     def forward() -> torch.Tensor:
-        comm = ranks.communicator(**case.communicator)
+        comm = ranks.communicator(**CASE.communicator)
         out = comm.dispatch(x_TH, own.ids_TK)
         return comm.combine(out.tokens * 3, out.handle)
 
@@ -206,11 +202,7 @@ def _graph_keeps_it(rank: int, world_size: int, case: Case) -> bool:
     del y_TH
     gc.collect()
     assert _mapped_windows() == 0 or not ranks.on_cpu()
-    return bool((x_TH.grad == 3 * case.top_k).all())
-
-
-def test_the_graph_keeps_a_communicator_alive(pool: Pools) -> None:
-    assert all(pool(2)(_graph_keeps_it, CASE))
+    assert bool((x_TH.grad == 3 * CASE.top_k).all())
 
 
 @on_ranks(2)
@@ -263,8 +255,8 @@ def test_threads(rank: int, world_size: int) -> None:
     assert problems == ["done"] * 2
 
 
-def _gil(rank: int, world_size: int) -> int:
-    """Other Python threads run while a call waits for a peer."""
+@on_ranks(2)
+def test_a_waiting_call_lets_other_threads_run(rank: int, world_size: int) -> None:
     import moecomm
 
     with moecomm.Communicator(**CASE.communicator) as comm:
@@ -272,7 +264,7 @@ def _gil(rank: int, world_size: int) -> int:
         if rank == 1:
             time.sleep(0.5)
             cases.dispatch(comm, CASE, rank)
-            return 1
+            return
         count, running = 0, True
 
         def spin() -> None:
@@ -286,12 +278,7 @@ def _gil(rank: int, world_size: int) -> int:
         cases.dispatch(comm, CASE, rank)
         running = False
         thread.join()
-        return count
-
-
-def test_a_waiting_call_lets_other_threads_run(pool: Pools) -> None:
-    count, _ = pool(2)(_gil)
-    assert count > 5
+        assert count > 5
 
 
 @pytest.mark.parametrize("closes", [False, True])
