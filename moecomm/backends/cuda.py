@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch._compile import _disable_dynamo
@@ -22,18 +22,17 @@ from moecomm.backends.announcing import Announcing, memory_of
 from moecomm.backends.base import (
     DispatchCall,
     ExpertIndex,
-    PlanFields,
     RawDispatch,
     TensorPlan,
-    warn_of_thread,
 )
-from moecomm.backends.order import ProcessLock, ends_by_error, within_another
+from moecomm.backends.cuda_outputs import Begun, Inputs, Outputs, out_of_memory
+from moecomm.backends.cuda_setup import check_room, connect_gpus, meet, plan_fields_of, release, shape_of
+from moecomm.backends.order import ProcessLock, within_another
 from moecomm.backends.side_work import SideWork
 from moecomm.device.cuda_device import CudaDevice, StreamOrder
-from moecomm.env import read_env
-from moecomm.errors import InvalidArgument, MoecommError, OutOfMemory, Unsupported
-from moecomm.setup.handshake import GroupInfo, check_host_room, connect, describe, handshake
-from moecomm.setup.memory_plan import device_shape, plan_device_memory
+from moecomm.errors import InvalidArgument, MoecommError, OutOfMemory
+from moecomm.setup.handshake import describe
+from moecomm.setup.memory_plan import plan_device_memory
 from moecomm.setup.rendezvous import Rendezvous
 from moecomm.types import Work
 
@@ -44,48 +43,6 @@ Finished = TypeVar("Finished")
 _ALIGNMENT = 16
 
 _Sending = tuple[int, int, int, bool, int, int, _C.RowLayout, int, int, int, int, int]
-_Inputs = tuple[torch.Tensor | None, ...]
-
-
-class _Outputs(NamedTuple):
-    """The tensors that a dispatch receives into, in the order in which the runtime takes their addresses."""
-
-    tokens_PH: torch.Tensor
-    scales: torch.Tensor | None
-    weights: torch.Tensor | None
-    topk_idx_PK: torch.Tensor | None
-    rows_Q: torch.Tensor | None
-    """Rank layout: the row of each position in expert-major order."""
-    weights_Q: torch.Tensor | None
-
-    def cut(self, rows: int, positions: int) -> None:
-        """Leaves the first `rows` rows and `positions` positions. The tensors keep their memory, and are no
-        views, which must not be changed in place where autograd records."""
-        for number, each in enumerate(self):
-            if each is not None:
-                each.resize_((rows if number < 4 else positions, *each.shape[1:]))
-
-    def free(self) -> None:
-        """Frees the memory of tensors that nothing has been written to, whoever still holds them."""
-        for each in self:
-            if each is not None:
-                each.untyped_storage().resize_(0)
-
-
-class _Begun(NamedTuple):
-    """A dispatch whose rows are sent and not received yet, or, `at_once`, received into `outputs` if there is
-    room."""
-
-    call: DispatchCall
-    blob: torch.Tensor
-    inputs: _Inputs
-    stream: int
-    outputs: _Outputs | None = None
-    offered: tuple[int, int] = (0, 0)
-    """Rows and positions of `outputs`."""
-    at_once: bool = False
-    in_one_call: bool = False
-    """Nobody has said that nothing else is put on the stream before the second half."""
 
 
 class CudaBackend(Announcing):
@@ -117,34 +74,17 @@ class CudaBackend(Announcing):
         self._stats_before: dict[str, Any] = {}
 
         with self._gpu.current():
-            group_info = self._handshake(rendezvous, arguments, argument_error)
+            group_info = meet(rendezvous, arguments, argument_error, self._gpu)
             self.nodes = group_info.nodes
             sums, gradients = arguments["combine_wire"], arguments["gradient_wire"]
             self._sums = getattr(_C.WireFormat, sums or "same")
             self._gradients = getattr(_C.WireFormat, gradients or "same")
             self.top_k, self.hidden = arguments["top_k"], arguments["hidden"]
             self.wire_tensors = wire_tensors(arguments["wire"])
-            shape = device_shape(
-                ranks=rendezvous.size,
-                num_experts=arguments["num_experts"],
-                top_k=self.top_k,
-                hidden=self.hidden,
-                max_tokens=arguments["max_tokens"],
-                dtype=dtype,
-                wire=arguments["wire"],
-                ranks_per_node=self.nodes.ranks_per_node,
-                whole_sources=arguments["MOECOMM_WHOLE_SOURCES"],
-            )
+            shape = shape_of(arguments, dtype, rendezvous.size, self.nodes.ranks_per_node)
             self.memory = plan_device_memory(shape, self.nodes.ranks_per_node)
-            fields = _C.device_plan_fields(shape)
-            self.plan_fields = PlanFields(
-                words=fields["total"][1],
-                overflow=fields["overflow"][0],
-                expert_rows=_slice(fields["expert_rows"]),
-                expert_starts=_slice(fields["expert_starts"]),
-                source_ends=_slice(fields["source_ends"]),
-            )
-            self._check_room(rendezvous, group_info)
+            self.plan_fields = plan_fields_of(shape)
+            check_room(rendezvous, group_info, self.memory, self._gpu)
             dtypes = [dtype, self._weight_dtype, torch.int32, torch.float32]
             if self.wire_tensors is not None:
                 dtypes += [self.wire_tensors.values, self.wire_tensors.scales]
@@ -152,88 +92,21 @@ class CudaBackend(Announcing):
             self._kinds = {each: torch.empty(0, dtype=each, device=device) for each in dtypes}
             self._nowhere = torch.empty(_ALIGNMENT, dtype=torch.uint8, device=device)
             self._nowhere_address = self._nowhere.data_ptr()
-            self._native, window = self._connect(rendezvous, group_info, shape, num_sms or 0)
+            self._native, window = connect_gpus(
+                rendezvous,
+                group_info,
+                shape,
+                self.memory,
+                device=self._gpu.index,
+                num_sms=num_sms or 0,
+                sums=self._sums,
+                gradients=self._gradients,
+            )
             self.num_sms = self._native.num_sms
             self.network_lanes = self._native.network_lanes()
         self._num_sms, self._limit = num_sms, num_sms
         # This also runs when the backend is garbage collected, and when the interpreter ends.
-        self._release = weakref.finalize(self, _release, self._gpu, self._native, window)
-
-    # -- construction ----------------------------------------------------------------------------------
-
-    def _handshake(
-        self, rendezvous: Rendezvous, arguments: dict[str, Any], error: MoecommError | None
-    ) -> GroupInfo:
-        group_info = handshake(rendezvous, arguments, error, lambda: {"gpu": self._gpu.uuid()})
-        seen: dict[str, int] = {}
-        for rank, message in enumerate(group_info.messages):
-            other = seen.setdefault(message["gpu"], rank)
-            if other != rank:
-                raise InvalidArgument(
-                    f"device of ranks {other} and {rank} is the same GPU ({message['gpu']}), expected one "
-                    "for each rank: call torch.cuda.set_device(local_rank) first, or pass device"
-                )
-        return group_info
-
-    def _check_room(self, rendezvous: Rendezvous, group_info: GroupInfo) -> None:
-        needed = self.memory.committed_bytes
-
-        def look() -> dict[str, Any]:
-            return {"available": _translated(lambda: self._gpu.free_bytes(needed))}
-
-        if self.memory.host_bytes:
-            check_host_room(rendezvous, group_info, self.memory.host_bytes)
-        messages = rendezvous.step("construction: memory", look)
-        for rank, message in enumerate(messages):
-            available = int(message["available"])
-            if needed > available:
-                raise OutOfMemory(
-                    f"the window needs {needed} bytes of device memory, {available} are free on the GPU of "
-                    f"rank {rank}; lower max_tokens or hidden, free some there, or set "
-                    "MOECOMM_WHOLE_SOURCES=0 on all ranks, which takes less where ranks outnumber top_k",
-                    needed=needed,
-                    available=available,
-                )
-
-    def _connect(
-        self, rendezvous: Rendezvous, group_info: GroupInfo, shape: _C.DeviceShape, num_sms: int
-    ) -> tuple[_C.DeviceCommunicator, Any]:
-        from moecomm.setup.symmetric_memory import SymmetricMemory
-
-        # Its memory is zero before any rank gets past it, so none can signal into what is cleared later.
-        window = SymmetricMemory(
-            rendezvous,
-            self.memory.total_bytes,
-            self._gpu.index,
-            ranks=self.nodes.local_ranks(rendezvous.rank),
-        )
-        try:
-            native = connect(
-                rendezvous,
-                group_info,
-                lambda: _C.DeviceCommunicator(
-                    shape=shape,
-                    rank=rendezvous.rank,
-                    timeout=rendezvous.timeout,
-                    absence=rendezvous.absence,
-                    num_sms=num_sms,
-                    device=self._gpu.index,
-                    host_ranks=group_info.host_ranks(rendezvous.rank),
-                    first_epoch=group_info.messages[0]["arguments"]["MOECOMM_FIRST_EPOCH"],
-                    sums=self._sums,
-                    gradients=self._gradients,
-                ),
-                link=lambda native: native.link_control(),
-                map_peers=lambda native, names, pids: native.connect(list(window.bases), names, pids),
-                unlink=lambda native: native.unlink_control(),
-            )
-        except BaseException:
-            window.close()
-            raise
-        fused_tokens = read_env().fused_tokens
-        if fused_tokens is not None:
-            native.fuse_up_to(fused_tokens)
-        return native, window
+        self._release = weakref.finalize(self, release, self._gpu, self._native, window)
 
     # -- order -----------------------------------------------------------------------------------------
 
@@ -331,8 +204,7 @@ class CudaBackend(Announcing):
     # -- operations ------------------------------------------------------------------------------------
 
     def limit_sms(self, num_sms: int | None) -> int | None:
-        """Sets the SMs of operations that begin from now on; None sets the number given to the communicator.
-        Returns the setting before."""
+        """Sets the SMs of operations that begin from now on, and returns the setting before."""
         with self._lock:
             before, self._limit = self._limit, self._num_sms if num_sms is None else num_sms
             if self._limit != before:
@@ -351,11 +223,11 @@ class CudaBackend(Announcing):
         rows = (call.capacity, call.expert_capacity)
         return self._receive(call, blob, rows, partial(self._native.dispatch, *sending))
 
-    def begin_dispatch(self, call: DispatchCall) -> _Begun:
+    def begin_dispatch(self, call: DispatchCall) -> Begun:
         """Sends the rows of a dispatch and makes the plan, on the device."""
         return self._begin(call, offers=False)
 
-    def _begin(self, call: DispatchCall, offers: bool) -> _Begun:
+    def _begin(self, call: DispatchCall, offers: bool) -> Begun:
         """Does what `begin_dispatch` does. `offers`: the runtime may want an output for a dropless dispatch
         before the number of its rows is known: it receives them at once if there is room, or into memory that
         nothing else on the stream can be reading then."""
@@ -371,7 +243,7 @@ class CudaBackend(Announcing):
                 rows, positions, at_once = self._native.offered_rows(tokens, layout, call.alignment)
                 offered = rows, positions
         sending, blob, inputs = self._sending(call)
-        outputs: _Outputs | None = None
+        outputs: Outputs | None = None
         if offered[0] > 0:
             with suppress(OutOfMemory):  # there may be memory for what comes
                 outputs = self._outputs(call, offered)
@@ -381,14 +253,14 @@ class CudaBackend(Announcing):
         else:
             self._announced = True
             self._native.begin_dispatch(*sending, self._raw_stream)
-        return _Begun(call, blob, inputs, self._raw_stream, outputs, offered, at_once, offers)
+        return Begun(call, blob, inputs, self._raw_stream, outputs, offered, at_once, offers)
 
     def splits(self, tokens: int) -> bool:
         """True if an operation of so many tokens that is begun with `async_op` is received when it is waited
         for: until then no SM waits for other ranks' rows."""
         return self._native.splits(tokens)
 
-    def finish_dispatch(self, begun: _Begun, directly: bool = True) -> RawDispatch:
+    def finish_dispatch(self, begun: Begun, directly: bool = True) -> RawDispatch:
         """Receives the rows, of which without a capacity the host waits for the number. Those that were
         received at once are cut to it; where the output was too small, there is another one. `directly`:
         nothing but the first half is on the current stream since that began."""
@@ -420,7 +292,7 @@ class CudaBackend(Announcing):
             self._start_receiving(outputs, counts, partial(self._native.finish_dispatch, directly))
         return self._received(call, blob, counts, outputs)
 
-    def _sending(self, call: DispatchCall) -> tuple[_Sending, torch.Tensor, _Inputs]:
+    def _sending(self, call: DispatchCall) -> tuple[_Sending, torch.Tensor, Inputs]:
         """Returns the arguments of the runtime's `begin_dispatch` without the stream, the plan's memory, and
         the tensors that the kernels read. (Receiving kernels write while these are read, so an output must
         not get their memory.)"""
@@ -468,7 +340,7 @@ class CudaBackend(Announcing):
         self._start_receiving(outputs, counts, receive)
         return self._received(call, blob, counts, outputs)
 
-    def _outputs(self, call: DispatchCall, counts: tuple[int, int]) -> _Outputs:
+    def _outputs(self, call: DispatchCall, counts: tuple[int, int]) -> Outputs:
         """Returns the tensors of a dispatch's output. With a capacity the index is zero, since not all
         positions are written."""
         by_rank, weighted = call.layout == "rank", call.topk_weights_TK is not None
@@ -489,10 +361,10 @@ class CudaBackend(Announcing):
                 for each in (rows_Q, weights_Q):
                     if each is not None:
                         each.zero_()
-        return _Outputs(tokens_PH, scales, weights, topk_idx_PK, rows_Q, weights_Q)
+        return Outputs(tokens_PH, scales, weights, topk_idx_PK, rows_Q, weights_Q)
 
     def _start_receiving(
-        self, outputs: _Outputs | None, counts: tuple[int, int], receive: Callable[..., None]
+        self, outputs: Outputs | None, counts: tuple[int, int], receive: Callable[..., None]
     ) -> None:
         """Calls a function of the runtime that receives rows (see `_receive`); without outputs into
         nothing."""
@@ -505,7 +377,7 @@ class CudaBackend(Announcing):
         receive(rows, counts[1] if by_rank else rows, *addresses, self._raw_stream)
 
     def _received(
-        self, call: DispatchCall, blob: torch.Tensor, counts: tuple[int, int], outputs: _Outputs
+        self, call: DispatchCall, blob: torch.Tensor, counts: tuple[int, int], outputs: Outputs
     ) -> RawDispatch:
         """Returns what a dispatch gives whose rows come into `outputs`."""
         tokens = call.x_TH.shape[0]
@@ -535,9 +407,7 @@ class CudaBackend(Announcing):
         other_PH: torch.Tensor | None,
         gradients: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Sends rows along a kept plan and returns (received rows (P, H) times scales, dots (P,)). dots[p] =
-        <row p, other[p]> with `other_PH`, else dots is None. `gradients`: without both, rows travel in the
-        gradient_wire."""
+        """Sends rows along a kept plan, as `Backend.redispatch` says."""
         scales_address = other_address = 0
         dots_P = None
         rows_TH, rows_address = self._readable(rows_TH)
@@ -574,8 +444,7 @@ class CudaBackend(Announcing):
         weight_grads: torch.Tensor | None,
         forward: bool = False,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Sums rows per token and returns (y_TH, or None without rows; gradients (T, K) of the routing
-        weights, or None without weight_grads). `forward`: sums travel in the combine_wire."""
+        """Sums rows per token, as `Backend.combine` says."""
         return self._combine(plan, rows_PH, weights_P, weight_grads, forward, held=False)[:2]
 
     def begin_combine(
@@ -694,7 +563,7 @@ class CudaBackend(Announcing):
             found = self._kinds[dtype].new_empty_strided(shape, strides)
             return found.zero_() if torch.is_anomaly_enabled() else found  # of rows past the last group, too
         except torch.OutOfMemoryError as error:
-            raise _out_of_memory(shape, dtype, error) from error
+            raise out_of_memory(shape, dtype, error) from error
 
     def _plan_address(self, plan: TensorPlan) -> int:
         if plan.stream != self._raw_stream:
@@ -714,7 +583,7 @@ class CudaBackend(Announcing):
             try:
                 tensor = tensor.detach().clone(memory_format=torch.contiguous_format)
             except torch.OutOfMemoryError as error:
-                raise _out_of_memory(tuple(tensor.shape), tensor.dtype, error) from error
+                raise out_of_memory(tuple(tensor.shape), tensor.dtype, error) from error
             address = memory_of(tensor)
         return tensor, address or self._nowhere_address
 
@@ -728,60 +597,3 @@ def _less(value: Any, before: Any) -> Any:
     if isinstance(value, list):
         return [_less(*each) for each in zip(value, before or [0] * len(value), strict=True)]
     return value - (before or 0)
-
-
-def _slice(field: tuple[int, int]) -> slice:
-    first, count = field
-    return slice(first, first + count)
-
-
-def _out_of_memory(shape: tuple[int, ...], dtype: torch.dtype, error: Exception) -> OutOfMemory:
-    needed = dtype.itemsize
-    for size in shape:
-        needed *= size
-    return OutOfMemory(f"no device memory for {needed} bytes of {dtype} {shape}: {error}", needed=needed)
-
-
-def _translated(look: Callable[[], Result]) -> Result:
-    """Runs `look`; turns an error of the CUDA runtime into Unsupported, which can be told to the other
-    ranks."""
-    try:
-        return look()
-    except MoecommError:
-        raise
-    except RuntimeError as error:
-        raise Unsupported(f"the GPU does not answer: {error}") from error
-
-
-def _release(gpu: CudaDevice, native: _C.DeviceCommunicator, window: Any) -> None:
-    """Frees a communicator: first the native object, which uses the window, then the window, unless the
-    network may still use it. In a capture, which freeing would spoil, the window waits for the next call.
-
-    The GPU is waited for. After Ctrl-C in a wait, and where an uncaught exception ends the interpreter,
-    its kernels give up first: the others may never come."""
-    if native.interrupted or ends_by_error():
-        native.stop_waiting()
-    capturing = False
-    try:
-        with gpu.current():
-            capturing = gpu.capturing()
-            if not capturing:
-                gpu.synchronize()
-    except RuntimeError:
-        pass  # the context is of no use any more; memory and names go all the same
-    finally:
-        if not native.close():
-            _left_behind.append(window)
-            warn_of_thread()
-        elif capturing:
-            _after_captures.append((native, window))
-        else:
-            window.close()
-            while _after_captures:
-                _after_captures.pop()[1].close()
-
-
-_left_behind: list[Any] = []
-"""Windows that stay until the process ends."""
-_after_captures: list[tuple[Any, Any]] = []
-"""Communicators that were let go of during a capture, closed, with their windows."""

@@ -1,0 +1,61 @@
+"""What a dispatch on CUDA receives into, and what is kept between its halves."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from moecomm.backends.base import DispatchCall
+from moecomm.errors import OutOfMemory
+
+Inputs = tuple[torch.Tensor | None, ...]
+
+
+class Outputs(NamedTuple):
+    """The tensors that a dispatch receives into, in the order in which the runtime takes their addresses."""
+
+    tokens_PH: torch.Tensor
+    scales: torch.Tensor | None
+    weights: torch.Tensor | None
+    topk_idx_PK: torch.Tensor | None
+    rows_Q: torch.Tensor | None
+    """Rank layout: the row of each position in expert-major order."""
+    weights_Q: torch.Tensor | None
+
+    def cut(self, rows: int, positions: int) -> None:
+        """Leaves the first `rows` rows and `positions` positions. The tensors keep their memory, and are no
+        views, which must not be changed in place where autograd records."""
+        for number, each in enumerate(self):
+            if each is not None:
+                each.resize_((rows if number < 4 else positions, *each.shape[1:]))
+
+    def free(self) -> None:
+        """Frees the memory of tensors that nothing has been written to, whoever still holds them."""
+        for each in self:
+            if each is not None:
+                each.untyped_storage().resize_(0)
+
+
+class Begun(NamedTuple):
+    """A dispatch whose rows are sent and not received yet, or, `at_once`, received into `outputs` if there is
+    room."""
+
+    call: DispatchCall
+    blob: torch.Tensor
+    inputs: Inputs
+    stream: int
+    outputs: Outputs | None = None
+    offered: tuple[int, int] = (0, 0)
+    """Rows and positions of `outputs`."""
+    at_once: bool = False
+    in_one_call: bool = False
+    """Nobody has said that nothing else is put on the stream before the second half."""
+
+
+def out_of_memory(shape: tuple[int, ...], dtype: torch.dtype, error: Exception) -> OutOfMemory:
+    """The error for a tensor that torch has no memory for."""
+    needed = dtype.itemsize
+    for size in shape:
+        needed *= size
+    return OutOfMemory(f"no device memory for {needed} bytes of {dtype} {shape}: {error}", needed=needed)

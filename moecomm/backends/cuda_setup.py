@@ -1,0 +1,187 @@
+"""How the CUDA backends of all ranks are built together, and how one is freed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+import moecomm._C as _C
+from moecomm.backends.base import PlanFields, warn_of_thread
+from moecomm.backends.order import ends_by_error
+from moecomm.device.cuda_device import CudaDevice
+from moecomm.env import read_env
+from moecomm.errors import InvalidArgument, MoecommError, OutOfMemory, Unsupported
+from moecomm.setup.handshake import GroupInfo, check_host_room, connect, handshake
+from moecomm.setup.memory_plan import MemoryPlan, device_shape
+from moecomm.setup.rendezvous import Rendezvous
+
+Result = TypeVar("Result")
+
+
+def meet(
+    rendezvous: Rendezvous, arguments: dict[str, Any], error: MoecommError | None, gpu: CudaDevice
+) -> GroupInfo:
+    """Compares the arguments of all ranks (`setup.handshake.handshake`), and that each has its own GPU."""
+    group_info = handshake(rendezvous, arguments, error, lambda: {"gpu": gpu.uuid()})
+    seen: dict[str, int] = {}
+    for rank, message in enumerate(group_info.messages):
+        other = seen.setdefault(message["gpu"], rank)
+        if other != rank:
+            raise InvalidArgument(
+                f"device of ranks {other} and {rank} is the same GPU ({message['gpu']}), expected one "
+                "for each rank: call torch.cuda.set_device(local_rank) first, or pass device"
+            )
+    return group_info
+
+
+def shape_of(
+    arguments: dict[str, Any], dtype: torch.dtype, ranks: int, ranks_per_node: int
+) -> _C.DeviceShape:
+    """The sizes of a communicator of these arguments, as the runtime takes them."""
+    return device_shape(
+        ranks=ranks,
+        num_experts=arguments["num_experts"],
+        top_k=arguments["top_k"],
+        hidden=arguments["hidden"],
+        max_tokens=arguments["max_tokens"],
+        dtype=dtype,
+        wire=arguments["wire"],
+        ranks_per_node=ranks_per_node,
+        whole_sources=arguments["MOECOMM_WHOLE_SOURCES"],
+    )
+
+
+def plan_fields_of(shape: _C.DeviceShape) -> PlanFields:
+    """Where a plan on the device has its fields."""
+    fields = _C.device_plan_fields(shape)
+
+    def place(name: str) -> slice:
+        first, count = fields[name]
+        return slice(first, first + count)
+
+    return PlanFields(
+        words=fields["total"][1],
+        overflow=fields["overflow"][0],
+        expert_rows=place("expert_rows"),
+        expert_starts=place("expert_starts"),
+        source_ends=place("source_ends"),
+    )
+
+
+def check_room(rendezvous: Rendezvous, group_info: GroupInfo, memory: MemoryPlan, gpu: CudaDevice) -> None:
+    """Raises OutOfMemory on all ranks if a GPU or a host has no room for `memory`."""
+    needed = memory.committed_bytes
+
+    def look() -> dict[str, Any]:
+        return {"available": _translated(lambda: gpu.free_bytes(needed))}
+
+    if memory.host_bytes:
+        check_host_room(rendezvous, group_info, memory.host_bytes)
+    messages = rendezvous.step("construction: memory", look)
+    for rank, message in enumerate(messages):
+        available = int(message["available"])
+        if needed > available:
+            raise OutOfMemory(
+                f"the window needs {needed} bytes of device memory, {available} are free on the GPU of "
+                f"rank {rank}; lower max_tokens or hidden, free some there, or set "
+                "MOECOMM_WHOLE_SOURCES=0 on all ranks, which takes less where ranks outnumber top_k",
+                needed=needed,
+                available=available,
+            )
+
+
+def connect_gpus(
+    rendezvous: Rendezvous,
+    group_info: GroupInfo,
+    shape: _C.DeviceShape,
+    memory: MemoryPlan,
+    *,
+    device: int,
+    num_sms: int,
+    sums: _C.WireFormat,
+    gradients: _C.WireFormat,
+) -> tuple[_C.DeviceCommunicator, Any]:
+    """Returns the native communicator, connected to those of the other ranks, and its window."""
+    from moecomm.setup.symmetric_memory import SymmetricMemory
+
+    # Its memory is zero before any rank gets past it, so none can signal into what is cleared later.
+    window = SymmetricMemory(
+        rendezvous,
+        memory.total_bytes,
+        device,
+        ranks=group_info.nodes.local_ranks(rendezvous.rank),
+    )
+    try:
+        native = connect(
+            rendezvous,
+            group_info,
+            lambda: _C.DeviceCommunicator(
+                shape=shape,
+                rank=rendezvous.rank,
+                timeout=rendezvous.timeout,
+                absence=rendezvous.absence,
+                num_sms=num_sms,
+                device=device,
+                host_ranks=group_info.host_ranks(rendezvous.rank),
+                first_epoch=group_info.messages[0]["arguments"]["MOECOMM_FIRST_EPOCH"],
+                sums=sums,
+                gradients=gradients,
+            ),
+            link=lambda native: native.link_control(),
+            map_peers=lambda native, names, pids: native.connect(list(window.bases), names, pids),
+            unlink=lambda native: native.unlink_control(),
+        )
+    except BaseException:
+        window.close()
+        raise
+    fused_tokens = read_env().fused_tokens
+    if fused_tokens is not None:
+        native.fuse_up_to(fused_tokens)
+    return native, window
+
+
+def _translated(look: Callable[[], Result]) -> Result:
+    """Runs `look`; turns an error of the CUDA runtime into Unsupported, which can be told to the other
+    ranks."""
+    try:
+        return look()
+    except MoecommError:
+        raise
+    except RuntimeError as error:
+        raise Unsupported(f"the GPU does not answer: {error}") from error
+
+
+def release(gpu: CudaDevice, native: _C.DeviceCommunicator, window: Any) -> None:
+    """Frees a communicator: first the native object, which uses the window, then the window, unless the
+    network may still use it. In a capture, which freeing would spoil, the window waits for the next call.
+
+    The GPU is waited for. After Ctrl-C in a wait, and where an uncaught exception ends the interpreter,
+    its kernels give up first: the others may never come."""
+    if native.interrupted or ends_by_error():
+        native.stop_waiting()
+    capturing = False
+    try:
+        with gpu.current():
+            capturing = gpu.capturing()
+            if not capturing:
+                gpu.synchronize()
+    except RuntimeError:
+        pass  # the context is of no use any more; memory and names go all the same
+    finally:
+        if not native.close():
+            _left_behind.append(window)
+            warn_of_thread()
+        elif capturing:
+            _after_captures.append((native, window))
+        else:
+            window.close()
+            while _after_captures:
+                _after_captures.pop()[1].close()
+
+
+_left_behind: list[Any] = []
+"""Windows that stay until the process ends."""
+_after_captures: list[tuple[Any, Any]] = []
+"""Communicators that were let go of during a capture, closed, with their windows."""
