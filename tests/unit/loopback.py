@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+import moecomm
 from moecomm import _C
 from moecomm.backends import cuda as cuda_backend
 from moecomm.backends.cuda import CudaBackend
@@ -27,6 +28,8 @@ DTYPES = {
     _C.DType.float64: torch.float64,
 }
 NOT_THERE = 0
+SIZES: dict[str, Any] = {"num_experts": 4, "hidden": 8, "top_k": 2, "max_tokens": 6, "dtype": torch.float32}
+IDS_TK = torch.tensor([[1, 3], [0, -1], [3, 1], [2, 0], [-1, -1]])
 
 
 class DeviceShape(SimpleNamespace):
@@ -522,3 +525,16 @@ def loopback(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("moecomm.communicator.make_backend", make)
     monkeypatch.setattr("moecomm.communicator.check_formats", lambda *arguments: None)
+
+
+def opened(**changes: Any) -> tuple[moecomm.Communicator, LoopbackNative, FakeGpu]:
+    """A communicator of these SIZES but for the changes, with what stands behind it."""
+    comm = moecomm.Communicator(**{**SIZES, **changes})
+    native = comm._open()._native  # type: ignore[attr-defined]
+    return comm, native, FakeGpu.last
+
+
+def make_inputs(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x, ids and weights of five tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(5, 8, generator=generator), IDS_TK, torch.rand(5, 2, generator=generator)
