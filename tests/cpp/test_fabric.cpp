@@ -2,10 +2,7 @@
 // before anything of libfabric was touched; some of those fork a peer. Returns 77 (skipped) where libfabric
 // is missing.
 #include <dlfcn.h>
-#include <rdma/fi_errno.h>
 #include <signal.h>
-#include <sys/mman.h>
-#include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -23,12 +20,7 @@
 #include <thread>
 #include <vector>
 
-#include "check.hpp"
-#include "common/deadline.hpp"
-#include "transport/fabric/lanes.hpp"
-#include "transport/fabric/library.hpp"
-#include "transport/fabric/memory.hpp"
-#include "transport/fabric/transport.hpp"
+#include "fabric_peers.hpp"
 
 // The tcp provider of libfabric 1.17 keeps some descriptions of itself at its end; blame only our own code.
 extern "C" __attribute__((visibility("default"))) const char* __lsan_default_suppressions();
@@ -36,206 +28,12 @@ extern "C" const char* __lsan_default_suppressions() { return "leak:libfabric.so
 
 using namespace moecomm;
 using namespace moecomm::fabric;
+using namespace moecomm::fabric::test_peers;
 using moecomm::test::throws;
-using Kind = TransportEvent::Kind;
 
 namespace {
 
 namespace fs = std::filesystem;
-
-constexpr double kHang = 60;  // seconds after which a wait has failed
-
-// ---- memory and endpoints
-// ------------------------------------------------------------------------------------
-
-/// A window of this process.
-struct Memory {
-  explicit Memory(int64_t count) : bytes(count) {
-    void* mapped =
-        mmap(nullptr, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-    if (mapped == MAP_FAILED) std::perror("mmap"), std::exit(1);
-    base = static_cast<uint8_t*>(mapped);
-  }
-  ~Memory() { munmap(base, static_cast<size_t>(bytes)); }
-  Memory(const Memory&) = delete;
-  Memory& operator=(const Memory&) = delete;
-  uint8_t* base;
-  int64_t bytes;
-};
-
-FabricOptions options_for(const std::string& provider) {
-  FabricOptions options;
-  options.provider.provider = provider;
-  if (provider != "shm") options.provider.interface = "127.0.0.1";
-  return options;
-}
-
-FabricLane open_lane(const FabricOptions& options, void* base, int64_t bytes) {
-  ProviderOptions one = options.provider;
-  one.lanes = 1;
-  return FabricLane(new FabricTransport(options, std::move(choose_lanes(one).front()), base, bytes));
-}
-
-FabricLane open_lane(const std::string& provider, const Memory& memory) {
-  return open_lane(options_for(provider), memory.base, memory.bytes);
-}
-
-void connect_lane(FabricTransport& lane, const std::vector<AddressBytes>& endpoint_addresses, int own_index,
-                  double timeout_seconds, const std::function<void()>& interrupt = {}) {
-  lane.insert_peers(endpoint_addresses, own_index);
-  lane.connect(timeout_seconds, interrupt);
-}
-
-/// Peers of one process: connected by a thread each, then polled by whoever likes.
-struct Group {
-  Group(int count, int64_t bytes, const FabricOptions& options) {
-    std::vector<std::vector<std::byte>> endpoint_addresses;
-    for (int i = 0; i < count; ++i) {
-      memory.push_back(std::make_unique<Memory>(bytes));
-      remote.push_back(open_lane(options, memory.back()->base, bytes));
-      endpoint_addresses.push_back(remote.back()->endpoint_address());
-    }
-    std::vector<std::thread> threads;
-    for (int i = 0; i < count; ++i)
-      threads.emplace_back([&, i] {
-        try {
-          connect_lane(*remote[static_cast<size_t>(i)], endpoint_addresses, i, kHang);
-        } catch (const Error& error) {
-          std::printf("peer %d: %s\n", i, error.what());
-          CHECK(!"connected");
-        }
-      });
-    for (std::thread& thread : threads) thread.join();
-  }
-  std::vector<std::unique_ptr<Memory>> memory;
-  std::vector<FabricLane> remote;
-};
-
-/// Calls `step` until it returns true. False, and a failed check, if that takes too long.
-bool until(const char* what, const std::function<bool()>& step) {
-  const Deadline deadline{std::chrono::duration<double>(kHang)};
-  while (!step()) {
-    if (!deadline.passed()) continue;
-    std::printf("waited too long for %s\n", what);
-    return CHECK(!"in time");
-  }
-  return true;
-}
-
-// ---- traffic
-// -------------------------------------------------------------------------------------------------
-
-/// What message `index` of a seed carries; both ends know it without talking.
-struct Message {
-  int64_t bytes, dst, src;
-};
-
-void fill(uint8_t* at, int64_t bytes, uint64_t seed) {
-  std::mt19937_64 random(seed);
-  for (int64_t i = 0; i < bytes; i += 8) {
-    const uint64_t word = random();
-    std::memcpy(at + i, &word, static_cast<size_t>(std::min<int64_t>(8, bytes - i)));
-  }
-}
-
-bool filled(const uint8_t* at, int64_t bytes, uint64_t seed) {
-  std::vector<uint8_t> expected(static_cast<size_t>(bytes));
-  fill(expected.data(), bytes, seed);
-  return bytes == 0 || std::memcmp(at, expected.data(), expected.size()) == 0;
-}
-
-constexpr int64_t kHalf = int64_t{12} << 20;  // a window is a half to send from and one to receive into
-
-/// Messages of all sizes at offsets that are multiples of nothing, in random places without overlap.
-std::vector<Message> messages(uint64_t seed) {
-  std::mt19937_64 random(seed);
-  std::vector<int64_t> sizes;
-  for (int i = 0; i < 40; ++i)
-    for (int64_t size : {int64_t{0}, int64_t{1}, int64_t{64}, int64_t{7168}}) sizes.push_back(size);
-  for (int i = 0; i < 6; ++i) sizes.push_back((int64_t{1} << 20) + static_cast<int64_t>(random() % 5000));
-  std::vector<Message> list;
-  std::shuffle(sizes.begin(), sizes.end(), random);
-  int64_t at = static_cast<int64_t>(random() % 64);
-  for (int64_t size : sizes) {
-    list.push_back({size, at, 0});
-    at += size + static_cast<int64_t>(random() % 64);
-  }
-  std::vector<size_t> order(list.size());
-  std::iota(order.begin(), order.end(), 0);
-  std::shuffle(order.begin(), order.end(), random);
-  at = static_cast<int64_t>(random() % 64);
-  for (size_t i : order) {
-    list[i].src = kHalf + at;
-    at += list[i].bytes + static_cast<int64_t>(random() % 64);
-  }
-  if (at > kHalf) std::printf("window too small\n"), std::exit(1);
-  return list;
-}
-
-/// One end of a two-way exchange: sends `out` to `peer`, expects `in` from it.
-class Exchange {
- public:
-  Exchange(Transport& remote, Memory& memory, int peer, uint64_t out_seed, uint64_t in_seed)
-      : remote_(remote),
-        memory_(memory),
-        peer_(peer),
-        out_seed_(out_seed),
-        in_seed_(in_seed),
-        out_(messages(out_seed)),
-        in_(messages(in_seed)),
-        sent_(out_.size(), 0),
-        arrived_(in_.size(), 0),
-        order_(out_.size()) {
-    std::iota(order_.begin(), order_.end(), 0);
-    std::mt19937_64 random(out_seed + 1);
-    std::shuffle(order_.begin(), order_.end(), random);
-    for (size_t i = 0; i < out_.size(); ++i) fill(memory_.base + out_[i].src, out_[i].bytes, out_seed_ + i);
-  }
-
-  /// True when all that this end sends is sent and all that it expects is here.
-  bool step() {
-    while (next_ < order_.size()) {
-      const size_t i = order_[next_];
-      if (!remote_.put(peer_, out_[i].dst, out_[i].src, out_[i].bytes, static_cast<uint32_t>(i), 7000 + i))
-        break;
-      ++next_;
-    }
-    events_.clear();
-    remote_.poll(events_);
-    for (const TransportEvent& event : events_) {
-      if (event.kind == Kind::sent) {
-        if (!CHECK(event.context >= 7000 && event.context < 7000 + out_.size())) continue;
-        const size_t i = event.context - 7000;
-        CHECK(event.peer == peer_);
-        CHECK(++sent_[i] == 1);
-        // Done with: whatever is written there now must not reach the peer.
-        std::memset(memory_.base + out_[i].src, 0xee, static_cast<size_t>(out_[i].bytes));
-        ++sent_count_;
-      } else if (event.kind == Kind::arrived) {
-        if (!CHECK(event.immediate < in_.size())) continue;
-        const size_t i = event.immediate;
-        CHECK(++arrived_[i] == 1);
-        CHECK(filled(memory_.base + in_[i].dst, in_[i].bytes, in_seed_ + i));
-        ++arrived_count_;
-      } else {
-        std::printf("failed: %s\n", event.text.c_str());
-        CHECK(!"no failure");
-      }
-    }
-    return sent_count_ == out_.size() && arrived_count_ == in_.size();
-  }
-
- private:
-  Transport& remote_;
-  Memory& memory_;
-  int peer_;
-  uint64_t out_seed_, in_seed_;
-  std::vector<Message> out_, in_;
-  std::vector<int> sent_, arrived_;
-  std::vector<size_t> order_;
-  std::vector<TransportEvent> events_;
-  size_t next_ = 0, sent_count_ = 0, arrived_count_ = 0;
-};
 
 void exchange_case(const std::string& provider) {
   Group group(2, 2 * kHalf, options_for(provider));
@@ -612,63 +410,11 @@ void gone_peer_case(const std::string& provider) {
   CHECK(WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL);
 }
 
-// ---- providers, library
-// -------------------------------------------------------------------------
+// ---- names, signals
 
-void provider_case() {
-  const std::vector<Offer> offers = list_offers();
-  CHECK(!offers.empty());
-  const auto has = [&](const std::string& name) {
-    return std::any_of(offers.begin(), offers.end(), [&](const Offer& o) { return o.provider == name; });
-  };
-  constexpr uint32_t k117 = 1 << 16 | 17, k118 = 1 << 16 | 18, k25 = 2 << 16 | 5;
-  using Names = std::vector<std::string>;
-  CHECK((provider_names("tcp", k117) == Names{"net", "tcp;ofi_rxm"}));
-  CHECK((provider_names("net", k117) == Names{"net", "tcp;ofi_rxm"}));
-  CHECK((provider_names("tcp", k118) == Names{"tcp", "tcp;ofi_rxm"}));
-  CHECK((provider_names("net", k25) == Names{"tcp", "tcp;ofi_rxm"}));
-  CHECK((provider_names("tcp;ofi_rxm", k117) == Names{"tcp;ofi_rxm"}));
-  CHECK((provider_names("verbs", k25) == Names{"verbs", "verbs;ofi_rxm", "verbs;ofi_rxd"}));
-  CHECK(why_not("verbs", k117).empty());
-  CHECK(why_not("cxi", k117).find("2.5") != std::string::npos);
-  unsetenv("FI_CXI_ENABLE_WRITEDATA");
-  CHECK(why_not("cxi", k25).find("FI_CXI_ENABLE_WRITEDATA=1") != std::string::npos);
-  setenv("FI_CXI_ENABLE_WRITEDATA", "1", 1);
-  CHECK(why_not("cxi", k25).empty());
-  unsetenv("FI_CXI_ENABLE_WRITEDATA");
-
-  const std::string native = provider_names("tcp", library().version).front();
-  CHECK(has(native) && has("shm"));
-  const auto chosen = [](const std::string& provider, const std::string& interface) {
-    ProviderOptions options;
-    options.provider = provider;
-    options.interface = interface;
-    options.lanes = 1;
-    return describe(*choose_lanes(options).front());
-  };
-  CHECK(chosen("tcp", "").provider == native);
-  CHECK(chosen("net", "lo").provider == native && chosen("net", "lo").domain == "lo");
-  CHECK(chosen("tcp", "127.0.0.1").address == "127.0.0.1");
-  CHECK(chosen("", "lo").domain == "lo");
-  CHECK(chosen("shm", "").provider == "shm");
-  CHECK(chosen("shm", "lo").provider == "shm");  // it has no interface to choose
-  // By itself nothing is chosen that stays on one host, nor loopback if there is anything else.
-  CHECK(chosen("", "").provider != "shm");
-  const bool elsewhere = std::any_of(offers.begin(), offers.end(), [&](const Offer& o) {
-    return o.provider == native && o.domain != "lo" && !o.address.starts_with("fe80");
-  });
-  CHECK((chosen("tcp", "").domain != "lo") == elsewhere);
-
-  CHECK(throws(ErrorKind::unsupported, "'carrier-pigeon'", [&] { chosen("carrier-pigeon", ""); }));
-  CHECK(throws(ErrorKind::unsupported, native + " (", [&] { chosen("carrier-pigeon", ""); }));
-  CHECK(throws(ErrorKind::unsupported, "interface 'eth77'", [&] { chosen("tcp", "eth77"); }));
-  CHECK(throws(ErrorKind::unsupported, "interface '198.51.100.1'", [&] { chosen("", "198.51.100.1"); }));
-  if (!has("cxi")) CHECK(throws(ErrorKind::unsupported, "cxi", [&] { chosen("cxi", ""); }));
-  CHECK(throws(ErrorKind::invalid_argument, "window", [] { open_lane(FabricOptions{}, nullptr, 0); }));
-}
-
-/// Peers that chose differently are told so.
+/// Peers that chose differently are told so, and a window of nothing is refused.
 void mismatch_case() {
+  CHECK(throws(ErrorKind::invalid_argument, "window", [] { open_lane(FabricOptions{}, nullptr, 0); }));
   Memory one(4096), two(4096);
   const FabricLane tcp = open_lane("tcp", one), shm = open_lane("shm", two);
   CHECK(throws(ErrorKind::mismatched_arguments, "peer 1 uses provider shm",
@@ -716,29 +462,6 @@ void signals_case() {
   CHECK(handlers() == before);
 }
 
-void refused_memory_case() {
-  rlimit before{};
-  getrlimit(RLIMIT_MEMLOCK, &before);
-  const rlimit small{std::min<rlim_t>(before.rlim_cur, 64 << 10), before.rlim_max};
-  setrlimit(RLIMIT_MEMLOCK, &small);
-  for (const int status : {FI_ENOMEM, FI_EPERM, FI_EAGAIN})
-    for (const char* const word : {"verbs", "12345678 bytes of memory", "may lock 64 KiB", "ulimit -l"})
-      CHECK(throws(ErrorKind::out_of_memory, word, [&] { registration_refused(status, "verbs", 12345678); }));
-  CHECK(throws(ErrorKind::unsupported, "efa", [&] { registration_refused(FI_ENOSYS, "efa", 1); }));
-  setrlimit(RLIMIT_MEMLOCK, &before);
-}
-
-void library_case() {
-  CHECK(throws(ErrorKind::unsupported, "libfabric1", [] { load_library("libmoecomm-nowhere.so.9"); }));
-  CHECK(throws(ErrorKind::unsupported, "libmoecomm-nowhere.so.9",
-               [] { load_library("libmoecomm-nowhere.so.9"); }));
-  CHECK(throws(ErrorKind::unsupported, "has no function fi_", [] { load_library("libm.so.6"); }));
-  CHECK(&library() == &library());
-  CHECK(library().version >= library().api);
-  CHECK(version_text(1 << 16 | 17) == "1.17");
-  std::printf("libfabric %s\n", version_text(library().version).c_str());
-}
-
 /// Runs one case in a process of its own; its checks count as one here.
 void run(const std::string& name, const std::function<void()>& body) {
   std::fflush(stdout);
@@ -772,8 +495,6 @@ int main(int argc, char** argv) {
   const auto test_case = [&](const std::string& name, const std::function<void()>& body) {
     if (only.empty() || name == only) run(name, body);
   };
-  test_case("refused-memory", refused_memory_case);
-
   // Once for all cases: a library that it needs calibrates a clock at its start, for 0.4 s.
   dlopen("libfabric.so.1", RTLD_NOW | RTLD_LOCAL);
   std::fflush(stdout);
@@ -793,8 +514,6 @@ int main(int argc, char** argv) {
   if (WIFEXITED(status) && WEXITSTATUS(status) == 77) return test::finish() == 0 ? 77 : 1;
   CHECK(status == 0);
 
-  test_case("library", library_case);
-  test_case("provider", provider_case);
   test_case("signals", signals_case);
   test_case("mismatch", mismatch_case);
   test_case("taken-names", taken_names_case);

@@ -583,8 +583,6 @@ int main() {
     shape.hidden = std::vector<int64_t>{8, 72, 272, 1040}[static_cast<size_t>(draw(random, 0, 3))];
     shape.most_tokens = draw(random, 1, 12);
     shape.steps = 3;
-    std::printf("%d ranks, %d experts each, top-%d, hidden %lld, up to %d tokens\n", shape.ranks,
-                shape.experts_each, shape.top_k, static_cast<long long>(shape.hidden), shape.most_tokens);
     play(shape, random);
   }
   play({2, 2, 2, 8200, 24, 2}, random);           // more of a row than a warp keeps sums of at a time

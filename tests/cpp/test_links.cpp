@@ -1,6 +1,5 @@
-// Control links between rail peers: the choice of an interface, what travels, who is let in, and how the end
-// of a peer is noticed. Peers are objects of one process, threads, or forked processes.
-#include <arpa/inet.h>
+// Control links between rail peers: what travels, who is let in, and how the end of a peer is noticed. Peers
+// are objects of one process, threads, or forked processes.
 #include <dirent.h>
 #include <fcntl.h>
 #include <poll.h>
@@ -12,169 +11,22 @@
 
 #include <algorithm>
 #include <array>
-#include <bit>
 #include <cmath>
 #include <cstring>
-#include <deque>
 #include <functional>
 #include <memory>
 #include <thread>
 #include <vector>
 
-#include "check.hpp"
-#include "common/deadline.hpp"
+#include "rail.hpp"
 #include "transport/network_interface.hpp"
-#include "transport/tcp/links.hpp"
 
 using namespace moecomm;
 using namespace moecomm::tcp;
+using namespace moecomm::tcp::test_rail;
 using test::throws;
 
 namespace {
-
-constexpr double kLong = 120;  // seconds; only reached when something is wrong
-const std::string kHere = "127.0.0.1";
-
-JobId random_job() {
-  static std::mt19937_64 random(test::seed());
-  JobId job;
-  for (std::byte& each : job) each = static_cast<std::byte>(random());
-  return job;
-}
-
-bool eventually(const std::function<bool()>& holds) {
-  const Deadline deadline{std::chrono::duration<double>(kLong)};
-  while (!holds()) {
-    if (deadline.passed()) return false;
-    std::this_thread::sleep_for(std::chrono::microseconds(100));
-  }
-  return true;
-}
-
-/// The peers of a rail, all in this process.
-struct Rail {
-  std::deque<Links> links;
-  std::vector<std::string> endpoints;
-
-  explicit Rail(int32_t peers, const std::string& interface = kHere, const JobId& job = random_job()) {
-    for (int32_t self = 0; self < peers; ++self)
-      endpoints.push_back(links.emplace_back(LinkOptions{job, self, peers, interface}).endpoint());
-  }
-
-  void connect() {
-    std::vector<std::thread> threads;
-    for (Links& each : links) threads.emplace_back([&] { each.connect(endpoints, kLong); });
-    for (std::thread& each : threads) each.join();
-  }
-};
-
-/// Polls until `count` events have come.
-std::vector<LinkEvent> take(Links& links, size_t count) {
-  std::vector<LinkEvent> events;
-  CHECK(eventually([&] {
-    links.poll(events);
-    return events.size() >= count;
-  }));
-  return events;
-}
-
-bool is_lost(const LinkEvent& event, int32_t peer, const std::string& part) {
-  const bool holds =
-      event.kind == LinkEvent::Kind::lost && event.peer == peer && event.text.find(part) != std::string::npos;
-  if (!holds)
-    std::printf("kind %u, peer %d, '%s'\n", static_cast<unsigned>(event.kind), event.peer,
-                event.text.c_str());
-  return holds;
-}
-
-/// A socket that speaks what the test says: a stray, or one side of a link.
-class Raw {
- public:
-  explicit Raw(const std::string& endpoint) : Raw(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)) {
-    const Address to = parse_endpoint("endpoint", endpoint);
-    CHECK(connect(fd_, to.get(), to.length) == 0);
-  }
-  explicit Raw(int fd) : fd_(fd) {
-    const timeval patience{static_cast<time_t>(kLong), 0};
-    setsockopt(fd_, SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof(patience));
-  }
-  Raw(Raw&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
-  ~Raw() {
-    if (fd_ >= 0) close(fd_);
-  }
-
-  template <class Bytes>
-  void say(const Bytes& bytes, size_t size) {
-    CHECK(send(fd_, bytes.data(), size, MSG_NOSIGNAL) == static_cast<ssize_t>(size));
-  }
-  template <class Bytes>
-  void say(const Bytes& bytes) {
-    say(bytes, bytes.size());
-  }
-
-  /// All until the other side closes.
-  std::string rest() {
-    std::string text;
-    std::array<char, 4096> piece;
-    for (;;) {
-      const ssize_t count = recv(fd_, piece.data(), piece.size(), 0);
-      if (count > 0)
-        text.append(piece.data(), static_cast<size_t>(count));
-      else
-        return count == 0 || errno == ECONNRESET ? text : text + " [" + std::strerror(errno) + "]";
-    }
-  }
-
-  Hello hello() {
-    Hello hello;
-    CHECK(recv(fd_, &hello, sizeof(hello), MSG_WAITALL) == static_cast<ssize_t>(sizeof(hello)));
-    return hello;
-  }
-
-  /// Sent away without a word.
-  bool refused() { return rest().empty(); }
-
- private:
-  int fd_;
-};
-
-/// A listener that the test answers for.
-class RawListener {
- public:
-  RawListener() : fd_(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)) {
-    Address address = make_address(kHere, "0");
-    CHECK(bind(fd_, address.get(), address.length) == 0 && listen(fd_, 8) == 0);
-    CHECK(getsockname(fd_, address.get(), &address.length) == 0);
-    endpoint = endpoint_text(address);
-  }
-  ~RawListener() { close(fd_); }
-  Raw accept() {
-    pollfd polled{fd_, POLLIN, 0};
-    CHECK(::poll(&polled, 1, static_cast<int>(kLong * 1000)) == 1);
-    return Raw(::accept4(fd_, nullptr, nullptr, SOCK_CLOEXEC));
-  }
-  std::string endpoint;
-
- private:
-  int fd_;
-};
-
-using HelloBytes = std::array<std::byte, sizeof(Hello)>;
-using MessageBytes = std::array<std::byte, sizeof(LinkMessage)>;
-
-HelloBytes hello_of(const JobId& job, int32_t from, int32_t to) {
-  Hello hello;
-  hello.job = job;
-  hello.from = from;
-  hello.to = to;
-  return std::bit_cast<HelloBytes>(hello);
-}
-
-MessageBytes bytes_of(const LinkMessage& message) {
-  MessageBytes bytes;
-  std::memcpy(bytes.data(), &message, sizeof(message));
-  return bytes;
-}
 
 int open_descriptors() {
   DIR* directory = opendir("/proc/self/fd");
@@ -182,67 +34,6 @@ int open_descriptors() {
   while (const dirent* entry = readdir(directory)) count += entry->d_name[0] != '.';
   closedir(directory);
   return count;
-}
-
-// -- the pure parts --------------------------------------------------------------------------------------
-
-void test_interfaces() {
-  const InterfaceAddress docker0{"docker0", "172.17.0.1", true, false, false};
-  CHECK(choose_address("", {docker0, {"eth0", "fd00::1"}}, "") == "fd00::1");
-  CHECK(choose_address("", {docker0, {"lo", "127.0.0.1", true, true}}, "") == "172.17.0.1");
-  const InterfaceAddress lo{"lo", "127.0.0.1", true, true}, lo6{"lo", "::1", true, true};
-  const InterfaceAddress eth0{"eth0", "10.0.0.3", true, false}, eth1{"eth1", "192.168.0.3", true, false};
-  const InterfaceAddress eth1_6{"eth1", "2001:db8::3", true, false}, eth2{"eth2", "10.1.0.3", false, false};
-  const InterfaceAddress ib0{"ib0", "2001:db8:1::4", true, false};
-  const std::vector<InterfaceAddress> host{lo, lo6, eth0, eth1_6, eth1, eth2, ib0};
-  CHECK(choose_address("", host, "192.168.0.3") == "192.168.0.3");
-  CHECK(choose_address("", host, "2001:db8:1::4") == "2001:db8:1::4");
-  CHECK(choose_address("", host, "") == "10.0.0.3");
-  CHECK(choose_address("", host, "10.1.0.3") == "10.0.0.3");  // it is down
-  CHECK(choose_address("", host, "10.9.9.9") == "10.0.0.3");
-  CHECK(choose_address("", {lo6, lo}, "") == "127.0.0.1");
-  CHECK(choose_address("", {lo6, lo, ib0}, "") == "2001:db8:1::4");
-  CHECK(choose_address("", {lo6}, "") == "::1");
-  CHECK(choose_address("eth1", host, "10.0.0.3") == "192.168.0.3");
-  CHECK(choose_address("ib0", host, "10.0.0.3") == "2001:db8:1::4");
-  CHECK(choose_address("lo", host, "10.0.0.3") == "127.0.0.1");
-  CHECK(choose_address("192.168.0.3", host, "10.0.0.3") == "192.168.0.3");
-  CHECK(choose_address("2001:db8:0::0003", host, "10.0.0.3") == "2001:db8::3");
-  CHECK(choose_address("127.0.0.9", host, "10.0.0.3") == "127.0.0.9");
-  const auto refused = [&](const std::string& wanted, const std::vector<InterfaceAddress>& have,
-                           const std::string& part) {
-    return throws(ErrorKind::invalid_argument, part, [&] { choose_address(wanted, have, "10.0.0.3"); });
-  };
-  CHECK(refused("eth9", host, "'eth9'"));
-  CHECK(refused("eth9", host, "eth0 (10.0.0.3)"));
-  CHECK(refused("eth9", host, "eth2 (10.1.0.3, down)"));
-  CHECK(refused("eth2", host, "it is down"));
-  CHECK(refused("10.1.0.3", host, "eth2 is down"));
-  CHECK(refused("10.9.9.9", host, "does not have that address"));
-  CHECK(refused("node7.cluster", host, "none of that name"));
-  CHECK(refused("0.0.0.0", host, "stands for all interfaces"));
-  CHECK(refused("::", host, "stands for all interfaces"));
-  CHECK(refused("", {}, "none at all"));
-  CHECK(refused("", {eth2}, "none is up"));
-
-  CHECK(interface_address("lo") == "127.0.0.1");
-  CHECK(interface_address("127.0.0.1") == "127.0.0.1");
-  const std::string own = interface_address(""), by_default = default_route_address();
-  CHECK(by_default.empty() || own == by_default);
-  const std::vector<InterfaceAddress> found = host_addresses();
-  CHECK(std::any_of(found.begin(), found.end(), [&](const auto& each) { return each.address == own; }));
-  CHECK(interface_address(own) == own);
-}
-
-void test_addresses() {
-  for (const std::string text : {"127.0.0.1:1", "10.0.0.3:65535", "[::1]:80", "[2001:db8::3]:4567"})
-    CHECK(endpoint_text(parse_endpoint("it", text)) == text);
-  for (const std::string text : {"", ":", ":80", "127.0.0.1", "127.0.0.1:80 ", "127.0.0.1:8o", "localhost:80",
-                                 "[::1]80", "[]:80", "[::1:80"})
-    CHECK(throws(ErrorKind::invalid_argument, "'" + text + "'",
-                 [&] { parse_endpoint("endpoint of peer 3", text); }));
-  CHECK(throws(ErrorKind::invalid_argument, "endpoint of peer 3",
-               [] { parse_endpoint("endpoint of peer 3", "no"); }));
 }
 
 // -- messages --------------------------------------------------------------------------------------------
@@ -754,8 +545,6 @@ int main() {
   // Processes first, while there are no other threads.
   test_forked_child();
   test_killed_process();
-  test_interfaces();
-  test_addresses();
   test_one_peer();
   for (const int32_t peers : {2, 3, 5}) test_messages(peers, kHere);
   const std::vector<InterfaceAddress> host = host_addresses();
