@@ -23,7 +23,6 @@ from docs.draw_folding import main as folding_program
 from moecomm import _C
 from moecomm.parallel import ParallelFolding
 from moecomm.setup.devices import why_no_cuda
-from moecomm.setup.memory_plan import device_shape
 from tests import reference
 from tests.fabric import needs_fabric
 from tests.programs import run_program
@@ -393,68 +392,6 @@ def test_memory_page_has_the_windows_of_more_nodes_on_cuda() -> None:
         partial = sum(sizes_of(plan).get("partial sums", []))
         in_mib = [f"{size / 2**20:.1f}" for size in (plan.total_bytes, partial, plan.host_bytes)]
         assert row[3:] == [*in_mib, f"{plan.host_bytes * ranks / nodes / 2**30:.1f}"]
-
-
-@needs_cuda_part
-@pytest.mark.parametrize(("ranks", "per_node"), [(4, 4), (4, 2), (4, 1), (16, 8)])
-def test_memory_page_has_the_words_of_a_plan(ranks: int, per_node: int) -> None:
-    """The sizes that it gives for plans in handles, to 1 %."""
-    sizes: dict[str, Any] = {"ranks": ranks, "num_experts": 256, **EXAMPLE}
-    shape = device_shape(**sizes, dtype=torch.bfloat16, wire=None, ranks_per_node=per_node)
-    tokens, top_k, others = EXAMPLE["max_tokens"], EXAMPLE["top_k"], ranks // per_node - 1
-    said = 4 * tokens * ((ranks + 1) * (top_k + 1) + ranks) + 4 * others * tokens * (top_k + 2)
-    assert _C.device_plan_fields(shape)["total"][1] * 4 == pytest.approx(said, rel=0.01)
-    text = page_text("memory.md")
-    assert "4 M ((R + 1) (K + 1) + R) bytes" in text and "4 (N - 1) M (K + 2) bytes more" in text
-
-
-@needs_cuda_part
-def test_memory_page_has_the_windows_of_more_ranks() -> None:
-    mib = 2**20
-    rows = table_rows(part("memory.md", "How it grows"))[1:]
-    assert len(rows) >= 4
-    for ranks, experts, window, plan, staged in (map(float, row) for row in rows):
-        sizes: dict[str, Any] = {"ranks": int(ranks), "num_experts": int(experts), **EXAMPLE}
-        assert round(moecomm.Communicator.memory_plan(**sizes, device="cuda").total_bytes / mib, 1) == window
-        shape = device_shape(**sizes, dtype=torch.bfloat16, wire=None)
-        assert round(_C.device_plan_fields(shape)["total"][1] * 4 / mib, 1) == plan
-        assert staged == min(4096, 4096 * min(int(ranks), 8) // (int(ranks) - 1) // 8 * 8)
-
-
-def test_memory_page_has_the_times_of_its_formula() -> None:
-    """Fixed cost plus remote bytes at the links' rate, for the traffic of uniform routing; in a combine at
-    least what its reducing blocks read and store. Constants and measurements come from the results page."""
-    text = part("memory.md", "How time grows")
-    results = part("results.md", "Several numbers of GPUs")
-    found = re.findall(r"^- (dispatch|combine): ([\d.]+) us and ([\d.]+) GB/s", results, re.MULTILINE)
-    (dispatch_fixed, rate), (combine_fixed, _) = ((float(us), float(gb)) for _, us, gb in found)
-    assert f"{dispatch_fixed} us (dispatch) and {combine_fixed} us (combine)" in " ".join(text.split())
-    assert f"{rate} GB/s, what stores from SMs reach" in " ".join(text.split())
-    blocks = re.search(r"(\d+) blocks at (\d+) GB/s each", text)
-    assert blocks
-    blocks_rate = int(blocks[1]) * int(blocks[2])
-    times = {
-        (cells[0].split("-")[1], 2 if "2 GPUs" in cells[2] else 3 if "3 GPUs" in cells[2] else 4): cells[3]
-        for cells in table_rows(results)
-        if cells[0].startswith("cuda-") and cells[1] == "4096"
-    }
-    assert len(times) == 6
-    top_k, tokens, row = EXAMPLE["top_k"], EXAMPLE["max_tokens"], 2 * EXAMPLE["hidden"]
-    rows = [cells for cells in table_rows(text) if cells[0].isdigit()]
-    assert [int(cells[0]) for cells in rows] == [2, 3, 4, 8]
-    for ranks, experts, others, remote, dispatch, dispatch_took, combine, combine_took in rows:
-        size, elsewhere = int(ranks), int(experts) - int(experts) // int(ranks)
-        needing = (size - 1) * (1 - math.comb(elsewhere, top_k) / math.comb(int(experts), top_k))
-        assert f"{needing:.2f}" == others
-        sent = needing * tokens * row
-        read = tokens * top_k * (size - 1) / size * row
-        assert f"{sent / 1e6:.0f} MB" == remote
-        assert f"{dispatch_fixed + sent / rate / 1e3:.0f} us" == dispatch
-        held = max(sent / rate, (read + sent) / blocks_rate) / 1e3
-        assert f"{combine_fixed + held:.0f} us" == combine
-        for operation, took in (("dispatch", dispatch_took), ("combine", combine_took)):
-            measured = times.get((operation, size))
-            assert took == (f"{float(measured):.0f} us" if measured else "not measured")
 
 
 def test_formats_page_has_the_values_of_the_reference() -> None:

@@ -1,9 +1,9 @@
 """Training gives the same numbers under every layout of the ranks: the curves of loss and gradient norm over
-20 steps on 8 ranks are those of a single process.
+some steps on 8 ranks are those of a single process.
 
 Some mappings, schedules of pipelines and models of each kind run by default.
-MOECOMM_TEST_MAPPINGS=all runs all mappings; with -s pytest shows the largest differences, of which
-docs/folding.md has the largest.
+MOECOMM_TEST_MAPPINGS=all runs all mappings, for 20 steps each; with -s pytest shows the largest differences,
+of which docs/folding.md has the largest.
 """
 
 from __future__ import annotations
@@ -30,17 +30,23 @@ from lm.trainer import Trainer, train  # isort: skip
 
 pool = own_pool()
 
-WORLD, STEPS = 8, 20
+ALL = os.environ.get("MOECOMM_TEST_MAPPINGS") == "all"
+if_all = pytest.mark.skipif(not ALL, reason="MOECOMM_TEST_MAPPINGS=all runs it")
+
+WORLD, STEPS = 8, 20 if ALL else 8
 RUNS_OF_A_POOL = 4
 """Runs of the same ranks, before there are new ones."""
+HALF, QUARTER, LAST = STEPS // 2, STEPS // 4, f"step-{STEPS:08d}"
 BOUND = 2e-6
 """Largest relative difference of a loss or a gradient norm over the steps. Ranks add the same numbers in
 another order, in float32, whose numbers are 1.2e-7 apart; ten times what was seen is room for the sums of
 another machine."""
+LEARNS = 0.3 if ALL else 0.05
+"""By how much a loss has to become less."""
 MODEL = (
     "--device cpu --dim 32 --layers 2 --heads 8 --kv-heads 4 --qk-norm --experts 8 --top-k 2 --ffn 32 "
     f"--seq 32 --batch 8 --steps {STEPS} --warmup 4 --lr 0.002 --aux-coef 0.01 --aux-loss sequence "
-    "--eval-every 20 --eval-windows 9 --save-every 1000"
+    f"--eval-every {STEPS} --eval-windows 9 --save-every 1000"
 )
 BY_DEFAULT = ("--tp 2 --cp 2 --ep 4 --etp 2",)
 MAPPINGS = (
@@ -67,8 +73,6 @@ MAPPINGS = (
     "--tp 4 --cp 2 --ep 8",
     "--tp 2 --cp 4 --ep 4 --etp 2",
 )
-ALL = os.environ.get("MOECOMM_TEST_MAPPINGS") == "all"
-if_all = pytest.mark.skipif(not ALL, reason="MOECOMM_TEST_MAPPINGS=all runs it")
 
 STAGED = "--layers 4 --no-tied"
 """The model of pipelines, beside MODEL."""
@@ -107,7 +111,8 @@ SHARDED = (
 )
 
 
-LONG = "--dim 16 --layers 1 --heads 1 --kv-heads 1 --seq 8192 --batch 1 --steps 2 --eval-windows 1"
+WINDOW = 8192 if ALL else 2048
+LONG = f"--dim 16 --layers 1 --heads 1 --kv-heads 1 --seq {WINDOW} --batch 1 --steps 2 --eval-windows 1"
 """A model of one long window, beside MODEL."""
 
 
@@ -152,7 +157,7 @@ def run(pool: Pools, text_folder: Path, tmp_path_factory: pytest.TempPathFactory
         }
         for record in records:  # all layers are there, each with all tokens of the step
             for load in record.get("load", ()):
-                assert sum(load) == 2 * (8192 if flags.startswith(LONG) else 8 * 32)
+                assert sum(load) == 2 * (WINDOW if flags.startswith(LONG) else 8 * 32)
         if out is None:
             shutil.rmtree(folder)
             kept[world, flags] = curve
@@ -176,14 +181,14 @@ def require_same(found: Curve, alone: Curve, what: str) -> None:
 @pytest.mark.parametrize("mapping", MAPPINGS if ALL else BY_DEFAULT)
 def test_mapping_trains_as_one_process_does(mapping: str, run: Run) -> None:
     alone = run(1, "")
-    assert alone["loss"][-1] < alone["loss"][0] - 0.3  # it learns: an optimizer that does nothing is seen
+    assert alone["loss"][-1] < alone["loss"][0] - LEARNS  # it learns: an optimizer that does nothing is seen
     require_same(run(WORLD, mapping), alone, mapping)
 
 
 @pytest.mark.parametrize("mapping", PIPELINES if ALL else PIPELINES_BY_DEFAULT)
 def test_mapping_trains_in_stages_as_one_process_does(mapping: str, run: Run) -> None:
     alone = run(1, STAGED)
-    assert alone["loss"][-1] < alone["loss"][0] - 0.3
+    assert alone["loss"][-1] < alone["loss"][0] - LEARNS
     require_same(run(WORLD, f"{STAGED} {mapping}"), alone, mapping)
 
 
@@ -307,21 +312,21 @@ def test_kinds_of_models_train_in_shards(kind: str, run: Run) -> None:
 
 @if_all
 def test_a_run_goes_on_under_another_mapping(run: Run, tmp_path: Path) -> None:
-    """Ten steps with attention and experts split, ten more with windows split in their place."""
-    require_same(run(WORLD, "--tp 2 --ep 4 --etp 2 --save-every 10", tmp_path), run(1, ""), "before")
-    shutil.rmtree(tmp_path / "checkpoints" / "step-00000020")
+    """Half of the steps with attention and experts split, the others with windows split in their place."""
+    require_same(run(WORLD, f"--tp 2 --ep 4 --etp 2 --save-every {HALF}", tmp_path), run(1, ""), "before")
+    shutil.rmtree(tmp_path / "checkpoints" / LAST)
     require_same(run(WORLD, "--cp 2 --ep 4 --resume", tmp_path), run(1, ""), "resumed")
-    shutil.rmtree(tmp_path / "checkpoints" / "step-00000020")
+    shutil.rmtree(tmp_path / "checkpoints" / LAST)
     require_same(run(WORLD, "--tp 4 --ep 8 --resume", tmp_path), run(1, ""), "resumed again")
 
 
 @pytest.mark.parametrize("mapping", ["--ep 2", pytest.param("--pp 2 --schedule dualpipev", marks=if_all)])
 def test_a_run_goes_on_with_other_stages(mapping: str, run: Run, tmp_path: Path) -> None:
-    """Ten steps in two stages, ten more in none or in four."""
+    """Half of the steps in two stages, the others in none or in four."""
     alone = run(1, STAGED)
-    before = f"{STAGED} --pp 2 --microbatches 4 --save-every 10"
+    before = f"{STAGED} --pp 2 --microbatches 4 --save-every {HALF}"
     require_same(run(2, before, tmp_path), alone, "before")
-    shutil.rmtree(tmp_path / "checkpoints" / "step-00000020")
+    shutil.rmtree(tmp_path / "checkpoints" / LAST)
     require_same(run(2, f"{STAGED} {mapping} --resume", tmp_path), alone, f"resumed {mapping}")
 
 
@@ -345,23 +350,23 @@ def test_a_long_window_trains_as_in_one_process(kind: str, run: Run) -> None:
 
 
 def test_a_run_goes_on_with_and_without_shards(run: Run, tmp_path: Path) -> None:
-    """Ten steps without shards, five with and five without."""
+    """Half of the steps without shards, a quarter with and a quarter without."""
     alone = run(1, "")
-    require_same(run(2, "--save-every 10", tmp_path), alone, "before")
-    for flags in ("--fsdp --ep 1 --save-every 5", "--ep 2"):
-        shutil.rmtree(tmp_path / "checkpoints" / "step-00000020")
+    require_same(run(2, f"--save-every {HALF}", tmp_path), alone, "before")
+    for flags in (f"--fsdp --ep 1 --save-every {QUARTER}", "--ep 2"):
+        shutil.rmtree(tmp_path / "checkpoints" / LAST)
         require_same(run(2, f"{flags} --resume", tmp_path), alone, f"resumed {flags}")
 
 
 @if_all
 @pytest.mark.parametrize("kind", ["", *KINDS])
 def test_a_run_goes_on_with_shards_of_another_mapping(kind: str, run: Run, tmp_path: Path) -> None:
-    """Each time from the checkpoint of step 10 that the run before it has written."""
-    model = f"{KINDS.get(kind, '')} --save-every 10"
+    """Each time from the checkpoint in the middle that the run before it has written."""
+    model = f"{KINDS.get(kind, '')} --save-every {HALF}"
     alone = run(1, KINDS.get(kind, ""))
     require_same(run(WORLD, f"{model} --fsdp --tp 2 --cp 2 --ep 2 --etp 2", tmp_path), alone, "before")
     for flags in ("--cp 2 --ep 4 --resume", "--ep 2 --etp 2", "--fsdp --tp 2 --ep 1 --resume"):
-        shutil.rmtree(tmp_path / "checkpoints" / f"step-000000{20 if 'resume' in flags else 10}")
+        shutil.rmtree(tmp_path / "checkpoints" / (LAST if "resume" in flags else f"step-{HALF:08d}"))
         if "resume" not in flags:  # a new run, without shards, for the one after it
             shutil.rmtree(tmp_path)
         require_same(run(WORLD, f"{model} {flags}", tmp_path), alone, flags)
@@ -370,9 +375,9 @@ def test_a_run_goes_on_with_shards_of_another_mapping(kind: str, run: Run, tmp_p
 def test_bfloat16_weights_and_moments(run: Run, tmp_path: Path) -> None:
     """They learn as float32 ones do, and a run that is resumed has the bits of one that is not."""
     flags = "--dtype bfloat16 --weights bfloat16 --moments bfloat16 --fsdp --ep 1 --microbatches 2"
-    flags += " --save-every 10"
+    flags += f" --save-every {HALF}"
     unbroken = run(2, flags, tmp_path)
-    shutil.rmtree(tmp_path / "checkpoints" / "step-00000020")
+    shutil.rmtree(tmp_path / "checkpoints" / LAST)
     assert run(2, f"{flags} --resume", tmp_path) == unbroken
     assert unbroken["loss"] == pytest.approx(run(1, "")["loss"], abs=0.05)
 

@@ -6,7 +6,7 @@ give an operation up instead of receiving it. A rank may be lost at any point. W
 records a pair of ranks, an arrival flag and a credit a chunk, and two row buffers with places that chunks use
 in turn. Each step reads or writes the words of one pair of ranks.
 
-    python -m tests.protocol.model                    # the searches of the tests, with their counts
+    python -m tests.protocol.model                    # the searches of a minute, with their counts
     python -m tests.protocol.model --ranks 3          # a larger one
 
 A rank may run both sides of an operation in one kernel: rows go out before it has announced itself, and
@@ -466,7 +466,7 @@ QUICK: dict[str, tuple[Protocol, int]] = {
     "two ranks that may have no room": (replace(_STARTS, leaves=True), 28881),
     "two ranks that tell what they gave up": (_TELLS, 49736),
 }
-"""The searches that the tests run, with the number of states of each (docs/protocol.md)."""
+"""The searches of a minute, with the number of states of each (docs/protocol.md)."""
 
 MUTANTS: dict[str, tuple[Protocol, str]] = {
     "giving up does not wait": (Protocol(ranks=2, abandon_waits=False), "two ahead"),
@@ -487,7 +487,7 @@ MUTANTS: dict[str, tuple[Protocol, str]] = {
 def main() -> None:
     """Searches from the command line."""
     parser = argparse.ArgumentParser(description="Search all states of the model of the protocol.")
-    parser.add_argument("--ranks", type=int, help="one search with so many ranks, not those of the tests")
+    parser.add_argument("--ranks", type=int, help="one search with so many ranks, not the quick ones")
     parser.add_argument("--chunks", type=int, default=1)
     parser.add_argument("--places", type=int, default=1)
     parser.add_argument("--streams", action="store_true", help="work for different peers is independent")

@@ -1,4 +1,4 @@
-"""The search of the protocol's model: it finds nothing wrong, and each mutant it finds."""
+"""The small searches of the protocol's model find nothing wrong, and each mutant is found."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import pytest
 
 from tests.protocol.model import MUTANTS, QUICK, Protocol, Violation, search
 
+SMALL = {name: each for name, each in QUICK.items() if each[1] < 20_000}
 
-@pytest.mark.parametrize(("protocol", "states"), QUICK.values(), ids=QUICK.keys())
+
+@pytest.mark.parametrize(("protocol", "states"), SMALL.values(), ids=SMALL.keys())
 def test_every_state_is_right(protocol: Protocol, states: int) -> None:
     assert search(protocol) == states
 

@@ -42,27 +42,20 @@ def _configure(folder: Path, *settings: str, gpus: str = "", nvcc: bool = False)
 
 
 def test_what_is_left_out_is_said_with_what_adds_it(tmp_path: Path) -> None:
-    code, said = _configure(tmp_path, "-DMOECOMM_FABRIC=OFF", "-DMOECOMM_CUDA=OFF")
-    assert code == 0, said
-    assert "links between nodes: left out, MOECOMM_FABRIC=OFF" in said
-    assert "CUDA kernels: left out, MOECOMM_CUDA=OFF" in said
     hidden = ("-DCMAKE_FIND_ROOT_PATH=/nonexistent", "-DCMAKE_FIND_ROOT_PATH_MODE_INCLUDE=ONLY")
-    cache = ("-UMOECOMM_FABRIC_INCLUDE", "-DMOECOMM_CUDA=AUTO")
+    cache = ("-UMOECOMM_FABRIC_INCLUDE",)
     code, said = _configure(tmp_path, "-DMOECOMM_FABRIC=AUTO", *cache, *hidden, gpus="9.0\\n")
     assert code == 0, said
     assert "left out, no libfabric headers; apt-get install -y libfabric-dev adds them" in said
     assert "CUDA kernels: left out, no CUDA compiler" in said
     code, said = _configure(tmp_path, "-DMOECOMM_FABRIC=ON", *cache, *hidden)
     assert code != 0 and "MOECOMM_FABRIC=ON, but there is no <rdma/fabric.h>" in said
-    code, said = _configure(tmp_path, "-DMOECOMM_FABRIC=maybe")
-    assert code != 0 and "MOECOMM_FABRIC is 'maybe', expected AUTO, ON or OFF" in said
 
 
 @pytest.mark.skipif(Path("/dev/nvidia0").exists(), reason="for a machine without a GPU")
-def test_old_gpus_and_none_leave_kernels_out(tmp_path: Path) -> None:
-    for gpus in ("", "7.5\\n", "8.0\\n8.6\\n", "12.0\\n"):
-        code, said = _configure(tmp_path, "-DMOECOMM_FABRIC=OFF", gpus=gpus, nvcc=True)
-        assert code == 0 and "CUDA kernels: left out, no GPU of compute capability 9.0 or 10.x" in said, said
+def test_other_gpus_leave_kernels_out(tmp_path: Path) -> None:
+    code, said = _configure(tmp_path, "-DMOECOMM_FABRIC=OFF", gpus="8.0\\n12.0\\n", nvcc=True)
+    assert code == 0 and "CUDA kernels: left out, no GPU of compute capability 9.0 or 10.x" in said, said
 
 
 @pytest.mark.skipif(NVCC is None, reason="asks nvcc what it knows, and there is none")
@@ -76,4 +69,3 @@ def test_kernels_are_for_the_gpus_here_or_for_all(tmp_path: Path) -> None:
     assert architectures(gpus="9.0\\n9.0\\n8.0\\n12.0\\n") == ["90a"]
     every = architectures("-DMOECOMM_CUDA=ON")
     assert every[:1] == ["90a"] and set(every[1:]) <= {"100"}
-    assert architectures("-DMOECOMM_CUDA=ON", "-DCMAKE_CUDA_ARCHITECTURES=90", gpus="9.0\\n") == ["90"]

@@ -65,16 +65,6 @@ def test_transports_of_cuda_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _cuda_lines(2) == ["none: some package is missing, CUDA tensors"]
 
 
-def test_no_gpu_no_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert _cuda_lines(4) == []
-
-
-def test_cuda_bindings_are_named_with_their_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_driver, "bindings_version", lambda: "13.0.3")
-    assert dict(discovery.versions())["cuda-bindings"] == "13.0.3"
-
-
 def test_cuda_bindings_that_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cuda.bindings.driver", None)
     assert cuda_driver.bindings_version() is None
@@ -154,49 +144,6 @@ def test_peers_of_other_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOECOMM_RANKS_PER_NODE", "3")
     assert dict(discovery.transports(6))["rank 3"] == "node 1: some network, CPU tensors"
     assert "a rank" in dict(discovery.transports(6, 6, 1))["rank 0 (itself)"]
-
-
-def _give_gpus(monkeypatch: pytest.MonkeyPatch, missing: str | None = None) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *_: True)
-    monkeypatch.setattr(discovery, "why_no_cuda", lambda: missing)
-
-
-def test_peers_of_other_nodes_with_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    _give_network(monkeypatch, lambda *_: ("some network", ""))
-    _give_gpus(monkeypatch)
-    assert dict(discovery.fabric())["between nodes"] == (
-        "some network; CUDA tensors through pinned host memory, by the NICs nearest to each GPU"
-    )
-    lines = [text for peer, text in discovery.transports(4, 2) if peer == "rank 3"]
-    assert lines == [
-        "node 1: some network by way of rank 2, CPU tensors",
-        "node 1: some network by way of rank 2 and pinned host memory, CUDA tensors",
-    ]
-
-
-def test_gpus_that_moecomm_cannot_serve(monkeypatch: pytest.MonkeyPatch) -> None:
-    _give_network(monkeypatch, lambda *_: ("some network", ""))
-    _give_gpus(monkeypatch, "the CUDA part is not built")
-    assert dict(discovery.fabric())["between nodes"] == "some network"
-    found = list(discovery.transports(4, 2))
-    for peer in ("rank 1", "rank 2", "rank 3"):
-        of_cuda = [text for name, text in found if name == peer and text.endswith("CUDA tensors")]
-        assert len(of_cuda) == 1 and "none: the CUDA part is not built" in of_cuda[0]
-
-
-def test_gpus_without_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(env: Env) -> tuple[str, str]:
-        raise Unsupported("no such provider")
-
-    _give_network(monkeypatch, refused)
-    _give_gpus(monkeypatch)
-    lines = [text for peer, text in discovery.transports(2, 1) if peer == "rank 1"]
-    assert lines == [
-        "node 1: none: no such provider, CPU tensors",
-        "node 1: none: no such provider, CUDA tensors",
-    ]
 
 
 def test_a_network_that_does_not_open_does_not_end_the_report(monkeypatch: pytest.MonkeyPatch) -> None:

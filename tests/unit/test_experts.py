@@ -111,13 +111,6 @@ def test_tail_may_hold_anything(dtype: torch.dtype, ends: list[int], seed: int) 
     assert poisoned[1][ends[-1] :].abs().sum() == 0
 
 
-@pytest.mark.parametrize("dtype", PRECISION)
-def test_no_tail_needs_no_mask(dtype: torch.dtype, seed: int) -> None:
-    experts = make(seed, dtype=dtype)
-    rows, offsets = torch.randn(10, 16, dtype=dtype), torch.tensor([0, 6, 6, 10], dtype=torch.int32)
-    assert torch.equal(experts(rows, offsets), experts(rows, offsets, has_tail=False))
-
-
 @pytest.mark.parametrize("has_tail", [True, False])
 @pytest.mark.parametrize("dtype", PRECISION)
 def test_no_rows(dtype: torch.dtype, has_tail: bool, seed: int) -> None:
@@ -180,11 +173,6 @@ def test_start_does_not_depend_on_the_number_of_ranks(ranks: int, seed: int) -> 
     assert whole.w_in.std().item() == pytest.approx(0.02, rel=0.1)
     assert whole.w_in[0].flatten()[:16].tolist() != whole.w_in[1].flatten()[:16].tolist()
     assert not torch.equal(whole.w_in, GroupedExperts(config).w_in), "layers differ"
-
-
-def test_dtypes_start_alike(seed: int) -> None:
-    wide, narrow = make(seed), make(seed, dtype=torch.bfloat16)
-    assert torch.equal(wide.w_in.bfloat16(), narrow.w_in)
 
 
 def test_parameters_stay_marked(seed: int) -> None:

@@ -118,20 +118,6 @@ def test_sizes_fill_the_world_and_coordinates_invert_ranks(arguments: Arguments)
 
 
 @hypothesis_seed(seeds.base())
-@settings(max_examples=80, deadline=None)
-@given(arguments=fitting(), data=st.data())
-def test_groups_over_other_dimensions_meet_in_one_rank(arguments: Arguments, data: st.DataObject) -> None:
-    """Groups of one rank over a set of dimensions and over the rest of its grid."""
-    folding = ParallelFolding(**arguments)
-    rank = data.draw(st.integers(0, arguments["world_size"] - 1), "rank")
-    for names in GRIDS.values():
-        for chosen in subsets(names)[:-1]:
-            rest = [name for name in names if name not in chosen]
-            one, other = folding.group_of("-".join(chosen), rank), folding.group_of("-".join(rest), rank)
-            assert set(one) & set(other) == {rank}
-
-
-@hypothesis_seed(seeds.base())
 @settings(max_examples=150, deadline=None)
 @given(
     order=ORDERS,
@@ -483,96 +469,6 @@ def test_a_folding_is_a_frozen_value() -> None:
 
 
 # -- drawing -------------------------------------------------------------------------------------------------
-
-
-def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
-    assert main(list(arguments)) == 0
-    return capsys.readouterr().out.splitlines()
-
-
-def ranks_drawn(lines: Sequence[str], title: str) -> list[list[int]]:
-    """The ranks in the table below a title, row by row."""
-    start = next(number for number, line in enumerate(lines) if line.startswith(title))
-    rows = []
-    for line in lines[start + 2 :]:
-        if not line:
-            break
-        rows.append([int(each) for each in line.split("|")[1].split()])
-    return rows
-
-
-@pytest.mark.parametrize(
-    ("per_node", "said"),
-    [
-        (
-            "8",
-            ["TP 4: inside a node", "CP 2: inside a node", "DP 8: crosses 8 nodes", "EP 64: crosses 8 nodes"],
-        ),
-        ("64", ["EP 64: inside a node", "DP-CP 16: inside a node", "PP 4: crosses 4 nodes"]),
-        (
-            "6",
-            ["TP 4: crosses up to 2 nodes (43 of 64 groups inside a node)", "EP 64: crosses up to 12 nodes"],
-        ),
-        ("256", ["EP 64: inside a node", "PP 4: inside a node", "EDP 1: inside a node"]),
-    ],
-)
-def test_the_drawing_says_what_stays_in_a_node(
-    capsys: pytest.CaptureFixture[str], per_node: str, said: list[str]
-) -> None:
-    mapping = ("--world", "256", "--tp", "4", "--cp", "2", "--pp", "4", "--ep", "64")
-    lines = shown(capsys, *mapping, "--gpus-per-node", per_node)
-    assert set(said) <= set(lines)
-    assert "dense:  TP 4 x CP 2 x DP 8 x PP 4" in lines
-    assert "expert: ETP 1 x EP 64 x EDP 1 x PP 4" in lines
-
-
-def test_the_drawing_of_a_report_says_what_the_report_says(capsys: pytest.CaptureFixture[str]) -> None:
-    """DeepSeek-V3's 64-way expert parallelism spans 8 nodes (arXiv 2412.19437, 3.2)."""
-    assert "EP 64: crosses 8 nodes" in shown(capsys, "--world", "2048", "--pp", "16", "--ep", "64")
-
-
-@pytest.mark.parametrize("order", ["tp-cp-ep-dp-pp", "pp-tp-cp-ep-dp", "ep-dp-cp-tp-pp", "dp-ep-tp-cp-pp"])
-def test_a_stage_is_drawn_whole_and_once(capsys: pytest.CaptureFixture[str], order: str) -> None:
-    sizes = {"tp": 2, "cp": 3, "pp": 2, "ep": 20, "etp": 2}
-    folding = ParallelFolding(world_size=240, **sizes, order=order)
-    stage = [rank for rank in range(240) if folding.coordinates(rank).pp == 1]
-    given = [f"--{name}={value}" for name, value in sizes.items()]
-    lines = shown(capsys, "--world=240", *given, f"--order={order}", "--stage=1", "--whole")
-    for title, innermost in (("dense", ("tp", "cp", "dp")), ("expert", ("etp", "ep", "edp"))):
-        rows = ranks_drawn(lines, f"{title} grid, pipeline stage 1 of 2")
-        assert sorted(rank for row in rows for rank in row) == stage
-        for row in rows:  # a row is a part of one group over the innermost dimension
-            assert any(set(row) <= set(folding.group_of(name, row[0])) for name in innermost)
-
-
-def test_a_large_stage_is_shortened_unless_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
-    mapping = ("--world", "1024", "--tp", "2", "--ep", "64")
-    short, long = shown(capsys, *mapping), shown(capsys, *mapping, "--whole")
-    assert len(long) > 500 > 60 > len(short)
-    assert "  ..." in short and "  ..." not in long
-    rank = (*mapping, "--rank", "17")
-    assert "  EP 64:     0 1 2 3 4 5 6 7 ... 63" in shown(capsys, *rank)
-    assert f"  EP 64:     {' '.join(map(str, range(64)))}" in shown(capsys, *rank, "--whole")
-
-
-def test_a_rank_is_described_by_its_places_and_groups(capsys: pytest.CaptureFixture[str]) -> None:
-    mapping = ("--world", "256", "--tp", "4", "--cp", "2", "--pp", "4", "--ep", "64")
-    lines = shown(capsys, *mapping, "--rank", "70")
-    assert lines[6:] == [
-        "rank 70: node 8, GPU 6 there",
-        "  dense:     tp 2  cp 1  dp 0  pp 1",
-        "  expert:    etp 0  ep 6  edp 0  pp 1",
-        "  TP 4:      68 69 70 71",
-        "  CP 2:      66 70",
-        "  TP-CP 8:   64 65 66 67 68 69 70 71",
-        "  DP 8:      70 78 86 94 102 110 118 126",
-        "  DP-CP 16:  66 70 74 78 82 86 90 94 98 102 106 110 114 118 122 126",
-        "  ETP 1:     70",
-        "  EP 64:     64 65 66 67 68 69 70 71 ... 127",
-        "  ETP-EP 64: 64 65 66 67 68 69 70 71 ... 127",
-        "  EDP 1:     70",
-        "  PP 4:      6 70 134 198",
-    ]
 
 
 @pytest.mark.parametrize(

@@ -219,17 +219,6 @@ def test_the_state_of_an_optimizer_that_has_not_stepped_changes_nothing(
         torch.testing.assert_close(one, other)
 
 
-def test_weights_put_off_are_those_that_a_backward_is_for(comm: moecomm.Communicator, seed: int) -> None:
-    layer = made(comm, seed, overlap=OverlapConfig(defer_weights=True))
-    x_TH = torch.randn(6, 16).requires_grad_()
-    torch.autograd.grad(layer(x_TH).sum(), x_TH)
-    layer(x_TH).sum().backward(inputs=[x_TH])
-    assert not layer.has_pending_weights
-    layer(x_TH).sum().backward(inputs=[layer.experts.w_in])
-    layer.backward_weights()
-    assert layer.experts.w_in.grad is not None and layer.experts.w_out.grad is None
-
-
 @pytest.mark.parametrize("way", ["pickle", "frozen copy"])
 def test_main_grad_survives(comm: moecomm.Communicator, way: str, seed: int) -> None:
     layer = made(comm, seed, main_grad=True)

@@ -40,27 +40,6 @@ def test_worked_example() -> None:
     assert plan.total_bytes == plan.committed_bytes + 2 * 7 * PAGE
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize(("ranks", "top_k"), [(1, 8), (3, 2), (3, 8), (64, 8)])
-def test_formula(ranks: int, top_k: int, dtype: torch.dtype) -> None:
-    tokens, hidden = 1000, 160
-    plan = _plan(
-        ranks=ranks, num_experts=8 * ranks, top_k=top_k, max_tokens=tokens, hidden=hidden, dtype=dtype
-    )
-
-    def pages(size: int) -> list[int]:
-        return [-(-size // PAGE) * PAGE] * 2
-
-    row = hidden * dtype.itemsize
-    weight = 8 if dtype == torch.float64 else 4
-    assert _sizes(plan, "token rows") == _sizes(plan, "input rows") == pages(tokens * row)
-    assert _sizes(plan, "combine slots") == pages(tokens * min(ranks, top_k) * row)
-    assert _sizes(plan, "expert ids") == pages(tokens * top_k * 4)
-    assert (
-        _sizes(plan, "routing weights") == _sizes(plan, "weight gradients") == pages(tokens * top_k * weight)
-    )
-
-
 def test_table() -> None:
     plan = _plan()
     text = str(plan)
@@ -146,68 +125,6 @@ def _device_plan(**changes: Any) -> moecomm.MemoryPlan:
 
 
 @needs_cuda_part
-def test_worked_example_on_cuda() -> None:
-    """4 ranks, 4096 tokens of 7168 bfloat16, top-8 of 64 experts: 14336 bytes a row, 4 slots a token, 2048
-    chunks of 2 tokens."""
-    plan = _device_plan(
-        ranks=4, num_experts=64, hidden=7168, top_k=8, max_tokens=4096, dtype=torch.bfloat16, device="cuda:3"
-    )
-    assert _sizes(plan, "rows") == [4096 * 4 * 14336] * 2
-    assert _sizes(plan, "starts") == _sizes(plan, "row counts") == [PAGE] * 2
-    assert _sizes(plan, "routes") == [4 * 4096 * 8 * 16] * 2
-    assert _sizes(plan, "weight gradients") == [4096 * 8 * 4] * 2
-    assert _sizes(plan, "arrival flags") == [17 * PAGE] and _sizes(plan, "credit flags") == [17 * PAGE]
-    assert plan.total_bytes == plan.committed_bytes == 474_411_008
-    text = str(plan)
-    assert "window of one rank (4 ranks a node)" in text
-    assert text.splitlines()[-3:] == [
-        f"{'total':<18} {'':>14} {474411008:>14}",
-        f"{'taken at once':<18} {'':>14} {474411008:>14}",
-        f"{'all ranks at once':<18} {'':>14} {1897644032:>14}",
-    ]
-
-
-@needs_cuda_part
-@pytest.mark.parametrize(("dtype", "wire"), [(torch.bfloat16, "fp8"), (torch.float32, None)])
-@pytest.mark.parametrize("top_k", [1, 8])
-@pytest.mark.parametrize("ranks", [2, 4, 8, 9, 72])
-def test_formula_on_cuda(ranks: int, top_k: int, dtype: torch.dtype, wire: str | None) -> None:
-    tokens, hidden, experts = 1500, 160, 8 * ranks
-    plan = _device_plan(
-        ranks=ranks,
-        num_experts=experts,
-        top_k=top_k,
-        max_tokens=tokens,
-        hidden=hidden,
-        dtype=dtype,
-        wire=wire,
-    )
-
-    def pages(size: int) -> list[int]:
-        return [-(-size // PAGE) * PAGE] * 2
-
-    row = hidden * dtype.itemsize
-    weight = 4
-    # Slots of a combine; for up to eight sources all of their rows, of more 64 tokens of each.
-    travelling = row if wire is None else 256  # 160 values and two scales, in whole lines
-    rows = max(tokens * min(ranks, top_k), ranks * 64) * row
-    for sources, each in ((ranks - 1, row), (ranks - (wire is None), travelling)):
-        if sources <= 8:
-            rows = max(rows, sources * tokens * each)
-    assert _sizes(plan, "rows") == pages(rows)
-    # Words that hold their epoch: a start of 16 bytes, counts of 8, and routes of 16 with their weights.
-    assert _sizes(plan, "starts") == pages(ranks * 16)
-    assert _sizes(plan, "row counts") == pages(ranks * (experts + ranks + 1) * 8)
-    assert _sizes(plan, "routes") == pages(ranks * tokens * top_k * 16)
-    assert _sizes(plan, "weight gradients") == pages(tokens * top_k * weight)
-    # 1024 chunks of a token, or 750 of two.
-    assert _sizes(plan, "arrival flags") == pages(ranks * (1024 + 1) * 8)[:1]
-    assert _sizes(plan, "credit flags") == pages(ranks * (1024 + 1) * 8)[:1]
-    assert plan.ranks == ranks and plan.total_bytes == plan.committed_bytes
-    _require_one_after_another(plan)
-
-
-@needs_cuda_part
 @pytest.mark.parametrize("ranks", [2, 8, 72])
 def test_long_windows_on_cuda(ranks: int) -> None:
     plan = _device_plan(**LONG, ranks=ranks, num_experts=16 * ranks)
@@ -229,32 +146,3 @@ def test_sizes_that_no_window_on_cuda_can_have() -> None:
     with pytest.raises(moecomm.Unsupported, match="max_tokens is 16777215, on CUDA it is less than 16777215"):
         _device_plan(max_tokens=2**24 - 1)
     assert _sizes(_device_plan(max_tokens=2**24 - 2), "routes") == [4 * 2**24 * 2 * 16] * 2  # whole pages
-
-
-@needs_cuda_part
-@pytest.mark.parametrize(("ranks", "per_node", "top_k"), [(2, 1, 8), (4, 2, 2), (16, 8, 8), (128, 8, 8)])
-def test_formula_on_cuda_with_nodes(ranks: int, per_node: int, top_k: int) -> None:
-    tokens, hidden = 4096, 7168
-    plan = _device_plan(
-        ranks=ranks,
-        ranks_per_node=per_node,
-        num_experts=8 * ranks,
-        top_k=top_k,
-        max_tokens=tokens,
-        hidden=hidden,
-        dtype=torch.bfloat16,
-    )
-    row, others = 2 * hidden, ranks // per_node - 1
-    slots, owners = min(per_node + others, top_k), min(per_node, top_k)
-    assert _sizes(plan, "rows") == [max(tokens * slots, 64 * ranks) * row] * 2
-    # At most as much as the slots of the own tokens, but no less than for 64 tokens.
-    places = tokens * slots // (others * owners)
-    places = tokens if places >= tokens else max(places // 8 * 8, 64)
-    assert _sizes(plan, "partial sums") == [others * places * owners * row] * 2
-    # Host memory: what comes from other nodes twice, and what leaves for them once; the rest is small.
-    rows = others * tokens * row
-    assert 3 * rows < plan.host_bytes < 3.1 * rows + (1 << 22)
-    assert plan.ranks == per_node and plan.total_bytes == plan.committed_bytes
-    assert str(plan).splitlines()[-1] == f"{'pinned host memory':<18} {'':>14} {plan.host_bytes:>14}"
-    within = _device_plan(ranks=per_node, num_experts=8 * per_node, top_k=min(top_k, 8))
-    assert within.host_bytes == 0 and "pinned" not in str(within)

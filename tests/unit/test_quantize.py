@@ -1,12 +1,9 @@
-"""Rows and columns in e4m3: bit for bit against numpy, and what the extension is given. Tests that have a
-`pool` run on a GPU, too (tests/gpu/test_fp8_experts.py)."""
+"""Rows and columns in e4m3: bit for bit against numpy. Tests on ranks run on a GPU, too
+(tests/gpu/test_fp8_experts.py)."""
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,13 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from moecomm.device.cuda_device import CudaDevice
 from moecomm.errors import InvalidArgument, Unsupported
 from moecomm.kernels import quantize as module
 from moecomm.kernels.quantize import prepare, quantize_columns, quantize_rows, quantize_transposed
 from tests import ranks, reference
 from tests.multirank.on_ranks import on_ranks
-from tests.unit.loopback import DTYPES, memory
 
 KINDS = ("bfloat16", "float16", "float32")
 LEAST = np.float32(2.0**-126)
@@ -280,126 +275,6 @@ def test_in_a_graph(backend: str, seed: int) -> None:
         for want, got in zip(program(x, GOOD_ENDS), compiled(x, GOOD_ENDS), strict=True):
             assert torch.equal(want, got)
     torch._dynamo.reset()
-
-
-# -- what the extension is given ---------------------------------------------------------------------------
-
-
-class FakeNative:
-    """`_C` with the kernels: reads and writes the addresses that it is given."""
-
-    def __init__(self) -> None:
-        self.streams: list[int] = []
-        self.loaded: list[Any] = []
-
-    def prepare_quantize(self, dtype: Any) -> None:
-        self.loaded.append(dtype)
-
-    def quantize_rows(
-        self,
-        x: int,
-        ends: int,
-        groups: int,
-        rows: int,
-        columns: int,
-        dtype: Any,
-        values: int,
-        scales: int,
-        stream: int,
-    ) -> None:
-        self.streams.append(stream)
-        assert x % 16 == 0 and (ends == 0) == (groups == 0)
-        source = memory(x, (rows, columns), DTYPES[dtype])
-        ends_L = memory(ends, (groups,), torch.int32)
-        if source is None:
-            return
-        real = rows if ends_L is None else min(rows, int(ends_L[-1]))
-        found = oracle(source[:real].float().numpy())
-        self._put(values, found[0], (rows, columns), real)
-        out = memory(scales, (rows,), torch.float32)
-        assert out is not None
-        out[:real] = torch.from_numpy(found[1])
-
-    def quantize_columns(
-        self,
-        x: int,
-        ends: int,
-        groups: int,
-        rows: int,
-        columns: int,
-        out_rows: int,
-        dtype: Any,
-        values: int,
-        scales: int,
-        padded_ends: int,
-        stream: int,
-    ) -> None:
-        self.streams.append(stream)
-        assert x % 16 == 0
-        scales_LC = memory(scales, (groups, columns), torch.float32)
-        assert scales_LC is not None
-        if ends == 0:
-            assert padded_ends == 0
-            source = memory(x, (groups, rows, columns), DTYPES[dtype])
-            assert source is not None
-            for g, each in enumerate(source):
-                data, scale = oracle(np.ascontiguousarray(each.float().numpy().T))
-                self._put(values + g * rows * columns, data, (columns, rows), columns)
-                scales_LC[g] = torch.from_numpy(scale)
-            return
-        source, ends_L = memory(x, (rows, columns), DTYPES[dtype]), memory(ends, (groups,), torch.int32)
-        padded_L = memory(padded_ends, (groups,), torch.int32)
-        assert source is not None and ends_L is not None and padded_L is not None
-        data, found, padded = column_oracle(source.float().numpy(), ends_L.tolist())
-        whole = np.pad(data, ((0, 0), (0, out_rows - data.shape[1])))
-        self._put(values, whole, (columns, out_rows), columns)
-        scales_LC[:] = torch.from_numpy(found)
-        padded_L[:] = torch.tensor(padded, dtype=torch.int32)
-
-    @staticmethod
-    def _put(address: int, data: np.ndarray, shape: tuple[int, int], rows: int) -> None:
-        out = memory(address, shape, torch.uint8)
-        assert out is not None
-        out[:rows] = torch.from_numpy(data).to(torch.float8_e4m3fn).view(torch.uint8)
-
-
-@pytest.fixture
-def native(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNative]:
-    """CPU tensors go to FakeNative, as CUDA tensors go to the extension."""
-    fake = FakeNative()
-    gpu = SimpleNamespace(
-        index=0, is_current=lambda: False, raw_stream=lambda: 77, current=contextlib.nullcontext
-    )
-    gpu.launch = partial(CudaDevice.launch, gpu)
-    monkeypatch.setattr(module, "_C", fake)
-    monkeypatch.setattr(module, "_gpu", lambda index: gpu)
-    monkeypatch.setattr(module, "_has_kernel", lambda x: True)
-    module._prepare.cache_clear()
-    yield fake
-    module._prepare.cache_clear()
-
-
-def test_what_the_extension_is_given(native: FakeNative, seed: int) -> None:
-    x = numbers((50, 32), torch.bfloat16, seed)
-    ends = torch.tensor([3, 3, 40], dtype=torch.int32)
-    values, scales = quantize_rows(x, ends)
-    want = oracle(x.float().numpy())
-    assert_bits(values[:40], scales[:40], want[0][:40], want[1][:40])
-    columns = quantize_columns(x, ends)
-    data, found, padded = column_oracle(x.float().numpy(), ends.tolist())
-    assert columns.padded_ends_L.tolist() == padded
-    assert_bits(columns.values_CQ[:, : padded[-1]].contiguous(), columns.scales_LC, data, found)
-    matrices = x[:48].view(3, 16, 32)
-    for got, got_scales, each in zip(*quantize_transposed(matrices), matrices, strict=True):
-        assert_bits(got, got_scales, *oracle(np.ascontiguousarray(each.float().numpy().T)))
-    # Elements that do not lie at a multiple of 16 bytes.
-    moved = torch.empty(50 * 32 + 1, dtype=torch.bfloat16)[1:].view(50, 32).copy_(x)
-    assert torch.equal(
-        quantize_rows(moved, ends).values.view(torch.uint8)[:40], values.view(torch.uint8)[:40]
-    )
-    assert native.streams == [77] * 4
-    assert quantize_rows(x[:0]).values.shape == (0, 32)
-    assert len(native.loaded) == 1
 
 
 def test_without_the_cuda_part(monkeypatch: pytest.MonkeyPatch) -> None:
