@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -36,8 +34,6 @@ OF_PARAMETERS = frozenset(
     )
 )
 """The nodes between a parameter and the forms of it that products save."""
-
-PAGE = Path(__file__).parents[2] / "docs" / "memory.md"
 
 
 class FusedNorm(torch.autograd.Function):
@@ -221,29 +217,3 @@ def test_each_part_frees_what_it_says(fused: None, tmp_path: Path) -> None:
             for part, inputs in (("all", 1), ("attention,moe", 2)):
                 kept, gradients = measure(part)
                 assert kept == inputs * 96 * 4 * TOKENS and all(map(torch.equal, gradients, wanted)), part
-
-
-# As many experts as a token has, so that the weights fit. Its rows are as many, the router's scores fewer.
-PUBLISHED = {
-    "qwen3-30b-a3b": "--experts 8",
-    "mixtral-8x22b": "--experts 2",
-    "deepseek-v3": "--experts 8 --num-groups 0 --topk-groups 0 --dense-layers 0 --aux-coef 0",
-}
-
-
-@pytest.mark.skipif(
-    os.environ.get("MOECOMM_TEST_MAPPINGS") != "all", reason="MOECOMM_TEST_MAPPINGS=all runs it"
-)
-@pytest.mark.parametrize("preset", PUBLISHED)
-def test_the_table_of_the_page(preset: str, fused: None, tmp_path: Path) -> None:
-    """With the sizes of the published models, to a tenth of a KB a token."""
-    table = re.search(r"\| computed again \|.*?\n\n", PAGE.read_text(), re.S)
-    assert table is not None
-    head, _, *rows = (
-        [cell.strip() for cell in row.strip("|").split("|")] for row in table[0].strip().split("\n")
-    )
-    column = head.index(preset)
-    with one_block(tmp_path, f"--preset {preset} {PUBLISHED[preset]}", 16) as measure:
-        for row in (each for each in rows if each[column] != "-"):
-            kept, _ = measure("" if row[0] == "nothing" else row[0].strip("`"), backward=False)
-            assert abs(kept / 16 / 1000 - float(row[column])) < 0.06, (row, kept)
