@@ -379,7 +379,7 @@ MUTANTS = [
         "moecomm/graphs/overflow_check.py",
         "            dist.all_reduce(self._on_host, dist.ReduceOp.MAX, group=group)\n",
         "            pass\n",
-        "tests/multirank/test_graphed_step.py -k overflows-3",
+        "tests/multirank/test_graphed_step.py -k overflow-3",
     ),
     Mutant(
         "a step that runs again goes on from other random numbers",
