@@ -60,6 +60,8 @@ PRELOAD = [
     "moecomm",
     "moecomm.nn",
     "tests.multirank.fabric_library",
+    "tests.multirank.moe_cases",
+    "tests.oracle",
 ]
 """Imported once by the fork server. What cannot be imported there fails in the rank, with its reason."""
 

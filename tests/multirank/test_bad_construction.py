@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import time
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,10 +15,11 @@ import torch
 from tests import oracle
 from tests.cases import Case
 from tests.fabric import needs_fabric
-from tests.multirank.catching import Caught, catch
+from tests.multirank.catching import Caught, catch, refused
 from tests.multirank.conftest import Pools
 from tests.multirank.harness import NO_GPUS, RankPool, no_shared_memory_left, no_threads_left
 from tests.multirank.on_ranks import on_ranks
+from tests.ranks import variable
 
 BAD_CONSTRUCTION: dict[str, tuple[dict[str, Any], str, list[str]]] = {
     "experts no multiple": ({"num_experts": 7}, "InvalidArgument", ["num_experts is 7", "multiple", "2"]),
@@ -87,37 +90,24 @@ DIFFERENT = {
 def test_constructor_arguments_that_differ_between_ranks(rank: int, world_size: int, guilty: int) -> None:
     import moecomm
 
-    caught = {}
     for name, value in DIFFERENT.items():
         arguments = {**GOOD, name: value} if rank == guilty else GOOD
-        caught[name] = catch(lambda kept=arguments: moecomm.Communicator(**kept))
-    with moecomm.Communicator(**GOOD) as comm:
-        assert comm.size == world_size
-    for name, value in DIFFERENT.items():
-        error = caught[name]
-        assert error is not None and error.name == "MismatchedArguments", f"{name}: {error}"
+        says = (name, str(value), str(GOOD[name]))
+        error = refused(partial(moecomm.Communicator, **arguments), *says, name="MismatchedArguments")
         assert "InvalidArgument" in error.bases and "ValueError" in error.bases
-        assert name in error.text and str(value) in error.text and str(GOOD[name]) in error.text
-
-
-def _another_version(rank: int, world_size: int) -> Caught | None:
-    from unittest import mock
-
-    import moecomm
-
-    with mock.patch("moecomm.setup.handshake.__version__", "9.9.9" if rank == 2 else moecomm.__version__):
-        caught = catch(lambda: moecomm.Communicator(**GOOD))
     with moecomm.Communicator(**GOOD) as comm:
         assert comm.size == world_size
-    return caught
 
 
-def test_another_version_on_one_rank(pool: Pools) -> None:
+@on_ranks(4)
+def test_another_version_on_one_rank(rank: int, world_size: int) -> None:
     import moecomm
 
-    for error in pool(4)(_another_version):
-        assert error is not None and error.name == "MismatchedArguments", error
-        assert all(word in error.text for word in ("rank 2", "9.9.9", "rank 0", moecomm.__version__))
+    says = ("rank 2", "9.9.9", "rank 0", moecomm.__version__)
+    with mock.patch("moecomm.setup.handshake.__version__", "9.9.9" if rank == 2 else moecomm.__version__):
+        refused(lambda: moecomm.Communicator(**GOOD), *says, name="MismatchedArguments")
+    with moecomm.Communicator(**GOOD) as comm:
+        assert comm.size == world_size
 
 
 def _too_large(rank: int, world_size: int, max_tokens: int) -> tuple[Caught | None, int]:
@@ -145,29 +135,18 @@ def test_too_little_shared_memory_is_said_before_allocating(pool: Pools) -> None
         )
 
 
-def test_bad_environment_variables(pool: Pools) -> None:
-    for name, value in (
-        ("MOECOMM_TIMEOUT", "soon"),
-        ("MOECOMM_THREADS", "0"),
-        ("MOECOMM_RANKS_PER_NODE", "1.5"),
-    ):
-        for error in pool(2)(_with_environment, name, value):
-            assert error is not None and error.name == "InvalidArgument", f"{name}: {error}"
-            assert name in error.text and repr(value) in error.text
-
-
-def _with_environment(rank: int, world_size: int, name: str, value: str) -> Caught | None:
-    import os
-
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("MOECOMM_TIMEOUT", "soon"), ("MOECOMM_THREADS", "0"), ("MOECOMM_RANKS_PER_NODE", "1.5")],
+)
+@on_ranks(2)
+def test_bad_environment_variables(rank: int, world_size: int, name: str, value: str) -> None:
+    """Rank 0 alone has it."""
     import moecomm
 
-    arguments = {key: value for key, value in GOOD.items() if key != "timeout"}
-    if rank == 0:
-        os.environ[name] = value
-    try:
-        return catch(lambda: moecomm.Communicator(**arguments))
-    finally:
-        os.environ.pop(name, None)
+    arguments = {key: given for key, given in GOOD.items() if key != "timeout"}
+    with variable(name, value) if rank == 0 else contextlib.nullcontext():
+        refused(lambda: moecomm.Communicator(**arguments), name, repr(value))
 
 
 def _no_memory_on_one_rank(rank: int, world_size: int) -> tuple[Caught | None, list[str]]:
