@@ -6,7 +6,7 @@
 
 #include "common/start_thread.hpp"
 #include "device/comm.cuh"
-#include "kernels/gpu/pipe.cuh"
+#include "kernels/gpu/common/pipe.cuh"
 #include "runtime/cuda_calls.hpp"
 #include "runtime/device_communicator.hpp"
 #include "runtime/pinned_status.hpp"

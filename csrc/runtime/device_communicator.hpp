@@ -20,7 +20,7 @@
 
 #include "common/deadline.hpp"
 #include "common/error.hpp"
-#include "kernels/gpu/arguments.hpp"
+#include "kernels/gpu/common/arguments.hpp"
 #include "layout/device_plan.hpp"
 #include "layout/device_window.hpp"
 #include "layout/host_status.hpp"

@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "check.hpp"
-#include "kernels/gpu/arguments.hpp"
+#include "kernels/gpu/common/arguments.hpp"
 #include "layout/host_status.hpp"
 #include "runtime/device_communicator.hpp"
 

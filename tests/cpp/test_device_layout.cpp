@@ -8,7 +8,7 @@
 
 #include "check.hpp"
 #include "common/error.hpp"
-#include "kernels/gpu/heuristics.hpp"
+#include "kernels/gpu/common/heuristics.hpp"
 #include "layout/device_plan.hpp"
 #include "layout/device_window.hpp"
 #include "layout/routing.hpp"

@@ -14,9 +14,9 @@
 
 #include "check.hpp"
 #include "device/comm.cuh"
-#include "kernels/gpu/announcer.cuh"
-#include "kernels/gpu/arguments.hpp"
-#include "kernels/gpu/pipe.cuh"
+#include "kernels/gpu/common/announcer.cuh"
+#include "kernels/gpu/common/arguments.hpp"
+#include "kernels/gpu/common/pipe.cuh"
 #include "layout/routing.hpp"
 
 using namespace moecomm;

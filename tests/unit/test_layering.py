@@ -227,8 +227,49 @@ def test_folders_of_kernels_have_no_cycle() -> None:
         parts = path.relative_to(ROOT / "csrc").parts
         for _, name in INCLUDE.findall(_code(path)):
             words = name.split("/")
-            if parts[0] == words[0] == "kernels" and len(words) == 3:
-                assert len(parts) == 3 and words[1] == parts[1], f"{path} includes {name} of another folder"
+            if parts[0] == words[0] == "kernels" and len(words) > 2:
+                assert len(parts) > 2 and words[1] == parts[1], f"{path} includes {name} of another folder"
+
+
+GPU_KERNELS = ROOT / "csrc" / "kernels" / "gpu"
+
+
+def _room(path: Path) -> str:
+    parts = path.relative_to(GPU_KERNELS).parts
+    assert len(parts) == 2, f"{path} lies in no room of {GPU_KERNELS}"
+    return parts[0]
+
+
+def _included_kernels(path: Path) -> set[Path]:
+    """What a file of kernels includes of kernels/gpu, itself or by another of these files."""
+    found: set[Path] = set()
+    new = [path]
+    while new:
+        for _, name in INCLUDE.findall(_code(new.pop())):
+            each = ROOT / "csrc" / name
+            if name.startswith("kernels/gpu/") and each not in found:
+                found.add(each)
+                new.append(each)
+    return found
+
+
+def test_rooms_of_gpu_kernels_include_what_is_common() -> None:
+    """An operation's room knows no other operation's; nothing that is common knows a room."""
+    below = {"common": set(), "internode": {"common"}}
+    for path in _native_files():
+        if GPU_KERNELS in path.parents:
+            own = _room(path)
+            for each in _included_kernels(path):
+                allowed = {own} | below.get(own, {"common", "internode"})
+                assert _room(each) in allowed, f"{path} includes {each}"
+
+
+def test_a_gpu_kernel_is_read_with_few_headers_of_its_room() -> None:
+    kernels = [path for path in _native_files() if path.suffix == ".cu" and GPU_KERNELS in path.parents]
+    assert kernels
+    for path in kernels:
+        own = sorted(each.name for each in _included_kernels(path) if _room(each) == _room(path))
+        assert len(own) <= 6, f"{path} includes {own}"
 
 
 def test_transports_do_not_know_each_other() -> None:

@@ -15,8 +15,8 @@
 #pragma once
 
 #include "device/rail.cuh"
-#include "kernels/gpu/arguments.hpp"
-#include "kernels/gpu/pipe.cuh"
+#include "kernels/gpu/common/arguments.hpp"
+#include "kernels/gpu/common/pipe.cuh"
 #include "layout/routing.hpp"
 
 namespace moecomm::gpu {

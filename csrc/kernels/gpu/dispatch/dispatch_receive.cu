@@ -11,10 +11,10 @@
 //   - the alignment rows of each expert are zeroed
 #include <type_traits>
 
-#include "kernels/gpu/announcer.cuh"
-#include "kernels/gpu/receive_list.cuh"
-#include "kernels/gpu/strip.cuh"
-#include "kernels/gpu/wire_element.cuh"
+#include "kernels/gpu/common/announcer.cuh"
+#include "kernels/gpu/common/strip.cuh"
+#include "kernels/gpu/common/wire_element.cuh"
+#include "kernels/gpu/dispatch/receive_list.cuh"
 
 namespace moecomm::gpu {
 namespace {

@@ -2,7 +2,7 @@
 // sum_pipe.cuh, which adds them, and of move_pipe.cuh, which sends them on.
 #pragma once
 
-#include "kernels/gpu/kernel.cuh"
+#include "kernels/gpu/common/kernel.cuh"
 
 namespace moecomm::gpu {
 

@@ -4,8 +4,8 @@
 
 #include <type_traits>
 
-#include "kernels/gpu/pipe.cuh"
-#include "kernels/gpu/wire_element.cuh"
+#include "kernels/gpu/common/pipe.cuh"
+#include "kernels/gpu/common/wire_element.cuh"
 
 namespace moecomm::gpu {
 

@@ -8,10 +8,10 @@
 // have nothing to do before. With several nodes some blocks hand on what the ranks of this rank's rail
 // announce and work out (relay_records.cuh), which the plan wants: so this kernel ends whether or not the
 // next one has begun.
-#include "kernels/gpu/kernel.cuh"
-#include "kernels/gpu/plan.cuh"
-#include "kernels/gpu/relay_records.cuh"
-#include "kernels/gpu/route_few.cuh"
+#include "kernels/gpu/common/kernel.cuh"
+#include "kernels/gpu/dispatch/plan.cuh"
+#include "kernels/gpu/dispatch/route_few.cuh"
+#include "kernels/gpu/internode/relay_records.cuh"
 
 namespace moecomm::gpu {
 namespace {

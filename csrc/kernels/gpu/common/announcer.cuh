@@ -2,7 +2,7 @@
 #pragma once
 
 #include "device/wait.cuh"
-#include "kernels/gpu/pipe.cuh"
+#include "kernels/gpu/common/pipe.cuh"
 
 namespace moecomm::gpu {
 

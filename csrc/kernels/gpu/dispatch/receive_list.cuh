@@ -1,8 +1,8 @@
 // Dispatch, receiving side: which rows go where, for a pipe of warps (move_pipe.cuh).
 #pragma once
 
-#include "kernels/gpu/move_pipe.cuh"
-#include "kernels/gpu/resolve.cuh"
+#include "kernels/gpu/dispatch/move_pipe.cuh"
+#include "kernels/gpu/dispatch/resolve.cuh"
 
 namespace moecomm::gpu {
 

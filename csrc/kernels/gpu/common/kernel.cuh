@@ -5,8 +5,8 @@
 #include <cuda_runtime.h>
 
 #include "device/rail.cuh"
-#include "kernels/gpu/arguments.hpp"
-#include "kernels/gpu/pipe.cuh"
+#include "kernels/gpu/common/arguments.hpp"
+#include "kernels/gpu/common/pipe.cuh"
 
 namespace moecomm::gpu {
 

@@ -17,12 +17,12 @@
 // memory, numbered by relay index, from where the network takes them; so they wait for the routes. The last
 // blocks relay what comes from there: rows of the rail go to the owners here in the same way, on behalf of
 // their source.
-#include "kernels/gpu/announcer.cuh"
-#include "kernels/gpu/kernel.cuh"
-#include "kernels/gpu/relay_records.cuh"
-#include "kernels/gpu/send_list.cuh"
-#include "kernels/gpu/strip.cuh"
-#include "kernels/gpu/wire_vector.cuh"
+#include "kernels/gpu/common/announcer.cuh"
+#include "kernels/gpu/common/kernel.cuh"
+#include "kernels/gpu/common/strip.cuh"
+#include "kernels/gpu/common/wire_vector.cuh"
+#include "kernels/gpu/dispatch/send_list.cuh"
+#include "kernels/gpu/internode/relay_records.cuh"
 
 namespace moecomm::gpu {
 namespace {

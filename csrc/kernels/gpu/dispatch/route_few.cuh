@@ -9,7 +9,7 @@
 // Other ranks wait for what this block does, so that it loads all it needs at once, before anything else.
 #pragma once
 
-#include "kernels/gpu/route.cuh"
+#include "kernels/gpu/common/route.cuh"
 
 namespace moecomm::gpu {
 

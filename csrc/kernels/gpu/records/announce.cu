@@ -1,8 +1,8 @@
 // An operation that says that one rank's arguments are bad: its record carries the error, its window the
 // text. The rank meets the others like in any operation, so that all stay in step. And the end of a dispatch
 // whose host has found a reason not to receive it. One block each.
-#include "kernels/gpu/kernel.cuh"
-#include "kernels/gpu/relay_records.cuh"
+#include "kernels/gpu/common/kernel.cuh"
+#include "kernels/gpu/internode/relay_records.cuh"
 
 namespace moecomm::gpu {
 namespace {

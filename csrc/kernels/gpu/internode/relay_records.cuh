@@ -4,8 +4,8 @@
 #pragma once
 
 #include "device/rail.cuh"
-#include "kernels/gpu/kernel.cuh"
-#include "kernels/gpu/route.cuh"
+#include "kernels/gpu/common/kernel.cuh"
+#include "kernels/gpu/common/route.cuh"
 #include "layout/routing.hpp"
 
 namespace moecomm::gpu {

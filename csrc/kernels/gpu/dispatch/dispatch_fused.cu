@@ -28,11 +28,11 @@
 // The file is compiled once for each format in which rows travel, MOECOMM_WIRE (CMakeLists.txt).
 #include <type_traits>
 
-#include "kernels/gpu/plan.cuh"
-#include "kernels/gpu/resolve.cuh"
-#include "kernels/gpu/route_few.cuh"
-#include "kernels/gpu/team.cuh"
-#include "kernels/gpu/wire_vector.cuh"
+#include "kernels/gpu/common/team.cuh"
+#include "kernels/gpu/common/wire_vector.cuh"
+#include "kernels/gpu/dispatch/plan.cuh"
+#include "kernels/gpu/dispatch/resolve.cuh"
+#include "kernels/gpu/dispatch/route_few.cuh"
 
 namespace moecomm::gpu {
 namespace {

@@ -2,8 +2,8 @@
 // where the rows of each source and expert begin (plan.cuh).
 #pragma once
 
-#include "kernels/gpu/kernel.cuh"
-#include "kernels/gpu/plan.cuh"
+#include "kernels/gpu/common/kernel.cuh"
+#include "kernels/gpu/dispatch/plan.cuh"
 #include "layout/routing.hpp"
 
 namespace moecomm::gpu {

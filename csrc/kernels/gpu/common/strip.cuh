@@ -5,8 +5,8 @@
 
 #include <type_traits>
 
-#include "kernels/gpu/kernel.cuh"
-#include "kernels/gpu/wire_element.cuh"
+#include "kernels/gpu/common/kernel.cuh"
+#include "kernels/gpu/common/wire_element.cuh"
 
 namespace moecomm::gpu {
 

@@ -10,8 +10,8 @@
 // Every other block sums rows of its own tokens before it sends, so that the links and this GPU's memory are
 // busy at the same time; the others may do so while their last sums are on the way, before they set the
 // flags.
-#include "kernels/gpu/combine_rows.cuh"
-#include "kernels/gpu/team.cuh"
+#include "kernels/gpu/combine/combine_rows.cuh"
+#include "kernels/gpu/common/team.cuh"
 
 namespace moecomm::gpu {
 namespace {

@@ -2,8 +2,8 @@
 // chunk takes the place of others.
 #pragma once
 
-#include "kernels/gpu/move_pipe.cuh"
-#include "kernels/gpu/route.cuh"
+#include "kernels/gpu/common/route.cuh"
+#include "kernels/gpu/dispatch/move_pipe.cuh"
 
 namespace moecomm::gpu {
 

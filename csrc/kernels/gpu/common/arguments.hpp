@@ -6,7 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "kernels/gpu/heuristics.hpp"
+#include "kernels/gpu/common/heuristics.hpp"
 #include "layout/control.hpp"
 #include "layout/device_window.hpp"
 

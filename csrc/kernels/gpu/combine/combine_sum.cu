@@ -7,9 +7,9 @@
 //     had
 //   - another node has one slot, whatever ranks of it own experts of the token: a row that has come over the
 //     network, which is read where it has arrived
-#include "kernels/gpu/announcer.cuh"
-#include "kernels/gpu/combine_rows.cuh"
-#include "kernels/gpu/sum_pipe.cuh"
+#include "kernels/gpu/combine/combine_rows.cuh"
+#include "kernels/gpu/combine/sum_pipe.cuh"
+#include "kernels/gpu/common/announcer.cuh"
 
 namespace moecomm::gpu {
 namespace {

@@ -3,9 +3,9 @@
 // once more or quantises, and sends one row. By blocks of the kernel that reduces.
 #pragma once
 
-#include "kernels/gpu/announcer.cuh"
-#include "kernels/gpu/relay_records.cuh"
-#include "kernels/gpu/strip.cuh"
+#include "kernels/gpu/common/announcer.cuh"
+#include "kernels/gpu/common/strip.cuh"
+#include "kernels/gpu/internode/relay_records.cuh"
 
 namespace moecomm::gpu {
 

@@ -9,8 +9,8 @@
 // words of the ranks say that they do not do the same, or where a rank, of another node, has written none.
 #pragma once
 
-#include "kernels/gpu/kernel.cuh"
-#include "kernels/gpu/route.cuh"
+#include "kernels/gpu/common/kernel.cuh"
+#include "kernels/gpu/common/route.cuh"
 #include "layout/routing.hpp"
 
 namespace moecomm::gpu {

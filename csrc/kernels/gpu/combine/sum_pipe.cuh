@@ -10,9 +10,9 @@
 // Left to right, each product and each sum rounded, as in strip.cuh, so with the same bits.
 #pragma once
 
-#include "kernels/gpu/stages.cuh"
-#include "kernels/gpu/strip.cuh"
-#include "kernels/gpu/sum_list.cuh"
+#include "kernels/gpu/combine/sum_list.cuh"
+#include "kernels/gpu/common/stages.cuh"
+#include "kernels/gpu/common/strip.cuh"
 
 namespace moecomm::gpu {
 

@@ -1,8 +1,8 @@
 // Dispatch, receiving side, of rows that change where they arrive: out of the wire format, or, in the
 // backward of a combine with weights, times the factor of each place, with their products with the rows that
 // lie there. By a pipe with workers (move_pipe.cuh), which takes rows that are one piece of a stage.
-#include "kernels/gpu/receive_list.cuh"
-#include "kernels/gpu/wire_vector.cuh"
+#include "kernels/gpu/common/wire_vector.cuh"
+#include "kernels/gpu/dispatch/receive_list.cuh"
 
 namespace moecomm::gpu {
 namespace {

@@ -10,10 +10,10 @@
 // Gradients of routing weights go first, each to its (token, k) at the home, with one flag for all of them.
 // Sums and gradients for homes on other nodes go to the rank of the home's rail on this node, in their dtype;
 // the last blocks relay them (relay_sums.cuh).
-#include "kernels/gpu/announcer.cuh"
-#include "kernels/gpu/combine_rows.cuh"
-#include "kernels/gpu/relay_sums.cuh"
-#include "kernels/gpu/sum_pipe.cuh"
+#include "kernels/gpu/combine/combine_rows.cuh"
+#include "kernels/gpu/combine/sum_pipe.cuh"
+#include "kernels/gpu/common/announcer.cuh"
+#include "kernels/gpu/internode/relay_sums.cuh"
 
 namespace moecomm::gpu {
 namespace {

@@ -10,8 +10,8 @@
 // does.
 #pragma once
 
-#include "kernels/gpu/announcer.cuh"
-#include "kernels/gpu/stages.cuh"
+#include "kernels/gpu/common/announcer.cuh"
+#include "kernels/gpu/common/stages.cuh"
 
 namespace moecomm::gpu {
 

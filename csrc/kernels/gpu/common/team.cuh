@@ -1,7 +1,7 @@
 // Teams of warps that work on one row together, in the kernels for few tokens.
 #pragma once
 
-#include "kernels/gpu/pipe.cuh"
+#include "kernels/gpu/common/pipe.cuh"
 #include "ptx/grid.cuh"
 
 namespace moecomm::gpu {

@@ -2,7 +2,7 @@
 // the lanes of a warp while they are loaded, and the list of sums that it hands to the loader.
 #pragma once
 
-#include "kernels/gpu/kernel.cuh"
+#include "kernels/gpu/common/kernel.cuh"
 
 namespace moecomm::gpu {
 
