@@ -44,12 +44,14 @@ def page() -> str:
 
 
 def class_entry(name: str, kind: type) -> list[str]:
-    """A class, and its own public methods and properties in the order of their definition."""
+    """A class, and its public methods and properties as they are defined, those of private bases last."""
     found = entry(f"### {name}", "class ", name, kind)
     bases = [base.__name__ for base in kind.__mro__[1:] if not base.__name__.startswith("_")]
     if bases[0] not in ("object", "tuple", "Generic"):
         found.insert(2, f"A subclass of `{bases[0]}`.")
-    for member, value in vars(kind).items():
+    private = [base for base in kind.__mro__[1:] if base.__name__.startswith("_")]
+    members = [item for each in (kind, *private) for item in vars(each).items()]
+    for member, value in members:
         function = value.__func__ if isinstance(value, staticmethod) else value
         if member.startswith("_") or not getattr(function, "__doc__", None):
             continue

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
-from types import TracebackType
-from typing import Any, Literal, NoReturn, ParamSpec, TypeVar, overload
+from typing import Any, Literal, NoReturn, overload
 
 import torch
 import torch.distributed as dist
@@ -17,26 +14,24 @@ import moecomm._C as _C
 from moecomm.arguments import (
     check_dispatch,
     check_options,
-    check_rows,
-    check_weights,
     check_wire_options,
     fits_dispatch,
     most_alignment,
-    require_integer,
 )
 from moecomm.autograd import functions as ops
 from moecomm.autograd import library as operators
+from moecomm.autograd.compiled import break_graph, dispatch_in_graph, for_trace
+from moecomm.autograd.planned import Array, _Planned
 from moecomm.backends import (
     Backend,
     DispatchCall,
     RawDispatch,
-    TensorPlan,
     make_backend,
 )
 from moecomm.backends.announcing import announce
 from moecomm.backends.arrays import shared_tensor
 from moecomm.env import Env, read_env
-from moecomm.errors import CommunicatorClosed, InvalidArgument, MoecommError
+from moecomm.errors import InvalidArgument, MoecommError
 from moecomm.setup.checks import (
     DEFAULT_TIMEOUT,
     absence_seconds,
@@ -58,7 +53,6 @@ from moecomm.setup.memory_plan import (
 from moecomm.setup.rendezvous import Rendezvous
 from moecomm.setup.version import __version__
 from moecomm.types import (
-    PLAN_VIEWS,
     AnyGroup,
     DispatchOutput,
     Group,
@@ -69,11 +63,6 @@ from moecomm.types import (
     as_group,
     build,
 )
-
-Parameters = ParamSpec("Parameters")
-Result = TypeVar("Result")
-Array = Any
-"""A torch.Tensor, or an array that shares its memory by DLPack or `__cuda_array_interface__`."""
 
 
 def _parts(x: Any) -> tuple[Any, Any]:
@@ -87,38 +76,7 @@ def _caller(layer: Any) -> int:
     return 0 if layer is None else layer._caller
 
 
-@_disable_dynamo
-def _for_trace(out: DispatchOutput) -> DispatchOutput:
-    """Prepares an output for a graph that is traced next. That must depend on nothing of the routing: where
-    torch.utils.checkpoint computes again, another graph than in the forward saves other tensors. So the views
-    are made here, of whose numbers a trace would make guards, and the numbers of rows are dynamic at once."""
-    for name in PLAN_VIEWS:
-        getattr(out, name)
-    for rows in (out.tokens, out.weights, out.topk_idx, out.expert_rows, out.expert_weights, out.scales):
-        if rows is not None:
-            torch._dynamo.maybe_mark_dynamic(rows, 0)
-    return out
-
-
-def _break_graph(reason: str) -> None:
-    """Ends a graph of torch.compile here; with fullgraph=True torch raises an error with this reason."""
-    torch._dynamo.graph_break(msg=f"moecomm: {reason}")
-
-
-def _outside_graph(operation: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """Makes an operation one that breaks a graph of torch.compile."""
-    outside = _disable_dynamo(operation)
-
-    @functools.wraps(operation)
-    def run(*arguments: Parameters.args, **options: Parameters.kwargs) -> Result:
-        if torch.compiler.is_compiling():
-            return outside(*arguments, **options)
-        return operation(*arguments, **options)
-
-    return run
-
-
-class Communicator:
+class Communicator(_Planned):
     """Dispatch and combine for expert parallelism between the ranks of `group`.
 
     All ranks build it, and call its operations, together and in the same order. Expert e lives on rank e //
@@ -304,30 +262,6 @@ class Communicator:
 
     # -- operations ------------------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def limit_sms(self, num_sms: int | None) -> Iterator[None]:
-        """Within the block, operations that begin use `num_sms` SMs, from 2 (3 with several nodes) to all;
-        None is the number that the communicator was built with. Ranks need not agree, and results are the
-        same.
-
-        Use it for a transfer beside a product that leaves it so many SMs: on few SMs a transfer takes
-        longer, and holds up less. Its blocks are put on neighbouring SMs in pairs then, since products come
-        in clusters of two (docs/layer.md). One thread at a time; a graph keeps what it was captured with.
-        Raises InvalidArgument for another number, Unsupported on the CPU.
-        """
-        backend = self._open()
-        before = backend.limit_sms(None if num_sms is None else check_num_sms(num_sms, self.device))
-        try:
-            yield
-        finally:
-            backend.limit_sms(before)
-
-    def settle(self) -> None:
-        """Completes a dropless dispatch of `async_op`, if one was begun last: the host waits for its number
-        of rows, and `stream` receives them. The next operation does that too; call this before making
-        `stream` wait for something else. On the CPU it does nothing."""
-        self._open().settle_begun()
-
     @overload
     def dispatch(
         self,
@@ -424,7 +358,7 @@ class Communicator:
         if not torch.compiler.is_compiling():
             return self._dispatch(*arguments, async_op, _layer)
         if capacity is None or async_op:
-            _break_graph(
+            break_graph(
                 "a dispatch is in a graph with async_op=False and a capacity alone (of a MoELayer: "
                 "MoEConfig(capacity_factor=..., pad_to_capacity=True))"
             )
@@ -444,35 +378,10 @@ class Communicator:
     ) -> DispatchOutput:
         x, x_scales = _parts(x_TH)
         options = self._options(layout, alignment, capacity, expert_capacity)
-        layout, _, rows, positions = options
         self._check_dispatch(x, x_scales, ids, weights, dequantize)
         if not dequantize:
             x, weights = x.detach(), None if weights is None else weights.detach()
-        found = torch.ops.moecomm.dispatch(self._id, x, x_scales, ids, weights, *options, dequantize)
-        tokens_PH, weights_out, topk_idx_PK, scales, expert_rows_Q, expert_weights_Q, blob = found
-        views = {name: self._plan_fields.view(blob, layout, name) for name in PLAN_VIEWS}
-        tokens, by_rank = x.shape[0], layout == "rank"
-
-        def handle(layout: Layout, rows: int) -> Handle:
-            return Handle(
-                plan=TensorPlan(blob, layout, tokens, rows),
-                owner=self._id,
-                layout=layout,
-                num_tokens=tokens,
-                num_rows=rows,
-            )
-
-        return DispatchOutput(
-            tokens=tokens_PH,
-            weights=None if weights is None else weights_out,
-            topk_idx=topk_idx_PK if by_rank else None,
-            handle=handle(layout, rows),
-            expert_handle=handle("expert", positions if by_rank else rows),
-            expert_rows=expert_rows_Q if by_rank else None,
-            expert_weights=expert_weights_Q if by_rank and weights is not None else None,
-            scales=None if dequantize else scales,
-            **views,
-        )
+        return dispatch_in_graph(self._id, self._plan_fields, x, x_scales, ids, weights, *options, dequantize)
 
     def _options(
         self, layout: Any, alignment: Any, capacity: Any, expert_capacity: Any
@@ -540,9 +449,9 @@ class Communicator:
         """Dispatches where a compiled function has left its graph."""
         found = self._dispatch(*arguments)
         if not isinstance(found, Work):
-            return _for_trace(found)
+            return for_trace(found)
         wait = found._wait
-        found._wait = lambda: _for_trace(wait())
+        found._wait = lambda: for_trace(wait())
         return found
 
     def _output(self, raw: RawDispatch, layout: Layout) -> DispatchOutput:
@@ -569,204 +478,6 @@ class Communicator:
             num_tokens=plan.tokens,
             num_rows=plan.rows,
         )
-
-    @overload
-    def combine(
-        self,
-        rows_PH: Array,
-        handle: Handle,
-        *,
-        weights: Array | None = None,
-        async_op: Literal[False] = False,
-    ) -> torch.Tensor: ...
-
-    @overload
-    def combine(
-        self, rows_PH: Array, handle: Handle, *, weights: Array | None = None, async_op: Literal[True]
-    ) -> Work[torch.Tensor]: ...
-
-    def combine(
-        self, rows_PH: Array, handle: Handle, *, weights: Array | None = None, async_op: bool = False
-    ) -> torch.Tensor | Work[torch.Tensor]:
-        """Brings rows back to the tokens of the dispatch that made `handle`, and sums them there.
-
-        Each rank sums its rows of a token in the order of k, times `weights` if given, in float32 (float64
-        for float64 rows), and rounds once to the dtype; the token's home sums these partial rows by
-        ascending rank in float32 and rounds once. Differentiable in `rows_PH` and `weights`.
-
-        Args:
-            rows_PH: (P, H) in the communicator's dtype and in the order of the dispatch's output.
-            handle: the handle of that dispatch.
-            weights: (P,) factors, float32 (float64 for float64 rows); for the expert layout this is
-                `DispatchOutput.weights`.
-            async_op: return a Work at once; its `wait()` gives the result. On CUDA as for `dispatch`.
-
-        Returns:
-            (T, H) in the dtype; zero for tokens without experts.
-
-        Raises:
-            InvalidArgument, MismatchedArguments: on all ranks; nothing was exchanged. (CUDA: here on the rank
-                whose tensors are wrong, elsewhere from `check()`.)
-            PeerTimeout, PeerLost: the communicator can't be used any more.
-            OutOfMemory: no memory for the result (CUDA: on all ranks, as above).
-            CommunicatorClosed: after `close()`.
-        """
-        if not torch.compiler.is_compiling():
-            return self._combine(rows_PH, handle, weights, async_op)
-        if async_op or not isinstance(handle.plan, TensorPlan):
-            _break_graph("a combine is in a graph with async_op=False and a dispatch of that graph alone")
-            return self._combine(rows_PH, handle, weights, async_op)
-        self._check_combine(rows_PH, handle, weights)
-        blob, layout, tokens, rows, _ = handle.plan
-        return torch.ops.moecomm.combine(self._id, rows_PH, weights, blob, layout, tokens, rows)
-
-    def _check_combine(self, rows: Any, handle: Any, weights: Any) -> None:
-        self._check_handle(handle)
-        check_rows("rows", rows, handle.num_rows, self.hidden, self.dtype, self.device)
-        if weights is not None:
-            check_weights("weights", weights, (handle.num_rows,), "(P,)", self.dtype, self.device)
-
-    @_outside_graph
-    def _combine(
-        self, rows_PH: Any, handle: Handle, weights: Any, async_op: bool
-    ) -> torch.Tensor | Work[torch.Tensor]:
-        backend = self._open()
-        rows, factors = self._shared(backend, rows_PH, weights)
-
-        def execute() -> torch.Tensor:
-            self._check_combine(rows, handle, factors)
-            y_TH, _ = backend.combine(handle.plan, rows, factors, None, forward=True)
-            assert y_TH is not None
-            return y_TH
-
-        def begin() -> Any:
-            self._check_combine(rows, handle, factors)
-            return backend.begin_combine(handle.plan, rows, factors)
-
-        def finish(y_TH: torch.Tensor) -> torch.Tensor:
-            return ops.combine(rows, factors, y_TH, handle.plan, backend)
-
-        name, inputs = "moecomm combine", (rows, factors)
-        if not async_op:
-            return finish(backend.run(name, execute))
-        if isinstance(handle, Handle) and backend.splits(handle.num_tokens):
-            return backend.launch(name, begin, backend.finish_combine, finish, inputs)
-        return backend.launch(name, execute, None, finish, inputs)
-
-    @overload
-    def redispatch(
-        self, x_TH: Array, handle: Handle, *, gradients: bool = False, async_op: Literal[False] = False
-    ) -> torch.Tensor: ...
-
-    @overload
-    def redispatch(
-        self, x_TH: Array, handle: Handle, *, gradients: bool = False, async_op: Literal[True]
-    ) -> Work[torch.Tensor]: ...
-
-    @_outside_graph
-    def redispatch(
-        self, x_TH: Array, handle: Handle, *, gradients: bool = False, async_op: bool = False
-    ) -> torch.Tensor | Work[torch.Tensor]:
-        """Sends other rows along the plan of an earlier dispatch: no new plan, and no wait on the host.
-
-        The backward of a combine does this with the gradient of its result; call it to schedule a backward
-        yourself, or to get rows again in a backward that the forward did not keep. Differentiable in `x_TH`.
-        Breaks a graph of torch.compile.
-
-        Args:
-            x_TH: (T, H) rows in the communicator's dtype, as many tokens as that dispatch had.
-            handle: the handle of that dispatch.
-            gradients: the rows travel as the communicator's `gradient_wire` says; else in the dtype, whatever
-                the wire format. The same on all ranks.
-            async_op: return a Work at once; its `wait()` gives the rows. On CUDA as for `dispatch`.
-
-        Returns:
-            (P, H) rows in the dtype, in the order of that dispatch's output.
-
-        Raises:
-            As combine.
-        """
-        backend = self._open()
-        (x,) = self._shared(backend, x_TH)
-
-        def execute() -> torch.Tensor:
-            self._check_handle(handle)
-            check_rows("x", x, handle.num_tokens, self.hidden, self.dtype, self.device)
-            rows_PH, _ = backend.redispatch(handle.plan, x, None, None, gradients)
-            return rows_PH
-
-        def finish(rows_PH: torch.Tensor) -> torch.Tensor:
-            return ops.redispatch(x, rows_PH, handle.plan, backend)
-
-        if async_op:
-            return backend.launch("moecomm redispatch", execute, None, finish, (x,))
-        return finish(backend.run("moecomm redispatch", execute))
-
-    @overload
-    def dispatch_backward(
-        self,
-        grad_rows_PH: Array,
-        handle: Handle,
-        *,
-        grad_weights: Array | None = None,
-        async_op: Literal[False] = False,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]: ...
-
-    @overload
-    def dispatch_backward(
-        self,
-        grad_rows_PH: Array,
-        handle: Handle,
-        *,
-        grad_weights: Array | None = None,
-        async_op: Literal[True],
-    ) -> Work[tuple[torch.Tensor, torch.Tensor | None]]: ...
-
-    @_outside_graph
-    def dispatch_backward(
-        self,
-        grad_rows_PH: Array,
-        handle: Handle,
-        *,
-        grad_weights: Array | None = None,
-        async_op: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor | None] | Work[tuple[torch.Tensor, torch.Tensor | None]]:
-        """Returns the gradients of a dispatch's `x` and `topk_weights` from those of its `tokens` and
-        `weights`. Autograd runs this; call it to schedule a backward yourself. Not differentiable. Breaks a
-        graph of torch.compile.
-
-        Args:
-            grad_rows_PH: (P, H) in the communicator's dtype.
-            handle: the handle of that dispatch.
-            grad_weights: gradient of the output's `weights`, of the same shape; None: they need none.
-            async_op: return a Work at once; its `wait()` gives the result. On CUDA as for `dispatch`.
-
-        Returns:
-            (T, H) in the dtype, summed as a combine sums; and (T, K) of the weights' dtype, zero where a
-            token names no expert, or None.
-
-        Raises:
-            As combine.
-        """
-        backend = self._open()
-        rows, weights = self._shared(backend, grad_rows_PH, grad_weights)
-
-        def execute() -> tuple[torch.Tensor, torch.Tensor | None]:
-            self._check_handle(handle)
-            check_rows("grad_rows", rows, handle.num_rows, self.hidden, self.dtype, self.device)
-            if weights is not None:
-                by_rank = handle.layout == "rank"
-                shape = (handle.num_rows, self.top_k) if by_rank else (handle.num_rows,)
-                letters = "(P, K)" if by_rank else "(P,)"
-                check_weights("grad_weights", weights, shape, letters, self.dtype, self.device)
-            grad_x_TH, grad_weights_TK = backend.combine(handle.plan, rows, None, weights)
-            assert grad_x_TH is not None
-            return grad_x_TH, grad_weights_TK
-
-        name = "moecomm dispatch backward"
-        if async_op:
-            return backend.launch(name, execute, None, lambda result: result, (rows, weights))
-        return backend.run(name, execute)
 
     def begin_dispatch(
         self,
@@ -814,39 +525,6 @@ class Communicator:
 
         return receive
 
-    def empty_input(self, num_tokens: int) -> torch.Tensor:
-        """Returns an uninitialised (num_tokens, H) tensor whose dispatch costs no extra copy: on the CPU it
-        lies in the window; on CUDA it is like any other, as rows go out from wherever they are.
-
-        CPU: at most two such tensors can be alive at a time; their memory is taken at the first call. Fill
-        it, dispatch it, let go of it, and ask for another: asking waits until all ranks have read what was
-        there before. Writing to one that was dispatched races with ranks that are still reading. A forked
-        child has not got its memory, and ends with SIGSEGV where it touches it.
-
-        Raises:
-            InvalidArgument: more than max_tokens.
-            OutOfMemory: two are alive already, or /dev/shm is full.
-            PeerTimeout, PeerLost: CPU: a rank does not read what was there before; the communicator can't be
-                used any more.
-        """
-        backend = self._open()
-        require_integer("num_tokens", num_tokens, 0, self.max_tokens)
-        return backend.run("moecomm empty_input", lambda: backend.empty_input(num_tokens))
-
-    # -- state -----------------------------------------------------------------------------------------
-
-    def refuse(self, error: Exception) -> NoReturn:
-        """Raises `error` on this rank and, in the operation that they call instead, InvalidArgument, or
-        OutOfMemory, on all other ranks, which learn which rank it was, and of what kind the error is where
-        that is another one. A layer calls it for an error that it finds on its rank alone: a plain exception
-        would leave the other ranks waiting until their deadline. The communicator stays usable."""
-        try:
-            announce(self._open(), error)
-        except MoecommError as raised:
-            if raised is not error and raised.__cause__ is not error:
-                raise
-        raise error
-
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
             "a Communicator cannot be copied or pickled, as it holds memory and connections of this process: "
@@ -854,88 +532,13 @@ class Communicator:
             "Communicator. A copy of a MoELayer shares the communicator"
         )
 
-    def check(self) -> None:
-        """Raises CapacityExceeded, once, if a dispatch since the last check left rows out on any rank, and
-        PeerTimeout or PeerLost if that has ended the communicator. All ranks come to the same verdict
-        without talking.
-
-        On CUDA it also raises InvalidRouting and MismatchedArguments that the device has found. It looks at
-        what the device has reported by now and waits for nothing: synchronize the stream first to be sure of
-        all operations so far.
-        """
-        self._open().check()
-
-    def stats(self) -> dict[str, Any]:
-        """Returns the counters since construction or `reset_stats()`.
-
-        dispatch_calls, dispatch_seconds, combine_calls, combine_seconds (of each kind of transfer, forward
-        and backward), wait_seconds (of both, waiting for peers), late_seconds (a list: how long this rank
-        waited for each rank to begin operations, so that one that holds the others up has the largest on all
-        ranks but its own; waits for several pass at the same time), rows_in (tokens brought), rows_out (rows
-        got), bytes_wire (row bytes that crossed between ranks, counted at the owner of the experts),
-        bytes_staged (row bytes of dispatches that were copied for other ranks of the node, since they were
-        not from `empty_input`; 0 on CUDA), plans_made, plans_reused, network_puts, network_bytes,
-        network_row_bytes (messages, bytes, and bytes of rows sent to other nodes).
-
-        On CUDA the seconds are those of the kernels, by the GPU's clock, and host_wait_seconds is what the
-        host waited for row counts; replays of a graph count. Asking waits for a small copy from the device.
-        """
-        return self._open().stats()
-
-    def reset_stats(self) -> None:
-        """Sets all counters of `stats()` to zero."""
-        self._open().reset_stats()
-
-    def last_phases(self) -> dict[str, dict[str, float]]:
-        """Returns when the last operation of each kind passed its phases on this GPU, in seconds after its
-        last block began: {"dispatch": ..., "combine": ...}, the backward of combine counted as a dispatch
-        and that of dispatch as a combine.
-
-        "announced": this rank tells all ranks what it does; a dispatch, in one kernel or in two, does so
-        when its ids have been counted, before the routes of its tokens have gone out; "agreed": all ranks
-        are known to do the same; "planned": the plan of what arrives here is made; "sent": the last of this
-        rank's rows, or sums, has been sent; "ended". One kernel for few tokens announces, sends and agrees
-        side by side, so that any of these may be first; else each comes after the one before, but for
-        "sent", which is at any time. A phase that an operation does not have is left out ("planned" of all
-        but dispatches), and so are those that it has yet to pass: synchronize the stream before. Operations
-        in replays of a graph count. Asking waits for a small copy from the device.
-
-        Raises Unsupported on the CPU.
-        """
-        return self._open().last_phases()
+    # -- state -----------------------------------------------------------------------------------------
 
     @property
     def group(self) -> Group | None:
         """The process group of the ranks; None stands for this process alone. Raises CommunicatorClosed after
         destroy_process_group()."""
         return self._group()
-
-    @property
-    def stream(self) -> torch.cuda.Stream | None:
-        """The CUDA stream that operations with async_op=True run on; None on the CPU."""
-        return self._open().stream
-
-    def close(self) -> None:
-        """Waits for operations under way, on CUDA for all work on the GPU, and lets go of the window. CPU: an
-        operation of `async_op` that still waits for other ranks in a second raises CommunicatorClosed.
-        Peers that still wait for this rank get PeerLost. RuntimeWarning if, between nodes, the network's
-        library does not let its thread go within `timeout` and 3 s: that and the window are left to the
-        process.
-
-        Calling it again does nothing. Leaving a `with` block and garbage collection do the same; the
-        backward of earlier calls needs the communicator open.
-        """
-        backend, self._backend = self._backend, None
-        if backend is not None:
-            backend.close()
-
-    def __enter__(self) -> Communicator:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         if self._backend is None:
@@ -944,21 +547,3 @@ class Communicator:
             f"Communicator(rank {self.rank} of {self.size}, {self.num_experts} experts, top-{self.top_k}, "
             f"hidden {self.hidden}, {self.dtype}, at most {self.max_tokens} tokens, {self._backend})"
         )
-
-    def _open(self) -> Backend:
-        if self._backend is None:
-            raise CommunicatorClosed("the communicator is closed")
-        return self._backend
-
-    def _shared(self, backend: Backend, *arrays: Any) -> list[Any]:
-        """Returns arrays as tensors of the same memory, None as None."""
-        try:
-            return [shared_tensor(each, self.device) for each in arrays]
-        except Exception as error:
-            announce(backend, error)
-
-    def _check_handle(self, handle: Any) -> None:
-        if not isinstance(handle, Handle):
-            raise InvalidArgument(f"handle is {type(handle).__name__}, expected the handle of a dispatch")
-        if handle.owner != self._id:
-            raise InvalidArgument("handle belongs to another communicator")

@@ -1,0 +1,90 @@
+"""Operations within a graph of torch.compile, and around one."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+import torch
+from torch._compile import _disable_dynamo
+
+from moecomm.backends.base import PlanFields, TensorPlan
+from moecomm.types import PLAN_VIEWS, DispatchOutput, Handle, Layout
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+
+@_disable_dynamo
+def for_trace(out: DispatchOutput) -> DispatchOutput:
+    """Prepares an output for a graph that is traced next. That must depend on nothing of the routing: where
+    torch.utils.checkpoint computes again, another graph than in the forward saves other tensors. So the views
+    are made here, of whose numbers a trace would make guards, and the numbers of rows are dynamic at once."""
+    for name in PLAN_VIEWS:
+        getattr(out, name)
+    for rows in (out.tokens, out.weights, out.topk_idx, out.expert_rows, out.expert_weights, out.scales):
+        if rows is not None:
+            torch._dynamo.maybe_mark_dynamic(rows, 0)
+    return out
+
+
+def break_graph(reason: str) -> None:
+    """Ends a graph of torch.compile here; with fullgraph=True torch raises an error with this reason."""
+    torch._dynamo.graph_break(msg=f"moecomm: {reason}")
+
+
+def outside_graph(operation: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """Makes an operation one that breaks a graph of torch.compile."""
+    outside = _disable_dynamo(operation)
+
+    @functools.wraps(operation)
+    def run(*arguments: Parameters.args, **options: Parameters.kwargs) -> Result:
+        if torch.compiler.is_compiling():
+            return outside(*arguments, **options)
+        return operation(*arguments, **options)
+
+    return run
+
+
+def dispatch_in_graph(
+    owner: int,
+    fields: PlanFields,
+    x: torch.Tensor,
+    x_scales: torch.Tensor | None,
+    ids: torch.Tensor,
+    weights: torch.Tensor | None,
+    layout: Layout,
+    alignment: int,
+    rows: int,
+    positions: int,
+    dequantize: bool,
+) -> DispatchOutput:
+    """The dispatch of the communicator with the number `owner`, as an operator of torch.library."""
+    found = torch.ops.moecomm.dispatch(
+        owner, x, x_scales, ids, weights, layout, alignment, rows, positions, dequantize
+    )
+    tokens_PH, weights_out, topk_idx_PK, scales, expert_rows_Q, expert_weights_Q, blob = found
+    views = {name: fields.view(blob, layout, name) for name in PLAN_VIEWS}
+    tokens, by_rank = x.shape[0], layout == "rank"
+
+    def handle(layout: Layout, rows: int) -> Handle:
+        return Handle(
+            plan=TensorPlan(blob, layout, tokens, rows),
+            owner=owner,
+            layout=layout,
+            num_tokens=tokens,
+            num_rows=rows,
+        )
+
+    return DispatchOutput(
+        tokens=tokens_PH,
+        weights=None if weights is None else weights_out,
+        topk_idx=topk_idx_PK if by_rank else None,
+        handle=handle(layout, rows),
+        expert_handle=handle("expert", positions if by_rank else rows),
+        expert_rows=expert_rows_Q if by_rank else None,
+        expert_weights=expert_weights_Q if by_rank and weights is not None else None,
+        scales=None if dequantize else scales,
+        **views,
+    )

@@ -1,0 +1,231 @@
+"""Operations along the plan of an earlier dispatch: combine, redispatch, and the backward of the dispatch."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, overload
+
+import torch
+
+from moecomm.arguments import check_rows, check_weights
+from moecomm.autograd import functions as ops
+from moecomm.autograd.compiled import break_graph, outside_graph
+from moecomm.backends.base import TensorPlan
+from moecomm.backends.opened import _Opened
+from moecomm.errors import InvalidArgument
+from moecomm.types import Handle, Work
+
+Array = Any
+"""A torch.Tensor, or an array that shares its memory by DLPack or `__cuda_array_interface__`."""
+
+
+class _Planned(_Opened):
+    """A base of `Communicator`, which documents it."""
+
+    dtype: torch.dtype
+    hidden: int
+    top_k: int
+    _id: int
+
+    @overload
+    def combine(
+        self,
+        rows_PH: Array,
+        handle: Handle,
+        *,
+        weights: Array | None = None,
+        async_op: Literal[False] = False,
+    ) -> torch.Tensor: ...
+
+    @overload
+    def combine(
+        self, rows_PH: Array, handle: Handle, *, weights: Array | None = None, async_op: Literal[True]
+    ) -> Work[torch.Tensor]: ...
+
+    def combine(
+        self, rows_PH: Array, handle: Handle, *, weights: Array | None = None, async_op: bool = False
+    ) -> torch.Tensor | Work[torch.Tensor]:
+        """Brings rows back to the tokens of the dispatch that made `handle`, and sums them there.
+
+        Each rank sums its rows of a token in the order of k, times `weights` if given, in float32 (float64
+        for float64 rows), and rounds once to the dtype; the token's home sums these partial rows by
+        ascending rank in float32 and rounds once. Differentiable in `rows_PH` and `weights`.
+
+        Args:
+            rows_PH: (P, H) in the communicator's dtype and in the order of the dispatch's output.
+            handle: the handle of that dispatch.
+            weights: (P,) factors, float32 (float64 for float64 rows); for the expert layout this is
+                `DispatchOutput.weights`.
+            async_op: return a Work at once; its `wait()` gives the result. On CUDA as for `dispatch`.
+
+        Returns:
+            (T, H) in the dtype; zero for tokens without experts.
+
+        Raises:
+            InvalidArgument, MismatchedArguments: on all ranks; nothing was exchanged. (CUDA: here on the rank
+                whose tensors are wrong, elsewhere from `check()`.)
+            PeerTimeout, PeerLost: the communicator can't be used any more.
+            OutOfMemory: no memory for the result (CUDA: on all ranks, as above).
+            CommunicatorClosed: after `close()`.
+        """
+        if not torch.compiler.is_compiling():
+            return self._combine(rows_PH, handle, weights, async_op)
+        if async_op or not isinstance(handle.plan, TensorPlan):
+            break_graph("a combine is in a graph with async_op=False and a dispatch of that graph alone")
+            return self._combine(rows_PH, handle, weights, async_op)
+        self._check_combine(rows_PH, handle, weights)
+        blob, layout, tokens, rows, _ = handle.plan
+        return torch.ops.moecomm.combine(self._id, rows_PH, weights, blob, layout, tokens, rows)
+
+    def _check_combine(self, rows: Any, handle: Any, weights: Any) -> None:
+        self._check_handle(handle)
+        check_rows("rows", rows, handle.num_rows, self.hidden, self.dtype, self.device)
+        if weights is not None:
+            check_weights("weights", weights, (handle.num_rows,), "(P,)", self.dtype, self.device)
+
+    @outside_graph
+    def _combine(
+        self, rows_PH: Any, handle: Handle, weights: Any, async_op: bool
+    ) -> torch.Tensor | Work[torch.Tensor]:
+        backend = self._open()
+        rows, factors = self._shared(backend, rows_PH, weights)
+
+        def execute() -> torch.Tensor:
+            self._check_combine(rows, handle, factors)
+            y_TH, _ = backend.combine(handle.plan, rows, factors, None, forward=True)
+            assert y_TH is not None
+            return y_TH
+
+        def begin() -> Any:
+            self._check_combine(rows, handle, factors)
+            return backend.begin_combine(handle.plan, rows, factors)
+
+        def finish(y_TH: torch.Tensor) -> torch.Tensor:
+            return ops.combine(rows, factors, y_TH, handle.plan, backend)
+
+        name, inputs = "moecomm combine", (rows, factors)
+        if not async_op:
+            return finish(backend.run(name, execute))
+        if isinstance(handle, Handle) and backend.splits(handle.num_tokens):
+            return backend.launch(name, begin, backend.finish_combine, finish, inputs)
+        return backend.launch(name, execute, None, finish, inputs)
+
+    @overload
+    def redispatch(
+        self, x_TH: Array, handle: Handle, *, gradients: bool = False, async_op: Literal[False] = False
+    ) -> torch.Tensor: ...
+
+    @overload
+    def redispatch(
+        self, x_TH: Array, handle: Handle, *, gradients: bool = False, async_op: Literal[True]
+    ) -> Work[torch.Tensor]: ...
+
+    @outside_graph
+    def redispatch(
+        self, x_TH: Array, handle: Handle, *, gradients: bool = False, async_op: bool = False
+    ) -> torch.Tensor | Work[torch.Tensor]:
+        """Sends other rows along the plan of an earlier dispatch: no new plan, and no wait on the host.
+
+        The backward of a combine does this with the gradient of its result; call it to schedule a backward
+        yourself, or to get rows again in a backward that the forward did not keep. Differentiable in `x_TH`.
+        Breaks a graph of torch.compile.
+
+        Args:
+            x_TH: (T, H) rows in the communicator's dtype, as many tokens as that dispatch had.
+            handle: the handle of that dispatch.
+            gradients: the rows travel as the communicator's `gradient_wire` says; else in the dtype, whatever
+                the wire format. The same on all ranks.
+            async_op: return a Work at once; its `wait()` gives the rows. On CUDA as for `dispatch`.
+
+        Returns:
+            (P, H) rows in the dtype, in the order of that dispatch's output.
+
+        Raises:
+            As combine.
+        """
+        backend = self._open()
+        (x,) = self._shared(backend, x_TH)
+
+        def execute() -> torch.Tensor:
+            self._check_handle(handle)
+            check_rows("x", x, handle.num_tokens, self.hidden, self.dtype, self.device)
+            rows_PH, _ = backend.redispatch(handle.plan, x, None, None, gradients)
+            return rows_PH
+
+        def finish(rows_PH: torch.Tensor) -> torch.Tensor:
+            return ops.redispatch(x, rows_PH, handle.plan, backend)
+
+        if async_op:
+            return backend.launch("moecomm redispatch", execute, None, finish, (x,))
+        return finish(backend.run("moecomm redispatch", execute))
+
+    @overload
+    def dispatch_backward(
+        self,
+        grad_rows_PH: Array,
+        handle: Handle,
+        *,
+        grad_weights: Array | None = None,
+        async_op: Literal[False] = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]: ...
+
+    @overload
+    def dispatch_backward(
+        self,
+        grad_rows_PH: Array,
+        handle: Handle,
+        *,
+        grad_weights: Array | None = None,
+        async_op: Literal[True],
+    ) -> Work[tuple[torch.Tensor, torch.Tensor | None]]: ...
+
+    @outside_graph
+    def dispatch_backward(
+        self,
+        grad_rows_PH: Array,
+        handle: Handle,
+        *,
+        grad_weights: Array | None = None,
+        async_op: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None] | Work[tuple[torch.Tensor, torch.Tensor | None]]:
+        """Returns the gradients of a dispatch's `x` and `topk_weights` from those of its `tokens` and
+        `weights`. Autograd runs this; call it to schedule a backward yourself. Not differentiable. Breaks a
+        graph of torch.compile.
+
+        Args:
+            grad_rows_PH: (P, H) in the communicator's dtype.
+            handle: the handle of that dispatch.
+            grad_weights: gradient of the output's `weights`, of the same shape; None: they need none.
+            async_op: return a Work at once; its `wait()` gives the result. On CUDA as for `dispatch`.
+
+        Returns:
+            (T, H) in the dtype, summed as a combine sums; and (T, K) of the weights' dtype, zero where a
+            token names no expert, or None.
+
+        Raises:
+            As combine.
+        """
+        backend = self._open()
+        rows, weights = self._shared(backend, grad_rows_PH, grad_weights)
+
+        def execute() -> tuple[torch.Tensor, torch.Tensor | None]:
+            self._check_handle(handle)
+            check_rows("grad_rows", rows, handle.num_rows, self.hidden, self.dtype, self.device)
+            if weights is not None:
+                by_rank = handle.layout == "rank"
+                shape = (handle.num_rows, self.top_k) if by_rank else (handle.num_rows,)
+                letters = "(P, K)" if by_rank else "(P,)"
+                check_weights("grad_weights", weights, shape, letters, self.dtype, self.device)
+            grad_x_TH, grad_weights_TK = backend.combine(handle.plan, rows, None, weights)
+            assert grad_x_TH is not None
+            return grad_x_TH, grad_weights_TK
+
+        name = "moecomm dispatch backward"
+        if async_op:
+            return backend.launch(name, execute, None, lambda result: result, (rows, weights))
+        return backend.run(name, execute)
+
+    def _check_handle(self, handle: Any) -> None:
+        if not isinstance(handle, Handle):
+            raise InvalidArgument(f"handle is {type(handle).__name__}, expected the handle of a dispatch")
+        if handle.owner != self._id:
+            raise InvalidArgument("handle belongs to another communicator")
