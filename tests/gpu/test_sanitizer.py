@@ -25,15 +25,16 @@ PIPES = [
     "dispatch_dequantise",
     "dispatch_scale",
 ]
-"""Kernels whose warps hand pieces to each other (csrc/kernels/gpu/combine/sum_pipe.cuh, move_pipe.cuh). A lane
-arrives at a barrier for its warp there, and racecheck takes what the other lanes did for unordered. It found
-nothing in those of a combine in a build in which every lane arrived."""
+"""Kernels whose warps hand pieces to each other (csrc/kernels/gpu/combine/sum_pipe.cuh, move_pipe.cuh). A
+lane arrives at a barrier for its warp there, and racecheck takes what the other lanes did for unordered. It
+found nothing in those of a combine in a build in which every lane arrived."""
 
 TEAMS = ["dispatch_fused"]
 """Kernels in which teams of warps have barriers of their own. Between warps that have passed different
 numbers of these, racecheck seems to miss the barriers of the block behind them: in the machine code of all
-pairs that it named, `BAR.SYNC 0x0` lies between the store and the load (block_scan, agree and lay_out_rows
-in csrc/kernels/gpu/dispatch/plan.cuh). It names none in the first block, which has these functions and no teams."""
+pairs that it named, `BAR.SYNC 0x0` lies between the store and the load (block_scan, agree and lay_out_rows in
+csrc/kernels/gpu/dispatch/plan.cuh). It names none in the first block, which has these functions and no
+teams."""
 
 
 def _run(command: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
