@@ -60,7 +60,8 @@ def dispatch_in_graph(
     positions: int,
     dequantize: bool,
 ) -> DispatchOutput:
-    """The dispatch of the communicator with the number `owner`, as an operator of torch.library."""
+    """Returns what the dispatch of the communicator with the number `owner` gives, as an operator of
+    torch.library makes it."""
     found = torch.ops.moecomm.dispatch(
         owner, x, x_scales, ids, weights, layout, alignment, rows, positions, dequantize
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +28,8 @@ product hides its memory, and copying rows together costs what it saves (docs/pe
 
 @dataclass
 class Operands:
-    """What the gradient of `weight` is the product of: rows^T grad, (P, A) and (P, B) by expert."""
+    """The operands of a weight's gradient, which is rows^T grad of each expert: (P, A) and (P, B). The weight
+    is the parameter, or a cast of it."""
 
     weight: Tensor
     rows: Tensor
@@ -114,12 +116,31 @@ def _alike(pending: Sequence[Pending], experts: int) -> list[Pending]:
 def _kind(pending: Pending) -> tuple[object, ...]:
     """Returns what pending gradients have in common that are computed together."""
     operands = (pending.of_in, pending.of_out)
-    return (pending.products, *(None if each is None else each.weight.data_ptr() for each in operands))
+    return (pending.products, *(None if each is None else _source(each.weight) for each in operands))
+
+
+def _source(weight: Tensor) -> tuple[bool, int]:
+    """Returns what tells weights apart whose gradients are not one: whether it is a cast, and the memory of
+    its leaf. A weight keeps that alive."""
+    leaf = leaf_of(weight)
+    assert leaf is not None
+    return weight.is_leaf, leaf.data_ptr()
+
+
+def leaf_of(weight: Tensor) -> Tensor | None:
+    """Returns a weight, or the leaf of which it is a cast; None for one that was computed in another way."""
+    if weight.is_leaf:
+        return weight
+    node: Any = weight.grad_fn
+    while node is not None and node.name() == "ToCopyBackward0":
+        node = node.next_functions[0][0]
+    return getattr(node, "variable", None)
 
 
 def _add(parameter: nn.Parameter, products: Products, groups: Tensor, of: Operands) -> None:
     # What a checkpoint has kept of the parameter is another tensor of the same memory.
-    weight = parameter if of.weight.data_ptr() == parameter.data_ptr() else of.weight
-    into = grad_in_place(weight) if products.adds else None
+    same = of.weight.is_leaf and of.weight.data_ptr() == parameter.data_ptr()
+    weight = parameter if same else of.weight
+    into = grad_in_place(weight) if products.adds and weight.is_leaf else None
     gradient = products.grouped_mm_wgrad(of.rows, of.grad, groups, into=into)
     add_gradient(weight, gradient)

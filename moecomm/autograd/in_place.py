@@ -52,8 +52,12 @@ def to_main_grad(parameter: Tensor) -> None:
 
 def add_gradient(parameter: Tensor, gradient: Tensor | None) -> None:
     """Adds a gradient to the `grad` of a parameter, or its `main_grad`, without hooks; None: the product has
-    added it."""
+    added it. That of a cast goes on to the parameter through its graph, which stays for other
+    microbatches."""
     if gradient is None:
+        return
+    if not parameter.is_leaf:
+        parameter.backward(gradient, retain_graph=True)
         return
     parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
     if has_main_grad(parameter):

@@ -1,4 +1,4 @@
-"""What a dispatch on CUDA receives into, and what is kept between its halves."""
+"""The tensors that a dispatch on CUDA receives its rows into, and its state between sending and receiving."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Begun(NamedTuple):
 
 
 def out_of_memory(shape: tuple[int, ...], dtype: torch.dtype, error: Exception) -> OutOfMemory:
-    """The error for a tensor that torch has no memory for."""
+    """Returns the error for a tensor that torch has no memory for."""
     needed = dtype.itemsize
     for size in shape:
         needed *= size

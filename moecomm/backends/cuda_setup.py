@@ -1,4 +1,4 @@
-"""How the CUDA backends of all ranks are built together, and how one is freed."""
+"""The steps in which all ranks build their CUDA backends together, and the release of one backend."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def meet(
 def shape_of(
     arguments: dict[str, Any], dtype: torch.dtype, ranks: int, ranks_per_node: int
 ) -> _C.DeviceShape:
-    """The sizes of a communicator of these arguments, as the runtime takes them."""
+    """Returns the sizes of a communicator of these arguments, as the runtime takes them."""
     return device_shape(
         ranks=ranks,
         num_experts=arguments["num_experts"],
@@ -54,7 +54,7 @@ def shape_of(
 
 
 def plan_fields_of(shape: _C.DeviceShape) -> PlanFields:
-    """Where a plan on the device has its fields."""
+    """Returns the places of the fields within a plan on the device."""
     fields = _C.device_plan_fields(shape)
 
     def place(name: str) -> slice:

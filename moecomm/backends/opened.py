@@ -1,4 +1,4 @@
-"""What a communicator gives of its backend, besides the operations: errors, counters, streams, its end."""
+"""The base of `Communicator` that holds the backend: its errors, counters and stream, and `close()`."""
 
 from __future__ import annotations
 

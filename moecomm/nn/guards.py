@@ -17,6 +17,7 @@ from torch._compile import _disable_dynamo
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.tensor import DTensor
 
+from moecomm.autograd.deferred import leaf_of
 from moecomm.autograd.in_place import has_main_grad, main_grad_of
 from moecomm.errors import InvalidArgument
 from moecomm.kernels.marks import is_expert_parameter, mark_expert_parameter
@@ -204,7 +205,7 @@ def check_settings(layer: Any, in_order: bool, watched: str | None) -> None:
     if not in_order:
         _require_parts(layer)
         if layer.overlap.defer_weights and torch.is_grad_enabled():
-            _require_leaves(layer.experts)
+            _require_parameters(layer.experts)
     if layer._own_experts:
         refuse_own_settings(layer.overlap)
     if layer.comm.size > 1 or layer.config.main_grad:
@@ -227,14 +228,15 @@ def check_settings(layer: Any, in_order: bool, watched: str | None) -> None:
             )
 
 
-def _require_leaves(experts: Any) -> None:
-    """Raises InvalidArgument for weights that were computed from parameters, to which `backward_weights` does
-    not come."""
+def _require_parameters(experts: Any) -> None:
+    """Raises InvalidArgument for weights that were computed from parameters in another way than by a cast:
+    `backward_weights` does not come to these."""
     for name in ("w_in", "w_out"):
-        if not getattr(experts, name).is_leaf:
+        if leaf_of(getattr(experts, name)) is None:
             raise InvalidArgument(
                 f"defer_weights is True and experts.{name} is computed from parameters (by "
-                "torch.nn.utils.parametrize, for example), must be a parameter: set defer_weights=False"
+                "torch.nn.utils.parametrize, for example), must be a parameter or a cast of one: set "
+                "defer_weights=False"
             )
 
 

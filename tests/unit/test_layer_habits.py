@@ -106,6 +106,22 @@ def test_deferred_gradients_of_other_tensors_go_to_these(comm: moecomm.Communica
     assert layer.experts.w_in.grad is None and others["experts.w_in"].grad is not None
 
 
+def test_deferred_gradients_of_a_cast(comm: moecomm.Communicator, seed: int) -> None:
+    """Another tensor in each of two microbatches, of one parameter."""
+    layer, parts = made(comm, seed), [torch.randn(8, 16) for _ in range(2)]
+    found = []
+    for defer in (False, True):
+        layer.overlap = OverlapConfig(defer_weights=defer)
+        wide = layer.experts.w_in.detach().double().requires_grad_()
+        for part in parts:
+            functional_call(layer, {"experts.w_in": wide.float()}, (part,)).square().sum().backward()
+        assert layer.has_pending_weights == defer
+        layer.backward_weights()
+        assert wide.grad is not None
+        found.append(wide.grad)
+    assert torch.allclose(*found, rtol=1e-4, atol=1e-4)
+
+
 def test_deferred_gradients_are_for_parameters_alone(comm: moecomm.Communicator, seed: int) -> None:
     """Weights that are computed from parameters get no gradient so, and are refused before a row is sent."""
     layer = made(comm, seed, overlap=OverlapConfig(defer_weights=True))
