@@ -399,6 +399,11 @@ class Copy:
         self.build_folder = folder / "build" / "mutants"
         ignored = shutil.ignore_patterns(".git", "build", "__pycache__", "*.so", ".hypothesis", "runs")
         shutil.copytree(REPOSITORY, folder, ignore=ignored, dirs_exist_ok=True)
+        # An editable installation would be imported in the copy's place. Python runs this file as it starts.
+        (folder / "sitecustomize.py").write_text(
+            "import sys\n"
+            "sys.meta_path[:] = [f for f in sys.meta_path if 'ScikitBuild' not in type(f).__name__]\n"
+        )
 
     def configure(self) -> None:
         pybind = subprocess.check_output([sys.executable, "-m", "pybind11", "--cmakedir"], text=True).strip()
@@ -433,7 +438,8 @@ class Copy:
             command = [str(self.build_folder / "tests" / "cpp" / program)]
         else:
             options = ["-x", "-q", "-p", "no:cacheprovider", "--seed", "1", f"--timeout={TEST_LIMIT_S}"]
-            command = [sys.executable, "-m", "pytest", *options, files, *(["-k", words] if words else [])]
+            options += ["-k", words] if words else []
+            command = [sys.executable, "-m", "pytest", *options, *files.split()]
         environment = {**os.environ, "PYTHONPATH": str(self.folder), "PYTHONDONTWRITEBYTECODE": "1"}
         with contextlib.suppress(subprocess.TimeoutExpired):
             done = subprocess.run(

@@ -188,6 +188,23 @@ def grouped_matmul(
     return product
 
 
+def grouped_linear(
+    rows_PA: Tensor,
+    weight_LAB: Tensor,
+    bias_LB: Tensor | None,
+    offsets_L: Tensor,
+    products: Products,
+    weights_P: Tensor | None = None,
+) -> Tensor:
+    """Returns (P, B): `grouped_matmul`, with the groups' biases times the rows' `weights` (None: 1) if there
+    are any; differentiable in all of them."""
+    product_PB = grouped_matmul(rows_PA, weight_LAB, offsets_L, products)
+    if bias_LB is None:
+        return product_PB
+    factors_PN = bias_factors(weights_P, rows_PA.shape[0], rows_PA)
+    return product_PB + grouped_matmul(factors_PN, bias_weight(bias_LB), offsets_L, products)
+
+
 def _without_tail(rows_P: Tensor, groups: Tensor) -> Tensor:
     """Returns rows (P, ...), with those past the last group set to zero while torch looks for NaN
     (torch.autograd.detect_anomaly): nobody has written them, and it would find one there."""
@@ -239,17 +256,9 @@ def expert_ffn(
     weights and biases. Rows past offsets[-1] are unspecified, and so are their gradients."""
     if torch.compiler.is_compiling():
         products = products if products.traceable else _TORCH
-        rows = rows_PH.shape[0]
-        inner_PI = grouped_matmul(rows_PH, w_in_LHI, offsets_L, products)
-        if b_in_LI is not None:
-            ones_PN = bias_factors(None, rows, rows_PH)
-            inner_PI = inner_PI + grouped_matmul(ones_PN, bias_weight(b_in_LI), offsets_L, products)
+        inner_PI = grouped_linear(rows_PH, w_in_LHI, b_in_LI, offsets_L, products)
         z_PF = weighted_activation(inner_PI, weights_P, offsets_L, activation=activation)
-        y_PH = grouped_matmul(z_PF, w_out_LFH, offsets_L, products)
-        if b_out_LH is not None:
-            factors_PN = bias_factors(weights_P, rows, rows_PH)
-            y_PH = y_PH + grouped_matmul(factors_PN, bias_weight(b_out_LH), offsets_L, products)
-        return y_PH
+        return grouped_linear(z_PF, w_out_LFH, b_out_LH, offsets_L, products, weights_P)
     groups = products.groups(offsets_L)
     made_PH: Tensor = _ExpertFfn.apply(  # type: ignore[no-untyped-call]
         rows_PH, w_in_LHI, w_out_LFH, b_in_LI, b_out_LH, groups, weights_P, activation, products

@@ -11,22 +11,17 @@ each module of experts, and its experts' weights stay where transformers has put
 
 from __future__ import annotations
 
-import functools
-import importlib.metadata
 import re
 
 from moecomm.errors import Unsupported
+from moecomm.setup.version import version_of
 
 OLDEST = (5, 23)
 """The first version of transformers with a place for implementations of expert parallelism."""
 
 
-@functools.cache
 def _require_transformers() -> None:
-    try:
-        found = importlib.metadata.version("transformers")
-    except importlib.metadata.PackageNotFoundError:
-        found = "not installed"
+    found = version_of("transformers") or "not installed"
     numbers = tuple(int(each) for each in re.findall(r"\d+", found)[:2])
     if numbers < OLDEST:
         oldest = ".".join(map(str, OLDEST))

@@ -5,7 +5,8 @@ is_transposed, has_post_expert_norm. Products run on these weights as they are, 
 another make runs its own forward on the same rows.
 
 Shape letters: P rows of L local experts, H hidden columns, F columns of the activation's result, I those of
-the first product (2F with a gate)."""
+the first product (2F with a gate).
+"""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from torch.nn import functional
 from transformers.integrations import moe
 
 from moecomm.kernels.grouped_mm import grouped_mm_wgrad
-from moecomm.kernels.products import Products, bias_factors, bias_weight, expert_ffn, grouped_matmul
+from moecomm.kernels.products import Products, expert_ffn, grouped_linear
 from moecomm.types import DispatchOutput
 
 Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -40,15 +41,12 @@ _REPLACED = (None, "eager", "grouped_mm")
 
 
 class LocalExperts:
-    """This rank's experts of one module of transformers, for rows as a dispatch brings them.
-
-    Attributes:
-        weighs: `run` applies the routing weights; otherwise the combine has to.
-    """
+    """This rank's experts of one module of transformers, for rows as a dispatch brings them."""
 
     def __init__(self, experts: nn.Module, forward: Forward, num_local_experts: int) -> None:
         self._experts, self._forward, self._count = experts, forward, num_local_experts
-        self._activation = activation_of(experts) if _is_described(experts) else None
+        self._described = _is_described(experts)
+        self._activation = activation_of(experts) if self._described else None
 
     def run(self, out: DispatchOutput) -> tuple[Tensor, bool]:
         """Returns the rows' results, (P, H) in the dtype of the rows, and whether they carry the routing
@@ -77,15 +75,16 @@ class LocalExperts:
                 b_out_LH=b_out,
             )
             return y_PH.to(out.tokens.dtype), True
-        inner_PI = _linear(rows_PH, w_in, b_in, out.offsets, products)
+        inner_PI = grouped_linear(rows_PH, w_in, b_in, out.offsets, products)
         z_PF = experts._apply_gate(inner_PI) if experts.has_gate else experts.act_fn(inner_PI)
-        return _linear(z_PF, w_out, b_out, out.offsets, products).to(out.tokens.dtype), False
+        y_PH = grouped_linear(z_PF, w_out, b_out, out.offsets, products)
+        return y_PH.to(out.tokens.dtype), False
 
     def _has_plain_weights(self) -> bool:
         """Are there tensors that products take? Asked in each call, since adapters and quantizers come
         later."""
         experts: Any = self._experts
-        if not _is_described(experts) or experts.config._experts_implementation not in _REPLACED:
+        if not self._described or experts.config._experts_implementation not in _REPLACED:
             return False
         for name in ("gate_up_proj" if experts.has_gate else "up_proj", "down_proj"):
             weight = getattr(experts, name, None)
@@ -97,28 +96,15 @@ class LocalExperts:
 
     def _run_forward(self, out: DispatchOutput) -> Tensor:
         """Runs the module's own forward: each row is a token of one expert, of weight 1."""
-        rows = out.tokens.shape[0]
-        counts_L = out.tokens_per_expert
-        ids_P = torch.arange(self._count, device=counts_L.device).repeat_interleave(
-            counts_L, output_size=rows
-        )
-        if (
-            rows == 0
-        ):  # Some forwards cannot do without a row. Its gradient goes through all weights, as zero.
+        rows, counts_L = out.tokens.shape[0], out.tokens_per_expert
+        if rows == 0:
+            # Some forwards cannot do without a row. Its gradient goes through all weights, as zero.
             none = out.tokens.new_zeros(1, out.tokens.shape[1]) + out.tokens.sum()
             one = none.new_ones(1, 1)
-            return self._forward(none, torch.zeros_like(one, dtype=ids_P.dtype), one)[:0]
+            return self._forward(none, torch.zeros_like(one, dtype=torch.int64), one)[:0]
+        experts_L = torch.arange(self._count, device=counts_L.device)
+        ids_P = experts_L.repeat_interleave(counts_L, output_size=rows)
         return self._forward(out.tokens, ids_P.unsqueeze(1), out.tokens.new_ones(rows, 1))
-
-
-def _linear(
-    rows_PA: Tensor, weight_LAB: Tensor, bias_LB: Tensor | None, offsets_L: Tensor, products: Products
-) -> Tensor:
-    product_PB = grouped_matmul(rows_PA, weight_LAB, offsets_L, products)
-    if bias_LB is None:
-        return product_PB
-    ones_PN = bias_factors(None, rows_PA.shape[0], rows_PA)
-    return product_PB + grouped_matmul(ones_PN, bias_weight(bias_LB), offsets_L)
 
 
 def _is_described(experts: nn.Module) -> bool:
@@ -133,9 +119,8 @@ def activation_of(experts: nn.Module) -> str | None:
     """Returns moecomm's name for what `experts` compute between their products, None if it has none. The
     function is tried on some values, as modules bring their own."""
     module: Any = experts
-    inner_PI = torch.linspace(-9.0, 9.0, 48, dtype=torch.float64)[
-        torch.randperm(48, generator=_seeded())
-    ].view(2, 24)
+    order = torch.randperm(48, generator=torch.Generator().manual_seed(0))
+    inner_PI = torch.linspace(-9.0, 9.0, 48, dtype=torch.float64)[order].view(2, 24)
     try:
         found = module._apply_gate(inner_PI) if module.has_gate else module.act_fn(inner_PI)
     except Exception:  # whatever a function for other inputs raises: it is none of these
@@ -153,7 +138,3 @@ def activation_of(experts: nn.Module) -> str | None:
         if found.shape == wanted.shape and torch.allclose(found.double(), wanted, rtol=1e-5, atol=1e-6):
             return name
     return None
-
-
-def _seeded() -> torch.Generator:
-    return torch.Generator().manual_seed(0)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+
+from tests.multirank.moe_cases import unsharded
 
 VOCABULARY = 96
 
@@ -109,10 +109,6 @@ def batch_of(part: int, seed: int) -> Tensor:
     return torch.randint(3, VOCABULARY, (1 + part % 2, 9 + 2 * part), generator=generator)
 
 
-def whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def forward_backward(model: nn.Module, tokens: Tensor) -> tuple[Tensor, Tensor]:
     """Returns logits and loss."""
     out = model(tokens, labels=tokens)
@@ -121,7 +117,7 @@ def forward_backward(model: nn.Module, tokens: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor]:
-    return {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    return {name: unsharded(p.grad) for name, p in model.named_parameters() if p.grad is not None}
 
 
 def worst_of(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> tuple[float, str]:
@@ -132,9 +128,3 @@ def worst_of(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> tuple[float
         for name, each in wanted.items()
     }
     return max(ratios.values())
-
-
-def in_one_process(folder: Path, run: Callable[[nn.Module], Any]) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    return run(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))

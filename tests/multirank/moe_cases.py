@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from moecomm import Communicator, Work
@@ -145,6 +146,11 @@ def poison_tail(comm: Communicator) -> None:
 
     ends: dict[Any, int] = {}
     comm.dispatch, comm.redispatch = poisoned, poisoned_rows  # type: ignore[method-assign, assignment]
+
+
+def unsharded(tensor: Tensor) -> Tensor:
+    """The whole of a tensor that may be sharded; all ranks call together."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def whole(results: list[dict[str, Any]], kind: str) -> dict[str, Tensor]:

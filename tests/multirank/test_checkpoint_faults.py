@@ -20,7 +20,7 @@ from torch.nn.utils import parametrizations, prune
 from moecomm.nn import MoEConfig, MoELayer, fully_shard_experts, sharded_state, sync_gradients
 from tests.multirank.catching import refused
 from tests.multirank.conftest import own_pool
-from tests.multirank.moe_cases import SIZES, groups_of
+from tests.multirank.moe_cases import SIZES, groups_of, unsharded
 from tests.multirank.moe_cases import LinearThenMoE as Block
 from tests.multirank.on_ranks import on_ranks
 
@@ -80,7 +80,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: 
 
 
 def whole(tensor: Tensor) -> Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+    return unsharded(tensor).detach().clone()
 
 
 def tensors_of(state: dict[str, Any]) -> dict[str, Tensor]:

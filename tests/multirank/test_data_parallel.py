@@ -39,7 +39,7 @@ from moecomm.nn import (
 )
 from tests.multirank.catching import refused
 from tests.multirank.conftest import own_pool
-from tests.multirank.moe_cases import SIZES, groups_of
+from tests.multirank.moe_cases import SIZES, groups_of, unsharded
 from tests.multirank.moe_cases import LinearThenMoE as Model
 from tests.multirank.on_ranks import on_ranks
 
@@ -107,10 +107,6 @@ def one_process(rank: int, world_size: int, steps: int, seed: int) -> tuple[Mode
     return model, optimizer
 
 
-def whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def assert_same(model: nn.Module, wanted: nn.Module, of: str = "data", tolerance: float = 1e-9) -> None:
     """Weights (or another attribute of parameters) are those of one process, its experts this rank's."""
     layer = next(module for module in model.modules() if isinstance(module, MoELayer))
@@ -122,7 +118,7 @@ def assert_same(model: nn.Module, wanted: nn.Module, of: str = "data", tolerance
         if ".experts." in name:
             expected = expected[first : first + count]
         assert_close(
-            whole(attribute),
+            unsharded(attribute),
             expected,
             rtol=tolerance,
             atol=tolerance,
@@ -132,7 +128,7 @@ def assert_same(model: nn.Module, wanted: nn.Module, of: str = "data", tolerance
 
 def assert_replicas_equal(model: nn.Module, rank: int, ep: int) -> None:
     """Asserts that parameters of replicas, and dense ones of all ranks, have the same bits."""
-    own = {name: whole(parameter.detach()) for name, parameter in model.named_parameters()}
+    own = {name: unsharded(parameter.detach()) for name, parameter in model.named_parameters()}
     told: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(told, own)
     for other, theirs in enumerate(told):
@@ -181,7 +177,7 @@ def test_a_start_without_values(rank: int, world_size: int, ep: int, seed: int) 
             given["model"].moe.named_parameters(), plain.moe.parameters(), strict=True
         ):
             here = slice(experts.first_expert, experts.first_expert + experts.num_local_experts)
-            assert torch.equal(whole(found), want[here] if name.startswith("experts.") else want), name
+            assert torch.equal(unsharded(found), want[here] if name.startswith("experts.") else want), name
         loss_of(given["model"](tokens(rank, 0, seed)))
 
 
@@ -259,22 +255,22 @@ def test_fsdp_with_mixed_precision(
         assert_same(model, wanted, "grad", tolerance=1e-4)
         norm = torch.nn.utils.clip_grad_norm_(wanted.parameters(), MAX_NORM)
         assert_close(clip_grad_norm(model, MAX_NORM), norm, rtol=1e-4, atol=0)
-        before = whole(model.moe.experts.w_in.detach()).clone()
+        before = unsharded(model.moe.experts.w_in.detach()).clone()
         assert sharded_state(model)["model"]["moe.experts.w_in"].shape == wanted.moe.experts.w_in.shape
         optimizer.step()
-        change = before - whole(model.moe.experts.w_in.detach())
+        change = before - unsharded(model.moe.experts.w_in.detach())
         first = model.moe.experts.first_expert
         want = wanted.moe.experts.w_in.grad
         assert want is not None
         assert_close(change, 0.5 * want[first : first + len(change)], rtol=1e-4, atol=1e-6)
-        saved = {name: whole(parameter.detach()).clone() for name, parameter in model.named_parameters()}
+        saved = {name: unsharded(parameter.detach()).clone() for name, parameter in model.named_parameters()}
         torch.distributed.checkpoint.save(sharded_state(model), checkpoint_id=tmp_path)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.zero_()
         torch.distributed.checkpoint.load(sharded_state(model), checkpoint_id=tmp_path)
         for name, parameter in model.named_parameters():
-            assert torch.equal(whole(parameter.detach()), saved[name]), name
+            assert torch.equal(unsharded(parameter.detach()), saved[name]), name
 
 
 def one_step(

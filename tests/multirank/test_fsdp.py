@@ -15,7 +15,7 @@ from torch.testing import assert_close
 
 from moecomm.nn import MoEConfig, MoELayer, OverlapConfig, fully_shard_experts
 from moecomm.parallel import ParallelFolding
-from tests.multirank.moe_cases import SIZES, groups_of
+from tests.multirank.moe_cases import SIZES, groups_of, unsharded
 from tests.multirank.on_ranks import on_ranks
 
 
@@ -42,7 +42,7 @@ def _steps(layer: torch.nn.Module, rank: int, seed: int) -> list[torch.Tensor]:
 
 def _whole(gradient: torch.Tensor | None) -> torch.Tensor:
     assert gradient is not None
-    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+    return unsharded(gradient)
 
 
 def _check(ours: torch.nn.Module, plain: MoELayer, rank: int, seed: int) -> None:

@@ -31,7 +31,9 @@ CASE = Case(tokens=(6, 4), num_experts=4, hidden=1024, top_k=2)
 def _mapped_files() -> dict[str, str]:
     """Windows that this process has mapped, its peers' included: inode and path, which says if it is gone."""
     with open("/proc/self/maps") as maps:
-        lines = [line.split(maxsplit=5) for line in maps if "/dev/shm/" in line]
+        # Semaphores of multiprocessing, which torch.compile makes, lie there too.
+        shared = [line for line in maps if "/dev/shm/" in line and "/dev/shm/sem." not in line]
+        lines = [line.split(maxsplit=5) for line in shared]
     return {fields[4]: fields[5].strip() for fields in lines}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import sys
 
 import pytest
@@ -13,12 +12,7 @@ from moecomm.errors import Unsupported
 
 @pytest.mark.parametrize("version", ["4.57.1", "5.22.0", None])
 def test_versions_without_a_place_for_it(version: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    def found(name: str) -> str:
-        if version is None:
-            raise importlib.metadata.PackageNotFoundError(name)
-        return version
-
-    monkeypatch.setattr(importlib.metadata, "version", found)
+    monkeypatch.setattr("moecomm.setup.version.version_of", lambda package: version)
     monkeypatch.delitem(sys.modules, "moecomm.transformers", raising=False)
     with pytest.raises(
         Unsupported, match=r"needs transformers 5.23 or newer.*pip install 'transformers>=5.23'"
