@@ -1,8 +1,8 @@
 // The formats in which rows of a dispatch travel, a line of a table each. Layout, memory plan and runtime
 // take what they know of a format from its line; how values are written and read is the format's verbs,
-// Wire<format> in kernels/gpu/common/wire_element.cuh. A new format is a line here with its place in kWireFormats,
-// its verbs there, the dtypes of its tensors in moecomm/types.py, and its name in CMakeLists.txt, where each
-// format's kernels that send are an object of their own.
+// Wire<format> in kernels/gpu/common/wire_element.cuh. A new format is a line here with its place in
+// kWireFormats, its verbs there, the dtypes of its tensors in moecomm/types.py, and its name in
+// CMakeLists.txt, where each format's kernels that send are an object of their own.
 #pragma once
 
 #include <cstdint>
