@@ -22,13 +22,7 @@ from moecomm.autograd import functions as ops
 from moecomm.autograd import library as operators
 from moecomm.autograd.compiled import break_graph, dispatch_in_graph, for_trace
 from moecomm.autograd.planned import Array, _Planned
-from moecomm.backends import (
-    Backend,
-    DispatchCall,
-    RawDispatch,
-    make_backend,
-)
-from moecomm.backends.announcing import announce
+from moecomm.backends import Backend, DispatchCall, RawDispatch, make_backend
 from moecomm.backends.arrays import shared_tensor
 from moecomm.env import Env, read_env
 from moecomm.errors import InvalidArgument, MoecommError
@@ -419,7 +413,7 @@ class Communicator(_Planned):
             if async_op:
                 few = isinstance(x, torch.Tensor) and x.dim() > 0 and backend.splits(x.shape[0])
         except Exception as error:
-            announce(backend, error)
+            backend.announce(error)
 
         def checked() -> DispatchCall:
             backend.ready()  # an error that ends the communicator comes before one in the arguments

@@ -180,7 +180,6 @@ void bind_cuda(py::module_& m, void (*interrupt)()) {
           Release())
       .def("finish_dispatch", &finish_dispatch)
       .def_property_readonly("num_sms", &DeviceCommunicator::num_sms)
-      .def("limit_sms", &DeviceCommunicator::limit_sms)
       .def("fuse_up_to", &DeviceCommunicator::fuse_up_to)
       .def("complete",
            [](DeviceCommunicator& self, uintptr_t stream) { return self.complete(stream_of(stream)); })

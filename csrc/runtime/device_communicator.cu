@@ -84,7 +84,12 @@ DeviceCommunicator::DeviceCommunicator(const DeviceConfig& config)
   if (major != 9 && major != 10)
     throw Error(ErrorKind::unsupported, "the GPU has compute capability " + std::to_string(major) +
                                             ".x, there are kernels for 9.0 and 10.x");
-  limit_sms(config_.num_sms);
+  // Where nothing is quantised any format will do.
+  const WireFormat quantised = s.wire != WireFormat::same              ? s.wire
+                               : config_.gradients != WireFormat::same ? config_.gradients
+                                                                       : WireFormat::fp8;
+  heuristics_ = gpu::choose_heuristics(sms_, config_.num_sms, gpu::most_fused_tokens(s.ranks, s.num_experts),
+                                       s, quantised);
   const DeviceShape of_gradients = s.with_wire(config_.gradients);
   for (const cudaError_t error :
        {gpu::prepare_dispatch_route(s), prepare_send(s), gpu::prepare_dispatch_receive(s),
@@ -260,16 +265,6 @@ void DeviceCommunicator::watch() {
 }
 
 device::Comm* DeviceCommunicator::comm(WireFormat wire) const { return comms_[static_cast<int>(wire)].get(); }
-
-void DeviceCommunicator::limit_sms(int32_t num_sms) {
-  const DeviceShape& shape = config_.shape;
-  // Where nothing is quantised any format will do.
-  const WireFormat quantised = shape.wire != WireFormat::same          ? shape.wire
-                               : config_.gradients != WireFormat::same ? config_.gradients
-                                                                       : WireFormat::fp8;
-  heuristics_ = gpu::choose_heuristics(sms_, num_sms, gpu::most_fused_tokens(shape.ranks, shape.num_experts),
-                                       shape, quantised);
-}
 
 bool DeviceCommunicator::complete(cudaStream_t stream) {
   interrupted_ = false;

@@ -126,8 +126,6 @@ class DeviceCommunicator {
 
   /// SMs that an operation holds while it runs.
   int32_t num_sms() const { return heuristics_.all_blocks(); }
-  /// Sets the SMs of operations that begin from now on; 0: as the heuristics say.
-  void limit_sms(int32_t num_sms);
   /// Up to so many tokens of this rank, one kernel does all of an operation, if it can; as the heuristics say
   /// where this is not called. Ranks need not agree on it.
   void fuse_up_to(int64_t tokens) { most_fused_ = tokens; }

@@ -1,13 +1,15 @@
-"""The interface of a backend: the methods that the communicator and autograd call, whatever the memory."""
+"""The interface of a backend, and how an operation fails, which backends have in common."""
 
 from __future__ import annotations
 
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 
+from moecomm.errors import CapacityExceeded, InvalidArgument, announced_as, kind_of
 from moecomm.setup.memory_plan import MemoryPlan
 from moecomm.setup.topology import NodeMap
 from moecomm.types import Layout, PlanViews, WireTensors, Work
@@ -108,19 +110,20 @@ class DispatchCall(NamedTuple):
     agree."""
 
 
-class Backend(Protocol):
+class Backend(ABC):
     """Turns tensors into pointers for one kind of memory.
 
     `dispatch` and its halves, `redispatch`, `combine`, `empty_input` and `ready` are called within `run` or
-    `launch` only, which put the operations of all threads into one order, and announce to all ranks what goes
-    wrong on one before the runtime has the operation.
+    `launch` only, which put the operations of all threads into one order. What goes wrong on one rank between
+    the call of an operation and the runtime's part in it is announced to all ranks in place of the operation,
+    so that they stay in step.
     """
 
     device: torch.device
     dtype: torch.dtype
     hidden: int
     top_k: int
-    wire_tensors: WireTensors | None
+    wire_tensors: WireTensors | None = None
     """The tensors in which rows of a dispatch can be given and handed on; None: in their dtype alone."""
     memory: MemoryPlan
     nodes: NodeMap
@@ -130,21 +133,21 @@ class Backend(Protocol):
     """The number of SMs that an operation holds; on the CPU, of threads."""
     plan_fields: PlanFields
     """The fields of the blob in a TensorPlan."""
+    _announced = True
+    """True from when the runtime has the operation, which sees to it that all ranks learn of its errors."""
 
     @property
     def stream(self) -> torch.cuda.Stream | None:
         """The CUDA stream on which operations of `launch` run; None where there are no streams."""
+        return None
 
-    def limit_sms(self, num_sms: int | None) -> int | None:
-        """Sets the SMs of operations that begin from now on; None sets the number that the communicator was
-        made with. Returns the setting before."""
+    # -- order -----------------------------------------------------------------------------------------
 
+    @abstractmethod
     def run(self, name: str, operation: Callable[[], Result]) -> Result:
         """Runs `operation` after all before it and returns its result; `name` is for profilers."""
 
-    def settle_begun(self) -> None:
-        """Completes the operation that `launch` has begun and not completed, if there is one."""
-
+    @abstractmethod
     def launch(
         self,
         name: str,
@@ -160,26 +163,58 @@ class Backend(Protocol):
         tensor is left alone).
         """
 
+    def announce(self, error: Exception) -> NoReturn:
+        """Raises `error`, found before its operation could begin, on all ranks in place of the operation."""
+
+        def operation() -> NoReturn:
+            self.ready()
+            raise error
+
+        self.run("moecomm refuse", operation)
+
+    def _whole(self, operation: Callable[[], Result]) -> Result:
+        """Runs an operation, checks and copies of its arguments included. What it raises before it has set
+        `_announced` is announced, as `announced_as` has it. All ranks know of an InvalidArgument then."""
+        self._announced = False
+        try:
+            return operation()
+        except Exception as error:
+            told: Exception = error
+            if not self._announced:
+                self._announced = True
+                told = typed = announced_as(error)
+                self._announce(kind_of(typed), str(typed).encode(errors="replace").decode())
+            if isinstance(told, InvalidArgument):
+                told._is_known_to_all = True
+            if told is error or isinstance(error, CapacityExceeded):
+                raise
+            raise told from error
+
+    @abstractmethod
+    def _announce(self, kind: str, text: str) -> None:
+        """Tells all ranks of an error of this one, in the place of an operation."""
+
+    # -- operations ------------------------------------------------------------------------------------
+
+    @abstractmethod
     def ready(self) -> None:
         """Raises the error that must keep the next dispatch from running, the same on all ranks."""
 
+    def splits(self, tokens: int) -> bool:
+        """True if an operation of so many tokens that is begun with `async_op` has two halves, so that no SM
+        waits for other ranks' rows between them: `begin_dispatch`, also with a capacity, or `begin_combine`,
+        and what follows when it is waited for."""
+        return False
+
     def dispatch(self, call: DispatchCall) -> RawDispatch:
         """Sends rows and receives those that arrive."""
+        return self.finish_dispatch(self.begin_dispatch(call))
 
+    @abstractmethod
     def begin_dispatch(self, call: DispatchCall) -> Any:
         """Sends the rows of a dispatch: its first half. The result is the argument of `finish_dispatch`."""
 
-    def splits(self, tokens: int) -> bool:
-        """True if an operation of so many tokens that is begun with `async_op` has two halves:
-        `begin_dispatch`, also with a capacity, or `begin_combine`, and what follows when it is waited for."""
-
-    def begin_combine(self, plan: Any, rows_PH: torch.Tensor, weights_P: torch.Tensor | None) -> Any:
-        """Sends the sums of a forward's combine: its first half. The result is the argument of
-        `finish_combine`."""
-
-    def finish_combine(self, begun: Any) -> torch.Tensor:
-        """Sums what arrives, and returns y (T, H): the second half."""
-
+    @abstractmethod
     def finish_dispatch(self, begun: Any, directly: bool = True) -> RawDispatch:
         """Receives the rows that arrive: the second half of a dispatch. `directly`: nothing else is on the
         current stream since the first half was put there, so that rows can be received while others are
@@ -188,7 +223,10 @@ class Backend(Protocol):
     def tensor_plan(self, plan: Any) -> TensorPlan:
         """Returns the plan of a RawDispatch as a tensor and numbers; the plan lives as long as the blob's
         memory."""
+        assert isinstance(plan, TensorPlan)
+        return plan
 
+    @abstractmethod
     def redispatch(
         self,
         plan: Any,
@@ -201,6 +239,7 @@ class Backend(Protocol):
         <row p, other[p]> with `other_PH`, else dots is None. `gradients`: without both, rows travel in the
         gradient_wire."""
 
+    @abstractmethod
     def combine(
         self,
         plan: Any,
@@ -212,24 +251,54 @@ class Backend(Protocol):
         """Sums rows per token and returns (y_TH, or None without rows; gradients (T, K) of the routing
         weights, or None without weight_grads). `forward`: sums travel in the combine_wire."""
 
+    def begin_combine(self, plan: Any, rows_PH: torch.Tensor, weights_P: torch.Tensor | None) -> Any:
+        """Sends the sums of a forward's combine: its first half, or all of it where it has one. The result is
+        the argument of `finish_combine`, and has the tensors that kernels still read."""
+        return self.combine(plan, rows_PH, weights_P, None, forward=True)
+
+    def finish_combine(self, begun: Any) -> torch.Tensor:
+        """Sums what arrives, and returns y (T, H): the second half."""
+        y_TH: torch.Tensor = begun[0]
+        return y_TH
+
+    @abstractmethod
     def empty_input(self, num_tokens: int) -> torch.Tensor:
         """Returns an uninitialised (num_tokens, H) tensor, in the window if that saves a copy."""
 
+    # -- state -----------------------------------------------------------------------------------------
+
+    @abstractmethod
     def check(self) -> None:
         """Raises the pending error, if any: CapacityExceeded, or the one that broke the communicator."""
 
+    @abstractmethod
     def stats(self) -> dict[str, Any]:
         """Returns the counters since construction or the last reset."""
 
+    @abstractmethod
     def reset_stats(self) -> None:
         """Sets the counters to zero."""
 
+    @abstractmethod
     def last_phases(self) -> dict[str, dict[str, float]]:
         """Returns when the last operation of each kind passed its phases. Raises Unsupported on the CPU."""
 
+    @abstractmethod
     def close(self) -> None:
         """Waits for operations under way, tells the peers, and frees the window. RuntimeWarning if the thread
         that talks to other nodes does not come back (`warn_of_thread`)."""
+
+
+def memory_of(tensor: torch.Tensor) -> int:
+    """Returns the address of a tensor's elements; 0 if there are none. Raises InvalidArgument for a tensor
+    with elements and no memory."""
+    address = tensor.data_ptr()
+    if address == 0 and tensor.numel() > 0:
+        raise InvalidArgument(
+            f"a {type(tensor).__name__} of shape {tuple(tensor.shape)}, which the operation has made, has no "
+            "memory, expected a call outside of FakeTensorMode and of other modes that make such tensors"
+        )
+    return address
 
 
 def warn_of_thread() -> None:

@@ -15,13 +15,14 @@ from torch._compile import _disable_dynamo
 
 import moecomm._C as _C
 from moecomm.arguments import weight_dtype
-from moecomm.backends.announcing import Announcing, memory_of
 from moecomm.backends.base import (
+    Backend,
     DispatchCall,
     ExpertIndex,
     PlanFields,
     RawDispatch,
     TensorPlan,
+    memory_of,
     warn_of_thread,
 )
 from moecomm.backends.order import InOrder
@@ -30,7 +31,7 @@ from moecomm.setup.devices import default_threads
 from moecomm.setup.handshake import check_host_room, connect, describe, handshake
 from moecomm.setup.memory_plan import plan_memory, window_shape
 from moecomm.setup.rendezvous import Rendezvous
-from moecomm.types import Layout, WireTensors, Work
+from moecomm.types import Layout, Work
 
 Result = TypeVar("Result")
 Finished = TypeVar("Finished")
@@ -87,12 +88,8 @@ def _plan_view(plan: _C.Plan, name: str) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32, device="cpu")
 
 
-class CpuBackend(Announcing):
-    """Owns the native communicator. Methods are those of `Backend`; they do no more checking than the runtime
-    does."""
-
-    stream = None
-    wire_tensors: WireTensors | None = None
+class CpuBackend(Backend):
+    """Owns the native communicator. Methods do no more checking than the runtime does."""
 
     def __init__(
         self,
@@ -177,9 +174,6 @@ class CpuBackend(Announcing):
         future = self._order.submit(self._whole, begin if complete is None else lambda: complete(begin()))
         return Work(lambda: finish(self._order.result(future)), future.done)
 
-    def settle_begun(self) -> None:
-        """Does nothing: the thread completes each operation itself."""
-
     def ready(self) -> None:
         """Raises the pending error, if any. A passed capacity is announced, though every rank sees it: one
         that has called `check` since has it no more, and would go on alone."""
@@ -190,13 +184,6 @@ class CpuBackend(Announcing):
             self._announced = False
             raise
         self._announced = False
-
-    def limit_sms(self, num_sms: int | None) -> int | None:
-        """Raises Unsupported: a rank's threads are made once, with the communicator."""
-        raise Unsupported("limit_sms is for CUDA communicators; on the CPU num_sms is given once, as threads")
-
-    def dispatch(self, call: DispatchCall) -> RawDispatch:
-        return self.finish_dispatch(self.begin_dispatch(call))
 
     def begin_dispatch(self, call: DispatchCall) -> _Begun:
         x_TH, ids_TK = _dense(call.x_TH), _dense(call.topk_idx_TK)
@@ -302,21 +289,6 @@ class CpuBackend(Announcing):
         self._announced = True
         self._native.redispatch(plan, **addresses)
         return out_PH, dots_P
-
-    def splits(self, tokens: int) -> bool:
-        """Returns False: operations of `async_op` have a thread of their own, which does all of each."""
-        return False
-
-    def begin_combine(
-        self, plan: _C.Plan | TensorPlan, rows_PH: torch.Tensor, weights_P: torch.Tensor | None
-    ) -> torch.Tensor:
-        # The first half is all of it.
-        y_TH, _ = self.combine(plan, rows_PH, weights_P, None, forward=True)
-        assert y_TH is not None
-        return y_TH
-
-    def finish_combine(self, begun: torch.Tensor) -> torch.Tensor:
-        return begun
 
     def combine(
         self,

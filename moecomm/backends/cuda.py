@@ -18,12 +18,13 @@ from torch._compile import _disable_dynamo
 
 import moecomm._C as _C
 from moecomm.arguments import weight_dtype, wire_tensors
-from moecomm.backends.announcing import Announcing, memory_of
 from moecomm.backends.base import (
+    Backend,
     DispatchCall,
     ExpertIndex,
     RawDispatch,
     TensorPlan,
+    memory_of,
 )
 from moecomm.backends.cuda_outputs import Begun, Inputs, Outputs, out_of_memory
 from moecomm.backends.cuda_setup import check_room, connect_gpus, meet, plan_fields_of, release, shape_of
@@ -45,7 +46,7 @@ _ALIGNMENT = 16
 _Sending = tuple[int, int, int, bool, int, int, _C.RowLayout, int, int, int, int, int]
 
 
-class CudaBackend(Announcing):
+class CudaBackend(Backend):
     """Owns the native communicator and the symmetric memory."""
 
     def __init__(
@@ -104,7 +105,6 @@ class CudaBackend(Announcing):
             )
             self.num_sms = self._native.num_sms
             self.network_lanes = self._native.network_lanes()
-        self._num_sms, self._limit = num_sms, num_sms
         # This also runs when the backend is garbage collected, and when the interpreter ends.
         self._release = weakref.finalize(self, release, self._gpu, self._native, window)
 
@@ -120,7 +120,7 @@ class CudaBackend(Announcing):
     def run(self, name: str, operation: Callable[[], Result]) -> Result:
         """Runs `operation` on the caller's current stream, after all before it, and returns its result."""
         with self._lock:
-            self.settle_begun()
+            self._settle_begun()
             return self.run_now(name, operation)
 
     def run_now(self, name: str, operation: Callable[[], Result]) -> Result:
@@ -154,23 +154,12 @@ class CudaBackend(Announcing):
         inputs: tuple[Any, ...],
     ) -> Work[Finished]:
         """Puts an operation on `stream`, after all work on the caller's current stream. An operation that
-        keeps the host waiting is only begun; it is completed in `wait`, or before the next operation, on as
-        many SMs.
-        """
-        side, limit = self.stream, self._limit
+        keeps the host waiting is only begun; it is completed in `wait`, or before the next operation."""
+        side = self.stream
         side.wait_stream(self._gpu.stream())
-
-        def limited(begun: Any) -> Result:
-            assert complete is not None
-            before = self.limit_sms(limit)
-            try:
-                return complete(begun)
-            finally:
-                self.limit_sms(before)
-
-        work = SideWork(self, self._gpu, name, begin, None if complete is None else limited, side)
+        work = SideWork(self, self._gpu, name, begin, complete, side)
         with self._lock:
-            self.settle_begun()
+            self._settle_begun()
             work.begin()
             if complete is not None:
                 self._unfinished = work
@@ -185,11 +174,10 @@ class CudaBackend(Announcing):
 
         return Work(wait, work.is_completed, work.join)
 
-    def settle_begun(self) -> None:
+    def _settle_begun(self) -> None:
         """Completes the operation that `launch` has begun and not completed, if there is one."""
-        with self._lock:
-            if self._unfinished is not None:
-                self._unfinished.complete()
+        if self._unfinished is not None:
+            self._unfinished.complete()
 
     def settle(self, work: SideWork[Any]) -> None:
         """Completes `work` if it is not complete yet."""
@@ -202,14 +190,6 @@ class CudaBackend(Announcing):
             self._unfinished = None
 
     # -- operations ------------------------------------------------------------------------------------
-
-    def limit_sms(self, num_sms: int | None) -> int | None:
-        """Sets the SMs of operations that begin from now on, and returns the setting before."""
-        with self._lock:
-            before, self._limit = self._limit, self._num_sms if num_sms is None else num_sms
-            if self._limit != before:
-                self._native.limit_sms(self._limit or 0)
-        return before
 
     def ready(self) -> None:
         """Does nothing: the runtime refuses work when it is closed or broken, and a passed capacity is
@@ -224,7 +204,6 @@ class CudaBackend(Announcing):
         return self._receive(call, blob, rows, partial(self._native.dispatch, *sending))
 
     def begin_dispatch(self, call: DispatchCall) -> Begun:
-        """Sends the rows of a dispatch and makes the plan, on the device."""
         return self._begin(call, offers=False)
 
     def _begin(self, call: DispatchCall, offers: bool) -> Begun:
@@ -256,14 +235,11 @@ class CudaBackend(Announcing):
         return Begun(call, blob, inputs, self._raw_stream, outputs, offered, at_once, offers)
 
     def splits(self, tokens: int) -> bool:
-        """True if an operation of so many tokens that is begun with `async_op` is received when it is waited
-        for: until then no SM waits for other ranks' rows."""
         return self._native.splits(tokens)
 
     def finish_dispatch(self, begun: Begun, directly: bool = True) -> RawDispatch:
         """Receives the rows, of which without a capacity the host waits for the number. Those that were
-        received at once are cut to it; where the output was too small, there is another one. `directly`:
-        nothing but the first half is on the current stream since that began."""
+        received at once are cut to it; where the output was too small, there is another one."""
         self._announced = True
         call, blob, inputs, stream, outputs, offered, at_once, in_one_call = begun
         if stream != self._raw_stream:
@@ -395,10 +371,6 @@ class CudaBackend(Announcing):
             index,
         )
 
-    def tensor_plan(self, plan: TensorPlan) -> TensorPlan:
-        """Returns `plan` itself, which is a TensorPlan already."""
-        return plan
-
     def redispatch(
         self,
         plan: TensorPlan,
@@ -407,7 +379,6 @@ class CudaBackend(Announcing):
         other_PH: torch.Tensor | None,
         gradients: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Sends rows along a kept plan, as `Backend.redispatch` says."""
         scales_address = other_address = 0
         dots_P = None
         rows_TH, rows_address = self._readable(rows_TH)
@@ -444,27 +415,22 @@ class CudaBackend(Announcing):
         weight_grads: torch.Tensor | None,
         forward: bool = False,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Sums rows per token, as `Backend.combine` says."""
         return self._combine(plan, rows_PH, weights_P, weight_grads, forward, held=False)[:2]
 
     def begin_combine(
         self, plan: TensorPlan, rows_PH: torch.Tensor, weights_P: torch.Tensor | None
     ) -> tuple[Any, ...]:
-        """Sends the sums of a forward's combine: its first half. The result is the argument of
-        `finish_combine`, which has the tensors that kernels still read."""
         return self._combine(plan, rows_PH, weights_P, None, True, held=True)
 
     def finish_combine(self, begun: tuple[Any, ...]) -> torch.Tensor:
-        """Sums what arrives for this rank's tokens, and returns y (T, H). Raises InvalidArgument if the first
-        half was recorded by a CUDA graph capture that has ended."""
+        """Raises InvalidArgument if the first half was recorded by a CUDA graph capture that has ended."""
         self._announced = True  # with its first half
         if not self._native.complete(self._raw_stream):
             raise InvalidArgument(
                 "the capture in which an operation was begun has ended without its second half, and nothing "
                 "of it runs: wait for it within the capture"
             )
-        y_TH: torch.Tensor = begun[0]
-        return y_TH
+        return super().finish_combine(begun)
 
     def _combine(
         self,
@@ -508,8 +474,6 @@ class CudaBackend(Announcing):
         return y_TH, grads_TK, rows_PH, weights_P, plan
 
     def empty_input(self, num_tokens: int) -> torch.Tensor:
-        """Returns an uninitialised (num_tokens, H) tensor of ordinary memory: rows are sent from wherever
-        they are."""
         self._announced = True  # no other rank calls it
         return self._empty((num_tokens, self.hidden), self.dtype)
 
@@ -520,7 +484,6 @@ class CudaBackend(Announcing):
             self._native.fail(getattr(_C.ErrorKind, kind), text, self._raw_stream)
 
     def check(self) -> None:
-        """Raises the error that the device has reported by now, if any."""
         with self._lock:
             self._native.check()
 
@@ -533,21 +496,17 @@ class CudaBackend(Announcing):
         return {"plans_reused": 0, "bytes_staged": 0, **found}
 
     def reset_stats(self) -> None:
-        """Sets the counters to zero."""
         with self._lock, self._gpu.current():
             self._native.reset_stats()
             self._stats_before = dict(self._native.stats())
 
     def last_phases(self) -> dict[str, dict[str, float]]:
-        """Returns when the last operation of each kind passed its phases."""
         with self._lock, self._gpu.current():
             return self._native.phases()
 
     def close(self) -> None:
-        """Waits for operations under way, tells the peers, and frees the window."""
         with self._lock:
-            if self._unfinished is not None:
-                self._unfinished.complete()
+            self._settle_begun()
             self._release()
 
     def __str__(self) -> str:

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, NoReturn, TypeVar
 
 import torch
 
 from moecomm.arguments import require_integer
-from moecomm.backends.announcing import announce
 from moecomm.backends.arrays import shared_tensor
 from moecomm.backends.base import Backend
 from moecomm.errors import CommunicatorClosed, MoecommError
-from moecomm.setup.checks import check_num_sms
 
 Own = TypeVar("Own", bound="_Opened")
 
@@ -25,30 +21,6 @@ class _Opened:
     _backend: Backend | None
     device: torch.device
     max_tokens: int
-
-    @contextlib.contextmanager
-    def limit_sms(self, num_sms: int | None) -> Iterator[None]:
-        """Within the block, operations that begin use `num_sms` SMs, from 2 (3 with several nodes) to all;
-        None is the number that the communicator was built with. Ranks need not agree, and results are the
-        same.
-
-        Use it for a transfer beside a product that leaves it so many SMs: on few SMs a transfer takes
-        longer, and holds up less. Its blocks are put on neighbouring SMs in pairs then, since products come
-        in clusters of two (docs/layer.md). One thread at a time; a graph keeps what it was captured with.
-        Raises InvalidArgument for another number, Unsupported on the CPU.
-        """
-        backend = self._open()
-        before = backend.limit_sms(None if num_sms is None else check_num_sms(num_sms, self.device))
-        try:
-            yield
-        finally:
-            backend.limit_sms(before)
-
-    def settle(self) -> None:
-        """Completes a dropless dispatch of `async_op`, if one was begun last: the host waits for its number
-        of rows, and `stream` receives them. The next operation does that too; call this before making
-        `stream` wait for something else. On the CPU it does nothing."""
-        self._open().settle_begun()
 
     def empty_input(self, num_tokens: int) -> torch.Tensor:
         """Returns an uninitialised (num_tokens, H) tensor whose dispatch costs no extra copy: on the CPU it
@@ -75,7 +47,7 @@ class _Opened:
         that is another one. A layer calls it for an error that it finds on its rank alone: a plain exception
         would leave the other ranks waiting until their deadline. The communicator stays usable."""
         try:
-            announce(self._open(), error)
+            self._open().announce(error)
         except MoecommError as raised:
             if raised is not error and raised.__cause__ is not error:
                 raise
@@ -168,4 +140,4 @@ class _Opened:
         try:
             return [shared_tensor(each, self.device) for each in arrays]
         except Exception as error:
-            announce(backend, error)
+            backend.announce(error)

@@ -5,28 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
 from moecomm.backends.base import RawDispatch
 from moecomm.device.cuda_device import CudaDevice
 
+if TYPE_CHECKING:
+    from moecomm.backends.cuda import CudaBackend
+
 Result = TypeVar("Result")
-Outcome = TypeVar("Outcome")
-
-
-class Owner(Protocol):
-    """The backend, which puts operations into one order."""
-
-    def run_now(self, name: str, operation: Callable[[], Outcome]) -> Outcome:
-        """Runs `operation` on the current stream, with the lock held, and returns its result."""
-
-    def settle(self, work: SideWork[Any]) -> None:
-        """Completes `work` if it is not complete yet."""
-
-    def completed(self, work: SideWork[Any]) -> None:
-        """Notes that `work` needs nothing more from the host."""
 
 
 class SideWork(Generic[Result]):
@@ -34,7 +23,7 @@ class SideWork(Generic[Result]):
 
     def __init__(
         self,
-        owner: Owner,
+        owner: CudaBackend,
         gpu: CudaDevice,
         name: str,
         begin: Callable[[], Any],

@@ -3,12 +3,11 @@ more ranks than top-k, and more than have room for all of their tokens, chunks t
 and what receives wait for each other.
 
 Nothing that a program puts between the two calls of a dispatch may keep them apart: work on the same stream,
-events, a wait of the host for the device, another number of SMs.
+events, a wait of the host for the device.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -16,13 +15,11 @@ from typing import Any
 import pytest
 import torch
 
-import moecomm
 from tests import oracle
 from tests.gpu import harness
 from tests.gpu.conftest import Pools
 from tests.gpu.harness import Job
 from tests.multirank.catching import catch
-from tests.multirank.on_ranks import on_ranks
 from tests.oracle import Oracle
 
 pytestmark = pytest.mark.usefixtures("cuda_only")
@@ -78,25 +75,23 @@ BETWEEN: dict[str, Callable[[torch.device], None]] = {
     "wait": _wait,
     "memory": _all_memory_back,
 }
-Halves = list[tuple[int | None, int | None]]
 
 
-def _in_halves(rank: int, world_size: int, job: Job, between: str, some: list[Halves]) -> list[str]:
-    """`some`: for each step the numbers of SMs of all ranks, with which they send and receive."""
+def _in_halves(
+    rank: int, world_size: int, job: Job, between: str, sms: list[int | None], steps: int = 1
+) -> list[str]:
+    """`sms`: the number of SMs of each rank."""
     problems = []
-    with harness.communicator(**job.communicator) as comm:
-        for step, of_ranks in enumerate(some):
+    with harness.communicator(**{**job.communicator, "num_sms": sms[rank]}) as comm:
+        for step in range(steps):
             known = Oracle(replace(job, seed=job.seed + step), rank, comm.device)
             harness.poison(32 << 20)
-            sends, receives = of_ranks[rank]
-            with comm.limit_sms(sends):
-                receive = begin(comm, known)
+            receive = begin(comm, known)
             BETWEEN[between](comm.device)
-            with comm.limit_sms(receives):
-                out = receive()
-                known.check_dispatch(out)
-                known.check_combine("combine", comm.combine(known.answer(out.tokens), out.handle))
-                rows = comm.redispatch(known.own.x_TH, out.handle)
+            out = receive()
+            known.check_dispatch(out)
+            known.check_combine("combine", comm.combine(known.answer(out.tokens), out.handle))
+            rows = comm.redispatch(known.own.x_TH, out.handle)
             if not torch.equal(rows, out.tokens) and job.wire is None:
                 known.problems.append(f"rank {rank}: other rows along the plan")
             problems += known.problems
@@ -110,8 +105,8 @@ def _in_halves(rank: int, world_size: int, job: Job, between: str, some: list[Ha
 def test_whatever_is_between_the_calls(
     pool: Pools, size: int, between: str, wire: str | None, seed: int
 ) -> None:
-    steps: list[Halves] = [[(None, None)] * size] * 3
-    oracle.assert_none(pool(size, **TURNS)(_in_halves, in_turns_case(size, seed, wire=wire), between, steps))
+    job, sms = in_turns_case(size, seed, wire=wire), [None] * size
+    oracle.assert_none(pool(size, **TURNS)(_in_halves, job, between, sms, 3))
 
 
 @pytest.mark.parametrize("agree", [True, False], ids=["the same on all", "another on each"])
@@ -129,35 +124,9 @@ def test_any_number_of_sms(
         wire=wire,
         seed=seed,
     )
-    count = len(LIMITS)
-    steps: list[Halves] = [
-        [
-            (LIMITS[step], LIMITS[step])
-            if agree
-            else (LIMITS[(step + rank) % count], LIMITS[(step + 3 * rank + 1) % count])
-            for rank in range(size)
-        ]
-        for step in range(count)
-    ]
-    oracle.assert_none(pool(size, **TURNS)(_in_halves, job, "nothing", steps))
-
-
-@pytest.mark.parametrize("size", [1, 2])
-@on_ranks("size")
-def test_mistakes_with_numbers_of_sms(rank: int, world_size: int, seed: int) -> list[str]:
-    job = Job(tokens=(64, 50)[:world_size], num_experts=4 * world_size, hidden=64, top_k=3, seed=seed)
-    with harness.communicator(**job.communicator) as comm:
-        most = torch.cuda.get_device_properties(comm.device).multi_processor_count
-        bad: Any
-        for bad in (0, 1, -3, most + 1, 2.5, "all"):
-            with pytest.raises(moecomm.InvalidArgument, match="num_sms is"), comm.limit_sms(bad):
-                pass
-        with contextlib.suppress(ZeroDivisionError), comm.limit_sms(8):
-            raise ZeroDivisionError
-        problems = oracle.play(comm, job, rank)
-    with pytest.raises(moecomm.CommunicatorClosed), comm.limit_sms(8):
-        pass
-    return problems
+    for step in range(len(LIMITS)):
+        sms = [LIMITS[(step + (0 if agree else rank)) % len(LIMITS)] for rank in range(size)]
+        oracle.assert_none(pool(size, **TURNS)(_in_halves, job, "nothing", sms))
 
 
 def _given_up(rank: int, world_size: int, job: Job) -> list[str]:

@@ -128,9 +128,6 @@ class LoopbackNative:
     def network(self) -> str:
         return ""
 
-    def limit_sms(self, num_sms: int) -> None:
-        self.calls.append(f"limit_sms {num_sms}")
-
     def fuse_up_to(self, tokens: int) -> None:
         self.calls.append(f"fuse_up_to {tokens}")
 

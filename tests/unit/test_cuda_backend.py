@@ -299,23 +299,17 @@ class TestOperations:
         assert told == ([] if most is None else [f"fuse_up_to {most}"])
         comm.close()
 
-    def test_a_begun_dispatch_is_settled_on_the_sms_that_it_began_with(self) -> None:
+    def test_a_begun_dispatch_is_completed_before_the_next_operation(self) -> None:
         comm, native, _ = opened()
-        backend, inputs = comm._open(), make_inputs()
-        comm.settle()  # nothing is begun
-        before = backend.limit_sms(20)
+        inputs = make_inputs()
         work = comm.dispatch(*inputs, async_op=True)
-        backend.limit_sms(before)
-        assert native.calls[-1] == "limit_sms 0"
         begun = len(native.calls)
-        comm.settle()
-        comm.settle()
-        assert native.calls[begun:] == ["limit_sms 20", "wait_rows", "finish_dispatch@101", "limit_sms 0"]
+        comm.redispatch(inputs[0], comm.dispatch(*inputs).handle)
+        assert native.calls[begun : begun + 2] == ["wait_rows", "finish_dispatch@101"]
+        done = len(native.calls)
         assert torch.equal(work.wait().tokens, inputs[0][[1, 3, 0, 2, 3, 0, 2]])
-        assert len(native.calls) == begun + 4
+        assert len(native.calls) == done
         comm.close()
-        with pytest.raises(moecomm.CommunicatorClosed):
-            comm.settle()
 
     def test_no_tokens(self) -> None:
         comm, _, _ = opened()

@@ -111,16 +111,6 @@ def test_numpy_in_a_cpu_communicator() -> None:
             comm.dispatch([[1.0]], IDS_TK)
 
 
-def test_sms_of_a_cpu_communicator() -> None:
-    with moecomm.Communicator(num_experts=2, hidden=8, top_k=1, max_tokens=1, device="cpu") as comm:
-        with pytest.raises(moecomm.Unsupported, match="for CUDA communicators"), comm.limit_sms(2):
-            pass
-        with pytest.raises(moecomm.InvalidArgument, match="num_sms is"), comm.limit_sms(0):
-            pass
-    with pytest.raises(moecomm.CommunicatorClosed), comm.limit_sms(2):
-        pass
-
-
 def test_a_thread_that_is_left_behind_by_a_cpu_communicator(monkeypatch: pytest.MonkeyPatch) -> None:
     comm = moecomm.Communicator(**SIZES, device="cpu")
     native = comm._backend._native  # type: ignore[union-attr]
