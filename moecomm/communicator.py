@@ -305,8 +305,8 @@ class Communicator(_Planned):
         """Brings every token to the ranks of its experts.
 
         Differentiable in `x_TH` and `topk_weights_TK`. Tensors may be arrays of other libraries that share
-        their memory (DLPack, `__cuda_array_interface__`). Under torch.compile a call with a capacity stays in
-        the graph; one without, or with async_op, breaks it.
+        their memory (DLPack, `__cuda_array_interface__`). Under torch.compile a call with a capacity, in the
+        expert layout and of rows in the dtype stays in the graph; any other breaks it.
 
         CPU: a call with the same `topk_idx` as an earlier one on all ranks (a forward that is computed again
         for the backward) finds the plan of that one.
@@ -347,35 +347,21 @@ class Communicator(_Planned):
             OutOfMemory: no memory for the output; on the caller.
             CommunicatorClosed: after `close()`.
         """
-        tensors = (x_TH, topk_idx_TK, topk_weights_TK)
+        tensors: tuple[Any, Any, Any] = (x_TH, topk_idx_TK, topk_weights_TK)
         arguments = (*tensors, layout, alignment, capacity, expert_capacity, dequantize)
         if not torch.compiler.is_compiling():
             return self._dispatch(*arguments, async_op, _layer)
-        if capacity is None or async_op:
+        plain = layout == "expert" and dequantize and not isinstance(x_TH, (tuple, list))
+        if capacity is None or async_op or not plain:
             break_graph(
                 "a dispatch is in a graph with async_op=False and a capacity alone (of a MoELayer: "
-                "MoEConfig(capacity_factor=..., pad_to_capacity=True))"
+                "MoEConfig(capacity_factor=..., pad_to_capacity=True)), in the expert layout and of rows in "
+                "the dtype"
             )
             return self._dispatch_outside_graph(*arguments, async_op, _layer)
-        return self._dispatch_in_graph(*arguments)
-
-    def _dispatch_in_graph(
-        self,
-        x_TH: Any,
-        ids: Any,
-        weights: Any,
-        layout: Layout,
-        alignment: int,
-        capacity: int | None,
-        expert_capacity: int | None,
-        dequantize: bool,
-    ) -> DispatchOutput:
-        x, x_scales = _parts(x_TH)
         options = self._options(layout, alignment, capacity, expert_capacity)
-        self._check_dispatch(x, x_scales, ids, weights, dequantize)
-        if not dequantize:
-            x, weights = x.detach(), None if weights is None else weights.detach()
-        return dispatch_in_graph(self._id, self._plan_fields, x, x_scales, ids, weights, *options, dequantize)
+        self._check_dispatch(x_TH, None, topk_idx_TK, topk_weights_TK, dequantize)
+        return dispatch_in_graph(self._id, self._plan_fields, *tensors, *options[1:3])
 
     def _options(
         self, layout: Any, alignment: Any, capacity: Any, expert_capacity: Any

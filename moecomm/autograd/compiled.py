@@ -10,7 +10,7 @@ import torch
 from torch._compile import _disable_dynamo
 
 from moecomm.backends.base import PlanFields, TensorPlan
-from moecomm.types import PLAN_VIEWS, DispatchOutput, Handle, Layout
+from moecomm.types import PLAN_VIEWS, DispatchOutput, Handle
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -51,41 +51,26 @@ def dispatch_in_graph(
     owner: int,
     fields: PlanFields,
     x: torch.Tensor,
-    x_scales: torch.Tensor | None,
     ids: torch.Tensor,
     weights: torch.Tensor | None,
-    layout: Layout,
     alignment: int,
     rows: int,
-    positions: int,
-    dequantize: bool,
 ) -> DispatchOutput:
     """Returns what the dispatch of the communicator with the number `owner` gives, as an operator of
     torch.library makes it."""
-    found = torch.ops.moecomm.dispatch(
-        owner, x, x_scales, ids, weights, layout, alignment, rows, positions, dequantize
+    tokens_PH, weights_P, blob = torch.ops.moecomm.dispatch(owner, x, ids, weights, alignment, rows)
+    tokens = x.shape[0]
+    handle = Handle(
+        plan=TensorPlan(blob, "expert", tokens, rows),
+        owner=owner,
+        layout="expert",
+        num_tokens=tokens,
+        num_rows=rows,
     )
-    tokens_PH, weights_out, topk_idx_PK, scales, expert_rows_Q, expert_weights_Q, blob = found
-    views = {name: fields.view(blob, layout, name) for name in PLAN_VIEWS}
-    tokens, by_rank = x.shape[0], layout == "rank"
-
-    def handle(layout: Layout, rows: int) -> Handle:
-        return Handle(
-            plan=TensorPlan(blob, layout, tokens, rows),
-            owner=owner,
-            layout=layout,
-            num_tokens=tokens,
-            num_rows=rows,
-        )
-
     return DispatchOutput(
         tokens=tokens_PH,
-        weights=None if weights is None else weights_out,
-        topk_idx=topk_idx_PK if by_rank else None,
-        handle=handle(layout, rows),
-        expert_handle=handle("expert", positions if by_rank else rows),
-        expert_rows=expert_rows_Q if by_rank else None,
-        expert_weights=expert_weights_Q if by_rank and weights is not None else None,
-        scales=None if dequantize else scales,
-        **views,
+        weights=None if weights is None else weights_P,
+        handle=handle,
+        expert_handle=handle,
+        **{name: fields.view(blob, "expert", name) for name in PLAN_VIEWS},
     )

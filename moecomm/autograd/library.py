@@ -1,7 +1,8 @@
 """Dispatch and combine as torch.compile sees them: operators moecomm::dispatch and moecomm::combine.
 
 A graph holds each as a whole: tensors and numbers in, tensors out, the plan among them; the backend is found
-by its number. That needs a fixed capacity, so that all shapes are known. Gradients are those of functions.py.
+by its number. That needs a fixed capacity, so that all shapes are known. Rows are in the expert layout and in
+the communicator's dtype. Gradients are those of functions.py.
 
 All ranks have to run the operators in one order. Where a graph holds several that are independent of each
 other, nothing in their data says which comes first, and compilers do move them. (torch's own notion of
@@ -18,7 +19,7 @@ those whose arguments are at hand into the backward, where they run once more, o
     moecomm::dispatch(comm, x, ...)  ->  t1, rows, ..., plan = moecomm::dispatch_in_order(t0, comm, x, ...)
     moecomm::combine(comm, rows, ...)  ->  t2, y = moecomm::combine_in_order(t1, comm, rows, ...)
 
-What a call may lack (weights, scales) is an empty tensor among the results.
+What a call may lack, such as weights, is an empty tensor among the results.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ Tensor = torch.Tensor
 Tensors = tuple[Tensor, ...]
 
 _numbers = itertools.count()
-_TOLD = 1
+_TOLD = 2
 """Counted up when compilers are told something else of the operators, where their caches do not see it."""
 _backends: WeakValueDictionary[int, Backend] = WeakValueDictionary()
 _last_tokens: WeakKeyDictionary[Any, Tensor] = WeakKeyDictionary()  # the key is the mode that traces
@@ -68,16 +69,26 @@ def _backend(number: int) -> Backend:
 # -- what runs -------------------------------------------------------------------------------------------
 
 
-def _dispatch(token: Tensor, comm: int, *arguments: Any) -> Tensors:
-    backend, call = _backend(comm), DispatchCall(*arguments)
+def _plan(blob: Tensor, tokens: int, rows: int) -> TensorPlan:
+    return TensorPlan(blob, "expert", tokens, rows)
+
+
+def _dispatch(
+    token: Tensor,
+    comm: int,
+    x_TH: Tensor,
+    topk_idx_TK: Tensor,
+    topk_weights_TK: Tensor | None,
+    alignment: int,
+    capacity: int,
+) -> Tensors:
+    backend = _backend(comm)
+    call = DispatchCall(x_TH, None, topk_idx_TK, topk_weights_TK, "expert", alignment, capacity, -1, True)
 
     def operation() -> Tensors:
         backend.ready()
         raw = backend.dispatch(call)
-        blob = backend.tensor_plan(raw.plan).blob
-        index_Q, index_weights_Q = (None, None) if raw.expert_index is None else raw.expert_index[:2]
-        found = (raw.tokens_PH, raw.weights, raw.topk_idx_PK, raw.scales, index_Q, index_weights_Q, blob)
-        return _all_there(call.x_TH, *found)
+        return _all_there(x_TH, raw.tokens_PH, raw.weights, backend.tensor_plan(raw.plan).blob)
 
     return backend.run("moecomm dispatch", operation)
 
@@ -85,7 +96,7 @@ def _dispatch(token: Tensor, comm: int, *arguments: Any) -> Tensors:
 def _combine(token: Tensor, comm: int, rows_PH: Tensor, weights_P: Tensor | None, *plan: Any) -> Tensors:
     backend = _backend(comm)
     y_TH, _ = backend.run(
-        "moecomm combine", lambda: backend.combine(TensorPlan(*plan), rows_PH, weights_P, None, forward=True)
+        "moecomm combine", lambda: backend.combine(_plan(*plan), rows_PH, weights_P, None, forward=True)
     )
     return _all_there(rows_PH, y_TH)
 
@@ -93,7 +104,7 @@ def _combine(token: Tensor, comm: int, rows_PH: Tensor, weights_P: Tensor | None
 def _dispatch_backward(
     token: Tensor, comm: int, grad_tokens_PH: Tensor | None, grad_weights: Tensor | None, *plan: Any
 ) -> Tensors:
-    found = dispatch_backward(_backend(comm), TensorPlan(*plan), grad_tokens_PH, grad_weights)
+    found = dispatch_backward(_backend(comm), _plan(*plan), grad_tokens_PH, grad_weights)
     return _all_there(plan[0], *found)
 
 
@@ -105,7 +116,7 @@ def _combine_backward(
     rows_PH: Tensor | None,
     *plan: Any,
 ) -> Tensors:
-    found = combine_backward(_backend(comm), TensorPlan(*plan), grad_y_TH, weights_P, rows_PH)
+    found = combine_backward(_backend(comm), _plan(*plan), grad_y_TH, weights_P, rows_PH)
     return _all_there(grad_y_TH, *found)
 
 
@@ -121,41 +132,30 @@ def _all_there(like: Tensor, *results: Tensor | None) -> Tensors:
 # -- what a compiler is told -----------------------------------------------------------------------------
 
 
-def _fake_dispatch(token: Tensor, comm: int, *arguments: Any) -> Tensors:
-    backend, call = _backend(comm), DispatchCall(*arguments)
-    new, by_rank = call.x_TH.new_empty, call.layout == "rank"
-    P, Q, K, H = call.capacity, call.expert_capacity, backend.top_k, backend.hidden
-    weights = topk_idx_PK = scales = index_Q = index_weights_Q = None
-    if call.topk_weights_TK is not None:
-        weights = new((P, K) if by_rank else (P,), dtype=weight_dtype(backend.dtype))
-    if by_rank:
-        topk_idx_PK, index_Q = new((P, K), dtype=torch.int32), new(Q, dtype=torch.int32)
-        if weights is not None:
-            index_weights_Q = new(Q, dtype=weights.dtype)
-    tokens_dtype = backend.dtype
-    if (handed_on := None if call.dequantize else backend.wire_tensors) is not None:
-        scales = new(handed_on.scales_shape(P, H), dtype=handed_on.scales)
-        tokens_dtype = handed_on.values
-    return _all_there(
-        call.x_TH,
-        new((P, H), dtype=tokens_dtype),
-        weights,
-        topk_idx_PK,
-        scales,
-        index_Q,
-        index_weights_Q,
-        new(backend.plan_fields.words, dtype=torch.int32),
-    )
+def _fake_dispatch(
+    token: Tensor,
+    comm: int,
+    x_TH: Tensor,
+    topk_idx_TK: Tensor,
+    topk_weights_TK: Tensor | None,
+    alignment: int,
+    capacity: int,
+) -> Tensors:
+    backend, weights_P = _backend(comm), None
+    if topk_weights_TK is not None:
+        weights_P = x_TH.new_empty(capacity, dtype=weight_dtype(backend.dtype))
+    blob = x_TH.new_empty(backend.plan_fields.words, dtype=torch.int32)
+    return _all_there(x_TH, x_TH.new_empty(capacity, backend.hidden), weights_P, blob)
 
 
 def _fake_combine(token: Tensor, comm: int, rows_PH: Tensor, weights_P: Tensor | None, *plan: Any) -> Tensors:
-    return _all_there(rows_PH, rows_PH.new_empty(TensorPlan(*plan).tokens, _backend(comm).hidden))
+    return _all_there(rows_PH, rows_PH.new_empty(_plan(*plan).tokens, _backend(comm).hidden))
 
 
 def _fake_dispatch_backward(
     token: Tensor, comm: int, grad_tokens_PH: Tensor | None, grad_weights: Tensor | None, *plan: Any
 ) -> Tensors:
-    backend, (blob, _, tokens, *_) = _backend(comm), TensorPlan(*plan)
+    backend, (blob, tokens, _) = _backend(comm), plan
     grad_x_TH = grad_weights_TK = None
     if grad_tokens_PH is not None:
         grad_x_TH = blob.new_empty(tokens, backend.hidden, dtype=backend.dtype)
@@ -172,7 +172,7 @@ def _fake_combine_backward(
     rows_PH: Tensor | None,
     *plan: Any,
 ) -> Tensors:
-    backend, rows = _backend(comm), TensorPlan(*plan).rows
+    backend, rows = _backend(comm), _plan(*plan).rows
     grad_weights_P = None
     if rows_PH is not None:
         grad_weights_P = grad_y_TH.new_empty(rows, dtype=weight_dtype(backend.dtype))
@@ -184,31 +184,25 @@ def _fake_combine_backward(
 
 
 def _keep_for_dispatch(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
-    _, ctx.comm, x_TH, _, _, _, layout, _, capacity, expert_capacity, _ = inputs
-    ctx.plan = (layout, x_TH.shape[0], capacity)
-    ctx.index_plan = ("expert", x_TH.shape[0], expert_capacity) if layout == "rank" else None
-    token, _, _, topk_idx_PK, scales, index_Q, _, blob = output
-    ctx.mark_non_differentiable(token, topk_idx_PK, scales, index_Q, blob)
+    _, ctx.comm, x_TH, *_, capacity = inputs
+    ctx.plan = (x_TH.shape[0], capacity)
+    token, _, _, blob = output
+    ctx.mark_non_differentiable(token, blob)
     ctx.save_for_backward(blob)
 
 
 def _dispatch_gradients(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-    _, grad_tokens_PH, grad_weights, _, _, _, grad_index_weights_Q, _ = grads
-    need_x, need_weights = ctx.needs_input_grad[2], ctx.needs_input_grad[5]
+    _, grad_tokens_PH, grad_weights_P, _ = grads
+    need_x, need_weights = ctx.needs_input_grad[2], ctx.needs_input_grad[4]
     grad_x_TH, grad_weights_TK = torch.ops.moecomm.dispatch_backward(
         ctx.comm,
         grad_tokens_PH if need_x else None,
-        grad_weights if need_weights else None,
+        grad_weights_P if need_weights else None,
         *ctx.saved_tensors,
         *ctx.plan,
     )
-    if need_weights and ctx.index_plan is not None and grad_index_weights_Q is not None:
-        _, grads_TK = torch.ops.moecomm.dispatch_backward(
-            ctx.comm, None, grad_index_weights_Q, *ctx.saved_tensors, *ctx.index_plan
-        )
-        grad_weights_TK = grad_weights_TK + grads_TK
-    grads_of = {2: grad_x_TH if need_x else None, 5: grad_weights_TK if need_weights else None}
-    return tuple(grads_of.get(place) for place in range(11))
+    grads_of = {2: grad_x_TH if need_x else None, 4: grad_weights_TK if need_weights else None}
+    return tuple(grads_of.get(place) for place in range(7))
 
 
 def _keep_for_combine(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
@@ -226,12 +220,12 @@ def _combine_gradients(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         2: grad_rows_PH if ctx.needs_input_grad[2] else None,
         3: None if rows_PH is None else grad_weights_P,
     }
-    return tuple(grads_of.get(place) for place in range(8))
+    return tuple(grads_of.get(place) for place in range(7))
 
 
 # -- registration ----------------------------------------------------------------------------------------
 
-_PLAN = "Tensor plan, str layout, SymInt num_tokens, SymInt num_rows"
+_PLAN = "Tensor plan, SymInt num_tokens, SymInt num_rows"
 _library = torch.library.Library("moecomm", "DEF")
 
 
@@ -284,9 +278,8 @@ def _define(
 
 _define(
     "dispatch",
-    "int comm, Tensor x, Tensor? x_scales, Tensor topk_idx, Tensor? topk_weights, str layout, "
-    "int alignment, int capacity, int expert_capacity, bool dequantize",
-    7,
+    "int comm, Tensor x, Tensor topk_idx, Tensor? topk_weights, int alignment, int capacity",
+    3,
     _dispatch,
     _fake_dispatch,
 )

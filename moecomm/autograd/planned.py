@@ -69,12 +69,12 @@ class _Planned(_Opened):
         """
         if not torch.compiler.is_compiling():
             return self._combine(rows_PH, handle, weights, async_op)
-        if async_op or not isinstance(handle.plan, TensorPlan):
+        if async_op or not isinstance(handle.plan, TensorPlan) or handle.layout != "expert":
             break_graph("a combine is in a graph with async_op=False and a dispatch of that graph alone")
             return self._combine(rows_PH, handle, weights, async_op)
         self._check_combine(rows_PH, handle, weights)
-        blob, layout, tokens, rows, _ = handle.plan
-        return torch.ops.moecomm.combine(self._id, rows_PH, weights, blob, layout, tokens, rows)
+        blob, _, tokens, rows, _ = handle.plan
+        return torch.ops.moecomm.combine(self._id, rows_PH, weights, blob, tokens, rows)
 
     def _check_combine(self, rows: Any, handle: Any, weights: Any) -> None:
         self._check_handle(handle)

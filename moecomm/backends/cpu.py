@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -31,7 +31,7 @@ from moecomm.setup.devices import default_threads
 from moecomm.setup.handshake import check_host_room, connect, describe, handshake
 from moecomm.setup.memory_plan import plan_memory, window_shape
 from moecomm.setup.rendezvous import Rendezvous
-from moecomm.types import Layout, Work
+from moecomm.types import Work
 
 Result = TypeVar("Result")
 Finished = TypeVar("Finished")
@@ -240,21 +240,17 @@ class CpuBackend(Backend):
         )
 
     def tensor_plan(self, plan: _C.Plan) -> TensorPlan:
-        """Returns a tensor whose memory keeps `plan` alive; it holds a key to the plan and the views of the
-        output."""
-        fields, layout = self.plan_fields, cast(Layout, plan.layout.name)
+        """Returns a tensor whose memory keeps a plan of expert-major rows alive; it holds a key to the plan
+        and the views of the output."""
+        fields = self.plan_fields
         words = np.zeros(fields.words, dtype=np.int32).view(_PlanWords)
         words.plan = plan
         words[0] = next(self._plan_keys)
         words[fields.overflow] = _overflow(plan)
         words[fields.expert_rows] = plan.expert_rows
-        by_expert = plan
-        if layout == "rank":
-            assert plan.by_expert is not None
-            words[fields.source_ends], by_expert = plan.offsets, plan.by_expert
-        words[fields.expert_offsets] = by_expert.offsets
+        words[fields.expert_offsets] = plan.offsets
         self._plans[int(words[0])] = words
-        return TensorPlan(torch.from_numpy(words), layout, plan.tokens, plan.rows)
+        return TensorPlan(torch.from_numpy(words), "expert", plan.tokens, plan.rows)
 
     def _plan(self, plan: _C.Plan | TensorPlan) -> _C.Plan:
         if not isinstance(plan, TensorPlan):
@@ -262,8 +258,7 @@ class CpuBackend(Backend):
         words = self._plans.get(int(plan.blob[0]))
         if words is None:
             raise InvalidArgument("handle holds a copy of its plan, expected what the dispatch gave")
-        by_expert = words.plan.by_expert if plan.layout == "expert" else None
-        return words.plan if by_expert is None else by_expert
+        return words.plan
 
     def redispatch(
         self,

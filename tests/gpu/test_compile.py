@@ -30,16 +30,11 @@ def _compiled(rank: int, world_size: int, job: Job, backend: str) -> list[str]:
         def layer(
             x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor
         ) -> tuple[torch.Tensor, ...]:
-            out = comm.dispatch(
-                x_TH, ids_TK, weights_TK, layout=job.layout, alignment=job.alignment, capacity=capacity
-            )
+            out = comm.dispatch(x_TH, ids_TK, weights_TK, alignment=job.alignment, capacity=capacity)
             # Rows past the last are unspecified, and so are their gradients: both ways they count as zero.
             past_P1 = torch.arange(capacity, device=x_TH.device).unsqueeze(1) >= out.offsets[-1]
             rows_PH = (out.tokens.masked_fill(past_P1, 0) * scale_H).masked_fill(past_P1, 0)
-            if job.layout == "rank":
-                y_TH = comm.combine(rows_PH, out.handle)
-            else:
-                y_TH = comm.combine(rows_PH, out.handle, weights=out.weights)
+            y_TH = comm.combine(rows_PH, out.handle, weights=out.weights)
             return x_TH + y_TH, out.offsets, out.overflow
 
         fast = torch.compile(layer, fullgraph=True, backend=backend, dynamic=False)
@@ -90,11 +85,8 @@ def _compare(text: str, want: dict[str, Any], got: dict[str, Any], exact: bool) 
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
-@pytest.mark.parametrize("layout", ["expert", "rank"])
 @pytest.mark.parametrize("size", [1, 2])
-def test_no_graph_break_and_equal_results(
-    pool: Pools, size: int, layout: str, backend: str, seed: int
-) -> None:
+def test_no_graph_break_and_equal_results(pool: Pools, size: int, backend: str, seed: int) -> None:
     if backend == "inductor" and not (shutil.which("gcc") or shutil.which("cc") or shutil.which("clang")):
         pytest.skip("inductor needs a C compiler")
     job = Job(
@@ -102,8 +94,7 @@ def test_no_graph_break_and_equal_results(
         num_experts=4 * size,
         hidden=256,
         top_k=2,
-        layout=layout,
-        alignment=8 if layout == "expert" else 1,
+        alignment=8,
         seed=seed,
     )
     harness.assert_none(pool(size)(_compiled, job, backend))

@@ -27,7 +27,7 @@ def _train(rank: int, world_size: int, case: Case, backend: str | None) -> list[
         def model(x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
             for layer in range(2):
                 left = comm.dispatch(x_TH.sin(), ids_TK, weights_TK, capacity=capacity)
-                right = comm.dispatch(x_TH.cos(), ids_TK.flip(1), layout="rank", capacity=capacity)
+                right = comm.dispatch(x_TH.cos(), ids_TK.flip(1), capacity=capacity)
                 second = comm.combine(right.tokens * 2, right.handle)
                 first = comm.combine(left.tokens * (layer + 2), left.handle, weights=left.weights)
                 x_TH = first + second
