@@ -56,7 +56,6 @@ class Attribute(enum.IntEnum):
     CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED = 102
     CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED = 103
     CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED = 110
-    CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED = 128
 
 
 def _struct(**parts: Any) -> Any:
@@ -75,15 +74,11 @@ class FakeDriver:
     unreachable: set[tuple[int, int]] = field(default_factory=set)
     failing: dict[str, tuple[int, Result]] = field(default_factory=dict)
     free_bytes: int = 1 << 30
-    fabric: bool = False
     posix_fd: bool = True
-    fabric_exports: bool = False
 
     CUresult = Result
     CUdevice_attribute = Attribute
-    CUmemAllocationHandleType = SimpleNamespace(
-        CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR=1, CU_MEM_HANDLE_TYPE_FABRIC=8
-    )
+    CUmemAllocationHandleType = SimpleNamespace(CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR=1)
     CUmemAllocationType = SimpleNamespace(CU_MEM_ALLOCATION_TYPE_PINNED=1)
     CUmemLocationType = SimpleNamespace(CU_MEM_LOCATION_TYPE_DEVICE=1)
     CUmemAllocationGranularity_flags = SimpleNamespace(CU_MEM_ALLOC_GRANULARITY_RECOMMENDED=1)
@@ -169,8 +164,6 @@ class FakeDriver:
         return OK, _struct(bytes=bytes([self.gpus[device]]) * 16)
 
     def cuDeviceGetAttribute(self, attribute: Attribute, device: int) -> tuple[Any, ...]:
-        if attribute == Attribute.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED:
-            return OK, int(self.fabric)
         if attribute == Attribute.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED:
             return OK, int(self.posix_fd)
         return OK, 1
@@ -226,16 +219,9 @@ class FakeDriver:
         return (OK,)
 
     def cuMemExportToShareableHandle(self, handle: int, kind: int, flags: int) -> tuple[Any, ...]:
-        if kind == 8:  # what another process of this host could open, padded to 64 bytes
-            path = f"/proc/{os.getpid()}/fd/{self.handles[handle]}"
-            return OK, _struct(data=path.encode().ljust(64, b"\0"))
         return OK, os.dup(self.handles[handle])
 
-    def cuMemImportFromShareableHandle(self, shared: int | bytes, kind: int) -> tuple[Any, ...]:
-        if kind == 8:
-            assert isinstance(shared, bytes) and len(shared) == 64
-            return OK, self._handle(os.open(shared.rstrip(b"\0"), os.O_RDWR))
-        assert isinstance(shared, int)
+    def cuMemImportFromShareableHandle(self, shared: int, kind: int) -> tuple[Any, ...]:
         return OK, self._handle(os.dup(shared))
 
     def cuMemAddressReserve(self, size: int, alignment: int, address: int, flags: int) -> tuple[Any, ...]:

@@ -41,9 +41,6 @@ class Gpu:
     """True if cuMemCreate and cuMemMap work."""
     posix_fd: bool
     """True if memory can be handed to processes of this host as file descriptors."""
-    fabric: bool
-    """True if memory can be handed to processes within the NVLink domain, on other hosts too, as 64-byte
-    handles. The machine also has to be set up for that (IMEX)."""
     rdma: bool
     """True if network adapters can reach memory of cuMemCreate."""
 
@@ -117,7 +114,6 @@ class Driver:
             bus_id=_text(self.call("cuDeviceGetPCIBusId", 32, device)),
             virtual_memory=offers("VIRTUAL_MEMORY_MANAGEMENT"),
             posix_fd=offers("HANDLE_TYPE_POSIX_FILE_DESCRIPTOR"),
-            fabric=offers("HANDLE_TYPE_FABRIC"),
             rdma=offers("GPU_DIRECT_RDMA_WITH_CUDA_VMM"),
         )
 

@@ -111,7 +111,9 @@ def gpus() -> Iterator[tuple[str, str]]:
             f"compute capability {info.major}.{info.minor}",
         )
     for index, gpu in enumerate(_driver_gpus()):
-        yield f"GPU {index} shares", f"memory as {_handle_types(gpu)}"
+        shares = gpu.virtual_memory and gpu.posix_fd
+        how = "file descriptors (ranks of this host)" if shares else "nothing that other processes can map"
+        yield f"GPU {index} shares", f"memory as {how}"
     for first in range(count):
         reached = [str(i) for i in range(count) if i != first and torch.cuda.can_device_access_peer(first, i)]
         if count > 1:
@@ -128,13 +130,6 @@ def _driver_gpus() -> list[Gpu]:
         return [driver.gpu(device) for device in driver.devices()]
     except (Unsupported, DriverError):
         return []
-
-
-def _handle_types(gpu: Gpu) -> str:
-    offered = ["file descriptors (ranks of this host)"] if gpu.posix_fd else []
-    if gpu.fabric:
-        offered.append("fabric handles (NVLink domain of several hosts, where IMEX is set up)")
-    return " and ".join(offered) if gpu.virtual_memory and offered else "nothing that other processes can map"
 
 
 def fabric() -> Iterator[tuple[str, str]]:

@@ -1,16 +1,15 @@
 """Symmetric memory on GPUs: every rank allocates the same number of bytes, and maps every rank's allocation.
 
 Follows the CUDA Driver API reference, "Virtual Memory Management". Physical memory (cuMemCreate) becomes a
-handle that another process can import: a file descriptor between processes of one host, or 64 bytes (a fabric
-handle) within an NVLink domain of several hosts. Both processes map it (cuMemAddressReserve, cuMemMap,
-cuMemSetAccess), and it is freed with the last mapping, however the processes end. No multicast.
+file descriptor, which another process of this host can import. Both processes map it (cuMemAddressReserve,
+cuMemMap, cuMemSetAccess), and it is freed with the last mapping, however the processes end. No multicast.
 """
 
 from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch
 
 from moecomm.device import cuda_driver
 from moecomm.device.cuda_driver import Driver, DriverError
-from moecomm.errors import MismatchedArguments, MoecommError, OutOfMemory, Unsupported
+from moecomm.errors import MoecommError, OutOfMemory, Unsupported
 from moecomm.setup import fd_exchange as descriptors
 from moecomm.setup.rendezvous import Rendezvous
 
@@ -52,8 +51,7 @@ class SymmetricMemory:
 
         Raises on all ranks, with everything freed: OutOfMemory with `needed` and `available` bytes of the
         device; Unsupported if cuda-bindings or a driver is missing, if a GPU cannot share memory, or if two
-        GPUs do not reach each other (the text names ranks and GPUs); MismatchedArguments; PeerTimeout and
-        PeerLost.
+        GPUs do not reach each other (the text names ranks and GPUs); PeerTimeout and PeerLost.
         """
         self._rendezvous = rendezvous
         self._ranks = list(range(rendezvous.size) if ranks is None else ranks)
@@ -87,33 +85,22 @@ class SymmetricMemory:
         """Builds all mappings. `passing` holds resources that are freed when all ranks have mapped all
         memory, or on an error."""
         peers = self._step("construction: GPUs", lambda: self._introduce(passing))
-        self._agree(peers)
-        # Descriptors cannot leave a host, and fabric handles need a machine that is set up for them: they are
-        # used only where they must be.
-        kinds = self._driver.api.CUmemAllocationHandleType
-        across_hosts = len({peers[rank]["host"] for rank in self._ranks}) > 1
-        kind = kinds.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
-        if across_hosts:
-            kind = kinds.CU_MEM_HANDLE_TYPE_FABRIC
-        own: list[Any] = []
+        self._alignment = max(int(peer["granularity"]) for peer in peers)
+        self.bytes = -(-self.bytes // self._alignment) * self._alignment
+        own: list[int] = []
 
         def allocate() -> Message:
-            self._check_reach(peers, across_hosts)
-            own.append(self._allocate(kind, passing))
-            return {"handle": own[0].data.hex()} if across_hosts else {}
+            self._check_reach(peers)
+            own.append(self._allocate(passing))
+            return {}
 
-        handles = self._step("construction: GPU memory", allocate)
-        if not across_hosts:
-            self._step("construction: GPU handles", lambda: self._send(peers, own[0]))
+        self._step("construction: GPU memory", allocate)
+        self._step("construction: GPU handles", lambda: self._send(peers, own[0]))
 
         def attach() -> Message:
-            shared: Mapping[int, int | bytes]
-            if across_hosts:
-                shared = {peer: bytes.fromhex(handles[peer]["handle"]) for peer in self._others}
-            else:
-                shared = self._take(peers, passing)
+            shared = self._take(peers, passing)
             for peer in self._others:
-                self._attach(peer, peers[peer], shared[peer], kind)
+                self._attach(peer, peers[peer], shared[peer])
             return {}
 
         self._step("construction: GPU mapping", attach)
@@ -127,13 +114,17 @@ class SymmetricMemory:
         self._gpu = self._driver.gpu(self._device)
         if not self._gpu.virtual_memory:
             raise Unsupported(f"{self._gpu} has no virtual memory management (cuMemCreate)")
+        if not self._gpu.posix_fd:
+            raise Unsupported(
+                f"{self._gpu} of rank {self._rendezvous.rank} cannot share memory as file descriptors"
+            )
+        self._kind = self._driver.api.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
         # torch has this context too; retained here, it stays as long as the mappings.
         self._context = self._driver.call("cuDevicePrimaryCtxRetain", self._device)
         self._kept.callback(self._driver.free, "cuDevicePrimaryCtxRelease", self._device)
         self._mailbox = descriptors.Mailbox(self._rendezvous.size)
         passing.callback(self._mailbox.close)
         return {
-            "bytes": self.bytes,
             "granularity": self._granularity(),
             "host": _host(),
             "pid": os.getpid(),
@@ -142,43 +133,27 @@ class SymmetricMemory:
             "uuid": self._gpu.uuid,
         }
 
-    def _agree(self, peers: list[Message]) -> None:
-        for rank, peer in enumerate(peers):
-            if peer["bytes"] != self.bytes:
-                raise MismatchedArguments(
-                    f"ranks disagree on the bytes of symmetric memory: rank {self._rendezvous.rank} has "
-                    f"{self.bytes}, rank {rank} has {peer['bytes']}"
-                )
-        granularity = max(int(peer["granularity"]) for peer in peers)
-        self.bytes = -(-self.bytes // granularity) * granularity
-        self._alignment = granularity
-
-    def _check_reach(self, peers: list[Message], across_hosts: bool) -> None:
+    def _check_reach(self, peers: list[Message]) -> None:
         """Checks what can be checked before mapping. A GPU that this process does not see cannot be asked
         about."""
-        if not (self._gpu.fabric if across_hosts else self._gpu.posix_fd):
-            raise Unsupported(
-                f"{self._gpu} of rank {self._rendezvous.rank} cannot share memory as "
-                + (
-                    "fabric handles, which ranks of several hosts need"
-                    if across_hosts
-                    else "file descriptors"
-                )
-            )
         ordinals = {self._driver.gpu(device).uuid: device for device in self._driver.devices()}
         for rank in self._others:
             peer = peers[rank]
+            if peer["host"] != _host():
+                raise Unsupported(
+                    f"ranks {self._rendezvous.rank} and {rank} share memory and not a network namespace, so "
+                    "they cannot pass each other open files: start them in one (containers: --network=host)"
+                )
             other = ordinals.get(peer["uuid"])
             if other is None or peer["uuid"] == self._gpu.uuid:
                 continue
             if not self._driver.call("cuDeviceCanAccessPeer", self._device, other):
                 raise self._unreachable(rank, peer, "cuDeviceCanAccessPeer says no")
 
-    def _allocate(self, kind: Any, passing: ExitStack) -> Any:
-        """Allocates and maps this rank's memory, zeroed; returns its shareable handle, a descriptor or a
-        CUmemFabricHandle."""
+    def _allocate(self, passing: ExitStack) -> int:
+        """Allocates and maps this rank's memory, zeroed; returns its descriptor."""
         driver = self._driver
-        handle = self._create(self._properties(kind))
+        handle = self._create(self._properties())
         passing.callback(driver.free, "cuMemRelease", handle)  # the mapping keeps the memory
         reserved = self.bytes * len(self._ranks)
         self._base = int(driver.call("cuMemAddressReserve", reserved, self._alignment, 0, 0))
@@ -187,9 +162,8 @@ class SymmetricMemory:
         with driver.current(self._context):
             driver.call("cuMemsetD8", self._address(self._rendezvous.rank), 0, self.bytes)
             driver.call("cuCtxSynchronize")
-        shared = driver.call("cuMemExportToShareableHandle", handle, kind, 0)
-        if isinstance(shared, int):
-            passing.callback(os.close, shared)
+        shared: int = driver.call("cuMemExportToShareableHandle", handle, self._kind, 0)
+        passing.callback(os.close, shared)
         return shared
 
     def _create(self, properties: Any) -> Any:
@@ -227,10 +201,10 @@ class SymmetricMemory:
             passing.callback(os.close, descriptor)
         return taken
 
-    def _attach(self, rank: int, peer: Message, shared: int | bytes, kind: Any) -> None:
-        """Maps a peer's memory. `shared`: its descriptor or the bytes of its fabric handle."""
+    def _attach(self, rank: int, peer: Message, shared: int) -> None:
+        """Maps a peer's memory. `shared`: its descriptor."""
         try:
-            handle = self._driver.call("cuMemImportFromShareableHandle", shared, kind)
+            handle = self._driver.call("cuMemImportFromShareableHandle", shared, self._kind)
             try:
                 self._map(rank, handle)
             finally:
@@ -256,24 +230,19 @@ class SymmetricMemory:
         """Returns the address in this process for the memory of one of the ranks."""
         return self._base + self._ranks.index(rank) * self.bytes
 
-    def _properties(self, kind: Any) -> Any:
+    def _properties(self) -> Any:
         api = self._driver.api
         properties = api.CUmemAllocationProp()
         properties.type = api.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
         properties.location.type = api.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
         properties.location.id = int(self._device)
-        properties.requestedHandleTypes = kind
+        properties.requestedHandleTypes = self._kind
         properties.allocFlags.gpuDirectRDMACapable = int(self._gpu.rdma)
         return properties
 
     def _granularity(self) -> int:
-        api = self._driver.api
-        kinds = api.CUmemAllocationHandleType
-        kind = kinds.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
-        if not self._gpu.posix_fd:
-            kind = kinds.CU_MEM_HANDLE_TYPE_FABRIC
-        option = api.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
-        return int(self._driver.call("cuMemGetAllocationGranularity", self._properties(kind), option))
+        option = self._driver.api.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
+        return int(self._driver.call("cuMemGetAllocationGranularity", self._properties(), option))
 
     def _step(self, phase: str, action: Callable[[], Message]) -> list[Message]:
         """Runs one step on all ranks; any failure is raised as a MoecommError, so that the others learn

@@ -33,7 +33,6 @@ def _give(monkeypatch: pytest.MonkeyPatch, fake: FakeDriver, *, reach: bool = Tr
     ("offers", "expected"),
     [
         ({}, "memory as file descriptors (ranks of this host)"),
-        ({"fabric": True}, "memory as file descriptors (ranks of this host) and fabric handles"),
         ({"posix_fd": False}, "memory as nothing that other processes can map"),
     ],
 )

@@ -216,10 +216,10 @@ def test_driver_errors_never_escape() -> None:
 
 
 def test_facts_of_a_gpu() -> None:
-    driver = cuda_driver.load(FakeDriver(gpus=[7], fabric=True))
+    driver = cuda_driver.load(FakeDriver(gpus=[7]))
     gpu = driver.gpu(driver.devices()[0])
     assert str(gpu) == "Fake GPU (0000:07:00.0, GPU-07070707-0707-0707-0707-070707070707)"
-    assert gpu.virtual_memory and gpu.posix_fd and gpu.fabric and gpu.rdma
+    assert gpu.virtual_memory and gpu.posix_fd and gpu.rdma
 
 
 def test_the_real_bindings_have_every_name_used() -> None:
