@@ -63,8 +63,7 @@ class ParallelFolding:
 
     Raises:
         InvalidArgument: a size is no positive integer, or does not divide what is left of the world; `order`
-            has other names, or gives attention and experts different pipeline groups. The text names the
-            nearest arguments that do fit.
+            has other names, or gives attention and experts different pipeline groups.
     """
 
     world_size: int

@@ -141,19 +141,6 @@ def test_an_order_is_accepted_where_pipeline_groups_are_the_same(
             ParallelFolding(**arguments)
 
 
-def alternatives(text: str) -> list[Arguments]:
-    """The changes that a refusal proposes."""
-    _, found, proposed = text.partition("Nearest that fit: ")
-    assert found, text
-    return [
-        {
-            name: value if name == "order" else int(value)
-            for name, value in re.findall(r"(\w+)=([\w-]+)", each)
-        }
-        for each in proposed.split(" or ")
-    ]
-
-
 @hypothesis_seed(seeds.base())
 @settings(max_examples=300, deadline=None)
 @given(
@@ -161,7 +148,7 @@ def alternatives(text: str) -> list[Arguments]:
     sizes=st.fixed_dictionaries(dict.fromkeys(SIZES, st.integers(1, 12))),
     world=st.integers(1, 200),
 )
-def test_a_refusal_names_the_nearest_mappings_that_fit(order: str, sizes: dict[str, int], world: int) -> None:
+def test_a_refusal_names_the_argument(order: str, sizes: dict[str, int], world: int) -> None:
     arguments = {"world_size": world, "order": order, **sizes}
     if fits_in_numpy(arguments):
         ParallelFolding(**arguments)
@@ -171,17 +158,13 @@ def test_a_refusal_names_the_nearest_mappings_that_fit(order: str, sizes: dict[s
     text = str(refused.value)
     argument = text.split(" is ")[0]
     assert text.startswith(f"{argument} is {arguments[argument]!r}, ")
-    proposed = alternatives(text)
-    for change in proposed:
-        changed = {**arguments, **change}
-        assert ParallelFolding(**changed).world_size == changed["world_size"]
-        assert fits_in_numpy(changed)
-        assert set(change) - {"order"} <= {argument, "world_size"}
-        for name in set(change) - {"order"}:  # nothing lies between the refused value and the proposed one
-            low, high = sorted((arguments[name], change[name]))
-            assert not any(fits_in_numpy({**changed, name: value}) for value in range(low + 1, high))
-    # A larger world always fits, with the stages outermost if nothing else does.
-    assert argument == "order" or any(change.get("world_size", 0) > world for change in proposed)
+    # A larger world always fits, with the stages outermost.
+    outermost = "-".join([name for name in order.split("-") if name != "pp"] + ["pp"])
+    if argument != "order":
+        larger = int(text.rpartition(" ")[2])
+        assert fits_in_numpy({**arguments, "world_size": larger, "order": outermost})
+    else:
+        assert fits_in_numpy({**arguments, "order": outermost})
 
 
 @hypothesis_seed(seeds.base())
@@ -369,47 +352,36 @@ def test_orders_with_other_names_are_refused(order: Any) -> None:
         (
             {"world_size": 256, "tp": 4, "cp": 2, "pp": 4, "ep": 48},
             "ep is 48, expected a divisor of world_size / (pp * etp) = 64, for EDP = world_size / (pp * etp "
-            "* ep) to be a whole number. Nearest that fit: ep=32 or ep=64 or world_size=192 or "
-            "world_size=384",
+            "* ep) to be a whole number. These sizes fit a world_size that is a multiple of 192",
         ),
         (
             {"world_size": 24, "tp": 8, "cp": 2},
             "cp is 2, expected a divisor of world_size / (pp * tp) = 3, for DP = world_size / (pp * tp * cp) "
-            "to be a whole number. Nearest that fit: cp=1 or cp=3 or world_size=16 or world_size=32",
+            "to be a whole number. These sizes fit a world_size that is a multiple of 16",
         ),
         (
             {"world_size": 64, "tp": 4, "cp": 2, "pp": 4, "ep": 64},
             "ep is 64, expected a divisor of world_size / (pp * etp) = 16, for EDP = world_size / (pp * etp "
-            "* ep) to be a whole number. Nearest that fit: ep=16 or world_size=256",
+            "* ep) to be a whole number. These sizes fit a world_size that is a multiple of 256",
         ),
         (
             {"world_size": 10, "pp": 4},
             "pp is 4, expected a divisor of world_size = 10, for DP = world_size / (pp * tp * cp) to be a "
-            "whole number. Nearest that fit: pp=2 or pp=5 or world_size=8 or world_size=12",
+            "whole number. These sizes fit a world_size that is a multiple of 4",
         ),
         (
             {"world_size": 8, "tp": 2, "pp": 2, "ep": 4, "order": "tp-cp-ep-pp-dp"},
             "order is 'tp-cp-ep-pp-dp', which gives attention and experts different pipeline groups: "
             "neighbouring stages are 2 ranks apart in the dense grid and 4 in the expert grid, expected "
-            "equally many. Nearest that fit: order=tp-cp-ep-dp-pp",
-        ),
-        (
-            {"world_size": 7, "tp": 2, "cp": 2, "pp": 2, "order": "tp-pp-cp-ep-dp"},
-            "pp is 2, expected a divisor of world_size = 7, for DP = world_size / (pp * tp * cp) to be a "
-            "whole number. Nearest that fit: order=tp-cp-ep-dp-pp, world_size=8",
+            "equally many, as they are in any order that ends with pp",
         ),
     ],
-    ids=["experts", "context", "small world", "stages", "order", "world and order"],
+    ids=["experts", "context", "small world", "stages", "order"],
 )
 def test_a_refusal_says_why_and_what_would_fit(arguments: Arguments, says: str) -> None:
     with pytest.raises(InvalidArgument) as refused:
         ParallelFolding(**arguments)
     assert str(refused.value) == says
-
-
-def test_a_world_that_does_not_fit_is_refused_at_any_size() -> None:
-    with pytest.raises(InvalidArgument, match=r"world_size=2147483646$"):
-        ParallelFolding(world_size=2**31 - 1, tp=2)
 
 
 FOLDING = ParallelFolding(world_size=16, tp=2, cp=2, pp=2, ep=4)
