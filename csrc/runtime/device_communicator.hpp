@@ -192,21 +192,30 @@ class DeviceCommunicator {
 
  private:
   struct Pinned;  // HostStatus, losses, texts
-  struct Sent {
+  /// An operation whose rows may still have to be received.
+  struct Begun {
+    /// Its rows are sent, or they have been received as well if the output that was offered had room: by two
+    /// kernels or in one.
+    enum State { sent, offered, offered_in_one } state;
     gpu::SendArguments arguments;
     WireFormat wire;
     int blocks;
-    bool later;            ///< chunks that wait for room may be left to be sent
-    bool offered = false;  ///< it has been received, if the output had room
-    bool in_one = false;   ///< by one kernel
-    uint64_t capture = 0;  ///< that has recorded it; 0: it runs
+    bool later;  ///< chunks that wait for room may be left to be sent
+    cudaStream_t stream;
+    uint64_t capture;  ///< that has recorded it; 0: it runs
+  };
+  /// A combine whose sums are left to complete().
+  struct Held {
+    gpu::CombineArguments arguments;
+    cudaStream_t stream;
+    uint64_t capture;  ///< as in Begun
+    int blocks;
   };
   device::Comm* comm(WireFormat wire) const;
   size_t own_index() const { return static_cast<size_t>(nodes_.local_of(config_.rank)); }
   device::Rail rail() const;
   gpu::Launch launch(cudaStream_t stream, int blocks, bool overlapped) const;
-  void fork_side(cudaStream_t stream);
-  void join_side(cudaStream_t stream);
+  static void order(cudaStream_t later, cudaEvent_t event, cudaStream_t stream);
   gpu::SendArguments sending(const DeviceDispatch& dispatch);
   gpu::ReceiveArguments receiving(int64_t rows, int64_t positions, const DeviceOutput& output) const;
   bool fuses(WireFormat wire, int64_t tokens) const;
@@ -217,7 +226,8 @@ class DeviceCommunicator {
   const gpu::DispatchBlocks& divided(const gpu::SendArguments& arguments) const;
   void launch_route(gpu::SendArguments& arguments, const gpu::DispatchBlocks& divided, cudaStream_t stream);
   void receive(gpu::ReceiveArguments arguments, bool directly, cudaStream_t stream);
-  void hold(std::function<void(cudaStream_t)> receive, cudaStream_t stream);
+  void launch_sum(const gpu::CombineArguments& arguments, int blocks, cudaStream_t stream);
+  void end_earlier(cudaStream_t stream);
   void abandon(cudaStream_t stream);
   uint32_t after_given_up(cudaStream_t stream);
   void require_begun() const;
@@ -231,12 +241,8 @@ class DeviceCommunicator {
 
   DeviceConfig config_;
   DeviceWindow window_;
-  int sms_ = 0;  // of the device
   gpu::Heuristics heuristics_;
   int64_t most_fused_ = gpu::kMostFusedTokens;
-  std::function<void(cudaStream_t)> receive_held_;
-  cudaStream_t held_stream_ = nullptr;  ///< of its first half
-  uint64_t held_capture_ = 0;           ///< that has recorded its first half; 0: that runs
   const int owner_;
   const NodeMap nodes_;
 
@@ -265,10 +271,10 @@ class DeviceCommunicator {
   std::string raised_;  ///< the text of the last error that left the communicator usable
   uint64_t ticket_ = 0;
   uint32_t texts_ = 0;
-  std::optional<Sent> pending_;     // begun, not received
+  std::optional<Begun> pending_;
+  std::optional<Held> held_;
   gpu::RecentRows recent_rows_[2];  ///< of dropless dispatches, by expert and by rank
   bool few_fit_ = true;             ///< what the last one of few tokens brought would fit what it is offered
-  cudaStream_t pending_stream_ = nullptr;
   std::optional<uint64_t> given_up_;  ///< the capture, or 0, in which the next operation says so (Carries)
   DeviceStats stats_;
 };

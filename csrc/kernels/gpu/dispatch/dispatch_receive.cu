@@ -13,7 +13,7 @@
 
 #include "kernels/gpu/common/announcer.cuh"
 #include "kernels/gpu/common/strip.cuh"
-#include "kernels/gpu/common/wire_element.cuh"
+#include "kernels/gpu/common/wire_vector.cuh"
 #include "kernels/gpu/dispatch/receive_list.cuh"
 
 namespace moecomm::gpu {
@@ -125,6 +125,7 @@ class CopyOut {
 template <DType dtype, WireFormat wire>
 class DequantiseOut {
   using E = Element<dtype>;
+  using V = WireVector<dtype, wire>;
   using W = Wire<wire>;
   static constexpr int kColumns = kOutPiece / 16 * E::kVector;  ///< of a piece, which is one store
 
@@ -152,7 +153,8 @@ class DequantiseOut {
         const int v = step * 32 + lane_id();
         if (v >= vectors) continue;
         const int64_t column = int64_t{load.piece} * kColumns + v * E::kVector;
-        piece.values[step] = __ldcg(reinterpret_cast<const Values*>(row + column * W::kValueBits / 8));
+        piece.values[step] =
+            __ldcg(reinterpret_cast<const typename V::Values*>(row + column * W::kValueBits / 8));
         piece.scales[step] = W::factor(__ldcg(&scales[column / W::kScaleColumns]), row_scale);
       }
       load.advance(pieces_.count);
@@ -168,11 +170,7 @@ class DequantiseOut {
       for (int step = 0; step < kSteps; ++step) {
         const int v = step * 32 + lane_id();
         if (v >= vectors) continue;
-        const auto* const words = reinterpret_cast<const typename W::Four*>(&now.values[step]);
-        float values[E::kVector];
-#pragma unroll
-        for (int e = 0; e < E::kVector; e += 4) W::read(words[e / 4], now.scales[step], values + e);
-        reinterpret_cast<uint4*>(out)[v] = E::narrow(values);
+        reinterpret_cast<uint4*>(out)[v] = V::read(now.values[step], now.scales[step]);
       }
       publish_piece();
       for (int j = 0; j < count; ++j)
@@ -185,12 +183,9 @@ class DequantiseOut {
   }
 
  private:
-  static constexpr int kVectorBytes = E::kVector * W::kValueBits / 8;  // of a vector's values on the wire
-  using Values = std::conditional_t<kVectorBytes == 8, uint2,
-                                    std::conditional_t<kVectorBytes == 4, uint32_t, unsigned short>>;
   static constexpr int kSteps = kOutPiece / 512;
   struct Fetched {
-    Values values[kSteps];
+    typename V::Values values[kSteps];
     float scales[kSteps];
   };
 

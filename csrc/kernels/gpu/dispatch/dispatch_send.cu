@@ -17,17 +17,15 @@
 // memory, numbered by relay index, from where the network takes them; so they wait for the routes. The last
 // blocks relay what comes from there: rows of the rail go to the owners here in the same way, on behalf of
 // their source.
-#include "kernels/gpu/common/announcer.cuh"
-#include "kernels/gpu/common/kernel.cuh"
-#include "kernels/gpu/common/strip.cuh"
-#include "kernels/gpu/common/wire_vector.cuh"
+#include <type_traits>
+
+#include "kernels/gpu/dispatch/quantise_rows.cuh"
 #include "kernels/gpu/dispatch/send_list.cuh"
+#include "kernels/gpu/dispatch/send_rows.cuh"
 #include "kernels/gpu/internode/relay_records.cuh"
 
 namespace moecomm::gpu {
 namespace {
-
-using gpu::RelayBlocks;
 
 /// Rows that this object's kernels send travel in this format.
 constexpr WireFormat kWire = WireFormat::MOECOMM_WIRE;
@@ -40,15 +38,6 @@ struct ChunkOwners {
 
 /// Targets of the rows that a warp sends: owners on this node, or other nodes.
 enum class Reach { node, others };
-
-/// Targets of the tokens of a warp's chunk, in shared memory: counts[i] targets of token i, at
-/// [i * top_k ...]. Targets are ranks, and from `ranks` on other nodes, with the number of the row there.
-struct ChunkMeta {
-  int32_t* targets;
-  int32_t* counts;
-  int32_t* numbers;
-  int32_t* from;  ///< relayed rows: their number among those that came here
-};
 
 /// Fills `meta` with the ranks, or the other nodes, that the tokens of a chunk go to.
 template <Way way>
@@ -94,295 +83,6 @@ __device__ ChunkOwners list_owners(const Comm& comm, const SendArguments& args, 
   __syncwarp();
   return chunk;
 }
-
-/// Addresses of a sender's rows, and those that they go to.
-template <bool kNodes>
-struct RowPaths {
-  const Comm& comm;
-  uint64_t epoch;
-  const std::byte* x;  ///< this rank's own rows
-  int32_t source;      ///< whose rows they are
-  bool relayed;        ///< they have come from another node
-
-  /// Token i of the chunk that begins with `begin`.
-  __device__ const std::byte* from(int64_t begin, int i, const ChunkMeta& meta, int64_t row_bytes) const {
-    if constexpr (kNodes)
-      if (relayed)
-        return comm.rail.arrived(epoch, comm.other_of(source), meta.from[i],
-                                 comm.window.shape.wire_row_bytes());
-    return x + (begin + i) * row_bytes;
-  }
-  __device__ std::byte* to(int64_t begin, int i, int j, const ChunkMeta& meta) const {
-    const int at = i * comm.top_k() + j;
-    const int32_t target = meta.targets[at];
-    if constexpr (kNodes)
-      if (target >= comm.ranks())
-        return comm.rail.staged(target - comm.ranks(), meta.numbers[at], comm.window.shape.wire_row_bytes());
-    return comm.staged_row(target, epoch, source, begin + i);
-  }
-};
-
-/// Rows as they are.
-template <bool kNodes>
-class CopyRows {
- public:
-  __device__ CopyRows(const Comm& comm, const SendArguments& args, uint64_t epoch, WarpMemory memory)
-      : CopyRows(comm, args, {comm, epoch, args.x, comm.rank, false}, memory,
-                 comm.window.shape.wire_data_bytes()) {}
-  /// Copies rows of other sources, see start_source.
-  __device__ CopyRows(const Comm& comm, const SendArguments& args, uint64_t epoch, WarpMemory memory,
-                      int64_t row_bytes)
-      : CopyRows(comm, args, {comm, epoch, nullptr, comm.rank, true}, memory, row_bytes) {}
-
-  /// Rows that have come from another node are those of `source` from now on.
-  __device__ void start_source(int32_t source) { paths_.source = source; }
-
-  __device__ void send(int64_t begin, uint32_t tokens, const ChunkMeta& meta, Announcer& announcer) {
-    PieceCursor load{tokens}, store{tokens};
-    const int64_t row_bytes = pieces_.total;
-    while (!store.done()) {
-      while (!load.done() && ring_.in_flight() < kCopyStages / 2) {
-        wait_stores_read<kCopyStages / 2>();
-        ring_.load(paths_.from(begin, load.token(), meta, row_bytes) + pieces_.offset(load.piece),
-                   pieces_.size(load.piece));
-        load.advance(pieces_.count);
-      }
-      const std::byte* const piece = ring_.wait();
-      const int i = store.token(), count = meta.counts[i];
-      for (int j = 0; j < count; ++j)
-        store_piece(paths_.to(begin, i, j, meta) + pieces_.offset(store.piece), piece,
-                    pieces_.size(store.piece));
-      commit_stores();
-      if (args_.x_scales != nullptr && !paths_.relayed && store.piece == 0) send_scales(begin, i, meta);
-      ring_.release();
-      announcer.group_committed();
-      store.advance(pieces_.count);
-    }
-  }
-
- private:
-  __device__ CopyRows(const Comm& comm, const SendArguments& args, const RowPaths<kNodes>& paths,
-                      WarpMemory memory, int64_t row_bytes)
-      : comm_(comm),
-        args_(args),
-        paths_(paths),
-        ring_(memory.pieces, memory.barriers),
-        scales_(memory.scales),
-        pieces_(pieces_of(row_bytes, kCopyPiece)) {}
-
-  /// A token's scales, which the caller has; their rows need not be aligned as bulk copies want it.
-  __device__ void send_scales(int64_t begin, int i, const ChunkMeta& meta) {
-    const int64_t bytes = comm_.window.shape.wire_scale_bytes();
-    const std::byte* const from = args_.x_scales + (begin + i) * bytes;
-    for (int64_t first = 0; first < bytes; first += kScaleBuffer) {
-      wait_stores_read<0>();
-      const auto part = static_cast<uint32_t>(min(bytes - first, int64_t{kScaleBuffer}));
-      copy_scales(scales_, from + first, part, bytes);
-      publish_piece();
-      for (int j = 0; j < meta.counts[i]; ++j)
-        store_piece(paths_.to(begin, i, j, meta) + pieces_.total + first, scales_, (part + 15) / 16 * 16);
-      commit_stores();
-    }
-  }
-
-  const Comm& comm_;
-  const SendArguments& args_;
-  RowPaths<kNodes> paths_;
-  LoadRing<kCopyStages, kCopyPiece> ring_;
-  std::byte* const scales_;
-  const Pieces pieces_;
-};
-
-/// Rows of `dtype`, which go out in another format, with scales.
-template <DType dtype, WireFormat wire, bool kNodes>
-class QuantiseRows {
-  using E = Element<dtype>;
-  using V = WireVector<dtype, wire>;
-  using W = Wire<wire>;
-  using Scale = typename W::Scale;
-  static constexpr int kScaleColumns = W::kScaleColumns;
-  static constexpr int kSteps = kSumPiece / 512;
-  static constexpr int kColumns = kSumPiece / 16 * E::kVector;  ///< of a piece
-  static constexpr int kBlockLanes = kScaleColumns / E::kVector;
-  static constexpr int kPieceScales = kColumns / kScaleColumns;  ///< of a piece
-  static constexpr int kPieceBytes = kColumns * W::kValueBits / 8;
-  static_assert(kColumns % kScaleColumns == 0 && kBlockLanes >= 2 && kBlockLanes <= 32);
-  static_assert(kPieceScales * sizeof(Scale) % 16 == 0);
-  /// Where a row's scales go out apart from its values: bytes of a stage's scales, and the columns of a
-  /// stage, whose scales these are, with 16 bytes left for the scale of the row.
-  static constexpr int kStageScales = kScaleBuffer / kOutStages;
-  static constexpr int kScaledColumns = (kStageScales - 16) / int{sizeof(Scale)} * kScaleColumns;
-  static constexpr int kRowStage = kWarpBytes / kOutStages;
-  static constexpr int kPartStage = kScaledColumns * W::kValueBits / 8;
-  static_assert(kStageScales % 16 == 0 && kPartStage <= kRowStage && kPartStage % kPieceBytes == 0);
-
-  /// The scales of a piece's blocks in a format with scales of rows: each lane knows those of its own blocks.
-  struct OwnScales {
-    Scale scale[kSteps];
-    float inverse[kSteps];
-
-    __device__ float inverse_of(int step) const { return inverse[step]; }
-    __device__ void store(Scale* to, int vectors) const {
-#pragma unroll
-      for (int step = 0; step < kSteps; ++step) {
-        const int v = step * 32 + lane_id();
-        if (v % kBlockLanes == 0 && v < vectors) to[v / kBlockLanes] = scale[step];
-      }
-    }
-  };
-
-  __device__ static OwnScales scale_blocks_of_row(const Strip<kSteps>& strip, int vectors, float row) {
-    OwnScales found;
-    const auto blocks = W::blocks(row);
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      const bool some = step * 32 + lane_id() < vectors;
-      found.scale[step] = V::block_scale(some ? strip.raw[step] : uint4{}, blocks);
-      found.inverse[step] = W::inverse(found.scale[step], row);
-    }
-    return found;
-  }
-
-  /// The scale of a row: of its largest finite magnitude.
-  __device__ static float scale_row(const std::byte* row, int64_t bytes) {
-    float most = 0;
-    const uint4* const from = reinterpret_cast<const uint4*>(row);
-#pragma unroll 4
-    for (int v = lane_id(); v < static_cast<int>(bytes / 16); v += 32)
-      most = fmaxf(most, V::largest_finite(__ldcg(from + v)));
-    for (int width = 16; width > 0; width /= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, width));
-    return W::row_scale(most);
-  }
-
-  /// The scales of a piece's blocks, one block a lane: of a step's lanes [0, kBlockLanes) a quarter each
-  /// knows about step 0, 1, 2 and 3.
-  struct BlockScales {
-    static constexpr int kHalf = kBlockLanes / 2, kQuarter = kBlockLanes / 4;
-    Scale scale;
-    float inverse;
-
-    __device__ float inverse_of(int step) const {
-      const int from = (lane_id() & ~(kBlockLanes - 1)) | (step & 2 ? kHalf : 0) | (step & 1 ? kQuarter : 0);
-      return __shfl_sync(0xffffffffu, inverse, from);
-    }
-    __device__ void store(Scale* to, int vectors) const {
-      const int lane = lane_id(), step = (lane & kHalf ? 2 : 0) | (lane & kQuarter ? 1 : 0);
-      const int v = step * 32 + (lane & ~(kBlockLanes - 1));  // the block's first
-      if ((lane & (kQuarter - 1)) == 0 && v < vectors) to[v / kBlockLanes] = scale;
-    }
-  };
-
-  /// Lanes reduce the four steps of their blocks together: each exchange halves the steps that a lane goes on
-  /// with, so that one division a lane does for all blocks.
-  __device__ static BlockScales scale_blocks(const Strip<kSteps>& strip, int vectors) {
-    static_assert(kSteps == 4);
-    constexpr int kHalf = BlockScales::kHalf, kQuarter = BlockScales::kQuarter;
-    float amax[kSteps];
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step)
-      amax[step] = step * 32 + lane_id() < vectors ? E::largest(strip.raw[step]) : 0.0f;
-    const auto exchange = [](float keep, float give, int width) {
-      return fmaxf(keep, __shfl_xor_sync(0xffffffffu, give, width));
-    };
-    const bool late = lane_id() & kHalf, odd = lane_id() & kQuarter;
-    const float even_step = exchange(late ? amax[2] : amax[0], late ? amax[0] : amax[2], kHalf);
-    const float odd_step = exchange(late ? amax[3] : amax[1], late ? amax[1] : amax[3], kHalf);
-    float largest = exchange(odd ? odd_step : even_step, odd ? even_step : odd_step, kQuarter);
-#pragma unroll
-    for (int width = kQuarter / 2; width > 0; width /= 2) largest = exchange(largest, largest, width);
-    const Scale scale = W::scale(largest, W::blocks(0.0f));
-    return {scale, W::inverse(scale, 0.0f)};
-  }
-
- public:
-  __device__ QuantiseRows(const Comm& comm, const SendArguments& args, uint64_t epoch, WarpMemory memory)
-      : comm_(comm),
-        args_(args),
-        paths_{comm, epoch, args.x, comm.rank, false},
-        scales_(memory.scales),
-        pieces_(full_pieces(comm.window.shape.row_bytes())),
-        whole_(comm.window.shape.wire_row_bytes() <= kRowStage),
-        out_(memory.pieces, pieces_.count, kPieceBytes, whole_ ? kRowStage : kPartStage) {}
-
-  __device__ void send(int64_t begin, uint32_t tokens, const ChunkMeta& meta, Announcer& announcer) {
-    PieceCursor load{tokens}, store{tokens};
-    Strip<kSteps> now, next;
-    float row_scale = 0;
-    const auto fetch = [&](Strip<kSteps>& strip) {
-      strip.load(args_.x + (begin + load.token()) * pieces_.total + pieces_.offset(load.piece), 0,
-                 static_cast<int>(pieces_.size(load.piece) / 16));
-      load.advance(pieces_.count);
-    };
-    fetch(now);
-    while (!store.done()) {
-      if (!load.done()) fetch(next);
-      const int i = store.token(), count = meta.counts[i];
-      const int vectors = static_cast<int>(pieces_.size(store.piece) / 16);
-      std::byte* const out = out_.piece(store.piece);
-      const int first = out_.first(store.piece);
-      std::byte* const stage_scales = whole_ ? out_.stage() + comm_.window.shape.wire_data_bytes()
-                                             : scales_ + out_.number() * kStageScales;
-      Scale* const out_scales = reinterpret_cast<Scale*>(stage_scales) + (store.piece - first) * kPieceScales;
-      const auto blocks = [&] {
-        if constexpr (W::kRowScale) {
-          if (store.piece == 0) row_scale = scale_row(args_.x + (begin + i) * pieces_.total, pieces_.total);
-          return scale_blocks_of_row(now, vectors, row_scale);
-        } else {
-          return scale_blocks(now, vectors);
-        }
-      }();
-#pragma unroll
-      for (int step = 0; step < kSteps; ++step) {
-        const int v = step * 32 + lane_id();
-        const float inverse = blocks.inverse_of(step);
-        if (v >= vectors) continue;
-        float values[E::kVector];
-        E::widen(now.raw[step], values);
-        auto* const to = reinterpret_cast<typename W::Four*>(out) + v * (E::kVector / 4);
-#pragma unroll
-        for (int e = 0; e < E::kVector; e += 4) to[e / 4] = W::write(values + e, inverse);
-      }
-      blocks.store(out_scales, vectors);
-      now = next;
-      if (!out_.complete(store.piece)) {
-        store.advance(pieces_.count);
-        continue;
-      }
-      const uint32_t columns = pieces_.through(first, store.piece) / 16 * E::kVector;
-      uint32_t scale_bytes = (columns + kScaleColumns - 1) / kScaleColumns * sizeof(Scale);
-      if (W::kRowScale && store.piece + 1 == pieces_.count) {
-        // Behind the last of the row's scales, of which the stage has all or, from a multiple of 16 on, the
-        // rest.
-        const uint32_t at = (scale_bytes + 3) / 4 * 4;
-        if (lane_id() == 0) *reinterpret_cast<float*>(stage_scales + at) = row_scale;
-        scale_bytes = at + sizeof(float);
-      }
-      publish_piece();
-      for (int j = 0; j < count; ++j) {
-        std::byte* const row = paths_.to(begin, i, j, meta);
-        if (whole_) {
-          store_piece(row, out_.stage(), static_cast<uint32_t>(comm_.window.shape.wire_row_bytes()));
-          continue;
-        }
-        store_piece(row + int64_t{first} * kPieceBytes, out_.stage(), columns * W::kValueBits / 8);
-        store_piece(row + comm_.window.shape.wire_data_bytes() + first * (kPieceScales * sizeof(Scale)),
-                    stage_scales, (scale_bytes + 15) / 16 * 16);
-      }
-      commit_stores();
-      announcer.group_committed();
-      store.advance(pieces_.count);
-    }
-  }
-
- private:
-  const Comm& comm_;
-  const SendArguments& args_;
-  const RowPaths<kNodes> paths_;
-  std::byte* const scales_;
-  const Pieces pieces_;
-  const bool whole_;  ///< a row with its scales goes out in one store
-  OutRing out_;
-};
 
 /// The rows of a chunk for other nodes are in place: says so.
 __device__ void hand_over(const Comm& comm, const SendArguments& args, uint64_t epoch, uint32_t tokens,
@@ -464,55 +164,6 @@ __device__ void send_by_pipe(const Comm& comm, const SendArguments& args, uint64
       [&](MoveLister<0>& pipe) { list_own(comm, args, epoch, pipe); }, [] {});
 }
 
-/// Brings rows of `dtype` into this file's format. For the workers of a pipe.
-template <DType dtype>
-class QuantiseWork {
-  using V = WireVector<dtype, kWire>;
-  static constexpr int kSteps = MovePipe<kWorkers>::kPiece / 16 / kWorkerThreads;
-
- public:
-  explicit __device__ QuantiseWork(const KernelShape& shape) : shape_(shape) {}
-
-  template <class List>
-  __device__ void operator()(std::byte* stage, const List&, int, int thread, float* parts) {
-    const int vectors = static_cast<int>(shape_.row_bytes() / 16);
-    uint4 raw[kSteps];
-    float most = 0;
-#pragma unroll
-    for (int s = 0; s < kSteps; ++s) {
-      const int v = s * kWorkerThreads + thread;
-      raw[s] = v < vectors ? reinterpret_cast<const uint4*>(stage)[v] : uint4{};
-      if constexpr (V::W::kRowScale) most = fmaxf(most, V::largest_finite(raw[s]));
-    }
-    float of_row = 0;
-    if constexpr (V::W::kRowScale) {
-      for (int width = 16; width > 0; width /= 2)
-        most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, width));
-      if (lane_id() == 0) parts[thread / 32] = most;
-    }
-    sync_workers();  // the values take the place of what was read
-    if constexpr (V::W::kRowScale) {
-#pragma unroll
-      for (int w = 0; w < kWorkers; ++w) most = fmaxf(most, parts[w]);
-      of_row = V::W::row_scale(most);
-      if (thread == 0) *reinterpret_cast<float*>(stage + shape_.wire_row_scale()) = of_row;
-    }
-    const auto blocks = V::W::blocks(of_row);
-    auto* const scales = reinterpret_cast<typename V::Scale*>(stage + shape_.wire_data_bytes());
-#pragma unroll
-    for (int s = 0; s < kSteps; ++s) {
-      const int v = s * kWorkerThreads + thread;
-      const auto scale = V::block_scale(raw[s], blocks);
-      if (v >= vectors) continue;
-      reinterpret_cast<typename V::Values*>(stage)[v] = V::write(raw[s], V::W::inverse(scale, of_row));
-      if (v % V::kBlockLanes == 0) scales[v / V::kBlockLanes] = scale;
-    }
-  }
-
- private:
-  const KernelShape& shape_;
-};
-
 /// Sends rows of `dtype` in this file's format. Whole block.
 template <DType dtype>
 __device__ void quantise_by_pipe(const Comm& comm, const SendArguments& args, uint64_t epoch,
@@ -522,7 +173,7 @@ __device__ void quantise_by_pipe(const Comm& comm, const SendArguments& args, ui
       MoveShape::of<kWorkers>(comm.window.shape.row_bytes(), comm.window.shape.wire_row_bytes(),
                               stage_bytes<kWorkers>(args)),
       epoch, [&](MoveLister<kWorkers>& pipe) { list_own(comm, args, epoch, pipe); }, [] {},
-      QuantiseWork<dtype>(comm.window.shape));
+      QuantiseWork<dtype, kWire>(comm.window.shape));
 }
 
 /// Fills `meta` with the owners on this node of a rail rank's tokens.

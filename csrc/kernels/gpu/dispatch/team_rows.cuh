@@ -1,0 +1,211 @@
+// Rows of an operation of few tokens, which teams of warps move by plain loads and stores: as they are, to
+// and from a wire format, or times factors.
+#pragma once
+
+#include "kernels/gpu/common/kernel.cuh"
+#include "kernels/gpu/common/team.cuh"
+#include "kernels/gpu/common/wire_vector.cuh"
+
+namespace moecomm::gpu {
+
+inline constexpr int kBatch = 8;  ///< loads of a thread that are under way together
+
+/// Calls use(target's value) for each lane of `mask`. All lanes.
+template <class Value, class Use>
+__device__ void for_each_target(uint32_t mask, Value value, const Use& use) {
+  for (; mask != 0; mask &= mask - 1) use(__shfl_sync(0xffffffffu, value, __ffs(static_cast<int>(mask)) - 1));
+}
+
+/// The part of a row that a team moves: one of 2^shift equal ones, as teams share the row.
+struct RowPart {
+  int number = 0, shift = 0;
+
+  __device__ int first(int vectors) const { return vectors * number >> shift; }
+  __device__ int end(int vectors) const { return vectors * (number + 1) >> shift; }
+};
+
+/// Vectors of a row in registers, so many of a thread, a team's threads apart.
+template <int batch>
+struct Vectors {
+  uint4 values[batch];
+
+  /// Loads those from `base` on, up to `end`. The others are 0.
+  __device__ void load(const Team& team, const uint4* row, int base, int end) {
+#pragma unroll
+    for (int i = 0; i < batch; ++i) {
+      const int v = base + i * team.threads() + team.thread();
+      values[i] = v < end ? __ldcg(row + v) : uint4{};
+    }
+  }
+  /// Stores them to the rows at `to`, known by the lanes of `targets`.
+  __device__ void store(const Team& team, int base, int end, uint32_t targets, unsigned long long to) const {
+    for_each_target(targets, to, [&](unsigned long long address) {
+#pragma unroll
+      for (int i = 0; i < batch; ++i) {
+        const int v = base + i * team.threads() + team.thread();
+        if (v < end) __stcg(reinterpret_cast<uint4*>(address) + v, values[i]);
+      }
+    });
+  }
+};
+
+/// A row, or a part of one, whose first vectors are loaded before it is known where they go.
+struct RowAhead {
+  const uint4* row;
+  int first, end;
+  Vectors<kBatch> loaded;
+
+  /// `bytes`: of the whole row.
+  __device__ void load(const Team& team, const RowPart& part, const std::byte* from, int64_t bytes) {
+    const int all = static_cast<int>(bytes / 16);
+    row = reinterpret_cast<const uint4*>(from);
+    first = part.first(all);
+    end = part.end(all);
+    loaded.load(team, row, first, end);
+  }
+  /// Copies it to the rows at `to`, known by the lanes of `targets`.
+  __device__ void copy(const Team& team, uint32_t targets, unsigned long long to) {
+    // Where a thread has one vector at most, fewer instructions do.
+    if (end - first <= team.threads())
+      return Vectors<1>{{loaded.values[0]}}.store(team, first, end, targets, to);
+    for (int base = first; base < end; base += kBatch * team.threads()) {
+      if (base != first) loaded.load(team, row, base, end);
+      loaded.store(team, base, end, targets, to);
+    }
+  }
+};
+
+/// The scales of a row that lies in the wire format already, by the first warp.
+__device__ inline void copy_scales_of_row(const Team& team, const std::byte* from, int64_t bytes,
+                                          uint32_t targets, unsigned long long to) {
+  if (!team.leads()) return;
+  for_each_target(targets, to, [&](unsigned long long address) {
+    copy_scales(reinterpret_cast<std::byte*>(address), from, static_cast<uint32_t>(bytes), bytes);
+  });
+}
+
+/// Conversion of rows of `dtype` to and from a wire format, 16 bytes of `dtype` a lane at a time.
+template <DType dtype, WireFormat wire>
+struct Convert {
+  using V = WireVector<dtype, wire>;
+  using W = typename V::W;
+  using Scale = typename V::Scale;
+  using Values = typename V::Values;
+  static constexpr int kBlockLanes = V::kBlockLanes;
+
+  /// The scale of a row, of its largest finite magnitude. Whole team.
+  __device__ static float row_scale(const Team& team, const RowAhead& ahead, float* most_of_warps) {
+    float most = 0;
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) most = fmaxf(most, V::largest_finite(ahead.loaded.values[i]));
+    for (int v = kBatch * team.threads() + team.thread(); v < ahead.end; v += team.threads())
+      most = fmaxf(most, V::largest_finite(__ldcg(ahead.row + v)));
+    for (int width = 16; width > 0; width /= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, width));
+    most_of_warps[warp_id()] = most;
+    team.sync();
+    for (int w = 0; w < team.warps; ++w) most = fmaxf(most, most_of_warps[team.first_warp + w]);
+    team.sync();
+    return W::row_scale(most);
+  }
+
+  /// Sends a whole row.
+  __device__ static void send(const Comm& comm, const Team& team, RowAhead& ahead, uint32_t targets,
+                              unsigned long long to, float* most_of_warps) {
+    const KernelShape& s = comm.window.shape;
+    const int vectors = ahead.end;
+    float of_row = 0;
+    if constexpr (W::kRowScale) of_row = row_scale(team, ahead, most_of_warps);
+    const auto blocks = W::blocks(of_row);
+    const int64_t scales_at = s.wire_data_bytes();
+    for (int base = 0; base < vectors; base += kBatch * team.threads()) {
+      if (base != 0) ahead.loaded.load(team, ahead.row, base, vectors);
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        const int v = base + i * team.threads() + team.thread();
+        if (base + i * team.threads() >= vectors) break;
+        const uint4 raw = ahead.loaded.values[i];
+        const Scale scale = V::block_scale(raw, blocks);
+        const Values packed = V::write(raw, W::inverse(scale, of_row));
+        for_each_target(targets, to, [&](unsigned long long address) {
+          if (v >= vectors) return;
+          reinterpret_cast<Values*>(address)[v] = packed;
+          if (v % kBlockLanes == 0) reinterpret_cast<Scale*>(address + scales_at)[v / kBlockLanes] = scale;
+        });
+      }
+    }
+    if constexpr (W::kRowScale)
+      for_each_target(targets, to, [&](unsigned long long address) {
+        if (team.thread() == 0) *reinterpret_cast<float*>(address + s.wire_row_scale()) = of_row;
+      });
+  }
+
+  __device__ static void receive(const Comm& comm, const Team& team, const RowPart& part,
+                                 const std::byte* from, std::byte* out, uint32_t targets, int32_t row) {
+    const KernelShape& s = comm.window.shape;
+    const int all = static_cast<int>(s.row_bytes() / 16), vectors = part.end(all);
+    const auto* const scales = reinterpret_cast<const Scale*>(from + s.wire_data_bytes());
+    float of_row = 0;
+    if constexpr (W::kRowScale) of_row = __ldcg(reinterpret_cast<const float*>(from + s.wire_row_scale()));
+    for (int base = part.first(all); base < vectors; base += kBatch * team.threads()) {
+      Values packed[kBatch];
+      Scale scale[kBatch];
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        const int v = base + i * team.threads() + team.thread();
+        if (v >= vectors) continue;
+        if constexpr (V::kBytes == 2)
+          packed[i] = __ldcg(reinterpret_cast<const unsigned short*>(from) + v);
+        else
+          packed[i] = __ldcg(reinterpret_cast<const Values*>(from) + v);
+        scale[i] = __ldcg(scales + v / kBlockLanes);
+      }
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        const int v = base + i * team.threads() + team.thread();
+        if (base + i * team.threads() >= vectors) break;
+        uint4 raw{};
+        if (v < vectors) raw = V::read(packed[i], W::factor(scale[i], of_row));
+        for_each_target(targets, row, [&](int32_t to) {
+          if (v < vectors) __stcg(reinterpret_cast<uint4*>(out + to * s.row_bytes()) + v, raw);
+        });
+      }
+    }
+  }
+};
+
+/// Rows times the factors of their places (the gradients of a weighted combine).
+template <DType dtype>
+__device__ void scale_row(const Comm& comm, const Team& team, const RowPart& part,
+                          const ReceiveArguments& args, const std::byte* from, uint32_t targets,
+                          int32_t row) {
+  using E = Element<dtype>;
+  constexpr int kScaleBatch = 4;  // with more, registers of the kernel spill
+  const int64_t row_bytes = comm.window.shape.row_bytes();
+  const int all = static_cast<int>(row_bytes / 16), vectors = part.end(all);
+  const float factor = targets >> lane_id() & 1 ? reinterpret_cast<const float*>(args.scales)[row] : 0.0f;
+  for (int base = part.first(all); base < vectors; base += kScaleBatch * team.threads()) {
+    uint4 raw[kScaleBatch];
+#pragma unroll
+    for (int i = 0; i < kScaleBatch; ++i) {
+      const int v = base + i * team.threads() + team.thread();
+      if (v < vectors) raw[i] = __ldcg(reinterpret_cast<const uint4*>(from) + v);
+    }
+    for (uint32_t left = targets; left != 0; left &= left - 1) {
+      const int lane = __ffs(static_cast<int>(left)) - 1;
+      const float times = __shfl_sync(0xffffffffu, factor, lane);
+      std::byte* const out = args.out + __shfl_sync(0xffffffffu, row, lane) * row_bytes;
+#pragma unroll
+      for (int i = 0; i < kScaleBatch; ++i) {
+        const int v = base + i * team.threads() + team.thread();
+        if (v >= vectors) continue;
+        float values[E::kVector];
+        E::widen(raw[i], values);
+#pragma unroll
+        for (int e = 0; e < E::kVector; ++e) values[e] = multiply(values[e], times);
+        __stcg(reinterpret_cast<uint4*>(out) + v, E::narrow(values));
+      }
+    }
+  }
+}
+
+}  // namespace moecomm::gpu
