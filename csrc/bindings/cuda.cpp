@@ -4,15 +4,13 @@
 
 #include <pybind11/stl.h>
 
-#include "bindings/network.hpp"
+#include "bindings/communicators.hpp"
 #include "runtime/device_communicator.hpp"
 
 namespace py = pybind11;
 
 namespace moecomm {
 namespace {
-
-cudaStream_t stream_of(uintptr_t stream) { return reinterpret_cast<cudaStream_t>(stream); }
 
 py::dict plan_fields(const DeviceShape& shape) {
   const DevicePlan plan = DevicePlan::make(shape);
@@ -36,22 +34,11 @@ DeviceCounters counters_of(DeviceCommunicator& self) {
   return self.counters();
 }
 
-py::dict stats_dict(DeviceCommunicator& self) {
-  const DeviceStats& s = self.stats();
+py::dict stats_of(DeviceCommunicator& self) {
+  const DeviceStats& stats = self.stats();
   const DeviceCounters counters = counters_of(self);
-  py::dict out;
-  out["dispatch_calls"] = s.dispatch_calls;
-  out["dispatch_seconds"] = counters.dispatch_seconds;
-  out["combine_calls"] = s.combine_calls;
-  out["combine_seconds"] = counters.combine_seconds;
-  out["wait_seconds"] = counters.wait_seconds;
-  out["late_seconds"] = counters.late_seconds;
-  out["host_wait_seconds"] = s.host_wait_seconds;
-  out["plans_made"] = s.plans_made;
-  out["rows_in"] = s.rows_in;
-  out["rows_out"] = counters.rows_out;
-  out["bytes_wire"] = counters.bytes_wire;
-  add_network_stats(out, self.proxy());
+  py::dict out = stats_dict(stats, counters, counters.late_seconds, self.proxy());
+  out["host_wait_seconds"] = stats.host_wait_seconds;
   return out;
 }
 
@@ -68,42 +55,7 @@ py::dict phases_dict(DeviceCommunicator& self) {
   return out;
 }
 
-DeviceDispatch dispatch_of(uintptr_t x, uintptr_t x_scales, uintptr_t ids, bool wide_ids, uintptr_t weights,
-                           int64_t tokens, RowLayout layout, int64_t alignment, int64_t capacity,
-                           int64_t positions, uint16_t caller, uintptr_t plan) {
-  return {pointer(x), pointer(x_scales), pointer<void>(ids), wide_ids,  pointer(weights),       tokens,
-          layout,     alignment,         capacity,           positions, pointer<int32_t>(plan), caller};
-}
-
-DeviceOutput output_of(uintptr_t out, uintptr_t out_scales, uintptr_t out_weights, uintptr_t out_ids,
-                       uintptr_t out_index, uintptr_t out_index_weights) {
-  return {pointer(out),
-          pointer(out_scales),
-          pointer(out_weights),
-          pointer<int32_t>(out_ids),
-          pointer<int32_t>(out_index),
-          pointer(out_index_weights)};
-}
-
-void begin_dispatch(DeviceCommunicator& self, uintptr_t x, uintptr_t x_scales, uintptr_t ids, bool wide_ids,
-                    uintptr_t weights, int64_t tokens, RowLayout layout, int64_t alignment, int64_t capacity,
-                    int64_t positions, uint16_t caller, uintptr_t plan, uintptr_t stream) {
-  self.begin_dispatch(dispatch_of(x, x_scales, ids, wide_ids, weights, tokens, layout, alignment, capacity,
-                                  positions, caller, plan),
-                      stream_of(stream));
-}
-
-void finish_dispatch(DeviceCommunicator& self, bool directly, int64_t rows, int64_t positions, uintptr_t out,
-                     uintptr_t out_scales, uintptr_t out_weights, uintptr_t out_ids, uintptr_t out_index,
-                     uintptr_t out_index_weights, uintptr_t stream) {
-  self.finish_dispatch(directly, rows, positions,
-                       output_of(out, out_scales, out_weights, out_ids, out_index, out_index_weights),
-                       stream_of(stream));
-}
-
-}  // namespace
-
-void bind_cuda(py::module_& m, void (*interrupt)()) {
+void bind_shapes(py::module_& m) {
   py::enum_<WireFormat> formats(m, "WireFormat");
   for (const WireFormat wire : kWireFormats) formats.value(wire_entry(wire).name, wire);
   py::class_<DeviceShape>(m, "DeviceShape")
@@ -129,10 +81,15 @@ void bind_cuda(py::module_& m, void (*interrupt)()) {
   m.def("device_window_bytes",
         [](const DeviceShape& shape) { return DeviceWindow::make(shape).total_bytes; });
   m.def("device_plan_fields", &plan_fields);
+}
 
+}  // namespace
+
+void bind_cuda(py::module_& m, void (*interrupt)()) {
+  bind_shapes(m);
   using Release = py::call_guard<py::gil_scoped_release>;
   py::class_<DeviceCommunicator> communicator(m, "DeviceCommunicator");
-  bind_network<DeviceCommunicator>(communicator, interrupt);
+  bind_common<DeviceCommunicator>(communicator, interrupt);
   communicator
       .def(py::init([](const DeviceShape& shape, int32_t rank, double timeout, int32_t num_sms,
                        int32_t device, int32_t host_ranks, uint64_t first_epoch, WireFormat sums,
@@ -156,16 +113,17 @@ void bind_cuda(py::module_& m, void (*interrupt)()) {
           py::arg("bases"), py::arg("names"), py::arg("pids"), Release())
       // Operations take their arguments by position, which costs the caller a third of what names cost.
       .def("dispatch",
-           [](DeviceCommunicator& self, uintptr_t x, uintptr_t x_scales, uintptr_t ids, bool wide_ids,
-              uintptr_t weights, int64_t tokens, RowLayout layout, int64_t alignment, int64_t capacity,
-              int64_t positions, uint16_t caller, uintptr_t plan, int64_t rows, int64_t out_positions,
-              uintptr_t out, uintptr_t out_scales, uintptr_t out_weights, uintptr_t out_ids,
-              uintptr_t out_index, uintptr_t out_index_weights, uintptr_t stream) {
-             self.dispatch(dispatch_of(x, x_scales, ids, wide_ids, weights, tokens, layout, alignment,
-                                       capacity, positions, caller, plan),
-                           rows, out_positions,
-                           output_of(out, out_scales, out_weights, out_ids, out_index, out_index_weights),
-                           stream_of(stream));
+           [](DeviceCommunicator& self, Address x, Address x_scales, Address ids, bool wide_ids,
+              Address weights, int64_t tokens, RowLayout layout, int64_t alignment, int64_t capacity,
+              int64_t positions, uint16_t caller, Address plan, int64_t rows, int64_t out_positions,
+              Address out, Address out_scales, Address out_weights, Address out_ids, Address out_index,
+              Address out_index_weights, Address stream) {
+             self.dispatch(
+                 {{x, ids, wide_ids, weights, tokens, layout, alignment, capacity, positions, caller},
+                  x_scales,
+                  plan},
+                 rows, out_positions, {out, out_scales, out_weights, out_ids, out_index, out_index_weights},
+                 stream);
            })
       .def("offered_rows",
            [](const DeviceCommunicator& self, int64_t tokens, RowLayout layout, int64_t alignment) {
@@ -173,51 +131,47 @@ void bind_cuda(py::module_& m, void (*interrupt)()) {
              return std::make_tuple(offered.rows, offered.positions, at_once);
            })
       .def("accept_rows", &DeviceCommunicator::accept_rows)
-      .def("begin_dispatch", &begin_dispatch)
-      .def(
-          "wait_rows",
-          [](DeviceCommunicator& self, uintptr_t stream) { return self.wait_rows(stream_of(stream)); },
-          Release())
-      .def("finish_dispatch", &finish_dispatch)
+      .def("begin_dispatch",
+           [](DeviceCommunicator& self, Address x, Address x_scales, Address ids, bool wide_ids,
+              Address weights, int64_t tokens, RowLayout layout, int64_t alignment, int64_t capacity,
+              int64_t positions, uint16_t caller, Address plan, Address stream) {
+             self.begin_dispatch(
+                 {{x, ids, wide_ids, weights, tokens, layout, alignment, capacity, positions, caller},
+                  x_scales,
+                  plan},
+                 stream);
+           })
+      .def("wait_rows", by_address(&DeviceCommunicator::wait_rows), Release())
+      .def("finish_dispatch",
+           [](DeviceCommunicator& self, bool directly, int64_t rows, int64_t positions, Address out,
+              Address out_scales, Address out_weights, Address out_ids, Address out_index,
+              Address out_index_weights, Address stream) {
+             self.finish_dispatch(directly, rows, positions,
+                                  {out, out_scales, out_weights, out_ids, out_index, out_index_weights},
+                                  stream);
+           })
       .def_property_readonly("num_sms", &DeviceCommunicator::num_sms)
       .def("fuse_up_to", &DeviceCommunicator::fuse_up_to)
-      .def("complete",
-           [](DeviceCommunicator& self, uintptr_t stream) { return self.complete(stream_of(stream)); })
+      .def("complete", by_address(&DeviceCommunicator::complete))
       .def("redispatch",
-           [](DeviceCommunicator& self, uintptr_t plan, RowLayout layout, uintptr_t x, int64_t tokens,
-              int64_t rows, uintptr_t out, uintptr_t scales, uintptr_t other, uintptr_t dots, bool quantised,
-              uintptr_t stream) {
-             self.redispatch({pointer<int32_t>(plan), layout, pointer(x), tokens, rows, pointer(out),
-                              pointer(scales), pointer(other), pointer(dots), quantised},
-                             stream_of(stream));
+           [](DeviceCommunicator& self, Address plan, RowLayout layout, Address x, int64_t tokens,
+              int64_t rows, Address out, Address scales, Address other, Address dots, bool quantised,
+              Address stream) {
+             self.redispatch({plan, layout, x, tokens, rows, out, scales, other, dots, quantised}, stream);
            })
       .def("combine",
-           [](DeviceCommunicator& self, uintptr_t plan, RowLayout layout, uintptr_t rows, uintptr_t weights,
-              int64_t tokens, uintptr_t y, uintptr_t weight_grads, uintptr_t out_weight_grads, bool quantised,
-              bool held, uintptr_t stream) {
-             self.combine({pointer(rows), pointer(weights), pointer(weight_grads), pointer(y),
-                           pointer(out_weight_grads), pointer<int32_t>(plan), tokens, layout},
-                          quantised, held, stream_of(stream));
+           [](DeviceCommunicator& self, Address plan, RowLayout layout, Address rows, Address weights,
+              int64_t tokens, Address y, Address weight_grads, Address out_weight_grads, bool quantised,
+              bool held, Address stream) {
+             self.combine({rows, weights, weight_grads, y, out_weight_grads, plan, tokens, layout}, quantised,
+                          held, stream);
            })
       .def("splits", &DeviceCommunicator::splits)
-      .def(
-          "fail",
-          [](DeviceCommunicator& self, ErrorKind kind, const std::string& text, uintptr_t stream) {
-            self.fail(kind, text, stream_of(stream));
-          },
-          py::arg("kind"), py::arg("text"), py::arg("stream"))
-      .def("check", &DeviceCommunicator::check)
+      .def("fail", by_address(&DeviceCommunicator::fail), py::arg("kind"), py::arg("text"), py::arg("stream"))
       .def("stop_waiting", &DeviceCommunicator::stop_waiting)
       .def_property_readonly("interrupted", &DeviceCommunicator::interrupted)
-      .def("close", &DeviceCommunicator::close, Release())
-      .def("stats", &stats_dict)
-      .def("phases", &phases_dict)
-      .def("reset_stats",
-           [](DeviceCommunicator& self) {
-             self.stats() = DeviceStats{};
-             if (Proxy* const proxy = self.proxy()) proxy->stats().reset();
-           })
-      .def("__str__", &DeviceCommunicator::heuristics_text);
+      .def("stats", &stats_of)
+      .def("phases", &phases_dict);
 }
 
 }  // namespace moecomm

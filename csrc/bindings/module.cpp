@@ -8,7 +8,7 @@
 #if defined(MOECOMM_CUDA_VERSION)
 #include "bindings/cuda.hpp"
 #endif
-#include "bindings/network.hpp"
+#include "bindings/communicators.hpp"
 #include "kernels/cpu/heuristics.hpp"
 #include "runtime/communicator.hpp"
 #include "runtime/host_pool.hpp"
@@ -44,36 +44,8 @@ void set_python_error(const Error& error) {
   PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(raised.ptr())), raised.ptr());
 }
 
-py::dict stats_dict(Communicator& communicator) {
-  const Stats& s = communicator.stats();
-  py::dict out;
-  out["dispatch_calls"] = s.dispatch_calls;
-  out["dispatch_seconds"] = s.dispatch_seconds;
-  out["combine_calls"] = s.combine_calls;
-  out["combine_seconds"] = s.combine_seconds;
-  out["wait_seconds"] = s.wait_seconds;
-  out["late_seconds"] = communicator.late_seconds();
-  out["rows_in"] = s.rows_in;
-  out["rows_out"] = s.rows_out;
-  out["bytes_wire"] = s.bytes_wire;
-  out["bytes_staged"] = s.bytes_staged;
-  out["plans_made"] = s.plans_made;
-  out["plans_reused"] = s.plans_reused;
-  add_network_stats(out, communicator.proxy());
-  return out;
-}
-
-}  // namespace
-
-PYBIND11_MODULE(_C, m) {
-  m.doc() = "moecomm's C++ runtime";
-  py::register_local_exception_translator([](std::exception_ptr thrown) {
-    try {
-      if (thrown) std::rethrow_exception(thrown);
-    } catch (const Error& error) {
-      set_python_error(error);
-    }
-  });
+/// What this build has, and what libfabric offers on this machine.
+void bind_facts(py::module_& m) {
 #if defined(MOECOMM_CUDA_VERSION)
   m.attr("cuda_version") = MOECOMM_CUDA_VERSION;
 #else
@@ -99,7 +71,9 @@ PYBIND11_MODULE(_C, m) {
       out.append(py::make_tuple(offer.provider, offer.domain));
     return out;
   });
+}
 
+void bind_enumerations(py::module_& m) {
   py::enum_<DType>(m, "DType")
       .value("float32", DType::float32)
       .value("bfloat16", DType::bfloat16)
@@ -116,7 +90,10 @@ PYBIND11_MODULE(_C, m) {
       .value("peer_timeout", ErrorKind::peer_timeout)
       .value("peer_lost", ErrorKind::peer_lost)
       .value("unsupported", ErrorKind::unsupported);
+}
 
+/// The window of a rank, plans, and memory for rows.
+void bind_memory(py::module_& m) {
   py::class_<WindowShape>(m, "WindowShape")
       .def(py::init([](int32_t ranks, int32_t top_k, int64_t hidden, int64_t max_tokens, DType dtype,
                        int32_t ranks_per_node) {
@@ -155,7 +132,9 @@ PYBIND11_MODULE(_C, m) {
   py::class_<HostPool, std::shared_ptr<HostPool>>(m, "HostPool")
       .def(py::init<>())
       .def("take", [](HostPool& pool, int64_t bytes) { return HostBuffer{pool.take(bytes), bytes}; });
+}
 
+void bind_communicator(py::module_& m) {
   using Release = py::call_guard<py::gil_scoped_release>;
   py::class_<Rail>(m, "Rail")
       .def_property_readonly(
@@ -169,7 +148,7 @@ PYBIND11_MODULE(_C, m) {
       .def_property_readonly("endpoint", &Rail::endpoint);
 
   py::class_<Communicator, std::shared_ptr<Communicator>> communicator(m, "Communicator");
-  bind_network<Communicator>(communicator, run_signal_handlers);
+  bind_common<Communicator>(communicator, run_signal_handlers);
   communicator
       .def(py::init([](const WindowShape& shape, int32_t rank, int64_t num_experts, int32_t threads,
                        double timeout, int32_t host_ranks, uint64_t first_epoch, double absence) {
@@ -189,47 +168,22 @@ PYBIND11_MODULE(_C, m) {
       .def("unlink_window", &Communicator::unlink_window)
       .def(
           "begin_dispatch",
-          [](Communicator& self, uintptr_t x, uintptr_t ids, bool wide_ids, uintptr_t weights, int64_t tokens,
+          [](Communicator& self, Address x, Address ids, bool wide_ids, Address weights, int64_t tokens,
              RowLayout layout, int64_t alignment, int64_t capacity, int64_t positions, uint16_t caller) {
             // Python's Plan is read-only, so the missing const costs nothing.
-            return std::const_pointer_cast<Plan>(
-                self.begin_dispatch({pointer(x), pointer<void>(ids), wide_ids, pointer(weights), tokens,
-                                     layout, alignment, capacity, positions, caller}));
+            return std::const_pointer_cast<Plan>(self.begin_dispatch(
+                {x, ids, wide_ids, weights, tokens, layout, alignment, capacity, positions, caller}));
           },
           py::kw_only(), py::arg("x"), py::arg("ids"), py::arg("wide_ids"), py::arg("weights"),
           py::arg("tokens"), py::arg("layout"), py::arg("alignment"), py::arg("capacity"),
           py::arg("positions"), py::arg("caller"), Release())
-      .def(
-          "pull",
-          [](Communicator& self, uintptr_t out, uintptr_t weights, uintptr_t ids, uintptr_t index,
-             uintptr_t index_weights) {
-            self.pull(pointer(out), pointer(weights), pointer<int32_t>(ids), pointer<int32_t>(index),
-                      pointer(index_weights));
-          },
-          py::kw_only(), py::arg("out"), py::arg("weights"), py::arg("ids"), py::arg("index"),
-          py::arg("index_weights"), Release())
-      .def(
-          "redispatch",
-          [](Communicator& self, const std::shared_ptr<Plan>& plan, uintptr_t rows, uintptr_t out,
-             uintptr_t scales, uintptr_t other, uintptr_t dots) {
-            self.redispatch(plan, pointer(rows), pointer(out), pointer(scales), pointer(other),
-                            pointer(dots));
-          },
-          py::arg("plan"), py::kw_only(), py::arg("rows"), py::arg("out"), py::arg("scales"),
-          py::arg("other"), py::arg("dots"), Release())
-      .def(
-          "combine",
-          [](Communicator& self, const std::shared_ptr<Plan>& plan, uintptr_t rows, uintptr_t weights,
-             uintptr_t y, uintptr_t weight_grads, uintptr_t out_weight_grads) {
-            self.combine(plan, pointer(rows), pointer(weights), pointer(y), pointer(weight_grads),
-                         pointer(out_weight_grads));
-          },
-          py::arg("plan"), py::kw_only(), py::arg("rows"), py::arg("weights"), py::arg("y"),
-          py::arg("weight_grads"), py::arg("out_weight_grads"), Release())
-      .def(
-          "fail", [](Communicator& self, ErrorKind kind, const std::string& text) { self.fail(kind, text); },
-          py::arg("kind"), py::arg("text"), Release())
-      .def("check", &Communicator::check)
+      .def("pull", by_address(&Communicator::pull), py::kw_only(), py::arg("out"), py::arg("weights"),
+           py::arg("ids"), py::arg("index"), py::arg("index_weights"), Release())
+      .def("redispatch", by_address(&Communicator::redispatch), py::arg("plan"), py::kw_only(),
+           py::arg("rows"), py::arg("out"), py::arg("scales"), py::arg("other"), py::arg("dots"), Release())
+      .def("combine", by_address(&Communicator::combine), py::arg("plan"), py::kw_only(), py::arg("rows"),
+           py::arg("weights"), py::arg("y"), py::arg("weight_grads"), py::arg("out_weight_grads"), Release())
+      .def("fail", &Communicator::fail, py::arg("kind"), py::arg("text"), Release())
       .def(
           "take_input",
           [](Communicator& self, int64_t tokens) {
@@ -237,14 +191,30 @@ PYBIND11_MODULE(_C, m) {
           },
           py::arg("tokens"), Release())
       .def("give_up", &Communicator::give_up)
-      .def("close", &Communicator::close, Release())
-      .def("stats", &stats_dict)
-      .def("reset_stats",
-           [](Communicator& self) {
-             self.reset_stats();
-             if (Proxy* const proxy = self.proxy()) proxy->stats().reset();
-           })
-      .def("__str__", &Communicator::heuristics_text);
+      .def("stats", [](Communicator& self) {
+        const Stats& stats = self.stats();
+        py::dict out = stats_dict(stats, stats, self.late_seconds(), self.proxy());
+        out["bytes_staged"] = stats.bytes_staged;
+        out["plans_reused"] = stats.plans_reused;
+        return out;
+      });
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_C, m) {
+  m.doc() = "moecomm's C++ runtime";
+  py::register_local_exception_translator([](std::exception_ptr thrown) {
+    try {
+      if (thrown) std::rethrow_exception(thrown);
+    } catch (const Error& error) {
+      set_python_error(error);
+    }
+  });
+  bind_facts(m);
+  bind_enumerations(m);
+  bind_memory(m);
+  bind_communicator(m);
 #if defined(MOECOMM_CUDA_VERSION)
   bind_cuda(m, run_signal_handlers);
   bind_experts(m);

@@ -24,6 +24,7 @@
 #include "layout/device_plan.hpp"
 #include "layout/device_window.hpp"
 #include "layout/host_status.hpp"
+#include "runtime/dispatch_arguments.hpp"
 #include "runtime/proxy.hpp"
 #include "transport/shm/signal.hpp"
 #include "transport/shm/window.hpp"
@@ -48,20 +49,10 @@ struct DeviceConfig {
       0;  ///< for a rank that lives and has not begun the operation, if above the timeout
 };
 
-/// Arguments of a dispatch. Addresses are in this device's memory.
-struct DeviceDispatch {
-  const std::byte* x;         ///< [tokens][hidden]; with x_scales in the wire format
-  const std::byte* x_scales;  ///< [tokens][scales a row], or null
-  const void* ids;            ///< [tokens][top_k], int64 if wide_ids, else int32
-  bool wide_ids;
-  const std::byte* weights;  ///< weight type [tokens][top_k], or null
-  int64_t tokens;
-  RowLayout layout;
-  int64_t alignment;
-  int64_t capacity;     ///< -1: as many rows as needed
-  int64_t positions;    ///< rank layout: capacity of the expert-major index; -1: as many as needed
-  int32_t* plan;        ///< DevicePlan words
-  uint16_t caller = 0;  ///< as in SignalRecord
+/// Addresses are in this device's memory.
+struct DeviceDispatch : DispatchArguments {
+  const std::byte* x_scales;  ///< [tokens][scales a row] where x is in the wire format, or null
+  int32_t* plan;              ///< DevicePlan words
 };
 
 /// Rows along a kept plan: the backward of combine.
@@ -182,7 +173,8 @@ class DeviceCommunicator {
   /// Tells the peers. Kernels under way must have ended before the window goes. False: the proxy's thread had
   /// to be left behind (Proxy::close); the window, and what else it uses, stays until the process ends.
   bool close() noexcept;
-  DeviceStats& stats() { return stats_; }
+  const DeviceStats& stats() const { return stats_; }
+  void reset_stats() { stats_ = {}; }
   /// Returns the counters of kernels that have ended; waits for a small copy.
   DeviceCounters counters();
   std::string heuristics_text() const;

@@ -170,7 +170,11 @@ class DequantiseOut {
       for (int step = 0; step < kSteps; ++step) {
         const int v = step * 32 + lane_id();
         if (v >= vectors) continue;
-        reinterpret_cast<uint4*>(out)[v] = V::read(now.values[step], now.scales[step]);
+        const auto* const words = reinterpret_cast<const typename W::Four*>(&now.values[step]);
+        float values[E::kVector];
+#pragma unroll
+        for (int e = 0; e < E::kVector; e += 4) W::read(words[e / 4], now.scales[step], values + e);
+        reinterpret_cast<uint4*>(out)[v] = E::narrow(values);
       }
       publish_piece();
       for (int j = 0; j < count; ++j)

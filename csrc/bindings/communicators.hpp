@@ -1,4 +1,4 @@
-// What bindings of communicators of CPUs and GPUs share: addresses, and connections to other nodes.
+// What bindings of communicators of CPUs and GPUs share: addresses, connections to other nodes, statistics.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -7,6 +7,7 @@
 #include <cstring>
 #include <memory>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "runtime/proxy.hpp"
@@ -14,9 +15,23 @@
 
 namespace moecomm {
 
-template <class T = std::byte>
-T* pointer(uintptr_t address) {
-  return reinterpret_cast<T*>(address);
+/// A pointer, which is a number in Python.
+struct Address {
+  uintptr_t value;
+  template <class T>
+  operator T*() const {
+    return reinterpret_cast<T*>(value);
+  }
+};
+
+/// The parameter of a bound function for one of C++.
+template <class T>
+using Given = std::conditional_t<std::is_pointer_v<T>, Address, T>;
+
+/// A method for Python, which gives numbers for pointers.
+template <class Class, class Result, class... Parameters>
+auto by_address(Result (Class::*method)(Parameters...)) {
+  return [method](Class& self, Given<Parameters>... given) -> Result { return (self.*method)(given...); };
 }
 
 inline tcp::JobId job_id(const std::string& bytes) {
@@ -28,16 +43,31 @@ inline tcp::JobId job_id(const std::string& bytes) {
   return job;
 }
 
-/// Adds the proxy's counters; zeros on one node.
-inline void add_network_stats(pybind11::dict& out, const Proxy* proxy) {
+/// `calls` are counted by the host, `counters` where rows move.
+template <class Calls, class Counters>
+pybind11::dict stats_dict(const Calls& calls, const Counters& counters,
+                          const std::vector<double>& late_seconds, const Proxy* proxy) {
+  pybind11::dict out;
+  out["dispatch_calls"] = calls.dispatch_calls;
+  out["dispatch_seconds"] = counters.dispatch_seconds;
+  out["combine_calls"] = calls.combine_calls;
+  out["combine_seconds"] = counters.combine_seconds;
+  out["wait_seconds"] = counters.wait_seconds;
+  out["late_seconds"] = late_seconds;
+  out["plans_made"] = calls.plans_made;
+  out["rows_in"] = calls.rows_in;
+  out["rows_out"] = counters.rows_out;
+  out["bytes_wire"] = counters.bytes_wire;
   out["network_puts"] = proxy == nullptr ? 0 : proxy->stats().puts.load();
   out["network_bytes"] = proxy == nullptr ? 0 : proxy->stats().bytes.load();
   out["network_row_bytes"] = proxy == nullptr ? 0 : proxy->stats().row_bytes.load();
+  return out;
 }
 
-/// Adds open_rail, connect_rail, network and network_lanes. `interrupt` runs Python's signal handlers.
+/// Adds the connections to other nodes, and what ends and describes a communicator. `interrupt` runs Python's
+/// signal handlers.
 template <class Communicator, class Class>
-void bind_network(Class& bound, void (*interrupt)()) {
+void bind_common(Class& bound, void (*interrupt)()) {
   namespace py = pybind11;
   bound
       .def(
@@ -79,10 +109,32 @@ void bind_network(Class& bound, void (*interrupt)()) {
              const Proxy* const proxy = self.proxy();
              return proxy == nullptr ? std::string() : proxy->caps().text();
            })
-      .def("network_lanes", [](Communicator& self) {
-        const Proxy* const proxy = self.proxy();
-        return proxy == nullptr ? 0 : proxy->caps().lanes;
-      });
+      .def("network_lanes",
+           [](Communicator& self) {
+             const Proxy* const proxy = self.proxy();
+             return proxy == nullptr ? 0 : proxy->caps().lanes;
+           })
+      .def("check", &Communicator::check)
+      .def("close", &Communicator::close, py::call_guard<py::gil_scoped_release>())
+      .def("reset_stats",
+           [](Communicator& self) {
+             self.reset_stats();
+             if (Proxy* const proxy = self.proxy()) proxy->stats().reset();
+           })
+      .def("__str__", &Communicator::heuristics_text);
 }
 
 }  // namespace moecomm
+
+namespace pybind11::detail {
+template <>
+struct type_caster<moecomm::Address> {
+  PYBIND11_TYPE_CASTER(moecomm::Address, const_name("int"));
+  bool load(handle source, bool convert) {
+    make_caster<uintptr_t> number;
+    if (!number.load(source, convert)) return false;
+    value.value = number;
+    return true;
+  }
+};
+}  // namespace pybind11::detail
