@@ -215,7 +215,7 @@ struct Rank {
 
   void begin(cudaStream_t on, int64_t capacity = -1, int64_t tokens = 100) {
     comm.begin_dispatch(
-        {bytes, nullptr, bytes, false, nullptr, tokens, RowLayout::expert, 1, capacity, -1, plan}, on);
+        {{bytes, bytes, false, nullptr, tokens, RowLayout::expert, 1, capacity}, nullptr, plan}, on);
   }
   void receive(cudaStream_t on, int64_t rows = kRows, bool directly = true) {
     DeviceOutput output{};
