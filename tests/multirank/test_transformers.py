@@ -295,3 +295,68 @@ def test_trainer(rank: int, size: int, lora: bool, folders: Path, seed: int) -> 
                 found.append(f"{name} differs between ranks")
     same = torch.allclose(torch.tensor(losses["moecomm"]), torch.tensor(losses["all_to_all"]), rtol=1e-4)
     return found if same and len(losses["moecomm"]) == 3 else [*found, str(losses)]
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@on_ranks(2)
+def test_resumed_trainer(rank: int, size: int, lora: bool, folders: Path, seed: int) -> list[str]:
+    """Two steps, and two more from their checkpoint on another mesh, lose what four steps do. What cannot be
+    resumed is refused."""
+    from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
+
+    from moecomm.errors import InvalidArgument
+    from moecomm.transformers import Resumable
+
+    class ResumableTrainer(Resumable, Trainer): ...
+
+    class StopAfter2(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_training_stop = state.global_step == 2
+
+    pytest.importorskip("accelerate")
+    peft = pytest.importorskip("peft") if lora else None
+    folder, out = _model(folders, "qwen3_moe"), folders / f"resumed-{seed}-{lora}"
+    rows = torch.randint(3, 96, (32, 12), generator=torch.Generator().manual_seed(seed))
+    data = [{"input_ids": row, "labels": row} for row in rows]
+    every: dict[str, Any] = {"learning_rate": 1e-2, "logging_steps": 1, "weight_decay": 0.1}
+
+    def run(name: str, source: Path, resume: Path | None = None, ep: int = 2, **options: Any) -> list[float]:
+        set_seed(seed % 2**32)
+        model = load_parallel(source, "moecomm", fsdp_size=2, ep_size=ep)
+        if peft is not None:
+            model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=4))
+        arguments = TrainingArguments(
+            str(out / name),
+            report_to=[],
+            use_cpu=True,
+            disable_tqdm=True,
+            max_steps=4,
+            lr_scheduler_type="linear",
+            per_device_train_batch_size=2,
+            **every,
+            **options,
+        )
+        trainer = ResumableTrainer(model, arguments, train_dataset=data)
+        if name == "first":
+            trainer.add_callback(StopAfter2())
+        trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
+        return [float(each["loss"]) for each in trainer.state.log_history if "loss" in each]
+
+    straight = run("straight", folder, save_strategy="no")
+    run("first", folder, save_steps=2)
+    dist.barrier()
+    checkpoint = out / "first" / "checkpoint-2"
+    source, found = folder if lora else checkpoint, []
+    for name, ep in [("same", 2)] if lora else [("same", 2), ("other", 1)]:
+        resumed = run(name, source, checkpoint, ep, save_strategy="no")
+        if not torch.allclose(torch.tensor(resumed), torch.tensor(straight), rtol=1e-4):
+            found.append(f"{name}: {resumed} for {straight}")
+    if len(set(straight)) != 4:
+        found.append(f"the steps say nothing: {straight}")
+    if not lora:
+        run("no_state", folder, save_steps=4, save_only_model=True)
+        dist.barrier()
+        for wrong, of in (("loaded from", checkpoint), ("no optimizer", out / "no_state" / "checkpoint-4")):
+            with pytest.raises(InvalidArgument, match=wrong):
+                run("wrong", folder, of, save_strategy="no")
+    return found

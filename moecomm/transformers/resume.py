@@ -1,0 +1,110 @@
+"""Checkpoints of a Trainer from which training goes on, for models that lie over ranks."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.distributed.checkpoint import load_optimizer_distributed, save_optimizer_distributed
+
+from moecomm.errors import InvalidArgument
+
+OPTIMIZER, SCHEDULER = "optimizer_by_rank", "scheduler.pt"
+"""The names of what a checkpoint holds besides the files that transformers writes."""
+
+
+class Resumable:
+    """Lets a Trainer save the optimizer's state of a model over ranks, and go on from it.
+
+        class Trainer(moecomm.transformers.Resumable, transformers.Trainer): ...
+
+        model = AutoModelForCausalLM.from_pretrained(checkpoint, distributed_config=parallel)
+        Trainer(model, arguments, train_dataset=data).train(resume_from_checkpoint=checkpoint)
+
+    The Trainer of transformers 5.24 refuses both, and asks for `save_only_model=True`. Here that is the
+    choice it is elsewhere. A checkpoint is the folder that transformers writes, with the optimizer's state in
+    the format of torch.distributed.checkpoint. It may be resumed at another number of ranks and with another
+    mesh. The model has to be loaded from the folder; for peft, the model beneath the adapters from where it
+    was before, and the adapters' weights come from the folder by themselves. Write the class to the left of
+    the Trainer, TRL's as well.
+
+    `train` raises InvalidArgument on all ranks if the model was loaded from another place, if the folder has
+    no optimizer's state, or if groups of parameters with several learning rates became others.
+    """
+
+    def __init__(self, model: Any = None, args: Any = None, *rest: Any, **options: Any) -> None:
+        asked = None if args is None else args.save_only_model
+        if getattr(model, "is_distributed_loading_by_transformers", False) and asked is False:
+            args.save_only_model = True  # what the constructor demands
+        try:
+            super().__init__(model, args, *rest, **options)
+        finally:
+            if asked is not None:
+                args.save_only_model = asked
+        if asked is not None:
+            self.args.save_only_model = asked  # TRL makes arguments of its own
+
+    def create_optimizer(self, *arguments: Any, **options: Any) -> Any:
+        optimizer = super().create_optimizer(*arguments, **options)  # type: ignore[misc]
+        # torch.distributed.checkpoint cannot load a group without parameters, which adapters alone have.
+        optimizer.param_groups[:] = [each for each in optimizer.param_groups if each["params"]]
+        return optimizer
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        trainer: Any = self
+        if not trainer.is_distributed_loading_by_transformers:
+            return super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+        save_optimizer_distributed(trainer.model, _plain(trainer.optimizer), f"{output_dir}/{OPTIMIZER}")
+        if trainer.args.should_save:
+            torch.save(trainer.lr_scheduler.state_dict(), f"{output_dir}/{SCHEDULER}")
+        return None
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        trainer: Any = self
+        if not trainer.is_distributed_loading_by_transformers:
+            return super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+        folder = Path(resume_from_checkpoint)
+        if not (folder / OPTIMIZER).is_dir() or not (folder / SCHEDULER).is_file():
+            raise InvalidArgument(
+                f"resume_from_checkpoint is {folder}, which has no {OPTIMIZER} and {SCHEDULER}: it "
+                "must be a checkpoint that this Trainer saved with save_only_model=False"
+            )
+        if hasattr(trainer.model, "peft_config"):
+            return super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+        loaded_from = trainer.model.config.name_or_path
+        if not os.path.isdir(loaded_from) or not os.path.samefile(loaded_from, folder):
+            raise InvalidArgument(
+                f"resume_from_checkpoint is {folder}, the model was loaded from {loaded_from}: load it "
+                f"by from_pretrained({str(folder)!r}, distributed_config=...)"
+            )
+        return None
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        trainer: Any = self
+        if checkpoint is None or not trainer.is_distributed_loading_by_transformers:
+            return super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+        load_optimizer_distributed(trainer.model, _plain(trainer.optimizer), f"{checkpoint}/{OPTIMIZER}")
+        state = torch.load(f"{checkpoint}/{SCHEDULER}", weights_only=True)
+        trainer.lr_scheduler.load_state_dict(_for_groups(state, len(trainer.optimizer.param_groups)))
+        return None
+
+
+def _plain(optimizer: Any) -> Any:
+    """Returns the optimizer within accelerate's."""
+    return getattr(optimizer, "optimizer", optimizer)
+
+
+def _for_groups(state: dict[str, Any], groups: int) -> dict[str, Any]:
+    """Returns a scheduler's state for an optimizer of another number of groups. The Trainer makes a group for
+    each kind of mesh that parameters lie on."""
+    for name, values in state.items():
+        if isinstance(values, list) and len(values) != groups:
+            if any(each != values[0] for each in values):
+                raise InvalidArgument(
+                    f"the checkpoint's scheduler has {name} {values}, and the optimizer {groups} groups of "
+                    "parameters: learning rates that differ must be resumed on the mesh of the checkpoint"
+                )
+            state[name] = values[:1] * groups
+    return state
