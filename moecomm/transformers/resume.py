@@ -39,12 +39,13 @@ class Resumable:
         if getattr(model, "is_distributed_loading_by_transformers", False) and asked is False:
             args.save_only_model = True  # what the constructor demands
         try:
-            super().__init__(model, args, *rest, **options)
+            super().__init__(model, args, *rest, **options)  # type: ignore[call-arg]
         finally:
             if asked is not None:
                 args.save_only_model = asked
         if asked is not None:
-            self.args.save_only_model = asked  # TRL makes arguments of its own
+            trainer: Any = self
+            trainer.args.save_only_model = asked  # TRL makes arguments of its own
 
     def create_optimizer(self, *arguments: Any, **options: Any) -> Any:
         optimizer = super().create_optimizer(*arguments, **options)  # type: ignore[misc]
