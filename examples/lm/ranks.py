@@ -56,7 +56,7 @@ def launch(arguments: Sequence[str], ranks: int) -> int:
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=ranks,
-        run_id=f"train_lm-{os.getpid()}",
+        run_id=f"moecomm-{os.getpid()}",
         rdzv_backend="c10d",
         rdzv_endpoint="127.0.0.1:0",  # a number: a bare machine may not know the name localhost
         local_addr="127.0.0.1",
@@ -110,9 +110,14 @@ itself is half an hour."""
 
 def join(folding: ParallelFolding, device: str) -> Ranks:
     """Joins the ranks that torchrun (or `launch`) started, as many as the folding lays out."""
-    local_rank = int(os.environ["LOCAL_RANK"])
+    place = join_group(device)
+    return Ranks(dist.get_rank(), dist.get_world_size(), place, folding)
+
+
+def join_group(device: str) -> torch.device:
+    """Joins the process group of all ranks; returns this rank's device."""
     if uses_cuda(device):
-        place = torch.device("cuda", local_rank)
+        place = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(place)
         torch.set_float32_matmul_precision("high")
         dist.init_process_group("cpu:gloo,cuda:nccl", device_id=place, timeout=TIMEOUT, **_own_store())
@@ -120,7 +125,7 @@ def join(folding: ParallelFolding, device: str) -> Ranks:
         place = torch.device("cpu")
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ["LOCAL_WORLD_SIZE"])))
         dist.init_process_group("gloo", timeout=TIMEOUT, **_own_store())
-    return Ranks(dist.get_rank(), dist.get_world_size(), place, folding)
+    return place
 
 
 def _own_store() -> dict[str, Any]:

@@ -1,0 +1,1 @@
+"""The parts of finetune_hf.py."""

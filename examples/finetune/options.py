@@ -1,0 +1,151 @@
+"""The command line of finetune_hf.py."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from lm.errors import UsageError
+from lm.files import write_whole
+
+FILE_NAME = "options.json"
+NOT_KEPT = ("resume", "ranks", "note")
+DEMO = {"seq": 128, "batch": 4, "steps": 80, "lr": 2e-3, "eval_every": 40, "save_every": 40}
+"""What the small model trains with."""
+FIXED = ("model", "text", "lora", "rank", "seq", "seed")  # a resumed run cannot have others
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Options of a run; `_parser` says what each one means."""
+
+    model: str | None
+    text: list[str]
+    out: str
+    lora: bool
+    rank: int
+    seq: int
+    batch: int
+    accumulate: int
+    steps: int
+    lr: float
+    warmup: float
+    seed: int
+    ep: int | None
+    implementation: str
+    recompute: bool | None
+    device: str
+    eval_every: int
+    save_every: int
+    log_every: int
+    sample: int
+    prompt: str
+    ranks: int | None
+    resume: bool
+    note: str
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.out)
+
+    def save(self) -> None:
+        """Writes what `--resume` goes on with."""
+        kept = {name: value for name, value in asdict(self).items() if name not in NOT_KEPT}
+        write_whole(self.folder / FILE_NAME, json.dumps(kept, indent=1) + "\n")
+
+
+def parse(arguments: Sequence[str] | None = None) -> Options:
+    """Returns the options; with --resume, those of the earlier run and what the command line changes of them.
+    Raises UsageError."""
+    parser = _parser()
+    values = vars(parser.parse_args(arguments))
+    if values["resume"]:
+        path = Path(values["out"]) / FILE_NAME
+        try:
+            saved = json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            raise UsageError(f"--resume: no run to go on with in {values['out']}: {error}") from None
+        parser.set_defaults(**{name: value for name, value in saved.items() if name in values})
+        values = vars(parser.parse_args(arguments))
+        for name in FIXED:
+            if values[name] != saved.get(name):
+                raise UsageError(
+                    f"--resume: {name} is {values[name]}, the run in {values['out']} has {saved.get(name)}"
+                )
+    elif values["model"] is None:
+        parser.set_defaults(**DEMO)
+        values = vars(parser.parse_args(arguments))
+    if values["lr"] is None:
+        values["lr"] = 1e-4 if values["lora"] else 1e-5
+    if values["model"] is not None and not values["text"]:
+        raise UsageError(f"{values['model']} has nothing to train on: name files or folders of text after it")
+    return Options(**values)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message)
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not a number of at least 1")
+    return value
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="finetune_hf.py",
+        description="Fine-tune a mixture-of-experts model of Hugging Face, on all GPUs or on the CPU.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        epilog="Without a model, a small one and its text are made.",
+    )
+    switch, add = argparse.BooleanOptionalAction, parser.add_argument
+    add(
+        "model",
+        nargs="?",
+        metavar="MODEL_FOLDER",
+        help="a model as save_pretrained writes it, with its tokenizer",
+    )
+    add("text", nargs="*", metavar="TEXT", help="text files, .jsonl files, folders of them")
+    add("--out", default="runs/finetune", help="where checkpoints, metrics, report and model go")
+    add("--lora", action="store_true", help="train adapters beside the attention, and no other weight")
+    add("--rank", type=_count, default=16, metavar="R", help="columns of an adapter")
+    add("--seq", type=_count, default=1024, metavar="TOKENS", help="tokens of a window")
+    add("--batch", type=_count, default=1, metavar="WINDOWS", help="windows of a rank in one pass")
+    add("--accumulate", type=_count, default=1, metavar="PASSES", help="passes of one step")
+    add("--steps", type=_count, default=100, help="optimizer's steps in all")
+    add("--lr", type=float, help="the highest learning rate (default: 1e-5, with --lora 1e-4)")
+    add("--warmup", type=float, default=0.05, metavar="PART", help="part of the steps in which it rises")
+    add("--seed", type=int, default=0)
+    add(
+        "--ep",
+        type=_count,
+        metavar="RANKS",
+        help="ranks that share the experts (default: the most)",
+    )
+    add(
+        "--implementation",
+        default="moecomm",
+        help="what brings the experts their tokens; all_to_all is transformers' own",
+    )
+    add("--recompute", action=switch, help="compute layers twice to save memory (default: on GPUs)")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    add("--eval-every", type=_count, default=50, metavar="STEPS")
+    add("--save-every", type=_count, default=50, metavar="STEPS")
+    add("--log-every", type=_count, default=5, metavar="STEPS")
+    add("--sample", type=int, default=60, metavar="TOKENS", help="tokens to write at the end")
+    add("--prompt", default="", help="what they go on from (default: the beginning of held-out text)")
+    add("--ranks", type=_count, help="processes (default: one a GPU; two on the CPU)")
+    add(
+        "--resume",
+        action="store_true",
+        help="go on from the newest checkpoint in --out, with that run's options",
+    )
+    add("--note", default="", help=argparse.SUPPRESS)
+    return parser

@@ -1,0 +1,263 @@
+"""A rank of a run: the model by transformers, its loop by the Trainer, its experts' tokens by moecomm."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lm.errors import RunError, UsageError
+from lm.metrics import MetricsFile
+from lm.stop import StopRequest
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PrinterCallback,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    set_seed,
+)
+from transformers.distributed import DistributedConfig
+from transformers.trainer_utils import get_last_checkpoint
+from transformers.utils import logging as transformers_logging
+
+import moecomm.transformers
+from finetune import demo, report, sizes, text
+from finetune.options import Options
+from finetune.watch import Watch, peak_memory
+
+ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
+"""The attention's matrices, by the names that they have in any of transformers' models."""
+
+
+class ResumableTrainer(moecomm.transformers.Resumable, Trainer): ...  # type: ignore[misc]
+
+
+class Lines(TrainerCallback):  # type: ignore[misc]
+    """Prints a line for each log."""
+
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
+
+    def on_log(self, _args: Any, state: Any, _control: Any, logs: Any = None, **_: Any) -> None:
+        step = f"step {state.global_step:>5}/{self._steps}"
+        if "eval_loss" in logs:
+            print(f"{step}  held-out loss {logs['eval_loss']:.3f}", flush=True)
+        elif "tokens_per_s" in logs:
+            print(
+                f"{step}  loss {float(logs['loss']):.3f}  {logs['tokens_per_s']:,.0f} tok/s  "
+                f"busiest expert {logs['hot_expert']:.2f} of the mean, rank {logs['hot_rank']:.2f}  "
+                f"{logs['memory_gib']:.1f} GiB",
+                flush=True,
+            )
+
+
+def run(options: Options, device: torch.device, stop: StopRequest) -> None:
+    """Fine-tunes, and leaves the model, its metrics and a report in `options.out`. All ranks call it."""
+    rank, world, out = dist.get_rank(), dist.get_world_size(), options.folder
+    first = rank == 0
+    _silence()
+    folder, places = _model_and_text(options, first)
+    model_size = sizes.Model.of(folder)
+    ep = sizes.experts_ranks(model_size, world, options.ep)
+    gpu = device.type == "cuda"
+    recompute = gpu if options.recompute is None else options.recompute
+    plan = sizes.Plan(
+        ranks=world, tokens=options.batch * options.seq, lora=options.lora, recompute=recompute, gpu=gpu
+    )
+    fits = sizes.check_fits(model_size, plan, *_room(device))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    step_windows = options.batch * options.accumulate * world
+    training, held_out = text.split(text.read_documents(places), tokenizer, options.seq, step_windows)
+    checkpoint = get_last_checkpoint(str(out)) if options.resume else None
+    if options.resume and checkpoint is None:
+        raise UsageError(f"--resume: no checkpoint in {out}")
+    if first:
+        print(
+            f"{Path(folder).name}: {model_size.parameters / 1e6:,.1f} M parameters, "
+            f"{model_size.layers} layers, "
+            f"{model_size.experts} experts on {ep} of {world} ranks ({device.type})\n"
+            f"text: {len(training)} windows of {options.seq} tokens to train on, {len(held_out)} held out\n"
+            f"memory: {fits}",
+            flush=True,
+        )
+        options.save()
+    set_seed(options.seed)
+    model = _load(folder if options.lora or checkpoint is None else checkpoint, options, world, ep, gpu)
+    if recompute:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    arguments = TrainingArguments(
+        str(out),
+        max_steps=options.steps,
+        per_device_train_batch_size=options.batch,
+        per_device_eval_batch_size=options.batch,
+        gradient_accumulation_steps=options.accumulate,
+        learning_rate=options.lr,
+        lr_scheduler_type="cosine",
+        warmup_steps=round(options.warmup * options.steps),
+        weight_decay=0.01,
+        logging_steps=options.log_every,
+        eval_strategy="steps",
+        eval_steps=options.eval_every,
+        save_steps=options.save_every,
+        save_total_limit=2,
+        prediction_loss_only=True,
+        remove_unused_columns=False,
+        seed=options.seed,
+        use_cpu=not gpu,
+        disable_tqdm=True,
+        report_to=["tensorboard"],
+    )
+    os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(out / "tensorboard"))
+    metrics = None
+    if first:
+        begun = None if checkpoint is None else int(checkpoint.rpartition("-")[2])
+        metrics = MetricsFile(out / "metrics.jsonl", resume_at=begun)
+    watch = Watch(
+        model,
+        device,
+        experts=model_size.experts,
+        ep=ep,
+        tokens_per_step=step_windows * options.seq,
+        stop=stop,
+        metrics=metrics,
+    )
+    trainer = ResumableTrainer(
+        model=model,
+        args=arguments,
+        train_dataset=training,
+        eval_dataset=held_out,
+        processing_class=tokenizer,
+        callbacks=[watch],
+    )
+    trainer.remove_callback(PrinterCallback)
+    if first:
+        trainer.add_callback(Lines(options.steps))
+    begin = time.perf_counter()
+    trainer.train(resume_from_checkpoint=checkpoint)
+    seconds, done = time.perf_counter() - begin, trainer.state.global_step
+    if done < options.steps:
+        if first:
+            print(f"stopped after step {done} of {options.steps}; --resume goes on", flush=True)
+        return
+    evaluated = [each for each in trainer.state.log_history if "eval_loss" in each]
+    if not evaluated or evaluated[-1]["step"] != done:
+        evaluated = [trainer.evaluate()]
+    loss = evaluated[-1]["eval_loss"]
+    sample = _sample(trainer.model, tokenizer, held_out, options)
+    trainer.save_model(str(out / "model"))
+    memory = [0] * world
+    dist.all_gather_object(memory, peak_memory(device))
+    if metrics is not None:
+        metrics.close()
+        report.write(
+            out / "report.html",
+            metrics.records,
+            options=options,
+            ep=ep,
+            memory=memory,
+            facts={
+                "model": folder,
+                "parameters": f"{model_size.parameters:,}",
+                "ranks": f"{world} ({device.type}), experts over {ep}",
+                "held-out loss": f"{loss:.4f}",
+                "time": f"{seconds:.0f} s for this call",
+                "memory planned": fits,
+            },
+            sample=sample,
+        )
+        rate = next((r["tokens_per_s"] for r in reversed(metrics.records) if "tokens_per_s" in r), 0.0)
+        losses = [r["loss"] for r in metrics.records if "loss" in r]
+        print(
+            f"result: loss {losses[0]:.3f} -> {losses[-1]:.3f}, held-out {loss:.3f}, {done} steps, "
+            f"{rate:,.0f} tokens/s on {world} ranks; model in {out / 'model'}, "
+            f"report in {out / 'report.html'}",
+            flush=True,
+        )
+
+
+def _silence() -> None:
+    """Keeps out what libraries say of their own choices."""
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))  # else accelerate says it sets it
+
+
+def _model_and_text(options: Options, first: bool) -> tuple[str, list[str]]:
+    if options.model is not None:
+        return options.model, options.text
+    model, places = options.folder / "demo-model", options.folder / "demo-text"
+    if first and not (model / "config.json").exists():
+        demo.write_text(places)
+        demo.write_model(model, places, options.seed)
+    dist.barrier()
+    return str(model), [str(places)]
+
+
+def _room(device: torch.device) -> tuple[int, str]:
+    """Returns the bytes that each rank may take, the least of all ranks, and what they are of."""
+    if device.type == "cuda":
+        room = torch.cuda.mem_get_info(device)[0]
+        held = f"the free memory of a {torch.cuda.get_device_name(device)}"
+    else:
+        pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        room, held = (
+            pages // int(os.environ["LOCAL_WORLD_SIZE"]),
+            "the free memory of this host for each rank",
+        )
+    least = torch.tensor(room, device=device)
+    dist.all_reduce(least, dist.ReduceOp.MIN)
+    return int(least.item()), held
+
+
+def _load(source: str, options: Options, world: int, ep: int, gpu: bool) -> Any:
+    parallel = DistributedConfig(
+        fsdp_size=world,
+        ep_size=ep,
+        ep_implementation=options.implementation,
+        fsdp_mixed_precision=gpu and not options.lora,
+    )
+    dtype = torch.bfloat16 if gpu and options.lora else torch.float32
+    try:
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, distributed_config=parallel)
+    except ValueError as error:
+        raise RunError(f"transformers cannot load {source} on {world} ranks: {error}") from error
+    if not options.lora:
+        return model
+    from peft import LoraConfig, get_peft_model
+
+    names = {name.rpartition(".")[2] for name, _ in model.named_modules()}
+    targets = sorted(names & set(ADAPTED))
+    if not targets:
+        raise UsageError(f"--lora: {type(model).__name__} has none of {', '.join(ADAPTED)}")
+    return get_peft_model(
+        model, LoraConfig(r=options.rank, lora_alpha=2 * options.rank, target_modules=targets)
+    )
+
+
+def _sample(model: Any, tokenizer: Any, held_out: text.Windows, options: Options) -> tuple[str, str]:
+    """Returns a prompt and what the model goes on with. All ranks call together, with the same prompt."""
+    if options.sample < 1:
+        return "", ""
+    if options.prompt:
+        ids = tokenizer(options.prompt, return_tensors="pt")["input_ids"]
+    else:
+        ids = held_out[0]["input_ids"][: min(32, options.seq // 2)].unsqueeze(0)
+    ids = ids.to(model.device)
+    with torch.no_grad():
+        # Of one length on all ranks: a layer's dispatch takes them all.
+        text_ids = model.eval().generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=options.sample,
+            min_new_tokens=options.sample,
+            do_sample=False,
+            pad_token_id=tokenizer.pad_token_id,
+        )[0]
+    return tokenizer.decode(ids[0]), tokenizer.decode(text_ids[ids.shape[1] :])

@@ -1,0 +1,135 @@
+"""What a run needs on each rank, before anything is loaded, and what would fit where it does not."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lm.errors import UsageError
+
+GiB = 1 << 30
+ROOM = 0.92  # of a device's memory: the rest is libraries, windows and what the allocator cannot use
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """Numbers of parameters, of experts and of the widest layer beside them, and sizes of activations."""
+
+    parameters: int
+    layer_parameters: int
+    layers: int
+    hidden: int
+    vocabulary: int
+    experts: int
+    top_k: int
+
+    @classmethod
+    def of(cls, folder: str) -> Model:
+        """Reads the folder's config alone. Raises UsageError for a model that is none of causal language with
+        experts that transformers can put on ranks."""
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        try:
+            config = AutoConfig.from_pretrained(folder)
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(config)
+        except (OSError, ValueError, KeyError) as error:
+            raise UsageError(f"MODEL_FOLDER {folder}: {str(error).splitlines()[0]}") from None
+        text: Any = config.get_text_config()
+        experts = next(
+            (
+                int(getattr(text, name))
+                for name in ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+                if getattr(text, name, None)
+            ),
+            0,
+        )
+        if not experts or not getattr(text, "base_model_ep_plan", None):
+            raise UsageError(
+                f"MODEL_FOLDER {folder}: {type(model).__name__} has no experts that transformers can spread "
+                "over ranks (its config has no base_model_ep_plan)"
+            )
+        blocks = [module for name, module in model.named_modules() if name.rpartition(".")[2].isdigit()]
+        return cls(
+            parameters=sum(each.numel() for each in model.parameters()),
+            layer_parameters=max(sum(each.numel() for each in block.parameters()) for block in blocks),
+            layers=text.num_hidden_layers,
+            hidden=text.hidden_size,
+            vocabulary=text.vocab_size,
+            experts=experts,
+            top_k=next(
+                (int(getattr(text, n)) for n in ("num_experts_per_tok", "moe_k") if getattr(text, n, None)), 1
+            ),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How a run is laid out."""
+
+    ranks: int
+    tokens: int  # of a rank in one pass
+    lora: bool
+    recompute: bool
+    gpu: bool
+
+    def bytes_of(self, model: Model) -> dict[str, int]:
+        """Returns the bytes that each part takes on a rank."""
+        width = 2 if self.gpu else 4  # of what is computed with
+        weight = width if self.lora else 4
+        state = 0 if self.lora else 12  # float32: a gradient and AdamW's two moments
+        share = model.parameters // self.ranks
+        kept = model.hidden * (2 if self.recompute else 24 + 6 * model.top_k)  # values of a token in a layer
+        once = model.hidden * (24 + 10 * model.top_k)  # in the layer that is computed
+        return {
+            "weights": share * weight,
+            "gradients and optimizer": share * state,
+            "the layer at work": model.layer_parameters * width,
+            "activations": self.tokens * (model.layers * kept + once) * width,
+            "logits": self.tokens * model.vocabulary * (8 + 2 * width),  # and in float32, with gradients
+        }
+
+    def total(self, model: Model) -> int:
+        return sum(self.bytes_of(model).values())
+
+
+def check_fits(model: Model, plan: Plan, room: int, held: str) -> str:
+    """Returns a line on what the run needs. Raises UsageError, with what would fit, if that is more than
+    `room` bytes on a rank; `held` says what they are of."""
+    needs = plan.bytes_of(model)
+    total = sum(needs.values())
+    parts = ", ".join(f"{name} {size / GiB:.1f}" for name, size in needs.items())
+    said = f"{total / GiB:.1f} GiB a rank ({parts}) of {room * ROOM / GiB:.1f} GiB, {held}"
+    if total <= room * ROOM:
+        return said
+    others = []
+    for words, other in (
+        ("--recompute", dataclasses.replace(plan, recompute=True)),
+        ("--seq or --batch of half the size", dataclasses.replace(plan, tokens=plan.tokens // 2)),
+        ("--lora", dataclasses.replace(plan, lora=True)),
+        ("--lora --recompute", dataclasses.replace(plan, lora=True, recompute=True)),
+    ):
+        if other != plan and other.total(model) <= room * ROOM:
+            others.append(words)
+    for ranks in (2 * plan.ranks, 4 * plan.ranks, 8 * plan.ranks):
+        if dataclasses.replace(plan, ranks=ranks).total(model) <= room * ROOM:
+            others.append(f"{ranks} of these devices")
+            break
+    what = ", or ".join(others) if others else "nothing of --lora, --recompute or eight times the devices"
+    raise UsageError(f"this run does not fit: it needs {said}. What fits: {what}")
+
+
+def experts_ranks(model: Model, ranks: int, asked: int | None) -> int:
+    """Returns the ranks that share the experts: the most that divide both. Raises UsageError where `asked`
+    does not."""
+    possible = [each for each in range(1, ranks + 1) if ranks % each == 0 and model.experts % each == 0]
+    if asked is None:
+        return possible[-1]
+    if asked not in possible:
+        raise UsageError(
+            f"--ep {asked} must divide {ranks} ranks and {model.experts} experts: one of "
+            f"{', '.join(map(str, possible))}"
+        )
+    return asked

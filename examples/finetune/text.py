@@ -1,0 +1,159 @@
+"""Text as windows of tokens: files in, packed windows out.
+
+1. Each file is a document; each line of a .jsonl file is one: {"text": ...}, or {"messages": [...]} of a
+   chat, of which what the assistant says is learned.
+2. Documents are split into those to train on and those held out, by a hash of their text.
+3. `pack` puts them one behind the other into windows of `seq` tokens. A document begins at position 0, where
+   transformers' attention ends the one before, and its first token is nobody's target.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from lm.errors import UsageError
+from torch import Tensor
+from torch.utils.data import Dataset
+
+NO_TARGET = -100
+HELD_OUT_ONE_IN = 16
+SUFFIXES = (".txt", ".md", ".rst", ".py", ".json", ".jsonl")
+
+
+@dataclass(frozen=True)
+class Document:
+    text: str = ""
+    messages: Sequence[dict[str, str]] = ()
+
+    @property
+    def held_out(self) -> bool:
+        whole = self.text or json.dumps(self.messages)
+        return zlib.crc32(whole.encode()) % HELD_OUT_ONE_IN == 0
+
+
+def read_documents(places: Sequence[str]) -> list[Document]:
+    """Returns the documents of files and folders, in the order of their names. Raises UsageError for a place
+    that is not there, for a line that is neither, and where there is nothing."""
+    found: list[Document] = []
+    for place in places:
+        path = Path(place).expanduser()
+        if not path.exists():
+            raise UsageError(f"TEXT: there is no {place}")
+        files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES)
+        for file in files:
+            try:
+                text = file.read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise UsageError(f"TEXT: {file}: {error}") from None
+            if file.suffix == ".jsonl":
+                found += _lines(file, text)
+            elif text.strip():
+                found.append(Document(text))
+    if not found:
+        raise UsageError(f"TEXT: nothing in {' '.join(places)} (files named {' '.join(SUFFIXES)})")
+    return found
+
+
+def _lines(file: Path, text: str) -> Iterator[Document]:
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+            if isinstance(value["messages"] if "messages" in value else value["text"], str):
+                yield Document(value["text"])
+            else:
+                yield Document(
+                    messages=[{"role": m["role"], "content": m["content"]} for m in value["messages"]]
+                )
+        except (ValueError, KeyError, TypeError) as error:
+            raise UsageError(
+                f'TEXT: {file}, line {number} must be {{"text": ...}} or {{"messages": [{{"role": ..., '
+                f'"content": ...}}, ...]}}: {type(error).__name__} {error}'
+            ) from None
+
+
+def encode(document: Document, tokenizer: Any) -> tuple[list[int], list[int]]:
+    """Returns the tokens of a document and their targets: the tokens themselves, or NO_TARGET. Raises
+    UsageError for messages where the tokenizer has no chat template."""
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    if not document.messages:
+        tokens = [*tokenizer(document.text, add_special_tokens=False)["input_ids"], *end]
+        return tokens, [NO_TARGET, *tokens[1:]]
+    if tokenizer.chat_template is None:
+        raise UsageError("TEXT has messages, and the model's tokenizer no chat template: bring plain text")
+    tokens, targets = [], []
+    for place, message in enumerate(document.messages, 1):
+        learned = message["role"] == "assistant"
+        if learned:  # what stands before the answer is given
+            given = _render(document.messages[: place - 1], tokenizer, add_generation_prompt=True)
+            targets += [NO_TARGET] * (len(given) - len(tokens))
+            tokens = given
+        whole = _render(document.messages[:place], tokenizer)
+        if whole[: len(tokens)] != tokens:
+            raise UsageError(
+                "TEXT has messages that the chat template changes when others follow: bring plain text"
+            )
+        added = whole[len(tokens) :]
+        targets += added if learned else [NO_TARGET] * len(added)
+        tokens = whole
+    return tokens, targets
+
+
+def _render(messages: Sequence[dict[str, str]], tokenizer: Any, **options: Any) -> list[int]:
+    tokens = tokenizer.apply_chat_template(list(messages), tokenize=True, return_dict=False, **options)
+    return list(tokens)
+
+
+class Windows(Dataset[dict[str, Tensor]]):
+    """Windows of `seq` tokens, with targets and positions."""
+
+    def __init__(self, documents: Sequence[Document], tokenizer: Any, seq: int) -> None:
+        tokens: list[int] = []
+        targets: list[int] = []
+        positions: list[int] = []
+        for document in documents:
+            ids, wanted = encode(document, tokenizer)
+            tokens, targets = tokens + ids, targets + wanted
+            positions.extend(range(len(ids)))
+        count = len(tokens) // seq
+        self.tokens_WS, self.targets_WS, self.positions_WS = (
+            torch.tensor(each[: count * seq], dtype=torch.int64).view(count, seq)
+            for each in (tokens, targets, positions)
+        )
+
+    def __len__(self) -> int:
+        return len(self.tokens_WS)
+
+    def __getitem__(self, place: int) -> dict[str, Tensor]:
+        return {
+            "input_ids": self.tokens_WS[place],
+            "labels": self.targets_WS[place],
+            "position_ids": self.positions_WS[place],
+        }
+
+
+def split(documents: Sequence[Document], tokenizer: Any, seq: int, least: int) -> tuple[Windows, Windows]:
+    """Returns the windows to train on and those held out. Where too few documents are held out for a window,
+    it is the last windows of all. Raises UsageError for fewer than `least` windows to train on."""
+    training = Windows([each for each in documents if not each.held_out], tokenizer, seq)
+    held_out = Windows([each for each in documents if each.held_out], tokenizer, seq)
+    if len(held_out) == 0:
+        training, held_out = Windows(documents, tokenizer, seq), Windows([], tokenizer, seq)
+        last = max(1, len(training) // HELD_OUT_ONE_IN)
+        for name in ("tokens_WS", "targets_WS", "positions_WS"):
+            whole = getattr(training, name)
+            setattr(training, name, whole[:-last])
+            setattr(held_out, name, whole[-last:])
+    if len(training) < least:
+        raise UsageError(
+            f"TEXT has {len(training)} windows of --seq {seq} tokens to train on, a step takes {least}: "
+            "bring more text, or a smaller --seq, --batch or --accumulate"
+        )
+    return training, held_out

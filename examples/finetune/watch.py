@@ -1,0 +1,191 @@
+"""What a run is watched by: its experts' load, where a step's time goes, memory, and requests to stop."""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections import defaultdict
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lm.metrics import MetricsFile
+from lm.stop import StopRequest
+from torch import Tensor, nn
+from transformers import TrainerCallback
+
+STAGES = ("attention", "experts", "rest of forward", "backward", "optimizer", "between steps")
+
+
+class Clock:
+    """Seconds of named stages, on a GPU by events that nothing waits for until they are asked for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._gpu = device.type == "cuda"
+        self._spans: list[tuple[str, Any, Any]] = []
+
+    def now(self) -> Any:
+        if not self._gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def add(self, stage: str, begin: Any, end: Any) -> None:
+        self._spans.append((stage, begin, end))
+
+    def take(self) -> dict[str, float]:
+        """Returns the seconds of each stage since the last call."""
+        if self._gpu:
+            torch.cuda.synchronize()
+        found: dict[str, float] = defaultdict(float)
+        for stage, begin, end in self._spans:
+            found[stage] += begin.elapsed_time(end) * 1e-3 if self._gpu else end - begin
+        self._spans.clear()
+        return found
+
+
+class Watch(TrainerCallback):  # type: ignore[misc]
+    """Adds to what the Trainer logs: tokens a second, the most loaded expert and rank, and seconds by stage
+    of a step. Writes a line of metrics.jsonl at each, and ends the run after a step if a signal asked."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        *,
+        experts: int,
+        ep: int,
+        tokens_per_step: int,
+        stop: StopRequest,
+        metrics: MetricsFile | None,
+    ) -> None:
+        self._device, self._stop, self._metrics = device, stop, metrics
+        self._ep, self._tokens_per_step = ep, tokens_per_step
+        self._clock = Clock(device)
+        self._marks: dict[str, Any] = {}
+        self._since, self._steps = time.perf_counter(), 0
+        layers = [
+            module
+            for name, module in model.named_modules()
+            if name.endswith(".experts") and isinstance(getattr(module, "num_experts", None), int)
+        ]
+        self.load_LE = torch.zeros(len(layers), experts, dtype=torch.int64, device=device)
+        for layer, module in enumerate(layers):
+            module.register_forward_pre_hook(self._counts(layer))
+            self._time(module, "experts")
+        for name, module in model.named_modules():
+            if name.endswith(("self_attn", "attention")):
+                self._time(module, "attention")
+        self._time(model, "forward")
+
+    # ---- what hooks of modules see ----
+
+    def _counts(self, layer: int) -> Any:
+        def hook(module: nn.Module, arguments: tuple[Any, ...]) -> None:
+            if torch.is_grad_enabled():
+                ids = arguments[1].flatten()
+                number = self.load_LE.shape[1]
+                ids = ids[(ids >= 0) & (ids < number)]
+                self.load_LE[layer] += torch.bincount(ids, minlength=number)
+
+        return hook
+
+    def _time(self, module: nn.Module, stage: str) -> None:
+        begun: list[Any] = []
+
+        def before(*_: Any) -> None:
+            begun.append(self._clock.now())
+
+        def after(*_: Any) -> None:
+            begin, end = begun.pop(), self._clock.now()
+            if torch.is_grad_enabled() and "forward" not in self._marks:
+                self._clock.add(stage, begin, end)
+            if stage == "forward":
+                self._marks["forward"] = end
+
+        module.register_forward_pre_hook(before)
+        module.register_forward_hook(after)
+
+    # ---- what the Trainer calls ----
+
+    def _begin(self) -> None:
+        """A pass begins: what modules compute from here to the end of the forward is forward."""
+        self._marks.pop("forward", None)
+
+    def _end_backward(self) -> None:
+        if "forward" in self._marks:
+            self._clock.add("backward", self._marks["forward"], self._clock.now())
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        if "step ended" in self._marks:
+            self._clock.add("between steps", self._marks.pop("step ended"), self._clock.now())
+        self._begin()
+
+    def on_substep_end(self, *_: Any, **__: Any) -> None:
+        self._end_backward()
+        self._begin()
+
+    def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+        self._end_backward()
+        self._marks["optimizer"] = self._clock.now()
+
+    def on_optimizer_step(self, *_: Any, **__: Any) -> None:
+        self._clock.add("optimizer", self._marks["optimizer"], self._clock.now())
+
+    def on_step_end(self, _args: Any, _state: Any, control: Any, **_: Any) -> None:
+        self._steps += 1
+        self._marks["step ended"] = self._clock.now()
+        asked = torch.tensor(float(bool(self._stop)), device=self._device)
+        dist.all_reduce(asked, dist.ReduceOp.MAX)  # all ranks stop after the same step
+        if asked.item():
+            control.should_training_stop = control.should_save = True
+
+    def on_log(self, _args: Any, state: Any, _control: Any, logs: Any = None, **_: Any) -> None:
+        record: dict[str, Any] = {"step": state.global_step}
+        if "eval_loss" in logs:
+            record["val_loss"] = logs["eval_loss"]
+            self._since, self._steps = time.perf_counter(), 0
+        elif "loss" in logs and self._steps:
+            record |= {"loss": logs["loss"], "lr": logs["learning_rate"], **self._measure()}
+            logs.update({k: v for k, v in record.items() if k not in ("step", "lr", "load", "stages")})
+        else:
+            return
+        if self._metrics is not None:
+            self._metrics.write(record)
+
+    def _measure(self) -> dict[str, Any]:
+        """What happened since the last log. All ranks call together."""
+        load_LE = self.load_LE.clone()
+        self.load_LE.zero_()
+        dist.all_reduce(load_LE)
+        seconds = (time.perf_counter() - self._since) / self._steps
+        spans = self._clock.take()
+        spans["rest of forward"] = spans.pop("forward", 0.0) - spans["attention"] - spans["experts"]
+        memory = torch.tensor([peak_memory(self._device)], device=self._device, dtype=torch.int64)
+        dist.all_reduce(memory, dist.ReduceOp.MAX)
+        load = load_LE.double()
+        by_rank = load.view(len(load), self._ep, -1).sum(2)
+        found = {
+            "seconds": seconds,
+            "tokens_per_s": self._tokens_per_step / seconds,
+            "hot_expert": _worst(load),
+            "hot_rank": _worst(by_rank),
+            "memory_gib": memory.item() / 2**30,
+            "load": load_LE.tolist(),
+            "stages": {stage: spans[stage] / self._steps for stage in STAGES},
+        }
+        self._since, self._steps = time.perf_counter(), 0
+        return found
+
+
+def _worst(load_LN: Tensor) -> float:
+    """Returns the largest load beside the mean one, in the layer where that is worst."""
+    return float((load_LN.max(1).values / load_LN.mean(1).clamp(min=1e-9)).max())
+
+
+def peak_memory(device: torch.device) -> int:
+    """Returns the most bytes that this rank has taken: of its GPU, or of the host where it computes there."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,91 @@
+"""Fine-tune a mixture-of-experts model of Hugging Face, its experts' tokens carried by moecomm.
+
+    python examples/finetune_hf.py                                # a small model and text of its own
+    python examples/finetune_hf.py ~/models/Qwen3-30B-A3B notes/  # all weights, on all GPUs
+    python examples/finetune_hf.py ~/models/gpt-oss-20b chats.jsonl --lora
+    python examples/finetune_hf.py --resume --steps 300           # goes on; also with another --ranks
+    torchrun --nproc-per-node 8 examples/finetune_hf.py MODEL_FOLDER TEXT...
+
+MODEL_FOLDER is what save_pretrained or a download gives: config, safetensors, tokenizer. TEXT are files and
+folders; a line of a .jsonl file is {"text": ...} or {"messages": [...]}. Sizes are checked before the weights
+are read, and what does not fit is refused with what would.
+
+In --out: checkpoints, model/ (for from_pretrained; with --lora the adapters alone), metrics.jsonl,
+tensorboard/, report.html. The last line is the result. Ctrl-C ends the run after a step, with a checkpoint.
+The parts are in `finetune/`: options, text (windows), sizes (what fits), run (model and Trainer), watch
+(load, stages), report, demo.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from finetune.options import Options, parse
+from lm.errors import RunError, UsageError, first_to_say
+from lm.stop import StopRequest
+
+
+def main() -> int:
+    try:
+        if "LOCAL_RANK" not in os.environ:
+            return start_ranks(parse())
+        stop = StopRequest()  # before torch is imported: from here on Ctrl-C is a request
+        run_rank(parse(), stop)
+    except (UsageError, RunError) as error:
+        if first_to_say():
+            print(f"finetune_hf.py: error: {error}", file=sys.stderr, flush=True)
+        return 2 if isinstance(error, UsageError) else 1
+    return 0
+
+
+def start_ranks(options: Options) -> int:
+    """Checks what needs no ranks, then runs this program again on each of them."""
+    from finetune.text import read_documents
+    from lm import ranks
+
+    require_packages()
+    if options.model is not None:
+        if not (Path(options.model) / "config.json").is_file():
+            raise UsageError(f"MODEL_FOLDER {options.model} has no config.json: it must be a model's folder")
+        read_documents(options.text)
+    if options.ranks is not None:
+        count = options.ranks
+    elif ranks.uses_cuda(options.device):
+        import torch
+
+        count = torch.cuda.device_count()
+    else:
+        count = 2
+    Path(options.out).mkdir(parents=True, exist_ok=True)
+    return ranks.launch(sys.argv, count)
+
+
+def require_packages() -> None:
+    """Raises UsageError for what is not installed."""
+    from importlib.util import find_spec
+
+    needed = ("transformers", "accelerate", "peft", "tensorboard", "matplotlib")
+    missing = [name for name in needed if find_spec(name) is None]
+    if missing:
+        raise UsageError(f"not installed: {' '.join(missing)}; pip install 'moecomm[finetune]'")
+
+
+def run_rank(options: Options, stop: StopRequest) -> None:
+    import torch.distributed as dist
+    from lm import ranks
+
+    ranks.follow_parent()
+    device = ranks.join_group(options.device)
+    stop.joined = True
+    try:
+        from finetune.run import run
+
+        run(options, device, stop)
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
