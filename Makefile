@@ -32,6 +32,7 @@ VENV_DONE  := $(VENV)/.done-venv
 TORCH_DONE := $(VENV)/.done-torch
 TOOLS_DONE := $(VENV)/.done-tools
 DEV_DONE   := $(VENV)/.done-dev
+FINETUNE_DONE := $(VENV)/.done-finetune
 BUILT      := build/.done-extension
 
 # What the build is told and what it looks for on this machine are part of what is built: another CMAKE_ARGS or CXX,
@@ -48,10 +49,11 @@ if ! ( set -euo pipefail; $(3) ) >$(LOGS)/$(2).log 2>&1; then \
   printf 'make: failed: %s (whole log: %s)\n' $(1) $(LOGS)/$(2).log >&2; exit 1; fi
 endef
 
-.PHONY: help train test bench lint format build venv cpptest sanitize cuda12 clean distclean FORCE
+.PHONY: help train finetune test bench lint format build venv cpptest sanitize cuda12 clean distclean FORCE
 
 help:
 	@echo 'make train      train a mixture-of-experts language model on text found on this machine, on all GPUs if any'
+	@echo 'make finetune   fine-tune a model of Hugging Face: ARGS="MODEL_FOLDER TEXT..."; else a small one of its own'
 	@echo 'make test       C++ tests, then pytest; ARGS="-k router" runs pytest alone, narrowed'
 	@echo 'make bench      dispatch and combine against memcpy and gloo, in one run'
 	@echo 'make lint       ruff, mypy, clang-format; changes nothing (make format does)'
@@ -128,7 +130,13 @@ $(TOOLS_DONE): $(TORCH_DONE) pyproject.toml
 
 $(DEV_DONE): $(TOOLS_DONE) pyproject.toml
 	$(call quiet,"test and lint tools",dev,\
-	  $(REQUIREMENTS) dev >$(VENV)/requirements-dev.txt && $(PIP) -r $(VENV)/requirements-dev.txt)
+	  $(REQUIREMENTS) dev transformers finetune >$(VENV)/requirements-dev.txt && $(PIP) -r $(VENV)/requirements-dev.txt)
+	@touch $@
+
+$(FINETUNE_DONE): $(TOOLS_DONE) pyproject.toml
+	$(call quiet,"transformers and what fine-tuning needs",finetune,\
+	  $(REQUIREMENTS) transformers finetune >$(VENV)/requirements-finetune.txt && \
+	  $(PIP) -r $(VENV)/requirements-finetune.txt)
 	@touch $@
 
 venv: $(DEV_DONE)
@@ -152,6 +160,10 @@ build: $(BUILT)
 
 train: $(BUILT)
 	@$(PY) examples/train_lm.py --note "$$($(PY) -m moecomm --left-out)" $(ARGS)
+
+# ARGS="MODEL_FOLDER TEXT..." names a model and text; without them a small one is made.
+finetune: $(BUILT) $(FINETUNE_DONE)
+	@$(PY) examples/finetune_hf.py --note "$$($(PY) -m moecomm --left-out)" $(ARGS)
 
 # The cases of docs/results.md, each next to its baselines (memcpy and gloo) in the same run.
 bench: $(BUILT)

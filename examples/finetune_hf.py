@@ -58,7 +58,6 @@ def start_ranks(options: Options) -> int:
         count = torch.cuda.device_count()
     else:
         count = 2
-    Path(options.out).mkdir(parents=True, exist_ok=True)
     return ranks.launch(sys.argv, count)
 
 

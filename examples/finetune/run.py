@@ -62,6 +62,7 @@ def run(options: Options, device: torch.device, stop: StopRequest) -> None:
     rank, world, out = dist.get_rank(), dist.get_world_size(), options.folder
     first = rank == 0
     _silence()
+    out.mkdir(parents=True, exist_ok=True)
     folder, places = _model_and_text(options, first)
     model_size = sizes.Model.of(folder)
     ep = sizes.experts_ranks(model_size, world, options.ep)
@@ -84,36 +85,17 @@ def run(options: Options, device: torch.device, stop: StopRequest) -> None:
             f"{model_size.experts} experts on {ep} of {world} ranks ({device.type})\n"
             f"text: {len(training)} windows of {options.seq} tokens to train on, {len(held_out)} held out\n"
             f"memory: {fits}",
+            *filter(None, [options.note]),
+            sep="\n",
             flush=True,
         )
+        if checkpoint is None:
+            _set_aside(out)
         options.save()
     set_seed(options.seed)
     model = _load(folder if options.lora or checkpoint is None else checkpoint, options, world, ep, gpu)
     if recompute:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    arguments = TrainingArguments(
-        str(out),
-        max_steps=options.steps,
-        per_device_train_batch_size=options.batch,
-        per_device_eval_batch_size=options.batch,
-        gradient_accumulation_steps=options.accumulate,
-        learning_rate=options.lr,
-        lr_scheduler_type="cosine",
-        warmup_steps=round(options.warmup * options.steps),
-        weight_decay=0.01,
-        logging_steps=options.log_every,
-        eval_strategy="steps",
-        eval_steps=options.eval_every,
-        save_steps=options.save_every,
-        save_total_limit=2,
-        prediction_loss_only=True,
-        remove_unused_columns=False,
-        seed=options.seed,
-        use_cpu=not gpu,
-        disable_tqdm=True,
-        report_to=["tensorboard"],
-    )
-    os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(out / "tensorboard"))
     metrics = None
     if first:
         begun = None if checkpoint is None else int(checkpoint.rpartition("-")[2])
@@ -129,7 +111,7 @@ def run(options: Options, device: torch.device, stop: StopRequest) -> None:
     )
     trainer = ResumableTrainer(
         model=model,
-        args=arguments,
+        args=_arguments(options, gpu),
         train_dataset=training,
         eval_dataset=held_out,
         processing_class=tokenizer,
@@ -200,6 +182,18 @@ def _model_and_text(options: Options, first: bool) -> tuple[str, list[str]]:
     return str(model), [str(places)]
 
 
+def _set_aside(out: Path) -> None:
+    """Moves the checkpoints of an earlier run into a folder of their own: `--resume` would take one for this
+    run's."""
+    old = sorted(out.glob("checkpoint-*"))
+    if old:
+        aside = next(path for number in range(1, 1 << 30) if not (path := out / f"earlier-{number}").exists())
+        aside.mkdir()
+        for each in old:
+            each.rename(aside / each.name)
+        print(f"a new run: the checkpoints of the earlier one are now in {aside}", flush=True)
+
+
 def _room(device: torch.device) -> tuple[int, str]:
     """Returns the bytes that each rank may take, the least of all ranks, and what they are of."""
     if device.type == "cuda":
@@ -214,6 +208,32 @@ def _room(device: torch.device) -> tuple[int, str]:
     least = torch.tensor(room, device=device)
     dist.all_reduce(least, dist.ReduceOp.MIN)
     return int(least.item()), held
+
+
+def _arguments(options: Options, gpu: bool) -> TrainingArguments:
+    os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(options.folder / "tensorboard"))
+    return TrainingArguments(
+        options.out,
+        max_steps=options.steps,
+        per_device_train_batch_size=options.batch,
+        per_device_eval_batch_size=options.batch,
+        gradient_accumulation_steps=options.accumulate,
+        learning_rate=options.lr,
+        lr_scheduler_type="cosine",
+        warmup_steps=round(options.warmup * options.steps),
+        weight_decay=0.01,
+        logging_steps=options.log_every,
+        eval_strategy="steps",
+        eval_steps=options.eval_every,
+        save_steps=options.save_every,
+        save_total_limit=2,
+        prediction_loss_only=True,
+        remove_unused_columns=False,
+        seed=options.seed,
+        use_cpu=not gpu,
+        disable_tqdm=True,
+        report_to=["tensorboard"],
+    )
 
 
 def _load(source: str, options: Options, world: int, ep: int, gpu: bool) -> Any:

@@ -111,7 +111,7 @@ def check_fits(model: Model, plan: Plan, room: int, held: str) -> str:
         ("--lora", dataclasses.replace(plan, lora=True)),
         ("--lora --recompute", dataclasses.replace(plan, lora=True, recompute=True)),
     ):
-        if other != plan and other.total(model) <= room * ROOM:
+        if other != plan and other.total(model) <= room * ROOM and not any(each in words for each in others):
             others.append(words)
     for ranks in (2 * plan.ranks, 4 * plan.ranks, 8 * plan.ranks):
         if dataclasses.replace(plan, ranks=ranks).total(model) <= room * ROOM:

@@ -1,0 +1,272 @@
+"""examples/finetune_hf.py: its text, its sizes, and runs on CPU ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.examples.conftest import EXAMPLES
+from tests.programs import run_program
+
+for package in ("transformers", "accelerate", "peft", "tensorboard"):
+    pytest.importorskip(package)
+
+from finetune import demo, options, sizes, text  # noqa: E402  isort: skip
+from lm.errors import UsageError  # noqa: E402  isort: skip
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a small model with a tokenizer, beside the text that the tokenizer is made of."""
+    folder = tmp_path_factory.mktemp("demo")
+    demo.write_text(folder / "text")
+    demo.write_model(folder / "model", folder / "text", seed=1)
+    return folder / "model"
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(model)
+
+
+# ---- text ----
+
+
+def test_windows_hold_documents_one_behind_the_other(tokenizer: Any) -> None:
+    documents = [text.Document("one two three"), text.Document("four")]
+    ids = [text.encode(each, tokenizer)[0] for each in documents]
+    assert [each[-1] for each in ids] == [tokenizer.eos_token_id] * 2
+    windows = text.Windows(documents, tokenizer, seq=sum(map(len, ids)))
+    only = windows[0]
+    assert len(windows) == 1 and only["input_ids"].tolist() == ids[0] + ids[1]
+    assert only["position_ids"].tolist() == [*range(len(ids[0])), *range(len(ids[1]))]
+    targets = only["labels"].tolist()
+    for begin, document in (
+        (0, ids[0]),
+        (len(ids[0]), ids[1]),
+    ):  # no document is foretold from the one before
+        assert targets[begin : begin + len(document)] == [text.NO_TARGET, *document[1:]]
+
+
+def test_of_a_chat_the_answers_are_learned(tokenizer: Any) -> None:
+    chat = [
+        {"role": "user", "content": "What is 2 + 2?"},
+        {"role": "assistant", "content": "Four."},
+        {"role": "user", "content": "And 3 + 3?"},
+        {"role": "assistant", "content": "Six."},
+    ]
+    tokens, targets = text.encode(text.Document(messages=chat), tokenizer)
+    assert tokenizer.decode(tokens) == tokenizer.apply_chat_template(chat, tokenize=False)
+    learned = [token for token, target in zip(tokens, targets, strict=True) if target != text.NO_TARGET]
+    assert tokenizer.decode(learned) == "Four.<|end|>\nSix.<|end|>\n"
+    assert all(target in (token, text.NO_TARGET) for token, target in zip(tokens, targets, strict=True))
+    template, tokenizer.chat_template = tokenizer.chat_template, None
+    try:
+        with pytest.raises(UsageError, match="no chat template"):
+            text.encode(text.Document(messages=chat), tokenizer)
+    finally:
+        tokenizer.chat_template = template
+
+
+def test_files_and_lines_are_documents(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("plain")
+    (tmp_path / "b.jsonl").write_text(
+        '{"text": "of a line"}\n\n{"messages": [{"role": "user", "content": "hi"}]}\n'
+    )
+    (tmp_path / "c.bin").write_bytes(b"\xff\0")
+    found = text.read_documents([str(tmp_path)])
+    assert [each.text for each in found] == ["plain", "of a line", ""]
+    assert found[2].messages == [{"role": "user", "content": "hi"}]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("a.jsonl", '{"text": "x"}\n{"prompt": "y"}\n', r"a.jsonl, line 2 must be .*KeyError 'text'"),
+        ("a.jsonl", "no json\n", "line 1 must be"),
+        ("a.jsonl", '{"messages": [{"role": "user"}]}\n', "line 1 must be .*content"),
+        ("a.txt", b"\xff\xfe\x00", "a.txt: .*utf-8"),
+        ("a.txt", "  \n", "nothing in"),
+    ],
+)
+def test_what_is_no_text_is_told(tmp_path: Path, name: str, content: str | bytes, says: str) -> None:
+    file = tmp_path / name
+    file.write_bytes(content.encode() if isinstance(content, str) else content)
+    with pytest.raises(UsageError, match=says):
+        text.read_documents([str(file)])
+
+
+def test_a_split_holds_out_whole_documents_or_the_last_windows(tokenizer: Any) -> None:
+    many = [text.Document(f"document {number} " * 20) for number in range(64)]
+    training, held_out = text.split(many, tokenizer, 16, 1)
+    seen = {tokenizer.decode(window) for window in training.tokens_WS}
+    assert len(held_out) > 0 and not seen & {tokenizer.decode(window) for window in held_out.tokens_WS}
+    one = [next(each for each in many if not each.held_out)]
+    whole = text.Windows(one, tokenizer, 16)
+    training, held_out = text.split(one, tokenizer, 16, 1)
+    assert torch.equal(torch.cat([training.tokens_WS, held_out.tokens_WS]), whole.tokens_WS)
+    with pytest.raises(UsageError, match=f"{len(training)} windows of --seq 16 .* a step takes 99"):
+        text.split(one, tokenizer, 16, 99)
+
+
+# ---- sizes ----
+
+BIG = sizes.Model(
+    parameters=30_532_122_624,
+    layer_parameters=620_000_000,
+    layers=48,
+    hidden=2048,
+    vocabulary=151_936,
+    experts=128,
+    top_k=8,
+)  # a Qwen3-30B-A3B
+
+
+def test_a_model_is_measured_by_its_config(model: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    found = sizes.Model.of(str(model))
+    loaded = AutoModelForCausalLM.from_pretrained(model)
+    assert found.parameters == sum(each.numel() for each in loaded.parameters())
+    assert found.layer_parameters == sum(each.numel() for each in loaded.model.layers[0].parameters())
+    assert (found.experts, found.top_k, found.layers) == (demo.EXPERTS, 2, demo.LAYERS)
+
+
+def test_what_does_not_fit_is_told_with_what_would() -> None:
+    plan = sizes.Plan(ranks=2, tokens=4096, lora=False, recompute=True, gpu=True)
+    gpu = 80 * sizes.GiB
+    with pytest.raises(
+        UsageError, match=r"does not fit: it needs 2\d\d\.\d GiB a rank .*What fits: --lora, or 8"
+    ):
+        sizes.check_fits(BIG, plan, gpu, "a GPU")
+    fits = sizes.Plan(ranks=8, tokens=4096, lora=False, recompute=True, gpu=True)
+    assert "GiB a rank" in sizes.check_fits(BIG, fits, gpu, "a GPU")
+    with pytest.raises(UsageError, match="nothing of"):
+        sizes.check_fits(BIG, plan, sizes.GiB, "a GPU")
+
+
+def test_experts_go_to_as_many_ranks_as_divide_them() -> None:
+    assert [sizes.experts_ranks(BIG, ranks, None) for ranks in (1, 2, 3, 6, 8)] == [1, 2, 1, 2, 8]
+    with pytest.raises(UsageError, match="--ep 3 must divide 6 ranks and 128 experts: one of 1, 2"):
+        sizes.experts_ranks(BIG, 6, 3)
+
+
+@pytest.mark.parametrize("kind", ["none", "dense"])
+def test_a_model_without_experts_is_refused(kind: str, tmp_path: Path) -> None:
+    if kind == "dense":
+        config = {"model_type": "llama", "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 8}
+        (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
+    says = {"none": "MODEL_FOLDER", "dense": "LlamaForCausalLM has no experts"}
+    with pytest.raises(UsageError, match=says[kind]):
+        sizes.Model.of(str(tmp_path))
+
+
+# ---- options ----
+
+
+def test_a_resumed_run_takes_over_its_options(tmp_path: Path) -> None:
+    out = ["--out", str(tmp_path)]
+    first = options.parse(["model", "a.txt", "--lora", "--steps", "7", *out])
+    assert first.lr == 1e-4
+    first.save()
+    again = options.parse(["--resume", "--steps", "9", *out])
+    assert (again.model, again.text, again.lora, again.steps, again.lr) == ("model", ["a.txt"], True, 9, 1e-4)
+    for wrong in (["other", "a.txt"], ["--seq", "12"]):
+        with pytest.raises(UsageError, match="--resume"):
+            options.parse([*wrong, "--resume", *out])
+    with pytest.raises(UsageError, match="no run to go on with"):
+        options.parse(["--resume", "--out", str(tmp_path / "none")])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [(["model"], "nothing to train on"), (["--steps", "0"], "at least 1"), (["--x"], "--x")],
+)
+def test_wrong_options_are_told(arguments: list[str], says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        options.parse(arguments)
+
+
+# ---- runs ----
+
+SMALL = [
+    "--seq",
+    "32",
+    "--batch",
+    "2",
+    "--log-every",
+    "1",
+    "--eval-every",
+    "2",
+    "--save-every",
+    "2",
+    "--sample",
+    "4",
+]
+
+
+def _run(*arguments: object, ranks: int = 2, code: int = 0) -> str:
+    done = run_program(EXAMPLES / "finetune_hf.py", *map(str, arguments), torchrun=ranks, code=code)
+    return done.out if code == 0 else done.err
+
+
+def test_a_run_goes_on_at_another_number_of_ranks(tmp_path: Path, model: Path) -> None:
+    """Two steps on two ranks, then two more on four, with their experts on four ranks."""
+    from transformers import AutoModelForCausalLM
+
+    out = tmp_path / "run"
+    said = _run(model, model.parent / "text", "--out", out, "--steps", 2, *SMALL)
+    assert "8 experts on 2 of 2 ranks" in said and "result: loss" in said
+    said = _run("--resume", "--out", out, "--steps", 4, ranks=4)
+    assert "8 experts on 4 of 4 ranks" in said and "4 steps" in said.splitlines()[-1]
+    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    trained = [record for record in records if "loss" in record]
+    assert [record["step"] for record in trained] == [1, 2, 3, 4]
+    for record, ranks in zip(trained, (2, 2, 4, 4), strict=True):
+        tokens = 2 * 2 * 32 * ranks  # top-2, two windows
+        assert [sum(layer) for layer in record["load"]] == [tokens] * demo.LAYERS
+        assert all(seconds >= 0 for seconds in record["stages"].values()) and record["stages"]["backward"] > 0
+    page = (out / "report.html").read_text()
+    assert page.count("data:image/png;base64,") == 4 and "rank 3" in page and "A sample" in page
+    assert list((out / "tensorboard").iterdir())
+    loaded = AutoModelForCausalLM.from_pretrained(out / "model", dtype=torch.float32)
+    window = torch.arange(3, 35).unsqueeze(0)
+    before = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)(window).logits
+    assert not torch.equal(loaded(window).logits, before)
+
+
+def test_adapters_alone_are_trained(tmp_path: Path, model: Path) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    chats = tmp_path / "chats.jsonl"
+    chat = [
+        {"role": "user", "content": "Count."},
+        {"role": "assistant", "content": "one two three four five"},
+    ]
+    chats.write_text("".join(json.dumps({"messages": chat}) + "\n" for _ in range(60)))
+    said = _run(model, chats, "--out", tmp_path / "run", "--lora", "--lr", "1e-2", "--steps", 4, *SMALL)
+    first, last = (float(each) for each in said.splitlines()[-1].split()[2:5:2] for each in [each.strip(",")])
+    assert last < first
+    base = AutoModelForCausalLM.from_pretrained(model)
+    adapted = PeftModel.from_pretrained(base, tmp_path / "run" / "model")
+    assert any(each.abs().sum() > 0 for name, each in adapted.named_parameters() if "lora_B" in name)
+
+
+def test_errors_are_one_line_before_anything_is_trained(tmp_path: Path, model: Path) -> None:
+    place = model.parent / "text"
+    for ranks, arguments, says in (
+        (0, [tmp_path, place], "has no config.json"),
+        (0, [model, tmp_path / "none"], "there is no"),
+        (2, [model, place, "--ep", 3], "--ep 3 must divide 2 ranks and 8 experts"),
+    ):
+        said = _run(*arguments, "--out", tmp_path / "run", ranks=ranks, code=2)
+        lines = [line for line in said.splitlines() if "error:" in line]
+        assert len(lines) == 1 and says in lines[0], said
+    assert not list((tmp_path / "run").glob("checkpoint-*"))
