@@ -104,7 +104,7 @@ def check_fits(model: Model, plan: Plan, room: int, held: str) -> str:
     said = f"{total / GiB:.1f} GiB a rank ({parts}) of {room * ROOM / GiB:.1f} GiB, {held}"
     if total <= room * ROOM:
         return said
-    others = []
+    others: list[str] = []
     for words, other in (
         ("--recompute", dataclasses.replace(plan, recompute=True)),
         ("--seq or --batch of half the size", dataclasses.replace(plan, tokens=plan.tokens // 2)),
