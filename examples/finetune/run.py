@@ -26,16 +26,16 @@ from transformers.distributed import DistributedConfig
 from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import logging as transformers_logging
 
-import moecomm.transformers
 from finetune import demo, report, sizes, text
 from finetune.options import Options
 from finetune.watch import Watch, peak_memory
+from moecomm.transformers import Resumable
 
 ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 """The attention's matrices, by the names that they have in any of transformers' models."""
 
 
-class ResumableTrainer(moecomm.transformers.Resumable, Trainer): ...  # type: ignore[misc]
+class ResumableTrainer(Resumable, Trainer): ...  # type: ignore[misc]
 
 
 class Lines(TrainerCallback):  # type: ignore[misc]
