@@ -53,8 +53,7 @@ class Mutant:
 DISPATCH = "tests/multirank/test_dispatch_combine.py"
 LAYOUTS = f"{DISPATCH} -k layouts_alignments_and_capacities and 3-"
 STEPS = f"{DISPATCH} -k many_steps or plans_are_reused"
-LATE = f"{DISPATCH} -k overwritten or late"
-GRADIENTS = "tests/multirank/test_autograd.py -k match_the_reference and 3"
+LATE = f"{DISPATCH} -k overwritten"
 INPUT = "tests/multirank/test_bad_input.py"
 LOOPBACK = "tests/cpp/test_communicator.cpp"
 """Nodes whose rows come in any order, as late as they may. Over TCP they come before anybody looks."""
@@ -154,14 +153,14 @@ MUTANTS = [
         "csrc/kernels/cpu/dispatch_receive.cpp",
         "verbs.scale(out, row, weight_at(arguments.scales, dtype, place), hidden, stream);",
         "kernels.copy(out, row, row_bytes, stream);",
-        GRADIENTS,
+        LAYOUTS,
     ),
     Mutant(
         "gradient of a weight over too few columns",
         "csrc/kernels/cpu/dispatch_receive.cpp",
         "arguments.other + place * row_bytes, hidden));",
         "arguments.other + place * row_bytes, hidden - 1));",
-        GRADIENTS,
+        LAYOUTS,
     ),
     # -- sums ----------------------------------------------------------------------------------------------
     Mutant(
@@ -190,7 +189,7 @@ MUTANTS = [
         "csrc/kernels/cpu/combine_reduce.cpp",
         "token + plan.row_k[j],",
         "token,",
-        GRADIENTS,
+        LAYOUTS,
     ),
     Mutant(
         "gradients of weights from one node alone",
@@ -300,14 +299,14 @@ MUTANTS = [
         "moecomm/autograd/functions.py",
         "grad_weights if need_weights else None",
         "None",
-        GRADIENTS,
+        LAYOUTS,
     ),
     Mutant(
         "rows' gradient forgets the weights",
         "moecomm/autograd/functions.py",
         "backend.redispatch(plan, grad_y_TH, weights_P, rows_PH, gradients=True)",
         "backend.redispatch(plan, grad_y_TH, None, rows_PH, gradients=True)",
-        GRADIENTS,
+        LAYOUTS,
     ),
     # -- the layer -----------------------------------------------------------------------------------------
     Mutant(

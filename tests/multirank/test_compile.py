@@ -3,73 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
 import moecomm
 from moecomm.nn import MoEConfig, MoELayer, OverlapConfig
-from tests.cases import Case
 from tests.multirank.conftest import Pools
 from tests.multirank.on_ranks import on_ranks
 
 
-def _train(rank: int, world_size: int, case: Case, backend: str | None) -> list[list[np.ndarray]]:
-    """Two layers that share a communicator, and two dispatches that do not depend on each other."""
-    import moecomm
-
-    with moecomm.Communicator(**case.communicator) as comm:
-        capacity = comm.size * comm.max_tokens * case.top_k
-
-        def model(x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
-            for layer in range(2):
-                left = comm.dispatch(x_TH.sin(), ids_TK, weights_TK, capacity=capacity)
-                right = comm.dispatch(x_TH.cos(), ids_TK.flip(1), capacity=capacity)
-                second = comm.combine(right.tokens * 2, right.handle)
-                first = comm.combine(left.tokens * (layer + 2), left.handle, weights=left.weights)
-                x_TH = first + second
-            return x_TH
-
-        if backend is not None:
-            model = torch.compile(model, backend=backend, fullgraph=True)
-        found = []
-        for step in range(2):
-            tokens = case.tokens[rank] - step
-            x_TH = torch.from_numpy(case.x(rank)[:tokens]).requires_grad_()
-            weights_TK = torch.from_numpy(case.topk_weights(rank)[:tokens]).requires_grad_()
-            y_TH = model(x_TH, torch.from_numpy(case.ids(rank)[:tokens]), weights_TK)
-            y_TH.backward(torch.from_numpy(case.grad_y(rank)[:tokens]))
-            found.append([each.detach().numpy() for each in (y_TH, x_TH.grad, weights_TK.grad)])
-        comm.check()
-        return found
-
-
-def test_training(pool: Pools, seed: int) -> None:
-    case = Case(tokens=(7, 4), num_experts=4, hidden=8, top_k=2, seed=seed, routing="holes")
-    plain: Any = pool(2)(_train, case, None)
-    for eager, compiled in zip(plain, pool(2)(_train, case, "aot_eager"), strict=True):
-        for left, right in zip(eager, compiled, strict=True):
-            for want, got in zip(left, right, strict=True):
-                np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
-
-
-def train_layer(rank: int, world_size: int, options: dict[str, Any], seed: int) -> list[str]:
-    """Lists the differences in bits between a step of a model and of the same model compiled. Without a
-    capacity the compiled graph breaks around the layer's communication."""
+def train_layer(
+    rank: int, world_size: int, options: dict[str, Any], seed: int, autocast: bool = False
+) -> list[str]:
+    """Lists the differences between a step of a model and of the same model compiled, in bits unless within
+    autocast. Without a capacity the compiled graph breaks around the layer's communication."""
     torch._dynamo.reset()
     torch.manual_seed(seed)
     config = MoEConfig(**{"hidden": 16, "ffn_hidden": 24, "num_experts": 6, "top_k": 2} | options)
     layer = MoELayer(config, max_tokens=8)
-    model = torch.nn.Sequential(torch.nn.Linear(16, 16), layer).to(layer.comm.device)
+    parts = [layer] if autocast else [torch.nn.Linear(16, 16), layer]
+    model = torch.nn.Sequential(*parts).to(layer.comm.device)
     fast = torch.compile(model, backend="aot_eager", fullgraph=config.pad_to_capacity)
     x_TH, found = torch.randn(8, 16, device=layer.comm.device), []
     for call in (model, fast):
         model.zero_grad()
         x_TH = x_TH.detach().requires_grad_()
-        y_TH = call(x_TH)
+        with torch.autocast(x_TH.device.type, torch.bfloat16, enabled=autocast):
+            y_TH = call(x_TH)
+        assert not autocast or y_TH.dtype is torch.float32
         y_TH.square().sum().backward()
         gradients = {name: getattr(each, "main_grad", each.grad) for name, each in model.named_parameters()}
         found.append({"y": y_TH.detach(), "x": x_TH.grad, **gradients})
@@ -78,37 +43,43 @@ def train_layer(rank: int, world_size: int, options: dict[str, Any], seed: int) 
     layer.comm.close()
     plain, compiled = found
     assert all(want is not None and want.any() for want in plain.values())
-    return [f"rank {rank}: {name} differs" for name in plain if not torch.equal(compiled[name], plain[name])]
+    alike = partial(torch.allclose, rtol=1e-5, atol=1e-6) if autocast else torch.equal
+    return [f"rank {rank}: {name} differs" for name in plain if not alike(compiled[name], plain[name])]
 
 
 FIXED = {"capacity_factor": 2.0, "pad_to_capacity": True}
 DTYPES = [torch.float32, torch.bfloat16]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_layer_trains_in_one_graph(pool: Pools, dtype: torch.dtype, seed: int) -> None:
-    options = {**FIXED, "dtype": dtype, "num_shared_experts": 1, "aux_loss": "batch", "aux_loss_coef": 0.1}
-    assert pool(1)(train_layer, options, seed) == [[]]
-
-
-def test_a_layer_of_a_width_without_a_grouped_kernel(pool: Pools, seed: int) -> None:
-    options = {**FIXED, "dtype": torch.bfloat16, "ffn_hidden": 13, "activation": "gelu"}
-    assert pool(1)(train_layer, options, seed) == [[]]
-
-
-def test_a_layer_with_biases_and_main_grad(pool: Pools, seed: int) -> None:
-    options = {
+AUX_LOSS = {"num_shared_experts": 1, "aux_loss": "batch", "aux_loss_coef": 0.1}
+WITHIN_AUTOCAST = {**AUX_LOSS, "shared_gate": True, "router_bias": True, "bias": True, "init_std": 0.3}
+LAYERS: dict[str, dict[str, Any]] = {
+    **{f"one graph, {dtype}": {**FIXED, **AUX_LOSS, "dtype": dtype} for dtype in DTYPES},
+    "a width without a grouped kernel": {
+        **FIXED,
+        "dtype": torch.bfloat16,
+        "ffn_hidden": 13,
+        "activation": "gelu",
+    },
+    "biases and main_grad": {
         **FIXED,
         "dtype": torch.bfloat16,
         "activation": "swiglu_clamped",
         "bias": True,
         "main_grad": True,
-    }
+    },
+    "several graphs": {},
+}
+
+
+@pytest.mark.parametrize("options", LAYERS.values(), ids=LAYERS)
+def test_a_compiled_layer_trains(pool: Pools, options: dict[str, Any], seed: int) -> None:
     assert pool(1)(train_layer, options, seed) == [[]]
 
 
-def test_a_dropless_layer_trains_in_several_graphs(pool: Pools, seed: int) -> None:
-    assert pool(1)(train_layer, {}, seed) == [[]]
+@pytest.mark.parametrize("fixed", [{}, FIXED], ids=["dropless", "fixed"])
+def test_autocast_stays_out_of_the_backward(pool: Pools, fixed: dict[str, Any], seed: int) -> None:
+    assert pool(1)(train_layer, WITHIN_AUTOCAST | fixed, seed, True) == [[]]
 
 
 @on_ranks(2)
@@ -173,40 +144,6 @@ def test_graphs_do_not_depend_on_the_routing(rank: int, world_size: int, seed: i
         counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     comm.close()
     assert counts[0] > 0 and counts == counts[:1] * len(counts)
-
-
-def train_within_autocast(rank: int, world_size: int, options: dict[str, Any], seed: int) -> list[str]:
-    """Lists the gradients in which a float32 layer that is compiled differs, both within autocast."""
-    torch._dynamo.reset()
-    torch.manual_seed(seed)
-    config = MoEConfig(**{"hidden": 16, "ffn_hidden": 24, "num_experts": 6, "top_k": 2} | options)
-    layer = MoELayer(config, max_tokens=8)
-    x_TH, found = torch.randn(8, 16), []
-    for call in (layer, torch.compile(layer, backend="aot_eager", fullgraph=config.pad_to_capacity)):
-        layer.zero_grad()
-        x_TH = x_TH.detach().requires_grad_()
-        with torch.autocast("cpu", torch.bfloat16):
-            y_TH = call(x_TH)
-        assert y_TH.dtype is torch.float32
-        y_TH.square().sum().backward()
-        found.append({"x": x_TH.grad, **{name: each.grad for name, each in layer.named_parameters()}})
-    layer.comm.close()
-    plain, compiled = found
-    assert all(want is not None and want.any() for want in plain.values())
-    return [name for name in plain if not torch.allclose(compiled[name], plain[name], rtol=1e-5, atol=1e-6)]
-
-
-@pytest.mark.parametrize("fixed", [False, True])
-def test_autocast_stays_out_of_the_backward(pool: Pools, fixed: bool, seed: int) -> None:
-    options = {
-        "num_shared_experts": 1,
-        "shared_gate": True,
-        "router_bias": True,
-        "bias": True,
-        "init_std": 0.3,
-    }
-    options |= {"aux_loss": "batch", "aux_loss_coef": 0.1} | (FIXED if fixed else {})
-    assert pool(1)(train_within_autocast, options, seed) == [[]]
 
 
 def whole_graph_without_capacity(rank: int, world_size: int) -> str:

@@ -201,12 +201,13 @@ def test_handles_serve_in_any_order(pool: Pools, size: int, seed: int) -> None:
 
 
 @pytest.mark.parametrize("in_window", [False, True], ids=["copied", "in the window"])
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, 3, 4])
 @on_ranks("size")
 def test_rows_are_not_overwritten_while_peers_read(
     rank: int, world_size: int, in_window: bool, seed: int
 ) -> None:
-    """Inputs are filled, dispatched and dropped in turn; no rank reads what comes later."""
+    """Inputs are filled, dispatched and dropped in turn, every other time with a combine, now and then late.
+    No rank reads what comes later."""
     case = Case(
         tokens=(16,) * world_size, num_experts=2 * world_size, hidden=512, top_k=2, weights=False, seed=seed
     )
@@ -229,6 +230,9 @@ def test_rows_are_not_overwritten_while_peers_read(
             out = comm.dispatch(part_TH, ids[step % 5])
             del inside, part_TH
             cases.assert_same_bits(cases.to_numpy(out.tokens), wants[step % 5].tokens, f"step {step}")
+            if step % 2:
+                y_TH = comm.combine(out.tokens, out.handle)
+                torch.testing.assert_close(y_TH, inputs[step % 5] * case.top_k)
 
 
 @on_ranks(3)
@@ -244,34 +248,6 @@ def test_several_combines_leave_the_input_alone(rank: int, world_size: int, seed
             known.check_combine(f"combine {turn}", comm.combine(known.answer(out.tokens), out.handle))
         dist.barrier()  # who is late has sent its rows, too
         return known.problems + ([] if torch.equal(x_TH, known.own.x_TH) else [f"rank {rank}: x has changed"])
-
-
-def _skewed_steps(rank: int, world_size: int, case: Case, steps: int) -> int:
-    """Ranks take turns at being late; every rank checks its own rows of every step."""
-    import moecomm
-
-    rows = 0
-    with moecomm.Communicator(**case.communicator) as comm:
-        wants = [replace(case, seed=case.seed + i).expected(rank) for i in range(3)]
-        for step in range(steps):
-            if step % world_size == rank and step % 4 == 0:
-                time.sleep(0.003)
-            now = replace(case, seed=case.seed + step % 3)
-            out = cases.dispatch(comm, now, rank)
-            cases.assert_same_bits(
-                cases.to_numpy(out.tokens), wants[step % 3].tokens, f"step {step} on rank {rank}"
-            )
-            y_TH = comm.combine(out.tokens, out.handle)
-            counts = (now.ids(rank) >= 0).sum(1, keepdims=True)
-            np.testing.assert_allclose(y_TH.numpy(), now.x(rank) * counts, rtol=1e-5)
-            rows += len(out.tokens)
-    return rows
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_ranks_that_take_turns_at_being_late(pool: Pools, size: int, seed: int) -> None:
-    case = Case(tokens=(6,) * size, num_experts=2 * size, hidden=8, top_k=2, seed=seed)
-    assert sum(pool(size)(_skewed_steps, case, 150)) == 150 * 6 * 2 * size
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
-from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
 from moecomm.nn import MoEConfig, MoELayer, OverlapConfig, fully_shard_experts
@@ -72,13 +71,6 @@ def test_fsdp(rank: int, world_size: int, options: dict[str, Any], apart: bool, 
         fully_shard(layer)
         assert all(isinstance(parameter, DTensor) for parameter in layer.parameters())
         _check(layer, plain, rank, seed)
-
-
-@on_ranks(2)
-def test_ddp(rank: int, world_size: int, seed: int) -> None:
-    layer, plain = _layers(groups_of(rank, world_size, 1)[0], {"keep": "rows"}, seed)
-    with plain.comm:
-        _check(DistributedDataParallel(layer), plain, rank, seed)
 
 
 EVERYTHING = {

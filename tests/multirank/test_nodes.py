@@ -17,7 +17,6 @@ from tests.cases import Case
 from tests.fabric import needs_fabric
 from tests.multirank.conftest import Pools
 from tests.multirank.harness import RankPool
-from tests.multirank.test_autograd import gradients
 from tests.multirank.test_dispatch_combine import check
 from tests.oracle import Oracle, assert_none, play
 
@@ -150,13 +149,10 @@ def test_gradients(fabric: Fabric, size: int, per_node: int, dtype: str, seed: i
         seed=seed,
         ranks_per_node=per_node,
     )
-    for case in (
-        base,
-        replace(base, slack=3),
-        replace(base, layout="rank"),
-        replace(base, routing="one-rank"),
-    ):
-        assert_none(fabric(size)(gradients, case))
+    check(
+        fabric(size),
+        [base, replace(base, slack=3), replace(base, layout="rank"), replace(base, routing="one-rank")],
+    )
 
 
 def results(comm: Any, case: Case, rank: int) -> dict[str, torch.Tensor]:
