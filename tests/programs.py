@@ -4,13 +4,14 @@ with all libraries loaded."""
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import runpy
 import sys
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
 import torch.distributed as dist
 
@@ -54,10 +55,25 @@ def _run(rank: int, ranks: int, arguments: list[str], port: int | None) -> tuple
     is_module = arguments[0] == "-m"
     sys.argv = arguments[is_module:]
     run = runpy.run_module if is_module else runpy.run_path
-    code, out, err = 0, io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+    code = 0
+    with _captured(sys.stdout) as out, _captured(sys.stderr) as err:
         try:
             run(sys.argv[0], run_name="__main__")
         except SystemExit as ended:
             code = ended.code or 0
-    return code, out.getvalue(), err.getvalue()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        return code, *(os.pread(each, 1 << 24, 0).decode() for each in (out, err))
+
+
+@contextlib.contextmanager
+def _captured(stream: TextIO) -> Iterator[int]:
+    """A file that has what goes to `stream` meanwhile, also from processes that this one starts."""
+    before = os.dup(stream.fileno())
+    with tempfile.TemporaryFile() as file:
+        os.dup2(file.fileno(), stream.fileno())
+        try:
+            yield file.fileno()
+        finally:
+            os.dup2(before, stream.fileno())
+            os.close(before)

@@ -7,9 +7,8 @@ import math
 import os
 import re
 import shlex
-import subprocess
-import sys
 import textwrap
+from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from moecomm.parallel import ParallelFolding
 from moecomm.setup.devices import why_no_cuda
 from tests import reference
 from tests.fabric import needs_fabric
+from tests.multirank.harness import NO_GPUS
 from tests.programs import run_program
 from tests.unit.test_folding import PUBLISHED
 
@@ -60,7 +60,7 @@ def readme_example_on_gpus() -> str:
 def test_readme_example_runs(tmp_path: Path) -> None:
     ranks, program = readme_example()
     assert len(program.splitlines()) <= 20
-    run_example(tmp_path / "example.py", program, ranks, {"CUDA_VISIBLE_DEVICES": ""})
+    run_example(tmp_path / "example.py", program, ranks)
 
 
 @needs_fabric
@@ -75,10 +75,8 @@ def test_readme_example_runs_between_nodes(tmp_path: Path) -> None:
     assert (found[1], int(found[3])) == ("MOECOMM_RANKS_PER_NODE", ranks)
     assert int(found[2]) < ranks
     said = "print(f'{comm.nodes} nodes\\n', end='', flush=True)\n"
-    path = tmp_path / "example.py"
-    path.write_text(program.replace("comm.close()\n", said + "comm.close()\n"))
-    text = run_program(path, torchrun=ranks, environment={found[1]: found[2]}).out
-    check_said(text, ranks)
+    program = program.replace("comm.close()\n", said + "comm.close()\n")
+    text = run_example(tmp_path / "example.py", program, ranks, {found[1]: found[2]})
     assert text.count(f"{ranks // int(found[2])} nodes") == ranks
 
 
@@ -91,30 +89,19 @@ def test_readme_example_on_gpus_is_the_same_program() -> None:
 
 @pytest.mark.skipif(why_no_cuda() is not None or torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_readme_example_runs_on_gpus(tmp_path: Path) -> None:
-    run_example(tmp_path / "example.py", readme_example_on_gpus(), 2, {})
+    visible = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0,1")}
+    run_example(tmp_path / "example.py", readme_example_on_gpus(), 2, visible)
 
 
-def run_example(path: Path, program: str, ranks: int, env: dict[str, str]) -> None:
-    """Runs `program` from `path` on `ranks` ranks by torchrun, as its reader does, and checks its output."""
+def run_example(path: Path, program: str, ranks: int, environment: Mapping[str, str] = NO_GPUS) -> str:
+    """Runs `program` from `path` on `ranks` ranks of torchrun, checks its output and returns it."""
     checks = "assert all(each.grad.abs().sum() > 0 for each in (x, experts)) and y.shape == x.shape\n"
     path.write_text(program.replace("comm.close()\n", checks + "comm.close()\n"))
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    done = subprocess.run(
-        [*torchrun, str(path)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **env},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    check_said(done.stdout, ranks)
-
-
-def check_said(text: str, ranks: int) -> None:
-    # Ranks share one output; two lines may come as one, so the text is searched and not split.
+    text = run_program(path, torchrun=ranks, environment=environment).out
     said = re.findall(r"rank (\d+): 64 tokens, (\d+) rows", text)
     assert sorted(int(rank) for rank, _ in said) == list(range(ranks)), text
     assert sum(int(rows) for _, rows in said) == ranks * 64 * 2
+    return text
 
 
 def test_memory_page_has_the_numbers_of_the_plan() -> None:

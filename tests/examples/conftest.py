@@ -130,12 +130,10 @@ class BaseRun:
 
 @pytest.fixture(scope="session")
 def base_run(text_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> BaseRun:
-    """A whole small run on two ranks of its own. Tests look at it and go on from copies of it."""
+    """A whole small run on two ranks. Tests look at it and go on from copies of it."""
     folder = tmp_path_factory.mktemp("base") / "run"
-    sample = ("--sample", "20", "--prompt", "def ")
-    done = run_example("train_lm.py", *SMALL_RUN, "--data", text_folder, *sample, "--out", folder)
-    assert done.code == 0, done.err
-    return BaseRun(folder, done)
+    arguments = ("--sample", "20", "--prompt", "def ", "--data", text_folder, "--out", folder)
+    return BaseRun(folder, run_program(EXAMPLES / "train_lm.py", *SMALL_RUN, *arguments, torchrun=2))
 
 
 @pytest.fixture(scope="session")

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import math
+import multiprocessing
 import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemReader, load
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from tests.examples.conftest import (
     EXAMPLES,
@@ -24,10 +29,9 @@ from tests.examples.conftest import (
     BaseRun,
     clean_environment,
     processes_naming,
-    run_example,
     wait_until,
 )
-from tests.multirank.harness import no_shared_memory_left
+from tests.multirank.harness import no_shared_memory_left, run_ranks
 from tests.programs import TIMEOUT_S, Finished, run_program
 
 import train_lm  # isort: skip
@@ -337,61 +341,69 @@ def test_interrupt_leaves_a_checkpoint_and_a_killed_launcher_no_ranks(
     wait_until(lambda: processes_naming(folder) == [], "the ranks' end")
 
 
-def test_a_lost_rank_is_made_good_by_a_restart(text_folder: Path, tmp_path: Path) -> None:
+LOST = ["--layers=2", "--ep=2", "--pp=2", "--microbatches=2", "--no-tied", "--save-every=6", "--steps=18"]
+
+
+def _until_it_is_lost(folder: Path) -> None:
+    """Ends this process by SIGKILL when there are steps after the first checkpoint; keeps what is logged."""
+    sealed = folder / "checkpoints" / "step-00000006" / "rank-1.json"
+    while not (sealed.exists() and max(losses(folder)) > 7):
+        time.sleep(0.01)
+    shutil.copy(folder / "metrics.jsonl", folder / "before.jsonl")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _one_of_torchruns(arguments: list[str], folder: Path) -> int:
+    os.environ["LOCAL_WORLD_SIZE"] = os.environ["WORLD_SIZE"]
+    if (os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]) == ("1", "0"):
+        threading.Thread(target=_until_it_is_lost, args=(folder,), daemon=True).start()
+    sys.argv = ["train_lm.py", *arguments]
+    return train_lm.main()
+
+
+def _as_torchrun_does(rank: int, world_size: int, arguments: list[str], folder: Path) -> dict[int, int]:
+    """torchrun --nproc-per-node=4 --max-restarts=1, with ranks that are forked."""
+    dist.destroy_process_group()
+    multiprocessing.process.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    config = LaunchConfig(
+        1,
+        1,
+        4,
+        run_id="lost",
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",
+        local_addr="127.0.0.1",
+        max_restarts=1,
+        monitor_interval=0.1,
+        start_method="fork",
+    )
+    return elastic_launch(config, _one_of_torchruns)(arguments, folder)
+
+
+def test_a_lost_rank_is_made_good_by_a_restart(
+    text_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A rank that shares experts with one other and is a stage of a pipeline before a third is lost: torchrun
     starts all again, which go on from the newest checkpoint as if nothing had been."""
     folder = tmp_path / "run"
-    arguments = [*SMALL_MODEL, "--steps=60", "--eval-every=60", "--save-every=25", "--data", text_folder]
-    arguments += ["--ep=2", "--pp=2", "--microbatches=2", "--no-tied"]
-    program = [EXAMPLES / "train_lm.py", *arguments, "--out", folder]
-    process = subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--nproc-per-node=4",
-            "--max-restarts=1",
-            *program,
-        ],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=clean_environment(),
-        start_new_session=True,
+    arguments = [*ONE_LAYER, *LOST, f"--data={text_folder}", f"--out={folder}"]
+    done = run_ranks(1, _as_torchrun_does, arguments, folder, timeout=TIMEOUT_S)
+    assert done == [dict.fromkeys(range(4), 0)]
+    resumed = re.search(r"resumed at step (\d+) of 18", capsys.readouterr().out)
+    assert resumed and 6 <= int(resumed[1]) < 18
+    before, after = (
+        {r["step"]: r["loss"] for r in read_metrics(folder / name) if "loss" in r}
+        for name in ("before.jsonl", "metrics.jsonl")
     )
-    sealed = folder / "checkpoints" / "step-00000025" / "rank-1.json"
-
-    def is_beyond_it() -> bool:
-        return sealed.exists() and max(losses(folder)) > 26
-
-    wait_until(lambda: process.poll() is not None or is_beyond_it(), "steps after a checkpoint")
-    ranks = [entry for entry in Path("/proc").glob("[0-9]*") if _is_rank(entry, folder, 1)]
-    assert len(ranks) == 1, process.poll()
-    os.kill(int(ranks[0].name), signal.SIGKILL)
-    before = losses(folder)
-    out, err = process.communicate(timeout=TIMEOUT_S)
-    assert process.returncode == 0, err
-    resumed = re.search(r"resumed at step (\d+) of 60", out)
-    assert resumed and 25 <= int(resumed[1]) < 60, out
-    after = losses(folder)
-    assert sorted(after) == list(range(1, 61))
-    again = [step for step in before if step > int(resumed[1])]
-    assert again and all(before[step] == after[step] for step in before), "other losses after the restart"
-
-
-def _is_rank(entry: Path, folder: Path, rank: int) -> bool:
-    """Is it the process of that rank of the run?"""
-    try:
-        named = str(folder).encode() in (entry / "cmdline").read_bytes()
-        return named and f"LOCAL_RANK={rank}".encode() in (entry / "environ").read_bytes().split(b"\0")
-    except OSError:
-        return False  # it has just ended
+    assert sorted(after) == list(range(1, 19))
+    assert any(step > int(resumed[1]) for step in before)
+    assert all(before[step] == after[step] for step in before), "other losses after the restart"
 
 
 def test_what_a_rank_finds_wrong_gives_one_line(text_folder: Path, tmp_path: Path) -> None:
     too_short = ("--seq", "100000", "--batch", "2", "--data", text_folder)
-    done = run_example("train_lm.py", "--out", tmp_path / "run", "--ranks", "1", *too_short)
-    assert done.code == 2 and done.out == "" and len(done.err.splitlines()) == 1, done
+    done = train("--out", tmp_path / "run", *too_short, code=2)
+    assert done.out == "" and len(done.err.splitlines()) == 1, done
     assert done.err.startswith("train_lm.py: error: ") and "held-out text" in done.err
 
 
@@ -416,16 +428,10 @@ sys.exit(train_lm.main())
 def test_an_error_of_one_rank_or_all_gives_one_line(who: str, text_folder: Path, tmp_path: Path) -> None:
     program = tmp_path / "fails.py"
     program.write_text(FAILS)
-    places = ["--data", str(text_folder), "--out", str(tmp_path / "run")]
-    done = subprocess.run(
-        [sys.executable, str(program), "--ranks", "2", "--preset", "small", *places],
-        env={**clean_environment(), "WHO": who, "EXAMPLES": str(EXAMPLES)},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-    )
-    assert done.returncode == 2, done
-    assert done.stderr.splitlines() == ["train_lm.py: error: this is not there"], done
+    arguments = ["--ranks", "2", "--preset", "small", "--data", text_folder, "--out", tmp_path / "run"]
+    environment = {"WHO": who, "EXAMPLES": str(EXAMPLES)}
+    done = run_program(program, *arguments, code=2, environment=environment)
+    assert done.err.splitlines() == ["train_lm.py: error: this is not there"], done
 
 
 TWO = ["--ranks", "2"]

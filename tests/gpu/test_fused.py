@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +18,6 @@ from tests.gpu import harness
 from tests.gpu.conftest import Pools
 from tests.gpu.test_graphs import AtCapacity, Captured
 from tests.gpu.test_turns import TURNS, in_turns_case
-from tests.multirank.catching import Caught, catch
 from tests.oracle import DTYPES, Oracle
 
 pytestmark = pytest.mark.usefixtures("cuda_only")
@@ -236,58 +234,3 @@ def test_kernels_of_a_combine_of_several_ranks(pool: Pools) -> None:
     for tokens, combine in ((768, 1), (769, 2), (MOST, 2)):
         assert pool(3)(_nodes, None, tokens) == [(1, combine)] * 3
     assert pool(2)(_nodes, None, MOST) == [(1, 1)] * 2
-
-
-DISAGREEMENTS = ("the operation", "alignment", "capacity", "layout", "weights")
-"""The message of each disagreement, in turn, has one of these words."""
-
-
-def _disagreement(rank: int, world_size: int, job: Case) -> tuple[list[Caught | None], list[str]]:
-    """Rank 0 combines where the others dispatch; then arguments differ, one at a time."""
-    with harness.communicator(**job.communicator) as comm:
-        known = Oracle(job, rank, comm.device)
-        capacity = 4 * max(known.needed)
-        out = comm.dispatch(known.own.x_TH, known.own.ids_TK, capacity=capacity)
-
-        def operation() -> None:
-            if rank == 0:
-                comm.combine(out.tokens, out.handle)
-            else:
-                comm.dispatch(known.own.x_TH, known.own.ids_TK, capacity=capacity)
-            harness.synchronize()
-            comm.check()
-
-        def different(**arguments: Any) -> Callable[[], None]:
-            """A dispatch in which rank 0 has these arguments, and the others do not."""
-            common = {"capacity": capacity, "topk_weights_TK": known.own.weights_TK}
-
-            def dispatch() -> None:
-                mine = {**common, **(arguments if rank == 0 else {})}
-                comm.dispatch(known.own.x_TH, known.own.ids_TK, **mine)
-                harness.synchronize()
-                comm.check()
-
-            return dispatch
-
-        found = [
-            catch(operation),
-            catch(different(alignment=2)),
-            catch(different(capacity=capacity + 1)),
-            catch(different(layout="rank")),
-            catch(different(topk_weights_TK=None)),
-        ]
-        return found, oracle.play(comm, job, rank)
-
-
-def test_ranks_that_disagree(pool: Pools, most_ranks: int, seed: int) -> None:
-    size = min(3, most_ranks)
-    if size < 2:
-        pytest.skip("needs 2 ranks")
-    job = Case(tokens=(40,) * size, num_experts=4 * size, hidden=64, top_k=3, slack=0, seed=seed)
-    for found, problems in pool(size)(_disagreement, job):
-        assert problems == []
-        assert [caught and caught.name for caught in found] == ["MismatchedArguments"] * len(DISAGREEMENTS), (
-            found
-        )
-        for caught, about in zip(found, DISAGREEMENTS, strict=True):
-            assert caught is not None and about in caught.text, caught.text

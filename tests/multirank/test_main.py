@@ -13,18 +13,17 @@ REPORT = ("-m", "moecomm")
 
 
 def test_the_report_names_versions_host_gpus_network_and_transports() -> None:
-    command = [sys.executable, *REPORT, "-g", "3"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    lines = [line.split(maxsplit=1) for line in done.stdout.splitlines()]
+    said = run_program(*REPORT, "-g", "3").out
+    lines = [line.split(maxsplit=1) for line in said.splitlines()]
     assert ["moecomm", moecomm.__version__] in lines
     for title in ("versions", "host", "GPUs", "network", "transports"):
-        assert any(words[0] == title for words in lines), done.stdout
-    assert any(words[0] == "cuda-bindings" for words in lines), done.stdout
-    assert "transports of 3 ranks on this host" in done.stdout
-    assert "rank 0 (itself)" in done.stdout
+        assert any(words[0] == title for words in lines), said
+    assert any(words[0] == "cuda-bindings" for words in lines), said
+    assert "transports of 3 ranks on this host" in said
+    assert "rank 0 (itself)" in said
     for peer in (1, 2):
-        assert any(line.split()[:2] == ["rank", str(peer)] for line in done.stdout.splitlines())
-    assert done.stdout.count("shared memory (POSIX, /dev/shm)") == 2
+        assert any(line.split()[:2] == ["rank", str(peer)] for line in said.splitlines())
+    assert said.count("shared memory (POSIX, /dev/shm)") == 2
 
 
 def test_a_reader_that_has_enough_ends_it_without_a_traceback() -> None:

@@ -266,14 +266,6 @@ def test_low_precision_stays_within_its_rounding(
     assert_step_matches(results, reference_step(results, case, seed), bound)
 
 
-def test_same_start_at_any_number_of_ranks(pools: dict[int, RankPool], seed: int) -> None:
-    case = Case({"num_shared_experts": 1})
-    alone = whole(pools[1](layer_step, case, seed), "state")
-    for ranks in (2, 3, 4):
-        for name, tensor in whole(pools[ranks](layer_step, case, seed), "state").items():
-            assert torch.equal(tensor, alone[name]), name
-
-
 @on_ranks(3)
 def test_layers_share_a_communicator_and_accumulate(rank: int, world_size: int, seed: int) -> None:
     torch.manual_seed(seed)

@@ -215,8 +215,6 @@ def test_fully_shard_of_parametrized_experts_is_refused(rank: int, world: int, e
         fully_shard(
             experts, mesh=init_device_mesh("cpu", (world // ep, ep), mesh_dim_names=("dp", "ep"))["dp"]
         )
-    elif how == "the layer":
-        fully_shard(model.moe)
     elif how == "the experts":
         fully_shard(experts)
     elif how == "an adapter":

@@ -197,8 +197,6 @@ class Published:
     """(dimensions, a rank): the ranks of its group."""
 
 
-GUIDE = "Megatron-LM, docs/user-guide/parallelism-guide.md"
-BRIDGE = "Megatron-Bridge, src/megatron/bridge/recipes"
 PUBLISHED = {
     "MoE Parallel Folding": Published(
         source="Megatron-LM, megatron/core/transformer/moe/README.md, for the method of arXiv 2504.14960: "
@@ -219,22 +217,6 @@ PUBLISHED = {
             ("edp", 70): (70,),
         },
     ),
-    "Mixtral 8x22B": Published(
-        source=f"{GUIDE}: 256 GPUs, TP4 PP4 CP1 EP8; ETP is TP",
-        arguments={"world_size": 256, "tp": 4, "pp": 4, "ep": 8, "etp": 4},
-        dp=16,
-        edp=2,
-        groups={
-            ("tp", 6): (4, 5, 6, 7),
-            ("dp", 2): (2, 6, 10, 14, 18, 22, 26, 30, 34, 38, 42, 46, 50, 54, 58, 62),
-            ("etp", 6): (4, 5, 6, 7),
-            ("ep", 5): (1, 5, 9, 13, 17, 21, 25, 29),
-            ("ep", 66): (66, 70, 74, 78, 82, 86, 90, 94),
-            ("etp-ep", 40): range(32, 64),
-            ("edp", 5): (5, 37),
-            ("pp", 0): (0, 64, 128, 192),
-        },
-    ),
     "DeepSeek-V3 as trained": Published(
         source="DeepSeek-V3 technical report, arXiv 2412.19437, 3.1 and 3.2: 2048 GPUs, PP16, EP64 over 8 "
         "nodes, no TP",
@@ -249,29 +231,6 @@ PUBLISHED = {
             ("edp", 200): (136, 200),
             ("pp", 1): range(1, 2048, 128),
         },
-    ),
-    "Qwen3-235B-A22B": Published(
-        source=f"{BRIDGE}/qwen/h100/qwen3_moe.py: 256 GPUs, TP4 PP16 CP2 EP8 ETP1",
-        arguments={"world_size": 256, "tp": 4, "cp": 2, "pp": 16, "ep": 8, "etp": 1},
-        dp=2,
-        edp=2,
-        groups={
-            ("tp", 1): (0, 1, 2, 3),
-            ("cp", 1): (1, 5),
-            ("dp", 1): (1, 9),
-            ("dp-cp", 1): (1, 5, 9, 13),
-            ("ep", 9): (8, 9, 10, 11, 12, 13, 14, 15),
-            ("edp", 1): (1, 9),
-            ("pp", 0): (0, 16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240),
-        },
-    ),
-    "torchtitan's DeepSeek-V3 16B": Published(
-        source="torchtitan, torchtitan/experiments/graph_trainer/README.md: 8 GPUs, dp_shard 4, TP2 EP2; the "
-        'meshes ("dp", "cp", "tp") and ("efsdp", "ep") of distributed/parallel_dims.py, outermost first',
-        arguments={"world_size": 8, "tp": 2, "ep": 2},
-        dp=4,
-        edp=4,
-        groups={("tp", 5): (4, 5), ("dp", 5): (1, 3, 5, 7), ("ep", 5): (4, 5), ("edp", 2): (0, 2, 4, 6)},
     ),
     "stages inside data parallel": Published(
         source="Megatron-LM, tests/functional_tests/test_cases/moe/"

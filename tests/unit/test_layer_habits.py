@@ -169,13 +169,6 @@ def test_choices_are_counted_once_for_several_backwards(comm: moecomm.Communicat
     assert layer.router.load_E.sum() == 16
 
 
-@pytest.mark.parametrize("shape", [(16,), (2, 2, 2, 16), (2, 3, 8)], ids=str)
-def test_other_shapes_are_refused(comm: moecomm.Communicator, shape: tuple[int, ...], seed: int) -> None:
-    expected = r"must be \(tokens, hidden=16\) or \(sequences, tokens, hidden=16\)"
-    with pytest.raises(moecomm.InvalidArgument, match=expected):
-        made(comm, seed)(torch.zeros(shape))
-
-
 @pytest.mark.parametrize("name", ["experts", "shared"])
 def test_modules_in_the_place_of_experts_are_refused(
     comm: moecomm.Communicator, name: str, seed: int
