@@ -14,9 +14,8 @@ namespace moecomm {
 
 inline void check_between(const char* name, int64_t value, int64_t least, int64_t most) {
   if (value < least || value > most)
-    throw Error(ErrorKind::invalid_argument, std::string(name) + " is " + std::to_string(value) +
-                                                 ", must be from " + std::to_string(least) + " to " +
-                                                 std::to_string(most));
+    throw Error(ErrorKind::invalid_argument,
+                text_of(name, " is ", value, ", must be from ", least, " to ", most));
 }
 
 /// The memory of elements of `bytes` each at `address`; one that may be absent is null where that is 0.
@@ -25,8 +24,8 @@ T* pointer(const char* name, uintptr_t address, int64_t bytes, bool may_be_absen
   if (address == 0 && !may_be_absent)
     throw Error(ErrorKind::invalid_argument, std::string(name) + " has no address");
   if (address % static_cast<uintptr_t>(bytes) != 0)
-    throw Error(ErrorKind::invalid_argument, std::string(name) + " is at address " + std::to_string(address) +
-                                                 ", must be a multiple of " + std::to_string(bytes));
+    throw Error(ErrorKind::invalid_argument,
+                text_of(name, " is at address ", address, ", must be a multiple of ", bytes));
   return reinterpret_cast<T*>(address);
 }
 

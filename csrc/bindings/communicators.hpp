@@ -37,8 +37,8 @@ auto by_address(Result (Class::*method)(Parameters...)) {
 inline tcp::JobId job_id(const std::string& bytes) {
   tcp::JobId job{};
   if (bytes.size() != job.size())
-    throw Error(ErrorKind::invalid_argument, "a job's id has " + std::to_string(bytes.size()) +
-                                                 " bytes, expected " + std::to_string(job.size()));
+    throw Error(ErrorKind::invalid_argument,
+                text_of("a job's id has ", bytes.size(), " bytes, expected ", job.size()));
   std::memcpy(job.data(), bytes.data(), job.size());
   return job;
 }

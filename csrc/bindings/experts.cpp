@@ -42,9 +42,8 @@ void check_quantized(int64_t rows, int64_t columns, DType dtype) {
   check_between("rows", rows, 0, experts::kMostRows);
   check_between("columns", columns, experts::kQuantum, experts::kMostWidth);
   if (columns % experts::kQuantum != 0)
-    throw Error(ErrorKind::invalid_argument, "columns is " + std::to_string(columns) +
-                                                 ", must be a multiple of " +
-                                                 std::to_string(experts::kQuantum));
+    throw Error(ErrorKind::invalid_argument,
+                text_of("columns is ", columns, ", must be a multiple of ", experts::kQuantum));
   if (dtype == DType::float64) throw Error(ErrorKind::invalid_argument, "x is float64, must be narrower");
 }
 
@@ -101,37 +100,35 @@ void bind_experts(py::module_& m) {
                            dtype};
     check_cuda(experts::launch_quantize_rows(all, reinterpret_cast<cudaStream_t>(stream)), "quantize rows");
   });
-  m.def("quantize_columns", [](uintptr_t x, uintptr_t ends, int64_t groups, int64_t rows, int64_t columns,
-                               int64_t out_rows, DType dtype, uintptr_t values, uintptr_t scales,
-                               uintptr_t padded_ends, uintptr_t stream) {
-    check_quantized(rows, columns, dtype);
-    check_between("groups", groups, 1, INT32_MAX / columns);
-    if (ends == 0 && rows % experts::kQuantum != 0)
-      throw Error(
-          ErrorKind::invalid_argument,
-          "rows is " + std::to_string(rows) + ", must be a multiple of " + std::to_string(experts::kQuantum));
-    if (ends != 0) {
-      // Room for groups of whatever sizes.
-      const int64_t least = (rows / experts::kQuantum + groups) * experts::kQuantum;
-      check_between("out_rows", out_rows, least, 2 * experts::kMostRows - experts::kQuantum);
-      if (out_rows % experts::kQuantum != 0)
-        throw Error(ErrorKind::invalid_argument, "out_rows is " + std::to_string(out_rows) +
-                                                     ", must be a multiple of " +
-                                                     std::to_string(experts::kQuantum));
-    }
-    const QuantizeColumns all{pointer("x", x, kPiece, rows == 0),
-                              pointer<int32_t>("ends", ends, sizeof(int32_t), true),
-                              pointer("values", values, kPiece, rows == 0 && ends == 0),
-                              pointer<float>("scales", scales, sizeof(float)),
-                              pointer<int32_t>("padded_ends", padded_ends, sizeof(int32_t), ends == 0),
-                              static_cast<int32_t>(groups),
-                              static_cast<int32_t>(rows),
-                              static_cast<int32_t>(columns),
-                              static_cast<int32_t>(out_rows),
-                              dtype};
-    check_cuda(experts::launch_quantize_columns(all, reinterpret_cast<cudaStream_t>(stream)),
-               "quantize columns");
-  });
+  m.def("quantize_columns",
+        [](uintptr_t x, uintptr_t ends, int64_t groups, int64_t rows, int64_t columns, int64_t out_rows,
+           DType dtype, uintptr_t values, uintptr_t scales, uintptr_t padded_ends, uintptr_t stream) {
+          check_quantized(rows, columns, dtype);
+          check_between("groups", groups, 1, INT32_MAX / columns);
+          if (ends == 0 && rows % experts::kQuantum != 0)
+            throw Error(ErrorKind::invalid_argument,
+                        text_of("rows is ", rows, ", must be a multiple of ", experts::kQuantum));
+          if (ends != 0) {
+            // Room for groups of whatever sizes.
+            const int64_t least = (rows / experts::kQuantum + groups) * experts::kQuantum;
+            check_between("out_rows", out_rows, least, 2 * experts::kMostRows - experts::kQuantum);
+            if (out_rows % experts::kQuantum != 0)
+              throw Error(ErrorKind::invalid_argument,
+                          text_of("out_rows is ", out_rows, ", must be a multiple of ", experts::kQuantum));
+          }
+          const QuantizeColumns all{pointer("x", x, kPiece, rows == 0),
+                                    pointer<int32_t>("ends", ends, sizeof(int32_t), true),
+                                    pointer("values", values, kPiece, rows == 0 && ends == 0),
+                                    pointer<float>("scales", scales, sizeof(float)),
+                                    pointer<int32_t>("padded_ends", padded_ends, sizeof(int32_t), ends == 0),
+                                    static_cast<int32_t>(groups),
+                                    static_cast<int32_t>(rows),
+                                    static_cast<int32_t>(columns),
+                                    static_cast<int32_t>(out_rows),
+                                    dtype};
+          check_cuda(experts::launch_quantize_columns(all, reinterpret_cast<cudaStream_t>(stream)),
+                     "quantize columns");
+        });
   m.def(
       "prepare_quantize",
       [](DType dtype) {

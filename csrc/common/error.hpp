@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 
 namespace moecomm {
 
@@ -26,7 +27,7 @@ enum class ErrorKind : uint32_t {
 struct ErrorDetails {
   int rank = -1;
   int peer = -1;
-  std::string phase;
+  std::string phase = {};
   uint64_t expected = 0;
   uint64_t seen = 0;
   int64_t needed = 0;     ///< rows (capacity_exceeded) or bytes (out_of_memory)
@@ -44,6 +45,20 @@ class Error : public std::runtime_error {
   ErrorKind kind_;
   ErrorDetails details_;
 };
+
+/// Puts texts and numbers behind each other.
+template <class... Parts>
+std::string text_of(const Parts&... parts) {
+  std::string text;
+  const auto add = [&text](const auto& part) {
+    if constexpr (std::is_arithmetic_v<std::remove_cvref_t<decltype(part)>>)
+      text += std::to_string(part);
+    else
+      text += part;
+  };
+  (add(parts), ...);
+  return text;
+}
 
 /// Copies `text` (UTF-8) and a zero to `target`, which has `room` bytes; a text that is too long ends after a
 /// whole character.

@@ -104,24 +104,19 @@ void check_shape(const DeviceShape& s) {
   // expert in its shared memory; an expert and the number of a row are one 32-bit number (packed routes).
   constexpr int32_t kMostRanks = 1024;
   constexpr int64_t kMostCounts = 32000;
-  const auto refuse = [](const std::string& text) { throw Error(ErrorKind::unsupported, text); };
-  if (s.top_k > kMaxTopK)
-    refuse("top_k is " + std::to_string(s.top_k) + ", on CUDA it is at most " + std::to_string(kMaxTopK));
-  if (s.ranks > kMostRanks)
-    refuse("the group has " + std::to_string(s.ranks) + " ranks, on CUDA at most " +
-           std::to_string(kMostRanks));
+  const auto refuse = [](const auto&... text) { throw Error(ErrorKind::unsupported, text_of(text...)); };
+  if (s.top_k > kMaxTopK) refuse("top_k is ", s.top_k, ", on CUDA it is at most ", kMaxTopK);
+  if (s.ranks > kMostRanks) refuse("the group has ", s.ranks, " ranks, on CUDA at most ", kMostRanks);
   if (s.nodes().local_ranks > kMaxNodeRanks)
-    refuse("a node has " + std::to_string(s.nodes().local_ranks) + " ranks, on CUDA at most " +
-           std::to_string(kMaxNodeRanks));
+    refuse("a node has ", s.nodes().local_ranks, " ranks, on CUDA at most ", kMaxNodeRanks);
   if (s.bins() > kMostCounts)
-    refuse("num_experts is " + std::to_string(s.num_experts) +
-           ", on CUDA experts and ranks together are at most " + std::to_string(kMostCounts));
+    refuse("num_experts is ", s.num_experts, ", on CUDA experts and ranks together are at most ",
+           kMostCounts);
   if (s.num_experts << number_bits(s) > int64_t{1} << 31)
-    refuse("max_tokens is " + std::to_string(s.max_tokens) + " for " + std::to_string(s.num_experts) +
+    refuse("max_tokens is ", s.max_tokens, " for ", s.num_experts,
            " experts, on CUDA the product of experts and tokens (as a power of two) is at most 2^31");
   if (s.max_tokens >= static_cast<int64_t>(EpochNumber::kMask))
-    refuse("max_tokens is " + std::to_string(s.max_tokens) + ", on CUDA it is less than " +
-           std::to_string(EpochNumber::kMask));
+    refuse("max_tokens is ", s.max_tokens, ", on CUDA it is less than ", EpochNumber::kMask);
   if (s.dtype == DType::float64) refuse("dtype is float64, on CUDA rows are float32, bfloat16 or float16");
 }
 

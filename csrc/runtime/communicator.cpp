@@ -22,18 +22,16 @@ template <class Id>
 std::string take_ids(const Id* ids, int64_t tokens, int32_t top_k, int64_t num_experts, int32_t* out) {
   for (int64_t t = 0; t < tokens; ++t)
     for (int32_t k = 0; k < top_k; ++k) {
-      const auto place = [&] { return "topk_idx[" + std::to_string(t) + ", " + std::to_string(k) + "]"; };
+      const auto place = [&] { return text_of("topk_idx[", t, ", ", k, "]"); };
       const Id id = ids[t * top_k + k];
       if (id < -1 || id >= num_experts)
-        return place() + " is " + std::to_string(id) + ", expected -1 (no expert) to " +
-               std::to_string(num_experts - 1);
+        return text_of(place(), " is ", id, ", expected -1 (no expert) to ", num_experts - 1);
       out[t * top_k + k] = static_cast<int32_t>(id);
       if (id < 0) continue;
       for (int32_t j = 0; j < k; ++j)
         if (out[t * top_k + j] == id)
-          return place() + " is " + std::to_string(id) +
-                 ", which the token already has at k = " + std::to_string(j) +
-                 "; a token may name an expert once";
+          return text_of(place(), " is ", id, ", which the token already has at k = ", j,
+                         "; a token may name an expert once");
     }
   return {};
 }
@@ -90,8 +88,7 @@ void Communicator::connect_nodes(std::unique_ptr<Transport> transport, std::uniq
 }
 
 std::string Communicator::heuristics_text() const {
-  return heuristics_.text() + ", " + std::to_string(pool_.threads()) +
-         (pool_.threads() == 1 ? " thread" : " threads");
+  return text_of(heuristics_.text(), ", ", pool_.threads(), (pool_.threads() == 1 ? " thread" : " threads"));
 }
 
 void Communicator::give_up() noexcept {
@@ -124,8 +121,8 @@ void Communicator::leave(bool drain) noexcept {
 
 void Communicator::require_usable() const {
   if (getpid() != owner_)
-    throw Error(ErrorKind::closed, "the communicator belongs to process " + std::to_string(owner_) +
-                                       "; a forked child has to build its own");
+    throw Error(ErrorKind::closed, text_of("the communicator belongs to process ", owner_,
+                                           "; a forked child has to build its own"));
   if (closed_) throw Error(ErrorKind::closed, "the communicator is closed");
   if (broken_) throw *broken_;
   if (!signals_ || (nodes_.nodes() > 1 && !internode_))
@@ -200,21 +197,16 @@ void Communicator::compare_records(uint64_t epoch) {
     if (record.error == 0) continue;
     const char* text = is_local(r) ? reinterpret_cast<const char*>(at(r, layout_.error_text[epoch & 1]))
                                    : internode_->error_text(r, epoch);
-    ErrorDetails details;
-    details.rank = r;
     throw Error(static_cast<ErrorKind>(record.error),
-                "rank " + std::to_string(r) + ": " + std::string(text, strnlen(text, kErrorText)), details);
+                text_of("rank ", r, ": ", std::string(text, strnlen(text, kErrorText))), {.rank = r});
   }
   const SignalRecord& first = signals_->record(0, epoch);
   for (int r = 1; r < config_.shape.ranks; ++r) {
     const SignalRecord& other = signals_->record(r, epoch);
     const auto differ = [&](const std::string& what, const std::string& at_first, const std::string& here) {
-      ErrorDetails details;
-      details.rank = r;
       throw Error(ErrorKind::mismatched_arguments,
-                  "ranks disagree on " + what + ": rank 0 has " + at_first + ", rank " + std::to_string(r) +
-                      " has " + here,
-                  details);
+                  text_of("ranks disagree on ", what, ": rank 0 has ", at_first, ", rank ", r, " has ", here),
+                  {.rank = r});
     };
     const auto compare = [&](const char* what, int64_t at_first, int64_t here) {
       if (at_first != here) differ(what, std::to_string(at_first), std::to_string(here));
@@ -246,9 +238,7 @@ void Communicator::fail(ErrorKind kind, const std::string& text) {
   } catch (const Error&) {
     // The communicator is broken, as the next call will say.
   }
-  ErrorDetails details;
-  details.rank = config_.rank;
-  throw Error(kind, text, details);
+  throw Error(kind, text, {.rank = config_.rank});
 }
 
 /// Puts x where peers can pull it and returns its offset in this rank's window.
@@ -366,15 +356,11 @@ std::shared_ptr<const Plan> Communicator::begin_dispatch(const DispatchArguments
 
 void Communicator::note_overflow(const Plan& plan, const char* capacity) {
   if (plan.max_needed <= plan.shape.capacity) return;
-  ErrorDetails details;
-  details.rank = plan.max_needed_rank;
-  details.needed = plan.max_needed;
-  details.available = plan.shape.capacity;
-  overflow_ = Error(ErrorKind::capacity_exceeded,
-                    "a dispatch needed " + std::to_string(plan.max_needed) + " rows on rank " +
-                        std::to_string(plan.max_needed_rank) + ", its " + capacity + " was " +
-                        std::to_string(plan.shape.capacity) + "; the rows past it were left out",
-                    details);
+  overflow_ =
+      Error(ErrorKind::capacity_exceeded,
+            text_of("a dispatch needed ", plan.max_needed, " rows on rank ", plan.max_needed_rank, ", its ",
+                    capacity, " was ", plan.shape.capacity, "; the rows past it were left out"),
+            {.rank = plan.max_needed_rank, .needed = plan.max_needed, .available = plan.shape.capacity});
 }
 
 void Communicator::pull(std::byte* out, std::byte* out_weights, int32_t* out_ids, int32_t* out_index,

@@ -51,8 +51,8 @@ DeviceCommunicator::DeviceCommunicator(const DeviceConfig& config)
   check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, config_.device),
              "cudaDeviceGetAttribute");
   if (major != 9 && major != 10)
-    throw Error(ErrorKind::unsupported, "the GPU has compute capability " + std::to_string(major) +
-                                            ".x, there are kernels for 9.0 and 10.x");
+    throw Error(ErrorKind::unsupported,
+                text_of("the GPU has compute capability ", major, ".x, there are kernels for 9.0 and 10.x"));
   // Where nothing is quantised any format will do.
   const WireFormat quantised = s.wire != WireFormat::same              ? s.wire
                                : config_.gradients != WireFormat::same ? config_.gradients

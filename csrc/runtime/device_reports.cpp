@@ -34,8 +34,8 @@ void DeviceCommunicator::require_open() const {
 
 void DeviceCommunicator::require_usable() {
   if (getpid() != owner_)
-    throw Error(ErrorKind::closed, "the communicator belongs to process " + std::to_string(owner_) +
-                                       "; a forked child has to build its own");
+    throw Error(ErrorKind::closed, text_of("the communicator belongs to process ", owner_,
+                                           "; a forked child has to build its own"));
   require_open();
   note_broken();
   if (broken_) throw *broken_;
@@ -53,17 +53,16 @@ void DeviceCommunicator::note_broken() {
 }
 
 std::string DeviceCommunicator::describe(const HostStatus::Verdict& v) const {
-  const std::string rank = "rank " + std::to_string(v.rank);
+  const std::string rank = text_of("rank ", v.rank);
   if (v.has_text != 0)
     return rank + ": " + std::string(pinned_->status->text, strnlen(pinned_->status->text, kErrorText));
   if (v.about == Disagreement::none) {
     const int64_t index = v.index & ((int64_t{1} << 48) - 1), other = v.index >> 48;
-    const std::string text = rank + ": topk_idx[" + std::to_string(index / config_.shape.top_k) + ", " +
-                             std::to_string(index % config_.shape.top_k) + "] is " + std::to_string(v.value);
-    if (other == 0)
-      return text + ", expected -1 (no expert) to " + std::to_string(config_.shape.num_experts - 1);
-    return text + ", which the token already has at k = " + std::to_string(other - 1) +
-           "; a token may name an expert once";
+    const std::string text = text_of(rank, ": topk_idx[", index / config_.shape.top_k, ", ",
+                                     index % config_.shape.top_k, "] is ", v.value);
+    if (other == 0) return text_of(text, ", expected -1 (no expert) to ", config_.shape.num_experts - 1);
+    return text_of(text, ", which the token already has at k = ", other - 1,
+                   "; a token may name an expert once");
   }
   std::string what, first = std::to_string(v.index), here = std::to_string(v.value);
   switch (v.about) {
@@ -110,8 +109,6 @@ std::string DeviceCommunicator::describe(const HostStatus::Verdict& v) const {
 
 void DeviceCommunicator::throw_verdict() {
   HostStatus::Verdict& verdict = pinned_->status->verdict;
-  ErrorDetails details;
-  details.rank = verdict.rank;
   const auto kind = static_cast<ErrorKind>(verdict.kind);
   std::string text = describe(verdict);
   // Ranks may part ways where one raises an error at once, by check(), and another at its next dispatch.
@@ -120,7 +117,7 @@ void DeviceCommunicator::throw_verdict() {
   else
     raised_ = text;
   store_release(verdict.set, uint32_t{0});
-  throw Error(kind, text, details);
+  throw Error(kind, text, {.rank = verdict.rank});
 }
 
 void DeviceCommunicator::check() {
@@ -128,16 +125,11 @@ void DeviceCommunicator::check() {
   if (load_acquire(pinned_->status->verdict.set) != 0) throw_verdict();
   HostStatus::Overflow& overflow = pinned_->status->overflow;
   if (load_acquire(overflow.set) == 0) return;
-  ErrorDetails details;
-  details.rank = overflow.rank;
-  details.needed = overflow.needed;
-  details.available = overflow.capacity;
   const Error error(ErrorKind::capacity_exceeded,
-                    std::string("a dispatch with ") + (overflow.of_positions != 0 ? "expert_" : "") +
-                        "capacity " + std::to_string(overflow.capacity) + " needed " +
-                        std::to_string(overflow.needed) + " rows on rank " + std::to_string(overflow.rank) +
-                        "; rows past the capacity were left out",
-                    details);
+                    text_of("a dispatch with ", (overflow.of_positions != 0 ? "expert_" : ""), "capacity ",
+                            overflow.capacity, " needed ", overflow.needed, " rows on rank ", overflow.rank,
+                            "; rows past the capacity were left out"),
+                    {.rank = overflow.rank, .needed = overflow.needed, .available = overflow.capacity});
   raised_ = error.what();
   store_release(overflow.set, uint32_t{0});
   throw error;

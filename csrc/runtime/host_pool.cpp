@@ -21,11 +21,9 @@ int64_t size_class(int64_t bytes) {
 std::byte* map_block(int64_t bytes) {
   void* block =
       mmap(nullptr, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (block == MAP_FAILED) {
-    ErrorDetails details;
-    details.needed = bytes;
-    throw Error(ErrorKind::out_of_memory, errno_text("mapping an output of a communicator"), details);
-  }
+  if (block == MAP_FAILED)
+    throw Error(ErrorKind::out_of_memory, errno_text("mapping an output of a communicator"),
+                {.needed = bytes});
   madvise(block, static_cast<size_t>(bytes), MADV_HUGEPAGE);
   return static_cast<std::byte*>(block);
 }

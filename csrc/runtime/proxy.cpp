@@ -35,10 +35,9 @@ CommandRing make_ring(const WindowLayout& layout, std::byte* base) {
 void require_message_size(const Transport& transport, const WindowShape& shape) {
   const TransportCaps& caps = transport.caps();
   if (caps.max_message < shape.largest_put())
-    throw Error(ErrorKind::unsupported, "provider " + caps.provider + " takes messages of at most " +
-                                            std::to_string(caps.max_message) +
-                                            " bytes, rows travel in pieces of up to " +
-                                            std::to_string(shape.largest_put()));
+    throw Error(ErrorKind::unsupported,
+                text_of("provider ", caps.provider, " takes messages of at most ", caps.max_message,
+                        " bytes, rows travel in pieces of up to ", shape.largest_put()));
 }
 
 Proxy::Proxy(const WindowLayout& layout, int32_t rank, std::byte* base, shm::Signals& signals,
@@ -90,9 +89,9 @@ void Proxy::push(const Command& command) {
   const Deadline deadline{std::chrono::duration<double>(timeout_seconds_)};
   while (!ring_.push(command)) {
     if (deadline.passed())
-      throw Error(ErrorKind::peer_timeout, "rank " + std::to_string(rank_) +
-                                               ": the network takes no more work (waited " +
-                                               std::to_string(timeout_seconds_) + " s)");
+      throw Error(
+          ErrorKind::peer_timeout,
+          text_of("rank ", rank_, ": the network takes no more work (waited ", timeout_seconds_, " s)"));
     std::this_thread::yield();
   }
   backoff_.wake();

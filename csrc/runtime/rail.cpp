@@ -49,10 +49,8 @@ void Rail::require_peers() {
   links_->poll(events);
   for (const tcp::LinkEvent& event : events) {
     if (event.kind != tcp::LinkEvent::Kind::lost) continue;
-    ErrorDetails details;
-    details.peer = event.peer;
-    details.phase = "construction: connections";
-    throw Error(ErrorKind::peer_lost, "a peer gave up while ranks connected: " + event.text, details);
+    throw Error(ErrorKind::peer_lost, "a peer gave up while ranks connected: " + event.text,
+                {.peer = event.peer, .phase = "construction: connections"});
   }
 }
 
@@ -75,10 +73,10 @@ void Rail::connect(const std::vector<std::vector<fabric::AddressBytes>>& peers,
     const std::string peer = std::to_string(details.peer);
     details.rank = options_.rank;
     details.peer = options_.nodes.rank_of(details.peer, options_.nodes.local_of(options_.rank));
-    throw Error(error.kind(),
-                "rank " + std::to_string(details.rank) + ", " + error.what() + "; peer " + peer +
-                    " is rank " + std::to_string(details.peer),
-                details);
+    throw Error(
+        error.kind(),
+        text_of("rank ", details.rank, ", ", error.what(), "; peer ", peer, " is rank ", details.peer),
+        details);
   } catch (...) {
     links_.reset();
     throw;

@@ -89,11 +89,10 @@ std::vector<std::byte> Endpoint::address() const {
 fi_addr_t Endpoint::insert(const std::vector<std::byte>& address) {
   const size_t own = this->address().size();
   if (info_->addr_format != FI_ADDR_STR && address.size() != own)
-    throw Error(
-        ErrorKind::mismatched_arguments,
-        "fabric " + provider() + ": a peer's address has " + std::to_string(address.size()) +
-            " bytes, this rank's " + std::to_string(own) +
-            ": all ranks must use the same kind of address (IPv4 or IPv6); MOECOMM_FABRIC_INTERFACE chooses");
+    throw Error(ErrorKind::mismatched_arguments, text_of("fabric ", provider(), ": a peer's address has ",
+                                                         address.size(), " bytes, this rank's ", own,
+                                                         ": all ranks must use the same kind of address "
+                                                         "(IPv4 or IPv6); MOECOMM_FABRIC_INTERFACE chooses"));
   std::vector<std::byte> padded(address);
   padded.resize(address.size() + 64);  // a text ends with a zero, whatever the peer sent
   fi_addr_t peer = FI_ADDR_NOTAVAIL;

@@ -61,13 +61,12 @@ EndpointAddress EndpointAddress::from_bytes(const std::vector<std::byte>& bytes)
 void require_compatible(const EndpointAddress& own, int own_index, const EndpointAddress& other,
                         int other_index) {
   const auto side = [](const EndpointAddress& endpoint_address, int index) {
-    return "peer " + std::to_string(index) + " uses provider " + endpoint_address.provider + " (protocol " +
-           std::to_string(endpoint_address.protocol) + " version " +
-           std::to_string(endpoint_address.protocol_version) + ") of libfabric " +
-           version_text(endpoint_address.library) + " on " + endpoint_address.interface;
+    return text_of("peer ", index, " uses provider ", endpoint_address.provider, " (protocol ",
+                   endpoint_address.protocol, " version ", endpoint_address.protocol_version,
+                   ") of libfabric ", version_text(endpoint_address.library), " on ",
+                   endpoint_address.interface);
   };
-  ErrorDetails details;
-  details.peer = other_index;
+  const ErrorDetails details{.peer = other_index};
   if (own.provider == other.provider && own.protocol == other.protocol &&
       own.protocol_version == other.protocol_version) {
     if (on_loopback(own.interface) == on_loopback(other.interface)) return;

@@ -7,6 +7,8 @@
 #include <cstdint>
 #include <string>
 
+#include "common/error.hpp"
+
 struct fi_info;
 struct fi_fabric_attr;
 struct fid_fabric;
@@ -34,9 +36,7 @@ Library load_library(const std::string& path);
 const Library& library();
 
 /// "1.17"
-inline std::string version_text(uint32_t version) {
-  return std::to_string(version >> 16) + "." + std::to_string(version & 0xffff);
-}
+inline std::string version_text(uint32_t version) { return text_of(version >> 16, ".", version & 0xffff); }
 
 /// While it lives, changes to the handlers of SIGINT, SIGTERM, SIGSEGV and SIGBUS are undone at its end: the
 /// shm provider of some versions installs its own as soon as providers are listed, also when it is not used.

@@ -22,16 +22,15 @@ uint64_t random_key(size_t key_bytes) {
 std::string memlock_text() {
   rlimit limit{};
   if (getrlimit(RLIMIT_MEMLOCK, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return "unlimited";
-  return std::to_string(limit.rlim_cur / 1024) + " KiB";
+  return text_of(limit.rlim_cur / 1024, " KiB");
 }
 
 }  // namespace
 
 void registration_refused(int status, const std::string& provider, int64_t bytes) {
-  const std::string what = "fabric " + provider + ": registering " + std::to_string(bytes) +
-                           " bytes of memory: " + library().strerror(status);
-  ErrorDetails details;
-  details.needed = bytes;
+  const std::string what =
+      text_of("fabric ", provider, ": registering ", bytes, " bytes of memory: ", library().strerror(status));
+  const ErrorDetails details{.needed = bytes};
   if (status == FI_ENOMEM || status == FI_EPERM || status == FI_EAGAIN)
     throw Error(ErrorKind::out_of_memory,
                 what + "; a NIC pins what it may write, and this process may lock " + memlock_text() +

@@ -190,9 +190,7 @@ bool FabricTransport::greeted() const {
 
 void FabricTransport::not_greeted(double seconds) const {
   std::string silent, unsent;
-  ErrorDetails details;
-  details.rank = own_index_;
-  details.phase = "connecting";
+  ErrorDetails details{.rank = own_index_, .phase = "connecting"};
   const auto add = [&](std::string& list, size_t i) {
     if (details.peer < 0) details.peer = static_cast<int>(i);
     list += (list.empty() ? "" : ", ") + peers_[i].name;
@@ -252,9 +250,9 @@ void FabricTransport::insert_peers(const std::vector<AddressBytes>& endpoint_add
   const int count = static_cast<int>(endpoint_addresses.size());
   if (!peers_.empty() || own_index < 0 || own_index >= count || count > kMaxPeers)
     throw Error(ErrorKind::invalid_argument,
-                "fabric: insert_peers() is called once, with up to " + std::to_string(kMaxPeers) +
-                    " endpoint addresses and the own index among them; here " + std::to_string(count) +
-                    " endpoint addresses, index " + std::to_string(own_index));
+                text_of("fabric: insert_peers() is called once, with up to ", kMaxPeers,
+                        " endpoint addresses and the own index among them; here ", count,
+                        " endpoint addresses, index ", own_index));
   own_index_ = own_index;
   std::vector<Peer> peers(endpoint_addresses.size());
   for (int i = 0; i < count; ++i) {
@@ -290,11 +288,8 @@ void FabricTransport::connect(double timeout_seconds, const std::function<void()
     early_.insert(early_.end(), events.begin(), events.end());
     for (const TransportEvent& event : early_) {
       if (event.kind != TransportEvent::Kind::failed) continue;
-      ErrorDetails details;
-      details.rank = own_index_;
-      details.peer = event.peer;
-      details.phase = "connecting";
-      throw Error(ErrorKind::peer_lost, event.text + " (while connecting)", details);
+      throw Error(ErrorKind::peer_lost, event.text + " (while connecting)",
+                  {.rank = own_index_, .peer = event.peer, .phase = "connecting"});
     }
     if (greeted()) return unlink_file();
     if (deadline.passed()) not_greeted(timeout_seconds);
@@ -308,9 +303,8 @@ void FabricTransport::connect(double timeout_seconds, const std::function<void()
 
 const FabricTransport::Peer& FabricTransport::known(const char* call, int32_t peer) const {
   if (peer < 0 || static_cast<size_t>(peer) >= peers_.size() || peer == own_index_)
-    throw Error(ErrorKind::invalid_argument, std::string("fabric: ") + call + " to peer " +
-                                                 std::to_string(peer) + " of " +
-                                                 std::to_string(peers_.size()) + ", which is none");
+    throw Error(ErrorKind::invalid_argument,
+                text_of("fabric: ", call, " to peer ", peer, " of ", peers_.size(), ", which is none"));
   return peers_[static_cast<size_t>(peer)];
 }
 
@@ -324,11 +318,9 @@ bool FabricTransport::put(int32_t peer, int64_t dst_offset, int64_t src_offset, 
   if (outside(src_offset, window_bytes_) || outside(dst_offset, region.bytes) || bytes > caps_.max_message ||
       immediate == kHelloImmediate)
     throw Error(ErrorKind::invalid_argument,
-                "fabric: put of " + std::to_string(bytes) + " bytes from " + std::to_string(src_offset) +
-                    " of " + std::to_string(window_bytes_) + " to " + std::to_string(dst_offset) + " of " +
-                    std::to_string(region.bytes) + " at " + to.name + ", immediate " +
-                    std::to_string(immediate) + ", largest message " + std::to_string(caps_.max_message) +
-                    ": out of bounds");
+                text_of("fabric: put of ", bytes, " bytes from ", src_offset, " of ", window_bytes_, " to ",
+                        dst_offset, " of ", region.bytes, " at ", to.name, ", immediate ", immediate,
+                        ", largest message ", caps_.max_message, ": out of bounds"));
   if (to.dropped) return true;
   const bool room = counted_ < options_.max_in_flight_operations &&
                     (counted_ == 0 || bytes <= options_.max_in_flight_bytes - counted_bytes_);

@@ -285,34 +285,34 @@ const char* cause_text(Cause cause) {
 
 std::string loss_text(const Signals::Loss& loss, int rank, const std::string& phase, double waited,
                       uint64_t expected, uint64_t seen, const std::string& reason) {
-  std::string text = "rank " + std::to_string(rank) + ", " + phase + ": ";
-  const std::string first = "rank " + std::to_string(loss.first);
+  std::string text = text_of("rank ", rank, ", ", phase, ": ");
+  const std::string first = text_of("rank ", loss.first);
   // Another rank may have given up waiting for this one.
   const bool blamed = loss.cause == Cause::no_signal && loss.peer == rank && loss.first != rank;
   if (loss.cause == Cause::no_signal) {
     text += blamed ? first + " waited" : "waited";
-    if (loss.first == rank) text += " " + std::to_string(waited) + " s";
+    if (loss.first == rank) text += text_of(" ", waited, " s");
     text += " in vain for ";
     if (blamed)
       text += "this rank (it was stopped, far behind or in another call, or an exception was caught here)";
     else if (loss.peer == rank)
       text += "its own kernels";
     else if (seen < expected)
-      text +=
-          "rank " + std::to_string(loss.peer) +
+      text += text_of(
+          "rank ", loss.peer,
           ", which has not begun this operation (it may be saving a checkpoint, compiling, in another call, "
-          "far behind or stopped; give the communicator a longer timeout if it is only slow)";
+          "far behind or stopped; give the communicator a longer timeout if it is only slow)");
     else
-      text += "rank " + std::to_string(loss.peer) + " (it may be stopped or far behind)";
+      text += text_of("rank ", loss.peer, " (it may be stopped or far behind)");
   } else {
-    text += "lost rank " + std::to_string(loss.peer) + cause_text(loss.cause);
+    text += text_of("lost rank ", loss.peer, cause_text(loss.cause));
   }
   if (!reason.empty()) text += ": " + reason;
   if (loss.first != rank && !blamed) text += ", as " + first + " found out";
   if (seen < expected) {
-    text += "; expected epoch " + std::to_string(expected) + ", seen " + std::to_string(seen);
+    text += text_of("; expected epoch ", expected, ", seen ", seen);
   } else if (expected > 0) {
-    text += "; it has begun epoch " + std::to_string(seen);
+    text += text_of("; it has begun epoch ", seen);
     if (loss.cause == Cause::no_signal)
       text += ", and what " + (loss.first == rank ? "this" : first + "'s") +
               " wait still needs of it has not come";
@@ -324,14 +324,9 @@ std::string loss_text(const Signals::Loss& loss, int rank, const std::string& ph
 
 Error loss_error(const Signals::Loss& loss, int rank, const std::string& phase, double waited,
                  uint64_t expected, uint64_t seen, const std::string& reason) {
-  ErrorDetails details;
-  details.rank = rank;
-  details.peer = loss.peer;
-  details.phase = phase;
-  details.expected = expected;
-  details.seen = seen;
   return Error(loss.cause == Cause::no_signal ? ErrorKind::peer_timeout : ErrorKind::peer_lost,
-               loss_text(loss, rank, phase, waited, expected, seen, reason), details);
+               loss_text(loss, rank, phase, waited, expected, seen, reason),
+               {.rank = rank, .peer = loss.peer, .phase = phase, .expected = expected, .seen = seen});
 }
 
 /// Tells all ranks that this one is out of the game, and throws.

@@ -87,8 +87,8 @@ Window Window::open(const std::string& name, int64_t bytes) {
   }
   struct stat info;
   if (fstat(window.fd_.get(), &info) != 0 || info.st_size != bytes)
-    throw Error(ErrorKind::invalid_argument, "a peer's window has " + std::to_string(info.st_size) +
-                                                 " bytes, expected " + std::to_string(bytes));
+    throw Error(ErrorKind::invalid_argument,
+                text_of("a peer's window has ", info.st_size, " bytes, expected ", bytes));
   window.bytes_ = bytes;
   window.map();
   window.fd_.reset();
@@ -97,11 +97,8 @@ Window Window::open(const std::string& name, int64_t bytes) {
 
 void Window::map() {
   void* base = mmap(nullptr, static_cast<size_t>(bytes_), PROT_READ | PROT_WRITE, MAP_SHARED, fd_.get(), 0);
-  if (base == MAP_FAILED) {
-    ErrorDetails details;
-    details.needed = bytes_;
-    throw Error(ErrorKind::out_of_memory, errno_text("mapping a window"), details);
-  }
+  if (base == MAP_FAILED)
+    throw Error(ErrorKind::out_of_memory, errno_text("mapping a window"), {.needed = bytes_});
   base_ = static_cast<std::byte*>(base);
   generation_ = Descriptor::current_generation();
   madvise(base, static_cast<size_t>(bytes_),
@@ -121,14 +118,12 @@ void Window::commit(int64_t offset, int64_t bytes) {
         "posix_fallocate of a window in /dev/shm",
         "without it a full /dev/shm would end the process later; a container's seccomp profile "
         "has to allow fallocate");
-  ErrorDetails details;
-  details.needed = bytes;
-  details.available = available_bytes();
+  const int64_t available = available_bytes();
   throw Error(ErrorKind::out_of_memory,
-              "no room for " + std::to_string(bytes) + " bytes of a window in " + kShmFolder + ", " +
-                  std::to_string(details.available) + " bytes are free (" + errno_text("posix_fallocate") +
-                  "); give /dev/shm more room (docker: --shm-size) or lower max_tokens",
-              details);
+              text_of("no room for ", bytes, " bytes of a window in ", kShmFolder, ", ", available,
+                      " bytes are free (", errno_text("posix_fallocate"),
+                      "); give /dev/shm more room (docker: --shm-size) or lower max_tokens"),
+              {.needed = bytes, .available = available});
 }
 
 void Window::link() {

@@ -94,20 +94,16 @@ void Handshake::give_up(double timeout_seconds) const {
   const std::string trouble = first < self_ ? calls_[first].trouble : "it has not called";
   std::array<char, 32> seconds{};
   std::snprintf(seconds.data(), seconds.size(), "%g", timeout_seconds);
-  ErrorDetails details;
-  details.rank = self_;
-  details.peer = first;
-  details.phase = kPhase;
   throw Error(ErrorKind::peer_timeout,
               std::string(kPhase) + ": no link to " + name(first) +
                   (missing > 1 ? " and " + std::to_string(missing - 1) + " more" : "") + " within " +
                   seconds.data() + " s (" + (trouble.empty() ? "no answer" : trouble) +
                   "); its process has to run, and firewalls between the nodes have to let these ports pass",
-              details);
+              {.rank = self_, .peer = first, .phase = kPhase});
 }
 
 std::string Handshake::name(int32_t peer) const {
-  return "peer " + std::to_string(peer) + " (" + endpoint_text(endpoints_[peer]) + ")";
+  return text_of("peer ", peer, " (", endpoint_text(endpoints_[peer]), ")");
 }
 
 Hello Handshake::hello(int32_t from, int32_t to) const {
@@ -190,15 +186,11 @@ void Handshake::advance(Call& call) {
   // A call to a port that nobody listens on can meet itself, where the kernel chooses that port for it.
   if (read == Read::whole && call.hello == hello(self_, call.peer))
     return retry(call, "the call came back to itself");
-  ErrorDetails details;
-  details.rank = self_;
-  details.peer = call.peer;
-  details.phase = kPhase;
   throw Error(
       ErrorKind::mismatched_arguments,
       std::string(kPhase) + ": what answers for " + name(call.peer) +
           " is not that rank of this job; another program has that port, or a proxy stands between the nodes",
-      details);
+      {.rank = self_, .peer = call.peer, .phase = kPhase});
 }
 
 // -- called by the peers above ---------------------------------------------------------------------------

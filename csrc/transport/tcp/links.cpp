@@ -44,12 +44,12 @@ void set_up(int fd, double silence_seconds) {
 
 const LinkOptions& checked(const LinkOptions& options) {
   if (options.peers < 1 || options.self < 0 || options.self >= options.peers)
-    throw Error(ErrorKind::invalid_argument, "peer " + std::to_string(options.self) + " of " +
-                                                 std::to_string(options.peers) + " does not exist");
+    throw Error(ErrorKind::invalid_argument,
+                text_of("peer ", options.self, " of ", options.peers, " does not exist"));
   // Above it the kernel takes no idle time.
   if (!(options.silence_seconds > 0 && options.silence_seconds <= kLongestSilence))
-    throw Error(ErrorKind::invalid_argument, "silence_seconds is " + std::to_string(options.silence_seconds) +
-                                                 ", expected more than 0 and at most 32767");
+    throw Error(ErrorKind::invalid_argument, text_of("silence_seconds is ", options.silence_seconds,
+                                                     ", expected more than 0 and at most 32767"));
   return options;
 }
 
@@ -80,7 +80,7 @@ Links::Links(const LinkOptions& options)
 Links::~Links() { close(kDestructorSeconds); }
 
 std::string Links::name(int32_t peer) const {
-  return "peer " + std::to_string(peer) + " (" + endpoint_text(addresses_[peer]) + ")";
+  return text_of("peer ", peer, " (", endpoint_text(addresses_[peer]), ")");
 }
 
 void Links::connect(const std::vector<std::string>& endpoints, double timeout_seconds,
@@ -88,29 +88,27 @@ void Links::connect(const std::vector<std::string>& endpoints, double timeout_se
   if (!listener_)
     throw Error(ErrorKind::closed, "links: connect() was called before, or this process is a forked child");
   if (endpoints.size() != links_.size())
-    throw Error(ErrorKind::invalid_argument, "links: " + std::to_string(endpoints.size()) +
-                                                 " endpoints, expected " + std::to_string(links_.size()));
+    throw Error(ErrorKind::invalid_argument,
+                text_of("links: ", endpoints.size(), " endpoints, expected ", links_.size()));
   for (size_t peer = 0; peer < endpoints.size(); ++peer) {
-    const std::string what = "endpoint of peer " + std::to_string(peer);
+    const std::string what = text_of("endpoint of peer ", peer);
     addresses_.push_back(parse_endpoint(what, endpoints[peer]));
     if (addresses_.back().family() != own_.family())
       throw Error(ErrorKind::invalid_argument,
                   what + " is " + endpoints[peer] + ", and this rank is at " + endpoint_ +
                       ": choose interfaces with addresses of one kind, IPv4 or IPv6, on all nodes");
     if (is_loopback(addresses_.back()) != is_loopback(own_)) {
-      ErrorDetails details;
-      details.peer = static_cast<int32_t>(peer);
       throw Error(ErrorKind::mismatched_arguments,
                   what + " is " + endpoints[peer] + ", and this rank is at " + endpoint_ +
                       ": only its own host reaches a loopback address; set MOECOMM_FABRIC_INTERFACE to an "
                       "interface that is up and that the other nodes reach",
-                  details);
+                  {.peer = static_cast<int32_t>(peer)});
     }
   }
   if (endpoints[options_.self] != endpoint_)
-    throw Error(ErrorKind::invalid_argument, "endpoint of peer " + std::to_string(options_.self) + " is " +
-                                                 endpoints[options_.self] + ", expected this rank's own, " +
-                                                 endpoint_);
+    throw Error(ErrorKind::invalid_argument,
+                text_of("endpoint of peer ", options_.self, " is ", endpoints[options_.self],
+                        ", expected this rank's own, ", endpoint_));
   // Closed also after an error.
   const Descriptor listener = std::move(listener_);
   Handshake meeting(options_.job, options_.self, own_, listener.get(), addresses_);

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <string>
 
+#include "common/error.hpp"
 #include "common/macros.hpp"
 #include "layout/device_window.hpp"
 
@@ -183,25 +184,24 @@ struct Heuristics {
   }
 
   std::string text() const {
-    const std::string relaying =
-        relay_blocks == 0 ? "" : ", " + std::to_string(relay_blocks) + " relaying for other nodes";
     const auto sides = [](const DispatchBlocks(&blocks)[kRowWorks]) {
       const auto of = [&](RowWork work) {
         const DispatchBlocks& some = blocks[static_cast<int>(work)];
-        return std::to_string(some.send) + " + " + std::to_string(some.receive);
+        return text_of(some.send, " + ", some.receive);
       };
-      return of(RowWork::none) + " (quantised " + of(RowWork::quantised) + ", times factors " +
-             of(RowWork::factors) + ", with products " + of(RowWork::products) + ")";
+      return text_of(of(RowWork::none), " (quantised ", of(RowWork::quantised), ", times factors ",
+                     of(RowWork::factors), ", with products ", of(RowWork::products), ")");
     };
     const auto reducing = [](const CombineBlocks(&blocks)[2]) {
-      return std::to_string(blocks[0].reduce) + " + " + std::to_string(blocks[0].sum) + " (quantised " +
-             std::to_string(blocks[1].reduce) + " + " + std::to_string(blocks[1].sum) + ")";
+      return text_of(blocks[0].reduce, " + ", blocks[0].sum, " (quantised ", blocks[1].reduce, " + ",
+                     blocks[1].sum, ")");
     };
-    return std::to_string(all_blocks()) + " SMs: dispatch sending + receiving by expert " + sides(by_expert) +
-           ", by rank " + sides(by_rank) + ", combine reducing + summing by expert " +
-           reducing(combine_by_expert) + ", by rank " + reducing(combine_by_rank) + relaying +
-           (fused_tokens > 0 ? "; one kernel up to " + std::to_string(fused_tokens) + " tokens" : "") +
-           (fused_sums < fused_tokens ? ", a combine up to " + std::to_string(fused_sums) : "");
+    return text_of(all_blocks(), " SMs: dispatch sending + receiving by expert ", sides(by_expert),
+                   ", by rank ", sides(by_rank), ", combine reducing + summing by expert ",
+                   reducing(combine_by_expert), ", by rank ", reducing(combine_by_rank),
+                   relay_blocks > 0 ? text_of(", ", relay_blocks, " relaying for other nodes") : "",
+                   fused_tokens > 0 ? text_of("; one kernel up to ", fused_tokens, " tokens") : "",
+                   fused_sums < fused_tokens ? text_of(", a combine up to ", fused_sums) : "");
   }
 };
 
