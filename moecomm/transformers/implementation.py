@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers.distributed.expert_parallel import EPImplementation
 
 from moecomm.arguments import weight_dtype
+from moecomm.shared import Shape, SharedCommunicator, shared_communicator
 from moecomm.transformers.experts import LocalExperts
-from moecomm.transformers.shared import Shape, SharedCommunicator, shared_communicator
 
 
 class MoecommEP(EPImplementation):  # type: ignore[misc]

@@ -160,7 +160,7 @@ def test_models_come_and_go(rank: int, size: int, folders: Path, seed: int) -> l
     harm."""
     import gc
 
-    import moecomm.transformers.shared as shared
+    import moecomm.shared as shared
 
     folder = _model(folders, "qwen3_moe")
     wanted = _plain(folder, size, seed)

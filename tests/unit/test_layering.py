@@ -27,11 +27,13 @@ PYTHON_LAYERS = [
     "kernels",
     "autograd",
     "communicator",
+    "shared",
     "overlap",
     "nn",
     "train",
     "graphs",
     "transformers",
+    "torchtitan",
     "__main__",
 ]
 NATIVE_LAYERS = ["common", "layout", "ptx", "device", "transport", "kernels", "runtime", "bindings"]

@@ -22,7 +22,7 @@ def test_versions_without_a_place_for_it(version: str | None, monkeypatch: pytes
 
 def test_a_communicator_has_some_room() -> None:
     pytest.importorskip("transformers")
-    from moecomm.transformers.shared import round_up
+    from moecomm.shared import round_up
 
     for tokens in [*range(300), 4095, 4096, 4097, 5000]:
         assert max(tokens, 16) <= round_up(tokens) <= max(tokens * 1.25, tokens + 16)

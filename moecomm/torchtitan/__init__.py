@@ -1,0 +1,91 @@
+"""moecomm as a token dispatcher of torchtitan (0.3), by its overrides.
+
+    torchtitan ... --override.imports moecomm.torchtitan.dispatcher
+
+replaces the all-to-all dispatcher of every mixture-of-experts layer (docs/torchtitan.md). torchtitan itself
+stays as it is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torchtitan.config import override
+from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, BaseEPTokenDispatcher
+
+from moecomm.arguments import weight_dtype
+from moecomm.communicator import Communicator
+from moecomm.shared import Shape, SharedCommunicator, shared_communicator
+from moecomm.types import DispatchOutput
+
+
+class Dispatched(NamedTuple):
+    """What a combine takes of its dispatch."""
+
+    comm: Communicator
+    out: DispatchOutput
+
+
+class TokenDispatcher(BaseEPTokenDispatcher):  # type: ignore[misc]
+    """Brings the tokens of a layer to its experts' ranks by moecomm, and their sums back.
+
+    Layers of one shape share a communicator. It is built in the first forward, and built anew, on all ranks
+    together, when a batch brings more tokens. Without an EP mesh tokens are reordered on their rank, as
+    torchtitan does it.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseEPTokenDispatcher.Config):  # type: ignore[misc]
+        pass
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self._shared: dict[Shape, SharedCommunicator] = {}
+
+    def dispatch(
+        self,
+        x_TD: Tensor,
+        topk_scores_TK: Tensor,
+        topk_expert_ids_TK: Tensor,
+        num_local_tokens_per_expert_E: Tensor,
+    ) -> tuple[Tensor, Tensor, Any]:
+        """Returns the rows of this rank's experts, (R, D) by expert, their number for each expert, and what
+        `combine` takes.
+
+        Args:
+            x_TD: (T, D) tokens of this rank.
+            topk_scores_TK: (T, K), by which `combine` weighs.
+            topk_expert_ids_TK: (T, K) ids of all experts.
+            num_local_tokens_per_expert_E: not read; ranks learn the numbers from the ids.
+
+        Raises:
+            As `Communicator.dispatch` does, on all ranks of the EP mesh.
+        """
+        if self.ep_mesh is None:
+            parts = (x_TD, topk_scores_TK, topk_expert_ids_TK, num_local_tokens_per_expert_E)
+            found: tuple[Tensor, Tensor, Any] = super(BaseEPTokenDispatcher, self).dispatch(*parts)
+            return found
+        shape = Shape(self.num_experts, x_TD.shape[1], topk_expert_ids_TK.shape[1], x_TD.dtype, x_TD.device)
+        if shape not in self._shared:
+            group = self.ep_mesh.get_group()
+            self._shared[shape] = shared_communicator(group, shape, x_TD.shape[0])
+        weights_TK = topk_scores_TK.to(weight_dtype(x_TD.dtype))
+        comm, out = self._shared[shape].dispatch(x_TD, topk_expert_ids_TK, weights_TK)
+        return out.tokens, out.tokens_per_expert, Dispatched(comm, out)
+
+    def combine(self, routed_output_RD: Tensor, metadata: Any, x_TD: Tensor) -> Tensor:
+        """Returns (T, D): for each token the sum of its experts' rows, weighted by its scores."""
+        if not isinstance(metadata, Dispatched):
+            local: Tensor = super(BaseEPTokenDispatcher, self).combine(routed_output_RD, metadata, x_TD)
+            return local
+        return metadata.comm.combine(routed_output_RD, metadata.out.handle, weights=metadata.out.weights)
+
+
+@override(  # type: ignore[untyped-decorator]
+    target=AllToAllTokenDispatcher.Config, description="Tokens travel by moecomm.", exact=True
+)
+def dispatcher(config: AllToAllTokenDispatcher.Config) -> TokenDispatcher.Config:
+    """Returns the config of a moecomm dispatcher in the place of an all-to-all one."""
+    return TokenDispatcher.Config(num_experts=config.num_experts, top_k=config.top_k)

@@ -1,0 +1,92 @@
+"""Mixtures of experts of torchtitan, their tokens carried by moecomm and by torchtitan's own all-to-all."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests.multirank.on_ranks import on_ranks
+
+pytest.importorskip("torchtitan", reason="torchtitan is not installed", exc_type=ImportError)
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("torchtitan imports triton, which is not installed", allow_module_level=True)
+
+EXPERTS, TOP_K, DIM = 8, 2, 32
+
+
+class Experts(nn.Module):
+    """Experts that torchtitan's region calls, in float32: its own compute in bfloat16."""
+
+    def __init__(self, local: int, first: int, seed: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        all_EDD = torch.randn(EXPERTS, DIM, DIM, generator=generator)
+        self.weight_EDD = nn.Parameter(all_EDD[first : first + local].clone())
+
+    def forward(self, x_RD: Tensor, counts_E: Tensor) -> Tensor:
+        offsets_E = counts_E.cumsum(0, dtype=torch.int32)
+        return torch.tanh(torch._grouped_mm(x_RD, self.weight_EDD, offs=offsets_E))
+
+
+def _region(how: str, mesh: Any, rank: int, size: int, seed: int) -> Any:
+    """A RoutedExperts of torchtitan with the dispatcher that its override gives."""
+    from torchtitan.config.override import OverrideConfig, apply_overrides
+    from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
+    from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
+
+    config = RoutedExperts.Config(
+        inner_experts=GroupedExperts.Config(dim=DIM, hidden_dim=DIM, num_experts=EXPERTS),
+        token_dispatcher=AllToAllTokenDispatcher.Config(num_experts=EXPERTS, top_k=TOP_K),
+    )
+    if how == "moecomm":
+        told = apply_overrides(OverrideConfig(imports=["moecomm.torchtitan.dispatcher"]), config)
+        assert len(told) == 1, told
+    region = config.build()
+    local = EXPERTS if mesh is None else EXPERTS // size
+    region.inner_experts = Experts(local, 0 if mesh is None else rank * local, seed)
+    region.token_dispatcher.wire_meshes(ep_mesh=mesh)
+    return region
+
+
+def _step(region: Any, batch: int, seed: int) -> list[Tensor]:
+    """Output and gradients of a batch."""
+    generator = torch.Generator().manual_seed(seed)
+    x_BLD = torch.randn(batch, 6, DIM, generator=generator, requires_grad=True)
+    scores_BLE = torch.rand(batch, 6, EXPERTS, generator=generator, requires_grad=True)
+    topk_BLK, ids_BLK = scores_BLE.topk(TOP_K)
+    counts_E = torch.bincount(ids_BLK.flatten(), minlength=EXPERTS)
+    y_BLD = region(x_BLD, topk_BLK, ids_BLK, counts_E)
+    y_BLD.square().sum().backward()
+    found = [y_BLD.detach(), x_BLD.grad, scores_BLE.grad, region.inner_experts.weight_EDD.grad.clone()]
+    region.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("parallel", [True, False], ids=["ep", "no mesh"])
+@on_ranks(2)
+def test_as_all_to_all(rank: int, size: int, parallel: bool, seed: int) -> list[str]:
+    """Two layers, batches that grow: the same as torchtitan's own dispatcher, whose layers share nothing."""
+    from torchtitan.distributed.utils import set_spmd_backend
+
+    set_spmd_backend("full_dtensor")  # without the meshes of torchtitan's own types
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",)) if parallel else None
+    layers = {how: [_region(how, mesh, rank, size, seed + i) for i in range(2)] for how in ("own", "moecomm")}
+    found = []
+    for step, batch in enumerate([2, 1, 9]):
+        for layer in range(2):
+            wanted, got = (
+                _step(layers[how][layer], batch, seed + 10 * step + rank) for how in ("own", "moecomm")
+            )
+            for name, one, other in zip(("y", "x", "scores", "weights"), got, wanted, strict=True):
+                if not torch.allclose(one, other, rtol=1e-5, atol=1e-5):
+                    found.append(f"step {step}, {name}: {(one - other).abs().max()}")
+    if parallel:
+        one, other = (each.token_dispatcher._shared for each in layers["moecomm"])
+        if list(one.values()) != list(other.values()):
+            found.append("layers of one shape have communicators of their own")
+    return found
