@@ -33,7 +33,7 @@ pool = own_pool()
 ALL = os.environ.get("MOECOMM_TEST_MAPPINGS") == "all"
 if_all = pytest.mark.skipif(not ALL, reason="MOECOMM_TEST_MAPPINGS=all runs it")
 
-WORLD, STEPS = 8, 20 if ALL else 8
+WORLD, STEPS = 8, 20 if ALL else 4
 RUNS_OF_A_POOL = 4
 """Runs of the same ranks, before there are new ones."""
 HALF, QUARTER, LAST = STEPS // 2, STEPS // 4, f"step-{STEPS:08d}"

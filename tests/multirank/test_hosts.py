@@ -97,7 +97,7 @@ def _lacking(rank: int, world_size: int, what: str, more: dict[str, Any]) -> Cau
     return catch(lambda: _build(**more))
 
 
-NODES = {"ranks_per_node": 1, "timeout": 8.0}
+NODES = {"ranks_per_node": 1, "timeout": 3.0}
 
 
 @pytest.mark.parametrize(
