@@ -33,20 +33,29 @@ def fitting(hidden: int, wire: str) -> int:
     return hidden + -hidden % WIRE_FORMATS[wire].unit
 
 
-@pytest.mark.parametrize("wire", WIRE_FORMATS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_small_cases_match_the_reference(pool: Pools, size: int, dtype: str, wire: str, seed: int) -> None:
-    base = Case(
-        tokens=(9, 0, 12)[-size:],
+def small(size: int, dtype: str, seed: int, tokens: tuple[int, ...] = (9, 0, 12, 30), **wires: Any) -> Case:
+    return Case(
+        tokens=tokens[-size:],
         num_experts=4 * size,
         hidden=144,
         top_k=3,
         dtype=dtype,
-        wire=wire,
         routing="holes",
         seed=seed,
+        **wires,
     )
+
+
+def large(size: int, hidden: int, seed: int, **wires: Any) -> Job:
+    tokens = (1000, 0, 333, 999)[:size]
+    return Job(tokens=tokens, num_experts=16 * size, hidden=hidden, top_k=8, seed=seed, **wires)
+
+
+@pytest.mark.parametrize("wire", WIRE_FORMATS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_small_cases_match_the_reference(pool: Pools, size: int, dtype: str, wire: str, seed: int) -> None:
+    base = small(size, dtype, seed, (9, 0, 12), wire=wire)
     base = replace(base, hidden=fitting(base.hidden, wire))
     some = [replace(base, hidden=fitting(hidden, wire)) for hidden in (16, 48, 112, 128, 272)]
     some += [replace(base, layout="rank"), replace(base, alignment=8, slack=3), replace(base, slack=-2)]
@@ -75,14 +84,7 @@ def test_special_values(pool: Pools, most_ranks: int, dtype: str, wire: str, see
 @pytest.mark.parametrize("hidden", [1024, 2880, 3600, 4096, 7168])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_real_sizes(pool: Pools, size: int, hidden: int, wire: str, seed: int) -> None:
-    job = Job(
-        tokens=(1000, 0, 333, 999)[:size] if size > 1 else (1000,),
-        num_experts=16 * size,
-        hidden=fitting(hidden, wire),
-        top_k=8,
-        wire=wire,
-        seed=seed,
-    )
+    job = large(size, fitting(hidden, wire), seed, wire=wire)
     some = [job, replace(job, layout="rank"), replace(job, alignment=128, slack=100)]
     harness.assert_none(pool(size)(play, some))
 
@@ -226,16 +228,7 @@ def test_error_against_float64(pool: Pools, most_ranks: int, dtype: str, wire: s
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_sums_in_fp8(pool: Pools, size: int, dtype: str, seed: int) -> None:
     """Combine alone travels so; the backward of a dispatch, which is a combine too, has sums in the dtype."""
-    base = Case(
-        tokens=(9, 0, 12, 30)[-size:],
-        num_experts=4 * size,
-        hidden=144,
-        top_k=3,
-        dtype=dtype,
-        combine_wire="fp8",
-        routing="holes",
-        seed=seed,
-    )
+    base = small(size, dtype, seed, combine_wire="fp8")
     some = [replace(base, hidden=hidden) for hidden in (16, 128, 272)]
     some += [replace(base, layout="rank"), replace(base, alignment=8, slack=-2), replace(base, wire="mxfp8")]
     check_small(pool(size), some)
@@ -244,14 +237,7 @@ def test_sums_in_fp8(pool: Pools, size: int, dtype: str, seed: int) -> None:
 @pytest.mark.parametrize("hidden", [2880, 7168])
 @pytest.mark.parametrize("size", [2, 4])
 def test_many_sums_in_fp8(pool: Pools, size: int, hidden: int, seed: int) -> None:
-    job = Job(
-        tokens=(1000, 0, 333, 999)[:size],
-        num_experts=16 * size,
-        hidden=hidden,
-        top_k=8,
-        combine_wire="fp8",
-        seed=seed,
-    )
+    job = large(size, hidden, seed, combine_wire="fp8")
     harness.assert_none(pool(size)(play, [job, replace(job, layout="rank"), replace(job, num_sms=5)]))
 
 
@@ -263,16 +249,7 @@ def test_many_sums_in_fp8(pool: Pools, size: int, hidden: int, seed: int) -> Non
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_gradients_in_narrow_formats(pool: Pools, size: int, dtype: str, wire: str, seed: int) -> None:
     """The backward of a combine without weights travels so; with weights, in the dtype."""
-    base = Case(
-        tokens=(9, 0, 12, 30)[-size:],
-        num_experts=4 * size,
-        hidden=144,
-        top_k=3,
-        dtype=dtype,
-        gradient_wire=wire,
-        routing="holes",
-        seed=seed,
-    )
+    base = small(size, dtype, seed, gradient_wire=wire)
     some = [replace(base, hidden=hidden) for hidden in (16, 272)]
     some += [replace(base, layout="rank"), replace(base, alignment=8, slack=-2)]
     some += [replace(base, wire="mxfp8"), replace(base, wire="fp8", combine_wire="fp8")]
@@ -282,14 +259,7 @@ def test_gradients_in_narrow_formats(pool: Pools, size: int, dtype: str, wire: s
 @pytest.mark.parametrize("wire", ["fp8", "mxfp8"])
 @pytest.mark.parametrize("size", [2, 4])
 def test_many_gradients_in_narrow_formats(pool: Pools, size: int, wire: str, seed: int) -> None:
-    job = Job(
-        tokens=(1000, 0, 333, 999)[:size],
-        num_experts=16 * size,
-        hidden=7168,
-        top_k=8,
-        gradient_wire=wire,
-        seed=seed,
-    )
+    job = large(size, 7168, seed, gradient_wire=wire)
     harness.assert_none(pool(size)(play, [job, replace(job, layout="rank"), replace(job, num_sms=5)]))
 
 
