@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -27,7 +26,6 @@ from tests.examples.conftest import (
     SMALL_MODEL,
     SMALL_RUN,
     BaseRun,
-    clean_environment,
     processes_naming,
     wait_until,
 )
@@ -302,20 +300,28 @@ def test_a_resumed_run_says_how_its_rate_jumps(base_run: BaseRun, tmp_path: Path
     assert [float(each) for each in said.groups()] == pytest.approx([rates[60], rates[61]], rel=1e-2)
 
 
-def start(folder: Path, *arguments: str | Path) -> subprocess.Popen[str]:
-    """Starts or resumes an endless run, and returns when it is some steps further."""
-    before = len(losses(folder)) if folder.exists() else 0
-    process = subprocess.Popen(
-        [sys.executable, EXAMPLES / "train_lm.py", *arguments, "--out", folder],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=clean_environment(),
-        start_new_session=True,
-    )
-    wait_until(lambda: process.poll() is not None or len(losses(folder)) >= before + 3, "three steps")
-    assert process.poll() is None, process.communicate()
-    return process
+def _started(rank: int, world_size: int, number: int, folder: Path, arguments: list[str]) -> None:
+    """Starts ranks as `python train_lm.py` does, in a process that gets a signal after three steps."""
+    dist.destroy_process_group()
+    before = len(losses(folder))
+
+    def signal_later() -> None:
+        wait_until(lambda: len(losses(folder)) >= before + 3, "three steps")
+        os.kill(os.getpid(), number)
+
+    for stream, suffix in enumerate((".out", ".err"), 1):
+        os.dup2(os.open(folder.with_suffix(suffix), os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    threading.Thread(target=signal_later, daemon=True).start()
+    sys.argv = [str(EXAMPLES / "train_lm.py"), *arguments, f"--out={folder}"]
+    os._exit(train_lm.main())
+
+
+def ended_by(number: int, folder: Path, *arguments: str) -> Finished:
+    """Starts or resumes an endless run, and hands back what it said until a signal ended it."""
+    (died,) = run_ranks(1, _started, number, folder, list(arguments), may_die=[0], timeout=TIMEOUT_S)
+    out, err = (folder.with_suffix(suffix).read_text() for suffix in (".out", ".err"))
+    return Finished(died.exitcode, out, err)
 
 
 def test_interrupt_leaves_a_checkpoint_and_a_killed_launcher_no_ranks(
@@ -324,20 +330,15 @@ def test_interrupt_leaves_a_checkpoint_and_a_killed_launcher_no_ranks(
     folder = tmp_path / "run"
     steps = [f"--{name}=1000000" for name in ("steps", "eval-every", "save-every")]
     with no_shared_memory_left(patience=20):
-        process = start(folder, *SMALL_MODEL, *steps, "--data", text_folder)
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=TIMEOUT_S)
-        assert process.returncode == 128 + signal.SIGINT, err
-        assert err == "", err
+        done = ended_by(signal.SIGINT, folder, *SMALL_MODEL, *steps, f"--data={text_folder}")
+        assert (done.code, done.err) == (128 + signal.SIGINT, ""), done
         last = max(losses(folder))
-        assert f"stopped at step {last}" in out.strip().splitlines()[-1]
+        assert f"stopped at step {last}" in done.last_line
         assert (folder / "checkpoints" / f"step-{last:08d}" / ".metadata").is_file()
         assert processes_naming(folder) == []
 
-    process = start(folder, "--resume", "--ranks", "1", "--ep", "1")
-    process.kill()
-    out, _ = process.communicate(timeout=TIMEOUT_S)
-    assert f"resumed at step {last} of 1000000" in out
+    done = ended_by(signal.SIGKILL, folder, "--resume", "--ranks=1", "--ep=1")
+    assert done.code == -signal.SIGKILL and f"resumed at step {last} of 1000000" in done.out
     wait_until(lambda: processes_naming(folder) == [], "the ranks' end")
 
 
