@@ -350,10 +350,9 @@ def dispatch_backward(
     top_k: int,
     *,
     dtype: str,
-    ranks_per_node: int | None = None,
 ) -> tuple[list[np.ndarray], list[np.ndarray] | None]:
     """Gradients of every rank's tokens (T,H) and weights (T,K) from those of the rows they became."""
-    grad_x = combine(grad_tokens, dispatched, token_counts, dtype=dtype, ranks_per_node=ranks_per_node)
+    grad_x = combine(grad_tokens, dispatched, token_counts, dtype=dtype)
     if grad_weights is None:
         return grad_x, None
     grad_w = [np.zeros((count, top_k), grad_weights[0].dtype) for count in token_counts]

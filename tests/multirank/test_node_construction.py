@@ -85,19 +85,17 @@ def _missing(rank: int, world_size: int, per_node: int, victim: int, phase: str,
 
 
 @pytest.mark.parametrize(
-    ("size", "per_node", "victim", "phase", "half", "provider"),
+    ("size", "per_node", "victim", "phase", "half"),
     [
-        (2, 1, 0, "", "", "tcp"),
-        (4, 2, 3, "construction: network", "before", "tcp"),
-        (4, 2, 0, "construction: connections", "before", "tcp"),
-        (3, 1, 1, "construction: connections", "after", "tcp"),
+        (2, 1, 0, "", ""),
+        (4, 2, 3, "construction: network", "before"),
+        (4, 2, 0, "construction: connections", "before"),
+        (3, 1, 1, "construction: connections", "after"),
     ],
 )
-def test_a_rank_that_is_missing(
-    size: int, per_node: int, victim: int, phase: str, half: str, provider: str
-) -> None:
+def test_a_rank_that_is_missing(size: int, per_node: int, victim: int, phase: str, half: str) -> None:
     may_die = [victim] if phase else []
-    results = run(size, _missing, per_node, victim, phase, half, provider=provider, may_die=may_die)
+    results = run(size, _missing, per_node, victim, phase, half, may_die=may_die)
     if phase:
         assert results[victim] == Died(-signal.SIGKILL)
     for rank, found in enumerate(results):

@@ -90,12 +90,7 @@ def test_full_puts_are_as_large_as_moecomms(tokens: int, hidden: int) -> None:
     assert staging == -(-16 * between_nodes.put_bytes(found) // 4096) * 4096
 
 
-# -- the push kernel -----------------------------------------------------------------------------------------
-
-
 # -- the checks ----------------------------------------------------------------------------------------------
-
-IDS_R = [np.array([[0, 2], [1, 0]], dtype=np.int32), np.array([[0, 3], [-1, 2]], dtype=np.int32)]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -170,10 +165,8 @@ def test_each_mistake_of_a_combine_is_counted(
         assert verify.wrong_combine(y_TH, one) == 2
 
 
-def layer_case(dtype: str, seed: int, experts: int = 8, tokens: int = 23) -> case.LayerCase:
-    flags = (
-        f"-g 1 -d {dtype} --seed {seed % 2**31} --hidden 32 --ffn 16 --experts {experts} --topk 3 -b {tokens}"
-    )
+def layer_case(dtype: str, seed: int) -> case.LayerCase:
+    flags = f"-g 1 -d {dtype} --seed {seed % 2**31} --hidden 32 --ffn 16 --experts 8 --topk 3 -b 23"
     given = command_line.parse("moe_layer", [*flags.split(), "--presets", "qwen3-30b", "--graph-tokens", "0"])
     (point,) = given.points()
     return case.LayerCase(given, point, 0, case.Experts(given, point, 0))

@@ -18,13 +18,13 @@ from moecomm.setup import discovery
 from tests.fake_cuda import FakeDriver, Result
 
 
-def _give(monkeypatch: pytest.MonkeyPatch, fake: FakeDriver, *, reach: bool = True, count: int = 2) -> None:
+def _give(monkeypatch: pytest.MonkeyPatch, fake: FakeDriver) -> None:
     info = SimpleNamespace(name="Fake GPU", total_memory=8 << 30, multi_processor_count=4, major=9, minor=0)
     load = cuda_driver.load
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: info)
-    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda own, peer: reach)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda own, peer: True)
     monkeypatch.setattr(cuda_driver, "load", lambda: load(fake))
     monkeypatch.setattr(discovery, "why_no_cuda", lambda: None)
 
