@@ -61,6 +61,7 @@ help:
 	@echo 'make cpptest    the C++ tests alone;  make sanitize: under ASAN/UBSAN and under TSAN'
 	@echo 'make cuda12     the CUDA part once more, with a CUDA 12 compiler that it fetches'
 	@echo 'make venv       the environment with every tool, without the extension'
+	@echo 'make wheel      a wheel for other machines, in dist/, with kernels where nvcc is'
 	@echo 'make clean      removes builds and caches;  make distclean: .venv too'
 	@echo 'Each takes ARGS="..."; PYTHON=, TORCH=, VENV_ARGS=, CMAKE_ARGS= are described in the Makefile.'
 
@@ -155,6 +156,24 @@ $(BUILT): $(BUILD_DEPS) $(TOOLS_DONE)
 	@touch $@
 
 build: $(BUILT)
+
+# ---- wheel ---------------------------------------------------------------------------------------------------
+
+# For the Python of .venv (PYTHON= chooses another), and, where there is a CUDA compiler, for every GPU that moecomm
+# serves. It is tried in an environment that has torch alone.
+.PHONY: wheel wheel-file
+wheel:
+	@$(MAKE) wheel-file $(if $(strip $(CMAKE_ARGS)),,$(if $(shell command -v nvcc)$(CUDACXX),CMAKE_ARGS=-DMOECOMM_CUDA=ON))
+
+wheel-file: $(BUILT)
+	$(call quiet,"tools for wheels",wheel-tools,\
+	  $(REQUIREMENTS) wheel >$(VENV)/requirements-wheel.txt && $(PIP) -r $(VENV)/requirements-wheel.txt)
+	$(call quiet,"wheel",wheel,\
+	  rm -rf build/wheel dist; PATH="$(abspath $(VENV))/bin:$$PATH"; \
+	  $(PY) -m pip wheel -v --no-build-isolation --no-deps -w build/wheel .; \
+	  $(PY) -m auditwheel repair -w dist build/wheel/*.whl)
+	$(call quiet,"the wheel in an environment of its own",wheel-try,.ci/try_wheel $(PY) dist/*.whl)
+	@ls -sh1 dist/*.whl
 
 # ---- commands ------------------------------------------------------------------------------------------------
 
