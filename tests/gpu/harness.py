@@ -165,3 +165,11 @@ def warm_up(step: Any, times: int = 2) -> None:
             step()
     torch.cuda.current_stream().wait_stream(stream)
     torch.cuda.synchronize()
+
+
+def captured(step: Callable[[], Any], warm_ups: int = 2) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """A graph of a step, and what the step returned when it was captured."""
+    warm_up(step, warm_ups)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        return graph, step()

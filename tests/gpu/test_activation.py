@@ -169,14 +169,7 @@ def test_in_a_cuda_graph(rank: int, world_size: int, activation: str, seed: int)
     problems = []
     static = Case(400, 136, activation, "bfloat16", seed)
     ends = torch.tensor([100, 400], dtype=torch.int32, device=harness.device())
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        static.results(ends=ends)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = static.results(ends=ends)
+    graph, captured = harness.captured(lambda: static.results(ends=ends), warm_ups=1)
     for replay, real in enumerate((400, 0, 17, 399, 250)):
         now = Case(400, 136, activation, "bfloat16", seed + replay + 1)
         for name in ("inner", "grad", "weights"):

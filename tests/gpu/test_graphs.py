@@ -34,10 +34,7 @@ class Captured:
         self.ids_TK = known.own.ids_TK.clone()
         self.weights_TK = known.own.weights_TK.clone()
         self.factor_P = torch.ones(capacity, 1, device=device, dtype=job.torch_dtype)
-        harness.warm_up(self.step)
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            self.out, self.y_TH = self.step()
+        self.graph, (self.out, self.y_TH) = harness.captured(self.step)
 
     def step(self) -> tuple[Any, torch.Tensor]:
         out = self.comm.dispatch(
@@ -192,10 +189,7 @@ def test_two_captured_layers_with_gemms(rank: int, world_size: int, seed: int) -
             # have the same rows for each expert, so the rows that are there are the same ones.
             return y_TH + comm.combine(out.tokens * 0.5, handles[0]) * 0.25
 
-        harness.warm_up(step)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            y_TH = step()
+        graph, y_TH = harness.captured(step)
         problems = []
         for i, known in enumerate(knowns):
             for name in ("x_TH", "ids_TK", "weights_TK"):
@@ -229,10 +223,7 @@ def test_a_captured_training_step(rank: int, world_size: int, seed: int) -> list
             y_TH = comm.combine(out.tokens * 2, out.handle, weights=out.weights)
             return y_TH, *torch.autograd.grad(y_TH, [x_TH, weights_TK], grad_TH)
 
-        harness.warm_up(step)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            static = step()
+        graph, static = harness.captured(step)
         problems = []
         with torch.no_grad():
             for i, known in enumerate(knowns):

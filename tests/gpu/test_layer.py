@@ -96,10 +96,7 @@ def check_graph(rank: int, world_size: int, case: LayerCase) -> list[str]:
         y.backward(grad)
         return y
 
-    harness.warm_up(step, times=3)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = step()
+    graph, y = harness.captured(step, warm_ups=3)
     problems = []
     for number in range(5):
         new_x, new_grad = case.input_here(rank, number)

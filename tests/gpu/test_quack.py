@@ -223,24 +223,30 @@ def test_products_are_those_of_float64(pool: Pools, name: str, seed: int) -> Non
     harness.assert_none(pool(1)(_products, CASES[name], seed))
 
 
-def _layer(rank: int, world_size: int, seed: int, activation: str, bias: bool) -> list[str]:
-    """Microbatches whose gradients add up: with torch's products and quack's, overlapped and in order, and
-    replayed from a graph."""
+def _pair(seed: int, bias: bool = False, **options: Any) -> tuple[Any, Any, Any]:
+    """A communicator, and layers of the same weights with torch's products and with quack's."""
     from moecomm import Communicator
-    from moecomm.nn import MoEConfig, MoELayer, OverlapConfig
+    from moecomm.nn import MoEConfig, MoELayer
 
-    sizes: dict[str, Any] = {"hidden": 256, "ffn_hidden": 192, "num_experts": 8, "top_k": 2}
-    sizes |= {"activation": activation, "bias": bias, "dtype": torch.bfloat16, "init_std": 0.05}
-    sizes |= {"capacity_factor": 4.0, "pad_to_capacity": True}
+    shape: dict[str, Any] = {"num_experts": 8, "hidden": 256, "top_k": 2, "dtype": torch.bfloat16}
+    options |= {"ffn_hidden": 192, "init_std": 0.05, "capacity_factor": 4.0, "pad_to_capacity": True}
     torch.manual_seed(seed)
-    comm = Communicator(
-        num_experts=8, hidden=256, top_k=2, max_tokens=200, dtype=torch.bfloat16, device=harness.device()
+    comm = Communicator(**shape, max_tokens=200, device=harness.device())
+    plain, layer = (
+        MoELayer(MoEConfig(**shape, **options, bias=bias, products=name), comm) for name in ("torch", "quack")
     )
-    plain = MoELayer(MoEConfig(**sizes, products="torch"), comm)
-    layer = MoELayer(MoEConfig(**sizes, products="quack"), comm)
     for value in (plain.experts.b_in, plain.experts.b_out) if bias else ():
         torch.nn.init.normal_(value)
     layer.load_state_dict(plain.state_dict())
+    return comm, plain, layer
+
+
+def _layer(rank: int, world_size: int, seed: int, activation: str, bias: bool) -> list[str]:
+    """Microbatches whose gradients add up: with torch's products and quack's, overlapped and in order, and
+    replayed from a graph."""
+    from moecomm.nn import MoELayer, OverlapConfig
+
+    comm, plain, layer = _pair(seed, bias, activation=activation)
     x = torch.randn(2, 200, 256, device="cuda").bfloat16().requires_grad_()
     grad = torch.randn(200, 256, device="cuda").bfloat16()
 
@@ -268,14 +274,7 @@ def _layer(rank: int, world_size: int, seed: int, activation: str, bias: bool) -
     with mock.patch("moecomm.autograd.deferred.MOST_JOINED_ROWS", 10**6):
         found["weights together"] = taken(step(layer))
     layer.overlap = OverlapConfig()
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step(layer)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        recorded = step(layer)
+    graph, recorded = harness.captured(lambda: step(layer), warm_ups=1)
     graph.replay()
     found["graph"] = taken(recorded)
     comm.check()
@@ -298,19 +297,7 @@ def _layer(rank: int, world_size: int, seed: int, activation: str, bias: bool) -
 
 def _main_grad(rank: int, world_size: int, seed: int) -> list[str]:
     """Gradients of microbatches in `main_grad`, from quack's products and from torch's, and in a graph."""
-    from moecomm import Communicator
-    from moecomm.nn import MoEConfig, MoELayer
-
-    sizes: dict[str, Any] = {"hidden": 256, "ffn_hidden": 192, "num_experts": 8, "top_k": 2}
-    sizes |= {"activation": "swiglu_interleaved", "dtype": torch.bfloat16, "init_std": 0.05}
-    sizes |= {"capacity_factor": 4.0, "pad_to_capacity": True, "main_grad": True}
-    torch.manual_seed(seed)
-    comm = Communicator(
-        num_experts=8, hidden=256, top_k=2, max_tokens=200, dtype=torch.bfloat16, device=harness.device()
-    )
-    plain = MoELayer(MoEConfig(**sizes, products="torch"), comm)
-    layer = MoELayer(MoEConfig(**sizes, products="quack"), comm)
-    layer.load_state_dict(plain.state_dict())
+    comm, plain, layer = _pair(seed, activation="swiglu_interleaved", main_grad=True)
     batches = torch.randn(3, 200, 256, device="cuda").bfloat16()
     for x in batches:
         for each in (plain, layer):
@@ -322,16 +309,9 @@ def _main_grad(rank: int, world_size: int, seed: int) -> list[str]:
         problems += [f"rank {rank}, {name}"] * (
             not _far(one.main_grad, other.main_grad.double()) <= 2 * BOUND
         )
-    side, x = torch.cuda.Stream(), batches[0]
     before = layer.experts.w_in.main_grad.clone()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        layer(x).square().sum().backward()
-    torch.cuda.current_stream().wait_stream(side)
+    graph, _ = harness.captured(lambda: layer(batches[0]).square().sum().backward(), warm_ups=1)
     once = layer.experts.w_in.main_grad - before
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        layer(x).square().sum().backward()
     graph.replay()
     graph.replay()
     three = layer.experts.w_in.main_grad - before
