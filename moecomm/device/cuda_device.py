@@ -50,12 +50,16 @@ class CudaDevice:
         return torch.cuda.device(self.index)
 
     def launch(self, launcher: Callable[..., None], *arguments: Any) -> None:
-        """Calls a launcher of the extension, whose last argument is the current stream of this GPU."""
+        """Calls a launcher of the extension, whose last argument is the current stream of this GPU. It takes
+        the addresses of tensors; 0 for None, and for those without elements."""
+        given = (
+            _address(each) if each is None or isinstance(each, torch.Tensor) else each for each in arguments
+        )
         if self.is_current():
-            launcher(*arguments, self.raw_stream())
+            launcher(*given, self.raw_stream())
         else:
             with self.current():
-                launcher(*arguments, self.raw_stream())
+                launcher(*given, self.raw_stream())
 
     def stream(self) -> torch.cuda.Stream:
         """Returns the current stream of this GPU."""
@@ -112,6 +116,10 @@ class CudaDevice:
     def uuid(self) -> str:
         """Returns the GPU's UUID, which names it on this host whatever its index in this process."""
         return str(torch.cuda.get_device_properties(self.index).uuid)
+
+
+def _address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None or not tensor.numel() else tensor.data_ptr()
 
 
 class StreamOrder:

@@ -14,7 +14,6 @@ Shape letters here: P rows, F columns of the result ("ffn width"), I columns of 
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -24,8 +23,8 @@ from torch.nn.functional import silu
 
 import moecomm._C as _C
 from moecomm.arguments import require_ends, weight_dtype
-from moecomm.device.cuda_device import CudaDevice, no_kernels
 from moecomm.errors import InvalidArgument, Unsupported
+from moecomm.kernels import operators
 from moecomm.setup.memory_plan import CUDA_DTYPES, NATIVE_DTYPES
 
 Tensor = torch.Tensor
@@ -59,7 +58,7 @@ def activate(inner_PI: Tensor, weights_P: Tensor | None, ends_L: Tensor | None, 
     operators take the host twice as long."""
     width = _width(inner_PI, weights_P, ends_L, activation)
     z_PF = inner_PI.new_empty(inner_PI.shape[0], width)
-    if not _has_kernel(inner_PI):
+    if not inner_PI.is_cuda:
         return _forward_by_torch(z_PF, inner_PI, weights_P, ends_L, activation)
     _launch("activation", inner_PI, weights_P, ends_L, width, activation, z_PF)
     return z_PF
@@ -84,7 +83,7 @@ def activate_backward(
     """
     width = _width(inner_PI, weights_P, ends_L, activation, grad_z_PF)
     results = _new_gradients(inner_PI, width, need_weights, need_z)
-    if not _has_kernel(inner_PI):
+    if not inner_PI.is_cuda:
         _backward_by_torch(results, grad_z_PF, inner_PI, weights_P, ends_L, activation)
         return results
     grad_z_PF = grad_z_PF.contiguous()
@@ -93,13 +92,14 @@ def activate_backward(
 
 
 def prepare(device: torch.device, dtype: torch.dtype) -> None:
-    """Loads the kernels for a dtype onto a CUDA device; does nothing elsewhere, nor a second time. The first
-    use does this too. But loading may wait for kernels under way, and those of a communicator may wait for
-    other ranks, so a program that runs both side by side calls this first.
-    """
-    if device.type == "cuda":
-        index = device.index if device.index is not None else torch.cuda.current_device()
-        _prepare(index, dtype)
+    """Loads the kernels for a dtype onto a CUDA device, as `operators.prepare` says. Raises Unsupported for a
+    dtype that has none."""
+    if device.type == "cuda" and dtype not in CUDA_DTYPES:
+        raise Unsupported(
+            f"the activation of {dtype} on {device} has no kernels, expected "
+            f"{', '.join(map(str, CUDA_DTYPES))}: use float32 there, or the CPU for float64"
+        )
+    operators.prepare("activation", device, dtype)
 
 
 # -- arguments ---------------------------------------------------------------------------------------------
@@ -161,28 +161,6 @@ def _new_gradients(
 # -- on CUDA tensors ---------------------------------------------------------------------------------------
 
 
-def _has_kernel(tensor: Tensor) -> bool:
-    return tensor.is_cuda
-
-
-@functools.cache
-def _gpu(index: int) -> CudaDevice:
-    if not hasattr(_C, "activation"):
-        raise no_kernels(f"inner is on cuda:{index}")
-    return CudaDevice(index)
-
-
-@functools.cache
-def _prepare(index: int, dtype: torch.dtype) -> None:
-    if dtype not in CUDA_DTYPES:
-        raise Unsupported(
-            f"the activation of {dtype} on cuda:{index} has no kernels, expected "
-            f"{', '.join(map(str, CUDA_DTYPES))}: use float32 there, or the CPU for float64"
-        )
-    with _gpu(index).current():
-        _C.prepare_activation(NATIVE_DTYPES[dtype])
-
-
 def _launch(
     name: str,
     inner_PI: Tensor,
@@ -192,24 +170,21 @@ def _launch(
     activation: str,
     *others: Tensor,
 ) -> None:
-    """Puts a kernel of the extension on the current stream of inner's device. Empty tensors get
-    address 0, which the kernel takes as absent."""
-    gpu = _gpu(inner_PI.device.index)
-    _prepare(gpu.index, inner_PI.dtype)
-    inner_PI = inner_PI.contiguous()
-    weights_P = None if weights_P is None else weights_P.contiguous()
-    ends_L = None if ends_L is None else ends_L.contiguous()
-    gpu.launch(
+    """Puts a kernel of the extension on the current stream of inner's device. It takes empty tensors as
+    absent."""
+    if inner_PI.dtype not in CUDA_DTYPES:
+        prepare(inner_PI.device, inner_PI.dtype)  # refuses it
+    operators.loaded("activation", inner_PI.device.index, inner_PI.dtype).launch(
         getattr(_C, name),
-        inner_PI.data_ptr(),
-        0 if weights_P is None else weights_P.data_ptr(),
-        0 if ends_L is None else ends_L.data_ptr(),
+        inner_PI.contiguous(),
+        None if weights_P is None else weights_P.contiguous(),
+        None if ends_L is None else ends_L.contiguous(),
         0 if ends_L is None else ends_L.shape[0],
         inner_PI.shape[0],
         width,
         NATIVE_DTYPES[inner_PI.dtype],
         getattr(_C.Activation, activation),
-        *(each.data_ptr() if each.numel() else 0 for each in others),
+        *others,
     )
 
 
@@ -373,15 +348,14 @@ def _gradients(ctx: Any, grad_z_PF: Tensor) -> tuple[Tensor | None, Tensor | Non
     return grad_inner_PI if need_inner else None, grad_weights_P if need_weights else None, None, None
 
 
-_library = torch.library.Library("moecomm", "FRAGMENT")
 _ARGUMENTS = "Tensor inner, Tensor? weights, Tensor? ends, str activation"
-_library.define(f"weighted_activation({_ARGUMENTS}) -> Tensor")
-_library.define(
+operators.define(f"weighted_activation({_ARGUMENTS}) -> Tensor", activate, _fake_forward)
+operators.define(
     f"weighted_activation_backward(Tensor grad_z, {_ARGUMENTS}, bool need_weights, bool need_z) "
-    "-> (Tensor, Tensor, Tensor)"
+    "-> (Tensor, Tensor, Tensor)",
+    activate_backward,
+    _fake_backward,
 )
-_library.impl("weighted_activation", activate, "CompositeExplicitAutograd")
-_library.impl("weighted_activation_backward", activate_backward, "CompositeExplicitAutograd")
-torch.library.register_fake("moecomm::weighted_activation", _fake_forward, lib=_library)
-torch.library.register_fake("moecomm::weighted_activation_backward", _fake_backward, lib=_library)
-torch.library.register_autograd("moecomm::weighted_activation", _gradients, setup_context=_keep, lib=_library)
+torch.library.register_autograd(
+    "moecomm::weighted_activation", _gradients, setup_context=_keep, lib=operators.LIBRARY
+)

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from moecomm.kernels import operators
+
 _ALIGNMENT_BYTES = 16
 
 
@@ -83,17 +85,16 @@ def _groups(offsets_L: Tensor) -> list[tuple[int, int]]:
     return list(zip([0, *ends[:-1]], ends, strict=True))
 
 
-_library = torch.library.Library("moecomm", "FRAGMENT")
-for _name, _arguments, _run, _fake in (
-    ("grouped_mm", "Tensor rows, Tensor weight, Tensor offsets", _grouped_mm, _fake_grouped_mm),
-    (
-        "grouped_mm_wgrad",
-        "Tensor rows, Tensor grad, Tensor offsets",
-        _grouped_mm_wgrad,
-        _fake_grouped_mm_wgrad,
-    ),
-):
-    # The host may read the offsets, so no CUDA graph may hold the operator.
-    _library.define(f"{_name}({_arguments}) -> Tensor", tags=torch.Tag.cudagraph_unsafe)
-    _library.impl(_name, _run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"moecomm::{_name}", _fake, lib=_library)
+# The host may read the offsets, so no CUDA graph may hold the operators.
+operators.define(
+    "grouped_mm(Tensor rows, Tensor weight, Tensor offsets) -> Tensor",
+    _grouped_mm,
+    _fake_grouped_mm,
+    torch.Tag.cudagraph_unsafe,
+)
+operators.define(
+    "grouped_mm_wgrad(Tensor rows, Tensor grad, Tensor offsets) -> Tensor",
+    _grouped_mm_wgrad,
+    _fake_grouped_mm_wgrad,
+    torch.Tag.cudagraph_unsafe,
+)

@@ -27,15 +27,14 @@ Shape letters here: P rows, C columns, L groups, Q rows of groups that are padde
 
 from __future__ import annotations
 
-import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 import moecomm._C as _C
 from moecomm.arguments import require_ends
-from moecomm.device.cuda_device import CudaDevice, no_kernels
 from moecomm.errors import InvalidArgument
+from moecomm.kernels import operators
 from moecomm.setup.memory_plan import CUDA_DTYPES, NATIVE_DTYPES
 
 Tensor = torch.Tensor
@@ -106,14 +105,6 @@ def quantize_transposed(x_LAB: Tensor) -> Quantized:
     return Quantized(*torch.ops.moecomm.quantize_transposed(x_LAB.detach()))
 
 
-def prepare(device: torch.device, dtype: torch.dtype) -> None:
-    """Loads the kernels for a dtype onto a CUDA device; does nothing elsewhere, nor a second time.
-    moecomm.kernels.activation.prepare says why to call it."""
-    if device.type == "cuda":
-        index = device.index if device.index is not None else torch.cuda.current_device()
-        _prepare(index, dtype)
-
-
 # -- arguments and results ---------------------------------------------------------------------------------
 
 
@@ -174,29 +165,19 @@ def _new_transposed(x_LAB: Tensor) -> tuple[Tensor, Tensor]:
 
 def _rows(x: Tensor, ends_L: Tensor | None) -> tuple[Tensor, Tensor]:
     values, scales = _new_rows(x, ends_L)
-    if not _has_kernel(x):
+    if not x.is_cuda:
         x32 = _real(x.contiguous().float(), ends_L)
         scales = _scales(x32, -1)
         return _values(x32, scales.unsqueeze(-1)), scales
-    gpu, x, dtype = _gpu_of(x)
     ends_L = None if ends_L is None else ends_L.contiguous()
-    gpu.launch(
-        _C.quantize_rows,
-        x.data_ptr(),
-        0 if ends_L is None else ends_L.data_ptr(),
-        0 if ends_L is None else ends_L.shape[0],
-        scales.numel(),
-        x.shape[-1],
-        dtype,
-        values.data_ptr(),
-        scales.data_ptr(),
-    )
+    groups, dtype = 0 if ends_L is None else ends_L.shape[0], NATIVE_DTYPES[x.dtype]
+    _launch("quantize_rows", x, ends_L, groups, scales.numel(), x.shape[-1], dtype, values, scales)
     return values, scales
 
 
 def _columns(x_PC: Tensor, ends_L: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     values_CQ, scales_LC, padded_ends_L = _new_columns(x_PC, ends_L)
-    if not _has_kernel(x_PC):
+    if not x_PC.is_cuda:
         values_CQ.view(torch.uint8).zero_()
         begin = at = 0
         for group, end in enumerate(ends_L.tolist()):
@@ -210,74 +191,30 @@ def _columns(x_PC: Tensor, ends_L: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             at += max(QUANTUM, -(-count // QUANTUM) * QUANTUM)
             padded_ends_L[group], begin = at, end
         return values_CQ, scales_LC, padded_ends_L
-    gpu, x_PC, dtype = _gpu_of(x_PC)
-    ends_L = ends_L.contiguous()
-    gpu.launch(
-        _C.quantize_columns,
-        x_PC.data_ptr(),
-        ends_L.data_ptr(),
-        ends_L.shape[0],
-        x_PC.shape[0],
-        x_PC.shape[1],
-        values_CQ.shape[1],
-        dtype,
-        values_CQ.data_ptr(),
-        scales_LC.data_ptr(),
-        padded_ends_L.data_ptr(),
-    )
+    sizes = (ends_L.shape[0], *x_PC.shape, values_CQ.shape[1], NATIVE_DTYPES[x_PC.dtype])
+    _launch("quantize_columns", x_PC, ends_L.contiguous(), *sizes, values_CQ, scales_LC, padded_ends_L)
     return values_CQ, scales_LC, padded_ends_L
 
 
 def _transposed(x_LAB: Tensor) -> tuple[Tensor, Tensor]:
     values_LBA, scales_LB = _new_transposed(x_LAB)
-    if not _has_kernel(x_LAB):
+    if not x_LAB.is_cuda:
         x32_LBA = x_LAB.transpose(1, 2).float().contiguous()
         scales_LB = _scales(x32_LBA, -1)
         return _values(x32_LBA, scales_LB.unsqueeze(-1)), scales_LB
-    gpu, x_LAB, dtype = _gpu_of(x_LAB)
-    groups, rows, columns = x_LAB.shape
-    gpu.launch(
-        _C.quantize_columns,
-        x_LAB.data_ptr(),
-        0,
-        groups,
-        rows,
-        columns,
-        0,
-        dtype,
-        values_LBA.data_ptr(),
-        scales_LB.data_ptr(),
-        0,
-    )
+    sizes = (*x_LAB.shape, 0, NATIVE_DTYPES[x_LAB.dtype])
+    _launch("quantize_columns", x_LAB, None, *sizes, values_LBA, scales_LB, None)
     return values_LBA, scales_LB
 
 
 # -- on CUDA tensors ---------------------------------------------------------------------------------------
 
 
-def _has_kernel(x: Tensor) -> bool:
-    return x.is_cuda
-
-
-@functools.cache
-def _gpu(index: int) -> CudaDevice:
-    if not hasattr(_C, "quantize_rows"):
-        raise no_kernels(f"x is on cuda:{index}")
-    return CudaDevice(index)
-
-
-@functools.cache
-def _prepare(index: int, dtype: torch.dtype) -> None:
-    with _gpu(index).current():
-        _C.prepare_quantize(NATIVE_DTYPES[dtype])
-
-
-def _gpu_of(x: Tensor) -> tuple[CudaDevice, Tensor, _C.DType]:
-    """Returns x's device with kernels loaded, x as the kernels take it, and its dtype."""
-    gpu = _gpu(x.device.index)
-    _prepare(gpu.index, x.dtype)
+def _launch(name: str, x: Tensor, *arguments: Any) -> None:
+    """Puts a kernel of the extension for x, as kernels take it, on the current stream of its device."""
     x = x.contiguous()
-    return gpu, x.clone() if x.data_ptr() % _ALIGNMENT else x, NATIVE_DTYPES[x.dtype]
+    x = x.clone() if x.data_ptr() % _ALIGNMENT else x
+    operators.loaded("quantize", x.device.index, x.dtype).launch(getattr(_C, name), x, *arguments)
 
 
 # -- elsewhere ---------------------------------------------------------------------------------------------
@@ -299,14 +236,8 @@ def _real(x: Tensor, ends_L: Tensor | None) -> Tensor:
     return x.where((torch.arange(x.shape[0], device=x.device) < ends_L[-1]).unsqueeze(1), 0.0)
 
 
-_library = torch.library.Library("moecomm", "FRAGMENT")
-_library.define("quantize_rows(Tensor x, Tensor? ends) -> (Tensor, Tensor)")
-_library.define("quantize_columns(Tensor x, Tensor ends) -> (Tensor, Tensor, Tensor)")
-_library.define("quantize_transposed(Tensor x) -> (Tensor, Tensor)")
-for _name, _run, _fake in (
-    ("quantize_rows", _rows, _new_rows),
-    ("quantize_columns", _columns, _new_columns),
-    ("quantize_transposed", _transposed, _new_transposed),
-):
-    _library.impl(_name, _run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"moecomm::{_name}", _fake, lib=_library)
+operators.define("quantize_rows(Tensor x, Tensor? ends) -> (Tensor, Tensor)", _rows, _new_rows)
+operators.define(
+    "quantize_columns(Tensor x, Tensor ends) -> (Tensor, Tensor, Tensor)", _columns, _new_columns
+)
+operators.define("quantize_transposed(Tensor x) -> (Tensor, Tensor)", _transposed, _new_transposed)

@@ -15,6 +15,7 @@ of groups that are padded.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -22,6 +23,7 @@ from torch.nn import functional
 
 from moecomm.arguments import require_ends
 from moecomm.errors import InvalidArgument, Unsupported
+from moecomm.kernels import operators
 from moecomm.kernels.quantize import E4M3, QUANTUM, Quantized, QuantizedColumns
 
 Tensor = torch.Tensor
@@ -154,33 +156,26 @@ def _grouped_mm_wgrad(
 def _on_tensor_cores(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, ends_L: Tensor) -> Tensor:
     if missing_on(a.device) is not None:
         raise Unsupported(f"a product in fp8: {missing_on(a.device)}")
-    if not hasattr(functional, "scaled_grouped_mm"):  # an older torch has it under this name only
-        return torch._scaled_grouped_mm(
-            a, b, scale_a, scale_b, offs=ends_L, out_dtype=RESULT, use_fast_accum=True
-        )
     by_row = functional.ScalingType.RowWise
-    product: Tensor = functional.scaled_grouped_mm(
+    product: Tensor = functional.scaled_grouped_mm(  # type: ignore[attr-defined]
         a, b, scale_a, by_row, scale_b, by_row, offs=ends_L, output_dtype=RESULT, use_fast_accum=True
     )
     return product
 
 
-_library = torch.library.Library("moecomm", "FRAGMENT")
-_library.define(
-    "scaled_grouped_mm(Tensor rows, Tensor row_scales, Tensor weights, Tensor weight_scales, "
-    "Tensor ends) -> Tensor"
+def _fake(shape: Callable[..., tuple[int, ...]], *operands: Tensor) -> Tensor:
+    return operands[0].new_empty(shape(*operands), dtype=RESULT)
+
+
+operators.define(
+    "scaled_grouped_mm(Tensor rows, Tensor row_scales, Tensor weights, Tensor weight_scales, Tensor ends) "
+    "-> Tensor",
+    _grouped_mm,
+    functools.partial(_fake, _weights_product),
 )
-_library.define(
+operators.define(
     "scaled_grouped_mm_wgrad(Tensor left, Tensor left_scales, Tensor right, Tensor right_scales, "
-    "Tensor ends) -> Tensor"
+    "Tensor ends) -> Tensor",
+    _grouped_mm_wgrad,
+    functools.partial(_fake, _columns_product),
 )
-for _name, _run, _shape in (
-    ("scaled_grouped_mm", _grouped_mm, _weights_product),
-    ("scaled_grouped_mm_wgrad", _grouped_mm_wgrad, _columns_product),
-):
-
-    def _fake(*operands: Tensor, shape: Callable[..., tuple[int, ...]] = _shape) -> Tensor:
-        return operands[0].new_empty(shape(*operands), dtype=RESULT)
-
-    _library.impl(_name, _run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"moecomm::{_name}", _fake, lib=_library)

@@ -16,13 +16,12 @@ from moecomm.arguments import weight_dtype
 from moecomm.autograd.in_place import has_main_grad, keep_main_grad
 from moecomm.communicator import Communicator
 from moecomm.errors import InvalidArgument, Unsupported, known_to_all
-from moecomm.kernels import quack
+from moecomm.kernels import operators, quack
 from moecomm.kernels.activation import INPUTS, INTERLEAVED, weighted_activation
 from moecomm.kernels.fp8_products import Fp8Products
 from moecomm.kernels.marks import mark_expert_parameter
 from moecomm.kernels.outside_autocast import matmul, needs_care
 from moecomm.kernels.products import Products, expert_ffn
-from moecomm.kernels.quantize import prepare
 from moecomm.kernels.scaled_mm import missing_on
 from moecomm.nn.config import MoEConfig
 from moecomm.nn.parameters import (
@@ -59,7 +58,7 @@ def make_products(config: MoEConfig, device: torch.device, rows: int | None = No
                     f"expert_precision is {config.expert_precision!r}, but {reason}. Use "
                     "expert_precision=None there"
                 )
-            prepare(device, config.dtype)
+            operators.prepare("quantize", device, config.dtype)
         return Fp8Products()
     if config.products == "torch":
         return Products()

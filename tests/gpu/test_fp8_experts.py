@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from moecomm.kernels.quantize import prepare, quantize_columns, quantize_rows, quantize_transposed
+from moecomm.kernels import operators
+from moecomm.kernels.quantize import quantize_columns, quantize_rows, quantize_transposed
 from tests.gpu import harness
 from tests.gpu.conftest import Pools
 from tests.gpu.test_activation import Output
@@ -63,7 +64,7 @@ def test_nothing_else_is_written(rank: int, world_size: int, dtype: str, seed: i
 
     problems = []
     kind: torch.dtype = getattr(torch, dtype)
-    prepare(harness.device(), kind)
+    operators.prepare("quantize", harness.device(), kind)
     stream = torch.cuda.current_stream().cuda_stream
     for rows, columns, ends in GROUPS + LARGE_GROUPS:
         real = ends[-1]

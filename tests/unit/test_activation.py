@@ -411,7 +411,7 @@ def test_rows_are_computed_in_blocks(
 
 
 def test_a_build_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(module._C, "activation", raising=False)
-    with pytest.raises(Unsupported, match=r"inner is on cuda:5, but this moecomm was built without its CUDA"):
+    monkeypatch.delattr(module._C, "prepare_activation", raising=False)
+    with pytest.raises(Unsupported, match=r"a tensor is on cuda:5, but this moecomm was built without"):
         prepare(torch.device("cuda", 5), torch.bfloat16)
     prepare(torch.device("cpu"), torch.bfloat16)  # nothing to load there

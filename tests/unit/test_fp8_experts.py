@@ -16,6 +16,7 @@ from torch import Tensor
 
 from moecomm.errors import InvalidArgument, Unsupported
 from moecomm.kernels import fp8_products as module
+from moecomm.kernels import operators
 from moecomm.kernels.fp8_products import Fp8Products
 from moecomm.kernels.products import Products
 from moecomm.kernels.quantize import (
@@ -27,7 +28,6 @@ from moecomm.kernels.quantize import (
 )
 from moecomm.kernels.scaled_mm import missing_on, scaled_grouped_mm, scaled_grouped_mm_wgrad
 from moecomm.nn import GroupedExperts, MoEConfig
-from moecomm.nn import experts as experts_module
 from moecomm.nn.experts import make_products
 from tests import ranks
 from tests.multirank.conftest import Pools
@@ -401,12 +401,12 @@ def test_refuses(options: dict[str, Any], text: str) -> None:
 def test_gpus_that_have_it(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     prepared: list[Any] = []
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(experts_module, "prepare", lambda *given: prepared.append(given))
+    monkeypatch.setattr(operators, "prepare", lambda *given: prepared.append(given))
     config, gpu = MoEConfig(**SIZES, expert_precision="fp8", dtype=torch.bfloat16), torch.device("cuda", 3)
     if capability == (9, 0):
         assert missing_on(gpu) is None
         products: Products = make_products(config, gpu)
-        assert isinstance(products, Fp8Products) and prepared == [(gpu, torch.bfloat16)]
+        assert isinstance(products, Fp8Products) and prepared == [("quantize", gpu, torch.bfloat16)]
         return
     with pytest.raises(Unsupported, match=rf"cuda:3 has compute capability {capability[0]}\.{capability[1]}"):
         make_products(config, gpu)

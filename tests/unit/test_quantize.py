@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from moecomm.errors import InvalidArgument, Unsupported
-from moecomm.kernels import quantize as module
-from moecomm.kernels.quantize import prepare, quantize_columns, quantize_rows, quantize_transposed
+from moecomm.kernels import operators
+from moecomm.kernels.quantize import quantize_columns, quantize_rows, quantize_transposed
 from tests import ranks, reference
 from tests.multirank.on_ranks import on_ranks
 
@@ -278,11 +278,6 @@ def test_in_a_graph(backend: str, seed: int) -> None:
 
 
 def test_without_the_cuda_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_C", SimpleNamespace())
-    module._gpu.cache_clear()  # what fails is not cached
+    monkeypatch.setattr(operators, "_C", SimpleNamespace())
     with pytest.raises(Unsupported, match="built without its CUDA part"):
-        module._gpu(0)
-
-
-def test_prepare_does_nothing_on_the_cpu() -> None:
-    prepare(torch.device("cpu"), torch.bfloat16)
+        operators.loaded("quantize", 0, torch.bfloat16)  # what fails is not cached

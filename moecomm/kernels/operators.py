@@ -1,0 +1,44 @@
+"""What the experts' operators have in common: their definitions for torch, and their kernels on GPUs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import moecomm._C as _C
+from moecomm.device.cuda_device import CudaDevice, no_kernels
+from moecomm.setup.memory_plan import NATIVE_DTYPES
+
+LIBRARY = torch.library.Library("moecomm", "FRAGMENT")
+
+
+def define(schema: str, run: Callable[..., Any], fake: Callable[..., Any], *tags: torch.Tag) -> None:
+    """Defines the operator moecomm::NAME, which torch.compile takes as it is. schema: "NAME(arguments) ->
+    results"; run: computes it; fake: checks its arguments and returns uninitialised results."""
+    name = schema.partition("(")[0]
+    LIBRARY.define(schema, tags=tags)
+    LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"moecomm::{name}", fake, lib=LIBRARY)
+
+
+def prepare(kernels: str, device: torch.device, dtype: torch.dtype) -> None:
+    """Loads `kernels` of the extension for a dtype onto a CUDA device; does nothing elsewhere, nor a second
+    time. The first use does this too. But loading may wait for kernels under way, and those of a communicator
+    may wait for other ranks, so a program that runs both side by side calls this first. Raises Unsupported
+    where this build has no CUDA part."""
+    if device.type == "cuda":
+        loaded(kernels, device.index if device.index is not None else torch.cuda.current_device(), dtype)
+
+
+@functools.cache
+def loaded(kernels: str, index: int, dtype: torch.dtype) -> CudaDevice:
+    """Returns a GPU onto which `kernels` of the extension are loaded for a dtype."""
+    if not hasattr(_C, f"prepare_{kernels}"):
+        raise no_kernels(f"a tensor is on cuda:{index}")
+    gpu = CudaDevice(index)
+    with gpu.current():
+        getattr(_C, f"prepare_{kernels}")(NATIVE_DTYPES[dtype])
+    return gpu
