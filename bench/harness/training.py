@@ -111,7 +111,7 @@ def _run_rank(plan: Plan, options: command_line.Options) -> int:
     import torch.distributed as dist
     from lm import ranks
 
-    from ..results.page import profile_table, train_table
+    from ..results.tables import profile_table, train_table
     from . import record, report
 
     ranks.follow_parent()

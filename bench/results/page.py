@@ -13,8 +13,7 @@ from ..harness.path import FORWARD, IN_A_ROW, STEP, WHOLE
 from ..harness.record import Record, Row
 from ..harness.report import machine_words, number, sent_over_least, skew_words, wrong_words
 from . import growth
-
-Records = Mapping[str, Record]
+from .tables import Cells, Records, profile_table, table, table_of, titled, train_table
 
 
 class Group(NamedTuple):
@@ -47,36 +46,6 @@ class Group(NamedTuple):
     def of(self, path: str, key: str, scale: float = 1.0, digits: int = 3) -> str:
         """A number of a path's row."""
         return number(self.paths[path].get(key), scale, digits) if path in self.paths else "-"
-
-
-Cells = Sequence[tuple[str, Callable[[Any], str]]]
-"""Columns: a title, and what stands in it."""
-
-
-def table(titles: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """A Markdown table with aligned columns, so that a terminal shows it well too; "" without lines."""
-    if not lines:
-        return ""
-    widths = [max(len(row[column]) for row in (titles, *lines)) for column in range(len(titles))]
-
-    def line(cells: Sequence[str]) -> str:
-        padded = [cells[0].ljust(widths[0])]
-        padded += [cell.rjust(width) for cell, width in zip(cells[1:], widths[1:], strict=True)]
-        return "| " + " | ".join(padded) + " |"
-
-    rule = "|".join("-" * (width + 1) + (":" if column else "-") for column, width in enumerate(widths))
-    return "\n".join([line(titles), f"|{rule}|", *(line(row) for row in lines)])
-
-
-def table_of(cells: Cells, things: Sequence[Any]) -> str:
-    """The table of some columns, a line a thing, without columns in which nothing stands."""
-    columns = [(title, [cell(each) for each in things]) for title, cell in cells]
-    shown = [(title, values) for title, values in columns if set(values) != {"-"}]
-    return table([title for title, _ in shown], list(zip(*(values for _, values in shown), strict=True)))
-
-
-def _titled(title: str, body: str) -> str:
-    return f"{title}\n\n{body}" if body else ""
 
 
 def groups_of(records: Records) -> list[Group]:
@@ -281,13 +250,13 @@ def _steps(records: Iterable[Record]) -> list[str]:
                 place = found.setdefault(tuple(row[name] for name in _OF_STEPS), {})
                 place[row["path"], row["phase"]] = row
     return [
-        _titled(
+        titled(
             "Microbatches of a training step, ms each; in brackets over torch's products. All in a row, "
             "gradients of weights added to what is there; *whole step*: from weights without gradients on. "
             "GB: its peak over what was there before.",
             _steps_table(list(found.values())),
         ),
-        _titled(
+        titled(
             "A microbatch alone beside several in a row:",
             table_of(_PATHS, [(rows, path) for rows in found.values() for path in _paths_of([rows])]),
         ),
@@ -425,7 +394,7 @@ def _missing(records: Records) -> str:
         for name, content in records.items()
         for each in content.get("missing", ())
     )
-    return _titled("Not run:", "\n".join(found))
+    return titled("Not run:", "\n".join(found))
 
 
 def _gpus(records: Records) -> list[str]:
@@ -452,7 +421,7 @@ def _gpus_of(records: Records) -> list[str]:
         _facts(records),
         "Times are as called, with an empty L2. The ceiling is `sm-push`; *nccl* moves rows as they are.",
         table_of(_GPU, single),
-        _titled(
+        titled(
             "Every path of the runs beside all baselines (memcpy reads and writes *algbw* on one GPU):",
             table_of(_BESIDE, paths),
         ),
@@ -460,7 +429,7 @@ def _gpus_of(records: Records) -> list[str]:
         table_of(_GPU, [group for group in groups if group not in single]),
         "### Several numbers of GPUs",
         table_of(_GPU, groups_of(grown)),
-        _titled(
+        titled(
             "The [formula](memory.md#how-time-grows), with its two constants from the run on most GPUs:",
             "\n".join(constants),
         ),
@@ -491,9 +460,9 @@ def _layer_parts(records: Records) -> list[str]:
             f"{_facts(of_one)}\n- a dense product of {shape} makes {dense[0]:.4g} to {dense[-1]:.4g} TFLOP/s",
             *_steps(of_one.values()),
             table_of(_LAYERS, [group for group in steps if named.FP8_OVERLAPPED not in group.paths]),
-            _titled("Few tokens, eager and replayed from a graph:", table_of(_GRAPHS, graphs)),
-            _titled("By what a forward keeps for its backward:", _kept(eager)),
-            _titled("Products in fp8, times as fast as without:", table_of(_FP8, fp8)),
+            titled("Few tokens, eager and replayed from a graph:", table_of(_GRAPHS, graphs)),
+            titled("By what a forward keeps for its backward:", _kept(eager)),
+            titled("Products in fp8, times as fast as without:", table_of(_FP8, fp8)),
         ]
     return [*found, _missing(records)]
 
@@ -527,9 +496,9 @@ def _node_parts(records: Records) -> list[str]:
             f"### Machine {place + 1}",
             _facts(of_one),
             table_of(_nodes(backend), groups),
-            _titled("Group-limited routing beside the same without, over all ranks:", _limit_table(groups)),
-            _titled("A provider by itself, both ways at once, of one direction:", raw),
-            _titled("The proxy before a network that does nothing, by kind of command:", proxy),
+            titled("Group-limited routing beside the same without, over all ranks:", _limit_table(groups)),
+            titled("A provider by itself, both ways at once, of one direction:", raw),
+            titled("The proxy before a network that does nothing, by kind of command:", proxy),
         ]
     return [*found, _missing(records)]
 
@@ -546,58 +515,6 @@ def _cpus(records: Records) -> list[str]:
     ]
 
 
-_TRAIN: Cells = (  # of a run's name, record and row
-    ("run", lambda it: it[0]),
-    ("model", lambda it: str(it[2]["model"])),
-    ("layers", lambda it: str(it[2]["layers"])),
-    ("ranks", lambda it: str(it[1]["folding"])),
-    ("tokens a step", lambda it: str(it[2]["tokens"])),
-    ("window", lambda it: str(it[2]["seq"])),
-    ("variant", lambda it: it[2]["path"]),
-    ("s a step", lambda it: number(it[2]["time_s"], 1, 4)),
-    ("tokens/s", lambda it: number(it[2]["tokens_per_s"], 1, 0)),
-    ("TFLOP/s", lambda it: number(it[2].get("tflops"), 1, 0)),
-    ("MFU %", lambda it: number(it[2].get("mfu"), 100)),
-    ("exposed %", lambda it: number(it[2].get("exposed_share"), 100)),
-    ("busiest rank", lambda it: number(it[2].get("busiest_rank"), 1, 3)),
-    ("memory GB", lambda it: number(it[2].get("memory_bytes"), 1e-9)),
-    ("loss", lambda it: number(it[2]["losses"][-1], 1, 4)),
-    ("#wrong", lambda it: wrong_words(it[2])),
-)
-
-
-def train_table(records: Records) -> str:
-    """The table of `train_perf.py`: a line a variant of a run. The busiest rank's rows are over the average
-    rank's, in the last step; the loss is that of the last step."""
-    return table_of(_TRAIN, [(name, each, row) for name, each in records.items() for row in each["rows"]])
-
-
-def profile_table(records: Records) -> str:
-    """Where the time of a profiled step went on the first GPU, in milliseconds: a line a variant, a column a
-    kind of kernels."""
-    runs = [
-        (name, row["path"], _profile(row))
-        for name, content in records.items()
-        for row in content["rows"]
-        if row.get("profile")
-    ]
-    kinds = list(dict.fromkeys(kind for *_, profile in runs for kind in profile))
-    lines = [[name, path, *(number(profile.get(kind)) for kind in kinds)] for name, path, profile in runs]
-    return table(("run", "ms of", *kinds), lines)
-
-
-def _profile(row: Row) -> dict[str, float]:
-    """Returns the profile of a row. Records up to November 2026 have two kinds in the place of the last one,
-    since kernels with "lambda" in their names were taken for an optimizer's."""
-    from ..harness.profile import REST  # late: it imports torch
-
-    found = dict(row["profile"])
-    parts = [found.pop(kind, None) for kind in ("optimizer", "elementwise and others")]
-    if any(part is not None for part in parts):
-        found[REST] = sum(part or 0.0 for part in parts)
-    return found
-
-
 def _training(records: Records) -> list[str]:
     found = [
         "## Training",
@@ -609,7 +526,7 @@ def _training(records: Records) -> list[str]:
             f"### Steps on {machine}",
             _facts(of_one),
             train_table(of_one),
-            _titled("Kernels of one step; kinds run beside each other:", profile_table(of_one)),
+            titled("Kernels of one step; kinds run beside each other:", profile_table(of_one)),
         ]
     return found
 

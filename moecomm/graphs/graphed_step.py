@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from moecomm.communicator import Communicator
 from moecomm.errors import CapacityExceeded, InvalidArgument, Unsupported
 from moecomm.graphs.overflow_check import OverflowCheck
 from moecomm.graphs.recorder import CudaRecorder, Recorder
-from moecomm.nn.experts import GroupedExperts
 from moecomm.nn.layer import MoELayer
 from moecomm.nn.router import rows_for_headroom
 from moecomm.types import AnyGroup, Group, as_group
@@ -54,9 +54,11 @@ class _Before(NamedTuple):
 class GraphedStep:
     """Runs `step_fn(*inputs)`, a forward and backward of `model`, as the replay of a CUDA graph.
 
-        step = GraphedStep(forward_backward, model, update=optimizer)
+        step = GraphedStep(forward_backward, model)
         for tokens in batches:
             loss = step(tokens)
+            optimizer.step()
+            optimizer.zero_grad()
 
     In the graph every MoELayer has room for `headroom` times the rows of a balanced routing. Whether that was
     enough is found out on the device and agreed upon between ranks, with one wait of the host a step. If not,
@@ -72,14 +74,11 @@ class GraphedStep:
             in place.
         headroom: factor of the rows of each layer, headroom * max_tokens * top_k; at most what any routing
             can bring.
-        update: runs on the gradients once a step is accepted: a function without arguments, or, with one
-            rank, an optimizer (capturable=True where it has that). It runs as it is the first time, then as a
-            second graph; gradients that there were are added to the graph's. None: nothing.
         group: ranks that decide together: all that `step_fn` communicates with. None: those of the layers'
             communicators, which must have one group, with no aux_loss that is summed over other ranks.
         warmup: runs before the capture, in the first call, at least one; they leave no trace.
         report_every: overflows between two warnings.
-        recorder: records the graphs in another way; None: CUDA graphs.
+        recorder: records the graph in another way; None: a CUDA graph.
 
     A call raises InvalidArgument for inputs of another shape, dtype or device than the first time, on this
     rank alone; what `step_fn` raises; and what `Communicator.check` does but for CapacityExceeded, of errors
@@ -99,7 +98,6 @@ class GraphedStep:
         model: nn.Module,
         *,
         headroom: float = 1.25,
-        update: torch.optim.Optimizer | Callable[[], object] | None = None,
         group: AnyGroup | None = None,
         warmup: int = 2,
         report_every: int = 100,
@@ -126,7 +124,6 @@ class GraphedStep:
         self.overflows = 0
         self.last_needed: Needed | None = None
         self._step_fn, self._model, self._layers = step_fn, model, layers
-        self._update = _update_function(update, self.device)
         self._comms: list[Communicator] = list({id(each.comm): each.comm for each in layers}.values())
         self._capacities = [_capacity(layer, headroom) for layer in layers]
         self._parameters = [each for each in model.parameters() if each.requires_grad]
@@ -135,8 +132,6 @@ class GraphedStep:
         self._inputs: tuple[Any, ...] = ()
         self._buffers: list[tuple[Tensor, Tensor]] = []
         self._replay: Callable[[], _Done] | None = None
-        self._has_updated = False
-        self._replay_update: Callable[[], list[bool]] | None = None
         self._own_grads: list[Tensor | None] = [None] * len(self._parameters)
 
     @property
@@ -157,13 +152,12 @@ class GraphedStep:
             if needed is not None:
                 self._count(needed)
                 self._copy_inputs(inputs)  # the replay may have written them
-                done = self._rerun_eager(before, done)
+                done = self._rerun_eager(before)
             assert done is not None
         except BaseException:
             self._put_grads(before.grads)
             raise
         self._accumulate_grads(done, before)
-        self._run_update()
         return _map(self._copy, done.output)
 
     def report(self) -> str:
@@ -357,32 +351,14 @@ class GraphedStep:
                 with contextlib.suppress(*passed_over):
                     comm.check()
 
-    def _forget_quantized(self) -> None:
-        """Drops weights that were quantised before a graph changed those which they were made of, without
-        their version."""
-        for layer in self._layers:
-            if isinstance(layer.experts, GroupedExperts):
-                layer.experts.forget_quantized()
-
-    def _rerun_eager(self, before: _Before, failed: _Done | None) -> _Done:
+    def _rerun_eager(self, before: _Before) -> _Done:
         """Runs the step without graph, at exact size, from the state before the replay."""
         self._set_random(before.random)
         with torch.no_grad():
             for kept, buffer in self._buffers:
                 buffer.copy_(kept)
-        self._forget_quantized()
         with self._at_exact_size():
-            done = self._run_step()
-        if failed is None:
-            return done
-        # The gradients go into the tensors of the graph, where `update` looks for them.
-        grads: list[Tensor | None] = []
-        with torch.no_grad():
-            for own, exact in zip(failed.grads, done.grads, strict=True):
-                if own is not None and exact is not None:
-                    own.copy_(exact)
-                grads.append(own if own is not None and exact is not None else exact)
-        return done._replace(grads=grads)
+            return self._run_step()
 
     def _accumulate_grads(self, done: _Done, before: _Before) -> None:
         """Adds the step's gradients to those before it, and sets the losses and token counts of the
@@ -393,33 +369,13 @@ class GraphedStep:
             ):
                 if grad is None or prior is None:
                     parameter.grad = prior if grad is None else grad
-                elif is_own or self._update is not None:
+                elif is_own:
                     parameter.grad = grad.add_(prior)
                 else:
                     parameter.grad = prior.add_(grad)
         self._own_grads = done.grads
         for layer, (losses, tokens_per_expert) in zip(self._layers, done.seen, strict=True):
             layer.last_losses, layer.last_tokens_per_expert = losses, tokens_per_expert
-
-    def _run_update(self) -> None:
-        if self._update is None:
-            return
-        if not self._has_updated:
-            self._update()  # the first step of an optimizer makes its state
-            self._has_updated = True
-            return
-        if self._replay_update is None:
-            self._replay_update = self._recorder.record(self._update_body)
-        for parameter, is_cleared in zip(self._parameters, self._replay_update(), strict=True):
-            if is_cleared:
-                parameter.grad = None
-        self._forget_quantized()
-
-    def _update_body(self) -> list[bool]:
-        """Runs the update; returns which gradients it set to None."""
-        assert self._update is not None
-        self._update()
-        return [each.grad is None for each in self._parameters]
 
     def _copy(self, tensor: Tensor) -> Tensor:
         """Returns a copy of a tensor of the step's result."""
@@ -463,20 +419,6 @@ def _capacity(layer: MoELayer, headroom: float) -> int:
     return rows if layer.capacity is None else min(rows, layer.capacity)
 
 
-def _update_function(
-    update: torch.optim.Optimizer | Callable[[], object] | None, device: torch.device
-) -> Callable[[], object] | None:
-    if not isinstance(update, torch.optim.Optimizer):
-        return update
-    for group in update.param_groups:
-        if device.type == "cuda" and group.get("capturable") is False:
-            raise InvalidArgument(
-                f"update is {type(update).__name__}(capturable=False): make it with capturable=True, so that "
-                "a graph can have it"
-            )
-    return update.step
-
-
 def _kind(value: Any) -> str:
     """Describes what of an input a graph holds fast."""
     if not isinstance(value, Tensor):
@@ -486,15 +428,12 @@ def _kind(value: Any) -> str:
 
 def _map(change: Callable[[Tensor], Tensor], value: Any) -> Any:
     """Returns `value` with `change` applied to each of its tensors."""
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, dict):
-        return {key: _map(change, each) for key, each in value.items()}
-    if isinstance(value, (tuple, list)):
-        changed = [_map(change, each) for each in value]
-        return type(value)(*changed) if hasattr(value, "_fields") else type(value)(changed)
-    if value is None:
-        return None
-    raise InvalidArgument(
-        f"step_fn returned {type(value).__name__}, must return tensors, alone or in tuples, lists and dicts"
-    )
+
+    def changed(each: Any) -> Any:
+        if each is None or isinstance(each, Tensor):
+            return None if each is None else change(each)
+        raise InvalidArgument(
+            f"step_fn returned {type(each).__name__}, must return tensors, in tuples, lists and dicts if several"
+        )
+
+    return tree_map(changed, value)

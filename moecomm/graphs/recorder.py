@@ -1,4 +1,4 @@
-"""Recorders make the graphs of a GraphedStep: they warm a step up, record it, and replay it."""
+"""Recorders make the graph of a GraphedStep: they warm a step up, record it, and replay it."""
 
 from __future__ import annotations
 
@@ -23,13 +23,11 @@ class Recorder(Protocol):
 
 
 class CudaRecorder:
-    """CUDA graphs on one GPU. The graphs share their memory: they are replayed in the order of their
-    recording, not side by side."""
+    """A CUDA graph."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
-        self._graphs: list[torch.cuda.CUDAGraph] = []
 
     def warm_up(self, run: Callable[[], object]) -> None:
         """Runs the step on the stream that records: autograd accumulates gradients where it did the first
@@ -44,14 +42,12 @@ class CudaRecorder:
         """Captures `run`. Other threads may call CUDA meanwhile; a watching thread of NCCL does."""
         gc.collect()  # not during the capture: what it finds may be freed by calls that spoil one
         graph = torch.cuda.CUDAGraph()
-        pool = self._graphs[0].pool() if self._graphs else None
         torch.cuda.synchronize(self._device)
         with (
             torch.cuda.device(self._device),
-            torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"),
+            torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"),
         ):
             result = run()
-        self._graphs.append(graph)
 
         def replay() -> Result:
             graph.replay()

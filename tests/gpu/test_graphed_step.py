@@ -59,8 +59,7 @@ def test_equals_dropless_steps(pool: Pools, size: int, kind: str, seed: int) -> 
 @pytest.mark.parametrize("kind", ["sgd", "adamw"])
 @pytest.mark.parametrize("nccl", [False, True], ids=["", "nccl"])
 @pytest.mark.parametrize("size", [1, 2])
-def test_updates_are_graphs_too(pool: Pools, size: int, nccl: bool, kind: str, seed: int) -> None:
-    """Whole steps with an optimizer, as two graphs, beside the same without."""
+def test_updates_between_steps(pool: Pools, size: int, nccl: bool, kind: str, seed: int) -> None:
     case = case_of(seed, nccl=nccl, synced=nccl, update=kind, steps=7)
     results = pool(size)(plain_and_graphed, case)
     check_steps(case, results)

@@ -70,9 +70,9 @@ class Case:
     checkpointed: tuple[int, ...] = ()
     """Which layers."""
     update: str | None = "adamw"
-    """The optimizer that is part of a step; "none" leaves gradients to the caller."""
+    """The optimizer; None: gradients are set to zero instead of an update."""
     accumulate: int = 1
-    """Calls between two updates, which are not part of a step where there are several."""
+    """Calls between two updates."""
     synced: bool = True
     """An update sums gradients over ranks and moves biases."""
     nccl: bool = False
@@ -235,10 +235,8 @@ def plain_and_graphed(rank: int, world_size: int, case: Case) -> dict[str, Any]:
 
         return update
 
-    within = case.update is not None and case.accumulate == 1
     update, update_twin = update_of(model, first), update_of(twin, second)
-    # With one rank an optimizer alone is an update, too, which leaves gradients to the caller.
-    step = case.step(model, update=(update if case.synced or world_size > 1 else first) if within else None)
+    step = case.step(model)
     plain = forward_backward(twin)
     problems, overflowed, rows = [], [], []
     torch.manual_seed(case.seed + rank)
@@ -247,8 +245,6 @@ def plain_and_graphed(rank: int, world_size: int, case: Case) -> dict[str, Any]:
         random, before = random_state(), step.overflows
         got = step(x_TH)
         overflowed.append(step.overflows > before)
-        if within and not case.synced:
-            model.zero_grad()
         after = random_state()
         set_random_state(random)
         if not torch.equal(x_TH, case.batch(rank, number)):
@@ -258,18 +254,15 @@ def plain_and_graphed(rank: int, world_size: int, case: Case) -> dict[str, Any]:
         rows.append(most_rows(twin, world_size))
         if not torch.equal(after, random_state()):
             problems.append(f"{what}: the RNG went on differently")
-        if within:
-            update_twin()
         problems += differences(state_of(model), state_of(twin), what)
         if any(layer.capacity is not None for layer in model.layers):
             problems.append(f"{what}: the capacity stayed in a layer")
-        if within:
+        if number % case.accumulate == case.accumulate - 1:
+            for each, updated in ((model, update), (twin, update_twin)):
+                (updated if case.update else each.zero_grad)()
             with torch.no_grad():  # so that a step's difference is not that of all before it
                 for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
                     ours.copy_(theirs)
-        elif number % case.accumulate == case.accumulate - 1:
-            for each, updated in ((model, update), (twin, update_twin)):
-                (updated if case.update else each.zero_grad)()
         if problems:
             break
     ranks.synchronize()
