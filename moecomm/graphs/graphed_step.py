@@ -433,7 +433,7 @@ def _map(change: Callable[[Tensor], Tensor], value: Any) -> Any:
         if each is None or isinstance(each, Tensor):
             return None if each is None else change(each)
         raise InvalidArgument(
-            f"step_fn returned {type(each).__name__}, must return tensors, in tuples, lists and dicts if several"
+            f"step_fn returned {type(each).__name__}, must return tensors, also in tuples, lists and dicts"
         )
 
     return tree_map(changed, value)

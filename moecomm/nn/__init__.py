@@ -15,14 +15,13 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-import moecomm.kernels.flops
-import moecomm.nn.spread  # noqa: F401 (both tell torch of what is here)
+import moecomm.nn.spread  # noqa: F401 (it checks optimizers from then on)
 from moecomm.kernels.marks import is_expert_parameter, mark_expert_parameter
+from moecomm.kernels.parameters import mark_adapter
 from moecomm.nn.config import MoEConfig, OverlapConfig
 from moecomm.nn.experts import GroupedExperts, SharedExperts
 from moecomm.nn.layer import MoELayer, backward_weights, set_loss_scale
 from moecomm.nn.losses import attach_loss, load_balancing_loss, z_loss
-from moecomm.nn.parameters import mark_adapter
 from moecomm.nn.router import Routing, TopKRouter
 
 if TYPE_CHECKING:

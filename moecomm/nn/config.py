@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,15 +14,16 @@ from moecomm.errors import InvalidArgument
 from moecomm.kernels.activation import INPUTS
 from moecomm.kernels.quantize import QUANTUM
 
-_CHOICES = {
+_CHOICES: dict[str, tuple[Any, ...]] = {
     "activation": tuple(INPUTS),
     "products": (None, "torch", "quack"),
     "score_function": ("softmax", "sigmoid"),
     "aux_loss": ("none", "batch", "sequence", "global"),
     "bias_update": ("sign", "centered"),
     "drop_policy": ("probs", "position"),
+    "dtype": (torch.float32, torch.bfloat16, torch.float16, torch.float64),
+    "expert_precision": (None, "fp8"),
 }
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,61 +132,81 @@ class MoEConfig:
 
     def __post_init__(self) -> None:
         for name in ("hidden", "ffn_hidden", "num_experts", "top_k"):
-            _require(self, _is_count(getattr(self, name)), name, "an int of at least 1")
-        _require(self, self.top_k <= self.num_experts, "top_k", f"at most num_experts={self.num_experts}")
+            _require(self, name, _is_count(getattr(self, name)), "an int of at least 1")
         shared = self.num_shared_experts
-        _require(self, shared == 0 or _is_count(shared), "num_shared_experts", "an int of at least 0")
-        _require(self, shared > 0 or not self.shared_gate, "shared_gate", "False without shared experts")
+        _require(self, "num_shared_experts", shared == 0 or _is_count(shared), "an int of at least 0")
         for name, allowed in _CHOICES.items():
-            expected = f"one of {', '.join(map(str, allowed))}"
-            _require(self, getattr(self, name) in allowed, name, expected)
-        _require(self, self.dtype in _DTYPES, "dtype", f"one of {', '.join(map(str, _DTYPES))}")
+            _require(self, name, getattr(self, name) in allowed, f"one of {', '.join(map(str, allowed))}")
         for name in ("aux_loss_coef", "z_loss_coef", "bias_update_rate", "init_std"):
             value = getattr(self, name)
-            _require(self, math.isfinite(value) and value >= 0, name, "a finite number of at least 0")
-        _require(self, 0 <= self.jitter < 1, "jitter", "in [0, 1)")
-        factor = self.scaling_factor
-        _require(self, math.isfinite(factor) and factor > 0, "scaling_factor", "a finite number above 0")
-        narrow = self.dtype != torch.float64 or not self.main_grad
-        _require(self, narrow, "main_grad", "False with dtype=torch.float64, since it is float32")
-        self._check_precision()
-        self._check_scores()
-        self._check_groups()
-        self._check_capacity()
+            _require(self, name, math.isfinite(value) and value >= 0, "a finite number of at least 0")
+        for rules in (self._rules(), self._precision_rules(), self._score_rules(), self._group_rules()):
+            for name, holds, bound in rules:
+                _require(self, name, holds, bound)
 
-    def _check_precision(self) -> None:
-        precision = self.expert_precision
-        _require(self, precision in (None, "fp8"), "expert_precision", "None or 'fp8'")
-        if precision is None:
-            return
-        _require(self, self.products is None, "products", "None with expert_precision")
-        _require(self, not self.bias, "bias", "False with expert_precision")
-        _require(self, self.dtype != torch.float64, "dtype", "narrower than float64 with expert_precision")
-        for name in ("hidden", "ffn_hidden"):
+    def _rules(self) -> Iterator[tuple[str, bool, str]]:
+        """Yields fields, whether they may have their values, and which they may have."""
+        yield "top_k", self.top_k <= self.num_experts, f"at most num_experts={self.num_experts}"
+        yield (
+            "shared_gate",
+            self.num_shared_experts > 0 or not self.shared_gate,
+            "False without shared experts",
+        )
+        yield "jitter", 0 <= self.jitter < 1, "in [0, 1)"
+        for name in ("scaling_factor", "capacity_factor"):
             value = getattr(self, name)
-            _require(self, value % QUANTUM == 0, name, f"a multiple of {QUANTUM} with expert_precision='fp8'")
+            given = name == "scaling_factor" or value is not None
+            yield name, not given or (math.isfinite(value) and value > 0), "a finite number above 0"
+        fixed = self.capacity_factor is not None or not self.pad_to_capacity
+        yield "pad_to_capacity", fixed, "False without a capacity_factor"
+        narrow = self.dtype != torch.float64 or not self.main_grad
+        yield "main_grad", narrow, "False with dtype=torch.float64, since it is float32"
 
-    def _check_scores(self) -> None:
-        softmax = self.score_function == "softmax"
-        _require(self, softmax or not self.pre_softmax, "pre_softmax", "False with sigmoid scores")
+    def _precision_rules(self) -> Iterator[tuple[str, bool, str]]:
+        if self.expert_precision is None:
+            return
+        yield "products", self.products is None, "None with expert_precision"
+        yield "bias", not self.bias, "False with expert_precision"
+        yield "dtype", self.dtype != torch.float64, "narrower than float64 with expert_precision"
+        for name in ("hidden", "ffn_hidden"):
+            fits = getattr(self, name) % QUANTUM == 0
+            yield name, fits, f"a multiple of {QUANTUM} with expert_precision='fp8'"
+
+    def _score_rules(self) -> Iterator[tuple[str, bool, str]]:
+        softmax, one = self.score_function == "softmax", self.top_k == 1
+        yield "pre_softmax", softmax or not self.pre_softmax, "False with sigmoid scores"
         # A softmax over one value is the constant 1: the router would get no gradient and never learn.
-        learns = self.top_k > 1 or self.num_experts == 1 or not softmax or self.pre_softmax
-        _require(self, learns, "pre_softmax", "True when top_k is 1 (else every weight is the constant 1)")
-        constant = self.normalize_topk and self.top_k == 1 and self.num_experts > 1
-        _require(
-            self,
-            not constant,
-            "normalize_topk",
-            "False when top_k is 1 (else every weight is the constant 1)",
-        )
-        _require(
-            self,
-            self.top_k == 1 or not self.weights_on_input,
-            "weights_on_input",
-            f"False with top_k={self.top_k}: a token's row travels once for all of its experts on a rank",
-        )
-        has_loss = self.aux_loss != "none"
-        _require(self, has_loss or self.aux_loss_coef == 0, "aux_loss_coef", "0 with aux_loss='none'")
+        constant = "when top_k is 1 (else every weight is the constant 1)"
+        several = self.num_experts > 1 and one
+        yield "pre_softmax", not (several and softmax) or self.pre_softmax, f"True {constant}"
+        yield "normalize_topk", not (several and self.normalize_topk), f"False {constant}"
+        once = f"False with top_k={self.top_k}: a token's row travels once for all of its experts on a rank"
+        yield "weights_on_input", one or not self.weights_on_input, once
+        yield "aux_loss_coef", self.aux_loss != "none" or self.aux_loss_coef == 0, "0 with aux_loss='none'"
+
+    def _group_rules(self) -> Iterator[tuple[str, bool, str]]:
+        groups, chosen, nodes = self.num_groups, self.topk_groups, self.limit_nodes
+        if nodes is not None:
+            yield "limit_nodes", _is_count(nodes), "an int of at least 1"
+            none = groups is None and chosen is None
+            yield "limit_nodes", none, "None when num_groups and topk_groups are given"
+        best, per_group = self.scores_per_group, self.num_experts
+        if groups is not None and _is_count(groups):
+            per_group = self.num_experts // groups
+        if best is not None:
+            limits = nodes is not None or groups is not None
+            yield "scores_per_group", limits, "None without num_groups or limit_nodes"
+            fits = _is_count(best) and (groups is None or best <= per_group)
+            yield "scores_per_group", fits, "an int from 1 to the number of a group's experts"
+        if groups is None and chosen is None:
+            return
+        yield "topk_groups", groups is not None and chosen is not None, "given together with num_groups"
+        assert groups is not None and chosen is not None
+        divides = _is_count(groups) and self.num_experts % groups == 0
+        yield "num_groups", divides, f"a divisor of num_experts={self.num_experts}"
+        yield "topk_groups", _is_count(chosen) and chosen <= groups, f"in 1..num_groups={groups}"
+        reachable = chosen * per_group
+        yield "top_k", self.top_k <= reachable, f"at most the {reachable} experts of {chosen} groups"
 
     def for_nodes(self, nodes: int) -> MoEConfig:
         """Returns this config for a job on `nodes` nodes, which hold equal parts of the experts in order of
@@ -203,61 +225,22 @@ class MoEConfig:
         if limit >= nodes:
             return dataclasses.replace(self, limit_nodes=None, scores_per_group=None)
         per_node = self.num_experts // nodes
-        bound = (
+        enough = (
             f"so many that their {per_node} experts each (on {nodes} nodes) suffice for top_k={self.top_k}"
         )
-        _require(self, self.top_k <= limit * per_node, "limit_nodes", bound)
+        _require(self, "limit_nodes", self.top_k <= limit * per_node, enough)
         best = self.scores_per_group
-        _require(
-            self, best is None or best <= per_node, "scores_per_group", f"at most {per_node} on {nodes} nodes"
-        )
+        few = best is None or best <= per_node
+        _require(self, "scores_per_group", few, f"at most {per_node} on {nodes} nodes")
         return dataclasses.replace(self, limit_nodes=None, num_groups=nodes, topk_groups=limit)
-
-    def _check_groups(self) -> None:
-        groups, chosen, nodes = self.num_groups, self.topk_groups, self.limit_nodes
-        if nodes is not None:
-            _require(self, _is_count(nodes), "limit_nodes", "an int of at least 1")
-            _require(
-                self,
-                groups is None and chosen is None,
-                "limit_nodes",
-                "None when num_groups and topk_groups are given",
-            )
-        best = self.scores_per_group
-        if best is not None:
-            least = self.num_experts // groups if groups is not None and _is_count(groups) else 1
-            limits = nodes is not None or groups is not None
-            _require(self, limits, "scores_per_group", "None without num_groups or limit_nodes")
-            fits = _is_count(best) and (groups is None or best <= least)
-            _require(self, fits, "scores_per_group", "an int from 1 to the number of a group's experts")
-        if groups is None and chosen is None:
-            return
-        _require(
-            self, groups is not None and chosen is not None, "topk_groups", "given together with num_groups"
-        )
-        assert groups is not None and chosen is not None
-        divides = _is_count(groups) and self.num_experts % groups == 0
-        _require(self, divides, "num_groups", f"a divisor of num_experts={self.num_experts}")
-        _require(self, _is_count(chosen) and chosen <= groups, "topk_groups", f"in 1..num_groups={groups}")
-        reachable = chosen * (self.num_experts // groups)
-        _require(
-            self, self.top_k <= reachable, "top_k", f"at most the {reachable} experts of {chosen} groups"
-        )
-
-    def _check_capacity(self) -> None:
-        factor = self.capacity_factor
-        if factor is not None:
-            _require(self, math.isfinite(factor) and factor > 0, "capacity_factor", "a finite number above 0")
-        has_capacity = factor is not None or not self.pad_to_capacity
-        _require(self, has_capacity, "pad_to_capacity", "False without a capacity_factor")
 
 
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
-def _require(config: Any, condition: bool, name: str, bound: str) -> None:
-    if not condition:
+def _require(config: Any, name: str, holds: bool, bound: str) -> None:
+    if not holds:
         of = type(config).__name__
         raise InvalidArgument(f"{of}.{name} is {getattr(config, name)!r}, must be {bound}")
 
@@ -300,8 +283,8 @@ class OverlapConfig:
 
     def __post_init__(self) -> None:
         for name in ("overlap", "keep_shared", "defer_weights", "record"):
-            _require(self, isinstance(getattr(self, name), bool), name, "True or False")
-        _require(self, self.keep in ("all", "rows", "nothing"), "keep", "'all', 'rows' or 'nothing'")
+            _require(self, name, isinstance(getattr(self, name), bool), "True or False")
+        _require(self, "keep", self.keep in ("all", "rows", "nothing"), "'all', 'rows' or 'nothing'")
         for name, only in () if self.overlap else IN_ORDER.items():
-            fits = getattr(self, name) == only
-            _require(self, fits, name, f"{only!r} with overlap=False, where autograd does the backward")
+            bound = f"{only!r} with overlap=False, where autograd does the backward"
+            _require(self, name, getattr(self, name) == only, bound)

@@ -21,10 +21,7 @@ from moecomm.kernels.activation import INPUTS, INTERLEAVED, weighted_activation
 from moecomm.kernels.fp8_products import Fp8Products
 from moecomm.kernels.marks import mark_expert_parameter
 from moecomm.kernels.outside_autocast import matmul, needs_care
-from moecomm.kernels.products import Products, expert_ffn
-from moecomm.kernels.scaled_mm import missing_on
-from moecomm.nn.config import MoEConfig
-from moecomm.nn.parameters import (
+from moecomm.kernels.parameters import (
     ExpertPart,
     has_part_for_each,
     init_expert_weights,
@@ -33,6 +30,9 @@ from moecomm.nn.parameters import (
     ranks_of_shards,
     splits_of,
 )
+from moecomm.kernels.products import Products, expert_ffn
+from moecomm.kernels.scaled_mm import missing_on
+from moecomm.nn.config import MoEConfig
 from moecomm.types import DispatchOutput
 
 Run = Callable[[Tensor], Tensor]
@@ -305,7 +305,7 @@ class GroupedExperts(nn.Module):
     @property
     def held(self) -> str:
         """Which experts this rank holds, in words."""
-        return self._holds(self.get_extra_state().tolist())
+        return _says(self.get_extra_state().tolist())
 
     @property
     def has_all(self) -> bool:
@@ -330,7 +330,7 @@ class GroupedExperts(nn.Module):
             order = "" if known_order else ", with interleaved gates and up values"
             warnings.warn(
                 f"the state has no record {name} of which experts it holds, as those of earlier versions: it "
-                f"is taken to hold {self._holds(own)}{order}",
+                f"is taken to hold {self.held}{order}",
                 stacklevel=2,
             )
         held = state_dict.setdefault(name, self.get_extra_state()).tolist()
@@ -342,24 +342,29 @@ class GroupedExperts(nn.Module):
                 "model, or reorder the columns of w_in"
             )
         if held != own:
-            raise InvalidArgument(
-                f"the state holds {self._holds(held)}, this module {self._holds(own)}: each rank's "
-                "state_dict is of its own experts. Save and load with torch.distributed.checkpoint and "
-                "moecomm.nn.sharded_state, which has all of them"
-            )
+            raise _of_others(held, own)
         super()._load_from_state_dict(state_dict, prefix, *others)
         self.mark_parameters()  # assign=True puts other tensors in their places
-
-    @staticmethod
-    def _holds(record: list[int]) -> str:
-        """Says which experts a record is of."""
-        first, count, of, _, part, parts = record
-        share = "" if parts == 1 else f", part {part} of {parts} of each"
-        return f"experts {first}..{first + count - 1} of {of}{share}"
 
     def extra_repr(self) -> str:
         biases = ", biases" if self.config.bias else ""
         return f"{self.held}, {self.config.activation}{biases}, products by {self.products.name}"
+
+
+def _says(record: Sequence[int]) -> str:
+    """Says which experts a record is of: first expert, L, E, and maybe more (`get_extra_state`)."""
+    first, count, of, *more = record
+    share = f", part {more[1]} of {more[2]} of each" if more and more[2] > 1 else ""
+    return f"experts {first}..{first + count - 1} of {of}{share}"
+
+
+def _of_others(held: Sequence[int], own: Sequence[int]) -> InvalidArgument:
+    """Returns the error for a state of experts with the record `held` in a module of others."""
+    return InvalidArgument(
+        f"the state holds {_says(held)}, this module {_says(own)}: each rank's state_dict is of its own "
+        "experts. Save and load with torch.distributed.checkpoint and moecomm.nn.sharded_state, which has "
+        "all of them"
+    )
 
 
 class SharedExperts(nn.Module):
@@ -477,14 +482,6 @@ class _Held:
     def __init__(self, held: Sequence[int]) -> None:
         self.held = list(held)
 
-    def __str__(self) -> str:
-        return self._says(self.held)
-
-    @staticmethod
-    def _says(held: Sequence[int]) -> str:
-        first, count, of = held
-        return f"experts {first}..{first + count - 1} of {of}"
-
     def __call__(
         self, experts: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]
     ) -> None:
@@ -498,18 +495,14 @@ class _Held:
         Raises InvalidArgument for a state of other experts."""
         found = metadata.get(_HELD)
         if found is not None and list(found) != self.held:
-            raise InvalidArgument(
-                f"the state holds {self._says(found)}, this module {self}: each rank's state_dict is of its "
-                "own experts. Save and load with torch.distributed.checkpoint and "
-                "moecomm.nn.sharded_state, which has all of them"
-            )
+            raise _of_others(found, self.held)
         names = dict(experts.named_parameters(remove_duplicate=False))
         has_some = any(f"{prefix}{name}" in state for name in names)
         if found is None and has_some and self.held[1] < self.held[2]:
             warnings.warn(
                 f"the state has no record in its metadata of which experts {prefix.rstrip('.') or 'it'} "
                 "holds, as those of earlier versions, and dicts made anew of a state_dict: it is taken to "
-                f"hold {self}",
+                f"hold {_says(self.held)}",
                 stacklevel=2,
             )
 
@@ -529,7 +522,7 @@ def keep_record(experts: nn.Module, held: Sequence[int]) -> None:
 def record_of(experts: nn.Module) -> str | None:
     """Says which experts a module holds of which `keep_record` was called; None for others."""
     record = getattr(experts, _HELD, None)
-    return None if record is None else str(record)
+    return None if record is None else _says(record.held)
 
 
 def call_or_tell(comm: Communicator, part: Callable[..., Any], *arguments: Any, **options: Any) -> Any:

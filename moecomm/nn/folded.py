@@ -22,10 +22,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from moecomm.communicator import Communicator
 from moecomm.errors import InvalidArgument
+from moecomm.kernels.parameters import ExpertPart
 from moecomm.kernels.quantize import QUANTUM
 from moecomm.nn.config import MoEConfig
 from moecomm.nn.losses import SequenceSums, StepCounts
-from moecomm.nn.parameters import ExpertPart
 from moecomm.nn.router import rows_at_worst, tokens_per_expert_limit
 from moecomm.parallel import ParallelFolding
 from moecomm.types import AnyGroup, Group

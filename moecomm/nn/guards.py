@@ -21,12 +21,12 @@ from moecomm.autograd.deferred import leaf_of
 from moecomm.autograd.in_place import has_main_grad, main_grad_of
 from moecomm.errors import InvalidArgument
 from moecomm.kernels.marks import is_expert_parameter, mark_expert_parameter
-from moecomm.nn.config import IN_ORDER, OverlapConfig
-from moecomm.nn.experts import GroupedExperts, SharedExperts, record_of
-from moecomm.nn.parameters import (
+from moecomm.kernels.parameters import (
     mixed_shards_error,
     ranks_of_shards,
 )
+from moecomm.nn.config import IN_ORDER, OverlapConfig
+from moecomm.nn.experts import GroupedExperts, SharedExperts, record_of
 
 _KINDS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _OF_WEIGHTS = ("moecomm.", "torch.distributed.", "torch.nn.utils.")

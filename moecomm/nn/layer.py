@@ -18,6 +18,7 @@ from moecomm.autograd.deferred import Deferred
 from moecomm.communicator import Communicator
 from moecomm.errors import InvalidArgument, known_to_all
 from moecomm.kernels.activation import prepare as prepare_activation
+from moecomm.kernels.parameters import ExpertPart
 from moecomm.nn import folded
 from moecomm.nn.config import MoEConfig, OverlapConfig
 from moecomm.nn.expert_pass import PassContext, Plans, RecordedStages, Weights, run_experts
@@ -32,7 +33,6 @@ from moecomm.nn.experts import (
 from moecomm.nn.folded import MOST_CALLERS, caller_of
 from moecomm.nn.guards import check_settings, refuse_own_settings, watchers_of
 from moecomm.nn.losses import attach_loss
-from moecomm.nn.parameters import ExpertPart
 from moecomm.nn.router import Choices, Routing, TopKRouter, flat
 from moecomm.overlap import Timeline
 from moecomm.parallel import ParallelFolding

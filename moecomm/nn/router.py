@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from moecomm.arguments import require_integer, require_tensor
 from moecomm.errors import InvalidArgument
 from moecomm.kernels.outside_autocast import matmul, needs_care
+from moecomm.kernels.parameters import init_shared_weight
 from moecomm.nn.config import MoEConfig
 from moecomm.nn.losses import SequenceSums, StepCounts, expert_sums, z_loss
-from moecomm.nn.parameters import init_shared_weight
 
 
 @dataclass(frozen=True, kw_only=True)

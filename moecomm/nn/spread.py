@@ -14,9 +14,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from moecomm.errors import InvalidArgument
 from moecomm.kernels.marks import is_expert_parameter
+from moecomm.kernels.parameters import AVERAGED_BY_DDP, DIVIDED
 from moecomm.nn.experts import GroupedExperts
 from moecomm.nn.layer import MoELayer, built_layers
-from moecomm.nn.parameters import AVERAGED_BY_DDP, DIVIDED
 
 
 def spread_parameters(layer: MoELayer) -> dict[str, nn.Parameter]:

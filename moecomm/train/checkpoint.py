@@ -17,9 +17,9 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from moecomm.errors import InvalidArgument, Unsupported
 from moecomm.kernels.activation import INTERLEAVED
+from moecomm.kernels.parameters import Split, splits_of
 from moecomm.nn.experts import GroupedExperts, SharedExperts
 from moecomm.nn.layer import MoELayer
-from moecomm.nn.parameters import Split, splits_of
 from moecomm.train.gradients import ep_group_of
 from moecomm.train.optimizer_state import Numbers, ParamGroups, ensure_state, require_savable
 from moecomm.train.replicas import expert_owners, layers_of, replicas_of_shards

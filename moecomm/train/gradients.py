@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from moecomm.autograd.in_place import has_main_grad, main_grad_of
 from moecomm.communicator import Communicator
 from moecomm.errors import InvalidArgument, MismatchedArguments, Unsupported
+from moecomm.kernels.parameters import AVERAGED_BY_DDP, DIVIDED, ranks_of_shards
 from moecomm.nn.layer import MoELayer
-from moecomm.nn.parameters import AVERAGED_BY_DDP, DIVIDED, ranks_of_shards
 from moecomm.nn.spread import spread_parameters
 from moecomm.parallel import ParallelFolding
 from moecomm.train.agreement import agree, agree_by_holders

@@ -386,7 +386,7 @@ def test_in_inference_mode(seed: int) -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"expert_precision": "fp4"}, "expert_precision is 'fp4', must be None or 'fp8'"),
+        ({"expert_precision": "fp4"}, "expert_precision is 'fp4', must be one of None, fp8"),
         ({"hidden": 24}, "hidden is 24, must be a multiple of 16"),
         ({"ffn_hidden": 40}, "ffn_hidden is 40, must be a multiple of 16"),
         ({"dtype": torch.float64}, "dtype is torch.float64, must be narrower"),
