@@ -246,7 +246,7 @@ struct DeviceState {
   uint64_t left;                      ///< epoch of the newest dispatch whose output had no room for its rows
   alignas(kLine) uint32_t send_next;  ///< next chunk to be sent
   uint32_t stage_next;                ///< and to be sent to other nodes
-  uint32_t later_next;                ///< next chunk to be sent that takes another one's place
+  uint32_t later_next;                ///< next chunk to be sent that reuses another one's place
   alignas(kLine) uint32_t receive_next;
   alignas(kLine) uint32_t item_next;      ///< next item, where rows arrive or are reduced
   alignas(kLine) uint32_t receive_done;   ///< blocks

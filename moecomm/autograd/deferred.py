@@ -89,7 +89,7 @@ def _take(together: Sequence[Pending], name: str) -> list[Operands]:
 
 
 def _join(operands: list[Operands], places: Sequence[Tensor] | None) -> Operands:
-    """Joins the operands of several backwards, whose rows come to `places`, and lets go of them."""
+    """Joins the operands of several backwards, with their rows at `places`, and drops the originals."""
     if places is None:
         return operands.pop()
     weight = operands[0].weight

@@ -201,9 +201,9 @@ class Backend(ABC):
         """Raises the error that must keep the next dispatch from running, the same on all ranks."""
 
     def splits(self, tokens: int) -> bool:
-        """True if an operation of so many tokens that is begun with `async_op` has two halves, so that no SM
-        waits for other ranks' rows between them: `begin_dispatch`, also with a capacity, or `begin_combine`,
-        and what follows when it is waited for."""
+        """Returns whether an operation of so many tokens with `async_op` runs in two halves, the second one
+        when it is waited for, so that no SM waits for other ranks' rows meanwhile. The first half is
+        `begin_dispatch`, also with a capacity, or `begin_combine`."""
         return False
 
     def dispatch(self, call: DispatchCall) -> RawDispatch:

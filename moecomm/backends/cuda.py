@@ -67,7 +67,7 @@ class CudaBackend(Backend):
         self._gpu = CudaDevice(device.index)
         self._lock = ProcessLock()
         self._capturing = False
-        self._inside = False  # an operation has the lock
+        self._inside = False  # True while an operation runs
         self._raw_stream = 0
         self._order = StreamOrder(self._gpu)
         self._side: torch.cuda.Stream | None = None
@@ -424,7 +424,7 @@ class CudaBackend(Backend):
 
     def finish_combine(self, begun: tuple[Any, ...]) -> torch.Tensor:
         """Raises InvalidArgument if the first half was recorded by a CUDA graph capture that has ended."""
-        self._announced = True  # with its first half
+        self._announced = True  # the first half has told all ranks
         if not self._native.complete(self._raw_stream):
             raise InvalidArgument(
                 "the capture in which an operation was begun has ended without its second half, and nothing "
@@ -526,7 +526,7 @@ class CudaBackend(Backend):
 
     def _plan_address(self, plan: TensorPlan) -> int:
         if plan.stream != self._raw_stream:
-            # The caller sees to the tensors that it takes to another stream; this one it does not see.
+            # The caller keeps its own tensors alive across streams; it does not know of this one.
             plan.blob.record_stream(self._gpu.stream())
         return plan.blob.data_ptr()
 

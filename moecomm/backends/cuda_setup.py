@@ -184,4 +184,4 @@ def release(gpu: CudaDevice, native: _C.DeviceCommunicator, window: Any) -> None
 _left_behind: list[Any] = []
 """Windows that stay until the process ends."""
 _after_captures: list[tuple[Any, Any]] = []
-"""Communicators that were let go of during a capture, closed, with their windows."""
+"""Communicators that were closed during a capture, with their windows, which are freed later."""

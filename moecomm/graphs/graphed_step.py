@@ -29,7 +29,7 @@ class Needed(NamedTuple):
     rows: int
     """Rows that its fullest dispatch needed."""
     capacity: int
-    """Rows of the capacity, in the layer with the smallest one."""
+    """The smallest capacity of a layer, in rows."""
 
 
 class _Done(NamedTuple):
@@ -337,7 +337,7 @@ class GraphedStep:
         except BaseException as error:
             if isinstance(error, Exception):
                 self._wait()  # the device may find a lost peer behind the last dispatch
-            self._check_comms()  # a lost peer says more than that ranks could not agree
+            self._check_comms()  # a lost peer's error says more than one about the agreement
             raise
         self._check_comms(overflowed=rows > 0)
         return done, Needed(rows, min(self._capacities)) if rows else None

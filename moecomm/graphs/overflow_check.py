@@ -30,12 +30,12 @@ class OverflowCheck:
         self._reduces_on_gpu = self._on_gpu and "cuda:nccl" in backends
         self._stream = torch.cuda.Stream(device) if self._on_gpu else None
         self._published: list[torch.cuda.Event] = []
-        """The points where the step has published its word. A graph has all of them, the last one counts."""
+        """Events recorded where the step has published its word; `read` waits for the last one."""
         self._noted: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None
         """The stream of the step's last note, and the point behind it."""
         self._notes, self._published_notes = 0, -1
         self._last_note = 0
-        """The number of notes of the step before."""
+        """How many dispatches the step before noted."""
         self._has_read = False
 
     def start(self) -> None:
@@ -59,7 +59,7 @@ class OverflowCheck:
             self._noted = stream, event
 
     def finish(self) -> None:
-        """Ends a step, and publishes its word unless it has been behind its last note."""
+        """Ends a step. Publishes the word, unless that was done after the last dispatch."""
         self._follow()
         if self._published_notes != self._notes:
             self._publish()

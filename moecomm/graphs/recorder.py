@@ -40,7 +40,7 @@ class CudaRecorder:
 
     def record(self, run: Callable[[], Result]) -> Callable[[], Result]:
         """Captures `run`. Other threads may call CUDA meanwhile; a watching thread of NCCL does."""
-        gc.collect()  # not during the capture: what it finds may be freed by calls that spoil one
+        gc.collect()  # before the capture, which is spoilt by calls that free CUDA objects
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self._device)
         with (

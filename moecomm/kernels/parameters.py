@@ -1,4 +1,4 @@
-"""Parameters of experts: their first values, parts and added ones."""
+"""Parameters of experts: their initial values, their parts (expert tensor parallelism), and added ones."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class Split(NamedTuple):
     dim: int
     """The dimension of the (E, ...) tensor of all experts."""
     blocks: int
-    """Equal blocks of that dimension, of each of which a part has its share."""
+    """The number of equal blocks in that dimension; a part has a share of each block."""
 
 
 class ExpertPart(NamedTuple):

@@ -252,7 +252,8 @@ Keep = Literal["all", "rows", "nothing"]
 """The choices of OverlapConfig.keep: what a forward keeps of the experts' rows for its backward."""
 
 IN_ORDER = {"keep": "all", "keep_shared": True, "defer_weights": False, "record": False}
-"""The only values of the fields that mean the layer's own backward, where autograd differentiates instead."""
+"""Values that fields of OverlapConfig, which steer the layer's own backward, must have where autograd does
+the backward."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -172,8 +172,8 @@ _PARTS = (("experts", GroupedExperts), ("shared", SharedExperts))
 
 
 def watchers_of(layer: Any) -> str | None:
-    """Returns what has to see the experts' or the shared experts' own rows, so that they run in order; None:
-    nothing has."""
+    """Returns which hook or changed forward needs the rows of the experts or shared experts themselves, so
+    that the layer has to run in order; None if there is none."""
     for name, kind in _PARTS:
         module = getattr(layer, name)
         if module is not None and (found := watcher(module, kind)) is not None:
@@ -241,7 +241,7 @@ def _require_parameters(experts: Any) -> None:
 
 
 def _require_parts(layer: Any) -> None:
-    """Raises InvalidArgument where a module without their weights has replaced experts or shared
+    """Raises InvalidArgument where a module that lacks their weights has replaced the experts or shared
     experts."""
     for (name, kind), needed in zip(_PARTS, ("products", "w_in"), strict=True):
         part = getattr(layer, name)

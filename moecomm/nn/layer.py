@@ -148,7 +148,7 @@ class MoELayer(nn.Module):
             adopt_experts(experts, config)
         overlap = OverlapConfig() if overlap is None else _require_config(overlap)
         group = folded.expert_group(group, mesh, ep_dim)
-        together = comm is None  # with one that is given a process may be alone, started anew
+        together = comm is None  # with a given comm one rank may build its layer alone, as after a restart
         if comm is None:
             comm = folded.build_communicator(config, group, max_tokens, folding, nodes)
         elif group is not None or max_tokens is not None:

@@ -143,8 +143,8 @@ def connect(
 
     try:
         rendezvous.step("construction: communicators", make)
-        # The names exist from here until all ranks have mapped; they are not made before, since taking memory
-        # can last.
+        # Names exist from here until all ranks have mapped, and no longer: creating memory, before, may take
+        # a while.
         peers = rendezvous.step("construction: names", name)
         rendezvous.step("construction: mapping", join)
     except BaseException:

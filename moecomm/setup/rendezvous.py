@@ -36,7 +36,7 @@ _EXPLANATION_S = 1.0
 """The seconds that a rank which has lost a peer waits for an explanation from that peer."""
 
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05
-"""Pauses between looks for ranks that have not come, the first and the longest."""
+"""The first and the longest pause, in seconds, between two checks whether all ranks have come."""
 
 _LOST = (PeerTimeout, PeerLost)
 """The errors about another rank, which may know more."""

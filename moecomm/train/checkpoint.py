@@ -107,8 +107,8 @@ def sharded_state(
 
 
 class _LayerNames:
-    """The names that a checkpoint has of each layer, as a Stateful: a load takes what a model asks for, and
-    would not tell what the model lacks."""
+    """The names of each layer's tensors, as a Stateful: without them a load would not notice a tensor of the
+    checkpoint that the model lacks."""
 
     def __init__(self, layers: Sequence[tuple[str, ...]]) -> None:
         self._layers = {names[0]: names for names in layers if names}

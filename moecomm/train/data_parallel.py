@@ -305,7 +305,7 @@ class _AverageAtEnd:
         self._queued = False
 
     def __call__(self, wrapper: DistributedDataParallel, args: Any, output: Any) -> None:
-        """Has the backward of a forward's outputs call `average` at its end."""
+        """Makes the backward of these outputs call `average` when it ends."""
         self._queued = False
         if not (wrapper.find_unused_parameters and torch.is_grad_enabled() and _synchronises(wrapper)):
             return

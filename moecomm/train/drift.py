@@ -32,7 +32,7 @@ class Drift:
         self._taken: tuple[Tensor, torch.cuda.Event | None] | None = None
 
     def note_step(self, layer: MoELayer, weight: Tensor) -> None:
-        """Puts the bits that were taken before into the layer's number, and takes those of now."""
+        """Makes the layer's number depend on the bits of an earlier step, and takes those of this step."""
         self._steps += 1
         if self._steps > _FIRST and self._steps % _EVERY > 1:
             return

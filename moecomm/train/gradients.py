@@ -274,7 +274,8 @@ def _sum(powers: list[Tensor], order: float) -> Tensor:
 
 
 def _all_ranks(powers: Tensor, groups: Sequence[Group], order: float) -> Tensor:
-    """Adds powers up over groups; for an order of inf finds the largest, or NaN, which they may lose."""
+    """Sums powers over groups. For an order of inf it takes the largest, and NaN where a rank has NaN: a
+    maximum over ranks may lose that."""
     for over in groups:
         if order != math.inf:
             dist.all_reduce(powers, group=over)

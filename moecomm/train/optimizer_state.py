@@ -168,8 +168,8 @@ def _before(
     rate: float | Tensor,
     parameter: Tensor | None = None,
 ) -> dict[str, Any]:
-    """Returns the values that steps with zero gradients have made as they are before a first step, where
-    `seen` has the numbers among them after each of the steps. Tensors are set in place."""
+    """Returns the state that steps with zero gradients have made, with its values from before the first step.
+    `seen`: the numbers in it after each of these steps. Tensors are changed in place."""
     for key, value in values.items():
         if isinstance(value, Tensor) and (key in _KNOWN or not _is_copy(value, parameter)):
             value.fill_(_before_steps(key, rate))
@@ -178,7 +178,7 @@ def _before(
 
 
 class Numbers:
-    """The numbers among an optimizer's state by parameter, as a Stateful like `ParamGroups`."""
+    """The numbers in an optimizer's state, by parameter; a Stateful like `ParamGroups`."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, named: dict[Any, str]) -> None:
         self._state, self._named = optimizer.state, named

@@ -184,7 +184,7 @@ __device__ inline Strip<kSumSteps> sum_token(const TokenSum& token, const Slot& 
   return sum.rounded();
 }
 
-/// Tokens' sums in parts: `count` for each token, of `vectors` times 16 bytes.
+/// How a token's sum is divided: into `count` parts of `vectors` vectors of 16 bytes.
 struct SumParts {
   int count, vectors;
 

@@ -19,7 +19,8 @@ inline Arrival arrival_of(const ReceiveArguments& args) {
 cudaError_t launch_dispatch_change(const Launch& launch, const Comm& comm, const ReceiveArguments& args);
 cudaError_t prepare_dispatch_change(const DeviceShape& shape, Arrival arrival);
 
-/// What a kernel that receives finds.
+/// What a receiving kernel finds when it starts: rows, nothing to do, or rows that the output has no room
+/// for.
 enum class Found { rows, nothing, no_room };
 
 /// Waits until the items of an operation can be worked on. Whole block.

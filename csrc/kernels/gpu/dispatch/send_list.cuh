@@ -1,5 +1,5 @@
-// Dispatch, sending side: which rows go where, for a pipe of warps (move_pipe.cuh), and the wait where a
-// chunk takes the place of others.
+// Dispatch, sending side: which rows go where, for a pipe of warps (move_pipe.cuh), and the wait before a
+// chunk of tokens reuses another chunk's place in the staging section.
 #pragma once
 
 #include "kernels/gpu/common/route.cuh"
@@ -124,7 +124,8 @@ __device__ void list_own(const Comm& comm, const SendArguments& args, const Id* 
       const bool first = first_with(owner, map.lanes);
       pipe.add(map, args.x + token * row_bytes, first,
                first ? comm.staged_row(owner, epoch, comm.rank, token) : nullptr);
-      // The flag of each chunk and owner, once in a round: it does not matter who sets it again.
+      // Lists the flag of each chunk and owner once in a round. Another round may set it again, which is
+      // harmless.
       const int chunk = token >> shift;
       const bool flag = first_with(first ? chunk * comm.ranks() + owner : -1);
       const uint32_t set = __ballot_sync(0xffffffffu, flag);
