@@ -50,7 +50,7 @@ class Begun(NamedTuple):
     """Rows and positions of `outputs`."""
     at_once: bool = False
     in_one_call: bool = False
-    """True if one call runs both halves: nobody has promised that nothing comes on the stream between them."""
+    """True if one call runs both halves: then other work may come on the stream between them."""
 
 
 def out_of_memory(shape: tuple[int, ...], dtype: torch.dtype, error: Exception) -> OutOfMemory:
