@@ -1,0 +1,279 @@
+#!/usr/bin/env python3
+"""Times models of transformers, their experts' tokens by moecomm and by transformers itself in turns.
+
+    python bench/transformers_perf.py                             # a rank on each GPU, else two small ones
+    torchrun --nproc-per-node 4 bench/transformers_perf.py --model gpt-oss-20b --layers 8 -J run.json
+
+Weights are random, in bfloat16 on GPUs. A step is forward, backward and AdamW under FSDP2 and as many EP
+ranks as there are; "layers" are the experts' modules alone, forward and backward, with drawn ids."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+if not __package__:  # started as a file: the folder above bench/ is not on the path yet
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+
+from lm import ranks
+from lm.errors import UsageError, first_to_say
+
+COMMON = {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 32000}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3-30b": (
+        "qwen3_moe",
+        {**COMMON, "hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 128}
+        | {"num_experts_per_tok": 8, "norm_topk_prob": True},
+    ),
+    "gpt-oss-20b": (
+        "gpt_oss",
+        {**COMMON, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "hidden_size": 2880}
+        | {"intermediate_size": 2880, "num_local_experts": 32, "num_experts_per_tok": 4},
+    ),
+    "small": (
+        "qwen3_moe",
+        {"hidden_size": 64, "moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2}
+        | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 256},
+    ),
+}
+"""For each name the model type, and the widths of its config."""
+DIFFERENCE = {"cpu": 1e-5, "cuda": 1e-2}  # the most by which first losses may differ, of the loss
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="transformers_perf.py", description=(__doc__ or "").splitlines()[0])
+    add = parser.add_argument
+    add("--model", choices=sorted(MODELS), help="widths (default: qwen3-30b on GPUs, small on the CPU)")
+    add("--layers", type=int, default=4)
+    add("--tokens", type=int, help="of a rank, in one sequence (default: 4096 on GPUs, 64 on the CPU)")
+    add("--variants", default="all_to_all,moecomm", metavar="LIST", help="ep_implementations, in turns")
+    add("--rounds", type=int, default=5, help="turns of each variant (%(default)s)")
+    add("--steps", type=int, default=4, help="timed steps of a turn (%(default)s)")
+    add("--zipf", type=float, default=0.0, help="ids of the layers: expert n is drawn with weight n**-ZIPF")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    add("--ranks", type=int, help="processes (default: one a GPU; two on the CPU)")
+    add("-J", "--json", type=Path, metavar="FILE", help="write a record of the run")
+    add("--commit", metavar="HASH", help="commit to record where the source is no git checkout")
+    return parser.parse_args()
+
+
+def main() -> int:
+    arguments = parse()
+    try:
+        if "LOCAL_RANK" not in os.environ:
+            from bench.harness.launch import WITHOUT_MULTICAST
+
+            for name, value in WITHOUT_MULTICAST.items():
+                os.environ.setdefault(name, value)
+            return ranks.launch(sys.argv, arguments.ranks or ranks.default_ranks(arguments.device, 1 << 20))
+        return run_rank(arguments)
+    except UsageError as error:
+        if first_to_say():
+            print(f"transformers_perf.py: error: {error}", file=sys.stderr, flush=True)
+        return 2
+
+
+def run_rank(arguments: argparse.Namespace) -> int:
+    import torch.distributed as dist
+
+    from bench.harness import record, report
+
+    ranks.follow_parent()
+    device = ranks.join_group(arguments.device)
+    try:
+        rows = measure(arguments, device)
+        if dist.get_rank() == 0:
+            command = shlex.join(["python", "bench/transformers_perf.py", *sys.argv[1:]])
+            content = {
+                **record.heading("transformers_perf", command, arguments.commit, device.type),
+                "ranks": dist.get_world_size(),
+                "wrong": sum(row["wrong"] for row in rows),
+                "rows": rows,
+            }
+            if arguments.json is not None:
+                record.write(arguments.json, content)
+            print(f"# {report.machine_words(content['hardware'], content['gpus'])}")
+            print(table(rows), flush=True)
+        return int(any(row["wrong"] for row in rows))
+    finally:
+        dist.destroy_process_group()
+
+
+def measure(arguments: argparse.Namespace, device: Any) -> list[dict[str, Any]]:
+    """Returns a row of each variant and phase: medians over the turns, on the slowest rank."""
+    import torch
+    import torch.distributed as dist
+    from transformers.distributed.expert_parallel import EPImplementationInterface
+    from transformers.utils import logging
+
+    import moecomm.transformers  # noqa: F401  (registers "moecomm")
+
+    logging.disable_progress_bar()
+    variants, known = arguments.variants.split(","), EPImplementationInterface()
+    if unknown := [each for each in variants if each not in known]:
+        raise UsageError(f"--variants has {unknown[0]!r}, must be of {', '.join(known)}")
+    gpu = device.type == "cuda"
+    name = arguments.model or ("qwen3-30b" if gpu else "small")
+    tokens = arguments.tokens or (4096 if gpu else 64)
+    with tempfile.TemporaryDirectory() as own:
+        folder = [own]
+        dist.broadcast_object_list(folder)
+        if dist.get_rank() == 0:
+            save(name, arguments.layers, folder[0], device)
+        dist.barrier()
+        runs = [Run(each, folder[0], tokens, device, arguments) for each in variants]
+        dist.barrier()  # all ranks have read the folder
+    losses = torch.stack([run.step() for run in runs]).double()
+    dist.all_reduce(losses)
+    first = (losses / dist.get_world_size()).tolist()
+    for run in runs:
+        run.layers()
+    for _ in range(arguments.rounds):
+        for run in runs:
+            run.turn("step", run.step, arguments.steps)
+            run.turn("layers", run.layers, arguments.steps)
+    rows = []
+    for run, loss in zip(runs, first, strict=True):
+        wrong = int(abs(loss - first[0]) > DIFFERENCE[device.type] * abs(first[0]))
+        for phase, samples in run.samples.items():
+            seconds = statistics.median(samples)
+            row = {
+                "path": run.how,
+                "model": name,
+                "layers": arguments.layers,
+                "tokens": tokens,
+                "phase": phase,
+            }
+            row |= {"zipf": arguments.zipf, "time_s": seconds, "min_s": min(samples), "samples_s": samples}
+            row |= {"host_s": statistics.median(run.host[phase]), "memory_bytes": run.memory[phase]}
+            rows.append(row | {"tokens_per_s": tokens / seconds, "loss": loss, "wrong": wrong})
+    return rows
+
+
+def save(name: str, layers: int, folder: str, device: Any) -> None:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    family, widths = MODELS[name]
+    torch.manual_seed(0)
+    with torch.device(device):
+        config = AutoConfig.for_model(family, num_hidden_layers=layers, **widths)
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(folder)
+
+
+class Run:
+    """A variant's model, and what was measured of it by phase: seconds, those in which the host issued, and
+    the most bytes of a GPU besides weights and optimizer."""
+
+    def __init__(
+        self, how: str, folder: str, tokens: int, device: Any, arguments: argparse.Namespace
+    ) -> None:
+        import torch
+        import torch.distributed as dist
+        from transformers import AutoModelForCausalLM
+        from transformers.distributed import DistributedConfig
+
+        self.how, self._device, rank, world = how, device, dist.get_rank(), dist.get_world_size()
+        parallel = DistributedConfig(fsdp_size=world, ep_size=world, ep_implementation=how)
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        self.model: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, distributed_config=parallel
+        ).train()
+        self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, foreach=False)
+        generator = torch.Generator().manual_seed(1 + rank)
+        config = self.model.config
+        self._tokens = torch.randint(config.vocab_size, (1, tokens), generator=generator).to(device)
+        experts = getattr(config, "num_local_experts", None) or config.num_experts
+        self._experts = [
+            module
+            for n, module in self.model.named_modules()
+            if n.endswith(".experts") and n.count("experts") == 1
+        ]
+        weights_E = torch.arange(1, experts + 1, dtype=torch.float64) ** -arguments.zipf
+        ids_TK = torch.multinomial(
+            weights_E.expand(tokens, -1), config.num_experts_per_tok, generator=generator
+        )
+        self._ids_TK = ids_TK.to(device)
+        self._weights_TK = torch.rand(ids_TK.shape, generator=generator).to(device, dtype)
+        self._x_TH = torch.randn(tokens, config.hidden_size, generator=generator).to(device, dtype)
+        self.samples: dict[str, list[float]] = {"step": [], "layers": []}
+        self.host: dict[str, list[float]] = {"step": [], "layers": []}
+        self.memory = {"step": 0, "layers": 0}
+
+    def _allocated(self) -> int:
+        import torch
+
+        return torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else 0
+
+    def step(self) -> Any:
+        """Trains once; returns the loss of this rank's tokens."""
+        loss = self.model(self._tokens, labels=self._tokens).loss
+        loss.backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return loss.detach()
+
+    def layers(self) -> None:
+        """Runs the experts' modules alone, forward and backward."""
+        for module in self._experts:
+            x_TH = self._x_TH.detach().requires_grad_()
+            weights_TK = self._weights_TK.detach().requires_grad_()
+            y_TH = module(x_TH, self._ids_TK, weights_TK)
+            y_TH.backward(self._x_TH)
+        self.model.zero_grad()
+
+    def turn(self, phase: str, run: Callable[[], Any], steps: int) -> None:
+        """Times `steps` calls as one, after one that is not timed."""
+        import torch
+        import torch.distributed as dist
+
+        gpu = self._device.type == "cuda"
+        run()
+        held = self._allocated()
+        if gpu:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        dist.barrier()
+        begin = time.perf_counter()
+        for _ in range(steps):
+            run()
+        issued = time.perf_counter()
+        if gpu:
+            torch.cuda.synchronize()
+        found = torch.tensor(
+            [(time.perf_counter() - begin) / steps, (issued - begin) / steps], dtype=torch.float64
+        )
+        found = found.to(self._device)
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        self.samples[phase].append(float(found[0]))
+        self.host[phase].append(float(found[1]))
+        if gpu:
+            self.memory[phase] = max(self.memory[phase], torch.cuda.max_memory_allocated() - held)
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """The rows as Markdown, each beside the first variant's of its phase."""
+    lines = ["| phase | by | ms | host ms | tokens/s a rank | besides weights, GiB | times as fast |"]
+    lines.append("|---|---|---:|---:|---:|---:|---:|")
+    for row in sorted(rows, key=lambda row: str(row["phase"]), reverse=True):
+        base = next(each for each in rows if each["phase"] == row["phase"])
+        lines.append(
+            f"| {row['phase']} | {row['path']} | {1e3 * row['time_s']:.2f} | {1e3 * row['host_s']:.2f} | "
+            f"{row['tokens_per_s']:,.0f} | {row['memory_bytes'] / 2**30:.2f} | "
+            f"{base['time_s'] / row['time_s']:.2f} |{' WRONG' if row['wrong'] else ''}"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
