@@ -15,7 +15,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-import moecomm.nn.spread  # noqa: F401 (it checks optimizers from then on)
+import moecomm.kernels.flops
+import moecomm.nn.spread  # noqa: F401 (both tell torch of what is here)
 from moecomm.kernels.marks import is_expert_parameter, mark_expert_parameter
 from moecomm.kernels.parameters import mark_adapter
 from moecomm.nn.config import MoEConfig, OverlapConfig

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from moecomm.errors import InvalidArgument, Unsupported
 from moecomm.kernels import quack, tiles
@@ -204,3 +205,32 @@ def test_the_name_of_interleaved_weights_in_a_checkpoint_is_accepted() -> None:
             halves[name].load_state_dict(part)
     with pytest.warns(UserWarning, match="of 4, with interleaved gates and up values"):
         model.load_state_dict(of_halves)
+
+
+@pytest.mark.parametrize(
+    ("options", "columns"),
+    [({}, 24), ({"dtype": torch.float64}, 24), ({"hidden": 60}, 24), ({"expert_precision": "fp8"}, 80)],
+    ids=str,
+)
+def test_products_are_counted(options: dict[str, Any], columns: int) -> None:
+    """FlopCounterMode sees 24 rows through both weights, and twice that in the backward. Gradients of weights
+    in fp8 are products over columns in multiples of 16 a group, for which there are 80 here."""
+    config = MoEConfig(**{**SIZES, **options})
+    experts = GroupedExperts(config, device="cpu")
+    rows = torch.randn(24, config.hidden, dtype=config.dtype, requires_grad=True)
+    offsets = torch.tensor([8, 16, 16, 24], dtype=torch.int32)
+    of_a_row = 2 * (config.hidden * 64 + 32 * config.hidden)
+    with FlopCounterMode(display=False) as counter:
+        y = experts(rows, offsets)
+        assert counter.get_total_flops() == 24 * of_a_row
+        y.sum().backward()
+    assert counter.get_total_flops() == (24 + 24 + columns) * of_a_row
+
+
+def test_products_of_a_traced_step_are_counted() -> None:
+    rows, weight = torch.randn(6, 3, dtype=torch.float64), torch.randn(2, 3, 5, dtype=torch.float64)
+    ends, grad = torch.tensor([4, 6], dtype=torch.int32), torch.randn(6, 5, dtype=torch.float64)
+    with FlopCounterMode(display=False) as counter:
+        torch.ops.moecomm.grouped_mm(rows, weight, ends)
+        torch.ops.moecomm.grouped_mm_wgrad(rows, grad, ends)
+    assert counter.get_total_flops() == 2 * (2 * 6 * 3 * 5)
