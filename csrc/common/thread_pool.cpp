@@ -5,7 +5,7 @@
 namespace moecomm {
 
 ThreadPool::ThreadPool(int threads) : state_(std::make_unique<State>()) {
-  state_->workers.reserve(static_cast<size_t>(threads));
+  state_->workers.reserve(threads);
   try {
     std::lock_guard lock(state_->mutex);  // a worker asks for the number of workers: not before it is final
     for (int index = 1; index < threads; ++index)

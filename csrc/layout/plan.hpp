@@ -98,7 +98,7 @@ struct Plan {
 Plan make_plan(const PlanShape& shape, const std::vector<SourceIds>& sources, const RelayRoutes& routes);
 /// Makes the plan where the routes are not known yet.
 inline Plan make_plan(const PlanShape& shape, const std::vector<SourceIds>& sources) {
-  return make_plan(shape, sources, make_routes(shape, sources[static_cast<size_t>(shape.rank)]));
+  return make_plan(shape, sources, make_routes(shape, sources[shape.rank]));
 }
 
 }  // namespace moecomm

@@ -8,14 +8,13 @@
 #include "kernels/cpu/combine.hpp"
 #include "kernels/cpu/rows.hpp"
 #include "layout/routing.hpp"
+#include "runtime/disagreement.hpp"
 
 namespace moecomm {
 namespace {
 
 // Plans kept alive after their handles are gone, so that a recomputed forward can find its plan again.
 constexpr size_t kRecentPlans = 16;
-
-const char* name(RowLayout layout) { return layout == RowLayout::expert ? "expert" : "rank"; }
 
 /// Copies ids to int32 and checks them. Returns what is wrong with the first bad one, or an empty text.
 template <class Id>
@@ -50,7 +49,7 @@ Communicator::Communicator(const CommunicatorConfig& config)
       local_experts_(static_cast<int32_t>(config.num_experts / config.shape.ranks)),
       pool_(config.threads),
       heuristics_(cpu::choose_heuristics(std::max(config.host_ranks, nodes_.local_ranks))),
-      windows_(static_cast<size_t>(nodes_.local_ranks)),
+      windows_(nodes_.local_ranks),
       epoch_(config.first_epoch - 1) {
   own_window() = shm::Window::create(layout_.total_bytes, layout_.committed_bytes);
 }
@@ -78,7 +77,7 @@ void Communicator::connect_threads(std::vector<std::byte*> bases) {
 void Communicator::make_signals(const std::vector<int64_t>& pids) {
   signals_ = std::make_unique<shm::Signals>(layout_, bases_, config_.rank, pids, config_.timeout_seconds,
                                             config_.host_ranks, config_.absence_seconds);
-  late_seconds_.resize(static_cast<size_t>(config_.shape.ranks));
+  late_seconds_.resize(config_.shape.ranks);
 }
 
 void Communicator::connect_nodes(std::unique_ptr<Transport> transport, std::unique_ptr<tcp::Links> links) {
@@ -203,25 +202,20 @@ void Communicator::compare_records(uint64_t epoch) {
   const SignalRecord& first = signals_->record(0, epoch);
   for (int r = 1; r < config_.shape.ranks; ++r) {
     const SignalRecord& other = signals_->record(r, epoch);
-    const auto differ = [&](const std::string& what, const std::string& at_first, const std::string& here) {
-      throw Error(ErrorKind::mismatched_arguments,
-                  text_of("ranks disagree on ", what, ": rank 0 has ", at_first, ", rank ", r, " has ", here),
-                  {.rank = r});
+    const auto compare = [&](Disagreement about, auto at_first, auto here) {
+      if (at_first != here)
+        throw Error(ErrorKind::mismatched_arguments,
+                    disagreement_text(about, r, static_cast<int64_t>(at_first), static_cast<int64_t>(here)),
+                    {.rank = r});
     };
-    const auto compare = [&](const char* what, int64_t at_first, int64_t here) {
-      if (at_first != here) differ(what, std::to_string(at_first), std::to_string(here));
-    };
-    if (first.operation != other.operation)
-      differ("the operation", operation_name(first.operation), operation_name(other.operation));
-    if (!same_caller(first.caller, other.caller)) compare(kCallerText, first.caller, other.caller);
-    if (first.layout != other.layout) differ("layout", name(first.layout), name(other.layout));
-    compare("alignment", first.alignment, other.alignment);
-    compare("capacity (-1: none)", first.capacity, other.capacity);
-    compare("expert_capacity (-1: none)", first.detail, other.detail);
-    if (first.operation != Operation::dispatch)
-      compare("the handle (the epoch of its dispatch)", static_cast<int64_t>(first.plan),
-              static_cast<int64_t>(other.plan));
-    compare("what travels (1: rows, 2: weights, 3: both)", first.carries, other.carries);
+    compare(Disagreement::operation, first.operation, other.operation);
+    if (!same_caller(first.caller, other.caller)) compare(Disagreement::caller, first.caller, other.caller);
+    compare(Disagreement::layout, first.layout, other.layout);
+    compare(Disagreement::alignment, first.alignment, other.alignment);
+    compare(Disagreement::capacity, first.capacity, other.capacity);
+    compare(Disagreement::index_capacity, first.detail, other.detail);
+    if (first.operation != Operation::dispatch) compare(Disagreement::plan, first.plan, other.plan);
+    compare(Disagreement::carries, first.carries, other.carries);
   }
 }
 
@@ -310,7 +304,7 @@ std::shared_ptr<const Plan> Communicator::begin_dispatch(const DispatchArguments
     SignalRecord record = start(Operation::dispatch);
     if (arguments.weights != nullptr)
       std::memcpy(own(layout_.weights[parity]), arguments.weights,
-                  static_cast<size_t>(arguments.tokens * top_k * weight_bytes(config_.shape.dtype)));
+                  arguments.tokens * top_k * weight_bytes(config_.shape.dtype));
     const PlanShape shape{config_.rank,       config_.shape.ranks, local_experts_,     top_k,
                           arguments.layout,   arguments.alignment, arguments.capacity, nodes_.local_ranks,
                           arguments.positions};

@@ -129,13 +129,11 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
 
  private:
   cpu::Context context() { return {layout_.shape, pool_, heuristics_, config_.rank, local_experts_}; }
-  size_t own_index() const { return static_cast<size_t>(nodes_.local_of(config_.rank)); }
+  size_t own_index() const { return nodes_.local_of(config_.rank); }
   shm::Window& own_window() { return windows_[own_index()]; }
   bool is_local(int rank) const { return nodes_.same_node(rank, config_.rank); }
   /// Returns an address in the window of a rank of this node.
-  std::byte* at(int rank, int64_t offset) const {
-    return bases_[static_cast<size_t>(nodes_.local_of(rank))] + offset;
-  }
+  std::byte* at(int rank, int64_t offset) const { return bases_[nodes_.local_of(rank)] + offset; }
   std::byte* own(int64_t offset) const { return at(config_.rank, offset); }
   void leave(bool drain) noexcept;
   void make_signals(const std::vector<int64_t>& pids);

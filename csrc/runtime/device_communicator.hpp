@@ -204,7 +204,7 @@ class DeviceCommunicator {
     int blocks;
   };
   device::Comm* comm(WireFormat wire) const;
-  size_t own_index() const { return static_cast<size_t>(nodes_.local_of(config_.rank)); }
+  size_t own_index() const { return nodes_.local_of(config_.rank); }
   device::Rail rail() const;
   gpu::Launch launch(cudaStream_t stream, int blocks, bool overlapped) const;
   static void order(cudaStream_t later, cudaEvent_t event, cudaStream_t stream);

@@ -6,6 +6,7 @@
 
 #include "runtime/cuda_calls.hpp"
 #include "runtime/device_communicator.hpp"
+#include "runtime/disagreement.hpp"
 #include "runtime/pinned_status.hpp"
 
 namespace moecomm {
@@ -64,47 +65,7 @@ std::string DeviceCommunicator::describe(const HostStatus::Verdict& v) const {
     return text_of(text, ", which the token already has at k = ", other - 1,
                    "; a token may name an expert once");
   }
-  std::string what, first = std::to_string(v.index), here = std::to_string(v.value);
-  switch (v.about) {
-    case Disagreement::operation:
-      what = "the operation";
-      first = operation_name(static_cast<Operation>(v.index));
-      here = operation_name(static_cast<Operation>(v.value));
-      break;
-    case Disagreement::caller:
-      what = kCallerText;
-      break;
-    case Disagreement::layout:
-      what = "layout";
-      first = v.index == 0 ? "expert" : "rank";
-      here = v.value == 0 ? "expert" : "rank";
-      break;
-    case Disagreement::alignment:
-      what = "alignment";
-      break;
-    case Disagreement::capacity:
-      what = "capacity (-1: none)";
-      break;
-    case Disagreement::index_capacity:
-      what = "expert_capacity (-1: none)";
-      break;
-    case Disagreement::plan:
-      what = "the handle (the epoch of its dispatch)";
-      break;
-    case Disagreement::carries:
-      if (((v.index ^ v.value) & kAfterGivenUp) != 0) {
-        what =
-            "whether the dispatch before was received: who gave it up may not have sent all rows, and the "
-            "output of the others is not to be used";
-        first = (v.index & kAfterGivenUp) != 0 ? "given it up" : "received it";
-        here = (v.value & kAfterGivenUp) != 0 ? "given it up" : "received it";
-        break;
-      }
-      [[fallthrough]];
-    default:
-      what = "what travels (1: rows, 2: weights, 4: quantised, or their sum)";
-  }
-  return "ranks disagree on " + what + ": rank 0 has " + first + ", " + rank + " has " + here;
+  return disagreement_text(v.about, v.rank, v.index, v.value);
 }
 
 void DeviceCommunicator::throw_verdict() {
@@ -137,7 +98,7 @@ void DeviceCommunicator::check() {
 
 DeviceCounters DeviceCommunicator::counters() {
   DeviceCounters out;
-  std::vector<uint64_t> late_ns(static_cast<size_t>(window_.shape.ranks));
+  std::vector<uint64_t> late_ns(window_.shape.ranks);
   out.late_seconds.resize(late_ns.size());
   if (closed_ || state_ == nullptr) return out;
   const DeviceGuard guard(config_.device);

@@ -19,12 +19,11 @@ int64_t size_class(int64_t bytes) {
 }
 
 std::byte* map_block(int64_t bytes) {
-  void* block =
-      mmap(nullptr, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  void* block = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (block == MAP_FAILED)
     throw Error(ErrorKind::out_of_memory, errno_text("mapping an output of a communicator"),
                 {.needed = bytes});
-  madvise(block, static_cast<size_t>(bytes), MADV_HUGEPAGE);
+  madvise(block, bytes, MADV_HUGEPAGE);
   return static_cast<std::byte*>(block);
 }
 
@@ -64,7 +63,7 @@ void HostPool::give_back(std::byte* block, int64_t bytes) {
       free_.erase(largest);
       continue;
     }
-    munmap(largest->second.back(), static_cast<size_t>(largest->first));
+    munmap(largest->second.back(), largest->first);
     largest->second.pop_back();
     free_bytes_ -= largest->first;
   }
@@ -72,7 +71,7 @@ void HostPool::give_back(std::byte* block, int64_t bytes) {
 
 HostPool::~HostPool() {
   for (auto& [bytes, blocks] : free_)
-    for (std::byte* block : blocks) munmap(block, static_cast<size_t>(bytes));
+    for (std::byte* block : blocks) munmap(block, bytes);
 }
 
 }  // namespace moecomm

@@ -20,7 +20,7 @@ Internode::Internode(const WindowLayout& layout, int32_t rank, std::vector<std::
       others_(nodes_.nodes() - 1),
       bases_(std::move(bases)),
       signals_(signals),
-      slot_target_(static_cast<size_t>(layout.shape.staging_chunks()), -1),
+      slot_target_(layout.shape.staging_chunks(), -1),
       proxy_(layout, rank, own(), signals, std::move(transport), std::move(links), timeout_seconds,
              first_epoch) {}
 
@@ -74,8 +74,7 @@ void Internode::announce(const SignalRecord& record, const RelayRoutes* routes, 
     auto* const announcement = reinterpret_cast<Announcement*>(
         own() + WindowLayout::relayed_head(layout_.announcement[record.epoch & 1], other));
     announcement->record = record;
-    announcement->rows =
-        routes == nullptr ? 0 : static_cast<int64_t>(routes->tokens[static_cast<size_t>(other)].size());
+    announcement->rows = routes == nullptr ? 0 : static_cast<int64_t>(routes->tokens[other].size());
     announcement->parts = static_cast<uint64_t>(shape.chunks(announcement->rows));
     int64_t bytes = offsetof(Announcement, text);
     if (text != nullptr) {
@@ -95,7 +94,7 @@ int64_t Internode::take_slot(int32_t other, uint64_t epoch) {
   const auto slots = static_cast<uint64_t>(layout_.shape.staging_chunks());
   const auto slot = static_cast<int64_t>(staged_ % slots);
   const uint64_t uses = staged_++ / slots;
-  int32_t& target = slot_target_[static_cast<size_t>(slot)];
+  int32_t& target = slot_target_[slot];
   if (uses > 0) {
     const int32_t peer = rail(target);
     signals_.wait_word(proxy_.staging_done(slot), uses, peer, peer, epoch, "room to send to another node");
@@ -119,14 +118,12 @@ void Internode::send_rows(const cpu::Context& context, const RelayRoutes& routes
   for (int64_t chunk = 0; chunk < chunks; ++chunk)
     for (int32_t i = 0; i < others_; ++i) {
       const int32_t other = (node_ + i) % others_;
-      const auto& tokens = routes.tokens[static_cast<size_t>(other)];
+      const auto& tokens = routes.tokens[other];
       const int64_t first = chunk * chunk_rows,
                     rows = std::min(chunk_rows, static_cast<int64_t>(tokens.size()) - first);
       if (rows <= 0) continue;
       const int64_t slot = take_slot(other, epoch);
-      cpu::dispatch_send_chunk(
-          context, x, std::span(tokens).subspan(static_cast<size_t>(first), static_cast<size_t>(rows)),
-          staging(slot));
+      cpu::dispatch_send_chunk(context, x, std::span(tokens).subspan(first, rows), staging(slot));
       push_chunk(other, chunk, slot, rows, epoch);
     }
 }
@@ -151,7 +148,7 @@ void Internode::pull(const Plan& plan, uint64_t epoch, const std::function<void(
     for (int32_t i = 0; i < nodes_.ranks; ++i) {
       const int32_t source = (rank_ + i) % nodes_.ranks;
       const int64_t first = chunk * chunk_rows;
-      if (nodes_.same_node(source, rank_) || first >= plan.relayed[static_cast<size_t>(source)]) continue;
+      if (nodes_.same_node(source, rank_) || first >= plan.relayed[source]) continue;
       const cpu::EntryRange range = cpu::entries_between(plan, source, first, first + chunk_rows);
       if (range.begin == range.end) continue;
       wait_part(source, chunk, epoch, kRowsPhase);
@@ -178,7 +175,7 @@ void Internode::relay(const cpu::Context& context, const Plan& plan, const cpu::
       for (int32_t i = 0; i < others_; ++i) {
         const int32_t other = (node_ + i) % others_;
         const int32_t home = nodes_.rank_of(NodeMap::node_of_other(other, node_), local);
-        if (chunk >= layout_.shape.chunks(plan.relayed[static_cast<size_t>(home)])) continue;
+        if (chunk >= layout_.shape.chunks(plan.relayed[home])) continue;
         tasks.push_back({other, chunk});
         more = true;
       }
@@ -194,7 +191,7 @@ void Internode::relay(const cpu::Context& context, const Plan& plan, const cpu::
   const auto range = [&](const Task& task, int32_t local) {
     const int32_t home = nodes_.rank_of(NodeMap::node_of_other(task.other, node_), local);
     const int64_t first = task.chunk * chunk_rows;
-    return std::pair(first, std::min(first + chunk_rows, plan.relayed[static_cast<size_t>(home)]));
+    return std::pair(first, std::min(first + chunk_rows, plan.relayed[home]));
   };
   const auto partials = [&](int32_t local, uint64_t round) {
     const auto slot = static_cast<int64_t>(round % static_cast<uint64_t>(WindowLayout::kPartialRounds));
@@ -213,8 +210,8 @@ void Internode::relay(const cpu::Context& context, const Plan& plan, const cpu::
       signals_.wait_node(counter(&RelayProgress::summed), number - kRounds + 1, epoch, "sums of the node");
     for (int32_t i = 1; i < nodes_.local_ranks; ++i) {
       const int32_t local = (own_local + i) % nodes_.local_ranks;
-      if (round >= tasks[static_cast<size_t>(local)].size()) continue;
-      const Task& task = tasks[static_cast<size_t>(local)][round];
+      if (round >= tasks[local].size()) continue;
+      const Task& task = tasks[local][round];
       const auto [first, end] = range(task, local);
       cpu::combine_reduce_relayed(context, plan, arguments,
                                   nodes_.rank_of(NodeMap::node_of_other(task.other, node_), local), first,
@@ -224,7 +221,7 @@ void Internode::relay(const cpu::Context& context, const Plan& plan, const cpu::
   };
   const auto sum = [&](size_t round) {
     const uint64_t number = rounds_ + round;
-    const auto& own_tasks = tasks[static_cast<size_t>(own_local)];
+    const auto& own_tasks = tasks[own_local];
     if (round < own_tasks.size()) {
       const Task& task = own_tasks[round];
       const auto [first, end] = range(task, own_local);
@@ -255,7 +252,7 @@ void Internode::node_barrier(uint64_t epoch) {
 
 void Internode::send_grads(const Plan& plan, uint64_t epoch) {
   for (int32_t other = 0; other < others_; ++other) {
-    const int64_t entries = plan.source_tokens[static_cast<size_t>(rail(other))] * layout_.shape.top_k;
+    const int64_t entries = plan.source_tokens[rail(other)] * layout_.shape.top_k;
     push_pieces(Command::Kind::grads, other, entries * weight_bytes(layout_.shape.dtype), epoch);
   }
 }
@@ -271,13 +268,13 @@ void Internode::wait_grads(const Plan& plan, uint64_t epoch) {
 void Internode::combine_sum(const Plan& plan, uint64_t epoch,
                             const std::function<void(int64_t, int64_t)>& sum) {
   const int64_t chunk_rows = layout_.shape.chunk_rows();
-  std::vector<int64_t> arrived(static_cast<size_t>(others_), 0);  // chunks
+  std::vector<int64_t> arrived(others_, 0);  // chunks
   for (int64_t first = 0; first < plan.tokens; first += chunk_rows) {
     const int64_t end = std::min(first + chunk_rows, plan.tokens);
     for (int32_t other = 0; other < others_; ++other) {
-      const auto& tokens = plan.routes.tokens[static_cast<size_t>(other)];
+      const auto& tokens = plan.routes.tokens[other];
       const int64_t rows = std::lower_bound(tokens.begin(), tokens.end(), end) - tokens.begin();
-      int64_t& chunk = arrived[static_cast<size_t>(other)];
+      int64_t& chunk = arrived[other];
       for (; chunk < layout_.shape.chunks(rows); ++chunk)
         wait_part(rail(other), chunk, epoch, "sums from another node");
     }

@@ -60,7 +60,7 @@ class Internode {
   void wait_grads(const Plan& plan, uint64_t epoch);
 
  private:
-  std::byte* window(int32_t local) const { return bases_[static_cast<size_t>(local)]; }
+  std::byte* window(int32_t local) const { return bases_[local]; }
   std::byte* own() const { return window(nodes_.local_of(rank_)); }
   int32_t other_of(int32_t rank) const { return NodeMap::other(nodes_.node_of(rank), node_); }
   RelayProgress& progress(int32_t rank) const {

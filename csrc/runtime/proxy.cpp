@@ -55,14 +55,14 @@ Proxy::Proxy(const WindowLayout& layout, int32_t rank, std::byte* base, shm::Sig
       links_(std::move(links)),
       timeout_seconds_(timeout_seconds),
       ring_(make_ring(layout, base)),
-      staging_done_(static_cast<size_t>(layout.shape.staging_chunks()), 0),
-      outbound_(static_cast<size_t>(others_)),
-      inbound_(static_cast<size_t>(others_)),
-      staged_rows_(static_cast<size_t>(layout.shape.staging_chunks()), 0),
-      reasons_(static_cast<size_t>(nodes_.nodes())),
+      staging_done_(layout.shape.staging_chunks(), 0),
+      outbound_(others_),
+      inbound_(others_),
+      staged_rows_(layout.shape.staging_chunks(), 0),
+      reasons_(nodes_.nodes()),
       backoff_(layout.shape.for_device() ? kDeviceSleep : kLongSleep, signals.crowded()) {
   for (int32_t other = 0; other < others_; ++other)
-    *progress().all_here(other) = inbound_[static_cast<size_t>(other)].delivered = first_epoch - 1;
+    *progress().all_here(other) = inbound_[other].delivered = first_epoch - 1;
   signals_.set_on_abort([this](int peer, Cause cause) { announce_loss(peer, cause); });
   signals_.set_reason([this](int peer) { return reason(peer); });
   try {
@@ -105,7 +105,7 @@ void Proxy::announce_loss(int32_t peer, Cause cause) noexcept {
 
 std::string Proxy::reason(int32_t peer) const {
   const std::lock_guard lock(reasons_mutex_);
-  return reasons_[static_cast<size_t>(nodes_.node_of(peer))];
+  return reasons_[nodes_.node_of(peer)];
 }
 
 bool Proxy::close(bool drain) noexcept {
@@ -167,8 +167,8 @@ void Proxy::talk() {
 /// Puts that have not left, or rows of an operation that have not arrived.
 bool Proxy::moving() const {
   for (int32_t other = 0; other < others_; ++other) {
-    const Outbound& out = outbound_[static_cast<size_t>(other)];
-    const Inbound& in = inbound_[static_cast<size_t>(other)];
+    const Outbound& out = outbound_[other];
+    const Inbound& in = inbound_[other];
     if (!out.gone && out.left < out.put) return true;
     if (!in.gone && *progress().all_here(other) < in.delivered) return true;
   }
@@ -221,7 +221,7 @@ void Proxy::translate(const Command& command) {
       break;
     default: {  // rows (is_chunk)
       const int64_t slot = command.a, rows = command.b & 0xffff;
-      int64_t& staged = staged_rows_[static_cast<size_t>(slot)];
+      int64_t& staged = staged_rows_[slot];
       staged += command.b >> 16;
       if (staged < rows) return;
       staged = 0;
@@ -236,7 +236,7 @@ void Proxy::translate(const Command& command) {
     }
   }
   put.immediate = immediate.bits();
-  outbound_[static_cast<size_t>(other)].ready.push_back(put);
+  outbound_[other].ready.push_back(put);
 }
 
 /// Starts what the network takes, one put a peer in turn.
@@ -246,7 +246,7 @@ bool Proxy::issue() {
   while (refused < others_) {
     const int32_t other = next_;
     next_ = (next_ + 1) % others_;
-    Outbound& out = outbound_[static_cast<size_t>(other)];
+    Outbound& out = outbound_[other];
     if (out.ready.empty()) {
       ++refused;
       continue;
@@ -285,7 +285,7 @@ bool Proxy::take_events() {
   for (const TransportEvent& event : events_) {
     switch (event.kind) {
       case TransportEvent::Kind::sent:
-        ++outbound_[static_cast<size_t>(NodeMap::other(event.peer, node_))].left;
+        ++outbound_[NodeMap::other(event.peer, node_)].left;
         put_done(event.context);
         break;
       case TransportEvent::Kind::arrived:
@@ -308,7 +308,7 @@ void Proxy::arrived(uint32_t bits) {
   // still.
   if (node >= nodes_.nodes() || node == node_) return;
   const int32_t other = NodeMap::other(node, node_);
-  Inbound& in = inbound_[static_cast<size_t>(other)];
+  Inbound& in = inbound_[other];
   ++in.arrived;
   // Rows of the epoch before the last one shown may still come; and the peer may be two ahead of it.
   const uint64_t ahead = (immediate.epoch + 1 - in.delivered) % Immediate::kEpochs;
@@ -342,7 +342,7 @@ void Proxy::arrived(uint32_t bits) {
 
 /// Shows the next record to the node once it is there with its ids and weights. False if it is not.
 bool Proxy::show_next(int32_t other) {
-  Inbound& in = inbound_[static_cast<size_t>(other)];
+  Inbound& in = inbound_[other];
   const uint64_t epoch = in.delivered + 1;
   const Inbound::Epoch& state = in.epochs[epoch & 1];
   if (in.gone || state.epoch != epoch || !state.head) return false;
@@ -370,7 +370,7 @@ bool Proxy::show_next(int32_t other) {
 
 /// Says up to which epoch all that belongs to a record that was shown has arrived.
 void Proxy::check_parts(int32_t other) {
-  Inbound& in = inbound_[static_cast<size_t>(other)];
+  Inbound& in = inbound_[other];
   uint64_t* const all_here = progress().all_here(other);
   while (*all_here < in.delivered) {
     const uint64_t epoch = *all_here + 1;
@@ -381,7 +381,7 @@ void Proxy::check_parts(int32_t other) {
 
 /// A peer that has closed is gone when its last put is here; then it may go.
 void Proxy::check_goodbye(int32_t other) {
-  Inbound& in = inbound_[static_cast<size_t>(other)];
+  Inbound& in = inbound_[other];
   if (in.gone || in.arrived != in.last) return;
   in.gone = true;
   signals_.deliver_gone(rail(other), Cause::closed);
@@ -399,11 +399,11 @@ void Proxy::take_words() {
     }
     switch (static_cast<Word>(event.message.kind)) {
       case Word::closing:
-        inbound_[static_cast<size_t>(other)].last = event.message.value;
+        inbound_[other].last = event.message.value;
         check_goodbye(other);
         break;
       case Word::drained:
-        outbound_[static_cast<size_t>(other)].gone = true;
+        outbound_[other].gone = true;
         break;
       case Word::abort:
         if (event.message.a >= 0 && event.message.a < nodes_.ranks && event.message.b >= 0 &&
@@ -415,7 +415,7 @@ void Proxy::take_words() {
 }
 
 void Proxy::suspect(int32_t other, const std::string& text) {
-  Inbound& in = inbound_[static_cast<size_t>(other)];
+  Inbound& in = inbound_[other];
   if (in.gone || !in.failure.empty()) return;
   in.failure = text.empty() ? caps_.provider + ": failed" : text;
   in.tell = Clock::now() + kExplanationTime;
@@ -423,20 +423,20 @@ void Proxy::suspect(int32_t other, const std::string& text) {
 
 void Proxy::tell_failures(Clock::time_point now) {
   for (int32_t other = 0; other < others_; ++other) {
-    Inbound& in = inbound_[static_cast<size_t>(other)];
+    Inbound& in = inbound_[other];
     if (!in.failure.empty() && now >= in.tell) lose(other, Cause::unreachable, std::exchange(in.failure, {}));
   }
 }
 
 void Proxy::lose(int32_t other, Cause cause, const std::string& text) {
-  Inbound& in = inbound_[static_cast<size_t>(other)];
-  outbound_[static_cast<size_t>(other)].gone = true;
+  Inbound& in = inbound_[other];
+  outbound_[other].gone = true;
   if (cause == Cause::ended) transport_->forget(NodeMap::node_of_other(other, node_));
   if (in.gone) return;
   in.gone = true;
   {
     const std::lock_guard lock(reasons_mutex_);
-    reasons_[static_cast<size_t>(NodeMap::node_of_other(other, node_))] = text;
+    reasons_[NodeMap::node_of_other(other, node_)] = text;
   }
   signals_.deliver_gone(rail(other), cause);
 }
@@ -446,7 +446,7 @@ void Proxy::say_goodbye(bool busy) {
   if (!goodbye_) goodbye_.emplace(std::chrono::duration<double>(std::min(timeout_seconds_, kGoodbyeSeconds)));
   if (busy) return;
   for (int32_t other = 0; other < others_; ++other) {
-    Outbound& out = outbound_[static_cast<size_t>(other)];
+    Outbound& out = outbound_[other];
     if (out.goodbye || out.gone || !out.ready.empty()) continue;
     out.goodbye = true;
     links_->send(NodeMap::node_of_other(other, node_), {static_cast<uint32_t>(Word::closing), 0, 0, out.put});

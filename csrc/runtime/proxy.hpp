@@ -53,7 +53,7 @@ class Proxy {
   /// The epoch up to which everything that the rail's rank on that node sent unasked has arrived.
   uint64_t* all_here(int32_t other) { return progress().all_here(other); }
   /// Counter of how often a staging slot has become free.
-  uint64_t* staging_done(int64_t slot) { return &staging_done_[static_cast<size_t>(slot)]; }
+  uint64_t* staging_done(int64_t slot) { return &staging_done_[slot]; }
   /// Tells the rail that this rank has given up on a peer. Any thread.
   void announce_loss(int32_t peer, Cause cause) noexcept;
   /// Why a rank of another node can't be reached, if the network said so.

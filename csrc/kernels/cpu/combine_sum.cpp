@@ -18,21 +18,21 @@ class ShareSum {
         hidden_(context.shape.hidden),
         row_bytes_(context.shape.row_bytes()),
         own_sum_(context, plan, arguments),
-        own_(static_cast<size_t>(row_bytes_)),
-        sources_(static_cast<size_t>(context.shape.top_k)) {}
+        own_(row_bytes_),
+        sources_(context.shape.top_k) {}
 
   /// out = sum of share(0) .. share(count - 1), a null one being this rank's own, computed from `own_entry`.
   template <class Share>
   void write(int64_t count, const Share& share, int64_t own_entry, std::byte* out, bool stream) {
     if (count == 0) {
-      std::memset(out, 0, static_cast<size_t>(row_bytes_));
+      std::memset(out, 0, row_bytes_);
       return;
     }
     for (int64_t i = 0; i < count; ++i) {
       const std::byte* const row = share(i);
       if (row == nullptr && count == 1) return own_sum_.write(own_entry, out, stream);
       if (row == nullptr) own_sum_.write(own_entry, own_.data(), false);
-      sources_[static_cast<size_t>(i)] = row == nullptr ? own_.data() : row;
+      sources_[i] = row == nullptr ? own_.data() : row;
     }
     const RowKernels& kernels = row_kernels();
     if (count == 1)
@@ -57,7 +57,7 @@ void combine_sum_relayed(const Context& context, const Plan& plan, const Combine
                          std::byte* out) {
   const int64_t row_bytes = context.shape.row_bytes(), slots = context.shape.slots();
   const int32_t local = context.shape.nodes().local_of(context.rank);
-  const RelaySums& sums = plan.relay_sums[static_cast<size_t>(other)];
+  const RelaySums& sums = plan.relay_sums[other];
   const int64_t touched = (sums.begin[end] - sums.begin[first]) * context.shape.top_k * row_bytes;
   context.pool.parallel(end - first, context.heuristics.parallel(touched), [&](int64_t begin, int64_t stop) {
     ShareSum sum(context, plan, arguments);
@@ -76,7 +76,7 @@ void combine_sum(const Context& context, const Plan& plan, const CombineArgument
   const int64_t row_bytes = context.shape.row_bytes(), slots = context.shape.slots();
   const NodeMap nodes = context.shape.nodes();
   const int32_t node = nodes.node_of(context.rank);
-  const std::byte* const own_slots = arguments.slots[static_cast<size_t>(nodes.local_of(context.rank))];
+  const std::byte* const own_slots = arguments.slots[nodes.local_of(context.rank)];
   const bool stream = context.heuristics.stream(plan.tokens * row_bytes);
   const int64_t touched = (plan.owner_begin[end] - plan.owner_begin[first] + end - first) * row_bytes;
   context.pool.parallel(end - first, context.heuristics.parallel(touched), [&](int64_t begin, int64_t stop) {
@@ -103,8 +103,7 @@ void collect_weight_grads(const Context& context, const Plan& plan,
   const NodeMap nodes = context.shape.nodes();
   for (int64_t i = 0; i < static_cast<int64_t>(plan.local_topk_idx.size()); ++i) {
     const int32_t owner = expert_owner(plan.local_topk_idx[i], context.local_experts);
-    set_weight(out, dtype, i,
-               owner < 0 ? 0.0 : weight_at(sections[static_cast<size_t>(nodes.node_of(owner))], dtype, i));
+    set_weight(out, dtype, i, owner < 0 ? 0.0 : weight_at(sections[nodes.node_of(owner)], dtype, i));
   }
 }
 

@@ -55,7 +55,7 @@ void zero_padding(const Context& context, const Plan& plan, const PullArguments&
   const DType dtype = context.shape.dtype;
   const int64_t row_bytes = context.shape.row_bytes();
   for (const auto& [begin, end] : plan.padding) {
-    std::memset(arguments.out + begin * row_bytes, 0, static_cast<size_t>((end - begin) * row_bytes));
+    std::memset(arguments.out + begin * row_bytes, 0, (end - begin) * row_bytes);
     if (arguments.dots != nullptr)
       for (int64_t row = begin; row < end; ++row) set_weight(arguments.dots, dtype, row, 0.0);
   }
@@ -67,7 +67,7 @@ void pull_metadata(const Context& context, const Plan& plan, const std::vector<c
   const int32_t top_k = context.shape.top_k;
   const bool by_rank = plan.shape.layout == RowLayout::rank;
   const int64_t places = plan.rows * (by_rank ? top_k : 1);
-  if (out_weights != nullptr) std::memset(out_weights, 0, static_cast<size_t>(places * weight_bytes(dtype)));
+  if (out_weights != nullptr) std::memset(out_weights, 0, places * weight_bytes(dtype));
   if (out_ids != nullptr) std::fill(out_ids, out_ids + places, kNoExpert);
   for (int32_t source = 0; source < plan.shape.ranks; ++source)
     for (int64_t entry = plan.source_begin[source]; entry < plan.source_begin[source + 1]; ++entry) {

@@ -40,11 +40,11 @@ void dispatch_send_chunk(const Context& context, const std::byte* x, std::span<c
                          std::byte* out) {
   const int64_t row_bytes = context.shape.row_bytes(), count = static_cast<int64_t>(tokens.size());
   const RowKernels& kernels = row_kernels();
-  context.pool.parallel(
-      count, context.heuristics.parallel(2 * count * row_bytes), [&](int64_t begin, int64_t end) {
-        for (int64_t i = begin; i < end; ++i)
-          kernels.copy(out + i * row_bytes, x + tokens[static_cast<size_t>(i)] * row_bytes, row_bytes, false);
-      });
+  context.pool.parallel(count, context.heuristics.parallel(2 * count * row_bytes),
+                        [&](int64_t begin, int64_t end) {
+                          for (int64_t i = begin; i < end; ++i)
+                            kernels.copy(out + i * row_bytes, x + tokens[i] * row_bytes, row_bytes, false);
+                        });
 }
 
 }  // namespace moecomm::cpu

@@ -19,8 +19,8 @@ class EntrySum {
         dtype_(context.shape.dtype),
         hidden_(context.shape.hidden),
         row_bytes_(context.shape.row_bytes()),
-        sources_(static_cast<size_t>(context.shape.top_k)),
-        scales_(static_cast<size_t>(context.shape.top_k)) {}
+        sources_(context.shape.top_k),
+        scales_(context.shape.top_k) {}
 
   void write(int64_t entry, std::byte* out, bool stream) {
     int count = 0;
@@ -33,7 +33,7 @@ class EntrySum {
     }
     const RowKernels& kernels = row_kernels();
     if (count == 0)
-      std::memset(out, 0, static_cast<size_t>(row_bytes_));
+      std::memset(out, 0, row_bytes_);
     else if (count == 1 && arguments_.weights == nullptr)
       kernels.copy(out, sources_[0], row_bytes_, stream);
     else

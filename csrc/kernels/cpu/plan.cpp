@@ -43,7 +43,7 @@ void plan_home(Plan& plan, const SourceIds& home) {
   const PlanShape& s = plan.shape;
   const NodeMap nodes = s.nodes();
   const int32_t own_node = nodes.node_of(s.rank);
-  std::vector<int32_t> relayed(static_cast<size_t>(nodes.nodes() - 1), 0);
+  std::vector<int32_t> relayed(nodes.nodes() - 1, 0);
   plan.tokens = home.tokens;
   plan.local_topk_idx.assign(home.ids, home.ids + home.tokens * s.top_k);
   plan.owner_begin.reserve(home.tokens + 1);
@@ -77,7 +77,7 @@ void add_index(Plan& plan, const std::vector<SourceIds>& sources, const RelayRou
   shape.layout = RowLayout::expert;
   shape.capacity = plan.shape.positions;
   auto by_expert = std::make_shared<Plan>(make_plan(shape, sources, routes));
-  plan.index.assign(static_cast<size_t>(by_expert->rows), 0);
+  plan.index.assign(by_expert->rows, 0);
   for (int64_t entry = 0; entry < plan.entries(); ++entry)
     for (int64_t j = by_expert->row_begin[entry]; j < by_expert->row_begin[entry + 1]; ++j) {
       int32_t& position = by_expert->row[j];
@@ -108,13 +108,13 @@ RelayRoutes make_routes(const PlanShape& shape, const SourceIds& own) {
   const NodeMap nodes = shape.nodes();
   const int32_t own_node = nodes.node_of(shape.rank);
   RelayRoutes routes;
-  routes.tokens.resize(static_cast<size_t>(nodes.nodes() - 1));
+  routes.tokens.resize(nodes.nodes() - 1);
   for (int32_t other = 0; other < nodes.nodes() - 1; ++other) {
     const int32_t first = nodes.first(NodeMap::node_of_other(other, own_node));
     for (int64_t t = 0; t < own.tokens; ++t)
       if (owned_in(own.ids + t * shape.top_k, shape.top_k, shape.local_experts, first,
                    first + nodes.local_ranks))
-        routes.tokens[static_cast<size_t>(other)].push_back(static_cast<int32_t>(t));
+        routes.tokens[other].push_back(static_cast<int32_t>(t));
   }
   return routes;
 }
@@ -180,7 +180,7 @@ Plan make_plan(const PlanShape& shape, const std::vector<SourceIds>& sources, co
   const int32_t own_node = nodes.node_of(shape.rank), node_first = nodes.first(own_node);
   for (const SourceIds& source : sources) plan.source_tokens.push_back(source.tokens);
   plan.relayed.assign(shape.ranks, 0);
-  plan.relay_sums.resize(static_cast<size_t>(nodes.nodes() - 1));
+  plan.relay_sums.resize(nodes.nodes() - 1);
   for (RelaySums& sums : plan.relay_sums) sums.begin.push_back(0);
   plan.entry_token.reserve(entries);
   plan.entry_place.reserve(entries);
@@ -195,10 +195,9 @@ Plan make_plan(const PlanShape& shape, const std::vector<SourceIds>& sources, co
   };
   for (int32_t r = 0; r < shape.ranks; ++r) {
     const bool remote = !nodes.same_node(r, shape.rank);
-    RelaySums* const sums =
-        remote && nodes.local_of(r) == nodes.local_of(shape.rank)
-            ? &plan.relay_sums[static_cast<size_t>(NodeMap::other(nodes.node_of(r), own_node))]
-            : nullptr;
+    RelaySums* const sums = remote && nodes.local_of(r) == nodes.local_of(shape.rank)
+                                ? &plan.relay_sums[NodeMap::other(nodes.node_of(r), own_node)]
+                                : nullptr;
     for (int64_t t = 0; t < sources[r].tokens; ++t) {
       const int32_t* ids = sources[r].ids + t * shape.top_k;
       bool needed = false;

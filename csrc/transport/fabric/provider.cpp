@@ -283,7 +283,7 @@ std::vector<Info> choose_lanes(const ProviderOptions& options) {
     const int sharers =
         options.gpu_bus_id.empty() ? options.local_ranks : gpus_sharing(options.gpu_bus_id, nics);
     for (const int at : share_of_nics(static_cast<int>(near.size()), sharers, options.local_rank))
-      share.push_back(rails[static_cast<size_t>(near[static_cast<size_t>(at)])]);
+      share.push_back(rails[near[at]]);
   }
 
   int lanes = options.lanes;

@@ -72,9 +72,9 @@ bool FabricTransport::write(int32_t index, const std::byte* source, int64_t byte
                             uint64_t user) {
   if (free_.empty()) free_.push_back(&operations_.emplace_back());
   Operation& operation = *free_.back();
-  const ssize_t status = endpoint_.write(
-      source, static_cast<size_t>(bytes), descriptor, immediate, peers_[static_cast<size_t>(index)].address,
-      region.base + static_cast<uint64_t>(offset), region.key, &operation.context);
+  const ssize_t status =
+      endpoint_.write(source, bytes, descriptor, immediate, peers_[index].address,
+                      region.base + static_cast<uint64_t>(offset), region.key, &operation.context);
   if (status == -FI_EAGAIN) return false;
   if (status != 0) {
     fail(index, std::string("write refused: ") + library().strerror(static_cast<int>(-status)), early_);
@@ -98,7 +98,7 @@ void FabricTransport::release(Operation& operation) {
 }
 
 void FabricTransport::drop(int32_t index) {
-  peers_[static_cast<size_t>(index)].dropped = true;
+  peers_[index].dropped = true;
   for (Operation& operation : operations_)
     if (operation.peer == index) release(operation);
 }
@@ -114,7 +114,7 @@ void FabricTransport::fail(int32_t index, const std::string& what, std::vector<T
   }
   std::string name = "a peer that the provider does not name";
   if (index >= 0) {
-    Peer& peer = peers_[static_cast<size_t>(index)];
+    Peer& peer = peers_[index];
     if (peer.dropped) return;  // said already
     name = peer.name;
     drop(index);
@@ -127,7 +127,7 @@ void FabricTransport::completed(Operation& operation, std::vector<TransportEvent
   release(operation);
   free_.push_back(&operation);
   if (operation.hello)
-    peers_[static_cast<size_t>(operation.peer)].hello_sent = true;
+    peers_[operation.peer].hello_sent = true;
   else if (wanted)
     events.push_back({TransportEvent::Kind::sent, operation.peer, 0, operation.user, {}});
 }
@@ -155,7 +155,7 @@ void FabricTransport::take_completions(std::vector<TransportEvent>& events) {
       return;
     }
     for (ssize_t i = 0; i < count; ++i) {
-      const fi_cq_data_entry& entry = entries[static_cast<size_t>(i)];
+      const fi_cq_data_entry& entry = entries[i];
       if ((entry.flags & FI_REMOTE_CQ_DATA) != 0) {
         const auto immediate = static_cast<uint32_t>(entry.data);
         // Hellos are found by what they wrote, see greeted().
@@ -257,8 +257,8 @@ void FabricTransport::insert_peers(const std::vector<AddressBytes>& endpoint_add
   std::vector<Peer> peers(endpoint_addresses.size());
   for (int i = 0; i < count; ++i) {
     if (i == own_index) continue;
-    Peer& peer = peers[static_cast<size_t>(i)];
-    peer.endpoint_address = EndpointAddress::from_bytes(endpoint_addresses[static_cast<size_t>(i)]);
+    Peer& peer = peers[i];
+    peer.endpoint_address = EndpointAddress::from_bytes(endpoint_addresses[i]);
     require_compatible(own_, own_index, peer.endpoint_address, i);
     peer.address = endpoint_.insert(peer.endpoint_address.address);
     peer.name = "peer " + std::to_string(i) + " (" + endpoint_.print(peer.endpoint_address.address) + ", " +
@@ -280,7 +280,7 @@ void FabricTransport::connect(double timeout_seconds, const std::function<void()
   while (true) {
     std::erase_if(waiting, [&](int i) {
       return write(i, reinterpret_cast<const std::byte*>(&greetings_.back()), sizeof(uint64_t),
-                   greeting_descriptor_, peers_[static_cast<size_t>(i)].endpoint_address.greetings,
+                   greeting_descriptor_, peers_[i].endpoint_address.greetings,
                    static_cast<int64_t>(sizeof(uint64_t)) * own_index_, kHelloImmediate, true, 0);
     });
     events.clear();
@@ -305,7 +305,7 @@ const FabricTransport::Peer& FabricTransport::known(const char* call, int32_t pe
   if (peer < 0 || static_cast<size_t>(peer) >= peers_.size() || peer == own_index_)
     throw Error(ErrorKind::invalid_argument,
                 text_of("fabric: ", call, " to peer ", peer, " of ", peers_.size(), ", which is none"));
-  return peers_[static_cast<size_t>(peer)];
+  return peers_[peer];
 }
 
 bool FabricTransport::put(int32_t peer, int64_t dst_offset, int64_t src_offset, int64_t bytes,

@@ -70,11 +70,11 @@ Signals::Signals(const WindowLayout& layout, std::vector<std::byte*> bases, int 
       watch_(pids, nodes_.local_of(rank)) {}
 
 PeerLines& Signals::lines(int owner, int writer) const {
-  return reinterpret_cast<PeerLines*>(bases_[static_cast<size_t>(owner - first_)] + layout_.peers)[writer];
+  return reinterpret_cast<PeerLines*>(bases_[owner - first_] + layout_.peers)[writer];
 }
 
 OwnerLines& Signals::owner(int rank) const {
-  return *reinterpret_cast<OwnerLines*>(bases_[static_cast<size_t>(rank - first_)] + layout_.owner);
+  return *reinterpret_cast<OwnerLines*>(bases_[rank - first_] + layout_.owner);
 }
 
 void Signals::ring(int rank) const {

@@ -96,15 +96,14 @@ Window Window::open(const std::string& name, int64_t bytes) {
 }
 
 void Window::map() {
-  void* base = mmap(nullptr, static_cast<size_t>(bytes_), PROT_READ | PROT_WRITE, MAP_SHARED, fd_.get(), 0);
+  void* base = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, fd_.get(), 0);
   if (base == MAP_FAILED)
     throw Error(ErrorKind::out_of_memory, errno_text("mapping a window"), {.needed = bytes_});
   base_ = static_cast<std::byte*>(base);
   generation_ = Descriptor::current_generation();
-  madvise(base, static_cast<size_t>(bytes_),
+  madvise(base, bytes_,
           MADV_HUGEPAGE);  // advice only: many systems refuse it for shared memory
-  if (madvise(base, static_cast<size_t>(bytes_), MADV_DONTFORK) != 0)
-    throw system_error("madvise(MADV_DONTFORK) of a window");
+  if (madvise(base, bytes_, MADV_DONTFORK) != 0) throw system_error("madvise(MADV_DONTFORK) of a window");
 }
 
 void Window::commit(int64_t offset, int64_t bytes) {
@@ -154,7 +153,7 @@ Window& Window::operator=(Window&& other) noexcept {
 Window::~Window() {
   unlink();
   // In a child there is no such mapping, but there may be something else at its place.
-  if (base_ != nullptr && own_process()) munmap(base_, static_cast<size_t>(bytes_));
+  if (base_ != nullptr && own_process()) munmap(base_, bytes_);
 }
 
 }  // namespace moecomm::shm

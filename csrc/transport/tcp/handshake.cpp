@@ -128,7 +128,7 @@ Handshake::Read Handshake::read_hello(Incoming& incoming) const {
     const ssize_t count =
         recv(incoming.fd.get(), bytes + incoming.received, sizeof(Hello) - incoming.received, 0);
     if (count > 0)
-      incoming.received += static_cast<size_t>(count);
+      incoming.received += count;
     else if (count < 0 && (errno == EAGAIN || errno == EWOULDBLOCK))
       break;
     else

@@ -59,7 +59,7 @@ Links::Links(const LinkOptions& options)
     : options_(checked(options)),
       generation_(Descriptor::current_generation()),
       own_(make_address(interface_address(options.interface), "0")),
-      links_(static_cast<size_t>(options.peers)) {
+      links_(options.peers) {
   const std::string where = endpoint_text(own_);
   const auto require = [&](bool holds, const char* call) {
     if (!holds) throw system_error(("links between nodes, listening on " + where + ": " + call).c_str());
@@ -176,7 +176,7 @@ void Links::receive(int32_t peer, std::vector<LinkEvent>& events) {
     errno = failed != 0 ? failed : sending;
     return drop(peer, "the link broke (" + errno_text(failed != 0 ? "recv" : "send") + ")", events);
   }
-  link.received += static_cast<size_t>(count);
+  link.received += count;
   if (link.received < sizeof(LinkMessage)) return;
   link.received = 0;
   if (link.incoming.mark != LinkMessage().mark)
