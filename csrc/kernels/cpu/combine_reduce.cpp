@@ -46,24 +46,10 @@ void combine_reduce_relayed(const Context& context, const Plan& plan, const Comb
 
 void push_weight_grads(const Context& context, const Plan& plan, const CombineArguments& arguments) {
   const DType dtype = context.shape.dtype;
-  const int32_t top_k = context.shape.top_k;
-  for (int32_t home = 0; home < plan.shape.ranks; ++home)
-    for (int64_t entry = plan.source_begin[home]; entry < plan.source_begin[home + 1]; ++entry) {
-      const int64_t token = int64_t{plan.entry_token[entry]} * top_k;
-      std::byte* const section = arguments.home_weight_grads[home];
-      for (int64_t j = plan.row_begin[entry]; j < plan.row_begin[entry + 1]; ++j) {
-        const int64_t place = plan.row[j];
-        if (plan.shape.layout == RowLayout::expert) {
-          set_weight(section, dtype, token + plan.row_k[j],
-                     place < 0 ? 0.0 : weight_at(arguments.weight_grads, dtype, place));
-          continue;
-        }
-        for (int32_t k = 0; k < top_k; ++k)
-          if (plan.entry_ids[entry * top_k + k] >= 0)
-            set_weight(section, dtype, token + k,
-                       place < 0 ? 0.0 : weight_at(arguments.weight_grads, dtype, place * top_k + k));
-      }
-    }
+  for_each_weight(plan, [&](int32_t home, int64_t at_home, int64_t here, int32_t) {
+    set_weight(arguments.home_weight_grads[home], dtype, at_home,
+               here < 0 ? 0.0 : weight_at(arguments.weight_grads, dtype, here));
+  });
 }
 
 }  // namespace moecomm::cpu

@@ -36,6 +36,28 @@ struct EntryRange {
 /// Returns the entries of the source `rank` with places in [first, end).
 EntryRange entries_between(const Plan& plan, int32_t rank, int64_t first, int64_t end);
 
+/// Calls visit(source, number, here, expert) for every (token, k) of a source that has a row here: its number
+/// among the weights of the source, and among those of the output, -1 past the capacity. Rank layout: the
+/// local expert.
+template <class Visit>
+void for_each_weight(const Plan& plan, const Visit& visit) {
+  const int64_t top_k = plan.shape.top_k;
+  for (int32_t source = 0; source < plan.shape.ranks; ++source)
+    for (int64_t entry = plan.source_begin[source]; entry < plan.source_begin[source + 1]; ++entry) {
+      const int64_t first = plan.entry_token[entry] * top_k;
+      for (int64_t j = plan.row_begin[entry]; j < plan.row_begin[entry + 1]; ++j) {
+        const int64_t row = plan.row[j];
+        if (plan.shape.layout == RowLayout::expert) {
+          visit(source, first + plan.row_k[j], row, -1);
+          continue;
+        }
+        for (int64_t k = 0; k < top_k; ++k)
+          if (const int32_t id = plan.entry_ids[entry * top_k + k]; id >= 0)
+            visit(source, first + k, row < 0 ? row : row * top_k + k, id);
+      }
+    }
+}
+
 /// Reads each needed row once and writes it to all its places in `out` [plan.rows][hidden]. rows[r]: rank r's
 /// rows, as plan.entry_place numbers them. With `scales` (weight type, [plan.rows]) each place gets its row
 /// times its scale; with `dots` too, dots[p] = <row, other[p]> (the gradients of a weighted combine).

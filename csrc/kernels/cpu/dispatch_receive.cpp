@@ -69,26 +69,12 @@ void pull_metadata(const Context& context, const Plan& plan, const std::vector<c
   const int64_t places = plan.rows * (by_rank ? top_k : 1);
   if (out_weights != nullptr) std::memset(out_weights, 0, places * weight_bytes(dtype));
   if (out_ids != nullptr) std::fill(out_ids, out_ids + places, kNoExpert);
-  for (int32_t source = 0; source < plan.shape.ranks; ++source)
-    for (int64_t entry = plan.source_begin[source]; entry < plan.source_begin[source + 1]; ++entry) {
-      const int64_t home = int64_t{plan.entry_token[entry]} * top_k;
-      for (int64_t j = plan.row_begin[entry]; j < plan.row_begin[entry + 1]; ++j) {
-        const int64_t place = plan.row[j];
-        if (place < 0) continue;
-        if (!by_rank) {
-          if (out_weights != nullptr)
-            set_weight(out_weights, dtype, place, weight_at(weights[source], dtype, home + plan.row_k[j]));
-          continue;
-        }
-        for (int32_t k = 0; k < top_k; ++k) {
-          const int32_t id = plan.entry_ids[entry * top_k + k];
-          if (id < 0) continue;
-          if (out_ids != nullptr) out_ids[place * top_k + k] = id;
-          if (out_weights != nullptr)
-            set_weight(out_weights, dtype, place * top_k + k, weight_at(weights[source], dtype, home + k));
-        }
-      }
-    }
+  for_each_weight(plan, [&](int32_t source, int64_t at_source, int64_t here, int32_t id) {
+    if (here < 0) return;
+    if (out_ids != nullptr) out_ids[here] = id;
+    if (out_weights != nullptr)
+      set_weight(out_weights, dtype, here, weight_at(weights[source], dtype, at_source));
+  });
 }
 
 }  // namespace moecomm::cpu

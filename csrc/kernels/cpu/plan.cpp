@@ -125,6 +125,16 @@ Plan make_plan(const PlanShape& shape, const std::vector<SourceIds>& sources, co
   const int32_t local = shape.local_experts, first = shape.rank * local;
   const bool by_expert = shape.layout == RowLayout::expert;
   const auto local_expert = [&](int32_t id) { return id >= first && id < first + local ? id - first : -1; };
+  // Calls visit(e, k) for the local experts of a token; false if it has none.
+  const auto for_local = [&](const int32_t* ids, const auto& visit) {
+    bool any = false;
+    for (int32_t k = 0; k < shape.top_k; ++k)
+      if (const int32_t e = local_expert(ids[k]); e >= 0) {
+        visit(e, k);
+        any = true;
+      }
+    return any;
+  };
 
   // 1. count
   std::vector<int64_t> counts(int64_t{shape.ranks} * local, 0);  // [source][expert]
@@ -132,18 +142,11 @@ Plan make_plan(const PlanShape& shape, const std::vector<SourceIds>& sources, co
   int64_t pairs = 0;
   for (int32_t r = 0; r < shape.ranks; ++r) {
     int64_t entries = 0;
-    for (int64_t t = 0; t < sources[r].tokens; ++t) {
-      const int32_t* ids = sources[r].ids + t * shape.top_k;
-      bool needed = false;
-      for (int32_t k = 0; k < shape.top_k; ++k) {
-        const int32_t e = local_expert(ids[k]);
-        if (e < 0) continue;
+    for (int64_t t = 0; t < sources[r].tokens; ++t)
+      entries += for_local(sources[r].ids + t * shape.top_k, [&](int32_t e, int32_t) {
         ++counts[int64_t{r} * local + e];
         ++pairs;
-        needed = true;
-      }
-      entries += needed;
-    }
+      });
     plan.source_begin[r + 1] = plan.source_begin[r] + entries;
   }
 
@@ -200,13 +203,9 @@ Plan make_plan(const PlanShape& shape, const std::vector<SourceIds>& sources, co
                                 : nullptr;
     for (int64_t t = 0; t < sources[r].tokens; ++t) {
       const int32_t* ids = sources[r].ids + t * shape.top_k;
-      bool needed = false;
-      for (int32_t k = 0; k < shape.top_k; ++k) {
-        const int32_t e = local_expert(ids[k]);
-        if (e < 0) continue;
-        needed = true;
+      const bool needed = for_local(ids, [&](int32_t e, int32_t k) {
         if (by_expert) place(next[int64_t{r} * local + e]++, k);
-      }
+      });
       int64_t at_source = t;
       if (remote) {
         if (!owned_in(ids, shape.top_k, local, node_first, node_first + nodes.local_ranks)) continue;
