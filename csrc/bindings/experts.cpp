@@ -16,19 +16,21 @@ using experts::ActivationRows;
 using experts::QuantizeColumns;
 using experts::QuantizeRows;
 
-/// `ends`: of `groups` groups, the last of which is the number of rows that are real; 0: all are.
+/// `ends`: of `groups` groups, the last of which is the number of rows that are real; 0: all are, and null.
+const int32_t* real_rows_at(uintptr_t ends, int64_t groups) {
+  const int32_t* const first = pointer<int32_t>("ends", ends, sizeof(int32_t), true);
+  if (first == nullptr) return nullptr;
+  check_between("groups", groups, 1, INT32_MAX);
+  return first + groups - 1;
+}
+
 ActivationRows rows_of(uintptr_t inner, uintptr_t weights, uintptr_t ends, int64_t groups, int64_t rows,
                        int64_t width, DType dtype, Activation activation) {
   check_between("rows", rows, 0, experts::kMostRows);
   check_between("width", width, 1, experts::kMostWidth);
-  const int32_t* real_rows = pointer<int32_t>("ends", ends, sizeof(int32_t), true);
-  if (real_rows != nullptr) {
-    check_between("groups", groups, 1, INT32_MAX);
-    real_rows += groups - 1;
-  }
   return {pointer("inner", inner, dtype_bytes(dtype), rows == 0),
           pointer("weights", weights, weight_bytes(dtype), true),
-          real_rows,
+          real_rows_at(ends, groups),
           static_cast<int32_t>(rows),
           static_cast<int32_t>(width),
           dtype,
@@ -37,13 +39,17 @@ ActivationRows rows_of(uintptr_t inner, uintptr_t weights, uintptr_t ends, int64
 
 constexpr int64_t kPiece = 16;  // bytes that a kernel moves at once
 
+void check_multiple(const char* name, int64_t value) {
+  if (value % experts::kQuantum != 0)
+    throw Error(ErrorKind::invalid_argument,
+                text_of(name, " is ", value, ", must be a multiple of ", experts::kQuantum));
+}
+
 /// Checks the shape and dtype of x for both e4m3 kernels.
 void check_quantized(int64_t rows, int64_t columns, DType dtype) {
   check_between("rows", rows, 0, experts::kMostRows);
   check_between("columns", columns, experts::kQuantum, experts::kMostWidth);
-  if (columns % experts::kQuantum != 0)
-    throw Error(ErrorKind::invalid_argument,
-                text_of("columns is ", columns, ", must be a multiple of ", experts::kQuantum));
+  check_multiple("columns", columns);
   if (dtype == DType::float64) throw Error(ErrorKind::invalid_argument, "x is float64, must be narrower");
 }
 
@@ -86,15 +92,10 @@ void bind_experts(py::module_& m) {
   m.def("quantize_rows", [](uintptr_t x, uintptr_t ends, int64_t groups, int64_t rows, int64_t columns,
                             DType dtype, uintptr_t values, uintptr_t scales, uintptr_t stream) {
     check_quantized(rows, columns, dtype);
-    const int32_t* real_rows = pointer<int32_t>("ends", ends, sizeof(int32_t), true);
-    if (real_rows != nullptr) {
-      check_between("groups", groups, 1, INT32_MAX);
-      real_rows += groups - 1;
-    }
     const QuantizeRows all{pointer("x", x, kPiece, rows == 0),
                            pointer("values", values, kPiece, rows == 0),
                            pointer<float>("scales", scales, sizeof(float), rows == 0),
-                           real_rows,
+                           real_rows_at(ends, groups),
                            static_cast<int32_t>(rows),
                            static_cast<int32_t>(columns),
                            dtype};
@@ -105,16 +106,13 @@ void bind_experts(py::module_& m) {
            DType dtype, uintptr_t values, uintptr_t scales, uintptr_t padded_ends, uintptr_t stream) {
           check_quantized(rows, columns, dtype);
           check_between("groups", groups, 1, INT32_MAX / columns);
-          if (ends == 0 && rows % experts::kQuantum != 0)
-            throw Error(ErrorKind::invalid_argument,
-                        text_of("rows is ", rows, ", must be a multiple of ", experts::kQuantum));
-          if (ends != 0) {
+          if (ends == 0) {
+            check_multiple("rows", rows);
+          } else {
             // Room for groups of whatever sizes.
             const int64_t least = (rows / experts::kQuantum + groups) * experts::kQuantum;
             check_between("out_rows", out_rows, least, 2 * experts::kMostRows - experts::kQuantum);
-            if (out_rows % experts::kQuantum != 0)
-              throw Error(ErrorKind::invalid_argument,
-                          text_of("out_rows is ", out_rows, ", must be a multiple of ", experts::kQuantum));
+            check_multiple("out_rows", out_rows);
           }
           const QuantizeColumns all{pointer("x", x, kPiece, rows == 0),
                                     pointer<int32_t>("ends", ends, sizeof(int32_t), true),

@@ -95,12 +95,9 @@ void bind_enumerations(py::module_& m) {
 /// The window of a rank, plans, and memory for rows.
 void bind_memory(py::module_& m) {
   py::class_<WindowShape>(m, "WindowShape")
-      .def(py::init([](int32_t ranks, int32_t top_k, int64_t hidden, int64_t max_tokens, DType dtype,
-                       int32_t ranks_per_node) {
-             return WindowShape{ranks, top_k, hidden, max_tokens, dtype, ranks_per_node};
-           }),
-           py::kw_only(), py::arg("ranks"), py::arg("top_k"), py::arg("hidden"), py::arg("max_tokens"),
-           py::arg("dtype"), py::arg("ranks_per_node"));
+      .def(py::init<int32_t, int32_t, int64_t, int64_t, DType, int32_t>(), py::kw_only(), py::arg("ranks"),
+           py::arg("top_k"), py::arg("hidden"), py::arg("max_tokens"), py::arg("dtype"),
+           py::arg("ranks_per_node"));
   m.def("window_sections", [](const WindowShape& shape) {
     py::list out;
     for (const Section& section : window_sections(shape))

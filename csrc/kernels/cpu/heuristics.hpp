@@ -4,6 +4,8 @@
 #include <cstdint>
 #include <string>
 
+#include "common/error.hpp"
+
 namespace moecomm::cpu {
 
 struct Heuristics {
@@ -18,9 +20,8 @@ struct Heuristics {
   bool parallel(int64_t bytes) const { return bytes >= parallel_bytes; }
   bool stream(int64_t output_bytes) const { return output_bytes >= stream_bytes; }
   std::string text() const {
-    return "row kernels " + isa + ", outputs of " + std::to_string(stream_bytes) +
-           " bytes and more bypass the caches, of " + std::to_string(parallel_bytes) +
-           " and more use all threads";
+    return text_of("row kernels ", isa, ", outputs of ", stream_bytes,
+                   " bytes and more bypass the caches, of ", parallel_bytes, " and more use all threads");
   }
 };
 

@@ -1,15 +1,12 @@
 // Transport over libfabric: one registered window, one endpoint, puts by fi_writedata. What holds for it:
 //
 // - Nothing is promised about order, and nothing about delivery: `sent` only frees source bytes. A put that
-// the network
-//   loses (a reconnect of tcp does that) is noticed by who counts immediates against a deadline.
+//   the network loses (a reconnect of tcp does that) is noticed by who counts immediates against a deadline.
 // - Connections are made in connect(), in both directions. From then on poll() has to be called all the time,
-// also when
-//   there is nothing to send: several providers accept and deliver only then.
+//   also when there is nothing to send: several providers accept and deliver only then.
 // - A peer that ends is reported as `failed` by tcp if writes to it are under way then; otherwise put()
-// returns false
-//   from then on. By shm it is never reported, and one that stops or whose link is cut is reported by no
-//   provider. The caller learns it by links of its own, and says so by forget().
+//   returns false from then on. By shm it is never reported, and one that stops or whose link is cut is
+//   reported by no provider. The caller learns it by links of its own, and says so by forget().
 #pragma once
 
 #include <cstddef>
