@@ -108,14 +108,8 @@ def _dispatch_backward(
     return _all_there(plan[0], *found)
 
 
-def _combine_backward(
-    token: Tensor,
-    comm: int,
-    grad_y_TH: Tensor,
-    weights_P: Tensor | None,
-    rows_PH: Tensor | None,
-    *plan: Any,
-) -> Tensors:
+def _combine_backward(token: Tensor, comm: int, grad_y_TH: Tensor, *given: Any) -> Tensors:
+    weights_P, rows_PH, *plan = given
     found = combine_backward(_backend(comm), _plan(*plan), grad_y_TH, weights_P, rows_PH)
     return _all_there(grad_y_TH, *found)
 
@@ -164,15 +158,9 @@ def _fake_dispatch_backward(
     return _all_there(blob, grad_x_TH, grad_weights_TK)
 
 
-def _fake_combine_backward(
-    token: Tensor,
-    comm: int,
-    grad_y_TH: Tensor,
-    weights_P: Tensor | None,
-    rows_PH: Tensor | None,
-    *plan: Any,
-) -> Tensors:
-    backend, rows = _backend(comm), _plan(*plan).rows
+def _fake_combine_backward(token: Tensor, comm: int, grad_y_TH: Tensor, *given: Any) -> Tensors:
+    backend, (_, rows_PH, *plan) = _backend(comm), given
+    rows = _plan(*plan).rows
     grad_weights_P = None
     if rows_PH is not None:
         grad_weights_P = grad_y_TH.new_empty(rows, dtype=weight_dtype(backend.dtype))

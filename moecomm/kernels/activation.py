@@ -315,21 +315,12 @@ def _share_below(inner_BF: Tensor) -> Tensor:
 # -- what a trace sees, and gradients ----------------------------------------------------------------------
 
 
-def _fake_forward(
-    inner_PI: Tensor, weights_P: Tensor | None, ends_L: Tensor | None, activation: str
-) -> Tensor:
-    return inner_PI.new_empty(inner_PI.shape[0], _width(inner_PI, weights_P, ends_L, activation))
+def _fake_forward(inner_PI: Tensor, *others: Any) -> Tensor:
+    return inner_PI.new_empty(inner_PI.shape[0], _width(inner_PI, *others))
 
 
-def _fake_backward(
-    grad_z_PF: Tensor,
-    inner_PI: Tensor,
-    weights_P: Tensor | None,
-    ends_L: Tensor | None,
-    activation: str,
-    need_weights: bool,
-    need_z: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_backward(grad_z_PF: Tensor, inner_PI: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    weights_P, ends_L, activation, need_weights, need_z = others
     width = _width(inner_PI, weights_P, ends_L, activation, grad_z_PF)
     return _new_gradients(inner_PI, width, need_weights, need_z)
 
