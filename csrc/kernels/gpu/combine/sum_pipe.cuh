@@ -197,8 +197,8 @@ class SumLoader {
       load(list, shape_.pieces.offset(p), static_cast<uint32_t>(item.bytes));
     }
   }
-  /// Loads a piece of each source, as stages become free. What is in a stage belongs to an item that is in
-  /// its place by then.
+  /// Loads a piece of each source, as stages of the ring become free. The item that a stage's contents belong
+  /// to is listed before they arrive.
   __device__ void load(const SumList& list, int64_t offset, uint32_t bytes) {
     const int lane = lane_id();
     __syncwarp();  // what a lane has written, others announce
@@ -505,7 +505,7 @@ __device__ void run_sum_pipe(const Comm& comm, SumPipeMemory& memory, uint64_t e
   __syncthreads();
 }
 
-/// Shared memory of a block: for the pipe, or the `Warps` of one without.
+/// The type of a block's shared memory: that of the pipe, or `Warps` where a kernel has no pipe.
 template <class Warps, WireFormat wire>
 using SumMemoryOf = std::conditional_t<kPiped<wire>, SumPipeMemory, Warps>;
 

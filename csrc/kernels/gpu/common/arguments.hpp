@@ -46,7 +46,7 @@ struct SendArguments {
   uint64_t ticket;       ///< dropless: number under which the host waits for the row count
   int32_t route_blocks;  ///< dispatch: blocks that share the routes
   int32_t plan_block;    ///< dispatch: the block that makes the plan
-  bool routes_first;     ///< dispatch: the kernel that sends begins when they have gone out
+  bool routes_first;     ///< dispatch: rows are sent only after all routes have been sent
   int32_t warps;         ///< of a block that move rows, at most; in a pipe, of so many the memory for stages
   int32_t relay_blocks;  ///< of the grid, behind those that send or route, which relay what other nodes send
   bool later;            ///< only what waits for room, and nothing else: the chunks that take another's place

@@ -330,7 +330,7 @@ __device__ void begin_kernel(const Comm& comm, const SendArguments& args) {
 }
 __device__ void end_kernel(const Comm& comm, const SendArguments& args) {
   device::note_sent(comm, args.operation);
-  // What waits for this kernel waits for that of the routes too.
+  // Waits for the kernel of the routes, so that whatever waits for this kernel's end has waited for both.
   if (blockIdx.x == 0 && threadIdx.x == 0) ptx::wait_for_previous_kernel();
   if (args.later) end_sending(comm);
 }

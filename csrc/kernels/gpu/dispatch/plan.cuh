@@ -46,7 +46,7 @@ struct PushedCounts {
   __device__ void keep(int32_t, int32_t, int32_t) const {}
 };
 
-/// A copy of them in shared memory.
+/// A copy of these counts in shared memory.
 struct StagedCounts {
   static constexpr int kAhead = 1, kTogether = 4;
   int32_t* of;
@@ -278,8 +278,8 @@ __device__ inline void count_rows(const Comm& comm, const PlanHeader& header, co
 
 /// What is known of the other ranks when all have announced themselves.
 struct Agreement {
-  bool alive;  ///< they have
-  bool same;   ///< and do the same
+  bool alive;  ///< all have announced themselves
+  bool same;   ///< all do the same operation
 };
 
 /// Waits for the records of all ranks, and compares them; where they differ, `verdict` says how. Whole block.

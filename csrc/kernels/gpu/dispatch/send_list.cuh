@@ -100,7 +100,7 @@ __device__ void list_own(const Comm& comm, const SendArguments& args, const Id* 
   const int64_t row_bytes = comm.window.shape.row_bytes();
   const int shift = __ffs(chunk_tokens(args.tokens)) - 1;
   const TokenLanes map = TokenLanes::of_many(comm.top_k());
-  // Chunks behind these take the places of others.
+  // So many chunks have a place of their own; later ones reuse an earlier chunk's place.
   const int64_t at_once = comm.window.chunks_at_once(args.tokens);
   SendLister<workers, Id> lister(args, map, ids, most_owners(comm), args.later ? at_once : 0,
                                  args.later ? chunk_count(args.tokens) : at_once,
