@@ -116,8 +116,8 @@ MUTANTS = [
     Mutant(
         "alignment rows are not zeroed",
         "csrc/kernels/cpu/dispatch_receive.cpp",
-        "0, static_cast<size_t>((end - begin) * row_bytes));",
-        "0, static_cast<size_t>((end - begin - 1) * row_bytes));",
+        "0, (end - begin) * row_bytes);",
+        "0, (end - begin - 1) * row_bytes);",
         LAYOUTS,
     ),
     Mutant(
@@ -128,10 +128,10 @@ MUTANTS = [
         LAYOUTS,
     ),
     Mutant(
-        "weights of the token's first choice",
-        "csrc/kernels/cpu/dispatch_receive.cpp",
-        "weight_at(weights[source], dtype, home + plan.row_k[j])",
-        "weight_at(weights[source], dtype, home)",
+        "weights of the token's first choice, and their gradients",
+        "csrc/kernels/cpu/dispatch.hpp",
+        "visit(source, first + plan.row_k[j], row, -1);",
+        "visit(source, first, row, -1);",
         LAYOUTS,
     ),
     Mutant(
@@ -180,21 +180,14 @@ MUTANTS = [
     Mutant(
         "a token without rows keeps what was there",
         "csrc/kernels/cpu/combine_sum.cpp",
-        "    if (count == 0) {\n      std::memset(out, 0, static_cast<size_t>(row_bytes_));\n      return;",
+        "    if (count == 0) {\n      std::memset(out, 0, row_bytes_);\n      return;",
         "    if (count == 0) {\n      return;",
-        LAYOUTS,
-    ),
-    Mutant(
-        "gradient of another choice's weight",
-        "csrc/kernels/cpu/combine_reduce.cpp",
-        "token + plan.row_k[j],",
-        "token,",
         LAYOUTS,
     ),
     Mutant(
         "gradients of weights from one node alone",
         "csrc/kernels/cpu/combine_sum.cpp",
-        "sections[static_cast<size_t>(nodes.node_of(owner))]",
+        "sections[nodes.node_of(owner)]",
         "sections[0]",
         NODES,
     ),
@@ -254,7 +247,7 @@ MUTANTS = [
     Mutant(
         "alignments that differ",
         RUNTIME,
-        '    compare("alignment", first.alignment, other.alignment);\n',
+        "    compare(Disagreement::alignment, first.alignment, other.alignment);\n",
         "",
         INPUT,
     ),
