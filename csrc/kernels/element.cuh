@@ -3,6 +3,7 @@
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <cuda_runtime_api.h>
 
 #include <cstdint>
 
@@ -71,63 +72,74 @@ __device__ inline float larger_or_nan(const float2& pair) {
   return __uint_as_float(max(__float_as_uint(pair.x), __float_as_uint(pair.y)) & 0x7fffffffu);
 }
 
-template <>
-struct Element<DType::bfloat16> {
+/// Elements of 16 bits; `Pairs` converts two of them.
+template <class Pairs>
+struct HalfElement {
+  using Pair = typename Pairs::Pair;
   static constexpr int kVector = 8;
   __device__ static void widen(const uint4& raw, float* out) {
     const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      out[2 * i] = __uint_as_float(words[i] << 16);
-      out[2 * i + 1] = __uint_as_float(words[i] & 0xffff0000u);
-    }
+    for (int i = 0; i < 4; ++i) Pairs::widen(words[i], out + 2 * i);
   }
   __device__ static uint4 narrow(const float* in) {
     uint32_t words[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const __nv_bfloat162 pair = __floats2bfloat162_rn(in[2 * i], in[2 * i + 1]);
+      const Pair pair = Pairs::narrow(in[2 * i], in[2 * i + 1]);
       words[i] = reinterpret_cast<const uint32_t&>(pair);
     }
     return {words[0], words[1], words[2], words[3]};
   }
   __device__ static float largest(const uint4& raw) {
-    const float2 most = __bfloat1622float2(largest_pair<__nv_bfloat162>(raw, LargerPair{}));
+    const float2 most = Pairs::floats(largest_pair<Pair>(raw, LargerPair{}));
     return fmaxf(most.x, most.y);
   }
   __device__ static float largest_or_nan(const uint4& raw) {
-    return larger_or_nan(__bfloat1622float2(largest_pair<__nv_bfloat162>(raw, LargerPairOrNan{})));
+    return larger_or_nan(Pairs::floats(largest_pair<Pair>(raw, LargerPairOrNan{})));
+  }
+};
+
+struct Bfloat16Pairs {
+  using Pair = __nv_bfloat162;
+  __device__ static float2 floats(const Pair& pair) { return __bfloat1622float2(pair); }
+  __device__ static Pair narrow(float low, float high) { return __floats2bfloat162_rn(low, high); }
+  __device__ static void widen(uint32_t word, float* out) {
+    out[0] = __uint_as_float(word << 16);
+    out[1] = __uint_as_float(word & 0xffff0000u);
+  }
+};
+
+struct Float16Pairs {
+  using Pair = __half2;
+  __device__ static float2 floats(const Pair& pair) { return __half22float2(pair); }
+  __device__ static Pair narrow(float low, float high) { return __floats2half2_rn(low, high); }
+  __device__ static void widen(uint32_t word, float* out) {
+    const float2 pair = floats(reinterpret_cast<const Pair&>(word));
+    out[0] = pair.x;
+    out[1] = pair.y;
   }
 };
 
 template <>
-struct Element<DType::float16> {
-  static constexpr int kVector = 8;
-  __device__ static void widen(const uint4& raw, float* out) {
-    const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float2 pair = __half22float2(reinterpret_cast<const __half2&>(words[i]));
-      out[2 * i] = pair.x;
-      out[2 * i + 1] = pair.y;
-    }
+struct Element<DType::bfloat16> : HalfElement<Bfloat16Pairs> {};
+template <>
+struct Element<DType::float16> : HalfElement<Float16Pairs> {};
+
+/// Calls use.operator()<dtype>() for the dtypes that rows have on GPUs.
+template <class Use>
+cudaError_t with_dtype(DType dtype, const Use& use) {
+  switch (dtype) {
+    case DType::float32:
+      return use.template operator()<DType::float32>();
+    case DType::bfloat16:
+      return use.template operator()<DType::bfloat16>();
+    case DType::float16:
+      return use.template operator()<DType::float16>();
+    case DType::float64:
+      break;
   }
-  __device__ static uint4 narrow(const float* in) {
-    uint32_t words[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const __half2 pair = __floats2half2_rn(in[2 * i], in[2 * i + 1]);
-      words[i] = reinterpret_cast<const uint32_t&>(pair);
-    }
-    return {words[0], words[1], words[2], words[3]};
-  }
-  __device__ static float largest(const uint4& raw) {
-    const float2 most = __half22float2(largest_pair<__half2>(raw, LargerPair{}));
-    return fmaxf(most.x, most.y);
-  }
-  __device__ static float largest_or_nan(const uint4& raw) {
-    return larger_or_nan(__half22float2(largest_pair<__half2>(raw, LargerPairOrNan{})));
-  }
-};
+  return cudaErrorInvalidValue;
+}
 
 }  // namespace moecomm

@@ -6,68 +6,35 @@
 
 namespace moecomm::ptx {
 
-__device__ __forceinline__ uint32_t load_acquire_sys(const uint32_t* address) {
-  uint32_t value;
-  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
-  return value;
-}
-
-__device__ __forceinline__ uint64_t load_acquire_sys(const uint64_t* address) {
-  uint64_t value;
-  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
-  return value;
-}
-
-__device__ __forceinline__ uint32_t load_acquire_gpu(const uint32_t* address) {
-  uint32_t value;
-  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
-  return value;
-}
-
-__device__ __forceinline__ uint64_t load_acquire_gpu(const uint64_t* address) {
-  uint64_t value;
-  asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
-  return value;
-}
-
+#define MOECOMM_LOAD(name, order, type, width, letter)                                                     \
+  __device__ __forceinline__ type name(const type* address) {                                              \
+    type value;                                                                                            \
+    asm volatile("ld." order ".global." width " %0, [%1];" : "=" letter(value) : "l"(address) : "memory"); \
+    return value;                                                                                          \
+  }
+MOECOMM_LOAD(load_acquire_sys, "acquire.sys", uint32_t, "u32", "r")
+MOECOMM_LOAD(load_acquire_sys, "acquire.sys", uint64_t, "u64", "l")
+MOECOMM_LOAD(load_acquire_gpu, "acquire.gpu", uint32_t, "u32", "r")
+MOECOMM_LOAD(load_acquire_gpu, "acquire.gpu", uint64_t, "u64", "l")
 /// No order: for polling host memory, and values that only this device writes.
-__device__ __forceinline__ uint32_t load_relaxed_sys(const uint32_t* address) {
-  uint32_t value;
-  asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
-  return value;
-}
+MOECOMM_LOAD(load_relaxed_sys, "relaxed.sys", uint32_t, "u32", "r")
+MOECOMM_LOAD(load_relaxed_sys, "relaxed.sys", uint64_t, "u64", "l")
+MOECOMM_LOAD(load_relaxed_gpu, "relaxed.gpu", uint64_t, "u64", "l")
+#undef MOECOMM_LOAD
 
-__device__ __forceinline__ uint64_t load_relaxed_sys(const uint64_t* address) {
-  uint64_t value;
-  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
-  return value;
-}
-
-__device__ __forceinline__ uint64_t load_relaxed_gpu(const uint64_t* address) {
-  uint64_t value;
-  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
-  return value;
-}
-
+#define MOECOMM_STORE(name, order, type, width, letter)                                               \
+  __device__ __forceinline__ void name(type* address, type value) {                                   \
+    asm volatile("st." order ".global." width " [%0], %1;" ::"l"(address), letter(value) : "memory"); \
+  }
 /// Everything this thread wrote, or saw written, before is visible to whoever acquires `value`; and what that
 /// one writes afterwards is not seen by loads that this thread, or threads it has met at a barrier, did
 /// before.
-__device__ __forceinline__ void store_release_sys(uint32_t* address, uint32_t value) {
-  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
-}
-
-__device__ __forceinline__ void store_release_sys(uint64_t* address, uint64_t value) {
-  asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
-}
-
+MOECOMM_STORE(store_release_sys, "release.sys", uint32_t, "u32", "r")
+MOECOMM_STORE(store_release_sys, "release.sys", uint64_t, "u64", "l")
+MOECOMM_STORE(store_release_gpu, "release.gpu", uint64_t, "u64", "l")
 /// No order: behind a fence.
-__device__ __forceinline__ void store_relaxed_sys(uint64_t* address, uint64_t value) {
-  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
-}
-
-__device__ __forceinline__ void store_release_gpu(uint64_t* address, uint64_t value) {
-  asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
-}
+MOECOMM_STORE(store_relaxed_sys, "relaxed.sys", uint64_t, "u64", "l")
+#undef MOECOMM_STORE
 
 /// 16 bytes that are stored, and loaded, whole. No order.
 struct Pair {

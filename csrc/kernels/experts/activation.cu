@@ -324,7 +324,7 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocks)
 /// Calls use.operator()<dtype, activation, whole>().
 template <class Use>
 cudaError_t with_variant(DType dtype, Activation activation, bool whole, const Use& use) {
-  const auto with_dtype = [&]<DType d>() {
+  return with_dtype(dtype, [&]<DType d>() {
     switch (activation) {
       case Activation::swiglu:
         return whole ? use.template operator()<d, Activation::swiglu, true>()
@@ -340,18 +340,7 @@ cudaError_t with_variant(DType dtype, Activation activation, bool whole, const U
                      : use.template operator()<d, Activation::gelu, false>();
     }
     return cudaErrorInvalidValue;
-  };
-  switch (dtype) {
-    case DType::float32:
-      return with_dtype.template operator()<DType::float32>();
-    case DType::bfloat16:
-      return with_dtype.template operator()<DType::bfloat16>();
-    case DType::float16:
-      return with_dtype.template operator()<DType::float16>();
-    case DType::float64:
-      break;
-  }
-  return cudaErrorInvalidValue;
+  });
 }
 
 /// Loads both kernels of a variant.

@@ -300,22 +300,6 @@ __global__ void __launch_bounds__(kThreads, kColumnBlocks)
 
 // -- launches -----------------------------------------------------------------------------------------------
 
-/// Calls use.operator()<dtype>().
-template <class Use>
-cudaError_t with_dtype(DType dtype, const Use& use) {
-  switch (dtype) {
-    case DType::float32:
-      return use.template operator()<DType::float32>();
-    case DType::bfloat16:
-      return use.template operator()<DType::bfloat16>();
-    case DType::float16:
-      return use.template operator()<DType::float16>();
-    case DType::float64:
-      break;
-  }
-  return cudaErrorInvalidValue;
-}
-
 template <DType dtype>
 cudaError_t allow_memory() {
   static_assert(sizeof(Strip<dtype>) <= 112 * 1024, "two blocks an SM");

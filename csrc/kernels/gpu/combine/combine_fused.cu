@@ -233,35 +233,28 @@ __global__ void __launch_bounds__(kReduceThreads, 1)
   if (threadIdx.x == 0) device::note_phase(comm, Operation::combine, Phase::ended);
 }
 
-template <DType dtype>
-struct Fused {
-  static constexpr auto kernel = &combine_fused_kernel<dtype, WireFormat::same>;
-};
-template <DType dtype>
-struct FusedFp8 {
-  static constexpr auto kernel = &combine_fused_kernel<dtype, WireFormat::fp8>;
-};
-
 /// Calls use.operator()<kernel>() with the kernel for sums that travel in `wire`.
 template <class Use>
 cudaError_t with_kernel(const DeviceShape& shape, WireFormat wire, const Use& use) {
-  return wire == WireFormat::fp8 ? with_dtype<FusedFp8>(shape.dtype, use)
-                                 : with_dtype<Fused>(shape.dtype, use);
+  return with_dtype(shape.dtype, [&]<DType dtype>() {
+    const auto in = [&]<WireFormat travels>() {
+      return use.template operator()<&combine_fused_kernel<dtype, travels>>(kReduceThreads,
+                                                                            sizeof(FusedMemory));
+    };
+    return wire == WireFormat::fp8 ? in.template operator()<WireFormat::fp8>()
+                                   : in.template operator()<WireFormat::same>();
+  });
 }
 
 }  // namespace
 
 cudaError_t launch_combine_fused(const Launch& launch, const Comm& comm, const CombineArguments& args) {
   if (comm.window.shape.other_nodes() > 0) return cudaErrorInvalidValue;
-  return with_kernel(comm.window.shape, args.wire, [&]<auto kernel>() {
-    return launch_kernel<kernel>(launch, kReduceThreads, sizeof(FusedMemory), comm, args);
-  });
+  return with_kernel(comm.window.shape, args.wire, Start(launch, comm, args));
 }
 
 cudaError_t prepare_combine_fused(const DeviceShape& shape, WireFormat sums) {
-  const Prepare prepare{sizeof(FusedMemory)};
-  const cudaError_t error = with_kernel(shape, WireFormat::same, prepare);
-  return error != cudaSuccess || sums == WireFormat::same ? error : with_kernel(shape, sums, prepare);
+  return prepare_sums(sums, [&](WireFormat wire) { return with_kernel(shape, wire, Prepare{}); });
 }
 
 }  // namespace moecomm::gpu

@@ -371,24 +371,23 @@ __global__ void __launch_bounds__(kPiped<wire> ? kPipeThreads : kReduceThreads, 
   device::note_sent(comm, Operation::combine);
 }
 
-template <Way way, WireFormat wire>
-struct Reduce {
-  template <DType dtype>
-  struct Kernel {
-    static constexpr auto kernel = &combine_reduce_kernel<dtype, way, wire>;
-  };
-};
+/// Calls use.operator()<kernel>() with the kernel for sums that travel in `wire`.
+template <class Use>
+cudaError_t with_kernel(const DeviceShape& shape, WireFormat wire, const Use& use) {
+  return with_sums(shape, wire, [&]<DType dtype, Way way, WireFormat travels>() {
+    return use.template operator()<&combine_reduce_kernel<dtype, way, travels>>(
+        kPiped<travels> ? kPipeThreads : kReduceThreads, sizeof(SumMemoryOf<ReduceMemory, travels>));
+  });
+}
 
 }  // namespace
 
 cudaError_t launch_combine_reduce(const Launch& launch, const Comm& comm, const CombineArguments& args) {
-  return with_sums<Reduce>(comm.window.shape, args.wire, [&]<auto kernel>() {
-    return launch_sums<kernel, ReduceMemory>(launch, kReduceThreads, comm, args);
-  });
+  return with_kernel(comm.window.shape, args.wire, Start(launch, comm, args));
 }
 
 cudaError_t prepare_combine_reduce(const DeviceShape& shape, WireFormat sums) {
-  return prepare_sums<Reduce>(shape, sums, sizeof(SumPipeMemory));
+  return prepare_sums(sums, [&](WireFormat wire) { return with_kernel(shape, wire, Prepare{}); });
 }
 
 }  // namespace moecomm::gpu

@@ -214,24 +214,23 @@ __global__ void __launch_bounds__(kPiped<wire> ? kPipeThreads : kSumThreads, 1)
   end_operation(comm, Operation::combine, epoch, true);
 }
 
-template <Way way, WireFormat wire>
-struct SumOf {
-  template <DType dtype>
-  struct Kernel {
-    static constexpr auto kernel = &combine_sum_kernel<dtype, way, wire>;
-  };
-};
+/// Calls use.operator()<kernel>() with the kernel for sums that travel in `wire`.
+template <class Use>
+cudaError_t with_kernel(const DeviceShape& shape, WireFormat wire, const Use& use) {
+  return with_sums(shape, wire, [&]<DType dtype, Way way, WireFormat travels>() {
+    return use.template operator()<&combine_sum_kernel<dtype, way, travels>>(
+        kPiped<travels> ? kPipeThreads : kSumThreads, sizeof(SumMemoryOf<SumMemory, travels>));
+  });
+}
 
 }  // namespace
 
 cudaError_t launch_combine_sum(const Launch& launch, const Comm& comm, const CombineArguments& args) {
-  return with_sums<SumOf>(comm.window.shape, args.wire, [&]<auto kernel>() {
-    return launch_sums<kernel, SumMemory>(launch, kSumThreads, comm, args);
-  });
+  return with_kernel(comm.window.shape, args.wire, Start(launch, comm, args));
 }
 
 cudaError_t prepare_combine_sum(const DeviceShape& shape, WireFormat sums) {
-  return prepare_sums<SumOf>(shape, sums, sizeof(SumPipeMemory));
+  return prepare_sums(sums, [&](WireFormat wire) { return with_kernel(shape, wire, Prepare{}); });
 }
 
 }  // namespace moecomm::gpu

@@ -509,14 +509,4 @@ __device__ void run_sum_pipe(const Comm& comm, SumPipeMemory& memory, uint64_t e
 template <class Warps, WireFormat wire>
 using SumMemoryOf = std::conditional_t<kPiped<wire>, SumPipeMemory, Warps>;
 
-/// Starts a kernel of one side of a combine: with the threads and memory of the pipe, or with `threads` and
-/// those of `Warps`.
-template <auto kernel, class Warps>
-cudaError_t launch_sums(const Launch& launch, int threads, const Comm& comm, const CombineArguments& args) {
-  static_assert(sizeof(Warps) <= sizeof(SumPipeMemory));  // for which all of these kernels are prepared
-  if (args.wire == WireFormat::same)
-    return launch_kernel<kernel>(launch, kPipeThreads, sizeof(SumPipeMemory), comm, args);
-  return launch_kernel<kernel>(launch, threads, sizeof(Warps), comm, args);
-}
-
 }  // namespace moecomm::gpu

@@ -5,6 +5,7 @@
 #include <cuda_runtime.h>
 
 #include "device/rail.cuh"
+#include "kernels/element.cuh"
 #include "kernels/gpu/common/arguments.hpp"
 #include "kernels/gpu/common/pipe.cuh"
 
@@ -199,87 +200,67 @@ cudaError_t launch_kernel(const Launch& launch, int threads, size_t shared_bytes
   return cudaLaunchKernelEx(&config, kernel, comm, arguments);
 }
 
-/// Prepares a kernel with this much shared memory; to be called as f.operator()<kernel>().
+/// What is done with a kernel that a shape calls for, use.operator()<kernel>(threads, bytes of shared
+/// memory): it is loaded.
 struct Prepare {
-  size_t shared_bytes;
   template <auto kernel>
-  cudaError_t operator()() const {
+  cudaError_t operator()(int, size_t shared_bytes) const {
     return prepare_kernel<kernel>(shared_bytes);
   }
 };
 
-/// Calls use.operator()<Of<dtype>::kernel>() for the dtypes that rows have on GPUs (check_shape).
-template <template <DType> class Of, class Use>
-cudaError_t with_dtype(DType dtype, const Use& use) {
-  switch (dtype) {
-    case DType::float32:
-      return use.template operator()<Of<DType::float32>::kernel>();
-    case DType::bfloat16:
-      return use.template operator()<Of<DType::bfloat16>::kernel>();
-    case DType::float16:
-      return use.template operator()<Of<DType::float16>::kernel>();
-    case DType::float64:
-      break;
+/// Likewise: it is started.
+template <class Arguments>
+struct Start {
+  Start(const Launch& how, const Comm& own, const Arguments& given)
+      : launch(how), comm(own), arguments(given) {}
+  template <auto kernel>
+  cudaError_t operator()(int threads, size_t shared_bytes) const {
+    return launch_kernel<kernel>(launch, threads, shared_bytes, comm, arguments);
   }
-  return cudaErrorInvalidValue;
-}
+  const Launch& launch;
+  const Comm& comm;
+  const Arguments& arguments;
+};
 
 /// Kernels for one node or for several. They differ at compile time: what nodes need costs a group
 /// on one node nothing.
 enum class Way { whole, nodes };
 
-/// Calls use.operator()<Of<way>>() with the way of a shape.
-template <template <Way> class Of, class Use>
+/// Calls use.operator()<way>() with the way of a shape.
+template <class Use>
 cudaError_t with_way(const DeviceShape& shape, const Use& use) {
-  return shape.other_nodes() > 0 ? use.template operator()<Of<Way::nodes>>()
-                                 : use.template operator()<Of<Way::whole>>();
+  return shape.other_nodes() > 0 ? use.template operator()<Way::nodes>()
+                                 : use.template operator()<Way::whole>();
 }
 
-/// Calls use.operator()<Of<way>::Kernel<dtype>::kernel>() with the way and dtype of a shape.
-template <template <Way> class Of, class Use>
-cudaError_t with_shape(const DeviceShape& shape, const Use& use) {
-  return with_way<Of>(shape,
-                      [&]<class Each>() { return with_dtype<Each::template Kernel>(shape.dtype, use); });
-}
-
-/// The Of<way, wire> of one wire format.
-template <template <Way, WireFormat> class Of, WireFormat wire>
-struct SumsIn {
-  template <Way way>
-  struct Each : Of<way, wire> {};
-};
-
-/// Calls use.operator()<Of<way, wire>::Kernel<dtype>::kernel>() with the way and dtype of a shape, for sums
-/// of a combine that travel in `wire`.
-template <template <Way, WireFormat> class Of, class Use>
+/// Calls use.operator()<dtype, way, wire>() with the way and dtype of a shape, for sums of a combine that
+/// travel in `wire`.
+template <class Use>
 cudaError_t with_sums(const DeviceShape& shape, WireFormat wire, const Use& use) {
-  return wire == WireFormat::fp8 ? with_shape<SumsIn<Of, WireFormat::fp8>::template Each>(shape, use)
-                                 : with_shape<SumsIn<Of, WireFormat::same>::template Each>(shape, use);
+  return with_dtype(shape.dtype, [&]<DType dtype>() {
+    return with_way(shape, [&]<Way way>() {
+      return wire == WireFormat::fp8 ? use.template operator()<dtype, way, WireFormat::fp8>()
+                                     : use.template operator()<dtype, way, WireFormat::same>();
+    });
+  });
 }
 
-/// Prepares the kernels for sums in their dtype and, if that is another format, in `sums`.
-template <template <Way, WireFormat> class Of>
-cudaError_t prepare_sums(const DeviceShape& shape, WireFormat sums, size_t shared_bytes) {
-  const Prepare prepare{shared_bytes};
-  const cudaError_t error = with_sums<Of>(shape, WireFormat::same, prepare);
-  return error != cudaSuccess || sums == WireFormat::same ? error : with_sums<Of>(shape, sums, prepare);
+/// Calls prepare(wire) for sums in their dtype and, if that is another format, in `sums`.
+template <class PrepareIn>
+cudaError_t prepare_sums(WireFormat sums, const PrepareIn& prepare) {
+  const cudaError_t error = prepare(WireFormat::same);
+  return error != cudaSuccess || sums == WireFormat::same ? error : prepare(sums);
 }
 
-/// The Of<dtype, wire> of one wire format.
-template <template <DType, WireFormat> class Of, WireFormat wire>
-struct Conversions {
-  template <DType dtype>
-  struct Kernel : Of<dtype, wire> {};
-};
-
-/// Calls use.operator()<Of<dtype, wire>::kernel>() for the rows of a shape that travel in another format.
-template <template <DType, WireFormat> class Of, class Use>
+/// Calls use.operator()<dtype, wire>() for the rows of a shape that travel in another format.
+template <class Use>
 cudaError_t with_conversion(const DeviceShape& shape, const Use& use) {
   return with_wire(shape.wire, [&]<WireFormat wire>() {
     if constexpr (wire == WireFormat::same)
       return cudaErrorInvalidValue;
     else
-      return with_dtype<Conversions<Of, wire>::template Kernel>(shape.dtype, use);
+      return with_dtype(shape.dtype, [&]<DType dtype>() { return use.template operator()<dtype, wire>(); });
   });
 }
 

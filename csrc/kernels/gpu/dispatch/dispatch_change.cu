@@ -147,33 +147,28 @@ __global__ void __launch_bounds__(MovePipe<kWorkers>::kThreads, 1)
                   [&](uint64_t epoch) { dequantise_by_pipe<dtype, wire>(comm, args, epoch, shared); });
 }
 
-template <DType dtype>
-struct Scaling {
-  static constexpr auto kernel = &dispatch_scale_kernel<dtype>;
-};
-template <DType dtype, WireFormat wire>
-struct Dequantising {
-  static constexpr auto kernel = &dispatch_dequantise_kernel<dtype, wire>;
-};
-
 /// Calls use.operator()<kernel>() with the kernel for rows that are changed in this way.
 template <class Use>
 cudaError_t with_kernel(const DeviceShape& shape, Arrival arrival, const Use& use) {
-  return arrival == Arrival::scaled ? with_dtype<Scaling>(shape.dtype, use)
-                                    : with_conversion<Dequantising>(shape, use);
+  constexpr int kPipeThreads = MovePipe<kWorkers>::kThreads;
+  constexpr size_t kBytes = sizeof(MovePipe<kWorkers>::Memory);
+  if (arrival == Arrival::scaled)
+    return with_dtype(shape.dtype, [&]<DType dtype>() {
+      return use.template operator()<&dispatch_scale_kernel<dtype>>(kPipeThreads, kBytes);
+    });
+  return with_conversion(shape, [&]<DType dtype, WireFormat wire>() {
+    return use.template operator()<&dispatch_dequantise_kernel<dtype, wire>>(kPipeThreads, kBytes);
+  });
 }
 
 }  // namespace
 
 cudaError_t launch_dispatch_change(const Launch& launch, const Comm& comm, const ReceiveArguments& args) {
-  return with_kernel(comm.window.shape, arrival_of(args), [&]<auto kernel>() {
-    return launch_kernel<kernel>(launch, MovePipe<kWorkers>::kThreads, sizeof(MovePipe<kWorkers>::Memory),
-                                 comm, args);
-  });
+  return with_kernel(comm.window.shape, arrival_of(args), Start(launch, comm, args));
 }
 
 cudaError_t prepare_dispatch_change(const DeviceShape& shape, Arrival arrival) {
-  return with_kernel(shape, arrival, Prepare{sizeof(MovePipe<kWorkers>::Memory)});
+  return with_kernel(shape, arrival, Prepare{});
 }
 
 }  // namespace moecomm::gpu

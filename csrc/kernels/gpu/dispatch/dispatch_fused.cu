@@ -461,24 +461,25 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (threadIdx.x == 0) device::note_phase(comm, args.send.operation, Phase::ended);
 }
 
-template <DType dtype>
-struct Fused {
-  static constexpr auto kernel = &dispatch_fused_kernel<dtype>;
-};
+/// Calls use.operator()<kernel>() with the kernel for rows of a shape.
+template <class Use>
+cudaError_t with_kernel(const DeviceShape& shape, const Use& use) {
+  return with_dtype(shape.dtype, [&]<DType dtype>() {
+    return use.template operator()<&dispatch_fused_kernel<dtype>>(kThreads, sizeof(FusedMemory));
+  });
+}
 
 }  // namespace
 
 template <>
 cudaError_t launch_dispatch_fused<kWire>(const Launch& launch, const Comm& comm, const FusedArguments& args) {
   if (comm.window.shape.other_nodes() > 0) return cudaErrorInvalidValue;
-  return with_dtype<Fused>(comm.window.shape.dtype, [&]<auto kernel>() {
-    return launch_kernel<kernel>(launch, kThreads, sizeof(FusedMemory), comm, args);
-  });
+  return with_kernel(comm.window.shape, Start(launch, comm, args));
 }
 
 template <>
 cudaError_t prepare_dispatch_fused<kWire>(const DeviceShape& shape) {
-  return with_dtype<Fused>(shape.dtype, Prepare{sizeof(FusedMemory)});
+  return with_kernel(shape, Prepare{});
 }
 
 }  // namespace moecomm::gpu

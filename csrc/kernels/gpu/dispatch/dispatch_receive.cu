@@ -381,26 +381,24 @@ __global__ void __launch_bounds__(kThreads, 1)
   });
 }
 
-template <DType dtype>
-struct Scaling {
-  static constexpr auto kernel = &dispatch_receive_kernel<ScaleOut<dtype>>;
-};
-template <DType dtype, WireFormat wire>
-struct Dequantising {
-  static constexpr auto kernel = &dispatch_receive_kernel<DequantiseOut<dtype, wire>>;
-};
 /// Calls use.operator()<kernel>() with the kernel for rows that are written in one of these ways.
 template <class Use>
 cudaError_t with_kernel(const DeviceShape& shape, Arrival arrival, const Use& use) {
+  const auto with_rows = [&]<class Rows>() {
+    return use.template operator()<&dispatch_receive_kernel<Rows>>(kThreads, sizeof(BlockMemory));
+  };
   switch (arrival) {
     case Arrival::scaled:
-      return with_dtype<Scaling>(shape.dtype, use);
+      return with_dtype(shape.dtype,
+                        [&]<DType dtype>() { return with_rows.template operator()<ScaleOut<dtype>>(); });
     case Arrival::dequantised:
-      return with_conversion<Dequantising>(shape, use);
+      return with_conversion(shape, [&]<DType dtype, WireFormat wire>() {
+        return with_rows.template operator()<DequantiseOut<dtype, wire>>();
+      });
     case Arrival::as_it_is:
       break;
   }
-  return use.template operator()<&dispatch_receive_kernel<CopyOut>>();
+  return with_rows.template operator()<CopyOut>();
 }
 
 }  // namespace
@@ -410,9 +408,7 @@ cudaError_t launch_dispatch_receive(const Launch& launch, const Comm& comm, cons
   const Arrival arrival = arrival_of(args);
   if (arrival != Arrival::as_it_is && pipe_works(shape, shape.top_k))
     return launch_dispatch_change(launch, comm, args);
-  return with_kernel(shape, arrival, [&]<auto kernel>() {
-    return launch_kernel<kernel>(launch, kThreads, sizeof(BlockMemory), comm, args);
-  });
+  return with_kernel(shape, arrival, Start(launch, comm, args));
 }
 
 cudaError_t prepare_dispatch_receive(const DeviceShape& shape) {
@@ -420,7 +416,7 @@ cudaError_t prepare_dispatch_receive(const DeviceShape& shape) {
     if (arrival == Arrival::dequantised && shape.wire == WireFormat::same) continue;
     const cudaError_t error = arrival != Arrival::as_it_is && pipe_works(shape, shape.top_k)
                                   ? prepare_dispatch_change(shape, arrival)
-                                  : with_kernel(shape, arrival, Prepare{sizeof(BlockMemory)});
+                                  : with_kernel(shape, arrival, Prepare{});
     if (error != cudaSuccess) return error;
   }
   return cudaSuccess;

@@ -52,22 +52,20 @@ __global__ void __launch_bounds__(kThreads, 1)
   make_plan(comm, args, epoch, scratch, kRouteWords, Planner::of_many);
 }
 
-template <Way way>
-struct Routing {
-  static constexpr auto kernel = &dispatch_route_kernel<way>;
-};
+/// Calls use.operator()<kernel>() with the kernel for a shape.
+template <class Use>
+cudaError_t with_kernel(const DeviceShape& shape, const Use& use) {
+  return with_way(shape, [&]<Way way>() {
+    return use.template operator()<&dispatch_route_kernel<way>>(kThreads, kRouteWords * sizeof(int32_t));
+  });
+}
 
 }  // namespace
 
 cudaError_t launch_dispatch_route(const Launch& launch, const Comm& comm, const SendArguments& args) {
-  return with_way<Routing>(comm.window.shape, [&]<class Of>() {
-    return launch_kernel<Of::kernel>(launch, kThreads, kRouteWords * sizeof(int32_t), comm, args);
-  });
+  return with_kernel(comm.window.shape, Start(launch, comm, args));
 }
 
-cudaError_t prepare_dispatch_route(const DeviceShape& shape) {
-  return with_way<Routing>(
-      shape, [&]<class Of>() { return prepare_kernel<Of::kernel>(kRouteWords * sizeof(int32_t)); });
-}
+cudaError_t prepare_dispatch_route(const DeviceShape& shape) { return with_kernel(shape, Prepare{}); }
 
 }  // namespace moecomm::gpu

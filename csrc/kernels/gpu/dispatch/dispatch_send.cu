@@ -360,53 +360,33 @@ __global__ void __launch_bounds__(MovePipe<kWorkers>::kThreads, 1)
   end_kernel(comm, args);
 }
 
-/// Kernels that send rows of `dtype` in this file's format.
-template <Way way>
-struct Sending {
-  static constexpr bool kNodes = way == Way::nodes;
-  template <DType dtype>
-  struct Kernel {
-    using Rows =
-        std::conditional_t<kWire == WireFormat::same, CopyRows<kNodes>, QuantiseRows<dtype, kWire, kNodes>>;
-    static constexpr auto kernel = &dispatch_send_kernel<way, Rows>;
-  };
-};
-
-template <DType dtype>
-struct Quantising {
-  static constexpr auto kernel = &dispatch_quantise_kernel<dtype>;
-};
-
-/// True where rows are quantised by a pipe.
-bool quantises_by_pipe(const DeviceShape& shape) {
-  return shape.other_nodes() == 0 && pipe_works(shape, std::min(shape.top_k, shape.ranks));
+/// Calls use.operator()<kernel>() with the kernel for rows of a shape: by a pipe where one quantises them.
+template <class Use>
+cudaError_t with_kernel(const DeviceShape& shape, const Use& use) {
+  return with_dtype(shape.dtype, [&]<DType dtype>() {
+    if constexpr (kWire != WireFormat::same)
+      if (shape.other_nodes() == 0 && pipe_works(shape, std::min(shape.top_k, shape.ranks)))
+        return use.template operator()<&dispatch_quantise_kernel<dtype>>(MovePipe<kWorkers>::kThreads,
+                                                                         sizeof(MovePipe<kWorkers>::Memory));
+    return with_way(shape, [&]<Way way>() {
+      constexpr bool kNodes = way == Way::nodes;
+      using Rows =
+          std::conditional_t<kWire == WireFormat::same, CopyRows<kNodes>, QuantiseRows<dtype, kWire, kNodes>>;
+      return use.template operator()<&dispatch_send_kernel<way, Rows>>(kThreads, sizeof(BlockMemory));
+    });
+  });
 }
 
 }  // namespace
 
 template <>
 cudaError_t launch_dispatch_send<kWire>(const Launch& launch, const Comm& comm, const SendArguments& args) {
-  const KernelShape& shape = comm.window.shape;
-  if constexpr (kWire != WireFormat::same)
-    if (quantises_by_pipe(shape))
-      return with_dtype<Quantising>(shape.dtype, [&]<auto kernel>() {
-        return launch_kernel<kernel>(launch, MovePipe<kWorkers>::kThreads, sizeof(MovePipe<kWorkers>::Memory),
-                                     comm, args);
-      });
-  return with_shape<Sending>(shape, [&]<auto kernel>() {
-    return launch_kernel<kernel>(launch, kThreads, sizeof(BlockMemory), comm, args);
-  });
+  return with_kernel(comm.window.shape, Start(launch, comm, args));
 }
 
 template <>
 cudaError_t prepare_dispatch_send<kWire>(const DeviceShape& shape) {
-  if constexpr (kWire != WireFormat::same)
-    if (quantises_by_pipe(shape)) {
-      const cudaError_t error =
-          with_dtype<Quantising>(shape.dtype, Prepare{sizeof(MovePipe<kWorkers>::Memory)});
-      if (error != cudaSuccess) return error;
-    }
-  return with_shape<Sending>(shape, Prepare{sizeof(BlockMemory)});
+  return with_kernel(shape, Prepare{});
 }
 
 }  // namespace moecomm::gpu
