@@ -188,7 +188,7 @@ MUTANTS = [
         "gradients of weights from one node alone",
         "csrc/kernels/cpu/combine_sum.cpp",
         "sections[nodes.node_of(owner)]",
-        "sections[0]",
+        "sections[0 * nodes.node_of(owner)]",
         NODES,
     ),
     # -- the runtime ---------------------------------------------------------------------------------------
