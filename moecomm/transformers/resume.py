@@ -28,7 +28,7 @@ class Resumable:
     the format of torch.distributed.checkpoint. It may be resumed at another number of ranks and with another
     mesh. The model has to be loaded from the folder; for peft, the model beneath the adapters from where it
     was before, and the adapters' weights come from the folder by themselves. Write the class to the left of
-    the Trainer, TRL's as well.
+    the Trainer.
 
     `train` raises InvalidArgument on all ranks if the model was loaded from another place, if the folder has
     no optimizer's state, or if groups of parameters with several learning rates became others.
@@ -45,7 +45,7 @@ class Resumable:
                 args.save_only_model = asked
         if asked is not None:
             trainer: Any = self
-            trainer.args.save_only_model = asked  # TRL makes arguments of its own
+            trainer.args.save_only_model = asked  # a Trainer may make arguments of its own
 
     def create_optimizer(self, *arguments: Any, **options: Any) -> Any:
         optimizer = super().create_optimizer(*arguments, **options)  # type: ignore[misc]
