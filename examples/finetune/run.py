@@ -61,6 +61,8 @@ def run(options: Options, device: torch.device, stop: StopRequest) -> None:
     """Fine-tunes, and leaves the model, its metrics and a report in `options.out`. All ranks call it."""
     rank, world, out = dist.get_rank(), dist.get_world_size(), options.folder
     first = rank == 0
+    if world < 2:
+        raise UsageError("one rank has nobody to send tokens to: transformers' Trainer alone trains there")
     _silence()
     out.mkdir(parents=True, exist_ok=True)
     folder, places = _model_and_text(options, first)

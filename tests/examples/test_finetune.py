@@ -264,6 +264,7 @@ def test_errors_are_one_line_before_anything_is_trained(tmp_path: Path, model: P
     for ranks, arguments, says in (
         (0, [tmp_path, place], "has no config.json"),
         (0, [model, tmp_path / "none"], "there is no"),
+        (1, [model, place], "one rank has nobody to send tokens to"),
         (2, [model, place, "--ep", 3], "--ep 3 must divide 2 ranks and 8 experts"),
     ):
         said = _run(*arguments, "--out", tmp_path / "run", ranks=ranks, code=2)
