@@ -34,6 +34,7 @@ PYTHON_LAYERS = [
     "graphs",
     "transformers",
     "torchtitan",
+    "megatron",
     "__main__",
 ]
 NATIVE_LAYERS = ["common", "layout", "ptx", "device", "transport", "kernels", "runtime", "bindings"]

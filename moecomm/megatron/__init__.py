@@ -1,0 +1,127 @@
+"""moecomm as the token dispatcher of Megatron-Core's mixture-of-experts layers.
+
+    model = GPTModel(...)
+    moecomm.megatron.use_moecomm(model)
+
+Megatron-Core has no place where a dispatcher registers, so the layers' own is replaced after they are built
+(docs/megatron.md).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
+from torch import Tensor, nn
+
+from moecomm.arguments import weight_dtype
+from moecomm.communicator import Communicator
+from moecomm.errors import Unsupported
+from moecomm.shared import Shape, SharedCommunicator, shared_communicator
+from moecomm.types import DispatchOutput
+
+
+def use_moecomm(model: nn.Module) -> int:
+    """Replaces the dispatcher of every MoELayer in `model`, and returns how many there are.
+
+    Raises:
+        Unsupported: a layer spreads single experts over tensor parallel ranks, overlaps shared experts within
+            the dispatcher, pads experts to a capacity, or is captured by Megatron-Core's own graphs.
+    """
+    layers = [each for each in model.modules() if isinstance(each, MoELayer)]
+    dispatchers = [TokenDispatcher(each) for each in layers]
+    for layer, dispatcher in zip(layers, dispatchers, strict=True):
+        layer.token_dispatcher = dispatcher
+    return len(layers)
+
+
+class TokenDispatcher(MoETokenDispatcher):  # type: ignore[misc]
+    """Dispatch and combine in the six parts that Megatron-Core calls, which its 1F1B schedule overlaps.
+
+    Layers of one shape share a communicator. It is built in the first forward, and built anew, on all ranks
+    of the EP group together, when a batch brings more tokens. The experts weigh their rows by the
+    probabilities that come along, as after Megatron-Core's own dispatchers.
+    """
+
+    def __init__(self, layer: MoELayer) -> None:
+        config, own = layer.config, layer.token_dispatcher
+        groups = _Groups(own.ep_group, own.tp_group, own.tp_ep_group)
+        super().__init__(config=config, pg_collection=groups)
+        for wrong, name in (
+            (self.tp_size > 1, f"expert_tensor_parallel_size is {self.tp_size}, must be 1"),
+            (config.moe_shared_expert_overlap, "moe_shared_expert_overlap is True, must be False"),
+            (
+                config.moe_pad_expert_input_to_capacity,
+                "moe_pad_expert_input_to_capacity is True, must be False (a capacity alone drops tokens)",
+            ),
+            (
+                config.cuda_graph_impl != "none",
+                f"cuda_graph_impl is {config.cuda_graph_impl!r}, must be 'none'",
+            ),
+        ):
+            if wrong:
+                raise Unsupported(f"layer {layer.layer_number}: {name} for moecomm's dispatcher")
+        self._shared: dict[Shape, SharedCommunicator] = {}
+        self._shape = torch.Size()
+        self._ids_TK: Tensor | None = None
+        self._dispatched: tuple[Communicator, DispatchOutput] | None = None
+
+    def dispatch_preprocess(
+        self, tokens: Tensor, routing_map: Tensor, probs: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the tokens as (T, H), and the probabilities of their experts, (T, K).
+
+        Args:
+            tokens: (..., H).
+            routing_map: (T, E) bool, which experts a token goes to: at most moe_router_topk of them.
+            probs: (T, E), zero elsewhere.
+        """
+        self._shape = tokens.shape
+        going_TK, ids_TK = routing_map.to(torch.uint8).topk(self.config.moe_router_topk, sorted=False)
+        self._ids_TK = ids_TK.masked_fill(going_TK == 0, -1)
+        x_TH = tokens.reshape(-1, tokens.shape[-1])
+        return x_TH, probs.gather(1, ids_TK).to(weight_dtype(x_TH.dtype))
+
+    def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the rows of this rank's experts, (P, H) by expert, and their probabilities, (P)."""
+        ids_TK, self._ids_TK = self._ids_TK, None
+        assert ids_TK is not None, "token_dispatch comes after dispatch_preprocess"
+        shape = Shape(
+            self.config.num_moe_experts,
+            hidden_states.shape[1],
+            ids_TK.shape[1],
+            hidden_states.dtype,
+            hidden_states.device,
+        )
+        if shape not in self._shared:
+            self._shared[shape] = shared_communicator(self.ep_group, shape, hidden_states.shape[0])
+        comm, out = self._shared[shape].dispatch(hidden_states, ids_TK, probs)
+        self._dispatched = comm, out
+        assert out.weights is not None
+        return out.tokens, out.weights
+
+    def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns the rows, the number of rows of each of this rank's experts, and the probabilities."""
+        assert self._dispatched is not None
+        return hidden_states, self._dispatched[1].tokens_per_expert, probs
+
+    def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
+        return hidden_states
+
+    def token_combine(self, hidden_states: Tensor) -> Tensor:
+        """Returns (T, H): for each token the sum of its experts' rows."""
+        assert self._dispatched is not None, "token_combine comes after token_dispatch"
+        (comm, out), self._dispatched = self._dispatched, None
+        return comm.combine(hidden_states, out.handle)
+
+    def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
+        return hidden_states.view(self._shape)
+
+
+class _Groups:
+    """The process groups that a dispatcher reads, under the names that Megatron-Core has for them."""
+
+    def __init__(self, ep: Any, expt_tp: Any, tp_ep: Any) -> None:
+        self.ep, self.expt_tp, self.tp_ep = ep, expt_tp, tp_ep
