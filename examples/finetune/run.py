@@ -29,7 +29,7 @@ from transformers.utils import logging as transformers_logging
 from finetune import demo, report, sizes, text
 from finetune.options import Options
 from finetune.watch import Watch, peak_memory
-from moecomm.transformers import Resumable
+from moecomm.transformers import Resumable, keep_plans
 
 ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 """The attention's matrices, by the names that they have in any of transformers' models."""
@@ -97,7 +97,8 @@ def run(options: Options, device: torch.device, stop: StopRequest) -> None:
     set_seed(options.seed)
     model = _load(folder if options.lora or checkpoint is None else checkpoint, options, world, ep, gpu)
     if recompute:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        how = {"use_reentrant": False, "context_fn": keep_plans}
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
     metrics = None
     if first:
         begun = None if checkpoint is None else int(checkpoint.rpartition("-")[2])

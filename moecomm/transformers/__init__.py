@@ -36,8 +36,9 @@ _require_transformers()
 from transformers.distributed.expert_parallel import EPImplementationInterface  # noqa: E402
 
 from moecomm.transformers.implementation import MoecommEP  # noqa: E402
+from moecomm.transformers.recompute import keep_plans  # noqa: E402
 from moecomm.transformers.resume import Resumable  # noqa: E402
 
 EPImplementationInterface.register("moecomm", MoecommEP)
 
-__all__ = ["MoecommEP", "Resumable"]
+__all__ = ["MoecommEP", "Resumable", "keep_plans"]

@@ -13,6 +13,7 @@ from transformers.distributed.expert_parallel import EPImplementation
 from moecomm.arguments import weight_dtype
 from moecomm.shared import Shape, SharedCommunicator, shared_communicator
 from moecomm.transformers.experts import LocalExperts
+from moecomm.transformers.recompute import dispatch
 
 
 class MoecommEP(EPImplementation):  # type: ignore[misc]
@@ -46,7 +47,7 @@ class MoecommEP(EPImplementation):  # type: ignore[misc]
         ids_TK = top_k_index.masked_fill(none_TK, -1)
         weights_TK = top_k_weights.to(weight_dtype(hidden_states.dtype))
         shared = self._shared_for(hidden_states, ids_TK.shape[1])
-        comm, out = shared.dispatch(hidden_states, ids_TK, weights_TK)
+        comm, out = dispatch(shared, hidden_states, ids_TK, weights_TK)
         rows_PH, weighted = self._local.run(out)
         y_TH = comm.combine(rows_PH, out.handle, weights=None if weighted else out.weights)
         return _whole_of(y_TH, self.tp_mesh, tokens) if self.tp_mesh.size() > 1 else y_TH

@@ -118,13 +118,50 @@ def test_forwards_of_transformers(rank: int, size: int, how: str, folders: Path,
 
 @on_ranks(2)
 def test_gradient_checkpointing(rank: int, size: int, folders: Path, seed: int) -> list[str]:
+    """Both kinds, and with kept plans, along which no second dispatch is made."""
+    import moecomm.transformers.recompute as recompute
+    from moecomm.shared import SharedCommunicator
+
     folder = _model(folders, "qwen3_moe")
-    wanted, found = _plain(folder, size, seed), []
-    for reentrant in (False, True):
+    wanted, found, made = _plain(folder, size, seed), [], []
+    plain = SharedCommunicator.dispatch
+    kinds: list[tuple[dict[str, Any], int]] = [
+        ({"use_reentrant": False}, 4),
+        ({"use_reentrant": True}, 4),
+        ({"use_reentrant": False, "context_fn": recompute.keep_plans}, 2),
+    ]
+    for kind, dispatches in kinds:
         model: Any = load_parallel(folder, "moecomm", fsdp_size=2, ep_size=2).train()
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-        found += _check(model, wanted, rank, seed)
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kind)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(SharedCommunicator, "dispatch", lambda *given: made.append(1) or plain(*given))
+            found += [f"{kind}: {each}" for each in _check(model, wanted, rank, seed)]
+        if len(made) != dispatches:
+            found.append(f"{kind}: {len(made)} dispatches")
+        made.clear()
     return found
+
+
+@on_ranks(2)
+def test_another_routing_in_a_recompute(rank: int, size: int, seed: int) -> None:
+    """One rank whose router chooses otherwise the second time: all ranks are told."""
+    from moecomm.errors import InvalidArgument
+    from moecomm.shared import Shape, shared_communicator
+    from moecomm.transformers.recompute import dispatch, keep_plans
+
+    shape = Shape(4, 16, 2, torch.float32, torch.device("cpu"))
+    shared = shared_communicator(dist.group.WORLD, shape, 8)
+    generator = torch.Generator().manual_seed(seed + rank)
+    x = torch.randn(8, 16, generator=generator)
+    ids = torch.rand(8, 4, generator=generator).topk(2).indices
+    weights = torch.rand(8, 2, generator=generator)
+    first, again = keep_plans()
+    with first:
+        _, out = dispatch(shared, x, ids, weights)
+    with again:  # twice: a backward may run twice
+        assert torch.equal(dispatch(shared, x, ids, weights)[1].tokens, out.tokens)
+    with again, pytest.raises(InvalidArgument, match="chose other experts when its layer was computed again"):
+        dispatch(shared, x, ids.flip(1) if rank else ids, weights)
 
 
 @on_ranks(2)

@@ -1,0 +1,137 @@
+"""Gradient checkpointing along the plans of the first forward.
+
+A layer that torch.utils.checkpoint computes again then makes no second plan and exchanges no counts: rows are
+sent again along the kept one. Weights of the routing are computed again, and their gradients go the way of
+the first time."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._compile import _disable_dynamo
+
+from moecomm.communicator import Communicator
+from moecomm.errors import InvalidArgument, known_to_all
+from moecomm.kernels.first_order import first_order
+from moecomm.shared import SharedCommunicator
+from moecomm.types import DispatchOutput, Handle
+
+
+class _Kept(NamedTuple):
+    """A dispatch of the first forward, its rows left out."""
+
+    ids_TK: Tensor
+    comm: Communicator
+    out: DispatchOutput
+
+
+class _Region:
+    """What is kept of a part of the model that is computed again, in the order of its dispatches."""
+
+    def __init__(self) -> None:
+        self.kept: list[_Kept] = []
+
+
+class _Current(threading.local):
+    """The region within which this thread computes, and, while it is computed again, what is left of it."""
+
+    region: _Region | None = None
+    left: Iterator[_Kept] | None = None
+
+
+_current = _Current()
+Contexts = tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]
+
+
+def keep_plans() -> Contexts:
+    """A context_fn of torch.utils.checkpoint, with which layers that are computed again go along their plans.
+
+        model.gradient_checkpointing_enable(
+            gradient_checkpointing_kwargs={
+                "use_reentrant": False,
+                "context_fn": moecomm.transformers.keep_plans,
+            }
+        )
+
+    Plans take some hundred bytes a token and layer (docs/memory.md). A router must choose the same experts
+    both times, else all ranks raise InvalidArgument.
+    """
+    region = _Region()
+    return _Within(region, again=False), _Within(region, again=True)
+
+
+class _Within(contextlib.AbstractContextManager[None]):
+    """A context that may be entered several times: a graph whose backward runs twice is computed again
+    twice."""
+
+    def __init__(self, region: _Region, *, again: bool) -> None:
+        self._region, self._again = region, again
+        self._before: list[tuple[_Region | None, Iterator[_Kept] | None]] = []
+
+    def __enter__(self) -> None:
+        self._before.append((_current.region, _current.left))
+        _current.region = None if self._again else self._region
+        _current.left = iter(self._region.kept) if self._again else None
+
+    def __exit__(self, *_: object) -> None:
+        _current.region, _current.left = self._before.pop()
+
+
+@_disable_dynamo
+def dispatch(
+    shared: SharedCommunicator, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor
+) -> tuple[Communicator, DispatchOutput]:
+    """Dispatches as `shared` does, along the kept plan where a layer is computed again."""
+    if _current.left is not None:
+        kept = next(_current.left, None)
+        if kept is not None:
+            return kept.comm, _again(kept, x_TH, ids_TK, weights_TK)
+    comm, out = shared.dispatch(x_TH, ids_TK, weights_TK)
+    if _current.region is not None:
+        assert out.weights is not None
+        facts = dataclasses.replace(out, tokens=out.tokens.new_empty(0), weights=out.weights.detach())
+        _current.region.kept.append(_Kept(ids_TK, comm, facts))
+    return comm, out
+
+
+def _again(kept: _Kept, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> DispatchOutput:
+    try:
+        if not torch.equal(ids_TK, kept.ids_TK):
+            raise InvalidArgument(
+                "the router chose other experts when its layer was computed again: it must choose the same "
+                "both times"
+            )
+        found = _Redispatch.apply(x_TH, weights_TK, kept.out.weights, kept.comm, kept.out.handle)  # type: ignore[no-untyped-call]
+    except Exception as error:
+        if known_to_all(error):
+            raise
+        kept.comm.refuse(error)
+    rows_PH, weights_P = found
+    return dataclasses.replace(kept.out, tokens=rows_PH, weights=weights_P)
+
+
+class _Redispatch(torch.autograd.Function):
+    """Rows along a kept plan, with the routing weights that arrived the first time."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_TH: Tensor, weights_TK: Tensor, weights_P: Tensor, comm: Communicator, handle: Handle
+    ) -> tuple[Tensor, Tensor]:
+        ctx.comm, ctx.handle = comm, handle
+        return comm.redispatch(x_TH, handle), weights_P.view_as(weights_P)
+
+    @staticmethod
+    @_disable_dynamo
+    @first_order
+    def backward(ctx: Any, grad_rows_PH: Tensor, grad_weights_P: Tensor) -> tuple[Any, ...]:
+        needs_weights = ctx.needs_input_grad[1]
+        grad_x_TH, grad_weights_TK = ctx.comm.dispatch_backward(
+            grad_rows_PH, ctx.handle, grad_weights=grad_weights_P if needs_weights else None
+        )
+        return grad_x_TH, grad_weights_TK, None, None, None
