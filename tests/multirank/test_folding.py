@@ -147,7 +147,8 @@ def test_the_program_prints_a_mapping_or_why_there_is_none() -> None:
     program = (Path(__file__).parents[2] / "docs" / "draw_folding.py", "--world", "16", "--tp", "2")
     assert "EP 8: inside a node" in run_program(*program, "--ep", "8").out.splitlines()
     done = run_program(*program, "--ep", "5", code=2)
-    assert "ep is 5, expected a divisor of" in done.err and "Nearest that fit: ep=4 or ep=8 or" in done.err
+    assert "ep is 5, expected a divisor of" in done.err
+    assert "fit a world_size that is a multiple of 10" in done.err
     assert "Traceback" not in done.err and done.out == ""
 
 
