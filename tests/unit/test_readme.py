@@ -11,7 +11,8 @@ README = (ROOT / "README.md").read_text()
 
 def test_every_python_block_is_marked_for_the_test_that_runs_it() -> None:
     """tests/docs runs the block below `<!-- example: N ranks -->`; there is one. The lines for a model of
-    Hugging Face name one of 30 billion parameters; tests/multirank/test_transformers.py loads small ones so."""
+    Hugging Face name one of 30 billion parameters; tests/multirank/test_transformers.py loads small ones.
+    """
     blocks = re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
     assert ["moecomm.transformers" in each for each in blocks] == [True, False]
     assert re.search(r"^<!-- example: \d+ ranks -->\n```python$", README, re.MULTILINE)
