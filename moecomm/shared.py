@@ -104,3 +104,19 @@ def shared_communicator(group: Any, shape: Shape, tokens: int) -> SharedCommunic
         known.built = built + 1
         found = known.alive[shape] = SharedCommunicator(group, shape, known.built, most)
     return found
+
+
+class LayerCommunicators:
+    """The communicators that one layer has asked for, which keeps them alive: one for each shape of its
+    batches."""
+
+    def __init__(self, group: Any, num_experts: int) -> None:
+        self._group, self._num_experts = group, num_experts
+        self._found: dict[Shape, SharedCommunicator] = {}
+
+    def of(self, x_TH: Tensor, top_k: int) -> SharedCommunicator:
+        """Returns the one for a batch. All ranks ask together."""
+        shape = Shape(self._num_experts, x_TH.shape[1], top_k, x_TH.dtype, x_TH.device)
+        if shape not in self._found:
+            self._found[shape] = shared_communicator(self._group, shape, x_TH.shape[0])
+        return self._found[shape]

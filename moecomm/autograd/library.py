@@ -126,15 +126,8 @@ def _all_there(like: Tensor, *results: Tensor | None) -> Tensors:
 # -- what a compiler is told -----------------------------------------------------------------------------
 
 
-def _fake_dispatch(
-    token: Tensor,
-    comm: int,
-    x_TH: Tensor,
-    topk_idx_TK: Tensor,
-    topk_weights_TK: Tensor | None,
-    alignment: int,
-    capacity: int,
-) -> Tensors:
+def _fake_dispatch(token: Tensor, comm: int, x_TH: Tensor, *given: Any) -> Tensors:
+    _, topk_weights_TK, _, capacity = given
     backend, weights_P = _backend(comm), None
     if topk_weights_TK is not None:
         weights_P = x_TH.new_empty(capacity, dtype=weight_dtype(backend.dtype))

@@ -9,9 +9,8 @@ Megatron-Core has no place where a dispatcher registers, so the layers' own is r
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from torch import Tensor, nn
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from moecomm.arguments import weight_dtype
 from moecomm.communicator import Communicator
 from moecomm.errors import Unsupported
-from moecomm.shared import Shape, SharedCommunicator, shared_communicator
+from moecomm.shared import LayerCommunicators
 from moecomm.types import DispatchOutput
 
 
@@ -47,8 +46,8 @@ class TokenDispatcher(MoETokenDispatcher):  # type: ignore[misc]
 
     def __init__(self, layer: MoELayer) -> None:
         config, own = layer.config, layer.token_dispatcher
-        groups = _Groups(own.ep_group, own.tp_group, own.tp_ep_group)
-        super().__init__(config=config, pg_collection=groups)
+        groups = {"ep": own.ep_group, "expt_tp": own.tp_group, "tp_ep": own.tp_ep_group}
+        super().__init__(config=config, pg_collection=ProcessGroupCollection(**groups))
         for wrong, name in (
             (self.tp_size > 1, f"expert_tensor_parallel_size is {self.tp_size}, must be 1"),
             (config.moe_shared_expert_overlap, "moe_shared_expert_overlap is True, must be False"),
@@ -63,7 +62,7 @@ class TokenDispatcher(MoETokenDispatcher):  # type: ignore[misc]
         ):
             if wrong:
                 raise Unsupported(f"layer {layer.layer_number}: {name} for moecomm's dispatcher")
-        self._shared: dict[Shape, SharedCommunicator] = {}
+        self._comms = LayerCommunicators(self.ep_group, config.num_moe_experts)
         self._shape = torch.Size()
         self._ids_TK: Tensor | None = None
         self._dispatched: tuple[Communicator, DispatchOutput] | None = None
@@ -88,16 +87,7 @@ class TokenDispatcher(MoETokenDispatcher):  # type: ignore[misc]
         """Returns the rows of this rank's experts, (P, H) by expert, and their probabilities, (P)."""
         ids_TK, self._ids_TK = self._ids_TK, None
         assert ids_TK is not None, "token_dispatch comes after dispatch_preprocess"
-        shape = Shape(
-            self.config.num_moe_experts,
-            hidden_states.shape[1],
-            ids_TK.shape[1],
-            hidden_states.dtype,
-            hidden_states.device,
-        )
-        if shape not in self._shared:
-            self._shared[shape] = shared_communicator(self.ep_group, shape, hidden_states.shape[0])
-        comm, out = self._shared[shape].dispatch(hidden_states, ids_TK, probs)
+        comm, out = self._comms.of(hidden_states, ids_TK.shape[1]).dispatch(hidden_states, ids_TK, probs)
         self._dispatched = comm, out
         assert out.weights is not None
         return out.tokens, out.weights
@@ -118,10 +108,3 @@ class TokenDispatcher(MoETokenDispatcher):  # type: ignore[misc]
 
     def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
         return hidden_states.view(self._shape)
-
-
-class _Groups:
-    """The process groups that a dispatcher reads, under the names that Megatron-Core has for them."""
-
-    def __init__(self, ep: Any, expt_tp: Any, tp_ep: Any) -> None:
-        self.ep, self.expt_tp, self.tp_ep = ep, expt_tp, tp_ep

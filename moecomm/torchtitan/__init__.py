@@ -17,7 +17,7 @@ from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, B
 
 from moecomm.arguments import weight_dtype
 from moecomm.communicator import Communicator
-from moecomm.shared import Shape, SharedCommunicator, shared_communicator
+from moecomm.shared import LayerCommunicators
 from moecomm.types import DispatchOutput
 
 
@@ -42,7 +42,12 @@ class TokenDispatcher(BaseEPTokenDispatcher):  # type: ignore[misc]
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self._shared: dict[Shape, SharedCommunicator] = {}
+        self._comms: LayerCommunicators | None = None
+
+    def init_buffer(self) -> None:
+        """Takes the group of the EP mesh; `wire_meshes` calls it."""
+        group = None if self.ep_mesh is None else self.ep_mesh.get_group()
+        self._comms = None if group is None else LayerCommunicators(group, self.num_experts)
 
     def dispatch(
         self,
@@ -63,16 +68,13 @@ class TokenDispatcher(BaseEPTokenDispatcher):  # type: ignore[misc]
         Raises:
             As `Communicator.dispatch` does, on all ranks of the EP mesh.
         """
-        if self.ep_mesh is None:
+        if self._comms is None:
             parts = (x_TD, topk_scores_TK, topk_expert_ids_TK, num_local_tokens_per_expert_E)
             found: tuple[Tensor, Tensor, Any] = super(BaseEPTokenDispatcher, self).dispatch(*parts)
             return found
-        shape = Shape(self.num_experts, x_TD.shape[1], topk_expert_ids_TK.shape[1], x_TD.dtype, x_TD.device)
-        if shape not in self._shared:
-            group = self.ep_mesh.get_group()
-            self._shared[shape] = shared_communicator(group, shape, x_TD.shape[0])
         weights_TK = topk_scores_TK.to(weight_dtype(x_TD.dtype))
-        comm, out = self._shared[shape].dispatch(x_TD, topk_expert_ids_TK, weights_TK)
+        shared = self._comms.of(x_TD, topk_expert_ids_TK.shape[1])
+        comm, out = shared.dispatch(x_TD, topk_expert_ids_TK, weights_TK)
         return out.tokens, out.tokens_per_expert, Dispatched(comm, out)
 
     def combine(self, routed_output_RD: Tensor, metadata: Any, x_TD: Tensor) -> Tensor:

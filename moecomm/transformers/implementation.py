@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers.distributed.expert_parallel import EPImplementation
 
 from moecomm.arguments import weight_dtype
-from moecomm.shared import Shape, SharedCommunicator, shared_communicator
+from moecomm.shared import LayerCommunicators
 from moecomm.transformers.experts import LocalExperts
 from moecomm.transformers.recompute import dispatch
 
@@ -26,7 +26,7 @@ class MoecommEP(EPImplementation):  # type: ignore[misc]
         super().__init__(experts, ep_mesh, tp_mesh)
         self._local = LocalExperts(experts, self.experts_forward, self.num_local_experts)
         self._num_experts = self.num_local_experts * ep_mesh.size()
-        self._shared: dict[Shape, SharedCommunicator] = {}
+        self._comms = LayerCommunicators(ep_mesh.get_group(), self._num_experts)
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Returns (T, H), for each token the sum of its experts' results, weighted.
@@ -46,17 +46,11 @@ class MoecommEP(EPImplementation):  # type: ignore[misc]
         none_TK = (top_k_index < 0) | (top_k_index >= self._num_experts)
         ids_TK = top_k_index.masked_fill(none_TK, -1)
         weights_TK = top_k_weights.to(weight_dtype(hidden_states.dtype))
-        shared = self._shared_for(hidden_states, ids_TK.shape[1])
+        shared = self._comms.of(hidden_states, ids_TK.shape[1])
         comm, out = dispatch(shared, hidden_states, ids_TK, weights_TK)
         rows_PH, weighted = self._local.run(out)
         y_TH = comm.combine(rows_PH, out.handle, weights=None if weighted else out.weights)
         return _whole_of(y_TH, self.tp_mesh, tokens) if self.tp_mesh.size() > 1 else y_TH
-
-    def _shared_for(self, x_TH: Tensor, top_k: int) -> SharedCommunicator:
-        shape = Shape(self._num_experts, x_TH.shape[1], top_k, x_TH.dtype, x_TH.device)
-        if shape not in self._shared:
-            self._shared[shape] = shared_communicator(self.ep_mesh.get_group(), shape, x_TH.shape[0])
-        return self._shared[shape]
 
 
 def _slice_of(same_T: Tensor, tp_mesh: Any) -> Tensor:
