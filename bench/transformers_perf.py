@@ -25,7 +25,7 @@ if not __package__:  # started as a file: the folder above bench/ is not on the 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
 from lm import ranks
-from lm.errors import UsageError, first_to_say
+from lm.errors import UsageError, exit_code
 
 COMMON = {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 32000}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -45,7 +45,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 256},
     ),
 }
-"""For each name the model type, and the widths of its config."""
+"""MODELS holds for each name a model type of transformers, and the widths of its config."""
 DIFFERENCE = {"cpu": 1e-5, "cuda": 1e-2}  # the most by which first losses may differ, of the loss
 
 
@@ -67,19 +67,19 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> int:
-    arguments = parse()
-    try:
-        if "LOCAL_RANK" not in os.environ:
-            from bench.harness.launch import WITHOUT_MULTICAST
+    return exit_code("transformers_perf.py", start)
 
-            for name, value in WITHOUT_MULTICAST.items():
-                os.environ.setdefault(name, value)
-            return ranks.launch(sys.argv, arguments.ranks or ranks.default_ranks(arguments.device, 1 << 20))
+
+def start() -> int:
+    """Starts the ranks, or runs this one; returns the exit code."""
+    arguments = parse()
+    if "LOCAL_RANK" in os.environ:
         return run_rank(arguments)
-    except UsageError as error:
-        if first_to_say():
-            print(f"transformers_perf.py: error: {error}", file=sys.stderr, flush=True)
-        return 2
+    from bench.harness.launch import WITHOUT_MULTICAST
+
+    for name, value in WITHOUT_MULTICAST.items():
+        os.environ.setdefault(name, value)
+    return ranks.launch(sys.argv, arguments.ranks or ranks.default_ranks(arguments.device))
 
 
 def run_rank(arguments: argparse.Namespace) -> int:
@@ -87,9 +87,7 @@ def run_rank(arguments: argparse.Namespace) -> int:
 
     from bench.harness import record, report
 
-    ranks.follow_parent()
-    device = ranks.join_group(arguments.device)
-    try:
+    with ranks.process_group(arguments.device) as device:
         rows = measure(arguments, device)
         if dist.get_rank() == 0:
             command = shlex.join(["python", "bench/transformers_perf.py", *sys.argv[1:]])
@@ -104,8 +102,6 @@ def run_rank(arguments: argparse.Namespace) -> int:
             print(f"# {report.machine_words(content['hardware'], content['gpus'])}")
             print(table(rows), flush=True)
         return int(any(row["wrong"] for row in rows))
-    finally:
-        dist.destroy_process_group()
 
 
 def measure(arguments: argparse.Namespace, device: Any) -> list[dict[str, Any]]:

@@ -23,42 +23,34 @@ import sys
 from pathlib import Path
 
 from finetune.options import Options, parse
-from lm.errors import RunError, UsageError, first_to_say
+from lm.errors import UsageError, exit_code
 from lm.stop import StopRequest
 
 
 def main() -> int:
-    try:
-        if "LOCAL_RANK" not in os.environ:
-            return start_ranks(parse())
-        stop = StopRequest()  # before torch is imported: from here on Ctrl-C is a request
-        run_rank(parse(), stop)
-    except (UsageError, RunError) as error:
-        if first_to_say():
-            print(f"finetune_hf.py: error: {error}", file=sys.stderr, flush=True)
-        return 2 if isinstance(error, UsageError) else 1
+    return exit_code("finetune_hf.py", start)
+
+
+def start() -> int:
+    """Starts the ranks, or runs this one; returns the exit code."""
+    if "LOCAL_RANK" not in os.environ:
+        return start_ranks(parse())
+    stop = StopRequest()  # before torch is imported: from here on Ctrl-C is a request
+    run_rank(parse(), stop)
     return 0
 
 
 def start_ranks(options: Options) -> int:
     """Checks what needs no ranks, then runs this program again on each of them."""
-    from finetune.text import read_documents
+    from finetune.text import find_files
     from lm import ranks
 
     require_packages()
     if options.model is not None:
         if not (Path(options.model) / "config.json").is_file():
             raise UsageError(f"MODEL_FOLDER {options.model} has no config.json: it must be a model's folder")
-        read_documents(options.text)
-    if options.ranks is not None:
-        count = options.ranks
-    elif ranks.uses_cuda(options.device):
-        import torch
-
-        count = torch.cuda.device_count()
-    else:
-        count = 2
-    return ranks.launch(sys.argv, count)
+        find_files(options.text)
+    return ranks.launch(sys.argv, options.ranks or ranks.default_ranks(options.device))
 
 
 def require_packages() -> None:
@@ -72,18 +64,13 @@ def require_packages() -> None:
 
 
 def run_rank(options: Options, stop: StopRequest) -> None:
-    import torch.distributed as dist
     from lm import ranks
 
-    ranks.follow_parent()
-    device = ranks.join_group(options.device)
-    stop.joined = True
-    try:
+    with ranks.process_group(options.device) as device:
+        stop.joined = True
         from finetune.run import run
 
         run(options, device, stop)
-    finally:
-        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -34,20 +34,20 @@ from pathlib import Path
 
 from lm import fitting
 from lm import options as command_line
-from lm.errors import RunError, UsageError, first_to_say
+from lm.errors import RunError, UsageError, exit_code
 from lm.stop import StopRequest
 
 
 def main() -> int:
-    try:
-        if "LOCAL_RANK" not in os.environ:
-            return start_ranks(command_line.parse())
-        stop = StopRequest()  # before torch is imported: from here on Ctrl-C is a request
-        run_rank(after_restart(command_line.parse()), stop)
-    except (UsageError, RunError) as error:
-        if first_to_say():
-            print(f"train_lm.py: error: {error}", file=sys.stderr, flush=True)
-        return 2 if isinstance(error, UsageError) else 1
+    return exit_code("train_lm.py", start)
+
+
+def start() -> int:
+    """Starts the ranks, or runs this one; returns the exit code."""
+    if "LOCAL_RANK" not in os.environ:
+        return start_ranks(command_line.parse())
+    stop = StopRequest()  # before torch is imported: from here on Ctrl-C is a request
+    run_rank(after_restart(command_line.parse()), stop)
     return 0
 
 

@@ -15,7 +15,7 @@ from lm.files import write_whole
 FILE_NAME = "options.json"
 NOT_KEPT = ("resume", "ranks", "note")
 DEMO = {"seq": 128, "batch": 4, "steps": 80, "lr": 2e-3, "eval_every": 40, "save_every": 40}
-"""What the small model trains with."""
+"""DEMO holds the options that the small model is trained with."""
 FIXED = ("model", "text", "lora", "rank", "seq", "seed")  # a resumed run cannot have others
 
 

@@ -1,4 +1,4 @@
-"""What a run needs on each rank, before anything is loaded, and what would fit where it does not."""
+"""The memory that a run needs on each rank, said before anything is loaded, and what would fit instead."""
 
 from __future__ import annotations
 
@@ -38,14 +38,8 @@ class Model:
         except (OSError, ValueError, KeyError) as error:
             raise UsageError(f"MODEL_FOLDER {folder}: {str(error).splitlines()[0]}") from None
         text: Any = config.get_text_config()
-        experts = next(
-            (
-                int(getattr(text, name))
-                for name in ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-                if getattr(text, name, None)
-            ),
-            0,
-        )
+        names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+        experts = _first(text, names, 0)
         if not experts or not getattr(text, "base_model_ep_plan", None):
             raise UsageError(
                 f"MODEL_FOLDER {folder}: {type(model).__name__} has no experts that transformers can spread "
@@ -59,15 +53,18 @@ class Model:
             hidden=text.hidden_size,
             vocabulary=text.vocab_size,
             experts=experts,
-            top_k=next(
-                (int(getattr(text, n)) for n in ("num_experts_per_tok", "moe_k") if getattr(text, n, None)), 1
-            ),
+            top_k=_first(text, ("num_experts_per_tok", "moe_k"), 1),
         )
+
+
+def _first(config: Any, names: tuple[str, ...], otherwise: int) -> int:
+    """Returns the number that a config has under one of these names; families call it differently."""
+    return next((int(getattr(config, name)) for name in names if getattr(config, name, None)), otherwise)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How a run is laid out."""
+    """The layout of a run, as far as it decides what a rank has to hold."""
 
     ranks: int
     tokens: int  # of a rank in one pass

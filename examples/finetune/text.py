@@ -41,22 +41,29 @@ def read_documents(places: Sequence[str]) -> list[Document]:
     """Returns the documents of files and folders, in the order of their names. Raises UsageError for a place
     that is not there, for a line that is neither, and where there is nothing."""
     found: list[Document] = []
+    for file in find_files(places):
+        try:
+            text = file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"TEXT: {file}: {error}") from None
+        if file.suffix == ".jsonl":
+            found += _lines(file, text)
+        elif text.strip():
+            found.append(Document(text))
+    if not found:
+        raise UsageError(f"TEXT: nothing in {' '.join(places)} (files named {' '.join(SUFFIXES)})")
+    return found
+
+
+def find_files(places: Sequence[str]) -> list[Path]:
+    """Returns the files that are named, and those of folders. Raises UsageError for a place that is not
+    there."""
+    found: list[Path] = []
     for place in places:
         path = Path(place).expanduser()
         if not path.exists():
             raise UsageError(f"TEXT: there is no {place}")
-        files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES)
-        for file in files:
-            try:
-                text = file.read_text(encoding="utf-8")
-            except (OSError, UnicodeDecodeError) as error:
-                raise UsageError(f"TEXT: {file}: {error}") from None
-            if file.suffix == ".jsonl":
-                found += _lines(file, text)
-            elif text.strip():
-                found.append(Document(text))
-    if not found:
-        raise UsageError(f"TEXT: nothing in {' '.join(places)} (files named {' '.join(SUFFIXES)})")
+        found += [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES)
     return found
 
 
@@ -120,8 +127,9 @@ class Windows(Dataset[dict[str, Tensor]]):
         positions: list[int] = []
         for document in documents:
             ids, wanted = encode(document, tokenizer)
-            tokens, targets = tokens + ids, targets + wanted
-            positions.extend(range(len(ids)))
+            tokens += ids
+            targets += wanted
+            positions += range(len(ids))
         count = len(tokens) // seq
         self.tokens_WS, self.targets_WS, self.positions_WS = (
             torch.tensor(each[: count * seq], dtype=torch.int64).view(count, seq)

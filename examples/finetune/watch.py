@@ -1,4 +1,4 @@
-"""What a run is watched by: its experts' load, where a step's time goes, memory, and requests to stop."""
+"""A callback that watches a run: the load of experts, the time of stages, memory, and requests to stop."""
 
 from __future__ import annotations
 
@@ -14,35 +14,9 @@ from lm.stop import StopRequest
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
+from moecomm.overlap import Stages
+
 STAGES = ("attention", "experts", "rest of forward", "backward", "optimizer", "between steps")
-
-
-class Clock:
-    """Seconds of named stages, on a GPU by events that nothing waits for until they are asked for."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._gpu = device.type == "cuda"
-        self._spans: list[tuple[str, Any, Any]] = []
-
-    def now(self) -> Any:
-        if not self._gpu:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def add(self, stage: str, begin: Any, end: Any) -> None:
-        self._spans.append((stage, begin, end))
-
-    def take(self) -> dict[str, float]:
-        """Returns the seconds of each stage since the last call."""
-        if self._gpu:
-            torch.cuda.synchronize()
-        found: dict[str, float] = defaultdict(float)
-        for stage, begin, end in self._spans:
-            found[stage] += begin.elapsed_time(end) * 1e-3 if self._gpu else end - begin
-        self._spans.clear()
-        return found
 
 
 class Watch(TrainerCallback):  # type: ignore[misc]
@@ -62,8 +36,7 @@ class Watch(TrainerCallback):  # type: ignore[misc]
     ) -> None:
         self._device, self._stop, self._metrics = device, stop, metrics
         self._ep, self._tokens_per_step = ep, tokens_per_step
-        self._clock = Clock(device)
-        self._marks: dict[str, Any] = {}
+        self._stages, self._open = Stages(device, record=True), dict[str, Any]()
         self._since, self._steps = time.perf_counter(), 0
         layers = [
             module
@@ -92,50 +65,47 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         return hook
 
     def _time(self, module: nn.Module, stage: str) -> None:
-        begun: list[Any] = []
-
         def before(*_: Any) -> None:
-            begun.append(self._clock.now())
+            # Neither an evaluation nor a layer that the backward computes again is a part of the forward.
+            if torch.is_grad_enabled() and "backward" not in self._open:
+                self._begin(stage)
 
         def after(*_: Any) -> None:
-            begin, end = begun.pop(), self._clock.now()
-            if torch.is_grad_enabled() and "forward" not in self._marks:
-                self._clock.add(stage, begin, end)
-            if stage == "forward":
-                self._marks["forward"] = end
+            if self._end(stage) and stage == "forward":
+                self._begin("backward")
 
         module.register_forward_pre_hook(before)
         module.register_forward_hook(after)
 
+    def _begin(self, stage: str) -> None:
+        self._open[stage] = self._stages(stage)
+        self._open[stage].__enter__()
+
+    def _end(self, stage: str) -> bool:
+        """Ends a stage; returns False if it had not begun."""
+        begun = self._open.pop(stage, None)
+        if begun is not None:
+            begun.__exit__(None, None, None)
+        return begun is not None
+
     # ---- what the Trainer calls ----
 
-    def _begin(self) -> None:
-        """A pass begins: what modules compute from here to the end of the forward is forward."""
-        self._marks.pop("forward", None)
-
-    def _end_backward(self) -> None:
-        if "forward" in self._marks:
-            self._clock.add("backward", self._marks["forward"], self._clock.now())
-
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        if "step ended" in self._marks:
-            self._clock.add("between steps", self._marks.pop("step ended"), self._clock.now())
-        self._begin()
+        self._end("between steps")
 
     def on_substep_end(self, *_: Any, **__: Any) -> None:
-        self._end_backward()
-        self._begin()
+        self._end("backward")
 
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
-        self._end_backward()
-        self._marks["optimizer"] = self._clock.now()
+        self._end("backward")
+        self._begin("optimizer")
 
     def on_optimizer_step(self, *_: Any, **__: Any) -> None:
-        self._clock.add("optimizer", self._marks["optimizer"], self._clock.now())
+        self._end("optimizer")
 
     def on_step_end(self, _args: Any, _state: Any, control: Any, **_: Any) -> None:
         self._steps += 1
-        self._marks["step ended"] = self._clock.now()
+        self._begin("between steps")
         asked = torch.tensor(float(bool(self._stop)), device=self._device)
         dist.all_reduce(asked, dist.ReduceOp.MAX)  # all ranks stop after the same step
         if asked.item():
@@ -155,13 +125,13 @@ class Watch(TrainerCallback):  # type: ignore[misc]
             self._metrics.write(record)
 
     def _measure(self) -> dict[str, Any]:
-        """What happened since the last log. All ranks call together."""
+        """Returns what was measured since the last log. All ranks call together."""
         load_LE = self.load_LE.clone()
         self.load_LE.zero_()
         dist.all_reduce(load_LE)
         seconds = (time.perf_counter() - self._since) / self._steps
-        spans = self._clock.take()
-        spans["rest of forward"] = spans.pop("forward", 0.0) - spans["attention"] - spans["experts"]
+        spans = self._take_stages()
+        spans["rest of forward"] = spans["forward"] - spans["attention"] - spans["experts"]
         memory = torch.tensor([peak_memory(self._device)], device=self._device, dtype=torch.int64)
         dist.all_reduce(memory, dist.ReduceOp.MAX)
         load = load_LE.double()
@@ -176,6 +146,16 @@ class Watch(TrainerCallback):  # type: ignore[misc]
             "stages": {stage: spans[stage] / self._steps for stage in STAGES},
         }
         self._since, self._steps = time.perf_counter(), 0
+        return found
+
+    def _take_stages(self) -> dict[str, float]:
+        """Returns the seconds of each stage since the last call, which is between two steps."""
+        self._end("between steps")
+        found: dict[str, float] = defaultdict(float)
+        for span in self._stages.timeline().spans:
+            found[span.name] += span.end - span.begin
+        self._stages = Stages(self._device, record=True)
+        self._begin("between steps")
         return found
 
 

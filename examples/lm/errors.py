@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 
@@ -28,3 +30,13 @@ def first_to_say() -> bool:
     except OSError:
         pass  # the folder is gone, or has no room
     return os.environ.get("RANK", "0") == "0"
+
+
+def exit_code(program: str, run: Callable[[], int]) -> int:
+    """Returns what `run` returns as the exit code for the shell, or that of its error, which is told."""
+    try:
+        return run()
+    except (UsageError, RunError) as error:
+        if first_to_say():
+            print(f"{program}: error: {error}", file=sys.stderr, flush=True)
+        return 2 if isinstance(error, UsageError) else 1

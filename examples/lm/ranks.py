@@ -7,13 +7,14 @@ same experts and so share expert gradients.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import datetime
 import logging
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -37,15 +38,16 @@ SHUTDOWN_SECONDS = 120  # how long ranks may take to write their last checkpoint
 PR_SET_PDEATHSIG = 1
 
 
-def default_ranks(device: str, batch: int) -> int:
-    """Returns the number of ranks: one a GPU, on as many GPUs as can share the batch evenly. Without GPUs it
-    is two, so that tokens travel between processes on the smallest machine too.
+def default_ranks(device: str, batch: int | None = None) -> int:
+    """Returns the number of ranks: one a GPU, on as many GPUs as can share a batch evenly. Without GPUs it is
+    two, so that tokens travel between processes on the smallest machine too.
 
     Raises UsageError if the device that was asked for is not there.
     """
     if not uses_cuda(device):
         return 2
-    return max(count for count in range(1, torch.cuda.device_count() + 1) if batch % count == 0)
+    gpus = torch.cuda.device_count()
+    return gpus if batch is None else max(count for count in range(1, gpus + 1) if batch % count == 0)
 
 
 def launch(arguments: Sequence[str], ranks: int) -> int:
@@ -112,6 +114,17 @@ def join(folding: ParallelFolding, device: str) -> Ranks:
     """Joins the ranks that torchrun (or `launch`) started, as many as the folding lays out."""
     place = join_group(device)
     return Ranks(dist.get_rank(), dist.get_world_size(), place, folding)
+
+
+@contextlib.contextmanager
+def process_group(device: str) -> Iterator[torch.device]:
+    """Joins the process group of all ranks, and leaves it at the end; gives this rank's device."""
+    follow_parent()
+    place = join_group(device)
+    try:
+        yield place
+    finally:
+        dist.destroy_process_group()
 
 
 def join_group(device: str) -> torch.device:

@@ -284,46 +284,68 @@ def test_ids_of_none(rank: int, size: int, folders: Path, seed: int) -> list[str
     return problems
 
 
+def _data(seed: int) -> list[dict[str, torch.Tensor]]:
+    rows = torch.randint(3, 96, (32, 12), generator=torch.Generator().manual_seed(seed))
+    return [{"input_ids": row, "labels": row} for row in rows]
+
+
+def _train(
+    trainer: Any,
+    model: Any,
+    out: Path,
+    seed: int,
+    lora: bool,
+    resume: Path | None = None,
+    callbacks: Any = None,
+    **options: Any,
+) -> tuple[Any, list[float]]:
+    """Trains a model, with adapters beside its attention where `lora` is; returns it, and the losses."""
+    from transformers import TrainingArguments
+
+    if lora:
+        peft = pytest.importorskip("peft")
+        model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=4))
+    arguments = TrainingArguments(
+        str(out),
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        per_device_train_batch_size=2,
+        logging_steps=1,
+        **options,
+    )
+    made = trainer(model=model, args=arguments, train_dataset=_data(seed), callbacks=callbacks)
+    made.train(resume_from_checkpoint=None if resume is None else str(resume))
+    return model, [float(each["loss"]) for each in made.state.log_history if "loss" in each]
+
+
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 @on_ranks(2)
 def test_trainer(rank: int, size: int, lora: bool, folders: Path, seed: int) -> list[str]:
     """The Trainer of transformers: the same losses as with transformers' own, trained weights that are the
     same on all ranks, and a checkpoint that one process loads. With adapters of peft beside the attention as
     well."""
-    from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, set_seed
+    from transformers import AutoModelForCausalLM, Trainer, set_seed
 
     pytest.importorskip("accelerate")
-    peft = pytest.importorskip("peft") if lora else None
     folder, out = _model(folders, "qwen3_moe"), folders / f"trained-{seed}"
-    rows = torch.randint(3, 96, (32, 12), generator=torch.Generator().manual_seed(seed))
-    data = [{"input_ids": row, "labels": row} for row in rows]
-    options: dict[str, Any] = {
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 2,
-        "max_steps": 3,
-    }
+    options: dict[str, Any] = {"gradient_accumulation_steps": 2, "max_steps": 3}
     # Not Adam, whose first steps take the sign of a gradient: rounding may turn one that is all but zero.
     options |= {"learning_rate": 0.1, "optim": "sgd", "max_grad_norm": 0.0}
-    options |= {"logging_steps": 1, "save_steps": 3, "save_only_model": True}
+    options |= {"save_steps": 3, "save_only_model": True}
     losses, model = {}, torch.nn.Module()
     for how in ("all_to_all", "moecomm"):
         set_seed(seed % 2**32)
         model = load_parallel(folder, how, fsdp_size=2, ep_size=2)
-        if peft is not None:
-            adapters = peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=4)
-            model = peft.get_peft_model(model, adapters)
-        arguments = TrainingArguments(str(out), report_to=[], use_cpu=True, disable_tqdm=True, **options)
-        trainer = Trainer(model=model, args=arguments, train_dataset=data)
-        trainer.train()
-        losses[how] = [float(each["loss"]) for each in trainer.state.log_history if "loss" in each]
+        model, losses[how] = _train(Trainer, model, out, seed, lora, **options)
     dist.barrier()
     found, tokens = [], batch_of(0, seed)
     with torch.no_grad():
         one: Any = AutoModelForCausalLM.from_pretrained(
             folder if lora else out / "checkpoint-3", dtype=torch.float32
         )
-        if peft is not None:
-            one = peft.PeftModel.from_pretrained(one, out / "checkpoint-3")
+        if lora:
+            one = pytest.importorskip("peft").PeftModel.from_pretrained(one, out / "checkpoint-3")
         if not torch.allclose(one.eval()(tokens).logits, model.eval()(tokens).logits, rtol=1e-4, atol=1e-4):
             found.append("the checkpoint is another model")
     for name, parameter in model.named_parameters():
@@ -341,7 +363,7 @@ def test_trainer(rank: int, size: int, lora: bool, folders: Path, seed: int) -> 
 def test_resumed_trainer(rank: int, size: int, lora: bool, folders: Path, seed: int) -> list[str]:
     """Two steps, and two more from their checkpoint on another mesh, lose what four steps do. What cannot be
     resumed is refused."""
-    from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
+    from transformers import Trainer, TrainerCallback, set_seed
 
     from moecomm.errors import InvalidArgument
     from moecomm.transformers import Resumable
@@ -353,42 +375,18 @@ def test_resumed_trainer(rank: int, size: int, lora: bool, folders: Path, seed: 
             control.should_training_stop = state.global_step == 2
 
     pytest.importorskip("accelerate")
-    peft = pytest.importorskip("peft") if lora else None
     folder, out = _model(folders, "qwen3_moe"), folders / f"resumed-{seed}-{lora}"
-    rows = torch.randint(3, 96, (32, 12), generator=torch.Generator().manual_seed(seed))
-    data = [{"input_ids": row, "labels": row} for row in rows]
     # The optimizer has a state; the epsilon keeps rounding from turning a step.
-    every: dict[str, Any] = {
-        "learning_rate": 1e-2,
-        "logging_steps": 1,
-        "weight_decay": 0.1,
-        "adam_epsilon": 1e-2,
-    }
+    every: dict[str, Any] = {"learning_rate": 1e-2, "weight_decay": 0.1, "adam_epsilon": 1e-2}
+    every |= {"max_steps": 4, "lr_scheduler_type": "linear"}
 
     def run(name: str, source: Path, resume: Path | None = None, ep: int = 2, **options: Any) -> list[float]:
         set_seed(seed % 2**32)
         model = load_parallel(source, "moecomm", fsdp_size=2, ep_size=ep)
-        if peft is not None:
-            model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=4))
-        arguments = TrainingArguments(
-            str(out / name),
-            report_to=[],
-            use_cpu=True,
-            disable_tqdm=True,
-            max_steps=4,
-            lr_scheduler_type="linear",
-            per_device_train_batch_size=2,
-            **every,
-            **options,
-        )
-        trainer = ResumableTrainer(model, arguments, train_dataset=data)
-        if name == "first":
-            trainer.add_callback(StopAfter2())
-        trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
-        return [float(each["loss"]) for each in trainer.state.log_history if "loss" in each]
+        return _train(ResumableTrainer, model, out / name, seed, lora, resume, **every, **options)[1]
 
     straight = run("straight", folder, save_strategy="no")
-    run("first", folder, save_steps=2)
+    run("first", folder, save_steps=2, callbacks=[StopAfter2()])
     dist.barrier()
     checkpoint = out / "first" / "checkpoint-2"
     source, found = folder if lora else checkpoint, []
