@@ -185,7 +185,7 @@ class Run:
         self.model: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, distributed_config=parallel
         ).train()
-        self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, foreach=False)
+        self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
         generator = torch.Generator().manual_seed(1 + rank)
         config = self.model.config
         self._tokens = torch.randint(config.vocab_size, (1, tokens), generator=generator).to(device)

@@ -61,8 +61,10 @@ class QuackProducts(Products):
     activation in passes of its own.
 
     rows: those that an expert gets on average, by which tiles are chosen; tiles: those of some products, in
-    the place of the table's. Kernels are compiled here, those for a bias too, which takes seconds and says so
-    on stderr; compile_now=False leaves them to their first use. quack keeps them on disk (QUACK_CACHE_DIR).
+    the place of the table's; columns_first: weights are views of (L, B, A) tensors, and their gradients are
+    made in that order as well. Kernels are compiled here, those for a bias too, which takes seconds and says
+    so on stderr; compile_now=False leaves them to their first use. quack keeps them on disk
+    (QUACK_CACHE_DIR).
     Raises Unsupported where quack is not installed or cannot do it.
     """
 
@@ -81,13 +83,14 @@ class QuackProducts(Products):
         bias: bool = False,
         rows: int | None = None,
         tiles: dict[str, Tile] | None = None,
+        columns_first: bool = False,
         compile_now: bool = True,
     ) -> None:
         reason = missing_on(hidden=hidden, ffn=ffn, dtype=dtype, device=device)
         if reason is not None:
             raise Unsupported(f"products is 'quack', but {reason}. products='torch' needs none of it")
         self._hidden, self._ffn, self._inner = hidden, ffn, ffn * INPUTS[activation]
-        self._activation = activation
+        self._activation, self._columns_first = activation, columns_first
         self._tiles: dict[str, Tile] = {}
         for product in PRODUCTS + ADDED:
             self.use_tile(product, (tiles or {}).get(product) or nearest_tile(product, hidden, ffn, rows))
@@ -140,8 +143,16 @@ class QuackProducts(Products):
     def grouped_mm_wgrad(
         self, rows_PA: Tensor, grad_PB: Tensor, groups: Tensor, *, into: Tensor | None = None
     ) -> Tensor | None:
+        if not self._columns_first:
+            return self._wgrad_into(rows_PA, grad_PB, groups, into)
+        made_LBA = self._wgrad_into(grad_PB, rows_PA, groups, None if into is None else into.mT)
+        return None if made_LBA is None else made_LBA.mT
+
+    def _wgrad_into(
+        self, rows_PA: Tensor, grad_PB: Tensor, groups: Tensor, into: Tensor | None
+    ) -> Tensor | None:
         sizes = rows_PA.shape[1], grad_PB.shape[1]
-        product = "fc1_wgrad" if sizes == (self._hidden, self._inner) else "fc2_wgrad"
+        product = "fc1_wgrad" if set(sizes) == {self._hidden, self._inner} else "fc2_wgrad"
         out_LAB = rows_PA.new_empty(groups.shape[0] - 1, *sizes) if into is None else into
         if grad_PB.shape[0] == 0:
             return out_LAB.zero_() if into is None else None
@@ -192,7 +203,8 @@ class QuackProducts(Products):
     def _compile(self, dtype: torch.dtype, device: torch.device, bias: bool) -> None:
         """Runs every product once on a few rows, so that its kernel is there, with a line where that takes
         long."""
-        key = (type(self), *self._tiles.values(), self._activation, dtype, device, bias)
+        kind = (type(self), self._activation, self._columns_first, bias)
+        key = (*kind, *self._tiles.values(), dtype, device)
         if key in _compiled:
             return
         began = time.monotonic()
@@ -200,6 +212,8 @@ class QuackProducts(Products):
         new = functools.partial(torch.zeros, dtype=dtype, device=device)
         x_PH, grad_PH = new(rows, hidden), new(rows, hidden)
         w_in, w_out = new(2, hidden, self._inner), new(2, ffn, hidden)
+        if self._columns_first:
+            w_in, w_out = (weight.mT.contiguous().mT for weight in (w_in, w_out))
         groups = torch.tensor([0, 100, rows], dtype=torch.int32, device=device)
         weights_P = torch.ones(rows, device=device)
         gated: dict[str, Any] = {"activation": self._activation}

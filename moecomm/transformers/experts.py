@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.integrations import moe
 
+from moecomm.kernels import quack
 from moecomm.kernels.grouped_mm import grouped_mm_wgrad
 from moecomm.kernels.products import Products, expert_ffn, grouped_linear
 from moecomm.types import DispatchOutput
@@ -26,14 +27,12 @@ Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class ColumnsFirst(Products):
-    """Products whose weights are views of (L, B, A) tensors. The gradient of a weight is made in that order
-    as well, so that it is the parameter's without a copy."""
+    """torch's products with weights that are views of (L, B, A) tensors. The gradient of a weight is made in
+    that order as well, so that it is the parameter's without a copy."""
 
     def _wgrad(self, rows_PA: Tensor, grad_PB: Tensor, groups: Tensor) -> Tensor:
         return grouped_mm_wgrad(grad_PB, rows_PA, groups).transpose(1, 2)
 
-
-_AS_USED, _COLUMNS_FIRST = Products(), ColumnsFirst()
 
 # What transformers' own forwards compute alike, so that these products may take their place. Whoever asks for
 # another one ("sonicmoe", "deepgemm") gets it, on moecomm's rows.
@@ -47,10 +46,12 @@ class LocalExperts:
         self._experts, self._forward, self._count = experts, forward, num_local_experts
         self._described = _is_described(experts)
         self._activation = activation_of(experts) if self._described else None
+        self._products: dict[tuple[Any, ...], Products] = {}
 
-    def run(self, out: DispatchOutput) -> tuple[Tensor, bool]:
+    def run(self, out: DispatchOutput, rows_per_expert: int) -> tuple[Tensor, bool]:
         """Returns the rows' results, (P, H) in the dtype of the rows, and whether they carry the routing
-        weights."""
+        weights. rows_per_expert: those that an expert gets on average in a large batch, by which tiles are
+        chosen; the same on all ranks."""
         if not self._has_plain_weights():
             return self._run_forward(out), False
         experts: Any = self._experts
@@ -58,9 +59,9 @@ class LocalExperts:
         w_in, w_out = getattr(experts, first), experts.down_proj
         b_in = getattr(experts, f"{first}_bias") if experts.has_bias else None
         b_out = experts.down_proj_bias if experts.has_bias else None
-        products = _AS_USED
         if not experts.is_transposed:
-            w_in, w_out, products = w_in.transpose(1, 2), w_out.transpose(1, 2), _COLUMNS_FIRST
+            w_in, w_out = w_in.transpose(1, 2), w_out.transpose(1, 2)
+        products = self._products_of(w_out, b_in is not None, rows_per_expert)
         rows_PH = out.tokens.to(w_in.dtype)
         if self._activation is not None:
             y_PH = expert_ffn(
@@ -79,6 +80,23 @@ class LocalExperts:
         z_PF = experts._apply_gate(inner_PI) if experts.has_gate else experts.act_fn(inner_PI)
         y_PH = grouped_linear(z_PF, w_out, b_out, out.offsets, products)
         return y_PH.to(out.tokens.dtype), False
+
+    def _products_of(self, w_out_LFH: Tensor, bias: bool, rows: int) -> Products:
+        """Returns quack's products where they serve, else torch's."""
+        _, ffn, hidden = w_out_LFH.shape
+        columns_first = not self._experts.is_transposed
+        sizes: dict[str, Any] = {"hidden": hidden, "ffn": ffn}
+        sizes |= {"dtype": w_out_LFH.dtype, "device": w_out_LFH.device}
+        key = (*sizes.values(), rows)
+        if key not in self._products:
+            if self._activation is not None and quack.missing_on(**sizes) is None:
+                made: Products = quack.make_quack_products(
+                    **sizes, activation=self._activation, bias=bias, rows=rows, columns_first=columns_first
+                )
+            else:
+                made = ColumnsFirst() if columns_first else Products()
+            self._products[key] = made
+        return self._products[key]
 
     def _has_plain_weights(self) -> bool:
         """Are there tensors that products take? Asked in each call, since adapters and quantizers come

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers.distributed.expert_parallel import EPImplementation
@@ -28,6 +29,7 @@ class MoecommEP(EPImplementation):  # type: ignore[misc]
         self._num_experts = self.num_local_experts * ep_mesh.size()
         self._comms = LayerCommunicators(ep_mesh.get_group(), self._num_experts)
 
+    @_disable_dynamo  # kernels of the experts are given addresses
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Returns (T, H), for each token the sum of its experts' results, weighted.
 
@@ -48,7 +50,8 @@ class MoecommEP(EPImplementation):  # type: ignore[misc]
         weights_TK = top_k_weights.to(weight_dtype(hidden_states.dtype))
         shared = self._comms.of(hidden_states, ids_TK.shape[1])
         comm, out = dispatch(shared, hidden_states, ids_TK, weights_TK)
-        rows_PH, weighted = self._local.run(out)
+        rows_per_expert = comm.max_tokens * ids_TK.shape[1] // self.num_local_experts
+        rows_PH, weighted = self._local.run(out, rows_per_expert)
         y_TH = comm.combine(rows_PH, out.handle, weights=None if weighted else out.weights)
         return _whole_of(y_TH, self.tp_mesh, tokens) if self.tp_mesh.size() > 1 else y_TH
 

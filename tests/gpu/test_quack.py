@@ -119,12 +119,12 @@ def _by_quack(
     }
 
 
-def _make(hidden: int, ffn: int, activation: str) -> Any:
+def _make(hidden: int, ffn: int, activation: str, columns_first: bool = False) -> Any:
     from moecomm.kernels.quack import make_quack_products
 
     device = torch.device("cuda", torch.cuda.current_device())
     sizes: dict[str, Any] = {"hidden": hidden, "ffn": ffn, "dtype": torch.bfloat16, "device": device}
-    return make_quack_products(**sizes, activation=activation)
+    return make_quack_products(**sizes, activation=activation, columns_first=columns_first)
 
 
 def _far(got: torch.Tensor, want: torch.Tensor, least: float = 0.0) -> float:
@@ -142,15 +142,19 @@ def _far_by_name(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], en
 
 
 def _products(
-    rank: int, world_size: int, case: tuple[int, int, list[int], str, bool], seed: int
+    rank: int, world_size: int, case: tuple[int, int, list[int], str, bool, bool], seed: int
 ) -> list[str]:
-    hidden, ffn, ends, activation, bias = case
-    given, products = _operands(hidden, ffn, ends, seed, bias), _make(hidden, ffn, activation)
+    hidden, ffn, ends, activation, bias, columns_first = case
+    given, products = _operands(hidden, ffn, ends, seed, bias), _make(hidden, ffn, activation, columns_first)
+    if columns_first:
+        given |= {name: given[name].mT.contiguous().mT for name in ("w_in", "w_out")}
     offsets, rows = torch.tensor(ends, dtype=torch.int32, device="cuda"), ends[-1]
     want = _by_float64(given, ends, activation)
     want["inner again"] = want["inner"]
     got = _by_quack(products, given, offsets, activation)
     problems = _far_by_name(got, want, ends)
+    for name in ("w_in", "w_out"):  # else autograd copies the gradient
+        problems += [f"order of grad_{name}"] * (got[f"grad_{name}"].stride() != given[name].stride())
     groups = products.groups(offsets)
     for dtype in (torch.bfloat16, torch.float32):
         into_in, into_out = (torch.ones_like(given[name], dtype=dtype) for name in ("w_in", "w_out"))
@@ -208,12 +212,15 @@ def test_gradients_that_are_added(pool: Pools, seed: int) -> None:
 
 
 CASES = {
-    "even": (256, 192, [100, 200, 300], "swiglu_interleaved", False),
-    "ragged, an empty group": (512, 328, [0, 7, 130, 130], "swiglu_interleaved", False),
-    "halves": (256, 192, [90, 91, 300], "swiglu", False),
-    "clamped": (256, 192, [90, 91, 300], "swiglu_clamped", False),
-    "as gpt-oss": (512, 328, [0, 7, 130, 130], "swiglu_clamped", True),
-    "biases": (256, 192, [90, 91, 300], "swiglu_interleaved", True),
+    "even": (256, 192, [100, 200, 300], "swiglu_interleaved", False, False),
+    "ragged, an empty group": (512, 328, [0, 7, 130, 130], "swiglu_interleaved", False, False),
+    "halves": (256, 192, [90, 91, 300], "swiglu", False, False),
+    "clamped": (256, 192, [90, 91, 300], "swiglu_clamped", False, False),
+    "as gpt-oss": (512, 328, [0, 7, 130, 130], "swiglu_clamped", True, False),
+    "biases": (256, 192, [90, 91, 300], "swiglu_interleaved", True, False),
+    "columns first": (256, 192, [100, 200, 300], "swiglu_interleaved", False, True),
+    "halves, columns first": (512, 328, [0, 7, 130, 130], "swiglu", False, True),
+    "clamped, biases, columns first": (256, 192, [90, 91, 300], "swiglu_clamped", True, True),
 }
 
 

@@ -116,6 +116,22 @@ def forward_backward(model: nn.Module, tokens: Tensor) -> tuple[Tensor, Tensor]:
     return out.logits.detach(), out.loss.detach()
 
 
+def run_plain(
+    folder: Path, parts: int, seed: int, dtype: torch.dtype = torch.float32, device: Any = "cpu"
+) -> tuple[list[tuple[Tensor, Tensor]], dict[str, Tensor]]:
+    """Returns (logits, loss) of each part in one process, and the gradients of the mean of all losses."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).train()
+    found = []
+    for part in range(parts):
+        tokens = batch_of(part, seed).to(device)
+        out = model(tokens, labels=tokens)
+        (out.loss / parts).backward()
+        found.append((out.logits.detach(), out.loss.detach()))
+    return found, gradients_of(model)
+
+
 def gradients_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: unsharded(p.grad) for name, p in model.named_parameters() if p.grad is not None}
 

@@ -22,6 +22,7 @@ from tests.multirank.hf_models import (
     forward_backward,
     gradients_of,
     load_parallel,
+    run_plain,
     save_model,
     worst_of,
 )
@@ -43,20 +44,6 @@ def _model(folders: Path, family: str, **changes: Any) -> Path:
     return folder
 
 
-def _plain(folder: Path, parts: int, seed: int) -> tuple[list[Any], dict[str, torch.Tensor]]:
-    """(logits, loss) of each part in one process, and the gradients of the mean of all losses."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
-    found = []
-    for part in range(parts):
-        tokens = batch_of(part, seed)
-        out = model(tokens, labels=tokens)
-        (out.loss / parts).backward()
-        found.append((out.logits.detach(), out.loss.detach()))
-    return found, gradients_of(model)
-
-
 def _check(model: torch.nn.Module, wanted: Any, part: int, seed: int) -> list[str]:
     """What differs from one process by more than 1e-5."""
     outputs, gradients = wanted
@@ -75,7 +62,7 @@ def _check(model: torch.nn.Module, wanted: Any, part: int, seed: int) -> list[st
 @on_ranks(2)
 def test_families(rank: int, size: int, family: str, folders: Path, seed: int) -> list[str]:
     folder = _model(folders, family)
-    wanted = _plain(folder, size, seed)
+    wanted = run_plain(folder, size, seed)
     found = []
     for how in ("all_to_all", "moecomm"):
         model = load_parallel(folder, how, fsdp_size=2, ep_size=2).train()
@@ -103,7 +90,7 @@ def test_meshes(
     parts = mesh.get("fsdp_size", 1)
     folder = _model(folders, family, num_attention_heads=4, num_key_value_heads=4)
     model = load_parallel(folder, "moecomm", **mesh).train()
-    return _check(model, _plain(folder, parts, seed), rank // mesh.get("tp_size", 1), seed)
+    return _check(model, run_plain(folder, parts, seed), rank // mesh.get("tp_size", 1), seed)
 
 
 @pytest.mark.parametrize("how", ["batched_mm", "eager"])
@@ -113,7 +100,7 @@ def test_forwards_of_transformers(rank: int, size: int, how: str, folders: Path,
     folder = _model(folders, "qwen3_moe")
     parallel = {"fsdp_size": 2, "ep_size": 2}
     model = load_parallel(folder, "moecomm", experts_implementation=how, **parallel).train()
-    return _check(model, _plain(folder, size, seed), rank, seed)
+    return _check(model, run_plain(folder, size, seed), rank, seed)
 
 
 @on_ranks(2)
@@ -123,7 +110,7 @@ def test_gradient_checkpointing(rank: int, size: int, folders: Path, seed: int) 
     from moecomm.shared import SharedCommunicator
 
     folder = _model(folders, "qwen3_moe")
-    wanted, found, made = _plain(folder, size, seed), [], []
+    wanted, found, made = run_plain(folder, size, seed), [], []
     plain = SharedCommunicator.dispatch
     kinds: list[tuple[dict[str, Any], int]] = [
         ({"use_reentrant": False}, 4),
@@ -200,7 +187,7 @@ def test_models_come_and_go(rank: int, size: int, folders: Path, seed: int) -> l
     import moecomm.shared as shared
 
     folder = _model(folders, "qwen3_moe")
-    wanted = _plain(folder, size, seed)
+    wanted = run_plain(folder, size, seed)
     problems, parallel = [], {"fsdp_size": 2, "ep_size": 2}
     gc.collect()
     gc.disable()
@@ -239,7 +226,7 @@ def test_compiled(rank: int, size: int, folders: Path, seed: int) -> list[str]:
     folder = _model(folders, "qwen3_moe")
     model: Any = load_parallel(folder, "moecomm", fsdp_size=2, ep_size=2).train()
     model.model.layers[1].compile(backend="aot_eager")
-    return _check(model, _plain(folder, size, seed), rank, seed)
+    return _check(model, run_plain(folder, size, seed), rank, seed)
 
 
 @on_ranks(2)

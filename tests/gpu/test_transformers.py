@@ -1,0 +1,68 @@
+"""Models of transformers in bfloat16, their experts' tokens by moecomm, beside one process and all-to-all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.gpu import harness
+
+pytest.importorskip("transformers")
+
+from tests.multirank.hf_models import (
+    FAMILIES,
+    batch_of,
+    forward_backward,
+    gradients_of,
+    load_parallel,
+    run_plain,
+    save_model,
+    worst_of,
+)
+
+ONE_LAYER = {"num_hidden_layers": 1, "first_k_dense_replace": 0}
+"""Behind a layer that is rounded, a router chooses other experts."""
+BOUND = 0.04
+"""The largest difference allowed, over the largest value of a tensor: products are rounded to bfloat16, and
+summed in another order."""
+
+
+def _with_nccl(rank: int, size: int) -> None:
+    """Makes a default process group that FSDP can use on GPUs."""
+    store = dist.PrefixStore("nccl", dist.distributed_c10d._get_default_store())
+    dist.destroy_process_group()
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=rank, world_size=size)
+
+
+def _families(rank: int, size: int, folder: Path, seed: int) -> list[str]:
+    _with_nccl(rank, size)
+    found, device = [], harness.device()
+    for family in FAMILIES:
+        if rank == 0:
+            types = {"layer_types": ["full_attention"]} if family == "gpt_oss" else {}
+            save_model(family, folder / family, seed=3, **ONE_LAYER, **types)
+        dist.barrier()
+        outputs, wanted = run_plain(folder / family, size, seed, torch.bfloat16, device)
+        for how in ("all_to_all", "moecomm"):
+            parallel = {"fsdp_size": size, "ep_size": size}
+            model = load_parallel(folder / family, how, **parallel, dtype=torch.bfloat16).train()
+            got = dict(
+                zip(("logits", "loss"), forward_backward(model, batch_of(rank, seed).to(device)), strict=True)
+            )
+            differs = worst_of(got, dict(zip(got, outputs[rank], strict=True)))
+            for ratio, name in (differs, worst_of(gradients_of(model), wanted)):
+                if not ratio <= BOUND:
+                    found.append(f"{family}, {how}, {name}: {ratio:.1e}")
+            del model
+    dist.barrier()
+    return found
+
+
+@pytest.mark.usefixtures("cuda_only")
+def test_families(tmp_path: Path, seed: int) -> None:
+    """Two ranks, or as many as there are GPUs of two: each family's loss, logits and gradients."""
+    size = 2 if harness.gpus() >= 2 else 1
+    harness.assert_none(harness.run_on_gpus(size, _families, tmp_path, seed, timeout=600.0))
