@@ -130,7 +130,16 @@ void Communicator::require_usable() const {
 
 void Communicator::check() {
   require_usable();
-  if (auto error = std::exchange(overflow_, std::nullopt)) throw *error;
+  if (!overflow_) return;
+  const Error error = *overflow_;
+  tell_overflow();
+  throw error;
+}
+
+/// Returns the text of the last overflow, for an error that the caller raises.
+const std::string& Communicator::tell_overflow() {
+  if (overflow_) told_overflow_ = std::exchange(overflow_, std::nullopt)->what();
+  return told_overflow_;
 }
 
 /// Runs one operation; an error that leaves ranks out of step ends the communicator.
@@ -148,7 +157,12 @@ auto Communicator::guarded(Body&& body) {
   } catch (const Error& error) {
     pending_.reset();
     signals_->complete(epoch_);
-    if (error.kind() == ErrorKind::peer_timeout || error.kind() == ErrorKind::peer_lost) broken_ = error;
+    if (error.kind() == ErrorKind::peer_timeout || error.kind() == ErrorKind::peer_lost) {
+      // The peer may have left because check() has told it of an overflow that this rank has not asked for.
+      broken_ =
+          Error(error.kind(), after_error(error.what(), overflow_ ? overflow_->what() : ""), error.details());
+      throw *broken_;
+    }
     if (error.kind() == ErrorKind::closed) leave(false);  // the wait was given up
     throw;
   } catch (...) {
@@ -205,7 +219,9 @@ void Communicator::compare_records(uint64_t epoch) {
     const auto compare = [&](Disagreement about, auto at_first, auto here) {
       if (at_first != here)
         throw Error(ErrorKind::mismatched_arguments,
-                    disagreement_text(about, r, static_cast<int64_t>(at_first), static_cast<int64_t>(here)),
+                    after_error(disagreement_text(about, r, static_cast<int64_t>(at_first),
+                                                  static_cast<int64_t>(here)),
+                                tell_overflow()),
                     {.rank = r});
     };
     compare(Disagreement::operation, first.operation, other.operation);

@@ -146,6 +146,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   cpu::PullArguments pull_arguments(uint64_t epoch, const std::byte* own, std::byte* out) const;
   void pull_rows(const Plan& plan, uint64_t epoch, const cpu::PullArguments& arguments);
   void note_overflow(const Plan& plan, const char* capacity);
+  const std::string& tell_overflow();
   void count_wire(const Plan& plan);
   int64_t publish(const std::byte* x, const int32_t* ids, int64_t tokens);
   std::shared_ptr<const Plan> reusable_plan(uint64_t hash, const PlanShape& shape, const int32_t* ids,
@@ -171,7 +172,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   bool closed_ = false, left_behind_ = false;
   bool under_way_ = false;  // an operation is
   std::optional<Error> broken_;
-  std::optional<Error> overflow_;
+  std::optional<Error> overflow_;     // of a dispatch, until an error that this rank raises has told it
+  std::string told_overflow_;         // the text of the last one that was told
   uint64_t input_epoch_[2] = {0, 0};  // last epoch that published from an input section
   bool input_committed_ = false;
   std::atomic<bool> input_taken_[2] = {false, false};

@@ -228,6 +228,7 @@ class DeviceCommunicator {
   void require_open() const;  // throws if the communicator is closed
   void require_usable();      // or broken
   void note_broken();
+  std::optional<Error> take_overflow();
   [[noreturn]] void throw_verdict();
   std::string describe(const HostStatus::Verdict& verdict) const;
 

@@ -48,9 +48,25 @@ void DeviceCommunicator::note_broken() {
   const HostStatus::Broken& broken = pinned_->status->broken;
   if (broken_ || load_acquire(broken.set) == 0) return;
   const double longest = broken.seen < broken.expected ? config_.absence_seconds : 0;
-  broken_ = shm::loss_error({broken.peer, broken.cause, broken.first}, config_.rank, phase_text(broken),
-                            std::max(config_.timeout_seconds, longest), broken.expected, broken.seen,
-                            proxy_ ? proxy_->reason(broken.peer) : "");
+  const Error lost = shm::loss_error({broken.peer, broken.cause, broken.first}, config_.rank,
+                                     phase_text(broken), std::max(config_.timeout_seconds, longest),
+                                     broken.expected, broken.seen, proxy_ ? proxy_->reason(broken.peer) : "");
+  // The peer may have left because check() has told it of an overflow that this rank has not asked for.
+  const auto overflow = take_overflow();
+  broken_ = Error(lost.kind(), after_error(lost.what(), overflow ? overflow->what() : ""), lost.details());
+}
+
+std::optional<Error> DeviceCommunicator::take_overflow() {
+  HostStatus::Overflow& overflow = pinned_->status->overflow;
+  if (load_acquire(overflow.set) == 0) return std::nullopt;
+  const Error error(ErrorKind::capacity_exceeded,
+                    text_of("a dispatch with ", (overflow.of_positions != 0 ? "expert_" : ""), "capacity ",
+                            overflow.capacity, " needed ", overflow.needed, " rows on rank ", overflow.rank,
+                            "; rows past the capacity were left out"),
+                    {.rank = overflow.rank, .needed = overflow.needed, .available = overflow.capacity});
+  raised_ = error.what();
+  store_release(overflow.set, uint32_t{0});
+  return error;
 }
 
 std::string DeviceCommunicator::describe(const HostStatus::Verdict& v) const {
@@ -72,11 +88,12 @@ void DeviceCommunicator::throw_verdict() {
   HostStatus::Verdict& verdict = pinned_->status->verdict;
   const auto kind = static_cast<ErrorKind>(verdict.kind);
   std::string text = describe(verdict);
-  // Ranks may part ways where one raises an error at once, by check(), and another at its next dispatch.
-  if (kind == ErrorKind::mismatched_arguments && !raised_.empty())
-    text += "; the last error before, after which ranks may have gone on otherwise: " + raised_;
-  else
+  if (kind == ErrorKind::mismatched_arguments) {
+    take_overflow();
+    text = after_error(text, raised_);
+  } else {
     raised_ = text;
+  }
   store_release(verdict.set, uint32_t{0});
   throw Error(kind, text, {.rank = verdict.rank});
 }
@@ -84,16 +101,7 @@ void DeviceCommunicator::throw_verdict() {
 void DeviceCommunicator::check() {
   require_usable();
   if (load_acquire(pinned_->status->verdict.set) != 0) throw_verdict();
-  HostStatus::Overflow& overflow = pinned_->status->overflow;
-  if (load_acquire(overflow.set) == 0) return;
-  const Error error(ErrorKind::capacity_exceeded,
-                    text_of("a dispatch with ", (overflow.of_positions != 0 ? "expert_" : ""), "capacity ",
-                            overflow.capacity, " needed ", overflow.needed, " rows on rank ", overflow.rank,
-                            "; rows past the capacity were left out"),
-                    {.rank = overflow.rank, .needed = overflow.needed, .available = overflow.capacity});
-  raised_ = error.what();
-  store_release(overflow.set, uint32_t{0});
-  throw error;
+  if (const auto error = take_overflow()) throw *error;
 }
 
 DeviceCounters DeviceCommunicator::counters() {

@@ -1,5 +1,4 @@
-// What ranks that disagree on an operation are told; the kernels and the CPU's ranks compare the same
-// arguments.
+// Texts of errors that both runtimes raise: of ranks that disagree on an operation, and of what came before.
 #pragma once
 
 #include <string>
@@ -44,6 +43,13 @@ inline std::string disagreement_text(Disagreement about, int rank, int64_t first
         "output of the others is not to be used",
         given_up(first), given_up(here));
   return text("what travels (1: rows, 2: weights, 4: quantised, or their sum)", first, here);
+}
+
+/// Adds the error `before` to the text of one that may follow from it: ranks part ways where one raises an
+/// error at once, by check(), and another at its next dispatch.
+inline std::string after_error(const std::string& text, const std::string& before) {
+  if (before.empty()) return text;
+  return text + "; the last error before, after which ranks may have gone on otherwise: " + before;
 }
 
 }  // namespace moecomm

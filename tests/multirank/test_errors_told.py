@@ -21,6 +21,7 @@ from tests.multirank.catching import Caught, catch
 from tests.multirank.conftest import Pools
 from tests.multirank.on_ranks import on_ranks
 from tests.multirank.test_bad_input import told
+from tests.oracle import settled_error
 
 HIDDEN = 16
 Call = Callable[[], Any]
@@ -270,3 +271,38 @@ def test_no_memory_on_one_rank(fresh_ranks: Callable[..., list[Any]]) -> None:
     for problems, kinds, _ in results:
         assert problems == [] and kinds == dict.fromkeys(kinds, "OutOfMemory"), kinds
     assert [rows for *_, rows in results] == [("nothing", True), ("OutOfMemory", False)]
+
+
+def _first_cause(rank: int, size: int, then: str) -> tuple[Caught | None, Caught | None, list[str]]:
+    """An overflow that rank 0 raises by `check()`, and so leaves the step that the others go on with."""
+    with _communicator(size, timeout=10.0) as comm:
+        x, ids = (
+            torch.ones(2, HIDDEN, device=comm.device),
+            torch.arange(size, device=comm.device).repeat(2, 1),
+        )
+        out = comm.dispatch(x, ids, capacity=1)
+        dist.barrier()
+        checked = settled_error(comm) if rank == 0 else None
+        if rank == 0 and then == "leaves":
+            comm.close()
+            return checked, None, []
+        step = (
+            (lambda: comm.dispatch(x, ids)) if rank == 0 else (lambda: comm.combine(out.tokens, out.handle))
+        )
+        if then == "leaves":
+            return checked, catch(step) or settled_error(comm), []
+        called, later = told(step, comm)
+        return checked, called or later, _rows_of_steps(comm, rank, size)
+
+
+@pytest.mark.parametrize(("then", "name"), [("goes on", "MismatchedArguments"), ("leaves", "PeerLost")])
+def test_the_first_cause_is_told_where_one_rank_alone_checks(
+    fresh_ranks: Callable[..., list[Any]], then: str, name: str
+) -> None:
+    """A rank that has not called `check()` meets another error later, which follows from the first."""
+    (checked, own, problems), *others = fresh_ranks(3, _first_cause, then)
+    assert problems == [] and checked is not None and checked.name == "CapacityExceeded", checked
+    for _, error, problems in others:
+        assert problems == [] and error is not None and error.name == name, error
+        assert checked.text in error.text, error.text
+    assert then == "leaves" or (own is not None and checked.text in own.text), own
