@@ -76,6 +76,7 @@ def sync_gradients(
 
     def check() -> list[str]:
         _require_gradients(model)
+        _refuse_sparse(model)
         owners.update(expert_owners(model))
         if dist.is_initialized():
             _refuse_ddp(model, owners)
@@ -179,9 +180,8 @@ def clip_grad_norm(
             no finite number. The host waits for the norm.
 
     Raises InvalidArgument for other groups than the layers', gradients that are put off, and a parameter of
-    experts that another part of the model has; Unsupported for a sparse gradient. A rank that raises one of
-    these alone leaves the others waiting until the process group's deadline; `sync_gradients`, which comes
-    before, tells them.
+    experts that another part of the model has. A rank that raises one of these alone leaves the others
+    waiting until the process group's deadline; `sync_gradients`, which comes before, tells them.
     """
     pp_group, norm_type = as_group(pp_group, "pp_group"), float(norm_type)
     staged = [layer for layer in layers_of(model) if layer.folding is not None and layer.folding.pp > 1]
@@ -260,6 +260,8 @@ def _powers(
         if gradient is not None and _local(gradient).numel():
             # On a CPU torch adds one number after another: in float32 a shard's sum would show in the norm.
             own = _local(gradient)
+            # Also a sparse one (DDP averages these): a norm of its values alone could have other bits.
+            own = own if own.layout is torch.strided else own.to_dense()
             own = torch.view_as_real(own) if own.is_complex() else own
             on_cpu = own.device.type == "cpu"
             dtype = torch.float64 if on_cpu else torch.promote_types(own.dtype, torch.float32)
@@ -311,20 +313,22 @@ def _require_same_experts(
 
 
 def _require_gradients(model: nn.Module) -> None:
-    """Refuses gradients that are not all there, sparse ones, and parameters that experts share with
-    others."""
+    """Refuses gradients that are not all there, and parameters that experts share with others."""
     if any(layer.has_pending_weights for layer in layers_of(model)):
         raise InvalidArgument(
             "model has layers with OverlapConfig(defer_weights=True), whose experts' weights have gradients "
             "that are still put off: call moecomm.nn.backward_weights(model) before"
         )
+    refuse_shared_with_experts(model)
+
+
+def _refuse_sparse(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if parameter.grad is not None and parameter.grad.layout is not torch.strided:
             raise Unsupported(
                 f"the gradient of {name} is sparse ({parameter.grad.layout}), must be dense for "
-                "sync_gradients and clip_grad_norm: build its module with sparse=False"
+                "sync_gradients: build its module with sparse=False"
             )
-    refuse_shared_with_experts(model)
 
 
 def refuse_shared_with_experts(model: nn.Module) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 from typing import Any
 
@@ -170,7 +171,9 @@ def test_start_does_not_depend_on_the_number_of_ranks(ranks: int, seed: int) -> 
     assert torch.equal(whole.w_in, torch.cat([shard.w_in for shard, _ in shards]))
     assert torch.equal(whole.w_out, torch.cat([shard.w_out for shard, _ in shards]))
     assert all(torch.equal(after, other) for _, other in shards), "layers made later must start alike too"
-    assert whole.w_in.std().item() == pytest.approx(0.02, rel=0.1)
+    # The deviation of n numbers strays by 1 / sqrt(2n) of itself: by six times that once in 5e8 seeds.
+    stray = 6 / math.sqrt(2 * whole.w_in.numel())
+    assert whole.w_in.std().item() == pytest.approx(0.02, rel=stray)
     assert whole.w_in[0].flatten()[:16].tolist() != whole.w_in[1].flatten()[:16].tolist()
     assert not torch.equal(whole.w_in, GroupedExperts(config).w_in), "layers differ"
 
