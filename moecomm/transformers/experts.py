@@ -10,7 +10,8 @@ the first product (2F with a gate).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -47,11 +48,39 @@ class LocalExperts:
         self._described = _is_described(experts)
         self._activation = activation_of(experts) if self._described else None
         self._products: dict[tuple[Any, ...], Products] = {}
+        self._added: dict[str, list[tuple[Any, ...]]] = {}
+
+    @contextlib.contextmanager
+    def adding(self, name: str, factors: list[tuple[Any, ...]]) -> Iterator[None]:
+        """Within this the weight `name` has scale * left @ right added to it, for each of `factors` =
+        [(left, right, scale)...], of shapes (L, A, r) and (L, r, B)."""
+        self._added[name] = factors
+        try:
+            yield
+        finally:
+            del self._added[name]
+
+    @contextlib.contextmanager
+    def _with_added(self) -> Iterator[None]:
+        weights: Any = self._experts._parameters
+        plain = {name: weights[name] for name in self._added}
+        try:
+            for name, factors in self._added.items():
+                with torch.autocast(plain[name].device.type, enabled=False):  # the weight keeps its dtype
+                    for left, right, scale in factors:
+                        weights[name] = torch.baddbmm(weights[name], left, right, alpha=scale)
+            yield
+        finally:
+            weights.update(plain)
 
     def run(self, out: DispatchOutput, rows_per_expert: int) -> tuple[Tensor, bool]:
         """Returns the rows' results, (P, H) in the dtype of the rows, and whether they carry the routing
         weights. rows_per_expert: those that an expert gets on average in a large batch, by which tiles are
         chosen; the same on all ranks."""
+        with self._with_added():
+            return self._run(out, rows_per_expert)
+
+    def _run(self, out: DispatchOutput, rows_per_expert: int) -> tuple[Tensor, bool]:
         if not self._has_plain_weights():
             return self._run_forward(out), False
         experts: Any = self._experts

@@ -25,9 +25,12 @@ class MoecommEP(EPImplementation):  # type: ignore[misc]
 
     def __init__(self, experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
         super().__init__(experts, ep_mesh, tp_mesh)
-        self._local = LocalExperts(experts, self.experts_forward, self.num_local_experts)
+        self.local = LocalExperts(experts, self.experts_forward, self.num_local_experts)
+        self.first_local_expert = ep_mesh.get_local_rank() * self.num_local_experts
         self._num_experts = self.num_local_experts * ep_mesh.size()
         self._comms = LayerCommunicators(ep_mesh.get_group(), self._num_experts)
+        module: Any = experts
+        module.moecomm = self  # where adapters find it
 
     @_disable_dynamo  # kernels of the experts are given addresses
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -51,7 +54,7 @@ class MoecommEP(EPImplementation):  # type: ignore[misc]
         shared = self._comms.of(hidden_states, ids_TK.shape[1])
         comm, out = dispatch(shared, hidden_states, ids_TK, weights_TK)
         rows_per_expert = comm.max_tokens * ids_TK.shape[1] // self.num_local_experts
-        rows_PH, weighted = self._local.run(out, rows_per_expert)
+        rows_PH, weighted = self.local.run(out, rows_per_expert)
         y_TH = comm.combine(rows_PH, out.handle, weights=None if weighted else out.weights)
         return _whole_of(y_TH, self.tp_mesh, tokens) if self.tp_mesh.size() > 1 else y_TH
 

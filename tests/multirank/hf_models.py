@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -117,12 +118,18 @@ def forward_backward(model: nn.Module, tokens: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def run_plain(
-    folder: Path, parts: int, seed: int, dtype: torch.dtype = torch.float32, device: Any = "cpu"
+    folder: Path,
+    parts: int,
+    seed: int,
+    dtype: torch.dtype = torch.float32,
+    device: Any = "cpu",
+    adapt: Callable[[Any], Any] = lambda model: model,
 ) -> tuple[list[tuple[Tensor, Tensor]], dict[str, Tensor]]:
-    """Returns (logits, loss) of each part in one process, and the gradients of the mean of all losses."""
+    """Returns (logits, loss) of each part in one process, and the gradients of the mean of all losses, for
+    what `adapt` makes of the model."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).train()
+    model = adapt(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device)).train()
     found = []
     for part in range(parts):
         tokens = batch_of(part, seed).to(device)

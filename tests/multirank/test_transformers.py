@@ -271,6 +271,69 @@ def test_ids_of_none(rank: int, size: int, folders: Path, seed: int) -> list[str
     return problems
 
 
+ADAPTED = {"qwen3_moe": "mlp.gate.weight", "gpt_oss": "mlp.router.weight"}
+"""The routers' weights."""
+
+
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+
+@pytest.mark.parametrize("family", ADAPTED)
+@on_ranks(2)
+def test_adapters(rank: int, size: int, family: str, folders: Path, seed: int) -> list[str]:
+    """Adapters of all kinds of weights: as in one process, their gradients averaged over ranks as the Trainer
+    does it."""
+    peft = pytest.importorskip("peft")
+    from moecomm.transformers.adapters import adapt_experts
+
+    folder = _model(folders, family)
+    config = peft.LoraConfig(
+        r=4, target_modules=["q_proj", "v_proj"], target_parameters=[ADAPTED[family], *EXPERTS]
+    )
+
+    def adapt(model: Any) -> Any:
+        torch.manual_seed(seed % 2**32)
+        adapted = peft.get_peft_model(model, config)
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:  # zero as peft makes it: nothing would be added
+                torch.nn.init.normal_(parameter, std=0.3)
+        return adapted
+
+    def average(parameter: torch.nn.Parameter) -> None:
+        dist.all_reduce(parameter.grad, dist.ReduceOp.AVG)
+
+    wanted = run_plain(folder, size, seed, adapt=adapt)
+    model = adapt_experts(adapt(load_parallel(folder, "moecomm", fsdp_size=2, ep_size=2)))
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(average)
+    found = _check(model, wanted, rank, seed)
+    with model.disable_adapter():
+        outputs, _ = run_plain(folder, size, seed)
+        if not torch.allclose(model(batch_of(rank, seed)).logits, outputs[rank][0], rtol=1e-5, atol=1e-5):
+            found.append("adapters that are off count")
+    return found
+
+
+@on_ranks(2)
+def test_adapters_that_are_refused(rank: int, size: int, folders: Path, seed: int) -> None:
+    from types import SimpleNamespace
+
+    from moecomm.errors import InvalidArgument, Unsupported
+
+    peft = pytest.importorskip("peft")
+    from moecomm.transformers.adapters import adapt_experts
+
+    folder = _model(folders, "qwen3_moe")
+    config = peft.LoraConfig(r=4, target_modules=[], target_parameters=EXPERTS)
+    for how, kind in (("all_to_all", InvalidArgument), ("moecomm", Unsupported)):
+        model: Any = load_parallel(folder, how, fsdp_size=2, ep_size=2)
+        if how == "moecomm":  # peft 0.21 itself makes no such adapters on ranks that share batches
+            model.model.layers[0].mlp.experts.moecomm.tp_mesh = SimpleNamespace(size=lambda: 2)
+        with pytest.raises(kind, match=r"ep_implementation='moecomm'|tp_size=1"):
+            adapt_experts(peft.get_peft_model(model, config))
+
+
 def _data(seed: int) -> list[dict[str, torch.Tensor]]:
     rows = torch.randint(3, 96, (32, 12), generator=torch.Generator().manual_seed(seed))
     return [{"input_ids": row, "labels": row} for row in rows]
@@ -281,17 +344,21 @@ def _train(
     model: Any,
     out: Path,
     seed: int,
-    lora: bool,
+    adapters: dict[str, Any],
     resume: Path | None = None,
     callbacks: Any = None,
     **options: Any,
 ) -> tuple[Any, list[float]]:
-    """Trains a model, with adapters beside its attention where `lora` is; returns it, and the losses."""
+    """Trains a model, or the adapters that are named; returns it, and the losses."""
     from transformers import TrainingArguments
 
-    if lora:
+    if adapters:
         peft = pytest.importorskip("peft")
-        model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=4))
+        model = peft.get_peft_model(model, peft.LoraConfig(r=4, **adapters))
+        if "target_parameters" in adapters:
+            from moecomm.transformers.adapters import adapt_experts
+
+            adapt_experts(model)
     arguments = TrainingArguments(
         str(out),
         report_to=[],
@@ -306,12 +373,16 @@ def _train(
     return model, [float(each["loss"]) for each in made.state.log_history if "loss" in each]
 
 
-@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+ATTENTION: dict[str, Any] = {"target_modules": ["q_proj", "v_proj"]}
+ALL: dict[str, Any] = {**ATTENTION, "target_parameters": [ADAPTED["qwen3_moe"], *EXPERTS]}
+
+
+@pytest.mark.parametrize("adapters", [{}, ATTENTION, ALL], ids=["full", "attention", "all"])
 @on_ranks(2)
-def test_trainer(rank: int, size: int, lora: bool, folders: Path, seed: int) -> list[str]:
+def test_trainer(rank: int, size: int, adapters: dict[str, Any], folders: Path, seed: int) -> list[str]:
     """The Trainer of transformers: the same losses as with transformers' own, trained weights that are the
-    same on all ranks, and a checkpoint that one process loads. With adapters of peft beside the attention as
-    well."""
+    same on all ranks, and a checkpoint that one process loads. With adapters of peft as well; those of
+    experts are moecomm's alone."""
     from transformers import AutoModelForCausalLM, Trainer, set_seed
 
     pytest.importorskip("accelerate")
@@ -321,17 +392,17 @@ def test_trainer(rank: int, size: int, lora: bool, folders: Path, seed: int) -> 
     options |= {"learning_rate": 0.1, "optim": "sgd", "max_grad_norm": 0.0}
     options |= {"save_steps": 3, "save_only_model": True}
     losses, model = {}, torch.nn.Module()
-    for how in ("all_to_all", "moecomm"):
+    for how in ("moecomm",) if "target_parameters" in adapters else ("all_to_all", "moecomm"):
         set_seed(seed % 2**32)
         model = load_parallel(folder, how, fsdp_size=2, ep_size=2)
-        model, losses[how] = _train(Trainer, model, out, seed, lora, **options)
+        model, losses[how] = _train(Trainer, model, out, seed, adapters, **options)
     dist.barrier()
     found, tokens = [], batch_of(0, seed)
     with torch.no_grad():
         one: Any = AutoModelForCausalLM.from_pretrained(
-            folder if lora else out / "checkpoint-3", dtype=torch.float32
+            folder if adapters else out / "checkpoint-3", dtype=torch.float32
         )
-        if lora:
+        if adapters:
             one = pytest.importorskip("peft").PeftModel.from_pretrained(one, out / "checkpoint-3")
         if not torch.allclose(one.eval()(tokens).logits, model.eval()(tokens).logits, rtol=1e-4, atol=1e-4):
             found.append("the checkpoint is another model")
@@ -341,13 +412,15 @@ def test_trainer(rank: int, size: int, lora: bool, folders: Path, seed: int) -> 
             dist.all_gather(both, parameter.detach())
             if not torch.equal(*both):
                 found.append(f"{name} differs between ranks")
-    same = torch.allclose(torch.tensor(losses["moecomm"]), torch.tensor(losses["all_to_all"]), rtol=1e-4)
-    return found if same and len(losses["moecomm"]) == 3 else [*found, str(losses)]
+    one, other = torch.tensor(losses["moecomm"]), torch.tensor(losses.get("all_to_all", losses["moecomm"]))
+    return found if torch.allclose(one, other, rtol=1e-4) and len(one) == 3 else [*found, str(losses)]
 
 
-@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("adapters", [{}, ALL], ids=["full", "all"])
 @on_ranks(2)
-def test_resumed_trainer(rank: int, size: int, lora: bool, folders: Path, seed: int) -> list[str]:
+def test_resumed_trainer(
+    rank: int, size: int, adapters: dict[str, Any], folders: Path, seed: int
+) -> list[str]:
     """Two steps, and two more from their checkpoint on another mesh, lose what four steps do. What cannot be
     resumed is refused."""
     from transformers import Trainer, TrainerCallback, set_seed
@@ -362,7 +435,7 @@ def test_resumed_trainer(rank: int, size: int, lora: bool, folders: Path, seed: 
             control.should_training_stop = state.global_step == 2
 
     pytest.importorskip("accelerate")
-    folder, out = _model(folders, "qwen3_moe"), folders / f"resumed-{seed}-{lora}"
+    folder, out = _model(folders, "qwen3_moe"), folders / f"resumed-{seed}"
     # The optimizer has a state; the epsilon keeps rounding from turning a step.
     every: dict[str, Any] = {"learning_rate": 1e-2, "weight_decay": 0.1, "adam_epsilon": 1e-2}
     every |= {"max_steps": 4, "lr_scheduler_type": "linear"}
@@ -370,20 +443,20 @@ def test_resumed_trainer(rank: int, size: int, lora: bool, folders: Path, seed: 
     def run(name: str, source: Path, resume: Path | None = None, ep: int = 2, **options: Any) -> list[float]:
         set_seed(seed % 2**32)
         model = load_parallel(source, "moecomm", fsdp_size=2, ep_size=ep)
-        return _train(ResumableTrainer, model, out / name, seed, lora, resume, **every, **options)[1]
+        return _train(ResumableTrainer, model, out / name, seed, adapters, resume, **every, **options)[1]
 
     straight = run("straight", folder, save_strategy="no")
     run("first", folder, save_steps=2, callbacks=[StopAfter2()])
     dist.barrier()
     checkpoint = out / "first" / "checkpoint-2"
-    source, found = folder if lora else checkpoint, []
-    for name, ep in [("same", 2)] if lora else [("same", 2), ("other", 1)]:
+    source, found = folder if adapters else checkpoint, []
+    for name, ep in [("same", 2)] if adapters else [("same", 2), ("other", 1)]:
         resumed = run(name, source, checkpoint, ep, save_strategy="no")
         if not torch.allclose(torch.tensor(resumed), torch.tensor(straight), rtol=1e-4):
             found.append(f"{name}: {resumed} for {straight}")
     if len(set(straight)) != 4:
         found.append(f"the steps say nothing: {straight}")
-    if not lora:
+    if not adapters:
         run("no_state", folder, save_steps=4, save_only_model=True)
         dist.barrier()
         for wrong, of in (("loaded from", checkpoint), ("no optimizer", out / "no_state" / "checkpoint-4")):

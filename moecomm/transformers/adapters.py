@@ -1,0 +1,66 @@
+"""LoRA adapters of peft on the experts' weights (`target_parameters`), where experts lie over ranks.
+
+peft adds the product of an adapter's two matrices to a weight before its module's forward. There the weight
+is a DTensor still, of all ranks' experts. Here the product is added within the dispatch, where the weight is
+a plain tensor of this rank's experts. The adapters themselves stay as peft has made them: whole on each rank,
+for all experts, so that peft saves and loads them as ever."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from peft.tuners.lora import ParamWrapper
+from torch import nn
+
+from moecomm.errors import InvalidArgument, Unsupported
+from moecomm.transformers.implementation import MoecommEP
+
+
+def adapt_experts(model: nn.Module) -> nn.Module:
+    """Returns `model`, a PeftModel, with its adapters of experts' weights made ready for experts over ranks.
+
+        model = get_peft_model(
+            model, LoraConfig(target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"])
+        )
+        adapt_experts(model)
+
+    To be called once, before the first forward. The gradient of an adapter on a rank is that of this rank's
+    experts, for the mean of all ranks' losses once it is averaged over all ranks, which transformers' Trainer
+    does.
+
+    Raises:
+        InvalidArgument: no adapter is on experts whose tokens moecomm brings.
+        Unsupported: ranks share their batches (tp_size above 1).
+    """
+    found = [
+        (each, each.get_base_layer().moecomm)
+        for each in model.modules()
+        if isinstance(each, ParamWrapper) and hasattr(each.get_base_layer(), "moecomm")
+    ]
+    if not found:
+        raise InvalidArgument(
+            "model has no adapter of peft on experts whose tokens moecomm brings: name their weights in "
+            "target_parameters, and load the model with ep_implementation='moecomm'"
+        )
+    for wrapper, implementation in found:
+        if implementation.tp_mesh.size() > 1:
+            raise Unsupported("adapters of experts with tp_size above 1: load the model with tp_size=1")
+        wrapper.__class__ = _OfLocalExperts
+    return model
+
+
+class _OfLocalExperts(ParamWrapper):  # type: ignore[misc]
+    @contextlib.contextmanager
+    def _activate_lora(self, active_adapters: list[str]) -> Iterator[None]:
+        """Has the experts below add this adapter to their weights, while they run."""
+        implementation: MoecommEP = self.get_base_layer().moecomm
+        first, count = implementation.first_local_expert, implementation.num_local_experts
+        added: list[tuple[Any, ...]] = []
+        for name in active_adapters:
+            if name in self.lora_A:
+                left, right, scale = self.get_delta_factors(name)
+                added.append((left[first : first + count], right[first : first + count], scale))
+        with implementation.local.adding(self.parameter_name, added):
+            yield
