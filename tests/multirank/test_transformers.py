@@ -3,6 +3,8 @@ own."""
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -339,8 +341,29 @@ def _data(seed: int) -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": row, "labels": row} for row in rows]
 
 
+def _trainer(library: str) -> tuple[Any, Any]:
+    """The Trainer of a library and its class of arguments; data and tokenizer go with that of TRL."""
+    import transformers
+
+    if library == "transformers":
+        return transformers.Trainer, transformers.TrainingArguments
+    import trl
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models
+
+    words = Tokenizer(models.WordLevel({str(each): each for each in range(96)}, unk_token="0"))
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="0", eos_token="2")
+
+    class SFTTrainer(trl.SFTTrainer):
+        def __init__(self, model: Any, args: Any, train_dataset: Any, **options: Any) -> None:
+            rows = Dataset.from_dict({"input_ids": [each["input_ids"].tolist() for each in train_dataset]})
+            super().__init__(model, args, train_dataset=rows, processing_class=tokenizer, **options)
+
+    return SFTTrainer, trl.SFTConfig
+
+
 def _train(
-    trainer: Any,
+    kind: tuple[Any, Any],
     model: Any,
     out: Path,
     seed: int,
@@ -350,8 +373,7 @@ def _train(
     **options: Any,
 ) -> tuple[Any, list[float]]:
     """Trains a model, or the adapters that are named; returns it, and the losses."""
-    from transformers import TrainingArguments
-
+    trainer, arguments_of = kind
     if adapters:
         peft = pytest.importorskip("peft")
         model = peft.get_peft_model(model, peft.LoraConfig(r=4, **adapters))
@@ -359,10 +381,11 @@ def _train(
             from moecomm.transformers.adapters import adapt_experts
 
             adapt_experts(model)
-    arguments = TrainingArguments(
+    arguments = arguments_of(
         str(out),
         report_to=[],
         use_cpu=True,
+        bf16=False,
         disable_tqdm=True,
         per_device_train_batch_size=2,
         logging_steps=1,
@@ -377,13 +400,28 @@ ATTENTION: dict[str, Any] = {"target_modules": ["q_proj", "v_proj"]}
 ALL: dict[str, Any] = {**ATTENTION, "target_parameters": [ADAPTED["qwen3_moe"], *EXPERTS]}
 
 
-@pytest.mark.parametrize("adapters", [{}, ATTENTION, ALL], ids=["full", "attention", "all"])
+TRL = pytest.param(
+    "trl", {}, id="trl", marks=pytest.mark.skipif(find_spec("trl") is None, reason="TRL is not installed")
+)
+
+
+@pytest.mark.parametrize(
+    ("library", "adapters"),
+    [
+        pytest.param("transformers", {}, id="full"),
+        pytest.param("transformers", ATTENTION, id="attention"),
+        pytest.param("transformers", ALL, id="all"),
+        TRL,
+    ],
+)
 @on_ranks(2)
-def test_trainer(rank: int, size: int, adapters: dict[str, Any], folders: Path, seed: int) -> list[str]:
-    """The Trainer of transformers: the same losses as with transformers' own, trained weights that are the
-    same on all ranks, and a checkpoint that one process loads. With adapters of peft as well; those of
-    experts are moecomm's alone."""
-    from transformers import AutoModelForCausalLM, Trainer, set_seed
+def test_trainer(
+    rank: int, size: int, library: str, adapters: dict[str, Any], folders: Path, seed: int
+) -> list[str]:
+    """The Trainer of transformers, and TRL's: the same losses as with transformers' own, trained weights that
+    are the same on all ranks, and a checkpoint that one process loads. With adapters of peft as well; those
+    of experts are moecomm's alone."""
+    from transformers import AutoModelForCausalLM, set_seed
 
     pytest.importorskip("accelerate")
     folder, out = _model(folders, "qwen3_moe"), folders / f"trained-{seed}"
@@ -395,7 +433,7 @@ def test_trainer(rank: int, size: int, adapters: dict[str, Any], folders: Path, 
     for how in ("moecomm",) if "target_parameters" in adapters else ("all_to_all", "moecomm"):
         set_seed(seed % 2**32)
         model = load_parallel(folder, how, fsdp_size=2, ep_size=2)
-        model, losses[how] = _train(Trainer, model, out, seed, adapters, **options)
+        model, losses[how] = _train(_trainer(library), model, out, seed, adapters, **options)
     dist.barrier()
     found, tokens = [], batch_of(0, seed)
     with torch.no_grad():
@@ -416,19 +454,24 @@ def test_trainer(rank: int, size: int, adapters: dict[str, Any], folders: Path, 
     return found if torch.allclose(one, other, rtol=1e-4) and len(one) == 3 else [*found, str(losses)]
 
 
-@pytest.mark.parametrize("adapters", [{}, ALL], ids=["full", "all"])
+@pytest.mark.parametrize(
+    ("library", "adapters"),
+    [pytest.param("transformers", {}, id="full"), pytest.param("transformers", ALL, id="all"), TRL],
+)
 @on_ranks(2)
 def test_resumed_trainer(
-    rank: int, size: int, adapters: dict[str, Any], folders: Path, seed: int
+    rank: int, size: int, library: str, adapters: dict[str, Any], folders: Path, seed: int
 ) -> list[str]:
     """Two steps, and two more from their checkpoint on another mesh, lose what four steps do. What cannot be
     resumed is refused."""
-    from transformers import Trainer, TrainerCallback, set_seed
+    from transformers import TrainerCallback, set_seed
 
     from moecomm.errors import InvalidArgument
     from moecomm.transformers import Resumable
 
-    class ResumableTrainer(Resumable, Trainer): ...
+    trainer, arguments = _trainer(library)
+
+    class ResumableTrainer(Resumable, trainer): ...  # type: ignore[misc,valid-type]
 
     class StopAfter2(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -443,7 +486,8 @@ def test_resumed_trainer(
     def run(name: str, source: Path, resume: Path | None = None, ep: int = 2, **options: Any) -> list[float]:
         set_seed(seed % 2**32)
         model = load_parallel(source, "moecomm", fsdp_size=2, ep_size=ep)
-        return _train(ResumableTrainer, model, out / name, seed, adapters, resume, **every, **options)[1]
+        kind = ResumableTrainer, arguments
+        return _train(kind, model, out / name, seed, adapters, resume, **every, **options)[1]
 
     straight = run("straight", folder, save_strategy="no")
     run("first", folder, save_steps=2, callbacks=[StopAfter2()])
@@ -463,3 +507,50 @@ def test_resumed_trainer(
             with pytest.raises(InvalidArgument, match=wrong):
                 run("wrong", folder, of, save_strategy="no")
     return found
+
+
+@on_ranks(2)
+def test_accelerate(rank: int, size: int, folders: Path, seed: int) -> list[str]:
+    """accelerate without a Trainer: clipped steps as in one process, the last of them from a checkpoint on
+    another mesh."""
+    accelerate = pytest.importorskip("accelerate")
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed.checkpoint import load_optimizer_distributed, save_optimizer_distributed
+
+    folder, saved = _model(folders, "qwen3_moe"), folders / f"accelerate-{seed}"
+
+    def optimizer_of(model: torch.nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
+    momentum, wanted = optimizer_of(plain), []
+    for batch in islice(torch.utils.data.DataLoader(_data(seed), 4), 4):
+        plain(**batch).loss.backward()
+        wanted.append(float(torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)))
+        momentum.step()
+        momentum.zero_grad()
+
+    norms: list[float] = []
+    for source, ep, begin, end in ((folder, 2, 0, 2), (saved, 1, 2, 4)):
+        model: Any = load_parallel(source, "moecomm", fsdp_size=2, ep_size=ep).train()
+        accelerator = accelerate.Accelerator(cpu=True)
+        model = accelerator.prepare_model(model, evaluation_mode=True)
+        optimizer, data = accelerator.prepare(
+            optimizer_of(model), torch.utils.data.DataLoader(_data(seed), 2)
+        )
+        if begin:
+            load_optimizer_distributed(model, optimizer.optimizer, f"{saved}/optimizer")
+        for batch in islice(data, begin, end):
+            accelerator.backward(model(**batch).loss)
+            norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.5)))
+            optimizer.step()
+            optimizer.zero_grad()
+        model.save_pretrained(saved)
+        save_optimizer_distributed(model, optimizer.optimizer, f"{saved}/optimizer")
+        dist.barrier()
+    trained = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32)
+    ratio, name = worst_of(*(dict(each.named_parameters()) for each in (trained, plain)))
+    found = (
+        [] if torch.allclose(torch.tensor(norms), torch.tensor(wanted), rtol=1e-4) else [f"{norms}, {wanted}"]
+    )
+    return found if ratio < 1e-4 else [*found, f"{name}: {ratio}"]
