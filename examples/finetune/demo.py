@@ -52,8 +52,6 @@ def write_model(folder: Path, text: Path, seed: int) -> None:
         num_experts=EXPERTS,
         num_experts_per_tok=2,
         norm_topk_prob=True,
-        output_router_logits=True,  # so that its balancing loss counts
-        router_aux_loss_coef=0.02,
         max_position_embeddings=4096,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,

@@ -14,7 +14,8 @@ from lm.files import write_whole
 
 FILE_NAME = "options.json"
 NOT_KEPT = ("resume", "ranks", "note")
-DEMO = {"seq": 128, "batch": 4, "steps": 80, "lr": 2e-3, "eval_every": 40, "save_every": 40}
+DEMO = {"seq": 128, "batch": 4, "steps": 80, "lr": 2e-3, "balance": 0.05}
+DEMO |= {"eval_every": 40, "save_every": 40}
 """DEMO holds the options that the small model is trained with."""
 FIXED = ("model", "text", "lora", "rank", "seq", "seed")  # a resumed run cannot have others
 
@@ -34,6 +35,7 @@ class Options:
     steps: int
     lr: float
     warmup: float
+    balance: float
     seed: int
     ep: int | None
     implementation: str
@@ -122,6 +124,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--steps", type=_count, default=100, help="optimizer's steps in all")
     add("--lr", type=float, help="the highest learning rate (default: 1e-5, with --lora 1e-4)")
     add("--warmup", type=float, default=0.05, metavar="PART", help="part of the steps in which it rises")
+    add(
+        "--balance",
+        type=float,
+        default=0.0,
+        metavar="WEIGHT",
+        help="weight of a loss that balances the experts of each layer, beside what the model's config adds",
+    )
     add("--seed", type=int, default=0)
     add(
         "--ep",

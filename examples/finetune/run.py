@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import time
@@ -29,13 +30,34 @@ from transformers.utils import logging as transformers_logging
 from finetune import demo, report, sizes, text
 from finetune.options import Options
 from finetune.watch import Watch, peak_memory
+from moecomm.nn import load_balancing_loss
 from moecomm.transformers import Resumable, keep_plans
 
 ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 """The attention's matrices, by the names that they have in any of transformers' models."""
 
 
-class ResumableTrainer(Resumable, Trainer): ...  # type: ignore[misc]
+class BalancingTrainer(Resumable, Trainer):  # type: ignore[misc]
+    """Adds `balance` times the balancing loss of each layer, on average over layers, to the loss of training.
+
+    That of transformers counts the choices of all layers together. It is at its least while each layer sends
+    its tokens to a few experts, if these are others in each layer."""
+
+    balance, top_k = 0.0, 1
+
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, **options: Any
+    ) -> Any:
+        balanced = self.balance > 0.0 and model.training
+        if balanced:
+            inputs = {**inputs, "output_router_logits": True}
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **options)
+        if balanced:
+            layers = [logits_TE.float().softmax(-1) for logits_TE in outputs.router_logits]
+            losses = [load_balancing_loss(each, each.topk(self.top_k).indices) for each in layers]
+            # The passes of a step are summed, as their losses are shares of it already.
+            loss = loss + self.balance * torch.stack(losses).mean() / self.args.gradient_accumulation_steps
+        return (loss, outputs) if return_outputs else loss
 
 
 class Lines(TrainerCallback):  # type: ignore[misc]
@@ -112,7 +134,7 @@ def run(options: Options, device: torch.device, stop: StopRequest) -> None:
         stop=stop,
         metrics=metrics,
     )
-    trainer = ResumableTrainer(
+    trainer = BalancingTrainer(
         model=model,
         args=_arguments(options, gpu),
         train_dataset=training,
@@ -120,6 +142,7 @@ def run(options: Options, device: torch.device, stop: StopRequest) -> None:
         processing_class=tokenizer,
         callbacks=[watch],
     )
+    trainer.balance, trainer.top_k = options.balance, model_size.top_k
     trainer.remove_callback(PrinterCallback)
     if first:
         trainer.add_callback(Lines(options.steps))
@@ -251,6 +274,8 @@ def _load(source: str, options: Options, world: int, ep: int, gpu: bool) -> Any:
         model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, distributed_config=parallel)
     except ValueError as error:
         raise RunError(f"transformers cannot load {source} on {world} ranks: {error}") from error
+    if options.balance and "output_router_logits" not in inspect.signature(model.forward).parameters:
+        raise UsageError(f"--balance: {type(model).__name__} does not tell its routers' logits")
     if not options.lora:
         return model
     from peft import LoraConfig, get_peft_model

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from tests.examples.conftest import EXAMPLES
+from tests.multirank.hf_models import save_model
 from tests.programs import run_program
 
 for package in ("transformers", "accelerate", "peft", "tensorboard"):
@@ -193,6 +195,33 @@ def test_wrong_options_are_told(arguments: list[str], says: str) -> None:
         options.parse(arguments)
 
 
+# ---- balance ----
+
+
+def test_each_layer_is_balanced_by_itself(tmp_path: Path, model: Path) -> None:
+    from finetune.run import BalancingTrainer
+    from transformers import AutoModelForCausalLM, TrainingArguments
+
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    loaded.router_aux_loss_coef = 0.0  # transformers' loss of all layers comes with the logits
+    arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], gradient_accumulation_steps=2)
+    trainer = BalancingTrainer(model=loaded, args=arguments)
+    trainer.top_k = 2
+    tokens = torch.arange(3, 67).view(2, 32)
+    wanted = 0.0
+    for logits_TE in loaded(tokens, output_router_logits=True).router_logits:
+        probs_TE = logits_TE.detach().softmax(-1)
+        share_E = torch.bincount(probs_TE.topk(2).indices.flatten(), minlength=demo.EXPERTS) / 128
+        wanted += float(demo.EXPERTS * (share_E * probs_TE.mean(0)).sum() / demo.LAYERS)
+    losses = {}
+    for trainer.balance in (0.0, 10.0):
+        for training in (False, True):
+            batch = {"input_ids": tokens, "labels": tokens}
+            losses[trainer.balance, training] = trainer.compute_loss(loaded.train(training), batch).item()
+    assert losses[10.0, False] == losses[0.0, False]
+    assert losses[10.0, True] - losses[0.0, True] == pytest.approx(10.0 * wanted / 2, rel=1e-4)
+
+
 # ---- runs ----
 
 SMALL = [
@@ -260,12 +289,16 @@ def test_adapters_alone_are_trained(tmp_path: Path, model: Path) -> None:
 
 
 def test_errors_are_one_line_before_anything_is_trained(tmp_path: Path, model: Path) -> None:
-    place = model.parent / "text"
+    place, silent = model.parent / "text", tmp_path / "silent"
+    save_model("deepseek_v3", silent, seed=1)
+    for file in model.glob("*token*"):
+        shutil.copy(file, silent)
     for ranks, arguments, says in (
         (0, [tmp_path, place], "has no config.json"),
         (0, [model, tmp_path / "none"], "there is no"),
         (1, [model, place], "one rank has nobody to send tokens to"),
         (2, [model, place, "--ep", 3], "--ep 3 must divide 2 ranks and 8 experts"),
+        (2, [silent, place, "--balance", 1], "does not tell its routers' logits"),
     ):
         said = _run(*arguments, "--out", tmp_path / "run", ranks=ranks, code=2)
         lines = [line for line in said.splitlines() if "error:" in line]
