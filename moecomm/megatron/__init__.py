@@ -9,6 +9,8 @@ Megatron-Core has no place where a dispatcher registers, so the layers' own is r
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -21,13 +23,18 @@ from moecomm.errors import Unsupported
 from moecomm.shared import LayerCommunicators
 from moecomm.types import DispatchOutput
 
+__all__ = ["TokenDispatcher", "use_moecomm"]
+
+_Left = TypeVar("_Left")
+
 
 def use_moecomm(model: nn.Module) -> int:
     """Replaces the dispatcher of every MoELayer in `model`, and returns how many there are.
 
     Raises:
         Unsupported: a layer spreads single experts over tensor parallel ranks, overlaps shared experts within
-            the dispatcher, pads experts to a capacity, or is captured by Megatron-Core's own graphs.
+            the dispatcher, pads experts to a capacity, is captured by Megatron-Core's own graphs, or overlaps
+            microbatches by parts of its "flex" dispatcher.
     """
     layers = [each for each in model.modules() if isinstance(each, MoELayer)]
     dispatchers = [TokenDispatcher(each) for each in layers]
@@ -59,13 +66,20 @@ class TokenDispatcher(MoETokenDispatcher):  # type: ignore[misc]
                 config.cuda_graph_impl != "none",
                 f"cuda_graph_impl is {config.cuda_graph_impl!r}, must be 'none'",
             ),
+            (
+                config.overlap_moe_expert_parallel_comm and config.moe_token_dispatcher_type == "flex",
+                "moe_token_dispatcher_type is 'flex', must be 'alltoall' with overlapped microbatches",
+            ),
         ):
             if wrong:
                 raise Unsupported(f"layer {layer.layer_number}: {name} for moecomm's dispatcher")
+        self._layer = layer.layer_number
         self._comms = LayerCommunicators(self.ep_group, config.num_moe_experts)
+        # What one part leaves to a later one, which takes it: of one batch, as a forward goes through all six
+        # before the next begins, in Megatron-Core's 1F1B schedule too. Backwards come at any time.
+        self._routed: tuple[Tensor, torch.Size] | None = None
+        self._dispatched: tuple[Communicator, DispatchOutput, torch.Size] | None = None
         self._shape = torch.Size()
-        self._ids_TK: Tensor | None = None
-        self._dispatched: tuple[Communicator, DispatchOutput] | None = None
 
     def dispatch_preprocess(
         self, tokens: Tensor, routing_map: Tensor, probs: Tensor
@@ -77,34 +91,49 @@ class TokenDispatcher(MoETokenDispatcher):  # type: ignore[misc]
             routing_map: (T, E) bool, which experts a token goes to: at most moe_router_topk of them.
             probs: (T, E), zero elsewhere.
         """
-        self._shape = tokens.shape
         going_TK, ids_TK = routing_map.to(torch.uint8).topk(self.config.moe_router_topk, sorted=False)
-        self._ids_TK = ids_TK.masked_fill(going_TK == 0, -1)
-        x_TH = tokens.reshape(-1, tokens.shape[-1])
+        self._routed = ids_TK.masked_fill(going_TK == 0, -1), tokens.shape
+        x_TH = self._apart(tokens.reshape(-1, tokens.shape[-1]))
         return x_TH, probs.gather(1, ids_TK).to(weight_dtype(x_TH.dtype))
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the rows of this rank's experts, (P, H) by expert, and their probabilities, (P)."""
-        ids_TK, self._ids_TK = self._ids_TK, None
-        assert ids_TK is not None, "token_dispatch comes after dispatch_preprocess"
+        (ids_TK, shape), self._routed = self._left(self._routed, "token_dispatch"), None
         comm, out = self._comms.of(hidden_states, ids_TK.shape[1]).dispatch(hidden_states, ids_TK, probs)
-        self._dispatched = comm, out
+        self._dispatched = comm, out, shape
         assert out.weights is not None
         return out.tokens, out.weights
 
     def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the rows, the number of rows of each of this rank's experts, and the probabilities."""
-        assert self._dispatched is not None
-        return hidden_states, self._dispatched[1].tokens_per_expert, probs
+        _, out, _ = self._left(self._dispatched, "dispatch_postprocess")
+        return self._apart(hidden_states), out.tokens_per_expert, probs
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
         return hidden_states
 
     def token_combine(self, hidden_states: Tensor) -> Tensor:
         """Returns (T, H): for each token the sum of its experts' rows."""
-        assert self._dispatched is not None, "token_combine comes after token_dispatch"
-        (comm, out), self._dispatched = self._dispatched, None
+        (comm, out, self._shape), self._dispatched = self._left(self._dispatched, "token_combine"), None
         return comm.combine(hidden_states, out.handle)
 
     def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
         return hidden_states.view(self._shape)
+
+    def _apart(self, x: Tensor) -> Tensor:
+        """Returns what the router or the experts keep for their backward, in memory of its own where the
+        schedule of overlapped microbatches frees the inputs of a dispatch and of experts after it."""
+        return x.clone() if self.config.overlap_moe_expert_parallel_comm else x
+
+    def _left(self, left: _Left | None, part: str) -> _Left:
+        """Returns what an earlier part has left to this one.
+
+        Raises:
+            Unsupported: another batch has taken it.
+        """
+        if left is None:
+            raise Unsupported(
+                f"layer {self._layer}: {part} finds nothing of its batch: the parts of two batches came in "
+                "between each other, and a batch's combine must come before the dispatch of the next"
+            )
+        return left
