@@ -28,6 +28,7 @@ class Experts(nn.Module):
         all_EDD = torch.randn(EXPERTS, DIM, DIM, generator=generator)
         self.weight_EDD = nn.Parameter(all_EDD[first : first + local].clone())
 
+    @torch.compiler.disable  # of products in float32 the compiler knows no shapes
     def forward(self, x_RD: Tensor, counts_E: Tensor) -> Tensor:
         offsets_E = counts_E.cumsum(0, dtype=torch.int32)
         return torch.tanh(torch._grouped_mm(x_RD, self.weight_EDD, offs=offsets_E))
@@ -67,6 +68,34 @@ def _step(region: Any, batch: int, seed: int) -> list[Tensor]:
     return found
 
 
+class Block(nn.Module):
+    """A router before a RoutedExperts, and a residual connection."""
+
+    def __init__(self, region: Any, seed: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.gate_ED = nn.Parameter(torch.randn(EXPERTS, DIM, generator=generator))
+        self.region = region
+
+    def forward(self, x_BLD: Tensor) -> Tensor:
+        topk_BLK, ids_BLK = (x_BLD @ self.gate_ED.T).softmax(-1).topk(TOP_K)
+        counts_E = torch.bincount(ids_BLK.flatten(), minlength=EXPERTS)
+        return x_BLD + self.region(x_BLD, topk_BLK, ids_BLK, counts_E)
+
+
+class Model(nn.Module):
+    """Blocks by name, as torchtitan's models have them."""
+
+    def __init__(self, *blocks: Block) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({str(number): block for number, block in enumerate(blocks)})
+
+    def forward(self, x_BLD: Tensor) -> Tensor:
+        for block in self.layers.values():
+            x_BLD = block(x_BLD)
+        return x_BLD
+
+
 @pytest.mark.parametrize("parallel", [True, False], ids=["ep", "no mesh"])
 @on_ranks(2)
 def test_as_all_to_all(rank: int, size: int, parallel: bool, seed: int) -> list[str]:
@@ -89,4 +118,52 @@ def test_as_all_to_all(rank: int, size: int, parallel: bool, seed: int) -> list[
         one, other = (each.token_dispatcher._comms._found for each in layers["moecomm"])
         if list(one.values()) != list(other.values()):
             found.append("layers of one shape have communicators of their own")
+    return found
+
+
+@pytest.mark.parametrize("how", ["FullAC", "SelectiveAC", "compile"])
+@on_ranks(2)
+def test_layers_that_are_wrapped(rank: int, size: int, how: str, seed: int) -> list[str]:
+    """Activation checkpointing as torchtitan applies it, which dispatches again in the backward, and blocks
+    that are compiled, but not as one graph: the same as torchtitan's own dispatcher without them."""
+    from torchtitan.distributed import activation_checkpoint
+    from torchtitan.distributed.utils import set_spmd_backend
+
+    from moecomm.shared import SharedCommunicator
+
+    set_spmd_backend("full_dtensor")
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
+    found, made, plain = [], [], SharedCommunicator.dispatch
+    models = {
+        each: Model(*(Block(_region(each, mesh, rank, size, seed + i), seed + i) for i in range(2)))
+        for each in ("own", "moecomm")
+    }
+    if how == "compile":
+        for block in models["moecomm"].layers.values():
+            block.compile(backend="aot_eager")
+    else:
+        policy = getattr(activation_checkpoint, how)
+        policy(policy.Config()).apply(models["moecomm"])
+    for step, batch in enumerate([2, 1, 9]):
+        generator = torch.Generator().manual_seed(seed + 10 * step + rank)
+        x_BLD, results = torch.randn(batch, 6, DIM, generator=generator), []
+        for model in models.values():
+            model.zero_grad()
+            mine_BLD = x_BLD.clone().requires_grad_()
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(SharedCommunicator, "dispatch", lambda *given: made.append(1) or plain(*given))
+                y_BLD = model(mine_BLD)
+                y_BLD.square().mean().backward()
+            weights = [each.grad for each in model.parameters()]
+            results.append([y_BLD.detach(), mine_BLD.grad, *weights])
+        for number, (one, other) in enumerate(zip(*results, strict=True)):
+            if not torch.allclose(one, other, rtol=1e-5, atol=1e-5):
+                found.append(f"step {step}, {number}: {(one - other).abs().max()}")
+        if len(made) != (2 if how == "compile" else 4):
+            found.append(f"step {step}: {len(made)} dispatches")
+        made.clear()
+    if how == "compile":
+        block.compile(backend="aot_eager", fullgraph=True)  # as torchtitan does it
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="dispatch"):
+            block(x_BLD)
     return found
