@@ -59,6 +59,7 @@ def parse() -> argparse.Namespace:
     add("--rounds", type=int, default=5, help="turns of each variant (%(default)s)")
     add("--steps", type=int, default=4, help="timed steps of a turn (%(default)s)")
     add("--zipf", type=float, default=0.0, help="ids of the layers: expert n is drawn with weight n**-ZIPF")
+    add("--compile", action="store_true", help="torch.compile for each decoder layer")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add("--ranks", type=int, help="processes (default: one a GPU; two on the CPU)")
     add("-J", "--json", type=Path, metavar="FILE", help="write a record of the run")
@@ -149,7 +150,13 @@ def measure(arguments: argparse.Namespace, device: Any) -> list[dict[str, Any]]:
                 "tokens": tokens,
                 "phase": phase,
             }
-            row |= {"zipf": arguments.zipf, "time_s": seconds, "min_s": min(samples), "samples_s": samples}
+            row |= {
+                "zipf": arguments.zipf,
+                "compile": arguments.compile,
+                "time_s": seconds,
+                "min_s": min(samples),
+                "samples_s": samples,
+            }
             row |= {"host_s": statistics.median(run.host[phase]), "memory_bytes": run.memory[phase]}
             rows.append(row | {"tokens_per_s": tokens / seconds, "loss": loss, "wrong": wrong})
     return rows
@@ -185,6 +192,8 @@ class Run:
         self.model: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, distributed_config=parallel
         ).train()
+        for layer in self.model.model.layers if arguments.compile else ():
+            layer.compile()
         self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
         generator = torch.Generator().manual_seed(1 + rank)
         config = self.model.config
