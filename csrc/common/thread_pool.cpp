@@ -1,8 +1,20 @@
 #include "common/thread_pool.hpp"
 
+#include <chrono>
+
 #include "common/start_thread.hpp"
 
 namespace moecomm {
+namespace {
+
+/// As condition.wait(lock, until). In GCC 12 that calls a function which only the C++ library of GCC 12 has
+/// (GLIBCXX_3.4.30), and a wheel would need it: RHEL 9 has an older one. Waits with an end are compiled in.
+template <class Until>
+void wait(std::condition_variable& condition, std::unique_lock<std::mutex>& lock, Until until) {
+  condition.wait_until(lock, std::chrono::steady_clock::time_point::max(), until);
+}
+
+}  // namespace
 
 ThreadPool::ThreadPool(int threads) : state_(std::make_unique<State>()) {
   state_->workers.reserve(threads);
@@ -51,7 +63,7 @@ void ThreadPool::parallel(int64_t count, bool worthwhile, const std::function<vo
   state.start.notify_all();
   body(0, count / threads());
   std::unique_lock lock(state.mutex);
-  state.finished.wait(lock, [&] { return state.running == 0; });
+  wait(state.finished, lock, [&] { return state.running == 0; });
 }
 
 void ThreadPool::run(int index) {
@@ -59,7 +71,7 @@ void ThreadPool::run(int index) {
   uint64_t seen = 0;
   std::unique_lock lock(state.mutex);
   while (true) {
-    state.start.wait(lock, [&] { return state.stop || state.generation != seen; });
+    wait(state.start, lock, [&] { return state.stop || state.generation != seen; });
     if (state.stop) return;
     seen = state.generation;
     const auto* body = state.body;
