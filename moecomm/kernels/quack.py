@@ -2,7 +2,7 @@
 
 Its grouped products are faster than torch's, add gradients of weights to what is there, and have the
 activation and the routing weight in their epilogues. It is an optional dependency, which `pip
-install '.[cuda]'` brings.
+install 'moecomm[cuda]'` brings.
 
 quack's epilogues read a gate and its up value from neighbouring columns, so the activation is part of the
 products with interleaved gates alone. The kernels' tiles are those of moecomm/kernels/tiles.py.

@@ -60,7 +60,7 @@ def versions() -> Iterator[tuple[str, str]]:
     )
     yield (
         "quack-kernels",
-        version_of("quack-kernels") or "not installed (faster products on Hopper: pip install '.[cuda]')",
+        version_of("quack-kernels") or "not installed (faster on Hopper: pip install 'moecomm[cuda]')",
     )
     yield "kernel", f"{platform.system()} {platform.release()} {platform.machine()}"
 

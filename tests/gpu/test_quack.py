@@ -13,7 +13,7 @@ from moecomm.kernels.tiles import TILES, Tile
 from tests.gpu import harness
 from tests.gpu.conftest import Pools
 
-pytest.importorskip("quack", reason="needs quack-kernels: pip install '.[cuda]'")
+pytest.importorskip("quack", reason="needs quack-kernels: pip install 'moecomm[cuda]'")
 
 BOUND = 1e-2
 """The largest difference allowed, over the largest value: operands and results are bfloat16, sums float32. A
