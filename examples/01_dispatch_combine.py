@@ -1,4 +1,4 @@
-"""1. Dispatch tokens to the ranks of their experts, and combine what the experts make of them.
+"""1. Dispatch tokens to the ranks of their experts, and combine the experts' results.
 
     python examples/01_dispatch_combine.py                            # one process that has all experts
     torchrun --nproc-per-node 3 examples/01_dispatch_combine.py       # six experts on three ranks
@@ -20,7 +20,7 @@ EXPERTS, HIDDEN, TOP_K, TOKENS = 6, 8, 2, 4
 def main() -> None:
     if dist.is_torchelastic_launched():  # started by torchrun
         dist.init_process_group("gloo")
-    # Without a process group the communicator is one process's own, and everything below stays as it is.
+    # Without a process group the communicator is this process's alone; the code below stays the same.
     with moecomm.Communicator(
         num_experts=EXPERTS, hidden=HIDDEN, top_k=TOP_K, max_tokens=TOKENS, dtype=torch.float32, device="cpu"
     ) as comm:
@@ -30,7 +30,7 @@ def main() -> None:
 
 
 def route(comm: moecomm.Communicator) -> None:
-    # Token t of rank r is a row full of the number 10 r + t, so that one sees where a row comes from.
+    # Token t of rank r is a row filled with 10 r + t, so that the output shows where a row comes from.
     names_T = 10.0 * comm.rank + torch.arange(TOKENS)
     x_TH = names_T.unsqueeze(1).expand(TOKENS, HIDDEN).contiguous()
     # A router would choose the experts; here token t goes to the experts t and t + 1 + r (mod E).
@@ -40,7 +40,7 @@ def route(comm: moecomm.Communicator) -> None:
 
     out = comm.dispatch(x_TH, topk_idx_TK, weights_TK)
 
-    # The rows of each local expert are contiguous, and within it in the order of source rank, then token.
+    # The rows of each local expert are contiguous, ordered by source rank, then by token.
     lines = [f"rank {comm.rank} of {comm.size} received {len(out.tokens)} rows"]
     y_PH = torch.empty_like(out.tokens)
     begin = 0
@@ -50,7 +50,7 @@ def route(comm: moecomm.Communicator) -> None:
         y_PH[begin:end] = out.tokens[begin:end] * (expert + 1)  # this expert's network: times (expert + 1)
         begin = end
 
-    # Each token gets the weighted sum of its experts' rows, on the rank that it came from.
+    # Each token gets the weighted sum of its experts' rows, on the rank that brought it.
     y_TH = comm.combine(y_PH, out.handle, weights=out.weights)
 
     expected_TH = x_TH * (weights_TK * (topk_idx_TK + 1)).sum(dim=1, keepdim=True)

@@ -13,8 +13,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-# Imported later, by an optimizer, this module would keep the process group alive to the end of the process,
-# whose gloo threads then may end it in a crash (seen with torch 2.13).
+# If an optimizer imported this module later, it would keep the process group alive until the process ends,
+# and gloo's threads might then crash it (seen with torch 2.13).
 import torch.distributed.nn.functional
 import torch.nn.functional as F
 
@@ -29,7 +29,7 @@ CONFIG = MoEConfig(
     top_k=2,
     score_function="sigmoid",
     normalize_topk=True,
-    bias_update_rate=0.01,  # balances the experts without a loss of its own
+    bias_update_rate=0.01,  # balances the experts without an auxiliary loss
     init_std=0.1,
 )
 
@@ -40,7 +40,7 @@ def main() -> None:
     rank = dist.get_rank() if dist.is_initialized() else 0
     ranks = dist.get_world_size() if dist.is_initialized() else 1
 
-    torch.manual_seed(0)  # the same on all ranks: each then makes its own share of the same experts
+    torch.manual_seed(0)  # the same on all ranks: each then makes its own part of the same experts
     layer = MoELayer(CONFIG, max_tokens=BATCH // ranks)
     teacher_HH = torch.randn(HIDDEN, HIDDEN) / HIDDEN**0.5
     optimizer = torch.optim.AdamW(layer.parameters(), lr=3e-3)
@@ -51,7 +51,7 @@ def main() -> None:
         x_TH = x_BH.chunk(ranks)[rank]
         loss = F.mse_loss(layer(x_TH), (x_TH @ teacher_HH).tanh())
         loss.backward()
-        sync_gradients(layer)  # all-reduces the router; experts have their gradients from all ranks already
+        sync_gradients(layer)  # all-reduces the router's gradient; experts' gradients need none
         optimizer.step()
         optimizer.zero_grad()
 

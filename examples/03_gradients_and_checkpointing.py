@@ -1,9 +1,9 @@
-"""3. Gradients flow through dispatch and combine, also when activations are computed again.
+"""3. Gradients flow through dispatch and combine, also when activations are recomputed.
 
     python examples/03_gradients_and_checkpointing.py
     torchrun --nproc-per-node 2 examples/03_gradients_and_checkpointing.py
 
-The backward of a dispatch is a combine, and the other way round, on the plan that the forward made. Under
+The backward of a dispatch is a combine, and vice versa, along the forward's plan. Under
 torch.utils.checkpoint the forward runs a second time during the backward, and finds that plan again.
 """
 

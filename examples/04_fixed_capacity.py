@@ -3,10 +3,9 @@
     python examples/04_fixed_capacity.py
     torchrun --nproc-per-node 2 examples/04_fixed_capacity.py
 
-By default a dispatch is dropless: it returns exactly the rows that came, and the host waits for their
-number. With `capacity=P` it returns P rows whatever the routing. Rows that find no place are left out and
-reported, and nothing is overwritten; the next call, or `check()`, raises CapacityExceeded with the number
-that was needed.
+By default a dispatch is dropless: it returns exactly the arriving rows, and the host waits for their number.
+With `capacity=P` it returns P rows for any routing. Rows that do not fit are left out and reported, and
+nothing is overwritten; the next call, or `check()`, raises CapacityExceeded with the number of rows needed.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ def fill(comm: moecomm.Communicator) -> None:
     torch.manual_seed(comm.rank)
     x_TH = torch.randn(TOKENS, HIDDEN)
     balanced_TK = torch.rand(TOKENS, EXPERTS).topk(TOP_K, dim=-1).indices
-    crowded_TK = torch.tensor([0, 1]).expand(TOKENS, TOP_K).contiguous()  # all want the experts 0 and 1
+    crowded_TK = torch.tensor([0, 1]).expand(TOKENS, TOP_K).contiguous()  # all choose experts 0 and 1
 
-    # Half as many again as a balanced routing needs. No routing at all could need more than `enough`.
+    # 1.5 times what balanced routing needs. No routing can need more than `enough`.
     capacity = TOKENS * TOP_K * 3 // 2
     enough = comm.size * TOKENS * min(TOP_K, comm.num_local_experts)
 
@@ -55,15 +54,15 @@ def fill(comm: moecomm.Communicator) -> None:
     say(comm, f"crowded: {counts_L} rows for {small} places, overflow {int(out.overflow)}")
     try:
         comm.check()
-    except moecomm.CapacityExceeded as error:  # on all ranks, also on those that had room
+    except moecomm.CapacityExceeded as error:  # on all ranks, also on those whose rows fit
         say(comm, f"check() raised CapacityExceeded: {error}")
         needed = error.needed
     else:
         raise AssertionError("the overflow was not reported")
     assert small < needed <= enough
-    comm.check()  # reported once: now there is nothing more to say
+    comm.check()  # the error is reported once: a second check passes
 
-    # The communicator goes on: with the number from the error the same tokens fit.
+    # The communicator stays usable: with the number from the error the same tokens fit.
     out = comm.dispatch(x_TH, crowded_TK, capacity=needed)
     comm.check()
     torch.testing.assert_close(comm.combine(out.tokens, out.handle), TOP_K * x_TH)

@@ -3,9 +3,9 @@
     python examples/05_train_a_transformer.py
     torchrun --nproc-per-node 2 examples/05_train_a_transformer.py
 
-It learns to continue counts such as 3 5 7 9, which takes attention: a step is known from two numbers. The
-printed losses are the same for any number of ranks that divides the sequences of a batch. docs/guide.md goes
-through it part by part.
+It learns to continue counts such as 3 5 7 9, which needs attention: two numbers are needed to know the step.
+The printed losses are the same for any number of ranks that divides the sequences of a batch. docs/guide.md
+goes through it part by part.
 
 Shape letters: B sequences of this rank, S positions, N heads, D width of a head, H hidden, V vocabulary.
 """
@@ -34,7 +34,7 @@ from moecomm.nn import (
 )
 
 VOCABULARY, SEQUENCE, HEADS = 16, 12, 2
-BATCH, MICROBATCHES, STEPS = 16, 2, 16  # sequences of a microbatch over all ranks; microbatches of a step
+BATCH, MICROBATCHES, STEPS = 16, 2, 16  # sequences of a microbatch over all ranks; microbatches per step
 
 CONFIG = MoEConfig(
     hidden=32,
@@ -49,7 +49,7 @@ CONFIG = MoEConfig(
 
 
 class Block(nn.Module):
-    """Causal attention and a mixture of experts, each on normalised input and added to what came in."""
+    """Causal attention and a mixture of experts, each applied to normalised input and added to its input."""
 
     def __init__(self, comm: moecomm.Communicator) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """(B, S) tokens to (B, S, V) logits of the tokens after them."""
+    """Maps (B, S) tokens to (B, S, V) logits of the tokens that follow them."""
 
     def __init__(self, comm: moecomm.Communicator) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class Transformer(nn.Module):
     def forward(self, tokens_BS: Tensor) -> Tensor:
         x_BSH = self.tokens(tokens_BS) + self.positions.weight
         for block in self.blocks:
-            # Keeps the block's input alone, and computes the rest again in the backward, by the plans it has.
+            # Keeps only the block's input, and recomputes the rest along the forward's plans.
             x_BSH = checkpoint(block, x_BSH, use_reentrant=False, context_fn=keep_plans(block))
         return self.logits(self.norm(x_BSH))
 
@@ -91,7 +91,7 @@ def main() -> None:
     if dist.is_torchelastic_launched():  # started by torchrun
         dist.init_process_group("gloo")
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    # One communicator serves all layers: a call of one ends before that of the next begins.
+    # One communicator serves all layers: a layer's call ends before that of the next begins.
     with moecomm.Communicator(
         num_experts=CONFIG.num_experts,
         hidden=CONFIG.hidden,
@@ -106,7 +106,7 @@ def main() -> None:
 
 
 def train(comm: moecomm.Communicator, rank: int, ranks: int) -> None:
-    torch.manual_seed(0)  # the same on all ranks: each then makes its own share of the same experts
+    torch.manual_seed(0)  # the same on all ranks: each then makes its own part of the same experts
     model = Transformer(comm)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     first = evaluate(model, rank, ranks)
@@ -124,10 +124,10 @@ def train(comm: moecomm.Communicator, rank: int, ranks: int) -> None:
         save(sharded_state(model, optimizer), checkpoint_id=folder)
         torch.manual_seed(1)
         other = Transformer(comm)
-        other_optimizer = torch.optim.AdamW(other.parameters(), lr=1.0)  # the rate is loaded too
+        other_optimizer = torch.optim.AdamW(other.parameters(), lr=1.0)  # loading also sets the learning rate
         assert evaluate(other, rank, ranks) != last
         load(sharded_state(other, other_optimizer), checkpoint_id=folder)
-        assert evaluate(other, rank, ranks) == last  # all ranks have loaded when this is known
+        assert evaluate(other, rank, ranks) == last  # once this is known, all ranks have loaded
 
     for each, its_optimizer in ((model, optimizer), (other, other_optimizer)):
         step(each, its_optimizer, STEPS, rank, ranks)
@@ -136,14 +136,14 @@ def train(comm: moecomm.Communicator, rank: int, ranks: int) -> None:
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int, rank: int, ranks: int) -> float:
-    """Trains one step on MICROBATCHES microbatches, on all ranks; returns the norm of the gradients."""
+    """Trains one step of MICROBATCHES microbatches, on all ranks; returns the norm of the gradients."""
     model.train()
-    set_loss_scale(model, 1 / MICROBATCHES)  # of the losses that the layers attach themselves
+    set_loss_scale(model, 1 / MICROBATCHES)  # scales the losses that the layers attach themselves
     for microbatch in range(MICROBATCHES):
         tokens_BS = batch(MICROBATCHES * number + microbatch, rank, ranks)
         loss = next_token_loss(model, tokens_BS) / MICROBATCHES
         loss.backward()
-    sync_gradients(model)  # the mean over ranks; experts have the gradients of all ranks' tokens already
+    sync_gradients(model)  # averages over ranks; experts' gradients come from all ranks' tokens already
     norm = clip_grad_norm(model, 1.0)  # of the whole model, the same on all ranks
     optimizer.step()
     optimizer.zero_grad()
@@ -152,8 +152,8 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int, rank: 
 
 @torch.no_grad()
 def evaluate(model: nn.Module, rank: int, ranks: int) -> float:
-    """The mean loss of all ranks on sequences that training does not see."""
-    model.eval()  # no jitter, and the load of the experts is not counted
+    """Returns the mean loss of all ranks on sequences that are not used for training."""
+    model.eval()  # no jitter, and expert loads are not counted
     loss = next_token_loss(model, batch(-1, rank, ranks)) / ranks
     if ranks > 1:
         dist.all_reduce(loss)
@@ -174,7 +174,7 @@ def batch(number: int, rank: int, ranks: int) -> Tensor:
 
 
 def of_rank_0(folder: str) -> str:
-    """Returns the folder that rank 0 has given."""
+    """Returns the folder that rank 0 passes."""
     folders = [folder]
     if dist.is_initialized():
         dist.broadcast_object_list(folders)

@@ -1,4 +1,4 @@
-"""Fine-tune a mixture-of-experts model of Hugging Face, its experts' tokens carried by moecomm.
+"""Fine-tune a mixture-of-experts model of Hugging Face, with moecomm carrying its experts' tokens.
 
     python examples/finetune_hf.py                                # a small model and text of its own
     python examples/finetune_hf.py ~/models/Qwen3-30B-A3B notes/  # all weights, on all GPUs
@@ -6,9 +6,9 @@
     python examples/finetune_hf.py --resume --steps 300           # goes on; also with another --ranks
     torchrun --nproc-per-node 8 examples/finetune_hf.py MODEL_FOLDER TEXT...
 
-MODEL_FOLDER is what save_pretrained or a download gives: config, safetensors, tokenizer. TEXT are files and
+MODEL_FOLDER is a folder of save_pretrained or a download: config, safetensors, tokenizer. TEXT are files and
 folders; a line of a .jsonl file is {"text": ...} or {"messages": [...]}. Sizes are checked before the weights
-are read, and what does not fit is refused with what would.
+are read; a run that does not fit is refused, with options that would.
 
 In --out: checkpoints, model/ (for from_pretrained; with --lora the adapters alone), metrics.jsonl,
 tensorboard/, report.html. The last line is the result. Ctrl-C ends the run after a step, with a checkpoint.
@@ -35,13 +35,13 @@ def start() -> int:
     """Starts the ranks, or runs this one; returns the exit code."""
     if "LOCAL_RANK" not in os.environ:
         return start_ranks(parse())
-    stop = StopRequest()  # before torch is imported: from here on Ctrl-C is a request
+    stop = StopRequest()  # before torch is imported: from here on Ctrl-C requests a stop
     run_rank(parse(), stop)
     return 0
 
 
 def start_ranks(options: Options) -> int:
-    """Checks what needs no ranks, then runs this program again on each of them."""
+    """Checks what needs no ranks, then starts this program on each of them."""
     from finetune.text import find_files
     from lm import ranks
 
@@ -54,7 +54,7 @@ def start_ranks(options: Options) -> int:
 
 
 def require_packages() -> None:
-    """Raises UsageError for what is not installed."""
+    """Raises UsageError for missing packages."""
     from importlib.util import find_spec
 
     needed = ("transformers", "accelerate", "peft", "tensorboard", "matplotlib")

@@ -7,16 +7,16 @@
     torchrun --nproc-per-node 8 examples/train_lm.py --heads 8 --tp 2 --cp 2 --ep 4 --etp 2 --aux-coef 0
     torchrun --nproc-per-node 8 examples/train_lm.py --no-tied --pp 2 --schedule dualpipev --microbatches 4
 
-The last two split attention, windows and experts over ranks, and share out the layers (docs/folding.md).
+The last two split attention, windows and experts over ranks, or distribute the layers (docs/folding.md).
 
-On GPUs the model is a larger one than on the CPU, and its arithmetic bfloat16; `--preset` chooses, and every
-size has a flag.
+On GPUs the model is larger than on the CPU, and computes in bfloat16; `--preset` chooses, and every size has
+a flag.
 
-Reads text files (default: Python's own standard library), holds some of them out, trains a decoder-only
-transformer, and leaves in --out: metrics.jsonl, loss.png, expert_load.png, checkpoints/, and sample.txt if
+It reads text files (default: Python's own standard library), holds some of them out, trains a decoder-only
+transformer, and writes to --out: metrics.jsonl, loss.png, expert_load.png, checkpoints/, and sample.txt if
 --sample asks for it. The last line is the result. Ctrl-C ends the run after the current step, with a
-checkpoint. A step whose gradient has no finite norm is left out on all ranks. After --max-skipped of them in
-a row, or if it is the last one, the run ends with an error, and the checkpoints before are kept.
+checkpoint. All ranks skip a step whose gradient has no finite norm. After --max-skipped of them in a row, or
+if it is the last step, the run ends with an error and keeps the earlier checkpoints.
 
 The pieces are in `lm/`, each short: options, presets (sizes), ranks (processes), data, model, attention, head
 (the loss), parallel (windows and attention over ranks), pipeline (layers over ranks), sharding (FSDP2),
@@ -46,14 +46,14 @@ def start() -> int:
     """Starts the ranks, or runs this one; returns the exit code."""
     if "LOCAL_RANK" not in os.environ:
         return start_ranks(command_line.parse())
-    stop = StopRequest()  # before torch is imported: from here on Ctrl-C is a request
+    stop = StopRequest()  # before torch is imported: from here on Ctrl-C requests a stop
     run_rank(after_restart(command_line.parse()), stop)
     return 0
 
 
 def after_restart(options: command_line.Options) -> command_line.Options:
-    """Returns the options with which ranks go on that torchrun has started again, since one was lost: from
-    the newest checkpoint, if there is one."""
+    """Returns the options for ranks that torchrun has restarted after it lost one: they continue from the
+    newest checkpoint, if there is one."""
     if options.resume or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == 0:
         return options
     from lm import checkpoint
@@ -63,7 +63,7 @@ def after_restart(options: command_line.Options) -> command_line.Options:
 
 
 def start_ranks(options: command_line.Options) -> int:
-    """Checks all that can be checked before there are ranks, then runs this program again on each of them."""
+    """Checks all that can be checked without ranks, then starts this program on each of them."""
     from lm import data, ranks, tokenizer
 
     count = ranks.default_ranks(options.device, options.batch) if options.ranks is None else options.ranks
@@ -71,7 +71,7 @@ def start_ranks(options: command_line.Options) -> int:
     data.split_files(data.find_files(options.data, Path(options.out)))
     tokenizer.make_tokenizer(options.tokenizer)
     if options.resume:
-        from lm import checkpoint  # late: it takes a second to import
+        from lm import checkpoint  # imported late: it takes a second
 
         checkpoint.newest(Path(options.out) / "checkpoints")
     return ranks.launch(sys.argv, count)
@@ -79,9 +79,9 @@ def start_ranks(options: command_line.Options) -> int:
 
 @contextlib.contextmanager
 def room_for(options: command_line.Options) -> Iterator[None]:
-    """Keeps other runs out of the folder of this one. A new run puts an earlier one's checkpoints aside,
-    before the rest can fail: after a restart by torchrun they would be taken for its own. Where it does not
-    begin, as its options are wrong, they are put back."""
+    """Keeps other runs out of this run's folder. A new run first sets an earlier run's checkpoints aside:
+    after a restart by torchrun they would be taken for its own. If it does not begin, because its options are
+    wrong, they are put back."""
     from lm import checkpoint
 
     out = Path(options.out)
@@ -113,7 +113,7 @@ def only_run(out: Path) -> Iterator[None]:
         except BlockingIOError:
             raise UsageError(f"--out {out}: another run writes there") from None
         except OSError:
-            pass  # a file system without locks
+            pass  # the file system has no locks
         yield
 
 

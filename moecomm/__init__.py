@@ -1,5 +1,5 @@
-"""moecomm: expert-parallel dispatch and combine. `Communicator` is the runtime, `moecomm.nn` the layers on
-it.
+"""moecomm: expert-parallel dispatch and combine. `Communicator` is the runtime, `moecomm.nn` has the layers
+on it.
 
 Attributes:
     __version__: the version of the installed package.
@@ -28,10 +28,10 @@ from moecomm.setup.version import __version__
 from moecomm.types import DispatchOutput, Handle, Work
 
 if not torch.distributed.is_initialized():
-    # Functions in there have the default group, as it is when they are imported, as a default argument.
-    # torch._dynamo imports them, in the first backward or optimizer. A group that they hold outlives
-    # destroy_process_group(), and so do gloo's threads, which abort the process when they meet the end of the
-    # interpreter. So they are imported before there is a group (docs/errors.md).
+    # Functions of that module have the default group, as it is on import, as a default argument;
+    # torch._dynamo imports it in the first backward or optimizer. A group that they hold outlives
+    # destroy_process_group(), and so do gloo's threads, which abort the process if they are running when the
+    # interpreter ends. So it is imported before there is a group (docs/errors.md).
     importlib.import_module("torch.distributed.nn.functional")
 
 __all__ = [

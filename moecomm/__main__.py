@@ -1,7 +1,7 @@
-"""`python -m moecomm`: what was found on this machine and which transport each peer will use.
+"""`python -m moecomm` shows what was found on this machine, and which transport each peer will use.
 
-Alone it describes the ranks that `-g` names. Under torchrun every rank joins a small communicator first, so
-that what it prints was really used.
+Without torchrun it describes the ranks that `-g` names. Under torchrun every rank first joins a small
+communicator, so that the printed transports have really been used.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ def _section(title: str, facts: Iterable[tuple[str, str]]) -> None:
 
 
 def _try_out() -> int:
-    """Dispatches and combines a few tokens between the ranks of torchrun, and says so on rank 0.
+    """Dispatches and combines a few tokens between the ranks of torchrun, and prints the outcome on rank 0.
 
-    Returns 0, or 1 for a wrong result and for an error of moecomm, which each rank prints in a line.
+    Returns 0, or 1 for a wrong result or an error of moecomm, which each rank prints in one line.
     """
     dist.init_process_group("gloo")
     try:
@@ -88,7 +88,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run() -> int:
-    """Runs `main`; a reader that wants no more lines, as `| head`, ends it without an error."""
+    """Runs `main`; a reader that closes the pipe early, like `| head`, ends it without an error."""
     try:
         status = main()
         sys.stdout.flush()

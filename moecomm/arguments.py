@@ -1,4 +1,5 @@
-"""Checks of a call's arguments. Pure: an InvalidArgument here is announced to all ranks by the caller."""
+"""Checks of a call's arguments, without communication: the caller announces an InvalidArgument to all
+ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from moecomm.errors import InvalidArgument, InvalidRouting
 from moecomm.types import WIRE_FORMATS, Layout, WireTensors
 
 _MOST_ALIGNMENT = 1 << 20
-_MOST_ROWS = 2**31 - 1  # of an output: plans count them in 32 bits
+_MOST_ROWS = 2**31 - 1  # rows of an output: plans count them in 32 bits
 
 
 def weight_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -20,8 +21,7 @@ def weight_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _is(value: Any, shape: tuple[int | None, ...], dtype: torch.dtype, device: torch.device) -> bool:
-    """Returns True for a dense tensor of that shape, dtype and device; this is the quick check of good
-    arguments."""
+    """Returns True for a dense tensor of that shape, dtype and device: the quick check of good arguments."""
     return (
         isinstance(value, torch.Tensor)
         and value.shape == shape
@@ -33,12 +33,12 @@ def _is(value: Any, shape: tuple[int | None, ...], dtype: torch.dtype, device: t
 
 
 def _has_memory(value: torch.Tensor) -> bool:
-    """Returns whether a tensor has elements of its own in memory, and not a tensor of another kind within it
-    (DTensor and other wrappers, tensors of torch.func) or none (fake ones, torch's zeros without memory)."""
-    if torch.compiler.is_compiling():  # then a tensor stands for one that a call will have
+    """Returns True for a plain tensor with elements in memory; False for wrappers (DTensor, tensors of
+    torch.func) and for tensors without memory (fake ones, torch's efficient zero tensors)."""
+    if torch.compiler.is_compiling():  # while compiling, a tensor stands for one of later calls
         return True
     if type(value) not in (torch.Tensor, torch.nn.Parameter):
-        from torch._subclasses.fake_tensor import FakeTensor  # takes long, and is seldom wanted
+        from torch._subclasses.fake_tensor import FakeTensor  # imported late: slow, and seldom needed
 
         if is_traceable_wrapper_subclass(value) or isinstance(value, FakeTensor):
             return False
@@ -46,7 +46,7 @@ def _has_memory(value: torch.Tensor) -> bool:
 
 
 def require_tensor(name: str, value: Any, device: torch.device) -> None:
-    """Raises InvalidArgument if `value` is no dense tensor on `device`."""
+    """Raises InvalidArgument if `value` is not a dense tensor on `device`."""
     if not isinstance(value, torch.Tensor):
         raise InvalidArgument(
             f"{name} is {type(value).__name__}, expected a torch.Tensor, or an array that DLPack or "
@@ -75,14 +75,14 @@ def _require_dtype(name: str, value: torch.Tensor, dtype: torch.dtype) -> None:
 
 
 def require_integer(name: str, value: Any, least: int, most: int = 2**31 - 1) -> int:
-    """Returns `value` as an int; raises InvalidArgument if it is no integer or out of bounds."""
+    """Returns `value` as an int; raises InvalidArgument if it is not an integer or out of bounds."""
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
         raise InvalidArgument(f"{name} is {value!r}, expected an integer from {least} to {most}")
     return value
 
 
 def require_ends(ends_L: torch.Tensor, device: torch.device, whose: str) -> None:
-    """Raises InvalidArgument if `ends_L` is not (L,) int32 on `device`, where `whose` is; L is at least 1."""
+    """Raises InvalidArgument if `ends_L` is not (L,) int32, L at least 1, on `device`, that of `whose`."""
     if ends_L.dim() != 1 or ends_L.shape[0] < 1:
         raise InvalidArgument(f"ends has shape {tuple(ends_L.shape)}, expected (L,) with L at least 1")
     if ends_L.dtype != torch.int32:
@@ -100,8 +100,8 @@ def check_rows(
     device: torch.device,
     whose: str = "the communicator's dtype",
 ) -> None:
-    """Checks that `rows_XH` is (count, hidden) of `dtype` on `device`; count None allows any number of
-    rows. `whose`: what has that dtype."""
+    """Checks that `rows_XH` is (count, hidden) of `dtype` on `device`; count None allows any number of rows.
+    `whose`: what has that dtype, for the error's text."""
     if _is(rows_XH, (count, hidden), dtype, device):
         return
     require_tensor(name, rows_XH, device)
@@ -124,8 +124,8 @@ def fits_dispatch(
     dtype: torch.dtype,
     device: torch.device,
 ) -> bool:
-    """Returns True for tensors in which `check_dispatch` (without scales) would find nothing wrong. It runs
-    in every call, so it looks once and quickly; False only means that `check_dispatch` has to look."""
+    """Returns True for tensors that `check_dispatch` (without scales) would accept. Every call runs it, so it
+    is quick; False only means that `check_dispatch` has to decide."""
     if not isinstance(x_TH, torch.Tensor) or x_TH.dim() != 2:
         return False
     tokens = x_TH.shape[0]
@@ -150,8 +150,8 @@ def check_dispatch(
     x_scales: Any = None,
     wire: str | None = None,
 ) -> None:
-    """Checks the tensors of a dispatch, all but the values of the expert ids, which the runtime checks as it
-    copies them. With `x_scales`, x is in the format `wire`, which a communicator has."""
+    """Checks the tensors of a dispatch, except for the values of the expert ids, which the runtime checks as
+    it copies them. With `x_scales`, x is in `wire`, the communicator's format."""
     travels = wire_tensors(wire)
     if x_scales is None or travels is None:
         check_rows("x", x_TH, None, hidden, dtype, device)
@@ -184,13 +184,12 @@ def check_weights(
 
 
 def wire_tensors(wire: str | None) -> WireTensors | None:
-    """Returns the tensors in which rows can be given and handed on; None where they are in their dtype."""
+    """Returns the kinds of tensors for rows in the wire format; None if that is their dtype."""
     return None if wire is None else WIRE_FORMATS[wire].tensors
 
 
 def check_wire_options(wire: str | None, dequantize: Any, x_scales: Any) -> None:
-    """Checks that rows may be given as a pair (`x_scales`), or handed on undequantized, as the wire format
-    has them."""
+    """Checks that the wire format allows rows as a pair (`x_scales`), or undequantized results."""
     if dequantize is True and x_scales is None:
         return
     if not isinstance(dequantize, bool):
@@ -209,7 +208,8 @@ def check_wire_options(wire: str | None, dequantize: Any, x_scales: Any) -> None
 
 
 def most_alignment(most_rows: int, local_experts: int) -> int:
-    """Returns the largest alignment with which a rank's rows, `most_rows` without it, can be counted."""
+    """Returns the largest alignment with which a rank's rows, at most `most_rows` without it, stay
+    countable."""
     return max(1, min(_MOST_ALIGNMENT, (_MOST_ROWS - most_rows) // local_experts))
 
 
@@ -222,7 +222,7 @@ def check_options(
     largest_alignment: int = _MOST_ALIGNMENT,
 ) -> tuple[Layout, int, int, int]:
     """Checks the options of a dispatch and returns (layout, alignment, capacity, expert_capacity), with
-    capacities -1 for None. `most_experts`: those of a token on one rank at most."""
+    capacities -1 for None. `most_experts`: the most experts of a token on one rank."""
     plain = expert_capacity is None and type(alignment) is int and 1 <= alignment <= largest_alignment
     if layout == "expert" and plain:
         if capacity is None:

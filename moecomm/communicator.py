@@ -1,4 +1,4 @@
-"""The public face of the runtime: `Communicator`."""
+"""The public interface of the runtime: `Communicator`."""
 
 from __future__ import annotations
 
@@ -65,8 +65,7 @@ def _parts(x: Any) -> tuple[Any, Any]:
 
 
 def _caller(layer: Any) -> int:
-    """Returns the number that tells the MoELayer which dispatches from others of its communicator; 0 for
-    None."""
+    """Returns the number of a MoELayer among those of its communicator; 0 for None."""
     return 0 if layer is None else layer._caller
 
 
@@ -87,37 +86,37 @@ class Communicator(_Planned):
         wire: format in which the rows of a dispatch travel: None (`dtype`), or on CUDA "fp8", "mxfp8" (hidden
             a multiple of 16) or "nvfp4" (of 32), which docs/data_formats.md describes. Combine and the
             backward of both travel in `dtype`, unless the next two say otherwise.
-        combine_wire: format in which the sums of a combine travel to the tokens' homes, which add them in
-            float32: None (`dtype`), or on CUDA "fp8" (hidden a multiple of 16). The backward of dispatch,
+        combine_wire: format in which the sums of a combine travel back to the tokens' ranks, which add them
+            in float32: None (`dtype`), or on CUDA "fp8" (hidden a multiple of 16). The backward of dispatch,
             which is a combine, travels in `dtype`.
         gradient_wire: format in which gradients travel to the experts, in the backward of a combine without
             weights and in `redispatch(gradients=True)`: None (`dtype`), or on CUDA "fp8" or "mxfp8".
-        device: where the tensors are; None is the current CUDA device, or the CPU where torch finds no GPU.
-            A rank has a GPU of its own, of compute capability 9.0 or 10.x.
-        ranks_per_node: ranks that share memory; None finds out by the hosts. Less than a host has emulates
-            nodes on it. Ranks of different nodes reach each other over libfabric (docs/nodes.md); rows of
-            CUDA tensors pass through pinned host memory there.
-        num_sms: CUDA: SMs that an operation may use, at least 2 (with several nodes 2 count as 3; an eighth,
-            at most 12, relays there); None: three quarters of them. Those of communicators that are used on
-            several streams at once have to fit the GPU together. CPU: threads that a rank copies and sums
-            with; None: MOECOMM_THREADS, or the cores divided by the ranks.
+        device: where the tensors are; None is the current CUDA device, or the CPU if torch finds no GPU. Each
+            rank needs its own GPU, of compute capability 9.0 or 10.x.
+        ranks_per_node: ranks that share memory; None: the ranks of each host. Fewer than those emulate
+            several nodes on a host. Ranks of different nodes reach each other over libfabric (docs/nodes.md);
+            rows of CUDA tensors pass through pinned host memory there.
+        num_sms: CUDA: SMs that an operation may use, at least 2 (with several nodes at least 3, of which an
+            eighth, at most 12, relay); None: three quarters of them. Communicators that are used on several
+            streams at once must fit the GPU together. CPU: threads that a rank copies and sums with; None:
+            MOECOMM_THREADS, or the cores divided by the ranks.
         timeout: seconds (or timedelta) that one wait for peers may take; None: MOECOMM_TIMEOUT. Without both
-            it is 60, but 1800 for a rank that lives and has not begun the operation, as it alone saves a
+            it is 60, but 1800 for a rank that is alive and has not begun the operation, because it saves a
             checkpoint or compiles (docs/errors.md).
 
     On CUDA an operation is put on the caller's current stream, after the communicator's operation before it,
     and the host goes on at once; only a dispatch without `capacity` waits on the host, for its row count.
-    What goes wrong on the device (bad ids, arguments that differ, a passed capacity, a lost peer) is raised
-    by that wait, by `check()`, and, where it has ended the communicator, by every later call; the output of
-    such an operation has empty groups and unspecified rows. In a CUDA graph capture `capacity` is needed, and
-    the communicator has to stay open as long as the graph is replayed; the caller orders replays and other
+    That wait and `check()` raise errors that the device finds (bad ids, arguments that differ, an exceeded
+    capacity, a lost peer); if the error ended the communicator, so does every later call. The output of such
+    an operation has empty groups and unspecified rows. In a CUDA graph capture `capacity` is needed, and the
+    communicator has to stay open as long as the graph is replayed; the caller orders replays and other
     operations of the same communicator.
 
     Raises:
         InvalidArgument, MismatchedArguments: on all ranks, if one rank's arguments are bad or differ.
         OutOfMemory: /dev/shm (CUDA: a GPU) has no room for the windows, or the system has no more threads for
             a rank; nothing was allocated.
-        PeerTimeout: a rank of the group did not come.
+        PeerTimeout: a rank of the group did not take part.
         Unsupported: a device, dtype, wire format or placement of ranks that this version can't serve.
 
     Attributes:
@@ -182,7 +181,7 @@ class Communicator(_Planned):
             "MOECOMM_FIRST_EPOCH": env.first_epoch or 1,
             "MOECOMM_WHOLE_SOURCES": whole_sources(env),
             "moecomm version": __version__,
-            **(_alike or {}),  # what a layer compares between its ranks, by name
+            **(_alike or {}),  # arguments that a layer compares between its ranks, by name
         }
         with rendezvous:
             backend = make_backend(place, rendezvous, arguments, error, dtype, num_sms)
@@ -199,15 +198,15 @@ class Communicator(_Planned):
         self.memory: MemoryPlan = backend.memory
         self.timeout = seconds
         self.num_sms: int = backend.num_sms
-        self._most_experts = min(top_k, self.num_local_experts)  # of a token on one rank
+        self._most_experts = min(top_k, self.num_local_experts)  # most experts of a token on one rank
         self._most_alignment = most_alignment(
             self.size * max_tokens * self._most_experts, self.num_local_experts
         )
         self._expected = (hidden, top_k, max_tokens, dtype, backend.device)
         self._plan_fields = backend.plan_fields
         self._id = operators.register(backend)
-        self._begun: object = None  # the dispatch that begin_dispatch has sent and nobody received
-        self._layers = 0  # that were built with this communicator
+        self._begun: object = None  # the dispatch that begin_dispatch has sent and that was not received yet
+        self._layers = 0  # number of layers built with this communicator
         self._backend = backend
 
     @staticmethod
@@ -229,8 +228,8 @@ class Communicator(_Planned):
         it; print it.
 
         The default `device` is that of the constructor; "cuda" needs no GPU here, only a build with the CUDA
-        part. Raises InvalidArgument and Unsupported as the constructor does, but for what several nodes alone
-        refuse (combine_wire, gradient_wire).
+        part. Raises InvalidArgument and Unsupported like the constructor, except where only several nodes
+        refuse an argument (combine_wire, gradient_wire).
         """
         check_sizes(ranks, num_experts, hidden, top_k, max_tokens, dtype)
         ranks_per_node = check_ranks_per_node(ranks, ranks_per_node) or ranks
@@ -306,37 +305,36 @@ class Communicator(_Planned):
 
         Differentiable in `x_TH` and `topk_weights_TK`. Tensors may be arrays of other libraries that share
         their memory (DLPack, `__cuda_array_interface__`). Under torch.compile a call with a capacity, in the
-        expert layout and of rows in the dtype stays in the graph; any other breaks it.
+        expert layout and with rows in the dtype, stays in the graph; any other breaks it.
 
-        CPU: a call with the same `topk_idx` as an earlier one on all ranks (a forward that is computed again
-        for the backward) finds the plan of that one.
+        CPU: a call with the same `topk_idx` on all ranks as an earlier one (a forward that is recomputed for
+        the backward) reuses its plan.
 
-        CUDA: without a capacity rows may be received before the host knows how many come; the tensors can
-        hold memory for more of them then (docs/memory.md, "Outputs").
+        CUDA: without a capacity rows may be received before the host knows their number; the tensors can then
+        hold memory for more rows (docs/memory.md, "Outputs").
 
         Args:
-            x_TH: (T, H) rows in the communicator's dtype, T at most max_tokens, different on each rank as it
-                likes. With wire="fp8" or "mxfp8" also a pair, which has no gradient: data (T, H)
-                float8_e4m3fn and scales, with "fp8" (T, ceil(H / 128)) float32, with "mxfp8"
-                (T, ceil(H / 32)) float8_e8m0fnu.
+            x_TH: (T, H) rows in the communicator's dtype, T at most max_tokens; ranks may have different T.
+                With wire="fp8" or "mxfp8" also a pair, which has no gradient: data (T, H) float8_e4m3fn and
+                scales, with "fp8" (T, ceil(H / 128)) float32, with "mxfp8" (T, ceil(H / 32)) float8_e8m0fnu.
             topk_idx_TK: (T, K) int32 or int64 expert ids, -1 for none; no id twice in a token.
             topk_weights_TK: (T, K) routing weights that travel along; float32 (float64 for float64 rows).
-            layout: "expert": a row a (token, local expert), grouped by expert. "rank": a row a (token, rank),
-                and an index of them by expert (DispatchOutput.expert_rows).
+            layout: "expert": one row per (token, local expert), grouped by expert. "rank": one row per
+                (token, rank), and an index of them by expert (DispatchOutput.expert_rows).
             alignment: each expert's group gets a multiple of this many rows, zero where no token is; at most
                 2**20, and less where the rows of a rank could then be 2**31.
-            capacity: rows of the output. None: as many as there are. With a number, rows past it are left
-                out and reported: `overflow`, and CapacityExceeded from `check()` or from the next dispatch
-                (CUDA: the next one without a capacity).
-            expert_capacity: layout="rank" with a capacity: positions of the index, which are left out and
-                reported alike. None: min(K, L) times the capacity, which is enough while all rows fit. Where
-                rows are left out their positions count too, so those of rows that fit may be left out.
-            dequantize: with wire="fp8" or "mxfp8", False hands the rows on as they travelled: `tokens` in
-                float8_e4m3fn and `scales`. Nothing is differentiable then.
+            capacity: rows of the output. None: as many as arrive. With a number, rows past it are left out
+                and reported: `overflow`, and CapacityExceeded from `check()` or from the next dispatch (CUDA:
+                the next one without a capacity).
+            expert_capacity: layout="rank" with a capacity: positions of the index, left out and reported like
+                rows. None: min(K, L) times the capacity, which suffices while all rows fit. Positions of
+                left-out rows count too, so positions of rows that fit may be left out.
+            dequantize: with wire="fp8" or "mxfp8", False returns the rows in the wire format: `tokens` in
+                float8_e4m3fn and `scales`. The result is then not differentiable.
             async_op: return a Work at once; its `wait()` gives the DispatchOutput. On CUDA the operation runs
-                on `stream`, after what the caller's current stream holds now. Without a capacity, and of few
-                tokens (up to 1024 on one node), rows are sent at once and received from `wait()` on, or from
-                the next operation on, so that meanwhile no SM waits for them.
+                on `stream`, after the present work of the caller's current stream. Without a capacity, and
+                for few tokens (up to 1024 on one node), rows are sent at once and received by `wait()` or the
+                next operation, so that no SM waits for them meanwhile.
 
         Raises:
             InvalidArgument, InvalidRouting, MismatchedArguments: on all ranks; nothing was exchanged. (CUDA,
@@ -402,7 +400,7 @@ class Communicator(_Planned):
             backend.announce(error)
 
         def checked() -> DispatchCall:
-            backend.ready()  # an error that ends the communicator comes before one in the arguments
+            backend.ready()  # an error that ends the communicator precedes one in the arguments
             options = self._options(layout, alignment, capacity, expert_capacity)
             if not fits:
                 self._check_dispatch(x, x_scales, ids, weights, dequantize)
@@ -426,7 +424,7 @@ class Communicator(_Planned):
 
     @_disable_dynamo
     def _dispatch_outside_graph(self, *arguments: Any) -> DispatchOutput | Work[DispatchOutput]:
-        """Dispatches where a compiled function has left its graph."""
+        """Dispatches after a compiled function has left its graph."""
         found = self._dispatch(*arguments)
         if not isinstance(found, Work):
             return for_trace(found)
@@ -469,13 +467,13 @@ class Communicator(_Planned):
     ) -> Callable[..., DispatchOutput]:
         """Sends the rows of a dropless dispatch on the current stream, and returns the function that receives
         them: it waits on the host for their number, puts the rest on the stream that is current then, and
-        returns the result. For work that the host issues between the two.
+        returns the result. Use it for work that the host should issue between the two.
 
-        CUDA: called as `receive(directly=True)`, where no thread has put anything else on the stream in
-        between, it receives rows while others are still being sent, else once all are sent.
+        CUDA: if no thread has put anything else on the stream in between, call `receive(directly=True)`: it
+        receives rows while others are still being sent, rather than after all are sent.
 
         Not differentiable, and in the expert layout. The arguments must not change before the rows have been
-        received. No other operation of this communicator may come between: it ends the dispatch.
+        received. No other operation of this communicator may come in between: it would end the dispatch.
 
         Raises:
             As `dispatch`, from either call; InvalidArgument from the second where the dispatch has ended.

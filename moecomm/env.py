@@ -1,4 +1,4 @@
-"""Environment variables, read once for each communicator into one immutable object."""
+"""Environment variables, read once for each communicator into an immutable object."""
 
 from __future__ import annotations
 
@@ -16,41 +16,40 @@ class Env:
     """The settings of the environment; a field is None where its variable is not set."""
 
     timeout: float | None = None
-    """MOECOMM_TIMEOUT: seconds that a wait for a peer may take where the caller gives no timeout."""
+    """MOECOMM_TIMEOUT: seconds that a wait for a peer may take, if the caller gives no timeout."""
 
     threads: int | None = None
-    """MOECOMM_THREADS: threads a rank of the CPU backend uses where the caller gives no num_sms."""
+    """MOECOMM_THREADS: threads that a rank of the CPU backend uses, if the caller gives no num_sms."""
 
     ranks_per_node: int | None = None
-    """MOECOMM_RANKS_PER_NODE: emulate nodes of this many ranks on one host where the caller gives no
+    """MOECOMM_RANKS_PER_NODE: emulates nodes of this many ranks on one host, if the caller gives no
     ranks_per_node."""
 
     fabric_provider: str | None = None
-    """MOECOMM_FABRIC_PROVIDER: libfabric provider between nodes ("verbs", "efa", "cxi", "tcp", "shm"), where
-    the best one found is not wanted."""
+    """MOECOMM_FABRIC_PROVIDER: libfabric provider between nodes ("verbs", "efa", "cxi", "tcp", "shm"), in
+    place of the best one found."""
 
     fabric_interface: str | None = None
-    """MOECOMM_FABRIC_INTERFACE: network interface ("eth0"), device ("mlx5_0") or address of this host that
-    other nodes reach it by."""
+    """MOECOMM_FABRIC_INTERFACE: the network interface ("eth0"), device ("mlx5_0") or address of this host at
+    which other nodes reach it."""
 
     fabric_lanes: int | None = None
-    """MOECOMM_FABRIC_LANES: endpoints of a rank towards other nodes, where the number chosen is not wanted:
-    its share of the NICs near it, or up to eight over TCP. At most 64. Ranks of a rail use as many as all of
-    them have."""
+    """MOECOMM_FABRIC_LANES: endpoints of a rank towards other nodes, at most 64. Default: one for each NIC of
+    its share, or up to eight over TCP. Ranks of a rail use the smallest number of any of them."""
 
     first_epoch: int | None = None
     """MOECOMM_FIRST_EPOCH: for tests: the number of a communicator's first operation, 1 to 2^62, the same on
-    all ranks; 1 where it is not set."""
+    all ranks; default 1."""
 
     fused_tokens: int | None = None
-    """MOECOMM_FUSED_TOKENS: tokens of this rank up to which one CUDA kernel does all of an operation, where
-    the number of the heuristics is not wanted; at 0 sending and receiving are always kernels of their own.
-    Ranks need not agree on it."""
+    """MOECOMM_FUSED_TOKENS: the most tokens of this rank for which one CUDA kernel does a whole operation, in
+    place of the heuristics' number; 0: separate kernels always send and receive. Ranks need not agree on
+    it."""
 
     whole_sources: int | None = None
-    """MOECOMM_WHOLE_SOURCES: sources, on CUDA, whose tokens all have a place in an owner's staging section,
-    where 8 are not wanted. Where sources outnumber both this and top_k, tokens take turns there. At 0 it
-    takes the least memory. The same on all ranks."""
+    """MOECOMM_WHOLE_SOURCES: on CUDA, the most sources whose tokens all have a place in an owner's staging
+    section; default 8. If sources outnumber both this and top_k, tokens reuse places in turn. 0 takes the
+    least memory. The same on all ranks."""
 
 
 _NUMBERS: dict[str, tuple[type, float, float]] = {
@@ -62,11 +61,11 @@ _NUMBERS: dict[str, tuple[type, float, float]] = {
     "fused_tokens": (int, 0, math.inf),
     "whole_sources": (int, 0, 2**31 - 1),
 }
-"""Type and bounds of the fields that are numbers; the others are texts."""
+"""Type and bounds of the numeric fields; the others are texts."""
 
 
 def read_env(environ: Mapping[str, str] | None = None) -> Env:
-    """Reads the settings in `environ` (default: the process's). Raises InvalidArgument for a value that is no
+    """Reads the settings from `environ` (default: the process's). Raises InvalidArgument for a malformed
     number."""
     environ = os.environ if environ is None else environ
     values: dict[str, Any] = {}

@@ -11,36 +11,36 @@ from typing import Any
 
 
 class MoecommError(RuntimeError):
-    """Base of everything that moecomm raises on purpose."""
+    """Base class of all errors that moecomm raises on purpose."""
 
     _is_known_to_all = True
-    """False for what one rank has found by itself, while the others go on."""
+    """False for an error that one rank has found alone, while the others go on."""
 
 
 class InvalidArgument(MoecommError, ValueError):
     """An argument has the wrong type, shape, dtype, device or value; the text names it, its value and the
     bound.
 
-    Raised on every rank when it happens in a call that all ranks make: the others learn which rank it was.
+    In a call that all ranks make it is raised on every rank; on the others its text names the rank.
     """
 
     _is_known_to_all = False  # until an operation raises it
 
 
 class InvalidRouting(InvalidArgument):
-    """`topk_idx` holds an expert id out of range, or one id twice in a token, or is of no integer type."""
+    """`topk_idx` has an expert id out of range, or an id twice in a token, or a dtype that is no integer."""
 
 
 class MismatchedArguments(InvalidArgument):
-    """Ranks called with arguments, or operations, that have to be the same everywhere and are not."""
+    """Ranks called with operations or arguments that have to be equal everywhere and are not."""
 
 
 class CapacityExceeded(MoecommError):
-    """A dispatch with a fixed capacity needed more rows than that on some rank; rows past it were left out.
+    """A dispatch with a fixed capacity needed more rows than it on some rank; rows past it were left out.
 
     Attributes:
         needed: rows that the fullest rank would have needed.
-        capacity: rows there were.
+        capacity: rows that there was room for.
         rank: the fullest rank.
     """
 
@@ -57,7 +57,7 @@ class OutOfMemory(MoecommError, MemoryError):
     """A window or an output does not fit.
 
     Attributes:
-        needed: bytes that were asked for.
+        needed: bytes that were requested.
         available: bytes that were free, 0 if unknown.
     """
 
@@ -92,7 +92,7 @@ class PeerLost(_PeerError):
 
 
 class Unsupported(MoecommError):
-    """This build, machine or combination of arguments is not supported; the text says what would be."""
+    """This build, machine or combination of arguments is not supported; the text says what is."""
 
 
 # The keys are the names of csrc/common/error.hpp.
@@ -115,15 +115,15 @@ def kind_of(error: MoecommError) -> str:
 
 
 def known_to_all(error: Exception) -> bool:
-    """Returns whether the ranks have come to know of `error` together: an operation has raised it. What one
-    rank finds by itself is an InvalidArgument, or no error of this package."""
+    """Returns whether all ranks know of `error`, because an operation has raised it. An error that one rank
+    finds alone is an InvalidArgument, or is not from this package."""
     return isinstance(error, MoecommError) and error._is_known_to_all
 
 
 def announced_as(error: Exception) -> MoecommError:
-    """Returns what all ranks are told of an error that one has found before an operation: itself, if
-    operations have such errors; of a passed capacity MismatchedArguments, since the others have seen it and
-    gone on; else OutOfMemory (memory was short) or InvalidArgument with its text."""
+    """Returns the error that all ranks are told of one that this rank found before an operation: the same
+    error if operations raise its type; MismatchedArguments for CapacityExceeded, since the others have seen
+    that and gone on; else OutOfMemory (if memory ran out) or InvalidArgument with its text."""
     if type(error) in (InvalidArgument, InvalidRouting, MismatchedArguments, OutOfMemory, Unsupported):
         assert isinstance(error, MoecommError)
         return error
@@ -135,20 +135,20 @@ def announced_as(error: Exception) -> MoecommError:
         )
     try:
         text = f"{name}: {error}"
-    except Exception:  # of its own __str__
+    except Exception:  # of the error's own __str__
         text = name
     short = isinstance(error, MemoryError) or name == "OutOfMemoryError" or "can't allocate memory" in text
     return OutOfMemory(text) if short else InvalidArgument(text)
 
 
 def to_message(error: MoecommError) -> dict[str, Any]:
-    """Returns `error` as JSON values, so that a rank can tell its peers what went wrong."""
+    """Returns `error` as JSON values, in which a rank sends it to its peers."""
     facts = {name: value for name, value in vars(error).items() if not name.startswith("_")}
     return {"kind": kind_of(error), "text": str(error), "facts": facts}
 
 
 def from_message(message: dict[str, Any], rank: int) -> MoecommError:
-    """Returns the error that `rank` sent by `to_message`; its text says which rank it was."""
+    """Returns the error that `rank` sent by `to_message`; its text names the rank."""
     return _KINDS[message["kind"]](f"rank {rank}: {message['text']}", **message["facts"])
 
 

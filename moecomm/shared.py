@@ -1,8 +1,8 @@
-"""Communicators that all layers of one shape share, made larger when a batch brings more tokens.
+"""Communicators that all layers of one shape share, replaced by larger ones when a batch has more tokens.
 
-They live as long as a layer uses them, or a graph of autograd goes through them. A garbage collector decides
-when a model that was deleted is gone, at another moment on each rank. So ranks agree before a layer's first
-use of a communicator on whether all of them still have it."""
+They live while a layer uses them, or a graph of autograd contains them. Garbage collectors free a deleted
+model at different moments on each rank. So before a layer first uses a communicator, ranks agree on whether
+all of them still have it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from moecomm.types import DispatchOutput
 
 
 class Shape(NamedTuple):
-    """What layers have to agree in to share a communicator."""
+    """The properties that layers must have in common to share a communicator."""
 
     num_experts: int
     hidden: int
@@ -30,11 +30,11 @@ class Shape(NamedTuple):
 
 
 class SharedCommunicator:
-    """A communicator of a group, for the most tokens that any rank has brought to it so far.
+    """A communicator of a group, large enough for the most tokens of any rank so far.
 
     Attributes:
-        serial: its number among those that this process has built with the group; all ranks build the same
-        ones.
+        serial: its number among those that this process has built over the group, which is the same on all
+        ranks.
     """
 
     def __init__(self, group: Any, shape: Shape, serial: int, tokens: int) -> None:
@@ -45,10 +45,9 @@ class SharedCommunicator:
     def dispatch(
         self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor
     ) -> tuple[Communicator, DispatchOutput]:
-        """Dispatches as `Communicator.dispatch` does, and returns the communicator for the combine as well.
-        All ranks call together. A rank with more tokens than the communicator takes raises an error, as do
-        all others then: that is how they come to know that a larger one is needed, at no cost for other
-        calls."""
+        """Dispatches like `Communicator.dispatch`, and also returns the communicator for the combine. All
+        ranks call it together. If a rank has more tokens than the communicator takes, the dispatch fails on
+        all ranks, which tells them to build a larger one; other calls have no extra cost."""
         comm = self._comm
         try:
             return comm, comm.dispatch(x_TH, ids_TK, weights_TK)
@@ -56,9 +55,9 @@ class SharedCommunicator:
             if not known_to_all(error):
                 raise
             (most,) = _largest(self._group, self._shape.device, x_TH.shape[0])
-            if most <= comm.max_tokens:  # the error is of something else, on all ranks
+            if most <= comm.max_tokens:  # all ranks have another error
                 raise
-        # Graphs of autograd keep the smaller one as long as they need it.
+        # Graphs of autograd keep the smaller one alive while they need it.
         self._comm = comm = self._build(most)
         return comm, comm.dispatch(x_TH, ids_TK, weights_TK)
 
@@ -67,7 +66,7 @@ class SharedCommunicator:
 
 
 def _largest(group: Any, device: torch.device, *values: int) -> list[int]:
-    """Returns for each value the largest one of all ranks."""
+    """Returns for each value the largest over all ranks."""
     most = torch.tensor(values, device=device)
     dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
     found: list[int] = most.tolist()
@@ -75,8 +74,8 @@ def _largest(group: Any, device: torch.device, *values: int) -> list[int]:
 
 
 def round_up(tokens: int) -> int:
-    """Returns the tokens that a communicator for `tokens` is built for: up to a quarter more, so that batches
-    that grow little by little do not each build one."""
+    """Returns the tokens for which to build a communicator for `tokens`: up to a quarter more, so that slowly
+    growing batches do not each build one."""
     step = max(16, 1 << max(0, tokens.bit_length() - 3))
     return max(step, -(-tokens // step) * step)
 
@@ -94,8 +93,8 @@ _groups: weakref.WeakKeyDictionary[Any, _OfGroup] = weakref.WeakKeyDictionary()
 
 @_disable_dynamo
 def shared_communicator(group: Any, shape: Shape, tokens: int) -> SharedCommunicator:
-    """Returns the communicator of a group and shape, to be kept by the layer that asks, in its first call.
-    All ranks ask together, each with its number of tokens."""
+    """Returns the communicator for a group and shape, which the calling layer keeps. Called before a layer's
+    first dispatch, by all ranks together, each with its number of tokens."""
     known = _groups.setdefault(group, _OfGroup())
     found = known.alive.get(shape)
     serial = 0 if found is None else found.serial
@@ -107,15 +106,14 @@ def shared_communicator(group: Any, shape: Shape, tokens: int) -> SharedCommunic
 
 
 class LayerCommunicators:
-    """The communicators that one layer has asked for, which keeps them alive: one for each shape of its
-    batches."""
+    """Keeps the communicators that one layer uses alive: one for each shape of its batches."""
 
     def __init__(self, group: Any, num_experts: int) -> None:
         self._group, self._num_experts = group, num_experts
         self._found: dict[Shape, SharedCommunicator] = {}
 
     def of(self, x_TH: Tensor, top_k: int) -> SharedCommunicator:
-        """Returns the one for a batch. All ranks ask together."""
+        """Returns the communicator for a batch. All ranks call it together."""
         shape = Shape(self._num_experts, x_TH.shape[1], top_k, x_TH.dtype, x_TH.device)
         if shape not in self._found:
             self._found[shape] = shared_communicator(self._group, shape, x_TH.shape[0])

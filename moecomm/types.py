@@ -1,4 +1,4 @@
-"""Types that cross the public surface.
+"""Types of the public interface.
 
 Shape letters, as they end the names of tensors:
     T tokens of this rank   H hidden   K top-k   E experts   R ranks   L local experts (E / R)
@@ -21,25 +21,25 @@ from moecomm.errors import CommunicatorClosed, InvalidArgument
 
 Group = dist.ProcessGroup
 AnyGroup = dist.ProcessGroup | DeviceMesh
-"""The types that name ranks: a process group, or a DeviceMesh of one dimension."""
+"""The types that denote ranks: a process group, or a DeviceMesh of one dimension."""
 Layout = Literal["expert", "rank"]
 Result = TypeVar("Result")
 Built = TypeVar("Built")
 PLAN_VIEWS = ("tokens_per_expert", "offsets", "overflow", "expert_offsets", "expert_starts")
 """The fields of a DispatchOutput that are views of its plan."""
 PlanViews = Callable[[str], torch.Tensor]
-"""Makes the view of that name, one of PLAN_VIEWS."""
+"""Makes the view with the given name, one of PLAN_VIEWS."""
 
 
 @dataclass(frozen=True)
 class WireFormat:
-    """A format in which rows of a dispatch can travel (docs/data_formats.md): values with scales. The bytes
-    are in csrc/layout/wire_format.hpp.
+    """A wire format for rows of a dispatch (docs/data_formats.md): values with scales.
+    csrc/layout/wire_format.hpp defines its bytes.
 
     Attributes:
         name: Communicator's `wire`.
-        unit: a row has a multiple of so many columns.
-        tensors: how rows are given and handed on in it; None: they are neither.
+        unit: a row must have a multiple of this many columns.
+        tensors: the kinds of tensors in which rows can be given and returned in it; None: not possible.
     """
 
     name: str
@@ -49,8 +49,8 @@ class WireFormat:
 
 @dataclass(frozen=True)
 class WireTensors:
-    """Rows as a tensor of values, and one of a scale for each `scale_columns` columns of a row; a row's last
-    scale may have fewer.
+    """Rows as a tensor of values, and a tensor with one scale per `scale_columns` columns of a row; a row's
+    last scale may have fewer columns.
 
     Attributes:
         values: the dtype of the values.
@@ -77,11 +77,11 @@ WIRE_FORMATS = {
 
 
 def as_group(group: AnyGroup | None, name: str = "group") -> Group | None:
-    """Returns the process group of a one-dimensional DeviceMesh; a process group or None is returned as it
-    is.
+    """Returns the process group of a one-dimensional DeviceMesh; a process group or None is returned
+    unchanged.
 
-    Raises InvalidArgument, on every rank that calls, for a mesh of more dimensions, of which `mesh["ep"]`
-    takes one, and for what is no process group that this rank is in.
+    Raises InvalidArgument, on every calling rank, for a mesh with more dimensions (`mesh["ep"]` selects one),
+    and for anything that is not a process group of this rank.
     """
     if group is None or isinstance(group, dist.ProcessGroup):
         return group
@@ -99,8 +99,8 @@ def as_group(group: AnyGroup | None, name: str = "group") -> Group | None:
 
 
 class GroupReference:
-    """A process group (None: this process alone), for as long as torch keeps it. One that is held beyond
-    destroy_process_group() keeps its threads, which abort the process if they meet the interpreter's end.
+    """A weak reference to a process group (None: this process alone). A group held beyond
+    destroy_process_group() keeps its threads, which abort the process if they outlive the interpreter.
     """
 
     def __init__(self, group: Group | None) -> None:
@@ -115,8 +115,8 @@ class GroupReference:
 
 
 def build(kind: type[Built], **fields: Any) -> Built:
-    """Builds a frozen dataclass as `kind(**fields)` would, in half the time: its own constructor calls a
-    function for each field."""
+    """Builds a frozen dataclass like `kind(**fields)`, in half the time: its own constructor calls a function
+    for each field."""
     made = object.__new__(kind)
     made.__dict__.update(fields)
     return made
@@ -124,14 +124,14 @@ def build(kind: type[Built], **fields: Any) -> Built:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Handle:
-    """The plan of one dispatch, kept for its combine and for the backward of both. Opaque but for these
+    """The plan of one dispatch, kept for its combine and for the backward of both. Opaque except for these
     sizes.
 
     It may be used any number of times, with the communicator that made it, and by all ranks in the same
-    order. One that was made while a CUDA graph was captured holds the plan of the graph's last replay.
+    order. A handle made during the capture of a CUDA graph holds the plan of the graph's last replay.
 
     Attributes:
-        plan: what its backend needs of the plan; opaque.
+        plan: the backend's data of the plan; opaque.
         owner: number of the communicator that made it.
         layout: "expert" or "rank", as in the dispatch.
         num_tokens: T: this rank's tokens in the dispatch.
@@ -153,32 +153,31 @@ class Handle:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DispatchOutput:
-    """The rows and facts that a dispatch brings to this rank.
+    """The rows that a dispatch brings to this rank, and facts about them.
 
-    Expert layout: a row for each (token, local expert), ordered by expert, then source rank, then token;
-    each expert's group is padded with zero rows to a multiple of `alignment`.
-    Rank layout: a row for each token that has at least one local expert, ordered by source rank, then token;
-    and an index that says for each of the Q positions of the expert-major order which row it reads, so that
-    `tokens[expert_rows]` are the rows of the expert layout. Products that gather take both, and the rows need
-    not be written once for each expert.
-    With a fixed capacity there are exactly `capacity` rows; those past `offsets[-1]` are unspecified.
+    Expert layout: one row per (token, local expert), ordered by expert, then source rank, then token; each
+    expert's group is padded with zero rows to a multiple of `alignment`. Rank layout: one row per token with
+    at least one local expert, ordered by source rank, then token; and an index with the row that each of the
+    Q positions in expert-major order reads, so that `tokens[expert_rows]` are the rows of the expert layout.
+    Products that gather rows use both, and rows need not be written once per expert. With a fixed capacity
+    there are exactly `capacity` rows; those past `offsets[-1]` are unspecified.
 
-    What tells of the plan (`tokens_per_expert`, `offsets`, `overflow`, `expert_offsets`, `expert_starts`) is
-    made when it is first asked for.
+    The views of the plan (`tokens_per_expert`, `offsets`, `overflow`, `expert_offsets`, `expert_starts`) are
+    made on first access.
 
     Attributes:
         tokens: (P, H) in the communicator's dtype.
         weights: routing weights, float32 (float64 for float64 rows): (P,) in the expert layout, (P, K) in the
-            rank layout; 0 in places that no expert has. None if the dispatch had none.
-        tokens_per_expert: (L,) int32: rows for each local expert, without alignment, and whether or not they
-            fit the capacity.
+            rank layout; 0 where there is no expert. None if the dispatch had none.
+        tokens_per_expert: (L,) int32: rows for each local expert, without padding, and including rows past
+            the capacity.
         offsets: (L,) int32 inclusive ends of the aligned groups, at most P: the `offs` of
             torch.nn.functional.grouped_mm. Rank layout: (R,) inclusive ends of the sources.
-        overflow: 0-d int32: 0, or the rows (rank layout: or positions) that this rank would have needed, if
-            more than the capacity.
+        overflow: 0-d int32: the rows (rank layout: or positions) that this rank needed, if more than the
+            capacity, else 0.
         expert_offsets: (L,) int32 inclusive ends of the experts' groups in expert-major order; in the expert
             layout they are `offsets`.
-        expert_starts: (L + 1,) int32: 0 and then `expert_offsets`, for kernels that take the groups as
+        expert_starts: (L + 1,) int32: 0 followed by `expert_offsets`, for kernels that take the groups as
             `cu_seqlens`.
         handle: for `combine` of rows like `tokens`.
         expert_handle: for `combine` of rows in expert-major order; in the expert layout it is `handle`.
@@ -189,9 +188,9 @@ class DispatchOutput:
             the expert layout, where they are `weights`, and if the dispatch had none.
         topk_idx: rank layout: (P, K) int32 local expert ids, -1 where the expert is elsewhere. None in the
             expert layout.
-        scales: with `dequantize=False` those of `tokens`, which are float8_e4m3fn then: value = tokens *
-            scale. wire="fp8": (P, ceil(H / 128)) float32, one for each 128 columns. "mxfp8":
-            (P, ceil(H / 32)) float8_e8m0fnu. None otherwise.
+        scales: with `dequantize=False` the scales of `tokens`, which are then float8_e4m3fn: value = tokens *
+            scale. wire="fp8": (P, ceil(H / 128)) float32, one for each 128 columns. "mxfp8": (P, ceil(H /
+            32)) float8_e8m0fnu. None otherwise.
     """
 
     tokens: torch.Tensor
@@ -211,7 +210,7 @@ class DispatchOutput:
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            views = self.__dict__.get("_plan_views")  # from who used `build`
+            views = self.__dict__.get("_plan_views")  # given to `build`
             if views is None or name not in PLAN_VIEWS:
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
             made = self.__dict__[name] = views(name)
@@ -219,10 +218,10 @@ class DispatchOutput:
 
 
 class Work(Generic[Result]):
-    """An operation under way, in the manner of torch.distributed.
+    """A running operation, like torch.distributed's Work.
 
-    The arguments of the operation must not change before `wait` returns; on CUDA that means before what the
-    caller's stream does after `wait`.
+    The arguments of the operation must not change before `wait` returns; on CUDA, work that changes them must
+    come after `wait` on the caller's stream.
     """
 
     def __init__(
@@ -240,11 +239,11 @@ class Work(Generic[Result]):
         self._waited = False
 
     def wait(self) -> Result:
-        """Waits, and returns the operation's result; raises its error. Calling it again, also from another
-        thread, returns the same object. Autograd records as it did when the operation was called.
+        """Waits and returns the operation's result, or raises its error. Further calls, also from other
+        threads, return the same object. Autograd records as at the call of the operation.
 
-        On CUDA it is the caller's current stream that waits, not the host; only a dispatch without a capacity
-        keeps the host until the row count is there.
+        On CUDA the caller's current stream waits, not the host; only for a dispatch without a capacity does
+        the host wait, until the row count is known.
         """
         if not self._waited:
             with self._lock:

@@ -18,7 +18,7 @@ inline void check_between(const char* name, int64_t value, int64_t least, int64_
                 text_of(name, " is ", value, ", must be from ", least, " to ", most));
 }
 
-/// The memory of elements of `bytes` each at `address`; one that may be absent is null where that is 0.
+/// The array at `address`, of elements of `bytes` each; for an absent one address 0 becomes null.
 template <class T = std::byte>
 T* pointer(const char* name, uintptr_t address, int64_t bytes, bool may_be_absent = false) {
   if (address == 0 && !may_be_absent)
@@ -29,7 +29,7 @@ T* pointer(const char* name, uintptr_t address, int64_t bytes, bool may_be_absen
   return reinterpret_cast<T*>(address);
 }
 
-/// Runs `load`, which launches nothing, whatever this thread is capturing.
+/// Runs `load`, which launches nothing, also while this thread captures a CUDA graph.
 template <class Load>
 void load_kernels(const char* what, const Load& load) {
   const BesideCaptures beside;

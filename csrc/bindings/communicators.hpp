@@ -1,4 +1,4 @@
-// What bindings of communicators of CPUs and GPUs share: addresses, connections to other nodes, statistics.
+// Shared by the bindings of CPU and GPU communicators: addresses, connections to other nodes, statistics.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -15,7 +15,7 @@
 
 namespace moecomm {
 
-/// A pointer, which is a number in Python.
+/// A pointer, passed to Python as a number.
 struct Address {
   uintptr_t value;
   template <class T>
@@ -24,11 +24,11 @@ struct Address {
   }
 };
 
-/// The parameter of a bound function for one of C++.
+/// Maps the type of a C++ parameter to that of the bound function.
 template <class T>
 using Given = std::conditional_t<std::is_pointer_v<T>, Address, T>;
 
-/// A method for Python, which gives numbers for pointers.
+/// Binds a method so that Python passes numbers for pointers.
 template <class Class, class Result, class... Parameters>
 auto by_address(Result (Class::*method)(Parameters...)) {
   return [method](Class& self, Given<Parameters>... given) -> Result { return (self.*method)(given...); };
@@ -43,7 +43,7 @@ inline tcp::JobId job_id(const std::string& bytes) {
   return job;
 }
 
-/// `calls` are counted by the host, `counters` where rows move.
+/// The host counts `calls`; `counters` come from where rows move.
 template <class Calls, class Counters>
 pybind11::dict stats_dict(const Calls& calls, const Counters& counters,
                           const std::vector<double>& late_seconds, const Proxy* proxy) {
@@ -64,8 +64,8 @@ pybind11::dict stats_dict(const Calls& calls, const Counters& counters,
   return out;
 }
 
-/// Adds the connections to other nodes, and what ends and describes a communicator. `interrupt` runs Python's
-/// signal handlers.
+/// Binds the connections to other nodes, and the methods that end and describe a communicator. `interrupt`
+/// runs Python's signal handlers.
 template <class Communicator, class Class>
 void bind_common(Class& bound, void (*interrupt)()) {
   namespace py = pybind11;

@@ -1,5 +1,5 @@
-// The CUDA part of the Python face: addresses, sizes and streams in. moecomm/backends/cuda.py is its only
-// caller.
+// The CUDA part of the Python bindings: takes addresses, sizes and streams. moecomm/backends/cuda.py is its
+// only caller.
 #include "bindings/cuda.hpp"
 
 #include <pybind11/stl.h>
@@ -28,7 +28,7 @@ py::dict plan_fields(const DeviceShape& shape) {
   return out;
 }
 
-/// The counters of the device, without the GIL: they are behind whatever else is copied from there.
+/// Reads the device's counters without the GIL, since the copy waits for earlier copies on its stream.
 DeviceCounters counters_of(DeviceCommunicator& self) {
   const py::gil_scoped_release release;
   return self.counters();
@@ -111,7 +111,7 @@ void bind_cuda(py::module_& m, void (*interrupt)()) {
             self.set_interrupt(interrupt);
           },
           py::arg("bases"), py::arg("names"), py::arg("pids"), Release())
-      // Operations take their arguments by position, which costs the caller a third of what names cost.
+      // Operations take their arguments by position: names would cost the caller three times as much.
       .def("dispatch",
            [](DeviceCommunicator& self, Address x, Address x_scales, Address ids, bool wide_ids,
               Address weights, int64_t tokens, RowLayout layout, int64_t alignment, int64_t capacity,

@@ -1,15 +1,15 @@
-// The CUDA part of the Python face.
+// The CUDA part of the Python bindings.
 #pragma once
 
 #include <pybind11/pybind11.h>
 
 namespace moecomm {
 
-/// Adds WireFormat, DeviceShape, DeviceCommunicator and what goes with them. `interrupt` runs Python's signal
-/// handlers.
+/// Binds WireFormat, DeviceShape, DeviceCommunicator and what belongs to them. `interrupt` runs Python's
+/// signal handlers.
 void bind_cuda(pybind11::module_& m, void (*interrupt)());
 
-/// Adds Activation and the kernels of the experts.
+/// Binds Activation and the kernels of the experts.
 void bind_experts(pybind11::module_& m);
 
 }  // namespace moecomm

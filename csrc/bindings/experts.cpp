@@ -1,5 +1,5 @@
-// The kernels of the experts in the Python face: addresses, sizes and a stream in.
-// moecomm/kernels/activation.py and moecomm/kernels/quantize.py are its only callers.
+// Bindings of the experts' kernels: take addresses, sizes and a stream. moecomm/kernels/activation.py and
+// moecomm/kernels/quantize.py are the only callers.
 #include "bindings/arguments.hpp"
 #include "bindings/cuda.hpp"
 #include "kernels/experts/activation.hpp"
@@ -16,7 +16,8 @@ using experts::ActivationRows;
 using experts::QuantizeColumns;
 using experts::QuantizeRows;
 
-/// `ends`: of `groups` groups, the last of which is the number of rows that are real; 0: all are, and null.
+/// Address of the number of real rows. `ends`: address of the ends of `groups` groups, the last of which is
+/// that number; 0 returns null, and all rows are real.
 const int32_t* real_rows_at(uintptr_t ends, int64_t groups) {
   const int32_t* const first = pointer<int32_t>("ends", ends, sizeof(int32_t), true);
   if (first == nullptr) return nullptr;
@@ -61,7 +62,7 @@ void bind_experts(py::module_& m) {
       .value("swiglu_interleaved", Activation::swiglu_interleaved)
       .value("swiglu_clamped", Activation::swiglu_clamped)
       .value("gelu", Activation::gelu);
-  // Arguments are positional, which costs the caller less than names.
+  // Arguments are positional, which costs the caller less than keywords.
   m.def("activation", [](uintptr_t inner, uintptr_t weights, uintptr_t ends, int64_t groups, int64_t rows,
                          int64_t width, DType dtype, Activation activation, uintptr_t z, uintptr_t stream) {
     const ActivationRows all = rows_of(inner, weights, ends, groups, rows, width, dtype, activation);
@@ -109,7 +110,7 @@ void bind_experts(py::module_& m) {
           if (ends == 0) {
             check_multiple("rows", rows);
           } else {
-            // Room for groups of whatever sizes.
+            // Enough room for groups of any sizes.
             const int64_t least = (rows / experts::kQuantum + groups) * experts::kQuantum;
             check_between("out_rows", out_rows, least, 2 * experts::kMostRows - experts::kQuantum);
             check_multiple("out_rows", out_rows);

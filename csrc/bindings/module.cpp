@@ -1,5 +1,5 @@
-// The Python face of the runtime: pointers and sizes in, typed exceptions out. moecomm/backends/cpu.py is its
-// only caller.
+// The Python bindings of the runtime: take pointers and sizes, throw typed exceptions.
+// moecomm/backends/cpu.py is the only caller.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -25,7 +25,7 @@ struct HostBuffer {
   int64_t bytes;
 };
 
-/// Runs Python's signal handlers (Ctrl-C) from within a wait; only the main thread has any to run.
+/// Runs Python's signal handlers (Ctrl-C) from within a wait. Python runs them on the main thread only.
 void run_signal_handlers() {
   py::gil_scoped_acquire gil;
   if (PyErr_CheckSignals() != 0) throw py::error_already_set();
@@ -44,7 +44,7 @@ void set_python_error(const Error& error) {
   PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(raised.ptr())), raised.ptr());
 }
 
-/// What this build has, and what libfabric offers on this machine.
+/// Binds the features of this build, and what libfabric offers on this machine.
 void bind_facts(py::module_& m) {
 #if defined(MOECOMM_CUDA_VERSION)
   m.attr("cuda_version") = MOECOMM_CUDA_VERSION;
@@ -92,7 +92,7 @@ void bind_enumerations(py::module_& m) {
       .value("unsupported", ErrorKind::unsupported);
 }
 
-/// The window of a rank, plans, and memory for rows.
+/// Binds a rank's window, plans, and memory for rows.
 void bind_memory(py::module_& m) {
   py::class_<WindowShape>(m, "WindowShape")
       .def(py::init<int32_t, int32_t, int64_t, int64_t, DType, int32_t>(), py::kw_only(), py::arg("ranks"),
@@ -167,7 +167,7 @@ void bind_communicator(py::module_& m) {
           "begin_dispatch",
           [](Communicator& self, Address x, Address ids, bool wide_ids, Address weights, int64_t tokens,
              RowLayout layout, int64_t alignment, int64_t capacity, int64_t positions, uint16_t caller) {
-            // Python's Plan is read-only, so the missing const costs nothing.
+            // Python's Plan is read-only, so casting const away is safe.
             return std::const_pointer_cast<Plan>(self.begin_dispatch(
                 {x, ids, wide_ids, weights, tokens, layout, alignment, capacity, positions, caller}));
           },

@@ -16,9 +16,9 @@ namespace {
 
 constexpr int kYields = 32;
 constexpr int kAwakeYields = 1 << 20;
-constexpr int kTurns = 4096;  // then the sleeps get long
+constexpr int kTurns = 4096;  // turns without work before sleeps get long
 constexpr std::chrono::microseconds kShort(20);
-constexpr int kPart = 16;  // of the time without work, as a sleep where cores are few
+constexpr int kPart = 16;  // a sleep lasts 1/16 of the time without work, where cores are few
 constexpr unsigned long kTimerSlackNanoseconds = 1000;
 
 }  // namespace

@@ -17,7 +17,7 @@ class Deadline {
   Clock::time_point at_;
 };
 
-/// Adds the time it lives to a counter of seconds.
+/// Adds the seconds of its lifetime to a counter.
 class ScopedSeconds {
  public:
   explicit ScopedSeconds(double& total) : total_(total), start_(Clock::now()) {}

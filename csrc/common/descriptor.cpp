@@ -14,14 +14,14 @@ namespace moecomm {
 namespace {
 
 struct Registry {
-  std::mutex mutex;       // held over fork(), so that a child finds `open` whole
-  std::vector<int> open;  // all that this process holds
+  std::mutex mutex;       // held during fork(), so that a child finds `open` consistent
+  std::vector<int> open;  // all descriptors that this process holds
   std::atomic<uint32_t> generation{0};
   bool watches_forks = false;
 };
 
 Registry& registry() {
-  static Registry* const one = new Registry;  // outlives every Descriptor, also static ones
+  static Registry* const one = new Registry;  // never destroyed: static Descriptors may outlive other statics
   return *one;
 }
 
@@ -29,7 +29,8 @@ void before_fork() { registry().mutex.lock(); }
 
 void after_fork_in_parent() { registry().mutex.unlock(); }
 
-// Does only what is safe between fork() and exec() of a process with threads: no memory is taken or given.
+// Does only what is safe between fork() and exec() in a process with threads: no memory is allocated or
+// freed.
 void after_fork_in_child() {
   Registry& all = registry();
   for (const int fd : all.open) close(fd);
@@ -50,7 +51,7 @@ std::unique_lock<std::mutex> Descriptor::hold() {
     }
     all.watches_forks = true;
   }
-  all.open.reserve(all.open.size() + 1);  // note() can't fail then
+  all.open.reserve(all.open.size() + 1);  // so that note() can't fail
   return lock;
 }
 

@@ -1,6 +1,6 @@
-// A file descriptor that one process owns. A forked child (a data loader's worker) closes its copies at
-// once: else they would keep the connections of a process that has ended open, so that no peer would notice
-// the loss, and the memory of a window that was closed.
+// A file descriptor that one process owns. A forked child (a data loader's worker) closes its copies at once.
+// Otherwise they would keep the connections of an ended process open, so that no peer would notice its end,
+// and keep the memory of a closed window.
 #pragma once
 
 #include <cstdint>
@@ -21,8 +21,8 @@ class Descriptor {
     return *this;
   }
 
-  /// Holds what `create`, a call like socket(), returns. No fork comes between the call and the note that
-  /// the child has to close it, so it must not block. Empty, with errno, if it returns less than 0.
+  /// Owns the descriptor that `create` returns, a call like socket(). Registers it before any fork, so that a
+  /// child closes it; so `create` must not block. Empty, with errno, if it returns less than 0.
   template <class Create>
   static Descriptor open(const Create& create) {
     Descriptor made;
@@ -33,12 +33,12 @@ class Descriptor {
     return made;
   }
 
-  /// -1 if it is empty, or was another process's before fork().
+  /// -1 if it is empty, or if it belonged to another process before fork().
   int get() const { return fd_ >= 0 && generation_ == current_generation() ? fd_ : -1; }
   explicit operator bool() const { return get() >= 0; }
   void reset() noexcept;
 
-  /// Forks between the process that loaded the library and this one.
+  /// How many times fork() was called between the process that loaded the library and this one.
   static uint32_t current_generation();
 
  private:

@@ -23,7 +23,7 @@ enum class ErrorKind : uint32_t {
   unsupported = 9,
 };
 
-/// Details of an error besides its text; -1 or 0 where one does not apply.
+/// Details of an error besides its text; -1 or 0 where one is absent.
 struct ErrorDetails {
   int rank = -1;
   int peer = -1;
@@ -31,7 +31,7 @@ struct ErrorDetails {
   uint64_t expected = 0;
   uint64_t seen = 0;
   int64_t needed = 0;     ///< rows (capacity_exceeded) or bytes (out_of_memory)
-  int64_t available = 0;  ///< the bound that `needed` passed, same unit
+  int64_t available = 0;  ///< the bound that `needed` exceeded, in the same unit
 };
 
 class Error : public std::runtime_error {
@@ -46,7 +46,7 @@ class Error : public std::runtime_error {
   ErrorDetails details_;
 };
 
-/// Puts texts and numbers behind each other.
+/// Concatenates texts and numbers.
 template <class... Parts>
 std::string text_of(const Parts&... parts) {
   std::string text;
@@ -60,15 +60,15 @@ std::string text_of(const Parts&... parts) {
   return text;
 }
 
-/// Copies `text` (UTF-8) and a zero to `target`, which has `room` bytes; a text that is too long ends after a
-/// whole character.
+/// Copies `text` (UTF-8) and a terminating zero to `target`, which has `room` bytes. A text that is too long
+/// is cut after a whole character.
 void store_text(const std::string& text, char* target, size_t room);
 
 /// "shm_open: No space left on device" for the current errno.
 std::string errno_text(const char* call);
 
-/// The error of the current errno after `call`: out_of_memory where memory or descriptors have run out, and
-/// then the text says how to get more, else `otherwise`, with `advice`, if any.
+/// The error for the current errno after `call`. Its kind is out_of_memory where memory or descriptors have
+/// run out, with a text that says how to get more, and `otherwise` for any other errno. `advice` is added.
 Error system_error(const char* call, const std::string& advice = {},
                    ErrorKind otherwise = ErrorKind::unsupported);
 

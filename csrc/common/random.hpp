@@ -1,4 +1,4 @@
-// Random numbers from the system, for names and keys that nobody else comes upon.
+// Random numbers from the system, for names and keys that nobody else can guess.
 #pragma once
 
 #include <cstdint>
@@ -6,8 +6,8 @@
 
 namespace moecomm {
 
-/// Throws Error(unsupported), which says what it was `wanted_for` ("a memory key"), where the system has
-/// none.
+/// Throws Error(unsupported) where the system has no random numbers; the text says what it was `wanted_for`
+/// ("a memory key").
 uint64_t random_word(const char* wanted_for);
 /// A random word in 16 hexadecimal digits.
 std::string random_digits(const char* wanted_for);

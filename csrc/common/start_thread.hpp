@@ -1,4 +1,4 @@
-// Threads, or a typed error where the system has none to give.
+// Starts threads, with a typed error where the system has none left.
 #pragma once
 
 #include <functional>
@@ -7,8 +7,8 @@
 
 namespace moecomm {
 
-/// A thread that runs `body`. Throws Error(out_of_memory) that says what it was `wanted_for` ("a lane") and
-/// what there can be `fewer` of ("lanes (MOECOMM_FABRIC_LANES)"; empty: nothing).
+/// Starts a thread that runs `body`. Throws Error(out_of_memory), which says what it was `wanted_for` ("a
+/// lane") and of what there can be `fewer` ("lanes (MOECOMM_FABRIC_LANES)"; empty: nothing).
 std::thread start_thread(std::function<void()> body, const std::string& wanted_for,
                          const std::string& fewer = {});
 

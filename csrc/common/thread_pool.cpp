@@ -19,7 +19,7 @@ void wait(std::condition_variable& condition, std::unique_lock<std::mutex>& lock
 ThreadPool::ThreadPool(int threads) : state_(std::make_unique<State>()) {
   state_->workers.reserve(threads);
   try {
-    std::lock_guard lock(state_->mutex);  // a worker asks for the number of workers: not before it is final
+    std::lock_guard lock(state_->mutex);  // a worker reads the number of workers: it must be final first
     for (int index = 1; index < threads; ++index)
       state_->workers.push_back(
           start_thread([this, index] { run(index); }, "copies and sums", "threads (num_sms)"));
@@ -31,7 +31,7 @@ ThreadPool::ThreadPool(int threads) : state_(std::make_unique<State>()) {
 
 ThreadPool::~ThreadPool() {
   if (getpid() != owner_) {
-    // The threads are the parent's. Joining them, or destroying what they wait on, would never return here.
+    // The threads are the parent's: joining them here, or destroying what they wait on, would never return.
     static_cast<void>(state_.release());
     return;
   }

@@ -1,4 +1,4 @@
-// Threads that one communicator uses for its copies and sums: the CPU's counterpart of an SM budget.
+// The threads with which a communicator copies and sums: the CPU's counterpart of an SM budget.
 #pragma once
 
 #include <unistd.h>
@@ -15,8 +15,8 @@ namespace moecomm {
 
 class ThreadPool {
  public:
-  /// `threads` counts the caller: 1 starts nothing and runs everything inline. Throws Error(out_of_memory)
-  /// where there are none to be had.
+  /// `threads` includes the caller: 1 starts no thread and runs everything inline. Throws
+  /// Error(out_of_memory) where the system has no threads left.
   explicit ThreadPool(int threads);
   ~ThreadPool();
   ThreadPool(const ThreadPool&) = delete;
@@ -24,9 +24,9 @@ class ThreadPool {
 
   int threads() const { return static_cast<int>(state_->workers.size()) + 1; }
 
-  /// Splits [0, count) into one contiguous range a thread and returns when all have run. One caller at a
-  /// time. Runs inline if it is not `worthwhile`. A range does not depend on what other threads do, so
-  /// results cannot depend on timing.
+  /// Splits [0, count) into one contiguous range per thread and returns when all ranges are done. One caller
+  /// at a time. Runs inline if it is not `worthwhile`. Ranges do not depend on the timing of threads, so
+  /// results do not either.
   void parallel(int64_t count, bool worthwhile, const std::function<void(int64_t begin, int64_t end)>& body);
 
  private:

@@ -11,13 +11,13 @@
 
 namespace moecomm::device {
 
-/// The way to other nodes as kernels see it: host memory of this rank, which the proxy sends from and
-/// receives into.
+/// The connection to other nodes as kernels see it: host memory of this rank, from which the proxy sends and
+/// into which it receives.
 struct Rail {
-  int32_t node, others;  ///< own node; number of other nodes
+  int32_t node, others;  ///< this node's number; number of other nodes
   std::byte* memory;
-  WindowLayout layout;                                                 ///< of the memory
-  int64_t chunk_rows, chunks, arrival_flags, ids_bytes, counts_bytes;  ///< of the layout's shape
+  WindowLayout layout;                                                 ///< layout of the host memory
+  int64_t chunk_rows, chunks, arrival_flags, ids_bytes, counts_bytes;  ///< sizes from the layout's shape
   uint64_t commands;
 
   template <class T = std::byte>
@@ -27,7 +27,7 @@ struct Rail {
   __device__ int32_t other_of(int32_t its_node) const { return NodeMap::other(its_node, node); }
   __device__ int32_t node_of_other(int32_t other) const { return NodeMap::node_of_other(other, node); }
   __device__ int64_t chunk_bytes() const { return chunk_rows * layout.shape.row_bytes(); }
-  /// Address in `section` of row number `row` of those between this rank and another node, with rows of
+  /// Address in `section` of row number `row` among those between this rank and another node, with rows of
   /// `row_bytes`.
   __device__ std::byte* row(int64_t section, int64_t first_chunk, int32_t row, int64_t row_bytes) const {
     const int32_t chunk = row / static_cast<int32_t>(chunk_rows);
@@ -65,45 +65,45 @@ struct NodeBases {
 struct Comm {
   DeviceWindow window;
   int32_t rank;
-  int32_t first_rank, local_ranks;  ///< of this node
+  int32_t first_rank, local_ranks;  ///< the first rank of this node, and the number of its ranks
   int32_t local_experts;
   Divisor of_owner;             ///< local_experts
-  Divisor of_ranks, of_others;  ///< ranks; ranks but one, or 1
-  int32_t places_shift;         ///< logarithm of the places from which tokens are sent in turn
+  Divisor of_ranks, of_others;  ///< divides by the ranks; by the ranks but one (at least 1)
+  int32_t places_shift;         ///< log2 of the number of places from which tokens are sent in turn
   NodeBases bases;              ///< windows of this node's ranks as mapped here
   std::byte* own;               ///< bases[rank]
   HostStatus* host;
-  uint64_t timeout_ns, absence_ns;  ///< of waits; of those for a rank that has not begun the operation
+  uint64_t timeout_ns, absence_ns;  ///< of a wait; of a wait for a rank that has not begun the operation
   DevicePlan plan_fields;
   Rail rail;
 
-  /// Sets what follows from the window's shape.
+  /// Derives the fields that follow from the window's shape.
   void derive() {
     local_experts = window.shape.local_experts();
     of_owner = Divisor::of(local_experts);
     of_ranks = Divisor::of(window.shape.ranks);
     of_others = Divisor::of(window.shape.ranks > 1 ? window.shape.ranks - 1 : 1);
-    // At least as many places as ranks, of which two do not meet at a third (docs/performance.md).
+    // Uses at least as many places as ranks, so that two ranks do not meet at a third (docs/performance.md).
     constexpr int32_t kLeast = 3, kMost = 6;
     places_shift = local_ranks <= 2 ? 0 : kLeast;
     while (places_shift > 0 && places_shift < kMost && 1 << places_shift < local_ranks) ++places_shift;
   }
 
-  /// Of work that all ranks have: whose it is, and its number there.
+  /// An item of work shared out over all ranks: the rank that it concerns, and its number there.
   struct Turn {
     int32_t rank, number;
   };
-  /// Item `item` of what all ranks have in turns, this one first.
+  /// Item `item` of the work for all ranks, taken round-robin from this rank on.
   __device__ Turn turn(int32_t item) const {
     const int32_t number = of_ranks.quotient(item);
     return {after(item - number * ranks()), number};
   }
-  /// The same of all others, the next one first.
+  /// Item `item` of the work for all other ranks, round-robin from the next rank on.
   __device__ Turn turn_of_others(int32_t item) const {
     const int32_t number = of_others.quotient(item);
     return {after(1 + item - number * (ranks() - 1)), number};
   }
-  /// The rank so many after this one, fewer than there are, around the end.
+  /// The rank `steps` after this one, modulo the ranks; `steps` is less than their number.
   __device__ int32_t after(int32_t steps) const {
     return rank + steps < ranks() ? rank + steps : rank + steps - ranks();
   }
@@ -111,19 +111,19 @@ struct Comm {
   /// The rank that has an expert; -1: none.
   __device__ int32_t owner(int32_t expert) const { return expert < 0 ? -1 : of_owner.quotient(expert); }
   __device__ bool is_local(int32_t r) const { return r >= first_rank && r < first_rank + local_ranks; }
-  /// The local rank that relays for `r`: itself if it is on this node, else the one on its rail.
+  /// The local rank that relays for `r`: `r` itself if it is on this node, else the rank on its rail.
   __device__ int32_t relay_rank(int32_t r) const { return is_local(r) ? r : first_rank + r % local_ranks; }
-  /// Whose slot the sum of `owner` (-1: none) takes at a home on this node: its own, or that of the first
-  /// rank of its node where this is another one.
+  /// The rank whose slot holds the sum of `owner` (-1: none) at a home on this node: `owner` itself, or the
+  /// first rank of its node if that is another node.
   __device__ int32_t sender(int32_t owner) const {
     return owner < 0 || is_local(owner) ? owner : owner - owner % local_ranks;
   }
-  /// The rank of this rank's rail on another node.
+  /// The rank on another node that shares this rank's rail.
   __device__ int32_t rail_rank(int32_t other) const {
     return rail.node_of_other(other) * local_ranks + rank - first_rank;
   }
   __device__ int32_t other_of(int32_t r) const { return rail.other_of(r / local_ranks); }
-  /// Numbers the pairs of a node and a rank of this node.
+  /// Numbers the pairs of any rank and a rank of this node.
   __device__ int32_t pair(int32_t r, int32_t neighbour) const {
     return r / local_ranks * local_ranks + neighbour - first_rank;
   }
@@ -142,25 +142,25 @@ struct Comm {
   __device__ T* mine(int64_t offset) const {
     return reinterpret_cast<T*>(own + offset);
   }
-  /// The record that `writer` leaves in the window at `base`.
+  /// The record of `writer` in the window at `base`.
   __device__ SignalRecord& record(std::byte* base, int32_t writer, uint64_t epoch) const {
     return at<SourceLines>(base, window.sources)[writer].record[epoch & 1];
   }
-  /// The numbers that `source` announces of a dispatch, in the window at `base`: EpochNumbers.
+  /// The counts that `source` announces in a dispatch, in the window at `base`: EpochNumbers.
   __device__ uint64_t* counts(std::byte* base, int32_t source, uint64_t epoch) const {
     return at<uint64_t>(base, window.counts[epoch & 1]) + source * window.shape.announced();
   }
-  /// The routes of all its (token, k).
+  /// The routes of all (token, k) of `source`.
   __device__ Route* routes(std::byte* base, int32_t source, uint64_t epoch) const {
     return at<Route>(base, window.routes[epoch & 1]) + source * window.shape.max_tokens * top_k();
   }
-  /// The place of a token where there are `places`, which tokens take in turn. A division of 64 bits would
-  /// take as long as the load of a row.
+  /// The position of a token where tokens take `places` positions in turn. A 64-bit division would take as
+  /// long as loading a row.
   __device__ static int64_t in_turn(int64_t token, int64_t places) {
     const auto number = static_cast<uint32_t>(token), all = static_cast<uint32_t>(places);
     return number < all ? number : number % all;
   }
-  /// Dispatch: where the row of `source`'s token lies in the staging section of `owner`, a rank of this node.
+  /// Dispatch: address of the row of `source`'s token in the staging section of `owner`, a rank of this node.
   __device__ std::byte* staged_row(int32_t owner, uint64_t epoch, int32_t source, int64_t token) const {
     const int32_t place = source - (!own_rows_travel() && source > owner);
     return bases[owner] + window.rows[epoch & 1] +
@@ -171,8 +171,8 @@ struct Comm {
   __device__ std::byte* slot_row(std::byte* base, uint64_t epoch, int64_t token, int32_t slot) const {
     return base + window.rows[epoch & 1] + (token * window.shape.slots() + slot) * window.shape.row_bytes();
   }
-  /// Combine: sum number `slot` for a token of the home numbered `other`, in the window at `base` of the rank
-  /// of its rail.
+  /// Combine: address of sum number `slot` for a token of home `other`, in the window at `base` of the rank
+  /// on that home's rail.
   __device__ std::byte* partial_row(std::byte* base, uint64_t epoch, int32_t other, int64_t token,
                                     int32_t slot) const {
     return base + window.partials[epoch & 1] +
@@ -188,7 +188,7 @@ struct Comm {
   __device__ uint64_t* arrival(std::byte* base, int32_t writer, int64_t number) const {
     return flag(base, window.arrived, writer, number);
   }
-  /// The number of the gradients of weights; before it come the chunks.
+  /// The number of the flag for the gradients of weights, which follows those of the chunks.
   __device__ int64_t gradients_number() const { return window.shape.max_chunks(); }
 };
 

@@ -1,12 +1,13 @@
-// Sending from kernels to other nodes: commands to the proxy (runtime/proxy.hpp), and what goes with them.
+// How kernels send to other nodes: commands to the proxy (runtime/proxy.hpp), and their data.
 #pragma once
 
 #include "device/signal.cuh"
 
 namespace moecomm::device {
 
-/// Hands over a command. What this thread wrote, or saw written, before is there for the network to read. The
-/// ring holds what four operations give, and the one before the last has left when one begins.
+/// Hands a command to the proxy. The network may then read what this thread wrote, or saw written, before.
+/// The ring has room for the commands of four operations; when one begins, those of the one before the last
+/// are done.
 __device__ inline void push_command(const Comm& comm, const Command& command) {
   const uint64_t ticket = atomicAdd(reinterpret_cast<unsigned long long*>(&comm.state().commands), 1ull);
   uint64_t* const slot = comm.rail.at<uint64_t>(comm.rail.layout.commands) + ticket % comm.rail.commands * 2;
@@ -14,7 +15,7 @@ __device__ inline void push_command(const Comm& comm, const Command& command) {
   ptx::store_release_sys(slot, high_word(command, ticket, comm.rail.commands));
 }
 
-/// Commands for `bytes` of ids, weights, indices or gradients. Threads share the pieces.
+/// Pushes commands for `bytes` of ids, weights, indices or gradients, in pieces that threads share.
 __device__ inline void push_pieces(const Comm& comm, Command::Kind kind, int32_t other, int64_t bytes,
                                    uint64_t epoch, int thread, int threads) {
   for (int64_t piece = thread; piece * WindowShape::kPieceBytes < bytes; piece += threads) {
@@ -36,7 +37,7 @@ __device__ inline int64_t chunks_of(const Rail& rail, int64_t rows) {
   return (rows + rail.chunk_rows - 1) / rail.chunk_rows;
 }
 
-/// Sends the record to another node, `rows` and parts to follow. One thread.
+/// Sends the record to another node, and says how many `rows` and parts follow. One thread.
 __device__ inline void send_head(const Comm& comm, const SignalRecord& record, int32_t other, int64_t rows,
                                  int64_t parts, bool with_text) {
   Announcement& head = outgoing_head(comm, record.epoch, other);
@@ -48,8 +49,8 @@ __device__ inline void send_head(const Comm& comm, const SignalRecord& record, i
                 static_cast<uint32_t>(with_text ? sizeof(Announcement) : offsetof(Announcement, text)), 0});
 }
 
-/// Counts a row for the network as staged in `wire`, which a fence has made visible: number `number` of
-/// `rows` that go to a node. The last one of a chunk hands it over.
+/// Counts a row as staged for the network in `wire`, after a fence has made it visible. It is row `number` of
+/// the `rows` for a node. The last row of a chunk hands the chunk over.
 __device__ inline void row_staged(const Comm& comm, WireFormat wire, int32_t other, int32_t number,
                                   int64_t rows, uint64_t epoch) {
   const auto size = static_cast<int32_t>(comm.rail.chunk_rows);
@@ -64,8 +65,9 @@ __device__ inline void row_staged(const Comm& comm, WireFormat wire, int32_t oth
                       in_chunk << 16 | in_chunk});
 }
 
-/// A chunk of rows from another node. The first that waits for it looks at the word in host memory, which all
-/// others would keep from what else takes that way, and tells them in this GPU's memory.
+/// A chunk of rows from another node. The first thread that waits for it polls the word in host memory and
+/// passes the result on in this GPU's memory; polls by all threads would slow down transfers from host
+/// memory.
 struct RailChunk {
   const Comm& comm;
   uint64_t epoch;
@@ -77,7 +79,7 @@ struct RailChunk {
   }
   __device__ OwnWord here() const { return {word(), 2 * epoch + 1}; }
 
-  /// False if it waits in vain.
+  /// False if the wait fails.
   __device__ bool wait(const WaitInfo& info) const {
     const OwnWord here = this->here();
     if (here.arrived()) return true;
@@ -90,8 +92,8 @@ struct RailChunk {
   }
 };
 
-/// Waits until what earlier operations gave the network has left, so that its memory may be written again.
-/// Whole block; false if it waits in vain.
+/// Waits until the network has sent what earlier operations gave it, so that its memory may be written again.
+/// Whole block; false if the wait fails.
 __device__ inline bool wait_sent(const Comm& comm, Operation operation, uint64_t epoch) {
   bool sent = true;
   if (threadIdx.x == 0) {
@@ -102,7 +104,7 @@ __device__ inline bool wait_sent(const Comm& comm, Operation operation, uint64_t
   return __syncthreads_and(sent);
 }
 
-/// Waits until all has arrived that the rail's ranks sent in `epoch`. Whole block.
+/// Waits until everything has arrived that the ranks of the rail sent in `epoch`. Whole block.
 __device__ inline void wait_all_here(const Comm& comm, Operation operation, uint64_t epoch) {
   RelayProgress& progress = *comm.rail.at<RelayProgress>(comm.rail.layout.progress);
   for (int32_t other = static_cast<int32_t>(threadIdx.x); other < comm.rail.others;

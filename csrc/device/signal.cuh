@@ -1,5 +1,5 @@
-// Records: what each rank announces to every rank in each operation (layout/control.hpp), here between
-// kernels.
+// Records: what each rank announces to every rank in each operation (layout/control.hpp), as kernels write
+// and read them.
 #pragma once
 
 #include "common/error.hpp"
@@ -8,9 +8,9 @@
 
 namespace moecomm::device {
 
-/// Writes the record of `writer` to every rank of this node. What this block has written before a barrier
-/// that these threads have passed is visible to whoever sees its epoch. Called by whole blocks or warps:
-/// threads share the peers.
+/// Writes the record of `writer` to every rank of this node. A rank that sees the record's epoch also sees
+/// what this block wrote before a barrier that the calling threads have passed. Whole blocks or warps call
+/// it; their threads share the peers.
 __device__ inline void signal_records(const Comm& comm, const SignalRecord& record, int32_t writer,
                                       int thread, int threads) {
   for (int peer = thread; peer < comm.local_ranks; peer += threads) {
@@ -35,21 +35,21 @@ __device__ inline void signal_records(const Comm& comm, const SignalRecord& reco
   signal_records(comm, record, comm.rank, static_cast<int>(threadIdx.x), static_cast<int>(blockDim.x));
 }
 
-/// Counts how long this rank has waited since `begun` for `peer` to begin an operation. Nothing is returned,
-/// so that nobody waits for the memory.
+/// Counts how long this rank has waited since `begun` for `peer` to begin an operation. Returns nothing, so
+/// that no thread waits for the memory.
 __device__ inline void note_late(const Comm& comm, int32_t peer, uint64_t begun) {
   atomicAdd(reinterpret_cast<unsigned long long*>(comm.mine<uint64_t>(comm.window.late_ns)) + peer,
             static_cast<unsigned long long>(ptx::global_nanoseconds() - begun));
 }
 
-/// Notes that all ranks have begun an operation, for which one has waited since `begun`. One thread.
+/// Notes that all ranks have begun an operation, after a wait since `begun`. One thread.
 __device__ inline void note_agreed(const Comm& comm, Operation operation, uint64_t begun) {
   comm.state().wait_ns += ptx::global_nanoseconds() - begun;
   note_phase(comm, operation, Phase::agreed);
 }
 
-/// Waits for every rank's record of `epoch`, and counts how long for which if `counts`. Whole block; false
-/// for all threads if one of them waits in vain.
+/// Waits for every rank's record of `epoch`; with `counts` it also counts how long it waited for which rank.
+/// Whole block; false for all threads if the wait of one fails.
 __device__ inline bool wait_records(const Comm& comm, Operation operation, uint64_t epoch, bool counts) {
   const uint64_t start = counts ? ptx::global_nanoseconds() : 0;
   bool arrived = true;
@@ -63,12 +63,12 @@ __device__ inline bool wait_records(const Comm& comm, Operation operation, uint6
   return arrived;
 }
 
-/// The same; the first block of a grid counts.
+/// The same, where the first block of a grid counts.
 __device__ inline bool wait_records(const Comm& comm, Operation operation, uint64_t epoch) {
   return wait_records(comm, operation, epoch, blockIdx.x == 0);
 }
 
-/// Finds whether the record of rank `r` differs from that of rank 0 or is an error; `verdict` says how.
+/// Finds whether the record of rank `r` differs from that of rank 0 or holds an error; `verdict` says how.
 __device__ inline bool judge_record(const SignalRecord& first, const SignalRecord& record, int32_t r,
                                     HostStatus::Verdict& verdict) {
   verdict = HostStatus::Verdict{};
@@ -100,9 +100,9 @@ __device__ inline bool judge_record(const SignalRecord& first, const SignalRecor
          same(Disagreement::carries, first.carries, record.carries);
 }
 
-/// Compares the records of `epoch`; every rank looks at the same ones, so every rank comes to the same
-/// verdict: the first error, else the first that differs from rank 0. One warp; false, and `verdict`, if they
-/// do not agree.
+/// Compares the records of `epoch`. Every rank compares the same records and so comes to the same verdict:
+/// the first error, else the first record that differs from rank 0's. One warp; false, with `verdict` set, if
+/// they do not agree.
 __device__ inline bool compare_records(const Comm& comm, uint64_t epoch, HostStatus::Verdict& verdict) {
   const int lane = static_cast<int>(threadIdx.x) & 31;
   const SignalRecord first = comm.record(comm.own, 0, epoch);
@@ -124,7 +124,7 @@ __device__ inline bool compare_records(const Comm& comm, uint64_t epoch, HostSta
   return false;
 }
 
-/// Hands a verdict to the host, unless one is waiting there already. One thread.
+/// Hands a verdict to the host, unless an unread one is there. One thread.
 __device__ inline void report_verdict(const Comm& comm, const HostStatus::Verdict& verdict, uint64_t epoch) {
   HostStatus::Verdict& out = comm.host->verdict;
   if (ptx::load_acquire_sys(&out.set) != 0) return;

@@ -1,4 +1,4 @@
-// Values in e4m3 with a float32 scale: the arithmetic of docs/data_formats.md, wherever values are quantised.
+// Values in e4m3 with a float32 scale: all quantisation uses the arithmetic of docs/data_formats.md.
 #pragma once
 
 #include <cuda_fp8.h>
@@ -9,7 +9,7 @@ namespace moecomm::e4m3 {
 
 /// The scale of values whose largest magnitude is `amax`; never zero.
 __device__ inline float scale(float amax) {
-  constexpr float kLargest = 448.0f, kLeast = 1.17549435e-38f;  // of e4m3; of the normal floats
+  constexpr float kLargest = 448.0f, kLeast = 1.17549435e-38f;  // the largest e4m3; the smallest normal float
   return fmaxf(__fdiv_rn(amax, kLargest), kLeast);
 }
 

@@ -1,4 +1,4 @@
-// Element types on the device: 16 bytes of a row to float32, in which sums are made, and back.
+// Element types on the device: converts 16 bytes of a row to float32, the type of sums, and back.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -26,7 +26,7 @@ struct Element<DType::float32> {
   __device__ static uint4 narrow(const float* in) {
     return {__float_as_uint(in[0]), __float_as_uint(in[1]), __float_as_uint(in[2]), __float_as_uint(in[3])};
   }
-  /// The largest magnitude, of numbers: NaN counts as zero.
+  /// The largest magnitude of numbers: NaN counts as zero.
   __device__ static float largest(const uint4& raw) {
     float values[kVector], most = 0;
     widen(raw, values);
@@ -37,28 +37,28 @@ struct Element<DType::float32> {
   /// The largest magnitude, or NaN if there is one.
   __device__ static float largest_or_nan(const uint4& raw) {
     const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
-    uint32_t most = 0;  // bits of magnitudes are in their order, and NaN behind all
+    uint32_t most = 0;  // the bits of magnitudes sort as their values, with NaN last
 #pragma unroll
     for (int i = 0; i < kVector; ++i) most = max(most, words[i] & 0x7fffffffu);
     return __uint_as_float(most);
   }
 };
 
-/// The larger magnitudes of two pairs, place by place. NaN counts as zero.
+/// The larger magnitude of two pairs, element by element. NaN counts as zero.
 struct LargerPair {
   template <class Pair>
   __device__ Pair operator()(const Pair& a, const Pair& b) const {
     return __hmax2(a, b);
   }
 };
-/// The same, or NaN where there is one.
+/// The same; NaN if either is NaN.
 struct LargerPairOrNan {
   template <class Pair>
   __device__ Pair operator()(const Pair& a, const Pair& b) const {
     return __hmax2_nan(a, b);
   }
 };
-/// The largest magnitudes in a vector of pairs, place by place, by one of these.
+/// The largest magnitudes in a vector of pairs, element by element; `Larger` is one of the two above.
 template <class Pair, class Larger>
 __device__ inline Pair largest_pair(const uint4& raw, const Larger& larger) {
   const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
@@ -72,7 +72,7 @@ __device__ inline float larger_or_nan(const float2& pair) {
   return __uint_as_float(max(__float_as_uint(pair.x), __float_as_uint(pair.y)) & 0x7fffffffu);
 }
 
-/// Elements of 16 bits; `Pairs` converts two of them.
+/// 16-bit elements; `Pairs` converts two of them.
 template <class Pairs>
 struct HalfElement {
   using Pair = typename Pairs::Pair;
@@ -126,7 +126,7 @@ struct Element<DType::bfloat16> : HalfElement<Bfloat16Pairs> {};
 template <>
 struct Element<DType::float16> : HalfElement<Float16Pairs> {};
 
-/// Calls use.operator()<dtype>() for the dtypes that rows have on GPUs.
+/// Calls use.operator()<dtype>() for the dtypes of rows on GPUs.
 template <class Use>
 cudaError_t with_dtype(DType dtype, const Use& use) {
   switch (dtype) {

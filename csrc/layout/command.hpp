@@ -16,24 +16,24 @@ struct Command {
     weights,  ///< piece `index` of the routing weights; a: bytes
     index,    ///< piece `index` of the relay indices; a: bytes
     grads,    ///< piece `index` of the outgoing gradients; a: bytes
-    chunk,    ///< rows of chunk `index` are in the staging slot a: b = rows now << 16 | rows of the chunk;
-              ///< the kinds from here on, one for each WireFormat, say in which format they are
+    chunk,    ///< rows of chunk `index` are in the staging slot a; b = rows now << 16 | rows of the chunk.
+              ///< The kinds from here on, one per WireFormat, also say the format of the rows
   };
   Kind kind;
   uint8_t epoch;   ///< low bits
-  uint16_t other;  ///< node, by NodeMap::other
+  uint16_t other;  ///< the other node, numbered by NodeMap::other
   uint32_t index;
   uint32_t a, b;
 };
 static_assert(sizeof(Command) == 16);
 static_assert(static_cast<int>(Command::Kind::chunk) + kWireFormatCount <= 128);
 
-/// The kind of a command for rows that travel in `wire`.
+/// The kind of a command for rows in format `wire`.
 MOECOMM_HD constexpr Command::Kind chunk_kind(WireFormat wire) {
   return static_cast<Command::Kind>(static_cast<int>(Command::Kind::chunk) + static_cast<int>(wire));
 }
 MOECOMM_HD constexpr bool is_chunk(Command::Kind kind) { return kind >= Command::Kind::chunk; }
-/// The format of the rows of such a command.
+/// The format of the rows in such a command.
 MOECOMM_HD constexpr WireFormat chunk_format(Command::Kind kind) {
   return static_cast<WireFormat>(static_cast<int>(kind) - static_cast<int>(Command::Kind::chunk));
 }
@@ -59,17 +59,17 @@ MOECOMM_HD constexpr Command command_from(uint64_t high, uint64_t low) {
           static_cast<uint32_t>(low)};
 }
 
-/// The 32 bits that arrive with a put. Epochs are told apart by three bits: of one peer two can be under way
-/// at a time, out of four that the receiver reckons with (docs/protocol.md).
+/// The 32 bits that arrive with a put. Three of them identify an epoch: the receiver tells four consecutive
+/// epochs of a peer apart, of which two can be in flight (docs/protocol.md).
 struct Immediate {
   enum class Kind : uint32_t {
     head,  ///< an Announcement
     body,  ///< a piece of ids, weights or relay indices; counted
-    part,  ///< what arrival flag `index` stands for: a chunk, or a piece of gradients
+    part,  ///< what sets arrival flag `index`: a chunk, or a piece of gradients
   };
   Kind kind;
   uint32_t epoch;  ///< low bits
-  uint32_t node;   ///< that sent it
+  uint32_t node;   ///< the sending node
   uint32_t index;
 
   static constexpr uint32_t kEpochs = 8, kIndices = 1 << 15;

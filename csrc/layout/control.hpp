@@ -30,28 +30,28 @@ inline const char* operation_name(Operation operation) {
 
 enum class RowLayout : int32_t { expert = 0, rank = 1 };
 
-/// The caller of a dispatch in a graph of torch.compile, which serves all layers and knows no number: any.
+/// The caller of a dispatch in a graph of torch.compile, which serves all layers, so it matches any number.
 inline constexpr uint16_t kAnyCaller = 0xffff;
 inline constexpr char kCallerText[] =
     "the layer that calls (a number of its place among those of the communicator, of its MoEConfig, and "
     "under DistributedDataParallel of a router's weights, which differ where ranks clip or step by "
     "themselves: clip by moecomm.nn.clip_grad_norm, scale by ShardedGradScaler; 0: none)";
-/// True where dispatches of these callers may be one: ranks that pair those of different layers would send
-/// tokens to the wrong experts.
+/// True where dispatches of these callers may belong together: if ranks paired dispatches of different
+/// layers, tokens would go to the wrong experts.
 MOECOMM_HD constexpr bool same_caller(uint16_t one, uint16_t other) {
   return one == other || one == kAnyCaller || other == kAnyCaller;
 }
 
 /// A rank's announcement to one peer for one epoch. Every field but `epoch` is written before it; `epoch` is
-/// stored with release and loaded with acquire, and makes visible the record and all that was written before
-/// to any window, on the CPU by the rank, on a GPU by the block that signals.
+/// stored with release and loaded with acquire. It makes visible the record and all earlier writes to any
+/// window: on the CPU by the rank, on a GPU by the signalling block.
 struct alignas(kLine) SignalRecord {
   uint64_t epoch;
   Operation operation;
-  uint16_t caller;      ///< dispatch: number of the layer among those of the communicator; 0: none
+  uint16_t caller;      ///< dispatch: the layer's number among those of the communicator; 0: none
   uint32_t error;       ///< ErrorKind, with the text in the sender's window
-  int64_t rows_offset;  ///< where the sender's rows start in its window; GPU: with an error the index of the
-                        ///< id that is bad
+  int64_t rows_offset;  ///< where the sender's rows start in its window; GPU, with an error: the index of the
+                        ///< bad id
   int64_t capacity;     ///< -1: dropless
   uint64_t plan;        ///< epoch of the kept plan (redispatch, combine); candidate for reuse or 0 (dispatch)
   int32_t tokens;
@@ -62,9 +62,9 @@ struct alignas(kLine) SignalRecord {
 };
 static_assert(sizeof(SignalRecord) == kLine && offsetof(SignalRecord, epoch) == 0);
 
-/// A number of those fields of a record that have to be the same on all ranks (compare_records): where it is
-/// the same so are they, as surely as 64 bits can say, and where it is not the records are looked at. 0: an
-/// error, which has to be looked at.
+/// A hash of the fields of a record that must be equal on all ranks (compare_records). Equal hashes mean
+/// equal fields, as surely as 64 bits can; where hashes differ, the records are compared. 0: an error, for
+/// which records are always compared.
 MOECOMM_HD constexpr uint64_t arguments_hash(const SignalRecord& record) {
   if (record.error != 0) return 0;
   uint64_t hash = 0;
@@ -72,7 +72,7 @@ MOECOMM_HD constexpr uint64_t arguments_hash(const SignalRecord& record) {
                                static_cast<uint64_t>(record.capacity), record.plan,
                                static_cast<uint64_t>(record.alignment), static_cast<uint64_t>(record.layout),
                                static_cast<uint64_t>(record.carries), static_cast<uint64_t>(record.detail)}) {
-    hash = (hash ^ field) * 0x9e3779b97f4a7c15;  // odd, so that one field alone tells itself apart
+    hash = (hash ^ field) * 0x9e3779b97f4a7c15;  // odd, so that fields that differ change the hash
     hash ^= hash >> 29;
   }
   return hash | 1;
@@ -82,31 +82,31 @@ enum Carries : uint32_t {
   kCarriesRows = 1,
   kCarriesWeights = 2,
   kCarriesQuantised = 4,
-  kAfterGivenUp = 8  ///< GPU, where tokens take turns: the dispatch before was not received, and rows that
-                     ///< were yet to be sent did not go out
+  kAfterGivenUp = 8  ///< GPU, where tokens share memory in turns: the previous dispatch was not received, and
+                     ///< its unsent rows were not sent
 };
 
 /// Why a rank gave up on a peer.
 enum class Cause : uint32_t { no_signal = 0, ended = 1, closed = 2, unreachable = 3 };
 
-/// The lines of a window that one peer writes, or for a peer on another node the rank of its rail here. Two
-/// records alternate: a peer can be one epoch ahead, never two, because epoch n+2 starts only after everybody
-/// has announced n+1, and by then has read n.
+/// The lines of a window that one peer writes; for a peer on another node, the rank here on its rail writes
+/// them. Two records alternate: a peer can be one epoch ahead but not two, because epoch n+2 starts only
+/// after all ranks have announced n+1, and by then they have read n.
 struct PeerLines {
   SignalRecord record[2];
-  alignas(kLine) Cause gone;  ///< not no_signal: the peer will announce nothing more, because of this
-  uint32_t abort;             ///< 1 once the peer has given up, because of
+  alignas(kLine) Cause gone;  ///< not no_signal: why the peer will announce nothing more
+  uint32_t abort;             ///< 1 once the peer has given up; the next fields say why
   int32_t abort_peer;         ///< this rank
   Cause abort_cause;          ///< and why
 };
 static_assert(sizeof(PeerLines) == 3 * kLine);
 
-/// The line of a window that its owner sleeps on, and the one that tells the others how far it has read.
+/// The line of a window on which its owner sleeps, and the one that tells others how far it has read.
 struct OwnerLines {
   alignas(kLine) uint32_t doorbell;   ///< futex word, bumped by every signal to this rank
   uint32_t sleeping;                  ///< 1 while the owner may be asleep on the doorbell
   alignas(kLine) uint64_t completed;  ///< last epoch whose remote rows this rank has finished reading
-  uint32_t inside;                    ///< CPU: above 0 while it is within a call of the communicator
+  uint32_t inside;                    ///< CPU: above 0 while the rank is within a call of the communicator
 };
 static_assert(sizeof(OwnerLines) == 2 * kLine);
 

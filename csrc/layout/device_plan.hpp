@@ -1,6 +1,6 @@
-// The plan of one dispatch on the GPU: written by kernels into memory that the caller keeps in its handle, so
-// that it outlives the window's sections, and is rewritten by every replay of a graph. Same meaning as
-// layout/plan.hpp, but dense: indexed by (source, token), so that no list has to be compacted.
+// The plan of one dispatch on the GPU. Kernels write it to memory that the caller keeps in its handle, so
+// that it outlives the window's sections; every replay of a graph rewrites it. It means the same as
+// layout/plan.hpp, but is dense: indexed by (source, token), so that no list has to be compacted.
 #pragma once
 
 #include <cstdint>
@@ -13,17 +13,17 @@
 
 namespace moecomm {
 
-inline constexpr int32_t kRowElsewhere = -1;  ///< the id is no expert of this rank
-inline constexpr int32_t kRowDropped = -2;    ///< it is one, but the row lies past the capacity
+inline constexpr int32_t kRowElsewhere = -1;  ///< the id names no expert of this rank
+inline constexpr int32_t kRowDropped = -2;    ///< it names one, but the row is past the capacity
 inline constexpr int32_t kNoOwnSlot = 0xFFFF;
 
 struct PlanHeader {
-  uint64_t id;          ///< epoch in which it was made; 0: the dispatch failed, and nothing may move along it
-  int32_t rows;         ///< of the output: the capacity, or needed_rows
-  int32_t needed_rows;  ///< rows that all rows and their alignment take here
-  int32_t overflow;     ///< 0, or the needed rows or positions where they are more than their capacity
-  int32_t positions;    ///< in expert-major order: in the expert layout the rows, in the rank layout those of
-                        ///< the index; their capacity, or needed_positions
+  uint64_t id;          ///< epoch of its dispatch; 0: that failed, and nothing may move along the plan
+  int32_t rows;         ///< rows of the output: the capacity, or needed_rows
+  int32_t needed_rows;  ///< rows that all rows and their padding need here
+  int32_t overflow;     ///< 0, or the number of needed rows or positions, if it exceeds the capacity
+  int32_t positions;    ///< number of expert-major positions: in the expert layout the rows, in the rank
+                        ///< layout those of the index; their capacity, or needed_positions
   int32_t needed_positions;
   int32_t reserved[9];
 };
@@ -32,7 +32,7 @@ static_assert(sizeof(PlanHeader) == 64);
 /// Fields of a plan, as offsets in int32 words.
 struct DevicePlan {
   int64_t header;          ///< PlanHeader
-  int64_t expert_rows;     ///< [local experts] rows without alignment
+  int64_t expert_rows;     ///< [1 + local experts] 0, and then `offsets`
   int64_t expert_starts;   ///< [1 + local experts] 0, and then `offsets`
   int64_t offsets;         ///< [local experts] inclusive ends of aligned groups, at most positions
   int64_t source_ends;     ///< [ranks] rank layout: inclusive ends of the sources, at most rows
@@ -41,18 +41,18 @@ struct DevicePlan {
   int64_t bases;           ///< [ranks][local experts] first position of (source, expert)
   int64_t source_bases;    ///< [ranks] rank layout: first row of a source
   int64_t local_topk_idx;  ///< [max_tokens][top_k] this rank's own ids, bad ones as -1
-  int64_t home;   ///< [max_tokens] owners of a token, and from bit 16 the slot that is this rank's own
-  int64_t slots;  ///< [ranks][max_tokens] combine slot at its home of a token that this rank owns experts of,
-                  ///< or -1
+  int64_t home;            ///< [max_tokens] number of a token's owners, and from bit 16 this rank's own slot
+  int64_t slots;      ///< [ranks][max_tokens] combine slot at the token's home if this rank owns its experts,
+                      ///< else -1
   int64_t positions;  ///< [ranks][max_tokens][top_k] position in expert-major order, kRowElsewhere or
                       ///< kRowDropped
-  int64_t rows;       ///< [ranks][max_tokens] rank layout: output row of the token, or likewise
+  int64_t rows;       ///< [ranks][max_tokens] rank layout: output row, kRowElsewhere or kRowDropped
 
-  // Fields with several nodes; [other] is the number of another node.
-  int64_t node_tokens;   ///< [other] tokens of this rank that the node needs
-  int64_t home_index;    ///< [other][max_tokens] their numbers, ascending (relay index); -1: not needed there
-  int64_t relay_tokens;  ///< [other] tokens of the rail's rank that this node needs
-  int64_t relay_index;   ///< [other][max_tokens] their numbers, likewise
+  // Fields with several nodes; [other]: number of another node.
+  int64_t node_tokens;   ///< [other] number of this rank's tokens that the node needs
+  int64_t home_index;    ///< [other][max_tokens] their relay indices, ascending; -1: not needed there
+  int64_t relay_tokens;  ///< [other] number of the rail rank's tokens that this node needs
+  int64_t relay_index;   ///< [other][max_tokens] their relay indices, likewise
   int64_t relay_ids;     ///< [other][max_tokens][top_k] experts of the rail's tokens, -1: none
   int64_t total;         ///< words
 

@@ -45,10 +45,10 @@ void for_each_section(DeviceWindow& w, int64_t rows_bytes, const Visit& visit) {
   }
 }
 
-/// Combine needs a slot for each possible owner of each token. Dispatch uses the same memory for the rows of
-/// the sources that are staged. Those of a host's GPUs all have a place: rows of the wire format, and along a
-/// kept plan rows as they are. Of more sources, and on several nodes, whose network holds rows back anyway,
-/// tokens take turns where the slots do not hold all of them.
+/// Combine needs a slot for each possible owner of each token. Dispatch stages the rows of sources in the
+/// same memory. All rows of the GPUs on one host have a place: in the wire format, and along a kept plan in
+/// their dtype. With more sources, and with several nodes, whose network delays rows anyway, tokens reuse
+/// places in turn if the slots are too few.
 int64_t rows_bytes(const DeviceShape& s) {
   int64_t bytes =
       std::max(s.max_tokens * s.slots() * s.row_bytes(),
@@ -66,8 +66,8 @@ int64_t fitting_tokens(const DeviceShape& s, int64_t bytes) {
   return fitting >= s.max_tokens ? s.max_tokens : fitting / kMaxChunk * kMaxChunk;
 }
 
-/// Sums on their way to other nodes may take as much memory as those of this rank's own tokens; where that is
-/// not enough for all tokens, they take turns.
+/// Sums for other nodes may take as much memory as those of this rank's own tokens. If that is not enough for
+/// all tokens, they reuse it in turn.
 int64_t partial_tokens(const DeviceShape& s) {
   if (s.other_nodes() == 0) return 0;
   const int64_t fitting = s.max_tokens * s.slots() / (int64_t{s.other_nodes()} * s.node_slots());
@@ -100,8 +100,8 @@ DeviceWindow walk(const DeviceShape& shape, const Visit& visit) {
 }  // namespace
 
 void check_shape(const DeviceShape& s) {
-  // A warp holds the ids of a token, and a set of ranks as 32 bits a lane; a block counts rows for every
-  // expert in its shared memory; an expert and the number of a row are one 32-bit number (packed routes).
+  // A warp holds the ids of a token, and a set of ranks as 32 bits per lane. A block counts rows for every
+  // expert in its shared memory. An expert and a row's number share one 32-bit number (packed routes).
   constexpr int32_t kMostRanks = 1024;
   constexpr int64_t kMostCounts = 32000;
   const auto refuse = [](const auto&... text) { throw Error(ErrorKind::unsupported, text_of(text...)); };

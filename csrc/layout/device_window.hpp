@@ -20,24 +20,24 @@ inline constexpr int32_t kMaxNodeRanks = 128;
 inline constexpr int32_t kMaxChunk = 8;  ///< tokens
 inline constexpr int32_t kMaxRouteBlocks = 32;
 
-/// The most tokens of a rank whose chunks have one token, two and four.
+/// The most tokens of a rank for which chunks have one token, and two; above that they have four.
 inline constexpr int64_t kMostOfOne = 1024, kMostOfTwo = 4096, kMostOfFour = 16384;
-/// The logarithm of chunk_tokens.
+/// Log2 of chunk_tokens.
 MOECOMM_HD constexpr int32_t chunk_shift(int64_t tokens) {
   return tokens <= kMostOfOne ? 0 : tokens <= kMostOfTwo ? 1 : tokens <= kMostOfFour ? 2 : 3;
 }
 static_assert(1 << chunk_shift(kMostOfFour + 1) == kMaxChunk);
-/// Tokens that are announced together. Small enough that many warps share the work evenly, large enough that
-/// announcing costs little. A pure function of a rank's tokens, so that both sides agree.
+/// Tokens that are announced together. Few enough that many warps share the work evenly, and many enough that
+/// announcing costs little. It depends on a rank's number of tokens alone, so that both sides agree.
 MOECOMM_HD constexpr int32_t chunk_tokens(int64_t tokens) { return 1 << chunk_shift(tokens); }
 
-/// Without a division, which takes a GPU as long as the load of a row.
+/// Avoids a division, which takes a GPU as long as loading a row.
 MOECOMM_HD constexpr int64_t chunk_count(int64_t tokens) {
   return (tokens + chunk_tokens(tokens) - 1) >> chunk_shift(tokens);
 }
 
-/// A number that travels with its epoch in one word: who finds the epoch has the number, and neither a fence
-/// nor a flag has to follow. Zeroed memory is of no epoch.
+/// A number that travels with its epoch in one word: a reader that finds the epoch has the number, so no
+/// fence or flag has to follow. Zeroed memory belongs to no epoch.
 struct EpochNumber {
   static constexpr int kBits = 24;
   static constexpr uint64_t kMask = (uint64_t{1} << kBits) - 1;
@@ -51,23 +51,23 @@ struct EpochNumber {
   MOECOMM_HD static constexpr int32_t number(uint64_t word) { return static_cast<int32_t>(word & kMask) - 1; }
 };
 
-/// The announcement of a dispatch, which is stored and loaded whole.
+/// The announcement of a dispatch, stored and loaded as a whole.
 struct alignas(16) DispatchStart {
   uint64_t arguments;  ///< arguments_hash of the record that follows
-  uint64_t epoch;      ///< EpochNumber, of no meaning
+  uint64_t epoch;      ///< EpochNumber, whose number has no meaning
 };
 static_assert(sizeof(DispatchStart) == 16);
 
-/// The route of a (token, k), which is stored and loaded whole.
+/// The route of a (token, k), stored and loaded as a whole.
 struct alignas(16) Route {
   int32_t packed;  ///< expert << number_bits | number among the source's rows for it; -1: none
   float weight;    ///< 0 without weights
-  uint64_t place;  ///< EpochNumber: in the rank layout the number of the token among those that its source
-                   ///< sends to the owner of the expert, else 0
+  uint64_t place;  ///< EpochNumber: in the rank layout the token's number among those that its source sends
+                   ///< to the expert's owner, else 0
 };
 static_assert(sizeof(Route) == 16);
 
-/// Sources, at most, whose tokens all have a place in an owner's staging section: the GPUs of a host.
+/// The most sources whose tokens all have a place in an owner's staging section: the GPUs of a host.
 inline constexpr int32_t kWholeSources = 8;
 
 struct DeviceShape;
@@ -83,9 +83,9 @@ struct DeviceShape {
   DType dtype;
   WireFormat wire;
   int32_t ranks_per_node = 0;             ///< 0: all
-  int32_t whole_sources = kWholeSources;  ///< of more sources on a node than these, tokens may take turns
+  int32_t whole_sources = kWholeSources;  ///< with more sources on a node, tokens may reuse places
 
-  /// Returns this shape for rows that travel in another format.
+  /// Returns this shape with another wire format of rows.
   MOECOMM_HD DeviceShape with_wire(WireFormat other) const {
     DeviceShape shape = *this;
     shape.wire = other;
@@ -107,41 +107,41 @@ struct DeviceShape {
     const int32_t columns = entry.scale_columns;
     return columns == 0 ? 0 : (hidden + columns - 1) / columns * entry.scale_bytes;
   }
-  /// Where the scale of the whole row is, in a format that has one: behind the other scales.
+  /// Position of the scale of the whole row, in formats that have one: after the other scales.
   MOECOMM_HD int64_t wire_row_scale() const { return wire_data_bytes() + (wire_scale_bytes() + 3) / 4 * 4; }
   MOECOMM_HD int64_t wire_row_bytes() const {
     if (wire == WireFormat::same) return row_bytes();
     const int64_t bytes =
         wire_entry(wire).row_scale ? wire_row_scale() + 4 : wire_data_bytes() + wire_scale_bytes();
-    const int64_t lines = (bytes + 127) / 128 * 128;  // rows that share no line fill a link better
+    const int64_t lines = (bytes + 127) / 128 * 128;  // rows in cache lines of their own fill a link better
     return lines <= row_bytes() ? lines : (bytes + 15) / 16 * 16;
   }
-  /// Rows that change their format on the way do so also where source and owner are one; others are not
+  /// Rows that change format on the way are also converted and staged on their own rank; other rows are not
   /// staged there.
   MOECOMM_HD bool own_rows_travel() const { return wire != WireFormat::same; }
-  /// Sources whose rows an owner stages.
+  /// Number of sources whose rows an owner stages.
   MOECOMM_HD int32_t staged_sources() const { return own_rows_travel() || ranks == 1 ? ranks : ranks - 1; }
-  /// Most sums that one token can get: one of each owner on its node, and one of each other node.
+  /// The most sums for one token: one of each owner on its node, and one of each other node.
   MOECOMM_HD int32_t slots() const {
     const int32_t senders = nodes().local_ranks + other_nodes();
     return senders < top_k ? senders : top_k;
   }
-  /// Most owners of one token on one node.
+  /// The most owners of one token on one node.
   MOECOMM_HD int32_t node_slots() const {
     const int32_t owners = nodes().local_ranks;
     return owners < top_k ? owners : top_k;
   }
-  /// Chunks of up to max_tokens tokens, whatever number of them comes.
+  /// The most chunks of a source with up to max_tokens tokens.
   MOECOMM_HD int64_t max_chunks() const;
-  /// Numbers that a source counts for others: rows for each expert, then tokens for each rank.
+  /// How many numbers a source counts for others: rows for each expert, then tokens for each rank.
   MOECOMM_HD int64_t counts() const { return num_experts + ranks; }
-  /// Numbers that it announces: those, then its tokens.
+  /// How many numbers a source announces: these counts, then its tokens.
   MOECOMM_HD int64_t announced() const { return counts() + 1; }
-  /// Numbers that a source counts: those, and with several nodes tokens for each node.
+  /// How many numbers a source counts: the same, and with several nodes the tokens for each node.
   MOECOMM_HD int64_t bins() const { return other_nodes() > 0 ? counts() + nodes().nodes() : counts(); }
 };
 
-/// The part of the path between nodes that is in host memory.
+/// The layout of host memory between the node's kernels and the network.
 WindowShape host_window_shape(const DeviceShape& shape);
 
 MOECOMM_HD inline int64_t DeviceShape::max_chunks() const {
@@ -153,8 +153,8 @@ MOECOMM_HD inline int64_t DeviceShape::max_chunks() const {
   return most;
 }
 
-/// A shape whose sizes have been worked out, for kernels: what they ask for again and again takes a division
-/// else, or a dozen instructions that wait for each other.
+/// A shape with sizes computed in advance for kernels, which need them often: each would take a division, or
+/// a dozen dependent instructions.
 class KernelShape : public DeviceShape {
  public:
   KernelShape() = default;
@@ -188,51 +188,51 @@ class KernelShape : public DeviceShape {
   int32_t other_nodes_, slots_, node_slots_;
 };
 
-/// Records of one source, two because a peer can be one epoch ahead.
+/// Records of one source; two, because a peer can be one epoch ahead.
 struct SourceLines {
   SignalRecord record[2];
 };
 static_assert(sizeof(SourceLines) == 2 * kLine);
 
-/// A peer that signals no more, for waits on it. Written by the host, through a copy: kernels that polled
-/// host memory would fill the path that their own NVLink traffic takes (docs/history.md).
+/// Tells waits for a peer that it will not signal any more. The host writes it to device memory by a copy:
+/// kernels that polled host memory would slow down their own NVLink traffic (docs/history.md).
 struct alignas(32) PeerLoss {
-  uint32_t set;  ///< 1: a wait for this peer whose signal is not there ends
-  int32_t peer;  ///< the one to blame: itself, or who it gave up on
+  uint32_t set;  ///< 1: waits for this peer end, unless its signal has arrived
+  int32_t peer;  ///< the rank to blame: this peer, or the one on which it gave up
   Cause cause;
   int32_t first;      ///< the rank that noticed
-  uint64_t complete;  ///< waits of epochs up to this one go on: all that the peer has sent in these, before
-                      ///< it closed, is on this node, where kernels may still have to hand it on
+  uint64_t complete;  ///< waits for epochs up to this one go on: all that the peer sent in these before it
+                      ///< closed is on this node, where kernels may still have to forward it
 };
-static_assert(sizeof(PeerLoss) == 32 && offsetof(PeerLoss, set) == 0);  // the rest is copied first
+static_assert(sizeof(PeerLoss) == 32 && offsetof(PeerLoss, set) == 0);  // the others are copied first
 
-/// What an operation passes on a GPU. In one kernel it announces, sends and agrees side by side; else it
-/// passes them in this order, but for `sent`, which may be at any time.
+/// Phases of an operation on a GPU. In a single kernel announcing, sending and agreeing overlap; otherwise
+/// phases pass in this order, except `sent`, which may pass at any time.
 enum class Phase : int32_t {
-  announced,  ///< this rank announces it to all: a dispatch when its ids have been counted
-  agreed,     ///< all ranks are known to do the same
-  planned,    ///< a dispatch: the plan of what arrives here is made
-  sent,       ///< the last of this rank's rows, or sums, has been sent
+  announced,  ///< this rank has announced the operation to all; a dispatch does so after counting its ids
+  agreed,     ///< all ranks are known to run the same operation
+  planned,    ///< dispatch: the plan of arriving rows is made
+  sent,       ///< this rank's last row, or sum, is sent
   ended,
 };
 inline constexpr const char* kPhaseNames[] = {"announced", "agreed", "planned", "sent", "ended"};
 inline constexpr int kPhases = sizeof(kPhaseNames) / sizeof(kPhaseNames[0]);
 
-/// When the newest operation of a kind began and passed its phases, in nanoseconds of the GPU's clock. A
-/// phase that it has not, or not yet, is that of an earlier one.
+/// When the newest operation of a kind began and passed its phases, in nanoseconds of the GPU's clock. Phases
+/// that it has not passed hold the times of an earlier operation.
 struct PhaseClock {
   uint64_t started;
   uint64_t passed[kPhases];
 
-  /// What the operation took, if it has ended.
+  /// Duration of the operation, if it has ended.
   MOECOMM_HD uint64_t nanoseconds() const {
     const uint64_t ended = passed[static_cast<int>(Phase::ended)];
     return started != 0 && ended > started ? ended - started : 0;
   }
 };
 
-/// The operations that a PhaseClock is for: dispatch and the backward of combine, where rows go out, or
-/// combine and the backward of dispatch, where sums come home.
+/// Maps an operation to its PhaseClock: one for dispatch and the backward of combine, which send rows, and
+/// one for combine and the backward of dispatch, which return sums.
 MOECOMM_HD constexpr int clock_of(Operation operation) { return operation == Operation::combine ? 1 : 0; }
 inline constexpr int kClocks = 2;
 
@@ -240,30 +240,30 @@ inline constexpr int kClocks = 2;
 /// zero between operations.
 struct DeviceState {
   alignas(kLine) uint64_t epoch;      ///< last epoch that has ended here
-  alignas(kLine) uint32_t failed;     ///< 1: a wait ended without what it waited for; kernels return at once
-  uint64_t cancelled;                 ///< epoch whose records disagree: nothing is waited for
+  alignas(kLine) uint32_t failed;     ///< 1: a wait has failed; kernels return at once
+  uint64_t cancelled;                 ///< epoch whose records disagree, so that waits for it end
   uint64_t planned;                   ///< epoch of the newest plan that a kernel waits for
-  uint64_t left;                      ///< epoch of the newest dispatch whose output had no room for its rows
+  uint64_t left;                      ///< epoch of the newest dispatch whose rows did not fit its output
   alignas(kLine) uint32_t send_next;  ///< next chunk to be sent
-  uint32_t stage_next;                ///< and to be sent to other nodes
-  uint32_t later_next;                ///< next chunk to be sent that reuses another one's place
+  uint32_t stage_next;                ///< next chunk to be sent to other nodes
+  uint32_t later_next;                ///< next chunk to be sent that reuses another's memory
   alignas(kLine) uint32_t receive_next;
-  alignas(kLine) uint32_t item_next;      ///< next item, where rows arrive or are reduced
+  alignas(kLine) uint32_t item_next;      ///< next item to be received or reduced
   alignas(kLine) uint32_t receive_done;   ///< blocks
-  uint32_t send_done;                     ///< blocks of the kernel that sends, where it may run longer
-  uint32_t begun;                         ///< blocks of a kernel that does all of an operation
+  uint32_t send_done;                     ///< finished blocks of a sending kernel that may run longer
+  uint32_t begun;                         ///< blocks of a one-kernel operation that have begun
   alignas(kLine) uint32_t route_counted;  ///< blocks
-  alignas(kLine) uint32_t route_done;     ///< blocks, with several nodes
+  alignas(kLine) uint32_t route_done;     ///< blocks that have computed routes, with several nodes
   alignas(kLine) PhaseClock clocks[kClocks];
-  uint64_t clocked_ns[kClocks];      ///< statistics since construction: time of operations but for the last,
-  uint64_t wait_ns;                  ///< of it waiting for other ranks to begin theirs,
-  uint64_t rows_out, bytes_wire;     ///< and what arrived
-  alignas(kLine) uint64_t bad_id;    ///< index of the first bad id, all ones if there is none
-  alignas(kLine) uint64_t commands;  ///< ever given to the proxy
-  uint64_t commands_before;          ///< and by the end of the last operation
-  uint32_t relay_next;               ///< next item of what is relayed
-  uint32_t relay_later_next;         ///< next one that takes another one's place
-  uint32_t relay_summed;             ///< next item of what is summed for other nodes
+  uint64_t clocked_ns[kClocks];      ///< statistics since construction: time of operations except the last,
+  uint64_t wait_ns;                  ///< waits for other ranks to begin theirs,
+  uint64_t rows_out, bytes_wire;     ///< and what has arrived
+  alignas(kLine) uint64_t bad_id;    ///< index of the first bad id; all ones if there is none
+  alignas(kLine) uint64_t commands;  ///< commands ever given to the proxy
+  uint64_t commands_before;          ///< the same at the end of the last operation
+  uint32_t relay_next;               ///< next item to be relayed
+  uint32_t relay_later_next;         ///< next relayed item that reuses another's memory
+  uint32_t relay_summed;             ///< next item to be summed for other nodes
 };
 
 static_assert(offsetof(DeviceState, failed) == kLine && offsetof(DeviceState, cancelled) == kLine + 8 &&
@@ -271,61 +271,60 @@ static_assert(offsetof(DeviceState, failed) == kLine && offsetof(DeviceState, ca
 
 /// State of a rank's relay blocks for one other node.
 struct RelayState {
-  alignas(kLine) uint64_t forwarded;  ///< epoch of the newest record of the rail handed on here
-  uint32_t parts;                     ///< blocks that have handed on theirs of it
-  int32_t tokens;                     ///< of that rank, if its operation is the same as here, else 0
+  alignas(kLine) uint64_t forwarded;  ///< epoch of the newest record of the rail that was forwarded here
+  uint32_t parts;                     ///< blocks that have forwarded their parts of it
+  int32_t tokens;                     ///< tokens of the rail's rank, if it runs the same operation, else 0
 };
 
 static_assert(sizeof(RelayState) == kLine && offsetof(RelayState, parts) == 8);
 
-/// Sections exist twice where their use alternates by epoch.
+/// Sections exist twice where epochs alternate between them.
 struct DeviceWindow {
   KernelShape shape;
   int32_t number_bits;      ///< bits of a number below max_tokens
-  int64_t stage_tokens;     ///< tokens of one source that the staging section holds; slots are used in turn
+  int64_t stage_tokens;     ///< tokens per source with slots in the staging section, which are reused
   int64_t sources;          ///< SourceLines[ranks]
   int64_t state;            ///< DeviceState
   int64_t losses;           ///< PeerLoss[ranks], this rank's own
-  int64_t late_ns;          ///< uint64[ranks], this rank's own: waited for a rank to begin its operations
+  int64_t late_ns;          ///< uint64[ranks], this rank's own: waits for each rank to begin operations
   int64_t route_counts;     ///< int32[kMaxRouteBlocks][bins], this rank's own
   int64_t error_text[2];    ///< char[kErrorText]
   int64_t starts[2];        ///< DispatchStart[ranks], by source
   int64_t counts[2];        ///< EpochNumbers [ranks][announced], likewise
   int64_t routes[2];        ///< Route[ranks][max_tokens][top_k], likewise
   int64_t weight_grads[2];  ///< weight type [max_tokens][top_k], written by the owners of the experts
-  int64_t arrived;  ///< uint64[ranks][max_chunks + 1]: epoch in which a chunk of this source has arrived;
-                    ///< the last: its gradients of weights
-  int64_t credits;  ///< uint64[ranks][max_chunks + 1]: epoch in which this reader has read a chunk; with
-                    ///< several nodes of Comm::pair(source, reader), since one rank sends for a rail
+  int64_t arrived;  ///< uint64[ranks][max_chunks + 1]: epoch in which a chunk of this source arrived; the
+                    ///< last entry is for its gradients of weights
+  int64_t credits;  ///< uint64[ranks][max_chunks + 1]: epoch in which this reader read a chunk; with several
+                    ///< nodes by Comm::pair(source, reader), since one rank sends for a rail
   int64_t rows[2];  ///< dispatch: wire rows [staged_sources][stage_tokens]; combine: rows [max_tokens][slots]
 
-  // Sections with several nodes; [other] is the number of another node (NodeMap::other). What goes to and
-  // comes from other nodes lies in host memory (host_window_shape); here is what ranks of the node have to do
-  // with it.
+  // Sections with several nodes; [other] is the number of another node (NodeMap::other). Data to and from
+  // other nodes is in host memory (host_window_shape); these sections hold what the node's ranks do with it.
   int64_t relay_state;      ///< RelayState[other], this rank's own
-  int64_t relay_text[2];    ///< char[other][kErrorText]: of the rail's ranks
-  int64_t relay_grads[2];   ///< weight type [other][max_tokens][top_k], written by the owners of this node
-  int64_t partial_arrived;  ///< uint64[node * local ranks + owner][max_chunks + 1], as `arrived`
-  int64_t partial_credits;  ///< uint64[home][max_chunks + 1]: epoch in which its relay has read a chunk
-  int64_t staged_rows;      ///< uint32[other][chunks to a node]: rows in place for the network
-  int64_t chunks_here;      ///< uint64[other][chunks to a node]: 2 epoch + 1: a chunk of rows from there has
-                            ///< arrived; 2 epoch: a warp of this rank looks whether it has
+  int64_t relay_text[2];    ///< char[other][kErrorText]: error texts of the rail's ranks
+  int64_t relay_grads[2];   ///< weight type [other][max_tokens][top_k], written by this node's owners
+  int64_t partial_arrived;  ///< uint64[node * local ranks + owner][max_chunks + 1], like `arrived`
+  int64_t partial_credits;  ///< uint64[home][max_chunks + 1]: epoch in which its relay read a chunk
+  int64_t staged_rows;      ///< uint32[other][chunks to a node]: rows staged for the network
+  int64_t chunks_here;      ///< uint64[other][chunks to a node]: 2 epoch + 1: a chunk of rows has arrived
+                            ///< from there; 2 epoch: a warp of this rank is polling for it
   int64_t partials[2];      ///< rows [other][partial_tokens][node_slots]
-  int64_t partial_tokens;   ///< tokens of one home for whose sums there is room; it is used in turn
+  int64_t partial_tokens;   ///< tokens of one home for whose sums there is room, which is reused in turn
   int64_t total_bytes;
 
-  /// Chunks of a source with so many tokens that have a place in the staging section before anybody has read
-  /// one. Each of the others, which are behind them, takes the place of another chunk.
+  /// The number of chunks, of a source with `tokens` tokens, that have a place in the staging section from
+  /// the start. Every later chunk reuses the place of another.
   MOECOMM_HD int64_t chunks_at_once(int64_t tokens) const {
     return tokens > stage_tokens ? stage_tokens / chunk_tokens(tokens) : chunk_count(tokens);
   }
 
   static DeviceWindow make(const DeviceShape& shape);
-  /// Returns this window for an operation whose rows travel in another format.
+  /// Returns this window for an operation with another wire format of rows.
   DeviceWindow with_wire(WireFormat wire) const;
 };
 
-/// Lists the sections of DeviceWindow::make, with names and sizes for people.
+/// Lists the sections of DeviceWindow::make with readable names and sizes.
 std::vector<Section> device_window_sections(const DeviceShape& shape);
 
 }  // namespace moecomm

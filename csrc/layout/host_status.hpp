@@ -1,6 +1,6 @@
-// Pinned host memory through which the kernels of a communicator and its host talk without a synchronisation.
-// Each part is written by one side, its `set` (or ticket) last, with release. After it lie one PeerLoss a
-// rank.
+// Pinned host memory through which a communicator's kernels and its host exchange messages without
+// synchronising. One side writes each part, its `set` (or ticket) last, with release. One PeerLoss per rank
+// follows it.
 #pragma once
 
 #include <cstddef>
@@ -28,9 +28,9 @@ enum class Disagreement : uint32_t {
 
 struct HostStatus {
   struct alignas(kLine) Rows {  // the row count of a dropless dispatch
-    uint64_t ticket;            ///< number of the dispatch, given by the host
+    uint64_t ticket;            ///< number that the host gave the dispatch
     int64_t rows;               ///< -1: the dispatch failed, see `verdict`
-    int64_t positions;          ///< rank layout: in expert-major order
+    int64_t positions;          ///< rank layout: expert-major positions
   } rows;
   struct alignas(kLine) Broken {  // a wait ended without its signal
     uint32_t set;
@@ -47,7 +47,7 @@ struct HostStatus {
     uint32_t kind;  ///< ErrorKind
     int32_t rank;   ///< whose record
     Disagreement about;
-    int64_t index;  ///< of the bad id, from bit 48 one more than the k of its double; or rank 0's value
+    int64_t index;  ///< of the bad id, with k + 1 of its duplicate from bit 48 on; or rank 0's value
     int64_t value;  ///< the bad id, or the value of `rank`
     uint32_t has_text;
   } verdict;
@@ -55,11 +55,11 @@ struct HostStatus {
     uint32_t set;
     int32_t rank;  ///< the fullest
     int64_t needed, capacity;
-    uint32_t of_positions;  ///< 1: they are positions in expert-major order, in the rank layout
+    uint32_t of_positions;  ///< 1: rank layout, where expert-major positions overflowed
   } overflow;
   char text[kErrorText];  ///< of `verdict`
 };
-static_assert(sizeof(HostStatus) % kLine == 0);  // what lies after it is aligned
+static_assert(sizeof(HostStatus) % kLine == 0);  // so that the data after it is aligned
 static_assert(offsetof(HostStatus, text) == 4 * kLine);
 
 }  // namespace moecomm

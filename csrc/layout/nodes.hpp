@@ -1,5 +1,5 @@
-// Placement of ranks: nodes of equal size, filled rank by rank. A rail is the ranks with the same local
-// index, one a node; between nodes a rank talks to its rail only.
+// Placement of ranks: nodes of equal size, filled rank by rank. A rail is the set of ranks with the same
+// local index, one per node; a rank talks to other nodes only over its rail.
 //
 // Example: 6 ranks, 2 a node: rank 3 is local 1 of node 1, its rail is ranks 1, 3, 5. Of the other nodes,
 // node 0 is its number 0 and node 2 its number 1.
@@ -25,7 +25,7 @@ struct NodeMap {
   MOECOMM_HD constexpr int32_t first(int32_t node) const { return node * local_ranks; }
   MOECOMM_HD constexpr int32_t rank_of(int32_t node, int32_t local) const { return first(node) + local; }
   MOECOMM_HD constexpr bool same_node(int32_t a, int32_t b) const { return node_of(a) == node_of(b); }
-  /// Number of `node` among the nodes other than `own`, and back.
+  /// The number of `node` among the nodes other than `own`, and the reverse.
   MOECOMM_HD static constexpr int32_t other(int32_t node, int32_t own) {
     return node < own ? node : node - 1;
   }

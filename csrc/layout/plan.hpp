@@ -1,5 +1,5 @@
-// The plan of one dispatch on one rank: which rows it needs, from where, and where they go. A pure function
-// of every source's expert ids, so that all ranks agree without another exchange, whatever the timing.
+// The plan of one dispatch on one rank: the rows that it needs, their sources, and their places in the
+// output. It depends on all sources' expert ids alone, so all ranks agree without another exchange.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@
 
 namespace moecomm {
 
-/// The sizes that the plan depends on besides the ids.
+/// The sizes on which the plan depends in addition to the ids.
 struct PlanShape {
   int32_t rank;
   int32_t ranks;
@@ -28,75 +28,75 @@ struct PlanShape {
   bool operator==(const PlanShape&) const = default;
 };
 
-/// Ids of one source, int32[tokens][top_k]; values outside the experts are no expert.
+/// Ids of one source, int32[tokens][top_k]; values outside the range of experts mean no expert.
 struct SourceIds {
   const int32_t* ids;
   int64_t tokens;
 };
 
-/// The tokens of a rank that each other node needs. A token's place in such a list is its relay index:
-/// where its row lies among those that travel to that node, and where the sum from there comes back.
+/// The tokens of a rank that each other node needs. A token's position in such a list is its relay index: the
+/// position of its row among those that travel to that node, and of the sum that returns from there.
 struct RelayRoutes {
-  std::vector<std::vector<int32_t>> tokens;  ///< [other node], ascending
+  std::vector<std::vector<int32_t>> tokens;  ///< [other node] tokens, ascending
 };
 RelayRoutes make_routes(const PlanShape& shape, const SourceIds& own);
 
-/// The sums that this rank makes for the ranks of its rail: one row for each relay index, of what the ranks
-/// of this node have of that token.
+/// The sums that this rank makes for the ranks of its rail: one row per relay index, from the rows of that
+/// token on this node's ranks.
 struct RelaySums {
-  std::vector<int64_t> begin;  ///< [relayed rows + 1] into owner
+  std::vector<int64_t> begin;  ///< [relayed rows + 1] ranges in owner
   std::vector<int32_t> owner;  ///< local index of the ranks that have rows of the token, ascending
-  std::vector<int64_t> own;    ///< [relayed rows] entry of this rank, or -1
+  std::vector<int64_t> own;    ///< [relayed rows] this rank's entry, or -1
 };
 
 /// An entry is one (source, token) that this rank needs; entries are ordered by source, then token.
 struct Plan {
   PlanShape shape;
-  uint64_t id = 0;          ///< epoch in which it was made, the same on all ranks
+  uint64_t id = 0;          ///< epoch of the dispatch that made it, the same on all ranks
   int64_t rows = 0;         ///< rows of the output: capacity, or needed_rows
-  int64_t needed_rows = 0;  ///< rows that every expert row and its alignment take here
+  int64_t needed_rows = 0;  ///< rows that all experts' rows and padding need here
   int64_t max_needed = 0;   ///< the largest needed_rows of any rank (fixed capacity only)
   int32_t max_needed_rank = 0;
 
-  std::vector<int64_t> source_begin;  ///< [ranks + 1] entries of a source
+  std::vector<int64_t> source_begin;  ///< [ranks + 1] ranges of the sources' entries
   std::vector<int32_t> entry_token;   ///< [entries]
-  std::vector<int32_t> entry_place;   ///< [entries] its row at the source: token, or relay index
-  std::vector<int32_t> entry_slot;    ///< [entries] this rank's number among the token's owners on this node
-  std::vector<int64_t> row_begin;     ///< [entries + 1] into row and row_k
-  std::vector<int32_t> row;           ///< destination rows in the order of k; -1 past capacity
+  std::vector<int32_t> entry_place;   ///< [entries] row number at the source: token, or relay index
+  std::vector<int32_t> entry_slot;    ///< [entries] this rank's position among the owners on this node
+  std::vector<int64_t> row_begin;     ///< [entries + 1] ranges in row and row_k
+  std::vector<int32_t> row;           ///< destination rows in the order of k; -1 past the capacity
   std::vector<int32_t> row_k;         ///< the token's k that the row serves; -1 in the rank layout
   std::vector<int32_t> entry_ids;     ///< [entries][top_k] local expert or -1 (rank layout only)
 
-  std::vector<int32_t> expert_rows;  ///< [local experts] rows without alignment
-  std::vector<int32_t> offsets;      ///< inclusive ends a local expert (or a source), at most rows
-  std::vector<std::pair<int64_t, int64_t>> padding;  ///< alignment rows [begin, end), zero in the output
+  std::vector<int32_t> expert_rows;  ///< [local experts] rows without padding
+  std::vector<int32_t> offsets;      ///< inclusive end of each local expert (or source), at most rows
+  std::vector<std::pair<int64_t, int64_t>> padding;  ///< padding rows [begin, end), zero in the output
 
   /// Rank layout: the plan of the same dispatch in the expert layout, whose rows are the positions of the
-  /// index; and the row of this plan that each position reads, 0 where nothing is.
+  /// index; and for each position the row of this plan that it reads, 0 for unused ones.
   std::shared_ptr<const Plan> by_expert;
   std::vector<int32_t> index;
 
   // The home side: this rank's own tokens.
   int64_t tokens = 0;
   std::vector<int32_t> local_topk_idx;  ///< [tokens][top_k]
-  std::vector<int64_t> owner_begin;     ///< [tokens + 1] into owner
-  std::vector<int32_t> owner;  ///< ranks with the token's experts, ascending; other nodes: the first rank
-  std::vector<int32_t> owner_place;  ///< [like owner] its slot on this node; other nodes: relay index
-  std::vector<int64_t> own_entry;    ///< [tokens] entry of (this rank, token), or -1
+  std::vector<int64_t> owner_begin;     ///< [tokens + 1] ranges in owner
+  std::vector<int32_t> owner;           ///< owners of the token, ascending; of another node its first rank
+  std::vector<int32_t> owner_place;     ///< [as owner] slot on this node; for other nodes the relay index
+  std::vector<int64_t> own_entry;       ///< [tokens] entry of (this rank, token), or -1
   RelayRoutes routes;
 
-  // Fields with several nodes.
-  std::vector<int64_t> source_tokens;  ///< [ranks] tokens that each rank brought
-  std::vector<int64_t> relayed;  ///< [ranks] rows of a rank that travel to this node (0: it is of this node)
-  std::vector<RelaySums> relay_sums;  ///< [other node] for this rank's rail
+  // Fields for several nodes.
+  std::vector<int64_t> source_tokens;  ///< [ranks] number of tokens that each rank brought
+  std::vector<int64_t> relayed;        ///< [ranks] rows that a rank of another node sends to this one, else 0
+  std::vector<RelaySums> relay_sums;   ///< [other node] for this rank's rail
 
   int64_t entries() const { return static_cast<int64_t>(entry_token.size()); }
 };
 
-/// sources[r] is rank r's; sources.size() == shape.ranks. Which nodes there are changes where rows come from,
-/// not which rows of the output they get.
+/// sources[r]: ids of rank r; sources.size() == shape.ranks. The division into nodes changes where rows come
+/// from, not their places in the output.
 Plan make_plan(const PlanShape& shape, const std::vector<SourceIds>& sources, const RelayRoutes& routes);
-/// Makes the plan where the routes are not known yet.
+/// Makes the plan where the routes were not computed before.
 inline Plan make_plan(const PlanShape& shape, const std::vector<SourceIds>& sources) {
   return make_plan(shape, sources, make_routes(shape, sources[shape.rank]));
 }

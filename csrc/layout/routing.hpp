@@ -16,9 +16,9 @@ MOECOMM_HD constexpr int32_t expert_owner(int32_t expert, int32_t local_experts)
   return expert < 0 ? -1 : expert / local_experts;
 }
 
-/// A divisor of numbers from 0 to 2^31 - 1, for kernels: a product and a shift, where a division takes some
-/// thirty instructions that wait for each other (Granlund and Montgomery, "Division by invariant integers
-/// using multiplication", PLDI 1994, figure 4.1).
+/// A divisor of numbers from 0 to 2^31 - 1, for kernels. It takes a product and a shift, where a division
+/// takes some thirty dependent instructions (Granlund and Montgomery, "Division by invariant integers using
+/// multiplication", PLDI 1994, figure 4.1).
 struct Divisor {
   uint32_t factor;
   int32_t shift;
@@ -45,8 +45,8 @@ MOECOMM_HD constexpr bool first_of_owner(const int32_t* ids, int32_t k, int32_t 
   return true;
 }
 
-/// Distinct owners with a rank in [first, rank). With the first rank of a node: the slot of `rank` among the
-/// token's owners there.
+/// Number of distinct owners among the ranks [first, rank). If `first` is the first rank of a node, this is
+/// the slot of `rank` among the token's owners there.
 MOECOMM_HD constexpr int32_t owners_between(const int32_t* ids, int32_t top_k, int32_t local_experts,
                                             int32_t first, int32_t rank) {
   int32_t owners = 0;
@@ -57,7 +57,7 @@ MOECOMM_HD constexpr int32_t owners_between(const int32_t* ids, int32_t top_k, i
   return owners;
 }
 
-/// True where some id of the token has its owner in [first, end): a node needs the row.
+/// True where an id of the token has its owner in [first, end): a node with these ranks needs the row.
 MOECOMM_HD constexpr bool owned_in(const int32_t* ids, int32_t top_k, int32_t local_experts, int32_t first,
                                    int32_t end) {
   for (int32_t k = 0; k < top_k; ++k)

@@ -8,22 +8,22 @@
 namespace moecomm {
 namespace {
 
-// Bytes of a chunk: a sixteenth of what a rank can send to a node, so that staging holds all of it, but not
-// so few that a put's fixed cost counts. The ranks of a node wait for each other with every chunk of sums on
-// CPUs, not on GPUs, whose chunks are smaller, for several lanes to share (docs/history.md).
+// A chunk has a sixteenth of the bytes that a rank can send to a node, so that staging holds all of them, but
+// not so few that a put's fixed cost matters. On CPUs the ranks of a node wait for each other at every chunk
+// of sums; on GPUs they do not, and chunks are smaller, for several lanes (docs/history.md).
 constexpr int64_t kChunksWanted = WindowLayout::kStagingChunks, kLeastChunkBytes = int64_t{512} << 10,
                   kMostChunkBytes = int64_t{4} << 20, kMostDeviceChunkBytes = int64_t{1} << 20;
-// An immediate has 15 bits for an arrival flag, a command 16 bits for the rows of a chunk.
+// An immediate has 15 bits for an arrival flag, and a command 16 bits for the rows of a chunk.
 constexpr int64_t kMostChunks = 1 << 14, kMostChunkRows = (1 << 16) - 1;
 
-// Sections start on pages, so that a section can be backed, registered or dropped by itself.
+// Sections start on pages, so that each can be backed, registered or dropped separately.
 
 /// Calls visit(name, offset field, bytes) for every section in the order of the window.
 template <class Visit>
 void for_each_section(WindowLayout& layout, const Visit& visit) {
   const WindowShape& s = layout.shape;
   const int64_t weights = s.weights_bytes();
-  const bool cpu = !s.for_device();  // kernels keep rows, slots and gradients of the node in device memory
+  const bool cpu = !s.for_device();  // GPUs keep the node's rows, slots and gradients in device memory
   visit("peer signals", layout.peers, s.ranks * int64_t{sizeof(PeerLines)});
   visit("doorbell", layout.owner, int64_t{sizeof(OwnerLines)});
   if (cpu)

@@ -1,8 +1,8 @@
-// The formats in which rows of a dispatch travel, a line of a table each. Layout, memory plan and runtime
-// take what they know of a format from its line; how values are written and read is the format's verbs,
-// Wire<format> in kernels/gpu/common/wire_element.cuh. A new format is a line here with its place in
-// kWireFormats, its verbs there, the dtypes of its tensors in moecomm/types.py, and its name in
-// CMakeLists.txt, where each format's kernels that send are an object of their own.
+// The wire formats of a dispatch's rows, one table line each. Layout, memory plan and runtime read a format's
+// facts from its line; Wire<format> in kernels/gpu/common/wire_element.cuh has the functions that write and
+// read its values. A new format needs a line here with its place in kWireFormats, its functions there, the
+// dtypes of its tensors in moecomm/types.py, and its name in CMakeLists.txt, where each format's sending
+// kernels are a separate object.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@
 namespace moecomm {
 
 enum class WireFormat : int32_t {
-  same = 0,   ///< in its dtype
+  same = 0,   ///< rows in their dtype
   fp8 = 1,    ///< e4m3 with one float32 scale for each 128 columns
   mxfp8 = 2,  ///< e4m3 with one power of two, e8m0, for each 32 columns
   nvfp4 = 3,  ///< e2m1 with one e4m3 scale for each 16 columns and a float32 scale of the row
@@ -24,8 +24,8 @@ inline constexpr int kWireFormatCount = sizeof(kWireFormats) / sizeof(kWireForma
 
 struct WireEntry {
   const char* name;
-  int32_t value_bits;     ///< 0: those of dtype
-  int32_t scale_columns;  ///< columns that share a scale, behind the values; 0: there are none
+  int32_t value_bits;     ///< 0: the bits of dtype
+  int32_t scale_columns;  ///< columns that share a scale; scales follow the values; 0: no scales
   int32_t scale_bytes;
   bool row_scale;  ///< a float32 scale of the whole row follows, at a multiple of 4
 };

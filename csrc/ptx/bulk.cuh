@@ -16,25 +16,25 @@ __device__ __forceinline__ void barrier_init(uint64_t* barrier, uint32_t arrival
                : "memory");
 }
 
-/// Makes barriers that were just initialised known to the copy engine.
+/// Makes barriers that were just initialised visible to the copy engine.
 __device__ __forceinline__ void fence_barrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-/// Arrives once and adds `bytes` that bulk copies have to bring before the phase ends.
+/// Arrives once, and adds `bytes` that bulk copies must deliver before the phase ends.
 __device__ __forceinline__ void barrier_expect(uint64_t* barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
                "r"(bytes)
                : "memory");
 }
 
-/// Arrives `count` times; what this thread did before is visible to whoever finds the phase ended.
+/// Arrives `count` times. Threads that find the phase ended see this thread's earlier writes.
 __device__ __forceinline__ void barrier_arrive(uint64_t* barrier, uint32_t count = 1) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(count)
                : "memory");
 }
 
-/// True when the phase of this parity has ended; what was copied is visible to this thread then.
+/// True when the phase of this parity has ended; this thread then sees what was copied.
 __device__ __forceinline__ bool barrier_done(uint64_t* barrier, uint32_t parity) {
   uint32_t done;
   asm volatile(
@@ -49,7 +49,7 @@ __device__ __forceinline__ bool barrier_done(uint64_t* barrier, uint32_t parity)
   return done != 0;
 }
 
-/// The same without a pause in it.
+/// The same, but it never suspends the thread.
 __device__ __forceinline__ bool barrier_done_now(uint64_t* barrier, uint32_t parity) {
   uint32_t done;
   asm volatile(
@@ -74,15 +74,15 @@ __device__ __forceinline__ void bulk_load(void* shared, const void* global, uint
       : "memory");
 }
 
-/// Shared to global memory, in the bulk group that is open.
+/// Copies shared to global memory, in the open bulk group.
 __device__ __forceinline__ void bulk_store(void* global, const void* shared, uint32_t bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global),
                "r"(shared_address(shared)), "r"(bytes)
                : "memory");
 }
 
-/// How lines of the L2 are kept that a bulk copy reads or writes: of those that `pass`, which are not used
-/// again soon, others take the place first.
+/// The L2 cache policy of lines that a bulk copy reads or writes: lines that `pass`, which are not used again
+/// soon, are evicted first.
 __device__ __forceinline__ uint64_t line_policy(bool pass) {
   uint64_t policy;
   if (pass)
@@ -92,7 +92,7 @@ __device__ __forceinline__ uint64_t line_policy(bool pass) {
   return policy;
 }
 
-/// The two with such a policy.
+/// The two copies above with such a policy.
 __device__ __forceinline__ void bulk_load(void* shared, const void* global, uint32_t bytes, uint64_t* barrier,
                                           uint64_t policy) {
   asm volatile(
@@ -110,24 +110,24 @@ __device__ __forceinline__ void bulk_store(void* global, const void* shared, uin
 
 __device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
-/// Waits until all but the newest `pending` groups have read their shared memory.
+/// Waits until all but the newest `pending` groups have read their shared memory, which is then free.
 template <int pending>
 __device__ __forceinline__ void bulk_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(pending) : "memory");
 }
 
-/// Waits until all but the newest `pending` groups are written, wherever they go.
+/// Waits until all but the newest `pending` groups have completed their writes.
 template <int pending>
 __device__ __forceinline__ void bulk_wait() {
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(pending) : "memory");
 }
 
-/// Ordinary stores to shared memory before it are seen by bulk copies after it.
+/// Makes earlier ordinary stores to shared memory visible to later bulk copies.
 __device__ __forceinline__ void fence_shared_to_bulk() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-/// Makes what this thread has acquired in global memory visible to its bulk copies after it.
+/// Makes what this thread has acquired in global memory visible to its later bulk copies.
 __device__ __forceinline__ void fence_global_to_bulk() {
   asm volatile("fence.proxy.async.global;" ::: "memory");
 }

@@ -1,22 +1,22 @@
-// Programmatic dependent launch, barriers of some warps, and the clock.
+// Programmatic dependent launch, barriers among some of a block's warps, and the clock.
 #pragma once
 
 #include <cstdint>
 
 namespace moecomm::ptx {
 
-/// Lets the next kernel of the stream start once all blocks have said so.
+/// Lets the next kernel of the stream start once all blocks have called this.
 __device__ __forceinline__ void launch_dependents() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
-/// Waits until the kernel that this one was launched behind has ended; all it wrote is visible then.
+/// Waits until the previous kernel, which this one's launch overlaps, has ended; its writes are visible then.
 __device__ __forceinline__ void wait_for_previous_kernel() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
-/// A barrier of `threads` threads of a block, a multiple of 32, who know it by `number` from 1 to 15; true if
-/// `value` is for all of them.
+/// A barrier of `threads` threads of a block, a multiple of 32, identified by `number` from 1 to 15; true if
+/// `value` is true for all of them.
 __device__ __forceinline__ bool barrier_and(int number, int threads, bool value) {
   int all;
   asm volatile(

@@ -16,7 +16,7 @@ MOECOMM_LOAD(load_acquire_sys, "acquire.sys", uint32_t, "u32", "r")
 MOECOMM_LOAD(load_acquire_sys, "acquire.sys", uint64_t, "u64", "l")
 MOECOMM_LOAD(load_acquire_gpu, "acquire.gpu", uint32_t, "u32", "r")
 MOECOMM_LOAD(load_acquire_gpu, "acquire.gpu", uint64_t, "u64", "l")
-/// No order: for polling host memory, and values that only this device writes.
+/// No order: for polling host memory, and for values that only this device writes.
 MOECOMM_LOAD(load_relaxed_sys, "relaxed.sys", uint32_t, "u32", "r")
 MOECOMM_LOAD(load_relaxed_sys, "relaxed.sys", uint64_t, "u64", "l")
 MOECOMM_LOAD(load_relaxed_gpu, "relaxed.gpu", uint64_t, "u64", "l")
@@ -26,17 +26,16 @@ MOECOMM_LOAD(load_relaxed_gpu, "relaxed.gpu", uint64_t, "u64", "l")
   __device__ __forceinline__ void name(type* address, type value) {                                   \
     asm volatile("st." order ".global." width " [%0], %1;" ::"l"(address), letter(value) : "memory"); \
   }
-/// Everything this thread wrote, or saw written, before is visible to whoever acquires `value`; and what that
-/// one writes afterwards is not seen by loads that this thread, or threads it has met at a barrier, did
-/// before.
+/// A thread that acquires `value` sees everything that this thread wrote, or saw written, before. And earlier
+/// loads of this thread, or of threads it met at a barrier, do not see what that thread writes afterwards.
 MOECOMM_STORE(store_release_sys, "release.sys", uint32_t, "u32", "r")
 MOECOMM_STORE(store_release_sys, "release.sys", uint64_t, "u64", "l")
 MOECOMM_STORE(store_release_gpu, "release.gpu", uint64_t, "u64", "l")
-/// No order: behind a fence.
+/// No order: for use after a fence.
 MOECOMM_STORE(store_relaxed_sys, "relaxed.sys", uint64_t, "u64", "l")
 #undef MOECOMM_STORE
 
-/// 16 bytes that are stored, and loaded, whole. No order.
+/// 16 bytes, stored and loaded as a whole. No order.
 struct Pair {
   uint64_t low, high;
 };
@@ -56,7 +55,7 @@ __device__ __forceinline__ Pair load_relaxed_sys_pair(const void* address) {
   return value;
 }
 
-/// Puts `value` where `before` was, without order; returns what was there.
+/// Replaces `before` by `value`, without order; returns the old value.
 __device__ __forceinline__ uint64_t compare_swap_gpu(uint64_t* address, uint64_t before, uint64_t value) {
   uint64_t seen;
   asm volatile("atom.relaxed.gpu.global.cas.b64 %0, [%1], %2, %3;"
@@ -66,7 +65,7 @@ __device__ __forceinline__ uint64_t compare_swap_gpu(uint64_t* address, uint64_t
   return seen;
 }
 
-/// Adds with release and acquire: the last of several arrivals sees what all the others wrote.
+/// Adds with release and acquire: the last of several adders sees what all others wrote before.
 __device__ __forceinline__ uint32_t add_acq_rel_gpu(uint32_t* address, uint32_t value) {
   uint32_t before;
   asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;"
@@ -76,7 +75,7 @@ __device__ __forceinline__ uint32_t add_acq_rel_gpu(uint32_t* address, uint32_t 
   return before;
 }
 
-/// Starts to copy 4 or 8 bytes, whose addresses are multiples of that, to shared memory.
+/// Starts to copy 4 or 8 bytes to shared memory; both addresses are multiples of the size.
 template <int bytes>
 __device__ __forceinline__ void copy_async(void* shared, const void* global) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(
@@ -84,7 +83,7 @@ __device__ __forceinline__ void copy_async(void* shared, const void* global) {
                "l"(global), "n"(bytes)
                : "memory");
 }
-/// What this thread has started to copy is there, for itself.
+/// Waits for the copies that this thread has started, which it alone then sees.
 __device__ __forceinline__ void wait_for_async_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 __device__ __forceinline__ void fence_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }

@@ -1,6 +1,6 @@
-// The ring through which commands reach the proxy: any number of producers, one consumer, no locks. A slot
-// says by a bit that changes every lap whether it is filled, so a producer needs one ticket and two stores,
-// the second with release. Kernels do the same into pinned memory (device/rail.cuh).
+// The ring through which commands reach the proxy: any number of producers, one consumer, no locks. A bit in
+// each slot, whose meaning changes every lap, says whether the slot is filled, so a producer needs one ticket
+// and two stores, the second with release. Kernels do the same in pinned memory (device/rail.cuh).
 #pragma once
 
 #include <atomic>
@@ -19,10 +19,10 @@ class CommandRing {
   };
   static_assert(sizeof(Slot) == 16);
 
-  /// A ring of its own.
+  /// A ring in memory that it allocates.
   CommandRing() : own_(std::make_unique<Slot[]>(kSlots)), slots_(own_.get()), count_(kSlots) {}
-  /// Makes a ring in zeroed memory for `count` slots, a power of two, which a GPU writes to as well: then
-  /// nobody else pushes, and never more than `count` commands wait.
+  /// A ring in zeroed memory with `count` slots, a power of two, to which a GPU writes: then nobody else may
+  /// push, and at most `count` commands may wait.
   CommandRing(void* memory, uint64_t count) : slots_(static_cast<Slot*>(memory)), count_(count) {}
 
   static constexpr uint64_t kSlots = 4096;
@@ -39,7 +39,7 @@ class CommandRing {
     return true;
   }
 
-  /// The next command, by the one consumer.
+  /// Returns the next command, for the one consumer.
   std::optional<Command> pop() {
     const uint64_t ticket = tail_.load(std::memory_order_relaxed);
     Slot& slot = slots_[ticket % count_];

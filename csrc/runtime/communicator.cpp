@@ -13,7 +13,7 @@
 namespace moecomm {
 namespace {
 
-// Plans kept alive after their handles are gone, so that a recomputed forward can find its plan again.
+// Plans kept alive after their handles are gone, so that a forward that is recomputed finds its plan.
 constexpr size_t kRecentPlans = 16;
 
 /// Copies ids to int32 and checks them. Returns what is wrong with the first bad one, or an empty text.
@@ -99,7 +99,7 @@ bool Communicator::close() noexcept {
   return !left_behind_;
 }
 
-/// Closes; with `drain` after what others still need of this rank has left it and passed through it.
+/// Closes. `drain`: first waits until all data that others need has left this rank or passed through it.
 void Communicator::leave(bool drain) noexcept {
   if (closed_) return;
   closed_ = true;
@@ -111,7 +111,7 @@ void Communicator::leave(bool drain) noexcept {
     try {
       if (drain) internode_->wait_all_here(epoch_);
     } catch (...) {
-      drain = false;  // somebody else is gone, too
+      drain = false;  // another rank is gone, too
     }
     left_behind_ = !internode_->proxy().close(drain);
   }
@@ -146,7 +146,7 @@ const std::string& Communicator::tell_overflow() {
 template <class Body>
 auto Communicator::guarded(Body&& body) {
   const shm::Signals::Inside inside(*signals_);
-  // A signal's handler may close the communicator meanwhile.
+  // A signal handler may close the communicator during the operation.
   const bool outer = std::exchange(under_way_, true);
   struct Restore {
     bool &flag, before;
@@ -158,15 +158,15 @@ auto Communicator::guarded(Body&& body) {
     pending_.reset();
     signals_->complete(epoch_);
     if (error.kind() == ErrorKind::peer_timeout || error.kind() == ErrorKind::peer_lost) {
-      // The peer may have left because check() has told it of an overflow that this rank has not asked for.
+      // The peer may have left because its check() raised an overflow that this rank has not asked for.
       broken_ =
           Error(error.kind(), after_error(error.what(), overflow_ ? overflow_->what() : ""), error.details());
       throw *broken_;
     }
-    if (error.kind() == ErrorKind::closed) leave(false);  // the wait was given up
+    if (error.kind() == ErrorKind::closed) leave(false);  // give_up() has ended the wait
     throw;
   } catch (...) {
-    leave(false);  // interrupted: this rank has left the operation that the others are in
+    leave(false);  // interrupted: this rank has left an operation that the others are in
     throw;
   }
 }
@@ -174,9 +174,9 @@ auto Communicator::guarded(Body&& body) {
 SignalRecord Communicator::start(Operation operation, const Plan* plan) {
   signals_->require_going_on();
   pending_.reset();
-  signals_->complete(epoch_);  // whatever came before, also a dispatch that was never pulled
-  // Rows of an epoch that failed, or was not pulled, may still be on their way: the next but one uses their
-  // place, and begins when all ranks have announced this one.
+  signals_->complete(epoch_);  // ends what came before, also a dispatch that was never pulled
+  // Rows of an epoch that failed, or was not pulled, may still be arriving. The next epoch but one reuses
+  // their memory, and begins when all ranks have announced this one.
   if (internode_) internode_->wait_all_here(epoch_);
   SignalRecord record{};
   record.epoch = ++epoch_;
@@ -189,7 +189,7 @@ SignalRecord Communicator::start(Operation operation, const Plan* plan) {
   return record;
 }
 
-/// Announces `record` to all ranks; with `routes`, send_rows() follows. text: of an error.
+/// Announces `record` to all ranks. routes: of rows that send_rows() will send, or null; text: an error's.
 void Communicator::signal(const SignalRecord& record, const RelayRoutes* routes, const char* text) {
   signals_->signal(record);
   if (internode_) internode_->announce(record, routes, text);
@@ -203,7 +203,7 @@ void Communicator::wait_records(const SignalRecord& record, const char* phase) {
   compare_records(record.epoch);
 }
 
-/// Every rank looks at the same records, so every rank comes to the same verdict.
+/// Every rank compares the same records, so every rank comes to the same verdict.
 void Communicator::compare_records(uint64_t epoch) {
   for (int r = 0; r < config_.shape.ranks; ++r) {
     const SignalRecord& record = signals_->record(r, epoch);
@@ -242,31 +242,31 @@ void Communicator::fail(ErrorKind kind, const std::string& text) {
   auto* const target = reinterpret_cast<char*>(own(layout_.error_text[record.epoch & 1]));
   store_text(text, target, kErrorText);
   signal(record, nullptr, target);
-  // Ranks stay in step only if this one waits as well; what it reports is its own error all the same.
+  // Ranks stay in step only if this one waits as well, though it reports its own error in any case.
   try {
     guarded([&] { signals_->wait_all(record.epoch, "error exchange"); });
   } catch (const Error&) {
-    // The communicator is broken, as the next call will say.
+    // The communicator is broken; the next call raises that.
   }
   throw Error(kind, text, {.rank = config_.rank});
 }
 
-/// Puts x where peers can pull it and returns its offset in this rank's window.
+/// Makes x available for peers to pull, and returns its offset in this rank's window.
 int64_t Communicator::publish(const std::byte* x, const int32_t* ids, int64_t tokens) {
   const int64_t in_window = input_offset(x);
   if (in_window >= 0) {
     input_epoch_[in_window >= layout_.input[1]] = epoch_;
     return in_window;
   }
-  // Two sections alternate. Epoch n overwrites what n-2 published: all ranks announced n-1, so all have left
-  // n-2.
+  // Two sections alternate. Epoch n overwrites what n-2 published: all ranks have announced n-1, so all have
+  // left n-2.
   const int64_t offset = layout_.rows[epoch_ & 1];
   stats_.bytes_staged +=
       cpu::dispatch_send(context(), x, ids, tokens, own(offset)) * layout_.shape.row_bytes();
   return offset;
 }
 
-/// Returns the ids of all ranks in a dispatch, at their addresses in this process.
+/// Returns the ids of all ranks in a dispatch, by their addresses in this process.
 std::vector<SourceIds> Communicator::all_ids(uint64_t epoch) const {
   std::vector<SourceIds> sources;
   for (int r = 0; r < config_.shape.ranks; ++r)
@@ -286,7 +286,7 @@ cpu::PullArguments Communicator::pull_arguments(uint64_t epoch, const std::byte*
   return arguments;
 }
 
-/// Rows of this node first: those of the others are on their way meanwhile.
+/// Pulls rows of this node first, while those of other nodes arrive.
 void Communicator::pull_rows(const Plan& plan, uint64_t epoch, const cpu::PullArguments& arguments) {
   const int32_t first = nodes_.first(nodes_.node_of(config_.rank));
   const auto pull = [&](cpu::EntryRange range) { cpu::dispatch_receive(context(), plan, arguments, range); };
@@ -296,7 +296,7 @@ void Communicator::pull_rows(const Plan& plan, uint64_t epoch, const cpu::PullAr
   count_wire(plan);
 }
 
-/// Row bytes that a dispatch brings here from other ranks, and a combine sends back to them.
+/// Counts the row bytes that a dispatch brings here from other ranks, or that a combine sends back to them.
 void Communicator::count_wire(const Plan& plan) {
   const int64_t own = plan.source_begin[config_.rank + 1] - plan.source_begin[config_.rank];
   stats_.bytes_wire += (plan.entries() - own) * layout_.shape.row_bytes();
@@ -324,7 +324,7 @@ std::shared_ptr<const Plan> Communicator::begin_dispatch(const DispatchArguments
     const PlanShape shape{config_.rank,       config_.shape.ranks, local_experts_,     top_k,
                           arguments.layout,   arguments.alignment, arguments.capacity, nodes_.local_ranks,
                           arguments.positions};
-    // Each caller has plans of its own, so that a combine of another layer has another one.
+    // Each caller has its own plans, so that a combine of another layer is one along another plan.
     const uint64_t hash = hash_ids(ids, arguments.tokens * top_k) + arguments.caller;
     std::shared_ptr<const Plan> plan = reusable_plan(hash, shape, ids, arguments.tokens);
     record.rows_offset = publish(arguments.x, ids, arguments.tokens);
@@ -343,7 +343,7 @@ std::shared_ptr<const Plan> Communicator::begin_dispatch(const DispatchArguments
     if (internode_) internode_->send_rows(context(), routes, arguments.x, record.epoch);
     wait_records(record, "dispatch");
 
-    // The kept plan holds if every rank's ids are those of the same earlier dispatch.
+    // The kept plan is valid if every rank's ids are those of the same earlier dispatch.
     bool reuse = plan != nullptr;
     for (int r = 0; r < config_.shape.ranks && reuse; ++r)
       reuse = signals_->record(r, record.epoch).plan == plan->id;
@@ -439,13 +439,13 @@ void Communicator::combine(const std::shared_ptr<const Plan>& plan, const std::b
     for (int r = 0; r < config_.shape.ranks; ++r)
       arguments.home_weight_grads.push_back(is_local(r) ? at(r, layout_.weight_grads[parity])
                                                         : internode_->outgoing_grads(r, record.epoch));
-    std::vector<const std::byte*> grads;  // as they arrive, by node
+    std::vector<const std::byte*> grads;  // arriving gradients, by node
     for (int32_t node = 0; node < nodes_.nodes(); ++node) {
       const bool here = node == nodes_.node_of(config_.rank);
       grads.push_back(here ? own(layout_.weight_grads[parity]) : internode_->grads(node, record.epoch));
       if (!here) arguments.relayed_rows.push_back(internode_->sums(node, record.epoch));
     }
-    // Other nodes get nothing before all ranks are known to mean the same plan.
+    // Nothing is sent to other nodes before all ranks are known to use the same plan.
     if (internode_) {
       signal(record);
       wait_records(record, "combine");
@@ -505,7 +505,7 @@ void Communicator::remember(uint64_t hash, const std::shared_ptr<const Plan>& pl
 
 std::shared_ptr<std::byte> Communicator::take_input() {
   require_usable();
-  // A dispatch that was never pulled is over: the wait below would be for this rank.
+  // Ends a dispatch that was never pulled: otherwise the wait below would be for this rank itself.
   pending_.reset();
   signals_->complete(epoch_);
   const int index = input_taken_[0] ? 1 : 0;

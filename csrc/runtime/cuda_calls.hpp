@@ -1,4 +1,4 @@
-// Calls of the CUDA runtime by the host: errors as exceptions, the current device, and calls beside a
+// Calls of the CUDA runtime from the host: errors as exceptions, the current device, and calls during a
 // capture.
 #pragma once
 
@@ -12,27 +12,27 @@ namespace moecomm {
 
 inline void check_cuda(cudaError_t error, const char* what) {
   if (error == cudaSuccess) return;
-  cudaGetLastError();  // what is not sticky is reported here and not again elsewhere
+  cudaGetLastError();  // clears errors that are not sticky, so that no later call reports them
   const ErrorKind kind =
       error == cudaErrorMemoryAllocation ? ErrorKind::out_of_memory : ErrorKind::unsupported;
   throw Error(kind,
               std::string(what) + ": " + cudaGetErrorName(error) + " (" + cudaGetErrorString(error) + ")");
 }
 
-/// Returns a number of its own for the capture that a stream records into; 0: none, or one that has failed.
+/// Returns a unique number of the capture into which a stream records; 0: none, or one that has failed.
 inline uint64_t capture_of(cudaStream_t stream) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   unsigned long long id = 0;
   const cudaError_t error = cudaStreamGetCaptureInfo(stream, &status, &id);
-  if (error == cudaErrorStreamCaptureImplicit) {  // the default stream, while another one records
-    static_cast<void>(cudaGetLastError());        // else who asks next finds this error
+  if (error == cudaErrorStreamCaptureImplicit) {  // the default stream, during a capture of another stream
+    static_cast<void>(cudaGetLastError());        // otherwise the next query would report this error
     return 0;
   }
   check_cuda(error, "cudaStreamGetCaptureInfo");
   return status == cudaStreamCaptureStatusActive ? id : 0;
 }
 
-/// Makes a device current for as long as it lives.
+/// Makes a device current during its lifetime.
 class DeviceGuard {
  public:
   explicit DeviceGuard(int device) {
@@ -51,8 +51,8 @@ class DeviceGuard {
   bool changed_ = false;
 };
 
-/// Lets this thread call the driver while another one captures a graph: what is called has nothing to do with
-/// it.
+/// Allows this thread to call the driver while another thread captures a graph; its calls do not belong to
+/// the capture.
 class BesideCaptures {
  public:
   BesideCaptures() { cudaThreadExchangeStreamCaptureMode(&mode_); }

@@ -13,21 +13,21 @@ namespace {
 
 constexpr auto kWatchPeriod = std::chrono::milliseconds(10);
 
-/// Shape of the host memory in which ranks notice each other's end; with several nodes also of what the proxy
-/// and the kernels share.
+/// Shape of the host memory in which ranks notice that another rank has ended; with several nodes also of the
+/// memory that the proxy and the kernels share.
 WindowShape control_shape(const DeviceShape& shape) {
   if (shape.other_nodes() > 0) return host_window_shape(shape);
   return {shape.ranks, 1, 4, 1, DType::float32};
 }
 
-/// Loads the kernels that send rows in `wire`.
+/// Loads the kernels for rows in format `wire`.
 template <WireFormat wire>
 cudaError_t prepare_wire(const DeviceShape& shape) {
   const cudaError_t error = gpu::prepare_dispatch_send<wire>(shape);
   return error != cudaSuccess ? error : gpu::prepare_dispatch_fused<wire>(shape);
 }
 
-/// Loads the kernels that send rows as they are, and those that bring them into the format of the shape.
+/// Loads the kernels that send rows unchanged, and those that quantise them to the format of the shape.
 cudaError_t prepare_send(const DeviceShape& shape) {
   const cudaError_t error = prepare_wire<WireFormat::same>(shape);
   if (error != cudaSuccess) return error;
@@ -53,7 +53,7 @@ DeviceCommunicator::DeviceCommunicator(const DeviceConfig& config)
   if (major != 9 && major != 10)
     throw Error(ErrorKind::unsupported,
                 text_of("the GPU has compute capability ", major, ".x, there are kernels for 9.0 and 10.x"));
-  // Where nothing is quantised any format will do.
+  // Where nothing is quantised, any format will do.
   const WireFormat quantised = s.wire != WireFormat::same              ? s.wire
                                : config_.gradients != WireFormat::same ? config_.gradients
                                                                        : WireFormat::fp8;
@@ -78,16 +78,16 @@ DeviceCommunicator::DeviceCommunicator(const DeviceConfig& config)
 
 DeviceCommunicator::~DeviceCommunicator() {
   const bool all_ended = close();
-  if (getpid() != owner_) {  // a forked child has no business with the driver
+  if (getpid() != owner_) {  // a forked child must not call the driver
     (void)pinned_.release();
     return;
   }
-  // The thread that lets go of a communicator may have another GPU. To choose this one and go back there
-  // would make a context on that one, so a thread of its own frees what the GPU has.
+  // The thread that destroys a communicator may use another GPU. Switching to this GPU and back would create
+  // a context on that one, so a thread of its own frees the GPU's memory.
   try {
     start_thread([this] { free_device(); }, "freeing a communicator").join();
   } catch (...) {
-    (void)pinned_.release();  // it stays until the process ends
+    (void)pinned_.release();  // the memory stays until the process ends
   }
   if (all_ended) return;
   static_cast<void>(proxy_.release());
@@ -95,7 +95,7 @@ DeviceCommunicator::~DeviceCommunicator() {
   for (shm::Window& window : control_) window.keep_mapped();
 }
 
-/// Frees events, streams and pinned memory; on a thread that has no GPU yet.
+/// Frees events, streams and pinned memory; runs on a thread without a current GPU.
 void DeviceCommunicator::free_device() noexcept {
   cudaSetDevice(config_.device);
   const BesideCaptures beside;
@@ -133,8 +133,8 @@ void DeviceCommunicator::connect(const std::vector<uintptr_t>& bases, const std:
   state.bad_id = ~uint64_t{0};
   state.epoch = config_.first_epoch - 1;
   check_cuda(cudaMemcpy(own + window_.state, &state, sizeof(state), cudaMemcpyHostToDevice), "cudaMemcpy");
-  // The side stream has high priority: beside a product that fills the GPU, what others wait for gets SMs
-  // first.
+  // The side stream has high priority, so that data for which others wait gets SMs before a product that
+  // fills the GPU.
   int least = 0, greatest = 0;
   check_cuda(cudaDeviceGetStreamPriorityRange(&least, &greatest), "cudaDeviceGetStreamPriorityRange");
   check_cuda(cudaStreamCreateWithPriority(&side_stream_, cudaStreamNonBlocking, greatest),
@@ -197,9 +197,9 @@ void DeviceCommunicator::connect_nodes(std::unique_ptr<Transport> transport,
                                    std::move(links), config_.timeout_seconds, config_.first_epoch);
 }
 
-/// Tells kernels which peers are gone, and peers if a kernel here gave up on somebody.
+/// Tells kernels which peers are gone, and tells peers when a kernel here gave up on a rank.
 void DeviceCommunicator::watch() {
-  cudaSetDevice(config_.device);  // before any other call, which would make a context on this thread's GPU, 0
+  cudaSetDevice(config_.device);  // precedes any other call, which would create a context on GPU 0
   const BesideCaptures beside;
   bool told = false;
   while (!stop_.load(std::memory_order_acquire)) {
@@ -212,12 +212,12 @@ void DeviceCommunicator::watch() {
       else if (peer != config_.rank)
         loss = signals_->loss(peer);
       if (!loss) continue;
-      // What a rank of another node has sent may still have to be handed on here.
+      // What a rank of another node has sent may still have to be forwarded here.
       const bool elsewhere = !nodes_.same_node(peer, config_.rank);
       const bool left = loss->cause == Cause::closed && loss->peer == peer && elsewhere;
       out = {1, loss->peer, loss->cause, loss->first, left ? signals_->announced(peer) : 0};
-      // A copy engine brings it there, also while all of the GPU waits, `set` after the rest: kernels may
-      // look while it does. If even that fails, there are the deadlines.
+      // A copy engine writes it there, also while all of the GPU waits; `set` comes last, since kernels may
+      // look meanwhile. If even that fails, deadlines end the waits.
       const auto copy = [&](auto* to, const auto* from, size_t bytes) {
         cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, watch_stream_);
       };
@@ -246,7 +246,7 @@ bool DeviceCommunicator::close() noexcept {
   if (closed_) return !left_behind_;
   closed_ = true;
   held_.reset();
-  pending_.reset();  // nothing is received from now on, nor abandoned, in a window that is gone
+  pending_.reset();  // from now on nothing is received or abandoned in a window that is gone
   if (getpid() != owner_) {
     if (watcher_.joinable()) watcher_.detach();
     return true;

@@ -1,9 +1,9 @@
-// The communicator of one rank on a GPU: starts the kernels of dispatch and combine on the caller's stream
-// (kernels/gpu), and reads what they report through pinned memory. Owns neither the window (device
-// memory that all ranks have mapped; the caller makes it) nor outputs and plans. Knows nothing of torch.
+// The communicator of one rank on a GPU. It starts the kernels of dispatch and combine on the caller's stream
+// (kernels/gpu), and reads what they report through pinned memory. It owns neither the window (device memory
+// that the caller allocates and all ranks have mapped) nor outputs and plans. It does not depend on torch.
 //
-// One call at a time; the caller serialises. Only wait_rows waits for the device, and nothing synchronises
-// it.
+// It runs one call at a time; the caller serialises. Only wait_rows waits for the device, and nothing
+// synchronises it.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -39,38 +39,38 @@ struct DeviceConfig {
   DeviceShape shape;
   int32_t rank;
   double timeout_seconds;
-  int32_t num_sms;  ///< of one operation; 0: as the heuristics say
+  int32_t num_sms;  ///< SMs of one operation; 0: the heuristics choose
   int32_t device;
   int32_t host_ranks;                       ///< ranks of this host, which share its cores
-  uint64_t first_epoch = 1;                 ///< of the first operation, on all ranks
-  WireFormat sums = WireFormat::same;       ///< in which the sums of a combine travel if its caller says so
-  WireFormat gradients = WireFormat::same;  ///< likewise the rows of a redispatch
+  uint64_t first_epoch = 1;                 ///< epoch of the first operation, on all ranks
+  WireFormat sums = WireFormat::same;       ///< wire format of a combine's sums, if its caller asks for it
+  WireFormat gradients = WireFormat::same;  ///< the same for the rows of a redispatch
   double absence_seconds =
-      0;  ///< for a rank that lives and has not begun the operation, if above the timeout
+      0;  ///< deadline for a rank that is alive but has not begun the operation, if above the timeout
 };
 
 /// Addresses are in this device's memory.
 struct DeviceDispatch : DispatchArguments {
-  const std::byte* x_scales;  ///< [tokens][scales a row] where x is in the wire format, or null
+  const std::byte* x_scales;  ///< [tokens][scales a row] if x is in the wire format, or null
   int32_t* plan;              ///< DevicePlan words
 };
 
-/// Rows along a kept plan: the backward of combine.
+/// Arguments for sending rows along a kept plan: the backward of combine.
 struct DeviceRedispatch {
   int32_t* plan;
   RowLayout layout;
   const std::byte* x;  ///< [tokens][hidden]
   int64_t tokens;
-  int64_t rows;             ///< of the output, which see in ReceiveArguments
+  int64_t rows;             ///< rows of the output; see ReceiveArguments
   std::byte* out;           ///< [rows][hidden]
   const std::byte* scales;  ///< weight type [rows], or null
   const std::byte* other;   ///< [rows][hidden], or null
   std::byte* dots;          ///< weight type [rows], or null
-  bool quantised;           ///< they travel in the format of gradients; without scales and other
+  bool quantised;           ///< rows travel in the format of gradients; needs scales and other to be null
 };
 
 struct DeviceOutput {
-  std::byte* out;                ///< [rows][hidden]; with out_scales in the wire format
+  std::byte* out;                ///< [rows][hidden]; in the wire format if out_scales is given
   std::byte* out_scales;         ///< [rows][scales a row], or null
   std::byte* out_weights;        ///< weight type [rows] (rank layout: [rows][top_k]), or null
   int32_t* out_ids;              ///< rank layout: [rows][top_k], or null
@@ -80,14 +80,14 @@ struct DeviceOutput {
 
 struct DeviceStats {
   int64_t dispatch_calls = 0, combine_calls = 0, plans_made = 0, rows_in = 0;
-  double host_wait_seconds = 0;  ///< of the host, for row counts
+  double host_wait_seconds = 0;  ///< host's waits for row counts
 };
 
 struct DeviceCounters {
   uint64_t rows_out = 0, bytes_wire = 0;
   double dispatch_seconds = 0, combine_seconds = 0, wait_seconds = 0;
   std::vector<double> late_seconds;                ///< by rank
-  std::optional<double> phases[kClocks][kPhases];  ///< seconds after the start of the last operation
+  std::optional<double> phases[kClocks][kPhases];  ///< seconds since the start of the last operation
 };
 
 class DeviceCommunicator {
@@ -97,18 +97,18 @@ class DeviceCommunicator {
   DeviceCommunicator(const DeviceCommunicator&) = delete;
   DeviceCommunicator& operator=(const DeviceCommunicator&) = delete;
 
-  /// Names the control segment (host memory through which ranks notice each other's end), for peers to open
-  /// it by.
+  /// Gives the control segment (host memory in which ranks notice that another has ended) a name, by which
+  /// peers open it.
   std::string link_control();
   void unlink_control() noexcept;
-  /// Connects the ranks of the node: bases[i] is the window of rank i as mapped here, zero where nobody has
-  /// written; names[i] its control segment. On one node, ready for operations afterwards.
+  /// Connects the ranks of the node. bases[i]: address of rank i's window as mapped here, zero where no rank
+  /// has written; names[i]: its control segment. On one node, operations may follow.
   void connect(const std::vector<uintptr_t>& bases, const std::vector<std::string>& names,
                const std::vector<int64_t>& pids);
-  /// Takes the connections to the rail, with several nodes, after connect(). Peers of both are numbered by
-  /// node.
+  /// Takes over the connections to the rail, with several nodes, after connect(). Peers of both are numbered
+  /// by node.
   void connect_nodes(std::unique_ptr<Transport> transport, std::unique_ptr<tcp::Links> links);
-  /// The control segment with several nodes: what other nodes write to, and what leaves for them.
+  /// Layout of the control segment with several nodes: what other nodes write to, and what is sent to them.
   const WindowLayout& layout() const { return control_layout_; }
   std::byte* base() const { return control_[own_index()].base(); }
   /// PCI address of the GPU.
@@ -117,65 +117,64 @@ class DeviceCommunicator {
 
   /// SMs that an operation holds while it runs.
   int32_t num_sms() const { return heuristics_.all_blocks(); }
-  /// Up to so many tokens of this rank, one kernel does all of an operation, if it can; as the heuristics say
-  /// where this is not called. Ranks need not agree on it.
+  /// Sets the most tokens of this rank for which one kernel does a whole operation, if it can; without this
+  /// call the heuristics choose. Ranks need not agree on it.
   void fuse_up_to(int64_t tokens) { most_fused_ = tokens; }
-  /// The number of tokens up to which that is so.
+  /// The most tokens for which that is so.
   int64_t fused_tokens() const { return std::min<int64_t>(heuristics_.fused_tokens, most_fused_); }
-  /// Sends and receives: begin_dispatch and finish_dispatch in one. A dropless dispatch, in an output of as
-  /// many rows as offered_rows says, is received if there is room for all; wait_rows has to follow, and then
+  /// Sends and receives: begin_dispatch and finish_dispatch in one call. A dropless dispatch into an output
+  /// of as many rows as offered_rows says is received if all rows fit. wait_rows has to follow, then
   /// accept_rows or, with a larger output, finish_dispatch.
   void dispatch(const DeviceDispatch& dispatch, int64_t rows, int64_t positions, const DeviceOutput& output,
                 cudaStream_t stream);
-  /// The output that a dropless dispatch should be offered; without rows: none, it has to wait first.
-  /// The second is false where rows are received only when it is known how many come, so that there is no
-  /// offer: with an output from before the first half nobody can have work on the stream that reads its
-  /// memory.
+  /// The size of the output to allocate before a dropless dispatch; without rows there is none, and the host
+  /// has to wait first. The second result is false where rows are received only once their number is known.
+  /// An output allocated before the first half is safe: no work on the stream can still read its memory.
   std::pair<gpu::RowCounts, bool> offered_rows(int64_t tokens, RowLayout layout, int64_t alignment) const;
-  /// The output that was offered has room for the rows that wait_rows has found.
+  /// Accepts the offered output, which has room for the rows that wait_rows has found.
   void accept_rows();
-  /// Starts to send and to plan. finish_dispatch has to follow; the next operation abandons a dispatch
-  /// without it.
+  /// Starts to send rows and to make the plan. finish_dispatch has to follow; the next operation abandons a
+  /// dispatch without it.
   void begin_dispatch(const DeviceDispatch& dispatch, cudaStream_t stream);
-  /// Waits until it is known how many rows a dispatch without capacity brings, and how many positions in
-  /// expert-major order. If it throws, what ranks disagree on for example, that dispatch is over before what
-  /// follows on `stream`.
+  /// Waits until the number of rows of a dispatch without capacity is known, and the number of expert-major
+  /// positions. If it throws, for example because ranks disagree, the dispatch has ended before later work on
+  /// `stream`.
   std::pair<int64_t, int64_t> wait_rows(cudaStream_t stream);
   /// Starts to receive into `output` of `rows` rows; in the rank layout with an index of `positions`.
-  /// `directly`: nothing but the first half is on `stream` since that began, so that rows can be received
+  /// `directly`: since the first half began, nothing else was put on `stream`, so that rows can be received
   /// while others are sent. Both halves have to be in the same capture, or in none.
   void finish_dispatch(bool directly, int64_t rows, int64_t positions, const DeviceOutput& output,
                        cudaStream_t stream);
 
-  /// Starts to receive the sums of a combine that was held, if there is one: its output is there when
-  /// `stream` gets here. The next operation does so, too. Returns false for one whose first half was recorded
-  /// by a capture that has ended without the second: nothing of it runs.
+  /// Starts to receive the sums of a combine that was held, if there is one: its output is ready when
+  /// `stream` reaches this point. The next operation also does so. Returns false if a capture recorded the
+  /// first half and has ended without the second: then nothing of it runs.
   bool complete(cudaStream_t stream);
   void redispatch(const DeviceRedispatch& redispatch, cudaStream_t stream);
-  /// `quantised`: sums travel in the format of the configuration, else in their dtype. `held`: sums are sent,
-  /// and the kernel that waits for those of others is left to complete().
+  /// `quantised`: sums travel in the configured format, else in their dtype. `held`: sums are sent, and
+  /// complete() starts the kernel that waits for those of others.
   void combine(const gpu::CombineArguments& arguments, bool quantised, bool held, cudaStream_t stream);
-  /// True for an operation of `tokens` tokens that one kernel would do, all of which waits for other ranks:
-  /// of its two halves the second can be left until somebody waits for it.
+  /// True for an operation of `tokens` tokens that one kernel would do, all of whose blocks wait for other
+  /// ranks: its second half can be put off until its result is needed.
   bool splits(int64_t tokens) const;
   /// Announces to all ranks that this one's arguments are bad.
   void fail(ErrorKind kind, const std::string& text, cudaStream_t stream);
 
-  /// Throws, once, what the device has reported: arguments that ranks disagree on, bad ids, a passed
-  /// capacity; and what broke the communicator, each time.
+  /// Throws, once, what the device has reported: arguments on which ranks disagree, bad ids, an exceeded
+  /// capacity; and on every call the error that broke the communicator.
   void check();
 
-  /// Ends the waits of this rank's kernels, before close(): it leaves within an operation, and the peers
-  /// learn it.
+  /// Ends the waits of this rank's kernels, before close(): the rank leaves within an operation, and the
+  /// peers are told.
   void stop_waiting() noexcept { stopped_.store(true); }
-  /// True if a wait for a row count has been interrupted, and no operation has come since.
+  /// True if a wait for a row count was interrupted, and no operation has followed.
   bool interrupted() const { return interrupted_; }
-  /// Tells the peers. Kernels under way must have ended before the window goes. False: the proxy's thread had
-  /// to be left behind (Proxy::close); the window, and what else it uses, stays until the process ends.
+  /// Closes, and tells the peers. Running kernels must have ended before the window is freed. False: the
+  /// proxy's thread was left behind (Proxy::close), with the window and what else it uses.
   bool close() noexcept;
   const DeviceStats& stats() const { return stats_; }
   void reset_stats() { stats_ = {}; }
-  /// Returns the counters of kernels that have ended; waits for a small copy.
+  /// Returns the counters of finished kernels; waits for a small copy.
   DeviceCounters counters();
   std::string heuristics_text() const;
   const DeviceConfig& config() const { return config_; }
@@ -186,17 +185,16 @@ class DeviceCommunicator {
   struct Pinned;  // HostStatus, losses, texts
   /// An operation whose rows may still have to be received.
   struct Begun {
-    /// Its rows are sent, or they have been received as well if the output that was offered had room: by two
-    /// kernels or in one.
+    /// Its rows are sent; or, where they fit the offered output, also received, by two kernels or by one.
     enum State { sent, offered, offered_in_one } state;
     gpu::SendArguments arguments;
     WireFormat wire;
     int blocks;
-    bool later;  ///< chunks that wait for room may be left to be sent
+    bool later;  ///< chunks that wait for room may still have to be sent
     cudaStream_t stream;
-    uint64_t capture;  ///< that has recorded it; 0: it runs
+    uint64_t capture;  ///< the capture that recorded it; 0: it runs
   };
-  /// A combine whose sums are left to complete().
+  /// A combine whose sums complete() still has to receive.
   struct Held {
     gpu::CombineArguments arguments;
     cudaStream_t stream;
@@ -241,12 +239,12 @@ class DeviceCommunicator {
 
   std::unique_ptr<Pinned> pinned_;
   std::unique_ptr<device::Comm> comms_[kWireFormatCount];  // by WireFormat
-  cudaStream_t side_stream_ = nullptr;                     // for a kernel that sends what waits for room
+  cudaStream_t side_stream_ = nullptr;                     // for a kernel that sends after a wait
   cudaEvent_t fork_ = nullptr, join_ = nullptr;
 
   WindowLayout control_layout_;
   std::vector<shm::Window> control_;
-  bool registered_ = false;  // the own control segment, for the GPU
+  bool registered_ = false;  // this rank's control segment is registered for the GPU
   std::unique_ptr<shm::Signals> signals_;
   std::unique_ptr<Proxy> proxy_;  // with several nodes
   std::thread watcher_;
@@ -266,9 +264,9 @@ class DeviceCommunicator {
   uint32_t texts_ = 0;
   std::optional<Begun> pending_;
   std::optional<Held> held_;
-  gpu::RecentRows recent_rows_[2];  ///< of dropless dispatches, by expert and by rank
-  bool few_fit_ = true;             ///< what the last one of few tokens brought would fit what it is offered
-  std::optional<uint64_t> given_up_;  ///< the capture, or 0, in which the next operation says so (Carries)
+  gpu::RecentRows recent_rows_[2];    ///< of dropless dispatches, in the expert and the rank layout
+  bool few_fit_ = true;               ///< the last rows of few tokens would fit the next offer
+  std::optional<uint64_t> given_up_;  ///< if a dispatch was given up: its capture, or 0 (Carries)
   DeviceStats stats_;
 };
 

@@ -1,4 +1,4 @@
-// DeviceCommunicator: the two halves of operations, which it starts on the caller's stream.
+// DeviceCommunicator: starts the two halves of operations on the caller's stream.
 #include <algorithm>
 #include <stdexcept>
 
@@ -18,7 +18,7 @@ cudaError_t launch_send(const gpu::Launch& launch, const device::Comm& comm,
   });
 }
 
-/// Fills in what the receiving side of an operation has from its sending side.
+/// Copies to the receiving side's arguments those that it shares with the sending side.
 void take_sent(gpu::ReceiveArguments& received, const gpu::SendArguments& sent) {
   received.operation = sent.operation;
   received.x = sent.x;
@@ -26,9 +26,9 @@ void take_sent(gpu::ReceiveArguments& received, const gpu::SendArguments& sent) 
   received.layout = sent.layout;
 }
 
-/// Returns false for the first half of an operation on `stream` that was recorded by `capture` (0: it runs),
-/// if that capture has ended without the second half: nothing of it runs. Throws Error(invalid_argument) for
-/// one that runs, while its stream records by now.
+/// Returns false if `capture` (0: none, it runs) recorded the first half of an operation on `stream` and has
+/// ended without the second half: then nothing of it runs. Throws Error(invalid_argument) for a first half
+/// that runs while its stream records now.
 bool is_there(uint64_t capture, cudaStream_t stream) {
   const uint64_t now = capture_of(stream);
   if (capture == 0 && now != 0)
@@ -45,7 +45,7 @@ bool DeviceCommunicator::complete(cudaStream_t stream) {
   interrupted_ = false;
   if (!held_) return true;
   const DeviceGuard guard(config_.device);
-  // What runs is not completed by what is only recorded, and the other way round.
+  // A recorded half does not complete one that runs, nor the other way round.
   const bool alike = capture_of(stream) == held_->capture;
   const bool there = (held_->capture == 0 && alike) || is_there(held_->capture, held_->stream);
   const Held held = *held_;
@@ -58,20 +58,20 @@ gpu::Launch DeviceCommunicator::launch(cudaStream_t stream, int blocks, bool ove
   return {stream, blocks, overlapped, heuristics_.paired};
 }
 
-/// What comes before every operation on `stream`.
+/// Runs before every operation on `stream`.
 void DeviceCommunicator::end_earlier(cudaStream_t stream) {
   require_usable();
   complete(stream);
   abandon(stream);
 }
 
-/// What `later` holds from now on comes after what `stream` holds now.
+/// Orders later work of `later` after the present work of `stream`.
 void DeviceCommunicator::order(cudaStream_t later, cudaEvent_t event, cudaStream_t stream) {
   check_cuda(cudaEventRecord(event, stream), "cudaEventRecord");
   check_cuda(cudaStreamWaitEvent(later, event, 0), "cudaStreamWaitEvent");
 }
 
-/// Ends what was begun and will not be completed, before what follows on `stream`.
+/// Ends an operation that was begun and will not be completed, before later work on `stream`.
 void DeviceCommunicator::abandon(cudaStream_t stream) {
   if (!pending_) return;
   const DeviceGuard guard(config_.device);
@@ -80,7 +80,7 @@ void DeviceCommunicator::abandon(cudaStream_t stream) {
   pending_.reset();
   if (!there) return;
   const gpu::SendArguments& sent = begun.arguments;
-  // Others may have received it, this rank's rows that were yet to be sent among them.
+  // Other ranks may have received the dispatch, including rows that this rank had yet to send.
   const bool in_turn = comm(begun.wire)->window.stage_tokens < config_.shape.max_tokens;
   if (in_turn) given_up_ = begun.capture;
   const bool offered = begun.state != Begun::sent;
@@ -91,12 +91,12 @@ void DeviceCommunicator::abandon(cudaStream_t stream) {
   if (stream == begun.stream) return;
   cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
   check_cuda(cudaStreamIsCapturing(stream, &capture), "cudaStreamIsCapturing");
-  if (capture != cudaStreamCaptureStatusNone) return;  // who replays a graph puts it after what came before
+  if (capture != cudaStreamCaptureStatusNone) return;  // who replays the graph orders it
   order(stream, fork_, begun.stream);
 }
 
-/// Returns what the record of the operation that begins on `stream` says of a dispatch that this rank gave up
-/// before it: who has received that disagrees, and all raise.
+/// Returns the record bits for the operation that begins on `stream`, which say that this rank gave up the
+/// previous dispatch: ranks that received it disagree, and all raise an error.
 uint32_t DeviceCommunicator::after_given_up(cudaStream_t stream) {
   if (!given_up_ || *given_up_ != capture_of(stream)) return 0;
   given_up_.reset();
@@ -114,7 +114,7 @@ void DeviceCommunicator::send(WireFormat wire, gpu::SendArguments arguments, cud
   arguments.routes_first = divided.routes_first && nodes_.nodes() == 1;
   arguments.relay_blocks = heuristics_.relay_blocks;
   arguments.after = after_given_up(stream);
-  // The number of tokens that other nodes bring is not known here.
+  // The number of tokens on other nodes is not known here.
   const int64_t most = nodes_.nodes() > 1 ? config_.shape.max_tokens : arguments.tokens;
   const bool later = most > comm(wire)->window.stage_tokens;
   if (later) order(side_stream_, fork_, stream);
@@ -125,14 +125,14 @@ void DeviceCommunicator::send(WireFormat wire, gpu::SendArguments arguments, cud
   pending_ = {Begun::sent, arguments, wire, blocks, later, stream, capture_of(stream)};
 }
 
-/// Starts to work out the routes of a dispatch, by blocks that will receive its rows, and its plan.
+/// Starts to compute the routes of a dispatch, with blocks that will receive its rows, and its plan.
 void DeviceCommunicator::launch_route(gpu::SendArguments& arguments, const gpu::DispatchBlocks& divided,
                                       cudaStream_t stream) {
   const bool few = gpu::routes_few(config_.shape, arguments.tokens, gpu::kRouteWords);
   const int most = few ? 1 : std::clamp<int>(divided.receive - 1, 1, kMaxRouteBlocks - 1);
   arguments.route_blocks = gpu::Heuristics::route_blocks(arguments.tokens, most);
-  // A block of its own makes the plan, if there is one more. Together they are an even number at most, since
-  // blocks of the other kernels seem to want neighbours of their kind (docs/history.md, "Blocks in pairs").
+  // A separate block makes the plan, if there is one more. The sum is at most an even number, since blocks of
+  // the other kernels run faster next to blocks of the same kind (docs/history.md, "Blocks in pairs").
   const bool has_planner = divided.receive > arguments.route_blocks;
   const int others = arguments.route_blocks + arguments.relay_blocks, blocks = others + (has_planner ? 1 : 0);
   arguments.plan_block = has_planner ? others : 0;
@@ -140,9 +140,9 @@ void DeviceCommunicator::launch_route(gpu::SendArguments& arguments, const gpu::
              "launch of a dispatch (routes)");
 }
 
-/// Receives the rows of the operation that was sent last.
-/// `directly`: as in finish_dispatch. A kernel of others that comes between may let this one start, and have
-/// memory that this one writes to (its operands, freed by now): it has to end first.
+/// Receives the rows of the operation that was sent last. `directly`: as in finish_dispatch. If the caller's
+/// kernel came in between, it may let this one start early while it still reads memory that this one writes
+/// to (operands that were freed meanwhile): then it has to end first.
 void DeviceCommunicator::receive(gpu::ReceiveArguments arguments, bool directly, cudaStream_t stream) {
   const Begun begun = *pending_;
   const bool beside = directly && stream == begun.stream && begun.state == Begun::sent;
@@ -166,7 +166,7 @@ void DeviceCommunicator::receive(gpu::ReceiveArguments arguments, bool directly,
   }
 }
 
-/// Returns the arguments of a dispatch on its sending side, and counts it.
+/// Returns the sending side's arguments of a dispatch, and counts it.
 gpu::SendArguments DeviceCommunicator::sending(const DeviceDispatch& d) {
   gpu::SendArguments arguments{};
   arguments.operation = Operation::dispatch;
@@ -206,16 +206,16 @@ gpu::ReceiveArguments DeviceCommunicator::receiving(int64_t rows, int64_t positi
   return arguments;
 }
 
-/// True where one kernel does all of an operation of `tokens` tokens whose rows travel in `wire`.
+/// True where one kernel does a whole operation of `tokens` tokens with rows in `wire`.
 bool DeviceCommunicator::fuses(WireFormat wire, int64_t tokens) const {
   return gpu::in_one_kernel(tokens, fused_tokens()) && tokens <= comm(wire)->window.stage_tokens;
 }
 
-/// Starts to send and to receive, in one kernel or two: what is known before to be so many rows, or what may
-/// be more than the output that is offered holds, and is pending until somebody knows.
+/// Starts to send and to receive, in one kernel or two. Either the number of rows is known, or the rows may
+/// exceed the offered output, and the operation is pending until their number is known.
 void DeviceCommunicator::send_and_receive(WireFormat wire, const gpu::SendArguments& sent,
                                           gpu::ReceiveArguments received, cudaStream_t stream) {
-  // The products with other rows are sums, which one warp has to make in its order.
+  // Dot products with other rows are sums that one warp has to make in order.
   const bool in_one = received.other == nullptr && fuses(wire, sent.tokens);
   Begun begun{Begun::offered_in_one, sent, wire, 0, false, stream, 0};
   if (in_one) {
@@ -235,7 +235,7 @@ void DeviceCommunicator::run_in_one(WireFormat wire, gpu::FusedArguments argumen
   take_sent(arguments.receive, sent);
   if (!arguments.again) sent.after = after_given_up(stream);
   const int warps = gpu::kWarps;
-  // What is received again is known, and may be what others with many tokens have sent.
+  // The number of rows that are received again is known, and may include those of ranks with many tokens.
   const int64_t items = arguments.again ? arguments.receive.rows : sent.tokens * config_.shape.ranks;
   const int leads = gpu::leading_blocks(heuristics_.all_blocks());
   const int blocks = heuristics_.fused_blocks(items, sent.tokens, leads);
@@ -272,7 +272,7 @@ std::pair<gpu::RowCounts, bool> DeviceCommunicator::offered_rows(int64_t tokens,
         few_fit_ ? gpu::offered_rows(tokens, layout, alignment, config_.shape) : gpu::RowCounts{};
     return {few.rows > 0 ? few : recent.offer(tokens, alignment, config_.shape), true};
   }
-  // Chunks that wait for room are sent by a kernel that must not be there before the one that gives it.
+  // A kernel of its own sends chunks that wait for room; it must not start before the kernel that makes room.
   const bool waits = tokens > comm(wire)->window.stage_tokens;
   return {recent.offer(tokens, alignment, config_.shape), nodes_.nodes() == 1 && !waits};
 }
@@ -288,7 +288,7 @@ void DeviceCommunicator::begin_dispatch(const DeviceDispatch& d, cudaStream_t st
   send(config_.shape.wire, sending(d), stream);
 }
 
-/// Throws Error(invalid_argument) unless a dispatch was begun and is to be received.
+/// Throws Error(invalid_argument) unless a dispatch was begun and not received.
 void DeviceCommunicator::require_begun() const {
   if (!pending_ || pending_->arguments.operation != Operation::dispatch)
     throw Error(ErrorKind::invalid_argument, "no dispatch was begun");
@@ -304,9 +304,8 @@ std::pair<int64_t, int64_t> DeviceCommunicator::wait_rows(cudaStream_t stream) {
   const HostStatus::Rows& rows = pinned_->status->rows;
   bool interrupting = false;
   try {
-    // Kernels before this one in the stream may take as long as they like. The waits of this one have
-    // deadlines, and it reports in any case, unless the device itself has failed: that is looked for now and
-    // then.
+    // Earlier kernels in the stream may take as long as they like. This kernel's waits have deadlines, and it
+    // reports in every case unless the device itself has failed, which is checked now and then.
     Clock::time_point look = Clock::now() + std::chrono::milliseconds(5);
     while (load_acquire(rows.ticket) != ticket) {
       if (Clock::now() < look) continue;
@@ -316,11 +315,10 @@ std::pair<int64_t, int64_t> DeviceCommunicator::wait_rows(cudaStream_t stream) {
       interrupting = true;
       if (interrupt_) interrupt_();
       interrupting = false;
-      require_open();  // a signal's handler may have closed it
+      require_open();  // a signal handler may have closed it
     }
     check();
-    // The block that reports a failure and the one that reports the rows may be two: the reason can come
-    // later.
+    // One block may report a failure and another the rows: the reason can come later.
     const Clock::time_point until = Clock::now() + std::chrono::seconds(10);
     while (rows.rows < 0) {
       check();
@@ -330,8 +328,8 @@ std::pair<int64_t, int64_t> DeviceCommunicator::wait_rows(cudaStream_t stream) {
     }
   } catch (...) {
     interrupted_ = interrupting;
-    abandon(stream);  // at once: peers may wait for what is sent here to be read
-    if (load_acquire(rows.ticket) == ticket && rows.rows < 0) given_up_.reset();  // nobody has received it
+    abandon(stream);  // at once: peers may wait for this rank to read what they sent
+    if (load_acquire(rows.ticket) == ticket && rows.rows < 0) given_up_.reset();  // no rank has received it
     throw;
   }
   const gpu::SendArguments& sent = pending_->arguments;
@@ -400,7 +398,7 @@ void DeviceCommunicator::combine(const gpu::CombineArguments& arguments, bool qu
   ++stats_.combine_calls;
   if (!held && all.weight_grads == nullptr && all.tokens <= heuristics_.fused_sums &&
       fuses(WireFormat::same, all.tokens)) {
-    // At their home few tokens are shared by many warps.
+    // At their home, few tokens are shared by many warps.
     const int fused = heuristics_.fused_blocks(all.tokens, 0, 1);
     all.team_warps =
         gpu::Heuristics::sum_team_warps(all.tokens, fused - 1, gpu::kReduceWarps, config_.shape.ranks);
@@ -431,7 +429,7 @@ void DeviceCommunicator::launch_sum(const gpu::CombineArguments& arguments, int 
 void DeviceCommunicator::fail(ErrorKind kind, const std::string& text, cudaStream_t stream) {
   end_earlier(stream);
   const DeviceGuard guard(config_.device);
-  static_cast<void>(after_given_up(stream));  // all raise without it
+  static_cast<void>(after_given_up(stream));  // all ranks raise an error anyway
   char* const target = pinned_->texts + (texts_++ % kTexts) * kErrorText;
   store_text(text, target, kErrorText);
   check_cuda(gpu::launch_announce(launch(stream, 1, false), *comm(WireFormat::same),

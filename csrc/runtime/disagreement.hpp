@@ -45,8 +45,8 @@ inline std::string disagreement_text(Disagreement about, int rank, int64_t first
   return text("what travels (1: rows, 2: weights, 4: quantised, or their sum)", first, here);
 }
 
-/// Adds the error `before` to the text of one that may follow from it: ranks part ways where one raises an
-/// error at once, by check(), and another at its next dispatch.
+/// Adds the error `before` to the text of one that may follow from it. Ranks get out of step where one raises
+/// an error at once, by check(), and another at its next dispatch.
 inline std::string after_error(const std::string& text, const std::string& before) {
   if (before.empty()) return text;
   return text + "; the last error before, after which ranks may have gone on otherwise: " + before;

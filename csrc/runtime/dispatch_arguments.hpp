@@ -1,4 +1,4 @@
-// The arguments of a dispatch, which communicators of CPUs and GPUs take.
+// The arguments of a dispatch that CPU and GPU communicators share.
 #pragma once
 
 #include <cstddef>

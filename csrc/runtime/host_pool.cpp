@@ -11,7 +11,7 @@
 namespace moecomm {
 namespace {
 
-/// Sizes come in classes of a quarter of a power of two, so that steps of slightly different size share
+/// Sizes are rounded up to quarters of a power of two, so that steps of slightly different sizes share
 /// blocks.
 int64_t size_class(int64_t bytes) {
   const auto power = static_cast<int64_t>(std::bit_floor(static_cast<uint64_t>(std::max(bytes, kPage))));
@@ -55,8 +55,8 @@ void HostPool::give_back(std::byte* block, int64_t bytes) {
   live_bytes_ -= bytes;
   free_[bytes].push_back(block);
   free_bytes_ += bytes;
-  // Hold at most twice what was once in use at the same time (sizes drift between classes); the largest idle
-  // blocks go first.
+  // Keeps at most twice the bytes that were ever in use at one time (sizes drift between classes); the
+  // largest idle blocks are freed first.
   while (live_bytes_ + free_bytes_ > 2 * peak_live_bytes_) {
     auto largest = std::prev(free_.end());
     if (largest->second.empty()) {

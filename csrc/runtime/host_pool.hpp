@@ -1,5 +1,5 @@
-// A caching allocator for large host outputs. A fresh allocation of this size comes from the kernel page by
-// page, and zeroing those pages costs as much as the copy that fills them; a block that went back to the pool
+// A caching allocator for large host outputs. The kernel provides a fresh allocation of this size page by
+// page, and zeroing the pages costs as much as the copy that fills them; a block that returns to the pool
 // keeps its pages.
 #pragma once
 
@@ -14,9 +14,9 @@ namespace moecomm {
 
 class HostPool : public std::enable_shared_from_this<HostPool> {
  public:
-  /// A block of at least `bytes`, aligned to 4096, that returns to the pool when the last owner lets go, even
-  /// if that is after the pool's communicator is gone. Error(out_of_memory) if the system has none. Any
-  /// thread.
+  /// Returns a block of at least `bytes`, aligned to 4096. It returns to the pool when its last owner
+  /// releases it, even after the pool's communicator is gone. Error(out_of_memory) if the system has no
+  /// memory. Any thread may call it.
   std::shared_ptr<std::byte> take(int64_t bytes);
 
   ~HostPool();
@@ -25,7 +25,7 @@ class HostPool : public std::enable_shared_from_this<HostPool> {
   void give_back(std::byte* block, int64_t bytes);
 
   std::mutex mutex_;
-  std::map<int64_t, std::vector<std::byte*>> free_;  // by size of the class
+  std::map<int64_t, std::vector<std::byte*>> free_;  // idle blocks, by size class
   int64_t free_bytes_ = 0, live_bytes_ = 0, peak_live_bytes_ = 0;
 };
 

@@ -70,7 +70,7 @@ void Internode::announce(const SignalRecord& record, const RelayRoutes* routes, 
   const WindowShape& shape = layout_.shape;
   const int64_t entries = int64_t{record.tokens} * shape.top_k;
   for (int32_t i = 0; i < others_; ++i) {
-    const int32_t other = (node_ + i) % others_;  // nodes start at different ones
+    const int32_t other = (node_ + i) % others_;  // each node starts with a different one
     auto* const announcement = reinterpret_cast<Announcement*>(
         own() + WindowLayout::relayed_head(layout_.announcement[record.epoch & 1], other));
     announcement->record = record;
@@ -156,9 +156,9 @@ void Internode::pull(const Plan& plan, uint64_t epoch, const std::function<void(
     }
 }
 
-/// Rounds: in each, every rank of this node sums its rows for one chunk of each of its neighbours' rails, and
-/// then adds up, for its own rail, the chunk of the round before. A neighbour's partial sums have room for a
-/// few rounds.
+/// Works in rounds. In each, every rank of this node sums its rows for one chunk of each neighbour's rail,
+/// and then adds up, for its own rail, the chunk of the previous round. A neighbour has room for the partial
+/// sums of a few rounds.
 void Internode::relay(const cpu::Context& context, const Plan& plan, const cpu::CombineArguments& arguments,
                       uint64_t epoch) {
   const int64_t chunk_rows = layout_.shape.chunk_rows(), row_bytes = layout_.shape.row_bytes();
@@ -166,7 +166,7 @@ void Internode::relay(const cpu::Context& context, const Plan& plan, const cpu::
     int32_t other;
     int64_t chunk;
   };
-  // The chunks that the rank `local` of this node adds up, in its order. All ranks of the node know it.
+  // The chunks that rank `local` of this node adds up, in its order, which all ranks of the node know.
   const auto tasks_of = [&](int32_t local) {
     std::vector<Task> tasks;
     bool more = true;
@@ -205,7 +205,7 @@ void Internode::relay(const cpu::Context& context, const Plan& plan, const cpu::
   const bool alone = nodes_.local_ranks == 1;
   constexpr auto kRounds = static_cast<uint64_t>(WindowLayout::kPartialRounds);
   const auto reduce = [&](size_t round) {
-    const uint64_t number = rounds_ + round;  // over all operations
+    const uint64_t number = rounds_ + round;  // counted over all operations
     if (number >= kRounds)
       signals_.wait_node(counter(&RelayProgress::summed), number - kRounds + 1, epoch, "sums of the node");
     for (int32_t i = 1; i < nodes_.local_ranks; ++i) {

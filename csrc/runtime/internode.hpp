@@ -1,5 +1,5 @@
-// An operation's work between nodes: it sends what others need over the rail, waits for what comes from
-// there, and sums for the homes on other nodes (docs/protocol.md). Puts and arrivals are the proxy's.
+// An operation's work between nodes: sends what others need over the rail, waits for what comes from there,
+// and sums for the homes on other nodes (docs/protocol.md). The proxy does the puts and tracks arrivals.
 #pragma once
 
 #include <functional>
@@ -15,46 +15,46 @@ namespace moecomm {
 
 class Internode {
  public:
-  /// bases[i] is the window of the node's rank i as mapped here.
+  /// bases[i] is the mapping of the window of the node's rank i.
   Internode(const WindowLayout& layout, int32_t rank, std::vector<std::byte*> bases, shm::Signals& signals,
             std::unique_ptr<Transport> transport, std::unique_ptr<tcp::Links> links, double timeout_seconds,
             uint64_t first_epoch);
 
   Proxy& proxy() { return proxy_; }
 
-  /// Rows of `rank`, on another node, as they arrive here, numbered by relay index; and what came with them.
+  /// Arrived rows of `rank`, on another node, numbered by relay index; and what came with them.
   const std::byte* rows(int32_t rank, uint64_t epoch) const;
   const int32_t* ids(int32_t rank, uint64_t epoch) const;
   const std::byte* weights(int32_t rank, uint64_t epoch) const;
   const char* error_text(int32_t rank, uint64_t epoch) const;
-  /// Address where gradients of the weights of `home`, on another node, wait to be sent.
+  /// Address at which gradients of the weights of `home`, on another node, wait to be sent.
   std::byte* outgoing_grads(int32_t home, uint64_t epoch) const;
-  /// Sums and gradients for this rank's tokens that come from `node`.
+  /// Sums and gradients for this rank's tokens from `node`.
   const std::byte* sums(int32_t node, uint64_t epoch) const;
   const std::byte* grads(int32_t node, uint64_t epoch) const;
 
-  /// Sends the record to the rail, with the tokens' ids and weights if it is that of a dispatch, and the text
-  /// if it is that of an error. routes: rows that send_rows() will send, or null.
+  /// Sends the record to the rail; for a dispatch with the tokens' ids and weights, for an error with its
+  /// text. routes: rows that send_rows() will send, or null.
   void announce(const SignalRecord& record, const RelayRoutes* routes, const char* text);
-  /// Sends the rows of x that other nodes need. Returns when all are on their way.
+  /// Sends the rows of x that other nodes need. Returns when all have been handed to the proxy.
   void send_rows(const cpu::Context& context, const RelayRoutes& routes, const std::byte* x, uint64_t epoch);
-  /// Returns when the rail's ranks have sent here all that they announced in `epoch`.
+  /// Returns when all that the rail's ranks announced in `epoch` has arrived here.
   void wait_all_here(uint64_t epoch);
 
-  /// Receives rows from other nodes, chunk by chunk: calls pull(range) for the entries of a chunk that is
-  /// there.
+  /// Receives rows from other nodes chunk by chunk: calls pull(range) for the entries of each chunk that has
+  /// arrived.
   void pull(const Plan& plan, uint64_t epoch, const std::function<void(cpu::EntryRange)>& pull);
 
-  /// Does this rank's part of a combine for homes on other nodes: its sums go to the ranks of the rails here,
-  /// and what those of this rank's rail need leaves.
+  /// Does this rank's part of a combine for homes on other nodes: gives its sums to the ranks here on their
+  /// rails, and sends what the homes on its own rail need.
   void relay(const cpu::Context& context, const Plan& plan, const cpu::CombineArguments& arguments,
              uint64_t epoch);
-  /// Returns when all ranks of the node have called it: what they have for this node, or for its rails, is
-  /// written.
+  /// Returns when all ranks of the node have called it: then they have written all that they have for this
+  /// node, or for its rails.
   void node_barrier(uint64_t epoch);
   /// Sends the gradients that this node has for the rail.
   void send_grads(const Plan& plan, uint64_t epoch);
-  /// Sums of tokens as far as they have arrived: calls sum(first, end) for parts of the own tokens in order.
+  /// Makes sums of tokens as they arrive: calls sum(first, end) for parts of the own tokens in order.
   void combine_sum(const Plan& plan, uint64_t epoch, const std::function<void(int64_t, int64_t)>& sum);
   /// Returns when the gradients of the own tokens' weights have arrived from all other nodes.
   void wait_grads(const Plan& plan, uint64_t epoch);
@@ -69,9 +69,9 @@ class Internode {
   int32_t rail(int32_t other) const {
     return nodes_.rank_of(NodeMap::node_of_other(other, node_), nodes_.local_of(rank_));
   }
-  /// Waits for an arrival flag of `source` in the window of its rail here.
+  /// Waits for an arrival flag of `source` in the window of the rank here on its rail.
   void wait_part(int32_t source, int64_t flag, uint64_t epoch, const char* phase);
-  /// A free staging slot, for something that goes to `other`.
+  /// Returns a free staging slot for data to `other`.
   int64_t take_slot(int32_t other, uint64_t epoch);
   std::byte* staging(int64_t slot) const {
     return own() + layout_.staging + slot * layout_.shape.chunk_rows() * layout_.shape.row_bytes();
@@ -85,8 +85,8 @@ class Internode {
   const std::vector<std::byte*> bases_;
   shm::Signals& signals_;
   uint64_t staged_ = 0;               // chunks that ever got a staging slot
-  std::vector<int32_t> slot_target_;  // to whom the chunk in a slot goes
-  uint64_t rounds_ = 0;               // of relay(), over all operations
+  std::vector<int32_t> slot_target_;  // target of the chunk in each slot
+  uint64_t rounds_ = 0;               // rounds of relay(), over all operations
   Proxy proxy_;
 };
 

@@ -1,5 +1,4 @@
-// The pinned host memory through which the kernels of a DeviceCommunicator and the host tell each other
-// things.
+// The pinned host memory through which a DeviceCommunicator's kernels and the host exchange messages.
 #pragma once
 
 #include <atomic>
@@ -11,7 +10,7 @@
 
 namespace moecomm {
 
-inline constexpr uint32_t kTexts = 8;  ///< announcements of errors that may be under way at once
+inline constexpr uint32_t kTexts = 8;  ///< announcements of errors that may be in flight at once
 
 template <class T>
 T load_acquire(const T& value) {

@@ -10,18 +10,18 @@
 namespace moecomm {
 namespace {
 
-// The interval at which the control links are looked at, and the longest time that a goodbye may take.
+// The interval between polls of the control links, and the longest time for a goodbye.
 constexpr auto kWordsInterval = std::chrono::milliseconds(2);
 constexpr double kGoodbyeSeconds = 10.0;
-// The longest time that the links may take to send what is left, at the end.
+// The longest time for the links to send what is left, at the end.
 constexpr double kLinksSeconds = 1.0;
-// What the thread has, beyond the timeout that bounds its goodbye, to close links and network.
+// The thread's time for closing links and network, in addition to the timeout that bounds its goodbye.
 constexpr double kEndSeconds = 3.0;
-// A peer that ends, closes or gives up says so over its link; the network's failure, which may come first, is
-// told after this time if nothing explains it.
+// A peer that ends, closes or gives up says so over its link. A network failure may come first, and is
+// reported after this time if no link explains it.
 constexpr auto kExplanationTime = std::chrono::milliseconds(100);
-// A command ends a long sleep, which an operation of this rank begins with; what arrives does not, so long
-// sleeps are not very long either. Kernels can't end them.
+// A command ends a long sleep, so an operation of this rank does, as it begins with one. An arrival does not,
+// so long sleeps are short enough for that. Kernels can't end sleeps.
 constexpr auto kLongSleep = std::chrono::microseconds(500), kDeviceSleep = std::chrono::microseconds(100);
 constexpr uint64_t kNoContext = ~uint64_t{0};
 
@@ -76,7 +76,7 @@ Proxy::Proxy(const WindowLayout& layout, int32_t rank, std::byte* base, shm::Sig
 
 Proxy::~Proxy() {
   if (getpid() != owner_) {
-    // A forked child has neither the thread nor a right to the parent's network resources.
+    // A forked child has no such thread, and must not use the parent's network resources.
     static_cast<void>(transport_.release());
     static_cast<void>(links_.release());
     static_cast<void>(thread_.release());
@@ -124,14 +124,14 @@ bool Proxy::close(bool drain) noexcept {
   return !left_behind_;
 }
 
-/// The main function of the thread. It closes the network, too: its library may keep it there as well as in
-/// any other call.
+/// The thread's main function. It also closes the network, since the library may block in that call as in any
+/// other.
 void Proxy::run() {
   begin_polling("moecomm-proxy", caps_.cores);
   try {
     talk();
   } catch (const std::exception& error) {
-    // The network's library has thrown it, or there is no memory: nobody is reached any more.
+    // The network library has thrown, or memory has run out: no peer can be reached any more.
     for (int32_t other = 0; other < others_; ++other) lose(other, Cause::unreachable, error.what());
   }
   links_->close(kLinksSeconds);
@@ -141,8 +141,8 @@ void Proxy::run() {
 
 void Proxy::talk() {
   while (true) {
-    // `stop_` is read before the commands: what was pushed before close() is among them then, and the goodbye
-    // counts it.
+    // `stop_` is read before the commands, so that those pushed before close() are among them, and the
+    // goodbye counts them.
     const int stop = stop_.load();
     if (stop == 2) return;
     const bool busy =
@@ -156,7 +156,7 @@ void Proxy::talk() {
       say_goodbye(busy);
       if (finished()) return;
     }
-    // While bytes are on their way the thread of a GPU stays awake: the ranks' own threads have nothing to do
+    // While bytes are in flight a GPU's proxy stays awake, since the ranks' own threads do not need the cores
     // then.
     const bool stay_awake = layout_.shape.for_device() && (busy || moving());
     transport_->stay_awake(stay_awake);
@@ -164,7 +164,7 @@ void Proxy::talk() {
   }
 }
 
-/// Puts that have not left, or rows of an operation that have not arrived.
+/// True if puts have not been sent, or rows of an operation have not arrived.
 bool Proxy::moving() const {
   for (int32_t other = 0; other < others_; ++other) {
     const Outbound& out = outbound_[other];
@@ -186,12 +186,12 @@ bool Proxy::take_commands() {
   return busy;
 }
 
-/// The put that a command asks for; rows wait until their chunk is complete.
+/// Makes the put for a command; rows wait until their chunk is complete.
 void Proxy::translate(const Command& command) {
   const WindowShape& shape = layout_.shape;
   const int parity = command.epoch & 1;
   const int32_t other = command.other;
-  const int32_t mine = NodeMap::other(node_, NodeMap::node_of_other(other, node_));  // this node, seen there
+  const int32_t mine = NodeMap::other(node_, NodeMap::node_of_other(other, node_));  // this node's there
   const int64_t piece = command.index * WindowShape::kPieceBytes;
   Immediate immediate{Immediate::Kind::body, command.epoch, static_cast<uint32_t>(node_), command.index};
   Put put{0, 0, command.a, 0, kNoContext};
@@ -219,7 +219,7 @@ void Proxy::translate(const Command& command) {
       put.src = layout_.relayed_weights(layout_.outgoing_grads[parity], other) + piece;
       put.dst = layout_.relayed_weights(layout_.relay_grads[parity], mine) + piece;
       break;
-    default: {  // rows (is_chunk)
+    default: {  // a chunk of rows
       const int64_t slot = command.a, rows = command.b & 0xffff;
       int64_t& staged = staged_rows_[slot];
       staged += command.b >> 16;
@@ -239,7 +239,7 @@ void Proxy::translate(const Command& command) {
   outbound_[other].ready.push_back(put);
 }
 
-/// Starts what the network takes, one put a peer in turn.
+/// Starts as many puts as the network takes, one per peer in turn.
 bool Proxy::issue() {
   bool busy = false;
   int32_t refused = 0;
@@ -253,7 +253,7 @@ bool Proxy::issue() {
     }
     const Put& put = out.ready.front();
     if (out.gone) {
-      // The bytes will not be read; who waits for the slot is told of the loss by its signals.
+      // The bytes will not be read. Signals tell of the loss those who wait for the slot.
       put_done(put.context);
     } else {
       if (!transport_->put(NodeMap::node_of_other(other, node_), put.dst, put.src, put.bytes, put.immediate,
@@ -272,7 +272,7 @@ bool Proxy::issue() {
   return busy;
 }
 
-/// The source bytes of a put may be written again.
+/// Notes that the source bytes of a put may be overwritten.
 void Proxy::put_done(uint64_t context) {
   uint64_t& put = progress().put;
   std::atomic_ref(put).store(put + 1, std::memory_order_release);
@@ -304,13 +304,12 @@ bool Proxy::take_events() {
 void Proxy::arrived(uint32_t bits) {
   const Immediate immediate = Immediate::from(bits);
   const auto node = static_cast<int32_t>(immediate.node);
-  // Such an immediate comes only from a broken peer or a stranger; its bytes are within the window
-  // still.
+  // Only a broken peer or a stranger sends such an immediate; its bytes still lie within the window.
   if (node >= nodes_.nodes() || node == node_) return;
   const int32_t other = NodeMap::other(node, node_);
   Inbound& in = inbound_[other];
   ++in.arrived;
-  // Rows of the epoch before the last one shown may still come; and the peer may be two ahead of it.
+  // Rows of the epoch before the last one shown may still arrive, and the peer may be two epochs ahead of it.
   const uint64_t ahead = (immediate.epoch + 1 - in.delivered) % Immediate::kEpochs;
   const uint64_t epoch = in.delivered + ahead - 1;
   Inbound::Epoch& state = in.epochs[epoch & 1];
@@ -340,7 +339,7 @@ void Proxy::arrived(uint32_t bits) {
   check_goodbye(other);
 }
 
-/// Shows the next record to the node once it is there with its ids and weights. False if it is not.
+/// Shows the node the next record, once the record has arrived with its ids and weights. False if it has not.
 bool Proxy::show_next(int32_t other) {
   Inbound& in = inbound_[other];
   const uint64_t epoch = in.delivered + 1;
@@ -368,7 +367,7 @@ bool Proxy::show_next(int32_t other) {
   return true;
 }
 
-/// Says up to which epoch all that belongs to a record that was shown has arrived.
+/// Publishes the epoch up to which all that belongs to the shown records has arrived.
 void Proxy::check_parts(int32_t other) {
   Inbound& in = inbound_[other];
   uint64_t* const all_here = progress().all_here(other);
@@ -379,7 +378,7 @@ void Proxy::check_parts(int32_t other) {
   }
 }
 
-/// A peer that has closed is gone when its last put is here; then it may go.
+/// A peer that has closed is gone once its last put has arrived; then it may end.
 void Proxy::check_goodbye(int32_t other) {
   Inbound& in = inbound_[other];
   if (in.gone || in.arrived != in.last) return;

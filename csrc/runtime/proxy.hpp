@@ -1,10 +1,10 @@
-// The proxy of a rank: the thread that talks to the network on behalf of those that compute. It turns
-// commands into puts to the rank's rail, counts what arrives from there, and shows it to the ranks of this
-// node by the signals and flags that they wait for anyway. Delivery may come in any order: a record is shown
-// when it and all that belongs to it has arrived, a flag is raised for each chunk by itself.
+// The proxy of a rank: the thread that talks to the network for the computing threads. It turns commands into
+// puts to the rank's rail, counts arrivals from there, and shows them to the ranks of this node by the
+// signals and flags for which they wait anyway. Data may arrive in any order: a record is shown when all that
+// belongs to it has arrived, and each chunk has its own flag.
 //
-// Control links tell it when a peer's process is gone, and carry the goodbye messages, so that nobody who
-// closes leaves others waiting for rows that are still on their way.
+// Control links tell it when a peer's process is gone. They also carry goodbye messages, so that a rank that
+// closes does not leave others waiting for rows in flight.
 #pragma once
 
 #include <unistd.h>
@@ -35,26 +35,26 @@ struct WireStats {
   void reset() { puts = bytes = row_bytes = 0; }
 };
 
-/// Throws Error(unsupported) if a network does not take puts as large as those between windows of `shape`.
+/// Throws Error(unsupported) if a network can't take puts as large as those between windows of `shape`.
 void require_message_size(const Transport& transport, const WindowShape& shape);
 
 class Proxy {
  public:
-  /// `base` is the own window. Starts the thread. Peers of `transport` and `links` are numbered by node. What
-  /// this rank gives up on is told to the rail as long as this object lives, which `signals` must outlive.
-  /// The first record of every peer is that of `first_epoch`.
+  /// `base`: the own window. Starts the thread. Peers of `transport` and `links` are numbered by node. While
+  /// this object lives, it tells the rail on whom this rank gives up; `signals` must outlive it. Each peer's
+  /// first record is that of `first_epoch`.
   Proxy(const WindowLayout& layout, int32_t rank, std::byte* base, shm::Signals& signals,
         std::unique_ptr<Transport> transport, std::unique_ptr<tcp::Links> links, double timeout_seconds,
         uint64_t first_epoch = 1);
   ~Proxy();
 
-  /// Hands over a command; waits while the ring is full.
+  /// Takes over a command; waits while the ring is full.
   void push(const Command& command);
-  /// The epoch up to which everything that the rail's rank on that node sent unasked has arrived.
+  /// The epoch up to which everything has arrived that the rail's rank on that node sends without a request.
   uint64_t* all_here(int32_t other) { return progress().all_here(other); }
   /// Counter of how often a staging slot has become free.
   uint64_t* staging_done(int64_t slot) { return &staging_done_[slot]; }
-  /// Tells the rail that this rank has given up on a peer. Any thread.
+  /// Tells the rail that this rank has given up on a peer. Any thread may call it.
   void announce_loss(int32_t peer, Cause cause) noexcept;
   /// Why a rank of another node can't be reached, if the network said so.
   std::string reason(int32_t peer) const;
@@ -63,12 +63,12 @@ class Proxy {
   const WireStats& stats() const { return stats_; }
 
   /// Says goodbye: returns when the rail has received all that was put, or is gone, or the deadline has
-  /// passed; without `drain` at once. The thread ends, and with it the ways to the rail: peers see the end
-  /// also while handles and graphs keep this object alive.
+  /// passed; without `drain` at once. The thread ends and closes the connections to the rail, so that peers
+  /// see the end even while handles and graphs keep this object alive.
   ///
-  /// Returns false if the thread does not come back in time, as one that waits inside the network's library
-  /// for a peer that was killed. It is left behind then: this object, `signals` and the window have to stay
-  /// until the process ends.
+  /// Returns false if the thread does not end in time, for example because the network library waits for a
+  /// killed peer. The thread is then left behind: this object, `signals` and the window have to stay until
+  /// the process ends.
   [[nodiscard]] bool close(bool drain) noexcept;
 
  private:
@@ -79,7 +79,7 @@ class Proxy {
   };
   struct Outbound {
     std::deque<Put> ready;
-    uint64_t put = 0, left = 0;  // puts started, and those done with their source bytes
+    uint64_t put = 0, left = 0;  // puts that were started, and puts whose source bytes are free again
     bool goodbye = false, gone = false;
   };
   struct Inbound {
@@ -90,10 +90,10 @@ class Proxy {
       uint64_t parts = 0;
     } epochs[2];
     uint64_t delivered = 0;        // epoch of the last record shown
-    uint64_t arrived = 0;          // puts, all epochs
-    uint64_t last = ~uint64_t{0};  // puts at the peer's goodbye
+    uint64_t arrived = 0;          // puts that have arrived, over all epochs
+    uint64_t last = ~uint64_t{0};  // puts that the peer's goodbye announces
     bool gone = false;
-    std::string failure;  // of the network, not yet told; see suspect()
+    std::string failure;  // network failure that is not reported yet; see suspect()
     Clock::time_point tell{};
   };
   enum class Word : uint32_t { closing = 1, drained = 2, abort = 3 };
@@ -144,7 +144,7 @@ class Proxy {
   // Fields that only the proxy's thread uses.
   std::vector<Outbound> outbound_;
   std::vector<Inbound> inbound_;
-  std::vector<int64_t> staged_rows_;  // of the chunk in each staging slot
+  std::vector<int64_t> staged_rows_;  // rows of the chunk in each staging slot
   std::vector<TransportEvent> events_;
   std::vector<tcp::LinkEvent> words_;
   int32_t next_ = 0;
@@ -156,7 +156,7 @@ class Proxy {
   Backoff backoff_;
 
   const int owner_ = getpid();
-  std::promise<void> ended_;  // the last act of the thread
+  std::promise<void> ended_;  // set as the thread's last act
   std::unique_ptr<std::thread> thread_;
 };
 

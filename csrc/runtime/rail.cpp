@@ -21,7 +21,7 @@ fabric::FabricOptions fabric_options(const RailOptions& options) {
   return chosen;
 }
 
-/// The interface that was asked for may be a device of RDMA ("mlx5_0"), which TCP does not know.
+/// The requested interface may be an RDMA device ("mlx5_0"), which TCP does not know.
 std::string interface_for_links(const std::string& interface) {
   try {
     interface_address(interface);
@@ -31,7 +31,7 @@ std::string interface_for_links(const std::string& interface) {
   }
 }
 
-// Links end when a host is silent for longer than this and than a wait may take, as far as the kernel goes.
+// As far as the kernel allows, links end when a host is silent for longer than this and the longest wait.
 constexpr double kLeastSilence = 30.0;
 
 }  // namespace
@@ -43,7 +43,7 @@ Rail::Rail(const RailOptions& options, const WindowLayout& layout, std::byte* ba
           tcp::LinkOptions{options.job, node(), options.nodes.nodes(), interface_for_links(options.interface),
                            std::clamp(options.timeout_seconds, kLeastSilence, tcp::kLongestSilence)})) {}
 
-/// Peers say nothing before all have connected: what comes is the end of one that could not.
+/// Peers send nothing before all have connected, so any input means that one of them could not.
 void Rail::require_peers() {
   std::vector<tcp::LinkEvent> events;
   links_->poll(events);
@@ -67,7 +67,7 @@ void Rail::connect(const std::vector<std::vector<fabric::AddressBytes>>& peers,
       require_peers();
     });
   } catch (const Error& error) {
-    links_.reset();  // so that peers wait no longer
+    links_.reset();  // so that peers stop waiting
     if (error.details().peer < 0) throw;
     ErrorDetails details = error.details();
     const std::string peer = std::to_string(details.peer);

@@ -1,5 +1,5 @@
-// A rank's ways to its rail while they are being opened: what peers have to know of them, then the
-// connections. Peers are numbered by node, in errors by rank.
+// A rank's connections to its rail while they are being opened: first what peers need to know, then the
+// connections. Peers are numbered by node, and in errors by rank.
 #pragma once
 
 #include <functional>
@@ -19,21 +19,21 @@ struct RailOptions {
   int32_t rank;
   double timeout_seconds;
   std::string provider, interface;  ///< empty: chosen
-  std::string gpu_bus_id;           ///< the NICs nearest to this GPU are taken; empty: CPU ranks
-  int lanes = 0;                    ///< endpoints (fabric/lanes.hpp); 0: chosen
+  std::string gpu_bus_id;           ///< chooses the NICs nearest to this GPU; empty: CPU ranks
+  int lanes = 0;                    ///< endpoints (fabric/lanes.hpp); 0: chosen by this
 };
 
 class Rail {
  public:
-  /// Registers the part of the window at `base` that other nodes write to or that leaves for them.
+  /// Registers the part of the window at `base` to which other nodes write, or which is sent to them.
   Rail(const RailOptions& options, const WindowLayout& layout, std::byte* base);
 
   /// The endpoint address of each lane.
   std::vector<fabric::AddressBytes> endpoint_addresses() const { return network_->endpoint_addresses(); }
   const std::string& endpoint() const { return links_->endpoint(); }
-  /// Connects to all peers, within one and a half times the timeout. Errors as those of tcp::Links::connect
-  /// and fabric::Network::connect, and Error(peer_lost) as soon as a peer gives up. After an error only the
-  /// destructor is left.
+  /// Connects to all peers, within 1.5 times the timeout. Throws the errors of tcp::Links::connect and
+  /// fabric::Network::connect, and Error(peer_lost) as soon as a peer gives up. After an error the object can
+  /// only be destroyed.
   void connect(const std::vector<std::vector<fabric::AddressBytes>>& peers,
                const std::vector<std::string>& endpoints, const std::function<void()>& interrupt);
 

@@ -19,7 +19,7 @@ namespace {
 
 bool is_ipv6(const std::string& address) { return address.find(':') != std::string::npos; }
 
-/// The one spelling of a numeric address ("::0001" is "::1"), or "" if `text` is none.
+/// The canonical spelling of a numeric address ("::0001" is "::1"), or "" if `text` is not one.
 std::string canonical(const std::string& text) {
   std::array<unsigned char, sizeof(in6_addr)> bytes;
   std::array<char, INET6_ADDRSTRLEN> spelled;
@@ -45,7 +45,7 @@ std::string list(const std::vector<InterfaceAddress>& have) {
                   list(have));
 }
 
-/// The first address that fits, IPv4 before IPv6; "" if there is none.
+/// The first address that satisfies `fits`, IPv4 before IPv6; "" if there is none.
 template <class Fits>
 std::string first(const std::vector<InterfaceAddress>& have, const Fits& fits) {
   for (const bool ipv6 : {false, true})
@@ -73,7 +73,7 @@ std::vector<InterfaceAddress> host_addresses() {
   std::vector<InterfaceAddress> addresses;
   for (const ifaddrs* each = found; each != nullptr; each = each->ifa_next) {
     const std::string address = ip_text(each->ifa_addr);
-    // A link-local address means something else on every host, so no peer could use it.
+    // A link-local address has another meaning on every host, so no peer could use it.
     if (!address.empty() && !address.starts_with("fe80:"))
       addresses.push_back({each->ifa_name, address, (each->ifa_flags & IFF_UP) != 0,
                            (each->ifa_flags & IFF_LOOPBACK) != 0, (each->ifa_flags & IFF_RUNNING) != 0});
@@ -82,8 +82,8 @@ std::vector<InterfaceAddress> host_addresses() {
 }
 
 std::string default_route_address() {
-  // Documentation's addresses (RFC 5737, 3849), which are nobody's: a socket that is connected to one has the
-  // address that the default route gives it, and nothing is sent.
+  // Addresses for documentation (RFC 5737, 3849), which no host has. A socket connected to one has the
+  // address of the default route, and nothing is sent.
   for (const char* const far : {"192.0.2.1", "2001:db8::1"}) {
     sockaddr_storage storage{};
     auto& ipv4 = reinterpret_cast<sockaddr_in&>(storage);
@@ -117,7 +117,7 @@ std::string choose_address(const std::string& wanted, const std::vector<Interfac
   if (const std::string numeric = canonical(wanted); !numeric.empty()) {
     if (numeric == "0.0.0.0" || numeric == "::")
       refuse(wanted, "it stands for all interfaces, and moecomm listens on one", have);
-    // Interfaces list one address of the loopback network, all of which are this host.
+    // Interfaces list a single address of the loopback network, all of whose addresses are this host.
     if (numeric.starts_with("127.")) return numeric;
     for (const InterfaceAddress& each : have) {
       if (canonical(each.address) != numeric) continue;

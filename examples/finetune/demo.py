@@ -1,4 +1,4 @@
-"""A small model with a tokenizer, and text for it: the help on topics that Python brings along."""
+"""A small model with a tokenizer, and text for it: the help topics that come with Python."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CHAT = (
 
 
 def write_text(folder: Path) -> None:
-    """Writes a file for each topic."""
+    """Writes one file per topic."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in pydoc_data.topics.topics.items():
         (folder / f"{name}.txt").write_text(text, encoding="utf-8")

@@ -16,8 +16,8 @@ FILE_NAME = "options.json"
 NOT_KEPT = ("resume", "ranks", "note")
 DEMO = {"seq": 128, "batch": 4, "steps": 80, "lr": 2e-3, "balance": 0.05}
 DEMO |= {"eval_every": 40, "save_every": 40}
-"""DEMO holds the options that the small model is trained with."""
-FIXED = ("model", "text", "lora", "rank", "seq", "seed")  # a resumed run cannot have others
+"""The options with which the small model is trained."""
+FIXED = ("model", "text", "lora", "rank", "seq", "seed")  # options that a resumed run must keep
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,13 +55,13 @@ class Options:
         return Path(self.out)
 
     def save(self) -> None:
-        """Writes what `--resume` goes on with."""
+        """Writes the options that `--resume` continues with."""
         kept = {name: value for name, value in asdict(self).items() if name not in NOT_KEPT}
         write_whole(self.folder / FILE_NAME, json.dumps(kept, indent=1) + "\n")
 
 
 def parse(arguments: Sequence[str] | None = None) -> Options:
-    """Returns the options; with --resume, those of the earlier run and what the command line changes of them.
+    """Returns the options; with --resume, those of the earlier run with the changes of the command line.
     Raises UsageError."""
     parser = _parser()
     values = vars(parser.parse_args(arguments))

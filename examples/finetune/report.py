@@ -1,4 +1,4 @@
-"""A page on a run: one HTML file with its pictures in it."""
+"""A report on a run: one HTML file, pictures included."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def write(
     facts: dict[str, str],
     sample: tuple[str, str],
 ) -> None:
-    """Writes the page. `memory`: the most bytes of each rank."""
+    """Writes the report. `memory`: each rank's peak in bytes."""
     with tempfile.TemporaryDirectory() as folder:
         pictures = {}
         for name, draw in (

@@ -1,4 +1,4 @@
-"""A rank of a run: the model by transformers, its loop by the Trainer, its experts' tokens by moecomm."""
+"""One rank of a run: a model of transformers, the Trainer's loop, and experts' tokens carried by moecomm."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from moecomm.nn import load_balancing_loss
 from moecomm.transformers import Resumable, keep_plans
 
 ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
-"""The attention's matrices, by the names that they have in any of transformers' models."""
+"""The attention's matrices, by their names in all of transformers' models."""
 
 
 class BalancingTrainer(Resumable, Trainer):  # type: ignore[misc]
@@ -61,7 +61,7 @@ class BalancingTrainer(Resumable, Trainer):  # type: ignore[misc]
 
 
 class Lines(TrainerCallback):  # type: ignore[misc]
-    """Prints a line for each log."""
+    """Prints a line per log entry."""
 
     def __init__(self, steps: int) -> None:
         self._steps = steps
@@ -80,7 +80,7 @@ class Lines(TrainerCallback):  # type: ignore[misc]
 
 
 def run(options: Options, device: torch.device, stop: StopRequest) -> None:
-    """Fine-tunes, and leaves the model, its metrics and a report in `options.out`. All ranks call it."""
+    """Fine-tunes, and writes the model, its metrics and a report to `options.out`. All ranks call it."""
     rank, world, out = dist.get_rank(), dist.get_world_size(), options.folder
     first = rank == 0
     if world < 2:
@@ -190,11 +190,11 @@ def run(options: Options, device: torch.device, stop: StopRequest) -> None:
 
 
 def _silence() -> None:
-    """Keeps out what libraries say of their own choices."""
+    """Silences messages of libraries about their own choices."""
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-    os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))  # else accelerate says it sets it
+    os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))  # else accelerate prints a note
 
 
 def _model_and_text(options: Options, first: bool) -> tuple[str, list[str]]:
@@ -209,8 +209,8 @@ def _model_and_text(options: Options, first: bool) -> tuple[str, list[str]]:
 
 
 def _set_aside(out: Path) -> None:
-    """Moves the checkpoints of an earlier run into a folder of their own: `--resume` would take one for this
-    run's."""
+    """Moves the checkpoints of an earlier run into a separate folder: otherwise `--resume` would take one for
+    this run's."""
     old = sorted(out.glob("checkpoint-*"))
     if old:
         aside = next(path for number in range(1, 1 << 30) if not (path := out / f"earlier-{number}").exists())
@@ -221,7 +221,7 @@ def _set_aside(out: Path) -> None:
 
 
 def _room(device: torch.device) -> tuple[int, str]:
-    """Returns the bytes that each rank may take, the least of all ranks, and what they are of."""
+    """Returns the bytes that each rank may use, the least over all ranks, and the kind of memory."""
     if device.type == "cuda":
         room = torch.cuda.mem_get_info(device)[0]
         held = f"the free memory of a {torch.cuda.get_device_name(device)}"
@@ -290,7 +290,7 @@ def _load(source: str, options: Options, world: int, ep: int, gpu: bool) -> Any:
 
 
 def _sample(model: Any, tokenizer: Any, held_out: text.Windows, options: Options) -> tuple[str, str]:
-    """Returns a prompt and what the model goes on with. All ranks call together, with the same prompt."""
+    """Returns a prompt and the model's continuation. All ranks call it together, with the same prompt."""
     if options.sample < 1:
         return "", ""
     if options.prompt:
@@ -299,7 +299,7 @@ def _sample(model: Any, tokenizer: Any, held_out: text.Windows, options: Options
         ids = held_out[0]["input_ids"][: min(32, options.seq // 2)].unsqueeze(0)
     ids = ids.to(model.device)
     with torch.no_grad():
-        # Of one length on all ranks: a layer's dispatch takes them all.
+        # The same length on all ranks: a layer's dispatch takes tokens of all of them.
         text_ids = model.eval().generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),

@@ -1,4 +1,4 @@
-"""The memory that a run needs on each rank, said before anything is loaded, and what would fit instead."""
+"""The memory that a run needs on each rank, checked before anything is loaded, and what would fit instead."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 from lm.errors import UsageError
 
 GiB = 1 << 30
-ROOM = 0.92  # of a device's memory: the rest is libraries, windows and what the allocator cannot use
+ROOM = 0.92  # usable part of a device's memory: the rest is for libraries, windows and fragmentation
 
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """Numbers of parameters, of experts and of the widest layer beside them, and sizes of activations."""
+    """Numbers of parameters (in all, of the experts, of the widest other layer), and sizes of activations."""
 
     parameters: int
     layer_parameters: int
@@ -27,8 +27,8 @@ class Model:
 
     @classmethod
     def of(cls, folder: str) -> Model:
-        """Reads the folder's config alone. Raises UsageError for a model that is none of causal language with
-        experts that transformers can put on ranks."""
+        """Reads the folder's config alone. Raises UsageError unless it is a causal language model whose
+        experts transformers can spread over ranks."""
         from transformers import AutoConfig, AutoModelForCausalLM
 
         try:
@@ -58,28 +58,28 @@ class Model:
 
 
 def _first(config: Any, names: tuple[str, ...], otherwise: int) -> int:
-    """Returns the number that a config has under one of these names; families call it differently."""
+    """Returns the number that a config has under one of these names; model families use different names."""
     return next((int(getattr(config, name)) for name in names if getattr(config, name, None)), otherwise)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The layout of a run, as far as it decides what a rank has to hold."""
+    """The layout of a run, as far as it determines what a rank has to hold."""
 
     ranks: int
-    tokens: int  # of a rank in one pass
+    tokens: int  # of a rank per pass
     lora: bool
     recompute: bool
     gpu: bool
 
     def bytes_of(self, model: Model) -> dict[str, int]:
-        """Returns the bytes that each part takes on a rank."""
-        width = 2 if self.gpu else 4  # of what is computed with
+        """Returns the bytes of each part on a rank."""
+        width = 2 if self.gpu else 4  # bytes per number in computation
         weight = width if self.lora else 4
-        state = 0 if self.lora else 12  # float32: a gradient and AdamW's two moments
+        state = 0 if self.lora else 12  # float32 gradient, and AdamW's two moments
         share = model.parameters // self.ranks
-        kept = model.hidden * (2 if self.recompute else 24 + 6 * model.top_k)  # values of a token in a layer
-        once = model.hidden * (24 + 10 * model.top_k)  # in the layer that is computed
+        kept = model.hidden * (2 if self.recompute else 24 + 6 * model.top_k)  # values kept per token
+        once = model.hidden * (24 + 10 * model.top_k)  # in the layer that is being computed
         return {
             "weights": share * weight,
             "gradients and optimizer": share * state,
@@ -93,8 +93,8 @@ class Plan:
 
 
 def check_fits(model: Model, plan: Plan, room: int, held: str) -> str:
-    """Returns a line on what the run needs. Raises UsageError, with what would fit, if that is more than
-    `room` bytes on a rank; `held` says what they are of."""
+    """Returns a line about the run's needs. Raises UsageError, which says what would fit, if they exceed
+    `room` bytes on a rank; `held`: the kind of memory."""
     needs = plan.bytes_of(model)
     total = sum(needs.values())
     parts = ", ".join(f"{name} {size / GiB:.1f}" for name, size in needs.items())
@@ -119,8 +119,8 @@ def check_fits(model: Model, plan: Plan, room: int, held: str) -> str:
 
 
 def experts_ranks(model: Model, ranks: int, asked: int | None) -> int:
-    """Returns the ranks that share the experts: the most that divide both. Raises UsageError where `asked`
-    does not."""
+    """Returns the number of ranks that share the experts: the largest that divides both. Raises UsageError if
+    `asked` does not."""
     possible = [each for each in range(1, ranks + 1) if ranks % each == 0 and model.experts % each == 0]
     if asked is None:
         return possible[-1]

@@ -1,10 +1,10 @@
 """Text as windows of tokens: files in, packed windows out.
 
 1. Each file is a document; each line of a .jsonl file is one: {"text": ...}, or {"messages": [...]} of a
-   chat, of which what the assistant says is learned.
-2. Documents are split into those to train on and those held out, by a hash of their text.
-3. `pack` puts them one behind the other into windows of `seq` tokens. A document begins at position 0, where
-   transformers' attention ends the one before, and its first token is nobody's target.
+   chat, where only the assistant's words are learned.
+2. A hash of its text puts each document into the training set or the held-out set.
+3. `pack` concatenates them into windows of `seq` tokens. A document begins at position 0, by which
+   transformers separates the attention of documents, and its first token is not a target.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Document:
 
 
 def read_documents(places: Sequence[str]) -> list[Document]:
-    """Returns the documents of files and folders, in the order of their names. Raises UsageError for a place
-    that is not there, for a line that is neither, and where there is nothing."""
+    """Returns the documents of files and folders, in the order of their names. Raises UsageError for a
+    missing path, for a malformed line, and if there are no documents."""
     found: list[Document] = []
     for file in find_files(places):
         try:
@@ -56,8 +56,7 @@ def read_documents(places: Sequence[str]) -> list[Document]:
 
 
 def find_files(places: Sequence[str]) -> list[Path]:
-    """Returns the files that are named, and those of folders. Raises UsageError for a place that is not
-    there."""
+    """Returns the named files, and those of named folders. Raises UsageError for a missing path."""
     found: list[Path] = []
     for place in places:
         path = Path(place).expanduser()
@@ -98,7 +97,7 @@ def encode(document: Document, tokenizer: Any) -> tuple[list[int], list[int]]:
     tokens, targets = [], []
     for place, message in enumerate(document.messages, 1):
         learned = message["role"] == "assistant"
-        if learned:  # what stands before the answer is given
+        if learned:  # the text before the answer is given
             given = _render(document.messages[: place - 1], tokenizer, add_generation_prompt=True)
             targets += [NO_TARGET] * (len(given) - len(tokens))
             tokens = given
@@ -119,7 +118,7 @@ def _render(messages: Sequence[dict[str, str]], tokenizer: Any, **options: Any) 
 
 
 class Windows(Dataset[dict[str, Tensor]]):
-    """Windows of `seq` tokens, with targets and positions."""
+    """Windows of `seq` tokens, with their targets and positions."""
 
     def __init__(self, documents: Sequence[Document], tokenizer: Any, seq: int) -> None:
         tokens: list[int] = []
@@ -148,8 +147,8 @@ class Windows(Dataset[dict[str, Tensor]]):
 
 
 def split(documents: Sequence[Document], tokenizer: Any, seq: int, least: int) -> tuple[Windows, Windows]:
-    """Returns the windows to train on and those held out. Where too few documents are held out for a window,
-    it is the last windows of all. Raises UsageError for fewer than `least` windows to train on."""
+    """Returns the training windows and the held-out ones. If the held-out documents do not fill a window, the
+    last windows of all are held out. Raises UsageError for fewer than `least` training windows."""
     training = Windows([each for each in documents if not each.held_out], tokenizer, seq)
     held_out = Windows([each for each in documents if each.held_out], tokenizer, seq)
     if len(held_out) == 0:

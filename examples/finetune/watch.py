@@ -1,4 +1,4 @@
-"""A callback that watches a run: the load of experts, the time of stages, memory, and requests to stop."""
+"""A callback that watches a run: load of experts, times of stages, memory, and requests to stop."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ STAGES = ("attention", "experts", "rest of forward", "backward", "optimizer", "b
 
 
 class Watch(TrainerCallback):  # type: ignore[misc]
-    """Adds to what the Trainer logs: tokens a second, the most loaded expert and rank, and seconds by stage
-    of a step. Writes a line of metrics.jsonl at each, and ends the run after a step if a signal asked."""
+    """Adds to the Trainer's logs: tokens per second, the most loaded expert and rank, and seconds per stage
+    of a step. Writes a line of metrics.jsonl per log, and ends the run after a step if a signal asked."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class Watch(TrainerCallback):  # type: ignore[misc]
                 self._time(module, "attention")
         self._time(model, "forward")
 
-    # ---- what hooks of modules see ----
+    # ---- called by hooks of modules ----
 
     def _counts(self, layer: int) -> Any:
         def hook(module: nn.Module, arguments: tuple[Any, ...]) -> None:
@@ -66,7 +66,7 @@ class Watch(TrainerCallback):  # type: ignore[misc]
 
     def _time(self, module: nn.Module, stage: str) -> None:
         def before(*_: Any) -> None:
-            # Neither an evaluation nor a layer that the backward computes again is a part of the forward.
+            # Evaluations, and layers that the backward recomputes, are not part of the forward.
             if torch.is_grad_enabled() and "backward" not in self._open:
                 self._begin(stage)
 
@@ -88,7 +88,7 @@ class Watch(TrainerCallback):  # type: ignore[misc]
             begun.__exit__(None, None, None)
         return begun is not None
 
-    # ---- what the Trainer calls ----
+    # ---- called by the Trainer ----
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         self._end("between steps")
@@ -125,7 +125,7 @@ class Watch(TrainerCallback):  # type: ignore[misc]
             self._metrics.write(record)
 
     def _measure(self) -> dict[str, Any]:
-        """Returns what was measured since the last log. All ranks call together."""
+        """Returns measurements since the last log. All ranks call it together."""
         load_LE = self.load_LE.clone()
         self.load_LE.zero_()
         dist.all_reduce(load_LE)
@@ -149,7 +149,7 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         return found
 
     def _take_stages(self) -> dict[str, float]:
-        """Returns the seconds of each stage since the last call, which is between two steps."""
+        """Returns the seconds of each stage since the last call. Called between two steps."""
         self._end("between steps")
         found: dict[str, float] = defaultdict(float)
         for span in self._stages.timeline().spans:
@@ -160,12 +160,12 @@ class Watch(TrainerCallback):  # type: ignore[misc]
 
 
 def _worst(load_LN: Tensor) -> float:
-    """Returns the largest load beside the mean one, in the layer where that is worst."""
+    """Returns the largest load relative to the mean, in the layer where that is worst."""
     return float((load_LN.max(1).values / load_LN.mean(1).clamp(min=1e-9)).max())
 
 
 def peak_memory(device: torch.device) -> int:
-    """Returns the most bytes that this rank has taken: of its GPU, or of the host where it computes there."""
+    """Returns this rank's peak memory in bytes: of its GPU, or of the host if it computes there."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,1 +1,1 @@
-"""The parts of `train_lm.py`: one concept a file, none of them longer than a few screens."""
+"""The parts of `train_lm.py`: one concept per file, each a few screens long at most."""

@@ -1,13 +1,13 @@
-"""Attention of the published models: grouped-query attention with what they add to it, and multi-head latent
+"""Attention of the published models: grouped-query attention with their additions, and multi-head latent
 attention (DeepSeek-V3).
 
-Shape letters, beside those of moecomm: B sequences, S positions, N query heads, M heads of keys and values,
-D width of a head's queries and keys, V width of its values.
+Shape letters, in addition to those of moecomm: B sequences, S positions, N query heads, M heads of keys and
+values, D width of a head's queries and keys, V width of its values.
 
-Both kinds take the number of heads from the width that their products return. So under tensor parallelism,
+Both kinds derive the number of heads from the width of their products' results. So under tensor parallelism,
 where `q`, `k`, `v` (`q_up`, `kv_up`) are split by columns and `out` by rows, each rank computes its own
-heads. What keys and values are made of goes through the module `gather_keys`, and what lies between the
-products is one call of the module `core`. Both may be replaced, for sequences that are spread over ranks.
+heads. The inputs of keys and values pass through the module `gather_keys`, and the computation between the
+products is one call of the module `core`. Both may be replaced, for sequences spread over ranks.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from lm.errors import RunError
 from lm.recompute_outputs import recompute_outputs
 
 LOGITS_BYTES = 1 << 28
-"""Bytes that the logits of one call may take: on GPUs where torch has no better kernel, and of the CPU's
-slices of queries."""
+"""Most bytes of a call's logits: on GPUs where torch has no better kernel, and for the CPU's slices of
+queries."""
 
 BLOCK = 128
-"""Queries and keys of a block of flex_attention."""
+"""Queries and keys per block of flex_attention."""
 
 YARN_FAST, YARN_SLOW = 32, 1
-"""beta_fast and beta_slow of YaRN: turns of a pair within the positions trained on."""
+"""beta_fast and beta_slow of YaRN: turns of a pair within the positions of training."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,25 +59,25 @@ class AttentionConfig:
         dim: width of a token.
         heads: query heads (N).
         kv_heads: heads of keys and values (M), a divisor of heads; "latent" has as many as heads.
-        head_dim: width of a head's queries, keys and values; of "latent" that of the part of queries and keys
-            without a position.
+        head_dim: width of a head's queries, keys and values; for "latent", of the part of queries and keys
+            without position.
         kind: "grouped", grouped-query attention (arXiv 2305.13245), or "latent", multi-head latent attention
             (DeepSeek-V2, arXiv 2405.04434, section 2.1).
         rope_base: base of the rotary frequencies.
-        rope_factor: above 1, frequencies are scaled by YaRN for windows so many times as long as before.
-        rope_positions: of YaRN, the positions of windows before.
-        rope_truncate: of YaRN: its ramp begins and ends at whole frequencies.
-        rope_mscale: of YaRN: with 0 cosines and sines are multiplied by m = 0.1 ln(rope_factor) + 1, as in
-            gpt-oss; else all logits are by m^2, with m = 0.1 rope_mscale ln(rope_factor) + 1, as in
+        rope_factor: above 1, YaRN scales frequencies for windows this many times as long as before.
+        rope_positions: for YaRN, the positions of earlier windows.
+        rope_truncate: for YaRN: the ramp begins and ends at whole frequencies.
+        rope_mscale: for YaRN: 0 multiplies cosines and sines by m = 0.1 ln(rope_factor) + 1, as in gpt-oss;
+            other values multiply all logits by m^2, with m = 0.1 rope_mscale ln(rope_factor) + 1, as in
             DeepSeek-V3, whose mscale and mscale_all_dim are equal.
-        norm_eps: of the norms within.
+        norm_eps: epsilon of the norms in the attention.
         qk_norm: "grouped": an RMSNorm of each head's queries and keys before their rotation, as Qwen3 has it.
         qkv_bias: "grouped": biases of queries, keys and values, as Qwen2 and gpt-oss have them.
         out_bias: "grouped": a bias of the output, as gpt-oss has it.
-        window: "grouped": above zero, the first, third, ... layer sees only so many positions, its own and
+        window: "grouped": above zero, the first, third, ... layer sees only this many positions, its own and
             those right before it, as in gpt-oss.
-        sinks: "grouped": a trained logit of each head, which takes part in its softmax and has no value, as
-            in gpt-oss.
+        sinks: "grouped": a trained logit per head, which takes part in its softmax but has no value, as in
+            gpt-oss.
         q_rank: "latent": width of the queries' latent.
         kv_rank: "latent": width of the latent of keys and values.
         rope_dim: "latent": width of the part of queries and keys that has a position; keys share it.
@@ -107,7 +107,7 @@ class AttentionConfig:
 
     @property
     def rotated_width(self) -> int:
-        """The width of a head's queries that has a position."""
+        """The width of the part of a head's queries that has a position."""
         return self.rope_dim if self.kind == "latent" else self.head_dim
 
     @property
@@ -122,16 +122,16 @@ class AttentionConfig:
 
     @property
     def logit_scale(self) -> float:
-        """What multiplies the product of a query and a key: D^-0.5, with rope_mscale m^2 times as much."""
+        """The factor of the product of a query and a key: D^-0.5, with rope_mscale times m^2."""
         return self.qk_width**-0.5 * _yarn_growth(self.rope_factor, self.rope_mscale) ** 2
 
     def window_of(self, layer: int) -> int:
-        """Returns the positions that a layer sees, 0 for all up to its own."""
+        """Returns how many positions a layer sees; 0: all up to its own."""
         return self.window if layer % 2 == 0 else 0
 
 
 def rope_table(config: AttentionConfig, max_seq: int) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of every (position, frequency), both (S, D/2) float32, with YaRN times a factor.
+    """Returns the cosine and sine of every (position, frequency), both (S, D/2) float32, times YaRN's factor.
 
     Angles are float64: at position 100 000 float32 would leave an error of 0.004.
     """
@@ -142,11 +142,11 @@ def rope_table(config: AttentionConfig, max_seq: int) -> tuple[Tensor, Tensor]:
 
 
 def rope_frequencies(config: AttentionConfig) -> Tensor:
-    """Returns the angle from a position to the next one of each pair, (D/2,) float64.
+    """Returns for each pair the angle between consecutive positions, (D/2,) float64.
 
-    With a rope_factor above 1 by YaRN (arXiv 2309.00071, section 3.2): frequencies that turn more than
+    A rope_factor above 1 applies YaRN (arXiv 2309.00071, section 3.2): frequencies that turn more than
     YARN_FAST times within rope_positions stay, those that turn less than YARN_SLOW times are divided by the
-    factor, and a ramp lies between. Its ends are places among the frequencies, as in transformers, whose
+    factor, with a ramp in between. The ramp's ends are indices of frequencies, as in transformers, whose
     `truncate` rounds them.
     """
     width, base = config.rotated_width, config.rope_base
@@ -172,23 +172,23 @@ def _yarn_growth(factor: float, coefficient: float) -> float:
 
 
 def rotate(x_BNSD: Tensor, cos_SD: Tensor, sin_SD: Tensor) -> Tensor:
-    """Turn each pair (x[i], x[i + D/2]) by its position's angle, so that dot products see only distances."""
+    """Turns each pair (x[i], x[i + D/2]) by its position's angle: dot products depend only on distances."""
     first, second = x_BNSD.chunk(2, dim=-1)
     return torch.cat((first * cos_SD - second * sin_SD, first * sin_SD + second * cos_SD), dim=-1)
 
 
 def split_heads(x_BSH: Tensor, width: int) -> Tensor:
-    """Returns (B, heads, S, width), with as many heads as the last dimension has."""
+    """Returns (B, heads, S, width); the last dimension gives the number of heads."""
     return x_BSH.unflatten(-1, (-1, width)).transpose(1, 2)
 
 
 def local(parameter: Tensor) -> Tensor:
-    """Returns the part of a parameter that this rank has under tensor parallelism."""
+    """Returns this rank's part of a parameter under tensor parallelism."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 class KeepKeys(nn.Module):
-    """Returns what keys and values are made of, (B, heads, S, width) each, for queries of the same
+    """Returns the inputs of keys and values unchanged, (B, heads, S, width) each, for queries of the same
     positions."""
 
     def forward(self, k_BMSD: Tensor, v_BMSV: Tensor) -> tuple[Tensor, Tensor]:
@@ -196,7 +196,7 @@ class KeepKeys(nn.Module):
 
 
 class InnerNorm(nn.RMSNorm):
-    """RMSNorm of a product's result, computed in the type of the norm's weight: within autocast the result
+    """RMSNorm of a product's result, computed in the dtype of the norm's weight: within autocast the result
     has fewer bits."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -229,7 +229,7 @@ class GroupedAttention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q_BNSD, k_BMSD = self.q_norm(q_BNSD), self.k_norm(k_BMSD)
         q_BNSD, k_BMSD = rotate(q_BNSD, cos_SD, sin_SD), rotate(k_BMSD, cos_SD, sin_SD)
-        # Norms and rotations compute in float32, also within autocast.
+        # Norms and rotations compute in float32, even within autocast.
         q_BNSD, k_BMSD = q_BNSD.to(v_BMSV.dtype), k_BMSD.to(v_BMSV.dtype)
         k_BMSD, v_BMSV = self.gather_keys(k_BMSD, v_BMSV)
         sinks_N = None if self.sinks_N is None else local(self.sinks_N)
@@ -238,12 +238,12 @@ class GroupedAttention(nn.Module):
 
 
 class LatentAttention(nn.Module):
-    """Causal attention whose queries, and whose keys and values, come from narrow latents. Beside them each
-    key has a part with a position, the same for all heads. Under tensor parallelism `share_latents` gathers
+    """Causal attention whose queries, and whose keys and values, are computed from narrow latents. Each key
+    also has a part with a position, which all heads share. Under tensor parallelism `share_latents` gathers
     the latents of keys and values, with that part.
 
     Attributes:
-        drops_up: the heads' queries, keys and values are not kept for the backward, but made again of the
+        drops_up: the heads' queries, keys and values are not kept for the backward but recomputed from the
             latents.
     """
 
@@ -267,13 +267,13 @@ class LatentAttention(nn.Module):
         config = self.config
         q_BSR = self.q_down(x_BSH)
         latent_BSR, k_rope_BSD = self.kv_down(x_BSH).split((config.kv_rank, config.rope_dim), dim=-1)
-        dtype = latent_BSR.dtype  # norms and rotations compute in float32, also within autocast
+        dtype = latent_BSR.dtype  # norms and rotations compute in float32, even within autocast
         shared_BSR = torch.cat((self.kv_norm(latent_BSR).to(dtype), k_rope_BSD), dim=-1)
         latent_BSR, k_rope_BSD = self.share_latents(shared_BSR).split(
             (config.kv_rank, config.rope_dim), dim=-1
         )
         k_rope_BSD = rotate(k_rope_BSD, cos_SD, sin_SD).to(dtype)
-        # Latents are what is gathered: keys and values are wider by the number of heads.
+        # Latents are gathered rather than keys and values, which are wider by the number of heads.
         gathered = self.gather_keys(latent_BSR.unsqueeze(1), k_rope_BSD.unsqueeze(1))
 
         def up(q_BSR: Tensor, latent_B1SR: Tensor, k_rope_B1SD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -288,7 +288,7 @@ class LatentAttention(nn.Module):
     def _make_heads(
         self, q_BSR: Tensor, latent_B1SR: Tensor, k_rope_B1SD: Tensor, cos_SD: Tensor, sin_SD: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the heads' queries and keys (B, N, S, D), and values (B, N, S, V), of the latents. There
+        """Returns the heads' queries and keys (B, N, S, D), and values (B, N, S, V), from the latents. There
         may be more keys than queries (`gather_keys`)."""
         config = self.config
         nope, rope, value = config.head_dim, config.rope_dim, config.value_dim
@@ -315,18 +315,19 @@ def make_attention(config: AttentionConfig, layer: int) -> Attention:
 class AttentionCore(nn.Module):
     """Causal softmax attention of heads: core(q_BNSD, k_BMSD, v_BMSV, sinks_N) -> (B, N, S, V) of one dtype.
 
-    There may be fewer queries than keys; they are those of the last keys' positions. The query at i sees the
-    keys from max(0, i - window + 1) to i, with window 0 those from 0 to i; logits are multiplied by `scale`,
-    None for D^-0.5. A head's sink, if sinks_N is not None, is one logit more in the softmax, without a value.
+    There may be fewer queries than keys; they are then at the positions of the last keys. The query at i sees
+    the keys from max(0, i - window + 1) to i, with window 0 those from 0 to i; logits are multiplied by
+    `scale`, None for D^-0.5. A head's sink, if sinks_N is given, is one more logit of the softmax, without a
+    value.
 
-    Without window and sinks it is torch's scaled_dot_product_attention, or for fewer queries than keys two
-    calls of cuDNN's kernel (`attend_in_two`). They have no kernel for the others, so with one of them it is
-    flex_attention on GPUs, compiled: it skips the blocks of keys outside a window, and
-    keeps S numbers a head for its backward, not S^2. Of the sinks its logsumexp is enough: a softmax with one
-    logit s more is the softmax times sigmoid(logsumexp - s). flex_attention has no backward on the CPU; there
-    all logits of some queries at a time are computed, and again in the backward.
+    Without window and sinks it uses torch's scaled_dot_product_attention, or for fewer queries than keys two
+    calls of cuDNN's kernel (`attend_in_two`). Neither supports windows and sinks, for which GPUs use
+    flex_attention, compiled: it skips blocks of keys outside a window, and keeps S numbers per head for its
+    backward, not S^2. Its logsumexp suffices for sinks: a softmax with an additional logit s is the softmax
+    times sigmoid(logsumexp - s). flex_attention has no backward on the CPU; there all logits of some queries
+    at a time are computed, and again in the backward.
 
-    On GPUs it raises RunError for what torch has only a kernel that keeps all logits, if these take more than
+    On GPUs it raises RunError where torch only has a kernel that keeps all logits, if these take more than
     LOGITS_BYTES.
     """
 
@@ -338,7 +339,7 @@ class AttentionCore(nn.Module):
         queries, keys = q_BNSD.shape[2], k_BMSD.shape[2]
         scale = q_BNSD.shape[-1] ** -0.5 if self.scale is None else self.scale
         window = self.window if self.window < keys else 0
-        if window:  # whole blocks of keys that no query sees are left out
+        if window:  # blocks of keys that no query sees are left out
             first = max(0, keys - queries - window + 1) // BLOCK * BLOCK
             k_BMSD, v_BMSV = k_BMSD[:, :, first:], v_BMSV[:, :, first:]
         if not q_BNSD.is_cuda and (queries != keys or window or sinks_N is not None):
@@ -359,7 +360,7 @@ class AttentionCore(nn.Module):
                 scale=scale,
                 enable_gqa=grouped,
             )
-        with torch.autocast("cuda", enabled=False):  # all are of one type already
+        with torch.autocast("cuda", enabled=False):  # all tensors have one dtype already
             flex = _compiled_flex_attention()
             return attend_by_blocks(q_BNSD, k_BMSD, v_BMSV, window, sinks_N, scale, flex)
 
@@ -368,7 +369,7 @@ class AttentionCore(nn.Module):
 
 
 def cudnn_serves(q_BNSD: Tensor, k_BMSD: Tensor, v_BMSV: Tensor) -> bool:
-    """Does cuDNN's causal kernel take as many keys and values of this kind as there are queries?"""
+    """Returns whether cuDNN's causal kernel takes keys and values of this kind, as many as queries."""
     queries, grouped = q_BNSD.shape[2], q_BNSD.shape[1] != k_BMSD.shape[1]
     own = k_BMSD[:, :, -queries:], v_BMSV[:, :, -queries:]
     return can_use_cudnn_attention(SDPAParams(q_BNSD, *own, None, 0.0, True, grouped))
@@ -378,12 +379,12 @@ def cudnn_serves(q_BNSD: Tensor, k_BMSD: Tensor, v_BMSV: Tensor) -> bool:
 def attend_in_two(
     q_BNSD: Tensor, k_BMSD: Tensor, v_BMSV: Tensor, scale: float, kernels: Kernels | None = None
 ) -> Tensor:
-    """AttentionCore of the last keys' queries, without window and sinks, by two calls of a kernel that is
-    causal for as many queries as keys alone: of the keys before the queries, each of which all queries see,
-    and of the queries' own. torch's one kernel for it, FlashAttention 2, is of the time before Hopper GPUs.
+    """AttentionCore for queries of the last keys, without window and sinks, by two calls of a kernel whose
+    causal form needs as many queries as keys: one for the keys before the queries, which all queries see, and
+    one for the queries' own keys. torch's single kernel for this, FlashAttention 2, predates Hopper.
 
-    The parts are put together by the logarithms of their softmaxes' sums, as in ring attention (arXiv
-    2310.01889); the backward of each part starts from the whole's result.
+    The logarithms of their softmaxes' sums merge the parts, as in ring attention (arXiv 2310.01889); the
+    backward of each part starts from the merged result.
     """
     y_BNSV: Tensor = _InTwo.apply(q_BNSD, k_BMSD, v_BMSV, scale, kernels or CUDNN)  # type: ignore[no-untyped-call]
     return y_BNSV
@@ -393,8 +394,8 @@ class Kernels(NamedTuple):
     """A kernel of attention.
 
     Attributes:
-        forward: (q, k, v, is_causal, scale) -> the result, the logarithms of its softmaxes' sums, float32,
-            and what else the backward takes.
+        forward: (q, k, v, is_causal, scale) -> the result, the logarithms of its softmaxes' sums in float32,
+            and further inputs of the backward.
         backward: (gradient, q, k, v, result, logarithms, others, is_causal, scale) -> those of q, k and v.
     """
 
@@ -434,7 +435,7 @@ CUDNN = Kernels(_cudnn_forward, _cudnn_backward)
 
 
 def _parts(queries: int, keys: int) -> tuple[tuple[slice, bool], tuple[slice, bool]]:
-    """Returns the keys before the last queries and their own, each with whether attention is causal there."""
+    """Returns the keys before the queries', and their own, each with whether its attention is causal."""
     first = keys - queries
     return (slice(first), False), (slice(first, None), True)
 
@@ -471,12 +472,12 @@ class _InTwo(torch.autograd.Function):
 
 
 def fit_kernel(q_BNSD: Tensor, k_BMSD: Tensor, v_BMSV: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns keys and values with which torch has a kernel for causal attention that keeps S numbers a head.
+    """Returns keys and values in a form for which torch has a causal kernel that keeps S numbers per head.
 
-    cuDNN's and FlashAttention are for two bytes a number, and with fewer queries than keys
-    (`causal_lower_right`) FlashAttention alone is, for keys and values of one width, up to 256. What is left
-    takes the memory-efficient one, each head with keys and values of its own. Raises RunError if no kernel
-    does, and all logits in float32 would take more than LOGITS_BYTES.
+    cuDNN's kernel and FlashAttention need 2-byte numbers. With fewer queries than keys (`causal_lower_right`)
+    only FlashAttention works, for keys and values of one width up to 256. All other cases take the
+    memory-efficient kernel, with separate keys and values per head. Raises RunError if no kernel fits, and
+    all logits in float32 would take more than LOGITS_BYTES.
     """
     square = q_BNSD.shape[2] == k_BMSD.shape[2]
     shared_by = q_BNSD.shape[1] // k_BMSD.shape[1]
@@ -497,7 +498,7 @@ def fit_kernel(q_BNSD: Tensor, k_BMSD: Tensor, v_BMSV: Tensor) -> tuple[Tensor, 
 
 
 def sees(window: int) -> Callable[[Any, Any], Any]:
-    """Returns the function (query, key) -> whether the query sees the key, of ints or of tensors."""
+    """Returns the function (query, key) -> whether the query sees the key, for ints or tensors."""
 
     def visible(query: Any, key: Any) -> Any:
         causal = query >= key
@@ -509,7 +510,7 @@ def sees(window: int) -> Callable[[Any, Any], Any]:
 def attend_by_slices(
     q_BNSD: Tensor, k_BMSD: Tensor, v_BMSV: Tensor, window: int, sinks_N: Tensor | None, scale: float
 ) -> Tensor:
-    """AttentionCore by all logits of some queries at a time, with which the backward begins anew."""
+    """AttentionCore that computes all logits of some queries at a time, and again in the backward."""
     batch, heads, queries, _ = q_BNSD.shape
     keys = k_BMSD.shape[2]
     size = max(1, LOGITS_BYTES // (4 * batch * heads * keys))
@@ -528,7 +529,7 @@ def attend_by_slices(
 def attend_densely(
     q_BNSD: Tensor, k_BMSD: Tensor, v_BMSV: Tensor, window: int, sinks_N: Tensor | None, scale: float
 ) -> Tensor:
-    """AttentionCore by all logits."""
+    """AttentionCore that computes all logits at once."""
     shared_by = q_BNSD.shape[1] // k_BMSD.shape[1]
     k_BNSD, v_BNSV = k_BMSD.repeat_interleave(shared_by, 1), v_BMSV.repeat_interleave(shared_by, 1)
     logits_BNSS = q_BNSD @ k_BNSD.transpose(-1, -2)
@@ -552,7 +553,7 @@ def attend_by_blocks(
     scale: float,
     flex: Callable[..., Any] = flex_attention,
 ) -> Tensor:
-    """AttentionCore by flex_attention, or what is compiled of it."""
+    """AttentionCore by flex_attention, or by its compiled form."""
     mask = make_block_mask(window, q_BNSD.shape[2], k_BMSD.shape[2], q_BNSD.device)
     grouped = q_BNSD.shape[1] != k_BMSD.shape[1]
     options: dict[str, Any] = {"block_mask": mask, "enable_gqa": grouped, "scale": scale}
@@ -566,9 +567,9 @@ def attend_by_blocks(
 
 @functools.lru_cache(maxsize=8)
 def make_block_mask(window: int, queries: int, keys: int, device: torch.device) -> BlockMask:
-    """Returns which blocks of keys a block of queries sees some of, and which it sees all of. They follow
-    from a block's ends: torch's create_block_mask looks at each pair of a query and a key, 17 GB of them for
-    131072 of both."""
+    """Returns which blocks of keys a block of queries sees partly, and which fully. The ends of a block
+    decide that: torch's create_block_mask would examine each pair of a query and a key, 17 GB for 131072 of
+    both."""
     visible, first = sees(window), keys - queries
     starts_Q = torch.arange(0, queries, BLOCK, device=device).unsqueeze(1) + first
     starts_K = torch.arange(0, keys, BLOCK, device=device)

@@ -1,4 +1,4 @@
-"""Builds a model with mixture-of-experts layers, its optimizer and its learning rate from options."""
+"""Builds a model with mixture-of-experts layers, its optimizer and its learning rate from the options."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from moecomm.nn import GraphedStep, MoEConfig, MoELayer, is_expert_parameter
 from moecomm.parallel import ParallelFolding
 
 FINAL_LR_SHARE = 0.1
-HEADROOM = 1.25  # rows of a graph by those that a balanced routing needs
+HEADROOM = 1.25  # rows of a graph, relative to balanced routing
 DRAWN = 1 << 22  # numbers of a weight that a thread draws at a time
 
 
@@ -37,24 +37,24 @@ def build_model(
     holds: Callable[[str], bool] = lambda part: True,
     device: torch.device | str = "cpu",
 ) -> Transformer:
-    """The model on a device. Weights are the same on every rank, device and folding, from torch's default
-    generator; float32, or rounded to bfloat16 (`narrow`). A stage of a pipeline has some of them: `holds` as
-    in Transformer.
+    """Builds the model on a device. Its weights are drawn from torch's default generator and are the same on
+    every rank, device and folding; float32, or rounded to bfloat16 (`narrow`). A pipeline stage has some of
+    them: `holds` as in Transformer.
 
-    Weights start small in proportion to the square root of the width, and those that write into the
-    residual stream smaller still, by the number of layers that do so. So logits of routers, and of an output
-    matrix of its own, start with a standard deviation of one. From smaller ones the first steps give all
-    tokens nearly the same hidden state, which no router can spread over experts (docs/history.md). A tied
-    output matrix expects the token that was read to come next, by a logit of sqrt(dim): the first loss is far
-    above that of guessing (10.5 for 257 tokens, where guessing has 5.5). The small preset learns faster from
-    there than from any indifferent beginning that was tried.
+    Weights shrink with the square root of the width, and those that write to the residual stream further,
+    with the number of layers that do so. So the logits of routers, and of a separate output matrix, start
+    with a standard deviation of one. With smaller logits the first steps give all tokens nearly the same
+    hidden state, which no router can spread over experts (docs/history.md). A tied output matrix first
+    predicts the token just read, with a logit of sqrt(dim): the first loss is far above that of guessing
+    (10.5 for 257 tokens, where guessing has 5.5). The small preset learned faster from there than from any
+    neutral start that was tried.
     """
     std = options.dim**-0.5
     moe = dataclasses.replace(moe_config(options), dtype=comm.dtype)
     overlap = overlap_config(options)
     with _LeaveEmpty():
         model = assemble(options, vocab, lambda: MoELayer(moe, comm, folding=folding, overlap=overlap), holds)
-    model = model.float()  # those of experts: see precision
+    model = model.float()  # experts' parameters follow `precision`
     seed = int(torch.randint(2**62, ()))
     with torch.no_grad():
         draw_normal(model.embedding.weight, std, f"{seed}:embedding")
@@ -74,8 +74,7 @@ def build_model(
 
 
 class _LeaveEmpty(TorchFunctionMode):
-    """Leaves the matrices of torch's Linear and Embedding as they are made, since `build_model` fills
-    them."""
+    """Leaves the matrices of torch's Linear and Embedding uninitialised, since `build_model` fills them."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
@@ -87,8 +86,8 @@ class _LeaveEmpty(TorchFunctionMode):
 
 
 def draw_normal(weight: torch.Tensor, std: float, key: str) -> None:
-    """Fills a weight on the CPU with normal numbers that depend on its key alone, on all cores: one core
-    takes a minute for the dense matrices of a large model. A weight on the meta device is left alone."""
+    """Fills a weight on the CPU with normal numbers that depend on its key alone, using all cores: one core
+    would take a minute for the dense matrices of a large model. A weight on the meta device is left alone."""
     if weight.is_meta:
         return
     flat = weight.detach().view(-1)
@@ -103,7 +102,7 @@ def draw_normal(weight: torch.Tensor, std: float, key: str) -> None:
 
 
 def narrow(model: Transformer) -> None:
-    """Makes matrices and experts bfloat16. Norms, biases and sinks stay float32, and are few."""
+    """Converts matrices and experts to bfloat16. Norms, biases and sinks, which are few, stay float32."""
     experts = {p for part in model.modules() if isinstance(part, EXPERTS) for p in part.parameters()}
     for parameter in model.parameters():
         if parameter.ndim >= 2 or parameter in experts:
@@ -111,7 +110,7 @@ def narrow(model: Transformer) -> None:
 
 
 def moe_config(options: Options) -> MoEConfig:
-    """The layers with experts. Raises UsageError for what does not fit."""
+    """Returns the config of the layers with experts. Raises UsageError for options that do not fit."""
     dtype: torch.dtype = getattr(torch, options.dtype)
     try:
         return MoEConfig(
@@ -144,7 +143,7 @@ def moe_config(options: Options) -> MoEConfig:
 def make_communicator(
     options: Options, folding: ParallelFolding, max_tokens: int, device: torch.device
 ) -> moecomm.Communicator:
-    """The communicator of all layers. Raises UsageError for rows that cannot travel as the options say."""
+    """Returns all layers' communicator. Raises UsageError for rows that cannot travel as the options say."""
 
     def wire(chosen: str) -> str | None:
         return None if chosen == "dtype" else chosen
@@ -199,8 +198,8 @@ def assemble(
     make_moe: Callable[[], torch.nn.Module],
     holds: Callable[[str], bool] = lambda part: True,
 ) -> Transformer:
-    """The model with torch's own first weights; `make_moe()` makes each of the layers with experts. holds: as
-    in Transformer."""
+    """Returns the model with torch's own initial weights; `make_moe()` makes each layer with experts. holds:
+    as in Transformer."""
     config = ModelConfig(
         vocab=vocab,
         dim=options.dim,
@@ -218,7 +217,7 @@ def assemble(
 
 
 def model_vocab(options: Options, of_tokenizer: int) -> int:
-    """Entries of the embedding and the output. Raises UsageError if the tokenizer has more."""
+    """Returns the entries of the embedding and the output. Raises UsageError if the tokenizer has more."""
     if options.vocab and options.vocab < of_tokenizer:
         raise UsageError(f"--vocab {options.vocab} is less than the {of_tokenizer} of the tokenizer")
     return options.vocab or of_tokenizer
@@ -229,7 +228,7 @@ def build_graphed_step(
     model: Transformer,
     comm: moecomm.Communicator,
 ) -> GraphedStep:
-    """Builds a step in a CUDA graph with room for a little more than balanced routing brings. Raises
+    """Builds a step in a CUDA graph with room for slightly more rows than balanced routing brings. Raises
     UsageError on the CPU."""
     if comm.device.type != "cuda":
         raise UsageError(f"--graph: a graph is of GPUs, and this run is on the {comm.device.type}")
@@ -250,7 +249,7 @@ def build_optimizer(model: Transformer, options: Options) -> AdamW:
 
 
 def learning_rate(step: int, options: Options) -> float:
-    """Linear rise over the warm-up, then half a cosine down to a tenth; `step` counts from 1."""
+    """A linear rise over the warm-up, then half a cosine down to a tenth; `step` counts from 1."""
     if step <= options.warmup:
         return options.lr * step / options.warmup
     progress = (step - options.warmup) / max(1, options.steps - options.warmup)
@@ -262,9 +261,9 @@ def learning_rate(step: int, options: Options) -> float:
 def count_parameters(
     model: Transformer, options: Options, num_local_experts: int, etp: int = 1
 ) -> tuple[int, int]:
-    """(all, those that one token meets), over all ranks of a pipeline stage. With experts in `etp` parts it
-    is rank 0 that has the right numbers: the first part of an expert alone has the bias b_out, and has it
-    whole."""
+    """Returns (all parameters, those that one token uses), over all ranks of a pipeline stage. With experts
+    in `etp` parts only rank 0 has the right numbers: the bias b_out belongs to an expert's first part
+    alone."""
     dense = sum(p.numel() for p in model.parameters() if not is_expert_parameter(p))
     one_expert = sum(
         p.numel() * (1 if name.endswith("b_out") else etp)

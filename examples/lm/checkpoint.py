@@ -3,10 +3,9 @@
 A checkpoint is a folder `step-00000200`. Experts are written as one (E, ...) tensor each, whatever number
 of ranks held them, and so load at any other one (`moecomm.nn.sharded_state`).
 
-It is written beside the training, from a copy of the state. Each rank writes files of its own, and when they
-are on the disk a list of them with their sizes and checksums, `rank-0.json` and so on. A folder in which a
-list is missing is a save that did not finish, and one in which a file is not as its list says is damaged:
-neither is ever loaded.
+A copy of the state is written while training goes on. Each rank writes its own files and, when they are on
+the disk, a list of them with sizes and checksums, `rank-0.json` and so on. A folder without a list is an
+unfinished save, and one whose files differ from their list is damaged: neither is ever loaded.
 """
 
 from __future__ import annotations
@@ -32,16 +31,16 @@ from lm.errors import RunError, UsageError
 from lm.ranks import TIMEOUT, Ranks
 from moecomm.nn import sharded_state
 
-KEPT = 2  # good ones; there may be a newer one, from whose weights nothing was trained yet
-_CHUNK = 1 << 24  # bytes that are read at a time
+KEPT = 2  # good checkpoints to keep; there may be a newer one, whose weights were not trained further yet
+_CHUNK = 1 << 24  # bytes read at a time
 
 
 @dataclass
 class RunState:
-    """State of a run beside model and optimizer; a Stateful of torch.distributed.checkpoint.
+    """State of a run apart from model and optimizer; a Stateful of torch.distributed.checkpoint.
 
     Batches depend on (seed, step) alone, so the random state matters only to routers with jitter. All ranks
-    draw the same numbers from it, and rank 0's serves all.
+    draw the same numbers from it, so rank 0's is saved for all.
     """
 
     step: int
@@ -58,33 +57,33 @@ class RunState:
 
 
 class Saver:
-    """Writes the checkpoints of a run, one at a time, beside the training. All ranks call it alike."""
+    """Writes a run's checkpoints, one at a time, while training goes on. All ranks make the same calls."""
 
     def __init__(self, folder: Path, ranks: Ranks) -> None:
         self.folder, self._ranks = folder, ranks
-        # Its own: the saving thread talks beside the training.
+        # A group of its own, since the saving thread communicates while training goes on.
         self._group = dist.new_group(backend="gloo", timeout=TIMEOUT)
         self._path: Path | None = None
         self._written: Future[None] | None = None
 
     @property
     def failed(self) -> bool:
-        """True if this rank could not write; `finish` says why, on all ranks."""
+        """True if this rank failed to write; `finish` says why, on all ranks."""
         return self._written is not None and self._written.done() and self._written.exception() is not None
 
     def begin(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, run: RunState) -> None:
-        """Copies the state and begins to write it to `folder/step-...`, after the save before has ended.
-        Raises as `finish`.
+        """Waits for the previous save, copies the state and begins to write it to `folder/step-...`. Raises
+        as `finish`.
 
-        Call it after a step that went well: so the weights of every checkpoint before are known to be good,
-        and of these the newest two are kept."""
+        Call it after a successful step: then the weights of every earlier checkpoint are known to be good.
+        The newest two of these are kept."""
         self.finish()
         if self._ranks.first:
             for old in [*finished(self.folder)[:-KEPT], *self.folder.glob("suspect-*")]:
                 shutil.rmtree(old, ignore_errors=True)
         self._path = path = self.folder / f"step-{run.step:08d}"
         if self._ranks.first:
-            shutil.rmtree(path, ignore_errors=True)  # what an earlier run has begun and not finished
+            shutil.rmtree(path, ignore_errors=True)  # an unfinished save of an earlier run
         dist.barrier(self._group)
         written = self._written = Future()
         try:
@@ -109,16 +108,16 @@ class Saver:
                 file.flush()
                 os.fsync(file.fileno())
             unfinished.rename(path / f"rank-{rank}.json")
-        except BaseException as error:  # whatever it is, the training has to know
+        except BaseException as error:  # the training has to know of any error
             written.set_exception(error)
         else:
             written.set_result(None)
 
     def finish(self) -> None:
-        """Waits for the save under way, if there is one.
+        """Waits for a running save, if there is one.
 
-        Raises RunError on all ranks if one of them could not write; the folder is removed then, and the
-        checkpoints before are still there.
+        Raises RunError on all ranks if one of them failed to write; the folder is then removed, and earlier
+        checkpoints stay.
         """
         written, path = self._written, self._path
         if written is None or path is None:
@@ -136,12 +135,12 @@ class Saver:
             raise RunError(f"the checkpoint {path} could not be written: {problems[0]}")
 
     def put_aside(self, step: int) -> Path | None:
-        """Renames the checkpoint of a step, so that no run goes on from it, after the save under way has
-        ended. Returns its new place; None if there is none. Raises as `finish`."""
+        """Renames the checkpoint of a step, so that no run resumes from it, after a running save has ended.
+        Returns its new path; None if there is none. Raises as `finish`."""
         self.finish()
         path, aside = self.folder / f"step-{step:08d}", self.folder / f"suspect-{step:08d}"
         found = path.is_dir()
-        dist.barrier(self._group)  # all ranks have looked
+        dist.barrier(self._group)  # all ranks have checked
         if found and self._ranks.first:
             shutil.rmtree(aside, ignore_errors=True)
             path.rename(aside)
@@ -152,15 +151,15 @@ class Saver:
 def load(
     folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, run: RunState, ranks: Ranks
 ) -> Path:
-    """Fills model, optimizer and run from the newest checkpoint that is whole; all ranks call it, any number
-    of them. Says which newer ones are damaged. Raises UsageError if none is whole, or of another model."""
+    """Fills model, optimizer and run from the newest undamaged checkpoint; all ranks call it, however many.
+    Reports damaged newer ones. Raises UsageError if none is undamaged or of this model."""
     for path in reversed(finished(folder)):
         if (damage := _damage(path, ranks)) is not None:
             if ranks.first:
                 print(f"{path} is damaged ({damage}), so it is not used", flush=True)
             continue
         state = _state(model, optimizer, run)
-        del state["param_groups"]  # what a resumed run is given, or sets in each step
+        del state["param_groups"]  # a resumed run gets these from its options, or sets them in each step
         _require_same_model(path, state, ranks)
         load_state(state, checkpoint_id=path)
         return path
@@ -168,8 +167,8 @@ def load(
 
 
 def set_aside(folder: Path) -> Path | None:
-    """Makes room for a new run: an earlier one's checkpoints go to `folder`.old. Those that were there go to
-    `folder`.older, until the new run has begun (`forget_older`)."""
+    """Makes room for a new run: moves an earlier run's checkpoints to `folder`.old. Those that were there
+    move to `folder`.older until the new run has begun (`forget_older`)."""
     if not folder.exists():
         return None
     aside, older = _aside(folder)
@@ -188,7 +187,7 @@ def put_back(folder: Path) -> None:
 
 
 def forget_older(folder: Path) -> None:
-    """Removes the checkpoints of the run before the one that was set aside."""
+    """Removes the checkpoints of the run that preceded the one set aside."""
     shutil.rmtree(_aside(folder)[1], ignore_errors=True)
 
 
@@ -197,7 +196,7 @@ def _aside(folder: Path) -> tuple[Path, Path]:
 
 
 def newest(folder: Path) -> Path:
-    """Returns the newest checkpoint that was finished. Raises UsageError without any."""
+    """Returns the newest finished checkpoint. Raises UsageError if there is none."""
     found = finished(folder)
     if not found:
         raise UsageError(f"--resume: no checkpoint in {folder}")
@@ -205,12 +204,12 @@ def newest(folder: Path) -> Path:
 
 
 def finished(folder: Path) -> list[Path]:
-    """Returns the checkpoints of which every rank has written all, the oldest first."""
+    """Returns the checkpoints that every rank has finished, the oldest first."""
     return [path for path in sorted(folder.glob("step-*")) if _lists(path) is not None]
 
 
 def _lists(path: Path) -> list[dict[str, Any]] | None:
-    """Returns what each rank has written down; None if one has not, or it cannot be read."""
+    """Returns each rank's list of files; None if one is missing, or cannot be read."""
     try:
         first = json.loads((path / "rank-0.json").read_text())
         others = [json.loads((path / f"rank-{n}.json").read_text()) for n in range(1, first["ranks"])]
@@ -220,8 +219,8 @@ def _lists(path: Path) -> list[dict[str, Any]] | None:
 
 
 def _damage(path: Path, ranks: Ranks) -> str | None:
-    """Returns what is wrong with a finished checkpoint, the same on all ranks, which share out its files;
-    None if nothing is."""
+    """Returns the damage of a finished checkpoint, the same on all ranks, which share the check of its files;
+    None if there is none."""
     found: list[str | None] = [None] * ranks.world
     dist.all_gather_object(found, next(_damaged_files(path, ranks), None))
     return next((each for each in found if each is not None), None)
@@ -229,7 +228,7 @@ def _damage(path: Path, ranks: Ranks) -> str | None:
 
 def _damaged_files(path: Path, ranks: Ranks) -> Iterator[str]:
     lists = _lists(path)
-    if lists is None:  # taken away since
+    if lists is None:  # removed meanwhile
         yield "a rank's list is missing"
         return
     try:
@@ -260,7 +259,7 @@ def _checksum(file: Path) -> int:
 
 
 def _require_same_model(path: Path, state: dict[str, Any], ranks: Ranks) -> None:
-    """Raises UsageError on all ranks if the checkpoint has not the tensors of this model and optimizer."""
+    """Raises UsageError on all ranks unless the checkpoint has the tensors of this model and optimizer."""
     known = FileSystemReader(path).read_metadata().state_dict_metadata
     there = {
         name: tuple(value.size)
@@ -287,8 +286,8 @@ def _described(shape: tuple[int, ...] | None) -> str:
 
 
 def _in_one_line(error: BaseException, rank: int) -> str:
-    """Returns an error of a rank with its number, or the first of those that torch.distributed.checkpoint has
-    collected from all ranks."""
+    """Returns an error of a rank with its number, or the first of the errors that
+    torch.distributed.checkpoint has collected from all ranks."""
     failures = getattr(error, "failures", None)
     if failures:
         rank = min(failures)

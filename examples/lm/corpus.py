@@ -1,4 +1,4 @@
-"""The text of a run: both sides of the split as token ids, and the baseline that they set."""
+"""The text of a run: training and validation text as token ids, and their baseline loss."""
 
 from __future__ import annotations
 

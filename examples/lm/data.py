@@ -1,11 +1,11 @@
 """Text files in, batches of token windows out; the same on every machine and for every number of ranks.
 
 1. `find_files` lists the files, sorted, so that the order never depends on the file system.
-2. `split_files` holds some of them out: a file's own name decides, so adding a file moves no other one.
+2. `split_files` holds some of them out. A file's own name decides, so an added file moves no other one.
 3. `encode` turns each side into one long array of token ids, with an end-of-text token after each file.
-4. `training_batch` draws the windows of one step from (seed, step) alone. Every rank computes all the
-   places and takes its slice, which is why a run gives the same losses whatever its world size.
-5. `inputs_and_targets` takes from the windows the tokens of a rank, if several share them (`lm.parallel`).
+4. `training_batch` draws the windows of one step from (seed, step) alone. Every rank computes all window
+   positions and takes its slice, so a run has the same losses at any world size.
+5. `inputs_and_targets` selects a rank's tokens from the windows, if several ranks share them (`lm.parallel`).
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from lm.tokenizer import Tokenizer
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__"}
 HELD_OUT_ONE_IN = 16
 RUN_FILES = ("metrics.jsonl", "options.json", "sample.txt", "checkpoints*")
-"""The names of what a run writes into its folder, which a folder or glob of text leaves out."""
+"""The files that a run writes into its folder; a folder or glob of text leaves them out."""
 
 
 @dataclass(frozen=True)
 class TextFile:
     path: Path
-    name: str  # relative to the folder it was found in: what decides its side of the split
+    name: str  # relative to the folder in which it was found; decides its side of the split
 
 
 def find_files(places: Sequence[str] | None, out: Path | None = None) -> list[TextFile]:
-    """The text files named by paths, folders and globs; by default Python's own standard library. Of folders
-    and globs that `out` is in, the files in `out` are left out: what a run writes is not its text."""
+    """Returns the text files named by paths, folders and globs; by default Python's own standard library. If
+    a folder or glob contains `out`, the files in `out` are left out, since a run's output is not its text."""
     if not places:
         stdlib = Path(sysconfig.get_paths()["stdlib"])
         return [file for file in _walk(stdlib) if file.path.suffix == ".py"]
@@ -65,7 +65,7 @@ def find_files(places: Sequence[str] | None, out: Path | None = None) -> list[Te
                     f"--data: {match} is not a text file: it is empty, holds zero bytes or cannot be read"
                 )
             else:
-                files = []  # one of those that a glob names
+                files = []  # files that a glob names
             named = not match.is_dir() and match == Path(place)
             for file in files:
                 path = file.path.resolve()
@@ -83,8 +83,8 @@ def _before_wildcards(place: str) -> Path:
 
 
 def _is_of_run(path: Path, begin: Path, out: Path) -> bool:
-    """Returns True for a file that a run into `out` may have written: any in it, and where the text that was
-    named begins in `out` itself, those of the program's own names."""
+    """Returns True for a file that a run into `out` may have written: any file in it, or, where the named
+    text begins in `out` itself, a file with one of the program's own names."""
     if out not in path.parents or out in begin.parents:
         return False
     top = path.relative_to(out).parts[0]
@@ -94,15 +94,15 @@ def _is_of_run(path: Path, begin: Path, out: Path) -> bool:
 def _walk(folder: Path) -> list[TextFile]:
     files = []
     for parent, folders, names in os.walk(folder):
-        # Changed in place, which is how os.walk is told where not to go.
+        # Changed in place, which tells os.walk which folders to skip.
         folders[:] = [name for name in folders if not name.startswith(".") and name not in SKIPPED_FOLDERS]
         files += [Path(parent, name) for name in names if not name.startswith(".")]
     return [TextFile(path, path.relative_to(folder).as_posix()) for path in sorted(files) if _is_text(path)]
 
 
 def _is_text(path: Path) -> bool:
-    """A file is taken for text when it is not empty and its beginning holds no zero byte."""
-    if not path.is_file():  # a named pipe, say, would keep us waiting
+    """A file counts as text if it is not empty and has no zero byte at its beginning."""
+    if not path.is_file():  # a named pipe, for example, would block
         return False
     try:
         with path.open("rb") as stream:
@@ -113,9 +113,9 @@ def _is_text(path: Path) -> bool:
 
 
 def split_files(files: list[TextFile]) -> tuple[list[TextFile], list[TextFile]]:
-    """(training, validation): a hash of its name holds out about one file in sixteen, and at least one.
+    """Returns (training, validation): a hash of names holds out about one file in sixteen, and at least one.
 
-    Raises UsageError where there is one file alone.
+    Raises UsageError if there is only one file.
     """
     if len(files) < 2:
         raise UsageError(
@@ -133,7 +133,7 @@ def split_files(files: list[TextFile]) -> tuple[list[TextFile], list[TextFile]]:
 
 
 def encode(files: list[TextFile], tokenizer: Tokenizer) -> np.ndarray:
-    """Encodes all files in order, each ended by the end-of-text id: (N,) uint16, or uint32 if ids need it."""
+    """Encodes all files in order, each ended by the end-of-text id: (N,) uint16, or uint32 for larger ids."""
     dtype = np.uint16 if tokenizer.vocab <= 1 << 16 else np.uint32
     end = np.asarray([tokenizer.end_of_text], dtype=dtype)
     pieces: list[np.ndarray] = []
@@ -149,14 +149,14 @@ def encode(files: list[TextFile], tokenizer: Tokenizer) -> np.ndarray:
 def training_batch(
     tokens_N: np.ndarray, *, seed: int, step: int, batch: int, seq: int, part: slice
 ) -> Tensor:
-    """Draws windows (B, S+1) int64 of a step: inputs [:, :-1], targets [:, 1:]. `part`: this rank's slice."""
+    """Draws a step's windows, (B, S+1) int64: inputs [:, :-1], targets [:, 1:]. `part`: this rank's slice."""
     starts_B = np.random.default_rng((seed, step)).integers(0, len(tokens_N) - seq, size=batch)
     return _windows(tokens_N, starts_B[part], seq)
 
 
 def inputs_and_targets(windows_BS: Tensor, places_S: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Returns what a rank reads of windows (B, S + 1), and what it has to say: tokens at its places of the S,
-    and those that follow them. places_S: int64, on the windows' device; None: all."""
+    """Returns a rank's inputs and targets from windows (B, S + 1): the tokens at its positions of the S, and
+    those that follow them. places_S: int64, on the windows' device; None: all positions."""
     inputs_BS, targets_BS = windows_BS[:, :-1], windows_BS[:, 1:]
     if places_S is None:
         return inputs_BS, targets_BS
@@ -164,7 +164,7 @@ def inputs_and_targets(windows_BS: Tensor, places_S: Tensor | None = None) -> tu
 
 
 def validation_windows(tokens_N: np.ndarray, *, count: int, seq: int) -> np.ndarray:
-    """Starts of at most `count` windows that do not overlap, spread evenly over the held-out text."""
+    """Returns starts of at most `count` disjoint windows, spread evenly over the held-out text."""
     available = (len(tokens_N) - 1) // seq
     return np.linspace(0, available - 1, num=min(count, available)).astype(np.int64) * seq
 
@@ -179,10 +179,10 @@ def _windows(tokens_N: np.ndarray, starts_B: np.ndarray, seq: int) -> Tensor:
 
 
 def unigram_nats(training_N: np.ndarray, validation_N: np.ndarray, vocab: int) -> float:
-    """Mean nats per validation token of the best model without context: token frequencies of the training
-    text.
+    """Returns the mean nats per validation token of the best model without context: token frequencies of the
+    training text.
 
-    One is added to every count, so that a token never seen in training costs much but not infinitely much.
+    One is added to every count, so that a token that is new in validation has a large but finite loss.
     """
     seen_V = np.bincount(training_N, minlength=vocab) + 1.0
     asked_V = np.bincount(validation_N, minlength=vocab)

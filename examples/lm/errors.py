@@ -9,17 +9,17 @@ from pathlib import Path
 
 
 class UsageError(Exception):
-    """The user's to mend, before anything was computed: the exit code is 2."""
+    """An error that the user can fix, found before anything was computed: the exit code is 2."""
 
 
 class RunError(Exception):
-    """What ends a run that had begun well, a full disk for example: the exit code is 1."""
+    """An error that ends a run after it had begun well, for example a full disk: the exit code is 1."""
 
 
 def first_to_say() -> bool:
-    """Returns True in the first rank of this host that asks, so that an error which several ranks have is
-    said once, and one that a single rank has is said as well. Ranks that torchrun has started share a folder
-    for their errors; without one it is rank 0 that speaks."""
+    """Returns True in the first rank of this host that asks, so that an error of one or several ranks is
+    printed once. Ranks that torchrun has started share a folder for their errors; without it rank 0
+    prints."""
     errors = os.environ.get("TORCHELASTIC_ERROR_FILE")  # <folder of this attempt>/<local rank>/error.json
     try:
         if errors:
@@ -28,12 +28,12 @@ def first_to_say() -> bool:
     except FileExistsError:
         return False
     except OSError:
-        pass  # the folder is gone, or has no room
+        pass  # the folder is gone, or the disk is full
     return os.environ.get("RANK", "0") == "0"
 
 
 def exit_code(program: str, run: Callable[[], int]) -> int:
-    """Returns what `run` returns as the exit code for the shell, or that of its error, which is told."""
+    """Returns the result of `run` as the exit code for the shell; prints an error and returns its code."""
     try:
         return run()
     except (UsageError, RunError) as error:

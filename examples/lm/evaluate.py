@@ -1,4 +1,4 @@
-"""Evaluation of a trained model: its loss on held-out text, and text that it writes."""
+"""Evaluation of a trained model: its loss on held-out text, and sample text that it writes."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def validation_loss(
     ranks: Ranks,
     places_S: Tensor | None = None,
 ) -> float:
-    """Mean nats per token over the same windows of held-out text each time, whatever the number of ranks.
+    """Returns the mean nats per token, over the same windows of held-out text for any number of ranks.
 
-    `batch` windows a data-parallel rank at a time. Every rank makes the same number of calls, because experts
-    answer all ranks of their group; at the end of the text some ranks may have fewer windows, or none. Those
-    bring the first one once more, uncounted: attention kernels of GPUs refuse an empty batch. In a pipeline
-    the ranks of the last stage alone have a loss, and count. places_S: the rank's places of a window
+    A data-parallel rank takes `batch` windows at a time. Every rank makes the same number of calls, because
+    experts serve all ranks of their group. At the end of the text some ranks may have fewer windows, or none;
+    they repeat the first one without counting it, since GPU attention kernels refuse an empty batch. In a
+    pipeline only the last stage has a loss, and counts. places_S: the rank's positions in a window
     (`lm.data.inputs_and_targets`).
     """
     model.eval()
@@ -61,7 +61,7 @@ def sample(
     dtype: torch.dtype,
     device: torch.device,
 ) -> list[int]:
-    """`prompt` and `count` tokens after it. All ranks call it: each has its share of the experts."""
+    """Returns `prompt` and `count` tokens after it. All ranks call it, since each has some of the experts."""
     model.eval()
     generator = torch.Generator().manual_seed(seed)
     tokens = list(prompt)

@@ -1,4 +1,4 @@
-"""Which options of `train_lm.py` fit together: with each other, and with the number of ranks."""
+"""Checks which options of `train_lm.py` fit together, and fit the number of ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from lm.options import Options
     from moecomm.parallel import ParallelFolding
 
-# The classes of torch.distributed.pipelining. The last two take two stages a rank, in a V.
+# The classes of torch.distributed.pipelining. The last two take two stages per rank, in a V shape.
 SCHEDULES = {
     "1f1b": "Schedule1F1B",
     "interleaved": "ScheduleInterleaved1F1B",
@@ -25,7 +25,7 @@ V_SCHEDULES = ("zbv", "dualpipev")
 
 
 def check(options: Options) -> None:
-    """Checks what can be checked without knowing the number of ranks, and makes the folder of the run. Raises
+    """Checks what does not depend on the number of ranks, and makes the folder of the run. Raises
     UsageError."""
     _check_attention(options)
     _check_experts(options)
@@ -37,8 +37,8 @@ def check(options: Options) -> None:
 
 def check_ranks(options: Options, world: int) -> ParallelFolding:
     """Lays out `world` ranks. Raises UsageError where batch, windows, heads or experts do not divide over
-    them, or torch has not the schedule of the pipeline."""
-    from moecomm import InvalidArgument  # late: torch takes seconds to import
+    them, or torch lacks the pipeline's schedule."""
+    from moecomm import InvalidArgument  # imported late: torch takes seconds to import
     from moecomm.parallel import ParallelFolding
 
     of_experts = max(1, world // (options.etp * options.pp))
@@ -51,7 +51,7 @@ def check_ranks(options: Options, world: int) -> ParallelFolding:
         )
     except InvalidArgument as error:
         raise UsageError(str(error)) from None
-    # Each part of an expert has whole columns, in fp8 as many as a scale is for.
+    # Each part of an expert has whole columns, and in fp8 a multiple of those that share a scale.
     unit = options.etp * (16 if options.expert_precision == "fp8" else 1)
     _refuse(options.ffn % unit, f"--ffn {options.ffn} must be a multiple of {unit} with --etp {options.etp}")
     ranks = "the number of ranks" if folding.dp == folding.world_size else "the data-parallel size"
@@ -72,7 +72,7 @@ def check_ranks(options: Options, world: int) -> ParallelFolding:
 
 
 def flag(name: str) -> str:
-    """The flag of a field of `Options`."""
+    """Returns the flag of a field of `Options`."""
     return "--" + name.replace("_", "-")
 
 
@@ -132,7 +132,7 @@ def _check_experts(options: Options) -> None:
 
 
 def _check_split(options: Options) -> None:
-    """Can windows and heads be split over ranks as --tp and --cp say?"""
+    """Checks that windows and heads can be split over ranks as --tp and --cp say."""
     tp, cp = options.tp, options.cp
     if tp == cp == 1:
         return
@@ -147,7 +147,7 @@ def _check_split(options: Options) -> None:
 
 
 def _check_pipeline(options: Options) -> None:
-    """Can layers and microbatches be shared out as --pp and the schedule say?"""
+    """Checks that layers and microbatches can be shared out as --pp and the schedule say."""
     pp, schedule, count = options.pp, options.schedule or "1f1b", options.microbatches
     if pp == 1:
         for name in ("schedule", "stages_per_rank"):
@@ -175,7 +175,7 @@ def _check_pipeline(options: Options) -> None:
 
 
 def _check_step(options: Options) -> None:
-    """Can a step be captured, kept in bfloat16 or computed again as the options say?"""
+    """Checks that a step can be captured, kept in bfloat16 or recomputed as the options say."""
     _refuse(
         options.fsdp and options.graph,
         "--graph: a graph is of weights that stay where they are: not with --fsdp",

@@ -1,8 +1,8 @@
 """The end of a language model: a norm, the product with the output matrix, and the loss.
 
-Logits of all tokens would be the largest tensor of a step: 65 536 tokens and 151 936 entries of a vocabulary
-take 40 GB in float32, and their gradient as much. So the loss makes those of some tokens at a time, and goes
-on from them to the gradients at once: backward only multiplies these by the gradient of the loss.
+The logits of all tokens would be the largest tensor of a step: with 65 536 tokens and a vocabulary of 151 936
+they take 40 GB in float32, and so does their gradient. So the loss computes the logits of some tokens at a
+time, and the gradients from them right away: backward only multiplies these by the gradient of the loss.
 """
 
 from __future__ import annotations
@@ -16,16 +16,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 SLICE_BYTES = 1 << 30
-"""Bytes of the float32 logits that there are at a time. With their gradient in bfloat16 it is half as much
-again; products of a thousand tokens and more are as fast as larger ones."""
+"""Bytes of the float32 logits that exist at a time. Their bfloat16 gradient takes half as much again.
+Products of at least a thousand tokens are as fast as larger ones."""
 
 SLICE_MULTIPLE = 128
-"""Larger slices are a multiple of so many tokens, as tiles of a product are."""
+"""Larger slices are a multiple of this many tokens, like the tiles of a product."""
 
 
 class Head(nn.Module):
-    """Norm and output matrix. A tied one is the embedding's, which belongs to the embedding, and is given to
-    each call."""
+    """Norm and output matrix. A tied matrix belongs to the embedding, and is passed to each call."""
 
     def __init__(self, dim: int, vocab: int, eps: float, tied: bool) -> None:
         super().__init__()
@@ -35,7 +34,7 @@ class Head(nn.Module):
     def forward(
         self, x_BSH: Tensor, targets_BS: Tensor | None = None, tied_VH: Tensor | None = None
     ) -> Tensor:
-        """Returns logits (B, S, V) of the last block's result, or with targets, int64, the mean cross-entropy
+        """Returns logits (B, S, V) for the last block's result; with targets, int64, the mean cross-entropy
         of all tokens, in nats, as one float32 number."""
         x_BSH = self.norm(x_BSH)
         weight_VH = tied_VH if self.output is None else self.output.weight
@@ -48,11 +47,11 @@ class Head(nn.Module):
 
 
 def linear_cross_entropy(x_TH: Tensor, weight_VH: Tensor, targets_T: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns the mean cross-entropy of the logits x_TH @ weight_VH.T, a number in float32 or, of float64, in
-    float64.
+    """Returns the mean cross-entropy of the logits x_TH @ weight_VH.T: a float32 number, or float64 for
+    float64 inputs.
 
-    Products are of `dtype`, softmax and sums float32. A slice's part of the weight's gradient is rounded to
-    `dtype` and added in float32.
+    Products are in `dtype`, softmax and sums in float32. A slice's part of the weight's gradient is rounded
+    to `dtype` and added in float32.
     """
     need_grads = torch.is_grad_enabled() and (x_TH.requires_grad or weight_VH.requires_grad)
     loss: Tensor = _LinearCrossEntropy.apply(x_TH, weight_VH, targets_T, dtype, need_grads)  # type: ignore[no-untyped-call]
@@ -75,7 +74,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             raise RuntimeError("the gradients of this loss have been given away by a backward before")
         (dx_TH, dweight_VH), ctx.grads = ctx.grads, None
         scale = grad / len(dx_TH)
-        # In place, since the weight's gradient is as large as the weight.
+        # In place, since this gradient is as large as the weight.
         dx_TH, dweight_VH = dx_TH.mul_(scale), dweight_VH.mul_(scale)
         return dx_TH.to(ctx.dtypes[0]), dweight_VH.to(ctx.dtypes[1]), None, None, None
 
@@ -83,7 +82,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def _by_slices(
     x_TH: Tensor, weight_VH: Tensor, targets_T: Tensor, need_grads: bool
 ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-    """Returns the tokens' cross-entropies and, if needed, the gradients of their sum: of x in its dtype, of
+    """Returns the tokens' cross-entropies and, if needed, the gradients of their sum: for x in its dtype, for
     the weight in that of the sums."""
     summed = torch.promote_types(x_TH.dtype, torch.float32)
     losses_T = x_TH.new_empty(len(x_TH), dtype=summed)
@@ -104,8 +103,8 @@ def _by_slices(
 
 
 def _softmax(logits_TV: Tensor, targets_T: Tensor, summed: torch.dtype, need_grads: bool) -> Tensor:
-    """Returns the tokens' cross-entropies in the dtype `summed`. If needed, logits become the gradient of the
-    sum of these: the softmax, less one where the target is."""
+    """Returns the tokens' cross-entropies in the dtype `summed`. If needed, it turns the logits into the
+    gradient of their sum: the softmax, minus one at the target."""
     log_shares_TV = logits_TV.log_softmax(dim=-1, dtype=summed)
     said_T1 = targets_T.unsqueeze(1)
     log_share_T1 = log_shares_TV.gather(1, said_T1)
@@ -117,14 +116,13 @@ def _softmax(logits_TV: Tensor, targets_T: Tensor, summed: torch.dtype, need_gra
 
 @functools.cache
 def _compiled_softmax() -> Callable[..., Tensor]:
-    """On GPUs two kernels that torch.compile makes take the place of five, and no logits are written in
-    float32."""
+    """On GPUs two kernels that torch.compile makes replace five, and no logits are written in float32."""
     return torch.compile(_softmax)
 
 
 def _add_product(sum_VH: Tensor, dlogits_TV: Tensor, x_TH: Tensor) -> None:
-    """Adds dlogits_TV.T @ x_TH. The CPU has no product that adds to a sum of more bits than its operands
-    have; there it is added some columns at a time, since the product takes memory beside the sum."""
+    """Adds dlogits_TV.T @ x_TH. The CPU has no product that accumulates into a wider type than its operands;
+    there some columns are added at a time, since the product needs memory besides the sum."""
     if sum_VH.dtype == x_TH.dtype:
         sum_VH.addmm_(dlogits_TV.T, x_TH)
     elif sum_VH.is_cuda:

@@ -1,4 +1,4 @@
-"""Measurements of a step, and the file that they are written to: one JSON object a line.
+"""Measurements of a step, and the file to which they are written: one JSON object per line.
 
 The first line describes the run ({"step": 0, "unigram": ...}), lines with "loss" are training steps, lines
 with "val_loss" validations. "load" holds the tokens of each expert, a list for each layer.
@@ -25,21 +25,21 @@ from moecomm.nn import MoELayer
 from moecomm.overlap import Timeline
 
 Record = dict[str, Any]
-WARM_UP = 2  # first steps of a call, slower than the rest: libraries are loaded, memory is taken
+WARM_UP = 2  # first steps of a run, slower than the rest: libraries are loaded, memory is allocated
 
 
 class MetricsFile:
-    """Appends records; a resumed run first drops those of steps that it is going to repeat."""
+    """Appends records; a resumed run first drops those of steps that it will repeat."""
 
     def __init__(self, path: Path, *, resume_at: int | None) -> None:
         kept = [] if resume_at is None else [r for r in read_metrics(path) if r["step"] <= resume_at]
         self.records: list[Record] = kept
         write_whole(path, "".join(json.dumps(record) + "\n" for record in kept))
-        # Line buffering: whoever watches the file sees whole lines.
+        # Line buffering, so that readers of the file see whole lines.
         self._stream = path.open("a", buffering=1, encoding="utf-8")
 
     def write(self, record: Record) -> None:
-        """Raises RunError where there is no room for it."""
+        """Writes a record. Raises RunError if the disk is full."""
         self.records.append(record)
         try:
             self._stream.write(json.dumps(record) + "\n")
@@ -51,7 +51,7 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> list[Record]:
-    """Returns the records of a file; without those that a crash, or somebody else, has left torn."""
+    """Returns the records of a file, without lines that a crash has left incomplete."""
     if not path.is_file():
         return []
     found = []
@@ -68,22 +68,22 @@ class StepTotals:
     """Measurements of one step over all ranks."""
 
     loss: float  # mean over all ranks' tokens, in nats
-    seconds: float  # of the step, mean over ranks, each by its own clock
-    comm_seconds: float  # in dispatch and combine, mean over ranks; by the layers' clock in measured steps
-    wait_seconds: float  # the part of it in which a rank waited for another one
-    exposed_seconds: float  # in which rows travelled and nothing computed, mean over ranks; NaN: not measured
-    load_AE: torch.Tensor  # (layers, E) int64: tokens of each expert
-    late_R: list[float]  # of each rank: seconds that another one, on average, waited for it to begin
+    seconds: float  # of the step, mean over ranks, each measured by its own clock
+    comm_seconds: float  # in dispatch and combine, mean over ranks; in measured steps by the layers' clock
+    wait_seconds: float  # the part of it in which a rank waited for another
+    exposed_seconds: float  # rows travelled while nothing was computed, mean over ranks; NaN: not measured
+    load_AE: torch.Tensor  # (layers, E) int64: tokens per expert
+    late_R: list[float]  # for each rank, the mean seconds that the others waited for it to begin
     stop: bool  # some rank was asked to stop
 
     @property
     def balance(self) -> float:
-        """Largest over mean expert load, in the layer where it is worst; 1 is perfect."""
+        """Largest expert load divided by the mean, in the layer where it is worst; 1 is perfect."""
         return float((self.load_AE.amax(1) / self.load_AE.double().mean(1)).max())
 
     @property
     def slowest(self) -> int:
-        """The rank that the others waited for most."""
+        """The rank for which the others waited longest."""
         return max(range(len(self.late_R)), key=self.late_R.__getitem__)
 
 
@@ -92,27 +92,26 @@ def moe_layers(model: torch.nn.Module) -> list[MoELayer]:
 
 
 def last_load(model: torch.nn.Module) -> Tensor:
-    """Tokens of each layer's experts in the last forward, (A, E)."""
+    """Tokens per expert of each layer in the last forward, (A, E)."""
     return torch.stack([layer.last_tokens_per_expert for layer in moe_layers(model)])
 
 
 def forget_load(model: torch.nn.Module) -> None:
-    """Drops what routers have counted for `update_expert_bias`, in a step that is left out."""
+    """Drops what routers have counted for `update_expert_bias`, in a step that is skipped."""
     for layer in moe_layers(model):
         if layer.router.load_E is not None:
             layer.router.load_E.zero_()
 
 
 def measure_layers(model: torch.nn.Module, measure: bool) -> None:
-    """Sets whether the layers record when their stages run, which costs some CUDA events for each."""
+    """Sets whether the layers record the times of their stages, which costs some CUDA events each."""
     for layer in moe_layers(model):
         layer.overlap = dataclasses.replace(layer.overlap, record=measure)
 
 
 def travel_seconds(model: torch.nn.Module) -> tuple[float, float]:
     """Returns the time in which rows travelled, and the part of it in which nothing was computed, in the last
-    forward and backward of all layers, which were measured. By one clock: the part is no more than the
-    whole."""
+    measured forward and backward of all layers. One clock measures both, so the part is at most the whole."""
     timelines = [timeline for layer in moe_layers(model) for timeline in layer.timelines().values()]
     return (
         sum(_travelling(timeline).exposed_seconds for timeline in timelines),
@@ -136,8 +135,8 @@ def reduce_step(
 ) -> StepTotals:
     """Sums one rank's numbers over all ranks, in one all-reduce. float64 holds the counts exactly.
 
-    `travelled` is what `travel_seconds` gives, or None if the step was not measured. `stats` are those of the
-    communicator, whose ranks are `members` of all.
+    `travelled`: the result of `travel_seconds`, or None if the step was not measured. `stats`: those of the
+    communicator, whose ranks are `members` among all ranks.
     """
     load_AE = load_AE.cpu()
     comm_seconds, exposed = travelled or (stats["dispatch_seconds"] + stats["combine_seconds"], math.nan)
@@ -163,10 +162,10 @@ def reduce_step(
 
 @dataclass
 class Totals:
-    """Time and tokens of this call's training steps; validation, checkpoints and first steps do not count.
-    Exposed communication is that of the steps in which it was measured.
+    """Time and tokens of this run's training steps, without validation, checkpoints and first steps. Exposed
+    communication covers the steps in which it was measured.
 
-    A share is taken of the ranks' own times: while one rank writes metrics, another may already wait for it.
+    Shares are relative to the ranks' own times: while one writes metrics, another may already wait for it.
     """
 
     steps: int = 0

@@ -1,6 +1,6 @@
 """A decoder-only transformer whose feed-forward layers are made by the caller.
 
-Shape letters, beside those of moecomm: B sequences, S positions, D width of one head, V vocabulary.
+Shape letters, in addition to those of moecomm: B sequences, S positions, D width of one head, V vocabulary.
 The pieces are the common ones: pre-norm blocks with RMSNorm (arXiv 1910.07467), rotary positions (arXiv
 2104.09864), attention (`lm.attention`), and, if `tied`, one embedding matrix shared by the input and the
 output.
@@ -60,10 +60,10 @@ class Block(nn.Module):
     """A pre-norm block. What it keeps for its backward is set by `lm.recompute.save_memory`.
 
     Attributes:
-        runs: how a part is computed, run(function, *tensors): "attention" and "moe", each with the norm
+        runs: functions run(function, *tensors) that compute a part: "attention" and "moe", each with the norm
             before it, and "all", the block.
-        drops_attention_norm: the norm's result is not kept but made again.
-        drops_ffn_norm: the same of the other norm.
+        drops_attention_norm: the norm's result is not kept but recomputed.
+        drops_ffn_norm: the same for the other norm.
     """
 
     def __init__(self, config: ModelConfig, layer: int, ffn: nn.Module) -> None:
@@ -96,16 +96,15 @@ class Block(nn.Module):
 def dropped(
     h_BSH: Tensor, norm: nn.Module, x_BSH: Tensor, drops: bool
 ) -> contextlib.AbstractContextManager[Any]:
-    """Returns the context for what uses a norm's result h; if `drops`, h is made again for the backward."""
+    """Returns the context for uses of a norm's result h; if `drops`, h is recomputed for the backward."""
     return recompute_outputs(norm, (x_BSH,), h_BSH) if drops else contextlib.nullcontext()
 
 
 class Transformer(nn.Module):
     """`make_ffn(layer)` returns a module that maps (B, S, H) to (B, S, H), for the layers 0, 1, ... in order.
 
-    A rank of a pipeline holds some of the parts "embedding", "blocks.0", "blocks.1", ... and "head". All are
-    made, one after another, and those of other ranks are on the meta device from then on, until `drop_meta`
-    removes them.
+    A pipeline rank holds some of the parts "embedding", "blocks.0", "blocks.1", ... and "head". All are made,
+    one after another; those of other ranks then move to the meta device, until `drop_meta` removes them.
     """
 
     cos_SD: Tensor
@@ -117,7 +116,7 @@ class Transformer(nn.Module):
         make_ffn: Callable[[int], nn.Module],
         holds: Callable[[str], bool] = lambda part: True,
     ) -> None:
-        """holds: whether this rank holds a part."""
+        """holds: returns whether this rank holds a part."""
         super().__init__()
 
         def placed(part: str, module: Part) -> Part:
@@ -132,14 +131,14 @@ class Transformer(nn.Module):
             }
         )
         self.head = placed("head", Head(config.dim, config.vocab, config.norm_eps, config.tied))
-        self.gathered = 1  # attention sees so many times the positions of an input (lm.parallel)
+        self.gathered = 1  # attention sees this many times the positions of an input (lm.parallel)
         cos_SD, sin_SD = rope_table(config.attention, config.max_seq)
         self.register_buffer("cos_SD", cos_SD, persistent=False)
         self.register_buffer("sin_SD", sin_SD, persistent=False)
 
     def forward(self, tokens_BS: Tensor, targets_BS: Tensor | None = None) -> Tensor:
-        """Next-token logits (B, S, V) of int64 token ids (B, S), S at most `max_seq`; with the tokens that
-        follow them their mean cross-entropy."""
+        """Returns the next-token logits (B, S, V) of int64 token ids (B, S), S at most `max_seq`; with
+        targets, the tokens that follow, their mean cross-entropy."""
         x_BSH = self.embed(tokens_BS)
         positions = self.positions(tokens_BS.shape[1])
         for block in self.blocks.values():
@@ -158,21 +157,21 @@ class Transformer(nn.Module):
         return list(self.blocks.values())
 
     def compile_blocks(self) -> None:
-        """Compiles the blocks' attention with its norm; blocks of a kind share what is compiled."""
+        """Compiles the blocks' attention with its norm; blocks of one kind share the compiled code."""
         for block in self.own_blocks():
             block._attend = torch.compile(block._attend)
 
     def positions(self, length: int) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of the positions that attention sees of an input of so many, both (S, D/2)."""
+        """Returns cosines and sines of the positions that attention sees for an input, both (S, D/2)."""
         length *= self.gathered
         return self.cos_SD[:length], self.sin_SD[:length]
 
     def embed(self, tokens_BS: Tensor) -> Tensor:
-        """The first block's input (B, S, H), float32."""
-        # The embedding may serve as output matrix too and is small for that; here it is scaled back to unit
+        """Returns the first block's input (B, S, H), float32."""
+        # The embedding may also be the output matrix and is small for that; here it is scaled back to unit
         # size.
         return self.embedding(tokens_BS).float() * math.sqrt(self.config.dim)
 
     def finish(self, x_BSH: Tensor, targets_BS: Tensor | None = None) -> Tensor:
-        """Returns what `Head` makes of the last block's result."""
+        """Returns the result of `Head` for the last block's result."""
         return self.head(x_BSH, targets_BS, self.embedding.weight if self.config.tied else None)

@@ -1,12 +1,12 @@
-"""AdamW (arXiv 1711.05101) for weights and moments of float32 or bfloat16, with arithmetic in float32.
+"""AdamW (arXiv 1711.05101) for float32 or bfloat16 weights and moments, with arithmetic in float32.
 
-torch's fused update takes tensors of one dtype. Float32 ones it gets as they are. On GPUs a large one of
-others is updated by a kernel that torch.compile makes, which reads and writes everything once. Of the rest
-torch's update gets float32 copies of a slice at a time, so that what is needed beside weights, gradients and
-moments does not grow with the model.
+torch's fused update takes tensors of one dtype, and updates float32 tensors directly. On GPUs a kernel that
+torch.compile makes updates large tensors of other dtypes, reading and writing everything once. For all others
+torch's update gets float32 copies of one slice at a time, so that the additional memory does not grow with
+the model.
 
-A bfloat16 weight has a float32 master, of which it is the nearest bfloat16. The master is not kept: the
-optimizer has what is left of its bits, 16 a weight, as a signed difference:
+A bfloat16 weight is the nearest bfloat16 to a float32 master. Instead of the master the optimizer keeps the
+remaining 16 bits per weight, as a signed difference:
 
     master      0x3F80A123                  1.0049...
     weight      0x3F81                      1.0078125, rounded up
@@ -25,17 +25,17 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-SLICE = 1 << 23  # elements that are float32 copies at a time
-KERNEL_ROW = 1024  # a kernel takes tensors as rows of it, and knows by that that they are aligned
-KERNEL_LEAST = 1 << 18  # elements of a tensor that is worth a kernel
-KERNEL_ROWS = (1 << 31) // KERNEL_ROW - 1  # that a kernel takes at a time, since its indices have 32 bits
+SLICE = 1 << 23  # elements with float32 copies at a time
+KERNEL_ROW = 1024  # a kernel takes tensors as rows of this length, which tells it that they are aligned
+KERNEL_LEAST = 1 << 18  # least elements of a tensor for which a kernel pays off
+KERNEL_ROWS = (1 << 31) // KERNEL_ROW - 1  # rows that a kernel takes at a time: its indices have 32 bits
 
 
 class AdamW(torch.optim.Optimizer):
-    """AdamW of parameters in float32 or bfloat16.
+    """AdamW for parameters in float32 or bfloat16.
 
-    State of a parameter: `step`, float32; `exp_avg` and `exp_avg_sq`, of its shape; and with a bfloat16
-    parameter `remainder`, int16 of its shape. As a state dict they go on with the same bits.
+    State of a parameter: `step`, float32; `exp_avg` and `exp_avg_sq`, of its shape; for a bfloat16 parameter
+    also `remainder`, int16 of its shape. A state dict restores the same bits.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class AdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Updates the parameters that have a gradient. closure: of torch's optimizers, and not taken here."""
+        """Updates the parameters that have a gradient. closure: for torch's interface; must be None."""
         assert closure is None
         for group in self.param_groups:
             parts = [self._part(p) for p in group["params"] if p.grad is not None]
@@ -70,8 +70,8 @@ class AdamW(torch.optim.Optimizer):
                 _update_slices(slices, group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads copies of what `state_dict` returned, with their dtypes; torch's own would give each the
-        parameter's."""
+        """Loads copies of the result of `state_dict`, keeping their dtypes; torch's own version would give
+        each the parameter's."""
         super().load_state_dict(state_dict)
         saved = [number for group in state_dict["param_groups"] for number in group["params"]]
         own = [parameter for group in self.param_groups for parameter in group["params"]]
@@ -80,7 +80,7 @@ class AdamW(torch.optim.Optimizer):
             self.state[parameter] = {name: each.to(parameter.device).clone() for name, each in given.items()}
 
     def _part(self, parameter: Tensor) -> _Part:
-        """Returns what there is of a parameter on this rank; its state is made the first time."""
+        """Returns this rank's part of a parameter; makes its state the first time."""
         state = self.state[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
@@ -137,7 +137,7 @@ def _flat(tensor: Tensor, begin: int) -> Tensor:
 
 
 def _slices(parts: list[_Part]) -> Iterator[list[_Part]]:
-    """Yields lists of slices, of at most SLICE elements together, that agree in their dtypes."""
+    """Yields lists of slices with the same dtypes, of at most SLICE elements in total per list."""
     found: list[_Part] = []
     for part in parts:
         for each in part.slices():
@@ -155,7 +155,7 @@ def _dtypes(part: _Part) -> list[torch.dtype | None]:
 
 
 def _update_slices(parts: list[_Part], group: dict[str, Any]) -> None:
-    """Updates slices by way of float32 copies."""
+    """Updates slices through float32 copies."""
     columns = [list(column) for column in zip(*(part[:4] for part in parts), strict=True)]
     masters = [_master(part) for part in parts]
     copies = [masters, *(_as_float32(column) for column in columns[1:])]
@@ -168,7 +168,7 @@ def _update_slices(parts: list[_Part], group: dict[str, Any]) -> None:
 
 
 def _as_float32(tensors: list[Tensor]) -> list[Tensor]:
-    """Returns tensors of one dtype as float32: themselves, if they are."""
+    """Returns tensors of one dtype as float32, without a copy if they are."""
     if tensors[0].dtype == torch.float32:
         return tensors
     copies = [torch.empty_like(tensor, dtype=torch.float32) for tensor in tensors]
@@ -177,14 +177,14 @@ def _as_float32(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def _master(part: _Part) -> Tensor:
-    """Returns the float32 weights: those of the parameter itself, or a bfloat16 one's masters."""
+    """Returns the float32 weights: the parameter itself, or the masters of a bfloat16 one."""
     if part.remainder is None:
         return part.weight
     return _joined(part.weight.view(torch.int16), part.remainder)
 
 
 def _set_master(part: _Part, master: Tensor) -> None:
-    """Writes a master's bits into weight and remainder."""
+    """Stores a master's bits in weight and remainder."""
     if part.remainder is not None:
         _split(master, part.weight.view(torch.int16), part.remainder)
 
@@ -195,19 +195,19 @@ def _joined(high: Tensor, remainder: Tensor) -> Tensor:
 
 
 def _split(master: Tensor, high: Tensor, remainder: Tensor) -> None:
-    """Writes masters as weights' bits and remainders; of two bfloat16 numbers that are equally near the
-    weight is that of the larger magnitude."""
+    """Stores masters as bits of weights and remainders. Where two bfloat16 numbers are equally near, the
+    weight is the larger in magnitude."""
     bits = master.view(torch.int32)
     nearest = bits.bitwise_right_shift(15).add_(1).bitwise_right_shift_(1)
-    # A NaN of which all bits are set would become zero.
+    # A NaN whose bits are all set would become zero.
     nearest = torch.minimum(nearest, bits.bitwise_right_shift(31).bitwise_or_(0x7FFF))
     high.copy_(nearest)
     remainder.copy_(bits.sub(nearest.mul_(1 << 16)))
 
 
 def _update_by_kernel(parts: list[_Part], group: dict[str, Any]) -> None:
-    """Updates each part by one kernel, those of 2^31 elements and more by several. What it takes beside
-    tensors and constants is on the GPU, so that no step compiles anew and none waits."""
+    """Updates each part by one kernel; parts of 2^31 elements and more by several. All its arguments except
+    constants are on the GPU, so that no step compiles again or waits."""
     if not parts:
         return
     kernel, (beta1, beta2), lr = _compiled_update(), group["betas"], group["lr"]
@@ -246,9 +246,9 @@ def _update_one(
     beta2: float,
     eps: float,
 ) -> None:
-    """Does torch's fused update of one tensor. weight: with a remainder its bits, as int16. size: the
-    learning rate over the first moment's correction. root: of the second moment's correction. kept: what
-    weight decay leaves of a weight."""
+    """Does torch's fused update of one tensor. weight: with a remainder, its bits as int16. size: the
+    learning rate divided by the first moment's correction. root: the root of the second moment's correction.
+    kept: the factor of a weight after weight decay."""
     master = weight if remainder is None else _joined(weight, remainder)
     gradient = grad.float()
     first = exp_avg.float() * beta1 + gradient * (1 - beta1)

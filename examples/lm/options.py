@@ -1,7 +1,7 @@
-"""The command line of `train_lm.py`: what can be set, and what a resumed run takes over.
+"""The command line of `train_lm.py`: its options, and which of them a resumed run keeps.
 
-`Options` names every option once: its fields carry what `argparse` has to know and what `--resume` does with
-a value. What fits together is checked in `fitting.py`; defaults for a machine are in `presets.py`.
+`Options` declares every option once: its fields have the arguments for `argparse` and say what `--resume`
+does with a value. `fitting.py` checks which values fit together; `presets.py` has the defaults for a machine.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ FILE_NAME = "options.json"
 
 RECOMPUTED = ("norms", "mla-up", "shared", "fc1", "dispatch", "moe", "attention", "all")
 
-# What `--resume` does with an option of the run that it goes on with.
-FIXED = "fixed"  # refuses another value: that would be another model or another stream of batches
-KEPT = "kept"  # takes it over unless the command line has another
-PER_CALL = "per call"  # nothing: it belongs to one call and not to the run
+# What `--resume` does with the earlier run's value of an option.
+FIXED = "fixed"  # refuses another value: that would be another model or other batches
+KEPT = "kept"  # keeps it, unless the command line has another
+PER_CALL = "per call"  # nothing: the option belongs to one call, not to the run
 
 DTYPES = ("float32", "bfloat16")
 SWITCH = argparse.BooleanOptionalAction
@@ -88,9 +88,9 @@ def _flag(
     also: tuple[str, ...] = (),
     **argument: Any,
 ) -> Any:
-    """A field of `Options`: `help`, `type` and `argument` are for `add_argument`; `resumed` is FIXED, KEPT or
-    PER_CALL; `group` begins a group of `--help`; `also` are other names of the flag. Where `argument` has no
-    default, that of the preset is taken."""
+    """Returns a field of `Options`. `help`, `type` and `argument` go to `add_argument`; `resumed` is FIXED,
+    KEPT or PER_CALL; `group` begins a group of `--help`; `also` has further names of the flag. If `argument`
+    has no default, the preset's is used."""
     if "action" not in argument:
         argument["type"] = type
     argument["help"] = help
@@ -101,7 +101,7 @@ def _flag(
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Options of the program, in the order in which `--help` shows them."""
+    """Options of the program, in the order of `--help`."""
 
     data: Sequence[str] | None = _flag(
         "files, folders or globs (default: Python's own standard library)",
@@ -323,12 +323,12 @@ class Options:
 
     @property
     def stages(self) -> int:
-        """Pipeline stages over all ranks of a pipeline."""
+        """Number of pipeline stages over all ranks of a pipeline."""
         usual = 1 if self.schedule in (None, "1f1b") else 2
         return self.pp * (usual if self.stages_per_rank is None else self.stages_per_rank)
 
     def save(self, folder: Path) -> dict[str, Any]:
-        """Writes what a later `--resume` takes over; returns what differs from the run that is resumed."""
+        """Writes the options for a later `--resume`; returns those that differ from the resumed run's."""
         kept = {name: getattr(self, name) for name in _names(FIXED, KEPT)}
         before = _load_saved(folder) if self.resume else kept
         write_whole(folder / FILE_NAME, json.dumps(kept, indent=1) + "\n")
@@ -336,13 +336,12 @@ class Options:
 
 
 def parse(arguments: Sequence[str] | None = None) -> Options:
-    """The options, checked as far as they can be without knowing the number of ranks. Raises UsageError."""
+    """Returns the options, checked as far as possible without the number of ranks. Raises UsageError."""
     parser = _parser()
     values = vars(parser.parse_args(arguments))
     parser.set_defaults(**presets.choose(values["preset"], values["device"]))
     if values["resume"]:
-        # What the run was started with takes the place of the defaults, so that `--resume` alone goes on
-        # with it.
+        # The options of the earlier run replace the defaults, so that `--resume` alone continues it.
         saved = _load_saved(Path(values["out"]))
         parser.set_defaults(**saved)
     values = vars(parser.parse_args(arguments))
@@ -359,12 +358,12 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
 
 
 def _names(*resumed: str) -> list[str]:
-    """The fields with which `--resume` does one of these."""
+    """Returns the fields for which `--resume` does one of these."""
     return [field.name for field in dataclasses.fields(Options) if field.metadata["resumed"] in resumed]
 
 
 def _absolute_paths(values: dict[str, Any]) -> None:
-    """A run may be resumed from another folder."""
+    """Makes paths absolute, since a run may be resumed from another folder."""
     if values["data"] is not None:
         values["data"] = [os.path.abspath(os.path.expanduser(place)) for place in values["data"]]
     if values["tokenizer"] is not None:
@@ -385,7 +384,7 @@ def _load_saved(out: Path) -> dict[str, Any]:
 
 
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows the default of an option unless its help says in words what happens without it."""
+    """Shows the default of an option unless its help text says what happens without it."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         said = action.help is not None and "(default:" in action.help

@@ -1,19 +1,19 @@
-"""A model whose windows and attention are split over ranks: tensor and context parallelism.
+"""Splits a model's windows and attention over ranks: tensor and context parallelism.
 
-A window of S tokens belongs to the TP x CP ranks of a group. Context parallelism cuts it into 2 CP chunks, of
-which rank c has number c and number 2 CP - 1 - c: under the causal mask all have equal work. Tensor
-parallelism cuts what they have once more, so a rank has S / (TP CP) tokens of each window (`own_places`).
+The TP x CP ranks of a group share a window of S tokens. Context parallelism cuts it into 2 CP chunks, of
+which rank c has numbers c and 2 CP - 1 - c, so that all have equal work under the causal mask. Tensor
+parallelism cuts these further, so a rank has S / (TP CP) tokens of each window (`own_places`).
 
     S = 16, TP 2, CP 2         cp 0        cp 1
     chunks                     0    3      1    2
     tp 0                       0..3        4..7
     tp 1                       12..15      8..11
 
-With these tokens and whole weights it computes all but attention's products: embedding, norms, router,
-experts, output and loss, which is sequence parallelism from end to end. Before attention the TP ranks gather
-their tokens, each computes its own heads, and what they give is summed and scattered (torch's plans of
-tensor parallelism). Keys and values, or the latents that they are made of, are gathered over the CP ranks, in
-the order of their positions; each chunk of queries attends to the beginning of them that it sees.
+With these tokens and whole weights a rank computes everything but attention's products: embedding, norms,
+router, experts, output and loss. This is sequence parallelism from end to end. Before attention the TP ranks
+gather their tokens; each computes its own heads, and the results are summed and scattered (torch's tensor
+parallelism). Keys and values, or their latents, are gathered over the CP ranks, in the order of their
+positions; each chunk of queries attends to those that it sees.
 """
 
 from __future__ import annotations
@@ -36,28 +36,28 @@ from lm.attention import GroupedAttention, LatentAttention
 from lm.model import Transformer
 from moecomm.parallel import Coordinates, ParallelFolding
 
-# torch 2.13 has new names for these two, and warns of the old ones.
+# torch 2.13 renamed these two, and warns about the old names.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def own_places(seq: int, folding: ParallelFolding, place: Coordinates, device: torch.device) -> Tensor | None:
-    """Returns the places of a rank's tokens in a window, (S / (TP CP),) int64; None: all, in order."""
+    """Returns the positions of a rank's tokens in a window, (S / (TP CP),) int64; None: all, in order."""
     if folding.tp == folding.cp == 1:
         return None
     return _context_places(seq, folding.cp, place.cp).chunk(folding.tp)[place.tp].to(device)
 
 
 def _context_places(seq: int, cp: int, rank: int) -> Tensor:
-    """Returns the places of a CP rank's tokens in a window."""
+    """Returns the positions of a CP rank's tokens in a window."""
     chunks = torch.arange(seq).chunk(2 * cp)
     return torch.cat((chunks[rank], chunks[-1 - rank]))
 
 
 def split_attention(model: Transformer, folding: ParallelFolding, device: torch.device) -> DeviceMesh | None:
-    """Splits the attention of a model over the ranks of the folding's TP and CP groups, in place. All ranks
-    call it together, each with the whole weights, which are the same everywhere. With TP it returns the ranks
-    of this one's stage as a mesh ("dp_cp", "tp"): those that hold the same parts, and those that hold all."""
+    """Splits a model's attention over the folding's TP and CP groups, in place. All ranks call it together,
+    with equal whole weights. With TP it returns the ranks of this one's stage as a mesh ("dp_cp", "tp"):
+    along "dp_cp" ranks hold the same parts, along "tp" together all parts."""
     mesh = None
     if folding.tp > 1:
         mesh = _attention_mesh(folding, device)
@@ -65,7 +65,7 @@ def split_attention(model: Transformer, folding: ParallelFolding, device: torch.
             _split_heads(block, mesh["tp"], folding)
         model.gathered = folding.tp
     if folding.cp > 1:
-        folding.group("cp")  # made here, by all ranks: stages of a pipeline first use it at other times
+        folding.group("cp")  # made here, by all ranks: pipeline stages first use it at different times
         rank = folding.coordinates(dist.get_rank()).cp
         places_S = _context_places(model.config.max_seq, folding.cp, rank).to(device)
         model.cos_SD, model.sin_SD = model.cos_SD[places_S], model.sin_SD[places_S]
@@ -86,7 +86,7 @@ def _split_heads(block: Any, mesh: DeviceMesh, folding: ParallelFolding) -> None
     attention = block.attention
     plan: dict[str, Any] = {"out": RowwiseParallel(output_layouts=Shard(1))}
     if isinstance(attention, LatentAttention):
-        # The products that make latents have the rank's own tokens: latents are what is gathered.
+        # The products of latents have the rank's own tokens as input, since latents are gathered.
         plan |= {"q_up": ColwiseParallel(input_layouts=Shard(1))}
         attention.share_latents = Gather(1, folding, "tp")
         own = distribute_tensor(attention.kv_up.weight.detach(), mesh, [Shard(0)], src_data_rank=None)
@@ -104,12 +104,12 @@ def _split_heads(block: Any, mesh: DeviceMesh, folding: ParallelFolding) -> None
 
 
 class Gather(nn.Module):
-    """Maps a rank's tensor to those of all ranks of a dimension of the folding, along `dim`; backward sums
-    what they give for it."""
+    """Maps a rank's tensor to those of all ranks along a dimension of the folding, concatenated in `dim`;
+    backward sums their gradients for it."""
 
     def __init__(self, dim: int, folding: ParallelFolding, over: str, order: list[int] | None = None) -> None:
-        """order: which of the gathered chunks comes first, second, ..., as many of each rank; None: the
-        ranks' tensors follow one another."""
+        """order: indices of the gathered chunks in their new order, with equally many chunks of each rank;
+        None: the ranks' tensors in rank order."""
         super().__init__()
         self._dim, self._folding, self._over = dim, folding, over
         self._order = list(range(folding.size(over))) if order is None else order
@@ -142,8 +142,8 @@ class _Gathered(torch.autograd.Function):
 
 
 class GatherKeys(nn.Module):
-    """Maps the keys and values of a CP rank's two chunks, or what they are made of, to those of the whole
-    window, in one transfer: (B, heads, S / CP, width) each to (B, heads, S, width)."""
+    """Maps a CP rank's two chunks of keys and values, or of their latents, to those of the whole window, in
+    one transfer: (B, heads, S / CP, width) each to (B, heads, S, width)."""
 
     def __init__(self, folding: ParallelFolding) -> None:
         super().__init__()
@@ -158,11 +158,11 @@ class GatherKeys(nn.Module):
 
 
 class ContextCore(nn.Module):
-    """An AttentionCore of windows that are spread over the CP ranks: core(q, k, v, sinks) with a rank's own
+    """An AttentionCore for windows that are spread over the CP ranks: core(q, k, v, sinks) with a rank's own
     two chunks of queries, and the keys and values of the whole window."""
 
     def __init__(self, core: nn.Module, folding: ParallelFolding, rank: int) -> None:
-        """rank: this one's place in the CP group."""
+        """rank: position of this rank in the CP group."""
         super().__init__()
         self.core, self._chunks = core, (rank, 2 * folding.cp - 1 - rank)
 

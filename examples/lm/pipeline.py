@@ -1,16 +1,16 @@
-"""A model whose layers are shared out over ranks: pipeline parallelism.
+"""Pipeline parallelism: a model whose layers are distributed over ranks.
 
-The blocks are parted into stages of consecutive ones, the first of which has the embedding and the last the
-head. A schedule of torch.distributed.pipelining sends microbatches through them. With several
-stages a rank they go round the ranks, or there and back, in a V:
+Each stage has consecutive blocks, the first one also the embedding and the last one the head. A schedule of
+torch.distributed.pipelining sends microbatches through the stages. With several stages per rank they are
+assigned round-robin, or forth and back in a V:
 
     2 ranks, 4 stages       rank 0    rank 1
     interleaved             0, 2      1, 3
     zbv, dualpipev          0, 3      1, 2
 
-What stages send each other is a microbatch's residual stream, (B, S, H) in float32, of the tokens that the
-rank has of each window (`lm.parallel`). The last stage returns the loss of a microbatch: so its head is part
-of the module whose backward a schedule may ask for in two halves.
+Stages send each other a microbatch's residual stream, (B, S, H) in float32, for the rank's tokens of each
+window (`lm.parallel`). The last stage returns the loss of a microbatch, so its head is part of the module
+whose backward a schedule may split into two halves.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from lm.ranks import Ranks
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the layers of a model are.
+    """The stages of a model and their ranks.
 
     Attributes:
-        layers: of each stage.
-        owners: the place in the pipeline of the rank that holds a stage.
-        place: this rank's.
+        layers: the layers of each stage.
+        owners: for each stage, the position in the pipeline of the rank that holds it.
+        place: this rank's position.
     """
 
     layers: tuple[range, ...]
@@ -49,12 +49,12 @@ class Layout:
 
     @property
     def own(self) -> list[int]:
-        """The stages of this rank."""
+        """This rank's stages."""
         return [stage for stage, owner in enumerate(self.owners) if owner == self.place]
 
     @property
     def first(self) -> bool:
-        """Has this rank the first stage?"""
+        """Returns whether this rank has the first stage."""
         return self.owners[0] == self.place
 
     @property
@@ -62,7 +62,7 @@ class Layout:
         return self.owners[-1] == self.place
 
     def holds(self, part: str) -> bool:
-        """Has this rank a part of the model, such as "embedding" or "blocks.3"?"""
+        """Returns whether this rank has a part of the model, such as "embedding" or "blocks.3"."""
         _, _, layer = part.partition("blocks.")
         if layer:
             return any(int(layer) in self.layers[stage] for stage in self.own)
@@ -70,8 +70,8 @@ class Layout:
 
 
 def lay_out(options: Options, place: int) -> Layout:
-    """Shares the layers out: stages have equally many, or the first ones one more. place: this rank's in its
-    pipeline."""
+    """Distributes the layers: all stages have equally many, or the first ones one more. place: this rank's
+    position in its pipeline."""
     layers, stages, pp = options.layers, options.stages, options.pp
     ends = [0]
     for stage in range(stages):
@@ -83,7 +83,7 @@ def lay_out(options: Options, place: int) -> Layout:
 
 
 def schedule_class(options: Options) -> Any:
-    """Returns the class of the schedule. Raises UsageError if this torch has none."""
+    """Returns the class of the schedule. Raises UsageError if this torch version lacks it."""
     name = options.schedule or "1f1b"
     found = getattr(pipelining, SCHEDULES[name], None)
     if found is None:
@@ -92,9 +92,9 @@ def schedule_class(options: Options) -> Any:
 
 
 class Stage(nn.Module):
-    """Blocks whose forward is one operation of the graph that a schedule makes, and so is their backward: of
-    one that the schedule splits (zero bubble) one part computes all of it. Experts communicate in it, so it
-    must not be computed in parts, nor twice."""
+    """Blocks whose forward is a single operation of the schedule's graph, and whose backward is too: if the
+    schedule splits the backward (zero bubble), one half computes all of it. Experts communicate in it, so it
+    must be computed neither in parts nor twice."""
 
     def __init__(self, blocks: list[Callable[[Tensor], Tensor]]) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ class Stage(nn.Module):
 
 
 class _Whole(torch.autograd.Function):
-    """What has been computed, (its input, its result), as one operation."""
+    """A stage's computation, (its input, its result), as one operation."""
 
     @staticmethod
     def forward(ctx: Any, computed: tuple[Tensor, Tensor], source: Tensor) -> Tensor:
@@ -125,7 +125,7 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None]:
         (x, y), ctx.computed = ctx.computed, None
-        # On this thread, and outside the caller's autocast, as any backward.
+        # On this thread and outside the caller's autocast, like any backward.
         with (
             torch.autograd.set_multithreading_enabled(False),
             torch.autocast(grad.device.type, enabled=False),
@@ -136,11 +136,11 @@ class _Whole(torch.autograd.Function):
 
 class Pipeline(nn.Module):
     """The stages of this rank. As a module it is the whole model, on all ranks of the pipeline together:
-    forward maps token ids (B, S), and those that follow them, to their mean cross-entropy where the last
-    stage is, and to zero elsewhere. It is for evaluation: no gradient goes from stage to stage.
+    forward maps token ids (B, S) and their targets to their mean cross-entropy on the rank with the last
+    stage, and to zero elsewhere. It is for evaluation: no gradient passes between stages.
 
     Attributes:
-        targets: the targets (B, S) of the next forwards of the last stage, in their order.
+        targets: the targets (B, S) of the last stage's next forwards, in order.
     """
 
     def __init__(self, model: Transformer, layout: Layout, ranks: Ranks) -> None:
@@ -148,7 +148,7 @@ class Pipeline(nn.Module):
         self.model, self.layout, self._device = model, layout, ranks.device
         self.group = ranks.folding.group("pp")
         self.targets: list[Tensor] = []
-        # A list, which hides them from this module: their parameters are the model's.
+        # The list hides them from this module: their parameters belong to the model.
         self.stages = [(number, Stage(self._blocks(number))) for number in layout.own]
 
     def _as_function(self, block: Any) -> Callable[[Tensor], Tensor]:
@@ -166,7 +166,7 @@ class Pipeline(nn.Module):
         return blocks
 
     def buffer(self, batch: int, length: int) -> Tensor:
-        """Returns a tensor like those that stages send each other."""
+        """Returns a tensor of the shape and dtype that stages send each other."""
         return torch.empty(batch, length, self.model.config.dim, device=self._device)
 
     def forward(self, tokens_BS: Tensor, targets_BS: Tensor) -> Tensor:
@@ -185,25 +185,25 @@ class Pipeline(nn.Module):
 
 class _Stage(pipelining.PipelineStage):
     def _post_metadata_inference_cleanup(self) -> None:
-        """Leaves weights as they are. torch, as of 2.13, has FSDP2 take them back here, before the first
-        microbatch, and `lm.sharding` gathers them but once a step."""
+        """Does not reshard weights. torch, as of 2.13, has FSDP2 do so here, before the first microbatch, but
+        `lm.sharding` gathers them only once per step."""
 
 
 class PipelineStep(nn.Module):
-    """Forward and backward of a step. Its parameters are the model's, and get the gradient of the mean loss.
+    """Forward and backward of a step. Its parameters are the model's, and get the mean loss's gradient.
 
     Attributes:
-        load_AE: after a step: tokens of each layer's experts, and zeros of the layers of other ranks.
+        load_AE: after a step: tokens per expert of each layer, with zeros for other ranks' layers.
     """
 
     load_AE: Tensor
 
     def __init__(self, pipeline: Pipeline, options: Options, batch: int, places_S: Tensor | None) -> None:
-        """batch: windows of a microbatch. places_S: the rank's places of a window
+        """batch: windows of a microbatch. places_S: the rank's positions in a window
         (`lm.data.inputs_and_targets`)."""
         super().__init__()
         self.model, self._layout = pipeline.model, pipeline.layout
-        self._pipeline, self._places_S = [pipeline], places_S  # in a list, as the stages of a pipeline are
+        self._pipeline, self._places_S = [pipeline], places_S  # in a list, like the stages of a pipeline
         self._dense, self._microbatches = options.dense_layers, options.microbatches
         self._load_shape = (options.layers - options.dense_layers, options.experts)
         length = options.seq if places_S is None else len(places_S)
@@ -234,8 +234,8 @@ class PipelineStep(nn.Module):
         )
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
-        """Returns the mean loss of the windows (B, S + 1) where the last stage is, and 0 elsewhere, and adds
-        to the parameters' gradients."""
+        """Adds to the parameters' gradients. Returns the mean loss of the windows (B, S + 1) on the rank with
+        the last stage, and 0 elsewhere."""
         inputs_BS, targets_BS = inputs_and_targets(tokens_BS, self._places_S)
         self.load_AE = torch.zeros(self._load_shape, dtype=torch.int64, device=tokens_BS.device)
         losses: list[Tensor] = []
@@ -249,12 +249,12 @@ class PipelineStep(nn.Module):
         return torch.stack(losses).sum() if losses else torch.zeros((), device=tokens_BS.device)
 
     def _loss(self, output: Tensor, targets_BS: Tensor) -> Tensor:
-        """Returns a microbatch's part of the mean loss. Its output is its loss already: a stage's forwards
-        come in the order of the microbatches, in every schedule."""
+        """Returns a microbatch's part of the mean loss. The stage's output is its loss already, and in every
+        schedule the forwards of a stage come in the order of the microbatches."""
         return output / self._microbatches
 
     def _counter(self, stage: int) -> Callable[..., None]:
-        """Returns a hook that adds the tokens of a microbatch's experts, after its forward."""
+        """Returns a forward hook that adds a microbatch's tokens per expert."""
         layers = [layer for layer in self._layout.layers[stage] if layer >= self._dense]
         blocks = nn.ModuleList(self.model.blocks[str(layer)] for layer in layers)
 

@@ -12,15 +12,15 @@ import numpy as np
 
 from lm.metrics import Record
 
-matplotlib.use("Agg")  # files only: there may be no display
+matplotlib.use("Agg")  # writes files only: there may be no display
 import matplotlib.pyplot as plt
 
-NEIGHBOURS = 10  # steps on either side that the running mean takes in
+NEIGHBOURS = 10  # steps on either side that the running mean includes
 MOST_PANELS = 8
 
 
 def draw_loss(records: list[Record], path: Path) -> None:
-    """Training loss and its running mean, validation loss, and the unigram baseline to be under."""
+    """Draws training loss with its running mean, validation loss, and the unigram baseline."""
     training, validation = (
         [(r["step"], r[name]) for r in records if math.isfinite(r.get(name, math.nan))]
         for name in ("loss", "val_loss")
@@ -45,7 +45,7 @@ def draw_loss(records: list[Record], path: Path) -> None:
 
 
 def running_mean(values: Sequence[float]) -> list[float]:
-    """Mean over each value and as many neighbours before as after it, so that the curve does not lag."""
+    """Returns means over equally many neighbours before and after a value, so that the curve does not lag."""
     means = []
     for place in range(len(values)):
         reach = min(NEIGHBOURS, place, len(values) - 1 - place)
@@ -54,7 +54,8 @@ def running_mean(values: Sequence[float]) -> list[float]:
 
 
 def draw_expert_load(records: list[Record], path: Path) -> None:
-    """Draws a panel a layer: steps to the right, experts upward, colour = load over that step's mean load."""
+    """Draws a panel per layer: steps to the right, experts upward, colour = load over that step's mean
+    load."""
     logged = [r for r in records if "load" in r]
     if not logged:
         return
@@ -72,7 +73,7 @@ def draw_expert_load(records: list[Record], path: Path) -> None:
     edges = _edges(steps)
     for axes, layer in zip(grid.flat, shown, strict=False):
         worst = relative_SAE[-1, layer].max()
-        # Symmetric in the logarithm: half the mean load stands out as much as twice the mean load.
+        # Symmetric in the logarithm, so that half and twice the mean load stand out equally.
         image = axes.pcolormesh(
             edges, np.arange(experts + 1) - 0.5, np.log2(np.maximum(relative_SAE[:, layer].T, 1e-3)),
             cmap="RdBu_r", vmin=-1.5, vmax=1.5,
@@ -93,7 +94,7 @@ def draw_expert_load(records: list[Record], path: Path) -> None:
 
 
 def _edges(steps: list[int]) -> list[float]:
-    """Borders of the columns: half way between neighbours, so that unequal distances look unequal."""
+    """Returns the columns' borders, half-way between neighbours, so that unequal distances look unequal."""
     inner = [(left + right) / 2 for left, right in itertools.pairwise(steps)]
     first = 2 * steps[0] - inner[0] if inner else steps[0] - 0.5
     last = 2 * steps[-1] - inner[-1] if inner else steps[-1] + 0.5

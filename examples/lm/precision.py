@@ -1,8 +1,8 @@
-"""Arithmetic in float32, or in bfloat16 on weights of either.
+"""Arithmetic in float32, or in bfloat16 with weights of either dtype.
 
-In bfloat16 torch.autocast sees to the dense layers. Experts, the shared ones too, compute in the type of
-their weights, in which rows also travel; so float32 ones are cast once a forward pass, and the gradients of
-the casts reach the float32 ones. Those that FSDP2 has sharded it casts itself (`lm.sharding`).
+In bfloat16 torch.autocast handles the dense layers. Experts, also shared ones, compute in the dtype of their
+weights, in which rows also travel. So float32 weights are cast once per forward pass, and the gradients of
+the casts reach the float32 weights. FSDP2 itself casts the weights that it has sharded (`lm.sharding`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ EXPERTS = (GroupedExperts, SharedExperts)
 
 
 def compute(module: nn.Module, dtype: torch.dtype, *tokens_BS: Tensor) -> Tensor:
-    """`module(*tokens_BS)`, computed in `dtype`, that of its communicator."""
+    """Returns `module(*tokens_BS)`, computed in `dtype`, that of its communicator."""
     if dtype == torch.float32:
         return module(*tokens_BS)
     of_experts = {p for part in module.modules() if isinstance(part, EXPERTS) for p in part.parameters()}

@@ -1,5 +1,5 @@
-"""Sizes that suit a machine, and those of published models: the defaults of the command line, each of which a
-flag of its own overrides."""
+"""Sizes that suit a machine, and sizes of published models: the defaults of the command line. Each has a flag
+that overrides it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ PLAIN: dict[str, Any] = {
     "aux_loss": "sequence",
     "aux_coef": 0.01,
 }
-"""What a preset does not say; runs that began before there was a flag for it have this, too."""
+"""Defaults of options that a preset leaves out, also for runs that are older than the option."""
 
 SMALL: dict[str, Any] = {
     **PLAIN,
@@ -65,7 +65,7 @@ SMALL: dict[str, Any] = {
     "save_every": 100,
     "log_every": 10,
 }
-"""Minutes on two cores."""
+"""Takes minutes on two cores."""
 
 LARGE: dict[str, Any] = {
     **PLAIN,
@@ -73,23 +73,23 @@ LARGE: dict[str, Any] = {
     "layers": 8,
     "heads": 16,
     "tied": False,
-    "experts": 48,  # as the batch a multiple of 1, 2, 3, 4, 6 and 8 ranks
+    "experts": 48,  # like the batch, a multiple of 1, 2, 3, 4, 6 and 8 ranks
     "top_k": 4,
     "ffn": 512,
-    "activation": "swiglu_interleaved",  # quack's products have it in them
+    "activation": "swiglu_interleaved",  # quack's products include this activation
     "dtype": "bfloat16",
     "seq": 512,
     "batch": 96,
-    "steps": 400,  # 20 million tokens: the default text has 10 to 30 million, which so is read once or twice
+    "steps": 400,  # 20 million tokens: the default text has 10 to 30 million, so it is read once or twice
     "lr": 8e-4,
     "warmup": 40,
-    "aux_coef": 0.03,  # with 0.01 the experts' loads stay further apart (docs/history.md)
+    "aux_coef": 0.03,  # with 0.01 the experts' loads stay less even (docs/history.md)
     "eval_every": 100,
     "eval_windows": 480,
-    "save_every": 400,  # a checkpoint has 7.7 GB
+    "save_every": 400,  # a checkpoint takes 7.7 GB
     "log_every": 20,
 }
-"""Minutes on one to eight GPUs of a data centre."""
+"""Takes minutes on one to eight data-centre GPUs."""
 
 # -- published models ----------------------------------------------------------------------------------------
 # Each has the numbers of the config.json of the named model on Hugging Face; docs/models.md says what is left
@@ -229,7 +229,7 @@ GPT_OSS_20B: dict[str, Any] = {  # openai/gpt-oss-20b
     "expert_bias": True,
     "router_bias": True,
     "score_function": "softmax",
-    "normalize_topk": False,  # a softmax after the choice sums to one
+    "normalize_topk": False,  # a softmax after the choice already sums to one
     "aux_coef": 0.01,
 }
 
@@ -245,19 +245,19 @@ PRESETS = {"small": SMALL, "large": LARGE, **PUBLISHED}
 
 
 def choose(preset: str, device: str) -> dict[str, Any]:
-    """The defaults that `--preset` and `--device` lead to."""
+    """Returns the defaults for `--preset` and `--device`."""
     return PRESETS[name_of(preset, device)]
 
 
 def name_of(preset: str, device: str) -> str:
-    """Returns `preset`, or that which "auto" is on this machine."""
+    """Returns `preset`, or the preset that "auto" means on this machine."""
     if preset == "auto":
         return "large" if device != "cpu" and _on_gpus() else "small"
     return preset
 
 
 def _on_gpus() -> bool:
-    if not Path("/dev/nvidiactl").exists():  # spares loading torch where there can't be a GPU
+    if not Path("/dev/nvidiactl").exists():  # avoids loading torch where there can't be a GPU
         return False
     from lm.ranks import uses_cuda
 
@@ -265,7 +265,7 @@ def _on_gpus() -> bool:
 
 
 def describe(preset: str) -> str:
-    """The flags that a preset stands for, beside those that small and large share."""
+    """Returns the flags that a preset stands for, except those that small and large share."""
     flags = []
     for name, value in PRESETS[preset].items():
         flag = name.replace("_", "-")

@@ -1,4 +1,4 @@
-"""A bar on a terminal, plain lines elsewhere; the same numbers in both."""
+"""A progress bar on a terminal, plain lines elsewhere; both show the same numbers."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from lm.metrics import WARM_UP, Record
 
 ESTIMATE_AFTER = 10  # steps
-SHOWN_LATE = 0.02  # of a step: the others' wait for one rank that is said
+SHOWN_LATE = 0.02  # part of a step: longer waits of other ranks for one rank are reported
 
 
 class StepProgress:
-    """Shows the steps of one call. Silent on all ranks but the first."""
+    """Shows the steps of one run. Silent on all ranks but the first."""
 
     def __init__(self, *, start: int, steps: int, log_every: int, shown: bool) -> None:
         self._start, self._steps, self._log_every, self._shown = start, steps, log_every, shown
@@ -49,7 +49,7 @@ class StepProgress:
             print(f"step {record['step']:>5}/{self._steps}  {text}", flush=True)
 
     def note(self, text: str) -> None:
-        """A line that stays, above the bar if there is one."""
+        """Prints a line that stays, above the bar if there is one."""
         if self._bar is not None:
             self._bar.console.print(text, highlight=False, markup=False)
         elif self._shown:

@@ -1,8 +1,8 @@
-"""Processes: starting them when torchrun did not, and joining them.
+"""Processes: starts them if torchrun did not, and joins them into a group.
 
-Ranks are laid out by a `moecomm.parallel.ParallelFolding` (docs/folding.md), with neighbours in one EP group:
-with 4 ranks and ep=2, ranks 0 and 1 hold all experts between them, 2 and 3 hold them again; 0 and 2 hold the
-same experts and so share expert gradients.
+A `moecomm.parallel.ParallelFolding` (docs/folding.md) lays ranks out with neighbours in one EP group. With 4
+ranks and ep=2, ranks 0 and 1 together hold all experts, and so do 2 and 3; ranks 0 and 2 hold the same
+experts and so share their gradients.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-# Imported later, by an optimizer, this module would keep the process group alive to the end of the process,
-# whose gloo threads then may end it in a crash (seen with torch 2.13).
+# If an optimizer imported this module later, it would keep the process group alive until the process ends,
+# and gloo's threads might then crash it (seen with torch 2.13).
 import torch.distributed.nn.functional
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.elastic.multiprocessing import SignalException
@@ -34,15 +34,15 @@ import moecomm
 from lm.errors import UsageError
 from moecomm.parallel import Coordinates, ParallelFolding
 
-SHUTDOWN_SECONDS = 120  # how long ranks may take to write their last checkpoint
+SHUTDOWN_SECONDS = 120  # time for ranks to write their last checkpoint
 PR_SET_PDEATHSIG = 1
 
 
 def default_ranks(device: str, batch: int | None = None) -> int:
-    """Returns the number of ranks: one a GPU, on as many GPUs as can share a batch evenly. Without GPUs it is
-    two, so that tokens travel between processes on the smallest machine too.
+    """Returns the number of ranks: one per GPU, on as many GPUs as can share a batch evenly. Without GPUs it
+    is two, so that tokens travel between processes even on the smallest machine.
 
-    Raises UsageError if the device that was asked for is not there.
+    Raises UsageError if the requested device does not exist.
     """
     if not uses_cuda(device):
         return 2
@@ -51,20 +51,20 @@ def default_ranks(device: str, batch: int | None = None) -> int:
 
 
 def launch(arguments: Sequence[str], ranks: int) -> int:
-    """Runs this program again on `ranks` ranks, as torchrun would; returns the exit code for the shell. A
-    signal ends this process."""
-    logging.disable(logging.ERROR)  # ranks print their own errors, and the rest is said below
+    """Starts this program on `ranks` ranks, like torchrun; returns the exit code for the shell. A signal ends
+    this process."""
+    logging.disable(logging.ERROR)  # ranks print their own errors; all else is printed below
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=ranks,
         run_id=f"moecomm-{os.getpid()}",
         rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",  # a number: a bare machine may not know the name localhost
+        rdzv_endpoint="127.0.0.1:0",  # a number, since a bare machine may not know the name localhost
         local_addr="127.0.0.1",
         max_restarts=0,
     )
-    if hasattr(config, "shutdown_timeout"):  # torch 2.11 has no such setting yet
+    if hasattr(config, "shutdown_timeout"):  # torch 2.11 does not have this setting yet
         config.shutdown_timeout = SHUTDOWN_SECONDS
     try:
         elastic_launch(config, sys.executable)("-u", *arguments)
@@ -72,7 +72,7 @@ def launch(arguments: Sequence[str], ranks: int) -> int:
         _end_now(128 + int(stopped.sigval))
     except ChildFailedError as failed:
         rank, failure = failed.get_first_failure()
-        if failure.exitcode != 2:  # 2: the command line was wrong, and a rank has said so
+        if failure.exitcode != 2:  # 2: the command line was wrong, and a rank has printed why
             program = os.path.basename(arguments[0])
             print(f"{program}: rank {rank} failed with exit code {failure.exitcode}", file=sys.stderr)
         return failure.exitcode if failure.exitcode > 0 else 1
@@ -80,9 +80,9 @@ def launch(arguments: Sequence[str], ranks: int) -> int:
 
 
 def _end_now(code: int) -> NoReturn:
-    """Ends this process with `code`, and does not wait for its threads. After a signal torch leaves one
-    running that keeps its rendezvous alive: it may be in a call of the store when the interpreter ends, which
-    then ends the process in a crash (torch 2.13)."""
+    """Ends this process with `code`, without waiting for its threads. After a signal torch leaves a thread
+    running that keeps its rendezvous alive. If it is in a call of the store when the interpreter ends, the
+    process crashes (torch 2.13)."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -101,24 +101,24 @@ class Ranks:
 
     @property
     def place(self) -> Coordinates:
-        """The place of this rank in the grids of the folding."""
+        """This rank's position in the grids of the folding."""
         return self.folding.coordinates(self.rank)
 
 
 TIMEOUT = datetime.timedelta(minutes=10)
-"""The deadline of collectives. A rank may compile, or write a checkpoint, for minutes; the deadline of gloo
-itself is half an hour."""
+"""The deadline of collectives. A rank may compile, or write a checkpoint, for minutes; gloo's default
+deadline is half an hour."""
 
 
 def join(folding: ParallelFolding, device: str) -> Ranks:
-    """Joins the ranks that torchrun (or `launch`) started, as many as the folding lays out."""
+    """Joins the ranks that torchrun (or `launch`) started, as many as the folding has."""
     place = join_group(device)
     return Ranks(dist.get_rank(), dist.get_world_size(), place, folding)
 
 
 @contextlib.contextmanager
 def process_group(device: str) -> Iterator[torch.device]:
-    """Joins the process group of all ranks, and leaves it at the end; gives this rank's device."""
+    """Joins the process group of all ranks, yields this rank's device, and leaves the group at the end."""
     follow_parent()
     place = join_group(device)
     try:
@@ -142,18 +142,18 @@ def join_group(device: str) -> torch.device:
 
 
 def _own_store() -> dict[str, Any]:
-    """Returns the arguments of init_process_group for ranks that torchrun has started again on one host: a
-    store in which the addresses of the ranks before them are not found. torch would connect to those."""
+    """Returns the arguments of init_process_group for ranks that torchrun has restarted on one host: a store
+    without the addresses of the previous ranks, to which torch would otherwise connect."""
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if restarts == "0" or os.environ["LOCAL_WORLD_SIZE"] != os.environ["WORLD_SIZE"]:
-        return {}  # with several hosts their counts may differ
+        return {}  # with several hosts their restart counts may differ
     store, rank, world = next(rendezvous("env://"))
     return {"store": PrefixStore(f"restart {restarts}", store), "rank": rank, "world_size": world}
 
 
 def describe(folding: ParallelFolding) -> str:
-    """Returns how ranks are laid out, in words: "8 = tp 2 x cp 2 x dp 2; experts etp 1 x ep 4 x edp 2". With
-    pipeline stages both grids end with "x pp 2"."""
+    """Describes the layout of ranks: "8 = tp 2 x cp 2 x dp 2; experts etp 1 x ep 4 x edp 2". With pipeline
+    stages both grids end with "x pp 2"."""
     stages = ("pp",) if folding.pp > 1 else ()
     dense, experts = (
         " x ".join(f"{name} {folding.size(name)}" for name in (*names, *stages))
@@ -163,12 +163,13 @@ def describe(folding: ParallelFolding) -> str:
 
 
 def follow_parent() -> None:
-    """Asks Linux to end this rank when its launcher dies, even by SIGKILL: no rank is left behind."""
+    """Asks Linux to end this rank when its launcher dies, even by SIGKILL, so that no rank stays behind."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def uses_cuda(device: str) -> bool:
-    """Do the ranks compute on GPUs? Raises UsageError if `device` wants them and there are none."""
+    """Returns whether ranks compute on GPUs. Raises UsageError if `device` requires GPUs and there are
+    none."""
     available = "cuda" in moecomm.available_devices()
     if device == "cuda" and not available:
         raise UsageError(

@@ -1,4 +1,4 @@
-"""Recompute: which parts of a transformer block are computed again in its backward, and which are kept."""
+"""Recomputation: which parts of a transformer block its backward computes again, and which are kept."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moecomm.nn import MoELayer, OverlapConfig, keep_plans
 
 
 def overlap_config(options: Options) -> OverlapConfig:
-    """Returns what the layers with experts keep, and when they compute their weights' gradients."""
+    """Returns settings of layers with experts: what they keep, and when they compute weights' gradients."""
     chosen = options.recompute
     return OverlapConfig(
         keep="nothing" if "dispatch" in chosen else "rows" if "fc1" in chosen else "all",
@@ -25,7 +25,7 @@ def overlap_config(options: Options) -> OverlapConfig:
 
 
 def save_memory(model: Transformer, options: Options) -> None:
-    """Makes the model's blocks compute again what --recompute says."""
+    """Makes the model's blocks recompute what --recompute says."""
     chosen = set(options.recompute)
     for block in model.own_blocks():
         parts = {"all", "attention", "moe"} & chosen
@@ -33,7 +33,7 @@ def save_memory(model: Transformer, options: Options) -> None:
             parts -= {"moe"}
         for part in parts:
             block.runs[part] = checkpointed(block if part == "all" else getattr(block, HELD[part]))
-        # What a checkpoint computes again keeps nothing in between.
+        # A checkpointed part keeps nothing in between anyway.
         block.drops_attention_norm = "norms" in chosen and not parts & {"all", "attention"}
         block.drops_ffn_norm = "norms" in chosen and not parts & {"all", "moe"}
         if isinstance(block.attention, LatentAttention):
@@ -41,11 +41,11 @@ def save_memory(model: Transformer, options: Options) -> None:
 
 
 HELD = {"attention": "attention", "moe": "ffn"}
-"""The modules of a block that its parts are named by."""
+"""The attribute of a block that holds each named part."""
 
 
 class _Holder(nn.Module):
-    """Calls functions while the weights of a module may be others (torch.func.functional_call)."""
+    """Calls functions with other weights in place of a module's (torch.func.functional_call)."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -56,17 +56,17 @@ class _Holder(nn.Module):
 
 
 def checkpointed(module: nn.Module) -> Run:
-    """Returns run(function, *tensors), which computes function(*tensors), a part of a block that has the
-    module, and keeps the tensors alone. Layers with experts in it go along the plans of the first time."""
+    """Returns run(function, *tensors), which computes function(*tensors), a part of a block that contains the
+    module, and keeps only the tensors. Its recomputed layers with experts follow their first plans."""
     holder = _Holder(module)
     has_experts = any(isinstance(each, MoELayer) for each in module.modules())
     options: dict[str, Any] = {"context_fn": keep_plans(module)} if has_experts else {}
 
     def run(function: Run, *tensors: Tensor) -> Tensor:
-        # In bfloat16 the weights of experts are casts for the time of the forward (lm.precision).
+        # In bfloat16, casts replace the experts' weights during the forward (lm.precision).
         weights: dict[str, Tensor] = dict(holder.named_parameters())
         casts = {name: each for name, each in weights.items() if not isinstance(each, nn.Parameter)}
-        # A block draws no random numbers, and a capture could not save their state.
+        # A block draws no random numbers, whose state a capture could not save.
         return checkpoint(
             lambda *tensors: (
                 functional_call(holder, casts, (function, *tensors)) if casts else function(*tensors)

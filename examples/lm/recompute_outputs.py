@@ -1,4 +1,4 @@
-"""Outputs of a cheap module that autograd does not keep for their consumer, but has made again."""
+"""Outputs of a cheap module that autograd does not keep for their consumer, but recomputes."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from moecomm import InvalidArgument
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 _SAME_VALUES = frozenset(("ToCopyBackward0", "ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0"))
-"""The nodes of autograd's graph whose result has its input's values, perhaps in another dtype or shape."""
+"""Nodes of autograd's graph whose result has the values of their input, perhaps in another dtype or shape."""
 
 
 def saving_hooks() -> Hooks | None:
-    """Returns the saved_tensors_hooks that are active, of which autograd calls the innermost alone."""
+    """Returns the active saved_tensors_hooks, of which autograd calls only the innermost."""
     hooks: Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks
 
 
 def version_of(tensor: Tensor) -> int:
-    """Returns how often a tensor was changed in place; 0 for one of inference mode, which does not count."""
+    """Returns how often a tensor was changed in place; 0 in inference mode, which does not count."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 def require_unchanged(tensor: Tensor, version: int) -> None:
-    """Raises RuntimeError, as autograd does, for a saved tensor that was changed in place since."""
+    """Raises RuntimeError, as autograd does, for a saved tensor that was changed in place afterwards."""
     if version_of(tensor) != version:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: "
@@ -44,26 +44,26 @@ def recompute_outputs(
     inputs: Sequence[Tensor],
     outputs: Tensor | Sequence[Tensor],
 ) -> Iterator[None]:
-    """Makes autograd keep the inputs of a module in place of its outputs, for what is computed in the block.
+    """Makes autograd keep the inputs of a module in place of its outputs, for computations in the block.
 
         h = norm(x)
         with recompute_outputs(norm, (x,), h):
             y = ffn(h)
 
-    Where the block's backward needs `outputs`, or copies of them in another dtype or shape (autocast makes
-    some), make(*inputs) computes them again, without gradients and in the same autocast mode, once for all
-    that need them. The backward of `make` itself is the one of the first time. So this is for a module whose
-    backward needs its inputs and not its outputs: a norm, or products of narrow inputs with wide outputs.
+    When the block's backward needs `outputs`, or copies of them in another dtype or shape (which autocast
+    makes), make(*inputs) recomputes them, without gradients and in the same autocast mode, once for all uses.
+    The backward of `make` itself is that of the first call. So this is for a module whose backward needs its
+    inputs and not its outputs: a norm, or products of narrow inputs with wide outputs.
 
     Args:
-        make: a function of the inputs that returns the same bits each time; it draws no random numbers.
+        make: a function of the inputs that returns the same bits each time, and draws no random numbers.
         inputs: tensors, which the graph keeps.
-        outputs: what make(*inputs) has returned: a tensor, or several.
+        outputs: the result of make(*inputs): a tensor, or several.
 
     Hooks that were active before (torch.autograd.graph.saved_tensors_hooks), such as those of
-    torch.utils.checkpoint and save_on_cpu, see the inputs and all other tensors that the block saves.
-    Tensors made of the outputs by other operations are kept as ever, and so are outputs that are changed in
-    place. Raises InvalidArgument in the backward if `make` returns tensors of other shapes or dtypes.
+    torch.utils.checkpoint and save_on_cpu, see the inputs and all other tensors that the block saves. Results
+    of other operations on the outputs are kept as usual, and so are outputs that are changed in place. Raises
+    InvalidArgument in the backward if `make` returns tensors of other shapes or dtypes.
     """
     source = _Source(make, tuple(inputs), _as_tuple(outputs), saving_hooks())
     try:
@@ -78,18 +78,18 @@ def _as_tuple(outputs: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 class _Again(NamedTuple):
-    """What autograd keeps in place of a tensor made of outputs[number]."""
+    """What autograd keeps in place of a tensor derived from outputs[number]."""
 
     number: int
     dtype: torch.dtype
     shape: torch.Size
     strides: tuple[int, ...] | None
-    """The strides of a view of the output's memory at `offset`; None: the values in their order."""
+    """The strides of a view of the output's memory at `offset`; None: all values in order."""
     offset: int
 
 
 class _Likeness(NamedTuple):
-    """The properties of an output that a second one must have too."""
+    """The properties that a recomputed output must share with the first."""
 
     dtype: torch.dtype
     shape: torch.Size
@@ -102,7 +102,7 @@ def _likeness(tensor: Tensor) -> _Likeness:
 
 
 class _Source:
-    """The inputs and the function of which outputs are made again; `pack` and `unpack` are the hooks."""
+    """The inputs and the function from which outputs are recomputed; `pack` and `unpack` are the hooks."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class _Source:
         self._users = self._left = 0
 
     def forget_outputs(self) -> None:
-        """Lets go of the outputs, at the end of the block."""
+        """Releases the outputs, at the end of the block."""
         self._outputs = ()
 
     def pack(self, tensor: Tensor) -> Any:
@@ -134,28 +134,28 @@ class _Source:
         return found
 
     def unpack(self, kept: Any) -> Tensor:
-        """Returns the tensor in whose place autograd has kept this."""
+        """Returns the tensor for what `pack` has returned."""
         if not isinstance(kept, _Again):
             return self._restore(kept)
         if not self._made:
             self._made = self._compute()
         made = self._made[kept.number]
         self._left -= 1
-        if self._left == 0:  # a graph that is kept for a second backward has them made once more
+        if self._left == 0:  # a graph kept for another backward recomputes them then
             self._made, self._left = (), self._users
         if kept.strides is not None:
             return made.as_strided(kept.shape, kept.strides, kept.offset)
         return made.to(kept.dtype).reshape(kept.shape)
 
     def _find(self, tensor: Tensor) -> _Again | None:
-        """Returns how a tensor is made of an output; None if it is not."""
+        """Returns how a tensor derives from an output; None if it does not."""
         if type(tensor) is not Tensor or not tensor.numel():
             return None
         memory = tensor.untyped_storage().data_ptr()
         for number, output in enumerate(self._outputs):
             if memory == output.untyped_storage().data_ptr() and tensor.dtype is output.dtype:
                 if version_of(output) != self._versions[number]:
-                    return None  # it was changed in place, and would be made again as it was
+                    return None  # it was changed in place, which a recomputation would not repeat
                 offset = int(tensor.storage_offset())
                 return _Again(number, tensor.dtype, tensor.shape, tensor.stride(), offset)
         node = tensor.grad_fn
@@ -172,7 +172,8 @@ class _Source:
     def _keep(self, tensor: Tensor) -> Any:
         if self._around is not None:
             return self._around[0](tensor)
-        # A tensor with its graph would hold the node that keeps it. torch compares no versions behind hooks.
+        # A tensor with its graph would keep the node alive that keeps it. torch compares no versions behind
+        # hooks.
         return tensor if tensor.is_leaf else tensor.detach(), version_of(tensor)
 
     def _restore(self, kept: Any) -> Tensor:

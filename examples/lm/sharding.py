@@ -1,19 +1,18 @@
-"""FSDP2: weights, gradients and optimizer in shards, and a rank has whole weights only while it needs them.
+"""FSDP2: weights, gradients and optimizer state in shards; a rank has whole weights only while it needs them.
 
-Over which ranks a weight is sharded follows from which ranks have equal ones (docs/folding.md):
+A weight is sharded over the ranks that would otherwise hold equal copies (docs/folding.md):
 
-    matrices of the model               the ranks of the pipeline stage, TP x CP x DP
-    matrices that TP has split          DP x CP
-    experts                             EDP
-    norms, biases and sinks             none, as they are few; nor experts of which a rank has the only copy:
+    matrices of the model the ranks of the pipeline stage, TP x CP x DP matrices that TP has split DP x CP
+    experts EDP norms, biases and sinks none, as they are small; nor experts of which a rank has the only
+    copy:
                                         `sync_gradients` averages the gradients of both
 
-Each block is a unit of its own, gathered for its forward, again for its backward, and meanwhile given back;
-its experts, its shared experts and what TP has split are units within it. While a block computes, the next
-one is gathered. Gradients of microbatches add up, and the last one's backward scatters their sums.
+Each block is a unit: gathered for its forward, freed, and gathered again for its backward. Its experts, its
+shared experts and the matrices that TP has split are units within it. While a block computes, the next one is
+gathered. Gradients of microbatches add up, and the last one's backward scatters their sums.
 
-Schedules of pipelines turn from one microbatch to another, so that no block is ever done before the step is.
-There all is gathered before the first microbatch, and gradients are scattered after the last:
+Pipeline schedules alternate between microbatches, so that no block is finished before the step is. There
+everything is gathered before the first microbatch, and gradients are scattered after the last:
 `Sharding.step`. In between a rank has all weights and gradients of its stage.
 """
 
@@ -39,7 +38,7 @@ from moecomm.parallel import ParallelFolding
 
 
 class Sharding:
-    """A model that is sharded, in place, by all ranks of the job together; attention is split before."""
+    """Shards a model in place, on all ranks of the job together; its attention must be split before."""
 
     def __init__(
         self,
@@ -49,11 +48,11 @@ class Sharding:
         device: torch.device,
         mesh: DeviceMesh | None,
     ) -> None:
-        """mesh: as `lm.parallel.split_attention` returns it."""
+        """mesh: as returned by `lm.parallel.split_attention`."""
         self._model: Any = model
         self._by_step = folding.pp > 1
         dtype = torch.bfloat16 if options.dtype == "bfloat16" else None
-        by_unit = {} if self._by_step else {"param_dtype": dtype}  # else `precision.compute` casts
+        by_unit = {} if self._by_step else {"param_dtype": dtype}  # otherwise `precision.compute` casts
         narrow = options.weights == "bfloat16"
         of_experts = MixedPrecisionPolicy(**by_unit, reduce_dtype=torch.float32, cast_forward_inputs=False)
         policy = MixedPrecisionPolicy(
@@ -63,14 +62,14 @@ class Sharding:
         self._units: list[Any] = [each for each in model.modules() if isinstance(each, FSDPModule)]
         for unit in self._units:
             if device.type == "cpu":
-                unit.set_force_sum_reduction_for_comms(True)  # gloo has no other
+                unit.set_force_sum_reduction_for_comms(True)  # gloo supports no other reduction
         if self._by_step:
             self._remove_hooks()
         else:
             _gather_ahead(model)
 
     def _remove_hooks(self) -> None:
-        # torch has no public names for this and what `step` does, as of 2.13. Its own pipelines use these.
+        # torch 2.13 has no public names for this and for what `step` does. Its own pipelines use these.
         for unit in self._units:
             state = unit._get_fsdp_state()
             state._pre_forward_hook_handle.remove()
@@ -79,7 +78,7 @@ class Sharding:
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """Is around the forwards and backwards of a step's microbatches. After it `grad` has the shards."""
+        """A context for forwards and backwards of a step's microbatches. Afterwards `grad` has the shards."""
         if self._by_step:
             self._gather()
         yield
@@ -87,13 +86,13 @@ class Sharding:
             self._model._get_fsdp_state()._root_post_backward_final_callback()
 
     def begin(self, *, last: bool) -> None:
-        """Begins a microbatch. last: it is the step's last one."""
+        """Begins a microbatch. last: whether it is the step's last one."""
         if not self._by_step:
             self._model.set_requires_gradient_sync(last)
 
     @contextlib.contextmanager
     def evaluation(self) -> Iterator[None]:
-        """Is around forwards without a backward."""
+        """A context for forwards without a backward."""
         if self._by_step:
             self._gather()
         yield
@@ -120,7 +119,7 @@ def _shard(
     dense: dict[str, Any] = {"mesh": stage, "mp_policy": policy, "ignored_params": whole}
 
     def place(parameter: nn.Parameter) -> Shard:
-        """Shards by expert, or by row where the ranks would get unequally many experts."""
+        """Shards by expert, or by row if the ranks would get different numbers of experts."""
         by_row = parameter.shape[0] % folding.edp and folding.etp == 1
         return Shard(1 if by_row and parameter.shape[1] % folding.edp == 0 else 0)
 
@@ -137,19 +136,19 @@ def _shard(
     for block in model.own_blocks():
         fully_shard(block, **dense)
     for name in () if model.config.tied else ("embedding", "head"):
-        if hasattr(model, name):  # a stage of a pipeline may have none
+        if hasattr(model, name):  # a pipeline stage may lack it
             fully_shard(getattr(model, name), **dense)
-    fully_shard(model, **dense)  # the embedding, if it is the output too: whole for the time of a microbatch
+    fully_shard(model, **dense)  # the embedding, if it is also the output matrix: whole during a microbatch
     for part in (*model.own_blocks()[-1:], getattr(model, "head", None)):
         if isinstance(part, FSDPModule):
-            part.set_reshard_after_forward(False)  # its backward comes right after
+            part.set_reshard_after_forward(False)  # its backward follows immediately
 
 
 def _shard_attention(
     model: Transformer, folding: ParallelFolding, mesh: DeviceMesh, dense: dict[str, Any]
 ) -> None:
-    """Makes units of what TP has split, and of the products of latents, which it has not."""
-    # What TP has split ends in a view, to which a block adds out of place.
+    """Makes units of the matrices that TP has split, and of the products of latents, which it has not."""
+    # The part that TP has split ends in a view, to which a block adds out of place.
     warnings.filterwarnings("ignore", r"FSDP2-wrapped module .* returned a view tensor")
     for block in model.own_blocks():
         attention = block.attention
@@ -161,13 +160,13 @@ def _shard_attention(
             dense["ignored_params"] |= split
             continue
         unit = fully_shard(attention, **{**dense, "mesh": mesh})
-        # The tokens of all TP ranks have contributed already, and gradients are of the mean over the stage.
+        # Gradients already include the tokens of all TP ranks, and are averaged over the stage.
         unit.set_gradient_divide_factor(float(folding.size("tp-cp-dp")))
 
 
 def _gather_ahead(model: Transformer) -> None:
-    """Gathers the next block while one computes. By itself torch does so as far as the host runs ahead of the
-    GPU, and a layer with experts has it wait."""
+    """Gathers the next block while one computes. torch alone does so only as far as the host runs ahead of
+    the GPU, but the host waits in a layer with experts."""
     blocks = [
         [part for part in block.modules() if isinstance(part, FSDPModule)] for block in model.own_blocks()
     ]

@@ -1,8 +1,8 @@
-"""How fast a GPU computes in training: TFLOP/s, and the part of its peak (model FLOPs utilisation, MFU).
+"""How fast a GPU computes in training: TFLOP/s, and their part of its peak (model FLOPs utilisation, MFU).
 
-Counted are the operations that the model needs for a token, forward and backward (`flops_per_token`), as in
-PaLM's report (arXiv 2204.02311, appendix B) but for the half of attention that is not causal. What is
-computed again, the choice of experts, and padding are not.
+It counts the operations that the model needs for a token, forward and backward (`flops_per_token`), as in
+PaLM's report (arXiv 2204.02311, appendix B) but without the half of attention that is not causal. It does not
+count recomputation, the choice of experts, and padding.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ PEAK_TFLOPS = {
     "A100": 312.0,
     "L40S": 362.0,
 }
-"""Dense products in bfloat16, from NVIDIA's data sheets, by a part of the GPU's name; the first that fits
+"""Dense products in bfloat16, from NVIDIA's data sheets, by a part of the GPU's name; the first match
 counts."""
 
 
 def peak_tflops(name: str) -> float | None:
-    """Returns the peak of the GPU of this name in bfloat16, None for one that the table does not have."""
+    """Returns the bfloat16 peak of the GPU with this name, None if the table does not have it."""
     return next((peak for part, peak in PEAK_TFLOPS.items() if part in name), None)
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Turns tokens a second of `world` GPUs of one kind into what one of them computes."""
+    """Converts tokens per second of `world` GPUs of one kind to the speed of one of them."""
 
     flops_per_token: float
     world: int
@@ -43,12 +43,12 @@ class Speed:
     peak: float | None
 
     def of(self, tokens_per_s: float) -> dict[str, float]:
-        """Returns "tflops" of a GPU and, where its peak is known, "mfu"."""
+        """Returns "tflops" per GPU and, where its peak is known, "mfu"."""
         tflops = tokens_per_s * self.flops_per_token / self.world / 1e12
         return {"tflops": tflops} if self.peak is None else {"tflops": tflops, "mfu": tflops / self.peak}
 
     def describe(self) -> str:
-        """Returns a line about what is counted, and of which peak MFU is the part."""
+        """Returns a line that says what is counted, and to which peak MFU refers."""
         peak = (
             f"MFU is of {self.peak:g} TFLOP/s in bfloat16" if self.peak else "no MFU: its peak is not known"
         )
@@ -58,8 +58,8 @@ class Speed:
 def measure_speed(
     options: Options, active: int, vocab: int, world: int, device: torch.device
 ) -> Speed | None:
-    """Returns the speed of a run; None on the CPU. active: values of the model that a token meets. Arithmetic
-    in float32 has no peak here."""
+    """Returns the speed of a run; None on the CPU. active: parameters that one token uses. Arithmetic in
+    float32 has no peak here."""
     if device.type != "cuda":
         return None
     gpu = torch.cuda.get_device_name(device)
@@ -73,11 +73,11 @@ def flops_per_token(options: Options, active: int, vocab: int) -> float:
 
         6 (active - lookup)  +  sum over layers of 6 keys heads (D + V)
 
-    active: values of the model that a token meets (`count_parameters`), lookup: those of the embedding, which
-    is no product, or 0 where the embedding is the output's matrix, too. Each value takes a product and a sum
-    forward and twice as many backward. The same holds for each of the D values of a head's query and key, and
-    the V of its value, for every key that a token sees: on average S / 2 of a window of S tokens, or in a
-    layer that sees W of them W - W^2 / 2S.
+    active: parameters that one token uses (`count_parameters`); lookup: those of the embedding, which is not
+    a product, or 0 where the embedding is also the output matrix. Each parameter takes a multiplication and
+    an addition forward, and twice as many backward. So do each of the D elements of a head's query and key,
+    and the V of its value, for every key that a token sees: on average S / 2 of a window of S tokens, or W -
+    W^2 / 2S in a layer that sees W of them.
     """
     heads = attention_config(options)
     seq, lookup = options.seq, 0 if options.tied else vocab * options.dim

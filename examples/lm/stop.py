@@ -1,4 +1,4 @@
-"""Leaving at a step's end instead of in the middle of it, when Ctrl-C or a termination signal asks for it."""
+"""Ends a run after the current step, not within it, when Ctrl-C or a termination signal asks for it."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import time
 from types import FrameType
 
 SAME_SECONDS = 2.0
-"""Signals that come so soon after the first one are the same request: a batch system tells the ranks and
-their launcher, which tells the ranks once more."""
+"""Signals within this time after the first one are the same request: a batch system signals the ranks and
+their launcher, which signals the ranks again."""
 
 
 class StopRequest:
-    """True once SIGINT or SIGTERM came. A later signal ends the process at once, and so does a SIGTERM before
-    the ranks have joined, where there may be nobody to wait for.
+    """True after SIGINT or SIGTERM. A later signal ends the process at once. So does a SIGTERM before the
+    ranks have joined, since no other rank may be there to wait for.
 
     Attributes:
         joined: set when the ranks have joined.

@@ -1,4 +1,4 @@
-"""Text to token ids and back: bytes, which need nothing, or a vocabulary of the `tokenizers` library."""
+"""Converts text to token ids and back: as bytes, or by a vocabulary of the `tokenizers` library."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lm.errors import UsageError
 
 
 class ByteTokenizer:
-    """Token id = byte value, and 256 for the end of a text: nothing to train and nothing unknown."""
+    """Token id = byte value, and 256 for the end of a text: needs no training, and knows every text."""
 
     vocab = 257
     end_of_text = 256
@@ -25,7 +25,7 @@ class ByteTokenizer:
 
 
 class LibraryTokenizer:
-    """A `tokenizer.json` of the `tokenizers` library, and one id after its vocabulary for the end of text."""
+    """A `tokenizer.json` of the `tokenizers` library, with one more id for the end of a text."""
 
     def __init__(self, path: str) -> None:
         self._tokenizer: Any = load_tokenizer_file(path)
@@ -49,7 +49,7 @@ def load_tokenizer_file(path: str) -> Any:
         raise UsageError(f"--tokenizer: no such file: {path}")
     try:
         return tokenizers.Tokenizer.from_file(path)
-    except Exception as error:  # the library raises a bare Exception for whatever is wrong with the file
+    except Exception as error:  # the library raises a bare Exception for any problem with the file
         raise UsageError(f"--tokenizer: {path}: {error}") from None
 
 

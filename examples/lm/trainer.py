@@ -1,4 +1,4 @@
-"""The training loop, under a folding of the ranks; one communicator is shared by all layers."""
+"""The training loop, for any folding of the ranks; all layers share one communicator."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from moecomm.nn import backward_weights, clip_grad_norm, set_loss_scale, sync_gr
 
 class Trainer:
     def __init__(self, options: Options, ranks: Ranks, stop: StopRequest | bool) -> None:
-        """stop: true as soon as the run is asked to stop."""
+        """stop: becomes true when the run is asked to stop."""
         self.options, self.ranks, self.stop = options, ranks, stop
         self.out = Path(options.out)
         self.corpus = Corpus(options)
@@ -57,7 +57,7 @@ class Trainer:
         self.dtype: torch.dtype = getattr(torch, options.dtype)
         vocab = model_vocab(options, self.corpus.tokenizer.vocab)
         folding = ranks.folding
-        # Windows that a rank computes at a time, outside of the training, too.
+        # Windows that a rank computes at a time, also outside of training.
         self.eval_batch = self.local_batch // options.microbatches
         tokens = self.eval_batch * options.seq // (folding.tp * folding.cp)
         self.comm = make_communicator(options, folding, tokens, ranks.device)
@@ -81,7 +81,7 @@ class Trainer:
                     f"--resume: the run in {self.out} is at step {self.run_state.step} already, beyond "
                     f"--steps {options.steps}"
                 )
-        self.skipped = 0  # steps in a row that were left out, up to the last one
+        self.skipped = 0  # steps skipped in a row, up to the last one
         set_loss_scale(self.model, 1 / options.microbatches)
         self.speed = measure_speed(options, self.parameters[1], vocab, ranks.world, ranks.device)
         self.totals = Totals()
@@ -94,7 +94,7 @@ class Trainer:
             self.piped = PipelineStep(self.pipeline, options, self.eval_batch, self.places_S)
 
     def _require_same_text(self) -> None:
-        """Raises UsageError on all ranks if some have read other text than others: on several hosts, say."""
+        """Raises UsageError on all ranks if they have read different texts, for example on several hosts."""
         found: list[int] = [0] * self.ranks.world
         dist.all_gather_object(found, self.corpus.fingerprint)
         for rank, fingerprint in enumerate(found):
@@ -102,7 +102,7 @@ class Trainer:
                 raise UsageError(f"--data: ranks 0 and {rank} have read different texts")
 
     def _count_parameters(self) -> tuple[int, int]:
-        """`count_parameters` of all stages."""
+        """Returns `count_parameters` of all stages."""
         folding = self.ranks.folding
         found = count_parameters(self.model, self.options, self.comm.num_local_experts, folding.etp)
         if folding.pp == 1:
@@ -169,8 +169,8 @@ class Trainer:
             )
 
     def _give_up(self, reason: str) -> NoReturn:
-        """Ends the run with RunError, on all ranks, since its weights give numbers that are none. They are
-        those of the last step that was not left out; every checkpoint before has been trained from."""
+        """Ends the run with RunError, on all ranks, since its weights give numbers that are not finite. They
+        are those of the last step that was not skipped; training went on well from every saved checkpoint."""
         aside = self.saver.put_aside(self.run_state.step - self.skipped)
         text = f"step {self.run_state.step}: {reason}"
         if aside is not None:
@@ -180,11 +180,11 @@ class Trainer:
         raise RunError(f"{text}; {go_on}, with a smaller --lr or --clip")
 
     def step(self, step: int) -> tuple[Record, bool]:
-        """Makes an optimizer step, or leaves it out on all ranks if the norm of the gradient is infinite or
-        no number. Returns its record, and whether the run was asked to stop, the same on all ranks."""
+        """Makes an optimizer step, or skips it on all ranks if the norm of the gradient is not finite.
+        Returns its record, and whether the run was asked to stop; both are the same on all ranks."""
         options = self.options
         began = time.perf_counter()
-        # Stages of a layer cannot be measured in a graph, nor by a schedule of a pipeline.
+        # Stages of a layer can be measured neither in a graph nor under a pipeline's schedule.
         measured = self.graphed is None and self.piped is None
         measured &= step in (1, options.steps) or step % options.log_every == 0
         measure_layers(self.model, measured)
@@ -200,7 +200,7 @@ class Trainer:
         ).to(self.ranks.device)
         with self.sharding.step() if self.sharding else nullcontext():
             loss, load_AE, travelled = self._accumulate(tokens_BS, measured)
-        backward_weights(self.model)  # those of --delay-wgrad
+        backward_weights(self.model)  # the weight gradients that --delay-wgrad has put off
         sync_gradients(self.model, folding=self.ranks.folding)
         pp_group = None if self.pipeline is None else self.pipeline.group
         norm = clip_grad_norm(self.model, options.clip or math.inf, pp_group=pp_group).item()
@@ -216,7 +216,7 @@ class Trainer:
         self.optimizer.zero_grad()
         totals = reduce_step(
             load_AE,
-            loss=loss.item() * self.ranks.folding.pp,  # the last of so many stages alone has one
+            loss=loss.item() * self.ranks.folding.pp,  # only the last of so many stages has a loss
             seconds=time.perf_counter() - began,
             stats=self.comm.stats(),
             members=[0] if self.comm.group is None else dist.get_process_group_ranks(self.comm.group),
@@ -236,8 +236,8 @@ class Trainer:
     def _accumulate(
         self, tokens_BS: torch.Tensor, measured: bool
     ) -> tuple[torch.Tensor, torch.Tensor, tuple[float, float]]:
-        """Accumulates the gradients of the step's microbatches. Returns loss, load and, if they are measured,
-        `travel_seconds` of all of them."""
+        """Accumulates the gradients of the step's microbatches. Returns loss, load and, if measured, their
+        total `travel_seconds`."""
         if (piped := self.piped) is not None:
             return precision.compute(piped, self.dtype, tokens_BS).detach(), piped.load_AE, (0.0, 0.0)
         losses, loads, times = [], [], []
@@ -246,7 +246,7 @@ class Trainer:
                 self.sharding.begin(last=number == self.options.microbatches)
             losses.append((self.graphed or self._forward_backward)(part_BS).detach())
             loads.append(last_load(self.model))
-            if measured:  # a layer has the times of its last forward and backward alone
+            if measured:  # a layer keeps only the times of its last forward and backward
                 times.append(travel_seconds(self.model))
         travelled = (sum(each for each, _ in times), sum(each for _, each in times))
         return torch.stack(losses).sum(), torch.stack(loads).sum(0), travelled
@@ -313,7 +313,7 @@ class Trainer:
         self._say(f"sample:\n{text}")
 
     def _begin_output_alike(self) -> None:
-        """Begins the run's files in the first rank. Raises RunError on all ranks if it could not."""
+        """Creates the run's files in the first rank. Raises RunError on all ranks if that fails."""
         problem: list[str | None] = [None]
         if self.ranks.first:
             try:
@@ -373,7 +373,7 @@ class Trainer:
             self._say_rates(changed)
 
     def _say_rates(self, changed: dict[str, Any]) -> None:
-        """Says how far the learning rate jumps, where the options of a resumed run move its curve."""
+        """Reports how far the learning rate jumps, where the options of a resumed run change its curve."""
         before, step = [each["lr"] for each in self.metrics.records if "lr" in each], self.run_state.step
         if before and step < self.options.steps and {"steps", "warmup", "lr"} & changed.keys():
             after = learning_rate(step + 1, self.options)
@@ -390,5 +390,5 @@ class Trainer:
 def train(options: Options, ranks: Ranks, stop: StopRequest) -> None:
     trainer = Trainer(options, ranks, stop)
     trainer.run()
-    dist.barrier()  # no rank leaves while another one still needs it
+    dist.barrier()  # no rank leaves while another still needs it
     trainer.comm.close()

@@ -1,1 +1,1 @@
-"""Gradients: those of dispatch and combine, also as operators for torch.compile, and of weights."""
+"""Gradients: of dispatch and combine, also as operators for torch.compile, and of weights."""

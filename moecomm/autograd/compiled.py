@@ -1,4 +1,4 @@
-"""Operations within a graph of torch.compile, and around one."""
+"""Operations within a graph of torch.compile, and next to one."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ Result = TypeVar("Result")
 
 @_disable_dynamo
 def for_trace(out: DispatchOutput) -> DispatchOutput:
-    """Prepares an output for a graph that is traced next. That must depend on nothing of the routing: where
-    torch.utils.checkpoint computes again, another graph than in the forward saves other tensors. So the views
-    are made here, of whose numbers a trace would make guards, and the numbers of rows are dynamic at once."""
+    """Prepares an output for the graph that is traced next. The graph must not depend on the routing: a graph
+    that torch.utils.checkpoint recomputes would then save other tensors than in the forward. So the views,
+    whose numbers a trace would turn into guards, are made here, and row counts are marked dynamic."""
     for name in PLAN_VIEWS:
         getattr(out, name)
     for rows in (out.tokens, out.weights, out.topk_idx, out.expert_rows, out.expert_weights, out.scales):
@@ -35,7 +35,7 @@ def break_graph(reason: str) -> None:
 
 
 def outside_graph(operation: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """Makes an operation one that breaks a graph of torch.compile."""
+    """Makes an operation break a graph of torch.compile."""
     outside = _disable_dynamo(operation)
 
     @functools.wraps(operation)
@@ -56,8 +56,8 @@ def dispatch_in_graph(
     alignment: int,
     rows: int,
 ) -> DispatchOutput:
-    """Returns what the dispatch of the communicator with the number `owner` gives, as an operator of
-    torch.library makes it."""
+    """Returns the result of a dispatch of communicator number `owner`, as an operator of torch.library makes
+    it."""
     tokens_PH, weights_P, blob = torch.ops.moecomm.dispatch(owner, x, ids, weights, alignment, rows)
     tokens = x.shape[0]
     handle = Handle(

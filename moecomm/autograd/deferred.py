@@ -1,8 +1,8 @@
-"""Weight gradients of the experts that backwards have put off, computed all together.
+"""Computes the experts' weight gradients that several backwards have put off, all together.
 
-Where a microbatch brings few rows to an expert, a gradient's memory takes longer than its product: every
+If a microbatch brings an expert few rows, memory traffic of its gradient takes longer than the product: every
 microbatch reads and writes all of `grad`. Microbatches that are put off are joined, so that the gradient is
-one product over the rows of all of them, added once.
+one product over all their rows, added once.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from moecomm.kernels.joined import join_groups, join_rows
 from moecomm.kernels.products import Products
 
 MOST_JOINED_ROWS = 384
-"""Rows that an expert gets on average from a microbatch, up to which gradients are joined: with more the
-product hides its memory, and copying rows together costs what it saves (docs/performance.md)."""
+"""The most rows per expert, on average over a microbatch, for which gradients are joined. With more rows the
+product hides the memory traffic, and copying rows together costs what it saves (docs/performance.md)."""
 
 
 @dataclass
 class Operands:
-    """The operands of a weight's gradient, which is rows^T grad of each expert: (P, A) and (P, B). The weight
-    is the parameter, or a cast of it."""
+    """The operands of a weight's gradient, which is rows^T grad for each expert: (P, A) and (P, B). The
+    weight is the parameter, or a cast of it."""
 
     weight: Tensor
     rows: Tensor
@@ -38,25 +38,25 @@ class Operands:
 
 @dataclass
 class Pending:
-    """The weight gradients that one backward has put off; None for one that nobody wants."""
+    """The weight gradients that one backward has put off; None for a weight that needs none."""
 
     products: Products
     groups: Tensor
     count: int
-    """Rows of the experts."""
+    """Number of the experts' rows."""
     of_in: Operands | None
     of_out: Operands | None
 
 
 @dataclass
 class Deferred:
-    """Weight gradients that are still to be computed, oldest first."""
+    """Weight gradients that have yet to be computed, oldest first."""
 
     pending: list[Pending] = field(default_factory=list)
 
     def run(self, w_in: nn.Parameter, w_out: nn.Parameter) -> None:
         """Computes all pending gradients and adds them to the parameters' `grad`, or `main_grad`. Raises
-        InvalidArgument where the parameters have hooks, which would not run, or are sharded."""
+        InvalidArgument where parameters have hooks, which would not run, or are sharded."""
         for parameter in (w_in, w_out) if self.pending else ():
             if has_hooks(parameter) or isinstance(parameter, DTensor):
                 raise InvalidArgument(
@@ -80,8 +80,8 @@ class Deferred:
 
 
 def _take(together: Sequence[Pending], name: str) -> list[Operands]:
-    """Takes the operands of one weight out of pending gradients, so that their memory is free as soon as they
-    are read; none where nobody wants its gradient."""
+    """Takes the operands of one weight out of pending gradients, so that their memory is freed as soon as
+    they are read; none if its gradient is not needed."""
     found = [getattr(each, name) for each in together]
     for each in together:
         setattr(each, name, None)
@@ -89,7 +89,7 @@ def _take(together: Sequence[Pending], name: str) -> list[Operands]:
 
 
 def _join(operands: list[Operands], places: Sequence[Tensor] | None) -> Operands:
-    """Joins the operands of several backwards, with their rows at `places`, and drops the originals."""
+    """Joins the operands of several backwards, with their rows at `places`, and releases the originals."""
     if places is None:
         return operands.pop()
     weight = operands[0].weight
@@ -99,14 +99,14 @@ def _join(operands: list[Operands], places: Sequence[Tensor] | None) -> Operands
 
 
 def _taken(tensors: list[Tensor], places: Sequence[Tensor]) -> Tensor:
-    """Joins rows and lets go of the tensors."""
+    """Joins rows and releases the original tensors."""
     joined = join_rows(tensors, places)
     tensors.clear()
     return joined
 
 
 def _alike(pending: Sequence[Pending], experts: int) -> list[Pending]:
-    """Returns the first pending gradients that are to be computed together."""
+    """Returns the first pending gradients that can be computed together."""
     first = pending[0]
     found = list(itertools.takewhile(lambda each: _kind(each) == _kind(first), pending))
     rows = sum(each.count for each in found)
@@ -114,21 +114,21 @@ def _alike(pending: Sequence[Pending], experts: int) -> list[Pending]:
 
 
 def _kind(pending: Pending) -> tuple[object, ...]:
-    """Returns what pending gradients have in common that are computed together."""
+    """Returns the properties that pending gradients must share to be computed together."""
     operands = (pending.of_in, pending.of_out)
     return (pending.products, *(None if each is None else _source(each.weight) for each in operands))
 
 
 def _source(weight: Tensor) -> tuple[bool, int]:
-    """Returns what tells weights apart whose gradients are not one: whether it is a cast, and the memory of
-    its leaf. A weight keeps that alive."""
+    """Returns a key that differs between weights with separate gradients: whether the weight is a cast, and
+    the memory of its leaf, which the weight keeps alive."""
     leaf = leaf_of(weight)
     assert leaf is not None
     return weight.is_leaf, leaf.data_ptr()
 
 
 def leaf_of(weight: Tensor) -> Tensor | None:
-    """Returns a weight, or the leaf of which it is a cast; None for one that was computed in another way."""
+    """Returns a weight, or the leaf of which it is a cast; None for a weight computed in another way."""
     if weight.is_leaf:
         return weight
     node: Any = weight.grad_fn
@@ -138,7 +138,7 @@ def leaf_of(weight: Tensor) -> Tensor | None:
 
 
 def _add(parameter: nn.Parameter, products: Products, groups: Tensor, of: Operands) -> None:
-    # What a checkpoint has kept of the parameter is another tensor of the same memory.
+    # A checkpoint keeps the parameter as another tensor with the same memory.
     same = of.weight.is_leaf and of.weight.data_ptr() == parameter.data_ptr()
     weight = parameter if same else of.weight
     into = grad_in_place(weight) if products.adds and weight.is_leaf else None

@@ -3,11 +3,11 @@
 With y = combine(rows, w): y_t = sum over the rows p of token t of w_p * rows_p, so
     d rows_p = w_p * dy_t(p)   a dispatch of dy along the kept plan, scaled on arrival
     d w_p    = <rows_p, dy_t(p)>   computed where the row arrives
-and for out, v = dispatch(x, u): d x_t = sum of d out_p (a combine), d u_(t,k) = d v_p, sent home with it.
+and for out, v = dispatch(x, u): d x_t = sum of d out_p (a combine), d u_(t,k) = d v_p, sent back with it.
 
 A backward that autograd runs within a compiled function (`loss.backward()` in a compiled step) would be
-traced as well, and a trace lets go of a tensor of which it goes on to use the address alone. So backwards are
-kept out of traces.
+traced as well, and a trace frees a tensor of which later code uses only the address. So backwards are kept
+out of traces.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def combine_backward(
 
 
 def _as_result(tensor: torch.Tensor | None) -> Any:
-    """Returns the tensor as one that a function may return: torch makes views of inputs that are returned as
-    they are, and refuses to change those in place."""
+    """Returns the tensor in a form that a function may return: if inputs are returned unchanged, torch makes
+    views of them and refuses to change those in place."""
     return None if tensor is None else torch.ops.aten._unsafe_view(tensor, tensor.shape)
 
 
@@ -116,7 +116,7 @@ class _Combine(torch.autograd.Function):
 
 
 def _wants_gradient(first: torch.Tensor | None, second: torch.Tensor | None) -> bool:
-    """Returns False where no gradient can flow. The autograd nodes are skipped then; they cost the host more
+    """Returns False where no gradient can flow. Then the autograd nodes are skipped, which cost the host more
     than the rest of a call."""
     return torch.is_grad_enabled() and (
         (first is not None and first.requires_grad) or (second is not None and second.requires_grad)
@@ -126,7 +126,7 @@ def _wants_gradient(first: torch.Tensor | None, second: torch.Tensor | None) -> 
 def dispatch(
     x_TH: torch.Tensor | None, topk_weights_TK: torch.Tensor | None, raw: RawDispatch, backend: Backend
 ) -> RawDispatch:
-    """Ties the rows and weights of a finished dispatch to the tensors they came from."""
+    """Connects the rows and weights of a finished dispatch to their inputs, for autograd."""
     if not _wants_gradient(x_TH, topk_weights_TK):
         return raw
     index = raw.expert_index
@@ -139,7 +139,7 @@ def dispatch(
 
 
 def redispatch(x_TH: torch.Tensor, rows_PH: torch.Tensor, plan: Any, backend: Backend) -> torch.Tensor:
-    """Ties the rows that were sent along a kept plan to those they came from."""
+    """Connects rows that were sent along a kept plan to their input, for autograd."""
     if not _wants_gradient(x_TH, None):
         return rows_PH
     found: tuple[torch.Tensor, ...] = _Dispatch.apply(  # type: ignore[no-untyped-call]
@@ -155,7 +155,7 @@ def combine(
     plan: Any,
     backend: Backend,
 ) -> torch.Tensor:
-    """Ties the result of a finished combine to the rows and weights it was made from."""
+    """Connects the result of a finished combine to its rows and weights, for autograd."""
     if not _wants_gradient(rows_PH, weights_P):
         return y_TH
     return _Combine.apply(rows_PH, weights_P, y_TH, plan, backend)  # type: ignore[no-untyped-call]

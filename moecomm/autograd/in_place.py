@@ -1,4 +1,4 @@
-"""Gradients that are added in place: to the `grad` of a parameter, or to a `main_grad` in float32."""
+"""Gradients that are accumulated in place: in the `grad` of a parameter, or in a float32 `main_grad`."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from moecomm.errors import InvalidArgument
 
 
 def keep_main_grad(parameter: nn.Parameter) -> None:
-    """Makes a parameter collect its gradients in `main_grad`, float32 of its shape, and leave `grad` None."""
+    """Makes a parameter accumulate gradients in `main_grad`, float32 of its shape, and leave `grad` None."""
     parameter.register_post_accumulate_grad_hook(to_main_grad)
 
 
 def has_main_grad(parameter: Tensor) -> bool:
-    """Returns True for a parameter that collects its gradients in `main_grad`."""
-    # An attribute would survive pickling, which the hook does not.
+    """Returns True for a parameter that accumulates its gradients in `main_grad`."""
+    # The hook is the mark because, unlike an attribute, it does not survive pickling.
     return to_main_grad in (parameter._post_accumulate_grad_hooks or {}).values()
 
 
 def main_grad_of(parameter: Tensor) -> Tensor:
-    """Returns the `main_grad` of a parameter that has one, zeros where it was missing or None. Raises
-    InvalidArgument for a tensor that cannot be it, and where zeros would become part of a CUDA graph."""
+    """Returns the `main_grad` of a parameter, made of zeros if it was missing or None. Raises InvalidArgument
+    for an unsuitable tensor, and where the zeros would become part of a CUDA graph."""
     found: Tensor | None = getattr(parameter, "main_grad", None)
     if found is None:
         if parameter.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -44,7 +44,7 @@ def main_grad_of(parameter: Tensor) -> Tensor:
 
 @torch.no_grad()
 def to_main_grad(parameter: Tensor) -> None:
-    """Adds the `grad` of a parameter, if there is one, to its `main_grad`, and makes it None."""
+    """Adds the `grad` of a parameter, if there is one, to its `main_grad`, and sets it to None."""
     if parameter.grad is not None:
         main_grad_of(parameter).add_(parameter.grad)
         parameter.grad = None
@@ -52,7 +52,7 @@ def to_main_grad(parameter: Tensor) -> None:
 
 def add_gradient(parameter: Tensor, gradient: Tensor | None) -> None:
     """Adds a gradient to the `grad` of a parameter, or its `main_grad`, without hooks; None: the product has
-    added it. That of a cast goes on to the parameter through its graph, which stays for other
+    added it. The gradient of a cast reaches the parameter through the cast's graph, which is kept for other
     microbatches."""
     if gradient is None:
         return
@@ -65,7 +65,7 @@ def add_gradient(parameter: Tensor, gradient: Tensor | None) -> None:
 
 
 def grad_in_place(parameter: Tensor) -> Tensor | None:
-    """Returns the parameter's `grad`, or its `main_grad` if it has one, if a product can add to it, else
+    """Returns the parameter's `main_grad` if it has one, or its `grad`, if a product can add to it; else
     None."""
     if has_main_grad(parameter):
         return None if isinstance(parameter, DTensor) else main_grad_of(parameter)
@@ -76,6 +76,6 @@ def grad_in_place(parameter: Tensor) -> Tensor | None:
 
 
 def has_hooks(parameter: Tensor) -> bool:
-    """Returns True for a parameter with hooks that want to see its gradient."""
+    """Returns True for a parameter with hooks on its gradient."""
     own = int(has_main_grad(parameter))
     return bool(parameter._backward_hooks) or len(parameter._post_accumulate_grad_hooks or ()) > own

@@ -1,25 +1,25 @@
 """Dispatch and combine as torch.compile sees them: operators moecomm::dispatch and moecomm::combine.
 
-A graph holds each as a whole: tensors and numbers in, tensors out, the plan among them; the backend is found
-by its number. That needs a fixed capacity, so that all shapes are known. Rows are in the expert layout and in
-the communicator's dtype. Gradients are those of functions.py.
+Each is a single node of a graph, which takes tensors and numbers and returns tensors, among them the plan; a
+number identifies the backend. The capacity must be fixed, so that all shapes are known. Rows are in the
+expert layout and in the communicator's dtype. Gradients are those of functions.py.
 
-All ranks have to run the operators in one order. Where a graph holds several that are independent of each
-other, nothing in their data says which comes first, and compilers do move them. (torch's own notion of
-"effects" does not help: versions 2.11 to 2.13 lose it where Inductor schedules.) So what a graph really holds
-is `*_in_order`: each takes a token, an empty tensor, and returns the next one. Whoever traces a graph gets
-one chain of tokens through it, from the forward into the backward, for all communicators.
+All ranks have to run the operators in one order. If several in a graph are independent of each other, their
+data does not say which comes first, and compilers do move them. (torch's own "effects" do not help: versions
+2.11 to 2.13 lose them when Inductor schedules.) So a graph really holds `*_in_order` operators: each takes a
+token, an empty tensor, and returns the next one. A traced graph thus has one chain of tokens, from the
+forward into the backward, for all communicators.
 
-A rank without tokens has results without elements, for which compilers put empty tensors of their own, and
-the other ranks would wait for it. So the operators are marked as having side effects, which keeps them in a
-graph, and those of a backward as belonging there. (What splits a graph into forward and backward in
-torch.compile leaves operators of the forward there. functorch's default_partition, of other compilers, copies
-those whose arguments are at hand into the backward, where they run once more, on all ranks alike.)
+A rank without tokens has results without elements; compilers would replace them by empty tensors of their
+own, and the other ranks would wait for that rank. So the operators are marked as having side effects, which
+keeps them in a graph, and those of a backward as belonging there. (torch.compile's partitioner leaves
+operators of the forward there. functorch's default_partition, of other compilers, copies some into the
+backward, where they run once more, alike on all ranks.)
 
     moecomm::dispatch(comm, x, ...)  ->  t1, rows, ..., plan = moecomm::dispatch_in_order(t0, comm, x, ...)
     moecomm::combine(comm, rows, ...)  ->  t2, y = moecomm::combine_in_order(t1, comm, rows, ...)
 
-What a call may lack, such as weights, is an empty tensor among the results.
+Absent results of a call, such as weights, are empty tensors.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ Tensors = tuple[Tensor, ...]
 
 _numbers = itertools.count()
 _TOLD = 2
-"""Counted up when compilers are told something else of the operators, where their caches do not see it."""
+"""Increase it when compilers' caches would not notice a change of the operators' description."""
 _backends: WeakValueDictionary[int, Backend] = WeakValueDictionary()
-_last_tokens: WeakKeyDictionary[Any, Tensor] = WeakKeyDictionary()  # the key is the mode that traces
+_last_tokens: WeakKeyDictionary[Any, Tensor] = WeakKeyDictionary()  # by the mode that traces
 
 
 def register(backend: Backend) -> int:
-    """Gives `backend` a number by which operators find it for as long as it lives. It has the words of a plan
-    in it: inductor finds a compiled graph in its cache, which outlives the process, by the arguments of
-    operators, and the size of a plan is the one result that follows from none of them."""
+    """Gives `backend` a number, valid during its lifetime, by which operators find it. The number includes
+    the size of a plan: inductor's cache, which outlives the process, finds compiled graphs by the arguments
+    of operators, and only a plan's size does not follow from these."""
     number = next(_numbers) << 48 | _TOLD << 40 | backend.plan_fields.words
     _backends[number] = backend
     return number
@@ -119,7 +119,7 @@ def _new_token(like: Tensor) -> Tensor:
 
 
 def _all_there(like: Tensor, *results: Tensor | None) -> Tensors:
-    """Returns a new token and the results, with empty tensors in the place of those that are absent."""
+    """Returns a new token and the results, with empty tensors for absent ones."""
     return _new_token(like), *(like.new_empty(0) if each is None else each for each in results)
 
 
@@ -211,17 +211,17 @@ _library = torch.library.Library("moecomm", "DEF")
 
 
 _PLACE = "partitioner_tag"
-"""The key under which a traced node says whether it is of a forward or of a backward."""
+"""The key under which a traced node says whether it belongs to a forward or a backward."""
 
 
 @contextlib.contextmanager
 def _in_backward() -> Iterator[None]:
-    """Has what is traced meanwhile put into the backward, also where its arguments follow from the forward
-    alone, as gradients that are zero, or have no elements, do."""
+    """Makes nodes traced meanwhile part of the backward, even if their arguments come from the forward alone,
+    as with gradients that are zero or have no elements."""
     meta = traceback.current_meta
     before = meta.get(_PLACE)
     if before is None or not traceback.has_preserved_node_meta():
-        yield  # nothing is split into forward and backward
+        yield  # the mode does not split into forward and backward
         return
     meta[_PLACE] = "must_be_in_backward"
     try:
@@ -233,8 +233,8 @@ def _in_backward() -> Iterator[None]:
 def _define(
     name: str, arguments: str, results: int, run: Callable[..., Tensors], fake: Callable[..., Tensors]
 ) -> None:
-    """Defines the operators `name` and `name`_in_order; the first becomes the second when it is traced or
-    called."""
+    """Defines the operators `name` and `name`_in_order; tracing or calling the first one turns it into the
+    second."""
     tensors = ", ".join(["Tensor"] * results)
     _library.define(f"{name}({arguments}) -> {tensors if results == 1 else f'({tensors})'}")
     ordered = f"{name}_in_order"

@@ -1,4 +1,4 @@
-"""Operations along the plan of an earlier dispatch: combine, redispatch, and the backward of the dispatch."""
+"""Operations along the plan of an earlier dispatch: combine, redispatch, and the backward of dispatch."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ class _Planned(_Opened):
     def combine(
         self, rows_PH: Array, handle: Handle, *, weights: Array | None = None, async_op: bool = False
     ) -> torch.Tensor | Work[torch.Tensor]:
-        """Brings rows back to the tokens of the dispatch that made `handle`, and sums them there.
+        """Returns rows to the tokens of the dispatch that made `handle`, and sums them there.
 
         Each rank sums its rows of a token in the order of k, times `weights` if given, in float32 (float64
-        for float64 rows), and rounds once to the dtype; the token's home sums these partial rows by
-        ascending rank in float32 and rounds once. Differentiable in `rows_PH` and `weights`.
+        for float64 rows), and rounds once to the dtype; the rank that brought the token sums these partial
+        rows by ascending rank in float32 and rounds once. Differentiable in `rows_PH` and `weights`.
 
         Args:
             rows_PH: (P, H) in the communicator's dtype and in the order of the dispatch's output.
@@ -126,7 +126,7 @@ class _Planned(_Opened):
         """Sends other rows along the plan of an earlier dispatch: no new plan, and no wait on the host.
 
         The backward of a combine does this with the gradient of its result; call it to schedule a backward
-        yourself, or to get rows again in a backward that the forward did not keep. Differentiable in `x_TH`.
+        yourself, or in a backward that needs rows which the forward did not keep. Differentiable in `x_TH`.
         Breaks a graph of torch.compile.
 
         Args:
@@ -188,8 +188,8 @@ class _Planned(_Opened):
         async_op: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None] | Work[tuple[torch.Tensor, torch.Tensor | None]]:
         """Returns the gradients of a dispatch's `x` and `topk_weights` from those of its `tokens` and
-        `weights`. Autograd runs this; call it to schedule a backward yourself. Not differentiable. Breaks a
-        graph of torch.compile.
+        `weights`. Autograd calls this; call it yourself only to schedule a backward. Not differentiable.
+        Breaks a graph of torch.compile.
 
         Args:
             grad_rows_PH: (P, H) in the communicator's dtype.

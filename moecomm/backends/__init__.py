@@ -1,5 +1,5 @@
-"""Backends: each turns tensors into pointers for one kind of memory. The only place where torch meets the
-runtime."""
+"""Backends: each turns tensors into pointers for one kind of memory. No other code passes torch's tensors to
+the runtime."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def make_backend(
     dtype: torch.dtype,
     num_sms: int | None,
 ) -> Backend:
-    """Builds the backend of `device` together with the other ranks of `rendezvous`; `arguments` and `error`
-    are those of `setup.handshake.handshake`."""
+    """Builds the backend of `device` together with the other ranks of `rendezvous`. `arguments`, `error`: as
+    in `setup.handshake.handshake`."""
     if device.type == "cuda":
         return CudaBackend(device, rendezvous, arguments, error, dtype, num_sms)
     return CpuBackend(rendezvous, arguments, error, dtype, num_sms)

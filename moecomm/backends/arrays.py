@@ -1,4 +1,4 @@
-"""Arrays of other libraries (CuPy, numpy, JAX) as tensors of the same memory."""
+"""Arrays of other libraries (CuPy, numpy, JAX) as tensors that share their memory."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch.utils.dlpack import from_dlpack
 
 
 def shared_tensor(value: Any, device: torch.device) -> Any:
-    """Returns `value` itself if it is a tensor, a tensor of the same memory if it offers one, else `value`,
+    """Returns `value` if it is a tensor, a tensor that shares its memory if it offers one, else `value`,
     which a later check refuses.
 
-    By DLPack the library puts its own stream in order with torch's current one. An object with
-    `__cuda_array_interface__` alone is taken to be ready for the current stream.
+    With DLPack the library orders its own stream before torch's current one. An object with only
+    `__cuda_array_interface__` is assumed to be ready for the current stream.
     """
     if isinstance(value, torch.Tensor):
         return value
@@ -24,7 +24,7 @@ def shared_tensor(value: Any, device: torch.device) -> Any:
         if interface is not None and device.type == "cuda":
             tensor = torch.as_tensor(value, device=device)
             if tensor.numel() == 0 or tensor.data_ptr() == interface["data"][0]:
-                return tensor  # else it was on another GPU and torch has copied it
+                return tensor  # otherwise it was on another GPU, and torch has copied it
     except (BufferError, RuntimeError, TypeError, ValueError):
         pass
     return value

@@ -1,4 +1,4 @@
-"""The interface of a backend, and how an operation fails, which backends have in common."""
+"""The interface of a backend, and the handling of failed operations that backends share."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ExpertIndex(NamedTuple):
     rows_Q: torch.Tensor
     weights_Q: torch.Tensor | None
     plan: Any
-    """The plan of the same dispatch whose rows are the positions."""
+    """The plan of the same dispatch with the positions as its rows."""
 
 
 class RawDispatch(NamedTuple):
@@ -34,22 +34,22 @@ class RawDispatch(NamedTuple):
     weights: torch.Tensor | None
     topk_idx_PK: torch.Tensor | None
     plan_views: PlanViews
-    """Makes the views of the plan; it is called when one is first asked for, if ever."""
+    """Makes the views of the plan, when one of them is first needed."""
     plan: Any
-    """The plan, of a type that only the backend knows; it has `tokens` and `rows`. Redispatch and combine
-    take it, or a TensorPlan."""
+    """The plan, of a type that only the backend knows, with `tokens` and `rows`. Redispatch and combine take
+    it, or a TensorPlan."""
     scales: torch.Tensor | None = None
-    """(P, ceil(H / 128)) float32 where tokens are handed on in the wire format; else None."""
+    """(P, ceil(H / 128)) float32 if tokens are returned in the wire format; else None."""
     expert_index: ExpertIndex | None = None
     """In the rank layout; else None."""
 
 
 class TensorPlan(NamedTuple):
-    """A plan as a tensor and numbers that are known without looking into it."""
+    """A plan as a tensor, with the numbers that the host knows without reading it."""
 
     blob: torch.Tensor
-    """(words,) int32 with the fields of `PlanFields`; the other words are the backend's own. In device memory
-    the device writes it, so it stays valid over replays of a CUDA graph."""
+    """(words,) int32 with the fields of `PlanFields` and words for the backend's own use. The device writes
+    it in device memory, so it stays valid over replays of a CUDA graph."""
     layout: Layout
     tokens: int
     rows: int
@@ -64,7 +64,7 @@ class PlanFields(NamedTuple):
     overflow: int
     expert_rows: slice
     expert_starts: slice
-    """0, and then the ends of the groups of experts in expert-major order."""
+    """0, followed by the ends of the experts' groups in expert-major order."""
     source_ends: slice
     """Ends of the rows of each source rank, in the rank layout."""
 
@@ -85,8 +85,8 @@ class PlanFields(NamedTuple):
 
 
 ANY_CALLER = 0xFFFF
-"""The caller of a dispatch in a graph of torch.compile, where a number would be a constant: each layer would
-have a graph of its own."""
+"""The caller of a dispatch in a graph of torch.compile. A layer's number would be a constant there, and each
+layer would need its own graph."""
 
 
 class DispatchCall(NamedTuple):
@@ -94,29 +94,27 @@ class DispatchCall(NamedTuple):
 
     x_TH: torch.Tensor
     x_scales: torch.Tensor | None
-    """(T, ceil(H / 128)) float32 where x_TH is in the wire format already; else None."""
+    """(T, ceil(H / 128)) float32 if x_TH is in the wire format already; else None."""
     topk_idx_TK: torch.Tensor
     topk_weights_TK: torch.Tensor | None
     layout: Layout
     alignment: int
     capacity: int
-    """Rows of the output; -1 gives it exactly as many as arrive."""
+    """Rows of the output; -1: as many as arrive."""
     expert_capacity: int
-    """Rank layout: positions of the expert-major index; -1 gives it as many as there are, and stands in the
-    expert layout."""
+    """Rank layout: positions of the expert-major index; -1: as many as there are, and in the expert
+    layout."""
     dequantize: bool
     caller: int = ANY_CALLER
-    """The number that tells the layer which calls from others of the communicator; 0: none. Ranks have to
-    agree."""
+    """The number of the calling layer among those of the communicator; 0: none. Ranks have to agree."""
 
 
 class Backend(ABC):
     """Turns tensors into pointers for one kind of memory.
 
-    `dispatch` and its halves, `redispatch`, `combine`, `empty_input` and `ready` are called within `run` or
-    `launch` only, which put the operations of all threads into one order. What goes wrong on one rank between
-    the call of an operation and the runtime's part in it is announced to all ranks in place of the operation,
-    so that they stay in step.
+    `dispatch` and its halves, `redispatch`, `combine`, `empty_input` and `ready` are only called within `run`
+    or `launch`, which put the operations of all threads into one order. An error on one rank before the
+    runtime has the operation is announced to all ranks in place of the operation, so that they stay in step.
     """
 
     device: torch.device
@@ -124,7 +122,7 @@ class Backend(ABC):
     hidden: int
     top_k: int
     wire_tensors: WireTensors | None = None
-    """The tensors in which rows of a dispatch can be given and handed on; None: in their dtype alone."""
+    """The kinds of tensors for rows in the wire format, in calls and results; None: only in their dtype."""
     memory: MemoryPlan
     nodes: NodeMap
     network_lanes: int
@@ -134,7 +132,7 @@ class Backend(ABC):
     plan_fields: PlanFields
     """The fields of the blob in a TensorPlan."""
     _announced = True
-    """True from when the runtime has the operation, which sees to it that all ranks learn of its errors."""
+    """True once the runtime has the operation, and makes its errors known to all ranks."""
 
     @property
     def stream(self) -> torch.cuda.Stream | None:
@@ -156,15 +154,15 @@ class Backend(ABC):
         finish: Callable[[Result], Finished],
         inputs: tuple[Any, ...],
     ) -> Work[Finished]:
-        """Starts an operation beside the caller, after all before it: `complete(begin())`, where `complete`
-        keeps the host waiting for peers, or `begin()` alone.
+        """Starts an operation that runs concurrently with the caller, after all earlier ones:
+        `complete(begin())`, where `complete` makes the host wait for peers, or `begin()` alone.
 
-        `finish` is for the caller's thread, in `wait`. `inputs`: tensors that the operation reads (what is no
-        tensor is left alone).
+        `finish` runs in the caller's thread, in `wait`. `inputs`: tensors that the operation reads (other
+        values are ignored).
         """
 
     def announce(self, error: Exception) -> NoReturn:
-        """Raises `error`, found before its operation could begin, on all ranks in place of the operation."""
+        """Raises `error`, found before its operation could begin, on all ranks in place of that operation."""
 
         def operation() -> NoReturn:
             self.ready()
@@ -173,8 +171,8 @@ class Backend(ABC):
         self.run("moecomm refuse", operation)
 
     def _whole(self, operation: Callable[[], Result]) -> Result:
-        """Runs an operation, checks and copies of its arguments included. What it raises before it has set
-        `_announced` is announced, as `announced_as` has it. All ranks know of an InvalidArgument then."""
+        """Runs an operation, including checks and copies of its arguments. Announces errors from before
+        `_announced` is set, as `announced_as` says; an InvalidArgument is then known to all ranks."""
         self._announced = False
         try:
             return operation()
@@ -192,17 +190,17 @@ class Backend(ABC):
 
     @abstractmethod
     def _announce(self, kind: str, text: str) -> None:
-        """Tells all ranks of an error of this one, in the place of an operation."""
+        """Tells all ranks about an error of this one, in place of an operation."""
 
     # -- operations ------------------------------------------------------------------------------------
 
     @abstractmethod
     def ready(self) -> None:
-        """Raises the error that must keep the next dispatch from running, the same on all ranks."""
+        """Raises the error, if any, that prevents the next dispatch, the same on all ranks."""
 
     def splits(self, tokens: int) -> bool:
-        """Returns whether an operation of so many tokens with `async_op` runs in two halves, the second one
-        when it is waited for, so that no SM waits for other ranks' rows meanwhile. The first half is
+        """Returns whether an async operation of this many tokens runs in two halves, the second one when its
+        result is awaited, so that no SM waits for other ranks' rows meanwhile. The first half is
         `begin_dispatch`, also with a capacity, or `begin_combine`."""
         return False
 
@@ -212,17 +210,16 @@ class Backend(ABC):
 
     @abstractmethod
     def begin_dispatch(self, call: DispatchCall) -> Any:
-        """Sends the rows of a dispatch: its first half. The result is the argument of `finish_dispatch`."""
+        """Sends the rows of a dispatch: its first half. Returns the argument of `finish_dispatch`."""
 
     @abstractmethod
     def finish_dispatch(self, begun: Any, directly: bool = True) -> RawDispatch:
-        """Receives the rows that arrive: the second half of a dispatch. `directly`: nothing else is on the
-        current stream since the first half was put there, so that rows can be received while others are
-        sent."""
+        """Receives the arriving rows: the second half of a dispatch. `directly`: nothing was put on the
+        current stream since the first half, so that rows can be received while others are sent."""
 
     def tensor_plan(self, plan: Any) -> TensorPlan:
-        """Returns the plan of a RawDispatch as a tensor and numbers; the plan lives as long as the blob's
-        memory."""
+        """Returns the plan of a RawDispatch as a tensor and numbers; the tensor's memory keeps the plan
+        alive."""
         assert isinstance(plan, TensorPlan)
         return plan
 
@@ -236,8 +233,8 @@ class Backend(ABC):
         gradients: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Sends rows along a kept plan and returns (received rows (P, H) times scales, dots (P,)). dots[p] =
-        <row p, other[p]> with `other_PH`, else dots is None. `gradients`: without both, rows travel in the
-        gradient_wire."""
+        <row p, other[p]> with `other_PH`, else dots is None. `gradients`: without scales and other, rows
+        travel in the gradient_wire."""
 
     @abstractmethod
     def combine(
@@ -252,12 +249,12 @@ class Backend(ABC):
         weights, or None without weight_grads). `forward`: sums travel in the combine_wire."""
 
     def begin_combine(self, plan: Any, rows_PH: torch.Tensor, weights_P: torch.Tensor | None) -> Any:
-        """Sends the sums of a forward's combine: its first half, or all of it where it has one. The result is
-        the argument of `finish_combine`, and has the tensors that kernels still read."""
+        """Sends the sums of a forward's combine: its first half, or the whole if it has only one. Returns the
+        argument of `finish_combine`, which includes the tensors that kernels still read."""
         return self.combine(plan, rows_PH, weights_P, None, forward=True)
 
     def finish_combine(self, begun: Any) -> torch.Tensor:
-        """Sums what arrives, and returns y (T, H): the second half."""
+        """Receives and adds the arriving sums, and returns y (T, H): the second half."""
         y_TH: torch.Tensor = begun[0]
         return y_TH
 
@@ -285,13 +282,13 @@ class Backend(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Waits for operations under way, tells the peers, and frees the window. RuntimeWarning if the thread
-        that talks to other nodes does not come back (`warn_of_thread`)."""
+        """Waits for running operations, tells the peers, and frees the window. RuntimeWarning if the thread
+        that talks to other nodes does not end (`warn_of_thread`)."""
 
 
 def memory_of(tensor: torch.Tensor) -> int:
     """Returns the address of a tensor's elements; 0 if there are none. Raises InvalidArgument for a tensor
-    with elements and no memory."""
+    with elements but without memory."""
     address = tensor.data_ptr()
     if address == 0 and tensor.numel() > 0:
         raise InvalidArgument(
@@ -302,7 +299,7 @@ def memory_of(tensor: torch.Tensor) -> int:
 
 
 def warn_of_thread() -> None:
-    """Says that close() has left the proxy's thread behind, and the memory that it may still use."""
+    """Warns that close() has left the proxy's thread behind, and the memory that it may still use."""
     warnings.warn(
         "moecomm: the thread that talks to other nodes has not come back from the network's library, so "
         "Communicator.close() has left it behind, with the window, until this process ends. A peer that "

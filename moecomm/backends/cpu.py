@@ -36,17 +36,17 @@ from moecomm.types import Work
 Result = TypeVar("Result")
 Finished = TypeVar("Finished")
 
-# Smaller outputs come from torch's own allocator: recycling pages pays only from here on.
+# Smaller outputs come from torch's allocator: reusing pages pays only from this size on.
 _POOLED_BYTES = 1 << 16
 
 
 class _Begun(NamedTuple):
-    """A dispatch whose rows are sent and not received yet."""
+    """A dispatch whose rows are sent but not received yet."""
 
     plan: _C.Plan
     by_rank: bool
     has_weights: bool
-    x_TH: torch.Tensor  # kept alive, since this rank's own rows are read from it
+    x_TH: torch.Tensor  # kept alive, as this rank's own rows are read from it
 
 
 class _PlanWords(np.ndarray):
@@ -89,7 +89,7 @@ def _plan_view(plan: _C.Plan, name: str) -> torch.Tensor:
 
 
 class CpuBackend(Backend):
-    """Owns the native communicator. Methods do no more checking than the runtime does."""
+    """Owns the native communicator. Methods leave checks to the runtime."""
 
     def __init__(
         self,
@@ -100,8 +100,8 @@ class CpuBackend(Backend):
         threads: int | None,
     ) -> None:
         """Builds the native communicator together with the other ranks. `arguments`: arguments of the
-        Communicator that all ranks have to share, as JSON values. `argument_error`: the error in this rank's
-        arguments, if any; the rank still meets the others, so that all raise."""
+        Communicator that all ranks must share, as JSON values. `argument_error`: an error in this rank's
+        arguments, or None; the rank still meets the others, so that all raise."""
         self.device = torch.device("cpu")
         self.dtype = dtype
         self._pool = _C.HostPool()
@@ -149,7 +149,7 @@ class CpuBackend(Backend):
         count = 1
         for size in shape:
             count *= size
-        if torch.is_anomaly_enabled():  # which looks at rows past the last group, too
+        if torch.is_anomaly_enabled():  # anomaly mode also reads rows past the last group
             return torch.zeros(shape, dtype=dtype, device="cpu")
         if count * dtype.itemsize < _POOLED_BYTES:
             return torch.empty(shape, dtype=dtype, device="cpu")
@@ -157,7 +157,7 @@ class CpuBackend(Backend):
         return torch.frombuffer(buffer, dtype=dtype, count=count).view(shape)
 
     def run(self, name: str, operation: Callable[[], Result]) -> Result:
-        """Runs `operation` after all before it and returns its result; torch.compile does not trace it."""
+        """Runs `operation` after all earlier ones and returns its result; torch.compile does not trace it."""
         if torch.compiler.is_compiling():
             return _run_outside_graph(self, name, operation)
         return self._order.run(self._whole, operation)
@@ -170,13 +170,13 @@ class CpuBackend(Backend):
         finish: Callable[[Result], Finished],
         inputs: tuple[Any, ...],
     ) -> Work[Finished]:
-        """Runs an operation in the communicator's own thread, after all before it."""
+        """Runs an operation in the communicator's own thread, after all earlier ones."""
         future = self._order.submit(self._whole, begin if complete is None else lambda: complete(begin()))
         return Work(lambda: finish(self._order.result(future)), future.done)
 
     def ready(self) -> None:
-        """Raises the pending error, if any. A passed capacity is announced, though every rank sees it: one
-        that has called `check` since has it no more, and would go on alone."""
+        """Raises the pending error, if any. CapacityExceeded is announced, though every rank sees the
+        overflow: a rank that has called `check` no longer has it pending, and would go on alone."""
         self._announced = True
         try:
             self._native.check()
@@ -221,7 +221,7 @@ class CpuBackend(Backend):
                 weights_Q = self._empty((positions,), weight_dtype(self.dtype)) if has_weights else None
                 index = ExpertIndex(self._empty((positions,), torch.int32), weights_Q, plan.by_expert)
         except OutOfMemory as error:
-            error._is_known_to_all = False  # the others have their rows
+            error._is_known_to_all = False  # the other ranks have their rows
             raise
         self._native.pull(
             out=tokens_PH.data_ptr(),
@@ -240,7 +240,7 @@ class CpuBackend(Backend):
         )
 
     def tensor_plan(self, plan: _C.Plan) -> TensorPlan:
-        """Returns a tensor whose memory keeps a plan of expert-major rows alive; it holds a key to the plan
+        """Returns a tensor whose memory keeps a plan of expert-major rows alive; it holds a key of the plan,
         and the views of the output."""
         fields = self.plan_fields
         words = np.zeros(fields.words, dtype=np.int32).view(_PlanWords)
@@ -312,7 +312,7 @@ class CpuBackend(Backend):
         return y_TH, grads_TK
 
     def empty_input(self, num_tokens: int) -> torch.Tensor:
-        self._announced = True  # no other rank calls it
+        self._announced = True  # other ranks do not call it
         if num_tokens == 0:
             return torch.empty((0, self.hidden), dtype=self.dtype, device="cpu")
         buffer = self._native.take_input(num_tokens)
@@ -343,7 +343,7 @@ class CpuBackend(Backend):
         return describe(self._native, self.nodes)
 
 
-# A trace lets go of a tensor of which it goes on to use the address alone.
+# A trace frees a tensor of which later code uses only the address.
 _run_outside_graph = _disable_dynamo(CpuBackend.run)
 
 
@@ -356,8 +356,8 @@ def _dense_or_none(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _address(tensor: torch.Tensor | None) -> int:
-    """Returns the address of a tensor, 0 for None. The runtime takes null for an absent tensor. An empty
-    tensor has a null address as well, so it gets another one."""
+    """Returns the address of a tensor, 0 for None. The runtime takes null for an absent tensor, so an empty
+    tensor, whose address is null as well, gets another address."""
     if tensor is None:
         return 0
     return memory_of(tensor) or _NOWHERE.data_ptr()

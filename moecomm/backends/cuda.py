@@ -1,8 +1,8 @@
 """CUDA tensors over NVLink between the GPUs of a node, over libfabric between nodes: a rank is a process with
 a GPU.
 
-Every operation is put on the caller's current stream and follows the operation before it on the device, also
-when that one was on another stream. The host waits in one place, for the row count of a dropless dispatch.
+Every operation is put on the caller's current stream and runs after the previous one on the device, even if
+that was on another stream. The host waits in one place, for the row count of a dropless dispatch.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class CudaBackend(Backend):
             dtypes = [dtype, self._weight_dtype, torch.int32, torch.float32]
             if self.wire_tensors is not None:
                 dtypes += [self.wire_tensors.values, self.wire_tensors.scales]
-            # An empty tensor of each dtype, from which new ones are made.
+            # An empty tensor of each dtype, from which new tensors are made.
             self._kinds = {each: torch.empty(0, dtype=each, device=device) for each in dtypes}
             self._nowhere = torch.empty(_ALIGNMENT, dtype=torch.uint8, device=device)
             self._nowhere_address = self._nowhere.data_ptr()
@@ -105,26 +105,26 @@ class CudaBackend(Backend):
             )
             self.num_sms = self._native.num_sms
             self.network_lanes = self._native.network_lanes()
-        # This also runs when the backend is garbage collected, and when the interpreter ends.
+        # Also runs when the backend is garbage collected, and when the interpreter ends.
         self._release = weakref.finalize(self, release, self._gpu, self._native, window)
 
     # -- order -----------------------------------------------------------------------------------------
 
     @property
     def stream(self) -> torch.cuda.Stream:
-        """The CUDA stream on which operations of `launch` run; it is made when first asked for."""
+        """The CUDA stream on which operations of `launch` run; it is created on first use."""
         if self._side is None:
             self._side = self._gpu.new_stream()
         return self._side
 
     def run(self, name: str, operation: Callable[[], Result]) -> Result:
-        """Runs `operation` on the caller's current stream, after all before it, and returns its result."""
+        """Runs `operation` on the caller's current stream, after all earlier ones, and returns its result."""
         with self._lock:
             self._settle_begun()
             return self.run_now(name, operation)
 
     def run_now(self, name: str, operation: Callable[[], Result]) -> Result:
-        """Runs `operation` as `run` does, for a caller that holds the lock and has left nothing unfinished;
+        """Does the work of `run`, for a caller that holds the lock and has left no operation unfinished;
         torch.compile does not trace it."""
         if torch.compiler.is_compiling():
             return _run_outside_graph(self, name, operation)
@@ -154,7 +154,7 @@ class CudaBackend(Backend):
         inputs: tuple[Any, ...],
     ) -> Work[Finished]:
         """Puts an operation on `stream`, after all work on the caller's current stream. An operation that
-        keeps the host waiting is only begun; it is completed in `wait`, or before the next operation."""
+        makes the host wait is only begun; `wait` or the next operation completes it."""
         side = self.stream
         side.wait_stream(self._gpu.stream())
         work = SideWork(self, self._gpu, name, begin, complete, side)
@@ -169,18 +169,18 @@ class CudaBackend(Backend):
 
         def wait() -> Finished:
             result = work.wait()
-            with self._gpu.on(side):  # the backward runs where the forward did
+            with self._gpu.on(side):  # the backward runs on the stream of the forward
                 return finish(result)
 
         return Work(wait, work.is_completed, work.join)
 
     def _settle_begun(self) -> None:
-        """Completes the operation that `launch` has begun and not completed, if there is one."""
+        """Completes the operation that `launch` has begun but not completed, if there is one."""
         if self._unfinished is not None:
             self._unfinished.complete()
 
     def settle(self, work: SideWork[Any]) -> None:
-        """Completes `work` if it is not complete yet."""
+        """Completes `work` if it is not complete."""
         with self._lock:
             work.complete()
 
@@ -192,14 +192,14 @@ class CudaBackend(Backend):
     # -- operations ------------------------------------------------------------------------------------
 
     def ready(self) -> None:
-        """Does nothing: the runtime refuses work when it is closed or broken, and a passed capacity is
-        reported by `check` or with the row count of a dropless dispatch, where all ranks see the same."""
+        """Does nothing: the runtime refuses work when it is closed or broken, and reports an exceeded
+        capacity by `check` or with the row count of a dropless dispatch, where all ranks see the same."""
 
     def dispatch(self, call: DispatchCall) -> RawDispatch:
         """Sends rows and receives those that arrive. With a capacity it is one call of the runtime."""
         if call.capacity < 0:
             return self.finish_dispatch(self._begin(call, offers=True))
-        sending, blob, _inputs = self._sending(call)  # which stay until the output has its own memory
+        sending, blob, _inputs = self._sending(call)  # kept until the output has its own memory
         rows = (call.capacity, call.expert_capacity)
         return self._receive(call, blob, rows, partial(self._native.dispatch, *sending))
 
@@ -207,9 +207,9 @@ class CudaBackend(Backend):
         return self._begin(call, offers=False)
 
     def _begin(self, call: DispatchCall, offers: bool) -> Begun:
-        """Does what `begin_dispatch` does. `offers`: the runtime may want an output for a dropless dispatch
-        before the number of its rows is known: it receives them at once if there is room, or into memory that
-        nothing else on the stream can be reading then."""
+        """Does the work of `begin_dispatch`. `offers`: if the runtime asks for it, allocates the output of a
+        dropless dispatch before the number of its rows is known. The runtime receives rows into it at once if
+        they fit, or into memory that nothing else on the stream can still be reading."""
         offered, at_once = (0, 0), False
         if call.capacity < 0:
             if self._capturing:
@@ -224,7 +224,7 @@ class CudaBackend(Backend):
         sending, blob, inputs = self._sending(call)
         outputs: Outputs | None = None
         if offered[0] > 0:
-            with suppress(OutOfMemory):  # there may be memory for what comes
+            with suppress(OutOfMemory):  # after the rows are known the memory may suffice
                 outputs = self._outputs(call, offered)
         at_once = at_once and outputs is not None
         if at_once:
@@ -238,8 +238,8 @@ class CudaBackend(Backend):
         return self._native.splits(tokens)
 
     def finish_dispatch(self, begun: Begun, directly: bool = True) -> RawDispatch:
-        """Receives the rows, of which without a capacity the host waits for the number. Those that were
-        received at once are cut to it; where the output was too small, there is another one."""
+        """Receives the rows; without a capacity the host waits for their number. An output whose rows were
+        received at once is cut to it; one that was too small is replaced."""
         self._announced = True
         call, blob, inputs, stream, outputs, offered, at_once, in_one_call = begun
         if stream != self._raw_stream:
@@ -253,9 +253,9 @@ class CudaBackend(Backend):
             outputs.free()
             outputs = None
         if outputs is None:
-            # Outputs that `_outputs` or torch fills put a kernel between the halves. And while the host has
-            # waited, another thread may have put one on the stream which still reads what it has freed, and
-            # this output is given.
+            # Outputs that `_outputs` or torch fills put a kernel between the halves. And while the host
+            # waited, another thread may have launched a kernel that still reads memory which it has freed and
+            # this output gets.
             filled = call.capacity >= 0 and call.layout == "rank"
             filled = filled or torch.are_deterministic_algorithms_enabled()
             directly = directly and not filled and not (in_one_call and call.capacity < 0)
@@ -270,8 +270,8 @@ class CudaBackend(Backend):
 
     def _sending(self, call: DispatchCall) -> tuple[_Sending, torch.Tensor, Inputs]:
         """Returns the arguments of the runtime's `begin_dispatch` without the stream, the plan's memory, and
-        the tensors that the kernels read. (Receiving kernels write while these are read, so an output must
-        not get their memory.)"""
+        the tensors that the kernels read. (Receiving kernels write while these are read, so the output must
+        not reuse their memory.)"""
         x_scales, weights_TK = call.x_scales, call.topk_weights_TK
         scales_address = weights_address = 0
         x_TH, x_address = self._readable(call.x_TH)
@@ -304,12 +304,12 @@ class CudaBackend(Backend):
         counts: tuple[int, int],
         receive: Callable[..., None],
     ) -> RawDispatch:
-        """Receives the rows into new tensors, by a function of the runtime that takes `counts` (of rows and
-        of expert-major positions), addresses, and the stream."""
+        """Receives the rows into new tensors by `receive`, a function of the runtime that takes `counts` (of
+        rows and of expert-major positions), addresses, and the stream."""
         try:
             outputs = self._outputs(call, counts)
         except OutOfMemory as error:
-            # The peers must not wait for this rank, so it receives the rows into nothing.
+            # Receives the rows into nothing, so that the peers do not wait for this rank.
             self._start_receiving(None, (0, 0), receive)
             error._is_known_to_all = False
             raise
@@ -317,8 +317,8 @@ class CudaBackend(Backend):
         return self._received(call, blob, counts, outputs)
 
     def _outputs(self, call: DispatchCall, counts: tuple[int, int]) -> Outputs:
-        """Returns the tensors of a dispatch's output. With a capacity the index is zero, since not all
-        positions are written."""
+        """Returns the tensors of a dispatch's output. With a capacity the index is filled with zeros, since
+        not all positions are written."""
         by_rank, weighted = call.layout == "rank", call.topk_weights_TK is not None
         rows, positions = counts
         topk_idx_PK = scales = weights = rows_Q = weights_Q = None
@@ -342,8 +342,8 @@ class CudaBackend(Backend):
     def _start_receiving(
         self, outputs: Outputs | None, counts: tuple[int, int], receive: Callable[..., None]
     ) -> None:
-        """Calls a function of the runtime that receives rows (see `_receive`); without outputs into
-        nothing."""
+        """Calls `receive`, a function of the runtime that receives rows (see `_receive`); without outputs
+        into nothing."""
         rows, by_rank = counts[0], outputs is not None and outputs.rows_Q is not None
         if outputs is None:
             addresses = [self._nowhere_address, 0, 0, 0, 0, 0]
@@ -355,7 +355,7 @@ class CudaBackend(Backend):
     def _received(
         self, call: DispatchCall, blob: torch.Tensor, counts: tuple[int, int], outputs: Outputs
     ) -> RawDispatch:
-        """Returns what a dispatch gives whose rows come into `outputs`."""
+        """Returns the result of a dispatch whose rows arrive in `outputs`."""
         tokens = call.x_TH.shape[0]
         index = None
         if outputs.rows_Q is not None:
@@ -423,8 +423,8 @@ class CudaBackend(Backend):
         return self._combine(plan, rows_PH, weights_P, None, True, held=True)
 
     def finish_combine(self, begun: tuple[Any, ...]) -> torch.Tensor:
-        """Raises InvalidArgument if the first half was recorded by a CUDA graph capture that has ended."""
-        self._announced = True  # the first half has told all ranks
+        """Raises InvalidArgument if a CUDA graph capture recorded the first half and has ended."""
+        self._announced = True  # the first half has announced it to all ranks
         if not self._native.complete(self._raw_stream):
             raise InvalidArgument(
                 "the capture in which an operation was begun has ended without its second half, and nothing "
@@ -442,8 +442,8 @@ class CudaBackend(Backend):
         *,
         held: bool,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, Any, Any, Any]:
-        """Begins a combine, and ends it unless it is `held`; returns what `combine` returns, and the tensors
-        that are read."""
+        """Begins a combine, and completes it unless it is `held`; returns the result of `combine`, and the
+        tensors that kernels read."""
         y_TH = grads_TK = None
         rows_address = weights_address = grads_address = y_address = grads_to = 0
         if weights_P is not None:
@@ -474,7 +474,7 @@ class CudaBackend(Backend):
         return y_TH, grads_TK, rows_PH, weights_P, plan
 
     def empty_input(self, num_tokens: int) -> torch.Tensor:
-        self._announced = True  # no other rank calls it
+        self._announced = True  # other ranks do not call it
         return self._empty((num_tokens, self.hidden), self.dtype)
 
     # -- state -----------------------------------------------------------------------------------------
@@ -488,8 +488,8 @@ class CudaBackend(Backend):
             self._native.check()
 
     def stats(self) -> dict[str, Any]:
-        """Returns the counters since construction or the last reset. Counters on the device are copied and
-        never set to zero: their values at the last reset are subtracted."""
+        """Returns the counters since construction or the last reset. Device counters are never set to zero:
+        their values at the last reset are subtracted."""
         with self._lock, self._gpu.current():
             before = self._stats_before
             found = {name: _less(value, before.get(name)) for name, value in self._native.stats().items()}
@@ -515,28 +515,28 @@ class CudaBackend(Backend):
     # -- tensors ---------------------------------------------------------------------------------------
 
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Returns an uninitialised tensor. This is faster than torch.empty, which parses dtype and device: it
-        takes half as long again."""
+        """Returns an uninitialised tensor. Faster than torch.empty, which parses dtype and device and takes
+        half as long again."""
         strides = (shape[1], 1) if len(shape) == 2 else (1,)
         try:
             found = self._kinds[dtype].new_empty_strided(shape, strides)
-            return found.zero_() if torch.is_anomaly_enabled() else found  # of rows past the last group, too
+            return found.zero_() if torch.is_anomaly_enabled() else found  # also rows past the last group
         except torch.OutOfMemoryError as error:
             raise out_of_memory(shape, dtype, error) from error
 
     def _plan_address(self, plan: TensorPlan) -> int:
         if plan.stream != self._raw_stream:
-            # The caller keeps its own tensors alive across streams; it does not know of this one.
+            # The caller keeps its own tensors alive across streams, but does not know of this one.
             plan.blob.record_stream(self._gpu.stream())
         return plan.blob.data_ptr()
 
     def _address(self, tensor: torch.Tensor) -> int:
-        """Returns the address of a tensor. The runtime takes null for an absent tensor. An empty tensor has a
-        null address as well, so it gets another one."""
+        """Returns the address of a tensor. The runtime takes null for an absent tensor, so an empty tensor,
+        whose address is null as well, gets another address."""
         return memory_of(tensor) or self._nowhere_address
 
     def _readable(self, tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
-        """Returns `tensor` contiguous and at an address that bulk copies take, and that address."""
+        """Returns `tensor`, copied unless contiguous and aligned for bulk copies, and its address."""
         address = tensor.data_ptr()
         if address % _ALIGNMENT or not tensor.is_contiguous():
             try:
@@ -547,7 +547,7 @@ class CudaBackend(Backend):
         return tensor, address or self._nowhere_address
 
 
-# A trace lets go of a tensor of which it goes on to use the address alone.
+# A trace frees a tensor of which later code uses only the address.
 _run_outside_graph = _disable_dynamo(CudaBackend.run_now)
 
 

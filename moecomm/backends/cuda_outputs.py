@@ -1,4 +1,4 @@
-"""The tensors that a dispatch on CUDA receives its rows into, and its state between sending and receiving."""
+"""The tensors into which a CUDA dispatch receives its rows, and its state between sending and receiving."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Inputs = tuple[torch.Tensor | None, ...]
 
 
 class Outputs(NamedTuple):
-    """The tensors that a dispatch receives into, in the order in which the runtime takes their addresses."""
+    """The tensors into which a dispatch receives, in the order in which the runtime takes their addresses."""
 
     tokens_PH: torch.Tensor
     scales: torch.Tensor | None
@@ -24,22 +24,22 @@ class Outputs(NamedTuple):
     weights_Q: torch.Tensor | None
 
     def cut(self, rows: int, positions: int) -> None:
-        """Leaves the first `rows` rows and `positions` positions. The tensors keep their memory, and are no
-        views, which must not be changed in place where autograd records."""
+        """Keeps the first `rows` rows and `positions` positions. The tensors keep their memory, but do not
+        become views, which must not be changed in place where autograd records."""
         for number, each in enumerate(self):
             if each is not None:
                 each.resize_((rows if number < 4 else positions, *each.shape[1:]))
 
     def free(self) -> None:
-        """Frees the memory of tensors that nothing has been written to, whoever still holds them."""
+        """Frees the memory of tensors to which nothing was written, whoever still holds them."""
         for each in self:
             if each is not None:
                 each.untyped_storage().resize_(0)
 
 
 class Begun(NamedTuple):
-    """A dispatch whose rows are sent and not received yet, or, `at_once`, received into `outputs` if there is
-    room."""
+    """A dispatch whose rows are sent but not received yet, or, `at_once`, received into `outputs` if they
+    fit."""
 
     call: DispatchCall
     blob: torch.Tensor
@@ -50,11 +50,11 @@ class Begun(NamedTuple):
     """Rows and positions of `outputs`."""
     at_once: bool = False
     in_one_call: bool = False
-    """True if one call runs both halves: then other work may come on the stream between them."""
+    """True if one call runs both halves: then other work may be on the stream between them."""
 
 
 def out_of_memory(shape: tuple[int, ...], dtype: torch.dtype, error: Exception) -> OutOfMemory:
-    """Returns the error for a tensor that torch has no memory for."""
+    """Returns the error for a tensor that does not fit into memory."""
     needed = dtype.itemsize
     for size in shape:
         needed *= size

@@ -23,7 +23,7 @@ Result = TypeVar("Result")
 def meet(
     rendezvous: Rendezvous, arguments: dict[str, Any], error: MoecommError | None, gpu: CudaDevice
 ) -> GroupInfo:
-    """Compares the arguments of all ranks (`setup.handshake.handshake`), and that each has its own GPU."""
+    """Compares all ranks' arguments (`setup.handshake.handshake`), and checks that each has its own GPU."""
     group_info = handshake(rendezvous, arguments, error, lambda: {"gpu": gpu.uuid()})
     seen: dict[str, int] = {}
     for rank, message in enumerate(group_info.messages):
@@ -39,7 +39,7 @@ def meet(
 def shape_of(
     arguments: dict[str, Any], dtype: torch.dtype, ranks: int, ranks_per_node: int
 ) -> _C.DeviceShape:
-    """Returns the sizes of a communicator of these arguments, as the runtime takes them."""
+    """Returns the sizes of a communicator with these arguments, in the form that the runtime takes."""
     return device_shape(
         ranks=ranks,
         num_experts=arguments["num_experts"],
@@ -54,7 +54,7 @@ def shape_of(
 
 
 def plan_fields_of(shape: _C.DeviceShape) -> PlanFields:
-    """Returns the places of the fields within a plan on the device."""
+    """Returns the positions of the fields within a plan on the device."""
     fields = _C.device_plan_fields(shape)
 
     def place(name: str) -> slice:
@@ -71,7 +71,7 @@ def plan_fields_of(shape: _C.DeviceShape) -> PlanFields:
 
 
 def check_room(rendezvous: Rendezvous, group_info: GroupInfo, memory: MemoryPlan, gpu: CudaDevice) -> None:
-    """Raises OutOfMemory on all ranks if a GPU or a host has no room for `memory`."""
+    """Raises OutOfMemory on all ranks if a GPU or a host lacks room for `memory`."""
     needed = memory.committed_bytes
 
     def look() -> dict[str, Any]:
@@ -106,7 +106,7 @@ def connect_gpus(
     """Returns the native communicator, connected to those of the other ranks, and its window."""
     from moecomm.setup.symmetric_memory import SymmetricMemory
 
-    # Its memory is zero before any rank gets past it, so none can signal into what is cleared later.
+    # Its memory is zeroed before any rank continues, so no signal can be cleared later.
     window = SymmetricMemory(
         rendezvous,
         memory.total_bytes,
@@ -143,7 +143,7 @@ def connect_gpus(
 
 
 def _translated(look: Callable[[], Result]) -> Result:
-    """Runs `look`; turns an error of the CUDA runtime into Unsupported, which can be told to the other
+    """Runs `look`; turns an error of the CUDA runtime into Unsupported, which can be announced to other
     ranks."""
     try:
         return look()
@@ -155,10 +155,11 @@ def _translated(look: Callable[[], Result]) -> Result:
 
 def release(gpu: CudaDevice, native: _C.DeviceCommunicator, window: Any) -> None:
     """Frees a communicator: first the native object, which uses the window, then the window, unless the
-    network may still use it. In a capture, which freeing would spoil, the window waits for the next call.
+    network may still use it. In a capture, which freeing would invalidate, it keeps the window until the next
+    call.
 
-    The GPU is waited for. After Ctrl-C in a wait, and where an uncaught exception ends the interpreter,
-    its kernels give up first: the others may never come."""
+    It waits for the GPU. After Ctrl-C in a wait, or if an uncaught exception ends the interpreter, kernels
+    first stop waiting, since the other ranks may never come."""
     if native.interrupted or ends_by_error():
         native.stop_waiting()
     capturing = False
@@ -168,7 +169,7 @@ def release(gpu: CudaDevice, native: _C.DeviceCommunicator, window: Any) -> None
             if not capturing:
                 gpu.synchronize()
     except RuntimeError:
-        pass  # the context is of no use any more; memory and names go all the same
+        pass  # the context is no longer usable; memory and names are released all the same
     finally:
         if not native.close():
             _left_behind.append(window)
@@ -184,4 +185,4 @@ def release(gpu: CudaDevice, native: _C.DeviceCommunicator, window: Any) -> None
 _left_behind: list[Any] = []
 """Windows that stay until the process ends."""
 _after_captures: list[tuple[Any, Any]] = []
-"""Communicators that were closed during a capture, with their windows, which are freed later."""
+"""Communicators that were closed during a capture, with their windows; they are freed later."""

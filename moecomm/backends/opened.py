@@ -1,4 +1,4 @@
-"""The base of `Communicator` that holds the backend: its errors, counters and stream, and `close()`."""
+"""The base class of `Communicator` that holds the backend: its errors, counters and stream, and `close()`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Own = TypeVar("Own", bound="_Opened")
 
 
 class _Opened:
-    """The base of `Communicator`, which documents it: holds the backend until `close()`."""
+    """A base class of `Communicator`, which documents it: holds the backend until `close()`."""
 
     _backend: Backend | None
     device: torch.device
@@ -24,17 +24,17 @@ class _Opened:
 
     def empty_input(self, num_tokens: int) -> torch.Tensor:
         """Returns an uninitialised (num_tokens, H) tensor whose dispatch costs no extra copy: on the CPU it
-        lies in the window; on CUDA it is like any other, as rows go out from wherever they are.
+        is in the window; on CUDA it is like any other, since rows are sent directly from any tensor.
 
-        CPU: at most two such tensors can be alive at a time; their memory is taken at the first call. Fill
-        it, dispatch it, let go of it, and ask for another: asking waits until all ranks have read what was
-        there before. Writing to one that was dispatched races with ranks that are still reading. A forked
-        child has not got its memory, and ends with SIGSEGV where it touches it.
+        CPU: at most two such tensors can be alive at a time; their memory is allocated by the first call.
+        Fill the tensor, dispatch it, delete it, and call this again: the call waits until all ranks have read
+        the previous contents. Writing to a tensor that was dispatched races with ranks that still read it. A
+        forked child does not have this memory, and ends with SIGSEGV if it accesses it.
 
         Raises:
             InvalidArgument: more than max_tokens.
             OutOfMemory: two are alive already, or /dev/shm is full.
-            PeerTimeout, PeerLost: CPU: a rank does not read what was there before; the communicator can't be
+            PeerTimeout, PeerLost: CPU: a rank has not read the previous contents; the communicator can't be
                 used any more.
         """
         backend = self._open()
@@ -42,10 +42,10 @@ class _Opened:
         return backend.run("moecomm empty_input", lambda: backend.empty_input(num_tokens))
 
     def refuse(self, error: Exception) -> NoReturn:
-        """Raises `error` on this rank and, in the operation that they call instead, InvalidArgument, or
-        OutOfMemory, on all other ranks, which learn which rank it was, and of what kind the error is where
-        that is another one. A layer calls it for an error that it finds on its rank alone: a plain exception
-        would leave the other ranks waiting until their deadline. The communicator stays usable."""
+        """Raises `error` on this rank. All other ranks raise InvalidArgument, or OutOfMemory, in the
+        operation that they call meanwhile; its text names this rank, and the error's type if that differs. A
+        layer calls it for an error that it finds on its rank alone: a plain exception would leave the other
+        ranks waiting until their deadline. The communicator stays usable."""
         try:
             self._open().announce(error)
         except MoecommError as raised:
@@ -55,12 +55,11 @@ class _Opened:
 
     def check(self) -> None:
         """Raises CapacityExceeded, once, if a dispatch since the last check left rows out on any rank, and
-        PeerTimeout or PeerLost if that has ended the communicator. All ranks come to the same verdict
-        without talking.
+        PeerTimeout or PeerLost if that has ended the communicator. All ranks come to the same result without
+        communication.
 
-        On CUDA it also raises InvalidRouting and MismatchedArguments that the device has found. It looks at
-        what the device has reported by now and waits for nothing: synchronize the stream first to be sure of
-        all operations so far.
+        On CUDA it also raises InvalidRouting and MismatchedArguments that the device has found. It only reads
+        what the device has reported by now: synchronize the stream first to be sure of all operations so far.
         """
         self._open().check()
 
@@ -68,16 +67,16 @@ class _Opened:
         """Returns the counters since construction or `reset_stats()`.
 
         dispatch_calls, dispatch_seconds, combine_calls, combine_seconds (of each kind of transfer, forward
-        and backward), wait_seconds (of both, waiting for peers), late_seconds (a list: how long this rank
-        waited for each rank to begin operations, so that one that holds the others up has the largest on all
-        ranks but its own; waits for several pass at the same time), rows_in (tokens brought), rows_out (rows
-        got), bytes_wire (row bytes that crossed between ranks, counted at the owner of the experts),
-        bytes_staged (row bytes of dispatches that were copied for other ranks of the node, since they were
-        not from `empty_input`; 0 on CUDA), plans_made, plans_reused, network_puts, network_bytes,
-        network_row_bytes (messages, bytes, and bytes of rows sent to other nodes).
+        and backward), wait_seconds (the part of both spent waiting for peers), late_seconds (a list: how long
+        this rank waited for each rank to begin operations; a slow rank has the largest entry on all other
+        ranks; waits for several ranks overlap), rows_in (tokens brought), rows_out (rows received),
+        bytes_wire (row bytes between ranks, counted at the owner of the experts), bytes_staged (row bytes of
+        dispatches that were copied for other ranks of the node, as they were not from `empty_input`; 0 on
+        CUDA), plans_made, plans_reused, network_puts, network_bytes, network_row_bytes (messages, bytes, and
+        bytes of rows sent to other nodes).
 
-        On CUDA the seconds are those of the kernels, by the GPU's clock, and host_wait_seconds is what the
-        host waited for row counts; replays of a graph count. Asking waits for a small copy from the device.
+        On CUDA the seconds are the kernels' times by the GPU's clock, and host_wait_seconds is how long the
+        host waited for row counts; replays of a graph count. The call waits for a small copy from the device.
         """
         return self._open().stats()
 
@@ -90,14 +89,14 @@ class _Opened:
         last block began: {"dispatch": ..., "combine": ...}, the backward of combine counted as a dispatch
         and that of dispatch as a combine.
 
-        "announced": this rank tells all ranks what it does; a dispatch, in one kernel or in two, does so
-        when its ids have been counted, before the routes of its tokens have gone out; "agreed": all ranks
-        are known to do the same; "planned": the plan of what arrives here is made; "sent": the last of this
-        rank's rows, or sums, has been sent; "ended". One kernel for few tokens announces, sends and agrees
-        side by side, so that any of these may be first; else each comes after the one before, but for
-        "sent", which is at any time. A phase that an operation does not have is left out ("planned" of all
-        but dispatches), and so are those that it has yet to pass: synchronize the stream before. Operations
-        in replays of a graph count. Asking waits for a small copy from the device.
+        "announced": this rank has told all ranks which operation it runs; a dispatch does so after counting
+        its ids, before it sends its tokens' routes; "agreed": all ranks are known to run the same; "planned":
+        the plan of arriving rows is made; "sent": this rank's last row, or sum, is sent; "ended". A single
+        kernel for few tokens announces, sends and agrees concurrently, so that any of these may be first;
+        otherwise phases pass in this order, except "sent", which may pass at any time. Phases that an
+        operation does not have are left out ("planned" of all but dispatches), and so are those that it has
+        not passed yet: synchronize the stream first. Operations in replays of a graph count. The call waits
+        for a small copy from the device.
 
         Raises Unsupported on the CPU.
         """
@@ -105,15 +104,15 @@ class _Opened:
 
     @property
     def stream(self) -> torch.cuda.Stream | None:
-        """The CUDA stream that operations with async_op=True run on; None on the CPU."""
+        """The CUDA stream on which operations with async_op=True run; None on the CPU."""
         return self._open().stream
 
     def close(self) -> None:
-        """Waits for operations under way, on CUDA for all work on the GPU, and lets go of the window. CPU: an
-        operation of `async_op` that still waits for other ranks in a second raises CommunicatorClosed.
-        Peers that still wait for this rank get PeerLost. RuntimeWarning if, between nodes, the network's
-        library does not let its thread go within `timeout` and 3 s: that and the window are left to the
-        process.
+        """Waits for running operations, on CUDA for all work on the GPU, and frees the window. CPU: an
+        operation with `async_op` that still waits for other ranks after a second raises CommunicatorClosed.
+        Peers that still wait for this rank get PeerLost. RuntimeWarning if, between nodes, the network
+        library blocks its thread for more than `timeout` and 3 s: then the thread and the window stay until
+        the process ends.
 
         Calling it again does nothing. Leaving a `with` block and garbage collection do the same; the
         backward of earlier calls needs the communicator open.
@@ -136,7 +135,7 @@ class _Opened:
         return self._backend
 
     def _shared(self, backend: Backend, *arrays: Any) -> list[Any]:
-        """Returns arrays as tensors of the same memory, None as None."""
+        """Returns arrays as tensors that share their memory, None as None."""
         try:
             return [shared_tensor(each, self.device) for each in arrays]
         except Exception as error:

@@ -19,8 +19,7 @@ _PATIENCE = 1.0  # seconds
 
 
 class ProcessLock:
-    """A re-entrant lock. A forked child, which does not have the thread that may hold it, begins with a free
-    one."""
+    """A re-entrant lock that is free in a forked child, which does not have the thread that may hold it."""
 
     def __init__(self) -> None:
         self._owner, self._lock = os.getpid(), threading.RLock()
@@ -35,7 +34,7 @@ class ProcessLock:
 
 
 def within_another() -> InvalidArgument:
-    """Returns the error of an operation that is called within one of the same thread."""
+    """Returns the error of an operation that is called within another one of the same thread."""
     return InvalidArgument(
         "an operation is called while another one of the communicator is under way in this thread (by a "
         "signal's handler), expected a call after that one has returned"
@@ -43,31 +42,31 @@ def within_another() -> InvalidArgument:
 
 
 class InOrder:
-    """Orders operations: `run` works in the caller's thread unless operations of `submit` are under way; then
-    it queues up behind them."""
+    """Orders operations: `run` works in the caller's thread, unless operations of `submit` are pending; then
+    it queues after them."""
 
     def __init__(self, give_up: Callable[[], None]) -> None:
-        """`give_up` ends the wait of the operation that runs, and all later ones, by an error."""
+        """`give_up` ends the wait of the running operation, and all later ones, with an error."""
         self._give_up = give_up
         self._begin()
 
     def _begin(self) -> None:
         self._owner = os.getpid()
-        self._gate = threading.RLock()  # held while a call takes its place
+        self._gate = threading.RLock()  # held while a call gets its place in the order
         self._running = threading.Lock()  # held while an operation runs
         self._here = threading.local()
         self._pool: ThreadPoolExecutor | None = None
         self._last: Future[Any] | None = None
 
     def _in_child(self) -> None:
-        """Starts afresh in a forked child, which has neither the thread nor the holders of the locks:
-        operations under way are not its own. (Its operations are refused further down.)"""
+        """Resets the state in a forked child, which has neither the thread nor the holders of the locks:
+        running operations are not its own. (The runtime refuses its operations.)"""
         if os.getpid() != self._owner:
             self._begin()
 
     def run(self, operation: Callable[..., Result], *arguments: Any) -> Result:
-        """Runs `operation` after everything before it and returns its result. Raises InvalidArgument within
-        another call of the same thread, which a signal's handler has interrupted."""
+        """Runs `operation` after all earlier ones and returns its result. Raises InvalidArgument within
+        another call of the same thread, which a signal handler has interrupted."""
         self._in_child()
         here = self._here
         if getattr(here, "inside", False):
@@ -88,14 +87,14 @@ class InOrder:
             here.inside = False
 
     def submit(self, operation: Callable[..., Result], *arguments: Any) -> Future[Result]:
-        """Starts `operation` in the communicator's own thread, after everything before it."""
+        """Starts `operation` in the communicator's own thread, after all earlier ones."""
         self._in_child()
         with self._gate:
             return self._enqueue(operation, *arguments)
 
     def result(self, future: Future[Result]) -> Result:
-        """Returns the result of a submitted operation, or raises its error. One that is interrupted here (by
-        Ctrl-C, say) gives up."""
+        """Returns the result of a submitted operation, or raises its error. If this wait is interrupted (for
+        example by Ctrl-C), the operation gives up."""
         try:
             return future.result()
         except BaseException:
@@ -115,8 +114,8 @@ class InOrder:
         return future
 
     def finish(self) -> None:
-        """Ends the submitted operations. What still waits for other ranks in a second gives up: they may
-        never come. Nothing may be submitted afterwards."""
+        """Ends the submitted operations. One that still waits for other ranks after a second gives up, since
+        they may never come. Nothing may be submitted afterwards."""
         self._in_child()
         with self._gate:
             pool, self._pool = self._pool, None
@@ -146,6 +145,6 @@ def _finish_all() -> None:
         each.finish()
 
 
-# The interpreter waits for the threads of pools before it runs the functions of `atexit`. What is registered
-# here runs before, the last first: concurrent.futures, imported above, waits for threads in one of its own.
+# The interpreter waits for the threads of pools before it runs `atexit` functions. Functions registered here
+# run earlier, in reverse order: concurrent.futures, imported above, has registered its wait for threads.
 threading._register_atexit(_finish_all)  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""An operation on a CUDA communicator's own stream, beside the caller's stream; a Work holds it."""
+"""An operation on a CUDA communicator's own stream, concurrent with the caller's stream; a Work holds it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Result = TypeVar("Result")
 
 
 class SideWork(Generic[Result]):
-    """One operation. `begin` and `complete` are called with the owner's lock held."""
+    """One operation. `begin` and `complete` are called while the owner's lock is held."""
 
     def __init__(
         self,
@@ -39,8 +39,7 @@ class SideWork(Generic[Result]):
         self._event: torch.cuda.Event | None = None
 
     def begin(self) -> None:
-        """Runs the first half, or the whole operation if it has one part only; an error is kept for
-        `wait`."""
+        """Runs the first half, or the whole operation if it has only one part; keeps an error for `wait`."""
         self._step(self._begin, "_result" if self._complete is None else "_begun")
         self._done = self._complete is None or self._error is not None
 
@@ -50,7 +49,7 @@ class SideWork(Generic[Result]):
         return self._error is None
 
     def complete(self) -> None:
-        """Runs the second half, if that was not done yet."""
+        """Runs the second half, unless it has run."""
         self._owner.completed(self)
         if not self._done:
             self._done = True
@@ -63,9 +62,9 @@ class SideWork(Generic[Result]):
             try:
                 setattr(self, target, self._owner.run_now(self._name, operation))
                 self._event = self._side.record_event()
-            except BaseException as error:  # every kind belongs to the caller of wait(), also later ones
+            except BaseException as error:  # the caller of wait() gets errors of every kind
                 self._error = error
-                if not isinstance(error, Exception):  # Ctrl-C: now, too
+                if not isinstance(error, Exception):  # Ctrl-C is also raised now
                     raise
                 with suppress(RuntimeError):  # in a capture that has failed
                     self._event = self._side.record_event()
@@ -88,7 +87,7 @@ class SideWork(Generic[Result]):
             tensor.record_stream(caller)
 
     def is_completed(self) -> bool:
-        """Returns True when the device is done. A dispatch whose row count has arrived is continued here."""
+        """Returns True when the device is done. Continues a dispatch whose row count has arrived."""
         if self._error is None and self._event is not None and not self._event.query():
             return False
         if self._done:
@@ -107,5 +106,5 @@ def _tensors(result: Any) -> list[torch.Tensor]:
         found = (result.tokens_PH, result.scales, result.weights, result.topk_idx_PK, *index)
         found += (result.plan.blob,)
     else:
-        found = result  # the gradients of a dispatch, some of them None
+        found = result  # gradients of a dispatch, possibly None
     return [each for each in found if each is not None]

@@ -1,4 +1,4 @@
-"""Streams and events of one GPU, at little cost on the host."""
+"""Streams and events of one GPU, at low cost on the host."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moecomm.errors import Unsupported
 
 
 def no_kernels(what: str) -> Unsupported:
-    """Returns the error for a build without the CUDA kernels that `what` needs."""
+    """Returns the error for a build that lacks the CUDA kernels which `what` needs."""
     return Unsupported(
         f"{what}, but this moecomm was built without its CUDA part (no CUDA toolkit at build time), or "
         "before it had this operation: build it again where nvcc is on PATH"
@@ -23,8 +23,8 @@ def no_kernels(what: str) -> Unsupported:
 class CudaDevice:
     """One GPU. Current streams are those of this GPU, whichever is the current device.
 
-    Queries of every operation call the functions of torch._C that torch.cuda wraps: the wrappers take
-    longer than what they wrap. torch has set CUDA up by then, as the communicator has memory there.
+    Frequent queries call the functions of torch._C that torch.cuda wraps, since the wrappers take longer than
+    these. torch has initialised CUDA by then, as the communicator has memory there.
     """
 
     def __init__(self, index: int) -> None:
@@ -46,12 +46,12 @@ class CudaDevice:
         return self._current_device() == self.index
 
     def current(self) -> contextlib.AbstractContextManager[Any]:
-        """Makes this the current device for a block."""
+        """A context in which this is the current device."""
         return torch.cuda.device(self.index)
 
     def launch(self, launcher: Callable[..., None], *arguments: Any) -> None:
-        """Calls a launcher of the extension, whose last argument is the current stream of this GPU. It takes
-        the addresses of tensors; 0 for None, and for those without elements."""
+        """Calls a launcher of the extension with the addresses of tensors (0 for None and for tensors without
+        elements) and, as the last argument, the current stream of this GPU."""
         given = (
             _address(each) if each is None or isinstance(each, torch.Tensor) else each for each in arguments
         )
@@ -73,21 +73,21 @@ class CudaDevice:
     def record_event(
         self, stream: torch.cuda.Stream | None = None, *, timed: bool = False
     ) -> torch.cuda.Event:
-        """Records an event after the work now on `stream` (None: the current one); `timed`: the event can be
-        used with `elapsed_time`."""
+        """Records an event after the present work of `stream` (None: the current one); `timed`: the event can
+        be used with `elapsed_time`."""
         event = torch.cuda.Event(enable_timing=timed)
         event.record(self.stream() if stream is None else stream)
         return event
 
     def switch(self, stream: torch.cuda.Stream) -> None:
-        """Makes `stream`, and its device, current from now on."""
+        """Makes `stream` and its device current."""
         torch._C._cuda_setStream(
             stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
         )
 
     @contextlib.contextmanager
     def on(self, stream: torch.cuda.Stream) -> Iterator[None]:
-        """Makes `stream`, and its device, current for a block."""
+        """A context in which `stream` and its device are current."""
         with contextlib.nullcontext() if self.is_current() else self.current():
             before = self.stream()
             self.switch(stream)
@@ -101,8 +101,8 @@ class CudaDevice:
         torch.cuda.synchronize(self.index)
 
     def free_bytes(self, wanted: int) -> int:
-        """Returns the bytes that can be allocated; if they are fewer than `wanted`, torch frees its cached
-        memory first."""
+        """Returns the bytes that can be allocated. If they are fewer than `wanted`, torch first frees its
+        cached memory."""
         free = int(torch.cuda.mem_get_info(self.index)[0])
         if free < wanted:
             torch.cuda.empty_cache()
@@ -114,7 +114,7 @@ class CudaDevice:
         return torch.cuda.get_device_capability(self.index)
 
     def uuid(self) -> str:
-        """Returns the GPU's UUID, which names it on this host whatever its index in this process."""
+        """Returns the GPU's UUID, which identifies it on this host, whatever its index in this process."""
         return str(torch.cuda.get_device_properties(self.index).uuid)
 
 
@@ -123,19 +123,19 @@ def _address(tensor: torch.Tensor | None) -> int:
 
 
 class StreamOrder:
-    """The order of work that several streams of one GPU are given: `follow` puts the work that comes on the
-    current stream after all before it. Within a capture only the captured work counts: the order of a graph
-    and of work beside its replays is the caller's responsibility, as for any other work.
+    """Orders work on several streams of one GPU: `follow` puts later work of the current stream after all
+    earlier work. Within a capture only captured work counts; the caller orders replays of the graph and other
+    work.
     """
 
     def __init__(self, gpu: CudaDevice) -> None:
         self._gpu = gpu
-        # Of the last work outside of captures (False) and within one (True), with the stream's handle.
+        # The stream of the last work, and its handle; outside of captures (False) and within one (True).
         self._last: dict[bool, tuple[int, torch.cuda.Stream | None]] = {False: (-1, None), True: (-1, None)}
 
     def follow(self, raw_stream: int, capturing: bool) -> None:
-        """Makes the current stream, which is `raw_stream`, wait for the last work, if that was on another
-        one. `capturing`: it is recording a CUDA graph."""
+        """Makes the current stream, `raw_stream`, wait for the last work, if that was on another one.
+        `capturing`: whether it records a CUDA graph."""
         last_raw, last = self._last[capturing]
         if raw_stream == last_raw:
             return
@@ -143,7 +143,7 @@ class StreamOrder:
         stream = gpu.stream()
         if capturing and last is not None:
             with gpu.on(last):
-                if not gpu.capturing():  # an earlier capture
+                if not gpu.capturing():  # the last work was in an earlier capture
                     last = None
         self._last[capturing] = raw_stream, stream
         if last is not None:

@@ -25,22 +25,22 @@ class DriverError(Exception):
         super().__init__(text)
         self.call = call
         self.code = code
-        """The CUresult, or None if the call could not be made at all."""
+        """The CUresult, or None if the call could not be made."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """The identity of a GPU, and how its memory can be shared."""
+    """The identity of a GPU, and the ways to share its memory."""
 
     name: str
     uuid: str
-    """The UUID as nvidia-smi -L prints it; the same in all processes, whatever CUDA_VISIBLE_DEVICES is."""
+    """The UUID as nvidia-smi -L prints it; the same in all processes, for any CUDA_VISIBLE_DEVICES."""
     bus_id: str
     """The PCI address, domain:bus:device.function."""
     virtual_memory: bool
     """True if cuMemCreate and cuMemMap work."""
     posix_fd: bool
-    """True if memory can be handed to processes of this host as file descriptors."""
+    """True if memory can be passed to processes of this host as file descriptors."""
     rdma: bool
     """True if network adapters can reach memory of cuMemCreate."""
 
@@ -49,7 +49,7 @@ class Gpu:
 
 
 class Driver:
-    """Makes driver calls by their names and checks every result."""
+    """Makes driver calls by name and checks every result."""
 
     def __init__(self, api: Any) -> None:
         """`api`: the module cuda.bindings.driver, or something with the same functions and enums."""
@@ -68,7 +68,7 @@ class Driver:
         """
         try:
             code, *values = getattr(self.api, name)(*arguments)
-        except RuntimeError as error:  # no libcuda, or one that lacks this call
+        except RuntimeError as error:  # libcuda is missing, or lacks this call
             raise DriverError(f"{name}: {error}", call=name, code=None) from error
         if code != self.api.CUresult.CUDA_SUCCESS:
             raise DriverError(f"{name}: {self._describe(code)}", call=name, code=code)
@@ -78,7 +78,7 @@ class Driver:
 
     def free(self, name: str, *arguments: Any) -> None:
         """Makes a call that frees something. It never raises DriverError, so that later frees still run: an
-        error becomes a RuntimeWarning, or nothing if the driver itself is gone (end of the process)."""
+        error becomes a RuntimeWarning, or is ignored if the driver is gone (end of the process)."""
         try:
             self.call(name, *arguments)
         except DriverError as error:
@@ -91,7 +91,7 @@ class Driver:
 
     @contextmanager
     def current(self, context: Any) -> Iterator[None]:
-        """Makes a context current on this thread for a block, and restores the one before."""
+        """A context that makes `context` current on this thread, and restores the previous one."""
         self.call("cuCtxPushCurrent", context)
         try:
             yield
@@ -100,7 +100,7 @@ class Driver:
 
     def gpu(self, device: Any) -> Gpu:
         """Returns facts about one device (a result of cuDeviceGet)."""
-        # CUDA 13 has the form that tells MIG instances apart under the plain name, CUDA 12 as _v2.
+        # The form that distinguishes MIG instances has the plain name in CUDA 13, with _v2 in CUDA 12.
         uuid_call = "cuDeviceGetUuid_v2" if hasattr(self.api, "cuDeviceGetUuid_v2") else "cuDeviceGetUuid"
         octets = bytes(self.call(uuid_call, device).bytes)
 
@@ -154,11 +154,10 @@ def bindings_version() -> str | None:
     try:
         importlib.import_module("cuda.bindings.driver")
         return importlib.metadata.version("cuda-bindings")
-    except ImportError:  # PackageNotFoundError is one too
+    except ImportError:  # includes PackageNotFoundError
         return None
 
 
 def _text(buffer: bytes) -> str:
-    """Returns the text of a buffer up to its terminating zero: some calls return the whole buffer that they
-    were given."""
+    """Returns the text of a buffer up to its terminating zero: some calls return the whole buffer."""
     return buffer.split(b"\0")[0].decode(errors="replace")

@@ -1,5 +1,5 @@
-"""A whole training step in CUDA graphs, dropless: the graph has rows for a little more than a balanced
-routing, and a step that needs more is run again without graphs."""
+"""A whole training step in CUDA graphs, without dropping tokens: the graph has room for slightly more rows
+than balanced routing needs, and a step that needs more is run again without graphs."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ _log = logging.getLogger(__name__)
 
 
 class Needed(NamedTuple):
-    """The needs of the last step that had to run again, on the rank that needed most."""
+    """The needs of the last step that had to run again, on the rank with the largest need."""
 
     rows: int
-    """Rows that its fullest dispatch needed."""
+    """Rows needed by its largest dispatch."""
     capacity: int
-    """The smallest capacity of a layer, in rows."""
+    """The smallest capacity of any layer, in rows."""
 
 
 class _Done(NamedTuple):
-    """The outcome of a run of the step."""
+    """The outcome of one run of the step."""
 
     output: Any
     grads: list[Tensor | None]
@@ -42,10 +42,10 @@ class _Done(NamedTuple):
 
 
 class _Before(NamedTuple):
-    """The state before a step, of everything that it may change."""
+    """The state before a step of everything that the step may change."""
 
     grads: list[Tensor | None]
-    """Gradients before the step; those in tensors of the graph are copies, since a replay writes them."""
+    """Gradients before the step. Those in tensors of the graph are copied, since a replay overwrites them."""
     are_own: list[bool]
     """True for each gradient that is a tensor of the graph."""
     random: tuple[Tensor, Tensor | None]
@@ -60,36 +60,36 @@ class GraphedStep:
             optimizer.step()
             optimizer.zero_grad()
 
-    In the graph every MoELayer has room for `headroom` times the rows of a balanced routing. Whether that was
-    enough is found out on the device and agreed upon between ranks, with one wait of the host a step. If not,
-    what the replay did is undone, and the step runs once more without graph and capacity, so that nothing is
-    dropped (docs/graphs.md). A call does what `step_fn` does: it adds to the parameters' `grad`, changes
-    buffers once and moves the RNG on by one step. Where no `grad` was, it is a tensor of the graph, whose
-    values are good until the call after the one before which `grad` was set to None.
+    In the graph every MoELayer has room for `headroom` times the rows of balanced routing. The device finds
+    whether that was enough and ranks agree on it, with one host wait per step. If not, the replay is undone,
+    and the step runs once more without graph and capacity, so that nothing is dropped (docs/graphs.md). A
+    call does what `step_fn` does: it adds to the parameters' `grad`, changes buffers once and advances the
+    RNG by one step. A `grad` that was None becomes a tensor of the graph. Its values stay valid until the
+    second call after `grad` was set to None.
 
     Args:
         step_fn: takes tensors and returns a loss, or tensors in tuples, lists and dicts; it must not do what
-            a graph cannot capture, such as to look at values on the host.
-        model: has the MoELayers, all parameters that get gradients, and all buffers that the step changes,
+            a graph cannot capture, such as reading values on the host.
+        model: has the MoELayers, all parameters that get gradients, and all buffers, which the step changes
             in place.
-        headroom: factor of the rows of each layer, headroom * max_tokens * top_k; at most what any routing
-            can bring.
-        group: ranks that decide together: all that `step_fn` communicates with. None: those of the layers'
-            communicators, which must have one group, with no aux_loss that is summed over other ranks.
-        warmup: runs before the capture, in the first call, at least one; they leave no trace.
+        headroom: gives each layer headroom * max_tokens * top_k rows, but at most as many as any routing can
+            bring.
+        group: ranks that decide together: all with which `step_fn` communicates. None: those of the layers'
+            communicators, which must have one group, with no aux_loss summed over other ranks.
+        warmup: number of runs before the capture, in the first call; at least one. They change no state.
         report_every: overflows between two warnings.
         recorder: records the graph in another way; None: a CUDA graph.
 
-    A call raises InvalidArgument for inputs of another shape, dtype or device than the first time, on this
-    rank alone; what `step_fn` raises; and what `Communicator.check` does but for CapacityExceeded, of errors
-    behind the last dispatch of a step in the next call. After an error the parameters' `grad` is what it was
-    before. Construction raises Unsupported where the model is not on a GPU and no recorder is given.
+    A call raises InvalidArgument, on this rank alone, for inputs of another shape, dtype or device than the
+    first time; errors of `step_fn`; and those of `Communicator.check` except CapacityExceeded. Errors after a
+    step's last dispatch are raised by the next call. After an error the parameters' `grad` is as before.
+    Construction raises Unsupported if the model is not on a GPU and no recorder is given.
 
     Attributes:
         device: the device of the layers.
-        replays: how often the graph ran, with those that overflowed.
+        replays: how often the graph ran, including runs that overflowed.
         overflows: how many steps ran again without graph.
-        last_needed: what the last of these steps would have needed: rows, capacity.
+        last_needed: the rows that the last of these steps needed, and the capacity.
     """
 
     def __init__(
@@ -136,12 +136,12 @@ class GraphedStep:
 
     @property
     def capacities(self) -> tuple[int, ...]:
-        """The capacity in rows of each MoELayer in the graph, in the order of `model.modules()`."""
+        """The capacity of each MoELayer in the graph, in rows, in the order of `model.modules()`."""
         return tuple(self._capacities)
 
     def __call__(self, *inputs: Any) -> Any:
-        """Runs one step. inputs: tensors without gradients, of the shapes of the first call; anything else
-        has to be equal to its value then. Returns the result of `step_fn`, as copies without gradients."""
+        """Runs one step. inputs: tensors without gradients, with the shapes of the first call; other values
+        must equal those of the first call. Returns copies of the result of `step_fn`, without gradients."""
         if self._replay is None:
             self._prepare(inputs)
         self._copy_inputs(inputs)
@@ -151,7 +151,7 @@ class GraphedStep:
             done, needed = self._replay_and_check(self._replay)
             if needed is not None:
                 self._count(needed)
-                self._copy_inputs(inputs)  # the replay may have written them
+                self._copy_inputs(inputs)  # the replay may have changed them
                 done = self._rerun_eager(before)
             assert done is not None
         except BaseException:
@@ -161,8 +161,8 @@ class GraphedStep:
         return _map(self._copy, done.output)
 
     def report(self) -> str:
-        """Returns one line: how many steps there were, how many had to run again, and what the last of these
-        lacked."""
+        """Returns a line with the number of steps, the number that had to run again, and what the last of
+        these lacked."""
         share = f" ({self.overflows / self.replays:.1%})" if self.replays else ""
         text = f"{self.replays} replayed steps, {self.overflows} run again without graph{share}"
         needed = self.last_needed
@@ -189,7 +189,7 @@ class GraphedStep:
         return next(iter(groups.values()))
 
     def _prepare(self, inputs: tuple[Any, ...]) -> None:
-        """Makes the static inputs, runs the step beforehand without leaving a trace, and captures it."""
+        """Makes the static inputs, warms the step up without changing state, and captures it."""
         for number, each in enumerate(inputs):
             if isinstance(each, Tensor) and each.requires_grad:
                 raise InvalidArgument(f"input {number} requires a gradient, must not: it is copied")
@@ -206,8 +206,8 @@ class GraphedStep:
                     came_to_end = True
                 self._check_comms(overflowed=True)
             if not came_to_end:
-                # The CPU's dispatch after one that overflowed ends a run, on all ranks, perhaps before it
-                # came to a buffer.
+                # On the CPU a dispatch after one that overflowed ends the run, on all ranks, perhaps before
+                # it reaches a buffer.
                 with self._at_exact_size():
                     self._run_step()
             now = dict(self._model.named_buffers())
@@ -254,7 +254,7 @@ class GraphedStep:
     # -- what a graph has ------------------------------------------------------------------------------
 
     def _body(self) -> _Done:
-        """Runs the step with capacities, and records what it would have needed."""
+        """Runs the step with capacities, and records how many rows it needed."""
         with self._settings(self._capacities, self._overflow_check):
             self._overflow_check.start()
             with torch.no_grad():
@@ -294,13 +294,13 @@ class GraphedStep:
 
     @contextlib.contextmanager
     def _at_exact_size(self) -> Iterator[None]:
-        """Sets the layers to run without capacities within the block."""
+        """A context in which the layers run without capacities."""
         with self._settings([None] * len(self._layers), None), self._one_run_at_a_time():
             yield
 
     @contextlib.contextmanager
     def _one_run_at_a_time(self) -> Iterator[None]:
-        """Makes each layer take memory only when the one before it is done with its own."""
+        """Makes each layer allocate memory only when the previous one has finished with its own."""
         for layer in self._layers:
             layer._waits_on_host = True
         try:
@@ -322,37 +322,37 @@ class GraphedStep:
         return _Before(kept, are_own, (torch.get_rng_state(), on_gpu))
 
     def _replay_and_check(self, replay: Callable[[], _Done]) -> tuple[_Done | None, Needed | None]:
-        """Replays the step; returns its outcome and what it lacked on any rank, which all ranks of the group
-        agree on."""
+        """Replays the step. Returns its outcome and the rows that it lacked on any rank, on which all ranks
+        of the group agree."""
         self.replays += 1
         done: _Done | None = None
         rows_on_host = 0
         try:
             done = replay()
         except CapacityExceeded as error:
-            # On the CPU the next dispatch raises this, on all ranks; in a graph none does.
+            # On the CPU the next dispatch raises this on all ranks; in a graph no dispatch does.
             rows_on_host = error.needed
         try:
             rows = self._overflow_check.read(rows_on_host)
         except BaseException as error:
             if isinstance(error, Exception):
-                self._wait()  # the device may find a lost peer behind the last dispatch
-            self._check_comms()  # a lost peer's error says more than one about the agreement
+                self._wait()  # the device may find a lost peer after the last dispatch
+            self._check_comms()  # the error of a lost peer says more than that of a failed agreement
             raise
         self._check_comms(overflowed=rows > 0)
         return done, Needed(rows, min(self._capacities)) if rows else None
 
     def _check_comms(self, overflowed: bool = False) -> None:
-        """Raises the error that the device has found, except CapacityExceeded. After an overflow wrong
-        arguments may be the routing of unspecified rows; if not, the second run raises them."""
+        """Raises the error that the device has found, except CapacityExceeded. After an overflow, wrong
+        arguments may come from unspecified rows; if they do not, the second run raises the error."""
         passed_over = (CapacityExceeded, InvalidArgument) if overflowed else (CapacityExceeded,)
         for comm in self._comms:
-            for _ in range(2):  # check raises one error a call
+            for _ in range(2):  # check raises one error per call
                 with contextlib.suppress(*passed_over):
                     comm.check()
 
     def _rerun_eager(self, before: _Before) -> _Done:
-        """Runs the step without graph, at exact size, from the state before the replay."""
+        """Runs the step without a graph, with outputs of exact size, from the state before the replay."""
         self._set_random(before.random)
         with torch.no_grad():
             for kept, buffer in self._buffers:
@@ -361,8 +361,7 @@ class GraphedStep:
             return self._run_step()
 
     def _accumulate_grads(self, done: _Done, before: _Before) -> None:
-        """Adds the step's gradients to those before it, and sets the losses and token counts of the
-        layers."""
+        """Adds the step's gradients to the earlier ones, and sets the layers' losses and token counts."""
         with torch.no_grad():
             for parameter, grad, prior, is_own in zip(
                 self._parameters, done.grads, before.grads, before.are_own, strict=True
@@ -380,11 +379,11 @@ class GraphedStep:
     def _copy(self, tensor: Tensor) -> Tensor:
         """Returns a copy of a tensor of the step's result."""
         if tensor.device.type == "cpu":
-            self._wait()  # the step has yet to copy it to the host
+            self._wait()  # the step may not have copied it to the host yet
         return tensor.detach().clone()
 
     def _wait(self) -> None:
-        """Waits until the step is done on the device."""
+        """Waits until the device has finished the step."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
@@ -420,7 +419,7 @@ def _capacity(layer: MoELayer, headroom: float) -> int:
 
 
 def _kind(value: Any) -> str:
-    """Describes what of an input a graph holds fast."""
+    """Returns the properties of an input that a graph fixes."""
     if not isinstance(value, Tensor):
         return type(value).__name__
     return f"{value.dtype} {tuple(value.shape)} on {value.device}"

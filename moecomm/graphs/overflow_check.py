@@ -1,4 +1,4 @@
-"""Checks whether a step has room: found on the device, and agreed upon between ranks while the rest of the
+"""Checks whether a step has enough room: the device finds it, and ranks agree on it while the rest of the
 step still runs."""
 
 from __future__ import annotations
@@ -12,12 +12,11 @@ from moecomm.types import Group, GroupReference
 
 class OverflowCheck:
     """A word on the device that a step writes, and its maximum over the ranks of a group (None: this rank
-    alone). With NCCL the device takes the maximum, so that the host waits once; with another backend the
-    hosts take it afterwards.
+    alone). With NCCL the device computes the maximum, so that the host waits once; with another backend the
+    hosts compute it afterwards.
 
-    A step notes each dispatch, and publishes the word behind its last one, for which `read` waits. Which note
-    is the last one is known from the step before: a step with more of them publishes again, one with fewer at
-    its end."""
+    A step notes each dispatch, and publishes the word after its last one; `read` waits for that. The previous
+    step tells which note is the last: a step with more of them publishes again, one with fewer at its end."""
 
     def __init__(self, device: torch.device, group: Group | None) -> None:
         self._device = device
@@ -30,23 +29,23 @@ class OverflowCheck:
         self._reduces_on_gpu = self._on_gpu and "cuda:nccl" in backends
         self._stream = torch.cuda.Stream(device) if self._on_gpu else None
         self._published: list[torch.cuda.Event] = []
-        """Events recorded where the step has published its word; `read` waits for the last one."""
+        """Events recorded where the step published its word; `read` waits for the last one."""
         self._noted: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None
-        """The stream of the step's last note, and the point behind it."""
+        """The stream of the step's last note, and an event after it."""
         self._notes, self._published_notes = 0, -1
         self._last_note = 0
-        """How many dispatches the step before noted."""
+        """How many dispatches the previous step noted."""
         self._has_read = False
 
     def start(self) -> None:
-        """Sets the words back. It belongs to the start of a step."""
+        """Resets the words at the start of a step."""
         self._notes, self._published_notes = 0, -1
         self._published, self._noted = [], None
         self._rows.zero_()
         self._published_rows.zero_()
 
     def note_dispatch(self, overflow: Tensor) -> None:
-        """Notes a dispatch; overflow: 0-d int32 on the device, the rows that it would have needed beyond its
+        """Notes a dispatch; overflow: 0-d int32 on the device, the rows that it needed if they exceeded its
         capacity, else 0."""
         self._follow()
         torch.maximum(self._rows, overflow.view(1), out=self._rows)
@@ -59,16 +58,16 @@ class OverflowCheck:
             self._noted = stream, event
 
     def finish(self) -> None:
-        """Ends a step. Publishes the word, unless that was done after the last dispatch."""
+        """Ends a step. Publishes the word, unless the last dispatch did."""
         self._follow()
         if self._published_notes != self._notes:
             self._publish()
         self._last_note = self._notes
 
     def read(self, rows_on_host: int) -> int:
-        """Waits until a step has published its word, and returns the rows that the fullest dispatch of any
-        rank would have needed, 0 if all fitted. The first time it waits for the whole step. rows_on_host:
-        rows of an overflow that the host knows of already."""
+        """Waits until a step has published its word. Returns the rows that the largest dispatch of any rank
+        needed, 0 if all fitted. The first time it waits for the whole step. rows_on_host: rows of an overflow
+        that the host already knows."""
         if self._stream is None:
             self._reduce_to_host()
         else:
@@ -87,7 +86,7 @@ class OverflowCheck:
         return int(self._on_host)
 
     def _follow(self) -> None:
-        """Makes the current stream come after the notes so far, if those were on another one."""
+        """Orders the current stream after the notes so far, if they were on another one."""
         if self._noted is not None:
             stream, event = self._noted
             current = torch.cuda.current_stream(self._device)
@@ -95,11 +94,11 @@ class OverflowCheck:
                 current.wait_event(event)
 
     def _publish(self) -> None:
-        """Writes what is known by now to the word, and marks this point of the stream."""
+        """Writes the known overflow to the word, and records an event at this point of the stream."""
         self._published_notes = self._notes
         self._published_rows.copy_(self._rows)
         if self._on_gpu:
-            # In a capture each event is a node of the graph, which every replay passes.
+            # In a capture each event becomes a node of the graph, which every replay runs.
             event = torch.cuda.Event(external=True)
             event.record(torch.cuda.current_stream(self._device))
             self._published.append(event)

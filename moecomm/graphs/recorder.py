@@ -1,4 +1,4 @@
-"""Recorders make the graph of a GraphedStep: they warm a step up, record it, and replay it."""
+"""Recorders make the graph of a GraphedStep: they warm the step up, record it, and replay it."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ Result = TypeVar("Result")
 
 
 class Recorder(Protocol):
-    """Records and replays a step. Tests use one that just calls the step at each replay."""
+    """Records and replays a step. Tests use one whose replays simply call the step."""
 
     def warm_up(self, run: Callable[[], object]) -> None:
-        """Runs the step as it will be recorded, so that nothing has to be set up then."""
+        """Runs the step as it will be recorded, so that all lazy initialisation happens before."""
 
     def record(self, run: Callable[[], Result]) -> Callable[[], Result]:
-        """Records `run`; returns a function that replays it and returns its result, perhaps in the same
+        """Records `run`; returns a function that replays it and returns its result, possibly in the same
         tensors each time."""
 
 
@@ -30,8 +30,8 @@ class CudaRecorder:
         self._stream = torch.cuda.Stream(device)
 
     def warm_up(self, run: Callable[[], object]) -> None:
-        """Runs the step on the stream that records: autograd accumulates gradients where it did the first
-        time."""
+        """Runs the step on the recording stream, since autograd accumulates gradients on the stream of the
+        first time."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -39,8 +39,8 @@ class CudaRecorder:
         current.wait_stream(self._stream)
 
     def record(self, run: Callable[[], Result]) -> Callable[[], Result]:
-        """Captures `run`. Other threads may call CUDA meanwhile; a watching thread of NCCL does."""
-        gc.collect()  # before the capture, which is spoilt by calls that free CUDA objects
+        """Captures `run`. Other threads may call CUDA meanwhile, as NCCL's watching thread does."""
+        gc.collect()  # before the capture, which calls that free CUDA objects would invalidate
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self._device)
         with (

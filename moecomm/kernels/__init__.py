@@ -1,1 +1,1 @@
-"""The kernels of the experts: grouped products, activations with the routing weight inside, fp8 operands."""
+"""The experts' kernels: grouped products, activations with the routing weight, fp8 operands."""

@@ -1,13 +1,13 @@
-"""The activation of the experts' feed-forward networks with the routing weight inside, differentiable:
+"""The activation of the experts' feed-forward networks, times the routing weight, differentiable:
 
     z[p, f] = weights[p] * act(inner[p])[f]
 
-As a token's result is the sum over its experts of weight * (act(x W_in) W_out), the weight may as well be
-applied before the second product: then the combine needs no weights, and the backward not what it combined.
+A token's result is the sum over its experts of weight * (act(x W_in) W_out), so the weight may be applied
+before the second product. Then the combine needs no weights, and the backward no combined rows.
 
-Each way is one pass over memory on CUDA tensors (csrc/kernels/experts/activation.cu), and a few torch
-operations elsewhere. Both compute in float32 (float64 for float64) and round once. They are torch operators,
-moecomm::weighted_activation and moecomm::weighted_activation_backward, which torch.compile takes as they are.
+Forward and backward are each one pass over memory on CUDA tensors (csrc/kernels/experts/activation.cu), and a
+few torch operations elsewhere. Both compute in float32 (float64 for float64) and round once. They are torch
+operators, moecomm::weighted_activation and moecomm::weighted_activation_backward, opaque to torch.compile.
 
 Shape letters here: P rows, F columns of the result ("ffn width"), I columns of `inner`, L groups of rows.
 """
@@ -32,9 +32,9 @@ Tensor = torch.Tensor
 INPUTS = {"swiglu": 2, "swiglu_interleaved": 2, "swiglu_clamped": 2, "gelu": 1}
 """The ratio I / F of each activation."""
 INTERLEAVED = ("swiglu_interleaved", "swiglu_clamped")
-"""The activations whose gates are in the even columns and up values in the odd ones."""
+"""The activations with gates in the even columns and up values in the odd ones."""
 _ALPHA, _LIMIT = 1.702, 7.0
-"""The constants of swiglu_clamped, those of gpt-oss."""
+"""The constants of swiglu_clamped, as in gpt-oss."""
 
 
 def weighted_activation(
@@ -54,8 +54,8 @@ def weighted_activation(
 
 
 def activate(inner_PI: Tensor, weights_P: Tensor | None, ends_L: Tensor | None, activation: str) -> Tensor:
-    """Returns what `weighted_activation` does; not differentiable, and unknown to torch.compile, whose
-    operators take the host twice as long."""
+    """Does what `weighted_activation` does, without gradients and torch.compile: torch's operators take the
+    host twice as long."""
     width = _width(inner_PI, weights_P, ends_L, activation)
     z_PF = inner_PI.new_empty(inner_PI.shape[0], width)
     if not inner_PI.is_cuda:
@@ -73,13 +73,12 @@ def activate_backward(
     need_weights: bool,
     need_z: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns (grad_inner_PI, grad_weights_P, z_PF) of `weighted_activation` with these arguments; unknown to
-    torch.compile.
+    """Returns (grad_inner_PI, grad_weights_P, z_PF) of `weighted_activation` with these arguments; not for
+    use under torch.compile.
 
-    With need_weights, grad_weights[p] is the sum over f of grad_z[p, f] * act(inner[p])[f], of the weights'
-    dtype; it is added up in an order that depends on F and the dtype alone. With need_z, z is the forward's
-    result again, the same bits. What is not needed is an empty tensor. Errors are those of
-    `weighted_activation`.
+    With need_weights, grad_weights[p] is the sum over f of grad_z[p, f] * act(inner[p])[f], in the weights'
+    dtype; its order depends on F and the dtype alone. With need_z, z repeats the forward's result, with the
+    same bits. Results that are not needed are empty tensors. Errors are those of `weighted_activation`.
     """
     width = _width(inner_PI, weights_P, ends_L, activation, grad_z_PF)
     results = _new_gradients(inner_PI, width, need_weights, need_z)
@@ -92,8 +91,8 @@ def activate_backward(
 
 
 def prepare(device: torch.device, dtype: torch.dtype) -> None:
-    """Loads the kernels for a dtype onto a CUDA device, as `operators.prepare` says. Raises Unsupported for a
-    dtype that has none."""
+    """Loads the kernels for a dtype onto a CUDA device; see `operators.prepare`. Raises Unsupported for a
+    dtype without kernels."""
     if device.type == "cuda" and dtype not in CUDA_DTYPES:
         raise Unsupported(
             f"the activation of {dtype} on {device} has no kernels, expected "
@@ -149,7 +148,7 @@ def _require(
 def _new_gradients(
     inner_PI: Tensor, width: int, need_weights: bool, need_z: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns contiguous tensors for the results of the backward, empty ones for what is not needed."""
+    """Returns contiguous tensors for the backward's results, empty ones for those that are not needed."""
     rows = inner_PI.shape[0]
     return (
         inner_PI.new_empty(inner_PI.shape),
@@ -170,7 +169,7 @@ def _launch(
     activation: str,
     *others: Tensor,
 ) -> None:
-    """Puts a kernel of the extension on the current stream of inner's device. It takes empty tensors as
+    """Launches a kernel of the extension on the current stream of inner's device. Empty tensors count as
     absent."""
     if inner_PI.dtype not in CUDA_DTYPES:
         prepare(inner_PI.device, inner_PI.dtype)  # refuses it
@@ -192,19 +191,19 @@ def _launch(
 
 
 _BLOCK = 2**17
-"""Values of `inner` that are worked on together, so that what one torch operation leaves is in the cache for
-the next."""
+"""Values of `inner` that are processed together, so that one torch operation finds the result of the one
+before in the cache."""
 
 
 def _blocks(inner_PI: Tensor) -> Iterator[slice]:
-    """Returns slices that share out all rows, real ones and others: torch's functions have other last bits
-    where a vector of values ends elsewhere, and so those of a row do not hang on how many are real."""
+    """Returns slices that divide all rows, real ones and others. torch's functions differ in their last bits
+    where a vector of values ends elsewhere, so the slices must not depend on how many rows are real."""
     rows, step = inner_PI.shape[0], max(1, _BLOCK // inner_PI.shape[1])
     return (slice(first, min(first + step, rows)) for first in range(0, rows, step))
 
 
 def _zero_others(result: Tensor, ends_L: Tensor | None) -> None:
-    """Sets rows that are not real to zero, whatever they hold."""
+    """Sets rows that are not real to zero, whatever they contain."""
     if ends_L is not None:
         result[int(ends_L[-1]) :].zero_()
 
@@ -212,7 +211,7 @@ def _zero_others(result: Tensor, ends_L: Tensor | None) -> None:
 def _forward_by_torch(
     z_PF: Tensor, inner_PI: Tensor, weights_P: Tensor | None, ends_L: Tensor | None, activation: str
 ) -> Tensor:
-    """Computes the result into `z_PF`, and zero where rows are not real."""
+    """Computes the result into `z_PF`, with zeros for rows that are not real."""
     for block in _blocks(inner_PI):
         value_BF = _value(_parts(inner_PI[block], activation), activation)
         z_PF[block] = _weigh(value_BF, weights_P, block)
@@ -228,7 +227,7 @@ def _backward_by_torch(
     ends_L: Tensor | None,
     activation: str,
 ) -> None:
-    """Computes into `results`, but for empty ones, and zero where rows are not real."""
+    """Computes into `results`, except empty ones, with zeros for rows that are not real."""
     grad_inner_PI, grad_weights_P, z_PF = results
     exact = weight_dtype(inner_PI.dtype)
     for block in _blocks(inner_PI):
@@ -247,7 +246,7 @@ def _backward_by_torch(
 
 
 def _split(inner_PI: Tensor, activation: str) -> tuple[Tensor, ...]:
-    """Returns the gates and the up values in `inner`, as views, or `inner` where it is all."""
+    """Returns views of the gates and the up values in `inner`, or `inner` if it has only one part."""
     if activation == "gelu":
         return (inner_PI,)
     if activation in INTERLEAVED:
@@ -256,7 +255,7 @@ def _split(inner_PI: Tensor, activation: str) -> tuple[Tensor, ...]:
 
 
 def _parts(inner_PI: Tensor, activation: str) -> tuple[Tensor, ...]:
-    """The same in the dtype that is computed in."""
+    """Returns the same in the dtype of the computation."""
     return _split(inner_PI.contiguous().to(weight_dtype(inner_PI.dtype)), activation)
 
 
@@ -266,7 +265,7 @@ def _weigh(value_BF: Tensor, weights_P: Tensor | None, block: slice) -> Tensor:
 
 
 def _value(parts: tuple[Tensor, ...], activation: str) -> Tensor:
-    """Returns act(inner) of its parts, not yet rounded."""
+    """Returns act(inner) from its parts, before rounding."""
     if activation == "gelu":
         return _share_below(parts[0]).mul_(parts[0])
     if activation == "swiglu_clamped":
@@ -291,7 +290,7 @@ def _gradients_and_value(
         share_BF = (_ALPHA * gate_BF).sigmoid_()
         silu_BF = gate_BF * share_BF
         slope_BF = share_BF * (1 + _ALPHA * gate_BF * (1 - share_BF))
-        # As clamp has it: no gradient beyond a limit.
+        # No gradient beyond a limit, as with clamp.
         grad_gate_BF.copy_((grad_BF * up_BF * slope_BF).where(parts[0] <= _LIMIT, 0.0))
         grad_up_BF.copy_((grad_BF * silu_BF).where(parts[1].abs() <= _LIMIT, 0.0))
         return silu_BF.mul_(up_BF)
@@ -307,8 +306,8 @@ def _clamped(gate_BF: Tensor, up_BF: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _share_below(inner_BF: Tensor) -> Tensor:
-    """Returns the share of a normal distribution below `inner`, by which gelu multiplies it."""
-    # erfc keeps its precision for very negative numbers, where 1 + erf has lost all of it.
+    """Returns the normal distribution function of `inner`, by which gelu multiplies it."""
+    # erfc stays precise for very negative numbers, where 1 + erf loses all precision.
     return 0.5 * torch.erfc(inner_BF * -math.sqrt(0.5))
 
 

@@ -1,4 +1,4 @@
-"""Backwards that have no second derivatives, and say so."""
+"""Backwards without second derivatives, which raise an error when asked for them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from moecomm.errors import Unsupported
 
 
 def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes of the backward of a torch.autograd.Function one that raises Unsupported where autograd records
-    it (create_graph=True). torch's once_differentiable raises only when a second backward gets there, which
-    it does not where the gradient that arrives has no graph: what goes through the backward itself would be
-    left out without a word."""
+    """Makes the backward of a torch.autograd.Function raise Unsupported where autograd records it
+    (create_graph=True). torch's once_differentiable raises only when a second backward reaches it, which does
+    not happen if the incoming gradient has no graph: derivatives through the backward itself would then be
+    missing silently."""
 
     def run(ctx: Any, *gradients: Any) -> Any:
         if torch.is_grad_enabled():

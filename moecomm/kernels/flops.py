@@ -1,7 +1,7 @@
-"""Formulas by which torch.utils.flop_counter.FlopCounterMode counts the experts' products.
+"""Formulas with which torch.utils.flop_counter.FlopCounterMode counts the experts' products.
 
-A row of a group is multiplied by one weight. Rows past the last group count as well, as only shapes are
-looked at. quack's kernels are no operators of torch, and are not counted.
+A row of a group is multiplied by one weight. Rows past the last group count as well, as formulas see only
+shapes. quack's kernels are not torch operators, and are not counted.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import moecomm.kernels.scaled_mm  # noqa: F401 (both define the operators)
 
 
 def _by_group(left: Sequence[int], right: Sequence[int], *_: Any, **__: Any) -> int:
-    """Groups of rows (P, A) times (L, A, B), sums over groups (A, P) times (P, B), and (L, M, A) times
+    """Counts groups of rows (P, A) times (L, A, B), sums over groups (A, P) times (P, B), and (L, M, A) times
     (L, A, B) or (A, P)."""
     batch = left[0] if len(left) == len(right) == 3 else 1
     return 2 * batch * left[-2] * left[-1] * right[-1]
@@ -29,7 +29,7 @@ def _weight_gradient(rows: Sequence[int], grad: Sequence[int], *_: Any, **__: An
 
 
 def _scaled(rows: Sequence[int], _scales: Any, weights: Sequence[int], *_: Any, **__: Any) -> int:
-    """(P, K) and (L, N, K), or of the gradient of weights (A, Q) and (B, Q)."""
+    """Counts (P, K) and (L, N, K), or for the gradient of weights (A, Q) and (B, Q)."""
     return 2 * rows[0] * rows[1] * weights[-2]
 
 
@@ -40,5 +40,5 @@ for _operator, _formula in (
     (torch.ops.moecomm.scaled_grouped_mm, _scaled),
     (torch.ops.moecomm.scaled_grouped_mm_wgrad, _scaled),
 ):
-    if _operator not in flop_registry:  # a later torch may have one of its own
+    if _operator not in flop_registry:  # a later torch may have its own formula
         register_flop_formula(_operator)(_formula)

@@ -1,9 +1,9 @@
 """The experts' products in fp8.
 
-Operands are in e4m3 with a scale a row (moecomm.kernels.quantize), results in bfloat16 (docs/fp8.md):
-    h  = x W_in      rows of x by columns of W_in         dx = dh W_in^T    rows of dh by rows of W_in
-    y  = z W_out     rows of z by columns of W_out        dz = dy W_out^T   rows of dy by rows of W_out
-    dW_in = x^T dh   columns of x by columns of dh        dW_out = z^T dy   columns of z by columns of dy
+Operands are in e4m3 with one scale per row (moecomm.kernels.quantize), results in bfloat16 (docs/fp8.md): h =
+    x W_in rows of x by columns of W_in dx = dh W_in^T rows of dh by rows of W_in y = z W_out rows of z by
+    columns of W_out dz = dy W_out^T rows of dy by rows of W_out dW_in = x^T dh columns of x by columns of dh
+    dW_out = z^T dy columns of z by columns of dy
 with the columns of rows' tensors within each expert's group.
 """
 
@@ -26,9 +26,9 @@ from moecomm.kernels.scaled_mm import scaled_grouped_mm, scaled_grouped_mm_wgrad
 
 class Fp8Products(Products):
     """Grouped products in e4m3. Quantised weights of a module's own expert parameters are kept until the
-    weight changes: its version counter, its address, or a step of any torch.optim.Optimizer (fused ones count
-    no version); `forget` is for other changes. While a CUDA graph is captured nothing is kept, since a replay
-    has to see what weights are then.
+    weight changes: by its version counter, its address, or a step of any torch.optim.Optimizer (fused ones do
+    not count versions); call `forget` after other changes. While a CUDA graph is captured nothing is kept,
+    since each replay has to quantise the current weights.
     """
 
     name = "fp8"
@@ -44,7 +44,7 @@ class Fp8Products(Products):
         return Fp8Products, ()
 
     def forget(self) -> None:
-        """Throws the quantised weights away; the next product makes its own again."""
+        """Drops the quantised weights; the next product quantises them again."""
         self._kept.clear()
 
     def kept_bytes(self) -> int:
@@ -65,13 +65,13 @@ class Fp8Products(Products):
         return scaled_grouped_mm_wgrad(left, right).to(rows_PA.dtype)
 
     def _weights(self, weight_LAB: Tensor, quantize: Callable[[Tensor], Quantized]) -> Quantized:
-        """Returns the quantised weight, with the summed dimension last in memory."""
+        """Returns the quantised weight, with the summed dimension contiguous in memory."""
         if not _may_keep(weight_LAB):
             return quantize(weight_LAB.detach())
         forms = self._kept.setdefault(weight_LAB, {})
         kept, state = forms.get(quantize.__name__), _state_of(weight_LAB)
         if kept is None or kept.state != state:
-            # The new weight may take the memory of the old one.
+            # The new weight may reuse the memory of the old one.
             forms.pop(quantize.__name__, None)
             kept = _Kept(quantize(weight_LAB.detach()), state, _made_now(weight_LAB))
             forms[quantize.__name__] = kept
@@ -96,7 +96,7 @@ class _Kept(NamedTuple):
 
 
 class _Steps:
-    """A count of the steps of all optimizers of this process."""
+    """Counts the steps of all optimizers of this process."""
 
     count = 0
 

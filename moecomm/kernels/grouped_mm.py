@@ -1,4 +1,4 @@
-"""Matrix products of row groups, each with its own weight, by torch."""
+"""Matrix products of row groups, each with its own weight, computed by torch."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ _ALIGNMENT_BYTES = 16
 
 
 def _row_major(rows_PA: Tensor) -> Tensor:
-    """Returns the rows with strides (A, 1) exactly: torch's grouped_mm insists on them, also where P is 1 and
-    contiguous() does not."""
+    """Returns the rows with strides (A, 1) exactly, as torch's grouped_mm requires, even where P is 1 and
+    contiguous() leaves others."""
     if not torch.compiler.is_compiling() and rows_PA.stride() == (rows_PA.shape[1], 1):
-        return rows_PA  # the views take the host longer than the question
+        return rows_PA  # views cost the host more than this check
     return rows_PA.contiguous().view(-1).view(rows_PA.shape)
 
 
 def grouped_mm(rows_PA: Tensor, weight_LAB: Tensor, offsets_L: Tensor) -> Tensor:
-    """Returns (P, B): rows of group l, offsets[l-1]..offsets[l]-1, times weight[l], as
-    `moecomm.kernels.products.grouped_matmul` says."""
+    """Returns (P, B): rows offsets[l-1]..offsets[l]-1 of each group l times weight[l]; see
+    `moecomm.kernels.products.grouped_matmul`."""
     if _is_opaque(rows_PA, weight_LAB.shape[2]):
         product_PB: Tensor = torch.ops.moecomm.grouped_mm(rows_PA, weight_LAB, offsets_L)
         return product_PB
@@ -29,8 +29,8 @@ def grouped_mm(rows_PA: Tensor, weight_LAB: Tensor, offsets_L: Tensor) -> Tensor
 
 
 def grouped_mm_wgrad(rows_PA: Tensor, grad_PB: Tensor, offsets_L: Tensor) -> Tensor:
-    """Returns (L, A, B): for each group the sum over its rows of rows^T grad, zero for an empty one; no
-    gradient."""
+    """Returns (L, A, B): for each group the sum over its rows of rows^T grad, zero for an empty group; not
+    differentiable."""
     if _is_opaque(rows_PA, grad_PB.shape[1]):
         product_LAB: Tensor = torch.ops.moecomm.grouped_mm_wgrad(rows_PA, grad_PB, offsets_L)
         return product_LAB
@@ -64,9 +64,9 @@ def _has_grouped_kernel(rows_PA: Tensor, width: int) -> bool:
 
 
 def _is_opaque(rows_PA: Tensor, width: int) -> bool:
-    """Returns True if torch.compile is tracing a product that it has to hold as one operator of moecomm:
-    torch's fake grouped_mm refuses every dtype but bfloat16, and a loop over groups has bounds that no trace
-    knows."""
+    """Returns True if torch.compile is tracing a product that it has to keep as one operator of moecomm:
+    torch's fake grouped_mm refuses every dtype but bfloat16, and a loop over groups has bounds that a trace
+    does not know."""
     if not torch.compiler.is_compiling():
         return False
     return rows_PA.dtype != torch.bfloat16 or not _has_grouped_kernel(rows_PA, width)
@@ -85,7 +85,7 @@ def _groups(offsets_L: Tensor) -> list[tuple[int, int]]:
     return list(zip([0, *ends[:-1]], ends, strict=True))
 
 
-# The host may read the offsets, so no CUDA graph may hold the operators.
+# The host may read the offsets, so a CUDA graph must not contain the operators.
 operators.define(
     "grouped_mm(Tensor rows, Tensor weight, Tensor offsets) -> Tensor",
     _grouped_mm,

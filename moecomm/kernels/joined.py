@@ -1,6 +1,6 @@
-"""Rows of several passes in one: group by group, and within a group pass by pass.
+"""Joins the rows of several passes: group by group, and within a group pass by pass.
 
-So a product that sums over the rows of a group, as a weight's gradient does, sums over all passes at once.
+A product that sums over the rows of a group, such as a weight's gradient, then sums over all passes at once.
 """
 
 from __future__ import annotations
@@ -12,37 +12,37 @@ import torch
 from torch import Tensor
 
 _PIECE = torch.complex128
-"""A dtype of 16 bytes, in which rows are copied: the largest pieces that a thread of a GPU moves."""
+"""A dtype of 16 bytes for copying rows: the largest pieces that a GPU thread moves."""
 
 
 class Joined(NamedTuple):
-    """The places of the rows of some passes where these are joined."""
+    """The positions of some passes' rows after joining."""
 
     ends_L: Tensor
-    """int32, the inclusive ends of the joined groups."""
+    """int32, inclusive ends of the joined groups."""
     places: list[Tensor]
-    """A tensor for each pass, (P,) int64: element p is the place of the pass's row p among the joined rows.
-    Rows past the groups have places behind all groups."""
+    """For each pass a tensor (P,) int64: element p is the position of the pass's row p among the joined rows.
+    Rows past the groups come after all groups."""
 
 
 def join_groups(ends: Sequence[Tensor], rows: Sequence[int]) -> Joined:
-    """Works out where rows come when passes are joined; the host waits for nothing.
+    """Computes the positions of rows when passes are joined, without a host wait.
 
-    ends: of each pass the inclusive ends of its groups, (L,) int32, ascending; rows: how many rows it has, P,
+    ends: for each pass the inclusive ends of its groups, (L,) int32, ascending; rows: its number of rows P,
     at least ends[-1].
 
     Example, two passes of two groups, ends [2, 3] and [1, 4], 3 and 5 rows: the joined ends are [3, 7], and
-    the places [0, 1, 3] and [2, 4, 5, 6, 7].
+    the positions [0, 1, 3] and [2, 4, 5, 6, 7].
     """
     device = ends[0].device
-    # What is past the groups is one more of them.
+    # The rows past the groups form one more group.
     ends_MG = torch.stack(
         [torch.cat((each, each.new_full((1,), count))) for each, count in zip(ends, rows, strict=True)]
     )
     starts_MG = torch.nn.functional.pad(ends_MG[:, :-1], (1, 0))
     sizes_MG = ends_MG - starts_MG
     joined_G = sizes_MG.sum(0).cumsum(0)
-    before_MG = sizes_MG.cumsum(0) - sizes_MG  # rows of the group in earlier passes
+    before_MG = sizes_MG.cumsum(0) - sizes_MG  # rows of the same group in earlier passes
     shifts_MG = joined_G - sizes_MG.sum(0) + before_MG - starts_MG
     places = []
     for number, count in enumerate(rows):
@@ -53,7 +53,7 @@ def join_groups(ends: Sequence[Tensor], rows: Sequence[int]) -> Joined:
 
 
 def join_rows(rows: Sequence[Tensor], places: Sequence[Tensor]) -> Tensor:
-    """Returns the rows of all passes, (sum of P, A), each at its place; they are (P, A) of one dtype."""
+    """Returns the rows of all passes, (sum of P, A), each at its position; inputs are (P, A) of one dtype."""
     first = rows[0]
     joined = first.new_empty(sum(each.shape[0] for each in rows), first.shape[1])
     target = _in_pieces(joined)
@@ -67,7 +67,7 @@ def join_rows(rows: Sequence[Tensor], places: Sequence[Tensor]) -> Tensor:
 
 
 def _in_pieces(rows_PA: Tensor) -> Tensor | None:
-    """Returns the same memory in pieces; None where rows or their beginning are no multiple of them."""
+    """Returns the same memory in pieces; None if rows or their start are not multiples of a piece."""
     size = _PIECE.itemsize
     if (rows_PA.shape[1] * rows_PA.element_size()) % size or rows_PA.data_ptr() % size:
         return None

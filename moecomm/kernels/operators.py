@@ -1,4 +1,4 @@
-"""What the experts' operators have in common: their definitions for torch, and their kernels on GPUs."""
+"""What the experts' operators share: their definition for torch, and the loading of their GPU kernels."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LIBRARY = torch.library.Library("moecomm", "FRAGMENT")
 
 
 def define(schema: str, run: Callable[..., Any], fake: Callable[..., Any], *tags: torch.Tag) -> None:
-    """Defines the operator moecomm::NAME, which torch.compile takes as it is. schema: "NAME(arguments) ->
+    """Defines the operator moecomm::NAME, which torch.compile keeps whole. schema: "NAME(arguments) ->
     results"; run: computes it; fake: checks its arguments and returns uninitialised results."""
     name = schema.partition("(")[0]
     LIBRARY.define(schema, tags=tags)
@@ -25,17 +25,17 @@ def define(schema: str, run: Callable[..., Any], fake: Callable[..., Any], *tags
 
 
 def prepare(kernels: str, device: torch.device, dtype: torch.dtype) -> None:
-    """Loads `kernels` of the extension for a dtype onto a CUDA device; does nothing elsewhere, nor a second
-    time. The first use does this too. But loading may wait for kernels under way, and those of a communicator
-    may wait for other ranks, so a program that runs both side by side calls this first. Raises Unsupported
-    where this build has no CUDA part."""
+    """Loads `kernels` of the extension for a dtype onto a CUDA device; does nothing elsewhere, or when they
+    are loaded. The first use also loads them. But loading may wait for running kernels, and a communicator's
+    kernels may wait for other ranks, so a program that runs both concurrently calls this first. Raises
+    Unsupported if this build has no CUDA part."""
     if device.type == "cuda":
         loaded(kernels, device.index if device.index is not None else torch.cuda.current_device(), dtype)
 
 
 @functools.cache
 def loaded(kernels: str, index: int, dtype: torch.dtype) -> CudaDevice:
-    """Returns a GPU onto which `kernels` of the extension are loaded for a dtype."""
+    """Loads `kernels` of the extension for a dtype onto a GPU, if needed, and returns the GPU."""
     if not hasattr(_C, f"prepare_{kernels}"):
         raise no_kernels(f"a tensor is on cuda:{index}")
     gpu = CudaDevice(index)

@@ -1,7 +1,7 @@
 """Products outside autocast, in graphs of torch.compile.
 
-torch.compile makes a backward within the autocast of its forward, as a whole: blocks of the forward that
-turn autocast off do not count in it. Functions of autograd are traced with what their backward does itself.
+torch.compile traces a whole backward within the autocast of its forward, ignoring blocks of the forward that
+turn autocast off. Only for autograd functions does it trace their own backward.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from torch import Tensor
 
 
 def needs_care(kind: str) -> bool:
-    """Returns True where torch.compile traces a forward within autocast for devices of this kind; to be asked
-    before autocast is turned off."""
+    """Returns True if torch.compile is tracing a forward within autocast for this kind of device; call it
+    before turning autocast off."""
     return torch.compiler.is_compiling() and torch.is_autocast_enabled(kind)
 
 
 def matmul(x_TA: Tensor, weight: Tensor, care: bool) -> Tensor:
-    """Returns x @ weight, for a weight (A, B) or (A,), in the dtype of its operands. To be called with
-    autocast turned off; `care`: what `needs_care` has said."""
+    """Returns x @ weight, for a weight (A, B) or (A,), in the dtype of its operands. Call it with autocast
+    turned off; `care`: the result of `needs_care`."""
     if not care:
         return x_TA @ weight
     if weight.dim() == 1:

@@ -1,4 +1,4 @@
-"""Parameters of experts: their initial values, their parts (expert tensor parallelism), and added ones."""
+"""Parameters of experts: their initial values, their parts (expert tensor parallelism), and adapters."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from moecomm.kernels.marks import unmark_expert_parameter
 AVERAGED_BY_DDP = "moecomm_averaged_by_ddp"
 """The attribute that `prepare_ddp` sets on parameters of experts."""
 DIVIDED = "moecomm_divided"
-"""The attribute that `fully_shard_experts` sets on parameters that it leaves whole, whose gradients are
+"""The attribute that `fully_shard_experts` sets on parameters that it does not shard, whose gradients are
 final."""
 _MOST_THREADS = 16
-"""Threads that draw the first weights of experts."""
+"""The most threads that draw the initial weights of experts."""
 
 
 def ranks_of_shards(parameter: DTensor) -> tuple[int, ...]:
@@ -75,7 +75,7 @@ def init_expert_weights(
         whole_1AB = torch.normal(0.0, std, shape, generator=generator, dtype=torch.float32, device="cpu")
         return part.take(whole_1AB, split)[0][tuple(columns_here)]
 
-    # Each expert has a generator of its own, so a thread can draw it; a few are in memory at a time.
+    # Each expert has its own generator, so threads can draw them in parallel; a few are in memory at a time.
     at_once = min(_MOST_THREADS, len(os.sched_getaffinity(0)))
     experts = list(local_LAB)
     with ThreadPoolExecutor(at_once) as threads:
@@ -86,7 +86,7 @@ def init_expert_weights(
 
 
 def _shard_of(weight: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
-    """Returns this rank's shard of a weight, and where in the weight it is; of a plain tensor all of it."""
+    """Returns this rank's shard of a weight, and its position in the weight; for a plain tensor all of it."""
     if not isinstance(weight, DTensor):
         return weight, tuple(slice(0, size) for size in weight.shape)
     shape, offsets = compute_local_shape_and_global_offset(
@@ -111,11 +111,11 @@ class Split(NamedTuple):
     dim: int
     """The dimension of the (E, ...) tensor of all experts."""
     blocks: int
-    """The number of equal blocks in that dimension; a part has a share of each block."""
+    """The number of equal blocks in that dimension; each part has a share of every block."""
 
 
 class ExpertPart(NamedTuple):
-    """One of the equal parts that experts are split into: part `number` of `of`, from 0 on."""
+    """One of the equal parts into which experts are split: part `number` of `of`, counted from 0."""
 
     number: int = 0
     of: int = 1
@@ -142,13 +142,14 @@ def splits_of(activation: str) -> dict[str, Split | None]:
 
 
 _SAID = "_moecomm_per_expert"
-"""The attribute of a module that has what is known of its parameters, by name."""
+"""The attribute of a module that records what `mark_adapter` said of its parameters, by name."""
 
 
 def mark_adapter(module: nn.Module, *, per_expert: bool) -> None:
-    """Says of parameters of a module within a layer's experts (a parametrization), whose first dimension is
-    the number of this rank's experts, whether they have a part for each expert or are the same on all ranks.
-    It is needed where moecomm raises InvalidArgument for not knowing; copies of the module keep it."""
+    """Declares, for a module within a layer's experts (a parametrization), whether its parameters have a part
+    for each expert or are the same on all ranks, where their first dimension is the number of this rank's
+    experts. Call it where moecomm raises InvalidArgument because it cannot tell; copies of the module keep
+    it."""
     for each in module.modules():
         setattr(each, _SAID, dict.fromkeys(each._parameters, per_expert))
         for parameter in each._parameters.values():
@@ -157,8 +158,8 @@ def mark_adapter(module: nn.Module, *, per_expert: bool) -> None:
 
 
 def has_part_for_each(experts: nn.Module, local: int, name: str, parameter: Tensor) -> bool | None:
-    """Returns whether a parameter that was added to experts, with this name in them, has a part for each of
-    the `local` ones; None where that cannot be told."""
+    """Returns whether a parameter that was added to the experts under this name has a part for each of the
+    `local` ones; None if that cannot be told."""
     if parameter.dim() == 0 or parameter.shape[0] != local:
         return False
     path, _, leaf = name.rpartition(".")
@@ -166,7 +167,7 @@ def has_part_for_each(experts: nn.Module, local: int, name: str, parameter: Tens
     known: dict[str, bool] = getattr(module, _SAID, {})
     if leaf in known:
         return known[leaf]
-    if isinstance(parameter, DTensor):  # `fully_shard_experts` has asked before; other shards are refused
+    if isinstance(parameter, DTensor):  # `fully_shard_experts` has checked these before
         return True
     found = None
     if path.startswith("parametrizations.") and local > 1:
@@ -178,8 +179,8 @@ def has_part_for_each(experts: nn.Module, local: int, name: str, parameter: Tens
 
 
 def _changes_own_alone(parametrization: nn.Module, name: str) -> bool | None:
-    """Returns whether part 0 of a parameter is the only one that the weight of expert 0 depends on; None if
-    it cannot be computed, or depends on none."""
+    """Returns whether the weight of expert 0 depends on part 0 of a parameter alone; None if it cannot be
+    computed, or depends on no part."""
     values: dict[str, Any] = dict(parametrization.named_parameters())
     device = values[name].device
     if device.type == "meta" or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
@@ -192,7 +193,7 @@ def _changes_own_alone(parametrization: nn.Module, name: str) -> bool | None:
                     values[each] = torch.randn_like(value).requires_grad_(each == name)
             first = functional_call(parametrization, values, ())[0]
             (found,) = torch.autograd.grad(first, values[name], torch.randn_like(first), allow_unused=True)
-    except Exception:  # whatever a module of the user's does not take
+    except Exception:  # a user's module may reject these inputs with any error
         return None
     used = [] if found is None else found.reshape(len(found), -1).any(1).tolist()
     return not any(used[1:]) if any(used) else None

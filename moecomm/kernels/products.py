@@ -1,4 +1,4 @@
-"""The products of the experts, as the layer asks for them: one interface, and the engine that is torch.
+"""The experts' products: the interface that the layer uses, and its implementation with torch.
 
 Shape letters: P rows in groups of L experts, H hidden columns, F columns of the activation's result ("ffn
 width"), I columns of the first product (2F for swiglu), A and B any widths.
@@ -26,18 +26,18 @@ from moecomm.types import DispatchOutput
 
 
 class Products:
-    """The experts' grouped products by torch, in the dtype of the operands; other engines override them.
+    """The experts' grouped products by torch, in the operands' dtype; other engines override the methods.
 
-    None of them is differentiable. Groups and unspecified rows are as in `grouped_matmul`; `groups` is what
-    `groups()` makes of the offsets; results have the rows' dtype.
+    They are not differentiable. Groups and unspecified rows are as in `grouped_matmul`; `groups` is the
+    result of `groups()` for the offsets; results have the rows' dtype.
 
-    A bias, (L, B), is one more row of each group's weight, with a further column of the rows: their weights,
-    1 where there are none. So a row's bias is its weight times that of its group.
+    A bias, (L, B), is an additional row of each group's weight. It meets an additional column of the rows:
+    their routing weights, 1 if there are none. So a row's bias is its weight times its group's bias.
 
     Attributes:
-        name: the name of the engine, for people.
-        adds: a product adds a weight gradient to what is there, in one kernel.
-        traceable: torch.compile can trace the products; where it cannot, its graphs hold torch's.
+        name: the name of the engine, for display.
+        adds: whether one kernel computes a weight gradient and adds it to an existing tensor.
+        traceable: whether torch.compile can trace the products; else its graphs contain torch's products.
     """
 
     name = "torch"
@@ -45,11 +45,11 @@ class Products:
     traceable = True
 
     def groups(self, offsets_L: Tensor) -> Tensor:
-        """Returns the groups of rows as the products take them; its last element is offsets[-1]."""
+        """Returns the groups of rows in the form that the products take; the last element is offsets[-1]."""
         return offsets_L
 
     def groups_of(self, out: DispatchOutput) -> Tensor:
-        """Returns the groups of a dispatch's rows in expert-major order, without work on the device."""
+        """Returns the groups of a dispatch's rows in expert-major order, without device work."""
         return out.expert_offsets
 
     def grouped_mm(
@@ -61,13 +61,14 @@ class Products:
         bias_LB: Tensor | None = None,
         weights_P: Tensor | None = None,
     ) -> Tensor:
-        """Returns (P, B): rows of each group times its weight, with a bias of the rows' `weights_P` if there
-        is one."""
+        """Returns (P, B): rows of each group times its weight, plus a bias times the rows' `weights_P` if
+        there is one."""
         product_PB = self._mm(rows_PA, weight_LAB, groups)
         if bias_LB is not None:
             factors_PN = bias_factors(weights_P, product_PB.shape[0], product_PB)
             added_PB = self._mm(factors_PN, bias_weight(bias_LB), groups)
-            # A torch dispatch mode, as of selective checkpoints, may keep the product: no change in place.
+            # A torch dispatch mode, as of selective checkpoints, may keep the product: it is not changed in
+            # place.
             return product_PB + added_PB if is_in_torch_dispatch_mode() else product_PB.add_(added_PB)
         return product_PB
 
@@ -78,8 +79,8 @@ class Products:
     def grouped_mm_wgrad(
         self, rows_PA: Tensor, grad_PB: Tensor, groups: Tensor, *, into: Tensor | None = None
     ) -> Tensor | None:
-        """Returns (L, A, B): for each group the sum over its rows of rows^T grad, zero for an empty one; with
-        `into`, a tensor of that shape, it is added to that and None is returned."""
+        """Returns (L, A, B): for each group the sum over its rows of rows^T grad, zero for an empty group.
+        With `into`, a tensor of that shape, adds the sums to it and returns None."""
         gradient_LAB = self._wgrad(rows_PA, grad_PB, groups)
         if into is None:
             return gradient_LAB
@@ -87,7 +88,7 @@ class Products:
         return None
 
     def bias_grad(self, grad_PB: Tensor, groups: Tensor, weights_P: Tensor | None = None) -> Tensor:
-        """Returns (L, B), the gradient of a bias: for each group the sum over its rows of weight * grad."""
+        """Returns (L, B), a bias's gradient: for each group the sum over its rows of weight * grad."""
         factors_PN = bias_factors(weights_P, grad_PB.shape[0], grad_PB)
         gradient_LNB = self.grouped_mm_wgrad(factors_PN, grad_PB, groups)
         assert gradient_LNB is not None
@@ -125,10 +126,10 @@ class Products:
         need_weights: bool,
         need_z: bool,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Takes the gradient of the second product's result back through that product and the activation.
+        """Propagates the gradient of the second product's result back through it and the activation.
 
         Returns (grad_inner_PI, grad_weights_P, z_PF): the gradients of the first product and of the routing
-        weights, and the activation's result again; None for what is not needed.
+        weights, and the recomputed activation; None for results that are not needed.
         """
         grad_z_PF = self.grouped_mm_dgrad(grad_rows_PH, weight_LFH, groups)
         grad_inner_PI, grad_weights_P, z_PF = activate_backward(
@@ -146,16 +147,16 @@ class Products:
         return grouped_mm_wgrad(rows_PA, grad_PB, groups)
 
     def forget(self) -> None:
-        """Throws away what is kept of weights (quantised copies), if anything."""
+        """Drops kept data derived from weights (quantised copies), if there is any."""
 
 
 _FACTORS = 8
-"""Columns of `bias_factors`: 16 bytes in the narrowest dtype, as grouped products want."""
+"""Columns of `bias_factors`: 16 bytes in the narrowest dtype, as grouped products require."""
 
 
 def bias_factors(weights_P: Tensor | None, rows: int, like: Tensor) -> Tensor:
-    """Returns (P, N), the columns of rows that meet a bias, of the dtype of `like`: the weights, what their
-    rounding to that dtype has left out, and zeros."""
+    """Returns (P, N), the columns of rows that multiply a bias, in the dtype of `like`: the weights, the
+    remainder of their rounding to that dtype, and zeros."""
     if weights_P is None:
         weights_P = like.new_ones(rows)
     whole_P = weights_P.to(like.dtype)
@@ -164,7 +165,7 @@ def bias_factors(weights_P: Tensor | None, rows: int, like: Tensor) -> Tensor:
 
 
 def bias_weight(bias_LB: Tensor) -> Tensor:
-    """Returns (L, N, B), the rows of a weight that meet `bias_factors`."""
+    """Returns (L, N, B), the rows of a weight that `bias_factors` multiply."""
     both_L2B = bias_LB.unsqueeze(1).expand(-1, 2, -1)
     return functional.pad(both_L2B, (0, 0, 0, _FACTORS - 2))
 
@@ -175,14 +176,14 @@ _TORCH = Products()
 def grouped_matmul(
     rows_PA: Tensor, weight_LAB: Tensor, offsets_L: Tensor, products: Products = _TORCH
 ) -> Tensor:
-    """Returns (P, B): rows of group l, offsets[l-1]..offsets[l]-1, times weight[l].
+    """Returns (P, B): rows offsets[l-1]..offsets[l]-1 of each group l times weight[l].
 
     rows: (P, A); weight: (L, A, B) of the same dtype; offsets: (L,) int32 inclusive ends, ascending, at most
     P; a group may be empty. Rows past offsets[-1] and their gradient are unspecified; the weights' gradient
     does not depend on them, even if they hold NaN, and is zero for an empty group.
 
-    torch's products run torch.nn.functional.grouped_mm without a host wait; for float64, and A or B that are
-    no multiples of 16 bytes, one torch.mm a group, for which the host must know the offsets.
+    It runs torch.nn.functional.grouped_mm without a host wait; for float64, and if A or B are not multiples
+    of 16 bytes, one torch.mm per group, for which the host must know the offsets.
     """
     product: Tensor = _GroupedMatmul.apply(rows_PA, weight_LAB, offsets_L, products)  # type: ignore[no-untyped-call]
     return product
@@ -206,8 +207,8 @@ def grouped_linear(
 
 
 def _without_tail(rows_P: Tensor, groups: Tensor) -> Tensor:
-    """Returns rows (P, ...), with those past the last group set to zero while torch looks for NaN
-    (torch.autograd.detect_anomaly): nobody has written them, and it would find one there."""
+    """Returns rows (P, ...). While torch looks for NaN (torch.autograd.detect_anomaly), rows past the last
+    group are set to zero, since nothing has written them and torch might find NaN there."""
     if torch.compiler.is_compiling() or not torch.is_anomaly_enabled():
         return rows_P
     past_P = torch.arange(rows_P.shape[0], device=rows_P.device) >= groups[-1]
@@ -215,8 +216,8 @@ def _without_tail(rows_P: Tensor, groups: Tensor) -> Tensor:
 
 
 class _GroupedMatmul(torch.autograd.Function):
-    # The backward of torch's grouped_mm refuses gradients that are not contiguous, such as the expanded one
-    # of a sum.
+    # The backward of torch's grouped_mm refuses gradients that are not contiguous, like the expanded one of a
+    # sum.
 
     @staticmethod
     def forward(
@@ -251,9 +252,9 @@ def expert_ffn(
     b_in_LI: Tensor | None = None,
     b_out_LH: Tensor | None = None,
 ) -> Tensor:
-    """Returns (P, H): both products of the experts on grouped rows, with their biases if there are any, the
-    activation and the rows' routing weights (None: 1) between them; differentiable in rows, weights, routing
-    weights and biases. Rows past offsets[-1] are unspecified, and so are their gradients."""
+    """Returns (P, H): the experts' two products on grouped rows, with biases if there are any, and the
+    activation and the rows' routing weights (None: 1) in between; differentiable in rows, weights, routing
+    weights and biases. Rows past offsets[-1] and their gradients are unspecified."""
     if torch.compiler.is_compiling():
         products = products if products.traceable else _TORCH
         inner_PI = grouped_linear(rows_PH, w_in_LHI, b_in_LI, offsets_L, products)
@@ -289,7 +290,7 @@ class _ExpertFfn(torch.autograd.Function):
         return _without_tail(y_PH, groups)
 
     @staticmethod
-    @_disable_dynamo  # kernels are given addresses
+    @_disable_dynamo  # kernels take addresses
     @first_order
     def backward(ctx: Any, grad_y_PH: Tensor) -> tuple[Tensor | None, ...]:
         rows_PH, w_in_LHI, w_out_LFH, b_out_LH, groups, weights_P, inner_PI = ctx.saved_tensors

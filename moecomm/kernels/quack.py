@@ -1,11 +1,11 @@
 """The experts' products by quack-kernels (github.com/Dao-AILab/quack), on Hopper GPUs.
 
-Its grouped products are faster than torch's, add gradients of weights to what is there, and have the
-activation and the routing weight in their epilogues. It is an optional dependency, which `pip
-install 'moecomm[cuda]'` brings.
+Its grouped products are faster than torch's, can add weight gradients to existing tensors, and have the
+activation and the routing weight in their epilogues. It is an optional dependency, which
+`pip install 'moecomm[cuda]'` installs.
 
-quack's epilogues read a gate and its up value from neighbouring columns, so the activation is part of the
-products with interleaved gates alone. The kernels' tiles are those of moecomm/kernels/tiles.py.
+quack's epilogues read a gate and its up value from neighbouring columns, so only products with interleaved
+gates include the activation. The kernels' tiles are in moecomm/kernels/tiles.py.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _MULTIPLE = 8
 _compiled: set[Any] = set()
 _plans: dict[tuple[Any, ...], Any] = {}
 """quack's launch plans, by all that they depend on. quack itself keeps one for each number of rows: where
-that is another one each time, it takes the host several times as long, and memory without end."""
+that changes from call to call, it takes the host several times as long, and memory grows without end."""
 
 
 def missing_on(*, hidden: int, ffn: int, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Returns why quack cannot compute the products of such experts, with what helps; None where it can.
-    Where nothing else is in the way quack is imported, which takes seconds the first time."""
+    """Returns why quack cannot compute these experts' products, and what would help; None if it can. If there
+    is no other obstacle it imports quack, which takes seconds the first time."""
     if version_of("quack-kernels") is None:
         return f"quack-kernels is not installed; pip install 'quack-kernels=={VERSION}'"
     if device.type != "cuda":
@@ -58,14 +58,13 @@ def missing_on(*, hidden: int, ffn: int, dtype: torch.dtype, device: torch.devic
 
 class QuackProducts(Products):
     """Products by quack-kernels, for experts of one size (`hidden` and `ffn`, multiples of 8), with the
-    activation in passes of its own.
+    activation in separate passes.
 
-    rows: those that an expert gets on average, by which tiles are chosen; tiles: those of some products, in
-    the place of the table's; columns_first: weights are views of (L, B, A) tensors, and their gradients are
-    made in that order as well. Kernels are compiled here, those for a bias too, which takes seconds and says
-    so on stderr; compile_now=False leaves them to their first use. quack keeps them on disk
-    (QUACK_CACHE_DIR).
-    Raises Unsupported where quack is not installed or cannot do it.
+    rows: average rows of an expert, by which tiles are chosen; tiles: tiles of some products, in place of the
+    table's; columns_first: weights are views of (L, B, A) tensors, and their gradients get that order as
+    well. Kernels, also those for a bias, are compiled here, which takes seconds and is reported on stderr;
+    compile_now=False leaves them to their first use. quack keeps them on disk (QUACK_CACHE_DIR). Raises
+    Unsupported if quack is not installed or cannot compute these products.
     """
 
     name = "quack"
@@ -98,7 +97,7 @@ class QuackProducts(Products):
             self._compile(dtype, device, bias)
 
     def use_tile(self, product: str, tile: Tile) -> None:
-        """Sets the tile of a product from now on."""
+        """Sets the tile of a product for later calls."""
         self._tiles[product] = tile
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuackProducts:
@@ -187,7 +186,7 @@ class QuackProducts(Products):
         sums: dict[str, Tensor] | None = None,
         **operands: Tensor,
     ) -> None:
-        """Computes a product of rows with an epilogue of `moecomm.kernels.quack_epilogue`; `sums` are its
+        """Computes a product of rows with an epilogue of `moecomm.kernels.quack_epilogue`; `sums`: its
         reduced results, (P, tiles along the columns)."""
         rows_PA, sums = rows_PA.contiguous(), sums or {}
         given: dict[str, Any] = {"cu_seqlens_m": groups, **operands}
@@ -201,7 +200,7 @@ class QuackProducts(Products):
         plan.run(rows_PA, weight_LAB, c, out=out, scratch=sums, **given)
 
     def _compile(self, dtype: torch.dtype, device: torch.device, bias: bool) -> None:
-        """Runs every product once on a few rows, so that its kernel is there, with a line where that takes
+        """Runs every product once on a few rows, so that its kernel is compiled; reports it if that takes
         long."""
         kind = (type(self), self._activation, self._columns_first, bias)
         key = (*kind, *self._tiles.values(), dtype, device)
@@ -247,7 +246,7 @@ class QuackProducts(Products):
 
 
 class FusedQuackProducts(QuackProducts):
-    """Products by quack-kernels with the activation in the epilogues of those beside it."""
+    """Products by quack-kernels with the activation in their epilogues."""
 
     def gated_mm(
         self,
@@ -317,8 +316,8 @@ class FusedQuackProducts(QuackProducts):
 
 
 def make_quack_products(*, activation: str, **others: Any) -> QuackProducts:
-    """Makes the products of experts with an activation, in the epilogues if quack has it there; arguments are
-    those of `QuackProducts`."""
+    """Makes the products of experts with an activation, in the epilogues if quack supports that. Arguments
+    are those of `QuackProducts`."""
     made = FusedQuackProducts if activation in INTERLEAVED else QuackProducts
     return made(activation=activation, **others)
 
@@ -336,11 +335,11 @@ def _quack() -> Any:
 
 @functools.cache
 def _import_problem() -> str | None:
-    """Returns why quack, which is installed, cannot be imported, and warns of it once, as products that
-    moecomm chooses are torch's then; None where it can."""
+    """Returns why quack, though installed, cannot be imported, and warns about it once, since moecomm then
+    chooses torch's products; None if it can."""
     try:
         _epilogues()
-    except Exception as error:  # whatever a part that is missing, or of another version, raises
+    except Exception as error:  # a missing part, or one of another version, may raise any error
         problem = f"quack-kernels is installed and cannot be imported ({type(error).__name__}: {error})"
         warnings.warn(f"{problem}; experts' products are by torch, which is slower", stacklevel=2)
         return f"{problem}; pip install --force-reinstall 'quack-kernels=={VERSION}'"
@@ -367,8 +366,8 @@ def _launch(
     adds: bool = False,
     **groups: Tensor,
 ) -> None:
-    """Computes left @ right into `out`, or adds it there; `right_T` is the transpose of right. `weight` is
-    the one of them that has a part for each group: the plan depends on its sizes, and on none of the rows."""
+    """Computes left @ right into `out`, or adds it there; `right_T` is the transpose of right. `weight`: the
+    operand with a part for each group; the plan depends on its sizes, not on the number of rows."""
     there = out if adds and tile.loads else None
     strides = left.stride(), right_T.stride(), out.stride()
     dtypes = left.dtype, out.dtype
@@ -386,7 +385,7 @@ def _weights(weights_P: Tensor | None, like: Tensor, rows: int) -> Tensor:
     return like.new_ones(rows, dtype=torch.float32) if weights_P is None else weights_P
 
 
-@functools.cache  # quack finds a plan by id(config): a config must never take the place of a dead one
+@functools.cache  # quack finds a plan by id(config), so a config must never be freed and its id reused
 def _config(tile: Tile) -> Any:
     return importlib.import_module("quack.gemm_config").GemmConfig(
         tile_m=tile.m,

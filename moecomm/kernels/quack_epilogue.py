@@ -1,9 +1,9 @@
 """Epilogues of the experts' products on quack-kernels: biases, SwiGLU and the routing weight in the product.
 
-quack finds an epilogue by its module and name, so they have a module of their own, which imports quack. In
-those with SwiGLU a gate and its up value are in neighbouring columns: D has both, before the activation, and
-postact their activation times the weight. Backward, `acc` is the gradient of postact and `c` the forward's D;
-D is the gradient of that, postact the forward's again, and dweight the gradient of the weight.
+quack finds an epilogue by its module and name, so they have a separate module, which imports quack. With
+SwiGLU a gate and its up value are in neighbouring columns: D has both, before the activation, and postact
+their activation times the weight. In the backward, `acc` is the gradient of postact and `c` the forward's D;
+D is the gradient of `c`, postact the forward's value recomputed, and dweight the gradient of the weight.
 """
 
 # mypy: disable-error-code="untyped-decorator,unused-ignore"
@@ -15,7 +15,7 @@ from quack.epilogue.frontend import gemm_epilogue
 from quack.epilogue.math import pack, unpack
 from quack.epilogue.ops import ColVecLoad, ColVecReduce, RowVecLoad
 
-_LIMIT = 7.0  # of swiglu_clamped; quack has its 1.702 as a default
+_LIMIT = 7.0  # of swiglu_clamped; quack's default already has its factor 1.702
 
 
 @gemm_epilogue(ops={"bias": RowVecLoad("bias"), "weight": ColVecLoad("weight")})

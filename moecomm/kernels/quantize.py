@@ -1,26 +1,26 @@
 """Operands of products in fp8: values in e4m3, with a float32 scale for each row or column.
 
-A product on the tensor cores sums over one dimension of both operands, and multiplies what it has summed by
-the scales of its row and its column. So an operand has one scale for all that one sum runs over, and lies in
-memory along it:
+A product on the tensor cores sums over one dimension of both operands, and multiplies the sum by the scales
+of its row and its column. So an operand has one scale for all values of one sum, which are contiguous in
+memory:
 
     quantize_rows        (P, C) -> (P, C), a scale a row                 for sums over columns
     quantize_columns     (P, C) -> (C, Q), a scale a group and column    for sums over the rows of a group
     quantize_transposed  (L, A, B) -> (L, B, A), a scale a column        for sums over A
 
-The arithmetic is that of rows on the wire (docs/data_formats.md), here for whole rows or columns instead of
-blocks of 128, with every operation in float32 and rounded to nearest even:
+The arithmetic is that of the wire format (docs/data_formats.md), for whole rows or columns instead of blocks
+of 128. Every operation is in float32 and rounds to nearest even:
 
     scale = max(largest |x| / 448, 2^-126)      NaN does not count
     value = e4m3(x * (1 / scale))               to nearest even, at most 448 in magnitude; NaN stays NaN
 
-x comes back as value * scale, within max(|x| / 16, scale / 1024) + |x| / 2^21. Zeros stay zeros, NaN touches
-no other value, and an infinity makes all NaN that shares its scale. CPU and GPU give the same bits (the sign
-of a NaN excepted).
+value * scale differs from x by at most max(|x| / 16, scale / 1024) + |x| / 2^21. Zeros stay zeros, NaN
+affects no other value, and an infinity turns all values that share its scale into NaN. CPU and GPU give the
+same bits (except the sign of a NaN).
 
-On CUDA tensors rows are one pass over memory, and columns as well where groups have up to 768 rows; what a
-group has beyond that is read twice (csrc/kernels/experts/quantize.cu). The host waits for nothing. All are
-torch operators, which torch.compile takes as they are, and have no gradient.
+On CUDA tensors rows take one pass over memory, and so do columns of groups with up to 768 rows; further rows
+of a group are read twice (csrc/kernels/experts/quantize.cu). The host does not wait. All are torch operators,
+which torch.compile keeps whole, without gradients.
 
 Shape letters here: P rows, C columns, L groups, Q rows of groups that are padded.
 """
@@ -40,7 +40,7 @@ from moecomm.setup.memory_plan import CUDA_DTYPES, NATIVE_DTYPES
 Tensor = torch.Tensor
 
 QUANTUM = 16
-"""Columns, and rows of a group among columns, come in multiples of this number, as torch's products require.
+"""Columns, and rows of a group in transposed results, come in multiples of this, as torch's products require.
 """
 
 E4M3 = torch.float8_e4m3fn
@@ -49,7 +49,7 @@ _ALIGNMENT = 16
 
 
 class Quantized(NamedTuple):
-    """A quantised tensor: `values` times `scales`, which have one dimension less."""
+    """A quantised tensor: `values` times `scales`, which lack its summed dimension."""
 
     values: Tensor
     """torch.float8_e4m3fn, contiguous."""
@@ -61,13 +61,13 @@ class QuantizedColumns(NamedTuple):
     """The quantised columns of groups of rows."""
 
     values_CQ: Tensor
-    """torch.float8_e4m3fn, contiguous: group l of a line ends before padded_ends[l] and begins where the one
-    before ends."""
+    """torch.float8_e4m3fn, contiguous: in each line group l ends before padded_ends[l] and begins at the end
+    of the group before."""
     scales_LC: Tensor
     """float32."""
     padded_ends_L: Tensor
-    """int32: inclusive ends, all multiples of 16. A group's last values are zero, where its rows are no
-    multiple; an empty group has 16 of them."""
+    """int32: inclusive ends, all multiples of 16. If a group's rows are not a multiple, its last values are
+    zero; an empty group has 16 values."""
 
 
 def quantize_rows(x: Tensor, ends_L: Tensor | None = None) -> Quantized:
@@ -84,8 +84,8 @@ def quantize_rows(x: Tensor, ends_L: Tensor | None = None) -> Quantized:
 
 
 def quantize_columns(x_PC: Tensor, ends_L: Tensor) -> QuantizedColumns:
-    """Quantises the columns of each group of rows as lines: Q is 16 * (P // 16 + L), enough for groups of any
-    sizes.
+    """Quantises the columns of each group of rows, as lines of the result: Q is 16 * (P // 16 + L), enough
+    for groups of any sizes.
 
     x: bfloat16, float16 or float32, C a multiple of 16. ends: (L,) int32 inclusive ends of groups, ascending,
     at most P, on the same device; rows from ends[-1] on are not read. Values from padded_ends[-1] on are
@@ -109,7 +109,7 @@ def quantize_transposed(x_LAB: Tensor) -> Quantized:
 
 
 def _check(x: Tensor, dimensions: str, *multiples: int) -> None:
-    """Checks x's dtype, and that the dimensions `multiples` are multiples of 16."""
+    """Checks x's dtype, and that the dimensions in `multiples` are multiples of 16."""
     if x.dtype not in CUDA_DTYPES:
         raise InvalidArgument(f"x is {x.dtype}, expected one of {', '.join(map(str, CUDA_DTYPES))}")
     if any(x.shape[at] < QUANTUM or x.shape[at] % QUANTUM for at in multiples):
@@ -124,8 +124,7 @@ def _check_dimensions(x: Tensor, count: int, shape: str) -> None:
 
 
 def _new_rows(x: Tensor, ends_L: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Checks the arguments of quantize_rows and returns its uninitialised results; this is all that a trace
-    sees of it."""
+    """Checks the arguments of quantize_rows and returns its uninitialised results; a trace sees only this."""
     if x.dim() < 2 or (ends_L is not None and x.dim() != 2):
         _check_dimensions(x, 2, "(P, C)" if ends_L is not None else "at least two dimensions")
     _check(x, "columns in", -1)
@@ -135,7 +134,7 @@ def _new_rows(x: Tensor, ends_L: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def _new_columns(x_PC: Tensor, ends_L: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Does the same for quantize_columns."""
+    """The same for quantize_columns."""
     _check_dimensions(x_PC, 2, "(P, C)")
     _check(x_PC, "columns in", -1)
     require_ends(ends_L, x_PC.device, "x")
@@ -148,7 +147,7 @@ def _new_columns(x_PC: Tensor, ends_L: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _new_transposed(x_LAB: Tensor) -> tuple[Tensor, Tensor]:
-    """Does the same for quantize_transposed."""
+    """The same for quantize_transposed."""
     _check_dimensions(x_LAB, 3, "(L, A, B)")
     if x_LAB.shape[0] < 1:
         raise InvalidArgument(f"x has shape {tuple(x_LAB.shape)}, expected (L, A, B) with L at least 1")
@@ -211,7 +210,7 @@ def _transposed(x_LAB: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _launch(name: str, x: Tensor, *arguments: Any) -> None:
-    """Puts a kernel of the extension for x, as kernels take it, on the current stream of its device."""
+    """Launches a kernel of the extension for x, as kernels take it, on the current stream of its device."""
     x = x.contiguous()
     x = x.clone() if x.data_ptr() % _ALIGNMENT else x
     operators.loaded("quantize", x.device.index, x.dtype).launch(getattr(_C, name), x, *arguments)
@@ -230,7 +229,7 @@ def _values(x32: Tensor, scales: Tensor) -> Tensor:
 
 
 def _real(x: Tensor, ends_L: Tensor | None) -> Tensor:
-    """Returns `x` with rows that are not real set to zero, whatever they hold."""
+    """Returns `x` with rows that are not real set to zero, whatever they contain."""
     if ends_L is None:
         return x
     return x.where((torch.arange(x.shape[0], device=x.device) < ends_L[-1]).unsqueeze(1), 0.0)

@@ -1,13 +1,13 @@
-"""Products of quantised operands (moecomm.kernels.quantize), for groups of rows with a weight each:
+"""Products of quantised operands (moecomm.kernels.quantize), for groups of rows with one weight each:
 
     product[p, n] = scale[p] * scale[l, n] * sum over k of rows[p, k] * weights[l, n, k]
 
-and the same for the columns of two tensors, summed over the rows of each group. Results are bfloat16, which
-is what torch's grouped product of e4m3 gives.
+and the same for the columns of two tensors, summed over the rows of each group. Results are bfloat16, as
+torch's grouped e4m3 product returns.
 
-On CUDA tensors it is that product, of GPUs of compute capability 9.0, whose tensor cores keep fewer bits than
-float32 (docs/fp8.md); the host waits for nothing. Elsewhere values are summed in float32, multiplied by the
-scales, and rounded once. All are torch operators, which torch.compile takes as they are, without gradient.
+On CUDA tensors they use that product, on GPUs of compute capability 9.0, whose tensor cores keep fewer bits
+than float32 (docs/fp8.md); the host does not wait. Elsewhere values are summed in float32, multiplied by the
+scales, and rounded once. All are torch operators, which torch.compile keeps whole, without gradients.
 
 Shape letters here: P rows, L groups, K what is summed over, N columns of the product, A and B columns, Q rows
 of groups that are padded.
@@ -34,12 +34,12 @@ RESULT = torch.bfloat16
 def scaled_grouped_mm(rows: Quantized, weights: Quantized, ends_L: Tensor) -> Tensor:
     """Returns the product (P, N) in bfloat16.
 
-    rows: values (P, K) and scales (P,), of `quantize_rows`. weights: values (L, N, K) and scales (L, N), of
-    `quantize_transposed` for weights (L, K, N), of `quantize_rows` for weights that are used transposed.
-    ends: (L,) int32 inclusive ends of groups, ascending, at most P. Rows from ends[-1] on come out
+    rows: values (P, K) and scales (P,), of `quantize_rows`. weights: values (L, N, K) and scales (L, N), from
+    `quantize_transposed` for weights (L, K, N), or from `quantize_rows` for weights that are used transposed.
+    ends: (L,) int32 inclusive ends of groups, ascending, at most P. Result rows from ends[-1] on are
     unspecified.
 
-    Raises InvalidArgument; Unsupported for CUDA tensors on a GPU that has no such product (`missing_on`).
+    Raises InvalidArgument; Unsupported for CUDA tensors on a GPU without such a product (`missing_on`).
     """
     product_PN: Tensor = torch.ops.moecomm.scaled_grouped_mm(*rows, *weights, ends_L)
     return product_PN
@@ -47,7 +47,7 @@ def scaled_grouped_mm(rows: Quantized, weights: Quantized, ends_L: Tensor) -> Te
 
 def scaled_grouped_mm_wgrad(left: QuantizedColumns, right: QuantizedColumns) -> Tensor:
     """Returns (L, A, B) in bfloat16: for each group the sum over its rows of left^T right, zero for an empty
-    one.
+    group.
 
     left, right: values (A, Q) and (B, Q), of `quantize_columns` with the same ends. Errors are those of
     `scaled_grouped_mm`.
@@ -59,7 +59,7 @@ def scaled_grouped_mm_wgrad(left: QuantizedColumns, right: QuantizedColumns) -> 
 
 
 def missing_on(device: torch.device) -> str | None:
-    """Returns the reason why CUDA tensors on `device` have no such product; None if they have."""
+    """Returns why there is no such product for CUDA tensors on `device`; None if there is."""
     major, minor = torch.cuda.get_device_capability(device)
     if major == 9:
         return None

@@ -1,7 +1,7 @@
-"""The tiles of quack's kernels for the experts' products: which is fastest for which layer, on an H200.
+"""The fastest tiles of quack's kernels for the experts' products, by layer, on an H200.
 
-A product's kernel has a tile, which makes 10 to 25 % of its time. A layer that is not in the table takes the
-tiles of the one whose hidden, ffn_hidden and rows an expert are nearest, as ratios.
+The choice of a kernel's tile is worth 10 to 25 % of its time. A layer that is not in the table takes the
+tiles of the layer whose hidden, ffn_hidden and rows per expert are nearest, by ratio.
 
     python bench/quack_tiles.py      prints the table, and measures tiles for other layers
 """
@@ -14,21 +14,21 @@ from typing import NamedTuple
 
 PRODUCTS = ("fc1", "fc2", "fc2_dgrad", "fc1_dgrad", "fc2_wgrad", "fc1_wgrad")
 ADDED = ("fc2_wgrad_added", "fc1_wgrad_added")
-"""The weights' gradients where they are added to what is there."""
+"""The weights' gradients, added to existing tensors."""
 
 
 class Tile(NamedTuple):
-    """What a block and a cluster of a kernel compute. Written "128x192p21": m, n, p (pingpong) or c, the
-    cluster; "+" at the end stands for `loads`.
+    """The part of a product that a block and a cluster of a kernel compute. Written "128x192p21": m, n, p
+    (pingpong) or c, the cluster; "+" at the end stands for `loads`.
 
     Attributes:
         m: rows of a block's tile.
         n: columns of a block's tile.
-        pingpong: two groups of warps take turns with tiles of their own, instead of sharing one.
+        pingpong: two groups of warps alternate with one tile each, instead of sharing one.
         cluster_m: blocks of a cluster along the rows.
         cluster_n: blocks of a cluster along the columns.
-        loads: of a product that adds: the block loads what is there and stores the sum, rounded once.
-            False: what it has computed is rounded, and added in memory.
+        loads: for a product that adds to a tensor: the block loads the old values and stores the sums,
+            rounded once. False: it rounds its results and adds them in memory.
     """
 
     m: int
@@ -44,7 +44,7 @@ class Tile(NamedTuple):
 
 
 def parse_tile(text: str) -> Tile:
-    """Returns the tile that is written so."""
+    """Returns the tile for this text."""
     found = re.fullmatch(r"(\d+)x(\d+)([pc])(\d)(\d)(\+?)", text)
     assert found is not None, f"{text!r} is no tile"
     m, n, kind, cluster_m, cluster_n, end = found.groups()
@@ -52,7 +52,7 @@ def parse_tile(text: str) -> Tile:
 
 
 Sizes = tuple[int, int, int]
-"""hidden, ffn_hidden, and the rows that an expert gets on average."""
+"""hidden, ffn_hidden, and the average rows of an expert."""
 _TABLE: dict[Sizes, str] = {
     (2048, 768, 512): """
         fc1=128x192p12 fc2=128x256c12 fc2_dgrad=128x128p12 fc1_dgrad=128x256c12
@@ -87,15 +87,15 @@ TILES: dict[Sizes, dict[str, Tile]] = {
     sizes: {name: parse_tile(tile) for name, tile in (each.split("=") for each in line.split())}
     for sizes, line in _TABLE.items()
 }
-"""The fastest tiles by sizes of the layer and product."""
+"""The fastest tiles, by sizes of the layer and product."""
 FLOAT32_SUMS = Tile(128, 128, True, loads=True)
-"""The tile of gradients that are added to float32 tensors, 0 to 5 % behind the best for the layers of the
-table; adding in memory takes a quarter longer."""
+"""The tile for gradients that are added to float32 tensors, 0 to 5 % slower than the best for the layers of
+the table; adding in memory takes a quarter longer."""
 
 
 def nearest_tile(product: str, hidden: int, ffn: int, rows: int | None = None) -> Tile:
-    """Returns the tile of the layer in the table whose sizes are nearest, as ratios; rows: those that an
-    expert gets on average, None if that is not known."""
+    """Returns the tile of the layer in the table with the nearest sizes, by ratio; rows: average rows of an
+    expert, None if unknown."""
 
     def distance(sizes: Sizes) -> float:
         ratios = (size / own for size, own in zip(sizes, (hidden, ffn, rows or sizes[2]), strict=True))

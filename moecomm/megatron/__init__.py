@@ -3,7 +3,7 @@
     model = GPTModel(...)
     moecomm.megatron.use_moecomm(model)
 
-Megatron-Core has no place where a dispatcher registers, so the layers' own is replaced after they are built
+Megatron-Core has no registry of dispatchers, so the layers' own dispatcher is replaced after they are built
 (docs/megatron.md).
 """
 
@@ -29,7 +29,7 @@ _Left = TypeVar("_Left")
 
 
 def use_moecomm(model: nn.Module) -> int:
-    """Replaces the dispatcher of every MoELayer in `model`, and returns how many there are.
+    """Replaces the dispatcher of every MoELayer in `model`, and returns the number of layers.
 
     Raises:
         Unsupported: a layer spreads single experts over tensor parallel ranks, overlaps shared experts within
@@ -46,9 +46,9 @@ def use_moecomm(model: nn.Module) -> int:
 class TokenDispatcher(MoETokenDispatcher):  # type: ignore[misc]
     """Dispatch and combine in the six parts that Megatron-Core calls, which its 1F1B schedule overlaps.
 
-    Layers of one shape share a communicator. It is built in the first forward, and built anew, on all ranks
-    of the EP group together, when a batch brings more tokens. The experts weigh their rows by the
-    probabilities that come along, as after Megatron-Core's own dispatchers.
+    Layers of one shape share a communicator. It is built in the first forward, and rebuilt on all ranks of
+    the EP group together when a batch has more tokens. The experts weight their rows by the probabilities
+    that travel along, as after Megatron-Core's own dispatchers.
     """
 
     def __init__(self, layer: MoELayer) -> None:
@@ -113,7 +113,7 @@ class TokenDispatcher(MoETokenDispatcher):  # type: ignore[misc]
         return hidden_states
 
     def token_combine(self, hidden_states: Tensor) -> Tensor:
-        """Returns (T, H): for each token the sum of its experts' rows."""
+        """Returns (T, H): the sum of each token's expert rows."""
         (comm, out, self._shape), self._dispatched = self._left(self._dispatched, "token_combine"), None
         return comm.combine(hidden_states, out.handle)
 

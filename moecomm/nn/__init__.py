@@ -6,8 +6,8 @@
     y.square().mean().backward()
     sync_gradients(layer)
 
-After that every rank holds the gradient of the mean over ranks; what it knows of its experts came with the
-dispatch.
+After that every rank has the gradient of the mean over ranks; the dispatch brought the part of other ranks'
+tokens to its experts.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ __all__ = [
 ]
 
 _ELSEWHERE = {"GraphedStep": "moecomm.graphs"}
-"""The packages of names that are found here too; the others are of moecomm.train."""
+"""The packages of names that can also be imported from here; all others are in moecomm.train."""
 
 
 def __getattr__(name: str) -> Any:

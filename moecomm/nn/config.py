@@ -1,4 +1,4 @@
-"""The description of a mixture-of-experts layer, and of what it computes during transfers."""
+"""The configuration of a mixture-of-experts layer, and of what it computes during transfers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig:
-    """Sizes, routing and balancing of one MoE layer. Checks itself: a bad value raises `InvalidArgument`.
+    """Sizes, routing and balancing of one MoE layer. A bad value raises `InvalidArgument`.
 
     The routing options follow Megatron-Core's MoE router; docs/routing.md and docs/layer.md explain them.
     DeepSeek-V3 (arXiv 2412.19437, section 2.1.2) uses `score_function="sigmoid", normalize_topk=True,
@@ -40,7 +40,7 @@ class MoEConfig:
         hidden: width of a token row (H).
         ffn_hidden: inner width of one expert (F).
         num_experts: experts over all ranks (E).
-        top_k: experts a token is sent to (K).
+        top_k: experts per token (K).
         activation: "swiglu": silu(x W_gate) * (x W_up), gates in the first half of w_in's columns;
             "swiglu_interleaved": gates in the even columns; "swiglu_clamped": with columns in this order,
             gate * sigmoid(1.702 gate) * (up + 1), gate at most 7 and up within -7..7, as in gpt-oss;
@@ -63,7 +63,7 @@ class MoEConfig:
             (Megatron-Core: moe_router_group_topk, DeepSeek: topk_group). Given together with num_groups.
         scores_per_group: how many of a group's best scores are summed; None: top_k // topk_groups.
             DeepSeek-V2 has 1, DeepSeek-V3 in transformers 2.
-        limit_nodes: instead of groups: a token may use experts on this many nodes of the job (`for_nodes`).
+        limit_nodes: in place of groups: on how many nodes a token may use experts (`for_nodes`).
         weights_on_input: True: y is the sum of expert(weight * x), as in Llama 4; for top_k=1. Shared experts
             see x, and are computed before the dispatch.
         aux_loss: load-balancing loss over the rank's tokens ("batch"), each sequence ("sequence"), the
@@ -72,9 +72,9 @@ class MoEConfig:
         z_loss_coef: coefficient of the mean squared logsumexp of the logits (ST-MoE, arXiv 2202.08906).
         bias_update_rate: above zero: balancing without auxiliary loss; `update_expert_bias` moves each
             expert's balancing bias, which steers the choice alone, by this step.
-        balancing_bias: True: the router has balancing biases with bias_update_rate=0 too.
-        bias_update: "sign": each bias moves by the rate, up or down (arXiv 2408.15664); "centered": less the
-            mean of these steps.
+        balancing_bias: True: the router has balancing biases even with bias_update_rate=0.
+        bias_update: "sign": each bias moves by the rate, up or down (arXiv 2408.15664); "centered": the mean
+            of these steps is subtracted.
         jitter: in training the router's input is multiplied by noise, uniform in [1 - jitter, 1 + jitter].
         force_balanced: for benchmarks: every expert gets the same load, whatever the scores.
         capacity_factor: None: dropless. Else a rank sends one expert at most ceil(T * K / E *
@@ -84,11 +84,11 @@ class MoEConfig:
         dtype: of the experts' weights and of the rows that travel. The router computes in float32.
         expert_precision: None: products in dtype. "fp8": in e4m3 (docs/fp8.md); on CUDA for GPUs of compute
             capability 9.0, dtype narrower than float64, hidden and ffn_hidden multiples of 16.
-        products: "torch"; "quack" (quack-kernels, Hopper, bfloat16 and float16); None: quack where it is
-            installed and serves the layer, else torch (docs/layer.md). Must be None with expert_precision.
-        main_grad: True: the experts' weights collect gradients in `weight.main_grad`, float32
+        products: "torch"; "quack" (quack-kernels, Hopper, bfloat16 and float16); None: quack if it is
+            installed and supports the layer, else torch (docs/layer.md). Must be None with expert_precision.
+        main_grad: True: the experts' weights accumulate gradients in `weight.main_grad`, float32
             (docs/training.md). For dtypes narrower than float64.
-        init_std: standard deviation of the normal distribution that all weights start from.
+        init_std: standard deviation of the normal distribution of initial weights.
     """
 
     hidden: int
@@ -145,7 +145,7 @@ class MoEConfig:
                 _require(self, name, holds, bound)
 
     def _rules(self) -> Iterator[tuple[str, bool, str]]:
-        """Yields fields, whether they may have their values, and which they may have."""
+        """Yields fields, whether their values are allowed, and the allowed values as text."""
         yield "top_k", self.top_k <= self.num_experts, f"at most num_experts={self.num_experts}"
         yield (
             "shared_gate",
@@ -175,7 +175,7 @@ class MoEConfig:
     def _score_rules(self) -> Iterator[tuple[str, bool, str]]:
         softmax, one = self.score_function == "softmax", self.top_k == 1
         yield "pre_softmax", softmax or not self.pre_softmax, "False with sigmoid scores"
-        # A softmax over one value is the constant 1: the router would get no gradient and never learn.
+        # A softmax over one value is the constant 1: the router would have no gradient and never learn.
         constant = "when top_k is 1 (else every weight is the constant 1)"
         several = self.num_experts > 1 and one
         yield "pre_softmax", not (several and softmax) or self.pre_softmax, f"True {constant}"
@@ -210,12 +210,12 @@ class MoEConfig:
 
     def for_nodes(self, nodes: int) -> MoEConfig:
         """Returns this config for a job on `nodes` nodes, which hold equal parts of the experts in order of
-        their ids: limit_nodes becomes num_groups=nodes and topk_groups=limit_nodes, or no groups where the
-        limit is not below the nodes. Raises InvalidArgument if nodes do not divide num_experts, or
+        their ids: limit_nodes becomes num_groups=nodes and topk_groups=limit_nodes, or no groups if the limit
+        is at least the number of nodes. Raises InvalidArgument if nodes do not divide num_experts, or
         limit_nodes nodes hold less than top_k.
 
-        Example: 256 experts with limit_nodes=4 become 8 groups, 4 of them a token, on 8 nodes; on 4 nodes or
-        fewer nothing is limited.
+        Example: 256 experts with limit_nodes=4 on 8 nodes form 8 groups, of which a token uses 4; on 4 nodes
+        or fewer there is no limit.
         """
         if not (_is_count(nodes) and self.num_experts % nodes == 0):
             raise InvalidArgument(f"nodes is {nodes!r}, must be a divisor of num_experts={self.num_experts}")
@@ -249,28 +249,28 @@ def _require(config: Any, name: str, holds: bool, bound: str) -> None:
 
 
 Keep = Literal["all", "rows", "nothing"]
-"""The choices of OverlapConfig.keep: what a forward keeps of the experts' rows for its backward."""
+"""The choices of OverlapConfig.keep: which of the experts' rows a forward keeps for its backward."""
 
 IN_ORDER = {"keep": "all", "keep_shared": True, "defer_weights": False, "record": False}
-"""Values that fields of OverlapConfig, which steer the layer's own backward, must have where autograd does
-the backward."""
+"""The values that fields of OverlapConfig, which control the layer's own backward, must have where autograd
+does the backward."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OverlapConfig:
-    """How a MoELayer hides its communication. Checks itself: a bad value raises `InvalidArgument`.
+    """How a MoELayer hides its communication. A bad value raises `InvalidArgument`.
 
         layer = MoELayer(config, comm, overlap=OverlapConfig(keep="rows"))
         layer.overlap = dataclasses.replace(layer.overlap, record=True)    # between forwards, as a whole
 
     Attributes:
-        overlap: True: transfers overlap with products. False: one stage after another, on one stream,
+        overlap: True: transfers overlap with products. False: stages run one after another, on one stream,
             differentiated by autograd, with the same bits in the output and in the experts' gradients; the
-            other fields must have their defaults then.
-        keep: what a forward keeps of the experts' rows for its backward: "all", "rows" (the first product is
-            computed again) or "nothing" (the rows are dispatched again, along the kept plan).
-        keep_shared: whether a forward keeps the shared experts' first product. False: the backward computes
-            it again, while gradients travel to the experts.
+            other fields must then have their defaults.
+        keep: which of the experts' rows a forward keeps for its backward: "all", "rows" (the first product is
+            recomputed) or "nothing" (the rows are dispatched again, along the kept plan).
+        keep_shared: whether a forward keeps the shared experts' first product. False: the backward recomputes
+            it, while gradients travel to the experts.
         defer_weights: True: backwards leave the gradients of the experts' weights to
             `MoELayer.backward_weights`.
         record: True: measure when stages run, for `MoELayer.timelines`.

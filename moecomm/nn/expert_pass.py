@@ -1,12 +1,11 @@
 """The experts of a layer with their communication: forward and backward, each from top to bottom.
 
-Rows are expert-major: one a (token, expert). For rows x, routing weights w and the gradient dy of
-the result, per row p of expert e and its token t:
+Rows are expert-major: one per (token, expert). For rows x, routing weights w and the gradient dy of the
+result, per row p of expert e and its token t:
     h = x W_in[e]    z = w act(h)    y_t = sum over p of z W_out[e]
     dz = dy_t W_out[e]^T    dh = w dz act'(h)    dw = <dz, act(h)>    dx_t = sum over p of dh W_in[e]^T
     dW_out[e] = sum of z^T dy_t    dW_in[e] = sum of x^T dh
-Applying w before the second product leaves that product's result to nobody's backward, and dy travels as it
-is.
+With w applied before the second product, no backward needs that product's result, and dy travels unchanged.
 
     stream   forward                             backward
     comm     dispatch              combine      dispatch_grad                         combine_grad
@@ -14,12 +13,12 @@ is.
                                                                fc1_dgrad
 
 "fc1" ends with the activation, "fc2_dgrad" with its backward, where a row's weight is applied. fc2_wgrad
-comes before fc1_dgrad so that the rows of dispatch_grad are not held longer than needed. Where nothing lies
-beside a transfer it is on the caller's stream, which takes the host less.
+comes before fc1_dgrad so that the rows of dispatch_grad are not held longer than needed. A transfer with
+nothing to overlap runs on the caller's stream, which costs the host less.
 
-To autograd a pass is two functions. The first keeps what the backward needs and has the backward; the second
-hands out the result. So where torch.utils.checkpoint computes again what was kept, it can stop before the
-result; and with `keep_plans` it goes along the plan of the first time.
+For autograd a pass is two functions. The first keeps what the backward needs and has the backward; the second
+returns the result. So when torch.utils.checkpoint recomputes what was kept, it can stop before the result;
+and with `keep_plans` it follows the plan of the first time.
 """
 
 from __future__ import annotations
@@ -48,8 +47,8 @@ from moecomm.types import DispatchOutput, Handle
 
 
 class Weights(NamedTuple):
-    """Weights of the local experts, (L, H, I) and (L, F, H), and of the shared ones, (H, I') and (F', H), and
-    of their gate, (H,), if any; biases of the local experts, (L, I) and (L, H), if any."""
+    """Weights of the local experts, (L, H, I) and (L, F, H), of the shared ones, (H, I') and (F', H), and of
+    their gate, (H,), and biases of the local experts, (L, I) and (L, H); None for absent ones."""
 
     w_in: Tensor
     w_out: Tensor
@@ -62,7 +61,7 @@ class Weights(NamedTuple):
 
 @dataclass
 class RecordedStages:
-    """The stages of the last forward and backward that were recorded."""
+    """The recorded stages of the last forward and backward."""
 
     forward: Stages | None = None
     backward: Stages | None = None
@@ -74,19 +73,19 @@ class RecordedStages:
 
 
 class Plans(NamedTuple):
-    """Dispatch states and choices of a layer's passes within one checkpoint, in their order."""
+    """Dispatch states and expert choices of a layer's passes within one checkpoint, in order."""
 
     states: list[DispatchState]
     choices: list[Choices]
     again: bool
-    """True while the passes are computed again."""
+    """True while the passes are being recomputed."""
 
 
 class PassContext(NamedTuple):
-    """The arguments of a forward or backward pass of the experts, besides the tensors that have gradients."""
+    """The arguments of a forward or backward pass of the experts, apart from tensors with gradients."""
 
     layer: Any
-    """The MoELayer, by which its dispatches are told from those of other layers."""
+    """The MoELayer, whose number distinguishes its dispatches from those of other layers."""
     comm: Communicator
     topk_idx_TK: Tensor
     capacity: int | None
@@ -95,23 +94,23 @@ class PassContext(NamedTuple):
     keep: Keep
     keep_shared: bool
     waits_on_host: bool
-    """True: after a pass that used the communicator's stream, outside a capture, the host waits for the
-    device, so that memory which both streams have used is free again at once."""
+    """True: after a pass outside of captures that used the communicator's stream, the host waits for the
+    device, so that memory used on both streams is free again at once."""
     deferred: Deferred | None
-    """The list of put-off weight gradients that the backward adds to; None: it computes them itself."""
+    """The list of deferred weight gradients to which the backward adds; None: it computes them itself."""
     recorded: RecordedStages | None
-    """The record that the pass writes its stages to; None: nothing is recorded."""
+    """The record to which the pass writes its stages; None: nothing is recorded."""
     overflow: Any
     """The OverflowCheck that notes the dispatch, or None."""
     plans: Plans | None
-    """The plans within a checkpoint that keeps them; else None."""
+    """The plans of a checkpoint that keeps them; else None."""
 
     def stages(self) -> Stages:
         """Returns the stages of a new pass."""
         return Stages(self.comm.device, record=self.recorded is not None)
 
     def wait_on_host(self, side: SideStream) -> None:
-        """Waits for a pass with transfers on `side`, if `waits_on_host` says so."""
+        """Waits for a pass with transfers on `side`, if `waits_on_host` is set."""
         if self.waits_on_host and side.separate:
             gpu = CudaDevice(self.comm.device.index)
             if not gpu.capturing():
@@ -119,9 +118,9 @@ class PassContext(NamedTuple):
 
 
 def without_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]:
-    """Turns autocast off for the block, so that products are in the dtype of their operands."""
+    """A context without autocast, so that products are in the dtype of their operands."""
     if not torch.is_autocast_enabled(device_type):
-        return contextlib.nullcontext()  # the context takes some ten microseconds to do nothing
+        return contextlib.nullcontext()  # the real context would take some ten microseconds to do nothing
     return torch.autocast(device_type, enabled=False)
 
 
@@ -134,7 +133,7 @@ class DispatchState(NamedTuple):
     handle: Handle
     weights_P: Tensor
     groups: Tensor
-    """The groups of rows as the products take them; the last element is the number of rows."""
+    """The groups of rows in the form that the products take; the last element is the number of rows."""
 
 
 class Kept(NamedTuple):
@@ -149,8 +148,8 @@ class Kept(NamedTuple):
 
 
 class Forward:
-    """One forward. `run` computes all of it. With an earlier dispatch's state, `again` computes what a
-    backward needs once more, and `finish` the result."""
+    """One forward. `run` computes all of it. With an earlier dispatch's state, `again` recomputes what a
+    backward needs, and `finish` the result."""
 
     def __init__(
         self,
@@ -170,7 +169,7 @@ class Forward:
 
     @property
     def state(self) -> DispatchState:
-        """The state of the dispatch; set from the dispatch on."""
+        """The state of the dispatch; set by the dispatch."""
         assert self._state is not None
         return self._state
 
@@ -195,7 +194,7 @@ class Forward:
                 shared_TH = self._shared_fc2()
             if not context.keep_shared:
                 self._shared_inner_TI = None
-        if out is None:  # the host waits for the number of rows, with the shared experts' work in the queue
+        if out is None:  # the host waits for the number of rows after it has issued the shared experts' work
             with side.receiving(), stages("dispatch_receive", stream=COMM, communicates=True):
                 out = receive(directly=side.separate)
         assert out.weights is not None
@@ -224,7 +223,7 @@ class Forward:
         return y_TH
 
     def again(self) -> None:
-        """Computes anew the tensors of `kept`, along the plan."""
+        """Recomputes the tensors of `kept`, along the plan."""
         context, comm = self.context, self.context.comm
         has_shared = self.weights.shared_in is not None and context.keep_shared
         stages = context.stages()
@@ -257,7 +256,7 @@ class Forward:
         return y_TH.add_(self._shared_fc2())
 
     def kept(self, need_in: bool) -> Kept:
-        """Returns what a backward needs. `need_in`: w_in needs a gradient."""
+        """Returns what a backward needs. `need_in`: whether w_in needs a gradient."""
         keep, state = self.context.keep, self.state
         needs_x = self.weights.shared_in is not None or keep == "nothing"
         needs_rows = keep != "nothing" and (need_in or keep == "rows")
@@ -302,7 +301,7 @@ class Forward:
 
 
 def _backward(ctx: Any, grad_y_TH: Tensor) -> tuple[Tensor | None, ...]:
-    """Runs the backward of `_Keep`, from what it has left in `ctx`, and returns gradients in the order of its
+    """Runs the backward of `_Keep` from the state in `ctx`, and returns gradients in the order of its
     inputs."""
     context: PassContext = ctx.context
     comm, products, handle = context.comm, context.products, ctx.handle
@@ -319,7 +318,7 @@ def _backward(ctx: Any, grad_y_TH: Tensor) -> tuple[Tensor | None, ...]:
     grad_x_TH = grad_weights_TK = grad_in_LHI = grad_out_LFH = grad_b_in_LI = grad_b_out_LH = None
     grad_shared: tuple[Tensor | None, ...] = (None, None, None, None)
 
-    # Rows go to the experts during the shared experts' gradients.
+    # Rows travel to the experts while the shared experts' gradients are computed.
     side = SideStream(comm, wanted=has_shared)
     with side, stages("dispatch_grad", stream=COMM, communicates=True):
         if context.keep == "nothing":
@@ -407,23 +406,22 @@ def _backward(ctx: Any, grad_y_TH: Tensor) -> tuple[Tensor | None, ...]:
 
 
 W_IN, W_OUT = 2, 3
-"""The places of the experts' weights among the tensors that `_Keep` takes."""
+"""The positions of the experts' weights among the inputs of `_Keep`."""
 
 
 def _is_wanted(ctx: Any, number: int) -> bool:
-    """Returns whether the backward that runs is one for a weight, and not for other inputs alone
+    """Returns whether the running backward needs a weight's gradient, and not only those of other inputs
     (torch.autograd.grad, or `inputs` of backward)."""
     try:
         return torch._C._will_engine_execute_node(ctx.next_functions[number][0])
-    except RuntimeError:  # torch says so where torch.autograd.grad is under way
+    except RuntimeError:  # torch raises this during torch.autograd.grad
         return False
 
 
 def _gradient_to_add_to(ctx: Any, number: int) -> Tensor | None:
-    """Returns the `grad`, or the `main_grad` of a parameter that has one, to which a product may add the
-    gradient of a weight, as autograd would after it; None where autograd has to do it: without a grad yet,
-    where the products cannot, for torch.autograd.grad, for parameters with hooks that want to see the
-    gradient, and for sharded ones."""
+    """Returns the parameter's `main_grad`, if it has one, or its `grad`, if a product may add the weight's
+    gradient to it. Returns None where autograd has to add it: if there is no grad yet, if the products cannot
+    add, for torch.autograd.grad, for parameters with hooks on the gradient, and for sharded ones."""
     node = ctx.next_functions[number][0]
     if not ctx.context.products.adds or type(node).__name__ != "AccumulateGrad":
         return None
@@ -445,7 +443,7 @@ def _shared_backward(
     need_out: bool,
     need_gate: bool,
 ) -> tuple[Tensor | None, ...]:
-    """Returns the gradients of x and of the weights: shared_in, shared_out and shared_gate."""
+    """Returns the gradients of x and of the weights shared_in, shared_out and shared_gate."""
     shared_in, shared_out, shared_gate = weights
     gates_T = shared_gates(x_TH, shared_gate)
     needs_gates = shared_gate is not None and (need_x or need_gate)
@@ -474,7 +472,7 @@ def _shared_backward(
 def run_experts(context: PassContext, x_TH: Tensor, topk_weights_TK: Tensor, weights: Weights) -> Tensor:
     """Returns (T, H): the sum over a token's experts of weight * expert(x), plus the shared experts' result.
 
-    x_TH: (T, H) of the weights' dtype; topk_weights_TK: (T, K) float32 (float64 for float64 rows).
+    x_TH: (T, H) in the weights' dtype; topk_weights_TK: (T, K) float32 (float64 for float64 rows).
     Differentiable once in both and in the weights.
     """
     plans = context.plans
@@ -497,7 +495,7 @@ class _Pass:
         self.y_TH: Tensor | None = None
 
     def start(self, x_TH: Tensor, topk_weights_TK: Tensor, weights: Weights) -> Forward:
-        """Computes the whole forward, or, along a known plan, only the tensors that a backward needs."""
+        """Computes the whole forward, or, along a kept plan, only the tensors that a backward needs."""
         forward = Forward(self.context, x_TH, topk_weights_TK, weights, self.state)
         self.forward = forward
         with without_autocast(x_TH.device.type):
@@ -508,7 +506,7 @@ class _Pass:
         return forward
 
     def result(self) -> Tensor:
-        """Returns y (T, H), computing it if that was not done yet; may be called once."""
+        """Returns y (T, H), computing it if needed; may be called once."""
         assert self.forward is not None
         y_TH, self.y_TH = self.y_TH, None
         if y_TH is None:
@@ -529,7 +527,7 @@ class _Keep(torch.autograd.Function):
         ctx.context = passing.context
         ctx.handle = found.state.handle
         ctx.save_for_backward(*weights, *found.kept(ctx.needs_input_grad[3]))
-        return x_TH.new_empty(()).expand(x_TH.shape)  # nobody reads this value
+        return x_TH.new_empty(()).expand(x_TH.shape)  # nothing reads this value
 
     @staticmethod
     @_disable_dynamo  # see moecomm/autograd/functions.py

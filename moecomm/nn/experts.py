@@ -1,4 +1,4 @@
-"""The experts: feed-forward networks, one per row group or one shared by all rows; modules of the user's."""
+"""The experts: feed-forward networks, one per row group or one shared by all rows; and custom modules."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ Run = Callable[[Tensor], Tensor]
 
 _WEIGHTS = ("w_in", "w_out", "b_in", "b_out")
 _IN_MAIN_GRAD = frozenset((*_WEIGHTS, *(f"parametrizations.{name}.original" for name in _WEIGHTS)))
-"""The parameters that may collect main_grad. The original of a weight that torch parametrizes is the
+"""The parameters that may accumulate main_grad. Where torch parametrizes a weight, its `original` is the
 parameter that the weight was."""
 
 
 _OWN = _IN_MAIN_GRAD | {f"{name}_{added}" for name in _WEIGHTS for added in ("orig", "g", "v")}
-"""The names that the weights have, also under torch.nn.utils.prune, spectral_norm and weight_norm."""
+"""The names of the weights, also under torch.nn.utils.prune, spectral_norm and weight_norm."""
 
 
 def make_products(config: MoEConfig, device: torch.device, rows: int | None = None) -> Products:
-    """Makes the products of a config's experts on a device. rows: those that an expert gets on average in a
-    call, by which tiles are chosen. Raises Unsupported where the device has no product of e4m3, or
-    config.products is "quack" and quack does not serve."""
+    """Makes the products of a config's experts on a device. rows: average rows of an expert in a call, by
+    which tiles are chosen. Raises Unsupported if the device has no e4m3 product, or if config.products is
+    "quack" and quack does not support the layer."""
     if config.expert_precision is not None:
         if device.type == "cuda":
             if (reason := missing_on(device)) is not None:
@@ -74,24 +74,24 @@ class GroupedExperts(nn.Module):
 
     The columns of w_in (L, H, I) are gates, then up values for swiglu; gates in even and up values in odd
     columns for swiglu_interleaved and swiglu_clamped, I = 2F; for gelu I = F. With config.bias, b_in is added
-    to a row's first product and b_out to its second, before the routing weight. Expert e starts from its
-    global id and one number of torch's default generator: ranks that call torch.manual_seed alike make the
-    same model at any EP size.
+    to a row's first product and b_out to its second, before the routing weight. The initial values of expert
+    e depend on its global id and one number of torch's default generator: ranks that call torch.manual_seed
+    alike make the same model at any EP size.
 
-    All parameters are marked as expert parameters, and so is what a parametrization adds with a part for each
-    expert (docs/training.md, `mark_adapter`). Only `fully_shard_experts` may shard the weights where ranks
-    have different experts; fully_shard raises InvalidArgument. A state_dict records which experts it has
-    (`get_extra_state`), and load_state_dict raises InvalidArgument for a state of others, before it changes a
-    weight; it warns where a state has no record.
+    All parameters are marked as expert parameters, and so are those of a parametrization that have a part for
+    each expert (docs/training.md, `mark_adapter`). Only `fully_shard_experts` may shard the weights where
+    ranks have different experts; fully_shard raises InvalidArgument. A state_dict records which experts it
+    has (`get_extra_state`). load_state_dict raises InvalidArgument for a state of other experts, before it
+    changes a weight, and warns if a state has no record.
 
     Args:
         config: the layer's MoEConfig. Raises Unsupported for expert_precision="fp8" on a GPU without it.
         num_local_experts: L; None: all.
         first_expert: global id of the first local expert.
         part: the part of each expert that this rank holds (ExpertPart): F is then ffn_hidden / part.of.
-        rows_per_expert: rows that an expert gets on average in a call, by which tiles are chosen.
-        device: where the weights start.
-        products_on: the device that computes, if that is another one (the weights start on meta).
+        rows_per_expert: average rows of an expert in a call, by which tiles are chosen.
+        device: where the weights are created.
+        products_on: the device that computes, if that differs (the weights are created on meta).
 
     Attributes:
         w_in: (L, H, I) of the config's dtype.
@@ -101,7 +101,7 @@ class GroupedExperts(nn.Module):
         config: the layer's MoEConfig.
         num_local_experts: L, experts of this rank.
         first_expert: global id of the first local expert.
-        part: the ExpertPart of each of them that is here; part 0 of 1 is a whole expert.
+        part: the ExpertPart of each of them that this rank has; part 0 of 1 is a whole expert.
         products: how products are computed.
         sharded_over: ranks of the default group over which `fully_shard_experts` shards the weights.
     """
@@ -112,7 +112,8 @@ class GroupedExperts(nn.Module):
     b_out: nn.Parameter | None
     sharded_over: frozenset[int] = frozenset()
     _is_sharded = False
-    """Has FSDP put its parameters here? What it gathers is not marked: its values change without a count."""
+    """Whether FSDP has put its parameters here. Those that it gathers are not marked: nothing counts their
+    changes."""
 
     def __init__(
         self,
@@ -185,9 +186,9 @@ class GroupedExperts(nn.Module):
 
         rows_PH: (P, H) of the weights' dtype, grouped by local expert; offsets_L: (L,) int32 inclusive ends
         of groups; weights_P: (P,) float32 (float64 for float64 rows) routing weights. Rows past offsets[-1]
-        may hold anything: they come out zero, get a zero gradient and reach no weight's gradient.
-        has_tail=False (P == offsets[-1]) saves two passes. `run`: returns run(rows_PH) instead, with the
-        weights as hooks of this module have made them ready (FSDP gathers them).
+        may hold anything: their results and gradients are zero, and they do not affect a weight's gradient.
+        has_tail=False (P == offsets[-1]) saves two passes. `run`: returns run(rows_PH) instead, called after
+        hooks of this module have prepared the weights (FSDP gathers them).
         """
         if run is not None:
             return run(rows_PH)
@@ -206,15 +207,15 @@ class GroupedExperts(nn.Module):
         with torch.autocast(rows_PH.device.type, enabled=False):
             if not has_tail:
                 return self._apply_experts(rows_PH, offsets_L, weights_P)
-            # where() on the way in zeroes the tail's gradient, on the way out its value: NaN times zero would
-            # not.
+            # where() before the experts zeroes the tail's gradient, after them its value; multiplying NaN by
+            # zero would not.
             real_P1 = (torch.arange(rows_PH.shape[0], device=rows_PH.device) < offsets_L[-1]).unsqueeze(1)
             rows_PH = rows_PH.where(real_P1, 0.0)
             return self._apply_experts(rows_PH, offsets_L, weights_P).where(real_P1, 0.0)
 
     def forget_quantized(self) -> None:
-        """Forgets quantised weights (expert_precision="fp8"). Call it after changes of weights that torch
-        does not count: through `.data`, or in a CUDA graph that has an optimizer's step alone."""
+        """Drops quantised weights (expert_precision="fp8"). Call it after changes of weights that torch does
+        not count: through `.data`, or in a CUDA graph that contains only an optimizer's step."""
         self.products.forget()
 
     def _apply_experts(self, rows_PH: Tensor, offsets_L: Tensor, weights_P: Tensor | None) -> Tensor:
@@ -231,19 +232,19 @@ class GroupedExperts(nn.Module):
         )
 
     def mark_parameters(self) -> None:
-        """Marks the parameters as those of experts, and has the weights that are trained collect `main_grad`
-        if the config says so. Parameters that a parametrization or a subclass has added have a `grad`."""
+        """Marks the parameters as those of experts, and makes the trained weights accumulate `main_grad` if
+        the config says so. Parameters that a parametrization or a subclass has added have a `grad`."""
         for name, parameter in self.named_parameters():  # which marks
             if isinstance(parameter, DTensor):
                 continue
-            trained = parameter.requires_grad and parameter.is_leaf  # else it is computed from parameters
+            trained = parameter.requires_grad and parameter.is_leaf  # else computed from parameters
             collects = self.config.main_grad and trained and name in _IN_MAIN_GRAD
             if collects and not has_main_grad(parameter):
                 keep_main_grad(parameter)
 
     def is_per_expert(self, name: str, parameter: Tensor) -> bool | None:
-        """Returns whether a parameter of this module, with this name in it, has a part for each of this
-        rank's experts; None for one that was added, of which that cannot be told (`mark_adapter`)."""
+        """Returns whether the parameter of this name has a part for each of this rank's experts; None for an
+        added one, if that cannot be told (`mark_adapter`)."""
         if name in _OWN or self.has_all:
             return parameter.dim() > 0 and parameter.shape[0] == self.num_local_experts
         return has_part_for_each(self, self.num_local_experts, name, parameter)
@@ -251,14 +252,14 @@ class GroupedExperts(nn.Module):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Yields what nn.Module does, and marks the parameters of each. So all that `parameters()` of a model
-        returns is marked, also what a parametrization has added."""
+        """Yields what nn.Module does, and marks each module's parameters. So all parameters that
+        `parameters()` of a model returns are marked, also those of parametrizations."""
         for name, module in super().named_modules(memo, prefix, remove_duplicate):
             self._mark(name.removeprefix(prefix).lstrip("."), module)
             yield name, module
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Does what nn.Module does, and marks the parameter."""
+        """Registers a parameter like nn.Module, and marks it."""
         super().register_parameter(name, param)
         self._mark("", self)
 
@@ -282,7 +283,7 @@ class GroupedExperts(nn.Module):
         self.mark_parameters()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GroupedExperts:
-        # torch gives a class that it parametrizes a copy of its own where there is none.
+        # torch gives a parametrized module's class a copy of its own where none is defined.
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
         twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
@@ -290,7 +291,7 @@ class GroupedExperts(nn.Module):
         return twin
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # FSDP sets its sharded parameters here, once when it shards and again after each forward or backward.
+        # FSDP sets its sharded parameters here: when it shards, and again after each forward or backward.
         if isinstance(value, DTensor):
             self._is_sharded = True
             if self.config.main_grad:
@@ -304,23 +305,23 @@ class GroupedExperts(nn.Module):
 
     @property
     def held(self) -> str:
-        """Which experts this rank holds, in words."""
+        """Text that says which experts this rank holds."""
         return _says(self.get_extra_state().tolist())
 
     @property
     def has_all(self) -> bool:
-        """True where this rank holds all experts, whole."""
+        """True if this rank holds all experts, whole."""
         return self.num_local_experts == self.config.num_experts and self.part.of == 1
 
     def get_extra_state(self) -> Tensor:
-        """Returns the record of a state_dict: (6,) int64 of first_expert, L, E, 1 where gates and up values
-        are interleaved, and the part's number and of how many."""
+        """Returns the record of a state_dict: (6,) int64 of first_expert, L, E, 1 if gates and up values are
+        interleaved, and the part's number and count."""
         interleaved = self.config.activation in INTERLEAVED
         held = [self.first_expert, self.num_local_experts, self.config.num_experts, int(interleaved)]
         return torch.tensor([*held, *self.part], dtype=torch.int64, device="cpu")
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Does nothing: `_load_from_state_dict` has compared the record, before any weight."""
+        """Does nothing: `_load_from_state_dict` has compared the record before any weight."""
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
         own = self.get_extra_state().tolist()
@@ -344,7 +345,7 @@ class GroupedExperts(nn.Module):
         if held != own:
             raise _of_others(held, own)
         super()._load_from_state_dict(state_dict, prefix, *others)
-        self.mark_parameters()  # assign=True puts other tensors in their places
+        self.mark_parameters()  # assign=True replaces the tensors
 
     def extra_repr(self) -> str:
         biases = ", biases" if self.config.bias else ""
@@ -352,14 +353,14 @@ class GroupedExperts(nn.Module):
 
 
 def _says(record: Sequence[int]) -> str:
-    """Says which experts a record is of: first expert, L, E, and maybe more (`get_extra_state`)."""
+    """Returns a text for the experts of a record: first expert, L, E, and maybe more (`get_extra_state`)."""
     first, count, of, *more = record
     share = f", part {more[1]} of {more[2]} of each" if more and more[2] > 1 else ""
     return f"experts {first}..{first + count - 1} of {of}{share}"
 
 
 def _of_others(held: Sequence[int], own: Sequence[int]) -> InvalidArgument:
-    """Returns the error for a state of experts with the record `held` in a module of others."""
+    """Returns the error for loading a state with the record `held` into a module of other experts."""
     return InvalidArgument(
         f"the state holds {_says(held)}, this module {_says(own)}: each rank's state_dict is of its own "
         "experts. Save and load with torch.distributed.checkpoint and moecomm.nn.sharded_state, which has "
@@ -369,7 +370,7 @@ def _of_others(held: Sequence[int], own: Sequence[int]) -> InvalidArgument:
 
 class SharedExperts(nn.Module):
     """The experts that see every token, as one dense network of width F' = num_shared_experts * ffn_hidden
-    (DeepSeekMoE, arXiv 2401.06066), the same on all ranks. With config.shared_gate the result of token x is
+    (DeepSeekMoE, arXiv 2401.06066), the same on all ranks. With config.shared_gate the result for token x is
     multiplied by sigmoid(x w_gate).
 
     Attributes:
@@ -417,8 +418,8 @@ class SharedExperts(nn.Module):
 
 
 def _accept_interleaved(module: GroupedExperts | SharedExperts, state: dict[str, Any], prefix: str) -> bool:
-    """Renames a w_in.interleaved of a `sharded_state` checkpoint to w_in. Returns whether it was there;
-    raises InvalidArgument for a module of halves."""
+    """Renames w_in.interleaved, from a `sharded_state` checkpoint, to w_in. Returns whether it was there;
+    raises InvalidArgument if the module's gates are in the first half."""
     name, own = f"{prefix}w_in.interleaved", f"{prefix}w_in"
     if name not in state:
         return False
@@ -432,8 +433,8 @@ def _accept_interleaved(module: GroupedExperts | SharedExperts, state: dict[str,
 
 
 def shared_gates(x_TH: Tensor, w_gate_H: Tensor | None, care: bool = False) -> Tensor | None:
-    """Returns sigmoid(x w), (T,) of the dtype of routing weights, by which the inner rows of the shared
-    experts are multiplied; None without a gate. `care`: as of `outside_autocast.matmul`."""
+    """Returns sigmoid(x w), (T,) in the dtype of routing weights, which multiplies the inner rows of the
+    shared experts; None without a gate. `care`: as in `outside_autocast.matmul`."""
     if w_gate_H is None:
         return None
     return matmul(x_TH, w_gate_H, care).to(weight_dtype(x_TH.dtype)).sigmoid()
@@ -443,11 +444,11 @@ def shared_gates(x_TH: Tensor, w_gate_H: Tensor | None, care: bool = False) -> T
 
 
 _HELD = "moecomm_experts"
-"""The record of experts: its name in the metadata of a state_dict, and as an attribute of a module."""
+"""The record of experts: its name in the metadata of a state_dict, and the attribute of a module."""
 
 
 def adopt_experts(experts: nn.Module, config: MoEConfig) -> None:
-    """Marks every parameter as one of experts, after checks. Raises InvalidArgument."""
+    """Checks a module of the user's and marks every parameter as one of experts. Raises InvalidArgument."""
     if not isinstance(experts, nn.Module):
         raise InvalidArgument(f"experts is {type(experts).__name__}, must be an nn.Module or None")
     if config.expert_precision is not None:
@@ -472,12 +473,12 @@ def adopt_experts(experts: nn.Module, config: MoEConfig) -> None:
             "on all ranks: register it with persistent=False, or make it a parameter"
         )
     for parameter in parameters.values():
-        if not isinstance(parameter, DTensor):  # of which `refuse_mixed_shards` has to see the mesh
+        if not isinstance(parameter, DTensor):  # `refuse_mixed_shards` has to see the mesh of these
             mark_expert_parameter(parameter)
 
 
 class _Held:
-    """Which experts a module holds: first expert, L, E, in the metadata of its state_dict."""
+    """The experts that a module holds: first expert, L, E, for the metadata of its state_dict."""
 
     def __init__(self, held: Sequence[int]) -> None:
         self.held = list(held)
@@ -491,7 +492,7 @@ class _Held:
     def compare(
         self, experts: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any
     ) -> None:
-        """Compares the record with that of a state, as a hook of load_state_dict before a weight changes.
+        """Compares the record with that of a state, as a hook of load_state_dict before weights change.
         Raises InvalidArgument for a state of other experts."""
         found = metadata.get(_HELD)
         if found is not None and list(found) != self.held:
@@ -508,9 +509,9 @@ class _Held:
 
 
 def keep_record(experts: nn.Module, held: Sequence[int]) -> None:
-    """Makes states of the module record the experts that they hold, and the module refuse others' states."""
+    """Makes the module's states record the experts that it holds, and the module refuse states of others."""
     record = getattr(experts, _HELD, None)
-    if isinstance(record, _Held):  # of another layer
+    if isinstance(record, _Held):  # the record of another layer
         record.held = list(held)
         return
     record = _Held(held)
@@ -520,15 +521,15 @@ def keep_record(experts: nn.Module, held: Sequence[int]) -> None:
 
 
 def record_of(experts: nn.Module) -> str | None:
-    """Says which experts a module holds of which `keep_record` was called; None for others."""
+    """Returns a text for the experts of a module that `keep_record` has set up; None for other modules."""
     record = getattr(experts, _HELD, None)
     return None if record is None else _says(record.held)
 
 
 def call_or_tell(comm: Communicator, part: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Returns what a module, or another part of a layer, returns. An exception of this rank alone that it or
-    its hooks raise is told to the other ranks."""
-    if torch.compiler.is_compiling():  # there is no way to go on behind a graph break within a try
+    """Calls a module, or another part of a layer, and returns its result. If it or its hooks raise an
+    exception on this rank alone, the other ranks are told."""
+    if torch.compiler.is_compiling():  # a graph break within a try cannot resume
         return part(*arguments, **options)
     try:
         return part(*arguments, **options)
@@ -541,11 +542,11 @@ def call_or_tell(comm: Communicator, part: Callable[..., Any], *arguments: Any, 
 def combine_own_experts(
     comm: Communicator, experts: nn.Module, out: DispatchOutput, has_tail: bool
 ) -> Tensor:
-    """Returns (T, H): the sum over a token's experts of weight * the module's row. `has_tail`: rows past the
-    last are unspecified, because there is a capacity."""
+    """Returns (T, H): the sum over a token's experts of weight * the module's row. `has_tail`: whether, with
+    a capacity, rows past the last are unspecified."""
     rows_PH, real_P1 = out.tokens, None
     if has_tail:
-        # NaN times zero is not zero: where() keeps what the tail holds from the module, and from gradients.
+        # NaN times zero is not zero: where() hides the tail's contents from the module, and from gradients.
         real_P1 = (torch.arange(rows_PH.shape[0], device=rows_PH.device) < out.offsets[-1]).unsqueeze(1)
         rows_PH = rows_PH.where(real_P1, 0.0)
     with torch.autocast(rows_PH.device.type, enabled=False):
@@ -555,8 +556,8 @@ def combine_own_experts(
         comm.refuse(
             InvalidArgument(f"experts returned {kind}, must return the (P, H) tensor of the experts' rows")
         )
-    # Rows of a wrong shape or dtype are refused by combine, on all ranks. With no rows at all the module's
-    # result may not depend on its input, and this rank would be missing in the backward of the others.
+    # Combine refuses rows of a wrong shape or dtype on all ranks. Without any rows the module's result may
+    # not depend on its input, and this rank would then be missing in the backward of the others.
     if expert_rows_PH.shape == rows_PH.shape and expert_rows_PH.dtype == rows_PH.dtype:
         if real_P1 is not None:
             expert_rows_PH = expert_rows_PH.where(real_P1, rows_PH)

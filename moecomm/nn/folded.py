@@ -1,12 +1,12 @@
-"""The communicator of a layer: its ranks, also of a ParallelFolding, and which experts or parts each holds.
+"""The communicator of a layer: its ranks, also under a ParallelFolding, and the experts or parts of each.
 
-Experts are spread over the ranks of the group "etp-ep", and each is split over its ETP ranks. To the
-communicator the parts are experts: it has E ETP of them and K ETP choices a token, and its rank number i
-holds those from i L on, L = E / EP. A token's row goes once to each rank that holds a part of one of its
-experts, and the combine sums what the parts give, as it does for several experts.
+Experts are spread over the ranks of the group "etp-ep", and each is split over its ETP ranks. For the
+communicator each part is an expert: it has E * ETP experts and K * ETP choices per token, and its rank i
+holds those from i * L on, L = E / EP. A token's row goes once to each rank that holds a part of one of its
+experts, and the combine sums the parts' results like those of several experts.
 
 Example: 4 experts, EP 2, ETP 2, default order, so rank = etp + 2 ep. Rank 1 (etp 1, ep 0) holds the second
-parts of experts 0 and 1, as the communicator's experts 2 and 3. Expert 1 is sent to 1 and 3.
+parts of experts 0 and 1, as the communicator's experts 2 and 3. A choice of expert 1 is sent as 1 and 3.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from moecomm.parallel import ParallelFolding
 from moecomm.types import AnyGroup, Group
 
 LAYER = "etp-ep"
-"""The ranks that hold a layer's experts once, in all their parts."""
+"""The ranks that together hold a layer's experts once, with all parts."""
 STAGE = "tp-cp-dp"
 """The ranks of a pipeline stage."""
 SEQUENCE = "tp-cp"
@@ -50,8 +50,8 @@ def make_communicator(
 
 
 def make_groups(folding: ParallelFolding) -> None:
-    """Makes the process groups of a layer, on all ranks of the job together, so that none is made on the
-    ranks of one pipeline stage alone later."""
+    """Makes the process groups of a layer, on all ranks of the job together, since later they might be made
+    on the ranks of one pipeline stage alone."""
     folding.group(LAYER)
     if folding.tp > 1:
         folding.group("dp-cp")  # sync_gradients
@@ -60,7 +60,7 @@ def make_groups(folding: ParallelFolding) -> None:
 
 
 def require_fit(config: MoEConfig, folding: Any) -> None:
-    """Raises InvalidArgument for a config whose experts a folding cannot hold, and for what is no folding."""
+    """Raises InvalidArgument for a config whose experts the folding cannot hold, and for any other value."""
     if not isinstance(folding, ParallelFolding):
         raise InvalidArgument(f"folding is {folding!r}, must be a moecomm.parallel.ParallelFolding or None")
     if config.num_experts % folding.ep:
@@ -77,7 +77,7 @@ def require_fit(config: MoEConfig, folding: Any) -> None:
 
 
 def require_communicator(config: MoEConfig, folding: ParallelFolding, comm: Communicator) -> None:
-    """Raises InvalidArgument for a communicator that is not of these ranks, or not of this layer's sizes."""
+    """Raises InvalidArgument for a communicator of other ranks, or of other sizes than the layer's."""
     ranks = (0,) if comm.group is None else tuple(dist.get_process_group_ranks(comm.group))
     own = folding.group_of(LAYER, dist.get_rank() if dist.is_initialized() else 0)
     way = "build it with MoELayer.make_communicator(config, folding, max_tokens=...)"
@@ -102,14 +102,14 @@ def _sizes(config: MoEConfig, folding: ParallelFolding) -> dict[str, Any]:
 
 
 def held_by(config: MoEConfig, folding: ParallelFolding) -> tuple[int, ExpertPart]:
-    """Returns this rank's first expert and its part of each."""
+    """Returns this rank's first expert and its part of each expert."""
     place = folding.coordinates(dist.get_rank())
     return place.ep * (config.num_experts // folding.ep), ExpertPart(place.etp, folding.etp)
 
 
 def ids_of_parts(config: MoEConfig, folding: ParallelFolding, comm: Communicator) -> Tensor | None:
-    """Returns (E + 1, ETP) int32: the communicator's ids of an expert's parts, and -1 in the last row, which
-    id -1 selects; None where experts are whole."""
+    """Returns (E + 1, ETP) int32: the communicator's ids of an expert's parts, with -1 in the last row, which
+    id -1 selects; None if experts are whole."""
     if folding.etp == 1:
         return None
     count = config.num_experts // folding.ep
@@ -122,8 +122,8 @@ def ids_of_parts(config: MoEConfig, folding: ParallelFolding, comm: Communicator
 
 
 def require_experts_in_node_order(config: MoEConfig, ids: Tensor | None, comm: Communicator) -> None:
-    """Raises InvalidArgument unless each node holds an equal run of experts in all their parts, as
-    limit_nodes takes it."""
+    """Raises InvalidArgument unless each node holds consecutive experts, equally many, with all their parts,
+    as limit_nodes assumes."""
     if ids is None:
         return
     per_node = comm.num_experts // comm.nodes
@@ -139,7 +139,7 @@ def require_experts_in_node_order(config: MoEConfig, ids: Tensor | None, comm: C
 def balance_ranks(
     config: MoEConfig, folding: ParallelFolding | None, group: Group | None
 ) -> StepCounts | None:
-    """Returns the ranks with which this one computes the balancing loss; None: alone. `group`: those of
+    """Returns the ranks with which this one computes the balancing loss; None: alone. `group`: the ranks for
     aux_loss="global" without a folding."""
     if config.aux_loss == "sequence" and folding is not None and folding.size(SEQUENCE) > 1:
         return SequenceSums(folding.group(SEQUENCE))
@@ -205,8 +205,8 @@ def build_communicator(
 
 
 def received_rows_bound(config: MoEConfig, comm: Communicator) -> int:
-    """Returns the rows that no routing under config.capacity_factor can exceed on one rank, whatever tokens
-    each rank brings."""
+    """Returns the rows that one rank can receive at most under config.capacity_factor, for any routing and
+    any tokens of each rank."""
     worst = rows_at_worst(
         ranks=comm.size,
         max_tokens=comm.max_tokens,
@@ -221,20 +221,20 @@ def received_rows_bound(config: MoEConfig, comm: Communicator) -> int:
 
 
 _MAY_DIFFER = ("products",)
-"""Fields that say how a rank computes, and not what."""
+"""Fields that decide how a rank computes, but not its result."""
 
 MOST_CALLERS = 0xFFFE
 """Numbers of layers are from 1 to this."""
 
 
 def caller_of(number: int, config: MoEConfig) -> int:
-    """Returns the number by which dispatches of a layer are told from those of layers at another place among
-    the communicator's (`number`, from 1), and of those with another config but for one in 65,534."""
+    """Returns the number that distinguishes a layer's dispatches from those of layers at another position
+    among the communicator's (`number`, from 1), and of all but one in 65,534 with another config."""
     digest = hashlib.blake2b(repr(_alike(config)).encode(), digest_size=4).digest()
     return (number - 1 + int.from_bytes(digest, "big")) % MOST_CALLERS + 1
 
 
 def _alike(config: MoEConfig) -> dict[str, str]:
-    """Returns what of a config has to be the same on all ranks, by name."""
+    """Returns by name the values of a config that must be the same on all ranks."""
     names = (field.name for field in dataclasses.fields(config) if field.name not in _MAY_DIFFER)
     return {f"MoEConfig.{name}": repr(getattr(config, name)) for name in names}

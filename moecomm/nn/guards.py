@@ -1,9 +1,9 @@
-"""What a layer looks at before each forward: whether somebody watches its modules by hooks, or has changed
-their forward, or has sharded them as if all ranks held the same; and whether its settings go together.
+"""Checks before each forward of a layer: whether its modules have hooks or a changed forward, or were sharded
+as if all ranks held the same; and whether its settings are compatible.
 
-A layer's shared experts and experts are called with other tensors than their own: tokens as they are, and the
-sum of all experts (MoELayer._run). That is right for hooks of FSDP2 and for those that make a weight ready
-(torch.nn.utils); any other one expects what the module itself computes.
+A layer calls its shared experts and experts with other inputs and results than their own: its tokens, and the
+sum of all experts (MoELayer._run). That is right for hooks of FSDP2 and hooks that prepare a weight
+(torch.nn.utils); any other hook expects the module's own inputs and results.
 """
 
 from __future__ import annotations
@@ -30,14 +30,12 @@ from moecomm.nn.experts import GroupedExperts, SharedExperts, record_of
 
 _KINDS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _OF_WEIGHTS = ("moecomm.", "torch.distributed.", "torch.nn.utils.")
-"""The packages of hooks that have to do with weights alone: they gather them, average gradients, or make a
-weight ready."""
+"""The packages of hooks that concern weights alone: they gather or prepare weights, or average gradients."""
 
 
 def watcher(module: nn.Module, kind: type[nn.Module]) -> str | None:
-    """Returns what expects the module's own result of its calls: a hook of it, or of the `kind` that it
-    wraps, or another forward than that of `kind`. None: nothing does. Hooks for weights alone do not
-    count."""
+    """Returns what depends on the module's own results: a hook of it, or of the `kind` that it wraps, or a
+    forward other than that of `kind`. None: nothing does. Hooks that concern weights alone do not count."""
     for each in module.modules():
         wrapped = isinstance(each, kind)
         if not (wrapped or each is module):
@@ -56,7 +54,7 @@ def _hooks(module: nn.Module) -> Iterator[Any]:
 
 
 def _package(function: Any) -> str:
-    """Returns the module in which a function, or the class of a callable, was defined."""
+    """Returns the module that defines a function, or the class of a callable."""
     function = getattr(function, "func", function)  # functools.partial
     return str(getattr(function, "__module__", None) or type(function).__module__)
 
@@ -70,18 +68,18 @@ def _name(function: Any) -> str:
 
 
 _PLACED = "moecomm_placed"
-"""The attribute of a parameter that is known to be sharded as it may be, or not at all."""
+"""The attribute of a parameter that is known to be whole, or sharded in an allowed way."""
 
 
 def refuse_mixed_shards(experts: nn.Module) -> None:
-    """Raises InvalidArgument if fully_shard has sharded a parameter of spread experts, or of ones with
-    main_grad, in another way than `fully_shard_experts`, which sets `sharded_over`. What was seen before
-    costs a look at its attributes. What FSDP sets on GroupedExperts itself is refused there, so only modules
-    within them are looked at. New parameters of experts of one's own are marked as experts'."""
+    """Raises InvalidArgument if fully_shard has sharded a parameter of spread experts, or of experts with
+    main_grad, in another way than `fully_shard_experts`, which sets `sharded_over`. A parameter that was
+    checked before costs a look at its attributes. GroupedExperts itself refuses what FSDP sets on it, so only
+    modules within it are checked here. New parameters of custom experts are marked as experts'."""
     grouped = _grouped(experts)
     if grouped is None:
         new = [p for p in experts.parameters() if not (is_expert_parameter(p) or hasattr(p, _PLACED))]
-    # FSDP's hooks end a graph of torch.compile; without them nothing here is to end one.
+    # FSDP's hooks end a graph of torch.compile anyway; without them this check must not end one.
     elif not grouped._modules or (torch.compiler.is_compiling() and not _is_managed(grouped)):
         return
     else:
@@ -91,7 +89,7 @@ def refuse_mixed_shards(experts: nn.Module) -> None:
 
 
 def _grouped(experts: nn.Module) -> GroupedExperts | None:
-    """Returns the GroupedExperts of a layer; None for experts of one's own."""
+    """Returns the GroupedExperts of a layer; None for custom experts."""
     if isinstance(experts, GroupedExperts):
         return experts
     if record_of(experts) is not None:
@@ -100,7 +98,7 @@ def _grouped(experts: nn.Module) -> GroupedExperts | None:
 
 
 def _parameters(module: nn.Module) -> Iterator[nn.Parameter]:
-    """Yields what `module.parameters()` does, in a fifth of the time: each forward comes here."""
+    """Yields what `module.parameters()` does in a fifth of the time, since each forward calls it."""
     for parameter in module._parameters.values():
         if parameter is not None:
             yield parameter
@@ -122,7 +120,7 @@ def _place(experts: nn.Module, grouped: GroupedExperts | None, new: Sequence[nn.
             )
         within = name.removeprefix(prefix)
         if grouped is not None and (grouped.has_all or grouped.is_per_expert(within, shard) is False):
-            continue  # all ranks have the same, one adapter of all experts for example
+            continue  # all ranks have the same parameter, for example one adapter of all experts
         if allowed != set(ranks := ranks_of_shards(shard)):
             held = record_of(experts) if grouped is None else grouped.held
             raise mixed_shards_error(f"{name} of the experts", ranks, held)
@@ -135,13 +133,13 @@ def _place(experts: nn.Module, grouped: GroupedExperts | None, new: Sequence[nn.
 
 
 def _is_managed(experts: GroupedExperts) -> bool:
-    """Has fully_shard come to a module of these?"""
+    """Returns whether fully_shard has been applied to one of these modules."""
     return any(getattr(module, "_is_fsdp_managed_module", False) for module in experts.modules())
 
 
 def _shards(experts: nn.Module) -> Iterator[tuple[str, nn.Parameter | None, DTensor]]:
-    """Yields name, parameter and shard of what is sharded. In the forward of a module around the experts FSDP
-    has put whole parameters in the place of shards, which only its own records know then."""
+    """Yields name, parameter and shard of each sharded parameter. During the forward of a module around the
+    experts FSDP has replaced shards by whole parameters, so that only its own records know the shards."""
     for name, parameter in experts.named_parameters():
         if isinstance(parameter, DTensor):
             yield name, parameter, parameter
@@ -156,7 +154,7 @@ def _shards(experts: nn.Module) -> Iterator[tuple[str, nn.Parameter | None, DTen
 
 
 def _groups(state: Any) -> list[Any]:
-    """Returns the groups of parameters of a state of FSDP; earlier versions of torch have one at most."""
+    """Returns the parameter groups of an FSDP state; earlier versions of torch have at most one."""
     groups: list[Any] | None = getattr(state, "_fsdp_param_groups", None)
     if groups is not None:
         return groups
@@ -168,11 +166,11 @@ def _groups(state: Any) -> list[Any]:
 
 
 _PARTS = (("experts", GroupedExperts), ("shared", SharedExperts))
-"""The modules whose calls a layer runs within, and their classes."""
+"""The modules within whose calls a layer runs, and their classes."""
 
 
 def watchers_of(layer: Any) -> str | None:
-    """Returns which hook or changed forward needs the rows of the experts or shared experts themselves, so
+    """Returns the hook or changed forward that needs the rows of the experts or shared experts themselves, so
     that the layer has to run in order; None if there is none."""
     for name, kind in _PARTS:
         module = getattr(layer, name)
@@ -182,13 +180,13 @@ def watchers_of(layer: Any) -> str | None:
 
 
 def refuse_own_settings(overlap: OverlapConfig) -> None:
-    """Raises InvalidArgument for settings that have no effect on experts of one's own."""
+    """Raises InvalidArgument for settings that have no effect on custom experts."""
     if (found := _setting_without_effect(overlap)) is not None:
         raise InvalidArgument(f"{found} with experts of one's own, which autograd differentiates")
 
 
 def _setting_without_effect(overlap: OverlapConfig) -> str | None:
-    """Returns the setting that has no effect where autograd does the backward, or None."""
+    """Returns a setting that has no effect where autograd does the backward, or None."""
     for name, only in IN_ORDER.items():
         if (value := getattr(overlap, name)) != only:
             return f"OverlapConfig.{name} is {value!r}, must be {only!r}"
@@ -196,8 +194,8 @@ def _setting_without_effect(overlap: OverlapConfig) -> str | None:
 
 
 def check_settings(layer: Any, in_order: bool, watched: str | None) -> None:
-    """Raises InvalidArgument for settings or weights with which no forward of a MoELayer can run. `watched`:
-    what `watchers_of` has returned."""
+    """Raises InvalidArgument for settings or weights with which a MoELayer's forward cannot run. `watched`:
+    the result of `watchers_of`."""
     if watched is not None and (found := _setting_without_effect(layer.overlap)) is not None:
         raise InvalidArgument(
             f"{watched}, which is to see its own rows: the layer runs in order then, and {found}"
@@ -211,15 +209,15 @@ def check_settings(layer: Any, in_order: bool, watched: str | None) -> None:
     if layer.comm.size > 1 or layer.config.main_grad:
         refuse_mixed_shards(layer.experts)
     if layer.config.main_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        layer.experts.mark_parameters()  # some may have been frozen before
+        layer.experts.mark_parameters()  # some may have been frozen when they were marked
         for parameter in layer.experts.parameters():
             if parameter.requires_grad and has_main_grad(parameter):
-                main_grad_of(parameter)  # one that cannot be used is refused here, on all ranks
+                main_grad_of(parameter)  # refuses an unsuitable one here, on all ranks
     parts = (("experts", None if layer._own_experts else layer.experts), ("shared", layer.shared))
     for name, module in [(name, module) for name, module in parts if module is not None]:
         for own in ("w_in", "w_out", "b_in", "b_out"):
             weight = getattr(module, own, None) if own == "w_in" else module._parameters.get(own)
-            # FSDP's shards may have another dtype before the call of their module.
+            # FSDP's shards may have another dtype until their module is called.
             if weight is None or weight.dtype is layer.config.dtype or isinstance(weight, DTensor):
                 continue
             raise InvalidArgument(
@@ -229,8 +227,8 @@ def check_settings(layer: Any, in_order: bool, watched: str | None) -> None:
 
 
 def _require_parameters(experts: Any) -> None:
-    """Raises InvalidArgument for weights that were computed from parameters in another way than by a cast:
-    `backward_weights` does not come to these."""
+    """Raises InvalidArgument for weights computed from parameters otherwise than by a cast:
+    `backward_weights` does not reach their parameters."""
     for name in ("w_in", "w_out"):
         if leaf_of(getattr(experts, name)) is None:
             raise InvalidArgument(
@@ -241,8 +239,8 @@ def _require_parameters(experts: Any) -> None:
 
 
 def _require_parts(layer: Any) -> None:
-    """Raises InvalidArgument where a module that lacks their weights has replaced the experts or shared
-    experts."""
+    """Raises InvalidArgument if the experts or shared experts were replaced by a module without their
+    weights."""
     for (name, kind), needed in zip(_PARTS, ("products", "w_in"), strict=True):
         part = getattr(layer, name)
         if part is not None and not isinstance(part, kind) and not hasattr(part, needed):

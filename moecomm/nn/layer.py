@@ -39,7 +39,7 @@ from moecomm.parallel import ParallelFolding
 from moecomm.setup.memory_plan import NATIVE_DTYPES
 from moecomm.types import AnyGroup, as_group
 
-# Where torch.compile gives a forward up, it looks for graphs within; this one has its own backward.
+# If torch.compile gives up on a forward, it looks for graphs in its parts; this part has its own backward.
 _run_experts = _disable_dynamo(run_experts)
 
 
@@ -53,7 +53,7 @@ built_layers: weakref.WeakSet[MoELayer] = weakref.WeakSet()
 
 
 class Routed(NamedTuple):
-    """What a layer sends to the experts."""
+    """What a layer sends to the experts, and how its losses are attached."""
 
     rows_TH: Tensor
     topk_idx_TK: Tensor
@@ -63,7 +63,7 @@ class Routed(NamedTuple):
 
 
 def _require_config(overlap: Any) -> OverlapConfig:
-    """Returns `overlap`; raises InvalidArgument if it is no OverlapConfig."""
+    """Returns `overlap`; raises InvalidArgument if it is not an OverlapConfig."""
     if not isinstance(overlap, OverlapConfig):
         raise InvalidArgument(
             f"overlap is {overlap!r}, must be an OverlapConfig, such as OverlapConfig(overlap=False)"
@@ -74,50 +74,50 @@ def _require_config(overlap: Any) -> OverlapConfig:
 class MoELayer(nn.Module):
     """y = shared(x) + sum over the chosen experts of weight * expert(x), with the experts spread over ranks.
 
-    Every rank of the communicator calls forward together, each with its own tokens, which may be none. Rows
-    travel and experts compute in config.dtype; the output has x's dtype. No choice is dropped unless
+    All ranks of the communicator call forward together, each with its own tokens, possibly none. Rows travel
+    and experts compute in config.dtype; the output has x's dtype. No choice is dropped unless
     config.capacity_factor is set. docs/layer.md says how a layer runs, docs/training.md how it is trained.
 
     Args:
         config: sizes, routing and balancing, the same on all ranks.
-        comm: the communicator, which many layers may share; under a folding, one of `make_communicator`.
+        comm: the communicator, which many layers may share; under a folding, one made by `make_communicator`.
             None: the layer builds one, and raises MismatchedArguments on all ranks if their configs differ.
         group: the ranks that share out the experts, a process group or a DeviceMesh of one dimension; None:
             all ranks.
-        mesh, ep_dim: instead of `group`, a DeviceMesh and the name of its dimension.
-        max_tokens: the most tokens a rank brings to one call; to be given without `comm`.
+        mesh, ep_dim: in place of `group`, a DeviceMesh and the name of its dimension.
+        max_tokens: the most tokens of a rank in one call; required without `comm`.
         nodes: the number of nodes for config.limit_nodes, equally many ranks on each; None: those of comm.
-            Another number keeps the routing of a job on so many nodes.
+            Another number keeps the routing of a job on that many nodes.
         overlap: what is computed during transfers, and what is kept; None: OverlapConfig().
-        experts: a module in the place of GroupedExperts; see below.
+        experts: a module in place of GroupedExperts; see below.
         folding: a ParallelFolding, instead of `group` (docs/folding.md). All ranks of the job then build
             their layers and communicators together, since they make the folding's groups.
         loss_group: the ranks of a step for aux_loss="global" without a folding; None: all ranks.
 
     The gradient of the routing's losses flows when the result's backward runs, as if loss_scale * (their sum)
-    were part of the model's loss. Set loss_scale, or call `set_loss_scale`, to what that loss is multiplied
-    by before its backward. Weights of another dtype than the config's (after `layer.half()`) make forward
-    raise InvalidArgument on all ranks.
+    were part of the model's loss. Set loss_scale, or call `set_loss_scale`, to the factor of that loss before
+    its backward. If weights have another dtype than the config's (after `layer.half()`), forward raises
+    InvalidArgument on all ranks.
 
     `experts` holds this rank's L experts; expert l has the global id comm.rank * L + l. A forward calls it
     once, with autocast off, as experts(rows_PH, offsets_L): rows (P, H) of config.dtype grouped by expert,
     and the inclusive ends of the groups, int32. It returns (P, H) of that dtype, rows in the same order; P
     may be 0 and groups may be empty. Another shape or dtype raises InvalidArgument on all ranks. With a
-    capacity rows past offsets[-1] are zero, and what the module returns for them is not used. All its
-    parameters are marked as expert parameters, and no other part of the model may use them. Its state may
-    have no buffers. Dimension 0 of its parameters counts experts for `sharded_state`; otherwise a checkpoint
-    loads at the same number of ranks only. Its state_dict records in the metadata which experts it has, and
-    load_state_dict raises InvalidArgument for a state of others. Autograd does the backward, so
-    config.expert_precision, bias and main_grad, and the fields of `overlap` other than `overlap`, must have
-    their defaults. Only `fully_shard_experts` may shard it.
+    capacity rows past offsets[-1] are zero, and their results are not used. All its parameters are marked as
+    expert parameters, and no other part of the model may use them. Its state may have no buffers. Dimension 0
+    of its parameters counts experts for `sharded_state`; otherwise a checkpoint loads at the same number of
+    ranks only. Its state_dict records in the metadata which experts it has, and load_state_dict raises
+    InvalidArgument for a state of others. Autograd does the backward, so config.expert_precision, bias and
+    main_grad, and the fields of `overlap` other than `overlap`, must have their defaults. Only
+    `fully_shard_experts` may shard it.
 
     Attributes:
-        config: the layer's MoEConfig, with its node limit made groups (`MoEConfig.for_nodes`).
+        config: the layer's MoEConfig, with its node limit turned into groups (`MoEConfig.for_nodes`).
         folding: the ParallelFolding, or None.
         router: the TopKRouter.
         experts: the GroupedExperts, or the module given.
         shared: the SharedExperts; None without any.
-        capacity: rows that a dispatch returns, whatever the routing; None: as many as there are.
+        capacity: rows that a dispatch returns for any routing; None: as many as arrive.
         last_losses: detached 0-d losses of the last forward, by name.
         last_tokens_per_expert: (E,) int64, this rank's choices before drops in the last forward.
     """
@@ -148,7 +148,7 @@ class MoELayer(nn.Module):
             adopt_experts(experts, config)
         overlap = OverlapConfig() if overlap is None else _require_config(overlap)
         group = folded.expert_group(group, mesh, ep_dim)
-        together = comm is None  # with a given comm one rank may build its layer alone, as after a restart
+        together = comm is None  # with a comm one rank may build its layer alone, after a restart
         if comm is None:
             comm = folded.build_communicator(config, group, max_tokens, folding, nodes)
         elif group is not None or max_tokens is not None:
@@ -176,7 +176,7 @@ class MoELayer(nn.Module):
             folded.make_groups(folding)
         self.config, self._comm, self.folding = config, comm, folding
         self._number = comm._layers = comm._layers % MOST_CALLERS + 1
-        self._caller = caller_of(self._number, config)  # a dispatch is of one layer on all ranks
+        self._caller = caller_of(self._number, config)  # a dispatch must be of one layer on all ranks
         self._balance = folded.balance_ranks(config, folding, as_group(loss_group, "loss_group"))
         meta = torch.get_default_device().type == "meta"
         weights_on = torch.device("meta") if meta else comm.device
@@ -207,13 +207,13 @@ class MoELayer(nn.Module):
         self._waits_on_host = False
         self._deferred, self._recorded = Deferred(), RecordedStages()
         self._unsynchronized = False
-        """True from a backward on until `sync_gradients` has averaged its gradients."""
+        """True from a backward until `sync_gradients` has averaged its gradients"""
         self._drift: Any = None  # the Drift of a layer under DistributedDataParallel
         self._overflow: Any = None  # the OverflowCheck of a GraphedStep
         self._plans: Plans | None = None
         self._loss_scale = 1.0
-        # Backwards read this tensor, so that a scale set after the forward counts, in CUDA graphs too. It is
-        # no buffer: those are rounded by .to(dtype) and broadcast by DistributedDataParallel.
+        # Backwards read this tensor, so that a scale set after the forward is used, also in CUDA graphs. It
+        # is not a buffer: .to(dtype) would round it, and DistributedDataParallel broadcast it.
         self._loss_scale_on_device = torch.ones((), dtype=torch.float64, device=comm.device)
         self.last_losses: dict[str, Tensor] = {}
         self.last_tokens_per_expert = torch.zeros(config.num_experts, dtype=torch.int64, device=comm.device)
@@ -223,17 +223,17 @@ class MoELayer(nn.Module):
     def make_communicator(
         config: MoEConfig, folding: ParallelFolding, *, max_tokens: int, **options: Any
     ) -> Communicator:
-        """Builds the communicator that layers under a folding may share: MoELayer(config, comm,
-        folding=folding). All ranks of the job call together. options: of Communicator. Raises InvalidArgument
-        for a config whose experts the folding cannot hold, and what `ParallelFolding.group` and Communicator
-        raise."""
+        """Builds a communicator that layers under a folding may share: MoELayer(config, comm,
+        folding=folding). All ranks of the job call this together. options: those of Communicator. Raises
+        InvalidArgument for a config whose experts the folding cannot hold, and the errors of
+        `ParallelFolding.group` and Communicator."""
         return folded.make_communicator(config, folding, max_tokens=max_tokens, **options)
 
     @property
     def comm(self) -> Communicator:
-        """The communicator; under a folding with ETP > 1 its experts are parts of the layer's. Another may
-        take its place between forwards, on all ranks, for example after PeerTimeout. Raises InvalidArgument
-        for one with another size, rank, nodes, device, num_experts, hidden, top_k, dtype or max_tokens."""
+        """The communicator; under a folding with ETP > 1 its experts are parts of the layer's. It may be
+        replaced between forwards, on all ranks, for example after PeerTimeout. Raises InvalidArgument for one
+        with another size, rank, nodes, device, num_experts, hidden, top_k, dtype or max_tokens."""
         return self._comm
 
     @comm.setter
@@ -252,7 +252,7 @@ class MoELayer(nn.Module):
 
     @property
     def overlap(self) -> OverlapConfig:
-        """What is computed during transfers, and what is kept. Another OverlapConfig may take its place
+        """What is computed during transfers, and what is kept. It may be replaced by another OverlapConfig
         between forwards; anything else raises InvalidArgument."""
         return self._overlap
 
@@ -262,9 +262,8 @@ class MoELayer(nn.Module):
 
     @property
     def loss_scale(self) -> float:
-        """The factor of the routing's losses, 1.0 at first. It may be set at any time and holds for the
-        backwards that run after; nothing waits for the device. Raises InvalidArgument unless it is a finite
-        number."""
+        """The factor of the routing's losses, 1.0 at first. It may be set at any time, without a wait for the
+        device, and applies to later backwards. Raises InvalidArgument unless it is a finite number."""
         return self._loss_scale
 
     @loss_scale.setter
@@ -276,7 +275,7 @@ class MoELayer(nn.Module):
         if not math.isfinite(number):
             raise InvalidArgument(f"loss_scale is {scale!r}, must be a finite number")
         self._loss_scale = number
-        # Within .data a change is not counted: graphs of torch.compile keep the tensor for their backward.
+        # Changes through .data are not counted: graphs of torch.compile keep the tensor for their backward.
         self._loss_scale_on_device.data.fill_(self._loss_scale)
 
     def forward(
@@ -293,16 +292,16 @@ class MoELayer(nn.Module):
         Args:
             x: (T, H), or (B, S, H) for B sequences of S tokens; any float dtype. The result has the same.
             seq_len: length of the sequences in a (T, H) input, for aux_loss="sequence".
-            cu_seqlens: instead of it, (N + 1,) int32 or int64: where N packed sequences begin among the T
-                tokens, from 0 on, and where the last one ends.
-            mask: (T,) or (B, S) bool, False for padding, which only the shared experts see (docs/layer.md).
+            cu_seqlens: in place of it, (N + 1,) int32 or int64: the starts of N packed sequences among the
+                tokens, from 0 on, and the last end.
+            mask: (T,) or (B, S) bool, False for padding, which only shared experts see (docs/layer.md).
             topk_idx: (T, K) or (B, S, K) int32 or int64: the experts of the tokens, chosen in another forward
-                (`Routing.chosen_TK`). A token whose places are all -1 is routed by its scores.
+                (`Routing.chosen_TK`). A token whose ids are all -1 is routed by its scores.
 
         Raises InvalidArgument on all ranks for arguments of a wrong shape or dtype, a seq_len that does not
-        divide T, weights of another dtype than the config's, and settings that do not go together;
-        InvalidRouting for ids that are none, or one twice for a token. A graph of torch.compile ends before
-        the layer within `keep_plans`, and where a loss is summed over ranks.
+        divide T, weights of another dtype than the config's, and incompatible settings; InvalidRouting for
+        invalid ids, or an id twice in a token. A graph of torch.compile ends before the layer within
+        `keep_plans`, and where a loss is summed over ranks.
         """
         every = {"cu_seqlens": cu_seqlens, "mask": mask, "topk_idx": topk_idx}
         given = {name: value for name, value in every.items() if value is not None}
@@ -333,7 +332,7 @@ class MoELayer(nn.Module):
 
     @property
     def _shared_within(self) -> SharedExperts | None:
-        """The shared experts, if they see the rows that the other experts see."""
+        """The shared experts, if they process the same rows as the other experts; else None."""
         return None if self.config.weights_on_input else self.shared
 
     def _route(
@@ -344,7 +343,7 @@ class MoELayer(nn.Module):
         watched: str | None = None,
         given: Mapping[str, Any] | None = None,
     ) -> Routed:
-        """Chooses the experts of each token. Raises InvalidArgument, on this rank alone."""
+        """Chooses the experts of each token. Raises InvalidArgument on this rank alone."""
         x_TH, told = x, dict(given or {})
         balance = self._balance
         before = 0 if balance is None else balance.exchanges
@@ -363,7 +362,7 @@ class MoELayer(nn.Module):
                 x_TH, told = x.flatten(0, 1), flat(x, told)
                 seq_len = seq_len if "cu_seqlens" in told else x.shape[1] or None
             if balance is not None:
-                # not first in its forward, where ranks wait for each other
+                # before the router's forward, in which ranks wait for each other
                 self.router.check(x_TH, seq_len, **told)
             routing = self._choose_experts(x_TH, seq_len, told)
         except Exception as error:
@@ -372,17 +371,17 @@ class MoELayer(nn.Module):
             raise
         self.last_losses = {name: loss.detach() for name, loss in routing.losses.items()}
         self.last_tokens_per_expert = routing.tokens_per_expert_E
-        # The losses are attached to the weights, if these have gradients, so that a checkpoint's recompute
-        # stops before the combine.
+        # The losses are attached to the weights, if these have gradients, so that a checkpoint's
+        # recomputation can stop before the combine.
         weights_TK = self._attach(routing.topk_weights_TK, routing)
         unattached = None if weights_TK.requires_grad else routing
         topk_idx_TK = routing.topk_idx_TK
         if self.config.weights_on_input:
             x_TH, weights_TK = x_TH * weights_TK, torch.ones_like(weights_TK)
         if self._part_ids is not None:
-            # A choice becomes one of each part of its expert, with the same weight.
+            # A choice becomes one choice for each part of its expert, with the same weight.
             parts_TKP = self._part_ids[topk_idx_TK.long()]
-            if "topk_idx" in told:  # the last row is for -1, and what is no id (E) stays none
+            if "topk_idx" in told:  # id -1 selects the last row; an invalid id (E) stays invalid
                 unknown_TK1 = (topk_idx_TK >= self.config.num_experts).unsqueeze(-1)
                 parts_TKP = parts_TKP.masked_fill(unknown_TK1, self.comm.num_experts)
             topk_idx_TK = parts_TKP.flatten(1)
@@ -390,8 +389,7 @@ class MoELayer(nn.Module):
         return Routed(x_TH.to(self.config.dtype), topk_idx_TK, weights_TK, unattached)
 
     def _choose_experts(self, x_TH: Tensor, seq_len: int | None, given: dict[str, Any]) -> Routing:
-        """Returns what the router says; within a checkpoint that keeps plans, of the choices that it made the
-        first time."""
+        """Returns the router's choice; within a checkpoint that keeps plans, the choice of the first time."""
         router, plans = self.router, self._plans
         if plans is None:
             return router(x_TH, seq_len, **given)
@@ -419,16 +417,16 @@ class MoELayer(nn.Module):
         y_TH = y_TH.to(dtype)
         if unattached is not None:
             y_TH = self._attach(y_TH, unattached)
-        # A view would lose FSDP2's hook of the backward when it is changed in place, and one of a function of
-        # Python's (`attach_loss`) torch refuses to change.
+        # If a view is changed in place, it loses FSDP2's hook of the backward; and torch refuses to change
+        # the view of a Python function's result (`attach_loss`).
         is_result = y_TH.shape == shape and unattached is None
         return y_TH if is_result else torch.ops.aten._unsafe_view(y_TH, shape)
 
     def backward_weights(self, *, drop: bool = False) -> None:
         """Computes the gradients of the experts' weights that backwards have put off
         (`OverlapConfig.defer_weights`), and adds them to the parameters' `grad` (docs/layer.md). Hooks of the
-        parameters do not run, and they must not be sharded. `drop` throws the gradients away instead, for a
-        step that is left out."""
+        parameters do not run, and they must not be sharded. `drop` discards the gradients instead, for a step
+        that is skipped."""
         if self._own_experts:
             return
         if drop:
@@ -464,7 +462,7 @@ class MoELayer(nn.Module):
         )
 
     def _weights(self) -> Weights:
-        """Returns the weights of the experts and the shared ones, as they are now."""
+        """Returns the current weights of the experts and the shared experts."""
         experts, shared = self.experts, self._shared_within
         s_in, s_out, s_gate = (None,) * 3 if shared is None else (shared.w_in, shared.w_out, shared.w_gate)
         return Weights(experts.w_in, experts.w_out, s_in, s_out, s_gate, experts.b_in, experts.b_out)
@@ -475,7 +473,7 @@ class MoELayer(nn.Module):
         def run(x_TH: Tensor) -> Tensor:
             return _run_experts(context, x_TH, topk_weights_TK, self._weights())
 
-        # This runs within the calls of both modules, whose hooks may have to make their weights ready.
+        # This runs within the calls of both modules, whose hooks may have to prepare their weights.
         y_TH: Tensor = (
             experts(rows_TH, run=run)
             if shared is None
@@ -485,8 +483,8 @@ class MoELayer(nn.Module):
 
     def _run_in_order(self, rows_TH: Tensor, topk_idx_TK: Tensor, topk_weights_TK: Tensor) -> Tensor:
         """Runs shared experts, dispatch, experts and combine one after another, differentiated by autograd.
-        Own experts run in this way alone, with shared experts beside the dispatch. The shared experts come
-        before the combine, in which the other ranks learn of an exception of theirs."""
+        Custom experts always run in this way, with the shared experts overlapping the dispatch. The shared
+        experts come before the combine, so that the combine can tell other ranks of their exceptions."""
         comm, capacity, shared_TH = self.comm, self.capacity, None
         shared = self._shared_within
         if self._own_experts and self.overlap.overlap and shared and not torch.compiler.is_compiling():
@@ -517,8 +515,8 @@ class MoELayer(nn.Module):
         self._unsynchronized = True
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MoELayer:
-        """Copies the layer (for an average of the weights, say); the copy has its own parameters and shares
-        the communicator."""
+        """Copies the layer (for example for an average of weights); the copy has its own parameters and
+        shares the communicator."""
         for shared in (self.comm, self._overflow):
             memo[id(shared)] = shared
         memo[id(self._deferred)], memo[id(self._recorded)] = Deferred(), RecordedStages()
@@ -534,7 +532,7 @@ class MoELayer(nn.Module):
         if not (torch.is_grad_enabled() and to.requires_grad):
             return to
         losses, router, load_E = list(routing.losses.values()), self.router, routing.tokens_per_expert_E
-        records = self.training and getattr(router, "load_E", None) is not None  # not of another class
+        records = self.training and getattr(router, "load_E", None) is not None  # only for this router class
         if not (losses or records):
             return to
         total = sum(losses[1:], start=losses[0]) if losses else to.new_zeros((), dtype=torch.float32)
@@ -544,12 +542,12 @@ class MoELayer(nn.Module):
 
 
 _MADE_FOR = ("size", "rank", "nodes", "device", "num_experts", "hidden", "top_k", "dtype", "max_tokens")
-"""The attributes of a layer's communicator that another one must share to take its place."""
+"""The attributes in which a layer's communicator and its replacement must agree."""
 
 
 def backward_weights(model: nn.Module, *, drop: bool = False) -> None:
-    """Calls `MoELayer.backward_weights` of every MoELayer in the model: before gradients are synchronised,
-    clipped or used; with `drop` where a step is left out."""
+    """Calls `MoELayer.backward_weights` of every MoELayer in the model. Call it before gradients are
+    synchronised, clipped or used; with `drop` for a step that is skipped."""
     for module in model.modules():
         if isinstance(module, MoELayer):
             module.backward_weights(drop=drop)
@@ -557,8 +555,8 @@ def backward_weights(model: nn.Module, *, drop: bool = False) -> None:
 
 def set_loss_scale(model: nn.Module, scale: float) -> None:
     """Sets loss_scale of every MoELayer in the model: the factor by which the model's loss is multiplied
-    before backward. It holds for backwards that run after, of earlier forwards and replayed graphs too.
-    Raises InvalidArgument for what is no finite number."""
+    before backward. It applies to all later backwards, also of earlier forwards and of replayed graphs.
+    Raises InvalidArgument unless it is a finite number."""
     for module in model.modules():
         if isinstance(module, MoELayer):
             module.loss_scale = scale

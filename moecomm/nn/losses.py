@@ -1,4 +1,4 @@
-"""Auxiliary losses of the router, and how their gradient flows although the model's loss lacks them."""
+"""Auxiliary losses of the router, and how they get a gradient without being part of the model's loss."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moecomm.types import Group, GroupReference
 
 
 class ExpertSums(NamedTuple):
-    """What the load-balancing loss is made of, for each of S sequences; of counts no gradient is wanted."""
+    """The sums behind the load-balancing loss, for each of S sequences; counts need no gradient."""
 
     probs_SE: Tensor
     """Sums of the tokens' probabilities; differentiable."""
@@ -25,15 +25,15 @@ class ExpertSums(NamedTuple):
     """Numbers of tokens."""
 
     def loss(self, top_k: int) -> Tensor:
-        """Returns E * sum over e of f_e * P_e, the mean over sequences that have tokens; 0 if none has."""
+        """Returns E * sum over e of f_e * P_e, averaged over sequences with tokens; 0 if none has any."""
         tokens_S1 = self.tokens_S.clamp(min=1).unsqueeze(1)
         share_SE = self.chosen_SE / (tokens_S1 * top_k)
         loss_S = (self.probs_SE / tokens_S1 * share_SE).sum(dim=1) * self.probs_SE.shape[1]
         return loss_S.sum() / (self.tokens_S > 0).sum().clamp(min=1)
 
     def loss_of_shares(self, share_E: Tensor) -> Tensor:
-        """Returns E * sum over e of share_e * P_e, for shares counted elsewhere and the mean P of all
-        tokens; 0 without any."""
+        """Returns E * sum over e of share_e * P_e, for shares counted elsewhere and the mean P of all tokens;
+        0 without tokens."""
         mean_E = self.probs_SE.sum(dim=0) / self.tokens_S.sum().clamp(min=1)
         return self.probs_SE.shape[1] * (mean_E * share_E.to(mean_E.dtype)).sum()
 
@@ -46,7 +46,7 @@ def expert_sums(
     cu_seqlens: Tensor | None = None,
     mask_T: Tensor | None = None,
 ) -> ExpertSums:
-    """Returns the sums over sequences; arguments and errors as of `load_balancing_loss`."""
+    """Returns the sums over sequences; arguments and errors as in `load_balancing_loss`."""
     if probs_TE.dim() != 2 or topk_idx_TK.dim() != 2 or probs_TE.shape[0] != topk_idx_TK.shape[0]:
         raise InvalidArgument(
             f"probs_TE has shape {tuple(probs_TE.shape)}, topk_idx_TK {tuple(topk_idx_TK.shape)}, must be "
@@ -65,7 +65,7 @@ def expert_sums(
         probs_SE = probs_TE.view(count, length, num_experts).sum(dim=1)
         tokens_S = real_T.view(count, length).sum(dim=1)
     else:
-        # One row more, for tokens past the last sequence.
+        # An additional row takes the tokens past the last sequence.
         count, of_T = cu_seqlens.shape[0] - 1, torch.bucketize(token_T, cu_seqlens[1:], right=True)
         probs_SE = probs_TE.new_zeros(count + 1, num_experts).index_add(0, of_T, probs_TE)[:count]
         tokens_S = real_T.new_zeros(count + 1).index_add(0, of_T, real_T)[:count]
@@ -93,11 +93,11 @@ def load_balancing_loss(
     Args:
         probs_TE: (T, E), rows sum to 1.
         topk_idx_TK: (T, K) global expert ids; -1 for a choice that was dropped.
-        sequence_len: the loss is the mean over each run of so many tokens; must divide T.
-        cu_seqlens: instead, (S + 1,) integers from 0 on, where S sequences begin and the last one ends.
+        sequence_len: the loss is averaged over sequences of this many tokens; must divide T.
+        cu_seqlens: in place of it, (S + 1,) integers: the starts of S sequences, from 0 on, and the last end.
         mask_T: (T,) bool, False for tokens that do not count (padding).
 
-    Raises InvalidArgument for other shapes and a sequence_len that does not divide T.
+    Raises InvalidArgument for other shapes, and for a sequence_len that does not divide T.
     """
     sums = expert_sums(probs_TE, topk_idx_TK, sequence_len, cu_seqlens=cu_seqlens, mask_T=mask_T)
     return sums.loss(topk_idx_TK.shape[1])
@@ -114,8 +114,8 @@ def z_loss(logits_TE: Tensor, mask_T: Tensor | None = None) -> Tensor:
 
 @torch.library.custom_op("moecomm::scale_in_backward", mutates_args=())
 def _scale_in_backward(grad_y: Tensor, scale: Tensor) -> Tensor:
-    """Returns a copy of the scale. The gradient, which is not looked at, keeps torch.compile from reading the
-    scale in the forward."""
+    """Returns a copy of the scale. The gradient is an argument, though unused, so that torch.compile does not
+    read the scale in the forward."""
     return scale.clone()
 
 
@@ -154,10 +154,10 @@ def attach_loss(
     y: Tensor, loss: Tensor, scale: float | Tensor = 1.0, on_backward: Callable[[], None] | None = None
 ) -> Tensor:
     """Returns y, unchanged in value; when its backward runs, `loss` gets the gradient `scale`, as if scale *
-    loss were part of the model's loss (as Megatron-Core's MoEAuxLossAutoScaler does).
+    loss were part of the model's loss (like Megatron-Core's MoEAuxLossAutoScaler).
 
-    A scale that is a 0-d tensor without gradient is read in the backward. `on_backward` is called once when
-    the gradient arrives: under torch.utils.checkpoint a forward runs twice, and a backward does not.
+    If the scale is a 0-d tensor without gradient, the backward reads it. `on_backward` is called once, when
+    the gradient arrives: under torch.utils.checkpoint a forward runs twice, but a backward once.
     """
     attached: Tensor = _AttachLoss.apply(y, loss, scale, on_backward)  # type: ignore[no-untyped-call]
     return attached
@@ -169,26 +169,26 @@ def attach_loss(
 
 
 class StepCounts:
-    """The choices of all ranks of a step: one all-reduce of E numbers a forward."""
+    """Counts the choices of all ranks of a step: one all-reduce of E numbers per forward."""
 
     phase = "the balancing loss over all ranks"
 
     def __init__(self, group: Group) -> None:
         self._group = GroupReference(group)
         self.exchanges = 0
-        """Exchanges so far, also those that failed."""
+        """Number of exchanges so far, including failed ones."""
 
     def over_ranks(self, counts_E: Tensor) -> Tensor:
-        """Returns the sums of (E,) int64 counts."""
+        """Returns the sums of (E,) int64 counts over ranks."""
         self.exchanges += 1
         return self._all_reduce(counts_E.clone(), dist.ReduceOp.SUM)
 
     def bring_nothing(self, experts: int, device: torch.device) -> None:
-        """Takes part in the exchange of a forward that this rank refuses."""
+        """Takes part in the exchange, for a forward that this rank refuses."""
         self.over_ranks(torch.zeros(experts, dtype=torch.int64, device=device))
 
     def _all_reduce(self, value: Tensor, op: Any) -> Tensor:
-        """Returns the result, in place. Turns what torch says of a collective that failed into PeerLost."""
+        """Reduces in place and returns the result. Turns torch's error of a collective into PeerLost."""
         group = self._group()
         try:
             dist.all_reduce(value, op=op, group=group)
@@ -204,15 +204,15 @@ class StepCounts:
 
 
 class SequenceSums(StepCounts):
-    """The sums of sequences of which each rank of the group holds a part, in the same order; ranks without
-    tokens take part. Ranks compare the number of sequences first, but not in the capture of a CUDA graph."""
+    """Sums over sequences of which each rank of the group has a part, in the same order; ranks without tokens
+    take part. Ranks first compare the number of sequences, except in the capture of a CUDA graph."""
 
     phase = "the balancing loss over sequences"
 
     def over_ranks(self, sums: ExpertSums) -> ExpertSums:  # type: ignore[override]
-        """Returns the sums of all parts. A gradient is multiplied by the ranks of the group, so that the mean
-        over ranks is that of one process. Raises MismatchedArguments, on all of these ranks, for different
-        numbers of sequences."""
+        """Returns the sums of all parts. Gradients are multiplied by the number of ranks of the group, so
+        that their mean over ranks is that of a single process. Raises MismatchedArguments, on all of these
+        ranks, for different numbers of sequences."""
         self.exchanges += 1
         own = int(sums.tokens_S.shape[0])
         count = own
@@ -228,7 +228,7 @@ class SequenceSums(StepCounts):
                 )
         if not count:
             return sums
-        # In float64, which holds counts and sums of any dtype.
+        # float64 holds counts and sums of any dtype.
         packed = torch.cat((sums.probs_SE, sums.chosen_SE, sums.tokens_S.unsqueeze(1)), dim=1).double()
         if not own:
             packed = packed.sum(dim=0).expand(count, -1)
@@ -237,7 +237,7 @@ class SequenceSums(StepCounts):
         return ExpertSums(total[:, :experts], total[:, experts:-1].detach(), total[:, -1].detach())
 
     def bring_nothing(self, experts: int, device: torch.device) -> None:
-        """Takes part in the exchange of a forward that this rank refuses."""
+        """Takes part in the exchange, for a forward that this rank refuses."""
         none = torch.zeros(0, experts, device=device)
         self.over_ranks(ExpertSums(none, none, none[:, 0]))
 

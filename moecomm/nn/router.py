@@ -1,4 +1,4 @@
-"""Top-k router: scores every expert for every token, chooses k of them, and drops what exceeds a capacity."""
+"""Top-k router: scores every expert for every token, chooses k, and drops choices beyond a capacity."""
 
 from __future__ import annotations
 
@@ -23,13 +23,12 @@ class Routing:
     """The routing of tokens to experts.
 
     Attributes:
-        topk_idx_TK: (T, K) int32 global expert ids, -1 where the capacity dropped the choice and for
-            padding.
+        topk_idx_TK: (T, K) int32 global expert ids, -1 for choices that the capacity dropped and for padding.
         topk_weights_TK: (T, K) float32 (float64 for a float64 config), 0 where dropped; differentiable.
         scores_TE: (T, E) float32 (float64 for float64 tokens): softmax over all experts, or sigmoid.
         losses: 0-d tensors "aux_loss" and "z_loss", each if configured and times its coefficient;
             differentiable.
-        tokens_per_expert_E: (E,) int64, choices before any drop: the load that balancing must see.
+        tokens_per_expert_E: (E,) int64, choices before any drop: the load to balance.
         chosen_TK: (T, K) int32, topk_idx_TK before any drop: what a later forward replays as topk_idx. None:
             nothing is dropped, and it is topk_idx_TK.
     """
@@ -43,12 +42,12 @@ class Routing:
 
 
 class TopKRouter(nn.Module):
-    """Linear router, by default without bias; the order of its steps is that of Megatron-Core's TopKRouter.
+    """Linear router, by default without bias; its steps have the order of Megatron-Core's TopKRouter.
 
     jitter on the input -> logits -> scores -> choice of k (group-limited and with balancing bias if
-    configured) -> weights (normalised, scaled) -> losses -> drop to capacity. All steps are in float32,
-    inside autocast too (float64 for float64 tokens). `weight` starts from torch's default generator. A config
-    with limit_nodes raises InvalidArgument: `TopKRouter(config.for_nodes(nodes))`.
+    configured) -> weights (normalised, scaled) -> losses -> drop to capacity. All steps are in float32, even
+    within autocast (float64 for float64 tokens). `weight` is initialised from torch's default generator. A
+    config with limit_nodes raises InvalidArgument: use `TopKRouter(config.for_nodes(nodes))`.
 
     Attributes:
         weight: (E, H) float32 (float64 for a float64 config).
@@ -71,7 +70,7 @@ class TopKRouter(nn.Module):
         device: torch.device | str | None = None,
         balance: StepCounts | None = None,
     ) -> None:
-        """balance: the ranks with which the balancing loss is computed; None: this rank alone."""
+        """balance: exchanges the balancing loss's sums with other ranks; None: this rank alone."""
         super().__init__()
         if config.limit_nodes is not None:
             raise InvalidArgument(
@@ -113,12 +112,12 @@ class TopKRouter(nn.Module):
         """Routes tokens. x_TH: (T, H) of any float dtype; T may be 0.
 
         seq_len, cu_seqlens, mask and topk_idx are those of `MoELayer.forward`, for T tokens. again: choices
-        and drops of this same forward, which is computed a second time. Raises InvalidArgument on a wrong
-        shape or dtype or a seq_len that does not divide T."""
+        and drops of the first time, if this forward is recomputed. Raises InvalidArgument on a wrong shape or
+        dtype or a seq_len that does not divide T."""
         config = self.config
         given = {"cu_seqlens": cu_seqlens, "mask": mask, "topk_idx": topk_idx}
         self.check(x_TH, seq_len, **given)
-        # Choices may be -1 before any drop.
+        # Choices may already be -1 before drops.
         gaps = mask is not None or topk_idx is not None
         care = needs_care(x_TH.device.type)
         with torch.autocast(x_TH.device.type, enabled=False):
@@ -143,7 +142,7 @@ class TopKRouter(nn.Module):
                     chosen_TK = chosen_TK.masked_fill(~mask.unsqueeze(1), -1)
             else:
                 chosen_TK = again.chosen_TK.to(torch.int64)
-            # Without ids out of range, which the dispatch is to see and nothing before it.
+            # Without invalid ids, which the dispatch has to refuse and nothing before it may see.
             known_TK = chosen_TK
             if topk_idx is not None:
                 known_TK = chosen_TK.masked_fill(chosen_TK >= config.num_experts, -1)
@@ -172,7 +171,7 @@ class TopKRouter(nn.Module):
         )
 
     def check(self, x_TH: Tensor, seq_len: int | None, **given: Tensor | None) -> None:
-        """Raises InvalidArgument for tokens that forward cannot route; given: cu_seqlens, mask, topk_idx."""
+        """Raises InvalidArgument for tokens that forward cannot route. given: cu_seqlens, mask, topk_idx."""
         config = self.config
         if x_TH.dim() != 2 or x_TH.shape[1] != config.hidden:
             raise InvalidArgument(
@@ -181,12 +180,12 @@ class TopKRouter(nn.Module):
         check_given(x_TH.shape[0], config.top_k, x_TH.device, seq_len=seq_len, **given)
 
     def _kept(self, topk_idx_TK: Tensor, weights_TK: Tensor, gaps: bool) -> Tensor:
-        """Returns (T, K) bool: the choices that the capacity does not drop; for -1 either."""
+        """Returns (T, K) bool: the choices that the capacity keeps; choices of -1 may be either."""
         config = self.config
         by_weight = weights_TK if config.drop_policy == "probs" else None
         limit = tokens_per_expert_limit(config, topk_idx_TK.shape[0])
         experts = config.num_experts
-        if gaps:  # these choose one expert more
+        if gaps:  # these form one more expert, number E
             topk_idx_TK = topk_idx_TK.masked_fill(topk_idx_TK < 0, experts)
             experts += 1
         return kept_choices(topk_idx_TK, by_weight, experts, limit)
@@ -195,8 +194,7 @@ class TopKRouter(nn.Module):
         config = self.config
         if config.force_balanced:
             return balanced_choice(logits_TE.shape[0], config.num_experts, config.top_k, logits_TE.device)
-        # Softmax is monotone, so that only the balancing bias and the groups' sums feel on which of the two
-        # we choose.
+        # Softmax is monotone, so this choice matters only to the balancing bias and the groups' sums.
         after_topk = config.score_function == "softmax" and not config.pre_softmax
         rank_by_TE = logits_TE if after_topk else scores_TE
         if self.expert_bias_E is not None:
@@ -212,7 +210,7 @@ class TopKRouter(nn.Module):
         at_TK = topk_idx_TK.clamp(min=0) if gaps else topk_idx_TK
         if config.score_function == "softmax" and not config.pre_softmax:
             logits_TK = logits_TE.gather(1, at_TK)
-            if gaps:  # not all of a token, whose softmax would be nan
+            if gaps:  # not all choices of a token, whose softmax would be NaN
                 gone_TK = topk_idx_TK < 0
                 all_T1 = gone_TK.all(dim=1, keepdim=True)
                 logits_TK = logits_TK.masked_fill(gone_TK & ~all_T1, float("-inf"))
@@ -245,7 +243,7 @@ class TopKRouter(nn.Module):
                 seq_len = cu_seqlens = None
             sums = expert_sums(probs_TE, topk_idx_TK, seq_len, cu_seqlens=cu_seqlens, mask_T=mask_T)
             if config.aux_loss == "global":
-                # Those of the step's microbatches whose backward has run are in load_E.
+                # load_E has the choices of the step's microbatches whose backward has run.
                 counts_E = tokens_per_expert_E
                 if self.training and self.load_E is not None:
                     counts_E = counts_E + self.load_E
@@ -262,13 +260,13 @@ class TopKRouter(nn.Module):
         return losses
 
     def record_load(self, tokens_per_expert_E: Tensor) -> None:
-        """Adds one batch's choices to what the next `update_expert_bias` balances, and to a step's for
-        aux_loss="global". No-op without load_E."""
+        """Adds a batch's choices to those that the next `update_expert_bias` balances, and to the step's for
+        aux_loss="global". Does nothing without load_E."""
         if self.load_E is not None:
             self.load_E += tokens_per_expert_E
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TopKRouter:
-        # model.to(torch.bfloat16) must not round the bias: steps of 0.001 would be lost in it.
+        # model.to(torch.bfloat16) must not round the bias: steps of 0.001 would be lost.
         bias_E = self.expert_bias_E
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if bias_E is not None and self.expert_bias_E is not None and self.expert_bias_E.dtype != bias_E.dtype:
@@ -286,12 +284,12 @@ def limit_to_groups(
     """Returns (T, E) with -inf outside each token's best groups (DeepSeek-V3, arXiv 2412.19437, section
     2.1.2).
 
-    A group is worth the sum of its `best` highest entries, top_k // topk_groups (at least one) if not given;
-    a token keeps topk_groups groups. Where groups are nodes, a row then crosses to at most topk_groups of
+    A group's value is the sum of its `best` highest entries, top_k // topk_groups (at least one) if not
+    given; a token keeps topk_groups groups. If groups are nodes, a row travels to at most topk_groups of
     them.
 
-    Example: one token, rank_by = [5, 0, 3, 3], 2 groups of 2, one group kept, top_k = 2: the groups are worth
-    5 and 6, so the result is [-inf, -inf, 3, 3], although expert 0 is the best one.
+    Example: one token, rank_by = [5, 0, 3, 3], 2 groups of 2, one group kept, top_k = 2: the groups' values
+    are 5 and 6, so the result is [-inf, -inf, 3, 3], although expert 0 has the highest entry.
     """
     num_tokens, num_experts = rank_by_TE.shape
     grouped_TGM = rank_by_TE.view(num_tokens, num_groups, num_experts // num_groups)
@@ -302,10 +300,10 @@ def limit_to_groups(
 
 
 def balanced_choice(num_tokens: int, num_experts: int, top_k: int, device: Any) -> Tensor:
-    """Returns (T, K) int64: k different experts a token, each expert equally often in any run of E tokens.
+    """Returns (T, K) int64: k different experts per token, each equally often in any E consecutive tokens.
 
-    A token's choices lie E // K apart, so that they spread over the ranks as those of a balanced router
-    would. Example: 3 tokens, E = 4, K = 2 gives [[0, 2], [1, 3], [2, 0]].
+    A token's choices are E // K apart, so that they spread over the ranks like those of a balanced router.
+    Example: 3 tokens, E = 4, K = 2 gives [[0, 2], [1, 3], [2, 0]].
     """
     token_T1 = torch.arange(num_tokens, device=device).unsqueeze(1)
     slot_K = torch.arange(top_k, device=device) * (num_experts // top_k)
@@ -319,16 +317,16 @@ _INTEGERS = (torch.int32, torch.int64)
 
 
 class Choices(NamedTuple):
-    """The choices of a forward, for the same forward once more."""
+    """The choices of a forward, for its recomputation."""
 
     chosen_TK: Tensor
-    """(T, K) int32 before drops."""
+    """(T, K) int32, before drops."""
     kept_TK: Tensor
-    """The same after drops."""
+    """(T, K) int32, after drops."""
 
 
 def flat(x: Tensor, given: dict[str, Any]) -> dict[str, Any]:
-    """Returns what was given beside x (B, S, H) as beside its (B * S, H) tokens."""
+    """Returns the arguments given with x (B, S, H) in the form for its (B * S, H) tokens."""
     dims, shape = {"mask": 2, "topk_idx": 3}, x.shape[:2]
     return {
         name: value.flatten(0, 1)
@@ -348,7 +346,7 @@ def check_given(
     mask: Tensor | None = None,
     topk_idx: Tensor | None = None,
 ) -> None:
-    """Raises InvalidArgument for what does not fit so many tokens."""
+    """Raises InvalidArgument for arguments that do not fit this many tokens."""
     if seq_len is not None and tokens % require_integer("seq_len", seq_len, 1):
         raise InvalidArgument(f"seq_len is {seq_len}, must divide the number of tokens {tokens}")
     if seq_len is not None and cu_seqlens is not None:
@@ -369,8 +367,8 @@ def check_given(
 
 
 def replayed(given_TK: Tensor, own_TK: Tensor, experts: int) -> Tensor:
-    """Returns (T, K) int64: the given choices, and where all of a token's are -1 the router's own. Ids that
-    are none become `experts`, which a dispatch refuses on all ranks without a wait here.
+    """Returns (T, K) int64: the given choices, and the router's own for tokens whose given ones are all -1.
+    Invalid ids become `experts`, which a dispatch refuses on all ranks, so no wait is needed here.
 
     Example: given = [[2, 0], [-1, -1], [1, -1]], own = [[0, 1], [0, 3], [2, 3]] gives [[2, 0], [0, 3],
     [1, -1]]: the third token has one expert.
@@ -386,7 +384,7 @@ def replayed(given_TK: Tensor, own_TK: Tensor, experts: int) -> Tensor:
 def tokens_per_expert_limit(config: MoEConfig, num_tokens: int) -> int:
     """Returns how many of T tokens may go to one expert: ceil(T * K / E * capacity_factor), at most T.
 
-    Megatron-Core's get_capacity. The tokens are those of a sending rank, so that dropping needs no
+    This is Megatron-Core's get_capacity. T counts the tokens of one sending rank, so that dropping needs no
     communication.
     """
     assert config.capacity_factor is not None
@@ -395,19 +393,19 @@ def tokens_per_expert_limit(config: MoEConfig, num_tokens: int) -> int:
 
 
 def rows_at_worst(*, ranks: int, max_tokens: int, top_k: int, num_local_experts: int) -> int:
-    """Returns the rows that no routing can exceed on one rank: each token with as many of its choices as
-    there are experts."""
+    """Returns the most rows that one rank can get under any routing: each token with as many of its choices
+    as the rank has experts."""
     return ranks * max_tokens * min(top_k, num_local_experts)
 
 
 def rows_for_headroom(
     headroom: float, *, ranks: int, max_tokens: int, top_k: int, num_local_experts: int
 ) -> int:
-    """Returns the rows that a rank gets where the tokens of all ranks spread evenly over the experts, times
-    `headroom`; never more than any routing can bring.
+    """Returns the rows that a rank gets if the tokens of all ranks spread evenly over the experts, times
+    `headroom`, but at most the rows that any routing can bring.
 
-    Example: 4 ranks with 1000 tokens each, top-2, 8 experts a rank: 2000 rows by balance, 8000 at worst; with
-    a headroom of 1.25 it is 2500.
+    Example: 4 ranks with 1000 tokens each, top-2, 8 experts per rank: 2000 rows if balanced, 8000 at worst; a
+    headroom of 1.25 gives 2500.
     """
     worst = rows_at_worst(
         ranks=ranks, max_tokens=max_tokens, top_k=top_k, num_local_experts=num_local_experts
@@ -418,18 +416,18 @@ def rows_for_headroom(
 def kept_choices(topk_idx_TK: Tensor, weights_TK: Tensor | None, num_experts: int, limit: int) -> Tensor:
     """Returns (T, K) bool: the choices that fit when each expert takes at most `limit` tokens.
 
-    With weights an expert keeps the tokens of highest weight, the earlier token among equals; without, the
-    first ones. Shapes do not depend on the data, and the host waits for nothing. Every entry of topk_idx_TK
-    is an expert id.
+    With weights an expert keeps the tokens of highest weight, the earlier token among equals; without weights
+    it keeps the first ones. Shapes do not depend on the data, and the host does not wait. Every entry of
+    topk_idx_TK is an expert id.
 
-    Example: topk_idx = [[0, 1], [0, 2], [0, 1]], weights = [[.6, .4], [.9, .1], [.7, .3]], limit = 2. Expert
-    0 is wanted by tokens 0, 1, 2 with .6, .9, .7: by weight token 0 is dropped, by position token 2.
+    Example: topk_idx = [[0, 1], [0, 2], [0, 1]], weights = [[.6, .4], [.9, .1], [.7, .3]], limit = 2. Tokens
+    0, 1, 2 choose expert 0 with .6, .9, .7: by weight token 0 is dropped, by position token 2.
     """
     expert_N = topk_idx_TK.reshape(-1).to(torch.int64)
     order_N = torch.arange(expert_N.numel(), device=expert_N.device)
     if weights_TK is not None:
         order_N = torch.argsort(weights_TK.detach().reshape(-1), descending=True, stable=True)
-    # Sorting by expert keeps the order of preference inside each expert, because both sorts are stable.
+    # Sorting by expert keeps the order of preference within each expert, as both sorts are stable.
     order_N = order_N[torch.argsort(expert_N[order_N], stable=True)]
     counts_E = torch.zeros(num_experts, dtype=torch.int64, device=expert_N.device)
     counts_E.scatter_add_(0, expert_N, torch.ones_like(expert_N))

@@ -1,5 +1,5 @@
-"""Which parameters of a layer's experts are of this rank's experts alone; and a check of that before each
-step of an optimizer, which importing moecomm.nn sets. Behind `sync_gradients` it looks at no parameter, under
+"""Finds the parameters of a layer's experts that belong to this rank's experts alone. Importing moecomm.nn
+also installs a check before each step of an optimizer. After `sync_gradients` it looks at no parameter, under
 DDP and FSDP2 at the first trained one of each layer's experts."""
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from moecomm.nn.layer import MoELayer, built_layers
 
 
 def spread_parameters(layer: MoELayer) -> dict[str, nn.Parameter]:
-    """Returns the parameters of a layer's experts that are of this rank's experts alone, by their names in
-    `layer.experts`: all of a module of one's own; of GroupedExperts those that have a part for each expert,
-    or were marked."""
+    """Returns the parameters of a layer's experts that belong to this rank's experts alone, by their names in
+    `layer.experts`: all of a custom module; of GroupedExperts those that have a part for each expert, or were
+    marked."""
     return {name: each for name, each in layer.experts.named_parameters() if _is_spread(layer, name, each)}
 
 
 def common_parameters(layer: MoELayer) -> dict[str, nn.Parameter]:
-    """Returns the other parameters of a layer's experts: those that all ranks have, such as one adapter of
+    """Returns the other parameters of a layer's experts: those that all ranks share, such as one adapter of
     all experts."""
     return {n: each for n, each in layer.experts.named_parameters() if not _is_spread(layer, n, each)}
 
@@ -51,8 +51,8 @@ def _is_spread(layer: MoELayer, name: str, parameter: nn.Parameter) -> bool:
 
 
 def _check_step(optimizer: torch.optim.Optimizer, args: Any, options: Any) -> None:
-    """Raises InvalidArgument before the step of an optimizer that has experts' weights whose gradients are
-    still put off or not averaged, or that would send one rank's experts to all ranks."""
+    """Raises InvalidArgument before an optimizer's step on experts' weights whose gradients are still
+    deferred or not averaged, or where the optimizer would send one rank's experts to all ranks."""
     zero = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
     shares = zero is not None and isinstance(optimizer, zero.ZeroRedundancyOptimizer)
     found = [layer for layer in built_layers if _looks_wrong(layer, shares)]
@@ -84,8 +84,8 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, options: Any) -> No
 
 
 def _looks_wrong(layer: MoELayer, shares: bool) -> bool:
-    """True if no optimizer of this kind may step with the layer's experts now. `shares`: it sends parameters
-    to all ranks."""
+    """True if no optimizer of this kind may step on the layer's experts now. `shares`: it sends parameters to
+    all ranks."""
     if layer.has_pending_weights:
         return True
     if layer.comm.size == 1:
@@ -94,8 +94,8 @@ def _looks_wrong(layer: MoELayer, shares: bool) -> bool:
 
 
 def _averages_nothing(layer: MoELayer) -> bool:
-    """True if this rank trains weights of its own experts, and no backward averages their gradients, as DDP's
-    and FSDP2's do. An adapter that all ranks have is averaged as any dense weight."""
+    """True if this rank trains weights of its own experts, and no backward averages their gradients, as those
+    of DDP and FSDP2 do. An adapter that all ranks share is averaged like a dense weight."""
     trained = (each for each in layer.experts.parameters() if each.requires_grad)
     marks = (AVERAGED_BY_DDP, DIVIDED)
     if any(isinstance(each, DTensor) or any(hasattr(each, mark) for mark in marks) for each in trained):

@@ -1,7 +1,7 @@
-"""Communication under computation: what runs beside what, and how to look at it.
+"""Overlap of communication with computation, and how to measure it.
 
-`moecomm.nn.MoELayer` runs transfers beside products of its own (moecomm/nn/expert_pass.py, from top to
-bottom); with `OverlapConfig(record=True)` its `timelines()` say when each stage ran.
+`moecomm.nn.MoELayer` overlaps transfers with its own products (moecomm/nn/expert_pass.py); with
+`OverlapConfig(record=True)` its `timelines()` say when each stage ran.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Transfers beside products: the stream that they run on."""
+"""The stream on which transfers overlap with products."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from moecomm.device.cuda_device import CudaDevice
 
 
 class SideStream:
-    """A context for transfers of `comm` beside what the caller puts on its own stream meanwhile.
+    """A context for transfers of `comm` that overlap with the caller's work on its own stream.
 
         with (side := SideStream(comm)):
             rows = comm.redispatch(grad, handle)    # after the caller's work so far
         ...                                         # the caller's products
         side.join(rows)                             # the caller's later work comes after the transfers
 
-    The block runs on comm.stream. What it reads and returns must stay alive until `join`. With wanted=False,
-    and on the CPU, it runs on the caller's stream, and `join` does nothing. An error in the block makes the
-    caller's stream wait for what the block has issued.
+    The block runs on comm.stream. Its inputs and results must stay alive until `join`. With wanted=False, and
+    on the CPU, it runs on the caller's stream, and `join` does nothing. After an error in the block the
+    caller's stream waits for the work that the block has issued.
     """
 
     def __init__(self, comm: Communicator, *, wanted: bool = True) -> None:
@@ -34,12 +34,12 @@ class SideStream:
 
     @property
     def separate(self) -> bool:
-        """True if the block runs on a stream of its own."""
+        """True if the block runs on a separate stream."""
         return self._stream is not None
 
     def receiving(self) -> SideStream:
-        """Returns the context for a block that receives what the block before has sent. It does not wait for
-        what the caller has issued since, which it must not read."""
+        """Returns the context for a block that receives what the previous block has sent. It does not wait
+        for work that the caller has issued since, whose results it must not read."""
         self._receives = True
         return self
 
@@ -64,7 +64,7 @@ class SideStream:
         self._receives = False
 
     def join(self, *results: Any) -> None:
-        """Makes the caller's later work come after the transfers, whose `results` (tensors or None) it may
+        """Orders the caller's later work after the transfers, whose `results` (tensors or None) it may then
         use."""
         if self._gpu is None or self._caller is None:
             return
@@ -72,7 +72,7 @@ class SideStream:
         with self._gpu.current():
             capturing = self._gpu.capturing()
         if capturing:
-            return  # a graph owns its memory, and what comes later on the stream waits for the caller
+            return  # a graph owns its memory, and later work on the stream waits for the caller
         for result in results:
             if result is not None:
                 result.record_stream(self._caller)

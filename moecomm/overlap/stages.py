@@ -1,4 +1,4 @@
-"""Named stages of a pass: ranges for profilers, and, where wanted, when each of them ran."""
+"""Named stages of a pass: ranges for profilers and, on request, the time of each."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from moecomm.device.cuda_device import CudaDevice
 from moecomm.errors import InvalidArgument
 
 COMPUTE, COMM = "compute", "comm"
-"""Names of the streams of a timeline: the caller's, and the communicator's."""
+"""Names of a timeline's streams: the caller's, and the communicator's."""
 
 
 class _Times(NamedTuple):
-    """A stage that has been issued, with two events of a GPU or two times of the host's clock."""
+    """A stage that was issued, with two events of a GPU or two times of the host's clock."""
 
     name: str
     stream: str
@@ -34,9 +34,9 @@ class Stages:
             ...
         stages.timeline().exposed_seconds
 
-    Each is a range "moecomm NAME" for torch.profiler, and on a GPU for NVTX. With `record` each is also
-    measured: by two CUDA events on the stream that is current within the block, which a CUDA graph cannot
-    hold, or by the host's clock on the CPU. Raises InvalidArgument for `record` within a capture.
+    Each stage is a range "moecomm NAME" for torch.profiler, and on a GPU for NVTX. With `record` each is also
+    measured: by two CUDA events on the current stream of its block, which a CUDA graph cannot contain, or on
+    the CPU by the host's clock. Raises InvalidArgument for `record` within a capture.
     """
 
     def __init__(self, device: torch.device, *, record: bool) -> None:
@@ -47,7 +47,7 @@ class Stages:
             raise InvalidArgument("record is True within a CUDA graph capture, must be False")
 
     def __call__(self, name: str, *, stream: str = COMPUTE, communicates: bool = False) -> _Stage:
-        """Returns the context of a stage. `communicates`: it waits for peers or for links."""
+        """Returns the context of a stage. `communicates`: whether it waits for peers or for links."""
         return _Stage(self, name, stream, communicates)
 
     def timeline(self) -> Timeline:
@@ -85,7 +85,7 @@ class _Stage:
         stages = self._stages
         if stages._gpu is not None:
             stages._gpu.push_range(f"moecomm {self._name}")
-        if torch._C._autograd._profiler_enabled():  # a range takes microseconds also where nobody listens
+        if torch._C._autograd._profiler_enabled():  # a range takes microseconds even if no profiler is active
             self._range = torch.profiler.record_function(f"moecomm {self._name}")
             self._range.__enter__()
         if stages._record:
@@ -112,7 +112,7 @@ class Span(NamedTuple):
 
     Attributes:
         name: name of the stage.
-        stream: name of the stream that it ran on.
+        stream: name of its stream.
         begin: seconds from the start of the run.
         end: seconds from the start of the run.
         communicates: whether it was a transfer, not a computation.
@@ -126,10 +126,10 @@ class Span(NamedTuple):
 
 
 class Timeline:
-    """The stages of one recorded run (`Stages.timeline`, `MoELayer.timelines`), by their begin.
+    """The stages of one recorded run (`Stages.timeline`, `MoELayer.timelines`), in the order of their begin.
 
     Attributes:
-        spans: all stages, by their begin.
+        spans: all stages, in the order of their begin.
         streams: names of all streams, also of those with no span.
     """
 
@@ -146,7 +146,7 @@ class Timeline:
 
     @property
     def exposed_seconds(self) -> float:
-        """The time in seconds in which some stage communicates and none computes."""
+        """The time in seconds during which some stage communicates and none computes."""
         computing = _union(span for span in self.spans if not span.communicates)
         return _length(_union(self.spans)) - _length(computing)
 

@@ -1,4 +1,4 @@
-"""Which sizes and orders make a folding. Pure arithmetic."""
+"""Checks which sizes and orders make a folding. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moecomm.parallel.grid import Grid
 
 DEFAULT_ORDER = "tp-cp-ep-dp-pp"
 _ORDER_NAMES = DEFAULT_ORDER.split("-")
-# The argument that is the size of each dimension; DP and EDP are what is left of the world.
+# The argument with the size of each dimension; DP and EDP follow from the size of the world.
 _DENSE = {"pp": "pp", "tp": "tp", "cp": "cp"}
 _EXPERT = {"pp": "pp", "tp": "etp", "ep": "ep"}
 _EXPERT_NAMES = {"tp": "etp", "ep": "ep", "dp": "edp", "pp": "pp"}
@@ -21,7 +21,7 @@ Arguments = dict[str, Any]
 
 
 def require_fit(arguments: Arguments) -> None:
-    """Raises InvalidArgument for arguments that make no folding."""
+    """Raises InvalidArgument for arguments that do not make a folding."""
     for name, value in arguments.items():
         if name != "order":
             require_integer(name, value, 1)
@@ -53,8 +53,8 @@ def require_fit(arguments: Arguments) -> None:
 
 
 def smallest_world(arguments: Arguments) -> int:
-    """Returns the fewest ranks on which both grids have whole DP and EDP: every fitting world is a multiple
-    of it. It is PP * max(TP * CP, ETP * EP) where one of the two products divides the other."""
+    """Returns the fewest ranks for which DP and EDP are whole numbers; every valid world is a multiple of it.
+    It is PP * max(TP * CP, ETP * EP) if one of the two products divides the other."""
     model = arguments["tp"] * arguments["cp"]
     experts = arguments["etp"] * arguments["ep"]
     return int(arguments["pp"] * math.lcm(model, experts))
@@ -63,8 +63,8 @@ def smallest_world(arguments: Arguments) -> int:
 def grids(arguments: Arguments) -> tuple[Grid, Grid]:
     """Returns the dense and the expert grid of sizes that divide the world.
 
-    Both follow `order`, as Megatron-Core's two RankGenerators do: the dense grid leaves `ep` out; the expert
-    grid leaves `cp` out, and has ETP in the place of TP and EDP in that of DP.
+    Both follow `order`, like Megatron-Core's two RankGenerators: the dense grid leaves out `ep`; the expert
+    grid leaves out `cp`, and has ETP in place of TP and EDP in place of DP.
     """
     order, world = arguments["order"].split("-"), arguments["world_size"]
     dense = {name: arguments[each] for name, each in _DENSE.items()}

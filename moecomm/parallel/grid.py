@@ -1,4 +1,4 @@
-"""A grid of ranks: the number of a rank, written in digits of different sizes. Pure arithmetic."""
+"""A grid of ranks: a rank's number, written in digits of different bases. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ Ranks = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Grid:
-    """All ranks, laid out over named dimensions; the innermost one, in which neighbours are, comes first.
+    """All ranks, laid out over named dimensions; the innermost one, with consecutive ranks, comes first.
 
-    Example: names ("tp", "dp", "pp") with sizes (2, 3, 4) place rank tp + 2 * dp + 6 * pp at (tp, dp, pp).
+    Example: names ("tp", "dp", "pp") with sizes (2, 3, 4) put rank tp + 2 * dp + 6 * pp at (tp, dp, pp).
     """
 
     names: tuple[str, ...]
@@ -24,30 +24,30 @@ class Grid:
         return math.prod(self.sizes[: self.names.index(name)])
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Returns the place of a rank in each dimension."""
+        """Returns the position of a rank in each dimension."""
         found = {}
         for name, size in zip(self.names, self.sizes, strict=True):
             rank, found[name] = divmod(rank, size)
         return found
 
     def rank_of(self, place: Mapping[str, int]) -> int:
-        """Returns the rank at a place; a dimension that is left out counts as 0."""
+        """Returns the rank at a position; omitted dimensions count as 0."""
         return sum(self.stride(name) * at for name, at in place.items())
 
     def groups(self, dims: Collection[str]) -> tuple[Ranks, ...]:
-        """Returns the groups of ranks that differ in `dims` alone, by first rank; ranks ascend in each."""
+        """Returns the groups of ranks that differ only in `dims`, by first rank; ranks ascend within each."""
         offsets = self._ranks_over(dims)
         firsts = self._ranks_over([name for name in self.names if name not in dims])
         return tuple(tuple(first + offset for offset in offsets) for first in firsts)
 
     def group_of(self, dims: Collection[str], rank: int) -> Ranks:
-        """Returns that one of `groups(dims)` which `rank` is in."""
+        """Returns the group of `groups(dims)` that contains `rank`."""
         place = self.coordinates(rank)
         first = self.rank_of({name: at for name, at in place.items() if name not in dims})
         return tuple(first + offset for offset in self._ranks_over(dims))
 
     def _ranks_over(self, dims: Collection[str]) -> list[int]:
-        """Returns the ranks that are at 0 in all dimensions but `dims`, ascending."""
+        """Returns the ranks at 0 in all dimensions except `dims`, ascending."""
         ranks = [0]
         for name, size in zip(self.names, self.sizes, strict=True):
             if name in dims:

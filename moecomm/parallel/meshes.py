@@ -1,4 +1,4 @@
-"""The process groups and meshes of a folding: made on first use by all ranks together, and kept."""
+"""The process groups and meshes of a folding: all ranks make them together on first use, and keep them."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from moecomm.parallel.grid import Grid, Ranks
 from moecomm.setup.checks import timeout_seconds
 from moecomm.types import Group
 
-# What was made in the world of a default group. It goes when that group is destroyed, as groups may not be
-# held longer (moecomm/types.py, GroupReference).
+# What was made while a default group existed. It is dropped when that group is destroyed, since groups must
+# not be held longer (moecomm/types.py, GroupReference).
 _kept: weakref.WeakKeyDictionary[Group, dict[Hashable, Any]] = weakref.WeakKeyDictionary()
 _calls = itertools.count(1)
 
 
 def group(folding: Hashable, world_size: int, dims: str, groups: Callable[[], Sequence[Ranks]]) -> Group:
-    """Returns this rank's process group over `dims`, of all groups over them."""
+    """Returns this rank's process group among all groups over `dims`."""
     kept, key = _kept_in(world_size), (folding, dims)
     if key not in kept:
         _agree(f"group {dims!r} of {folding}", world_size)
-        # All ranks make all groups. If each made its own alone (use_local_synchronization), torch would name
-        # it by how many groups that rank is in, and ranks in unequally many would wait for each other.
+        # All ranks make all groups. If each made only its own (use_local_synchronization), torch would name
+        # it by the number of groups of that rank, and ranks with other numbers would never meet.
         ranks = [list(each) for each in groups()]
         kept[key], _ = dist.new_subgroups_by_enumeration(ranks, group_desc=dims)
     return kept[key]
@@ -41,7 +41,7 @@ def group(folding: Hashable, world_size: int, dims: str, groups: Callable[[], Se
 def mesh(
     folding: Hashable, world_size: int, grid: Grid, device_type: str, group_over: Callable[[str], Group]
 ) -> DeviceMesh:
-    """Returns a grid as a DeviceMesh; group_over(name) is this rank's process group over a dimension."""
+    """Returns a grid as a DeviceMesh. group_over(name): this rank's process group over a dimension."""
     kept, key = _kept_in(world_size), (folding, grid, device_type)
     if key not in kept:
         _agree(f"mesh {device_type!r} over {', '.join(grid.names)} of {folding}", world_size)
@@ -68,10 +68,10 @@ def _kept_in(world_size: int) -> dict[Hashable, Any]:
 
 
 def _agree(what: str, world_size: int) -> None:
-    """Raises on all ranks unless all of them now make the same, in a world of that size.
+    """Raises on all ranks unless all of them now make the same groups, in a world of that size.
 
-    Each rank sends a few messages to the store, however many ranks there are; a new group over ranks that do
-    not agree would wait for those that do not come, and not say why.
+    Each rank sends a few messages to the store, for any number of ranks. Without this check, ranks that
+    disagree would wait in new_group for ranks that do not call it, without an explanation.
     """
     rank, size, seconds = dist.get_rank(), dist.get_world_size(), timeout_seconds(None)
     phase = f"making {what}"
@@ -112,7 +112,7 @@ def _agree(what: str, world_size: int) -> None:
 
 
 def _comes(store: Store, key: str, seconds: float) -> bool:
-    """Returns whether a key is set within some seconds; other errors of the store are raised."""
+    """Returns whether a key is set within `seconds`; other errors of the store are raised."""
     deadline = time.monotonic() + seconds
     try:
         store.wait([key], timedelta(seconds=seconds))
@@ -130,11 +130,11 @@ _calls_of: defaultdict[Ranks, Iterator[int]] = defaultdict(itertools.count)
 
 
 def new_group(ranks: Ranks) -> Group:
-    """Makes a process group of some ranks of the job, which call together; no other rank takes part.
+    """Makes a process group of some ranks of the job, which call it together; no other rank takes part.
 
-    torch names such a group by its ranks and by how many groups the calling rank is in, and ranks that
-    differ in that number would wait for each other in vain. So they tell each other theirs, and a rank with
-    fewer makes groups of its own until it has as many as all.
+    torch names such a group by its ranks and by the number of groups that the calling rank is in, and ranks
+    with different numbers would wait for each other for ever. So ranks exchange these numbers, and a rank
+    with fewer groups makes groups of itself alone until it has as many.
 
     Raises PeerTimeout (after `MOECOMM_TIMEOUT`) for a rank that does not call.
     """

@@ -20,11 +20,11 @@ DEFAULT_TIMEOUT = 60.0
 """The default deadline of a wait, in seconds."""
 
 DEFAULT_ABSENCE = 1800.0
-"""The default deadline of a wait for a rank that lives and has not begun the operation, in seconds."""
+"""The default deadline, in seconds, of a wait for a rank that is alive and has not begun the operation."""
 
 
 def timeout_seconds(timeout: float | timedelta | None) -> float:
-    """Returns how many seconds one wait for peers may take."""
+    """Returns how many seconds a wait for peers may take."""
     if timeout is None:
         return read_env().timeout or DEFAULT_TIMEOUT
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
@@ -34,13 +34,13 @@ def timeout_seconds(timeout: float | timedelta | None) -> float:
 
 
 def absence_seconds(timeout: float | timedelta | None) -> float:
-    """Returns how many seconds a wait may take for a rank that lives and has not begun the operation, if that
-    is more than the timeout: a timeout that is given bounds every wait."""
+    """Returns how many seconds a wait may take for a rank that is alive and has not begun the operation, if
+    more than the timeout. An explicit timeout bounds every wait."""
     return DEFAULT_ABSENCE if timeout is None and read_env().timeout is None else 0.0
 
 
 def check_sizes(size: int, num_experts: Any, hidden: Any, top_k: Any, max_tokens: Any, dtype: Any) -> None:
-    """Raises InvalidArgument for sizes that no communicator of `size` ranks can have."""
+    """Raises InvalidArgument for sizes that a communicator of `size` ranks cannot have."""
     window_shape(ranks=size, top_k=top_k, hidden=hidden, max_tokens=max_tokens, dtype=dtype)
     require_integer("num_experts", num_experts, 1)
     if num_experts % size != 0:
@@ -65,8 +65,8 @@ def check_formats(
     combine_wire: Any = None,
     gradient_wire: Any = None,
 ) -> None:
-    """Raises Unsupported or InvalidArgument for a dtype that the device has no kernels for, and for formats
-    in which rows, sums of a combine, or gradients on their way to the experts can't travel."""
+    """Raises Unsupported or InvalidArgument for a dtype without kernels on the device, and for wire formats
+    that rows, sums of a combine, or gradients cannot have."""
     if device.type == "cuda" and dtype not in CUDA_DTYPES:
         raise Unsupported(
             f"dtype is {dtype} on {device}, expected {', '.join(map(str, CUDA_DTYPES))}: use float32 there, "
@@ -93,7 +93,7 @@ def check_formats(
 
 
 def check_ranks_per_node(size: int, ranks_per_node: Any) -> int | None:
-    """Returns the ranks a node that the caller or the environment wants, None where the hosts decide."""
+    """Returns the ranks per node that the caller or the environment requests, None if the hosts decide."""
     if ranks_per_node is None:
         ranks_per_node = read_env().ranks_per_node
     if ranks_per_node is None:
@@ -107,7 +107,7 @@ def check_ranks_per_node(size: int, ranks_per_node: Any) -> int | None:
 
 
 def check_num_sms(num_sms: Any, device: torch.device) -> int | None:
-    """Returns the SMs (on the CPU, threads) that an operation may use, None to let the backend choose."""
+    """Returns the SMs (on the CPU, threads) that an operation may use; None lets the backend choose."""
     if device.type == "cpu":
         return read_env().threads if num_sms is None else require_integer("num_sms", num_sms, 1, 4096)
     if num_sms is None:

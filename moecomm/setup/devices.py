@@ -1,5 +1,5 @@
-"""Finds the devices that a communicator of this build and machine can serve, and the threads of a rank on the
-CPU."""
+"""Finds the devices that communicators of this build can use on this machine, and the number of threads per
+CPU rank."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import moecomm._C as _C
 from moecomm.errors import InvalidArgument, Unsupported
 
 _CAPABILITIES = (9, 10)
-"""The major numbers of compute capabilities that kernels are built for (CMakeLists.txt)."""
+"""The major compute capabilities for which kernels are built (CMakeLists.txt)."""
 
 
 def why_no_cuda() -> str | None:
-    """Returns why a Communicator of this build and machine cannot serve CUDA tensors; None if it can."""
+    """Returns why a Communicator of this build cannot serve CUDA tensors on this machine; None if it can."""
     if _C.cuda_version is None:
         return "moecomm was built without its CUDA part (no CUDA toolkit at build time)"
     if not hasattr(_C, "DeviceCommunicator"):
@@ -43,14 +43,14 @@ def _has_driver_bindings() -> bool:
 
 
 def available_devices() -> tuple[str, ...]:
-    """Returns the types of device that a Communicator of this build and machine can serve, best first:
+    """Returns the device types that a Communicator of this build can serve on this machine, best first:
     ("cuda", "cpu") with a GPU, else ("cpu",)."""
     return ("cpu",) if why_no_cuda() else ("cuda", "cpu")
 
 
 def choose_device(device: Any) -> torch.device:
-    """Returns the device that a Communicator serves; raises Unsupported if this build and machine can't, and
-    for None where there is a GPU that they can't serve: the CPU is not chosen instead of it."""
+    """Returns the device that a Communicator serves. Raises Unsupported if it cannot be served; also for None
+    if there is a GPU that cannot be served, rather than choosing the CPU."""
     types = available_devices()
     if device is None and types == ("cpu",) and torch.cuda.is_available():
         raise Unsupported(
@@ -77,5 +77,5 @@ def choose_device(device: Any) -> torch.device:
 
 
 def default_threads(local_ranks: int) -> int:
-    """Returns the threads of a rank: the cores that this process may use, shared by the ranks of the host."""
+    """Returns the threads of a rank: the cores that this process may use, divided by the host's ranks."""
     return max(1, len(os.sched_getaffinity(0)) // local_ranks)

@@ -1,4 +1,4 @@
-"""Finds facts about this machine, for `python -m moecomm`. It changes nothing and needs no GPU."""
+"""Collects facts about this machine, for `python -m moecomm`. It changes nothing and needs no GPU."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _GIB = 1 << 30
 
 
 def _command(arguments: list[str]) -> list[str]:
-    """Returns the lines of a tool's output, or none if it is missing or fails."""
+    """Returns the lines of a tool's output; none if it is missing or fails."""
     if shutil.which(arguments[0]) is None:
         return []
     try:
@@ -45,7 +45,7 @@ def _cpu_model() -> str:
 
 
 def versions() -> Iterator[tuple[str, str]]:
-    """Yields (name, version) of everything that matters in a bug report."""
+    """Yields (name, version) of everything that matters for a bug report."""
     yield "moecomm", __version__
     yield "torch", torch.__version__
     yield "python", sys.version.split()[0]
@@ -66,7 +66,7 @@ def versions() -> Iterator[tuple[str, str]]:
 
 
 def left_out() -> Iterator[str]:
-    """Returns what this build, or this machine, leaves out: a line each, which says what adds it."""
+    """Returns the features that this build or machine lacks: one line each, which says how to add it."""
     if (missing := _C.fabric_missing()) is not None:
         yield f"links between nodes: left out, {missing}"
     if torch.cuda.is_available():
@@ -84,7 +84,7 @@ def left_out() -> Iterator[str]:
 
 
 def processors() -> Iterator[tuple[str, str]]:
-    """Yields (name, fact) of the host's cores and memory."""
+    """Yields (name, fact) about the host's cores and memory."""
     cores = len(os.sched_getaffinity(0))
     yield "CPU", f"{_cpu_model()}, {cores} cores for this process"
     yield "memory", f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / _GIB:.1f} GiB"
@@ -93,7 +93,7 @@ def processors() -> Iterator[tuple[str, str]]:
 
 
 def gpus() -> Iterator[tuple[str, str]]:
-    """Yields (name, fact) of each GPU and of the links between them."""
+    """Yields (name, fact) about each GPU and the links between GPUs."""
     if not torch.cuda.is_available():
         seen = _command(["nvidia-smi", "-L"])
         yield (
@@ -124,7 +124,7 @@ def gpus() -> Iterator[tuple[str, str]]:
 
 
 def _driver_gpus() -> list[Gpu]:
-    """Returns the GPUs by ordinal, or none without cuda-bindings or a driver."""
+    """Returns the GPUs by ordinal; none without cuda-bindings or a driver."""
     try:
         driver = cuda_driver.load()
         return [driver.gpu(device) for device in driver.devices()]
@@ -133,7 +133,7 @@ def _driver_gpus() -> list[Gpu]:
 
 
 def fabric() -> Iterator[tuple[str, str]]:
-    """Yields (name, fact) of libfabric, its providers, and the network that ranks of this host would use
+    """Yields (name, fact) about libfabric, its providers, and the network that ranks of this host would use
     between nodes."""
     missing = _C.fabric_missing()
     yield "libfabric", missing or _C.fabric_version()
@@ -168,8 +168,8 @@ def _offers_text(offers: list[tuple[str, str]]) -> str:
 
 
 def _open_network(env: Env) -> tuple[str, str]:
-    """Opens a network endpoint and a control link; returns (the network that a rank sends by, the address
-    that its control links listen on). Raises the errors of building a communicator."""
+    """Opens a network endpoint and a control link; returns (the network with which a rank sends, the address
+    on which its control links listen). Raises the errors of building a communicator."""
     shape = window_shape(ranks=1, top_k=1, hidden=4, max_tokens=1, dtype=torch.float32)
     native = _C.Communicator(shape=shape, rank=0, num_experts=1, threads=1, timeout=10.0, host_ranks=1)
     try:
@@ -238,7 +238,7 @@ def _network_text() -> str:
 
 
 def _gpu_transport(peer: int) -> str:
-    """Returns the transport from GPU 0, which rank 0 has, to the GPU with ordinal `peer`."""
+    """Returns the transport from GPU 0, that of rank 0, to the GPU with ordinal `peer`."""
     if peer == 0:
         return "the same GPU: CUDA symmetric memory"
     if not torch.cuda.can_device_access_peer(0, peer):

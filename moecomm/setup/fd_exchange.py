@@ -1,7 +1,7 @@
-"""Hands open files from process to process of one host (SCM_RIGHTS, unix(7)).
+"""Passes open files between processes of one host (SCM_RIGHTS, unix(7)).
 
-The sockets stand in the abstract namespace under a random name: there is no file to leave behind, and other
-users can see the name but gain nothing from it, since both ends look at who is on the other (SO_PEERCRED).
+The sockets have random names in the abstract namespace, so no file can be left behind. Other users can see
+the names but not use them, since both ends check the process at the other (SO_PEERCRED).
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ _INT = struct.Struct("i")
 
 
 class Mailbox:
-    """A socket in which the other ranks of this host leave one file each.
+    """A socket to which the other ranks of this host send one file each.
 
-    Nothing waits for a receiver: a file that was sent lies in the socket until it is taken or the mailbox is
-    closed, also if its sender has ended by then. So ranks send, meet, and take, without threads.
+    Senders do not wait for the receiver: a file stays in the socket until it is taken or the mailbox is
+    closed, even if its sender has ended by then. So ranks send, synchronise, and take, without threads.
     """
 
     def __init__(self, senders: int) -> None:
-        """Opens the mailbox. `senders`: how many files may lie here at once. Raises OSError."""
+        """Opens the mailbox. `senders`: how many files may be in it at once. Raises OSError."""
         self.name = f"moecomm-{secrets.token_hex(16)}"
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             self._socket.bind(f"\0{self.name}")
-            self._socket.listen(senders + 8)  # room for strangers, who are sent away when their turn comes
+            self._socket.listen(senders + 8)  # room for strangers, who are rejected in their turn
         except BaseException:
             self._socket.close()
             raise
 
     def take(self, senders: dict[int, int], *, rank: int, phase: str, timeout: float) -> dict[int, int]:
-        """Returns the files that were left here: an open descriptor for each rank in `senders`, which are
-        pids by rank. The caller closes them. Connections of other processes are closed and nothing is read
-        from them. Raises PeerTimeout, naming a rank whose file did not come within `timeout` seconds,
-        PeerLost for one that sent something else, OSError.
+        """Returns the files that were sent: an open descriptor for each rank in `senders`, which maps ranks
+        to pids. The caller closes them. Connections of other processes are closed unread. Raises PeerTimeout,
+        which names a rank whose file did not arrive within `timeout` seconds, PeerLost for a rank that sent
+        something else, OSError.
         """
         ranks = {pid: peer for peer, pid in senders.items()}
         deadline = time.monotonic() + timeout
@@ -76,7 +76,7 @@ def send(
     descriptor: int, mailbox: str, *, pid: int, rank: int, peer: int, phase: str, timeout: float
 ) -> None:
     """Sends an open file to the mailbox of that name, which rank `peer`, process `pid`, has to own. Raises
-    PeerLost if it is not there or belongs to another process, PeerTimeout if it stays full, OSError."""
+    PeerLost if it does not exist or belongs to another process, PeerTimeout if it stays full, OSError."""
     deadline = time.monotonic() + timeout
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         while True:
@@ -84,7 +84,7 @@ def send(
                 connection.settimeout(max(deadline - time.monotonic(), 0.001))
                 connection.connect(f"\0{mailbox}")
                 break
-            except (BlockingIOError, TimeoutError) as error:  # the queue of the socket is full
+            except (BlockingIOError, TimeoutError) as error:  # the socket's queue is full
                 if time.monotonic() >= deadline:
                     raise _late(rank, peer, phase, timeout) from error
                 time.sleep(0.001)
@@ -108,7 +108,7 @@ def send(
 
 
 def _receive(connection: socket.socket, rank: int, peer: int, phase: str) -> int:
-    # Not socket.recv_fds: it drops its flags in Python 3.10 and 3.11, and children would inherit the file.
+    # Not socket.recv_fds, which loses its flags in Python 3.10 and 3.11: children would inherit the file.
     data, control, flags, _ = connection.recvmsg(1, socket.CMSG_LEN(_INT.size), socket.MSG_CMSG_CLOEXEC)
     descriptors = [
         number

@@ -1,4 +1,4 @@
-"""The first and the last steps of a communicator's construction: its ranks find each other, and open their
+"""The first and the last steps of a communicator's construction: its ranks meet, and open their
 connections."""
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Native = TypeVar("Native", bound=_Native)
 
 def _identity() -> dict[str, str]:
     """Returns `node`, a text that is equal for processes that can map each other's shared memory and watch
-    each other, and `network`, one that is equal for those that have the same network addresses."""
+    each other, and `network`, a text that is equal for those with the same network addresses."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             boot = file.read().strip()
@@ -49,7 +49,7 @@ def _identity() -> dict[str, str]:
 
 
 class GroupInfo(NamedTuple):
-    """The ranks that build a communicator together, with what each told of itself."""
+    """The ranks that build a communicator together, with the facts that each has sent."""
 
     messages: list[dict[str, Any]]
     """The message of every rank, with its facts."""
@@ -63,7 +63,7 @@ class GroupInfo(NamedTuple):
 
     @property
     def job(self) -> str:
-        """A name of this construction that nobody else can guess; rank 0 made it."""
+        """A name of this construction that nobody else can guess, made by rank 0."""
         return str(self.messages[0]["job"])
 
 
@@ -73,11 +73,11 @@ def handshake(
     error: MoecommError | None,
     facts: Callable[[], dict[str, Any]] = dict,
 ) -> GroupInfo:
-    """Runs the first step of a construction: finds which ranks take part, on which nodes.
+    """Runs the first step of a construction: finds the ranks that take part, and their nodes.
 
     Args:
         arguments: arguments of the Communicator that all ranks have to share, as JSON values.
-        error: the error in this rank's arguments, if any; it still meets the others, so that all raise.
+        error: an error in this rank's arguments, or None; the rank still meets the others, so that all raise.
         facts: returns further facts for the others.
     """
 
@@ -125,7 +125,7 @@ def connect(
         create: makes the communicator, with its shared memory.
         link: gives that memory a name.
         map_peers: maps the memory of the node's ranks by name and process id, both by local index.
-        unlink: takes the name away again.
+        unlink: removes the name.
     """
     made: list[Native] = []
 
@@ -143,8 +143,8 @@ def connect(
 
     try:
         rendezvous.step("construction: communicators", make)
-        # Names exist from here until all ranks have mapped, and no longer: creating memory, before, may take
-        # a while.
+        # Names exist only from here until all ranks have mapped: creating memory, before this, may take a
+        # while.
         peers = rendezvous.step("construction: names", name)
         rendezvous.step("construction: mapping", join)
     except BaseException:
@@ -160,8 +160,7 @@ def connect(
 
 
 def check_host_room(rendezvous: Rendezvous, group_info: GroupInfo, needed: int) -> None:
-    """Raises OutOfMemory on all ranks where /dev/shm of a host has not `needed` bytes for each of its
-    ranks."""
+    """Raises OutOfMemory on all ranks if a host's /dev/shm lacks `needed` bytes for each of its ranks."""
     messages = rendezvous.step("construction: host memory", lambda: {"available": _C.shm_available_bytes()})
     for host in dict.fromkeys(group_info.hosts):
         ranks = [rank for rank, its_host in enumerate(group_info.hosts) if its_host == host]
@@ -209,7 +208,7 @@ def _connect_rail(rendezvous: Rendezvous, group_info: GroupInfo, native: _Native
     try:
         messages = rendezvous.step("construction: network", open_rail)
         _require_addresses(group_info, [message["endpoint"] for message in messages])
-        # connect() takes up to one and a half times the timeout.
+        # connect() takes up to 1.5 times the timeout.
         rendezvous.step("construction: connections", connect, patience=2.0)
     except BaseException:
         native.close()
@@ -217,7 +216,7 @@ def _connect_rail(rendezvous: Rendezvous, group_info: GroupInfo, native: _Native
 
 
 def _require_addresses(group_info: GroupInfo, endpoints: list[str]) -> None:
-    """Raises MismatchedArguments where ranks with networks of their own give one address."""
+    """Raises MismatchedArguments if ranks with different networks have the same address."""
     seen: dict[str, int] = {}
     for rank, endpoint in enumerate(endpoints):
         address = endpoint.rpartition(":")[0].strip("[]")

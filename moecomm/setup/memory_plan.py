@@ -18,7 +18,7 @@ NATIVE_DTYPES: dict[torch.dtype, _C.DType] = {
     torch.float64: _C.DType.float64,
 }
 CUDA_DTYPES = tuple(dtype for dtype in NATIVE_DTYPES if dtype != torch.float64)
-"""The dtypes of rows on GPUs, which the kernels of the experts take as well."""
+"""The dtypes of rows on GPUs, which the experts' kernels support as well."""
 _WHOLE_SOURCES = 8  # kWholeSources in csrc/layout/device_window.hpp
 
 
@@ -26,15 +26,15 @@ _WHOLE_SOURCES = 8  # kWholeSources in csrc/layout/device_window.hpp
 class MemoryPlan:
     """Sections of one rank's window. `str()` is a table.
 
-    A window for CUDA tensors is device memory, taken as a whole when the communicator is built, one for CPU
-    tensors is shared memory; docs/memory.md has the sections with their sizes.
+    A window for CUDA tensors is device memory, allocated as a whole when the communicator is built; one for
+    CPU tensors is shared memory. docs/memory.md has the sections with their sizes.
 
     Attributes:
         sections: (name, offset, bytes) in the order of the window.
         total_bytes: address space of the window.
-        committed_bytes: memory taken when the communicator is built: all, but for the CPU's input rows.
+        committed_bytes: memory allocated when the communicator is built: all, except the CPU's input rows.
         ranks: ranks of a node.
-        host_bytes: GPUs on several nodes: host memory that is pinned beside the window, for the network.
+        host_bytes: GPUs on several nodes: additional pinned host memory, for the network.
     """
 
     sections: tuple[tuple[str, int, int], ...]
@@ -66,7 +66,7 @@ def window_shape(
     dtype: torch.dtype,
     ranks_per_node: int | None = None,
 ) -> _C.WindowShape:
-    """Returns the runtime's description of a window. Raises InvalidArgument for sizes that no window can
+    """Returns the runtime's description of a window. Raises InvalidArgument for sizes that a window cannot
     have."""
     if dtype not in NATIVE_DTYPES:
         names = ", ".join(str(known) for known in NATIVE_DTYPES)
@@ -89,8 +89,8 @@ def window_shape(
 
 
 def whole_sources(env: Env) -> int:
-    """Returns the sources whose tokens all have a place in an owner's staging section: as many as `env` says,
-    or eight."""
+    """Returns how many sources have a place for all their tokens in an owner's staging section: as many as
+    `env` says, or eight."""
     return _WHOLE_SOURCES if env.whole_sources is None else env.whole_sources
 
 
@@ -106,8 +106,8 @@ def device_shape(
     ranks_per_node: int | None = None,
     whole_sources: int = _WHOLE_SOURCES,
 ) -> _C.DeviceShape:
-    """Returns the runtime's description of a window in device memory, for sizes that `window_shape` takes.
-    `whole_sources`: of more sources, tokens may take turns in the staging section."""
+    """Returns the runtime's description of a window in device memory, for sizes that `window_shape` accepts.
+    `whole_sources`: with more sources, tokens may reuse places of the staging section in turn."""
     return _C.DeviceShape(
         ranks=ranks,
         num_experts=num_experts,

@@ -1,8 +1,8 @@
 """The rendezvous of the ranks of a new communicator: small JSON messages through the store of
 torch.distributed.
 
-The store is there with every backend (gloo, NCCL), has its own deadline, and carries text that is parsed as
-JSON only.
+The store exists with every backend (gloo, NCCL), has its own deadline, and carries text that is only parsed
+as JSON.
 """
 
 from __future__ import annotations
@@ -33,30 +33,30 @@ from moecomm.errors import (
 from moecomm.types import Group
 
 _EXPLANATION_S = 1.0
-"""The seconds that a rank which has lost a peer waits for an explanation from that peer."""
+"""The seconds for which a rank that has lost a peer waits for an explanation from that peer."""
 
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05
-"""The first and the longest pause, in seconds, between two checks whether all ranks have come."""
+"""The first and the longest pause, in seconds, between two checks whether all ranks have arrived."""
 
 _LOST = (PeerTimeout, PeerLost)
-"""The errors about another rank, which may know more."""
+"""Errors about another rank, which may know the cause."""
 
 _LOOK_S = 0.5
-"""The seconds after which a rank that waits for a message looks whether the peer has given up."""
+"""The seconds after which a rank that waits for a message checks whether the peer has given up."""
 
 _building: dict[str, threading.Lock] = defaultdict(threading.Lock)
-"""Held by the thread of this process that builds over a group, by the group's name."""
+"""For each group's name, the lock of the thread of this process that builds over the group."""
 
 
 class _BegunAnew(MoecommError):
-    """A peer has given up the construction that this rank is in, and has begun another."""
+    """A peer has given up this rank's construction, and has begun another."""
 
 
 class Rendezvous:
     """The rendezvous of one construction of all ranks of a group (None: this process alone). Ranks that are
-    in it at the same time meet, whatever they have built, or failed to build, before.
+    in it at the same time meet, regardless of what they have built, or failed to build, before.
 
-    As a context manager it keeps other threads of this process from building over the same group meanwhile.
+    As a context manager it stops other threads of this process from building over the same group meanwhile.
 
     Raises InvalidArgument for a group that was destroyed, Unsupported for torch's "fake" backend, PeerLost
     if the store is gone.
@@ -66,7 +66,7 @@ class Rendezvous:
         self.timeout, self.absence = timeout, 0.0
         self.rank, self.size = 0, 1
         self._store: Store | None = None
-        self._numbers: list[str] | None = None  # of the ranks, once they have met
+        self._numbers: list[str] | None = None  # random numbers of the ranks, once they have met
         if group is None:
             return
         try:
@@ -83,7 +83,7 @@ class Rendezvous:
         self._own = f"{secrets.token_hex(8)} {','.join(map(str, members))}"
         phase = "construction: arguments"
         try:
-            # A store has one connection, which another thread may hold for as long as it waits.
+            # A store has one connection, which another thread may hold during its wait.
             default: Any = _get_default_store()  # torch's stubs lack clone()
             store: Store = default.clone()
         except RuntimeError as error:
@@ -103,15 +103,14 @@ class Rendezvous:
             _building[self._name].release()
 
     def _meet(self, phase: str, deadline: float, limit: float) -> None:
-        """Makes the store one that only the ranks of this construction write to. Ranks that were started
-        again, have failed before, or were in another group of this name have left their words in the store:
-        so each process writes a random number, and the name of the new store is made of all of them. A
-        process goes on when every rank has written down that same name, which only one that waits now can
-        do.
+        """Replaces the store by one to which only the ranks of this construction write. Ranks that were
+        restarted, have failed before, or were in another group of this name have left keys in the store. So
+        each process writes a random number, and all these numbers form the name of the new store. A process
+        continues when every rank has written that name, which only a rank that waits now can do.
 
-        torch gives groups of different ranks one name where not all ranks call new_group() for each. A number
-        that was not there when this rank came tells of a rank that waits now; if it names other members, that
-        is the mistake, and `conflict` tells the others that wait."""
+        torch gives groups of different ranks the same name if not all ranks call new_group() for each. A
+        number that appears after this rank came is from a rank that waits now; if it names other members,
+        that mistake was made, and `conflict` tells the other waiting ranks."""
         numbers = [f"number/{peer}" for peer in range(self.size)]
         names = [f"name/{peer}" for peer in range(self.size)]
         before = self._present(phase, [*numbers, "conflict"])
@@ -142,17 +141,17 @@ class Rendezvous:
                     self._numbers = [found[key] for key in numbers]
                     return
             if time.monotonic() > deadline:
-                if members in found.get("conflict", "").split()[1:]:  # the others have raised it already
+                if members in found.get("conflict", "").split()[1:]:  # the others have already raised it
                     raise self._conflict(found["conflict"])
                 raise self._timeout(phase, late, limit)
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S + self.size / 1000)
 
     def exchange(self, phase: str, message: dict[str, Any], patience: float = 1.0) -> list[dict[str, Any]]:
-        """Sends a message and returns every rank's message of this phase, by rank.
+        """Sends a message and returns every rank's message in this phase, by rank.
 
-        Raises PeerTimeout, naming the rank that did not come within `patience` times the timeout, or PeerLost
-        if the store is gone or a rank has given up and begun another construction.
+        Raises PeerTimeout, which names a rank that did not arrive within `patience` times the timeout, or
+        PeerLost if the store is gone or a rank has given up and begun another construction.
         """
         if self._store is None:
             return [message]
@@ -173,10 +172,10 @@ class Rendezvous:
     def step(
         self, phase: str, action: Callable[[], dict[str, Any]], patience: float = 1.0
     ) -> list[dict[str, Any]]:
-        """Runs one step on all ranks: exchanges the result of `action`. An error that it raises on one rank
-        is raised on all, instead of errors that say that this rank was lost.
+        """Runs one step on all ranks: exchanges the results of `action`. If it raises an error on one rank,
+        all raise that, rather than errors about a lost rank.
 
-        An `action` that waits for peers itself needs more `patience`: otherwise early ranks time out on ranks
+        An `action` that itself waits for peers needs more `patience`: otherwise early ranks time out on ranks
         that still wait for a missing one.
         """
         error: MoecommError | None = None
@@ -186,7 +185,7 @@ class Rendezvous:
             error = failed
             message = {"error": to_message(failed)}
         if isinstance(error, _LOST):
-            # `action` has waited already, and a peer that is gone would not answer here either.
+            # `action` has already waited, and a peer that is gone would not answer here either.
             self._tell(phase, message)
             raise self._cause(phase, error)
         messages = self.exchange(phase, message, patience)
@@ -201,7 +200,7 @@ class Rendezvous:
 
     def _cause(self, phase: str, error: PeerTimeout | PeerLost) -> MoecommError:
         """Follows the chain of blamed peers to the first error that is not about a lost peer; returns `error`
-        where there is none, or a peer says nothing."""
+        if there is none, or a peer does not answer."""
         found: MoecommError = error
         asked = {self.rank}
         while isinstance(found, _LOST):
@@ -231,7 +230,7 @@ class Rendezvous:
             raise self._lost(phase, error) from error
 
     def _present(self, phase: str, keys: list[str]) -> dict[str, str]:
-        """Returns what the ranks have written under those of `keys` that are there."""
+        """Returns the values of those of `keys` that exist."""
         try:
             there = keys if self._base.check(keys) else [key for key in keys if self._base.check([key])]
             values = self._base.multi_get(there) if there else []
@@ -240,7 +239,7 @@ class Rendezvous:
             raise self._lost(phase, error) from error
 
     def _get(self, phase: str, key: str, peer: int, deadline: float, limit: float) -> str:
-        """Returns what `peer` has written under this key, as soon as it is there."""
+        """Returns the value of `peer` for this key, as soon as it exists."""
         assert self._store is not None and self._numbers is not None
         while True:
             begin = time.monotonic()

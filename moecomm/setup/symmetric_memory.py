@@ -25,11 +25,11 @@ Message = dict[str, Any]
 
 
 class SymmetricMemory:
-    """One allocation a rank, the same size on all, mapped by every rank.
+    """One allocation per rank, of the same size on all, mapped by every rank.
 
-    Owns its mappings. `close`, the garbage collector or the end of the interpreter gives them back, peers'
-    first; this takes no part of the peers, which may have ended. Memory that a peer still maps stays there
-    for it. Not to be closed while a CUDA graph is being captured: it waits for the device.
+    It owns its mappings. `close`, the garbage collector or the end of the interpreter unmaps them, peers'
+    first, without the peers, which may have ended. Memory that a peer still maps stays valid for it. Do not
+    close it during the capture of a CUDA graph, as it waits for the device.
     """
 
     def __init__(
@@ -41,8 +41,8 @@ class SymmetricMemory:
         ranks: Sequence[int] | None = None,
         api: Any = None,
     ) -> None:
-        """Builds the memory; collective over `rendezvous`, once a rendezvous. It returns when all ranks have
-        mapped all memory, which is zero then.
+        """Builds the memory; collective over `rendezvous`, once per rendezvous. It returns when all ranks
+        have mapped all memory, which is zeroed.
 
         `bytes`: at least 1, the same on all ranks; rounded up to the granularity of the GPUs (2 MiB).
         `device_index`: as torch.cuda counts. Ranks may share a GPU. `ranks`: those that map each other's
@@ -62,7 +62,7 @@ class SymmetricMemory:
         self.bytes = bytes
         """The size of one allocation in bytes."""
         self.bases: list[int] = []
-        """The device address of the allocation of each of `ranks` as mapped here; empty when closed."""
+        """Device addresses of the allocations of `ranks`, as mapped here; empty when closed."""
         # Resources are freed last in, first out.
         self._kept = ExitStack()
         self._close = weakref.finalize(self, _free, self._kept, os.getpid())
@@ -76,14 +76,14 @@ class SymmetricMemory:
     def close(self) -> None:
         """Waits for the device, then unmaps the peers' memory and this rank's. A second call does nothing.
 
-        Raises nothing; what cannot be freed is a RuntimeWarning.
+        It does not raise; a failure to free something is a RuntimeWarning.
         """
         self.bases.clear()
         self._close()
 
     def _build(self, passing: ExitStack) -> None:
-        """Builds all mappings. `passing` holds resources that are freed when all ranks have mapped all
-        memory, or on an error."""
+        """Builds all mappings. `passing`: resources that are freed when all ranks have mapped all memory, or
+        on an error."""
         peers = self._step("construction: GPUs", lambda: self._introduce(passing))
         self._alignment = max(int(peer["granularity"]) for peer in peers)
         self.bytes = -(-self.bytes // self._alignment) * self._alignment
@@ -108,7 +108,7 @@ class SymmetricMemory:
         self._kept.callback(_synchronize, self._driver, self._context)
 
     def _introduce(self, passing: ExitStack) -> Message:
-        """Opens the GPU and returns the facts that the other ranks need before anything is allocated."""
+        """Opens the GPU and returns the facts that the other ranks need before allocation."""
         self._driver = cuda_driver.load(self._api)
         self._device = self._driver.call("cuDeviceGet", self._index)
         self._gpu = self._driver.gpu(self._device)
@@ -119,7 +119,7 @@ class SymmetricMemory:
                 f"{self._gpu} of rank {self._rendezvous.rank} cannot share memory as file descriptors"
             )
         self._kind = self._driver.api.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
-        # torch has this context too; retained here, it stays as long as the mappings.
+        # torch also has this context; retained here, it lives as long as the mappings.
         self._context = self._driver.call("cuDevicePrimaryCtxRetain", self._device)
         self._kept.callback(self._driver.free, "cuDevicePrimaryCtxRelease", self._device)
         self._mailbox = descriptors.Mailbox(self._rendezvous.size)
@@ -134,8 +134,8 @@ class SymmetricMemory:
         }
 
     def _check_reach(self, peers: list[Message]) -> None:
-        """Checks what can be checked before mapping. A GPU that this process does not see cannot be asked
-        about."""
+        """Checks what can be checked before mapping. A GPU that this process does not see cannot be
+        queried."""
         ordinals = {self._driver.gpu(device).uuid: device for device in self._driver.devices()}
         for rank in self._others:
             peer = peers[rank]
@@ -154,7 +154,7 @@ class SymmetricMemory:
         """Allocates and maps this rank's memory, zeroed; returns its descriptor."""
         driver = self._driver
         handle = self._create(self._properties())
-        passing.callback(driver.free, "cuMemRelease", handle)  # the mapping keeps the memory
+        passing.callback(driver.free, "cuMemRelease", handle)  # the mapping keeps the memory alive
         reserved = self.bytes * len(self._ranks)
         self._base = int(driver.call("cuMemAddressReserve", reserved, self._alignment, 0, 0))
         self._kept.callback(driver.free, "cuMemAddressFree", self._base, reserved)
@@ -172,7 +172,7 @@ class SymmetricMemory:
         except DriverError as error:
             if not self._driver.out_of_memory(error):
                 raise
-        torch.cuda.empty_cache()  # frees torch's unused cached memory, as torch's own allocations would
+        torch.cuda.empty_cache()  # frees torch's cached memory, as torch does for its own allocations
         return self._driver.call("cuMemCreate", self.bytes, properties, 0)
 
     def _send(self, peers: list[Message], descriptor: int) -> Message:
@@ -190,7 +190,7 @@ class SymmetricMemory:
         return {}
 
     def _take(self, peers: list[Message], passing: ExitStack) -> dict[int, int]:
-        """Returns the descriptors of the others' memory, by rank. All have been sent before this."""
+        """Returns the descriptors of the others' memory, by rank. All must have been sent before."""
         taken = self._mailbox.take(
             {peer: peers[peer]["pid"] for peer in self._others},
             rank=self._rendezvous.rank,
@@ -245,7 +245,7 @@ class SymmetricMemory:
         return int(self._driver.call("cuMemGetAllocationGranularity", self._properties(), option))
 
     def _step(self, phase: str, action: Callable[[], Message]) -> list[Message]:
-        """Runs one step on all ranks; any failure is raised as a MoecommError, so that the others learn
+        """Runs one step on all ranks; any failure is raised as a MoecommError, so that the others learn of
         it."""
 
         def typed() -> Message:
@@ -289,16 +289,16 @@ def _host() -> str:
 
 
 def _synchronize(driver: Driver, context: Any) -> None:
-    """Waits for the device: a kernel that is under way may still use the mappings."""
+    """Waits for the device, since a running kernel may still use the mappings."""
     with (
         suppress(DriverError),
         driver.current(context),
-    ):  # nothing runs in a context that has failed or is gone
+    ):  # nothing can run in a context that has failed or is gone
         driver.call("cuCtxSynchronize")
 
 
 def _free(kept: ExitStack, owner: int) -> None:
-    """Frees the memory, but not in a process forked from the owner: that has a copy of the object, and no
-    part in the driver's memory."""
+    """Frees the memory, except in a process forked from the owner, which has a copy of the object but not of
+    the driver's memory."""
     if os.getpid() == owner:
         kept.close()

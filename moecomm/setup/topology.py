@@ -1,7 +1,6 @@
-"""The nodes of a group, whose ranks share memory: rank = node * ranks_per_node + local index.
+"""The nodes of a group. Ranks of a node share memory: rank = node * ranks_per_node + local index.
 
-Ranks of a node reach each other's memory. Between nodes rows travel on rails: a rail is the ranks of one
-local index, one on each node.
+Between nodes rows travel on rails: a rail is the set of ranks with one local index, one on each node.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from itertools import groupby
 from moecomm.errors import InvalidArgument, Unsupported
 
 _NAMED = 6
-"""The number of hosts that an error text names one by one."""
+"""The most hosts that an error text names one by one."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ class NodeMap:
         return self.ranks // self.ranks_per_node
 
     def node_of(self, rank: int) -> int:
-        """Returns the node that `rank` is on."""
+        """Returns the node of `rank`."""
         return self._known(rank) // self.ranks_per_node
 
     def local_of(self, rank: int) -> int:
@@ -46,11 +45,11 @@ class NodeMap:
         return self._known(rank) % self.ranks_per_node
 
     def rail(self, rank: int) -> list[int]:
-        """Returns the ranks of the same local index, by node, `rank` included."""
+        """Returns the ranks with the local index of `rank`, by node, including `rank`."""
         return list(range(self.local_of(rank), self.ranks, self.ranks_per_node))
 
     def local_ranks(self, rank: int) -> list[int]:
-        """Returns the ranks on the same node, by local index, `rank` included."""
+        """Returns the ranks on the node of `rank`, by local index, including `rank`."""
         first = self.node_of(rank) * self.ranks_per_node
         return list(range(first, first + self.ranks_per_node))
 
@@ -64,13 +63,13 @@ def find_nodes(hosts: Sequence[str], ranks_per_node: int | None) -> NodeMap:
     """Returns the nodes of a group; every rank finds the same from the same arguments.
 
     Args:
-        hosts: of each rank, equal for ranks that can share memory (`node` of `setup.handshake`).
-        ranks_per_node: None takes each host for a node. A number makes nodes of so many consecutive ranks,
-            also several on one host, which then do not share memory; one of at least `len(hosts)` makes one
+        hosts: a text per rank, equal for ranks that can share memory (`node` of `setup.handshake`).
+        ranks_per_node: None makes each host a node. A number makes nodes of this many consecutive ranks;
+            several nodes on one host then do not share memory. A number of at least `len(hosts)` makes one
             node.
 
     Raises:
-        Unsupported: without a number, if hosts have different numbers of ranks or if their ranks are not
+        Unsupported: without a number, if hosts have different numbers of ranks or their ranks are not
             consecutive.
         InvalidArgument: if the number divides the ranks unequally, or puts ranks of two hosts on one node.
     """
@@ -114,8 +113,7 @@ def _ranks_per_host(hosts: Sequence[str]) -> int:
 
 
 def _spans(hosts: Sequence[str], first: int) -> list[tuple[int, int]]:
-    """Returns (first rank, count) of each run of ranks on one host, where hosts[0] is that of rank
-    `first`."""
+    """Returns (first rank, count) of each run of ranks on one host; hosts[0] is the host of rank `first`."""
     spans = []
     for _, run in groupby(hosts):
         count = sum(1 for _ in run)

@@ -1,4 +1,4 @@
-"""Versions of packages, as installed."""
+"""Versions of installed packages."""
 
 from importlib.metadata import PackageNotFoundError, version
 

@@ -2,8 +2,8 @@
 
     torchtitan ... --override.imports moecomm.torchtitan.dispatcher
 
-replaces the all-to-all dispatcher of every mixture-of-experts layer (docs/torchtitan.md). torchtitan itself
-stays as it is.
+replaces the all-to-all dispatcher of every mixture-of-experts layer (docs/torchtitan.md), without changes to
+torchtitan.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from moecomm.types import DispatchOutput
 
 
 class Dispatched(NamedTuple):
-    """What a combine takes of its dispatch."""
+    """The part of a dispatch's result that its combine needs."""
 
     comm: Communicator
     out: DispatchOutput
 
 
 class TokenDispatcher(BaseEPTokenDispatcher):  # type: ignore[misc]
-    """Brings the tokens of a layer to its experts' ranks by moecomm, and their sums back.
+    """Sends the tokens of a layer to its experts' ranks with moecomm, and returns their sums.
 
-    Layers of one shape share a communicator. It is built in the first forward, and built anew, on all ranks
-    together, when a batch brings more tokens. Without an EP mesh tokens are reordered on their rank, as
-    torchtitan does it.
+    Layers of one shape share a communicator. It is built in the first forward, and rebuilt on all ranks
+    together when a batch has more tokens. Without an EP mesh tokens are reordered on their rank, as in
+    torchtitan.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -45,7 +45,7 @@ class TokenDispatcher(BaseEPTokenDispatcher):  # type: ignore[misc]
         self._comms: LayerCommunicators | None = None
 
     def init_buffer(self) -> None:
-        """Takes the group of the EP mesh; `wire_meshes` calls it."""
+        """Takes the group of the EP mesh. torchtitan's `wire_meshes` calls it."""
         group = None if self.ep_mesh is None else self.ep_mesh.get_group()
         self._comms = None if group is None else LayerCommunicators(group, self.num_experts)
 
@@ -56,17 +56,17 @@ class TokenDispatcher(BaseEPTokenDispatcher):  # type: ignore[misc]
         topk_expert_ids_TK: Tensor,
         num_local_tokens_per_expert_E: Tensor,
     ) -> tuple[Tensor, Tensor, Any]:
-        """Returns the rows of this rank's experts, (R, D) by expert, their number for each expert, and what
-        `combine` takes.
+        """Returns the rows of this rank's experts, (R, D) by expert, their number per expert, and the
+        argument of `combine`.
 
         Args:
             x_TD: (T, D) tokens of this rank.
-            topk_scores_TK: (T, K), by which `combine` weighs.
+            topk_scores_TK: (T, K), the weights of `combine`.
             topk_expert_ids_TK: (T, K) ids of all experts.
-            num_local_tokens_per_expert_E: not read; ranks learn the numbers from the ids.
+            num_local_tokens_per_expert_E: not read; the ids give the numbers.
 
         Raises:
-            As `Communicator.dispatch` does, on all ranks of the EP mesh.
+            Those of `Communicator.dispatch`, on all ranks of the EP mesh.
         """
         if self._comms is None:
             parts = (x_TD, topk_scores_TK, topk_expert_ids_TK, num_local_tokens_per_expert_E)
@@ -78,7 +78,7 @@ class TokenDispatcher(BaseEPTokenDispatcher):  # type: ignore[misc]
         return out.tokens, out.tokens_per_expert, Dispatched(comm, out)
 
     def combine(self, routed_output_RD: Tensor, metadata: Any, x_TD: Tensor) -> Tensor:
-        """Returns (T, D): for each token the sum of its experts' rows, weighted by its scores."""
+        """Returns (T, D): the sum of each token's expert rows, weighted by its scores."""
         if not isinstance(metadata, Dispatched):
             local: Tensor = super(BaseEPTokenDispatcher, self).combine(routed_output_RD, metadata, x_TD)
             return local
@@ -89,5 +89,5 @@ class TokenDispatcher(BaseEPTokenDispatcher):  # type: ignore[misc]
     target=AllToAllTokenDispatcher.Config, description="Tokens travel by moecomm.", exact=True
 )
 def dispatcher(config: AllToAllTokenDispatcher.Config) -> TokenDispatcher.Config:
-    """Returns the config of a moecomm dispatcher in the place of an all-to-all one."""
+    """Returns the config of a moecomm dispatcher, to replace that of an all-to-all one."""
     return TokenDispatcher.Config(num_experts=config.num_experts, top_k=config.top_k)

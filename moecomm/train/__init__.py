@@ -1,7 +1,7 @@
-"""What a training loop does with experts that are spread over ranks: gradients and their norm, balancing,
-DistributedDataParallel and FSDP2, checkpoints, recompute along kept plans.
+"""Training with experts that are spread over ranks: gradients and their norm, balancing,
+DistributedDataParallel and FSDP2, checkpoints, recomputation along kept plans.
 
-The names are importable from `moecomm.nn` as well.
+The names can also be imported from `moecomm.nn`.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Compares what ranks are about to do together, before they do it: so none waits for others in vain, and no
-sum is of different things."""
+"""Compares what ranks are about to do together before they do it, so that no rank waits for ever, and no sum
+mixes different things."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def agree(
     check: Callable[[], Sequence[str]],
     same: Callable[[], Tensor | None] = lambda: None,
 ) -> bool:
-    """Calls `check` and compares the words that it returns, on all ranks of `group` together; device: that of
-    tensors which the group exchanges.
+    """Calls `check` on all ranks of `group` together, and compares the texts that it returns. device: of
+    tensors that the group exchanges.
 
-    Raises on all ranks: where `check` has raised a MoecommError on one, that error there and InvalidArgument
-    with its text on the others; where ranks have other words, MismatchedArguments, which `about` begins. In a
-    CUDA graph capture a rank looks for itself alone.
+    If `check` raises a MoecommError on one rank, that rank raises it, and the others InvalidArgument with its
+    text. If ranks have different texts, all raise MismatchedArguments, whose text begins with `about`. In a
+    CUDA graph capture each rank only checks itself.
 
     same: makes a 0-d int64 tensor. Returns whether it is the same on all ranks.
     """
@@ -68,9 +68,9 @@ def agree_by_holders(
     holders: Sequence[int],
     words: Sequence[Sequence[str]],
 ) -> None:
-    """Compares words of several things, of each with those ranks of `group` alone that hold the same of it:
-    `holders` has this rank's number among the holders of each thing. Raises MismatchedArguments on all ranks
-    where such ranks have other words. In a CUDA graph capture nothing is compared."""
+    """Compares texts about several things among ranks of `group` that hold the same of them: `holders` has
+    this rank's number among the holders of each thing, and `words` its texts. Raises MismatchedArguments on
+    all ranks if such ranks have different texts. In a CUDA graph capture nothing is compared."""
     if _captures(device):
         return
     size, own = dist.get_world_size(group), dist.get_rank(group)

@@ -16,18 +16,18 @@ from moecomm.types import AnyGroup
 
 @torch.no_grad()
 def update_expert_bias(model: nn.Module, group: AnyGroup | None = None, *, rate: float | None = None) -> None:
-    """Raises the balancing bias of underloaded experts and lowers the others'; to be called once after each
-    optimizer step, by every rank of the group.
+    """Raises the balancing bias of underloaded experts and lowers that of the others. Every rank of the group
+    calls it once after each optimizer step.
 
     bias_e += rate * sign(mean load - load_e), with the load counted over `group` since the last call (arXiv
     2408.15664; DeepSeek-V3, arXiv 2412.19437, section 2.1.2): tokens whose backward has run, once each. With
-    bias_update="centered" the mean of these steps is taken off each. For aux_loss="global" it ends the step.
+    bias_update="centered" the mean of these changes is subtracted. For aux_loss="global" it ends the step.
 
     Args:
-        model: has the routers; without balancing biases and aux_loss="global" nothing happens.
-        group: all ranks that bring tokens to a step; None: all ranks, or those of the pipeline stage where
+        model: has the routers; without balancing biases and aux_loss="global" the call does nothing.
+        group: all ranks that bring tokens to a step; None: all ranks, or those of the pipeline stage if
             layers have a folding.
-        rate: instead of config.bias_update_rate, the same on all ranks. Raises InvalidArgument unless it is
+        rate: replaces config.bias_update_rate; the same on all ranks. Raises InvalidArgument unless it is
             None or a finite number of at least 0.
     """
     if rate is not None and not (math.isfinite(rate) and rate >= 0):

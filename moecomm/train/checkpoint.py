@@ -1,4 +1,4 @@
-"""State for torch.distributed.checkpoint that can be loaded at another number of ranks."""
+"""State for torch.distributed.checkpoint that can be loaded on another number of ranks."""
 
 from __future__ import annotations
 
@@ -34,31 +34,31 @@ def sharded_state(
     """Returns the state dict for `torch.distributed.checkpoint.save` and `.load`: {"model": ..., "layers":
     ..., "optimizer": ..., "param_groups": ...}.
 
-    A checkpoint has each expert once, in (E, ...) tensors, and loads at any number of ranks, sharded or not
+    A checkpoint has each expert once, in (E, ...) tensors, and loads on any number of ranks, sharded or not
     (docs/training.md). Expert parameters, and the optimizer's tensors of their shape, are DTensors sharded by
     expert (dimension 0); under a folding with ETP > 1 they are pieces of such tensors, which only save,
-    async_save and load take. All others are what they are in `state_dict()`. Tensors share storage with the
+    async_save and load accept. All other tensors are as in `state_dict()`. Tensors share storage with the
     live ones, so `load` writes into model and optimizer in place.
 
-    Names are those of model.state_dict(), but w_in.interleaved for a w_in whose gates and up values are
+    Names are those of model.state_dict(), except w_in.interleaved for a w_in whose gates and up values are
     interleaved. "layers", "param_groups" and "optimizer_numbers" are Statefuls: keep all keys at the top
-    level of what you pass to `load`, and add keys of your own. Trained parameters that have not had a step
-    get their state first, as before a step, but for SGD with dampening, whose first step then dampens too.
+    level of what you pass to `load`; you may add keys. Trained parameters without a step first get their
+    initial optimizer state; with SGD's dampening, their first step is then also dampened.
 
     Args:
-        model: the model that was built; of a wrapper `ddp`, `ddp.module`.
-        optimizer: its optimizer, if it is to be saved.
+        model: the model itself; for a wrapper `ddp`, `ddp.module`.
+        optimizer: its optimizer, if that should be saved.
         ep_group: the ranks that share out the experts; only for parameters marked outside of MoELayers
             (None: all ranks).
 
-    Raises InvalidArgument for another ep_group than the layers'; where hooks leave out or copy a parameter of
-    spread experts; for a buffer in the state of such experts; for an optimizer whose state has other things
-    than tensors and numbers, a tensor of several numbers of an expert parameter in another shape (Adafactor),
-    or numbers that neither stay nor count in steps with zero gradients. A load raises InvalidArgument, on all
-    ranks, for what the checkpoint has of a layer and the model lacks, and for a group of parameters that had
-    different settings.
+    Raises InvalidArgument for another ep_group than the layers'; if hooks omit or copy a parameter of spread
+    experts; for a buffer in the state of such experts; for an optimizer whose state has anything but tensors
+    and numbers, a tensor of an expert parameter in another shape (Adafactor), or numbers that neither stay
+    nor count up in steps with zero gradients. A load raises InvalidArgument, on all ranks, for tensors of a
+    layer that the checkpoint has and the model lacks, and for a group of parameters that had different
+    settings.
     """
-    live, foreign = _live_state(model)  # first: it makes FSDP put its shards in place
+    live, foreign = _live_state(model)  # first, as it makes FSDP restore its shards
     places = _find_places(model, as_group(ep_group, "ep_group"))
     interleaved = _interleaved(model)
     tensors = {f"{n}.interleaved" if id(t) in interleaved else n: t for n, t in live.items()}
@@ -107,8 +107,8 @@ def sharded_state(
 
 
 class _LayerNames:
-    """The names of each layer's tensors, as a Stateful: without them a load would not notice a tensor of the
-    checkpoint that the model lacks."""
+    """The names of each layer's tensors, as a Stateful: without them a load would not notice that the model
+    lacks a tensor of the checkpoint."""
 
     def __init__(self, layers: Sequence[tuple[str, ...]]) -> None:
         self._layers = {names[0]: names for names in layers if names}
@@ -129,20 +129,20 @@ class _LayerNames:
 
 
 def _names_of(layer: MoELayer, tensors: Mapping[str, Any]) -> tuple[str, ...]:
-    """Returns the names of a layer's tensors, the same on all ranks, but for experts of one's own, which may
-    be others on each."""
+    """Returns the names of a layer's tensors, which are the same on all ranks, except that ranks may have
+    different custom experts."""
     experts = layer.experts if isinstance(layer.experts, GroupedExperts) else None
     parts = [each for each in (layer.router, experts, layer.shared) if each is not None]
     own = {id(tensor) for each in parts for tensor in (*each.parameters(), *each.buffers())}
     names = [name for name, value in tensors.items() if id(value) in own]
-    if experts is not None and experts.part.number:  # part 0 has it
+    if experts is not None and experts.part.number:  # only part 0 has it
         names += [f"{name.removesuffix('b_in')}b_out" for name in names if name.endswith("experts.b_in")]
     return tuple(names)
 
 
 def _live_state(model: nn.Module) -> tuple[dict[str, Any], list[str]]:
     """Returns the parameters and buffers themselves by the names of the model's state_dict, without the
-    records of experts; and the names of those within spread experts that are no parameters."""
+    records of experts; and the names of tensors within spread experts that are not parameters."""
     records: list[Any] = []
     foreign: list[tuple[str, Any]] = []
     spread = _spread_modules(model)
@@ -158,7 +158,7 @@ def _live_state(model: nn.Module) -> tuple[dict[str, Any], list[str]]:
     for module in model.modules():
         if module in spread or isinstance(module, GroupedExperts):
             handle = module.register_state_dict_post_hook(note)
-            # It comes before hooks that rename.
+            # Moves the hook before hooks that rename.
             module._state_dict_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
             handles.append(handle)
     try:
@@ -173,7 +173,7 @@ def _live_state(model: nn.Module) -> tuple[dict[str, Any], list[str]]:
 
 
 def _spread_modules(model: nn.Module) -> set[nn.Module]:
-    """Returns the modules whose parameters are this rank's experts alone."""
+    """Returns the modules whose parameters belong to this rank's experts alone."""
     if not dist.is_initialized():
         return set()
     modules = [layer.experts for layer in layers_of(model) if layer.comm.size > 1]
@@ -188,8 +188,8 @@ def _place_of(places: dict[Any, Place], value: Any) -> Place | None:
 def _place_of_state(
     places: dict[Any, Place], parameter: Tensor, name: str, key: str, value: Tensor
 ) -> Place | None:
-    """Returns the place of a tensor of the optimizer's: the parameter's, or None for a number that all ranks
-    have. Raises InvalidArgument for what is of this rank's experts and has another shape than they."""
+    """Returns the place of an optimizer's tensor: that of its parameter, or None for a number that all ranks
+    have. Raises InvalidArgument for a tensor of this rank's experts with another shape than theirs."""
     place = places.get(parameter)
     if place is None or value.shape == parameter.shape:
         return place
@@ -203,8 +203,8 @@ def _place_of_state(
 
 
 def _interleaved(model: nn.Module) -> set[int]:
-    """Returns the ids of weights whose gates and up values are interleaved. They get another name, so that a
-    checkpoint of them cannot be loaded into halves, nor the other way round."""
+    """Returns the ids of weights with interleaved gates and up values. They get another name, so that a
+    checkpoint cannot be loaded into weights of the other order."""
     return {
         id(module._parameters["w_in"])
         for module in model.modules()
@@ -216,8 +216,8 @@ def _interleaved(model: nn.Module) -> set[int]:
 
 def _find_places(model: nn.Module, ep_group: Group | None) -> dict[Any, Place]:
     """Returns the place of each expert parameter in the tensors of all experts: the mesh over which it is a
-    shard (with a second dimension where FSDP has sharded it), or what makes it pieces of them, for split
-    experts."""
+    shard (with a second dimension if FSDP has sharded it), or for split experts the data that makes it pieces
+    of them."""
     if not dist.is_initialized():
         return {}
     owners = expert_owners(model)
@@ -229,7 +229,7 @@ def _find_places(model: nn.Module, ep_group: Group | None) -> dict[Any, Place]:
             splits = splits_of(layer.config.activation)
             for name, of_part in layer.experts.named_parameters():
                 owners.pop(of_part, None)
-                # What torch parametrizes has the shape of the weight that it was.
+                # A parametrization's original has the shape of the weight.
                 weight = name.removeprefix("parametrizations.").removesuffix(".original")
                 if weight not in splits:
                     raise InvalidArgument(
@@ -253,8 +253,8 @@ def _find_places(model: nn.Module, ep_group: Group | None) -> dict[Any, Place]:
 
 
 def _shard(tensor: Any, place: Place | None) -> Any:
-    """Returns this rank's experts as a shard of all experts; without a place what is given, detached if it is
-    a tensor."""
+    """Returns this rank's experts as a shard of all experts; without a place the given value, detached if it
+    is a tensor."""
     if place is None:
         return tensor.detach() if isinstance(tensor, Tensor) else tensor
     if not isinstance(place, DeviceMesh):
@@ -273,9 +273,9 @@ def _shard(tensor: Any, place: Place | None) -> Any:
 
 
 class PartTensor(Tensor):
-    """The (E, ...) tensor of whole experts, of which this rank has some pieces; they share storage with the
-    parameter, or the optimizer's tensor, that they are of. It is for torch.distributed.checkpoint's save,
-    async_save and load alone: other operations raise Unsupported."""
+    """The (E, ...) tensor of whole experts, of which this rank has some pieces, which share storage with
+    their parameter or optimizer tensor. It is only for torch.distributed.checkpoint's save, async_save and
+    load: other operations raise Unsupported."""
 
     _pieces: dict[torch.Size, Tensor]
 
@@ -289,7 +289,7 @@ class PartTensor(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> PartTensor:
-        if func is torch.ops.aten.new_empty.default:  # async_save does this, and copies the pieces into it
+        if func is torch.ops.aten.new_empty.default:  # async_save copies the pieces into it
             own, sizes = args[:2]
             like = torch.empty(0, dtype=own.dtype, device=(kwargs or {}).get("device") or own.device)
             return cls(torch.Size(sizes), {}, like)
@@ -324,8 +324,8 @@ class PartTensor(Tensor):
 
 
 def part_of_all(tensor: Tensor, experts: GroupedExperts, split: Split | None) -> PartTensor:
-    """Returns a parameter of experts in parts, or an optimizer's tensor of its shape, as pieces of the tensor
-    of all whole experts. It may be a DTensor sharded by expert (`fully_shard_experts`)."""
+    """Returns a parameter of split experts, or an optimizer's tensor of its shape, as pieces of the tensor of
+    all whole experts. It may be a DTensor sharded by expert (`fully_shard_experts`)."""
     first, count = experts.first_expert, experts.part.of
     shape, local = list(tensor.shape), tensor.detach()
     if isinstance(tensor, DTensor):

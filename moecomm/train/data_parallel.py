@@ -1,9 +1,9 @@
 """DistributedDataParallel and FSDP2 around models whose experts are spread over ranks.
 
-Both take it that all ranks hold the same parameters. The ranks of an EP group do not: `prepare_ddp` and
-`fully_shard_experts` make what holds for the rest of the model hold for the experts among their replicas,
-with gradients of the mean over all ranks. DistributedDataParallel around a model that is not prepared is
-refused while it is built, before it overwrites a weight.
+Both assume that all ranks hold the same parameters, but the ranks of an EP group hold different experts.
+`prepare_ddp` and `fully_shard_experts` make them treat each expert among its replicas alone, with gradients
+of the mean over all ranks. The constructor of DistributedDataParallel refuses an unprepared model, before it
+overwrites a weight.
 """
 
 from __future__ import annotations
@@ -48,20 +48,20 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def prepare_ddp(model: Model, group: AnyGroup | None = None) -> Model:
-    """Makes `DistributedDataParallel(model)` right for a model with MoELayers, and returns the model.
+    """Prepares a model with MoELayers for `DistributedDataParallel(model)`, and returns the model.
 
         model = DistributedDataParallel(prepare_ddp(model))
 
-    After a backward every gradient is that of the mean of all ranks' losses (not under `no_sync()`); replicas
-    of experts keep equal bits. `sync_gradients` is not to be called (docs/training.md).
+    After a backward every gradient is that of the mean of all ranks' losses (except under `no_sync()`);
+    replicas of experts keep equal bits. Do not call `sync_gradients` (docs/training.md).
 
     Args:
-        model: the very module that is wrapped, once it is complete; a copy has to be prepared anew.
+        model: the module that will be wrapped, once it is complete; a copy has to be prepared again.
         group: the ranks over which DistributedDataParallel averages, a process group or a DeviceMesh of one
             dimension; None: all ranks, or those of the pipeline stage where layers have a folding.
 
-    All ranks call together. Raises InvalidArgument, on all ranks, for a group without all ranks of a layer's
-    communicator, and for a model that is sharded by fully_shard.
+    All ranks call it together. Raises InvalidArgument, on all ranks, for a group that lacks ranks of a
+    layer's communicator, and for a model sharded by fully_shard.
     """
     group = model_group(model, group)
     owners, replicas = expert_owners(model), find_replicas(model, group)
@@ -76,7 +76,7 @@ def prepare_ddp(model: Model, group: AnyGroup | None = None) -> Model:
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise InvalidArgument("model is sharded by fully_shard, which averages gradients itself")
     require_equal(model, group)
-    # An expert's weights that two modules share have a name in each.
+    # Weights of an expert that two modules share have a name in each.
     named = model.named_parameters(remove_duplicate=False)
     ignored = {name for name, parameter in named if parameter in owners}
     ignored |= {name for name, _ in model.named_buffers() if name.rpartition(".")[2] == "load_E"}
@@ -86,7 +86,7 @@ def prepare_ddp(model: Model, group: AnyGroup | None = None) -> Model:
         if hasattr(parameter, AVERAGED_BY_DDP):
             continue
         if len(replicas[layer.comm].ranks) > 1:
-            _ = replicas[layer.comm].group  # makes the process group now and not within a backward
+            _ = replicas[layer.comm].group  # makes the process group now, rather than within a backward
         average = _ReplicaAverage(ranks_of(group), replicas[layer.comm])
         setattr(parameter, AVERAGED_BY_DDP, average)
         with _trainable(parameter):
@@ -104,7 +104,7 @@ def fully_shard_experts(
     routers: bool = True,
     **options: Any,
 ) -> None:
-    """Shards the experts of all MoELayers of a model by FSDP2, each over the ranks that hold the same ones.
+    """Shards the experts of all MoELayers of a model with FSDP2, each over the ranks that hold the same ones.
 
         fully_shard_experts(model)
         fully_shard(model)              # all other parameters, over all ranks
@@ -114,14 +114,14 @@ def fully_shard_experts(
 
     Args:
         model: has the MoELayers.
-        mesh: the ranks that hold the same experts, with one dimension; None: what the layers tell.
+        mesh: the ranks that hold the same experts, with one dimension; None: derived from the layers.
         group: all ranks that hold the model, as in `prepare_ddp`.
-        routers: True: each router is a unit over all ranks too, which no `mp_policy` rounds. False: it is
-            part of the unit around it, for an `mp_policy` there without param_dtype.
-        options: of torch.distributed.fsdp.fully_shard; `mp_policy` leaves the experts' inputs as they are.
+        routers: True: each router is also a unit over all ranks, which no `mp_policy` rounds. False: it is
+            part of the surrounding unit, whose `mp_policy` must have no param_dtype.
+        options: those of torch.distributed.fsdp.fully_shard; `mp_policy` does not change the experts' inputs.
 
-    Weights of which a rank has the only copy stay whole, as DTensors over one rank where `mp_policy` or
-    `offload_policy` is given. Raises InvalidArgument, on all ranks, for a mesh of other ranks.
+    Weights of which a rank has the only copy stay whole; if `mp_policy` or `offload_policy` is given, as
+    DTensors over one rank. Raises InvalidArgument, on all ranks, for a mesh of other ranks.
     """
     _refuse_main_grad(model, "fully_shard")
     refuse_shared_with_experts(model)
@@ -139,7 +139,7 @@ def fully_shard_experts(
                 f"mesh has ranks {over}, must have {held}, which hold the same experts; leave it out, the "
                 "layers know"
             )
-        if routers and not isinstance(layer.router.weight, DTensor):  # else after fully_shard of the rest
+        if routers and not isinstance(layer.router.weight, DTensor):  # else fully_shard came before
             _shard_router(layer, group, options)
         if isinstance(experts, FSDPModule):
             continue
@@ -149,15 +149,15 @@ def fully_shard_experts(
             continue
         experts.sharded_over = frozenset(held)
         sharded = fully_shard(experts, mesh=own, **options)
-        # Without a factor FSDP divides by the replicas alone, as if each had seen its own tokens only.
+        # Without a factor FSDP divides by the number of replicas, as if each had seen only its own tokens.
         if len(held) > 1:
             sharded.set_gradient_divide_factor(float(len(held) * comm.size))
-        else:  # by a factor FSDP divides twice over a single rank, for some dtypes (seen with torch 2.13)
+        else:  # with a factor FSDP divides twice over a single rank, for some dtypes (seen with torch 2.13)
             division = _Division(comm.size)
             sharded.set_all_reduce_hook(division.in_place)
             sharded.set_gradient_divide_factor = division.set
         if comm.device.type == "cpu":
-            sharded.set_force_sum_reduction_for_comms(True)  # gloo has no other reduction
+            sharded.set_force_sum_reduction_for_comms(True)  # gloo supports no other reduction
 
 
 def _shard_router(layer: MoELayer, group: Group | None, options: dict[str, Any]) -> None:
@@ -170,7 +170,7 @@ def _shard_router(layer: MoELayer, group: Group | None, options: dict[str, Any])
         layer.router, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False), **kept
     )
     if device_type == "cpu":
-        sharded.set_force_sum_reduction_for_comms(True)  # gloo has no other reduction
+        sharded.set_force_sum_reduction_for_comms(True)  # gloo supports no other reduction
 
 
 def _refuse_main_grad(model: nn.Module, wrapper: str) -> None:
@@ -183,18 +183,18 @@ def _refuse_main_grad(model: nn.Module, wrapper: str) -> None:
 
 
 def _leave_whole(experts: nn.Module, ep_size: int, mesh: DeviceMesh) -> None:
-    """Keeps fully_shard of the modules around from experts without replicas, and divides their gradients,
-    without the copies that FSDP over a single rank makes."""
+    """Excludes experts without replicas from fully_shard of the surrounding modules, and divides their
+    gradients, without the copies that FSDP over a single rank makes."""
     sharded = fully_shard(experts, mesh=mesh, ignored_params=set(experts.parameters()))
     division = _Division(ep_size)
     sharded.set_gradient_divide_factor = division.set  # type: ignore[method-assign]
     division.divide_gradients(experts)
-    experts.register_forward_pre_hook(division.divide_gradients)  # of parameters that have been replaced
+    experts.register_forward_pre_hook(division.divide_gradients)  # for parameters that have replaced others
 
 
 @contextmanager
 def _trainable(parameter: nn.Parameter) -> Iterator[None]:
-    """Lets a frozen parameter take hooks, since it may be trained later."""
+    """A context in which a frozen parameter accepts hooks, since it may be trained later."""
     trains = parameter.requires_grad
     parameter.requires_grad_(True)
     yield
@@ -202,27 +202,27 @@ def _trainable(parameter: nn.Parameter) -> Iterator[None]:
 
 
 class _Division:
-    """Divides gradients of experts by the ranks over whose tokens they are sums, or by what
-    `set_gradient_divide_factor` says instead."""
+    """Divides gradients of experts by the number of ranks whose tokens they sum, or by the factor of
+    `set_gradient_divide_factor`."""
 
     def __init__(self, divisor: float) -> None:
         self.divisor = divisor
 
     def set(self, factor: float) -> None:
-        """Takes the place of `FSDPModule.set_gradient_divide_factor`, which would divide a second time."""
+        """Replaces `FSDPModule.set_gradient_divide_factor`, which would divide a second time."""
         self.divisor = factor
 
     def __call__(self, gradient: Tensor | None) -> Tensor | None:
-        """Divides, as a hook of a parameter; the gradient is None if the layer leaves it for later
+        """Divides, as a hook of a parameter; the gradient is None if the layer defers it
         (`OverlapConfig.defer_weights`)."""
         return None if gradient is None else gradient / self.divisor
 
     def in_place(self, gradients: Tensor) -> None:
-        """Divides what FSDP has reduced."""
+        """Divides a gradient that FSDP has reduced."""
         gradients.div_(self.divisor)
 
     def divide_gradients(self, experts: nn.Module, *_: Any) -> None:
-        """Makes this a hook of those parameters of a module that have none yet."""
+        """Makes this a hook of those parameters of a module that do not have it yet."""
         for parameter in experts.parameters():
             if hasattr(parameter, DIVIDED):
                 continue
@@ -232,20 +232,19 @@ class _Division:
 
 
 _SYNCHRONISES = "_moecomm_synchronises"
-"""Attribute of a DistributedDataParallel: whether the backward of its last forward averages gradients. It
-decides that in the forward, which `no_sync()` may be around and not around the backward."""
+"""Attribute of a DistributedDataParallel: whether the backward of its last forward averages gradients. The
+forward decides that, since `no_sync()` may surround it and not the backward."""
 
 
 class _BeforeForward:
-    """A hook of a DistributedDataParallel before its forward, for the experts of `layers`."""
+    """A pre-forward hook of a DistributedDataParallel, for the experts of `layers`."""
 
     def __init__(self, layers: Sequence[MoELayer]) -> None:
         self.layers = layers
 
     def __call__(self, wrapper: nn.Module, args: Any) -> None:
         """Notes whether the backward averages. Raises InvalidArgument, on all ranks, for experts whose
-        gradients nobody would average: parameters in the place of others, and those of a copy of the
-        wrapper."""
+        gradients nothing would average: replaced parameters, and those of a copy of the wrapper."""
         if not torch.is_grad_enabled():
             return
         setattr(wrapper, _SYNCHRONISES, wrapper.require_backward_grad_sync)
@@ -263,8 +262,8 @@ class _BeforeForward:
 
 class _ReplicaAverage:
     """Averages an expert's gradient over its replicas after each backward. `_Division` has divided it by the
-    ranks of the EP group, over whose tokens it is a sum. To average it once more changes nothing, so
-    gradients may accumulate."""
+    ranks of the EP group, whose tokens it sums. Averaging it again changes nothing, so gradients may
+    accumulate."""
 
     def __init__(self, ranks: Ranks, replicas: Replicas) -> None:
         self.ranks = ranks
@@ -276,7 +275,7 @@ class _ReplicaAverage:
         return self.wrapper is not None and self.wrapper() is wrapper
 
     def __call__(self, parameter: Tensor) -> None:
-        """Averages a gradient, as a hook of its parameter; not where `_AverageAtEnd` does."""
+        """Averages a gradient, as a hook of its parameter, unless `_AverageAtEnd` does."""
         wrapper = None if self.wrapper is None else self.wrapper()
         if len(self.replicas.ranks) == 1 or parameter.grad is None:
             return
@@ -285,7 +284,7 @@ class _ReplicaAverage:
 
     @torch.no_grad()
     def average(self, parameter: Tensor) -> None:
-        """Averages a gradient, which is zero where the backward has not come to the parameter."""
+        """Averages a gradient, which counts as zero where the backward has not reached the parameter."""
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         dist.all_reduce(parameter.grad, group=self.replicas.group)
@@ -297,15 +296,15 @@ def _synchronises(wrapper: DistributedDataParallel) -> bool:
 
 
 class _AverageAtEnd:
-    """A hook of the forward of a DistributedDataParallel with find_unused_parameters: averages the experts'
-    gradients at the end of a backward, as replicas may leave out different layers."""
+    """A forward hook of a DistributedDataParallel with find_unused_parameters: averages the experts'
+    gradients at the end of a backward, since replicas may skip different layers."""
 
     def __init__(self, layers: Sequence[MoELayer]) -> None:
         self.layers = layers
         self._queued = False
 
     def __call__(self, wrapper: DistributedDataParallel, args: Any, output: Any) -> None:
-        """Makes the backward of these outputs call `average` when it ends."""
+        """Makes the backward of these outputs call `average` at its end."""
         self._queued = False
         if not (wrapper.find_unused_parameters and torch.is_grad_enabled() and _synchronises(wrapper)):
             return
@@ -319,7 +318,7 @@ class _AverageAtEnd:
             torch.autograd.Variable._execution_engine.queue_callback(self.average)
 
     def average(self) -> None:
-        """Averages each gradient that some replica has; what none has stays None."""
+        """Averages each gradient that some replica has; a gradient that none has stays None."""
         self._queued = False
         spread: dict[Replicas, list[nn.Parameter]] = {}
         for layer in self.layers:
@@ -338,7 +337,7 @@ class _AverageAtEnd:
 
 def _check_wrapped(wrapper: nn.Module, name: str, model: nn.Module | None) -> None:
     """Checks a model that DistributedDataParallel wraps, before it broadcasts weights, or that
-    FullyShardedDataParallel has flattened: torch calls this for each module that becomes part of another."""
+    FullyShardedDataParallel has flattened. torch calls this for each module that becomes part of another."""
     if name == "_fsdp_wrapped_module" and model is not None:
         if any(layer.comm.size > 1 for layer in layers_of(model)):
             raise InvalidArgument(

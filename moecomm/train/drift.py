@@ -1,8 +1,8 @@
-"""Finds ranks under DistributedDataParallel whose common weights drift apart: where each clips gradients by
-the norm of its own experts, or leaves a step out alone.
+"""Detects that common weights drift apart between ranks under DistributedDataParallel: because each rank
+clips gradients by the norm of its own experts, or skips a step alone.
 
-The bits of a router's weight stand for all weights that ranks share. They go into the number of the layer,
-which every dispatch compares between ranks, so that no rank waits for another one. They are those of an
+The bits of a router's weight represent all weights that ranks share. They become part of the layer's number,
+which every dispatch compares between ranks anyway, so that no rank waits for another. They are taken from an
 earlier step, so that no host waits for its device.
 """
 
@@ -21,18 +21,18 @@ from moecomm.nn.layer import MoELayer, built_layers
 from moecomm.train.replicas import Ranks, ranks_of
 
 _FIRST, _EVERY = 8, 64
-"""Bits are taken in the first steps, and in two of so many steps after them."""
+"""Bits are taken in the first steps, and afterwards in two of every 64 steps."""
 
 
 class Drift:
-    """The bits of one layer's router, from step to step of the optimizer that has its weight."""
+    """The bits of one layer's router, tracked over the steps of its weight's optimizer."""
 
     def __init__(self) -> None:
         self._steps = 0
         self._taken: tuple[Tensor, torch.cuda.Event | None] | None = None
 
     def note_step(self, layer: MoELayer, weight: Tensor) -> None:
-        """Makes the layer's number depend on the bits of an earlier step, and takes those of this step."""
+        """Puts the bits of an earlier step into the layer's number, and takes those of this step."""
         self._steps += 1
         if self._steps > _FIRST and self._steps % _EVERY > 1:
             return
@@ -44,11 +44,11 @@ class Drift:
         self._taken = _on_host(bits_of(weight))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        """A copy of a layer is not watched until `prepare_ddp` has had it; an event cannot be copied."""
+        """A copy of a layer is not watched before its own `prepare_ddp`; an event cannot be copied."""
 
 
 def watch_drift(layers: Iterable[MoELayer]) -> None:
-    """Watches one layer that has a router's weight for each set of ranks whose dispatches are compared."""
+    """Watches one layer with a router's weight for each set of ranks whose dispatches are compared."""
     watched: set[Ranks] = set()
     for layer in layers:
         ranks = ranks_of(layer.comm.group)
@@ -58,7 +58,7 @@ def watch_drift(layers: Iterable[MoELayer]) -> None:
 
 
 def router_weight(layer: MoELayer) -> nn.Parameter | None:
-    """Returns the weight of the layer's router, if it is trained and whole on this rank."""
+    """Returns the weight of the layer's router, if it is trained and not sharded."""
     weight = layer.router._parameters.get("weight")
     if weight is None or not weight.requires_grad or isinstance(weight, DTensor):
         return None
@@ -73,7 +73,7 @@ def bits_of(weight: Tensor) -> Tensor:
 
 
 def _on_host(bits: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-    """Returns where the bits will be on the host, and the event behind which they are there."""
+    """Returns host memory that will have the bits, and the event after which they are there."""
     if bits.device.type != "cuda":
         return bits, None
     there = torch.empty((), dtype=bits.dtype, device="cpu", pin_memory=True)

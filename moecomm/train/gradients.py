@@ -1,4 +1,4 @@
-"""Gradients over ranks, averaged and clipped, where experts are spread and all else is replicated."""
+"""Averages and clips gradients over ranks, where experts are spread and all other parameters replicated."""
 
 from __future__ import annotations
 
@@ -47,30 +47,30 @@ def sync_gradients(
     folding: ParallelFolding | None = None,
 ) -> None:
     """Turns each rank's gradients, after backward of its own loss, into those of the mean of all ranks'
-    losses, with equal bits on all ranks that hold a parameter. Every rank of `group` calls it, once a step.
+    losses, with equal bits on all ranks that hold a parameter. Every rank of `group` calls it once per step.
 
-    Dense gradients are averaged over `group`; those of an expert, which has the tokens of its communicator's
-    ranks already, are summed over the ranks that hold it and divided by the size of `group`
+    Dense gradients are averaged over `group`. Those of an expert already include the tokens of its
+    communicator's ranks, so they are summed over the ranks that hold it and divided by the size of `group`
     (docs/training.md). With MoEConfig(main_grad=True) an expert's gradient is its `main_grad`. A parameter
-    without a gradient counts as zero. What FSDP2 has averaged stays as it is. DTensors of torch's tensor
-    parallelism, on the TP mesh of the folding, are summed over folding.group("dp-cp") and divided by the size
-    of `group`.
+    without a gradient counts as zero. Gradients that FSDP2 has averaged do not change. DTensors of torch's
+    tensor parallelism, on the TP mesh of the folding, are summed over folding.group("dp-cp") and divided by
+    the size of `group`.
 
     Args:
-        model: has the MoELayers, and all that is averaged.
+        model: has the MoELayers, and all parameters to average.
         group: all ranks that hold the model and bring tokens to a step, a process group or a DeviceMesh of
             one dimension; None: all ranks, or those of the pipeline stage where layers have a folding.
         expert_group: the ranks that hold the same experts; only for parameters that `mark_expert_parameter`
             marked outside of MoELayers (None: no other rank holds the same).
         folding: that of the job, for a pipeline stage without MoELayers.
 
-    Ranks compare what they average at each call, for which the host waits. All ranks raise
-    MismatchedArguments where parameters differ, or some ranks have frozen them, or a router's weights differ;
+    Ranks compare their parameters at each call, for which the host waits. All ranks raise MismatchedArguments
+    if parameters differ, or some ranks have frozen them, or a router's weights differ. They raise
     InvalidArgument for groups that do not fit the layers, parameters that fully_shard has sharded over some
-    of `group`, one that is of experts and of another part of the model, one of all experts that starts with
-    other values, a model under DistributedDataParallel, gradients that are put off (`backward_weights`), and
-    plain tensors marked as split by tensor parallelism (`tensor_model_parallel`). A sparse gradient raises
-    Unsupported, and InvalidArgument on the ranks that have none.
+    of `group`, a parameter shared by experts and another part of the model, a parameter of all experts with
+    different initial values, a model under DistributedDataParallel, deferred gradients (`backward_weights`),
+    and plain tensors marked as split by tensor parallelism (`tensor_model_parallel`). A sparse gradient
+    raises Unsupported, and InvalidArgument on the ranks that have none.
     """
     owners: dict[nn.Parameter, MoELayer | None] = {}
 
@@ -145,8 +145,8 @@ def sync_gradients(
 
 
 def mark_synchronized(model: nn.Module) -> None:
-    """Says that code of one's own has averaged the gradients of `model` since the last backward, as
-    `sync_gradients` does; else an optimizer's step raises InvalidArgument."""
+    """Declares that your own code has averaged the gradients of `model` since the last backward, like
+    `sync_gradients`; otherwise an optimizer's step raises InvalidArgument."""
     for layer in layers_of(model):
         layer._unsynchronized = False
 
@@ -161,8 +161,8 @@ def clip_grad_norm(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
-    """Scales all gradients so that their global norm is at most max_norm; returns the norm before, 0-d
-    float32 (float64 for float64 gradients), the same on all ranks.
+    """Scales all gradients so that their global norm is at most max_norm. Returns the norm before scaling,
+    0-d float32 (float64 for float64 gradients), the same on all ranks.
 
     Every rank calls it after gradients are synchronised. Each expert and each replicated parameter is counted
     once; shards are added up. As in torch.nn.utils.clip_grad_norm_, a norm of NaN makes all gradients NaN,
@@ -170,18 +170,18 @@ def clip_grad_norm(
 
     Args:
         model: as in `sync_gradients`.
-        max_norm: the most that the norm may be.
+        max_norm: the largest allowed norm.
         ep_group: the ranks that share out the experts; only for parameters marked outside of MoELayers
             (None: all ranks).
         pp_group: the ranks of this rank's pipeline, over which the norm is summed; all stages call together.
             Layers whose folding has several stages need it.
         norm_type: the order p of the norm, more than 0; math.inf for the largest absolute value.
-        error_if_nonfinite: raise InvalidArgument on all ranks, before anything is scaled, for a norm that is
-            no finite number. The host waits for the norm.
+        error_if_nonfinite: raise InvalidArgument on all ranks, before anything is scaled, if the norm is not
+            finite. The host waits for the norm.
 
-    Raises InvalidArgument for other groups than the layers', gradients that are put off, and a parameter of
-    experts that another part of the model has. A rank that raises one of these alone leaves the others
-    waiting until the process group's deadline; `sync_gradients`, which comes before, tells them.
+    Raises InvalidArgument for other groups than the layers', deferred gradients, and a parameter of experts
+    that another part of the model shares. If one rank alone raises, the others wait until the process group's
+    deadline; `sync_gradients`, which comes before, raises these errors on all ranks.
     """
     pp_group, norm_type = as_group(pp_group, "pp_group"), float(norm_type)
     staged = [layer for layer in layers_of(model) if layer.folding is not None and layer.folding.pp > 1]
@@ -215,17 +215,17 @@ def clip_grad_norm(
 def grad_norms(
     model: nn.Module, ep_group: AnyGroup | None = None, *, norm_type: float = 2.0
 ) -> dict[str, Tensor]:
-    """Returns the norm of each trained parameter's gradient by its name, 0-d float64, for logs; of an
-    experts' parameter over all ranks' experts. With pipeline stages it is of this rank's stage.
+    """Returns the norm of each trained parameter's gradient by name, 0-d float64, for logs. For an experts'
+    parameter it covers all ranks' experts. With pipeline stages it is of this rank's stage.
 
-    Every rank calls it where `clip_grad_norm` may be called; arguments and errors are as there. Ranks
+    Every rank calls it where `clip_grad_norm` may be called; arguments and errors are the same. Ranks
     exchange names at each call.
     """
     norm_type = float(norm_type)
     found: dict[str, Tensor] = {}
     for groups, powers in _powers(model, ep_group, norm_type).items():
         names = list(powers)
-        for over in groups:  # a part of experts has no b_out, for example
+        for over in groups:  # for example, a part of experts has no b_out
             told: list[Any] = [None] * dist.get_world_size(over)
             dist.all_gather_object(told, names, group=over)
             names = list(dict.fromkeys(name for each in told for name in each))
@@ -240,9 +240,9 @@ def grad_norms(
 def _powers(
     model: nn.Module, ep_group: AnyGroup | None, order: float
 ) -> dict[tuple[Group, ...], dict[str, Tensor]]:
-    """Returns, by the groups over which it is still to be reduced and by parameter, the float64 sum of
-    |gradient|^order on this rank; for an order of inf the largest |gradient|. Frozen parameters are among
-    them: ranks may have frozen other experts, and have to reduce the same."""
+    """Returns, by the groups over which it still has to be reduced and by parameter name, the float64 sum of
+    |gradient|^order on this rank; for an order of inf the largest |gradient|. It includes frozen parameters:
+    ranks may have frozen different experts, and have to reduce the same."""
     _require_gradients(model)
     if not order > 0:
         raise InvalidArgument(f"norm_type is {order}, must be more than 0, or math.inf")
@@ -258,7 +258,7 @@ def _powers(
             groups = (*groups, over)
         value, gradient = zero, _found_gradient(parameter) if parameter.requires_grad else None
         if gradient is not None and _local(gradient).numel():
-            # On a CPU torch adds one number after another: in float32 a shard's sum would show in the norm.
+            # On a CPU torch adds one number after another: in float32 a shard's sum would affect the norm.
             own = _local(gradient)
             # Also a sparse one (DDP averages these): a norm of its values alone could have other bits.
             own = own if own.layout is torch.strided else own.to_dense()
@@ -276,8 +276,8 @@ def _sum(powers: list[Tensor], order: float) -> Tensor:
 
 
 def _all_ranks(powers: Tensor, groups: Sequence[Group], order: float) -> Tensor:
-    """Sums powers over groups. For an order of inf it takes the largest, and NaN where a rank has NaN: a
-    maximum over ranks may lose that."""
+    """Sums powers over groups. For an order of inf it takes the largest, and NaN if a rank has NaN, which a
+    maximum over ranks may lose."""
     for over in groups:
         if order != math.inf:
             dist.all_reduce(powers, group=over)
@@ -289,13 +289,13 @@ def _all_ranks(powers: Tensor, groups: Sequence[Group], order: float) -> Tensor:
 
 
 def _bits_of_router(model: nn.Module) -> Tensor | None:
-    """Returns the bits of a router's weight, which stands for all parameters that ranks share."""
+    """Returns the bits of a router's weight, which represents all parameters that ranks share."""
     weights = (router_weight(layer) for layer in layers_of(model))
     return next((bits_of(weight) for weight in weights if weight is not None), None)
 
 
 def _words(name: str, parameter: nn.Parameter) -> str:
-    """Describes what of a parameter has to be the same on all ranks that average its gradient."""
+    """Describes the properties of a parameter that must be equal on all ranks that average its gradient."""
     frozen = "" if parameter.requires_grad else ", frozen"
     return f"{name} {tuple(parameter.shape)} {parameter.dtype}{frozen}"
 
@@ -303,8 +303,8 @@ def _words(name: str, parameter: nn.Parameter) -> str:
 def _require_same_experts(
     model: nn.Module, group: Group | None, device: torch.device, replicas: Mapping[Communicator, Replicas]
 ) -> None:
-    """Raises MismatchedArguments, on all ranks of `group`, where ranks that hold the same experts of a layer
-    train other parameters of these."""
+    """Raises MismatchedArguments, on all ranks of `group`, if ranks that hold the same experts of a layer
+    train different parameters of them."""
     layers = [layer for layer in layers_of(model) if len(replicas[layer.comm].blocks) > 1]
     if layers:
         words = [[_words(*each) for each in spread_parameters(layer).items()] for layer in layers]
@@ -313,7 +313,7 @@ def _require_same_experts(
 
 
 def _require_gradients(model: nn.Module) -> None:
-    """Refuses gradients that are not all there, and parameters that experts share with others."""
+    """Refuses deferred gradients, and parameters that experts share with other modules."""
     if any(layer.has_pending_weights for layer in layers_of(model)):
         raise InvalidArgument(
             "model has layers with OverlapConfig(defer_weights=True), whose experts' weights have gradients "
@@ -332,8 +332,9 @@ def _refuse_sparse(model: nn.Module) -> None:
 
 
 def refuse_shared_with_experts(model: nn.Module) -> None:
-    """Raises InvalidArgument for a parameter of spread experts that is also outside of them: the parts of its
-    gradient would have to be averaged over different ranks. Experts may have a second name as a whole."""
+    """Raises InvalidArgument for a parameter of spread experts that is also outside of them, since the parts
+    of its gradient would have to be averaged over different ranks. Experts may have a second name as a
+    whole."""
     inside: dict[nn.Parameter, str] = {}
     outside: dict[nn.Parameter, str] = {}
     spread = {layer.experts: layer for layer in layers_of(model) if layer.comm.size > 1}
@@ -370,7 +371,7 @@ def _trained(model: nn.Module) -> list[nn.Parameter]:
 
 def ep_group_of(layer: MoELayer | None, given: Group | None) -> Group | None:
     """Returns the process group that shares out the experts of a layer; without a layer the given group, or
-    the default one."""
+    the default group."""
     if layer is None:
         return dist.group.WORLD if given is None else given
     own = layer.comm.group
@@ -392,16 +393,16 @@ def _refuse_ddp(model: nn.Module, owners: dict[nn.Parameter, MoELayer | None]) -
 
 
 def _is_tensor_parallel(parameter: DTensor, folding: ParallelFolding) -> bool:
-    """Is this parameter on the TP mesh of a folding? FSDP2 may shard over the same ranks: its mesh has
-    another name."""
+    """Returns whether this parameter is on the TP mesh of a folding. FSDP2 may shard over the same ranks, but
+    its mesh has another name."""
     mesh = parameter.device_mesh
     ranks = tuple(int(rank) for rank in mesh.mesh.flatten())
     return mesh.mesh_dim_names == ("tp",) and ranks == folding.group_of("tp", dist.get_rank())
 
 
 def _placed_gradient(parameter: DTensor) -> DTensor:
-    """Returns the gradient of a parameter of tensor parallelism, placed as the parameter is: that of one
-    which all ranks hold whole may come as a sum that is still to be made."""
+    """Returns the gradient of a parameter of tensor parallelism, with the parameter's placements: for one
+    that all ranks hold whole, it may be a sum that has yet to be made."""
     gradient = parameter.grad
     if gradient is None:
         gradient = torch.zeros_like(parameter)
@@ -425,14 +426,14 @@ def _sharded_over_too_few(parameter: DTensor, needed: str) -> InvalidArgument:
 
 def _require_dense_ranks(model: nn.Module, dense: Sequence[nn.Parameter]) -> None:
     """Raises InvalidArgument if fully_shard has sharded a dense parameter over fewer ranks than those of a
-    layer's communicator and those that hold the same experts."""
+    layer's communicator and their replicas."""
     if not any(isinstance(module, FSDPModule) for module in model.modules()):
         return
     layers = [layer for layer in layers_of(model) if layer.folding is None]
     needed: set[int] = set()
     for layer in layers:
         needed |= {*ranks_of(layer.comm.group), *getattr(layer.experts, "sharded_over", ())}
-    # One parameter of each mesh, of which there are few.
+    # One parameter of each mesh suffices, and there are few meshes.
     for parameter in {each.device_mesh: each for each in dense if isinstance(each, DTensor)}.values():
         if not needed <= set(ranks_of_shards(parameter)):
             among = f"all ranks that hold the model, {sorted(needed)} among them"
@@ -440,12 +441,12 @@ def _require_dense_ranks(model: nn.Module, dense: Sequence[nn.Parameter]) -> Non
 
 
 def _shard_groups(parameter: Tensor) -> tuple[Group, ...]:
-    """Returns the groups over which the squares of a parameter's shards are summed; none for a parameter that
-    is whole on a rank."""
+    """Returns the groups over which a parameter's shards are summed; none for a parameter that is whole on a
+    rank."""
     if not isinstance(parameter, DTensor):
         return ()
     placements = enumerate(parameter.placements)
-    # FSDP2 places what tensor parallelism has split as a kind of shard that says it is none.
+    # FSDP2 wraps a tensor-parallel placement in a kind of shard whose is_shard() is False.
     return tuple(
         parameter.device_mesh.get_group(number) for number, place in placements if not place.is_replicate()
     )
@@ -456,7 +457,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _zero(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """Returns a zero in float64, so that the order in which shards are added does not show in the norm."""
+    """Returns a float64 zero, so that the order of adding shards does not affect the norm."""
     return torch.zeros((), dtype=torch.float64, device=_device_of(parameters))
 
 
@@ -482,4 +483,4 @@ def _all_reduce(gradients: list[Tensor], group: Group) -> None:
         flat = _flatten_dense_tensors(bucket)
         dist.all_reduce(flat, group=group)
         for gradient, total in zip(bucket, _unflatten_dense_tensors(flat, bucket), strict=True):
-            gradient.copy_(total.view(gradient.shape))  # without elements it has another shape
+            gradient.copy_(total.view(gradient.shape))  # a gradient without elements has another shape

@@ -1,4 +1,4 @@
-"""Recompute by torch.utils.checkpoint along the plans of the first time."""
+"""Recomputation with torch.utils.checkpoint along the plans of the first forward."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ Contexts = tuple[contextlib.AbstractContextManager[None], contextlib.AbstractCon
 
 
 def keep_plans(*modules: nn.Module) -> Callable[[], Contexts]:
-    """Makes torch.utils.checkpoint recompute with the plans of the first time.
+    """Makes torch.utils.checkpoint recompute along the plans of the first forward.
 
         y = checkpoint(block, x, use_reentrant=False, context_fn=moecomm.nn.keep_plans(block))
 
-    The MoELayers in `modules` then make no second plan and exchange no counts; tokens go to the experts of
-    the first time, and lose the same places of a capacity, while scores, weights and losses are computed
-    again (docs/layer.md). Plans take some hundred bytes a token (docs/memory.md). A graph of torch.compile
-    ends before such a layer. A router of another class must choose the same both times, else all ranks raise
+    The MoELayers in `modules` then make no second plan and exchange no counts. Tokens go to the experts of
+    the first time, with the same drops, while scores, weights and losses are recomputed (docs/layer.md).
+    Plans take some hundred bytes per token (docs/memory.md). A graph of torch.compile ends before such a
+    layer. A router of another class must make the same choices both times; otherwise all ranks raise
     InvalidArgument. Raises InvalidArgument for modules without a MoELayer.
     """
     layers = [each for module in modules for each in module.modules() if isinstance(each, MoELayer)]
@@ -37,8 +37,8 @@ def keep_plans(*modules: nn.Module) -> Callable[[], Contexts]:
 
 
 class _Within(contextlib.AbstractContextManager[None]):
-    """A context in which layers keep or reuse their plans. It may be entered several times: a graph whose
-    backward runs twice is computed again twice."""
+    """A context in which layers keep or reuse their plans. It may be entered several times, since a graph
+    whose backward runs twice is recomputed twice."""
 
     def __init__(self, layers: Sequence[MoELayer], first: Sequence[Plans], again: bool) -> None:
         self._layers, self._first, self._again = layers, first, again
@@ -47,7 +47,7 @@ class _Within(contextlib.AbstractContextManager[None]):
     def __enter__(self) -> None:
         self._before.append([layer._plans for layer in self._layers])
         for layer, plans in zip(self._layers, self._first, strict=True):
-            # Each recomputation begins with the first plan.
+            # Each recomputation starts from the first plan.
             layer._plans = Plans([*plans.states], [*plans.choices], again=True) if self._again else plans
 
     def __exit__(self, *_: object) -> None:

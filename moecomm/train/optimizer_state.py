@@ -1,4 +1,4 @@
-"""This module gives a checkpoint what it can hold of an optimizer's state, and parameters their state before
+"""Extracts what a checkpoint can hold of an optimizer's state, and creates the state of parameters before
 their first step."""
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from torch.distributed.tensor import DTensor
 from moecomm.errors import InvalidArgument
 
 _NUMBERS = (numbers.Number, str, type(None))
-"""The types of what, besides tensors, an optimizer's state may have."""
+"""The types, besides tensors, that an optimizer's state may have."""
 _TRIALS = 3
-"""The number of steps after which a number is known to count, or to stay."""
+"""The number of trial steps after which a number is known to count up, or to stay."""
 _ANY_NUMBER = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-"""The kinds of a function's parameters that need not be given, *args and **kwargs."""
+"""The kinds *args and **kwargs of a function's parameters, which need no value."""
 _KNOWN: dict[str, float | None] = {"eta": None, "mu": 1.0, "step_size": None, "mu_product": 1.0}
-"""The keys of torch's ASGD, Rprop and NAdam whose values before the first step are not zero, and these
-values. None stands for the learning rate."""
+"""Keys of torch's ASGD, Rprop and NAdam whose initial values are not zero, and these values. None stands for
+the learning rate."""
 
 
 def require_savable(optimizer: torch.optim.Optimizer, named: dict[Any, str]) -> None:
-    """Raises InvalidArgument for what a checkpoint of the optimizer would leave out: anything but tensors and
-    numbers, what is of no parameter, and parameters that are not `named`."""
+    """Raises InvalidArgument for state that a checkpoint of the optimizer would lack: anything but tensors
+    and numbers, state that belongs to no parameter, and parameters without a name in `named`."""
     of_groups = (each for group in optimizer.param_groups for each in group["params"])
     outside = [tuple(each.shape) for each in of_groups if each not in named]
     if outside:
@@ -55,14 +55,14 @@ def _numbers_of(values: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def _before_steps(name: str, rate: float | Tensor) -> float | Tensor:
-    """Returns what a state tensor of torch's optimizers holds before their first step."""
+    """Returns the initial value of a state tensor of torch's optimizers."""
     value = _KNOWN.get(name, 0.0)
     return rate if value is None else value
 
 
 def _before_counting(key: str, of: str, seen: list[Any], rate: float | Tensor) -> Any:
-    """Returns what a number was before the first step, which had the values `seen` after each of some steps:
-    the same if it stayed, and one step less if it counts. Raises InvalidArgument for any other."""
+    """Returns the initial value of a number that had the values `seen` after some steps: the same if it
+    stayed, one step less if it counts up. Raises InvalidArgument otherwise."""
     if key in _KNOWN:
         return float(_before_steps(key, rate))
     first, second, third = seen
@@ -78,8 +78,8 @@ def _before_counting(key: str, of: str, seen: list[Any], rate: float | Tensor) -
 
 
 def _is_copy(value: Tensor, parameter: Tensor | None) -> bool:
-    """Returns True for a state tensor that holds the parameter's own values, as optimizers that average
-    weights start; False for one number, which may be a count."""
+    """Returns True for a state tensor with the parameter's own values, the initial state of optimizers that
+    average weights; False for a single number, which may be a count."""
     if parameter is None or not value.dim() or value.shape != parameter.shape:
         return False
     value, parameter = (each.to_local() if isinstance(each, DTensor) else each for each in (value, parameter))
@@ -88,8 +88,8 @@ def _is_copy(value: Tensor, parameter: Tensor | None) -> bool:
 
 @torch.no_grad()
 def ensure_state(optimizer: torch.optim.Optimizer, named: dict[Any, str]) -> None:
-    """Makes the state of trained parameters that have none, as it is before their first step, by steps of
-    zero gradients at rate zero for these alone. After an error the optimizer is as it was."""
+    """Creates the initial state of trained parameters that have none, by steps of zero gradients at rate zero
+    for these alone. After an error the optimizer is unchanged."""
     groups, state = optimizer.param_groups, optimizer.state
     parameters = [parameter for group in groups for parameter in group["params"]]
     missing = {p: g["lr"] for g in groups for p in g["params"] if p.requires_grad and not state.get(p)}
@@ -104,7 +104,7 @@ def ensure_state(optimizer: torch.optim.Optimizer, named: dict[Any, str]) -> Non
         while any(trials[0]) and len(trials) < _TRIALS:
             trials.append(_try_step(optimizer, step, missing, parameters, settings))
         require_savable(optimizer, named)
-        seen = list(zip(*trials, strict=True))  # of each group, and then of each parameter
+        seen = list(zip(*trials, strict=True))  # for each group, then for each parameter
         for index, (group, setting) in enumerate(zip(groups, settings, strict=True)):
             new = {key: value for key, value in group.items() if key not in setting}
             added.append(_before(new, f"param_groups[{index}]", seen[index], setting["lr"]))
@@ -127,8 +127,8 @@ def ensure_state(optimizer: torch.optim.Optimizer, named: dict[Any, str]) -> Non
 
 
 def _plain_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
-    """Returns the step of the plain class, without what schedulers and hooks have wrapped around it. Raises
-    InvalidArgument for one that cannot be called without arguments."""
+    """Returns the class's own `step`, without the wrappers of schedulers and hooks. Raises InvalidArgument if
+    it needs arguments."""
     step: Any = type(optimizer).step
     step = step.__wrapped__ if getattr(step, "hooked", False) else step
     _, *others = inspect.signature(step).parameters.values()
@@ -147,8 +147,8 @@ def _try_step(
     parameters: list[Tensor],
     settings: list[dict[str, Any]],
 ) -> list[dict[str, Any]]:
-    """Makes a `step` with zero gradients for `trained` alone at rate zero. Returns the numbers that this has
-    put into each of the param_groups, beside `settings`, and into the state of each of `trained`."""
+    """Runs `step` with zero gradients at rate zero for `trained` alone. Returns the numbers that this has put
+    into each of the param_groups, besides `settings`, and into the state of each of `trained`."""
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter) if parameter in trained else None
     for group in optimizer.param_groups:
@@ -168,8 +168,8 @@ def _before(
     rate: float | Tensor,
     parameter: Tensor | None = None,
 ) -> dict[str, Any]:
-    """Returns the state that steps with zero gradients have made, with its values from before the first step.
-    `seen`: the numbers in it after each of these steps. Tensors are changed in place."""
+    """Turns the state after steps with zero gradients into the initial state, and returns it. `seen`: the
+    numbers in it after each of these steps. Tensors are changed in place."""
     for key, value in values.items():
         if isinstance(value, Tensor) and (key in _KNOWN or not _is_copy(value, parameter)):
             value.fill_(_before_steps(key, rate))
@@ -194,8 +194,8 @@ class Numbers:
 
 
 class ParamGroups:
-    """The settings of an optimizer's groups by the names of their parameters, as a Stateful: groups may be
-    others when they are loaded, as long as parameters of one group had the same settings."""
+    """The settings of an optimizer's groups by the names of their parameters, as a Stateful. A load may have
+    other groups, if the parameters of each had the same settings."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, named: dict[Any, str]) -> None:
         self._groups, self._named = optimizer.param_groups, named
@@ -213,8 +213,8 @@ class ParamGroups:
         return [self._named[parameter] for parameter in group["params"]]
 
     def _found(self, index: int, group: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
-        """Returns the settings that the parameters of a group had. Raises InvalidArgument where they had
-        different ones, or lack one that the group has."""
+        """Returns the saved settings of a group's parameters. Raises InvalidArgument if they differ, or lack
+        one that the group has."""
         names = self._names(group)
         settings = {name: dict(state[name]) for name in names}
         first = settings[names[0]] if names else {}
@@ -238,7 +238,7 @@ class ParamGroups:
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    """Returns the settings of a group, with numbers in the place of tensors, which have a device."""
+    """Returns the settings of a group, with numbers in place of tensors, which have a device."""
     return {key: _plain(value) for key, value in group.items() if key != "params"}
 
 
@@ -249,8 +249,8 @@ def _plain(value: Any) -> Any:
 
 
 def _in_place(own: Any, value: Any) -> Any:
-    """Returns a loaded setting; a tensor keeps its place, from which the optimizer's step in a CUDA graph
-    reads it."""
+    """Returns a loaded setting; a tensor is filled in place, since an optimizer's step in a CUDA graph reads
+    it there."""
     if isinstance(own, tuple) and isinstance(value, tuple) and len(own) == len(value):
         return tuple(map(_in_place, own, value))
     return own.copy_(torch.tensor(value)) if isinstance(own, Tensor) else value

@@ -1,9 +1,9 @@
-"""Finds which ranks hold the same experts, from the layers of a model, by all ranks together.
+"""Finds the ranks that hold the same experts, from the layers of a model; all ranks do so together.
 
-With the experts of a layer spread over the ranks of its communicator (its EP group), the ranks of a job are
-several EP groups, and rank number p of each holds the same experts, its replicas. Example: 4 ranks, EP groups
-(0, 1) and (2, 3). Ranks 0 and 2 hold the first half of the experts, 1 and 3 the second: blocks ((0, 1),
-(2, 3)), replicas of rank 0 are (0, 2).
+The experts of a layer are spread over the ranks of its communicator (its EP group). If the job has several EP
+groups, rank number p of each holds the same experts; these ranks are replicas. Example: 4 ranks, EP groups
+(0, 1) and (2, 3). Ranks 0 and 2 hold the first half of the experts, 1 and 3 the second: blocks ((0, 1), (2,
+3)), replicas of rank 0 are (0, 2).
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ Ranks = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Replicas:
-    """The ranks that hold this rank's experts of one communicator."""
+    """The ranks that hold the same experts of a communicator as this rank."""
 
     blocks: tuple[Ranks, ...]
-    """The EP groups, in the order of their first ranks."""
+    """The EP groups, ordered by first rank."""
     ranks: Ranks
-    """This rank's replicas, itself included."""
+    """This rank's replicas, including itself."""
 
     @property
     def group(self) -> Group:
-        """The process group of `ranks`. All of these ranks ask for it together; it is made the first time."""
+        """The process group of `ranks`, which all call this together; the first call makes the group."""
         if self.ranks == ranks_of(None):
             assert dist.group.WORLD is not None
             return dist.group.WORLD
@@ -57,7 +57,7 @@ class Replicas:
         return group
 
     def mesh(self, comm: Communicator, device_type: str) -> DeviceMesh:
-        """Returns a mesh (R, replicas): the experts in R parts, and within each part the replicas over which
+        """Returns a mesh (R, replicas): R parts of the experts, and for each part the replicas over which
         FSDP shards it."""
         assert comm.group is not None
         ranks = torch.tensor(self.blocks, dtype=torch.int).t().contiguous()
@@ -66,7 +66,7 @@ class Replicas:
 
 
 def layers_of(model: nn.Module) -> list[MoELayer]:
-    """Returns the MoELayers of a model, each once, in order. Raises InvalidArgument for what is no module."""
+    """Returns the MoELayers of a model, each once, in order. Raises InvalidArgument if it is not a module."""
     if not isinstance(model, nn.Module):
         raise InvalidArgument(
             f"model is {type(model).__name__}, must be an nn.Module: which parameters are of experts, and on "
@@ -102,12 +102,12 @@ def model_group(
 
 
 def expert_owners(model: nn.Module) -> dict[nn.Parameter, MoELayer | None]:
-    """Returns the parameters that differ between ranks, each with its layer (None: marked by the caller
-    alone).
+    """Returns the parameters that differ between ranks, each with its layer (None: only the caller has marked
+    it).
 
-    The layer tells, since what FSDP puts in their place has no mark. Experts that are all on every rank, and
-    what spread experts have in common, are none. Raises InvalidArgument for the latter where experts are
-    split, and for experts that fully_shard has mixed.
+    It asks the layers, since the parameters with which FSDP replaces others have no mark. It leaves out
+    experts that every rank holds, and common parameters of spread experts. Raises InvalidArgument for common
+    parameters of split experts, and for experts that fully_shard has sharded over ranks with others.
     """
     marked = filter(is_expert_parameter, model.parameters())
     owners: dict[nn.Parameter, MoELayer | None] = dict.fromkeys(marked)
@@ -129,9 +129,8 @@ def expert_owners(model: nn.Module) -> dict[nn.Parameter, MoELayer | None]:
 
 
 def require_equal(model: nn.Module, group: Group | None) -> None:
-    """Raises InvalidArgument, on all ranks, for a parameter that spread experts have in common and that
-    differs between the ranks of `group`. Each is compared once; shards over all ranks are the same by
-    that."""
+    """Raises InvalidArgument, on all ranks, if a common parameter of spread experts differs between the ranks
+    of `group`. Each is compared once; shards over all ranks need no comparison."""
     layers = [layer for layer in layers_of(model) if layer.comm.size > 1]
     named = [(layer, name, each) for layer in layers for name, each in common_parameters(layer).items()]
     new = [found for found in named if not (hasattr(found[2], _COMPARED) or isinstance(found[2], DTensor))]
@@ -149,7 +148,7 @@ def require_equal(model: nn.Module, group: Group | None) -> None:
 
 
 def refuse_common(model: nn.Module) -> None:
-    """Raises InvalidArgument for a parameter that experts spread over ranks have in common, which cannot be
+    """Raises InvalidArgument for a common parameter of experts that are spread over ranks, which cannot be
     sharded with them."""
     for layer in layers_of(model):
         if layer.comm.size > 1 and (common := common_parameters(layer)):
@@ -160,7 +159,7 @@ def refuse_common(model: nn.Module) -> None:
 
 
 _COMPARED = "moecomm_compared"
-"""The attribute of a parameter that was found to be the same on all ranks."""
+"""The attribute of a parameter that was found to be equal on all ranks."""
 _INSTEAD = "give each expert one of its own, in a first dimension of that size"
 
 
@@ -182,7 +181,7 @@ def _has_all(module: nn.Module) -> bool:
 
 
 def _is_known(group: Group) -> bool:
-    """Returns False for a group that was destroyed, which on some ranks somebody may still hold."""
+    """Returns False for a destroyed group, to which some ranks may still hold a reference."""
     try:
         dist.get_process_group_ranks(group)
     except (KeyError, ValueError):
@@ -196,8 +195,8 @@ def ranks_of(group: Group | None) -> Ranks:
 
 
 def match_blocks(own: Sequence[Ranks], ranks: Ranks) -> tuple[Ranks, ...]:
-    """Returns the EP groups of `ranks`, where own[i] is that of ranks[i]. Raises InvalidArgument where they
-    do not divide the ranks equally."""
+    """Returns the EP groups of `ranks`, where own[i] is the group of ranks[i]. Raises InvalidArgument unless
+    they divide the ranks equally."""
     blocks = tuple(sorted(set(own)))
     whole = sorted(rank for block in blocks for rank in block) == sorted(ranks)
     if not whole or len({len(block) for block in blocks}) != 1:
@@ -211,8 +210,8 @@ def match_blocks(own: Sequence[Ranks], ranks: Ranks) -> tuple[Ranks, ...]:
 
 def find_replicas(model: nn.Module, group: Group | None) -> dict[Communicator, Replicas]:
     """Finds, for each communicator of the model's layers, the ranks that hold this rank's experts. All ranks
-    of `group`, which hold the model, call together; they exchange EP groups the first time for a
-    communicator. Raises InvalidArgument, on all ranks, where the EP groups do not part the group equally."""
+    of `group`, which hold the model, call it together; they exchange EP groups the first time for a
+    communicator. Raises InvalidArgument, on all ranks, unless the EP groups divide the group equally."""
     comms = dict.fromkeys(layer.comm for layer in layers_of(model))
     ranks = ranks_of(group)
     missing = [comm for comm in comms if ranks not in _known.get(comm, {})]

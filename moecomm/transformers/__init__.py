@@ -5,8 +5,8 @@
     parallel = DistributedConfig(fsdp_size=8, ep_size=8, ep_implementation="moecomm")
     model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-30B-A3B", distributed_config=parallel)
 
-Importing this registers the name "moecomm". Nothing else is called: transformers builds a `MoecommEP` for
-each module of experts, and its experts' weights stay where transformers has put them (docs/transformers.md).
+Importing this registers the name "moecomm"; no other call is needed. transformers builds a `MoecommEP` for
+each module of experts, and the experts' weights stay where transformers has put them (docs/transformers.md).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from moecomm.errors import Unsupported
 from moecomm.setup.version import version_of
 
 OLDEST = (5, 23)
-"""The first version of transformers with a place for implementations of expert parallelism."""
+"""The first version of transformers in which implementations of expert parallelism can be registered."""
 
 
 def _require_transformers() -> None:

@@ -1,8 +1,8 @@
 """The experts of a transformers module, on rows that are grouped by expert.
 
-`use_experts_implementation` of transformers writes onto a module how its weights lie: has_gate, has_bias,
-is_transposed, has_post_expert_norm. Products run on these weights as they are, without a copy; a module of
-another make runs its own forward on the same rows.
+`use_experts_implementation` of transformers sets attributes of a module that describe its weights: has_gate,
+has_bias, is_transposed, has_post_expert_norm. Products use these weights directly, without a copy; a module
+without this description runs its own forward on the same rows.
 
 Shape letters: P rows of L local experts, H hidden columns, F columns of the activation's result, I those of
 the first product (2F with a gate).
@@ -28,20 +28,20 @@ Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class ColumnsFirst(Products):
-    """torch's products with weights that are views of (L, B, A) tensors. The gradient of a weight is made in
-    that order as well, so that it is the parameter's without a copy."""
+    """torch's products for weights that are views of (L, B, A) tensors. The gradient of a weight also has
+    that order, so that it is the parameter's gradient without a copy."""
 
     def _wgrad(self, rows_PA: Tensor, grad_PB: Tensor, groups: Tensor) -> Tensor:
         return grouped_mm_wgrad(grad_PB, rows_PA, groups).transpose(1, 2)
 
 
-# What transformers' own forwards compute alike, so that these products may take their place. Whoever asks for
-# another one ("sonicmoe", "deepgemm") gets it, on moecomm's rows.
+# transformers' own implementations, which compute the same as these products and may be replaced by them. A
+# request for another one ("sonicmoe", "deepgemm") is honoured, on moecomm's rows.
 _REPLACED = (None, "eager", "grouped_mm")
 
 
 class LocalExperts:
-    """This rank's experts of one module of transformers, for rows as a dispatch brings them."""
+    """This rank's experts of one module of transformers, applied to the rows of a dispatch."""
 
     def __init__(self, experts: nn.Module, forward: Forward, num_local_experts: int) -> None:
         self._experts, self._forward, self._count = experts, forward, num_local_experts
@@ -111,7 +111,7 @@ class LocalExperts:
         return y_PH.to(out.tokens.dtype), False
 
     def _products_of(self, w_out_LFH: Tensor, bias: bool, rows: int) -> Products:
-        """Returns quack's products where they serve, else torch's."""
+        """Returns quack's products if they support the experts, else torch's."""
         _, ffn, hidden = w_out_LFH.shape
         columns_first = not self._experts.is_transposed
         sizes: dict[str, Any] = {"hidden": hidden, "ffn": ffn}
@@ -128,8 +128,8 @@ class LocalExperts:
         return self._products[key]
 
     def _has_plain_weights(self) -> bool:
-        """Are there tensors that products take? Asked in each call, since adapters and quantizers come
-        later."""
+        """Returns whether the weights are plain tensors that products accept. Each call asks, since adapters
+        and quantizers may be added later."""
         experts: Any = self._experts
         if not self._described or experts.config._experts_implementation not in _REPLACED:
             return False
@@ -142,10 +142,10 @@ class LocalExperts:
         return True
 
     def _run_forward(self, out: DispatchOutput) -> Tensor:
-        """Runs the module's own forward: each row is a token of one expert, of weight 1."""
+        """Runs the module's own forward: each row is a token of one expert, with weight 1."""
         rows, counts_L = out.tokens.shape[0], out.tokens_per_expert
         if rows == 0:
-            # Some forwards cannot do without a row. Its gradient goes through all weights, as zero.
+            # Some forwards need at least one row. Its gradient passes through all weights, as zero.
             none = out.tokens.new_zeros(1, out.tokens.shape[1]) + out.tokens.sum()
             one = none.new_ones(1, 1)
             return self._forward(none, torch.zeros_like(one, dtype=torch.int64), one)[:0]
@@ -155,22 +155,22 @@ class LocalExperts:
 
 
 def _is_described(experts: nn.Module) -> bool:
-    """Has `use_experts_implementation` made the forward of this class, so that its attributes tell what it
-    computes?"""
+    """Returns whether `use_experts_implementation` has wrapped this class's forward, so that its attributes
+    describe what it computes."""
     code = getattr(type(experts).forward, "__code__", None)
     made = code is not None and code.co_filename == moe.__file__
     return made and not getattr(experts, "has_post_expert_norm", True)
 
 
 def activation_of(experts: nn.Module) -> str | None:
-    """Returns moecomm's name for what `experts` compute between their products, None if it has none. The
-    function is tried on some values, as modules bring their own."""
+    """Returns moecomm's name for the function of `experts` between their products, None if it has none. It is
+    tried on some values, as modules may define their own."""
     module: Any = experts
     order = torch.randperm(48, generator=torch.Generator().manual_seed(0))
     inner_PI = torch.linspace(-9.0, 9.0, 48, dtype=torch.float64)[order].view(2, 24)
     try:
         found = module._apply_gate(inner_PI) if module.has_gate else module.act_fn(inner_PI)
-    except Exception:  # whatever a function for other inputs raises: it is none of these
+    except Exception:  # a function for other inputs may raise any error: it is none of these
         return None
     gate, up = inner_PI.chunk(2, dim=1)
     even, odd = inner_PI[:, ::2], inner_PI[:, 1::2]

@@ -20,8 +20,8 @@ from moecomm.transformers.recompute import dispatch
 class MoecommEP(EPImplementation):  # type: ignore[misc]
     """The implementation "moecomm" of transformers' expert parallelism, for one module of experts.
 
-    transformers builds it with the module, its EP mesh and the TP mesh, whose ranks hold the same batch: each
-    of these takes a slice of the tokens, and gathers the results. The routing weights travel in float32."""
+    transformers builds it with the module, its EP mesh and the TP mesh. Ranks of the TP mesh have the same
+    batch: each takes a slice of the tokens, and gathers the results. Routing weights travel in float32."""
 
     def __init__(self, experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
         super().__init__(experts, ep_mesh, tp_mesh)
@@ -32,17 +32,17 @@ class MoecommEP(EPImplementation):  # type: ignore[misc]
         module: Any = experts
         module.moecomm = self  # where adapters find it
 
-    @_disable_dynamo  # kernels of the experts are given addresses
+    @_disable_dynamo  # the experts' kernels take addresses
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Returns (T, H), for each token the sum of its experts' results, weighted.
+        """Returns (T, H): the weighted sum of each token's expert results.
 
         Args:
-            hidden_states: (T, H), those of this rank's batch.
-            top_k_index: (T, K) ids of all experts; one of num_experts or more, or below 0, is none.
+            hidden_states: (T, H), of this rank's batch.
+            top_k_index: (T, K) global expert ids; ids below 0 or from num_experts on mean no expert.
             top_k_weights: (T, K).
 
         Raises:
-            As `Communicator.dispatch` and `combine` do, on all ranks of the EP group.
+            Those of `Communicator.dispatch` and `combine`, on all ranks of the EP group.
         """
         tokens = hidden_states.shape[0]
         if self.tp_mesh.size() > 1:
@@ -60,13 +60,13 @@ class MoecommEP(EPImplementation):  # type: ignore[misc]
 
 
 def _slice_of(same_T: Tensor, tp_mesh: Any) -> Tensor:
-    """Returns this rank's part of the tokens that all ranks of `tp_mesh` hold; differentiable."""
+    """Returns this rank's part of the tokens that all ranks of `tp_mesh` have; differentiable."""
     whole = DTensor.from_local(same_T, tp_mesh, [Replicate()], run_check=False)
     return whole.redistribute(tp_mesh, [Shard(0)]).to_local()
 
 
 def _whole_of(part_TH: Tensor, tp_mesh: Any, tokens: int) -> Tensor:
-    """Returns the tokens of all ranks of `tp_mesh`, from each one's part; differentiable."""
+    """Returns the tokens of all ranks of `tp_mesh`, from the part of each; differentiable."""
     shape = torch.Size((tokens, part_TH.shape[1]))
     parts = DTensor.from_local(
         part_TH.contiguous(), tp_mesh, [Shard(0)], run_check=False, shape=shape, stride=(shape[1], 1)

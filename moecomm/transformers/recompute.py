@@ -1,8 +1,8 @@
 """Gradient checkpointing along the plans of the first forward.
 
-A layer that torch.utils.checkpoint computes again then makes no second plan and exchanges no counts: rows are
-sent again along the kept one. Weights of the routing are computed again, and their gradients go the way of
-the first time."""
+A layer that torch.utils.checkpoint recomputes then makes no second plan and exchanges no counts: its rows are
+sent again along the kept plan. Routing weights are recomputed, and their gradients follow that plan as
+well."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from moecomm.types import DispatchOutput, Handle
 
 
 class _Kept(NamedTuple):
-    """A dispatch of the first forward, its rows left out."""
+    """A dispatch of the first forward, without its rows."""
 
     ids_TK: Tensor
     comm: Communicator
@@ -32,14 +32,14 @@ class _Kept(NamedTuple):
 
 
 class _Region:
-    """What is kept of a part of the model that is computed again, in the order of its dispatches."""
+    """The dispatches of a recomputed part of the model, in order."""
 
     def __init__(self) -> None:
         self.kept: list[_Kept] = []
 
 
 class _Current(threading.local):
-    """The region within which this thread computes, and, while it is computed again, what is left of it."""
+    """The region in which this thread computes and, during a recomputation, its remaining dispatches."""
 
     region: _Region | None = None
     left: Iterator[_Kept] | None = None
@@ -50,7 +50,7 @@ Contexts = tuple[contextlib.AbstractContextManager[None], contextlib.AbstractCon
 
 
 def keep_plans() -> Contexts:
-    """A context_fn of torch.utils.checkpoint, with which layers that are computed again go along their plans.
+    """A context_fn of torch.utils.checkpoint, with which recomputed layers follow their plans.
 
         model.gradient_checkpointing_enable(
             gradient_checkpointing_kwargs={
@@ -59,15 +59,15 @@ def keep_plans() -> Contexts:
             }
         )
 
-    Plans take some hundred bytes a token and layer (docs/memory.md). A router must choose the same experts
-    both times, else all ranks raise InvalidArgument.
+    Plans take some hundred bytes per token and layer (docs/memory.md). A router must choose the same experts
+    both times; otherwise all ranks raise InvalidArgument.
     """
     region = _Region()
     return _Within(region, again=False), _Within(region, again=True)
 
 
 class _Within(contextlib.AbstractContextManager[None]):
-    """A context that may be entered several times: a graph whose backward runs twice is computed again
+    """A context that may be entered several times, since a graph whose backward runs twice is recomputed
     twice."""
 
     def __init__(self, region: _Region, *, again: bool) -> None:
@@ -87,7 +87,7 @@ class _Within(contextlib.AbstractContextManager[None]):
 def dispatch(
     shared: SharedCommunicator, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor
 ) -> tuple[Communicator, DispatchOutput]:
-    """Dispatches as `shared` does, along the kept plan where a layer is computed again."""
+    """Dispatches like `shared`; in a recomputed layer along the kept plan."""
     if _current.left is not None:
         kept = next(_current.left, None)
         if kept is not None:
@@ -117,7 +117,7 @@ def _again(kept: _Kept, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Dis
 
 
 class _Redispatch(torch.autograd.Function):
-    """Rows along a kept plan, with the routing weights that arrived the first time."""
+    """Sends rows along a kept plan, with the routing weights that arrived the first time."""
 
     @staticmethod
     def forward(

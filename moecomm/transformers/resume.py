@@ -1,4 +1,4 @@
-"""Checkpoints of a Trainer from which training goes on, for models that lie over ranks."""
+"""Checkpoints of a Trainer from which training can resume, for models that are spread over ranks."""
 
 from __future__ import annotations
 
@@ -12,32 +12,31 @@ from transformers.distributed.checkpoint import load_optimizer_distributed, save
 from moecomm.errors import InvalidArgument
 
 OPTIMIZER, SCHEDULER = "optimizer_by_rank", "scheduler.pt"
-"""The names of what a checkpoint holds besides the files that transformers writes."""
+"""Names of the parts of a checkpoint that transformers itself does not write."""
 
 
 class Resumable:
-    """Lets a Trainer save the optimizer's state of a model over ranks, and go on from it.
+    """Lets a Trainer save and restore the optimizer's state of a model that is spread over ranks.
 
         class Trainer(moecomm.transformers.Resumable, transformers.Trainer): ...
 
         model = AutoModelForCausalLM.from_pretrained(checkpoint, distributed_config=parallel)
         Trainer(model, arguments, train_dataset=data).train(resume_from_checkpoint=checkpoint)
 
-    The Trainer of transformers 5.24 refuses both, and asks for `save_only_model=True`. Here that is the
-    choice it is elsewhere. A checkpoint is the folder that transformers writes, with the optimizer's state in
-    the format of torch.distributed.checkpoint. It may be resumed at another number of ranks and with another
-    mesh. The model has to be loaded from the folder; for peft, the model beneath the adapters from where it
-    was before, and the adapters' weights come from the folder by themselves. Write the class to the left of
-    the Trainer.
+    The Trainer of transformers 5.24 refuses both, and requires `save_only_model=True`; with this class that
+    is optional, as usual. A checkpoint is the folder that transformers writes, with the optimizer's state in
+    the format of torch.distributed.checkpoint. It may be resumed on another number of ranks and with another
+    mesh. The model has to be loaded from the folder; for peft, load the base model from its original place,
+    and the Trainer loads the adapters' weights from the folder. List this class before the Trainer.
 
     `train` raises InvalidArgument on all ranks if the model was loaded from another place, if the folder has
-    no optimizer's state, or if groups of parameters with several learning rates became others.
+    no optimizer state, or if parameter groups with several learning rates have changed.
     """
 
     def __init__(self, model: Any = None, args: Any = None, *rest: Any, **options: Any) -> None:
         asked = None if args is None else args.save_only_model
         if getattr(model, "is_distributed_loading_by_transformers", False) and asked is False:
-            args.save_only_model = True  # what the constructor demands
+            args.save_only_model = True  # the constructor requires it
         try:
             super().__init__(model, args, *rest, **options)  # type: ignore[call-arg]
         finally:
@@ -45,11 +44,11 @@ class Resumable:
                 args.save_only_model = asked
         if asked is not None:
             trainer: Any = self
-            trainer.args.save_only_model = asked  # a Trainer may make arguments of its own
+            trainer.args.save_only_model = asked  # a Trainer may replace its arguments
 
     def create_optimizer(self, *arguments: Any, **options: Any) -> Any:
         optimizer = super().create_optimizer(*arguments, **options)  # type: ignore[misc]
-        # torch.distributed.checkpoint cannot load a group without parameters, which adapters alone have.
+        # torch.distributed.checkpoint cannot load a group without parameters, which adapters alone lead to.
         optimizer.param_groups[:] = [each for each in optimizer.param_groups if each["params"]]
         return optimizer
 
@@ -93,13 +92,13 @@ class Resumable:
 
 
 def _plain(optimizer: Any) -> Any:
-    """Returns the optimizer within accelerate's."""
+    """Returns the optimizer inside accelerate's wrapper."""
     return getattr(optimizer, "optimizer", optimizer)
 
 
 def _for_groups(state: dict[str, Any], groups: int) -> dict[str, Any]:
-    """Returns a scheduler's state for an optimizer of another number of groups. The Trainer makes a group for
-    each kind of mesh that parameters lie on."""
+    """Returns a scheduler's state adapted to an optimizer with another number of groups. The Trainer makes
+    one group for each kind of mesh that parameters have."""
     for name, values in state.items():
         if isinstance(values, list) and len(values) != groups:
             if any(each != values[0] for each in values):

@@ -1,7 +1,7 @@
 // Combine on the CPU: the owner of a token's experts sums their rows and pushes one row to the token's home;
-// the home sums what its slots hold. A rank's rows for its own tokens never touch the window. For a home on
-// another node, owners give their sums to the rank of their node on the home's rail, which adds them up: one
-// row leaves the node.
+// the home sums the rows in its slots. A rank's rows for its own tokens never enter the window. For a home on
+// another node, owners give their sums to the rank of their own node on the home's rail, which adds them up:
+// one row leaves the node.
 #pragma once
 
 #include <vector>
@@ -11,26 +11,26 @@
 namespace moecomm::cpu {
 
 struct CombineArguments {
-  const std::byte* rows = nullptr;     ///< [plan.rows][hidden], in the order of the dispatch
-  const std::byte* weights = nullptr;  ///< weight type [plan.rows], or null
-  const std::byte* weight_grads =
-      nullptr;                    ///< weight type [plan.rows] (rank layout: [plan.rows][top_k]) to send home
-  std::vector<std::byte*> slots;  ///< combine slots of the ranks of this node
-  std::vector<const std::byte*> relayed_rows;  ///< [other node] sums from there
-  std::vector<std::byte*> home_weight_grads;  ///< rank r's weight gradients, or where they wait for their way
+  const std::byte* rows = nullptr;             ///< [plan.rows][hidden], in the order of the dispatch
+  const std::byte* weights = nullptr;          ///< weight type [plan.rows], or null
+  const std::byte* weight_grads = nullptr;     ///< weight type [plan.rows] (rank layout: [plan.rows][top_k]):
+                                               ///< gradients to return
+  std::vector<std::byte*> slots;               ///< combine slots in the windows of this node's ranks
+  std::vector<const std::byte*> relayed_rows;  ///< [other node] its sums
+  std::vector<std::byte*> home_weight_grads;   ///< rank r's weight gradients, or where they wait to be sent
 };
 
-/// Sums a token's rows here in the order of k, rounds once, and pushes the result to its home's slot (other
-/// ranks of this node).
+/// Sums a token's rows on this rank in the order of k, rounds once, and pushes the result to its home's slot
+/// (other ranks of this node).
 void combine_reduce(const Context& context, const Plan& plan, const CombineArguments& arguments);
 
-/// Sums the rows for the tokens of `home`, a rank of another node, with relay indices [first, end): sums go
-/// to partials [end - first][slots], in the window of the rank that adds them up.
+/// Sums the rows for the tokens of `home`, a rank of another node, with relay indices [first, end). Sums go
+/// to partials [end - first][slots] in the window of the rank that adds them up.
 void combine_reduce_relayed(const Context& context, const Plan& plan, const CombineArguments& arguments,
                             int32_t home, int64_t first, int64_t end, std::byte* partials);
 
-/// Adds up what the ranks of this node have of those tokens, in ascending order, and rounds once: rows out
-/// [end - first] for the other node. This rank's own share is computed on the way.
+/// Adds up the sums of this node's ranks for those tokens in ascending order, and rounds once: rows out [end
+/// - first] for the other node. This rank's own share is computed here.
 void combine_sum_relayed(const Context& context, const Plan& plan, const CombineArguments& arguments,
                          int32_t other, int64_t first, int64_t end, const std::byte* partials,
                          std::byte* out);
@@ -39,12 +39,12 @@ void combine_sum_relayed(const Context& context, const Plan& plan, const Combine
 /// capacity.
 void push_weight_grads(const Context& context, const Plan& plan, const CombineArguments& arguments);
 
-/// y [tokens][hidden] for tokens [first, end) = sum over owners in ascending rank, this rank's own share
-/// computed on the way; another node is one owner, at its first rank.
+/// y [tokens][hidden] for tokens [first, end): the sum over owners by ascending rank, with this rank's own
+/// share computed here. Another node counts as one owner, at the position of its first rank.
 void combine_sum(const Context& context, const Plan& plan, const CombineArguments& arguments, std::byte* y,
                  int64_t first, int64_t end);
 
-/// Collects [tokens][top_k] gradients of the weights, sections[n] being those that come from node n; 0 where
+/// Collects gradients of the weights [tokens][top_k]; sections[n] has those from node n. Entries are 0 where
 /// a token has no expert.
 void collect_weight_grads(const Context& context, const Plan& plan,
                           const std::vector<const std::byte*>& sections, std::byte* out);

@@ -1,5 +1,5 @@
-// Combine on the CPU at the owners of experts: a token's rows here are summed and sent towards the token's
-// home.
+// Combine on the CPU at the owners of experts: sums a token's rows on this rank and sends the sum towards the
+// token's home.
 #include "kernels/cpu/combine.hpp"
 #include "kernels/cpu/entry_sum.hpp"
 #include "kernels/cpu/rows.hpp"

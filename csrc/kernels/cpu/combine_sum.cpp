@@ -10,7 +10,7 @@
 namespace moecomm::cpu {
 namespace {
 
-/// Sums the shares of one row's contributors; holds the scratch that this takes, one a thread.
+/// Sums the shares of one row's contributors; holds the scratch memory for that. One object per thread.
 class ShareSum {
  public:
   ShareSum(const Context& context, const Plan& plan, const CombineArguments& arguments)
@@ -21,7 +21,7 @@ class ShareSum {
         own_(row_bytes_),
         sources_(context.shape.top_k) {}
 
-  /// out = sum of share(0) .. share(count - 1), a null one being this rank's own, computed from `own_entry`.
+  /// out = sum of share(0) .. share(count - 1). A null share is this rank's own, computed from `own_entry`.
   template <class Share>
   void write(int64_t count, const Share& share, int64_t own_entry, std::byte* out, bool stream) {
     if (count == 0) {

@@ -1,4 +1,5 @@
-// Dispatch on the CPU: publish what others need into the own window, then pull what the plan asks for.
+// Dispatch on the CPU: a rank publishes rows that others need in its own window, then pulls the rows of its
+// plan.
 #pragma once
 
 #include <span>
@@ -20,8 +21,8 @@ struct Context {
   int32_t local_experts;
 };
 
-/// Copies those of the `tokens` rows of x that another rank of this node will pull; rows of tokens that
-/// nobody else owns stay behind. Returns the number of rows copied.
+/// Copies those of the `tokens` rows of x that another rank of this node will pull, and leaves out all
+/// others. Returns the number of rows copied.
 int64_t dispatch_send(const Context& context, const std::byte* x, const int32_t* ids, int64_t tokens,
                       std::byte* rows);
 
@@ -33,12 +34,12 @@ void dispatch_send_chunk(const Context& context, const std::byte* x, std::span<c
 struct EntryRange {
   int64_t begin, end;
 };
-/// Returns the entries of the source `rank` with places in [first, end).
+/// Returns the entries of source `rank` whose places are in [first, end).
 EntryRange entries_between(const Plan& plan, int32_t rank, int64_t first, int64_t end);
 
-/// Calls visit(source, number, here, expert) for every (token, k) of a source that has a row here: its number
-/// among the weights of the source, and among those of the output, -1 past the capacity. Rank layout: the
-/// local expert.
+/// Calls visit(source, number, here, expert) for every (token, k) of a source that has a row on this rank.
+/// number: its index among the source's weights; here: its index in the output, -1 past the capacity; expert:
+/// the local expert, in the rank layout.
 template <class Visit>
 void for_each_weight(const Plan& plan, const Visit& visit) {
   const int64_t top_k = plan.shape.top_k;
@@ -59,7 +60,7 @@ void for_each_weight(const Plan& plan, const Visit& visit) {
 }
 
 /// Reads each needed row once and writes it to all its places in `out` [plan.rows][hidden]. rows[r]: rank r's
-/// rows, as plan.entry_place numbers them. With `scales` (weight type, [plan.rows]) each place gets its row
+/// rows, numbered as in plan.entry_place. With `scales` (weight type, [plan.rows]) each place gets its row
 /// times its scale; with `dots` too, dots[p] = <row, other[p]> (the gradients of a weighted combine).
 struct PullArguments {
   std::vector<const std::byte*> rows;
@@ -70,12 +71,12 @@ struct PullArguments {
 };
 void dispatch_receive(const Context& context, const Plan& plan, const PullArguments& arguments,
                       EntryRange range);
-/// Alignment rows become zero.
+/// Sets the padding rows of the alignment to zero.
 void zero_padding(const Context& context, const Plan& plan, const PullArguments& arguments);
 
-/// Expert layout: weights [plan.rows]. Rank layout: weights and local expert ids [plan.rows][top_k]. Places
-/// that no token has get weight 0 and id -1. weights[r]: rank r's published weights [tokens][top_k];
-/// out_weights may be null.
+/// Expert layout: weights [plan.rows]. Rank layout: weights and local expert ids [plan.rows][top_k]. Unused
+/// places get weight 0 and id -1. weights[r]: rank r's published weights [tokens][top_k]; out_weights may be
+/// null.
 void pull_metadata(const Context& context, const Plan& plan, const std::vector<const std::byte*>& weights,
                    std::byte* out_weights, int32_t* out_ids);
 

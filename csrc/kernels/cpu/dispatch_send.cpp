@@ -1,5 +1,5 @@
-// Dispatch on the CPU, the sending half: rows that others need, into the own window or on the way to another
-// node.
+// Dispatch on the CPU, the sending half: copies rows that others need into the own window, or to where they
+// wait for the network.
 #include <algorithm>
 #include <atomic>
 

@@ -1,4 +1,4 @@
-// The sum of one token's rows on one rank, which reducing owners and the summing home both compute.
+// The sum of one token's rows on one rank. Both the reducing owners and the summing home compute it.
 #pragma once
 
 #include <cstring>
@@ -10,7 +10,7 @@
 
 namespace moecomm::cpu {
 
-/// Sums the rows of one entry; holds the scratch that this takes, one a thread.
+/// Sums the rows of one entry; holds the scratch memory for that. One object per thread.
 class EntrySum {
  public:
   EntrySum(const Context& context, const Plan& plan, const CombineArguments& arguments)

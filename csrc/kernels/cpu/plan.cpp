@@ -16,7 +16,7 @@
 namespace moecomm {
 namespace {
 
-/// Rows that each rank needs, to know everywhere whether a fixed capacity was passed anywhere.
+/// Finds how many rows each rank needs, so that every rank knows whether any exceeded a fixed capacity.
 void find_max_needed(Plan& plan, const std::vector<SourceIds>& sources) {
   const PlanShape& s = plan.shape;
   std::vector<int64_t> counts(int64_t{s.ranks} * s.local_experts, 0), needed(s.ranks, 0);
@@ -81,13 +81,13 @@ void add_index(Plan& plan, const std::vector<SourceIds>& sources, const RelayRou
   for (int64_t entry = 0; entry < plan.entries(); ++entry)
     for (int64_t j = by_expert->row_begin[entry]; j < by_expert->row_begin[entry + 1]; ++j) {
       int32_t& position = by_expert->row[j];
-      if (plan.row[entry] < 0) position = -1;  // a position without its row stays empty
+      if (plan.row[entry] < 0) position = -1;  // a position whose row was left out stays empty
       if (position >= 0) plan.index[position] = plan.row[entry];
     }
   plan.by_expert = std::move(by_expert);
 }
 
-/// The owners on this node of a token that came over this rank's rail; `entry` is this rank's own or -1.
+/// Adds the owners on this node of a token that came over this rank's rail; `entry`: this rank's own, or -1.
 void add_relay_sum(const PlanShape& s, RelaySums& sums, const int32_t* ids, int64_t entry) {
   const NodeMap nodes = s.nodes();
   const int32_t first = nodes.first(nodes.node_of(s.rank));

@@ -43,7 +43,7 @@ const RowKernels& row_kernels() { return *available_row_kernels().back(); }
 
 namespace {
 
-/// Bytes of the last-level cache that this processor core shares, as the kernel reports it; sysconf() adds up
+/// Bytes of the last-level cache that this processor core shares, from the kernel's files; sysconf() adds up
 /// whole sockets on some machines.
 int64_t last_level_cache_bytes() {
   for (int index = 4; index >= 1; --index) {

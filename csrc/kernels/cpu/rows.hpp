@@ -1,7 +1,7 @@
-// Verbs on rows: copy, scale, sum, dot. One source (rows_isa.cpp), compiled for several instruction sets; the
-// table of the best one that the processor has is chosen once. All give the same bits: products are rounded
-// before they are added, sums run in the order given, and a dot product has a fixed number of lanes whatever
-// the vector width.
+// Operations on rows: copy, scale, sum, dot. One source (rows_isa.cpp) is compiled for several instruction
+// sets; the best one for this processor is chosen once. All give the same bits: products are rounded before
+// they are added, sums run in the given order, and a dot product has a fixed number of lanes for any vector
+// width.
 #pragma once
 
 #include <cstdint>
@@ -11,9 +11,9 @@
 
 namespace moecomm::cpu {
 
-/// Verbs for one element type. Rows are `hidden` elements; scales and dots are of the weight type (float32,
-/// or float64 for float64 rows). `stream` writes past the caches and wants dst aligned to 16 bytes; call
-/// fence() after the last one.
+/// Operations for one element type. Rows have `hidden` elements; scales and dots are of the weight type
+/// (float32, or float64 for float64 rows). `stream` writes past the caches and needs dst aligned to 16 bytes;
+/// call fence() after the last one.
 struct RowVerbs {
   /// dst = round(scale * src)
   void (*scale)(void* dst, const void* src, double scale, int64_t hidden, bool stream);
@@ -28,7 +28,7 @@ struct RowKernels {
   RowVerbs verbs[kDTypes];
   /// dst = src for `bytes`, a multiple of 16
   void (*copy)(void* dst, const void* src, int64_t bytes, bool stream);
-  /// Orders streamed stores before what follows.
+  /// Orders streamed stores before later accesses.
   void (*fence)();
 };
 

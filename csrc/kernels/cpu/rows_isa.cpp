@@ -1,6 +1,6 @@
-// The row verbs for one instruction set: compiled once for each value of MOECOMM_ISA, with that set's
-// compiler flags. Plain loops over small blocks that the compiler vectorises. Everything here has internal
-// linkage, so that the linker can't swap in a function of another instruction set.
+// The row operations for one instruction set: compiled once for each value of MOECOMM_ISA, with that set's
+// compiler flags. Plain loops over small blocks, which the compiler vectorises. Everything here has internal
+// linkage, so that the linker can't replace a function by that of another instruction set.
 #include <cstdint>
 #include <cstring>
 
@@ -14,15 +14,15 @@ namespace moecomm::cpu::MOECOMM_ISA {
 namespace {
 
 constexpr int64_t kBlock = 1024;  // elements that are summed at a time: the accumulators stay in L1
-constexpr int kLanes = 64;        // of a dot product
+constexpr int kLanes = 64;        // parallel sums of a dot product
 
-// ---- element types: bits in memory, to and from the type that sums run in ----
+// ---- element types: stored bits, and conversions to and from the type of sums ----
 
 template <class Float>
 struct Native {
   using Bits = Float;
   using Sum = Float;
-  static constexpr bool kElementwise = true;  // widen() in a loop vectorises
+  static constexpr bool kElementwise = true;  // the compiler vectorises widen() in a loop
   static Sum widen(Bits value) { return value; }
   static void load(Sum* out, const Bits* in, int64_t n) {
     for (int64_t i = 0; i < n; ++i) out[i] = in[i];
@@ -63,7 +63,7 @@ struct BFloat16 {
 struct Float16 {
   using Bits = uint16_t;
   using Sum = float;
-  static constexpr bool kElementwise = false;  // the conversion instructions want load()
+  static constexpr bool kElementwise = false;  // the conversion instructions need load()
   static float widen(uint16_t half) {
     // Shift the exponent into place, then correct it by a multiplication, which also normalises subnormals
     // exactly.
@@ -149,8 +149,8 @@ void fence() {
 
 // ---- arithmetic ----
 
-/// total (+)= scale * in, without the multiplication if !scaled and without the addition if it is the first
-/// term.
+/// total (+)= scale * in; without the multiplication if !scaled, and without the addition if this is the
+/// first term.
 template <class T, bool first, bool scaled>
 void accumulate(typename T::Sum* __restrict total, const typename T::Bits* __restrict in,
                 typename T::Sum scale, int64_t count) {

@@ -1,13 +1,13 @@
 // The experts' activation with the routing weight, forward and backward, each in one pass over memory.
-//   - a team takes a row: a warp, or for wide rows a block. Teams stride over the rows; how many rows there
-//     really are is read on the device.
-//   - a thread takes pieces of 16 bytes, as far apart as the team has threads, and has several under way
-//   - where the bytes of a row, or an address, are no multiple of 16, the same pieces are moved element by
-//     element: every thread has the same elements either way
+//   - a team processes a row: a warp, or a block for wide rows. Teams stride over the rows, whose real number
+//     is read on the device.
+//   - a thread loads pieces of 16 bytes, several at once, with a stride of the team's threads
+//   - where a row's bytes or an address are not multiples of 16, the same pieces are moved element by
+//     element, so that each thread has the same elements either way
 //   - the gradient of a row's weight: a thread adds its elements in ascending order, the threads of a warp
 //     add theirs in a butterfly, and the warps of a block in ascending order
-//   - the grid is several times what fits on the device at once: where communication holds some SMs, the
-//     others take up the blocks as they come
+//   - the grid has several times the blocks that fit on the device: where communication holds some SMs, the
+//     others run its blocks
 #include <algorithm>
 #include <cstring>
 #include <type_traits>
@@ -21,26 +21,26 @@ namespace {
 
 constexpr int kWarpBits = 5, kThreadBits = 8;
 constexpr int kThreads = 1 << kThreadBits, kWarps = kThreads / 32;
-constexpr int kGrids = 8;             // of blocks that fit at once, at most
-constexpr int kWarpPieces = 16 * 32;  // of a row that a warp takes alone
-constexpr int kLoads = 8;             // of 16 bytes that a thread has under way, at most
+constexpr int kGrids = 8;             // at most so many times the blocks that fit at once
+constexpr int kWarpPieces = 16 * 32;  // pieces of a row that one warp processes
+constexpr int kLoads = 8;             // at most so many loads of 16 bytes at once per thread
 
-/// Blocks that an SM is to hold at once, which bounds the registers of a thread.
+/// Blocks that an SM should hold at once, which limits the registers of a thread.
 constexpr int kForwardBlocks = 4, kBackwardBlocks = 3;
 
 // -- the functions ------------------------------------------------------------------------------------------
 
 __device__ inline float sigmoid(float x) { return ptx::reciprocal(1.0f + expf(-x)); }
 
-/// The normal distribution at some x.
+/// The normal distribution at a point x.
 struct Normal {
-  float below;  ///< the probability of less than x
+  float below;  ///< the probability of values less than x
   float density;
 };
 
-/// For x < 0 the probability is exp(-x*x/2) * t * P(t) with t = 1 / (1 + c*|x|), and P a minimax fit of
-/// degree 8 to that quotient for |x| up to 15 (relative error 1.6e-8); so it keeps its precision far out,
-/// where 1 + erf(x) has lost all of it, and shares the exponential with the density.
+/// For x < 0 the probability is exp(-x*x/2) * t * P(t) with t = 1 / (1 + c*|x|), where P is a minimax fit of
+/// degree 8 to that quotient for |x| up to 15 (relative error 1.6e-8). It stays precise far from zero, where
+/// 1 + erf(x) loses all precision, and shares the exponential with the density.
 __device__ inline Normal normal(float x) {
   constexpr float kFit[] = {0.105739318f,  0.105285518f, 0.10241814f,   0.0614444688f, 0.135229036f,
                             -0.112311751f, 0.214173809f, -0.142415792f, 0.030437246f};
@@ -49,13 +49,13 @@ __device__ inline Normal normal(float x) {
 #pragma unroll
   for (int i = 7; i >= 0; --i) tail = fmaf(tail, t, kFit[i]);
   const float bell = expf(-0.5f * x * x);
-  tail = __fmul_rn(tail, t * bell);  // and not fused below: forward and backward find the same bits
+  tail = __fmul_rn(tail, t * bell);  // not fused with what follows: forward and backward get the same bits
   return {x < 0 ? tail : 1.0f - tail, 0.398942280f * bell};
 }
 
-/// value(): of one column. slopes(): also how it changes with each of its inputs. kInterleaved: the inputs of
-/// a column are neighbours; else they lie in parts of the row behind each other. What may be fused is fused
-/// by name: left to the compiler, variants of a kernel would differ in their last bits.
+/// value(): the result in one column. slopes(): also its derivative by each input. kInterleaved: the inputs
+/// of a column are neighbours; else each input has its own contiguous part of the row. Fused operations are
+/// written as such: if the compiler chose, variants of a kernel would differ in their last bits.
 template <Activation>
 struct Function;
 
@@ -82,7 +82,7 @@ struct Function<Activation::swiglu_clamped> {
   static constexpr int kInputs = activation_inputs(Activation::swiglu_clamped);
   static constexpr bool kInterleaved = true;
   static constexpr float kAlpha = 1.702f, kLimit = 7.0f;
-  // Not fminf and fmaxf, which make a number of NaN.
+  // Not fminf and fmaxf, which turn NaN into a number.
   __device__ static float below(float x) { return x > kLimit ? kLimit : x; }
   __device__ static float within(float x) { return x < -kLimit ? -kLimit : below(x); }
   __device__ static float value(const float* in) {
@@ -112,7 +112,7 @@ struct Function<Activation::gelu> {
 
 // -- pieces of rows -----------------------------------------------------------------------------------------
 
-/// Piece number `piece` of `width` elements: the 16 bytes at once if `whole`. Elements past the last one are
+/// Piece number `piece` of `width` elements: 16 bytes at once if `whole`. Elements past the last one are
 /// zero, and are not stored.
 template <DType dtype, bool whole>
 struct Pieces {
@@ -120,7 +120,7 @@ struct Pieces {
   using Word = std::conditional_t<dtype_bytes(dtype) == 2, uint16_t, uint32_t>;
 
   __device__ static uint4 load(const std::byte* row, int piece, int width) {
-    // The row is not read again soon: it leaves room in the cache for what is written.
+    // The row is not read again soon, so it should leave the cache to the results.
     if constexpr (whole) return __ldcs(reinterpret_cast<const uint4*>(row) + piece);
     const Word* const from = reinterpret_cast<const Word*>(row) + int64_t{piece} * kVector;
     const int count = width - piece * kVector;
@@ -146,12 +146,12 @@ struct Pieces {
   }
 };
 
-/// The part of a thread in the rows of its team, which has 2^bits threads.
+/// The position of a thread in its team, which has 2^bits threads.
 struct Team {
   int threads;  ///< 32 or kThreads
-  int thread;   ///< number of this thread
+  int thread;   ///< number of this thread in the team
   int row;      ///< the first
-  int stride;   ///< to the next
+  int stride;   ///< distance to this thread's next piece
 
   __device__ explicit Team(int bits)
       : threads(1 << bits),
@@ -168,7 +168,7 @@ __device__ inline float weight_of(const ActivationRows& rows, int row) {
   return rows.weights == nullptr ? 1.0f : reinterpret_cast<const float*>(rows.weights)[row];
 }
 
-/// The inputs of the columns of one piece of the result: as many pieces as a column has inputs.
+/// The inputs for one piece of the result: as many pieces as a column has inputs.
 template <DType dtype, Activation activation, bool whole>
 struct Inputs {
   using F = Function<activation>;
@@ -176,7 +176,7 @@ struct Inputs {
   static constexpr int kVector = P::kVector;
   float values[F::kInputs][kVector];
 
-  /// Loads piece number `i` of those that belong to piece `piece` of the result, which has `width` columns.
+  /// Loads input piece number `i` for piece `piece` of the result, which has `width` columns.
   __device__ static uint4 load(const std::byte* row, int i, int piece, int width) {
     if constexpr (F::kInterleaved) return P::load(row, piece * F::kInputs + i, width * F::kInputs);
     return P::load(row + int64_t{i} * width * dtype_bytes(dtype), piece, width);
@@ -188,7 +188,7 @@ struct Inputs {
     else
       P::store(row + int64_t{i} * width * dtype_bytes(dtype), piece, width, raw);
   }
-  /// Input number `i` of a column of the piece.
+  /// Input number `i` of a column in the piece.
   __device__ float& of(int column, int i) {
     const int at = column * F::kInputs + i;
     return F::kInterleaved ? values[at / kVector][at % kVector] : values[i][column];
@@ -244,10 +244,10 @@ __global__ void __launch_bounds__(kThreads, kForwardBlocks)
   }
 }
 
-/// The sum of `value` over the threads of a team, in the team's first thread. All threads of the team; those
-/// of a block have the same `turn`, which changes from call to call.
+/// The sum of `value` over the threads of a team, returned in the team's first thread. All threads of the
+/// team call it; those of a block pass the same `turn`, which changes from call to call.
 __device__ inline float team_sum(const Team& team, float value, int turn) {
-  // Two buffers alternate: the sums of one call are read while the next one writes.
+  // Two buffers alternate: the next call writes one while the sums of this call are read.
   __shared__ float partial[2][kWarps];
 #pragma unroll
   for (int step = 16; step > 0; step /= 2) value += __shfl_xor_sync(0xffffffffu, value, step);
@@ -354,15 +354,14 @@ struct Load {
   }
 };
 
-/// Returns whether all addresses, and rows of `row_bytes` that follow each other, lie at multiples of 16
-/// bytes.
+/// Returns whether all addresses, and consecutive rows of `row_bytes`, are multiples of 16 bytes.
 bool in_whole_pieces(int64_t row_bytes, std::initializer_list<const std::byte*> addresses) {
   return row_bytes % 16 == 0 && std::all_of(addresses.begin(), addresses.end(), [](const std::byte* address) {
            return reinterpret_cast<uintptr_t>(address) % 16 == 0;
          });
 }
 
-/// Starts `kernel(arguments..., bits of the team)`, of which an SM holds `blocks` blocks.
+/// Launches `kernel(arguments..., bits of the team)` with `blocks` blocks per SM.
 template <class... Parameters, class... Arguments>
 cudaError_t start(void (*kernel)(Parameters...), int blocks, const ActivationRows& rows, cudaStream_t stream,
                   const Arguments&... arguments) {
@@ -371,7 +370,7 @@ cudaError_t start(void (*kernel)(Parameters...), int blocks, const ActivationRow
   if (const cudaError_t error = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
       error != cudaSuccess)
     return error;
-  // The order of sums follows from the team: the number of rows and the device must not have a say in it.
+  // The team decides the order of sums, so it must not depend on the number of rows or on the device.
   const int64_t pieces = (rows.width * dtype_bytes(rows.dtype) + 15) / 16;
   const int bits = pieces <= kWarpPieces ? kWarpBits : kThreadBits;
   const int64_t teams = kThreads >> bits, needed = (rows.rows + teams - 1) / teams;

@@ -1,18 +1,16 @@
-// Rows and columns of a product's operands to e4m3 with a scale each.
+// Converts the operands of products to e4m3, with a scale for each row or column.
 //
-// Rows: a team takes a row, a warp or for wide rows a block. It holds the row in registers, finds its largest
-// magnitude and writes it: one pass over memory. Rows that do not fit are read a second time.
+// Rows: a team, a warp or for wide rows a block, processes a row. It holds the row in registers, finds its
+// largest magnitude and writes it: one pass over memory. Rows that do not fit are read twice.
 //
 // Columns: a block takes a strip of a group, 128 bytes wide.
 //   - it reads the strip row by row, keeps the first rows in shared memory, and finds the largest magnitude
-//   of
-//     each column: a thread of its own rows, then the lanes of a warp, then the warps
+//     of each column: a thread over its own rows, then the lanes of a warp, then the warps
 //   - then it goes over tiles of 128 rows. A thread takes 16 rows of one or two columns, from shared memory
-//   or,
-//     where a group has more rows than fit there, from memory a second time; it puts them as 16 bytes a
-//     column into a tile of the result, from which the block writes 128 consecutive bytes of every column.
-//   - where a group begins among the padded ones every block adds up itself, so one launch does it all
-// The largest of numbers does not depend on the order they are compared in, so neither do the bits.
+//     or, if a group has more rows than fit there, from memory a second time; it writes them as 16 bytes per
+//     column to a tile of the result, from which the block writes 128 consecutive bytes of every column.
+//   - every block itself computes where a group begins among the padded ones, so one launch does everything
+// A maximum does not depend on the order of comparisons, so neither do the bits.
 #include <algorithm>
 #include <cstring>
 
@@ -30,15 +28,15 @@ __device__ inline float larger(float most, float value) { return fmaxf(most, fab
 
 // -- rows ---------------------------------------------------------------------------------------------------
 
-constexpr int kHeld = 8;                 // pieces of 16 bytes that a thread holds
-constexpr int kWarpPieces = 32 * kHeld;  // of a row that a warp takes alone
-constexpr int kGrids = 8;                // of blocks that fit at once, at most
-constexpr int kRowBlocks = 4;            // that an SM is to hold at once
+constexpr int kHeld = 8;                 // pieces of 16 bytes that a thread holds in registers
+constexpr int kWarpPieces = 32 * kHeld;  // pieces of a row that one warp processes
+constexpr int kGrids = 8;                // at most so many times the blocks that fit at once
+constexpr int kRowBlocks = 4;            // blocks that an SM should hold at once
 
-/// The largest of a team's values. All threads of the team; those of a block have the same `turn`, which
+/// The largest value of a team. All threads of the team call it; those of a block pass the same `turn`, which
 /// changes from call to call.
 __device__ inline float team_largest(int bits, float most, int turn) {
-  // Two buffers alternate: the maxima of one call are read while the next one writes.
+  // Two buffers alternate: the next call writes one while the maxima of this call are read.
   __shared__ float partial[2][kWarps];
 #pragma unroll
   for (int step = 16; step > 0; step /= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, step));
@@ -50,7 +48,7 @@ __device__ inline float team_largest(int bits, float most, int turn) {
   return most;
 }
 
-/// 16 bytes of a row as e4m3.
+/// Converts 16 bytes of a row to e4m3.
 template <DType dtype>
 __device__ inline void write_piece(std::byte* row, int piece, const uint4& raw, float inverse) {
   using E = Element<dtype>;
@@ -106,16 +104,16 @@ __global__ void __launch_bounds__(kThreads, kRowBlocks)
 // -- columns ------------------------------------------------------------------------------------------------
 
 constexpr int kStripBytes = 128, kStripPieces = kStripBytes / 16;
-constexpr int kTileRows = kWarps * 16;       // each warp takes 16
-constexpr int kTileStride = kTileRows + 16;  // of a column in the tile: other banks for the next one
+constexpr int kTileRows = kWarps * 16;       // 16 rows per warp
+constexpr int kTileStride = kTileRows + 16;  // bytes of a column; + 16 avoids bank conflicts
 constexpr int kKeptRows = 6 * kTileRows;     // of a strip
-constexpr int kLoads = 8;                    // rows that a thread has under way
-constexpr int kColumnBlocks = 2;             // that an SM is to hold at once
+constexpr int kLoads = 8;                    // rows that a thread loads at once
+constexpr int kColumnBlocks = 2;             // blocks that an SM should hold at once
 
 template <DType dtype>
 struct Strip {
   static constexpr int kColumns = kStripBytes / static_cast<int>(dtype_bytes(dtype));
-  static constexpr int kLaneColumns = kColumns / 32;  ///< in the four bytes of a row that a lane takes
+  static constexpr int kLaneColumns = kColumns / 32;  ///< columns in a lane's four bytes
 
   uint4 rows[kKeptRows][kStripPieces];
   alignas(16) std::byte tile[kColumns][kTileStride];
@@ -123,7 +121,7 @@ struct Strip {
   float inverse[kColumns];
 };
 
-/// Four bytes of a row.
+/// Four bytes of a row, as its elements.
 template <DType dtype>
 __device__ inline void widen_word(uint32_t word, float* out) {
   if constexpr (dtype == DType::float32) {
@@ -138,16 +136,16 @@ __device__ inline void widen_word(uint32_t word, float* out) {
   }
 }
 
-/// The rows of a group, and where its values go.
+/// The rows of a group, and the position of its values.
 struct Group {
   int64_t first;  ///< row of x
   int count;      ///< of rows
-  int padded;     ///< of values of a column
-  int64_t out;    ///< of its first column's first value
-  int64_t line;   ///< values from column to column
+  int padded;     ///< padded number of a column's values
+  int64_t out;    ///< position of the first value of its first column
+  int64_t line;   ///< values between columns
 };
 
-/// Row of x that group `g` begins at, or ends before, whatever `ends` holds.
+/// The row of x at which group `g` begins (or the one before it ends), clamped whatever `ends` holds.
 __device__ inline int end_of(const QuantizeColumns& all, int g) {
   return g < 0 ? 0 : max(0, min(all.ends[g], all.rows));
 }
@@ -156,7 +154,7 @@ __device__ inline int count_of(const QuantizeColumns& all, int g) {
   return max(0, end_of(all, g) - end_of(all, g - 1));
 }
 
-/// The sum of the padded rows of the groups before `g`. All threads of the block.
+/// The number of padded rows in the groups before `g`. All threads of the block.
 __device__ inline int padded_before(const QuantizeColumns& all, int g) {
   __shared__ int partial[kWarps];
   int sum = 0;
@@ -179,7 +177,7 @@ __device__ inline Group find_group(const QuantizeColumns& all, int g) {
   return {end_of(all, g - 1), count, padded_rows(count), before, all.out_rows};
 }
 
-/// Reads the rows of a strip of `pieces` pieces, keeps the first ones, and finds the scales.
+/// Reads the rows of a strip of `pieces` pieces, keeps the first rows, and finds the scales.
 template <DType dtype>
 __device__ inline void find_scales(Strip<dtype>& strip, const std::byte* from, int64_t row_bytes, int count,
                                    int pieces, float* scales) {
@@ -228,7 +226,7 @@ __device__ inline void find_scales(Strip<dtype>& strip, const std::byte* from, i
   __syncthreads();
 }
 
-/// Puts 16 rows from `row` on of this lane's columns into the tile; rows from `count` on are zero.
+/// Writes 16 rows from `row` on of this lane's columns into the tile; rows from `count` on are zero.
 template <DType dtype>
 __device__ inline void fill_tile(Strip<dtype>& strip, const std::byte* from, int64_t row_bytes, int count,
                                  int row, int at) {

@@ -1,6 +1,6 @@
-// Operands of products in fp8, on the device: values in e4m3 with a float32 scale for each row or column of a
-// product (the arithmetic of docs/data_formats.md). Launches are put on a stream and can be captured; they
-// allocate nothing and wait for nothing.
+// Quantises operands of fp8 products on the device: values in e4m3 with a float32 scale for each row or
+// column (the arithmetic of docs/data_formats.md). Launches go to a stream and can be captured; they allocate
+// nothing and wait for nothing.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -13,15 +13,15 @@
 
 namespace moecomm::experts {
 
-/// Rows of a group of a product's summed dimension come in multiples of this, and columns as well.
+/// Columns, and rows of a group where a product sums over them, come in multiples of this.
 inline constexpr int32_t kQuantum = 16;
 
-/// Rows that a group of `count` takes among columns: some, also where it is empty.
+/// Padded number of rows of a group of `count` rows: at least one quantum, also for an empty group.
 MOECOMM_HD constexpr int32_t padded_rows(int32_t count) {
   return count <= 0 ? kQuantum : (count + kQuantum - 1) / kQuantum * kQuantum;
 }
 
-/// Arguments of a quantisation with one scale a row. Values lie at multiples of 16 bytes.
+/// Arguments of a quantisation with one scale per row. Addresses of values are multiples of 16 bytes.
 struct QuantizeRows {
   const std::byte* x;        ///< (rows, columns), not of float64
   std::byte* values;         ///< (rows, columns) of e4m3
@@ -32,13 +32,13 @@ struct QuantizeRows {
   DType dtype;
 };
 
-/// Arguments of a quantisation with one scale a group and column, transposed. Values lie at multiples of
-/// 16 bytes.
+/// Arguments of a transposing quantisation with one scale per group and column. Addresses of values are
+/// multiples of 16 bytes.
 ///
 /// With `ends`, group g has rows ends[g-1] to ends[g]-1 of x (rows, columns). The result is (columns,
-/// out_rows): a group's part of a line begins where that of the group before ends, and has padded_rows()
-/// values, the last ones zero. What is past the last group's is not written. Example, groups of 3, 0 and 17
-/// rows: padded_ends is 16, 32, 64; values 3..15, 16..31 and 49..63 of each line are zero.
+/// out_rows): in each line the groups follow each other, each with padded_rows() values, of which the last
+/// ones are zero. Values past the last group are not written. Example, groups of 3, 0 and 17 rows:
+/// padded_ends is 16, 32, 64; values 3..15, 16..31 and 49..63 of each line are zero.
 ///
 /// Without `ends`, x is (groups, rows, columns) and the result (groups, columns, rows).
 struct QuantizeColumns {
@@ -46,9 +46,9 @@ struct QuantizeColumns {
   const int32_t* ends;   ///< (groups) or absent
   std::byte* values;     ///< e4m3
   float* scales;         ///< (groups, columns)
-  int32_t* padded_ends;  ///< (groups), with ends: where the groups end in a line of the result
+  int32_t* padded_ends;  ///< (groups), with ends: receives the end of each group in a line of the result
   int32_t groups;        ///< at least 1
-  int32_t rows;          ///< of x; without ends of a group, a multiple of kQuantum
+  int32_t rows;          ///< rows of x; without ends: rows of a group, a multiple of kQuantum
   int32_t columns;       ///< a multiple of kQuantum
   int32_t out_rows;      ///< with ends: at least the last of padded_ends, a multiple of kQuantum
   DType dtype;
@@ -58,8 +58,8 @@ cudaError_t launch_quantize_rows(const QuantizeRows& rows, cudaStream_t stream);
 
 cudaError_t launch_quantize_columns(const QuantizeColumns& columns, cudaStream_t stream);
 
-/// Loads the kernels for a dtype onto the current device. Before their first launch: loading at the launch
-/// may wait for kernels under way.
+/// Loads the kernels for a dtype onto the current device. Call it before their first launch, which might
+/// otherwise wait for running kernels to end.
 cudaError_t prepare_quantize(DType dtype);
 
 }  // namespace moecomm::experts

@@ -12,7 +12,7 @@
 namespace moecomm::fabric {
 namespace {
 
-constexpr size_t kQueueEntries = 4096;  // completions that may wait to be read; the provider may take fewer
+constexpr size_t kQueueEntries = 4096;  // most unread completions; the provider may allow fewer
 
 }  // namespace
 
@@ -51,9 +51,9 @@ Endpoint::Endpoint(Info info) : info_(std::move(info)) {
   require(fi_endpoint(domain, info_.get(), &endpoint, nullptr), "opening the endpoint");
   endpoint_.reset(endpoint);
   if (provider() == "shm") {
-    // The shm provider names its file in /dev/shm by the process id. That comes again: a killed process has
-    // left its file, another container shares the folder. Later versions than 1.17 look for another name
-    // then.
+    // The shm provider names its file in /dev/shm by the process id, which may recur: a killed process has
+    // left its file, or another container shares the folder. In that case versions after 1.17 try another
+    // name.
     std::string name = reinterpret_cast<const char*>(address().data());
     name += ':';
     name += random_digits("the name of an endpoint");
@@ -65,7 +65,7 @@ Endpoint::Endpoint(Info info) : info_(std::move(info)) {
 }
 
 Endpoint::~Endpoint() {
-  // Memory that is bound to the endpoint keeps it from closing; otherwise the endpoint goes first (see
+  // Memory that is bound to the endpoint prevents its closing; otherwise the endpoint is destroyed first (see
   // members).
   if ((static_cast<uint64_t>(info_->domain_attr->mr_mode) & FI_MR_ENDPOINT) != 0) registrations_.clear();
 }
@@ -76,7 +76,7 @@ const Registration& Endpoint::register_memory(void* base, int64_t bytes) {
 
 std::vector<std::byte> Endpoint::address() const {
   size_t bytes = 0;
-  fi_getname(&endpoint_->fid, nullptr, &bytes);  // says how long it is
+  fi_getname(&endpoint_->fid, nullptr, &bytes);  // fails, and returns the length
   std::vector<std::byte> name(bytes);
   const int status = fi_getname(&endpoint_->fid, name.data(), &bytes);
   if (status != 0 || bytes == 0)
@@ -94,7 +94,7 @@ fi_addr_t Endpoint::insert(const std::vector<std::byte>& address) {
                                                          ": all ranks must use the same kind of address "
                                                          "(IPv4 or IPv6); MOECOMM_FABRIC_INTERFACE chooses"));
   std::vector<std::byte> padded(address);
-  padded.resize(address.size() + 64);  // a text ends with a zero, whatever the peer sent
+  padded.resize(address.size() + 64);  // terminates a text with a zero, whatever the peer sent
   fi_addr_t peer = FI_ADDR_NOTAVAIL;
   const int inserted = fi_av_insert(addresses_.get(), padded.data(), 1, &peer, 0, nullptr);
   if (inserted != 1)
@@ -115,7 +115,7 @@ std::string Endpoint::print(const std::vector<std::byte>& address) const {
 }
 
 bool Endpoint::read_error(Failure& failure) {
-  fi_cq_err_entry entry{};  // all zero: the provider then keeps error data to itself
+  fi_cq_err_entry entry{};  // all zero, so that the provider keeps error data to itself
   if (fi_cq_readerr(queue_.get(), &entry, 0) != 1) return false;
   char buffer[256] = "";
   const char* detail = fi_cq_strerror(queue_.get(), entry.prov_errno, entry.err_data, buffer, sizeof(buffer));

@@ -1,5 +1,5 @@
 // A libfabric endpoint with the objects it needs: fabric, domain, completion queue, address table, registered
-// memory. It knows nothing of peers, limits or failures; transport.cpp does.
+// memory. transport.cpp handles peers, limits and failures.
 #pragma once
 
 #include <rdma/fabric.h>
@@ -30,35 +30,35 @@ class Endpoint {
   const fi_info& info() const { return *info_; }
   std::string provider() const { return info_->fabric_attr->prov_name; }
 
-  /// The registration lives until deregister() or as long as the endpoint.
+  /// The registration lives until deregister(), or as long as the endpoint.
   const Registration& register_memory(void* base, int64_t bytes);
-  /// Ends all registrations: the memory may then be unmapped. Nothing can be written any more.
+  /// Ends all registrations, after which the memory may be unmapped. Peers can't write to it any more.
   void deregister() { registrations_.clear(); }
 
-  /// Address that a peer passes to insert(); not readable in general.
+  /// The address that a peer passes to insert(); not readable in general.
   std::vector<std::byte> address() const;
   fi_addr_t insert(const std::vector<std::byte>& address);
-  /// An address in print, for messages.
+  /// An address as text, for messages.
   std::string print(const std::vector<std::byte>& address) const;
 
-  /// 0, -FI_EAGAIN or another error. `context` must stay until the completion.
+  /// Returns 0, -FI_EAGAIN or another error. `context` must stay valid until the completion.
   ssize_t write(const void* source, size_t bytes, void* descriptor, uint32_t immediate, fi_addr_t peer,
                 uint64_t address, uint64_t key, fi_context2* context) {
     return fi_writedata(endpoint_.get(), source, bytes, descriptor, immediate, peer, address, key, context);
   }
 
-  /// Number of completions, -FI_EAGAIN for none, -FI_EAVAIL if read_error() has one. Makes progress.
+  /// Returns the number of completions, -FI_EAGAIN: none, -FI_EAVAIL: read_error() has one. Makes progress.
   ssize_t read(fi_cq_data_entry* entries, size_t count) { return fi_cq_read(queue_.get(), entries, count); }
 
   struct Failure {
-    void* context = nullptr;  ///< of the operation; null if the entry belongs to none
+    void* context = nullptr;  ///< of the failed operation; null if the entry belongs to none
     std::string text;
   };
-  /// The next error of the queue. False if there is none.
+  /// Gets the next error of the queue. False if there is none.
   bool read_error(Failure& failure);
 
  private:
-  // Destroyed from the last to the first: the endpoint before the memory that it may touch.
+  // Members are destroyed from last to first: the endpoint before the memory that it may access.
   Info info_;
   Handle<fid_fabric> fabric_;
   Handle<fid_domain> domain_;

@@ -12,7 +12,7 @@ namespace moecomm::fabric {
 static_assert(std::is_trivially_copyable_v<EndpointFacts>);
 bool is_loopback(const std::string& address) { return address.starts_with("127.") || address == "::1"; }
 
-/// Returns whether the address that ends an interface's name is one that only its own host reaches.
+/// Returns whether the address at the end of an interface's name is reachable from its own host alone.
 static bool on_loopback(const std::string& interface) {
   const size_t space = interface.rfind(' ');
   return space != std::string::npos && is_loopback(interface.substr(space + 1));

@@ -1,5 +1,5 @@
-// Endpoint address: what a peer must know to write into a window, as bytes that travel over the rendezvous,
-// between ranks of one version of moecomm.
+// Endpoint address: what a peer must know to write into a window. Its bytes travel over the rendezvous
+// between ranks with the same version of moecomm.
 #pragma once
 
 #include <cstddef>
@@ -12,39 +12,39 @@ namespace moecomm::fabric {
 /// A registered region as a peer sees it.
 struct RemoteRegion {
   uint64_t key = 0;
-  uint64_t base = 0;  ///< address that offsets are added to
+  uint64_t base = 0;  ///< address to which offsets are added
   int64_t bytes = 0;
   bool operator==(const RemoteRegion&) const = default;
 };
 
-/// The part of an endpoint address whose size is fixed; it travels as it is in memory.
+/// The part of an endpoint address with a fixed size, sent as it is in memory.
 struct EndpointFacts {
   uint32_t library = 0;                         ///< version of libfabric, major << 16 | minor
-  uint32_t protocol = 0, protocol_version = 0;  ///< what the provider speaks on the wire
+  uint32_t protocol = 0, protocol_version = 0;  ///< the provider's protocol on the wire
   uint32_t reserved = 0;
   RemoteRegion window;
-  RemoteRegion greetings;  ///< where hellos are written, see FabricTransport::connect
-  uint64_t hello = 0;      ///< what this rank writes there; random, so that nobody else comes upon it
+  RemoteRegion greetings;  ///< where hellos are written; see FabricTransport::connect
+  uint64_t hello = 0;      ///< what this rank writes there; random, so that nobody else can guess it
   bool operator==(const EndpointFacts&) const = default;
 };
 static_assert(sizeof(EndpointFacts) == 72);
 
 struct EndpointAddress : EndpointFacts {
   std::string provider;
-  std::string interface;           ///< for messages: "eth0 192.0.2.7"
+  std::string interface;           ///< shown in messages: "eth0 192.0.2.7"
   std::vector<std::byte> address;  ///< of the endpoint
   bool operator==(const EndpointAddress&) const = default;
 
   std::vector<std::byte> to_bytes() const;
-  /// Error(invalid_argument) for bytes that are no whole endpoint address.
+  /// Error(invalid_argument) for bytes that are not a whole endpoint address.
   static EndpointAddress from_bytes(const std::vector<std::byte>& bytes);
 };
 
-/// Error(mismatched_arguments) if two peers cannot talk to each other.
+/// Throws Error(mismatched_arguments) if two peers cannot talk to each other.
 void require_compatible(const EndpointAddress& own, int own_index, const EndpointAddress& other,
                         int other_index);
 
-/// Returns whether a numeric address is one that only its own host reaches.
+/// Returns whether a numeric address is reachable from its own host alone.
 bool is_loopback(const std::string& address);
 
 }  // namespace moecomm::fabric

@@ -18,11 +18,11 @@
 namespace moecomm::fabric {
 namespace {
 
-// The most bytes that a lane is given before it has sent others: enough to keep any network busy, and
-// little enough that a slow lane does not keep what a fast one could take.
+// The most unsent bytes that a lane is given: enough to keep any network busy, and few enough that a slow
+// lane does not hold what a fast one could send.
 constexpr int64_t kMostBytes = int64_t{8} << 20;
 constexpr auto kLongestSleep = std::chrono::microseconds(100);
-constexpr auto kPause = std::chrono::milliseconds(1);  // between looks at lanes that connect
+constexpr auto kPause = std::chrono::milliseconds(1);  // between polls of lanes that connect
 
 struct Stopped {};
 
@@ -41,16 +41,16 @@ struct Order {
 struct Lanes::Lane {
   enum class State { connecting, connected, failed };
 
-  FabricLane remote;  // the thread's, once that runs
+  FabricLane remote;  // used by the thread alone, once it runs
   Backoff backoff{kLongestSleep};
   std::atomic<State> state{State::connecting};
-  std::exception_ptr error;  // of a lane that failed
+  std::exception_ptr error;  // error of a lane that failed
 
   std::mutex mutex;
   std::deque<Order> orders;            // under the mutex
   std::vector<TransportEvent> events;  // under the mutex
   std::atomic<bool> has_orders{false}, has_events{false};
-  // Bytes of puts that wait for the thread, and of those that the network has.
+  // Bytes of puts that wait for the thread, and of puts that the network has.
   std::atomic<int64_t> waiting{0}, under_way{0};
   std::thread thread;
 };
@@ -144,7 +144,7 @@ void Lanes::drive(Lane& lane, double timeout_seconds) {
     lane.state = Lane::State::failed;
   }
   if (lane.state == Lane::State::connected) serve(lane);
-  lane.remote.reset();  // here, so that lanes close side by side
+  lane.remote.reset();  // here, so that lanes close concurrently
 }
 
 void Lanes::serve(Lane& lane) {

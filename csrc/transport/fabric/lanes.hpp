@@ -1,7 +1,7 @@
-// A network of one or several ways to the same peers. A lane is an endpoint: on a NIC of its own where a rank
-// has several, or one more connection where a single core cannot copy what the network takes. A single lane
-// is driven by the caller's thread, several by a thread each. A put goes whole, over the lane that has least
-// to do; nothing is promised about order anyway.
+// A network of one or more connections to the same peers. A lane is an endpoint: on a NIC of its own where a
+// rank has several, or an additional connection where a single core cannot copy as much as the network takes.
+// The caller's thread drives a single lane; several have a thread each. A put travels whole, over the lane
+// with the least to do; puts have no guaranteed order anyway.
 #pragma once
 
 #include <atomic>
@@ -15,7 +15,7 @@ namespace moecomm::fabric {
 class Lanes final : public Network {
  public:
   Lanes(const FabricOptions& options, void* base, int64_t bytes);
-  /// Takes as long as the slowest lane: they end side by side.
+  /// Takes as long as the slowest lane: all close concurrently.
   ~Lanes() override;
   Lanes(const Lanes&) = delete;
   Lanes& operator=(const Lanes&) = delete;
@@ -24,14 +24,14 @@ class Lanes final : public Network {
   void insert_peers(const std::vector<std::vector<AddressBytes>>& peers, int own_index) override;
   void connect(double timeout_seconds, const std::function<void()>& interrupt) override;
 
-  /// Capabilities of the first lane, with the NICs of all lanes.
+  /// The first lane's capabilities, with the NICs of all lanes.
   const TransportCaps& caps() const override { return caps_; }
-  /// With several lanes bounds are checked when the put goes out: one that lies outside is reported as a
-  /// failure of its peer.
+  /// With several lanes bounds are checked when the put is sent: one out of bounds is reported as a failure
+  /// of its peer.
   bool put(int32_t peer, int64_t dst_offset, int64_t src_offset, int64_t bytes, uint32_t immediate,
            uint64_t context) override;
   void poll(std::vector<TransportEvent>& events) override;
-  /// `failed` comes at most once a peer and lane.
+  /// `failed` is called at most once per peer and lane.
   void forget(int32_t peer) override;
   void stay_awake(bool yes) override { stay_awake_.store(yes, std::memory_order_relaxed); }
 

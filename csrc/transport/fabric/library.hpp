@@ -1,6 +1,6 @@
 // libfabric, opened at run time: nothing of moecomm is linked against it, so that one build works on machines
-// with and without it, and with every version since 1.13 (soname libfabric.so.1). Needs its headers only when
-// moecomm is built; without them this folder is without_libfabric.cpp.
+// with and without it, and with every version since 1.13 (soname libfabric.so.1). Its headers are needed only
+// to build moecomm; without them without_libfabric.cpp replaces this folder.
 #pragma once
 
 #include <csignal>
@@ -17,7 +17,7 @@ namespace moecomm::fabric {
 
 constexpr const char* kLibraryName = "libfabric.so.1";
 
-/// The functions that are symbols of the library; all others are reached through the objects that they make.
+/// The functions that are symbols of the library; all others are reached through the objects that these make.
 struct Library {
   int (*getinfo)(uint32_t, const char*, const char*, uint64_t, const fi_info*, fi_info**) = nullptr;
   void (*freeinfo)(fi_info*) = nullptr;
@@ -25,21 +25,21 @@ struct Library {
   int (*fabric)(fi_fabric_attr*, fid_fabric**, void*) = nullptr;
   const char* (*strerror)(int) = nullptr;
   uint32_t version = 0;  ///< of the library, major << 16 | minor
-  uint32_t api = 0;      ///< what is asked of it: the smaller one of its version and the headers'
+  uint32_t api = 0;      ///< the version that moecomm requests: the smaller of the library's and the headers'
 };
 
-/// Opens a library by name or path. Error(unsupported) with what to install if that is not possible. It is
-/// never closed again: providers may have threads of their own.
+/// Opens a library by name or path. If that fails, throws Error(unsupported), which says what to install. The
+/// library is never closed: providers may have threads.
 Library load_library(const std::string& path);
 
-/// The library of this process, opened by the first call that succeeds. Any thread.
+/// The library of this process, opened by the first call that succeeds. Any thread may call it.
 const Library& library();
 
 /// "1.17"
 inline std::string version_text(uint32_t version) { return text_of(version >> 16, ".", version & 0xffff); }
 
-/// While it lives, changes to the handlers of SIGINT, SIGTERM, SIGSEGV and SIGBUS are undone at its end: the
-/// shm provider of some versions installs its own as soon as providers are listed, also when it is not used.
+/// Restores, at the end of its lifetime, the handlers of SIGINT, SIGTERM, SIGSEGV and SIGBUS: the shm
+/// provider of some versions installs its own when providers are listed, even if it is not used.
 class KeepSignalHandlers {
  public:
   KeepSignalHandlers();

@@ -13,7 +13,7 @@
 namespace moecomm::fabric {
 namespace {
 
-/// A key that nobody who was not given it can guess, in as many bytes as the provider takes.
+/// Returns a random key that nobody else can guess, in as many bytes as the provider takes.
 uint64_t random_key(size_t key_bytes) {
   const uint64_t key = random_word("a memory key");
   return key_bytes >= sizeof(key) ? key : key & ((uint64_t{1} << (8 * key_bytes)) - 1);
@@ -48,7 +48,7 @@ Registration::Registration(fid_domain* domain, fid_ep* endpoint, const fi_info& 
   attributes.mr_iov = &range;
   attributes.iov_count = 1;
   attributes.access = FI_WRITE | FI_REMOTE_WRITE;
-  // Two regions with the same key are refused; with random keys that happens where keys are short.
+  // The provider refuses two regions with the same key, which random keys meet where keys are short.
   int status = -FI_ENOKEY;
   for (int attempt = 0; attempt < 16 && status == -FI_ENOKEY; ++attempt) {
     if ((mode & FI_MR_PROV_KEY) == 0) attributes.requested_key = random_key(info.domain_attr->mr_key_size);

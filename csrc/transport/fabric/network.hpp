@@ -1,6 +1,6 @@
 // What the runtime sees of this folder: the network of a rank, over as many lanes as are chosen, and what
-// libfabric offers on this machine. A build without libfabric's headers has without_libfabric.cpp in its
-// place.
+// libfabric offers on this machine. In a build without libfabric's headers, without_libfabric.cpp replaces
+// it.
 #pragma once
 
 #include <cstdint>
@@ -16,9 +16,9 @@ namespace moecomm::fabric {
 
 struct FabricOptions {
   ProviderOptions provider;
-  /// Puts and bytes under way at most in a lane, over all peers. The provider's own limits are no bound: tcp
-  /// takes all that memory holds. A single put may be larger than the second limit if nothing else is under
-  /// way.
+  /// The most puts and bytes in flight in a lane, over all peers. The provider's own limits are no bound: tcp
+  /// takes as much as fits into memory. A single put may exceed the second limit if nothing else is in
+  /// flight.
   int max_in_flight_operations = 256;
   int64_t max_in_flight_bytes = int64_t{64} << 20;
 };
@@ -27,24 +27,24 @@ using AddressBytes = std::vector<std::byte>;
 
 class Network : public Transport {
  public:
-  /// Endpoint address of each lane, for the connect() of peers, which can connect as long as this end polls
-  /// in its own connect().
+  /// The endpoint address of each lane, for the connect() of peers. They can connect while this end polls in
+  /// its own connect().
   virtual std::vector<AddressBytes> endpoint_addresses() const = 0;
   /// Takes the endpoint addresses of all peers, peers[i] those of peer i, and keeps the lanes that all of
-  /// them have. Called once. Throws what is wrong with an address.
+  /// them have. Called once. Throws an error for a bad address.
   virtual void insert_peers(const std::vector<std::vector<AddressBytes>>& peers, int own_index) = 0;
-  /// Establishes the connections to all peers, both ways. Calls `interrupt` every few milliseconds; what it
-  /// throws passes through. Error(peer_timeout) names the peers that are missing; Error(peer_lost) if a peer
+  /// Establishes the connections to all peers, both ways. Calls `interrupt` every few milliseconds, whose
+  /// exceptions pass through. Error(peer_timeout) names the missing peers; Error(peer_lost) if a peer
   /// refuses. After an error the object can only be destroyed.
   virtual void connect(double timeout_seconds, const std::function<void()>& interrupt) = 0;
 };
 
 /// Opens as many lanes as choose_lanes() says, all for the window [base, base + bytes), which must stay
-/// mapped until the object is gone. Error(unsupported) without libfabric or a provider that fits,
+/// mapped until the object is gone. Error(unsupported) without libfabric or a suitable provider,
 /// Error(out_of_memory) if the system refuses to pin the window.
 std::unique_ptr<Network> open_network(const FabricOptions& options, void* base, int64_t bytes);
 
-/// Everything that could be used, best provider first, each once. Error(unsupported) without libfabric.
+/// All usable providers and interfaces, best provider first, each once. Error(unsupported) without libfabric.
 std::vector<Offer> list_offers();
 
 /// The version of the library, "1.17". Error(unsupported), with what to install, if there is none.

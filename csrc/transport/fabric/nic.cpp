@@ -17,7 +17,7 @@ constexpr int kOtherHostBridge = 1000;
 constexpr int kOtherNumaNode = 2000;
 constexpr int kUnknown = 4000;
 constexpr int kMostCores = 1 << 16;
-// PCI vendor and classes by which sysfs shows a GPU.
+// PCI vendor and classes of a GPU in sysfs.
 constexpr const char *kNvidia = "0x10de", *kController3d = "0x0302", *kControllerVga = "0x0300";
 
 std::vector<std::string_view> parts(std::string_view path) {
@@ -108,7 +108,7 @@ std::vector<int> nearest_nics(const std::string& gpu, const std::vector<std::str
   std::vector<int> equal;
   for (size_t i = 0; i < nics.size(); ++i)
     if (distance[i] == best) equal.push_back(static_cast<int>(i));
-  // Providers list NICs in an order of their own.
+  // Providers list NICs in different orders.
   std::sort(equal.begin(), equal.end(), [&](int a, int b) { return nics[a] < nics[b]; });
   return equal;
 }

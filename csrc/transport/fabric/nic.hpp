@@ -1,5 +1,5 @@
-// Choice of the NIC near a GPU, by the PCI tree that Linux shows in sysfs. All functions are pure on path
-// strings but for the two functions that take a sysfs root.
+// Chooses the NIC near a GPU by the PCI tree that Linux shows in sysfs. All functions are pure functions of
+// path strings, except the two that take a sysfs root.
 #pragma once
 
 #include <string>
@@ -14,35 +14,33 @@ struct PciDevice {
   int numa = -1;
 };
 
-/// The device with this bus id ("0000:17:00.0"; upper case and a missing domain are taken too). The path is
+/// The device with this bus id ("0000:17:00.0"; upper case and a missing domain are accepted). The path is
 /// empty if sysfs does not show it.
 PciDevice pci_device(const std::string& bus_id, const std::string& sysfs = "/sys");
 
-/// PCI links between two devices by way of their nearest common bridge. Devices below different host bridges
-/// are 1000 apart at least, those of different NUMA nodes 2000, one that is not known 4000: no path through
-/// bridges is so long.
+/// Number of PCI links between two devices through their nearest common bridge. Devices below different host
+/// bridges are at least 1000 apart, on different NUMA nodes 2000, and an unknown device 4000: no path through
+/// bridges is that long.
 ///   .../pci0000:16/0000:16:01.0/0000:17:00.0 and .../pci0000:16/0000:16:01.0/0000:18:00.0: 2, one switch
 int pci_distance(const PciDevice& a, const PciDevice& b);
 
-/// Cores near a device, as sysfs lists them; empty if it does not.
+/// Cores near a device according to sysfs; empty if it lists none.
 std::vector<int> cores_near(const PciDevice& device);
 
-/// The numbers in a list like "0-3,8,10-11"; empty if it is none.
+/// The numbers in a list like "0-3,8,10-11"; empty if the text is not such a list.
 std::vector<int> core_list(const std::string& text);
 
-/// Indices of the NICs nearest to a GPU, which are equally near; of all without one (`gpu` empty). In the
-/// order of their bus ids, which is the same on machines of one kind. `nics` are bus ids and must not be
-/// empty.
+/// Indices of the NICs nearest to a GPU, all equally near; without a GPU (`gpu` empty) of all NICs. They are
+/// in the order of their bus ids, which is the same on machines of one kind. `nics`: bus ids, at least one.
 std::vector<int> nearest_nics(const std::string& gpu, const std::vector<std::string>& nics,
                               const std::string& sysfs = "/sys");
 
-/// GPUs of this host that have the same nearest NICs as `gpu`, itself among them: they share these NICs.
+/// Number of this host's GPUs, including `gpu`, with the same nearest NICs as `gpu`, which they share.
 int gpus_sharing(const std::string& gpu, const std::vector<std::string>& nics,
                  const std::string& sysfs = "/sys");
 
-/// The NICs, out of `near` equal ones that `sharers` ranks share, that the lanes of a rank use in turn: its
-/// part if there are enough for all, else one of them. Ranks of one node spread in the same way on every
-/// node.
+/// The NICs that a rank's lanes use in turn, out of `near` equally near ones that `sharers` ranks share: the
+/// rank's part if there are enough for all, else one of them. Ranks spread in the same way on every node.
 ///   (8 near, 2 sharers, local rank 1): 4, 5, 6, 7    (2 near, 4 sharers, local rank 3): 1
 std::vector<int> share_of_nics(int near, int sharers, int local_rank);
 

@@ -23,10 +23,10 @@
 namespace moecomm::fabric {
 namespace {
 
-// Smaller is better; from kOnlyByName on a provider is used only when it is asked for: it stays on one host,
-// or is there for development.
+// Smaller is better. From kOnlyByName on, a provider is used only on request: it stays on one host, or is
+// meant for development.
 constexpr int kOnlyByName = 100;
-// Lanes that copy: at most so many, one for so many cores that each rank of a node has.
+// The most lanes that copy, and the cores of a rank's share for each of them.
 constexpr int kCopyingLanes = 8, kCoresALane = 4;
 
 int preference(const std::string& provider) {
@@ -40,7 +40,7 @@ int preference(const std::string& provider) {
       {"verbs;ofi_rxm", 3},
       {"opx", 4},
       {"psm2", 5},
-      {"psm3", 20},  // runs over plain Ethernet too
+      {"psm3", 20},  // also runs over plain Ethernet
       {"tcp", 30},
       {"net", 31},
       {"tcp;ofi_rxm", 32},
@@ -53,23 +53,23 @@ int preference(const std::string& provider) {
     if (provider == known.name) return known.value;
   if (provider.find("ofi_rxd") != std::string::npos || provider.find("udp") != std::string::npos)
     return kOnlyByName;
-  return 10;  // hardware that this list does not know
+  return 10;  // hardware that is not in this list
 }
 
 bool on_one_host(const std::string& provider) { return provider == "shm" || provider == "sm2"; }
 
-/// Rank of an interface when none is asked for (lowest first), behind that which control links use: those
-/// that other hosts reach, IPv4 first.
+/// Rank of an interface if none is requested (lowest first), after the one that control links use: reachable
+/// from other hosts first, IPv4 first.
 int address_preference(const std::string& address) {
-  if (address.starts_with("fe80:")) return 9;  // needs a scope, which an address book cannot carry
+  if (address.starts_with("fe80:")) return 9;  // needs a scope, which address tables can't hold
   const bool v6 = address.find(':') != std::string::npos;
   return (is_loopback(address) ? 2 : 0) + (v6 ? 1 : 0);
 }
 
-/// Queries libfabric for every provider that offers what is needed; null if there is none.
+/// Asks libfabric for every provider with the needed features; null if there is none.
 Info query() {
   const Library& lib = library();
-  // Hints are made by the library: its structs may be longer than those of our headers.
+  // The library allocates hints: its structs may be longer than those of our headers.
   const Info hints(lib.dupinfo(nullptr));
   if (hints == nullptr) throw Error(ErrorKind::out_of_memory, "libfabric: no memory for hints");
   hints->caps = FI_RMA | FI_WRITE | FI_REMOTE_WRITE;
@@ -78,7 +78,7 @@ Info query() {
   hints->domain_attr->threading = FI_THREAD_DOMAIN;
   hints->domain_attr->resource_mgmt = FI_RM_ENABLED;
   hints->domain_attr->cq_data_size = 4;
-  // memory.cpp and endpoint.cpp obey each bit that a provider wants.
+  // memory.cpp and endpoint.cpp respect each bit that a provider sets.
   hints->domain_attr->mr_mode =
       FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY | FI_MR_ENDPOINT;
   fi_info* found = nullptr;
@@ -100,7 +100,7 @@ struct Candidate {
   Offer offer;
 };
 
-/// Best first, each offer once (libfabric repeats entries that differ in what does not matter here).
+/// Returns the best first, each once (libfabric repeats entries that differ only in irrelevant fields).
 std::vector<Candidate> candidates(const fi_info* list) {
   std::vector<Candidate> found;
   for (const fi_info* info = list; info != nullptr; info = info->next) {
@@ -110,12 +110,12 @@ std::vector<Candidate> candidates(const fi_info* list) {
                      [&](const Candidate& c) { return c.offer == candidate.offer; }))
       found.push_back(std::move(candidate));
   }
-  // Of what reaches as far, the address that control links use.
+  // Among equally reachable addresses, the one that control links use comes first.
   std::string usual;
   try {
     usual = interface_address("");
   } catch (const Error&) {
-    // This host has no address that is up; providers may need none.
+    // No address of this host is up; providers may not need one.
   }
   std::stable_sort(found.begin(), found.end(), [&](const Candidate& a, const Candidate& b) {
     const int first = preference(a.offer.provider), second = preference(b.offer.provider);
@@ -169,7 +169,7 @@ std::string list_text(const std::vector<Candidate>& list) {
   throw Error(ErrorKind::unsupported, text);
 }
 
-/// Returns the candidates that a caller asks for. Throws if there are none.
+/// Returns the candidates that match the caller's wishes. Throws if there are none.
 std::vector<Candidate> fitting(const ProviderOptions& options, const std::vector<Candidate>& there) {
   std::vector<Candidate> fit;
   if (options.provider.empty()) {
@@ -196,7 +196,7 @@ std::vector<Candidate> fitting(const ProviderOptions& options, const std::vector
   return fit;
 }
 
-/// Lanes that are worth their cores where the system copies what travels.
+/// Number of lanes that are worth their cores where the system copies the data.
 int copying_lanes(const Offer& offer, const ProviderOptions& options) {
   const std::vector<std::string> copying = provider_names("tcp", library().version);
   if (std::find(copying.begin(), copying.end(), offer.provider) == copying.end()) return 1;
@@ -230,7 +230,7 @@ Offer describe(const fi_info& info) {
 
 std::vector<std::string> provider_names(const std::string& name, uint32_t version) {
   if (name == "tcp" || name == "net") {
-    // The name "tcp" meant a provider of connected endpoints until 1.17, and its RDM twin was called "net".
+    // Until 1.17 "tcp" meant a provider of connected endpoints, whose RDM variant was called "net".
     const bool renamed = version >= FI_VERSION(1, 18);
     return {renamed ? "tcp" : "net", "tcp;ofi_rxm"};
   }
@@ -264,7 +264,7 @@ std::vector<Info> choose_lanes(const ProviderOptions& options) {
   const std::vector<Candidate> there = candidates(all.get());
   const std::vector<Candidate> fit = fitting(options, there);
 
-  // Several NICs of the same provider that reach as far as the first one: distance decides.
+  // Among NICs of one provider with the same reach as the first, the distance decides.
   const Candidate& first = fit.front();
   std::vector<const Candidate*> rails;
   std::vector<std::string> nics;

@@ -24,10 +24,10 @@
 namespace moecomm::fabric {
 namespace {
 
-constexpr size_t kBatch = 64;                            // completions read at once
-constexpr int kBatches = 16;                             // of them in one poll(), so that puts get their turn
-constexpr double kCloseSeconds = 5;                      // the destructor's bound
-constexpr auto kPause = std::chrono::microseconds(200);  // between polls that bring nothing, while connecting
+constexpr size_t kBatch = 64;                            // completions read per call
+constexpr int kBatches = 16;                             // batches per poll(), for progress of puts
+constexpr double kCloseSeconds = 5;                      // time limit of the destructor
+constexpr auto kPause = std::chrono::microseconds(200);  // between polls without result, while connecting
 constexpr auto kInterruptEvery = std::chrono::milliseconds(5);
 
 }  // namespace
@@ -105,7 +105,7 @@ void FabricTransport::drop(int32_t index) {
 
 void FabricTransport::fail(int32_t index, const std::string& what, std::vector<TransportEvent>& events) {
   if (index < 0) {
-    // An error that belongs to no write: with one peer left there is no doubt whose it is.
+    // An error that belongs to no write: if one peer is left, it is that one's.
     int32_t left = -1;
     int count = 0;
     for (size_t i = 0; i < peers_.size(); ++i)
@@ -123,7 +123,7 @@ void FabricTransport::fail(int32_t index, const std::string& what, std::vector<T
 }
 
 void FabricTransport::completed(Operation& operation, std::vector<TransportEvent>& events) {
-  const bool wanted = operation.counted;  // not of a peer that was reported as failed
+  const bool wanted = operation.counted;  // false for a peer that was reported as failed
   release(operation);
   free_.push_back(&operation);
   if (operation.hello)
@@ -158,7 +158,7 @@ void FabricTransport::take_completions(std::vector<TransportEvent>& events) {
       const fi_cq_data_entry& entry = entries[i];
       if ((entry.flags & FI_REMOTE_CQ_DATA) != 0) {
         const auto immediate = static_cast<uint32_t>(entry.data);
-        // Hellos are found by what they wrote, see greeted().
+        // Hellos are recognised by the word that they wrote, see greeted().
         if (immediate != kHelloImmediate)
           events.push_back({TransportEvent::Kind::arrived, -1, immediate, 0, {}});
       } else if (entry.op_context != nullptr) {
@@ -169,8 +169,8 @@ void FabricTransport::take_completions(std::vector<TransportEvent>& events) {
   }
 }
 
-/// The shm provider has a file in /dev/shm for each endpoint, which a process that is killed would leave
-/// there. Once all peers have mapped it, its name is not needed any more.
+/// The shm provider has a file in /dev/shm for each endpoint, which a killed process would leave there. Once
+/// all peers have mapped the file, its name is not needed any more.
 void FabricTransport::unlink_file() const {
   const std::string name(reinterpret_cast<const char*>(own_.address.data()));
   if (const size_t scheme = name.find("://"); own_.provider == "shm" && scheme != std::string::npos)
@@ -217,9 +217,8 @@ void FabricTransport::not_greeted(double seconds) const {
 
 void CloseInTime::operator()(FabricTransport* transport) const {
   std::shared_ptr<FabricTransport> lane(transport);
-  // An rxm endpoint crashes when it closes with arrivals that were not polled for, seen with libfabric 1.17
-  // and 2.1, and nobody can know what a peer has sent. So it stays open until the process ends, without the
-  // window.
+  // An rxm endpoint crashes (seen with libfabric 1.17 and 2.1) if it closes with arrivals that were not
+  // polled, and a peer may have sent any number. So it stays open until the process ends, without the window.
   if (lane->caps_.provider.ends_with("ofi_rxm")) {
     static std::mutex mutex;
     static auto* const left_open = new std::vector<std::shared_ptr<FabricTransport>>;
@@ -237,7 +236,7 @@ void CloseInTime::operator()(FabricTransport* transport) const {
       closed->set_value();
     });
   } catch (const std::system_error&) {
-    return;  // no thread to be had: it closes here
+    return;  // no thread is available: close it here
   }
   if (closed->get_future().wait_for(std::chrono::duration<double>(kCloseSeconds)) ==
       std::future_status::ready)
@@ -273,7 +272,7 @@ void FabricTransport::connect(double timeout_seconds, const std::function<void()
   if (count == 0) throw Error(ErrorKind::invalid_argument, "fabric: connect() comes after insert_peers()");
   const Deadline deadline{std::chrono::duration<double>(timeout_seconds)};
   auto next_interrupt = Clock::now() + kInterruptEvery;
-  std::vector<int> waiting;  // for room, or for the connection
+  std::vector<int> waiting;  // peers that wait for room, or for their connection
   for (int i = 0; i < count; ++i)
     if (i != own_index_) waiting.push_back(i);
   std::vector<TransportEvent> events;

@@ -1,4 +1,4 @@
-// Replacement of this folder in a build without libfabric's headers: what the runtime calls, which says so.
+// Replaces this folder in a build without libfabric's headers: the functions for the runtime, which throw.
 #include "common/error.hpp"
 #include "transport/fabric/network.hpp"
 

@@ -1,5 +1,5 @@
-// Notices that a peer process has ended, by one pidfd a peer: readable from the moment the process exits,
-// also while its parent has not reaped it, and never confused by a reused process number.
+// Notices that a peer process has ended, with one pidfd per peer. It is readable from the moment the process
+// exits, also before its parent has reaped it, and is never confused by a reused process number.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@ namespace moecomm::shm {
 
 class PeerWatch {
  public:
-  /// pids[r] is rank r's process; `self` is not watched. A process that is gone already counts as lost.
+  /// pids[r] is rank r's process; `self` is not watched. A process that has already ended counts as lost.
   PeerWatch(const std::vector<int64_t>& pids, int self);
   ~PeerWatch();
   PeerWatch(const PeerWatch&) = delete;
@@ -19,7 +19,7 @@ class PeerWatch {
   bool lost(int rank) const;
 
  private:
-  std::vector<int> fds_;  // -1: not watched, -2: gone before it could be watched
+  std::vector<int> fds_;  // -1: not watched; -2: ended before it could be watched
 };
 
 }  // namespace moecomm::shm

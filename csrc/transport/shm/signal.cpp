@@ -19,8 +19,7 @@
 namespace moecomm::shm {
 namespace {
 
-// While it sleeps, a waiter looks this often for peers that have ended: the bound on how late a loss is
-// noticed.
+// A sleeping waiter checks this often for peers that have ended, so a loss is noticed at most this late.
 constexpr long kSleepNanoseconds = 20'000'000;
 constexpr int kYields = 64;
 constexpr size_t kAfterEpoch = sizeof(SignalRecord::epoch);
@@ -48,7 +47,7 @@ int available_cpus() {
   return sched_getaffinity(0, sizeof(set), &set) == 0 ? CPU_COUNT(&set) : 1;
 }
 
-/// Threads of a host that may want a core at the same time: with several nodes each rank has a proxy besides.
+/// Threads of a host that may want a core at the same time: with several nodes each rank also has a proxy.
 int busy_threads(const NodeMap& nodes, int host_ranks) {
   return std::max(host_ranks, nodes.local_ranks) * (nodes.nodes() > 1 ? 2 : 1);
 }
@@ -65,7 +64,7 @@ Signals::Signals(const WindowLayout& layout, std::vector<std::byte*> bases, int 
       first_(nodes_.first(nodes_.node_of(rank))),
       timeout_seconds_(timeout_seconds),
       absence_seconds_(std::max(timeout_seconds, absence_seconds)),
-      // Spinning only pays while everybody has a core of its own.
+      // Spinning pays only while every thread has its own core.
       spins_(busy_threads(nodes_, host_ranks) <= available_cpus() ? 2000 : 0),
       watch_(pids, nodes_.local_of(rank)) {}
 
@@ -79,8 +78,8 @@ OwnerLines& Signals::owner(int rank) const {
 
 void Signals::ring(int rank) const {
   OwnerLines& line = owner(rank);
-  // Sequentially consistent with the waiter's store of `sleeping`: either it sees the new doorbell or we see
-  // it asleep.
+  // Sequentially consistent with the waiter's store to `sleeping`: either the waiter sees the new doorbell,
+  // or we see it asleep.
   atomic(line.doorbell).fetch_add(1);
   if (atomic(line.sleeping).load() != 0) futex_wake(&line.doorbell);
 }
@@ -89,13 +88,13 @@ void Signals::ring_node() const {
   for (int i = 0; i < nodes_.local_ranks; ++i) ring(first_ + i);
 }
 
-/// write(lines) for the lines of `peer` in every window of the node, beginning with those of this rank.
+/// Calls write(lines) for the lines of `peer` in every window of the node, starting with this rank's.
 template <class Write>
 void Signals::write_lines(int peer, const Write& write) {
   for (int i = 0; i < nodes_.local_ranks; ++i) {
     const int reader = first_ + (rank_ - first_ + i) % nodes_.local_ranks;
     write(lines(reader, peer));
-    // A rank does not wait for itself, but for what its proxy writes.
+    // A rank does not wait for itself, but waits for what its proxy writes.
     if (reader != peer) ring(reader);
   }
 }
@@ -153,7 +152,7 @@ void Signals::wait_all(uint64_t epoch, const char* phase, std::vector<double>* l
   if (late_seconds == nullptr) return wait_until(arrived, epoch, phase);
   const auto start = std::chrono::steady_clock::now();
   std::vector<bool> counted(late_seconds->size());
-  // wait_until asks for one rank after another: whoever comes while it waits for one is looked for here.
+  // wait_until waits for one rank after another; this counts ranks that arrive meanwhile.
   const auto count = [&](int peer) {
     if (counted[peer]) return true;
     if (!arrived(peer)) return false;
@@ -183,7 +182,7 @@ void Signals::wait_node(const std::function<uint64_t*(int)>& counter, uint64_t v
 void Signals::wait_word(uint64_t* word, uint64_t value, int peer, int through, uint64_t epoch,
                         const char* phase) {
   const auto there = [&] { return atomic(*word).load(std::memory_order_acquire) >= value; };
-  // Whom to blame at the deadline: the one that it comes from.
+  // The rank to blame at the deadline: the source of the data.
   if (there()) return;
   wait_until([&](int each) { return (each != peer && each != through) || there(); }, epoch, phase, peer);
 }
@@ -201,7 +200,7 @@ bool Signals::absent(int peer, uint64_t epoch) const {
 void Signals::wait_until(const std::function<bool(int)>& arrived, uint64_t epoch, const char* phase,
                          int blame) {
   const int ranks = nodes_.ranks;
-  int next = 0;  // epochs only grow, so a peer that has arrived is not looked at again
+  int next = 0;  // epochs only grow, so a peer that has arrived is not checked again
   const auto all_arrived = [&] {
     while (next < ranks && arrived(next)) ++next;
     return next == ranks;
@@ -216,8 +215,8 @@ void Signals::wait_until(const std::function<bool(int)>& arrived, uint64_t epoch
   }
   const auto missing = [&] {
     if (blame >= 0) return blame;
-    // Data of other nodes comes through ranks of this one: if such a rank is late, it is to blame; before
-    // all others one that hangs within a call.
+    // Data of other nodes comes through ranks of this node, so a late rank of this node is to blame: first of
+    // all one that hangs within a call.
     for (const bool may_be_absent : {false, true})
       for (int i = 0; i < ranks; ++i) {
         const int peer = (first_ + i) % ranks;
@@ -238,14 +237,14 @@ void Signals::wait_until(const std::function<bool(int)>& arrived, uint64_t epoch
     if (interrupt_) interrupt_();
     require_going_on();
     for (int peer = 0; peer < ranks; ++peer) {
-      // The end of a peer is looked at before its signal: what it signalled before it ended counts.
+      // The end of a peer is checked before its signal, since what it signalled before it ended counts.
       const std::optional<Loss> lost = loss(peer);
       if (lost && (lost->first != rank_ || !arrived(peer))) give_up(*lost, phase, epoch);
     }
     const int late = missing();
     const bool longer = patient && absent(late, epoch);
     if (longer && !last.passed())
-      deadline = Deadline{std::chrono::duration<double>(timeout_seconds_)};  // counts from when it comes
+      deadline = Deadline{std::chrono::duration<double>(timeout_seconds_)};  // from when it comes
     else if ((longer || deadline.passed()) && !all_arrived())
       give_up({late, Cause::no_signal, rank_}, phase, epoch, longer ? absence_seconds_ : timeout_seconds_);
   }
@@ -329,7 +328,7 @@ Error loss_error(const Signals::Loss& loss, int rank, const std::string& phase, 
                {.rank = rank, .peer = loss.peer, .phase = phase, .expected = expected, .seen = seen});
 }
 
-/// Tells all ranks that this one is out of the game, and throws.
+/// Tells all ranks that this one can't go on, and throws.
 void Signals::give_up(const Loss& loss, const char* phase, uint64_t expected, double waited) {
   announce_loss(loss.peer, loss.cause);
   const uint64_t seen = announced(loss.peer);

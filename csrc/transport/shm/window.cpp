@@ -28,7 +28,7 @@ std::string random_name() {
   return name;
 }
 
-/// Removes windows whose owner was killed while they had a name: only a process that lives holds their lock.
+/// Removes windows whose owner was killed while they had a name: only a living process holds their lock.
 void remove_left_behind() {
   std::error_code ignored;
   for (const auto& entry : std::filesystem::directory_iterator(kShmFolder, ignored)) {
@@ -102,7 +102,7 @@ void Window::map() {
   base_ = static_cast<std::byte*>(base);
   generation_ = Descriptor::current_generation();
   madvise(base, bytes_,
-          MADV_HUGEPAGE);  // advice only: many systems refuse it for shared memory
+          MADV_HUGEPAGE);  // only advice: many systems refuse it for shared memory
   if (madvise(base, bytes_, MADV_DONTFORK) != 0) throw system_error("madvise(MADV_DONTFORK) of a window");
 }
 
@@ -127,7 +127,7 @@ void Window::commit(int64_t offset, int64_t bytes) {
 
 void Window::link() {
   name_ = random_name();
-  if (flock(fd_.get(), LOCK_SH) != 0) throw system_error("flock of a window");  // until the process ends
+  if (flock(fd_.get(), LOCK_SH) != 0) throw system_error("flock of a window");  // held until the process ends
   const auto descriptor = "/proc/self/fd/" + std::to_string(fd_.get());
   if (linkat(AT_FDCWD, descriptor.c_str(), AT_FDCWD, (kShmFolder + name_).c_str(), AT_SYMLINK_FOLLOW) != 0)
     throw system_error("naming a window in /dev/shm");
@@ -152,7 +152,7 @@ Window& Window::operator=(Window&& other) noexcept {
 
 Window::~Window() {
   unlink();
-  // In a child there is no such mapping, but there may be something else at its place.
+  // A child has no such mapping, but something else may be at this address.
   if (base_ != nullptr && own_process()) munmap(base_, bytes_);
 }
 

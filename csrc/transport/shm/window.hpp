@@ -1,7 +1,7 @@
-// A window in POSIX shared memory: created by its owner without a name, named for the moment in which the
-// ranks of the node map it, then unlinked again, so that the kernel frees it with the last process whatever
-// way that ends. A forked child has neither the memory nor the descriptor, so that close() gives the memory
-// back also while one lives.
+// A window in POSIX shared memory. Its owner creates it without a name, names it while the ranks of the node
+// map it, and unlinks it again, so that the kernel frees it with the last process, however that ends. A
+// forked child has neither the memory nor the descriptor, so that close() returns the memory even while a
+// child lives.
 #pragma once
 
 #include <cstddef>
@@ -14,11 +14,11 @@ namespace moecomm::shm {
 
 class Window {
  public:
-  /// A new window without a name. The first `committed` bytes get memory at once, so that a full /dev/shm is
-  /// an Error(out_of_memory) here and not a SIGBUS later. Before, what ranks that were killed while they had
-  /// names have left in /dev/shm is removed.
+  /// A new window without a name. The first `committed` bytes are allocated at once, so that a full /dev/shm
+  /// is an Error(out_of_memory) here and not a SIGBUS later. First removes what ranks that were killed while
+  /// their windows had names have left in /dev/shm.
   static Window create(int64_t bytes, int64_t committed);
-  /// A peer's window. Error(invalid_argument) if it has another size.
+  /// A peer's window. Throws Error(invalid_argument) if it has another size.
   static Window open(const std::string& name, int64_t bytes);
 
   Window() = default;
@@ -32,11 +32,11 @@ class Window {
 
   /// Gives the window a random name, mode 0600, by which peers can open it. Owner only.
   void link();
-  /// Takes memory for [offset, offset + bytes). Error(out_of_memory) if there is none. Owner only.
+  /// Allocates memory for [offset, offset + bytes). Throws Error(out_of_memory) if there is none. Owner only.
   void commit(int64_t offset, int64_t bytes);
   /// Removes the name; mappings stay. Owner only; harmless when called again.
   void unlink() noexcept;
-  /// Leaves the memory mapped until the process ends: a thread that does not end may still write there.
+  /// Leaves the memory mapped until the process ends: a thread that has not ended may still write to it.
   void keep_mapped() noexcept { base_ = nullptr; }
 
  private:
@@ -46,7 +46,7 @@ class Window {
   std::byte* base_ = nullptr;
   int64_t bytes_ = 0;
   Descriptor fd_;
-  uint32_t generation_ = 0;  // of forks: that of the process that has mapped it
+  uint32_t generation_ = 0;  // fork generation of the process that has mapped it
   bool linked_ = false;
   std::string name_;
 };

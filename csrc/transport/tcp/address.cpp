@@ -30,7 +30,7 @@ Address parse_endpoint(const std::string& what, const std::string& endpoint) {
   try {
     if (colon != std::string::npos && !host.empty()) return make_address(host, endpoint.substr(colon + 1));
   } catch (const Error&) {
-    // told below, with the whole text
+    // reported below, with the whole text
   }
   throw Error(ErrorKind::invalid_argument,
               what + " is '" + endpoint + "', expected a numeric address and a port, as 10.0.0.3:4567");

@@ -17,15 +17,15 @@ struct Address {
   int family() const { return storage.ss_family; }
 };
 
-/// Makes an address of numeric text; nothing is looked up. Error(invalid_argument) if it is none.
+/// Makes an address from numeric text, without a look-up. Throws Error(invalid_argument) for any other text.
 Address make_address(const std::string& numeric, const std::string& port);
 
-/// Error(invalid_argument) that begins with `what` unless `endpoint` is a numeric address with a port.
+/// Throws Error(invalid_argument), beginning with `what`, unless `endpoint` is a numeric address with a port.
 Address parse_endpoint(const std::string& what, const std::string& endpoint);
 
 std::string endpoint_text(const Address& address);
 
-/// Returns whether only its own host reaches this address.
+/// Returns whether this address is reachable from its own host alone.
 bool is_loopback(const Address& address);
 
 }  // namespace moecomm::tcp

@@ -17,9 +17,9 @@ namespace {
 using namespace std::chrono_literals;
 
 constexpr int kPollMilliseconds = 50;
-// A caller says who it is within this time, or makes room. A peer that was too slow calls again.
+// A caller must identify itself within this time, or it is dropped. A peer that was too slow calls again.
 constexpr auto kHelloTime = 2s;
-// Callers that may be silent at the same time, besides the peers; past it the oldest makes room.
+// The most silent callers at a time, besides the peers; with more, the oldest is dropped.
 constexpr size_t kStrangers = 64;
 constexpr auto kFirstPause = 20ms, kLongestPause = 1000ms;
 
@@ -57,11 +57,11 @@ std::vector<Descriptor> Handshake::run(double timeout_seconds, const std::functi
         polled.push_back({call.fd.get(), static_cast<short>(call.connected ? POLLIN : POLLOUT), 0});
     }
     for (const Caller& caller : callers_) polled.push_back({caller.fd.get(), POLLIN, 0});
-    // Short, so that the next attempts, the deadline and interrupts are looked at in time.
+    // Short, so that the next attempts, the deadline and interrupts are checked in time.
     if (::poll(polled.data(), polled.size(), kPollMilliseconds) < 0 && errno != EINTR)
       throw Error(ErrorKind::unsupported, errno_text("poll of the links to rail peers"));
 
-    // Descriptors are not closed and made anew between here and poll(), so each finds its own result.
+    // No descriptor is closed or made between here and poll(), so each finds its own result.
     const auto ready = [&](const Descriptor& fd) {
       return std::any_of(polled.begin(), polled.end(),
                          [&](const pollfd& each) { return each.fd == fd.get() && each.revents != 0; });
@@ -114,13 +114,13 @@ Hello Handshake::hello(int32_t from, int32_t to) const {
   return hello;
 }
 
-/// A new connection has room for it.
+/// A new connection has room for a hello.
 bool Handshake::say_hello(const Descriptor& fd, int32_t to) const {
   const Hello own = hello(self_, to);
   return send(fd.get(), &own, sizeof(own), MSG_NOSIGNAL) == static_cast<ssize_t>(sizeof(own));
 }
 
-/// Reads on; `wrong` as soon as it is certain that the other side is no rank of this job.
+/// Continues to read; returns `wrong` as soon as the other side is certain not to be a rank of this job.
 Handshake::Read Handshake::read_hello(Incoming& incoming) const {
   auto* const bytes = reinterpret_cast<std::byte*>(&incoming.hello);
   bool ended = false;
@@ -150,7 +150,7 @@ void Handshake::start(Call& call) {
   call.fd =
       Descriptor::open([&] { return socket(to.family(), SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0); });
   if (!call.fd) throw system_error("a socket for a link between nodes");
-  // The kernel finds a free port when it connects: it may then be in use for other destinations.
+  // Lets the kernel choose a free port when it connects, which may be in use for other destinations.
   const int on = 1;
   setsockopt(call.fd.get(), IPPROTO_IP, IP_BIND_ADDRESS_NO_PORT, &on, sizeof(on));
   if (bind(call.fd.get(), own_.get(), own_.length) != 0) return retry(call, errno_text("bind"));
@@ -183,7 +183,7 @@ void Handshake::advance(Call& call) {
     linked_[call.peer] = std::move(call.fd);
     return;
   }
-  // A call to a port that nobody listens on can meet itself, where the kernel chooses that port for it.
+  // A call to a port without a listener can connect to itself, if the kernel chooses that port for it.
   if (read == Read::whole && call.hello == hello(self_, call.peer))
     return retry(call, "the call came back to itself");
   throw Error(
@@ -201,7 +201,7 @@ void Handshake::take_callers() {
         Descriptor::open([&] { return accept4(listener_, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC); });
     if (!fd) {
       if (errno == EINTR) continue;
-      if (errno != EMFILE && errno != ENFILE) return;  // nobody is left, or that one has gone already
+      if (errno != EMFILE && errno != ENFILE) return;  // no caller is left, or this one has already gone
       if (callers_.empty()) throw system_error("accept of a link");
       callers_.erase(callers_.begin());
       return;
@@ -218,7 +218,7 @@ void Handshake::advance(Caller& caller) {
   if (read == Read::more) return;
   const int32_t from = caller.hello.from;
   const bool expected = read == Read::whole && caller.hello.to == self_ && from > self_ && from < peers_;
-  // A peer whose call ended before its answer came calls anew.
+  // A peer whose call ended before the answer came calls again.
   if (expected && !linked_[from] && say_hello(caller.fd, from)) linked_[from] = std::move(caller.fd);
   caller.fd.reset();
 }

@@ -1,5 +1,5 @@
 // Handshake of the peers of a rail: each calls the peers below it and is called by those above it. Both sides
-// begin with a hello; a caller that is no rank of this job is sent away and does not hold up the others.
+// begin with a hello; a caller that is not a rank of this job is rejected and does not delay the others.
 #pragma once
 
 #include <array>
@@ -17,7 +17,7 @@ namespace moecomm::tcp {
 
 using JobId = std::array<std::byte, 16>;
 
-/// The first bytes of each side, as they are in memory.
+/// The first bytes that each side sends, as they are in memory.
 struct Hello {
   std::array<char, 8> magic{'m', 'o', 'e', 'c', 'o', 'm', 'm', '\x1a'};
   JobId job{};
@@ -28,32 +28,32 @@ static_assert(sizeof(Hello) == 32);
 
 class Handshake {
  public:
-  /// `listener` is bound to own and listens.
+  /// `listener` is bound to `own` and listens.
   Handshake(const JobId& job, int32_t self, const Address& own, int listener, std::vector<Address> endpoints);
 
-  /// A connection to each peer, none at `self`. Error(peer_timeout) that names the first missing peer;
-  /// Error(mismatched_arguments) if another program answers for a peer. `interrupt` is called at least every
-  /// 50 ms and may throw.
+  /// Returns a connection to each peer, none at `self`. Throws Error(peer_timeout), which names the first
+  /// missing peer; Error(mismatched_arguments) if another program answers for a peer. `interrupt` is called
+  /// at least every 50 ms and may throw.
   std::vector<Descriptor> run(double timeout_seconds, const std::function<void()>& interrupt);
 
  private:
   enum class Read { more, whole, ended, wrong };
 
-  /// What comes over a connection that has not shown yet that it leads to a peer.
+  /// Input from a connection that is not known yet to lead to a peer.
   struct Incoming {
     Descriptor fd;
     Hello hello;
     size_t received = 0;
   };
-  /// A peer below this one, which this one calls until it answers.
+  /// A peer with a lower number, which this one calls until it answers.
   struct Call : Incoming {
     int32_t peer = 0;
-    bool connected = false;    // the hello is out
-    Clock::time_point next{};  // attempt, while there is no fd
+    bool connected = false;    // the hello is sent
+    Clock::time_point next{};  // time of the next attempt, while there is no fd
     Clock::duration pause{};
-    std::string trouble;  // why the last attempt came to nothing
+    std::string trouble;  // why the last attempt failed
   };
-  /// Somebody who called this rank.
+  /// A connection that another process has opened to this rank.
   struct Caller : Incoming {
     Clock::time_point until{};
   };

@@ -30,15 +30,15 @@ void set(int fd, int level, int option, unsigned value, const char* what) {
     throw Error(ErrorKind::unsupported, errno_text(what));
 }
 
-/// Lets the kernel give the link up when the other host has been silent for so long: while bytes are under
-/// way, and, by probes, while there are none.
+/// Makes the kernel end the link when the other host has been silent for this long: while bytes are in
+/// flight, and, by probes, while there are none.
 void set_up(int fd, double silence_seconds) {
   const auto seconds = static_cast<unsigned>(std::ceil(silence_seconds));
   set(fd, IPPROTO_TCP, TCP_NODELAY, 1, "setsockopt TCP_NODELAY");
   set(fd, SOL_SOCKET, SO_KEEPALIVE, 1, "setsockopt SO_KEEPALIVE");
   set(fd, IPPROTO_TCP, TCP_KEEPIDLE, std::max(1u, seconds / 3), "setsockopt TCP_KEEPIDLE");
   set(fd, IPPROTO_TCP, TCP_KEEPINTVL, std::max(1u, seconds / 6), "setsockopt TCP_KEEPINTVL");
-  // TCP_USER_TIMEOUT bounds probing too: the count of probes has no say then.
+  // TCP_USER_TIMEOUT also limits probing, so the number of probes does not matter.
   set(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, 1000 * seconds, "setsockopt TCP_USER_TIMEOUT");
 }
 
@@ -46,7 +46,7 @@ const LinkOptions& checked(const LinkOptions& options) {
   if (options.peers < 1 || options.self < 0 || options.self >= options.peers)
     throw Error(ErrorKind::invalid_argument,
                 text_of("peer ", options.self, " of ", options.peers, " does not exist"));
-  // Above it the kernel takes no idle time.
+  // The kernel accepts no longer idle time.
   if (!(options.silence_seconds > 0 && options.silence_seconds <= kLongestSilence))
     throw Error(ErrorKind::invalid_argument, text_of("silence_seconds is ", options.silence_seconds,
                                                      ", expected more than 0 and at most 32767"));
@@ -109,7 +109,7 @@ void Links::connect(const std::vector<std::string>& endpoints, double timeout_se
     throw Error(ErrorKind::invalid_argument,
                 text_of("endpoint of peer ", options_.self, " is ", endpoints[options_.self],
                         ", expected this rank's own, ", endpoint_));
-  // Closed also after an error.
+  // Closed even after an error.
   const Descriptor listener = std::move(listener_);
   Handshake meeting(options_.job, options_.self, own_, listener.get(), addresses_);
   std::vector<Descriptor> linked = meeting.run(timeout_seconds, interrupt);
@@ -135,8 +135,7 @@ void Links::send(int32_t peer, const LinkMessage& message) noexcept {
   Link& link = links_[peer];
   const std::lock_guard lock(link.mutex);
   if (!link.fd || link.error != 0) return;
-  // A socket has room for all that is ever said: a peer that has read none of it will not read this one
-  // either.
+  // A socket has room for all that is ever sent: a peer that has read none of it will not read this either.
   ssize_t count;
   do {
     count = ::send(link.fd.get(), &message, sizeof(message), MSG_NOSIGNAL | MSG_DONTWAIT);
@@ -144,7 +143,7 @@ void Links::send(int32_t peer, const LinkMessage& message) noexcept {
   if (count != static_cast<ssize_t>(sizeof(message))) stop_sending(link, count < 0 ? errno : ENOBUFS);
 }
 
-// Data that the peer sent before it went is still to be read, so the link ends in receive() only.
+// Data that the peer sent before it ended still has to be read, so only receive() ends the link.
 void Links::stop_sending(Link& link, int error) noexcept {
   link.error = error;
   shutdown(link.fd.get(), SHUT_RDWR);
@@ -157,7 +156,7 @@ void Links::poll(std::vector<LinkEvent>& events) {
   for (int i = 0; i < count; ++i) receive(static_cast<int32_t>(ready[i].data.u32), events);
 }
 
-// Reads one message at a time, so that a peer that sends much does not keep the others waiting.
+// Reads one message at a time, so that a peer that sends much does not delay the others.
 void Links::receive(int32_t peer, std::vector<LinkEvent>& events) {
   Link& link = links_[peer];
   auto* const bytes = reinterpret_cast<std::byte*>(&link.incoming);
@@ -194,10 +193,10 @@ void Links::drop(int32_t peer, const std::string& why, std::vector<LinkEvent>& e
 
 // -- the end ---------------------------------------------------------------------------------------------
 
-// True when the peer's host has all, or never will.
+// True when the peer's host has received everything, or never will.
 bool Links::settled(Link& link) noexcept {
   if (!link.fd || link.error != 0) return true;
-  // Unread bytes would make the end a reset, which can overtake what was sent.
+  // Unread bytes would turn the close into a reset, which can overtake what was sent.
   for (;;) {
     std::array<std::byte, 4096> ignored;
     const ssize_t count = recv(link.fd.get(), ignored.data(), ignored.size(), MSG_DONTWAIT);

@@ -1,6 +1,6 @@
-// TCP connections, one to each rail peer, the ranks of the same local index on the other nodes. They carry
-// small control messages, and the end of one tells that a peer's process or host has gone. Rows never go
-// here.
+// TCP connections to the rail peers (the ranks with the same local index on the other nodes), one each. They
+// carry small control messages, and the end of one shows that a peer's process or host is gone. They never
+// carry rows.
 #pragma once
 
 #include <cstddef>
@@ -16,11 +16,11 @@
 
 namespace moecomm::tcp {
 
-/// A control message; the caller gives the kinds their meaning. It travels as it is in memory.
+/// A control message, whose kinds the caller defines. It is sent as it is in memory.
 struct LinkMessage {
   uint32_t kind = 0;
   int32_t a = 0, b = 0;
-  uint32_t mark = 0x4b4e4c4d;  ///< the same in every message, so that a stream out of step is noticed
+  uint32_t mark = 0x4b4e4c4d;  ///< the same in every message, so that a misaligned stream is noticed
   uint64_t value = 0;
   LinkMessage() = default;
   LinkMessage(uint32_t its_kind, int32_t its_a, int32_t its_b, uint64_t its_value)
@@ -31,8 +31,8 @@ static_assert(sizeof(LinkMessage) == 24);
 
 struct LinkEvent {
   enum class Kind : uint32_t {
-    message,  ///< `peer` sent `message`; those of one peer come in the order they were sent
-    lost,     ///< nothing more will come from `peer`; `text` says why
+    message,  ///< `peer` sent `message`; messages of one peer arrive in order
+    lost,     ///< nothing more will arrive from `peer`; `text` says why
   };
   Kind kind;
   int32_t peer;
@@ -40,24 +40,24 @@ struct LinkEvent {
   std::string text;
 };
 
-inline constexpr double kLongestSilence = 32767;  ///< the most that the kernel takes as TCP_KEEPIDLE
+inline constexpr double kLongestSilence = 32767;  ///< the largest TCP_KEEPIDLE that the kernel accepts
 
 struct LinkOptions {
-  JobId job;              ///< random, the same for all peers of one communicator and for nobody else
-  int32_t self;           ///< own index: the node
-  int32_t peers;          ///< number of peers, this one included
-  std::string interface;  ///< name or numeric address, see transport/network_interface.hpp; empty: chosen
-  /// The time that a peer's host may be out of reach before the link counts as lost. A stopped process whose
+  JobId job;              ///< random; the same for all peers of one communicator, and unknown to others
+  int32_t self;           ///< own index: the number of the node
+  int32_t peers;          ///< number of peers, including this one
+  std::string interface;  ///< name or numeric address (transport/network_interface.hpp); empty: chosen
+  /// How long a peer's host may be unreachable before its link counts as lost. A stopped process whose
   /// buffers are full of messages looks the same.
   double silence_seconds = 30;  ///< at most kLongestSilence
 };
 
 class Links {
  public:
-  /// Listens on one address of the interface, at a port that the system chooses. Error(invalid_argument) for
-  /// an interface that this host does not have.
+  /// Listens on one address of the interface, at a port that the system chooses. Throws
+  /// Error(invalid_argument) for an interface that this host does not have.
   explicit Links(const LinkOptions& options);
-  /// close() with a second of time.
+  /// close() with a limit of one second.
   ~Links();
   Links(const Links&) = delete;
   Links& operator=(const Links&) = delete;
@@ -65,36 +65,36 @@ class Links {
   /// Address at which peers reach this one, "10.0.0.3:4567".
   const std::string& endpoint() const { return endpoint_; }
 
-  /// Connects to all peers, by their endpoint(); [self] is the own one. Everybody calls it, once. Then nobody
-  /// listens any more. After an error only the destructor is left.
+  /// Connects to all peers by their endpoint(); [self] is the own one. Every peer calls it once. It stops
+  /// listening when it returns. After an error the object can only be destroyed.
   ///
-  /// Error(invalid_argument) for an endpoint that is none, Error(peer_timeout) that names who is missing,
-  /// Error(mismatched_arguments) where somebody else answers for a peer. `interrupt` is called every 50 ms
-  /// and may throw.
+  /// Throws Error(invalid_argument) for a malformed endpoint, Error(peer_timeout), which names the missing
+  /// peers, and Error(mismatched_arguments) where another program answers for a peer. `interrupt` is called
+  /// every 50 ms and may throw.
   void connect(const std::vector<std::string>& endpoints, double timeout_seconds,
                const std::function<void()>& interrupt = {});
 
-  /// Sends a message; never blocks. Any thread. Messages to a lost peer are dropped. A peer that takes none
-  /// any more, so that its socket is full, counts as lost.
+  /// Sends a message; never blocks. Any thread may call it. Messages to a lost peer are dropped. A peer that
+  /// accepts none any more, so that its socket is full, counts as lost.
   void send(int32_t peer, const LinkMessage& message) noexcept;
 
-  /// Appends what has happened; never blocks. One thread, the same as for connect() and close(). It costs a
-  /// system call.
+  /// Appends the events so far; never blocks. Only the thread of connect() and close() may call it. It costs
+  /// a system call.
   void poll(std::vector<LinkEvent>& events);
 
-  /// Ends all links, after the hosts of the peers have got all that was sent; of those that take nothing,
-  /// after the given time. The peers see `lost` behind the last message.
+  /// Ends all links once the peers' hosts have received all that was sent; links of peers that accept nothing
+  /// end after the given time. The peers see `lost` after the last message.
   void close(double timeout_seconds) noexcept;
 
-  /// Lets the peers see the end of all links at once. Any thread: for when the one that polls is held up.
+  /// Makes the peers see the end of all links at once. For any thread, when the polling one is blocked.
   void cut() noexcept;
 
  private:
   struct Link {
-    std::mutex mutex;      // fd and error are changed under it
+    std::mutex mutex;      // guards changes of fd and error
     Descriptor fd;         // empty: own index, not connected, or lost
-    int error = 0;         // of sending: nothing more goes out, poll() finds the end
-    LinkMessage incoming;  // and how much of it is here
+    int error = 0;         // error of sending: nothing more is sent, and poll() finds the end of the link
+    LinkMessage incoming;  // and how much of it has arrived
     size_t received = 0;
   };
 
@@ -106,7 +106,7 @@ class Links {
   bool settled(Link& link) noexcept;
 
   const LinkOptions options_;
-  const uint32_t generation_;  // a forked child has no part in the links
+  const uint32_t generation_;  // a forked child does not use the links
   Address own_;
   std::string endpoint_;
   Descriptor listener_, epoll_;

@@ -1,26 +1,24 @@
-// Combine of few tokens in one kernel, both sides, for one node; without gradients of routing weights. As
-// dispatch_fused.cu is to a dispatch: ranks that run it and ranks that run combine_reduce.cu and
-// combine_sum.cu understand each other.
-//   - the first block announces the operation, and sees that all ranks do the same
-//   - in the others a team of warps takes a token of another rank each, sums its rows here, and stores the
-//     sum in this rank's slot at the token's home; when it is there the team sets the home's flag. This waits
-//     for no other rank
+// Combine of few tokens: both sides in one kernel, for one node and without gradients of routing weights.
+// Ranks that run it can exchange sums with ranks that run combine_reduce.cu and combine_sum.cu.
+//   - the first block announces the operation, and checks that all ranks run the same one
+//   - in the other blocks each team of warps takes a token of another rank, sums its rows here, and stores
+//     the sum in this rank's slot at the token's home; once it has arrived the team sets the home's flag.
+//     This waits for no other rank
 //   - warps take parts of this rank's own tokens: each sums the token's rows here, waits for the sums of the
 //     token's owners, and adds all by ascending rank
-// Every other block sums rows of its own tokens before it sends, so that the links and this GPU's memory are
-// busy at the same time; the others may do so while their last sums are on the way, before they set the
-// flags.
+// Every second block sums rows of its own tokens before it sends, so that the links and this GPU's memory are
+// busy at the same time; the other blocks may do so while their last sums travel, before they set the flags.
 #include "kernels/gpu/combine/combine_rows.cuh"
 #include "kernels/gpu/common/team.cuh"
 
 namespace moecomm::gpu {
 namespace {
 
-constexpr int kSteps = 2, kBatch = 4;  ///< of rows that are summed
-constexpr int kCopySteps = 4;          ///< of a row that is a sum by itself
+constexpr int kSteps = 2, kBatch = 4;  ///< of rows that are summed: strips per step, rows loaded at once
+constexpr int kCopySteps = 4;          ///< strips per step of a sum that is a single row
 static_assert(kReduceWarps == kSumWarps);
 
-constexpr int kOwnStrips = 8;  ///< of a part, whose own rows are summed before others' sums are waited for
+constexpr int kOwnStrips = 8;  ///< strips of own rows summed before the wait for others' sums
 
 struct FusedMemory {
   ReduceMemory reduce;
@@ -56,7 +54,7 @@ class SumSender {
       if (owned) stored_ = comm_.arrival(base, comm_.rank, chunk);
     }
   }
-  /// Sets the flag of what was stored last, when that is in place.
+  /// Sets the flag of the last stored sum, once that sum has arrived.
   __device__ void announce() {
     if (stored_ == nullptr) return;
     team_.sync();
@@ -65,7 +63,7 @@ class SumSender {
   }
 
  private:
-  /// Stores a token's sum at its home; false if this rank owns none of its experts.
+  /// Stores a token's sum at its home; false if this rank owns none of the token's experts.
   __device__ bool send(std::byte* base, int32_t home, int token) {
     const int warp = warp_id();
     if (list_owned<1>(comm_, args_, home, token, 1, memory_.sources[warp], memory_.weights[warp],
@@ -105,11 +103,11 @@ class SumSender {
   const uint64_t epoch_;
   const Team& team_;
   ReduceMemory& memory_;
-  uint64_t* stored_ = nullptr;  ///< the flag of sums that are on their way
+  uint64_t* stored_ = nullptr;  ///< the flag of the last sum that was stored
 };
 
-/// A warp's sums of this rank's own tokens, part by part, up to kOwnStrips strips of it at a time. All lanes
-/// call every function.
+/// A warp's sums of this rank's own tokens. It takes one part at a time, up to kOwnStrips strips at once. All
+/// lanes call every function.
 template <DType dtype, WireFormat wire>
 class HomeSums {
   using Own = SumStrip<dtype, wire, kSumSteps>;
@@ -127,13 +125,13 @@ class HomeSums {
         step_(warp.count),
         number_(warp.number) {}
 
-  /// Sums the own rows of the first strips. This waits for nothing.
+  /// Sums the own rows of the first strips. Waits for nothing.
   __device__ void begin() {
     if (number_ >= args_.tokens * parts_.count) return;
     part_ = HomePart::list<Way::whole>(comm_, args_, parts_, number_, memory_.sum);
     sum_own();
   }
-  /// Makes all sums, or those up to the first wait in vain.
+  /// Makes all sums, up to the first failed wait.
   __device__ void finish() {
     bool here = false;
     while (number_ < args_.tokens * parts_.count) {
@@ -161,7 +159,7 @@ class HomeSums {
     for (int strip = first_; strip < end(); ++strip)
       own_[(strip - first_) * 32] = sum_own_rows<dtype, wire>(comm_, args_, part_, strip, memory_.sum);
   }
-  /// Adds the own sums and those of others.
+  /// Adds the own sums and those of other ranks.
   __device__ void add_up() const {
     const int64_t row_bytes = comm_.window.shape.row_bytes();
     const std::byte* const slots = comm_.slot_row(comm_.own, epoch_, part_.token, 0);
@@ -174,7 +172,7 @@ class HomeSums {
   const CombineArguments& args_;
   const uint64_t epoch_;
   FusedMemory& memory_;
-  Own* const own_;  ///< of this lane, of a part's strips from first_ on
+  Own* const own_;  ///< this lane's own sums, of a part's strips from first_ on
   const SumParts parts_;
   const int step_;
   int64_t number_;
@@ -200,7 +198,7 @@ __device__ void work(const Comm& comm, const CombineArguments& args, uint64_t ep
   const uint64_t id = PlanView{args.plan, comm.plan_fields}.header().id;
   const bool failed = failed_for_block(comm), moves = !failed && id != 0;
   const bool sums = moves && args.rows != nullptr;
-  // The blocks that have taken least take the first.
+  // The blocks that have sent least take the first parts.
   HomeSums<dtype, wire> home(comm, args, epoch, Team(1, blocks - 1 - block, blocks), memory);
   const Team team(args.team_warps, block, blocks);
   SumSender<dtype, wire> sender(comm, args, epoch, team, memory.reduce);
@@ -208,7 +206,7 @@ __device__ void work(const Comm& comm, const CombineArguments& args, uint64_t ep
   if (sums && own_first) home.begin();
   if (sums && comm.ranks() > 1) sender.send_all();
   if (own_first || !args.flags_late) sender.announce();
-  // No warp waits for the others here, some of which wait for the links.
+  // Warps do not wait for each other here, since some wait for the links.
   if (lane_id() == 0) device::note_phase(comm, Operation::combine, Phase::sent);
   pass_epoch(comm, epoch);
   if (failed) return;
@@ -233,7 +231,7 @@ __global__ void __launch_bounds__(kReduceThreads, 1)
   if (threadIdx.x == 0) device::note_phase(comm, Operation::combine, Phase::ended);
 }
 
-/// Calls use.operator()<kernel>() with the kernel for sums that travel in `wire`.
+/// Calls use.operator()<kernel>() with the kernel for the wire format of sums.
 template <class Use>
 cudaError_t with_kernel(const DeviceShape& shape, WireFormat wire, const Use& use) {
   return with_dtype(shape.dtype, [&]<DType dtype>() {

@@ -1,11 +1,11 @@
-// Combine, owner's side: a token's rows here are summed in the order of k in float32 (times their weights),
-// rounded once, or quantised where sums travel in another format, and the sum goes to this rank's slot at the
-// token's home.
+// Combine, owner's side: sums a token's rows on this rank in the order of k in float32 (times their weights),
+// rounds once, or quantises where sums have a wire format of their own, and sends the sum to this rank's slot
+// at the token's home.
 //   - chunks of one home's tokens are taken in order, the other ranks in turn: by the listers of a pipe
 //     (sum_pipe.cuh), a few tokens at a time
-//   - where sums travel in another format, all warps take them: a strip of all rows
-//     of a token is loaded at once, summed in registers, and stored over the link
-//   - when all sums of a chunk are in place, its arrival flag at the home is set
+//   - where sums are quantised, all warps make them: each loads a strip of all rows of a token at once, sums
+//     it in registers, and stores it over the link
+//   - when all sums of a chunk have arrived, its arrival flag at the home is set
 //
 // Gradients of routing weights go first, each to its (token, k) at the home, with one flag for all of them.
 // Sums and gradients for homes on other nodes go to the rank of the home's rail on this node, in their dtype;
@@ -57,7 +57,7 @@ __device__ void send_weight_grads(const Comm& comm, const CombineArguments& args
                            epoch);
 }
 
-/// Waits until the relay has read all chunks of a home that had this one's place before. All lanes.
+/// Waits until the relay has read all earlier chunks of a home that used the memory of this one. All lanes.
 __device__ bool wait_for_place(const Comm& comm, uint64_t epoch, int32_t home, int64_t tokens,
                                int64_t chunk) {
   const int64_t places = comm.window.partial_tokens / chunk_tokens(tokens);
@@ -66,11 +66,11 @@ __device__ bool wait_for_place(const Comm& comm, uint64_t epoch, int32_t home, i
     free = device::wait_until(
         comm, {comm.relay_rank(home), WaitPhase::credit, Operation::combine, epoch},
         device::EpochFlag{comm.flag(comm.own, comm.window.partial_credits, home, before), epoch});
-  __syncwarp();  // where a lane has found the place free, all lanes write
+  __syncwarp();  // all lanes may write once one lane has found the memory free
   return __all_sync(0xffffffffu, free);
 }
 
-/// The work of the blocks that relay. `moving`: the plan is one along which something moves.
+/// The work of the blocks that relay. `moving`: the plan is valid, so that rows move.
 template <DType dtype, WireFormat wire>
 __device__ void relay(const Comm& comm, const CombineArguments& args, uint64_t epoch, gpu::RelayBlocks relay,
                       bool moving) {
@@ -84,9 +84,9 @@ __device__ void relay(const Comm& comm, const CombineArguments& args, uint64_t e
   device::wait_all_here(comm, Operation::combine, epoch);
 }
 
-/// Spans of other ranks' tokens, in the order in which they are summed, shared by all warps that have an
-/// object: chunks, or several of them where span(tokens) says so for a home of so many. All lanes call every
-/// function.
+/// Spans of other ranks' tokens, in the order in which they are summed. All warps that have such an object
+/// share them. A span is a chunk, or several of them where span(tokens) says so for a home of `tokens`
+/// tokens. All lanes call every function.
 template <class Span>
 class OwnedSpans {
  public:
@@ -106,7 +106,7 @@ class OwnedSpans {
     }
     claims_end_ = __reduce_max_sync(0xffffffffu, most) * static_cast<uint32_t>(comm.ranks() - 1);
   }
-  /// Goes to the next span that has tokens; false if there is none.
+  /// Goes to the next span with tokens; false if there is none.
   __device__ bool next() {
     while (true) {
       const auto claim = static_cast<int32_t>(claims_.take());
@@ -125,20 +125,20 @@ class OwnedSpans {
   const Comm& comm_;
   const int32_t* const tokens_of_;
   const Span span_;
-  const int32_t first_tokens_;  ///< of rank number lane
+  const int32_t first_tokens_;  ///< tokens of the rank whose number is the lane's
   uint32_t claims_end_;
   Claims claims_;
 };
 
-/// Spans of a chunk each.
+/// Spans of one chunk each.
 struct ByChunk {
   __device__ int operator()(int tokens) const { return chunk_tokens(tokens); }
 };
 
-/// Where the sums of a home's tokens go, from token `begin` on.
+/// The places for the sums of a home's tokens, from token `begin` on.
 struct SumPlaces {
   std::byte* first;
-  int64_t slots;   ///< of each token
+  int64_t slots;   ///< slots of each token
   int64_t stride;  ///< bytes of a slot
 
   template <Way way>
@@ -153,7 +153,7 @@ struct SumPlaces {
   __device__ std::byte* at(int i, int32_t slot) const { return first + (i * slots + slot) * stride; }
 };
 
-/// The flag at the home, or at the rank that relays for it, which says that a chunk of sums is there.
+/// The arrival flag of a chunk of sums, at the home or at the rank that relays for it.
 template <Way way>
 __device__ uint64_t* sums_arrival(const Comm& comm, int32_t home, int64_t chunk) {
   if (way == Way::whole || comm.is_local(home)) return comm.arrival(comm.bases[home], comm.rank, chunk);
@@ -169,7 +169,7 @@ __device__ bool wait_for_room(const Comm& comm, uint64_t epoch, int32_t home, in
          wait_for_place(comm, epoch, home, tokens, chunk);
 }
 
-/// Sums all chunks by all warps, each of which makes those of a chunk.
+/// Makes all sums with all warps, one chunk per warp at a time.
 template <DType dtype, Way way, WireFormat wire>
 __device__ void reduce_by_warps(const Comm& comm, const CombineArguments& args, uint64_t epoch,
                                 ReduceMemory& block) {
@@ -198,7 +198,7 @@ __device__ void reduce_by_warps(const Comm& comm, const CombineArguments& args, 
         const auto sum = sum_rows<dtype, kSteps, kBatch>(count, row, factors, first, vectors);
         if (way == Way::whole || comm.is_local(home))
           sum.template travelling<wire>(first, vectors).store(to, first, vectors, scales_at);
-        else  // to be added up with others before it leaves the node
+        else  // the relay adds it to other sums before it leaves the node
           sum.rounded().store(to, first, vectors);
       }
     }
@@ -207,13 +207,13 @@ __device__ void reduce_by_warps(const Comm& comm, const CombineArguments& args, 
   }
 }
 
-/// Spans of a list each, or of a chunk where that is more. With several nodes a chunk each: it may have to
-/// wait for the place of another one.
+/// Spans of a list each, or of a chunk where chunks are longer. With several nodes spans are chunks, since
+/// each may have to wait for its memory.
 struct ByList {
   int top_k;
-  int most;  ///< tokens of a list, if chunks are not longer
+  int most;  ///< tokens of a list, unless chunks are longer
   bool nodes;
-  /// Tokens of a list of a home with so many: chunks, if the list holds one.
+  /// Tokens of a list of a home with `tokens` tokens: whole chunks, if the list has room for one.
   __device__ int list(int tokens) const {
     return list_tokens(top_k, tokens, max(most, chunk_tokens(tokens)));
   }
@@ -223,13 +223,13 @@ struct ByList {
   }
 };
 
-/// A list of tokens of one home, in two steps: first their rows are under way, then the factors of these.
+/// A list of tokens of one home. It is loaded in two steps, the row numbers and then the factors.
 struct OwnedList {
   int32_t home;
-  int tokens, begin;  ///< tokens of the home, the first of the list
-  int count = 0;      ///< 0: there are no more
+  int tokens, begin;  ///< tokens of the home; the first token of the list
+  int count = 0;      ///< 0: the lists have ended
   bool opens;         ///< the list begins a span, and so a chunk
-  int32_t slot;       ///< of a lane's token, -1: this rank owns no expert of it
+  int32_t slot;       ///< slot of this lane's token; -1: this rank owns no expert of it
   ListedRows rows;
 };
 
@@ -244,7 +244,7 @@ class OwnedLister {
         size_{comm.top_k(), args.reduce_list, nodes},
         spans_(comm, args.plan, size_) {}
 
-  /// Starts to load the rows of the next tokens.
+  /// Starts to load the row numbers of the next tokens.
   __device__ OwnedList next() {
     OwnedList list{};
     list.rows.fetch(map_, rows_, 0);
@@ -279,7 +279,7 @@ class OwnedLister {
   bool ended_ = false;
 };
 
-/// The work of a unit's lister.
+/// The work of a unit's listing warp.
 template <Way way>
 __device__ void list_sums(const Comm& comm, const CombineArguments& args, uint64_t epoch, SumLister& sums) {
   const int64_t row_bytes = comm.window.shape.row_bytes();
@@ -289,7 +289,7 @@ __device__ void list_sums(const Comm& comm, const CombineArguments& args, uint64
   OwnedList known = lister.next();
   known.rows.weigh(args.weights);
   OwnedList later = lister.next();
-  bool owned_before = false;  // in a part of the chunk before the list
+  bool owned_before = false;  // an earlier part of the chunk had a sum
   while (known.count > 0) {
     const OwnedList list = known;
     known = later;
@@ -303,13 +303,13 @@ __device__ void list_sums(const Comm& comm, const CombineArguments& args, uint64
     SumItem item{};
     if (list.slot >= 0) item.to = places.at(lane, list.slot);
 
-    // The last token with a sum of each chunk that ends in the list takes the chunk's flag.
+    // In each chunk that ends in the list, the last token with a sum carries the chunk's flag.
     const int chunk = (list.begin + lane) >> shift;
-    const int ends = min((chunk + 1) << shift, list.tokens) - list.begin;  // in the list's tokens
+    const int ends = min((chunk + 1) << shift, list.tokens) - list.begin;  // as positions in the list
     const uint32_t above = owned & ~((2u << lane) - 1) & (ends < 32 ? (1u << ends) - 1 : ~0u);
     if (list.slot >= 0 && above == 0 && ends <= list.count)
       item.flag = sums_arrival<way>(comm, list.home, chunk);
-    // A chunk of more than a list, of which only lists before this one have sums, takes an item for its flag.
+    // If a chunk spans several lists, and only earlier ones have sums, its flag takes an item of its own.
     if (list.opens) owned_before = false;
     const int first_end = min((first_chunk + 1) << shift, list.tokens) - list.begin;
     const bool alone = owned_before && owned == 0 && first_end <= list.count;
@@ -371,7 +371,7 @@ __global__ void __launch_bounds__(kPiped<wire> ? kPipeThreads : kReduceThreads, 
   device::note_sent(comm, Operation::combine);
 }
 
-/// Calls use.operator()<kernel>() with the kernel for sums that travel in `wire`.
+/// Calls use.operator()<kernel>() with the kernel for the wire format of sums.
 template <class Use>
 cudaError_t with_kernel(const DeviceShape& shape, WireFormat wire, const Use& use) {
   return with_sums(shape, wire, [&]<DType dtype, Way way, WireFormat travels>() {

@@ -1,5 +1,5 @@
-// Combine: what a token's sums are made of, at an owner of its experts and at its home. Which warps make them
-// is the business of combine_reduce.cu and combine_sum.cu, or of combine_fused.cu.
+// Combine: finds the rows and slots that make up a token's sum, at an owner of its experts and at its home.
+// combine_reduce.cu, combine_sum.cu and combine_fused.cu decide which warps make the sum.
 #pragma once
 
 #include "device/rail.cuh"
@@ -9,7 +9,7 @@
 
 namespace moecomm::gpu {
 
-/// Shared memory of a block: what the tokens of each warp's chunk are made of.
+/// Shared memory of a block: the sources of the sums in each warp's chunk.
 struct ReduceMemory {
   float weights[kReduceWarps][kMetaWords];
   int32_t sources[kReduceWarps][kMetaWords];
@@ -19,8 +19,8 @@ struct ReduceMemory {
 };
 
 /// Fills sources[i * top_k ...] with the rows of token i and weights with their factors, counts[i] with their
-/// number, and slots[i] with where its sum goes. Returns the tokens that this rank owns experts of, as bits:
-/// their sums go home.
+/// number, and slots[i] with the place of its sum. Returns a bit mask of the tokens of whose experts this
+/// rank owns some.
 template <int most>
 __device__ inline uint32_t list_owned(const Comm& comm, const CombineArguments& args, int32_t home,
                                       int64_t begin, int tokens, int32_t* sources, float* weights,
@@ -40,7 +40,7 @@ __device__ inline uint32_t list_owned(const Comm& comm, const CombineArguments& 
     weight[i] =
         args.weights != nullptr && row[i] >= 0 ? reinterpret_cast<const float*>(args.weights)[row[i]] : 1.0f;
   uint32_t owned = 0;
-  __syncwarp();  // all lanes are done with the chunk before
+  __syncwarp();  // all lanes have finished the previous chunk
 #pragma unroll
   for (int i = 0; i < most; ++i) {
     if (slot[i] < 0) continue;
@@ -59,28 +59,28 @@ __device__ inline uint32_t list_owned(const Comm& comm, const CombineArguments& 
 
 inline constexpr int kSumBatch = 4;
 
-/// Shared memory of a block: the own rows of each warp's token and their factors.
+/// Shared memory of a block: the own rows of each warp's token, and their factors.
 struct SumMemory {
   float weights[kSumWarps][kMaxTopK];
   int32_t sources[kSumWarps][kMaxTopK];
   const std::byte* slots[kSumWarps][kMaxTopK];  ///< with several nodes
 };
 
-/// The parts of a token's sum: `slots` sums of owners, of which number `own_slot` is made here of
-/// `own_rows` rows.
+/// The parts of a token's sum: the sums of `slots` owners. Number `own_slot` is made here from `own_rows`
+/// rows.
 struct TokenSum {
   int32_t slots, own_slot, own_rows;
-  int32_t owner;  ///< of each lane: whose sum it waits for, -1: none
+  int32_t owner;  ///< the owner whose sum this lane waits for; -1: none
 };
 
-/// Returns the owner of this lane's k of one of this rank's own tokens, -1: none.
+/// Returns the rank that owns the expert of this lane's k, for one of this rank's own tokens; -1: none.
 __device__ inline int32_t own_owner(const Comm& comm, const PlanView& plan, int64_t token) {
   const int top_k = comm.top_k(), lane = lane_id();
   const int32_t id = lane < top_k ? plan.at(plan.fields.local_topk_idx)[token * top_k + lane] : kNoExpert;
   return comm.owner(id);
 }
 
-/// Fills sources with the own rows of a token and weights with their factors.
+/// Fills `sources` with the own rows of a token, and `weights` with their factors.
 template <Way way>
 __device__ inline TokenSum list_own_rows(const Comm& comm, const CombineArguments& args, int64_t token,
                                          int32_t* sources, float* weights) {
@@ -94,26 +94,26 @@ __device__ inline TokenSum list_own_rows(const Comm& comm, const CombineArgument
   const bool sends = owner >= 0 && owner != comm.rank && (way != Way::nodes || comm.is_local(owner));
   const int32_t sender = sends ? owner : -1;
   const bool keep = row >= 0;
-  __syncwarp();  // of the token before
+  __syncwarp();  // all lanes have finished the previous token
   compact(weights, weight, keep);
   const int count = compact(sources, row, keep);
   __syncwarp();
   return {home & 0xffff, home >> 16 & 0xffff, count, first_with(sender) ? sender : -1};
 }
 
-/// Waits for the sums of all owners of a token in `chunk`. All lanes; false if it waits in vain.
+/// Waits for the sums of all owners of a token in `chunk`. All lanes; false if the wait fails.
 template <class Flag>
 __device__ inline bool wait_sums(const Comm& comm, uint64_t epoch, int64_t chunk, const TokenSum& token) {
   bool here = true;
   if (token.owner >= 0)
     here = device::wait_until(comm, {token.owner, WaitPhase::rows, Operation::combine, epoch},
                               Flag{comm.arrival(comm.own, token.owner, chunk), epoch});
-  __syncwarp();  // what a lane has acquired, all lanes load
+  __syncwarp();  // all lanes load what one lane has acquired
   return __all_sync(0xffffffffu, here);
 }
 
-/// Returns the slot of this lane's sender among a token's: the number of senders below it, each of which one
-/// lane leads. All lanes.
+/// Returns the slot of this lane's sender for a token: the number of lower senders, each of which has one
+/// leading lane. All lanes.
 __device__ inline int slot_of(int32_t sender, bool leads) {
   int slot = 0;
   for (uint32_t left = __ballot_sync(0xffffffffu, leads); left != 0; left &= left - 1)
@@ -121,8 +121,8 @@ __device__ inline int slot_of(int32_t sender, bool leads) {
   return slot;
 }
 
-/// Fills `slots` with where the sums of a token lie, and waits for those that come from other nodes, as rows
-/// of `sum_bytes`. All lanes; false if it waits in vain.
+/// Fills `slots` with the addresses of a token's sums, and waits for those from other nodes, which are rows
+/// of `sum_bytes`. All lanes; false if the wait fails.
 __device__ inline bool find_slots(const Comm& comm, const CombineArguments& args, uint64_t epoch,
                                   int64_t token, int64_t sum_bytes, const std::byte** slots) {
   const PlanView plan{args.plan, comm.plan_fields};
@@ -146,7 +146,7 @@ __device__ inline bool find_slots(const Comm& comm, const CombineArguments& args
   return __all_sync(0xffffffffu, here);
 }
 
-/// The result where the dispatch of the plan has failed: zero. A block's share of that of `blocks`.
+/// Writes zeros as the result where the plan's dispatch has failed: one block's share, of `blocks` blocks.
 __device__ inline void write_nothing(const Comm& comm, const CombineArguments& args, int64_t block,
                                      int64_t blocks) {
   const int64_t first = block * blockDim.x + threadIdx.x, stride = blocks * blockDim.x;
@@ -159,8 +159,8 @@ __device__ inline void write_nothing(const Comm& comm, const CombineArguments& a
       reinterpret_cast<uint32_t*>(args.out_weight_grads)[i] = 0;
 }
 
-/// Sums one token's strip: its slots in order, with this rank's own sum, as if it had travelled, at its turn.
-/// slot(s) is the address of a slot, own_sum() the own sum.
+/// Sums one strip of a token: its slots in order, with this rank's own sum in its turn, rounded as if it had
+/// travelled. slot(s) is the address of a slot, own_sum() the own sum.
 template <DType dtype, WireFormat wire, class Slot, class Own>
 __device__ inline Strip<kSumSteps> sum_token(const TokenSum& token, const Slot& slot, const Own& own_sum,
                                              int first, int vectors, int64_t scales_at) {
@@ -173,7 +173,7 @@ __device__ inline Strip<kSumSteps> sum_token(const TokenSum& token, const Slot& 
     for (int s = 0; s < kSumBatch; ++s)
       if (base + s < token.slots && base + s != token.own_slot)
         strips[s].load(slot(base + s), first, vectors, scales_at);
-    // What the own sum is made of is loaded while the slots are on their way.
+    // Loads the sources of the own sum while the slots are being loaded.
     if (base <= token.own_slot && token.own_slot < base + kSumBatch) own = own_sum();
 #pragma unroll
     for (int s = 0; s < kSumBatch; ++s) {
@@ -188,7 +188,7 @@ __device__ inline Strip<kSumSteps> sum_token(const TokenSum& token, const Slot& 
 struct SumParts {
   int count, vectors;
 
-  /// At most `most` for each token.
+  /// At most `most` parts for each token.
   __device__ SumParts(const Comm& comm, int64_t most) {
     const int strips = sum_strips(comm.window.shape.row_bytes());
     count = static_cast<int>(max(min(most, static_cast<int64_t>(strips)), int64_t{1}));
@@ -196,13 +196,13 @@ struct SumParts {
   }
 };
 
-/// A warp's part of the sum of one of this rank's own tokens.
+/// One warp's part of the sum of one of this rank's own tokens.
 struct HomePart {
   int64_t token;
   int begin, end;  ///< its vectors
   TokenSum sum;
 
-  /// Part number `number` of all tokens' sums. Lists the token's own rows in `block`. One warp.
+  /// Takes part number `number` of all tokens' sums, and lists the token's own rows in `block`. One warp.
   template <Way way>
   __device__ static HomePart list(const Comm& comm, const CombineArguments& args, const SumParts& parts,
                                   int64_t number, SumMemory& block) {
@@ -216,7 +216,7 @@ struct HomePart {
   __device__ int first(int strip) const { return begin + strip * kSumSteps * 32; }
 };
 
-/// Sums the own rows of a part that was listed in `block`: a strip, as it would travel.
+/// Sums one strip of the own rows of a part that is listed in `block`, rounded as if it travelled.
 template <DType dtype, WireFormat wire>
 __device__ inline SumStrip<dtype, wire, kSumSteps> sum_own_rows(const Comm& comm,
                                                                 const CombineArguments& args,
@@ -245,7 +245,7 @@ __device__ inline void store_sums(const Comm& comm, const CombineArguments& args
         .store(args.y + part.token * row_bytes, part.first(strip), vectors);
 }
 
-/// Makes a part of a token's sum; own(strip) is the sum of its own rows. One warp; false if it waits in vain.
+/// Makes a part of a token's sum; own(strip) is the sum of its own rows. One warp; false if a wait fails.
 template <DType dtype, Way way, WireFormat wire, class Flag, class Own>
 __device__ inline bool sum_part(const Comm& comm, const CombineArguments& args, uint64_t epoch,
                                 const HomePart& part, const Own& own, SumMemory& block) {

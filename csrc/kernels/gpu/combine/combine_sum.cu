@@ -1,12 +1,11 @@
-// Combine, home's side: what the owners of a token sent is added by ascending owner rank in float32 and
-// rounded once.
-//   - this rank's tokens are taken in order, by the listers of a pipe (sum_pipe.cuh) or, in parts of their
-//     rows, by all warps; they wait until the sums of the owners have arrived
-//   - a slot is the number of an owner among the token's owners in ascending order, so slots are added in
-//     their order; this rank's own share never travels: it is summed here at its turn, and rounded as if it
-//     had
-//   - another node has one slot, whatever ranks of it own experts of the token: a row that has come over the
-//     network, which is read where it has arrived
+// Combine, home's side: adds the sums that a token's owners sent, by ascending owner rank in float32, and
+// rounds once.
+//   - the listing warps of a pipe (sum_pipe.cuh), or all warps for parts of rows, take this rank's tokens in
+//     order and wait until the owners' sums have arrived
+//   - a token's owners have its slots in ascending order, so slots are added in their order; this rank's own
+//     share never travels: it is summed here in its turn, and rounded as if it had travelled
+//   - another node has one slot, however many of its ranks own experts of the token: the row that came over
+//     the network, read from the memory where it arrived
 #include "kernels/gpu/combine/combine_rows.cuh"
 #include "kernels/gpu/combine/sum_pipe.cuh"
 #include "kernels/gpu/common/announcer.cuh"
@@ -14,8 +13,8 @@
 namespace moecomm::gpu {
 namespace {
 
-/// Gradients of the weights: those of experts here, those that owners sent, and zero where a token names no
-/// expert. Whole block.
+/// Collects the gradients of the weights: those of experts on this rank, those that owners sent, and zero
+/// where a token has no expert. Whole block.
 __device__ void collect_weight_grads(const Comm& comm, const CombineArguments& args, uint64_t epoch) {
   const PlanView plan{args.plan, comm.plan_fields};
   bool here = true;
@@ -52,12 +51,12 @@ __device__ void collect_weight_grads(const Comm& comm, const CombineArguments& a
   }
 }
 
-/// A list of this rank's own tokens, in two steps as an OwnedList is.
+/// A list of this rank's own tokens, loaded in two steps like an OwnedList.
 struct HomeList {
   int64_t begin;
-  int count = 0;            ///< 0: there are no more
-  int32_t home;             ///< of a lane's token: its slots, and from bit 16 the own one
-  int32_t id[kListRounds];  ///< of each (token, k)
+  int count = 0;            ///< 0: the lists have ended
+  int32_t home;             ///< of this lane's token: the number of its slots, and from bit 16 the own slot
+  int32_t id[kListRounds];  ///< expert id of each (token, k)
   ListedRows rows;
 };
 
@@ -98,7 +97,7 @@ class HomeLister {
   Claims claims_;
 };
 
-/// Waits until the owners on this node of a list's tokens have sent their sums. All lanes; false if in vain.
+/// Waits until the owners on this node have sent a list's sums. All lanes; false if the wait fails.
 template <Way way>
 __device__ bool wait_for_list(const Comm& comm, const CombineArguments& args, uint64_t epoch,
                               const ListMap& ids, const HomeList& list) {
@@ -123,11 +122,11 @@ __device__ bool wait_for_list(const Comm& comm, const CombineArguments& args, ui
         here = here && device::wait_until(comm, {sender, WaitPhase::rows, Operation::combine, epoch},
                                           device::EagerFlag{comm.arrival(comm.own, sender, chunk), epoch});
     }
-  __syncwarp();  // what a lane has acquired, all lanes load
+  __syncwarp();  // all lanes load what one lane has acquired
   return __all_sync(0xffffffffu, here);
 }
 
-/// The work of a unit's lister.
+/// The work of a unit's listing warp.
 template <Way way>
 __device__ void list_sums(const Comm& comm, const CombineArguments& args, uint64_t epoch, SumLister& sums,
                           SumUnit& unit) {
@@ -174,7 +173,7 @@ __device__ void list_sums(const Comm& comm, const CombineArguments& args, uint64
 
 template <DType dtype, Way way, WireFormat wire>
 __device__ void sum_tokens(const Comm& comm, const CombineArguments& args, uint64_t epoch, SumMemory& block) {
-  // Few tokens are shared by more warps each, so that the last ones do not take long.
+  // Where tokens are few, more warps share each of them, so that the last ones end soon.
   const int64_t sharing = int64_t{8} * gridDim.x * kSumWarps / max(args.tokens, int64_t{1});
   const SumParts parts(comm, min(sharing, int64_t{8}));
   Claims claims(&comm.state().receive_next);
@@ -214,7 +213,7 @@ __global__ void __launch_bounds__(kPiped<wire> ? kPipeThreads : kSumThreads, 1)
   end_operation(comm, Operation::combine, epoch, true);
 }
 
-/// Calls use.operator()<kernel>() with the kernel for sums that travel in `wire`.
+/// Calls use.operator()<kernel>() with the kernel for the wire format of sums.
 template <class Use>
 cudaError_t with_kernel(const DeviceShape& shape, WireFormat wire, const Use& use) {
   return with_sums(shape, wire, [&]<DType dtype, Way way, WireFormat travels>() {

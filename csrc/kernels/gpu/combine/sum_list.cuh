@@ -1,40 +1,40 @@
-// What the lister of a pipe of sums (sum_pipe.cuh) works with: rows and factors of a few tokens, spread over
-// the lanes of a warp while they are loaded, and the list of sums that it hands to the loader.
+// Data of the listing warp in a pipe of sums (sum_pipe.cuh): rows and factors of a few tokens, spread over
+// the lanes of a warp while they are loaded, and the list of sums that it hands to the loading warp.
 #pragma once
 
 #include "kernels/gpu/common/kernel.cuh"
 
 namespace moecomm::gpu {
 
-/// Rounds in which a warp has the (token, k) of a list, and how many there are at most.
+/// Rounds in which a warp loads the (token, k) of a list, and the most (token, k) of a list.
 inline constexpr int kListRounds = 4, kListWords = kListRounds * 32;
 
-/// A piece of a sum: of `rows` rows times their factors. At a token's home those are this rank's own, and
-/// what is stored is the sum of `slots` sums, of which number `own_slot` is theirs.
+/// A piece of a sum of `rows` rows times their factors. At a token's home these are this rank's own rows, and
+/// the stored result is the sum of `slots` sums, of which number `own_slot` is theirs.
 struct alignas(16) SumItem {
   std::byte* to;
-  uint64_t* flag;  ///< set when the sum is in place, or null
+  uint64_t* flag;  ///< set when the sum has arrived, or null
   int32_t bytes;
   int32_t rows;
-  uint16_t slots, own_slot;  ///< at an owner 0, 0
-  uint16_t stage;            ///< of the last piece, where the sum is left
-  uint16_t ends;             ///< 1: nothing comes after this, and this is nothing
+  uint16_t slots, own_slot;  ///< 0 and 0 at an owner
+  uint16_t stage;            ///< stage of the last piece, which receives the sum
+  uint16_t ends;             ///< 1: the end marker, without a sum
 
   __device__ int sources() const { return rows + slots - (own_slot < slots); }
 };
 static_assert(sizeof(SumItem) == 32);
 
-/// What the lister hands to the loader: the sums of a few tokens.
+/// What the listing warp hands to the loading warp: the sums of a few tokens.
 struct SumList {
-  const std::byte* sources[kListWords];  ///< rows, and then slots but the own one, of a token after another's
+  const std::byte* sources[kListWords];  ///< token by token: its rows, then its slots except the own one
   float factors[kListWords];
-  SumItem items[kListTokens];                       ///< of whole rows, without `stage`
-  int32_t first[kListTokens], counts[kListTokens];  ///< a token's sources; none: it has no sum
+  SumItem items[kListTokens];                       ///< items for whole rows, without `stage`
+  int32_t first[kListTokens], counts[kListTokens];  ///< the range of a token's sources; empty: it has no sum
   int32_t total;                                    ///< sources
   int32_t row_bytes;                                ///< or 0: nothing is to be moved
 };
 
-/// The (token, k) of a few tokens that follow each other, spread over the lanes: number round * 32 + lane.
+/// The (token, k) of a few consecutive tokens, spread over the lanes: number round * 32 + lane.
 class ListMap {
  public:
   __device__ explicit ListMap(int each) : each_(each) {
@@ -46,7 +46,7 @@ class ListMap {
   /// The token of this lane in a round.
   __device__ int token(int j) const { return static_cast<int>(tokens_ >> 8 * j & 0xff); }
   __device__ bool first_of_token(int j) const { return token(j) * each_ == j * 32 + lane_id(); }
-  /// Calls visit(j, index) for the rounds that have some of `tokens` tokens, where this lane has one of them.
+  /// Calls visit(j, index) for each round of `tokens` tokens in which this lane has a (token, k).
   template <class Visit>
   __device__ void each_word(int tokens, const Visit& visit) const {
 #pragma unroll
@@ -59,15 +59,15 @@ class ListMap {
   uint32_t tokens_ = 0;
 };
 
-/// Tokens of a list, up to `most`, of which each has `each` entries and of which there are `tokens` in all.
+/// Tokens of a list, at most `most`, where each has `each` entries and there are `tokens` in all.
 __device__ inline int list_tokens(int each, int64_t tokens, int most) {
   most = tokens >= 1024 ? most : tokens >= 256 ? 2 : 1;
   while (most * each > kListWords) most /= 2;
   return most;
 }
 
-/// Rows of a list's tokens, and their factors: each is loaded while tokens before these are given to the
-/// adders.
+/// Row numbers of a list's tokens, and their factors. Both are loaded while earlier tokens are handed to the
+/// adding warps.
 struct ListedRows {
   int32_t row[kListRounds];  ///< negative: none
   float factor[kListRounds];
@@ -84,12 +84,12 @@ struct ListedRows {
   }
 };
 
-/// A lane's token of a list. SumLister::list fills in the last three.
+/// A lane's token in a list. SumLister::list sets the last three fields.
 struct ListedToken {
   bool wanted;    ///< the token has a sum
-  int others;     ///< number of its sources that are no rows
+  int others;     ///< number of its sources that are not rows
   int rows = 0;   ///< number of its rows
-  int first = 0;  ///< place of its first source in the list
+  int first = 0;  ///< position of its first source in the list
   int count = 0;  ///< number of its sources, at least one; 0: it has no sum
 };
 

@@ -1,13 +1,13 @@
-// Sums of rows by a pipe of warps. A block has a few units; in each, three warps serve those that add:
-//   - the lister finds out what the sums of a few tokens are made of: their rows, factors, and where they go;
-//     at a token's home it waits for the sums of others
-//   - the loader has bulk copies bring a piece of each row into a ring of stages in shared memory, as far
-//     ahead as there is room. So what the lister waits for is hidden behind pieces that are under way
-//   - the adders take the pieces in order. Each thread has columns of its own, adds them in registers, and
-//     leaves its sum in the stage of the item's last piece
-//   - the storer has a bulk copy take the sum to where it goes, and sets the item's flag once the sums of
-//     this item and of all before it are in place
-// Left to right, each product and each sum rounded, as in strip.cuh, so with the same bits.
+// Sums of rows by a pipe of warps. A block has a few units. In each unit three warps serve those that add:
+//   - the lister finds the sources of the sums of a few tokens: their rows, factors, and destinations; at a
+//     token's home it waits for the sums of others
+//   - the loader starts bulk copies of pieces of rows into a ring of stages in shared memory, as far ahead as
+//     there is room. So the lister's waits overlap with copies
+//   - the adders take the pieces in order. Each thread adds its own columns in registers, and writes the sum
+//     to the stage of the item's last piece
+//   - the storer copies the sum to its destination by a bulk copy, and sets the item's flag once the sums of
+//     this item and all earlier ones have arrived
+// Sums run left to right, with each product and sum rounded as in strip.cuh, so the bits are the same.
 #pragma once
 
 #include "kernels/gpu/combine/sum_list.cuh"
@@ -19,25 +19,25 @@ namespace moecomm::gpu {
 inline constexpr int kAdders = 8, kUnitWarps = kAdders + 3;  ///< warps; lister, loader and storer come last
 inline constexpr int kAdderThreads = kAdders * 32;
 inline constexpr int kUnitBytes = 102400, kPipePiece = 16384;
-/// Places for items: those whose last stage is not free yet, and a list of new ones.
+/// Room for items: those whose last stage is not free yet, and a new list.
 inline constexpr int kItems = 64;
 static_assert(kItems >= kMaxStages + kListTokens);
-inline constexpr int kMaxSteps = kPipePiece / 16 / kAdderThreads;  ///< vectors of 16 bytes that an adder has
+inline constexpr int kMaxSteps = kPipePiece / 16 / kAdderThreads;  ///< vectors of 16 bytes per adding thread
 static_assert(kPipeThreads == kSumUnits * kUnitWarps * 32);
 
-/// True where sums that travel in `wire` are made by the pipe.
+/// True where the pipe makes the sums that travel in `wire`.
 template <WireFormat wire>
 inline constexpr bool kPiped = wire == WireFormat::same;
 
-/// Shared memory of a unit: of warps that list, load, add up and store together.
+/// Shared memory of a unit: the group of warps that list, load, add up and store together.
 struct alignas(128) SumUnit {
   std::byte stages[kUnitBytes];
   SumItem items[kItems];
   uint64_t full[kMaxStages], empty[kMaxStages], summed[kItems];
-  float factors[kMaxStages];  ///< of the rows in the stages
+  float factors[kMaxStages];  ///< factors of the rows in the stages
   SumList lists[2];
   uint64_t listed[2], taken[2];
-  // The lister's own: where the rows of a token begin, and what is added to that.
+  // Used by the lister alone: where the rows of a token begin, and what is added to that.
   int32_t starts[kListTokens + 1], offsets[kListTokens];
   const std::byte* slots[kMaxTopK];
 };
@@ -53,7 +53,7 @@ class SumLister {
  public:
   explicit __device__ SumLister(SumUnit& unit) : unit_(unit) {}
 
-  /// Lists the rows of `tokens` tokens, each of `row_bytes` from `base` on; lane i has the i-th token.
+  /// Lists the rows of `tokens` tokens, each of `row_bytes` from `base` on; lane i has token i.
   __device__ void list(const ListMap& map, const ListedRows& rows, int tokens, const std::byte* base,
                        int64_t row_bytes, ListedToken& token) {
     SumList& list = open();
@@ -97,10 +97,10 @@ class SumLister {
     }
   }
 
-  /// The sources of the list that is being made, whose places a ListedToken has.
+  /// The sources of the current list; a ListedToken has the positions of its sources.
   __device__ const std::byte** sources() { return now().sources; }
 
-  /// Hands the list to the loader; `item` has what a lane's token wants.
+  /// Hands the list to the loader; `item` describes the sum of this lane's token.
   __device__ void hand_over(const ListedToken& token, SumItem item) {
     const int lane = lane_id();
     if (lane < kListTokens) {
@@ -112,7 +112,7 @@ class SumLister {
     close();
   }
 
-  /// Sets a flag behind all items so far.
+  /// Adds a flag that is set after all items so far.
   __device__ void add_flag(uint64_t* flag) {
     SumItem item{};
     item.flag = flag;
@@ -162,7 +162,7 @@ class SumLoader {
     for (uint32_t number = 0;; ++number) {
       const SumList& list = unit_.lists[number % 2];
       wait_barrier(&unit_.listed[number % 2], number / 2);
-      open_for_loads();  // of what the lister has acquired
+      open_for_loads();  // so that the loader's loads see what the lister has acquired
       const int lane = lane_id();
       SumItem item{};
       int first = 0, count = 0;
@@ -178,7 +178,7 @@ class SumLoader {
   }
 
  private:
-  /// Adds an item for each piece of the sum of each lane's token that has one.
+  /// Adds an item for each piece of each lane's token that has a sum.
   __device__ void add(const SumList& list, SumItem item, int first, int count) {
     const uint32_t wanted = __ballot_sync(0xffffffffu, count > 0);
     const int place = __popc(wanted & ((1u << lane_id()) - 1)),
@@ -197,11 +197,11 @@ class SumLoader {
       load(list, shape_.pieces.offset(p), static_cast<uint32_t>(item.bytes));
     }
   }
-  /// Loads a piece of each source, as stages of the ring become free. The item that a stage's contents belong
-  /// to is listed before they arrive.
+  /// Loads a piece of each source as stages of the ring become free. The item of a stage's contents is listed
+  /// before they arrive.
   __device__ void load(const SumList& list, int64_t offset, uint32_t bytes) {
     const int lane = lane_id();
-    __syncwarp();  // what a lane has written, others announce
+    __syncwarp();  // all lanes have written before one announces it
     for (int base = 0; base < list.total;) {
       StageCursor mine = cursor_;
       const bool some = lane < min(min(shape_.stages, 31), list.total - base);
@@ -209,7 +209,7 @@ class SumLoader {
       wait_barrier(&unit_.empty[cursor_.stage], cursor_.round + 1);
       const bool free = some && ptx::barrier_done_now(&unit_.empty[mine.stage], (mine.round + 1) & 1);
       const int count = __ffs(static_cast<int>(~__ballot_sync(0xffffffffu, free))) - 1;
-      // The lanes stay together: the address of a bulk copy is in registers that a warp has once.
+      // The lanes stay together: a bulk copy takes its address from registers that a warp has once.
       if (lane < count) {
         const std::byte* const from = list.sources[base + lane];
         unit_.factors[mine.stage] = list.factors[base + lane];
@@ -233,8 +233,8 @@ class SumLoader {
   uint32_t number_ = 0;
 };
 
-/// Takes the pieces of a unit in order, as one of its adders: vectors thread, thread + kAdderThreads and so
-/// on of 16 bytes, `steps` at most.
+/// One adding thread of a unit, which takes the pieces in order: vectors thread, thread + kAdderThreads and
+/// so on of 16 bytes, at most `steps`.
 template <int steps>
 class PieceTaker {
  public:
@@ -247,12 +247,12 @@ class PieceTaker {
 
   /// Waits for the first piece of an item.
   __device__ void await() const { wait_barrier(&unit_.full[cursor_.stage], cursor_.round); }
-  /// Starts an item of so many pieces of 16 * `vectors` bytes, whose first is here.
+  /// Starts an item of `sources` pieces of 16 * `vectors` bytes, whose first piece has arrived.
   __device__ void begin(int sources, int vectors) {
     left_ = sources;
     vectors_ = vectors;
   }
-  /// Returns the next piece, and its row's factor. Vectors behind the piece's end are anything.
+  /// Returns the next piece, and its row's factor. Vectors past the piece's end are unspecified.
   __device__ Strip<steps> take(float& factor) {
     await();
     Strip<steps> strip;
@@ -278,7 +278,7 @@ class PieceTaker {
     if (lane_id() == 0) ptx::barrier_arrive(summed);
     cursor_.advance(stages_);
   }
-  /// Leaves the item's sum in the stage of its last piece.
+  /// Writes the item's sum to the stage of its last piece.
   __device__ void leave(const Strip<steps>& sum, uint64_t* summed) {
     auto* const stage = reinterpret_cast<uint4*>(here()) + thread_;
 #pragma unroll
@@ -295,16 +295,16 @@ class PieceTaker {
 
   SumUnit& unit_;
   const int stages_, stage_bytes_, thread_;
-  const int last_;  ///< the last step, or 0 where this thread's vector of it would lie behind the stage
+  const int last_;  ///< the last step; 0 if this thread's vector of it would lie past the stage
   StageCursor cursor_;
   int left_ = 0, vectors_ = 0;
 };
 
-/// The sum of `count` pieces from take(i, factor), times their factors if they are `weighted`; zero without
-/// any. A small piece is taken while the one before it is added.
+/// The sum of `count` pieces from take(i, factor), times their factors if `weighted`; zero if there are none.
+/// Where pieces are small, the next one is loaded while one is added.
 template <DType dtype, bool weighted, int steps, class Take>
 __device__ inline Strip<steps> add_pieces(int count, const Take& take) {
-  constexpr bool kAhead = steps == 1;  // more would not fit into the registers
+  constexpr bool kAhead = steps == 1;  // larger pieces would not fit into the registers
   if (count == 0) return {};
   StripSum<dtype, steps> sum;
   const auto add_piece = [&](const Strip<steps>& piece, float factor, bool first) {
@@ -336,7 +336,8 @@ __device__ inline Strip<steps> add_pieces(int count, const Take& take) {
   return sum.rounded();
 }
 
-/// The work of an adder; `thread` of kAdderThreads. `weighted`: rows have factors. `home`: items have slots.
+/// The work of adding thread `thread` of kAdderThreads. `weighted`: rows have factors. `home`: items have
+/// slots.
 template <DType dtype, bool home, int steps>
 __device__ __noinline__ void add_items(SumUnit& unit, const PipeShape& shape, int thread, bool weighted) {
   PieceTaker<steps> pieces(unit, shape, thread);
@@ -362,7 +363,7 @@ __device__ __noinline__ void add_items(SumUnit& unit, const PipeShape& shape, in
   }
 }
 
-/// The same with as few steps as pieces need.
+/// The same with as few steps as the pieces need.
 template <DType dtype, bool home>
 __device__ inline void add_items(SumUnit& unit, const PipeShape& shape, int thread, bool weighted) {
   switch ((shape.pieces.bytes - 1) / (16 * kAdderThreads)) {
@@ -378,15 +379,15 @@ __device__ inline void add_items(SumUnit& unit, const PipeShape& shape, int thre
 }
 static_assert(kMaxSteps == 4 && kMaxStages == 32);
 
-/// Flags of items, set some items later, when what was stored before is in place, and a few at a time: the
-/// fence before them takes as long as the store of a row. `lag`: items whose stores are under way when the
-/// flags of `together` are set. One thread.
+/// Flags of items, set in groups some items later, once earlier stores have completed: the fence before them
+/// takes as long as storing a row. `lag`: items whose stores are still in flight when the flags of `together`
+/// items are set. One thread.
 template <int lag, int together>
 class LaggingFlags {
  public:
   __device__ explicit LaggingFlags(uint64_t epoch) : epoch_(epoch) {}
 
-  /// The store of an item was committed.
+  /// Notes that the store of an item was committed.
   __device__ void add(uint64_t* flag) {
 #pragma unroll
     for (int i = 0; i + 1 < lag + together; ++i) flags_[i] = flags_[i + 1];
@@ -418,10 +419,10 @@ class LaggingFlags {
 
   const uint64_t epoch_;
   uint32_t added_ = 0;
-  uint64_t* flags_[lag + together] = {};  ///< by age; null: none, or set
+  uint64_t* flags_[lag + together] = {};  ///< by age; null: no flag, or one that is set
 };
 
-/// At a token's home sums have no flags.
+/// Stands in for the flags at a token's home, where sums have none.
 class NoFlags {
  public:
   explicit __device__ NoFlags(uint64_t) {}
@@ -432,9 +433,9 @@ class NoFlags {
 /// The work of a storer. One thread.
 template <class Flags>
 __device__ __noinline__ void store_items(SumUnit& unit, const PipeShape& shape, uint64_t epoch) {
-  constexpr int64_t kPatience = 7'000;  // cycles until flags go out though no further item has come
+  constexpr int64_t kPatience = 7'000;  // cycles without a further item after which flags are set
   Flags flags(epoch);
-  int held = -1;  // the stage that the last store reads, maybe still
+  int held = -1;  // the stage that the last store may still read
   const auto release = [&] {
     if (held >= 0) ptx::barrier_arrive(&unit.empty[held], kAdders);
     held = -1;
@@ -466,7 +467,7 @@ __device__ __noinline__ void store_items(SumUnit& unit, const PipeShape& shape, 
 }
 
 /// Runs the pipe of a block: list(lister, unit) lists everything and returns. Whole block. `home`: sums are
-/// made at the tokens' home; else the units of `blocks` blocks make about so many `sums` of whole rows.
+/// made at the tokens' home; else the units of `blocks` blocks make about `sums` sums of whole rows.
 template <DType dtype, bool home, class List>
 __device__ void run_sum_pipe(const Comm& comm, SumPipeMemory& memory, uint64_t epoch, bool weighted,
                              const List& list, int64_t sums = 0, int blocks = 1) {
@@ -493,7 +494,7 @@ __device__ void run_sum_pipe(const Comm& comm, SumPipeMemory& memory, uint64_t e
   } else if (role == kAdders + 1) {
     SumLoader(unit, shape).run();
   } else if (lane_id() == 0) {
-    // Where a unit has many sums, it does not count that the flags of some come later.
+    // Where a unit makes many sums, delaying some flags does not matter.
     constexpr int kMany = 128;
     if constexpr (home)
       store_items<NoFlags>(unit, shape, epoch);
@@ -505,7 +506,7 @@ __device__ void run_sum_pipe(const Comm& comm, SumPipeMemory& memory, uint64_t e
   __syncthreads();
 }
 
-/// The type of a block's shared memory: that of the pipe, or `Warps` where a kernel has no pipe.
+/// The type of a block's shared memory: that of the pipe, or `Warps` in kernels without one.
 template <class Warps, WireFormat wire>
 using SumMemoryOf = std::conditional_t<kPiped<wire>, SumPipeMemory, Warps>;
 

@@ -1,4 +1,4 @@
-// Flags of chunks: set at the peers that a chunk's rows went to, once these rows are in place there.
+// Flags of chunks: each is set at the peers that received the chunk's rows, once the rows have arrived.
 #pragma once
 
 #include "device/wait.cuh"
@@ -24,18 +24,18 @@ struct PeerSet {
   }
 };
 
-/// Announcer of one warp's chunks. Rows of a chunk go on arriving while the next chunk is under way.
+/// Sets the flags of one warp's chunks. A chunk's rows may still arrive while the warp sends the next one.
 class Announcer {
  public:
   __device__ Announcer(const device::Comm& comm, uint64_t epoch) : comm_(comm), epoch_(epoch) {}
 
-  /// A group of stores was committed.
+  /// Notes that a group of stores was committed.
   __device__ void group_committed() {
     if (chunk_ < 0 || ++groups_ < kLag) return;
     wait_stores<kLag>();
     announce();
   }
-  /// Notes that all groups of `chunk` of `source` were committed.
+  /// Notes that all stores of `chunk` of `source` were committed.
   __device__ void chunk_stored(int32_t source, int64_t chunk, const PeerSet& peers) {
     flush();
     source_ = source;
@@ -50,7 +50,7 @@ class Announcer {
   }
 
  private:
-  static constexpr int kLag = 4;  ///< groups that are under way at most when a chunk is announced
+  static constexpr int kLag = 4;  ///< at most so many groups are in flight when a chunk is announced
 
   __device__ void announce() {
     peers_.for_each([&](int32_t peer) {
@@ -67,7 +67,7 @@ class Announcer {
   PeerSet peers_;
 };
 
-/// Numbers taken by warps in order, the next one asked for while the one before is under way.
+/// Numbers that warps take in order. A warp asks for its next number while it works on the one before.
 class Claims {
  public:
   __device__ explicit Claims(uint32_t* counter) : counter_(counter) { ask(); }
@@ -85,21 +85,21 @@ class Claims {
   uint32_t asked_ = 0;
 };
 
-/// The order in which a source's tokens are sent, and received: in pieces of so many, a power of two up to
-/// kMaxChunk, from several places in turn. Tokens for one rank may lie behind each other, and what several
-/// ranks send to the same one at a time shares its link.
+/// The order in which a source's tokens are sent and received: in pieces of a power of two tokens, up to
+/// kMaxChunk, from several places in turn. Consecutive tokens may go to one rank, and rows that several ranks
+/// send to one rank at a time share its link.
 class TokenOrder {
  public:
-  /// `shift`: the logarithm of the number of places.
+  /// `shift`: log2 of the number of places.
   __device__ TokenOrder(int tokens, int size, int shift)
       : tokens_(tokens),
         size_(size),
         shift_(shift),
         part_((tokens + (kMaxChunk << shift_) - 1) >> shift_ & ~(kMaxChunk - 1)) {}
 
-  /// Numbers that are claimed for all pieces.
+  /// The number of claims that cover all pieces.
   __device__ int claims() const { return part_ >> (__ffs(size_) - 1) << shift_; }
-  /// The first token of the piece that is taken by a claim; all tokens: none is.
+  /// The first token of the piece for a claim; the number of tokens if there is no such piece.
   __device__ int begin(int claim) const {
     const int place = claim & ((1 << shift_) - 1), within = (claim >> shift_) * size_;
     return within < part_ ? min(place * part_ + within, tokens_) : tokens_;
@@ -114,16 +114,16 @@ class TokenOrder {
 
  private:
   int tokens_, size_, shift_;
-  int part_;  ///< from one place to the next
+  int part_;  ///< tokens between two places
 };
 
-/// The logarithm of the number of places from which a source's tokens are sent: of one, where chunks take
-/// each other's places or come by the network.
+/// Log2 of the number of places from which a source's tokens are sent: 0, for one place, where chunks reuse
+/// memory or come over the network.
 __device__ inline int places_shift(const device::Comm& comm, int32_t source, int64_t tokens) {
   return tokens > comm.window.stage_tokens || !comm.is_local(source) ? 0 : comm.places_shift;
 }
 
-/// Writes this lane's `value`, if `keep`, behind those of lower lanes to list[0..]; returns how many were
+/// Writes this lane's `value`, if `keep`, after those of lower lanes to list[0..]; returns how many were
 /// kept.
 template <class Value>
 __device__ inline int compact(Value* list, Value value, bool keep) {

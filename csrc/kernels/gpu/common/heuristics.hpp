@@ -13,43 +13,42 @@
 
 namespace moecomm::gpu {
 
-/// The most tokens of a rank that a kernel for few tokens takes: each is a chunk of its own.
+/// The most tokens per rank for the kernels for few tokens, in which each token is a chunk.
 inline constexpr int kMostFusedTokens = 1024;
-/// The most tokens whose routes one block works out in a kernel of its own.
+/// The most tokens whose routes one block computes in a kernel of its own.
 inline constexpr int kFewRoutes = 512;
-/// The most ranks of a kernel that does all of an operation, whose tables fit a block's shared memory.
+/// The most ranks for kernels that do a whole operation: their tables have to fit a block's shared memory.
 inline constexpr int kMostFusedRanks = 64;
 
-/// Words of a bitmap of tokens, and from one map to the next: an odd number, so that words of the same number
-/// lie in different banks of shared memory.
+/// Words from one bitmap of tokens to the next: an odd number, so that words of the same index lie in
+/// different banks of shared memory.
 MOECOMM_HD constexpr int map_words(int64_t tokens) {
   return tokens <= 32 ? 1 : static_cast<int>((tokens + 31) / 32);
 }
 MOECOMM_HD constexpr int map_stride(int64_t tokens) { return map_words(tokens) | 1; }
-/// Words of shared memory for bitmaps of `counts` experts and ranks, with a number of 16 bits for each word;
-/// even, since ids of 64 bits come after them.
+/// Words of shared memory for bitmaps of `counts` experts and ranks, with a 16-bit number for each word;
+/// even, since 64-bit ids follow.
 MOECOMM_HD constexpr int64_t map_memory_words(int64_t counts, int64_t tokens) {
   return (3 * counts * map_stride(tokens) + 3) / 4 * 2;
 }
-/// Words of shared memory that working out the routes of few tokens takes, at least.
+/// The least number of words of shared memory for computing the routes of few tokens.
 MOECOMM_HD constexpr int64_t route_few_words(int64_t counts, int64_t tokens) {
-  constexpr int64_t kStaged = 512;  // ids, with weights
+  constexpr int64_t kStaged = 512;  // ids, with their weights
   return map_memory_words(counts, tokens) + 3 * kStaged;
 }
 
-// Words of shared memory in which a block of a kernel for few tokens keeps what ranks have announced (the
-// first blocks all of it, the others what is for this rank), and where rows begin.
+// Words of shared memory in a block of a kernel for few tokens: for the counts that ranks have announced (all
+// of them in the first blocks, those for this rank in the others), and for the positions of rows.
 inline constexpr int kFusedCounts = 30720, kFusedTables = 8192;
 
-/// Blocks of a dispatch in one kernel of `blocks` blocks that take no rows.
+/// Blocks that move no rows, of a dispatch in one kernel of `blocks` blocks.
 MOECOMM_HD constexpr int leading_blocks(int blocks) { return blocks > 32 ? 3 : blocks > 2 ? 2 : 1; }
 
-/// True where one kernel does all of an operation of `tokens` tokens, if it may do so for at most `most`: for
-/// none where that is 0, and so not for a rank without tokens.
+/// True where one kernel does the whole operation of `tokens` tokens. `most`: the most tokens for that; 0
+/// allows none, and so excludes a rank without tokens.
 inline bool in_one_kernel(int64_t tokens, int64_t most) { return most > 0 && tokens <= most; }
 
-/// The most tokens of which a kernel that does all of an operation can serve a shape, on one node of so many
-/// ranks; 0: none.
+/// The most tokens for which one kernel can do a whole operation, on one node of `ranks` ranks; 0: none.
 inline int most_fused_tokens(int64_t ranks, int64_t num_experts) {
   const int64_t local = num_experts / ranks, counts = num_experts + ranks;
   if (ranks > kMostFusedRanks || counts * ranks > kFusedCounts ||
@@ -63,38 +62,37 @@ inline int most_fused_tokens(int64_t ranks, int64_t num_experts) {
 /// Blocks of the two sides of a dispatch, or of the backward of a combine.
 struct DispatchBlocks {
   int send, receive;
-  int send_warps;     ///< of a block that move rows, at most
-  bool routes_first;  ///< a dispatch sends its rows behind what it announces, not beside it
+  int send_warps;     ///< at most so many warps of a block move rows
+  bool routes_first;  ///< a dispatch sends its rows after its announcements, not at the same time
 
   int all() const { return send + receive; }
 };
 
-/// Units of a block of a combine whose sums are made by a pipe of warps (sum_pipe.cuh), and the most tokens
-/// of which a unit makes a list.
+/// Units per block of a combine whose sums are made by a pipe of warps (sum_pipe.cuh), and the most tokens in
+/// a unit's list.
 inline constexpr int kSumUnits = 2, kListTokens = 8;
 
 /// Blocks of the two sides of a combine: at the owners of the experts, and at the tokens' home.
 struct CombineBlocks {
   int reduce, sum;
-  int reduce_list, sum_list;  ///< tokens of a list of a unit of each side, where there are many
+  int reduce_list, sum_list;  ///< tokens in a unit's list on each side, where tokens are many
 
   int all() const { return reduce + sum; }
 };
 
-/// What is done with rows on their way: nothing, they are quantised, or, where they arrive, each is
-/// multiplied with the factor of its place, or with that and with the row that lies there. Rows that are
-/// quantised are not multiplied.
+/// What happens to rows on their way: nothing; quantisation; or, where they arrive, multiplication with the
+/// factor of their place, or with that and with the row at that place. Quantised rows are not multiplied.
 enum class RowWork { none, quantised, factors, products };
 inline constexpr int kRowWorks = 4;
 
-/// Blocks, one an SM, of the two sides of each operation.
+/// Blocks, one per SM, for the two sides of each operation.
 struct Heuristics {
-  DispatchBlocks by_expert[kRowWorks], by_rank[kRowWorks];  ///< of rows in a layout, by RowWork
-  CombineBlocks combine_by_expert[2], combine_by_rank[2];   ///< of sums as they are, and quantised on the way
-  int relay_blocks;                                         ///< with several nodes, of each operation
-  bool paired;       ///< blocks in clusters of two, as a product beside them may be
-  int fused_tokens;  ///< up to so many of a rank, one kernel does all of an operation,
-  int fused_sums;    ///< and up to so many, of a combine
+  DispatchBlocks by_expert[kRowWorks], by_rank[kRowWorks];  ///< for the rows of each layout, by RowWork
+  CombineBlocks combine_by_expert[2], combine_by_rank[2];   ///< for sums as they are, and for quantised ones
+  int relay_blocks;                                         ///< of each operation, with several nodes
+  bool paired;       ///< blocks come in clusters of two, as those of a concurrent product may
+  int fused_tokens;  ///< up to so many tokens of a rank, one kernel does the whole operation
+  int fused_sums;    ///< the same for a combine
 
   /// The most blocks that an operation launches.
   int all_blocks() const { return std::max(by_expert[0].all(), combine_by_expert[0].all()) + relay_blocks; }
@@ -106,28 +104,28 @@ struct Heuristics {
     return (rank_layout ? combine_by_rank : combine_by_expert)[quantised];
   }
 
-  /// Blocks that share the routes of `tokens` tokens, of at most `most`.
+  /// Blocks, at most `most`, that share the routes of `tokens` tokens.
   static int route_blocks(int64_t tokens, int most) {
     constexpr int64_t kTokens = 128;  // a block's worth
     return static_cast<int>(std::clamp<int64_t>((tokens + kTokens - 1) / kTokens, 1, most));
   }
 
-  /// Blocks of a kernel that does all of an operation, the first `leads` of which take no rows. Several share
-  /// each of the `rows` that are received or summed, since an SM takes a microsecond to store a row to four
-  /// places; and there is one for each of `sent` rows, since blocks that send are the last to receive. Other
-  /// ranks may bring more, so there are not too few.
+  /// Blocks of a kernel that does a whole operation; the first `leads` move no rows. Several blocks share
+  /// each of the `rows` rows that are received or summed, since an SM takes a microsecond to store a row to
+  /// four places. There is also one block for each of the `sent` rows, since blocks that send are the last to
+  /// receive. The number has a lower bound, since other ranks may bring more tokens.
   int fused_blocks(int64_t rows, int64_t sent, int leads) const {
     constexpr int64_t kLeast = 31, kShareRow = 4;
     const int64_t most = all_blocks() - leads;
     return leads + static_cast<int>(std::min(most, std::max(kLeast, kShareRow * rows + sent)));
   }
 
-  /// Blocks of a dispatch in one kernel of `blocks` blocks that send and do not receive; 0: those that take
-  /// rows do both. The links hold back those that send more than few tokens, so that rows which have come can
-  /// be taken meanwhile; quantised ones take more of their time, and less of the links'. With more than two
-  /// ranks a row may go out several times, so that fewer blocks fill the links, and with fewer tokens.
+  /// Blocks that send and do not receive, in a dispatch in one kernel of `blocks` blocks; 0: all blocks that
+  /// move rows do both. The links slow down blocks that send more than few tokens, so others can receive
+  /// meanwhile. Quantised rows need more of the blocks' time and less of the links'. With more than two ranks
+  /// a row may be sent several times, so fewer blocks fill the links, at fewer tokens.
   static int fused_senders(int64_t tokens, int blocks, bool quantised, int32_t ranks) {
-    // Tokens up to which blocks do both, and the share of those that send; measured.
+    // The most tokens for which blocks do both, and the share of blocks that send; measured.
     constexpr int64_t kBoth[] = {96, 48}, kBothQuantised[] = {256, 128};
     constexpr int kPercent[] = {35, 27}, kPercentQuantised = 30;
     const bool several = ranks > 2;
@@ -135,27 +133,27 @@ struct Heuristics {
     return (blocks - leading_blocks(blocks)) * (quantised ? kPercentQuantised : kPercent[several]) / 100;
   }
 
-  static constexpr int kTeamWarps = 4;  ///< the least, but for what was measured with fewer
+  static constexpr int kTeamWarps = 4;  ///< least warps of a team, unless fewer were measured to be better
 
-  /// Warps of a kernel for few tokens that work on one of `items` rows together: as many as leave each row a
-  /// team. `blocks` blocks of `warps`.
+  /// Warps that share one of `items` rows, in a kernel for few tokens: as many as still give each row a team.
+  /// `blocks` blocks of `warps` warps.
   static int team_warps(int64_t items, int blocks, int warps) {
     for (const int team : {warps, warps / 2})
       if (items <= int64_t{blocks} * (warps / team)) return team;
     return kTeamWarps;
   }
 
-  /// The same of a dispatch that has `senders`. Where some blocks send between two ranks and the others
-  /// receive, more teams of fewer warps have more rows under way; measured, also that they win nothing
-  /// between four.
+  /// The same for a dispatch with `senders` sending blocks. Where some blocks send between two ranks and the
+  /// others receive, more and smaller teams have more rows in flight. Measured; between four ranks they gain
+  /// nothing.
   static int dispatch_team_warps(int64_t items, int blocks, int warps, int senders, bool quantised,
                                  int32_t ranks) {
     if (ranks == 2 && senders > 0) return quantised ? 2 : 1;
     return team_warps(items, blocks, warps);
   }
 
-  /// The same of a combine of `tokens` tokens, whose teams send sums to the other ranks. A team is of two
-  /// warps where these send all sums at once and those of four in two turns; measured.
+  /// The same for a combine of `tokens` tokens, where a team makes sums for other ranks. Teams have two warps
+  /// where these send all sums at once and teams of four would need two rounds; measured.
   static int sum_team_warps(int64_t tokens, int blocks, int warps, int32_t ranks) {
     constexpr int kPair = 2;
     const int64_t sums = tokens * (ranks - 1);
@@ -163,14 +161,14 @@ struct Heuristics {
     return !at_once(kTeamWarps) && at_once(kPair) ? kPair : team_warps(sums, blocks, warps);
   }
 
-  /// True if blocks of a combine in one kernel set the flags of the last sums that they have sent after they
-  /// have made own ones, and so need not wait for the links in between; measured from 128 tokens on.
+  /// True if blocks of a combine in one kernel make own sums before they set the flags of the last sent ones,
+  /// so that they need not wait for the links in between; measured from 128 tokens on.
   static bool flags_late(int64_t tokens, int32_t ranks) { return ranks > 1 && tokens >= 128; }
 
-  /// Parts in which a combine in one kernel of `warps` warps sums a row of `strips` strips at its home, so
-  /// that they end together; `tokens` rows.
+  /// Parts into which a combine in one kernel divides a row of `strips` strips at its home, so that its
+  /// `warps` warps end together; `tokens` rows.
   static int sum_parts(int64_t tokens, int64_t warps, int strips) {
-    constexpr int kList = 2;  // strips in the time that it takes to find out what a part is made of
+    constexpr int kList = 2;  // finding a part's sources takes as long as so many strips
     int best = 1;
     int64_t least = 0;
     for (int parts = 1; parts <= strips; ++parts) {
@@ -205,20 +203,20 @@ struct Heuristics {
   }
 };
 
-/// Ranks that own experts of a token, with uniform routing.
+/// Expected number of ranks that own experts of a token, with uniform routing.
 inline double owners_of_token(int32_t ranks, int32_t top_k) {
   return ranks * (1 - std::pow(1 - 1.0 / ranks, top_k));
 }
 
-/// Rows of output, and positions in expert-major order.
+/// Rows of an output, and positions in expert-major order.
 struct RowCounts {
   int64_t rows, positions;
 };
 
-/// The output that a dropless dispatch of `tokens` tokens in one kernel is given before the number of its
-/// rows is known, so that the host waits for that number beside the kernel and not before it: for all rows
-/// that may come if no rank has more tokens, but for at most half as many again as come with uniform routing.
-/// Without rows where it would be large: it takes memory for as long as the rows are kept.
+/// The size of the output that a dropless dispatch of `tokens` tokens in one kernel gets before the number of
+/// its rows is known, so that the host waits for that number while the kernel runs. It has room for all rows
+/// that can come if no rank has more tokens, but at most for 1.5 times those of uniform routing. It is empty
+/// where it would be large, since it takes memory for as long as the rows are kept.
 inline RowCounts offered_rows(int64_t tokens, RowLayout layout, int64_t alignment, const DeviceShape& shape) {
   constexpr int64_t kLeastTokens = 32;  // other ranks may bring more
   constexpr int64_t kMostBytes = 64 << 20;
@@ -233,8 +231,8 @@ inline RowCounts offered_rows(int64_t tokens, RowLayout layout, int64_t alignmen
   return offered.rows * shape.row_bytes() <= kMostBytes ? offered : RowCounts{};
 }
 
-/// The rows of the last dropless dispatches of more than few tokens in a layout, by which an output is
-/// offered to the next one.
+/// The row counts of the last dropless dispatches of many tokens in a layout, from which the size of the next
+/// output is estimated.
 class RecentRows {
  public:
   void note(int64_t tokens, const RowCounts& counts) {
@@ -242,8 +240,8 @@ class RecentRows {
     const auto of_token = [tokens](int64_t rows) { return static_cast<double>(rows) / tokens; };
     last_[noted_++ % kKept] = {of_token(counts.rows), of_token(counts.positions)};
   }
-  /// Returns as many rows as the most of them would have with `tokens` tokens, and a few more; none before
-  /// the first, where they are many more than with uniform routing, and for few tokens.
+  /// Returns as many rows as the fullest of these dispatches would have with `tokens` tokens, and a few more;
+  /// none before the first, for few tokens, and where the rows are many more than with uniform routing.
   RowCounts offer(int64_t tokens, int64_t alignment, const DeviceShape& shape) const {
     constexpr double kMore = 1.03, kMost = 1.25;
     if (tokens < kLeastTokens) return {};
@@ -262,7 +260,7 @@ class RecentRows {
 
  private:
   static constexpr int kKept = 8;
-  // Of fewer tokens the rows differ by more than kMore from call to call.
+  // With fewer tokens row counts vary by more than kMore between calls.
   static constexpr int64_t kLeastTokens = 256;
   struct Each {
     double rows = 0, positions = 0;  ///< of a token
@@ -271,40 +269,40 @@ class RecentRows {
   uint64_t noted_ = 0;
 };
 
-/// The share of a combine's additions of rows that the owners of the experts make, and not the tokens' home:
-/// with uniform routing, of expert-major rows.
+/// The share of additions in a combine that the experts' owners make, rather than the tokens' home: for
+/// expert-major rows with uniform routing.
 inline double owners_share(int32_t ranks, int32_t top_k) {
   const double owners = owners_of_token(ranks, top_k);
   const double owner = top_k * (ranks - 1.0) / ranks, home = 1.0 * top_k / ranks + owners;
   return owner / (owner + home);
 }
 
-/// The same of the time of SMs in a combine of rank-major rows, which the owners copy and the homes add.
+/// The owners' share of SM time in a combine of rank-major rows, which owners copy and homes add.
 inline double owners_share_by_rank(int32_t ranks, int32_t top_k) {
-  // Bytes in a nanosecond, of an SM's loads and stores (docs/performance.md).
+  // Bytes per nanosecond of an SM's loads and stores (docs/performance.md).
   constexpr double kCopied = 75, kAdded = 56;
   const double owners = owners_of_token(ranks, top_k), sent = owners * (ranks - 1) / ranks;
   const double owner = 2 * sent / kCopied, home = (owners + 1) / kAdded;
   return owner / (owner + home);
 }
 
-/// Bytes in a nanosecond that a GPU's links carry (docs/performance.md).
+/// Bytes per nanosecond over a GPU's links (docs/performance.md).
 inline constexpr double kLinkRate = 332;
 
-/// What a combine moves for each token of a rank, with uniform routing.
+/// The data that a combine moves per token of a rank, with uniform routing.
 struct SumMoves {
-  double read;     ///< rows that owners read, for sums that travel
+  double read;     ///< rows that owners read for travelling sums
   double sent;     ///< sums that travel
   double added;    ///< rows and sums that the home reads
-  double rate;     ///< bytes of rows in a nanosecond that a block at the owners reads and sends
-  double fill;     ///< blocks at the owners, at most, over those that fill the links
-  double listing;  ///< nanoseconds that a unit there takes to make a list
+  double rate;     ///< bytes of rows per nanosecond that an owner's block reads and sends
+  double fill;     ///< limit of blocks at the owners, as a multiple of those that fill the links
+  double listing;  ///< nanoseconds that an owner's unit takes to make a list
   int64_t bytes;   ///< of a row
 };
 
-/// The most blocks of a combine that reduce: as many as fill the links, and some more. Past these they hinder
-/// each other, and are better used at the home (docs/performance.md, "Few SMs on four GPUs"). Sums that are
-/// quantised take longer to make than to send.
+/// The most blocks that reduce in a combine: as many as fill the links, and some more. More than that slow
+/// each other down, and are better used at the home (docs/performance.md, "Few SMs on four GPUs"). Quantised
+/// sums take longer to make than to send.
 inline int most_reducing(const SumMoves& moves, bool quantised) {
   constexpr int kMost = 34, kMostQuantised = 26;
   if (quantised) return kMostQuantised;
@@ -313,19 +311,19 @@ inline int most_reducing(const SumMoves& moves, bool quantised) {
   return static_cast<int>(std::min<double>(kMost, moves.fill * filling));
 }
 
-/// Tokens of the lists of units that take `token_time` nanoseconds for each: as few as let a unit make the
-/// next list, which takes `list_time`, while it works on one.
+/// Tokens per list for units that take `token_time` nanoseconds per token: as few as let a unit make the next
+/// list, in `list_time`, while it works on one.
 inline int list_of(double token_time, double list_time) {
   int tokens = 2;
   while (tokens < kListTokens && tokens * token_time < list_time) tokens *= 2;
   return tokens;
 }
 
-/// Chooses the tokens of lists of a combine on its blocks. The fewer, the less time passes between the last
-/// sums of blocks, and between a sum's arrival and its use.
+/// Chooses the tokens per list of a combine on its blocks. Short lists reduce the time between the last sums
+/// of blocks, and between a sum's arrival and its use.
 inline void choose_lists(CombineBlocks& blocks, const SumMoves& moves, int32_t ranks) {
   constexpr double kAdded = 56;      // as in owners_share_by_rank
-  constexpr double kListing = 6500;  // ns that a unit at the home takes for a list, with its waits
+  constexpr double kListing = 6500;  // ns that a unit at the home takes for a list, including waits
   const auto bytes = static_cast<double>(moves.bytes);
   const double token_time = std::max({moves.sent * bytes / kLinkRate,
                                       (moves.read + moves.sent) * bytes / moves.rate / blocks.reduce,
@@ -337,31 +335,31 @@ inline void choose_lists(CombineBlocks& blocks, const SumMoves& moves, int32_t r
 
 /// How often a dispatch moves a token's row, with uniform routing.
 struct RowMoves {
-  double owners;    ///< ranks that it goes to
-  double sent;      ///< but this one
-  double received;  ///< times that owners store it together
+  double owners;    ///< ranks that receive it
+  double sent;      ///< the same without this rank
+  double received;  ///< times that all its owners store it
   int64_t bytes;    ///< of a row
   RowWork work;
-  int64_t wire_bytes;  ///< of a row on the way
+  int64_t wire_bytes;  ///< bytes of a row on the wire
 
   bool quantised() const { return work == RowWork::quantised; }
   bool changes() const { return work == RowWork::factors || work == RowWork::products; }
 };
 
-/// Divides `total` blocks between the side that sends and the one that receives, so that both end together:
-/// as few send as that takes. Where those that receive have time to spare, more send, up to two and a half
-/// times as many as fill the links, which fills them best. Where they multiply rows, which takes longer,
-/// fewer blocks than that send: what arrives long before it is read is no longer in the GPU's cache then.
+/// Divides `total` blocks between the sending and the receiving side so that both end together. If the
+/// receivers have time to spare, more blocks send, up to 2.5 times as many as fill the links, which fills
+/// them best. If the receivers multiply rows, which takes longer, fewer blocks send than would end together:
+/// rows that arrive long before they are read have left the GPU's cache.
 inline DispatchBlocks divide_dispatch(int total, const RowMoves& row, bool even) {
-  // Bytes in a nanosecond (docs/performance.md): of a block's loads and stores, the same of rows that are
-  // multiplied, of its stores, and of rows that it quantises.
+  // Bytes per nanosecond (docs/performance.md) that a block loads and stores, the same while it multiplies,
+  // that it stores, and that it quantises.
   constexpr double kMoved = 80, kMultiplied = 62, kStored = 55, kQuantised = 24;
-  // Nanoseconds of a block besides: for each row that it sends, each rank that it goes to, each that arrives.
+  // A block's extra nanoseconds for each row that it sends, each target of a row, and each arriving row.
   constexpr double kSend = 20, kSendTo = 60, kReceive = 30;
-  constexpr double kLater = 1.1;  // what is received first, or last, the other side waits for
-  const int most_send = row.quantised() ? total / 2 : 30;  // more only hinder each other
-  // Blocks that send, over those that fill the links, past which they hinder each other; and the share of the
-  // time that others may take to receive, so that there is some to spare.
+  constexpr double kLater = 1.1;  // the other side waits for the first rows received, or the last
+  const int most_send = row.quantised() ? total / 2 : 30;  // more blocks only slow each other down
+  // The most sending blocks, as a multiple of those that fill the links, past which they slow each other
+  // down; and the largest share of the time that the receivers may take, to have some to spare.
   const double fill = row.changes() ? 1.6 : 2.5, kept = row.changes() ? 0.8 : 0.7;
   const auto bytes = static_cast<double>(row.bytes), wire = static_cast<double>(row.wire_bytes);
   const auto of_block = [&](double loaded, double stored, double besides) {
@@ -388,14 +386,13 @@ inline DispatchBlocks divide_dispatch(int total, const RowMoves& row, bool even)
     if ((best.send == 0 || spare) && time(send) <= 1.01 * least) best.send = send;
   }
   best.receive = total - best.send;
-  // Rows under way in more warps than these only wait for each other, and arrive later.
+  // Rows in flight in more warps than this only wait for each other, and arrive later.
   best.send_warps = std::max(4, 240 / best.send);
-  // What is announced waits on the links behind rows. Where the memory holds the dispatch, and neither links
-  // nor blocks, rows that are sent some time later are there early enough, and those that receive begin
-  // sooner.
-  constexpr double kMemory = 3000;  // bytes in a nanosecond, of rows that are read and written here and there
+  // Announcements wait on the links behind rows. If the memory limits the dispatch, rather than the links or
+  // the blocks, rows sent a little later still arrive early enough, and receivers begin sooner.
+  constexpr double kMemory = 3000;  // bytes per nanosecond of rows that are read and written here and there
   constexpr double kClearly = 1.15;
-  constexpr double kMakesUp = 1.6;  // of the blocks that send, for the time that they wait
+  constexpr double kMakesUp = 1.6;  // extra senders that make up for their wait
   const double staged = row.quantised() ? row.owners : row.sent;
   const double memory_time = (bytes + (staged + row.owners) * wire + row.received * bytes) / kMemory;
   best.routes_first = memory_time > kMakesUp * send_time / best.send &&
@@ -403,9 +400,9 @@ inline DispatchBlocks divide_dispatch(int total, const RowMoves& row, bool even)
   return best;
 }
 
-/// `sms`: those of the device; `budget`: those that one operation may use, 0 for the default. With several
-/// nodes three are the least. `fused_tokens`: of so many kernels for few tokens serve the shape. `wire`: the
-/// format of rows that are quantised.
+/// `sms`: SMs of the device; `budget`: SMs that one operation may use, 0 for the default. With several nodes
+/// at least three. `fused_tokens`: the most tokens that kernels for few tokens can serve. `wire`: the format
+/// of quantised rows.
 inline Heuristics choose_heuristics(int sms, int budget, int fused_tokens, const DeviceShape& shape,
                                     WireFormat wire) {
   const bool several_nodes = shape.other_nodes() > 0;
@@ -415,7 +412,7 @@ inline Heuristics choose_heuristics(int sms, int budget, int fused_tokens, const
   Heuristics h{};
   h.paired = budget > 0;
   const auto even = [&h](int blocks) { return h.paired ? (blocks + 1) / 2 * 2 : blocks; };
-  // This many blocks copy between host memory and the links as fast as a network of 50 GB/s brings it.
+  // This many blocks copy between host memory and the links as fast as a network of 50 GB/s delivers.
   h.relay_blocks = several_nodes ? std::clamp(all / 8, 1, 12) : 0;
   const int total = std::max(2, all - h.relay_blocks);
   const double owners = owners_of_token(ranks, top_k), sent = owners * (ranks - 1) / ranks;
@@ -434,11 +431,11 @@ inline Heuristics choose_heuristics(int sms, int budget, int fused_tokens, const
     const int most = std::max(unit, std::min(most_reducing(moves, quantised) / unit * unit, total - 1));
     const int reduce = std::clamp(even(static_cast<int>(total * share)), unit, most);
     CombineBlocks blocks{reduce, total - reduce, kListTokens, kListTokens};
-    if (!quantised) choose_lists(blocks, moves, ranks);  // others are made without a pipe
+    if (!quantised) choose_lists(blocks, moves, ranks);  // quantised sums are made without a pipe
     return blocks;
   };
-  constexpr double kSends = 1.1;   // owners also send what they have added
-  const double own = 1.0 / ranks;  // of what is a token's, with its home
+  constexpr double kSends = 1.1;   // owners also send their sums
+  const double own = 1.0 / ranks;  // the share of tokens whose home is their owner
   const SumMoves added{.read = top_k * (1 - own),
                        .sent = sent,
                        .added = top_k * own + sent,
@@ -458,8 +455,8 @@ inline Heuristics choose_heuristics(int sms, int budget, int fused_tokens, const
     h.combine_by_rank[quantised] = divide_combine(owners_share_by_rank(ranks, top_k), copied, quantised);
   }
   h.fused_tokens = several_nodes ? 0 : fused_tokens;
-  // With more than two ranks more sums travel than are made of own rows, and with more tokens than these two
-  // kernels, some of whose blocks only reduce, are faster; measured at 512 and 1024 tokens of four ranks.
+  // With more than two ranks more sums travel than are made of own rows; with more tokens than this, two
+  // kernels, some of whose blocks only reduce, are faster. Measured at 512 and 1024 tokens on four ranks.
   constexpr int kMostSums = 768;
   h.fused_sums = ranks > 2 ? std::min(h.fused_tokens, kMostSums) : h.fused_tokens;
   return h;

@@ -1,5 +1,5 @@
-// Parts that the kernels inside a node have in common: shared memory, the start of an operation, its end, and
-// the launch.
+// Code that the kernels inside a node share: shared memory, the start and end of an operation, and the
+// launch.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -27,15 +27,15 @@ __device__ inline WarpMemory warp_memory(BlockMemory& block) {
   return {block.pieces[warp_id()], block.barriers[warp_id()], block.scales[warp_id()]};
 }
 
-/// `total` bytes in equal pieces of at most `most`, multiples of 16.
+/// `total` bytes in equal pieces of at most `most` bytes; all are multiples of 16.
 __device__ inline Pieces pieces_of(int64_t total, int32_t most) {
   const int32_t bytes = static_cast<int32_t>(total), count = (bytes + most - 1) / most;
   const int32_t each = (bytes / 16 + count - 1) / count * 16;
   return {(bytes + each - 1) / each, each, bytes};
 }
 
-/// `total` bytes in pieces of `each` and a rest, so that no block of columns with one scale lies in two of
-/// them.
+/// `total` bytes in pieces of `each` and a rest, so that no block of columns with one scale is split between
+/// pieces.
 __device__ inline Pieces full_pieces(int64_t total, int32_t each = kSumPiece) {
   const int32_t bytes = static_cast<int32_t>(total);
   return {(bytes + each - 1) / each, each, bytes};
@@ -47,13 +47,13 @@ __device__ inline int64_t weights_bytes(const Comm& comm, int64_t tokens) {
 }
 
 /// Returns, in lane k, an output row of entry `entry` of a plan's [ranks][max_tokens]: in the expert layout
-/// that of the token's k, in the rank layout the only one in lane 0. kRowElsewhere: none.
+/// the row for the token's k, in the rank layout the token's only row, in lane 0. kRowElsewhere: none.
 __device__ inline int32_t planned_row(const PlanView& plan, RowLayout layout, int64_t entry, int top_k) {
   if (layout == RowLayout::rank) return lane_id() == 0 ? plan.at(plan.fields.rows)[entry] : kRowElsewhere;
   return lane_id() < top_k ? plan.at(plan.fields.positions)[entry * top_k + lane_id()] : kRowElsewhere;
 }
 
-/// Announces an operation along a plan that is known. Whole block.
+/// Announces an operation along an existing plan. Whole block.
 __device__ inline void signal_start(const Comm& comm, Operation operation, uint64_t epoch, int32_t* words,
                                     RowLayout layout, int64_t tokens, uint32_t carries) {
   const PlanView plan{words, comm.plan_fields};
@@ -67,8 +67,8 @@ __device__ inline void signal_start(const Comm& comm, Operation operation, uint6
   record.carries = carries;
   if (threadIdx.x == 0) device::note_phase(comm, operation, Phase::announced);
   device::signal_records(comm, record);
-  // Rows go to other nodes, in the backward of combine, as in the dispatch. In a combine they come from where
-  // the rows of the dispatch went: a node gets the sums of its tokens, and all gradients of their weights.
+  // In the backward of combine, rows go to other nodes as in the dispatch. In a combine they go the reverse
+  // way: a node gets the sums of its tokens, and all gradients of their weights.
   const bool back = operation == Operation::combine;
   for (int32_t other = static_cast<int32_t>(threadIdx.x); other < comm.rail.others;
        other += static_cast<int32_t>(blockDim.x)) {
@@ -84,7 +84,7 @@ __device__ inline void signal_start(const Comm& comm, Operation operation, uint6
   }
 }
 
-/// A kernel of an operation along a known plan waits for all ranks and compares what they do. Whole block;
+/// Waits for the records of all ranks and compares them, in a kernel along an existing plan. Whole block;
 /// false if this operation can't go on.
 __device__ inline bool agree_on_operation(const Comm& comm, Operation operation, uint64_t epoch) {
   if (!device::wait_records(comm, operation, epoch)) return false;
@@ -104,20 +104,20 @@ __device__ inline bool agree_on_operation(const Comm& comm, Operation operation,
   return agreed;
 }
 
-/// The end of a block of a kernel that sends later, beside the one that receives. Whole block.
+/// Ends a block of a kernel that sends later, concurrently with the one that receives. Whole block.
 __device__ inline void end_sending(const Comm& comm) {
   __syncthreads();
   if (threadIdx.x == 0) ptx::add_acq_rel_gpu(&comm.state().send_done, 1);
 }
 
-/// The end of an operation: the last block of its last kernel gets the counters ready for the next one.
-/// `clocked`: the time that it took counts. `senders`: blocks that call end_sending; 0: none, the kernel that
-/// sends is the one before in this stream.
+/// Ends an operation: the last block of its last kernel resets the counters for the next one. `clocked`: the
+/// operation's time is counted. `senders`: blocks that call end_sending; 0: none, as the sending kernel is
+/// the previous one in this stream.
 __device__ inline void end_operation(const Comm& comm, Operation operation, uint64_t epoch, bool clocked,
                                      int32_t senders = 0) {
   __syncthreads();
   if (threadIdx.x != 0) return;
-  // Blocks that send use the counters too.
+  // Sending blocks use the counters too.
   ptx::wait_for_previous_kernel();
   if (senders > 0)
     device::wait_until(comm, {comm.rank, WaitPhase::blocks, operation, epoch, false},
@@ -148,17 +148,17 @@ __device__ inline bool has_room(const PlanHeader& header, const ReceiveArguments
   return header.needed_rows <= args.rows && header.needed_positions <= args.positions;
 }
 
-/// Leaves the rows of a dropless dispatch where they are, as the output that it was offered has no room for
-/// them: the host knows how many there are. Whole block.
+/// Leaves the rows of a dropless dispatch in the window, since the offered output has no room for them; tells
+/// the host how many there are. Whole block.
 __device__ inline void leave_rows(const Comm& comm, uint64_t epoch) {
   if (threadIdx.x != 0) return;
-  ptx::wait_for_previous_kernel();  // whatever receives them comes behind it
+  ptx::wait_for_previous_kernel();  // the kernel that will receive them comes after it
   if (blockIdx.x + 1 == gridDim.x) comm.state().left = epoch;
 }
 
-/// What end_operation is to an operation of one kernel, which keeps no counters: when every block has read
-/// the epoch of the last operation, it becomes that of this one. Whole block, anywhere behind a barrier; one
-/// thread is held up.
+/// Replaces end_operation where an operation is one kernel without counters: once every block has read the
+/// previous operation's epoch, it becomes this one's. Whole block, anywhere after a barrier; only one thread
+/// waits.
 __device__ inline void pass_epoch(const Comm& comm, uint64_t epoch) {
   if (threadIdx.x != blockDim.x - 1) return;
   DeviceState& state = comm.state();
@@ -167,15 +167,15 @@ __device__ inline void pass_epoch(const Comm& comm, uint64_t epoch) {
   state.epoch = epoch;
 }
 
-/// Loads a kernel onto the current device and lets it have its shared memory. Before its first launch:
-/// loading at the launch may wait for kernels under way, which may wait for this one.
+/// Loads a kernel onto the current device and raises its limit of shared memory. Call it before the first
+/// launch: a launch that loads may wait for running kernels, which may wait for this one.
 template <auto kernel>
 cudaError_t prepare_kernel(size_t shared_bytes) {
   return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                               static_cast<int>(shared_bytes));
 }
 
-/// Starts `kernel(comm, arguments)`.
+/// Launches `kernel(comm, arguments)`.
 template <auto kernel, class Arguments>
 cudaError_t launch_kernel(const Launch& launch, int threads, size_t shared_bytes, const Comm& comm,
                           const Arguments& arguments) {
@@ -200,8 +200,8 @@ cudaError_t launch_kernel(const Launch& launch, int threads, size_t shared_bytes
   return cudaLaunchKernelEx(&config, kernel, comm, arguments);
 }
 
-/// What is done with a kernel that a shape calls for, use.operator()<kernel>(threads, bytes of shared
-/// memory): it is loaded.
+/// A visitor use.operator()<kernel>(threads, bytes of shared memory), called with the kernel for a shape:
+/// loads it.
 struct Prepare {
   template <auto kernel>
   cudaError_t operator()(int, size_t shared_bytes) const {
@@ -209,7 +209,7 @@ struct Prepare {
   }
 };
 
-/// Likewise: it is started.
+/// The same, but launches it.
 template <class Arguments>
 struct Start {
   Start(const Launch& how, const Comm& own, const Arguments& given)
@@ -223,19 +223,19 @@ struct Start {
   const Arguments& arguments;
 };
 
-/// Kernels for one node or for several. They differ at compile time: what nodes need costs a group
-/// on one node nothing.
+/// Whether a kernel is for one node or for several. Chosen at compile time, so that code for nodes costs a
+/// group on one node nothing.
 enum class Way { whole, nodes };
 
-/// Calls use.operator()<way>() with the way of a shape.
+/// Calls use.operator()<way>() with the Way for a shape.
 template <class Use>
 cudaError_t with_way(const DeviceShape& shape, const Use& use) {
   return shape.other_nodes() > 0 ? use.template operator()<Way::nodes>()
                                  : use.template operator()<Way::whole>();
 }
 
-/// Calls use.operator()<dtype, way, wire>() with the way and dtype of a shape, for sums of a combine that
-/// travel in `wire`.
+/// Calls use.operator()<dtype, way, wire>() with the Way and dtype of a shape, for the sums of a combine in
+/// format `wire`.
 template <class Use>
 cudaError_t with_sums(const DeviceShape& shape, WireFormat wire, const Use& use) {
   return with_dtype(shape.dtype, [&]<DType dtype>() {
@@ -246,14 +246,14 @@ cudaError_t with_sums(const DeviceShape& shape, WireFormat wire, const Use& use)
   });
 }
 
-/// Calls prepare(wire) for sums in their dtype and, if that is another format, in `sums`.
+/// Calls prepare(wire) for sums in their dtype and, if `sums` is another format, for that.
 template <class PrepareIn>
 cudaError_t prepare_sums(WireFormat sums, const PrepareIn& prepare) {
   const cudaError_t error = prepare(WireFormat::same);
   return error != cudaSuccess || sums == WireFormat::same ? error : prepare(sums);
 }
 
-/// Calls use.operator()<dtype, wire>() for the rows of a shape that travel in another format.
+/// Calls use.operator()<dtype, wire>() for a shape whose rows have a wire format of their own.
 template <class Use>
 cudaError_t with_conversion(const DeviceShape& shape, const Use& use) {
   return with_wire(shape.wire, [&]<WireFormat wire>() {

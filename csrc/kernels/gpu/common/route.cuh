@@ -1,11 +1,11 @@
-// Routes of a source's rows, worked out by the source: for each (token, k) its number among the source's rows
-// for that expert, so that a receiver only has to add where the source's rows of the expert begin.
+// Routes of a source's rows. The source computes for each (token, k) its number among the source's rows for
+// that expert; a receiver adds the position at which the source's rows for the expert begin.
 //   1. blocks share the tokens in order, warps share a block's; each warp counts its ids into a histogram
-//   2. blocks exchange their counts; a histogram then holds where its warp's rows of each expert begin
+//   2. blocks exchange their counts; a histogram then holds where its warp's rows for each expert begin
 //   3. warps walk their tokens again in order, hand out numbers, and push them to every rank
-// What others wait for, the start, counts and routes, goes out in words that hold their epoch as soon as it
-// is known. It crosses a link once, and no fence comes before it. The record, which the caller signals
-// afterwards, need not come behind it.
+// Start, counts and routes, for which others wait, are sent as soon as they are known, in words that hold
+// their epoch. They cross a link once and need no fence. The record, which the caller signals afterwards, may
+// arrive before them.
 //
 // Data for other nodes goes to host memory instead, once for all of them, with the number of each token among
 // those that a node needs (its relay index), counted like an expert's rows; the last block to end sends it.
@@ -30,40 +30,40 @@ __device__ inline int64_t read_id(const SendArguments& args, int64_t index) {
                        : static_cast<const int32_t*>(args.ids)[index];
 }
 
-/// An id that names an expert, or kNoExpert.
+/// Returns an id if it names an expert, else kNoExpert.
 __device__ inline int32_t valid_id(const Comm& comm, int64_t id) {
   return id >= 0 && id < comm.window.shape.num_experts ? static_cast<int32_t>(id) : kNoExpert;
 }
 
-/// Remembers the first bad id: at `index`, which repeats the one at `repeats` - 1 of its token if that is not
-/// 0.
+/// Records the first bad id, at `index`. If `repeats` is not 0, the id repeats that of k = `repeats` - 1 of
+/// its token.
 __device__ inline void note_bad_id(DeviceState& state, int64_t index, int repeats) {
   atomicMin(reinterpret_cast<unsigned long long*>(&state.bad_id),
             static_cast<unsigned long long>(index) << 8 | static_cast<unsigned long long>(repeats));
 }
 
-/// A lane's (token, k) in a step of a warp over whole tokens.
+/// A lane's (token, k) in one step of a warp over whole tokens.
 struct RouteStep {
   int64_t token;
   int32_t k;
   bool active;
   uint32_t token_lanes;  ///< lanes of the same token
   int32_t id, owner;     ///< -1: none
-  uint32_t owner_lanes;  ///< lanes of the token's ids with this owner; of none this one
-  bool first;            ///< the first of them
-  int32_t sender;        ///< of the owner's sum in combine (Comm::sender)
+  uint32_t owner_lanes;  ///< lanes whose ids have this owner, within the token; without an owner this lane
+  bool first;            ///< this lane is the first of owner_lanes
+  int32_t sender;        ///< whose slot the owner's sum takes in combine (Comm::sender)
   bool first_of_sender;  ///< likewise
 };
 
-/// A warp's tokens [begin, end), as many as fit a step at a time.
+/// A warp's tokens [begin, end), taken in steps of as many as fit.
 class RouteWalk {
  public:
   __device__ RouteWalk(const Comm& comm, int64_t begin, int64_t end)
       : comm_(comm), top_k_(comm.top_k()), tokens_(32 / comm.top_k()), begin_(begin), end_(end) {}
 
   /// Calls use(step, value) for each step, with value = load(index of the (token, k)) and id(value) its
-  /// expert. Loads of several steps are under way together; what is done with them is not unrolled, since a
-  /// warp has few steps.
+  /// expert. Loads of several steps are in flight together. The use of values is not unrolled, since a warp
+  /// has few steps.
   template <class Load, class Id, class Use>
   __device__ void for_each(const Load& load, const Id& id, const Use& use) const {
     constexpr int kAhead = 4;
@@ -102,7 +102,8 @@ class RouteWalk {
   }
 
  private:
-  /// Returns this lane's part of the step that begins with token `first`, but for what the id tells.
+  /// Returns this lane's part of the step that begins with token `first`, without fields that depend on the
+  /// id.
   __device__ RouteStep place(int64_t first) const {
     const int within = lane_id() / top_k_;
     RouteStep s;
@@ -118,8 +119,7 @@ class RouteWalk {
   const int64_t begin_, end_;
 };
 
-/// Number of a lane among those of lower lanes with the same `bin`, counted on from histogram[bin]. -1: no
-/// bin.
+/// Numbers the lanes with the same `bin` in order, starting at histogram[bin]. -1: no bin.
 __device__ inline int32_t take_number(int32_t* histogram, int32_t bin) {
   const int lane = lane_id();
   const uint32_t same = __match_any_sync(0xffffffffu, bin >= 0 ? bin : -1 - lane);
@@ -131,8 +131,8 @@ __device__ inline int32_t take_number(int32_t* histogram, int32_t bin) {
   return number;
 }
 
-/// Writes what a token's home has to know: its number of sums, and which of them in ascending order is this
-/// rank's.
+/// Writes what a token's home needs to know: the number of its sums, and the position of this rank's own
+/// among them.
 __device__ inline void note_home(const Comm& comm, const SendArguments& args, const RouteStep& s) {
   const PlanView plan{args.plan, comm.plan_fields};
   const uint32_t sums = __ballot_sync(0xffffffffu, s.first_of_sender) & s.token_lanes;
@@ -143,12 +143,12 @@ __device__ inline void note_home(const Comm& comm, const SendArguments& args, co
     plan.at(plan.fields.home)[s.token] = __popc(sums) | (own != 0 ? __popc(below) : kNoOwnSlot) << 16;
 }
 
-/// True where the step's token goes to another node, and this is the first of its ids that says so.
+/// True in the first lane whose id sends the step's token to another node.
 __device__ inline bool leaves_node(const Comm& comm, const RouteStep& s) {
   return comm.rail.others > 0 && s.first_of_sender && !comm.is_local(s.owner);
 }
 
-/// Says that no node needs the token; then push_routes says which do.
+/// Marks the token as needed by no node, before push_routes marks the nodes that need it.
 __device__ inline void clear_home_index(const Comm& comm, const SendArguments& args, const RouteStep& s) {
   const PlanView plan{args.plan, comm.plan_fields};
   if (!s.active) return;
@@ -156,19 +156,19 @@ __device__ inline void clear_home_index(const Comm& comm, const SendArguments& a
     plan.at(plan.fields.home_index)[other * comm.window.shape.max_tokens + s.token] = -1;
 }
 
-/// A (token, k) as it is loaded for the second walk.
+/// A (token, k), loaded for the second walk.
 struct RoutedId {
   int32_t id = kNoExpert;
   float weight = 0;
 };
 
-/// A Route as it is stored.
+/// A Route in its stored form.
 __device__ inline ptx::Pair route_word(uint64_t epoch, int32_t packed, float weight, int32_t place) {
   return {static_cast<uint32_t>(packed) | uint64_t{__float_as_uint(weight)} << 32,
           EpochNumber::word(epoch, place)};
 }
 
-/// Pushes a route to every rank of the node, as number `entry` of those of `source`.
+/// Pushes a route to every rank of the node, as entry `entry` of `source`.
 __device__ inline void push_route(const Comm& comm, int32_t source, uint64_t epoch, int64_t entry,
                                   const ptx::Pair& route) {
   const std::byte* const own = reinterpret_cast<std::byte*>(comm.routes(comm.own, source, epoch) + entry);
@@ -178,7 +178,7 @@ __device__ inline void push_route(const Comm& comm, int32_t source, uint64_t epo
     ptx::store_relaxed_sys_pair(comm.bases[comm.first_rank + i] + to, route);
 }
 
-/// Pushes number `bin` of what `source` announces to every rank of the node.
+/// Pushes count number `bin` of `source` to every rank of the node.
 __device__ inline void push_count(const Comm& comm, int32_t source, uint64_t epoch, int64_t bin,
                                   int32_t count) {
 #pragma unroll 1
@@ -187,7 +187,7 @@ __device__ inline void push_count(const Comm& comm, int32_t source, uint64_t epo
                            EpochNumber::word(epoch, count));
 }
 
-/// Announces a dispatch to all ranks of the node, and notes that. Called by threads that share the peers.
+/// Announces a dispatch to all ranks of the node, and notes the time. Called by threads that share the peers.
 __device__ inline void push_starts(const Comm& comm, const SignalRecord& record, int thread, int threads) {
   if (thread == 0) device::note_phase(comm, Operation::dispatch, Phase::announced);
   for (int32_t i = thread; i < comm.local_ranks; i += threads) {
@@ -198,8 +198,8 @@ __device__ inline void push_starts(const Comm& comm, const SignalRecord& record,
   }
 }
 
-/// Second walk of a warp: hands out numbers, and pushes routes to every rank of the node. Sends all routes to
-/// each rank, which finds out by itself what concerns it; so do other nodes.
+/// The second walk of a warp: hands out numbers, and pushes all routes to every rank of the node. Each rank,
+/// also of other nodes, picks the routes that concern it.
 __device__ inline void push_routes(const Comm& comm, const SendArguments& args, uint64_t epoch,
                                    const RouteWalk& walk, const int32_t* local_topk_idx, int32_t* histogram) {
   const DeviceWindow& w = comm.window;
@@ -237,7 +237,7 @@ __device__ inline void push_routes(const Comm& comm, const SendArguments& args, 
       });
 }
 
-/// Sends the record of a dispatch, and what push_routes has left in host memory, to other nodes. Whole block.
+/// Sends a dispatch's record, and the data that push_routes left in host memory, to other nodes. Whole block.
 __device__ inline void send_tables(const Comm& comm, const SendArguments& args, const SignalRecord& record) {
   const Rail& rail = comm.rail;
   const PlanView plan{args.plan, comm.plan_fields};
@@ -285,7 +285,7 @@ __device__ inline SignalRecord dispatch_record(const Comm& comm, const SendArgum
   return record;
 }
 
-/// Run by `blocks` blocks, the first of which signals the records when this has returned true for it.
+/// Computes routes with `blocks` blocks. The first block signals the records after this has returned true.
 /// `histogram`: shared memory, overwritten.
 __device__ inline bool route(const Comm& comm, const SendArguments& args, uint64_t epoch, int blocks,
                              int32_t* histogram, int64_t histogram_words, int32_t* shared_word) {
@@ -318,7 +318,7 @@ __device__ inline bool route(const Comm& comm, const SendArguments& args, uint64
                   const uint32_t same =
                       __match_any_sync(0xffffffffu, s.id >= 0 ? s.id : -1 - lane_id()) & s.token_lanes;
                   const uint32_t below = same & ((1u << lane_id()) - 1);
-                  if (s.id >= 0 && below != 0) {  // one expert twice in a token
+                  if (s.id >= 0 && below != 0) {  // a token names an expert twice
                     note_bad_id(state, s.token * top_k + s.k,
                                 (__ffs(static_cast<int>(below)) - 1) % top_k + 1);
                     s.id = kNoExpert;
@@ -347,7 +347,7 @@ __device__ inline bool route(const Comm& comm, const SendArguments& args, uint64
     if (threadIdx.x == 0) {
       __threadfence();
       ptx::add_acq_rel_gpu(&state.route_counted, 1);
-      // Nothing comes from peers, and other nodes wait for what follows: it is not called off.
+      // The wait is not called off: nothing in it comes from peers, and other nodes wait for what follows.
       counted = device::wait_until(comm, {comm.rank, WaitPhase::blocks, Operation::dispatch, epoch, false},
                                    device::BlockCount{&state.route_counted, static_cast<uint32_t>(blocks)});
     }

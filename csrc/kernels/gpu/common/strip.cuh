@@ -1,6 +1,6 @@
-// Sums of rows by plain loads: a warp takes a strip of all rows of a token at a time, so that as many loads
-// as possible are under way. Left to right, each product and each sum rounded, as on the CPU. For few tokens,
-// between nodes, and for sums in a wire format; else sum_pipe.cuh.
+// Sums of rows by plain loads: a warp processes one strip of all rows of a token at a time, so that as many
+// loads as possible are in flight. Sums run left to right, with each product and each sum rounded, as on the
+// CPU. Used for few tokens, between nodes, and for sums in a wire format; sum_pipe.cuh makes all other sums.
 #pragma once
 
 #include <type_traits>
@@ -10,7 +10,7 @@
 
 namespace moecomm::gpu {
 
-/// `steps` times 512 bytes of a row.
+/// `steps` times 512 bytes of a row, spread over the lanes.
 template <int steps>
 struct Strip {
   uint4 raw[steps];
@@ -31,13 +31,13 @@ struct Strip {
   }
 };
 
-/// A strip of a sum that travels in a wire format. `scales_at`: where the scales of a row begin.
+/// A strip of a sum in a wire format. `scales_at`: position of a row's scales.
 template <DType dtype, WireFormat wire, int steps>
 class WireStrip {
   using E = Element<dtype>;
   using W = Wire<wire>;
   static_assert(!W::kRowScale);
-  static constexpr int kBytes = E::kVector * W::kValueBits / 8;  // of a vector's values
+  static constexpr int kBytes = E::kVector * W::kValueBits / 8;  // bytes of a vector's values on the wire
   static constexpr int kBlockLanes = W::kScaleColumns / E::kVector;
   static_assert(kBlockLanes <= 32);
   using Values = std::conditional_t<kBytes == 8, uint2, uint32_t>;
@@ -53,7 +53,7 @@ class WireStrip {
       scales_[s] = __ldcg(scales + v / kBlockLanes);
     }
   }
-  /// Takes numbers of float32, [steps][E::kVector] of each lane. All lanes.
+  /// Takes float32 numbers, [steps][E::kVector] per lane. All lanes.
   __device__ void take(const float (*values)[E::kVector], int first, int vectors) {
 #pragma unroll
     for (int s = 0; s < steps; ++s) {
@@ -91,20 +91,20 @@ class WireStrip {
   typename W::Scale scales_[steps];
 };
 
-/// A strip of a sum as it travels from an owner to the token's home.
+/// A strip of a sum in the form in which it travels from an owner to the token's home.
 template <DType dtype, WireFormat wire, int steps>
 using SumStrip = std::conditional_t<wire == WireFormat::same, Strip<steps>, WireStrip<dtype, wire, steps>>;
 
-/// Bytes from one sum that travels in `wire` to the next, where it comes over the network.
+/// Bytes between sums in format `wire` that come over the network.
 __device__ inline int64_t sum_row_bytes(const Comm& comm, WireFormat wire) {
   return comm.window.shape.with_wire(wire).wire_row_bytes();
 }
-/// Where the scales of a sum begin that travels in `wire`.
+/// Position of the scales in a sum in format `wire`.
 __device__ inline int64_t sum_scales_at(const Comm& comm, WireFormat wire) {
   return comm.window.shape.hidden * wire_entry(wire).value_bits / 8;
 }
 
-/// The sum of strips.
+/// A sum of strips.
 template <DType dtype, int steps>
 class StripSum {
   using E = Element<dtype>;
@@ -126,7 +126,7 @@ class StripSum {
       accumulate(s, values, first);
     }
   }
-  /// The sum as it travels. All lanes.
+  /// The sum in the form in which it travels. All lanes.
   template <WireFormat wire>
   __device__ SumStrip<dtype, wire, steps> travelling(int first, int vectors) const {
     if constexpr (wire == WireFormat::same) {
@@ -172,8 +172,8 @@ class StripSum {
   float total_[steps][E::kVector];
 };
 
-/// The sum of a strip of rows[0..count), times weights[j] if there are weights; zero without rows. row(j) is
-/// the address of the j-th.
+/// The sum of one strip of rows[0..count), times weights[j] if there are weights; zero without rows. row(j)
+/// is the address of row j.
 template <DType dtype, int steps, int batch, class Row>
 __device__ inline StripSum<dtype, steps> sum_rows(int count, const Row& row, const float* weights, int first,
                                                   int vectors) {
@@ -196,7 +196,7 @@ __device__ inline StripSum<dtype, steps> sum_rows(int count, const Row& row, con
   return sum;
 }
 
-/// Returns the row of this lane's (token, k) that has the gradient of its weight; negative: none has.
+/// Returns the row that holds the gradient of the weight of this lane's (token, k); negative: none.
 __device__ inline int32_t weight_grad_row(const Comm& comm, const CombineArguments& args, int32_t home,
                                           int64_t token) {
   const PlanView plan{args.plan, comm.plan_fields};
@@ -206,7 +206,7 @@ __device__ inline int32_t weight_grad_row(const Comm& comm, const CombineArgumen
   return by_expert ? position : plan.at(plan.fields.rows)[entry];
 }
 
-/// Writes the gradient of this lane's (token, k), which is at `row` here, to `section` [tokens][top_k].
+/// Writes the gradient for this lane's (token, k), at `row` on this rank, to `section` [tokens][top_k].
 __device__ inline void put_weight_grad(const Comm& comm, const CombineArguments& args, std::byte* section,
                                        int64_t token, int32_t row) {
   const int64_t to = token * comm.top_k() + lane_id();

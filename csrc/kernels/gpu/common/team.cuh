@@ -1,4 +1,4 @@
-// Teams of warps that work on one row together, in the kernels for few tokens.
+// Teams of warps that share a row, in the kernels for few tokens.
 #pragma once
 
 #include "kernels/gpu/common/pipe.cuh"
@@ -6,15 +6,15 @@
 
 namespace moecomm::gpu {
 
-/// A thread's team among those of several blocks. Teams that follow each other are in different blocks, so
-/// that few rows keep many SMs at work.
+/// A thread's team among those of several blocks. Consecutive teams are in different blocks, so that few rows
+/// occupy many SMs.
 struct Team {
   int warps;       ///< of a team
-  int first_warp;  ///< in its block
-  int number;      ///< -1: this warp is in none, since the warps of a block do not divide
-  int count;       ///< of all blocks
+  int first_warp;  ///< index in its block
+  int number;      ///< -1: this warp is in no team, as the warps of a block do not divide evenly
+  int count;       ///< teams in all blocks
 
-  /// `block` of `blocks` blocks.
+  /// For block `block` of `blocks`.
   __device__ Team(int of_warps, int block, int blocks) : warps(of_warps) {
     const int within = warp_id() / warps, each = static_cast<int>(blockDim.x) / 32 / warps;
     first_warp = within * warps;
@@ -28,12 +28,12 @@ struct Team {
   __device__ bool leads() const { return warp_id() == first_warp; }
   /// True in the team's last warp, which has the fewest columns of a row.
   __device__ bool trails() const { return warp_id() == first_warp + warps - 1; }
-  /// A barrier of the team.
+  /// A barrier among the team.
   __device__ void sync() const { all(true); }
-  /// A barrier of the team; true if `value` is for all of it.
+  /// A barrier among the team; returns whether `value` is true for all of it.
   __device__ bool all(bool value) const {
     if (warps > 1) return ptx::barrier_and(1 + first_warp / warps, threads(), value);
-    __syncwarp();  // orders memory, which a vote does not promise
+    __syncwarp();  // orders memory, which a vote does not guarantee
     return __all_sync(0xffffffffu, value) != 0;
   }
 };

@@ -1,5 +1,5 @@
-// 16 bytes of a row in a lane, to a wire format and back: lanes that follow each other have what follows in
-// the row, so that those of a block of columns find its scale together.
+// Converts 16 bytes of a row per lane to a wire format and back. Consecutive lanes hold consecutive bytes, so
+// that the lanes of a block of columns find its scale together.
 #pragma once
 
 #include <type_traits>
@@ -14,8 +14,8 @@ struct WireVector {
   using E = Element<dtype>;
   using W = Wire<wire>;
   using Scale = typename W::Scale;
-  static constexpr int kBlockLanes = W::kScaleColumns / E::kVector;  ///< that share a scale
-  static constexpr int kBytes = E::kVector * W::kValueBits / 8;      ///< of a vector's values on the wire
+  static constexpr int kBlockLanes = W::kScaleColumns / E::kVector;  ///< lanes that share a scale
+  static constexpr int kBytes = E::kVector * W::kValueBits / 8;      ///< a vector's bytes on the wire
   using Values = std::conditional_t<kBytes == 8, uint2, std::conditional_t<kBytes == 4, uint32_t, uint16_t>>;
   static_assert(kBlockLanes >= 2 && kBlockLanes <= 32 && sizeof(Values) == kBytes);
 
@@ -30,11 +30,11 @@ struct WireVector {
     for (int e = 0; e < E::kVector; ++e) most = fmaxf(most, isfinite(values[e]) ? fabsf(values[e]) : 0.0f);
     return most;
   }
-  /// The scale of the block that a lane's vector is in. All lanes; zero beyond the row.
+  /// The scale of the block that contains a lane's vector. All lanes; zero past the row.
   __device__ static Scale block_scale(const uint4& raw, const typename W::Blocks& blocks) {
-    // Bits of magnitudes, whose order is that of the numbers.
+    // Bits of magnitudes, which sort as the magnitudes do.
     uint32_t most = 0;
-    if constexpr (W::kRowScale) {  // a NaN or an infinity in a block is one in its scale
+    if constexpr (W::kRowScale) {  // a block with NaN or infinity has it in its scale
       const float largest = E::largest_or_nan(raw);
       most = isfinite(largest) ? __float_as_uint(largest) : 0x7fffffffu;
     } else {

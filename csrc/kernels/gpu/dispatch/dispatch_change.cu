@@ -1,13 +1,13 @@
-// Dispatch, receiving side, of rows that change where they arrive: out of the wire format, or, in the
-// backward of a combine with weights, times the factor of each place, with their products with the rows that
-// lie there. By a pipe with workers (move_pipe.cuh), which takes rows that are one piece of a stage.
+// Dispatch, receiving side, for rows that change on arrival: they are converted from the wire format, or, in
+// the backward of a combine with weights, multiplied by the factor of each place, with the dot products of
+// rows and those at the places. Uses a pipe with workers (move_pipe.cuh), for rows that fit one stage.
 #include "kernels/gpu/common/wire_vector.cuh"
 #include "kernels/gpu/dispatch/receive_list.cuh"
 
 namespace moecomm::gpu {
 namespace {
 
-/// Makes rows of `dtype` of those in a wire format. For the workers of a pipe.
+/// Converts rows from a wire format to `dtype`. For the workers of a pipe.
 template <DType dtype, WireFormat wire>
 class DequantiseWork {
   using V = WireVector<dtype, wire>;
@@ -31,7 +31,7 @@ class DequantiseWork {
       packed[s] = reinterpret_cast<const typename V::Values*>(stage)[v];
       factors[s] = V::W::factor(scales[v / V::kBlockLanes], of_row);
     }
-    sync_workers();  // the row takes the place of what was read
+    sync_workers();  // the result overwrites what was read
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) {
       const int v = s * kWorkerThreads + thread;
@@ -43,7 +43,7 @@ class DequantiseWork {
   const KernelShape& shape_;
 };
 
-/// Receives rows in a wire format, which become rows of `dtype`. Whole block.
+/// Receives rows in a wire format and converts them to `dtype`. Whole block.
 template <DType dtype, WireFormat wire>
 __device__ void dequantise_by_pipe(const Comm& comm, const ReceiveArguments& args, uint64_t epoch,
                                    std::byte* shared) {
@@ -54,9 +54,9 @@ __device__ void dequantise_by_pipe(const Comm& comm, const ReceiveArguments& arg
       [&] { zero_paddings(comm, args); }, DequantiseWork<dtype, wire>(comm.window.shape));
 }
 
-/// Makes of a row of `dtype` one for each of its places: times the place's factor. The row that lies in the
-/// place's stage before, if there is one, is what its product is with. For the workers of a pipe: what a
-/// thread keeps of the row.
+/// Makes from one row of `dtype` a row for each of its places, times the place's factor. The place's stage
+/// may hold another row before, for the dot product with it. For the workers of a pipe; holds what a thread
+/// keeps of the row.
 template <DType dtype>
 class ScaleWork {
   using E = Element<dtype>;
@@ -70,7 +70,7 @@ class ScaleWork {
   __device__ void operator()(std::byte* stage, const List& list, int entry, int thread, float* parts) {
     auto* const values = reinterpret_cast<uint4*>(stage);
     const int first = entry > 0 ? list.ends[entry - 1] : 0;
-    if (list.ends[entry] == first) {  // the row of a token
+    if (list.ends[entry] == first) {  // this entry is the token's row
 #pragma unroll
       for (int s = 0; s < kSteps; ++s)
         if (s * kWorkerThreads + thread < vectors_) row_[s] = values[s * kWorkerThreads + thread];
@@ -106,7 +106,7 @@ class ScaleWork {
   uint4 row_[kSteps];
 };
 
-/// Receives rows that go out times the factors of their places, and their products. Whole block.
+/// Receives rows multiplied by the factors of their places, and their dot products. Whole block.
 template <DType dtype>
 __device__ void scale_by_pipe(const Comm& comm, const ReceiveArguments& args, uint64_t epoch,
                               std::byte* shared) {
@@ -129,7 +129,7 @@ __device__ void scale_by_pipe(const Comm& comm, const ReceiveArguments& args, ui
       [&] { zero_paddings(comm, args); }, ScaleWork<dtype>(args, row_bytes));
 }
 
-/// Rows times factors.
+/// The kernel for rows times factors.
 template <DType dtype>
 __global__ void __launch_bounds__(MovePipe<kWorkers>::kThreads, 1)
     dispatch_scale_kernel(const __grid_constant__ Comm comm, const __grid_constant__ ReceiveArguments args) {
@@ -137,7 +137,7 @@ __global__ void __launch_bounds__(MovePipe<kWorkers>::kThreads, 1)
   receive_and_end(comm, args, [&](uint64_t epoch) { scale_by_pipe<dtype>(comm, args, epoch, shared); });
 }
 
-/// Rows out of a wire format.
+/// The kernel for rows in a wire format.
 template <DType dtype, WireFormat wire>
 __global__ void __launch_bounds__(MovePipe<kWorkers>::kThreads, 1)
     dispatch_dequantise_kernel(const __grid_constant__ Comm comm,
@@ -147,7 +147,7 @@ __global__ void __launch_bounds__(MovePipe<kWorkers>::kThreads, 1)
                   [&](uint64_t epoch) { dequantise_by_pipe<dtype, wire>(comm, args, epoch, shared); });
 }
 
-/// Calls use.operator()<kernel>() with the kernel for rows that are changed in this way.
+/// Calls use.operator()<kernel>() with the kernel for this change of rows.
 template <class Use>
 cudaError_t with_kernel(const DeviceShape& shape, Arrival arrival, const Use& use) {
   constexpr int kPipeThreads = MovePipe<kWorkers>::kThreads;

@@ -1,29 +1,29 @@
-// Dispatch of few tokens in one kernel, sending and receiving, for one node: what it takes is not bytes but
-// loads and stores that wait for each other, so that as few as possible do. Ranks that run it and ranks that
-// run dispatch_send.cu and dispatch_receive.cu understand each other: the windows hold the same at each step.
-//   - one of the first blocks works out the routes and announces them (route_few.cuh); the first makes the
-//     plan when all ranks have announced theirs (plan.cuh), and where there are many blocks another one looks
-//     whether a capacity is passed
-//   - in the others a team of warps takes a row each: it stores the row to the staging section of every
-//     owner, quantised if asked, and then sets the owners' arrival flags. This waits for nothing
-//   - these blocks then take the counts of all sources, each a word that holds its epoch, as they come, and
-//     work out for themselves, in shared memory, where rows begin: none waits for another block or a record
-//   - teams take the rows of all sources in turn: a row's flag is loaded, with the route of the next one, a
-//     word that holds its epoch too, and then the row, which goes to all the output rows that want it. Where
-//     there are fewer rows than teams, several share a row
-// Arguments that do not agree are found by the first block, which calls the operation off; what has been
-// written then counts for nothing, and nobody has written outside of his output.
+// Dispatch of few tokens in one kernel, sending and receiving, for one node. Its time is set by dependent
+// loads and stores rather than bytes, so there are as few of them as possible. Ranks that run it can exchange
+// rows with ranks that run dispatch_send.cu and dispatch_receive.cu: the windows hold the same at each step.
+//   - one of the first blocks computes the routes and announces them (route_few.cuh); the first makes the
+//     plan when all ranks have announced theirs (plan.cuh), and where there are many blocks another one
+//     checks for an exceeded capacity
+//   - in the other blocks each team of warps takes a row: it stores the row to the staging section of every
+//     owner, quantised if requested, and then sets the owners' arrival flags. This waits for nothing
+//   - these blocks then read the counts of all sources as they arrive, each a word that holds its epoch, and
+//     compute in their own shared memory where rows begin: none waits for another block or a record
+//   - teams take the rows of all sources in turn: each loads a row's flag together with the route of the next
+//     row, also a word that holds its epoch, then the row, and stores it to all its output rows. Where there
+//     are fewer rows than teams, several share a row
+// The first block finds arguments that differ between ranks and calls the operation off. What was written
+// until then does not count, and no rank has written outside of its output.
 //
-// Where more than few tokens are sent, some blocks send and the others receive. Shares are fixed, so no
-// counter is asked for work, and none has to be set back: the operation ends with its last row. What takes
-// the time of few tokens is instructions that wait for each other, some five cycles each: so there are hardly
-// any divisions, loops are short and not unrolled where nothing is held by bytes, and blocks that wait for
-// the counts find out meanwhile which rows they take if all ranks have as many tokens as this one.
+// Where more than few tokens are sent, some blocks send and the others receive. Shares of the work are fixed,
+// so there is no counter to read or to reset: the operation ends with its last row. The time for few tokens
+// is that of dependent instructions, some five cycles each. So there are hardly any divisions, loops are
+// short and not unrolled where bytes do not limit them, and blocks that wait for the counts meanwhile compute
+// the rows they take if all ranks have as many tokens as this one.
 //
-// A dropless dispatch is offered an output before anybody knows how many rows come. Where it is too small
-// nothing is received, and when the host has a larger one this kernel runs again for that part alone.
+// A dropless dispatch gets an output before the number of its rows is known. If that output is too small,
+// nothing is received, and this kernel runs again with a larger one for that part alone.
 //
-// The backward of a combine does the same along its plan, without routes and tables.
+// The backward of a combine works in the same way along its plan, without routes and tables.
 //
 // The file is compiled once for each format in which rows travel, MOECOMM_WIRE (CMakeLists.txt).
 #include <type_traits>
@@ -36,20 +36,20 @@
 namespace moecomm::gpu {
 namespace {
 
-/// Rows that this object's kernels send and receive travel in this format, with or without a conversion.
+/// The kernels of this object file send and receive rows in this wire format, with or without a conversion.
 constexpr WireFormat kWire = WireFormat::MOECOMM_WIRE;
 
 struct FusedMemory {
-  int32_t counts[kFusedCounts];  ///< where routes are worked out their bitmaps; where the plan is made the
-                                 ///< counts of all ranks; else OwnCounts
+  int32_t counts[kFusedCounts];  ///< bitmaps in the block that computes routes; counts of all ranks in the
+                                 ///< one that makes the plan; else OwnCounts
   int32_t tables[kFusedTables];
-  float most[kWarps];  ///< of each warp's part of a row
+  float most[kWarps];  ///< largest magnitude in each warp's part of a row
 };
 static_assert(sizeof(FusedMemory) <= kMostShared);
 
-/// A team's share of the rows that are sent. The ids of the first token are on their way when it has been
-/// made, and where tokens are very few its row, too. Of more tokens a row is loaded when it is known who
-/// wants it: rows that leave earlier delay the routes, which queue behind them on the links.
+/// A team's share of the sent rows. On construction it starts to load the ids of its first token, and for
+/// very few tokens also the row. With more tokens a row is loaded once its owners are known: rows that leave
+/// earlier delay the routes, which queue after them on the links.
 template <DType dtype>
 class RowSender {
  public:
@@ -72,7 +72,7 @@ class RowSender {
   }
 
  private:
-  static constexpr int kEarlyTokens = 8;  ///< up to which rows are loaded with the ids; measured
+  static constexpr int kEarlyTokens = 8;  ///< most tokens to load rows with the ids; measured
 
   __device__ bool converts() const { return kWire != WireFormat::same && args_.quantises(); }
   __device__ void load() {
@@ -124,11 +124,11 @@ class RowSender {
   RowAhead ahead_;
 };
 
-/// The output rows of a token: lanes that know one, as bits, and the one that a lane knows.
+/// The output rows of a token: a mask of the lanes that know one, and the row that this lane knows.
 struct Places {
   uint32_t targets;
   int32_t row;
-  bool sent;  ///< the row of the token comes here, if only to be left out
+  bool sent;  ///< the token's row comes to this rank, possibly to be left out
 };
 
 __device__ Places places_of(RowLayout layout, int32_t position, int32_t row) {
@@ -137,13 +137,13 @@ __device__ Places places_of(RowLayout layout, int32_t position, int32_t row) {
           __any_sync(0xffffffffu, place != kRowElsewhere) != 0};
 }
 
-/// True if rows are copied as they have arrived.
+/// True if rows are copied as they arrived.
 __device__ bool passes_unchanged(const ReceiveArguments& args) {
   return kWire == WireFormat::same ? args.scales == nullptr : !args.dequantise;
 }
 
-/// Takes a part of a row from where it has arrived to its output rows. `ahead`: it, if its first vectors are
-/// `loaded`.
+/// Copies a part of a row from where it has arrived to its output rows. `ahead`: the part, if its first
+/// vectors are `loaded`.
 template <DType dtype, bool dispatch>
 __device__ void receive_row(const Comm& comm, const ReceiveArguments& args, const Team& team,
                             const RowPart& part, const std::byte* from, const Places& places, RowAhead& ahead,
@@ -167,14 +167,14 @@ __device__ void receive_row(const Comm& comm, const ReceiveArguments& args, cons
                        to(args.out_scales, s.wire_scale_bytes()));
 }
 
-/// A token whose row a team may have to receive: those of a chunk, then those of the team's next one.
+/// A token whose row a team may have to receive. A team visits the tokens of one of its chunks after another.
 struct ReceivedToken {
-  int number;  ///< of the chunk, the sources taking turns
+  int number;  ///< number of the chunk, counted over sources in turn
   Item chunk;
   int64_t token;
   bool valid;
 
-  /// The first token of chunk `number`, or of a later one `step` apart.
+  /// The first token in chunk `number`, or in the next non-empty chunk in steps of `step`.
   __device__ static ReceivedToken first_of(const Comm& comm, const RowTables& tables, int step, int number,
                                            int chunks) {
     for (; number < chunks; number += step) {
@@ -195,13 +195,13 @@ struct ReceivedToken {
     return first_of(comm, tables, step, number + step, chunks);
   }
   __device__ bool ends_chunk() const { return token + 1 == chunk.end; }
-  /// The token alone.
+  /// This token as an item of its own.
   __device__ Item item() const { return {chunk.source, chunk.chunk, token, token + 1}; }
 };
 
-/// Where the rows of a dispatch go: what their sources announce, and where the rows of each begin here.
+/// Where the rows of a dispatch go, from the routes of their sources and where each source's rows begin here.
 struct ByAnnouncement {
-  using Known = ChunkRoutes<1>;  ///< of a token, whose loads nothing waits for yet
+  using Known = ChunkRoutes<1>;  ///< routes of a token whose loads may still be in flight
   const Comm& comm;
   const ReceiveArguments& args;
   uint64_t epoch;
@@ -210,7 +210,7 @@ struct ByAnnouncement {
   __device__ Known load(const TokenLanes& map, const ReceivedToken& at) const {
     return at.valid ? Known(comm, epoch, map, at.item()) : Known();
   }
-  /// False if what tells it does not come.
+  /// False if the routes do not arrive.
   __device__ bool resolve(const TokenLanes& map, const Item& item, Known& known, ChunkRows<1>& rows) const {
     const bool all = known.wait(comm, epoch, map, item);
     rows = resolve_rows(comm, args, tables, map, item, known);
@@ -218,7 +218,7 @@ struct ByAnnouncement {
   }
 };
 
-/// Where rows go along a plan, which says it.
+/// Where rows go along an existing plan: read from it.
 struct ByPlan {
   using Known = int32_t;
   const Comm& comm;
@@ -231,18 +231,18 @@ struct ByPlan {
   }
 };
 
-/// A team's share of the rows that arrive.
+/// A team's share of the arriving rows.
 struct Share {
-  int chunks;    ///< of all sources, if all had as many as the one that has most
-  int first;     ///< of the team's chunks
-  int step;      ///< from one of them to the next
-  RowPart part;  ///< that it takes of each row
+  int chunks;    ///< chunks of all sources, as if each had as many as the largest
+  int first;     ///< first of the team's chunks
+  int step;      ///< distance between its chunks
+  RowPart part;  ///< the part of each row that it moves
 
   Share() = default;
   __device__ Share(const Comm& comm, const RowTables& tables, const Team& team) {
     constexpr int kMostParts = 8;
     int most = 0, shift = 0;
-    bool in_turn = false;  // one team gives the credit of a chunk
+    bool in_turn = false;  // of the teams that share rows, one gives the credit of a chunk
     for (int32_t source = 0; source < comm.ranks(); ++source) {
       most = max(most, static_cast<int>(chunk_count(tables.tokens[source])));
       in_turn = in_turn || tables.tokens[source] > comm.window.stage_tokens;
@@ -252,28 +252,28 @@ struct Share {
     part = {team.number & ((1 << shift) - 1), shift};
     step = team.count >> shift;
     first = team.number >> shift;
-    if (first >= step) first = chunks;  // a team is left over
+    if (first >= step) first = chunks;  // this team is not needed
   }
 };
 
-/// Receives this team's share of the rows of all sources, from `at` on. `where` says where they go; what
-/// tells it of a row is loaded while the one before moves. False if something does not come.
+/// Receives this team's share of the rows of all sources, from `at` on. `where` finds their output rows, with
+/// the data for the next row loaded while one moves. False if something does not arrive.
 template <DType dtype, class Where>
 __device__ bool receive_rows(const Comm& comm, const ReceiveArguments& args, uint64_t epoch,
                              const RowTables& tables, const Team& team, const Share& share, ReceivedToken at,
                              const Where& where, typename Where::Known known) {
   constexpr bool kDispatch = !std::is_same_v<Where, ByPlan>;
   const TokenLanes map = TokenLanes::of_one(comm.top_k());
-  bool here = false;  // the chunk of the token
-  bool all = true;    // what this warp has waited for has come
+  bool here = false;  // the token's chunk has arrived
+  bool all = true;    // everything that this warp waited for has arrived
   while (at.valid) {
     const Item item = at.item();
     const bool travels = item.source != comm.rank || comm.own_rows_travel();
     const bool in_turn = travels && tables.tokens[item.source] > comm.window.stage_tokens;
     const device::EagerFlag arrival{comm.arrival(comm.own, item.source, item.chunk), epoch};
     const std::byte* const from = arrived_row(comm, args, epoch, item, at.token);
-    // The flag is loaded with the route, though it may turn out that no row comes; and then, where rows are
-    // so few that teams share them, this part of the row.
+    // The flag is loaded together with the route, though no row may come; and so is this part of the row,
+    // where rows are so few that teams share them.
     here = here || !travels || __all_sync(0xffffffffu, arrival.arrived());
     RowAhead ahead;
     const bool loaded = here && share.part.shift > 0 && passes_unchanged(args);
@@ -292,7 +292,7 @@ __device__ bool receive_rows(const Comm& comm, const ReceiveArguments& args, uin
       bool arrived = true;
       if (lane_id() == 0)
         arrived = device::wait_until(comm, {item.source, WaitPhase::rows, args.operation, epoch}, arrival);
-      __syncwarp();  // what a lane has acquired, all lanes load
+      __syncwarp();  // all lanes load what one lane has acquired
       here = all = __all_sync(0xffffffffu, arrived);
     }
     if (all && places.targets != 0)
@@ -311,18 +311,18 @@ __device__ bool receive_rows(const Comm& comm, const ReceiveArguments& args, uin
   return all;
 }
 
-/// Zeroes this team's share of the rows that align experts.
+/// Zeroes this team's share of the padding rows of experts.
 __device__ void zero_paddings(const Comm& comm, const ReceiveArguments& args, const RowTables& tables,
                               const Team& team) {
   if (args.layout == RowLayout::rank) return;
-  // The teams that have received least take the first.
+  // The teams that have received least take the first rows.
   for (int64_t e = (team.count - 1 - team.number) * team.warps + warp_id() - team.first_warp;
        e < comm.local_experts; e += int64_t{team.count} * team.warps)
     zero_padding(comm, args, tables, e);
 }
 
-/// The work of the first blocks, `leads` of them: one that announces, the last, one that waits for others,
-/// and where there are three one that looks whether what they bring is too much.
+/// The work of the first blocks, `leads` in number: the last one announces, the first one waits for others,
+/// and a third, if there is one, checks for an exceeded capacity.
 __device__ void lead(const Comm& comm, const SendArguments& args, uint64_t epoch, int leads,
                      FusedMemory& memory) {
   const int block = static_cast<int>(blockIdx.x);
@@ -351,7 +351,7 @@ __device__ void lead(const Comm& comm, const SendArguments& args, uint64_t epoch
   if (waits && !failed) agree_on_operation(comm, args.operation, epoch);
 }
 
-/// Sends this block's share of the rows, and says that it has read the epoch. False if nothing is received.
+/// Sends this block's share of the rows, and notes that it has read the epoch. False if nothing is received.
 template <DType dtype>
 __device__ bool send(const Comm& comm, const FusedArguments& args, uint64_t epoch, int block, int senders,
                      FusedMemory& memory) {
@@ -362,13 +362,13 @@ __device__ bool send(const Comm& comm, const FusedArguments& args, uint64_t epoc
   const bool valid = !failed && (operation == Operation::dispatch ||
                                  PlanView{args.send.plan, comm.plan_fields}.header().id != 0);
   if (valid) rows.send_all(epoch, memory);
-  // No warp waits for the others here, some of which wait for the links.
+  // Warps do not wait for each other here, since some wait for the links.
   if (lane_id() == 0) device::note_phase(comm, operation, Phase::sent);
   pass_epoch(comm, epoch);
   return valid;
 }
 
-/// What a team that receives begins with: its share of the rows, and the first of them.
+/// What a receiving team starts with: its share of the rows, and its first row.
 struct FirstRow {
   Share share{};
   ReceivedToken token{};
@@ -381,14 +381,14 @@ struct FirstRow {
   }
 };
 
-/// Writes down that each source has as many tokens. Whole block.
+/// Assumes that each source has `of_each` tokens, and writes that down. Whole block.
 __device__ void assume_tokens(const Comm& comm, int64_t of_each, int32_t* tokens) {
   for (auto source = static_cast<int32_t>(threadIdx.x); source < comm.ranks(); source += kThreads)
     tokens[source] = static_cast<int32_t>(of_each);
   __syncthreads();
 }
 
-/// True if that is so. All lanes.
+/// True if the assumption holds. All lanes.
 __device__ bool are_tokens(const Comm& comm, int64_t of_each, const int32_t* tokens) {
   bool all = true;
   for (int32_t source = lane_id(); source < comm.ranks(); source += 32)
@@ -407,12 +407,12 @@ __device__ void receive_dispatch(const Comm& comm, const FusedArguments& args, u
   if (idle) {
     assume_tokens(comm, args.send.tokens, tables.tokens);
     first = FirstRow(comm, tables, team);
-    __syncthreads();  // all have read what was assumed
+    __syncthreads();  // all threads have read the assumed values
   }
   if (!take_counts(comm, epoch, counts, tables.tokens)) return;
   if (!idle || !are_tokens(comm, args.send.tokens, tables.tokens)) first = FirstRow(comm, tables, team);
   const ByAnnouncement where{comm, receive, epoch, tables};
-  const auto known = where.load(TokenLanes::of_one(comm.top_k()), first.token);  // is loaded meanwhile
+  const auto known = where.load(TokenLanes::of_one(comm.top_k()), first.token);  // loads meanwhile
   const PlanHeader header = lay_out_rows(comm, args.send, epoch, counts, tables);
   if (receive.offered && !has_room(header, receive)) return leave_rows(comm, epoch);
   __syncthreads();
@@ -430,7 +430,7 @@ __device__ void work(const Comm& comm, const FusedArguments& args, uint64_t epoc
   const bool valid =
       args.again ? !failed_for_block(comm) : send<dtype>(comm, args, epoch, block, senders, memory);
   if (!valid || block < args.senders) return;
-  // The blocks that have sent least take the first.
+  // The blocks that have sent least take the first rows.
   const Team team(args.team_warps, blocks - 1 - block, blocks - args.senders);
   if (args.send.operation == Operation::dispatch)
     return receive_dispatch<dtype>(comm, args, epoch, team,
@@ -450,7 +450,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ __align__(128) std::byte shared[];
   FusedMemory& memory = *reinterpret_cast<FusedMemory*>(shared);
   const uint64_t epoch = comm.state().epoch + (args.again ? 0 : 1);
-  // The last blocks receive the first rows, and the first ones announce: nobody waits for one in the middle.
+  // The last blocks receive the first rows, the first ones announce: nothing waits for a block in the middle.
   if (!args.again) device::start_clock(comm, args.send.operation, gridDim.x / 2);
   const int leads = args.again ? 0 : leading_blocks(static_cast<int>(gridDim.x));
   if (static_cast<int>(blockIdx.x) < leads)
@@ -461,7 +461,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (threadIdx.x == 0) device::note_phase(comm, args.send.operation, Phase::ended);
 }
 
-/// Calls use.operator()<kernel>() with the kernel for rows of a shape.
+/// Calls use.operator()<kernel>() with the kernel for the rows of a shape.
 template <class Use>
 cudaError_t with_kernel(const DeviceShape& shape, const Use& use) {
   return with_dtype(shape.dtype, [&]<DType dtype>() {

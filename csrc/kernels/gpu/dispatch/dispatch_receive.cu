@@ -1,14 +1,14 @@
-// Dispatch, receiving side: each row that arrives goes to all the output rows that want it.
-//   - items are taken in order: one chunk of a source's tokens, or some that follow each other; sources in
-//     turn, this rank's own first
-//   - in a dispatch, what the source works out (route.cuh) and where its rows begin (plan.cuh) give each
-//     row's positions in expert-major order, and in the rank layout its output row; they are kept in the
-//     plan, where the backward of combine finds them. In the expert layout the positions are the output rows;
-//     in the rank layout they are those of the index, which says which row each position reads
-//   - once the chunk has arrived, a pipe of warps stores its rows to every place, as they are
-//     (move_pipe.cuh). Rows that change, out of the wire format or times the factor of the place, go through
-//     a pipe with workers (dispatch_change.cu). Where a pipe cannot take them, all warps do, piece by piece
-//   - the alignment rows of each expert are zeroed
+// Dispatch, receiving side: copies each arriving row to all its output rows.
+//   - items are taken in order, from sources in turn, this rank's own first. An item is one chunk of a
+//     source's tokens, or several consecutive ones
+//   - in a dispatch, the source's routes (route.cuh) and the beginnings of its rows (plan.cuh) give each
+//     row's positions in expert-major order, and in the rank layout its output row. Both are kept in the plan
+//     for the backward of combine. In the expert layout the positions are the output rows; in the rank layout
+//     they index a table of the rows that they read
+//   - once the chunk has arrived, a pipe of warps stores its rows unchanged to every place (move_pipe.cuh).
+//     Rows that are converted from the wire format, or multiplied by the factor of a place, go through a pipe
+//     with workers (dispatch_change.cu). Rows that no pipe can take are moved piece by piece by all warps
+//   - the padding rows of each expert are zeroed
 #include <type_traits>
 
 #include "kernels/gpu/common/announcer.cuh"
@@ -21,8 +21,8 @@ namespace {
 
 struct Wanted {
   uint32_t tokens = 0;  ///< bit i: token i has an output row
-  bool sent = false;    ///< rows of the chunk come here, if only to be left out
-  bool known = true;    ///< false: what tells it does not come
+  bool sent = false;    ///< rows of the chunk come to this rank, possibly to be left out
+  bool known = true;    ///< false: the routes do not arrive
 };
 
 /// Fills meta[i * top_k ...] with the output rows of token i, and counts[i] with their number.
@@ -46,7 +46,7 @@ __device__ Wanted list_rows(const Comm& comm, const ReceiveArguments& args, uint
           i < tokens ? planned_row(plan, args.layout, first + i, top_k) : kRowElsewhere;
   }
   Wanted wanted;
-  __syncwarp();  // all lanes are done with the chunk before
+  __syncwarp();  // all lanes have finished the previous chunk
 #pragma unroll
   for (int i = 0; i < kMaxChunk; ++i) {
     if (i >= tokens) continue;
@@ -60,7 +60,7 @@ __device__ Wanted list_rows(const Comm& comm, const ReceiveArguments& args, uint
   return wanted;
 }
 
-/// Rows as they arrive. With out_scales they stay in the wire format: values and scales.
+/// Copies rows as they arrive. With out_scales they stay in the wire format, as values and scales.
 class CopyOut {
  public:
   __device__ CopyOut(const Comm& comm, const ReceiveArguments& args, uint64_t epoch, WarpMemory memory)
@@ -70,7 +70,7 @@ class CopyOut {
         ring_(memory.pieces, memory.barriers),
         values_(pieces_of(comm.window.shape.wire_data_bytes(), kCopyPiece)),
         scale_bytes_(args.out_scales != nullptr ? comm.window.shape.wire_scale_bytes() : 0),
-        // Scales are one more piece, if their rows lie as bulk copies want it.
+        // Scales are one more piece, if their rows are aligned for bulk copies.
         pieces_(values_.count + (scale_bytes_ > 0 && scale_bytes_ % 16 == 0 && scale_bytes_ <= kCopyPiece)) {}
 
   __device__ void receive(const Item& item, uint32_t tokens, const int32_t* meta, const int32_t* counts) {
@@ -121,13 +121,13 @@ class CopyOut {
   const int pieces_;
 };
 
-/// Rows in another format, with scales, which become rows of `dtype`.
+/// Converts rows with scales from another format to `dtype`.
 template <DType dtype, WireFormat wire>
 class DequantiseOut {
   using E = Element<dtype>;
   using V = WireVector<dtype, wire>;
   using W = Wire<wire>;
-  static constexpr int kColumns = kOutPiece / 16 * E::kVector;  ///< of a piece, which is one store
+  static constexpr int kColumns = kOutPiece / 16 * E::kVector;  ///< columns of a piece, which is one store
 
  public:
   __device__ DequantiseOut(const Comm& comm, const ReceiveArguments& args, uint64_t epoch, WarpMemory memory)
@@ -200,7 +200,7 @@ class DequantiseOut {
   OutRing out_;
 };
 
-/// Walks (token, place, piece), for what is different at each place.
+/// Walks over (token, place, piece), for what differs between places.
 struct PlaceCursor {
   uint32_t tokens;
   int place = 0, piece = 0;
@@ -215,8 +215,8 @@ struct PlaceCursor {
   }
 };
 
-/// Rows times the factor of each place (the gradients of a weighted combine), and their products with other
-/// rows (the gradients of the weights).
+/// Multiplies rows by the factor of each place (the gradients of a weighted combine), and computes their dot
+/// products with other rows (the gradients of the weights).
 template <DType dtype>
 class ScaleOut {
   using E = Element<dtype>;
@@ -303,12 +303,12 @@ class ScaleOut {
   OutRing out_;
 };
 
-/// Spans of a chunk each.
+/// Spans of one chunk each.
 struct ByChunk {
   __device__ int operator()(int64_t tokens) const { return chunk_tokens(tokens); }
 };
 
-/// Receives rows as they arrive, by a pipe. Whole block.
+/// Receives rows unchanged, by a pipe. Whole block.
 __device__ void receive_by_pipe(const Comm& comm, const ReceiveArguments& args, uint64_t epoch,
                                 std::byte* shared) {
   const int64_t row_bytes = comm.window.shape.wire_row_bytes();
@@ -362,7 +362,7 @@ __device__ void receive_items(const Comm& comm, const ReceiveArguments& args, ui
     }
     if (wanted.tokens != 0) rows.receive(item, wanted.tokens, meta, counts);
     if (!in_turn) continue;
-    __syncwarp();  // the loads of all lanes come before the release
+    __syncwarp();  // the loads of all lanes complete before the release
     if (lane_id() == 0)
       ptx::store_release_sys(comm.flag(comm.bases[comm.relay_rank(item.source)], comm.window.credits,
                                        comm.pair(item.source, comm.rank), item.chunk),
@@ -381,7 +381,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   });
 }
 
-/// Calls use.operator()<kernel>() with the kernel for rows that are written in one of these ways.
+/// Calls use.operator()<kernel>() with the kernel for this way of writing rows.
 template <class Use>
 cudaError_t with_kernel(const DeviceShape& shape, Arrival arrival, const Use& use) {
   const auto with_rows = [&]<class Rows>() {

@@ -1,22 +1,22 @@
 // Dispatch, sending side: every row goes once to each rank that owns one of its experts.
 //   - chunks of tokens are taken from several places in turn (TokenOrder), and their rows stored to the
-//     staging section of every owner, at the place of (source, token). What dispatch_route.cu works out,
-//     meanwhile or before, has no part in it
-//   - on one node a pipe of warps does so (move_pipe.cuh), with workers where rows are quantised. Where it
-//     cannot take them, all warps take chunks; a row is loaded piece by piece, and each piece stored
-//   - when all rows of a chunk are in place, the owners' arrival flags are set
-// The staging section may be smaller than all tokens: then a chunk waits until the owners have read those
-// whose place it takes. Chunks that have to wait are left to a kernel of their own (`later`), which is not
-// started before those that read: so the first one ends whatever else is put on the stream after it.
+//     staging section of every owner, at the place of (source, token). The results of dispatch_route.cu,
+//     which runs before or at the same time, are not needed
+//   - on one node a pipe of warps does so (move_pipe.cuh), with workers where rows are quantised. Rows that
+//     it cannot take are moved by all warps: each takes chunks, and loads and stores rows piece by piece
+//   - when all rows of a chunk have arrived, the owners' arrival flags are set
+// The staging section may be too small for all tokens. Then a chunk waits until the owners have read the
+// chunks whose memory it reuses. A separate kernel (`later`) sends the chunks that have to wait, and starts
+// after the receiving kernels; so the first kernel ends, whatever else the stream holds after it.
 //
-// The backward of a combine does the same along its plan, which this kernel announces.
+// The backward of a combine works in the same way along its plan, and this kernel announces it.
 //
 // The file is compiled once for each format in which rows travel, MOECOMM_WIRE (CMakeLists.txt).
 //
-// Rows go, with several nodes, to owners on this node, and once to each other node that needs them: into host
-// memory, numbered by relay index, from where the network takes them; so they wait for the routes. The last
-// blocks relay what comes from there: rows of the rail go to the owners here in the same way, on behalf of
-// their source.
+// With several nodes rows go to owners on this node, and once to each other node that needs them: into host
+// memory, numbered by relay index, from where the network sends them; these rows wait for the routes. The
+// last blocks relay arriving rows of the rail: they send them in the same way to the owners on this node, on
+// behalf of the source.
 #include <type_traits>
 
 #include "kernels/gpu/dispatch/quantise_rows.cuh"
@@ -27,19 +27,19 @@
 namespace moecomm::gpu {
 namespace {
 
-/// Rows that this object's kernels send travel in this format.
+/// The kernels of this object file send rows in this wire format.
 constexpr WireFormat kWire = WireFormat::MOECOMM_WIRE;
 
 /// Owners of the tokens of a chunk.
 struct ChunkOwners {
-  uint32_t tokens = 0;  ///< bit i: token i goes somewhere
-  PeerSet peers;        ///< on this node
+  uint32_t tokens = 0;  ///< bit i: token i has a target
+  PeerSet peers;        ///< owners on this node
 };
 
 /// Targets of the rows that a warp sends: owners on this node, or other nodes.
 enum class Reach { node, others };
 
-/// Fills `meta` with the ranks, or the other nodes, that the tokens of a chunk go to.
+/// Fills `meta` with the targets of a chunk's tokens: ranks, or other nodes.
 template <Way way>
 __device__ ChunkOwners list_owners(const Comm& comm, const SendArguments& args, Reach reach, int64_t begin,
                                    int64_t end, const ChunkMeta& meta) {
@@ -49,7 +49,7 @@ __device__ ChunkOwners list_owners(const Comm& comm, const SendArguments& args, 
   const PlanView plan{args.plan, comm.plan_fields};
   const int32_t* const kept = plan.at(plan.fields.local_topk_idx);
   int64_t id[kMaxChunk];
-  __syncwarp();  // all lanes are done with the chunk before
+  __syncwarp();  // all lanes have finished the previous chunk
 #pragma unroll
   for (int i = 0; i < kMaxChunk; ++i) {
     const int64_t index = (begin + i) * top_k + lane;
@@ -84,7 +84,7 @@ __device__ ChunkOwners list_owners(const Comm& comm, const SendArguments& args, 
   return chunk;
 }
 
-/// The rows of a chunk for other nodes are in place: says so.
+/// Tells the proxy that the rows of a chunk for other nodes are staged.
 __device__ void hand_over(const Comm& comm, const SendArguments& args, uint64_t epoch, uint32_t tokens,
                           const ChunkMeta& meta) {
   const PlanView plan{args.plan, comm.plan_fields};
@@ -102,7 +102,7 @@ __device__ void hand_over(const Comm& comm, const SendArguments& args, uint64_t 
   }
 }
 
-/// Sends this rank's rows that go to one kind of targets.
+/// Sends this rank's rows to one kind of targets.
 template <Way way, class Rows>
 __device__ void send_rows(const Comm& comm, const SendArguments& args, uint64_t epoch, Rows& rows,
                           Reach reach, const ChunkMeta& meta) {
@@ -112,7 +112,7 @@ __device__ void send_rows(const Comm& comm, const SendArguments& args, uint64_t 
                 : args.later           ? &state.later_next
                                        : &state.send_next);
   const int64_t chunks = chunk_count(args.tokens), size = chunk_tokens(args.tokens);
-  // Rows for other nodes have places of their own.
+  // Rows for other nodes do not share memory.
   const int64_t at_once = comm.window.chunks_at_once(args.tokens), first = args.later ? at_once : 0;
   const int64_t all = args.later || reach == Reach::others ? chunks : at_once;
   const auto tokens = static_cast<int>(max(min(all * size, args.tokens) - first * size, int64_t{0}));
@@ -135,14 +135,14 @@ __device__ void send_rows(const Comm& comm, const SendArguments& args, uint64_t 
   announcer.flush();
 }
 
-/// Sends all rows of this rank, or those that take another's place.
+/// Sends all rows of this rank, or only those that reuse another's memory.
 template <Way way, class Rows>
 __device__ __noinline__ void send_own(const Comm& comm, const SendArguments& args, uint64_t epoch,
                                       WarpMemory memory, const ChunkMeta& meta) {
   if (warp_id() >= args.warps) return;
   Rows rows(comm, args, epoch, memory);
-  // Rows to other nodes never wait for owners on this one, which may wait for what comes from there: half of
-  // the warps see to it first. They have places of their own, so none of them is sent later.
+  // Rows to other nodes never wait for owners on this node, which may wait for rows from there: half of the
+  // warps send them first. They reuse no memory, so none of them is sent later.
   const int passes = way == Way::nodes && !args.later ? 2 : 1;
 #pragma unroll 1
   for (int pass = 0; pass < passes; ++pass)
@@ -150,13 +150,13 @@ __device__ __noinline__ void send_own(const Comm& comm, const SendArguments& arg
                    passes == 2 && pass == warp_id() % 2 ? Reach::others : Reach::node, meta);
 }
 
-/// Rows under way in more memory than this many warps have only wait for each other, and arrive later.
+/// More warps with rows in flight than this only wait for each other, and their rows arrive later.
 template <int workers>
 __device__ int stage_bytes(const SendArguments& args) {
   return args.warps * kWarpBytes / MovePipe<workers>::kUnits;
 }
 
-/// Sends rows as they are. Whole block.
+/// Sends rows unchanged. Whole block.
 __device__ void send_by_pipe(const Comm& comm, const SendArguments& args, uint64_t epoch, std::byte* shared) {
   const int64_t row_bytes = comm.window.shape.wire_row_bytes();
   run_move_pipe<0>(
@@ -176,7 +176,7 @@ __device__ void quantise_by_pipe(const Comm& comm, const SendArguments& args, ui
       QuantiseWork<dtype, kWire>(comm.window.shape));
 }
 
-/// Fills `meta` with the owners on this node of a rail rank's tokens.
+/// Fills `meta` with the owners on this node of the tokens of a rail rank.
 __device__ ChunkOwners list_relayed(const Comm& comm, const PlanView& plan, int32_t other,
                                     const gpu::RelayChunk& chunk, const ChunkMeta& meta) {
   ChunkOwners owners;
@@ -195,8 +195,8 @@ __device__ ChunkOwners list_relayed(const Comm& comm, const PlanView& plan, int3
   return owners;
 }
 
-/// Rows of the rail, as they arrive; as those of this rank, only such as take another's place or only others.
-/// False if they do not arrive.
+/// Relays rows of the rail as they arrive: as with this rank's rows, either those that reuse memory or the
+/// others. False if they do not arrive.
 __device__ __noinline__ bool relay_rows(const Comm& comm, const SendArguments& args, uint64_t epoch,
                                         WarpMemory memory, const ChunkMeta& meta) {
   const PlanView plan{args.plan, comm.plan_fields};
@@ -221,7 +221,7 @@ __device__ __noinline__ bool relay_rows(const Comm& comm, const SendArguments& a
     bool here = true;
     const device::RailChunk arrival{comm, epoch, other, max(chunk.number, 0) / comm.rail.chunk_rows};
     if (!__all_sync(0xffffffffu, chunk.number < 0 || arrival.here().arrived()))
-      announcer.flush();  // what comes before must not wait for this chunk
+      announcer.flush();  // earlier chunks must not wait for this one
     if (chunk.number >= 0) here = arrival.wait({source, WaitPhase::rows, args.operation, epoch, false});
     if (!__all_sync(0xffffffffu, here)) return false;
     open_for_loads();
@@ -229,7 +229,7 @@ __device__ __noinline__ bool relay_rows(const Comm& comm, const SendArguments& a
     if (args.later && !wait_for_place(comm, args.operation, source, tokens, epoch, number, owners.peers,
                                       [&] { announcer.flush(); })) {
       if (failed_for_warp(comm)) return false;
-      continue;  // called off: nobody reads it
+      continue;  // called off: no rank reads it
     }
     rows.send(chunk.begin, owners.tokens, meta, announcer);
     announcer.chunk_stored(source, number, owners.peers);
@@ -238,10 +238,10 @@ __device__ __noinline__ bool relay_rows(const Comm& comm, const SendArguments& a
   return true;
 }
 
-/// The work of the blocks that relay: records and tables of the rail, then its rows.
+/// The work of the relaying blocks: records and tables of the rail, then its rows.
 __device__ void relay(const Comm& comm, const SendArguments& args, uint64_t epoch, RelayBlocks relay,
                       bool valid, BlockMemory& block, const ChunkMeta& meta) {
-  // In a dispatch the kernel of the routes hands them on.
+  // In a dispatch the kernel of the routes forwards them.
   if (args.operation != Operation::dispatch &&
       !gpu::relay_records(comm, args.operation, args.plan, epoch, relay))
     return;
@@ -252,7 +252,7 @@ __device__ void relay(const Comm& comm, const SendArguments& args, uint64_t epoc
   if (relay.block == 0 && __syncthreads_and(all)) device::wait_all_here(comm, args.operation, epoch);
 }
 
-/// Waits until the tables of a dispatch are made that say which rows go to other nodes. Whole block.
+/// Waits until a dispatch has computed the tables of rows for other nodes. Whole block.
 __device__ bool wait_routed(const Comm& comm, Operation operation, uint64_t epoch, int blocks) {
   bool routed = true;
   if (threadIdx.x == 0)
@@ -261,7 +261,7 @@ __device__ bool wait_routed(const Comm& comm, Operation operation, uint64_t epoc
   return __syncthreads_and(routed);
 }
 
-/// Sends this block's share of the rows of this rank: by a pipe, or by all warps. Whole block.
+/// Sends this block's share of this rank's rows: by a pipe, or by all warps. Whole block.
 template <Way way, class Rows>
 __device__ void send_share(const Comm& comm, const SendArguments& args, uint64_t epoch, BlockMemory& block,
                            const ChunkMeta& meta) {
@@ -273,7 +273,7 @@ __device__ void send_share(const Comm& comm, const SendArguments& args, uint64_t
   send_own<way, Rows>(comm, args, epoch, warp_memory(block), meta);
 }
 
-/// A block's part in sending the chunks that take another's place.
+/// A block's share in sending the chunks that reuse memory.
 template <Way way, class Rows>
 __device__ void send_later(const Comm& comm, const SendArguments& args, uint64_t epoch, int senders,
                            BlockMemory& block, const ChunkMeta& meta) {
@@ -316,21 +316,21 @@ __device__ void send(const Comm& comm, const SendArguments& args, uint64_t epoch
       return;
     }
     if (!device::wait_sent(comm, args.operation, epoch)) return;
-    // Relay indices are known when all have counted.
+    // Relay indices are known once all blocks have counted.
     if (dispatch && !wait_routed(comm, args.operation, epoch, args.route_blocks)) return;
   }
   if (!dispatch && blockIdx.x == 0) announce_start(comm, args, epoch);
   if (valid) send_share<way, Rows>(comm, args, epoch, block, meta);
 }
 
-/// The beginning of a kernel that sends, and its end. Whole grid.
+/// The beginning and the end of a kernel that sends. Whole grid.
 __device__ void begin_kernel(const Comm& comm, const SendArguments& args) {
   ptx::launch_dependents();
   if (args.operation != Operation::dispatch && !args.later) device::start_clock(comm, args.operation);
 }
 __device__ void end_kernel(const Comm& comm, const SendArguments& args) {
   device::note_sent(comm, args.operation);
-  // Waits for the kernel of the routes, so that whatever waits for this kernel's end has waited for both.
+  // Waits for the kernel of the routes, so that a later wait for this kernel's end covers both.
   if (blockIdx.x == 0 && threadIdx.x == 0) ptx::wait_for_previous_kernel();
   if (args.later) end_sending(comm);
 }
@@ -344,7 +344,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   end_kernel(comm, args);
 }
 
-/// Rows that change their format on the way, on one node, by a pipe with workers.
+/// The kernel for rows that are quantised on one node, by a pipe with workers.
 template <DType dtype>
 __global__ void __launch_bounds__(MovePipe<kWorkers>::kThreads, 1)
     dispatch_quantise_kernel(const __grid_constant__ Comm comm, const __grid_constant__ SendArguments args) {
@@ -360,7 +360,7 @@ __global__ void __launch_bounds__(MovePipe<kWorkers>::kThreads, 1)
   end_kernel(comm, args);
 }
 
-/// Calls use.operator()<kernel>() with the kernel for rows of a shape: by a pipe where one quantises them.
+/// Calls use.operator()<kernel>() with the kernel for a shape's rows: with a pipe, if one can quantise them.
 template <class Use>
 cudaError_t with_kernel(const DeviceShape& shape, const Use& use) {
   return with_dtype(shape.dtype, [&]<DType dtype>() {

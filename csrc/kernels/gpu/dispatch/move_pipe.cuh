@@ -1,13 +1,13 @@
-// Rows moved by a pipe of warps, to one place or to several. A block has a few units, each of three warps,
-// and of more where something is done with the rows:
-//   - the lister finds out which rows go where, a few at a time; where rows arrive, it waits for them
-//   - the loader has bulk copies bring these rows, in pieces, into a ring of stages in shared memory, as far
-//     ahead as there is room. So what the lister waits for is hidden behind pieces that are under way
+// Moves rows by a pipe of warps, to one place or several. A block has a few units of three warps each, and of
+// more where rows are changed:
+//   - the lister finds sources and targets of rows, a few at a time; on the receiving side it waits for rows
+//   - the loader starts bulk copies of these rows, in pieces, into a ring of stages in shared memory, as far
+//     ahead as there is room. So the lister's waits overlap with copies
 //   - workers, if there are any, change a row in its stage
-//   - the storer, one thread, has bulk copies take each piece from its stage to all its places, and sets the
-//     flags of a list once all that was stored until then is in place
-// Without workers nobody touches the bytes of a row, and a multiprocessor moves as much as its copy engine
-// does.
+//   - the storer, one thread, starts bulk copies of each piece from its stage to all its places, and sets the
+//     flags of a list once all earlier stores have arrived
+// Without workers no thread touches the bytes of a row, and a multiprocessor moves as much as its copy engine
+// can.
 #pragma once
 
 #include "kernels/gpu/common/announcer.cuh"
@@ -16,40 +16,40 @@
 namespace moecomm::gpu {
 
 inline constexpr int kMoveTokens = 8,
-                     kMoveWords = 64;  ///< tokens of a list, and places of their rows, at most
-inline constexpr int kMoveLists = 3, kMoveRounds = 4;  ///< rounds of TokenLanes of a list, at most
+                     kMoveWords = 64;  ///< most tokens of a list, and most places of their rows
+inline constexpr int kMoveLists = 3, kMoveRounds = 4;  ///< lists of a unit, most rounds of a list
 static_assert(kMoveTokens >= kMaxChunk);
 
-/// True where a pipe can move the rows of a communicator: a list holds a chunk of tokens, whose rows have at
+/// True where a pipe can move a communicator's rows: a list has room for a chunk of tokens whose rows have at
 /// most `each` places.
 MOECOMM_HD inline bool lists_hold(const DeviceShape& shape, int each) {
   const int chunk = chunk_tokens(shape.max_tokens);
   return chunk * each <= kMoveWords && chunk <= kMoveRounds * (32 / shape.top_k);
 }
 
-/// A pipe of units with so many warps of workers.
+/// A pipe whose units have `workers` warps of workers.
 template <int workers>
 struct MovePipe {
   static constexpr bool kWorks = workers > 0;
   static constexpr int kUnits = kWorks ? 2 : 4, kUnitWarps = workers + 3;
   static constexpr int kThreads = kUnits * kUnitWarps * 32;
-  static constexpr int kBytes = kWorks ? 98304 : 49152;  ///< of a unit's stages
-  static constexpr int kPiece = kWorks ? 16384 : 8192;   ///< of a stage at most
-  /// Entries of a list: rows, and where workers make a row for each place, the places too.
+  static constexpr int kBytes = kWorks ? 98304 : 49152;  ///< bytes of a unit's stages
+  static constexpr int kPiece = kWorks ? 16384 : 8192;   ///< most bytes of a stage
+  /// Entries of a list: rows, and where workers make a row for each place, also the places.
   static constexpr int kEntries = kMoveTokens + (kWorks ? kMoveWords : 0);
   static constexpr int kFlags = 128;
 
-  /// What the lister hands to the others. An entry is what has a stage: a row, or a piece of one after
-  /// another.
+  /// What the lister hands to the other warps. An entry is something that has a stage: a row, or one piece
+  /// after another of it.
   struct List {
-    const std::byte* sources[kEntries];  ///< null: nothing is loaded
-    std::byte* targets[kMoveWords];      ///< of one entry behind those of another
-    uint64_t* flags[kMoveWords];  ///< set when all entries of this list and of those before are in place
-    int32_t ends[kEntries];       ///< of each entry's targets
+    const std::byte* sources[kEntries];  ///< null: nothing to load
+    std::byte* targets[kMoveWords];      ///< grouped by entry, in order
+    uint64_t* flags[kMoveWords];         ///< set when all entries of this list and earlier ones have arrived
+    int32_t ends[kEntries];              ///< end of each entry's targets
     float factors[kWorks ? kEntries : 1];
-    float* products[kWorks ? kEntries : 1];  ///< where the sum of the workers' parts goes, or null
+    float* products[kWorks ? kEntries : 1];  ///< address for the sum of the workers' parts, or null
     int32_t entries, flag_count;
-    bool is_last;  ///< nothing comes after this, and this is nothing
+    bool is_last;  ///< the end marker, without entries
   };
 
   /// A unit's shared memory.
@@ -58,8 +58,8 @@ struct MovePipe {
     List lists[kMoveLists];
     uint64_t full[kMaxStages], ready[kMaxStages], empty[kMaxStages];
     uint64_t listed[kMoveLists], taken[kMoveLists];
-    float parts[kWorks ? kMaxStages : 1][kWorks ? workers : 1];  ///< of products, by stage
-    // The storer's own: flags that are not set yet, and the number of bulk groups before each.
+    float parts[kWorks ? kMaxStages : 1][kWorks ? workers : 1];  ///< the workers' partial products, by stage
+    // Used by the storer alone: flags that are not set yet, and the number of bulk groups before each.
     uint64_t* flags[kFlags];
     uint32_t groups[kFlags];
   };
@@ -68,26 +68,26 @@ struct MovePipe {
   };
 };
 
-/// Warps of workers that a unit has where something is done with rows.
+/// Warps of workers in a unit whose rows are changed.
 inline constexpr int kWorkers = 8, kWorkerThreads = kWorkers * 32;
 static_assert(MovePipe<0>::kThreads == kThreads);
 static_assert(sizeof(MovePipe<0>::Memory) <=
-              sizeof(BlockMemory));  // kernels have it instead of a BlockMemory
+              sizeof(BlockMemory));  // it replaces the BlockMemory of these kernels
 static_assert(sizeof(MovePipe<kWorkers>::Memory) <= kMostShared);
 
-/// True where a pipe with workers takes the rows of a communicator, which have at most `each` places: a row
-/// is one piece, and long enough that what is done for each row does not count (docs/history.md).
+/// True where a pipe with workers takes a communicator's rows, which have at most `each` places: a row fits
+/// one piece, and is long enough that the cost per row does not matter (docs/history.md).
 inline bool pipe_works(const DeviceShape& shape, int each) {
   constexpr int kMost = MovePipe<kWorkers>::kPiece, kLeast = kMost / 2;
   return lists_hold(shape, each) && shape.row_bytes() >= kLeast && shape.row_bytes() <= kMost &&
          shape.wire_row_bytes() <= kMost;
 }
 
-/// Tokens of a list: whole chunks of `chunk`. The units of the grid, kUnits a block, share `tokens`, so a
-/// list has so few that they end at about the same time.
+/// Tokens per list: whole chunks of `chunk`. The grid's units, kUnits per block, share `tokens`; lists are
+/// short enough that the units end at about the same time.
 template <int workers>
 __device__ inline int move_tokens(const TokenLanes& map, int each, int chunk, int64_t tokens) {
-  constexpr int kLists = 16;  // of a unit at least
+  constexpr int kLists = 16;  // least lists per unit
   const int64_t units = int64_t{gridDim.x} * MovePipe<workers>::kUnits;
   int most = kMoveTokens;
   while (most > chunk &&
@@ -96,13 +96,13 @@ __device__ inline int move_tokens(const TokenLanes& map, int each, int chunk, in
   return most;
 }
 
-/// The stages of a pipe: what is loaded into one, and what is stored from it. Rows that workers change are
-/// one piece.
+/// How a pipe's stages are used: what is loaded into one, and what is stored from it. Rows that workers
+/// change are one piece.
 struct MoveShape : PipeShape {
-  uint32_t row_stored;  ///< bytes of a changed row; 0: as they come
-  bool pass = false;    ///< neither what is loaded nor what is stored is read again by this operation
+  uint32_t row_stored;  ///< bytes of a changed row; 0: unchanged
+  bool pass = false;    ///< this operation reads neither the loaded nor the stored bytes again
 
-  /// Rows of `loaded` bytes, which become rows of `stored` bytes, in at most `bytes` of stages.
+  /// Rows of `loaded` bytes, changed to `stored` bytes, in stages of at most `bytes` in all.
   template <int workers>
   __device__ static MoveShape of(int64_t loaded, int64_t stored, int bytes = MovePipe<workers>::kBytes) {
     using Pipe = MovePipe<workers>;
@@ -112,7 +112,7 @@ struct MoveShape : PipeShape {
     if (Pipe::kWorks) shape.pieces = {1, static_cast<int32_t>(loaded), static_cast<int32_t>(loaded)};
     return shape;
   }
-  /// The shape of rows that pass.
+  /// The shape of rows that are not read again.
   __device__ MoveShape passing() const {
     MoveShape shape = *this;
     shape.pass = true;
@@ -128,14 +128,14 @@ class MoveLister {
   using Pipe = MovePipe<workers>;
   explicit __device__ MoveLister(typename Pipe::Unit& unit) : unit_(unit) {}
 
-  /// Starts a list, and waits until there is room for it.
+  /// Starts a list, after waiting for room.
   __device__ typename Pipe::List& open() {
     wait_barrier(&unit_.taken[number_ % kMoveLists], number_ / kMoveLists + 1);
     entries_ = targets_ = 0;
     return now();
   }
-  /// Adds the rows of a round of tokens: each lane knows where the row of its token is, and if it is `wanted`
-  /// a place for it. The places of a row are in the order of the lanes.
+  /// Adds the rows of a round of tokens. Each lane gives the address of its token's row and, if `wanted`, a
+  /// place for it. The places of a row are in lane order.
   __device__ void add(const TokenLanes& map, const std::byte* source, bool wanted, std::byte* target) {
     const uint32_t places = __ballot_sync(0xffffffffu, wanted), below = (1u << lane_id()) - 1;
     if (wanted) now().targets[targets_ + __popc(places & below)] = target;
@@ -150,9 +150,9 @@ class MoveLister {
     entries_ += __popc(rows);
     targets_ += __popc(places);
   }
-  /// The same where workers make a row of its own for each place: an entry of a token's row, which is not
-  /// stored, comes before those of its places. With each goes `factor`; `other`, or null, is loaded into its
-  /// stage before, and `product`, or null, is where the workers' sum goes.
+  /// The same where workers make a separate row for each place. An entry for the token's row, which is not
+  /// stored, precedes those of its places. Each place has `factor`; `other`, or null, is loaded into its
+  /// stage before; `product`, or null, receives the workers' sum.
   __device__ void add_each(const TokenLanes& map, const std::byte* source, bool wanted, std::byte* target,
                            float factor, const std::byte* other, float* product) {
     const uint32_t places = __ballot_sync(0xffffffffu, wanted), below = (1u << lane_id()) - 1;
@@ -176,8 +176,8 @@ class MoveLister {
     targets_ += __popc(places);
   }
   __device__ bool empty() const { return entries_ == 0; }
-  /// Hands the list over, whose first `flags` flags are there. What the lanes have acquired, bulk copies
-  /// load.
+  /// Hands the list over; its first `flags` flags are filled in. Bulk copies then load what the lanes have
+  /// acquired.
   __device__ void hand_over(int flags, bool is_last = false) {
     if (lane_id() == 0) {
       now().entries = entries_;
@@ -201,7 +201,7 @@ class MoveLister {
   int entries_ = 0, targets_ = 0;
 };
 
-/// The work of a loader. All lanes.
+/// The work of a loading warp. All lanes.
 template <int workers>
 __device__ void load_entries(typename MovePipe<workers>::Unit& unit, const MoveShape& shape) {
   const int lane = lane_id(), pieces = shape.pieces.count;
@@ -211,7 +211,7 @@ __device__ void load_entries(typename MovePipe<workers>::Unit& unit, const MoveS
     const auto& list = unit.lists[number % kMoveLists];
     wait_barrier(&unit.listed[number % kMoveLists], number / kMoveLists);
     if (list.is_last) return;
-    open_for_loads();  // of what the lister has acquired
+    open_for_loads();  // so that bulk copies see what the lister has acquired
     const int total = list.entries * pieces;
     for (int base = 0; base < total;) {
       StageCursor mine = cursor;
@@ -220,7 +220,7 @@ __device__ void load_entries(typename MovePipe<workers>::Unit& unit, const MoveS
       wait_barrier(&unit.empty[cursor.stage], cursor.round + 1);
       const bool free = some && ptx::barrier_done_now(&unit.empty[mine.stage], (mine.round + 1) & 1);
       const int count = __ffs(static_cast<int>(~__ballot_sync(0xffffffffu, free))) - 1;
-      // The lanes stay together: the address of a bulk copy is in registers that a warp has once.
+      // The lanes stay together: a bulk copy takes its address from registers that a warp has once.
       if (lane < count) {
         const int entry = pieces == 1 ? base + lane : (base + lane) / pieces;
         const int piece = base + lane - entry * pieces;
@@ -238,27 +238,27 @@ __device__ void load_entries(typename MovePipe<workers>::Unit& unit, const MoveS
       cursor.advance(shape.stages, count);
       base += count;
     }
-    __syncwarp();  // all lanes know the list, also one without entries
+    __syncwarp();  // all lanes have read the list, also one without entries
     if (lane == 0) ptx::barrier_arrive(&unit.taken[number % kMoveLists]);
   }
 }
 
-/// Flags of lists, set when what was stored before is in place, and of several lists at a time: the fence
-/// before them takes as long as the store of a row or of a few. One thread.
+/// Flags of lists, set when earlier stores have completed, several lists at a time: the fence before them
+/// takes as long as storing a row or a few. One thread.
 template <int workers>
 class LateFlags {
  public:
   using Pipe = MovePipe<workers>;
   __device__ LateFlags(typename Pipe::Unit& unit, uint64_t epoch) : unit_(unit), epoch_(epoch) {}
 
-  /// Adds a flag behind all groups that were committed.
+  /// Adds a flag that follows all committed groups.
   __device__ void add(uint64_t* flag) {
     if (end_ - begin_ == Pipe::kFlags) flush();
     unit_.flags[end_ % Pipe::kFlags] = flag;
     unit_.groups[end_ % Pipe::kFlags] = committed_;
     ++end_;
   }
-  /// A group of so many bytes was committed.
+  /// Notes that a group of `bytes` was committed.
   __device__ void committed(uint32_t bytes) {
     ++committed_;
     bytes_ += bytes;
@@ -273,12 +273,11 @@ class LateFlags {
   }
 
  private:
-  static constexpr int kLag = 3;  ///< groups that are under way when flags are set
-  /// Bytes between two fences at least: fewer where many blocks share the links, and each has to wait for
-  /// them.
+  static constexpr int kLag = 3;  ///< groups still in flight when flags are set
+  /// Least bytes between two fences: fewer where many blocks share the links, so that each waits for them.
   static constexpr uint32_t kTogether = 96 << 10, kTogetherOfMany = 48 << 10, kFewBlocks = 20;
 
-  /// Sets the flags behind the first `groups` groups.
+  /// Sets the flags that follow the first `groups` groups.
   __device__ void set(uint32_t groups) {
     const auto in_place = [&] {
       return begin_ != end_ && static_cast<int32_t>(groups - unit_.groups[begin_ % Pipe::kFlags]) >= 0;
@@ -294,12 +293,12 @@ class LateFlags {
   uint32_t begin_ = 0, end_ = 0, committed_ = 0, bytes_ = 0;
 };
 
-/// The work of a storer. One thread.
+/// The work of a storing thread.
 template <int workers>
 __device__ __noinline__ void store_entries(typename MovePipe<workers>::Unit& unit, const MoveShape& shape,
                                            uint64_t epoch) {
-  constexpr int64_t kPatience = 6'000;  // cycles until flags go out though no further row has come
-  constexpr int kHeld = 2;              // stages that stores may be reading
+  constexpr int64_t kPatience = 6'000;  // cycles without a further row after which flags are set
+  constexpr int kHeld = 2;              // stages that stores may still read
   const uint64_t policy = ptx::line_policy(shape.pass);
   LateFlags<workers> flags(unit, epoch);
   StageCursor cursor, oldest;
@@ -357,9 +356,9 @@ __device__ __noinline__ void store_entries(typename MovePipe<workers>::Unit& uni
   ptx::bulk_wait<0>();
 }
 
-/// The work of a worker: work(stage, list, entry, thread, parts) is called for each entry by all threads of
-/// the unit's workers, and leaves in the stage what is stored. `parts` are a number of each warp for this
-/// stage, of a product or of the workers' own.
+/// The work of a worker. All threads of the unit's workers call work(stage, list, entry, thread, parts) for
+/// each entry; it leaves the bytes to store in the stage. `parts` holds a number per warp for this stage, for
+/// a product or for the workers' own use.
 template <int workers, class Work>
 __device__ void work_on_entries(typename MovePipe<workers>::Unit& unit, const MoveShape& shape, int warp,
                                 Work& work) {
@@ -388,11 +387,11 @@ __device__ inline void sync_workers() {
   ptx::barrier_and(1 + warp_id() / MovePipe<kWorkers>::kUnitWarps, kWorkerThreads, true);
 }
 
-/// The work of a pipe whose rows pass unchanged.
+/// Stands for no workers: rows pass unchanged.
 struct NoWork {};
 
-/// Runs the pipe of a block: list(lister) lists everything and returns; before(), by all lanes of the
-/// storers' warps, comes before the first store. Whole block.
+/// Runs the pipe of a block: list(lister) lists everything and returns; all lanes of the storers' warps call
+/// before() before the first store. Whole block.
 template <int workers, class List, class Before, class Work = NoWork>
 __device__ void run_move_pipe(std::byte* shared, const MoveShape& shape, uint64_t epoch, const List& list,
                               const Before& before, Work work = {}) {

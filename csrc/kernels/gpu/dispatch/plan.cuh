@@ -1,12 +1,12 @@
-// Dispatch, between the two sides, by one block: where the rows of each (source, expert) begin in
-// expert-major order (and in the rank layout those of each source), by prefix sum over the counts that all
-// sources have pushed here. Local expert e begins at the aligned end of e - 1; within it, source s begins
-// after the sources below s. Example (docs/routing.md): counts of expert 0 from sources 0, 1 are 2, 1 and of
-// expert 1 are 1, 2, alignment 4: expert 0 begins at row 0 (source 1 at 2) and ends at 3, aligned 4; expert 1
-// begins at 4 (source 1 at 5) and ends at 7, aligned 8.
+// The plan of a dispatch, made by one block between the two sides: where the rows of each (source, expert)
+// begin in expert-major order (and in the rank layout those of each source), by a prefix sum over the counts
+// that all sources have pushed here. Local expert e begins at the aligned end of e - 1; within it, source s
+// begins after the sources below s. Example (docs/routing.md): counts of expert 0 from sources 0, 1 are 2, 1
+// and of expert 1 are 1, 2, alignment 4: expert 0 begins at row 0 (source 1 at 2) and ends at 3, aligned 4;
+// expert 1 begins at 4 (source 1 at 5) and ends at 7, aligned 8.
 //
-// Counts come in words that hold their epoch, before the sources' records. These are looked at only where the
-// words of the ranks say that they do not do the same, or where a rank, of another node, has written none.
+// Counts arrive in words that hold their epoch, before the sources' records. Records are read only where
+// these words show that ranks run different operations, or where a rank of another node has written none.
 #pragma once
 
 #include "kernels/gpu/common/kernel.cuh"
@@ -32,10 +32,10 @@ __device__ __noinline__ inline int32_t block_scan(int32_t value, int32_t& total)
   return before + inclusive - value;
 }
 
-/// The counts of all sources where they have been pushed.
+/// The counts of all sources, in the window to which they were pushed.
 struct PushedCounts {
-  static constexpr int kAhead = 4;     ///< loads that are under way together
-  static constexpr int kTogether = 4;  ///< words of what is announced, likewise
+  static constexpr int kAhead = 4;     ///< loads in flight together
+  static constexpr int kTogether = 4;  ///< words of counts loaded together
   const uint64_t* all;                 ///< EpochNumbers [ranks][announced]
   int64_t announced;
   __device__ int32_t operator()(int32_t source, int64_t bin) const {
@@ -59,13 +59,13 @@ struct StagedCounts {
   }
 };
 
-/// A copy of those that this rank's rows are laid out by, in shared memory: of each source the rows of every
-/// expert here, and in the rank layout those of this rank.
+/// A copy in shared memory of the counts that decide this rank's layout: each source's rows for every local
+/// expert, and in the rank layout its rows for this rank.
 struct OwnCounts {
   static constexpr int kAhead = 1, kTogether = 1;
   int32_t* of;
   int32_t rank, local, first_expert, number;
-  int64_t experts;  ///< of all ranks
+  int64_t experts;  ///< experts of all ranks
 
   __device__ OwnCounts(int32_t* memory, const Comm& comm, RowLayout layout)
       : of(memory),
@@ -77,7 +77,7 @@ struct OwnCounts {
   __device__ int32_t operator()(int32_t source, int64_t bin) const {
     return of[source * number + (bin < experts ? bin - first_expert : local)];
   }
-  /// Of a source they are the rows of each expert here, then those of this rank.
+  /// Counts per source: the rows for each local expert, then those for this rank.
   __device__ int32_t each() const { return number; }
   __device__ int32_t bin(int32_t i) const {
     return i < local ? first_expert + i : static_cast<int32_t>(experts) + rank;
@@ -85,7 +85,7 @@ struct OwnCounts {
   __device__ void keep(int32_t source, int32_t i, int32_t count) const { of[source * number + i] = count; }
 };
 
-/// Where the rows of a dispatch begin and end on this rank: fields of its plan, or the same in shared memory.
+/// Where the rows of a dispatch begin and end on this rank: fields of its plan, or copies in shared memory.
 struct RowTables {
   int32_t *expert_rows, *offsets, *ends, *bases, *source_bases, *source_ends, *tokens;  ///< as in DevicePlan
 
@@ -94,7 +94,7 @@ struct RowTables {
     return {plan.at(f.expert_rows),  plan.at(f.offsets),     plan.at(f.ends),  plan.at(f.bases),
             plan.at(f.source_bases), plan.at(f.source_ends), plan.at(f.tokens)};
   }
-  /// In `words`, (3 + ranks) * local experts + 3 * ranks of them.
+  /// Lays the tables out in `words`: (3 + ranks) * local experts + 3 * ranks of them.
   __device__ static RowTables in(int32_t* words, const Comm& comm) {
     const int32_t local = comm.local_experts, ranks = comm.ranks();
     int32_t* const sources = words + (3 + ranks) * local;
@@ -103,13 +103,13 @@ struct RowTables {
   }
 };
 
-/// Rows of an expert with those that align it. The host sees to it that all of a rank's have 31 bits.
+/// Rows of an expert including padding. The host ensures that all rows of a rank fit 31 bits.
 __device__ inline int32_t aligned_rows(int32_t rows, int32_t alignment) {
   return alignment == 1 ? rows : (rows + alignment - 1) / alignment * alignment;
 }
 
-/// Calls begin(i, first, rows, end) for each of `groups` groups, in parallel: the group's first row, its rows
-/// and its aligned end. Returns the end of the last. Whole block.
+/// Calls begin(i, first, rows, end) in parallel for each of `groups` groups, with the group's first row, its
+/// rows and its aligned end. Returns the end of the last group. Whole block.
 template <class Rows, class Begin>
 __device__ inline int32_t lay_out(int32_t groups, int32_t alignment, const Rows& rows_of,
                                   const Begin& begin) {
@@ -132,7 +132,7 @@ struct Need {
   int32_t most, rank;
 };
 
-/// Finds the fullest rank, the first of several. Whole block.
+/// Finds the fullest rank; among equals the first. Whole block.
 template <class Counts>
 __device__ inline Need fullest_rank(const Comm& comm, const SendArguments& args, const Counts& counts,
                                     bool of_positions) {
@@ -154,7 +154,7 @@ __device__ inline Need fullest_rank(const Comm& comm, const SendArguments& args,
     needed = __reduce_add_sync(0xffffffffu, needed);
     if (needed > found.most) found = {needed, rank};
   }
-  __syncthreads();  // of a call before
+  __syncthreads();  // a previous call has ended in all threads
   if (lane_id() == 0) of_warps[warp_id()] = found;
   __syncthreads();
   const Need of_warp = lane_id() < kWarps ? of_warps[lane_id()] : Need{-1, INT32_MAX};
@@ -162,15 +162,15 @@ __device__ inline Need fullest_rank(const Comm& comm, const SendArguments& args,
   return {most, __reduce_min_sync(0xffffffffu, of_warp.most == most ? of_warp.rank : INT32_MAX)};
 }
 
-/// A capacity that a rank needs more than, or none.
+/// A capacity that a rank's need exceeds, or none.
 struct Overflow {
   Need need;
   int64_t capacity;
   bool passed;
-  bool of_positions;  ///< of the rank layout
+  bool of_positions;  ///< positions, of the rank layout
 };
 
-/// Finds whether the fullest rank needs more than a capacity, of rows before positions. Whole block.
+/// Finds whether the fullest rank exceeds a capacity; rows are checked before positions. Whole block.
 template <class Counts>
 __device__ inline Overflow find_overflow(const Comm& comm, const SendArguments& args, const Counts& counts) {
   const bool by_rank = args.layout == RowLayout::rank;
@@ -184,7 +184,7 @@ __device__ inline Overflow find_overflow(const Comm& comm, const SendArguments& 
   return rows.passed ? rows : found(true, args.positions);
 }
 
-/// Tells the host if a capacity is passed, unless it has yet to hear of one. Whole block.
+/// Tells the host about an exceeded capacity, unless an unread report is there. Whole block.
 template <class Counts>
 __device__ inline void report_overflow(const Comm& comm, const SendArguments& args, const Counts& counts) {
   const Overflow found = find_overflow(comm, args, counts);
@@ -197,7 +197,7 @@ __device__ inline void report_overflow(const Comm& comm, const SendArguments& ar
   ptx::store_release_sys(&overflow.set, 1);
 }
 
-/// Makes the plan one that moves nothing: the dispatch has failed on all ranks alike.
+/// Makes a plan that moves nothing: the dispatch has failed on all ranks.
 __device__ inline void write_empty_plan(const Comm& comm, const PlanView& plan) {
   const DevicePlan& f = plan.fields;
   for (int64_t i = threadIdx.x; i < comm.local_experts; i += kThreads)
@@ -209,14 +209,14 @@ __device__ inline void write_empty_plan(const Comm& comm, const PlanView& plan) 
   plan.header() = PlanHeader{};
 }
 
-/// Fills `tables` with where rows begin and end, and returns the header of the plan. Whole block.
+/// Fills `tables` with the beginnings and ends of rows, and returns the header of the plan. Whole block.
 template <class Counts>
 __device__ inline PlanHeader lay_out_rows(const Comm& comm, const SendArguments& args, uint64_t epoch,
                                           const Counts& counts, const RowTables& tables) {
   const KernelShape& s = comm.window.shape;
   const int32_t local = comm.local_experts, first_expert = comm.rank * local;
   const bool by_expert = args.layout == RowLayout::expert;
-  // Capacities have 31 bits.
+  // Capacities fit 31 bits.
   const auto capacity = static_cast<int32_t>(args.capacity);
   const int32_t most_positions = by_expert ? capacity : static_cast<int32_t>(args.positions);
   const auto clamp = [](int32_t row, int32_t most) { return most < 0 ? row : min(row, most); };
@@ -260,7 +260,7 @@ __device__ inline PlanHeader lay_out_rows(const Comm& comm, const SendArguments&
   return header;
 }
 
-/// Counts the rows that this rank gets, for the statistics. Called by one thread.
+/// Counts the rows that this rank receives, for the statistics. Called by one thread.
 template <class Counts>
 __device__ inline void count_rows(const Comm& comm, const PlanHeader& header, const Counts& counts) {
   const KernelShape& s = comm.window.shape;
@@ -268,7 +268,7 @@ __device__ inline void count_rows(const Comm& comm, const PlanHeader& header, co
 #pragma unroll Counts::kAhead
   for (int32_t source = 0; source < s.ranks; ++source)
     if (source != comm.rank) entries += counts(source, s.num_experts + comm.rank);
-  // Nothing is returned, so that nobody waits for the memory.
+  // The additions return nothing, so that no thread waits for the memory.
   const auto add = [](uint64_t& to, int64_t value) {
     atomicAdd(reinterpret_cast<unsigned long long*>(&to), static_cast<unsigned long long>(value));
   };
@@ -276,10 +276,10 @@ __device__ inline void count_rows(const Comm& comm, const PlanHeader& header, co
   add(comm.state().bytes_wire, entries * comm.window.shape.wire_row_bytes());
 }
 
-/// What is known of the other ranks when all have announced themselves.
+/// What is known of the other ranks once all have announced themselves.
 struct Agreement {
   bool alive;  ///< all have announced themselves
-  bool same;   ///< all do the same operation
+  bool same;   ///< all run the same operation
 };
 
 /// Waits for the records of all ranks, and compares them; where they differ, `verdict` says how. Whole block.
@@ -312,13 +312,13 @@ struct StartArrival {
     found = ptx::load_relaxed_sys_pair(start);
     if (has_start()) return true;
     if (!at_record.due() || ptx::load_acquire_sys(&record->epoch) < epoch) return false;
-    found = ptx::load_relaxed_sys_pair(start);  // it is there before the record, if the source has one
+    found = ptx::load_relaxed_sys_pair(start);  // if the source has one, it arrives before the record
     return true;
   }
 };
 
-/// True unless a rank that this thread looks at announces other arguments than this one's, or by its record
-/// alone, so that records have to be looked at. Calls note(rank) when a rank has announced itself. The last
+/// False if a rank that this thread checks announces other arguments than this one, or has sent only its
+/// record, so that records have to be compared. Calls note(rank) when a rank has announced itself. The last
 /// threads share the ranks.
 template <class Note>
 __device__ inline bool starts_alike(const Comm& comm, const SendArguments& args, uint64_t epoch,
@@ -356,8 +356,8 @@ struct CountArrival {
   }
 };
 
-/// Takes what each source announces into `counts`, and its tokens into `tokens`, as it comes. Whole block;
-/// false if it waits in vain, or a source does something else.
+/// Copies the counts of each source into `counts`, and its number of tokens into `tokens`, as they arrive.
+/// Whole block; false if a wait fails, or a source runs another operation.
 template <class Counts>
 __device__ inline bool take_counts(const Comm& comm, uint64_t epoch, const Counts& counts, int32_t* tokens) {
   constexpr int kTogether = Counts::kTogether;
@@ -396,14 +396,14 @@ __device__ inline bool take_counts(const Comm& comm, uint64_t epoch, const Count
   return __syncthreads_and(here);
 }
 
-/// What the block that makes the plan does for others.
+/// What the block that makes the plan does in addition.
 enum class Planner {
-  of_many,         ///< it releases a kernel that waits for the plan, and looks whether a capacity is passed
+  of_many,         ///< releases a kernel that waits for the plan, and checks for an exceeded capacity
   of_few,          ///< no kernel waits for the plan
-  of_few_watched,  ///< and another block looks whether a capacity is passed, where starts are alike
+  of_few_watched,  ///< no kernel waits, and another block checks the capacity, where the starts agree
 };
 
-/// Writes the plan, which has the sources' tokens already, by `counts`, and tells the host what it waits for.
+/// Writes the plan from `counts`; the sources' tokens are in it already. Tells the host what it waits for.
 /// Whole block.
 template <class Counts>
 __device__ inline void publish_plan(const Comm& comm, const SendArguments& args, uint64_t epoch,
@@ -429,8 +429,8 @@ __device__ inline void publish_plan(const Comm& comm, const SendArguments& args,
   }
 }
 
-/// The plan of a dispatch that can't go on. Reports in any case, so that neither the host nor the receiving
-/// kernel waits for it in vain. Whole block.
+/// Makes the plan of a dispatch that can't go on. It reports in every case, so that neither the host nor the
+/// receiving kernel waits for ever. Whole block.
 __device__ inline void call_off(const Comm& comm, const SendArguments& args, uint64_t epoch,
                                 const Agreement& found, const HostStatus::Verdict& verdict) {
   write_empty_plan(comm, PlanView{args.plan, comm.plan_fields});
@@ -449,8 +449,8 @@ __device__ inline void call_off(const Comm& comm, const SendArguments& args, uin
   ptx::store_release_sys(&rows.ticket, args.ticket);
 }
 
-/// Makes the plan by what all ranks announce, as it comes, and tells the host if a capacity is passed, if no
-/// other block does. Whole block, of any number.
+/// Makes the plan from the announcements of all ranks as they arrive, and tells the host about an exceeded
+/// capacity, unless another block does. Whole block, of any size.
 template <class Counts>
 __device__ inline void make_plan(const Comm& comm, const SendArguments& args, uint64_t epoch,
                                  const Counts& counts, Planner planner) {
@@ -478,7 +478,7 @@ __device__ inline void make_plan(const Comm& comm, const SendArguments& args, ui
   if (planner != Planner::of_few_watched || !by_starts) report_overflow(comm, args, counts);
 }
 
-/// The same with counts in shared memory, `words` at `scratch`, if there is room for them.
+/// The same with the counts in shared memory, `words` words at `scratch`, if they fit.
 __device__ inline void make_plan(const Comm& comm, const SendArguments& args, uint64_t epoch,
                                  int32_t* scratch, int64_t words, Planner planner) {
   const int64_t bins = comm.window.shape.counts(), announced = comm.window.shape.announced();
@@ -486,9 +486,8 @@ __device__ inline void make_plan(const Comm& comm, const SendArguments& args, ui
   make_plan(comm, args, epoch, PushedCounts{comm.counts(comm.own, 0, epoch), announced}, planner);
 }
 
-/// Tells the host if a capacity is passed by a dispatch whose starts are alike, beside the block that makes
-/// the plan. Whole block. `scratch` is shared memory for the counts of all ranks, and `tokens` for a number
-/// of each.
+/// Tells the host if a dispatch whose starts agree exceeds a capacity, while another block makes the plan.
+/// Whole block. `scratch`: shared memory for the counts of all ranks; `tokens`: for a number per rank.
 __device__ inline void watch_capacity(const Comm& comm, const SendArguments& args, uint64_t epoch,
                                       int32_t* scratch, int32_t* tokens) {
   if (args.capacity < 0 || failed_for_block(comm)) return;

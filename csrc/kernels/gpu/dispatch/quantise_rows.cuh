@@ -1,5 +1,5 @@
-// Dispatch, sending side: rows that go out in another format, with scales: by a warp that takes those of a
-// chunk (QuantiseRows), or by the workers of a pipe (QuantiseWork).
+// Dispatch, sending side, of rows that are quantised: by a warp for those of a chunk (QuantiseRows), or by
+// the workers of a pipe (QuantiseWork).
 #pragma once
 
 #include "kernels/gpu/common/strip.cuh"
@@ -9,7 +9,7 @@
 
 namespace moecomm::gpu {
 
-/// Rows of `dtype`, which go out in another format, with scales.
+/// Quantises rows of `dtype` to another format with scales, and sends them.
 template <DType dtype, WireFormat wire, bool kNodes>
 class QuantiseRows {
   using E = Element<dtype>;
@@ -24,15 +24,15 @@ class QuantiseRows {
   static constexpr int kPieceBytes = kColumns * W::kValueBits / 8;
   static_assert(kColumns % kScaleColumns == 0 && kBlockLanes >= 2 && kBlockLanes <= 32);
   static_assert(kPieceScales * sizeof(Scale) % 16 == 0);
-  /// Where a row's scales go out apart from its values: bytes of a stage's scales, and the columns of a
-  /// stage, whose scales these are, with 16 bytes left for the scale of the row.
+  /// Where a row's scales are sent apart from its values: bytes of scales per stage, and the columns to which
+  /// they belong; 16 bytes are left for the scale of the row.
   static constexpr int kStageScales = kScaleBuffer / kOutStages;
   static constexpr int kScaledColumns = (kStageScales - 16) / int{sizeof(Scale)} * kScaleColumns;
   static constexpr int kRowStage = kWarpBytes / kOutStages;
   static constexpr int kPartStage = kScaledColumns * W::kValueBits / 8;
   static_assert(kStageScales % 16 == 0 && kPartStage <= kRowStage && kPartStage % kPieceBytes == 0);
 
-  /// The scales of a piece's blocks in a format with scales of rows: each lane knows those of its own blocks.
+  /// The scales of a piece's blocks, in a format with row scales: each lane holds those of its own blocks.
   struct OwnScales {
     Scale scale[kSteps];
     float inverse[kSteps];
@@ -59,7 +59,7 @@ class QuantiseRows {
     return found;
   }
 
-  /// The scale of a row: of its largest finite magnitude.
+  /// The scale of a row, from its largest finite magnitude.
   __device__ static float scale_row(const std::byte* row, int64_t bytes) {
     float most = 0;
     const uint4* const from = reinterpret_cast<const uint4*>(row);
@@ -70,8 +70,8 @@ class QuantiseRows {
     return W::row_scale(most);
   }
 
-  /// The scales of a piece's blocks, one block a lane: of a step's lanes [0, kBlockLanes) a quarter each
-  /// knows about step 0, 1, 2 and 3.
+  /// The scales of a piece's blocks, one block per lane: of the lanes [0, kBlockLanes) of a step, one quarter
+  /// each holds steps 0, 1, 2 and 3.
   struct BlockScales {
     static constexpr int kHalf = kBlockLanes / 2, kQuarter = kBlockLanes / 4;
     Scale scale;
@@ -83,13 +83,13 @@ class QuantiseRows {
     }
     __device__ void store(Scale* to, int vectors) const {
       const int lane = lane_id(), step = (lane & kHalf ? 2 : 0) | (lane & kQuarter ? 1 : 0);
-      const int v = step * 32 + (lane & ~(kBlockLanes - 1));  // the block's first
+      const int v = step * 32 + (lane & ~(kBlockLanes - 1));  // first lane's vector of the block
       if ((lane & (kQuarter - 1)) == 0 && v < vectors) to[v / kBlockLanes] = scale;
     }
   };
 
-  /// Lanes reduce the four steps of their blocks together: each exchange halves the steps that a lane goes on
-  /// with, so that one division a lane does for all blocks.
+  /// Lanes reduce the four steps of their blocks together. Each exchange halves the steps that a lane goes on
+  /// with, so one division per lane serves all blocks.
   __device__ static BlockScales scale_blocks(const Strip<kSteps>& strip, int vectors) {
     static_assert(kSteps == 4);
     constexpr int kHalf = BlockScales::kHalf, kQuarter = BlockScales::kQuarter;
@@ -167,8 +167,8 @@ class QuantiseRows {
       const uint32_t columns = pieces_.through(first, store.piece) / 16 * E::kVector;
       uint32_t scale_bytes = (columns + kScaleColumns - 1) / kScaleColumns * sizeof(Scale);
       if (W::kRowScale && store.piece + 1 == pieces_.count) {
-        // Behind the last of the row's scales, of which the stage has all or, from a multiple of 16 on, the
-        // rest.
+        // After the last of the row's scales. The stage holds all of them, or the rest from a multiple of 16
+        // on.
         const uint32_t at = (scale_bytes + 3) / 4 * 4;
         if (lane_id() == 0) *reinterpret_cast<float*>(stage_scales + at) = row_scale;
         scale_bytes = at + sizeof(float);
@@ -196,11 +196,11 @@ class QuantiseRows {
   const RowPaths<kNodes> paths_;
   std::byte* const scales_;
   const Pieces pieces_;
-  const bool whole_;  ///< a row with its scales goes out in one store
+  const bool whole_;  ///< one store sends a row with its scales
   OutRing out_;
 };
 
-/// Brings rows of `dtype` into a wire format. For the workers of a pipe.
+/// Quantises rows of `dtype`. For the workers of a pipe.
 template <DType dtype, WireFormat wire>
 class QuantiseWork {
   using V = WireVector<dtype, wire>;
@@ -226,7 +226,7 @@ class QuantiseWork {
         most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, width));
       if (lane_id() == 0) parts[thread / 32] = most;
     }
-    sync_workers();  // the values take the place of what was read
+    sync_workers();  // the values overwrite what was read
     if constexpr (V::W::kRowScale) {
 #pragma unroll
       for (int w = 0; w < kWorkers; ++w) most = fmaxf(most, parts[w]);

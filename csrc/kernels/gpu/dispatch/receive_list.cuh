@@ -1,4 +1,4 @@
-// Dispatch, receiving side: which rows go where, for a pipe of warps (move_pipe.cuh).
+// Dispatch, receiving side: lists the sources and targets of rows for a pipe of warps (move_pipe.cuh).
 #pragma once
 
 #include "kernels/gpu/dispatch/move_pipe.cuh"
@@ -6,7 +6,7 @@
 
 namespace moecomm::gpu {
 
-/// What is done with rows where they arrive.
+/// What happens to rows where they arrive.
 enum class Arrival { as_it_is, dequantised, scaled };
 
 inline Arrival arrival_of(const ReceiveArguments& args) {
@@ -19,11 +19,10 @@ inline Arrival arrival_of(const ReceiveArguments& args) {
 cudaError_t launch_dispatch_change(const Launch& launch, const Comm& comm, const ReceiveArguments& args);
 cudaError_t prepare_dispatch_change(const DeviceShape& shape, Arrival arrival);
 
-/// What a receiving kernel finds when it starts: rows, nothing to do, or rows that the output has no room
-/// for.
+/// What a receiving kernel finds at its start: rows, nothing to do, or rows without room in the output.
 enum class Found { rows, nothing, no_room };
 
-/// Waits until the items of an operation can be worked on. Whole block.
+/// Waits until an operation's rows can be received. Whole block.
 __device__ inline Found start(const Comm& comm, const ReceiveArguments& args, uint64_t epoch) {
   if (failed_for_block(comm)) return Found::nothing;
   bool going = true;
@@ -40,7 +39,7 @@ __device__ inline Found start(const Comm& comm, const ReceiveArguments& args, ui
   return args.offered && !has_room(header, args) ? Found::no_room : Found::rows;
 }
 
-/// Calls receive() for the rows of an operation, if there are any, and ends it; or leaves them. Whole grid.
+/// Calls receive() if an operation has rows, and ends the operation; or leaves the rows. Whole grid.
 template <class Receive>
 __device__ inline void receive_and_end(const Comm& comm, const ReceiveArguments& args,
                                        const Receive& receive) {
@@ -51,12 +50,12 @@ __device__ inline void receive_and_end(const Comm& comm, const ReceiveArguments&
   end_operation(comm, args.operation, epoch, true, args.senders);
 }
 
-/// The order in which a source's tokens arrive, taken in spans of so many.
+/// The order in which a source's tokens arrive, taken in spans of `span` tokens.
 __device__ inline TokenOrder order_of(const Comm& comm, int32_t source, int32_t tokens, int span) {
   return {tokens, span, places_shift(comm, source, tokens)};
 }
 
-/// The most claims that the spans of one source take, of span(tokens) tokens each.
+/// The most claims for the spans of one source, of span(tokens) tokens each.
 template <class Span>
 __device__ int32_t most_claims(const Comm& comm, const int32_t* tokens_of, const Span& span) {
   int32_t most = 0;
@@ -65,7 +64,7 @@ __device__ int32_t most_claims(const Comm& comm, const int32_t* tokens_of, const
   return most;
 }
 
-/// Spans of a list each, of a pipe with so many workers.
+/// Spans of one list each, for a pipe with `workers` warps of workers.
 template <int workers>
 struct ByList {
   const TokenLanes& map;
@@ -75,17 +74,17 @@ struct ByList {
   }
 };
 
-/// A list of one source's tokens, and what tells their rows here, which is under way while those of others
-/// are listed: in a dispatch what the source announces, else rows of the plan.
+/// A list of one source's tokens, and the data that gives their rows here: in a dispatch the source's routes,
+/// else rows of the plan. It is loaded while earlier lists are processed.
 struct ReceiveList {
   Item item{};
-  int of_source = 0;  ///< tokens of the source
+  int of_source = 0;  ///< tokens of the whole source
   ChunkRoutes<kMoveRounds> routes;
   int32_t planned[kMoveRounds];
   __device__ int tokens() const { return static_cast<int>(item.end - item.begin); }
 };
 
-/// Lists the tokens of all sources. All lanes call every function. `operation`: whose rows arrive.
+/// Lists the tokens of all sources. All lanes call every function. `operation`: the one whose rows arrive.
 template <int workers, Operation operation>
 class ReceiveLister {
  public:
@@ -131,9 +130,9 @@ class ReceiveLister {
     return list;
   }
 
-  /// The output row of this lane's (token, k) in each round of a list, kRowElsewhere or kRowDropped; in the
-  /// rank layout the first lane of a token has it. A dispatch writes it into the plan. False if what tells
-  /// it does not come.
+  /// Finds the output row of this lane's (token, k) in each round of a list, kRowElsewhere or kRowDropped; in
+  /// the rank layout the first lane of a token holds it. A dispatch writes it to the plan. False if routes do
+  /// not arrive.
   __device__ bool resolve(ReceiveList& list, int32_t (&rows)[kMoveRounds]) const {
     if constexpr (operation == Operation::dispatch) {
       if (!list.routes.wait(comm_, epoch_, map_, list.item)) return false;
@@ -163,8 +162,8 @@ class ReceiveLister {
   Claims claims_;
 };
 
-/// Waits for those chunks, of `size` tokens each, of a list that have one of `tokens`, bits of the list's
-/// tokens. All lanes; false if it waits in vain.
+/// Waits for the chunks of a list, of `size` tokens each, that contain any of `tokens`, a bit mask of the
+/// list's tokens. All lanes; false if the wait fails.
 __device__ inline bool wait_for_list(const Comm& comm, const ReceiveArguments& args, uint64_t epoch,
                                      const Item& item, int size, uint32_t tokens) {
   const int first = min(lane_id() * size, 31);
@@ -173,13 +172,13 @@ __device__ inline bool wait_for_list(const Comm& comm, const ReceiveArguments& a
     here = device::wait_until(
         comm, {item.source, WaitPhase::rows, args.operation, epoch},
         device::EagerFlag{comm.arrival(comm.own, item.source, item.chunk + lane_id()), epoch});
-  __syncwarp();  // what a lane has acquired, all lanes load
+  __syncwarp();  // all lanes load what one lane has acquired
   return __all_sync(0xffffffffu, here);
 }
 
-/// The work of a unit's lister: where the rows of all sources go. add(pipe, list, j, source, row) adds those
-/// of round j of a list, where `source` is the row of a lane's token and `row` the output row of its (token,
-/// k), if it is not negative.
+/// The work of a unit's listing warp: finds where the rows of all sources go. add(pipe, list, j, source, row)
+/// adds the rows of round j of a list: `source` is the address of a lane's token's row, `row` the output row
+/// of its (token, k), if not negative.
 template <int workers, Operation operation, class Add>
 __device__ void list_arriving(const Comm& comm, const ReceiveArguments& args, uint64_t epoch,
                               MoveLister<workers>& pipe, const TokenLanes& map, const Add& add) {
@@ -194,7 +193,7 @@ __device__ void list_arriving(const Comm& comm, const ReceiveArguments& args, ui
     int32_t rows[kMoveRounds];
     if (!lister.resolve(list, rows)) return;
     auto& out = pipe.open();
-    uint32_t awaited = 0;  // tokens whose row comes here; only to be left out, if its place is given back
+    uint32_t awaited = 0;  // tokens to wait for; dropped rows only if their memory is given back
 #pragma unroll
     for (int j = 0; j < kMoveRounds; ++j) {
       const int first = j * map.tokens;
@@ -204,7 +203,7 @@ __device__ void list_arriving(const Comm& comm, const ReceiveArguments& args, ui
       add(arrived_row(comm, args, epoch, list.item, list.item.begin + first + map.within), rows[j]);
     }
     if (travels && !wait_for_list(comm, args, epoch, list.item, size, awaited)) return;
-    int flags = 0;  // the place of each chunk may be taken when its rows have been read
+    int flags = 0;  // flags that free the memory of each chunk once its rows have been read
     if (in_turn) {
       flags = (list.tokens() + size - 1) >> chunk_shift(list.of_source);
       if (lane_id() < flags)
@@ -215,7 +214,7 @@ __device__ void list_arriving(const Comm& comm, const ReceiveArguments& args, ui
   }
 }
 
-/// Zeroes the alignment rows of all experts. All lanes of the warps that share them.
+/// Zeroes the padding rows of all experts. All lanes of the warps that share them.
 __device__ inline void zero_paddings(const Comm& comm, const ReceiveArguments& args) {
   if (args.layout != RowLayout::expert) return;
   const RowTables tables = RowTables::of({args.plan, comm.plan_fields});
@@ -224,7 +223,7 @@ __device__ inline void zero_paddings(const Comm& comm, const ReceiveArguments& a
     zero_padding(comm, args, tables, e);
 }
 
-/// Lists rows that go to all their places, by a pipe with so many workers.
+/// Lists rows with all their places, for a pipe with `workers` warps of workers.
 template <int workers>
 __device__ void list_rows_to_places(const Comm& comm, const ReceiveArguments& args, uint64_t epoch,
                                     MoveLister<workers>& pipe) {

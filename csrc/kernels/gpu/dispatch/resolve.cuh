@@ -1,5 +1,5 @@
-// Dispatch, receiving side: the rows of a token on this rank, by what its source works out (route.cuh) and
-// where the rows of each source and expert begin (plan.cuh).
+// Dispatch, receiving side: finds the rows of a token on this rank, from its source's routes (route.cuh) and
+// from where the rows of each source and expert begin (plan.cuh).
 #pragma once
 
 #include "kernels/gpu/common/kernel.cuh"
@@ -14,7 +14,7 @@ struct Item {
   int64_t chunk, begin, end;  ///< tokens
 };
 
-/// The row of a token as it lies here.
+/// The address of a token's row on this rank.
 __device__ inline const std::byte* arrived_row(const Comm& comm, const ReceiveArguments& args, uint64_t epoch,
                                                const Item& item, int64_t token) {
   if (item.source == comm.rank && !comm.own_rows_travel())
@@ -22,17 +22,17 @@ __device__ inline const std::byte* arrived_row(const Comm& comm, const ReceiveAr
   return comm.staged_row(comm.rank, epoch, item.source, token);
 }
 
-/// Rows of tokens that follow each other in the lanes of a warp, in rounds as TokenLanes says.
+/// Rows of consecutive tokens in the lanes of a warp, in rounds according to TokenLanes.
 template <int rounds>
 struct ChunkRows {
   int32_t position[rounds];  ///< in expert-major order, kRowElsewhere or kRowDropped
-  int32_t local[rounds];     ///< expert of this rank, -1: another's
-  int32_t row[rounds];       ///< rank layout: output row of the token, or likewise
-  int32_t slot[rounds];      ///< this rank's among the token's sums at its home, -1: it makes none
+  int32_t local[rounds];     ///< expert of this rank; -1: another rank's
+  int32_t row[rounds];       ///< rank layout: output row of the token, kRowElsewhere or kRowDropped
+  int32_t slot[rounds];      ///< position of this rank among the token's senders to its home; -1: none
   float weight[rounds];      ///< as in ChunkRoutes
 };
 
-/// The arrival of routes of a source, which lie `each` apart: of those whose numbers are bits of `wanted`.
+/// The arrival of a source's routes, `each` apart: those whose numbers are bits of `wanted`.
 struct RouteArrival {
   static constexpr unsigned kInterval = 32;
   const Route* first;
@@ -51,20 +51,20 @@ struct RouteArrival {
   }
 };
 
-/// Waits until all have come; false if in vain. It is not inlined: callers seldom wait, and have no registers
-/// to spare for it.
+/// Waits until all routes have arrived; false if the wait fails. Not inlined: callers seldom wait, and have
+/// no registers to spare for it.
 __device__ __noinline__ inline bool wait_for_routes(const Comm& comm, int32_t source,
                                                     const RouteArrival& arrival) {
   return device::wait_until(comm, {source, WaitPhase::records, Operation::dispatch, arrival.epoch}, arrival);
 }
 
-/// What the source of a chunk announces about its tokens, in words that hold their epoch, of which some may
-/// have to come yet.
+/// What the source of a chunk announces about its tokens, in words that hold their epoch. Some may not have
+/// arrived yet.
 template <int rounds>
 class ChunkRoutes {
  public:
   ChunkRoutes() = default;
-  /// Starts the loads of all tokens together; nothing waits for them here, or looks at what they bring.
+  /// Starts the loads of all tokens together, without waiting for their results.
   __device__ ChunkRoutes(const Comm& comm, uint64_t epoch, const TokenLanes& map, const Item& item) {
     const Route* const first = first_of(comm, epoch, map, item);
 #pragma unroll
@@ -74,7 +74,7 @@ class ChunkRoutes {
         words_[j] = ptx::load_relaxed_sys_pair(first + j * map.tokens * map.top_k);
     }
   }
-  /// Waits for what has not come. All lanes; false, and no route, if in vain.
+  /// Waits for the missing ones. All lanes; false, and no route, if the wait fails.
   __device__ bool wait(const Comm& comm, uint64_t epoch, const TokenLanes& map, const Item& item) {
     uint32_t missing = 0;
 #pragma unroll
@@ -90,7 +90,7 @@ class ChunkRoutes {
     return here;
   }
 
-  /// Those of this lane in a round, as in Route; past the tokens there is none.
+  /// The route of this lane in a round, packed as in Route; past the tokens there is none.
   __device__ int32_t packed(int j) const { return static_cast<int32_t>(words_[j].low); }
   __device__ float weight(int j) const { return __uint_as_float(static_cast<uint32_t>(words_[j].low >> 32)); }
   __device__ int32_t place(int j) const { return EpochNumber::number(words_[j].high); }
@@ -104,7 +104,7 @@ class ChunkRoutes {
   ptx::Pair words_[rounds];
 };
 
-/// Writes the weights that go with the output rows of a chunk, and with its positions.
+/// Writes the weights of a chunk's output rows, and of its positions.
 template <int rounds>
 __device__ inline void place_weights(const ReceiveArguments& args, const TokenLanes& map, int tokens,
                                      const ChunkRows<rounds>& chunk) {
@@ -123,15 +123,15 @@ __device__ inline void place_weights(const ReceiveArguments& args, const TokenLa
   }
 }
 
-/// Whose sum is this rank's among those of a token, each lane knowing the owner of its (token, k): at a home
-/// on this node each owner here and each other node has one; for one on another node, each owner here.
+/// The slot of this rank's sum for a token, where each lane knows the owner of its (token, k). For a home on
+/// this node each owner here and each other node has a slot; for a home on another node each owner here.
 __device__ inline int slot_between_nodes(const Comm& comm, const TokenLanes& map, int32_t home,
                                          int32_t owner) {
   const int32_t sender = comm.is_local(home) || comm.is_local(owner) ? comm.sender(owner) : -1;
   return __popc(__ballot_sync(0xffffffffu, first_with(sender, map.lanes) && sender < comm.rank) & map.lanes);
 }
 
-/// Dispatch: the positions and output rows of a chunk, by the routes of its source and where its rows begin.
+/// Dispatch: finds a chunk's positions and output rows, from its source's routes and where its rows begin.
 template <int rounds>
 __device__ inline ChunkRows<rounds> resolve_rows(const Comm& comm, const ReceiveArguments& args,
                                                  const RowTables& tables, const TokenLanes& map,
@@ -148,7 +148,7 @@ __device__ inline ChunkRows<rounds> resolve_rows(const Comm& comm, const Receive
     return routes.packed(j) >= 0 ? routes.packed(j) >> number_bits : kNoExpert;
   };
   const int32_t first_expert = comm.rank * comm.local_experts;
-  int32_t base[rounds];  // all of them are loaded before one is used
+  int32_t base[rounds];  // all of them are loaded before the first is used
 #pragma unroll
   for (int j = 0; j < rounds; ++j) {
     const int32_t local = expert_of(j) - first_expert;
@@ -171,12 +171,12 @@ __device__ inline ChunkRows<rounds> resolve_rows(const Comm& comm, const Receive
                          ? __popc(__ballot_sync(0xffffffffu, leads && owner < comm.rank) & map.lanes)
                          : slot_between_nodes(comm, map, item.source, owner);
     if (here) chunk.slot[j] = slot;
-    if (!by_expert) {  // the lanes of this rank's experts know
+    if (!by_expert) {  // lanes with experts of this rank know
       const int32_t place =
           __shfl_sync(0xffffffffu, routes.place(j), here ? __ffs(static_cast<int>(all_mine)) - 1 : 0);
       if (here) chunk.row[j] = fitting(source_base + place, args.rows);
     }
-    if (mine)  // a position without its row stays empty
+    if (mine)  // a position whose row was left out stays empty
       chunk.position[j] =
           chunk.row[j] == kRowDropped
               ? kRowDropped
@@ -185,7 +185,7 @@ __device__ inline ChunkRows<rounds> resolve_rows(const Comm& comm, const Receive
   return chunk;
 }
 
-/// Writes the rows of a chunk into the plan, and what goes with a row to its place.
+/// Writes the rows of a chunk to the plan, and the data that accompanies a row to its place.
 template <int rounds>
 __device__ inline void write_rows(const Comm& comm, const ReceiveArguments& args, const TokenLanes& map,
                                   const Item& item, const ChunkRows<rounds>& chunk) {
@@ -212,8 +212,8 @@ __device__ inline void zero(std::byte* memory, int64_t bytes) {
   for (int64_t i = lane_id(); i < bytes; i += 32) memory[i] = std::byte{0};
 }
 
-/// Zeroes the alignment rows of local expert `e`, as far as the output has them: a dropless dispatch for
-/// whose rows there was no memory has none.
+/// Zeroes the padding rows of local expert `e`, as far as the output has them: a dropless dispatch without
+/// memory for its rows has none.
 __device__ inline void zero_padding(const Comm& comm, const ReceiveArguments& args, const RowTables& tables,
                                     int64_t e) {
   const KernelShape& s = comm.window.shape;

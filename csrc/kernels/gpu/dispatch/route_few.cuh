@@ -1,12 +1,12 @@
-// The routes of few tokens, on one node, by one block: what route.cuh works out, for at most
-// kMostFusedTokens. A bitmap of tokens for each expert and each rank tells every (token, k) its number
-// without a walk in order: the tokens below it in the map of its expert.
+// Computes the routes of few tokens on one node with one block, like route.cuh, for at most kMostFusedTokens.
+// A bitmap of tokens for each expert and each rank gives every (token, k) its number without a walk in order:
+// the number of lower tokens in the map of its expert.
 //   1. each thread takes the ids of some (token, k), and sets their bits
-//   2. the bits of a map are a count, which every rank gets; the bits before each of its words are kept. The
-//      map of a rank is that of its experts together
-//   3. the bits below a token are its number, which every rank gets. Where maps are short they are counted
-//      anew, so that some warps do this while others do the step before
-// Other ranks wait for what this block does, so that it loads all it needs at once, before anything else.
+//   2. the number of bits in a map is a count, which every rank gets; the number before each of its words is
+//      kept. The map of a rank is the union of its experts' maps
+//   3. the number of bits below a token is its route, which every rank gets. Short maps are counted again
+//      here, so that some warps do this while others do step 2
+// Other ranks wait for this block, so it first loads all that it needs at once.
 #pragma once
 
 #include "kernels/gpu/common/route.cuh"
@@ -15,23 +15,23 @@ namespace moecomm::gpu {
 
 /// Bitmaps of tokens, of `words` words each.
 struct TokenMaps {
-  static constexpr int kShort = 4;  ///< words whose bits are counted as soon as what is before them is read
+  static constexpr int kShort = 4;  ///< maps of up to so many words are counted when they are read
   uint32_t* bits;
   uint16_t* before;  ///< tokens in the words of the map before this one
   int words, stride;
 
-  /// In `scratch`, route_few_words of shared memory.
+  /// Lays the maps out in `scratch`, route_few_words of shared memory.
   __device__ TokenMaps(int32_t* scratch, int64_t counts, int64_t tokens)
       : bits(reinterpret_cast<uint32_t*>(scratch)), words(map_words(tokens)), stride(map_stride(tokens)) {
     before = reinterpret_cast<uint16_t*>(bits + counts * stride);
   }
-  /// Adds a token to the map of `bin`; true if it is there already.
+  /// Adds a token to the map of `bin`; true if it was in it before.
   __device__ bool add(int32_t bin, int32_t token) const {
     const uint32_t bit = 1u << (token & 31);
     return atomicOr(&bits[bin * stride + (token >> 5)], bit) & bit;
   }
   __device__ bool is_short() const { return words <= kShort; }
-  /// Tokens of a map below `token`. It has been counted, if maps are not short.
+  /// The number of tokens below `token` in a map. Maps that are not short must have been counted.
   __device__ int32_t below(int32_t bin, int32_t token) const {
     const int first = bin * stride, word = first + (token >> 5);
     int32_t count = __popc(bits[word] & ((1u << (token & 31)) - 1));
@@ -44,7 +44,7 @@ struct TokenMaps {
   __device__ bool has(int32_t bin, int32_t token) const {
     return bits[bin * stride + (token >> 5)] >> (token & 31) & 1;
   }
-  /// Fills `before` of a map that is complete, and returns its tokens.
+  /// Fills `before` of a complete map, and returns the number of its tokens.
   __device__ int32_t count(int32_t bin) const {
     int32_t count = 0;
 #pragma unroll 2
@@ -54,8 +54,8 @@ struct TokenMaps {
     }
     return count;
   }
-  /// Makes the map of a rank of those of its `local` experts from `first` on, as `bin`, and returns its
-  /// tokens. One warp: lanes share the words, and the experts.
+  /// Makes the map `bin` of a rank as the union of its `local` experts' maps from `first` on, and returns the
+  /// number of its tokens. One warp: lanes share the words and the experts.
   __device__ int32_t join(int32_t bin, int32_t first, int32_t local) const {
     int width = 1;  // lanes for the words
     while (width < words) width *= 2;
@@ -80,7 +80,7 @@ struct TokenMaps {
 };
 static_assert(map_words(kMostFusedTokens) <= 32, "a lane for each word");
 
-/// The (token, k) of a thread, kThreads apart, by which it goes without a division.
+/// Walks over the (token, k) of a thread, kThreads apart, without a division.
 struct EntryWalk {
   int32_t token, k, top_k;
 
@@ -95,8 +95,8 @@ struct EntryWalk {
   }
 };
 
-/// Ids as they are given, and weights, of as many (token, k) as shared memory has room for. Each thread
-/// copies those that it uses, all of them together.
+/// Copies of ids and weights, for as many (token, k) as shared memory has room for. Each thread copies those
+/// that it uses, all at once.
 struct StagedEntries {
   std::byte* ids;
   float* weights;
@@ -126,7 +126,7 @@ struct StagedEntries {
   }
 };
 
-/// Remembers the first bad id of a dispatch that has one: that of no expert, or of one that the token names
+/// Records the first bad id of a dispatch that has one: an id of no expert, or one that its token named
 /// before.
 __device__ inline void find_bad_ids(const Comm& comm, const SendArguments& args) {
   const int top_k = comm.top_k();
@@ -144,8 +144,8 @@ __device__ inline void find_bad_ids(const Comm& comm, const SendArguments& args)
   }
 }
 
-/// Writes what a token's home has to know: its number of sums, and which of them in ascending order is this
-/// rank's. The last threads have most tokens.
+/// Writes what a token's home needs to know: the number of its sums, and the position of this rank's own
+/// among them. The last threads have the most tokens.
 __device__ inline void write_homes(const Comm& comm, const SendArguments& args, const TokenMaps& maps) {
   const int32_t experts = static_cast<int32_t>(comm.window.shape.num_experts), ranks = comm.ranks();
   const PlanView plan{args.plan, comm.plan_fields};
@@ -161,10 +161,10 @@ __device__ inline void write_homes(const Comm& comm, const SendArguments& args, 
   }
 }
 
-/// Works out the routes and sends them. Whole block. `scratch`: `words` of shared memory, overwritten, at
-/// least route_few_words. Returns the record that the block has yet to signal. Nothing is done, and the
-/// record is of no operation, if failed(), which is a barrier, and is called when the first loads are under
-/// way.
+/// Computes the routes and sends them. Whole block. `scratch`: `words` words of shared memory, overwritten,
+/// at least route_few_words. Returns the record, which the caller has to signal. failed(), a barrier, is
+/// called when the first loads are in flight; if it is true, nothing is done, and the record is of no
+/// operation.
 template <class Failed>
 __device__ inline SignalRecord route_few(const Comm& comm, const SendArguments& args, uint64_t epoch,
                                          int32_t* scratch, int64_t words, const Failed& failed) {
@@ -182,12 +182,12 @@ __device__ inline SignalRecord route_few(const Comm& comm, const SendArguments& 
   staged.copy(args, 0, entries);
   for (int i = thread; i < experts * maps.stride; i += kThreads) maps.bits[i] = 0;
   if (failed()) return {};
-  // Calls use(entry, token, given id, weight) for the entries of this thread. Loops are not unrolled here:
-  // few tokens take each of them a few times.
+  // Calls use(entry, token, given id, weight) for the entries of this thread. Loops are not unrolled: few
+  // tokens run each of them a few times.
   const auto each_entry = [&](const auto& use) {
 #pragma unroll 1
     for (int32_t base = 0; base < entries; base += staged.room) {
-      if (entries > staged.room) staged.copy(args, base, entries);  // else they are there
+      if (entries > staged.room) staged.copy(args, base, entries);  // else all have been copied
       ptx::wait_for_async_copies();
       EntryWalk at(base + thread, top_k);
       const int32_t count = min(staged.room, entries - base);
@@ -210,9 +210,9 @@ __device__ inline SignalRecord route_few(const Comm& comm, const SendArguments& 
     __syncthreads();
   }
 
-  // 2. The last warps have most experts, since the first have most entries.
+  // 2. The last warps take the most experts, since the first have the most entries.
   const int64_t to_counts = reinterpret_cast<std::byte*>(comm.counts(comm.own, comm.rank, epoch)) - comm.own;
-  // As push_count, for a thread that has one peer.
+  // Like push_count, for a thread with one peer.
   const auto push = [&](int32_t peer, int32_t bin, int32_t count) {
     ptx::store_relaxed_sys(comm.at<uint64_t>(comm.bases[peer], to_counts) + bin,
                            EpochNumber::word(epoch, count));

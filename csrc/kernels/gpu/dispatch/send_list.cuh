@@ -1,5 +1,5 @@
-// Dispatch, sending side: which rows go where, for a pipe of warps (move_pipe.cuh), and the wait before a
-// chunk of tokens reuses another chunk's place in the staging section.
+// Dispatch, sending side: lists the sources and targets of rows for a pipe of warps (move_pipe.cuh), and
+// waits before a chunk of tokens reuses another chunk's memory in the staging section.
 #pragma once
 
 #include "kernels/gpu/common/route.cuh"
@@ -7,8 +7,8 @@
 
 namespace moecomm::gpu {
 
-/// Calls visit(flag) for the credits that a chunk needs where a smaller staging section makes it wait for its
-/// place.
+/// Calls visit(flag) for each credit that a chunk needs, where a small staging section makes it wait for
+/// memory.
 template <class Visit>
 __device__ inline bool all_credits(const Comm& comm, int32_t source, uint64_t epoch, int64_t chunk,
                                    const PeerSet& peers, const Visit& visit) {
@@ -21,9 +21,9 @@ __device__ inline bool all_credits(const Comm& comm, int32_t source, uint64_t ep
   return __all_sync(0xffffffffu, all);
 }
 
-/// Waits until the owners have read all chunks that had this one's place before: not only the last of them,
-/// since an owner that gets nothing of it has not waited for those before. Where it waits, flush() sends what
-/// comes before. False if it waits in vain.
+/// Waits until the owners have read all chunks that used this one's memory before: not only the last of them,
+/// since an owner without rows in it has not waited for the earlier ones. Before it waits, flush() sends what
+/// is complete. False if the wait fails.
 template <class Flush>
 __device__ inline bool wait_for_place(const Comm& comm, Operation operation, int32_t source, int64_t tokens,
                                       uint64_t epoch, int64_t chunk, const PeerSet& peers,
@@ -34,7 +34,7 @@ __device__ inline bool wait_for_place(const Comm& comm, Operation operation, int
     if (all_credits(comm, source, epoch, before, peers,
                     [](int32_t, const device::EpochFlag& flag) { return flag.arrived(); }))
       continue;
-    if (!flushed) flush();  // what comes before must not wait for this chunk
+    if (!flushed) flush();  // earlier rows must not wait for this chunk
     flushed = true;
     if (!all_credits(comm, source, epoch, before, peers, [&](int32_t peer, const device::EpochFlag& flag) {
           return device::wait_until(comm, {peer, WaitPhase::credit, operation, epoch}, flag);
@@ -45,19 +45,18 @@ __device__ inline bool wait_for_place(const Comm& comm, Operation operation, int
   return true;
 }
 
-/// Places of a row at most.
+/// The most places of a row.
 __device__ inline int most_owners(const Comm& comm) { return min(comm.top_k(), comm.ranks()); }
 
-/// A list of this rank's tokens, and their ids by rounds, which are under way while tokens before these are
-/// listed.
+/// A list of this rank's tokens, and their ids by rounds, which are loaded while earlier tokens are listed.
 template <class Id>
 struct SendList {
-  int begin = 0, tokens = 0;  ///< 0: there are no more
+  int begin = 0, tokens = 0;  ///< 0: the lists have ended
   Id ids[kMoveRounds];
 };
 
-/// Lists the tokens of chunks [first, all), whose ids are in `ids`, shared by all warps that have an object.
-/// All lanes call every function.
+/// Lists the tokens of chunks [first, all), with ids `ids`. All warps that have such an object share the
+/// chunks. All lanes call every function.
 template <int workers, class Id>
 class SendLister {
  public:
@@ -65,7 +64,7 @@ class SendLister {
                         int64_t first, int64_t all, int shift, uint32_t* counter)
       : ids_(ids),
         map_(map),
-        // A chunk that has to wait for its place is a list of its own.
+        // A chunk that has to wait for memory is a list of its own.
         size_(args.later ? chunk_tokens(args.tokens)
                          : move_tokens<workers>(map, each, chunk_tokens(args.tokens), args.tokens)),
         begin_(static_cast<int>(first * chunk_tokens(args.tokens))),
@@ -92,7 +91,7 @@ class SendLister {
   Claims claims_;
 };
 
-/// The work of a unit's lister: where this rank's rows go, by ids of their tokens' experts.
+/// The work of a unit's listing warp: finds the targets of this rank's rows from their tokens' expert ids.
 template <int workers, class Id>
 __device__ void list_own(const Comm& comm, const SendArguments& args, const Id* ids, uint64_t epoch,
                          MoveLister<workers>& pipe) {
@@ -100,7 +99,7 @@ __device__ void list_own(const Comm& comm, const SendArguments& args, const Id* 
   const int64_t row_bytes = comm.window.shape.row_bytes();
   const int shift = __ffs(chunk_tokens(args.tokens)) - 1;
   const TokenLanes map = TokenLanes::of_many(comm.top_k());
-  // So many chunks have a place of their own; later ones reuse an earlier chunk's place.
+  // The first `at_once` chunks do not share memory; later ones reuse an earlier chunk's.
   const int64_t at_once = comm.window.chunks_at_once(args.tokens);
   SendLister<workers, Id> lister(args, map, ids, most_owners(comm), args.later ? at_once : 0,
                                  args.later ? chunk_count(args.tokens) : at_once,
@@ -142,7 +141,7 @@ __device__ void list_own(const Comm& comm, const SendArguments& args, const Id* 
   }
 }
 
-/// Lists the rows of this rank, or those that take another's place.
+/// Lists the rows of this rank, or only those that reuse another's memory.
 template <int workers>
 __device__ void list_own(const Comm& comm, const SendArguments& args, uint64_t epoch,
                          MoveLister<workers>& pipe) {

@@ -1,5 +1,5 @@
-// Dispatch, sending side, where no pipe moves the rows: those of a chunk of tokens, which a warp takes piece
-// by piece to all their targets, as they are (CopyRows) or in another format (quantise_rows.cuh).
+// Dispatch, sending side, where no pipe moves the rows: a warp takes the rows of a chunk piece by piece to
+// all their targets, unchanged (CopyRows) or quantised (quantise_rows.cuh).
 #pragma once
 
 #include "kernels/gpu/common/announcer.cuh"
@@ -7,25 +7,25 @@
 
 namespace moecomm::gpu {
 
-/// Targets of the tokens of a warp's chunk, in shared memory: counts[i] targets of token i, at
-/// [i * top_k ...]. Targets are ranks, and from `ranks` on other nodes, with the number of the row there.
+/// Targets of the tokens in a warp's chunk, in shared memory: token i has counts[i] targets, at [i * top_k
+/// ...]. Targets below `ranks` are ranks, the others nodes, with the number of the row there.
 struct ChunkMeta {
   int32_t* targets;
   int32_t* counts;
   int32_t* numbers;
-  int32_t* from;  ///< relayed rows: their number among those that came here
+  int32_t* from;  ///< relayed rows: their number among the rows that arrived here
 };
 
-/// Addresses of a sender's rows, and those that they go to.
+/// Source and target addresses of a sender's rows.
 template <bool kNodes>
 struct RowPaths {
   const Comm& comm;
   uint64_t epoch;
   const std::byte* x;  ///< this rank's own rows
-  int32_t source;      ///< whose rows they are
+  int32_t source;      ///< the rank whose rows they are
   bool relayed;        ///< they have come from another node
 
-  /// Token i of the chunk that begins with `begin`.
+  /// The row of token i in the chunk that begins with `begin`.
   __device__ const std::byte* from(int64_t begin, int i, const ChunkMeta& meta, int64_t row_bytes) const {
     if constexpr (kNodes)
       if (relayed)
@@ -43,19 +43,19 @@ struct RowPaths {
   }
 };
 
-/// Rows as they are.
+/// Sends rows unchanged.
 template <bool kNodes>
 class CopyRows {
  public:
   __device__ CopyRows(const Comm& comm, const SendArguments& args, uint64_t epoch, WarpMemory memory)
       : CopyRows(comm, args, {comm, epoch, args.x, comm.rank, false}, memory,
                  comm.window.shape.wire_data_bytes()) {}
-  /// Copies rows of other sources, see start_source.
+  /// For rows of other sources, see start_source.
   __device__ CopyRows(const Comm& comm, const SendArguments& args, uint64_t epoch, WarpMemory memory,
                       int64_t row_bytes)
       : CopyRows(comm, args, {comm, epoch, nullptr, comm.rank, true}, memory, row_bytes) {}
 
-  /// Rows that have come from another node are those of `source` from now on.
+  /// From now on, rows that came from another node are those of `source`.
   __device__ void start_source(int32_t source) { paths_.source = source; }
 
   __device__ void send(int64_t begin, uint32_t tokens, const ChunkMeta& meta, Announcer& announcer) {
@@ -91,7 +91,7 @@ class CopyRows {
         scales_(memory.scales),
         pieces_(pieces_of(row_bytes, kCopyPiece)) {}
 
-  /// A token's scales, which the caller has; their rows need not be aligned as bulk copies want it.
+  /// Sends a token's scales, which the caller gives; their rows need not be aligned for bulk copies.
   __device__ void send_scales(int64_t begin, int i, const ChunkMeta& meta) {
     const int64_t bytes = comm_.window.shape.wire_scale_bytes();
     const std::byte* const from = args_.x_scales + (begin + i) * bytes;

@@ -1,5 +1,5 @@
-// Rows of an operation of few tokens, which teams of warps move by plain loads and stores: as they are, to
-// and from a wire format, or times factors.
+// Rows of an operation of few tokens, moved by teams of warps with plain loads and stores: unchanged, to and
+// from a wire format, or times factors.
 #pragma once
 
 #include "kernels/gpu/common/kernel.cuh"
@@ -8,15 +8,15 @@
 
 namespace moecomm::gpu {
 
-inline constexpr int kBatch = 8;  ///< loads of a thread that are under way together
+inline constexpr int kBatch = 8;  ///< loads of a thread in flight together
 
-/// Calls use(target's value) for each lane of `mask`. All lanes.
+/// Calls use(the lane's value) for each lane of `mask`. All lanes.
 template <class Value, class Use>
 __device__ void for_each_target(uint32_t mask, Value value, const Use& use) {
   for (; mask != 0; mask &= mask - 1) use(__shfl_sync(0xffffffffu, value, __ffs(static_cast<int>(mask)) - 1));
 }
 
-/// The part of a row that a team moves: one of 2^shift equal ones, as teams share the row.
+/// The part of a row that a team moves: one of the 2^shift equal parts of teams that share the row.
 struct RowPart {
   int number = 0, shift = 0;
 
@@ -24,12 +24,12 @@ struct RowPart {
   __device__ int end(int vectors) const { return vectors * (number + 1) >> shift; }
 };
 
-/// Vectors of a row in registers, so many of a thread, a team's threads apart.
+/// Vectors of a row in registers, `batch` per thread, with a stride of the team's threads.
 template <int batch>
 struct Vectors {
   uint4 values[batch];
 
-  /// Loads those from `base` on, up to `end`. The others are 0.
+  /// Loads the vectors from `base` on, up to `end`. The others are 0.
   __device__ void load(const Team& team, const uint4* row, int base, int end) {
 #pragma unroll
     for (int i = 0; i < batch; ++i) {
@@ -37,7 +37,7 @@ struct Vectors {
       values[i] = v < end ? __ldcg(row + v) : uint4{};
     }
   }
-  /// Stores them to the rows at `to`, known by the lanes of `targets`.
+  /// Stores them to the rows at `to` in the lanes of `targets`.
   __device__ void store(const Team& team, int base, int end, uint32_t targets, unsigned long long to) const {
     for_each_target(targets, to, [&](unsigned long long address) {
 #pragma unroll
@@ -49,13 +49,13 @@ struct Vectors {
   }
 };
 
-/// A row, or a part of one, whose first vectors are loaded before it is known where they go.
+/// A row, or a part of one, whose first vectors are loaded before its targets are known.
 struct RowAhead {
   const uint4* row;
   int first, end;
   Vectors<kBatch> loaded;
 
-  /// `bytes`: of the whole row.
+  /// `bytes`: size of the whole row.
   __device__ void load(const Team& team, const RowPart& part, const std::byte* from, int64_t bytes) {
     const int all = static_cast<int>(bytes / 16);
     row = reinterpret_cast<const uint4*>(from);
@@ -63,9 +63,9 @@ struct RowAhead {
     end = part.end(all);
     loaded.load(team, row, first, end);
   }
-  /// Copies it to the rows at `to`, known by the lanes of `targets`.
+  /// Copies it to the rows at `to` in the lanes of `targets`.
   __device__ void copy(const Team& team, uint32_t targets, unsigned long long to) {
-    // Where a thread has one vector at most, fewer instructions do.
+    // Where a thread has at most one vector, fewer instructions suffice.
     if (end - first <= team.threads())
       return Vectors<1>{{loaded.values[0]}}.store(team, first, end, targets, to);
     for (int base = first; base < end; base += kBatch * team.threads()) {
@@ -75,7 +75,7 @@ struct RowAhead {
   }
 };
 
-/// The scales of a row that lies in the wire format already, by the first warp.
+/// Copies the scales of a row that is in the wire format already, with the first warp.
 __device__ inline void copy_scales_of_row(const Team& team, const std::byte* from, int64_t bytes,
                                           uint32_t targets, unsigned long long to) {
   if (!team.leads()) return;
@@ -84,7 +84,7 @@ __device__ inline void copy_scales_of_row(const Team& team, const std::byte* fro
   });
 }
 
-/// Conversion of rows of `dtype` to and from a wire format, 16 bytes of `dtype` a lane at a time.
+/// Converts rows of `dtype` to and from a wire format, 16 bytes of `dtype` per lane at a time.
 template <DType dtype, WireFormat wire>
 struct Convert {
   using V = WireVector<dtype, wire>;
@@ -93,7 +93,7 @@ struct Convert {
   using Values = typename V::Values;
   static constexpr int kBlockLanes = V::kBlockLanes;
 
-  /// The scale of a row, of its largest finite magnitude. Whole team.
+  /// The scale of a row, from its largest finite magnitude. Whole team.
   __device__ static float row_scale(const Team& team, const RowAhead& ahead, float* most_of_warps) {
     float most = 0;
 #pragma unroll
@@ -173,13 +173,13 @@ struct Convert {
   }
 };
 
-/// Rows times the factors of their places (the gradients of a weighted combine).
+/// Multiplies rows by the factors of their places (the gradients of a weighted combine).
 template <DType dtype>
 __device__ void scale_row(const Comm& comm, const Team& team, const RowPart& part,
                           const ReceiveArguments& args, const std::byte* from, uint32_t targets,
                           int32_t row) {
   using E = Element<dtype>;
-  constexpr int kScaleBatch = 4;  // with more, registers of the kernel spill
+  constexpr int kScaleBatch = 4;  // a larger batch makes the kernel spill registers
   const int64_t row_bytes = comm.window.shape.row_bytes();
   const int all = static_cast<int>(row_bytes / 16), vectors = part.end(all);
   const float factor = targets >> lane_id() & 1 ? reinterpret_cast<const float*>(args.scales)[row] : 0.0f;

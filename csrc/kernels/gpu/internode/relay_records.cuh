@@ -1,6 +1,6 @@
-// Relay of records: some blocks of an operation's first kernel hand on what the ranks of this rank's rail, on
-// other nodes, announce and work out for a dispatch, to all ranks of this node, as if the rail's rank had
-// written there itself, but for the start: ranks of other nodes are known by their records.
+// Relay of records: some blocks of an operation's first kernel forward the records, counts and routes of the
+// ranks on this rank's rail to all ranks of this node, as if the rail's rank had written there itself. They
+// do not forward the start: the records of other nodes' ranks stand for it.
 #pragma once
 
 #include "device/rail.cuh"
@@ -14,17 +14,17 @@ using device::Comm;
 using device::PlanView;
 using device::Rail;
 
-/// The blocks that relay, as one of them sees itself.
+/// The blocks that relay, from the view of one of them.
 struct RelayBlocks {
   int block, blocks;
 };
 
-/// What the rail's rank on another node has sent of a dispatch: its counts, then routes and places.
+/// A dispatch's tables from the rail's rank on another node: its counts, then routes and places.
 __device__ inline const std::byte* relayed_tables(const Rail& rail, uint64_t epoch, int32_t other) {
   return rail.memory + rail.layout.relay_ids[epoch & 1] + other * rail.ids_bytes;
 }
 
-/// Hands on what a dispatch of `source` counts. Whole block.
+/// Forwards the counts of a dispatch of `source`. Whole block.
 __device__ inline void hand_on_counts(const Comm& comm, const SignalRecord& record, int32_t source,
                                       int32_t other) {
   const int64_t counts = comm.window.shape.counts();
@@ -34,7 +34,7 @@ __device__ inline void hand_on_counts(const Comm& comm, const SignalRecord& reco
     push_count(comm, source, record.epoch, bin, bin < counts ? __ldcg(counted + bin) : record.tokens);
 }
 
-/// Hands on this block's part of what a dispatch of `source` says about its tokens.
+/// Forwards this block's part of the tables of a dispatch of `source`.
 __device__ inline void hand_on_tables(const Comm& comm, int32_t* plan_words, const SignalRecord& record,
                                       int32_t source, int32_t other, RelayBlocks relay) {
   const DeviceWindow& w = comm.window;
@@ -61,8 +61,8 @@ __device__ inline void hand_on_tables(const Comm& comm, int32_t* plan_words, con
     plan.at(plan.fields.relay_index)[other * most + token] = __ldcg(index + token);
 }
 
-/// Hands on the records of the rail for `epoch`, and if this is a dispatch and theirs is one, what goes with
-/// it. All blocks that relay; false if a record does not come.
+/// Forwards the records of the rail for `epoch`; where both this operation and theirs are dispatches, also
+/// the counts and tables. All relaying blocks; false if a record does not arrive.
 __device__ inline bool relay_records(const Comm& comm, Operation operation, int32_t* plan_words,
                                      uint64_t epoch, RelayBlocks relay) {
   const Rail& rail = comm.rail;
@@ -78,7 +78,7 @@ __device__ inline bool relay_records(const Comm& comm, Operation operation, int3
     const SignalRecord record = lines;
     const Announcement& head = device::arrived_head(comm, epoch, other);
     const bool same = record.operation == operation;
-    // Ranks of this node that dispatch wait for the counts, whatever this rank does.
+    // Ranks of this node that dispatch wait for the counts, whichever operation this rank runs.
     if (relay.block == 0 && record.operation == Operation::dispatch)
       hand_on_counts(comm, record, source, other);
     if (same && operation == Operation::dispatch)
@@ -110,7 +110,7 @@ __device__ inline bool relay_records(const Comm& comm, Operation operation, int3
   return true;
 }
 
-/// Waits until the records of all the rail have been handed on, so that what they say is in the plan. Whole
+/// Waits until the records of the whole rail have been forwarded, so that the plan includes them. Whole
 /// block.
 __device__ inline bool wait_forwarded(const Comm& comm, Operation operation, uint64_t epoch) {
   bool here = true;
@@ -122,11 +122,11 @@ __device__ inline bool wait_forwarded(const Comm& comm, Operation operation, uin
   return __syncthreads_and(here);
 }
 
-/// A chunk of a rail rank's tokens as a warp sees it: lane i holds token i.
+/// A chunk of a rail rank's tokens as a warp holds it: lane i has token i.
 struct RelayChunk {
   int64_t begin, end;  ///< tokens
-  int32_t number;      ///< relay index of this lane's token, -1: not needed here
-  uint32_t tokens;     ///< those that are needed here
+  int32_t number;      ///< relay index of this lane's token; -1: not needed on this node
+  uint32_t tokens;     ///< tokens that are needed on this node
 };
 
 __device__ inline RelayChunk relay_chunk(const Comm& comm, const PlanView& plan, int32_t other,
@@ -140,8 +140,8 @@ __device__ inline RelayChunk relay_chunk(const Comm& comm, const PlanView& plan,
   return out;
 }
 
-/// A rank of this node that this lane's k of a rail rank's token names, each such rank by one lane; -1: none.
-/// Called by all lanes.
+/// The rank of this node that this lane's k of a rail rank's token names, where each such rank is returned in
+/// one lane only; -1: none. Called by all lanes.
 __device__ inline int32_t relayed_owner(const Comm& comm, const PlanView& plan, int32_t other,
                                         int64_t token) {
   const int lane = gpu::lane_id(), top_k = comm.top_k();

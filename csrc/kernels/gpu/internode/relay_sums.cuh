@@ -1,6 +1,6 @@
-// Combine between nodes: what the owners of this node have summed for a token of another node comes, in its
-// dtype, to the rank of its home's rail here, which adds it up by ascending owner rank in float32, rounds
-// once more or quantises, and sends one row. By blocks of the kernel that reduces.
+// Combine between nodes: for a token of another node, the owners on this node give their sums, in the dtype
+// of rows, to the rank here on its home's rail. That rank adds them up by ascending owner rank in float32,
+// rounds once more or quantises, and sends one row. Blocks of the reducing kernel do this.
 #pragma once
 
 #include "kernels/gpu/common/announcer.cuh"
@@ -9,7 +9,7 @@
 
 namespace moecomm::gpu {
 
-/// Waits until all of a home's owners on this node have written what they have for `chunk`. All lanes.
+/// Waits until all of a home's owners on this node have written their sums for `chunk`. All lanes.
 __device__ inline bool wait_partials(const Comm& comm, int32_t home, uint64_t epoch, int64_t chunk,
                                      const gpu::PeerSet& owners) {
   bool here = true;
@@ -19,11 +19,12 @@ __device__ inline bool wait_partials(const Comm& comm, int32_t home, uint64_t ep
     here = here && device::wait_until(comm, {owner, WaitPhase::rows, Operation::combine, epoch},
                                       device::EpochFlag{flag, epoch});
   });
-  __syncwarp();  // what a lane has acquired, all lanes load
+  __syncwarp();  // all lanes load what one lane has acquired
   return __all_sync(0xffffffffu, here);
 }
 
-/// Sums for the rail, which travel in `wire`. What was announced leaves also if the operation is called off.
+/// Makes the sums for the rail, in format `wire`. Announced sums are sent even if the operation is called
+/// off.
 template <DType dtype, WireFormat wire>
 __device__ inline void relay_sums(const Comm& comm, int32_t* plan_words, uint64_t epoch) {
   constexpr int kSteps = 4, kBatch = 2;
@@ -45,7 +46,7 @@ __device__ inline void relay_sums(const Comm& comm, int32_t* plan_words, uint64_
     if (number >= chunk_count(tokens)) continue;
     const RelayChunk chunk = relay_chunk(comm, plan, other, tokens, number);
     gpu::PeerSet owners;
-    int32_t counts = 0;  // of this lane's token
+    int32_t counts = 0;  // number of sums for this lane's token
     for (uint32_t left = chunk.tokens; left != 0; left &= left - 1) {
       const int i = __ffs(static_cast<int>(left)) - 1;
       const int32_t owner = relayed_owner(comm, plan, other, chunk.begin + i);
@@ -71,7 +72,7 @@ __device__ inline void relay_sums(const Comm& comm, int32_t* plan_words, uint64_
       ptx::fence_sys();
       device::row_staged(comm, wire, other, chunk.number, plan.at(plan.fields.relay_tokens)[other], epoch);
     }
-    // Owners that wait for this chunk's place do not know which of them had a part in it.
+    // Owners that wait for this chunk's memory do not know which of them wrote to it.
     if (tokens > comm.window.partial_tokens)
       for (int32_t r = lane; r < comm.local_ranks; r += 32)
         ptx::store_release_sys(
@@ -79,7 +80,7 @@ __device__ inline void relay_sums(const Comm& comm, int32_t* plan_words, uint64_
   }
 }
 
-/// Gradients of the weights of the rail's tokens, once all owners here have written theirs. Whole block.
+/// Sends the weights' gradients of the rail's tokens, once all owners here have written theirs. Whole block.
 __device__ inline void relay_weight_grads(const Comm& comm, int32_t* plan_words, uint64_t epoch,
                                           RelayBlocks relay) {
   const PlanView plan{plan_words, comm.plan_fields};
