@@ -32,7 +32,7 @@ static_assert(sizeof(PlanHeader) == 64);
 /// Fields of a plan, as offsets in int32 words.
 struct DevicePlan {
   int64_t header;          ///< PlanHeader
-  int64_t expert_rows;     ///< [1 + local experts] 0, and then `offsets`
+  int64_t expert_rows;     ///< [local experts] rows without padding
   int64_t expert_starts;   ///< [1 + local experts] 0, and then `offsets`
   int64_t offsets;         ///< [local experts] inclusive ends of aligned groups, at most positions
   int64_t source_ends;     ///< [ranks] rank layout: inclusive ends of the sources, at most rows

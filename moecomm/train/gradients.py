@@ -260,7 +260,7 @@ def _powers(
         if gradient is not None and _local(gradient).numel():
             # On a CPU torch adds one number after another: in float32 a shard's sum would affect the norm.
             own = _local(gradient)
-            # Also a sparse one (DDP averages these): a norm of its values alone could have other bits.
+            # DDP averages sparse gradients, too. A norm of their values alone could have other bits.
             own = own if own.layout is torch.strided else own.to_dense()
             own = torch.view_as_real(own) if own.is_complex() else own
             on_cpu = own.device.type == "cpu"

@@ -52,7 +52,7 @@ class LocalExperts:
 
     @contextlib.contextmanager
     def adding(self, name: str, factors: list[tuple[Any, ...]]) -> Iterator[None]:
-        """Within this the weight `name` has scale * left @ right added to it, for each of `factors` =
+        """A context that adds scale * left @ right to the weight `name`, for each of `factors` =
         [(left, right, scale)...], of shapes (L, A, r) and (L, r, B)."""
         self._added[name] = factors
         try:
@@ -74,9 +74,9 @@ class LocalExperts:
             weights.update(plain)
 
     def run(self, out: DispatchOutput, rows_per_expert: int) -> tuple[Tensor, bool]:
-        """Returns the rows' results, (P, H) in the dtype of the rows, and whether they carry the routing
-        weights. rows_per_expert: those that an expert gets on average in a large batch, by which tiles are
-        chosen; the same on all ranks."""
+        """Returns the rows' results, (P, H) in the dtype of the rows, and whether they include the routing
+        weights. rows_per_expert: average rows of an expert in a large batch, by which tiles are chosen; the
+        same on all ranks."""
         with self._with_added():
             return self._run(out, rows_per_expert)
 

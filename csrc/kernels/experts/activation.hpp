@@ -1,6 +1,7 @@
-// The activation of the experts' feed-forward networks, times the routing weight, on the device: z[p, f] =
-//   weight[p] * act(inner[p])[f], computed in float32 (float64 for float64) and rounded once. Launches go to
-//   a stream and can be captured; they allocate nothing and wait for nothing.
+// The activation of the experts' feed-forward networks, times the routing weight, on the device:
+//   z[p, f] = weight[p] * act(inner[p])[f]
+// computed in float32 (float64 for float64) and rounded once. Launches go to a stream and can be captured;
+// they allocate nothing and wait for nothing.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -48,7 +48,7 @@ class Signals {
 
   /// Returns when every rank has signalled `epoch`; their earlier writes are visible then. Throws
   /// Error(peer_timeout) at the deadline and Error(peer_lost) when a peer has ended or closed, and then tells
-  /// the other ranks. late_seconds: to each rank's entry the time until it had signalled is added.
+  /// the other ranks. Adds to each rank's entry of late_seconds the time until it had signalled.
   void wait_all(uint64_t epoch, const char* phase, std::vector<double>* late_seconds = nullptr);
 
   /// The record of `peer` for an epoch whose wait has ended.

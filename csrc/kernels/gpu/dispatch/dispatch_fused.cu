@@ -72,7 +72,7 @@ class RowSender {
   }
 
  private:
-  static constexpr int kEarlyTokens = 8;  ///< most tokens to load rows with the ids; measured
+  static constexpr int kEarlyTokens = 8;  ///< most tokens for loading rows early; measured
 
   __device__ bool converts() const { return kWire != WireFormat::same && args_.quantises(); }
   __device__ void load() {
