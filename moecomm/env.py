@@ -51,6 +51,10 @@ class Env:
     section; default 8. If sources outnumber both this and top_k, tokens reuse places in turn. 0 takes the
     least memory. The same on all ranks."""
 
+    log: str | None = None
+    """MOECOMM_LOG: "launch" prints on stderr, for each rank on CUDA, which kernels an operation launches with
+    how many blocks, each plan the first time that it comes up."""
+
 
 _NUMBERS: dict[str, tuple[type, float, float]] = {
     "timeout": (float, 1e-3, math.inf),
@@ -85,4 +89,6 @@ def read_env(environ: Mapping[str, str] | None = None) -> Env:
                     f"environment variable {name} is {text!r}, expected a number of at least {least:g}{limit}"
                 )
         values[field.name] = value
+    if values["log"] not in (None, "launch"):
+        raise InvalidArgument(f"environment variable MOECOMM_LOG is {values['log']!r}, expected 'launch'")
     return Env(**values)

@@ -152,6 +152,7 @@ void bind_cuda(py::module_& m, void (*interrupt)()) {
            })
       .def_property_readonly("num_sms", &DeviceCommunicator::num_sms)
       .def("fuse_up_to", &DeviceCommunicator::fuse_up_to)
+      .def("log_launches", &DeviceCommunicator::log_launches)
       .def("complete", by_address(&DeviceCommunicator::complete))
       .def("redispatch",
            [](DeviceCommunicator& self, Address plan, RowLayout layout, Address x, int64_t tokens,

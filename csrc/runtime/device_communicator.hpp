@@ -13,6 +13,7 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <thread>
 #include <utility>
@@ -21,6 +22,7 @@
 #include "common/deadline.hpp"
 #include "common/error.hpp"
 #include "kernels/gpu/common/arguments.hpp"
+#include "kernels/gpu/common/launch_plan.hpp"
 #include "layout/device_plan.hpp"
 #include "layout/device_window.hpp"
 #include "layout/host_status.hpp"
@@ -120,6 +122,8 @@ class DeviceCommunicator {
   /// Sets the most tokens of this rank for which one kernel does a whole operation, if it can; without this
   /// call the heuristics choose. Ranks need not agree on it.
   void fuse_up_to(int64_t tokens) { most_fused_ = tokens; }
+  /// Prints each new plan of an operation's kernels on stderr from now on.
+  void log_launches() { logs_launches_ = true; }
   /// The most tokens for which that is so.
   int64_t fused_tokens() const { return std::min<int64_t>(heuristics_.fused_tokens, most_fused_); }
   /// Sends and receives: begin_dispatch and finish_dispatch in one call. A dropless dispatch into an output
@@ -189,8 +193,7 @@ class DeviceCommunicator {
     enum State { sent, offered, offered_in_one } state;
     gpu::SendArguments arguments;
     WireFormat wire;
-    int blocks;
-    bool later;  ///< chunks that wait for room may still have to be sent
+    gpu::DispatchPlan plan;
     cudaStream_t stream;
     uint64_t capture;  ///< the capture that recorded it; 0: it runs
   };
@@ -211,10 +214,13 @@ class DeviceCommunicator {
   bool fuses(WireFormat wire, int64_t tokens) const;
   void send_and_receive(WireFormat wire, const gpu::SendArguments& sent, gpu::ReceiveArguments received,
                         cudaStream_t stream);
-  void run_in_one(WireFormat wire, gpu::FusedArguments arguments, cudaStream_t stream);
-  void send(WireFormat wire, gpu::SendArguments arguments, cudaStream_t stream);
-  const gpu::DispatchBlocks& divided(const gpu::SendArguments& arguments) const;
-  void launch_route(gpu::SendArguments& arguments, const gpu::DispatchBlocks& divided, cudaStream_t stream);
+  gpu::LaunchContext launch_context(WireFormat wire) const;
+  gpu::DispatchPlan plan_of(WireFormat wire, const gpu::SendArguments& arguments, bool in_halves);
+  void log_launch(const char* operation, int64_t tokens, RowLayout layout, const std::string& plan);
+  void run_in_one(WireFormat wire, gpu::FusedArguments arguments, const gpu::FusedDispatch& plan,
+                  cudaStream_t stream);
+  void send(WireFormat wire, gpu::SendArguments arguments, const gpu::DispatchPlan& plan,
+            cudaStream_t stream);
   void receive(gpu::ReceiveArguments arguments, bool directly, cudaStream_t stream);
   void launch_sum(const gpu::CombineArguments& arguments, int blocks, cudaStream_t stream);
   void end_earlier(cudaStream_t stream);
@@ -267,6 +273,8 @@ class DeviceCommunicator {
   gpu::RecentRows recent_rows_[2];    ///< of dropless dispatches, in the expert and the rank layout
   bool few_fit_ = true;               ///< the last rows of few tokens would fit the next offer
   std::optional<uint64_t> given_up_;  ///< if a dispatch was given up: its capture, or 0 (Carries)
+  bool logs_launches_ = false;
+  std::set<std::string> logged_;  ///< the lines that it has printed
   DeviceStats stats_;
 };
 

@@ -1,5 +1,5 @@
 // DeviceCommunicator: starts the two halves of operations on the caller's stream.
-#include <algorithm>
+#include <cstdio>
 #include <stdexcept>
 
 #include "device/comm.cuh"
@@ -87,7 +87,7 @@ void DeviceCommunicator::abandon(cudaStream_t stream) {
   check_cuda(gpu::launch_abandon(launch(begun.stream, 1, !offered), *comm(begun.wire), sent.operation,
                                  sent.tokens, offered),
              "launch of abandon");
-  if (begun.later) order(begun.stream, join_, side_stream_);
+  if (begun.plan.later) order(begun.stream, join_, side_stream_);
   if (stream == begun.stream) return;
   cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
   check_cuda(cudaStreamIsCapturing(stream, &capture), "cudaStreamIsCapturing");
@@ -103,41 +103,47 @@ uint32_t DeviceCommunicator::after_given_up(cudaStream_t stream) {
   return kAfterGivenUp;
 }
 
-const gpu::DispatchBlocks& DeviceCommunicator::divided(const gpu::SendArguments& arguments) const {
-  return heuristics_.dispatch(arguments.layout == RowLayout::rank, arguments.work);
+gpu::LaunchContext DeviceCommunicator::launch_context(WireFormat wire) const {
+  return {heuristics_, config_.shape, fused_tokens(), comm(wire)->window.stage_tokens};
 }
 
-void DeviceCommunicator::send(WireFormat wire, gpu::SendArguments arguments, cudaStream_t stream) {
+/// Returns what an operation launches whose rows travel in `wire`, and says so if somebody wants to know.
+gpu::DispatchPlan DeviceCommunicator::plan_of(WireFormat wire, const gpu::SendArguments& arguments,
+                                              bool in_halves) {
   const bool dispatch = arguments.operation == Operation::dispatch;
-  const gpu::DispatchBlocks& divided = this->divided(arguments);
-  arguments.warps = divided.send_warps;
-  arguments.routes_first = divided.routes_first && nodes_.nodes() == 1;
-  arguments.relay_blocks = heuristics_.relay_blocks;
-  arguments.after = after_given_up(stream);
-  // The number of tokens on other nodes is not known here.
-  const int64_t most = nodes_.nodes() > 1 ? config_.shape.max_tokens : arguments.tokens;
-  const bool later = most > comm(wire)->window.stage_tokens;
-  if (later) order(side_stream_, fork_, stream);
-  if (dispatch) launch_route(arguments, divided, stream);
-  const int blocks = divided.send + heuristics_.relay_blocks;
-  check_cuda(launch_send(launch(stream, blocks, dispatch), *comm(wire), arguments),
-             "launch of a dispatch (sending)");
-  pending_ = {Begun::sent, arguments, wire, blocks, later, stream, capture_of(stream)};
+  const gpu::DispatchPlan plan = gpu::plan_dispatch(
+      launch_context(wire), {dispatch, arguments.tokens, arguments.layout, arguments.work, in_halves});
+  if (logs_launches_)
+    log_launch(dispatch ? "dispatch" : "redispatch", arguments.tokens, arguments.layout, plan.text());
+  return plan;
 }
 
-/// Starts to compute the routes of a dispatch, with blocks that will receive its rows, and its plan.
-void DeviceCommunicator::launch_route(gpu::SendArguments& arguments, const gpu::DispatchBlocks& divided,
-                                      cudaStream_t stream) {
-  const bool few = gpu::routes_few(config_.shape, arguments.tokens, gpu::kRouteWords);
-  const int most = few ? 1 : std::clamp<int>(divided.receive - 1, 1, kMaxRouteBlocks - 1);
-  arguments.route_blocks = gpu::Heuristics::route_blocks(arguments.tokens, most);
-  // A separate block makes the plan, if there is one more. The sum is at most an even number, since blocks of
-  // the other kernels run faster next to blocks of the same kind (docs/history.md, "Blocks in pairs").
-  const bool has_planner = divided.receive > arguments.route_blocks;
-  const int others = arguments.route_blocks + arguments.relay_blocks, blocks = others + (has_planner ? 1 : 0);
-  arguments.plan_block = has_planner ? others : 0;
-  check_cuda(gpu::launch_dispatch_route(launch(stream, blocks, false), *comm(config_.shape.wire), arguments),
-             "launch of a dispatch (routes)");
+void DeviceCommunicator::log_launch(const char* operation, int64_t tokens, RowLayout layout,
+                                    const std::string& plan) {
+  const std::string line =
+      text_of("moecomm: rank ", config_.rank, ": ", operation, " of ", tokens,
+              layout == RowLayout::rank ? " tokens by rank: " : " tokens by expert: ", plan, "\n");
+  if (!logged_.insert(line).second) return;
+  std::fputs(line.c_str(), stderr);
+}
+
+void DeviceCommunicator::send(WireFormat wire, gpu::SendArguments arguments, const gpu::DispatchPlan& plan,
+                              cudaStream_t stream) {
+  const bool dispatch = arguments.operation == Operation::dispatch;
+  arguments.warps = plan.send_warps;
+  arguments.routes_first = plan.routes_first;
+  arguments.relay_blocks = plan.relay;
+  arguments.route_blocks = plan.route;
+  arguments.plan_block = plan.planner > 0 ? plan.route + plan.relay : 0;
+  arguments.after = after_given_up(stream);
+  if (plan.later) order(side_stream_, fork_, stream);
+  if (dispatch)  // by blocks that will receive rows
+    check_cuda(gpu::launch_dispatch_route(launch(stream, plan.route_blocks(), false),
+                                          *comm(config_.shape.wire), arguments),
+               "launch of a dispatch (routes)");
+  check_cuda(launch_send(launch(stream, plan.send_blocks(), dispatch), *comm(wire), arguments),
+             "launch of a dispatch (sending)");
+  pending_ = {Begun::sent, arguments, wire, plan, stream, capture_of(stream)};
 }
 
 /// Receives the rows of the operation that was sent last. `directly`: as in finish_dispatch. If the caller's
@@ -150,17 +156,21 @@ void DeviceCommunicator::receive(gpu::ReceiveArguments arguments, bool directly,
   if (begun.state == Begun::offered_in_one) {
     gpu::FusedArguments both{begun.arguments, arguments};
     both.again = true;
-    return run_in_one(begun.wire, both, stream);
+    // The number of rows that are received again is known, and may include those of ranks with many tokens.
+    const gpu::FusedDispatch plan =
+        gpu::plan_fused_dispatch(launch_context(begun.wire), arguments.rows, begun.arguments.tokens, false,
+                                 begun.arguments.quantises());
+    return run_in_one(begun.wire, both, plan, stream);
   }
   gpu::SendArguments sent = begun.arguments;
   take_sent(arguments, sent);
-  arguments.senders = begun.later ? begun.blocks : 0;
-  check_cuda(gpu::launch_dispatch_receive(launch(stream, divided(sent).receive, beside), *comm(begun.wire),
-                                          arguments),
+  const gpu::DispatchPlan& plan = begun.plan;
+  arguments.senders = plan.later ? plan.send_blocks() : 0;
+  check_cuda(gpu::launch_dispatch_receive(launch(stream, plan.receive, beside), *comm(begun.wire), arguments),
              "launch of a dispatch (receiving)");
-  if (begun.later) {
+  if (plan.later) {
     sent.later = true;
-    check_cuda(launch_send(launch(side_stream_, begun.blocks, false), *comm(begun.wire), sent),
+    check_cuda(launch_send(launch(side_stream_, plan.send_blocks(), false), *comm(begun.wire), sent),
                "launch of a dispatch (sending what waits for room)");
     order(stream, join_, side_stream_);
   }
@@ -208,20 +218,19 @@ gpu::ReceiveArguments DeviceCommunicator::receiving(int64_t rows, int64_t positi
 
 /// True where one kernel does a whole operation of `tokens` tokens with rows in `wire`.
 bool DeviceCommunicator::fuses(WireFormat wire, int64_t tokens) const {
-  return gpu::in_one_kernel(tokens, fused_tokens()) && tokens <= comm(wire)->window.stage_tokens;
+  return launch_context(wire).fuses(tokens);
 }
 
 /// Starts to send and to receive, in one kernel or two. Either the number of rows is known, or the rows may
 /// exceed the offered output, and the operation is pending until their number is known.
 void DeviceCommunicator::send_and_receive(WireFormat wire, const gpu::SendArguments& sent,
                                           gpu::ReceiveArguments received, cudaStream_t stream) {
-  // Dot products with other rows are sums that one warp has to make in order.
-  const bool in_one = received.other == nullptr && fuses(wire, sent.tokens);
-  Begun begun{Begun::offered_in_one, sent, wire, 0, false, stream, 0};
-  if (in_one) {
-    run_in_one(wire, {sent, received}, stream);
+  const gpu::DispatchPlan plan = plan_of(wire, sent, false);
+  Begun begun{Begun::offered_in_one, sent, wire, plan, stream, 0};
+  if (plan.in_one) {
+    run_in_one(wire, {sent, received}, plan.fused, stream);
   } else {
-    send(wire, sent, stream);
+    send(wire, sent, plan, stream);
     begun = *pending_;
     begun.state = Begun::offered;
     receive(received, true, stream);
@@ -230,25 +239,17 @@ void DeviceCommunicator::send_and_receive(WireFormat wire, const gpu::SendArgume
 }
 
 /// Starts the one kernel of an operation whose two sides have their arguments.
-void DeviceCommunicator::run_in_one(WireFormat wire, gpu::FusedArguments arguments, cudaStream_t stream) {
+void DeviceCommunicator::run_in_one(WireFormat wire, gpu::FusedArguments arguments,
+                                    const gpu::FusedDispatch& plan, cudaStream_t stream) {
   gpu::SendArguments& sent = arguments.send;
   take_sent(arguments.receive, sent);
   if (!arguments.again) sent.after = after_given_up(stream);
-  const int warps = gpu::kWarps;
-  // The number of rows that are received again is known, and may include those of ranks with many tokens.
-  const int64_t items = arguments.again ? arguments.receive.rows : sent.tokens * config_.shape.ranks;
-  const int leads = gpu::leading_blocks(heuristics_.all_blocks());
-  const int blocks = heuristics_.fused_blocks(items, sent.tokens, leads);
-  const bool divides = sent.operation == Operation::dispatch && !arguments.again;
-  arguments.senders =
-      divides ? gpu::Heuristics::fused_senders(sent.tokens, blocks, sent.quantises(), config_.shape.ranks)
-              : 0;
-  arguments.team_warps = gpu::Heuristics::dispatch_team_warps(items, blocks - leads, warps, arguments.senders,
-                                                              sent.quantises(), config_.shape.ranks);
+  arguments.senders = plan.senders;
+  arguments.team_warps = plan.team_warps;
   const device::Comm& comm = *this->comm(wire);
   check_cuda(with_wire(comm.window.shape.wire,
                        [&]<WireFormat travels>() {
-                         return gpu::launch_dispatch_fused<travels>(launch(stream, blocks, false), comm,
+                         return gpu::launch_dispatch_fused<travels>(launch(stream, plan.blocks, false), comm,
                                                                     arguments);
                        }),
              "launch of a dispatch");
@@ -285,7 +286,8 @@ void DeviceCommunicator::accept_rows() {
 void DeviceCommunicator::begin_dispatch(const DeviceDispatch& d, cudaStream_t stream) {
   end_earlier(stream);
   const DeviceGuard guard(config_.device);
-  send(config_.shape.wire, sending(d), stream);
+  const gpu::SendArguments arguments = sending(d);
+  send(config_.shape.wire, arguments, plan_of(config_.shape.wire, arguments, true), stream);
 }
 
 /// Throws Error(invalid_argument) unless a dispatch was begun and not received.
@@ -396,29 +398,26 @@ void DeviceCommunicator::combine(const gpu::CombineArguments& arguments, bool qu
   all.relay_blocks = heuristics_.relay_blocks;
   all.after = after_given_up(stream);
   ++stats_.combine_calls;
-  if (!held && all.weight_grads == nullptr && all.tokens <= heuristics_.fused_sums &&
-      fuses(WireFormat::same, all.tokens)) {
-    // At their home, few tokens are shared by many warps.
-    const int fused = heuristics_.fused_blocks(all.tokens, 0, 1);
-    all.team_warps =
-        gpu::Heuristics::sum_team_warps(all.tokens, fused - 1, gpu::kReduceWarps, config_.shape.ranks);
-    all.flags_late = gpu::Heuristics::flags_late(all.tokens, config_.shape.ranks);
-    all.parts = gpu::Heuristics::sum_parts(all.tokens, int64_t{fused - 1} * gpu::kReduceWarps,
-                                           gpu::sum_strips(config_.shape.row_bytes()));
-    check_cuda(gpu::launch_combine_fused(launch(stream, fused, false), comm, all), "launch of a combine");
+  const gpu::CombinePlan plan = gpu::plan_combine(
+      launch_context(WireFormat::same),
+      {all.tokens, all.layout, all.wire != WireFormat::same, all.weight_grads != nullptr, held});
+  if (logs_launches_) log_launch("combine", all.tokens, all.layout, plan.text());
+  if (plan.in_one) {
+    all.team_warps = plan.team_warps;
+    all.flags_late = plan.flags_late;
+    all.parts = plan.parts;
+    check_cuda(gpu::launch_combine_fused(launch(stream, plan.blocks, false), comm, all),
+               "launch of a combine");
     return;
   }
-  const gpu::CombineBlocks& divided =
-      heuristics_.combine(all.layout == RowLayout::rank, all.wire != WireFormat::same);
-  all.reduce_list = divided.reduce_list;
-  all.sum_list = divided.sum_list;
-  check_cuda(
-      gpu::launch_combine_reduce(launch(stream, divided.reduce + heuristics_.relay_blocks, false), comm, all),
-      "launch of combine (owners)");
+  all.reduce_list = plan.reduce_list;
+  all.sum_list = plan.sum_list;
+  check_cuda(gpu::launch_combine_reduce(launch(stream, plan.reduce_blocks(), false), comm, all),
+             "launch of combine (owners)");
   if (held)
-    held_ = {all, stream, capture_of(stream), divided.sum};
+    held_ = {all, stream, capture_of(stream), plan.sum};
   else
-    launch_sum(all, divided.sum, stream);
+    launch_sum(all, plan.sum, stream);
 }
 
 void DeviceCommunicator::launch_sum(const gpu::CombineArguments& arguments, int blocks, cudaStream_t stream) {

@@ -136,9 +136,11 @@ def connect_gpus(
     except BaseException:
         window.close()
         raise
-    fused_tokens = read_env().fused_tokens
-    if fused_tokens is not None:
-        native.fuse_up_to(fused_tokens)
+    env = read_env()
+    if env.fused_tokens is not None:
+        native.fuse_up_to(env.fused_tokens)
+    if env.log == "launch":
+        native.log_launches()
     return native, window
 
 

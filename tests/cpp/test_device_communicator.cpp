@@ -23,8 +23,9 @@ namespace {
 
 using Calls = std::vector<std::string>;
 
-constexpr intptr_t kOwn = 100;  ///< streams from here on, and events, are the communicator's
-Calls calls;                    ///< on other streams, "sum 1" on stream 1 for example
+constexpr intptr_t kOwn = 100;      ///< streams from here on, and events, are the communicator's
+std::map<std::string, int> blocks;  ///< of each kernel's last launch
+Calls calls;                        ///< on other streams, "sum 1" on stream 1 for example
 std::map<cudaStream_t, uint64_t> captures;
 std::map<cudaEvent_t, cudaStream_t> recorded;  ///< where an event was recorded last
 HostStatus* status = nullptr;
@@ -40,6 +41,7 @@ std::string named(cudaStream_t stream) { return std::to_string(reinterpret_cast<
 /// Notes a launch: "recorded" by a capture, "beside" the kernel before it; `after` what was given up.
 cudaError_t note(const std::string& kernel, const gpu::Launch& launch, uint32_t after = 0) {
   const bool is_recorded = captures.count(launch.stream) > 0;
+  blocks[kernel] = launch.blocks;
   calls.push_back(kernel + " " + named(launch.stream) + (is_recorded ? " recorded" : "") +
                   (launch.overlapped ? " beside" : "") + (after == kAfterGivenUp ? " after" : ""));
   return cudaSuccess;
@@ -268,6 +270,44 @@ void test_halves() {
          Calls{"reduce 1", "sum 2 beside", "route 1", "send 1 beside", "abandon 1 beside", "combine 1"}));
 }
 
+/// What is launched is what was planned, for operations that take several kernels and one.
+void test_plans() {
+  for (const int32_t ranks : {1, 3}) {
+    Rank rank(ranks);
+    rank.comm.log_launches();
+    const gpu::Heuristics heuristics = gpu::choose_heuristics(
+        132, 0, gpu::most_fused_tokens(ranks, rank.shape.num_experts), rank.shape, WireFormat::same);
+    const gpu::LaunchContext context{heuristics, rank.shape, heuristics.fused_tokens,
+                                     DeviceWindow::make(rank.shape).stage_tokens};
+    for (const int64_t tokens : {100, 4096}) {
+      const gpu::DispatchPlan plan =
+          gpu::plan_dispatch(context, {true, tokens, RowLayout::expert, gpu::RowWork::none, true});
+      rank.begin(one, -1, tokens);
+      rank.comm.wait_rows(one);
+      rank.receive(one);
+      CHECK(blocks["route"] == plan.route_blocks() && blocks["send"] == plan.send_blocks());
+      CHECK(blocks["receive"] == plan.receive);
+    }
+    DeviceDispatch dispatch{
+        {rank.bytes, rank.bytes, false, nullptr, 100, RowLayout::expert, 1, kRows}, nullptr, rank.plan};
+    DeviceOutput output{};
+    output.out = rank.bytes;
+    rank.start();
+    rank.comm.dispatch(dispatch, kRows, kRows, output, one);
+    const gpu::DispatchPlan in_one =
+        gpu::plan_dispatch(context, {true, 100, RowLayout::expert, gpu::RowWork::none, false});
+    CHECK(in_one.in_one && calls == Calls{"fused 1"} && blocks["fused"] == in_one.fused.blocks);
+    rank.combine(one);
+    rank.combine(one, true);
+    rank.comm.complete(one);
+    const auto planned = [&](bool held) {
+      return gpu::plan_combine(context, {100, RowLayout::expert, false, false, held});
+    };
+    CHECK(blocks["combine"] == planned(false).blocks && blocks["reduce"] == planned(true).reduce_blocks());
+    CHECK(blocks["sum"] == planned(true).sum);
+  }
+}
+
 /// Where an output is received at once, and where it only has to be there before the host waits.
 void test_offers() {
   for (const int32_t ranks : {1, 3}) {
@@ -433,6 +473,7 @@ void test_a_capture_between_the_halves() {
 
 int main() {
   test_halves();
+  test_plans();
   test_offers();
   test_what_is_given_up();
   test_order_after_an_error();

@@ -131,6 +131,9 @@ class LoopbackNative:
     def fuse_up_to(self, tokens: int) -> None:
         self.calls.append(f"fuse_up_to {tokens}")
 
+    def log_launches(self) -> None:
+        self.calls.append("log_launches")
+
     def check(self) -> None:
         pending, self.pending = self.pending, None
         if pending is not None:

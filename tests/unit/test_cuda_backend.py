@@ -299,6 +299,13 @@ class TestOperations:
         assert told == ([] if most is None else [f"fuse_up_to {most}"])
         comm.close()
 
+    @pytest.mark.parametrize("log", ["", "launch"])
+    def test_launches_are_logged(self, log: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("MOECOMM_LOG", log)
+        comm, native, _ = opened()
+        assert ("log_launches" in native.calls) == (log == "launch")
+        comm.close()
+
     def test_a_begun_dispatch_is_completed_before_the_next_operation(self) -> None:
         comm, native, _ = opened()
         inputs = make_inputs()

@@ -28,6 +28,7 @@ def test_values() -> None:
     assert read_env({"MOECOMM_FIRST_EPOCH": str(2**62)}) == Env(first_epoch=2**62)
     assert read_env({"MOECOMM_FUSED_TOKENS": "0"}) == Env(fused_tokens=0)
     assert read_env({"MOECOMM_WHOLE_SOURCES": "0"}) == Env(whole_sources=0)
+    assert read_env({"MOECOMM_LOG": "launch"}) == Env(log="launch")
 
 
 @pytest.mark.parametrize(
@@ -48,9 +49,10 @@ def test_values() -> None:
         ("MOECOMM_FIRST_EPOCH", "0"),
         ("MOECOMM_FUSED_TOKENS", "-1"),
         ("MOECOMM_FIRST_EPOCH", str(2**62 + 1)),
+        ("MOECOMM_LOG", "all"),
     ],
 )
-def test_what_is_no_number(name: str, value: str) -> None:
+def test_what_is_refused(name: str, value: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
         read_env({name: value})
     assert name in str(caught.value) and repr(value) in str(caught.value)

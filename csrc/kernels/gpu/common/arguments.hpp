@@ -16,16 +16,11 @@ struct Comm;
 
 namespace moecomm::gpu {
 
-/// Warps per block, for the two sides of a combine.
-inline constexpr int kReduceWarps = 16, kReduceThreads = kReduceWarps * 32;
+inline constexpr int kReduceThreads = kReduceWarps * 32;
+/// Warps per block on the side of a combine that sums at the tokens' home.
 inline constexpr int kSumWarps = 16, kSumThreads = kSumWarps * 32;
 /// The same where a pipe of warps makes the sums (sum_pipe.cuh): units per block, of eleven warps each.
 inline constexpr int kPipeThreads = kSumUnits * 11 * 32;
-/// Strips of 512 bytes that a warp sums in one step.
-inline constexpr int kSumSteps = 2;
-MOECOMM_HD constexpr int sum_strips(int64_t row_bytes) {
-  return static_cast<int>((row_bytes + kSumSteps * 512 - 1) / (kSumSteps * 512));
-}
 static_assert(chunk_tokens(kMostFusedTokens) == 1, "kernels for few tokens have a chunk for each");
 
 /// Rows that leave their home: a dispatch, or (along a known plan) the backward of a combine.
@@ -107,13 +102,6 @@ struct CombineArguments {
   bool flags_late = false;             ///< makes own sums before it sets the flags of the last sent ones
   int32_t reduce_list = kListTokens, sum_list = kListTokens;  ///< as in CombineBlocks
 };
-
-/// True where one block, with `words` words of shared memory, computes a dispatch's routes for `tokens`
-/// tokens.
-MOECOMM_HD inline bool routes_few(const DeviceShape& shape, int64_t tokens, int64_t words) {
-  return shape.other_nodes() == 0 && tokens <= kFewRoutes && shape.ranks <= kMostFusedRanks &&
-         route_few_words(shape.counts(), tokens) <= words;
-}
 
 /// Loads onto the current device all kernels that a communicator of `shape` may launch: those that send rows
 /// in `wire`, and so on.

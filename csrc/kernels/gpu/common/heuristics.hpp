@@ -13,6 +13,18 @@
 
 namespace moecomm::gpu {
 
+/// Warps per block that moves rows: as many as have room for their pieces in shared memory.
+inline constexpr int kWarps = 12;
+inline constexpr int kWarpBytes = 16384;  ///< shared memory per warp for pieces of rows
+/// Words of shared memory in a block that computes routes.
+inline constexpr int64_t kRouteWords = int64_t{kWarps} * kWarpBytes / 4;
+/// Warps per block on the side of a combine that reduces.
+inline constexpr int kReduceWarps = 16;
+/// Strips of 512 bytes that a warp sums in one step.
+inline constexpr int kSumSteps = 2;
+MOECOMM_HD constexpr int sum_strips(int64_t row_bytes) {
+  return static_cast<int>((row_bytes + kSumSteps * 512 - 1) / (kSumSteps * 512));
+}
 /// The most tokens per rank for the kernels for few tokens, in which each token is a chunk.
 inline constexpr int kMostFusedTokens = 1024;
 /// The most tokens whose routes one block computes in a kernel of its own.
@@ -35,6 +47,13 @@ MOECOMM_HD constexpr int64_t map_memory_words(int64_t counts, int64_t tokens) {
 MOECOMM_HD constexpr int64_t route_few_words(int64_t counts, int64_t tokens) {
   constexpr int64_t kStaged = 512;  // ids, with their weights
   return map_memory_words(counts, tokens) + 3 * kStaged;
+}
+
+/// True where one block, with `words` words of shared memory, computes a dispatch's routes for `tokens`
+/// tokens.
+MOECOMM_HD inline bool routes_few(const DeviceShape& shape, int64_t tokens, int64_t words) {
+  return shape.other_nodes() == 0 && tokens <= kFewRoutes && shape.ranks <= kMostFusedRanks &&
+         route_few_words(shape.counts(), tokens) <= words;
 }
 
 // Words of shared memory in a block of a kernel for few tokens: for the counts that ranks have announced (all

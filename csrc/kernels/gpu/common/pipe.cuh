@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "kernels/gpu/common/heuristics.hpp"
 #include "layout/device_window.hpp"
 #include "ptx/bulk.cuh"
 
@@ -16,11 +17,7 @@ namespace moecomm::gpu {
 /// 10.x, less a kilobyte for static variables.
 inline constexpr size_t kMostShared = (227 - 1) * 1024;
 
-/// Warps per block that moves rows: as many as have room for their pieces in shared memory.
-inline constexpr int kWarps = 12, kThreads = kWarps * 32;
-inline constexpr int kWarpBytes = 16384;  ///< shared memory per warp for pieces of rows
-/// Words of shared memory in a block that computes routes.
-inline constexpr int64_t kRouteWords = int64_t{kWarps} * kWarpBytes / 4;
+inline constexpr int kThreads = kWarps * 32;
 inline constexpr int kMetaWords = kMaxChunk * kMaxTopK;   ///< words per warp for a chunk's places
 inline constexpr int kCopyStages = 4, kCopyPiece = 4096;  ///< for pieces that are moved unchanged
 inline constexpr int kSumStages = 4, kSumPiece = 2048;    ///< for pieces that are summed
