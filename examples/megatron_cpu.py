@@ -1,4 +1,4 @@
-"""Megatron-Core on ranks without a GPU, which it does not support: what it asks of one has a stand-in."""
+"""Runs Megatron-Core on ranks without a GPU, which it does not support: replaces what it needs of a GPU."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from torch.overrides import TorchFunctionMode
 
 @contextlib.contextmanager
 def without_gpu() -> Iterator[None]:
-    """In this context the current GPU is the CPU, its streams do nothing (the CPU has one order of work), and
-    its random numbers are the CPU's. Models are built, trained and freed within it."""
+    """A context in which the CPU acts as the current GPU: streams do nothing, and random numbers are the
+    CPU's. Models must be built, trained and freed within it."""
     import megatron.core.tensor_parallel.random as rng
     import megatron.core.transformer.moe.token_dispatcher as dispatchers
 
@@ -54,14 +54,14 @@ def without_gpu() -> Iterator[None]:
 
 
 def without_transformer_engine() -> None:
-    """Gives Megatron-Core a name that its router needs, and 0.16.1 leaves out without TransformerEngine."""
+    """Defines a name that Megatron-Core's router needs and 0.16.1 lacks without TransformerEngine."""
     import megatron.core.transformer.moe.moe_utils as moe_utils
 
     moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)
 
 
 class _OfTensors(TorchFunctionMode):
-    """Tensors that are made on "cuda" are made on the CPU, where they say they are tensors on a GPU."""
+    """Creates tensors for "cuda" on the CPU, and makes CPU tensors report that they are on a GPU."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -98,10 +98,10 @@ _own_resize = torch.UntypedStorage.resize_
 
 
 def _resize(storage: torch.UntypedStorage, size: int) -> Any:
-    """Its schedule frees memory early; moecomm's on the CPU, of large tensors, is not torch's to free."""
+    """Megatron-Core's schedule frees tensors early, but torch cannot free moecomm's large CPU tensors."""
     return _own_resize(storage, size) if storage.resizable() else storage
 
 
 def _on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """The splits of its all-to-all, which it makes numbers of on their way from the GPU alone."""
+    """Converts the splits of its all-to-all to numbers, which it does only when copying from a GPU."""
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor

@@ -6,7 +6,7 @@
     torchrun --nproc-per-node 8 examples/train_megatron.py --dtype bfloat16 --overlap
 
 Model, layers, data parallel wrapper, optimizer and schedule are Megatron-Core's (pip install megatron-core);
-what moecomm needs is the call of `use_moecomm` in `build`. Megatron-Core does not support the CPU:
+moecomm only needs the call of `use_moecomm` in `build`. Megatron-Core does not support the CPU:
 `megatron_cpu.py` stands in for the GPU there. The last line is the result.
 
 Shape letters: B windows of a microbatch, S positions.
@@ -35,7 +35,7 @@ from lm.errors import UsageError, exit_code
 from torch import Tensor
 
 VOCABULARY, SEQUENCE, EXPERTS = 256, 64, 8
-MICROBATCHES, WINDOWS = 2, 8  # of a step; of a microbatch, on each rank
+MICROBATCHES, WINDOWS = 2, 8  # per step; per microbatch on each rank
 
 
 def parse() -> argparse.Namespace:
@@ -76,7 +76,8 @@ def start() -> int:
         read(options.text)
         return ranks.launch(sys.argv, options.ranks or ranks.default_ranks(options.device))
     warnings.filterwarnings("ignore", category=FutureWarning)
-    warnings.filterwarnings("ignore", module="megatron")  # of what it does without, and of its own defaults
+    warnings.filterwarnings("ignore", module="megatron")  # warnings about missing packages, and about its own
+    # defaults
     with ranks.process_group(options.device) as device, contextlib.ExitStack() as stack:
         import megatron_cpu
 
@@ -100,7 +101,8 @@ def read(files: list[Path]) -> Tensor:
 
 
 def configure(options: argparse.Namespace, size: int) -> Any:
-    """Returns Megatron-Core's configuration, with the experts on as many of `size` ranks as divide them."""
+    """Returns Megatron-Core's configuration, with experts spread over as many of `size` ranks as divide
+    them."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     fields: dict[str, Any] = {
@@ -118,7 +120,7 @@ def configure(options: argparse.Namespace, size: int) -> Any:
         "moe_aux_loss_coeff": 0.01,
         "moe_expert_capacity_factor": options.capacity,
         "expert_model_parallel_size": math.gcd(size, EXPERTS),
-        # moecomm takes the place of either.
+        # moecomm replaces either one.
         "moe_token_dispatcher_type": "allgather" if options.dispatcher == "allgather" else "alltoall",
         "overlap_moe_expert_parallel_comm": options.overlap,
         "bf16": options.dtype == "bfloat16",
@@ -130,7 +132,7 @@ def configure(options: argparse.Namespace, size: int) -> Any:
         fields |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     try:
         return TransformerConfig(**fields)
-    except (AssertionError, ValueError) as error:  # what its options must be together
+    except (AssertionError, ValueError) as error:  # incompatible options
         raise UsageError(f"Megatron-Core: {error}") from None
 
 
@@ -168,7 +170,8 @@ def windows(text: Tensor, device: torch.device, seed: int) -> Iterator[Tensor]:
 
 
 def forward_step(data: Iterator[Tensor], model: Any, return_schedule_plan: bool = False) -> tuple[Any, Any]:
-    """Hands Megatron-Core's schedule the losses of a microbatch, or the plan of them, and their mean."""
+    """Returns to Megatron-Core's schedule a microbatch's losses, or their plan, and the function for their
+    mean."""
     ids_BS = next(data)
     places_BS = torch.arange(SEQUENCE, device=ids_BS.device).expand(WINDOWS, SEQUENCE)
     later = torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool, device=ids_BS.device).triu(1)

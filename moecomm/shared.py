@@ -106,7 +106,7 @@ def shared_communicator(group: Any, shape: Shape, tokens: int) -> SharedCommunic
 
 
 class LayerCommunicators:
-    """Keeps the communicators that one layer uses alive: one for each shape of its batches."""
+    """Keeps alive the communicators that one layer uses: one for each shape of its batches."""
 
     def __init__(self, group: Any, num_experts: int) -> None:
         self._group, self._num_experts = group, num_experts

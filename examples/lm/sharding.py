@@ -2,9 +2,10 @@
 
 A weight is sharded over the ranks that would otherwise hold equal copies (docs/folding.md):
 
-    matrices of the model the ranks of the pipeline stage, TP x CP x DP matrices that TP has split DP x CP
-    experts EDP norms, biases and sinks none, as they are small; nor experts of which a rank has the only
-    copy:
+    matrices of the model               the ranks of the pipeline stage, TP x CP x DP
+    matrices that TP has split          DP x CP
+    experts                             EDP
+    norms, biases and sinks             none, as they are small; nor experts of which a rank has the only copy:
                                         `sync_gradients` averages the gradients of both
 
 Each block is a unit: gathered for its forward, freed, and gathered again for its backward. Its experts, its
@@ -148,7 +149,7 @@ def _shard_attention(
     model: Transformer, folding: ParallelFolding, mesh: DeviceMesh, dense: dict[str, Any]
 ) -> None:
     """Makes units of the matrices that TP has split, and of the products of latents, which it has not."""
-    # The part that TP has split ends in a view, to which a block adds out of place.
+    # A module that TP has split returns a view; FSDP2 warns, but a block only adds to it out of place.
     warnings.filterwarnings("ignore", r"FSDP2-wrapped module .* returned a view tensor")
     for block in model.own_blocks():
         attention = block.attention

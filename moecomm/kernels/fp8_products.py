@@ -1,9 +1,9 @@
 """The experts' products in fp8.
 
-Operands are in e4m3 with one scale per row (moecomm.kernels.quantize), results in bfloat16 (docs/fp8.md): h =
-    x W_in rows of x by columns of W_in dx = dh W_in^T rows of dh by rows of W_in y = z W_out rows of z by
-    columns of W_out dz = dy W_out^T rows of dy by rows of W_out dW_in = x^T dh columns of x by columns of dh
-    dW_out = z^T dy columns of z by columns of dy
+Operands are in e4m3 with one scale per row (moecomm.kernels.quantize), results in bfloat16 (docs/fp8.md):
+    h  = x W_in      rows of x by columns of W_in         dx = dh W_in^T    rows of dh by rows of W_in
+    y  = z W_out     rows of z by columns of W_out        dz = dy W_out^T   rows of dy by rows of W_out
+    dW_in = x^T dh   columns of x by columns of dh        dW_out = z^T dy   columns of z by columns of dy
 with the columns of rows' tensors within each expert's group.
 """
 

@@ -532,7 +532,7 @@ class MoELayer(nn.Module):
         if not (torch.is_grad_enabled() and to.requires_grad):
             return to
         losses, router, load_E = list(routing.losses.values()), self.router, routing.tokens_per_expert_E
-        records = self.training and getattr(router, "load_E", None) is not None  # only for this router class
+        records = self.training and getattr(router, "load_E", None) is not None  # else a custom router
         if not (losses or records):
             return to
         total = sum(losses[1:], start=losses[0]) if losses else to.new_zeros((), dtype=torch.float32)

@@ -1,9 +1,9 @@
-"""LoRA adapters of peft on the experts' weights (`target_parameters`), where experts lie over ranks.
+"""peft's LoRA adapters on experts' weights (`target_parameters`), where experts are spread over ranks.
 
-peft adds the product of an adapter's two matrices to a weight before its module's forward. There the weight
-is a DTensor still, of all ranks' experts. Here the product is added within the dispatch, where the weight is
-a plain tensor of this rank's experts. The adapters themselves stay as peft has made them: whole on each rank,
-for all experts, so that peft saves and loads them as ever."""
+peft adds the product of an adapter's two matrices to a weight before its module's forward. At that point the
+weight is a DTensor of all ranks' experts. Here the product is added between dispatch and combine, where the
+weight is a plain tensor of this rank's experts. The adapters themselves stay as peft has made them, whole on
+each rank and for all experts, so that peft saves and loads them as usual."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from moecomm.transformers.implementation import MoecommEP
 
 
 def adapt_experts(model: nn.Module) -> nn.Module:
-    """Returns `model`, a PeftModel, with its adapters of experts' weights made ready for experts over ranks.
+    """Prepares the adapters on experts' weights of `model`, a PeftModel, for experts over ranks; returns
+    `model`.
 
         model = get_peft_model(
             model, LoraConfig(target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"])
         )
         adapt_experts(model)
 
-    To be called once, before the first forward. The gradient of an adapter on a rank is that of this rank's
-    experts, for the mean of all ranks' losses once it is averaged over all ranks, which transformers' Trainer
-    does.
+    Call it once, before the first forward. An adapter's gradient on a rank comes from this rank's experts;
+    averaged over all ranks, as transformers' Trainer does, it is that of the mean of all ranks' losses.
 
     Raises:
-        InvalidArgument: no adapter is on experts whose tokens moecomm brings.
+        InvalidArgument: no adapter is on experts to which moecomm sends tokens.
         Unsupported: ranks share their batches (tp_size above 1).
     """
     found = [
@@ -54,7 +54,7 @@ def adapt_experts(model: nn.Module) -> nn.Module:
 class _OfLocalExperts(ParamWrapper):  # type: ignore[misc]
     @contextlib.contextmanager
     def _activate_lora(self, active_adapters: list[str]) -> Iterator[None]:
-        """Has the experts below add this adapter to their weights, while they run."""
+        """Makes the experts below add this adapter to their weights while they run."""
         implementation: MoecommEP = self.get_base_layer().moecomm
         first, count = implementation.first_local_expert, implementation.num_local_experts
         added: list[tuple[Any, ...]] = []
