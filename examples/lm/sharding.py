@@ -5,7 +5,7 @@ A weight is sharded over the ranks that would otherwise hold equal copies (docs/
     matrices of the model               the ranks of the pipeline stage, TP x CP x DP
     matrices that TP has split          DP x CP
     experts                             EDP
-    norms, biases and sinks             none, as they are small; nor experts of which a rank has the only copy:
+    norms, biases and sinks             none, as they are small; nor experts that a rank alone has:
                                         `sync_gradients` averages the gradients of both
 
 Each block is a unit: gathered for its forward, freed, and gathered again for its backward. Its experts, its
