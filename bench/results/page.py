@@ -543,7 +543,9 @@ _HEAD = """# Measured results
 Made by `python bench/run_all.py --page` from the records in [results/](results/), which have every sample,
 the command, commit and versions of each run. Paths and columns are defined in
 [bench/README.md](../bench/README.md). Times are medians over iterations of the slowest rank; paths of one
-line took turns in one run, each verified first; variants of a training step ran one after the other."""
+line took turns in one run, each verified first; variants of a training step ran one after the other. Commands
+are those of their commits: versions since have no `--engine` (*sm*, *auto*) and no *merged* microbatches
+([taken out](performance.md#taken-out)), name the ways of a layer by `--variants`, and have no `--both`."""
 
 
 def tables(records: Records) -> dict[str, str]:
