@@ -21,8 +21,8 @@ struct WindowShape {
   int64_t max_tokens;
   DType dtype;
   int32_t ranks_per_node = 0;  ///< 0: all
-  /// GPUs on several nodes: the window is in host memory, between kernels and the network, and holds only
-  /// what that needs. How many numbers each source announces (DeviceShape::counts); 0: CPU ranks.
+  /// How many numbers each source announces (DeviceShape::counts); 0: CPU ranks. For GPUs on several nodes
+  /// the window is in host memory, between kernels and the network, and holds only what that needs.
   int64_t device_counts = 0;
   int64_t wire_row_bytes[kWireFormatCount] = {};  ///< GPUs: bytes of a row in each wire format
 

@@ -99,8 +99,8 @@ class DeviceCommunicator {
   DeviceCommunicator(const DeviceCommunicator&) = delete;
   DeviceCommunicator& operator=(const DeviceCommunicator&) = delete;
 
-  /// Gives the control segment (host memory in which ranks notice that another has ended) a name, by which
-  /// peers open it.
+  /// Names the control segment, so that peers can open it: host memory in which ranks notice that another has
+  /// ended.
   std::string link_control();
   void unlink_control() noexcept;
   /// Connects the ranks of the node. bases[i]: address of rank i's window as mapped here, zero where no rank

@@ -152,7 +152,7 @@ QWEN2_57B_A14B: dict[str, Any] = {  # Qwen/Qwen2-57B-A14B
     "experts": 64,
     "top_k": 8,
     "ffn": 2560,
-    "shared_experts": 8,  # shared_expert_intermediate_size 20480
+    "shared_experts": 8,  # of 2560 columns each: shared_expert_intermediate_size 20480
     "shared_gate": True,
     "score_function": "softmax",
     "pre_softmax": True,

@@ -200,8 +200,7 @@ cudaError_t launch_kernel(const Launch& launch, int threads, size_t shared_bytes
   return cudaLaunchKernelEx(&config, kernel, comm, arguments);
 }
 
-/// A visitor use.operator()<kernel>(threads, bytes of shared memory), called with the kernel for a shape:
-/// loads it.
+/// A function object use.operator()<kernel>(threads, bytes of shared memory) that loads the kernel.
 struct Prepare {
   template <auto kernel>
   cudaError_t operator()(int, size_t shared_bytes) const {
@@ -209,7 +208,7 @@ struct Prepare {
   }
 };
 
-/// The same, but launches it.
+/// The same, but launches the kernel.
 template <class Arguments>
 struct Start {
   Start(const Launch& how, const Comm& own, const Arguments& given)

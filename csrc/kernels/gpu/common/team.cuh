@@ -14,7 +14,7 @@ struct Team {
   int number;      ///< -1: this warp is in no team, as the warps of a block do not divide evenly
   int count;       ///< teams in all blocks
 
-  /// For block `block` of `blocks`.
+  /// Divides the warps of block `block`, of `blocks` blocks, into teams.
   __device__ Team(int of_warps, int block, int blocks) : warps(of_warps) {
     const int within = warp_id() / warps, each = static_cast<int>(blockDim.x) / 32 / warps;
     first_warp = within * warps;
