@@ -172,8 +172,8 @@ class _Source:
     def _keep(self, tensor: Tensor) -> Any:
         if self._around is not None:
             return self._around[0](tensor)
-        # A tensor with its graph would keep the node alive that keeps it. torch compares no versions behind
-        # hooks.
+        # A tensor with its graph would keep alive the node that holds it. Behind hooks torch does not compare
+        # versions.
         return tensor if tensor.is_leaf else tensor.detach(), version_of(tensor)
 
     def _restore(self, kept: Any) -> Tensor:
