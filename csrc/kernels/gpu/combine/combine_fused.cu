@@ -58,7 +58,7 @@ class SumSender {
   __device__ void announce() {
     if (stored_ == nullptr) return;
     team_.sync();
-    if (team_.thread() == 0) ptx::store_release_sys(stored_, epoch_);
+    if (team_.thread() == 0) device::signal(stored_, epoch_);
     stored_ = nullptr;
   }
 

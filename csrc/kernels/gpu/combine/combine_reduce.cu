@@ -50,11 +50,7 @@ __device__ void send_weight_grads(const Comm& comm, const CombineArguments& args
   if (*shared_word == 0) return;
   for (int32_t home = static_cast<int32_t>(threadIdx.x); home < comm.ranks();
        home += static_cast<int32_t>(blockDim.x))
-    ptx::store_release_sys(comm.is_local(home)
-                               ? comm.arrival(comm.bases[home], comm.rank, comm.gradients_number())
-                               : comm.flag(comm.bases[comm.relay_rank(home)], comm.window.partial_arrived,
-                                           comm.pair(home, comm.rank), comm.window.shape.max_chunks()),
-                           epoch);
+    device::signal(device::sums_flag(comm, home, comm.gradients_number()), epoch);
 }
 
 /// Waits until the relay has read all earlier chunks of a home that used the memory of this one. All lanes.
@@ -153,12 +149,11 @@ struct SumPlaces {
   __device__ std::byte* at(int i, int32_t slot) const { return first + (i * slots + slot) * stride; }
 };
 
-/// The arrival flag of a chunk of sums, at the home or at the rank that relays for it.
+/// The arrival flag of a chunk of sums.
 template <Way way>
 __device__ uint64_t* sums_arrival(const Comm& comm, int32_t home, int64_t chunk) {
-  if (way == Way::whole || comm.is_local(home)) return comm.arrival(comm.bases[home], comm.rank, chunk);
-  return comm.flag(comm.bases[comm.relay_rank(home)], comm.window.partial_arrived, comm.pair(home, comm.rank),
-                   chunk);
+  return way == Way::whole ? device::arrival_flag(comm, home, comm.rank, chunk)
+                           : device::sums_flag(comm, home, chunk);
 }
 
 /// Between nodes: waits until the relay has read the chunk whose slots this one reuses, if there is one. All
@@ -203,7 +198,7 @@ __device__ void reduce_by_warps(const Comm& comm, const CombineArguments& args, 
       }
     }
     __syncwarp();
-    if (lane_id() == 0) ptx::store_release_sys(sums_arrival<way>(comm, home, chunk), epoch);
+    if (lane_id() == 0) device::signal(sums_arrival<way>(comm, home, chunk), epoch);
   }
 }
 

@@ -106,8 +106,7 @@ template <class Flag>
 __device__ inline bool wait_sums(const Comm& comm, uint64_t epoch, int64_t chunk, const TokenSum& token) {
   bool here = true;
   if (token.owner >= 0)
-    here = device::wait_until(comm, {token.owner, WaitPhase::rows, Operation::combine, epoch},
-                              Flag{comm.arrival(comm.own, token.owner, chunk), epoch});
+    here = device::wait_arrival<Flag>(comm, {token.owner, WaitPhase::rows, Operation::combine, epoch}, chunk);
   __syncwarp();  // all lanes load what one lane has acquired
   return __all_sync(0xffffffffu, here);
 }

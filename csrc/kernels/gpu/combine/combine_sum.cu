@@ -21,9 +21,8 @@ __device__ void collect_weight_grads(const Comm& comm, const CombineArguments& a
   for (int32_t peer = static_cast<int32_t>(threadIdx.x); here && peer < comm.ranks();
        peer += static_cast<int32_t>(blockDim.x))
     if (peer != comm.rank && comm.is_local(peer))
-      here =
-          device::wait_until(comm, {peer, WaitPhase::rows, Operation::combine, epoch},
-                             device::EpochFlag{comm.arrival(comm.own, peer, comm.gradients_number()), epoch});
+      here = device::wait_arrival(comm, {peer, WaitPhase::rows, Operation::combine, epoch},
+                                  comm.gradients_number());
   const int64_t pieces = WindowShape::pieces(weights_bytes(comm, args.tokens));
   for (int64_t i = threadIdx.x; here && i < pieces * comm.rail.others; i += blockDim.x) {
     const auto other = static_cast<int32_t>(i / pieces);
@@ -119,8 +118,8 @@ __device__ bool wait_for_list(const Comm& comm, const CombineArguments& args, ui
       senders = __reduce_or_sync(0xffffffffu, senders);
       const int32_t sender = ranks + lane_id();
       if ((senders >> lane_id() & 1) != 0)
-        here = here && device::wait_until(comm, {sender, WaitPhase::rows, Operation::combine, epoch},
-                                          device::EagerFlag{comm.arrival(comm.own, sender, chunk), epoch});
+        here = here && device::wait_arrival<device::EagerFlag>(
+                           comm, {sender, WaitPhase::rows, Operation::combine, epoch}, chunk);
     }
   __syncwarp();  // all lanes load what one lane has acquired
   return __all_sync(0xffffffffu, here);

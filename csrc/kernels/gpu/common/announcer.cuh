@@ -1,7 +1,7 @@
 // Flags of chunks: each is set at the peers that received the chunk's rows, once the rows have arrived.
 #pragma once
 
-#include "device/wait.cuh"
+#include "device/channel.cuh"
 #include "kernels/gpu/common/pipe.cuh"
 
 namespace moecomm::gpu {
@@ -53,9 +53,8 @@ class Announcer {
   static constexpr int kLag = 4;  ///< at most so many groups are in flight when a chunk is announced
 
   __device__ void announce() {
-    peers_.for_each([&](int32_t peer) {
-      ptx::store_release_sys(comm_.arrival(comm_.bases[peer], source_, chunk_), epoch_);
-    });
+    peers_.for_each(
+        [&](int32_t peer) { device::signal(device::arrival_flag(comm_, peer, source_, chunk_), epoch_); });
     chunk_ = -1;
   }
 

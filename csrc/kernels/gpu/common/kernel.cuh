@@ -4,6 +4,7 @@
 
 #include <cuda_runtime.h>
 
+#include "device/channel.cuh"
 #include "device/rail.cuh"
 #include "kernels/element.cuh"
 #include "kernels/gpu/common/arguments.hpp"

@@ -112,7 +112,7 @@ class RowSender {
       copy_scales_of_row(team_, args_.x_scales + token_ * s.wire_scale_bytes(), s.wire_scale_bytes(), targets,
                          first ? to + static_cast<unsigned long long>(s.wire_data_bytes()) : 0ull);
     team_.sync();
-    if (first && team_.leads()) ptx::store_release_sys(comm_.arrival(base, comm_.rank, token_), epoch);
+    if (first && team_.leads()) device::signal(comm_.arrival(base, comm_.rank, token_), epoch);
   }
 
   const Comm& comm_;
@@ -300,9 +300,7 @@ __device__ bool receive_rows(const Comm& comm, const ReceiveArguments& args, uin
     if (kDispatch && team.trails() && share.part.number == 0) write_rows(comm, args, map, item, rows);
     if (at.ends_chunk()) {
       if (in_turn && team.all(all) && team.thread() == 0)
-        ptx::store_release_sys(comm.flag(comm.bases[item.source], comm.window.credits,
-                                         comm.pair(item.source, comm.rank), item.chunk),
-                               epoch);
+        device::signal(device::credit_flag<true>(comm, item.source, item.chunk), epoch);
       here = false;
     }
     at = after;

@@ -355,18 +355,14 @@ __device__ void receive_items(const Comm& comm, const ReceiveArguments& args, ui
     if (travels && (wanted.tokens != 0 || (in_turn && wanted.sent))) {
       bool here = true;
       if (lane_id() == 0)
-        here = device::wait_until(comm, {item.source, WaitPhase::rows, args.operation, epoch},
-                                  device::EpochFlag{comm.arrival(comm.own, item.source, item.chunk), epoch});
+        here = device::wait_arrival(comm, {item.source, WaitPhase::rows, args.operation, epoch}, item.chunk);
       if (!__all_sync(0xffffffffu, here)) break;
       open_for_loads();
     }
     if (wanted.tokens != 0) rows.receive(item, wanted.tokens, meta, counts);
     if (!in_turn) continue;
     __syncwarp();  // the loads of all lanes complete before the release
-    if (lane_id() == 0)
-      ptx::store_release_sys(comm.flag(comm.bases[comm.relay_rank(item.source)], comm.window.credits,
-                                       comm.pair(item.source, comm.rank), item.chunk),
-                             epoch);
+    if (lane_id() == 0) device::signal(device::credit_flag(comm, item.source, item.chunk), epoch);
   }
   wait_stores<0>();
 }

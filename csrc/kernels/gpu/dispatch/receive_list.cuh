@@ -169,9 +169,8 @@ __device__ inline bool wait_for_list(const Comm& comm, const ReceiveArguments& a
   const int first = min(lane_id() * size, 31);
   bool here = true;
   if ((tokens >> first & ((1u << size) - 1)) != 0)
-    here = device::wait_until(
-        comm, {item.source, WaitPhase::rows, args.operation, epoch},
-        device::EagerFlag{comm.arrival(comm.own, item.source, item.chunk + lane_id()), epoch});
+    here = device::wait_arrival<device::EagerFlag>(
+        comm, {item.source, WaitPhase::rows, args.operation, epoch}, item.chunk + lane_id());
   __syncwarp();  // all lanes load what one lane has acquired
   return __all_sync(0xffffffffu, here);
 }
@@ -207,8 +206,7 @@ __device__ void list_arriving(const Comm& comm, const ReceiveArguments& args, ui
     if (in_turn) {
       flags = (list.tokens() + size - 1) >> chunk_shift(list.of_source);
       if (lane_id() < flags)
-        out.flags[lane_id()] = comm.flag(comm.bases[comm.relay_rank(list.item.source)], comm.window.credits,
-                                         comm.pair(list.item.source, comm.rank), list.item.chunk + lane_id());
+        out.flags[lane_id()] = device::credit_flag(comm, list.item.source, list.item.chunk + lane_id());
     }
     if (!pipe.empty() || flags > 0) pipe.hand_over(flags);
   }

@@ -130,7 +130,7 @@ __device__ void list_own(const Comm& comm, const SendArguments& args, const Id* 
       const uint32_t set = __ballot_sync(0xffffffffu, flag);
       if (flag)
         out.flags[flags + __popc(set & ((1u << lane_id()) - 1))] =
-            comm.arrival(comm.bases[owner], comm.rank, chunk);
+            device::arrival_flag(comm, owner, comm.rank, chunk);
       flags += __popc(set);
       if (args.later) owners.insert_lanes(owner, first);
     }

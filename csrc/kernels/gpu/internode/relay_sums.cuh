@@ -75,8 +75,8 @@ __device__ inline void relay_sums(const Comm& comm, int32_t* plan_words, uint64_
     // Owners that wait for this chunk's memory do not know which of them wrote to it.
     if (tokens > comm.window.partial_tokens)
       for (int32_t r = lane; r < comm.local_ranks; r += 32)
-        ptx::store_release_sys(
-            comm.flag(comm.bases[comm.first_rank + r], comm.window.partial_credits, home, number), epoch);
+        device::signal(comm.flag(comm.bases[comm.first_rank + r], comm.window.partial_credits, home, number),
+                       epoch);
   }
 }
 

@@ -54,8 +54,9 @@ __device__ void release_peers(const Comm& comm, const AbandonArguments& args, ui
   const auto say_arrived = [&](int32_t source, int64_t tokens) {
     const int64_t first = comm.window.chunks_at_once(tokens), left = chunk_count(tokens) - first;
     for (int64_t i = thread; i < left * comm.local_ranks; i += threads)
-      ptx::store_release_sys(comm.arrival(comm.bases[comm.first_rank + i / left], source, first + i % left),
-                             epoch);
+      device::signal(device::arrival_flag(comm, static_cast<int32_t>(comm.first_rank + i / left), source,
+                                          first + i % left),
+                     epoch);
   };
   say_arrived(comm.rank, args.tokens);
   if (comm.rail.others > 0 && gpu::wait_forwarded(comm, args.operation, epoch))
@@ -65,9 +66,7 @@ __device__ void release_peers(const Comm& comm, const AbandonArguments& args, ui
   const int64_t chunks = comm.window.shape.max_chunks();
   for (int64_t i = thread; i < chunks * comm.ranks(); i += threads) {
     const auto source = static_cast<int32_t>(i / chunks);
-    ptx::store_release_sys(comm.flag(comm.bases[comm.relay_rank(source)], comm.window.credits,
-                                     comm.pair(source, comm.rank), i % chunks),
-                           epoch);
+    device::signal(device::credit_flag(comm, source, i % chunks), epoch);
   }
 }
 
