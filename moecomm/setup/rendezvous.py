@@ -67,6 +67,7 @@ class Rendezvous:
         self.rank, self.size = 0, 1
         self._store: Store | None = None
         self._numbers: list[str] | None = None  # random numbers of the ranks, once they have met
+        self._old_conflict: str | None = None  # the last one from before this rank came
         if group is None:
             return
         try:
@@ -80,7 +81,8 @@ class Rendezvous:
         if fake:
             raise Unsupported("group is of torch's 'fake' backend, whose ranks cannot exchange anything")
         self._name = group.group_name
-        self._own = f"{secrets.token_hex(8)} {','.join(map(str, members))}"
+        self._members = ",".join(map(str, members))
+        self._own = f"{secrets.token_hex(8)} {self._members}"
         phase = "construction: arguments"
         try:
             # A store has one connection, which another thread may hold during its wait.
@@ -116,7 +118,8 @@ class Rendezvous:
         before = self._present(phase, [*numbers, "conflict"])
         self._set(phase, numbers[self.rank], self._own)
         before[numbers[self.rank]] = self._own
-        members, name, pause = self._own.split()[1], "", _SHORTEST_PAUSE_S
+        self._old_conflict = before.get("conflict")
+        members, name, pause = self._members, "", _SHORTEST_PAUSE_S
         while True:
             found = self._present(phase, [*numbers, "conflict"])
             for key, value in found.items():
@@ -253,7 +256,11 @@ class Rendezvous:
             except RuntimeError as error:
                 if time.monotonic() < begin + 0.9 * span:
                     raise self._lost(phase, error) from error
-                if self._present(phase, [f"number/{peer}"]) != {f"number/{peer}": self._numbers[peer]}:
+                found = self._present(phase, [f"number/{peer}", "conflict"])
+                conflict = found.get("conflict")
+                if conflict not in (None, self._old_conflict) and self._members in conflict.split()[1:]:
+                    raise self._conflict(conflict) from None  # the peer raises it after it has met this rank
+                if found.get(f"number/{peer}") != self._numbers[peer]:
                     raise _BegunAnew(
                         f"rank {self.rank}, {phase}: rank {peer} has given up this construction and begun "
                         "another"
@@ -279,7 +286,7 @@ class Rendezvous:
         _, one, other = conflict.split()
         return MismatchedArguments(
             f"ranks disagree on the members of group {self._name!r}: rank {self.rank} has one of the ranks "
-            f"{self._own.split()[1]}, others have groups of that name of the ranks {one} and of the ranks "
+            f"{self._members}, others have groups of that name of the ranks {one} and of the ranks "
             f"{other}; every rank has to call dist.new_group() for all groups, those it is not in too, in "
             "the same order"
         )

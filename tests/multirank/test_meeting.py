@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from moecomm.setup.rendezvous import Rendezvous
 from tests import oracle
 from tests.cases import Case
 from tests.multirank.catching import Caught, catch, refused
@@ -167,6 +168,30 @@ def test_pairs_of_one_name_are_never_joined() -> None:
             assert isinstance(caught, Caught) and caught.name == "MismatchedArguments", caught
             words = (f"'pair {number}'", "0,1", "2,3", "new_group")
             assert number == 2 or all(word in caught.text for word in words), caught
+
+
+def _told_late(rank: int, world_size: int) -> Caught | None:
+    """Rank 0 sees ranks of another pair after rank 1 has met it."""
+    meet = Rendezvous._meet
+
+    def met(self: Rendezvous, phase: str, *others: float) -> None:
+        meet(self, phase, *others)
+        if rank == 1:
+            self._base.set("rank 1 has met", "")
+            return
+        self._base.get("rank 1 has met")
+        conflict = f"{self._own} 2,3"
+        self._base.set("conflict", conflict)
+        raise self._conflict(conflict)
+
+    with mock.patch.object(Rendezvous, "_meet", met):
+        return catch(lambda: _build_and_play(None, 20.0))
+
+
+def test_a_rank_that_has_met_is_told_of_a_pair_of_the_same_name() -> None:
+    with no_shared_memory_left():
+        for caught in run_ranks(2, _told_late):
+            assert caught is not None and caught.name == "MismatchedArguments", caught
 
 
 def _port() -> int:
