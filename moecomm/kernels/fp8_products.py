@@ -34,6 +34,7 @@ class Fp8Products(Products):
     name = "fp8"
 
     def __init__(self) -> None:
+        super().__init__()
         self._kept: MutableMapping[Tensor, dict[str, _Kept]] = WeakTensorKeyDictionary()
         _count_optimizer_steps()
 

@@ -38,11 +38,16 @@ class Products:
         name: the name of the engine, for display.
         adds: whether one kernel computes a weight gradient and adds it to an existing tensor.
         traceable: whether torch.compile can trace the products; else its graphs contain torch's products.
+        columns_first: whether weights are views of (L, B, A) tensors. Their gradients get that order as well,
+            so that each is its parameter's gradient without a copy.
     """
 
     name = "torch"
     adds = False
     traceable = True
+
+    def __init__(self, *, columns_first: bool = False) -> None:
+        self.columns_first = columns_first
 
     def groups(self, offsets_L: Tensor) -> Tensor:
         """Returns the groups of rows in the form that the products take; the last element is offsets[-1]."""
@@ -81,11 +86,10 @@ class Products:
     ) -> Tensor | None:
         """Returns (L, A, B): for each group the sum over its rows of rows^T grad, zero for an empty group.
         With `into`, a tensor of that shape, adds the sums to it and returns None."""
-        gradient_LAB = self._wgrad(rows_PA, grad_PB, groups)
-        if into is None:
-            return gradient_LAB
-        into.add_(gradient_LAB)
-        return None
+        if not self.columns_first:
+            return self._wgrad_into(rows_PA, grad_PB, groups, into)
+        made_LBA = self._wgrad_into(grad_PB, rows_PA, groups, None if into is None else into.mT)
+        return None if made_LBA is None else made_LBA.mT
 
     def bias_grad(self, grad_PB: Tensor, groups: Tensor, weights_P: Tensor | None = None) -> Tensor:
         """Returns (L, B), a bias's gradient: for each group the sum over its rows of weight * grad."""
@@ -142,6 +146,15 @@ class Products:
 
     def _mm_dgrad(self, rows_PB: Tensor, weight_LAB: Tensor, groups: Tensor) -> Tensor:
         return grouped_mm(rows_PB, weight_LAB.transpose(1, 2), groups)
+
+    def _wgrad_into(
+        self, rows_PA: Tensor, grad_PB: Tensor, groups: Tensor, into: Tensor | None
+    ) -> Tensor | None:
+        gradient_LAB = self._wgrad(rows_PA, grad_PB, groups)
+        if into is None:
+            return gradient_LAB
+        into.add_(gradient_LAB)
+        return None
 
     def _wgrad(self, rows_PA: Tensor, grad_PB: Tensor, groups: Tensor) -> Tensor:
         return grouped_mm_wgrad(rows_PA, grad_PB, groups)

@@ -88,8 +88,9 @@ class QuackProducts(Products):
         reason = missing_on(hidden=hidden, ffn=ffn, dtype=dtype, device=device)
         if reason is not None:
             raise Unsupported(f"products is 'quack', but {reason}. products='torch' needs none of it")
+        super().__init__(columns_first=columns_first)
         self._hidden, self._ffn, self._inner = hidden, ffn, ffn * INPUTS[activation]
-        self._activation, self._columns_first = activation, columns_first
+        self._activation = activation
         self._tiles: dict[str, Tile] = {}
         for product in PRODUCTS + ADDED:
             self.use_tile(product, (tiles or {}).get(product) or nearest_tile(product, hidden, ffn, rows))
@@ -138,14 +139,6 @@ class QuackProducts(Products):
 
     def grouped_mm_dgrad(self, rows_PB: Tensor, weight_LAB: Tensor, groups: Tensor) -> Tensor:
         return self._rows(rows_PB, weight_LAB, groups, "fc1_dgrad")
-
-    def grouped_mm_wgrad(
-        self, rows_PA: Tensor, grad_PB: Tensor, groups: Tensor, *, into: Tensor | None = None
-    ) -> Tensor | None:
-        if not self._columns_first:
-            return self._wgrad_into(rows_PA, grad_PB, groups, into)
-        made_LBA = self._wgrad_into(grad_PB, rows_PA, groups, None if into is None else into.mT)
-        return None if made_LBA is None else made_LBA.mT
 
     def _wgrad_into(
         self, rows_PA: Tensor, grad_PB: Tensor, groups: Tensor, into: Tensor | None
@@ -202,7 +195,7 @@ class QuackProducts(Products):
     def _compile(self, dtype: torch.dtype, device: torch.device, bias: bool) -> None:
         """Runs every product once on a few rows, so that its kernel is compiled; reports it if that takes
         long."""
-        kind = (type(self), self._activation, self._columns_first, bias)
+        kind = (type(self), self._activation, self.columns_first, bias)
         key = (*kind, *self._tiles.values(), dtype, device)
         if key in _compiled:
             return
@@ -211,7 +204,7 @@ class QuackProducts(Products):
         new = functools.partial(torch.zeros, dtype=dtype, device=device)
         x_PH, grad_PH = new(rows, hidden), new(rows, hidden)
         w_in, w_out = new(2, hidden, self._inner), new(2, ffn, hidden)
-        if self._columns_first:
+        if self.columns_first:
             w_in, w_out = (weight.mT.contiguous().mT for weight in (w_in, w_out))
         groups = torch.tensor([0, 100, rows], dtype=torch.int32, device=device)
         weights_P = torch.ones(rows, device=device)

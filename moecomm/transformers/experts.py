@@ -20,19 +20,10 @@ from torch.nn import functional
 from transformers.integrations import moe
 
 from moecomm.kernels import quack
-from moecomm.kernels.grouped_mm import grouped_mm_wgrad
 from moecomm.kernels.products import Products, expert_ffn, grouped_linear
 from moecomm.types import DispatchOutput
 
 Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-
-class ColumnsFirst(Products):
-    """torch's products for weights that are views of (L, B, A) tensors. The gradient of a weight also has
-    that order, so that it is the parameter's gradient without a copy."""
-
-    def _wgrad(self, rows_PA: Tensor, grad_PB: Tensor, groups: Tensor) -> Tensor:
-        return grouped_mm_wgrad(grad_PB, rows_PA, groups).transpose(1, 2)
 
 
 # transformers' own implementations, which compute the same as these products and may be replaced by them. A
@@ -123,7 +114,7 @@ class LocalExperts:
                     **sizes, activation=self._activation, bias=bias, rows=rows, columns_first=columns_first
                 )
             else:
-                made = ColumnsFirst() if columns_first else Products()
+                made = Products(columns_first=columns_first)
             self._products[key] = made
         return self._products[key]
 
