@@ -12,16 +12,7 @@ from tests.gpu import harness
 
 pytest.importorskip("transformers")
 
-from tests.multirank.hf_models import (
-    FAMILIES,
-    batch_of,
-    forward_backward,
-    gradients_of,
-    load_parallel,
-    run_plain,
-    save_model,
-    worst_of,
-)
+from tests.multirank import hf_models
 
 ONE_LAYER = {"num_hidden_layers": 1, "first_k_dense_replace": 0}
 """Behind a layer that is rounded, a router chooses other experts."""
@@ -40,22 +31,18 @@ def _with_nccl(rank: int, size: int) -> None:
 def _families(rank: int, size: int, folder: Path, seed: int) -> list[str]:
     _with_nccl(rank, size)
     found, device = [], harness.device()
-    for family in FAMILIES:
+    for family in hf_models.FAMILIES:
         if rank == 0:
             types = {"layer_types": ["full_attention"]} if family == "gpt_oss" else {}
-            save_model(family, folder / family, seed=3, **ONE_LAYER, **types)
+            hf_models.save_model(family, folder / family, seed=3, **ONE_LAYER, **types)
         dist.barrier()
-        outputs, wanted = run_plain(folder / family, size, seed, torch.bfloat16, device)
+        outputs, wanted = hf_models.run_plain(folder / family, size, seed, torch.bfloat16, device)
+        tokens = hf_models.batch_of(rank, seed).to(device)
         for how in ("all_to_all", "moecomm"):
-            parallel = {"fsdp_size": size, "ep_size": size}
-            model = load_parallel(folder / family, how, **parallel, dtype=torch.bfloat16).train()
-            got = dict(
-                zip(("logits", "loss"), forward_backward(model, batch_of(rank, seed).to(device)), strict=True)
-            )
-            differs = worst_of(got, dict(zip(got, outputs[rank], strict=True)))
-            for ratio, name in (differs, worst_of(gradients_of(model), wanted)):
-                if not ratio <= BOUND:
-                    found.append(f"{family}, {how}, {name}: {ratio:.1e}")
+            parallel = {"fsdp_size": size, "ep_size": size, "dtype": torch.bfloat16}
+            model = hf_models.load_parallel(folder / family, how, **parallel).train()
+            differs = hf_models.differences(model, tokens, outputs[rank], wanted, BOUND)
+            found += [f"{family}, {how}, {each}" for each in differs]
             del model
     dist.barrier()
     return found
@@ -63,6 +50,6 @@ def _families(rank: int, size: int, folder: Path, seed: int) -> list[str]:
 
 @pytest.mark.usefixtures("cuda_only")
 def test_families(tmp_path: Path, seed: int) -> None:
-    """Two ranks, or as many as there are GPUs of two: each family's loss, logits and gradients."""
+    """Loss, logits and gradients of each family, on two ranks, or on one if there is only one GPU."""
     size = 2 if harness.gpus() >= 2 else 1
     harness.assert_none(harness.run_on_gpus(size, _families, tmp_path, seed, timeout=600.0))

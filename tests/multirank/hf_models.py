@@ -151,3 +151,21 @@ def worst_of(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> tuple[float
         for name, each in wanted.items()
     }
     return max(ratios.values())
+
+
+def differences(
+    model: nn.Module,
+    tokens: Tensor,
+    outputs: tuple[Tensor, Tensor],
+    gradients: dict[str, Tensor],
+    most: float,
+) -> list[str]:
+    """Runs a forward and backward; returns what is farther than `most`, beside the largest value, from the
+    (logits, loss) and the gradients of one process."""
+    names = ("logits", "loss")
+    found = dict(zip(names, forward_backward(model, tokens), strict=True))
+    pairs = (
+        worst_of(found, dict(zip(names, outputs, strict=True))),
+        worst_of(gradients_of(model), gradients),
+    )
+    return [f"{name}: {ratio:.1e}" for ratio, name in pairs if not ratio <= most]

@@ -21,6 +21,7 @@ pytest.importorskip("transformers")
 from tests.multirank.hf_models import (
     FAMILIES,
     batch_of,
+    differences,
     forward_backward,
     gradients_of,
     load_parallel,
@@ -49,15 +50,7 @@ def _model(folders: Path, family: str, **changes: Any) -> Path:
 def _check(model: torch.nn.Module, wanted: Any, part: int, seed: int) -> list[str]:
     """What differs from one process by more than 1e-5."""
     outputs, gradients = wanted
-    logits, loss = forward_backward(model, batch_of(part, seed))
-    differs = worst_of(
-        {"logits": logits, "loss": loss}, dict(zip(("logits", "loss"), outputs[part], strict=True))
-    )
-    return [
-        f"{name}: {ratio:.1e}"
-        for ratio, name in (differs, worst_of(gradients_of(model), gradients))
-        if ratio > 1e-5
-    ]
+    return differences(model, batch_of(part, seed), outputs[part], gradients, 1e-5)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
