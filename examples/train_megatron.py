@@ -76,8 +76,7 @@ def start() -> int:
         read(options.text)
         return ranks.launch(sys.argv, options.ranks or ranks.default_ranks(options.device))
     warnings.filterwarnings("ignore", category=FutureWarning)
-    warnings.filterwarnings("ignore", module="megatron")  # warnings about missing packages, and about its own
-    # defaults
+    warnings.filterwarnings("ignore", module="megatron")  # about missing packages and its own defaults
     with ranks.process_group(options.device) as device, contextlib.ExitStack() as stack:
         import megatron_cpu
 

@@ -274,7 +274,7 @@ class DeviceCommunicator {
   bool few_fit_ = true;               ///< the last rows of few tokens would fit the next offer
   std::optional<uint64_t> given_up_;  ///< if a dispatch was given up: its capture, or 0 (Carries)
   bool logs_launches_ = false;
-  std::set<std::string> logged_;  ///< the lines that it has printed
+  std::set<std::string> logged_;  ///< operations with the plans that were printed
   DeviceStats stats_;
 };
 

@@ -120,10 +120,10 @@ gpu::DispatchPlan DeviceCommunicator::plan_of(WireFormat wire, const gpu::SendAr
 
 void DeviceCommunicator::log_launch(const char* operation, int64_t tokens, RowLayout layout,
                                     const std::string& plan) {
-  const std::string line =
-      text_of("moecomm: rank ", config_.rank, ": ", operation, " of ", tokens,
-              layout == RowLayout::rank ? " tokens by rank: " : " tokens by expert: ", plan, "\n");
-  if (!logged_.insert(line).second) return;
+  const std::string what =
+      text_of(layout == RowLayout::rank ? " tokens by rank: " : " tokens by expert: ", plan, "\n");
+  if (!logged_.insert(operation + what).second) return;
+  const std::string line = text_of("moecomm: rank ", config_.rank, ": ", operation, " of ", tokens, what);
   std::fputs(line.c_str(), stderr);
 }
 

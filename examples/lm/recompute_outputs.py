@@ -78,7 +78,7 @@ def _as_tuple(outputs: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 class _Again(NamedTuple):
-    """What autograd keeps in place of a tensor derived from outputs[number]."""
+    """A stand-in that autograd keeps for a tensor derived from outputs[number]."""
 
     number: int
     dtype: torch.dtype

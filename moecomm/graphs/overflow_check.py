@@ -34,7 +34,7 @@ class OverflowCheck:
         """The stream of the step's last note, and an event after it."""
         self._notes, self._published_notes = 0, -1
         self._last_note = 0
-        """How many dispatches the previous step noted."""
+        """The number of dispatches that the previous step noted."""
         self._has_read = False
 
     def start(self) -> None:

@@ -1,4 +1,4 @@
-"""What the experts' operators share: their definition for torch, and the loading of their GPU kernels."""
+"""Functions for all operators of the experts: they define one for torch, and load its GPU kernels."""
 
 from __future__ import annotations
 

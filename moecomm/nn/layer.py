@@ -53,7 +53,7 @@ built_layers: weakref.WeakSet[MoELayer] = weakref.WeakSet()
 
 
 class Routed(NamedTuple):
-    """What a layer sends to the experts, and how its losses are attached."""
+    """The tensors that a layer sends to the experts, and the routing whose losses are attached later."""
 
     rows_TH: Tensor
     topk_idx_TK: Tensor

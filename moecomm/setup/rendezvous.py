@@ -45,7 +45,7 @@ _LOOK_S = 0.5
 """The seconds after which a rank that waits for a message checks whether the peer has given up."""
 
 _building: dict[str, threading.Lock] = defaultdict(threading.Lock)
-"""For each group's name, the lock of the thread of this process that builds over the group."""
+"""Locks by the names of groups: a thread holds one while it builds a communicator over the group."""
 
 
 class _BegunAnew(MoecommError):

@@ -86,7 +86,7 @@ def _step(model: Any, windows: int, seed: int, call: Any = None) -> dict[str, Te
 
 
 def _differences(what: str, wanted: dict[str, Tensor], got: dict[str, Tensor]) -> list[str]:
-    """What is not the same within 1e-5 of the largest element."""
+    """The tensors that differ by more than 1e-5 of the largest element."""
     if wanted.keys() != got.keys():
         return [f"{what}: {wanted.keys() ^ got.keys()}"]
     found = []

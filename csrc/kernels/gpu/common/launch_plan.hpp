@@ -12,7 +12,7 @@
 
 namespace moecomm::gpu {
 
-/// What decides besides the operation.
+/// The properties of a communicator on which its launches depend.
 struct LaunchContext {
   const Heuristics& heuristics;
   const DeviceShape& shape;
@@ -28,7 +28,7 @@ struct DispatchRequest {
   int64_t tokens;
   RowLayout layout;
   RowWork work;
-  bool in_halves;  ///< it is received by a call of its own
+  bool in_halves;  ///< a separate call receives the rows
 };
 
 /// The one kernel of a dispatch.
@@ -80,7 +80,7 @@ inline DispatchPlan plan_dispatch(const LaunchContext& context, const DispatchRe
   const DeviceShape& shape = context.shape;
   const bool quantised = request.work == RowWork::quantised, several_nodes = shape.other_nodes() > 0;
   DispatchPlan plan{};
-  // The products with other rows are sums, which one warp has to make in its order.
+  // Dot products with other rows are sums that one warp has to make in order.
   plan.in_one = !request.in_halves && request.work != RowWork::products && context.fuses(request.tokens);
   if (plan.in_one) {
     plan.fused =
@@ -99,9 +99,8 @@ inline DispatchPlan plan_dispatch(const LaunchContext& context, const DispatchRe
     const bool few = routes_few(shape, request.tokens, kRouteWords);
     const int most = few ? 1 : std::clamp<int>(blocks.receive - 1, 1, kMaxRouteBlocks - 1);
     plan.route = Heuristics::route_blocks(request.tokens, most);
-    // A block of its own makes the plan, if there is one more. Together they are an even number at most,
-    // since blocks of the other kernels seem to want neighbours of their kind (docs/history.md, "Blocks in
-    // pairs").
+    // A separate block makes the plan, if there is one more. The sum is at most an even number, since blocks
+    // of the other kernels run faster next to blocks of the same kind (docs/history.md, "Blocks in pairs").
     plan.planner = blocks.receive > plan.route ? 1 : 0;
   }
   return plan;
@@ -112,7 +111,7 @@ struct CombineRequest {
   RowLayout layout;
   bool quantised;     ///< sums travel in another format than their dtype
   bool weight_grads;  ///< gradients of routing weights travel as well
-  bool held;          ///< sums are received by a call of their own
+  bool held;          ///< a separate call receives the sums
 };
 
 /// The kernels of a combine.
