@@ -29,6 +29,7 @@ from tests.multirank.test_bad_input import (
 from tests.multirank.test_errors_told import (
     test_a_call_within_a_call_is_refused,
     test_texts_that_are_not_ascii,
+    test_the_first_cause_is_told_where_one_rank_alone_checks,
     test_what_torch_raises_of_one_rank_is_told,
 )
 from tests.oracle import Oracle, settled_error
@@ -40,6 +41,7 @@ __all__ = [
     "test_dispatch_arguments",
     "test_non_contiguous_input_works",
     "test_texts_that_are_not_ascii",
+    "test_the_first_cause_is_told_where_one_rank_alone_checks",
     "test_too_small_a_capacity",
     "test_use_after_close",
     "test_what_torch_raises_of_one_rank_is_told",
