@@ -21,6 +21,7 @@ from transformers.integrations import moe
 
 from moecomm.kernels import quack
 from moecomm.kernels.products import Products, expert_ffn, grouped_linear
+from moecomm.transformers.sole_experts import divided_gradient
 from moecomm.types import DispatchOutput
 
 Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -52,10 +53,15 @@ class LocalExperts:
             del self._added[name]
 
     @contextlib.contextmanager
-    def _with_added(self) -> Iterator[None]:
+    def _changed(self, batches: int) -> Iterator[None]:
+        """A context in which adapters are added to the weights, and the weights' gradients are divided."""
         weights: Any = self._experts._parameters
-        plain = {name: weights[name] for name in self._added}
+        plain = {name: each for name, each in weights.items() if each is not None}
         try:
+            if batches > 1:
+                for name, each in plain.items():
+                    if each.requires_grad:
+                        weights[name] = divided_gradient(each, batches)
             for name, factors in self._added.items():
                 with torch.autocast(plain[name].device.type, enabled=False):  # the weight keeps its dtype
                     for left, right, scale in factors:
@@ -64,11 +70,17 @@ class LocalExperts:
         finally:
             weights.update(plain)
 
-    def run(self, out: DispatchOutput, rows_per_expert: int) -> tuple[Tensor, bool]:
+    def run(self, out: DispatchOutput, rows_per_expert: int, batches: int = 1) -> tuple[Tensor, bool]:
         """Returns the rows' results, (P, H) in the dtype of the rows, and whether they include the routing
-        weights. rows_per_expert: average rows of an expert in a large batch, by which tiles are chosen; the
-        same on all ranks."""
-        with self._with_added():
+        weights.
+
+        Args:
+            out: the rows of this rank's experts.
+            rows_per_expert: average rows of an expert in a large batch, by which tiles are chosen; the same
+                on all ranks.
+            batches: divides the gradients of the module's weights.
+        """
+        with self._changed(batches):
             return self._run(out, rows_per_expert)
 
     def _run(self, out: DispatchOutput, rows_per_expert: int) -> tuple[Tensor, bool]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from moecomm.arguments import weight_dtype
 from moecomm.shared import LayerCommunicators
 from moecomm.transformers.experts import LocalExperts
 from moecomm.transformers.recompute import dispatch
+from moecomm.transformers.sole_experts import batches_to_divide_by, leave_out_of_fsdp
 
 
 class MoecommEP(EPImplementation):  # type: ignore[misc]
@@ -29,8 +30,9 @@ class MoecommEP(EPImplementation):  # type: ignore[misc]
         self.first_local_expert = ep_mesh.get_local_rank() * self.num_local_experts
         self._num_experts = self.num_local_experts * ep_mesh.size()
         self._comms = LayerCommunicators(ep_mesh.get_group(), self._num_experts)
-        module: Any = experts
+        self._experts = module = cast(Any, experts)
         module.moecomm = self  # where adapters find it
+        leave_out_of_fsdp(experts, ep_mesh)
 
     @_disable_dynamo  # the experts' kernels take addresses
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -54,7 +56,8 @@ class MoecommEP(EPImplementation):  # type: ignore[misc]
         shared = self._comms.of(hidden_states, ids_TK.shape[1])
         comm, out = dispatch(shared, hidden_states, ids_TK, weights_TK)
         rows_per_expert = comm.max_tokens * ids_TK.shape[1] // self.num_local_experts
-        rows_PH, weighted = self.local.run(out, rows_per_expert)
+        batches = batches_to_divide_by(self._experts, self.ep_mesh, self.tp_mesh)
+        rows_PH, weighted = self.local.run(out, rows_per_expert, batches)
         y_TH = comm.combine(rows_PH, out.handle, weights=None if weighted else out.weights)
         return _whole_of(y_TH, self.tp_mesh, tokens) if self.tp_mesh.size() > 1 else y_TH
 

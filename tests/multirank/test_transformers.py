@@ -217,6 +217,40 @@ def test_mixed_precision(rank: int, size: int, folders: Path, seed: int) -> list
     return [f"{name}: {ratio}" for name, ratio in ratios.items() if not ratio <= 0.03]
 
 
+@on_ranks(4)
+def test_experts_without_copies_are_left_out_of_fsdp(
+    rank: int, size: int, folders: Path, seed: int
+) -> list[str]:
+    """FSDP2 would only copy them; it still casts weights, and reduces gradients of experts with copies."""
+    folder = _model(folders, "qwen3_moe", num_attention_heads=4, num_key_value_heads=4)
+    found = []
+    for left_out, parallel in (
+        (True, {"ep_size": 4}),
+        (False, {"ep_size": 4, "fsdp_mixed_precision": True}),
+        (False, {"ep_size": 2}),
+    ):
+        model = load_parallel(folder, "moecomm", fsdp_size=4, **parallel)
+        weights = {name: each for name, each in model.named_parameters() if "experts." in name}
+        names = {each.device_mesh.mesh_dim_names for each in weights.values()}
+        if not weights or (names == {("ep",)}) is not left_out:
+            found.append(f"{parallel}: the experts are on {names}")
+    return found
+
+
+@on_ranks(2)
+def test_accumulated_gradients(rank: int, size: int, folders: Path, seed: int) -> list[str]:
+    """Two microbatches, the first without FSDP2's reduction: gradients add up to the mean over both ranks."""
+    folder = _model(folders, "qwen3_moe")
+    wanted = run_plain(folder, 2 * size, seed).gradients
+    model: Any = load_parallel(folder, "moecomm", fsdp_size=2, ep_size=2).train()
+    for number in range(2):
+        model.set_requires_gradient_sync(number == 1)
+        tokens = batch_of(number * size + rank, seed)
+        (model(tokens, labels=tokens).loss / 2).backward()
+    ratios = ratios_of(gradients_of(model), wanted)
+    return [f"{name}: {ratio}" for name, ratio in ratios.items() if not ratio <= 1e-4]
+
+
 @on_ranks(2)
 def test_compiled(rank: int, size: int, folders: Path, seed: int) -> list[str]:
     folder = _model(folders, "qwen3_moe")
