@@ -34,7 +34,8 @@ def page() -> str:
         parts += [f"## {package}", markdown(inspect.getdoc(module) or "")]
         for name in module.__all__:
             value = getattr(module, name)
-            if not getattr(value, "__module__", package).startswith(f"{package}."):
+            home = getattr(value, "__module__", package)
+            if any(home.startswith(f"{other}.") for other in PACKAGES[1:] if other != package):
                 continue  # of another of these packages, and named here too
             if inspect.isclass(value):
                 parts += class_entry(name, value)

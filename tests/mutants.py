@@ -244,7 +244,7 @@ MUTANTS = read("""
 = drops the heaviest
 - descending=True
 + descending=False
-@ moecomm/nn/losses.py: tests/unit/test_layer_habits.py -k loss_scale
+@ moecomm/autograd/attached_loss.py: tests/unit/test_layer_habits.py -k loss_scale
 = loss without its scale
 - return scale.clone()
 + return torch.ones_like(scale)

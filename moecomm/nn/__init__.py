@@ -15,14 +15,14 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-import moecomm.kernels.flops
-import moecomm.nn.spread  # noqa: F401 (both tell torch of what is here)
+import moecomm.kernels.flops  # noqa: F401 (tells torch the FLOPs of the products)
+from moecomm.autograd.attached_loss import attach_loss
 from moecomm.kernels.marks import is_expert_parameter, mark_expert_parameter
 from moecomm.kernels.parameters import mark_adapter
 from moecomm.nn.config import MoEConfig, OverlapConfig
 from moecomm.nn.experts import GroupedExperts, SharedExperts
 from moecomm.nn.layer import MoELayer, backward_weights, set_loss_scale
-from moecomm.nn.losses import attach_loss, load_balancing_loss, z_loss
+from moecomm.nn.losses import load_balancing_loss, z_loss
 from moecomm.nn.router import Routing, TopKRouter
 
 if TYPE_CHECKING:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -243,6 +244,26 @@ def _require(config: Any, name: str, holds: bool, bound: str) -> None:
     if not holds:
         of = type(config).__name__
         raise InvalidArgument(f"{of}.{name} is {getattr(config, name)!r}, must be {bound}")
+
+
+_MAY_DIFFER = ("products",)
+"""Fields that decide how a rank computes, but not its result."""
+
+MOST_CALLERS = 0xFFFE
+"""Numbers of layers are from 1 to this."""
+
+
+def caller_of(number: int, config: MoEConfig) -> int:
+    """Returns the number that distinguishes a layer's dispatches from those of layers at another position
+    among the communicator's (`number`, from 1), and of all but one in 65,534 with another config."""
+    digest = hashlib.blake2b(repr(values_that_agree(config)).encode(), digest_size=4).digest()
+    return (number - 1 + int.from_bytes(digest, "big")) % MOST_CALLERS + 1
+
+
+def values_that_agree(config: MoEConfig) -> dict[str, str]:
+    """Returns by name the values of a config that must be the same on all ranks."""
+    names = (field.name for field in dataclasses.fields(config) if field.name not in _MAY_DIFFER)
+    return {f"MoEConfig.{name}": repr(getattr(config, name)) for name in names}
 
 
 # -- what is computed during transfers ---------------------------------------------------------------------

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -33,6 +32,7 @@ from moecomm.kernels.parameters import (
 from moecomm.kernels.products import Products, expert_ffn
 from moecomm.kernels.scaled_mm import missing_on
 from moecomm.nn.config import MoEConfig
+from moecomm.parallel.records import accept_interleaved, require_same_experts, says
 from moecomm.types import DispatchOutput
 
 Run = Callable[[Tensor], Tensor]
@@ -306,7 +306,7 @@ class GroupedExperts(nn.Module):
     @property
     def held(self) -> str:
         """Text that says which experts this rank holds."""
-        return _says(self.get_extra_state().tolist())
+        return says(self.get_extra_state().tolist())
 
     @property
     def has_all(self) -> bool:
@@ -324,48 +324,13 @@ class GroupedExperts(nn.Module):
         """Does nothing: `_load_from_state_dict` has compared the record before any weight."""
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
-        own = self.get_extra_state().tolist()
-        name = f"{prefix}_extra_state"
-        known_order = _accept_interleaved(self, state_dict, prefix) or not own[3]
-        if name not in state_dict and not (self.has_all and known_order):
-            order = "" if known_order else ", with interleaved gates and up values"
-            warnings.warn(
-                f"the state has no record {name} of which experts it holds, as those of earlier versions: it "
-                f"is taken to hold {self.held}{order}",
-                stacklevel=2,
-            )
-        held = state_dict.setdefault(name, self.get_extra_state()).tolist()
-        held += [0, 0, 1][len(held) - 3 :] if len(held) < len(own) else []
-        if held[3] != own[3]:
-            raise InvalidArgument(
-                f"the state's gates and up values are {'' if held[3] else 'not '}interleaved, and "
-                f"this module's activation is {self.config.activation!r}: build it with that of the saved "
-                "model, or reorder the columns of w_in"
-            )
-        if held != own:
-            raise _of_others(held, own)
+        require_same_experts(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *others)
         self.mark_parameters()  # assign=True replaces the tensors
 
     def extra_repr(self) -> str:
         biases = ", biases" if self.config.bias else ""
         return f"{self.held}, {self.config.activation}{biases}, products by {self.products.name}"
-
-
-def _says(record: Sequence[int]) -> str:
-    """Returns a text for the experts of a record: first expert, L, E, and maybe more (`get_extra_state`)."""
-    first, count, of, *more = record
-    share = f", part {more[1]} of {more[2]} of each" if more and more[2] > 1 else ""
-    return f"experts {first}..{first + count - 1} of {of}{share}"
-
-
-def _of_others(held: Sequence[int], own: Sequence[int]) -> InvalidArgument:
-    """Returns the error for loading a state with the record `held` into a module of other experts."""
-    return InvalidArgument(
-        f"the state holds {_says(held)}, this module {_says(own)}: each rank's state_dict is of its own "
-        "experts. Save and load with torch.distributed.checkpoint and moecomm.nn.sharded_state, which has "
-        "all of them"
-    )
 
 
 class SharedExperts(nn.Module):
@@ -402,7 +367,7 @@ class SharedExperts(nn.Module):
             init_shared_weight(weight, self.config.init_std)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
-        _accept_interleaved(self, state_dict, prefix)
+        accept_interleaved(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *others)
 
     def forward(self, x_TH: Tensor, *, run: Run | None = None) -> Tensor:
@@ -417,21 +382,6 @@ class SharedExperts(nn.Module):
             return matmul(z_TF, self.w_out, care)
 
 
-def _accept_interleaved(module: GroupedExperts | SharedExperts, state: dict[str, Any], prefix: str) -> bool:
-    """Renames w_in.interleaved, from a `sharded_state` checkpoint, to w_in. Returns whether it was there;
-    raises InvalidArgument if the module's gates are in the first half."""
-    name, own = f"{prefix}w_in.interleaved", f"{prefix}w_in"
-    if name not in state:
-        return False
-    if module.config.activation not in INTERLEAVED:
-        raise InvalidArgument(
-            f"the state has {name}, whose gates and up values are interleaved, and this module's activation "
-            f"is {module.config.activation!r}: build it with that of the saved model, or reorder the columns"
-        )
-    state[own] = state.pop(name)
-    return True
-
-
 def shared_gates(x_TH: Tensor, w_gate_H: Tensor | None, care: bool = False) -> Tensor | None:
     """Returns sigmoid(x w), (T,) in the dtype of routing weights, which multiplies the inner rows of the
     shared experts; None without a gate. `care`: as in `outside_autocast.matmul`."""
@@ -441,10 +391,6 @@ def shared_gates(x_TH: Tensor, w_gate_H: Tensor | None, care: bool = False) -> T
 
 
 # -- experts of one's own ----------------------------------------------------------------------------------
-
-
-_HELD = "moecomm_experts"
-"""The record of experts: its name in the metadata of a state_dict, and the attribute of a module."""
 
 
 def adopt_experts(experts: nn.Module, config: MoEConfig) -> None:
@@ -475,55 +421,6 @@ def adopt_experts(experts: nn.Module, config: MoEConfig) -> None:
     for parameter in parameters.values():
         if not isinstance(parameter, DTensor):  # `refuse_mixed_shards` has to see the mesh of these
             mark_expert_parameter(parameter)
-
-
-class _Held:
-    """The experts that a module holds: first expert, L, E, for the metadata of its state_dict."""
-
-    def __init__(self, held: Sequence[int]) -> None:
-        self.held = list(held)
-
-    def __call__(
-        self, experts: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]
-    ) -> None:
-        """Writes the record, as a hook of state_dict."""
-        metadata[_HELD] = list(self.held)
-
-    def compare(
-        self, experts: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any
-    ) -> None:
-        """Compares the record with that of a state, as a hook of load_state_dict before weights change.
-        Raises InvalidArgument for a state of other experts."""
-        found = metadata.get(_HELD)
-        if found is not None and list(found) != self.held:
-            raise _of_others(found, self.held)
-        names = dict(experts.named_parameters(remove_duplicate=False))
-        has_some = any(f"{prefix}{name}" in state for name in names)
-        if found is None and has_some and self.held[1] < self.held[2]:
-            warnings.warn(
-                f"the state has no record in its metadata of which experts {prefix.rstrip('.') or 'it'} "
-                "holds, as those of earlier versions, and dicts made anew of a state_dict: it is taken to "
-                f"hold {_says(self.held)}",
-                stacklevel=2,
-            )
-
-
-def keep_record(experts: nn.Module, held: Sequence[int]) -> None:
-    """Makes the module's states record the experts that it holds, and the module refuse states of others."""
-    record = getattr(experts, _HELD, None)
-    if isinstance(record, _Held):  # the record of another layer
-        record.held = list(held)
-        return
-    record = _Held(held)
-    setattr(experts, _HELD, record)
-    experts.register_state_dict_post_hook(record)
-    experts.register_load_state_dict_pre_hook(record.compare)
-
-
-def record_of(experts: nn.Module) -> str | None:
-    """Returns a text for the experts of a module that `keep_record` has set up; None for other modules."""
-    record = getattr(experts, _HELD, None)
-    return None if record is None else _says(record.held)
 
 
 def call_or_tell(comm: Communicator, part: Callable[..., Any], *arguments: Any, **options: Any) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import weakref
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -14,13 +13,13 @@ from torch._compile import _disable_dynamo
 from torch.distributed.device_mesh import DeviceMesh
 
 from moecomm.arguments import require_tensor
+from moecomm.autograd.attached_loss import attach_loss
 from moecomm.autograd.deferred import Deferred
 from moecomm.communicator import Communicator
 from moecomm.errors import InvalidArgument, known_to_all
 from moecomm.kernels.activation import prepare as prepare_activation
 from moecomm.kernels.parameters import ExpertPart
-from moecomm.nn import folded
-from moecomm.nn.config import MoEConfig, OverlapConfig
+from moecomm.nn.config import MOST_CALLERS, MoEConfig, OverlapConfig, caller_of, values_that_agree
 from moecomm.nn.expert_pass import PassContext, Plans, RecordedStages, Weights, run_experts
 from moecomm.nn.experts import (
     GroupedExperts,
@@ -28,14 +27,14 @@ from moecomm.nn.experts import (
     adopt_experts,
     call_or_tell,
     combine_own_experts,
-    keep_record,
 )
-from moecomm.nn.folded import MOST_CALLERS, caller_of
 from moecomm.nn.guards import check_settings, refuse_own_settings, watchers_of
-from moecomm.nn.losses import attach_loss
-from moecomm.nn.router import Choices, Routing, TopKRouter, flat
+from moecomm.nn.losses import balance_ranks
+from moecomm.nn.router import Choices, Routing, TopKRouter, flat, received_rows_bound
 from moecomm.overlap import Timeline
-from moecomm.parallel import ParallelFolding
+from moecomm.parallel import ParallelFolding, expert_ranks
+from moecomm.parallel.records import keep_record
+from moecomm.parallel.spread import built_layers
 from moecomm.setup.memory_plan import NATIVE_DTYPES
 from moecomm.types import AnyGroup, as_group
 
@@ -46,10 +45,6 @@ _run_experts = _disable_dynamo(run_experts)
 @_disable_dynamo
 def _note_dispatch(check: Any, overflow: Tensor) -> None:
     check.note_dispatch(overflow)
-
-
-built_layers: weakref.WeakSet[MoELayer] = weakref.WeakSet()
-"""The layers of this process."""
 
 
 class Routed(NamedTuple):
@@ -143,41 +138,46 @@ class MoELayer(nn.Module):
                 f"loss_group is {loss_group!r}, must be None with a folding, and without aux_loss='global'"
             )
         if folding is not None:
-            folded.require_folding(config, folding, group or mesh, experts)
+            expert_ranks.require_folding(config, folding, group or mesh, experts)
         if experts is not None:
             adopt_experts(experts, config)
         overlap = OverlapConfig() if overlap is None else _require_config(overlap)
-        group = folded.expert_group(group, mesh, ep_dim)
+        group = expert_ranks.expert_group(group, mesh, ep_dim)
         together = comm is None  # with a comm one rank may build its layer alone, after a restart
         if comm is None:
-            comm = folded.build_communicator(config, group, max_tokens, folding, nodes)
+            if max_tokens is None:
+                raise InvalidArgument("max_tokens is None, must be given when no comm is passed")
+            alike = values_that_agree(config) | {"nodes": repr(nodes)}
+            comm = expert_ranks.build_communicator(
+                config, group, folding, max_tokens=max_tokens, _alike=alike
+            )
         elif group is not None or max_tokens is not None:
             raise InvalidArgument(
                 "group (or mesh) and max_tokens are given by comm, must be None when comm is passed"
             )
         try:
             if folding is not None:
-                folded.require_communicator(config, folding, comm)
+                expert_ranks.require_communicator(config, folding, comm)
             for name in ("num_experts", "hidden", "top_k", "dtype"):
                 ours, theirs = getattr(config, name), getattr(comm, name)
                 if ours != theirs and (folding is None or name == "dtype"):
                     raise InvalidArgument(f"comm.{name} is {theirs}, must be the config's {name}={ours}")
             if config.limit_nodes is None and nodes is not None:
                 raise InvalidArgument(f"nodes is {nodes}, must be None without limit_nodes in the config")
-            self._part_ids = None if folding is None else folded.ids_of_parts(config, folding, comm)
+            self._part_ids = None if folding is None else expert_ranks.ids_of_parts(config, folding, comm)
             given, config = config, config.for_nodes(comm.nodes if nodes is None else nodes)
             if given.limit_nodes is not None and nodes is None:
-                folded.require_experts_in_node_order(given, self._part_ids, comm)
+                expert_ranks.require_experts_in_node_order(given, self._part_ids, comm)
         except InvalidArgument as error:
             if not together:
                 raise
             comm.refuse(error)
         if folding is not None:
-            folded.make_groups(folding)
+            expert_ranks.make_groups(folding)
         self.config, self._comm, self.folding = config, comm, folding
         self._number = comm._layers = comm._layers % MOST_CALLERS + 1
         self._caller = caller_of(self._number, config)  # a dispatch must be of one layer on all ranks
-        self._balance = folded.balance_ranks(config, folding, as_group(loss_group, "loss_group"))
+        self._balance = balance_ranks(config.aux_loss, folding, as_group(loss_group, "loss_group"))
         meta = torch.get_default_device().type == "meta"
         weights_on = torch.device("meta") if meta else comm.device
         self.router = TopKRouter(config, device=weights_on, balance=self._balance)
@@ -185,7 +185,7 @@ class MoELayer(nn.Module):
         self.experts: Any = experts
         first_expert, part = comm.rank * comm.num_local_experts, ExpertPart()
         if folding is not None:
-            first_expert, part = folded.held_by(config, folding)
+            first_expert, part = expert_ranks.held_by(config, folding)
         if experts is not None:
             keep_record(experts, (first_expert, comm.num_local_experts, config.num_experts))
         else:
@@ -199,7 +199,7 @@ class MoELayer(nn.Module):
                 products_on=comm.device,
             )
         self.shared = SharedExperts(config, device=weights_on) if config.num_shared_experts else None
-        self.capacity = folded.received_rows_bound(config, comm) if config.pad_to_capacity else None
+        self.capacity = received_rows_bound(config, comm) if config.pad_to_capacity else None
         self.overlap = overlap
         if self._own_experts:
             refuse_own_settings(overlap)
@@ -227,7 +227,7 @@ class MoELayer(nn.Module):
         folding=folding). All ranks of the job call this together. options: those of Communicator. Raises
         InvalidArgument for a config whose experts the folding cannot hold, and the errors of
         `ParallelFolding.group` and Communicator."""
-        return folded.make_communicator(config, folding, max_tokens=max_tokens, **options)
+        return expert_ranks.build_communicator(config, None, folding, max_tokens=max_tokens, **options)
 
     @property
     def comm(self) -> Communicator:

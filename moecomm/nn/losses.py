@@ -1,8 +1,7 @@
-"""Auxiliary losses of the router, and how they get a gradient without being part of the model's loss."""
+"""Auxiliary losses of the router, over the tokens of this rank or of several."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +10,8 @@ from torch import Tensor
 
 from moecomm.arguments import require_integer
 from moecomm.errors import InvalidArgument, MismatchedArguments, PeerLost
+from moecomm.parallel import ParallelFolding
+from moecomm.parallel.expert_ranks import SEQUENCE, STAGE
 from moecomm.types import Group, GroupReference
 
 
@@ -112,57 +113,6 @@ def z_loss(logits_TE: Tensor, mask_T: Tensor | None = None) -> Tensor:
     return squares_T.masked_fill(~mask_T, 0.0).sum() / mask_T.sum().clamp(min=1)
 
 
-@torch.library.custom_op("moecomm::scale_in_backward", mutates_args=())
-def _scale_in_backward(grad_y: Tensor, scale: Tensor) -> Tensor:
-    """Returns a copy of the scale. The gradient is an argument, though unused, so that torch.compile does not
-    read the scale in the forward."""
-    return scale.clone()
-
-
-@_scale_in_backward.register_fake
-def _(grad_y: Tensor, scale: Tensor) -> Tensor:
-    return torch.empty_like(scale)
-
-
-def _gradient_of_loss(grad_y: Tensor, loss: Tensor, scale: float | Tensor) -> Tensor:
-    if not isinstance(scale, Tensor):
-        return torch.full_like(loss, scale)
-    if torch.compiler.is_compiling():
-        return _scale_in_backward(grad_y, scale).to(loss.dtype).expand_as(loss)
-    return torch.empty_like(loss).copy_(scale)
-
-
-class _AttachLoss(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, y: Tensor, loss: Tensor, scale: float | Tensor, on_backward: Callable[[], None] | None
-    ) -> Tensor:
-        ctx.save_for_backward(loss)
-        ctx.scale, ctx.on_backward = scale, on_backward
-        return y.view_as(y)
-
-    @staticmethod
-    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        (loss,) = ctx.saved_tensors
-        if ctx.on_backward is not None:
-            ctx.on_backward()
-            ctx.on_backward = None  # a graph may have several backwards
-        return grad_y, _gradient_of_loss(grad_y, loss, ctx.scale), None, None
-
-
-def attach_loss(
-    y: Tensor, loss: Tensor, scale: float | Tensor = 1.0, on_backward: Callable[[], None] | None = None
-) -> Tensor:
-    """Returns y, unchanged in value; when its backward runs, `loss` gets the gradient `scale`, as if scale *
-    loss were part of the model's loss (like Megatron-Core's MoEAuxLossAutoScaler).
-
-    If the scale is a 0-d tensor without gradient, the backward reads it. `on_backward` is called once, when
-    the gradient arrives: under torch.utils.checkpoint a forward runs twice, but a backward once.
-    """
-    attached: Tensor = _AttachLoss.apply(y, loss, scale, on_backward)  # type: ignore[no-untyped-call]
-    return attached
-
-
 # -- sums over ranks ---------------------------------------------------------------------------------------
 # Of the ranks that hold parts of the same sequences (aux_loss="sequence"), or take part in a step ("global").
 # All of them call `over_ranks` for each forward, or `bring_nothing` in its place.
@@ -251,3 +201,16 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad * ctx.ranks, None
+
+
+def balance_ranks(aux_loss: str, folding: ParallelFolding | None, group: Group | None) -> StepCounts | None:
+    """Returns the ranks with which this one computes the balancing loss; None: alone. `group`: the ranks for
+    aux_loss="global" without a folding."""
+    if aux_loss == "sequence" and folding is not None and folding.size(SEQUENCE) > 1:
+        return SequenceSums(folding.group(SEQUENCE))
+    if aux_loss != "global" or not dist.is_initialized():
+        return None
+    if folding is not None and folding.pp > 1:
+        group = folding.group(STAGE)
+    group = dist.group.WORLD if group is None else group
+    return StepCounts(group) if group is not None and dist.get_world_size(group) > 1 else None

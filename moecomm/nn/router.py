@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from moecomm.arguments import require_integer, require_tensor
+from moecomm.communicator import Communicator
 from moecomm.errors import InvalidArgument
 from moecomm.kernels.outside_autocast import matmul, needs_care
 from moecomm.kernels.parameters import init_shared_weight
@@ -411,6 +412,19 @@ def rows_for_headroom(
         ranks=ranks, max_tokens=max_tokens, top_k=top_k, num_local_experts=num_local_experts
     )
     return min(worst, math.ceil(headroom * max_tokens * top_k))
+
+
+def received_rows_bound(config: MoEConfig, comm: Communicator) -> int:
+    """Returns the rows that one rank can receive at most under config.capacity_factor, for any routing and
+    any tokens of each rank."""
+    worst = rows_at_worst(
+        ranks=comm.size,
+        max_tokens=comm.max_tokens,
+        top_k=config.top_k,
+        num_local_experts=comm.num_local_experts,
+    )
+    of_expert = comm.size * tokens_per_expert_limit(config, comm.max_tokens)
+    return min(worst, comm.num_local_experts * of_expert)
 
 
 def kept_choices(topk_idx_TK: Tensor, weights_TK: Tensor | None, num_experts: int, limit: int) -> Tensor:

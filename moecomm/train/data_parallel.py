@@ -28,7 +28,7 @@ from moecomm.autograd.in_place import has_main_grad
 from moecomm.errors import InvalidArgument
 from moecomm.kernels.parameters import AVERAGED_BY_DDP, DIVIDED
 from moecomm.nn.layer import MoELayer
-from moecomm.nn.spread import spread_parameters
+from moecomm.parallel.spread import spread_parameters
 from moecomm.train.drift import watch_drift
 from moecomm.train.gradients import refuse_shared_with_experts
 from moecomm.train.replicas import (

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from moecomm.nn.folded import MOST_CALLERS, caller_of
-from moecomm.nn.layer import MoELayer, built_layers
+from moecomm.nn.config import MOST_CALLERS, caller_of
+from moecomm.nn.layer import MoELayer
+from moecomm.parallel.spread import built_layers
 from moecomm.train.replicas import Ranks, ranks_of
 
 _FIRST, _EVERY = 8, 64

@@ -19,8 +19,8 @@ from moecomm.communicator import Communicator
 from moecomm.errors import InvalidArgument, MismatchedArguments, Unsupported
 from moecomm.kernels.parameters import AVERAGED_BY_DDP, DIVIDED, ranks_of_shards
 from moecomm.nn.layer import MoELayer
-from moecomm.nn.spread import spread_parameters
 from moecomm.parallel import ParallelFolding
+from moecomm.parallel.spread import spread_parameters
 from moecomm.train.agreement import agree, agree_by_holders
 from moecomm.train.drift import bits_of, router_weight
 from moecomm.train.replicas import (

@@ -24,12 +24,12 @@ from moecomm.communicator import Communicator
 from moecomm.errors import InvalidArgument
 from moecomm.kernels.marks import is_expert_parameter
 from moecomm.nn.experts import GroupedExperts
-from moecomm.nn.folded import STAGE
-from moecomm.nn.guards import refuse_mixed_shards
 from moecomm.nn.layer import MoELayer
-from moecomm.nn.spread import common_parameters, spread_parameters
 from moecomm.parallel import ParallelFolding
+from moecomm.parallel.expert_ranks import STAGE
 from moecomm.parallel.meshes import new_group
+from moecomm.parallel.shards import refuse_mixed_shards
+from moecomm.parallel.spread import common_parameters, spread_parameters
 from moecomm.types import AnyGroup, Group, as_group
 
 Ranks = tuple[int, ...]

@@ -31,8 +31,8 @@ from moecomm.nn import (
     sharded_state,
     sync_gradients,
 )
-from moecomm.nn.spread import common_parameters
 from moecomm.parallel import ParallelFolding
+from moecomm.parallel.spread import common_parameters
 from moecomm.train.replicas import expert_owners
 from tests.multirank.catching import refused
 from tests.multirank.conftest import own_pool

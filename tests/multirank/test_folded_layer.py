@@ -35,8 +35,8 @@ from moecomm.nn import (
     sync_gradients,
     update_expert_bias,
 )
-from moecomm.nn.folded import require_experts_in_node_order
 from moecomm.parallel import ParallelFolding
+from moecomm.parallel.expert_ranks import require_experts_in_node_order
 from moecomm.parallel.meshes import new_group
 from tests.multirank.catching import catch, refused
 from tests.multirank.conftest import Pools, own_pool

@@ -4,6 +4,7 @@ Experts are spread over the ranks of the group "etp-ep", and each is split over 
 communicator each part is an expert: it has E * ETP experts and K * ETP choices per token, and its rank i
 holds those from i * L on, L = E / EP. A token's row goes once to each rank that holds a part of one of its
 experts, and the combine sums the parts' results like those of several experts.
+`config` is the MoEConfig of moecomm.nn, which imports this package.
 
 Example: 4 experts, EP 2, ETP 2, default order, so rank = etp + 2 ep. Rank 1 (etp 1, ep 0) holds the second
 parts of experts 0 and 1, as the communicator's experts 2 and 3. A choice of expert 1 is sent as 1 and 3.
@@ -11,8 +12,6 @@ parts of experts 0 and 1, as the communicator's experts 2 and 3. A choice of exp
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
 from typing import Any
 
 import torch
@@ -24,11 +23,8 @@ from moecomm.communicator import Communicator
 from moecomm.errors import InvalidArgument
 from moecomm.kernels.parameters import ExpertPart
 from moecomm.kernels.quantize import QUANTUM
-from moecomm.nn.config import MoEConfig
-from moecomm.nn.losses import SequenceSums, StepCounts
-from moecomm.nn.router import rows_at_worst, tokens_per_expert_limit
-from moecomm.parallel import ParallelFolding
-from moecomm.types import AnyGroup, Group
+from moecomm.parallel.folding import ParallelFolding
+from moecomm.types import AnyGroup
 
 LAYER = "etp-ep"
 """The ranks that together hold a layer's experts once, with all parts."""
@@ -38,15 +34,22 @@ SEQUENCE = "tp-cp"
 """The ranks that hold parts of the same sequences."""
 
 
-def make_communicator(
-    config: MoEConfig, folding: ParallelFolding, *, max_tokens: int, **options: Any
+def build_communicator(
+    config: Any,
+    group: AnyGroup | None,
+    folding: ParallelFolding | None,
+    *,
+    max_tokens: int,
+    **options: Any,
 ) -> Communicator:
-    """See MoELayer.make_communicator."""
-    require_fit(config, folding)
-    make_groups(folding)
-    return Communicator(
-        folding.group(LAYER), **_sizes(config, folding), max_tokens=max_tokens, dtype=config.dtype, **options
-    )
+    """Builds the communicator of a layer on `group`, or on the ranks of a folding. options: those of
+    Communicator."""
+    if folding is not None:
+        require_fit(config, folding)
+        make_groups(folding)
+        group = folding.group(LAYER)
+    sizes = _sizes(config, 1 if folding is None else folding.etp)
+    return Communicator(group, **sizes, max_tokens=max_tokens, dtype=config.dtype, **options)
 
 
 def make_groups(folding: ParallelFolding) -> None:
@@ -59,7 +62,7 @@ def make_groups(folding: ParallelFolding) -> None:
         folding.group(STAGE)
 
 
-def require_fit(config: MoEConfig, folding: Any) -> None:
+def require_fit(config: Any, folding: Any) -> None:
     """Raises InvalidArgument for a config whose experts the folding cannot hold, and for any other value."""
     if not isinstance(folding, ParallelFolding):
         raise InvalidArgument(f"folding is {folding!r}, must be a moecomm.parallel.ParallelFolding or None")
@@ -76,7 +79,7 @@ def require_fit(config: MoEConfig, folding: Any) -> None:
         )
 
 
-def require_communicator(config: MoEConfig, folding: ParallelFolding, comm: Communicator) -> None:
+def require_communicator(config: Any, folding: ParallelFolding, comm: Communicator) -> None:
     """Raises InvalidArgument for a communicator of other ranks, or of other sizes than the layer's."""
     ranks = (0,) if comm.group is None else tuple(dist.get_process_group_ranks(comm.group))
     own = folding.group_of(LAYER, dist.get_rank() if dist.is_initialized() else 0)
@@ -85,7 +88,7 @@ def require_communicator(config: MoEConfig, folding: ParallelFolding, comm: Comm
         raise InvalidArgument(
             f"comm has ranks {ranks}, must have {own}, those of folding.group({LAYER!r}): {way}"
         )
-    for name, wanted in _sizes(config, folding).items():
+    for name, wanted in _sizes(config, folding.etp).items():
         if getattr(comm, name) != wanted:
             raise InvalidArgument(
                 f"comm.{name} is {getattr(comm, name)}, must be {wanted}, for experts in etp={folding.etp} "
@@ -93,21 +96,21 @@ def require_communicator(config: MoEConfig, folding: ParallelFolding, comm: Comm
             )
 
 
-def _sizes(config: MoEConfig, folding: ParallelFolding) -> dict[str, Any]:
+def _sizes(config: Any, etp: int) -> dict[str, Any]:
     return {
-        "num_experts": config.num_experts * folding.etp,
+        "num_experts": config.num_experts * etp,
         "hidden": config.hidden,
-        "top_k": config.top_k * folding.etp,
+        "top_k": config.top_k * etp,
     }
 
 
-def held_by(config: MoEConfig, folding: ParallelFolding) -> tuple[int, ExpertPart]:
+def held_by(config: Any, folding: ParallelFolding) -> tuple[int, ExpertPart]:
     """Returns this rank's first expert and its part of each expert."""
     place = folding.coordinates(dist.get_rank())
     return place.ep * (config.num_experts // folding.ep), ExpertPart(place.etp, folding.etp)
 
 
-def ids_of_parts(config: MoEConfig, folding: ParallelFolding, comm: Communicator) -> Tensor | None:
+def ids_of_parts(config: Any, folding: ParallelFolding, comm: Communicator) -> Tensor | None:
     """Returns (E + 1, ETP) int32: the communicator's ids of an expert's parts, with -1 in the last row, which
     id -1 selects; None if experts are whole."""
     if folding.etp == 1:
@@ -121,7 +124,7 @@ def ids_of_parts(config: MoEConfig, folding: ParallelFolding, comm: Communicator
     return ids.to(comm.device)
 
 
-def require_experts_in_node_order(config: MoEConfig, ids: Tensor | None, comm: Communicator) -> None:
+def require_experts_in_node_order(config: Any, ids: Tensor | None, comm: Communicator) -> None:
     """Raises InvalidArgument unless each node holds consecutive experts, equally many, with all their parts,
     as limit_nodes assumes."""
     if ids is None:
@@ -134,21 +137,6 @@ def require_experts_in_node_order(config: MoEConfig, ids: Tensor | None, comm: C
             f"limit_nodes is {config.limit_nodes}, must be None where the parts of an expert lie on several "
             "of the nodes: choose an order of the folding in which etp is inside a node, or pass `nodes`"
         )
-
-
-def balance_ranks(
-    config: MoEConfig, folding: ParallelFolding | None, group: Group | None
-) -> StepCounts | None:
-    """Returns the ranks with which this one computes the balancing loss; None: alone. `group`: the ranks for
-    aux_loss="global" without a folding."""
-    if config.aux_loss == "sequence" and folding is not None and folding.size(SEQUENCE) > 1:
-        return SequenceSums(folding.group(SEQUENCE))
-    if config.aux_loss != "global" or not dist.is_initialized():
-        return None
-    if folding is not None and folding.pp > 1:
-        group = folding.group(STAGE)
-    group = dist.group.WORLD if group is None else group
-    return StepCounts(group) if group is not None and dist.get_world_size(group) > 1 else None
 
 
 def expert_group(group: AnyGroup | None, mesh: DeviceMesh | None, ep_dim: str | None) -> AnyGroup | None:
@@ -169,7 +157,7 @@ def expert_group(group: AnyGroup | None, mesh: DeviceMesh | None, ep_dim: str | 
     return mesh[ep_dim]
 
 
-def require_folding(config: MoEConfig, folding: ParallelFolding, group: Any, experts: Any) -> None:
+def require_folding(config: Any, folding: ParallelFolding, group: Any, experts: Any) -> None:
     """Raises InvalidArgument for a folding that does not fit the other arguments of a layer."""
     require_fit(config, folding)
     if group is not None:
@@ -178,63 +166,3 @@ def require_folding(config: MoEConfig, folding: ParallelFolding, group: Any, exp
         raise InvalidArgument(
             f"folding.etp is {folding.etp}, must be 1 with experts of one's own, which moecomm cannot split"
         )
-
-
-def build_communicator(
-    config: MoEConfig,
-    group: AnyGroup | None,
-    max_tokens: int | None,
-    folding: ParallelFolding | None,
-    nodes: int | None,
-) -> Communicator:
-    """Builds the communicator of a layer; raises MismatchedArguments, on all ranks, for other configs."""
-    if max_tokens is None:
-        raise InvalidArgument("max_tokens is None, must be given when no comm is passed")
-    alike = _alike(config) | {"nodes": repr(nodes)}
-    if folding is not None:
-        return make_communicator(config, folding, max_tokens=max_tokens, _alike=alike)
-    return Communicator(
-        group,
-        num_experts=config.num_experts,
-        hidden=config.hidden,
-        top_k=config.top_k,
-        max_tokens=max_tokens,
-        dtype=config.dtype,
-        _alike=alike,
-    )
-
-
-def received_rows_bound(config: MoEConfig, comm: Communicator) -> int:
-    """Returns the rows that one rank can receive at most under config.capacity_factor, for any routing and
-    any tokens of each rank."""
-    worst = rows_at_worst(
-        ranks=comm.size,
-        max_tokens=comm.max_tokens,
-        top_k=config.top_k,
-        num_local_experts=comm.num_local_experts,
-    )
-    of_expert = comm.size * tokens_per_expert_limit(config, comm.max_tokens)
-    return min(worst, comm.num_local_experts * of_expert)
-
-
-# -- configs of the ranks ----------------------------------------------------------------------------------
-
-
-_MAY_DIFFER = ("products",)
-"""Fields that decide how a rank computes, but not its result."""
-
-MOST_CALLERS = 0xFFFE
-"""Numbers of layers are from 1 to this."""
-
-
-def caller_of(number: int, config: MoEConfig) -> int:
-    """Returns the number that distinguishes a layer's dispatches from those of layers at another position
-    among the communicator's (`number`, from 1), and of all but one in 65,534 with another config."""
-    digest = hashlib.blake2b(repr(_alike(config)).encode(), digest_size=4).digest()
-    return (number - 1 + int.from_bytes(digest, "big")) % MOST_CALLERS + 1
-
-
-def _alike(config: MoEConfig) -> dict[str, str]:
-    """Returns by name the values of a config that must be the same on all ranks."""
-    names = (field.name for field in dataclasses.fields(config) if field.name not in _MAY_DIFFER)
-    return {f"MoEConfig.{name}": repr(getattr(config, name)) for name in names}

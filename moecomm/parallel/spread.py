@@ -5,6 +5,7 @@ DDP and FSDP2 at the first trained one of each layer's experts."""
 from __future__ import annotations
 
 import sys
+import weakref
 from typing import Any
 
 import torch
@@ -15,28 +16,30 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from moecomm.errors import InvalidArgument
 from moecomm.kernels.marks import is_expert_parameter
 from moecomm.kernels.parameters import AVERAGED_BY_DDP, DIVIDED
-from moecomm.nn.experts import GroupedExperts
-from moecomm.nn.layer import MoELayer, built_layers
+from moecomm.parallel.records import is_grouped
+
+built_layers: weakref.WeakSet[Any] = weakref.WeakSet()
+"""The MoELayers of this process."""
 
 
-def spread_parameters(layer: MoELayer) -> dict[str, nn.Parameter]:
+def spread_parameters(layer: Any) -> dict[str, nn.Parameter]:
     """Returns the parameters of a layer's experts that belong to this rank's experts alone, by their names in
     `layer.experts`: all of a custom module; of GroupedExperts those that have a part for each expert, or were
     marked."""
     return {name: each for name, each in layer.experts.named_parameters() if _is_spread(layer, name, each)}
 
 
-def common_parameters(layer: MoELayer) -> dict[str, nn.Parameter]:
+def common_parameters(layer: Any) -> dict[str, nn.Parameter]:
     """Returns the other parameters of a layer's experts: those that all ranks share, such as one adapter of
     all experts."""
     return {n: each for n, each in layer.experts.named_parameters() if not _is_spread(layer, n, each)}
 
 
-def _is_spread(layer: MoELayer, name: str, parameter: nn.Parameter) -> bool:
+def _is_spread(layer: Any, name: str, parameter: nn.Parameter) -> bool:
     experts = layer.experts
-    if not isinstance(experts, GroupedExperts) or is_expert_parameter(parameter):
+    if not is_grouped(experts) or is_expert_parameter(parameter):
         return True
-    of_each = experts.is_per_expert(name, parameter)
+    of_each: bool | None = experts.is_per_expert(name, parameter)
     if of_each is None and layer.comm.size > 1:
         raise InvalidArgument(
             f"experts.{name} has shape {tuple(parameter.shape)}, whose first dimension is the "
@@ -83,7 +86,7 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, options: Any) -> No
         )
 
 
-def _looks_wrong(layer: MoELayer, shares: bool) -> bool:
+def _looks_wrong(layer: Any, shares: bool) -> bool:
     """True if no optimizer of this kind may step on the layer's experts now. `shares`: it sends parameters to
     all ranks."""
     if layer.has_pending_weights:
@@ -93,7 +96,7 @@ def _looks_wrong(layer: MoELayer, shares: bool) -> bool:
     return shares or (layer._unsynchronized and _averages_nothing(layer))
 
 
-def _averages_nothing(layer: MoELayer) -> bool:
+def _averages_nothing(layer: Any) -> bool:
     """True if this rank trains weights of its own experts, and no backward averages their gradients, as those
     of DDP and FSDP2 do. An adapter that all ranks share is averaged like a dense weight."""
     trained = (each for each in layer.experts.parameters() if each.requires_grad)

@@ -1,0 +1,60 @@
+"""Losses that get a gradient without being part of the model's loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@torch.library.custom_op("moecomm::scale_in_backward", mutates_args=())
+def _scale_in_backward(grad_y: Tensor, scale: Tensor) -> Tensor:
+    """Returns a copy of the scale. The gradient is an argument, though unused, so that torch.compile does not
+    read the scale in the forward."""
+    return scale.clone()
+
+
+@_scale_in_backward.register_fake
+def _(grad_y: Tensor, scale: Tensor) -> Tensor:
+    return torch.empty_like(scale)
+
+
+def _gradient_of_loss(grad_y: Tensor, loss: Tensor, scale: float | Tensor) -> Tensor:
+    if not isinstance(scale, Tensor):
+        return torch.full_like(loss, scale)
+    if torch.compiler.is_compiling():
+        return _scale_in_backward(grad_y, scale).to(loss.dtype).expand_as(loss)
+    return torch.empty_like(loss).copy_(scale)
+
+
+class _AttachLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, y: Tensor, loss: Tensor, scale: float | Tensor, on_backward: Callable[[], None] | None
+    ) -> Tensor:
+        ctx.save_for_backward(loss)
+        ctx.scale, ctx.on_backward = scale, on_backward
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        (loss,) = ctx.saved_tensors
+        if ctx.on_backward is not None:
+            ctx.on_backward()
+            ctx.on_backward = None  # a graph may have several backwards
+        return grad_y, _gradient_of_loss(grad_y, loss, ctx.scale), None, None
+
+
+def attach_loss(
+    y: Tensor, loss: Tensor, scale: float | Tensor = 1.0, on_backward: Callable[[], None] | None = None
+) -> Tensor:
+    """Returns y, unchanged in value; when its backward runs, `loss` gets the gradient `scale`, as if scale *
+    loss were part of the model's loss (like Megatron-Core's MoEAuxLossAutoScaler).
+
+    If the scale is a 0-d tensor without gradient, the backward reads it. `on_backward` is called once, when
+    the gradient arrives: under torch.utils.checkpoint a forward runs twice, but a backward once.
+    """
+    attached: Tensor = _AttachLoss.apply(y, loss, scale, on_backward)  # type: ignore[no-untyped-call]
+    return attached

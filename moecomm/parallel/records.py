@@ -1,0 +1,125 @@
+"""The record, in a state_dict, of which experts a rank holds; states of other experts are refused."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from moecomm.errors import InvalidArgument
+from moecomm.kernels.activation import INTERLEAVED
+
+_HELD = "moecomm_experts"
+"""The record of experts: its name in the metadata of a state_dict, and the attribute of a module."""
+
+
+def is_grouped(experts: nn.Module) -> bool:
+    """Returns whether a module is the GroupedExperts of moecomm.nn, which imports this package."""
+    return hasattr(type(experts), "is_per_expert")
+
+
+def says(record: Sequence[int]) -> str:
+    """Returns a text for the experts of a record: first expert, L, E, and maybe more (`get_extra_state`)."""
+    first, count, of, *more = record
+    share = f", part {more[1]} of {more[2]} of each" if more and more[2] > 1 else ""
+    return f"experts {first}..{first + count - 1} of {of}{share}"
+
+
+def _of_others(held: Sequence[int], own: Sequence[int]) -> InvalidArgument:
+    """Returns the error for loading a state with the record `held` into a module of other experts."""
+    return InvalidArgument(
+        f"the state holds {says(held)}, this module {says(own)}: each rank's state_dict is of its own "
+        "experts. Save and load with torch.distributed.checkpoint and moecomm.nn.sharded_state, which has "
+        "all of them"
+    )
+
+
+def accept_interleaved(module: Any, state: dict[str, Any], prefix: str) -> bool:
+    """Renames w_in.interleaved, from a `sharded_state` checkpoint, to w_in. Returns whether it was there;
+    raises InvalidArgument if the module's gates are in the first half."""
+    name, own = f"{prefix}w_in.interleaved", f"{prefix}w_in"
+    if name not in state:
+        return False
+    if module.config.activation not in INTERLEAVED:
+        raise InvalidArgument(
+            f"the state has {name}, whose gates and up values are interleaved, and this module's activation "
+            f"is {module.config.activation!r}: build it with that of the saved model, or reorder the columns"
+        )
+    state[own] = state.pop(name)
+    return True
+
+
+def require_same_experts(experts: Any, state_dict: dict[str, Any], prefix: str) -> None:
+    """Compares the record in a state of GroupedExperts with its own before a weight changes; adds it to a
+    state that has none, with a warning. Raises InvalidArgument for a state of other experts."""
+    record = experts.get_extra_state()
+    own, name = record.tolist(), f"{prefix}_extra_state"
+    known_order = accept_interleaved(experts, state_dict, prefix) or not own[3]
+    if name not in state_dict and not (experts.has_all and known_order):
+        order = "" if known_order else ", with interleaved gates and up values"
+        warnings.warn(
+            f"the state has no record {name} of which experts it holds, as those of earlier versions: it "
+            f"is taken to hold {says(own)}{order}",
+            stacklevel=3,
+        )
+    held = state_dict.setdefault(name, record).tolist()
+    held += [0, 0, 1][len(held) - 3 :] if len(held) < len(own) else []
+    if held[3] != own[3]:
+        raise InvalidArgument(
+            f"the state's gates and up values are {'' if held[3] else 'not '}interleaved, and "
+            f"this module's activation is {experts.config.activation!r}: build it with that of the saved "
+            "model, or reorder the columns of w_in"
+        )
+    if held != own:
+        raise _of_others(held, own)
+
+
+class _Held:
+    """The experts that a module holds: first expert, L, E, for the metadata of its state_dict."""
+
+    def __init__(self, held: Sequence[int]) -> None:
+        self.held = list(held)
+
+    def __call__(
+        self, experts: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]
+    ) -> None:
+        """Writes the record, as a hook of state_dict."""
+        metadata[_HELD] = list(self.held)
+
+    def compare(
+        self, experts: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any
+    ) -> None:
+        """Compares the record with that of a state, as a hook of load_state_dict before weights change.
+        Raises InvalidArgument for a state of other experts."""
+        found = metadata.get(_HELD)
+        if found is not None and list(found) != self.held:
+            raise _of_others(found, self.held)
+        names = dict(experts.named_parameters(remove_duplicate=False))
+        has_some = any(f"{prefix}{name}" in state for name in names)
+        if found is None and has_some and self.held[1] < self.held[2]:
+            warnings.warn(
+                f"the state has no record in its metadata of which experts {prefix.rstrip('.') or 'it'} "
+                "holds, as those of earlier versions, and dicts made anew of a state_dict: it is taken to "
+                f"hold {says(self.held)}",
+                stacklevel=2,
+            )
+
+
+def keep_record(experts: nn.Module, held: Sequence[int]) -> None:
+    """Makes the module's states record the experts that it holds, and the module refuse states of others."""
+    record = getattr(experts, _HELD, None)
+    if isinstance(record, _Held):  # the record of another layer
+        record.held = list(held)
+        return
+    record = _Held(held)
+    setattr(experts, _HELD, record)
+    experts.register_state_dict_post_hook(record)
+    experts.register_load_state_dict_pre_hook(record.compare)
+
+
+def record_of(experts: nn.Module) -> str | None:
+    """Returns a text for the experts of a module that `keep_record` has set up; None for other modules."""
+    record = getattr(experts, _HELD, None)
+    return None if record is None else says(record.held)

@@ -1,0 +1,111 @@
+"""Refuses experts that fully_shard has sharded as if all ranks held the same ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch._compile import _disable_dynamo
+from torch.distributed._composable_state import _module_state_mapping
+from torch.distributed.tensor import DTensor
+
+from moecomm.errors import InvalidArgument
+from moecomm.kernels.marks import is_expert_parameter, mark_expert_parameter
+from moecomm.kernels.parameters import mixed_shards_error, ranks_of_shards
+from moecomm.parallel.records import is_grouped, record_of
+
+_PLACED = "moecomm_placed"
+"""The attribute of a parameter that is known to be whole, or sharded in an allowed way."""
+
+
+def refuse_mixed_shards(experts: nn.Module) -> None:
+    """Raises InvalidArgument if fully_shard has sharded a parameter of spread experts, or of experts with
+    main_grad, in another way than `fully_shard_experts`, which sets `sharded_over`. A parameter that was
+    checked before costs a look at its attributes. GroupedExperts itself refuses what FSDP sets on it, so only
+    modules within it are checked here. New parameters of custom experts are marked as experts'."""
+    grouped = _grouped(experts)
+    if grouped is None:
+        new = [p for p in experts.parameters() if not (is_expert_parameter(p) or hasattr(p, _PLACED))]
+    # FSDP's hooks end a graph of torch.compile anyway; without them this check must not end one.
+    elif not grouped._modules or (torch.compiler.is_compiling() and not _is_managed(grouped)):
+        return
+    else:
+        new = [p for p in _parameters(grouped) if not hasattr(p, _PLACED)]
+    if new:
+        _place(experts, grouped, new)
+
+
+def _grouped(experts: nn.Module) -> Any:
+    """Returns the GroupedExperts of a layer; None for custom experts."""
+    if is_grouped(experts):
+        return experts
+    if record_of(experts) is not None:
+        return None
+    return next((each for each in experts.modules() if is_grouped(each)), None)
+
+
+def _parameters(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Yields what `module.parameters()` does in a fifth of the time, since each forward calls it."""
+    for parameter in module._parameters.values():
+        if parameter is not None:
+            yield parameter
+    for child in module._modules.values():
+        if child is not None:
+            yield from _parameters(child)
+
+
+@_disable_dynamo
+def _place(experts: nn.Module, grouped: Any, new: Sequence[nn.Parameter]) -> None:
+    allowed: frozenset[int] = getattr(experts, "sharded_over", frozenset())
+    sharded: set[int] = set()
+    prefix = next((f"{path}." for path, each in experts.named_modules() if path and each is grouped), "")
+    for name, parameter, shard in _shards(experts):
+        if grouped is not None and grouped.config.main_grad and name.endswith(".original"):
+            raise InvalidArgument(
+                f"main_grad is True, must be False under fully_shard, which has sharded {name} of the "
+                "experts: it averages and shards `grad` alone"
+            )
+        within = name.removeprefix(prefix)
+        if grouped is not None and (grouped.has_all or grouped.is_per_expert(within, shard) is False):
+            continue  # all ranks have the same parameter, for example one adapter of all experts
+        if allowed != set(ranks := ranks_of_shards(shard)):
+            held = record_of(experts) if grouped is None else grouped.held
+            raise mixed_shards_error(f"{name} of the experts", ranks, held)
+        sharded.add(id(parameter))
+    for parameter in new:
+        if grouped is not None or id(parameter) in sharded:
+            setattr(parameter, _PLACED, True)
+        else:
+            mark_expert_parameter(parameter)
+
+
+def _is_managed(experts: nn.Module) -> bool:
+    """Returns whether fully_shard has been applied to one of these modules."""
+    return any(getattr(module, "_is_fsdp_managed_module", False) for module in experts.modules())
+
+
+def _shards(experts: nn.Module) -> Iterator[tuple[str, nn.Parameter | None, DTensor]]:
+    """Yields name, parameter and shard of each sharded parameter. During the forward of a module around the
+    experts FSDP has replaced shards by whole parameters, so that only its own records know the shards."""
+    for name, parameter in experts.named_parameters():
+        if isinstance(parameter, DTensor):
+            yield name, parameter, parameter
+    paths = {module: f"{path}." if path else "" for path, module in experts.named_modules()}
+    states = [reference() for reference in list(_module_state_mapping.values())]
+    for each in [each for state in states for group in _groups(state) for each in group.fsdp_params]:
+        info = each._module_info
+        modules, names = (info.module, *info.shared_modules), (info.param_name, *info.shared_param_names)
+        for module, name in zip(modules, names, strict=True):
+            if module in paths:
+                yield f"{paths[module]}{name}", module._parameters.get(name), each.sharded_param
+
+
+def _groups(state: Any) -> list[Any]:
+    """Returns the parameter groups of an FSDP state; earlier versions of torch have at most one."""
+    groups: list[Any] | None = getattr(state, "_fsdp_param_groups", None)
+    if groups is not None:
+        return groups
+    only = getattr(state, "_fsdp_param_group", None)
+    return [] if only is None else [only]
