@@ -73,6 +73,12 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(PRELOAD)
 
 
+def preload(*modules: str) -> None:
+    """Has the fork server import these, too: for files of tests that need them, as they are collected."""
+    PRELOAD.extend(modules)
+    _context.set_forkserver_preload(PRELOAD)
+
+
 class RankFailure(RuntimeError):
     """A rank raised or died. `ranks`: which, first failure first; `types`: the names of the exceptions."""
 

@@ -12,7 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tests.multirank.harness import preload
 from tests.multirank.moe_cases import unsharded
+
+# Each set of ranks would import them for some ten seconds.
+preload("transformers.trainer", "transformers.models.mixtral.modeling_mixtral", "accelerate", "peft")
 
 VOCABULARY = 96
 
@@ -99,6 +103,7 @@ def set_environment() -> None:
     os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(dist.get_rank())
     os.environ["WORLD_SIZE"] = str(dist.get_world_size())
     os.environ["MASTER_ADDR"] = "127.0.0.1"
+    os.environ["OMP_NUM_THREADS"] = "1"  # else accelerate has each rank compute on all cores
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         os.environ["MASTER_PORT"] = str(free.getsockname()[1])
