@@ -188,10 +188,12 @@ finetune: $(BUILT) $(FINETUNE_DONE)
 bench: $(BUILT)
 	@$(PY) bench/run_all.py $(ARGS)
 
-# Without ARGS everything runs: the tests that start ranks, and beside them, in a process of their own, all others, whose
-# output comes at the end. Programs that start ranks themselves are among these: both parts take about as long.
+# Without ARGS everything runs, in three processes beside each other: the tests that start ranks, all others, and those of
+# ranks that mostly wait, for deadlines and for processes that end. The output of the last two comes at the end. Programs
+# that start ranks themselves are among the others: the first two take about as long.
 # With ARGS it is pytest alone, narrowed by them.
 RANKS    := tests/multirank tests/gpu
+WAITING  := $(patsubst %,tests/multirank/test_%.py,absence ends faults fd_exchange hosts node_construction node_errors)
 PROGRAMS := tests/multirank/test_bench.py tests/multirank/test_main.py tests/multirank/test_harness.py
 OTHERS   := $(filter-out $(RANKS:%=%/) %__pycache__/,$(wildcard tests/*/)) $(PROGRAMS)
 test: $(if $(strip $(ARGS)),,cpptest) $(BUILT) $(DEV_DONE)
@@ -199,12 +201,15 @@ ifneq ($(strip $(ARGS)),)
 	@echo '==> pytest $(ARGS)'
 	@$(PY) -m pytest $(ARGS)
 else
-	@echo '==> pytest $(RANKS); beside it all other tests (output below, and in $(LOGS)/pytest.log)'
-	@mkdir -p $(LOGS); $(PY) -m pytest $(OTHERS) >$(LOGS)/pytest.log 2>&1 & \
-	  others=$$!; trap "kill $$others 2>/dev/null || true" EXIT; \
-	  code=0; $(PY) -m pytest $(RANKS) $(PROGRAMS:%=--ignore %) || code=$$?; \
-	  wait $$others || code=$$?; \
-	  echo '==> pytest, all other tests'; cat $(LOGS)/pytest.log; exit $$code
+	@echo '==> pytest $(RANKS); beside it all other tests (output below, and in $(LOGS)/pytest-*.log)'
+	@mkdir -p $(LOGS); \
+	  $(PY) -m pytest $(OTHERS) >$(LOGS)/pytest-others.log 2>&1 & others=$$!; \
+	  $(PY) -m pytest $(WAITING) >$(LOGS)/pytest-waiting.log 2>&1 & waiting=$$!; \
+	  trap "kill $$others $$waiting 2>/dev/null || true" EXIT; \
+	  code=0; $(PY) -m pytest $(RANKS) $(patsubst %,--ignore %,$(PROGRAMS) $(WAITING)) || code=$$?; \
+	  for each in waiting others; do \
+	    wait $${!each} || code=$$?; echo "==> pytest, $$each"; cat $(LOGS)/pytest-$$each.log; done; \
+	  exit $$code
 endif
 
 # The C++ tests run plain, in the folder and with the libraries of the extension, and in builds of their own under ASAN
