@@ -23,10 +23,13 @@ from lm.errors import UsageError  # noqa: E402  isort: skip
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a small model with a tokenizer, beside the text that the tokenizer is made of."""
+    """The folder of a small model with a tokenizer, beside a tenth of the text of that tokenizer."""
     folder = tmp_path_factory.mktemp("demo")
     demo.write_text(folder / "text")
     demo.write_model(folder / "model", folder / "text", seed=1)
+    for number, file in enumerate(sorted((folder / "text").iterdir())):
+        if number % 10:
+            file.unlink()
     return folder / "model"
 
 
@@ -49,10 +52,7 @@ def test_windows_hold_documents_one_behind_the_other(tokenizer: Any) -> None:
     assert len(windows) == 1 and only["input_ids"].tolist() == ids[0] + ids[1]
     assert only["position_ids"].tolist() == [*range(len(ids[0])), *range(len(ids[1]))]
     targets = only["labels"].tolist()
-    for begin, document in (
-        (0, ids[0]),
-        (len(ids[0]), ids[1]),
-    ):  # no document is foretold from the one before
+    for begin, document in zip((0, len(ids[0])), ids, strict=True):  # none is foretold from the one before
         assert targets[begin : begin + len(document)] == [text.NO_TARGET, *document[1:]]
 
 
@@ -224,20 +224,7 @@ def test_each_layer_is_balanced_by_itself(tmp_path: Path, model: Path) -> None:
 
 # ---- runs ----
 
-SMALL = [
-    "--seq",
-    "32",
-    "--batch",
-    "2",
-    "--log-every",
-    "1",
-    "--eval-every",
-    "2",
-    "--save-every",
-    "2",
-    "--sample",
-    "4",
-]
+SMALL = "--seq 32 --batch 2 --log-every 1 --eval-every 2 --save-every 2 --sample 4"
 
 
 def _run(*arguments: object, ranks: int = 2, code: int = 0) -> str:
@@ -250,7 +237,7 @@ def test_a_run_goes_on_at_another_number_of_ranks(tmp_path: Path, model: Path) -
     from transformers import AutoModelForCausalLM
 
     out = tmp_path / "run"
-    said = _run(model, model.parent / "text", "--out", out, "--steps", 2, *SMALL)
+    said = _run(model, model.parent / "text", "--out", out, "--steps", 2, *SMALL.split())
     assert "8 experts on 2 of 2 ranks" in said and "result: loss" in said
     said = _run("--resume", "--out", out, "--steps", 4, ranks=4)
     assert "8 experts on 4 of 4 ranks" in said and "4 steps" in said.splitlines()[-1]
@@ -280,7 +267,7 @@ def test_adapters_alone_are_trained(tmp_path: Path, model: Path) -> None:
         {"role": "assistant", "content": "one two three four five"},
     ]
     chats.write_text("".join(json.dumps({"messages": chat}) + "\n" for _ in range(60)))
-    said = _run(model, chats, "--out", tmp_path / "run", "--lora", "--lr", "1e-2", "--steps", 4, *SMALL)
+    said = _run(model, chats, "--out", tmp_path / "run", "--lora", "--lr", "1e-2", "--steps", 4, *SMALL.split())
     first, last = (float(each) for each in said.splitlines()[-1].split()[2:5:2] for each in [each.strip(",")])
     assert last < first
     base = AutoModelForCausalLM.from_pretrained(model)
