@@ -237,7 +237,7 @@ def test_a_run_goes_on_at_another_number_of_ranks(tmp_path: Path, model: Path) -
     from transformers import AutoModelForCausalLM
 
     out = tmp_path / "run"
-    said = _run(model, model.parent / "text", "--out", out, "--steps", 2, *SMALL.split())
+    said = _run(model, model.parent / "text", "--out", out, *f"--steps 2 {SMALL}".split())
     assert "8 experts on 2 of 2 ranks" in said and "result: loss" in said
     said = _run("--resume", "--out", out, "--steps", 4, ranks=4)
     assert "8 experts on 4 of 4 ranks" in said and "4 steps" in said.splitlines()[-1]
@@ -267,7 +267,8 @@ def test_adapters_alone_are_trained(tmp_path: Path, model: Path) -> None:
         {"role": "assistant", "content": "one two three four five"},
     ]
     chats.write_text("".join(json.dumps({"messages": chat}) + "\n" for _ in range(60)))
-    said = _run(model, chats, "--out", tmp_path / "run", "--lora", "--lr", "1e-2", "--steps", 4, *SMALL.split())
+    flags = f"--lora --lr 1e-2 --steps 4 {SMALL}".split()
+    said = _run(model, chats, "--out", tmp_path / "run", *flags)
     first, last = (float(each) for each in said.splitlines()[-1].split()[2:5:2] for each in [each.strip(",")])
     assert last < first
     base = AutoModelForCausalLM.from_pretrained(model)
