@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,22 +23,11 @@ from tests.examples import conftest  # noqa: F401  (puts examples/ on the path)
 
 from lm import checkpoint, data, fitting, options, plots, precision, presets, ranks, stop  # isort: skip
 from lm.attention import AttentionConfig  # isort: skip
-from lm.build import (  # isort: skip
-    build_graphed_step,
-    build_model,
-    learning_rate,
-    make_communicator,
-)
+from lm.build import build_graphed_step, build_model, learning_rate, make_communicator  # isort: skip
 from lm.corpus import Corpus  # isort: skip
 from lm.errors import UsageError  # isort: skip
-from lm.metrics import (  # isort: skip
-    MetricsFile,
-    StepTotals,
-    Totals,
-    moe_layers,
-    read_metrics,
-    travel_seconds,
-)
+from lm.metrics import MetricsFile, StepTotals, Totals, moe_layers, read_metrics  # isort: skip
+from lm.metrics import travel_seconds  # isort: skip
 from lm.model import ModelConfig, Transformer  # isort: skip
 from lm.pipeline import lay_out  # isort: skip
 from lm.speed import measure_speed  # isort: skip
@@ -62,21 +51,23 @@ def test_text_shorter_than_a_window(tree: Path, tmp_path: Path) -> None:
     chosen = options.parse(["--data", str(tree), "--seq", "131072", "--out", str(tmp_path / "run")])
     with pytest.raises(UsageError) as caught:
         Corpus(chosen)
-    assert "tokens of training text, --seq 131072 needs more: give more text, or a smaller --seq" in str(
-        caught.value
-    )
+    text = "tokens of training text, --seq 131072 needs more: give more text, or a smaller --seq"
+    assert text in str(caught.value)
+
+
+def names_of(*places: Path, out: Path | None = None) -> list[str]:
+    """What is found in places to read from, when `out` is written to."""
+    return [file.name for file in data.find_files([str(place) for place in places], out)]
 
 
 def test_folder_gives_its_text_files_in_order(tree: Path) -> None:
-    names = [file.name for file in data.find_files([str(tree)])]
-    assert names == [*(f"file{number:02}.txt" for number in range(40)), "sub/deep.txt"]
-
-
-def test_globs_and_files_count_once(tree: Path) -> None:
-    files = data.find_files(
-        [str(tree / "file0*.txt"), str(tree / "file03.txt"), str(tree / "**" / "deep.txt")]
-    )
-    assert len(files) == 11
+    assert names_of(tree) == [*(f"file{number:02}.txt" for number in range(40)), "sub/deep.txt"]
+    several = names_of(tree / "file0*.txt", tree / "file03.txt", tree / "**" / "deep.txt")
+    assert len(several) == 11, "each counts once"
+    brackets = tree / "some[1]"
+    brackets.mkdir()
+    (brackets / "text.txt").write_text("text\n")
+    assert names_of(brackets) == ["text.txt"]
 
 
 def test_default_is_the_standard_library() -> None:
@@ -88,10 +79,10 @@ def test_default_is_the_standard_library() -> None:
 def test_what_is_no_text_or_one_file_alone_is_refused(tree: Path) -> None:
     for name in ("picture.bin", "empty.txt"):
         with pytest.raises(UsageError, match=rf"--data: .*{name} is not a text file"):
-            data.find_files([str(tree / name)])
+            names_of(tree / name)
     with pytest.raises(UsageError, match="no text file in"):
-        data.find_files([str(tree / "*.bin")])
-    assert len(data.find_files([str(tree / "*")])) == 41  # a glob passes over what is no text
+        names_of(tree / "*.bin")
+    assert len(names_of(tree / "*")) == 41  # a glob passes over what is no text
     with pytest.raises(UsageError, match=r"deep.txt is the only text file; one more is needed"):
         data.split_files(data.find_files([str(tree / "sub")]))
 
@@ -104,12 +95,7 @@ def test_split_goes_by_name_alone(tree: Path) -> None:
     # Taking a file away moves no other one to the other side.
     _, fewer = data.split_files([f for f in files if f != training[0]])
     assert fewer == held_out
-
-
-def test_split_of_two_files_holds_one_out(tree: Path) -> None:
-    files = data.find_files([str(tree)])[:2]
-    training, held_out = data.split_files(files)
-    assert len(training) == len(held_out) == 1
+    assert [len(each) for each in data.split_files(files[:2])] == [1, 1]
 
 
 def test_batches_are_slices_of_one_global_batch() -> None:
@@ -369,9 +355,7 @@ def test_speed_counts_what_a_token_needs(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     found = measure_speed(run, 10_000_000, 1000, 4, cuda)
     assert found is not None
-    scores_and_sums = (
-        2 * 2 * 1024 * 512 / 2
-    )  # a layer, forward: products with all earlier positions on average
+    scores_and_sums = 2 * 2 * 1024 * 512 / 2  # a layer, forward: half of all positions on average
     assert found.flops_per_token == 6 * (10_000_000 - 1000 * 1024) + 3 * 8 * scores_and_sums
     tflops = 1e6 * found.flops_per_token / 4 / 1e12
     assert found.of(1e6) == {"tflops": pytest.approx(tflops), "mfu": pytest.approx(tflops / 989)}
@@ -455,20 +439,13 @@ def test_what_a_run_writes_is_not_its_text(tree: Path) -> None:
     (tree / "runs" / "metrics.jsonl").write_text("{}\n")
     (tree / "runs" / "notes.txt").write_text("text\n")
     out = tree / "runs"
-    assert len(data.find_files([str(tree)])) == 43
+    assert len(names_of(tree)) == 43
     for place in (tree, tree / "**", tree / "*"):
-        assert len(data.find_files([str(place)], out)) == 41, place
+        assert len(names_of(place, out=out)) == 41, place
     for place in (out, out / "*"):
-        assert [file.name for file in data.find_files([str(place)], out)] == ["notes.txt"], place
-    assert len(data.find_files([str(out / "metrics.jsonl")], out)) == 1
-    assert len(data.find_files([str(tree)], tree)) == len(data.find_files([str(tree)], tree.parent)) == 43
-
-
-def test_a_folder_with_brackets_in_its_name(tree: Path) -> None:
-    folder = tree / "some[1]"
-    folder.mkdir()
-    (folder / "text.txt").write_text("text\n")
-    assert [file.name for file in data.find_files([str(folder)])] == ["text.txt"]
+        assert names_of(place, out=out) == ["notes.txt"], place
+    assert len(names_of(out / "metrics.jsonl", out=out)) == 1
+    assert len(names_of(tree, out=tree)) == len(names_of(tree, out=tree.parent)) == 43
 
 
 def test_paths_of_the_home_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -477,37 +454,37 @@ def test_paths_of_the_home_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert chosen.data == [f"{tmp_path}/src/**/*.md"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_termination_before_ranks_have_joined(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There may be nobody to wait for: the process ends at once. Ctrl-C is a request as ever."""
+@pytest.fixture
+def killed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """The signals that this process would have sent itself; its handlers are put back."""
     before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
-    killed: list[int] = []
-    monkeypatch.setattr(stop.os, "kill", lambda pid, number: killed.append(number))
-    try:
-        request = stop.StopRequest()
-        signal.raise_signal(number)
-        assert request and killed == ([number] if number == signal.SIGTERM else [])
-    finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
+    sent: list[int] = []
+    monkeypatch.setattr(stop.os, "kill", lambda pid, number: sent.append(number))
+    yield sent
+    for each, handler in before.items():
+        signal.signal(each, handler)
 
 
-def test_a_second_signal_right_after_the_first_is_the_same_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    now, killed = [100.0], []
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_termination_before_ranks_have_joined(number: int, killed: list[int]) -> None:
+    """There may be nobody to wait for: the process ends at once. Ctrl-C is a request as ever."""
+    request = stop.StopRequest()
+    signal.raise_signal(number)
+    assert request and killed == ([number] if number == signal.SIGTERM else [])
+
+
+def test_a_second_signal_right_after_the_first_is_the_same_request(
+    killed: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
     monkeypatch.setattr(stop.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(stop.os, "kill", lambda pid, number: killed.append(number))
-    try:
-        request = stop.StopRequest()
-        request.joined = True
-        assert not request
-        for seconds in (0.0, 0.1, stop.SAME_SECONDS):
-            now[0] = 100.0 + seconds
-            signal.raise_signal(signal.SIGTERM)
-            assert request and not killed
-        now[0] += 0.1
+    request = stop.StopRequest()
+    request.joined = True
+    assert not request
+    for seconds in (0.0, 0.1, stop.SAME_SECONDS):
+        now[0] = 100.0 + seconds
         signal.raise_signal(signal.SIGTERM)
-        assert killed == [signal.SIGTERM]
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        assert request and not killed
+    now[0] += 0.1
+    signal.raise_signal(signal.SIGTERM)
+    assert killed == [signal.SIGTERM]

@@ -113,28 +113,16 @@ def test_a_forked_child_leaves_the_driver_alone() -> None:
 
 
 CONSTRUCTION = [
-    ("cuInit", 1),
-    ("cuDeviceGet", 1),
-    ("cuDeviceGetUuid", 1),
-    ("cuDeviceGetAttribute", 2),
-    ("cuDeviceGetName", 1),
-    ("cuDeviceGetPCIBusId", 1),
-    ("cuDevicePrimaryCtxRetain", 1),
-    ("cuMemGetAllocationGranularity", 1),
-    ("cuDeviceGetCount", 1),
-    ("cuMemCreate", 1),
-    ("cuMemAddressReserve", 1),
-    ("cuMemMap", 1),
-    ("cuMemSetAccess", 1),
-    ("cuCtxPushCurrent", 1),
-    ("cuMemsetD8", 1),
-    ("cuCtxSynchronize", 1),
-    ("cuMemExportToShareableHandle", 1),
+    *("cuInit", "cuDeviceGet", "cuDeviceGetUuid", "cuDeviceGetAttribute", "cuDeviceGetName"),
+    *("cuDeviceGetPCIBusId", "cuDevicePrimaryCtxRetain", "cuMemGetAllocationGranularity", "cuDeviceGetCount"),
+    *("cuMemCreate", "cuMemAddressReserve", "cuMemMap", "cuMemSetAccess", "cuCtxPushCurrent", "cuMemsetD8"),
+    *("cuCtxSynchronize", "cuMemExportToShareableHandle"),
 ]
 
 
-@pytest.mark.parametrize(("call", "which"), CONSTRUCTION)
-def test_an_error_of_any_call_is_typed_and_frees_everything(call: str, which: int) -> None:
+@pytest.mark.parametrize("call", CONSTRUCTION)
+def test_an_error_of_any_call_is_typed_and_frees_everything(call: str) -> None:
+    which = 2 if call == "cuDeviceGetAttribute" else 1
     fake = FakeDriver(failing={call: (which, Result.CUDA_ERROR_NOT_SUPPORTED)})
     before = _descriptors()
     with pytest.raises(Unsupported, match=rf"{call}: CUDA_ERROR_NOT_SUPPORTED \(not supported\)"):
@@ -148,7 +136,7 @@ def test_every_call_of_construction_is_in_the_list_above() -> None:
     memory = _build(fake)
     made = set(fake.names()) - {"cuCtxPopCurrent", "cuMemRelease"}
     memory.close()
-    assert made == {call for call, _ in CONSTRUCTION}
+    assert made == set(CONSTRUCTION)
 
 
 def test_out_of_memory() -> None:
@@ -167,23 +155,28 @@ def test_memory_that_torch_can_give_back_is_used() -> None:
     memory.close()
 
 
-def test_out_of_memory_without_a_context() -> None:
-    fake = FakeDriver(failing={"cuDevicePrimaryCtxRetain": (1, Result.CUDA_ERROR_OUT_OF_MEMORY)})
-    with pytest.raises(OutOfMemory):
-        _build(fake)
+class NoLibrary(FakeDriver):
+    def cuInit(self, flags: int) -> tuple[Any, ...]:
+        raise RuntimeError("Failed to dlopen libcuda.so.1")
+
+
+NO_CONTEXT = {"cuDevicePrimaryCtxRetain": (1, Result.CUDA_ERROR_OUT_OF_MEMORY)}
+
+
+@pytest.mark.parametrize(
+    ("fake", "device", "kind", "says"),
+    [
+        (FakeDriver(failing=NO_CONTEXT), 0, OutOfMemory, "GPU 0"),
+        (FakeDriver(posix_fd=False), 0, Unsupported, r"Fake GPU .* rank 0 cannot share memory as file desc"),
+        (FakeDriver(), 3, Unsupported, "GPU 3: cuDeviceGet: CUDA_ERROR_INVALID_DEVICE"),
+        (NoLibrary(), 0, Unsupported, r"no usable CUDA driver: cuInit: Failed to dlopen libcuda\.so\.1"),
+    ],
+    ids=["no memory for a context", "no file descriptors", "no such device", "no driver"],
+)
+def test_what_cannot_be_is_told(fake: FakeDriver, device: int, kind: type[Exception], says: str) -> None:
+    with pytest.raises(kind, match=says):
+        _build(fake, device=device)
     assert not fake.alive()
-
-
-def test_a_gpu_that_cannot_share_memory() -> None:
-    fake = FakeDriver(posix_fd=False)
-    with pytest.raises(Unsupported, match=r"Fake GPU .* rank 0 cannot share memory as file descriptors"):
-        _build(fake)
-    assert not fake.alive()
-
-
-def test_no_such_device() -> None:
-    with pytest.raises(Unsupported, match="GPU 3: cuDeviceGet: CUDA_ERROR_INVALID_DEVICE"):
-        _build(FakeDriver(), device=3)
 
 
 def test_the_device_is_the_one_asked_for() -> None:
@@ -199,15 +192,6 @@ def test_without_cuda_bindings_the_error_says_what_to_install(monkeypatch: pytes
     monkeypatch.setitem(sys.modules, "cuda.bindings.driver", None)
     with pytest.raises(Unsupported, match="pip install cuda-bindings"):
         SymmetricMemory(Rendezvous(None, 5.0), 1, 0)
-
-
-def test_bindings_without_a_driver() -> None:
-    class NoLibrary(FakeDriver):
-        def cuInit(self, flags: int) -> tuple[Any, ...]:
-            raise RuntimeError("Failed to dlopen libcuda.so.1")
-
-    with pytest.raises(Unsupported, match=r"no usable CUDA driver: cuInit: Failed to dlopen libcuda\.so\.1"):
-        _build(NoLibrary())
 
 
 def test_driver_errors_never_escape() -> None:
