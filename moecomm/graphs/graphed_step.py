@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from moecomm.errors import CapacityExceeded, InvalidArgument, Unsupported
 from moecomm.graphs.overflow_check import OverflowCheck
 from moecomm.graphs.recorder import CudaRecorder, Recorder
 from moecomm.nn.layer import MoELayer
-from moecomm.nn.router import rows_for_headroom
+from moecomm.nn.router import rows_at_worst
 from moecomm.types import AnyGroup, Group, as_group
 
 _log = logging.getLogger(__name__)
@@ -407,14 +408,14 @@ class GraphedStep:
 
 
 def _capacity(layer: MoELayer, headroom: float) -> int:
+    """Returns the rows that a rank gets if the tokens of all ranks spread evenly over the experts, times
+    `headroom`, but at most the rows that any routing can bring.
+
+    Example: 4 ranks with 1000 tokens each, top-2, 8 experts per rank: 2000 rows if balanced, 8000 at worst; a
+    headroom of 1.25 gives 2500.
+    """
     comm = layer.comm
-    rows = rows_for_headroom(
-        headroom,
-        ranks=comm.size,
-        max_tokens=comm.max_tokens,
-        top_k=comm.top_k,
-        num_local_experts=comm.num_local_experts,
-    )
+    rows = min(rows_at_worst(comm), math.ceil(headroom * comm.max_tokens * comm.top_k))
     return rows if layer.capacity is None else min(rows, layer.capacity)
 
 

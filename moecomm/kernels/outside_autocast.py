@@ -1,4 +1,4 @@
-"""Products outside autocast, in graphs of torch.compile.
+"""Products outside autocast, also in graphs of torch.compile.
 
 torch.compile traces a whole backward within the autocast of its forward, ignoring blocks of the forward that
 turn autocast off. Only for autograd functions does it trace their own backward.
@@ -6,10 +6,18 @@ turn autocast off. Only for autograd functions does it trace their own backward.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
 from torch import Tensor
+
+
+def without_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]:
+    """A context without autocast, so that products are in the dtype of their operands."""
+    if not torch.is_autocast_enabled(device_type):
+        return contextlib.nullcontext()  # the real context would take some ten microseconds to do nothing
+    return torch.autocast(device_type, enabled=False)
 
 
 def needs_care(kind: str) -> bool:

@@ -23,8 +23,6 @@ and with `keep_plans` it follows the plan of the first time.
 
 from __future__ import annotations
 
-import contextlib
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -37,12 +35,13 @@ from moecomm.communicator import Communicator
 from moecomm.device.cuda_device import CudaDevice
 from moecomm.kernels.activation import activate, activate_backward
 from moecomm.kernels.first_order import first_order
+from moecomm.kernels.outside_autocast import without_autocast
 from moecomm.kernels.products import Products
 from moecomm.nn.config import Keep
 from moecomm.nn.experts import call_or_tell, shared_gates
 from moecomm.nn.router import Choices
-from moecomm.overlap import SideStream, Stages, Timeline
-from moecomm.overlap.stages import COMM
+from moecomm.overlap import SideStream, Stages
+from moecomm.overlap.stages import COMM, RecordedStages
 from moecomm.types import DispatchOutput, Handle
 
 
@@ -57,19 +56,6 @@ class Weights(NamedTuple):
     shared_gate: Tensor | None = None
     b_in: Tensor | None = None
     b_out: Tensor | None = None
-
-
-@dataclass
-class RecordedStages:
-    """The recorded stages of the last forward and backward."""
-
-    forward: Stages | None = None
-    backward: Stages | None = None
-
-    def timelines(self) -> dict[str, Timeline]:
-        """Returns the timelines by the names "forward" and "backward". Waits for the stages."""
-        runs = {"forward": self.forward, "backward": self.backward}
-        return {name: stages.timeline() for name, stages in runs.items() if stages is not None}
 
 
 class Plans(NamedTuple):
@@ -117,13 +103,6 @@ class PassContext(NamedTuple):
                 gpu.stream().synchronize()
 
 
-def without_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]:
-    """A context without autocast, so that products are in the dtype of their operands."""
-    if not torch.is_autocast_enabled(device_type):
-        return contextlib.nullcontext()  # the real context would take some ten microseconds to do nothing
-    return torch.autocast(device_type, enabled=False)
-
-
 # -- forward -----------------------------------------------------------------------------------------------
 
 
@@ -148,24 +127,37 @@ class Kept(NamedTuple):
 
 
 class Forward:
-    """One forward. `run` computes all of it. With an earlier dispatch's state, `again` recomputes what a
-    backward needs, and `finish` the result."""
+    """One forward: `start` keeps what a backward needs, and `result` returns y. With the state of an earlier
+    dispatch it follows that plan, and computes what is kept first."""
 
-    def __init__(
-        self,
-        context: PassContext,
-        x_TH: Tensor,
-        topk_weights_TK: Tensor,
-        weights: Weights,
-        state: DispatchState | None = None,
-    ) -> None:
-        self.context, self.weights = context, weights
-        self.x_TH, self.topk_weights_TK = x_TH, topk_weights_TK
-        self._state = state
+    x_TH: Tensor
+    topk_weights_TK: Tensor
+    weights: Weights
+
+    def __init__(self, context: PassContext, state: DispatchState | None) -> None:
+        self.context, self._state = context, state
         self._rows_PH: Tensor | None = None
         self._inner_PI: Tensor | None = None
         self._z_PF: Tensor | None = None
         self._shared_inner_TI: Tensor | None = None
+        self._y_TH: Tensor | None = None
+
+    def start(self, x_TH: Tensor, topk_weights_TK: Tensor, weights: Weights) -> None:
+        """Computes the whole forward, or, along a kept plan, only the tensors that a backward needs."""
+        self.x_TH, self.topk_weights_TK, self.weights = x_TH, topk_weights_TK, weights
+        with without_autocast(x_TH.device.type):
+            if self._state is None:
+                self._y_TH = call_or_tell(self.context.comm, self._run)
+            else:
+                call_or_tell(self.context.comm, self._again)
+
+    def result(self) -> Tensor:
+        """Returns y (T, H), computing it if needed."""
+        if self._y_TH is not None:
+            return self._y_TH
+        with without_autocast(self.x_TH.device.type):
+            y_TH: Tensor = call_or_tell(self.context.comm, self._finish)
+        return y_TH
 
     @property
     def state(self) -> DispatchState:
@@ -173,7 +165,7 @@ class Forward:
         assert self._state is not None
         return self._state
 
-    def run(self) -> Tensor:
+    def _run(self) -> Tensor:
         """Runs the forward and returns y (T, H)."""
         context, weights, comm = self.context, self.weights, self.context.comm
         has_shared = weights.shared_in is not None
@@ -222,7 +214,7 @@ class Forward:
         context.wait_on_host(side)
         return y_TH
 
-    def again(self) -> None:
+    def _again(self) -> None:
         """Recomputes the tensors of `kept`, along the plan."""
         context, comm = self.context, self.context.comm
         has_shared = self.weights.shared_in is not None and context.keep_shared
@@ -240,8 +232,8 @@ class Forward:
                 self._inner_PI, self._z_PF = self._fc1()
         context.wait_on_host(side)
 
-    def finish(self) -> Tensor:
-        """Returns y (T, H), after `again`."""
+    def _finish(self) -> Tensor:
+        """Returns y (T, H), after `_again`."""
         if self.context.keep == "nothing":
             self._rows_PH = self.context.comm.redispatch(self.x_TH, self.state.handle)
         z_PF, self._z_PF = self._z_PF, None
@@ -477,56 +469,24 @@ def run_experts(context: PassContext, x_TH: Tensor, topk_weights_TK: Tensor, wei
     """
     plans = context.plans
     state = plans.states.pop(0) if plans is not None and plans.again and plans.states else None
-    passing = _Pass(context, state)
-    placeholder_TH = _Keep.apply(passing, x_TH, topk_weights_TK, *weights)  # type: ignore[no-untyped-call]
+    forward = Forward(context, state)
+    placeholder_TH = _Keep.apply(forward, x_TH, topk_weights_TK, *weights)  # type: ignore[no-untyped-call]
     if plans is not None and not plans.again:
-        assert passing.forward is not None
-        plans.states.append(passing.forward.state)
-    y_TH: Tensor = _Finish.apply(passing, placeholder_TH)  # type: ignore[no-untyped-call]
+        plans.states.append(forward.state)
+    y_TH: Tensor = _Finish.apply(forward, placeholder_TH)  # type: ignore[no-untyped-call]
     return y_TH
-
-
-class _Pass:
-    """The state that the two autograd functions of one pass share."""
-
-    def __init__(self, context: PassContext, state: DispatchState | None) -> None:
-        self.context, self.state = context, state
-        self.forward: Forward | None = None
-        self.y_TH: Tensor | None = None
-
-    def start(self, x_TH: Tensor, topk_weights_TK: Tensor, weights: Weights) -> Forward:
-        """Computes the whole forward, or, along a kept plan, only the tensors that a backward needs."""
-        forward = Forward(self.context, x_TH, topk_weights_TK, weights, self.state)
-        self.forward = forward
-        with without_autocast(x_TH.device.type):
-            if self.state is None:
-                self.y_TH = call_or_tell(self.context.comm, forward.run)
-            else:
-                call_or_tell(self.context.comm, forward.again)
-        return forward
-
-    def result(self) -> Tensor:
-        """Returns y (T, H), computing it if needed; may be called once."""
-        assert self.forward is not None
-        y_TH, self.y_TH = self.y_TH, None
-        if y_TH is None:
-            with without_autocast(self.forward.x_TH.device.type):
-                y_TH = call_or_tell(self.context.comm, self.forward.finish)
-        self.forward = None
-        return y_TH
 
 
 class _Keep(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, passing: _Pass, x_TH: Tensor, topk_weights_TK: Tensor, *weights: Tensor | None
+        ctx: Any, forward: Forward, x_TH: Tensor, topk_weights_TK: Tensor, *weights: Tensor | None
     ) -> Tensor:
         w_in, w_out, *others = weights
         assert w_in is not None and w_out is not None
-        found = passing.start(x_TH, topk_weights_TK, Weights(w_in, w_out, *others))
-        ctx.context = passing.context
-        ctx.handle = found.state.handle
-        ctx.save_for_backward(*weights, *found.kept(ctx.needs_input_grad[3]))
+        forward.start(x_TH, topk_weights_TK, Weights(w_in, w_out, *others))
+        ctx.context, ctx.handle = forward.context, forward.state.handle
+        ctx.save_for_backward(*weights, *forward.kept(ctx.needs_input_grad[3]))
         return x_TH.new_empty(()).expand(x_TH.shape)  # nothing reads this value
 
     @staticmethod
@@ -539,8 +499,8 @@ class _Keep(torch.autograd.Function):
 
 class _Finish(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, passing: _Pass, placeholder_TH: Tensor) -> Tensor:
-        return passing.result()
+    def forward(ctx: Any, forward: Forward, placeholder_TH: Tensor) -> Tensor:
+        return forward.result()
 
     @staticmethod
     def backward(ctx: Any, grad_y_TH: Tensor) -> tuple[None, Tensor]:

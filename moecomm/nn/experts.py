@@ -14,10 +14,9 @@ from torch.distributed.tensor import DTensor
 from moecomm.arguments import weight_dtype
 from moecomm.autograd.in_place import has_main_grad, keep_main_grad
 from moecomm.communicator import Communicator
-from moecomm.errors import InvalidArgument, Unsupported, known_to_all
-from moecomm.kernels import operators, quack
+from moecomm.errors import InvalidArgument, known_to_all
 from moecomm.kernels.activation import INPUTS, INTERLEAVED, weighted_activation
-from moecomm.kernels.fp8_products import Fp8Products
+from moecomm.kernels.engine import make_products
 from moecomm.kernels.marks import mark_expert_parameter
 from moecomm.kernels.outside_autocast import matmul, needs_care
 from moecomm.kernels.parameters import (
@@ -29,8 +28,7 @@ from moecomm.kernels.parameters import (
     ranks_of_shards,
     splits_of,
 )
-from moecomm.kernels.products import Products, expert_ffn
-from moecomm.kernels.scaled_mm import missing_on
+from moecomm.kernels.products import expert_ffn
 from moecomm.nn.config import MoEConfig
 from moecomm.parallel.records import accept_interleaved, require_same_experts, says
 from moecomm.types import DispatchOutput
@@ -45,28 +43,6 @@ parameter that the weight was."""
 
 _OWN = _IN_MAIN_GRAD | {f"{name}_{added}" for name in _WEIGHTS for added in ("orig", "g", "v")}
 """The names of the weights, also under torch.nn.utils.prune, spectral_norm and weight_norm."""
-
-
-def make_products(config: MoEConfig, device: torch.device, rows: int | None = None) -> Products:
-    """Makes the products of a config's experts on a device. rows: average rows of an expert in a call, by
-    which tiles are chosen. Raises Unsupported if the device has no e4m3 product, or if config.products is
-    "quack" and quack does not support the layer."""
-    if config.expert_precision is not None:
-        if device.type == "cuda":
-            if (reason := missing_on(device)) is not None:
-                raise Unsupported(
-                    f"expert_precision is {config.expert_precision!r}, but {reason}. Use "
-                    "expert_precision=None there"
-                )
-            operators.prepare("quantize", device, config.dtype)
-        return Fp8Products()
-    if config.products == "torch":
-        return Products()
-    sizes: dict[str, Any] = {"hidden": config.hidden, "ffn": config.ffn_hidden}
-    sizes |= {"dtype": config.dtype, "device": device}
-    if config.products == "quack" or quack.missing_on(**sizes) is None:
-        return quack.make_quack_products(**sizes, activation=config.activation, bias=config.bias, rows=rows)
-    return Products()
 
 
 class GroupedExperts(nn.Module):
@@ -204,32 +180,27 @@ class GroupedExperts(nn.Module):
                 f"offsets have shape {tuple(offsets_L.shape)}, must be ({self.num_local_experts},)"
             )
         offsets_L = offsets_L.to(torch.int32)
+        real_P1 = _real_rows(rows_PH, offsets_L) if has_tail else None
         with torch.autocast(rows_PH.device.type, enabled=False):
-            if not has_tail:
-                return self._apply_experts(rows_PH, offsets_L, weights_P)
             # where() before the experts zeroes the tail's gradient, after them its value; multiplying NaN by
             # zero would not.
-            real_P1 = (torch.arange(rows_PH.shape[0], device=rows_PH.device) < offsets_L[-1]).unsqueeze(1)
-            rows_PH = rows_PH.where(real_P1, 0.0)
-            return self._apply_experts(rows_PH, offsets_L, weights_P).where(real_P1, 0.0)
+            y_PH = expert_ffn(
+                rows_PH if real_P1 is None else rows_PH.where(real_P1, 0.0),
+                self.w_in,
+                self.w_out,
+                offsets_L,
+                weights_P,
+                activation=self.config.activation,
+                products=self.products,
+                b_in_LI=self.b_in,
+                b_out_LH=self.b_out,
+            )
+            return y_PH if real_P1 is None else y_PH.where(real_P1, 0.0)
 
     def forget_quantized(self) -> None:
         """Drops quantised weights (expert_precision="fp8"). Call it after changes of weights that torch does
         not count: through `.data`, or in a CUDA graph that contains only an optimizer's step."""
         self.products.forget()
-
-    def _apply_experts(self, rows_PH: Tensor, offsets_L: Tensor, weights_P: Tensor | None) -> Tensor:
-        return expert_ffn(
-            rows_PH,
-            self.w_in,
-            self.w_out,
-            offsets_L,
-            weights_P,
-            activation=self.config.activation,
-            products=self.products,
-            b_in_LI=self.b_in,
-            b_out_LH=self.b_out,
-        )
 
     def mark_parameters(self) -> None:
         """Marks the parameters as those of experts, and makes the trained weights accumulate `main_grad` if
@@ -382,6 +353,11 @@ class SharedExperts(nn.Module):
             return matmul(z_TF, self.w_out, care)
 
 
+def _real_rows(rows_PH: Tensor, offsets_L: Tensor) -> Tensor:
+    """Returns (P, 1) bool: False for the rows past the last group."""
+    return (torch.arange(rows_PH.shape[0], device=rows_PH.device) < offsets_L[-1]).unsqueeze(1)
+
+
 def shared_gates(x_TH: Tensor, w_gate_H: Tensor | None, care: bool = False) -> Tensor | None:
     """Returns sigmoid(x w), (T,) in the dtype of routing weights, which multiplies the inner rows of the
     shared experts; None without a gate. `care`: as in `outside_autocast.matmul`."""
@@ -444,7 +420,7 @@ def combine_own_experts(
     rows_PH, real_P1 = out.tokens, None
     if has_tail:
         # NaN times zero is not zero: where() hides the tail's contents from the module, and from gradients.
-        real_P1 = (torch.arange(rows_PH.shape[0], device=rows_PH.device) < out.offsets[-1]).unsqueeze(1)
+        real_P1 = _real_rows(rows_PH, out.offsets)
         rows_PH = rows_PH.where(real_P1, 0.0)
     with torch.autocast(rows_PH.device.type, enabled=False):
         expert_rows_PH = call_or_tell(comm, experts, rows_PH, out.offsets)

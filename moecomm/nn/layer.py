@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +19,7 @@ from moecomm.errors import InvalidArgument, known_to_all
 from moecomm.kernels.activation import prepare as prepare_activation
 from moecomm.kernels.parameters import ExpertPart
 from moecomm.nn.config import MOST_CALLERS, MoEConfig, OverlapConfig, caller_of, values_that_agree
-from moecomm.nn.expert_pass import PassContext, Plans, RecordedStages, Weights, run_experts
+from moecomm.nn.expert_pass import PassContext, Plans, Weights, run_experts
 from moecomm.nn.experts import (
     GroupedExperts,
     SharedExperts,
@@ -32,6 +31,7 @@ from moecomm.nn.guards import check_settings, refuse_own_settings, watchers_of
 from moecomm.nn.losses import balance_ranks
 from moecomm.nn.router import Choices, Routing, TopKRouter, flat, received_rows_bound
 from moecomm.overlap import Timeline
+from moecomm.overlap.stages import RecordedStages
 from moecomm.parallel import ParallelFolding, expert_ranks
 from moecomm.parallel.records import keep_record
 from moecomm.parallel.spread import built_layers
@@ -55,15 +55,6 @@ class Routed(NamedTuple):
     topk_weights_TK: Tensor
     unattached: Routing | None
     """The routing, if its losses are to be attached to the result; None: they are attached to the weights."""
-
-
-def _require_config(overlap: Any) -> OverlapConfig:
-    """Returns `overlap`; raises InvalidArgument if it is not an OverlapConfig."""
-    if not isinstance(overlap, OverlapConfig):
-        raise InvalidArgument(
-            f"overlap is {overlap!r}, must be an OverlapConfig, such as OverlapConfig(overlap=False)"
-        )
-    return overlap
 
 
 class MoELayer(nn.Module):
@@ -141,7 +132,7 @@ class MoELayer(nn.Module):
             expert_ranks.require_folding(config, folding, group or mesh, experts)
         if experts is not None:
             adopt_experts(experts, config)
-        overlap = OverlapConfig() if overlap is None else _require_config(overlap)
+        self.overlap = OverlapConfig() if overlap is None else overlap
         group = expert_ranks.expert_group(group, mesh, ep_dim)
         together = comm is None  # with a comm one rank may build its layer alone, after a restart
         if comm is None:
@@ -200,9 +191,8 @@ class MoELayer(nn.Module):
             )
         self.shared = SharedExperts(config, device=weights_on) if config.num_shared_experts else None
         self.capacity = received_rows_bound(config, comm) if config.pad_to_capacity else None
-        self.overlap = overlap
         if self._own_experts:
-            refuse_own_settings(overlap)
+            refuse_own_settings(self.overlap)
         prepare_activation(comm.device, config.dtype)
         self._waits_on_host = False
         self._deferred, self._recorded = Deferred(), RecordedStages()
@@ -258,7 +248,11 @@ class MoELayer(nn.Module):
 
     @overlap.setter
     def overlap(self, overlap: OverlapConfig) -> None:
-        self._overlap = _require_config(overlap)
+        if not isinstance(overlap, OverlapConfig):
+            raise InvalidArgument(
+                f"overlap is {overlap!r}, must be an OverlapConfig, such as OverlapConfig(overlap=False)"
+            )
+        self._overlap = overlap
 
     @property
     def loss_scale(self) -> float:
@@ -340,11 +334,11 @@ class MoELayer(nn.Module):
         x: Tensor,
         seq_len: int | None,
         in_order: bool,
-        watched: str | None = None,
-        given: Mapping[str, Any] | None = None,
+        watched: str | None,
+        given: dict[str, Any],
     ) -> Routed:
         """Chooses the experts of each token. Raises InvalidArgument on this rank alone."""
-        x_TH, told = x, dict(given or {})
+        x_TH = x
         balance = self._balance
         before = 0 if balance is None else balance.exchanges
         try:
@@ -359,12 +353,12 @@ class MoELayer(nn.Module):
                     f"hidden={hidden})"
                 )
             if x.dim() == 3:
-                x_TH, told = x.flatten(0, 1), flat(x, told)
-                seq_len = seq_len if "cu_seqlens" in told else x.shape[1] or None
+                x_TH, given = x.flatten(0, 1), flat(x, given)
+                seq_len = seq_len if "cu_seqlens" in given else x.shape[1] or None
             if balance is not None:
                 # before the router's forward, in which ranks wait for each other
-                self.router.check(x_TH, seq_len, **told)
-            routing = self._choose_experts(x_TH, seq_len, told)
+                self.router.check(x_TH, seq_len, **given)
+            routing = self._choose_experts(x_TH, seq_len, given)
         except Exception as error:
             if balance is not None and balance.exchanges == before and not known_to_all(error):
                 balance.bring_nothing(self.config.num_experts, self.comm.device)  # other ranks wait for it
@@ -381,7 +375,7 @@ class MoELayer(nn.Module):
         if self._part_ids is not None:
             # A choice becomes one choice for each part of its expert, with the same weight.
             parts_TKP = self._part_ids[topk_idx_TK.long()]
-            if "topk_idx" in told:  # id -1 selects the last row; an invalid id (E) stays invalid
+            if "topk_idx" in given:  # id -1 selects the last row; an invalid id (E) stays invalid
                 unknown_TK1 = (topk_idx_TK >= self.config.num_experts).unsqueeze(-1)
                 parts_TKP = parts_TKP.masked_fill(unknown_TK1, self.comm.num_experts)
             topk_idx_TK = parts_TKP.flatten(1)

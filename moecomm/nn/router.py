@@ -18,6 +18,8 @@ from moecomm.kernels.parameters import init_shared_weight
 from moecomm.nn.config import MoEConfig
 from moecomm.nn.losses import SequenceSums, StepCounts, expert_sums, z_loss
 
+_INTEGERS = (torch.int32, torch.int64)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Routing:
@@ -116,8 +118,7 @@ class TopKRouter(nn.Module):
         and drops of the first time, if this forward is recomputed. Raises InvalidArgument on a wrong shape or
         dtype or a seq_len that does not divide T."""
         config = self.config
-        given = {"cu_seqlens": cu_seqlens, "mask": mask, "topk_idx": topk_idx}
-        self.check(x_TH, seq_len, **given)
+        self.check(x_TH, seq_len, cu_seqlens=cu_seqlens, mask=mask, topk_idx=topk_idx)
         # Choices may already be -1 before drops.
         gaps = mask is not None or topk_idx is not None
         care = needs_care(x_TH.device.type)
@@ -171,14 +172,39 @@ class TopKRouter(nn.Module):
             chosen_TK=None if config.capacity_factor is None else chosen_TK.to(torch.int32),
         )
 
-    def check(self, x_TH: Tensor, seq_len: int | None, **given: Tensor | None) -> None:
-        """Raises InvalidArgument for tokens that forward cannot route. given: cu_seqlens, mask, topk_idx."""
+    def check(
+        self,
+        x_TH: Tensor,
+        seq_len: int | None,
+        *,
+        cu_seqlens: Tensor | None = None,
+        mask: Tensor | None = None,
+        topk_idx: Tensor | None = None,
+    ) -> None:
+        """Raises InvalidArgument for arguments that forward cannot route."""
         config = self.config
         if x_TH.dim() != 2 or x_TH.shape[1] != config.hidden:
             raise InvalidArgument(
                 f"x has shape {tuple(x_TH.shape)}, must be (tokens, hidden={config.hidden})"
             )
-        check_given(x_TH.shape[0], config.top_k, x_TH.device, seq_len=seq_len, **given)
+        tokens = x_TH.shape[0]
+        if seq_len is not None and tokens % require_integer("seq_len", seq_len, 1):
+            raise InvalidArgument(f"seq_len is {seq_len}, must divide the number of tokens {tokens}")
+        if seq_len is not None and cu_seqlens is not None:
+            raise InvalidArgument(f"seq_len is {seq_len}, must be None with cu_seqlens")
+        for name, value, shape, dtypes in (
+            ("cu_seqlens", cu_seqlens, None, _INTEGERS),
+            ("mask", mask, (tokens,), (torch.bool,)),
+            ("topk_idx", topk_idx, (tokens, config.top_k), _INTEGERS),
+        ):
+            if value is None:
+                continue
+            require_tensor(name, value, x_TH.device)
+            if value.dtype not in dtypes:
+                raise InvalidArgument(f"{name} is {value.dtype}, must be {' or '.join(map(str, dtypes))}")
+            if value.shape != shape and (shape is not None or value.dim() != 1 or not value.shape[0]):
+                expected = shape or "(sequences + 1,)"
+                raise InvalidArgument(f"{name} has shape {tuple(value.shape)}, must be {expected}")
 
     def _kept(self, topk_idx_TK: Tensor, weights_TK: Tensor, gaps: bool) -> Tensor:
         """Returns (T, K) bool: the choices that the capacity keeps; choices of -1 may be either."""
@@ -314,9 +340,6 @@ def balanced_choice(num_tokens: int, num_experts: int, top_k: int, device: Any) 
 # -- what a forward is told of its tokens ------------------------------------------------------------------
 
 
-_INTEGERS = (torch.int32, torch.int64)
-
-
 class Choices(NamedTuple):
     """The choices of a forward, for its recomputation."""
 
@@ -335,36 +358,6 @@ def flat(x: Tensor, given: dict[str, Any]) -> dict[str, Any]:
         else value
         for name, value in given.items()
     }
-
-
-def check_given(
-    tokens: int,
-    top_k: int,
-    device: torch.device,
-    *,
-    seq_len: int | None,
-    cu_seqlens: Tensor | None = None,
-    mask: Tensor | None = None,
-    topk_idx: Tensor | None = None,
-) -> None:
-    """Raises InvalidArgument for arguments that do not fit this many tokens."""
-    if seq_len is not None and tokens % require_integer("seq_len", seq_len, 1):
-        raise InvalidArgument(f"seq_len is {seq_len}, must divide the number of tokens {tokens}")
-    if seq_len is not None and cu_seqlens is not None:
-        raise InvalidArgument(f"seq_len is {seq_len}, must be None with cu_seqlens")
-    for name, value, shape, dtypes in (
-        ("cu_seqlens", cu_seqlens, None, _INTEGERS),
-        ("mask", mask, (tokens,), (torch.bool,)),
-        ("topk_idx", topk_idx, (tokens, top_k), _INTEGERS),
-    ):
-        if value is None:
-            continue
-        require_tensor(name, value, device)
-        if value.dtype not in dtypes:
-            raise InvalidArgument(f"{name} is {value.dtype}, must be {' or '.join(map(str, dtypes))}")
-        if value.shape != shape and (shape is not None or value.dim() != 1 or not value.shape[0]):
-            expected = shape or "(sequences + 1,)"
-            raise InvalidArgument(f"{name} has shape {tuple(value.shape)}, must be {expected}")
 
 
 def replayed(given_TK: Tensor, own_TK: Tensor, experts: int) -> Tensor:
@@ -393,38 +386,17 @@ def tokens_per_expert_limit(config: MoEConfig, num_tokens: int) -> int:
     return min(limit, num_tokens)
 
 
-def rows_at_worst(*, ranks: int, max_tokens: int, top_k: int, num_local_experts: int) -> int:
+def rows_at_worst(comm: Communicator) -> int:
     """Returns the most rows that one rank can get under any routing: each token with as many of its choices
     as the rank has experts."""
-    return ranks * max_tokens * min(top_k, num_local_experts)
-
-
-def rows_for_headroom(
-    headroom: float, *, ranks: int, max_tokens: int, top_k: int, num_local_experts: int
-) -> int:
-    """Returns the rows that a rank gets if the tokens of all ranks spread evenly over the experts, times
-    `headroom`, but at most the rows that any routing can bring.
-
-    Example: 4 ranks with 1000 tokens each, top-2, 8 experts per rank: 2000 rows if balanced, 8000 at worst; a
-    headroom of 1.25 gives 2500.
-    """
-    worst = rows_at_worst(
-        ranks=ranks, max_tokens=max_tokens, top_k=top_k, num_local_experts=num_local_experts
-    )
-    return min(worst, math.ceil(headroom * max_tokens * top_k))
+    return comm.size * comm.max_tokens * min(comm.top_k, comm.num_local_experts)
 
 
 def received_rows_bound(config: MoEConfig, comm: Communicator) -> int:
     """Returns the rows that one rank can receive at most under config.capacity_factor, for any routing and
     any tokens of each rank."""
-    worst = rows_at_worst(
-        ranks=comm.size,
-        max_tokens=comm.max_tokens,
-        top_k=config.top_k,
-        num_local_experts=comm.num_local_experts,
-    )
     of_expert = comm.size * tokens_per_expert_limit(config, comm.max_tokens)
-    return min(worst, comm.num_local_experts * of_expert)
+    return min(rows_at_worst(comm), comm.num_local_experts * of_expert)
 
 
 def kept_choices(topk_idx_TK: Tensor, weights_TK: Tensor | None, num_experts: int, limit: int) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -154,6 +155,19 @@ class Timeline:
     def exposed_share(self) -> float:
         """The fraction exposed_seconds / seconds; 0 for an empty timeline."""
         return self.exposed_seconds / self.seconds if self.seconds > 0 else 0.0
+
+
+@dataclass
+class RecordedStages:
+    """The recorded stages of the last forward and backward."""
+
+    forward: Stages | None = None
+    backward: Stages | None = None
+
+    def timelines(self) -> dict[str, Timeline]:
+        """Returns the timelines by the names "forward" and "backward". Waits for the stages."""
+        runs = {"forward": self.forward, "backward": self.backward}
+        return {name: stages.timeline() for name, stages in runs.items() if stages is not None}
 
 
 def _union(spans: Iterable[Span]) -> list[tuple[float, float]]:
