@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -79,3 +81,24 @@ def has_hooks(parameter: Tensor) -> bool:
     """Returns True for a parameter with hooks on its gradient."""
     own = int(has_main_grad(parameter))
     return bool(parameter._backward_hooks) or len(parameter._post_accumulate_grad_hooks or ()) > own
+
+
+def is_wanted(ctx: Any, number: int) -> bool:
+    """Returns whether the running backward, with `ctx` of a torch.autograd.Function, needs the gradient of
+    its input of this number, and not only those of other inputs (torch.autograd.grad, or `inputs` of
+    backward)."""
+    try:
+        return torch._C._will_engine_execute_node(ctx.next_functions[number][0])
+    except RuntimeError:  # torch raises this during torch.autograd.grad
+        return False
+
+
+def gradient_to_add_to(ctx: Any, number: int) -> Tensor | None:
+    """Returns `grad_in_place` of the parameter that is the input of this number. Returns None where autograd
+    has to add the gradient: if there is no grad yet, for torch.autograd.grad, for parameters with hooks on
+    the gradient, and for sharded ones."""
+    node = ctx.next_functions[number][0]
+    if type(node).__name__ != "AccumulateGrad" or has_hooks(node.variable):
+        return None
+    grad = grad_in_place(node.variable)
+    return grad if grad is not None and is_wanted(ctx, number) else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -87,6 +88,15 @@ class PlanFields(NamedTuple):
 ANY_CALLER = 0xFFFF
 """The caller of a dispatch in a graph of torch.compile. A layer's number would be a constant there, and each
 layer would need its own graph."""
+MOST_CALLERS = ANY_CALLER - 1
+"""Numbers of layers are from 1 to this."""
+
+
+def caller_of(number: int, settings: object) -> int:
+    """Returns the number that distinguishes a layer's dispatches from those of layers at another position
+    among the communicator's (`number`, from 1), and of all but one in 65,534 with other settings."""
+    digest = hashlib.blake2b(repr(settings).encode(), digest_size=4).digest()
+    return (number - 1 + int.from_bytes(digest, "big")) % MOST_CALLERS + 1
 
 
 class DispatchCall(NamedTuple):

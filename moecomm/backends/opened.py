@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NoReturn, TypeVar
 
@@ -10,7 +11,7 @@ import torch
 from moecomm.arguments import require_integer
 from moecomm.backends.arrays import shared_tensor
 from moecomm.backends.base import Backend
-from moecomm.errors import CommunicatorClosed, MoecommError
+from moecomm.errors import CommunicatorClosed, MoecommError, known_to_all
 
 Own = TypeVar("Own", bound="_Opened")
 
@@ -140,3 +141,16 @@ class _Opened:
             return [shared_tensor(each, self.device) for each in arrays]
         except Exception as error:
             backend.announce(error)
+
+
+def call_or_tell(comm: _Opened, part: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """Calls a module, or another part of a layer, and returns its result. If it or its hooks raise an
+    exception on this rank alone, the other ranks are told."""
+    if torch.compiler.is_compiling():  # a graph break within a try cannot resume
+        return part(*arguments, **options)
+    try:
+        return part(*arguments, **options)
+    except Exception as error:
+        if known_to_all(error):
+            raise
+        comm.refuse(error)

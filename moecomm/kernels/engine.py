@@ -33,5 +33,3 @@ def make_products(config: Any, device: torch.device, rows: int | None = None) ->
     if config.products == "quack" or quack.missing_on(**sizes) is None:
         return quack.make_quack_products(**sizes, activation=config.activation, bias=config.bias, rows=rows)
     return Products()
-
-

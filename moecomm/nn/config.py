@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -248,16 +247,6 @@ def _require(config: Any, name: str, holds: bool, bound: str) -> None:
 
 _MAY_DIFFER = ("products",)
 """Fields that decide how a rank computes, but not its result."""
-
-MOST_CALLERS = 0xFFFE
-"""Numbers of layers are from 1 to this."""
-
-
-def caller_of(number: int, config: MoEConfig) -> int:
-    """Returns the number that distinguishes a layer's dispatches from those of layers at another position
-    among the communicator's (`number`, from 1), and of all but one in 65,534 with another config."""
-    digest = hashlib.blake2b(repr(values_that_agree(config)).encode(), digest_size=4).digest()
-    return (number - 1 + int.from_bytes(digest, "big")) % MOST_CALLERS + 1
 
 
 def values_that_agree(config: MoEConfig) -> dict[str, str]:

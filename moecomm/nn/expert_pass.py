@@ -30,7 +30,8 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from moecomm.autograd.deferred import Deferred, Operands, Pending
-from moecomm.autograd.in_place import grad_in_place, has_hooks
+from moecomm.autograd.in_place import gradient_to_add_to, is_wanted
+from moecomm.backends.opened import call_or_tell
 from moecomm.communicator import Communicator
 from moecomm.device.cuda_device import CudaDevice
 from moecomm.kernels.activation import activate, activate_backward
@@ -38,7 +39,7 @@ from moecomm.kernels.first_order import first_order
 from moecomm.kernels.outside_autocast import without_autocast
 from moecomm.kernels.products import Products
 from moecomm.nn.config import Keep
-from moecomm.nn.experts import call_or_tell, shared_gates
+from moecomm.nn.experts import shared_gates
 from moecomm.nn.router import Choices
 from moecomm.overlap import SideStream, Stages
 from moecomm.overlap.stages import COMM, RecordedStages
@@ -321,18 +322,15 @@ def _backward(ctx: Any, grad_y_TH: Tensor) -> tuple[Tensor | None, ...]:
             with stages("shared_again"):
                 shared_inner_TI = x_TH @ shared_in
         with stages("shared_grad"):
+            shared = (shared_in, shared_out, shared_gate)
             grad_shared = _shared_backward(
-                grad_y_TH,
-                x_TH,
-                (shared_in, shared_out, shared_gate),
-                shared_inner_TI,
-                context.activation,
-                need_x,
-                *need_shared,
+                grad_y_TH, x_TH, shared, shared_inner_TI, context.activation, need_x, *need_shared
             )
     side.join(grad_rows_PH, rows_PH if context.keep == "nothing" else None)
 
-    into_in, into_out = (_gradient_to_add_to(ctx, number) for number in (W_IN, W_OUT))
+    into_in, into_out = (
+        gradient_to_add_to(ctx, number) if products.adds else None for number in (W_IN, W_OUT)
+    )
     if context.keep != "all":
         with stages("fc1_again"):
             inner_PI = products.grouped_mm(rows_PH, w_in, groups, bias_LB=b_in)
@@ -357,9 +355,9 @@ def _backward(ctx: Any, grad_y_TH: Tensor) -> tuple[Tensor | None, ...]:
     if context.deferred is not None and (need_in or need_out):
         count = grad_inner_PI.shape[0]
         of_in = of_out = None
-        if need_in and _is_wanted(ctx, W_IN):
+        if need_in and is_wanted(ctx, W_IN):
             of_in = Operands(w_in, rows_PH, grad_inner_PI)
-        if z_PF is not None and _is_wanted(ctx, W_OUT):
+        if z_PF is not None and is_wanted(ctx, W_OUT):
             of_out = Operands(w_out, z_PF, grad_rows_PH)
         if of_in is not None or of_out is not None:
             context.deferred.pending.append(Pending(products, groups, count, of_in, of_out))
@@ -399,29 +397,6 @@ def _backward(ctx: Any, grad_y_TH: Tensor) -> tuple[Tensor | None, ...]:
 
 W_IN, W_OUT = 2, 3
 """The positions of the experts' weights among the inputs of `_Keep`."""
-
-
-def _is_wanted(ctx: Any, number: int) -> bool:
-    """Returns whether the running backward needs a weight's gradient, and not only those of other inputs
-    (torch.autograd.grad, or `inputs` of backward)."""
-    try:
-        return torch._C._will_engine_execute_node(ctx.next_functions[number][0])
-    except RuntimeError:  # torch raises this during torch.autograd.grad
-        return False
-
-
-def _gradient_to_add_to(ctx: Any, number: int) -> Tensor | None:
-    """Returns the parameter's `main_grad`, if it has one, or its `grad`, if a product may add the weight's
-    gradient to it. Returns None where autograd has to add it: if there is no grad yet, if the products cannot
-    add, for torch.autograd.grad, for parameters with hooks on the gradient, and for sharded ones."""
-    node = ctx.next_functions[number][0]
-    if not ctx.context.products.adds or type(node).__name__ != "AccumulateGrad":
-        return None
-    parameter = node.variable
-    if has_hooks(parameter):
-        return None
-    grad = grad_in_place(parameter)
-    return grad if grad is not None and _is_wanted(ctx, number) else None
 
 
 def _shared_backward(

@@ -13,8 +13,9 @@ from torch.distributed.tensor import DTensor
 
 from moecomm.arguments import weight_dtype
 from moecomm.autograd.in_place import has_main_grad, keep_main_grad
+from moecomm.backends.opened import call_or_tell
 from moecomm.communicator import Communicator
-from moecomm.errors import InvalidArgument, known_to_all
+from moecomm.errors import InvalidArgument
 from moecomm.kernels.activation import INPUTS, INTERLEAVED, weighted_activation
 from moecomm.kernels.engine import make_products
 from moecomm.kernels.marks import mark_expert_parameter
@@ -397,19 +398,6 @@ def adopt_experts(experts: nn.Module, config: MoEConfig) -> None:
     for parameter in parameters.values():
         if not isinstance(parameter, DTensor):  # `refuse_mixed_shards` has to see the mesh of these
             mark_expert_parameter(parameter)
-
-
-def call_or_tell(comm: Communicator, part: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Calls a module, or another part of a layer, and returns its result. If it or its hooks raise an
-    exception on this rank alone, the other ranks are told."""
-    if torch.compiler.is_compiling():  # a graph break within a try cannot resume
-        return part(*arguments, **options)
-    try:
-        return part(*arguments, **options)
-    except Exception as error:
-        if known_to_all(error):
-            raise
-        comm.refuse(error)
 
 
 def combine_own_experts(

@@ -14,17 +14,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from moecomm.arguments import require_tensor
 from moecomm.autograd.attached_loss import attach_loss
 from moecomm.autograd.deferred import Deferred
+from moecomm.backends.base import MOST_CALLERS, caller_of
+from moecomm.backends.opened import call_or_tell
 from moecomm.communicator import Communicator
 from moecomm.errors import InvalidArgument, known_to_all
 from moecomm.kernels.activation import prepare as prepare_activation
 from moecomm.kernels.parameters import ExpertPart
-from moecomm.nn.config import MOST_CALLERS, MoEConfig, OverlapConfig, caller_of, values_that_agree
+from moecomm.nn.config import MoEConfig, OverlapConfig, values_that_agree
 from moecomm.nn.expert_pass import PassContext, Plans, Weights, run_experts
 from moecomm.nn.experts import (
     GroupedExperts,
     SharedExperts,
     adopt_experts,
-    call_or_tell,
     combine_own_experts,
 )
 from moecomm.nn.guards import check_settings, refuse_own_settings, watchers_of
@@ -167,7 +168,8 @@ class MoELayer(nn.Module):
             expert_ranks.make_groups(folding)
         self.config, self._comm, self.folding = config, comm, folding
         self._number = comm._layers = comm._layers % MOST_CALLERS + 1
-        self._caller = caller_of(self._number, config)  # a dispatch must be of one layer on all ranks
+        # A dispatch must be of one layer on all ranks.
+        self._caller = caller_of(self._number, values_that_agree(config))
         self._balance = balance_ranks(config.aux_loss, folding, as_group(loss_group, "loss_group"))
         meta = torch.get_default_device().type == "meta"
         weights_on = torch.device("meta") if meta else comm.device
@@ -437,15 +439,21 @@ class MoELayer(nn.Module):
         Waits for them."""
         return self._recorded.timelines()
 
-    def _pass_context(self, topk_idx_TK: Tensor) -> PassContext:
-        overlap = self.overlap
-        return PassContext(
+    def _weights(self) -> Weights:
+        """Returns the current weights of the experts and the shared experts."""
+        experts, shared = self.experts, self._shared_within
+        s_in, s_out, s_gate = (None,) * 3 if shared is None else (shared.w_in, shared.w_out, shared.w_gate)
+        return Weights(experts.w_in, experts.w_out, s_in, s_out, s_gate, experts.b_in, experts.b_out)
+
+    def _run(self, rows_TH: Tensor, topk_idx_TK: Tensor, topk_weights_TK: Tensor) -> Tensor:
+        experts, shared, overlap = self.experts, self._shared_within, self.overlap
+        context = PassContext(
             layer=self,
             comm=self.comm,
             topk_idx_TK=topk_idx_TK,
             capacity=self.capacity,
             activation=self.config.activation,
-            products=self.experts.products,
+            products=experts.products,
             keep=overlap.keep,
             keep_shared=overlap.keep_shared,
             waits_on_host=self._waits_on_host,
@@ -454,15 +462,6 @@ class MoELayer(nn.Module):
             overflow=None if self.capacity is None else self._overflow,
             plans=self._plans,
         )
-
-    def _weights(self) -> Weights:
-        """Returns the current weights of the experts and the shared experts."""
-        experts, shared = self.experts, self._shared_within
-        s_in, s_out, s_gate = (None,) * 3 if shared is None else (shared.w_in, shared.w_out, shared.w_gate)
-        return Weights(experts.w_in, experts.w_out, s_in, s_out, s_gate, experts.b_in, experts.b_out)
-
-    def _run(self, rows_TH: Tensor, topk_idx_TK: Tensor, topk_weights_TK: Tensor) -> Tensor:
-        experts, shared, context = self.experts, self._shared_within, self._pass_context(topk_idx_TK)
 
         def run(x_TH: Tensor) -> Tensor:
             return _run_experts(context, x_TH, topk_weights_TK, self._weights())

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from moecomm.nn.config import MOST_CALLERS, caller_of
+from moecomm.backends.base import MOST_CALLERS, caller_of
+from moecomm.nn.config import values_that_agree
 from moecomm.nn.layer import MoELayer
 from moecomm.parallel.spread import built_layers
 from moecomm.train.replicas import Ranks, ranks_of
@@ -41,7 +42,8 @@ class Drift:
             bits, event = self._taken
             if event is not None:
                 event.synchronize()
-            layer._caller = caller_of(layer._number + int(bits) % MOST_CALLERS, layer.config)
+            number = layer._number + int(bits) % MOST_CALLERS
+            layer._caller = caller_of(number, values_that_agree(layer.config))
         self._taken = _on_host(bits_of(weight))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
