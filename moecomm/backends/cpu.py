@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -35,6 +36,7 @@ from moecomm.types import Work
 
 Result = TypeVar("Result")
 Finished = TypeVar("Finished")
+Given = TypeVar("Given", torch.Tensor, torch.Tensor | None)
 
 # Smaller outputs come from torch's allocator: reusing pages pays only from this size on.
 _POOLED_BYTES = 1 << 16
@@ -146,9 +148,7 @@ class CpuBackend(Backend):
         self._order = InOrder(self._native.give_up)
 
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        count = 1
-        for size in shape:
-            count *= size
+        count = math.prod(shape)
         if torch.is_anomaly_enabled():  # anomaly mode also reads rows past the last group
             return torch.zeros(shape, dtype=dtype, device="cpu")
         if count * dtype.itemsize < _POOLED_BYTES:
@@ -187,7 +187,7 @@ class CpuBackend(Backend):
 
     def begin_dispatch(self, call: DispatchCall) -> _Begun:
         x_TH, ids_TK = _dense(call.x_TH), _dense(call.topk_idx_TK)
-        weights_TK = _dense_or_none(call.topk_weights_TK)
+        weights_TK = _dense(call.topk_weights_TK)
         x, ids, weights = _address(x_TH), _address(ids_TK), _address(weights_TK)
         self._announced = True
         plan = self._native.begin_dispatch(
@@ -269,7 +269,7 @@ class CpuBackend(Backend):
         gradients: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         plan = self._plan(plan)
-        rows_TH, scales_P, other_PH = _dense(rows_TH), _dense_or_none(scales_P), _dense_or_none(other_PH)
+        rows_TH, scales_P, other_PH = _dense(rows_TH), _dense(scales_P), _dense(other_PH)
         out_PH = self._empty((plan.rows, self.hidden), self.dtype)
         dots_P = (
             None if other_PH is None else torch.zeros(plan.rows, dtype=weight_dtype(self.dtype), device="cpu")
@@ -294,8 +294,8 @@ class CpuBackend(Backend):
         forward: bool = False,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         plan = self._plan(plan)
-        rows_PH, weights_P = _dense_or_none(rows_PH), _dense_or_none(weights_P)
-        weight_grads = _dense_or_none(weight_grads)
+        rows_PH, weights_P = _dense(rows_PH), _dense(weights_P)
+        weight_grads = _dense(weight_grads)
         y_TH = None if rows_PH is None else self._empty((plan.tokens, self.hidden), self.dtype)
         grads_TK = None
         if weight_grads is not None:
@@ -347,12 +347,8 @@ class CpuBackend(Backend):
 _run_outside_graph = _disable_dynamo(CpuBackend.run)
 
 
-def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().resolve_neg().contiguous()
-
-
-def _dense_or_none(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return None if tensor is None else _dense(tensor)
+def _dense(tensor: Given) -> Given:
+    return None if tensor is None else tensor.detach().resolve_neg().contiguous()
 
 
 def _address(tensor: torch.Tensor | None) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -55,7 +56,5 @@ class Begun(NamedTuple):
 
 def out_of_memory(shape: tuple[int, ...], dtype: torch.dtype, error: Exception) -> OutOfMemory:
     """Returns the error for a tensor that does not fit into memory."""
-    needed = dtype.itemsize
-    for size in shape:
-        needed *= size
+    needed = dtype.itemsize * math.prod(shape)
     return OutOfMemory(f"no device memory for {needed} bytes of {dtype} {shape}: {error}", needed=needed)

@@ -57,7 +57,7 @@ class Fp8Products(Products):
         weights = self._weights(weight_LAB, quantize_transposed)
         return scaled_grouped_mm(quantize_rows(rows_PA, groups), weights, groups).to(rows_PA.dtype)
 
-    def _mm_dgrad(self, rows_PB: Tensor, weight_LAB: Tensor, groups: Tensor) -> Tensor:
+    def grouped_mm_dgrad(self, rows_PB: Tensor, weight_LAB: Tensor, groups: Tensor) -> Tensor:
         weights = self._weights(weight_LAB, quantize_rows)
         return scaled_grouped_mm(quantize_rows(rows_PB, groups), weights, groups).to(rows_PB.dtype)
 

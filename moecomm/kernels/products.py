@@ -79,7 +79,7 @@ class Products:
 
     def grouped_mm_dgrad(self, rows_PB: Tensor, weight_LAB: Tensor, groups: Tensor) -> Tensor:
         """Returns (P, A): rows of each group times its weight, transposed."""
-        return self._mm_dgrad(rows_PB, weight_LAB, groups)
+        return grouped_mm(rows_PB, weight_LAB.transpose(1, 2), groups)
 
     def grouped_mm_wgrad(
         self, rows_PA: Tensor, grad_PB: Tensor, groups: Tensor, *, into: Tensor | None = None
@@ -143,9 +143,6 @@ class Products:
 
     def _mm(self, rows_PA: Tensor, weight_LAB: Tensor, groups: Tensor) -> Tensor:
         return grouped_mm(rows_PA, weight_LAB, groups)
-
-    def _mm_dgrad(self, rows_PB: Tensor, weight_LAB: Tensor, groups: Tensor) -> Tensor:
-        return grouped_mm(rows_PB, weight_LAB.transpose(1, 2), groups)
 
     def _wgrad_into(
         self, rows_PA: Tensor, grad_PB: Tensor, groups: Tensor, into: Tensor | None

@@ -67,14 +67,12 @@ __all__ = [
     "z_loss",
 ]
 
-_ELSEWHERE = {"GraphedStep": "moecomm.graphs"}
-"""The packages of names that can also be imported from here; all others are in moecomm.train."""
-
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_ELSEWHERE.get(name, "moecomm.train")), name)
+    package = "moecomm.graphs" if name == "GraphedStep" else "moecomm.train"
+    value = getattr(importlib.import_module(package), name)
     globals()[name] = value
     return value
 

@@ -147,11 +147,8 @@ class MoEConfig:
     def _rules(self) -> Iterator[tuple[str, bool, str]]:
         """Yields fields, whether their values are allowed, and the allowed values as text."""
         yield "top_k", self.top_k <= self.num_experts, f"at most num_experts={self.num_experts}"
-        yield (
-            "shared_gate",
-            self.num_shared_experts > 0 or not self.shared_gate,
-            "False without shared experts",
-        )
+        gates = self.num_shared_experts > 0 or not self.shared_gate
+        yield "shared_gate", gates, "False without shared experts"
         yield "jitter", 0 <= self.jitter < 1, "in [0, 1)"
         for name in ("scaling_factor", "capacity_factor"):
             value = getattr(self, name)

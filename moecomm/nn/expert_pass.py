@@ -436,6 +436,8 @@ def _shared_backward(
 # -- autograd and checkpoints ------------------------------------------------------------------------------
 
 
+# If torch.compile gives up on a forward, it looks for graphs in its parts; this part has its own backward.
+@_disable_dynamo
 def run_experts(context: PassContext, x_TH: Tensor, topk_weights_TK: Tensor, weights: Weights) -> Tensor:
     """Returns (T, H): the sum over a token's experts of weight * expert(x), plus the shared experts' result.
 

@@ -39,9 +39,6 @@ from moecomm.parallel.spread import built_layers
 from moecomm.setup.memory_plan import NATIVE_DTYPES
 from moecomm.types import AnyGroup, as_group
 
-# If torch.compile gives up on a forward, it looks for graphs in its parts; this part has its own backward.
-_run_experts = _disable_dynamo(run_experts)
-
 
 @_disable_dynamo
 def _note_dispatch(check: Any, overflow: Tensor) -> None:
@@ -464,7 +461,7 @@ class MoELayer(nn.Module):
         )
 
         def run(x_TH: Tensor) -> Tensor:
-            return _run_experts(context, x_TH, topk_weights_TK, self._weights())
+            return run_experts(context, x_TH, topk_weights_TK, self._weights())
 
         # This runs within the calls of both modules, whose hooks may have to prepare their weights.
         y_TH: Tensor = (
