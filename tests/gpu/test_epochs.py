@@ -13,6 +13,7 @@ from tests import oracle
 from tests.cases import Case
 from tests.gpu import harness
 from tests.gpu.conftest import Pools
+from tests.gpu.harness import Job
 from tests.gpu.test_graphs import AtCapacity, Captured
 from tests.gpu.test_turns import TURNS, in_turns_case
 from tests.multirank.on_ranks import on_ranks
@@ -58,14 +59,7 @@ def _across(rank: int, world_size: int, job: Case, start: int) -> list[str]:
 @pytest.mark.parametrize("size", [2, 4])
 def test_across_the_borders(pool: Pools, size: int, in_turns: bool, start: int, seed: int) -> None:
     """Chunks that take turns in the staging section get the right credits across the borders as well."""
-    job = Case(
-        tokens=(64, 33, 50, 0)[:size],
-        num_experts=8 * size,
-        hidden=256,
-        top_k=4,
-        dtype="bfloat16",
-        seed=seed,
-    )
+    job = Job(tokens=(64, 33, 50, 0)[:size], num_experts=8 * size, hidden=256, top_k=4, seed=seed)
     if in_turns:
         job = in_turns_case(size, seed)
     oracle.assert_none(pool(size, **(TURNS if in_turns else {}))(_across, job, start))
@@ -76,13 +70,8 @@ def test_across_the_borders(pool: Pools, size: int, in_turns: bool, start: int, 
 def test_who_gives_up_waits_for_slow_peers(rank: int, world_size: int, seed: int) -> list[str]:
     """Each rank in turn is slow between sending and receiving a dispatch, epoch n. The others give n + 1 up
     and begin n + 2, whose rows lie where those of n do."""
-    job = Case(
-        tokens=(600, 333, 64, 512)[:world_size],
-        num_experts=8 * world_size,
-        hidden=512,
-        top_k=4,
-        dtype="bfloat16",
-        seed=seed,
+    job = Job(
+        tokens=(600, 333, 64, 512)[:world_size], num_experts=8 * world_size, hidden=512, top_k=4, seed=seed
     )
     problems = []
     with harness.communicator(**job.communicator) as comm:

@@ -16,6 +16,7 @@ from tests import cases, oracle, ranks
 from tests.cases import Case
 from tests.gpu import harness
 from tests.gpu.conftest import Pools
+from tests.gpu.harness import Job
 from tests.gpu.test_graphs import AtCapacity, Captured
 from tests.gpu.test_turns import TURNS, in_turns_case
 from tests.oracle import DTYPES, Oracle
@@ -61,12 +62,11 @@ def test_small_cases(pool: Pools, size: int, who: str, dtype: str, seed: int) ->
 @pytest.mark.parametrize("wire", WIRE_FORMATS)
 def test_wire_formats(pool: Pools, most_ranks: int, wire: str, who: str, seed: int) -> None:
     size = min(3, most_ranks)
-    base = Case(
+    base = Job(
         tokens=(9, 70, 12)[:size],
         num_experts=4 * size,
         hidden=144 + -144 % WIRE_FORMATS[wire].unit,
         top_k=3,
-        dtype="bfloat16",
         wire=wire,
         slack=5,
         routing="holes",
@@ -92,15 +92,8 @@ def test_beside_ranks_with_more_tokens(
 ) -> None:
     """Chunks of other ranks hold several tokens; this rank's hold one."""
     size = min(4, most_ranks)
-    base = Case(
-        tokens=tokens[-size:],
-        num_experts=8 * size,
-        hidden=1024,
-        top_k=4,
-        dtype="bfloat16",
-        layout=layout,
-        slack=7,
-        seed=seed,
+    base = Job(
+        tokens=tokens[-size:], num_experts=8 * size, hidden=1024, top_k=4, layout=layout, slack=7, seed=seed
     )
     some = [base, replace(base, routing="skewed", seed=seed + 1), replace(base, slack=-100, seed=seed + 2)]
     oracle.assert_none(pool(size)(_play, "all", some))
@@ -112,16 +105,8 @@ def test_between_two_ranks(pool: Pools, most_ranks: int, layout: str, wire: str 
     """Teams are of one warp where some blocks send and others receive, or of two where rows are quantised."""
     if most_ranks < 2:
         pytest.skip("needs 2 ranks")
-    base = Case(
-        tokens=(MOST, 300),
-        num_experts=16,
-        hidden=1024,
-        top_k=4,
-        dtype="bfloat16",
-        layout=layout,
-        wire=wire,
-        slack=7,
-        seed=seed,
+    base = Job(
+        tokens=(MOST, 300), num_experts=16, hidden=1024, top_k=4, layout=layout, wire=wire, slack=7, seed=seed
     )
     some = [
         base,
@@ -146,12 +131,11 @@ def test_beside_ranks_whose_chunks_take_turns(pool: Pools, most_ranks: int, who:
 @pytest.mark.parametrize("num_sms", [2, 3, 8, 24])
 def test_few_sms(pool: Pools, most_ranks: int, num_sms: int, seed: int) -> None:
     size = min(3, most_ranks)
-    base = Case(
+    base = Job(
         tokens=(130, MOST, 7)[:size],
         num_experts=8 * size,
         hidden=512,
         top_k=4,
-        dtype="bfloat16",
         num_sms=num_sms,
         slack=0,
         seed=seed,
@@ -181,9 +165,7 @@ def _replays(rank: int, world_size: int, who: str, job: Case) -> list[str]:
 @pytest.mark.parametrize("who", WHO)
 def test_replays(pool: Pools, most_ranks: int, who: str, seed: int) -> None:
     size = min(3, most_ranks)
-    job = Case(
-        tokens=(128, 0, 61)[:size], num_experts=8 * size, hidden=512, top_k=4, dtype="bfloat16", seed=seed
-    )
+    job = Job(tokens=(128, 0, 61)[:size], num_experts=8 * size, hidden=512, top_k=4, seed=seed)
     oracle.assert_none(pool(size)(_replays, who, job))
 
 
@@ -191,9 +173,7 @@ def _nodes(rank: int, world_size: int, most: int | None, tokens: int) -> tuple[i
     """Kernels in a graph of a dispatch with a capacity, and of a combine."""
     from cuda.bindings import runtime
 
-    job = Case(
-        tokens=(tokens,) * world_size, num_experts=8 * world_size, hidden=256, top_k=2, dtype="bfloat16"
-    )
+    job = Job(tokens=(tokens,) * world_size, num_experts=8 * world_size, hidden=256, top_k=2)
     with nullcontext() if most is None else fused_tokens(most):
         comm = harness.communicator(**job.communicator)
     counts = []

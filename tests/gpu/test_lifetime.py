@@ -14,6 +14,7 @@ import torch
 from tests import oracle, ranks
 from tests.cases import Case
 from tests.gpu import harness
+from tests.gpu.harness import Job
 from tests.multirank.on_ranks import on_ranks
 from tests.multirank.test_lifetime import (
     test_memory_comes_and_goes_as_planned,
@@ -43,14 +44,7 @@ def alone(request: pytest.FixtureRequest) -> None:
 @on_ranks("size")
 def test_beside_expandable_segments(rank: int, world_size: int, seed: int) -> list[str]:
     """torch's own use of VMM (expandable segments) beside ours."""
-    case = Case(
-        tokens=(2048,) * world_size,
-        num_experts=8 * world_size,
-        hidden=2048,
-        top_k=4,
-        dtype="bfloat16",
-        seed=seed,
-    )
+    case = Job(tokens=(2048,) * world_size, num_experts=8 * world_size, hidden=2048, top_k=4, seed=seed)
     torch.cuda.empty_cache()
     torch.cuda.memory._set_allocator_settings("expandable_segments:True")
     try:

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from tests.cases import Case
 from tests.fabric import needs_fabric
 from tests.gpu import (
     conftest,
@@ -122,12 +121,11 @@ def require_own_ranks(per_node: int, monkeypatch: pytest.MonkeyPatch) -> Callabl
 @pytest.mark.parametrize("wire", [None, "fp8"])
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_against_one_node(pool: Pools, per_node: int, size: int, wire: str | None, seed: int) -> None:
-    case = Case(
+    case = Job(
         tokens=(300, 1, 200, 133)[:size],
         num_experts=8 * size,
         hidden=1040,
         top_k=4,
-        dtype="bfloat16",
         wire=wire,
         routing="holes",
         seed=seed,
@@ -138,12 +136,11 @@ def test_against_one_node(pool: Pools, per_node: int, size: int, wire: str | Non
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_rows_cross_once_a_node(pool: Pools, per_node: int, size: int, seed: int) -> None:
-    case = Case(
+    case = Job(
         tokens=(200,) * size,
         num_experts=4 * size,
         hidden=256,
         top_k=3,
-        dtype="bfloat16",
         routing="holes",
         seed=seed,
         ranks_per_node=per_node,

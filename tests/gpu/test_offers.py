@@ -14,6 +14,7 @@ from tests import oracle, ranks
 from tests.cases import Case
 from tests.gpu import harness
 from tests.gpu.conftest import Pools
+from tests.gpu.harness import Job
 from tests.oracle import Oracle
 
 pytestmark = pytest.mark.usefixtures("cuda_only")
@@ -45,12 +46,11 @@ def _play(rank: int, world_size: int, some: list[Case], fused: int = MOST) -> li
 def test_few_tokens(pool: Pools, most_ranks: int, hidden: int, layout: str, seed: int) -> None:
     """Beside ranks that bring many more, and none."""
     size = min(4, most_ranks)
-    base = Case(
+    base = Job(
         tokens=(200, MOST + 5, 0, 64)[:size],
         num_experts=8 * size,
         hidden=hidden,
         top_k=8,
-        dtype="bfloat16",
         layout=layout,
         seed=seed,
     )
@@ -84,7 +84,7 @@ def _play_between(rank: int, world_size: int, some: list[Case]) -> list[str]:
 
 def test_tokens_between_few_and_many(pool: Pools, most_ranks: int, seed: int) -> None:
     size = min(4, most_ranks)
-    base = Case(tokens=(900,) * size, num_experts=8 * size, hidden=7168, top_k=8, dtype="bfloat16")
+    base = Job(tokens=(900,) * size, num_experts=8 * size, hidden=7168, top_k=8)
     some = [replace(base, seed=seed + i) for i in range(3)]
     some += [replace(base, tokens=(600,) * size, seed=seed), replace(base, routing="one-rank", seed=seed)]
     oracle.assert_none(pool(size)(_play_between, some))
@@ -98,12 +98,11 @@ def test_many_tokens(
 ) -> None:
     """The offer follows the rows of earlier dispatches; after one that brought many more there is none."""
     size = min(4, most_ranks)
-    base = Case(
+    base = Job(
         tokens=(3000, 2048, 1500, MOST + 1)[:size],
         num_experts=8 * size,
         hidden=512,
         top_k=4,
-        dtype="bfloat16",
         layout=layout,
         wire=wire,
     )

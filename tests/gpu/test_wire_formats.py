@@ -315,7 +315,7 @@ def test_construction(pool: Pools, most_ranks: int) -> None:
 
 
 def _no_pairs(rank: int, world_size: int, wire: str | None) -> list[Caught | None]:
-    case = Case(tokens=(4,) * world_size, num_experts=2 * world_size, hidden=128, top_k=2, dtype="bfloat16")
+    case = Job(tokens=(4,) * world_size, num_experts=2 * world_size, hidden=128, top_k=2)
     with harness.communicator(**replace(case, wire=wire).communicator) as comm:
         x_TH = cases.tensor(case.x(rank), case.torch_dtype, comm.device)
         ids_TK = cases.tensor(case.ids(rank), None, comm.device)

@@ -374,7 +374,7 @@ def _leaves_at_different_times(
 @needs_fabric
 @pytest.mark.parametrize(("size", "where"), [(2, "1 a node, shm"), (4, "2 a node, tcp, 3 lanes")])
 def test_nobody_loses_rows_when_others_leave(size: int, where: str, seed: int) -> None:
-    case = Case(tokens=(9,) * size, num_experts=2 * size, hidden=4096, top_k=2, weights=True, seed=5)
+    case = Case(tokens=(9,) * size, num_experts=2 * size, hidden=4096, top_k=2, seed=5)
     results = on_nodes(where)(size, _leaves_at_different_times, case, 6, seed % 12)
     for rounds in zip(*results, strict=True):
         oracle.assert_none([arrays for arrays, _ in rounds])

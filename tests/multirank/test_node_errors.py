@@ -144,7 +144,6 @@ def test_operations_left_in_the_middle(size: int, per_node: int, provider: str, 
         num_experts=2 * size,
         hidden=1 << 12,
         top_k=2,
-        weights=True,
         seed=seed,
         ranks_per_node=per_node,
     )

@@ -166,15 +166,7 @@ def _verify(results: list[list[tuple[bool, list[str], dict[str, float]]]]) -> No
 
 
 def test_results_over_a_network(hosts: Hosts, seed: int) -> None:
-    base = Case(
-        tokens=(300, 217),
-        num_experts=8,
-        hidden=1024,
-        top_k=3,
-        weights=True,
-        seed=seed,
-        ranks_per_node=1,
-    )
+    base = Case(tokens=(300, 217), num_experts=8, hidden=1024, top_k=3, seed=seed, ranks_per_node=1)
     some = [base, replace(base, layout="rank", dtype="bfloat16", slack=-5), replace(base, tokens=(0, 9))]
     _verify(run(2, _on_hosts, hosts, some))
 
@@ -185,15 +177,7 @@ def test_results_over_a_slow_network(hosts: Hosts, seed: int) -> None:
         hosts.shape("100mbit")
     except OSError as error:
         pytest.skip(f"cannot shape a link: {error}")
-    case = Case(
-        tokens=(160, 200),
-        num_experts=4,
-        hidden=1024,
-        top_k=2,
-        weights=True,
-        seed=seed,
-        ranks_per_node=1,
-    )
+    case = Case(tokens=(160, 200), num_experts=4, hidden=1024, top_k=2, seed=seed, ranks_per_node=1)
     _verify(run(2, _on_hosts, hosts, [case]))
 
 

@@ -45,12 +45,7 @@ def _on_nodes(some: list[Case], ranks_per_node: int) -> list[Case]:
 def _chunks(size: int, seed: int, tokens: int = 20) -> Case:
     """Rows of 512 KiB, each a chunk: 20 tokens are more of them under way than there are places for."""
     return Case(
-        tokens=(tokens - 2, *(tokens,) * (size - 1)),
-        num_experts=2 * size,
-        hidden=1 << 17,
-        top_k=2,
-        weights=True,
-        seed=seed,
+        tokens=(tokens - 2, *(tokens,) * (size - 1)), num_experts=2 * size, hidden=1 << 17, top_k=2, seed=seed
     )
 
 
@@ -121,15 +116,7 @@ def test_nothing_to_do_and_all_to_one(fabric: Fabric, size: int, per_node: int, 
 
 def test_chunks_and_threads(fabric: Fabric, seed: int) -> None:
     """More rows than a chunk holds, more chunks than there are places for."""
-    base = Case(
-        tokens=(560, 1, 200, 200),
-        num_experts=16,
-        hidden=2056,
-        top_k=4,
-        dtype="float64",
-        weights=True,
-        seed=seed,
-    )
+    base = Case(tokens=(560, 1, 200, 200), num_experts=16, hidden=2056, top_k=4, dtype="float64", seed=seed)
     some = [replace(base, num_sms=2), replace(base, layout="rank", slack=-3), replace(base, dtype="bfloat16")]
     check(fabric(4), _on_nodes(some, 2), gradients=False)
 
