@@ -188,14 +188,13 @@ finetune: $(BUILT) $(FINETUNE_DONE)
 bench: $(BUILT)
 	@$(PY) bench/run_all.py $(ARGS)
 
-# Without ARGS everything runs, in three processes beside each other: the tests that start ranks, all others, and those of
-# ranks that mostly wait, for deadlines and for processes that end. The output of the last two comes at the end. Programs
-# that start ranks themselves are among the others: the first two take about as long.
+# Without ARGS everything runs, in three processes beside each other: the tests that start ranks; those of them that mostly
+# wait, for deadlines and for processes, with the tests of pages; all others. The output of the last two comes at the end.
 # With ARGS it is pytest alone, narrowed by them.
 RANKS    := tests/multirank tests/gpu
-WAITING  := $(patsubst %,tests/multirank/test_%.py,absence ends faults fd_exchange hosts node_construction node_errors)
-PROGRAMS := tests/multirank/test_bench.py tests/multirank/test_main.py tests/multirank/test_harness.py
-OTHERS   := $(filter-out $(RANKS:%=%/) %__pycache__/,$(wildcard tests/*/)) $(PROGRAMS)
+WAITING  := $(patsubst %,tests/multirank/test_%.py,absence bench ends faults fd_exchange harness hosts main \
+              node_construction node_errors) tests/docs
+OTHERS   := $(filter-out $(RANKS:%=%/) tests/docs/ %__pycache__/,$(wildcard tests/*/))
 test: $(if $(strip $(ARGS)),,cpptest) $(BUILT) $(DEV_DONE)
 ifneq ($(strip $(ARGS)),)
 	@echo '==> pytest $(ARGS)'
@@ -206,7 +205,7 @@ else
 	  $(PY) -m pytest $(OTHERS) >$(LOGS)/pytest-others.log 2>&1 & others=$$!; \
 	  $(PY) -m pytest $(WAITING) >$(LOGS)/pytest-waiting.log 2>&1 & waiting=$$!; \
 	  trap "kill $$others $$waiting 2>/dev/null || true" EXIT; \
-	  code=0; $(PY) -m pytest $(RANKS) $(patsubst %,--ignore %,$(PROGRAMS) $(WAITING)) || code=$$?; \
+	  code=0; $(PY) -m pytest $(RANKS) $(WAITING:%=--ignore %) || code=$$?; \
 	  for each in waiting others; do \
 	    wait $${!each} || code=$$?; echo "==> pytest, $$each"; cat $(LOGS)/pytest-$$each.log; done; \
 	  exit $$code

@@ -342,11 +342,11 @@ def shared_memory_names(marker: str = "moecomm") -> set[str]:
 
 
 @contextlib.contextmanager
-def no_shared_memory_left(patience: float = 5.0) -> Iterator[None]:
+def no_shared_memory_left(patience: float = 15.0) -> Iterator[None]:
     """Asserts that the block leaves no name of ours in /dev/shm.
 
-    Another test run on this machine may hold a name for the instant between creating and unlinking it, so a
-    new name counts only if it stays for `patience` seconds.
+    Another test run on this machine may hold a name between creating and unlinking it, or until what it has
+    killed is cleaned up, so a new name counts only if it stays for `patience` seconds.
     """
     before = shared_memory_names()
     yield
