@@ -74,15 +74,12 @@ void bind_common(Class& bound, void (*interrupt)()) {
           "open_rail",
           [](Communicator& self, const py::bytes& job, const std::string& provider,
              const std::string& interface, int lanes) {
-            RailOptions options{job_id(job),
-                                self.config().shape.nodes(),
-                                self.config().rank,
-                                self.config().timeout_seconds,
-                                provider,
-                                interface,
-                                "",
-                                lanes};
-            if constexpr (requires { self.gpu_bus_id(); }) options.gpu_bus_id = self.gpu_bus_id();
+            const NodeMap nodes = self.config().shape.nodes();
+            const int32_t rank = self.config().rank;
+            fabric::ProviderOptions network{provider,          interface, "", nodes.local_of(rank),
+                                            nodes.local_ranks, lanes};
+            if constexpr (requires { self.gpu_bus_id(); }) network.gpu_bus_id = self.gpu_bus_id();
+            const RailOptions options{job_id(job), nodes, rank, self.config().timeout_seconds, network};
             const py::gil_scoped_release release;
             return std::make_unique<Rail>(options, self.layout(), self.base());
           },

@@ -2,6 +2,9 @@
 
 #include <sys/random.h>
 
+#include <cinttypes>
+#include <cstdio>
+
 #include "common/error.hpp"
 
 namespace moecomm {
@@ -14,10 +17,8 @@ uint64_t random_word(const char* wanted_for) {
 }
 
 std::string random_digits(const char* wanted_for) {
-  static constexpr char kDigits[] = "0123456789abcdef";
-  const uint64_t word = random_word(wanted_for);
-  std::string digits;
-  for (int digit = 0; digit < 16; ++digit) digits += kDigits[(word >> (4 * digit)) & 15];
+  char digits[17];
+  std::snprintf(digits, sizeof(digits), "%016" PRIx64, random_word(wanted_for));
   return digits;
 }
 

@@ -10,17 +10,6 @@
 namespace moecomm {
 namespace {
 
-fabric::FabricOptions fabric_options(const RailOptions& options) {
-  fabric::FabricOptions chosen;
-  chosen.provider.provider = options.provider;
-  chosen.provider.interface = options.interface;
-  chosen.provider.gpu_bus_id = options.gpu_bus_id;
-  chosen.provider.local_rank = options.nodes.local_of(options.rank);
-  chosen.provider.local_ranks = options.nodes.local_ranks;
-  chosen.provider.lanes = options.lanes;
-  return chosen;
-}
-
 /// The requested interface may be an RDMA device ("mlx5_0"), which TCP does not know.
 std::string interface_for_links(const std::string& interface) {
   try {
@@ -38,10 +27,10 @@ constexpr double kLeastSilence = 30.0;
 
 Rail::Rail(const RailOptions& options, const WindowLayout& layout, std::byte* base)
     : options_(options),
-      network_(fabric::open_network(fabric_options(options), base, layout.committed_bytes)),
-      links_(std::make_unique<tcp::Links>(
-          tcp::LinkOptions{options.job, node(), options.nodes.nodes(), interface_for_links(options.interface),
-                           std::clamp(options.timeout_seconds, kLeastSilence, tcp::kLongestSilence)})) {}
+      network_(fabric::open_network({options.network}, base, layout.committed_bytes)),
+      links_(std::make_unique<tcp::Links>(tcp::LinkOptions{
+          options.job, node(), options.nodes.nodes(), interface_for_links(options.network.interface),
+          std::clamp(options.timeout_seconds, kLeastSilence, tcp::kLongestSilence)})) {}
 
 /// Peers send nothing before all have connected, so any input means that one of them could not.
 void Rail::require_peers() {

@@ -18,9 +18,7 @@ struct RailOptions {
   NodeMap nodes;
   int32_t rank;
   double timeout_seconds;
-  std::string provider, interface;  ///< empty: chosen
-  std::string gpu_bus_id;           ///< chooses the NICs nearest to this GPU; empty: CPU ranks
-  int lanes = 0;                    ///< endpoints (fabric/lanes.hpp); 0: chosen by this
+  fabric::ProviderOptions network;
 };
 
 class Rail {

@@ -26,6 +26,11 @@ std::string default_route_address();
 /// The text of a numeric address; "" for null, and for an address that is neither IPv4 nor IPv6.
 std::string ip_text(const sockaddr* address);
 
+/// Returns whether a numeric address is reachable from its own host alone.
+inline bool is_loopback(const std::string& address) {
+  return address.starts_with("127.") || address == "::1";
+}
+
 /// Finds in `have` the address that `wanted` means, an interface's name or a numeric address. For an
 /// interface it is the first IPv4 address, else the first IPv6 one. If `wanted` is empty: `default_address`,
 /// else the address of the first interface other than the loopback, those with a carrier first, else the

@@ -15,8 +15,8 @@
 
 #include "check.hpp"
 #include "common/deadline.hpp"
-#include "transport/fabric/lanes.hpp"
 #include "transport/fabric/library.hpp"
+#include "transport/fabric/network.hpp"
 #include "transport/fabric/transport.hpp"
 
 namespace moecomm::fabric::test_peers {

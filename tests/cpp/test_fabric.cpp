@@ -237,7 +237,8 @@ void lanes_case(const std::string& provider) {
     Memory memory(2 * kHalf);
     FabricOptions options = options_for(provider);
     options.provider.lanes = 3;
-    Lanes remote(options, memory.base, memory.bytes);
+    const std::unique_ptr<Network> network = open_network(options, memory.base, memory.bytes);
+    Network& remote = *network;
     std::vector<std::vector<AddressBytes>> peers(2, remote.endpoint_addresses());
     CHECK(peers[0].size() == 3);
     for (size_t lane = 0; lane < 3; ++lane) {
@@ -279,11 +280,11 @@ void lanes_connect_case(const std::string& provider) {
   FabricOptions options = options_for(provider);
   options.provider.lanes = 2;
   Memory memory(4096), other(4096);
-  const Lanes peer(options, other.base, other.bytes);  // nobody drives them
+  const auto peer = open_network(options, other.base, other.bytes);  // nobody drives them
   const auto lonely = [&](double timeout_seconds, const std::function<void()>& interrupt) {
-    Lanes lanes(options, memory.base, memory.bytes);
-    lanes.insert_peers({lanes.endpoint_addresses(), peer.endpoint_addresses()}, 0);
-    lanes.connect(timeout_seconds, interrupt);
+    const auto lanes = open_network(options, memory.base, memory.bytes);
+    lanes->insert_peers({lanes->endpoint_addresses(), peer->endpoint_addresses()}, 0);
+    lanes->connect(timeout_seconds, interrupt);
   };
   CHECK(throws(ErrorKind::peer_timeout, "peer 1", [&] { lonely(0.3, {}); }));
   const auto start = Clock::now();

@@ -6,11 +6,11 @@
 
 #include "common/error.hpp"
 #include "transport/fabric/library.hpp"
+#include "transport/network_interface.hpp"
 
 namespace moecomm::fabric {
 
 static_assert(std::is_trivially_copyable_v<EndpointFacts>);
-bool is_loopback(const std::string& address) { return address.starts_with("127.") || address == "::1"; }
 
 /// Returns whether the address at the end of an interface's name is reachable from its own host alone.
 static bool on_loopback(const std::string& interface) {

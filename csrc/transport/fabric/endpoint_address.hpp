@@ -44,7 +44,4 @@ struct EndpointAddress : EndpointFacts {
 void require_compatible(const EndpointAddress& own, int own_index, const EndpointAddress& other,
                         int other_index);
 
-/// Returns whether a numeric address is reachable from its own host alone.
-bool is_loopback(const std::string& address);
-
 }  // namespace moecomm::fabric

@@ -1,19 +1,26 @@
-#include "transport/fabric/lanes.hpp"
-
+// A network of one or more connections to the same peers. A lane is an endpoint: on a NIC of its own where a
+// rank has several, or an additional connection where a single core cannot copy as much as the network takes.
+// The caller's thread drives a single lane; several have a thread each. A put travels whole, over the lane
+// with the least to do; puts have no guaranteed order anyway.
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <deque>
 #include <exception>
 #include <iterator>
 #include <limits>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <thread>
 #include <utility>
+#include <vector>
 
 #include "common/backoff.hpp"
 #include "common/error.hpp"
 #include "common/start_thread.hpp"
+#include "transport/fabric/network.hpp"
+#include "transport/fabric/transport.hpp"
 
 namespace moecomm::fabric {
 namespace {
@@ -36,9 +43,7 @@ struct Order {
   uint64_t context;
 };
 
-}  // namespace
-
-struct Lanes::Lane {
+struct Lane {
   enum class State { connecting, connected, failed };
 
   FabricLane remote;  // used by the thread alone, once it runs
@@ -53,19 +58,52 @@ struct Lanes::Lane {
   // Bytes of puts that wait for the thread, and of puts that the network has.
   std::atomic<int64_t> waiting{0}, under_way{0};
   std::thread thread;
+
+  void give(const Order& order) {
+    {
+      const std::lock_guard lock(mutex);
+      waiting += order.bytes;
+      orders.push_back(order);
+      has_orders = true;
+    }
+    backoff.wake();
+  }
 };
 
-std::unique_ptr<Network> open_network(const FabricOptions& options, void* base, int64_t bytes) {
-  return std::make_unique<Lanes>(options, base, bytes);
-}
-
-Lanes::Lanes(const FabricOptions& options, void* base, int64_t bytes) {
-  for (Info& chosen : choose_lanes(options.provider)) {
-    lanes_.push_back(std::make_unique<Lane>());
-    lanes_.back()->remote.reset(new FabricTransport(options, std::move(chosen), base, bytes));
+class Lanes final : public Network {
+ public:
+  Lanes(const FabricOptions& options, void* base, int64_t bytes) {
+    for (Info& chosen : choose_lanes(options.provider)) {
+      lanes_.push_back(std::make_unique<Lane>());
+      lanes_.back()->remote.reset(new FabricTransport(options, std::move(chosen), base, bytes));
+    }
+    gather_caps();
   }
-  gather_caps();
-}
+  /// Takes as long as the slowest lane: all close concurrently.
+  ~Lanes() override { stop(); }
+  Lanes(const Lanes&) = delete;
+  Lanes& operator=(const Lanes&) = delete;
+
+  std::vector<AddressBytes> endpoint_addresses() const override;
+  void insert_peers(const std::vector<std::vector<AddressBytes>>& peers, int own_index) override;
+  void connect(double timeout_seconds, const std::function<void()>& interrupt) override;
+  const TransportCaps& caps() const override { return caps_; }
+  bool put(int32_t peer, int64_t dst_offset, int64_t src_offset, int64_t bytes, uint32_t immediate,
+           uint64_t context) override;
+  void poll(std::vector<TransportEvent>& events) override;
+  void forget(int32_t peer) override;
+  void stay_awake(bool yes) override { stay_awake_.store(yes, std::memory_order_relaxed); }
+
+ private:
+  void gather_caps();
+  void drive(Lane& lane, double timeout_seconds);
+  void serve(Lane& lane);
+  void stop();
+
+  TransportCaps caps_;  // of the first lane, with the NICs of all
+  std::atomic<bool> stop_{false}, stay_awake_{false};
+  std::vector<std::unique_ptr<Lane>> lanes_;
+};
 
 void Lanes::gather_caps() {
   caps_ = lanes_.front()->remote->caps();
@@ -79,8 +117,6 @@ void Lanes::gather_caps() {
     interfaces.push_back(caps.interface);
   }
 }
-
-Lanes::~Lanes() { stop(); }
 
 void Lanes::stop() {
   stop_ = true;
@@ -202,14 +238,8 @@ bool Lanes::put(int32_t peer, int64_t dst_offset, int64_t src_offset, int64_t by
   for (size_t i = 0; i < lanes_.size(); ++i)
     if (const int64_t its = lanes_[i]->waiting + lanes_[i]->under_way; its < load) least = i, load = its;
   if (load > 0 && bytes > kMostBytes - load) return false;
-  Lane& lane = *lanes_[least];
-  {
-    const std::lock_guard lock(lane.mutex);
-    lane.waiting += bytes;
-    lane.orders.push_back({Order::Kind::put, peer, dst_offset, src_offset, bytes, immediate, context});
-    lane.has_orders = true;
-  }
-  lane.backoff.wake();
+  // The lane checks bounds when it sends; a put out of bounds is reported as a failure of its peer.
+  lanes_[least]->give({Order::Kind::put, peer, dst_offset, src_offset, bytes, immediate, context});
   return true;
 }
 
@@ -227,14 +257,13 @@ void Lanes::poll(std::vector<TransportEvent>& events) {
 
 void Lanes::forget(int32_t peer) {
   if (lanes_.size() == 1) return lanes_.front()->remote->forget(peer);
-  for (const std::unique_ptr<Lane>& lane : lanes_) {
-    {
-      const std::lock_guard lock(lane->mutex);
-      lane->orders.push_back({Order::Kind::forget, peer, 0, 0, 0, 0, 0});
-      lane->has_orders = true;
-    }
-    lane->backoff.wake();
-  }
+  for (const std::unique_ptr<Lane>& lane : lanes_) lane->give({Order::Kind::forget, peer, 0, 0, 0, 0, 0});
+}
+
+}  // namespace
+
+std::unique_ptr<Network> open_network(const FabricOptions& options, void* base, int64_t bytes) {
+  return std::make_unique<Lanes>(options, base, bytes);
 }
 
 }  // namespace moecomm::fabric

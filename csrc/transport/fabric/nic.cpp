@@ -3,10 +3,10 @@
 #include <algorithm>
 #include <cctype>
 #include <charconv>
+#include <cstdio>
 #include <filesystem>
-#include <string_view>
-
-#include "common/text_file.hpp"
+#include <iterator>
+#include <memory>
 
 namespace moecomm::fabric {
 namespace {
@@ -20,17 +20,13 @@ constexpr int kMostCores = 1 << 16;
 // PCI vendor and classes of a GPU in sysfs.
 constexpr const char *kNvidia = "0x10de", *kController3d = "0x0302", *kControllerVga = "0x0300";
 
-std::vector<std::string_view> parts(std::string_view path) {
-  std::vector<std::string_view> found;
-  while (!path.empty()) {
-    const size_t end = std::min(path.find('/'), path.size());
-    if (end > 0) found.push_back(path.substr(0, end));
-    path.remove_prefix(std::min(end + 1, path.size()));
-  }
-  return found;
+/// Returns the contents of a file of sysfs; "" if there is no such file.
+std::string read_file(const std::string& path) {
+  const std::unique_ptr<std::FILE, int (*)(std::FILE*)> file(std::fopen(path.c_str(), "re"), std::fclose);
+  std::string text(4096, 0);  // sysfs gives a page at most
+  text.resize(file == nullptr ? 0 : std::fread(text.data(), 1, text.size(), file.get()));
+  return text;
 }
-
-bool is_host_bridge(std::string_view part) { return part.starts_with("pci"); }
 
 std::string canonical_bus_id(std::string id) {
   for (char& letter : id) letter = static_cast<char>(std::tolower(static_cast<unsigned char>(letter)));
@@ -86,12 +82,11 @@ std::vector<int> cores_near(const PciDevice& device) {
 
 int pci_distance(const PciDevice& a, const PciDevice& b) {
   if (a.path.empty() || b.path.empty()) return kUnknown;
-  const std::vector<std::string_view> left = parts(a.path), right = parts(b.path);
-  size_t common = 0;
-  bool same_bridge = false;
-  while (common < std::min(left.size(), right.size()) && left[common] == right[common])
-    same_bridge |= is_host_bridge(left[common++]);
-  int distance = static_cast<int>(left.size() + right.size() - 2 * common);
+  const fs::path left(a.path), right(b.path);
+  const auto [from, to] = std::mismatch(left.begin(), left.end(), right.begin(), right.end());
+  const bool same_bridge =
+      std::any_of(left.begin(), from, [](const fs::path& part) { return part.native().starts_with("pci"); });
+  auto distance = static_cast<int>(std::distance(from, left.end()) + std::distance(to, right.end()));
   if (!same_bridge) distance += kOtherHostBridge;
   if (!same_bridge && a.numa != b.numa) distance += kOtherNumaNode - kOtherHostBridge;
   return distance;

@@ -84,10 +84,6 @@ void Signals::ring(int rank) const {
   if (atomic(line.sleeping).load() != 0) futex_wake(&line.doorbell);
 }
 
-void Signals::ring_node() const {
-  for (int i = 0; i < nodes_.local_ranks; ++i) ring(first_ + i);
-}
-
 /// Calls write(lines) for the lines of `peer` in every window of the node, starting with this rank's.
 template <class Write>
 void Signals::write_lines(int peer, const Write& write) {
@@ -99,7 +95,7 @@ void Signals::write_lines(int peer, const Write& write) {
   }
 }
 
-void Signals::write_record(int peer, const SignalRecord& record) {
+void Signals::deliver(int peer, const SignalRecord& record) {
   write_lines(peer, [&](PeerLines& line) {
     SignalRecord& slot = line.record[record.epoch & 1];
     std::memcpy(reinterpret_cast<std::byte*>(&slot) + kAfterEpoch,
@@ -108,10 +104,6 @@ void Signals::write_record(int peer, const SignalRecord& record) {
     atomic(slot.epoch).store(record.epoch, std::memory_order_release);
   });
 }
-
-void Signals::signal(const SignalRecord& record) { write_record(rank_, record); }
-
-void Signals::deliver(int peer, const SignalRecord& record) { write_record(peer, record); }
 
 void Signals::deliver_gone(int peer, Cause cause) {
   write_lines(peer, [&](PeerLines& line) { atomic(line.gone).store(cause, std::memory_order_release); });
@@ -127,7 +119,7 @@ void Signals::deliver_abort(int peer, int on, Cause cause) {
 
 void Signals::store(uint64_t* word, uint64_t value) {
   atomic(*word).store(value, std::memory_order_release);
-  ring_node();
+  for (int i = 0; i < nodes_.local_ranks; ++i) ring(first_ + i);
 }
 
 void Signals::store_own(uint64_t* word, uint64_t value) {

@@ -44,7 +44,7 @@ class Signals {
   bool crowded() const { return spins_ == 0; }
   /// Makes `record`, and everything this rank wrote before, visible to every rank that waits for
   /// record.epoch.
-  void signal(const SignalRecord& record);
+  void signal(const SignalRecord& record) { deliver(rank_, record); }
 
   /// Returns when every rank has signalled `epoch`; their earlier writes are visible then. Throws
   /// Error(peer_timeout) at the deadline and Error(peer_lost) when a peer has ended or closed, and then tells
@@ -114,10 +114,8 @@ class Signals {
   void count_inside(int by);
   /// True if `peer` has not begun `epoch` and, as far as is known here, is not within an operation.
   bool absent(int peer, uint64_t epoch) const;
-  void ring_node() const;
   /// The last epoch of the given parity that `peer` has announced to this rank.
   uint64_t announced(int peer, uint64_t parity) const;
-  void write_record(int peer, const SignalRecord& record);
   template <class Write>
   void write_lines(int peer, const Write& write);
   /// arrived(peer) returns whether a peer has reached what `epoch` needs. `blame`: the peer to name at the

@@ -27,7 +27,6 @@ class Window {
   ~Window();
 
   std::byte* base() const { return base_; }
-  int64_t bytes() const { return bytes_; }
   const std::string& name() const { return name_; }
 
   /// Gives the window a random name, mode 0600, by which peers can open it. Owner only.

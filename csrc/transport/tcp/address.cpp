@@ -45,10 +45,4 @@ std::string endpoint_text(const Address& address) {
   return (address.family() == AF_INET6 ? '[' + name + ']' : name) + ':' + port.data();
 }
 
-bool is_loopback(const Address& address) {
-  if (address.family() == AF_INET)
-    return ntohl(reinterpret_cast<const sockaddr_in&>(address.storage).sin_addr.s_addr) >> 24 == 127;
-  return IN6_IS_ADDR_LOOPBACK(&reinterpret_cast<const sockaddr_in6&>(address.storage).sin6_addr);
-}
-
 }  // namespace moecomm::tcp

@@ -25,7 +25,4 @@ Address parse_endpoint(const std::string& what, const std::string& endpoint);
 
 std::string endpoint_text(const Address& address);
 
-/// Returns whether this address is reachable from its own host alone.
-bool is_loopback(const Address& address);
-
 }  // namespace moecomm::tcp

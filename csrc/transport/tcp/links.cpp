@@ -97,7 +97,7 @@ void Links::connect(const std::vector<std::string>& endpoints, double timeout_se
       throw Error(ErrorKind::invalid_argument,
                   what + " is " + endpoints[peer] + ", and this rank is at " + endpoint_ +
                       ": choose interfaces with addresses of one kind, IPv4 or IPv6, on all nodes");
-    if (is_loopback(addresses_.back()) != is_loopback(own_)) {
+    if (is_loopback(ip_text(addresses_.back().get())) != is_loopback(ip_text(own_.get()))) {
       throw Error(ErrorKind::mismatched_arguments,
                   what + " is " + endpoints[peer] + ", and this rank is at " + endpoint_ +
                       ": only its own host reaches a loopback address; set MOECOMM_FABRIC_INTERFACE to an "
