@@ -53,16 +53,42 @@ class Case:
 
 
 class LinearThenMoE(nn.Module):
-    """A model with a part that is the same on all ranks, `first`, and one that is not, `moe`; in float64."""
+    """A model with a part that is the same on all ranks, `first`, and one that is not, `moe`; a norm between
+    them if it is given."""
 
-    def __init__(self, moe: MoELayer) -> None:
+    def __init__(
+        self, moe: MoELayer, norm: nn.Module | None = None, dtype: torch.dtype = torch.float64
+    ) -> None:
         super().__init__()
-        self.first = nn.Linear(SIZES["hidden"], SIZES["hidden"], dtype=torch.float64)
+        self.first = nn.Linear(SIZES["hidden"], SIZES["hidden"], dtype=dtype)
+        self.norm = norm
         self.moe = moe
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.moe(self.first(x))
+        h = self.first(x)
+        y: Tensor = self.moe(h if self.norm is None else self.norm(h))
         return y
+
+
+class OwnExperts(nn.Module):
+    """A matrix for each expert from `first` on, in a submodule, behind a norm if there is one."""
+
+    def __init__(self, first: int, count: int, norm: nn.Module | None = None) -> None:
+        super().__init__()
+        experts, hidden = SIZES["num_experts"], SIZES["hidden"]
+        generator = torch.Generator().manual_seed(7)
+        weight_EHH = torch.randn(experts, hidden, hidden, generator=generator, dtype=torch.float64) * 0.3
+        self.inner = nn.Module()
+        self.inner.weight = nn.Parameter(weight_EHH[first : first + count].clone())
+        self.norm = norm
+
+    def forward(self, rows_PH: Tensor, offsets_L: Tensor) -> Tensor:
+        rows_PH = rows_PH if self.norm is None else self.norm(rows_PH)
+        parts, begin = [], 0
+        for local, end in enumerate(offsets_L.tolist()):
+            parts.append(torch.tanh(rows_PH[begin:end] @ self.inner.weight[local]))
+            begin = end
+        return torch.cat([*parts, rows_PH[begin:]])
 
 
 def tokens_of(rank: int, count: int, dtype: torch.dtype, seed: int) -> tuple[Tensor, Tensor]:

@@ -39,6 +39,8 @@ from moecomm.nn.guards import watchers_of
 from tests.multirank.catching import catch, refused
 from tests.multirank.conftest import own_pool
 from tests.multirank.moe_cases import SIZES, groups_of
+from tests.multirank.moe_cases import LinearThenMoE as Model
+from tests.multirank.moe_cases import OwnExperts as Own
 from tests.multirank.on_ranks import on_ranks
 
 pool = own_pool()
@@ -46,38 +48,6 @@ pool = own_pool()
 CONFIG = MoEConfig(**SIZES, num_shared_experts=1, dtype=torch.float64)
 EXPERTS, HIDDEN = CONFIG.num_experts, CONFIG.hidden
 TOKENS = [5, 0, 7, 4]
-
-
-class Own(nn.Module):
-    """A matrix for each expert, in a parameter of a submodule, behind a norm if there is one."""
-
-    def __init__(self, first: int, count: int, norm: nn.Module | None = None) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(7)
-        weight_EHH = torch.randn(EXPERTS, HIDDEN, HIDDEN, generator=generator, dtype=torch.float64) * 0.3
-        self.inner = nn.Module()
-        self.inner.weight = nn.Parameter(weight_EHH[first : first + count].clone())
-        self.norm = norm
-
-    def forward(self, rows_PH: Tensor, offsets_L: Tensor) -> Tensor:
-        rows_PH = rows_PH if self.norm is None else self.norm(rows_PH)
-        parts, begin = [], 0
-        for local, end in enumerate(offsets_L.tolist()):
-            parts.append(torch.tanh(rows_PH[begin:end] @ self.inner.weight[local]))
-            begin = end
-        return torch.cat([*parts, rows_PH[begin:]])
-
-
-class Model(nn.Module):
-    def __init__(self, moe: MoELayer, norm: nn.Module | None = None) -> None:
-        super().__init__()
-        self.first = nn.Linear(HIDDEN, HIDDEN, dtype=moe.config.dtype)
-        self.norm = norm
-        self.moe = moe
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.first(x)
-        return self.moe(h if self.norm is None else self.norm(h))
 
 
 def tokens(rank: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -99,7 +69,8 @@ def own_model(rank: int, world: int, ep: int, norm: nn.Module | None = None) -> 
 
 def model_of(rank: int, world: int, config: MoEConfig = CONFIG, **layer: Any) -> Model:
     torch.manual_seed(0)
-    return Model(MoELayer(config, group=groups_of(rank, world, world)[0], max_tokens=max(TOKENS), **layer))
+    moe = MoELayer(config, group=groups_of(rank, world, world)[0], max_tokens=max(TOKENS), **layer)
+    return Model(moe, dtype=config.dtype)
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
@@ -182,7 +153,8 @@ class Adapter(nn.Module):
 
 def parametrized(rank: int, world: int, ep: int, config: MoEConfig = CONFIG) -> Model:
     torch.manual_seed(0)
-    model = Model(MoELayer(config, group=groups_of(rank, world, ep)[0], max_tokens=max(TOKENS)))
+    moe = MoELayer(config, group=groups_of(rank, world, ep)[0], max_tokens=max(TOKENS))
+    model = Model(moe, dtype=config.dtype)
     for name in ("w_in", "w_out"):
         adapter = Adapter(getattr(model.moe.experts, name).shape, config.dtype)
         parametrize.register_parametrization(model.moe.experts, name, adapter)

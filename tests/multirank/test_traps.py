@@ -37,7 +37,7 @@ from moecomm.nn import (
 from moecomm.train import drift
 from tests.multirank.catching import Caught, catch, refused, require
 from tests.multirank.conftest import Pools
-from tests.multirank.moe_cases import SIZES, groups_of
+from tests.multirank.moe_cases import SIZES, OwnExperts, groups_of
 from tests.multirank.on_ranks import on_ranks
 from tests.ranks import on_cpu
 
@@ -299,24 +299,6 @@ def test_a_step_with_gradients_put_off_is_refused(rank: int, world_size: int, se
         every.step()
 
 
-class OwnExperts(torch.nn.Module):
-    """One matrix for each of six experts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.randn(6, 16, 16, dtype=torch.float64))
-
-    def forward(self, rows_PH: torch.Tensor, offsets_L: torch.Tensor) -> torch.Tensor:
-        return torch.cat(
-            [
-                each @ w
-                for each, w in zip(
-                    rows_PH.tensor_split(offsets_L[:-1].long().cpu()), self.weight, strict=True
-                )
-            ]
-        )
-
-
 @pytest.mark.parametrize("kind", ["overlapped", "in order", "own experts"])
 @on_ranks(2)
 def test_a_step_without_averaged_gradients_is_refused(
@@ -326,7 +308,7 @@ def test_a_step_without_averaged_gradients_is_refused(
     behind a `mark_synchronized` and behind `sync_gradients`."""
     torch.manual_seed(seed)
     overlap = OverlapConfig(overlap=kind != "in order")
-    own = OwnExperts() if kind == "own experts" else None
+    own = OwnExperts(6 * rank, 6) if kind == "own experts" else None
     layer = MoELayer(CONFIG, max_tokens=8, overlap=overlap, experts=own)
     dense = [each for each in layer.parameters() if not is_expert_parameter(each)]
     every, other = torch.optim.SGD(layer.parameters(), lr=0.1), torch.optim.SGD(dense, lr=0.1)

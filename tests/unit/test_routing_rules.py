@@ -3,6 +3,7 @@ input, and balancing biases that stay, or whose mean does."""
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -67,8 +68,10 @@ def test_scores_of_a_node() -> None:
 LLAMA: dict[str, Any] = {"top_k": 1, "num_experts": 4, "score_function": "sigmoid", "weights_on_input": True}
 
 
-@pytest.mark.parametrize("shared", [0, 1])
-@pytest.mark.parametrize("way", ["", "in order", "nothing kept", "capacity", "compiled"])
+@pytest.mark.parametrize(
+    ("way", "shared"),
+    [*product(["", "in order", "nothing kept", "capacity"], [0, 1]), ("compiled", 1)],
+)
 def test_weights_on_the_input(way: str, shared: int, seed: int) -> None:
     overlap = {"in order": OverlapConfig(overlap=False), "nothing kept": OverlapConfig(keep="nothing")}
     options: dict[str, Any] = {"num_shared_experts": shared}
