@@ -60,10 +60,7 @@ def poison(most: int = 256 << 20) -> None:
     """Leaves 0xFF (NaN in every floating-point type) in memory that the allocator will hand out next."""
     if on_cpu():
         return
-    sizes = [
-        most,
-        *[1 << 20] * 16,
-        *[1 << 16] * 64,
-    ]  # large blocks are split, small ones have a pool of their own
+    # Large blocks are split, small ones have a pool of their own.
+    sizes = [most, *[1 << 20] * 16, *[1 << 16] * 64]
     blocks = [torch.full((size,), 0xFF, dtype=torch.uint8, device=device()) for size in sizes]
     del blocks

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -133,24 +134,16 @@ def _alone(rank: int, world: int, seed: int) -> list[Caught | None]:
         norms: list[Tensor] = [torch.zeros((), dtype=torch.float64)] * 2
         dist.all_gather(norms, clip_grad_norm(model, 1.0))
         assert norms[0] == norms[1]
-        for call in (
-            sync_gradients,
-            lambda parameters: clip_grad_norm(parameters, 1.0),
-        ):  # as torch's is called
+        # As torch's is called.
+        for call in (sync_gradients, lambda parameters: clip_grad_norm(parameters, 1.0)):
             with pytest.raises(moecomm.InvalidArgument, match="model is generator, must be"):
                 call(model.parameters())
     return found
 
 
 def test_an_error_of_one_rank_is_told(pool: Pools, seed: int) -> None:
-    other, own = pool(2)(_alone, seed)
-    for told, said, kind, text in zip(
-        other,
-        own,
-        ("InvalidArgument", "Unsupported"),
-        ("model has layers", "the gradient of first.weight"),
-        strict=True,
-    ):
+    errors = [("InvalidArgument", "model has layers"), ("Unsupported", "the gradient of first.weight")]
+    for told, said, (kind, text) in zip(*pool(2)(_alone, seed), errors, strict=True):
         assert said is not None and told is not None
         assert said.name == kind and said.text.startswith(text)
         assert told.name == "InvalidArgument" and told.text == f"rank 1 raises {kind}: {said.text}"
@@ -189,14 +182,12 @@ def _outside(rank: int, world: int, seed: int) -> list[Caught | None]:
                 catch(lambda group=group: update_expert_bias(model, group)),
                 catch(lambda group=group: sync_gradients(model, group)),
                 catch(lambda group=group: clip_grad_norm(model, 1.0, group)),
-                catch(
-                    lambda group=group: moecomm.Communicator(group, device="cpu", **SIZES_OF_A_COMMUNICATOR)
-                ),
+                catch(lambda group=group: moecomm.Communicator(group, **SMALL)),
             ]
     return found
 
 
-SIZES_OF_A_COMMUNICATOR = {"num_experts": 2, "hidden": 8, "top_k": 1, "max_tokens": 4}
+SMALL: dict[str, Any] = {"num_experts": 2, "hidden": 8, "top_k": 1, "max_tokens": 4, "device": "cpu"}
 
 
 def test_what_is_no_group_of_this_rank_is_refused(pool: Pools, seed: int) -> None:
