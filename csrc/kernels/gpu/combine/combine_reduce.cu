@@ -59,9 +59,8 @@ __device__ bool wait_for_place(const Comm& comm, uint64_t epoch, int32_t home, i
   const int64_t places = comm.window.partial_tokens / chunk_tokens(tokens);
   bool free = true;
   for (int64_t before = chunk - places * (1 + lane_id()); free && before >= 0; before -= places * 32)
-    free = device::wait_until(
-        comm, {comm.relay_rank(home), WaitPhase::credit, Operation::combine, epoch},
-        device::EpochFlag{comm.flag(comm.own, comm.window.partial_credits, home, before), epoch});
+    free = device::wait_until(comm, {comm.relay_rank(home), WaitPhase::credit, Operation::combine, epoch},
+                              device::EpochFlag{device::sums_credit_here(comm, home, before), epoch});
   __syncwarp();  // all lanes may write once one lane has found the memory free
   return __all_sync(0xffffffffu, free);
 }
@@ -131,31 +130,6 @@ struct ByChunk {
   __device__ int operator()(int tokens) const { return chunk_tokens(tokens); }
 };
 
-/// The places for the sums of a home's tokens, from token `begin` on.
-struct SumPlaces {
-  std::byte* first;
-  int64_t slots;   ///< slots of each token
-  int64_t stride;  ///< bytes of a slot
-
-  template <Way way>
-  __device__ static SumPlaces of(const Comm& comm, uint64_t epoch, int32_t home, int64_t begin) {
-    const int64_t row_bytes = comm.window.shape.row_bytes();
-    if (way == Way::whole || comm.is_local(home))
-      return {comm.slot_row(comm.bases[home], epoch, begin, 0), comm.window.shape.slots(), row_bytes};
-    return {comm.partial_row(comm.bases[comm.relay_rank(home)], epoch, comm.other_of(home), begin, 0),
-            comm.window.shape.node_slots(), row_bytes};
-  }
-  /// Slot `slot` of the i-th token.
-  __device__ std::byte* at(int i, int32_t slot) const { return first + (i * slots + slot) * stride; }
-};
-
-/// The arrival flag of a chunk of sums.
-template <Way way>
-__device__ uint64_t* sums_arrival(const Comm& comm, int32_t home, int64_t chunk) {
-  return way == Way::whole ? device::arrival_flag(comm, home, comm.rank, chunk)
-                           : device::sums_flag(comm, home, chunk);
-}
-
 /// Between nodes: waits until the relay has read the chunk whose slots this one reuses, if there is one. All
 /// lanes.
 template <Way way>
@@ -182,7 +156,7 @@ __device__ void reduce_by_warps(const Comm& comm, const CombineArguments& args, 
                                                  sources, weights, counts, slots);
     if (owned == 0) continue;
     if (!wait_for_room<way>(comm, epoch, home, chunks.tokens, chunk)) return;
-    const auto places = SumPlaces::of<way>(comm, epoch, home, chunks.begin);
+    const auto places = device::SumPlaces::of<way == Way::whole>(comm, epoch, home, chunks.begin);
     for (uint32_t left = owned; left != 0; left &= left - 1) {
       const int i = __ffs(static_cast<int>(left)) - 1, count = counts[i];
       std::byte* const to = places.at(i, slots[i]);
@@ -198,7 +172,7 @@ __device__ void reduce_by_warps(const Comm& comm, const CombineArguments& args, 
       }
     }
     __syncwarp();
-    if (lane_id() == 0) device::signal(sums_arrival<way>(comm, home, chunk), epoch);
+    if (lane_id() == 0) device::signal(device::sums_flag<way == Way::whole>(comm, home, chunk), epoch);
   }
 }
 
@@ -294,7 +268,7 @@ __device__ void list_sums(const Comm& comm, const CombineArguments& args, uint64
     const int shift = chunk_shift(list.tokens), first_chunk = list.begin >> shift;
     const uint32_t owned = __ballot_sync(0xffffffffu, list.slot >= 0);
     if (owned != 0 && !wait_for_room<way>(comm, epoch, list.home, list.tokens, first_chunk)) return;
-    const auto places = SumPlaces::of<way>(comm, epoch, list.home, list.begin);
+    const auto places = device::SumPlaces::of<way == Way::whole>(comm, epoch, list.home, list.begin);
     SumItem item{};
     if (list.slot >= 0) item.to = places.at(lane, list.slot);
 
@@ -303,7 +277,7 @@ __device__ void list_sums(const Comm& comm, const CombineArguments& args, uint64
     const int ends = min((chunk + 1) << shift, list.tokens) - list.begin;  // as positions in the list
     const uint32_t above = owned & ~((2u << lane) - 1) & (ends < 32 ? (1u << ends) - 1 : ~0u);
     if (list.slot >= 0 && above == 0 && ends <= list.count)
-      item.flag = sums_arrival<way>(comm, list.home, chunk);
+      item.flag = device::sums_flag<way == Way::whole>(comm, list.home, chunk);
     // If a chunk spans several lists, and only earlier ones have sums, its flag takes an item of its own.
     if (list.opens) owned_before = false;
     const int first_end = min((first_chunk + 1) << shift, list.tokens) - list.begin;
@@ -315,7 +289,7 @@ __device__ void list_sums(const Comm& comm, const CombineArguments& args, uint64
       sums.list(map, list.rows, list.count, args.rows, row_bytes, mine);
       sums.hand_over(mine, item);
     }
-    if (alone) sums.add_flag(sums_arrival<way>(comm, list.home, first_chunk));
+    if (alone) sums.add_flag(device::sums_flag<way == Way::whole>(comm, list.home, first_chunk));
   }
 }
 

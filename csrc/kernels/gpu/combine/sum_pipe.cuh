@@ -412,7 +412,7 @@ class LaggingFlags {
     ptx::fence_sys();
 #pragma unroll
     for (int i = 0; i < count; ++i) {
-      if (flags_[i] != nullptr) ptx::store_relaxed_sys(flags_[i], epoch_);
+      if (flags_[i] != nullptr) device::relaxed_signal(flags_[i], epoch_);
       flags_[i] = nullptr;
     }
   }

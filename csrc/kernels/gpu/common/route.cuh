@@ -174,8 +174,7 @@ __device__ inline void push_route(const Comm& comm, int32_t source, uint64_t epo
   const std::byte* const own = reinterpret_cast<std::byte*>(comm.routes(comm.own, source, epoch) + entry);
   const int64_t to = own - comm.own;
 #pragma unroll 1
-  for (int32_t i = 0; i < comm.local_ranks; ++i)
-    ptx::store_relaxed_sys_pair(comm.bases[comm.first_rank + i] + to, route);
+  for (int32_t i = 0; i < comm.local_ranks; ++i) device::put(comm.bases[comm.first_rank + i] + to, route);
 }
 
 /// Pushes count number `bin` of `source` to every rank of the node.
@@ -183,8 +182,8 @@ __device__ inline void push_count(const Comm& comm, int32_t source, uint64_t epo
                                   int32_t count) {
 #pragma unroll 1
   for (int32_t i = 0; i < comm.local_ranks; ++i)
-    ptx::store_relaxed_sys(comm.counts(comm.bases[comm.first_rank + i], source, epoch) + bin,
-                           EpochNumber::word(epoch, count));
+    device::put(comm.counts(comm.bases[comm.first_rank + i], source, epoch) + bin,
+                EpochNumber::word(epoch, count));
 }
 
 /// Announces a dispatch to all ranks of the node, and notes the time. Called by threads that share the peers.
@@ -193,8 +192,7 @@ __device__ inline void push_starts(const Comm& comm, const SignalRecord& record,
   for (int32_t i = thread; i < comm.local_ranks; i += threads) {
     DispatchStart* const starts =
         comm.at<DispatchStart>(comm.bases[comm.first_rank + i], comm.window.starts[record.epoch & 1]);
-    ptx::store_relaxed_sys_pair(starts + comm.rank,
-                                {arguments_hash(record), EpochNumber::word(record.epoch, 0)});
+    device::put(starts + comm.rank, {arguments_hash(record), EpochNumber::word(record.epoch, 0)});
   }
 }
 

@@ -270,7 +270,7 @@ __device__ bool receive_rows(const Comm& comm, const ReceiveArguments& args, uin
     const Item item = at.item();
     const bool travels = item.source != comm.rank || comm.own_rows_travel();
     const bool in_turn = travels && tables.tokens[item.source] > comm.window.stage_tokens;
-    const device::EagerFlag arrival{comm.arrival(comm.own, item.source, item.chunk), epoch};
+    const device::EagerFlag arrival{device::arrival_here(comm, item.source, item.chunk), epoch};
     const std::byte* const from = arrived_row(comm, args, epoch, item, at.token);
     // The flag is loaded together with the route, though no row may come; and so is this part of the row,
     // where rows are so few that teams share them.

@@ -284,7 +284,7 @@ class LateFlags {
     };
     if (!in_place()) return;
     ptx::fence_sys();
-    for (; in_place(); ++begin_) ptx::store_relaxed_sys(unit_.flags[begin_ % Pipe::kFlags], epoch_);
+    for (; in_place(); ++begin_) device::relaxed_signal(unit_.flags[begin_ % Pipe::kFlags], epoch_);
     bytes_ = 0;
   }
 

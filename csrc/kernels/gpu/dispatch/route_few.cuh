@@ -214,8 +214,7 @@ __device__ inline SignalRecord route_few(const Comm& comm, const SendArguments& 
   const int64_t to_counts = reinterpret_cast<std::byte*>(comm.counts(comm.own, comm.rank, epoch)) - comm.own;
   // Like push_count, for a thread with one peer.
   const auto push = [&](int32_t peer, int32_t bin, int32_t count) {
-    ptx::store_relaxed_sys(comm.at<uint64_t>(comm.bases[peer], to_counts) + bin,
-                           EpochNumber::word(epoch, count));
+    device::put(comm.at<uint64_t>(comm.bases[peer], to_counts) + bin, EpochNumber::word(epoch, count));
   };
   for (int bin = kThreads - 1 - thread; bin < experts; bin += kThreads) {
     const int32_t count = maps.count(bin);

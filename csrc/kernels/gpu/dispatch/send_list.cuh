@@ -14,9 +14,7 @@ __device__ inline bool all_credits(const Comm& comm, int32_t source, uint64_t ep
                                    const PeerSet& peers, const Visit& visit) {
   bool all = true;
   peers.for_each([&](int32_t peer) {
-    all = all &&
-          visit(peer, device::EpochFlag{
-                          comm.flag(comm.own, comm.window.credits, comm.pair(source, peer), chunk), epoch});
+    all = all && visit(peer, device::EpochFlag{device::credit_here(comm, source, peer, chunk), epoch});
   });
   return __all_sync(0xffffffffu, all);
 }

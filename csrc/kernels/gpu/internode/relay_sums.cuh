@@ -14,10 +14,8 @@ __device__ inline bool wait_partials(const Comm& comm, int32_t home, uint64_t ep
                                      const gpu::PeerSet& owners) {
   bool here = true;
   owners.for_each([&](int32_t owner) {
-    const uint64_t* const flag =
-        comm.flag(comm.own, comm.window.partial_arrived, comm.pair(home, owner), chunk);
-    here = here && device::wait_until(comm, {owner, WaitPhase::rows, Operation::combine, epoch},
-                                      device::EpochFlag{flag, epoch});
+    here = here &&
+           device::wait_sums_here(comm, {owner, WaitPhase::rows, Operation::combine, epoch}, home, chunk);
   });
   __syncwarp();  // all lanes load what one lane has acquired
   return __all_sync(0xffffffffu, here);
@@ -75,8 +73,7 @@ __device__ inline void relay_sums(const Comm& comm, int32_t* plan_words, uint64_
     // Owners that wait for this chunk's memory do not know which of them wrote to it.
     if (tokens > comm.window.partial_tokens)
       for (int32_t r = lane; r < comm.local_ranks; r += 32)
-        device::signal(comm.flag(comm.bases[comm.first_rank + r], comm.window.partial_credits, home, number),
-                       epoch);
+        device::signal(device::sums_credit_flag(comm, comm.first_rank + r, home, number), epoch);
   }
 }
 
@@ -90,14 +87,9 @@ __device__ inline void relay_weight_grads(const Comm& comm, int32_t* plan_words,
     const int32_t other = (comm.rail.node + i) % comm.rail.others, home = comm.rail_rank(other);
     bool here = true;
     for (int32_t r = static_cast<int32_t>(threadIdx.x); here && r < comm.local_ranks;
-         r += static_cast<int32_t>(blockDim.x)) {
-      const int32_t owner = comm.first_rank + r;
-      here = device::wait_until(
-          comm, {owner, WaitPhase::rows, Operation::combine, epoch},
-          device::EpochFlag{comm.flag(comm.own, comm.window.partial_arrived, comm.pair(home, owner),
-                                      comm.window.shape.max_chunks()),
-                            epoch});
-    }
+         r += static_cast<int32_t>(blockDim.x))
+      here = device::wait_sums_here(comm, {comm.first_rank + r, WaitPhase::rows, Operation::combine, epoch},
+                                    home, comm.gradients_number());
     if (!__syncthreads_and(here) && gpu::failed_for_block(comm)) return;
     const int64_t values = plan.at(plan.fields.tokens)[home] * comm.top_k();
     const float* const from = comm.mine<float>(comm.window.relay_grads[epoch & 1]) + other * section;
