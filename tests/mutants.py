@@ -143,15 +143,13 @@ MUTANTS = read("""
 + const Bits* const in = static_cast<const Bits*>(src[n - 1 - i]) + begin;
 @ csrc/kernels/cpu/entry_sum.hpp: LAYOUTS
 = combine without weights
-- scales_[count] = weight_at(arguments_.weights, dtype_, place);
+- scales_[count] = weight_at(arguments_.weights, shape_.dtype, place);
 + scales_[count] = 1.0;
-@ csrc/kernels/cpu/combine_sum.cpp: LAYOUTS
 = a token without rows keeps what was there
--     if (count == 0) {
--       std::memset(out, 0, row_bytes_);
--       return;
-+     if (count == 0) {
-+       return;
+-   if (count == 0)
+-     std::memset(out, 0, shape.row_bytes());
++   if (count == 0)
++     return;
 @ csrc/kernels/cpu/combine_sum.cpp: NODES
 = gradients of weights from one node alone
 - sections[nodes.node_of(owner)]

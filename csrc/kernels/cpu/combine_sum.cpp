@@ -1,6 +1,4 @@
 // Combine on the CPU where sums arrive: at the rank that relays for another node, and at a token's home.
-#include <cstring>
-
 #include "kernels/cpu/combine.hpp"
 #include "kernels/cpu/entry_sum.hpp"
 #include "kernels/cpu/rows.hpp"
@@ -14,37 +12,25 @@ namespace {
 class ShareSum {
  public:
   ShareSum(const Context& context, const Plan& plan, const CombineArguments& arguments)
-      : dtype_(context.shape.dtype),
-        hidden_(context.shape.hidden),
-        row_bytes_(context.shape.row_bytes()),
+      : shape_(context.shape),
         own_sum_(context, plan, arguments),
-        own_(row_bytes_),
-        sources_(context.shape.top_k) {}
+        own_(shape_.row_bytes()),
+        sources_(shape_.top_k) {}
 
   /// out = sum of share(0) .. share(count - 1). A null share is this rank's own, computed from `own_entry`.
   template <class Share>
   void write(int64_t count, const Share& share, int64_t own_entry, std::byte* out, bool stream) {
-    if (count == 0) {
-      std::memset(out, 0, row_bytes_);
-      return;
-    }
     for (int64_t i = 0; i < count; ++i) {
       const std::byte* const row = share(i);
       if (row == nullptr && count == 1) return own_sum_.write(own_entry, out, stream);
       if (row == nullptr) own_sum_.write(own_entry, own_.data(), false);
       sources_[i] = row == nullptr ? own_.data() : row;
     }
-    const RowKernels& kernels = row_kernels();
-    if (count == 1)
-      kernels.copy(out, sources_[0], row_bytes_, stream);
-    else
-      kernels.verbs[static_cast<int>(dtype_)].sum(out, sources_.data(), nullptr, static_cast<int>(count),
-                                                  hidden_, stream);
+    sum_rows(out, sources_.data(), nullptr, static_cast<int>(count), shape_, stream);
   }
 
  private:
-  const DType dtype_;
-  const int64_t hidden_, row_bytes_;
+  const WindowShape& shape_;
   EntrySum own_sum_;
   std::vector<std::byte> own_;
   std::vector<const void*> sources_;
