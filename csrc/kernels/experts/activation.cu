@@ -10,6 +10,7 @@
 //     others run its blocks
 #include <algorithm>
 #include <cstring>
+#include <iterator>
 #include <type_traits>
 
 #include "kernels/element.cuh"
@@ -321,26 +322,21 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocks)
 
 // -- launches -----------------------------------------------------------------------------------------------
 
+constexpr Activation kActivations[] = {Activation::swiglu, Activation::swiglu_interleaved,
+                                       Activation::swiglu_clamped, Activation::gelu};
+
 /// Calls use.operator()<dtype, activation, whole>().
-template <class Use>
+template <size_t number = 0, class Use>
 cudaError_t with_variant(DType dtype, Activation activation, bool whole, const Use& use) {
-  return with_dtype(dtype, [&]<DType d>() {
-    switch (activation) {
-      case Activation::swiglu:
-        return whole ? use.template operator()<d, Activation::swiglu, true>()
-                     : use.template operator()<d, Activation::swiglu, false>();
-      case Activation::swiglu_interleaved:
-        return whole ? use.template operator()<d, Activation::swiglu_interleaved, true>()
-                     : use.template operator()<d, Activation::swiglu_interleaved, false>();
-      case Activation::swiglu_clamped:
-        return whole ? use.template operator()<d, Activation::swiglu_clamped, true>()
-                     : use.template operator()<d, Activation::swiglu_clamped, false>();
-      case Activation::gelu:
-        return whole ? use.template operator()<d, Activation::gelu, true>()
-                     : use.template operator()<d, Activation::gelu, false>();
-    }
+  if constexpr (number == std::size(kActivations)) {
     return cudaErrorInvalidValue;
-  });
+  } else {
+    if (activation != kActivations[number]) return with_variant<number + 1>(dtype, activation, whole, use);
+    return with_dtype(dtype, [&]<DType d>() {
+      return whole ? use.template operator()<d, kActivations[number], true>()
+                   : use.template operator()<d, kActivations[number], false>();
+    });
+  }
 }
 
 /// Loads both kernels of a variant.
@@ -405,13 +401,11 @@ cudaError_t launch_activation_backward(const ActivationRows& rows, const Activat
 }
 
 cudaError_t prepare_activation(DType dtype) {
-  for (const Activation activation :
-       {Activation::swiglu, Activation::swiglu_interleaved, Activation::swiglu_clamped, Activation::gelu}) {
+  for (const Activation activation : kActivations)
     for (const bool whole : {true, false}) {
       const cudaError_t error = with_variant(dtype, activation, whole, Load{});
       if (error != cudaSuccess) return error;
     }
-  }
   return cudaSuccess;
 }
 
