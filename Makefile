@@ -254,7 +254,7 @@ cuda12: $(VENV_DONE)
 
 ctest_summary = grep -h -E 'tests passed|No tests were found|\(Skipped\)|\(Not Run\)' $(LOGS)/$(1).log | sed 's/^/    /'
 
-PY_TREES    := $(wildcard moecomm bench tests examples)
+PY_TREES    := $(wildcard moecomm compat bench tests examples)
 CPP_FORMAT   = find csrc tests bench -type f \( -name '*.cpp' -o -name '*.hpp' -o -name '*.cu' -o -name '*.cuh' \)
 
 # The types of the extension, from the extension as it was last built. Built without its CUDA part, other names are Any.

@@ -27,6 +27,8 @@ class Shape(NamedTuple):
     top_k: int
     dtype: torch.dtype
     device: torch.device
+    wire: str | None = None
+    num_sms: int | None = None
 
 
 class SharedCommunicator:
@@ -43,23 +45,23 @@ class SharedCommunicator:
 
     @_disable_dynamo
     def dispatch(
-        self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor
+        self, x_TH: Any, ids_TK: Tensor, weights_TK: Tensor | None, **options: Any
     ) -> tuple[Communicator, DispatchOutput]:
         """Dispatches like `Communicator.dispatch`, and also returns the communicator for the combine. All
         ranks call it together. If a rank has more tokens than the communicator takes, the dispatch fails on
         all ranks, which tells them to build a larger one; other calls have no extra cost."""
         comm = self._comm
         try:
-            return comm, comm.dispatch(x_TH, ids_TK, weights_TK)
+            return comm, comm.dispatch(x_TH, ids_TK, weights_TK, **options)
         except InvalidArgument as error:
             if not known_to_all(error):
                 raise
-            (most,) = _largest(self._group, self._shape.device, x_TH.shape[0])
+            (most,) = _largest(self._group, self._shape.device, ids_TK.shape[0])
             if most <= comm.max_tokens:  # all ranks have another error
                 raise
         # Graphs of autograd keep the smaller one alive while they need it.
         self._comm = comm = self._build(most)
-        return comm, comm.dispatch(x_TH, ids_TK, weights_TK)
+        return comm, comm.dispatch(x_TH, ids_TK, weights_TK, **options)
 
     def _build(self, tokens: int) -> Communicator:
         return Communicator(self._group, max_tokens=round_up(tokens), **self._shape._asdict())
@@ -112,9 +114,18 @@ class LayerCommunicators:
         self._group, self._num_experts = group, num_experts
         self._found: dict[Shape, SharedCommunicator] = {}
 
-    def of(self, x_TH: Tensor, top_k: int) -> SharedCommunicator:
-        """Returns the communicator for a batch. All ranks call it together."""
-        shape = Shape(self._num_experts, x_TH.shape[1], top_k, x_TH.dtype, x_TH.device)
+    def of(
+        self,
+        x_TH: Tensor,
+        top_k: int,
+        dtype: torch.dtype | None = None,
+        wire: str | None = None,
+        num_sms: int | None = None,
+    ) -> SharedCommunicator:
+        """Returns the communicator for a batch, with arguments like Communicator's. All ranks call it
+        together. dtype: None is that of the batch."""
+        sizes = (self._num_experts, x_TH.shape[1], top_k)
+        shape = Shape(*sizes, dtype or x_TH.dtype, x_TH.device, wire, num_sms)
         if shape not in self._found:
             self._found[shape] = shared_communicator(self._group, shape, x_TH.shape[0])
         return self._found[shape]

@@ -1,0 +1,36 @@
+"""DeepEP's Python module, on moecomm: what is written for `deep_ep` runs on it unchanged.
+
+It has DeepEP's `Buffer` in normal mode (version 1; docs/deep_ep.md lists each argument), also for ranks that
+are processes on CPUs.
+"""
+
+from importlib import metadata
+
+import torch
+
+_OTHERS = ("deep_ep", "deep-ep")
+
+
+def _refuse_beside_deep_ep() -> None:
+    for name in _OTHERS:
+        try:
+            found = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+        raise ImportError(
+            f"DeepEP {found} is installed beside moecomm-deep-ep, and both provide the module deep_ep: "
+            f"uninstall one of them (pip uninstall {name}, or pip uninstall moecomm-deep-ep) and install the "
+            "other one again"
+        )
+
+
+_refuse_beside_deep_ep()
+
+from deep_ep.buffer import Buffer  # noqa: E402
+from deep_ep.config import Config  # noqa: E402
+from deep_ep.utils import EventHandle, EventOverlap  # noqa: E402
+
+topk_idx_t = torch.int64
+"""The dtype of expert ids."""
+
+__all__ = ["Buffer", "Config", "EventHandle", "EventOverlap", "topk_idx_t"]

@@ -1,0 +1,403 @@
+"""DeepEP's `Buffer` in normal mode, on moecomm's rows by rank.
+
+Names, order and defaults of arguments are those of DeepEP's deep_ep/buffers/legacy.py (version 1 of its API).
+Shape letters: T tokens, K top-k, H hidden, E experts, R ranks, L local experts, P received rows.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from deep_ep.config import Config
+from deep_ep.handle import DispatchHandle
+from deep_ep.utils import EventHandle, EventOverlap
+from moecomm.errors import CommunicatorClosed, InvalidArgument
+from moecomm.shared import LayerCommunicators
+
+
+class Buffer:
+    """Dispatch and combine between the ranks of `group`, with DeepEP's calls.
+
+    All ranks call the operations together. The first dispatch of each shape (experts, hidden, top-k, dtype)
+    builds a communicator of moecomm, which is made larger when a batch brings more tokens. Any number of
+    ranks, any top-k and rows of any multiple of 16 bytes are served, on GPUs and on CPUs.
+
+    Args:
+        group: the ranks.
+        num_nvl_bytes, num_rdma_bytes: kept as attributes; moecomm makes memory by the largest batch.
+        explicitly_destroy: `destroy()` may be called.
+        low_latency_mode, num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl, use_fabric:
+            nothing here depends on them.
+        enable_shrink: ignored with a warning: no rank is masked.
+        comm: a communicator of MPI, which raises NotImplementedError.
+    """
+
+    num_sms: int = 20
+    """The number that DeepEP's configs have; moecomm uses it after `set_num_sms` alone."""
+
+    _chosen_sms: int | None = None
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        num_nvl_bytes: int = 0,
+        num_rdma_bytes: int = 0,
+        low_latency_mode: bool = False,
+        num_qps_per_rank: int = 24,
+        allow_nvlink_for_low_latency_mode: bool = True,
+        allow_mnnvl: bool = False,
+        explicitly_destroy: bool = False,
+        enable_shrink: bool = False,
+        comm: Any = None,
+        use_fabric: bool = False,
+    ) -> None:
+        if comm is not None:
+            raise NotImplementedError("comm=: moecomm's ranks meet by torch.distributed alone; pass group=")
+        if not isinstance(group, dist.ProcessGroup):
+            raise InvalidArgument(f"group is {group!r}, expected a process group that this rank is in")
+        if enable_shrink:
+            warnings.warn("enable_shrink is ignored: a lost rank raises PeerLost on all others", stacklevel=2)
+        self.group, self.rank, self.group_size = group, group.rank(), group.size()
+        self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
+        self.low_latency_mode, self.enable_shrink = low_latency_mode, enable_shrink
+        self.explicitly_destroy = explicitly_destroy
+        self._by_experts: dict[int, LayerCommunicators] | None = {}
+        self._stream: torch.cuda.Stream | None = None
+
+    def destroy(self) -> None:
+        """Releases the communicators, except where handles keep them. Every later dispatch raises
+        CommunicatorClosed. Raises InvalidArgument without `explicitly_destroy`."""
+        if not self.explicitly_destroy:
+            raise InvalidArgument("explicitly_destroy is False, expected True for a Buffer that is destroyed")
+        self._by_experts = None
+
+    @staticmethod
+    def is_sm90_compiled() -> bool:
+        """Returns True: nothing that is here depends on it."""
+        return True
+
+    @staticmethod
+    def set_num_sms(new_num_sms: int) -> None:
+        """Sets the SMs that an operation uses, for communicators that are built later. Until it is called
+        they use moecomm's own number, three quarters of a GPU. Raises InvalidArgument for an odd number."""
+        if new_num_sms % 2 or new_num_sms < 2:
+            raise InvalidArgument(f"new_num_sms is {new_num_sms}, expected an even number of at least 2")
+        Buffer.num_sms = Buffer._chosen_sms = new_num_sms
+
+    @staticmethod
+    def capture() -> EventOverlap:
+        """Returns an event on the current stream."""
+        return EventOverlap(EventHandle())
+
+    def get_comm_stream(self) -> torch.cuda.Stream:
+        """Returns the stream of operations with async_finish=True."""
+        if self._stream is None:
+            self._stream = torch.cuda.Stream()
+        return self._stream
+
+    @staticmethod
+    def get_dispatch_config(num_ranks: int) -> Config:
+        """Returns a config, for any number of ranks."""
+        return Config(Buffer.num_sms)
+
+    get_combine_config = get_dispatch_config
+
+    def get_dispatch_layout(
+        self,
+        topk_idx: Tensor,
+        num_experts: int,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[Tensor, None, Tensor, Tensor, EventOverlap]:
+        """Counts where tokens go.
+
+        Args:
+            topk_idx: (T, K) expert ids, -1 for none.
+            num_experts: E, a multiple of the ranks.
+
+        Returns:
+            (R,) int32 tokens for each rank; None, where DeepEP counts them by node; (E,) int32 tokens for
+            each expert; (T, R) bool, whether a token goes to a rank; an event.
+
+        Raises:
+            InvalidArgument: topk_idx has another shape, or num_experts is no multiple of the ranks.
+        """
+        if topk_idx.dim() != 2:
+            raise InvalidArgument(f"topk_idx has shape {tuple(topk_idx.shape)}, expected (T, K)")
+        if num_experts < 1 or num_experts % self.group_size:
+            raise InvalidArgument(
+                f"num_experts is {num_experts}, expected a multiple of {self.group_size} ranks"
+            )
+
+        def count() -> tuple[Tensor, Tensor, Tensor]:
+            ids_TK = topk_idx.masked_fill(topk_idx < 0, num_experts).long()  # one more column holds "none"
+            per_expert = ids_TK.new_zeros(num_experts + 1, dtype=torch.int32)
+            ones = per_expert.new_ones(()).expand(ids_TK.numel())
+            per_expert.index_add_(0, ids_TK.flatten(), ones)
+            in_rank = ids_TK.new_zeros(len(ids_TK), self.group_size + 1, dtype=torch.bool)
+            in_rank.scatter_(1, ids_TK // (num_experts // self.group_size), True)
+            in_rank_TR = in_rank[:, : self.group_size].contiguous()
+            return in_rank_TR.sum(0, dtype=torch.int32), per_expert[:num_experts], in_rank_TR
+
+        (per_rank, per_expert, in_rank_TR), event = self._run(
+            count, (topk_idx,), previous_event, async_finish
+        )
+        return per_rank, None, per_expert, in_rank_TR, event
+
+    def dispatch(
+        self,
+        x: Tensor | tuple[Tensor, Tensor],
+        handle: DispatchHandle | None = None,
+        num_tokens_per_rank: Tensor | None = None,
+        num_tokens_per_rdma_rank: Tensor | None = None,
+        is_token_in_rank: Tensor | None = None,
+        num_tokens_per_expert: Tensor | None = None,
+        topk_idx: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        expert_alignment: int = 1,
+        num_worst_tokens: int = 0,
+        config: Config | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[Any, Tensor | None, Tensor | None, list[int] | None, DispatchHandle | None, EventOverlap]:
+        """Brings each token to the ranks of its experts, once to each rank.
+
+        Args:
+            x: (T, H) rows; or, on GPUs, a pair of float8_e4m3fn rows and (T, H / 128) float32 scales.
+            handle: of an earlier dispatch, whose plan these rows take; the arguments about experts are None
+                then.
+            num_tokens_per_expert: (E,) of `get_dispatch_layout`; its length is the number of experts.
+            topk_idx, topk_weights: (T, K) expert ids, -1 for none, and float32 weights, which travel along.
+            is_token_in_rank: (T, R) bool, used where topk_idx is None.
+            expert_alignment: the counts are rounded up to a multiple of it.
+            num_worst_tokens: above 0 the rows of the result; the host waits for nothing.
+            num_tokens_per_rank, num_tokens_per_rdma_rank, config, allocate_on_comm_stream: nothing depends on
+                them.
+            previous_event: with async_finish the operation begins after it, else after the current stream.
+            async_finish: the current stream does not wait for the operation; the returned event is for it.
+
+        Returns:
+            The rows, (P, H) by source rank, then token, or a pair as given; (P, K) int64 local expert ids, -1
+            where an expert is elsewhere; (P, K) weights, 0 there; a list of the rows for each local expert,
+            empty with num_worst_tokens; the handle; an event. With a handle the rows and the event alone, the
+            rest is None.
+
+        Raises:
+            InvalidArgument: arguments that do not go together.
+            NotImplementedError: fp8 rows along a handle.
+            CommunicatorClosed: after `destroy()`.
+            What `moecomm.Communicator.dispatch` raises, on all ranks.
+        """
+        pair = isinstance(x, tuple)
+        rows = x[0] if isinstance(x, tuple) else x
+        if handle is not None:
+            if topk_idx is not None or topk_weights is not None:
+                raise InvalidArgument("handle and topk_idx or topk_weights are given, expected one kind")
+            if pair:
+                raise NotImplementedError(
+                    "fp8 rows with handle=: moecomm sends rows along a plan in their dtype"
+                )
+            plan = _checked(handle)
+            (received,), event = self._run(
+                lambda: (plan.comm.redispatch(rows, plan.handle),), (rows,), previous_event, async_finish
+            )
+            return received, None, None, None, None, event
+        experts = self._experts_of(num_tokens_per_expert, is_token_in_rank, topk_idx, topk_weights)
+        ids_TK = self._ids_by_rank(is_token_in_rank, experts) if topk_idx is None else topk_idx
+        if self._by_experts is None:
+            raise CommunicatorClosed("the Buffer was destroyed")
+        comms = self._by_experts.setdefault(experts, LayerCommunicators(self.group, experts))
+        top_k, sms = ids_TK.shape[1], Buffer._chosen_sms if rows.is_cuda else None
+        if pair:
+            shared = comms.of(rows, top_k, torch.bfloat16, "fp8", sms)
+        else:
+            shared = comms.of(rows, top_k, num_sms=sms)
+        options: dict[str, Any] = {"layout": "rank", "dequantize": not pair}
+        options["capacity"] = num_worst_tokens or None
+        made: list[Any] = []
+
+        def bring() -> tuple[Tensor | None, ...]:
+            comm, out = shared.dispatch(x, ids_TK, topk_weights, **options)
+            made.extend((comm, out))
+            idx_PK = None if topk_idx is None else _ids(out, fixed=num_worst_tokens > 0)
+            counts_L = out.tokens_per_expert
+            if topk_idx is None:  # rows by rank name no experts
+                assert num_tokens_per_expert is not None
+                total_E = num_tokens_per_expert.clone()
+                dist.all_reduce(total_E, group=self.group)
+                first = self.rank * comm.num_local_experts
+                counts_L = total_E[first : first + comm.num_local_experts]
+            weights_PK = None if topk_weights is None else out.weights
+            return out.tokens, out.scales, idx_PK, weights_PK, counts_L, out.offsets
+
+        inputs = (*(x if isinstance(x, tuple) else (x,)), ids_TK, topk_weights)
+        found, event = self._run(bring, inputs, previous_event, async_finish)
+        tokens, scales, idx_PK, weights_PK, counts_L, offsets_R = found
+        assert counts_L is not None and offsets_R is not None
+        comm, out = made
+        counts = [] if num_worst_tokens else counts_L.tolist()
+        counts = [-(-each // expert_alignment) * expert_alignment for each in counts]
+        plan = DispatchHandle(comm, out.handle, offsets_R, is_token_in_rank)
+        return (tokens, scales) if pair else tokens, idx_PK, weights_PK, counts, plan, event
+
+    def combine(
+        self,
+        x: Tensor,
+        handle: DispatchHandle,
+        topk_weights: Tensor | None = None,
+        bias: Tensor | tuple[Tensor, Tensor] | None = None,
+        config: Config | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[Tensor, Tensor | None, EventOverlap]:
+        """Returns rows to the ranks of their tokens, and sums them there, without weights.
+
+        Args:
+            x: (P, H) rows in the order of the dispatch.
+            handle: of that dispatch.
+            topk_weights: (P, K) float32, which travel along; each weight of a token is that of the rank that
+                has its expert.
+            bias: one or two tensors (T, H) that are added to the sums.
+            The others are as in `dispatch`.
+
+        Returns:
+            (T, H) sums by ascending rank in float32, rounded once (with a bias once more); (T, K) weights, 0
+            where a token names no expert, or None; an event.
+
+        Raises:
+            What `moecomm.Communicator.combine` raises, on all ranks.
+        """
+        plan = _checked(handle)
+        biases = bias if isinstance(bias, (tuple, list)) else (bias,)
+
+        def bring_back() -> tuple[Tensor, Tensor | None]:
+            comm, weights_TK = plan.comm, None
+            if topk_weights is None:
+                sums_TH = comm.combine(x, plan.handle)
+            else:
+                sums_TH, weights_TK = comm.dispatch_backward(x, plan.handle, grad_weights=topk_weights)
+            given = [each for each in biases if each is not None]
+            if given:
+                sums_TH = sum((each.float() for each in given), sums_TH.float()).to(x.dtype)
+            return sums_TH, weights_TK
+
+        inputs = (x, topk_weights, *biases)
+        (sums_TH, weights_TK), event = self._run(bring_back, inputs, previous_event, async_finish)
+        return sums_TH, weights_TK, event
+
+    # -- what is not there -----------------------------------------------------------------------------
+
+    @staticmethod
+    def get_low_latency_rdma_size_hint(
+        num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
+    ) -> int:
+        """Returns 0: moecomm makes memory by the largest batch."""
+        return 0
+
+    def low_latency_dispatch(self, *args: Any, **options: Any) -> NoReturn:
+        _no_low_latency()
+
+    def low_latency_combine(self, *args: Any, **options: Any) -> NoReturn:
+        _no_low_latency()
+
+    def get_next_low_latency_combine_buffer(self, handle: Any) -> NoReturn:
+        _no_low_latency()
+
+    def clean_low_latency_buffer(
+        self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int
+    ) -> None:
+        """Does nothing: signals count epochs, and are never cleaned."""
+
+    def get_local_buffer_tensor(self, *args: Any, **options: Any) -> NoReturn:
+        raise NotImplementedError("get_local_buffer_tensor: moecomm's windows are not handed out")
+
+    # ---------------------------------------------------------------------------------------------------
+
+    def _experts_of(
+        self,
+        num_tokens_per_expert: Tensor | None,
+        is_token_in_rank: Tensor | None,
+        topk_idx: Tensor | None,
+        topk_weights: Tensor | None,
+    ) -> int:
+        if num_tokens_per_expert is None:
+            raise InvalidArgument(
+                "num_tokens_per_expert is None, expected (E,) of get_dispatch_layout, or a handle"
+            )
+        if topk_idx is None and (topk_weights is not None or is_token_in_rank is None):
+            raise InvalidArgument(
+                "topk_idx is None, expected (T, K); or is_token_in_rank, and no topk_weights"
+            )
+        return num_tokens_per_expert.shape[0]
+
+    def _ids_by_rank(self, is_token_in_rank: Any, experts: int) -> Tensor:
+        """Returns (T, R) ids that send tokens to the ranks: the first expert of each, or -1."""
+        first_R = torch.arange(0, experts, experts // self.group_size, device=is_token_in_rank.device)
+        return torch.where(is_token_in_rank, first_R, -1)
+
+    def _run(
+        self,
+        work: Callable[[], tuple[Any, ...]],
+        inputs: tuple[Any, ...],
+        previous_event: EventOverlap | None,
+        async_finish: bool,
+    ) -> tuple[tuple[Any, ...], EventOverlap]:
+        """Runs work on the current stream, or with async_finish on the stream of operations; returns its
+        result and an event. Gradients are the caller's matter, as in DeepEP."""
+        before = None if previous_event is None else previous_event.event
+        with torch.no_grad():
+            if not inputs[0].is_cuda:
+                return work(), EventOverlap(EventHandle() if async_finish else None)
+            if not async_finish:
+                if before is not None:
+                    before.current_stream_wait()
+                return work(), EventOverlap()
+            current, stream = torch.cuda.current_stream(), self.get_comm_stream()
+            if before is None:
+                stream.wait_stream(current)
+            with torch.cuda.stream(stream):
+                if before is not None:
+                    before.current_stream_wait()
+                result = work()
+            _record(inputs, stream)
+            _record(result, current)
+            return result, EventOverlap(EventHandle(stream))
+
+
+def _record(tensors: tuple[Any, ...], stream: torch.cuda.Stream) -> None:
+    for each in tensors:
+        if each is not None:
+            each.record_stream(stream)
+
+
+def _ids(out: Any, fixed: bool) -> Tensor:
+    """Returns (P, K) int64 local expert ids; with a fixed number of rows -1 behind the last."""
+    idx_PK: Tensor = out.topk_idx.long()
+    if fixed:
+        behind_P = torch.arange(len(idx_PK), device=idx_PK.device) >= out.offsets[-1]
+        idx_PK.masked_fill_(behind_P.unsqueeze(1), -1)
+    return idx_PK
+
+
+def _checked(handle: Any) -> DispatchHandle:
+    if not isinstance(handle, DispatchHandle):
+        raise InvalidArgument(
+            f"handle is {type(handle).__name__}, expected that of a dispatch of this package"
+        )
+    return handle
+
+
+def _no_low_latency() -> NoReturn:
+    raise NotImplementedError(
+        "the low-latency calls of DeepEP are not there yet; moecomm.Communicator's dispatch and combine with "
+        "a capacity serve few tokens in a CUDA graph"
+    )

@@ -1,0 +1,352 @@
+"""The module deep_ep of compat/deep_ep, on CPU ranks: its own calls, and callers written for DeepEP."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.compat_path import COMPAT
+
+# isort: split
+import deep_ep
+from deep_ep import Buffer
+from deep_ep.utils import EventHandle, EventOverlap
+
+from moecomm.errors import CommunicatorClosed, InvalidArgument, InvalidRouting
+from tests.multirank.conftest import own_pool
+from tests.multirank.on_ranks import on_ranks
+from tests.ranks import device
+
+pool = own_pool()
+HIDDEN, TOP_K = 8, 3
+
+
+def _tokens(rank: int) -> int:
+    return (5, 0, 9)[rank % 3]
+
+
+def _experts(size: int) -> int:
+    return 3 * size
+
+
+def _routing(rank: int, size: int, seed: int, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(T, H) rows, (T, K) ids of which some are -1, and weights, which differ everywhere."""
+    generator = torch.Generator().manual_seed(seed + rank)
+    ids_TK = torch.rand(tokens, _experts(size), generator=generator).topk(TOP_K).indices
+    ids_TK[torch.rand(ids_TK.shape, generator=generator) < 0.3] = -1
+    x_TH = torch.randn(tokens, HIDDEN, generator=generator)
+    made = x_TH, ids_TK, torch.rand(tokens, TOP_K, generator=generator)
+    return tuple(each.to(device()) for each in made)  # type: ignore[return-value]
+
+
+def _layout(buffer: Buffer, ids_TK: Tensor) -> dict[str, Tensor | None]:
+    experts = _experts(buffer.group_size)
+    per_rank, per_node, per_expert, in_rank, _ = buffer.get_dispatch_layout(ids_TK, experts)
+    return {
+        "num_tokens_per_rank": per_rank,
+        "num_tokens_per_rdma_rank": per_node,
+        "num_tokens_per_expert": per_expert,
+        "is_token_in_rank": in_rank,
+    }
+
+
+def _differ(**pairs: tuple[Any, Any]) -> list[str]:
+    return [
+        name
+        for name, (found, wanted) in pairs.items()
+        if found.dtype != wanted.dtype or not torch.equal(found.cpu(), wanted.cpu())
+    ]
+
+
+@on_ranks("most_ranks")
+def test_a_dispatch_and_its_combine(rank: int, size: int, seed: int) -> list[str]:
+    """Every value, against loops over all ranks' tokens; one rank has no token."""
+    buffer, each_rank = Buffer(dist.group.WORLD, 1 << 20), _experts(size) // size
+    batches = [_routing(source, size, seed, _tokens(source)) for source in range(size)]
+    x, ids, weights = batches[rank]
+    layout = _layout(buffer, ids)
+    config = Buffer.get_dispatch_config(size)
+    rows, idx, received, counts, handle, event = buffer.dispatch(
+        x, topk_idx=ids, topk_weights=weights, expert_alignment=4, config=config, **layout
+    )
+    wanted_rows, wanted_idx, wanted_weights, ends = [], [], [], []
+    for source_x, source_ids, source_weights in batches:
+        here = source_ids // each_rank == rank
+        for token in range(len(source_x)):
+            if here[token].any():
+                wanted_rows.append(source_x[token])
+                wanted_idx.append(torch.where(here[token], source_ids[token] - rank * each_rank, -1))
+                wanted_weights.append(torch.where(here[token], source_weights[token], 0.0))
+        ends.append(len(wanted_rows))
+    stacked = torch.stack(wanted_idx)
+    found = _differ(
+        rows=(rows, torch.stack(wanted_rows)),
+        idx=(idx, stacked),
+        weights=(received, torch.stack(wanted_weights)),
+        counts=(
+            torch.tensor(counts),
+            torch.tensor([-(-int((stacked == e).sum()) // 4) * 4 for e in range(each_rank)]),
+        ),
+        matrix=(handle[0][:, rank], torch.tensor(ends, dtype=torch.int32)),
+        per_expert=(
+            layout["num_tokens_per_expert"],
+            torch.tensor([(ids == e).sum() for e in range(_experts(size))], dtype=torch.int32),
+        ),
+        in_rank=(
+            handle[4],
+            torch.stack([((ids // each_rank == r) & (ids >= 0)).any(1) for r in range(size)], dim=1),
+        ),
+        per_rank=(layout["num_tokens_per_rank"], handle[4].sum(0, dtype=torch.int32)),
+    )
+    again, *nothing, _ = buffer.dispatch(x, handle=handle, config=config)
+    found += _differ(again=(again, rows))
+    fixed, fixed_idx, _, none, _, _ = buffer.dispatch(
+        x, topk_idx=ids, topk_weights=weights, num_worst_tokens=40, **layout
+    )
+    found += _differ(fixed=(fixed[: len(rows)], rows), fixed_idx=(fixed_idx[: len(rows)], idx))
+    if len(fixed) != 40 or none != [] or int(fixed_idx[len(rows) :].max()) != -1:
+        found.append(f"a fixed number of rows: {len(fixed)}, {none}, {fixed_idx[len(rows) :]}")
+    plain, no_idx, no_weights, plain_counts, _, _ = buffer.dispatch(x, expert_alignment=4, **layout)
+    found += _differ(plain=(plain, rows))
+    if (no_idx, no_weights, plain_counts) != (None, None, counts) or any(
+        each is not None for each in nothing
+    ):
+        found.append(f"without ids: {no_idx}, {no_weights}, {plain_counts} for {counts}; {nothing}")
+
+    ranks_T1 = handle[4].sum(1, keepdim=True)
+    sums, back, _ = buffer.combine(rows, handle, topk_weights=received, config=config)
+    unweighted, none, _ = buffer.combine(rows, handle, bias=(x, x))
+    close = {"sums": (sums, x * ranks_T1), "bias": (unweighted, x * ranks_T1 + 2 * x)}
+    found += [name for name, pair in close.items() if not torch.allclose(*pair, rtol=5e-6, atol=1e-6)]
+    found += _differ(back=(back, weights.masked_fill(ids < 0, 0.0)))
+    return (
+        found if none is None and event.event is None else [*found, "weights or an event that none asked for"]
+    )
+
+
+@on_ranks("most_ranks")
+def test_later_batches(rank: int, size: int, seed: int) -> list[str]:
+    """A larger batch after a smaller one, handles that outlive it, and received rows that the caller frees,
+    as Megatron-Core's 1F1B schedule does; with events."""
+    buffer = Buffer(dist.group.WORLD)
+    kept = []
+    for tokens in (3, 70, 4):
+        x, ids, weights = _routing(rank, size, seed, tokens)
+        before = EventOverlap(EventHandle())
+        rows, _, _, _, handle, event = buffer.dispatch(
+            x,
+            topk_idx=ids,
+            topk_weights=weights,
+            previous_event=before,
+            async_finish=True,
+            allocate_on_comm_stream=True,
+            **_layout(buffer, ids),
+        )
+        event.current_stream_wait()
+        kept.append((x, rows.clone(), handle))
+        rows.untyped_storage().resize_(0)
+    found = []
+    for x, rows, handle in kept:
+        y, _, event = buffer.combine(rows, handle, previous_event=Buffer.capture(), async_finish=True)
+        with event:
+            pass
+        if not torch.allclose(y, x * handle[4].sum(1, keepdim=True), rtol=5e-6, atol=1e-6):
+            found.append(f"{len(x)} tokens")
+    return found
+
+
+def _refused(error: type[Exception], words: str, call: Any) -> list[str]:
+    try:
+        call()
+    except error as raised:
+        return [] if words in str(raised) else [f"{raised!r} has not {words!r}"]
+    return [f"no {error.__name__} with {words!r}"]
+
+
+@on_ranks("most_ranks")
+def test_bad_calls(rank: int, size: int, seed: int) -> list[str]:
+    """Each is refused, in a sentence, and the Buffer goes on."""
+    buffer = Buffer(group=dist.group.WORLD, explicitly_destroy=True)
+    x, ids, weights = _routing(rank, size, seed, 4)
+    layout = _layout(buffer, ids)
+    *_, handle, _ = buffer.dispatch(x, topk_idx=ids, topk_weights=weights, **layout)
+    wrong = torch.full_like(ids, _experts(size)) if rank == size - 1 else ids
+    per_expert = layout["num_tokens_per_expert"]
+    found = [
+        *_refused(InvalidArgument, "num_tokens_per_expert", lambda: buffer.dispatch(x, topk_idx=ids)),
+        *_refused(InvalidArgument, "topk_idx", lambda: buffer.dispatch(x, num_tokens_per_expert=per_expert)),
+        *_refused(InvalidArgument, "one kind", lambda: buffer.dispatch(x, handle=handle, topk_idx=ids)),
+        *_refused(InvalidArgument, "handle is tuple", lambda: buffer.combine(x, ())),
+        *_refused(InvalidArgument, "rows", lambda: buffer.combine(x[:, :4].contiguous(), handle)),
+        *_refused(InvalidRouting, f"{_experts(size)}", lambda: buffer.dispatch(x, topk_idx=wrong, **layout)),
+        *_refused(NotImplementedError, "fp8", lambda: buffer.dispatch((x, x), handle=handle)),
+        *_refused(NotImplementedError, "low-latency", lambda: buffer.low_latency_dispatch(x, ids, 4)),
+        *_refused(InvalidArgument, "multiple", lambda: buffer.get_dispatch_layout(ids, size + 1)),
+        *_refused(InvalidArgument, "even", lambda: Buffer.set_num_sms(3)),
+        *_refused(InvalidArgument, "no event", EventOverlap(None).current_stream_wait),
+        *_refused(InvalidArgument, "explicitly_destroy", Buffer(dist.group.WORLD).destroy),
+        *_refused(InvalidArgument, "group", lambda: Buffer(None)),
+        *_refused(NotImplementedError, "comm", lambda: Buffer(None, comm=object())),
+        *_refused(InvalidArgument, "recv_tokens", lambda: deep_ep.Config(num_max_nvl_chunked_recv_tokens=2)),
+    ]
+    rows, *_ = buffer.dispatch(x, handle=handle)
+    y, _, _ = buffer.combine(rows, handle)
+    if not torch.allclose(y, x * handle[4].sum(1, keepdim=True), rtol=5e-6, atol=1e-6):
+        found.append("the Buffer does not go on")
+    buffer.destroy()
+    found += _refused(
+        CommunicatorClosed,
+        "destroyed",
+        lambda: buffer.dispatch(x, topk_idx=ids, topk_weights=weights, **layout),
+    )
+    return found
+
+
+class _Dispatch(torch.autograd.Function):
+    """The calls of axolotl 0.19 (integrations/expert_parallel/experts_fn.py), in its order."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ids: Tensor, weights: Tensor, buffer: Buffer, experts: int) -> Any:
+        per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(ids, experts)
+        rows, idx, received, _, handle, _ = buffer.dispatch(
+            x,
+            num_tokens_per_rank=per_rank,
+            is_token_in_rank=in_rank,
+            num_tokens_per_expert=per_expert,
+            topk_idx=ids,
+            topk_weights=weights,
+            config=Buffer.get_dispatch_config(buffer.group_size),
+        )
+        ctx.buffer, ctx.handle = buffer, handle
+        return rows, idx, received, handle
+
+    @staticmethod
+    def backward(ctx: Any, grad_rows: Tensor, _idx: Any, grad_weights: Tensor, _handle: Any) -> Any:
+        config = Buffer.get_combine_config(ctx.buffer.group_size)
+        grad_x, grad_weights_TK, _ = ctx.buffer.combine(
+            grad_rows.contiguous(), ctx.handle, topk_weights=grad_weights.contiguous(), config=config
+        )
+        return grad_x, None, grad_weights_TK, None, None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, handle: Any, buffer: Buffer) -> Tensor:
+        ctx.buffer, ctx.handle = buffer, handle
+        config = Buffer.get_combine_config(buffer.group_size)
+        combined, _, _ = buffer.combine(rows.contiguous(), handle, config=config)
+        return combined
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        config = Buffer.get_dispatch_config(ctx.buffer.group_size)
+        grad_rows, *_ = ctx.buffer.dispatch(grad.contiguous(), handle=ctx.handle, config=config)
+        return grad_rows, None, None
+
+
+@on_ranks("most_ranks")
+def test_gradients_of_experts(rank: int, size: int, seed: int) -> list[str]:
+    """A layer of scaling experts by these calls: outputs and gradients as all experts on one rank give."""
+    x, ids, weights = _routing(rank, size, seed, _tokens(rank))
+    x.requires_grad_(), weights.requires_grad_()
+    scales_EH = torch.randn(_experts(size), HIDDEN, generator=torch.Generator().manual_seed(seed)).to(
+        x.device
+    )
+    going = ids >= 0
+    wanted = ((x.unsqueeze(1) * scales_EH[ids.clamp(min=0)]).sin() * (weights * going).unsqueeze(2)).sum(1)
+    wanted_grads = torch.autograd.grad(wanted.square().sum(), (x, weights))
+
+    buffer = Buffer(dist.group.WORLD, num_nvl_bytes=256 << 20, num_rdma_bytes=0)
+    rows, idx, received, handle = _Dispatch.apply(x, ids, weights, buffer, _experts(size))
+    local_LH = scales_EH.view(size, -1, HIDDEN)[rank]
+    parts = (rows.unsqueeze(1) * local_LH[idx.clamp(min=0)]).sin() * (received * (idx >= 0)).unsqueeze(2)
+    y = _Combine.apply(parts.sum(1), handle, buffer)
+    grads = torch.autograd.grad(y.square().sum(), (x, weights))
+    pairs = {"y": (y, wanted), "x": (grads[0], wanted_grads[0]), "weights": (grads[1], wanted_grads[1])}
+    return [name for name, pair in pairs.items() if not torch.allclose(*pair, rtol=1e-4, atol=1e-5)]
+
+
+@pytest.mark.parametrize("changes", [{}, {"capacity": 0.5}], ids=["dropless", "capacity"])
+@on_ranks(2)
+def test_megatron_core(rank: int, size: int, changes: dict[str, Any], seed: int) -> list[str]:
+    """Megatron-Core's own flexible dispatcher (`moe_flex_dispatcher_backend="deepep"`), unchanged, beside its
+    all-to-all."""
+    pytest.importorskip("megatron.core")
+    from tests.multirank import test_megatron as megatron
+
+    (inputs, targets), gradients = megatron._batch(2, seed + rank), []
+    with megatron._megatron(size):
+        for kind in ({}, {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "deepep"}):
+            model = megatron._model("alltoall", size, **changes, **kind)
+            loss = model(*inputs, labels=targets).mean()
+            loss.backward()
+            gradients.append({"loss": loss.detach(), **megatron._gradients(model)})
+    return megatron._differences("deep_ep", *gradients)
+
+
+SIGNATURES = {
+    "__init__": "group num_nvl_bytes num_rdma_bytes low_latency_mode num_qps_per_rank "
+    "allow_nvlink_for_low_latency_mode allow_mnnvl explicitly_destroy enable_shrink comm",
+    "get_dispatch_layout": "topk_idx num_experts previous_event async_finish allocate_on_comm_stream",
+    "dispatch": "x handle num_tokens_per_rank num_tokens_per_rdma_rank is_token_in_rank "
+    "num_tokens_per_expert topk_idx topk_weights expert_alignment num_worst_tokens config previous_event "
+    "async_finish allocate_on_comm_stream",
+    "combine": "x handle topk_weights bias config previous_event async_finish allocate_on_comm_stream",
+    "get_low_latency_rdma_size_hint": "num_max_dispatch_tokens_per_rank hidden num_ranks num_experts",
+    "clean_low_latency_buffer": "num_max_dispatch_tokens_per_rank hidden num_experts",
+    "set_num_sms": "new_num_sms",
+    "get_dispatch_config": "num_ranks",
+    "get_combine_config": "num_ranks",
+}
+"""The arguments of DeepEP's Buffer in its order (deep_ep/buffers/legacy.py at dd758ca)."""
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signatures(name: str) -> None:
+    found = [each for each in inspect.signature(getattr(Buffer, name)).parameters if each != "self"]
+    wanted = SIGNATURES[name].split()
+    assert found[: len(wanted)] == wanted
+
+
+def test_other_names() -> None:
+    import deep_ep_cpp
+
+    assert deep_ep_cpp.EventHandle is EventHandle and deep_ep_cpp.Config is deep_ep.Config
+    assert deep_ep.topk_idx_t is torch.int64 and deep_ep.EventOverlap is EventOverlap
+    config = deep_ep.Config(num_sms=24, num_max_nvl_chunked_send_tokens=8)
+    assert (config.num_sms, config.get_nvl_buffer_size_hint(14336, 8)) == (24, 0)
+
+
+def test_beside_deep_ep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not take the place of a DeepEP that is installed."""
+    versions = {"deep_ep": "1.2.1"}
+
+    def version(name: str) -> str:
+        if name in versions:
+            return versions[name]
+        raise deep_ep.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(deep_ep.metadata, "version", version)
+    with pytest.raises(ImportError, match=r"DeepEP 1\.2\.1 .*pip uninstall deep_ep"):
+        deep_ep._refuse_beside_deep_ep()
+
+
+def test_as_a_package(tmp_path: Path) -> None:
+    """What pip installs, imported from elsewhere."""
+    pytest.importorskip("scikit_build_core")
+    where = [sys.executable, "-m", "pip", "install", "--no-build-isolation", "--no-deps", "--no-index"]
+    subprocess.run([*where, "-q", "--target", tmp_path, COMPAT], check=True)
+    told = "import deep_ep, deep_ep_cpp; print(deep_ep.__file__, deep_ep_cpp.Config())"
+    variables = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    asked = [sys.executable, "-c", told]
+    found = subprocess.run(asked, env=variables, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert found.stdout.startswith(f"{tmp_path}/deep_ep/__init__.py Config(num_sms=20"), found.stdout
