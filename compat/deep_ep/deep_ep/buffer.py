@@ -203,7 +203,7 @@ class Buffer:
                 raise InvalidArgument("handle and topk_idx or topk_weights are given, expected one kind")
             if pair:
                 raise NotImplementedError(
-                    "fp8 rows with handle=: moecomm sends rows along a plan in their dtype"
+                    "fp8 rows with handle=: moecomm sends rows along a plan in the dtype of its communicator"
                 )
             plan = _checked(handle)
             (received,), event = self._run(
@@ -211,11 +211,11 @@ class Buffer:
             )
             return received, None, None, None, None, event
         experts = self._experts_of(num_tokens_per_expert, is_token_in_rank, topk_idx, topk_weights)
-        ids_TK = self._ids_by_rank(is_token_in_rank, experts) if topk_idx is None else topk_idx
         if self._by_experts is None:
             raise CommunicatorClosed("the Buffer was destroyed")
         comms = self._by_experts.setdefault(experts, LayerCommunicators(self.group, experts))
-        top_k, sms = ids_TK.shape[1], Buffer._chosen_sms if rows.is_cuda else None
+        top_k = self.group_size if topk_idx is None else topk_idx.shape[1]
+        sms = Buffer._chosen_sms if rows.is_cuda else None
         if pair:
             shared = comms.of(rows, top_k, torch.bfloat16, "fp8", sms)
         else:
@@ -225,27 +225,23 @@ class Buffer:
         made: list[Any] = []
 
         def bring() -> tuple[Tensor | None, ...]:
+            ids_TK = topk_idx if topk_idx is not None else self._ids_by_rank(is_token_in_rank, experts)
             comm, out = shared.dispatch(x, ids_TK, topk_weights, **options)
-            made.extend((comm, out))
+            counts: list[int] = []
+            if num_worst_tokens == 0:
+                counts_L = out.tokens_per_expert
+                if topk_idx is None:  # rows by rank name no experts
+                    counts_L = self._total(num_tokens_per_expert)
+                counts = [-(-each // expert_alignment) * expert_alignment for each in counts_L.tolist()]
+            made.extend((counts, DispatchHandle(comm, out.handle, out.offsets, is_token_in_rank)))
             idx_PK = None if topk_idx is None else _ids(out, fixed=num_worst_tokens > 0)
-            counts_L = out.tokens_per_expert
-            if topk_idx is None:  # rows by rank name no experts
-                assert num_tokens_per_expert is not None
-                total_E = num_tokens_per_expert.clone()
-                dist.all_reduce(total_E, group=self.group)
-                first = self.rank * comm.num_local_experts
-                counts_L = total_E[first : first + comm.num_local_experts]
             weights_PK = None if topk_weights is None else out.weights
-            return out.tokens, out.scales, idx_PK, weights_PK, counts_L, out.offsets
+            return out.tokens, out.scales, idx_PK, weights_PK
 
-        inputs = (*(x if isinstance(x, tuple) else (x,)), ids_TK, topk_weights)
+        inputs = (*(x if isinstance(x, tuple) else (x,)), topk_idx, topk_weights, is_token_in_rank)
         found, event = self._run(bring, inputs, previous_event, async_finish)
-        tokens, scales, idx_PK, weights_PK, counts_L, offsets_R = found
-        assert counts_L is not None and offsets_R is not None
-        comm, out = made
-        counts = [] if num_worst_tokens else counts_L.tolist()
-        counts = [-(-each // expert_alignment) * expert_alignment for each in counts]
-        plan = DispatchHandle(comm, out.handle, offsets_R, is_token_in_rank)
+        tokens, scales, idx_PK, weights_PK = found
+        counts, plan = made
         return (tokens, scales) if pair else tokens, idx_PK, weights_PK, counts, plan, event
 
     def combine(
@@ -343,6 +339,12 @@ class Buffer:
         """Returns (T, R) ids that send tokens to the ranks: the first expert of each, or -1."""
         first_R = torch.arange(0, experts, experts // self.group_size, device=is_token_in_rank.device)
         return torch.where(is_token_in_rank, first_R, -1)
+
+    def _total(self, num_tokens_per_expert: Any) -> Tensor:
+        """Returns (L,): the tokens of all ranks for each expert of this rank."""
+        total_E = num_tokens_per_expert.clone()
+        dist.all_reduce(total_E, group=self.group)
+        return total_E.view(self.group_size, -1)[self.rank]
 
     def _run(
         self,
