@@ -13,6 +13,7 @@ from tests.multirank.test_deep_ep import (
     _experts,
     test_a_dispatch_and_its_combine,
     test_bad_calls,
+    test_elastic_buffer,
     test_gradients_of_experts,
     test_later_batches,
 )
@@ -20,6 +21,7 @@ from tests.multirank.test_deep_ep import (
 __all__ = [
     "test_a_dispatch_and_its_combine",
     "test_bad_calls",
+    "test_elastic_buffer",
     "test_gradients_of_experts",
     "test_later_batches",
 ]

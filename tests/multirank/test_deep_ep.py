@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import os
 import subprocess
@@ -18,7 +19,7 @@ from tests.compat_path import COMPAT
 
 # isort: split
 import deep_ep
-from deep_ep import Buffer
+from deep_ep import Buffer, ElasticBuffer
 from deep_ep.utils import EventHandle, EventOverlap
 
 from moecomm.errors import CommunicatorClosed, InvalidArgument, InvalidRouting
@@ -27,6 +28,13 @@ from tests.multirank.on_ranks import on_ranks
 from tests.ranks import device
 
 pool = own_pool()
+
+
+def _needs(package: str) -> pytest.MarkDecorator:
+    missing = importlib.util.find_spec(package) is None
+    return pytest.mark.skipif(missing, reason=f"{package} is not installed")
+
+
 HIDDEN, TOP_K = 8, 3
 
 
@@ -211,6 +219,139 @@ def test_bad_calls(rank: int, size: int, seed: int) -> list[str]:
     return found
 
 
+@on_ranks("most_ranks")
+def test_elastic_buffer(rank: int, size: int, seed: int) -> list[str]:
+    """Version 2: the compact layout has what version 1 brings, the expanded one a row for each expert."""
+    batches = [_routing(source, size, seed, _tokens(source)) for source in range(size)]
+    (x, ids, weights), experts, local = batches[rank], _experts(size), _experts(size) // size
+    buffer, plain = ElasticBuffer(dist.group.WORLD, num_max_tokens_per_rank=9), Buffer(dist.group.WORLD)
+    rows, idx, received, counts, _, _ = plain.dispatch(
+        x, topk_idx=ids, topk_weights=weights, expert_alignment=4, **_layout(plain, ids)
+    )
+    stats = torch.ones(local, dtype=torch.int32, device=x.device)
+    options = {"topk_idx": ids, "topk_weights": weights, "num_experts": experts, "expert_alignment": 4}
+    got, got_idx, got_weights, handle, event = buffer.dispatch(
+        x, cumulative_local_expert_recv_stats=stats, **options
+    )
+    here = torch.cat([each_ids - rank * local for _, each_ids, _ in batches])
+    real_L = torch.tensor([int((here == e).sum()) for e in range(local)], dtype=torch.int32)
+    aligned_L = torch.tensor(counts, dtype=torch.int32)
+    ends_L = aligned_L.cumsum(0, dtype=torch.int32)
+    found = _differ(
+        rows=(got, rows),
+        idx=(got_idx, idx),
+        weights=(got_weights, received),
+        psum=(handle.psum_num_recv_tokens_per_expert, ends_L),
+        stats=(stats, real_L + 1),
+        sources=(handle.psum_num_recv_tokens_per_scaleup_rank[-1:], torch.tensor([len(rows)]).int()),
+        kept=(handle.topk_idx, ids),
+    )
+    if handle.num_recv_tokens_per_expert_list != counts or event.event is not None:
+        found.append(f"{handle.num_recv_tokens_per_expert_list} for {counts}")
+    again, *nothing, same, _ = buffer.dispatch(x, handle=handle, num_sms=handle.num_sms, do_cpu_sync=False)
+    fixed, fixed_idx, _, without, _ = buffer.dispatch(x, do_cpu_sync=False, **options)
+    found += _differ(
+        again=(again, rows), fixed=(fixed[: len(rows)], rows), fixed_idx=(fixed_idx[: len(idx)], idx)
+    )
+    if nothing != [None, None] or same is not handle or without.num_recv_tokens_per_expert_list:
+        found.append("a dispatch along a handle, or without a wait")
+    if len(fixed) != 9 * size or (len(rows) < len(fixed) and int(fixed_idx[len(rows) :].max()) != -1):
+        found.append(f"{len(fixed)} rows without a wait")
+    sums, back, _ = buffer.combine(rows, handle, topk_weights=received, bias=x)
+
+    wide, no_idx, factors, expanded, event = buffer.dispatch(
+        x, do_expand=True, previous_event=buffer.capture(), async_with_compute_stream=True, **options
+    )
+    event.current_stream_wait()
+    starts, wanted = [0, *ends_L.tolist()], []
+    for e in range(local):
+        mine = [
+            (row, each_weights[token, k])
+            for each_x, each_ids, each_weights in batches
+            for token, row in enumerate(each_x)
+            for k in range(TOP_K)
+            if each_ids[token, k] == rank * local + e
+        ]
+        padding = (torch.zeros_like(x[:1].sum(0)), torch.zeros((), device=x.device))
+        wanted += mine + [padding] * (counts[e] - len(mine))
+    found += _differ(
+        wide=(wide, torch.stack([row for row, _ in wanted]) if wanted else wide[:0]),
+        factors=(factors, torch.stack([factor for _, factor in wanted]) if wanted else factors[:0]),
+        ends=(expanded.psum_num_recv_tokens_per_expert, torch.tensor(starts[:-1]).int() + real_L),
+        real=(expanded.num_unaligned_recv_tokens_per_expert, real_L),
+    )
+    worst, *_ = buffer.dispatch(x, do_expand=True, do_cpu_sync=False, **options)
+    found += _differ(worst=(worst[: len(wide)], wide))
+    many, factors_back, _ = buffer.combine(wide, expanded, topk_weights=factors)
+    chosen_TK = ids >= 0
+    ranks_T1 = (
+        torch.stack([((ids // local == r) & chosen_TK).any(1) for r in range(size)]).sum(0).unsqueeze(1)
+    )
+    close = {"sums": (sums, x * ranks_T1 + x), "many": (many, x * chosen_TK.sum(1, keepdim=True))}
+    found += [name for name, pair in close.items() if not torch.allclose(*pair, rtol=5e-6, atol=1e-6)]
+    kept = weights.masked_fill(~chosen_TK, 0.0)
+    found += _differ(back=(back, kept), factors_back=(factors_back, kept))
+    found += _refused(InvalidArgument, "num_experts", lambda: buffer.dispatch(x, ids))
+    found += _refused(InvalidArgument, "one kind", lambda: buffer.dispatch(x, ids, handle=handle))
+    found += _refused(
+        NotImplementedError, "weights", lambda: buffer.dispatch(x, topk_weights=weights, handle=handle)
+    )
+    found += _refused(InvalidArgument, "handle is None", lambda: buffer.combine(rows, None))
+    unsized = ElasticBuffer(dist.group.WORLD)
+    found += _refused(
+        InvalidArgument,
+        "num_max_tokens_per_rank is 0",
+        lambda: unsized.dispatch(x, do_cpu_sync=False, **options),
+    )
+    return found if no_idx is None else [*found, "ids of expanded rows"]
+
+
+@_needs("torchtitan")
+@on_ranks(2)
+def test_torchtitan(rank: int, size: int, seed: int) -> list[str]:
+    """torchtitan 0.3's own functions for version 2, which it registers for CUDA tensors, on CPU tensors: the
+    compact layout with its gradients, the expanded one without."""
+    from torchtitan.distributed.deepep import deepep
+
+    x, ids, weights = _routing(rank, size, seed, 6)
+    scales_EH = torch.randn(_experts(size), HIDDEN, generator=torch.Generator().manual_seed(seed))
+    x.requires_grad_(), weights.requires_grad_()
+    going = (weights * (ids >= 0)).unsqueeze(2)
+    wanted = ((x.unsqueeze(1) * scales_EH[ids.clamp(min=0)]).sin() * going).sum(1)
+    wanted_grads = torch.autograd.grad(wanted.square().sum(), (x, weights))
+
+    library = torch.library.Library("deepep", "IMPL")
+    library.impl("dispatch", deepep._dispatch_op_impl, "CPU")
+    library.impl("combine", deepep._combine_op_impl, "CPU")
+    deepep.get_buffer(dist.group.WORLD, hidden=HIDDEN, num_max_tokens_per_rank=6, num_topk=TOP_K)
+    scores = weights.masked_fill(ids < 0, 0.0)
+
+    def layer(static: bool) -> Tensor:
+        local = len(scales_EH) // size
+        rows, counts_L, state = deepep.dispatch_tokens(
+            x, ids.clamp(min=0), scores, local, len(scales_EH), num_tokens_per_rank=6, cudagraphable=static
+        )
+        counts_L = counts_L.long()
+        mine_LH = scales_EH[rank * local : (rank + 1) * local]
+        by_row = mine_LH.repeat_interleave(counts_L, 0)
+        padded = torch.cat([by_row, by_row.new_zeros(len(rows) - len(by_row), HIDDEN)])
+        y = deepep.combine_tokens((rows * padded).sin(), state)
+        deepep.sync_combine()
+        return y
+
+    y = layer(static=False)
+    grads = torch.autograd.grad(y.square().sum(), (x, weights))
+    with torch.no_grad():
+        expanded = layer(static=True)
+    pairs = {
+        "y": (y, wanted),
+        "x": (grads[0], wanted_grads[0]),
+        "weights": (grads[1], wanted_grads[1]),
+        "expanded": (expanded, wanted.detach()),
+    }
+    return [name for name, pair in pairs.items() if not torch.allclose(*pair, rtol=1e-4, atol=1e-5)]
+
+
 class _Dispatch(torch.autograd.Function):
     """The calls of axolotl 0.19 (integrations/expert_parallel/experts_fn.py), in its order."""
 
@@ -275,12 +416,12 @@ def test_gradients_of_experts(rank: int, size: int, seed: int) -> list[str]:
     return [name for name, pair in pairs.items() if not torch.allclose(*pair, rtol=1e-4, atol=1e-5)]
 
 
+@_needs("megatron")
 @pytest.mark.parametrize("changes", [{}, {"capacity": 0.5}], ids=["dropless", "capacity"])
 @on_ranks(2)
 def test_megatron_core(rank: int, size: int, changes: dict[str, Any], seed: int) -> list[str]:
     """Megatron-Core's own flexible dispatcher (`moe_flex_dispatcher_backend="deepep"`), unchanged, beside its
     all-to-all."""
-    pytest.importorskip("megatron.core")
     from tests.multirank import test_megatron as megatron
 
     (inputs, targets), gradients = megatron._batch(2, seed + rank), []
@@ -293,6 +434,23 @@ def test_megatron_core(rank: int, size: int, changes: dict[str, Any], seed: int)
     return megatron._differences("deep_ep", *gradients)
 
 
+ELASTIC = {
+    "__init__": "group num_bytes num_cpu_bytes num_max_tokens_per_rank hidden num_topk use_fp8_dispatch "
+    "deterministic allow_hybrid_mode allow_multiple_reduction prefer_overlap_with_compute sl_idx "
+    "num_allocated_qps num_cpu_timeout_secs num_gpu_timeout_secs explicitly_destroy",
+    "get_buffer_size_hint": "group num_max_tokens_per_rank hidden num_topk use_fp8_dispatch "
+    "allow_hybrid_mode allow_multiple_reduction",
+    "dispatch": "x topk_idx topk_weights cumulative_local_expert_recv_stats num_experts "
+    "num_max_tokens_per_rank expert_alignment num_sms num_qps previous_event previous_event_before_epilogue "
+    "async_with_compute_stream allocate_on_comm_stream handle do_handle_copy do_cpu_sync do_expand "
+    "do_zero_padding use_tma_aligned_col_major_sf",
+    "combine": "x handle topk_weights bias num_sms num_qps previous_event previous_event_before_epilogue "
+    "async_with_compute_stream allocate_on_comm_stream",
+    "barrier": "use_comm_stream with_cpu_sync sequential",
+    "get_theoretical_num_sms": "num_experts num_topk",
+    "get_theoretical_num_qps": "num_sms",
+}
+"""The arguments of DeepEP's ElasticBuffer in its order (deep_ep/buffers/elastic.py at dd758ca)."""
 SIGNATURES = {
     "__init__": "group num_nvl_bytes num_rdma_bytes low_latency_mode num_qps_per_rank "
     "allow_nvlink_for_low_latency_mode allow_mnnvl explicitly_destroy enable_shrink comm",
@@ -310,10 +468,12 @@ SIGNATURES = {
 """The arguments of DeepEP's Buffer in its order (deep_ep/buffers/legacy.py at dd758ca)."""
 
 
-@pytest.mark.parametrize("name", SIGNATURES)
-def test_signatures(name: str) -> None:
-    found = [each for each in inspect.signature(getattr(Buffer, name)).parameters if each != "self"]
-    wanted = SIGNATURES[name].split()
+@pytest.mark.parametrize(
+    ("kind", "name"), [*((Buffer, name) for name in SIGNATURES), *((ElasticBuffer, name) for name in ELASTIC)]
+)
+def test_signatures(kind: type, name: str) -> None:
+    found = [each for each in inspect.signature(getattr(kind, name)).parameters if each != "self"]
+    wanted = (SIGNATURES if kind is Buffer else ELASTIC)[name].split()
     assert found[: len(wanted)] == wanted
 
 
@@ -322,6 +482,7 @@ def test_other_names() -> None:
 
     assert deep_ep_cpp.EventHandle is EventHandle and deep_ep_cpp.Config is deep_ep.Config
     assert deep_ep.topk_idx_t is torch.int64 and deep_ep.EventOverlap is EventOverlap
+    assert deep_ep.EPBuffer is ElasticBuffer
     config = deep_ep.Config(num_sms=24, num_max_nvl_chunked_send_tokens=8)
     assert (config.num_sms, config.get_nvl_buffer_size_hint(14336, 8)) == (24, 0)
 

@@ -1,7 +1,7 @@
 """DeepEP's Python module, on moecomm: what is written for `deep_ep` runs on it unchanged.
 
-It has DeepEP's `Buffer` in normal mode (version 1; docs/deep_ep.md lists each argument), also for ranks that
-are processes on CPUs.
+It has DeepEP's `Buffer` in normal mode (version 1) and its `ElasticBuffer` (version 2), also for ranks that
+are processes on CPUs. docs/deep_ep.md lists the arguments.
 """
 
 from importlib import metadata
@@ -28,9 +28,19 @@ _refuse_beside_deep_ep()
 
 from deep_ep.buffer import Buffer  # noqa: E402
 from deep_ep.config import Config  # noqa: E402
+from deep_ep.elastic import ElasticBuffer, EPBuffer, EPHandle  # noqa: E402
 from deep_ep.utils import EventHandle, EventOverlap  # noqa: E402
 
 topk_idx_t = torch.int64
 """The dtype of expert ids."""
 
-__all__ = ["Buffer", "Config", "EventHandle", "EventOverlap", "topk_idx_t"]
+__all__ = [
+    "Buffer",
+    "Config",
+    "EPBuffer",
+    "EPHandle",
+    "ElasticBuffer",
+    "EventHandle",
+    "EventOverlap",
+    "topk_idx_t",
+]

@@ -7,7 +7,6 @@ Shape letters: T tokens, K top-k, H hidden, E experts, R ranks, L local experts,
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -16,12 +15,12 @@ from torch import Tensor
 
 from deep_ep.config import Config
 from deep_ep.handle import DispatchHandle
+from deep_ep.operations import Operations, biases_of, bring_back, received_ids, rounded_up, send_along
 from deep_ep.utils import EventHandle, EventOverlap
-from moecomm.errors import CommunicatorClosed, InvalidArgument
-from moecomm.shared import LayerCommunicators
+from moecomm.errors import InvalidArgument
 
 
-class Buffer:
+class Buffer(Operations):
     """Dispatch and combine between the ranks of `group`, with DeepEP's calls.
 
     All ranks call the operations together. The first dispatch of each shape (experts, hidden, top-k, dtype)
@@ -59,23 +58,12 @@ class Buffer:
     ) -> None:
         if comm is not None:
             raise NotImplementedError("comm=: moecomm's ranks meet by torch.distributed alone; pass group=")
-        if not isinstance(group, dist.ProcessGroup):
-            raise InvalidArgument(f"group is {group!r}, expected a process group that this rank is in")
+        super().__init__(group, explicitly_destroy)
         if enable_shrink:
             warnings.warn("enable_shrink is ignored: a lost rank raises PeerLost on all others", stacklevel=2)
-        self.group, self.rank, self.group_size = group, group.rank(), group.size()
+        self.rank, self.group_size = self.group.rank(), self.group.size()
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
         self.low_latency_mode, self.enable_shrink = low_latency_mode, enable_shrink
-        self.explicitly_destroy = explicitly_destroy
-        self._by_experts: dict[int, LayerCommunicators] | None = {}
-        self._stream: torch.cuda.Stream | None = None
-
-    def destroy(self) -> None:
-        """Releases the communicators, except where handles keep them. Every later dispatch raises
-        CommunicatorClosed. Raises InvalidArgument without `explicitly_destroy`."""
-        if not self.explicitly_destroy:
-            raise InvalidArgument("explicitly_destroy is False, expected True for a Buffer that is destroyed")
-        self._by_experts = None
 
     @staticmethod
     def is_sm90_compiled() -> bool:
@@ -94,12 +82,6 @@ class Buffer:
     def capture() -> EventOverlap:
         """Returns an event on the current stream."""
         return EventOverlap(EventHandle())
-
-    def get_comm_stream(self) -> torch.cuda.Stream:
-        """Returns the stream of operations with async_finish=True."""
-        if self._stream is None:
-            self._stream = torch.cuda.Stream()
-        return self._stream
 
     @staticmethod
     def get_dispatch_config(num_ranks: int) -> Config:
@@ -146,10 +128,9 @@ class Buffer:
             in_rank_TR = in_rank[:, : self.group_size].contiguous()
             return in_rank_TR.sum(0, dtype=torch.int32), per_expert[:num_experts], in_rank_TR
 
-        (per_rank, per_expert, in_rank_TR), event = self._run(
-            count, (topk_idx,), previous_event, async_finish
-        )
-        return per_rank, None, per_expert, in_rank_TR, event
+        counts, event = self.run(count, (topk_idx,), _event_of(previous_event), async_finish)
+        per_rank_R, per_expert_E, in_rank_TR = counts
+        return per_rank_R, None, per_expert_E, in_rank_TR, event
 
     def dispatch(
         self,
@@ -196,31 +177,20 @@ class Buffer:
             CommunicatorClosed: after `destroy()`.
             What `moecomm.Communicator.dispatch` raises, on all ranks.
         """
-        pair = isinstance(x, tuple)
-        rows = x[0] if isinstance(x, tuple) else x
+        before = _event_of(previous_event)
+        rows = x if isinstance(x, tuple) else (x,)
         if handle is not None:
             if topk_idx is not None or topk_weights is not None:
                 raise InvalidArgument("handle and topk_idx or topk_weights are given, expected one kind")
-            if pair:
-                raise NotImplementedError(
-                    "fp8 rows with handle=: moecomm sends rows along a plan in the dtype of its communicator"
-                )
             plan = _checked(handle)
-            (received,), event = self._run(
-                lambda: (plan.comm.redispatch(rows, plan.handle),), (rows,), previous_event, async_finish
+            (received,), event = self.run(
+                lambda: (send_along(plan.comm, plan.handle, x),), rows, before, async_finish
             )
             return received, None, None, None, None, event
         experts = self._experts_of(num_tokens_per_expert, is_token_in_rank, topk_idx, topk_weights)
-        if self._by_experts is None:
-            raise CommunicatorClosed("the Buffer was destroyed")
-        comms = self._by_experts.setdefault(experts, LayerCommunicators(self.group, experts))
         top_k = self.group_size if topk_idx is None else topk_idx.shape[1]
-        sms = Buffer._chosen_sms if rows.is_cuda else None
-        if pair:
-            shared = comms.of(rows, top_k, torch.bfloat16, "fp8", sms)
-        else:
-            shared = comms.of(rows, top_k, num_sms=sms)
-        options: dict[str, Any] = {"layout": "rank", "dequantize": not pair}
+        shared = self.communicator(x, experts, top_k, Buffer._chosen_sms)
+        options: dict[str, Any] = {"layout": "rank", "dequantize": not isinstance(x, tuple)}
         options["capacity"] = num_worst_tokens or None
         made: list[Any] = []
 
@@ -229,20 +199,18 @@ class Buffer:
             comm, out = shared.dispatch(x, ids_TK, topk_weights, **options)
             counts: list[int] = []
             if num_worst_tokens == 0:
-                counts_L = out.tokens_per_expert
-                if topk_idx is None:  # rows by rank name no experts
-                    counts_L = self._total(num_tokens_per_expert)
-                counts = [-(-each // expert_alignment) * expert_alignment for each in counts_L.tolist()]
+                # rows by rank name no experts where no ids were given
+                counts_L = self._total(num_tokens_per_expert) if topk_idx is None else out.tokens_per_expert
+                counts = [rounded_up(each, expert_alignment) for each in counts_L.tolist()]
             made.extend((counts, DispatchHandle(comm, out.handle, out.offsets, is_token_in_rank)))
-            idx_PK = None if topk_idx is None else _ids(out, fixed=num_worst_tokens > 0)
+            idx_PK = None if topk_idx is None else received_ids(out, fixed=num_worst_tokens > 0)
             weights_PK = None if topk_weights is None else out.weights
             return out.tokens, out.scales, idx_PK, weights_PK
 
-        inputs = (*(x if isinstance(x, tuple) else (x,)), topk_idx, topk_weights, is_token_in_rank)
-        found, event = self._run(bring, inputs, previous_event, async_finish)
-        tokens, scales, idx_PK, weights_PK = found
-        counts, plan = made
-        return (tokens, scales) if pair else tokens, idx_PK, weights_PK, counts, plan, event
+        inputs = (*rows, topk_idx, topk_weights, is_token_in_rank)
+        (tokens, scales, idx_PK, weights_PK), event = self.run(bring, inputs, before, async_finish)
+        received = tokens if scales is None else (tokens, scales)
+        return received, idx_PK, weights_PK, *made, event
 
     def combine(
         self,
@@ -273,21 +241,12 @@ class Buffer:
             What `moecomm.Communicator.combine` raises, on all ranks.
         """
         plan = _checked(handle)
-        biases = bias if isinstance(bias, (tuple, list)) else (bias,)
-
-        def bring_back() -> tuple[Tensor, Tensor | None]:
-            comm, weights_TK = plan.comm, None
-            if topk_weights is None:
-                sums_TH = comm.combine(x, plan.handle)
-            else:
-                sums_TH, weights_TK = comm.dispatch_backward(x, plan.handle, grad_weights=topk_weights)
-            given = [each for each in biases if each is not None]
-            if given:
-                sums_TH = sum((each.float() for each in given), sums_TH.float()).to(x.dtype)
-            return sums_TH, weights_TK
-
-        inputs = (x, topk_weights, *biases)
-        (sums_TH, weights_TK), event = self._run(bring_back, inputs, previous_event, async_finish)
+        (sums_TH, weights_TK), event = self.run(
+            lambda: bring_back(plan.comm, plan.handle, x, topk_weights, bias),
+            (x, topk_weights, *biases_of(bias)),
+            _event_of(previous_event),
+            async_finish,
+        )
         return sums_TH, weights_TK, event
 
     # -- what is not there -----------------------------------------------------------------------------
@@ -346,48 +305,9 @@ class Buffer:
         dist.all_reduce(total_E, group=self.group)
         return total_E.view(self.group_size, -1)[self.rank]
 
-    def _run(
-        self,
-        work: Callable[[], tuple[Any, ...]],
-        inputs: tuple[Any, ...],
-        previous_event: EventOverlap | None,
-        async_finish: bool,
-    ) -> tuple[tuple[Any, ...], EventOverlap]:
-        """Runs work on the current stream, or with async_finish on the stream of operations; returns its
-        result and an event. Gradients are the caller's matter, as in DeepEP."""
-        before = None if previous_event is None else previous_event.event
-        with torch.no_grad():
-            if not inputs[0].is_cuda:
-                return work(), EventOverlap(EventHandle() if async_finish else None)
-            if not async_finish:
-                if before is not None:
-                    before.current_stream_wait()
-                return work(), EventOverlap()
-            current, stream = torch.cuda.current_stream(), self.get_comm_stream()
-            if before is None:
-                stream.wait_stream(current)
-            with torch.cuda.stream(stream):
-                if before is not None:
-                    before.current_stream_wait()
-                result = work()
-            _record(inputs, stream)
-            _record(result, current)
-            return result, EventOverlap(EventHandle(stream))
 
-
-def _record(tensors: tuple[Any, ...], stream: torch.cuda.Stream) -> None:
-    for each in tensors:
-        if each is not None:
-            each.record_stream(stream)
-
-
-def _ids(out: Any, fixed: bool) -> Tensor:
-    """Returns (P, K) int64 local expert ids; with a fixed number of rows -1 behind the last."""
-    idx_PK: Tensor = out.topk_idx.long()
-    if fixed:
-        behind_P = torch.arange(len(idx_PK), device=idx_PK.device) >= out.offsets[-1]
-        idx_PK.masked_fill_(behind_P.unsqueeze(1), -1)
-    return idx_PK
+def _event_of(event: EventOverlap | None) -> EventHandle | None:
+    return None if event is None else event.event
 
 
 def _checked(handle: Any) -> DispatchHandle:

@@ -1,0 +1,351 @@
+"""DeepEP's `ElasticBuffer` (version 2 of its API; `EPBuffer` from 2.5 on), on moecomm.
+
+Names, order and defaults of arguments are those of DeepEP's deep_ep/buffers/elastic.py. Shape letters: T
+tokens, K top-k, H hidden, E experts, R ranks, L local experts, P received rows, C num_max_tokens_per_rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from deep_ep.operations import Operations, biases_of, bring_back, received_ids, rounded_up, send_along
+from deep_ep.utils import EventHandle, EventOverlap
+from moecomm import Communicator, DispatchOutput, Handle
+from moecomm.errors import InvalidArgument
+
+_UNIT = 2 << 20
+"""The unit of buffer sizes, in bytes."""
+
+
+class EPHandle:
+    """What a combine or a cached dispatch needs of a dispatch. It may outlive many steps, and keeps its
+    communicator alive.
+
+    Attributes:
+        do_expand: one row for each (token, local expert), by expert; else one for each (token, rank).
+        num_experts: E.
+        expert_alignment: groups of experts, or their counts, are multiples of it.
+        num_max_tokens_per_rank: C.
+        num_sms: as given to the dispatch.
+        topk_idx: (T, K) of the dispatch, copied unless do_handle_copy=False.
+        num_recv_tokens: rows of the compact layout; without do_cpu_sync the most that there can be.
+        num_expanded_tokens: the same of the expanded layout, with its padding.
+        num_recv_tokens_per_expert_list: the L counts, rounded up; empty without do_cpu_sync.
+        psum_num_recv_tokens_per_scaleup_rank: (R,) int32 inclusive sums of the rows from each rank; None in
+            the expanded layout, whose rows are not counted by rank.
+        psum_num_recv_tokens_per_expert: (L,) int32. Compact: inclusive sums of the counts, rounded up.
+            Expanded: the ends of the experts' groups without their padding.
+        num_unaligned_recv_tokens_per_expert: (L,) int32 counts; None in the compact layout.
+        comm, handle: those of moecomm.
+    """
+
+    def __init__(
+        self, comm: Communicator, out: DispatchOutput, topk_idx: Tensor, counts: list[int], **fields: Any
+    ) -> None:
+        self.comm: Communicator = comm
+        self.handle: Handle = out.handle
+        self.topk_idx, self.num_recv_tokens_per_expert_list = topk_idx, counts
+        self.do_expand: bool = fields["do_expand"]
+        self.num_experts: int = fields["num_experts"]
+        self.expert_alignment: int = fields["expert_alignment"]
+        self.num_max_tokens_per_rank: int = fields["num_max_tokens_per_rank"]
+        self.num_sms: int = fields["num_sms"]
+        counts_L, alignment = out.tokens_per_expert, self.expert_alignment
+        self.num_unaligned_recv_tokens_per_expert = counts_L if self.do_expand else None
+        self.psum_num_recv_tokens_per_scaleup_rank = None if self.do_expand else out.offsets
+        if self.do_expand:
+            ends_L = out.expert_starts[:-1] + counts_L
+        else:
+            ends_L = ((counts_L + (alignment - 1)) // alignment * alignment).cumsum(0, dtype=torch.int32)
+        self.psum_num_recv_tokens_per_expert: Tensor = ends_L
+        self.num_recv_tokens = 0 if self.do_expand else len(out.tokens)
+        self.num_expanded_tokens = len(out.tokens) if self.do_expand else 0
+
+
+class ElasticBuffer(Operations):
+    """Dispatch and combine between the ranks of `group`, with the calls of DeepEP's version 2.
+
+    All ranks call the operations together. Communicators of moecomm are built in the first dispatch of each
+    shape (experts, hidden, top-k, dtype, SMs), and made larger when a batch brings more tokens.
+
+    Args:
+        group: the ranks.
+        num_bytes: kept as an attribute; moecomm makes memory by the largest batch.
+        num_max_tokens_per_rank: C, where a dispatch gives none; needed without do_cpu_sync.
+        num_allocated_qps: kept as an attribute.
+        explicitly_destroy: `destroy()` may be called.
+        hidden, num_topk, use_fp8_dispatch, allow_hybrid_mode, prefer_overlap_with_compute, sl_idx,
+            num_cpu_timeout_secs, num_gpu_timeout_secs: nothing here depends on them.
+        deterministic, allow_multiple_reduction: every result has the same bits on every run, and a rank sums
+            its rows of a token before they travel.
+        num_cpu_bytes: 0; more raises NotImplementedError.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        num_bytes: int | None = None,
+        num_cpu_bytes: int = 0,
+        num_max_tokens_per_rank: int = 0,
+        hidden: int = 0,
+        num_topk: int = 0,
+        use_fp8_dispatch: bool = False,
+        deterministic: bool = False,
+        allow_hybrid_mode: bool = True,
+        allow_multiple_reduction: bool = True,
+        prefer_overlap_with_compute: bool = True,
+        sl_idx: int = 3,
+        num_allocated_qps: int = 0,
+        num_cpu_timeout_secs: int = 300,
+        num_gpu_timeout_secs: int = 100,
+        explicitly_destroy: bool = False,
+    ) -> None:
+        super().__init__(group, explicitly_destroy)
+        if num_cpu_bytes:
+            raise NotImplementedError("num_cpu_bytes: this package has dispatch and combine alone")
+        self.rank_idx, self.num_ranks = self.group.rank(), self.group.size()
+        sizes = (num_max_tokens_per_rank, hidden, num_topk)
+        self.num_bytes = self.get_buffer_size_hint(group, *sizes) if num_bytes is None else num_bytes
+        self.num_max_tokens_per_rank, self.deterministic = num_max_tokens_per_rank, deterministic
+        self.allow_hybrid_mode, self.allow_multiple_reduction = allow_hybrid_mode, allow_multiple_reduction
+        self.prefer_overlap_with_compute = prefer_overlap_with_compute
+        self.num_allocated_qps = num_allocated_qps or 17
+        self.num_scaleout_ranks, self.num_scaleup_ranks = self.get_logical_domain_size()
+        self.scaleout_rank_idx, self.scaleup_rank_idx = 0, self.rank_idx
+        self.num_rdma_ranks, self.num_nvlink_ranks = self.get_physical_domain_size()
+
+    @staticmethod
+    def get_buffer_size_hint(
+        group: dist.ProcessGroup,
+        num_max_tokens_per_rank: int,
+        hidden: int,
+        num_topk: int = 0,
+        use_fp8_dispatch: bool = False,
+        allow_hybrid_mode: bool = True,
+        allow_multiple_reduction: bool = True,
+    ) -> int:
+        """Returns the bytes of the rows that a rank may receive, in whole 2 MiB: larger for larger sizes, as
+        callers compare it. moecomm makes its own memory (`moecomm.Communicator.memory_plan`)."""
+        row = 2 * hidden + 8 * num_topk
+        return rounded_up(group.size() * num_max_tokens_per_rank * row, _UNIT)
+
+    @staticmethod
+    def capture() -> EventHandle:
+        """Returns an event on the current stream."""
+        return EventHandle()
+
+    def get_physical_domain_size(self) -> tuple[int, int]:
+        """Returns (1, R): nodes are moecomm's own matter."""
+        return 1, self.num_ranks
+
+    def get_logical_domain_size(self) -> tuple[int, int]:
+        """Returns (1, R), as above."""
+        return 1, self.num_ranks
+
+    def get_theoretical_num_sms(self, num_experts: int, num_topk: int, *args: Any, **options: Any) -> int:
+        """Returns the SMs that moecomm uses by itself: three quarters of a GPU; 1 without one."""
+        if not torch.cuda.is_available():
+            return 1
+        return torch.cuda.get_device_properties("cuda").multi_processor_count * 3 // 4
+
+    def get_theoretical_num_qps(self, num_sms: int) -> int:
+        """Returns the number given or made at the construction."""
+        return self.num_allocated_qps
+
+    def barrier(
+        self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True
+    ) -> None:
+        """Waits for all ranks; with_cpu_sync: and for the device."""
+        dist.barrier(self.group)
+        if with_cpu_sync and torch.cuda.is_available():
+            torch.cuda.synchronize()
+
+    def dispatch(
+        self,
+        x: Tensor | tuple[Tensor, Tensor],
+        topk_idx: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        cumulative_local_expert_recv_stats: Tensor | None = None,
+        num_experts: int | None = None,
+        num_max_tokens_per_rank: int | None = None,
+        expert_alignment: int | None = None,
+        num_sms: int = 0,
+        num_qps: int = 0,
+        previous_event: EventHandle | None = None,
+        previous_event_before_epilogue: EventHandle | None = None,
+        async_with_compute_stream: bool = False,
+        allocate_on_comm_stream: bool = False,
+        handle: EPHandle | None = None,
+        do_handle_copy: bool = True,
+        do_cpu_sync: bool | None = None,
+        do_expand: bool = False,
+        do_zero_padding: bool = False,
+        use_tma_aligned_col_major_sf: bool = False,
+    ) -> tuple[Any, Tensor | None, Tensor | None, EPHandle, EventOverlap]:
+        """Brings each token to the ranks of its experts.
+
+        Args:
+            x: (T, H) rows; or, on GPUs, a pair of float8_e4m3fn rows and (T, H / 128) float32 scales.
+            topk_idx, topk_weights: (T, K) expert ids, -1 for none, and float32 weights, which travel along.
+            cumulative_local_expert_recv_stats: (L,), to which the counts are added.
+            num_experts: E; needed without a handle.
+            num_max_tokens_per_rank: C; None: that of the construction.
+            expert_alignment: the experts' counts are rounded up to a multiple of it, and in the expanded
+                layout their groups, with rows of zeros; None: 1.
+            num_sms: SMs of an operation; 0: moecomm's own number.
+            previous_event, previous_event_before_epilogue: with async_with_compute_stream the operation
+                begins after them, else after the current stream.
+            async_with_compute_stream: the current stream does not wait; the returned event is for the
+                operation.
+            handle: of an earlier dispatch, along whose plan the rows go.
+            do_handle_copy: the handle copies topk_idx.
+            do_cpu_sync: the host waits, and the result has as many rows as arrived. False: nothing waits, and
+                it has R * C rows, expanded R * C * min(K, L) and those for padding. None: True.
+            do_expand: one row for each (token, local expert), by expert, then source rank, then token.
+            num_qps, allocate_on_comm_stream, do_zero_padding: nothing depends on them; padding is zero.
+            use_tma_aligned_col_major_sf: True with fp8 rows raises NotImplementedError.
+
+        Returns:
+            The rows, (P, H), or a pair as given; compact: (P, K) int64 local expert ids, -1 elsewhere,
+            expanded: None; weights, (P, K) or expanded (P,), or None; the handle; an event. With a handle ids
+            and weights are None.
+
+        Raises:
+            InvalidArgument: arguments that do not go together.
+            NotImplementedError: fp8 rows, or weights, along a handle.
+            CommunicatorClosed: after `destroy()`.
+            What `moecomm.Communicator.dispatch` raises, on all ranks.
+        """
+        rows = x if isinstance(x, tuple) else (x,)
+        before, apart = (
+            self._before(previous_event, previous_event_before_epilogue),
+            async_with_compute_stream,
+        )
+        if handle is not None:
+            kept = _checked(handle)
+            if topk_idx is not None or do_cpu_sync:
+                raise InvalidArgument("handle and topk_idx or do_cpu_sync=True are given, expected one kind")
+            if topk_weights is not None:
+                raise NotImplementedError(
+                    "topk_weights with handle=: weights travel with the first dispatch alone"
+                )
+            (received,), event = self.run(
+                lambda: (send_along(kept.comm, kept.handle, x),), rows, before, apart
+            )
+            return received, None, None, kept, event
+        if topk_idx is None or num_experts is None:
+            raise InvalidArgument("topk_idx or num_experts is None, expected (T, K) and E, or a handle")
+        if isinstance(x, tuple) and use_tma_aligned_col_major_sf:
+            raise NotImplementedError("use_tma_aligned_col_major_sf: scales are row after row")
+        ids_TK, alignment = topk_idx, expert_alignment or 1
+        most = num_max_tokens_per_rank or self.num_max_tokens_per_rank
+        waits = do_cpu_sync is None or do_cpu_sync
+        capacity = None if waits else self._rows(most, ids_TK.shape[1], num_experts, alignment, do_expand)
+        shared = self.communicator(x, num_experts, ids_TK.shape[1], num_sms or None)
+        options: dict[str, Any] = {"capacity": capacity, "dequantize": not isinstance(x, tuple)}
+        options |= {"layout": "expert", "alignment": alignment} if do_expand else {"layout": "rank"}
+        made: list[EPHandle] = []
+
+        def bring() -> tuple[Tensor | None, ...]:
+            comm, out = shared.dispatch(x, ids_TK, topk_weights, **options)
+            if cumulative_local_expert_recv_stats is not None:
+                cumulative_local_expert_recv_stats.add_(out.tokens_per_expert)
+            counts = [rounded_up(n, alignment) for n in out.tokens_per_expert.tolist()] if waits else []
+            kept = EPHandle(
+                comm,
+                out,
+                ids_TK.clone() if do_handle_copy else ids_TK,
+                counts,
+                do_expand=do_expand,
+                num_experts=num_experts,
+                expert_alignment=alignment,
+                num_max_tokens_per_rank=most,
+                num_sms=num_sms,
+            )
+            made.append(kept)
+            idx_PK = None if do_expand else received_ids(out, fixed=not waits)
+            weights = None if topk_weights is None else out.weights
+            return out.tokens, out.scales, idx_PK, weights
+
+        inputs = (*rows, ids_TK, topk_weights)
+        (tokens, scales, idx_PK, weights), event = self.run(bring, inputs, before, apart)
+        return tokens if scales is None else (tokens, scales), idx_PK, weights, made[0], event
+
+    def combine(
+        self,
+        x: Tensor,
+        handle: EPHandle,
+        topk_weights: Tensor | None = None,
+        bias: Tensor | tuple[Tensor, Tensor] | None = None,
+        num_sms: int = 0,
+        num_qps: int = 0,
+        previous_event: EventHandle | None = None,
+        previous_event_before_epilogue: EventHandle | None = None,
+        async_with_compute_stream: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[Tensor, Tensor | None, EventOverlap]:
+        """Returns rows to the ranks of their tokens, and sums them there, without weights.
+
+        Args:
+            x: (P, H) rows in the order of the dispatch.
+            handle: of that dispatch.
+            topk_weights: float32, (P, K) or expanded (P,), which travel along.
+            bias: one or two tensors (T, H) that are added to the sums.
+            num_sms: those of the dispatch are used. The others are as in `dispatch`.
+
+        Returns:
+            (T, H) sums: a rank sums its rows of a token by k, the token's rank those of the ranks by
+            ascending rank, in float32, each rounded once (with a bias once more); (T, K) weights, 0 where a
+            token names no expert, or None; an event.
+
+        Raises:
+            What `moecomm.Communicator.combine` raises, on all ranks.
+        """
+        kept = _checked(handle)
+        (sums_TH, weights_TK), event = self.run(
+            lambda: bring_back(kept.comm, kept.handle, x, topk_weights, bias),
+            (x, topk_weights, *biases_of(bias)),
+            self._before(previous_event, previous_event_before_epilogue),
+            async_with_compute_stream,
+        )
+        return sums_TH, weights_TK, event
+
+    def _rows(self, most: int, top_k: int, experts: int, alignment: int, expands: bool) -> int:
+        """Returns the most rows that can arrive if each rank has at most `most` tokens."""
+        if most < 1:
+            raise InvalidArgument(
+                f"num_max_tokens_per_rank is {most}, expected at least 1 with do_cpu_sync=False"
+            )
+        if not expands:
+            return self.num_ranks * most
+        local = experts // self.num_ranks
+        return self.num_ranks * most * min(top_k, local) + local * (alignment - 1)
+
+    @staticmethod
+    def _before(first: Any, second: Any) -> EventHandle | None:
+        """Returns one event for two: a wait for both."""
+        given = [getattr(each, "event", each) for each in (first, second) if each is not None]
+        return _Both(given) if len(given) > 1 else next(iter(given), None)
+
+
+class _Both(EventHandle):
+    def __init__(self, events: list[EventHandle]) -> None:
+        self._events = events
+
+    def current_stream_wait(self) -> None:
+        for each in self._events:
+            each.current_stream_wait()
+
+
+EPBuffer = ElasticBuffer
+"""The name from DeepEP 2.5 on."""
+
+
+def _checked(handle: Any) -> EPHandle:
+    if not isinstance(handle, EPHandle):
+        raise InvalidArgument(f"handle is {type(handle).__name__}, expected that of a dispatch of a buffer")
+    return handle
