@@ -41,7 +41,6 @@ def batches_to_divide_by(experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: Devic
 
 
 class _DividedGradient(autograd.Function):
-
     @staticmethod
     def forward(ctx: Any, weight: Tensor, by: int) -> Tensor:
         ctx.by = by
