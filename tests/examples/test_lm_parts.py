@@ -56,7 +56,7 @@ def test_text_shorter_than_a_window(tree: Path, tmp_path: Path) -> None:
 
 
 def names_of(*places: Path, out: Path | None = None) -> list[str]:
-    """What is found in places to read from, when `out` is written to."""
+    """Returns the names of the files found in places to read from, when `out` is written to."""
     return [file.name for file in data.find_files([str(place) for place in places], out)]
 
 

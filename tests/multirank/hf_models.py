@@ -123,7 +123,7 @@ def forward_backward(model: nn.Module, tokens: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Plain(NamedTuple):
-    """What one process computes."""
+    """The results of one process, for parts of a batch."""
 
     outputs: list[tuple[Tensor, Tensor]]
     """(logits, loss) of each part."""
