@@ -477,6 +477,16 @@ def test_signatures(kind: type, name: str) -> None:
     assert found[: len(wanted)] == wanted
 
 
+def test_events_before_an_operation() -> None:
+    """An event for the epilogue does not replace the current stream; one for the operation does."""
+    buffer, first, epilogue = ElasticBuffer.__new__(ElasticBuffer), EventHandle(), EventHandle()
+    assert buffer._before(None, None) == [] == buffer._before(EventOverlap(None), None)
+    assert buffer._before(first, None) == [first]
+    assert buffer._before(EventOverlap(first), epilogue) == [first, epilogue]
+    captured, last = buffer._before(None, epilogue)
+    assert last is epilogue and isinstance(captured, EventHandle) and captured is not epilogue
+
+
 def test_other_names() -> None:
     import deep_ep_cpp
 
@@ -502,7 +512,7 @@ def test_beside_deep_ep(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_as_a_package(tmp_path: Path) -> None:
-    """What pip installs, imported from elsewhere."""
+    """The package works when pip has installed it, imported from elsewhere."""
     pytest.importorskip("scikit_build_core")
     where = [sys.executable, "-m", "pip", "install", "--no-build-isolation", "--no-deps", "--no-index"]
     subprocess.run([*where, "-q", "--target", tmp_path, COMPAT], check=True)

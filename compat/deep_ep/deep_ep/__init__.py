@@ -8,20 +8,17 @@ from importlib import metadata
 
 import torch
 
-_OTHERS = ("deep_ep", "deep-ep")
-
 
 def _refuse_beside_deep_ep() -> None:
-    for name in _OTHERS:
-        try:
-            found = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-        raise ImportError(
-            f"DeepEP {found} is installed beside moecomm-deep-ep, and both provide the module deep_ep: "
-            f"uninstall one of them (pip uninstall {name}, or pip uninstall moecomm-deep-ep) and install the "
-            "other one again"
-        )
+    try:
+        found = metadata.version("deep_ep")
+    except metadata.PackageNotFoundError:
+        return
+    raise ImportError(
+        f"DeepEP {found} is installed beside moecomm-deep-ep, and both provide the module deep_ep: "
+        "uninstall one of them (pip uninstall deep_ep, or pip uninstall moecomm-deep-ep) and install the "
+        "other one again"
+    )
 
 
 _refuse_beside_deep_ep()

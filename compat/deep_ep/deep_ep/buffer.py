@@ -15,7 +15,7 @@ from torch import Tensor
 
 from deep_ep.config import Config
 from deep_ep.handle import DispatchHandle
-from deep_ep.operations import Operations, biases_of, bring_back, received_ids, rounded_up, send_along
+from deep_ep.operations import Operations, events_of, received_ids, rounded_up
 from deep_ep.utils import EventHandle, EventOverlap
 from moecomm.errors import InvalidArgument
 
@@ -128,7 +128,7 @@ class Buffer(Operations):
             in_rank_TR = in_rank[:, : self.group_size].contiguous()
             return in_rank_TR.sum(0, dtype=torch.int32), per_expert[:num_experts], in_rank_TR
 
-        counts, event = self.run(count, (topk_idx,), _event_of(previous_event), async_finish)
+        counts, event = self.run(count, (topk_idx,), events_of(previous_event), async_finish)
         per_rank_R, per_expert_E, in_rank_TR = counts
         return per_rank_R, None, per_expert_E, in_rank_TR, event
 
@@ -177,16 +177,12 @@ class Buffer(Operations):
             CommunicatorClosed: after `destroy()`.
             What `moecomm.Communicator.dispatch` raises, on all ranks.
         """
-        before = _event_of(previous_event)
-        rows = x if isinstance(x, tuple) else (x,)
+        before = events_of(previous_event)
         if handle is not None:
             if topk_idx is not None or topk_weights is not None:
                 raise InvalidArgument("handle and topk_idx or topk_weights are given, expected one kind")
-            plan = _checked(handle)
-            (received,), event = self.run(
-                lambda: (send_along(plan.comm, plan.handle, x),), rows, before, async_finish
-            )
-            return received, None, None, None, None, event
+            rows, event = self.send_along(handle, x, before, async_finish)
+            return rows, None, None, None, None, event
         experts = self._experts_of(num_tokens_per_expert, is_token_in_rank, topk_idx, topk_weights)
         top_k = self.group_size if topk_idx is None else topk_idx.shape[1]
         shared = self.communicator(x, experts, top_k, Buffer._chosen_sms)
@@ -207,7 +203,7 @@ class Buffer(Operations):
             weights_PK = None if topk_weights is None else out.weights
             return out.tokens, out.scales, idx_PK, weights_PK
 
-        inputs = (*rows, topk_idx, topk_weights, is_token_in_rank)
+        inputs = (*(x if isinstance(x, tuple) else (x,)), topk_idx, topk_weights, is_token_in_rank)
         (tokens, scales, idx_PK, weights_PK), event = self.run(bring, inputs, before, async_finish)
         received = tokens if scales is None else (tokens, scales)
         return received, idx_PK, weights_PK, *made, event
@@ -240,14 +236,7 @@ class Buffer(Operations):
         Raises:
             What `moecomm.Communicator.combine` raises, on all ranks.
         """
-        plan = _checked(handle)
-        (sums_TH, weights_TK), event = self.run(
-            lambda: bring_back(plan.comm, plan.handle, x, topk_weights, bias),
-            (x, topk_weights, *biases_of(bias)),
-            _event_of(previous_event),
-            async_finish,
-        )
-        return sums_TH, weights_TK, event
+        return self.bring_back(handle, x, topk_weights, bias, events_of(previous_event), async_finish)
 
     # -- what is not there -----------------------------------------------------------------------------
 
@@ -304,18 +293,6 @@ class Buffer(Operations):
         total_E = num_tokens_per_expert.clone()
         dist.all_reduce(total_E, group=self.group)
         return total_E.view(self.group_size, -1)[self.rank]
-
-
-def _event_of(event: EventOverlap | None) -> EventHandle | None:
-    return None if event is None else event.event
-
-
-def _checked(handle: Any) -> DispatchHandle:
-    if not isinstance(handle, DispatchHandle):
-        raise InvalidArgument(
-            f"handle is {type(handle).__name__}, expected that of a dispatch of this package"
-        )
-    return handle
 
 
 def _no_low_latency() -> NoReturn:

@@ -6,26 +6,29 @@ tokens, K top-k, H hidden, E experts, R ranks, L local experts, P received rows,
 
 from __future__ import annotations
 
+from dataclasses import InitVar, dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deep_ep.operations import Operations, biases_of, bring_back, received_ids, rounded_up, send_along
+from deep_ep.operations import Operations, PlanHandle, events_of, received_ids, rounded_up
 from deep_ep.utils import EventHandle, EventOverlap
-from moecomm import Communicator, DispatchOutput, Handle
+from moecomm import Communicator, DispatchOutput
 from moecomm.errors import InvalidArgument
 
 _UNIT = 2 << 20
 """The unit of buffer sizes, in bytes."""
 
 
-class EPHandle:
-    """What a combine or a cached dispatch needs of a dispatch. It may outlive many steps, and keeps its
-    communicator alive.
+@dataclass(eq=False)
+class EPHandle(PlanHandle):
+    """The handle of a dispatch of `ElasticBuffer`, for its combine and for dispatches along its plan.
 
     Attributes:
+        comm, handle: those of moecomm.
         do_expand: one row for each (token, local expert), by expert; else one for each (token, rank).
         num_experts: E.
         expert_alignment: groups of experts, or their counts, are multiples of it.
@@ -40,30 +43,32 @@ class EPHandle:
         psum_num_recv_tokens_per_expert: (L,) int32. Compact: inclusive sums of the counts, rounded up.
             Expanded: the ends of the experts' groups without their padding.
         num_unaligned_recv_tokens_per_expert: (L,) int32 counts; None in the compact layout.
-        comm, handle: those of moecomm.
     """
 
-    def __init__(
-        self, comm: Communicator, out: DispatchOutput, topk_idx: Tensor, counts: list[int], **fields: Any
-    ) -> None:
-        self.comm: Communicator = comm
-        self.handle: Handle = out.handle
-        self.topk_idx, self.num_recv_tokens_per_expert_list = topk_idx, counts
-        self.do_expand: bool = fields["do_expand"]
-        self.num_experts: int = fields["num_experts"]
-        self.expert_alignment: int = fields["expert_alignment"]
-        self.num_max_tokens_per_rank: int = fields["num_max_tokens_per_rank"]
-        self.num_sms: int = fields["num_sms"]
-        counts_L, alignment = out.tokens_per_expert, self.expert_alignment
-        self.num_unaligned_recv_tokens_per_expert = counts_L if self.do_expand else None
+    comm: Communicator
+    out: InitVar[DispatchOutput]
+    do_expand: bool
+    num_experts: int
+    expert_alignment: int
+    num_max_tokens_per_rank: int
+    num_sms: int
+    topk_idx: Tensor
+    num_recv_tokens_per_expert_list: list[int]
+
+    def __post_init__(self, out: DispatchOutput) -> None:
+        self.handle, self._counts_L, self._starts = out.handle, out.tokens_per_expert, out.expert_starts
+        rows = len(out.tokens)
+        self.num_recv_tokens, self.num_expanded_tokens = (0, rows) if self.do_expand else (rows, 0)
+        self.num_unaligned_recv_tokens_per_expert = self._counts_L if self.do_expand else None
         self.psum_num_recv_tokens_per_scaleup_rank = None if self.do_expand else out.offsets
+
+    @cached_property
+    def psum_num_recv_tokens_per_expert(self) -> Tensor:
         if self.do_expand:
-            ends_L = out.expert_starts[:-1] + counts_L
-        else:
-            ends_L = ((counts_L + (alignment - 1)) // alignment * alignment).cumsum(0, dtype=torch.int32)
-        self.psum_num_recv_tokens_per_expert: Tensor = ends_L
-        self.num_recv_tokens = 0 if self.do_expand else len(out.tokens)
-        self.num_expanded_tokens = len(out.tokens) if self.do_expand else 0
+            return self._starts[:-1] + self._counts_L
+        alignment = self.expert_alignment
+        aligned_L = (self._counts_L + (alignment - 1)) // alignment * alignment
+        return aligned_L.cumsum(0, dtype=torch.int32)
 
 
 class ElasticBuffer(Operations):
@@ -220,23 +225,17 @@ class ElasticBuffer(Operations):
             CommunicatorClosed: after `destroy()`.
             What `moecomm.Communicator.dispatch` raises, on all ranks.
         """
-        rows = x if isinstance(x, tuple) else (x,)
-        before, apart = (
-            self._before(previous_event, previous_event_before_epilogue),
-            async_with_compute_stream,
-        )
+        before = self._before(previous_event, previous_event_before_epilogue)
+        apart = async_with_compute_stream
         if handle is not None:
-            kept = _checked(handle)
             if topk_idx is not None or do_cpu_sync:
                 raise InvalidArgument("handle and topk_idx or do_cpu_sync=True are given, expected one kind")
             if topk_weights is not None:
                 raise NotImplementedError(
                     "topk_weights with handle=: weights travel with the first dispatch alone"
                 )
-            (received,), event = self.run(
-                lambda: (send_along(kept.comm, kept.handle, x),), rows, before, apart
-            )
-            return received, None, None, kept, event
+            rows, event = self.send_along(handle, x, before, apart)
+            return rows, None, None, handle, event
         if topk_idx is None or num_experts is None:
             raise InvalidArgument("topk_idx or num_experts is None, expected (T, K) and E, or a handle")
         if isinstance(x, tuple) and use_tma_aligned_col_major_sf:
@@ -255,23 +254,13 @@ class ElasticBuffer(Operations):
             if cumulative_local_expert_recv_stats is not None:
                 cumulative_local_expert_recv_stats.add_(out.tokens_per_expert)
             counts = [rounded_up(n, alignment) for n in out.tokens_per_expert.tolist()] if waits else []
-            kept = EPHandle(
-                comm,
-                out,
-                ids_TK.clone() if do_handle_copy else ids_TK,
-                counts,
-                do_expand=do_expand,
-                num_experts=num_experts,
-                expert_alignment=alignment,
-                num_max_tokens_per_rank=most,
-                num_sms=num_sms,
-            )
-            made.append(kept)
+            ids = ids_TK.clone() if do_handle_copy else ids_TK
+            made.append(EPHandle(comm, out, do_expand, num_experts, alignment, most, num_sms, ids, counts))
             idx_PK = None if do_expand else received_ids(out, fixed=not waits)
             weights = None if topk_weights is None else out.weights
             return out.tokens, out.scales, idx_PK, weights
 
-        inputs = (*rows, ids_TK, topk_weights)
+        inputs = (*(x if isinstance(x, tuple) else (x,)), ids_TK, topk_weights)
         (tokens, scales, idx_PK, weights), event = self.run(bring, inputs, before, apart)
         return tokens if scales is None else (tokens, scales), idx_PK, weights, made[0], event
 
@@ -305,14 +294,8 @@ class ElasticBuffer(Operations):
         Raises:
             What `moecomm.Communicator.combine` raises, on all ranks.
         """
-        kept = _checked(handle)
-        (sums_TH, weights_TK), event = self.run(
-            lambda: bring_back(kept.comm, kept.handle, x, topk_weights, bias),
-            (x, topk_weights, *biases_of(bias)),
-            self._before(previous_event, previous_event_before_epilogue),
-            async_with_compute_stream,
-        )
-        return sums_TH, weights_TK, event
+        before = self._before(previous_event, previous_event_before_epilogue)
+        return self.bring_back(handle, x, topk_weights, bias, before, async_with_compute_stream)
 
     def _rows(self, most: int, top_k: int, experts: int, alignment: int, expands: bool) -> int:
         """Returns the most rows that can arrive if each rank has at most `most` tokens."""
@@ -325,27 +308,14 @@ class ElasticBuffer(Operations):
         local = experts // self.num_ranks
         return self.num_ranks * most * min(top_k, local) + local * (alignment - 1)
 
-    @staticmethod
-    def _before(first: Any, second: Any) -> EventHandle | None:
-        """Returns one event for two: a wait for both."""
-        given = [getattr(each, "event", each) for each in (first, second) if each is not None]
-        return _Both(given) if len(given) > 1 else next(iter(given), None)
-
-
-class _Both(EventHandle):
-    def __init__(self, events: list[EventHandle]) -> None:
-        self._events = events
-
-    def current_stream_wait(self) -> None:
-        for each in self._events:
-            each.current_stream_wait()
+    def _before(self, first: Any, epilogue: Any) -> list[EventHandle]:
+        """Returns the events before an operation. One for the epilogue does not replace the current stream,
+        which `first` does."""
+        before = events_of(first)
+        if epilogue is not None and not before:
+            before.append(self.capture())
+        return [*before, *events_of(epilogue)]
 
 
 EPBuffer = ElasticBuffer
 """The name from DeepEP 2.5 on."""
-
-
-def _checked(handle: Any) -> EPHandle:
-    if not isinstance(handle, EPHandle):
-        raise InvalidArgument(f"handle is {type(handle).__name__}, expected that of a dispatch of a buffer")
-    return handle

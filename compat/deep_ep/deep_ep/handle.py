@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
+from deep_ep.operations import PlanHandle
 from moecomm import Communicator, Handle
 
 
-class DispatchHandle(Sequence[Any]):
-    """What a combine or a cached dispatch needs of a dispatch. It may outlive many steps, and keeps its
-    communicator alive.
+class DispatchHandle(PlanHandle, Sequence[Any]):
+    """The handle of a dispatch of `Buffer`, for its combine and for dispatches along its plan.
 
     As a sequence it has DeepEP's elements. [0] is the rank prefix matrix, (R, R) int32: [i, r] is the number
     of tokens that this rank, r, gets from the ranks 0 to i; the columns of other ranks are -1. [4] is

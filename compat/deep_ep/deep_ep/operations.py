@@ -1,8 +1,8 @@
-"""What the buffers of both versions share: communicators by shape, and streams."""
+"""Operations of the buffers of both versions: their communicators, streams and events."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,8 +10,25 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deep_ep.utils import EventHandle, EventOverlap
+from moecomm import Communicator, Handle
 from moecomm.errors import CommunicatorClosed, InvalidArgument
 from moecomm.shared import LayerCommunicators, SharedCommunicator
+
+Events = Sequence[EventHandle]
+
+
+class PlanHandle:
+    """A base of the handles of both versions: the plan of a dispatch, with the communicator that has made it,
+    which it keeps alive. It may outlive many steps."""
+
+    comm: Communicator
+    handle: Handle
+
+
+def events_of(*given: Any) -> list[EventHandle]:
+    """Returns the events among EventHandles, EventOverlaps and None."""
+    found = (getattr(each, "event", each) for each in given)
+    return [each for each in found if each is not None]
 
 
 class Operations:
@@ -49,31 +66,71 @@ class Operations:
         return comms.of(rows, top_k, num_sms=sms)
 
     def run(
-        self,
-        work: Callable[[], tuple[Any, ...]],
-        inputs: tuple[Any, ...],
-        before: EventHandle | None,
-        apart: bool,
+        self, work: Callable[[], tuple[Any, ...]], inputs: tuple[Any, ...], before: Events, apart: bool
     ) -> tuple[tuple[Any, ...], EventOverlap]:
-        """Runs work, after the event `before`, on the current stream, or if `apart` on the stream of
-        operations; returns its tensors and an event. Gradients are the caller's matter, as in DeepEP."""
+        """Runs work on the current stream, or if `apart` on the stream of operations; returns its tensors and
+        an event. Gradients are the caller's matter, as in DeepEP.
+
+        Args:
+            work: what to run.
+            inputs: the tensors that it reads.
+            before: events after which it begins; apart and without any, it begins after the current stream.
+        """
         with torch.no_grad():
             if not inputs[0].is_cuda:
                 return work(), EventOverlap(EventHandle() if apart else None)
             if not apart:
-                if before is not None:
-                    before.current_stream_wait()
+                _wait_for(before)
                 return work(), EventOverlap()
             current, stream = torch.cuda.current_stream(), self.get_comm_stream()
-            if before is None:
+            if not before:
                 stream.wait_stream(current)
             with torch.cuda.stream(stream):
-                if before is not None:
-                    before.current_stream_wait()
+                _wait_for(before)
                 result = work()
             _record(inputs, stream)
             _record(result, current)
             return result, EventOverlap(EventHandle(stream))
+
+    def send_along(self, handle: Any, x: Any, before: Events, apart: bool) -> tuple[Tensor, EventOverlap]:
+        """Returns the rows that tokens become along the plan of an earlier dispatch, and an event."""
+        if isinstance(x, tuple):
+            raise NotImplementedError(
+                "fp8 rows with handle=: moecomm sends rows along a plan in the dtype of its communicator"
+            )
+        comm, plan = _plan_of(handle)
+        (rows,), event = self.run(lambda: (comm.redispatch(x, plan),), (x,), before, apart)
+        return rows, event
+
+    def bring_back(
+        self, handle: Any, x: Tensor, weights: Tensor | None, bias: Any, before: Events, apart: bool
+    ) -> tuple[Tensor, Tensor | None, EventOverlap]:
+        """Returns (T, H) sums of rows, plus one or two biases; (T, K) weights or None; and an event."""
+        comm, plan = _plan_of(handle)
+        biases = [each for each in (bias if isinstance(bias, (tuple, list)) else (bias,)) if each is not None]
+
+        def work() -> tuple[Tensor, Tensor | None]:
+            if weights is None:
+                sums_TH, weights_TK = comm.combine(x, plan), None
+            else:
+                sums_TH, weights_TK = comm.dispatch_backward(x, plan, grad_weights=weights)
+            if biases:
+                sums_TH = sum((each.float() for each in biases), sums_TH.float()).to(x.dtype)
+            return sums_TH, weights_TK
+
+        (sums_TH, weights_TK), event = self.run(work, (x, weights, *biases), before, apart)
+        return sums_TH, weights_TK, event
+
+
+def _plan_of(handle: Any) -> tuple[Communicator, Handle]:
+    if not isinstance(handle, PlanHandle):
+        raise InvalidArgument(f"handle is {type(handle).__name__}, expected that of a dispatch of a buffer")
+    return handle.comm, handle.handle
+
+
+def _wait_for(events: Events) -> None:
+    for each in events:
+        each.current_stream_wait()
 
 
 def _record(tensors: tuple[Any, ...], stream: torch.cuda.Stream) -> None:
@@ -89,32 +146,6 @@ def received_ids(out: Any, fixed: bool) -> Tensor:
         behind_P = torch.arange(len(idx_PK), device=idx_PK.device) >= out.offsets[-1]
         idx_PK.masked_fill_(behind_P.unsqueeze(1), -1)
     return idx_PK
-
-
-def send_along(comm: Any, handle: Any, x: Any) -> Tensor:
-    """Returns the rows that tokens become along the plan of an earlier dispatch."""
-    if isinstance(x, tuple):
-        raise NotImplementedError(
-            "fp8 rows with handle=: moecomm sends rows along a plan in the dtype of its communicator"
-        )
-    rows: Tensor = comm.redispatch(x, handle)
-    return rows
-
-
-def bring_back(comm: Any, handle: Any, x: Tensor, weights: Any, bias: Any) -> tuple[Tensor, Tensor | None]:
-    """Returns (T, H) sums of rows, plus one or two biases, and (T, K) weights or None."""
-    if weights is None:
-        sums_TH, weights_TK = comm.combine(x, handle), None
-    else:
-        sums_TH, weights_TK = comm.dispatch_backward(x, handle, grad_weights=weights)
-    given = [each for each in biases_of(bias) if each is not None]
-    if given:
-        sums_TH = sum((each.float() for each in given), sums_TH.float()).to(x.dtype)
-    return sums_TH, weights_TK
-
-
-def biases_of(bias: Any) -> tuple[Any, ...]:
-    return tuple(bias) if isinstance(bias, (tuple, list)) else (bias,)
 
 
 def rounded_up(number: int, alignment: int) -> int:
