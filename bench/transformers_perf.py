@@ -60,6 +60,7 @@ def parse() -> argparse.Namespace:
     add("--steps", type=int, default=4, help="timed steps of a turn (%(default)s)")
     add("--zipf", type=float, default=0.0, help="ids of the layers: expert n is drawn with weight n**-ZIPF")
     add("--compile", action="store_true", help="torch.compile for each decoder layer")
+    add("--keep", action="store_true", help="FSDP2 gathers layers' weights (not experts') once a step")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add("--ranks", type=int, help="processes (default: one a GPU; two on the CPU)")
     add("-J", "--json", type=Path, metavar="FILE", help="write a record of the run")
@@ -153,6 +154,7 @@ def measure(arguments: argparse.Namespace, device: Any) -> list[dict[str, Any]]:
             row |= {
                 "zipf": arguments.zipf,
                 "compile": arguments.compile,
+                "keep": arguments.keep,
                 "time_s": seconds,
                 "min_s": min(samples),
                 "samples_s": samples,
@@ -187,7 +189,8 @@ class Run:
         from transformers.distributed import DistributedConfig
 
         self.how, self._device, rank, world = how, device, dist.get_rank(), dist.get_world_size()
-        parallel = DistributedConfig(fsdp_size=world, ep_size=world, ep_implementation=how)
+        plan = {"model.layers.*": "keep_full_weight"} if arguments.keep else None
+        parallel = DistributedConfig(fsdp_size=world, fsdp_plan=plan, ep_size=world, ep_implementation=how)
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self.model: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, distributed_config=parallel
