@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from moecomm.errors import InvalidArgument, InvalidRouting
-from moecomm.types import WIRE_FORMATS, Layout, WireTensors
+from moecomm.types import WIRE_FORMATS, Layout
 
 _MOST_ALIGNMENT = 1 << 20
 _MOST_ROWS = 2**31 - 1  # rows of an output: plans count them in 32 bits
@@ -152,10 +152,10 @@ def check_dispatch(
 ) -> None:
     """Checks the tensors of a dispatch, except for the values of the expert ids, which the runtime checks as
     it copies them. With `x_scales`, x is in `wire`, the communicator's format."""
-    travels = wire_tensors(wire)
-    if x_scales is None or travels is None:
+    if x_scales is None or wire is None:
         check_rows("x", x_TH, None, hidden, dtype, device)
     else:
+        travels = WIRE_FORMATS[wire]
         check_rows("x", x_TH, None, hidden, travels.values, device, "the wire's")
         require_tensor("scales of x", x_scales, device)
         _require_dtype("scales of x", x_scales, travels.scales)
@@ -183,24 +183,15 @@ def check_weights(
     _require_shape(name, weights, shape, letters)
 
 
-def wire_tensors(wire: str | None) -> WireTensors | None:
-    """Returns the kinds of tensors for rows in the wire format; None if that is their dtype."""
-    return None if wire is None else WIRE_FORMATS[wire].tensors
-
-
 def check_wire_options(wire: str | None, dequantize: Any, x_scales: Any) -> None:
     """Checks that the wire format allows rows as a pair (`x_scales`), or undequantized results."""
     if dequantize is True and x_scales is None:
         return
     if not isinstance(dequantize, bool):
         raise InvalidArgument(f"dequantize is {dequantize!r}, expected a bool")
-    if wire_tensors(wire) is not None:
+    if wire is not None:
         return
-    why = (
-        "rows of this communicator travel in its dtype (wire=None)"
-        if wire is None
-        else f"rows are in the format of wire={wire!r} on their way alone"
-    )
+    why = "rows of this communicator travel in its dtype (wire=None)"
     if not dequantize:
         raise InvalidArgument(f"dequantize is False, expected True: {why}")
     if x_scales is not None:

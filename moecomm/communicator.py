@@ -83,9 +83,9 @@ class Communicator(_Planned):
         top_k: K, columns of `topk_idx`; tokens with fewer experts fill up with -1.
         max_tokens: the most tokens that a rank brings to one call.
         dtype: of the rows: float32, bfloat16, float16, or float64 on the CPU.
-        wire: format in which the rows of a dispatch travel: None (`dtype`), or on CUDA "fp8", "mxfp8" (hidden
-            a multiple of 16) or "nvfp4" (of 32), which docs/data_formats.md describes. Combine and the
-            backward of both travel in `dtype`, unless the next two say otherwise.
+        wire: format in which the rows of a dispatch travel: None (`dtype`), or on CUDA "fp8" or "mxfp8"
+            (hidden a multiple of 16), which docs/data_formats.md describes. Combine and the backward of both
+            travel in `dtype`, unless the next two say otherwise.
         combine_wire: format in which the sums of a combine travel back to the tokens' ranks, which add them
             in float32: None (`dtype`), or on CUDA "fp8" (hidden a multiple of 16). The backward of dispatch,
             which is a combine, travels in `dtype`.

@@ -33,24 +33,9 @@ PlanViews = Callable[[str], torch.Tensor]
 
 @dataclass(frozen=True)
 class WireFormat:
-    """A wire format for rows of a dispatch (docs/data_formats.md): values with scales.
+    """A wire format for rows of a dispatch (docs/data_formats.md): a tensor of values, and a tensor with one
+    scale per `scale_columns` columns of a row; a row's last scale may have fewer columns.
     csrc/layout/wire_format.hpp defines its bytes.
-
-    Attributes:
-        name: Communicator's `wire`.
-        unit: a row must have a multiple of this many columns.
-        tensors: the kinds of tensors in which rows can be given and returned in it; None: not possible.
-    """
-
-    name: str
-    unit: int
-    tensors: WireTensors | None
-
-
-@dataclass(frozen=True)
-class WireTensors:
-    """Rows as a tensor of values, and a tensor with one scale per `scale_columns` columns of a row; a row's
-    last scale may have fewer columns.
 
     Attributes:
         values: the dtype of the values.
@@ -67,12 +52,8 @@ class WireTensors:
 
 
 WIRE_FORMATS = {
-    each.name: each
-    for each in (
-        WireFormat("fp8", 16, WireTensors(torch.float8_e4m3fn, torch.float32, 128)),
-        WireFormat("mxfp8", 16, WireTensors(torch.float8_e4m3fn, torch.float8_e8m0fnu, 32)),
-        WireFormat("nvfp4", 32, None),
-    )
+    "fp8": WireFormat(torch.float8_e4m3fn, torch.float32, 128),
+    "mxfp8": WireFormat(torch.float8_e4m3fn, torch.float8_e8m0fnu, 32),
 }
 
 

@@ -58,7 +58,7 @@ def as_e4m3(x: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(x), np.float32(np.nan), np.copysign(E4M3[nearest], x)).astype(np.float32)
 
 
-SCALE_COLUMNS = {"fp8": 128, "mxfp8": 32, "nvfp4": 16}
+SCALE_COLUMNS = {"fp8": 128, "mxfp8": 32}
 """Columns of a row that share a scale, by the wire format."""
 
 
@@ -96,43 +96,6 @@ def powers_of_two(x: np.ndarray) -> np.ndarray:
     return np.where(np.isinf(x), np.nan, least).astype(np.float32)
 
 
-E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
-"""The numbers of float4 e2m1 that are not negative, by their bits."""
-
-
-def as_e2m1(x: np.ndarray) -> np.ndarray:
-    """The e2m1 numbers nearest to float32 x, as float32: ties to the even bit pattern, 6 past the end, 0 for
-    NaN."""
-    size = np.minimum(np.nan_to_num(np.abs(x).astype(np.float64), nan=0.0), 6.0)
-    above = np.searchsorted(E2M1, size)
-    below = np.maximum(above - 1, 0)
-    up, down = E2M1[above] - size, size - E2M1[below]
-    nearest = np.where((up < down) | ((up == down) & (above % 2 == 0)), above, below)
-    return np.where(np.isnan(x), np.float32(0), np.copysign(E2M1[nearest], x)).astype(np.float32)
-
-
-def through_nvfp4(x: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of `dtype` (T,H) after they have travelled in nvfp4, and what each e2m1 value was multiplied by.
-
-    A row's scale is the largest finite magnitude in it, over 2688, at least 2^-100. That of a block of 16
-    columns is its amax / (6 * the row's) in e4m3, at least 2^-9; NaN if a value of the block is not finite.
-    Data is x * (1 / (block's * row's)) in e2m1. Each operation is rounded to float32.
-    """
-    x = x.astype(np.float32)
-    whole, factors = np.zeros_like(x), np.zeros_like(x)
-    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-        finite = np.where(np.isfinite(x), np.abs(x), np.float32(0))
-        row = np.maximum(finite.max(1, initial=0) / np.float32(2688), np.float32(2.0**-100))
-        for start in range(0, x.shape[1], 16):
-            part = x[:, start : start + 16]
-            block = np.maximum(as_e4m3(np.abs(part).max(1) / (np.float32(6) * row)), np.float32(2.0**-9))
-            factor = np.where(np.isfinite(part).all(1), block, np.float32(np.nan)) * row
-            inverse = np.where(np.isnan(factor), np.float32(0), np.float32(1) / factor)
-            whole[:, start : start + 16] = as_e2m1(part * inverse[:, None]) * factor[:, None]
-            factors[:, start : start + 16] = factor[:, None]
-        return rounded(whole, dtype).astype(wide(dtype)), factors
-
-
 def dequantised(
     data: np.ndarray, scales: np.ndarray, dtype: str, wire: str = "fp8", block: int | None = None
 ) -> np.ndarray:
@@ -144,8 +107,6 @@ def dequantised(
 
 def through_wire(x: np.ndarray, dtype: str, wire: str = "fp8") -> np.ndarray:
     """Rows of `dtype` after they have travelled in a wire format."""
-    if wire == "nvfp4":
-        return through_nvfp4(x, dtype)[0]
     return dequantised(*quantised(x, wire), dtype, wire)
 
 
@@ -161,27 +122,18 @@ def wire_error_bound(x: np.ndarray, dtype: str, wire: str = "fp8") -> np.ndarray
     the dtype, adds half an ulp of the result. No element moves by more than amax * (1/28 + 2^-21 + half an
     epsilon of the dtype); with mxfp8, where amax may be anything from 224 to 448 times s, by amax * (1/16 +
     half an epsilon of the dtype).
-
-    nvfp4: with f the factor of x's block and v = x / f, e2m1 keeps two significant bits: its numbers near v
-    are |v| / 2 apart at most, or 1/2 below 1, and the nearest is within |x| / 4 or f / 4, whichever is more.
-    A block's scale may be rounded down by 1/17, so that |v| may be 6.4 and is cut to 6: by less than |x| / 4.
-    No element moves by more than amax * (1/5 + half an epsilon of the dtype), where the block's scale is a
-    normal number of e4m3: half of the step from 4 to 6, of at least 16/17 times 6.
     """
     size = np.abs(x)
-    if wire == "nvfp4":
-        nearest = np.maximum(size, through_nvfp4(x, dtype)[1].astype(np.float64)) / 4
-    else:
-        _, scales = quantised(x, wire)
-        s = np.repeat(scales.astype(np.float64), SCALE_COLUMNS[wire], 1)[:, : x.shape[1]]
-        nearest = np.maximum(size * 2.0**-4, s * 2.0**-10)
+    _, scales = quantised(x, wire)
+    s = np.repeat(scales.astype(np.float64), SCALE_COLUMNS[wire], 1)[:, : x.shape[1]]
+    nearest = np.maximum(size * 2.0**-4, s * 2.0**-10)
     unit = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11, "float64": 2.0**-53}[dtype]
     tiny = {"float32": 2.0**-149, "bfloat16": 2.0**-133, "float16": 2.0**-24, "float64": 2.0**-149}[dtype]
     bound = nearest + size * 2.0**-21
     return bound + unit * (size + bound) + tiny
 
 
-LARGEST_MOVE = {"fp8": 1 / 28 + 2.0**-21, "mxfp8": 1 / 16, "nvfp4": 1 / 5}
+LARGEST_MOVE = {"fp8": 1 / 28 + 2.0**-21, "mxfp8": 1 / 16}
 """The most that a value moves before it is rounded to the dtype, in parts of its block's largest."""
 
 

@@ -113,7 +113,8 @@ class Case:
         wire = options.combine_wire if options.program == "combine" else options.wire
         if wire is None or options.kept_handle:
             return self.point.row_bytes
-        return inputs.wire_bytes(wire, self.point.hidden)
+        columns, dtype = inputs.SCALES[wire]
+        return self.point.hidden + -(-self.point.hidden // columns) * dtype.itemsize
 
     @property
     def useful_R(self) -> list[int]:

@@ -373,10 +373,7 @@ def _check_together(options: Options) -> None:
         (options.graph and exact, "--graph needs --capacity: exact sizes make the host wait"),
         (by_rank and options.alignment != 1, "--alignment is for --layout expert"),
         (by_rank and options.kept_handle == "weighted", "--kept-handle weighted is for --layout expert"),
-        (
-            not options.dequantize and options.wire in (None, "nvfp4"),
-            "--no-dequantize is for --wire fp8 and mxfp8",
-        ),
+        (not options.dequantize and options.wire is None, "--no-dequantize is for --wire fp8 and mxfp8"),
         (on_one_node and options.fabric_provider is not None, "--fabric-provider needs --ranks-per-node"),
         (options.is_layer and len(options.dtypes) > 1, "-d has to be one type for layers"),
         (

@@ -21,7 +21,7 @@ Limit = tuple[
     int, int
 ]  # group-limited routing: of so many nodes the experts of a token are on at most so many
 SCALES = {"fp8": (128, torch.float32), "mxfp8": (32, torch.float8_e8m0fnu)}
-"""Columns that share a scale, and its dtype, by the wire format in which rows can be passed on."""
+"""Columns that share a scale, and its dtype, by the wire format."""
 # Streams keep the random numbers of different inputs apart.
 _ROUTING, _ROWS, _WEIGHTS, SHUFFLES, _BYTES, _EXPERTS = 1, 2, 3, 5, 6, 7
 
@@ -230,29 +230,3 @@ def spread(scales: torch.Tensor, hidden: int, wire: str) -> torch.Tensor:
 def dequantised(data_NH: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, wire: str) -> torch.Tensor:
     """(N, H) rows of `dtype` from a wire format."""
     return (data_NH.to(torch.float32) * spread(scales, data_NH.shape[1], wire)).to(dtype)
-
-
-def wire_bytes(wire: str, hidden: int) -> int:
-    """Returns the bytes of a row in a wire format, without what fills up its last line."""
-    if wire == "nvfp4":
-        return hidden // 2 + -(-hidden // 64) * 4 + 4  # scales of a byte each, up to a multiple of 4, and one
-    columns, dtype = SCALES[wire]
-    return hidden + -(-hidden // columns) * dtype.itemsize
-
-
-def through_wire(rows_NH: torch.Tensor, wire: str) -> torch.Tensor:
-    """Rows, of finite numbers, after they have travelled in a wire format."""
-    if wire != "nvfp4":
-        return dequantised(*quantised(rows_NH, wire), rows_NH.dtype, wire)
-    blocks = rows_NH.float().unflatten(1, (-1, 16))
-    amax = blocks.abs().amax(2, keepdim=True)
-    most, largest = torch.full_like(amax, 2688.0), torch.full_like(amax, 6.0)
-    row = (amax.amax(1, keepdim=True) / most).clamp_min(2.0**-100)
-    block = (amax / (largest * row)).clamp_max(448.0).to(torch.float8_e4m3fn).float().clamp_min(2.0**-9)
-    factor = block * row
-    scaled = blocks * (torch.ones_like(factor) / factor)
-    numbers = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], device=rows_NH.device)
-    borders = (numbers[1:] + numbers[:-1]) / 2
-    code = torch.bucketize(scaled.abs(), borders)
-    tie = (code < 7) & (borders[code.clamp_max(6)] == scaled.abs()) & (code % 2 == 1)
-    return (numbers[code + tie].copysign(scaled) * factor).flatten(1).to(rows_NH.dtype)

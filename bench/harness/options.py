@@ -14,7 +14,7 @@ from typing import Literal
 OPERATIONS = ("dispatch", "combine", "alltoall")
 LAYER = "moe_layer"
 PROGRAMS = (*OPERATIONS, LAYER)
-WIRES = ("fp8", "mxfp8", "nvfp4")  # formats in which rows can travel
+WIRES = ("fp8", "mxfp8")  # formats in which rows can travel
 MOECOMM = "moecomm"  # the path of an operation that is moecomm's own
 DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 ROUTINGS = ("uniform", "zipf", "one-hot", "balanced")

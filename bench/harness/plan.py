@@ -80,7 +80,7 @@ def operations_cuda(ranks: int, iters: int, warmup: int) -> list[Run]:
         run("dispatch", f"{point} --baselines"),
         run("dispatch-fp8", f"{point} --wire fp8 {beside_nccl}"),
         run("dispatch-fp8-on", f"{point} --wire fp8 --no-dequantize {beside_nccl}"),
-        *(run(f"dispatch-{wire}", f"{point} --wire {wire} {links}") for wire in ("mxfp8", "nvfp4")),
+        run("dispatch-mxfp8", f"{point} --wire mxfp8 {links}"),
         run("combine", f"{point} --baselines"),
         run("combine-fp8", f"{point} --combine-wire fp8 {links}"),
         run("backward", f"{point} --kept-handle plain {links}"),

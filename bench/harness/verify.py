@@ -97,9 +97,9 @@ def wrong_dispatch(
 def _wrong_rows(got: Received, row: Tensor, x_NH: Tensor, wire: str | None) -> int:
     if wire is None:
         return _differing(got.tokens[row], x_NH)
-    if got.scales is None:
-        return _differing(got.tokens[row], inputs.through_wire(x_NH, wire))
     values, scales = inputs.quantised(x_NH, wire)
+    if got.scales is None:
+        return _differing(got.tokens[row], inputs.dequantised(values, scales, x_NH.dtype, wire))
     sent = _differing(got.tokens.view(torch.uint8)[row], values.view(torch.uint8))
     return sent + _differing(inputs.factors(got.scales)[row], inputs.factors(scales))
 

@@ -56,7 +56,7 @@ class Blocks:
 
     def __init__(self, case: Case) -> None:
         self.rank, self.ranks = case.rank, case.options.ranks
-        # Whole pieces of bulk copies: a row of nvfp4 is a scale longer.
+        # Whole pieces of bulk copies: a row's scales may end within one.
         self.row_bytes, self.device = -(-case.wire_row_bytes // _PIECE) * _PIECE, case.device
         self._seed, self._inject_error = case.options.seed, case.options.inject_error
         self.rows = case.rows_between()

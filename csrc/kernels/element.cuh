@@ -34,42 +34,16 @@ struct Element<DType::float32> {
     for (int i = 0; i < kVector; ++i) most = fmaxf(most, fabsf(values[i]));
     return most;
   }
-  /// The largest magnitude, or NaN if there is one.
-  __device__ static float largest_or_nan(const uint4& raw) {
-    const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
-    uint32_t most = 0;  // the bits of magnitudes sort as their values, with NaN last
-#pragma unroll
-    for (int i = 0; i < kVector; ++i) most = max(most, words[i] & 0x7fffffffu);
-    return __uint_as_float(most);
-  }
 };
 
-/// The larger magnitude of two pairs, element by element. NaN counts as zero.
-struct LargerPair {
-  template <class Pair>
-  __device__ Pair operator()(const Pair& a, const Pair& b) const {
-    return __hmax2(a, b);
-  }
-};
-/// The same; NaN if either is NaN.
-struct LargerPairOrNan {
-  template <class Pair>
-  __device__ Pair operator()(const Pair& a, const Pair& b) const {
-    return __hmax2_nan(a, b);
-  }
-};
-/// The largest magnitudes in a vector of pairs, element by element; `Larger` is one of the two above.
-template <class Pair, class Larger>
-__device__ inline Pair largest_pair(const uint4& raw, const Larger& larger) {
+/// The largest magnitudes in a vector of pairs, element by element. NaN counts as zero.
+template <class Pair>
+__device__ inline Pair largest_pair(const uint4& raw) {
   const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
   Pair most{};
 #pragma unroll
-  for (int i = 0; i < 4; ++i) most = larger(most, __habs2(reinterpret_cast<const Pair&>(words[i])));
+  for (int i = 0; i < 4; ++i) most = __hmax2(most, __habs2(reinterpret_cast<const Pair&>(words[i])));
   return most;
-}
-/// The larger of two magnitudes, or NaN if there is one.
-__device__ inline float larger_or_nan(const float2& pair) {
-  return __uint_as_float(max(__float_as_uint(pair.x), __float_as_uint(pair.y)) & 0x7fffffffu);
 }
 
 /// 16-bit elements; `Pairs` converts two of them.
@@ -92,11 +66,8 @@ struct HalfElement {
     return {words[0], words[1], words[2], words[3]};
   }
   __device__ static float largest(const uint4& raw) {
-    const float2 most = Pairs::floats(largest_pair<Pair>(raw, LargerPair{}));
+    const float2 most = Pairs::floats(largest_pair<Pair>(raw));
     return fmaxf(most.x, most.y);
-  }
-  __device__ static float largest_or_nan(const uint4& raw) {
-    return larger_or_nan(Pairs::floats(largest_pair<Pair>(raw, LargerPairOrNan{})));
   }
 };
 

@@ -97,22 +97,16 @@ struct DeviceShape {
   MOECOMM_HD int32_t local_experts() const { return static_cast<int32_t>(num_experts / ranks); }
   MOECOMM_HD int64_t row_bytes() const { return hidden * dtype_bytes(dtype); }
   /// Bytes of the values of a row on the wire; the scales follow.
-  MOECOMM_HD int64_t wire_data_bytes() const {
-    const int32_t bits = wire_entry(wire).value_bits;
-    return bits == 0 ? row_bytes() : hidden * bits / 8;
-  }
+  MOECOMM_HD int64_t wire_data_bytes() const { return wire == WireFormat::same ? row_bytes() : hidden; }
   /// Bytes of the scales of a row on the wire.
   MOECOMM_HD int64_t wire_scale_bytes() const {
     const WireEntry entry = wire_entry(wire);
     const int32_t columns = entry.scale_columns;
     return columns == 0 ? 0 : (hidden + columns - 1) / columns * entry.scale_bytes;
   }
-  /// Position of the scale of the whole row, in formats that have one: after the other scales.
-  MOECOMM_HD int64_t wire_row_scale() const { return wire_data_bytes() + (wire_scale_bytes() + 3) / 4 * 4; }
   MOECOMM_HD int64_t wire_row_bytes() const {
     if (wire == WireFormat::same) return row_bytes();
-    const int64_t bytes =
-        wire_entry(wire).row_scale ? wire_row_scale() + 4 : wire_data_bytes() + wire_scale_bytes();
+    const int64_t bytes = wire_data_bytes() + wire_scale_bytes();
     const int64_t lines = (bytes + 127) / 128 * 128;  // rows in cache lines of their own fill a link better
     return lines <= row_bytes() ? lines : (bytes + 15) / 16 * 16;
   }
@@ -163,7 +157,6 @@ class KernelShape : public DeviceShape {
         row_bytes_(shape.row_bytes()),
         wire_data_bytes_(shape.wire_data_bytes()),
         wire_scale_bytes_(shape.wire_scale_bytes()),
-        wire_row_scale_(shape.wire_row_scale()),
         wire_row_bytes_(shape.wire_row_bytes()),
         max_chunks_(shape.max_chunks()),
         bins_(shape.bins()),
@@ -174,7 +167,6 @@ class KernelShape : public DeviceShape {
   MOECOMM_HD int64_t row_bytes() const { return row_bytes_; }
   MOECOMM_HD int64_t wire_data_bytes() const { return wire_data_bytes_; }
   MOECOMM_HD int64_t wire_scale_bytes() const { return wire_scale_bytes_; }
-  MOECOMM_HD int64_t wire_row_scale() const { return wire_row_scale_; }
   MOECOMM_HD int64_t wire_row_bytes() const { return wire_row_bytes_; }
   MOECOMM_HD int64_t max_chunks() const { return max_chunks_; }
   MOECOMM_HD int64_t bins() const { return bins_; }
@@ -183,7 +175,7 @@ class KernelShape : public DeviceShape {
   MOECOMM_HD int32_t node_slots() const { return node_slots_; }
 
  private:
-  int64_t row_bytes_, wire_data_bytes_, wire_scale_bytes_, wire_row_scale_, wire_row_bytes_;
+  int64_t row_bytes_, wire_data_bytes_, wire_scale_bytes_, wire_row_bytes_;
   int64_t max_chunks_, bins_;
   int32_t other_nodes_, slots_, node_slots_;
 };

@@ -15,33 +15,27 @@ enum class WireFormat : int32_t {
   same = 0,   ///< rows in their dtype
   fp8 = 1,    ///< e4m3 with one float32 scale for each 128 columns
   mxfp8 = 2,  ///< e4m3 with one power of two, e8m0, for each 32 columns
-  nvfp4 = 3,  ///< e2m1 with one e4m3 scale for each 16 columns and a float32 scale of the row
 };
 
-inline constexpr WireFormat kWireFormats[] = {WireFormat::same, WireFormat::fp8, WireFormat::mxfp8,
-                                              WireFormat::nvfp4};
+inline constexpr WireFormat kWireFormats[] = {WireFormat::same, WireFormat::fp8, WireFormat::mxfp8};
 inline constexpr int kWireFormatCount = sizeof(kWireFormats) / sizeof(kWireFormats[0]);
 
 struct WireEntry {
   const char* name;
-  int32_t value_bits;     ///< 0: the bits of dtype
-  int32_t scale_columns;  ///< columns that share a scale; scales follow the values; 0: no scales
+  int32_t scale_columns;  ///< columns that share a scale; scales follow the values, a byte each; 0: no scales
   int32_t scale_bytes;
-  bool row_scale;  ///< a float32 scale of the whole row follows, at a multiple of 4
 };
 
 MOECOMM_HD constexpr WireEntry wire_entry(WireFormat wire) {
   switch (wire) {
     case WireFormat::fp8:
-      return {"fp8", 8, 128, 4, false};
+      return {"fp8", 128, 4};
     case WireFormat::mxfp8:
-      return {"mxfp8", 8, 32, 1, false};
-    case WireFormat::nvfp4:
-      return {"nvfp4", 4, 16, 1, true};
+      return {"mxfp8", 32, 1};
     case WireFormat::same:
       break;
   }
-  return {"same", 0, 0, 0, false};
+  return {"same", 0, 0};
 }
 
 /// Returns use.operator()<wire>(), with `wire` as a constant.

@@ -159,7 +159,7 @@ class Options:
     )
     wire: str = _flag(
         "in which a dispatch's rows travel; gradients in dtype; others than dtype on GPUs",
-        choices=("dtype", "fp8", "mxfp8", "nvfp4"),
+        choices=("dtype", "fp8", "mxfp8"),
         default="dtype",
     )
     combine_wire: str = _flag(

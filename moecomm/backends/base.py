@@ -13,7 +13,7 @@ import torch
 from moecomm.errors import CapacityExceeded, InvalidArgument, announced_as, kind_of
 from moecomm.setup.memory_plan import MemoryPlan
 from moecomm.setup.topology import NodeMap
-from moecomm.types import Layout, PlanViews, WireTensors, Work
+from moecomm.types import Layout, PlanViews, WireFormat, Work
 
 Result = TypeVar("Result")
 Finished = TypeVar("Finished")
@@ -131,8 +131,8 @@ class Backend(ABC):
     dtype: torch.dtype
     hidden: int
     top_k: int
-    wire_tensors: WireTensors | None = None
-    """The kinds of tensors for rows in the wire format, in calls and results; None: only in their dtype."""
+    wire_format: WireFormat | None = None
+    """In which rows of a dispatch travel; None: in their dtype."""
     memory: MemoryPlan
     nodes: NodeMap
     network_lanes: int

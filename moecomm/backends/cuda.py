@@ -17,7 +17,7 @@ import torch
 from torch._compile import _disable_dynamo
 
 import moecomm._C as _C
-from moecomm.arguments import weight_dtype, wire_tensors
+from moecomm.arguments import weight_dtype
 from moecomm.backends.base import (
     Backend,
     DispatchCall,
@@ -35,7 +35,7 @@ from moecomm.errors import InvalidArgument, MoecommError, OutOfMemory
 from moecomm.setup.handshake import describe
 from moecomm.setup.memory_plan import plan_device_memory
 from moecomm.setup.rendezvous import Rendezvous
-from moecomm.types import Work
+from moecomm.types import WIRE_FORMATS, Work
 
 Result = TypeVar("Result")
 Finished = TypeVar("Finished")
@@ -81,14 +81,14 @@ class CudaBackend(Backend):
             self._sums = getattr(_C.WireFormat, sums or "same")
             self._gradients = getattr(_C.WireFormat, gradients or "same")
             self.top_k, self.hidden = arguments["top_k"], arguments["hidden"]
-            self.wire_tensors = wire_tensors(arguments["wire"])
+            self.wire_format = WIRE_FORMATS.get(arguments["wire"])
             shape = shape_of(arguments, dtype, rendezvous.size, self.nodes.ranks_per_node)
             self.memory = plan_device_memory(shape, self.nodes.ranks_per_node)
             self.plan_fields = plan_fields_of(shape)
             check_room(rendezvous, group_info, self.memory, self._gpu)
             dtypes = [dtype, self._weight_dtype, torch.int32, torch.float32]
-            if self.wire_tensors is not None:
-                dtypes += [self.wire_tensors.values, self.wire_tensors.scales]
+            if self.wire_format is not None:
+                dtypes += [self.wire_format.values, self.wire_format.scales]
             # An empty tensor of each dtype, from which new tensors are made.
             self._kinds = {each: torch.empty(0, dtype=each, device=device) for each in dtypes}
             self._nowhere = torch.empty(_ALIGNMENT, dtype=torch.uint8, device=device)
@@ -322,7 +322,7 @@ class CudaBackend(Backend):
         by_rank, weighted = call.layout == "rank", call.topk_weights_TK is not None
         rows, positions = counts
         topk_idx_PK = scales = weights = rows_Q = weights_Q = None
-        handed_on = None if call.dequantize else self.wire_tensors
+        handed_on = None if call.dequantize else self.wire_format
         tokens_PH = self._empty((rows, self.hidden), self.dtype if handed_on is None else handed_on.values)
         if handed_on is not None:
             scales = self._empty(handed_on.scales_shape(rows, self.hidden), handed_on.scales)

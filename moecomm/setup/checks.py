@@ -87,9 +87,8 @@ def check_formats(
         if asked not in formats:
             names = " and ".join(map(repr, formats))
             raise Unsupported(f"{name} is {asked!r}, this version has None (the rows' dtype) and {names}")
-        unit = WIRE_FORMATS[asked].unit
-        if hidden % unit != 0:
-            raise InvalidArgument(f"hidden is {hidden}, expected a multiple of {unit} with {name}={asked!r}")
+        if hidden % 16 != 0:
+            raise InvalidArgument(f"hidden is {hidden}, expected a multiple of 16 with {name}={asked!r}")
 
 
 def check_ranks_per_node(size: int, ranks_per_node: Any) -> int | None:

@@ -160,7 +160,6 @@ cudaError_t launch_dispatch_fused(const Launch& launch, const device::Comm&, con
 MOECOMM_OF(WireFormat::same)
 MOECOMM_OF(WireFormat::fp8)
 MOECOMM_OF(WireFormat::mxfp8)
-MOECOMM_OF(WireFormat::nvfp4)
 cudaError_t launch_dispatch_route(const Launch& launch, const device::Comm&, const SendArguments& arguments) {
   if (reports && arguments.capacity < 0) {
     status->rows.rows = status->rows.positions = kRows;

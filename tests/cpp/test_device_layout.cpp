@@ -23,7 +23,6 @@ constexpr int64_t kFewestStaged = 64;  // tokens
 /// Bytes of the scales of a row in a format.
 int64_t scale_bytes(WireFormat wire, int64_t hidden) {
   if (wire == WireFormat::fp8) return (hidden + 127) / 128 * 4;
-  if (wire == WireFormat::nvfp4) return (hidden / 16 + 3) / 4 * 4 + 4;  // and that of the row
   return wire == WireFormat::mxfp8 ? (hidden + 31) / 32 : 0;
 }
 
@@ -193,7 +192,7 @@ int64_t window_bytes(const DeviceShape& s, int64_t chunks) {
   const int64_t element = s.dtype == DType::float32 ? 4 : 2;
   const int64_t weight = 4, route = 16;
   const int64_t row = s.hidden * element;
-  const int64_t values = s.hidden / (s.wire == WireFormat::nvfp4 ? 2 : 1) + scale_bytes(s.wire, s.hidden);
+  const int64_t values = s.hidden + scale_bytes(s.wire, s.hidden);
   const int64_t lines = rounded(values, 128), wire = s.wire == WireFormat::same ? row
                                                      : lines <= row             ? lines
                                                                                 : rounded(values, 16);
@@ -266,7 +265,6 @@ void test_sizes_for_kernels() {
     const KernelShape sizes(shape);
     CHECK(sizes.row_bytes() == shape.row_bytes() && sizes.wire_data_bytes() == shape.wire_data_bytes());
     CHECK(sizes.wire_scale_bytes() == shape.wire_scale_bytes());
-    CHECK(sizes.wire_row_scale() == shape.wire_row_scale());
     CHECK(sizes.wire_row_bytes() == shape.wire_row_bytes());
     CHECK(sizes.max_chunks() == shape.max_chunks());
     CHECK(sizes.bins() == shape.bins() && sizes.other_nodes() == shape.other_nodes());

@@ -37,8 +37,8 @@ def jobs(size: int) -> list[Job]:
     ]
     if not harness.on_cpu():
         for wire in WIRE_FORMATS:
-            travels = replace(base, wire=wire, hidden=288)
-            some += [travels, replace(travels, hidden=160, layout="rank")]
+            travels = replace(base, wire=wire, hidden=272)
+            some += [travels, replace(travels, hidden=144, layout="rank")]
     return some
 
 

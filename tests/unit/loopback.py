@@ -506,7 +506,7 @@ def loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     fakes = {
         "DeviceShape": DeviceShape,
         "DeviceCommunicator": LoopbackNative,
-        "WireFormat": SimpleNamespace(same="same", fp8="fp8", mxfp8="mxfp8", nvfp4="nvfp4"),
+        "WireFormat": SimpleNamespace(same="same", fp8="fp8", mxfp8="mxfp8"),
         "device_plan_fields": device_plan_fields,
         "device_window_sections": lambda shape: [("control", 0, 4096), ("rows", 4096, 8192)],
         "device_window_bytes": lambda shape: 12288,

@@ -26,7 +26,7 @@ def test_bad_formats() -> None:
     check_formats(cuda, 32, torch.float32, combine_wire="fp8", gradient_wire="mxfp8")
     for device, hidden, name, wire, error, words in (
         (cpu, 16, "gradient_wire", "fp8", moecomm.Unsupported, "gradients travel in their own dtype"),
-        (cuda, 32, "gradient_wire", "nvfp4", moecomm.Unsupported, "None .* and 'fp8' and 'mxfp8'"),
+        (cuda, 32, "wire", "nvfp4", moecomm.Unsupported, "None .* and 'fp8' and 'mxfp8'"),
         (cuda, 24, "gradient_wire", "fp8", moecomm.InvalidArgument, "with gradient_wire='fp8'"),
         (cpu, 16, "combine_wire", "fp8", moecomm.Unsupported, "on the cpu sums travel in their own"),
         (cuda, 16, "combine_wire", "mxfp8", moecomm.Unsupported, "this version has None"),
@@ -39,10 +39,10 @@ def test_bad_formats() -> None:
 def test_wire_options() -> None:
     check_wire_options(None, True, None)
     check_wire_options("fp8", False, torch.zeros(1))
-    with pytest.raises(moecomm.InvalidArgument, match="wire='nvfp4' on their way alone"):
-        check_wire_options("nvfp4", False, None)
+    with pytest.raises(moecomm.InvalidArgument, match=r"dequantize is False, .* \(wire=None\)"):
+        check_wire_options(None, False, None)
     with pytest.raises(moecomm.InvalidArgument, match="x is a pair"):
-        check_wire_options("nvfp4", True, torch.zeros(1))
+        check_wire_options(None, True, torch.zeros(1))
     with pytest.raises(moecomm.InvalidArgument, match="dequantize is 1"):
         check_wire_options("fp8", 1, None)
 

@@ -30,7 +30,6 @@ JOBS = [
     replace(JOB, tokens=(9,), num_experts=4, top_k=4),
     replace(JOB, wire="fp8", hidden=136),
     replace(JOB, wire="mxfp8", hidden=136),
-    replace(JOB, wire="nvfp4", hidden=96),
     replace(JOB, combine_wire="fp8", hidden=144),
     replace(JOB, combine_wire="fp8", hidden=144, dtype="float32", layout="rank"),
     replace(JOB, tokens=(7, 0, 12, 5), ranks_per_node=2),

@@ -21,7 +21,7 @@ inline constexpr int kThreads = kWarps * 32;
 inline constexpr int kMetaWords = kMaxChunk * kMaxTopK;   ///< words per warp for a chunk's places
 inline constexpr int kCopyStages = 4, kCopyPiece = 4096;  ///< for pieces that are moved unchanged
 inline constexpr int kSumStages = 4, kSumPiece = 2048;    ///< for pieces that are summed
-inline constexpr int kScaleBuffer = 544;                  ///< bytes for a part of a row's scales
+inline constexpr int kScaleBuffer = 512;                  ///< bytes for a part of a row's scales
 inline constexpr int kOutStages = 2, kOutPiece = 4096;    ///< for results that are being stored
 static_assert(kCopyStages * kCopyPiece == kWarpBytes);
 static_assert(kSumStages * kSumPiece + kOutStages * kOutPiece == kWarpBytes);

@@ -36,11 +36,9 @@ template <DType dtype, WireFormat wire, int steps>
 class WireStrip {
   using E = Element<dtype>;
   using W = Wire<wire>;
-  static_assert(!W::kRowScale);
-  static constexpr int kBytes = E::kVector * W::kValueBits / 8;  // bytes of a vector's values on the wire
   static constexpr int kBlockLanes = W::kScaleColumns / E::kVector;
   static_assert(kBlockLanes <= 32);
-  using Values = std::conditional_t<kBytes == 8, uint2, uint32_t>;
+  using Values = std::conditional_t<E::kVector == 8, uint2, uint32_t>;  // a vector's, a byte each
 
  public:
   __device__ void load(const std::byte* row, int first, int vectors, int64_t scales_at) {
@@ -63,9 +61,9 @@ class WireStrip {
 #pragma unroll
       for (int width = kBlockLanes / 2; width > 0; width /= 2)
         most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, width));
-      scales_[s] = W::scale(most, W::blocks(0.0f));
-      const float inverse = W::inverse(scales_[s], 0.0f);
-      auto* const words = reinterpret_cast<typename W::Four*>(&raw_[s]);
+      scales_[s] = W::scale(most);
+      const float inverse = W::inverse(scales_[s]);
+      auto* const words = reinterpret_cast<uint32_t*>(&raw_[s]);
 #pragma unroll
       for (int e = 0; e < E::kVector; e += 4) words[e / 4] = W::write(values[s] + e, inverse);
     }
@@ -81,9 +79,9 @@ class WireStrip {
     }
   }
   __device__ void read(int s, float* out) const {
-    const auto* const words = reinterpret_cast<const typename W::Four*>(&raw_[s]);
+    const auto* const words = reinterpret_cast<const uint32_t*>(&raw_[s]);
 #pragma unroll
-    for (int e = 0; e < E::kVector; e += 4) W::read(words[e / 4], W::factor(scales_[s], 0.0f), out + e);
+    for (int e = 0; e < E::kVector; e += 4) W::read(words[e / 4], W::factor(scales_[s]), out + e);
   }
 
  private:
@@ -101,7 +99,7 @@ __device__ inline int64_t sum_row_bytes(const Comm& comm, WireFormat wire) {
 }
 /// Position of the scales in a sum in format `wire`.
 __device__ inline int64_t sum_scales_at(const Comm& comm, WireFormat wire) {
-  return comm.window.shape.hidden * wire_entry(wire).value_bits / 8;
+  return comm.window.shape.with_wire(wire).wire_data_bytes();
 }
 
 /// A sum of strips.

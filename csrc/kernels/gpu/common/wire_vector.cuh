@@ -14,49 +14,31 @@ struct WireVector {
   using E = Element<dtype>;
   using W = Wire<wire>;
   using Scale = typename W::Scale;
-  static constexpr int kBlockLanes = W::kScaleColumns / E::kVector;  ///< lanes that share a scale
-  static constexpr int kBytes = E::kVector * W::kValueBits / 8;      ///< a vector's bytes on the wire
-  using Values = std::conditional_t<kBytes == 8, uint2, std::conditional_t<kBytes == 4, uint32_t, uint16_t>>;
-  static_assert(kBlockLanes >= 2 && kBlockLanes <= 32 && sizeof(Values) == kBytes);
+  static constexpr int kBlockLanes = W::kScaleColumns / E::kVector;     ///< lanes that share a scale
+  using Values = std::conditional_t<E::kVector == 8, uint2, uint32_t>;  ///< a vector's, a byte each
+  static_assert(kBlockLanes >= 2 && kBlockLanes <= 32 && sizeof(Values) == E::kVector);
 
-  /// The largest finite magnitude in a vector.
-  __device__ static float largest_finite(const uint4& raw) {
-    float most = E::largest_or_nan(raw);
-    if (isfinite(most)) return most;
-    float values[E::kVector];
-    E::widen(raw, values);
-    most = 0;
-#pragma unroll
-    for (int e = 0; e < E::kVector; ++e) most = fmaxf(most, isfinite(values[e]) ? fabsf(values[e]) : 0.0f);
-    return most;
-  }
   /// The scale of the block that contains a lane's vector. All lanes; zero past the row.
-  __device__ static Scale block_scale(const uint4& raw, const typename W::Blocks& blocks) {
+  __device__ static Scale block_scale(const uint4& raw) {
     // Bits of magnitudes, which sort as the magnitudes do.
-    uint32_t most = 0;
-    if constexpr (W::kRowScale) {  // a block with NaN or infinity has it in its scale
-      const float largest = E::largest_or_nan(raw);
-      most = isfinite(largest) ? __float_as_uint(largest) : 0x7fffffffu;
-    } else {
-      most = __float_as_uint(E::largest(raw));
-    }
+    uint32_t most = __float_as_uint(E::largest(raw));
 #pragma unroll
     for (int width = kBlockLanes / 2; width > 0; width /= 2)
       most = max(most, __shfl_xor_sync(0xffffffffu, most, width));
-    return W::scale(__uint_as_float(most), blocks);
+    return W::scale(__uint_as_float(most));
   }
   __device__ static Values write(const uint4& raw, float inverse) {
     float values[E::kVector];
     E::widen(raw, values);
     Values packed;
-    auto* const words = reinterpret_cast<typename W::Four*>(&packed);
+    auto* const words = reinterpret_cast<uint32_t*>(&packed);
 #pragma unroll
     for (int e = 0; e < E::kVector; e += 4) words[e / 4] = W::write(values + e, inverse);
     return packed;
   }
   __device__ static uint4 read(const Values& packed, float factor) {
     float values[E::kVector];
-    const auto* const words = reinterpret_cast<const typename W::Four*>(&packed);
+    const auto* const words = reinterpret_cast<const uint32_t*>(&packed);
 #pragma unroll
     for (int e = 0; e < E::kVector; e += 4) W::read(words[e / 4], factor, values + e);
     return E::narrow(values);

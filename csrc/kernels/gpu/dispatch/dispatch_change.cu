@@ -20,8 +20,6 @@ class DequantiseWork {
   __device__ void operator()(std::byte* stage, const List&, int, int thread, float*) {
     const int vectors = static_cast<int>(shape_.row_bytes() / 16);
     const auto* const scales = reinterpret_cast<const typename V::Scale*>(stage + shape_.wire_data_bytes());
-    float of_row = 0;
-    if constexpr (V::W::kRowScale) of_row = *reinterpret_cast<const float*>(stage + shape_.wire_row_scale());
     typename V::Values packed[kSteps];
     float factors[kSteps];
 #pragma unroll
@@ -29,7 +27,7 @@ class DequantiseWork {
       const int v = s * kWorkerThreads + thread;
       if (v >= vectors) continue;
       packed[s] = reinterpret_cast<const typename V::Values*>(stage)[v];
-      factors[s] = V::W::factor(scales[v / V::kBlockLanes], of_row);
+      factors[s] = V::W::factor(scales[v / V::kBlockLanes]);
     }
     sync_workers();  // the result overwrites what was read
 #pragma unroll

@@ -43,7 +43,6 @@ struct FusedMemory {
   int32_t counts[kFusedCounts];  ///< bitmaps in the block that computes routes; counts of all ranks in the
                                  ///< one that makes the plan; else OwnCounts
   int32_t tables[kFusedTables];
-  float most[kWarps];  ///< largest magnitude in each warp's part of a row
 };
 static_assert(sizeof(FusedMemory) <= kMostShared);
 
@@ -63,9 +62,9 @@ class RowSender {
     load();
   }
 
-  __device__ void send_all(uint64_t epoch, FusedMemory& memory) {
+  __device__ void send_all(uint64_t epoch) {
     while (token_ < args_.tokens) {
-      send(epoch, memory);
+      send(epoch);
       token_ += team_.count;
       load();
     }
@@ -90,7 +89,7 @@ class RowSender {
     const int64_t bytes = converts() ? s.row_bytes() : s.wire_data_bytes();
     ahead_.load(team_, {}, args_.x + token_ * bytes, bytes);
   }
-  __device__ void send(uint64_t epoch, FusedMemory& memory) {
+  __device__ void send(uint64_t epoch) {
     const KernelShape& s = comm_.window.shape;
     int32_t owner = comm_.owner(valid_id(comm_, given_));
     if (owner == comm_.rank && !comm_.own_rows_travel()) owner = -1;
@@ -105,7 +104,7 @@ class RowSender {
     bool converted = false;
     if constexpr (kWire != WireFormat::same) {
       converted = converts();
-      if (converted) Convert<dtype, kWire>::send(comm_, team_, ahead_, targets, to, memory.most);
+      if (converted) Convert<dtype, kWire>::send(comm_, team_, ahead_, targets, to);
     }
     if (!converted) ahead_.copy(team_, targets, to);
     if (args_.x_scales != nullptr)
@@ -359,7 +358,7 @@ __device__ bool send(const Comm& comm, const FusedArguments& args, uint64_t epoc
   const bool failed = failed_for_block(comm);
   const bool valid = !failed && (operation == Operation::dispatch ||
                                  PlanView{args.send.plan, comm.plan_fields}.header().id != 0);
-  if (valid) rows.send_all(epoch, memory);
+  if (valid) rows.send_all(epoch);
   // Warps do not wait for each other here, since some wait for the links.
   if (lane_id() == 0) device::note_phase(comm, operation, Phase::sent);
   pass_epoch(comm, epoch);

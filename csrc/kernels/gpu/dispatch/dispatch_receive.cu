@@ -145,17 +145,13 @@ class DequantiseOut {
       const auto* const scales =
           reinterpret_cast<const typename W::Scale*>(row + comm_.window.shape.wire_data_bytes());
       const int vectors = static_cast<int>(pieces_.size(load.piece) / 16);
-      float row_scale = 0;
-      if constexpr (W::kRowScale)
-        row_scale = __ldcg(reinterpret_cast<const float*>(row + comm_.window.shape.wire_row_scale()));
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
         const int v = step * 32 + lane_id();
         if (v >= vectors) continue;
         const int64_t column = int64_t{load.piece} * kColumns + v * E::kVector;
-        piece.values[step] =
-            __ldcg(reinterpret_cast<const typename V::Values*>(row + column * W::kValueBits / 8));
-        piece.scales[step] = W::factor(__ldcg(&scales[column / W::kScaleColumns]), row_scale);
+        piece.values[step] = __ldcg(reinterpret_cast<const typename V::Values*>(row + column));
+        piece.scales[step] = W::factor(__ldcg(&scales[column / W::kScaleColumns]));
       }
       load.advance(pieces_.count);
     };
@@ -170,7 +166,7 @@ class DequantiseOut {
       for (int step = 0; step < kSteps; ++step) {
         const int v = step * 32 + lane_id();
         if (v >= vectors) continue;
-        const auto* const words = reinterpret_cast<const typename W::Four*>(&now.values[step]);
+        const auto* const words = reinterpret_cast<const uint32_t*>(&now.values[step]);
         float values[E::kVector];
 #pragma unroll
         for (int e = 0; e < E::kVector; e += 4) W::read(words[e / 4], now.scales[step], values + e);

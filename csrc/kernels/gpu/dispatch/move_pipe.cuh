@@ -358,7 +358,7 @@ __device__ __noinline__ void store_entries(typename MovePipe<workers>::Unit& uni
 
 /// The work of a worker. All threads of the unit's workers call work(stage, list, entry, thread, parts) for
 /// each entry; it leaves the bytes to store in the stage. `parts` holds a number per warp for this stage, for
-/// a product or for the workers' own use.
+/// a product.
 template <int workers, class Work>
 __device__ void work_on_entries(typename MovePipe<workers>::Unit& unit, const MoveShape& shape, int warp,
                                 Work& work) {

@@ -21,54 +21,12 @@ class QuantiseRows {
   static constexpr int kColumns = kSumPiece / 16 * E::kVector;  ///< of a piece
   static constexpr int kBlockLanes = kScaleColumns / E::kVector;
   static constexpr int kPieceScales = kColumns / kScaleColumns;  ///< of a piece
-  static constexpr int kPieceBytes = kColumns * W::kValueBits / 8;
-  static_assert(kColumns % kScaleColumns == 0 && kBlockLanes >= 2 && kBlockLanes <= 32);
+  static_assert(kColumns % kScaleColumns == 0 && kBlockLanes >= 4 && kBlockLanes <= 32);
   static_assert(kPieceScales * sizeof(Scale) % 16 == 0);
-  /// Where a row's scales are sent apart from its values: bytes of scales per stage, and the columns to which
-  /// they belong; 16 bytes are left for the scale of the row.
-  static constexpr int kStageScales = kScaleBuffer / kOutStages;
-  static constexpr int kScaledColumns = (kStageScales - 16) / int{sizeof(Scale)} * kScaleColumns;
   static constexpr int kRowStage = kWarpBytes / kOutStages;
-  static constexpr int kPartStage = kScaledColumns * W::kValueBits / 8;
-  static_assert(kStageScales % 16 == 0 && kPartStage <= kRowStage && kPartStage % kPieceBytes == 0);
-
-  /// The scales of a piece's blocks, in a format with row scales: each lane holds those of its own blocks.
-  struct OwnScales {
-    Scale scale[kSteps];
-    float inverse[kSteps];
-
-    __device__ float inverse_of(int step) const { return inverse[step]; }
-    __device__ void store(Scale* to, int vectors) const {
-#pragma unroll
-      for (int step = 0; step < kSteps; ++step) {
-        const int v = step * 32 + lane_id();
-        if (v % kBlockLanes == 0 && v < vectors) to[v / kBlockLanes] = scale[step];
-      }
-    }
-  };
-
-  __device__ static OwnScales scale_blocks_of_row(const Strip<kSteps>& strip, int vectors, float row) {
-    OwnScales found;
-    const auto blocks = W::blocks(row);
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      const bool some = step * 32 + lane_id() < vectors;
-      found.scale[step] = V::block_scale(some ? strip.raw[step] : uint4{}, blocks);
-      found.inverse[step] = W::inverse(found.scale[step], row);
-    }
-    return found;
-  }
-
-  /// The scale of a row, from its largest finite magnitude.
-  __device__ static float scale_row(const std::byte* row, int64_t bytes) {
-    float most = 0;
-    const uint4* const from = reinterpret_cast<const uint4*>(row);
-#pragma unroll 4
-    for (int v = lane_id(); v < static_cast<int>(bytes / 16); v += 32)
-      most = fmaxf(most, V::largest_finite(__ldcg(from + v)));
-    for (int width = 16; width > 0; width /= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, width));
-    return W::row_scale(most);
-  }
+  /// Bytes of scales per stage, where a row's scales are sent apart from its values.
+  static constexpr int kStageScales = kScaleBuffer / kOutStages;
+  static_assert(kStageScales % 16 == 0 && kRowStage / kScaleColumns * sizeof(Scale) <= kStageScales);
 
   /// The scales of a piece's blocks, one block per lane: of the lanes [0, kBlockLanes) of a step, one quarter
   /// each holds steps 0, 1, 2 and 3.
@@ -106,8 +64,8 @@ class QuantiseRows {
     float largest = exchange(odd ? odd_step : even_step, odd ? even_step : odd_step, kQuarter);
 #pragma unroll
     for (int width = kQuarter / 2; width > 0; width /= 2) largest = exchange(largest, largest, width);
-    const Scale scale = W::scale(largest, W::blocks(0.0f));
-    return {scale, W::inverse(scale, 0.0f)};
+    const Scale scale = W::scale(largest);
+    return {scale, W::inverse(scale)};
   }
 
  public:
@@ -118,12 +76,11 @@ class QuantiseRows {
         scales_(memory.scales),
         pieces_(full_pieces(comm.window.shape.row_bytes())),
         whole_(comm.window.shape.wire_row_bytes() <= kRowStage),
-        out_(memory.pieces, pieces_.count, kPieceBytes, whole_ ? kRowStage : kPartStage) {}
+        out_(memory.pieces, pieces_.count, kColumns, kRowStage) {}
 
   __device__ void send(int64_t begin, uint32_t tokens, const ChunkMeta& meta, Announcer& announcer) {
     PieceCursor load{tokens}, store{tokens};
     Strip<kSteps> now, next;
-    float row_scale = 0;
     const auto fetch = [&](Strip<kSteps>& strip) {
       strip.load(args_.x + (begin + load.token()) * pieces_.total + pieces_.offset(load.piece), 0,
                  static_cast<int>(pieces_.size(load.piece) / 16));
@@ -139,14 +96,7 @@ class QuantiseRows {
       std::byte* const stage_scales = whole_ ? out_.stage() + comm_.window.shape.wire_data_bytes()
                                              : scales_ + out_.number() * kStageScales;
       Scale* const out_scales = reinterpret_cast<Scale*>(stage_scales) + (store.piece - first) * kPieceScales;
-      const auto blocks = [&] {
-        if constexpr (W::kRowScale) {
-          if (store.piece == 0) row_scale = scale_row(args_.x + (begin + i) * pieces_.total, pieces_.total);
-          return scale_blocks_of_row(now, vectors, row_scale);
-        } else {
-          return scale_blocks(now, vectors);
-        }
-      }();
+      const BlockScales blocks = scale_blocks(now, vectors);
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
         const int v = step * 32 + lane_id();
@@ -154,7 +104,7 @@ class QuantiseRows {
         if (v >= vectors) continue;
         float values[E::kVector];
         E::widen(now.raw[step], values);
-        auto* const to = reinterpret_cast<typename W::Four*>(out) + v * (E::kVector / 4);
+        auto* const to = reinterpret_cast<uint32_t*>(out) + v * (E::kVector / 4);
 #pragma unroll
         for (int e = 0; e < E::kVector; e += 4) to[e / 4] = W::write(values + e, inverse);
       }
@@ -165,14 +115,7 @@ class QuantiseRows {
         continue;
       }
       const uint32_t columns = pieces_.through(first, store.piece) / 16 * E::kVector;
-      uint32_t scale_bytes = (columns + kScaleColumns - 1) / kScaleColumns * sizeof(Scale);
-      if (W::kRowScale && store.piece + 1 == pieces_.count) {
-        // After the last of the row's scales. The stage holds all of them, or the rest from a multiple of 16
-        // on.
-        const uint32_t at = (scale_bytes + 3) / 4 * 4;
-        if (lane_id() == 0) *reinterpret_cast<float*>(stage_scales + at) = row_scale;
-        scale_bytes = at + sizeof(float);
-      }
+      const uint32_t scale_bytes = (columns + kScaleColumns - 1) / kScaleColumns * sizeof(Scale);
       publish_piece();
       for (int j = 0; j < count; ++j) {
         std::byte* const row = paths_.to(begin, i, j, meta);
@@ -180,7 +123,7 @@ class QuantiseRows {
           store_piece(row, out_.stage(), static_cast<uint32_t>(comm_.window.shape.wire_row_bytes()));
           continue;
         }
-        store_piece(row + int64_t{first} * kPieceBytes, out_.stage(), columns * W::kValueBits / 8);
+        store_piece(row + int64_t{first} * kColumns, out_.stage(), columns);
         store_piece(row + comm_.window.shape.wire_data_bytes() + first * (kPieceScales * sizeof(Scale)),
                     stage_scales, (scale_bytes + 15) / 16 * 16);
       }
@@ -210,37 +153,22 @@ class QuantiseWork {
   explicit __device__ QuantiseWork(const KernelShape& shape) : shape_(shape) {}
 
   template <class List>
-  __device__ void operator()(std::byte* stage, const List&, int, int thread, float* parts) {
+  __device__ void operator()(std::byte* stage, const List&, int, int thread, float*) {
     const int vectors = static_cast<int>(shape_.row_bytes() / 16);
     uint4 raw[kSteps];
-    float most = 0;
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) {
       const int v = s * kWorkerThreads + thread;
       raw[s] = v < vectors ? reinterpret_cast<const uint4*>(stage)[v] : uint4{};
-      if constexpr (V::W::kRowScale) most = fmaxf(most, V::largest_finite(raw[s]));
-    }
-    float of_row = 0;
-    if constexpr (V::W::kRowScale) {
-      for (int width = 16; width > 0; width /= 2)
-        most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, width));
-      if (lane_id() == 0) parts[thread / 32] = most;
     }
     sync_workers();  // the values overwrite what was read
-    if constexpr (V::W::kRowScale) {
-#pragma unroll
-      for (int w = 0; w < kWorkers; ++w) most = fmaxf(most, parts[w]);
-      of_row = V::W::row_scale(most);
-      if (thread == 0) *reinterpret_cast<float*>(stage + shape_.wire_row_scale()) = of_row;
-    }
-    const auto blocks = V::W::blocks(of_row);
     auto* const scales = reinterpret_cast<typename V::Scale*>(stage + shape_.wire_data_bytes());
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) {
       const int v = s * kWorkerThreads + thread;
-      const auto scale = V::block_scale(raw[s], blocks);
+      const auto scale = V::block_scale(raw[s]);
       if (v >= vectors) continue;
-      reinterpret_cast<typename V::Values*>(stage)[v] = V::write(raw[s], V::W::inverse(scale, of_row));
+      reinterpret_cast<typename V::Values*>(stage)[v] = V::write(raw[s], V::W::inverse(scale));
       if (v % V::kBlockLanes == 0) scales[v / V::kBlockLanes] = scale;
     }
   }

@@ -93,29 +93,11 @@ struct Convert {
   using Values = typename V::Values;
   static constexpr int kBlockLanes = V::kBlockLanes;
 
-  /// The scale of a row, from its largest finite magnitude. Whole team.
-  __device__ static float row_scale(const Team& team, const RowAhead& ahead, float* most_of_warps) {
-    float most = 0;
-#pragma unroll
-    for (int i = 0; i < kBatch; ++i) most = fmaxf(most, V::largest_finite(ahead.loaded.values[i]));
-    for (int v = kBatch * team.threads() + team.thread(); v < ahead.end; v += team.threads())
-      most = fmaxf(most, V::largest_finite(__ldcg(ahead.row + v)));
-    for (int width = 16; width > 0; width /= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, width));
-    most_of_warps[warp_id()] = most;
-    team.sync();
-    for (int w = 0; w < team.warps; ++w) most = fmaxf(most, most_of_warps[team.first_warp + w]);
-    team.sync();
-    return W::row_scale(most);
-  }
-
   /// Sends a whole row.
   __device__ static void send(const Comm& comm, const Team& team, RowAhead& ahead, uint32_t targets,
-                              unsigned long long to, float* most_of_warps) {
+                              unsigned long long to) {
     const KernelShape& s = comm.window.shape;
     const int vectors = ahead.end;
-    float of_row = 0;
-    if constexpr (W::kRowScale) of_row = row_scale(team, ahead, most_of_warps);
-    const auto blocks = W::blocks(of_row);
     const int64_t scales_at = s.wire_data_bytes();
     for (int base = 0; base < vectors; base += kBatch * team.threads()) {
       if (base != 0) ahead.loaded.load(team, ahead.row, base, vectors);
@@ -124,8 +106,8 @@ struct Convert {
         const int v = base + i * team.threads() + team.thread();
         if (base + i * team.threads() >= vectors) break;
         const uint4 raw = ahead.loaded.values[i];
-        const Scale scale = V::block_scale(raw, blocks);
-        const Values packed = V::write(raw, W::inverse(scale, of_row));
+        const Scale scale = V::block_scale(raw);
+        const Values packed = V::write(raw, W::inverse(scale));
         for_each_target(targets, to, [&](unsigned long long address) {
           if (v >= vectors) return;
           reinterpret_cast<Values*>(address)[v] = packed;
@@ -133,10 +115,6 @@ struct Convert {
         });
       }
     }
-    if constexpr (W::kRowScale)
-      for_each_target(targets, to, [&](unsigned long long address) {
-        if (team.thread() == 0) *reinterpret_cast<float*>(address + s.wire_row_scale()) = of_row;
-      });
   }
 
   __device__ static void receive(const Comm& comm, const Team& team, const RowPart& part,
@@ -144,8 +122,6 @@ struct Convert {
     const KernelShape& s = comm.window.shape;
     const int all = static_cast<int>(s.row_bytes() / 16), vectors = part.end(all);
     const auto* const scales = reinterpret_cast<const Scale*>(from + s.wire_data_bytes());
-    float of_row = 0;
-    if constexpr (W::kRowScale) of_row = __ldcg(reinterpret_cast<const float*>(from + s.wire_row_scale()));
     for (int base = part.first(all); base < vectors; base += kBatch * team.threads()) {
       Values packed[kBatch];
       Scale scale[kBatch];
@@ -153,10 +129,7 @@ struct Convert {
       for (int i = 0; i < kBatch; ++i) {
         const int v = base + i * team.threads() + team.thread();
         if (v >= vectors) continue;
-        if constexpr (V::kBytes == 2)
-          packed[i] = __ldcg(reinterpret_cast<const unsigned short*>(from) + v);
-        else
-          packed[i] = __ldcg(reinterpret_cast<const Values*>(from) + v);
+        packed[i] = __ldcg(reinterpret_cast<const Values*>(from) + v);
         scale[i] = __ldcg(scales + v / kBlockLanes);
       }
 #pragma unroll
@@ -164,7 +137,7 @@ struct Convert {
         const int v = base + i * team.threads() + team.thread();
         if (base + i * team.threads() >= vectors) break;
         uint4 raw{};
-        if (v < vectors) raw = V::read(packed[i], W::factor(scale[i], of_row));
+        if (v < vectors) raw = V::read(packed[i], W::factor(scale[i]));
         for_each_target(targets, row, [&](int32_t to) {
           if (v < vectors) __stcg(reinterpret_cast<uint4*>(out + to * s.row_bytes()) + v, raw);
         });
