@@ -17,13 +17,25 @@ from tests.multirank.test_deep_ep import (
     test_gradients_of_experts,
     test_later_batches,
 )
+from tests.multirank.test_deep_ep_hybrid import (
+    test_bad_calls_of_hybrid,
+    test_fp8,
+    test_larger_batches,
+    test_with_permute,
+    test_without_permute,
+)
 
 __all__ = [
     "test_a_dispatch_and_its_combine",
     "test_bad_calls",
+    "test_bad_calls_of_hybrid",
     "test_elastic_buffer",
+    "test_fp8",
     "test_gradients_of_experts",
+    "test_larger_batches",
     "test_later_batches",
+    "test_with_permute",
+    "test_without_permute",
 ]
 
 

@@ -1,7 +1,7 @@
 """DeepEP's Python module, on moecomm: what is written for `deep_ep` runs on it unchanged.
 
-It has DeepEP's `Buffer` in normal mode (version 1) and its `ElasticBuffer` (version 2), also for ranks that
-are processes on CPUs. docs/deep_ep.md lists the arguments.
+It has DeepEP's `Buffer` in normal mode (version 1), its `ElasticBuffer` (version 2) and the `HybridEPBuffer`
+of its branch hybrid-ep, also for ranks that are processes on CPUs. docs/deep_ep.md lists the arguments.
 """
 
 from importlib import metadata
@@ -26,6 +26,7 @@ _refuse_beside_deep_ep()
 from deep_ep.buffer import Buffer  # noqa: E402
 from deep_ep.config import Config  # noqa: E402
 from deep_ep.elastic import ElasticBuffer, EPBuffer, EPHandle  # noqa: E402
+from deep_ep.hybrid_ep_buffer import HybridEPBuffer  # noqa: E402
 from deep_ep.utils import EventHandle, EventOverlap  # noqa: E402
 
 topk_idx_t = torch.int64
@@ -39,5 +40,6 @@ __all__ = [
     "ElasticBuffer",
     "EventHandle",
     "EventOverlap",
+    "HybridEPBuffer",
     "topk_idx_t",
 ]

@@ -1,21 +1,36 @@
-"""The handle of a dispatch: DeepEP's tuple of six, for programs that look into it."""
+"""Handles of dispatches that have the elements of DeepEP's tuples, for programs that look into them."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from deep_ep.operations import PlanHandle
-from moecomm import Communicator, Handle
+from deep_ep.maps import spread
+from deep_ep.operations import PlanHandle, received_ids
+from moecomm import Communicator, DispatchOutput, Handle
 
 
-class DispatchHandle(PlanHandle, Sequence[Any]):
+class TupleHandle(PlanHandle, Sequence[Any]):
+    """A base of handles with elements, which are made when they are asked for."""
+
+    @abstractmethod
+    def _elements(self) -> tuple[Any, ...]: ...
+
+    def __len__(self) -> int:
+        return len(self._elements())
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._elements()[index]
+
+
+class DispatchHandle(TupleHandle):
     """The handle of a dispatch of `Buffer`, for its combine and for dispatches along its plan.
 
-    As a sequence it has DeepEP's elements. [0] is the rank prefix matrix, (R, R) int32: [i, r] is the number
-    of tokens that this rank, r, gets from the ranks 0 to i; the columns of other ranks are -1. [4] is
+    As a sequence it has DeepEP's six elements. [0] is the rank prefix matrix, (R, R) int32: [i, r] is the
+    number of tokens that this rank, r, gets from the ranks 0 to i; the columns of other ranks are -1. [4] is
     `is_token_in_rank` as it was given. The others serve DeepEP's kernels alone and are None.
     """
 
@@ -29,14 +44,51 @@ class DispatchHandle(PlanHandle, Sequence[Any]):
         self.comm, self.handle = comm, handle
         self._offsets_R, self._is_token_in_rank = offsets_R, is_token_in_rank
 
-    def __len__(self) -> int:
-        return 6
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._elements()[index]
-
     def _elements(self) -> tuple[Any, ...]:
         size = self.comm.size
         matrix_RR = torch.full((size, size), -1, dtype=torch.int32, device=self._offsets_R.device)
         matrix_RR[:, self.comm.rank] = self._offsets_R
         return matrix_RR, None, None, None, self._is_token_in_rank, None
+
+
+class HybridHandle(TupleHandle):
+    """The handle of a dispatch of `HybridEPBuffer`, for its combine and for dispatches along its plan.
+
+    As a sequence it has DeepEP's elements. With permute 11: [7] (L,) int32 rows of each local expert without
+    padding, as far as they fit, [8] T, [9] the config, [10] the overflow flag, (1,) int32: 1 where rows were
+    left out. Without permute 7: [3] (1,) int32 P, [4] (P, L) bool local experts of the rows, [5] T, [6] the
+    config. The others serve DeepEP's kernels alone and are None.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        out: DispatchOutput,
+        ids_TK: torch.Tensor,
+        options: dict[str, Any],
+        config: Any,
+    ) -> None:
+        self.comm, self.handle, self.ids_TK, self.options = comm, out.handle, ids_TK, options
+        self._config, self._ends, self._overflow = config, out.offsets, out.overflow
+        self._counts_L = out.tokens_per_expert
+        self._ids_PK = received_ids(out, fixed=False) if options["layout"] == "rank" else None
+
+    def padded_counts(self) -> torch.Tensor:
+        """Returns (L,) int32 rows of each local expert, with padding, as far as they fit."""
+        return torch.diff(self._ends, prepend=self._ends.new_zeros(1))
+
+    def received_ids(self) -> torch.Tensor:
+        """Returns (P, K) ids of received rows among all experts, -1 where an expert is elsewhere."""
+        assert self._ids_PK is not None
+        first = self.comm.rank * self.comm.num_local_experts
+        return torch.where(self._ids_PK < 0, -1, self._ids_PK + first)
+
+    def _elements(self) -> tuple[Any, ...]:
+        tokens = self.handle.num_tokens
+        if self._ids_PK is None:
+            counts_L = torch.minimum(self._counts_L, self.padded_counts())
+            flag = (self._overflow > 0).to(torch.int32).view(1)
+            return *[None] * 7, counts_L, tokens, self._config, flag
+        ones_PK = torch.ones_like(self._ids_PK, dtype=torch.bool)
+        local_PL = spread(ones_PK, self._ids_PK, self.comm.num_local_experts)
+        return None, None, None, self._ends[-1:], local_PL, tokens, self._config
