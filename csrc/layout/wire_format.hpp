@@ -22,7 +22,7 @@ inline constexpr int kWireFormatCount = sizeof(kWireFormats) / sizeof(kWireForma
 
 struct WireEntry {
   const char* name;
-  int32_t scale_columns;  ///< columns that share a scale; scales follow the values, a byte each; 0: no scales
+  int32_t scale_columns;  ///< columns that share a scale; 0: no scales
   int32_t scale_bytes;
 };
 
