@@ -121,11 +121,13 @@ class LayerCommunicators:
         dtype: torch.dtype | None = None,
         wire: str | None = None,
         num_sms: int | None = None,
+        tokens: int | None = None,
     ) -> SharedCommunicator:
         """Returns the communicator for a batch, with arguments like Communicator's. All ranks call it
-        together. dtype: None is that of the batch."""
+        together. dtype: None is that of the batch. tokens: for which one is built if there is none yet; None
+        is those of the batch."""
         sizes = (self._num_experts, x_TH.shape[1], top_k)
         shape = Shape(*sizes, dtype or x_TH.dtype, x_TH.device, wire, num_sms)
         if shape not in self._found:
-            self._found[shape] = shared_communicator(self._group, shape, x_TH.shape[0])
+            self._found[shape] = shared_communicator(self._group, shape, tokens or x_TH.shape[0])
         return self._found[shape]

@@ -132,7 +132,7 @@ class Backend(ABC):
     hidden: int
     top_k: int
     wire_format: WireFormat | None = None
-    """In which rows of a dispatch travel; None: in their dtype."""
+    """The format in which rows of a dispatch travel; None: their dtype."""
     memory: MemoryPlan
     nodes: NodeMap
     network_lanes: int

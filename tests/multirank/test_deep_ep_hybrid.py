@@ -30,7 +30,7 @@ def _buffer(size: int) -> HybridEPBuffer:
 
 
 def _batches(size: int, seed: int) -> list[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]:
-    """Of each rank: rows, ids, weights, and the map and probs that loops make of them."""
+    """Returns for each rank its rows, ids and weights, and the map and probs that loops make of them."""
     made = []
     for source in range(size):
         x, ids, weights = _routing(source, size, seed, _tokens(source))

@@ -66,8 +66,7 @@ class EPHandle(PlanHandle):
     def psum_num_recv_tokens_per_expert(self) -> Tensor:
         if self.do_expand:
             return self._starts[:-1] + self._counts_L
-        alignment = self.expert_alignment
-        aligned_L = (self._counts_L + (alignment - 1)) // alignment * alignment
+        aligned_L: Tensor = rounded_up(self._counts_L, self.expert_alignment)
         return aligned_L.cumsum(0, dtype=torch.int32)
 
 

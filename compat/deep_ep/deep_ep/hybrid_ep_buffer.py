@@ -312,36 +312,34 @@ class HybridEPBuffer(Operations):
         if options["capacity"] is None:
             self._forgive()
         options = {**options, "dequantize": x is hidden}
-        made: list[HybridHandle] = []
 
-        def bring() -> tuple[Tensor | None, ...]:
+        def bring() -> tuple[Any, ...]:
             if handle is not None:
                 # A plan carries rows in the dtype alone, so that its ids make the same plan again.
                 comm, ids_TK = handle.comm, handle.ids_TK
                 weights = None if probs is None else picked(probs, ids_TK)
                 out = comm.dispatch(x, ids_TK, weights, **{**handle.options, "dequantize": x is hidden})
-            elif map_TE is not None:
-                comm, out, ids_TK = self._dispatch_map(x, map_TE, probs, options)
+                made = handle
             else:
-                shared, ids_TK = self._shared(x, experts, topk_idx.shape[1]), topk_idx
-                comm, out = shared.dispatch(x, ids_TK, topk_weights, **options)
-            made.append(handle or HybridHandle(comm, out, ids_TK, options, config))
-            if made[0].options["capacity"] is not None:
+                if map_TE is not None:
+                    comm, out, ids_TK = self._dispatch_map(x, map_TE, probs, options)
+                else:
+                    shared, ids_TK = self._shared(x, experts, topk_idx.shape[1]), topk_idx
+                    comm, out = shared.dispatch(x, ids_TK, topk_weights, **options)
+                made = HybridHandle(comm, out, ids_TK, options, config)
+            if made.options["capacity"] is not None:
                 self._bounded.add(comm)
                 if not hidden.is_cuda:
                     self._forgive()
             given = probs if by_probs else topk_weights
-            return out.tokens.view(hidden.dtype), None if given is None else out.weights, out.scales
+            return out.tokens.view(hidden.dtype), None if given is None else out.weights, out.scales, made
 
-        (rows, weights, scales), _ = self.run(bring, (hidden,), (), apart=False)
-        return rows, weights, scales, made[0]
+        (rows, weights, scales, made), _ = self.run(bring, (hidden,), (), apart=False)
+        return rows, weights, scales, made
 
     def _shared(self, x: Any, experts: int, top_k: int) -> Any:
-        rows = x[0] if isinstance(x, tuple) else x
         most = self.configurer.buffer_config.max_num_of_tokens_per_rank
-        largest = rows.new_empty(()).expand(most, rows.shape[1])  # the batch for which it is built
-        kind = (largest, None) if isinstance(x, tuple) else largest
-        return self.communicator(kind, experts, top_k, self._num_sms)
+        return self.communicator(x, experts, top_k, self._num_sms, most)
 
     def _dispatch_map(
         self, x: Any, map_TE: Tensor, probs: Tensor | None, options: dict[str, Any]

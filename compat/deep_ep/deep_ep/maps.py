@@ -20,9 +20,9 @@ def indices_to_map(
 
 def spread(values_NK: Tensor, ids_NK: Tensor, columns: int) -> Tensor:
     """Returns (N, columns): each value in the column of its id, and zeros."""
-    spread = values_NK.new_zeros(len(values_NK), columns + 1)  # one more column takes those without an id
-    spread.scatter_(1, ids_NK.long().masked_fill(ids_NK < 0, columns), values_NK)
-    return spread[:, :columns].contiguous()
+    found = values_NK.new_zeros(len(values_NK), columns + 1)  # one more column takes those without an id
+    found.scatter_(1, ids_NK.long().masked_fill(ids_NK < 0, columns), values_NK)
+    return found[:, :columns].contiguous()
 
 
 def picked(values_NE: Tensor, ids_NK: Tensor) -> Tensor:

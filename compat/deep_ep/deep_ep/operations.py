@@ -1,4 +1,4 @@
-"""Operations of the buffers of both versions: their communicators, streams and events."""
+"""Operations of all buffers: their communicators, streams and events."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Events = Sequence[EventHandle]
 
 
 class PlanHandle:
-    """A base of the handles of both versions: the plan of a dispatch, with the communicator that has made it,
+    """A base of the handles of all buffers: the plan of a dispatch, with the communicator that has made it,
     which it keeps alive. It may outlive many steps."""
 
     comm: Communicator
@@ -54,16 +54,19 @@ class Operations:
             self._stream = torch.cuda.Stream()
         return self._stream
 
-    def communicator(self, x: Any, experts: int, top_k: int, num_sms: int | None) -> SharedCommunicator:
-        """Returns the communicator for rows, or for a pair of fp8 rows and scales. All ranks call it."""
+    def communicator(
+        self, x: Any, experts: int, top_k: int, num_sms: int | None, tokens: int | None = None
+    ) -> SharedCommunicator:
+        """Returns the communicator for rows, or for a pair of fp8 rows and scales. All ranks call it.
+        tokens: for which a new one is built; None: those of `x`."""
         if self._by_experts is None:
             raise CommunicatorClosed("the buffer was destroyed")
         comms = self._by_experts.setdefault(experts, LayerCommunicators(self.group, experts))
         rows = x[0] if isinstance(x, tuple) else x
         sms = num_sms if rows.is_cuda else None
         if isinstance(x, tuple):
-            return comms.of(rows, top_k, torch.bfloat16, "fp8", sms)
-        return comms.of(rows, top_k, num_sms=sms)
+            return comms.of(rows, top_k, torch.bfloat16, "fp8", sms, tokens)
+        return comms.of(rows, top_k, num_sms=sms, tokens=tokens)
 
     def run(
         self, work: Callable[[], tuple[Any, ...]], inputs: tuple[Any, ...], before: Events, apart: bool
@@ -148,5 +151,6 @@ def received_ids(out: Any, fixed: bool) -> Tensor:
     return idx_PK
 
 
-def rounded_up(number: int, alignment: int) -> int:
+def rounded_up(number: Any, alignment: int) -> Any:
+    """Returns an integer, or integers in a tensor, rounded up to a multiple of `alignment`."""
     return -(-number // alignment) * alignment

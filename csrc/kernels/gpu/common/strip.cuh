@@ -6,7 +6,7 @@
 #include <type_traits>
 
 #include "kernels/gpu/common/kernel.cuh"
-#include "kernels/gpu/common/wire_element.cuh"
+#include "kernels/gpu/common/wire_vector.cuh"
 
 namespace moecomm::gpu {
 
@@ -36,9 +36,8 @@ template <DType dtype, WireFormat wire, int steps>
 class WireStrip {
   using E = Element<dtype>;
   using W = Wire<wire>;
-  static constexpr int kBlockLanes = W::kScaleColumns / E::kVector;
-  static_assert(kBlockLanes <= 32);
-  using Values = std::conditional_t<E::kVector == 8, uint2, uint32_t>;  // a vector's, a byte each
+  using Values = typename WireVector<dtype, wire>::Values;
+  static constexpr int kBlockLanes = WireVector<dtype, wire>::kBlockLanes;
 
  public:
   __device__ void load(const std::byte* row, int first, int vectors, int64_t scales_at) {
