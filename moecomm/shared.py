@@ -7,7 +7,8 @@ all of them still have it."""
 from __future__ import annotations
 
 import weakref
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,8 @@ from torch._compile import _disable_dynamo
 from moecomm.communicator import Communicator
 from moecomm.errors import InvalidArgument, known_to_all
 from moecomm.types import DispatchOutput
+
+Result = TypeVar("Result")
 
 
 class Shape(NamedTuple):
@@ -48,20 +51,28 @@ class SharedCommunicator:
         self, x_TH: Any, ids_TK: Tensor, weights_TK: Tensor | None, **options: Any
     ) -> tuple[Communicator, DispatchOutput]:
         """Dispatches like `Communicator.dispatch`, and also returns the communicator for the combine. All
-        ranks call it together. If a rank has more tokens than the communicator takes, the dispatch fails on
-        all ranks, which tells them to build a larger one; other calls have no extra cost."""
-        comm = self._comm
-        try:
+        ranks call it together."""
+
+        def call(comm: Communicator) -> tuple[Communicator, DispatchOutput]:
             return comm, comm.dispatch(x_TH, ids_TK, weights_TK, **options)
+
+        return self.run(ids_TK.shape[0], call)
+
+    def run(self, tokens: int, call: Callable[[Communicator], Result]) -> Result:
+        """Returns the result of `call`, which begins with a dispatch of `tokens` tokens. All ranks call it
+        together. If a rank has more tokens than the communicator takes, the dispatch fails on all ranks,
+        which tells them to build a larger one and to call again; other calls have no extra cost."""
+        try:
+            return call(self._comm)
         except InvalidArgument as error:
             if not known_to_all(error):
                 raise
-            (most,) = _largest(self._group, self._shape.device, ids_TK.shape[0])
-            if most <= comm.max_tokens:  # all ranks have another error
+            (most,) = _largest(self._group, self._shape.device, tokens)
+            if most <= self._comm.max_tokens:  # all ranks have another error
                 raise
         # Graphs of autograd keep the smaller one alive while they need it.
-        self._comm = comm = self._build(most)
-        return comm, comm.dispatch(x_TH, ids_TK, weights_TK, **options)
+        self._comm = self._build(most)
+        return call(self._comm)
 
     def _build(self, tokens: int) -> Communicator:
         return Communicator(self._group, max_tokens=round_up(tokens), **self._shape._asdict())

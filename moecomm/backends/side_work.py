@@ -1,7 +1,9 @@
-"""An operation on a CUDA communicator's own stream, concurrent with the caller's stream; a Work holds it."""
+"""Operations that are complete only later: on a CUDA communicator's own stream, concurrent with the caller's
+stream (a Work holds them), and dispatches whose rows the host has yet to learn."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -9,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
-from moecomm.backends.base import RawDispatch
+from moecomm.backends.base import EarlyDispatch, RawDispatch
+from moecomm.backends.cuda_outputs import Begun
 from moecomm.device.cuda_device import CudaDevice
 
 if TYPE_CHECKING:
@@ -108,3 +111,40 @@ def _tensors(result: Any) -> list[torch.Tensor]:
     else:
         found = result  # gradients of a dispatch, possibly None
     return [each for each in found if each is not None]
+
+
+class EarlyWork(EarlyDispatch):
+    """A dispatch whose rows are received into an output that may be too small."""
+
+    def __init__(self, owner: CudaBackend, gpu: CudaDevice, begun: Begun, output: RawDispatch) -> None:
+        self._owner, self._gpu, self._begun, self.output = owner, gpu, begun, output
+        self._done = False
+        self._result: RawDispatch | None = None
+        self._error: BaseException | None = None
+
+    def wait(self) -> RawDispatch:
+        self._owner.settle(self)
+        if self._error is not None:
+            raise self._error
+        assert self._result is not None
+        return self._result
+
+    def complete(self) -> None:
+        """Waits for the number of rows, unless that has happened. Called while the owner's lock is held, also
+        by another operation, on another stream."""
+        self._owner.completed(self)
+        if self._done:
+            return
+        self._done = True
+        own: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if self._gpu.raw_stream() != self._begun.stream:
+            own = self._gpu.on(torch.cuda.ExternalStream(self._begun.stream, self._gpu.device))
+        try:
+            with own:
+                self._result = self._owner.run_now(
+                    "moecomm dispatch", partial(self._owner.finish_dispatch, self._begun)
+                )
+        except BaseException as error:  # the caller of wait() gets errors of every kind
+            self._error = error
+            if not isinstance(error, Exception):  # Ctrl-C is also raised now
+                raise

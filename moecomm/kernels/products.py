@@ -82,19 +82,28 @@ class Products:
         return grouped_mm(rows_PB, weight_LAB.transpose(1, 2), groups)
 
     def grouped_mm_wgrad(
-        self, rows_PA: Tensor, grad_PB: Tensor, groups: Tensor, *, into: Tensor | None = None
+        self,
+        rows_PA: Tensor,
+        grad_PB: Tensor,
+        groups: Tensor,
+        *,
+        into: Tensor | None = None,
+        scale: float = 1.0,
     ) -> Tensor | None:
-        """Returns (L, A, B): for each group the sum over its rows of rows^T grad, zero for an empty group.
-        With `into`, a tensor of that shape, adds the sums to it and returns None."""
+        """Returns (L, A, B): for each group the sum over its rows of rows^T grad, times `scale`; zero for an
+        empty group. With `into`, a tensor of that shape, adds the sums to it and returns None."""
         if not self.columns_first:
-            return self._wgrad_into(rows_PA, grad_PB, groups, into)
-        made_LBA = self._wgrad_into(grad_PB, rows_PA, groups, None if into is None else into.mT)
+            return self._wgrad_into(rows_PA, grad_PB, groups, into, scale)
+        made_LBA = self._wgrad_into(grad_PB, rows_PA, groups, None if into is None else into.mT, scale)
         return None if made_LBA is None else made_LBA.mT
 
-    def bias_grad(self, grad_PB: Tensor, groups: Tensor, weights_P: Tensor | None = None) -> Tensor:
-        """Returns (L, B), a bias's gradient: for each group the sum over its rows of weight * grad."""
+    def bias_grad(
+        self, grad_PB: Tensor, groups: Tensor, weights_P: Tensor | None = None, *, scale: float = 1.0
+    ) -> Tensor:
+        """Returns (L, B), a bias's gradient: for each group the sum over its rows of weight * grad, times
+        `scale`."""
         factors_PN = bias_factors(weights_P, grad_PB.shape[0], grad_PB)
-        gradient_LNB = self.grouped_mm_wgrad(factors_PN, grad_PB, groups)
+        gradient_LNB = self.grouped_mm_wgrad(factors_PN, grad_PB, groups, scale=scale)
         assert gradient_LNB is not None
         return gradient_LNB[:, 0] + gradient_LNB[:, 1]
 
@@ -145,12 +154,12 @@ class Products:
         return grouped_mm(rows_PA, weight_LAB, groups)
 
     def _wgrad_into(
-        self, rows_PA: Tensor, grad_PB: Tensor, groups: Tensor, into: Tensor | None
+        self, rows_PA: Tensor, grad_PB: Tensor, groups: Tensor, into: Tensor | None, scale: float
     ) -> Tensor | None:
         gradient_LAB = self._wgrad(rows_PA, grad_PB, groups)
         if into is None:
-            return gradient_LAB
-        into.add_(gradient_LAB)
+            return gradient_LAB if scale == 1 else gradient_LAB.mul_(scale)
+        into.add_(gradient_LAB, alpha=scale)
         return None
 
     def _wgrad(self, rows_PA: Tensor, grad_PB: Tensor, groups: Tensor) -> Tensor:

@@ -141,7 +141,7 @@ class QuackProducts(Products):
         return self._rows(rows_PB, weight_LAB, groups, "fc1_dgrad")
 
     def _wgrad_into(
-        self, rows_PA: Tensor, grad_PB: Tensor, groups: Tensor, into: Tensor | None
+        self, rows_PA: Tensor, grad_PB: Tensor, groups: Tensor, into: Tensor | None, scale: float
     ) -> Tensor | None:
         sizes = rows_PA.shape[1], grad_PB.shape[1]
         product = "fc1_wgrad" if set(sizes) == {self._hidden, self._inner} else "fc2_wgrad"
@@ -154,7 +154,7 @@ class QuackProducts(Products):
         if adds and out_LAB.dtype is torch.float32:
             tile = FLOAT32_SUMS
         left, right = rows_PA.contiguous().t(), grad_PB.contiguous().t()
-        _launch(tile, left, right, out_LAB, out_LAB, adds, cu_seqlens_k=groups)
+        _launch(tile, left, right, out_LAB, out_LAB, adds, scale, cu_seqlens_k=groups)
         return out_LAB if into is None else None
 
     def _rows(self, rows_PA: Tensor, weight_LBA: Tensor, groups: Tensor, product: str) -> Tensor:
@@ -357,20 +357,23 @@ def _launch(
     out: Tensor,
     weight: Tensor,
     adds: bool = False,
+    scale: float = 1.0,
     **groups: Tensor,
 ) -> None:
-    """Computes left @ right into `out`, or adds it there; `right_T` is the transpose of right. `weight`: the
-    operand with a part for each group; the plan depends on its sizes, not on the number of rows."""
+    """Computes left @ right times `scale` into `out`, or adds it there; `right_T` is the transpose of right.
+    `weight`: the operand with a part for each group; the plan depends on its sizes, not on the number of
+    rows."""
     there = out if adds and tile.loads else None
     strides = left.stride(), right_T.stride(), out.stride()
     dtypes = left.dtype, out.dtype
-    key = (tile, weight.shape, strides, dtypes, adds, left.device, *groups)
+    key = (tile, weight.shape, strides, dtypes, adds, scale == 1, left.device, *groups)
     plan = _plans.get(key)
     if plan is not None:
-        _gemm().run_gemm_plan(plan, left, right_T, out, there, **groups)
+        _gemm().run_gemm_plan(plan, left, right_T, out, there, alpha=scale, **groups)
         return
+    adds_itself = adds and there is None
     *_, _plans[key] = _quack().gemm_tuned.fn(
-        left, right_T.mT, out, there, add_to_output=adds and there is None, config=_config(tile), **groups
+        left, right_T.mT, out, there, alpha=scale, add_to_output=adds_itself, config=_config(tile), **groups
     )
 
 

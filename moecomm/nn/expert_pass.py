@@ -23,6 +23,7 @@ and with `keep_plans` it follows the plan of the first time.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -72,7 +73,8 @@ class PassContext(NamedTuple):
     """The arguments of a forward or backward pass of the experts, apart from tensors with gradients."""
 
     layer: Any
-    """The MoELayer, whose number distinguishes its dispatches from those of other layers."""
+    """The MoELayer, whose number distinguishes its dispatches from those of other layers; None for experts of
+    another kind of layer."""
     comm: Communicator
     topk_idx_TK: Tensor
     capacity: int | None
@@ -91,6 +93,8 @@ class PassContext(NamedTuple):
     """The OverflowCheck that notes the dispatch, or None."""
     plans: Plans | None
     """The plans of a checkpoint that keeps them; else None."""
+    gradient_scale: float = 1.0
+    """The gradients of the experts' weights are multiplied by it."""
 
     def stages(self) -> Stages:
         """Returns the stages of a new pass."""
@@ -115,6 +119,12 @@ class DispatchState(NamedTuple):
     groups: Tensor
     """The groups of rows in the form that the products take; the last element is the number of rows."""
 
+    @classmethod
+    def of(cls, out: DispatchOutput, products: Products) -> DispatchState:
+        """Returns the state of a dispatch with routing weights."""
+        assert out.weights is not None
+        return cls(out.handle, out.weights, products.groups_of(out))
+
 
 class Kept(NamedTuple):
     """The tensors that a backward needs besides the weights."""
@@ -137,6 +147,8 @@ class Forward:
 
     def __init__(self, context: PassContext, state: DispatchState | None) -> None:
         self.context, self._state = context, state
+        self.out: DispatchOutput | None = None
+        """What the dispatch of this forward has brought."""
         self._rows_PH: Tensor | None = None
         self._inner_PI: Tensor | None = None
         self._z_PF: Tensor | None = None
@@ -174,13 +186,16 @@ class Forward:
         side = SideStream(comm, wanted=has_shared)
         tokens = (self.x_TH, context.topk_idx_TK, self.topk_weights_TK)
         out: DispatchOutput | None = None
+        count_rows: Callable[[], DispatchOutput] | None = None
         shared_TH: Tensor | None = None
 
         with side, stages("dispatch_send", stream=COMM, communicates=True):
-            if context.capacity is None and has_shared:
+            if context.capacity is not None:
+                out = comm.dispatch(*tokens, capacity=context.capacity, _layer=context.layer)
+            elif has_shared:
                 receive = comm.begin_dispatch(*tokens, _layer=context.layer)
             else:
-                out = comm.dispatch(*tokens, capacity=context.capacity, _layer=context.layer)
+                out, count_rows = comm._dispatch_early(*tokens, context.layer)
         if has_shared:
             with stages("shared"):
                 self._shared_fc1()
@@ -190,22 +205,21 @@ class Forward:
         if out is None:  # the host waits for the number of rows after it has issued the shared experts' work
             with side.receiving(), stages("dispatch_receive", stream=COMM, communicates=True):
                 out = receive(directly=side.separate)
-        assert out.weights is not None
-        groups = context.products.groups_of(out)
-        side.join(out.tokens, out.weights, groups)
         if context.overflow is not None:
             context.overflow.note_dispatch(out.overflow)
-        self._state = DispatchState(out.handle, out.weights, groups)
-        self._rows_PH = out.tokens
-
-        with stages("fc1"):
-            inner_PI, z_PF = self._fc1()
-        if context.keep == "all":
-            self._inner_PI = inner_PI
-        del inner_PI
-        with stages("fc2"):
-            expert_rows_PH = self._fc2(z_PF)
-        del z_PF
+        expert_rows_PH = self._experts(out, stages, side)
+        if count_rows is not None:  # the host waits for the number of rows after it has issued the products
+            counted = count_rows()
+            if counted.tokens is out.tokens:
+                rows = counted.handle.num_rows
+                self._state = DispatchState(counted.handle, self.state.weights_P, self.state.groups)
+                expert_rows_PH = expert_rows_PH[:rows]
+                self._inner_PI = None if self._inner_PI is None else self._inner_PI[:rows]
+            else:  # there was no room for them, and the products had no rows
+                del expert_rows_PH
+                expert_rows_PH = self._experts(counted, stages, side)
+            out = counted
+        self.out = out
         with stages("combine", stream=COMM, communicates=True):
             y_TH = comm.combine(expert_rows_PH, out.handle)
         if shared_TH is not None:
@@ -214,6 +228,18 @@ class Forward:
             context.recorded.forward = stages
         context.wait_on_host(side)
         return y_TH
+
+    def _experts(self, out: DispatchOutput, stages: Stages, side: SideStream) -> Tensor:
+        """Returns the experts' results on the rows of a dispatch, (P, H)."""
+        self._state = state = DispatchState.of(out, self.context.products)
+        side.join(out.tokens, state.weights_P, state.groups)
+        self._rows_PH = out.tokens
+        with stages("fc1"):
+            inner_PI, z_PF = self._fc1()
+        self._inner_PI = inner_PI if self.context.keep == "all" else None
+        del inner_PI
+        with stages("fc2"):
+            return self._fc2(z_PF)
 
     def _again(self) -> None:
         """Recomputes the tensors of `kept`, along the plan."""
@@ -298,7 +324,8 @@ def _backward(ctx: Any, grad_y_TH: Tensor) -> tuple[Tensor | None, ...]:
     inputs."""
     context: PassContext = ctx.context
     comm, products, handle = context.comm, context.products, ctx.handle
-    context.layer._unsynchronized = True
+    if context.layer is not None:
+        context.layer._unsynchronized = True
     count = len(Weights._fields)
     saved: tuple[Any, ...] = ctx.saved_tensors
     w_in, w_out, shared_in, shared_out, shared_gate, b_in, b_out = saved[:count]  # Weights
@@ -306,7 +333,7 @@ def _backward(ctx: Any, grad_y_TH: Tensor) -> tuple[Tensor | None, ...]:
     _, need_x, need_weights, need_in, need_out, *need_shared, need_b_in, need_b_out = ctx.needs_input_grad
     has_shared = shared_in is not None and (need_x or any(need_shared))
     needs_tokens = need_x or need_weights
-    weights_now = context.deferred is None
+    weights_now, scale = context.deferred is None, context.gradient_scale
     stages = context.stages()
     grad_x_TH = grad_weights_TK = grad_in_LHI = grad_out_LFH = grad_b_in_LI = grad_b_out_LH = None
     grad_shared: tuple[Tensor | None, ...] = (None, None, None, None)
@@ -348,9 +375,9 @@ def _backward(ctx: Any, grad_y_TH: Tensor) -> tuple[Tensor | None, ...]:
         if grad_weights_P is not None and b_out is not None:
             grad_weights_P.add_(products.bias_weights_grad(grad_rows_PH, b_out, groups))
         if need_b_in:
-            grad_b_in_LI = products.bias_grad(grad_inner_PI, groups)
+            grad_b_in_LI = products.bias_grad(grad_inner_PI, groups, scale=scale)
         if need_b_out:
-            grad_b_out_LH = products.bias_grad(grad_rows_PH, groups, weights_P)
+            grad_b_out_LH = products.bias_grad(grad_rows_PH, groups, weights_P, scale=scale)
     del inner_PI, saved
     if context.deferred is not None and (need_in or need_out):
         count = grad_inner_PI.shape[0]
@@ -363,7 +390,7 @@ def _backward(ctx: Any, grad_y_TH: Tensor) -> tuple[Tensor | None, ...]:
             context.deferred.pending.append(Pending(products, groups, count, of_in, of_out))
     if z_PF is not None and weights_now:
         with stages("fc2_wgrad"):
-            grad_out_LFH = products.grouped_mm_wgrad(z_PF, grad_rows_PH, groups, into=into_out)
+            grad_out_LFH = products.grouped_mm_wgrad(z_PF, grad_rows_PH, groups, into=into_out, scale=scale)
     del z_PF, grad_rows_PH
 
     if needs_tokens:
@@ -375,7 +402,7 @@ def _backward(ctx: Any, grad_y_TH: Tensor) -> tuple[Tensor | None, ...]:
             )
     if need_in and weights_now:
         with stages("fc1_wgrad"):
-            grad_in_LHI = products.grouped_mm_wgrad(rows_PH, grad_inner_PI, groups, into=into_in)
+            grad_in_LHI = products.grouped_mm_wgrad(rows_PH, grad_inner_PI, groups, into=into_in, scale=scale)
 
     grad_shared_x_TH, *grad_shared_weights = grad_shared
     if grad_x_TH is not None and grad_shared_x_TH is not None:
@@ -447,9 +474,15 @@ def run_experts(context: PassContext, x_TH: Tensor, topk_weights_TK: Tensor, wei
     plans = context.plans
     state = plans.states.pop(0) if plans is not None and plans.again and plans.states else None
     forward = Forward(context, state)
-    placeholder_TH = _Keep.apply(forward, x_TH, topk_weights_TK, *weights)  # type: ignore[no-untyped-call]
+    y_TH = run_forward(forward, x_TH, topk_weights_TK, weights)
     if plans is not None and not plans.again:
         plans.states.append(forward.state)
+    return y_TH
+
+
+def run_forward(forward: Forward, x_TH: Tensor, topk_weights_TK: Tensor, weights: Weights) -> Tensor:
+    """Does the work of `run_experts` with a new Forward."""
+    placeholder_TH = _Keep.apply(forward, x_TH, topk_weights_TK, *weights)  # type: ignore[no-untyped-call]
     y_TH: Tensor = _Finish.apply(forward, placeholder_TH)  # type: ignore[no-untyped-call]
     return y_TH
 

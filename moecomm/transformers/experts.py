@@ -19,13 +19,16 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.integrations import moe
 
+from moecomm.communicator import Communicator
 from moecomm.kernels import quack
 from moecomm.kernels.products import Products, expert_ffn, grouped_linear
+from moecomm.nn.expert_pass import DispatchState, Forward, PassContext, Weights, run_forward
+from moecomm.shared import SharedCommunicator
+from moecomm.transformers.recompute import dispatch, keep_dispatch, kept_dispatch
 from moecomm.transformers.sole_experts import divided_gradient
 from moecomm.types import DispatchOutput
 
-Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
-
+OwnForward = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 # transformers' own implementations, which compute the same as these products and may be replaced by them. A
 # request for another one ("sonicmoe", "deepgemm") is honoured, on moecomm's rows.
@@ -35,7 +38,7 @@ _REPLACED = (None, "eager", "grouped_mm")
 class LocalExperts:
     """This rank's experts of one module of transformers, applied to the rows of a dispatch."""
 
-    def __init__(self, experts: nn.Module, forward: Forward, num_local_experts: int) -> None:
+    def __init__(self, experts: nn.Module, forward: OwnForward, num_local_experts: int) -> None:
         self._experts, self._forward, self._count = experts, forward, num_local_experts
         self._described = _is_described(experts)
         self._activation = activation_of(experts) if self._described else None
@@ -70,22 +73,81 @@ class LocalExperts:
         finally:
             weights.update(plain)
 
-    def run(self, out: DispatchOutput, rows_per_expert: int, batches: int = 1) -> tuple[Tensor, bool]:
-        """Returns the rows' results, (P, H) in the dtype of the rows, and whether they include the routing
-        weights.
+    def run(
+        self,
+        shared: SharedCommunicator,
+        x_TH: Tensor,
+        ids_TK: Tensor,
+        weights_TK: Tensor,
+        rows: Callable[[Communicator], int],
+        batches: int = 1,
+    ) -> Tensor:
+        """Returns (T, H): the weighted sum of each token's expert results.
 
         Args:
-            out: the rows of this rank's experts.
-            rows_per_expert: average rows of an expert in a large batch, by which tiles are chosen; the same
+            shared: the communicator of all layers of this shape.
+            x_TH, ids_TK, weights_TK: the tokens, their experts and the routing weights, for a dispatch.
+            rows: returns the average rows of an expert in a large batch, by which tiles are chosen; the same
                 on all ranks.
             batches: divides the gradients of the module's weights.
         """
+        # Adapters' own gradients come through the weights and are not divided.
+        divided = batches if self._added else 1
+        with self._changed(divided) if self._added else contextlib.nullcontext():
+            if self._has_plain_weights() and self._activation is not None:
+                weights = self._plain_weights()
+                if weights.w_in.dtype is x_TH.dtype:
+                    scale = divided / batches
+                    return self._run_pass(shared, x_TH, ids_TK, weights_TK, weights, rows, scale)
+        comm, out = dispatch(shared, x_TH, ids_TK, weights_TK)
         with self._changed(batches):
-            return self._run(out, rows_per_expert)
+            rows_PH, weighted = self._on_rows(out, rows(comm))
+        return comm.combine(rows_PH, out.handle, weights=None if weighted else out.weights)
 
-    def _run(self, out: DispatchOutput, rows_per_expert: int) -> tuple[Tensor, bool]:
-        if not self._has_plain_weights():
-            return self._run_forward(out), False
+    def _run_pass(
+        self,
+        shared: SharedCommunicator,
+        x_TH: Tensor,
+        ids_TK: Tensor,
+        weights_TK: Tensor,
+        weights: Weights,
+        rows: Callable[[Communicator], int],
+        scale: float,
+    ) -> Tensor:
+        """Runs the pass of moecomm's own layers on the module's weights."""
+        bias = weights.b_in is not None
+
+        def forward_on(comm: Communicator, kept: DispatchOutput | None) -> tuple[Forward, Tensor]:
+            products = self._products_of(weights.w_out, bias, rows(comm))
+            context = PassContext(
+                layer=None,
+                comm=comm,
+                topk_idx_TK=ids_TK,
+                capacity=None,
+                activation=self._activation or "",
+                products=products,
+                keep="all",
+                keep_shared=False,
+                waits_on_host=False,
+                deferred=None,
+                recorded=None,
+                overflow=None,
+                plans=None,
+                gradient_scale=scale,
+            )
+            state = None if kept is None else DispatchState.of(kept, products)
+            forward = Forward(context, state)
+            return forward, run_forward(forward, x_TH, weights_TK, weights)
+
+        kept = kept_dispatch(ids_TK)
+        if kept is not None:
+            return forward_on(kept.comm, kept.out)[1]
+        forward, y_TH = shared.run(x_TH.shape[0], lambda comm: forward_on(comm, None))
+        assert forward.out is not None
+        keep_dispatch(ids_TK, forward.context.comm, forward.out)
+        return y_TH
+
+    def _plain_weights(self) -> Weights:
         experts: Any = self._experts
         first = "gate_up_proj" if experts.has_gate else "up_proj"
         w_in, w_out = getattr(experts, first), experts.down_proj
@@ -93,7 +155,16 @@ class LocalExperts:
         b_out = experts.down_proj_bias if experts.has_bias else None
         if not experts.is_transposed:
             w_in, w_out = w_in.transpose(1, 2), w_out.transpose(1, 2)
-        products = self._products_of(w_out, b_in is not None, rows_per_expert)
+        return Weights(w_in, w_out, None, None, b_in=b_in, b_out=b_out)
+
+    def _on_rows(self, out: DispatchOutput, rows: int) -> tuple[Tensor, bool]:
+        """Returns the rows' results, (P, H) in the dtype of the rows, and whether they include the routing
+        weights."""
+        if not self._has_plain_weights():
+            return self._run_forward(out), False
+        experts: Any = self._experts
+        w_in, w_out, *_, b_in, b_out = self._plain_weights()
+        products = self._products_of(w_out, b_in is not None, rows)
         rows_PH = out.tokens.to(w_in.dtype)
         if self._activation is not None:
             y_PH = expert_ffn(

@@ -12,9 +12,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers.distributed.expert_parallel import EPImplementation
 
 from moecomm.arguments import weight_dtype
+from moecomm.communicator import Communicator
 from moecomm.shared import LayerCommunicators
 from moecomm.transformers.experts import LocalExperts
-from moecomm.transformers.recompute import dispatch
 from moecomm.transformers.sole_experts import batches_to_divide_by, leave_out_of_fsdp
 
 
@@ -54,11 +54,12 @@ class MoecommEP(EPImplementation):  # type: ignore[misc]
         ids_TK = top_k_index.masked_fill(none_TK, -1)
         weights_TK = top_k_weights.to(weight_dtype(hidden_states.dtype))
         shared = self._comms.of(hidden_states, ids_TK.shape[1])
-        comm, out = dispatch(shared, hidden_states, ids_TK, weights_TK)
-        rows_per_expert = comm.max_tokens * ids_TK.shape[1] // self.num_local_experts
         batches = batches_to_divide_by(self._experts, self.ep_mesh, self.tp_mesh)
-        rows_PH, weighted = self.local.run(out, rows_per_expert, batches)
-        y_TH = comm.combine(rows_PH, out.handle, weights=None if weighted else out.weights)
+
+        def rows_per_expert(comm: Communicator) -> int:
+            return comm.max_tokens * ids_TK.shape[1] // self.num_local_experts
+
+        y_TH = self.local.run(shared, hidden_states, ids_TK, weights_TK, rows_per_expert, batches)
         return _whole_of(y_TH, self.tp_mesh, tokens) if self.tp_mesh.size() > 1 else y_TH
 
 

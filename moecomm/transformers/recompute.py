@@ -17,13 +17,13 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from moecomm.communicator import Communicator
-from moecomm.errors import InvalidArgument, known_to_all
+from moecomm.errors import InvalidArgument
 from moecomm.kernels.first_order import first_order
 from moecomm.shared import SharedCommunicator
 from moecomm.types import DispatchOutput, Handle
 
 
-class _Kept(NamedTuple):
+class Kept(NamedTuple):
     """A dispatch of the first forward, without its rows."""
 
     ids_TK: Tensor
@@ -35,14 +35,14 @@ class _Region:
     """The dispatches of a recomputed part of the model, in order."""
 
     def __init__(self) -> None:
-        self.kept: list[_Kept] = []
+        self.kept: list[Kept] = []
 
 
 class _Current(threading.local):
     """The region in which this thread computes and, during a recomputation, its remaining dispatches."""
 
     region: _Region | None = None
-    left: Iterator[_Kept] | None = None
+    left: Iterator[Kept] | None = None
 
 
 _current = _Current()
@@ -72,7 +72,7 @@ class _Within(contextlib.AbstractContextManager[None]):
 
     def __init__(self, region: _Region, *, again: bool) -> None:
         self._region, self._again = region, again
-        self._before: list[tuple[_Region | None, Iterator[_Kept] | None]] = []
+        self._before: list[tuple[_Region | None, Iterator[Kept] | None]] = []
 
     def __enter__(self) -> None:
         self._before.append((_current.region, _current.left))
@@ -88,32 +88,36 @@ def dispatch(
     shared: SharedCommunicator, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor
 ) -> tuple[Communicator, DispatchOutput]:
     """Dispatches like `shared`; in a recomputed layer along the kept plan."""
-    if _current.left is not None:
-        kept = next(_current.left, None)
-        if kept is not None:
-            return kept.comm, _again(kept, x_TH, ids_TK, weights_TK)
+    kept = kept_dispatch(ids_TK)
+    if kept is not None:
+        found = _Redispatch.apply(x_TH, weights_TK, kept.out.weights, kept.comm, kept.out.handle)  # type: ignore[no-untyped-call]
+        rows_PH, weights_P = found
+        return kept.comm, dataclasses.replace(kept.out, tokens=rows_PH, weights=weights_P)
     comm, out = shared.dispatch(x_TH, ids_TK, weights_TK)
-    if _current.region is not None:
-        assert out.weights is not None
-        facts = dataclasses.replace(out, tokens=out.tokens.new_empty(0), weights=out.weights.detach())
-        _current.region.kept.append(_Kept(ids_TK, comm, facts))
+    keep_dispatch(ids_TK, comm, out)
     return comm, out
 
 
-def _again(kept: _Kept, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> DispatchOutput:
-    try:
-        if not torch.equal(ids_TK, kept.ids_TK):
-            raise InvalidArgument(
+def keep_dispatch(ids_TK: Tensor, comm: Communicator, out: DispatchOutput) -> None:
+    """Keeps a dispatch of the first forward, if a region keeps plans."""
+    if _current.region is not None:
+        assert out.weights is not None
+        facts = dataclasses.replace(out, tokens=out.tokens.new_empty(0), weights=out.weights.detach())
+        _current.region.kept.append(Kept(ids_TK, comm, facts))
+
+
+def kept_dispatch(ids_TK: Tensor) -> Kept | None:
+    """Returns the kept dispatch that a recomputed layer has to follow, None for another layer. Raises
+    InvalidArgument on all ranks if it was of other experts."""
+    kept = None if _current.left is None else next(_current.left, None)
+    if kept is not None and not torch.equal(ids_TK, kept.ids_TK):
+        kept.comm.refuse(
+            InvalidArgument(
                 "the router chose other experts when its layer was computed again: it must choose the same "
                 "both times"
             )
-        found = _Redispatch.apply(x_TH, weights_TK, kept.out.weights, kept.comm, kept.out.handle)  # type: ignore[no-untyped-call]
-    except Exception as error:
-        if known_to_all(error):
-            raise
-        kept.comm.refuse(error)
-    rows_PH, weights_P = found
-    return dataclasses.replace(kept.out, tokens=rows_PH, weights=weights_P)
+        )
+    return kept
 
 
 class _Redispatch(torch.autograd.Function):

@@ -105,7 +105,7 @@ def test_gradient_checkpointing(rank: int, size: int, folders: Path, seed: int) 
 
     folder = _model(folders, "qwen3_moe")
     wanted, found, made = run_plain(folder, size, seed), [], []
-    plain = SharedCommunicator.dispatch
+    plain = SharedCommunicator.run
     kinds: list[tuple[dict[str, Any], int]] = [
         ({"use_reentrant": False}, 4),
         ({"use_reentrant": True}, 4),
@@ -115,7 +115,7 @@ def test_gradient_checkpointing(rank: int, size: int, folders: Path, seed: int) 
         model: Any = load_parallel(folder, "moecomm", fsdp_size=2, ep_size=2).train()
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kind)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(SharedCommunicator, "dispatch", lambda *given: made.append(1) or plain(*given))
+            patch.setattr(SharedCommunicator, "run", lambda *given: made.append(1) or plain(*given))
             found += [f"{kind}: {each}" for each in _check(model, wanted, rank, seed)]
         if len(made) != dispatches:
             found.append(f"{kind}: {len(made)} dispatches")
