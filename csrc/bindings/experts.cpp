@@ -1,9 +1,12 @@
-// Bindings of the experts' kernels: take addresses, sizes and a stream. moecomm/kernels/activation.py and
-// moecomm/kernels/quantize.py are the only callers.
+// Bindings of the experts' and the router's kernels: take addresses, sizes and a stream. activation.py,
+// quantize.py and routing.py of moecomm/kernels are the only callers.
+#include <algorithm>
+
 #include "bindings/arguments.hpp"
 #include "bindings/cuda.hpp"
 #include "kernels/experts/activation.hpp"
 #include "kernels/experts/quantize.hpp"
+#include "kernels/experts/routing.hpp"
 
 namespace py = pybind11;
 
@@ -44,6 +47,21 @@ void check_multiple(const char* name, int64_t value) {
   if (value % experts::kQuantum != 0)
     throw Error(ErrorKind::invalid_argument,
                 text_of(name, " is ", value, ", must be a multiple of ", experts::kQuantum));
+}
+
+experts::Routes routes_of(uintptr_t logits, uintptr_t biases, int64_t tokens, int64_t number, int64_t top_k,
+                          experts::Scores scores, bool normalize, float scale) {
+  check_between("tokens", tokens, 0, experts::kMostRows);
+  check_between("experts", number, 1, experts::kMostExperts);
+  check_between("top_k", top_k, 1, std::min(number, experts::kMostChoices));
+  return {pointer<float>("logits", logits, sizeof(float), tokens == 0),
+          pointer<float>("biases", biases, sizeof(float), true),
+          static_cast<int32_t>(tokens),
+          static_cast<int32_t>(number),
+          static_cast<int32_t>(top_k),
+          scores,
+          normalize,
+          scale};
 }
 
 /// Checks the shape and dtype of x for both e4m3 kernels.
@@ -87,6 +105,44 @@ void bind_experts(py::module_& m) {
       [](DType dtype) {
         load_kernels("loading the kernels of the experts",
                      [dtype] { return experts::prepare_activation(dtype); });
+      },
+      py::arg("dtype"));
+
+  py::enum_<experts::Scores>(m, "Scores")
+      .value("softmax", experts::Scores::softmax)
+      .value("chosen_softmax", experts::Scores::chosen_softmax)
+      .value("sigmoid", experts::Scores::sigmoid);
+  m.def("routes", [](uintptr_t logits, uintptr_t biases, int64_t tokens, int64_t number, int64_t top_k,
+                     experts::Scores scores, bool normalize, float scale, uintptr_t ids, uintptr_t weights,
+                     uintptr_t out_scores, uintptr_t counts, uintptr_t stream) {
+    const bool none = tokens == 0;
+    const experts::Chosen chosen{pointer<int32_t>("ids", ids, sizeof(int32_t), none),
+                                 pointer<float>("weights", weights, sizeof(float), none),
+                                 pointer<float>("scores", out_scores, sizeof(float), none),
+                                 pointer<int64_t>("counts", counts, sizeof(int64_t))};
+    check_cuda(
+        experts::launch_routes(routes_of(logits, biases, tokens, number, top_k, scores, normalize, scale),
+                               chosen, reinterpret_cast<cudaStream_t>(stream)),
+        "routes");
+  });
+  m.def("routes_backward", [](uintptr_t logits, int64_t tokens, int64_t number, int64_t top_k,
+                              experts::Scores scores, bool normalize, float scale, uintptr_t ids,
+                              uintptr_t grad_weights, uintptr_t grad_scores, uintptr_t grad_logits,
+                              uintptr_t stream) {
+    const bool none = tokens == 0;
+    check_cuda(
+        experts::launch_routes_backward(routes_of(logits, 0, tokens, number, top_k, scores, normalize, scale),
+                                        pointer<int32_t>("ids", ids, sizeof(int32_t), none),
+                                        pointer<float>("grad_weights", grad_weights, sizeof(float), true),
+                                        pointer<float>("grad_scores", grad_scores, sizeof(float), true),
+                                        pointer<float>("grad_logits", grad_logits, sizeof(float), none),
+                                        reinterpret_cast<cudaStream_t>(stream)),
+        "routes backward");
+  });
+  m.def(
+      "prepare_routes",
+      [](DType) {
+        load_kernels("loading the kernels of the router", [] { return experts::prepare_routes(); });
       },
       py::arg("dtype"));
 

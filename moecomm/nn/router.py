@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from moecomm.arguments import require_integer, require_tensor
 from moecomm.communicator import Communicator
 from moecomm.errors import InvalidArgument
-from moecomm.kernels.outside_autocast import matmul, needs_care
+from moecomm.kernels.outside_autocast import matmul, needs_care, without_autocast
 from moecomm.kernels.parameters import init_shared_weight
+from moecomm.kernels.routing import Rule, route, routes_here
 from moecomm.nn.config import MoEConfig
 from moecomm.nn.losses import SequenceSums, StepCounts, expert_sums, z_loss
 
@@ -121,6 +122,8 @@ class TopKRouter(nn.Module):
         self.check(x_TH, seq_len, cu_seqlens=cu_seqlens, mask=mask, topk_idx=topk_idx)
         # Choices may already be -1 before drops.
         gaps = mask is not None or topk_idx is not None
+        if again is None and not gaps and self._is_plain and routes_here(x_TH, self.weight, config.top_k):
+            return self._route_by_kernel(x_TH, seq_len, cu_seqlens)
         care = needs_care(x_TH.device.type)
         with torch.autocast(x_TH.device.type, enabled=False):
             x_TH = x_TH.to(torch.promote_types(x_TH.dtype, torch.float32))
@@ -170,6 +173,40 @@ class TopKRouter(nn.Module):
             losses=losses,
             tokens_per_expert_E=load_E,
             chosen_TK=None if config.capacity_factor is None else chosen_TK.to(torch.int32),
+        )
+
+    @property
+    def _is_plain(self) -> bool:
+        """True for a router without drops, groups of experts and noise."""
+        config = self.config
+        special = config.capacity_factor is not None or config.num_groups is not None
+        return not (special or config.force_balanced or (self.training and config.jitter > 0))
+
+    def _route_by_kernel(self, x_TH: Tensor, seq_len: int | None, cu_seqlens: Tensor | None) -> Routing:
+        """Does what forward does, with fewer operations."""
+        config = self.config
+        chosen_first = config.score_function == "softmax" and not config.pre_softmax
+        scores = "chosen_softmax" if chosen_first else config.score_function
+        rule = Rule(config.top_k, scores, config.normalize_topk, config.scaling_factor)
+        found = route(x_TH, self.weight, self.bias, self.expert_bias_E, rule)
+        losses = {}
+        if config.aux_loss != "none" or config.z_loss_coef > 0:
+            with without_autocast(x_TH.device.type):
+                losses = self._losses(
+                    found.logits_TE,
+                    found.scores_TE,
+                    found.ids_TK,
+                    found.counts_E,
+                    seq_len,
+                    cu_seqlens,
+                    None,
+                )
+        return Routing(
+            topk_idx_TK=found.ids_TK,
+            topk_weights_TK=found.weights_TK,
+            scores_TE=found.scores_TE,
+            losses=losses,
+            tokens_per_expert_E=found.counts_E,
         )
 
     def check(

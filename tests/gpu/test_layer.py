@@ -108,8 +108,8 @@ def test_rows_without_room(rank: int, world_size: int, tokens: tuple[int, ...], 
             wanted = run_layer(waiting, x, grad, {"overlap": False})
             problems += differences(found, wanted, f"step {step}")
             problems += [f"step {step}: {name}" for name, each in found.items() if each.isnan().any()]
-    # Few tokens are offered room for whatever comes, as long as that is little memory.
-    if rank in (0, world_size - 1) and max(tokens) > 1024 and not any(runs.count(each) == 2 for each in runs):
+    # Few tokens are offered room for whatever comes, and rank 1 has too many to receive them at once.
+    if rank == 0 and max(tokens) > 1024 and not any(runs.count(each) == 2 for each in runs):
         problems.append(f"no step ran its products twice: {runs}")
     layer.comm.check()
     layer.comm.close()
@@ -145,7 +145,7 @@ def _left_alone(rank: int, world_size: int, how: str) -> tuple[str, float, float
 @pytest.mark.usefixtures("cuda_only")
 @pytest.mark.parametrize(("how", "error"), [("killed", "PeerLost"), ("away", "PeerTimeout")])
 def test_a_rank_that_does_not_come_while_products_wait(fresh_ranks: FreshRanks, how: str, error: str) -> None:
-    found = fresh_ranks(2, _left_alone, how)
+    found = fresh_ranks(2, _left_alone, how, may_die=[1] if how == "killed" else [])
     assert found[0][0] == error and found[0][2] == 1000.0, found
     assert found[0][1] < 6, found
 

@@ -1,0 +1,127 @@
+"""A router on CUDA tensors: logits, the choice of experts, their weights and counts, as one function for
+autograd with one kernel forward and one backward besides the products (csrc/kernels/experts/routing.cu).
+
+The router of a layer takes some twenty small operations of torch otherwise, which the host issues in as much
+time as the rest of a layer. moecomm/nn/router.py has these operations, and says what the numbers are.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._compile import _disable_dynamo
+
+import moecomm._C as _C
+from moecomm.kernels import operators
+from moecomm.kernels.first_order import first_order
+from moecomm.kernels.outside_autocast import without_autocast
+
+MOST_EXPERTS, MOST_CHOICES = 1024, 32
+_INPUTS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class Rule(NamedTuple):
+    """What weights are made of, as in MoEConfig."""
+
+    top_k: int
+    scores: str
+    """"softmax" of all experts, "chosen_softmax" of the chosen ones alone, or "sigmoid"."""
+    normalize: bool
+    scale: float
+
+
+class Routed(NamedTuple):
+    """The results of `route`. Differentiable in weights, scores and logits."""
+
+    ids_TK: Tensor
+    """(T, K) int32."""
+    weights_TK: Tensor
+    scores_TE: Tensor
+    logits_TE: Tensor
+    counts_E: Tensor
+    """(E,) int64: tokens that have chosen an expert."""
+
+
+def routes_here(x_TH: Tensor, weight_EH: Tensor, top_k: int) -> bool:
+    """Returns whether `route` takes these tensors: on CUDA, outside of torch.compile, a router's weight in
+    float32, at most 1024 experts and 32 choices."""
+    return (
+        x_TH.is_cuda
+        and x_TH.dtype in _INPUTS
+        and weight_EH.dtype is torch.float32
+        and type(weight_EH) in (Tensor, torch.nn.Parameter)
+        and weight_EH.shape[0] <= MOST_EXPERTS
+        and top_k <= MOST_CHOICES
+        and hasattr(_C, "routes")
+        and not torch.compiler.is_compiling()
+    )
+
+
+def route(
+    x_TH: Tensor, weight_EH: Tensor, bias_E: Tensor | None, balancing_E: Tensor | None, rule: Rule
+) -> Routed:
+    """Routes tokens.
+
+    Args:
+        x_TH: (T, H) bfloat16, float16 or float32.
+        weight_EH: (E, H) float32.
+        bias_E: (E,) float32, added to the logits.
+        balancing_E: (E,) float32, added to what the experts are chosen by.
+        rule: how weights are made.
+    """
+    found: tuple[Tensor, ...] = _Route.apply(x_TH, weight_EH, bias_E, balancing_E, rule)  # type: ignore[no-untyped-call]
+    return Routed(*found)
+
+
+def _launch(name: str, logits_TE: Tensor, *arguments: Any) -> None:
+    operators.loaded("routes", logits_TE.device.index, logits_TE.dtype).launch(
+        getattr(_C, name), logits_TE, *arguments
+    )
+
+
+class _Route(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TH: Tensor,
+        weight_EH: Tensor,
+        bias_E: Tensor | None,
+        balancing_E: Tensor | None,
+        rule: Rule,
+    ) -> tuple[Tensor, ...]:
+        (tokens, _), experts = x_TH.shape, weight_EH.shape[0]
+        with without_autocast("cuda"):
+            logits_TE = torch.nn.functional.linear(x_TH.to(torch.float32), weight_EH, bias_E)
+        ids_TK = logits_TE.new_empty(tokens, rule.top_k, dtype=torch.int32)
+        weights_TK = logits_TE.new_empty(tokens, rule.top_k)
+        scores_TE = torch.empty_like(logits_TE)
+        counts_E = logits_TE.new_empty(experts, dtype=torch.int64)
+        sizes = tokens, experts, rule.top_k, getattr(_C.Scores, rule.scores), rule.normalize, rule.scale
+        biases_E = None if balancing_E is None else balancing_E.to(torch.float32)
+        _launch("routes", logits_TE, biases_E, *sizes, ids_TK, weights_TK, scores_TE, counts_E)
+        ctx.sizes, ctx.has_bias = sizes, bias_E is not None
+        ctx.save_for_backward(x_TH, weight_EH, logits_TE, ids_TK)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(ids_TK, counts_E)
+        return ids_TK, weights_TK, scores_TE, logits_TE, counts_E
+
+    @staticmethod
+    @_disable_dynamo  # kernels take addresses
+    @first_order
+    def backward(
+        ctx: Any, _ids: None, weights_TK: Tensor | None, scores_TE: Tensor | None, *others: Any
+    ) -> Any:
+        x_TH, weight_EH, logits_TE, ids_TK = ctx.saved_tensors
+        of_logits_TE: Tensor | None = others[0]
+        grad_TE = torch.empty_like(logits_TE)
+        given = (None if each is None else each.contiguous() for each in (weights_TK, scores_TE))
+        _launch("routes_backward", logits_TE, *ctx.sizes, ids_TK, *given, grad_TE)
+        if of_logits_TE is not None:
+            grad_TE.add_(of_logits_TE)
+        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        with without_autocast("cuda"):
+            grad_x_TH = (grad_TE @ weight_EH).to(x_TH.dtype) if needs_x else None
+            grad_weight_EH = grad_TE.t() @ x_TH.to(torch.float32) if needs_weight else None
+        return grad_x_TH, grad_weight_EH, grad_TE.sum(0) if needs_bias else None, None, None
