@@ -15,6 +15,9 @@ _OF_WEIGHTS = ("moecomm.", "torch.distributed.", "torch.nn.utils.")
 def watcher(module: nn.Module, kind: type[nn.Module]) -> str | None:
     """Returns what depends on the module's own results: a hook of it, or of the `kind` that it wraps, or a
     forward other than that of `kind`. None: nothing does. Hooks that concern weights alone do not count."""
+    plain = type(module) is kind and not (module._modules or "forward" in module.__dict__)
+    if plain and not any(getattr(module, hooks) for hooks in _KINDS):
+        return None  # found at once, since each forward of a layer asks
     for each in module.modules():
         wrapped = isinstance(each, kind)
         if not (wrapped or each is module):
