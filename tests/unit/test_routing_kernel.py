@@ -54,7 +54,7 @@ def by_torch(name: str, logits_TE: Tensor, *given: Any) -> None:
         biases_E, _, _, top_k, kind, normalize, scale, ids_TK, weights_TK, out_TE, counts_E = given
         rule = (kind, normalize, scale)
         scores_TE = weights_of(logits_TE, ids_TK.zero_(), rule)[1]
-        by_TE = logits_TE if kind == "chosen_softmax" else scores_TE
+        by_TE = logits_TE if kind == "chosen_softmax" or biases_E is None else scores_TE
         by_TE = by_TE if biases_E is None else by_TE + biases_E
         order_TE = by_TE.sort(dim=1, descending=True, stable=True).indices
         ids_TK.copy_(order_TE[:, :top_k])
@@ -94,6 +94,23 @@ def routed(router: TopKRouter, x_TH: Tensor, grad_TK: Tensor, seq_len: int | Non
     }
 
 
+def _without_near_ties(router: TopKRouter, x_TH: Tensor) -> Tensor:
+    """Replaces tokens for which roundings may decide the choice by a token for which they do not."""
+    config, bias_E = router.config, router.expert_bias_E
+    logits_TE = x_TH.double() @ router.weight.detach().double().t()
+    if router.bias is not None:
+        logits_TE = logits_TE + router.bias.detach()
+    chosen_first = config.score_function == "softmax" and not config.pre_softmax
+    scores_TE = logits_TE.sigmoid() if config.score_function == "sigmoid" else logits_TE.softmax(1)
+    by_TE = (logits_TE if chosen_first else scores_TE) + (0 if bias_E is None else bias_E)
+    best_TK = by_TE.topk(min(config.top_k + 1, config.num_experts), dim=1).values
+    size_TK = best_TK[:, 1:].abs() + float(bias_E is not None or chosen_first)
+    close_T = (best_TK[:, :-1] - best_TK[:, 1:] < 3e-6 * size_TK).any(1)
+    if close_T.any():
+        x_TH[close_T] = x_TH[~close_T][0]
+    return x_TH
+
+
 def check_router(
     kind: dict[str, Any],
     experts: int,
@@ -113,7 +130,7 @@ def check_router(
             router.bias.normal_(std=0.1)
         if router.expert_bias_E is not None:
             router.expert_bias_E.normal_(std=0.1)
-    x_TH = torch.randn(tokens, 64, device=device).to(dtype)
+    x_TH = _without_near_ties(router, torch.randn(tokens, 64, device=device).to(dtype))
     grad_TK = torch.randn(tokens, top_k, device=device)
     seq_len = tokens // 3 if kind.get("aux_loss") == "sequence" and tokens else None
     with pytest.MonkeyPatch.context() as patch:

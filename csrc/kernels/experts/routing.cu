@@ -81,7 +81,8 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(const Routes routes, 
   for (int e = threadIdx.x; e < routes.experts; e += kThreads) counts[e] = 0;
   __syncthreads();
   const int lane = threadIdx.x % 32;
-  const bool after = routes.scores == Scores::chosen_softmax;  // experts are chosen by their logits
+  // Scores grow with logits, but distinguish fewer numbers.
+  const bool by_logits = routes.scores == Scores::chosen_softmax || routes.biases == nullptr;
   for (int64_t t = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32; t < routes.tokens;
        t += int64_t{gridDim.x} * kWarps) {
     const Token<each> token(routes, t);
@@ -95,7 +96,7 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(const Routes routes, 
       const int e = token.expert(i);
       const float score = token.score(token.logit[i]);
       out.scores[t * routes.experts + e] = score;
-      const float by = after ? token.logit[i] : score;
+      const float by = by_logits ? token.logit[i] : score;
       rank[i] = rank_of(routes.biases == nullptr ? by : by + routes.biases[e]);
     }
     float own = 0;
