@@ -130,7 +130,7 @@ def check_router(
             router.bias.normal_(std=0.1)
         if router.expert_bias_E is not None:
             router.expert_bias_E.normal_(std=0.1)
-    x_TH = _without_near_ties(router, torch.randn(tokens, 64, device=device).to(dtype))
+    x_TH = _without_near_ties(router, torch.randn(tokens + 8, 64, device=device).to(dtype))[:tokens]
     grad_TK = torch.randn(tokens, top_k, device=device)
     seq_len = tokens // 3 if kind.get("aux_loss") == "sequence" and tokens else None
     with pytest.MonkeyPatch.context() as patch:
