@@ -60,7 +60,12 @@ def routes_here(x_TH: Tensor, weight_EH: Tensor, top_k: int) -> bool:
 
 
 def route(
-    x_TH: Tensor, weight_EH: Tensor, bias_E: Tensor | None, balancing_E: Tensor | None, rule: Rule
+    x_TH: Tensor,
+    weight_EH: Tensor,
+    bias_E: Tensor | None,
+    balancing_E: Tensor | None,
+    rule: Rule,
+    given_TK: Tensor | None = None,
 ) -> Routed:
     """Routes tokens.
 
@@ -70,9 +75,26 @@ def route(
         bias_E: (E,) float32, added to the logits.
         balancing_E: (E,) float32, added to what the experts are chosen by.
         rule: how weights are made.
+        given_TK: (T, K) int32, the experts of the first time, where a checkpoint computes a forward again. It
+            has to keep as many tensors as then.
     """
-    found: tuple[Tensor, ...] = _Route.apply(x_TH, weight_EH, bias_E, balancing_E, rule)  # type: ignore[no-untyped-call]
+    found: tuple[Tensor, ...] = _Route.apply(x_TH, weight_EH, bias_E, balancing_E, rule, given_TK)  # type: ignore[no-untyped-call]
     return Routed(*found)
+
+
+def _follow(logits_TE: Tensor, ids_TK: Tensor, rule: Rule) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns weights, scores and counts for given choices."""
+    at_TK = ids_TK.to(torch.int64)
+    scores_TE = logits_TE.sigmoid() if rule.scores == "sigmoid" else logits_TE.softmax(1)
+    if rule.scores == "chosen_softmax":
+        weights_TK = logits_TE.gather(1, at_TK).softmax(1)
+    else:
+        weights_TK = scores_TE.gather(1, at_TK)
+        if rule.normalize:
+            weights_TK = weights_TK / (weights_TK.sum(1, keepdim=True) + 1e-20)
+    counts_E = at_TK.new_zeros(logits_TE.shape[1])
+    counts_E.scatter_add_(0, at_TK.flatten(), torch.ones_like(at_TK).flatten())
+    return weights_TK * rule.scale, scores_TE, counts_E
 
 
 def _launch(name: str, logits_TE: Tensor, *arguments: Any) -> None:
@@ -90,17 +112,22 @@ class _Route(torch.autograd.Function):
         bias_E: Tensor | None,
         balancing_E: Tensor | None,
         rule: Rule,
+        given_TK: Tensor | None,
     ) -> tuple[Tensor, ...]:
         (tokens, _), experts = x_TH.shape, weight_EH.shape[0]
         with without_autocast("cuda"):
             logits_TE = torch.nn.functional.linear(x_TH.to(torch.float32), weight_EH, bias_E)
-        ids_TK = logits_TE.new_empty(tokens, rule.top_k, dtype=torch.int32)
-        weights_TK = logits_TE.new_empty(tokens, rule.top_k)
-        scores_TE = torch.empty_like(logits_TE)
-        counts_E = logits_TE.new_empty(experts, dtype=torch.int64)
         sizes = tokens, experts, rule.top_k, getattr(_C.Scores, rule.scores), rule.normalize, rule.scale
-        biases_E = None if balancing_E is None else balancing_E.to(torch.float32)
-        _launch("routes", logits_TE, biases_E, *sizes, ids_TK, weights_TK, scores_TE, counts_E)
+        if given_TK is None:
+            ids_TK = logits_TE.new_empty(tokens, rule.top_k, dtype=torch.int32)
+            weights_TK = logits_TE.new_empty(tokens, rule.top_k)
+            scores_TE = torch.empty_like(logits_TE)
+            counts_E = logits_TE.new_empty(experts, dtype=torch.int64)
+            biases_E = None if balancing_E is None else balancing_E.to(torch.float32)
+            _launch("routes", logits_TE, biases_E, *sizes, ids_TK, weights_TK, scores_TE, counts_E)
+        else:
+            ids_TK = given_TK.to(torch.int32, copy=True)
+            weights_TK, scores_TE, counts_E = _follow(logits_TE, ids_TK, rule)
         ctx.sizes, ctx.has_bias = sizes, bias_E is not None
         ctx.save_for_backward(x_TH, weight_EH, logits_TE, ids_TK)
         ctx.set_materialize_grads(False)
@@ -124,4 +151,4 @@ class _Route(torch.autograd.Function):
         with without_autocast("cuda"):
             grad_x_TH = (grad_TE @ weight_EH).to(x_TH.dtype) if needs_x else None
             grad_weight_EH = grad_TE.t() @ x_TH.to(torch.float32) if needs_weight else None
-        return grad_x_TH, grad_weight_EH, grad_TE.sum(0) if needs_bias else None, None, None
+        return grad_x_TH, grad_weight_EH, grad_TE.sum(0) if needs_bias else None, None, None, None

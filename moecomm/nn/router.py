@@ -122,8 +122,8 @@ class TopKRouter(nn.Module):
         self.check(x_TH, seq_len, cu_seqlens=cu_seqlens, mask=mask, topk_idx=topk_idx)
         # Choices may already be -1 before drops.
         gaps = mask is not None or topk_idx is not None
-        if again is None and not gaps and self._is_plain and routes_here(x_TH, self.weight, config.top_k):
-            return self._route_by_kernel(x_TH, seq_len, cu_seqlens)
+        if not gaps and self._is_plain and routes_here(x_TH, self.weight, config.top_k):
+            return self._route_by_kernel(x_TH, seq_len, cu_seqlens, again)
         care = needs_care(x_TH.device.type)
         with torch.autocast(x_TH.device.type, enabled=False):
             x_TH = x_TH.to(torch.promote_types(x_TH.dtype, torch.float32))
@@ -182,13 +182,16 @@ class TopKRouter(nn.Module):
         special = config.capacity_factor is not None or config.num_groups is not None
         return not (special or config.force_balanced or (self.training and config.jitter > 0))
 
-    def _route_by_kernel(self, x_TH: Tensor, seq_len: int | None, cu_seqlens: Tensor | None) -> Routing:
+    def _route_by_kernel(
+        self, x_TH: Tensor, seq_len: int | None, cu_seqlens: Tensor | None, again: Choices | None
+    ) -> Routing:
         """Does what forward does, with fewer operations."""
         config = self.config
         chosen_first = config.score_function == "softmax" and not config.pre_softmax
         scores = "chosen_softmax" if chosen_first else config.score_function
         rule = Rule(config.top_k, scores, config.normalize_topk, config.scaling_factor)
-        found = route(x_TH, self.weight, self.bias, self.expert_bias_E, rule)
+        given_TK = None if again is None else again.chosen_TK
+        found = route(x_TH, self.weight, self.bias, self.expert_bias_E, rule, given_TK)
         losses = {}
         if config.aux_loss != "none" or config.z_loss_coef > 0:
             with without_autocast(x_TH.device.type):

@@ -21,7 +21,7 @@ from transformers.integrations import moe
 
 from moecomm.communicator import Communicator
 from moecomm.kernels import quack
-from moecomm.kernels.products import Products, expert_ffn, grouped_linear
+from moecomm.kernels.products import Products, grouped_linear
 from moecomm.nn.expert_pass import DispatchState, Forward, PassContext, Weights, run_forward
 from moecomm.shared import SharedCommunicator
 from moecomm.transformers.recompute import dispatch, keep_dispatch, kept_dispatch
@@ -101,8 +101,8 @@ class LocalExperts:
                     return self._run_pass(shared, x_TH, ids_TK, weights_TK, weights, rows, scale)
         comm, out = dispatch(shared, x_TH, ids_TK, weights_TK)
         with self._changed(batches):
-            rows_PH, weighted = self._on_rows(out, rows(comm))
-        return comm.combine(rows_PH, out.handle, weights=None if weighted else out.weights)
+            rows_PH = self._on_rows(out, rows(comm))
+        return comm.combine(rows_PH, out.handle, weights=out.weights)
 
     def _run_pass(
         self,
@@ -157,32 +157,19 @@ class LocalExperts:
             w_in, w_out = w_in.transpose(1, 2), w_out.transpose(1, 2)
         return Weights(w_in, w_out, None, None, b_in=b_in, b_out=b_out)
 
-    def _on_rows(self, out: DispatchOutput, rows: int) -> tuple[Tensor, bool]:
-        """Returns the rows' results, (P, H) in the dtype of the rows, and whether they include the routing
-        weights."""
+    def _on_rows(self, out: DispatchOutput, rows: int) -> Tensor:
+        """Returns the rows' results, (P, H) in the dtype of the rows, where the weights have another dtype, or
+        the activation is none of moecomm's, or the module's own forward has to run."""
         if not self._has_plain_weights():
-            return self._run_forward(out), False
+            return self._run_forward(out)
         experts: Any = self._experts
         w_in, w_out, *_, b_in, b_out = self._plain_weights()
         products = self._products_of(w_out, b_in is not None, rows)
         rows_PH = out.tokens.to(w_in.dtype)
-        if self._activation is not None:
-            y_PH = expert_ffn(
-                rows_PH,
-                w_in,
-                w_out,
-                out.offsets,
-                out.weights,
-                activation=self._activation,
-                products=products,
-                b_in_LI=b_in,
-                b_out_LH=b_out,
-            )
-            return y_PH.to(out.tokens.dtype), True
         inner_PI = grouped_linear(rows_PH, w_in, b_in, out.offsets, products)
         z_PF = experts._apply_gate(inner_PI) if experts.has_gate else experts.act_fn(inner_PI)
         y_PH = grouped_linear(z_PF, w_out, b_out, out.offsets, products)
-        return y_PH.to(out.tokens.dtype), False
+        return y_PH.to(out.tokens.dtype)
 
     def _products_of(self, w_out_LFH: Tensor, bias: bool, rows: int) -> Products:
         """Returns quack's products if they support the experts, else torch's."""

@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
+import moecomm
 from moecomm.kernels import routing
-from moecomm.nn import MoEConfig
+from moecomm.nn import MoEConfig, MoELayer, keep_plans
 from moecomm.nn import router as router_module
 from moecomm.nn.router import TopKRouter
 
@@ -170,6 +172,29 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_against_torch(kind: str, kernel: list[str], seed: int) -> None:
     check_router(KINDS[kind], 24, 3, 30, seed)
     assert kernel == ["routes", "routes_backward"]
+
+
+@pytest.mark.parametrize("kind", ["softmax of the chosen", "sigmoid, normalized, balanced", "losses"])
+@pytest.mark.parametrize("keep", [False, True], ids=["chosen again", "kept plans"])
+def test_checkpoints(kind: str, keep: bool, kernel: list[str], seed: int) -> None:
+    """A layer that is computed again, with its own choice or with that of the first time."""
+    torch.manual_seed(seed)
+    sizes: dict[str, Any] = {"hidden": 16, "ffn_hidden": 8, "num_experts": 6, "top_k": 2}
+    comm = moecomm.Communicator(num_experts=6, hidden=16, top_k=2, max_tokens=20, dtype=torch.float32)
+    layer = MoELayer(MoEConfig(**sizes, dtype=torch.float32, **KINDS[kind]), comm)
+    x_TH = torch.randn(20, 16, requires_grad=True)
+    found = []
+    for way in ("plain", "checkpoint"):
+        layer.zero_grad()
+        context = {"context_fn": keep_plans(layer)} if keep else {}
+        y_TH = layer(x_TH) if way == "plain" else checkpoint(layer, x_TH, use_reentrant=False, **context)
+        y_TH.square().sum().backward()
+        found.append([y_TH.detach(), *(each.grad.clone() for each in layer.parameters())])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    again = [] if keep else ["routes"]
+    assert kernel == ["routes", "routes_backward", "routes", *again, "routes_backward"]
+    comm.close()
 
 
 def test_what_goes_by_torch(kernel: list[str]) -> None:
