@@ -158,8 +158,8 @@ class LocalExperts:
         return Weights(w_in, w_out, None, None, b_in=b_in, b_out=b_out)
 
     def _on_rows(self, out: DispatchOutput, rows: int) -> Tensor:
-        """Returns the rows' results, (P, H) in the dtype of the rows, where the weights have another dtype, or
-        the activation is none of moecomm's, or the module's own forward has to run."""
+        """Returns the rows' results, (P, H) in the rows' dtype: where the weights have another dtype, or the
+        activation is none of moecomm's, or the module's own forward has to run."""
         if not self._has_plain_weights():
             return self._run_forward(out)
         experts: Any = self._experts
