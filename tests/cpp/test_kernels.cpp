@@ -6,6 +6,7 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <bit>
 #include <memory>
 #include <numeric>
 #include <random>
@@ -29,16 +30,10 @@ int draw(Random& random, int least, int most) { return std::uniform_int_distribu
 
 /// A bfloat16 as bits.
 uint16_t rounded(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, 4);
+  const auto bits = std::bit_cast<uint32_t>(value);
   return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
-float widened(uint16_t bits) {
-  const uint32_t word = uint32_t{bits} << 16;
-  float value;
-  std::memcpy(&value, &word, 4);
-  return value;
-}
+float widened(uint16_t bits) { return std::bit_cast<float>(uint32_t{bits} << 16); }
 
 using Rows = std::vector<uint16_t>;  // bfloat16
 
@@ -380,6 +375,7 @@ class Rank {
     sent.caller = !odd || step.after ? 3 : step.any ? kAnyCaller : 7;
     sent.after = odd && step.after ? uint32_t{kAfterGivenUp} : 0;
     sent.layout = step.layout;
+    if (step.dropless && !step.by_rank()) sent.room = draw(random_, 0, 2 * static_cast<int>(input.capacity));
     gpu::ReceiveArguments received{};
     received.rows = input.capacity;
     received.positions = input.capacity * each;
@@ -391,6 +387,10 @@ class Rank {
 
     move(sent, received);
     gives_up_ = false;
+    const bool fits = !step.disagrees() && input.capacity <= sent.room;
+    const DevicePlan& fields = comm.plan_fields;
+    for (int64_t i = 0; sent.room >= 0 && i <= shape.experts_each; ++i)  // for products behind a dispatch
+      CHECK(plan_.data()[fields.early_starts + i] == fits * plan_.data()[fields.expert_starts + i]);
     if (step.given_up || step.disagrees()) return;
     const auto& origins = step.origins[static_cast<size_t>(rank_)];
     for (int64_t row = 0; row < std::min(input.capacity, static_cast<int64_t>(origins.size())); ++row) {
