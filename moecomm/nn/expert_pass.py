@@ -72,26 +72,26 @@ class Plans(NamedTuple):
 class PassContext(NamedTuple):
     """The arguments of a forward or backward pass of the experts, apart from tensors with gradients."""
 
-    layer: Any
-    """The MoELayer, whose number distinguishes its dispatches from those of other layers; None for experts of
-    another kind of layer."""
     comm: Communicator
     topk_idx_TK: Tensor
-    capacity: int | None
     activation: str
     products: Products
-    keep: Keep
-    keep_shared: bool
-    waits_on_host: bool
+    layer: Any = None
+    """The MoELayer, whose number distinguishes its dispatches from those of other layers; None for experts of
+    another kind of layer."""
+    capacity: int | None = None
+    keep: Keep = "all"
+    keep_shared: bool = False
+    waits_on_host: bool = False
     """True: after a pass outside of captures that used the communicator's stream, the host waits for the
     device, so that memory used on both streams is free again at once."""
-    deferred: Deferred | None
+    deferred: Deferred | None = None
     """The list of deferred weight gradients to which the backward adds; None: it computes them itself."""
-    recorded: RecordedStages | None
+    recorded: RecordedStages | None = None
     """The record to which the pass writes its stages; None: nothing is recorded."""
-    overflow: Any
+    overflow: Any = None
     """The OverflowCheck that notes the dispatch, or None."""
-    plans: Plans | None
+    plans: Plans | None = None
     """The plans of a checkpoint that keeps them; else None."""
     gradient_scale: float = 1.0
     """The gradients of the experts' weights are multiplied by it."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from moecomm.arguments import require_integer, require_tensor
 from moecomm.communicator import Communicator
 from moecomm.errors import InvalidArgument
+from moecomm.kernels.choices import balanced_choice, kept_choices, limit_to_groups
 from moecomm.kernels.outside_autocast import matmul, needs_care, without_autocast
 from moecomm.kernels.parameters import init_shared_weight
 from moecomm.kernels.routing import Rule, route, routes_here
@@ -195,15 +196,8 @@ class TopKRouter(nn.Module):
         losses = {}
         if config.aux_loss != "none" or config.z_loss_coef > 0:
             with without_autocast(x_TH.device.type):
-                losses = self._losses(
-                    found.logits_TE,
-                    found.scores_TE,
-                    found.ids_TK,
-                    found.counts_E,
-                    seq_len,
-                    cu_seqlens,
-                    None,
-                )
+                parts = (found.logits_TE, found.scores_TE, found.ids_TK, found.counts_E)
+                losses = self._losses(*parts, seq_len, cu_seqlens, None)
         return Routing(
             topk_idx_TK=found.ids_TK,
             topk_weights_TK=found.weights_TK,
@@ -345,38 +339,6 @@ class TopKRouter(nn.Module):
         return f"experts={config.num_experts}, top_k={config.top_k}, scores={config.score_function}"
 
 
-def limit_to_groups(
-    rank_by_TE: Tensor, num_groups: int, topk_groups: int, top_k: int, best: int | None = None
-) -> Tensor:
-    """Returns (T, E) with -inf outside each token's best groups (DeepSeek-V3, arXiv 2412.19437, section
-    2.1.2).
-
-    A group's value is the sum of its `best` highest entries, top_k // topk_groups (at least one) if not
-    given; a token keeps topk_groups groups. If groups are nodes, a row travels to at most topk_groups of
-    them.
-
-    Example: one token, rank_by = [5, 0, 3, 3], 2 groups of 2, one group kept, top_k = 2: the groups' values
-    are 5 and 6, so the result is [-inf, -inf, 3, 3], although expert 0 has the highest entry.
-    """
-    num_tokens, num_experts = rank_by_TE.shape
-    grouped_TGM = rank_by_TE.view(num_tokens, num_groups, num_experts // num_groups)
-    worth_TG = grouped_TGM.topk(best or max(top_k // topk_groups, 1), dim=-1).values.sum(dim=-1)
-    kept_TG = torch.zeros_like(worth_TG, dtype=torch.bool)
-    kept_TG.scatter_(1, worth_TG.topk(topk_groups, dim=-1).indices, True)
-    return grouped_TGM.masked_fill(~kept_TG.unsqueeze(-1), float("-inf")).flatten(1)
-
-
-def balanced_choice(num_tokens: int, num_experts: int, top_k: int, device: Any) -> Tensor:
-    """Returns (T, K) int64: k different experts per token, each equally often in any E consecutive tokens.
-
-    A token's choices are E // K apart, so that they spread over the ranks like those of a balanced router.
-    Example: 3 tokens, E = 4, K = 2 gives [[0, 2], [1, 3], [2, 0]].
-    """
-    token_T1 = torch.arange(num_tokens, device=device).unsqueeze(1)
-    slot_K = torch.arange(top_k, device=device) * (num_experts // top_k)
-    return (token_T1 + slot_K) % num_experts
-
-
 # -- what a forward is told of its tokens ------------------------------------------------------------------
 
 
@@ -437,29 +399,3 @@ def received_rows_bound(config: MoEConfig, comm: Communicator) -> int:
     any tokens of each rank."""
     of_expert = comm.size * tokens_per_expert_limit(config, comm.max_tokens)
     return min(rows_at_worst(comm), comm.num_local_experts * of_expert)
-
-
-def kept_choices(topk_idx_TK: Tensor, weights_TK: Tensor | None, num_experts: int, limit: int) -> Tensor:
-    """Returns (T, K) bool: the choices that fit when each expert takes at most `limit` tokens.
-
-    With weights an expert keeps the tokens of highest weight, the earlier token among equals; without weights
-    it keeps the first ones. Shapes do not depend on the data, and the host does not wait. Every entry of
-    topk_idx_TK is an expert id.
-
-    Example: topk_idx = [[0, 1], [0, 2], [0, 1]], weights = [[.6, .4], [.9, .1], [.7, .3]], limit = 2. Tokens
-    0, 1, 2 choose expert 0 with .6, .9, .7: by weight token 0 is dropped, by position token 2.
-    """
-    expert_N = topk_idx_TK.reshape(-1).to(torch.int64)
-    order_N = torch.arange(expert_N.numel(), device=expert_N.device)
-    if weights_TK is not None:
-        order_N = torch.argsort(weights_TK.detach().reshape(-1), descending=True, stable=True)
-    # Sorting by expert keeps the order of preference within each expert, as both sorts are stable.
-    order_N = order_N[torch.argsort(expert_N[order_N], stable=True)]
-    counts_E = torch.zeros(num_experts, dtype=torch.int64, device=expert_N.device)
-    counts_E.scatter_add_(0, expert_N, torch.ones_like(expert_N))
-    first_E = counts_E.cumsum(0) - counts_E
-    ordered_N = expert_N[order_N]
-    place_N = torch.arange(expert_N.numel(), device=expert_N.device) - first_E[ordered_N]
-    kept_N = torch.empty_like(expert_N, dtype=torch.bool)
-    kept_N[order_N] = place_N < limit
-    return kept_N.view(topk_idx_TK.shape)

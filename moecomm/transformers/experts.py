@@ -24,7 +24,7 @@ from moecomm.kernels import quack
 from moecomm.kernels.products import Products, grouped_linear
 from moecomm.nn.expert_pass import DispatchState, Forward, PassContext, Weights, run_forward
 from moecomm.shared import SharedCommunicator
-from moecomm.transformers.recompute import dispatch, keep_dispatch, kept_dispatch
+from moecomm.transformers.recompute import keep_dispatch, kept_dispatch
 from moecomm.transformers.sole_experts import divided_gradient
 from moecomm.types import DispatchOutput
 
@@ -99,7 +99,7 @@ class LocalExperts:
                 if weights.w_in.dtype is x_TH.dtype:
                     scale = divided / batches
                     return self._run_pass(shared, x_TH, ids_TK, weights_TK, weights, rows, scale)
-        comm, out = dispatch(shared, x_TH, ids_TK, weights_TK)
+        comm, out = shared.dispatch(x_TH, ids_TK, weights_TK)
         with self._changed(batches):
             rows_PH = self._on_rows(out, rows(comm))
         return comm.combine(rows_PH, out.handle, weights=out.weights)
@@ -120,19 +120,10 @@ class LocalExperts:
         def forward_on(comm: Communicator, kept: DispatchOutput | None) -> tuple[Forward, Tensor]:
             products = self._products_of(weights.w_out, bias, rows(comm))
             context = PassContext(
-                layer=None,
                 comm=comm,
                 topk_idx_TK=ids_TK,
-                capacity=None,
                 activation=self._activation or "",
                 products=products,
-                keep="all",
-                keep_shared=False,
-                waits_on_host=False,
-                deferred=None,
-                recorded=None,
-                overflow=None,
-                plans=None,
                 gradient_scale=scale,
             )
             state = None if kept is None else DispatchState.of(kept, products)

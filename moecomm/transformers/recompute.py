@@ -10,17 +10,14 @@ import contextlib
 import dataclasses
 import threading
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
 
 from moecomm.communicator import Communicator
 from moecomm.errors import InvalidArgument
-from moecomm.kernels.first_order import first_order
-from moecomm.shared import SharedCommunicator
-from moecomm.types import DispatchOutput, Handle
+from moecomm.types import DispatchOutput
 
 
 class Kept(NamedTuple):
@@ -60,7 +57,8 @@ def keep_plans() -> Contexts:
         )
 
     Plans take some hundred bytes per token and layer (docs/memory.md). A router must choose the same experts
-    both times; otherwise all ranks raise InvalidArgument.
+    both times; otherwise all ranks raise InvalidArgument. Experts that run their own forward, or whose
+    weights have another dtype than the tokens, dispatch anew.
     """
     region = _Region()
     return _Within(region, again=False), _Within(region, again=True)
@@ -83,21 +81,6 @@ class _Within(contextlib.AbstractContextManager[None]):
         _current.region, _current.left = self._before.pop()
 
 
-@_disable_dynamo
-def dispatch(
-    shared: SharedCommunicator, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor
-) -> tuple[Communicator, DispatchOutput]:
-    """Dispatches like `shared`; in a recomputed layer along the kept plan."""
-    kept = kept_dispatch(ids_TK)
-    if kept is not None:
-        found = _Redispatch.apply(x_TH, weights_TK, kept.out.weights, kept.comm, kept.out.handle)  # type: ignore[no-untyped-call]
-        rows_PH, weights_P = found
-        return kept.comm, dataclasses.replace(kept.out, tokens=rows_PH, weights=weights_P)
-    comm, out = shared.dispatch(x_TH, ids_TK, weights_TK)
-    keep_dispatch(ids_TK, comm, out)
-    return comm, out
-
-
 def keep_dispatch(ids_TK: Tensor, comm: Communicator, out: DispatchOutput) -> None:
     """Keeps a dispatch of the first forward, if a region keeps plans."""
     if _current.region is not None:
@@ -118,24 +101,3 @@ def kept_dispatch(ids_TK: Tensor) -> Kept | None:
             )
         )
     return kept
-
-
-class _Redispatch(torch.autograd.Function):
-    """Sends rows along a kept plan, with the routing weights that arrived the first time."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x_TH: Tensor, weights_TK: Tensor, weights_P: Tensor, comm: Communicator, handle: Handle
-    ) -> tuple[Tensor, Tensor]:
-        ctx.comm, ctx.handle = comm, handle
-        return comm.redispatch(x_TH, handle), weights_P.view_as(weights_P)
-
-    @staticmethod
-    @_disable_dynamo
-    @first_order
-    def backward(ctx: Any, grad_rows_PH: Tensor, grad_weights_P: Tensor) -> tuple[Any, ...]:
-        needs_weights = ctx.needs_input_grad[1]
-        grad_x_TH, grad_weights_TK = ctx.comm.dispatch_backward(
-            grad_rows_PH, ctx.handle, grad_weights=grad_weights_P if needs_weights else None
-        )
-        return grad_x_TH, grad_weights_TK, None, None, None

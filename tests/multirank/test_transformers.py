@@ -128,21 +128,29 @@ def test_another_routing_in_a_recompute(rank: int, size: int, seed: int) -> None
     """One rank whose router chooses otherwise the second time: all ranks are told."""
     from moecomm.errors import InvalidArgument
     from moecomm.shared import Shape, shared_communicator
-    from moecomm.transformers.recompute import dispatch, keep_plans
+    from moecomm.transformers.recompute import keep_dispatch, keep_plans, kept_dispatch
 
     shape = Shape(4, 16, 2, torch.float32, torch.device("cpu"))
     shared = shared_communicator(dist.group.WORLD, shape, 8)
     generator = torch.Generator().manual_seed(seed + rank)
     x = torch.randn(8, 16, generator=generator)
     ids = torch.rand(8, 4, generator=generator).topk(2).indices
-    weights = torch.rand(8, 2, generator=generator)
     first, again = keep_plans()
+    assert kept_dispatch(ids) is None
     with first:
-        _, out = dispatch(shared, x, ids, weights)
-    with again:  # twice: a backward may run twice
-        assert torch.equal(dispatch(shared, x, ids, weights)[1].tokens, out.tokens)
+        keep_dispatch(ids, *shared.dispatch(x, ids, torch.rand(8, 2, generator=generator)))
+    for _ in range(2):  # twice: a backward may run twice
+        with again:
+            kept = kept_dispatch(ids)
+            assert kept is not None and kept.out.tokens.numel() == 0 and kept_dispatch(ids) is None
+
+    def follow() -> None:
+        kept = kept_dispatch(ids.flip(1) if rank else ids)
+        assert kept is not None
+        kept.comm.redispatch(x, kept.out.handle)
+
     with again, pytest.raises(InvalidArgument, match="chose other experts when its layer was computed again"):
-        dispatch(shared, x, ids.flip(1) if rank else ids, weights)
+        follow()
 
 
 @on_ranks(2)

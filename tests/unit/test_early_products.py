@@ -39,19 +39,11 @@ def run(comm: moecomm.Communicator, products: Products, keep: str = "all") -> li
     w_in, w_out = (torch.randn(4, *shape, generator=generator) for shape in ((8, 12), (6, 8)))
     leaves = [each.requires_grad_() for each in (x_TH, weights_TK, w_in, w_out)]
     context = PassContext(
-        layer=None,
         comm=comm,
         topk_idx_TK=ids_TK,
-        capacity=None,
         activation="swiglu",
         products=products,
         keep=keep,  # type: ignore[arg-type]
-        keep_shared=False,
-        waits_on_host=False,
-        deferred=None,
-        recorded=None,
-        overflow=None,
-        plans=None,
     )
     forward = Forward(context, None)
     y_TH = run_forward(forward, x_TH, weights_TK, Weights(w_in, w_out, None, None))

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from moecomm import Communicator, InvalidArgument
+from moecomm.kernels.choices import balanced_choice, kept_choices, limit_to_groups
 from moecomm.nn import (
     MoEConfig,
     MoELayer,
@@ -25,7 +26,7 @@ from moecomm.nn import (
     update_expert_bias,
     z_loss,
 )
-from moecomm.nn.router import balanced_choice, kept_choices, limit_to_groups, tokens_per_expert_limit
+from moecomm.nn.router import tokens_per_expert_limit
 from tests import seeds
 from tests.moe_reference import Result, reference_moe
 
