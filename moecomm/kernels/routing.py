@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 import moecomm._C as _C
-from moecomm.kernels import operators
+from moecomm.kernels import activation, operators
 from moecomm.kernels.first_order import first_order
 from moecomm.kernels.outside_autocast import without_autocast
 
@@ -97,10 +97,16 @@ def _follow(logits_TE: Tensor, ids_TK: Tensor, rule: Rule) -> tuple[Tensor, Tens
     return weights_TK * rule.scale, scores_TE, counts_E
 
 
+def prepare_layer(device: torch.device, dtype: torch.dtype) -> None:
+    """Loads the kernels of a layer, of its router and of its activation in `dtype`, onto a CUDA device; see
+    `operators.prepare`. Raises Unsupported for a dtype without kernels."""
+    activation.prepare(device, dtype)
+    operators.prepare("routes", device, torch.float32)
+
+
 def _launch(name: str, logits_TE: Tensor, *arguments: Any) -> None:
-    operators.loaded("routes", logits_TE.device.index, logits_TE.dtype).launch(
-        getattr(_C, name), logits_TE, *arguments
-    )
+    gpu = operators.loaded("routes", logits_TE.device.index, torch.float32)
+    gpu.launch(getattr(_C, name), logits_TE, *arguments)
 
 
 class _Route(torch.autograd.Function):

@@ -18,8 +18,8 @@ from moecomm.backends.base import MOST_CALLERS, caller_of
 from moecomm.backends.opened import call_or_tell
 from moecomm.communicator import Communicator
 from moecomm.errors import InvalidArgument, known_to_all
-from moecomm.kernels.activation import prepare as prepare_activation
 from moecomm.kernels.parameters import ExpertPart
+from moecomm.kernels.routing import prepare_layer
 from moecomm.nn.config import MoEConfig, OverlapConfig, values_that_agree
 from moecomm.nn.expert_pass import PassContext, Plans, Weights, run_experts
 from moecomm.nn.experts import (
@@ -192,7 +192,7 @@ class MoELayer(nn.Module):
         self.capacity = received_rows_bound(config, comm) if config.pad_to_capacity else None
         if self._own_experts:
             refuse_own_settings(self.overlap)
-        prepare_activation(comm.device, config.dtype)
+        prepare_layer(comm.device, config.dtype)
         self._waits_on_host = False
         self._deferred, self._recorded = Deferred(), RecordedStages()
         self._unsynchronized = False
