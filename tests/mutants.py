@@ -230,12 +230,13 @@ MUTANTS = read("""
 = router without its factor
 - return weights_TK * config.scaling_factor
 + return weights_TK
-= router's groups by their best expert alone
-- best or max(top_k // topk_groups, 1)
-+ best or 1
 = router counts its load twice
 - load_E.scatter_add_(0, choices_N, torch.ones_like(choices_N))
 + load_E.scatter_add_(0, choices_N, torch.ones_like(choices_N) * 2)
+@ moecomm/kernels/choices.py: ROUTER
+= router's groups by their best expert alone
+- best or max(top_k // topk_groups, 1)
++ best or 1
 = one token over an expert's limit
 - place_N < limit
 + place_N <= limit
@@ -258,6 +259,20 @@ MUTANTS = read("""
 = groups of rows begin at the first row
 - list(zip([0, *ends[:-1]], ends, strict=True))
 + list(zip([0 for _ in ends], ends, strict=True))
+@ moecomm/kernels/routing.py: tests/unit/test_routing_kernel.py
+= a router computed again chooses anew
+- if given_TK is None:
++ if True:
+= losses of a router give its logits no gradient
+- grad_TE.add_(of_logits_TE)
++ pass
+@ moecomm/nn/expert_pass.py: tests/unit/test_early_products.py
+= products without rows are not run again
+- expert_rows_PH = self._experts(counted, stages, side)
++ expert_rows_PH = self._fc2(self._fc1()[1])[: counted.handle.num_rows]
+= rows past the last group are kept
+- expert_rows_PH = expert_rows_PH[:rows]
++ rows = rows + 0
 @ moecomm/nn/expert_pass.py: LAYER
 = shared experts give x no gradient
 -         grad_x_TH.add_(grad_shared_x_TH)
