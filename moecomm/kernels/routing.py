@@ -1,8 +1,8 @@
 """A router on CUDA tensors: logits, the choice of experts, their weights and counts, as one function for
 autograd with one kernel forward and one backward besides the products (csrc/kernels/experts/routing.cu).
 
-The router of a layer takes some twenty small operations of torch otherwise, which the host issues in as much
-time as the rest of a layer. moecomm/nn/router.py has these operations, and says what the numbers are.
+Otherwise a router is some twenty small operations of torch, two fifths of the host's time for a layer's
+forward (docs/performance.md). moecomm/nn/router.py has these operations, and says what the numbers are.
 """
 
 from __future__ import annotations
