@@ -226,14 +226,13 @@ MUTANTS = read("""
 + backend.redispatch(plan, grad_y_TH, None, rows_PH, gradients=True)
 
 # the layer
-@ moecomm/nn/router.py: ROUTER
+@ moecomm/kernels/choices.py: ROUTER
 = router without its factor
-- return weights_TK * config.scaling_factor
+- return weights_TK * rule.scale
 + return weights_TK
 = router counts its load twice
-- load_E.scatter_add_(0, choices_N, torch.ones_like(choices_N))
-+ load_E.scatter_add_(0, choices_N, torch.ones_like(choices_N) * 2)
-@ moecomm/kernels/choices.py: ROUTER
+- counts_E.scatter_add_(0, ids_N, torch.ones_like(ids_N))
++ counts_E.scatter_add_(0, ids_N, torch.ones_like(ids_N) * 2)
 = router's groups by their best expert alone
 - best or max(top_k // topk_groups, 1)
 + best or 1
@@ -264,7 +263,7 @@ MUTANTS = read("""
 - if given_TK is None:
 + if True:
 = losses of a router give its logits no gradient
-- grad_TE.add_(of_logits_TE)
+- grad_TE.add_(grad_logits_TE)
 + pass
 @ moecomm/nn/expert_pass.py: tests/unit/test_early_products.py
 = products without rows are not run again

@@ -119,22 +119,16 @@ class DispatchCall(NamedTuple):
     """The number of the calling layer among those of the communicator; 0: none. Ranks have to agree."""
 
 
-class EarlyDispatch(ABC):
+class EarlyDispatch(NamedTuple):
     """A dropless dispatch that is on its stream and whose rows the host does not know yet. The next operation
-    of the communicator completes it.
-
-    Attributes:
-        output: tensors for as many rows as lately, or more. Work behind the dispatch may read them: their
-            groups are those of the arrived rows, or all empty where there was no room for the rows.
-    """
+    of the communicator completes it."""
 
     output: RawDispatch
-
-    @abstractmethod
-    def wait(self) -> RawDispatch:
-        """Waits on the host for the number of rows. Returns `output`, its tensors cut to the rows; or, where
-        there was no room, other tensors, into which the rows are received now. Raises the errors of a
-        dispatch."""
+    """Tensors for as many rows as lately, or more. Work behind the dispatch may read them: their groups are
+    those of the arrived rows, or all empty where there was no room for the rows."""
+    wait: Callable[[], RawDispatch]
+    """Waits on the host for the number of rows. Returns `output`, its tensors cut to the rows; or, where
+    there was no room, other tensors, into which the rows are received now. Raises a dispatch's errors."""
 
 
 class Backend(ABC):

@@ -72,7 +72,7 @@ class CudaBackend(Backend):
         self._raw_stream = 0
         self._order = StreamOrder(self._gpu)
         self._side: torch.cuda.Stream | None = None
-        self._unfinished: SideWork[Any] | EarlyWork | None = None
+        self._unfinished: SideWork[Any] | None = None
         self._stats_before: dict[str, Any] = {}
 
         with self._gpu.current():
@@ -180,12 +180,12 @@ class CudaBackend(Backend):
         if self._unfinished is not None:
             self._unfinished.complete()
 
-    def settle(self, work: SideWork[Any] | EarlyWork) -> None:
+    def settle(self, work: SideWork[Any]) -> None:
         """Completes `work` if it is not complete."""
         with self._lock:
             work.complete()
 
-    def completed(self, work: SideWork[Any] | EarlyWork) -> None:
+    def completed(self, work: SideWork[Any]) -> None:
         """Notes that `work` needs nothing more from the host."""
         if self._unfinished is work:
             self._unfinished = None
@@ -211,8 +211,8 @@ class CudaBackend(Backend):
         assert begun.outputs is not None
         raw = self._received(call, begun.blob, begun.offered, begun.outputs)
         output = raw._replace(plan_views=partial(self._early_fields.view, begun.blob, call.layout))
-        self._unfinished = early = EarlyWork(self, self._gpu, begun, output)
-        return early
+        self._unfinished = work = EarlyWork(self, self._gpu, begun)
+        return EarlyDispatch(output, work.wait)
 
     def begin_dispatch(self, call: DispatchCall) -> Begun:
         return self._begin(call, offers=False)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
-from moecomm.backends.base import EarlyDispatch, RawDispatch
+from moecomm.backends.base import RawDispatch
 from moecomm.backends.cuda_outputs import Begun
 from moecomm.device.cuda_device import CudaDevice
 
@@ -31,7 +31,7 @@ class SideWork(Generic[Result]):
         name: str,
         begin: Callable[[], Any],
         complete: Callable[[Any], Result] | None,
-        side: torch.cuda.Stream,
+        side: torch.cuda.Stream | None,
     ) -> None:
         self._owner, self._gpu, self._name, self._side = owner, gpu, name, side
         self._begin, self._complete = begin, complete
@@ -60,17 +60,25 @@ class SideWork(Generic[Result]):
             assert self._complete is not None
             self._step(partial(self._complete, begun), "_result")
 
+    def _on_stream(self) -> contextlib.AbstractContextManager[None]:
+        assert self._side is not None
+        return self._gpu.on(self._side)
+
+    def _record(self) -> None:
+        if self._side is not None:  # else the caller's stream, where nothing has to join
+            self._event = self._side.record_event()
+
     def _step(self, operation: Callable[[], Any], target: str) -> None:
-        with self._gpu.on(self._side):
+        with self._on_stream():
             try:
                 setattr(self, target, self._owner.run_now(self._name, operation))
-                self._event = self._side.record_event()
+                self._record()
             except BaseException as error:  # the caller of wait() gets errors of every kind
                 self._error = error
                 if not isinstance(error, Exception):  # Ctrl-C is also raised now
                     raise
                 with suppress(RuntimeError):  # in a capture that has failed
-                    self._event = self._side.record_event()
+                    self._record()
 
     def wait(self) -> Result:
         """Returns the result, or raises the error; the device may still be working on it."""
@@ -113,38 +121,15 @@ def _tensors(result: Any) -> list[torch.Tensor]:
     return [each for each in found if each is not None]
 
 
-class EarlyWork(EarlyDispatch):
-    """A dispatch whose rows are received into an output that may be too small."""
+class EarlyWork(SideWork[RawDispatch]):
+    """The second half of a dispatch whose rows are received already, if there was room: the host waits for
+    their number. It runs on the stream of the first half, whoever completes it."""
 
-    def __init__(self, owner: CudaBackend, gpu: CudaDevice, begun: Begun, output: RawDispatch) -> None:
-        self._owner, self._gpu, self._begun, self.output = owner, gpu, begun, output
-        self._done = False
-        self._result: RawDispatch | None = None
-        self._error: BaseException | None = None
+    def __init__(self, owner: CudaBackend, gpu: CudaDevice, begun: Begun) -> None:
+        super().__init__(owner, gpu, "moecomm dispatch", lambda: begun, owner.finish_dispatch, None)
+        self._begun, self._stream = begun, begun.stream
 
-    def wait(self) -> RawDispatch:
-        self._owner.settle(self)
-        if self._error is not None:
-            raise self._error
-        assert self._result is not None
-        return self._result
-
-    def complete(self) -> None:
-        """Waits for the number of rows, unless that has happened. Called while the owner's lock is held, also
-        by another operation, on another stream."""
-        self._owner.completed(self)
-        if self._done:
-            return
-        self._done = True
-        own: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if self._gpu.raw_stream() != self._begun.stream:
-            own = self._gpu.on(torch.cuda.ExternalStream(self._begun.stream, self._gpu.device))
-        try:
-            with own:
-                self._result = self._owner.run_now(
-                    "moecomm dispatch", partial(self._owner.finish_dispatch, self._begun)
-                )
-        except BaseException as error:  # the caller of wait() gets errors of every kind
-            self._error = error
-            if not isinstance(error, Exception):  # Ctrl-C is also raised now
-                raise
+    def _on_stream(self) -> contextlib.AbstractContextManager[None]:
+        if self._gpu.raw_stream() == self._stream:
+            return contextlib.nullcontext()
+        return self._gpu.on(torch.cuda.ExternalStream(self._stream, self._gpu.device))

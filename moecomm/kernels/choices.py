@@ -1,14 +1,60 @@
-"""Choices of experts: by groups, balanced without a router, and those that a limit on each expert keeps.
+"""Choices of experts by operations of torch: scores, weights and counts, choices by groups, balanced without
+a router, and those that a limit on each expert keeps.
 
 Shape letters: T tokens, E experts, K choices of a token, G groups of M experts, N = T K choices.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+
+class Rule(NamedTuple):
+    """The rule by which the weights of a token's choices are made."""
+
+    top_k: int
+    scores: str
+    """"softmax" of all experts, "chosen_softmax" of the chosen ones alone, or "sigmoid"."""
+    normalize: bool
+    """Whether weights are divided by their sum, but for chosen_softmax."""
+    scale: float
+
+
+def scores_of(logits_TE: Tensor, rule: Rule) -> Tensor:
+    """Returns (T, E): the softmax over all experts, or the sigmoid."""
+    return logits_TE.sigmoid() if rule.scores == "sigmoid" else logits_TE.softmax(dim=-1)
+
+
+def weights_of(logits_TE: Tensor, scores_TE: Tensor, ids_TK: Tensor, rule: Rule, gaps: bool) -> Tensor:
+    """Returns (T, K): the weights of the chosen experts. `gaps`: ids (int64) may be -1, and get weight 0."""
+    at_TK = ids_TK.clamp(min=0) if gaps else ids_TK
+    if rule.scores == "chosen_softmax":
+        logits_TK = logits_TE.gather(1, at_TK)
+        if gaps:  # not all choices of a token, whose softmax would be NaN
+            gone_TK = ids_TK < 0
+            all_T1 = gone_TK.all(dim=1, keepdim=True)
+            logits_TK = logits_TK.masked_fill(gone_TK & ~all_T1, float("-inf"))
+        weights_TK = logits_TK.softmax(dim=-1)
+    else:
+        weights_TK = scores_TE.gather(1, at_TK)
+    if gaps:
+        weights_TK = weights_TK.masked_fill(ids_TK < 0, 0.0)
+    if rule.normalize and rule.scores != "chosen_softmax":
+        weights_TK = weights_TK / (weights_TK.sum(dim=-1, keepdim=True) + 1e-20)
+    return weights_TK * rule.scale
+
+
+def counts_of(ids_TK: Tensor, num_experts: int, gaps: bool = False) -> Tensor:
+    """Returns (E,) int64: how often each expert is among the ids (int64). `gaps`: ids may be -1, which counts
+    for none."""
+    ids_N = ids_TK.reshape(-1)
+    counts_E = torch.zeros(num_experts, dtype=torch.int64, device=ids_N.device)
+    if gaps:
+        return counts_E.scatter_add_(0, ids_N.clamp(min=0), (ids_N >= 0).to(torch.int64))
+    return counts_E.scatter_add_(0, ids_N, torch.ones_like(ids_N))
 
 
 def limit_to_groups(
@@ -59,8 +105,7 @@ def kept_choices(topk_idx_TK: Tensor, weights_TK: Tensor | None, num_experts: in
         order_N = torch.argsort(weights_TK.detach().reshape(-1), descending=True, stable=True)
     # Sorting by expert keeps the order of preference within each expert, as both sorts are stable.
     order_N = order_N[torch.argsort(expert_N[order_N], stable=True)]
-    counts_E = torch.zeros(num_experts, dtype=torch.int64, device=expert_N.device)
-    counts_E.scatter_add_(0, expert_N, torch.ones_like(expert_N))
+    counts_E = counts_of(expert_N, num_experts)
     first_E = counts_E.cumsum(0) - counts_E
     ordered_N = expert_N[order_N]
     place_N = torch.arange(expert_N.numel(), device=expert_N.device) - first_E[ordered_N]

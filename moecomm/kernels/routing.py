@@ -15,21 +15,12 @@ from torch._compile import _disable_dynamo
 
 import moecomm._C as _C
 from moecomm.kernels import activation, operators
+from moecomm.kernels.choices import Rule, counts_of, scores_of, weights_of
 from moecomm.kernels.first_order import first_order
 from moecomm.kernels.outside_autocast import without_autocast
 
 MOST_EXPERTS, MOST_CHOICES = 1024, 32
 _INPUTS = (torch.bfloat16, torch.float16, torch.float32)
-
-
-class Rule(NamedTuple):
-    """What weights are made of, as in MoEConfig."""
-
-    top_k: int
-    scores: str
-    """"softmax" of all experts, "chosen_softmax" of the chosen ones alone, or "sigmoid"."""
-    normalize: bool
-    scale: float
 
 
 class Routed(NamedTuple):
@@ -82,21 +73,6 @@ def route(
     return Routed(*found)
 
 
-def _follow(logits_TE: Tensor, ids_TK: Tensor, rule: Rule) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns weights, scores and counts for given choices."""
-    at_TK = ids_TK.to(torch.int64)
-    scores_TE = logits_TE.sigmoid() if rule.scores == "sigmoid" else logits_TE.softmax(1)
-    if rule.scores == "chosen_softmax":
-        weights_TK = logits_TE.gather(1, at_TK).softmax(1)
-    else:
-        weights_TK = scores_TE.gather(1, at_TK)
-        if rule.normalize:
-            weights_TK = weights_TK / (weights_TK.sum(1, keepdim=True) + 1e-20)
-    counts_E = at_TK.new_zeros(logits_TE.shape[1])
-    counts_E.scatter_add_(0, at_TK.flatten(), torch.ones_like(at_TK).flatten())
-    return weights_TK * rule.scale, scores_TE, counts_E
-
-
 def prepare_layer(device: torch.device, dtype: torch.dtype) -> None:
     """Loads the kernels of a layer, of its router and of its activation in `dtype`, onto a CUDA device; see
     `operators.prepare`. Raises Unsupported for a dtype without kernels."""
@@ -132,9 +108,11 @@ class _Route(torch.autograd.Function):
             biases_E = None if balancing_E is None else balancing_E.to(torch.float32)
             _launch("routes", logits_TE, biases_E, *sizes, ids_TK, weights_TK, scores_TE, counts_E)
         else:
-            ids_TK = given_TK.to(torch.int32, copy=True)
-            weights_TK, scores_TE, counts_E = _follow(logits_TE, ids_TK, rule)
-        ctx.sizes, ctx.has_bias = sizes, bias_E is not None
+            ids_TK, at_TK = given_TK.to(torch.int32, copy=True), given_TK.to(torch.int64)
+            scores_TE = scores_of(logits_TE, rule)
+            weights_TK = weights_of(logits_TE, scores_TE, at_TK, rule, gaps=False)
+            counts_E = counts_of(at_TK, experts)
+        ctx.sizes = sizes
         ctx.save_for_backward(x_TH, weight_EH, logits_TE, ids_TK)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(ids_TK, counts_E)
@@ -144,15 +122,19 @@ class _Route(torch.autograd.Function):
     @_disable_dynamo  # kernels take addresses
     @first_order
     def backward(
-        ctx: Any, _ids: None, weights_TK: Tensor | None, scores_TE: Tensor | None, *others: Any
+        ctx: Any,
+        _ids: None,
+        grad_weights_TK: Tensor | None,
+        grad_scores_TE: Tensor | None,
+        grad_logits_TE: Tensor | None,
+        _counts: None,
     ) -> Any:
         x_TH, weight_EH, logits_TE, ids_TK = ctx.saved_tensors
-        of_logits_TE: Tensor | None = others[0]
         grad_TE = torch.empty_like(logits_TE)
-        given = (None if each is None else each.contiguous() for each in (weights_TK, scores_TE))
+        given = (None if each is None else each.contiguous() for each in (grad_weights_TK, grad_scores_TE))
         _launch("routes_backward", logits_TE, *ctx.sizes, ids_TK, *given, grad_TE)
-        if of_logits_TE is not None:
-            grad_TE.add_(of_logits_TE)
+        if grad_logits_TE is not None:
+            grad_TE.add_(grad_logits_TE)
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         with without_autocast("cuda"):
             grad_x_TH = (grad_TE @ weight_EH).to(x_TH.dtype) if needs_x else None

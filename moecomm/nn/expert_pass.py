@@ -148,7 +148,7 @@ class Forward:
     def __init__(self, context: PassContext, state: DispatchState | None) -> None:
         self.context, self._state = context, state
         self.out: DispatchOutput | None = None
-        """What the dispatch of this forward has brought."""
+        """The output of this forward's dispatch."""
         self._rows_PH: Tensor | None = None
         self._inner_PI: Tensor | None = None
         self._z_PF: Tensor | None = None

@@ -13,10 +13,18 @@ from torch import Tensor, nn
 from moecomm.arguments import require_integer, require_tensor
 from moecomm.communicator import Communicator
 from moecomm.errors import InvalidArgument
-from moecomm.kernels.choices import balanced_choice, kept_choices, limit_to_groups
+from moecomm.kernels.choices import (
+    Rule,
+    balanced_choice,
+    counts_of,
+    kept_choices,
+    limit_to_groups,
+    scores_of,
+    weights_of,
+)
 from moecomm.kernels.outside_autocast import matmul, needs_care, without_autocast
 from moecomm.kernels.parameters import init_shared_weight
-from moecomm.kernels.routing import Rule, route, routes_here
+from moecomm.kernels.routing import route, routes_here
 from moecomm.nn.config import MoEConfig
 from moecomm.nn.losses import SequenceSums, StepCounts, expert_sums, z_loss
 
@@ -137,9 +145,7 @@ class TopKRouter(nn.Module):
                 logits_TE = logits_TE if bias_E is None else logits_TE + bias_E
             else:
                 logits_TE = nn.functional.linear(x_TH, weight_EH, bias_E)
-            scores_TE = (
-                logits_TE.softmax(dim=-1) if config.score_function == "softmax" else logits_TE.sigmoid()
-            )
+            scores_TE = scores_of(logits_TE, self._rule)
             if again is None:
                 chosen_TK = self._choose(logits_TE.detach(), scores_TE.detach())
                 if topk_idx is not None:
@@ -152,13 +158,8 @@ class TopKRouter(nn.Module):
             known_TK = chosen_TK
             if topk_idx is not None:
                 known_TK = chosen_TK.masked_fill(chosen_TK >= config.num_experts, -1)
-            weights_TK = self._weights(logits_TE, scores_TE, known_TK, gaps)
-            choices_N = known_TK.reshape(-1)
-            load_E = torch.zeros(config.num_experts, dtype=torch.int64, device=x_TH.device)
-            if gaps:
-                load_E.scatter_add_(0, choices_N.clamp(min=0), (choices_N >= 0).to(torch.int64))
-            else:
-                load_E.scatter_add_(0, choices_N, torch.ones_like(choices_N))
+            weights_TK = weights_of(logits_TE, scores_TE, known_TK, self._rule, gaps)
+            load_E = counts_of(known_TK, config.num_experts, gaps)
             losses = self._losses(logits_TE, scores_TE, known_TK, load_E, seq_len, cu_seqlens, mask)
             kept_TK = chosen_TK
             if again is not None:
@@ -177,6 +178,13 @@ class TopKRouter(nn.Module):
         )
 
     @property
+    def _rule(self) -> Rule:
+        config = self.config
+        chosen_first = config.score_function == "softmax" and not config.pre_softmax
+        scores = "chosen_softmax" if chosen_first else config.score_function
+        return Rule(config.top_k, scores, config.normalize_topk, config.scaling_factor)
+
+    @property
     def _is_plain(self) -> bool:
         """True for a router without drops, groups of experts and noise."""
         config = self.config
@@ -187,12 +195,8 @@ class TopKRouter(nn.Module):
         self, x_TH: Tensor, seq_len: int | None, cu_seqlens: Tensor | None, again: Choices | None
     ) -> Routing:
         """Does what forward does, with fewer operations."""
-        config = self.config
-        chosen_first = config.score_function == "softmax" and not config.pre_softmax
-        scores = "chosen_softmax" if chosen_first else config.score_function
-        rule = Rule(config.top_k, scores, config.normalize_topk, config.scaling_factor)
-        given_TK = None if again is None else again.chosen_TK
-        found = route(x_TH, self.weight, self.bias, self.expert_bias_E, rule, given_TK)
+        config, given_TK = self.config, None if again is None else again.chosen_TK
+        found = route(x_TH, self.weight, self.bias, self.expert_bias_E, self._rule, given_TK)
         losses = {}
         if config.aux_loss != "none" or config.z_loss_coef > 0:
             with without_autocast(x_TH.device.type):
@@ -256,8 +260,7 @@ class TopKRouter(nn.Module):
         if config.force_balanced:
             return balanced_choice(logits_TE.shape[0], config.num_experts, config.top_k, logits_TE.device)
         # Softmax is monotone, so this choice matters only to the balancing bias and the groups' sums.
-        after_topk = config.score_function == "softmax" and not config.pre_softmax
-        rank_by_TE = logits_TE if after_topk else scores_TE
+        rank_by_TE = logits_TE if self._rule.scores == "chosen_softmax" else scores_TE
         if self.expert_bias_E is not None:
             rank_by_TE = rank_by_TE + self.expert_bias_E
         if config.num_groups is not None and config.topk_groups is not None:
@@ -265,24 +268,6 @@ class TopKRouter(nn.Module):
                 rank_by_TE, config.num_groups, config.topk_groups, config.top_k, config.scores_per_group
             )
         return rank_by_TE.topk(config.top_k, dim=-1).indices
-
-    def _weights(self, logits_TE: Tensor, scores_TE: Tensor, topk_idx_TK: Tensor, gaps: bool) -> Tensor:
-        config = self.config
-        at_TK = topk_idx_TK.clamp(min=0) if gaps else topk_idx_TK
-        if config.score_function == "softmax" and not config.pre_softmax:
-            logits_TK = logits_TE.gather(1, at_TK)
-            if gaps:  # not all choices of a token, whose softmax would be NaN
-                gone_TK = topk_idx_TK < 0
-                all_T1 = gone_TK.all(dim=1, keepdim=True)
-                logits_TK = logits_TK.masked_fill(gone_TK & ~all_T1, float("-inf"))
-            weights_TK = logits_TK.softmax(dim=-1)
-        else:
-            weights_TK = scores_TE.gather(1, at_TK)
-        if gaps:
-            weights_TK = weights_TK.masked_fill(topk_idx_TK < 0, 0.0)
-        if config.normalize_topk and (config.score_function == "sigmoid" or config.pre_softmax):
-            weights_TK = weights_TK / (weights_TK.sum(dim=-1, keepdim=True) + 1e-20)
-        return weights_TK * config.scaling_factor
 
     def _losses(
         self,

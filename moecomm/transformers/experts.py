@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -79,7 +79,6 @@ class LocalExperts:
         x_TH: Tensor,
         ids_TK: Tensor,
         weights_TK: Tensor,
-        rows: Callable[[Communicator], int],
         batches: int = 1,
     ) -> Tensor:
         """Returns (T, H): the weighted sum of each token's expert results.
@@ -87,21 +86,17 @@ class LocalExperts:
         Args:
             shared: the communicator of all layers of this shape.
             x_TH, ids_TK, weights_TK: the tokens, their experts and the routing weights, for a dispatch.
-            rows: returns the average rows of an expert in a large batch, by which tiles are chosen; the same
-                on all ranks.
             batches: divides the gradients of the module's weights.
         """
-        # Adapters' own gradients come through the weights and are not divided.
-        divided = batches if self._added else 1
-        with self._changed(divided) if self._added else contextlib.nullcontext():
-            if self._has_plain_weights() and self._activation is not None:
-                weights = self._plain_weights()
-                if weights.w_in.dtype is x_TH.dtype:
-                    scale = divided / batches
-                    return self._run_pass(shared, x_TH, ids_TK, weights_TK, weights, rows, scale)
-        comm, out = shared.dispatch(x_TH, ids_TK, weights_TK)
-        with self._changed(batches):
-            rows_PH = self._on_rows(out, rows(comm))
+        own_pass = self._activation is not None and self._has_plain_weights()
+        own_pass = own_pass and getattr(self._experts, self._first).dtype is x_TH.dtype
+        # Gradients of adapters, which come through the weights, are not divided.
+        in_products = own_pass and not self._added
+        with self._changed(1 if in_products else batches):
+            if own_pass:
+                return self._run_pass(shared, x_TH, ids_TK, weights_TK, 1 / batches if in_products else 1.0)
+            comm, out = shared.dispatch(x_TH, ids_TK, weights_TK)
+            rows_PH = self._on_rows(out, comm)
         return comm.combine(rows_PH, out.handle, weights=out.weights)
 
     def _run_pass(
@@ -110,15 +105,14 @@ class LocalExperts:
         x_TH: Tensor,
         ids_TK: Tensor,
         weights_TK: Tensor,
-        weights: Weights,
-        rows: Callable[[Communicator], int],
         scale: float,
     ) -> Tensor:
-        """Runs the pass of moecomm's own layers on the module's weights."""
-        bias = weights.b_in is not None
+        """Runs the pass of moecomm's own layers on the module's weights, whose gradients are multiplied by
+        `scale`."""
+        weights = self._plain_weights()
 
         def forward_on(comm: Communicator, kept: DispatchOutput | None) -> tuple[Forward, Tensor]:
-            products = self._products_of(weights.w_out, bias, rows(comm))
+            products = self._products_of(weights, comm)
             context = PassContext(
                 comm=comm,
                 topk_idx_TK=ids_TK,
@@ -138,32 +132,38 @@ class LocalExperts:
         keep_dispatch(ids_TK, forward.context.comm, forward.out)
         return y_TH
 
+    @property
+    def _first(self) -> str:
+        """The name of the first product's weight."""
+        return "gate_up_proj" if cast(Any, self._experts).has_gate else "up_proj"
+
     def _plain_weights(self) -> Weights:
         experts: Any = self._experts
-        first = "gate_up_proj" if experts.has_gate else "up_proj"
-        w_in, w_out = getattr(experts, first), experts.down_proj
-        b_in = getattr(experts, f"{first}_bias") if experts.has_bias else None
+        w_in, w_out = getattr(experts, self._first), experts.down_proj
+        b_in = getattr(experts, f"{self._first}_bias") if experts.has_bias else None
         b_out = experts.down_proj_bias if experts.has_bias else None
         if not experts.is_transposed:
             w_in, w_out = w_in.transpose(1, 2), w_out.transpose(1, 2)
         return Weights(w_in, w_out, None, None, b_in=b_in, b_out=b_out)
 
-    def _on_rows(self, out: DispatchOutput, rows: int) -> Tensor:
+    def _on_rows(self, out: DispatchOutput, comm: Communicator) -> Tensor:
         """Returns the rows' results, (P, H) in the rows' dtype: where the weights have another dtype, or the
         activation is none of moecomm's, or the module's own forward has to run."""
         if not self._has_plain_weights():
             return self._run_forward(out)
         experts: Any = self._experts
-        w_in, w_out, *_, b_in, b_out = self._plain_weights()
-        products = self._products_of(w_out, b_in is not None, rows)
+        w_in, w_out, *_, b_in, b_out = weights = self._plain_weights()
+        products = self._products_of(weights, comm)
         rows_PH = out.tokens.to(w_in.dtype)
         inner_PI = grouped_linear(rows_PH, w_in, b_in, out.offsets, products)
         z_PF = experts._apply_gate(inner_PI) if experts.has_gate else experts.act_fn(inner_PI)
         y_PH = grouped_linear(z_PF, w_out, b_out, out.offsets, products)
         return y_PH.to(out.tokens.dtype)
 
-    def _products_of(self, w_out_LFH: Tensor, bias: bool, rows: int) -> Products:
-        """Returns quack's products if they support the experts, else torch's."""
+    def _products_of(self, weights: Weights, comm: Communicator) -> Products:
+        """Returns quack's products if they support the experts, else torch's. Their tiles are for the rows of
+        an expert in a large batch, which are the same on all ranks."""
+        rows, w_out_LFH = comm.max_tokens * comm.top_k // self._count, weights.w_out
         _, ffn, hidden = w_out_LFH.shape
         columns_first = not self._experts.is_transposed
         sizes: dict[str, Any] = {"hidden": hidden, "ffn": ffn}
@@ -172,7 +172,11 @@ class LocalExperts:
         if key not in self._products:
             if self._activation is not None and quack.missing_on(**sizes) is None:
                 made: Products = quack.make_quack_products(
-                    **sizes, activation=self._activation, bias=bias, rows=rows, columns_first=columns_first
+                    **sizes,
+                    activation=self._activation,
+                    bias=weights.b_in is not None,
+                    rows=rows,
+                    columns_first=columns_first,
                 )
             else:
                 made = Products(columns_first=columns_first)
@@ -185,7 +189,7 @@ class LocalExperts:
         experts: Any = self._experts
         if not self._described or experts.config._experts_implementation not in _REPLACED:
             return False
-        for name in ("gate_up_proj" if experts.has_gate else "up_proj", "down_proj"):
+        for name in (self._first, "down_proj"):
             weight = getattr(experts, name, None)
             if not isinstance(weight, Tensor) or not weight.is_floating_point() or weight.itemsize == 1:
                 return False

@@ -12,7 +12,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers.distributed.expert_parallel import EPImplementation
 
 from moecomm.arguments import weight_dtype
-from moecomm.communicator import Communicator
 from moecomm.shared import LayerCommunicators
 from moecomm.transformers.experts import LocalExperts
 from moecomm.transformers.sole_experts import batches_to_divide_by, leave_out_of_fsdp
@@ -55,11 +54,7 @@ class MoecommEP(EPImplementation):  # type: ignore[misc]
         weights_TK = top_k_weights.to(weight_dtype(hidden_states.dtype))
         shared = self._comms.of(hidden_states, ids_TK.shape[1])
         batches = batches_to_divide_by(self._experts, self.ep_mesh, self.tp_mesh)
-
-        def rows_per_expert(comm: Communicator) -> int:
-            return comm.max_tokens * ids_TK.shape[1] // self.num_local_experts
-
-        y_TH = self.local.run(shared, hidden_states, ids_TK, weights_TK, rows_per_expert, batches)
+        y_TH = self.local.run(shared, hidden_states, ids_TK, weights_TK, batches)
         return _whole_of(y_TH, self.tp_mesh, tokens) if self.tp_mesh.size() > 1 else y_TH
 
 

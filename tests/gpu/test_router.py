@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moecomm.kernels.routing import Rule, route
+from moecomm.kernels.choices import Rule
+from moecomm.kernels.routing import route
 from tests.unit.test_routing_kernel import KINDS, check_router
 
 pytestmark = pytest.mark.usefixtures("cuda_only")
@@ -35,7 +36,7 @@ def test_against_torch(kind: str, experts: int, top_k: int, tokens: int, seed: i
 
 
 def test_equal_and_missing_numbers() -> None:
-    """Of equal logits the lower experts are chosen; NaN comes first, as in torch, and every id is valid."""
+    """The kernel chooses the lower of equal experts, and NaN first, as torch does. Every id is valid."""
     x_TH = torch.eye(4, 8, device="cuda")
     weight_EH = torch.zeros(70, 8, device="cuda")
     weight_EH[5, 1] = weight_EH[66, 1] = float("nan")

@@ -57,7 +57,7 @@ class TestEarlyProducts:
     @pytest.mark.parametrize("keep", ["all", "rows", "nothing"])
     @pytest.mark.parametrize("room", [0, 3, ROWS, 20])
     def test_numbers_and_order(self, room: int, keep: str) -> None:
-        """With and without room for the rows; without, the products run again on the rows."""
+        """A layer has the same numbers with and without room for its rows; without, products run again."""
         comm, native, _ = opened()
         products = Told(native)
         wanted = run(comm, products)

@@ -51,7 +51,7 @@ def weights_of(logits_TE: Tensor, ids_TK: Tensor, rule: tuple[Any, ...]) -> tupl
 
 
 def by_torch(name: str, logits_TE: Tensor, *given: Any) -> None:
-    """What the kernels do."""
+    """Stands in for a kernel: computes the same results by torch."""
     if name == "routes":
         biases_E, _, _, top_k, kind, normalize, scale, ids_TK, weights_TK, out_TE, counts_E = given
         rule = (kind, normalize, scale)
