@@ -211,9 +211,12 @@ def check_options(
     expert_capacity: Any,
     most_experts: int,
     largest_alignment: int = _MOST_ALIGNMENT,
+    local_experts: int = 1,
+    most_rows: int = 0,
 ) -> tuple[Layout, int, int, int]:
     """Checks the options of a dispatch and returns (layout, alignment, capacity, expert_capacity), with
-    capacities -1 for None. `most_experts`: the most experts of a token on one rank."""
+    capacities -1 for None. `most_experts`: the most experts of a token on one rank; `most_rows`: the most
+    tokens that can choose one expert."""
     plain = expert_capacity is None and type(alignment) is int and 1 <= alignment <= largest_alignment
     if layout == "expert" and plain:
         if capacity is None:
@@ -229,11 +232,12 @@ def check_options(
         )
     if capacity is not None:
         require_integer("capacity", capacity, 0)
+    if expert_capacity is not None and layout == "expert":
+        return _fixed_groups(alignment, capacity, expert_capacity, local_experts, most_rows)
     if expert_capacity is not None:
-        if layout == "expert" or capacity is None:
+        if capacity is None:
             raise InvalidArgument(
-                f"expert_capacity is {expert_capacity!r}, expected None: it is for layout='rank' with a "
-                "capacity; in the expert layout it is called capacity"
+                f"expert_capacity is {expert_capacity!r}, expected None without a capacity in the rank layout"
             )
         require_integer("expert_capacity", expert_capacity, 0)
     elif layout == "rank" and capacity is not None:
@@ -244,3 +248,17 @@ def check_options(
         -1 if capacity is None else capacity,
         -1 if expert_capacity is None else expert_capacity,
     )
+
+
+def _fixed_groups(
+    alignment: int, capacity: Any, expert_capacity: Any, local_experts: int, most_rows: int
+) -> tuple[Layout, int, int, int]:
+    """Returns the options of a dispatch in the expert layout whose groups all have as many rows."""
+    require_integer("expert_capacity", expert_capacity, max(1, most_rows), (2**31 - 1) // local_experts)
+    rows = local_experts * expert_capacity
+    if alignment != 1 or capacity not in (None, rows):
+        raise InvalidArgument(
+            f"alignment is {alignment} and capacity {capacity}, expected 1 and None with expert_capacity in "
+            f"the expert layout: each of the {local_experts} groups has {expert_capacity} rows"
+        )
+    return "expert", 1, rows, expert_capacity

@@ -326,9 +326,13 @@ class Communicator(_Planned):
             capacity: rows of the output. None: as many as arrive. With a number, rows past it are left out
                 and reported: `overflow`, and CapacityExceeded from `check()` or from the next dispatch (CUDA:
                 the next one without a capacity).
-            expert_capacity: layout="rank" with a capacity: positions of the index, left out and reported like
-                rows. None: min(K, L) times the capacity, which suffices while all rows fit. Positions of
-                left-out rows count too, so positions of rows that fit may be left out.
+            expert_capacity: layout="expert": every expert's group has this number of rows, at least R *
+                max_tokens, so that any routing fits: expert l has the rows from l * expert_capacity on, the
+                first `tokens_per_expert[l]` of which are tokens, and the others unspecified. The capacity is
+                then L * expert_capacity, and the host waits for nothing.
+                layout="rank", with a capacity: positions of the index, left out and reported like rows. None:
+                min(K, L) times the capacity, which suffices while all rows fit. Positions of left-out rows
+                count too, so positions of rows that fit may be left out.
             dequantize: with wire="fp8" or "mxfp8", False returns the rows in the wire format: `tokens` in
                 float8_e4m3fn and `scales`. The result is then not differentiable.
             async_op: return a Work at once; its `wait()` gives the DispatchOutput. On CUDA the operation runs
@@ -349,7 +353,8 @@ class Communicator(_Planned):
         arguments = (*tensors, layout, alignment, capacity, expert_capacity, dequantize)
         if not torch.compiler.is_compiling():
             return self._dispatch(*arguments, async_op, _layer)
-        plain = layout == "expert" and dequantize and not isinstance(x_TH, (tuple, list))
+        plain = layout == "expert" and expert_capacity is None and dequantize
+        plain = plain and not isinstance(x_TH, (tuple, list))
         if capacity is None or async_op or not plain:
             break_graph(
                 "a dispatch is in a graph with async_op=False and a capacity alone (of a MoELayer: "
@@ -365,7 +370,14 @@ class Communicator(_Planned):
         self, layout: Any, alignment: Any, capacity: Any, expert_capacity: Any
     ) -> tuple[Layout, int, int, int]:
         return check_options(
-            layout, alignment, capacity, expert_capacity, self._most_experts, self._most_alignment
+            layout,
+            alignment,
+            capacity,
+            expert_capacity,
+            self._most_experts,
+            self._most_alignment,
+            self.num_local_experts,
+            self.size * self.max_tokens,
         )
 
     def _check_dispatch(self, x: Any, x_scales: Any, ids: Any, weights: Any, dequantize: Any) -> None:
@@ -416,7 +428,7 @@ class Communicator(_Planned):
         if not async_op:
             return finish(backend.run(name, lambda: backend.dispatch(checked())))
         inputs = (x, x_scales, ids, weights)
-        if capacity is not None and not few:
+        if not few and not (capacity is None and expert_capacity is None):
             return backend.launch(name, lambda: backend.dispatch(checked()), None, finish, inputs)
         return backend.launch(
             name, lambda: backend.begin_dispatch(checked()), backend.finish_dispatch, finish, inputs

@@ -58,7 +58,7 @@ struct alignas(kLine) SignalRecord {
   int32_t alignment;
   RowLayout layout;
   uint32_t carries;  ///< Carries bits
-  int64_t detail;    ///< dispatch by rank: capacity of its expert-major index; GPU, with an error: the bad id
+  int64_t detail;    ///< dispatch: DispatchArguments::positions; GPU, with an error: the bad id
 };
 static_assert(sizeof(SignalRecord) == kLine && offsetof(SignalRecord, epoch) == 0);
 

@@ -34,10 +34,10 @@ struct DevicePlan {
   int64_t header;          ///< PlanHeader
   int64_t expert_rows;     ///< [local experts] rows without padding
   int64_t expert_starts;   ///< [1 + local experts] 0, and then `offsets`
-  int64_t offsets;         ///< [local experts] inclusive ends of aligned groups, at most positions
+  int64_t offsets;         ///< [local experts] inclusive ends of the groups, at most positions
   int64_t early_starts;    ///< [1 + local experts] expert_starts; zeros where the offer is too small
   int64_t source_ends;     ///< [ranks] rank layout: inclusive ends of the sources, at most rows
-  int64_t ends;            ///< [local experts] ends of the real positions of each group, at most positions
+  int64_t ends;            ///< [local experts] first position of each group's padding, at most positions
   int64_t tokens;          ///< [ranks] tokens of each source
   int64_t bases;           ///< [ranks][local experts] first position of (source, expert)
   int64_t source_bases;    ///< [ranks] rank layout: first row of a source

@@ -9,6 +9,7 @@
 
 #include "layout/control.hpp"
 #include "layout/nodes.hpp"
+#include "layout/routing.hpp"
 
 namespace moecomm {
 
@@ -22,9 +23,13 @@ struct PlanShape {
   int64_t alignment;
   int64_t capacity;            ///< rows of the output, or -1 for as many as needed
   int32_t ranks_per_node = 0;  ///< 0: all
-  int64_t positions = -1;      ///< rank layout: capacity of the expert-major index, or -1
+  int64_t positions = -1;      ///< as in DispatchArguments
 
   NodeMap nodes() const { return NodeMap::of(ranks, ranks_per_node); }
+  /// True where all experts' groups have as many rows, in which any routing fits.
+  bool fixed_groups() const { return layout == RowLayout::expert && positions >= 0; }
+  /// Rows of an expert's group in which `rows` rows arrive.
+  int64_t group_rows(int64_t rows) const { return fixed_groups() ? positions : align_up(rows, alignment); }
   bool operator==(const PlanShape&) const = default;
 };
 

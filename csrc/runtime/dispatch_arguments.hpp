@@ -17,7 +17,8 @@ struct DispatchArguments {
   RowLayout layout;
   int64_t alignment;
   int64_t capacity;        ///< -1: as many rows as needed
-  int64_t positions = -1;  ///< rank layout: capacity of the expert-major index, or -1
+  int64_t positions = -1;  ///< rank layout: capacity of the expert-major index; expert layout: rows of each
+                           ///< expert's group, at least as many as can arrive; -1: as many as needed
   uint16_t caller = 0;     ///< as in SignalRecord
 };
 

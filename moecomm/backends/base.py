@@ -112,8 +112,8 @@ class DispatchCall(NamedTuple):
     capacity: int
     """Rows of the output; -1: as many as arrive."""
     expert_capacity: int
-    """Rank layout: positions of the expert-major index; -1: as many as there are, and in the expert
-    layout."""
+    """Rank layout: positions of the expert-major index; expert layout: rows of each expert's group; -1: as
+    many as there are."""
     dequantize: bool
     caller: int = ANY_CALLER
     """The number of the calling layer among those of the communicator; 0: none. Ranks have to agree."""

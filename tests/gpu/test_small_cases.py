@@ -15,11 +15,13 @@ from tests.multirank.test_dispatch_combine import (
     test_top_k,
     test_two_subgroups_and_the_world,
 )
+from tests.multirank.test_fixed_groups import test_groups_of_one_size, test_what_is_refused
 
 __all__ = [
     "test_a_slow_rank_is_seen_by_the_others",
     "test_all_tokens_to_one_rank",
     "test_extreme_values",
+    "test_groups_of_one_size",
     "test_hidden_sizes",
     "test_layouts_alignments_and_capacities",
     "test_many_steps_on_one_communicator",
@@ -28,4 +30,5 @@ __all__ = [
     "test_stats_count_calls_rows_and_bytes",
     "test_top_k",
     "test_two_subgroups_and_the_world",
+    "test_what_is_refused",
 ]

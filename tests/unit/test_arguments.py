@@ -108,7 +108,6 @@ def test_options() -> None:
         ("expert", True, None, None),
         ("rank", 8, None, None),
         ("expert", 1, -1, None),
-        ("expert", 1, 8, 8),
         ("rank", 1, None, 8),
         ("rank", 1, 8, -1),
     ]:
@@ -116,8 +115,12 @@ def test_options() -> None:
             check_options(*bad, 4)
     with pytest.raises(InvalidArgument, match="capacity is 2147483648"):
         check_options("expert", 1, 2**31, None, 4)
-    with pytest.raises(InvalidArgument, match="expert_capacity is 8, expected None"):
-        check_options("expert", 1, 8, 8, 4)
+    of_groups = {"local_experts": 3, "most_rows": 8}
+    assert check_options("expert", 1, None, 8, 4, **of_groups) == ("expert", 1, 24, 8)
+    assert check_options("expert", 1, 24, 8, 4, **of_groups) == ("expert", 1, 24, 8)
+    for alignment, capacity, rows in [(1, None, 7), (8, None, 8), (1, 23, 8), (1, None, 2**31 // 3 + 1)]:
+        with pytest.raises(InvalidArgument, match="expert_capacity"):
+            check_options("expert", alignment, capacity, rows, 4, **of_groups)
 
 
 def test_rows_are_counted_in_31_bits() -> None:

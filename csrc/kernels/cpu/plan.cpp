@@ -32,8 +32,7 @@ void find_max_needed(Plan& plan, const std::vector<SourceIds>& sources) {
       }
     }
   if (s.layout == RowLayout::expert)
-    for (size_t e = 0; e < counts.size(); ++e)
-      needed[e / s.local_experts] += align_up(counts[e], s.alignment);
+    for (size_t e = 0; e < counts.size(); ++e) needed[e / s.local_experts] += s.group_rows(counts[e]);
   const auto most = std::max_element(needed.begin(), needed.end());
   plan.max_needed = *most;
   plan.max_needed_rank = static_cast<int32_t>(most - needed.begin());
@@ -76,6 +75,7 @@ void add_index(Plan& plan, const std::vector<SourceIds>& sources, const RelayRou
   PlanShape shape = plan.shape;
   shape.layout = RowLayout::expert;
   shape.capacity = plan.shape.positions;
+  shape.positions = -1;
   auto by_expert = std::make_shared<Plan>(make_plan(shape, sources, routes));
   plan.index.assign(by_expert->rows, 0);
   for (int64_t entry = 0; entry < plan.entries(); ++entry)
@@ -161,14 +161,15 @@ Plan make_plan(const PlanShape& shape, const std::vector<SourceIds>& sources, co
   if (by_expert) {
     int64_t end = 0;
     for (int32_t e = 0; e < local; ++e) {
-      int64_t row = end;
+      const int64_t begin = end;
+      int64_t row = begin;
       for (int32_t r = 0; r < shape.ranks; ++r) {
         next[int64_t{r} * local + e] = row;
         row += counts[int64_t{r} * local + e];
       }
-      end = align_up(row, shape.alignment);
+      end = begin + shape.group_rows(row - begin);
       plan.offsets.push_back(static_cast<int32_t>(clamp(end)));
-      if (clamp(row) < clamp(end)) plan.padding.emplace_back(clamp(row), clamp(end));
+      if (clamp(row) < clamp(end) && !shape.fixed_groups()) plan.padding.emplace_back(clamp(row), clamp(end));
     }
     plan.needed_rows = end;
   } else {

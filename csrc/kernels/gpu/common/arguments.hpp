@@ -35,7 +35,8 @@ struct SendArguments {
   int64_t tokens;
   int64_t alignment;
   int64_t capacity;   ///< -1: as many rows as needed
-  int64_t positions;  ///< rank layout: capacity of the expert-major index; -1: as many as needed
+  int64_t positions;  ///< capacity of the rank layout's expert-major index, or (fixed_groups) rows of each
+                      ///< expert's group; -1: as many as needed
   int64_t room = -1;  ///< dropless, expert layout: rows of the offered output; -1: there is none
   RowLayout layout;
   uint16_t caller;       ///< dispatch: as in SignalRecord
@@ -52,6 +53,8 @@ struct SendArguments {
   RowWork work;
 
   MOECOMM_HD bool quantises() const { return work == RowWork::quantised; }
+  /// True where all experts' groups have as many rows, in which any routing fits.
+  MOECOMM_HD bool fixed_groups() const { return layout == RowLayout::expert && positions >= 0; }
 };
 
 /// Arguments of the receiving side of an operation.

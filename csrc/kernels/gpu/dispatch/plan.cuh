@@ -103,25 +103,29 @@ struct RowTables {
   }
 };
 
-/// Rows of an expert including padding. The host ensures that all rows of a rank fit 31 bits.
-__device__ inline int32_t aligned_rows(int32_t rows, int32_t alignment) {
+/// Rows of an expert's group, in which `rows` rows arrive: with padding, or the number that all groups have.
+/// The host ensures that all rows of a rank fit 31 bits.
+__device__ inline int32_t group_rows(const SendArguments& args, int32_t rows) {
+  if (args.fixed_groups()) return static_cast<int32_t>(args.positions);
+  const auto alignment = static_cast<int32_t>(args.alignment);
   return alignment == 1 ? rows : (rows + alignment - 1) / alignment * alignment;
 }
 
-/// Calls begin(i, first, rows, end) in parallel for each of `groups` groups, with the group's first row, its
-/// rows and its aligned end. Returns the end of the last group. Whole block.
-template <class Rows, class Begin>
-__device__ inline int32_t lay_out(int32_t groups, int32_t alignment, const Rows& rows_of,
+/// Calls begin(i, first, rows, end) in parallel for each of `groups` groups, with the group's first row, the
+/// rows that arrive in it, and its end, `size_of(rows)` behind the first. Returns the end of the last group.
+/// Whole block.
+template <class Size, class Rows, class Begin>
+__device__ inline int32_t lay_out(int32_t groups, const Size& size_of, const Rows& rows_of,
                                   const Begin& begin) {
   int32_t base = 0;
 #pragma unroll 1
   for (int32_t first = 0; first < groups; first += kThreads) {
     const int32_t i = first + static_cast<int32_t>(threadIdx.x);
     const int32_t rows = i < groups ? rows_of(i) : 0;
-    const int32_t aligned = aligned_rows(rows, alignment);
+    const int32_t size = i < groups ? size_of(rows) : 0;
     int32_t total;
-    const int32_t start = base + block_scan(aligned, total);
-    if (i < groups) begin(i, start, rows, start + aligned);
+    const int32_t start = base + block_scan(size, total);
+    if (i < groups) begin(i, start, rows, start + size);
     base += total;
   }
   return base;
@@ -149,7 +153,7 @@ __device__ inline Need fullest_rank(const Comm& comm, const SendArguments& args,
       int32_t rows = 0;
 #pragma unroll Counts::kAhead
       for (int32_t source = 0; source < s.ranks; ++source) rows += counts(source, first + i);
-      needed += of_positions ? aligned_rows(rows, static_cast<int32_t>(args.alignment)) : rows;
+      needed += of_positions ? group_rows(args, rows) : rows;
     }
     needed = __reduce_add_sync(0xffffffffu, needed);
     if (needed > found.most) found = {needed, rank};
@@ -227,21 +231,23 @@ __device__ inline PlanHeader lay_out_rows(const Comm& comm, const SendArguments&
     for (int32_t source = 0; source < s.ranks; ++source) rows += counts(source, first_expert + e);
     return rows;
   };
-  const int32_t positions = lay_out(local, static_cast<int32_t>(args.alignment), expert_rows,
-                                    [&](int32_t e, int32_t start, int32_t rows, int32_t end) {
-                                      tables.expert_rows[e] = rows;
-                                      tables.offsets[e] = clamp(end, most_positions);
-                                      tables.ends[e] = clamp(start + rows, most_positions);
+  const int32_t positions = lay_out(
+      local, [&](int32_t rows) { return group_rows(args, rows); }, expert_rows,
+      [&](int32_t e, int32_t start, int32_t rows, int32_t end) {
+        tables.expert_rows[e] = rows;
+        tables.offsets[e] = clamp(end, most_positions);
+        tables.ends[e] = args.fixed_groups() ? tables.offsets[e] : clamp(start + rows, most_positions);
 #pragma unroll Counts::kAhead
-                                      for (int32_t source = 0; source < s.ranks; ++source) {
-                                        tables.bases[source * local + e] = start;
-                                        start += counts(source, first_expert + e);
-                                      }
-                                    });
+        for (int32_t source = 0; source < s.ranks; ++source) {
+          tables.bases[source * local + e] = start;
+          start += counts(source, first_expert + e);
+        }
+      });
   int32_t needed = positions;
   if (!by_expert)
     needed = lay_out(
-        s.ranks, 1, [&](int32_t source) { return counts(source, s.num_experts + comm.rank); },
+        s.ranks, [](int32_t rows) { return rows; },
+        [&](int32_t source) { return counts(source, s.num_experts + comm.rank); },
         [&](int32_t source, int32_t start, int32_t, int32_t end) {
           tables.source_bases[source] = start;
           tables.source_ends[source] = clamp(end, capacity);
