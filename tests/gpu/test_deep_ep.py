@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -24,16 +26,22 @@ from tests.multirank.test_deep_ep_hybrid import (
     test_with_permute,
     test_without_permute,
 )
+from tests.multirank.test_deep_ep_low_latency import test_a_dispatch_and_its_combine as test_low_latency
+from tests.multirank.test_deep_ep_low_latency import test_bad_calls as test_bad_calls_of_low_latency
+from tests.multirank.test_deep_ep_low_latency import test_two_batches_at_once
 
 __all__ = [
     "test_a_dispatch_and_its_combine",
     "test_bad_calls",
     "test_bad_calls_of_hybrid",
+    "test_bad_calls_of_low_latency",
     "test_elastic_buffer",
     "test_fp8",
     "test_gradients_of_experts",
     "test_larger_batches",
     "test_later_batches",
+    "test_low_latency",
+    "test_two_batches_at_once",
     "test_with_permute",
     "test_without_permute",
 ]
@@ -70,4 +78,91 @@ def _fp8_and_streams(rank: int, size: int, seed: int) -> list[str]:
 @pytest.mark.usefixtures("cuda_only")
 def test_fp8_and_streams(pool: Pools, most_ranks: int, seed: int) -> None:
     for found in pool(most_ranks)(_fp8_and_streams, seed):
+        assert found == []
+
+
+COLUMNS, MOST = 1024, 40
+
+
+def _slots_in_fp8(rank: int, size: int, seed: int) -> list[str]:
+    """Rows in fp8 with each kind of scales, whose memory is by columns, beside the same rows in bfloat16."""
+    buffer, experts = Buffer(dist.group.WORLD, low_latency_mode=True), _experts(size)
+    generator, found = torch.Generator().manual_seed(seed + rank), []
+    ids = torch.rand(MOST - rank, experts, generator=generator).topk(3).indices.to(harness.device())
+    x = torch.randn(len(ids), COLUMNS, generator=generator).to(ids.device, torch.bfloat16)
+    call = (x, ids, MOST, experts)
+    rows, counts, *_ = buffer.low_latency_dispatch(*call, use_fp8=False)
+    for rounds, packs in ((False, False), (True, False), (True, True)):
+        (data, scales), fp8_counts, *_ = buffer.low_latency_dispatch(
+            *call, round_scale=rounds, use_ue8m0=packs
+        )
+        name = f"round_scale={rounds}, use_ue8m0={packs}"
+        blocks = COLUMNS // 128
+        if scales.shape[2] != blocks // (4 if packs else 1) or scales.stride(1) != 1:
+            found.append(f"{name}: scales {scales.shape} {scales.stride()}")
+        if packs:
+            exponents = scales.contiguous().view(torch.uint8).int()
+            scales = (exponents << 23).view(torch.float32)
+        for e, count in enumerate(counts.tolist()):
+            values, factors = data[e, :count].float(), scales[e, :count].contiguous()
+            near = (values.view(-1, blocks, 128) * factors.unsqueeze(2)).view(-1, COLUMNS)
+            if not torch.allclose(near, rows[e, :count].float(), rtol=0.07, atol=0.02):
+                found.append(f"{name}: rows of expert {e}")
+            if rounds and int((factors.view(torch.int32) & 0x7FFFFF).abs().sum()):
+                found.append(f"{name}: a scale that is no power of two")
+        if not torch.equal(counts, fp8_counts):
+            found.append(f"{name}: counts")
+    return found
+
+
+def _slots_in_a_graph(rank: int, size: int, seed: int) -> list[str]:
+    """A graph of a dispatch, experts and a combine, replayed with other tokens and choices."""
+    buffer, experts = Buffer(dist.group.WORLD, low_latency_mode=True), _experts(size)
+    generator = torch.Generator().manual_seed(seed + rank)
+    where = harness.device()
+    x = torch.zeros(MOST, COLUMNS, dtype=torch.bfloat16, device=where)
+    ids = torch.zeros(MOST, 3, dtype=torch.int64, device=where)
+    weights = torch.zeros(MOST, 3, device=where)
+    factors_E = torch.arange(1, experts + 1, device=where) / experts
+
+    def layer(hooked: bool) -> torch.Tensor:
+        rows, _, handle, _, hook = buffer.low_latency_dispatch(
+            x, ids, MOST, experts, use_fp8=False, return_recv_hook=hooked
+        )
+        if hook is not None:
+            hook()
+        local_L = factors_E.view(size, -1)[rank].bfloat16()
+        rows = rows * local_L.view(-1, 1, 1)
+        y, _, hook = buffer.low_latency_combine(rows, ids, weights, handle, return_recv_hook=hooked)
+        if hook is not None:
+            hook()
+        return y
+
+    def fill() -> torch.Tensor:
+        ids.copy_(torch.rand(MOST, experts, generator=generator).topk(3).indices)
+        x.copy_(torch.randn(MOST, COLUMNS, generator=generator))
+        weights.copy_(torch.rand(MOST, 3, generator=generator))
+        return (weights * factors_E[ids]).sum(1, keepdim=True) * x.float()
+
+    wrong = []
+    for hooked in (False, True):
+        fill()
+        layer(hooked)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = layer(hooked)
+        for turn in range(3):
+            wanted = fill()
+            graph.replay()
+            torch.cuda.synchronize()
+            if not torch.allclose(y.float(), wanted, rtol=0.03, atol=0.03):
+                wrong.append(f"hooks {hooked}, replay {turn}: {(y.float() - wanted).abs().max()}")
+    return wrong
+
+
+@pytest.mark.usefixtures("cuda_only")
+@pytest.mark.parametrize("body", [_slots_in_fp8, _slots_in_a_graph])
+def test_slots(pool: Pools, most_ranks: int, body: Callable[..., list[str]], seed: int) -> None:
+    for found in pool(most_ranks)(body, seed):
         assert found == []

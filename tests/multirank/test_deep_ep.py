@@ -197,7 +197,6 @@ def test_bad_calls(rank: int, size: int, seed: int) -> list[str]:
         *_refused(InvalidArgument, "rows", lambda: buffer.combine(x[:, :4].contiguous(), handle)),
         *_refused(InvalidRouting, f"{_experts(size)}", lambda: buffer.dispatch(x, topk_idx=wrong, **layout)),
         *_refused(NotImplementedError, "fp8", lambda: buffer.dispatch((x, x), handle=handle)),
-        *_refused(NotImplementedError, "low-latency", lambda: buffer.low_latency_dispatch(x, ids, 4)),
         *_refused(InvalidArgument, "multiple", lambda: buffer.get_dispatch_layout(ids, size + 1)),
         *_refused(InvalidArgument, "even", lambda: Buffer.set_num_sms(3)),
         *_refused(InvalidArgument, "no event", EventOverlap(None).current_stream_wait),
@@ -249,9 +248,13 @@ def test_elastic_buffer(rank: int, size: int, seed: int) -> list[str]:
     if handle.num_recv_tokens_per_expert_list != counts or event.event is not None:
         found.append(f"{handle.num_recv_tokens_per_expert_list} for {counts}")
     again, *nothing, same, _ = buffer.dispatch(x, handle=handle, num_sms=handle.num_sms, do_cpu_sync=False)
+    _, _, weights_again, *_ = buffer.dispatch(x, topk_weights=weights * 2, handle=handle)
     fixed, fixed_idx, _, without, _ = buffer.dispatch(x, do_cpu_sync=False, **options)
     found += _differ(
-        again=(again, rows), fixed=(fixed[: len(rows)], rows), fixed_idx=(fixed_idx[: len(idx)], idx)
+        again=(again, rows),
+        weights_again=(weights_again, received * 2),
+        fixed=(fixed[: len(rows)], rows),
+        fixed_idx=(fixed_idx[: len(idx)], idx),
     )
     if nothing != [None, None] or same is not handle or without.num_recv_tokens_per_expert_list:
         found.append("a dispatch along a handle, or without a wait")
@@ -281,7 +284,12 @@ def test_elastic_buffer(rank: int, size: int, seed: int) -> list[str]:
         real=(expanded.num_unaligned_recv_tokens_per_expert, real_L),
     )
     worst, *_ = buffer.dispatch(x, do_expand=True, do_cpu_sync=False, **options)
-    found += _differ(worst=(worst[: len(wide)], wide))
+    wide_again, _, factors_again, *_ = buffer.dispatch(x, topk_weights=weights * 2, handle=expanded)
+    found += _differ(
+        worst=(worst[: len(wide)], wide),
+        wide_again=(wide_again, wide),
+        factors_again=(factors_again, factors * 2),
+    )
     many, factors_back, _ = buffer.combine(wide, expanded, topk_weights=factors)
     chosen_TK = ids >= 0
     ranks_T1 = (
@@ -293,9 +301,6 @@ def test_elastic_buffer(rank: int, size: int, seed: int) -> list[str]:
     found += _differ(back=(back, kept), factors_back=(factors_back, kept))
     found += _refused(InvalidArgument, "num_experts", lambda: buffer.dispatch(x, ids))
     found += _refused(InvalidArgument, "one kind", lambda: buffer.dispatch(x, ids, handle=handle))
-    found += _refused(
-        NotImplementedError, "weights", lambda: buffer.dispatch(x, topk_weights=weights, handle=handle)
-    )
     found += _refused(InvalidArgument, "handle is None", lambda: buffer.combine(rows, None))
     unsized = ElasticBuffer(dist.group.WORLD)
     found += _refused(
@@ -460,6 +465,15 @@ SIGNATURES = {
     "async_finish allocate_on_comm_stream",
     "combine": "x handle topk_weights bias config previous_event async_finish allocate_on_comm_stream",
     "get_low_latency_rdma_size_hint": "num_max_dispatch_tokens_per_rank hidden num_ranks num_experts",
+    "low_latency_dispatch": "x topk_idx num_max_dispatch_tokens_per_rank num_experts "
+    "cumulative_local_expert_recv_stats dispatch_wait_recv_cost_stats use_fp8 round_scale use_ue8m0 "
+    "async_finish return_recv_hook",
+    "low_latency_combine": "x topk_idx topk_weights handle use_logfmt zero_copy async_finish "
+    "return_recv_hook out combine_wait_recv_cost_stats",
+    "low_latency_update_mask_buffer": "rank_to_mask mask",
+    "low_latency_query_mask_buffer": "mask_status",
+    "low_latency_clean_mask_buffer": "",
+    "get_next_low_latency_combine_buffer": "handle",
     "clean_low_latency_buffer": "num_max_dispatch_tokens_per_rank hidden num_experts",
     "set_num_sms": "new_num_sms",
     "get_dispatch_config": "num_ranks",

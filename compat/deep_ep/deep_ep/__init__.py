@@ -1,7 +1,7 @@
 """DeepEP's Python module, on moecomm: what is written for `deep_ep` runs on it unchanged.
 
-It has DeepEP's `Buffer` in normal mode (version 1), its `ElasticBuffer` (version 2) and the `HybridEPBuffer`
-of its branch hybrid-ep, also for ranks that are processes on CPUs. docs/deep_ep.md lists the arguments.
+It has DeepEP's `Buffer` (version 1), its `ElasticBuffer` (version 2) and the `HybridEPBuffer` of its branch
+hybrid-ep, also for ranks that are processes on CPUs. docs/deep_ep.md lists the arguments.
 """
 
 from importlib import metadata

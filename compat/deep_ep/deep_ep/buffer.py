@@ -1,4 +1,4 @@
-"""DeepEP's `Buffer` in normal mode, on moecomm's rows by rank.
+"""DeepEP's `Buffer`: its calls of normal mode, on moecomm's rows by rank. low_latency.py has the others.
 
 Names, order and defaults of arguments are those of DeepEP's deep_ep/buffers/legacy.py (version 1 of its API).
 Shape letters: T tokens, K top-k, H hidden, E experts, R ranks, L local experts, P received rows.
@@ -15,12 +15,13 @@ from torch import Tensor
 
 from deep_ep.config import Config
 from deep_ep.handle import DispatchHandle
-from deep_ep.operations import Operations, events_of, received_ids, rounded_up
+from deep_ep.low_latency import LowLatency
+from deep_ep.operations import events_of, received_ids, rounded_up
 from deep_ep.utils import EventHandle, EventOverlap
 from moecomm.errors import InvalidArgument
 
 
-class Buffer(Operations):
+class Buffer(LowLatency):
     """Dispatch and combine between the ranks of `group`, with DeepEP's calls.
 
     All ranks call the operations together. The first dispatch of each shape (experts, hidden, top-k, dtype)
@@ -39,8 +40,6 @@ class Buffer(Operations):
 
     num_sms: int = 20
     """The number that DeepEP's configs have; moecomm uses it after `set_num_sms` alone."""
-
-    _chosen_sms: int | None = None
 
     def __init__(
         self,
@@ -181,7 +180,7 @@ class Buffer(Operations):
         if handle is not None:
             if topk_idx is not None or topk_weights is not None:
                 raise InvalidArgument("handle and topk_idx or topk_weights are given, expected one kind")
-            rows, event = self.send_along(handle, x, before, async_finish)
+            rows, _, event = self.send_along(handle, x, before, async_finish)
             return rows, None, None, None, None, event
         experts = self._experts_of(num_tokens_per_expert, is_token_in_rank, topk_idx, topk_weights)
         top_k = self.group_size if topk_idx is None else topk_idx.shape[1]
@@ -238,29 +237,6 @@ class Buffer(Operations):
         """
         return self.bring_back(handle, x, topk_weights, bias, events_of(previous_event), async_finish)
 
-    # -- what is not there -----------------------------------------------------------------------------
-
-    @staticmethod
-    def get_low_latency_rdma_size_hint(
-        num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
-    ) -> int:
-        """Returns 0: moecomm makes memory by the largest batch."""
-        return 0
-
-    def low_latency_dispatch(self, *args: Any, **options: Any) -> NoReturn:
-        _no_low_latency()
-
-    def low_latency_combine(self, *args: Any, **options: Any) -> NoReturn:
-        _no_low_latency()
-
-    def get_next_low_latency_combine_buffer(self, handle: Any) -> NoReturn:
-        _no_low_latency()
-
-    def clean_low_latency_buffer(
-        self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int
-    ) -> None:
-        """Does nothing: signals count epochs, and are never cleaned."""
-
     def get_local_buffer_tensor(self, *args: Any, **options: Any) -> NoReturn:
         raise NotImplementedError("get_local_buffer_tensor: moecomm's windows are not handed out")
 
@@ -293,10 +269,3 @@ class Buffer(Operations):
         total_E = num_tokens_per_expert.clone()
         dist.all_reduce(total_E, group=self.group)
         return total_E.view(self.group_size, -1)[self.rank]
-
-
-def _no_low_latency() -> NoReturn:
-    raise NotImplementedError(
-        "the low-latency calls of DeepEP are not there yet; moecomm.Communicator's dispatch and combine with "
-        "a capacity serve few tokens in a CUDA graph"
-    )

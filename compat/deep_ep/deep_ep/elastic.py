@@ -7,14 +7,14 @@ tokens, K top-k, H hidden, E experts, R ranks, L local experts, P received rows,
 from __future__ import annotations
 
 from dataclasses import InitVar, dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deep_ep.operations import Operations, PlanHandle, events_of, received_ids, rounded_up
+from deep_ep.operations import Operations, PlanHandle, carriers, events_of, received_ids, rounded_up
 from deep_ep.utils import EventHandle, EventOverlap
 from moecomm import Communicator, DispatchOutput
 from moecomm.errors import InvalidArgument
@@ -216,11 +216,11 @@ class ElasticBuffer(Operations):
         Returns:
             The rows, (P, H), or a pair as given; compact: (P, K) int64 local expert ids, -1 elsewhere,
             expanded: None; weights, (P, K) or expanded (P,), or None; the handle; an event. With a handle ids
-            and weights are None.
+            are None, and weights travel in a small dispatch of their own.
 
         Raises:
             InvalidArgument: arguments that do not go together.
-            NotImplementedError: fp8 rows, or weights, along a handle.
+            NotImplementedError: fp8 rows along a handle.
             CommunicatorClosed: after `destroy()`.
             What `moecomm.Communicator.dispatch` raises, on all ranks.
         """
@@ -229,12 +229,9 @@ class ElasticBuffer(Operations):
         if handle is not None:
             if topk_idx is not None or do_cpu_sync:
                 raise InvalidArgument("handle and topk_idx or do_cpu_sync=True are given, expected one kind")
-            if topk_weights is not None:
-                raise NotImplementedError(
-                    "topk_weights with handle=: weights travel with the first dispatch alone"
-                )
-            rows, event = self.send_along(handle, x, before, apart)
-            return rows, None, None, handle, event
+            carries = partial(self._carry, handle, topk_weights)
+            rows, weights, event = self.send_along(handle, x, before, apart, carries, topk_weights)
+            return rows, None, weights, handle, event
         if topk_idx is None or num_experts is None:
             raise InvalidArgument("topk_idx or num_experts is None, expected (T, K) and E, or a handle")
         if isinstance(x, tuple) and use_tma_aligned_col_major_sf:
@@ -295,6 +292,23 @@ class ElasticBuffer(Operations):
         """
         before = self._before(previous_event, previous_event_before_epilogue)
         return self.bring_back(handle, x, topk_weights, bias, before, async_with_compute_stream)
+
+    def _carry(self, handle: EPHandle, topk_weights: Tensor | None) -> Tensor | None:
+        """Returns the weights, as they arrive along the handle, by a small dispatch of their own; None for
+        None."""
+        if topk_weights is None:
+            return None
+        ids_TK, rows = handle.topk_idx, carriers(handle.topk_idx)
+        shared = self.communicator(rows, handle.num_experts, ids_TK.shape[1], handle.num_sms or None)
+        options: dict[str, Any] = {"layout": handle.handle.layout, "capacity": None}
+        if handle.do_expand:
+            options["alignment"] = handle.expert_alignment
+        if most := handle.num_max_tokens_per_rank:  # then the host does not wait
+            sizes = (most, ids_TK.shape[1], handle.num_experts, handle.expert_alignment, handle.do_expand)
+            options["capacity"] = self._rows(*sizes)
+        _, out = shared.dispatch(rows, ids_TK, topk_weights, **options)
+        assert out.weights is not None
+        return out.weights[: handle.handle.num_rows]
 
     def _rows(self, most: int, top_k: int, experts: int, alignment: int, expands: bool) -> int:
         """Returns the most rows that can arrive if each rank has at most `most` tokens."""

@@ -291,7 +291,7 @@ class HybridEPBuffer(Operations):
             if map_TE is None and topk_idx is not None:  # its ids may be in another order than the plan's
                 _, probs = indices_to_map(topk_idx, topk_weights, len(hidden), experts)
             if probs is None and x is hidden:
-                rows, _ = self.send_along(kept, x, (), apart=False)
+                rows, *_ = self.send_along(kept, x, (), apart=False)
                 return rows, None, None, kept
         elif map_TE is not None:
             experts = map_TE.shape[-1]

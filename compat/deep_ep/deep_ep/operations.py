@@ -48,6 +48,13 @@ class Operations:
             raise InvalidArgument("explicitly_destroy is False, expected True for a buffer that is destroyed")
         self._by_experts = None
 
+    def require_open(self) -> dict[int, LayerCommunicators]:
+        """Returns the communicators by their number of experts. Raises CommunicatorClosed after
+        `destroy()`."""
+        if self._by_experts is None:
+            raise CommunicatorClosed("the buffer was destroyed")
+        return self._by_experts
+
     def get_comm_stream(self) -> torch.cuda.Stream:
         """Returns the stream of operations for which the current stream does not wait."""
         if self._stream is None:
@@ -59,9 +66,7 @@ class Operations:
     ) -> SharedCommunicator:
         """Returns the communicator for rows, or for a pair of fp8 rows and scales. All ranks call it.
         tokens: for which a new one is built; None: those of `x`."""
-        if self._by_experts is None:
-            raise CommunicatorClosed("the buffer was destroyed")
-        comms = self._by_experts.setdefault(experts, LayerCommunicators(self.group, experts))
+        comms = self.require_open().setdefault(experts, LayerCommunicators(self.group, experts))
         rows = x[0] if isinstance(x, tuple) else x
         sms = num_sms if rows.is_cuda else None
         if isinstance(x, tuple):
@@ -95,15 +100,25 @@ class Operations:
             _record(result, current)
             return result, EventOverlap(EventHandle(stream))
 
-    def send_along(self, handle: Any, x: Any, before: Events, apart: bool) -> tuple[Tensor, EventOverlap]:
-        """Returns the rows that tokens become along the plan of an earlier dispatch, and an event."""
+    def send_along(
+        self,
+        handle: Any,
+        x: Any,
+        before: Events,
+        apart: bool,
+        weights: Callable[[], Tensor | None] = lambda: None,
+        weights_TK: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None, EventOverlap]:
+        """Returns the rows that tokens become along the plan of an earlier dispatch, what `weights` returns,
+        which reads weights_TK, and an event."""
         if isinstance(x, tuple):
             raise NotImplementedError(
                 "fp8 rows with handle=: moecomm sends rows along a plan in the dtype of its communicator"
             )
         comm, plan = _plan_of(handle)
-        (rows,), event = self.run(lambda: (comm.redispatch(x, plan),), (x,), before, apart)
-        return rows, event
+        inputs = (x, weights_TK)
+        (rows, found), event = self.run(lambda: (comm.redispatch(x, plan), weights()), inputs, before, apart)
+        return rows, found, event
 
     def bring_back(
         self, handle: Any, x: Tensor, weights: Tensor | None, bias: Any, before: Events, apart: bool
@@ -140,6 +155,12 @@ def _record(tensors: tuple[Any, ...], stream: torch.cuda.Stream) -> None:
     for each in tensors:
         if each is not None:
             each.record_stream(stream)
+
+
+def carriers(ids_TK: Tensor) -> Tensor:
+    """Returns (T, 4) float32 rows without contents, of 16 bytes, the least that a row has: with them weights
+    travel to experts to which their rows have gone before."""
+    return ids_TK.new_empty((len(ids_TK), 4), dtype=torch.float32)
 
 
 def received_ids(out: Any, fixed: bool) -> Tensor:

@@ -1,0 +1,299 @@
+"""The low-latency calls of DeepEP's `Buffer`: rows by expert at fixed places, and the host waits for nothing.
+
+Shape letters: T tokens, K top-k, H hidden, E experts, R ranks, L local experts, C
+num_max_dispatch_tokens_per_rank, S scales of a row, H / 128.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deep_ep.handle import TupleHandle
+from deep_ep.operations import Operations, carriers
+from deep_ep.utils import EventOverlap
+from moecomm import Communicator, DispatchOutput
+from moecomm.errors import InvalidArgument
+
+_BLOCK = 128
+"""Columns of a row in fp8 that share a scale."""
+Hook = Callable[[], None]
+
+
+class SlotHandle(TupleHandle):
+    """The handle of a low-latency dispatch, for its combine.
+
+    As a sequence it has DeepEP's five elements: [2] C, [3] H, [4] E. The others serve DeepEP's kernels alone
+    and are None.
+    """
+
+    def __init__(self, comm: Communicator, out: DispatchOutput, ids_TK: Tensor) -> None:
+        self.comm, self.handle, self.ids_TK = comm, out.handle, ids_TK
+        self.rows_LNH: Tensor | None = None  # what get_next_low_latency_combine_buffer has returned
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """The shape of the rows, (L, R * C, H)."""
+        return self.comm.num_local_experts, self.comm.size * self.comm.max_tokens, self.comm.hidden
+
+    def _elements(self) -> tuple[Any, ...]:
+        return None, None, self.comm.max_tokens, self.comm.hidden, self.comm.num_experts
+
+
+class LowLatency(Operations):
+    """A base of `Buffer` that has its low-latency calls."""
+
+    _chosen_sms: int | None = None
+    """The number of `set_num_sms`, or None."""
+
+    def __init__(self, group: Any, explicitly_destroy: bool) -> None:
+        super().__init__(group, explicitly_destroy)
+        self._exact: dict[tuple[Any, ...], Communicator] = {}
+
+    def destroy(self) -> None:
+        super().destroy()
+        self._exact.clear()
+
+    @staticmethod
+    def get_low_latency_rdma_size_hint(
+        num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
+    ) -> int:
+        """Returns 0: moecomm makes memory by the largest batch."""
+        return 0
+
+    def clean_low_latency_buffer(
+        self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int
+    ) -> None:
+        """Does nothing: signals count epochs, and are never cleaned."""
+
+    def low_latency_dispatch(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        num_max_dispatch_tokens_per_rank: int,
+        num_experts: int,
+        cumulative_local_expert_recv_stats: Tensor | None = None,
+        dispatch_wait_recv_cost_stats: Tensor | None = None,
+        use_fp8: bool = True,
+        round_scale: bool = False,
+        use_ue8m0: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+    ) -> tuple[Any, Tensor, SlotHandle, EventOverlap, Hook | None]:
+        """Brings each token to its experts, a row for each, at fixed places. The host waits for nothing.
+
+        The first call of a shape (E, H, K, C, dtype, use_fp8) builds a communicator on all ranks together, so
+        it cannot be captured in a CUDA graph; later ones can.
+
+        Args:
+            x: (T, H) rows of bfloat16, float16 or float32, T at most C.
+            topk_idx: (T, K) expert ids, -1 for none.
+            num_max_dispatch_tokens_per_rank: C, the same on all ranks.
+            num_experts: E.
+            cumulative_local_expert_recv_stats: (L,) int32, to which the counts are added.
+            dispatch_wait_recv_cost_stats: ignored with a warning; `moecomm.Communicator.stats()` has them.
+            use_fp8: rows travel and arrive in float8_e4m3fn, with a scale for 128 columns. On GPUs alone; H
+                is a multiple of 128.
+            round_scale: scales are powers of two.
+            use_ue8m0: with it, scales arrive as exponents of eight bits, four in an int32; H is a multiple of
+                512.
+            async_finish: the current stream does not wait for the operation; the returned event is for it.
+            return_recv_hook: likewise; calling the returned hook makes the current stream wait.
+
+        Returns:
+            (L, R * C, H) rows: of expert l those up to its count, by source rank, then token; the others are
+            unspecified. With use_fp8 a pair of them and (L, R * C, S) float32 scales, or (L, R * C, S / 4)
+            int32, whose second dimension is contiguous; (L,) int32 counts; the handle; an event; the hook, or
+            None.
+
+        Raises:
+            InvalidArgument: arguments that do not go together, or more than C tokens.
+            Unsupported: use_fp8 on CPU ranks.
+            CommunicatorClosed: after `destroy()`.
+            What `moecomm.Communicator.dispatch` raises, on all ranks.
+        """
+        if use_ue8m0 and not (round_scale and use_fp8):
+            raise InvalidArgument("use_ue8m0 is True, expected False unless use_fp8 and round_scale are True")
+        if use_fp8 and x.shape[1] % (4 * _BLOCK if use_ue8m0 else _BLOCK):
+            least = 4 * _BLOCK if use_ue8m0 else _BLOCK
+            raise InvalidArgument(f"x has {x.shape[1]} columns, expected a multiple of {least} with use_fp8")
+        _refuse_both(async_finish, return_recv_hook)
+        _warn_of(dispatch_wait_recv_cost_stats=dispatch_wait_recv_cost_stats)
+        tokens = num_max_dispatch_tokens_per_rank
+        comm = self._of(x, num_experts, topk_idx.shape[1], tokens, "fp8" if use_fp8 else None)
+        local, slots = comm.num_local_experts, comm.size * tokens
+        made: list[SlotHandle] = []
+
+        def bring() -> tuple[Tensor | None, ...]:
+            rows = _with_rounded_scales(x) if round_scale and use_fp8 else x
+            out = comm.dispatch(rows, topk_idx, expert_capacity=slots, dequantize=not use_fp8)
+            counts_L = out.tokens_per_expert
+            if cumulative_local_expert_recv_stats is not None:
+                cumulative_local_expert_recv_stats.add_(counts_L)
+            made.append(SlotHandle(comm, out, topk_idx))
+            scales = None if out.scales is None else _by_columns(out.scales.view(local, slots, -1), use_ue8m0)
+            return out.tokens.view(local, slots, -1), scales, counts_L
+
+        inputs = (x, topk_idx, cumulative_local_expert_recv_stats)
+        found, event, hook = self._issue(bring, inputs, async_finish, return_recv_hook)
+        rows, scales, counts_L = found
+        assert counts_L is not None
+        return rows if scales is None else (rows, scales), counts_L, made[0], event, hook
+
+    def low_latency_combine(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor,
+        handle: SlotHandle,
+        use_logfmt: bool = False,
+        zero_copy: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+        out: Tensor | None = None,
+        combine_wait_recv_cost_stats: Tensor | None = None,
+    ) -> tuple[Tensor, EventOverlap, Hook | None]:
+        """Returns rows to the ranks of their tokens, and sums them there with weights.
+
+        The weights go to the experts' ranks in a small dispatch before it.
+
+        Args:
+            x: (L, R * C, H) rows in the order of the dispatch.
+            topk_idx: (T, K) of the dispatch; where one is -1 now, its row does not count.
+            topk_weights: (T, K) float32.
+            handle: of the dispatch.
+            use_logfmt: nothing depends on it: rows travel in their dtype.
+            zero_copy: the rows are in the tensor of `get_next_low_latency_combine_buffer`, and x is not read.
+            out: (T, H), into which the sums are written too.
+            combine_wait_recv_cost_stats: ignored with a warning.
+            The others are as in `low_latency_dispatch`.
+
+        Returns:
+            (T, H) sums: a rank sums its rows of a token by k, the token's rank those of the ranks by
+            ascending rank, in float32, each rounded once; an event; the hook, or None.
+
+        Raises:
+            InvalidArgument: a handle of another call, or zero_copy without that tensor.
+            What `moecomm.Communicator.combine` raises, on all ranks.
+        """
+        if not isinstance(handle, SlotHandle):
+            kind = type(handle).__name__
+            raise InvalidArgument(f"handle is {kind}, expected that of a low_latency_dispatch")
+        if zero_copy and handle.rows_LNH is None:
+            raise InvalidArgument(
+                "zero_copy is True, expected False: get_next_low_latency_combine_buffer was not called with "
+                "this handle"
+            )
+        _refuse_both(async_finish, return_recv_hook)
+        _warn_of(combine_wait_recv_cost_stats=combine_wait_recv_cost_stats)
+        rows = handle.rows_LNH if zero_copy else x
+        assert rows is not None
+        comm, shape = handle.comm, handle.shape
+        if tuple(rows.shape) != shape:
+            raise InvalidArgument(f"x has shape {tuple(rows.shape)}, expected that of the dispatch, {shape}")
+        sizes = (comm.num_experts, comm.top_k, comm.max_tokens)
+        carrying = self._of(carriers(handle.ids_TK[:0]), *sizes, None)
+
+        def bring_back() -> tuple[Tensor | None, ...]:
+            counted_TK = topk_weights
+            if topk_idx is not handle.ids_TK:
+                counted_TK = topk_weights.masked_fill(topk_idx < 0, 0.0)
+            empty = carriers(handle.ids_TK)
+            sent = carrying.dispatch(empty, handle.ids_TK, counted_TK, expert_capacity=shape[1])
+            sums_TH = comm.combine(rows.view(-1, shape[2]), handle.handle, weights=sent.weights)
+            return (sums_TH if out is None else out.copy_(sums_TH),)
+
+        inputs = (rows, handle.ids_TK, topk_idx, topk_weights, out)
+        (sums_TH,), event, hook = self._issue(bring_back, inputs, async_finish, return_recv_hook)
+        assert sums_TH is not None
+        return sums_TH, event, hook
+
+    def get_next_low_latency_combine_buffer(self, handle: SlotHandle) -> Tensor:
+        """Returns an uninitialised tensor (L, R * C, H), into which the caller writes the rows of a combine
+        with zero_copy=True."""
+        if handle.rows_LNH is None:
+            handle.rows_LNH = torch.empty(handle.shape, dtype=handle.comm.dtype, device=handle.comm.device)
+        return handle.rows_LNH
+
+    # -- masks: a lost rank raises PeerLost on all others -----------------------------------------------
+
+    def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
+        """Does nothing without `mask`; with it raises NotImplementedError."""
+        if mask:
+            raise NotImplementedError("no rank is masked: a lost rank raises PeerLost on all others")
+
+    def low_latency_query_mask_buffer(self, mask_status: Tensor) -> None:
+        """Fills (R,) int32 with zeros: no rank is masked."""
+        mask_status.zero_()
+
+    def low_latency_clean_mask_buffer(self) -> None:
+        """Does nothing: no rank is masked."""
+
+    # ---------------------------------------------------------------------------------------------------
+
+    def _of(self, x: Tensor, experts: int, top_k: int, tokens: int, wire: str | None) -> Communicator:
+        """Returns the communicator for rows like x, of exactly as many tokens. All ranks call it."""
+        self.require_open()
+        sms = self._chosen_sms if x.is_cuda else None
+        sizes: dict[str, Any] = {
+            "num_experts": experts,
+            "hidden": x.shape[1],
+            "top_k": top_k,
+            "max_tokens": tokens,
+        }
+        key = (*sizes.values(), x.dtype, x.device, wire, sms)
+        if key not in self._exact:
+            if x.is_cuda and torch.cuda.is_current_stream_capturing():
+                raise InvalidArgument(
+                    "a CUDA graph captures the first low-latency call of a shape, which builds a "
+                    "communicator: call it once before the capture"
+                )
+            made = Communicator(self.group, **sizes, dtype=x.dtype, device=x.device, wire=wire, num_sms=sms)
+            self._exact[key] = made
+        return self._exact[key]
+
+    def _issue(
+        self, work: Callable[[], tuple[Tensor | None, ...]], inputs: Any, apart: bool, hooked: bool
+    ) -> tuple[tuple[Tensor | None, ...], EventOverlap, Hook | None]:
+        """Runs work; returns its tensors, an event and a hook."""
+        found, event = self.run(work, inputs, (), apart or hooked)
+        if not hooked:
+            return found, event, None
+        return found, EventOverlap(), partial(event.current_stream_wait)
+
+
+def _refuse_both(async_finish: bool, return_recv_hook: bool) -> None:
+    if async_finish and return_recv_hook:
+        raise InvalidArgument("async_finish and return_recv_hook are True, expected one at most")
+
+
+def _warn_of(**given: Any) -> None:
+    for name, value in given.items():
+        if value is not None:
+            warnings.warn(
+                f"{name} is ignored: moecomm.Communicator.stats() tells who was waited for", stacklevel=3
+            )
+
+
+def _with_rounded_scales(x_TH: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns rows in float8_e4m3fn and (T, S) float32 scales that are powers of two, the least with which
+    every value of 128 columns is at most 448."""
+    blocks_TSB = x_TH.float().unflatten(1, (-1, _BLOCK))
+    mantissa_TS, exponent_TS = torch.frexp(blocks_TSB.abs().amax(2).clamp(min=1e-4) / 448)
+    scales_TS = torch.ldexp(torch.ones_like(mantissa_TS), exponent_TS - (mantissa_TS == 0.5).int())
+    values_TSB = (blocks_TSB / scales_TS.unsqueeze(2)).to(torch.float8_e4m3fn)
+    return values_TSB.flatten(1), scales_TS
+
+
+def _by_columns(scales_LNS: Tensor, exponents: bool) -> Tensor:
+    """Returns scales with the memory of each column contiguous, as DeepGEMM reads them; `exponents`: packed
+    as four exponents in an int32."""
+    if exponents:
+        bits_LNS = (scales_LNS.view(torch.int32) >> 23).to(torch.uint8)
+        scales_LNS = bits_LNS.view(torch.int32)
+    return scales_LNS.transpose(1, 2).contiguous().transpose(1, 2)
