@@ -20,11 +20,13 @@ from typing import Any, NoReturn
 
 from .options import (
     BETWEEN_NODES,
+    DEEP_EP,
     DTYPES,
     FP8_VARIANTS,
     KEEPS,
     LAYER,
     LAYER_ROUTINGS,
+    MOECOMM,
     ON_REQUEST,
     OVERLAPPED,
     PRESETS,
@@ -151,6 +153,8 @@ def build_parser(program: str) -> Parser:
         add("--capacity", type=lambda text: text if text == "auto" else positive(text), metavar="ROWS",
             help="fixed rows, or auto: what the fullest rank needs (exact)")
         add("--wire", choices=WIRES, help="rows travel in that format (GPUs; in their type)")
+        add("--api", choices=(MOECOMM, DEEP_EP), default=MOECOMM,
+            help="deep_ep: also by compat/deep_ep; by expert its low-latency calls (moecomm)")
         add("--no-dequantize", dest="dequantize", action="store_false", help="hand on data, scales")
     if program == "combine":
         add("--combine-wire", choices=("fp8",),
@@ -360,6 +364,7 @@ def _check_together(options: Options) -> None:
     """Refuses what single flags allow and together makes no sense."""
     on_cpu, on_one_node = options.device == "cpu", options.nodes == 1
     exact, by_rank = options.capacity is None, options.layout == "rank"
+    plain = options.kept_handle is None and options.wire is None
     refusals = (
         (options.inject_error and not options.checks, "--inject-error needs a check to catch it: not -c 0"),
         (on_cpu and options.num_sms != (None,), "--num-sms is for GPUs (--device cuda)"),
@@ -375,6 +380,7 @@ def _check_together(options: Options) -> None:
         (by_rank and options.kept_handle == "weighted", "--kept-handle weighted is for --layout expert"),
         (not options.dequantize and options.wire is None, "--no-dequantize is for --wire fp8 and mxfp8"),
         (on_one_node and options.fabric_provider is not None, "--fabric-provider needs --ranks-per-node"),
+        (options.api == DEEP_EP and not plain, "--api deep_ep is not for --kept-handle and --wire"),
         (options.is_layer and len(options.dtypes) > 1, "-d has to be one type for layers"),
         (
             "layer" in options.ways and len(options.products) > 1,

@@ -16,6 +16,7 @@ LAYER = "moe_layer"
 PROGRAMS = (*OPERATIONS, LAYER)
 WIRES = ("fp8", "mxfp8")  # formats in which rows can travel
 MOECOMM = "moecomm"  # the path of an operation that is moecomm's own
+DEEP_EP = "deep_ep"  # the same by the module that stands in for DeepEP's
 DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 ROUTINGS = ("uniform", "zipf", "one-hot", "balanced")
 LAYER_ROUTINGS = ("uniform", "zipf", "balanced")
@@ -141,6 +142,7 @@ class Options:
     combine_wire: str | None = None  # likewise the sums of a combine: None or "fp8"
     dequantize: bool = True
     kept_handle: str | None = None  # None | plain | weighted
+    api: str = MOECOMM  # what is timed: moecomm's own calls, or also those of DEEP_EP
     graph: int = 0  # calls in a CUDA graph; 0: none
     baselines: tuple[str, ...] = ()
     # of layers

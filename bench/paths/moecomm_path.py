@@ -56,7 +56,7 @@ def make_path(comm: moecomm.Communicator, case: Case) -> Path:
 
 def _dispatch(comm: moecomm.Communicator, case: Case) -> Path:
     """`comm.dispatch` of rows and weights."""
-    return _path(
+    return path_of(
         comm,
         case,
         lambda: _dispatched(comm, case),
@@ -90,7 +90,7 @@ def _combine(comm: moecomm.Communicator, case: Case) -> Path:
         return wrong
 
     prepare()  # so that it can be captured, and timed also when checks are off
-    return _path(
+    return path_of(
         comm,
         case,
         lambda: comm.combine(state["rows_PH"], state["handle"], weights=state["weights"]),
@@ -109,7 +109,7 @@ def _kept_handle(comm: moecomm.Communicator, case: Case) -> Path:
     with torch.enable_grad():
         rows_PH = torch.zeros_like(made.tokens.detach(), requires_grad=True)
         y_TH = comm.combine(rows_PH, made.handle)
-    return _path(
+    return path_of(
         comm,
         case,
         lambda: torch.autograd.grad(y_TH, rows_PH, case.x_TH, retain_graph=True),
@@ -129,7 +129,7 @@ def _weighted_kept_handle(comm: moecomm.Communicator, case: Case) -> Path:
     weights_P = made.weights.detach().requires_grad_()
     with torch.enable_grad():
         y_TH = comm.combine(rows_PH, made.handle, weights=weights_P)
-    return _path(
+    return path_of(
         comm,
         case,
         lambda: torch.autograd.grad(y_TH, (rows_PH, weights_P), case.x_TH, retain_graph=True),
@@ -142,11 +142,12 @@ def _weighted_kept_handle(comm: moecomm.Communicator, case: Case) -> Path:
 # -- what all of them have in common -------------------------------------------------------------------------
 
 
-def _path(
+def path_of(
     comm: moecomm.Communicator,
     case: Case,
     call: Callable[[], Any],
     wrong: Callable[[Any], int],
+    name: str = MOECOMM,
     *,
     prepare: Callable[[], int] = lambda: 0,
     blocks: bool = False,
@@ -167,6 +168,7 @@ def _path(
         _settle(comm, case)
         tensors = (result.tokens,) if isinstance(result, moecomm.DispatchOutput) else result
         tensors = (tensors,) if isinstance(tensors, torch.Tensor) else tensors
+        tensors = tuple(each for each in tensors if isinstance(each, torch.Tensor))
         case.maybe_corrupt(tensors[0])
         count += wrong(result)
         poison(*tensors)
@@ -176,7 +178,7 @@ def _path(
     if case.device.type == "cuda" and sms is None and (said := re.search(r"(\d+) SMs", repr(comm))):
         sms = int(said[1])  # what the communicator says of its own choice
     return Path(
-        name=MOECOMM,
+        name=name,
         calls={CALL: timed},
         check=check,
         before=before,

@@ -8,10 +8,10 @@ from functools import partial
 import moecomm
 
 from ..harness.case import Case
-from ..harness.options import BETWEEN_NODES, MOECOMM
+from ..harness.options import BETWEEN_NODES, DEEP_EP, MOECOMM
 from ..harness.path import NotRun, Path, Yardstick, attempt
 from ..harness.timing import Clock
-from . import between_nodes, ceilings, moecomm_path, permute, torch_symm
+from . import between_nodes, ceilings, deep_ep_path, moecomm_path, permute, torch_symm
 from .baseline import Baseline
 
 # By name without the backend: gloo and nccl are one code.
@@ -33,6 +33,9 @@ def make_paths(comm: moecomm.Communicator, case: Case, clock: Clock) -> list[Pat
     """moecomm's path first, then the baselines; one that cannot be made on any rank runs on none."""
     own, problem = attempt(lambda: moecomm_path.make_path(comm, case))
     made: list[Path | Yardstick | NotRun] = [own or NotRun(MOECOMM, problem, failed=True)]
+    if case.options.api == DEEP_EP:
+        path, problem = attempt(lambda: deep_ep_path.make_path(case))
+        made.append(path or NotRun(DEEP_EP, problem, failed=True))
     for name in case.options.baselines:
         if name in BETWEEN_NODES:
             made.append(between_nodes.yardstick(name, case, comm.network_lanes))

@@ -121,6 +121,8 @@ def test_an_operation_is_verified_and_recorded(name: str, run: Callable[..., Ran
         "dispatch --layout rank --routing zipf --capacity auto -d float64 -c 3",
         "dispatch --kept-handle plain --alignment 4 --capacity auto",
         "dispatch --kept-handle weighted -d bfloat16 --experts 12",
+        "dispatch --api deep_ep --layout rank --experts 12",
+        "combine --api deep_ep -d bfloat16",
         "combine --experts 12 --layout rank --routing balanced -d float16",
         "combine --alignment 8 --capacity auto --routing zipf -d float64 --baselines gloo,gloo-tuned",
     ],
