@@ -1,4 +1,4 @@
-"""The operations by compat/deep_ep (--api deep_ep), beside moecomm's own calls: in the rank layout those of its
+"""The operations by compat/deep_ep (--api deep_ep) beside moecomm's own calls: in the rank layout those of
 Buffer, in the expert layout its low-latency calls without fp8."""
 
 from __future__ import annotations
