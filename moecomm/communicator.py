@@ -494,7 +494,12 @@ class Communicator(_Planned):
         x, ids, weights = self._shared(backend, x_TH, topk_idx_TK, topk_weights_TK)
 
         def begin() -> Any:
-            return backend.begin_dispatch(self._dropless(backend, x, ids, weights, _layer))
+            backend.ready()
+            options = self._options("expert", 1, None, None)
+            if not fits_dispatch(x, ids, weights, *self._expected):
+                self._check_dispatch(x, None, ids, weights, True)
+            call = DispatchCall(x, None, ids, weights, *options, True, _caller(_layer))
+            return backend.begin_dispatch(call)
 
         begun = self._begun = backend.run("moecomm dispatch", begin)
 
@@ -509,30 +514,6 @@ class Communicator(_Planned):
             return self._output(raw, "expert")
 
         return receive
-
-    def _dispatch_early(
-        self, x_TH: torch.Tensor, topk_idx_TK: torch.Tensor, topk_weights_TK: torch.Tensor, layer: Any
-    ) -> tuple[DispatchOutput, Callable[[], DispatchOutput] | None]:
-        """Dispatches for a layer, whose products the host then issues before it knows the number of rows.
-        Returns an output and None; or an output as `EarlyDispatch` describes it, and the function that waits
-        for the number and returns the final one. Otherwise like `begin_dispatch`."""
-        backend = self._open()
-
-        def begin() -> Any:
-            return backend.dispatch_early(self._dropless(backend, x_TH, topk_idx_TK, topk_weights_TK, layer))
-
-        found = backend.run("moecomm dispatch", begin)
-        if isinstance(found, RawDispatch):
-            return self._output(found, "expert"), None
-        return self._output(found.output, "expert"), lambda: self._output(found.wait(), "expert")
-
-    def _dropless(self, backend: Backend, x: Any, ids: Any, weights: Any, layer: Any) -> DispatchCall:
-        """Returns the checked arguments of a dropless dispatch in the expert layout."""
-        backend.ready()
-        options = self._options("expert", 1, None, None)
-        if not fits_dispatch(x, ids, weights, *self._expected):
-            self._check_dispatch(x, None, ids, weights, True)
-        return DispatchCall(x, None, ids, weights, *options, True, _caller(layer))
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(

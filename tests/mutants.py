@@ -265,13 +265,6 @@ MUTANTS = read("""
 = losses of a router give its logits no gradient
 - grad_TE.add_(grad_logits_TE)
 + pass
-@ moecomm/nn/expert_pass.py: tests/unit/test_early_products.py
-= products without rows are not run again
-- expert_rows_PH = self._experts(counted, stages, side)
-+ expert_rows_PH = self._fc2(self._fc1()[1])[: counted.handle.num_rows]
-= rows past the last group are kept
-- expert_rows_PH = expert_rows_PH[:rows]
-+ rows = rows + 0
 @ moecomm/nn/expert_pass.py: LAYER
 = shared experts give x no gradient
 -         grad_x_TH.add_(grad_shared_x_TH)

@@ -23,7 +23,6 @@ py::dict plan_fields(const DeviceShape& shape) {
   add("overflow", plan.header + static_cast<int64_t>(offsetof(PlanHeader, overflow) / 4), 1);
   add("expert_rows", plan.expert_rows, local);
   add("expert_starts", plan.expert_starts, 1 + local);
-  add("early_starts", plan.early_starts, 1 + local);
   add("source_ends", plan.source_ends, shape.ranks);
   add("total", 0, plan.total);
   return out;

@@ -35,7 +35,6 @@ struct DevicePlan {
   int64_t expert_rows;     ///< [local experts] rows without padding
   int64_t expert_starts;   ///< [1 + local experts] 0, and then `offsets`
   int64_t offsets;         ///< [local experts] inclusive ends of the groups, at most positions
-  int64_t early_starts;    ///< [1 + local experts] expert_starts; zeros where the offer is too small
   int64_t source_ends;     ///< [ranks] rank layout: inclusive ends of the sources, at most rows
   int64_t ends;            ///< [local experts] first position of each group's padding, at most positions
   int64_t tokens;          ///< [ranks] tokens of each source
@@ -69,7 +68,6 @@ struct DevicePlan {
     place(p.expert_rows, local);
     place(p.expert_starts, 1 + local);
     p.offsets = p.expert_starts + 1;
-    place(p.early_starts, 1 + local);
     place(p.source_ends, shape.ranks);
     place(p.ends, local);
     place(p.tokens, shape.ranks);

@@ -260,10 +260,8 @@ void DeviceCommunicator::dispatch(const DeviceDispatch& d, int64_t rows, int64_t
   end_earlier(stream);
   const DeviceGuard guard(config_.device);
   gpu::ReceiveArguments received = receiving(rows, positions, output);
-  gpu::SendArguments sent = sending(d);
   received.offered = d.capacity < 0;
-  if (received.offered) sent.room = rows;
-  send_and_receive(config_.shape.wire, sent, received, stream);
+  send_and_receive(config_.shape.wire, sending(d), received, stream);
 }
 
 std::pair<gpu::RowCounts, bool> DeviceCommunicator::offered_rows(int64_t tokens, RowLayout layout,

@@ -119,18 +119,6 @@ class DispatchCall(NamedTuple):
     """The number of the calling layer among those of the communicator; 0: none. Ranks have to agree."""
 
 
-class EarlyDispatch(NamedTuple):
-    """A dropless dispatch that is on its stream and whose rows the host does not know yet. The next operation
-    of the communicator completes it."""
-
-    output: RawDispatch
-    """Tensors for as many rows as lately, or more. Work behind the dispatch may read them: their groups are
-    those of the arrived rows, or all empty where there was no room for the rows."""
-    wait: Callable[[], RawDispatch]
-    """Waits on the host for the number of rows. Returns `output`, its tensors cut to the rows; or, where
-    there was no room, other tensors, into which the rows are received now. Raises a dispatch's errors."""
-
-
 class Backend(ABC):
     """Turns tensors into pointers for one kind of memory.
 
@@ -229,10 +217,6 @@ class Backend(ABC):
     def dispatch(self, call: DispatchCall) -> RawDispatch:
         """Sends rows and receives those that arrive."""
         return self.finish_dispatch(self.begin_dispatch(call))
-
-    def dispatch_early(self, call: DispatchCall) -> RawDispatch | EarlyDispatch:
-        """Does the same in the expert layout. Where it can, it returns before the host knows the rows."""
-        return self.dispatch(call)
 
     @abstractmethod
     def begin_dispatch(self, call: DispatchCall) -> Any:

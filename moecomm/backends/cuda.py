@@ -21,7 +21,6 @@ from moecomm.arguments import weight_dtype
 from moecomm.backends.base import (
     Backend,
     DispatchCall,
-    EarlyDispatch,
     ExpertIndex,
     RawDispatch,
     TensorPlan,
@@ -30,7 +29,7 @@ from moecomm.backends.base import (
 from moecomm.backends.cuda_outputs import Begun, Inputs, Outputs, out_of_memory
 from moecomm.backends.cuda_setup import check_room, connect_gpus, meet, plan_fields_of, release, shape_of
 from moecomm.backends.order import ProcessLock, within_another
-from moecomm.backends.side_work import EarlyWork, SideWork
+from moecomm.backends.side_work import SideWork
 from moecomm.device.cuda_device import CudaDevice, StreamOrder
 from moecomm.errors import InvalidArgument, MoecommError, OutOfMemory
 from moecomm.setup.handshake import describe
@@ -85,7 +84,7 @@ class CudaBackend(Backend):
             self.wire_format = WIRE_FORMATS.get(arguments["wire"])
             shape = shape_of(arguments, dtype, rendezvous.size, self.nodes.ranks_per_node)
             self.memory = plan_device_memory(shape, self.nodes.ranks_per_node)
-            self.plan_fields, self._early_fields = plan_fields_of(shape)
+            self.plan_fields = plan_fields_of(shape)
             check_room(rendezvous, group_info, self.memory, self._gpu)
             dtypes = [dtype, self._weight_dtype, torch.int32, torch.float32]
             if self.wire_format is not None:
@@ -176,7 +175,7 @@ class CudaBackend(Backend):
         return Work(wait, work.is_completed, work.join)
 
     def _settle_begun(self) -> None:
-        """Completes the operation that was begun last and is not complete, if there is one."""
+        """Completes the operation that `launch` has begun but not completed, if there is one."""
         if self._unfinished is not None:
             self._unfinished.complete()
 
@@ -203,16 +202,6 @@ class CudaBackend(Backend):
         sending, blob, _inputs = self._sending(call)  # kept until the output has its own memory
         rows = (call.capacity, call.expert_capacity)
         return self._receive(call, blob, rows, partial(self._native.dispatch, *sending))
-
-    def dispatch_early(self, call: DispatchCall) -> RawDispatch | EarlyDispatch:
-        begun = self._begin(call, offers=True)
-        if not begun.at_once:
-            return self.finish_dispatch(begun)
-        assert begun.outputs is not None
-        raw = self._received(call, begun.blob, begun.offered, begun.outputs)
-        output = raw._replace(plan_views=partial(self._early_fields.view, begun.blob, call.layout))
-        self._unfinished = work = EarlyWork(self, self._gpu, begun)
-        return EarlyDispatch(output, work.wait)
 
     def begin_dispatch(self, call: DispatchCall) -> Begun:
         return self._begin(call, offers=False)

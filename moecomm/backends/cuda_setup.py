@@ -53,22 +53,21 @@ def shape_of(
     )
 
 
-def plan_fields_of(shape: _C.DeviceShape) -> tuple[PlanFields, PlanFields]:
-    """Returns the positions of the fields within a plan on the device, and those of an early output."""
+def plan_fields_of(shape: _C.DeviceShape) -> PlanFields:
+    """Returns the positions of the fields within a plan on the device."""
     fields = _C.device_plan_fields(shape)
 
     def place(name: str) -> slice:
         first, count = fields[name]
         return slice(first, first + count)
 
-    found = PlanFields(
+    return PlanFields(
         words=fields["total"][1],
         overflow=fields["overflow"][0],
         expert_rows=place("expert_rows"),
         expert_starts=place("expert_starts"),
         source_ends=place("source_ends"),
     )
-    return found, found._replace(expert_starts=place("early_starts"))
 
 
 def check_room(rendezvous: Rendezvous, group_info: GroupInfo, memory: MemoryPlan, gpu: CudaDevice) -> None:

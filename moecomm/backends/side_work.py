@@ -1,9 +1,7 @@
-"""Operations that are complete only later: on a CUDA communicator's own stream, concurrent with the caller's
-stream (a Work holds them), and dispatches whose rows the host has yet to learn."""
+"""An operation on a CUDA communicator's own stream, concurrent with the caller's stream; a Work holds it."""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -12,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import torch
 
 from moecomm.backends.base import RawDispatch
-from moecomm.backends.cuda_outputs import Begun
 from moecomm.device.cuda_device import CudaDevice
 
 if TYPE_CHECKING:
@@ -31,7 +28,7 @@ class SideWork(Generic[Result]):
         name: str,
         begin: Callable[[], Any],
         complete: Callable[[Any], Result] | None,
-        side: torch.cuda.Stream | None,
+        side: torch.cuda.Stream,
     ) -> None:
         self._owner, self._gpu, self._name, self._side = owner, gpu, name, side
         self._begin, self._complete = begin, complete
@@ -60,25 +57,17 @@ class SideWork(Generic[Result]):
             assert self._complete is not None
             self._step(partial(self._complete, begun), "_result")
 
-    def _on_stream(self) -> contextlib.AbstractContextManager[None]:
-        assert self._side is not None
-        return self._gpu.on(self._side)
-
-    def _record(self) -> None:
-        if self._side is not None:  # else the caller's stream, where nothing has to join
-            self._event = self._side.record_event()
-
     def _step(self, operation: Callable[[], Any], target: str) -> None:
-        with self._on_stream():
+        with self._gpu.on(self._side):
             try:
                 setattr(self, target, self._owner.run_now(self._name, operation))
-                self._record()
+                self._event = self._side.record_event()
             except BaseException as error:  # the caller of wait() gets errors of every kind
                 self._error = error
                 if not isinstance(error, Exception):  # Ctrl-C is also raised now
                     raise
                 with suppress(RuntimeError):  # in a capture that has failed
-                    self._record()
+                    self._event = self._side.record_event()
 
     def wait(self) -> Result:
         """Returns the result, or raises the error; the device may still be working on it."""
@@ -119,17 +108,3 @@ def _tensors(result: Any) -> list[torch.Tensor]:
     else:
         found = result  # gradients of a dispatch, possibly None
     return [each for each in found if each is not None]
-
-
-class EarlyWork(SideWork[RawDispatch]):
-    """The second half of a dispatch whose rows are received already, if there was room: the host waits for
-    their number. It runs on the stream of the first half, whoever completes it."""
-
-    def __init__(self, owner: CudaBackend, gpu: CudaDevice, begun: Begun) -> None:
-        super().__init__(owner, gpu, "moecomm dispatch", lambda: begun, owner.finish_dispatch, None)
-        self._begun, self._stream = begun, begun.stream
-
-    def _on_stream(self) -> contextlib.AbstractContextManager[None]:
-        if self._gpu.raw_stream() == self._stream:
-            return contextlib.nullcontext()
-        return self._gpu.on(torch.cuda.ExternalStream(self._stream, self._gpu.device))

@@ -23,7 +23,6 @@ and with `keep_plans` it follows the plan of the first time.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -186,16 +185,13 @@ class Forward:
         side = SideStream(comm, wanted=has_shared)
         tokens = (self.x_TH, context.topk_idx_TK, self.topk_weights_TK)
         out: DispatchOutput | None = None
-        count_rows: Callable[[], DispatchOutput] | None = None
         shared_TH: Tensor | None = None
 
         with side, stages("dispatch_send", stream=COMM, communicates=True):
-            if context.capacity is not None:
-                out = comm.dispatch(*tokens, capacity=context.capacity, _layer=context.layer)
-            elif has_shared:
+            if context.capacity is None and has_shared:
                 receive = comm.begin_dispatch(*tokens, _layer=context.layer)
             else:
-                out, count_rows = comm._dispatch_early(*tokens, context.layer)
+                out = comm.dispatch(*tokens, capacity=context.capacity, _layer=context.layer)
         if has_shared:
             with stages("shared"):
                 self._shared_fc1()
@@ -205,21 +201,21 @@ class Forward:
         if out is None:  # the host waits for the number of rows after it has issued the shared experts' work
             with side.receiving(), stages("dispatch_receive", stream=COMM, communicates=True):
                 out = receive(directly=side.separate)
+        self.out = out
+        self._state = state = DispatchState.of(out, context.products)
+        side.join(out.tokens, state.weights_P, state.groups)
         if context.overflow is not None:
             context.overflow.note_dispatch(out.overflow)
-        expert_rows_PH = self._experts(out, stages, side)
-        if count_rows is not None:  # the host waits for the number of rows after it has issued the products
-            counted = count_rows()
-            if counted.tokens is out.tokens:
-                rows = counted.handle.num_rows
-                self._state = DispatchState(counted.handle, self.state.weights_P, self.state.groups)
-                expert_rows_PH = expert_rows_PH[:rows]
-                self._inner_PI = None if self._inner_PI is None else self._inner_PI[:rows]
-            else:  # there was no room for them, and the products had no rows
-                del expert_rows_PH
-                expert_rows_PH = self._experts(counted, stages, side)
-            out = counted
-        self.out = out
+        self._rows_PH = out.tokens
+
+        with stages("fc1"):
+            inner_PI, z_PF = self._fc1()
+        if context.keep == "all":
+            self._inner_PI = inner_PI
+        del inner_PI
+        with stages("fc2"):
+            expert_rows_PH = self._fc2(z_PF)
+        del z_PF
         with stages("combine", stream=COMM, communicates=True):
             y_TH = comm.combine(expert_rows_PH, out.handle)
         if shared_TH is not None:
@@ -228,18 +224,6 @@ class Forward:
             context.recorded.forward = stages
         context.wait_on_host(side)
         return y_TH
-
-    def _experts(self, out: DispatchOutput, stages: Stages, side: SideStream) -> Tensor:
-        """Returns the experts' results on the rows of a dispatch, (P, H)."""
-        self._state = state = DispatchState.of(out, self.context.products)
-        side.join(out.tokens, state.weights_P, state.groups)
-        self._rows_PH = out.tokens
-        with stages("fc1"):
-            inner_PI, z_PF = self._fc1()
-        self._inner_PI = inner_PI if self.context.keep == "all" else None
-        del inner_PI
-        with stages("fc2"):
-            return self._fc2(z_PF)
 
     def _again(self) -> None:
         """Recomputes the tensors of `kept`, along the plan."""

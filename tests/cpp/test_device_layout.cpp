@@ -226,10 +226,10 @@ void test_plan_fields() {
     const DevicePlan p = DevicePlan::make(s);
     const int64_t R = s.ranks, L = s.num_experts / R, M = s.max_tokens, K = s.top_k;
     std::vector<std::pair<int64_t, int64_t>> fields{
-        {p.header, 16},      {p.expert_rows, L},     {p.expert_starts, 1 + L}, {p.source_ends, R},
-        {p.ends, L},         {p.tokens, R},          {p.bases, R * L},         {p.local_topk_idx, M * K},
-        {p.home, M},         {p.slots, R * M},       {p.positions, R * M * K}, {p.rows, R * M},
-        {p.source_bases, R}, {p.early_starts, 1 + L}};
+        {p.header, 16},     {p.expert_rows, L}, {p.expert_starts, 1 + L}, {p.source_ends, R},
+        {p.ends, L},        {p.tokens, R},      {p.bases, R * L},         {p.local_topk_idx, M * K},
+        {p.home, M},        {p.slots, R * M},   {p.positions, R * M * K}, {p.rows, R * M},
+        {p.source_bases, R}};
     std::sort(fields.begin(), fields.end());
     int64_t end = 0, words = 0;
     for (const auto& [offset, count] : fields) {

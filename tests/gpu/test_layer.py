@@ -18,7 +18,6 @@ from torch.utils.checkpoint import checkpoint
 
 from moecomm.errors import MoecommError
 from moecomm.nn import MoELayer, keep_plans
-from moecomm.nn.expert_pass import Forward
 from tests.gpu import harness
 from tests.gpu.conftest import Pools
 from tests.multirank.moe_cases import WAYS, LayerCase, change_weights, check_ways, differences, run_layer
@@ -80,43 +79,6 @@ def check_waits(rank: int, world_size: int, case: LayerCase) -> None:
     layer.comm.close()
 
 
-@pytest.mark.usefixtures("cuda_only")
-@pytest.mark.parametrize("tokens", [(2000, 2000, 1990, 2010), (200, 64, 0, 90)], ids=["many", "few"])
-@pytest.mark.parametrize("size", [2, 4])
-@on_ranks("size")
-def test_rows_without_room(rank: int, world_size: int, tokens: tuple[int, ...], seed: int) -> None:
-    """The products of a dropless layer are issued before the number of rows is known. Where more rows come
-    than lately, they run again; the result is that of a layer that waits."""
-    options = {"num_shared_experts": 0, "router_bias": True}
-    case = LayerCase(tokens[:world_size], seed, options=options)
-    layer, waiting = case.layer(), case.layer()
-    problems: list[str] = []
-    runs: list[int] = []
-    all_to = [case.config.num_experts // world_size * r for r in range(world_size)]
-    plain = Forward._experts
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Forward, "_experts", lambda *given: (runs.append(step), plain(*given))[1])
-        for step, first in enumerate([None, None, all_to[0], None, all_to[-1], all_to[-1], all_to[0], None]):
-            for each in (layer, waiting):
-                with torch.no_grad():
-                    each.router.bias.zero_()
-                    if first is not None:
-                        each.router.bias[first : first + case.config.top_k] = 100.0
-            x, grad = case.input_here(rank, step)
-            harness.poison()
-            found = run_layer(layer, x, grad, WAYS["overlapped"])
-            wanted = run_layer(waiting, x, grad, {"overlap": False})
-            problems += differences(found, wanted, f"step {step}")
-            problems += [f"step {step}: {name}" for name, each in found.items() if each.isnan().any()]
-    # Few tokens are offered room for whatever comes.
-    if rank == 0 and max(tokens) > 1024 and not any(runs.count(each) == 2 for each in runs):
-        problems.append(f"no step ran its products twice: {runs}")
-    layer.comm.check()
-    layer.comm.close()
-    waiting.comm.close()
-    return problems
-
-
 def _left_alone(rank: int, world_size: int, how: str) -> tuple[str, float, float]:
     case = LayerCase((2000,) * world_size, 0, options={"num_shared_experts": 0})
     sizes = {name: getattr(case.config, name) for name in ("num_experts", "hidden", "top_k", "dtype")}
@@ -144,7 +106,7 @@ def _left_alone(rank: int, world_size: int, how: str) -> tuple[str, float, float
 
 @pytest.mark.usefixtures("cuda_only")
 @pytest.mark.parametrize(("how", "error"), [("killed", "PeerLost"), ("away", "PeerTimeout")])
-def test_a_rank_that_does_not_come_while_products_wait(fresh_ranks: FreshRanks, how: str, error: str) -> None:
+def test_a_rank_that_does_not_come_to_a_forward(fresh_ranks: FreshRanks, how: str, error: str) -> None:
     found = fresh_ranks(2, _left_alone, how, may_die=[1] if how == "killed" else [])
     assert found[0][0] == error and found[0][2] == 1000.0, found
     assert found[0][1] < 6, found

@@ -37,7 +37,6 @@ struct SendArguments {
   int64_t capacity;   ///< -1: as many rows as needed
   int64_t positions;  ///< capacity of the rank layout's expert-major index, or (fixed_groups) rows of each
                       ///< expert's group; -1: as many as needed
-  int64_t room = -1;  ///< dropless, expert layout: rows of the offered output; -1: there is none
   RowLayout layout;
   uint16_t caller;       ///< dispatch: as in SignalRecord
   uint64_t ticket;       ///< dropless: ticket number of the host's wait for the row count

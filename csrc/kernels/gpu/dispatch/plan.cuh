@@ -206,7 +206,6 @@ __device__ inline void write_empty_plan(const Comm& comm, const PlanView& plan) 
   const DevicePlan& f = plan.fields;
   for (int64_t i = threadIdx.x; i < comm.local_experts; i += kThreads)
     plan.at(f.expert_rows)[i] = plan.at(f.offsets)[i] = plan.at(f.ends)[i] = 0;
-  for (int64_t i = threadIdx.x; i <= comm.local_experts; i += kThreads) plan.at(f.early_starts)[i] = 0;
   for (int64_t i = threadIdx.x; i < comm.ranks(); i += kThreads)
     plan.at(f.source_ends)[i] = plan.at(f.tokens)[i] = 0;
   if (threadIdx.x != 0) return;
@@ -434,11 +433,6 @@ __device__ inline void publish_plan(const Comm& comm, const SendArguments& args,
     }
     count_rows(comm, header, counts);
   }
-  // Only kernels after this one read these.
-  if (args.room < 0) return;
-  for (int64_t i = threadIdx.x; i <= comm.local_experts; i += kThreads)
-    plan.at(plan.fields.early_starts)[i] =
-        header.needed_rows <= args.room ? plan.at(plan.fields.expert_starts)[i] : 0;
 }
 
 /// Makes the plan of a dispatch that can't go on. It reports in every case, so that neither the host nor the
