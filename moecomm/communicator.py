@@ -267,6 +267,7 @@ class Communicator(_Planned):
         capacity: int | None = None,
         expert_capacity: int | None = None,
         dequantize: bool = True,
+        host_counts: bool = False,
         async_op: Literal[False] = False,
         _layer: Any = None,
     ) -> DispatchOutput: ...
@@ -283,6 +284,7 @@ class Communicator(_Planned):
         capacity: int | None = None,
         expert_capacity: int | None = None,
         dequantize: bool = True,
+        host_counts: bool = False,
         async_op: Literal[True],
         _layer: Any = None,
     ) -> Work[DispatchOutput]: ...
@@ -298,6 +300,7 @@ class Communicator(_Planned):
         capacity: int | None = None,
         expert_capacity: int | None = None,
         dequantize: bool = True,
+        host_counts: bool = False,
         async_op: bool = False,
         _layer: Any = None,
     ) -> DispatchOutput | Work[DispatchOutput]:
@@ -335,6 +338,8 @@ class Communicator(_Planned):
                 count too, so positions of rows that fit may be left out.
             dequantize: with wire="fp8" or "mxfp8", False returns the rows in the wire format: `tokens` in
                 float8_e4m3fn and `scales`. The result is then not differentiable.
+            host_counts: return the rows of each local expert as a list, too (`DispatchOutput.host_counts`);
+                for a dispatch without a capacity, whose number of rows the host waits for anyway.
             async_op: return a Work at once; its `wait()` gives the DispatchOutput. On CUDA the operation runs
                 on `stream`, after the present work of the caller's current stream. Without a capacity, and
                 for few tokens (up to 1024 on one node), rows are sent at once and received by `wait()` or the
@@ -350,7 +355,7 @@ class Communicator(_Planned):
             CommunicatorClosed: after `close()`.
         """
         tensors: tuple[Any, Any, Any] = (x_TH, topk_idx_TK, topk_weights_TK)
-        arguments = (*tensors, layout, alignment, capacity, expert_capacity, dequantize)
+        arguments = (*tensors, layout, alignment, capacity, expert_capacity, dequantize, host_counts)
         if not torch.compiler.is_compiling():
             return self._dispatch(*arguments, async_op, _layer)
         plain = layout == "expert" and expert_capacity is None and dequantize
@@ -394,6 +399,7 @@ class Communicator(_Planned):
         capacity: int | None,
         expert_capacity: int | None,
         dequantize: bool,
+        host_counts: bool,
         async_op: bool,
         layer: Any,
     ) -> DispatchOutput | Work[DispatchOutput]:
@@ -416,7 +422,9 @@ class Communicator(_Planned):
             options = self._options(layout, alignment, capacity, expert_capacity)
             if not fits:
                 self._check_dispatch(x, x_scales, ids, weights, dequantize)
-            return DispatchCall(x, x_scales, ids, weights, *options, dequantize, caller)
+            if host_counts and options[2] >= 0:
+                raise InvalidArgument("host_counts is True, expected False with a capacity")
+            return DispatchCall(x, x_scales, ids, weights, *options, dequantize, caller, host_counts)
 
         def finish(raw: RawDispatch) -> DispatchOutput:
             if dequantize:
@@ -456,6 +464,7 @@ class Communicator(_Planned):
             expert_rows=None if index is None else index.rows_Q,
             expert_weights=None if index is None else index.weights_Q,
             scales=raw.scales,
+            host_counts=raw.host_counts,
             _plan_views=raw.plan_views,
         )
 

@@ -173,6 +173,8 @@ class DispatchOutput:
         scales: with `dequantize=False` the scales of `tokens`, which are then float8_e4m3fn: value = tokens *
             scale. wire="fp8": (P, ceil(H / 128)) float32, one for each 128 columns. "mxfp8": (P, ceil(H /
             32)) float8_e8m0fnu. None otherwise.
+        host_counts: with `host_counts=True` the L numbers of `tokens_per_expert`, known before the rows have
+            arrived. None otherwise.
     """
 
     tokens: torch.Tensor
@@ -188,6 +190,7 @@ class DispatchOutput:
     expert_weights: torch.Tensor | None = None
     topk_idx: torch.Tensor | None = None
     scales: torch.Tensor | None = None
+    host_counts: list[int] | None = None
 
     if not TYPE_CHECKING:
 

@@ -142,6 +142,7 @@ void bind_cuda(py::module_& m, void (*interrupt)()) {
                  stream);
            })
       .def("wait_rows", by_address(&DeviceCommunicator::wait_rows), Release())
+      .def("host_counts", &DeviceCommunicator::host_counts)
       .def("finish_dispatch",
            [](DeviceCommunicator& self, bool directly, int64_t rows, int64_t positions, Address out,
               Address out_scales, Address out_weights, Address out_ids, Address out_index,

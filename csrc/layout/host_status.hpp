@@ -1,6 +1,6 @@
 // Pinned host memory through which a communicator's kernels and its host exchange messages without
-// synchronising. One side writes each part, its `set` (or ticket) last, with release. One PeerLoss per rank
-// follows it.
+// synchronising. One side writes each part, its `set` (or ticket) last, with release. The rows of each local
+// expert follow it (host_counts), and one PeerLoss per rank.
 #pragma once
 
 #include <cstddef>
@@ -61,5 +61,9 @@ struct HostStatus {
 };
 static_assert(sizeof(HostStatus) % kLine == 0);  // so that the data after it is aligned
 static_assert(offsetof(HostStatus, text) == 4 * kLine);
+
+/// Where the host finds the rows of each local expert of a dropless dispatch, without padding, once it has
+/// `rows.ticket`.
+MOECOMM_HD inline int32_t* host_counts(HostStatus* status) { return reinterpret_cast<int32_t*>(status + 1); }
 
 }  // namespace moecomm

@@ -66,7 +66,7 @@ DeviceCommunicator::DeviceCommunicator(const DeviceConfig& config)
         gpu::prepare_combine_reduce(s, config_.sums), gpu::prepare_combine_sum(s, config_.sums),
         gpu::prepare_combine_fused(s, config_.sums), gpu::prepare_announce()})
     check_cuda(error, "loading the kernels");
-  pinned_ = std::make_unique<Pinned>(s.ranks);
+  pinned_ = std::make_unique<Pinned>(s.ranks, static_cast<int32_t>(s.local_experts()));
   control_[own_index()] =
       shm::Window::create(control_layout_.committed_bytes, control_layout_.committed_bytes);
   if (nodes_.nodes() == 1) return;

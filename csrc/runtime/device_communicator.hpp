@@ -144,6 +144,8 @@ class DeviceCommunicator {
   /// positions. If it throws, for example because ranks disagree, the dispatch has ended before later work on
   /// `stream`.
   std::pair<int64_t, int64_t> wait_rows(cudaStream_t stream);
+  /// The rows of each local expert, without padding, of the dispatch that wait_rows has waited for last.
+  std::vector<int32_t> host_counts() const;
   /// Starts to receive into `output` of `rows` rows; in the rank layout with an index of `positions`.
   /// `directly`: since the first half began, nothing else was put on `stream`, so that rows can be received
   /// while others are sent. Both halves have to be in the same capture, or in none.

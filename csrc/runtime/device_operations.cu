@@ -343,6 +343,11 @@ std::pair<int64_t, int64_t> DeviceCommunicator::wait_rows(cudaStream_t stream) {
   return {rows.rows, rows.positions};
 }
 
+std::vector<int32_t> DeviceCommunicator::host_counts() const {
+  const int32_t* const counts = moecomm::host_counts(pinned_->status);
+  return {counts, counts + config_.shape.local_experts()};
+}
+
 void DeviceCommunicator::finish_dispatch(bool directly, int64_t rows, int64_t positions,
                                          const DeviceOutput& output, cudaStream_t stream) {
   require_usable();

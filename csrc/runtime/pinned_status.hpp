@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "layout/host_status.hpp"
+#include "layout/routing.hpp"
 #include "runtime/cuda_calls.hpp"
 #include "runtime/device_communicator.hpp"
 
@@ -23,14 +24,15 @@ void store_release(T& value, T to) {
 }
 
 struct DeviceCommunicator::Pinned {
-  explicit Pinned(int32_t ranks) {
+  Pinned(int32_t ranks, int32_t local_experts) {
+    const auto counts = static_cast<size_t>(align_up(int64_t{local_experts} * 4, kLine));
     const size_t bytes =
-        sizeof(HostStatus) + static_cast<size_t>(ranks) * sizeof(PeerLoss) + kTexts * kErrorText;
+        sizeof(HostStatus) + counts + static_cast<size_t>(ranks) * sizeof(PeerLoss) + kTexts * kErrorText;
     void* memory = nullptr;
     check_cuda(cudaHostAlloc(&memory, bytes, cudaHostAllocPortable | cudaHostAllocMapped), "cudaHostAlloc");
     std::memset(memory, 0, bytes);
     status = static_cast<HostStatus*>(memory);
-    losses = reinterpret_cast<PeerLoss*>(status + 1);
+    losses = reinterpret_cast<PeerLoss*>(reinterpret_cast<std::byte*>(status + 1) + counts);
     texts = reinterpret_cast<char*>(losses + ranks);
   }
   ~Pinned() { cudaFreeHost(status); }

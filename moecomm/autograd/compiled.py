@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch._compile import _disable_dynamo
@@ -67,10 +67,6 @@ def dispatch_in_graph(
         num_tokens=tokens,
         num_rows=rows,
     )
-    return DispatchOutput(
-        tokens=tokens_PH,
-        weights=None if weights is None else weights_P,
-        handle=handle,
-        expert_handle=handle,
-        **{name: fields.view(blob, "expert", name) for name in PLAN_VIEWS},
-    )
+    views: dict[str, Any] = {name: fields.view(blob, "expert", name) for name in PLAN_VIEWS}
+    weights_P = None if weights is None else weights_P
+    return DispatchOutput(tokens=tokens_PH, weights=weights_P, handle=handle, expert_handle=handle, **views)

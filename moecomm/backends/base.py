@@ -43,6 +43,8 @@ class RawDispatch(NamedTuple):
     """(P, ceil(H / 128)) float32 if tokens are returned in the wire format; else None."""
     expert_index: ExpertIndex | None = None
     """In the rank layout; else None."""
+    host_counts: list[int] | None = None
+    """Rows of each local expert, without padding, if the call asks for them; else None."""
 
 
 class TensorPlan(NamedTuple):
@@ -117,6 +119,8 @@ class DispatchCall(NamedTuple):
     dequantize: bool
     caller: int = ANY_CALLER
     """The number of the calling layer among those of the communicator; 0: none. Ranks have to agree."""
+    host_counts: bool = False
+    """Return `RawDispatch.host_counts`; for a dropless dispatch."""
 
 
 class Backend(ABC):

@@ -48,6 +48,7 @@ class _Begun(NamedTuple):
     plan: _C.Plan
     by_rank: bool
     has_weights: bool
+    host_counts: bool
     x_TH: torch.Tensor  # kept alive, as this rank's own rows are read from it
 
 
@@ -202,11 +203,11 @@ class CpuBackend(Backend):
             positions=call.expert_capacity,
             caller=call.caller,
         )
-        return _Begun(plan, call.layout == "rank", weights_TK is not None, x_TH)
+        return _Begun(plan, call.layout == "rank", weights_TK is not None, call.host_counts, x_TH)
 
     def finish_dispatch(self, begun: _Begun, directly: bool = True) -> RawDispatch:
         self._announced = True
-        plan, by_rank, has_weights, *_ = begun
+        plan, by_rank, has_weights, counts, _ = begun
         weights = topk_idx_PK = index = None
         try:
             tokens_PH = self._empty((plan.rows, self.hidden), self.dtype)
@@ -237,6 +238,7 @@ class CpuBackend(Backend):
             plan_views=partial(_plan_view, plan),
             plan=plan,
             expert_index=index,
+            host_counts=plan.expert_rows if counts else None,
         )
 
     def tensor_plan(self, plan: _C.Plan) -> TensorPlan:

@@ -80,8 +80,7 @@ struct Input {
   int64_t capacity = 0;
 };
 
-/// Where a rank's output rows come from: (source, token, k) each, in the rank layout with k -1; source -1: it
-/// only aligns, and is zero.
+/// Where an output row of a rank comes from; in the rank layout k is -1. Source -1: it is padding.
 struct Origin {
   int source, token, k;
 };
@@ -92,6 +91,7 @@ struct Step {
   bool weighted = false;
   int combines = 0;
   int alignment = 1;
+  int64_t groups = 0;  ///< above 0: the rows of each expert's group, of which the last keep what they held
   bool dropless = false;
   int odd = -1;           ///< the rank whose dispatch has another caller than those of the others,
   bool any = false;       ///< which fits all,
@@ -137,6 +137,8 @@ Step make_step(const Shape& shape, Random& random) {
     input.weights = random_factors(random, input.tokens * shape.top_k);
     step.inputs.push_back(std::move(input));
   }
+  if (!step.by_rank() && draw(random, 0, 2) == 0) step.groups = step.alignment = 1;
+  for (const Input& input : step.inputs) step.groups += step.groups > 0 ? input.tokens : 0;
   for (int rank = 0; rank < shape.ranks; ++rank) {
     std::vector<Origin> origins;
     const auto is_here = [&](int64_t id) { return id >= 0 && id / shape.experts_each == rank; };
@@ -156,15 +158,18 @@ Step make_step(const Shape& shape, Random& random) {
             if (input.ids[static_cast<size_t>(token * shape.top_k + k)] == expert)
               origins.push_back({source, token, k});
       }
-      while (origins.size() % static_cast<size_t>(step.alignment) != 0) origins.push_back({-1, -1, -1});
+      int64_t end = align_up(static_cast<int64_t>(origins.size()), step.alignment);
+      if (step.groups > 0) end = (expert % shape.experts_each + 1) * step.groups;
+      origins.resize(static_cast<size_t>(end), {-1, -1, -1});
     }
     step.origins.push_back(std::move(origins));
   }
   // A capacity is the same on all ranks: of most steps, enough.
   size_t most = 0;
   for (const auto& origins : step.origins) most = std::max(most, origins.size());
-  const int64_t capacity = static_cast<int64_t>(most) + (draw(random, 0, 3) == 0 ? -draw(random, 0, 5) : 3);
-  step.dropless = draw(random, 0, 2) == 0;
+  const int more = step.groups > 0 ? 0 : draw(random, 0, 3) == 0 ? -draw(random, 0, 5) : 3;
+  const int64_t capacity = static_cast<int64_t>(most) + more;
+  step.dropless = step.groups == 0 && draw(random, 0, 2) == 0;
   step.given_up = step.dropless && draw(random, 0, 3) == 0;
   step.any = step.dropless || draw(random, 0, 1) == 0;
   step.after = !step.any && draw(random, 0, 1) == 0;
@@ -342,6 +347,8 @@ class Rank {
     receive(offered, false);
     main_.join();
     if (dropless) CHECK(status_.rows.ticket == sent.ticket && status_.rows.rows == received.rows);
+    const int32_t* const counts = plan_.data() + comm.plan_fields.expert_rows;
+    if (dropless) CHECK(std::equal(counts, counts + comm.local_experts, host_counts(&status_)));
     if (gives_up_) {
       gpu::launch_abandon(launch(main_, 1), comm, sent.operation, sent.tokens, true);
       return main_.join();
@@ -369,7 +376,8 @@ class Rank {
     sent.tokens = input.tokens;
     sent.alignment = step.alignment;
     sent.capacity = step.dropless ? -1 : input.capacity;
-    sent.positions = step.by_rank() && !step.dropless ? input.capacity * shape.top_k : -1;
+    sent.positions = step.groups > 0 ? step.groups : -1;
+    if (step.by_rank() && !step.dropless) sent.positions = input.capacity * shape.top_k;
     sent.ticket = ++tickets_;
     const bool odd = step.odd == rank_;
     sent.caller = !odd || step.after ? 3 : step.any ? kAnyCaller : 7;
@@ -391,7 +399,8 @@ class Rank {
     for (int64_t row = 0; row < std::min(input.capacity, static_cast<int64_t>(origins.size())); ++row) {
       const Origin& from = origins[static_cast<size_t>(row)];
       if (from.source < 0) {
-        CHECK(is_zero(out, row, shape.hidden) && weights[static_cast<size_t>(row)] == 0);
+        CHECK(is_padding(step, out, row, shape.hidden));
+        CHECK(weights[static_cast<size_t>(row)] == (step.groups > 0 ? 7 : 0));
         continue;
       }
       const Input& source = step.inputs[static_cast<size_t>(from.source)];
@@ -463,7 +472,7 @@ class Rank {
     for (int64_t row = 0; row < std::min(input.capacity, static_cast<int64_t>(origins.size())); ++row) {
       const Origin& from = origins[static_cast<size_t>(row)];
       if (from.source < 0) {
-        CHECK(is_zero(out, row, shape.hidden));
+        CHECK(is_padding(step, out, row, shape.hidden));
         continue;
       }
       Rows want = step.inputs[static_cast<size_t>(from.source)].grads;
@@ -499,9 +508,9 @@ class Rank {
     return std::abs(dot - sum) <= 1e-5 * size;
   }
 
-  static bool is_zero(const Rows& rows, int64_t row, int64_t hidden) {
+  static bool is_padding(const Step& step, const Rows& rows, int64_t row, int64_t hidden) {
     return std::all_of(rows.begin() + row * hidden, rows.begin() + (row + 1) * hidden,
-                       [](uint16_t value) { return value == 0; });
+                       [&](uint16_t value) { return value == (step.groups > 0 ? 0xffff : 0); });
   }
 
   Random random_;
@@ -510,7 +519,8 @@ class Rank {
   const DeviceWindow window_;
   std::vector<Line> memory_;
   std::vector<int32_t> plan_;
-  HostStatus status_{};
+  std::vector<Line> host_ = std::vector<Line>(sizeof(HostStatus) / sizeof(Line) + 8);
+  HostStatus& status_ = *reinterpret_cast<HostStatus*>(host_.data());
   uint64_t tickets_ = 0;
   bool gives_up_ = false, overflowing_ = false;  ///< the dispatch that is played
 };
@@ -571,14 +581,9 @@ int main() {
     for (const int size : {1, 2, 4, 8})
       for (const int shift : {0, 3, 6}) check_order(tokens, size, shift);
   for (int i = 0; i < 6; ++i) {
-    Shape shape{};
-    shape.ranks = draw(random, 1, 4);
-    shape.experts_each = draw(random, 1, 4);
-    shape.top_k = std::min(draw(random, 1, 6), shape.ranks * shape.experts_each);
-    shape.hidden = std::vector<int64_t>{8, 72, 272, 1040}[static_cast<size_t>(draw(random, 0, 3))];
-    shape.most_tokens = draw(random, 1, 12);
-    shape.steps = 3;
-    play(shape, random);
+    const int ranks = draw(random, 1, 4), each = draw(random, 1, 4);
+    const auto hidden = std::vector<int64_t>{8, 72, 272, 1040}[static_cast<size_t>(draw(random, 0, 3))];
+    play({ranks, each, std::min(draw(random, 1, 6), ranks * each), hidden, draw(random, 1, 12), 3}, random);
   }
   play({2, 2, 2, 8200, 24, 2}, random);           // more of a row than a warp keeps sums of at a time
   play({2, 3, 3, 4104, 16, 3}, random);           // rows that a pipe with workers takes

@@ -258,6 +258,10 @@ class LoopbackNative:
         self.waited_on = stream
         return self.rows, self.positions
 
+    def host_counts(self) -> list[int]:
+        self.calls.append("host_counts")
+        return list(range(self.shape.num_experts))
+
     def _receive(
         self,
         rows: int,

@@ -86,6 +86,15 @@ class TestOperations:
         assert native.calls[-1] == "combine@100" and gpu.log == []
         assert gpu.ranges == ["moecomm dispatch", "pop", "moecomm combine", "pop"]
 
+    def test_counts_on_the_host(self) -> None:
+        comm, native, _ = opened()
+        tensors = make_inputs()
+        assert comm.dispatch(*tensors).host_counts is None
+        assert comm.dispatch(*tensors, host_counts=True).host_counts == [0, 1, 2, 3]
+        assert native.calls.count("host_counts") == 1
+        with pytest.raises(moecomm.InvalidArgument, match="host_counts is True, expected False"):
+            comm.dispatch(*tensors, capacity=9, host_counts=True)
+
     @pytest.mark.parametrize("layout", ["expert", "rank"])
     @pytest.mark.parametrize("offer", [(7, 7), (20, 20), (3, 3), (20, 3), (3, 20)])
     def test_offered_rows(self, offer: tuple[int, int], layout: Layout) -> None:

@@ -187,16 +187,16 @@ class Buffer(LowLatency):
         shared = self.communicator(x, experts, top_k, Buffer._chosen_sms)
         options: dict[str, Any] = {"layout": "rank", "dequantize": not isinstance(x, tuple)}
         options["capacity"] = num_worst_tokens or None
+        options["host_counts"] = num_worst_tokens == 0
         made: list[Any] = []
 
         def bring() -> tuple[Tensor | None, ...]:
             ids_TK = topk_idx if topk_idx is not None else self._ids_by_rank(is_token_in_rank, experts)
             comm, out = shared.dispatch(x, ids_TK, topk_weights, **options)
-            counts: list[int] = []
-            if num_worst_tokens == 0:
-                # rows by rank name no experts where no ids were given
-                counts_L = self._total(num_tokens_per_expert) if topk_idx is None else out.tokens_per_expert
-                counts = [rounded_up(each, expert_alignment) for each in counts_L.tolist()]
+            counts = out.host_counts or []
+            if counts and topk_idx is None:  # rows by rank name no experts where no ids were given
+                counts = self._total(num_tokens_per_expert).tolist()
+            counts = [rounded_up(each, expert_alignment) for each in counts]
             made.extend((counts, DispatchHandle(comm, out.handle, out.offsets, is_token_in_rank)))
             idx_PK = None if topk_idx is None else received_ids(out, fixed=num_worst_tokens > 0)
             weights_PK = None if topk_weights is None else out.weights

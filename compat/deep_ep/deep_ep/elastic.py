@@ -241,7 +241,8 @@ class ElasticBuffer(Operations):
         waits = do_cpu_sync is None or do_cpu_sync
         capacity = None if waits else self._rows(most, ids_TK.shape[1], num_experts, alignment, do_expand)
         shared = self.communicator(x, num_experts, ids_TK.shape[1], num_sms or None)
-        options: dict[str, Any] = {"capacity": capacity, "dequantize": not isinstance(x, tuple)}
+        options: dict[str, Any] = {"capacity": capacity, "host_counts": capacity is None}
+        options["dequantize"] = not isinstance(x, tuple)
         options |= {"layout": "expert", "alignment": alignment} if do_expand else {"layout": "rank"}
         made: list[EPHandle] = []
 
@@ -249,7 +250,7 @@ class ElasticBuffer(Operations):
             comm, out = shared.dispatch(x, ids_TK, topk_weights, **options)
             if cumulative_local_expert_recv_stats is not None:
                 cumulative_local_expert_recv_stats.add_(out.tokens_per_expert)
-            counts = [rounded_up(n, alignment) for n in out.tokens_per_expert.tolist()] if waits else []
+            counts = [rounded_up(n, alignment) for n in out.host_counts or ()]
             ids = ids_TK.clone() if do_handle_copy else ids_TK
             made.append(EPHandle(comm, out, do_expand, num_experts, alignment, most, num_sms, ids, counts))
             idx_PK = None if do_expand else received_ids(out, fixed=not waits)

@@ -70,7 +70,7 @@ class HybridHandle(TupleHandle):
     ) -> None:
         self.comm, self.handle, self.ids_TK, self.options = comm, out.handle, ids_TK, options
         self._config, self._ends, self._overflow = config, out.offsets, out.overflow
-        self._counts_L = out.tokens_per_expert
+        self._counts_L, self.host_counts = out.tokens_per_expert, out.host_counts
         self._ids_PK = received_ids(out, fixed=False) if options["layout"] == "rank" else None
 
     def padded_counts(self) -> torch.Tensor:

@@ -244,7 +244,10 @@ class HybridEPBuffer(Operations):
         tokens, weights, scales, handle = self._bring(
             hidden, scaling_factor, routing, handle, options, config
         )
-        counts_L = handle.padded_counts().long()
+        if handle.host_counts is not None and not non_blocking:
+            counts_L = torch.tensor([rounded_up(each, alignment) for each in handle.host_counts])
+        else:
+            counts_L = handle.padded_counts().long()
         return tokens, weights, scales, counts_L if non_blocking else counts_L.cpu(), handle
 
     def combine_with_unpermute(
@@ -311,7 +314,7 @@ class HybridEPBuffer(Operations):
             )
         if options["capacity"] is None:
             self._forgive()
-        options = {**options, "dequantize": x is hidden}
+        options = {**options, "dequantize": x is hidden, "host_counts": options["capacity"] is None}
 
         def bring() -> tuple[Any, ...]:
             if handle is not None:

@@ -417,6 +417,9 @@ __device__ inline void publish_plan(const Comm& comm, const SendArguments& args,
   const PlanView plan{args.plan, comm.plan_fields};
   const RowTables tables = RowTables::of(plan);
   const PlanHeader header = lay_out_rows(comm, args, epoch, counts, tables);
+  if (args.capacity < 0)
+    for (auto e = static_cast<int32_t>(threadIdx.x); e < comm.local_experts; e += kThreads)
+      host_counts(comm.host)[e] = tables.expert_rows[e];  // which this thread has written
   if (threadIdx.x == 0) {
     plan.at(plan.fields.expert_starts)[0] = 0;
     plan.header() = header;
