@@ -90,8 +90,11 @@ MUTANTS = read("""
 - row += counts[int64_t{r} * local + e];
 + row += counts[int64_t{r} * local];
 = no alignment
-- end = align_up(row, shape.alignment);
+- end = begin + shape.group_rows(row - begin);
 + end = row;
+= the index of the rank layout with groups of one size
+- shape.positions = -1;
++ shape.positions = plan.shape.positions;
 = capacity off by one
 - plan.row.push_back(row < plan.rows ?
 + plan.row.push_back(row + 1 < plan.rows ?
@@ -99,7 +102,7 @@ MUTANTS = read("""
 - plan.offsets.push_back(static_cast<int32_t>(clamp(end)));
 + plan.offsets.push_back(static_cast<int32_t>(end));
 = rows that are needed, without alignment
-- needed[e / s.local_experts] += align_up(counts[e], s.alignment);
+- needed[e / s.local_experts] += s.group_rows(counts[e]);
 + needed[e / s.local_experts] += counts[e];
 = order of owners
 -     std::sort(plan.owner.begin() + begin, plan.owner.end());
