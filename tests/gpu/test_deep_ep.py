@@ -12,6 +12,7 @@ from tests.gpu import harness
 from tests.gpu.conftest import Pools
 from tests.multirank.test_deep_ep import (
     Buffer,
+    ElasticBuffer,
     _experts,
     test_a_dispatch_and_its_combine,
     test_bad_calls,
@@ -60,6 +61,11 @@ def _fp8_and_streams(rank: int, size: int, seed: int) -> list[str]:
     data = (x.float().view(300, 2, 128) / scales.unsqueeze(2)).view(300, 256).to(torch.float8_e4m3fn)
     rows, *_ = buffer.dispatch(x, **options)
     (values, factors), *_ = buffer.dispatch((data, scales), **options)
+    elastic = ElasticBuffer(dist.group.WORLD)
+    tma = {"num_experts": experts, "use_tma_aligned_col_major_sf": True}
+    (same, columns), *_ = elastic.dispatch((data, scales), ids, weights, **tma)
+    assert torch.equal(same.view(torch.uint8), values.view(torch.uint8)) and torch.equal(columns, factors)
+    assert columns.stride() == (1, -(-len(columns) // 4) * 4)
     near = (values.float().view(-1, 2, 128) * factors.unsqueeze(2)).view(-1, 256)
     found = [] if torch.allclose(near, rows.float(), rtol=0.07, atol=0.01) else ["fp8"]
 

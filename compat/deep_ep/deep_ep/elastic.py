@@ -211,7 +211,8 @@ class ElasticBuffer(Operations):
                 it has R * C rows, expanded R * C * min(K, L) and those for padding. None: True.
             do_expand: one row for each (token, local expert), by expert, then source rank, then token.
             num_qps, allocate_on_comm_stream, do_zero_padding: nothing depends on them; padding is zero.
-            use_tma_aligned_col_major_sf: True with fp8 rows raises NotImplementedError.
+            use_tma_aligned_col_major_sf: the memory of scales is by columns, each of a multiple of 16 bytes,
+                as DeepGEMM reads them.
 
         Returns:
             The rows, (P, H), or a pair as given; compact: (P, K) int64 local expert ids, -1 elsewhere,
@@ -234,8 +235,6 @@ class ElasticBuffer(Operations):
             return rows, None, weights, handle, event
         if topk_idx is None or num_experts is None:
             raise InvalidArgument("topk_idx or num_experts is None, expected (T, K) and E, or a handle")
-        if isinstance(x, tuple) and use_tma_aligned_col_major_sf:
-            raise NotImplementedError("use_tma_aligned_col_major_sf: scales are row after row")
         ids_TK, alignment = topk_idx, expert_alignment or 1
         most = num_max_tokens_per_rank or self.num_max_tokens_per_rank
         waits = do_cpu_sync is None or do_cpu_sync
@@ -255,7 +254,10 @@ class ElasticBuffer(Operations):
             made.append(EPHandle(comm, out, do_expand, num_experts, alignment, most, num_sms, ids, counts))
             idx_PK = None if do_expand else received_ids(out, fixed=not waits)
             weights = None if topk_weights is None else out.weights
-            return out.tokens, out.scales, idx_PK, weights
+            scales = out.scales
+            if scales is not None and use_tma_aligned_col_major_sf:
+                scales = by_columns(scales)
+            return out.tokens, scales, idx_PK, weights
 
         inputs = (*(x if isinstance(x, tuple) else (x,)), ids_TK, topk_weights)
         (tokens, scales, idx_PK, weights), event = self.run(bring, inputs, before, apart)
@@ -329,6 +331,12 @@ class ElasticBuffer(Operations):
         if epilogue is not None and not before:
             before.append(self.capture())
         return [*before, *events_of(epilogue)]
+
+
+def by_columns(scales_PS: Tensor) -> Tensor:
+    """Returns float32 scales in memory by columns, each of a multiple of four rows."""
+    strides = (1, rounded_up(len(scales_PS), 4))
+    return scales_PS.new_empty_strided(scales_PS.shape, strides).copy_(scales_PS)
 
 
 EPBuffer = ElasticBuffer
