@@ -358,7 +358,7 @@ class Communicator(_Planned):
         arguments = (*tensors, layout, alignment, capacity, expert_capacity, dequantize, host_counts)
         if not torch.compiler.is_compiling():
             return self._dispatch(*arguments, async_op, _layer)
-        plain = layout == "expert" and expert_capacity is None and dequantize
+        plain = layout == "expert" and expert_capacity is None and dequantize and not host_counts
         plain = plain and not isinstance(x_TH, (tuple, list))
         if capacity is None or async_op or not plain:
             break_graph(

@@ -39,7 +39,7 @@ def make_path(case: Case) -> Path:
         return buffer.dispatch(case.x_TH, topk_idx=ids_TK, num_tokens_per_expert=per_expert, **given)
 
     def at() -> Tensor:
-        """Where the rows of the expert layout lie among the slots."""
+        """Returns the places among the slots of the rows of the expert layout."""
         counts_L = torch.diff(torch.from_numpy(case.rows.offsets_G), prepend=torch.zeros(1).long())
         slots = [torch.arange(n) + e * options.ranks * most for e, n in enumerate(counts_L.tolist())]
         return torch.cat(slots).to(case.device)

@@ -246,10 +246,9 @@ class CudaBackend(Backend):
             for each in (*inputs, blob, *(outputs or ())):
                 if each is not None:
                     each.record_stream(self._gpu.stream())
-        counts, of_experts = (call.capacity, call.expert_capacity), None
+        counts = (call.capacity, call.expert_capacity)
         if call.capacity < 0:
             counts = self._native.wait_rows(self._raw_stream)
-            of_experts = self._native.host_counts() if call.host_counts else None
         if outputs is not None and (counts[0] > offered[0] or counts[1] > offered[1]):
             outputs.free()
             outputs = None
@@ -261,13 +260,13 @@ class CudaBackend(Backend):
             filled = filled or torch.are_deterministic_algorithms_enabled()
             directly = directly and not filled and not (in_one_call and call.capacity < 0)
             receive = partial(self._native.finish_dispatch, directly)
-            return self._receive(call, blob, counts, receive)._replace(host_counts=of_experts)
+            return self._receive(call, blob, counts, receive)
         outputs.cut(*counts)
         if at_once:
             self._native.accept_rows()
         else:
             self._start_receiving(outputs, counts, partial(self._native.finish_dispatch, directly))
-        return self._received(call, blob, counts, outputs)._replace(host_counts=of_experts)
+        return self._received(call, blob, counts, outputs)
 
     def _sending(self, call: DispatchCall) -> tuple[_Sending, torch.Tensor, Inputs]:
         """Returns the arguments of the runtime's `begin_dispatch` without the stream, the plan's memory, and
@@ -370,6 +369,7 @@ class CudaBackend(Backend):
             TensorPlan(blob, call.layout, tokens, counts[0], self._raw_stream),
             outputs.scales,
             index,
+            self._native.host_counts() if call.host_counts else None,
         )
 
     def redispatch(

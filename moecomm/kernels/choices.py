@@ -19,7 +19,7 @@ class Rule(NamedTuple):
     scores: str
     """"softmax" of all experts, "chosen_softmax" of the chosen ones alone, or "sigmoid"."""
     normalize: bool
-    """Whether weights are divided by their sum, but for chosen_softmax."""
+    """True: the weights of a token are divided by their sum, except with chosen_softmax."""
     scale: float
 
 

@@ -79,13 +79,16 @@ def test_with_permute(rank: int, size: int, given: str, pad: int | None, seed: i
     along, nothing, _, along_counts, same = buffer.dispatch_with_permute(
         hidden=x.neg(), handle=handle, pad_multiple=pad, num_permuted_tokens=got_counts.sum()
     )
-    again, again_probs, *_ = buffer.dispatch_with_permute(hidden=x, handle=handle, probs=probs * 2)
+    again, again_probs, _, again_counts, _ = buffer.dispatch_with_permute(
+        hidden=x, handle=handle, probs=probs * 2
+    )
     sums, back = buffer.combine_with_unpermute(hidden=rows, probs=factors, handle=handle, pad_multiple=pad)
     found = _far(sums, x, map_TE.sum(1))
     found += _differ(map=(made[0], map_TE), probs=(made[1], probs), rows=(got, rows), plain=(plain, rows))
     found += _differ(factors=(got_probs, factors), counts=(got_counts, padded), real=(handle[7], counts))
     found += _differ(along=(along, -rows), along_counts=(along_counts, padded), again=(again, rows))
     found += _differ(again_probs=(again_probs, factors * 2), back=(back, probs))
+    found += _differ(again_counts=(again_counts, padded))
     found += _differ(flag=(handle[10], torch.zeros(1, dtype=torch.int32)))
     facts = (len(handle), handle[8], handle[9].pad_multiple, same is handle, none, nothing, scales)
     if facts != (11, len(x), pad or 0, True, None, None, None):

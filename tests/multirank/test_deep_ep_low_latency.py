@@ -16,6 +16,9 @@ from tests.multirank.on_ranks import on_ranks
 from tests.multirank.test_deep_ep import Buffer, _experts, _refused, _tokens
 from tests.ranks import device, on_cpu
 
+# isort: split
+from deep_ep.operations import by_columns
+
 pool = own_pool()
 
 HIDDEN, TOP_K, MOST = 128, 3, 9
@@ -170,3 +173,12 @@ def test_bad_calls(rank: int, size: int, seed: int) -> list[str]:
     buffer.destroy()
     found += _refused(CommunicatorClosed, "destroyed", lambda: send(x, ids, MOST, experts, **plain))
     return found
+
+
+@pytest.mark.parametrize("shape", [(7, 3), (8, 1), (2, 5, 3), (0, 3)])
+def test_scales_by_columns(shape: tuple[int, ...]) -> None:
+    """Values stay, columns are contiguous and begin at multiples of 16 bytes."""
+    scales = torch.rand(shape, generator=torch.Generator().manual_seed(5))
+    found = by_columns(scales)
+    assert torch.equal(found, scales)
+    assert shape[-2] == 0 or found.stride()[-2:] == (1, -(-shape[-2] // 4) * 4)

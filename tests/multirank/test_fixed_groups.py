@@ -94,5 +94,9 @@ def test_what_is_refused(rank: int, world_size: int, seed: int) -> None:
             ({"expert_capacity": least, "capacity": least}, f"capacity {least}, expected 1 and None"),
         ]:
             refused(lambda options=options: comm.dispatch(own.x_TH, own.ids_TK, **options), text)
+        compiled = torch.compile(comm.dispatch, backend="eager")
+        counted = {"capacity": least, "host_counts": True}
+        for call in (comm.dispatch, compiled):
+            refused(lambda call=call: call(own.x_TH, own.ids_TK, **counted), "host_counts is True")
         error = catch(lambda: comm.dispatch(own.x_TH, own.ids_TK, expert_capacity=least + rank))
         require(error or settled_error(comm), "capacity", name="MismatchedArguments")

@@ -180,7 +180,7 @@ class Buffer(LowLatency):
         if handle is not None:
             if topk_idx is not None or topk_weights is not None:
                 raise InvalidArgument("handle and topk_idx or topk_weights are given, expected one kind")
-            rows, _, event = self.send_along(handle, x, before, async_finish)
+            rows, event = self.send_along(handle, x, before, async_finish)
             return rows, None, None, None, None, event
         experts = self._experts_of(num_tokens_per_expert, is_token_in_rank, topk_idx, topk_weights)
         top_k = self.group_size if topk_idx is None else topk_idx.shape[1]

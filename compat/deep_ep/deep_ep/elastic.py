@@ -14,7 +14,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deep_ep.operations import Operations, PlanHandle, carriers, events_of, received_ids, rounded_up
+from deep_ep.operations import (
+    Operations,
+    PlanHandle,
+    by_columns,
+    carriers,
+    events_of,
+    received_ids,
+    rounded_up,
+)
 from deep_ep.utils import EventHandle, EventOverlap
 from moecomm import Communicator, DispatchOutput
 from moecomm.errors import InvalidArgument
@@ -230,8 +238,11 @@ class ElasticBuffer(Operations):
         if handle is not None:
             if topk_idx is not None or do_cpu_sync:
                 raise InvalidArgument("handle and topk_idx or do_cpu_sync=True are given, expected one kind")
-            carries = partial(self._carry, handle, topk_weights)
-            rows, weights, event = self.send_along(handle, x, before, apart, carries, topk_weights)
+            rows, event = self.send_along(handle, x, before, apart)
+            weights = None
+            if topk_weights is not None:
+                carry = partial(self._carry, handle, topk_weights)
+                (weights,), event = self.run(carry, (topk_weights,), before, apart)
             return rows, None, weights, handle, event
         if topk_idx is None or num_experts is None:
             raise InvalidArgument("topk_idx or num_experts is None, expected (T, K) and E, or a handle")
@@ -296,11 +307,8 @@ class ElasticBuffer(Operations):
         before = self._before(previous_event, previous_event_before_epilogue)
         return self.bring_back(handle, x, topk_weights, bias, before, async_with_compute_stream)
 
-    def _carry(self, handle: EPHandle, topk_weights: Tensor | None) -> Tensor | None:
-        """Returns the weights, as they arrive along the handle, by a small dispatch of their own; None for
-        None."""
-        if topk_weights is None:
-            return None
+    def _carry(self, handle: EPHandle, topk_weights: Tensor) -> tuple[Tensor]:
+        """Returns the weights, as they arrive along the handle, by a small dispatch of their own."""
         ids_TK, rows = handle.topk_idx, carriers(handle.topk_idx)
         shared = self.communicator(rows, handle.num_experts, ids_TK.shape[1], handle.num_sms or None)
         options: dict[str, Any] = {"layout": handle.handle.layout, "capacity": None}
@@ -311,7 +319,7 @@ class ElasticBuffer(Operations):
             options["capacity"] = self._rows(*sizes)
         _, out = shared.dispatch(rows, ids_TK, topk_weights, **options)
         assert out.weights is not None
-        return out.weights[: handle.handle.num_rows]
+        return (out.weights[: handle.handle.num_rows],)
 
     def _rows(self, most: int, top_k: int, experts: int, alignment: int, expands: bool) -> int:
         """Returns the most rows that can arrive if each rank has at most `most` tokens."""
@@ -331,12 +339,6 @@ class ElasticBuffer(Operations):
         if epilogue is not None and not before:
             before.append(self.capture())
         return [*before, *events_of(epilogue)]
-
-
-def by_columns(scales_PS: Tensor) -> Tensor:
-    """Returns float32 scales in memory by columns, each of a multiple of four rows."""
-    strides = (1, rounded_up(len(scales_PS), 4))
-    return scales_PS.new_empty_strided(scales_PS.shape, strides).copy_(scales_PS)
 
 
 EPBuffer = ElasticBuffer

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from deep_ep.maps import spread
-from deep_ep.operations import PlanHandle, received_ids
+from deep_ep.operations import PlanHandle, received_ids, rounded_up
 from moecomm import Communicator, DispatchOutput, Handle
 
 
@@ -70,12 +70,18 @@ class HybridHandle(TupleHandle):
     ) -> None:
         self.comm, self.handle, self.ids_TK, self.options = comm, out.handle, ids_TK, options
         self._config, self._ends, self._overflow = config, out.offsets, out.overflow
-        self._counts_L, self.host_counts = out.tokens_per_expert, out.host_counts
+        self._counts_L, self._host_counts = out.tokens_per_expert, out.host_counts
         self._ids_PK = received_ids(out, fixed=False) if options["layout"] == "rank" else None
 
     def padded_counts(self) -> torch.Tensor:
         """Returns (L,) int32 rows of each local expert, with padding, as far as they fit."""
         return torch.diff(self._ends, prepend=self._ends.new_zeros(1))
+
+    def padded_counts_on_host(self) -> torch.Tensor:
+        """Returns the same as int64 on the CPU. With a capacity the host waits for the rows."""
+        if self._host_counts is None:
+            return self.padded_counts().long().cpu()
+        return torch.tensor([rounded_up(each, self.options["alignment"]) for each in self._host_counts])
 
     def received_ids(self) -> torch.Tensor:
         """Returns (P, K) ids of received rows among all experts, -1 where an expert is elsewhere."""

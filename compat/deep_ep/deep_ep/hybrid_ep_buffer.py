@@ -244,11 +244,8 @@ class HybridEPBuffer(Operations):
         tokens, weights, scales, handle = self._bring(
             hidden, scaling_factor, routing, handle, options, config
         )
-        if handle.host_counts is not None and not non_blocking:
-            counts_L = torch.tensor([rounded_up(each, alignment) for each in handle.host_counts])
-        else:
-            counts_L = handle.padded_counts().long()
-        return tokens, weights, scales, counts_L if non_blocking else counts_L.cpu(), handle
+        counts_L = handle.padded_counts().long() if non_blocking else handle.padded_counts_on_host()
+        return tokens, weights, scales, counts_L, handle
 
     def combine_with_unpermute(
         self,
@@ -294,7 +291,7 @@ class HybridEPBuffer(Operations):
             if map_TE is None and topk_idx is not None:  # its ids may be in another order than the plan's
                 _, probs = indices_to_map(topk_idx, topk_weights, len(hidden), experts)
             if probs is None and x is hidden:
-                rows, *_ = self.send_along(kept, x, (), apart=False)
+                rows, _ = self.send_along(kept, x, (), apart=False)
                 return rows, None, None, kept
         elif map_TE is not None:
             experts = map_TE.shape[-1]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from deep_ep.handle import TupleHandle
-from deep_ep.operations import Operations, carriers
+from deep_ep.operations import Operations, by_columns, carriers
 from deep_ep.utils import EventOverlap
 from moecomm import Communicator, DispatchOutput
 from moecomm.errors import InvalidArgument
@@ -123,7 +123,7 @@ class LowLatency(Operations):
             least = 4 * _BLOCK if use_ue8m0 else _BLOCK
             raise InvalidArgument(f"x has {x.shape[1]} columns, expected a multiple of {least} with use_fp8")
         _refuse_both(async_finish, return_recv_hook)
-        _warn_of(dispatch_wait_recv_cost_stats=dispatch_wait_recv_cost_stats)
+        _ignore("dispatch_wait_recv_cost_stats", dispatch_wait_recv_cost_stats)
         tokens = num_max_dispatch_tokens_per_rank
         comm = self._of(x, num_experts, topk_idx.shape[1], tokens, "fp8" if use_fp8 else None)
         local, slots = comm.num_local_experts, comm.size * tokens
@@ -136,7 +136,10 @@ class LowLatency(Operations):
             if cumulative_local_expert_recv_stats is not None:
                 cumulative_local_expert_recv_stats.add_(counts_L)
             made.append(SlotHandle(comm, out, topk_idx))
-            scales = None if out.scales is None else _by_columns(out.scales.view(local, slots, -1), use_ue8m0)
+            scales = out.scales
+            if scales is not None:
+                scales = scales.view(local, slots, -1)
+                scales = by_columns(_as_exponents(scales) if use_ue8m0 else scales)
             return out.tokens.view(local, slots, -1), scales, counts_L
 
         inputs = (x, topk_idx, cumulative_local_expert_recv_stats)
@@ -190,25 +193,25 @@ class LowLatency(Operations):
                 "this handle"
             )
         _refuse_both(async_finish, return_recv_hook)
-        _warn_of(combine_wait_recv_cost_stats=combine_wait_recv_cost_stats)
+        _ignore("combine_wait_recv_cost_stats", combine_wait_recv_cost_stats)
         rows = handle.rows_LNH if zero_copy else x
         assert rows is not None
         comm, shape = handle.comm, handle.shape
         if tuple(rows.shape) != shape:
             raise InvalidArgument(f"x has shape {tuple(rows.shape)}, expected that of the dispatch, {shape}")
         sizes = (comm.num_experts, comm.top_k, comm.max_tokens)
-        carrying = self._of(carriers(handle.ids_TK[:0]), *sizes, None)
+        empty = carriers(handle.ids_TK)
+        carrying = self._of(empty, *sizes, None)
 
         def bring_back() -> tuple[Tensor | None, ...]:
             counted_TK = topk_weights
             if topk_idx is not handle.ids_TK:
                 counted_TK = topk_weights.masked_fill(topk_idx < 0, 0.0)
-            empty = carriers(handle.ids_TK)
             sent = carrying.dispatch(empty, handle.ids_TK, counted_TK, expert_capacity=shape[1])
             sums_TH = comm.combine(rows.view(-1, shape[2]), handle.handle, weights=sent.weights)
             return (sums_TH if out is None else out.copy_(sums_TH),)
 
-        inputs = (rows, handle.ids_TK, topk_idx, topk_weights, out)
+        inputs = (rows, empty, handle.ids_TK, topk_idx, topk_weights, out)
         (sums_TH,), event, hook = self._issue(bring_back, inputs, async_finish, return_recv_hook)
         assert sums_TH is not None
         return sums_TH, event, hook
@@ -272,12 +275,10 @@ def _refuse_both(async_finish: bool, return_recv_hook: bool) -> None:
         raise InvalidArgument("async_finish and return_recv_hook are True, expected one at most")
 
 
-def _warn_of(**given: Any) -> None:
-    for name, value in given.items():
-        if value is not None:
-            warnings.warn(
-                f"{name} is ignored: moecomm.Communicator.stats() tells who was waited for", stacklevel=3
-            )
+def _ignore(name: str, value: Tensor | None) -> None:
+    if value is not None:
+        text = f"{name} is ignored: moecomm.Communicator.stats() tells who was waited for"
+        warnings.warn(text, stacklevel=3)
 
 
 def _with_rounded_scales(x_TH: Tensor) -> tuple[Tensor, Tensor]:
@@ -290,10 +291,6 @@ def _with_rounded_scales(x_TH: Tensor) -> tuple[Tensor, Tensor]:
     return values_TSB.flatten(1), scales_TS
 
 
-def _by_columns(scales_LNS: Tensor, exponents: bool) -> Tensor:
-    """Returns scales with the memory of each column contiguous, as DeepGEMM reads them; `exponents`: packed
-    as four exponents in an int32."""
-    if exponents:
-        bits_LNS = (scales_LNS.view(torch.int32) >> 23).to(torch.uint8)
-        scales_LNS = bits_LNS.view(torch.int32)
-    return scales_LNS.transpose(1, 2).contiguous().transpose(1, 2)
+def _as_exponents(scales_LNS: Tensor) -> Tensor:
+    """Returns powers of two as their exponents, four in an int32."""
+    return (scales_LNS.view(torch.int32) >> 23).to(torch.uint8).view(torch.int32)

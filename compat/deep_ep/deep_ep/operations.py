@@ -100,25 +100,15 @@ class Operations:
             _record(result, current)
             return result, EventOverlap(EventHandle(stream))
 
-    def send_along(
-        self,
-        handle: Any,
-        x: Any,
-        before: Events,
-        apart: bool,
-        weights: Callable[[], Tensor | None] = lambda: None,
-        weights_TK: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None, EventOverlap]:
-        """Returns the rows that tokens become along the plan of an earlier dispatch, what `weights` returns,
-        which reads weights_TK, and an event."""
+    def send_along(self, handle: Any, x: Any, before: Events, apart: bool) -> tuple[Tensor, EventOverlap]:
+        """Returns the rows that tokens become along the plan of an earlier dispatch, and an event."""
         if isinstance(x, tuple):
             raise NotImplementedError(
                 "fp8 rows with handle=: moecomm sends rows along a plan in the dtype of its communicator"
             )
         comm, plan = _plan_of(handle)
-        inputs = (x, weights_TK)
-        (rows, found), event = self.run(lambda: (comm.redispatch(x, plan), weights()), inputs, before, apart)
-        return rows, found, event
+        (rows,), event = self.run(lambda: (comm.redispatch(x, plan),), (x,), before, apart)
+        return rows, event
 
     def bring_back(
         self, handle: Any, x: Tensor, weights: Tensor | None, bias: Any, before: Events, apart: bool
@@ -161,6 +151,14 @@ def carriers(ids_TK: Tensor) -> Tensor:
     """Returns (T, 4) float32 rows without contents, of 16 bytes, the least that a row has: with them weights
     travel to experts to which their rows have gone before."""
     return ids_TK.new_empty((len(ids_TK), 4), dtype=torch.float32)
+
+
+def by_columns(scales: Tensor) -> Tensor:
+    """Returns float32 scales (..., P, S) with the memory of each column contiguous, and of a multiple of 16
+    bytes, as DeepGEMM reads them."""
+    rows, columns = scales.shape[-2:]
+    made = scales.new_empty((*scales.shape[:-2], columns, rounded_up(rows, 4)))
+    return made[..., :rows].transpose(-1, -2).copy_(scales)
 
 
 def received_ids(out: Any, fixed: bool) -> Tensor:
