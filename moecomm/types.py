@@ -168,8 +168,8 @@ class DispatchOutput:
             layout.
         expert_weights: rank layout: (Q,) routing weights of the positions, 0 past expert_offsets[-1]. None in
             the expert layout, where they are `weights`, and if the dispatch had none.
-        topk_idx: rank layout: (P, K) int32 local expert ids, -1 where the expert is elsewhere. None in the
-            expert layout.
+        topk_idx: rank layout: (P, K) local expert ids in the dtype of the ids that were dispatched, -1 where
+            the expert is elsewhere, and in rows past offsets[-1]. None in the expert layout.
         scales: with `dequantize=False` the scales of `tokens`, which are then float8_e4m3fn: value = tokens *
             scale. wire="fp8": (P, ceil(H / 128)) float32, one for each 128 columns. "mxfp8": (P, ceil(H /
             32)) float8_e8m0fnu. None otherwise.

@@ -75,7 +75,7 @@ struct DeviceOutput {
   std::byte* out;                ///< [rows][hidden]; in the wire format if out_scales is given
   std::byte* out_scales;         ///< [rows][scales a row], or null
   std::byte* out_weights;        ///< weight type [rows] (rank layout: [rows][top_k]), or null
-  int32_t* out_ids;              ///< rank layout: [rows][top_k], or null
+  void* out_ids;                 ///< rank layout: [rows][top_k], as wide as the ids of the dispatch, or null
   int32_t* out_index;            ///< rank layout: [positions], or null
   std::byte* out_index_weights;  ///< rank layout: weight type [positions], or null
 };

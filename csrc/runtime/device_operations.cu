@@ -24,6 +24,7 @@ void take_sent(gpu::ReceiveArguments& received, const gpu::SendArguments& sent) 
   received.x = sent.x;
   received.plan = sent.plan;
   received.layout = sent.layout;
+  received.wide_ids = sent.wide_ids;
 }
 
 /// Returns false if `capture` (0: none, it runs) recorded the first half of an operation on `stream` and has

@@ -49,6 +49,7 @@ class _Begun(NamedTuple):
     by_rank: bool
     has_weights: bool
     host_counts: bool
+    ids_dtype: torch.dtype
     x_TH: torch.Tensor  # kept alive, as this rank's own rows are read from it
 
 
@@ -203,11 +204,12 @@ class CpuBackend(Backend):
             positions=call.expert_capacity,
             caller=call.caller,
         )
-        return _Begun(plan, call.layout == "rank", weights_TK is not None, call.host_counts, x_TH)
+        by_rank, weighted = call.layout == "rank", weights_TK is not None
+        return _Begun(plan, by_rank, weighted, call.host_counts, ids_TK.dtype, x_TH)
 
     def finish_dispatch(self, begun: _Begun, directly: bool = True) -> RawDispatch:
         self._announced = True
-        plan, by_rank, has_weights, counts, _ = begun
+        plan, by_rank, has_weights, counts, ids_dtype, _ = begun
         weights = topk_idx_PK = index = None
         try:
             tokens_PH = self._empty((plan.rows, self.hidden), self.dtype)
@@ -234,7 +236,7 @@ class CpuBackend(Backend):
         return RawDispatch(
             tokens_PH=tokens_PH,
             weights=weights,
-            topk_idx_PK=topk_idx_PK,
+            topk_idx_PK=None if topk_idx_PK is None else topk_idx_PK.to(ids_dtype),
             plan_views=partial(_plan_view, plan),
             plan=plan,
             expert_index=index,

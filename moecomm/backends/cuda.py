@@ -86,7 +86,7 @@ class CudaBackend(Backend):
             self.memory = plan_device_memory(shape, self.nodes.ranks_per_node)
             self.plan_fields = plan_fields_of(shape)
             check_room(rendezvous, group_info, self.memory, self._gpu)
-            dtypes = [dtype, self._weight_dtype, torch.int32, torch.float32]
+            dtypes = [dtype, self._weight_dtype, torch.int32, torch.int64, torch.float32]
             if self.wire_format is not None:
                 dtypes += [self.wire_format.values, self.wire_format.scales]
             # An empty tensor of each dtype, from which new tensors are made.
@@ -329,7 +329,7 @@ class CudaBackend(Backend):
         if weighted:
             weights = self._empty((rows, self.top_k) if by_rank else (rows,), self._weight_dtype)
         if by_rank:
-            topk_idx_PK = self._empty((rows, self.top_k), torch.int32)
+            topk_idx_PK = self._empty((rows, self.top_k), call.topk_idx_TK.dtype)
             rows_Q = self._empty((positions,), torch.int32)
             if weighted:
                 weights_Q = self._empty((positions,), self._weight_dtype)

@@ -21,9 +21,7 @@
 #include "layout/routing.hpp"
 
 using namespace moecomm;
-
 namespace {
-
 using Random = std::mt19937_64;
 
 int draw(Random& random, int least, int most) { return std::uniform_int_distribution(least, most)(random); }
@@ -45,9 +43,8 @@ Rows random_rows(Random& random, int64_t rows, int64_t hidden) {
 }
 
 std::vector<float> random_factors(Random& random, int64_t count) {
-  std::uniform_real_distribution<float> uniform(-1, 1);
   std::vector<float> out(static_cast<size_t>(count));
-  for (float& value : out) value = uniform(random);
+  for (float& value : out) value = std::uniform_real_distribution<float>(-1, 1)(random);
   return out;
 }
 
@@ -365,7 +362,7 @@ class Rank {
     Rows out(static_cast<size_t>(input.capacity * shape.hidden), 0xffff);
     const int64_t each = step.by_rank() ? shape.top_k : 1;  // weights of a row
     std::vector<float> weights(static_cast<size_t>(input.capacity * each), 7.0f);
-    std::vector<int32_t> ids(static_cast<size_t>(input.capacity * each), -7);
+    std::vector<int64_t> ids(static_cast<size_t>(input.capacity * each), -7);
     gpu::SendArguments sent{};
     sent.operation = Operation::dispatch;
     sent.x = bytes(input.x);
@@ -389,14 +386,17 @@ class Rank {
     received.out = bytes(out);
     received.out_weights = bytes(weights);
     received.out_ids = step.by_rank() ? ids.data() : nullptr;
+    received.wide_ids = sent.wide_ids;
     gives_up_ = step.given_up;
     overflowing_ = overflows(step);
-
     move(sent, received);
     gives_up_ = false;
     if (step.given_up || step.disagrees()) return;
     const auto& origins = step.origins[static_cast<size_t>(rank_)];
-    for (int64_t row = 0; row < std::min(input.capacity, static_cast<int64_t>(origins.size())); ++row) {
+    const int64_t rows = std::min(input.capacity, static_cast<int64_t>(origins.size()));
+    CHECK(!step.by_rank() ||
+          std::count(ids.begin() + rows * each, ids.end(), -1) == (input.capacity - rows) * each);
+    for (int64_t row = 0; row < rows; ++row) {
       const Origin& from = origins[static_cast<size_t>(row)];
       if (from.source < 0) {
         CHECK(is_padding(step, out, row, shape.hidden));

@@ -66,6 +66,15 @@ def _fp8_and_streams(rank: int, size: int, seed: int) -> list[str]:
     (same, columns), *_ = elastic.dispatch((data, scales), ids, weights, **tma)
     assert torch.equal(same.view(torch.uint8), values.view(torch.uint8)) and torch.equal(columns, factors)
     assert columns.stride() == (1, -(-len(columns) // 4) * 4)
+    *_, plan, _ = buffer.dispatch(x, **options)
+    *_, wide, _ = elastic.dispatch(x, ids, weights, num_experts=experts, do_expand=True)
+    (wanted, wanted_scales), *_ = elastic.dispatch((data, scales), ids, num_experts=experts, do_expand=True)
+    for (again, its_scales), (first, first_scales) in (
+        (buffer.dispatch((data, scales), handle=plan)[0], (values, factors)),
+        (elastic.dispatch((data, scales), handle=wide)[0], (wanted, wanted_scales)),
+    ):
+        assert torch.equal(again.view(torch.uint8), first.view(torch.uint8))
+        assert torch.equal(its_scales, first_scales)
     near = (values.float().view(-1, 2, 128) * factors.unsqueeze(2)).view(-1, 256)
     found = [] if torch.allclose(near, rows.float(), rtol=0.07, atol=0.01) else ["fp8"]
 

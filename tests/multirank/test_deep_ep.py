@@ -196,7 +196,6 @@ def test_bad_calls(rank: int, size: int, seed: int) -> list[str]:
         *_refused(InvalidArgument, "handle is tuple", lambda: buffer.combine(x, ())),
         *_refused(InvalidArgument, "rows", lambda: buffer.combine(x[:, :4].contiguous(), handle)),
         *_refused(InvalidRouting, f"{_experts(size)}", lambda: buffer.dispatch(x, topk_idx=wrong, **layout)),
-        *_refused(NotImplementedError, "fp8", lambda: buffer.dispatch((x, x), handle=handle)),
         *_refused(InvalidArgument, "multiple", lambda: buffer.get_dispatch_layout(ids, size + 1)),
         *_refused(InvalidArgument, "even", lambda: Buffer.set_num_sms(3)),
         *_refused(InvalidArgument, "no event", EventOverlap(None).current_stream_wait),
@@ -260,7 +259,18 @@ def test_elastic_buffer(rank: int, size: int, seed: int) -> list[str]:
         found.append("a dispatch along a handle, or without a wait")
     if len(fixed) != 9 * size or (len(rows) < len(fixed) and int(fixed_idx[len(rows) :].max()) != -1):
         found.append(f"{len(fixed)} rows without a wait")
-    sums, back, _ = buffer.combine(rows, handle, topk_weights=received, bias=x)
+    later = {"async_with_compute_stream": True, "defer_epilogue": True}
+    bias = {"topk_weights": received, "bias": x}
+    sums, back, _ = buffer.combine(rows, handle, **bias)
+    sums_later, back_later, _ = buffer.combine(rows, handle, **bias, **later).wait()
+    rows_later, idx_later, *_ = buffer.dispatch(x, **options, **later).wait()
+    found += _differ(
+        sums_later=(sums_later, sums),
+        back_later=(back_later, back),
+        rows_later=(rows_later, rows),
+        idx_later=(idx_later, idx),
+        along_later=(buffer.dispatch(x, handle=handle, **later).wait()[0], rows),
+    )
 
     wide, no_idx, factors, expanded, event = buffer.dispatch(
         x, do_expand=True, previous_event=buffer.capture(), async_with_compute_stream=True, **options
@@ -302,6 +312,11 @@ def test_elastic_buffer(rank: int, size: int, seed: int) -> list[str]:
     found += _refused(InvalidArgument, "num_experts", lambda: buffer.dispatch(x, ids))
     found += _refused(InvalidArgument, "one kind", lambda: buffer.dispatch(x, ids, handle=handle))
     found += _refused(InvalidArgument, "handle is None", lambda: buffer.combine(rows, None))
+    found += _refused(InvalidArgument, "async", lambda: buffer.combine(rows, handle, defer_epilogue=True))
+    *_, given, _ = buffer.dispatch(x, ids.clone(), weights, num_experts=experts, do_handle_copy=False)
+    given.topk_idx[:] = -1
+    changed = {"topk_weights": weights, "handle": given}
+    found += _refused(InvalidArgument, "was changed", lambda: buffer.dispatch(x, **changed))
     unsized = ElasticBuffer(dist.group.WORLD)
     found += _refused(
         InvalidArgument,

@@ -293,8 +293,8 @@ class LoopbackNative:
         scales_P = memory(out_scales, (rows, columns), scale_type)
         given = memory(begun["weights"], (tokens, top_k), self.weight)
         got = memory(weights, (rows, top_k) if by_rank else (rows,), self.weight)
-        ids_PK = memory(ids, (rows, top_k), torch.int32)
-        chosen = memory(self.ids, (tokens, top_k), torch.int64 if begun["wide_ids"] else torch.int32)
+        kind = torch.int64 if begun["wide_ids"] else torch.int32
+        ids_PK, chosen = memory(ids, (rows, top_k), kind), memory(self.ids, (tokens, top_k), kind)
         assert rows_PH is not None and source_TH is not None and chosen is not None
         for each in (rows_PH.view(torch.uint8), got, ids_PK):
             if each is not None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from deep_ep.config import Config
 from deep_ep.handle import DispatchHandle
 from deep_ep.low_latency import LowLatency
-from deep_ep.operations import events_of, received_ids, rounded_up
+from deep_ep.operations import events_of, rounded_up
 from deep_ep.utils import EventHandle, EventOverlap
 from moecomm.errors import InvalidArgument
 
@@ -153,7 +153,7 @@ class Buffer(LowLatency):
         Args:
             x: (T, H) rows; or, on GPUs, a pair of float8_e4m3fn rows and (T, H / 128) float32 scales.
             handle: of an earlier dispatch, whose plan these rows take; the arguments about experts are None
-                then.
+                then. For fp8 rows the plan is made again, so that the host waits as it did before.
             num_tokens_per_expert: (E,) of `get_dispatch_layout`; its length is the number of experts.
             topk_idx, topk_weights: (T, K) expert ids, -1 for none, and float32 weights, which travel along.
             is_token_in_rank: (T, R) bool, used where topk_idx is None.
@@ -165,14 +165,13 @@ class Buffer(LowLatency):
             async_finish: the current stream does not wait for the operation; the returned event is for it.
 
         Returns:
-            The rows, (P, H) by source rank, then token, or a pair as given; (P, K) int64 local expert ids, -1
-            where an expert is elsewhere; (P, K) weights, 0 there; a list of the rows for each local expert,
-            empty with num_worst_tokens; the handle; an event. With a handle the rows and the event alone, the
-            rest is None.
+            The rows, (P, H) by source rank, then token, or a pair as given; (P, K) local expert ids in the
+            dtype of topk_idx, -1 where an expert is elsewhere; (P, K) weights, 0 there; a list of the rows
+            for each local expert, empty with num_worst_tokens; the handle; an event. With a handle the rows
+            and the event alone, the rest is None.
 
         Raises:
             InvalidArgument: arguments that do not go together.
-            NotImplementedError: fp8 rows along a handle.
             CommunicatorClosed: after `destroy()`.
             What `moecomm.Communicator.dispatch` raises, on all ranks.
         """
@@ -180,7 +179,7 @@ class Buffer(LowLatency):
         if handle is not None:
             if topk_idx is not None or topk_weights is not None:
                 raise InvalidArgument("handle and topk_idx or topk_weights are given, expected one kind")
-            rows, event = self.send_along(handle, x, before, async_finish)
+            rows, event = self.send_along(handle, x, before, async_finish, Buffer._chosen_sms)
             return rows, None, None, None, None, event
         experts = self._experts_of(num_tokens_per_expert, is_token_in_rank, topk_idx, topk_weights)
         top_k = self.group_size if topk_idx is None else topk_idx.shape[1]
@@ -197,10 +196,8 @@ class Buffer(LowLatency):
             if counts and topk_idx is None:  # rows by rank name no experts where no ids were given
                 counts = self._total(num_tokens_per_expert).tolist()
             counts = [rounded_up(each, expert_alignment) for each in counts]
-            made.extend((counts, DispatchHandle(comm, out.handle, out.offsets, is_token_in_rank)))
-            idx_PK = None if topk_idx is None else received_ids(out, fixed=num_worst_tokens > 0)
-            weights_PK = None if topk_weights is None else out.weights
-            return out.tokens, out.scales, idx_PK, weights_PK
+            made.extend((counts, DispatchHandle(comm, out, ids_TK, is_token_in_rank, options["capacity"])))
+            return out.tokens, out.scales, None if topk_idx is None else out.topk_idx, out.weights
 
         inputs = (*(x if isinstance(x, tuple) else (x,)), topk_idx, topk_weights, is_token_in_rank)
         (tokens, scales, idx_PK, weights_PK), event = self.run(bring, inputs, before, async_finish)

@@ -20,7 +20,6 @@ from deep_ep.operations import (
     by_columns,
     carriers,
     events_of,
-    received_ids,
     rounded_up,
 )
 from deep_ep.utils import EventHandle, EventOverlap
@@ -42,6 +41,7 @@ class EPHandle(PlanHandle):
         expert_alignment: groups of experts, or their counts, are multiples of it.
         num_max_tokens_per_rank: C.
         num_sms: as given to the dispatch.
+        options: its layout, alignment and capacity in moecomm.
         topk_idx: (T, K) of the dispatch, copied unless do_handle_copy=False.
         num_recv_tokens: rows of the compact layout; without do_cpu_sync the most that there can be.
         num_expanded_tokens: the same of the expanded layout, with its padding.
@@ -62,9 +62,11 @@ class EPHandle(PlanHandle):
     num_sms: int
     topk_idx: Tensor
     num_recv_tokens_per_expert_list: list[int]
+    options: dict[str, Any]
 
     def __post_init__(self, out: DispatchOutput) -> None:
         self.handle, self._counts_L, self._starts = out.handle, out.tokens_per_expert, out.expert_starts
+        self.keep_ids(self.topk_idx)
         rows = len(out.tokens)
         self.num_recv_tokens, self.num_expanded_tokens = (0, rows) if self.do_expand else (rows, 0)
         self.num_unaligned_recv_tokens_per_expert = self._counts_L if self.do_expand else None
@@ -197,7 +199,8 @@ class ElasticBuffer(Operations):
         do_expand: bool = False,
         do_zero_padding: bool = False,
         use_tma_aligned_col_major_sf: bool = False,
-    ) -> tuple[Any, Tensor | None, Tensor | None, EPHandle, EventOverlap]:
+        defer_epilogue: bool = False,
+    ) -> Any:
         """Brings each token to the ranks of its experts.
 
         Args:
@@ -213,7 +216,8 @@ class ElasticBuffer(Operations):
                 begins after them, else after the current stream.
             async_with_compute_stream: the current stream does not wait; the returned event is for the
                 operation.
-            handle: of an earlier dispatch, along whose plan the rows go.
+            handle: of an earlier dispatch, along whose plan the rows go. For fp8 rows the plan is made again,
+                so that the host waits as it did before.
             do_handle_copy: the handle copies topk_idx.
             do_cpu_sync: the host waits, and the result has as many rows as arrived. False: nothing waits, and
                 it has R * C rows, expanded R * C * min(K, L) and those for padding. None: True.
@@ -221,29 +225,33 @@ class ElasticBuffer(Operations):
             num_qps, allocate_on_comm_stream, do_zero_padding: nothing depends on them; padding is zero.
             use_tma_aligned_col_major_sf: the memory of scales is by columns, each of a multiple of 16 bytes,
                 as DeepGEMM reads them.
+            defer_epilogue: the event alone is returned, whose `wait()` returns the rest; needs
+                async_with_compute_stream. The host waits here, as without it.
 
         Returns:
-            The rows, (P, H), or a pair as given; compact: (P, K) int64 local expert ids, -1 elsewhere,
-            expanded: None; weights, (P, K) or expanded (P,), or None; the handle; an event. With a handle ids
-            are None, and weights travel in a small dispatch of their own.
+            The rows, (P, H), or a pair as given; compact: (P, K) local expert ids in the dtype of topk_idx,
+            -1 elsewhere, expanded: None; weights, (P, K) or expanded (P,), or None; the handle; an event.
+            With a handle ids are None, and weights travel in a small dispatch of their own.
 
         Raises:
             InvalidArgument: arguments that do not go together.
-            NotImplementedError: fp8 rows along a handle.
             CommunicatorClosed: after `destroy()`.
             What `moecomm.Communicator.dispatch` raises, on all ranks.
         """
         before = self._before(previous_event, previous_event_before_epilogue)
         apart = async_with_compute_stream
+        _require_apart(defer_epilogue, apart)
         if handle is not None:
             if topk_idx is not None or do_cpu_sync:
                 raise InvalidArgument("handle and topk_idx or do_cpu_sync=True are given, expected one kind")
-            rows, event = self.send_along(handle, x, before, apart)
+            rows, event = self.send_along(handle, x, before, apart, handle.num_sms or None)
+            if isinstance(rows, tuple) and use_tma_aligned_col_major_sf:
+                rows = rows[0], by_columns(rows[1])
             weights = None
             if topk_weights is not None:
                 carry = partial(self._carry, handle, topk_weights)
                 (weights,), event = self.run(carry, (topk_weights,), before, apart)
-            return rows, None, weights, handle, event
+            return _given((rows, None, weights, handle, event), defer_epilogue)
         if topk_idx is None or num_experts is None:
             raise InvalidArgument("topk_idx or num_experts is None, expected (T, K) and E, or a handle")
         ids_TK, alignment = topk_idx, expert_alignment or 1
@@ -251,28 +259,29 @@ class ElasticBuffer(Operations):
         waits = do_cpu_sync is None or do_cpu_sync
         capacity = None if waits else self._rows(most, ids_TK.shape[1], num_experts, alignment, do_expand)
         shared = self.communicator(x, num_experts, ids_TK.shape[1], num_sms or None)
-        options: dict[str, Any] = {"capacity": capacity, "host_counts": capacity is None}
-        options["dequantize"] = not isinstance(x, tuple)
-        options |= {"layout": "expert", "alignment": alignment} if do_expand else {"layout": "rank"}
+        options: dict[str, Any] = {"capacity": capacity, "layout": "rank"}
+        if do_expand:
+            options |= {"layout": "expert", "alignment": alignment}
+        asked = {"host_counts": capacity is None, "dequantize": not isinstance(x, tuple)}
         made: list[EPHandle] = []
 
         def bring() -> tuple[Tensor | None, ...]:
-            comm, out = shared.dispatch(x, ids_TK, topk_weights, **options)
+            comm, out = shared.dispatch(x, ids_TK, topk_weights, **options, **asked)
             if cumulative_local_expert_recv_stats is not None:
                 cumulative_local_expert_recv_stats.add_(out.tokens_per_expert)
             counts = [rounded_up(n, alignment) for n in out.host_counts or ()]
             ids = ids_TK.clone() if do_handle_copy else ids_TK
-            made.append(EPHandle(comm, out, do_expand, num_experts, alignment, most, num_sms, ids, counts))
-            idx_PK = None if do_expand else received_ids(out, fixed=not waits)
-            weights = None if topk_weights is None else out.weights
+            sizes = (num_experts, alignment, most, num_sms)
+            made.append(EPHandle(comm, out, do_expand, *sizes, ids, counts, options))
             scales = out.scales
             if scales is not None and use_tma_aligned_col_major_sf:
                 scales = by_columns(scales)
-            return out.tokens, scales, idx_PK, weights
+            return out.tokens, scales, out.topk_idx, out.weights
 
         inputs = (*(x if isinstance(x, tuple) else (x,)), ids_TK, topk_weights)
         (tokens, scales, idx_PK, weights), event = self.run(bring, inputs, before, apart)
-        return tokens if scales is None else (tokens, scales), idx_PK, weights, made[0], event
+        rows = tokens if scales is None else (tokens, scales)
+        return _given((rows, idx_PK, weights, made[0], event), defer_epilogue)
 
     def combine(
         self,
@@ -286,7 +295,8 @@ class ElasticBuffer(Operations):
         previous_event_before_epilogue: EventHandle | None = None,
         async_with_compute_stream: bool = False,
         allocate_on_comm_stream: bool = False,
-    ) -> tuple[Tensor, Tensor | None, EventOverlap]:
+        defer_epilogue: bool = False,
+    ) -> Any:
         """Returns rows to the ranks of their tokens, and sums them there, without weights.
 
         Args:
@@ -304,20 +314,18 @@ class ElasticBuffer(Operations):
         Raises:
             What `moecomm.Communicator.combine` raises, on all ranks.
         """
+        _require_apart(defer_epilogue, async_with_compute_stream)
         before = self._before(previous_event, previous_event_before_epilogue)
-        return self.bring_back(handle, x, topk_weights, bias, before, async_with_compute_stream)
+        found = self.bring_back(handle, x, topk_weights, bias, before, async_with_compute_stream)
+        return _given(found, defer_epilogue)
 
     def _carry(self, handle: EPHandle, topk_weights: Tensor) -> tuple[Tensor]:
         """Returns the weights, as they arrive along the handle, by a small dispatch of their own."""
-        ids_TK, rows = handle.topk_idx, carriers(handle.topk_idx)
-        shared = self.communicator(rows, handle.num_experts, ids_TK.shape[1], handle.num_sms or None)
-        options: dict[str, Any] = {"layout": handle.handle.layout, "capacity": None}
-        if handle.do_expand:
-            options["alignment"] = handle.expert_alignment
+        ids_TK, options = handle.ids_TK, {}
         if most := handle.num_max_tokens_per_rank:  # then the host does not wait
             sizes = (most, ids_TK.shape[1], handle.num_experts, handle.expert_alignment, handle.do_expand)
             options["capacity"] = self._rows(*sizes)
-        _, out = shared.dispatch(rows, ids_TK, topk_weights, **options)
+        _, out = self.send_again(handle, carriers(ids_TK), topk_weights, handle.num_sms or None, **options)
         assert out.weights is not None
         return (out.weights[: handle.handle.num_rows],)
 
@@ -339,6 +347,20 @@ class ElasticBuffer(Operations):
         if epilogue is not None and not before:
             before.append(self.capture())
         return [*before, *events_of(epilogue)]
+
+
+def _require_apart(defers: bool, apart: bool) -> None:
+    if defers and not apart:
+        raise InvalidArgument("defer_epilogue is True, expected False without async_with_compute_stream=True")
+
+
+def _given(results: tuple[Any, ...], defers: bool) -> Any:
+    """Returns the results of a call; if it `defers`, its event, which holds them."""
+    if not defers:
+        return results
+    event: EventOverlap = results[-1]
+    event.results = results
+    return event
 
 
 EPBuffer = ElasticBuffer

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from deep_ep.maps import spread
-from deep_ep.operations import PlanHandle, received_ids, rounded_up
-from moecomm import Communicator, DispatchOutput, Handle
+from deep_ep.operations import PlanHandle, rounded_up
+from moecomm import Communicator, DispatchOutput
 
 
 class TupleHandle(PlanHandle, Sequence[Any]):
@@ -37,12 +37,14 @@ class DispatchHandle(TupleHandle):
     def __init__(
         self,
         comm: Communicator,
-        handle: Handle,
-        offsets_R: torch.Tensor,
+        out: DispatchOutput,
+        ids_TK: torch.Tensor,
         is_token_in_rank: torch.Tensor | None,
+        capacity: int | None,
     ) -> None:
-        self.comm, self.handle = comm, handle
-        self._offsets_R, self._is_token_in_rank = offsets_R, is_token_in_rank
+        self.comm, self.handle, self.options = comm, out.handle, {"layout": "rank", "capacity": capacity}
+        self.keep_ids(ids_TK)
+        self._offsets_R, self._is_token_in_rank = out.offsets, is_token_in_rank
 
     def _elements(self) -> tuple[Any, ...]:
         size = self.comm.size
@@ -68,10 +70,11 @@ class HybridHandle(TupleHandle):
         options: dict[str, Any],
         config: Any,
     ) -> None:
-        self.comm, self.handle, self.ids_TK, self.options = comm, out.handle, ids_TK, options
+        self.comm, self.handle, self.options = comm, out.handle, options
+        self.keep_ids(ids_TK)
         self._config, self._ends, self._overflow = config, out.offsets, out.overflow
         self._counts_L, self._host_counts = out.tokens_per_expert, out.host_counts
-        self._ids_PK = received_ids(out, fixed=False) if options["layout"] == "rank" else None
+        self._ids_PK = out.topk_idx
 
     def padded_counts(self) -> torch.Tensor:
         """Returns (L,) int32 rows of each local expert, with padding, as far as they fit."""

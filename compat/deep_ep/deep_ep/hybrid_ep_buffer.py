@@ -315,10 +315,8 @@ class HybridEPBuffer(Operations):
 
         def bring() -> tuple[Any, ...]:
             if handle is not None:
-                # A plan carries rows in the dtype alone, so that its ids make the same plan again.
-                comm, ids_TK = handle.comm, handle.ids_TK
-                weights = None if probs is None else picked(probs, ids_TK)
-                out = comm.dispatch(x, ids_TK, weights, **{**handle.options, "dequantize": x is hidden})
+                weights = None if probs is None else picked(probs, handle.ids_TK)
+                comm, out = self.send_again(handle, x, weights, self._num_sms)
                 made = handle
             else:
                 if map_TE is not None:

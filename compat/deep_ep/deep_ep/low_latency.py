@@ -33,7 +33,8 @@ class SlotHandle(TupleHandle):
     """
 
     def __init__(self, comm: Communicator, out: DispatchOutput, ids_TK: Tensor) -> None:
-        self.comm, self.handle, self.ids_TK = comm, out.handle, ids_TK
+        self.comm, self.handle = comm, out.handle
+        self.keep_ids(ids_TK)
         self.rows_LNH: Tensor | None = None  # what get_next_low_latency_combine_buffer has returned
 
     @property

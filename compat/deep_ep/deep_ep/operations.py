@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deep_ep.utils import EventHandle, EventOverlap
-from moecomm import Communicator, Handle
+from moecomm import Communicator, DispatchOutput, Handle
 from moecomm.errors import CommunicatorClosed, InvalidArgument
 from moecomm.shared import LayerCommunicators, SharedCommunicator
 
@@ -23,6 +23,19 @@ class PlanHandle:
 
     comm: Communicator
     handle: Handle
+    options: dict[str, Any]
+    """Layout, alignment and capacity of the dispatch."""
+
+    def keep_ids(self, ids_TK: Tensor) -> None:
+        """Keeps the ids of the dispatch, which is not copied."""
+        self._ids_TK, self._version = ids_TK, _version(ids_TK)
+
+    @property
+    def ids_TK(self) -> Tensor:
+        """The ids of the dispatch. Raises InvalidArgument if they were changed since then."""
+        if _version(self._ids_TK) != self._version:
+            raise InvalidArgument("topk_idx was changed after the dispatch of this handle: dispatch a copy")
+        return self._ids_TK
 
 
 def events_of(*given: Any) -> list[EventHandle]:
@@ -100,15 +113,31 @@ class Operations:
             _record(result, current)
             return result, EventOverlap(EventHandle(stream))
 
-    def send_along(self, handle: Any, x: Any, before: Events, apart: bool) -> tuple[Tensor, EventOverlap]:
-        """Returns the rows that tokens become along the plan of an earlier dispatch, and an event."""
-        if isinstance(x, tuple):
-            raise NotImplementedError(
-                "fp8 rows with handle=: moecomm sends rows along a plan in the dtype of its communicator"
-            )
+    def send_along(
+        self, handle: Any, x: Any, before: Events, apart: bool, num_sms: int | None = None
+    ) -> tuple[Any, EventOverlap]:
+        """Returns the rows that tokens become along the plan of an earlier dispatch, and an event. A pair of
+        fp8 rows and scales becomes one."""
         comm, plan = _plan_of(handle)
-        (rows,), event = self.run(lambda: (comm.redispatch(x, plan),), (x,), before, apart)
-        return rows, event
+        if not isinstance(x, tuple):
+            (rows,), event = self.run(lambda: (comm.redispatch(x, plan),), (x,), before, apart)
+            return rows, event
+
+        def send() -> tuple[Any, ...]:
+            _, out = self.send_again(handle, x, None, num_sms)
+            return out.tokens, out.scales
+
+        return self.run(send, x, before, apart)
+
+    def send_again(
+        self, handle: Any, x: Any, weights_TK: Tensor | None, num_sms: int | None, **options: Any
+    ) -> tuple[Communicator, DispatchOutput]:
+        """Dispatches by the ids of an earlier dispatch, which make the same plan: for fp8 rows and weights,
+        which do not go along a plan. `options` replace those of the handle."""
+        ids_TK = handle.ids_TK
+        shared = self.communicator(x, handle.comm.num_experts, ids_TK.shape[1], num_sms)
+        options = {**handle.options, "dequantize": not isinstance(x, tuple), **options}
+        return shared.dispatch(x, ids_TK, weights_TK, **options)
 
     def bring_back(
         self, handle: Any, x: Tensor, weights: Tensor | None, bias: Any, before: Events, apart: bool
@@ -147,6 +176,10 @@ def _record(tensors: tuple[Any, ...], stream: torch.cuda.Stream) -> None:
             each.record_stream(stream)
 
 
+def _version(ids_TK: Tensor) -> int:
+    return 0 if ids_TK.is_inference() else ids_TK._version
+
+
 def carriers(ids_TK: Tensor) -> Tensor:
     """Returns (T, 4) float32 rows without contents, of 16 bytes, the least that a row has: with them weights
     travel to experts to which their rows have gone before."""
@@ -159,15 +192,6 @@ def by_columns(scales: Tensor) -> Tensor:
     rows, columns = scales.shape[-2:]
     made = scales.new_empty((*scales.shape[:-2], columns, rounded_up(rows, 4)))
     return made[..., :rows].transpose(-1, -2).copy_(scales)
-
-
-def received_ids(out: Any, fixed: bool) -> Tensor:
-    """Returns (P, K) int64 local expert ids; with a fixed number of rows -1 behind the last."""
-    idx_PK: Tensor = out.topk_idx.long()
-    if fixed:
-        behind_P = torch.arange(len(idx_PK), device=idx_PK.device) >= out.offsets[-1]
-        idx_PK.masked_fill_(behind_P.unsqueeze(1), -1)
-    return idx_PK
 
 
 def rounded_up(number: Any, alignment: int) -> Any:

@@ -32,12 +32,20 @@ class EventOverlap:
     Attributes:
         event: an EventHandle, or None.
         extra_tensors: kept alive as long as this is.
+        results: what `wait` returns: of a call with defer_epilogue=True its results, else None.
     """
 
     def __init__(self, event: EventHandle | None = None, extra_tensors: Any = None) -> None:
         self.event, self.extra_tensors = event, extra_tensors
+        self.results: Any = None
         self._release = False
         self.hook_after_wait: Callable[[], None] | None = None
+
+    def wait(self, release_handle: bool = False) -> Any:
+        """Calls `current_stream_wait`, and returns `results`, which the event then no longer holds."""
+        self.current_stream_wait(release_handle)
+        results, self.results = self.results, None
+        return results
 
     def current_stream_wait(self, release_handle: bool = False) -> None:
         """Makes the current stream wait for the event, and runs the registered hook.

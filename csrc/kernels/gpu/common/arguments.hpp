@@ -66,7 +66,8 @@ struct ReceiveArguments {
   std::byte* out;
   std::byte* out_scales;  ///< where the output is in the wire format: [rows][scales a row]
   std::byte* out_weights;
-  int32_t* out_ids;              ///< rank layout: [rows][top_k]
+  void* out_ids;                 ///< rank layout: [rows][top_k], or null
+  bool wide_ids;                 ///< out_ids are int64, else int32
   int32_t* out_index;            ///< rank layout: [positions] the row of each, or null
   std::byte* out_index_weights;  ///< rank layout: weight type [positions], or null
   const std::byte* scales;       ///< redispatch: weight type [rows], factors of the rows, or null

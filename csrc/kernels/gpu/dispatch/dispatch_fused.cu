@@ -308,10 +308,13 @@ __device__ bool receive_rows(const Comm& comm, const ReceiveArguments& args, uin
   return all;
 }
 
-/// Zeroes this team's share of the padding rows of experts.
+/// Zeroes this team's share of the padding rows of experts; in the rank layout it clears the ids behind the
+/// `rows` rows.
 __device__ void zero_paddings(const Comm& comm, const ReceiveArguments& args, const RowTables& tables,
-                              const Team& team) {
-  if (args.layout == RowLayout::rank) return;
+                              const Team& team, int64_t rows) {
+  if (args.layout == RowLayout::rank)
+    return clear_ids(comm, args, rows, int64_t{team.number} * team.threads() + team.thread(),
+                     int64_t{team.count} * team.threads());
   // The teams that have received least take the first rows.
   for (int64_t e = (team.count - 1 - team.number) * team.warps + warp_id() - team.first_warp;
        e < comm.local_experts; e += int64_t{team.count} * team.warps)
@@ -415,7 +418,7 @@ __device__ void receive_dispatch(const Comm& comm, const FusedArguments& args, u
   __syncthreads();
   if (team.number >= 0 &&
       receive_rows<dtype>(comm, receive, epoch, tables, team, first.share, first.token, where, known))
-    zero_paddings(comm, receive, tables, team);
+    zero_paddings(comm, receive, tables, team, header.needed_rows);
 }
 
 /// The work of the other blocks.
@@ -438,7 +441,7 @@ __device__ void work(const Comm& comm, const FusedArguments& args, uint64_t epoc
   const auto known = where.load(TokenLanes::of_one(comm.top_k()), first.token);
   if (team.number >= 0 &&
       receive_rows<dtype>(comm, args.receive, epoch, tables, team, first.share, first.token, where, known))
-    zero_paddings(comm, args.receive, tables, team);
+    zero_paddings(comm, args.receive, tables, team, args.receive.rows);
 }
 
 template <DType dtype>

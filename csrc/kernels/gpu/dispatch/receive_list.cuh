@@ -46,7 +46,12 @@ __device__ inline void receive_and_end(const Comm& comm, const ReceiveArguments&
   const uint64_t epoch = comm.state().epoch + 1;
   const Found found = start(comm, args, epoch);
   if (found == Found::no_room) return leave_rows(comm, epoch);
-  if (found == Found::rows) receive(epoch);
+  if (found == Found::rows) {
+    const int64_t rows = PlanView{args.plan, comm.plan_fields}.header().needed_rows;
+    clear_ids(comm, args, rows, int64_t{blockIdx.x} * blockDim.x + threadIdx.x,
+              int64_t{gridDim.x} * blockDim.x);
+    receive(epoch);
+  }
   end_operation(comm, args.operation, epoch, true, args.senders);
 }
 

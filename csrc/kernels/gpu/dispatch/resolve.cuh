@@ -185,6 +185,23 @@ __device__ inline ChunkRows<rounds> resolve_rows(const Comm& comm, const Receive
   return chunk;
 }
 
+/// Writes a local expert id of the rank layout's output.
+__device__ inline void put_id(const ReceiveArguments& args, int64_t at, int32_t id) {
+  if (args.wide_ids)
+    static_cast<int64_t*>(args.out_ids)[at] = id;
+  else
+    static_cast<int32_t*>(args.out_ids)[at] = id;
+}
+
+/// Rank layout: names no experts in the output's rows behind the first `rows`. `thread`: this one's number
+/// among the `threads` that share them.
+__device__ inline void clear_ids(const Comm& comm, const ReceiveArguments& args, int64_t rows, int64_t thread,
+                                 int64_t threads) {
+  if (args.out_ids == nullptr) return;
+  const int64_t end = args.rows * comm.top_k();
+  for (int64_t i = rows * comm.top_k() + thread; i < end; i += threads) put_id(args, i, kNoExpert);
+}
+
 /// Writes the rows of a chunk to the plan, and the data that accompanies a row to its place.
 template <int rounds>
 __device__ inline void write_rows(const Comm& comm, const ReceiveArguments& args, const TokenLanes& map,
@@ -202,7 +219,7 @@ __device__ inline void write_rows(const Comm& comm, const ReceiveArguments& args
     plan.at(plan.fields.positions)[entry * map.top_k + map.k] = chunk.position[j];
     if (by_expert) continue;
     if (args.out_ids != nullptr && chunk.row[j] >= 0)
-      args.out_ids[int64_t{chunk.row[j]} * map.top_k + map.k] = chunk.local[j];
+      put_id(args, int64_t{chunk.row[j]} * map.top_k + map.k, chunk.local[j]);
     if (args.out_index != nullptr && chunk.position[j] >= 0) args.out_index[chunk.position[j]] = chunk.row[j];
   }
   if (args.out_weights != nullptr) place_weights(args, map, tokens, chunk);
