@@ -128,6 +128,7 @@ class Communicator(_Planned):
         network_lanes: endpoints by which this rank reaches other nodes (docs/nodes.md); 0 on one node.
         memory: size and sections of this rank's window.
         num_sms: SMs that an operation holds while it runs; on the CPU, its threads.
+        weighs_tokens: whether `combine_weighted` is possible.
     """
 
     def __init__(
@@ -198,6 +199,7 @@ class Communicator(_Planned):
         self.memory: MemoryPlan = backend.memory
         self.timeout = seconds
         self.num_sms: int = backend.num_sms
+        self.weighs_tokens: bool = backend.weighs_tokens
         self._most_experts = min(top_k, self.num_local_experts)  # most experts of a token on one rank
         self._most_alignment = most_alignment(
             self.size * max_tokens * self._most_experts, self.num_local_experts

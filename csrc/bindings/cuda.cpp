@@ -153,6 +153,7 @@ void bind_cuda(py::module_& m, void (*interrupt)()) {
            })
       .def_property_readonly("num_sms", &DeviceCommunicator::num_sms)
       .def("fuse_up_to", &DeviceCommunicator::fuse_up_to)
+      .def_property_readonly("weighs_tokens", &DeviceCommunicator::weighs_tokens)
       .def("log_launches", &DeviceCommunicator::log_launches)
       .def("complete", by_address(&DeviceCommunicator::complete))
       .def("redispatch",
@@ -163,10 +164,12 @@ void bind_cuda(py::module_& m, void (*interrupt)()) {
            })
       .def("combine",
            [](DeviceCommunicator& self, Address plan, RowLayout layout, Address rows, Address weights,
-              int64_t tokens, Address y, Address weight_grads, Address out_weight_grads, bool quantised,
-              bool held, Address stream) {
-             self.combine({rows, weights, weight_grads, y, out_weight_grads, plan, tokens, layout}, quantised,
-                          held, stream);
+              Address token_weights, int64_t tokens, Address y, Address weight_grads,
+              Address out_weight_grads, bool quantised, bool held, Address stream) {
+             gpu::CombineArguments arguments{rows, weights, weight_grads, y, out_weight_grads,
+                                             plan, tokens,  layout};
+             arguments.token_weights = token_weights;
+             self.combine(arguments, quantised, held, stream);
            })
       .def("splits", &DeviceCommunicator::splits)
       .def("fail", by_address(&DeviceCommunicator::fail), py::arg("kind"), py::arg("text"), py::arg("stream"))

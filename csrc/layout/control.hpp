@@ -82,6 +82,7 @@ enum Carries : uint32_t {
   kCarriesRows = 1,
   kCarriesWeights = 2,
   kCarriesQuantised = 4,
+  kCarriesTokenWeights = 16,
   kAfterGivenUp = 8  ///< GPU, where tokens share memory in turns: the previous dispatch was not received, and
                      ///< its unsent rows were not sent
 };

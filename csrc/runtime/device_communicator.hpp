@@ -119,6 +119,8 @@ class DeviceCommunicator {
 
   /// SMs that an operation holds while it runs.
   int32_t num_sms() const { return heuristics_.all_blocks(); }
+  /// True if every combine can have weights of tokens: one kernel does it on all ranks.
+  bool weighs_tokens() const;
   /// Sets the most tokens of this rank for which one kernel does a whole operation, if it can; without this
   /// call the heuristics choose. Ranks need not agree on it.
   void fuse_up_to(int64_t tokens) { most_fused_ = tokens; }

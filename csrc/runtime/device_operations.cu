@@ -392,6 +392,11 @@ void DeviceCommunicator::redispatch(const DeviceRedispatch& r, cudaStream_t stre
   send_and_receive(wire, arguments, output, stream);
 }
 
+bool DeviceCommunicator::weighs_tokens() const {
+  const int64_t most = config_.shape.max_tokens;
+  return most <= heuristics_.fused_sums && fuses(WireFormat::same, most);
+}
+
 bool DeviceCommunicator::splits(int64_t tokens) const { return fuses(config_.shape.wire, tokens); }
 
 void DeviceCommunicator::combine(const gpu::CombineArguments& arguments, bool quantised, bool held,
@@ -408,6 +413,8 @@ void DeviceCommunicator::combine(const gpu::CombineArguments& arguments, bool qu
       launch_context(WireFormat::same),
       {all.tokens, all.layout, all.wire != WireFormat::same, all.weight_grads != nullptr, held});
   if (logs_launches_) log_launch("combine", all.tokens, all.layout, plan.text());
+  if (all.token_weights != nullptr && !plan.in_one)
+    throw Error(ErrorKind::unsupported, "weights of tokens are for a combine in one kernel");
   if (plan.in_one) {
     all.team_warps = plan.team_warps;
     all.flags_late = plan.flags_late;

@@ -42,7 +42,8 @@ inline std::string disagreement_text(Disagreement about, int rank, int64_t first
         "whether the dispatch before was received: who gave it up may not have sent all rows, and the "
         "output of the others is not to be used",
         given_up(first), given_up(here));
-  return text("what travels (1: rows, 2: weights, 4: quantised, or their sum)", first, here);
+  return text("what travels (1: rows, 2: weights, 4: quantised, 16: weights of tokens, or their sum)", first,
+              here);
 }
 
 /// Adds the error `before` to the text of one that may follow from it. Ranks get out of step where one raises

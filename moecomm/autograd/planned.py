@@ -109,6 +109,44 @@ class _Planned(_Opened):
             return backend.launch(name, begin, backend.finish_combine, finish, inputs)
         return backend.launch(name, execute, None, finish, inputs)
 
+    @outside_graph
+    def combine_weighted(self, rows_PH: Array, handle: Handle, topk_weights_TK: Array) -> torch.Tensor:
+        """Combines with weights that did not come with the dispatch: each rank gives those of its own tokens,
+        and they travel with the operation. The result has the bits of `combine` with the weights that a
+        dispatch of `topk_weights_TK` returns. Not differentiable; breaks a graph of torch.compile.
+
+        For few tokens on GPUs of one node, where `weighs_tokens` is True.
+
+        Args:
+            rows_PH: (P, H) in the communicator's dtype and in the order of the dispatch's output.
+            handle: the handle of a dispatch in the expert layout.
+            topk_weights_TK: (T, K) float32 weights of this rank's tokens.
+
+        Returns:
+            (T, H) in the dtype; zero for tokens without experts.
+
+        Raises:
+            Unsupported: `weighs_tokens` is False.
+            As combine.
+        """
+        backend = self._open()
+        rows, weights = self._shared(backend, rows_PH, topk_weights_TK)
+
+        def execute() -> torch.Tensor:
+            self._check_combine(rows, handle, None)
+            if handle.layout != "expert":
+                raise InvalidArgument('handle is of a dispatch with layout="rank", expected "expert"')
+            shape = (handle.num_tokens, self.top_k)
+            check_weights("topk_weights", weights, shape, "(T, K)", self.dtype, self.device)
+            if torch.is_grad_enabled() and (rows.requires_grad or weights.requires_grad):
+                raise InvalidArgument(
+                    "rows or topk_weights require gradients, expected torch.no_grad(): dispatch the weights, "
+                    "and pass those that it returns to combine"
+                )
+            return backend.combine_weighted(handle.plan, rows, weights)
+
+        return backend.run("moecomm combine", execute)
+
     @overload
     def redispatch(
         self, x_TH: Array, handle: Handle, *, gradients: bool = False, async_op: Literal[False] = False

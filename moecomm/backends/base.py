@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 
-from moecomm.errors import CapacityExceeded, InvalidArgument, announced_as, kind_of
+from moecomm.errors import CapacityExceeded, InvalidArgument, Unsupported, announced_as, kind_of
 from moecomm.setup.memory_plan import MemoryPlan
 from moecomm.setup.topology import NodeMap
 from moecomm.types import Layout, PlanViews, WireFormat, Work
@@ -261,6 +261,17 @@ class Backend(ABC):
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Sums rows per token and returns (y_TH, or None without rows; gradients (T, K) of the routing
         weights, or None without weight_grads). `forward`: sums travel in the combine_wire."""
+
+    weighs_tokens: bool = False
+    """Whether every combine can have weights of tokens (`combine_weighted`)."""
+
+    def combine_weighted(self, plan: Any, rows_PH: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
+        """Sums rows per token, times weights that the tokens' ranks give. Raises Unsupported unless
+        `weighs_tokens`."""
+        raise Unsupported(
+            "combine_weighted is for few tokens on GPUs of one node (weighs_tokens): dispatch the weights, "
+            "and pass those that it returns to combine"
+        )
 
     def begin_combine(self, plan: Any, rows_PH: torch.Tensor, weights_P: torch.Tensor | None) -> Any:
         """Sends the sums of a forward's combine: its first half, or the whole if it has only one. Returns the

@@ -103,7 +103,7 @@ class CudaBackend(Backend):
                 sums=self._sums,
                 gradients=self._gradients,
             )
-            self.num_sms = self._native.num_sms
+            self.num_sms, self.weighs_tokens = self._native.num_sms, self._native.weighs_tokens
             self.network_lanes = self._native.network_lanes()
         # Also runs when the backend is garbage collected, and when the interpreter ends.
         self._release = weakref.finalize(self, release, self._gpu, self._native, window)
@@ -418,6 +418,15 @@ class CudaBackend(Backend):
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         return self._combine(plan, rows_PH, weights_P, weight_grads, forward, held=False)[:2]
 
+    def combine_weighted(
+        self, plan: TensorPlan, rows_PH: torch.Tensor, weights_TK: torch.Tensor
+    ) -> torch.Tensor:
+        if not self.weighs_tokens:
+            return super().combine_weighted(plan, rows_PH, weights_TK)
+        y_TH, *_ = self._combine(plan, rows_PH, None, None, True, held=False, weights_TK=weights_TK)
+        assert y_TH is not None
+        return y_TH
+
     def begin_combine(
         self, plan: TensorPlan, rows_PH: torch.Tensor, weights_P: torch.Tensor | None
     ) -> tuple[Any, ...]:
@@ -442,11 +451,14 @@ class CudaBackend(Backend):
         forward: bool,
         *,
         held: bool,
+        weights_TK: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, Any, Any, Any]:
         """Begins a combine, and completes it unless it is `held`; returns the result of `combine`, and the
-        tensors that kernels read."""
+        tensors that kernels read. weights_TK: those of this rank's tokens, in place of weights_P."""
         y_TH = grads_TK = None
-        rows_address = weights_address = grads_address = y_address = grads_to = 0
+        rows_address = weights_address = token_weights = grads_address = y_address = grads_to = 0
+        if weights_TK is not None:
+            weights_TK, token_weights = self._readable(weights_TK)
         if weights_P is not None:
             weights_P, weights_address = self._readable(weights_P)
         if rows_PH is not None:
@@ -464,6 +476,7 @@ class CudaBackend(Backend):
             self._layouts[plan.layout],
             rows_address,
             weights_address,
+            token_weights,
             plan.tokens,
             y_address,
             grads_address,

@@ -94,7 +94,7 @@ class LoopbackNative:
         absence: float,
     ) -> None:
         self.shape, self.settings = shape, {"rank": rank, "timeout": timeout, "num_sms": num_sms}
-        self.num_sms = num_sms or 99
+        self.num_sms, self.weighs_tokens = num_sms or 99, True
         self.calls: list[str] = []
         self.quantised: list[bool] = []  # of combines: whether sums travel in combine_wire
         self.narrow_gradients = gradients != "same"
@@ -380,6 +380,7 @@ class LoopbackNative:
         layout: Any,
         rows: int,
         weights: int,
+        token_weights: int,
         tokens: int,
         y: int,
         weight_grads: int,
@@ -390,11 +391,13 @@ class LoopbackNative:
         num_rows = int(self._places(plan, layout, tokens).max()) + 1 if tokens else 0
         rows_PH, y_TH = memory(rows, (num_rows, hidden), self.dtype), memory(y, (tokens, hidden), self.dtype)
         factors_P = memory(weights, (num_rows,), self.weight)
+        given_TK = memory(token_weights, (tokens, top_k), self.weight)
         if rows_PH is not None and y_TH is not None:
             sums = torch.zeros(tokens, hidden, dtype=self.weight)
-            for t, _, p in self._rows_of(plan, layout, tokens):
+            for t, k, p in self._rows_of(plan, layout, tokens):
                 row = rows_PH[p].to(self.weight)
-                sums[t] += row if factors_P is None else row * factors_P[p]
+                factor = factors_P[p] if factors_P is not None else 1
+                sums[t] += row * (factor if given_TK is None else given_TK[t, k])
             y_TH.copy_(sums)
         grads = memory(weight_grads, (num_rows, top_k) if by_rank else (num_rows,), self.weight)
         home_TK = memory(out_weight_grads, (tokens, top_k), self.weight)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import moecomm
+from moecomm.errors import InvalidArgument, Unsupported
 from moecomm.types import Layout
 from tests.unit.loopback import IDS_TK, FakeWindow, loopback, make_inputs, opened
 
@@ -118,6 +119,25 @@ class TestOperations:
         out.tokens.mul_(2)
         comm.combine(out.tokens, out.handle).sum().backward()
         assert x_TH.grad is not None
+
+    def test_weights_that_travel_with_a_combine(self) -> None:
+        comm, *_ = opened()
+        x_TH, ids_TK, weights_TK = make_inputs()
+        out = comm.dispatch(x_TH, ids_TK, weights_TK)
+        want = comm.combine(out.tokens, out.handle, weights=out.weights)
+        assert torch.equal(comm.combine_weighted(out.tokens, out.handle, weights_TK), want)
+        by_rank = comm.dispatch(x_TH, ids_TK, layout="rank")
+        for handle, weights, words in (
+            (by_rank.handle, weights_TK, 'layout="rank"'),
+            (out.handle, weights_TK[1:], "topk_weights has shape"),
+            (out.handle, weights_TK.clone().requires_grad_(), "require gradients"),
+        ):
+            rows = by_rank.tokens if handle is by_rank.handle else out.tokens
+            with pytest.raises(InvalidArgument, match=words):
+                comm.combine_weighted(rows, handle, weights)
+        comm._backend.weighs_tokens = False
+        with pytest.raises(Unsupported, match="few tokens"):
+            comm.combine_weighted(out.tokens, out.handle, weights_TK)
 
     @pytest.mark.parametrize("room", [0, 3, 7, 20])
     def test_what_other_threads_free_meanwhile_is_not_written_to(

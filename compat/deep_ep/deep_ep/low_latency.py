@@ -164,7 +164,8 @@ class LowLatency(Operations):
     ) -> tuple[Tensor, EventOverlap, Hook | None]:
         """Returns rows to the ranks of their tokens, and sums them there with weights.
 
-        The weights go to the experts' ranks in a small dispatch before it.
+        The weights travel with it where `Communicator.weighs_tokens` is True: on GPUs of one node, for few
+        tokens. Elsewhere they go to the experts' ranks in a small dispatch before it.
 
         Args:
             x: (L, R * C, H) rows in the order of the dispatch.
@@ -200,19 +201,21 @@ class LowLatency(Operations):
         comm, shape = handle.comm, handle.shape
         if tuple(rows.shape) != shape:
             raise InvalidArgument(f"x has shape {tuple(rows.shape)}, expected that of the dispatch, {shape}")
-        sizes = (comm.num_experts, comm.top_k, comm.max_tokens)
-        empty = carriers(handle.ids_TK)
-        carrying = self._of(empty, *sizes, None)
+        ids_TK = handle.ids_TK
+        carrying = None if comm.weighs_tokens else self._carrying(comm, ids_TK)
 
         def bring_back() -> tuple[Tensor | None, ...]:
-            counted_TK = topk_weights
-            if topk_idx is not handle.ids_TK:
+            counted_TK, rows_PH = topk_weights, rows.view(-1, shape[2])
+            if topk_idx is not ids_TK:
                 counted_TK = topk_weights.masked_fill(topk_idx < 0, 0.0)
-            sent = carrying.dispatch(empty, handle.ids_TK, counted_TK, expert_capacity=shape[1])
-            sums_TH = comm.combine(rows.view(-1, shape[2]), handle.handle, weights=sent.weights)
+            if carrying is None:
+                sums_TH = comm.combine_weighted(rows_PH, handle.handle, counted_TK)
+            else:
+                sent = carrying.dispatch(carriers(ids_TK), ids_TK, counted_TK, expert_capacity=shape[1])
+                sums_TH = comm.combine(rows_PH, handle.handle, weights=sent.weights)
             return (sums_TH if out is None else out.copy_(sums_TH),)
 
-        inputs = (rows, empty, handle.ids_TK, topk_idx, topk_weights, out)
+        inputs = (rows, ids_TK, topk_idx, topk_weights, out)
         (sums_TH,), event, hook = self._issue(bring_back, inputs, async_finish, return_recv_hook)
         assert sums_TH is not None
         return sums_TH, event, hook
@@ -260,6 +263,10 @@ class LowLatency(Operations):
             made = Communicator(self.group, **sizes, dtype=x.dtype, device=x.device, wire=wire, num_sms=sms)
             self._exact[key] = made
         return self._exact[key]
+
+    def _carrying(self, comm: Communicator, ids_TK: Tensor) -> Communicator:
+        """Returns the communicator for the weights of another one's tokens."""
+        return self._of(carriers(ids_TK), comm.num_experts, comm.top_k, comm.max_tokens, None)
 
     def _issue(
         self, work: Callable[[], tuple[Tensor | None, ...]], inputs: Any, apart: bool, hooked: bool

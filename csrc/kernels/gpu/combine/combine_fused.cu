@@ -6,9 +6,11 @@
 //     This waits for no other rank
 //   - warps take parts of this rank's own tokens: each sums the token's rows here, waits for the sums of the
 //     token's owners, and adds all by ascending rank
+// Weights of tokens (token_weights), if there are any, go to all ranks first, in words that hold their epoch.
 // Every second block sums rows of its own tokens before it sends, so that the links and this GPU's memory are
 // busy at the same time; the other blocks may do so while their last sums travel, before they set the flags.
 #include "kernels/gpu/combine/combine_rows.cuh"
+#include "kernels/gpu/common/route.cuh"
 #include "kernels/gpu/common/team.cuh"
 
 namespace moecomm::gpu {
@@ -26,6 +28,23 @@ struct FusedMemory {
   alignas(16) std::byte own[kSumWarps][kOwnStrips][32 * sizeof(Strip<kSumSteps>)];
 };
 static_assert(sizeof(FusedMemory) <= kMostShared);
+
+/// Pushes the weights of this rank's tokens to all ranks, in the words that hold routes in a dispatch. Whole
+/// block, number `block` of `blocks` that share them.
+__device__ void push_weights(const Comm& comm, const CombineArguments& args, uint64_t epoch, int block,
+                             int blocks) {
+  const int64_t entries = args.tokens * comm.top_k(), step = int64_t{blocks} * blockDim.x;
+  for (int64_t i = int64_t{block} * blockDim.x + threadIdx.x; i < entries; i += step)
+    push_route(comm, comm.rank, epoch, i, route_word(epoch, 0, args.token_weights[i], 0));
+}
+
+/// The arrival of such a word.
+struct WeightArrival {
+  static constexpr unsigned kInterval = 32;
+  const Route* word;
+  uint64_t epoch;
+  __device__ bool arrived() const { return EpochNumber::is_of(ptx::load_relaxed_sys_pair(word).high, epoch); }
+};
 
 /// Sends a team's share of the sums of other ranks' tokens. All lanes call every function.
 template <DType dtype, WireFormat wire>
@@ -63,15 +82,30 @@ class SumSender {
   }
 
  private:
-  /// Stores a token's sum at its home; false if this rank owns none of the token's experts.
+  /// The weight of this lane's k of a token, once its home has announced it; `here`: false if it does not.
+  __device__ float announced_weight(int32_t home, int token, bool& here) const {
+    const Route* const word =
+        comm_.routes(comm_.own, home, epoch_) + int64_t{token} * comm_.top_k() + lane_id();
+    here = device::wait_until(comm_, {home, WaitPhase::records, Operation::combine, epoch_},
+                              WeightArrival{word, epoch_});
+    return __uint_as_float(static_cast<uint32_t>(ptx::load_relaxed_sys_pair(word).low >> 32));
+  }
+  /// Stores a token's sum at its home; false if this rank owns none of the token's experts, or if its weights
+  /// do not arrive.
   __device__ bool send(std::byte* base, int32_t home, int token) {
     const int warp = warp_id();
-    if (list_owned<1>(comm_, args_, home, token, 1, memory_.sources[warp], memory_.weights[warp],
-                      memory_.counts[warp], memory_.slots[warp]) == 0)
-      return false;
+    bool here = true;
+    const auto factor = [&](int32_t row) {
+      const bool by_token = args_.token_weights != nullptr && row >= 0;
+      return by_token ? announced_weight(home, token, here) : factor_of(args_, row);
+    };
+    const uint32_t owned =
+        list_owned<1>(comm_, args_, home, token, 1, memory_.sources[warp], memory_.weights[warp],
+                      memory_.counts[warp], memory_.slots[warp], factor);
+    if (!__all_sync(0xffffffffu, here) || owned == 0) return false;
     std::byte* const to = comm_.slot_row(base, epoch_, token, memory_.slots[warp][0]);
     const int count = memory_.counts[warp][0];
-    const float* const factors = args_.weights != nullptr ? memory_.weights[warp] : nullptr;
+    const float* const factors = args_.weighted() ? memory_.weights[warp] : nullptr;
     const int64_t row_bytes = comm_.window.shape.row_bytes();
     const int vectors = static_cast<int>(row_bytes / 16);
     const auto row = [&](int j) { return args_.rows + memory_.sources[warp][j] * row_bytes; };
@@ -186,6 +220,7 @@ __device__ void lead(const Comm& comm, const CombineArguments& args, WireFormat 
   if (!failed)
     signal_start(comm, Operation::combine, epoch, args.plan, args.layout, args.tokens,
                  args.after | (args.rows != nullptr ? kCarriesRows : 0u) |
+                     (args.token_weights != nullptr ? kCarriesTokenWeights : 0u) |
                      (wire != WireFormat::same ? kCarriesQuantised : 0u));
   pass_epoch(comm, epoch);
   if (!failed) agree_on_operation(comm, Operation::combine, epoch);
@@ -203,6 +238,7 @@ __device__ void work(const Comm& comm, const CombineArguments& args, uint64_t ep
   const Team team(args.team_warps, block, blocks);
   SumSender<dtype, wire> sender(comm, args, epoch, team, memory.reduce);
   const bool own_first = (block & 1) != 0;
+  if (sums && args.token_weights != nullptr) push_weights(comm, args, epoch, block, blocks);
   if (sums && own_first) home.begin();
   if (sums && comm.ranks() > 1) sender.send_all();
   if (own_first || !args.flags_late) sender.announce();

@@ -152,8 +152,9 @@ __device__ void reduce_by_warps(const Comm& comm, const CombineArguments& args, 
   for (OwnedSpans chunks(comm, args.plan, ByChunk{}); chunks.next();) {
     const int32_t home = chunks.home;
     const int chunk = chunks.begin / chunk_tokens(chunks.tokens);
-    const uint32_t owned = list_owned<kMaxChunk>(comm, args, home, chunks.begin, chunks.end - chunks.begin,
-                                                 sources, weights, counts, slots);
+    const uint32_t owned =
+        list_owned<kMaxChunk>(comm, args, home, chunks.begin, chunks.end - chunks.begin, sources, weights,
+                              counts, slots, [&](int32_t row) { return factor_of(args, row); });
     if (owned == 0) continue;
     if (!wait_for_room<way>(comm, epoch, home, chunks.tokens, chunk)) return;
     const auto places = device::SumPlaces::of<way == Way::whole>(comm, epoch, home, chunks.begin);

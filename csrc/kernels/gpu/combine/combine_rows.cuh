@@ -18,13 +18,18 @@ struct ReduceMemory {
   int32_t shared_word;
 };
 
-/// Fills sources[i * top_k ...] with the rows of token i and weights with their factors, counts[i] with their
-/// number, and slots[i] with the place of its sum. Returns a bit mask of the tokens of whose experts this
-/// rank owns some.
-template <int most>
+/// The factor of a row on this rank; 1 where there is none.
+__device__ inline float factor_of(const CombineArguments& args, int32_t row) {
+  return args.weights != nullptr && row >= 0 ? reinterpret_cast<const float*>(args.weights)[row] : 1.0f;
+}
+
+/// Fills sources[i * top_k ...] with the rows of token i and weights with their factors, factor(row),
+/// counts[i] with their number, and slots[i] with the place of its sum. Returns a bit mask of the tokens of
+/// whose experts this rank owns some.
+template <int most, class Factor>
 __device__ inline uint32_t list_owned(const Comm& comm, const CombineArguments& args, int32_t home,
                                       int64_t begin, int tokens, int32_t* sources, float* weights,
-                                      int32_t* counts, int32_t* slots) {
+                                      int32_t* counts, int32_t* slots, const Factor& factor) {
   const PlanView plan{args.plan, comm.plan_fields};
   const int top_k = comm.top_k(), lane = lane_id();
   const int64_t at = home * comm.window.shape.max_tokens + begin;
@@ -36,9 +41,7 @@ __device__ inline uint32_t list_owned(const Comm& comm, const CombineArguments& 
     row[i] = i < tokens ? planned_row(plan, args.layout, at + i, top_k) : kRowElsewhere;
   }
 #pragma unroll
-  for (int i = 0; i < most; ++i)
-    weight[i] =
-        args.weights != nullptr && row[i] >= 0 ? reinterpret_cast<const float*>(args.weights)[row[i]] : 1.0f;
+  for (int i = 0; i < most; ++i) weight[i] = factor(row[i]);
   uint32_t owned = 0;
   __syncwarp();  // all lanes have finished the previous chunk
 #pragma unroll
@@ -89,8 +92,8 @@ __device__ inline TokenSum list_own_rows(const Comm& comm, const CombineArgument
   const int32_t home = plan.at(plan.fields.home)[token];
   const int32_t owner = own_owner(comm, plan, token);
   const int32_t row = planned_row(plan, args.layout, comm.rank * comm.window.shape.max_tokens + token, top_k);
-  const float weight =
-      args.weights != nullptr && row >= 0 ? reinterpret_cast<const float*>(args.weights)[row] : 1.0f;
+  const bool by_token = args.token_weights != nullptr && row >= 0;
+  const float weight = by_token ? args.token_weights[token * top_k + lane_id()] : factor_of(args, row);
   const bool sends = owner >= 0 && owner != comm.rank && (way != Way::nodes || comm.is_local(owner));
   const int32_t sender = sends ? owner : -1;
   const bool keep = row >= 0;
@@ -225,9 +228,8 @@ __device__ inline SumStrip<dtype, wire, kSumSteps> sum_own_rows(const Comm& comm
   const int64_t row_bytes = comm.window.shape.row_bytes();
   const int first = part.first(strip), vectors = static_cast<int>(row_bytes / 16);
   const auto row = [&](int j) { return args.rows + rows[j] * row_bytes; };
-  return sum_rows<dtype, kSumSteps, kSumBatch>(part.sum.own_rows, row,
-                                               args.weights != nullptr ? block.weights[warp_id()] : nullptr,
-                                               first, vectors)
+  return sum_rows<dtype, kSumSteps, kSumBatch>(
+             part.sum.own_rows, row, args.weighted() ? block.weights[warp_id()] : nullptr, first, vectors)
       .template travelling<wire>(first, vectors);
 }
 

@@ -103,8 +103,12 @@ struct CombineArguments {
   int32_t team_warps = 0;              ///< as in FusedArguments
   int32_t parts = 0;                   ///< parts of a token's sum at its home, in one kernel
   uint32_t after = 0;                  ///< as in SendArguments
-  bool flags_late = false;             ///< makes own sums before it sets the flags of the last sent ones
+  /// In one kernel, in place of weights: [tokens][top_k] of this rank's tokens, or null.
+  const float* token_weights = nullptr;
+  bool flags_late = false;  ///< makes own sums before it sets the flags of the last sent ones
   int32_t reduce_list = kListTokens, sum_list = kListTokens;  ///< as in CombineBlocks
+
+  MOECOMM_HD bool weighted() const { return weights != nullptr || token_weights != nullptr; }
 };
 
 /// Loads onto the current device all kernels that a communicator of `shape` may launch: those that send rows
