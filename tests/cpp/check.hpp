@@ -1,14 +1,18 @@
-// The least that a C++ test needs: CHECK that says where and what, a seed that is printed, and an exit
-// status.
+// The least that a C++ test needs: TEST and CHECK, which says where and what, a seed that is printed, errors
+// and waits, and an exit status.
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <random>
 #include <string>
+#include <thread>
+#include <vector>
 
+#include "common/deadline.hpp"
 #include "common/error.hpp"
 
 namespace moecomm::test {
@@ -21,16 +25,49 @@ inline bool check(bool holds, const char* text, const char* file, int line) {
   return holds;
 }
 
-/// True if `body` throws an Error of `kind` whose text contains `part`.
+inline bool has(const std::string& text, const std::string& part) {
+  return text.find(part) != std::string::npos;
+}
+
+/// The Error that `body` throws; one of the kind `none` if it throws none.
 template <class Body>
-bool throws(ErrorKind kind, const std::string& part, const Body& body) {
+Error error_of(const Body& body) {
   try {
     body();
   } catch (const Error& error) {
-    if (error.kind() == kind && std::string(error.what()).find(part) != std::string::npos) return true;
-    std::printf("other error: kind %u, %s\n", static_cast<unsigned>(error.kind()), error.what());
+    return error;
   }
+  return {ErrorKind::none, "nothing is thrown"};
+}
+
+/// True if `body` throws an Error of `kind` whose text contains `part`.
+template <class Body>
+bool throws(ErrorKind kind, const std::string& part, const Body& body) {
+  const Error error = error_of(body);
+  if (error.kind() == kind && has(error.what(), part)) return true;
+  std::printf("other error: kind %u, %s\n", static_cast<unsigned>(error.kind()), error.what());
   return false;
+}
+
+/// Seconds after which a wait has failed; only reached when something is wrong.
+inline constexpr double kLong = 120;
+
+/// Calls `holds` until it returns true. False if that takes too long.
+template <class Holds>
+bool eventually(const Holds& holds) {
+  const Deadline deadline{std::chrono::duration<double>(kLong)};
+  while (!holds()) {
+    if (deadline.passed()) return false;
+    std::this_thread::sleep_for(std::chrono::microseconds(100));
+  }
+  return true;
+}
+
+/// Runs body(0), body(1) to body(count - 1) in a thread each, and returns when all have ended.
+template <class Body>
+void at_once(int count, const Body& body) {
+  std::vector<std::jthread> threads;
+  for (int i = 0; i < count; ++i) threads.emplace_back([&body, i] { body(i); });
 }
 
 /// From MOECOMM_TEST_SEED, or a new one; printed so that a failure can be repeated.
@@ -49,6 +86,18 @@ inline int finish() {
   return failures == 0 && checks > 0 ? 0 : 1;
 }
 
+/// The tests of a program, in the order of its file.
+inline std::vector<void (*)()> tests;
+
+inline int run() {
+  for (const auto test : tests) test();
+  return finish();
+}
+
 }  // namespace moecomm::test
 
 #define CHECK(condition) ::moecomm::test::check((condition), #condition, __FILE__, __LINE__)
+#define TEST(name)                                                                                 \
+  void test_##name();                                                                              \
+  [[maybe_unused]] const bool listed_##name = (moecomm::test::tests.push_back(test_##name), true); \
+  void test_##name()

@@ -10,7 +10,6 @@
 #include <numeric>
 #include <random>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "check.hpp"
@@ -26,17 +25,15 @@ using Kind = TransportEvent::Kind;
 constexpr double kHang = 60;  // seconds after which a wait has failed
 
 // ---- memory and endpoints
-// ------------------------------------------------------------------------------------
 
 /// A window of this process.
 struct Memory {
   explicit Memory(int64_t count) : bytes(count) {
-    void* mapped =
-        mmap(nullptr, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    void* mapped = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     if (mapped == MAP_FAILED) std::perror("mmap"), std::exit(1);
     base = static_cast<uint8_t*>(mapped);
   }
-  ~Memory() { munmap(base, static_cast<size_t>(bytes)); }
+  ~Memory() { munmap(base, bytes); }
   Memory(const Memory&) = delete;
   Memory& operator=(const Memory&) = delete;
   uint8_t* base;
@@ -75,17 +72,10 @@ struct Group {
       remote.push_back(open_lane(options, memory.back()->base, bytes));
       endpoint_addresses.push_back(remote.back()->endpoint_address());
     }
-    std::vector<std::thread> threads;
-    for (int i = 0; i < count; ++i)
-      threads.emplace_back([&, i] {
-        try {
-          connect_lane(*remote[static_cast<size_t>(i)], endpoint_addresses, i, kHang);
-        } catch (const Error& error) {
-          std::printf("peer %d: %s\n", i, error.what());
-          CHECK(!"connected");
-        }
-      });
-    for (std::thread& thread : threads) thread.join();
+    test::at_once(count, [&](int i) {
+      const Error error = test::error_of([&] { connect_lane(*remote[i], endpoint_addresses, i, kHang); });
+      if (!CHECK(error.kind() == ErrorKind::none)) std::printf("peer %d: %s\n", i, error.what());
+    });
   }
   std::vector<std::unique_ptr<Memory>> memory;
   std::vector<FabricLane> remote;
@@ -103,7 +93,6 @@ inline bool until(const char* what, const std::function<bool()>& step) {
 }
 
 // ---- traffic
-// -------------------------------------------------------------------------------------------------
 
 /// What message `index` of a seed carries; both ends know it without talking.
 struct Message {
@@ -114,12 +103,12 @@ inline void fill(uint8_t* at, int64_t bytes, uint64_t seed) {
   std::mt19937_64 random(seed);
   for (int64_t i = 0; i < bytes; i += 8) {
     const uint64_t word = random();
-    std::memcpy(at + i, &word, static_cast<size_t>(std::min<int64_t>(8, bytes - i)));
+    std::memcpy(at + i, &word, std::min<int64_t>(8, bytes - i));
   }
 }
 
 inline bool filled(const uint8_t* at, int64_t bytes, uint64_t seed) {
-  std::vector<uint8_t> expected(static_cast<size_t>(bytes));
+  std::vector<uint8_t> expected(bytes);
   fill(expected.data(), bytes, seed);
   return bytes == 0 || std::memcmp(at, expected.data(), expected.size()) == 0;
 }
@@ -189,7 +178,7 @@ class Exchange {
         CHECK(event.peer == peer_);
         CHECK(++sent_[i] == 1);
         // Done with: whatever is written there now must not reach the peer.
-        std::memset(memory_.base + out_[i].src, 0xee, static_cast<size_t>(out_[i].bytes));
+        std::memset(memory_.base + out_[i].src, 0xee, out_[i].bytes);
         ++sent_count_;
       } else if (event.kind == Kind::arrived) {
         if (!CHECK(event.immediate < in_.size())) continue;

@@ -39,7 +39,7 @@ class Loopback : public Transport {
 
   bool put(int32_t peer, int64_t dst, int64_t src, int64_t bytes, uint32_t immediate,
            uint64_t context) override {
-    if (bag_.size() >= room_ || ports_[static_cast<size_t>(self_)]->gone) return false;
+    if (bag_.size() >= room_ || ports_[self_]->gone) return false;
     bag_.push_back({peer, dst, src, bytes, immediate, context});
     return true;
   }
@@ -49,9 +49,8 @@ class Loopback : public Transport {
   }
 
   void poll(std::vector<TransportEvent>& events) override {
-    while (ports_[static_cast<size_t>(self_)]->stuck)
-      std::this_thread::sleep_for(std::chrono::milliseconds(1));
-    if (ports_[static_cast<size_t>(self_)]->gone) {
+    while (ports_[self_]->stuck) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    if (ports_[self_]->gone) {
       if (!std::exchange(told_, true))
         events.push_back({TransportEvent::Kind::failed, -1, 0, 0, "loopback: the network has gone"});
       return;
@@ -60,16 +59,15 @@ class Loopback : public Transport {
       std::swap(bag_[random_() % bag_.size()], bag_.back());
       const Put put = bag_.back();
       bag_.pop_back();
-      Port& port = *ports_[static_cast<size_t>(put.peer)];
-      std::memcpy(port.base + put.dst, ports_[static_cast<size_t>(self_)]->base + put.src,
-                  static_cast<size_t>(put.bytes));
+      Port& port = *ports_[put.peer];
+      std::memcpy(port.base + put.dst, ports_[self_]->base + put.src, put.bytes);
       {
         const std::lock_guard lock(port.mutex);
         port.immediates.push_back(put.immediate);
       }
       events.push_back({TransportEvent::Kind::sent, put.peer, 0, put.context, {}});
     }
-    Port& own = *ports_[static_cast<size_t>(self_)];
+    Port& own = *ports_[self_];
     const std::lock_guard lock(own.mutex);
     std::shuffle(own.immediates.begin(), own.immediates.end(), random_);
     // Some of what is there, so that what belongs together is seen at different times.

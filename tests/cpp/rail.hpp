@@ -8,19 +8,18 @@
 #include <array>
 #include <bit>
 #include <cstring>
-#include <deque>
-#include <functional>
-#include <thread>
+#include <memory>
 #include <utility>
 #include <vector>
 
 #include "check.hpp"
-#include "common/deadline.hpp"
 #include "transport/tcp/links.hpp"
 
 namespace moecomm::tcp::test_rail {
 
-constexpr double kLong = 120;  // seconds; only reached when something is wrong
+using test::eventually;
+using test::kLong;
+
 inline const std::string kHere = "127.0.0.1";
 
 inline JobId random_job() {
@@ -30,29 +29,21 @@ inline JobId random_job() {
   return job;
 }
 
-inline bool eventually(const std::function<bool()>& holds) {
-  const Deadline deadline{std::chrono::duration<double>(kLong)};
-  while (!holds()) {
-    if (deadline.passed()) return false;
-    std::this_thread::sleep_for(std::chrono::microseconds(100));
-  }
-  return true;
-}
-
 /// The peers of a rail, all in this process.
 struct Rail {
-  std::deque<Links> links;
+  std::vector<std::unique_ptr<Links>> links;
   std::vector<std::string> endpoints;
 
-  explicit Rail(int32_t peers, const std::string& interface = kHere, const JobId& job = random_job()) {
-    for (int32_t self = 0; self < peers; ++self)
-      endpoints.push_back(links.emplace_back(LinkOptions{job, self, peers, interface}).endpoint());
+  explicit Rail(int32_t peers, const std::string& interface = kHere, const JobId& job = random_job(),
+                double silence_seconds = 30) {
+    for (int32_t self = 0; self < peers; ++self) {
+      links.push_back(std::make_unique<Links>(LinkOptions{job, self, peers, interface, silence_seconds}));
+      endpoints.push_back(links.back()->endpoint());
+    }
   }
 
   void connect() {
-    std::vector<std::thread> threads;
-    for (Links& each : links) threads.emplace_back([&] { each.connect(endpoints, kLong); });
-    for (std::thread& each : threads) each.join();
+    test::at_once(static_cast<int>(links.size()), [&](int peer) { links[peer]->connect(endpoints, kLong); });
   }
 };
 
@@ -67,8 +58,7 @@ inline std::vector<LinkEvent> take(Links& links, size_t count) {
 }
 
 inline bool is_lost(const LinkEvent& event, int32_t peer, const std::string& part) {
-  const bool holds =
-      event.kind == LinkEvent::Kind::lost && event.peer == peer && event.text.find(part) != std::string::npos;
+  const bool holds = event.kind == LinkEvent::Kind::lost && event.peer == peer && test::has(event.text, part);
   if (!holds)
     std::printf("kind %u, peer %d, '%s'\n", static_cast<unsigned>(event.kind), event.peer,
                 event.text.c_str());
@@ -107,7 +97,7 @@ class Raw {
     for (;;) {
       const ssize_t count = recv(fd_, piece.data(), piece.size(), 0);
       if (count > 0)
-        text.append(piece.data(), static_cast<size_t>(count));
+        text.append(piece.data(), count);
       else
         return count == 0 || errno == ECONNRESET ? text : text + " [" + std::strerror(errno) + "]";
     }
@@ -158,10 +148,6 @@ inline HelloBytes hello_of(const JobId& job, int32_t from, int32_t to) {
   return std::bit_cast<HelloBytes>(hello);
 }
 
-inline MessageBytes bytes_of(const LinkMessage& message) {
-  MessageBytes bytes;
-  std::memcpy(bytes.data(), &message, sizeof(message));
-  return bytes;
-}
+inline MessageBytes bytes_of(const LinkMessage& message) { return std::bit_cast<MessageBytes>(message); }
 
 }  // namespace moecomm::tcp::test_rail

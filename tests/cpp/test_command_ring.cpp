@@ -10,7 +10,7 @@ using namespace moecomm;
 
 namespace {
 
-void test_fields() {
+TEST(fields) {
   CommandRing ring;
   CHECK(!ring.pop());
   const Command sent{Command::Kind::chunk, 0xfe, 0xabcd, 0x12345678, 0x9abcdef0, 0xfedcba98};
@@ -27,7 +27,7 @@ void test_fields() {
   }
 }
 
-void test_full() {
+TEST(full) {
   CommandRing ring;
   for (int lap = 0; lap < 3; ++lap) {
     for (uint32_t i = 0; i < CommandRing::kSlots; ++i) CHECK(ring.push({Command::Kind::ids, 0, 0, i, 0, 0}));
@@ -40,10 +40,10 @@ void test_full() {
   }
 }
 
-void test_producers(uint32_t producers) {
+void produce_and_take(uint32_t producers) {
   constexpr uint32_t kEach = 50'000;
   CommandRing ring;
-  std::vector<std::thread> threads;
+  std::vector<std::jthread> threads;
   for (uint32_t p = 0; p < producers; ++p)
     threads.emplace_back([&ring, p] {
       for (uint32_t i = 0; i < kEach; ++i)
@@ -65,15 +65,14 @@ void test_producers(uint32_t producers) {
             got->b == got->other + got->index;
     ++next[got->other % producers];
   }
-  for (auto& thread : threads) thread.join();
+  threads.clear();
   CHECK(whole && !ring.pop());
+}
+
+TEST(producers) {
+  for (const uint32_t producers : {1, 2, 5}) produce_and_take(producers);
 }
 
 }  // namespace
 
-int main() {
-  test_fields();
-  test_full();
-  for (const uint32_t producers : {1, 2, 5}) test_producers(producers);
-  return test::finish();
-}
+int main() { return moecomm::test::run(); }

@@ -201,9 +201,8 @@ struct Rank {
       : shape{ranks, 1, 8 * ranks, 64, 4096, DType::bfloat16, WireFormat::same, 0, 0},
         comm(DeviceConfig{shape, 0, 5.0, 0, 0, 1}) {
     const std::string name = comm.link_control();
-    const auto each = static_cast<size_t>(ranks);
-    comm.connect(std::vector(each, reinterpret_cast<uintptr_t>(memory.data())), std::vector(each, name),
-                 std::vector<int64_t>(each, getpid()));
+    comm.connect(std::vector(ranks, reinterpret_cast<uintptr_t>(memory.data())), std::vector(ranks, name),
+                 std::vector<int64_t>(ranks, getpid()));
     comm.unlink_control();
     start();
   }
@@ -236,8 +235,7 @@ struct Rank {
   }
 
   const DeviceShape shape;
-  std::vector<std::byte> memory =
-      std::vector<std::byte>(static_cast<size_t>(DeviceWindow::make(shape).total_bytes));
+  std::vector<std::byte> memory = std::vector<std::byte>(DeviceWindow::make(shape).total_bytes);
   std::byte* const bytes = memory.data();
   int32_t* const plan = reinterpret_cast<int32_t*>(bytes);
   DeviceCommunicator comm;
@@ -245,7 +243,7 @@ struct Rank {
 
 const Calls kCombined = {"combine 1"};
 
-void test_halves() {
+TEST(halves) {
   Rank rank;
   rank.begin(one);
   CHECK((rank.comm.wait_rows(one) == std::pair{kRows, kRows}));
@@ -270,7 +268,7 @@ void test_halves() {
 }
 
 /// What is launched is what was planned, for operations that take several kernels and one.
-void test_plans() {
+TEST(plans) {
   for (const int32_t ranks : {1, 3}) {
     Rank rank(ranks);
     rank.comm.log_launches();
@@ -308,7 +306,7 @@ void test_plans() {
 }
 
 /// Where an output is received at once, and where it only has to be there before the host waits.
-void test_offers() {
+TEST(offers) {
   for (const int32_t ranks : {1, 3}) {
     Rank rank(ranks);
     CHECK(rank.comm.offered_rows(4096, RowLayout::expert, 1).first.rows == 0);
@@ -321,7 +319,7 @@ void test_offers() {
 }
 
 /// Where tokens take turns, the next operation says what was not received, unless it was called off.
-void test_what_is_given_up() {
+TEST(what_is_given_up) {
   for (const int32_t ranks : {1, 3}) {
     Rank rank(ranks);
     const std::string after = ranks == 1 ? "" : " after";
@@ -356,7 +354,7 @@ void test_what_is_given_up() {
 }
 
 /// What ends a dispatch comes before what follows on the stream that waited for it.
-void test_order_after_an_error() {
+TEST(order_after_an_error) {
   Rank rank;
   rank.begin(one);
   status->verdict.kind = static_cast<uint32_t>(ErrorKind::invalid_argument);
@@ -369,7 +367,7 @@ void test_order_after_an_error() {
   CHECK((calls == Calls{"abandon 1 beside", "2 waits for 1"}));
 }
 
-void test_closed_between_the_halves() {
+TEST(closed_between_the_halves) {
   Rank rank;
   rank.begin(one);
   rank.comm.close();
@@ -379,7 +377,7 @@ void test_closed_between_the_halves() {
   CHECK(calls.empty());
 }
 
-void test_closed_by_a_signal() {
+TEST(closed_by_a_signal) {
   Rank rank;
   reports = false;
   rank.comm.set_interrupt([&] { rank.comm.close(); });
@@ -390,7 +388,7 @@ void test_closed_by_a_signal() {
 }
 
 /// A capture fails between the halves: the second one neither runs nor is waited for.
-void test_a_capture_that_fails() {
+TEST(a_capture_that_fails) {
   Rank rank;
   captures[one] = captures[two] = 5;
   rank.begin(two, 64);
@@ -425,7 +423,7 @@ void test_a_capture_that_fails() {
   CHECK((calls == Calls{"combine 2 recorded"}));
 }
 
-void test_both_halves_in_a_capture() {
+TEST(both_halves_in_a_capture) {
   Rank rank;
   captures[one] = captures[two] = 5;
   rank.begin(two, 64);
@@ -437,7 +435,7 @@ void test_both_halves_in_a_capture() {
 }
 
 /// What was begun before a capture does not end within it.
-void test_a_capture_between_the_halves() {
+TEST(a_capture_between_the_halves) {
   Rank rank;
   rank.begin(one);
   rank.comm.wait_rows(one);
@@ -470,16 +468,4 @@ void test_a_capture_between_the_halves() {
 
 }  // namespace
 
-int main() {
-  test_halves();
-  test_plans();
-  test_offers();
-  test_what_is_given_up();
-  test_order_after_an_error();
-  test_closed_between_the_halves();
-  test_closed_by_a_signal();
-  test_a_capture_that_fails();
-  test_both_halves_in_a_capture();
-  test_a_capture_between_the_halves();
-  return test::finish();
-}
+int main() { return moecomm::test::run(); }

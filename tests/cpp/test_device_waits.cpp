@@ -45,7 +45,7 @@ bool arrived(uint64_t written, uint64_t wanted) {
   return device::EpochFlag{&word, static_cast<Word>(wanted)}.arrived();
 }
 
-void test_flags() {
+TEST(flags) {
   for (const uint64_t epoch : {uint64_t{1}, kHalf - 1, kHalf, kWhole - 1, kWhole, kWhole + kHalf}) {
     CHECK(arrived(epoch, epoch) && arrived(epoch + 1, epoch));
     CHECK(!arrived(epoch - 1, epoch));
@@ -70,7 +70,7 @@ bool reported(uint64_t epoch, uint64_t cancelled) {
   return true;
 }
 
-void test_called_off() {
+TEST(called_off) {
   for (const uint64_t epoch : {uint64_t{3}, kWhole + 3}) {
     CHECK(!reported(epoch, epoch));     // it ends at once, and nothing has failed
     CHECK(reported(epoch, epoch - 1));  // it ends at the deadline
@@ -89,7 +89,7 @@ HostStatus::Broken counted_in_vain(uint64_t epoch, uint64_t begun_by_0, uint64_t
   return window.host->broken;
 }
 
-void test_what_is_seen_is_the_epoch_of_the_rank_to_blame() {
+TEST(what_is_seen_is_the_epoch_of_the_rank_to_blame) {
   const auto late = counted_in_vain(22, 22, 21);
   CHECK(late.peer == 1 && late.expected == 22 && late.seen == 21);
   const auto begun = counted_in_vain(22, 22, 22);
@@ -109,7 +109,7 @@ HostStatus::Broken waited_for_who_has_closed(uint64_t epoch, uint64_t complete, 
   return window.host->broken;
 }
 
-void test_what_a_closed_rank_sent_is_waited_for() {
+TEST(what_a_closed_rank_sent_is_waited_for) {
   CHECK(waited_for_who_has_closed(5, 0, 60'000'000'000).cause == Cause::closed);
   CHECK(waited_for_who_has_closed(6, 5, 60'000'000'000).cause == Cause::closed);
   CHECK(waited_for_who_has_closed(5, 5, 1'000'000).cause == Cause::closed);  // at the deadline
@@ -154,7 +154,7 @@ bool found_after(uint64_t absence_ns, uint64_t away, uint64_t later, HostStatus:
   return found;
 }
 
-void test_the_timeout_of_a_rank_that_was_away_counts_from_when_it_comes() {
+TEST(the_timeout_of_a_rank_that_was_away_counts_from_when_it_comes) {
   constexpr uint64_t most = kTimeout - 100'000;
   HostStatus::Broken broken{};
   for (const uint64_t away : {kTimeout / 2, kTimeout - 50'000, kTimeout + 50'000, 3 * kTimeout})
@@ -166,11 +166,4 @@ void test_the_timeout_of_a_rank_that_was_away_counts_from_when_it_comes() {
 
 }  // namespace
 
-int main() {
-  test_flags();
-  test_called_off();
-  test_what_is_seen_is_the_epoch_of_the_rank_to_blame();
-  test_what_a_closed_rank_sent_is_waited_for();
-  test_the_timeout_of_a_rank_that_was_away_counts_from_when_it_comes();
-  return test::finish();
-}
+int main() { return moecomm::test::run(); }

@@ -35,7 +35,7 @@ EndpointAddress sample_address() {
   return endpoint_address;
 }
 
-void address_case() {
+TEST(address) {
   const EndpointAddress endpoint_address = sample_address();
   const std::vector<std::byte> bytes = endpoint_address.to_bytes();
   CHECK(EndpointAddress::from_bytes(bytes) == endpoint_address);
@@ -67,7 +67,7 @@ struct Folder {
   fs::path path;
 };
 
-void nic_case() {
+TEST(nics) {
   // Two sockets. GPU 17:00.0 and NIC 18:00.0 below one switch; NIC 1a:00.0 below the next port of the same
   // host bridge; NIC 3b:00.0 below another bridge of the same socket; NICs 97:00.0 and 98:00.0 on the other
   // one.
@@ -139,9 +139,4 @@ void nic_case() {
 
 }  // namespace
 
-int main() {
-  test::seed();
-  address_case();
-  nic_case();
-  return test::finish();
-}
+int main() { return moecomm::test::run(); }

@@ -55,12 +55,12 @@ void exchange_case(const std::string& provider) {
 void three_peers_case(const std::string& provider) {
   Group group(3, 4096, options_for(provider));
   for (int from = 0; from < 3; ++from) {
-    std::memset(group.memory[static_cast<size_t>(from)]->base, 'a' + from, 64);
+    std::memset(group.memory[from]->base, 'a' + from, 64);
     for (int to = 0; to < 3; ++to) {
       if (to == from) continue;
       until("room", [&] {
-        return group.remote[static_cast<size_t>(from)]->put(to, 1024 * (1 + from), 0, 64,
-                                                            static_cast<uint32_t>(10 * from + to), 0);
+        return group.remote[from]->put(to, 1024 * (1 + from), 0, 64, static_cast<uint32_t>(10 * from + to),
+                                       0);
       });
     }
   }
@@ -155,7 +155,6 @@ void bounds_case(const std::string& provider) {
 }
 
 // ---- two processes
-// -------------------------------------------------------------------------------------------
 
 /// Sends and receives whole byte strings over a socket pair.
 void tell(int fd, const std::vector<std::byte>& bytes) {
@@ -176,26 +175,41 @@ std::vector<std::byte> hear(int fd) {
   return bytes;
 }
 
+/// Runs `body` in a child, which whatever hangs ends after `seconds`.
+pid_t fork_off(double seconds, const std::function<void()>& body) {
+  std::fflush(stdout);
+  const pid_t child = fork();
+  if (child != 0) return child;
+  alarm(static_cast<unsigned>(seconds));
+  test::checks = test::failures = 0;
+  try {
+    body();
+  } catch (const std::exception& error) {
+    std::printf("not expected: %s\n", error.what());
+    CHECK(!"no error");
+  }
+  std::exit(test::finish());  // what sanitizers say at exit counts
+}
+
+/// How a child ended, as waitpid says it.
+int status_of(pid_t child) {
+  int status = 0;
+  waitpid(child, &status, 0);
+  return status;
+}
+
 /// Runs `body(index, socket to the other)` in this process as peer 0 and in a child as peer 1. Returns how
-/// the child ended, as waitpid says it.
+/// the child ended.
 int with_peer(const std::function<void(int, int)>& body) {
   int ends[2];
   if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) != 0) std::perror("socketpair"), std::exit(1);
-  std::fflush(stdout);
-  const pid_t child = fork();
-  if (child == 0) {
+  const pid_t child = fork_off(2 * kHang, [&] {
     close(ends[0]);
-    alarm(static_cast<unsigned>(2 * kHang));
-    test::checks = test::failures = 0;
     body(1, ends[1]);
-    const int status = test::finish();
-    std::fflush(stdout);
-    std::_Exit(status);
-  }
+  });
   close(ends[1]);
   body(0, ends[0]);
-  int status = 0;
-  waitpid(child, &status, 0);
+  const int status = status_of(child);
   close(ends[0]);
   return status;
 }
@@ -242,8 +256,8 @@ void lanes_case(const std::string& provider) {
     std::vector<std::vector<AddressBytes>> peers(2, remote.endpoint_addresses());
     CHECK(peers[0].size() == 3);
     for (size_t lane = 0; lane < 3; ++lane) {
-      tell(fd, peers[static_cast<size_t>(index)][lane]);
-      peers[static_cast<size_t>(1 - index)][lane] = hear(fd);
+      tell(fd, peers[index][lane]);
+      peers[1 - index][lane] = hear(fd);
     }
     CHECK(remote.caps().lanes == 3 && remote.caps().text().find("3 lanes") != std::string::npos);
     int asked = 0;
@@ -398,15 +412,10 @@ void gone_peer_case(const std::string& provider) {
     if (index == 1) kill(getpid(), SIGKILL);
     char byte;
     until("the peer's end", [&] { return recv(fd, &byte, 1, MSG_DONTWAIT) == 0; });
-    bool said = false;
-    try {
-      connect_lane(*remote, endpoint_addresses, 0, 0.5);
-    } catch (const Error& error) {
-      std::printf("%s\n", error.what());
-      const bool named = std::string(error.what()).find("peer 1") != std::string::npos;
-      said = named && (error.kind() == ErrorKind::peer_timeout || error.kind() == ErrorKind::peer_lost);
-    }
-    CHECK(said);
+    const Error error = test::error_of([&] { connect_lane(*remote, endpoint_addresses, 0, 0.5); });
+    std::printf("%s\n", error.what());
+    CHECK(test::has(error.what(), "peer 1"));
+    CHECK(error.kind() == ErrorKind::peer_timeout || error.kind() == ErrorKind::peer_lost);
   });
   CHECK(WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL);
 }
@@ -465,22 +474,7 @@ void signals_case() {
 
 /// Runs one case in a process of its own; its checks count as one here.
 void run(const std::string& name, const std::function<void()>& body) {
-  std::fflush(stdout);
-  const pid_t child = fork();
-  if (child == 0) {
-    alarm(static_cast<unsigned>(4 * kHang));  // whatever hangs, the test ends
-    test::checks = test::failures = 0;
-    try {
-      body();
-    } catch (const std::exception& error) {
-      std::printf("not expected: %s\n", error.what());
-      CHECK(!"no error");
-    }
-    const int status = test::finish();
-    std::exit(status);  // what sanitizers say at exit counts
-  }
-  int status = 0;
-  waitpid(child, &status, 0);
+  const int status = status_of(fork_off(4 * kHang, body));
   if (!CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0))
     std::printf("case %s: exit status %d, signal %d\n", name.c_str(), WEXITSTATUS(status),
                 WIFSIGNALED(status) ? WTERMSIG(status) : 0);
@@ -498,21 +492,14 @@ int main(int argc, char** argv) {
   };
   // Once for all cases: a library that it needs calibrates a clock at its start, for 0.4 s.
   dlopen("libfabric.so.1", RTLD_NOW | RTLD_LOCAL);
-  std::fflush(stdout);
-  const pid_t probe = fork();
-  if (probe == 0) {
-    try {
-      library();
-    } catch (const Error& error) {
-      std::printf("skipped: %s\n", error.what());
-      std::fflush(stdout);
-      std::_Exit(77);
-    }
-    std::_Exit(0);
-  }
-  int status = 0;
-  waitpid(probe, &status, 0);
-  if (WIFEXITED(status) && WEXITSTATUS(status) == 77) return test::finish() == 0 ? 77 : 1;
+  const int status = status_of(fork_off(kHang, [] {
+    const Error missing = test::error_of([] { library(); });
+    if (CHECK(missing.kind() == ErrorKind::none)) return;
+    std::printf("skipped: %s\n", missing.what());
+    std::fflush(stdout);
+    std::_Exit(77);
+  }));
+  if (WIFEXITED(status) && WEXITSTATUS(status) == 77) return 77;
   CHECK(status == 0);
 
   test_case("signals", signals_case);

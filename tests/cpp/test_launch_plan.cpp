@@ -75,7 +75,7 @@ void check_combine(const Setup& setup, const CombineRequest& request) {
   CHECK(plan.sum_list >= 1 && plan.sum_list <= kListTokens);
 }
 
-void test_all() {
+TEST(all) {
   for (const int ranks : {1, 2, 4, 8, 64, 128})
     for (const int per_node : {0, ranks > 1 ? ranks / 2 : 0})
       for (const int budget : {0, 2, 3, 24, kSms})
@@ -95,7 +95,7 @@ void test_all() {
 }
 
 /// What people read.
-void test_texts() {
+TEST(texts) {
   const Setup four(4, 0, 0);
   const auto dispatch = [&](int64_t tokens, RowWork work, bool routes = true) {
     return plan_dispatch(four.context(), {routes, tokens, RowLayout::expert, work, false}).text();
@@ -119,7 +119,7 @@ void test_texts() {
 }
 
 /// What is received again takes as many blocks as there are rows, and nothing of it is sent.
-void test_received_again() {
+TEST(received_again) {
   const Setup two(2, 0, 0);
   const FusedDispatch few = plan_fused_dispatch(two.context(), 4, 8, false, false);
   const FusedDispatch many = plan_fused_dispatch(two.context(), 4096, 8, false, false);
@@ -129,9 +129,4 @@ void test_received_again() {
 
 }  // namespace
 
-int main() {
-  test_all();
-  test_texts();
-  test_received_again();
-  return test::finish();
-}
+int main() { return moecomm::test::run(); }

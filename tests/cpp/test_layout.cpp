@@ -11,7 +11,7 @@ using namespace moecomm;
 
 namespace {
 
-void test_routing_example() {
+TEST(routing_example) {
   const int32_t ids[] = {6, 1, 7, -1};
   CHECK(expert_owner(6, 2) == 3 && expert_owner(1, 2) == 0 && expert_owner(-1, 2) == -1);
   CHECK(first_of_owner(ids, 0, 2) && first_of_owner(ids, 1, 2) && !first_of_owner(ids, 2, 2) &&
@@ -22,25 +22,29 @@ void test_routing_example() {
   static_assert(align_up(0, 8) == 0 && align_up(1, 8) == 8 && align_up(8, 8) == 8 && align_up(7, 1) == 7);
 }
 
-void test_sections() {
+void check_sections(const WindowLayout& layout) {
+  int64_t end = 0;
+  for (const Section& section : window_sections(layout.shape)) {
+    CHECK(section.offset == end && section.offset % 4096 == 0 && section.bytes >= 0);
+    end = section.offset + section.bytes;
+  }
+  CHECK(end == layout.total_bytes && layout.committed_bytes == layout.input[0]);
+}
+
+TEST(sections) {
   for (const int32_t ranks : {1, 3, 64})
     for (const int32_t top_k : {1, 8})
       for (const DType dtype : {DType::bfloat16, DType::float64}) {
         const WindowShape shape{ranks, top_k, 24, 1000, dtype};
         const WindowLayout layout = WindowLayout::make(shape);
-        int64_t end = 0;
-        for (const Section& section : window_sections(shape)) {
-          CHECK(section.offset == end && section.offset % 4096 == 0 && section.bytes >= 0);
-          end = section.offset + section.bytes;
-        }
-        CHECK(end == layout.total_bytes);
-        CHECK(layout.committed_bytes == layout.input[0] && layout.committed_bytes < layout.total_bytes);
+        check_sections(layout);
+        CHECK(layout.committed_bytes < layout.total_bytes);
         CHECK(layout.slots[1] - layout.slots[0] == align_up(1000 * shape.slots() * shape.row_bytes(), 4096));
         CHECK(shape.slots() == (ranks < top_k ? ranks : top_k));
       }
 }
 
-void test_node_map() {
+TEST(node_map) {
   // The example of layout/nodes.hpp.
   const NodeMap nodes{6, 2};
   CHECK(nodes.nodes() == 3 && nodes.node_of(3) == 1 && nodes.local_of(3) == 1 && nodes.rank_of(2, 1) == 5);
@@ -54,18 +58,13 @@ void test_node_map() {
   CHECK(owners_between(ids, 4, 2, 2, 4) == 1 && owners_between(ids, 4, 2, 1, 3) == 0);
 }
 
-void test_nodes() {
+TEST(nodes) {
   for (const auto& [ranks, per_node] : {std::pair{2, 1}, {6, 2}, {128, 8}})
     for (const int64_t hidden : {8, 7168, 1 << 20})
       for (const int64_t max_tokens : {1, 4096, 100000}) {
         const WindowShape shape{ranks, 8, hidden, max_tokens, DType::bfloat16, per_node};
         const WindowLayout layout = WindowLayout::make(shape);
-        int64_t end = 0;
-        for (const Section& section : window_sections(shape)) {
-          CHECK(section.offset == end && section.offset % 4096 == 0 && section.bytes >= 0);
-          end = section.offset + section.bytes;
-        }
-        CHECK(end == layout.total_bytes && layout.committed_bytes == layout.input[0]);
+        check_sections(layout);
         const int64_t others = ranks / per_node - 1;
         CHECK(layout.relay_rows[1] - layout.relay_rows[0] ==
               align_up(others * max_tokens * shape.row_bytes(), 4096));
@@ -76,7 +75,7 @@ void test_nodes() {
       }
 }
 
-void test_immediate() {
+TEST(immediate) {
   for (const auto kind : {Immediate::Kind::head, Immediate::Kind::body, Immediate::Kind::part})
     for (const uint32_t epoch : {0u, 5u, 7u})
       for (const uint32_t node : {0u, 1u, 4094u})
@@ -87,7 +86,7 @@ void test_immediate() {
         }
 }
 
-void test_worked_example() {
+TEST(worked_example) {
   // docs/memory.md: 2 ranks, top-2, hidden 8 float32, 100 tokens.
   const WindowShape shape{2, 2, 8, 100, DType::float32};
   const WindowLayout layout = WindowLayout::make(shape);
@@ -100,12 +99,4 @@ void test_worked_example() {
 
 }  // namespace
 
-int main() {
-  test_routing_example();
-  test_sections();
-  test_node_map();
-  test_nodes();
-  test_immediate();
-  test_worked_example();
-  return test::finish();
-}
+int main() { return moecomm::test::run(); }

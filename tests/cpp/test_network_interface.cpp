@@ -13,7 +13,7 @@ using test::throws;
 
 namespace {
 
-void test_interfaces() {
+TEST(interfaces) {
   const InterfaceAddress docker0{"docker0", "172.17.0.1", true, false, false};
   CHECK(choose_address("", {docker0, {"eth0", "fd00::1"}}, "") == "fd00::1");
   CHECK(choose_address("", {docker0, {"lo", "127.0.0.1", true, true}}, "") == "172.17.0.1");
@@ -61,7 +61,7 @@ void test_interfaces() {
   CHECK(interface_address(own) == own);
 }
 
-void test_addresses() {
+TEST(addresses) {
   for (const std::string text : {"127.0.0.1:1", "10.0.0.3:65535", "[::1]:80", "[2001:db8::3]:4567"})
     CHECK(endpoint_text(parse_endpoint("it", text)) == text);
   for (const std::string text : {"", ":", ":80", "127.0.0.1", "127.0.0.1:80 ", "127.0.0.1:8o", "localhost:80",
@@ -74,8 +74,4 @@ void test_addresses() {
 
 }  // namespace
 
-int main() {
-  test_interfaces();
-  test_addresses();
-  return test::finish();
-}
+int main() { return moecomm::test::run(); }

@@ -20,7 +20,7 @@ std::vector<SourceIds> sources_of(const std::vector<Ids>& ids, int32_t top_k) {
   return sources;
 }
 
-void test_worked_example() {
+TEST(worked_example) {
   const std::vector<Ids> ids = {{0, 2, 1, 0, 3, 2}, {1, 3, 0, 1}};
   const Plan plan = make_plan({0, 2, 2, 2, RowLayout::expert, 4, -1}, sources_of(ids, 2));
   CHECK((plan.offsets == std::vector<int32_t>{4, 8}));
@@ -132,7 +132,7 @@ void check_nodes(const Plan& plan, const Plan& one_node, const std::vector<Ids>&
     CHECK(plan.relayed[r] == relayed && entry == plan.source_begin[r + 1]);
   }
 
-  std::vector<int32_t> sent(static_cast<size_t>(nodes.nodes() - 1), 0);
+  std::vector<int32_t> sent(nodes.nodes() - 1, 0);
   for (int64_t t = 0; t < plan.tokens; ++t) {
     const int32_t* const of_token = ids[s.rank].data() + t * s.top_k;
     std::vector<std::pair<int32_t, int32_t>> expected, found;  // contributor and place
@@ -154,11 +154,9 @@ void check_nodes(const Plan& plan, const Plan& one_node, const std::vector<Ids>&
     CHECK(plan.routes.tokens[other].size() == static_cast<size_t>(sent[other]));
 }
 
-void test_random() {
+TEST(random) {
   std::mt19937_64 random(test::seed());
-  const auto below = [&](int64_t bound) {
-    return static_cast<int64_t>(random() % static_cast<uint64_t>(bound));
-  };
+  const auto below = [&](int64_t bound) { return static_cast<int64_t>(random() % bound); };
   for (int trial = 0; trial < 300; ++trial) {
     const auto ranks = static_cast<int32_t>(1 + below(7)), local = static_cast<int32_t>(1 + below(5));
     const auto top_k = static_cast<int32_t>(1 + below(std::min(ranks * local, 9)));
@@ -194,8 +192,4 @@ void test_random() {
 
 }  // namespace
 
-int main() {
-  test_worked_example();
-  test_random();
-  return test::finish();
-}
+int main() { return moecomm::test::run(); }

@@ -7,12 +7,12 @@
 #include <future>
 #include <memory>
 #include <optional>
-#include <string>
 #include <thread>
 #include <vector>
 
 #include "check.hpp"
 #include "layout/device_window.hpp"
+#include "rail.hpp"
 #include "runtime/proxy.hpp"
 #include "transport/shm/window.hpp"
 
@@ -64,35 +64,19 @@ struct Pair {
       : layout(WindowLayout::make(shape)) {
     signals.emplace(layout, std::vector{window.base()}, 0, std::vector<int64_t>{getpid()}, timeout_seconds,
                     1);
-    std::vector<std::unique_ptr<tcp::Links>> links;
-    std::vector<std::string> endpoints;
-    for (int32_t node = 0; node < 2; ++node) {
-      links.push_back(std::make_unique<tcp::Links>(tcp::LinkOptions{{}, node, 2, "127.0.0.1"}));
-      endpoints.push_back(links.back()->endpoint());
-    }
-    std::thread other([&] { links[1]->connect(endpoints, kTimeout); });
-    links[0]->connect(endpoints, kTimeout);
-    other.join();
-    peer = std::move(links[1]);
+    tcp::test_rail::Rail rail(2);
+    rail.connect();
+    peer = std::move(rail.links[1]);
     proxy.emplace(layout, 0, window.base(), *signals, std::make_unique<GatedRemote>(gate),
-                  std::move(links[0]), timeout_seconds);
+                  std::move(rail.links[0]), timeout_seconds);
   }
   /// Closes the gate, and returns when the proxy's thread waits there.
   void hold_up() {
     gate->closed = true;
-    while (!gate->waiting) std::this_thread::sleep_for(1ms);
+    CHECK(test::eventually([&] { return gate->waiting.load(); }));
   }
   /// The next event of the link to rank 0.
-  tcp::LinkEvent event() {
-    std::vector<tcp::LinkEvent> events;
-    const Deadline deadline{std::chrono::duration<double>(kTimeout)};
-    while (events.empty() && !deadline.passed()) {
-      peer->poll(events);
-      std::this_thread::sleep_for(1ms);
-    }
-    CHECK(events.size() == 1);
-    return events.empty() ? tcp::LinkEvent{} : events[0];
-  }
+  tcp::LinkEvent event() { return tcp::test_rail::take(*peer, 1).at(0); }
 
   const WindowLayout layout;
   shm::Window window = shm::Window::create(layout.total_bytes, layout.committed_bytes);
@@ -103,15 +87,14 @@ struct Pair {
 };
 
 /// Rows are as long on the network as in the format that their command names.
-void test_rows_in_every_format() {
+TEST(rows_in_every_format) {
   const DeviceShape rows{2, 2, 8, 256, 8, DType::bfloat16, WireFormat::same, 1};
   // Values, and behind them scales, in whole lines of 128 bytes.
   const int64_t expected[] = {512, 256 + 128, 256 + 128, 128 + 128};
   for (const WireFormat wire : kWireFormats) {
     Pair pair(kTimeout, host_window_shape(rows));
     pair.proxy->push({chunk_kind(wire), 1, 0, 0, 0, 3u << 16 | 3u});
-    const Deadline deadline{std::chrono::duration<double>(kTimeout)};
-    while (pair.gate->puts == 0 && !deadline.passed()) std::this_thread::sleep_for(1ms);
+    CHECK(test::eventually([&] { return pair.gate->puts > 0; }));
     CHECK(pair.gate->puts == 1 && pair.gate->bytes == 3 * expected[static_cast<int>(wire)]);
     CHECK(pair.proxy->close(false));
   }
@@ -119,7 +102,7 @@ void test_rows_in_every_format() {
 
 /// The proxy has found no commands and is held up then; meanwhile the last one comes, and close(). A peer
 /// that were told a count without it would take this rank for gone while its rows are still to come.
-void test_goodbye_counts_what_was_pushed_before() {
+TEST(goodbye_counts_what_was_pushed_before) {
   Pair pair;
   pair.hold_up();
   pair.proxy->push({Command::Kind::head, 1, 0, 0, 64, 0});
@@ -136,7 +119,7 @@ void test_goodbye_counts_what_was_pushed_before() {
 }
 
 /// Without draining nothing is waited for.
-void test_close_at_once() {
+TEST(close_at_once) {
   Pair pair;
   pair.proxy->push({Command::Kind::head, 1, 0, 0, 64, 0});
   const auto begin = Clock::now();
@@ -146,39 +129,29 @@ void test_close_at_once() {
 
 /// A thread that does not come back from the network is left behind: the peer sees the end of the link all
 /// the same, and should the thread come back, it finds all that it uses, and ends the network.
-void test_thread_that_does_not_come_back(bool drain) {
+TEST(thread_that_does_not_come_back) {
   static Pair* kept[2];  // what the thread has been left with stays until the process ends
-  Pair& pair = *(kept[drain] = new Pair(0.2));
-  pair.hold_up();
-  CHECK(!pair.proxy->close(drain));
-  CHECK(!pair.proxy->close(false));  // again, without waiting
-  CHECK(pair.event().kind == tcp::LinkEvent::Kind::lost);
-  CHECK(pair.gate.use_count() == 2);  // its transport is there
-  pair.gate->closed = false;
-  const Deadline deadline{std::chrono::duration<double>(kTimeout)};
-  while (pair.gate.use_count() > 1 && !deadline.passed()) std::this_thread::sleep_for(1ms);
-  CHECK(pair.gate.use_count() == 1);
+  for (const bool drain : {true, false}) {
+    Pair& pair = *(kept[drain] = new Pair(0.2));
+    pair.hold_up();
+    CHECK(!pair.proxy->close(drain));
+    CHECK(!pair.proxy->close(false));  // again, without waiting
+    CHECK(pair.event().kind == tcp::LinkEvent::Kind::lost);
+    CHECK(pair.gate.use_count() == 2);  // its transport is there
+    pair.gate->closed = false;
+    CHECK(test::eventually([&] { return pair.gate.use_count() == 1; }));
+  }
 }
 
 /// What the network's library throws is the reason why nobody on other nodes is reached; the thread ends.
-void test_network_that_throws() {
+TEST(network_that_throws) {
   Pair pair;
   pair.gate->throws = true;
   pair.proxy->push({Command::Kind::head, 1, 0, 0, 64, 0});
-  const Deadline deadline{std::chrono::duration<double>(kTimeout)};
-  while (pair.proxy->reason(1).empty() && !deadline.passed()) std::this_thread::sleep_for(1ms);
-  CHECK(pair.proxy->reason(1) == "the network has no memory");
+  CHECK(test::eventually([&] { return pair.proxy->reason(1) == "the network has no memory"; }));
   CHECK(pair.proxy->close(true));
 }
 
 }  // namespace
 
-int main() {
-  test_rows_in_every_format();
-  test_goodbye_counts_what_was_pushed_before();
-  test_close_at_once();
-  test_network_that_throws();
-  test_thread_that_does_not_come_back(true);
-  test_thread_that_does_not_come_back(false);
-  return test::finish();
-}
+int main() { return moecomm::test::run(); }

@@ -115,7 +115,20 @@ void test_copies(const RowKernels& kernels) {
       }
 }
 
-void test_same_bits(std::mt19937_64& random) {
+TEST(every_instruction_set) {
+  std::mt19937_64 random(test::seed());
+  for (const RowKernels* kernels : cpu::available_row_kernels()) {
+    std::printf("instruction set %s\n", kernels->isa);
+    test_conversion(*kernels, kF16, half_value);
+    test_conversion(*kernels, kBf16, bfloat_value);
+    test_native<float>(*kernels, kF32, random);
+    test_native<double>(*kernels, kF64, random);
+    test_copies(*kernels);
+  }
+}
+
+TEST(same_bits) {
+  std::mt19937_64 random(test::seed());
   const RowKernels& plain = *cpu::available_row_kernels().front();
   std::normal_distribution<double> normal;
   for (const int64_t hidden : {8, 104, 2880}) {
@@ -145,16 +158,4 @@ void test_same_bits(std::mt19937_64& random) {
 
 }  // namespace
 
-int main() {
-  std::mt19937_64 random(test::seed());
-  for (const RowKernels* kernels : cpu::available_row_kernels()) {
-    std::printf("instruction set %s\n", kernels->isa);
-    test_conversion(*kernels, kF16, half_value);
-    test_conversion(*kernels, kBf16, bfloat_value);
-    test_native<float>(*kernels, kF32, random);
-    test_native<double>(*kernels, kF64, random);
-    test_copies(*kernels);
-  }
-  test_same_bits(random);
-  return test::finish();
-}
+int main() { return moecomm::test::run(); }

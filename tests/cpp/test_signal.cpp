@@ -18,11 +18,10 @@ struct Node {
   explicit Node(int ranks, double timeout, double absence = 0)
       : layout(WindowLayout::make({ranks, 1, 16, 8, DType::float32})) {
     for (int r = 0; r < ranks; ++r) {
-      bases.push_back(
-          static_cast<std::byte*>(std::aligned_alloc(4096, static_cast<size_t>(layout.total_bytes))));
-      std::memset(bases.back(), 0, static_cast<size_t>(layout.total_bytes));
+      bases.push_back(static_cast<std::byte*>(std::aligned_alloc(4096, layout.total_bytes)));
+      std::memset(bases.back(), 0, layout.total_bytes);
     }
-    const std::vector<int64_t> pids(static_cast<size_t>(ranks), getpid());
+    const std::vector<int64_t> pids(ranks, getpid());
     for (int r = 0; r < ranks; ++r)
       signals.push_back(std::make_unique<shm::Signals>(layout, bases, r, pids, timeout, ranks, absence));
   }
@@ -43,11 +42,10 @@ SignalRecord record(uint64_t epoch, int32_t tokens) {
 
 /// Plain writes before a signal are seen after the wait, for thousands of epochs with sections that
 /// alternate.
-void test_epochs(int ranks) {
-  Node node(ranks, 30.0);
-  std::vector<std::thread> threads;
-  for (int rank = 0; rank < ranks; ++rank)
-    threads.emplace_back([&, rank] {
+TEST(epochs) {
+  for (const int ranks : {2, 5}) {
+    Node node(ranks, 30.0);
+    test::at_once(ranks, [&](int rank) {
       shm::Signals& signals = *node.signals[rank];
       bool seen = true;
       for (uint64_t epoch = 1; epoch <= 1500; ++epoch) {
@@ -66,64 +64,46 @@ void test_epochs(int ranks) {
       }
       CHECK(seen);
     });
-  for (auto& thread : threads) thread.join();
+  }
 }
 
-void test_deadline() {
+TEST(deadline) {
   Node node(3, 0.2);
   node.signals[0]->signal(record(1, 0));
   node.signals[1]->signal(record(1, 0));
-  try {
-    node.signals[0]->wait_all(1, "dispatch");
-    CHECK(false);
-  } catch (const Error& error) {
-    CHECK(error.kind() == ErrorKind::peer_timeout);
-    CHECK(error.details().rank == 0 && error.details().peer == 2 && error.details().phase == "dispatch");
-    CHECK(error.details().expected == 1 && error.details().seen == 0);
-  }
+  const Error first = test::error_of([&] { node.signals[0]->wait_all(1, "dispatch"); });
+  CHECK(first.kind() == ErrorKind::peer_timeout);
+  CHECK(first.details().rank == 0 && first.details().peer == 2 && first.details().phase == "dispatch");
+  CHECK(first.details().expected == 1 && first.details().seen == 0);
   // The others learn of it at once, and name the same rank.
-  try {
-    node.signals[1]->wait_all(1, "dispatch");
-    CHECK(false);
-  } catch (const Error& error) {
-    CHECK(error.kind() == ErrorKind::peer_timeout && error.details().peer == 2);
-    CHECK(std::string(error.what()).find("as rank 0 found out") != std::string::npos);
-  }
+  const Error second = test::error_of([&] { node.signals[1]->wait_all(1, "dispatch"); });
+  CHECK(second.kind() == ErrorKind::peer_timeout && second.details().peer == 2);
+  CHECK(test::has(second.what(), "as rank 0 found out"));
   // So does the rank itself, which comes late: what it finds of the others is there, and no more comes.
   node.signals[2]->signal(record(1, 0));
   node.signals[2]->wait_all(1, "dispatch");
   node.signals[2]->signal(record(2, 0));
-  try {
-    node.signals[2]->wait_all(2, "dispatch");
-    CHECK(false);
-  } catch (const Error& error) {
-    const std::string text = error.what();
-    CHECK(error.kind() == ErrorKind::peer_timeout && error.details().peer == 2);
-    CHECK(text.find("rank 2, dispatch: rank 0 waited in vain for this rank (") == 0);
-    CHECK(text.find("kernels") == std::string::npos && text.find("found out") == std::string::npos);
-  }
+  const Error late = test::error_of([&] { node.signals[2]->wait_all(2, "dispatch"); });
+  const std::string text = late.what();
+  CHECK(late.kind() == ErrorKind::peer_timeout && late.details().peer == 2);
+  CHECK(text.starts_with("rank 2, dispatch: rank 0 waited in vain for this rank ("));
+  CHECK(!test::has(text, "kernels") && !test::has(text, "found out"));
 }
 
 /// A rank that began the epoch and then stopped: the text does not say that the epoch itself is missing.
-void test_deadline_within_an_epoch() {
+TEST(deadline_within_an_epoch) {
   Node node(2, 0.2);
   for (int rank = 0; rank < 2; ++rank) node.signals[rank]->signal(record(1, rank));
   uint64_t* const word = reinterpret_cast<uint64_t*>(node.bases[0] + node.layout.rows[0]);
-  try {
-    node.signals[0]->wait_word(word, 1, 1, 1, 1, "rows");
-    CHECK(false);
-  } catch (const Error& error) {
-    CHECK(error.kind() == ErrorKind::peer_timeout && error.details().peer == 1);
-    CHECK(error.details().expected == 1 && error.details().seen == 1);
-    const std::string text = error.what();
-    CHECK(text.find("it has begun epoch 1, and what this wait still needs of it has not come") !=
-          std::string::npos);
-    CHECK(text.find("expected epoch") == std::string::npos);
-  }
+  const Error error = test::error_of([&] { node.signals[0]->wait_word(word, 1, 1, 1, 1, "rows"); });
+  CHECK(error.kind() == ErrorKind::peer_timeout && error.details().peer == 1);
+  CHECK(error.details().expected == 1 && error.details().seen == 1);
+  CHECK(test::has(error.what(), "it has begun epoch 1, and what this wait still needs of it has not come"));
+  CHECK(!test::has(error.what(), "expected epoch"));
 }
 
 /// The timeout of a rank that was away for longer than that counts from when it comes.
-void test_a_rank_that_comes_back() {
+TEST(a_rank_that_comes_back) {
   Node node(2, 0.3, 60.0);
   std::thread other([&] {
     std::this_thread::sleep_for(std::chrono::milliseconds(600));
@@ -140,7 +120,7 @@ void test_a_rank_that_comes_back() {
   CHECK(test::throws(ErrorKind::peer_timeout, "rank 1", [&] { node.signals[0]->wait_all(2, "combine"); }));
 }
 
-void test_closed() {
+TEST(closed) {
   Node node(2, 30.0);
   node.signals[1]->signal(record(1, 0));
   node.signals[1]->close();
@@ -152,12 +132,4 @@ void test_closed() {
 
 }  // namespace
 
-int main() {
-  test_epochs(2);
-  test_epochs(5);
-  test_deadline();
-  test_deadline_within_an_epoch();
-  test_a_rank_that_comes_back();
-  test_closed();
-  return test::finish();
-}
+int main() { return moecomm::test::run(); }

@@ -4,6 +4,7 @@
 #include <sys/resource.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <fstream>
@@ -16,6 +17,7 @@
 #include "common/thread_pool.hpp"
 
 using namespace moecomm;
+using test::has;
 
 namespace {
 
@@ -47,19 +49,26 @@ class StackBytes {
 /// The text of the error that `start` ends in for lack of threads.
 template <class Start>
 std::string refused(const Start& start) {
-  try {
-    start();
-  } catch (const Error& error) {
-    CHECK(error.kind() == ErrorKind::out_of_memory);
-    return error.what();
-  }
-  CHECK(!"it started");
-  return "";
+  const Error error = test::error_of(start);
+  CHECK(error.kind() == ErrorKind::out_of_memory);
+  return error.what();
 }
 
-bool has(const std::string& text, const char* part) { return text.find(part) != std::string::npos; }
+TEST(every_index_once) {
+  for (const int threads : {1, 2, 5}) {
+    ThreadPool pool(threads);
+    CHECK(pool.threads() == threads);
+    for (int round = 0; round < 2000; ++round) {
+      std::vector<int> touched(round % 23, 0);
+      pool.parallel(round % 23, round % 5 != 0, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i) ++touched[i];
+      });
+      CHECK(std::count(touched.begin(), touched.end(), 1) == round % 23);
+    }
+  }
+}
 
-void check_no_threads_left() {
+TEST(no_threads_left) {
   {
     const StackBytes more_than_there_are_addresses(size_t{1} << 47);
     for (int round = 0; round < 3; ++round) {
@@ -77,7 +86,7 @@ void check_no_threads_left() {
 }
 
 /// Some threads of the pool have started when the others can't.
-void check_too_few_threads_left() {
+TEST(too_few_threads_left) {
 #if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)  // these need addresses themselves
   constexpr int64_t kStack = int64_t{512} << 20;
   int64_t pages = 0;
@@ -99,22 +108,4 @@ void check_too_few_threads_left() {
 
 }  // namespace
 
-int main() {
-  for (const int threads : {1, 2, 5}) {
-    ThreadPool pool(threads);
-    CHECK(pool.threads() == threads);
-    for (int round = 0; round < 2000; ++round) {
-      const int64_t count = round % 23;
-      std::vector<int> touched(static_cast<size_t>(count), 0);
-      pool.parallel(count, round % 5 != 0, [&](int64_t begin, int64_t end) {
-        for (int64_t i = begin; i < end; ++i) ++touched[static_cast<size_t>(i)];
-      });
-      bool once = true;
-      for (int times : touched) once = once && times == 1;
-      CHECK(once);
-    }
-  }
-  check_no_threads_left();
-  check_too_few_threads_left();
-  return test::finish();
-}
+int main() { return moecomm::test::run(); }
