@@ -112,7 +112,7 @@ MUTANTS = read("""
 + owners_between(ids, shape.top_k, local, 0, shape.rank)
 
 # rows that arrive
-@ csrc/kernels/cpu/dispatch_receive.cpp: LAYOUTS
+@ csrc/kernels/cpu/dispatch.cpp: LAYOUTS
 = alignment rows are not zeroed
 - 0, (end - begin) * row_bytes);
 + 0, (end - begin - 1) * row_bytes);
@@ -123,15 +123,15 @@ MUTANTS = read("""
 = weights of the token's first choice, and their gradients
 - visit(source, first + plan.row_k[j], row, -1);
 + visit(source, first, row, -1);
-@ csrc/kernels/cpu/dispatch_receive.cpp: LAYOUTS
+@ csrc/kernels/cpu/dispatch.cpp: LAYOUTS
 = ids of other ranks as expert 0
 - std::fill(out_ids, out_ids + places, kNoExpert);
 + std::fill(out_ids, out_ids + places, 0);
-@ csrc/kernels/cpu/dispatch_send.cpp: LAYOUTS
+@ csrc/kernels/cpu/dispatch.cpp: LAYOUTS
 = rows that no peer needs are all that is published
 - return id >= 0 && owner != context.rank &&
 + return id >= 0 && owner == context.rank &&
-@ csrc/kernels/cpu/dispatch_receive.cpp: LAYOUTS
+@ csrc/kernels/cpu/dispatch.cpp: LAYOUTS
 = gradient rows without their weight
 - verbs.scale(out, row, weight_at(arguments.scales, dtype, place), hidden, stream);
 + kernels.copy(out, row, row_bytes, stream);
@@ -144,7 +144,7 @@ MUTANTS = read("""
 = order of a sum
 - const Bits* const in = static_cast<const Bits*>(src[i]) + begin;
 + const Bits* const in = static_cast<const Bits*>(src[n - 1 - i]) + begin;
-@ csrc/kernels/cpu/entry_sum.hpp: LAYOUTS
+@ csrc/kernels/cpu/combine.cpp: LAYOUTS
 = combine without weights
 - scales_[count] = weight_at(arguments_.weights, shape_.dtype, place);
 + scales_[count] = 1.0;
@@ -153,7 +153,7 @@ MUTANTS = read("""
 -     std::memset(out, 0, shape.row_bytes());
 +   if (count == 0)
 +     return;
-@ csrc/kernels/cpu/combine_sum.cpp: NODES
+@ csrc/kernels/cpu/combine.cpp: NODES
 = gradients of weights from one node alone
 - sections[nodes.node_of(owner)]
 + sections[0 * nodes.node_of(owner)]

@@ -2,11 +2,12 @@
 // quantize.py and routing.py of moecomm/kernels are the only callers.
 #include <algorithm>
 
-#include "bindings/arguments.hpp"
 #include "bindings/cuda.hpp"
+#include "common/error.hpp"
 #include "kernels/experts/activation.hpp"
 #include "kernels/experts/quantize.hpp"
 #include "kernels/experts/routing.hpp"
+#include "runtime/cuda_calls.hpp"
 
 namespace py = pybind11;
 
@@ -18,6 +19,35 @@ using experts::ActivationGradients;
 using experts::ActivationRows;
 using experts::QuantizeColumns;
 using experts::QuantizeRows;
+
+void check_between(const char* name, int64_t value, int64_t least, int64_t most) {
+  if (value < least || value > most)
+    throw Error(ErrorKind::invalid_argument,
+                text_of(name, " is ", value, ", must be from ", least, " to ", most));
+}
+
+/// The array at `address`, of elements of `bytes` each; for an absent one address 0 becomes null.
+template <class T = std::byte>
+T* pointer(const char* name, uintptr_t address, int64_t bytes, bool may_be_absent = false) {
+  if (address == 0 && !may_be_absent)
+    throw Error(ErrorKind::invalid_argument, std::string(name) + " has no address");
+  if (address % static_cast<uintptr_t>(bytes) != 0)
+    throw Error(ErrorKind::invalid_argument,
+                text_of(name, " is at address ", address, ", must be a multiple of ", bytes));
+  return reinterpret_cast<T*>(address);
+}
+
+/// Binds prepare(dtype), which launches nothing, also for a thread that captures a CUDA graph. `what`: for
+/// the text of an error.
+void bind_prepare(py::module_& m, const char* name, const char* what, cudaError_t (*prepare)(DType)) {
+  m.def(
+      name,
+      [what, prepare](DType dtype) {
+        const BesideCaptures beside;
+        check_cuda(prepare(dtype), what);
+      },
+      py::arg("dtype"));
+}
 
 /// Address of the number of real rows. `ends`: address of the ends of `groups` groups, the last of which is
 /// that number; 0 returns null, and all rows are real.
@@ -100,13 +130,7 @@ void bind_experts(py::module_& m) {
     check_cuda(experts::launch_activation_backward(all, gradients, reinterpret_cast<cudaStream_t>(stream)),
                "activation backward");
   });
-  m.def(
-      "prepare_activation",
-      [](DType dtype) {
-        load_kernels("loading the kernels of the experts",
-                     [dtype] { return experts::prepare_activation(dtype); });
-      },
-      py::arg("dtype"));
+  bind_prepare(m, "prepare_activation", "loading the kernels of the experts", experts::prepare_activation);
 
   py::enum_<experts::Scores>(m, "Scores")
       .value("softmax", experts::Scores::softmax)
@@ -139,12 +163,8 @@ void bind_experts(py::module_& m) {
                                         reinterpret_cast<cudaStream_t>(stream)),
         "routes backward");
   });
-  m.def(
-      "prepare_routes",
-      [](DType) {
-        load_kernels("loading the kernels of the router", [] { return experts::prepare_routes(); });
-      },
-      py::arg("dtype"));
+  bind_prepare(m, "prepare_routes", "loading the kernels of the router",
+               [](DType) { return experts::prepare_routes(); });
 
   m.def("quantize_rows", [](uintptr_t x, uintptr_t ends, int64_t groups, int64_t rows, int64_t columns,
                             DType dtype, uintptr_t values, uintptr_t scales, uintptr_t stream) {
@@ -184,13 +204,7 @@ void bind_experts(py::module_& m) {
           check_cuda(experts::launch_quantize_columns(all, reinterpret_cast<cudaStream_t>(stream)),
                      "quantize columns");
         });
-  m.def(
-      "prepare_quantize",
-      [](DType dtype) {
-        load_kernels("loading the kernels of the experts",
-                     [dtype] { return experts::prepare_quantize(dtype); });
-      },
-      py::arg("dtype"));
+  bind_prepare(m, "prepare_quantize", "loading the kernels of the experts", experts::prepare_quantize);
 }
 
 }  // namespace moecomm

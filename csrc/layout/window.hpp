@@ -131,14 +131,14 @@ struct WindowLayout {
   static WindowLayout make(const WindowShape& shape);
 
   /// Offset of another node's part of `section`.
-  int64_t relayed_ids(int parity, int32_t other) const {
-    return relay_ids[parity] + other * shape.most_ids_bytes();
+  int64_t relayed_ids(uint64_t epoch, int32_t other) const {
+    return relay_ids[epoch & 1] + other * shape.most_ids_bytes();
   }
   int64_t relayed_weights(int64_t section, int32_t other) const {
     return section + other * shape.weights_bytes();
   }
-  int64_t relayed_rows(int parity, int32_t other) const {
-    return relay_rows[parity] + other * shape.max_tokens * shape.row_bytes();
+  int64_t relayed_rows(uint64_t epoch, int32_t other) const {
+    return relay_rows[epoch & 1] + other * shape.max_tokens * shape.row_bytes();
   }
   int64_t relayed_index(int64_t section, int32_t other) const {
     return section + other * shape.index_bytes(shape.max_tokens);
@@ -146,8 +146,8 @@ struct WindowLayout {
   static int64_t relayed_head(int64_t section, int32_t other) {
     return section + other * int64_t{sizeof(Announcement)};
   }
-  int64_t arrival(int parity, int32_t other, int64_t flag) const {
-    return arrivals[parity] + (other * shape.arrival_flags() + flag) * int64_t{8};
+  int64_t arrival(uint64_t epoch, int32_t other, int64_t flag) const {
+    return arrivals[epoch & 1] + (other * shape.arrival_flags() + flag) * int64_t{8};
   }
 };
 

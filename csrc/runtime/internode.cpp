@@ -24,40 +24,6 @@ Internode::Internode(const WindowLayout& layout, int32_t rank, std::vector<std::
       proxy_(layout, rank, own(), signals, std::move(transport), std::move(links), timeout_seconds,
              first_epoch) {}
 
-const std::byte* Internode::rows(int32_t rank, uint64_t epoch) const {
-  return window(nodes_.local_of(rank)) + layout_.relayed_rows(static_cast<int>(epoch & 1), other_of(rank));
-}
-
-const int32_t* Internode::ids(int32_t rank, uint64_t epoch) const {
-  return reinterpret_cast<const int32_t*>(window(nodes_.local_of(rank)) +
-                                          layout_.relayed_ids(static_cast<int>(epoch & 1), other_of(rank)));
-}
-
-const std::byte* Internode::weights(int32_t rank, uint64_t epoch) const {
-  return window(nodes_.local_of(rank)) +
-         layout_.relayed_weights(layout_.relay_weights[epoch & 1], other_of(rank));
-}
-
-const char* Internode::error_text(int32_t rank, uint64_t epoch) const {
-  const auto* const head = reinterpret_cast<const Announcement*>(
-      window(nodes_.local_of(rank)) +
-      WindowLayout::relayed_head(layout_.relay_head[epoch & 1], other_of(rank)));
-  return head->text;
-}
-
-std::byte* Internode::outgoing_grads(int32_t home, uint64_t epoch) const {
-  return window(nodes_.local_of(home)) +
-         layout_.relayed_weights(layout_.outgoing_grads[epoch & 1], other_of(home));
-}
-
-const std::byte* Internode::sums(int32_t node, uint64_t epoch) const {
-  return own() + layout_.relayed_rows(static_cast<int>(epoch & 1), NodeMap::other(node, node_));
-}
-
-const std::byte* Internode::grads(int32_t node, uint64_t epoch) const {
-  return own() + layout_.relayed_weights(layout_.relay_grads[epoch & 1], NodeMap::other(node, node_));
-}
-
 void Internode::push_pieces(Command::Kind kind, int32_t other, int64_t bytes, uint64_t epoch) {
   for (int64_t piece = 0; piece < WindowShape::pieces(bytes); ++piece)
     proxy_.push(
@@ -135,8 +101,8 @@ void Internode::wait_all_here(uint64_t epoch) {
 
 void Internode::wait_part(int32_t source, int64_t flag, uint64_t epoch, const char* phase) {
   const int32_t through = nodes_.rank_of(node_, nodes_.local_of(source));
-  auto* const word = reinterpret_cast<uint64_t*>(
-      window(nodes_.local_of(source)) + layout_.arrival(static_cast<int>(epoch & 1), other_of(source), flag));
+  auto* const word =
+      reinterpret_cast<uint64_t*>(window_of(source) + layout_.arrival(epoch, other_of(source), flag));
   signals_.wait_word(word, epoch, source, through, epoch, phase);
 }
 
@@ -174,7 +140,7 @@ void Internode::relay(const cpu::Context& context, const Plan& plan, const cpu::
       more = false;
       for (int32_t i = 0; i < others_; ++i) {
         const int32_t other = (node_ + i) % others_;
-        const int32_t home = nodes_.rank_of(NodeMap::node_of_other(other, node_), local);
+        const int32_t home = rank_at(other, local);
         if (chunk >= layout_.shape.chunks(plan.relayed[home])) continue;
         tasks.push_back({other, chunk});
         more = true;
@@ -189,7 +155,7 @@ void Internode::relay(const cpu::Context& context, const Plan& plan, const cpu::
     rounds = std::max(rounds, tasks.back().size());
   }
   const auto range = [&](const Task& task, int32_t local) {
-    const int32_t home = nodes_.rank_of(NodeMap::node_of_other(task.other, node_), local);
+    const int32_t home = rank_at(task.other, local);
     const int64_t first = task.chunk * chunk_rows;
     return std::pair(first, std::min(first + chunk_rows, plan.relayed[home]));
   };
@@ -213,9 +179,8 @@ void Internode::relay(const cpu::Context& context, const Plan& plan, const cpu::
       if (round >= tasks[local].size()) continue;
       const Task& task = tasks[local][round];
       const auto [first, end] = range(task, local);
-      cpu::combine_reduce_relayed(context, plan, arguments,
-                                  nodes_.rank_of(NodeMap::node_of_other(task.other, node_), local), first,
-                                  end, partials(local, number));
+      cpu::combine_reduce_relayed(context, plan, arguments, rank_at(task.other, local), first, end,
+                                  partials(local, number));
     }
     signals_.store(&progress(rank_).reduced, number + 1);
   };

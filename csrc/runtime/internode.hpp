@@ -23,15 +23,30 @@ class Internode {
   Proxy& proxy() { return proxy_; }
 
   /// Arrived rows of `rank`, on another node, numbered by relay index; and what came with them.
-  const std::byte* rows(int32_t rank, uint64_t epoch) const;
-  const int32_t* ids(int32_t rank, uint64_t epoch) const;
-  const std::byte* weights(int32_t rank, uint64_t epoch) const;
-  const char* error_text(int32_t rank, uint64_t epoch) const;
+  const std::byte* rows(int32_t rank, uint64_t epoch) const {
+    return window_of(rank) + layout_.relayed_rows(epoch, other_of(rank));
+  }
+  const int32_t* ids(int32_t rank, uint64_t epoch) const {
+    return reinterpret_cast<const int32_t*>(window_of(rank) + layout_.relayed_ids(epoch, other_of(rank)));
+  }
+  const std::byte* weights(int32_t rank, uint64_t epoch) const {
+    return window_of(rank) + layout_.relayed_weights(layout_.relay_weights[epoch & 1], other_of(rank));
+  }
+  const char* error_text(int32_t rank, uint64_t epoch) const {
+    const int64_t head = WindowLayout::relayed_head(layout_.relay_head[epoch & 1], other_of(rank));
+    return reinterpret_cast<const Announcement*>(window_of(rank) + head)->text;
+  }
   /// Address at which gradients of the weights of `home`, on another node, wait to be sent.
-  std::byte* outgoing_grads(int32_t home, uint64_t epoch) const;
+  std::byte* outgoing_grads(int32_t home, uint64_t epoch) const {
+    return window_of(home) + layout_.relayed_weights(layout_.outgoing_grads[epoch & 1], other_of(home));
+  }
   /// Sums and gradients for this rank's tokens from `node`.
-  const std::byte* sums(int32_t node, uint64_t epoch) const;
-  const std::byte* grads(int32_t node, uint64_t epoch) const;
+  const std::byte* sums(int32_t node, uint64_t epoch) const {
+    return own() + layout_.relayed_rows(epoch, NodeMap::other(node, node_));
+  }
+  const std::byte* grads(int32_t node, uint64_t epoch) const {
+    return own() + layout_.relayed_weights(layout_.relay_grads[epoch & 1], NodeMap::other(node, node_));
+  }
 
   /// Sends the record to the rail; for a dispatch with the tokens' ids and weights, for an error with its
   /// text. routes: rows that send_rows() will send, or null.
@@ -61,14 +76,17 @@ class Internode {
 
  private:
   std::byte* window(int32_t local) const { return bases_[local]; }
-  std::byte* own() const { return window(nodes_.local_of(rank_)); }
+  /// The window of the rank here on the rail of `rank`.
+  std::byte* window_of(int32_t rank) const { return window(nodes_.local_of(rank)); }
+  std::byte* own() const { return window_of(rank_); }
   int32_t other_of(int32_t rank) const { return NodeMap::other(nodes_.node_of(rank), node_); }
   RelayProgress& progress(int32_t rank) const {
-    return *reinterpret_cast<RelayProgress*>(window(nodes_.local_of(rank)) + layout_.progress);
+    return *reinterpret_cast<RelayProgress*>(window_of(rank) + layout_.progress);
   }
-  int32_t rail(int32_t other) const {
-    return nodes_.rank_of(NodeMap::node_of_other(other, node_), nodes_.local_of(rank_));
+  int32_t rank_at(int32_t other, int32_t local) const {
+    return nodes_.rank_of(NodeMap::node_of_other(other, node_), local);
   }
+  int32_t rail(int32_t other) const { return rank_at(other, nodes_.local_of(rank_)); }
   /// Waits for an arrival flag of `source` in the window of the rank here on its rail.
   void wait_part(int32_t source, int64_t flag, uint64_t epoch, const char* phase);
   /// Returns a free staging slot for data to `other`.

@@ -203,7 +203,7 @@ void Proxy::translate(const Command& command) {
       break;
     case Command::Kind::ids:
       put.src = layout_.ids[parity] + piece;
-      put.dst = layout_.relayed_ids(parity, mine) + piece;
+      put.dst = layout_.relayed_ids(command.epoch, mine) + piece;
       break;
     case Command::Kind::weights:
       put.src = layout_.weights[parity] + piece;
@@ -228,7 +228,7 @@ void Proxy::translate(const Command& command) {
       const int64_t chunk_bytes = shape.chunk_rows() * shape.row_bytes();
       immediate.kind = Immediate::Kind::part;
       put.src = layout_.staging + slot * chunk_bytes;
-      put.dst = layout_.relayed_rows(parity, mine) + command.index * chunk_bytes;
+      put.dst = layout_.relayed_rows(command.epoch, mine) + command.index * chunk_bytes;
       put.bytes = rows * shape.row_bytes_in(chunk_format(command.kind));
       put.context = static_cast<uint64_t>(slot);
       stats_.row_bytes.fetch_add(put.bytes, std::memory_order_relaxed);
@@ -327,8 +327,7 @@ void Proxy::arrived(uint32_t bits) {
       ++state.bodies;
       break;
     case Immediate::Kind::part:
-      signals_.store(reinterpret_cast<uint64_t*>(
-                         base_ + layout_.arrival(static_cast<int>(epoch & 1), other, immediate.index)),
+      signals_.store(reinterpret_cast<uint64_t*>(base_ + layout_.arrival(epoch, other, immediate.index)),
                      epoch);
       ++state.parts;
       break;
@@ -346,7 +345,7 @@ bool Proxy::show_next(int32_t other) {
   const Inbound::Epoch& state = in.epochs[epoch & 1];
   if (in.gone || state.epoch != epoch || !state.head) return false;
   const WindowShape& shape = layout_.shape;
-  Announcement& announcement = head(static_cast<int>(epoch & 1), other);
+  Announcement& announcement = head(epoch, other);
   const SignalRecord& record = announcement.record;
   if (record.epoch != epoch || record.tokens < 0 || record.tokens > shape.max_tokens ||
       announcement.parts > static_cast<uint64_t>(shape.arrival_flags())) {
@@ -373,7 +372,7 @@ void Proxy::check_parts(int32_t other) {
   uint64_t* const all_here = progress().all_here(other);
   while (*all_here < in.delivered) {
     const uint64_t epoch = *all_here + 1;
-    if (in.epochs[epoch & 1].parts < head(static_cast<int>(epoch & 1), other).parts) return;
+    if (in.epochs[epoch & 1].parts < head(epoch, other).parts) return;
     signals_.store_own(all_here, epoch);
   }
 }

@@ -120,9 +120,8 @@ class Proxy {
     return nodes_.rank_of(NodeMap::node_of_other(other, node_), nodes_.local_of(rank_));
   }
   RelayProgress& progress() const { return *reinterpret_cast<RelayProgress*>(base_ + layout_.progress); }
-  Announcement& head(int parity, int32_t other) const {
-    return *reinterpret_cast<Announcement*>(base_ +
-                                            WindowLayout::relayed_head(layout_.relay_head[parity], other));
+  Announcement& head(uint64_t epoch, int32_t other) const {
+    return reinterpret_cast<Announcement*>(base_ + layout_.relay_head[epoch & 1])[other];
   }
 
   const WindowLayout layout_;

@@ -13,6 +13,7 @@
 
 #include "common/descriptor.hpp"
 #include "common/error.hpp"
+#include "transport/tcp/address.hpp"
 
 namespace moecomm {
 namespace {
@@ -85,19 +86,12 @@ std::string default_route_address() {
   // Addresses for documentation (RFC 5737, 3849), which no host has. A socket connected to one has the
   // address of the default route, and nothing is sent.
   for (const char* const far : {"192.0.2.1", "2001:db8::1"}) {
-    sockaddr_storage storage{};
-    auto& ipv4 = reinterpret_cast<sockaddr_in&>(storage);
-    auto& ipv6 = reinterpret_cast<sockaddr_in6&>(storage);
-    const bool is_ipv4 = inet_pton(AF_INET, far, &ipv4.sin_addr) == 1;
-    if (!is_ipv4) inet_pton(AF_INET6, far, &ipv6.sin6_addr);
-    storage.ss_family = is_ipv4 ? AF_INET : AF_INET6;
-    (is_ipv4 ? ipv4.sin_port : ipv6.sin6_port) = htons(9);
-    socklen_t length = is_ipv4 ? sizeof(ipv4) : sizeof(ipv6);
-    auto* const address = reinterpret_cast<sockaddr*>(&storage);
+    tcp::Address address = tcp::make_address(far, "9");
     const Descriptor fd =
-        Descriptor::open([&] { return socket(storage.ss_family, SOCK_DGRAM | SOCK_CLOEXEC, 0); });
-    if (fd && connect(fd.get(), address, length) == 0 && getsockname(fd.get(), address, &length) == 0)
-      return ip_text(address);
+        Descriptor::open([&] { return socket(address.family(), SOCK_DGRAM | SOCK_CLOEXEC, 0); });
+    if (fd && connect(fd.get(), address.get(), address.length) == 0 &&
+        getsockname(fd.get(), address.get(), &address.length) == 0)
+      return ip_text(address.get());
   }
   return "";
 }

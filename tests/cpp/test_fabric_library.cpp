@@ -10,7 +10,6 @@
 
 #include "check.hpp"
 #include "transport/fabric/library.hpp"
-#include "transport/fabric/memory.hpp"
 #include "transport/fabric/transport.hpp"
 
 // The tcp provider of libfabric 1.17 keeps some descriptions of itself at its end; blame only our own code.

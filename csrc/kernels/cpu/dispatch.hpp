@@ -19,6 +19,12 @@ struct Context {
   const Heuristics& heuristics;
   int32_t rank;
   int32_t local_experts;
+
+  /// Splits [0, count) among the threads, if `bytes`, which are moved in all, are worth it.
+  template <class Body>
+  void parallel(int64_t count, int64_t bytes, const Body& body) const {
+    pool.parallel(count, heuristics.parallel(bytes), body);
+  }
 };
 
 /// Copies those of the `tokens` rows of x that another rank of this node will pull, and leaves out all

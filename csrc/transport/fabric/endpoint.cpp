@@ -1,6 +1,7 @@
 #include "transport/fabric/endpoint.hpp"
 
 #include <rdma/fi_errno.h>
+#include <sys/resource.h>
 
 #include <string>
 #include <utility>
@@ -14,7 +15,56 @@ namespace {
 
 constexpr size_t kQueueEntries = 4096;  // most unread completions; the provider may allow fewer
 
+/// Returns a random key that nobody else can guess, in as many bytes as the provider takes.
+uint64_t random_key(size_t key_bytes) {
+  const uint64_t key = random_word("a memory key");
+  return key_bytes >= sizeof(key) ? key : key & ((uint64_t{1} << (8 * key_bytes)) - 1);
+}
+
+std::string memlock_text() {
+  rlimit limit{};
+  if (getrlimit(RLIMIT_MEMLOCK, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return "unlimited";
+  return text_of(limit.rlim_cur / 1024, " KiB");
+}
+
 }  // namespace
+
+void registration_refused(int status, const std::string& provider, int64_t bytes) {
+  const std::string what =
+      text_of("fabric ", provider, ": registering ", bytes, " bytes of memory: ", library().strerror(status));
+  const ErrorDetails details{.needed = bytes};
+  if (status == FI_ENOMEM || status == FI_EPERM || status == FI_EAGAIN)
+    throw Error(ErrorKind::out_of_memory,
+                what + "; a NIC pins what it may write, and this process may lock " + memlock_text() +
+                    ": raise `ulimit -l` (memlock in /etc/security/limits.conf; LimitMEMLOCK=infinity in a "
+                    "systemd unit; --ulimit memlock=-1 for a container)",
+                details);
+  throw Error(ErrorKind::unsupported, what, details);
+}
+
+Registration::Registration(fid_domain* domain, fid_ep* endpoint, const fi_info& info, void* base,
+                           int64_t bytes) {
+  const uint64_t mode = static_cast<uint64_t>(info.domain_attr->mr_mode);
+  iovec range{base, static_cast<size_t>(bytes)};
+  fi_mr_attr attributes{};
+  attributes.mr_iov = &range;
+  attributes.iov_count = 1;
+  attributes.access = FI_WRITE | FI_REMOTE_WRITE;
+  // The provider refuses two regions with the same key, which random keys meet where keys are short.
+  int status = -FI_ENOKEY;
+  for (int attempt = 0; attempt < 16 && status == -FI_ENOKEY; ++attempt) {
+    if ((mode & FI_MR_PROV_KEY) == 0) attributes.requested_key = random_key(info.domain_attr->mr_key_size);
+    fid_mr* region = nullptr;
+    status = fi_mr_regattr(domain, &attributes, 0, &region);
+    if (status == 0) region_.reset(region);
+  }
+  if (status == 0 && (mode & FI_MR_ENDPOINT) != 0) {
+    status = fi_mr_bind(region_.get(), &endpoint->fid, 0);
+    if (status == 0) status = fi_mr_enable(region_.get());
+  }
+  if (status != 0) registration_refused(-status, info.fabric_attr->prov_name, bytes);
+  if ((mode & FI_MR_VIRT_ADDR) != 0) remote_base_ = reinterpret_cast<uint64_t>(base);
+}
 
 Endpoint::Endpoint(Info info) : info_(std::move(info)) {
   const KeepSignalHandlers keep;
@@ -25,31 +75,28 @@ Endpoint::Endpoint(Info info) : info_(std::move(info)) {
                 "fabric " + offer.provider + " on " + offer.domain + " " + offer.address + ": " + what +
                     ": " + library().strerror(-status));
   };
-  fid_fabric* fabric = nullptr;
-  require(library().fabric(info_->fabric_attr, &fabric, nullptr), "opening the fabric");
-  fabric_.reset(fabric);
-
-  fid_domain* domain = nullptr;
-  require(fi_domain(fabric, info_.get(), &domain, nullptr), "opening the domain");
-  domain_.reset(domain);
-
-  fi_cq_attr queue_attributes{};
-  queue_attributes.format = FI_CQ_FORMAT_DATA;
-  queue_attributes.size = kQueueEntries;
-  queue_attributes.wait_obj = FI_WAIT_NONE;
-  fid_cq* queue = nullptr;
-  require(fi_cq_open(domain, &queue_attributes, &queue, nullptr), "opening the completion queue");
-  queue_.reset(queue);
-
-  fi_av_attr address_attributes{};
-  address_attributes.type = FI_AV_TABLE;
-  fid_av* addresses = nullptr;
-  require(fi_av_open(domain, &address_attributes, &addresses, nullptr), "opening the address table");
-  addresses_.reset(addresses);
-
-  fid_ep* endpoint = nullptr;
-  require(fi_endpoint(domain, info_.get(), &endpoint, nullptr), "opening the endpoint");
-  endpoint_.reset(endpoint);
+  // Calls open(&object), and keeps the object in `handle`.
+  const auto make = [&](auto& handle, const char* what, const auto& open) {
+    auto object = handle.get();
+    require(open(&object), what);
+    handle.reset(object);
+  };
+  make(fabric_, "opening the fabric",
+       [&](auto object) { return library().fabric(info_->fabric_attr, object, nullptr); });
+  make(domain_, "opening the domain",
+       [&](auto object) { return fi_domain(fabric_.get(), info_.get(), object, nullptr); });
+  fi_cq_attr queue{};
+  queue.format = FI_CQ_FORMAT_DATA;
+  queue.size = kQueueEntries;
+  queue.wait_obj = FI_WAIT_NONE;
+  make(queue_, "opening the completion queue",
+       [&](auto object) { return fi_cq_open(domain_.get(), &queue, object, nullptr); });
+  fi_av_attr table{};
+  table.type = FI_AV_TABLE;
+  make(addresses_, "opening the address table",
+       [&](auto object) { return fi_av_open(domain_.get(), &table, object, nullptr); });
+  make(endpoint_, "opening the endpoint",
+       [&](auto object) { return fi_endpoint(domain_.get(), info_.get(), object, nullptr); });
   if (provider() == "shm") {
     // The shm provider names its file in /dev/shm by the process id, which may recur: a killed process has
     // left its file, or another container shares the folder. In that case versions after 1.17 try another
@@ -57,11 +104,11 @@ Endpoint::Endpoint(Info info) : info_(std::move(info)) {
     std::string name = reinterpret_cast<const char*>(address().data());
     name += ':';
     name += random_digits("the name of an endpoint");
-    require(fi_setname(&endpoint->fid, name.data(), name.size() + 1), "naming the endpoint");
+    require(fi_setname(&endpoint_->fid, name.data(), name.size() + 1), "naming the endpoint");
   }
-  require(fi_ep_bind(endpoint, &queue->fid, FI_TRANSMIT | FI_RECV), "binding the completion queue");
-  require(fi_ep_bind(endpoint, &addresses->fid, 0), "binding the address table");
-  require(fi_enable(endpoint), "enabling the endpoint");
+  require(fi_ep_bind(endpoint_.get(), &queue_->fid, FI_TRANSMIT | FI_RECV), "binding the completion queue");
+  require(fi_ep_bind(endpoint_.get(), &addresses_->fid, 0), "binding the address table");
+  require(fi_enable(endpoint_.get()), "enabling the endpoint");
 }
 
 Endpoint::~Endpoint() {

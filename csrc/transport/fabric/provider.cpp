@@ -78,7 +78,7 @@ Info query() {
   hints->domain_attr->threading = FI_THREAD_DOMAIN;
   hints->domain_attr->resource_mgmt = FI_RM_ENABLED;
   hints->domain_attr->cq_data_size = 4;
-  // memory.cpp and endpoint.cpp respect each bit that a provider sets.
+  // endpoint.cpp respects each bit that a provider sets.
   hints->domain_attr->mr_mode =
       FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY | FI_MR_ENDPOINT;
   fi_info* found = nullptr;

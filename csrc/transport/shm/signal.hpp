@@ -13,9 +13,9 @@
 #include <string>
 #include <vector>
 
+#include "common/descriptor.hpp"
 #include "common/error.hpp"
 #include "layout/window.hpp"
-#include "transport/shm/peers.hpp"
 
 namespace moecomm::shm {
 
@@ -109,6 +109,7 @@ class Signals {
  private:
   PeerLines& lines(int owner, int writer) const;
   OwnerLines& owner(int rank) const;
+  bool has_ended(int rank) const;
   void ring(int rank) const;
   [[noreturn]] void give_up(const Loss& loss, const char* phase, uint64_t expected, double waited = 0);
   void count_inside(int by);
@@ -128,7 +129,10 @@ class Signals {
   int rank_, first_;
   double timeout_seconds_, absence_seconds_;
   int spins_;
-  PeerWatch watch_;
+  /// A pidfd of each other process of the node, empty for threads of this one: readable from the moment the
+  /// process exits, also before its parent has reaped it, and never confused by a reused process number.
+  /// None: it ended before it could be watched.
+  std::vector<std::optional<Descriptor>> processes_;
   std::function<void()> interrupt_;
   std::atomic<bool> stopped_ = false;
   std::function<void(int, Cause)> on_abort_;

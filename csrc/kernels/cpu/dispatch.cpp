@@ -1,13 +1,52 @@
-// Dispatch on the CPU, the receiving half: each needed row is read once and written to all its places.
+// Dispatch on the CPU. Sending: copies rows that others need into the own window, or to where they wait for
+// the network. Receiving: each needed row is read once and written to all its places.
+#include "kernels/cpu/dispatch.hpp"
+
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 
-#include "kernels/cpu/dispatch.hpp"
 #include "kernels/cpu/rows.hpp"
 #include "kernels/cpu/weights.hpp"
 #include "layout/routing.hpp"
 
 namespace moecomm::cpu {
+
+int64_t dispatch_send(const Context& context, const std::byte* x, const int32_t* ids, int64_t tokens,
+                      std::byte* rows) {
+  const int64_t row_bytes = context.shape.row_bytes();
+  const int32_t top_k = context.shape.top_k;
+  const RowKernels& kernels = row_kernels();
+  const bool stream = context.heuristics.stream(tokens * row_bytes);
+  const NodeMap nodes = context.shape.nodes();
+  std::atomic<int64_t> copied = 0;
+  context.parallel(tokens, tokens * row_bytes, [&](int64_t begin, int64_t end) {
+    int64_t here = 0;
+    for (int64_t t = begin; t < end; ++t) {
+      const int32_t* token_ids = ids + t * top_k;
+      const bool leaves = std::any_of(token_ids, token_ids + top_k, [&](int32_t id) {
+        const int32_t owner = expert_owner(id, context.local_experts);
+        return id >= 0 && owner != context.rank && nodes.same_node(owner, context.rank);
+      });
+      if (!leaves) continue;
+      kernels.copy(rows + t * row_bytes, x + t * row_bytes, row_bytes, stream);
+      ++here;
+    }
+    kernels.fence();
+    copied += here;
+  });
+  return copied;
+}
+
+void dispatch_send_chunk(const Context& context, const std::byte* x, std::span<const int32_t> tokens,
+                         std::byte* out) {
+  const int64_t row_bytes = context.shape.row_bytes(), count = static_cast<int64_t>(tokens.size());
+  const RowKernels& kernels = row_kernels();
+  context.parallel(count, 2 * count * row_bytes, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i)
+      kernels.copy(out + i * row_bytes, x + tokens[i] * row_bytes, row_bytes, false);
+  });
+}
 
 EntryRange entries_between(const Plan& plan, int32_t rank, int64_t first, int64_t end) {
   const auto begin = plan.entry_place.begin() + plan.source_begin[rank],
@@ -28,7 +67,7 @@ void dispatch_receive(const Context& context, const Plan& plan, const PullArgume
   const int64_t own = plan.source_begin[context.rank];
   const int64_t first = range.begin <= own && own < range.end ? own - range.begin : 0;
   const int64_t touched = (plan.row_begin[range.end] - plan.row_begin[range.begin] + entries) * row_bytes;
-  context.pool.parallel(entries, context.heuristics.parallel(touched), [&](int64_t begin, int64_t end) {
+  context.parallel(entries, touched, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const int64_t entry = range.begin + (i + first < entries ? i + first : i + first - entries);
       const auto source = std::upper_bound(plan.source_begin.begin(), plan.source_begin.end(), entry) - 1;
