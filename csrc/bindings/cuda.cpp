@@ -119,10 +119,9 @@ void bind_cuda(py::module_& m, void (*interrupt)()) {
               Address out, Address out_scales, Address out_weights, Address out_ids, Address out_index,
               Address out_index_weights, Address stream) {
              self.dispatch(
-                 {{x, ids, wide_ids, weights, tokens, layout, alignment, capacity, positions, caller},
-                  x_scales,
-                  plan},
-                 rows, out_positions, {out, out_scales, out_weights, out_ids, out_index, out_index_weights},
+                 {Operation::dispatch, x, x_scales, ids, wide_ids, weights, plan, tokens, alignment, capacity,
+                  positions, layout, caller},
+                 {rows, out_positions, out, out_scales, out_weights, out_ids, out_index, out_index_weights},
                  stream);
            })
       .def("offered_rows",
@@ -135,11 +134,9 @@ void bind_cuda(py::module_& m, void (*interrupt)()) {
            [](DeviceCommunicator& self, Address x, Address x_scales, Address ids, bool wide_ids,
               Address weights, int64_t tokens, RowLayout layout, int64_t alignment, int64_t capacity,
               int64_t positions, uint16_t caller, Address plan, Address stream) {
-             self.begin_dispatch(
-                 {{x, ids, wide_ids, weights, tokens, layout, alignment, capacity, positions, caller},
-                  x_scales,
-                  plan},
-                 stream);
+             self.begin_dispatch({Operation::dispatch, x, x_scales, ids, wide_ids, weights, plan, tokens,
+                                  alignment, capacity, positions, layout, caller},
+                                 stream);
            })
       .def("wait_rows", by_address(&DeviceCommunicator::wait_rows), Release())
       .def("host_counts", &DeviceCommunicator::host_counts)
@@ -147,9 +144,10 @@ void bind_cuda(py::module_& m, void (*interrupt)()) {
            [](DeviceCommunicator& self, bool directly, int64_t rows, int64_t positions, Address out,
               Address out_scales, Address out_weights, Address out_ids, Address out_index,
               Address out_index_weights, Address stream) {
-             self.finish_dispatch(directly, rows, positions,
-                                  {out, out_scales, out_weights, out_ids, out_index, out_index_weights},
-                                  stream);
+             self.finish_dispatch(
+                 directly,
+                 {rows, positions, out, out_scales, out_weights, out_ids, out_index, out_index_weights},
+                 stream);
            })
       .def_property_readonly("num_sms", &DeviceCommunicator::num_sms)
       .def("fuse_up_to", &DeviceCommunicator::fuse_up_to)
@@ -160,7 +158,13 @@ void bind_cuda(py::module_& m, void (*interrupt)()) {
            [](DeviceCommunicator& self, Address plan, RowLayout layout, Address x, int64_t tokens,
               int64_t rows, Address out, Address scales, Address other, Address dots, bool quantised,
               Address stream) {
-             self.redispatch({plan, layout, x, tokens, rows, out, scales, other, dots, quantised}, stream);
+             self.redispatch({.operation = Operation::redispatch,
+                              .x = x,
+                              .plan = plan,
+                              .tokens = tokens,
+                              .layout = layout},
+                             {.rows = rows, .out = out, .scales = scales, .other = other, .dots = dots},
+                             quantised, stream);
            })
       .def("combine",
            [](DeviceCommunicator& self, Address plan, RowLayout layout, Address rows, Address weights,

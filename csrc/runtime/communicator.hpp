@@ -20,7 +20,6 @@
 #include "kernels/cpu/dispatch.hpp"
 #include "layout/plan.hpp"
 #include "layout/window.hpp"
-#include "runtime/dispatch_arguments.hpp"
 #include "runtime/internode.hpp"
 #include "transport/shm/signal.hpp"
 #include "transport/shm/window.hpp"
@@ -37,6 +36,20 @@ struct CommunicatorConfig {
   uint64_t first_epoch = 1;  ///< epoch of the first operation, on all ranks
   double absence_seconds =
       0;  ///< deadline for a rank that is alive but has not begun the operation, if above the timeout
+};
+
+struct DispatchArguments {
+  const std::byte* x;  ///< [tokens][hidden]
+  const void* ids;     ///< [tokens][top_k], int64 if wide_ids, else int32
+  bool wide_ids;
+  const std::byte* weights;  ///< weight type [tokens][top_k], or null
+  int64_t tokens;
+  RowLayout layout;
+  int64_t alignment;
+  int64_t capacity;        ///< -1: as many rows as needed
+  int64_t positions = -1;  ///< rank layout: capacity of the expert-major index; expert layout: rows of each
+                           ///< expert's group, at least as many as can arrive; -1: as many as needed
+  uint16_t caller = 0;     ///< as in SignalRecord
 };
 
 struct Stats {

@@ -107,13 +107,6 @@ void DeviceCommunicator::free_device() noexcept {
   pinned_.reset();
 }
 
-std::string DeviceCommunicator::link_control() {
-  control_[own_index()].link();
-  return control_[own_index()].name();
-}
-
-void DeviceCommunicator::unlink_control() noexcept { control_[own_index()].unlink(); }
-
 void DeviceCommunicator::connect(const std::vector<uintptr_t>& bases, const std::vector<std::string>& names,
                                  const std::vector<int64_t>& pids) {
   const DeviceGuard guard(config_.device);
@@ -232,8 +225,6 @@ void DeviceCommunicator::watch() {
     std::this_thread::sleep_for(kWatchPeriod);
   }
 }
-
-device::Comm* DeviceCommunicator::comm(WireFormat wire) const { return comms_[static_cast<int>(wire)].get(); }
 
 std::string DeviceCommunicator::heuristics_text() const {
   gpu::Heuristics used = heuristics_;

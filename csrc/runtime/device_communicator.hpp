@@ -26,7 +26,6 @@
 #include "layout/device_plan.hpp"
 #include "layout/device_window.hpp"
 #include "layout/host_status.hpp"
-#include "runtime/dispatch_arguments.hpp"
 #include "runtime/proxy.hpp"
 #include "transport/shm/signal.hpp"
 #include "transport/shm/window.hpp"
@@ -51,35 +50,6 @@ struct DeviceConfig {
       0;  ///< deadline for a rank that is alive but has not begun the operation, if above the timeout
 };
 
-/// Addresses are in this device's memory.
-struct DeviceDispatch : DispatchArguments {
-  const std::byte* x_scales;  ///< [tokens][scales a row] if x is in the wire format, or null
-  int32_t* plan;              ///< DevicePlan words
-};
-
-/// Arguments for sending rows along a kept plan: the backward of combine.
-struct DeviceRedispatch {
-  int32_t* plan;
-  RowLayout layout;
-  const std::byte* x;  ///< [tokens][hidden]
-  int64_t tokens;
-  int64_t rows;             ///< rows of the output; see ReceiveArguments
-  std::byte* out;           ///< [rows][hidden]
-  const std::byte* scales;  ///< weight type [rows], or null
-  const std::byte* other;   ///< [rows][hidden], or null
-  std::byte* dots;          ///< weight type [rows], or null
-  bool quantised;           ///< rows travel in the format of gradients; needs scales and other to be null
-};
-
-struct DeviceOutput {
-  std::byte* out;                ///< [rows][hidden]; in the wire format if out_scales is given
-  std::byte* out_scales;         ///< [rows][scales a row], or null
-  std::byte* out_weights;        ///< weight type [rows] (rank layout: [rows][top_k]), or null
-  void* out_ids;                 ///< rank layout: [rows][top_k], as wide as the ids of the dispatch, or null
-  int32_t* out_index;            ///< rank layout: [positions], or null
-  std::byte* out_index_weights;  ///< rank layout: weight type [positions], or null
-};
-
 struct DeviceStats {
   int64_t dispatch_calls = 0, combine_calls = 0, plans_made = 0, rows_in = 0;
   double host_wait_seconds = 0;  ///< host's waits for row counts
@@ -101,8 +71,11 @@ class DeviceCommunicator {
 
   /// Names the control segment, so that peers can open it: host memory in which ranks notice that another has
   /// ended.
-  std::string link_control();
-  void unlink_control() noexcept;
+  std::string link_control() {
+    control_[own_index()].link();
+    return control_[own_index()].name();
+  }
+  void unlink_control() noexcept { control_[own_index()].unlink(); }
   /// Connects the ranks of the node. bases[i]: address of rank i's window as mapped here, zero where no rank
   /// has written; names[i]: its control segment. On one node, operations may follow.
   void connect(const std::vector<uintptr_t>& bases, const std::vector<std::string>& names,
@@ -128,11 +101,13 @@ class DeviceCommunicator {
   void log_launches() { logs_launches_ = true; }
   /// The most tokens for which that is so.
   int64_t fused_tokens() const { return std::min<int64_t>(heuristics_.fused_tokens, most_fused_); }
+  /// Operations are told what of their arguments the caller knows: rows, outputs and sizes, the plan's words
+  /// and the layout, in this device's memory.
+  ///
   /// Sends and receives: begin_dispatch and finish_dispatch in one call. A dropless dispatch into an output
   /// of as many rows as offered_rows says is received if all rows fit. wait_rows has to follow, then
   /// accept_rows or, with a larger output, finish_dispatch.
-  void dispatch(const DeviceDispatch& dispatch, int64_t rows, int64_t positions, const DeviceOutput& output,
-                cudaStream_t stream);
+  void dispatch(const gpu::SendArguments& dispatch, gpu::ReceiveArguments output, cudaStream_t stream);
   /// The size of the output to allocate before a dropless dispatch; without rows there is none, and the host
   /// has to wait first. The second result is false where rows are received only once their number is known.
   /// An output allocated before the first half is safe: no work on the stream can still read its memory.
@@ -141,30 +116,31 @@ class DeviceCommunicator {
   void accept_rows();
   /// Starts to send rows and to make the plan. finish_dispatch has to follow; the next operation abandons a
   /// dispatch without it.
-  void begin_dispatch(const DeviceDispatch& dispatch, cudaStream_t stream);
+  void begin_dispatch(const gpu::SendArguments& dispatch, cudaStream_t stream);
   /// Waits until the number of rows of a dispatch without capacity is known, and the number of expert-major
   /// positions. If it throws, for example because ranks disagree, the dispatch has ended before later work on
   /// `stream`.
   std::pair<int64_t, int64_t> wait_rows(cudaStream_t stream);
   /// The rows of each local expert, without padding, of the dispatch that wait_rows has waited for last.
   std::vector<int32_t> host_counts() const;
-  /// Starts to receive into `output` of `rows` rows; in the rank layout with an index of `positions`.
+  /// Starts to receive into `output`.
   /// `directly`: since the first half began, nothing else was put on `stream`, so that rows can be received
   /// while others are sent. Both halves have to be in the same capture, or in none.
-  void finish_dispatch(bool directly, int64_t rows, int64_t positions, const DeviceOutput& output,
-                       cudaStream_t stream);
+  void finish_dispatch(bool directly, const gpu::ReceiveArguments& output, cudaStream_t stream);
 
   /// Starts to receive the sums of a combine that was held, if there is one: its output is ready when
   /// `stream` reaches this point. The next operation also does so. Returns false if a capture recorded the
   /// first half and has ended without the second: then nothing of it runs.
   bool complete(cudaStream_t stream);
-  void redispatch(const DeviceRedispatch& redispatch, cudaStream_t stream);
+  /// Sends rows along a kept plan: the backward of combine. `quantised`: they travel in the format of
+  /// gradients, without `scales` and `other`.
+  void redispatch(gpu::SendArguments sent, gpu::ReceiveArguments output, bool quantised, cudaStream_t stream);
   /// `quantised`: sums travel in the configured format, else in their dtype. `held`: sums are sent, and
   /// complete() starts the kernel that waits for those of others.
   void combine(const gpu::CombineArguments& arguments, bool quantised, bool held, cudaStream_t stream);
   /// True for an operation of `tokens` tokens that one kernel would do, all of whose blocks wait for other
   /// ranks: its second half can be put off until its result is needed.
-  bool splits(int64_t tokens) const;
+  bool splits(int64_t tokens) const { return fuses(config_.shape.wire, tokens); }
   /// Announces to all ranks that this one's arguments are bad.
   void fail(ErrorKind kind, const std::string& text, cudaStream_t stream);
 
@@ -208,14 +184,17 @@ class DeviceCommunicator {
     uint64_t capture;  ///< as in Begun
     int blocks;
   };
-  device::Comm* comm(WireFormat wire) const;
+  device::Comm* comm(WireFormat wire) const { return comms_[static_cast<int>(wire)].get(); }
   size_t own_index() const { return nodes_.local_of(config_.rank); }
   device::Rail rail() const;
-  gpu::Launch launch(cudaStream_t stream, int blocks, bool overlapped) const;
+  gpu::Launch launch(cudaStream_t stream, int blocks, bool overlapped) const {
+    return {stream, blocks, overlapped, heuristics_.paired};
+  }
   static void order(cudaStream_t later, cudaEvent_t event, cudaStream_t stream);
-  gpu::SendArguments sending(const DeviceDispatch& dispatch);
-  gpu::ReceiveArguments receiving(int64_t rows, int64_t positions, const DeviceOutput& output) const;
-  bool fuses(WireFormat wire, int64_t tokens) const;
+  gpu::SendArguments counted(gpu::SendArguments dispatch);
+  bool dequantises(const gpu::ReceiveArguments& output) const;
+  /// True where one kernel does a whole operation of `tokens` tokens with rows in `wire`.
+  bool fuses(WireFormat wire, int64_t tokens) const { return launch_context(wire).fuses(tokens); }
   void send_and_receive(WireFormat wire, const gpu::SendArguments& sent, gpu::ReceiveArguments received,
                         cudaStream_t stream);
   gpu::LaunchContext launch_context(WireFormat wire) const;

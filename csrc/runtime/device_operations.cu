@@ -55,10 +55,6 @@ bool DeviceCommunicator::complete(cudaStream_t stream) {
   return there;
 }
 
-gpu::Launch DeviceCommunicator::launch(cudaStream_t stream, int blocks, bool overlapped) const {
-  return {stream, blocks, overlapped, heuristics_.paired};
-}
-
 /// Runs before every operation on `stream`.
 void DeviceCommunicator::end_earlier(cudaStream_t stream) {
   require_usable();
@@ -177,49 +173,19 @@ void DeviceCommunicator::receive(gpu::ReceiveArguments arguments, bool directly,
   }
 }
 
-/// Returns the sending side's arguments of a dispatch, and counts it.
-gpu::SendArguments DeviceCommunicator::sending(const DeviceDispatch& d) {
-  gpu::SendArguments arguments{};
-  arguments.operation = Operation::dispatch;
-  arguments.x = d.x;
-  arguments.x_scales = d.x_scales;
-  arguments.ids = d.ids;
-  arguments.wide_ids = d.wide_ids;
-  arguments.weights = d.weights;
-  arguments.plan = d.plan;
-  arguments.tokens = d.tokens;
-  arguments.alignment = d.alignment;
-  arguments.capacity = d.capacity;
-  arguments.positions = d.positions;
-  arguments.caller = d.caller;
-  arguments.layout = d.layout;
-  arguments.ticket = ++ticket_;
-  const bool quantises = config_.shape.wire != WireFormat::same && d.x_scales == nullptr;
-  arguments.work = quantises ? gpu::RowWork::quantised : gpu::RowWork::none;
+/// Completes the sending side's arguments of a dispatch, and counts it.
+gpu::SendArguments DeviceCommunicator::counted(gpu::SendArguments dispatch) {
+  dispatch.ticket = ++ticket_;
+  const bool quantises = config_.shape.wire != WireFormat::same && dispatch.x_scales == nullptr;
+  dispatch.work = quantises ? gpu::RowWork::quantised : gpu::RowWork::none;
   ++stats_.dispatch_calls;
   ++stats_.plans_made;
-  stats_.rows_in += d.tokens;
-  return arguments;
+  stats_.rows_in += dispatch.tokens;
+  return dispatch;
 }
 
-gpu::ReceiveArguments DeviceCommunicator::receiving(int64_t rows, int64_t positions,
-                                                    const DeviceOutput& output) const {
-  gpu::ReceiveArguments arguments{};
-  arguments.rows = rows;
-  arguments.positions = positions;
-  arguments.out = output.out;
-  arguments.out_scales = output.out_scales;
-  arguments.out_weights = output.out_weights;
-  arguments.out_ids = output.out_ids;
-  arguments.out_index = output.out_index;
-  arguments.out_index_weights = output.out_index_weights;
-  arguments.dequantise = config_.shape.wire != WireFormat::same && output.out_scales == nullptr;
-  return arguments;
-}
-
-/// True where one kernel does a whole operation of `tokens` tokens with rows in `wire`.
-bool DeviceCommunicator::fuses(WireFormat wire, int64_t tokens) const {
-  return launch_context(wire).fuses(tokens);
+bool DeviceCommunicator::dequantises(const gpu::ReceiveArguments& output) const {
+  return config_.shape.wire != WireFormat::same && output.out_scales == nullptr;
 }
 
 /// Starts to send and to receive, in one kernel or two. Either the number of rows is known, or the rows may
@@ -256,13 +222,13 @@ void DeviceCommunicator::run_in_one(WireFormat wire, gpu::FusedArguments argumen
              "launch of a dispatch");
 }
 
-void DeviceCommunicator::dispatch(const DeviceDispatch& d, int64_t rows, int64_t positions,
-                                  const DeviceOutput& output, cudaStream_t stream) {
+void DeviceCommunicator::dispatch(const gpu::SendArguments& dispatch, gpu::ReceiveArguments output,
+                                  cudaStream_t stream) {
   end_earlier(stream);
   const DeviceGuard guard(config_.device);
-  gpu::ReceiveArguments received = receiving(rows, positions, output);
-  received.offered = d.capacity < 0;
-  send_and_receive(config_.shape.wire, sending(d), received, stream);
+  output.dequantise = dequantises(output);
+  output.offered = dispatch.capacity < 0;
+  send_and_receive(config_.shape.wire, counted(dispatch), output, stream);
 }
 
 std::pair<gpu::RowCounts, bool> DeviceCommunicator::offered_rows(int64_t tokens, RowLayout layout,
@@ -284,10 +250,10 @@ void DeviceCommunicator::accept_rows() {
   pending_.reset();
 }
 
-void DeviceCommunicator::begin_dispatch(const DeviceDispatch& d, cudaStream_t stream) {
+void DeviceCommunicator::begin_dispatch(const gpu::SendArguments& dispatch, cudaStream_t stream) {
   end_earlier(stream);
   const DeviceGuard guard(config_.device);
-  const gpu::SendArguments arguments = sending(d);
+  const gpu::SendArguments arguments = counted(dispatch);
   send(config_.shape.wire, arguments, plan_of(config_.shape.wire, arguments, true), stream);
 }
 
@@ -349,8 +315,8 @@ std::vector<int32_t> DeviceCommunicator::host_counts() const {
   return {counts, counts + config_.shape.local_experts()};
 }
 
-void DeviceCommunicator::finish_dispatch(bool directly, int64_t rows, int64_t positions,
-                                         const DeviceOutput& output, cudaStream_t stream) {
+void DeviceCommunicator::finish_dispatch(bool directly, const gpu::ReceiveArguments& output,
+                                         cudaStream_t stream) {
   require_usable();
   require_begun();
   const DeviceGuard guard(config_.device);
@@ -364,40 +330,29 @@ void DeviceCommunicator::finish_dispatch(bool directly, int64_t rows, int64_t po
                     : "a dispatch was begun outside of the capture in which it is received, or the other "
                       "way round; expected both halves within or both without");
   }
-  receive(receiving(rows, positions, output), directly, stream);
+  gpu::ReceiveArguments received = output;
+  received.dequantise = dequantises(output);
+  receive(received, directly, stream);
 }
 
-void DeviceCommunicator::redispatch(const DeviceRedispatch& r, cudaStream_t stream) {
+void DeviceCommunicator::redispatch(gpu::SendArguments sent, gpu::ReceiveArguments output, bool quantised,
+                                    cudaStream_t stream) {
   end_earlier(stream);
   const DeviceGuard guard(config_.device);
-  gpu::SendArguments arguments{};
-  arguments.operation = Operation::redispatch;
-  arguments.x = r.x;
-  arguments.plan = r.plan;
-  arguments.tokens = r.tokens;
-  arguments.layout = r.layout;
-  const WireFormat wire = r.quantised ? config_.gradients : WireFormat::same;
-  arguments.work = wire != WireFormat::same ? gpu::RowWork::quantised
-                   : r.other != nullptr     ? gpu::RowWork::products
-                   : r.scales != nullptr    ? gpu::RowWork::factors
-                                            : gpu::RowWork::none;
+  const WireFormat wire = quantised ? config_.gradients : WireFormat::same;
+  sent.work = wire != WireFormat::same   ? gpu::RowWork::quantised
+              : output.other != nullptr  ? gpu::RowWork::products
+              : output.scales != nullptr ? gpu::RowWork::factors
+                                         : gpu::RowWork::none;
   ++stats_.dispatch_calls;
-  gpu::ReceiveArguments output{};
-  output.dequantise = arguments.quantises();
-  output.rows = r.rows;
-  output.out = r.out;
-  output.scales = r.scales;
-  output.other = r.other;
-  output.dots = r.dots;
-  send_and_receive(wire, arguments, output, stream);
+  output.dequantise = sent.quantises();
+  send_and_receive(wire, sent, output, stream);
 }
 
 bool DeviceCommunicator::weighs_tokens() const {
   const int64_t most = config_.shape.max_tokens;
   return most <= heuristics_.fused_sums && fuses(WireFormat::same, most);
 }
-
-bool DeviceCommunicator::splits(int64_t tokens) const { return fuses(config_.shape.wire, tokens); }
 
 void DeviceCommunicator::combine(const gpu::CombineArguments& arguments, bool quantised, bool held,
                                  cudaStream_t stream) {

@@ -10,25 +10,6 @@
 #include "runtime/pinned_status.hpp"
 
 namespace moecomm {
-namespace {
-
-std::string phase_text(const HostStatus::Broken& broken) {
-  const std::string operation = operation_name(broken.operation);
-  switch (broken.phase) {
-    case WaitPhase::records:
-      return operation;
-    case WaitPhase::rows:
-      return operation + " (its rows)";
-    case WaitPhase::credit:
-      return operation + " (room for rows)";
-    case WaitPhase::blocks:
-      break;
-  }
-  return operation + " (blocks of this GPU)";
-}
-
-}  // namespace
-
 void DeviceCommunicator::require_open() const {
   if (closed_) throw Error(ErrorKind::closed, "the communicator is closed");
 }
@@ -47,10 +28,15 @@ void DeviceCommunicator::require_usable() {
 void DeviceCommunicator::note_broken() {
   const HostStatus::Broken& broken = pinned_->status->broken;
   if (broken_ || load_acquire(broken.set) == 0) return;
+  // by WaitPhase
+  static constexpr const char* kPhaseTexts[] = {"", " (its rows)", " (room for rows)",
+                                                " (blocks of this GPU)"};
+  const std::string phase =
+      std::string(operation_name(broken.operation)) + kPhaseTexts[static_cast<int>(broken.phase)];
   const double longest = broken.seen < broken.expected ? config_.absence_seconds : 0;
-  const Error lost = shm::loss_error({broken.peer, broken.cause, broken.first}, config_.rank,
-                                     phase_text(broken), std::max(config_.timeout_seconds, longest),
-                                     broken.expected, broken.seen, proxy_ ? proxy_->reason(broken.peer) : "");
+  const Error lost = shm::loss_error({broken.peer, broken.cause, broken.first}, config_.rank, phase,
+                                     std::max(config_.timeout_seconds, longest), broken.expected, broken.seen,
+                                     proxy_ ? proxy_->reason(broken.peer) : "");
   // The peer may have left because its check() raised an overflow that this rank has not asked for.
   const auto overflow = take_overflow();
   broken_ = Error(lost.kind(), after_error(lost.what(), overflow ? overflow->what() : ""), lost.details());

@@ -136,27 +136,24 @@ cudaError_t prepare_combine_reduce(const DeviceShape&, WireFormat) { return cuda
 cudaError_t prepare_combine_sum(const DeviceShape&, WireFormat) { return cudaSuccess; }
 cudaError_t prepare_combine_fused(const DeviceShape&, WireFormat) { return cudaSuccess; }
 cudaError_t prepare_announce() { return cudaSuccess; }
-template <WireFormat wire>
-cudaError_t prepare_dispatch_send(const DeviceShape&) {
-  return cudaSuccess;
-}
-template <WireFormat wire>
-cudaError_t prepare_dispatch_fused(const DeviceShape&) {
-  return cudaSuccess;
-}
-template <WireFormat wire>
-cudaError_t launch_dispatch_send(const Launch& launch, const device::Comm&, const SendArguments&) {
-  return note("send", launch);
-}
-template <WireFormat wire>
-cudaError_t launch_dispatch_fused(const Launch& launch, const device::Comm&, const FusedArguments&) {
-  return note("fused", launch);
-}
-#define MOECOMM_OF(wire)                                                                                     \
-  template cudaError_t prepare_dispatch_send<wire>(const DeviceShape&);                                      \
-  template cudaError_t prepare_dispatch_fused<wire>(const DeviceShape&);                                     \
-  template cudaError_t launch_dispatch_send<wire>(const Launch&, const device::Comm&, const SendArguments&); \
-  template cudaError_t launch_dispatch_fused<wire>(const Launch&, const device::Comm&, const FusedArguments&);
+#define MOECOMM_OF(wire)                                                                                    \
+  template <>                                                                                               \
+  cudaError_t prepare_dispatch_send<wire>(const DeviceShape&) {                                             \
+    return cudaSuccess;                                                                                     \
+  }                                                                                                         \
+  template <>                                                                                               \
+  cudaError_t prepare_dispatch_fused<wire>(const DeviceShape&) {                                            \
+    return cudaSuccess;                                                                                     \
+  }                                                                                                         \
+  template <>                                                                                               \
+  cudaError_t launch_dispatch_send<wire>(const Launch& launch, const device::Comm&, const SendArguments&) { \
+    return note("send", launch);                                                                            \
+  }                                                                                                         \
+  template <>                                                                                               \
+  cudaError_t launch_dispatch_fused<wire>(const Launch& launch, const device::Comm&,                        \
+                                          const FusedArguments&) {                                          \
+    return note("fused", launch);                                                                           \
+  }
 MOECOMM_OF(WireFormat::same)
 MOECOMM_OF(WireFormat::fp8)
 MOECOMM_OF(WireFormat::mxfp8)
@@ -213,25 +210,24 @@ struct Rank {
   /// Forgets what was noted.
   void start() { calls.clear(); }
 
+  gpu::SendArguments sent(int64_t capacity, int64_t tokens) const {
+    return {.operation = Operation::dispatch,
+            .x = bytes,
+            .ids = bytes,
+            .plan = plan,
+            .tokens = tokens,
+            .alignment = 1,
+            .capacity = capacity,
+            .positions = -1};
+  }
   void begin(cudaStream_t on, int64_t capacity = -1, int64_t tokens = 100) {
-    comm.begin_dispatch(
-        {{bytes, bytes, false, nullptr, tokens, RowLayout::expert, 1, capacity}, nullptr, plan}, on);
+    comm.begin_dispatch(sent(capacity, tokens), on);
   }
   void receive(cudaStream_t on, int64_t rows = kRows, bool directly = true) {
-    DeviceOutput output{};
-    output.out = bytes;
-    comm.finish_dispatch(directly, rows, rows, output, on);
+    comm.finish_dispatch(directly, {rows, rows, bytes}, on);
   }
   void combine(cudaStream_t on, bool held = false) {
-    const gpu::CombineArguments sums{.rows = bytes,
-                                     .weights = nullptr,
-                                     .weight_grads = nullptr,
-                                     .y = bytes,
-                                     .out_weight_grads = nullptr,
-                                     .plan = plan,
-                                     .tokens = 100,
-                                     .layout = RowLayout::expert};
-    comm.combine(sums, false, held, on);
+    comm.combine({bytes, nullptr, nullptr, bytes, nullptr, plan, 100, RowLayout::expert}, false, held, on);
   }
 
   const DeviceShape shape;
@@ -285,12 +281,8 @@ TEST(plans) {
       CHECK(blocks["route"] == plan.route_blocks() && blocks["send"] == plan.send_blocks());
       CHECK(blocks["receive"] == plan.receive);
     }
-    DeviceDispatch dispatch{
-        {rank.bytes, rank.bytes, false, nullptr, 100, RowLayout::expert, 1, kRows}, nullptr, rank.plan};
-    DeviceOutput output{};
-    output.out = rank.bytes;
     rank.start();
-    rank.comm.dispatch(dispatch, kRows, kRows, output, one);
+    rank.comm.dispatch(rank.sent(kRows, 100), {kRows, kRows, rank.bytes}, one);
     const gpu::DispatchPlan in_one =
         gpu::plan_dispatch(context, {true, 100, RowLayout::expert, gpu::RowWork::none, false});
     CHECK(in_one.in_one && calls == Calls{"fused 1"} && blocks["fused"] == in_one.fused.blocks);

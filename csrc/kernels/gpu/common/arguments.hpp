@@ -25,31 +25,31 @@ static_assert(chunk_tokens(kMostFusedTokens) == 1, "kernels for few tokens have 
 
 /// Rows that leave their home: a dispatch, or (along a known plan) the backward of a combine.
 struct SendArguments {
-  Operation operation;        ///< dispatch or redispatch
-  const std::byte* x;         ///< rows [tokens]
-  const std::byte* x_scales;  ///< [tokens][scales a row] where x is in the wire format already, else null
-  const void* ids;            ///< dispatch: [tokens][top_k]
-  bool wide_ids;              ///< int64 ids
-  const std::byte* weights;   ///< dispatch: weight type [tokens][top_k], or null
-  int32_t* plan;
-  int64_t tokens;
-  int64_t alignment;
-  int64_t capacity;   ///< -1: as many rows as needed
-  int64_t positions;  ///< capacity of the rank layout's expert-major index, or (fixed_groups) rows of each
-                      ///< expert's group; -1: as many as needed
-  RowLayout layout;
-  uint16_t caller;       ///< dispatch: as in SignalRecord
-  uint64_t ticket;       ///< dropless: ticket number of the host's wait for the row count
-  int32_t route_blocks;  ///< dispatch: blocks that share the routes
-  int32_t plan_block;    ///< dispatch: the block that makes the plan
-  bool routes_first;     ///< dispatch: rows are sent only after all routes have been sent
-  int32_t warps;         ///< at most so many warps of a block move rows; a pipe has stages for so many
-  int32_t relay_blocks;  ///< blocks after those that send or route, which relay rows from other nodes
-  bool later;            ///< sends only the chunks that wait for memory of earlier ones
-  uint32_t after = 0;    ///< kAfterGivenUp, or 0
+  Operation operation = Operation::none;  ///< dispatch or redispatch
+  const std::byte* x = nullptr;           ///< rows [tokens]
+  const std::byte* x_scales = nullptr;    ///< [tokens][scales a row] of an x in the wire format, or null
+  const void* ids = nullptr;              ///< dispatch: [tokens][top_k]
+  bool wide_ids = false;                  ///< int64 ids
+  const std::byte* weights = nullptr;     ///< dispatch: weight type [tokens][top_k], or null
+  int32_t* plan = nullptr;
+  int64_t tokens = 0;
+  int64_t alignment = 0;
+  int64_t capacity = 0;   ///< -1: as many rows as needed
+  int64_t positions = 0;  ///< capacity of the rank layout's expert-major index, or (fixed_groups) rows of
+                          ///< each expert's group; -1: as many as needed
+  RowLayout layout = RowLayout::expert;
+  uint16_t caller = 0;        ///< dispatch: as in SignalRecord
+  uint64_t ticket = 0;        ///< dropless: ticket number of the host's wait for the row count
+  int32_t route_blocks = 0;   ///< dispatch: blocks that share the routes
+  int32_t plan_block = 0;     ///< dispatch: the block that makes the plan
+  bool routes_first = false;  ///< dispatch: rows are sent only after all routes have been sent
+  int32_t warps = 0;          ///< at most so many warps of a block move rows; a pipe has stages for so many
+  int32_t relay_blocks = 0;   ///< blocks after those that send or route, which relay rows from other nodes
+  bool later = false;         ///< sends only the chunks that wait for memory of earlier ones
+  uint32_t after = 0;         ///< kAfterGivenUp, or 0
   /// What else happens to rows: quantisation, where x is in the communicator's dtype and the wire format is
   /// not, or multiplication where they arrive.
-  RowWork work;
+  RowWork work = RowWork::none;
 
   MOECOMM_HD bool quantises() const { return work == RowWork::quantised; }
   /// True where all experts' groups have as many rows, in which any routing fits.
@@ -58,25 +58,25 @@ struct SendArguments {
 
 /// Arguments of the receiving side of an operation.
 struct ReceiveArguments {
-  Operation operation;
-  const std::byte* x;  ///< this rank's own rows, where they do not travel
-  int32_t* plan;
-  int64_t rows;       ///< rows of the output
-  int64_t positions;  ///< rows in expert-major order; in the expert layout equal to `rows`
-  std::byte* out;
-  std::byte* out_scales;  ///< where the output is in the wire format: [rows][scales a row]
-  std::byte* out_weights;
-  void* out_ids;                 ///< rank layout: [rows][top_k], or null
-  bool wide_ids;                 ///< out_ids are int64, else int32
-  int32_t* out_index;            ///< rank layout: [positions] the row of each, or null
-  std::byte* out_index_weights;  ///< rank layout: weight type [positions], or null
-  const std::byte* scales;       ///< redispatch: weight type [rows], factors of the rows, or null
-  const std::byte* other;        ///< redispatch: rows for dot products with the arriving ones, or null
-  std::byte* dots;               ///< weight type [rows]
-  RowLayout layout;
-  bool dequantise;
-  bool offered;     ///< dropless: the output may be too small, and is then left unwritten
-  int32_t senders;  ///< blocks of the kernel that sends later, which may outlast this one; 0: none
+  int64_t rows = 0;       ///< rows of the output
+  int64_t positions = 0;  ///< rows in expert-major order; in the expert layout equal to `rows`
+  std::byte* out = nullptr;
+  std::byte* out_scales = nullptr;  ///< where the output is in the wire format: [rows][scales a row]
+  std::byte* out_weights = nullptr;
+  void* out_ids = nullptr;                 ///< rank layout: [rows][top_k], or null
+  int32_t* out_index = nullptr;            ///< rank layout: [positions] the row of each, or null
+  std::byte* out_index_weights = nullptr;  ///< rank layout: weight type [positions], or null
+  const std::byte* scales = nullptr;       ///< redispatch: weight type [rows], factors of the rows, or null
+  const std::byte* other = nullptr;  ///< redispatch: rows for dot products with the arriving ones, or null
+  std::byte* dots = nullptr;         ///< weight type [rows]
+  Operation operation = Operation::none;
+  const std::byte* x = nullptr;  ///< this rank's own rows, where they do not travel
+  int32_t* plan = nullptr;
+  RowLayout layout = RowLayout::expert;
+  bool wide_ids = false;  ///< out_ids are int64, else int32
+  bool dequantise = false;
+  bool offered = false;  ///< dropless: the output may be too small, and is then left unwritten
+  int32_t senders = 0;   ///< blocks of the kernel that sends later, which may outlast this one; 0: none
 };
 
 /// Arguments of a dispatch, or of the backward of a combine, in one kernel.
