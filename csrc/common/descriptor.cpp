@@ -25,10 +25,6 @@ Registry& registry() {
   return *one;
 }
 
-void before_fork() { registry().mutex.lock(); }
-
-void after_fork_in_parent() { registry().mutex.unlock(); }
-
 // Does only what is safe between fork() and exec() in a process with threads: no memory is allocated or
 // freed.
 void after_fork_in_child() {
@@ -45,7 +41,9 @@ std::unique_lock<std::mutex> Descriptor::hold() {
   Registry& all = registry();
   std::unique_lock lock(all.mutex);
   if (!all.watches_forks) {
-    if (const int failed = pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child)) {
+    const int failed = pthread_atfork([] { registry().mutex.lock(); }, [] { registry().mutex.unlock(); },
+                                      after_fork_in_child);
+    if (failed != 0) {
       errno = failed;
       throw Error(ErrorKind::out_of_memory, errno_text("pthread_atfork"));
     }

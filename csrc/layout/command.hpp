@@ -32,7 +32,6 @@ static_assert(static_cast<int>(Command::Kind::chunk) + kWireFormatCount <= 128);
 MOECOMM_HD constexpr Command::Kind chunk_kind(WireFormat wire) {
   return static_cast<Command::Kind>(static_cast<int>(Command::Kind::chunk) + static_cast<int>(wire));
 }
-MOECOMM_HD constexpr bool is_chunk(Command::Kind kind) { return kind >= Command::Kind::chunk; }
 /// The format of the rows in such a command.
 MOECOMM_HD constexpr WireFormat chunk_format(Command::Kind kind) {
   return static_cast<WireFormat>(static_cast<int>(kind) - static_cast<int>(Command::Kind::chunk));

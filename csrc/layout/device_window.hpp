@@ -70,10 +70,6 @@ static_assert(sizeof(Route) == 16);
 /// The most sources whose tokens all have a place in an owner's staging section: the GPUs of a host.
 inline constexpr int32_t kWholeSources = 8;
 
-struct DeviceShape;
-/// Throws Error(unsupported) for a shape that the kernels can't serve.
-void check_shape(const DeviceShape& shape);
-
 struct DeviceShape {
   int32_t ranks;
   int32_t top_k;
@@ -126,7 +122,14 @@ struct DeviceShape {
     return owners < top_k ? owners : top_k;
   }
   /// The most chunks of a source with up to max_tokens tokens.
-  MOECOMM_HD int64_t max_chunks() const;
+  MOECOMM_HD int64_t max_chunks() const {
+    int64_t most = 0;
+    for (int64_t bound : {kMostOfOne, kMostOfTwo, kMostOfFour, max_tokens}) {
+      const int64_t tokens = bound < max_tokens ? bound : max_tokens;
+      if (chunk_count(tokens) > most) most = chunk_count(tokens);
+    }
+    return most;
+  }
   /// How many numbers a source counts for others: rows for each expert, then tokens for each rank.
   MOECOMM_HD int64_t counts() const { return num_experts + ranks; }
   /// How many numbers a source announces: these counts, then its tokens.
@@ -135,17 +138,11 @@ struct DeviceShape {
   MOECOMM_HD int64_t bins() const { return other_nodes() > 0 ? counts() + nodes().nodes() : counts(); }
 };
 
+/// Throws Error(unsupported) for a shape that the kernels can't serve.
+void check_shape(const DeviceShape& shape);
+
 /// The layout of host memory between the node's kernels and the network.
 WindowShape host_window_shape(const DeviceShape& shape);
-
-MOECOMM_HD inline int64_t DeviceShape::max_chunks() const {
-  int64_t most = 0;
-  for (int64_t bound : {kMostOfOne, kMostOfTwo, kMostOfFour, max_tokens}) {
-    const int64_t tokens = bound < max_tokens ? bound : max_tokens;
-    if (chunk_count(tokens) > most) most = chunk_count(tokens);
-  }
-  return most;
-}
 
 /// A shape with sizes computed in advance for kernels, which need them often: each would take a division, or
 /// a dozen dependent instructions.

@@ -1,4 +1,4 @@
-// Owners of tokens: pure functions of one token's expert ids, shared by host and device code.
+// Owners of tokens: pure functions of one token's expert ids. Divisors and sizes, which kernels share.
 //
 // Example: 8 experts on 4 ranks (2 a rank), ids {6, 1, 7, -1}: owners are ranks 3, 0, 3 and none. The token
 // travels to 2 ranks; of its combine slots, slot 0 belongs to rank 0 and slot 1 to rank 3 (ascending ranks).
@@ -12,7 +12,7 @@ namespace moecomm {
 
 inline constexpr int32_t kNoExpert = -1;
 
-MOECOMM_HD constexpr int32_t expert_owner(int32_t expert, int32_t local_experts) {
+constexpr int32_t expert_owner(int32_t expert, int32_t local_experts) {
   return expert < 0 ? -1 : expert / local_experts;
 }
 
@@ -37,7 +37,7 @@ struct Divisor {
 };
 
 /// True where `k` is the first of the token's ids that `rank` owns.
-MOECOMM_HD constexpr bool first_of_owner(const int32_t* ids, int32_t k, int32_t local_experts) {
+constexpr bool first_of_owner(const int32_t* ids, int32_t k, int32_t local_experts) {
   const int32_t owner = expert_owner(ids[k], local_experts);
   if (owner < 0) return false;
   for (int32_t j = 0; j < k; ++j)
@@ -47,8 +47,8 @@ MOECOMM_HD constexpr bool first_of_owner(const int32_t* ids, int32_t k, int32_t 
 
 /// Number of distinct owners among the ranks [first, rank). If `first` is the first rank of a node, this is
 /// the slot of `rank` among the token's owners there.
-MOECOMM_HD constexpr int32_t owners_between(const int32_t* ids, int32_t top_k, int32_t local_experts,
-                                            int32_t first, int32_t rank) {
+constexpr int32_t owners_between(const int32_t* ids, int32_t top_k, int32_t local_experts, int32_t first,
+                                 int32_t rank) {
   int32_t owners = 0;
   for (int32_t k = 0; k < top_k; ++k) {
     const int32_t owner = expert_owner(ids[k], local_experts);
@@ -58,8 +58,8 @@ MOECOMM_HD constexpr int32_t owners_between(const int32_t* ids, int32_t top_k, i
 }
 
 /// True where an id of the token has its owner in [first, end): a node with these ranks needs the row.
-MOECOMM_HD constexpr bool owned_in(const int32_t* ids, int32_t top_k, int32_t local_experts, int32_t first,
-                                   int32_t end) {
+constexpr bool owned_in(const int32_t* ids, int32_t top_k, int32_t local_experts, int32_t first,
+                        int32_t end) {
   for (int32_t k = 0; k < top_k; ++k)
     if (ids[k] >= first * local_experts && ids[k] < end * local_experts) return true;
   return false;

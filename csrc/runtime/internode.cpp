@@ -77,10 +77,8 @@ void Internode::push_chunk(int32_t other, int64_t chunk, int64_t slot, int64_t r
 
 void Internode::send_rows(const cpu::Context& context, const RelayRoutes& routes, const std::byte* x,
                           uint64_t epoch) {
-  const int64_t chunk_rows = layout_.shape.chunk_rows();
-  int64_t chunks = 0;
-  for (const auto& tokens : routes.tokens)
-    chunks = std::max(chunks, layout_.shape.chunks(static_cast<int64_t>(tokens.size())));
+  const int64_t chunk_rows = layout_.shape.chunk_rows(),
+                chunks = layout_.shape.chunks(layout_.shape.max_tokens);
   for (int64_t chunk = 0; chunk < chunks; ++chunk)
     for (int32_t i = 0; i < others_; ++i) {
       const int32_t other = (node_ + i) % others_;
@@ -107,9 +105,8 @@ void Internode::wait_part(int32_t source, int64_t flag, uint64_t epoch, const ch
 }
 
 void Internode::pull(const Plan& plan, uint64_t epoch, const std::function<void(cpu::EntryRange)>& pull) {
-  const int64_t chunk_rows = layout_.shape.chunk_rows();
-  int64_t chunks = 0;
-  for (const int64_t rows : plan.relayed) chunks = std::max(chunks, layout_.shape.chunks(rows));
+  const int64_t chunk_rows = layout_.shape.chunk_rows(),
+                chunks = layout_.shape.chunks(layout_.shape.max_tokens);
   for (int64_t chunk = 0; chunk < chunks; ++chunk)
     for (int32_t i = 0; i < nodes_.ranks; ++i) {
       const int32_t source = (rank_ + i) % nodes_.ranks;
@@ -135,17 +132,12 @@ void Internode::relay(const cpu::Context& context, const Plan& plan, const cpu::
   // The chunks that rank `local` of this node adds up, in its order, which all ranks of the node know.
   const auto tasks_of = [&](int32_t local) {
     std::vector<Task> tasks;
-    bool more = true;
-    for (int64_t chunk = 0; more; ++chunk) {
-      more = false;
+    for (int64_t chunk = 0; chunk < layout_.shape.chunks(layout_.shape.max_tokens); ++chunk)
       for (int32_t i = 0; i < others_; ++i) {
         const int32_t other = (node_ + i) % others_;
-        const int32_t home = rank_at(other, local);
-        if (chunk >= layout_.shape.chunks(plan.relayed[home])) continue;
-        tasks.push_back({other, chunk});
-        more = true;
+        if (chunk < layout_.shape.chunks(plan.relayed[rank_at(other, local)]))
+          tasks.push_back({other, chunk});
       }
-    }
     return tasks;
   };
   std::vector<std::vector<Task>> tasks;
@@ -198,13 +190,9 @@ void Internode::relay(const cpu::Context& context, const Plan& plan, const cpu::
     }
     if (!alone) signals_.store(&progress(rank_).summed, number + 1);
   };
-  if (alone) {
-    for (size_t round = 0; round < rounds; ++round) sum(round);
-  } else {
-    for (size_t round = 0; round <= rounds; ++round) {
-      if (round < rounds) reduce(round);
-      if (round > 0) sum(round - 1);
-    }
+  for (size_t round = 0; round <= rounds; ++round) {
+    if (round < rounds && !alone) reduce(round);
+    if (round > 0) sum(round - 1);
   }
   rounds_ += rounds;
 }

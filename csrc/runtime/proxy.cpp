@@ -99,8 +99,7 @@ void Proxy::push(const Command& command) {
 
 void Proxy::announce_loss(int32_t peer, Cause cause) noexcept {
   for (int32_t other = 0; other < others_; ++other)
-    links_->send(NodeMap::node_of_other(other, node_),
-                 {static_cast<uint32_t>(Word::abort), peer, static_cast<int32_t>(cause), 0});
+    say(other, Word::abort, 0, peer, static_cast<int32_t>(cause));
 }
 
 std::string Proxy::reason(int32_t peer) const {
@@ -383,7 +382,7 @@ void Proxy::check_goodbye(int32_t other) {
   if (in.gone || in.arrived != in.last) return;
   in.gone = true;
   signals_.deliver_gone(rail(other), Cause::closed);
-  links_->send(NodeMap::node_of_other(other, node_), {static_cast<uint32_t>(Word::drained), 0, 0, 0});
+  say(other, Word::drained);
 }
 
 void Proxy::take_words() {
@@ -447,7 +446,7 @@ void Proxy::say_goodbye(bool busy) {
     Outbound& out = outbound_[other];
     if (out.goodbye || out.gone || !out.ready.empty()) continue;
     out.goodbye = true;
-    links_->send(NodeMap::node_of_other(other, node_), {static_cast<uint32_t>(Word::closing), 0, 0, out.put});
+    say(other, Word::closing, out.put);
   }
 }
 

@@ -98,6 +98,9 @@ class Proxy {
   };
   enum class Word : uint32_t { closing = 1, drained = 2, abort = 3 };
 
+  void say(int32_t other, Word word, uint64_t value = 0, int32_t a = 0, int32_t b = 0) noexcept {
+    links_->send(NodeMap::node_of_other(other, node_), {static_cast<uint32_t>(word), a, b, value});
+  }
   void run();
   void talk();
   bool moving() const;

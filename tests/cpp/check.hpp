@@ -2,6 +2,9 @@
 // and waits, and an exit status.
 #pragma once
 
+#include <sys/wait.h>
+#include <unistd.h>
+
 #include <atomic>
 #include <chrono>
 #include <cstdint>
@@ -84,6 +87,30 @@ inline uint64_t seed() {
 inline int finish() {
   std::printf("%d checks, %d failures\n", checks.load(), failures.load());
   return failures == 0 && checks > 0 ? 0 : 1;
+}
+
+/// Runs `body` in a child, which whatever hangs ends after `seconds`.
+template <class Body>
+pid_t fork_off(double seconds, const Body& body) {
+  std::fflush(stdout);
+  const pid_t child = fork();
+  if (child != 0) return child;
+  alarm(static_cast<unsigned>(seconds));
+  checks = failures = 0;
+  try {
+    body();
+  } catch (const std::exception& error) {
+    std::printf("not expected: %s\n", error.what());
+    ++failures;
+  }
+  std::exit(finish());  // what sanitizers say at exit counts
+}
+
+/// How a child ended, as waitpid says it.
+inline int status_of(pid_t child) {
+  int status = 0;
+  waitpid(child, &status, 0);
+  return status;
 }
 
 /// The tests of a program, in the order of its file.

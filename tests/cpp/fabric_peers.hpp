@@ -1,7 +1,5 @@
 // Peers of the libfabric transport in one process, and a two-way exchange of messages between them.
 #pragma once
-#include <sys/mman.h>
-
 #include <algorithm>
 #include <chrono>
 #include <cstring>
@@ -28,16 +26,10 @@ constexpr double kHang = 60;  // seconds after which a wait has failed
 
 /// A window of this process.
 struct Memory {
-  explicit Memory(int64_t count) : bytes(count) {
-    void* mapped = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-    if (mapped == MAP_FAILED) std::perror("mmap"), std::exit(1);
-    base = static_cast<uint8_t*>(mapped);
-  }
-  ~Memory() { munmap(base, bytes); }
-  Memory(const Memory&) = delete;
-  Memory& operator=(const Memory&) = delete;
-  uint8_t* base;
-  int64_t bytes;
+  explicit Memory(int64_t count) : bytes(count) {}
+  const int64_t bytes;
+  const std::unique_ptr<uint8_t[]> owned = std::make_unique<uint8_t[]>(bytes);
+  uint8_t* const base = owned.get();
 };
 
 inline FabricOptions options_for(const std::string& provider) {

@@ -175,41 +175,18 @@ std::vector<std::byte> hear(int fd) {
   return bytes;
 }
 
-/// Runs `body` in a child, which whatever hangs ends after `seconds`.
-pid_t fork_off(double seconds, const std::function<void()>& body) {
-  std::fflush(stdout);
-  const pid_t child = fork();
-  if (child != 0) return child;
-  alarm(static_cast<unsigned>(seconds));
-  test::checks = test::failures = 0;
-  try {
-    body();
-  } catch (const std::exception& error) {
-    std::printf("not expected: %s\n", error.what());
-    CHECK(!"no error");
-  }
-  std::exit(test::finish());  // what sanitizers say at exit counts
-}
-
-/// How a child ended, as waitpid says it.
-int status_of(pid_t child) {
-  int status = 0;
-  waitpid(child, &status, 0);
-  return status;
-}
-
 /// Runs `body(index, socket to the other)` in this process as peer 0 and in a child as peer 1. Returns how
 /// the child ended.
 int with_peer(const std::function<void(int, int)>& body) {
   int ends[2];
   if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) != 0) std::perror("socketpair"), std::exit(1);
-  const pid_t child = fork_off(2 * kHang, [&] {
+  const pid_t child = test::fork_off(2 * kHang, [&] {
     close(ends[0]);
     body(1, ends[1]);
   });
   close(ends[1]);
   body(0, ends[0]);
-  const int status = status_of(child);
+  const int status = test::status_of(child);
   close(ends[0]);
   return status;
 }
@@ -259,7 +236,7 @@ void lanes_case(const std::string& provider) {
       tell(fd, peers[index][lane]);
       peers[1 - index][lane] = hear(fd);
     }
-    CHECK(remote.caps().lanes == 3 && remote.caps().text().find("3 lanes") != std::string::npos);
+    CHECK(remote.caps().lanes == 3 && test::has(remote.caps().text(), "3 lanes"));
     int asked = 0;
     remote.insert_peers(peers, index);
     remote.connect(kHang, [&] { ++asked; });
@@ -278,7 +255,7 @@ void lanes_case(const std::string& provider) {
       return !events.empty();
     });
     CHECK(events.front().kind == Kind::failed && events.front().peer == 1 - index);
-    CHECK(events.front().text.find("out of bounds") != std::string::npos);
+    CHECK(test::has(events.front().text, "out of bounds"));
 
     remote.forget(1 - index);
     // From here on puts are dropped, by every lane: none is reported, and none stands in another's way.
@@ -332,8 +309,8 @@ void killed_peer_case(const std::string& provider) {
         if (event.kind != Kind::failed) continue;
         ++failures;
         CHECK(event.peer == 1);
-        CHECK(event.text.find(remote->caps().provider) != std::string::npos);
-        CHECK(event.text.find("peer 1") != std::string::npos);
+        CHECK(test::has(event.text, remote->caps().provider));
+        CHECK(test::has(event.text, "peer 1"));
         if (failures == 1) std::printf("%s\n", event.text.c_str());
       }
       char byte;
@@ -364,42 +341,34 @@ void killed_peer_case(const std::string& provider) {
 /// A peer that exists and never connects, with a callback that is heard meanwhile.
 void connect_case(const std::string& provider) {
   Memory memory(4096), other(4096);
-  const auto fresh = [&](Memory& window) { return open_lane(provider, window); };
-  auto silent = fresh(other);
-  int calls = 0;
+  const FabricLane silent = open_lane(provider, other);
+  const auto wait = [&](FabricTransport& remote, double seconds, const std::function<void()>& interrupt) {
+    connect_lane(remote, {remote.endpoint_address(), silent->endpoint_address()}, 0, seconds, interrupt);
+  };
   {
-    auto remote = fresh(memory);
-    CHECK(throws(ErrorKind::peer_timeout, "peer 1 (", [&] {
-      connect_lane(*remote, {remote->endpoint_address(), silent->endpoint_address()}, 0, 1.0,
-                   [&] { ++calls; });
-    }));
+    int calls = 0;
+    const FabricLane remote = open_lane(provider, memory);
+    CHECK(throws(ErrorKind::peer_timeout, "peer 1 (", [&] { wait(*remote, 1.0, [&] { ++calls; }); }));
     CHECK(calls > 0);
-    CHECK(throws(ErrorKind::invalid_argument, "once", [&] {
-      connect_lane(*remote, {remote->endpoint_address(), silent->endpoint_address()}, 0, 0.3);
-    }));
+    CHECK(throws(ErrorKind::invalid_argument, "once", [&] { wait(*remote, 0.3, {}); }));
   }
   {
-    auto remote = fresh(memory);
-    struct Interrupted {};
     bool passed = false;
     try {
-      connect_lane(*remote, {remote->endpoint_address(), silent->endpoint_address()}, 0, kHang,
-                   [] { throw Interrupted(); });
-    } catch (const Interrupted&) {
-      passed = true;
+      wait(*open_lane(provider, memory), kHang, [] { throw std::string("enough"); });
+    } catch (const std::string& text) {
+      passed = text == "enough";
     }
     CHECK(passed);
   }
-  {
-    auto remote = fresh(memory);
-    CHECK(throws(ErrorKind::invalid_argument, "index",
-                 [&] { connect_lane(*remote, {remote->endpoint_address()}, 1, 1); }));
-    CHECK(throws(ErrorKind::invalid_argument, "comes after insert_peers()", [&] { remote->connect(1); }));
-    connect_lane(*remote, {remote->endpoint_address()}, 0, 1);  // alone: nothing to wait for
-    std::vector<TransportEvent> events;
-    remote->poll(events);
-    CHECK(events.empty());
-  }
+  const FabricLane remote = open_lane(provider, memory);
+  CHECK(throws(ErrorKind::invalid_argument, "index",
+               [&] { connect_lane(*remote, {remote->endpoint_address()}, 1, 1); }));
+  CHECK(throws(ErrorKind::invalid_argument, "comes after insert_peers()", [&] { remote->connect(1); }));
+  connect_lane(*remote, {remote->endpoint_address()}, 0, 1);  // alone: nothing to wait for
+  std::vector<TransportEvent> events;
+  remote->poll(events);
+  CHECK(events.empty());
 }
 
 /// A peer that ends between the exchange of endpoint addresses and its own connect(): an error, no hang and
@@ -474,7 +443,7 @@ void signals_case() {
 
 /// Runs one case in a process of its own; its checks count as one here.
 void run(const std::string& name, const std::function<void()>& body) {
-  const int status = status_of(fork_off(4 * kHang, body));
+  const int status = test::status_of(test::fork_off(4 * kHang, body));
   if (!CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0))
     std::printf("case %s: exit status %d, signal %d\n", name.c_str(), WEXITSTATUS(status),
                 WIFSIGNALED(status) ? WTERMSIG(status) : 0);
@@ -492,7 +461,7 @@ int main(int argc, char** argv) {
   };
   // Once for all cases: a library that it needs calibrates a clock at its start, for 0.4 s.
   dlopen("libfabric.so.1", RTLD_NOW | RTLD_LOCAL);
-  const int status = status_of(fork_off(kHang, [] {
+  const int status = test::status_of(test::fork_off(kHang, [] {
     const Error missing = test::error_of([] { library(); });
     if (CHECK(missing.kind() == ErrorKind::none)) return;
     std::printf("skipped: %s\n", missing.what());

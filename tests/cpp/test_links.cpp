@@ -40,22 +40,6 @@ const int descriptors_before = open_descriptors();
 
 // -- processes, first, while there are no other threads -------------------------------------------------
 
-/// Runs `body` in a forked process; 0 is its status if all checks in it hold.
-pid_t run_forked(const std::function<void()>& body) {
-  std::fflush(stdout);
-  const pid_t child = fork();
-  if (child != 0) return child;
-  test::failures = 0;
-  body();
-  std::fflush(stdout);
-  _exit(test::failures == 0 ? 0 : 1);
-}
-
-bool ended_well(pid_t child) {
-  int status = -1;
-  return waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 0;
-}
-
 void say_byte(int fd) { CHECK(write(fd, "x", 1) == 1); }
 void wait_byte(int fd) {
   pollfd polled{fd, POLLIN, 0};
@@ -70,7 +54,7 @@ TEST(killed_process) {
   CHECK(pipe2(up.data(), O_CLOEXEC) == 0 && pipe2(down.data(), O_CLOEXEC) == 0);
   Links first({job, 0, 3, kHere}), second({job, 1, 3, kHere});
   std::array<char, 64> name{};
-  const pid_t child = run_forked([&] {
+  const pid_t child = test::fork_off(kLong, [&] {
     Links own({job, 2, 3, kHere});
     std::snprintf(name.data(), name.size(), "%s", own.endpoint().c_str());
     CHECK(write(up[1], name.data(), name.size()) == static_cast<ssize_t>(name.size()));
@@ -117,7 +101,7 @@ TEST(forked_child) {
   auto rail = std::make_unique<Rail>(2);
   rail->connect();
   rail->links[0]->send(1, {1, 0, 0, 0});
-  CHECK(ended_well(run_forked([&] {
+  const pid_t child = test::fork_off(kLong, [&] {
     std::vector<LinkEvent> events;
     rail->links[1]->poll(events);
     CHECK(events.empty());
@@ -131,7 +115,8 @@ TEST(forked_child) {
     CHECK(fcntl(ends[0], F_GETFD) >= 0 && fcntl(ends[1], F_GETFD) >= 0);
     Links own({random_job(), 0, 1, kHere});
     own.connect({own.endpoint()}, kLong);
-  })));
+  });
+  CHECK(test::status_of(child) == 0);
   rail->links[0]->send(1, {2, 0, 0, 0});
   const std::vector<LinkEvent> events = take(*rail->links[1], 2);
   CHECK(events.size() == 2 && events[0].message.kind == 1 && events[1].message.kind == 2);
@@ -359,34 +344,39 @@ TEST(many_silent_strays) {
   CHECK(take(*rail.links[0], 1)[0].message == (LinkMessage{1, 2, 3, 4}));
 }
 
+/// Peer 1 of two, and peer 0, which answers as the test says.
+struct Answered {
+  template <class Answer>
+  explicit Answered(const Answer& answer) : answering([this, answer] { answer(listener, job); }) {}
+  void connect() { links.connect({listener.endpoint, links.endpoint()}, kLong); }
+
+  const JobId job = random_job();
+  RawListener listener;
+  Links links{{job, 1, 2, kHere}};
+  std::jthread answering;
+};
+
 // The side that calls does not trust what answers it.
 TEST(answers) {
-  const JobId job = random_job();
-  const auto call = [&](const auto& bytes) {
-    RawListener listener;
-    Links links({job, 1, 2, kHere});
-    std::thread answering([&] {
+  const auto call = [](const auto& bytes_of_job) {
+    Answered peer([&](RawListener& listener, const JobId& job) {
       Raw raw = listener.accept();
       raw.hello();
-      raw.say(bytes);
+      raw.say(bytes_of_job(job));
       raw.rest();
     });
-    const bool thrown = throws(ErrorKind::mismatched_arguments, "is not that rank of this job",
-                               [&] { links.connect({listener.endpoint, links.endpoint()}, kLong); });
-    CHECK(throws(ErrorKind::closed, "called before",
-                 [&] { links.connect({listener.endpoint, links.endpoint()}, kLong); }));
-    answering.join();
+    const bool thrown =
+        throws(ErrorKind::mismatched_arguments, "is not that rank of this job", [&] { peer.connect(); });
+    CHECK(throws(ErrorKind::closed, "called before", [&] { peer.connect(); }));
     return thrown;
   };
-  CHECK(call(std::string("SSH-2.0-OpenSSH_9.2\r\n")));
-  CHECK(call(hello_of(random_job(), 0, 1)));
-  CHECK(call(hello_of(job, 5, 1)));
-  CHECK(call(hello_of(job, 0, 0)));
+  CHECK(call([](const JobId&) { return std::string("SSH-2.0-OpenSSH_9.2\r\n"); }));
+  CHECK(call([](const JobId&) { return hello_of(random_job(), 0, 1); }));
+  CHECK(call([](const JobId& job) { return hello_of(job, 5, 1); }));
+  CHECK(call([](const JobId& job) { return hello_of(job, 0, 0); }));
 
   // A connection that ends without an answer, or with half of one, is tried again.
-  RawListener listener;
-  Links links({job, 1, 2, kHere});
-  std::thread answering([&] {
+  Answered peer([](RawListener& listener, const JobId& job) {
     {
       listener.accept();
     }
@@ -401,10 +391,9 @@ TEST(answers) {
     raw.say(bytes_of(LinkMessage{1, 2, 3, 4}));
     raw.rest();
   });
-  links.connect({listener.endpoint, links.endpoint()}, kLong);
-  CHECK(take(links, 1)[0].message == (LinkMessage{1, 2, 3, 4}));
-  links.close(kLong);
-  answering.join();
+  peer.connect();
+  CHECK(take(peer.links, 1)[0].message == (LinkMessage{1, 2, 3, 4}));
+  peer.links.close(kLong);
 }
 
 TEST(missing) {
@@ -510,17 +499,15 @@ TEST(no_descriptors_left) {
 
 // A peer that is gone for good breaks the sending side first: no signal, and still one `lost`.
 TEST(sending_to_the_dead) {
-  const JobId job = random_job();
-  RawListener listener;
-  Links links({job, 1, 2, kHere});
-  std::thread answering([&] {
+  Answered peer([](RawListener& listener, const JobId& job) {
     Raw raw = listener.accept();
     raw.hello();
     raw.say(hello_of(job, 0, 1));
     raw.say(bytes_of(LinkMessage{1, 2, 3, 4}));
   });
-  links.connect({listener.endpoint, links.endpoint()}, kLong);
-  answering.join();
+  peer.connect();
+  peer.answering.join();
+  Links& links = peer.links;
   for (int i = 0; i < 100'000; ++i) links.send(0, {5, 0, 0, 0});  // meets a reset on the way
   std::vector<LinkEvent> events;
   CHECK(eventually([&] {

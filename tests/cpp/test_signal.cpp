@@ -1,14 +1,13 @@
-// Signals between threads over plain memory, so that a thread sanitizer sees both ends of every wait.
+// Signals between threads, so that a thread sanitizer sees both ends of every wait.
 #include <unistd.h>
 
-#include <cstdlib>
-#include <cstring>
 #include <memory>
 #include <thread>
 #include <vector>
 
 #include "check.hpp"
 #include "transport/shm/signal.hpp"
+#include "transport/shm/window.hpp"
 
 using namespace moecomm;
 
@@ -18,17 +17,15 @@ struct Node {
   explicit Node(int ranks, double timeout, double absence = 0)
       : layout(WindowLayout::make({ranks, 1, 16, 8, DType::float32})) {
     for (int r = 0; r < ranks; ++r) {
-      bases.push_back(static_cast<std::byte*>(std::aligned_alloc(4096, layout.total_bytes)));
-      std::memset(bases.back(), 0, layout.total_bytes);
+      windows.push_back(shm::Window::create(layout.total_bytes, layout.committed_bytes));
+      bases.push_back(windows.back().base());
     }
     const std::vector<int64_t> pids(ranks, getpid());
     for (int r = 0; r < ranks; ++r)
       signals.push_back(std::make_unique<shm::Signals>(layout, bases, r, pids, timeout, ranks, absence));
   }
-  ~Node() {
-    for (std::byte* base : bases) std::free(base);
-  }
   WindowLayout layout;
+  std::vector<shm::Window> windows;
   std::vector<std::byte*> bases;
   std::vector<std::unique_ptr<shm::Signals>> signals;
 };

@@ -84,181 +84,169 @@ class Lanes final : public Network {
   Lanes(const Lanes&) = delete;
   Lanes& operator=(const Lanes&) = delete;
 
-  std::vector<AddressBytes> endpoint_addresses() const override;
-  void insert_peers(const std::vector<std::vector<AddressBytes>>& peers, int own_index) override;
-  void connect(double timeout_seconds, const std::function<void()>& interrupt) override;
   const TransportCaps& caps() const override { return caps_; }
-  bool put(int32_t peer, int64_t dst_offset, int64_t src_offset, int64_t bytes, uint32_t immediate,
-           uint64_t context) override;
-  void poll(std::vector<TransportEvent>& events) override;
-  void forget(int32_t peer) override;
   void stay_awake(bool yes) override { stay_awake_.store(yes, std::memory_order_relaxed); }
 
+  std::vector<AddressBytes> endpoint_addresses() const override {
+    std::vector<AddressBytes> addresses;
+    for (const std::unique_ptr<Lane>& lane : lanes_) addresses.push_back(lane->remote->endpoint_address());
+    return addresses;
+  }
+
+  void insert_peers(const std::vector<std::vector<AddressBytes>>& peers, int own_index) override {
+    size_t common = lanes_.size();
+    for (const std::vector<AddressBytes>& peer : peers) common = std::min(common, peer.size());
+    if (common == 0) throw Error(ErrorKind::invalid_argument, "fabric: a peer has no endpoint address");
+    lanes_.resize(common);
+    gather_caps();
+    for (size_t lane = 0; lane < common; ++lane) {
+      std::vector<AddressBytes> its;
+      for (const std::vector<AddressBytes>& peer : peers) its.push_back(peer[lane]);
+      lanes_[lane]->remote->insert_peers(its, own_index);
+    }
+  }
+
+  void connect(double timeout_seconds, const std::function<void()>& interrupt) override {
+    if (lanes_.size() == 1) return lanes_.front()->remote->connect(timeout_seconds, interrupt);
+    try {
+      for (const std::unique_ptr<Lane>& lane : lanes_)
+        lane->thread = start_thread([this, at = lane.get(), timeout_seconds] { drive(*at, timeout_seconds); },
+                                    "a lane between nodes", "lanes (MOECOMM_FABRIC_LANES)");
+      while (true) {
+        bool all = true;
+        for (const std::unique_ptr<Lane>& lane : lanes_) {
+          const Lane::State state = lane->state;
+          if (state == Lane::State::failed) std::rethrow_exception(lane->error);
+          all &= state == Lane::State::connected;
+        }
+        if (all) return;
+        if (interrupt) interrupt();
+        std::this_thread::sleep_for(kPause);
+      }
+    } catch (...) {
+      stop();
+      throw;
+    }
+  }
+
+  bool put(int32_t peer, int64_t dst_offset, int64_t src_offset, int64_t bytes, uint32_t immediate,
+           uint64_t context) override {
+    if (lanes_.size() == 1)
+      return lanes_.front()->remote->put(peer, dst_offset, src_offset, bytes, immediate, context);
+    size_t least = 0;
+    int64_t load = std::numeric_limits<int64_t>::max();
+    for (size_t i = 0; i < lanes_.size(); ++i)
+      if (const int64_t its = lanes_[i]->waiting + lanes_[i]->under_way; its < load) least = i, load = its;
+    if (load > 0 && bytes > kMostBytes - load) return false;
+    // The lane checks bounds when it sends; a put out of bounds is reported as a failure of its peer.
+    lanes_[least]->give({Order::Kind::put, peer, dst_offset, src_offset, bytes, immediate, context});
+    return true;
+  }
+
+  void poll(std::vector<TransportEvent>& events) override {
+    if (lanes_.size() == 1) return lanes_.front()->remote->poll(events);
+    for (const std::unique_ptr<Lane>& lane : lanes_) {
+      if (!lane->has_events) continue;
+      const std::lock_guard lock(lane->mutex);
+      events.insert(events.end(), std::make_move_iterator(lane->events.begin()),
+                    std::make_move_iterator(lane->events.end()));
+      lane->events.clear();
+      lane->has_events = false;
+    }
+  }
+
+  void forget(int32_t peer) override {
+    if (lanes_.size() == 1) return lanes_.front()->remote->forget(peer);
+    for (const std::unique_ptr<Lane>& lane : lanes_) lane->give({Order::Kind::forget, peer, 0, 0, 0, 0, 0});
+  }
+
  private:
-  void gather_caps();
-  void drive(Lane& lane, double timeout_seconds);
-  void serve(Lane& lane);
-  void stop();
+  void gather_caps() {
+    caps_ = lanes_.front()->remote->caps();
+    caps_.lanes = static_cast<int>(lanes_.size());
+    std::vector<std::string> interfaces{caps_.interface};
+    for (const std::unique_ptr<Lane>& lane : lanes_) {
+      const TransportCaps& caps = lane->remote->caps();
+      caps_.max_message = std::min(caps_.max_message, caps.max_message);
+      if (std::find(interfaces.begin(), interfaces.end(), caps.interface) != interfaces.end()) continue;
+      caps_.interface += ", " + caps.interface;
+      interfaces.push_back(caps.interface);
+    }
+  }
+
+  /// The main function of a lane's thread.
+  void drive(Lane& lane, double timeout_seconds) {
+    begin_polling("moecomm-lane", lane.remote->caps().cores);
+    try {
+      lane.remote->connect(timeout_seconds, [this] {
+        if (stop_) throw Stopped{};
+      });
+      lane.state = Lane::State::connected;
+    } catch (...) {
+      lane.error = std::current_exception();
+      lane.state = Lane::State::failed;
+    }
+    if (lane.state == Lane::State::connected) serve(lane);
+    lane.remote.reset();  // here, so that lanes close concurrently
+  }
+
+  void serve(Lane& lane) {
+    std::deque<Order> orders;
+    std::vector<TransportEvent> events;
+    FabricTransport& remote = *lane.remote;
+    const auto carry_out = [&](const Order& order) {
+      if (order.kind == Order::Kind::forget) {
+        remote.forget(order.peer);
+        return true;
+      }
+      try {
+        if (!remote.put(order.peer, order.dst_offset, order.src_offset, order.bytes, order.immediate,
+                        order.context))
+          return false;
+      } catch (const Error& error) {
+        events.push_back({TransportEvent::Kind::failed, order.peer, 0, 0, error.what()});
+      }
+      lane.under_way = remote.bytes_in_flight();
+      lane.waiting -= order.bytes;
+      return true;
+    };
+    while (!stop_) {
+      bool busy = false;
+      if (lane.has_orders) {
+        const std::lock_guard lock(lane.mutex);
+        orders.insert(orders.end(), lane.orders.begin(), lane.orders.end());
+        lane.orders.clear();
+        lane.has_orders = false;
+      }
+      while (!orders.empty() && carry_out(orders.front())) {
+        orders.pop_front();
+        busy = true;
+      }
+      remote.poll(events);
+      lane.under_way = remote.bytes_in_flight();
+      if (!events.empty()) {
+        busy = true;
+        const std::lock_guard lock(lane.mutex);
+        lane.events.insert(lane.events.end(), std::make_move_iterator(events.begin()),
+                           std::make_move_iterator(events.end()));
+        lane.has_events = true;
+        events.clear();
+      }
+      lane.backoff.turn(busy, stay_awake_.load(std::memory_order_relaxed));
+    }
+  }
+
+  void stop() {
+    stop_ = true;
+    for (const std::unique_ptr<Lane>& lane : lanes_) lane->backoff.wake();
+    for (const std::unique_ptr<Lane>& lane : lanes_)
+      if (lane->thread.joinable()) lane->thread.join();
+  }
 
   TransportCaps caps_;  // of the first lane, with the NICs of all
   std::atomic<bool> stop_{false}, stay_awake_{false};
   std::vector<std::unique_ptr<Lane>> lanes_;
 };
-
-void Lanes::gather_caps() {
-  caps_ = lanes_.front()->remote->caps();
-  caps_.lanes = static_cast<int>(lanes_.size());
-  std::vector<std::string> interfaces{caps_.interface};
-  for (const std::unique_ptr<Lane>& lane : lanes_) {
-    const TransportCaps& caps = lane->remote->caps();
-    caps_.max_message = std::min(caps_.max_message, caps.max_message);
-    if (std::find(interfaces.begin(), interfaces.end(), caps.interface) != interfaces.end()) continue;
-    caps_.interface += ", " + caps.interface;
-    interfaces.push_back(caps.interface);
-  }
-}
-
-void Lanes::stop() {
-  stop_ = true;
-  for (const std::unique_ptr<Lane>& lane : lanes_) lane->backoff.wake();
-  for (const std::unique_ptr<Lane>& lane : lanes_)
-    if (lane->thread.joinable()) lane->thread.join();
-}
-
-std::vector<AddressBytes> Lanes::endpoint_addresses() const {
-  std::vector<AddressBytes> addresses;
-  for (const std::unique_ptr<Lane>& lane : lanes_) addresses.push_back(lane->remote->endpoint_address());
-  return addresses;
-}
-
-void Lanes::insert_peers(const std::vector<std::vector<AddressBytes>>& peers, int own_index) {
-  size_t common = lanes_.size();
-  for (const std::vector<AddressBytes>& peer : peers) common = std::min(common, peer.size());
-  if (common == 0) throw Error(ErrorKind::invalid_argument, "fabric: a peer has no endpoint address");
-  lanes_.resize(common);
-  gather_caps();
-  for (size_t lane = 0; lane < common; ++lane) {
-    std::vector<AddressBytes> its;
-    for (const std::vector<AddressBytes>& peer : peers) its.push_back(peer[lane]);
-    lanes_[lane]->remote->insert_peers(its, own_index);
-  }
-}
-
-void Lanes::connect(double timeout_seconds, const std::function<void()>& interrupt) {
-  if (lanes_.size() == 1) return lanes_.front()->remote->connect(timeout_seconds, interrupt);
-  try {
-    for (const std::unique_ptr<Lane>& lane : lanes_)
-      lane->thread = start_thread([this, at = lane.get(), timeout_seconds] { drive(*at, timeout_seconds); },
-                                  "a lane between nodes", "lanes (MOECOMM_FABRIC_LANES)");
-    while (true) {
-      bool all = true;
-      for (const std::unique_ptr<Lane>& lane : lanes_) {
-        const Lane::State state = lane->state;
-        if (state == Lane::State::failed) std::rethrow_exception(lane->error);
-        all &= state == Lane::State::connected;
-      }
-      if (all) return;
-      if (interrupt) interrupt();
-      std::this_thread::sleep_for(kPause);
-    }
-  } catch (...) {
-    stop();
-    throw;
-  }
-}
-
-/// The main function of a lane's thread.
-void Lanes::drive(Lane& lane, double timeout_seconds) {
-  begin_polling("moecomm-lane", lane.remote->caps().cores);
-  try {
-    lane.remote->connect(timeout_seconds, [this] {
-      if (stop_) throw Stopped{};
-    });
-    lane.state = Lane::State::connected;
-  } catch (...) {
-    lane.error = std::current_exception();
-    lane.state = Lane::State::failed;
-  }
-  if (lane.state == Lane::State::connected) serve(lane);
-  lane.remote.reset();  // here, so that lanes close concurrently
-}
-
-void Lanes::serve(Lane& lane) {
-  std::deque<Order> orders;
-  std::vector<TransportEvent> events;
-  FabricTransport& remote = *lane.remote;
-  const auto carry_out = [&](const Order& order) {
-    if (order.kind == Order::Kind::forget) {
-      remote.forget(order.peer);
-      return true;
-    }
-    try {
-      if (!remote.put(order.peer, order.dst_offset, order.src_offset, order.bytes, order.immediate,
-                      order.context))
-        return false;
-    } catch (const Error& error) {
-      events.push_back({TransportEvent::Kind::failed, order.peer, 0, 0, error.what()});
-    }
-    lane.under_way = remote.bytes_in_flight();
-    lane.waiting -= order.bytes;
-    return true;
-  };
-  while (!stop_) {
-    bool busy = false;
-    if (lane.has_orders) {
-      const std::lock_guard lock(lane.mutex);
-      orders.insert(orders.end(), lane.orders.begin(), lane.orders.end());
-      lane.orders.clear();
-      lane.has_orders = false;
-    }
-    while (!orders.empty() && carry_out(orders.front())) {
-      orders.pop_front();
-      busy = true;
-    }
-    remote.poll(events);
-    lane.under_way = remote.bytes_in_flight();
-    if (!events.empty()) {
-      busy = true;
-      const std::lock_guard lock(lane.mutex);
-      lane.events.insert(lane.events.end(), std::make_move_iterator(events.begin()),
-                         std::make_move_iterator(events.end()));
-      lane.has_events = true;
-      events.clear();
-    }
-    lane.backoff.turn(busy, stay_awake_.load(std::memory_order_relaxed));
-  }
-}
-
-bool Lanes::put(int32_t peer, int64_t dst_offset, int64_t src_offset, int64_t bytes, uint32_t immediate,
-                uint64_t context) {
-  if (lanes_.size() == 1)
-    return lanes_.front()->remote->put(peer, dst_offset, src_offset, bytes, immediate, context);
-  size_t least = 0;
-  int64_t load = std::numeric_limits<int64_t>::max();
-  for (size_t i = 0; i < lanes_.size(); ++i)
-    if (const int64_t its = lanes_[i]->waiting + lanes_[i]->under_way; its < load) least = i, load = its;
-  if (load > 0 && bytes > kMostBytes - load) return false;
-  // The lane checks bounds when it sends; a put out of bounds is reported as a failure of its peer.
-  lanes_[least]->give({Order::Kind::put, peer, dst_offset, src_offset, bytes, immediate, context});
-  return true;
-}
-
-void Lanes::poll(std::vector<TransportEvent>& events) {
-  if (lanes_.size() == 1) return lanes_.front()->remote->poll(events);
-  for (const std::unique_ptr<Lane>& lane : lanes_) {
-    if (!lane->has_events) continue;
-    const std::lock_guard lock(lane->mutex);
-    events.insert(events.end(), std::make_move_iterator(lane->events.begin()),
-                  std::make_move_iterator(lane->events.end()));
-    lane->events.clear();
-    lane->has_events = false;
-  }
-}
-
-void Lanes::forget(int32_t peer) {
-  if (lanes_.size() == 1) return lanes_.front()->remote->forget(peer);
-  for (const std::unique_ptr<Lane>& lane : lanes_) lane->give({Order::Kind::forget, peer, 0, 0, 0, 0, 0});
-}
 
 }  // namespace
 

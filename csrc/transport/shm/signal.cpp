@@ -278,24 +278,11 @@ void Signals::announce_loss(int peer, Cause cause) {
   if (on_abort_) on_abort_(peer, cause);
 }
 
-namespace {
-
-const char* cause_text(Cause cause) {
-  switch (cause) {
-    case Cause::ended:
-      return " (its process has ended)";
-    case Cause::closed:
-      return " (it has closed the communicator)";
-    case Cause::unreachable:
-      return " (the network to it has failed)";
-    case Cause::no_signal:
-      break;
-  }
-  return "";
-}
-
-std::string loss_text(const Signals::Loss& loss, int rank, const std::string& phase, double waited,
-                      uint64_t expected, uint64_t seen, const std::string& reason) {
+Error loss_error(const Signals::Loss& loss, int rank, const std::string& phase, double waited,
+                 uint64_t expected, uint64_t seen, const std::string& reason) {
+  // by Cause
+  static constexpr const char* kCauses[] = {
+      "", " (its process has ended)", " (it has closed the communicator)", " (the network to it has failed)"};
   std::string text = text_of("rank ", rank, ", ", phase, ": ");
   const std::string first = text_of("rank ", loss.first);
   // Another rank may have given up waiting for this one.
@@ -316,7 +303,7 @@ std::string loss_text(const Signals::Loss& loss, int rank, const std::string& ph
     else
       text += text_of("rank ", loss.peer, " (it may be stopped or far behind)");
   } else {
-    text += text_of("lost rank ", loss.peer, cause_text(loss.cause));
+    text += text_of("lost rank ", loss.peer, kCauses[static_cast<int>(loss.cause)]);
   }
   if (!reason.empty()) text += ": " + reason;
   if (loss.first != rank && !blamed) text += ", as " + first + " found out";
@@ -328,15 +315,8 @@ std::string loss_text(const Signals::Loss& loss, int rank, const std::string& ph
       text += ", and what " + (loss.first == rank ? "this" : first + "'s") +
               " wait still needs of it has not come";
   }
-  return text + ". The communicator can't be used any more; build a new one.";
-}
-
-}  // namespace
-
-Error loss_error(const Signals::Loss& loss, int rank, const std::string& phase, double waited,
-                 uint64_t expected, uint64_t seen, const std::string& reason) {
   return Error(loss.cause == Cause::no_signal ? ErrorKind::peer_timeout : ErrorKind::peer_lost,
-               loss_text(loss, rank, phase, waited, expected, seen, reason),
+               text + ". The communicator can't be used any more; build a new one.",
                {.rank = rank, .peer = loss.peer, .phase = phase, .expected = expected, .seen = seen});
 }
 

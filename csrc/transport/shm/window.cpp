@@ -39,12 +39,6 @@ void remove_left_behind() {
   }
 }
 
-uid_t owner_of(const std::string& name) {
-  struct stat info{};
-  stat((kShmFolder + name).c_str(), &info);
-  return info.st_uid;
-}
-
 }  // namespace
 
 int64_t available_bytes() {
@@ -72,16 +66,17 @@ Window Window::open(const std::string& name, int64_t bytes) {
   if (!window.fd_) {
     const int error = errno;
     std::string advice;
+    struct stat info{};
+    stat((kShmFolder + name).c_str(), &info);
     if (error == EACCES)
-      advice = "it belongs to user " + std::to_string(owner_of(name)) + ", and this rank runs as user " +
-               std::to_string(geteuid()) +
-               ": the ranks of a host have to be of one user, or each of several is a "
-               "node of its own, with ranks_per_node";
+      advice =
+          text_of("it belongs to user ", info.st_uid, ", and this rank runs as user ", geteuid(),
+                  ": the ranks of a host have to be of one user, or each of several is a node of its own, "
+                  "with ranks_per_node");
     if (error == ENOENT)
       advice =
           "both were taken for ranks of one host, but have another /dev/shm: machines that were cloned from "
-          "one "
-          "snapshot may have one boot id; pass the ranks of a machine or container as ranks_per_node";
+          "one snapshot may have one boot id; pass the ranks of a machine or container as ranks_per_node";
     errno = error;
     throw system_error("shm_open of a peer's window", advice);
   }
@@ -101,8 +96,7 @@ void Window::map() {
     throw Error(ErrorKind::out_of_memory, errno_text("mapping a window"), {.needed = bytes_});
   base_ = static_cast<std::byte*>(base);
   generation_ = Descriptor::current_generation();
-  madvise(base, bytes_,
-          MADV_HUGEPAGE);  // only advice: many systems refuse it for shared memory
+  madvise(base, bytes_, MADV_HUGEPAGE);  // only advice: many systems refuse it for shared memory
   if (madvise(base, bytes_, MADV_DONTFORK) != 0) throw system_error("madvise(MADV_DONTFORK) of a window");
 }
 
@@ -115,8 +109,8 @@ void Window::commit(int64_t offset, int64_t bytes) {
   if (error != ENOSPC && error != ENOMEM && error != EDQUOT && error != EFBIG)
     throw system_error(
         "posix_fallocate of a window in /dev/shm",
-        "without it a full /dev/shm would end the process later; a container's seccomp profile "
-        "has to allow fallocate");
+        "without it a full /dev/shm would end the process later; a container's seccomp profile has to allow "
+        "fallocate");
   const int64_t available = available_bytes();
   throw Error(ErrorKind::out_of_memory,
               text_of("no room for ", bytes, " bytes of a window in ", kShmFolder, ", ", available,
