@@ -12,9 +12,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from moecomm.arguments import require_integer
 from moecomm.errors import InvalidArgument
 from moecomm.parallel import meshes
-from moecomm.parallel.fitting import DEFAULT_ORDER, grids, require_fit, smallest_world
 from moecomm.parallel.grid import Grid
 from moecomm.types import Group
+
+_ORDER = "tp-cp-ep-dp-pp"
+# The argument with the size of each dimension; DP and EDP follow from the size of the world.
+_DENSE = {"pp": "pp", "tp": "tp", "cp": "cp"}
+_EXPERT = {"pp": "pp", "tp": "etp", "ep": "ep"}
+_EXPERT_NAMES = {"tp": "etp", "ep": "ep", "dp": "edp", "pp": "pp"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,10 +77,38 @@ class ParallelFolding:
     pp: int = 1
     ep: int = 1
     etp: int = 1
-    order: str = DEFAULT_ORDER
+    order: str = _ORDER
 
     def __post_init__(self) -> None:
-        require_fit(asdict(self))
+        for name, value in asdict(self).items():
+            if name != "order":
+                require_integer(name, value, 1)
+        names = _ORDER.split("-")
+        if not isinstance(self.order, str) or sorted(self.order.split("-")) != sorted(names):
+            raise InvalidArgument(
+                f"order is {self.order!r}, expected each of {', '.join(names)} once, joined by '-', the "
+                f"innermost first, such as {_ORDER!r}; one of size 1 may stand anywhere"
+            )
+        for sizes, rest in ((_DENSE, "DP"), (_EXPERT, "EDP")):
+            left, divided = self.world_size, ""
+            for name in sizes.values():
+                size = getattr(self, name)
+                if left % size:
+                    whole = f"world_size / ({divided})" if divided else "world_size"
+                    raise InvalidArgument(
+                        f"{name} is {size}, expected a divisor of {whole} = {left}, for {rest} = "
+                        f"world_size / ({' * '.join(sizes.values())}) to be a whole number. These sizes fit "
+                        f"a world_size that is a multiple of {self.smallest_world}"
+                    )
+                left //= size
+                divided += f" * {name}" if divided else name
+        dense, expert = (grid.stride("pp") for grid in self._grids)
+        if self.pp > 1 and dense != expert:
+            raise InvalidArgument(
+                f"order is {self.order!r}, which gives attention and experts different pipeline groups: "
+                f"neighbouring stages are {dense} ranks apart in the dense grid and {expert} in the expert "
+                "grid, expected equally many, as they are in any order that ends with pp"
+            )
 
     @property
     def dp(self) -> int:
@@ -90,11 +123,22 @@ class ParallelFolding:
     @property
     def smallest_world(self) -> int:
         """The fewest ranks for these sizes, PP * lcm(TP * CP, ETP * EP); world_size is a multiple of it."""
-        return smallest_world(asdict(self))
+        return self.pp * math.lcm(self.tp * self.cp, self.etp * self.ep)
 
     @cached_property
     def _grids(self) -> tuple[Grid, Grid]:
-        return grids(asdict(self))
+        """The dense and the expert grid. Both follow `order`, like Megatron-Core's two RankGenerators: the
+        dense grid leaves out `ep`; the expert grid leaves out `cp`, and has ETP in place of TP and EDP in
+        place of DP."""
+        order = self.order.split("-")
+        dense = {name: getattr(self, each) for name, each in _DENSE.items()} | {"dp": self.dp}
+        expert = {name: getattr(self, each) for name, each in _EXPERT.items()} | {"dp": self.edp}
+        in_dense = [name for name in order if name in dense]
+        in_expert = [name for name in order if name in expert]
+        return (
+            Grid(tuple(in_dense), tuple(dense[name] for name in in_dense)),
+            Grid(tuple(_EXPERT_NAMES[name] for name in in_expert), tuple(expert[name] for name in in_expert)),
+        )
 
     def size(self, dims: str) -> int:
         """Returns the number of ranks in a group over a set of dimensions."""
