@@ -102,7 +102,8 @@ def check_rows(
 ) -> None:
     """Checks that `rows_XH` is (count, hidden) of `dtype` on `device`; count None allows any number of rows.
     `whose`: what has that dtype, for the error's text."""
-    if _is(rows_XH, (count, hidden), dtype, device):
+    first = rows_XH.shape[:1] if count is None and isinstance(rows_XH, torch.Tensor) else (count,)
+    if _is(rows_XH, (*first, hidden), dtype, device):
         return
     require_tensor(name, rows_XH, device)
     if rows_XH.dim() != 2 or rows_XH.shape[1] != hidden or count not in (None, rows_XH.shape[0]):
@@ -112,30 +113,6 @@ def check_rows(
         )
     if rows_XH.dtype != dtype:
         raise InvalidArgument(f"{name} is {rows_XH.dtype}, expected {whose} {dtype}")
-
-
-def fits_dispatch(
-    x_TH: Any,
-    topk_idx_TK: Any,
-    topk_weights_TK: Any,
-    hidden: int,
-    top_k: int,
-    max_tokens: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> bool:
-    """Returns True for tensors that `check_dispatch` (without scales) would accept. Every call runs it, so it
-    is quick; False only means that `check_dispatch` has to decide."""
-    if not isinstance(x_TH, torch.Tensor) or x_TH.dim() != 2:
-        return False
-    tokens = x_TH.shape[0]
-    shape = (tokens, top_k)
-    return (
-        tokens <= max_tokens
-        and _is(x_TH, (tokens, hidden), dtype, device)
-        and (_is(topk_idx_TK, shape, torch.int64, device) or _is(topk_idx_TK, shape, torch.int32, device))
-        and (topk_weights_TK is None or _is(topk_weights_TK, shape, weight_dtype(dtype), device))
-    )
 
 
 def check_dispatch(
@@ -164,12 +141,14 @@ def check_dispatch(
     tokens = x_TH.shape[0]
     if tokens > max_tokens:
         raise InvalidArgument(f"x has {tokens} tokens, expected at most max_tokens = {max_tokens}")
-    require_tensor("topk_idx", topk_idx_TK, device)
-    if topk_idx_TK.dtype not in (torch.int32, torch.int64):
-        raise InvalidRouting(f"topk_idx is {topk_idx_TK.dtype}, expected int32 or int64")
-    _require_shape("topk_idx", topk_idx_TK, (tokens, top_k), "(T, K)")
+    shape = (tokens, top_k)
+    if not (_is(topk_idx_TK, shape, torch.int64, device) or _is(topk_idx_TK, shape, torch.int32, device)):
+        require_tensor("topk_idx", topk_idx_TK, device)
+        if topk_idx_TK.dtype not in (torch.int32, torch.int64):
+            raise InvalidRouting(f"topk_idx is {topk_idx_TK.dtype}, expected int32 or int64")
+        _require_shape("topk_idx", topk_idx_TK, shape, "(T, K)")
     if topk_weights_TK is not None:
-        check_weights("topk_weights", topk_weights_TK, (tokens, top_k), "(T, K)", dtype, device)
+        check_weights("topk_weights", topk_weights_TK, shape, "(T, K)", dtype, device)
 
 
 def check_weights(
@@ -217,12 +196,6 @@ def check_options(
     """Checks the options of a dispatch and returns (layout, alignment, capacity, expert_capacity), with
     capacities -1 for None. `most_experts`: the most experts of a token on one rank; `most_rows`: the most
     tokens that can choose one expert."""
-    plain = expert_capacity is None and type(alignment) is int and 1 <= alignment <= largest_alignment
-    if layout == "expert" and plain:
-        if capacity is None:
-            return layout, alignment, -1, -1
-        if type(capacity) is int and 0 <= capacity < 2**31:
-            return layout, alignment, capacity, -1
     if layout not in ("expert", "rank"):
         raise InvalidArgument(f"layout is {layout!r}, expected 'expert' or 'rank'")
     require_integer("alignment", alignment, 1, largest_alignment)
@@ -232,9 +205,16 @@ def check_options(
         )
     if capacity is not None:
         require_integer("capacity", capacity, 0)
-    if expert_capacity is not None and layout == "expert":
-        return _fixed_groups(alignment, capacity, expert_capacity, local_experts, most_rows)
-    if expert_capacity is not None:
+    if expert_capacity is not None and layout == "expert":  # groups of one size
+        require_integer("expert_capacity", expert_capacity, max(1, most_rows), (2**31 - 1) // local_experts)
+        rows = local_experts * expert_capacity
+        if alignment != 1 or capacity not in (None, rows):
+            raise InvalidArgument(
+                f"alignment is {alignment} and capacity {capacity}, expected 1 and None with expert_capacity "
+                f"in the expert layout: each of the {local_experts} groups has {expert_capacity} rows"
+            )
+        capacity = rows
+    elif expert_capacity is not None:
         if capacity is None:
             raise InvalidArgument(
                 f"expert_capacity is {expert_capacity!r}, expected None without a capacity in the rank layout"
@@ -248,17 +228,3 @@ def check_options(
         -1 if capacity is None else capacity,
         -1 if expert_capacity is None else expert_capacity,
     )
-
-
-def _fixed_groups(
-    alignment: int, capacity: Any, expert_capacity: Any, local_experts: int, most_rows: int
-) -> tuple[Layout, int, int, int]:
-    """Returns the options of a dispatch in the expert layout whose groups all have as many rows."""
-    require_integer("expert_capacity", expert_capacity, max(1, most_rows), (2**31 - 1) // local_experts)
-    rows = local_experts * expert_capacity
-    if alignment != 1 or capacity not in (None, rows):
-        raise InvalidArgument(
-            f"alignment is {alignment} and capacity {capacity}, expected 1 and None with expert_capacity in "
-            f"the expert layout: each of the {local_experts} groups has {expert_capacity} rows"
-        )
-    return "expert", 1, rows, expert_capacity

@@ -11,19 +11,12 @@ import torch.distributed as dist
 from torch._compile import _disable_dynamo
 
 import moecomm._C as _C
-from moecomm.arguments import (
-    check_dispatch,
-    check_options,
-    check_wire_options,
-    fits_dispatch,
-    most_alignment,
-)
+from moecomm.arguments import check_dispatch, check_options, check_wire_options, most_alignment
 from moecomm.autograd import functions as ops
 from moecomm.autograd import library as operators
 from moecomm.autograd.compiled import break_graph, dispatch_in_graph, for_trace
 from moecomm.autograd.planned import Array, _Planned
 from moecomm.backends import Backend, DispatchCall, RawDispatch, make_backend
-from moecomm.backends.arrays import shared_tensor
 from moecomm.env import Env, read_env
 from moecomm.errors import InvalidArgument, MoecommError
 from moecomm.setup.checks import (
@@ -57,16 +50,6 @@ from moecomm.types import (
     as_group,
     build,
 )
-
-
-def _parts(x: Any) -> tuple[Any, Any]:
-    """Returns (rows, None), or (data, scales) if `x` is a pair."""
-    return (x[0], x[1]) if isinstance(x, (tuple, list)) and len(x) == 2 else (x, None)
-
-
-def _caller(layer: Any) -> int:
-    """Returns the number of a MoELayer among those of its communicator; 0 for None."""
-    return 0 if layer is None else layer._caller
 
 
 class Communicator(_Planned):
@@ -200,10 +183,10 @@ class Communicator(_Planned):
         self.timeout = seconds
         self.num_sms: int = backend.num_sms
         self.weighs_tokens: bool = backend.weighs_tokens
-        self._most_experts = min(top_k, self.num_local_experts)  # most experts of a token on one rank
-        self._most_alignment = most_alignment(
-            self.size * max_tokens * self._most_experts, self.num_local_experts
-        )
+        local, most_tokens = self.num_local_experts, self.size * max_tokens
+        most_experts = min(top_k, local)  # of a token on one rank
+        largest = most_alignment(most_tokens * most_experts, local)
+        self._limits = (most_experts, largest, local, most_tokens)  # of the options of a dispatch
         self._expected = (hidden, top_k, max_tokens, dtype, backend.device)
         self._plan_fields = backend.plan_fields
         self._id = operators.register(backend)
@@ -369,23 +352,9 @@ class Communicator(_Planned):
                 "the dtype"
             )
             return self._dispatch_outside_graph(*arguments, async_op, _layer)
-        options = self._options(layout, alignment, capacity, expert_capacity)
+        options = check_options(layout, alignment, capacity, expert_capacity, *self._limits)
         self._check_dispatch(x_TH, None, topk_idx_TK, topk_weights_TK, dequantize)
         return dispatch_in_graph(self._id, self._plan_fields, *tensors, *options[1:3])
-
-    def _options(
-        self, layout: Any, alignment: Any, capacity: Any, expert_capacity: Any
-    ) -> tuple[Layout, int, int, int]:
-        return check_options(
-            layout,
-            alignment,
-            capacity,
-            expert_capacity,
-            self._most_experts,
-            self._most_alignment,
-            self.num_local_experts,
-            self.size * self.max_tokens,
-        )
 
     def _check_dispatch(self, x: Any, x_scales: Any, ids: Any, weights: Any, dequantize: Any) -> None:
         check_wire_options(self.wire, dequantize, x_scales)
@@ -405,25 +374,14 @@ class Communicator(_Planned):
         async_op: bool,
         layer: Any,
     ) -> DispatchOutput | Work[DispatchOutput]:
-        backend, caller = self._open(), _caller(layer)
-        x, x_scales, ids, weights = x_TH, None, topk_idx_TK, topk_weights_TK
-        few = False
-        try:
-            fits = dequantize is True and fits_dispatch(x, ids, weights, *self._expected)
-            if not fits:
-                x, x_scales = _parts(x_TH)
-                x, x_scales = shared_tensor(x, self.device), shared_tensor(x_scales, self.device)
-                ids, weights = shared_tensor(ids, self.device), shared_tensor(weights, self.device)
-            if async_op:
-                few = isinstance(x, torch.Tensor) and x.dim() > 0 and backend.splits(x.shape[0])
-        except Exception as error:
-            backend.announce(error)
+        backend, caller = self._open(), 0 if layer is None else layer._caller
+        pair = x_TH if isinstance(x_TH, (tuple, list)) and len(x_TH) == 2 else (x_TH, None)
+        x, x_scales, ids, weights = inputs = self._shared(backend, *pair, topk_idx_TK, topk_weights_TK)
 
         def checked() -> DispatchCall:
             backend.ready()  # an error that ends the communicator precedes one in the arguments
-            options = self._options(layout, alignment, capacity, expert_capacity)
-            if not fits:
-                self._check_dispatch(x, x_scales, ids, weights, dequantize)
+            options = check_options(layout, alignment, capacity, expert_capacity, *self._limits)
+            self._check_dispatch(x, x_scales, ids, weights, dequantize)
             if host_counts and options[2] >= 0:
                 raise InvalidArgument("host_counts is True, expected False with a capacity")
             return DispatchCall(x, x_scales, ids, weights, *options, dequantize, caller, host_counts)
@@ -437,7 +395,7 @@ class Communicator(_Planned):
         name = "moecomm dispatch"
         if not async_op:
             return finish(backend.run(name, lambda: backend.dispatch(checked())))
-        inputs = (x, x_scales, ids, weights)
+        few = isinstance(x, torch.Tensor) and x.dim() > 0 and backend.splits(x.shape[0])
         if not few and not (capacity is None and expert_capacity is None):
             return backend.launch(name, lambda: backend.dispatch(checked()), None, finish, inputs)
         return backend.launch(
@@ -506,11 +464,11 @@ class Communicator(_Planned):
 
         def begin() -> Any:
             backend.ready()
-            options = self._options("expert", 1, None, None)
-            if not fits_dispatch(x, ids, weights, *self._expected):
-                self._check_dispatch(x, None, ids, weights, True)
-            call = DispatchCall(x, None, ids, weights, *options, True, _caller(_layer))
-            return backend.begin_dispatch(call)
+            self._check_dispatch(x, None, ids, weights, True)
+            caller = 0 if _layer is None else _layer._caller
+            return backend.begin_dispatch(
+                DispatchCall(x, None, ids, weights, "expert", 1, -1, -1, True, caller)
+            )
 
         begun = self._begun = backend.run("moecomm dispatch", begin)
 

@@ -7,9 +7,9 @@ from types import TracebackType
 from typing import Any, NoReturn, TypeVar
 
 import torch
+from torch.utils.dlpack import from_dlpack
 
 from moecomm.arguments import require_integer
-from moecomm.backends.arrays import shared_tensor
 from moecomm.backends.base import Backend
 from moecomm.errors import CommunicatorClosed, MoecommError, known_to_all
 
@@ -135,12 +135,34 @@ class _Opened:
             raise CommunicatorClosed("the communicator is closed")
         return self._backend
 
-    def _shared(self, backend: Backend, *arrays: Any) -> list[Any]:
+    def _shared(self, backend: Backend, *arrays: Any) -> tuple[Any, ...]:
         """Returns arrays as tensors that share their memory, None as None."""
         try:
-            return [shared_tensor(each, self.device) for each in arrays]
+            return tuple(shared_tensor(each, self.device) for each in arrays)
         except Exception as error:
             backend.announce(error)
+
+
+def shared_tensor(value: Any, device: torch.device) -> Any:
+    """Returns `value` if it is a tensor, a tensor that shares its memory if it offers one (CuPy, numpy, JAX),
+    else `value`, which a later check refuses.
+
+    With DLPack the library orders its own stream before torch's current one. An object with only
+    `__cuda_array_interface__` is assumed to be ready for the current stream.
+    """
+    if value is None or isinstance(value, torch.Tensor):
+        return value
+    try:
+        if hasattr(value, "__dlpack__"):
+            return from_dlpack(value)
+        interface = getattr(value, "__cuda_array_interface__", None)
+        if interface is not None and device.type == "cuda":
+            tensor = torch.as_tensor(value, device=device)
+            if tensor.numel() == 0 or tensor.data_ptr() == interface["data"][0]:
+                return tensor  # otherwise it was on another GPU, and torch has copied it
+    except (BufferError, RuntimeError, TypeError, ValueError):
+        pass
+    return value
 
 
 def call_or_tell(comm: _Opened, part: Callable[..., Any], *arguments: Any, **options: Any) -> Any:

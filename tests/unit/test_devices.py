@@ -13,7 +13,7 @@ import torch
 
 import moecomm
 from moecomm.arguments import check_wire_options
-from moecomm.backends.arrays import shared_tensor
+from moecomm.backends.opened import shared_tensor
 from moecomm.backends.order import ProcessLock
 from moecomm.setup import discovery
 from moecomm.setup.checks import check_formats
