@@ -16,7 +16,8 @@ from moecomm.autograd import functions as ops
 from moecomm.autograd import library as operators
 from moecomm.autograd.compiled import break_graph, dispatch_in_graph, for_trace
 from moecomm.autograd.planned import Array, _Planned
-from moecomm.backends import Backend, DispatchCall, RawDispatch, make_backend
+from moecomm.backends import make_backend
+from moecomm.backends.base import Backend, DispatchCall, RawDispatch
 from moecomm.env import Env, read_env
 from moecomm.errors import InvalidArgument, MoecommError
 from moecomm.setup.checks import (

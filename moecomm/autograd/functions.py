@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch._compile import _disable_dynamo
 
-from moecomm.backends import Backend, RawDispatch
+from moecomm.backends.base import Backend, RawDispatch
 from moecomm.kernels.first_order import first_order
 
 Gradients = tuple[torch.Tensor | None, torch.Tensor | None]

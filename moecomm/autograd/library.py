@@ -37,7 +37,7 @@ from torch.fx.node import has_side_effect
 
 from moecomm.arguments import weight_dtype
 from moecomm.autograd.functions import combine_backward, dispatch_backward
-from moecomm.backends import Backend, DispatchCall, TensorPlan
+from moecomm.backends.base import Backend, DispatchCall, TensorPlan
 from moecomm.errors import CommunicatorClosed
 
 Tensor = torch.Tensor

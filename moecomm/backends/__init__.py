@@ -7,20 +7,11 @@ from typing import Any
 
 import torch
 
-from moecomm.backends.base import Backend, DispatchCall, ExpertIndex, RawDispatch, TensorPlan
+from moecomm.backends.base import Backend
 from moecomm.backends.cpu import CpuBackend
 from moecomm.backends.cuda import CudaBackend
 from moecomm.errors import MoecommError
 from moecomm.setup.rendezvous import Rendezvous
-
-__all__ = [
-    "Backend",
-    "DispatchCall",
-    "ExpertIndex",
-    "RawDispatch",
-    "TensorPlan",
-    "make_backend",
-]
 
 
 def make_backend(

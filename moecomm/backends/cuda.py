@@ -27,18 +27,19 @@ from moecomm.backends.base import (
     memory_of,
 )
 from moecomm.backends.cuda_outputs import Begun, Inputs, Outputs, out_of_memory
-from moecomm.backends.cuda_setup import check_room, connect_gpus, meet, plan_fields_of, release, shape_of
+from moecomm.backends.cuda_setup import check_room, connect_gpus, meet, plan_fields_of, release
 from moecomm.backends.order import ProcessLock, within_another
 from moecomm.backends.side_work import SideWork
 from moecomm.device.cuda_device import CudaDevice, StreamOrder
 from moecomm.errors import InvalidArgument, MoecommError, OutOfMemory
 from moecomm.setup.handshake import describe
-from moecomm.setup.memory_plan import plan_device_memory
+from moecomm.setup.memory_plan import device_shape, plan_device_memory
 from moecomm.setup.rendezvous import Rendezvous
 from moecomm.types import WIRE_FORMATS, Work
 
 Result = TypeVar("Result")
 Finished = TypeVar("Finished")
+Given = TypeVar("Given", torch.Tensor, torch.Tensor | None)
 
 # Bulk copies read rows from addresses that are multiples of this.
 _ALIGNMENT = 16
@@ -82,7 +83,15 @@ class CudaBackend(Backend):
             self._gradients = getattr(_C.WireFormat, gradients or "same")
             self.top_k, self.hidden = arguments["top_k"], arguments["hidden"]
             self.wire_format = WIRE_FORMATS.get(arguments["wire"])
-            shape = shape_of(arguments, dtype, rendezvous.size, self.nodes.ranks_per_node)
+            shape = device_shape(
+                **{
+                    name: arguments[name] for name in ("num_experts", "top_k", "hidden", "max_tokens", "wire")
+                },
+                dtype=dtype,
+                ranks=rendezvous.size,
+                ranks_per_node=self.nodes.ranks_per_node,
+                whole_sources=arguments["MOECOMM_WHOLE_SOURCES"],
+            )
             self.memory = plan_device_memory(shape, self.nodes.ranks_per_node)
             self.plan_fields = plan_fields_of(shape)
             check_room(rendezvous, group_info, self.memory, self._gpu)
@@ -272,14 +281,10 @@ class CudaBackend(Backend):
         """Returns the arguments of the runtime's `begin_dispatch` without the stream, the plan's memory, and
         the tensors that the kernels read. (Receiving kernels write while these are read, so the output must
         not reuse their memory.)"""
-        x_scales, weights_TK = call.x_scales, call.topk_weights_TK
-        scales_address = weights_address = 0
         x_TH, x_address = self._readable(call.x_TH)
+        x_scales, scales_address = self._readable(call.x_scales)
         ids_TK, ids_address = self._readable(call.topk_idx_TK)
-        if x_scales is not None:
-            x_scales, scales_address = self._readable(x_scales)
-        if weights_TK is not None:
-            weights_TK, weights_address = self._readable(weights_TK)
+        weights_TK, weights_address = self._readable(call.topk_weights_TK)
         blob = self._empty((self.plan_fields.words,), torch.int32)
         sending = (
             x_address,
@@ -348,7 +353,7 @@ class CudaBackend(Backend):
         if outputs is None:
             addresses = [self._nowhere_address, 0, 0, 0, 0, 0]
         else:
-            addresses = [0 if each is None else self._address(each) for each in outputs]
+            addresses = [self._address(each) for each in outputs]
         self._announced = True
         receive(rows, counts[1] if by_rank else rows, *addresses, self._raw_stream)
 
@@ -380,18 +385,14 @@ class CudaBackend(Backend):
         other_PH: torch.Tensor | None,
         gradients: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        scales_address = other_address = 0
-        dots_P = None
         rows_TH, rows_address = self._readable(rows_TH)
-        if scales_P is not None:
-            scales_P, scales_address = self._readable(scales_P)
-        if other_PH is not None:
-            other_PH, other_address = self._readable(other_PH)
-        out_PH = self._empty((plan.rows, self.hidden), self.dtype)
+        scales_P, scales_address = self._readable(scales_P)
+        other_PH, other_address = self._readable(other_PH)
+        out_PH, dots_P = self._empty((plan.rows, self.hidden), self.dtype), None
         if other_PH is not None:
             dots_P = self._empty((plan.rows,), self._weight_dtype).zero_()
         plan_address, out_address = self._plan_address(plan), self._address(out_PH)
-        dots_address = 0 if dots_P is None else self._address(dots_P)
+        dots_address = self._address(dots_P)
         self._announced = True
         self._native.redispatch(
             plan_address,
@@ -456,20 +457,19 @@ class CudaBackend(Backend):
         """Begins a combine, and completes it unless it is `held`; returns the result of `combine`, and the
         tensors that kernels read. weights_TK: those of this rank's tokens, in place of weights_P."""
         y_TH = grads_TK = None
-        rows_address = weights_address = token_weights = grads_address = y_address = grads_to = 0
-        if weights_TK is not None:
-            weights_TK, token_weights = self._readable(weights_TK)
-        if weights_P is not None:
-            weights_P, weights_address = self._readable(weights_P)
+        weights_P, weights_address = self._readable(weights_P)
+        weights_TK, token_weights = self._readable(weights_TK)
+        rows_PH, rows_address = self._readable(rows_PH)
+        weight_grads, grads_address = self._readable(weight_grads)
         if rows_PH is not None:
-            rows_PH, rows_address = self._readable(rows_PH)
             y_TH = self._empty((plan.tokens, self.hidden), self.dtype)
-            y_address = self._address(y_TH)
         if weight_grads is not None:
-            weight_grads, grads_address = self._readable(weight_grads)
             grads_TK = self._empty((plan.tokens, self.top_k), self._weight_dtype)
-            grads_to = self._address(grads_TK)
-        plan_address = self._plan_address(plan)
+        y_address, grads_to, plan_address = (
+            self._address(y_TH),
+            self._address(grads_TK),
+            self._plan_address(plan),
+        )
         self._announced = True
         self._native.combine(
             plan_address,
@@ -544,13 +544,16 @@ class CudaBackend(Backend):
             plan.blob.record_stream(self._gpu.stream())
         return plan.blob.data_ptr()
 
-    def _address(self, tensor: torch.Tensor) -> int:
-        """Returns the address of a tensor. The runtime takes null for an absent tensor, so an empty tensor,
-        whose address is null as well, gets another address."""
-        return memory_of(tensor) or self._nowhere_address
+    def _address(self, tensor: torch.Tensor | None) -> int:
+        """Returns the address of a tensor, 0 for None. The runtime takes null for an absent tensor, so an
+        empty tensor, whose address is null as well, gets another address."""
+        return 0 if tensor is None else memory_of(tensor) or self._nowhere_address
 
-    def _readable(self, tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
-        """Returns `tensor`, copied unless contiguous and aligned for bulk copies, and its address."""
+    def _readable(self, tensor: Given) -> tuple[Given, int]:
+        """Returns `tensor`, copied unless contiguous and aligned for bulk copies, and its address; 0 for
+        None."""
+        if tensor is None:
+            return tensor, 0
         address = tensor.data_ptr()
         if address % _ALIGNMENT or not tensor.is_contiguous():
             try:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
-
-import torch
+from typing import Any
 
 import moecomm._C as _C
 from moecomm.backends.base import PlanFields, warn_of_thread
@@ -14,10 +11,8 @@ from moecomm.device.cuda_device import CudaDevice
 from moecomm.env import read_env
 from moecomm.errors import InvalidArgument, MoecommError, OutOfMemory, Unsupported
 from moecomm.setup.handshake import GroupInfo, check_host_room, connect, handshake
-from moecomm.setup.memory_plan import MemoryPlan, device_shape
+from moecomm.setup.memory_plan import MemoryPlan
 from moecomm.setup.rendezvous import Rendezvous
-
-Result = TypeVar("Result")
 
 
 def meet(
@@ -34,23 +29,6 @@ def meet(
                 "for each rank: call torch.cuda.set_device(local_rank) first, or pass device"
             )
     return group_info
-
-
-def shape_of(
-    arguments: dict[str, Any], dtype: torch.dtype, ranks: int, ranks_per_node: int
-) -> _C.DeviceShape:
-    """Returns the sizes of a communicator with these arguments, in the form that the runtime takes."""
-    return device_shape(
-        ranks=ranks,
-        num_experts=arguments["num_experts"],
-        top_k=arguments["top_k"],
-        hidden=arguments["hidden"],
-        max_tokens=arguments["max_tokens"],
-        dtype=dtype,
-        wire=arguments["wire"],
-        ranks_per_node=ranks_per_node,
-        whole_sources=arguments["MOECOMM_WHOLE_SOURCES"],
-    )
 
 
 def plan_fields_of(shape: _C.DeviceShape) -> PlanFields:
@@ -75,7 +53,10 @@ def check_room(rendezvous: Rendezvous, group_info: GroupInfo, memory: MemoryPlan
     needed = memory.committed_bytes
 
     def look() -> dict[str, Any]:
-        return {"available": _translated(lambda: gpu.free_bytes(needed))}
+        try:
+            return {"available": gpu.free_bytes(needed)}
+        except RuntimeError as error:  # of CUDA; an Unsupported can be told to other ranks
+            raise Unsupported(f"the GPU does not answer: {error}") from error
 
     if memory.host_bytes:
         check_host_room(rendezvous, group_info, memory.host_bytes)
@@ -142,17 +123,6 @@ def connect_gpus(
     if env.log == "launch":
         native.log_launches()
     return native, window
-
-
-def _translated(look: Callable[[], Result]) -> Result:
-    """Runs `look`; turns an error of the CUDA runtime into Unsupported, which can be announced to other
-    ranks."""
-    try:
-        return look()
-    except MoecommError:
-        raise
-    except RuntimeError as error:
-        raise Unsupported(f"the GPU does not answer: {error}") from error
 
 
 def release(gpu: CudaDevice, native: _C.DeviceCommunicator, window: Any) -> None:

@@ -94,31 +94,11 @@ def whole_sources(env: Env) -> int:
     return _WHOLE_SOURCES if env.whole_sources is None else env.whole_sources
 
 
-def device_shape(
-    *,
-    ranks: int,
-    num_experts: int,
-    top_k: int,
-    hidden: int,
-    max_tokens: int,
-    dtype: torch.dtype,
-    wire: str | None,
-    ranks_per_node: int | None = None,
-    whole_sources: int = _WHOLE_SOURCES,
-) -> _C.DeviceShape:
-    """Returns the runtime's description of a window in device memory, for sizes that `window_shape` accepts.
-    `whole_sources`: with more sources, tokens may reuse places of the staging section in turn."""
-    return _C.DeviceShape(
-        ranks=ranks,
-        num_experts=num_experts,
-        top_k=top_k,
-        hidden=hidden,
-        max_tokens=max_tokens,
-        dtype=NATIVE_DTYPES[dtype],
-        wire=getattr(_C.WireFormat, wire or "same"),
-        ranks_per_node=ranks if ranks_per_node is None else ranks_per_node,
-        whole_sources=whole_sources,
-    )
+def device_shape(*, dtype: torch.dtype, wire: str | None, **sizes: int) -> _C.DeviceShape:
+    """Returns the runtime's description of a window in device memory. sizes: those that `window_shape`
+    accepts, num_experts, and whole_sources: with more sources, tokens may reuse places of the staging section
+    in turn."""
+    return _C.DeviceShape(dtype=NATIVE_DTYPES[dtype], wire=getattr(_C.WireFormat, wire or "same"), **sizes)
 
 
 def plan_device_memory(shape: _C.DeviceShape, ranks: int) -> MemoryPlan:
