@@ -431,21 +431,11 @@ class Communicator(_Planned):
 
     def _handle(self, plan: Any, layout: Layout) -> Handle:
         return build(
-            Handle,
-            plan=plan,
-            owner=self._id,
-            layout=layout,
-            num_tokens=plan.tokens,
-            num_rows=plan.rows,
+            Handle, plan=plan, owner=self._id, layout=layout, num_tokens=plan.tokens, num_rows=plan.rows
         )
 
     def begin_dispatch(
-        self,
-        x_TH: Array,
-        topk_idx_TK: Array,
-        topk_weights_TK: Array | None = None,
-        *,
-        _layer: Any = None,
+        self, x_TH: Array, topk_idx_TK: Array, topk_weights_TK: Array | None = None, *, _layer: Any = None
     ) -> Callable[..., DispatchOutput]:
         """Sends the rows of a dropless dispatch on the current stream, and returns the function that receives
         them: it waits on the host for their number, puts the rest on the stream that is current then, and

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from moecomm.backends.base import PlanFields, TensorPlan
@@ -48,13 +49,7 @@ def outside_graph(operation: Callable[Parameters, Result]) -> Callable[Parameter
 
 
 def dispatch_in_graph(
-    owner: int,
-    fields: PlanFields,
-    x: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor | None,
-    alignment: int,
-    rows: int,
+    owner: int, fields: PlanFields, x: Tensor, ids: Tensor, weights: Tensor | None, alignment: int, rows: int
 ) -> DispatchOutput:
     """Returns the result of a dispatch of communicator number `owner`, as an operator of torch.library makes
     it."""

@@ -15,16 +15,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from moecomm.backends.base import Backend, RawDispatch
 from moecomm.kernels.first_order import first_order
 
-Gradients = tuple[torch.Tensor | None, torch.Tensor | None]
+Gradients = tuple[Tensor | None, Tensor | None]
 
 
 def dispatch_backward(
-    backend: Backend, plan: Any, grad_rows_PH: torch.Tensor | None, grad_weights: torch.Tensor | None
+    backend: Backend, plan: Any, grad_rows_PH: Tensor | None, grad_weights: Tensor | None
 ) -> Gradients:
     """Returns the gradients of a dispatch's tokens (T, H) and routing weights (T, K); None for None."""
     return backend.run(
@@ -33,11 +34,7 @@ def dispatch_backward(
 
 
 def combine_backward(
-    backend: Backend,
-    plan: Any,
-    grad_y_TH: torch.Tensor,
-    weights_P: torch.Tensor | None,
-    rows_PH: torch.Tensor | None,
+    backend: Backend, plan: Any, grad_y_TH: Tensor, weights_P: Tensor | None, rows_PH: Tensor | None
 ) -> Gradients:
     """Returns the gradients of a combine's rows (P, H) and, given these rows, of its weights (P,)."""
     return backend.run(
@@ -46,7 +43,7 @@ def combine_backward(
     )
 
 
-def _as_result(tensor: torch.Tensor | None) -> Any:
+def _as_result(tensor: Tensor | None) -> Any:
     """Returns the tensor in a form that a function may return: if inputs are returned unchanged, torch makes
     views of them and refuses to change those in place."""
     return None if tensor is None else torch.ops.aten._unsafe_view(tensor, tensor.shape)
@@ -56,15 +53,15 @@ class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        x_TH: torch.Tensor | None,
-        topk_weights_TK: torch.Tensor | None,
-        rows_PH: torch.Tensor,
-        weights: torch.Tensor | None,
+        x_TH: Tensor | None,
+        topk_weights_TK: Tensor | None,
+        rows_PH: Tensor,
+        weights: Tensor | None,
         plan: Any,
-        index_weights_Q: torch.Tensor | None,
+        index_weights_Q: Tensor | None,
         index_plan: Any,
         backend: Backend,
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         ctx.plan, ctx.index_plan, ctx.backend = plan, index_plan, backend
         return _as_result(rows_PH), _as_result(weights), _as_result(index_weights_Q)
 
@@ -72,17 +69,11 @@ class _Dispatch(torch.autograd.Function):
     @_disable_dynamo
     @first_order
     def backward(
-        ctx: Any,
-        grad_rows_PH: torch.Tensor,
-        grad_weights: torch.Tensor | None,
-        grad_index_weights_Q: torch.Tensor | None,
+        ctx: Any, grad_rows_PH: Tensor, grad_weights: Tensor | None, grad_index_weights_Q: Tensor | None
     ) -> tuple[Any, ...]:
         need_x, need_weights = ctx.needs_input_grad[:2]
         grad_x_TH, grad_weights_TK = dispatch_backward(
-            ctx.backend,
-            ctx.plan,
-            grad_rows_PH if need_x else None,
-            grad_weights if need_weights else None,
+            ctx.backend, ctx.plan, grad_rows_PH if need_x else None, grad_weights if need_weights else None
         )
         if need_weights and grad_index_weights_Q is not None:
             _, grads_TK = dispatch_backward(ctx.backend, ctx.index_plan, None, grad_index_weights_Q)
@@ -94,13 +85,8 @@ class _Dispatch(torch.autograd.Function):
 class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        rows_PH: torch.Tensor,
-        weights_P: torch.Tensor | None,
-        y_TH: torch.Tensor,
-        plan: Any,
-        backend: Backend,
-    ) -> torch.Tensor:
+        ctx: Any, rows_PH: Tensor, weights_P: Tensor | None, y_TH: Tensor, plan: Any, backend: Backend
+    ) -> Tensor:
         ctx.plan, ctx.backend = plan, backend
         need_weights = weights_P is not None and ctx.needs_input_grad[1]
         ctx.save_for_backward(rows_PH if need_weights else None, weights_P)
@@ -109,13 +95,13 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     @_disable_dynamo
     @first_order
-    def backward(ctx: Any, grad_y_TH: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad_y_TH: Tensor) -> tuple[Any, ...]:
         rows_PH, weights_P = ctx.saved_tensors
         grad_rows_PH, grad_weights_P = combine_backward(ctx.backend, ctx.plan, grad_y_TH, weights_P, rows_PH)
         return grad_rows_PH if ctx.needs_input_grad[0] else None, grad_weights_P, None, None, None
 
 
-def _wants_gradient(first: torch.Tensor | None, second: torch.Tensor | None) -> bool:
+def _wants_gradient(first: Tensor | None, second: Tensor | None) -> bool:
     """Returns False where no gradient can flow. Then the autograd nodes are skipped, which cost the host more
     than the rest of a call."""
     return torch.is_grad_enabled() and (
@@ -124,7 +110,7 @@ def _wants_gradient(first: torch.Tensor | None, second: torch.Tensor | None) -> 
 
 
 def dispatch(
-    x_TH: torch.Tensor | None, topk_weights_TK: torch.Tensor | None, raw: RawDispatch, backend: Backend
+    x_TH: Tensor | None, topk_weights_TK: Tensor | None, raw: RawDispatch, backend: Backend
 ) -> RawDispatch:
     """Connects the rows and weights of a finished dispatch to their inputs, for autograd."""
     if not _wants_gradient(x_TH, topk_weights_TK):
@@ -138,23 +124,17 @@ def dispatch(
     return raw._replace(tokens_PH=rows_PH, weights=weights, expert_index=index)
 
 
-def redispatch(x_TH: torch.Tensor, rows_PH: torch.Tensor, plan: Any, backend: Backend) -> torch.Tensor:
+def redispatch(x_TH: Tensor, rows_PH: Tensor, plan: Any, backend: Backend) -> Tensor:
     """Connects rows that were sent along a kept plan to their input, for autograd."""
     if not _wants_gradient(x_TH, None):
         return rows_PH
-    found: tuple[torch.Tensor, ...] = _Dispatch.apply(  # type: ignore[no-untyped-call]
+    found: tuple[Tensor, ...] = _Dispatch.apply(  # type: ignore[no-untyped-call]
         x_TH, None, rows_PH, None, plan, None, None, backend
     )
     return found[0]
 
 
-def combine(
-    rows_PH: torch.Tensor,
-    weights_P: torch.Tensor | None,
-    y_TH: torch.Tensor,
-    plan: Any,
-    backend: Backend,
-) -> torch.Tensor:
+def combine(rows_PH: Tensor, weights_P: Tensor | None, y_TH: Tensor, plan: Any, backend: Backend) -> Tensor:
     """Connects the result of a finished combine to its rows and weights, for autograd."""
     if not _wants_gradient(rows_PH, weights_P):
         return y_TH

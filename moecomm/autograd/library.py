@@ -31,6 +31,7 @@ from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
+from torch import Tensor
 from torch.fx import traceback
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.node import has_side_effect
@@ -40,7 +41,6 @@ from moecomm.autograd.functions import combine_backward, dispatch_backward
 from moecomm.backends.base import Backend, DispatchCall, TensorPlan
 from moecomm.errors import CommunicatorClosed
 
-Tensor = torch.Tensor
 Tensors = tuple[Tensor, ...]
 
 _numbers = itertools.count()

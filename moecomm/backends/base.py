@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
+from torch import Tensor
 
 from moecomm.errors import CapacityExceeded, InvalidArgument, Unsupported, announced_as, kind_of
 from moecomm.setup.memory_plan import MemoryPlan
@@ -22,8 +23,8 @@ Finished = TypeVar("Finished")
 class ExpertIndex(NamedTuple):
     """The rows of a dispatch in the rank layout by expert-major position (DispatchOutput.expert_rows)."""
 
-    rows_Q: torch.Tensor
-    weights_Q: torch.Tensor | None
+    rows_Q: Tensor
+    weights_Q: Tensor | None
     plan: Any
     """The plan of the same dispatch with the positions as its rows."""
 
@@ -31,15 +32,15 @@ class ExpertIndex(NamedTuple):
 class RawDispatch(NamedTuple):
     """The tensors of a DispatchOutput before autograd has seen them, and the plan behind its handle."""
 
-    tokens_PH: torch.Tensor
-    weights: torch.Tensor | None
-    topk_idx_PK: torch.Tensor | None
+    tokens_PH: Tensor
+    weights: Tensor | None
+    topk_idx_PK: Tensor | None
     plan_views: PlanViews
     """Makes the views of the plan, when one of them is first needed."""
     plan: Any
     """The plan, of a type that only the backend knows, with `tokens` and `rows`. Redispatch and combine take
     it, or a TensorPlan."""
-    scales: torch.Tensor | None = None
+    scales: Tensor | None = None
     """(P, ceil(H / 128)) float32 if tokens are returned in the wire format; else None."""
     expert_index: ExpertIndex | None = None
     """In the rank layout; else None."""
@@ -50,7 +51,7 @@ class RawDispatch(NamedTuple):
 class TensorPlan(NamedTuple):
     """A plan as a tensor, with the numbers that the host knows without reading it."""
 
-    blob: torch.Tensor
+    blob: Tensor
     """(words,) int32 with the fields of `PlanFields` and words for the backend's own use. The device writes
     it in device memory, so it stays valid over replays of a CUDA graph."""
     layout: Layout
@@ -76,7 +77,7 @@ class PlanFields(NamedTuple):
         """Ends of the groups of experts in expert-major order."""
         return slice(self.expert_starts.start + 1, self.expert_starts.stop)
 
-    def view(self, blob: torch.Tensor, layout: Layout, name: str) -> torch.Tensor:
+    def view(self, blob: Tensor, layout: Layout, name: str) -> Tensor:
         """Returns the view of that name, one of PLAN_VIEWS, of the plan in `blob`."""
         if name == "tokens_per_expert":
             return blob[self.expert_rows]
@@ -104,11 +105,11 @@ def caller_of(number: int, settings: object) -> int:
 class DispatchCall(NamedTuple):
     """The checked arguments of a dispatch."""
 
-    x_TH: torch.Tensor
-    x_scales: torch.Tensor | None
+    x_TH: Tensor
+    x_scales: Tensor | None
     """(T, ceil(H / 128)) float32 if x_TH is in the wire format already; else None."""
-    topk_idx_TK: torch.Tensor
-    topk_weights_TK: torch.Tensor | None
+    topk_idx_TK: Tensor
+    topk_weights_TK: Tensor | None
     layout: Layout
     alignment: int
     capacity: int
@@ -241,11 +242,11 @@ class Backend(ABC):
     def redispatch(
         self,
         plan: Any,
-        rows_TH: torch.Tensor,
-        scales_P: torch.Tensor | None,
-        other_PH: torch.Tensor | None,
+        rows_TH: Tensor,
+        scales_P: Tensor | None,
+        other_PH: Tensor | None,
         gradients: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None]:
         """Sends rows along a kept plan and returns (received rows (P, H) times scales, dots (P,)). dots[p] =
         <row p, other[p]> with `other_PH`, else dots is None. `gradients`: without scales and other, rows
         travel in the gradient_wire."""
@@ -254,18 +255,18 @@ class Backend(ABC):
     def combine(
         self,
         plan: Any,
-        rows_PH: torch.Tensor | None,
-        weights_P: torch.Tensor | None,
-        weight_grads: torch.Tensor | None,
+        rows_PH: Tensor | None,
+        weights_P: Tensor | None,
+        weight_grads: Tensor | None,
         forward: bool = False,
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    ) -> tuple[Tensor | None, Tensor | None]:
         """Sums rows per token and returns (y_TH, or None without rows; gradients (T, K) of the routing
         weights, or None without weight_grads). `forward`: sums travel in the combine_wire."""
 
     weighs_tokens: bool = False
     """Whether every combine can have weights of tokens (`combine_weighted`)."""
 
-    def combine_weighted(self, plan: Any, rows_PH: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
+    def combine_weighted(self, plan: Any, rows_PH: Tensor, weights_TK: Tensor) -> Tensor:
         """Sums rows per token, times weights that the tokens' ranks give. Raises Unsupported unless
         `weighs_tokens`."""
         raise Unsupported(
@@ -273,18 +274,18 @@ class Backend(ABC):
             "and pass those that it returns to combine"
         )
 
-    def begin_combine(self, plan: Any, rows_PH: torch.Tensor, weights_P: torch.Tensor | None) -> Any:
+    def begin_combine(self, plan: Any, rows_PH: Tensor, weights_P: Tensor | None) -> Any:
         """Sends the sums of a forward's combine: its first half, or the whole if it has only one. Returns the
         argument of `finish_combine`, which includes the tensors that kernels still read."""
         return self.combine(plan, rows_PH, weights_P, None, forward=True)
 
-    def finish_combine(self, begun: Any) -> torch.Tensor:
+    def finish_combine(self, begun: Any) -> Tensor:
         """Receives and adds the arriving sums, and returns y (T, H): the second half."""
-        y_TH: torch.Tensor = begun[0]
+        y_TH: Tensor = begun[0]
         return y_TH
 
     @abstractmethod
-    def empty_input(self, num_tokens: int) -> torch.Tensor:
+    def empty_input(self, num_tokens: int) -> Tensor:
         """Returns an uninitialised (num_tokens, H) tensor, in the window if that saves a copy."""
 
     # -- state -----------------------------------------------------------------------------------------
@@ -311,7 +312,7 @@ class Backend(ABC):
         that talks to other nodes does not end (`warn_of_thread`)."""
 
 
-def memory_of(tensor: torch.Tensor) -> int:
+def memory_of(tensor: Tensor) -> int:
     """Returns the address of a tensor's elements; 0 if there are none. Raises InvalidArgument for a tensor
     with elements but without memory."""
     address = tensor.data_ptr()

@@ -12,6 +12,7 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch._compile import _disable_dynamo
 
 import moecomm._C as _C
@@ -36,7 +37,7 @@ from moecomm.types import Work
 
 Result = TypeVar("Result")
 Finished = TypeVar("Finished")
-Given = TypeVar("Given", torch.Tensor, torch.Tensor | None)
+Given = TypeVar("Given", Tensor, Tensor | None)
 
 # Smaller outputs come from torch's allocator: reusing pages pays only from this size on.
 _POOLED_BYTES = 1 << 16
@@ -50,7 +51,7 @@ class _Begun(NamedTuple):
     has_weights: bool
     host_counts: bool
     ids_dtype: torch.dtype
-    x_TH: torch.Tensor  # kept alive, as this rank's own rows are read from it
+    x_TH: Tensor  # kept alive, as this rank's own rows are read from it
 
 
 class _PlanWords(np.ndarray):
@@ -78,7 +79,7 @@ def _overflow(plan: _C.Plan) -> int:
     return 0
 
 
-def _plan_view(plan: _C.Plan, name: str) -> torch.Tensor:
+def _plan_view(plan: _C.Plan, name: str) -> Tensor:
     by_expert = plan if plan.by_expert is None else plan.by_expert
     values: Any
     if name == "tokens_per_expert":
@@ -149,7 +150,7 @@ class CpuBackend(Backend):
         self.network_lanes = self._native.network_lanes()
         self._order = InOrder(self._native.give_up)
 
-    def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         count = math.prod(shape)
         if torch.is_anomaly_enabled():  # anomaly mode also reads rows past the last group
             return torch.zeros(shape, dtype=dtype, device="cpu")
@@ -267,11 +268,11 @@ class CpuBackend(Backend):
     def redispatch(
         self,
         plan: _C.Plan | TensorPlan,
-        rows_TH: torch.Tensor,
-        scales_P: torch.Tensor | None,
-        other_PH: torch.Tensor | None,
+        rows_TH: Tensor,
+        scales_P: Tensor | None,
+        other_PH: Tensor | None,
         gradients: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None]:
         plan = self._plan(plan)
         rows_TH, scales_P, other_PH = _dense(rows_TH), _dense(scales_P), _dense(other_PH)
         out_PH = self._empty((plan.rows, self.hidden), self.dtype)
@@ -292,11 +293,11 @@ class CpuBackend(Backend):
     def combine(
         self,
         plan: _C.Plan | TensorPlan,
-        rows_PH: torch.Tensor | None,
-        weights_P: torch.Tensor | None,
-        weight_grads: torch.Tensor | None,
+        rows_PH: Tensor | None,
+        weights_P: Tensor | None,
+        weight_grads: Tensor | None,
         forward: bool = False,
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    ) -> tuple[Tensor | None, Tensor | None]:
         plan = self._plan(plan)
         rows_PH, weights_P = _dense(rows_PH), _dense(weights_P)
         weight_grads = _dense(weight_grads)
@@ -315,7 +316,7 @@ class CpuBackend(Backend):
         self._native.combine(plan, **addresses)
         return y_TH, grads_TK
 
-    def empty_input(self, num_tokens: int) -> torch.Tensor:
+    def empty_input(self, num_tokens: int) -> Tensor:
         self._announced = True  # other ranks do not call it
         if num_tokens == 0:
             return torch.empty((0, self.hidden), dtype=self.dtype, device="cpu")
@@ -355,7 +356,7 @@ def _dense(tensor: Given) -> Given:
     return None if tensor is None else tensor.detach().resolve_neg().contiguous()
 
 
-def _address(tensor: torch.Tensor | None) -> int:
+def _address(tensor: Tensor | None) -> int:
     """Returns the address of a tensor, 0 for None. The runtime takes null for an absent tensor, so an empty
     tensor, whose address is null as well, gets another address."""
     if tensor is None:

@@ -14,18 +14,12 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 from torch._compile import _disable_dynamo
 
 import moecomm._C as _C
 from moecomm.arguments import weight_dtype
-from moecomm.backends.base import (
-    Backend,
-    DispatchCall,
-    ExpertIndex,
-    RawDispatch,
-    TensorPlan,
-    memory_of,
-)
+from moecomm.backends.base import Backend, DispatchCall, ExpertIndex, RawDispatch, TensorPlan, memory_of
 from moecomm.backends.cuda_outputs import Begun, Inputs, Outputs, out_of_memory
 from moecomm.backends.cuda_setup import check_room, connect_gpus, meet, plan_fields_of, release
 from moecomm.backends.order import ProcessLock, within_another
@@ -39,7 +33,7 @@ from moecomm.types import WIRE_FORMATS, Work
 
 Result = TypeVar("Result")
 Finished = TypeVar("Finished")
-Given = TypeVar("Given", torch.Tensor, torch.Tensor | None)
+Given = TypeVar("Given", Tensor, Tensor | None)
 
 # Bulk copies read rows from addresses that are multiples of this.
 _ALIGNMENT = 16
@@ -173,7 +167,7 @@ class CudaBackend(Backend):
             if complete is not None:
                 self._unfinished = work
         for each in inputs if work.began else ():
-            if isinstance(each, torch.Tensor):
+            if isinstance(each, Tensor):
                 each.record_stream(side)
 
         def wait() -> Finished:
@@ -277,7 +271,7 @@ class CudaBackend(Backend):
             self._start_receiving(outputs, counts, partial(self._native.finish_dispatch, directly))
         return self._received(call, blob, counts, outputs)
 
-    def _sending(self, call: DispatchCall) -> tuple[_Sending, torch.Tensor, Inputs]:
+    def _sending(self, call: DispatchCall) -> tuple[_Sending, Tensor, Inputs]:
         """Returns the arguments of the runtime's `begin_dispatch` without the stream, the plan's memory, and
         the tensors that the kernels read. (Receiving kernels write while these are read, so the output must
         not reuse their memory.)"""
@@ -303,11 +297,7 @@ class CudaBackend(Backend):
         return sending, blob, (x_TH, x_scales, ids_TK, weights_TK)
 
     def _receive(
-        self,
-        call: DispatchCall,
-        blob: torch.Tensor,
-        counts: tuple[int, int],
-        receive: Callable[..., None],
+        self, call: DispatchCall, blob: Tensor, counts: tuple[int, int], receive: Callable[..., None]
     ) -> RawDispatch:
         """Receives the rows into new tensors by `receive`, a function of the runtime that takes `counts` (of
         rows and of expert-major positions), addresses, and the stream."""
@@ -358,7 +348,7 @@ class CudaBackend(Backend):
         receive(rows, counts[1] if by_rank else rows, *addresses, self._raw_stream)
 
     def _received(
-        self, call: DispatchCall, blob: torch.Tensor, counts: tuple[int, int], outputs: Outputs
+        self, call: DispatchCall, blob: Tensor, counts: tuple[int, int], outputs: Outputs
     ) -> RawDispatch:
         """Returns the result of a dispatch whose rows arrive in `outputs`."""
         tokens = call.x_TH.shape[0]
@@ -380,11 +370,11 @@ class CudaBackend(Backend):
     def redispatch(
         self,
         plan: TensorPlan,
-        rows_TH: torch.Tensor,
-        scales_P: torch.Tensor | None,
-        other_PH: torch.Tensor | None,
+        rows_TH: Tensor,
+        scales_P: Tensor | None,
+        other_PH: Tensor | None,
         gradients: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None]:
         rows_TH, rows_address = self._readable(rows_TH)
         scales_P, scales_address = self._readable(scales_P)
         other_PH, other_address = self._readable(other_PH)
@@ -412,28 +402,24 @@ class CudaBackend(Backend):
     def combine(
         self,
         plan: TensorPlan,
-        rows_PH: torch.Tensor | None,
-        weights_P: torch.Tensor | None,
-        weight_grads: torch.Tensor | None,
+        rows_PH: Tensor | None,
+        weights_P: Tensor | None,
+        weight_grads: Tensor | None,
         forward: bool = False,
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    ) -> tuple[Tensor | None, Tensor | None]:
         return self._combine(plan, rows_PH, weights_P, weight_grads, forward, held=False)[:2]
 
-    def combine_weighted(
-        self, plan: TensorPlan, rows_PH: torch.Tensor, weights_TK: torch.Tensor
-    ) -> torch.Tensor:
+    def combine_weighted(self, plan: TensorPlan, rows_PH: Tensor, weights_TK: Tensor) -> Tensor:
         if not self.weighs_tokens:
             return super().combine_weighted(plan, rows_PH, weights_TK)
         y_TH, *_ = self._combine(plan, rows_PH, None, None, True, held=False, weights_TK=weights_TK)
         assert y_TH is not None
         return y_TH
 
-    def begin_combine(
-        self, plan: TensorPlan, rows_PH: torch.Tensor, weights_P: torch.Tensor | None
-    ) -> tuple[Any, ...]:
+    def begin_combine(self, plan: TensorPlan, rows_PH: Tensor, weights_P: Tensor | None) -> tuple[Any, ...]:
         return self._combine(plan, rows_PH, weights_P, None, True, held=True)
 
-    def finish_combine(self, begun: tuple[Any, ...]) -> torch.Tensor:
+    def finish_combine(self, begun: tuple[Any, ...]) -> Tensor:
         """Raises InvalidArgument if a CUDA graph capture recorded the first half and has ended."""
         self._announced = True  # the first half has announced it to all ranks
         if not self._native.complete(self._raw_stream):
@@ -446,14 +432,14 @@ class CudaBackend(Backend):
     def _combine(
         self,
         plan: TensorPlan,
-        rows_PH: torch.Tensor | None,
-        weights_P: torch.Tensor | None,
-        weight_grads: torch.Tensor | None,
+        rows_PH: Tensor | None,
+        weights_P: Tensor | None,
+        weight_grads: Tensor | None,
         forward: bool,
         *,
         held: bool,
-        weights_TK: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, Any, Any, Any]:
+        weights_TK: Tensor | None = None,
+    ) -> tuple[Tensor | None, Tensor | None, Any, Any, Any]:
         """Begins a combine, and completes it unless it is `held`; returns the result of `combine`, and the
         tensors that kernels read. weights_TK: those of this rank's tokens, in place of weights_P."""
         y_TH = grads_TK = None
@@ -487,7 +473,7 @@ class CudaBackend(Backend):
         )
         return y_TH, grads_TK, rows_PH, weights_P, plan
 
-    def empty_input(self, num_tokens: int) -> torch.Tensor:
+    def empty_input(self, num_tokens: int) -> Tensor:
         self._announced = True  # other ranks do not call it
         return self._empty((num_tokens, self.hidden), self.dtype)
 
@@ -528,7 +514,7 @@ class CudaBackend(Backend):
 
     # -- tensors ---------------------------------------------------------------------------------------
 
-    def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Returns an uninitialised tensor. Faster than torch.empty, which parses dtype and device and takes
         half as long again."""
         strides = (shape[1], 1) if len(shape) == 2 else (1,)
@@ -544,7 +530,7 @@ class CudaBackend(Backend):
             plan.blob.record_stream(self._gpu.stream())
         return plan.blob.data_ptr()
 
-    def _address(self, tensor: torch.Tensor | None) -> int:
+    def _address(self, tensor: Tensor | None) -> int:
         """Returns the address of a tensor, 0 for None. The runtime takes null for an absent tensor, so an
         empty tensor, whose address is null as well, gets another address."""
         return 0 if tensor is None else memory_of(tensor) or self._nowhere_address

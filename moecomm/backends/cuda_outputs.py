@@ -6,23 +6,24 @@ import math
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from moecomm.backends.base import DispatchCall
 from moecomm.errors import OutOfMemory
 
-Inputs = tuple[torch.Tensor | None, ...]
+Inputs = tuple[Tensor | None, ...]
 
 
 class Outputs(NamedTuple):
     """The tensors into which a dispatch receives, in the order in which the runtime takes their addresses."""
 
-    tokens_PH: torch.Tensor
-    scales: torch.Tensor | None
-    weights: torch.Tensor | None
-    topk_idx_PK: torch.Tensor | None
-    rows_Q: torch.Tensor | None
+    tokens_PH: Tensor
+    scales: Tensor | None
+    weights: Tensor | None
+    topk_idx_PK: Tensor | None
+    rows_Q: Tensor | None
     """Rank layout: the row of each position in expert-major order."""
-    weights_Q: torch.Tensor | None
+    weights_Q: Tensor | None
 
     def cut(self, rows: int, positions: int) -> None:
         """Keeps the first `rows` rows and `positions` positions. The tensors keep their memory, but do not
@@ -43,7 +44,7 @@ class Begun(NamedTuple):
     fit."""
 
     call: DispatchCall
-    blob: torch.Tensor
+    blob: Tensor
     inputs: Inputs
     stream: int
     outputs: Outputs | None = None

@@ -89,10 +89,7 @@ def connect_gpus(
 
     # Its memory is zeroed before any rank continues, so no signal can be cleared later.
     window = SymmetricMemory(
-        rendezvous,
-        memory.total_bytes,
-        device,
-        ranks=group_info.nodes.local_ranks(rendezvous.rank),
+        rendezvous, memory.total_bytes, device, ranks=group_info.nodes.local_ranks(rendezvous.rank)
     )
     try:
         native = connect(

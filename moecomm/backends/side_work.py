@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
+from torch import Tensor
 
 from moecomm.backends.base import RawDispatch
 from moecomm.device.cuda_device import CudaDevice
@@ -96,11 +97,11 @@ class SideWork(Generic[Result]):
         return self._error is not None or self._event is None or self._event.query()
 
 
-def _tensors(result: Any) -> list[torch.Tensor]:
+def _tensors(result: Any) -> list[Tensor]:
     """Returns the tensors in the result of an operation."""
-    if isinstance(result, torch.Tensor):
+    if isinstance(result, Tensor):
         return [result]
-    found: tuple[torch.Tensor | None, ...]
+    found: tuple[Tensor | None, ...]
     if isinstance(result, RawDispatch):
         index = () if result.expert_index is None else result.expert_index[:2]
         found = (result.tokens_PH, result.scales, result.weights, result.topk_idx_PK, *index)

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.functional import silu
 
 import moecomm._C as _C
@@ -26,8 +27,6 @@ from moecomm.arguments import require_ends, weight_dtype
 from moecomm.errors import InvalidArgument, Unsupported
 from moecomm.kernels import operators
 from moecomm.setup.memory_plan import CUDA_DTYPES, NATIVE_DTYPES
-
-Tensor = torch.Tensor
 
 INPUTS = {"swiglu": 2, "swiglu_interleaved": 2, "swiglu_clamped": 2, "gelu": 1}
 """The ratio I / F of each activation."""

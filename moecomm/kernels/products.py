@@ -15,11 +15,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from moecomm.arguments import weight_dtype
-from moecomm.kernels.activation import (
-    activate,
-    activate_backward,
-    weighted_activation,
-)
+from moecomm.kernels.activation import activate, activate_backward, weighted_activation
 from moecomm.kernels.first_order import first_order
 from moecomm.kernels.grouped_mm import grouped_mm, grouped_mm_wgrad
 from moecomm.types import DispatchOutput

@@ -30,14 +30,13 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 import moecomm._C as _C
 from moecomm.arguments import require_ends
 from moecomm.errors import InvalidArgument
 from moecomm.kernels import operators
 from moecomm.setup.memory_plan import CUDA_DTYPES, NATIVE_DTYPES
-
-Tensor = torch.Tensor
 
 QUANTUM = 16
 """Columns, and rows of a group in transposed results, come in multiples of this, as torch's products require.

@@ -19,14 +19,13 @@ import functools
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from moecomm.arguments import require_ends
 from moecomm.errors import InvalidArgument, Unsupported
 from moecomm.kernels import operators
 from moecomm.kernels.quantize import E4M3, QUANTUM, Quantized, QuantizedColumns
-
-Tensor = torch.Tensor
 
 RESULT = torch.bfloat16
 

@@ -22,12 +22,7 @@ from moecomm.kernels.parameters import ExpertPart
 from moecomm.kernels.routing import prepare_layer
 from moecomm.nn.config import MoEConfig, OverlapConfig, values_that_agree
 from moecomm.nn.expert_pass import PassContext, Plans, Weights, run_experts
-from moecomm.nn.experts import (
-    GroupedExperts,
-    SharedExperts,
-    adopt_experts,
-    combine_own_experts,
-)
+from moecomm.nn.experts import GroupedExperts, SharedExperts, adopt_experts, combine_own_experts
 from moecomm.nn.guards import check_settings, refuse_own_settings, watchers_of
 from moecomm.nn.losses import balance_ranks
 from moecomm.nn.router import Choices, Routing, TopKRouter, flat, received_rows_bound
@@ -329,12 +324,7 @@ class MoELayer(nn.Module):
         return None if self.config.weights_on_input else self.shared
 
     def _route(
-        self,
-        x: Tensor,
-        seq_len: int | None,
-        in_order: bool,
-        watched: str | None,
-        given: dict[str, Any],
+        self, x: Tensor, seq_len: int | None, in_order: bool, watched: str | None, given: dict[str, Any]
     ) -> Routed:
         """Chooses the experts of each token. Raises InvalidArgument on this rank alone."""
         x_TH = x

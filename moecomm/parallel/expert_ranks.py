@@ -35,12 +35,7 @@ SEQUENCE = "tp-cp"
 
 
 def build_communicator(
-    config: Any,
-    group: AnyGroup | None,
-    folding: ParallelFolding | None,
-    *,
-    max_tokens: int,
-    **options: Any,
+    config: Any, group: AnyGroup | None, folding: ParallelFolding | None, *, max_tokens: int, **options: Any
 ) -> Communicator:
     """Builds the communicator of a layer on `group`, or on the ranks of a folding. options: those of
     Communicator."""
@@ -97,11 +92,7 @@ def require_communicator(config: Any, folding: ParallelFolding, comm: Communicat
 
 
 def _sizes(config: Any, etp: int) -> dict[str, Any]:
-    return {
-        "num_experts": config.num_experts * etp,
-        "hidden": config.hidden,
-        "top_k": config.top_k * etp,
-    }
+    return {"num_experts": config.num_experts * etp, "hidden": config.hidden, "top_k": config.top_k * etp}
 
 
 def held_by(config: Any, folding: ParallelFolding) -> tuple[int, ExpertPart]:

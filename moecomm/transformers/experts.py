@@ -74,12 +74,7 @@ class LocalExperts:
             weights.update(plain)
 
     def run(
-        self,
-        shared: SharedCommunicator,
-        x_TH: Tensor,
-        ids_TK: Tensor,
-        weights_TK: Tensor,
-        batches: int = 1,
+        self, shared: SharedCommunicator, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, batches: int = 1
     ) -> Tensor:
         """Returns (T, H): the weighted sum of each token's expert results.
 
@@ -100,12 +95,7 @@ class LocalExperts:
         return comm.combine(rows_PH, out.handle, weights=out.weights)
 
     def _run_pass(
-        self,
-        shared: SharedCommunicator,
-        x_TH: Tensor,
-        ids_TK: Tensor,
-        weights_TK: Tensor,
-        scale: float,
+        self, shared: SharedCommunicator, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, scale: float
     ) -> Tensor:
         """Runs the pass of moecomm's own layers on the module's weights, whose gradients are multiplied by
         `scale`."""
