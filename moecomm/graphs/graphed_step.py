@@ -151,7 +151,10 @@ class GraphedStep:
         try:
             done, needed = self._replay_and_check(self._replay)
             if needed is not None:
-                self._count(needed)
+                self.overflows += 1
+                self.last_needed = needed
+                if (self.overflows - 1) % self.report_every == 0:
+                    _log.warning("a step ran again without graph: %s", self.report())
                 self._copy_inputs(inputs)  # the replay may have changed them
                 done = self._rerun_eager(before)
             assert done is not None
@@ -387,12 +390,6 @@ class GraphedStep:
         """Waits until the device has finished the step."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
-
-    def _count(self, needed: Needed) -> None:
-        self.overflows += 1
-        self.last_needed = needed
-        if (self.overflows - 1) % self.report_every == 0:
-            _log.warning("a step ran again without graph: %s", self.report())
 
     # -- state -----------------------------------------------------------------------------------------
 

@@ -32,7 +32,12 @@ def agree(
 
     same: makes a 0-d int64 tensor. Returns whether it is the same on all ranks.
     """
-    words, problem = _outcome(check)
+    words: Sequence[str] = ()
+    problem: MoecommError | None = None
+    try:
+        words = check()
+    except MoecommError as error:
+        problem = error
     if not dist.is_initialized() or dist.get_world_size(group) == 1 or _captures(device):
         if problem is not None:
             raise problem
@@ -88,13 +93,6 @@ def agree_by_holders(
 
 def _captures(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-def _outcome(check: Callable[[], Sequence[str]]) -> tuple[Sequence[str], MoecommError | None]:
-    try:
-        return check(), None
-    except MoecommError as error:
-        return (), error
 
 
 def _digest(words: Sequence[str]) -> int:

@@ -78,7 +78,8 @@ def sharded_state(
             "(torch.nn.utils.parametrize.remove_parametrizations, torch.nn.utils.prune.remove), register a "
             "buffer with persistent=False, or make it a parameter"
         )
-    state: dict[str, Any] = {"model": {n: _shard(t, _place_of(places, t)) for n, t in tensors.items()}}
+    of_model = {n: _shard(t, places.get(t) if isinstance(t, Tensor) else None) for n, t in tensors.items()}
+    state: dict[str, Any] = {"model": of_model}
     if layers := layers_of(model):
         state["layers"] = _LayerNames([_names_of(layer, tensors) for layer in layers])
     if optimizer is not None:
@@ -179,10 +180,6 @@ def _spread_modules(model: nn.Module) -> set[nn.Module]:
     modules = [layer.experts for layer in layers_of(model) if layer.comm.size > 1]
     parts = [each for each in model.modules() if isinstance(each, GroupedExperts) and not each.has_all]
     return {*modules, *parts}
-
-
-def _place_of(places: dict[Any, Place], value: Any) -> Place | None:
-    return places.get(value) if isinstance(value, Tensor) else None
 
 
 def _place_of_state(

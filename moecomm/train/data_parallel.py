@@ -236,13 +236,14 @@ _SYNCHRONISES = "_moecomm_synchronises"
 forward decides that, since `no_sync()` may surround it and not the backward."""
 
 
-class _BeforeForward:
-    """A pre-forward hook of a DistributedDataParallel, for the experts of `layers`."""
+class _Hooks:
+    """The hooks of a DistributedDataParallel's forward, for the experts of `layers`."""
 
     def __init__(self, layers: Sequence[MoELayer]) -> None:
         self.layers = layers
+        self._queued = False
 
-    def __call__(self, wrapper: nn.Module, args: Any) -> None:
+    def before_forward(self, wrapper: nn.Module, args: Any) -> None:
         """Notes whether the backward averages. Raises InvalidArgument, on all ranks, for experts whose
         gradients nothing would average: replaced parameters, and those of a copy of the wrapper."""
         if not torch.is_grad_enabled():
@@ -251,7 +252,7 @@ class _BeforeForward:
         for layer in self.layers:
             for name, parameter in spread_parameters(layer).items():
                 average: _ReplicaAverage | None = getattr(parameter, AVERAGED_BY_DDP, None)
-                known = average is not None and average.belongs_to(wrapper)
+                known = average is not None and average.wrapper is not None and average.wrapper() is wrapper
                 if parameter.requires_grad and not known:
                     raise InvalidArgument(
                         f"the experts' {name} is not the parameter that DistributedDataParallel has wrapped "
@@ -259,52 +260,9 @@ class _BeforeForward:
                         "would not be averaged: wrap moecomm.nn.prepare_ddp(model) anew"
                     )
 
-
-class _ReplicaAverage:
-    """Averages an expert's gradient over its replicas after each backward. `_Division` has divided it by the
-    ranks of the EP group, whose tokens it sums. Averaging it again changes nothing, so gradients may
-    accumulate."""
-
-    def __init__(self, ranks: Ranks, replicas: Replicas) -> None:
-        self.ranks = ranks
-        """The ranks over which DistributedDataParallel averages."""
-        self.wrapper: weakref.ref[DistributedDataParallel] | None = None
-        self.replicas = replicas
-
-    def belongs_to(self, wrapper: nn.Module) -> bool:
-        return self.wrapper is not None and self.wrapper() is wrapper
-
-    def __call__(self, parameter: Tensor) -> None:
-        """Averages a gradient, as a hook of its parameter, unless `_AverageAtEnd` does."""
-        wrapper = None if self.wrapper is None else self.wrapper()
-        if len(self.replicas.ranks) == 1 or parameter.grad is None:
-            return
-        if wrapper is None or (_synchronises(wrapper) and not wrapper.find_unused_parameters):
-            self.average(parameter)
-
-    @torch.no_grad()
-    def average(self, parameter: Tensor) -> None:
-        """Averages a gradient, which counts as zero where the backward has not reached the parameter."""
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        dist.all_reduce(parameter.grad, group=self.replicas.group)
-        parameter.grad.div_(len(self.replicas.ranks))
-
-
-def _synchronises(wrapper: DistributedDataParallel) -> bool:
-    return bool(getattr(wrapper, _SYNCHRONISES, wrapper.require_backward_grad_sync))
-
-
-class _AverageAtEnd:
-    """A forward hook of a DistributedDataParallel with find_unused_parameters: averages the experts'
-    gradients at the end of a backward, since replicas may skip different layers."""
-
-    def __init__(self, layers: Sequence[MoELayer]) -> None:
-        self.layers = layers
-        self._queued = False
-
-    def __call__(self, wrapper: DistributedDataParallel, args: Any, output: Any) -> None:
-        """Makes the backward of these outputs call `average` at its end."""
+    def after_forward(self, wrapper: DistributedDataParallel, args: Any, output: Any) -> None:
+        """With find_unused_parameters, makes the backward of these outputs average the experts' gradients at
+        its end, since replicas may skip different layers."""
         self._queued = False
         if not (wrapper.find_unused_parameters and torch.is_grad_enabled() and _synchronises(wrapper)):
             return
@@ -333,6 +291,38 @@ class _AverageAtEnd:
             for parameter, replicas_with in zip(parameters, found.tolist(), strict=True):
                 if replicas_with > 0:
                     getattr(parameter, AVERAGED_BY_DDP).average(parameter)
+
+
+class _ReplicaAverage:
+    """Averages an expert's gradient over its replicas after each backward. `_Division` has divided it by the
+    ranks of the EP group, whose tokens it sums. Averaging it again changes nothing, so gradients may
+    accumulate."""
+
+    def __init__(self, ranks: Ranks, replicas: Replicas) -> None:
+        self.ranks = ranks
+        """The ranks over which DistributedDataParallel averages."""
+        self.wrapper: weakref.ref[DistributedDataParallel] | None = None
+        self.replicas = replicas
+
+    def __call__(self, parameter: Tensor) -> None:
+        """Averages a gradient, as a hook of its parameter, unless `_Hooks.average` does."""
+        wrapper = None if self.wrapper is None else self.wrapper()
+        if len(self.replicas.ranks) == 1 or parameter.grad is None:
+            return
+        if wrapper is None or (_synchronises(wrapper) and not wrapper.find_unused_parameters):
+            self.average(parameter)
+
+    @torch.no_grad()
+    def average(self, parameter: Tensor) -> None:
+        """Averages a gradient, which counts as zero where the backward has not reached the parameter."""
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        dist.all_reduce(parameter.grad, group=self.replicas.group)
+        parameter.grad.div_(len(self.replicas.ranks))
+
+
+def _synchronises(wrapper: DistributedDataParallel) -> bool:
+    return bool(getattr(wrapper, _SYNCHRONISES, wrapper.require_backward_grad_sync))
 
 
 def _check_wrapped(wrapper: nn.Module, name: str, model: nn.Module | None) -> None:
@@ -368,9 +358,9 @@ def _check_wrapped(wrapper: nn.Module, name: str, model: nn.Module | None) -> No
                 f"{average.ranks}: pass prepare_ddp the same group"
             )
         average.wrapper = weakref.ref(wrapper)
-    spread = [layer for layer in layers_of(model) if layer.comm.size > 1]
-    wrapper.register_forward_pre_hook(_BeforeForward(spread))
-    wrapper.register_forward_hook(_AverageAtEnd(spread))
+    hooks = _Hooks([layer for layer in layers_of(model) if layer.comm.size > 1])
+    wrapper.register_forward_pre_hook(hooks.before_forward)
+    wrapper.register_forward_hook(hooks.after_forward)
     for path, _ in model.named_buffers():
         if path.rpartition(".")[2] == "load_E" and path not in ignored:
             raise InvalidArgument(

@@ -24,7 +24,6 @@ from moecomm.parallel.spread import spread_parameters
 from moecomm.train.agreement import agree, agree_by_holders
 from moecomm.train.drift import bits_of, router_weight
 from moecomm.train.replicas import (
-    Ranks,
     Replicas,
     expert_owners,
     find_replicas,
@@ -89,7 +88,7 @@ def sync_gradients(
         mark_synchronized(model)
         return
     group, expert_group = model_group(model, group, folding), as_group(expert_group, "expert_group")
-    device = _device_of(list(model.parameters()))
+    device = _device_of(model)
     about = "ranks average different parameters"
     if not agree(group, device, about, check, lambda: _bits_of_router(model)):
         raise MismatchedArguments(
@@ -118,8 +117,8 @@ def sync_gradients(
             sums.setdefault(folding.group("dp-cp"), []).append(_local(_placed_gradient(parameter)))
             continue
         if isinstance(parameter, DTensor):
-            if parameter not in owners:
-                _require_all_ranks(parameter, ranks)
+            if parameter not in owners and ranks_of_shards(parameter) != tuple(sorted(ranks)):
+                raise _sharded_over_too_few(parameter, f"all ranks {ranks} of the group")
             continue
         if hasattr(parameter, DIVIDED):
             continue
@@ -190,7 +189,7 @@ def clip_grad_norm(
             "pp_group is None, must be the ranks of this rank's pipeline, folding.group('pp'), for a norm "
             "over all stages"
         )
-    trained, parts = _trained(model), [_zero(list(model.parameters()))]
+    trained, parts = _trained(model), [_zero(model)]
     for groups, powers in _powers(model, ep_group, norm_type).items():
         parts.append(_all_ranks(_sum(list(powers.values()), norm_type), groups, norm_type))
     total = _sum(parts, norm_type)
@@ -229,7 +228,7 @@ def grad_norms(
             told: list[Any] = [None] * dist.get_world_size(over)
             dist.all_gather_object(told, names, group=over)
             names = list(dict.fromkeys(name for each in told for name in each))
-        zero = _zero(list(model.parameters()))
+        zero = _zero(model)
         values = torch.stack([powers.get(name, zero) for name in names])
         values = _all_ranks(values, groups, norm_type)
         norms = values if norm_type == math.inf else values.pow(1 / norm_type)
@@ -248,10 +247,14 @@ def _powers(
         raise InvalidArgument(f"norm_type is {order}, must be more than 0, or math.inf")
     owners, ep_group = expert_owners(model), as_group(ep_group, "ep_group")
     _require_dense_ranks(model, [each for each in _trained(model) if each not in owners])
-    zero = _zero(list(model.parameters()))
+    zero = _zero(model)
     powers: dict[tuple[Group, ...], dict[str, Tensor]] = {}
     for name, parameter in model.named_parameters():
-        groups = _shard_groups(parameter)
+        groups: tuple[Group, ...] = ()
+        if isinstance(parameter, DTensor):
+            # FSDP2 wraps a tensor-parallel placement in a kind of shard whose is_shard() is False.
+            parts = [n for n, place in enumerate(parameter.placements) if not place.is_replicate()]
+            groups = tuple(parameter.device_mesh.get_group(number) for number in parts)
         if parameter in owners and dist.is_initialized():
             over = ep_group_of(owners[parameter], ep_group)
             assert over is not None
@@ -335,34 +338,22 @@ def refuse_shared_with_experts(model: nn.Module) -> None:
     """Raises InvalidArgument for a parameter of spread experts that is also outside of them, since the parts
     of its gradient would have to be averaged over different ranks. Experts may have a second name as a
     whole."""
-    inside: dict[nn.Parameter, str] = {}
-    outside: dict[nn.Parameter, str] = {}
     spread = {layer.experts: layer for layer in layers_of(model) if layer.comm.size > 1}
-    seen: set[nn.Module] = set()
-
-    def walk(module: nn.Module, path: str) -> None:
-        if module in seen:
-            return
-        seen.add(module)
-        if module in spread:
-            for name, parameter in spread_parameters(spread[module]).items():
-                inside.setdefault(parameter, f"{path}.{name}".lstrip("."))
-            return
-        for name, own in module._parameters.items():
-            if own is not None:
-                outside.setdefault(own, f"{path}.{name}".lstrip("."))
-        for name, child in module._modules.items():
-            if child is not None:
-                walk(child, f"{path}.{name}".lstrip("."))
-
-    if spread:
-        walk(model, "")
-    for parameter, name in inside.items():
-        if parameter in outside:
-            raise InvalidArgument(
-                f"{name} is the same parameter as {outside[parameter]}: one of experts, which other ranks do "
-                "not have, must be in no other part of the model. Give each a parameter of its own"
-            )
+    if not spread:
+        return
+    every = model.named_modules(remove_duplicate=False)
+    paths = [(f"{path}.", spread[module]) for path, module in every if module in spread]
+    within = tuple(path for path, _ in paths)
+    named = model.named_parameters(remove_duplicate=False)
+    outside = {parameter: name for name, parameter in named if not name.startswith(within)}
+    for path, layer in paths:
+        for name, parameter in spread_parameters(layer).items():
+            if parameter in outside:
+                raise InvalidArgument(
+                    f"{path}{name} is the same parameter as {outside[parameter]}: one of experts, which "
+                    "other ranks do not have, must be in no other part of the model. Give each a parameter "
+                    "of its own"
+                )
 
 
 def _trained(model: nn.Module) -> list[nn.Parameter]:
@@ -411,11 +402,6 @@ def _placed_gradient(parameter: DTensor) -> DTensor:
     return placed
 
 
-def _require_all_ranks(parameter: DTensor, ranks: Ranks) -> None:
-    if ranks_of_shards(parameter) != tuple(sorted(ranks)):
-        raise _sharded_over_too_few(parameter, f"all ranks {ranks} of the group")
-
-
 def _sharded_over_too_few(parameter: DTensor, needed: str) -> InvalidArgument:
     return InvalidArgument(
         f"a parameter of shape {tuple(parameter.shape)} is sharded over ranks {ranks_of_shards(parameter)}, "
@@ -440,29 +426,17 @@ def _require_dense_ranks(model: nn.Module, dense: Sequence[nn.Parameter]) -> Non
             raise _sharded_over_too_few(parameter, among)
 
 
-def _shard_groups(parameter: Tensor) -> tuple[Group, ...]:
-    """Returns the groups over which a parameter's shards are summed; none for a parameter that is whole on a
-    rank."""
-    if not isinstance(parameter, DTensor):
-        return ()
-    placements = enumerate(parameter.placements)
-    # FSDP2 wraps a tensor-parallel placement in a kind of shard whose is_shard() is False.
-    return tuple(
-        parameter.device_mesh.get_group(number) for number, place in placements if not place.is_replicate()
-    )
-
-
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _zero(parameters: Sequence[nn.Parameter]) -> Tensor:
+def _zero(model: nn.Module) -> Tensor:
     """Returns a float64 zero, so that the order of adding shards does not affect the norm."""
-    return torch.zeros((), dtype=torch.float64, device=_device_of(parameters))
+    return torch.zeros((), dtype=torch.float64, device=_device_of(model))
 
 
-def _device_of(parameters: Sequence[nn.Parameter]) -> torch.device:
-    return _local(parameters[0]).device if parameters else torch.device("cpu")
+def _device_of(model: nn.Module) -> torch.device:
+    return next((_local(each).device for each in model.parameters()), torch.device("cpu"))
 
 
 def _found_gradient(parameter: nn.Parameter) -> Tensor | None:

@@ -121,7 +121,7 @@ def expert_owners(model: nn.Module) -> dict[nn.Parameter, MoELayer | None]:
                     f"{_says_common(module, *common.popitem())}, and cannot be with folding.etp="
                     f"{module.folding.etp}, where ranks hold parts of experts: {_INSTEAD}"
                 )
-        elif isinstance(module, MoELayer) or _has_all(module):
+        elif isinstance(module, MoELayer) or (isinstance(module, GroupedExperts) and module.has_all):
             of_all = module.experts if isinstance(module, MoELayer) else module
             for parameter in of_all.parameters():
                 owners.pop(parameter, None)
@@ -174,10 +174,6 @@ def _says_common(layer: MoELayer, name: str, parameter: Tensor) -> str:
 def _digest(parameter: Tensor) -> bytes:
     values = parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return hashlib.blake2b(values.numpy().tobytes()).digest()
-
-
-def _has_all(module: nn.Module) -> bool:
-    return isinstance(module, GroupedExperts) and module.has_all
 
 
 def _is_known(group: Group) -> bool:
