@@ -396,7 +396,10 @@ class Communicator(_Planned):
         name = "moecomm dispatch"
         if not async_op:
             return finish(backend.run(name, lambda: backend.dispatch(checked())))
-        few = isinstance(x, torch.Tensor) and x.dim() > 0 and backend.splits(x.shape[0])
+        try:
+            few = isinstance(x, torch.Tensor) and x.dim() > 0 and backend.splits(x.shape[0])
+        except Exception as error:  # for example of a nested tensor, which has no shape
+            backend.announce(error)
         if not few and not (capacity is None and expert_capacity is None):
             return backend.launch(name, lambda: backend.dispatch(checked()), None, finish, inputs)
         return backend.launch(

@@ -7,7 +7,7 @@ the same error, and a new communicator has to be built. After every other error 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 
 class MoecommError(RuntimeError):
@@ -89,6 +89,14 @@ class PeerTimeout(_PeerError):
 class PeerLost(_PeerError):
     """A peer's process has ended, or it closed the communicator, while it was still needed. Attributes as
     `PeerTimeout`."""
+
+
+_Peer = TypeVar("_Peer", bound=_PeerError)
+
+
+def of_peer(kind: type[_Peer], text: str, rank: int, phase: str, peer: int = -1) -> _Peer:
+    """Returns the PeerTimeout or PeerLost that `rank` raises in `phase`; its text begins with both."""
+    return kind(f"rank {rank}, {phase}: {text}", rank=rank, peer=peer, phase=phase)
 
 
 class Unsupported(MoecommError):

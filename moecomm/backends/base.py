@@ -146,6 +146,8 @@ class Backend(ABC):
     """The number of SMs that an operation holds; on the CPU, of threads."""
     plan_fields: PlanFields
     """The fields of the blob in a TensorPlan."""
+    _native: Any
+    """The communicator of the runtime."""
     _announced = True
     """True once the runtime has the operation, and makes its errors known to all ranks."""
 
@@ -310,6 +312,10 @@ class Backend(ABC):
     def close(self) -> None:
         """Waits for running operations, tells the peers, and frees the window. RuntimeWarning if the thread
         that talks to other nodes does not end (`warn_of_thread`)."""
+
+    def __str__(self) -> str:
+        network = self._native.network()
+        return f"{self._native}{f'; {self.nodes.nodes} nodes, {network}' if network else ''}"
 
 
 def memory_of(tensor: Tensor) -> int:

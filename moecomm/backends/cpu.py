@@ -30,7 +30,7 @@ from moecomm.backends.base import (
 from moecomm.backends.order import InOrder
 from moecomm.errors import CapacityExceeded, InvalidArgument, MoecommError, OutOfMemory, Unsupported
 from moecomm.setup.devices import default_threads
-from moecomm.setup.handshake import check_host_room, connect, describe, handshake
+from moecomm.setup.handshake import check_host_room, connect, handshake
 from moecomm.setup.memory_plan import plan_memory, window_shape
 from moecomm.setup.rendezvous import Rendezvous
 from moecomm.types import Work
@@ -130,7 +130,7 @@ class CpuBackend(Backend):
         check_host_room(rendezvous, group_info, self.memory.committed_bytes)
         host_ranks = group_info.host_ranks(rendezvous.rank)
         self.num_sms = threads or default_threads(host_ranks)
-        self._native = connect(
+        self._native: _C.Communicator = connect(
             rendezvous,
             group_info,
             lambda: _C.Communicator(
@@ -343,9 +343,6 @@ class CpuBackend(Backend):
         self._order.finish()
         if not self._native.close():
             warn_of_thread()
-
-    def __str__(self) -> str:
-        return describe(self._native, self.nodes)
 
 
 # A trace frees a tensor of which later code uses only the address.

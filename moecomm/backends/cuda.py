@@ -26,7 +26,6 @@ from moecomm.backends.order import ProcessLock, within_another
 from moecomm.backends.side_work import SideWork
 from moecomm.device.cuda_device import CudaDevice, StreamOrder
 from moecomm.errors import InvalidArgument, MoecommError, OutOfMemory
-from moecomm.setup.handshake import describe
 from moecomm.setup.memory_plan import device_shape, plan_device_memory
 from moecomm.setup.rendezvous import Rendezvous
 from moecomm.types import WIRE_FORMATS, Work
@@ -96,6 +95,7 @@ class CudaBackend(Backend):
             self._kinds = {each: torch.empty(0, dtype=each, device=device) for each in dtypes}
             self._nowhere = torch.empty(_ALIGNMENT, dtype=torch.uint8, device=device)
             self._nowhere_address = self._nowhere.data_ptr()
+            self._native: _C.DeviceCommunicator
             self._native, window = connect_gpus(
                 rendezvous,
                 group_info,
@@ -508,9 +508,6 @@ class CudaBackend(Backend):
         with self._lock:
             self._settle_begun()
             self._release()
-
-    def __str__(self) -> str:
-        return describe(self._native, self.nodes)
 
     # -- tensors ---------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moecomm.arguments import require_integer
-from moecomm.errors import InvalidArgument, MismatchedArguments, PeerLost
+from moecomm.errors import InvalidArgument, MismatchedArguments, PeerLost, of_peer
 from moecomm.parallel import ParallelFolding
 from moecomm.parallel.expert_ranks import SEQUENCE, STAGE
 from moecomm.types import Group, GroupReference
@@ -143,13 +143,8 @@ class StepCounts:
         try:
             dist.all_reduce(value, op=op, group=group)
         except RuntimeError as error:
-            rank = dist.get_rank()
-            raise PeerLost(
-                f"rank {rank}, {self.phase}: a rank of {dist.get_process_group_ranks(group)} is gone or did "
-                f"not come ({error})",
-                rank=rank,
-                phase=self.phase,
-            ) from error
+            text = f"a rank of {dist.get_process_group_ranks(group)} is gone or did not come ({error})"
+            raise of_peer(PeerLost, text, dist.get_rank(), self.phase) from error
         return value
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store, _world
 
-from moecomm.errors import InvalidArgument, MismatchedArguments, PeerLost, PeerTimeout
+from moecomm.errors import InvalidArgument, MismatchedArguments, PeerLost, PeerTimeout, of_peer
 from moecomm.parallel.grid import Grid, Ranks
 from moecomm.setup.checks import timeout_seconds
 from moecomm.types import Group
@@ -88,17 +88,14 @@ def _agree(what: str, world_size: int) -> None:
             late = [each for each in range(size) if not store.check([f"came/{each}"])]
         other = store.get("other").decode() if store.check(["other"]) else None
     except RuntimeError as error:
-        raise PeerLost(
-            f"rank {rank}, {phase}: the store of torch.distributed is gone ({error})", rank=rank, phase=phase
-        ) from error
+        gone = f"the store of torch.distributed is gone ({error})"
+        raise of_peer(PeerLost, gone, rank, phase) from error
     if late:
-        raise PeerTimeout(
-            f"rank {rank}, {phase}: {len(late)} ranks, the first {late[0]}, did not come within "
-            f"{seconds:g} s; all ranks have to make it, at the same place in the program",
-            rank=rank,
-            peer=late[0],
-            phase=phase,
+        text = (
+            f"{len(late)} ranks, the first {late[0]}, did not come within {seconds:g} s; all ranks have to "
+            "make it, at the same place in the program"
         )
+        raise of_peer(PeerTimeout, text, rank, phase, late[0])
     if other is not None:
         raise MismatchedArguments(
             f"{other}, and another rank makes {first}: all ranks have to make the same groups and meshes of "

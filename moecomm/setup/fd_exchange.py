@@ -13,7 +13,7 @@ import socket
 import struct
 import time
 
-from moecomm.errors import PeerLost, PeerTimeout
+from moecomm.errors import PeerLost, PeerTimeout, of_peer
 
 _CREDENTIALS = struct.Struct("iII")  # struct ucred: pid, uid, gid
 _INT = struct.Struct("i")
@@ -89,22 +89,17 @@ def send(
                     raise _late(rank, peer, phase, timeout) from error
                 time.sleep(0.001)
             except (ConnectionRefusedError, FileNotFoundError) as error:
-                raise _lost(rank, peer, phase, f"rank {peer} (pid {pid}) has ended") from error
+                raise of_peer(PeerLost, f"rank {peer} (pid {pid}) has ended", rank, phase, peer) from error
         found, uid = _other_end(connection)
         if (found, uid) != (pid, os.geteuid()):
-            raise _lost(
-                rank,
-                peer,
-                phase,
-                f"the socket of rank {peer} belongs to pid {found} of user {uid}, expected pid {pid} of user "
-                f"{os.geteuid()}",
-            )
+            other = f"pid {found} of user {uid}, expected pid {pid} of user {os.geteuid()}"
+            raise of_peer(PeerLost, f"the socket of rank {peer} belongs to {other}", rank, phase, peer)
         try:
             socket.send_fds(connection, [b"1"], [descriptor])
         except TimeoutError as error:
             raise _late(rank, peer, phase, timeout) from error
         except (BrokenPipeError, ConnectionResetError) as error:
-            raise _lost(rank, peer, phase, f"rank {peer} (pid {pid}) has ended") from error
+            raise of_peer(PeerLost, f"rank {peer} (pid {pid}) has ended", rank, phase, peer) from error
 
 
 def _receive(connection: socket.socket, rank: int, peer: int, phase: str) -> int:
@@ -121,13 +116,11 @@ def _receive(connection: socket.socket, rank: int, peer: int, phase: str) -> int
     for descriptor in descriptors:
         with contextlib.suppress(OSError):
             os.close(descriptor)
-    raise _lost(
-        rank,
-        peer,
-        phase,
+    text = (
         f"rank {peer} sent {len(data)} bytes and {len(descriptors)} open files, expected 1 and 1 (is this "
-        "process out of descriptors? ulimit -n)",
+        "process out of descriptors? ulimit -n)"
     )
+    raise of_peer(PeerLost, text, rank, phase, peer)
 
 
 def _other_end(connection: socket.socket) -> tuple[int, int]:
@@ -137,14 +130,5 @@ def _other_end(connection: socket.socket) -> tuple[int, int]:
     return pid, uid
 
 
-def _lost(rank: int, peer: int, phase: str, what: str) -> PeerLost:
-    return PeerLost(f"rank {rank}, {phase}: {what}", rank=rank, peer=peer, phase=phase)
-
-
 def _late(rank: int, peer: int, phase: str, timeout: float) -> PeerTimeout:
-    return PeerTimeout(
-        f"rank {rank}, {phase}: rank {peer} did not come within {timeout:g} s",
-        rank=rank,
-        peer=peer,
-        phase=phase,
-    )
+    return of_peer(PeerTimeout, f"rank {peer} did not come within {timeout:g} s", rank, phase, peer)

@@ -176,12 +176,6 @@ def check_host_room(rendezvous: Rendezvous, group_info: GroupInfo, needed: int) 
             )
 
 
-def describe(native: _Native, nodes: NodeMap) -> str:
-    """Returns the description of a native communicator and of its network."""
-    network = native.network()
-    return f"{native}{f'; {nodes.nodes} nodes, {network}' if network else ''}"
-
-
 def _connect_rail(rendezvous: Rendezvous, group_info: GroupInfo, native: _Native) -> None:
     """Connects to the ranks of this rank's rail; an error closes the communicator."""
     rails: list[_C.Rail] = []

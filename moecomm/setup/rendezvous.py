@@ -28,6 +28,7 @@ from moecomm.errors import (
     PeerTimeout,
     Unsupported,
     from_message,
+    of_peer,
     to_message,
 )
 from moecomm.types import Group
@@ -170,7 +171,7 @@ class Rendezvous:
                 return [self._receive(phase, peer, deadline, limit) for peer in range(self.size)]
             except _BegunAnew as error:
                 if meeting is None:
-                    raise PeerLost(str(error), rank=self.rank, phase=phase) from None
+                    raise of_peer(PeerLost, str(error), self.rank, phase) from None
 
     def step(
         self, phase: str, action: Callable[[], dict[str, Any]], patience: float = 1.0
@@ -262,8 +263,7 @@ class Rendezvous:
                     raise self._conflict(conflict) from None  # the peer raises it after it has met this rank
                 if found.get(f"number/{peer}") != self._numbers[peer]:
                     raise _BegunAnew(
-                        f"rank {self.rank}, {phase}: rank {peer} has given up this construction and begun "
-                        "another"
+                        f"rank {peer} has given up this construction and begun another"
                     ) from None
                 if time.monotonic() >= deadline:
                     raise self._timeout(phase, peer, limit) from error
@@ -273,14 +273,11 @@ class Rendezvous:
         return message
 
     def _timeout(self, phase: str, peer: int, limit: float) -> PeerTimeout:
-        return PeerTimeout(
-            f"rank {self.rank}, {phase}: rank {peer} did not come within {limit:g} s; "
-            "every rank of the group has to be building the communicator at the same time (raise timeout "
-            "where some come late)",
-            rank=self.rank,
-            peer=peer,
-            phase=phase,
+        text = (
+            f"rank {peer} did not come within {limit:g} s; every rank of the group has to be building the "
+            "communicator at the same time (raise timeout where some come late)"
         )
+        return of_peer(PeerTimeout, text, self.rank, phase, peer)
 
     def _conflict(self, conflict: str) -> MismatchedArguments:
         _, one, other = conflict.split()
@@ -292,8 +289,5 @@ class Rendezvous:
         )
 
     def _lost(self, phase: str, error: Exception) -> PeerLost:
-        return PeerLost(
-            f"rank {self.rank}, {phase}: the store of torch.distributed is gone ({error})",
-            rank=self.rank,
-            phase=phase,
-        )
+        text = f"the store of torch.distributed is gone ({error})"
+        return of_peer(PeerLost, text, self.rank, phase)

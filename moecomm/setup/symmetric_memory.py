@@ -97,13 +97,7 @@ class SymmetricMemory:
         self._step("construction: GPU memory", allocate)
         self._step("construction: GPU handles", lambda: self._send(peers, own[0]))
 
-        def attach() -> Message:
-            shared = self._take(peers, passing)
-            for peer in self._others:
-                self._attach(peer, peers[peer], shared[peer])
-            return {}
-
-        self._step("construction: GPU mapping", attach)
+        self._step("construction: GPU mapping", lambda: self._attach(peers, passing))
         self.bases.extend(self._address(peer) for peer in self._ranks)
         self._kept.callback(_synchronize, self._driver, self._context)
 
@@ -124,8 +118,10 @@ class SymmetricMemory:
         self._kept.callback(self._driver.free, "cuDevicePrimaryCtxRelease", self._device)
         self._mailbox = descriptors.Mailbox(self._rendezvous.size)
         passing.callback(self._mailbox.close)
+        option = self._driver.api.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
+        granularity = self._driver.call("cuMemGetAllocationGranularity", self._properties(), option)
         return {
-            "granularity": self._granularity(),
+            "granularity": int(granularity),
             "host": _host(),
             "pid": os.getpid(),
             "mailbox": self._mailbox.name,
@@ -189,8 +185,8 @@ class SymmetricMemory:
             )
         return {}
 
-    def _take(self, peers: list[Message], passing: ExitStack) -> dict[int, int]:
-        """Returns the descriptors of the others' memory, by rank. All must have been sent before."""
+    def _attach(self, peers: list[Message], passing: ExitStack) -> Message:
+        """Maps the others' memory, whose descriptors must all have been sent before."""
         taken = self._mailbox.take(
             {peer: peers[peer]["pid"] for peer in self._others},
             rank=self._rendezvous.rank,
@@ -199,20 +195,18 @@ class SymmetricMemory:
         )
         for descriptor in taken.values():
             passing.callback(os.close, descriptor)
-        return taken
-
-    def _attach(self, rank: int, peer: Message, shared: int) -> None:
-        """Maps a peer's memory. `shared`: its descriptor."""
-        try:
-            handle = self._driver.call("cuMemImportFromShareableHandle", shared, self._kind)
+        for rank in self._others:
             try:
-                self._map(rank, handle)
-            finally:
-                self._driver.free("cuMemRelease", handle)
-        except DriverError as error:
-            if self._driver.out_of_memory(error):
-                raise
-            raise self._unreachable(rank, peer, str(error)) from error
+                handle = self._driver.call("cuMemImportFromShareableHandle", taken[rank], self._kind)
+                try:
+                    self._map(rank, handle)
+                finally:
+                    self._driver.free("cuMemRelease", handle)
+            except DriverError as error:
+                if self._driver.out_of_memory(error):
+                    raise
+                raise self._unreachable(rank, peers[rank], str(error)) from error
+        return {}
 
     def _map(self, rank: int, handle: Any) -> None:
         """Maps a handle at the address for the memory of `rank`, for loads and stores of this GPU."""
@@ -239,10 +233,6 @@ class SymmetricMemory:
         properties.requestedHandleTypes = self._kind
         properties.allocFlags.gpuDirectRDMACapable = int(self._gpu.rdma)
         return properties
-
-    def _granularity(self) -> int:
-        option = self._driver.api.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
-        return int(self._driver.call("cuMemGetAllocationGranularity", self._properties(), option))
 
     def _step(self, phase: str, action: Callable[[], Message]) -> list[Message]:
         """Runs one step on all ranks; any failure is raised as a MoecommError, so that the others learn of
@@ -289,11 +279,9 @@ def _host() -> str:
 
 
 def _synchronize(driver: Driver, context: Any) -> None:
-    """Waits for the device, since a running kernel may still use the mappings."""
-    with (
-        suppress(DriverError),
-        driver.current(context),
-    ):  # nothing can run in a context that has failed or is gone
+    """Waits for the device, since a running kernel may still use the mappings. Nothing can run in a context
+    that has failed or is gone."""
+    with suppress(DriverError), driver.current(context):
         driver.call("cuCtxSynchronize")
 
 
