@@ -21,14 +21,6 @@ def _(grad_y: Tensor, scale: Tensor) -> Tensor:
     return torch.empty_like(scale)
 
 
-def _gradient_of_loss(grad_y: Tensor, loss: Tensor, scale: float | Tensor) -> Tensor:
-    if not isinstance(scale, Tensor):
-        return torch.full_like(loss, scale)
-    if torch.compiler.is_compiling():
-        return _scale_in_backward(grad_y, scale).to(loss.dtype).expand_as(loss)
-    return torch.empty_like(loss).copy_(scale)
-
-
 class _AttachLoss(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -44,7 +36,13 @@ class _AttachLoss(torch.autograd.Function):
         if ctx.on_backward is not None:
             ctx.on_backward()
             ctx.on_backward = None  # a graph may have several backwards
-        return grad_y, _gradient_of_loss(grad_y, loss, ctx.scale), None, None
+        if not isinstance(ctx.scale, Tensor):
+            grad_loss = torch.full_like(loss, ctx.scale)
+        elif torch.compiler.is_compiling():
+            grad_loss = _scale_in_backward(grad_y, ctx.scale).to(loss.dtype).expand_as(loss)
+        else:
+            grad_loss = torch.empty_like(loss).copy_(ctx.scale)
+        return grad_y, grad_loss, None, None
 
 
 def attach_loss(

@@ -57,9 +57,13 @@ def activate(inner_PI: Tensor, weights_P: Tensor | None, ends_L: Tensor | None, 
     host twice as long."""
     width = _width(inner_PI, weights_P, ends_L, activation)
     z_PF = inner_PI.new_empty(inner_PI.shape[0], width)
-    if not inner_PI.is_cuda:
-        return _forward_by_torch(z_PF, inner_PI, weights_P, ends_L, activation)
-    _launch("activation", inner_PI, weights_P, ends_L, width, activation, z_PF)
+    if inner_PI.is_cuda:
+        _launch("activation", inner_PI, weights_P, ends_L, width, activation, z_PF)
+        return z_PF
+    for block in _blocks(inner_PI):
+        value_BF = _value(_parts(inner_PI[block], activation), activation)
+        z_PF[block] = _weigh(value_BF, weights_P, block)
+    _zero_others(z_PF, ends_L)
     return z_PF
 
 
@@ -80,12 +84,24 @@ def activate_backward(
     same bits. Results that are not needed are empty tensors. Errors are those of `weighted_activation`.
     """
     width = _width(inner_PI, weights_P, ends_L, activation, grad_z_PF)
-    results = _new_gradients(inner_PI, width, need_weights, need_z)
-    if not inner_PI.is_cuda:
-        _backward_by_torch(results, grad_z_PF, inner_PI, weights_P, ends_L, activation)
+    grad_inner_PI, grad_weights_P, z_PF = results = _new_gradients(inner_PI, width, need_weights, need_z)
+    if inner_PI.is_cuda:
+        grad_z_PF = grad_z_PF.contiguous()
+        _launch("activation_backward", inner_PI, weights_P, ends_L, width, activation, grad_z_PF, *results)
         return results
-    grad_z_PF = grad_z_PF.contiguous()
-    _launch("activation_backward", inner_PI, weights_P, ends_L, width, activation, grad_z_PF, *results)
+    exact = weight_dtype(inner_PI.dtype)
+    for block in _blocks(inner_PI):
+        parts = _parts(inner_PI[block], activation)
+        grad_BF = grad_z_PF[block].contiguous().to(exact)
+        scaled_BF = grad_BF if weights_P is None else grad_BF * weights_P[block, None]
+        grad_parts = _split(grad_inner_PI[block], activation)
+        value_BF = _gradients_and_value(grad_parts, scaled_BF, parts, activation)
+        if need_weights:
+            grad_weights_P[block] = (grad_BF * value_BF).sum(dim=1)
+        if need_z:
+            z_PF[block] = _weigh(value_BF, weights_P, block)
+    for result in results:
+        _zero_others(result, ends_L)
     return results
 
 
@@ -205,43 +221,6 @@ def _zero_others(result: Tensor, ends_L: Tensor | None) -> None:
     """Sets rows that are not real to zero, whatever they contain."""
     if ends_L is not None:
         result[int(ends_L[-1]) :].zero_()
-
-
-def _forward_by_torch(
-    z_PF: Tensor, inner_PI: Tensor, weights_P: Tensor | None, ends_L: Tensor | None, activation: str
-) -> Tensor:
-    """Computes the result into `z_PF`, with zeros for rows that are not real."""
-    for block in _blocks(inner_PI):
-        value_BF = _value(_parts(inner_PI[block], activation), activation)
-        z_PF[block] = _weigh(value_BF, weights_P, block)
-    _zero_others(z_PF, ends_L)
-    return z_PF
-
-
-def _backward_by_torch(
-    results: tuple[Tensor, Tensor, Tensor],
-    grad_z_PF: Tensor,
-    inner_PI: Tensor,
-    weights_P: Tensor | None,
-    ends_L: Tensor | None,
-    activation: str,
-) -> None:
-    """Computes into `results`, except empty ones, with zeros for rows that are not real."""
-    grad_inner_PI, grad_weights_P, z_PF = results
-    exact = weight_dtype(inner_PI.dtype)
-    for block in _blocks(inner_PI):
-        parts = _parts(inner_PI[block], activation)
-        grad_BF = grad_z_PF[block].contiguous().to(exact)
-        scaled_BF = grad_BF if weights_P is None else grad_BF * weights_P[block, None]
-        value_BF = _gradients_and_value(
-            _split(grad_inner_PI[block], activation), scaled_BF, parts, activation
-        )
-        if grad_weights_P.numel():
-            grad_weights_P[block] = (grad_BF * value_BF).sum(dim=1)
-        if z_PF.numel():
-            z_PF[block] = _weigh(value_BF, weights_P, block)
-    for result in results:
-        _zero_others(result, ends_L)
 
 
 def _split(inner_PI: Tensor, activation: str) -> tuple[Tensor, ...]:

@@ -70,12 +70,16 @@ class Fp8Products(Products):
         if not _may_keep(weight_LAB):
             return quantize(weight_LAB.detach())
         forms = self._kept.setdefault(weight_LAB, {})
-        kept, state = forms.get(quantize.__name__), _state_of(weight_LAB)
+        kept = forms.get(quantize.__name__)
+        state = weight_LAB._version, weight_LAB.data_ptr(), _Steps.count
         if kept is None or kept.state != state:
             # The new weight may reuse the memory of the old one.
             forms.pop(quantize.__name__, None)
-            kept = _Kept(quantize(weight_LAB.detach()), state, _made_now(weight_LAB))
-            forms[quantize.__name__] = kept
+            quantized, made = quantize(weight_LAB.detach()), None
+            if weight_LAB.is_cuda:
+                stream = torch.cuda.current_stream(weight_LAB.device)
+                made = _Made(stream, stream.record_event())
+            kept = forms[quantize.__name__] = _Kept(quantized, state, made)
         elif kept.made is not None:
             _wait_for(kept)
         return kept.quantized
@@ -114,17 +118,6 @@ def _may_keep(weight: Tensor) -> bool:
     if torch.compiler.is_compiling() or not is_expert_parameter(weight) or weight.is_inference():
         return False
     return not (weight.is_cuda and torch.cuda.is_current_stream_capturing())
-
-
-def _state_of(weight: Tensor) -> tuple[int, int, int]:
-    return weight._version, weight.data_ptr(), _Steps.count
-
-
-def _made_now(weight: Tensor) -> _Made | None:
-    if not weight.is_cuda:
-        return None
-    stream = torch.cuda.current_stream(weight.device)
-    return _Made(stream, stream.record_event())
 
 
 def _wait_for(kept: _Kept) -> None:

@@ -164,7 +164,9 @@ def _new_transposed(x_LAB: Tensor) -> tuple[Tensor, Tensor]:
 def _rows(x: Tensor, ends_L: Tensor | None) -> tuple[Tensor, Tensor]:
     values, scales = _new_rows(x, ends_L)
     if not x.is_cuda:
-        x32 = _real(x.contiguous().float(), ends_L)
+        x32 = x.contiguous().float()
+        if ends_L is not None:  # rows that are not real may hold anything
+            x32 = x32.where((torch.arange(x.shape[0], device=x.device) < ends_L[-1]).unsqueeze(1), 0.0)
         scales = _scales(x32, -1)
         return _values(x32, scales.unsqueeze(-1)), scales
     ends_L = None if ends_L is None else ends_L.contiguous()
@@ -225,13 +227,6 @@ def _scales(x32: Tensor, dim: int) -> Tensor:
 def _values(x32: Tensor, scales: Tensor) -> Tensor:
     # The conversion does not saturate, so values are clamped first.
     return (x32 * (1.0 / scales)).clamp(-_LARGEST, _LARGEST).to(E4M3)
-
-
-def _real(x: Tensor, ends_L: Tensor | None) -> Tensor:
-    """Returns `x` with rows that are not real set to zero, whatever they contain."""
-    if ends_L is None:
-        return x
-    return x.where((torch.arange(x.shape[0], device=x.device) < ends_L[-1]).unsqueeze(1), 0.0)
 
 
 operators.define("quantize_rows(Tensor x, Tensor? ends) -> (Tensor, Tensor)", _rows, _new_rows)

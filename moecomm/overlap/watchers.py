@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -22,17 +21,12 @@ def watcher(module: nn.Module, kind: type[nn.Module]) -> str | None:
         wrapped = isinstance(each, kind)
         if not (wrapped or each is module):
             continue
-        for hook in _hooks(each):
+        for hook in [hook for kind_of in _KINDS for hook in getattr(each, kind_of).values()]:
             if not _package(hook).startswith(_OF_WEIGHTS):
                 return f"a hook ({_name(hook)})"
         if wrapped and getattr(each.forward, "__func__", None) is not kind.forward:
             return f"another forward ({_name(each.forward)})"
     return None
-
-
-def _hooks(module: nn.Module) -> Iterator[Any]:
-    for kind in _KINDS:
-        yield from getattr(module, kind).values()
 
 
 def _package(function: Any) -> str:

@@ -29,7 +29,10 @@ def refuse_mixed_shards(experts: nn.Module) -> None:
     if grouped is None:
         new = [p for p in experts.parameters() if not (is_expert_parameter(p) or hasattr(p, _PLACED))]
     # FSDP's hooks end a graph of torch.compile anyway; without them this check must not end one.
-    elif not grouped._modules or (torch.compiler.is_compiling() and not _is_managed(grouped)):
+    elif not grouped._modules or (
+        torch.compiler.is_compiling()
+        and not any(getattr(each, "_is_fsdp_managed_module", False) for each in grouped.modules())
+    ):
         return
     else:
         new = [p for p in _parameters(grouped) if not hasattr(p, _PLACED)]
@@ -79,11 +82,6 @@ def _place(experts: nn.Module, grouped: Any, new: Sequence[nn.Parameter]) -> Non
             setattr(parameter, _PLACED, True)
         else:
             mark_expert_parameter(parameter)
-
-
-def _is_managed(experts: nn.Module) -> bool:
-    """Returns whether fully_shard has been applied to one of these modules."""
-    return any(getattr(module, "_is_fsdp_managed_module", False) for module in experts.modules())
 
 
 def _shards(experts: nn.Module) -> Iterator[tuple[str, nn.Parameter | None, DTensor]]:

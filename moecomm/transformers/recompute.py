@@ -28,17 +28,11 @@ class Kept(NamedTuple):
     out: DispatchOutput
 
 
-class _Region:
-    """The dispatches of a recomputed part of the model, in order."""
-
-    def __init__(self) -> None:
-        self.kept: list[Kept] = []
-
-
 class _Current(threading.local):
-    """The region in which this thread computes and, during a recomputation, its remaining dispatches."""
+    """The dispatches of the part of the model in which this thread computes, if it keeps them, in order; and,
+    during a recomputation, those that remain."""
 
-    region: _Region | None = None
+    region: list[Kept] | None = None
     left: Iterator[Kept] | None = None
 
 
@@ -60,7 +54,7 @@ def keep_plans() -> Contexts:
     both times; otherwise all ranks raise InvalidArgument. Experts that run their own forward, or whose
     weights have another dtype than the tokens, dispatch anew.
     """
-    region = _Region()
+    region: list[Kept] = []
     return _Within(region, again=False), _Within(region, again=True)
 
 
@@ -68,14 +62,14 @@ class _Within(contextlib.AbstractContextManager[None]):
     """A context that may be entered several times, since a graph whose backward runs twice is recomputed
     twice."""
 
-    def __init__(self, region: _Region, *, again: bool) -> None:
+    def __init__(self, region: list[Kept], *, again: bool) -> None:
         self._region, self._again = region, again
-        self._before: list[tuple[_Region | None, Iterator[Kept] | None]] = []
+        self._before: list[tuple[list[Kept] | None, Iterator[Kept] | None]] = []
 
     def __enter__(self) -> None:
         self._before.append((_current.region, _current.left))
         _current.region = None if self._again else self._region
-        _current.left = iter(self._region.kept) if self._again else None
+        _current.left = iter(self._region) if self._again else None
 
     def __exit__(self, *_: object) -> None:
         _current.region, _current.left = self._before.pop()
@@ -86,7 +80,7 @@ def keep_dispatch(ids_TK: Tensor, comm: Communicator, out: DispatchOutput) -> No
     if _current.region is not None:
         assert out.weights is not None
         facts = dataclasses.replace(out, tokens=out.tokens.new_empty(0), weights=out.weights.detach())
-        _current.region.kept.append(Kept(ids_TK, comm, facts))
+        _current.region.append(Kept(ids_TK, comm, facts))
 
 
 def kept_dispatch(ids_TK: Tensor) -> Kept | None:
