@@ -20,15 +20,7 @@ from moecomm.backends import make_backend
 from moecomm.backends.base import Backend, DispatchCall, RawDispatch
 from moecomm.env import Env, read_env
 from moecomm.errors import InvalidArgument, MoecommError
-from moecomm.setup.checks import (
-    DEFAULT_TIMEOUT,
-    absence_seconds,
-    check_formats,
-    check_num_sms,
-    check_ranks_per_node,
-    check_sizes,
-    timeout_seconds,
-)
+from moecomm.setup import checks
 from moecomm.setup.devices import choose_device
 from moecomm.setup.memory_plan import (
     MemoryPlan,
@@ -138,18 +130,18 @@ class Communicator(_Planned):
         if group is None and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
         error: MoecommError | None = None
-        seconds, place, env = DEFAULT_TIMEOUT, torch.device("cpu"), Env()
+        seconds, place, env = checks.DEFAULT_TIMEOUT, torch.device("cpu"), Env()
         rendezvous = Rendezvous(group, seconds)
         size = rendezvous.size
         try:
-            rendezvous.timeout = seconds = timeout_seconds(timeout)
-            rendezvous.absence = absence_seconds(timeout)
-            check_sizes(size, num_experts, hidden, top_k, max_tokens, dtype)
+            rendezvous.timeout = seconds = checks.timeout_seconds(timeout)
+            rendezvous.absence = checks.absence_seconds(timeout)
+            checks.check_sizes(size, num_experts, hidden, top_k, max_tokens, dtype)
             place = choose_device(device)
-            ranks_per_node = check_ranks_per_node(size, ranks_per_node)
+            ranks_per_node = checks.check_ranks_per_node(size, ranks_per_node)
             env = read_env()
-            num_sms = check_num_sms(num_sms, place)
-            check_formats(place, hidden, dtype, wire, combine_wire, gradient_wire)
+            num_sms = checks.check_num_sms(num_sms, place)
+            checks.check_formats(place, hidden, dtype, wire, combine_wire, gradient_wire)
         except MoecommError as failed:
             error = failed
         arguments = {
@@ -217,14 +209,14 @@ class Communicator(_Planned):
         part. Raises InvalidArgument and Unsupported like the constructor, except where only several nodes
         refuse an argument (combine_wire, gradient_wire).
         """
-        check_sizes(ranks, num_experts, hidden, top_k, max_tokens, dtype)
-        ranks_per_node = check_ranks_per_node(ranks, ranks_per_node) or ranks
+        checks.check_sizes(ranks, num_experts, hidden, top_k, max_tokens, dtype)
+        ranks_per_node = checks.check_ranks_per_node(ranks, ranks_per_node) or ranks
         can_plan_cuda = device is not None and hasattr(_C, "device_window_sections")
         if can_plan_cuda and str(device).partition(":")[0] == "cuda":
             place = torch.device("cuda")
         else:
             place = choose_device(device)
-        check_formats(place, hidden, dtype, wire, combine_wire, gradient_wire)
+        checks.check_formats(place, hidden, dtype, wire, combine_wire, gradient_wire)
         sizes: dict[str, Any] = {
             "ranks": ranks,
             "top_k": top_k,

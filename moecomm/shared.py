@@ -82,8 +82,7 @@ def _largest(group: Any, device: torch.device, *values: int) -> list[int]:
     """Returns for each value the largest over all ranks."""
     most = torch.tensor(values, device=device)
     dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
-    found: list[int] = most.tolist()
-    return found
+    return most.tolist()
 
 
 def round_up(tokens: int) -> int:

@@ -54,5 +54,4 @@ def attach_loss(
     If the scale is a 0-d tensor without gradient, the backward reads it. `on_backward` is called once, when
     the gradient arrives: under torch.utils.checkpoint a forward runs twice, but a backward once.
     """
-    attached: Tensor = _AttachLoss.apply(y, loss, scale, on_backward)  # type: ignore[no-untyped-call]
-    return attached
+    return _AttachLoss.apply(y, loss, scale, on_backward)  # type: ignore[no-untyped-call]

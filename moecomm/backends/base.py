@@ -283,8 +283,7 @@ class Backend(ABC):
 
     def finish_combine(self, begun: Any) -> Tensor:
         """Receives and adds the arriving sums, and returns y (T, H): the second half."""
-        y_TH: Tensor = begun[0]
-        return y_TH
+        return begun[0]
 
     @abstractmethod
     def empty_input(self, num_tokens: int) -> Tensor:

@@ -48,8 +48,7 @@ def weighted_activation(
 
     Raises InvalidArgument; Unsupported for CUDA tensors of float64, and where this build has no CUDA part.
     """
-    z_PF: Tensor = torch.ops.moecomm.weighted_activation(inner_PI, weights_P, ends_L, activation)
-    return z_PF
+    return torch.ops.moecomm.weighted_activation(inner_PI, weights_P, ends_L, activation)
 
 
 def activate(inner_PI: Tensor, weights_P: Tensor | None, ends_L: Tensor | None, activation: str) -> Tensor:

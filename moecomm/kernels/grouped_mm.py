@@ -23,8 +23,7 @@ def grouped_mm(rows_PA: Tensor, weight_LAB: Tensor, offsets_L: Tensor) -> Tensor
     """Returns (P, B): rows offsets[l-1]..offsets[l]-1 of each group l times weight[l]; see
     `moecomm.kernels.products.grouped_matmul`."""
     if _is_opaque(rows_PA, weight_LAB.shape[2]):
-        product_PB: Tensor = torch.ops.moecomm.grouped_mm(rows_PA, weight_LAB, offsets_L)
-        return product_PB
+        return torch.ops.moecomm.grouped_mm(rows_PA, weight_LAB, offsets_L)
     return _grouped_mm(rows_PA, weight_LAB, offsets_L)
 
 
@@ -32,8 +31,7 @@ def grouped_mm_wgrad(rows_PA: Tensor, grad_PB: Tensor, offsets_L: Tensor) -> Ten
     """Returns (L, A, B): for each group the sum over its rows of rows^T grad, zero for an empty group; not
     differentiable."""
     if _is_opaque(rows_PA, grad_PB.shape[1]):
-        product_LAB: Tensor = torch.ops.moecomm.grouped_mm_wgrad(rows_PA, grad_PB, offsets_L)
-        return product_LAB
+        return torch.ops.moecomm.grouped_mm_wgrad(rows_PA, grad_PB, offsets_L)
     return _grouped_mm_wgrad(rows_PA, grad_PB, offsets_L)
 
 
@@ -72,14 +70,6 @@ def _is_opaque(rows_PA: Tensor, width: int) -> bool:
     return rows_PA.dtype != torch.bfloat16 or not _has_grouped_kernel(rows_PA, width)
 
 
-def _fake_grouped_mm(rows_PA: Tensor, weight_LAB: Tensor, offsets_L: Tensor) -> Tensor:
-    return rows_PA.new_empty(rows_PA.shape[0], weight_LAB.shape[2])
-
-
-def _fake_grouped_mm_wgrad(rows_PA: Tensor, grad_PB: Tensor, offsets_L: Tensor) -> Tensor:
-    return rows_PA.new_empty(offsets_L.shape[0], rows_PA.shape[1], grad_PB.shape[1])
-
-
 def _groups(offsets_L: Tensor) -> list[tuple[int, int]]:
     ends = offsets_L.tolist()
     return list(zip([0, *ends[:-1]], ends, strict=True))
@@ -89,12 +79,12 @@ def _groups(offsets_L: Tensor) -> list[tuple[int, int]]:
 operators.define(
     "grouped_mm(Tensor rows, Tensor weight, Tensor offsets) -> Tensor",
     _grouped_mm,
-    _fake_grouped_mm,
+    lambda rows, weight, offsets: rows.new_empty(rows.shape[0], weight.shape[2]),
     torch.Tag.cudagraph_unsafe,
 )
 operators.define(
     "grouped_mm_wgrad(Tensor rows, Tensor grad, Tensor offsets) -> Tensor",
     _grouped_mm_wgrad,
-    _fake_grouped_mm_wgrad,
+    lambda rows, grad, offsets: rows.new_empty(offsets.shape[0], rows.shape[1], grad.shape[1]),
     torch.Tag.cudagraph_unsafe,
 )

@@ -33,8 +33,7 @@ def matmul(x_TA: Tensor, weight: Tensor, care: bool) -> Tensor:
         return x_TA @ weight
     if weight.dim() == 1:
         return matmul(x_TA, weight.unsqueeze(1), care).squeeze(1)
-    product_TB: Tensor = _Matmul.apply(x_TA, weight)  # type: ignore[no-untyped-call]
-    return product_TB
+    return _Matmul.apply(x_TA, weight)  # type: ignore[no-untyped-call]
 
 
 class _Matmul(torch.autograd.Function):

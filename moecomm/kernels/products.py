@@ -200,8 +200,7 @@ def grouped_matmul(
     It runs torch.nn.functional.grouped_mm without a host wait; for float64, and if A or B are not multiples
     of 16 bytes, one torch.mm per group, for which the host must know the offsets.
     """
-    product: Tensor = _GroupedMatmul.apply(rows_PA, weight_LAB, offsets_L, products)  # type: ignore[no-untyped-call]
-    return product
+    return _GroupedMatmul.apply(rows_PA, weight_LAB, offsets_L, products)  # type: ignore[no-untyped-call]
 
 
 def grouped_linear(
@@ -276,10 +275,9 @@ def expert_ffn(
         z_PF = weighted_activation(inner_PI, weights_P, offsets_L, activation=activation)
         return grouped_linear(z_PF, w_out_LFH, b_out_LH, offsets_L, products, weights_P)
     groups = products.groups(offsets_L)
-    made_PH: Tensor = _ExpertFfn.apply(  # type: ignore[no-untyped-call]
+    return _ExpertFfn.apply(  # type: ignore[no-untyped-call]
         rows_PH, w_in_LHI, w_out_LFH, b_in_LI, b_out_LH, groups, weights_P, activation, products
     )
-    return made_PH
 
 
 class _ExpertFfn(torch.autograd.Function):

@@ -40,8 +40,7 @@ def scaled_grouped_mm(rows: Quantized, weights: Quantized, ends_L: Tensor) -> Te
 
     Raises InvalidArgument; Unsupported for CUDA tensors on a GPU without such a product (`missing_on`).
     """
-    product_PN: Tensor = torch.ops.moecomm.scaled_grouped_mm(*rows, *weights, ends_L)
-    return product_PN
+    return torch.ops.moecomm.scaled_grouped_mm(*rows, *weights, ends_L)
 
 
 def scaled_grouped_mm_wgrad(left: QuantizedColumns, right: QuantizedColumns) -> Tensor:
@@ -51,10 +50,9 @@ def scaled_grouped_mm_wgrad(left: QuantizedColumns, right: QuantizedColumns) -> 
     left, right: values (A, Q) and (B, Q), of `quantize_columns` with the same ends. Errors are those of
     `scaled_grouped_mm`.
     """
-    product_LAB: Tensor = torch.ops.moecomm.scaled_grouped_mm_wgrad(
+    return torch.ops.moecomm.scaled_grouped_mm_wgrad(
         left.values_CQ, left.scales_LC, right.values_CQ, right.scales_LC, left.padded_ends_L
     )
-    return product_LAB
 
 
 def missing_on(device: torch.device) -> str | None:
@@ -156,10 +154,9 @@ def _on_tensor_cores(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, end
     if missing_on(a.device) is not None:
         raise Unsupported(f"a product in fp8: {missing_on(a.device)}")
     by_row = functional.ScalingType.RowWise
-    product: Tensor = functional.scaled_grouped_mm(  # type: ignore[attr-defined]
+    return functional.scaled_grouped_mm(  # type: ignore[attr-defined]
         a, b, scale_a, by_row, scale_b, by_row, offs=ends_L, output_dtype=RESULT, use_fast_accum=True
     )
-    return product
 
 
 def _fake(shape: Callable[..., tuple[int, ...]], *operands: Tensor) -> Tensor:

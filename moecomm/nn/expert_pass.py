@@ -168,8 +168,7 @@ class Forward:
         if self._y_TH is not None:
             return self._y_TH
         with without_autocast(self.x_TH.device.type):
-            y_TH: Tensor = call_or_tell(self.context.comm, self._finish)
-        return y_TH
+            return call_or_tell(self.context.comm, self._finish)
 
     @property
     def state(self) -> DispatchState:
@@ -467,8 +466,7 @@ def run_experts(context: PassContext, x_TH: Tensor, topk_weights_TK: Tensor, wei
 def run_forward(forward: Forward, x_TH: Tensor, topk_weights_TK: Tensor, weights: Weights) -> Tensor:
     """Does the work of `run_experts` with a new Forward."""
     placeholder_TH = _Keep.apply(forward, x_TH, topk_weights_TK, *weights)  # type: ignore[no-untyped-call]
-    y_TH: Tensor = _Finish.apply(forward, placeholder_TH)  # type: ignore[no-untyped-call]
-    return y_TH
+    return _Finish.apply(forward, placeholder_TH)  # type: ignore[no-untyped-call]
 
 
 class _Keep(torch.autograd.Function):

@@ -454,12 +454,9 @@ class MoELayer(nn.Module):
             return run_experts(context, x_TH, topk_weights_TK, self._weights())
 
         # This runs within the calls of both modules, whose hooks may have to prepare their weights.
-        y_TH: Tensor = (
-            experts(rows_TH, run=run)
-            if shared is None
-            else shared(rows_TH, run=lambda x_TH: experts(x_TH, run=run))
-        )
-        return y_TH
+        if shared is None:
+            return experts(rows_TH, run=run)
+        return shared(rows_TH, run=lambda x_TH: experts(x_TH, run=run))
 
     def _run_in_order(self, rows_TH: Tensor, topk_idx_TK: Tensor, topk_weights_TK: Tensor) -> Tensor:
         """Runs shared experts, dispatch, experts and combine one after another, differentiated by autograd.

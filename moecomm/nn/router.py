@@ -13,15 +13,7 @@ from torch import Tensor, nn
 from moecomm.arguments import require_integer, require_tensor
 from moecomm.communicator import Communicator
 from moecomm.errors import InvalidArgument
-from moecomm.kernels.choices import (
-    Rule,
-    balanced_choice,
-    counts_of,
-    kept_choices,
-    limit_to_groups,
-    scores_of,
-    weights_of,
-)
+from moecomm.kernels import choices
 from moecomm.kernels.outside_autocast import matmul, needs_care, without_autocast
 from moecomm.kernels.parameters import init_shared_weight
 from moecomm.kernels.routing import route, routes_here
@@ -145,7 +137,7 @@ class TopKRouter(nn.Module):
                 logits_TE = logits_TE if bias_E is None else logits_TE + bias_E
             else:
                 logits_TE = nn.functional.linear(x_TH, weight_EH, bias_E)
-            scores_TE = scores_of(logits_TE, self._rule)
+            scores_TE = choices.scores_of(logits_TE, self._rule)
             if again is None:
                 chosen_TK = self._choose(logits_TE.detach(), scores_TE.detach())
                 if topk_idx is not None:
@@ -158,8 +150,8 @@ class TopKRouter(nn.Module):
             known_TK = chosen_TK
             if topk_idx is not None:
                 known_TK = chosen_TK.masked_fill(chosen_TK >= config.num_experts, -1)
-            weights_TK = weights_of(logits_TE, scores_TE, known_TK, self._rule, gaps)
-            load_E = counts_of(known_TK, config.num_experts, gaps)
+            weights_TK = choices.weights_of(logits_TE, scores_TE, known_TK, self._rule, gaps)
+            load_E = choices.counts_of(known_TK, config.num_experts, gaps)
             losses = self._losses(logits_TE, scores_TE, known_TK, load_E, seq_len, cu_seqlens, mask)
             kept_TK = chosen_TK
             if again is not None:
@@ -178,11 +170,11 @@ class TopKRouter(nn.Module):
         )
 
     @property
-    def _rule(self) -> Rule:
+    def _rule(self) -> choices.Rule:
         config = self.config
         chosen_first = config.score_function == "softmax" and not config.pre_softmax
         scores = "chosen_softmax" if chosen_first else config.score_function
-        return Rule(config.top_k, scores, config.normalize_topk, config.scaling_factor)
+        return choices.Rule(config.top_k, scores, config.normalize_topk, config.scaling_factor)
 
     @property
     def _is_plain(self) -> bool:
@@ -253,18 +245,20 @@ class TopKRouter(nn.Module):
         if gaps:  # these form one more expert, number E
             topk_idx_TK = topk_idx_TK.masked_fill(topk_idx_TK < 0, experts)
             experts += 1
-        return kept_choices(topk_idx_TK, by_weight, experts, limit)
+        return choices.kept_choices(topk_idx_TK, by_weight, experts, limit)
 
     def _choose(self, logits_TE: Tensor, scores_TE: Tensor) -> Tensor:
         config = self.config
         if config.force_balanced:
-            return balanced_choice(logits_TE.shape[0], config.num_experts, config.top_k, logits_TE.device)
+            return choices.balanced_choice(
+                logits_TE.shape[0], config.num_experts, config.top_k, logits_TE.device
+            )
         # Softmax is monotone, so this choice matters only to the balancing bias and the groups' sums.
         rank_by_TE = logits_TE if self._rule.scores == "chosen_softmax" else scores_TE
         if self.expert_bias_E is not None:
             rank_by_TE = rank_by_TE + self.expert_bias_E
         if config.num_groups is not None and config.topk_groups is not None:
-            rank_by_TE = limit_to_groups(
+            rank_by_TE = choices.limit_to_groups(
                 rank_by_TE, config.num_groups, config.topk_groups, config.top_k, config.scores_per_group
             )
         return rank_by_TE.topk(config.top_k, dim=-1).indices

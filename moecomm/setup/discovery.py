@@ -38,10 +38,8 @@ def _command(arguments: list[str]) -> list[str]:
 
 def _cpu_model() -> str:
     with open("/proc/cpuinfo") as file:
-        for line in file:
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.machine()
+        names = (line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
+        return next(names, platform.machine())
 
 
 def versions() -> Iterator[tuple[str, str]]:
@@ -50,18 +48,12 @@ def versions() -> Iterator[tuple[str, str]]:
     yield "torch", torch.__version__
     yield "python", sys.version.split()[0]
     yield "compiler", f"g++ or clang++ {_C.compiler}"
-    yield (
-        "CUDA part",
-        f"built with {_C.cuda_version}" if _C.cuda_version else "not built (no toolkit or no GPU then)",
-    )
-    yield (
-        "cuda-bindings",
-        cuda_driver.bindings_version() or "not installed (CUDA tensors need it: pip install cuda-bindings)",
-    )
-    yield (
-        "quack-kernels",
-        version_of("quack-kernels") or "not installed (faster on Hopper: pip install 'moecomm[cuda]')",
-    )
+    part = f"built with {_C.cuda_version}" if _C.cuda_version else "not built (no toolkit or no GPU then)"
+    yield "CUDA part", part
+    missing = "not installed (CUDA tensors need it: pip install cuda-bindings)"
+    yield "cuda-bindings", cuda_driver.bindings_version() or missing
+    missing = "not installed (faster on Hopper: pip install 'moecomm[cuda]')"
+    yield "quack-kernels", version_of("quack-kernels") or missing
     yield "kernel", f"{platform.system()} {platform.release()} {platform.machine()}"
 
 
@@ -96,11 +88,8 @@ def gpus() -> Iterator[tuple[str, str]]:
     """Yields (name, fact) about each GPU and the links between GPUs."""
     if not torch.cuda.is_available():
         seen = _command(["nvidia-smi", "-L"])
-        yield (
-            "GPUs",
-            f"none that torch {torch.__version__} can use"
-            + (f"; nvidia-smi lists {len(seen)}" if seen else ""),
-        )
+        listed = f"; nvidia-smi lists {len(seen)}" if seen else ""
+        yield "GPUs", f"none that torch {torch.__version__} can use{listed}"
         return
     count = torch.cuda.device_count()
     for index in range(count):
@@ -203,11 +192,9 @@ def transports(
         yield "none", str(error)
         return
     threads = default_threads(host_ranks or ranks)
-    yield (
-        "rank 0 (itself)",
-        f"no copy through the window; {threads} thread{'s' if threads > 1 else ''} a rank"
-        + (", and a proxy for the network" if nodes.nodes > 1 else ""),
-    )
+    proxy = ", and a proxy for the network" if nodes.nodes > 1 else ""
+    own = f"no copy through the window; {threads} thread{'s' if threads > 1 else ''} a rank{proxy}"
+    yield "rank 0 (itself)", own
     network = _network_text() if nodes.nodes > 1 else ""
     on_gpus = torch.cuda.is_available()
     missing = why_no_cuda() if on_gpus else None

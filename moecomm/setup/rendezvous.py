@@ -269,8 +269,7 @@ class Rendezvous:
                     raise self._timeout(phase, peer, limit) from error
 
     def _receive(self, phase: str, peer: int, deadline: float, limit: float) -> dict[str, Any]:
-        message: dict[str, Any] = json.loads(self._get(phase, f"{phase}/{peer}", peer, deadline, limit))
-        return message
+        return json.loads(self._get(phase, f"{phase}/{peer}", peer, deadline, limit))
 
     def _timeout(self, phase: str, peer: int, limit: float) -> PeerTimeout:
         text = (

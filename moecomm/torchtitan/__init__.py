@@ -70,8 +70,7 @@ class TokenDispatcher(BaseEPTokenDispatcher):  # type: ignore[misc]
         """
         if self._comms is None:
             parts = (x_TD, topk_scores_TK, topk_expert_ids_TK, num_local_tokens_per_expert_E)
-            found: tuple[Tensor, Tensor, Any] = super(BaseEPTokenDispatcher, self).dispatch(*parts)
-            return found
+            return super(BaseEPTokenDispatcher, self).dispatch(*parts)
         weights_TK = topk_scores_TK.to(weight_dtype(x_TD.dtype))
         shared = self._comms.of(x_TD, topk_expert_ids_TK.shape[1])
         comm, out = shared.dispatch(x_TD, topk_expert_ids_TK, weights_TK)
@@ -80,8 +79,7 @@ class TokenDispatcher(BaseEPTokenDispatcher):  # type: ignore[misc]
     def combine(self, routed_output_RD: Tensor, metadata: Any, x_TD: Tensor) -> Tensor:
         """Returns (T, D): the sum of each token's expert rows, weighted by its scores."""
         if not isinstance(metadata, Dispatched):
-            local: Tensor = super(BaseEPTokenDispatcher, self).combine(routed_output_RD, metadata, x_TD)
-            return local
+            return super(BaseEPTokenDispatcher, self).combine(routed_output_RD, metadata, x_TD)
         return metadata.comm.combine(routed_output_RD, metadata.out.handle, weights=metadata.out.weights)
 
 

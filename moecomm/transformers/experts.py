@@ -25,7 +25,7 @@ from moecomm.kernels.products import Products, grouped_linear
 from moecomm.nn.expert_pass import DispatchState, Forward, PassContext, Weights, run_forward
 from moecomm.shared import SharedCommunicator
 from moecomm.transformers.recompute import keep_dispatch, kept_dispatch
-from moecomm.transformers.sole_experts import divided_gradient
+from moecomm.transformers.sole_experts import DividedGradient
 from moecomm.types import DispatchOutput
 
 OwnForward = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -64,7 +64,7 @@ class LocalExperts:
             if batches > 1:
                 for name, each in plain.items():
                     if each.requires_grad:
-                        weights[name] = divided_gradient(each, batches)
+                        weights[name] = DividedGradient.apply(each, batches)  # type: ignore[no-untyped-call]
             for name, factors in self._added.items():
                 with torch.autocast(plain[name].device.type, enabled=False):  # the weight keeps its dtype
                     for left, right, scale in factors:

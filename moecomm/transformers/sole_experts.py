@@ -40,7 +40,9 @@ def batches_to_divide_by(experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: Devic
     return ep_mesh.size() // tp_mesh.size()
 
 
-class _DividedGradient(autograd.Function):
+class DividedGradient(autograd.Function):
+    """Returns a weight, with a gradient that is divided by a number on its way back."""
+
     @staticmethod
     def forward(ctx: Any, weight: Tensor, by: int) -> Tensor:
         ctx.by = by
@@ -49,9 +51,3 @@ class _DividedGradient(autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient / ctx.by, None
-
-
-def divided_gradient(weight: Tensor, by: int) -> Tensor:
-    """Returns `weight` with a gradient that is divided by a number on its way back."""
-    made: Tensor = _DividedGradient.apply(weight, by)  # type: ignore[no-untyped-call]
-    return made

@@ -531,7 +531,7 @@ def loopback(monkeypatch: pytest.MonkeyPatch) -> None:
         return CudaBackend(torch.device("cpu"), rendezvous, arguments, error, dtype, num_sms)
 
     monkeypatch.setattr("moecomm.communicator.make_backend", make)
-    monkeypatch.setattr("moecomm.communicator.check_formats", lambda *arguments: None)
+    monkeypatch.setattr("moecomm.setup.checks.check_formats", lambda *arguments: None)
 
 
 def opened(**changes: Any) -> tuple[moecomm.Communicator, LoopbackNative, FakeGpu]:
