@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from moecomm.kernels.marks import is_expert_parameter
+from moecomm.kernels.parameters import is_expert_parameter
 from moecomm.kernels.products import Products
 from moecomm.kernels.quantize import Quantized, quantize_columns, quantize_rows, quantize_transposed
 from moecomm.kernels.scaled_mm import scaled_grouped_mm, scaled_grouped_mm_wgrad

@@ -1,4 +1,5 @@
-"""Parameters of experts: their initial values, their parts (expert tensor parallelism), and adapters."""
+"""Parameters of experts: their marks, their initial values, their parts (expert tensor parallelism), and
+adapters."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ from torch.func import functional_call
 
 from moecomm.errors import InvalidArgument
 from moecomm.kernels.activation import INPUTS, INTERLEAVED
-from moecomm.kernels.marks import unmark_expert_parameter
 
+_MARK = "moecomm_expert_parallel"
 AVERAGED_BY_DDP = "moecomm_averaged_by_ddp"
 """The attribute that `prepare_ddp` sets on parameters of experts."""
 DIVIDED = "moecomm_divided"
@@ -25,6 +26,20 @@ DIVIDED = "moecomm_divided"
 final."""
 _MOST_THREADS = 16
 """The most threads that draw the initial weights of experts."""
+
+
+def mark_expert_parameter(parameter: nn.Parameter) -> None:
+    """Marks a parameter for `is_expert_parameter`; call it for your own experts, as GroupedExperts does for
+    its parameters."""
+    setattr(parameter, _MARK, True)
+
+
+def is_expert_parameter(parameter: Tensor) -> bool:
+    """Returns True for a parameter of this rank's experts, False for one that all ranks share.
+
+    It works for the parameters that `parameters()` of a model returns, which marks those of parametrizations.
+    It does not work for parameters with which FSDP replaces others."""
+    return getattr(parameter, _MARK, False)
 
 
 def ranks_of_shards(parameter: DTensor) -> tuple[int, ...]:
@@ -154,7 +169,7 @@ def mark_adapter(module: nn.Module, *, per_expert: bool) -> None:
         setattr(each, _SAID, dict.fromkeys(each._parameters, per_expert))
         for parameter in each._parameters.values():
             if parameter is not None and not per_expert:
-                unmark_expert_parameter(parameter)
+                setattr(parameter, _MARK, False)
 
 
 def has_part_for_each(experts: nn.Module, local: int, name: str, parameter: Tensor) -> bool | None:

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import moecomm.kernels.flops  # noqa: F401 (tells torch the FLOPs of the products)
 from moecomm.autograd.attached_loss import attach_loss
-from moecomm.kernels.marks import is_expert_parameter, mark_expert_parameter
-from moecomm.kernels.parameters import mark_adapter
+from moecomm.kernels.parameters import is_expert_parameter, mark_adapter, mark_expert_parameter
 from moecomm.nn.config import MoEConfig, OverlapConfig
 from moecomm.nn.experts import GroupedExperts, SharedExperts
 from moecomm.nn.layer import MoELayer, backward_weights, set_loss_scale

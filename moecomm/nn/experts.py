@@ -18,13 +18,13 @@ from moecomm.communicator import Communicator
 from moecomm.errors import InvalidArgument
 from moecomm.kernels.activation import INPUTS, INTERLEAVED, weighted_activation
 from moecomm.kernels.engine import make_products
-from moecomm.kernels.marks import mark_expert_parameter
 from moecomm.kernels.outside_autocast import matmul, needs_care
 from moecomm.kernels.parameters import (
     ExpertPart,
     has_part_for_each,
     init_expert_weights,
     init_shared_weight,
+    mark_expert_parameter,
     mixed_shards_error,
     ranks_of_shards,
     splits_of,

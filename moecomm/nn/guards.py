@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from moecomm.autograd.deferred import leaf_of
@@ -18,11 +19,13 @@ from moecomm.autograd.in_place import has_main_grad, main_grad_of
 from moecomm.errors import InvalidArgument
 from moecomm.nn.config import IN_ORDER, OverlapConfig
 from moecomm.nn.experts import GroupedExperts, SharedExperts
-from moecomm.overlap.watchers import watcher
 from moecomm.parallel.shards import refuse_mixed_shards
 
 _PARTS = (("experts", GroupedExperts), ("shared", SharedExperts))
 """The modules within whose calls a layer runs, and their classes."""
+_KINDS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_OF_WEIGHTS = ("moecomm.", "torch.distributed.", "torch.nn.utils.")
+"""The packages of hooks that concern weights alone: they gather or prepare weights, or average gradients."""
 
 
 def watchers_of(layer: Any) -> str | None:
@@ -30,9 +33,38 @@ def watchers_of(layer: Any) -> str | None:
     that the layer has to run in order; None if there is none."""
     for name, kind in _PARTS:
         module = getattr(layer, name)
-        if module is not None and (found := watcher(module, kind)) is not None:
+        if module is not None and (found := _watcher(module, kind)) is not None:
             return f"{name} has {found}"
     return None
+
+
+def _watcher(module: nn.Module, kind: type[nn.Module]) -> str | None:
+    """Returns what depends on the module's own results: a hook of it, or of the `kind` that it wraps, or a
+    forward other than that of `kind`. None: nothing does. Hooks that concern weights alone do not count."""
+    plain = type(module) is kind and not (module._modules or "forward" in module.__dict__)
+    if plain and not any(getattr(module, hooks) for hooks in _KINDS):
+        return None  # found at once, since each forward of a layer asks
+    for each in module.modules():
+        wrapped = isinstance(each, kind)
+        if not (wrapped or each is module):
+            continue
+        for hook in [hook for hooks in _KINDS for hook in getattr(each, hooks).values()]:
+            if not _package(hook).startswith(_OF_WEIGHTS):
+                return f"a hook ({_name(hook)})"
+        if wrapped and getattr(each.forward, "__func__", None) is not kind.forward:
+            return f"another forward ({_name(each.forward)})"
+    return None
+
+
+def _package(function: Any) -> str:
+    """Returns the module that defines a function, or the class of a callable."""
+    function = getattr(function, "func", function)  # functools.partial
+    return str(getattr(function, "__module__", None) or type(function).__module__)
+
+
+def _name(function: Any) -> str:
+    function = getattr(function, "func", function)
+    return str(getattr(function, "__qualname__", type(function).__qualname__))
 
 
 def refuse_own_settings(overlap: OverlapConfig) -> None:

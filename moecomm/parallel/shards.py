@@ -12,8 +12,12 @@ from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.tensor import DTensor
 
 from moecomm.errors import InvalidArgument
-from moecomm.kernels.marks import is_expert_parameter, mark_expert_parameter
-from moecomm.kernels.parameters import mixed_shards_error, ranks_of_shards
+from moecomm.kernels.parameters import (
+    is_expert_parameter,
+    mark_expert_parameter,
+    mixed_shards_error,
+    ranks_of_shards,
+)
 from moecomm.parallel.records import is_grouped, record_of
 
 _PLACED = "moecomm_placed"

@@ -14,8 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from moecomm.errors import InvalidArgument
-from moecomm.kernels.marks import is_expert_parameter
-from moecomm.kernels.parameters import AVERAGED_BY_DDP, DIVIDED
+from moecomm.kernels.parameters import AVERAGED_BY_DDP, DIVIDED, is_expert_parameter
 from moecomm.parallel.records import is_grouped
 
 built_layers: weakref.WeakSet[Any] = weakref.WeakSet()

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from moecomm.communicator import Communicator
 from moecomm.errors import InvalidArgument
-from moecomm.kernels.marks import is_expert_parameter
+from moecomm.kernels.parameters import is_expert_parameter
 from moecomm.nn.experts import GroupedExperts
 from moecomm.nn.layer import MoELayer
 from moecomm.parallel import ParallelFolding
