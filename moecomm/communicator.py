@@ -333,9 +333,9 @@ class Communicator(_Planned):
             CommunicatorClosed: after `close()`.
         """
         tensors: tuple[Any, Any, Any] = (x_TH, topk_idx_TK, topk_weights_TK)
-        arguments = (*tensors, layout, alignment, capacity, expert_capacity, dequantize, host_counts)
+        options = (layout, alignment, capacity, expert_capacity)
         if not torch.compiler.is_compiling():
-            return self._dispatch(*arguments, async_op, _layer)
+            return self._dispatch(tensors, options, dequantize, host_counts, async_op, _layer)
         plain = layout == "expert" and expert_capacity is None and dequantize and not host_counts
         plain = plain and not isinstance(x_TH, (tuple, list))
         if capacity is None or async_op or not plain:
@@ -344,10 +344,10 @@ class Communicator(_Planned):
                 "MoEConfig(capacity_factor=..., pad_to_capacity=True)), in the expert layout and of rows in "
                 "the dtype"
             )
-            return self._dispatch_outside_graph(*arguments, async_op, _layer)
-        options = check_options(layout, alignment, capacity, expert_capacity, *self._limits)
+            return self._dispatch_outside_graph(tensors, options, dequantize, host_counts, async_op, _layer)
+        _, alignment, rows, _ = check_options(*options, *self._limits)
         self._check_dispatch(x_TH, None, topk_idx_TK, topk_weights_TK, dequantize)
-        return dispatch_in_graph(self._id, self._plan_fields, *tensors, *options[1:3])
+        return dispatch_in_graph(self._id, self._plan_fields, *tensors, alignment, rows)
 
     def _check_dispatch(self, x: Any, x_scales: Any, ids: Any, weights: Any, dequantize: Any) -> None:
         check_wire_options(self.wire, dequantize, x_scales)
@@ -355,29 +355,25 @@ class Communicator(_Planned):
 
     def _dispatch(
         self,
-        x_TH: Any,
-        topk_idx_TK: Any,
-        topk_weights_TK: Any,
-        layout: Layout,
-        alignment: int,
-        capacity: int | None,
-        expert_capacity: int | None,
+        tensors: tuple[Any, Any, Any],
+        options: tuple[Layout, int, int | None, int | None],
         dequantize: bool,
         host_counts: bool,
         async_op: bool,
         layer: Any,
     ) -> DispatchOutput | Work[DispatchOutput]:
         backend, caller = self._open(), 0 if layer is None else layer._caller
+        (x_TH, *others), (layout, _, capacity, expert_capacity) = tensors, options
         pair = x_TH if isinstance(x_TH, (tuple, list)) and len(x_TH) == 2 else (x_TH, None)
-        x, x_scales, ids, weights = inputs = self._shared(backend, *pair, topk_idx_TK, topk_weights_TK)
+        x, x_scales, ids, weights = inputs = self._shared(backend, *pair, *others)
 
         def checked() -> DispatchCall:
             backend.ready()  # an error that ends the communicator precedes one in the arguments
-            options = check_options(layout, alignment, capacity, expert_capacity, *self._limits)
+            known = check_options(*options, *self._limits)
             self._check_dispatch(x, x_scales, ids, weights, dequantize)
-            if host_counts and options[2] >= 0:
+            if host_counts and known[2] >= 0:
                 raise InvalidArgument("host_counts is True, expected False with a capacity")
-            return DispatchCall(x, x_scales, ids, weights, *options, dequantize, caller, host_counts)
+            return DispatchCall(x, x_scales, ids, weights, *known, dequantize, caller, host_counts)
 
         def finish(raw: RawDispatch) -> DispatchOutput:
             if dequantize:

@@ -104,9 +104,8 @@ class CpuBackend(Backend):
         dtype: torch.dtype,
         threads: int | None,
     ) -> None:
-        """Builds the native communicator together with the other ranks. `arguments`: arguments of the
-        Communicator that all ranks must share, as JSON values. `argument_error`: an error in this rank's
-        arguments, or None; the rank still meets the others, so that all raise."""
+        """Builds the native communicator together with the other ranks. `arguments`, `argument_error`: as in
+        `setup.handshake.handshake`."""
         self.device = torch.device("cpu")
         self.dtype = dtype
         self._pool = _C.HostPool()

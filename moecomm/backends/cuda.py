@@ -71,9 +71,6 @@ class CudaBackend(Backend):
         with self._gpu.current():
             group_info = meet(rendezvous, arguments, argument_error, self._gpu)
             self.nodes = group_info.nodes
-            sums, gradients = arguments["combine_wire"], arguments["gradient_wire"]
-            self._sums = getattr(_C.WireFormat, sums or "same")
-            self._gradients = getattr(_C.WireFormat, gradients or "same")
             self.top_k, self.hidden = arguments["top_k"], arguments["hidden"]
             self.wire_format = WIRE_FORMATS.get(arguments["wire"])
             shape = device_shape(
@@ -97,14 +94,7 @@ class CudaBackend(Backend):
             self._nowhere_address = self._nowhere.data_ptr()
             self._native: _C.DeviceCommunicator
             self._native, window = connect_gpus(
-                rendezvous,
-                group_info,
-                shape,
-                self.memory,
-                device=self._gpu.index,
-                num_sms=num_sms or 0,
-                sums=self._sums,
-                gradients=self._gradients,
+                rendezvous, group_info, shape, self.memory, self._gpu.index, num_sms or 0
             )
             self.num_sms, self.weighs_tokens = self._native.num_sms, self._native.weighs_tokens
             self.network_lanes = self._native.network_lanes()
@@ -160,7 +150,7 @@ class CudaBackend(Backend):
         makes the host wait is only begun; `wait` or the next operation completes it."""
         side = self.stream
         side.wait_stream(self._gpu.stream())
-        work = SideWork(self, self._gpu, name, begin, complete, side)
+        work = SideWork(self, name, begin, complete)
         with self._lock:
             self._settle_begun()
             work.begin()

@@ -78,15 +78,13 @@ def connect_gpus(
     group_info: GroupInfo,
     shape: _C.DeviceShape,
     memory: MemoryPlan,
-    *,
     device: int,
     num_sms: int,
-    sums: _C.WireFormat,
-    gradients: _C.WireFormat,
 ) -> tuple[_C.DeviceCommunicator, Any]:
     """Returns the native communicator, connected to those of the other ranks, and its window."""
     from moecomm.setup.symmetric_memory import SymmetricMemory
 
+    arguments = group_info.messages[0]["arguments"]
     # Its memory is zeroed before any rank continues, so no signal can be cleared later.
     window = SymmetricMemory(
         rendezvous, memory.total_bytes, device, ranks=group_info.nodes.local_ranks(rendezvous.rank)
@@ -103,9 +101,9 @@ def connect_gpus(
                 num_sms=num_sms,
                 device=device,
                 host_ranks=group_info.host_ranks(rendezvous.rank),
-                first_epoch=group_info.messages[0]["arguments"]["MOECOMM_FIRST_EPOCH"],
-                sums=sums,
-                gradients=gradients,
+                first_epoch=arguments["MOECOMM_FIRST_EPOCH"],
+                sums=getattr(_C.WireFormat, arguments["combine_wire"] or "same"),
+                gradients=getattr(_C.WireFormat, arguments["gradient_wire"] or "same"),
             ),
             link=lambda native: native.link_control(),
             map_peers=lambda native, names, pids: native.connect(list(window.bases), names, pids),

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from moecomm.backends.base import RawDispatch
-from moecomm.device.cuda_device import CudaDevice
 
 if TYPE_CHECKING:
     from moecomm.backends.cuda import CudaBackend
@@ -25,13 +24,11 @@ class SideWork(Generic[Result]):
     def __init__(
         self,
         owner: CudaBackend,
-        gpu: CudaDevice,
         name: str,
         begin: Callable[[], Any],
         complete: Callable[[Any], Result] | None,
-        side: torch.cuda.Stream,
     ) -> None:
-        self._owner, self._gpu, self._name, self._side = owner, gpu, name, side
+        self._owner, self._gpu, self._name, self._side = owner, owner._gpu, name, owner.stream
         self._begin, self._complete = begin, complete
         self._begun: Any = None
         self._done = False

@@ -120,7 +120,7 @@ class TopKRouter(nn.Module):
         and drops of the first time, if this forward is recomputed. Raises InvalidArgument on a wrong shape or
         dtype or a seq_len that does not divide T."""
         config = self.config
-        self.check(x_TH, seq_len, cu_seqlens=cu_seqlens, mask=mask, topk_idx=topk_idx)
+        self.check(x_TH, seq_len, cu_seqlens, mask, topk_idx)
         # Choices may already be -1 before drops.
         gaps = mask is not None or topk_idx is not None
         if not gaps and self._is_plain and routes_here(x_TH, self.weight, config.top_k):
@@ -152,7 +152,8 @@ class TopKRouter(nn.Module):
                 known_TK = chosen_TK.masked_fill(chosen_TK >= config.num_experts, -1)
             weights_TK = choices.weights_of(logits_TE, scores_TE, known_TK, self._rule, gaps)
             load_E = choices.counts_of(known_TK, config.num_experts, gaps)
-            losses = self._losses(logits_TE, scores_TE, known_TK, load_E, seq_len, cu_seqlens, mask)
+            of_tokens = {"sequence_len": seq_len, "cu_seqlens": cu_seqlens, "mask_T": mask}
+            losses = self._losses(logits_TE, scores_TE, known_TK, load_E, **of_tokens)
             kept_TK = chosen_TK
             if again is not None:
                 kept_TK = again.kept_TK
@@ -193,7 +194,7 @@ class TopKRouter(nn.Module):
         if config.aux_loss != "none" or config.z_loss_coef > 0:
             with without_autocast(x_TH.device.type):
                 parts = (found.logits_TE, found.scores_TE, found.ids_TK, found.counts_E)
-                losses = self._losses(*parts, seq_len, cu_seqlens, None)
+                losses = self._losses(*parts, sequence_len=seq_len, cu_seqlens=cu_seqlens)
         return Routing(
             topk_idx_TK=found.ids_TK,
             topk_weights_TK=found.weights_TK,
@@ -206,10 +207,9 @@ class TopKRouter(nn.Module):
         self,
         x_TH: Tensor,
         seq_len: int | None,
-        *,
-        cu_seqlens: Tensor | None = None,
-        mask: Tensor | None = None,
-        topk_idx: Tensor | None = None,
+        cu_seqlens: Any = None,
+        mask: Any = None,
+        topk_idx: Any = None,
     ) -> None:
         """Raises InvalidArgument for arguments that forward cannot route."""
         config = self.config
@@ -264,27 +264,20 @@ class TopKRouter(nn.Module):
         return rank_by_TE.topk(config.top_k, dim=-1).indices
 
     def _losses(
-        self,
-        logits_TE: Tensor,
-        scores_TE: Tensor,
-        topk_idx_TK: Tensor,
-        tokens_per_expert_E: Tensor,
-        seq_len: int | None,
-        cu_seqlens: Tensor | None,
-        mask_T: Tensor | None,
+        self, logits_TE: Tensor, scores_TE: Tensor, topk_idx_TK: Tensor, counts_E: Tensor, **of_tokens: Any
     ) -> dict[str, Tensor]:
-        config = self.config
+        """Returns the losses by name. of_tokens: sequence_len, cu_seqlens and mask_T of `expert_sums`."""
+        config, mask_T = self.config, of_tokens.get("mask_T")
         losses: dict[str, Tensor] = {}
         if config.aux_loss != "none":
             probs_TE = scores_TE
             if config.score_function == "sigmoid":
                 probs_TE = scores_TE / (scores_TE.sum(dim=-1, keepdim=True) + 1e-20)
             if config.aux_loss != "sequence":
-                seq_len = cu_seqlens = None
-            sums = expert_sums(probs_TE, topk_idx_TK, seq_len, cu_seqlens=cu_seqlens, mask_T=mask_T)
+                of_tokens = {"mask_T": mask_T}
+            sums = expert_sums(probs_TE, topk_idx_TK, **of_tokens)
             if config.aux_loss == "global":
                 # load_E has the choices of the step's microbatches whose backward has run.
-                counts_E = tokens_per_expert_E
                 if self.training and self.load_E is not None:
                     counts_E = counts_E + self.load_E
                 if self._balance is not None:

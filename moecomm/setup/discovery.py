@@ -18,6 +18,7 @@ from moecomm.device.cuda_driver import DriverError, Gpu
 from moecomm.env import Env, read_env
 from moecomm.errors import InvalidArgument, MoecommError, Unsupported
 from moecomm.setup.devices import default_threads, why_no_cuda
+from moecomm.setup.handshake import open_rail
 from moecomm.setup.memory_plan import window_shape
 from moecomm.setup.topology import find_nodes
 from moecomm.setup.version import __version__, version_of
@@ -163,12 +164,7 @@ def _open_network(env: Env) -> tuple[str, str]:
     native = _C.Communicator(shape=shape, rank=0, num_experts=1, threads=1, timeout=10.0, host_ranks=1)
     try:
         native.connect([""], [os.getpid()])
-        rail = native.open_rail(
-            job=secrets.token_bytes(16),
-            provider=env.fabric_provider or "",
-            interface=env.fabric_interface or "",
-            lanes=env.fabric_lanes or 0,
-        )
+        rail = open_rail(native, secrets.token_bytes(16), env)
         endpoint = rail.endpoint
         native.connect_rail(rail, [rail.endpoint_addresses], [endpoint])
         return native.network(), endpoint.rpartition(":")[0]

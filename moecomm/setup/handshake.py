@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import moecomm._C as _C
-from moecomm.env import read_env
+from moecomm.env import Env, read_env
 from moecomm.errors import MismatchedArguments, MoecommError, OutOfMemory, Unsupported
 from moecomm.setup.rendezvous import Rendezvous
 from moecomm.setup.topology import NodeMap, find_nodes
@@ -176,20 +176,19 @@ def check_host_room(rendezvous: Rendezvous, group_info: GroupInfo, needed: int) 
             )
 
 
+def open_rail(native: _Native, job: bytes, env: Env) -> _C.Rail:
+    """Opens a communicator's endpoints towards other nodes, as `env` asks. `job`: a name that all ranks of
+    the communicator have."""
+    provider, interface = env.fabric_provider or "", env.fabric_interface or ""
+    return native.open_rail(job=job, provider=provider, interface=interface, lanes=env.fabric_lanes or 0)
+
+
 def _connect_rail(rendezvous: Rendezvous, group_info: GroupInfo, native: _Native) -> None:
     """Connects to the ranks of this rank's rail; an error closes the communicator."""
     rails: list[_C.Rail] = []
 
-    def open_rail() -> dict[str, Any]:
-        env = read_env()
-        rails.append(
-            native.open_rail(
-                job=bytes.fromhex(group_info.job),
-                provider=env.fabric_provider or "",
-                interface=env.fabric_interface or "",
-                lanes=env.fabric_lanes or 0,
-            )
-        )
+    def opened() -> dict[str, Any]:
+        rails.append(open_rail(native, bytes.fromhex(group_info.job), read_env()))
         addresses = [address.hex() for address in rails[0].endpoint_addresses]
         return {"endpoint_addresses": addresses, "endpoint": rails[0].endpoint}
 
@@ -200,7 +199,7 @@ def _connect_rail(rendezvous: Rendezvous, group_info: GroupInfo, native: _Native
         return {}
 
     try:
-        messages = rendezvous.step("construction: network", open_rail)
+        messages = rendezvous.step("construction: network", opened)
         _require_addresses(group_info, [message["endpoint"] for message in messages])
         # connect() takes up to 1.5 times the timeout.
         rendezvous.step("construction: connections", connect, patience=2.0)

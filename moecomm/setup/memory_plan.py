@@ -58,20 +58,14 @@ class MemoryPlan:
 
 
 def window_shape(
-    *,
-    ranks: int,
-    top_k: int,
-    hidden: int,
-    max_tokens: int,
-    dtype: torch.dtype,
-    ranks_per_node: int | None = None,
+    *, ranks: int, hidden: int, dtype: torch.dtype, ranks_per_node: int | None = None, **others: int
 ) -> _C.WindowShape:
     """Returns the runtime's description of a window. Raises InvalidArgument for sizes that a window cannot
-    have."""
+    have. others: top_k and max_tokens."""
     if dtype not in NATIVE_DTYPES:
         names = ", ".join(str(known) for known in NATIVE_DTYPES)
         raise InvalidArgument(f"dtype is {dtype}, expected one of {names}")
-    for name, value in (("ranks", ranks), ("top_k", top_k), ("hidden", hidden), ("max_tokens", max_tokens)):
+    for name, value in {"ranks": ranks, "hidden": hidden, **others}.items():
         require_integer(name, value, 1)
     if hidden * dtype.itemsize % 16 != 0:
         raise InvalidArgument(
@@ -80,11 +74,10 @@ def window_shape(
         )
     return _C.WindowShape(
         ranks=ranks,
-        top_k=top_k,
         hidden=hidden,
-        max_tokens=max_tokens,
         dtype=NATIVE_DTYPES[dtype],
         ranks_per_node=ranks if ranks_per_node is None else ranks_per_node,
+        **others,
     )
 
 
