@@ -127,6 +127,7 @@ class GraphedStep:
         self._step_fn, self._model, self._layers = step_fn, model, layers
         self._comms: list[Communicator] = list({id(each.comm): each.comm for each in layers}.values())
         self._capacities = [_capacity(layer, headroom) for layer in layers]
+        self._exact = [None] * len(layers)  # without capacities outputs have exactly the rows that arrive
         self._parameters = [each for each in model.parameters() if each.requires_grad]
         self._overflow_check = OverflowCheck(self.device, self._group(group))
         self._recorder: Recorder = CudaRecorder(self.device) if recorder is None else recorder
@@ -205,14 +206,14 @@ class GraphedStep:
         try:
             came_to_end = False
             for _ in range(self.warmup):
-                with contextlib.suppress(CapacityExceeded), self._one_run_at_a_time():
-                    self._recorder.warm_up(self._body)
+                with contextlib.suppress(CapacityExceeded):
+                    self._recorder.warm_up(lambda: self._body(waits=True))
                     came_to_end = True
                 self._check_comms(overflowed=True)
             if not came_to_end:
                 # On the CPU a dispatch after one that overflowed ends the run, on all ranks, perhaps before
                 # it reaches a buffer.
-                with self._at_exact_size():
+                with self._settings(self._exact, None, waits=True):
                     self._run_step()
             now = dict(self._model.named_buffers())
             for name, buffer in buffers.items():
@@ -257,9 +258,9 @@ class GraphedStep:
 
     # -- what a graph has ------------------------------------------------------------------------------
 
-    def _body(self) -> _Done:
+    def _body(self, waits: bool = False) -> _Done:
         """Runs the step with capacities, and records how many rows it needed."""
-        with self._settings(self._capacities, self._overflow_check):
+        with self._settings(self._capacities, self._overflow_check, waits):
             self._overflow_check.start()
             with torch.no_grad():
                 for kept, buffer in self._buffers:
@@ -286,32 +287,19 @@ class GraphedStep:
         )
 
     @contextlib.contextmanager
-    def _settings(self, capacities: Sequence[int | None], check: OverflowCheck | None) -> Iterator[None]:
+    def _settings(
+        self, capacities: Sequence[int | None], check: OverflowCheck | None, waits: bool
+    ) -> Iterator[None]:
+        """A context in which the layers have these capacities and this check. `waits`: each allocates memory
+        only when the one before has finished with its own."""
         before = [each.capacity for each in self._layers]
         try:
             for layer, capacity in zip(self._layers, capacities, strict=True):
-                layer.capacity, layer._overflow = capacity, check
+                layer.capacity, layer._overflow, layer._waits_on_host = capacity, check, waits
             yield
         finally:
             for layer, own_capacity in zip(self._layers, before, strict=True):
-                layer.capacity, layer._overflow = own_capacity, None
-
-    @contextlib.contextmanager
-    def _at_exact_size(self) -> Iterator[None]:
-        """A context in which the layers run without capacities."""
-        with self._settings([None] * len(self._layers), None), self._one_run_at_a_time():
-            yield
-
-    @contextlib.contextmanager
-    def _one_run_at_a_time(self) -> Iterator[None]:
-        """Makes each layer allocate memory only when the previous one has finished with its own."""
-        for layer in self._layers:
-            layer._waits_on_host = True
-        try:
-            yield
-        finally:
-            for layer in self._layers:
-                layer._waits_on_host = False
+                layer.capacity, layer._overflow, layer._waits_on_host = own_capacity, None, False
 
     # -- a step ----------------------------------------------------------------------------------------
 
@@ -361,7 +349,7 @@ class GraphedStep:
         with torch.no_grad():
             for kept, buffer in self._buffers:
                 buffer.copy_(kept)
-        with self._at_exact_size():
+        with self._settings(self._exact, None, waits=True):
             return self._run_step()
 
     def _accumulate_grads(self, done: _Done, before: _Before) -> None:

@@ -118,12 +118,6 @@ class DispatchState(NamedTuple):
     groups: Tensor
     """The groups of rows in the form that the products take; the last element is the number of rows."""
 
-    @classmethod
-    def of(cls, out: DispatchOutput, products: Products) -> DispatchState:
-        """Returns the state of a dispatch with routing weights."""
-        assert out.weights is not None
-        return cls(out.handle, out.weights, products.groups_of(out))
-
 
 class Kept(NamedTuple):
     """The tensors that a backward needs besides the weights."""
@@ -146,8 +140,6 @@ class Forward:
 
     def __init__(self, context: PassContext, state: DispatchState | None) -> None:
         self.context, self._state = context, state
-        self.out: DispatchOutput | None = None
-        """The output of this forward's dispatch."""
         self._rows_PH: Tensor | None = None
         self._inner_PI: Tensor | None = None
         self._z_PF: Tensor | None = None
@@ -200,8 +192,8 @@ class Forward:
         if out is None:  # the host waits for the number of rows after it has issued the shared experts' work
             with side.receiving(), stages("dispatch_receive", stream=COMM, communicates=True):
                 out = receive(directly=side.separate)
-        self.out = out
-        self._state = state = DispatchState.of(out, context.products)
+        assert out.weights is not None
+        self._state = state = DispatchState(out.handle, out.weights, context.products.groups_of(out))
         side.join(out.tokens, state.weights_P, state.groups)
         if context.overflow is not None:
             context.overflow.note_dispatch(out.overflow)

@@ -101,25 +101,22 @@ class LocalExperts:
         `scale`."""
         weights = self._plain_weights()
 
-        def forward_on(comm: Communicator, kept: DispatchOutput | None) -> tuple[Forward, Tensor]:
-            products = self._products_of(weights, comm)
+        def forward_on(comm: Communicator, state: DispatchState | None) -> tuple[Forward, Tensor]:
             context = PassContext(
                 comm=comm,
                 topk_idx_TK=ids_TK,
                 activation=self._activation or "",
-                products=products,
+                products=self._products_of(weights, comm),
                 gradient_scale=scale,
             )
-            state = None if kept is None else DispatchState.of(kept, products)
             forward = Forward(context, state)
             return forward, run_forward(forward, x_TH, weights_TK, weights)
 
         kept = kept_dispatch(ids_TK)
         if kept is not None:
-            return forward_on(kept.comm, kept.out)[1]
+            return forward_on(kept.comm, kept.state)[1]
         forward, y_TH = shared.run(x_TH.shape[0], lambda comm: forward_on(comm, None))
-        assert forward.out is not None
-        keep_dispatch(ids_TK, forward.context.comm, forward.out)
+        keep_dispatch(ids_TK, forward.context.comm, forward.state)
         return y_TH
 
     @property

@@ -7,7 +7,6 @@ well."""
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import threading
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from moecomm.communicator import Communicator
 from moecomm.errors import InvalidArgument
-from moecomm.types import DispatchOutput
+from moecomm.nn.expert_pass import DispatchState
 
 
 class Kept(NamedTuple):
@@ -25,7 +24,7 @@ class Kept(NamedTuple):
 
     ids_TK: Tensor
     comm: Communicator
-    out: DispatchOutput
+    state: DispatchState
 
 
 class _Current(threading.local):
@@ -75,12 +74,10 @@ class _Within(contextlib.AbstractContextManager[None]):
         _current.region, _current.left = self._before.pop()
 
 
-def keep_dispatch(ids_TK: Tensor, comm: Communicator, out: DispatchOutput) -> None:
+def keep_dispatch(ids_TK: Tensor, comm: Communicator, state: DispatchState) -> None:
     """Keeps a dispatch of the first forward, if a region keeps plans."""
     if _current.region is not None:
-        assert out.weights is not None
-        facts = dataclasses.replace(out, tokens=out.tokens.new_empty(0), weights=out.weights.detach())
-        _current.region.append(Kept(ids_TK, comm, facts))
+        _current.region.append(Kept(ids_TK, comm, state))
 
 
 def kept_dispatch(ids_TK: Tensor) -> Kept | None:
