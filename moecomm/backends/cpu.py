@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -41,17 +41,6 @@ Given = TypeVar("Given", Tensor, Tensor | None)
 
 # Smaller outputs come from torch's allocator: reusing pages pays only from this size on.
 _POOLED_BYTES = 1 << 16
-
-
-class _Begun(NamedTuple):
-    """A dispatch whose rows are sent but not received yet."""
-
-    plan: _C.Plan
-    by_rank: bool
-    has_weights: bool
-    host_counts: bool
-    ids_dtype: torch.dtype
-    x_TH: Tensor  # kept alive, as this rank's own rows are read from it
 
 
 class _PlanWords(np.ndarray):
@@ -187,7 +176,7 @@ class CpuBackend(Backend):
             raise
         self._announced = False
 
-    def begin_dispatch(self, call: DispatchCall) -> _Begun:
+    def begin_dispatch(self, call: DispatchCall) -> tuple[_C.Plan, DispatchCall, Tensor]:
         x_TH, ids_TK = _dense(call.x_TH), _dense(call.topk_idx_TK)
         weights_TK = _dense(call.topk_weights_TK)
         x, ids, weights = _address(x_TH), _address(ids_TK), _address(weights_TK)
@@ -204,12 +193,14 @@ class CpuBackend(Backend):
             positions=call.expert_capacity,
             caller=call.caller,
         )
-        by_rank, weighted = call.layout == "rank", weights_TK is not None
-        return _Begun(plan, by_rank, weighted, call.host_counts, ids_TK.dtype, x_TH)
+        return plan, call, x_TH  # kept alive, as this rank's own rows are read from it
 
-    def finish_dispatch(self, begun: _Begun, directly: bool = True) -> RawDispatch:
+    def finish_dispatch(
+        self, begun: tuple[_C.Plan, DispatchCall, Tensor], directly: bool = True
+    ) -> RawDispatch:
         self._announced = True
-        plan, by_rank, has_weights, counts, ids_dtype, _ = begun
+        plan, call, _ = begun
+        by_rank, has_weights = call.layout == "rank", call.topk_weights_TK is not None
         weights = topk_idx_PK = index = None
         try:
             tokens_PH = self._empty((plan.rows, self.hidden), self.dtype)
@@ -236,11 +227,11 @@ class CpuBackend(Backend):
         return RawDispatch(
             tokens_PH=tokens_PH,
             weights=weights,
-            topk_idx_PK=None if topk_idx_PK is None else topk_idx_PK.to(ids_dtype),
+            topk_idx_PK=None if topk_idx_PK is None else topk_idx_PK.to(call.topk_idx_TK.dtype),
             plan_views=partial(_plan_view, plan),
             plan=plan,
             expert_index=index,
-            host_counts=plan.expert_rows if counts else None,
+            host_counts=plan.expert_rows if call.host_counts else None,
         )
 
     def tensor_plan(self, plan: _C.Plan) -> TensorPlan:

@@ -78,25 +78,25 @@ class Fp8Products(Products):
             quantized, made = quantize(weight_LAB.detach()), None
             if weight_LAB.is_cuda:
                 stream = torch.cuda.current_stream(weight_LAB.device)
-                made = _Made(stream, stream.record_event())
+                made = stream, stream.record_event()
             kept = forms[quantize.__name__] = _Kept(quantized, state, made)
         elif kept.made is not None:
-            _wait_for(kept)
+            made_on, event = kept.made
+            stream = torch.cuda.current_stream(weight_LAB.device)
+            if stream != made_on:
+                stream.wait_event(event)
+                for part in kept.quantized:
+                    part.record_stream(stream)
         return kept.quantized
 
 
 # -- weights that are kept ---------------------------------------------------------------------------------
 
 
-class _Made(NamedTuple):
-    stream: torch.cuda.Stream
-    done: torch.cuda.Event
-
-
 class _Kept(NamedTuple):
     quantized: Quantized
     state: tuple[int, int, int]
-    made: _Made | None
+    made: tuple[torch.cuda.Stream, torch.cuda.Event] | None
     """The stream and event of the quantisation on a GPU; None on the CPU."""
 
 
@@ -118,13 +118,3 @@ def _may_keep(weight: Tensor) -> bool:
     if torch.compiler.is_compiling() or not is_expert_parameter(weight) or weight.is_inference():
         return False
     return not (weight.is_cuda and torch.cuda.is_current_stream_capturing())
-
-
-def _wait_for(kept: _Kept) -> None:
-    """Makes the current stream wait for quantised weights that another stream may have made."""
-    assert kept.made is not None
-    stream = torch.cuda.current_stream(kept.quantized.values.device)
-    if stream != kept.made.stream:
-        stream.wait_event(kept.made.done)
-        for part in kept.quantized:
-            part.record_stream(stream)

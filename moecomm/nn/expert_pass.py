@@ -119,17 +119,6 @@ class DispatchState(NamedTuple):
     """The groups of rows in the form that the products take; the last element is the number of rows."""
 
 
-class Kept(NamedTuple):
-    """The tensors that a backward needs besides the weights."""
-
-    x_TH: Tensor | None
-    rows_PH: Tensor | None
-    weights_P: Tensor
-    groups: Tensor
-    shared_inner_TI: Tensor | None
-    inner_PI: Tensor | None
-
-
 class Forward:
     """One forward: `start` keeps what a backward needs, and `result` returns y. With the state of an earlier
     dispatch it follows that plan, and computes what is kept first."""
@@ -249,19 +238,16 @@ class Forward:
             self._shared_fc1()
         return y_TH.add_(self._shared_fc2())
 
-    def kept(self, need_in: bool) -> Kept:
-        """Returns what a backward needs. `need_in`: whether w_in needs a gradient."""
+    def kept(self, need_in: bool) -> tuple[Tensor | None, ...]:
+        """Returns the tensors that a backward needs besides the weights: x, the experts' rows, their routing
+        weights and groups, the first products of the shared experts and of the experts. `need_in`: whether
+        w_in needs a gradient."""
         keep, state = self.context.keep, self.state
         needs_x = self.weights.shared_in is not None or keep == "nothing"
         needs_rows = keep != "nothing" and (need_in or keep == "rows")
-        return Kept(
-            x_TH=self.x_TH if needs_x else None,
-            rows_PH=self._rows_PH if needs_rows else None,
-            weights_P=state.weights_P,
-            groups=state.groups,
-            shared_inner_TI=self._shared_inner_TI,
-            inner_PI=self._inner_PI,
-        )
+        x_TH = self.x_TH if needs_x else None
+        rows_PH = self._rows_PH if needs_rows else None
+        return x_TH, rows_PH, state.weights_P, state.groups, self._shared_inner_TI, self._inner_PI
 
     def _fc1(self) -> tuple[Tensor, Tensor]:
         assert self._rows_PH is not None
@@ -304,7 +290,7 @@ def _backward(ctx: Any, grad_y_TH: Tensor) -> tuple[Tensor | None, ...]:
     count = len(Weights._fields)
     saved: tuple[Any, ...] = ctx.saved_tensors
     w_in, w_out, shared_in, shared_out, shared_gate, b_in, b_out = saved[:count]  # Weights
-    x_TH, rows_PH, weights_P, groups, shared_inner_TI, inner_PI = saved[count:]  # Kept
+    x_TH, rows_PH, weights_P, groups, shared_inner_TI, inner_PI = saved[count:]  # Forward.kept
     _, need_x, need_weights, need_in, need_out, *need_shared, need_b_in, need_b_out = ctx.needs_input_grad
     has_shared = shared_in is not None and (need_x or any(need_shared))
     needs_tokens = need_x or need_weights

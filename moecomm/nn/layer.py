@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,16 +38,6 @@ from moecomm.types import AnyGroup, as_group
 @_disable_dynamo
 def _note_dispatch(check: Any, overflow: Tensor) -> None:
     check.note_dispatch(overflow)
-
-
-class Routed(NamedTuple):
-    """The tensors that a layer sends to the experts, and the routing whose losses are attached later."""
-
-    rows_TH: Tensor
-    topk_idx_TK: Tensor
-    topk_weights_TK: Tensor
-    unattached: Routing | None
-    """The routing, if its losses are to be attached to the result; None: they are attached to the weights."""
 
 
 class MoELayer(nn.Module):
@@ -302,7 +292,7 @@ class MoELayer(nn.Module):
         watched = None if in_order else watchers_of(self)
         in_order = in_order or watched is not None
         try:
-            routed = self._route(x, seq_len, in_order, watched, given)
+            *tensors, unattached = self._route(x, seq_len, in_order, watched, given)
         except Exception as error:
             compiling = torch.compiler.is_compiling() and not isinstance(error, InvalidArgument)
             if compiling or known_to_all(error):
@@ -312,9 +302,9 @@ class MoELayer(nn.Module):
         apart_TH = None
         if self.shared is not None and self._shared_within is None:
             apart_TH = call_or_tell(self.comm, self.shared, x.flatten(0, -2).to(self.config.dtype))
-        y_TH = run(routed.rows_TH, routed.topk_idx_TK, routed.topk_weights_TK)
+        y_TH = run(*tensors)
         y_TH = y_TH if apart_TH is None else y_TH + apart_TH
-        return self._finish(y_TH, x.shape, x.dtype, routed.unattached)
+        return self._finish(y_TH, x.shape, x.dtype, unattached)
 
     _forward_outside_graph = _disable_dynamo(_forward)
 
@@ -325,8 +315,10 @@ class MoELayer(nn.Module):
 
     def _route(
         self, x: Tensor, seq_len: int | None, in_order: bool, watched: str | None, given: dict[str, Any]
-    ) -> Routed:
-        """Chooses the experts of each token. Raises InvalidArgument on this rank alone."""
+    ) -> tuple[Tensor, Tensor, Tensor, Routing | None]:
+        """Chooses the experts of each token. Returns the rows, ids and weights that are sent to the experts,
+        and the routing, if its losses are to be attached to the result; None: they are attached to the
+        weights. Raises InvalidArgument on this rank alone."""
         x_TH = x
         balance = self._balance
         before = 0 if balance is None else balance.exchanges
@@ -369,7 +361,7 @@ class MoELayer(nn.Module):
                 parts_TKP = parts_TKP.masked_fill(unknown_TK1, self.comm.num_experts)
             topk_idx_TK = parts_TKP.flatten(1)
             weights_TK = weights_TK.repeat_interleave(self._part_ids.shape[1], dim=1)
-        return Routed(x_TH.to(self.config.dtype), topk_idx_TK, weights_TK, unattached)
+        return x_TH.to(self.config.dtype), topk_idx_TK, weights_TK, unattached
 
     def _choose_experts(self, x_TH: Tensor, seq_len: int | None, given: dict[str, Any]) -> Routing:
         """Returns the router's choice; within a checkpoint that keeps plans, the choice of the first time."""
