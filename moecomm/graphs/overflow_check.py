@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from moecomm.types import Group, GroupReference
 
@@ -44,6 +45,7 @@ class OverflowCheck:
         self._rows.zero_()
         self._published_rows.zero_()
 
+    @_disable_dynamo
     def note_dispatch(self, overflow: Tensor) -> None:
         """Notes a dispatch; overflow: 0-d int32 on the device, the rows that it needed if they exceeded its
         capacity, else 0."""

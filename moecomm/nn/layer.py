@@ -35,11 +35,6 @@ from moecomm.setup.memory_plan import NATIVE_DTYPES
 from moecomm.types import AnyGroup, as_group
 
 
-@_disable_dynamo
-def _note_dispatch(check: Any, overflow: Tensor) -> None:
-    check.note_dispatch(overflow)
-
-
 class MoELayer(nn.Module):
     """y = shared(x) + sum over the chosen experts of weight * expert(x), with the experts spread over ranks.
 
@@ -468,7 +463,7 @@ class MoELayer(nn.Module):
             out = comm.dispatch(rows_TH, topk_idx_TK, topk_weights_TK, capacity=capacity, _layer=self)
         has_tail = capacity is not None
         if has_tail and self._overflow is not None:
-            _note_dispatch(self._overflow, out.overflow)
+            self._overflow.note_dispatch(out.overflow)
         if self._own_experts:
             y_TH = combine_own_experts(comm, self.experts, out, has_tail)
         else:

@@ -242,16 +242,16 @@ class Rendezvous:
         except RuntimeError as error:
             raise self._lost(phase, error) from error
 
-    def _get(self, phase: str, key: str, peer: int, deadline: float, limit: float) -> str:
-        """Returns the value of `peer` for this key, as soon as it exists."""
+    def _receive(self, phase: str, peer: int, deadline: float, limit: float) -> dict[str, Any]:
+        """Returns the message of `peer` in this phase, as soon as it exists."""
+        key = f"{phase}/{peer}"
         assert self._store is not None and self._numbers is not None
         while True:
             begin = time.monotonic()
             span = min(max(deadline - begin, 0.01), _LOOK_S)
             try:
                 self._store.wait([key], timedelta(seconds=span))
-                value: bytes = self._store.get(key)
-                return value.decode()
+                return json.loads(self._store.get(key))
             except dist.DistNetworkError as error:
                 raise self._lost(phase, error) from error
             except RuntimeError as error:
@@ -262,14 +262,10 @@ class Rendezvous:
                 if conflict not in (None, self._old_conflict) and self._members in conflict.split()[1:]:
                     raise self._conflict(conflict) from None  # the peer raises it after it has met this rank
                 if found.get(f"number/{peer}") != self._numbers[peer]:
-                    raise _BegunAnew(
-                        f"rank {peer} has given up this construction and begun another"
-                    ) from None
+                    text = f"rank {peer} has given up this construction and begun another"
+                    raise _BegunAnew(text) from None
                 if time.monotonic() >= deadline:
                     raise self._timeout(phase, peer, limit) from error
-
-    def _receive(self, phase: str, peer: int, deadline: float, limit: float) -> dict[str, Any]:
-        return json.loads(self._get(phase, f"{phase}/{peer}", peer, deadline, limit))
 
     def _timeout(self, phase: str, peer: int, limit: float) -> PeerTimeout:
         text = (
