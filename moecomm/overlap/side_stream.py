@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -53,9 +52,7 @@ class SideStream:
             self._on_stream.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         if self._gpu is not None:
             assert self._caller is not None
             self._on_stream.__exit__(None, None, None)

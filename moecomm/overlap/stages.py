@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
@@ -92,15 +91,13 @@ class _Stage:
         if stages._record:
             self._begin = stages._now()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         stages = self._stages
         if stages._record:
             times = _Times(self._name, self._stream, self._communicates, self._begin, stages._now())
             stages._times.append(times)
         if self._range is not None:
-            self._range.__exit__(kind, error, trace)
+            self._range.__exit__(*error)
         if stages._gpu is not None:
             stages._gpu.pop_range()
 

@@ -61,11 +61,6 @@ class GroupInfo(NamedTuple):
         """Returns the number of ranks on the host of `rank`."""
         return self.hosts.count(self.hosts[rank])
 
-    @property
-    def job(self) -> str:
-        """A name of this construction that nobody else can guess, made by rank 0."""
-        return str(self.messages[0]["job"])
-
 
 def handshake(
     rendezvous: Rendezvous,
@@ -188,7 +183,8 @@ def _connect_rail(rendezvous: Rendezvous, group_info: GroupInfo, native: _Native
     rails: list[_C.Rail] = []
 
     def opened() -> dict[str, Any]:
-        rails.append(open_rail(native, bytes.fromhex(group_info.job), read_env()))
+        job = bytes.fromhex(group_info.messages[0]["job"])  # nobody else can guess it
+        rails.append(open_rail(native, job, read_env()))
         addresses = [address.hex() for address in rails[0].endpoint_addresses]
         return {"endpoint_addresses": addresses, "endpoint": rails[0].endpoint}
 
