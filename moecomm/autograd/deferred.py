@@ -142,5 +142,4 @@ def _add(parameter: nn.Parameter, products: Products, groups: Tensor, of: Operan
     same = of.weight.is_leaf and of.weight.data_ptr() == parameter.data_ptr()
     weight = parameter if same else of.weight
     into = grad_in_place(weight) if products.adds and weight.is_leaf else None
-    gradient = products.grouped_mm_wgrad(of.rows, of.grad, groups, into=into)
-    add_gradient(weight, gradient)
+    add_gradient(weight, products.grouped_mm_wgrad(of.rows, of.grad, groups, into=into))

@@ -252,8 +252,7 @@ class CudaBackend(Backend):
             filled = call.capacity >= 0 and call.layout == "rank"
             filled = filled or torch.are_deterministic_algorithms_enabled()
             directly = directly and not filled and not (in_one_call and call.capacity < 0)
-            receive = partial(self._native.finish_dispatch, directly)
-            return self._receive(call, blob, counts, receive)
+            return self._receive(call, blob, counts, partial(self._native.finish_dispatch, directly))
         outputs.cut(*counts)
         if at_once:
             self._native.accept_rows()

@@ -162,8 +162,7 @@ class QuackProducts(Products):
         out_PB = rows_PA.new_empty(rows, weight_LBA.shape[1])
         if rows > 0:
             rows_PA = rows_PA.contiguous()
-            tile = self._tiles[product]
-            _launch(tile, rows_PA, weight_LBA, out_PB, weight_LBA, cu_seqlens_m=groups)
+            _launch(self._tiles[product], rows_PA, weight_LBA, out_PB, weight_LBA, cu_seqlens_m=groups)
         return out_PB
 
     def _launch_fused(

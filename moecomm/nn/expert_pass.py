@@ -230,8 +230,7 @@ class Forward:
         z_PF, self._z_PF = self._z_PF, None
         if z_PF is None:
             _, z_PF = self._fc1()
-        rows_PH = self._fc2(z_PF)
-        y_TH = self.context.comm.combine(rows_PH, self.state.handle)
+        y_TH = self.context.comm.combine(self._fc2(z_PF), self.state.handle)
         if self.weights.shared_in is None:
             return y_TH
         if not self.context.keep_shared:

@@ -120,7 +120,7 @@ class TopKRouter(nn.Module):
         and drops of the first time, if this forward is recomputed. Raises InvalidArgument on a wrong shape or
         dtype or a seq_len that does not divide T."""
         config = self.config
-        self.check(x_TH, seq_len, cu_seqlens, mask, topk_idx)
+        self.check(x_TH, seq_len, cu_seqlens=cu_seqlens, mask=mask, topk_idx=topk_idx)
         # Choices may already be -1 before drops.
         gaps = mask is not None or topk_idx is not None
         if not gaps and self._is_plain and routes_here(x_TH, self.weight, config.top_k):
@@ -207,9 +207,10 @@ class TopKRouter(nn.Module):
         self,
         x_TH: Tensor,
         seq_len: int | None,
-        cu_seqlens: Any = None,
-        mask: Any = None,
-        topk_idx: Any = None,
+        *,
+        cu_seqlens: Tensor | None = None,
+        mask: Tensor | None = None,
+        topk_idx: Tensor | None = None,
     ) -> None:
         """Raises InvalidArgument for arguments that forward cannot route."""
         config = self.config

@@ -284,5 +284,4 @@ class Rendezvous:
         )
 
     def _lost(self, phase: str, error: Exception) -> PeerLost:
-        text = f"the store of torch.distributed is gone ({error})"
-        return of_peer(PeerLost, text, self.rank, phase)
+        return of_peer(PeerLost, f"the store of torch.distributed is gone ({error})", self.rank, phase)

@@ -144,8 +144,7 @@ class LocalExperts:
         rows_PH = out.tokens.to(w_in.dtype)
         inner_PI = grouped_linear(rows_PH, w_in, b_in, out.offsets, products)
         z_PF = experts._apply_gate(inner_PI) if experts.has_gate else experts.act_fn(inner_PI)
-        y_PH = grouped_linear(z_PF, w_out, b_out, out.offsets, products)
-        return y_PH.to(out.tokens.dtype)
+        return grouped_linear(z_PF, w_out, b_out, out.offsets, products).to(out.tokens.dtype)
 
     def _products_of(self, weights: Weights, comm: Communicator) -> Products:
         """Returns quack's products if they support the experts, else torch's. Their tiles are for the rows of
