@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,27 +16,9 @@ PACKAGE = ROOT / "moecomm"
 # A folder or module may import what stands above it in this list, never what stands below: so there is no
 # cycle of folders.
 PYTHON_LAYERS = [
-    "_C",
-    "errors",
-    "env",
-    "types",
-    "arguments",
-    "device",
-    "setup",
-    "backends",
-    "kernels",
-    "autograd",
-    "communicator",
-    "shared",
-    "overlap",
-    "parallel",
-    "nn",
-    "train",
-    "graphs",
-    "transformers",
-    "torchtitan",
-    "megatron",
-    "__main__",
+    *("_C", "errors", "env", "types", "arguments", "device", "setup", "backends", "kernels", "autograd"),
+    *("communicator", "shared", "overlap", "parallel", "nn", "train", "graphs"),
+    *("transformers", "torchtitan", "megatron", "__main__"),
 ]
 NATIVE_LAYERS = ["common", "layout", "ptx", "device", "transport", "kernels", "runtime", "bindings"]
 
@@ -107,35 +90,14 @@ def test_python_imports_have_no_cycle() -> None:
             if name and name not in ("moecomm", module):
                 found.add(name)
         graph[module] = found
-    done: set[str] = set()
-
-    def visit(module: str, above: tuple[str, ...]) -> None:
-        assert module not in above, f"import cycle: {' -> '.join((*above[above.index(module) :], module))}"
-        if module not in done:
-            for each in sorted(graph[module]):
-                visit(each, (*above, module))
-            done.add(module)
-
-    for module in sorted(graph):
-        visit(module, ())
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the cycle
 
 
 @pytest.mark.parametrize("folder", ["bench", "examples"])
 def test_programs_use_public_names_only(folder: str) -> None:
-    public = {
-        package: set(_all(PACKAGE / init))
-        for package, init in {
-            "moecomm": "__init__.py",
-            "moecomm.nn": "nn/__init__.py",
-            "moecomm.train": "train/__init__.py",
-            "moecomm.graphs": "graphs/__init__.py",
-            "moecomm.overlap": "overlap/__init__.py",
-            "moecomm.parallel": "parallel/__init__.py",
-            "moecomm.transformers": "transformers/__init__.py",
-            "moecomm.megatron": "megatron/__init__.py",
-        }.items()
-    }
-    modules = set(public)
+    public = {"moecomm": set(_all(PACKAGE / "__init__.py"))}
+    for name in ("nn", "train", "graphs", "overlap", "parallel", "transformers", "megatron"):
+        public[f"moecomm.{name}"] = set(_all(PACKAGE / name / "__init__.py"))
     for path in _python_files(folder):
         if path.name == "quack_tiles.py":
             continue  # fills a table within the product
@@ -143,13 +105,13 @@ def test_programs_use_public_names_only(folder: str) -> None:
         for node in ast.walk(tree):
             if isinstance(node, ast.Import):
                 for alias in node.names:
-                    assert not alias.name.startswith("moecomm.") or alias.name in modules, (
+                    assert not alias.name.startswith("moecomm.") or alias.name in public, (
                         f"{path}: {alias.name}"
                     )
             elif isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "moecomm":
                 assert node.module in public, f"{path} imports from {node.module}"
                 for alias in node.names:
-                    allowed = alias.name in public[node.module] or f"{node.module}.{alias.name}" in modules
+                    allowed = alias.name in public[node.module] or f"{node.module}.{alias.name}" in public
                     assert allowed, f"{path} imports {node.module}.{alias.name}, which is not public"
             elif (
                 isinstance(node, ast.Attribute)
@@ -181,8 +143,7 @@ SUFFIXES = {".hpp", ".cpp", ".h", ".cu", ".cuh", ".inl"}
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.MULTILINE)
 
 
-def _native_files() -> list[Path]:
-    return sorted(path for path in (ROOT / "csrc").rglob("*") if path.suffix in SUFFIXES)
+NATIVE_FILES = sorted(path for path in (ROOT / "csrc").rglob("*") if path.suffix in SUFFIXES)
 
 
 def _code(path: Path) -> str:
@@ -208,32 +169,37 @@ def test_no_test_stands_within_another_function() -> None:
     assert hidden == []
 
 
+def _includes() -> Iterator[tuple[Path, list[str], str, list[str]]]:
+    """Each `#include` of csrc: its file and the parts of that path, the quote, and the parts of the name."""
+    for path in NATIVE_FILES:
+        parts = list(path.relative_to(ROOT / "csrc").parts)
+        for quote, name in INCLUDE.findall(_code(path)):
+            yield path, parts, quote, name.split("/")
+
+
 def test_includes_run_down() -> None:
     order = {name: number for number, name in enumerate(NATIVE_LAYERS)}
-    for path in _native_files():
-        own = path.relative_to(ROOT / "csrc").parts[0]
-        assert own in order, f"{path} stands in no layer: give {own} one in this test"
-        for quote, name in INCLUDE.findall(_code(path)):
-            if quote == "<":
-                continue
-            part = name.split("/")[0]
-            assert (ROOT / "csrc" / name).exists(), f"{path} includes {name}: say it from csrc/"
-            assert order[part] <= order[own], f"{path} includes {name}, which stands above it"
-            # layout and ptx are siblings, and so are device and transport: kernels reach other ranks through
-            # the device side alone.
-            assert {own, part} not in ({"layout", "ptx"}, {"device", "transport"}), f"{path} includes {name}"
-            assert not (own == "kernels" and part == "transport"), f"{path} includes {name}"
+    assert {path.relative_to(ROOT / "csrc").parts[0] for path in NATIVE_FILES} <= order.keys()
+    for path, (own, *_), quote, words in _includes():
+        if quote == "<":
+            continue
+        part, said = words[0], f"{path} includes {'/'.join(words)}"
+        assert (ROOT / "csrc").joinpath(*words).exists(), f"{said}: say it from csrc/"
+        assert order[part] <= order[own], f"{said}, which stands above it"
+        # layout and ptx are siblings, and so are device and transport: kernels reach other ranks through
+        # the device side alone.
+        assert {own, part} not in ({"layout", "ptx"}, {"device", "transport"}), said
+        assert not (own == "kernels" and part == "transport"), said
 
 
-def test_folders_of_kernels_have_no_cycle() -> None:
-    """Kernels for the CPU, between GPUs and for experts stand side by side; what lies in kernels/ itself
-    serves them all."""
-    for path in _native_files():
-        parts = path.relative_to(ROOT / "csrc").parts
-        for _, name in INCLUDE.findall(_code(path)):
-            words = name.split("/")
-            if parts[0] == words[0] == "kernels" and len(words) > 2:
-                assert len(parts) > 2 and words[1] == parts[1], f"{path} includes {name} of another folder"
+@pytest.mark.parametrize("room", ["kernels", "transport"])
+def test_folders_of_one_layer_do_not_know_each_other(room: str) -> None:
+    """Kernels for the CPU, between GPUs and for experts stand side by side, and so do transports; what lies
+    in kernels/ or transport/ itself serves them all."""
+    for path, parts, _, words in _includes():
+        if parts[0] == words[0] == room and len(words) > 2:
+            serves_all = room == "transport" and len(parts) < 3
+            assert serves_all or (len(parts) > 2 and words[1] == parts[1]), f"{path} includes {words}"
 
 
 GPU_KERNELS = ROOT / "csrc" / "kernels" / "gpu"
@@ -259,67 +225,41 @@ def _included_kernels(path: Path) -> set[Path]:
 
 
 def test_rooms_of_gpu_kernels_include_what_is_common() -> None:
-    """An operation's room knows no other operation's; nothing that is common knows a room."""
+    """An operation's room knows no other operation's; nothing that is common knows a room. A kernel is read
+    with few headers of its own room."""
     below = {"common": set(), "internode": {"common"}}
-    for path in _native_files():
+    for path in NATIVE_FILES:
         if GPU_KERNELS in path.parents:
-            own = _room(path)
-            for each in _included_kernels(path):
-                allowed = {own} | below.get(own, {"common", "internode"})
-                assert _room(each) in allowed, f"{path} includes {each}"
+            own, included = _room(path), _included_kernels(path)
+            allowed = {own} | below.get(own, {"common", "internode"})
+            assert {_room(each) for each in included} <= allowed, f"{path} includes {included}"
+            near = sorted(each.name for each in included if _room(each) == own)
+            assert path.suffix != ".cu" or len(near) <= 6, f"{path} includes {near}"
 
 
-def test_a_gpu_kernel_is_read_with_few_headers_of_its_room() -> None:
-    kernels = [path for path in _native_files() if path.suffix == ".cu" and GPU_KERNELS in path.parents]
-    assert kernels
-    for path in kernels:
-        own = sorted(each.name for each in _included_kernels(path) if _room(each) == _room(path))
-        assert len(own) <= 6, f"{path} includes {own}"
+def test_what_native_code_includes() -> None:
+    """Never torch. Nor streams: a build that links libstdc++ statically (some toolchains do) would have a
+    second copy of the locale's facets beside torch's, and the first number read from a stream would crash."""
+    refused = {"torch", "ATen", "c10", "caffe2", "iostream", "fstream", "sstream", "iomanip", "regex"}
+    for path, parts, _, words in _includes():
+        assert words[0] not in refused, f"{path} includes {words}"
+        if words[0] in ("pybind11", "Python.h"):
+            assert "bindings" in parts, f"{path} includes {words}: Python stays in csrc/bindings"
 
 
-def test_transports_do_not_know_each_other() -> None:
-    for path in _native_files():
-        parts = path.relative_to(ROOT / "csrc").parts
-        if parts[0] != "transport" or len(parts) < 3:
-            continue
-        for _, name in INCLUDE.findall(_code(path)):
-            words = name.split("/")
-            if words[0] == "transport" and len(words) > 2:
-                assert words[1] == parts[1], f"{path} includes {name} of another transport"
-
-
-def test_native_code_includes_no_torch() -> None:
-    for path in _native_files():
-        for _, name in INCLUDE.findall(_code(path)):
-            assert not name.startswith(("torch/", "ATen/", "c10/", "caffe2/")), f"{path} includes {name}"
-            if name.startswith(("pybind11/", "Python.h")):
-                assert "bindings" in path.parts, f"{path} includes {name}: Python stays in csrc/bindings"
-
-
-def test_assembly_stands_in_ptx_only() -> None:
-    for path in _native_files():
-        if path.relative_to(ROOT / "csrc").parts[0] != "ptx":
-            assert not re.search(r"\b(__)?asm(__)?\b", _code(path)), f"{path} spells asm"
-
-
-def test_native_code_never_ends_the_process() -> None:
-    for path in _native_files():
-        found = re.search(r"\b(std::)?(abort|_?exit|quick_exit|terminate)\s*\(|__trap\s*\(", _code(path))
-        assert not found, f"{path} calls {found.group(0) if found else ''}"
+def test_assembly_stands_in_ptx_only_and_nothing_ends_the_process() -> None:
+    ends = re.compile(r"\b(std::)?(abort|_?exit|quick_exit|terminate)\s*\(|__trap\s*\(")
+    for path in NATIVE_FILES:
+        code = _code(path)
+        in_ptx = path.relative_to(ROOT / "csrc").parts[0] == "ptx"
+        assert in_ptx or not re.search(r"\b(__)?asm(__)?\b", code), f"{path} spells asm"
+        assert not (found := ends.search(code)), f"{path} calls {found[0]}"
 
 
 @pytest.mark.parametrize("name", ["reference", "moe_reference"])
 def test_the_references_share_nothing(name: str) -> None:
     found = {each.split(".")[0] for each in _imports(ROOT / "tests" / f"{name}.py", everywhere=True)}
     assert found <= {"__future__", "collections", "dataclasses", "math", "typing", "numpy", "torch"}, found
-
-
-def test_native_code_uses_no_streams() -> None:
-    # A build that links libstdc++ statically (some toolchains do) would have a second copy of the locale's
-    # facets beside torch's, and the first number read from a stream would crash.
-    for path in _native_files():
-        for _, name in INCLUDE.findall(_code(path)):
-            assert name not in ("iostream", "fstream", "sstream", "iomanip", "regex"), f"{path}: {name}"
 
 
 def test_blocks_and_warps_hear_one_answer_about_a_failure() -> None:
