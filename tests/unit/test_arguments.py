@@ -46,46 +46,36 @@ def test_good_arguments() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "error", "words"),
+    ("name", "value", "words"),
     [
-        ({"x_TH": torch.zeros(4, 8)}, InvalidArgument, ["4 tokens", "max_tokens = 3"]),
-        ({"x_TH": torch.zeros(3, 9)}, InvalidArgument, ["x has shape (3, 9)", "hidden = 8"]),
-        ({"x_TH": torch.zeros(3, 8, 1)}, InvalidArgument, ["x has shape (3, 8, 1)"]),
-        ({"x_TH": torch.zeros(3, 8).half()}, InvalidArgument, ["x is torch.float16", "torch.float32"]),
-        ({"x_TH": None}, InvalidArgument, ["x is NoneType"]),
-        ({"x_TH": torch.zeros(3, 8).to_sparse()}, InvalidArgument, ["x has layout torch.sparse_coo"]),
-        ({"topk_idx_TK": [[0, 1]] * 3}, InvalidArgument, ["topk_idx is list"]),
-        ({"topk_weights_TK": 1.0}, InvalidArgument, ["topk_weights is float"]),
+        ("x_TH", torch.zeros(4, 8), ["4 tokens", "max_tokens = 3"]),
+        ("x_TH", torch.zeros(3, 9), ["x has shape (3, 9)", "hidden = 8"]),
+        ("x_TH", torch.zeros(3, 8, 1), ["x has shape (3, 8, 1)"]),
+        ("x_TH", torch.zeros(3, 8).half(), ["x is torch.float16", "torch.float32"]),
+        ("x_TH", None, ["x is NoneType"]),
+        ("x_TH", torch.zeros(3, 8).to_sparse(), ["x has layout torch.sparse_coo"]),
+        ("topk_idx_TK", [[0, 1]] * 3, ["topk_idx is list"]),
+        ("topk_weights_TK", 1.0, ["topk_weights is float"]),
+        ("topk_idx_TK", torch.zeros(3, 3, dtype=torch.int32), ["topk_idx has shape (3, 3)", "(3, 2)"]),
+        ("topk_weights_TK", torch.zeros(2, 2), ["topk_weights has shape (2, 2)", "(3, 2)"]),
+        ("topk_weights_TK", torch.zeros(3, 2).double(), ["topk_weights is torch.float64"]),
+        ("device", torch.device("cuda"), ["x is on cpu", "cuda"]),
+        ("x_TH", torch._efficientzerotensor((3, 8)), ["x is a Tensor without memory"]),
+        ("x_TH", FakeTensorMode().from_tensor(torch.zeros(3, 8)), ["x is a FakeTensor"]),
         (
-            {"topk_idx_TK": torch.zeros(3, 3, dtype=torch.int32)},
-            InvalidArgument,
-            ["topk_idx has shape (3, 3)", "(3, 2)"],
-        ),
-        (
-            {"topk_idx_TK": torch.zeros(3, 2, dtype=torch.uint8)},
-            InvalidRouting,
-            ["topk_idx is torch.uint8", "int32"],
-        ),
-        (
-            {"topk_weights_TK": torch.zeros(2, 2)},
-            InvalidArgument,
-            ["topk_weights has shape (2, 2)", "(3, 2)"],
-        ),
-        ({"topk_weights_TK": torch.zeros(3, 2).double()}, InvalidArgument, ["topk_weights is torch.float64"]),
-        ({"device": torch.device("cuda")}, InvalidArgument, ["x is on cpu", "cuda"]),
-        ({"x_TH": torch._efficientzerotensor((3, 8))}, InvalidArgument, ["x is a Tensor without memory"]),
-        ({"x_TH": FakeTensorMode().from_tensor(torch.zeros(3, 8))}, InvalidArgument, ["x is a FakeTensor"]),
-        (
-            {"topk_weights_TK": TwoTensor(torch.zeros(3, 2), torch.zeros(3, 2))},
-            InvalidArgument,
+            "topk_weights_TK",
+            TwoTensor(torch.zeros(3, 2), torch.zeros(3, 2)),
             ["topk_weights is a TwoTensor without memory of its own", "to_local()"],
         ),
+        ("topk_idx_TK", torch.zeros(3, 2, dtype=torch.uint8), ["topk_idx is torch.uint8", "int32"]),
     ],
 )
-def test_bad_arguments(changes: dict[str, Any], error: type[InvalidArgument], words: list[str]) -> None:
-    with pytest.raises(error) as caught:
-        _check(**changes)
-    assert type(caught.value) is error and all(word in str(caught.value) for word in words), str(caught.value)
+def test_bad_arguments(name: str, value: Any, words: list[str]) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        _check(**{name: value})
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+    about_ids = "torch.uint8" in str(caught.value)  # their dtype is a matter of the routing
+    assert type(caught.value) is (InvalidRouting if about_ids else InvalidArgument)
 
 
 def test_options() -> None:

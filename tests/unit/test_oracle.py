@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch.nn import functional
@@ -38,62 +38,38 @@ JOBS = [
 ]
 
 
-def _numpy(tensor: torch.Tensor) -> np.ndarray:
-    return (tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor).numpy()
-
-
 class _Reference:
     """Stands for a communicator: hands out what the reference says."""
 
     def __init__(self, job: Job, rank: int) -> None:
-        given = [cases.inputs(job, source, CPU) for source in range(job.size)]
-        x = [_numpy(each.x_TH) for each in given]
-        if job.wire is not None:
-            x = [reference.through_wire(each, job.dtype, job.wire) for each in x]
         self.job, self.rank = job, rank
-        self.sent = [
-            reference.dispatch(
-                x,
-                [each.ids_TK.numpy() for each in given],
-                [each.weights_TK.numpy() for each in given] if job.weights else None,
-                rank=owner,
-                num_experts=job.num_experts,
-                layout=job.layout,
-                alignment=job.alignment,
-                capacity=Oracle(job, 0, CPU).capacity,
-            )
-            for owner in range(job.size)
-        ]
+        self.sent = [job.expected(owner) for owner in range(job.size)]
         self.oracles = [Oracle(job, owner, CPU) for owner in range(job.size)]
 
     def dispatch(self, *_: Any, capacity: int | None, **__: Any) -> Any:
         return self.output(self.rank, capacity)
 
     def output(self, rank: int, capacity: int | None) -> Any:
-        class Out:
-            pass
-
-        out, sent, job = Out(), self.sent[rank], self.job
+        sent, job = self.sent[rank], self.job
         kept = len(sent.origin)
-        count = kept if capacity is None else capacity
-        out.tokens = torch.full((count, job.hidden), float("nan")).to(job.torch_dtype)
-        out.tokens[:kept] = torch.from_numpy(sent.tokens)
-        for name in ("weights", "topk_idx", "tokens_per_expert", "offsets"):
-            value = getattr(sent, name)
-            setattr(out, name, None if value is None else torch.from_numpy(value))
-        out.overflow = torch.tensor(sent.overflow, dtype=torch.int32)
-        out.expert_offsets, out.expert_starts = out.offsets, functional.pad(out.offsets, (1, 0))
-        return out
+        tokens = torch.full((kept if capacity is None else capacity, job.hidden), torch.nan)
+        tokens = tokens.to(job.torch_dtype)
+        tokens[:kept] = torch.from_numpy(sent.tokens)
+        names = ("weights", "topk_idx", "tokens_per_expert", "offsets")
+        others = {name: cases.tensor(getattr(sent, name)) for name in names}
+        starts = functional.pad(others["offsets"], (1, 0))
+        others |= {"expert_offsets": others["offsets"], "expert_starts": starts}
+        others["overflow"] = torch.tensor(sent.overflow, dtype=torch.int32)
+        return SimpleNamespace(tokens=tokens, **others)
 
     def combine(self, weighted: bool) -> torch.Tensor:
         answers = [each.answer(self.output(each.rank, each.capacity).tokens) for each in self.oracles]
-        weights = [each.weights for each in self.sent] if weighted else None
         totals = reference.combine(
-            [_numpy(each) for each in answers],
+            [cases.to_numpy(each) for each in answers],
             self.sent,
             list(self.job.tokens),
             dtype=self.job.dtype,
-            weights=weights,
+            weights=[each.weights for each in self.sent] if weighted else None,
             ranks_per_node=self.job.ranks_per_node,
             wire=self.job.combine_wire,
         )
