@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 
 from bench.harness import command_line
+from tests.unit.loopback import loopback
+
+__all__ = ["loopback"]  # a fixture, which pytest finds by its name here
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace
@@ -58,9 +59,7 @@ def memory(address: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Te
     """A tensor of what lies at an address; None for 0."""
     if address == NOT_THERE:
         return None
-    count = 1
-    for size in shape:
-        count *= size
+    count = math.prod(shape)
     if count == 0:
         return torch.empty(shape, dtype=dtype)
     buffer = (ctypes.c_char * (count * dtype.itemsize)).from_address(address)
@@ -79,22 +78,9 @@ class LoopbackNative:
     at_once = True
     """Are they received before the host knows how many come?"""
 
-    def __init__(
-        self,
-        *,
-        shape: Any,
-        rank: int,
-        timeout: float,
-        num_sms: int,
-        device: Any,
-        host_ranks: int,
-        first_epoch: int,
-        sums: Any,
-        gradients: Any,
-        absence: float,
-    ) -> None:
-        self.shape, self.settings = shape, {"rank": rank, "timeout": timeout, "num_sms": num_sms}
-        self.num_sms, self.weighs_tokens = num_sms or 99, True
+    def __init__(self, *, shape: Any, gradients: Any, **settings: Any) -> None:
+        self.shape, self.settings = shape, settings
+        self.num_sms, self.weighs_tokens = settings["num_sms"] or 99, True
         self.calls: list[str] = []
         self.quantised: list[bool] = []  # of combines: whether sums travel in combine_wire
         self.narrow_gradients = gradients != "same"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,12 +12,29 @@ import torch
 import moecomm
 from moecomm.errors import InvalidArgument, Unsupported
 from moecomm.types import Layout
-from tests.unit.loopback import IDS_TK, FakeWindow, loopback, make_inputs, opened
+from tests.unit.loopback import IDS_TK, FakeWindow, make_inputs, opened
 
-__all__ = ["loopback"]  # a fixture, which pytest finds by its name here
+pytestmark = pytest.mark.usefixtures("loopback")
 
 
-@pytest.mark.usefixtures("loopback")
+def on_new_tensors(monkeypatch: pytest.MonkeyPatch, look: Callable[[Any, Any], None]) -> list[torch.Tensor]:
+    """Calls look(like, shape) before each new tensor is made; returns those that were."""
+    made: list[torch.Tensor] = []
+    real = torch.Tensor.new_empty_strided
+
+    def new_empty(like: torch.Tensor, shape: Any, strides: Any) -> torch.Tensor:
+        look(like, shape)
+        made.append(real(like, shape, strides))
+        return made[-1]
+
+    monkeypatch.setattr(torch.Tensor, "new_empty_strided", new_empty)
+    return made
+
+
+def no_memory(*_: Any, **__: Any) -> Any:
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
 class TestOperations:
     def test_construction_and_close(self) -> None:
         comm, native, gpu = opened()
@@ -202,31 +220,20 @@ class TestOperations:
     def test_rows_without_memory_for_the_offer(self, monkeypatch: pytest.MonkeyPatch) -> None:
         comm, native, _ = opened()
         want = comm.dispatch(*make_inputs())
-        real = torch.Tensor.new_empty_strided
-
-        def new_empty(like: torch.Tensor, shape: Any, strides: Any) -> torch.Tensor:
-            if shape[0] == 1000:
-                raise torch.OutOfMemoryError("CUDA out of memory")
-            return real(like, shape, strides)
-
-        monkeypatch.setattr(torch.Tensor, "new_empty_strided", new_empty)
+        on_new_tensors(monkeypatch, lambda like, shape: no_memory() if shape[0] == 1000 else None)
         native.offer = (1000, 1000)
         assert torch.equal(comm.dispatch(*make_inputs()).tokens, want.tokens)
         assert native.calls[-3:] == ["begin_dispatch@100", "wait_rows", "finish_dispatch@100"]
 
     def test_memory_of_an_offer_is_free_before_more_is_taken(self, monkeypatch: pytest.MonkeyPatch) -> None:
         comm, native, _ = opened()
-        made: list[torch.Tensor] = []
-        real = torch.Tensor.new_empty_strided
 
-        def new_empty(like: torch.Tensor, shape: Any, strides: Any) -> torch.Tensor:
+        def look(like: torch.Tensor, shape: Any) -> None:
             if shape[0] == 7:
                 held = sum(each.untyped_storage().nbytes() for each in made if each.shape[0] == 3)
                 assert held == 0 and native.calls[-1] == "wait_rows"
-            made.append(real(like, shape, strides))
-            return made[-1]
 
-        monkeypatch.setattr(torch.Tensor, "new_empty_strided", new_empty)
+        made = on_new_tensors(monkeypatch, look)
         native.offer = (3, 3)
         assert comm.dispatch(*make_inputs()).tokens.shape == (7, 8)
         assert [each.shape[0] for each in made[1:]] == [3, 3, 7, 7]
@@ -319,20 +326,21 @@ class TestOperations:
         assert len(within) == 1 and native.failed is None
         assert torch.equal(out.tokens, make_inputs()[0][[1, 3, 0, 2, 3, 0, 2]])
 
-    @pytest.mark.parametrize("most", [None, 0, 128])
-    def test_tokens_that_one_kernel_takes(self, most: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-        if most is not None:
-            monkeypatch.setenv("MOECOMM_FUSED_TOKENS", str(most))
+    @pytest.mark.parametrize(
+        ("variable", "value", "told"),
+        [
+            ("FUSED_TOKENS", "", []),
+            ("FUSED_TOKENS", "0", ["fuse_up_to 0"]),
+            ("FUSED_TOKENS", "128", ["fuse_up_to 128"]),
+            ("LOG", "launch", ["log_launches"]),
+        ],
+    )
+    def test_what_the_environment_tells(
+        self, variable: str, value: str, told: list[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv(f"MOECOMM_{variable}", value)
         comm, native, _ = opened()
-        told = [call for call in native.calls if call.startswith("fuse_up_to")]
-        assert told == ([] if most is None else [f"fuse_up_to {most}"])
-        comm.close()
-
-    @pytest.mark.parametrize("log", ["", "launch"])
-    def test_launches_are_logged(self, log: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("MOECOMM_LOG", log)
-        comm, native, _ = opened()
-        assert ("log_launches" in native.calls) == (log == "launch")
+        assert sorted({*native.calls} - {"link_control", "connect", "unlink_control"}) == told
         comm.close()
 
     def test_a_begun_dispatch_is_completed_before_the_next_operation(self) -> None:
@@ -378,7 +386,6 @@ class TestOperations:
             comm.dispatch((data_TH, scales_TS.to(other)), IDS_TK)
 
 
-@pytest.mark.usefixtures("loopback")
 def test_results_alone_travel_in_combine_wire() -> None:
     """The backward of a dispatch is a combine of gradients, in the dtype."""
     comm, native, _ = opened(combine_wire="fp8", hidden=16)
@@ -388,7 +395,6 @@ def test_results_alone_travel_in_combine_wire() -> None:
     assert native.quantised == [True, False] and x_TH.grad is not None
 
 
-@pytest.mark.usefixtures("loopback")
 def test_gradients_alone_travel_in_gradient_wire() -> None:
     """The backward of a combine without weights sends gradients so, and redispatch rows that it is told are
     gradients; a communicator without the format sends all in the dtype."""
@@ -407,7 +413,6 @@ def test_gradients_alone_travel_in_gradient_wire() -> None:
     assert native.gradients == [False]
 
 
-@pytest.mark.usefixtures("loopback")
 class TestErrors:
     def test_the_others_are_told(self) -> None:
         comm, native, _ = opened()
@@ -442,14 +447,7 @@ class TestErrors:
         comm, native, _ = opened()
         x_TH, ids_TK, weights_TK = make_inputs()
         out = comm.dispatch(x_TH, ids_TK, weights_TK)
-        real = torch.Tensor.new_empty_strided
-
-        def new_empty(like: torch.Tensor, *sizes: Any) -> torch.Tensor:
-            if like.dtype == torch.float32:
-                raise torch.OutOfMemoryError("CUDA out of memory")
-            return real(like, *sizes)
-
-        monkeypatch.setattr(torch.Tensor, "new_empty_strided", new_empty)
+        on_new_tensors(monkeypatch, lambda like, shape: no_memory() if like.dtype == torch.float32 else None)
         for capacity, last in ((None, "finish_dispatch@100"), (9, "dispatch@100")):
             with pytest.raises(moecomm.OutOfMemory) as caught:
                 comm.dispatch(x_TH, ids_TK, weights_TK, capacity=capacity)
@@ -462,27 +460,24 @@ class TestErrors:
         assert native.failed[0] == "out_of_memory"
 
 
-@pytest.mark.usefixtures("loopback")
 def test_statistics_begin_again() -> None:
     """Counters that the device keeps are never set to zero; the difference is shown."""
     comm, native, _ = opened()
-    native.stats = lambda: {"dispatch_calls": 2, "rows_out": 30}  # type: ignore[method-assign]
-    assert comm.stats() == {"dispatch_calls": 2, "rows_out": 30, "plans_reused": 0, "bytes_staged": 0}
-    before = {"dispatch_calls": 0, "late_seconds": [1.5]}
-    after = {"dispatch_calls": 1, "late_seconds": [3.5]}
-    native.stats = lambda: {**before, "rows_out": 30}  # type: ignore[method-assign]
+    nothing = {"plans_reused": 0, "bytes_staged": 0}
+    before = {"dispatch_calls": 2, "rows_out": 30, "late_seconds": [1.5]}
+    after = {"dispatch_calls": 3, "rows_out": 37, "late_seconds": [3.5]}
+    native.stats = lambda: before  # type: ignore[method-assign]
+    assert comm.stats() == {**before, **nothing}
     comm.reset_stats()
-    native.stats = lambda: {**after, "rows_out": 37}  # type: ignore[method-assign]
-    want = {"dispatch_calls": 1, "rows_out": 7, "late_seconds": [2.0], "plans_reused": 0, "bytes_staged": 0}
-    assert comm.stats() == want
+    native.stats = lambda: after  # type: ignore[method-assign]
+    assert comm.stats() == {"dispatch_calls": 1, "rows_out": 7, "late_seconds": [2.0], **nothing}
 
 
-@pytest.mark.usefixtures("loopback")
 def test_no_memory_for_a_copy_of_an_input(monkeypatch: pytest.MonkeyPatch) -> None:
     comm, native, _ = opened()
     x_TH, ids_TK, _ = make_inputs()
     out = comm.dispatch(x_TH, ids_TK)
-    _no_copies(monkeypatch)
+    monkeypatch.setattr(torch.Tensor, "clone", no_memory)
     for call in (
         lambda: comm.dispatch(x_TH.t().contiguous().t(), ids_TK),
         lambda: comm.combine(out.tokens.t().contiguous().t(), out.handle),
@@ -493,10 +488,3 @@ def test_no_memory_for_a_copy_of_an_input(monkeypatch: pytest.MonkeyPatch) -> No
         with pytest.raises(moecomm.OutOfMemory, match="no device memory"):
             call()
         assert native.failed is not None and native.failed[0] == "out_of_memory"
-
-
-def _no_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    def clone(*_: Any, **__: Any) -> torch.Tensor:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(torch.Tensor, "clone", clone)

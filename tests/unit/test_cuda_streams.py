@@ -11,12 +11,11 @@ import pytest
 import torch
 
 import moecomm
-from tests.unit.loopback import IDS_TK, loopback, make_inputs, opened
+from tests.unit.loopback import IDS_TK, make_inputs, opened
 
-__all__ = ["loopback"]  # a fixture, which pytest finds by its name here
+pytestmark = pytest.mark.usefixtures("loopback")
 
 
-@pytest.mark.usefixtures("loopback")
 class TestStreams:
     def test_an_operation_follows_the_last_one(self) -> None:
         comm, native, gpu = opened()
@@ -73,7 +72,6 @@ class TestStreams:
         assert gpu.log == log
 
 
-@pytest.mark.usefixtures("loopback")
 class TestWork:
     def test_on_the_side(self) -> None:
         comm, native, gpu = opened()
@@ -143,7 +141,7 @@ class TestWork:
         assert comm.combine(out.tokens, out.handle).shape == (5, 8)
 
     @pytest.mark.parametrize("half", [1, 2])
-    def test_an_event_that_cannot_be_recorded(self, half: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_an_event_that_cannot_be_recorded(self, half: int) -> None:
         """A stream whose capture has failed meanwhile takes no event."""
         comm, native, _ = opened()
         native.few = 100
@@ -152,18 +150,15 @@ class TestWork:
         def fails() -> None:
             raise RuntimeError("capture failed")
 
-        def fail() -> None:
-            monkeypatch.setattr(side, "record_event", fails)
-
         if half == 1:
-            fail()
+            side.record_event = fails
         work = comm.dispatch(*make_inputs(), capacity=8, async_op=True)
-        fail()
+        side.record_event = fails
         for _ in range(2):
             with pytest.raises(RuntimeError, match="capture failed"):
                 work.wait()
         assert work.is_completed()
-        monkeypatch.undo()
+        del side.record_event
 
     def test_what_few_tokens_are_read_from_stays_until_they_are_received(self) -> None:
         comm, native, _ = opened()
@@ -183,11 +178,8 @@ class TestWork:
         x_TH, ids_TK, _ = make_inputs()
         first = comm.dispatch(x_TH, ids_TK, async_op=True)
         second = comm.dispatch(x_TH * 2, ids_TK)
-        assert [call.partition("@")[0] for call in native.calls[3:]] == [
-            "begin_dispatch",
-            "wait_rows",
-            "finish_dispatch",
-        ] * 2
+        halves = ["begin_dispatch", "wait_rows", "finish_dispatch"]
+        assert [call.partition("@")[0] for call in native.calls[3:]] == halves * 2
         assert torch.equal(first.wait().tokens * 2, second.tokens)
 
     def test_polling_gets_there(self) -> None:

@@ -11,9 +11,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import moecomm
 from moecomm.autograd import library as operators
-from tests.unit.loopback import loopback
-
-__all__ = ["loopback"]  # a fixture, which pytest finds by its name here
 
 SIZES: dict[str, Any] = {"num_experts": 4, "hidden": 8, "top_k": 2, "max_tokens": 9, "dtype": torch.float32}
 CAPACITY = 20
