@@ -14,6 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 import pytest
+import torch
 
 from tests.programs import TIMEOUT_S, Finished, run_program
 
@@ -111,6 +112,23 @@ def wait_until(condition: object, what: str, seconds: float = TIMEOUT_S) -> None
     while not condition():
         assert time.monotonic() < deadline, f"{what}: not within {seconds} s"
         time.sleep(0.1)
+
+
+class Never:
+    """Nobody asks the run to stop."""
+
+    def __bool__(self) -> bool:
+        return False
+
+
+def train_on(rank: int, world: int, arguments: list[str]) -> None:
+    """A run of train_lm.py on ranks that are there."""
+    from lm import fitting, options, ranks
+    from lm.trainer import train
+
+    chosen = options.parse(arguments)
+    folding = fitting.check_ranks(chosen, world)
+    train(chosen, ranks.Ranks(rank, world, torch.device("cpu"), folding), Never())  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="session")

@@ -11,16 +11,14 @@ import torch
 from torch import nn
 
 from moecomm.nn import GroupedExperts, MoEConfig, SharedExperts, TopKRouter
-from tests.examples.conftest import EXAMPLES  # and puts examples/ on the path
+from tests.examples.conftest import EXAMPLES, train_on  # and puts examples/ on the path
 from tests.multirank.harness import run_ranks
 
-from lm import fitting, options, presets  # isort: skip
+from lm import options, presets  # isort: skip
 from lm.build import assemble, count_parameters, model_vocab, moe_config  # isort: skip
 from lm.errors import UsageError  # isort: skip
 from lm.metrics import read_metrics  # isort: skip
-from lm.ranks import Ranks  # isort: skip
 from lm.speed import flops_per_token  # isort: skip
-from lm.trainer import train  # isort: skip
 
 
 class Experts(nn.Module):
@@ -125,18 +123,9 @@ KINDS = {
 }
 
 
-class Never:
-    """Nobody asks the run to stop."""
-
-    def __bool__(self) -> bool:
-        return False
-
-
 def train_all(rank: int, world: int, runs: list[list[str]]) -> None:
     for arguments in runs:
-        chosen = options.parse(arguments)
-        folding = fitting.check_ranks(chosen, world)
-        train(chosen, Ranks(rank, world, torch.device("cpu"), folding), Never())  # type: ignore[arg-type]
+        train_on(rank, world, arguments)
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +19,14 @@ import pytest
 import torch
 
 from moecomm.nn import sharded_state
-from tests.examples import conftest  # noqa: F401  (puts examples/ on the path)
+from tests.examples.conftest import Never, train_on  # and puts examples/ on the path
 from tests.multirank.conftest import Pools, own_pool
 
 from lm import fitting, options, ranks  # isort: skip
 from lm.errors import UsageError  # isort: skip
 from lm.metrics import read_metrics  # isort: skip
 from lm.pipeline import lay_out  # isort: skip
-from lm.trainer import Trainer, train  # isort: skip
+from lm.trainer import Trainer  # isort: skip
 
 pool = own_pool()
 
@@ -48,9 +48,8 @@ MODEL = (
     f"--seq 32 --batch 8 --steps {STEPS} --warmup 4 --lr 0.002 --aux-coef 0.01 --aux-loss sequence "
     f"--eval-every {STEPS} --eval-windows 9 --save-every 1000"
 )
-BY_DEFAULT = ("--tp 2 --cp 2 --ep 4 --etp 2",)
 MAPPINGS = (
-    *BY_DEFAULT,
+    "--tp 2 --cp 2 --ep 4 --etp 2",
     "--ep 4 --etp 2",
     "--cp 2 --ep 4",
     "--ep 1",
@@ -76,9 +75,14 @@ MAPPINGS = (
 
 STAGED = "--layers 4 --no-tied"
 """The model of pipelines, beside MODEL."""
-PIPELINES_BY_DEFAULT = ("--tp 2 --pp 2 --ep 2 --etp 2 --microbatches 2",)
+
+
+def parse(folder: Path, flags: str) -> options.Options:
+    return options.parse([*MODEL.split(), *flags.split(), "--out", str(folder)])
+
+
 PIPELINES = (
-    *PIPELINES_BY_DEFAULT,
+    "--tp 2 --pp 2 --ep 2 --etp 2 --microbatches 2",
     "--tp 2 --cp 2 --pp 2 --ep 2 --etp 2 --microbatches 2",
     "--pp 2 --ep 4 --microbatches 2",
     "--tp 2 --pp 2 --ep 4 --microbatches 4",
@@ -91,10 +95,8 @@ PIPELINES = (
     "--tp 2 --pp 2 --ep 2 --microbatches 4 --schedule dualpipev",
 )
 
-SHARDED_BY_DEFAULT = ((4, "--tp 2 --ep 2 --microbatches 2"),)
-"""With --fsdp: ranks and mapping."""
 SHARDED = (
-    *SHARDED_BY_DEFAULT,
+    (4, "--tp 2 --ep 2 --microbatches 2"),
     (WORLD, "--ep 1"),
     (WORLD, "--ep 4"),
     (WORLD, "--ep 8"),
@@ -109,24 +111,22 @@ SHARDED = (
     (WORLD, "--tp 2 --pp 2 --ep 2 --microbatches 4 --schedule zbv"),
     (WORLD, "--tp 2 --pp 2 --ep 2 --microbatches 4 --schedule dualpipev"),
 )
+"""With --fsdp: ranks and mapping."""
+LATENT = (
+    "--attention latent --no-qk-norm --kv-heads 0 --head-dim 4 --q-rank 12 --kv-rank 8 --rope-dim 4 "
+    "--value-dim 6"
+)
+SHARING = f"{LATENT} --shared-experts 1"
+KINDS = {
+    "latent attention, a dense layer": f"{LATENT} --layers 3 --dense-layers 1 --dense-ffn 48",
+    "windows, sinks and biases": "--window 5 --sinks --qkv-bias --out-bias --expert-bias --activation "
+    "swiglu_clamped --no-tied --shared-experts 1",
+}
 
 
 WINDOW = 8192 if ALL else 2048
 LONG = f"--dim 16 --layers 1 --heads 1 --kv-heads 1 --seq {WINDOW} --batch 1 --steps 2 --eval-windows 1"
 """A model of one long window, beside MODEL."""
-
-
-class Never:
-    """Nobody asks the run to stop."""
-
-    def __bool__(self) -> bool:
-        return False
-
-
-def train_on(rank: int, world: int, arguments: list[str]) -> None:
-    chosen = options.parse(arguments)
-    folding = fitting.check_ranks(chosen, world)
-    train(chosen, ranks.Ranks(rank, world, torch.device("cpu"), folding), Never())  # type: ignore[arg-type]
 
 
 Curve = dict[str, list[float]]
@@ -178,74 +178,19 @@ def require_same(found: Curve, alone: Curve, what: str) -> None:
     assert max(apart.values()) < BOUND, (what, apart)
 
 
-@pytest.mark.parametrize("mapping", MAPPINGS if ALL else BY_DEFAULT)
-def test_mapping_trains_as_one_process_does(mapping: str, run: Run) -> None:
-    alone = run(1, "")
-    assert alone["loss"][-1] < alone["loss"][0] - LEARNS  # it learns: an optimizer that does nothing is seen
-    require_same(run(WORLD, mapping), alone, mapping)
-
-
-@pytest.mark.parametrize("mapping", PIPELINES if ALL else PIPELINES_BY_DEFAULT)
-def test_mapping_trains_in_stages_as_one_process_does(mapping: str, run: Run) -> None:
-    alone = run(1, STAGED)
-    assert alone["loss"][-1] < alone["loss"][0] - LEARNS
-    require_same(run(WORLD, f"{STAGED} {mapping}"), alone, mapping)
-
-
-@pytest.mark.parametrize(("world", "mapping"), SHARDED if ALL else SHARDED_BY_DEFAULT)
-def test_shards_train_as_one_process_does(world: int, mapping: str, run: Run) -> None:
-    model = STAGED if "--pp" in mapping else ""
-    require_same(run(world, f"{model} {mapping} --fsdp"), run(1, model), f"{world}: {mapping}")
-
-
-@pytest.mark.parametrize(
-    "schedule",
-    ["interleaved", "zero-bubble", "dualpipev", pytest.param("zbv", marks=if_all)],
-)
-def test_schedules_train_as_one_process_does(schedule: str, run: Run) -> None:
-    """With a balancing loss, whose gradient no schedule scales, and balancing biases."""
-    model = f"{STAGED} --aux-coef 0.01 --bias-rate 0.01"
-    mapping = f"--pp 2 --microbatches 4 --schedule {schedule}"
-    require_same(run(2, f"{model} {mapping}"), run(1, model), mapping)
-
-
-@if_all
-@pytest.mark.parametrize("schedule", ["1f1b", "dualpipev"])
-def test_stages_compute_in_bfloat16_as_one_process_does(schedule: str, run: Run) -> None:
-    """With as many microbatches, since each rounds its gradients."""
-    model = f"{STAGED} --dtype bfloat16 --microbatches 4"
-    mapping = f"--pp 2 --schedule {schedule}"
-    require_same(run(2, f"{model} {mapping}"), run(1, model), f"bfloat16 {mapping}")
-
-
-@if_all
-def test_a_stage_without_experts(run: Run) -> None:
-    model = f"{STAGED} --dense-layers 2 --dense-ffn 48"
-    mapping = "--tp 2 --pp 2 --ep 2 --microbatches 4"
-    require_same(run(4, f"{model} {mapping}"), run(1, model), f"dense stage {mapping}")
-
-
-LATENT = (
-    "--attention latent --no-qk-norm --kv-heads 0 --head-dim 4 --q-rank 12 --kv-rank 8 --rope-dim 4 "
-    "--value-dim 6 --shared-experts 1"
-)
-SAVING_BY_DEFAULT = (("", "--tp 2 --cp 2 --ep 4 --etp 2 --recompute norms,moe"),)
 SAVING = (
-    *SAVING_BY_DEFAULT,
+    ("", "--tp 2 --cp 2 --ep 4 --etp 2 --recompute norms,moe"),
     ("", "--tp 2 --ep 8 --recompute norms"),
     ("", "--tp 2 --ep 4 --etp 2 --recompute attention,fc1"),
     ("", "--cp 2 --ep 8 --recompute all"),
     ("", "--cp 2 --ep 2 --etp 2 --recompute norms,attention,dispatch"),
     ("", "--tp 2 --cp 2 --ep 8 --microbatches 2 --recompute norms,attention,dispatch"),
-    (LATENT, "--tp 2 --cp 2 --ep 4 --etp 2 --recompute norms,mla-up,shared,fc1"),
-    (LATENT, "--tp 2 --ep 4 --recompute all"),
+    (SHARING, "--tp 2 --cp 2 --ep 4 --etp 2 --recompute norms,mla-up,shared,fc1"),
+    (SHARING, "--tp 2 --ep 4 --recompute all"),
     (STAGED, "--tp 2 --pp 2 --ep 2 --etp 2 --microbatches 2 --recompute norms,moe"),
     (STAGED, "--cp 2 --pp 2 --ep 4 --microbatches 4 --schedule interleaved --recompute all"),
-    (
-        STAGED,
-        "--tp 2 --pp 2 --ep 2 --etp 2 --microbatches 4 --schedule zbv --recompute attention,fc1",
-    ),
-    (f"{STAGED} {LATENT}", "--tp 2 --pp 2 --ep 4 --microbatches 4 --recompute mla-up,shared,dispatch"),
+    (STAGED, "--tp 2 --pp 2 --ep 2 --etp 2 --microbatches 4 --schedule zbv --recompute attention,fc1"),
+    (f"{STAGED} {SHARING}", "--tp 2 --pp 2 --ep 4 --microbatches 4 --recompute mla-up,shared,dispatch"),
     (
         f"{STAGED} --shared-experts 1",
         "--tp 2 --pp 2 --ep 4 --microbatches 4 --schedule dualpipev --recompute norms,fc1,shared",
@@ -254,20 +199,47 @@ SAVING = (
 """Models, and mappings with parts that are computed again."""
 
 
-@pytest.mark.parametrize(
-    ("model", "mapping"),
-    [pytest.param(*each, id=" ".join(each).strip()) for each in (SAVING if ALL else SAVING_BY_DEFAULT)],
-)
-def test_mapping_that_saves_memory_trains_as_one_process_does(model: str, mapping: str, run: Run) -> None:
-    require_same(run(WORLD, f"{model} {mapping}".strip()), run(1, model), mapping)
+def over(model: str, mappings: Iterable[str], world: int = WORLD) -> list[tuple[int, str, str]]:
+    return [(world, model, mapping) for mapping in mappings]
+
+
+BALANCED = f"{STAGED} --aux-coef 0.01 --bias-rate 0.01"
+"""A balancing loss, whose gradient no schedule scales, and balancing biases."""
+ROUNDED = f"{STAGED} --dtype bfloat16 --microbatches 4"
+"""In one process as many microbatches, since each rounds its gradients."""
+DENSE = f"{STAGED} --dense-layers 2 --dense-ffn 48"
+SCHEDULES = ("interleaved", "zero-bubble", "dualpipev", "zbv")
+GROUPS: dict[str, tuple[int, list[tuple[int, str, str]]]] = {
+    "mappings": (1, over("", MAPPINGS)),
+    "stages": (1, over(STAGED, PIPELINES)),
+    "shards": (1, [(n, STAGED if "--pp" in each else "", f"{each} --fsdp") for n, each in SHARDED]),
+    "schedules": (3, over(BALANCED, [f"--pp 2 --microbatches 4 --schedule {s}" for s in SCHEDULES], 2)),
+    "bfloat16": (0, over(ROUNDED, [f"--pp 2 --schedule {s}" for s in ("1f1b", "dualpipev")], 2)),
+    "a stage without experts": (0, over(DENSE, ["--tp 2 --pp 2 --ep 2 --microbatches 4"], 4)),
+    "parts computed again": (1, [(WORLD, *each) for each in SAVING]),
+    "kinds": (1, [(WORLD, each, "--tp 2 --cp 2 --ep 4 --etp 2") for each in KINDS.values()]),
+    "kinds in shards": (0, [(WORLD, each, "--tp 2 --cp 2 --ep 2 --etp 2 --fsdp") for each in KINDS.values()]),
+    "compiled blocks": (0, over("", ["--tp 2 --ep 8 --compile", "--cp 2 --ep 4 --etp 2 --compile"])),
+}
+"""By name: how many run by default, and all, each as ranks, model and mapping."""
+CHOSEN = {
+    f"{name}: {model} {mapping}": (world, model, mapping)
+    for name, (count, found) in GROUPS.items()
+    for world, model, mapping in (found if ALL else found[:count])
+}
+
+
+@pytest.mark.parametrize(("world", "model", "mapping"), CHOSEN.values(), ids=CHOSEN)
+def test_mapping_trains_as_one_process_does(world: int, model: str, mapping: str, run: Run) -> None:
+    alone = run(1, model)
+    if model in ("", STAGED):  # it learns: an optimizer that does nothing is seen
+        assert alone["loss"][-1] < alone["loss"][0] - LEARNS
+    require_same(run(world, f"{model} {mapping}".strip()), alone, f"{model} {mapping}")
 
 
 SAME_BITS = {
     "attention by heads": ("", ("norms", "attention,fc1", "moe", "all", "norms,dispatch")),
-    "latent attention, a shared expert": (
-        LATENT,
-        ("mla-up,shared,norms", "shared,moe", "mla-up"),
-    ),
+    "latent attention, a shared expert": (SHARING, ("mla-up,shared,norms", "shared,moe", "mla-up")),
     "two stages": (f"{STAGED} --pp 2 --microbatches 2", ("norms,moe", "all")),
 }
 
@@ -281,33 +253,6 @@ def test_what_is_computed_again_has_the_same_bits(kind: str, dtype: str, run: Ru
     plain = run(2, f"{model} --dtype {dtype}")
     for chosen in choices:
         assert run(2, f"{model} --dtype {dtype} --recompute {chosen}") == plain, chosen
-
-
-KINDS = {
-    "windows, sinks and biases": "--window 5 --sinks --qkv-bias --out-bias --expert-bias --activation "
-    "swiglu_clamped --no-tied --shared-experts 1",
-    "latent attention, a dense layer": "--attention latent --no-qk-norm --kv-heads 0 --head-dim 4 "
-    "--q-rank 12 --kv-rank 8 --rope-dim 4 --value-dim 6 --layers 3 --dense-layers 1 --dense-ffn 48",
-}
-
-
-@pytest.mark.parametrize("kind", KINDS if ALL else list(KINDS)[-1:])
-def test_kinds_of_models_train_as_one_process_does(kind: str, run: Run) -> None:
-    mapping = "--tp 2 --cp 2 --ep 4 --etp 2"
-    require_same(run(WORLD, f"{KINDS[kind]} {mapping}"), run(1, KINDS[kind]), f"{kind} {mapping}")
-
-
-@if_all
-@pytest.mark.parametrize("mapping", ["--tp 2 --ep 8", "--cp 2 --ep 4 --etp 2"])
-def test_compiled_blocks_train_as_one_process_does(mapping: str, run: Run) -> None:
-    require_same(run(WORLD, f"{mapping} --compile"), run(1, ""), f"{mapping} --compile")
-
-
-@if_all
-@pytest.mark.parametrize("kind", KINDS)
-def test_kinds_of_models_train_in_shards(kind: str, run: Run) -> None:
-    mapping = "--tp 2 --cp 2 --ep 2 --etp 2"
-    require_same(run(WORLD, f"{KINDS[kind]} {mapping} --fsdp"), run(1, KINDS[kind]), f"{kind} {mapping}")
 
 
 @if_all
@@ -469,45 +414,42 @@ WRONG = {
 @pytest.mark.parametrize("flags", WRONG)
 def test_mappings_that_do_not_fit(flags: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError) as caught:
-        fitting.check_ranks(options.parse([*MODEL.split(), *flags.split(), "--out", str(tmp_path)]), WORLD)
+        fitting.check_ranks(parse(tmp_path, flags), WORLD)
     message = str(caught.value)
     assert WRONG[flags] in message and "\n" not in message
 
 
 def test_a_single_rank_has_no_shards(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"--fsdp: there is 1 rank, and shards need 2 or more"):
-        fitting.check_ranks(options.parse([*MODEL.split(), "--fsdp", "--out", str(tmp_path)]), 1)
+        fitting.check_ranks(parse(tmp_path, "--fsdp"), 1)
 
 
 def test_a_schedule_that_torch_has_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("torch.distributed.pipelining.ScheduleDualPipeV")
     flags = f"{STAGED} --cp 4 --pp 2 --schedule dualpipev --microbatches 4"
     with pytest.raises(UsageError, match=r"--schedule dualpipev: torch .* has no ScheduleDualPipeV"):
-        fitting.check_ranks(options.parse([*MODEL.split(), *flags.split(), "--out", str(tmp_path)]), WORLD)
+        fitting.check_ranks(parse(tmp_path, flags), WORLD)
 
 
 def test_the_layout_is_said_in_words(tmp_path: Path) -> None:
-    flags = ["--tp", "2", "--cp", "2", "--ep", "4"]
-    folding = fitting.check_ranks(options.parse([*MODEL.split(), *flags, "--out", str(tmp_path)]), WORLD)
+    folding = fitting.check_ranks(parse(tmp_path, "--tp 2 --cp 2 --ep 4"), WORLD)
     assert ranks.describe(folding) == "8 = tp 2 x cp 2 x dp 2; experts etp 1 x ep 4 x edp 2"
-    default = options.parse([*MODEL.split(), "--etp", "2", "--out", str(tmp_path)])
-    assert fitting.check_ranks(default, WORLD).ep == 4  # as many as divide ranks and experts
-    stages = options.parse(
-        [*MODEL.split(), *["--pp", "2", "--no-tied", "--microbatches", "2", "--out"], str(tmp_path)]
-    )
-    said = ranks.describe(fitting.check_ranks(stages, WORLD))
-    assert said == "8 = tp 1 x cp 1 x dp 4 x pp 2; experts etp 1 x ep 4 x edp 1 x pp 2"
+    # By default EP is as many as divide ranks and experts.
+    assert fitting.check_ranks(parse(tmp_path, "--etp 2"), WORLD).ep == 4
+    stages = fitting.check_ranks(parse(tmp_path, "--pp 2 --no-tied --microbatches 2"), WORLD)
+    said = "8 = tp 1 x cp 1 x dp 4 x pp 2; experts etp 1 x ep 4 x edp 1 x pp 2"
+    assert ranks.describe(stages) == said
 
 
 def test_layers_are_shared_out_evenly(tmp_path: Path) -> None:
-    flags = ["--layers", "7", "--no-tied", "--microbatches", "4", "--pp", "2", "--out"]
     of_schedules = {
         "1f1b": ((0, 1), [4, 3]),
         "interleaved": ((0, 1, 0, 1), [2, 2, 2, 1]),
         "dualpipev": ((0, 1, 1, 0), [2, 2, 2, 1]),
     }
     for schedule, (owners, sizes) in of_schedules.items():
-        chosen = options.parse([*MODEL.split(), *flags, str(tmp_path), "--schedule", schedule])
+        flags = f"--layers 7 --no-tied --microbatches 4 --pp 2 --schedule {schedule}"
+        chosen = parse(tmp_path, flags)
         layouts = [lay_out(chosen, place) for place in range(2)]
         assert layouts[0].owners == owners and [len(each) for each in layouts[0].layers] == sizes
         parts = ["embedding", *(f"blocks.{layer}" for layer in range(7)), "head"]
