@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,11 @@ def tokenizer(model: Path) -> Any:
     return AutoTokenizer.from_pretrained(model)
 
 
+def chat_of(*said: str) -> list[dict[str, str]]:
+    """What the user and the assistant have said, in turns."""
+    return [{"role": role, "content": each} for each, role in zip(said, cycle(("user", "assistant")))]
+
+
 # ---- text ----
 
 
@@ -57,12 +63,7 @@ def test_windows_hold_documents_one_behind_the_other(tokenizer: Any) -> None:
 
 
 def test_of_a_chat_the_answers_are_learned(tokenizer: Any) -> None:
-    chat = [
-        {"role": "user", "content": "What is 2 + 2?"},
-        {"role": "assistant", "content": "Four."},
-        {"role": "user", "content": "And 3 + 3?"},
-        {"role": "assistant", "content": "Six."},
-    ]
+    chat = chat_of("What is 2 + 2?", "Four.", "And 3 + 3?", "Six.")
     tokens, targets = text.encode(text.Document(messages=chat), tokenizer)
     assert tokenizer.decode(tokens) == tokenizer.apply_chat_template(chat, tokenize=False)
     learned = [token for token, target in zip(tokens, targets, strict=True) if target != text.NO_TARGET]
@@ -262,10 +263,7 @@ def test_adapters_alone_are_trained(tmp_path: Path, model: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     chats = tmp_path / "chats.jsonl"
-    chat = [
-        {"role": "user", "content": "Count."},
-        {"role": "assistant", "content": "one two three four five"},
-    ]
+    chat = chat_of("Count.", "one two three four five")
     chats.write_text("".join(json.dumps({"messages": chat}) + "\n" for _ in range(60)))
     flags = f"--lora --lr 1e-2 --steps 4 {SMALL}".split()
     said = _run(model, chats, "--out", tmp_path / "run", *flags)

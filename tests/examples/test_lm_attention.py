@@ -252,17 +252,23 @@ def test_heads_are_as_many_as_the_products_return(name: str, seed: int) -> None:
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
-@pytest.mark.parametrize("window", [0, 1, 40])
-@pytest.mark.parametrize("length", [5, 200])
-def test_blocks_equal_all_logits(length: int, window: int, sinks: bool, seed: int) -> None:
-    """The way of GPUs, as far as the CPU computes it: the forward."""
+@pytest.mark.parametrize("window", [0, 1, 5, 40])
+@pytest.mark.parametrize(("queries", "keys"), [(5, 5), (200, 200), (8, 24)])
+def test_all_ways_to_attend_are_one(queries: int, keys: int, window: int, sinks: bool, seed: int) -> None:
+    """Fewer queries are those of the last keys, as a chunk of context parallelism has them. The way of GPUs
+    as far as the CPU computes it: the forward."""
     torch.manual_seed(seed)
-    q_BNSD, k_BMSD, v_BMSD = (torch.randn(2, heads, length, 16) for heads in (6, 2, 2))
+    q_BNSD, k_BMSD, v_BMSD = (torch.randn(2, heads, keys, 16) for heads in (6, 2, 2))
     sinks_N = torch.randn(6) if sinks else None
+    want = attend_densely(q_BNSD, k_BMSD, v_BMSD, window, sinks_N, 0.25)[:, :, -queries:]
+    last_BNSD = q_BNSD[:, :, -queries:]
     with torch.no_grad():
-        found = attend_by_blocks(q_BNSD, k_BMSD, v_BMSD, window, sinks_N, 0.25)
-        want = attend_densely(q_BNSD, k_BMSD, v_BMSD, window, sinks_N, 0.25)
-    assert_close(found, want, rtol=1e-4, atol=1e-5)
+        for found in (
+            AttentionCore(window)(last_BNSD, k_BMSD, v_BMSD, sinks_N),
+            attend_densely(last_BNSD, k_BMSD, v_BMSD, window, sinks_N, 0.25),
+            attend_by_blocks(last_BNSD, k_BMSD, v_BMSD, window, sinks_N, 0.25),
+        ):
+            assert_close(found, want, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("window", [0, 1, 100, 128, 300])
@@ -315,24 +321,6 @@ def test_all_logits_of_long_windows_are_refused() -> None:
     ) in str(caught.value)
     k_BNSD, v_BNSV = fit_kernel(q[:, :, :100], k[:, :, :200], k[:, :, :200])
     assert k_BNSD.shape == v_BNSV.shape == (1, 32, 200, 128)
-
-
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize(("window", "sinks"), [(0, False), (5, False), (5, True), (0, True)])
-def test_fewer_queries_are_those_of_the_last_keys(window: int, sinks: bool, seed: int) -> None:
-    """As a chunk of context parallelism has them, in all ways to compute it."""
-    torch.manual_seed(seed)
-    q_BNSD, k_BMSD, v_BMSD = (torch.randn(2, heads, 24, 16) for heads in (6, 2, 2))
-    sinks_N = torch.randn(6) if sinks else None
-    want = attend_densely(q_BNSD, k_BMSD, v_BMSD, window, sinks_N, 0.25)[:, :, -8:]
-    last_BNSD = q_BNSD[:, :, -8:]
-    with torch.no_grad():
-        for found in (
-            AttentionCore(window)(last_BNSD, k_BMSD, v_BMSD, sinks_N),
-            attend_densely(last_BNSD, k_BMSD, v_BMSD, window, sinks_N, 0.25),
-            attend_by_blocks(last_BNSD, k_BMSD, v_BMSD, window, sinks_N, 0.25),
-        ):
-            assert_close(found, want, rtol=1e-4, atol=1e-5)
 
 
 def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, ...]:

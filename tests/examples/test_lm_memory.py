@@ -23,16 +23,7 @@ from lm.recompute import overlap_config, save_memory  # isort: skip
 
 TOKENS = 64
 Measure = Callable[..., tuple[int, list[Tensor]]]
-OF_PARAMETERS = frozenset(
-    (
-        "ToCopyBackward0",
-        "TBackward0",
-        "TransposeBackward0",
-        "PermuteBackward0",
-        "ViewBackward0",
-        "UnsafeViewBackward0",
-    )
-)
+OF_PARAMETERS = {f"{name}Backward0" for name in ("ToCopy", "T", "Transpose", "Permute", "View", "UnsafeView")}
 """The nodes between a parameter and the forms of it that products save."""
 
 
