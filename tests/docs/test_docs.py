@@ -39,6 +39,14 @@ needs_cuda_part = pytest.mark.skipif(
 )
 
 
+def plan_of(
+    ranks: int, experts: int, per_node: int | None = None, device: str = "cpu", **sizes: Any
+) -> moecomm.MemoryPlan:
+    """The plan of EXAMPLE's sizes, but for these."""
+    given = {"num_experts": experts, "ranks_per_node": per_node, **EXAMPLE, **sizes}
+    return moecomm.Communicator.memory_plan(ranks=ranks, device=device, **given)
+
+
 def readme_example() -> tuple[int, str]:
     """(ranks, program) of the README's marked example."""
     text = (ROOT / "README.md").read_text()
@@ -106,9 +114,7 @@ def run_example(path: Path, program: str, ranks: int, environment: Mapping[str, 
 
 def test_memory_page_has_the_numbers_of_the_plan() -> None:
     page = (ROOT / "docs" / "memory.md").read_text()
-    plan = moecomm.Communicator.memory_plan(
-        ranks=4, num_experts=64, hidden=7168, top_k=8, max_tokens=4096, device="cpu"
-    )
+    plan = plan_of(4, 64)
     for number in (plan.committed_bytes, plan.total_bytes):
         assert f"**{number:,}**".replace(",", " ") in page
     for name, _, _ in plan.sections:
@@ -178,9 +184,7 @@ def sizes_of(plan: moecomm.MemoryPlan) -> dict[str, list[int]]:
 def test_memory_page_has_the_formulas_of_the_plan(
     ranks: int, per_node: int, sizes: dict[str, Any], dtype: torch.dtype
 ) -> None:
-    plan = moecomm.Communicator.memory_plan(
-        ranks=ranks, ranks_per_node=per_node, num_experts=ranks * 4, **sizes, dtype=dtype, device="cpu"
-    )
+    plan = plan_of(ranks, ranks * 4, per_node, **sizes, dtype=dtype)
     values = letters(ranks, per_node, sizes, dtype)
     values["C"] = values["D"]
     expected = formulas("Memory")
@@ -197,9 +201,7 @@ def test_memory_page_has_the_formulas_of_the_plan(
 
 
 def test_memory_page_has_the_example_of_two_nodes() -> None:
-    plan = moecomm.Communicator.memory_plan(
-        ranks=4, ranks_per_node=2, num_experts=64, **EXAMPLE, device="cpu"
-    )
+    plan = plan_of(4, 64, 2)
     rows = table_rows(part("memory.md", "A worked example of two nodes"))[1:]
     assert number(next(row for row in rows if "taken at once" in row[0])[2]) == plan.committed_bytes
     check_example([row for row in rows if not row[0].startswith("**")], plan)
@@ -223,13 +225,7 @@ def test_memory_page_has_the_windows_of_more_nodes() -> None:
     assert {int(row[0]) for row in rows} >= {2, 16, 128}
     for row in rows:
         nodes, ranks, tokens = map(int, row[:3])
-        plan = moecomm.Communicator.memory_plan(
-            ranks=ranks,
-            ranks_per_node=ranks // nodes,
-            num_experts=ranks,
-            **(EXAMPLE | {"max_tokens": tokens}),
-            device="cpu",
-        )
+        plan = plan_of(ranks, ranks, ranks // nodes, max_tokens=tokens)
         relayed = sum(size for name, _, size in plan.sections if name == "relay rows")
         assert row == [
             *(f"{nodes}", f"{ranks}", f"{tokens}"),
@@ -244,10 +240,11 @@ def table_rows(text: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")]
 
 
-def part(page: str, title: str) -> str:
-    """Returns the text below a title, up to the next title of any level."""
+def part(page: str, title: str, level: int = 6) -> str:
+    """Returns the text below a title, up to the next title of this level or above."""
     text = (ROOT / "docs" / page).read_text()
-    found = re.search(rf"^#+ {re.escape(title)}\n(.*?)(?=^#|\Z)", text, re.DOTALL | re.MULTILINE)
+    end = rf"(?=^#{{1,{level}}} |\Z)"
+    found = re.search(rf"^#+ {re.escape(title)}\n(.*?){end}", text, re.DOTALL | re.MULTILINE)
     assert found, f"{page} has no part {title!r}"
     return found[1]
 
@@ -264,7 +261,7 @@ def number(cell: str) -> int:
 @needs_cuda_part
 @pytest.mark.parametrize("wire", [None, "fp8"])
 def test_memory_page_has_the_numbers_of_the_plan_on_cuda(wire: str | None) -> None:
-    plan = moecomm.Communicator.memory_plan(ranks=4, num_experts=256, **EXAMPLE, wire=wire, device="cuda")
+    plan = plan_of(4, 256, device="cuda", wire=wire)
     *sections, total = table_rows(part("memory.md", "A worked example on CUDA"))[1:]
     assert number(total[2]) == plan.total_bytes == plan.committed_bytes
     check_example(sections, plan)
@@ -272,9 +269,7 @@ def test_memory_page_has_the_numbers_of_the_plan_on_cuda(wire: str | None) -> No
 
 @needs_cuda_part
 def test_memory_page_has_the_example_of_two_nodes_on_cuda() -> None:
-    plan = moecomm.Communicator.memory_plan(
-        ranks=4, ranks_per_node=2, num_experts=256, **EXAMPLE, device="cuda"
-    )
+    plan = plan_of(4, 256, 2, "cuda")
     *sections, total, host = table_rows(part("memory.md", "A worked example of two nodes on CUDA"))[1:]
     assert number(total[2]) == plan.total_bytes == plan.committed_bytes
     assert number(host[2]) == plan.host_bytes
@@ -339,15 +334,7 @@ def test_memory_page_has_the_formulas_of_the_plan_on_cuda(
 ) -> None:
     """The window section by section; of the host memory all of it, since the plan tells no more."""
     experts = ranks * 4
-    plan = moecomm.Communicator.memory_plan(
-        ranks=ranks,
-        ranks_per_node=per_node,
-        num_experts=experts,
-        **sizes,
-        dtype=dtype,
-        wire=wire,
-        device="cuda",
-    )
+    plan = plan_of(ranks, experts, per_node, "cuda", **sizes, dtype=dtype, wire=wire)
     values = letters_on_cuda(ranks, per_node, experts, sizes, dtype, wire)
 
     def sections(title: str) -> dict[str, list[int]]:
@@ -369,13 +356,7 @@ def test_memory_page_has_the_windows_of_more_nodes_on_cuda() -> None:
     assert {int(row[0]) for row in rows} >= {1, 2, 16, 128}
     for row in rows:
         nodes, ranks, tokens = map(int, row[:3])
-        plan = moecomm.Communicator.memory_plan(
-            ranks=ranks,
-            ranks_per_node=ranks // nodes,
-            num_experts=max(256, ranks),
-            **(EXAMPLE | {"max_tokens": tokens}),
-            device="cuda",
-        )
+        plan = plan_of(ranks, max(256, ranks), ranks // nodes, "cuda", max_tokens=tokens)
         partial = sum(sizes_of(plan).get("partial sums", []))
         in_mib = [f"{size / 2**20:.1f}" for size in (plan.total_bytes, partial, plan.host_bytes)]
         assert row[3:] == [*in_mib, f"{plan.host_bytes * ranks / nodes / 2**30:.1f}"]
@@ -425,20 +406,11 @@ def test_readme_speed_table_is_from_the_results_page() -> None:
     found = re.search(rf"<!-- {mark} -->\n(.*?)<!-- /{mark} -->", (ROOT / "README.md").read_text(), re.DOTALL)
     assert found, f"README.md has no table marked {mark!r}"
     (shown,) = tables(found[1])
-    measured = [row for table in tables(part_of_level("results.md", "## GPUs")) for row in table]
+    measured = [row for table in tables(part("results.md", "GPUs", level=2)) for row in table]
     assert {"cuda-dispatch", "cuda-combine"} <= {row["run"] for row in shown}
     for row in shown:
         assert {"run", "us", "of ceiling"} <= row.keys()
         assert any(row.items() <= line.items() for line in measured), f"docs/results.md has no line {row}"
-
-
-def part_of_level(page: str, title: str) -> str:
-    """Returns the text below a title, up to the next one of its level or above."""
-    text = (ROOT / "docs" / page).read_text()
-    level = title.index(" ")
-    found = re.search(rf"^{title}\n(.*?)(?=^#{{1,{level}}} |\Z)", text, re.DOTALL | re.MULTILINE)
-    assert found, f"{page} has no part {title!r}"
-    return found[1]
 
 
 def test_records_are_few_and_each_stands_on_a_page() -> None:
@@ -456,35 +428,22 @@ def test_records_are_few_and_each_stands_on_a_page() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_and_names_of_files_lead_somewhere(page: Path) -> None:
+    """Links to files and to titles, and paths of this repository in backticks, but for what runs make."""
     text = page.read_text()
     for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
         assert (page.parent / target).exists(), f"{page.name} links to {target}, which is not there"
+    for target, anchor in re.findall(r"\]\(([\w./-]*\.md|)#([^)]+)\)", text):
+        titles = anchors(page.parent / target if target else page)
+        assert anchor in titles, f"{page.name} links to {target}#{anchor}, and no title there is called so"
+    for target in re.findall(r"`((?:moecomm|csrc|bench|tests|examples|docs)/[\w./-]*)`", text):
+        assert (ROOT / target).exists(), f"{page.name} names {target}, which is not there"
 
 
 def anchors(page: Path) -> set[str]:
     """Names that the titles of a page have in links."""
     titles = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", title).strip().lower().replace(" ", "-") for title in titles}
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_within_pages_lead_to_a_title(page: Path) -> None:
-    for target, anchor in re.findall(r"\]\(([\w./-]*\.md|)#([^)]+)\)", page.read_text()):
-        to = page.parent / target if target else page
-        assert anchor in anchors(to), (
-            f"{page.name} links to {target}#{anchor}, and no title there is called so"
-        )
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_named_files_exist(page: Path) -> None:
-    """Paths of this repository in backticks, down to single files."""
-    made_by_runs = ("runs/",)
-    roots = "moecomm|csrc|bench|tests|examples|docs"
-    for target in re.findall(rf"`((?:{roots})/[\w./-]*)`", page.read_text()):
-        if not target.startswith(made_by_runs):
-            assert (ROOT / target).exists(), f"{page.name} names {target}, which is not there"
 
 
 def test_architecture_names_functions_that_are_in_these_files() -> None:

@@ -306,8 +306,7 @@ def test_slices_of_queries_equal_all_logits(
     for attend in (attend_by_slices, attend_densely):
         y = attend(q, k, v, window, sink if sinks else None, 0.3)
         found.append([y, *torch.autograd.grad((y * y).sum(), parts)])
-    for one, other in zip(*found, strict=True):
-        assert_close(one, other)
+    assert_close(*found)
 
 
 def test_all_logits_of_long_windows_are_refused() -> None:
@@ -349,5 +348,4 @@ def test_two_calls_of_a_kernel_equal_all_logits(queries: int, seed: int) -> None
         own = [each.clone().requires_grad_() for each in parts]
         y = attend(*own)
         found.append([y.detach(), *torch.autograd.grad((y * factor).sum(), own)])
-    for one, want in zip(*found, strict=True):
-        assert_close(one, want)
+    assert_close(*found)

@@ -106,8 +106,7 @@ def test_tail_may_hold_anything(dtype: torch.dtype, ends: list[int], seed: int) 
         return [y.detach(), poisoned.grad, experts.w_in.grad, experts.w_out.grad]
 
     clean, poisoned = run(0.0), run(float("nan"))
-    for a, b in zip(clean, poisoned, strict=True):
-        assert torch.equal(a, b)
+    assert_close(poisoned, clean, rtol=0, atol=0)
     assert poisoned[0][ends[-1] :].abs().sum() == 0
     assert poisoned[1][ends[-1] :].abs().sum() == 0
 
@@ -212,8 +211,7 @@ def test_the_default_device_has_no_say_in_where_weights_start(seed: int) -> None
             torch.manual_seed(seed)
             layers = [kind(config, device="cpu") for kind in (TopKRouter, GroupedExperts, SharedExperts)]
         made.append([parameter for layer in layers for parameter in layer.parameters()])
-    for want, got in zip(*made, strict=True):
-        assert torch.equal(want, got)
+    assert_close(*made, rtol=0, atol=0)
 
 
 def test_autocast_changes_nothing(seed: int) -> None:

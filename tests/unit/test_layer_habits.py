@@ -224,8 +224,7 @@ def test_the_state_of_an_optimizer_that_has_not_stepped_changes_nothing(
             layer(torch.arange(64.0).view(4, 16).sin()).square().sum().backward()
             optimizer.step()
         found.append([parameter.detach().clone() for parameter in layer.parameters()])
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(*found)
 
 
 @pytest.mark.parametrize("way", ["pickle", "frozen copy"])
@@ -293,8 +292,7 @@ def test_another_loss_scale_compiles_nothing_anew(comm: moecomm.Communicator, se
         for scale in (1.0, 2.0, 1 / 3):
             layer.loss_scale = scale
             want, found = (gradients(layer, run, x_TH) for run in (layer, compiled))
-            for one, other in zip(found, want, strict=True):
-                torch.testing.assert_close(one, other)
+            torch.testing.assert_close(found, want)
 
 
 def test_the_loss_scale_belongs_to_a_layer_and_to_no_state(comm: moecomm.Communicator, seed: int) -> None:

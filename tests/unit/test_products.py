@@ -113,17 +113,8 @@ def test_the_choice_is_quack_where_it_serves(installed: pytest.MonkeyPatch) -> N
     installed.setattr(quack, "make_quack_products", Recorded)
     for choice, expected in ((None, "quack"), ("quack", "quack"), ("torch", "torch")):
         assert make_products(MoEConfig(**SIZES, products=choice), GPU, rows=7).name == expected
-    assert made == 2 * [
-        {
-            "hidden": 64,
-            "ffn": 32,
-            "dtype": torch.bfloat16,
-            "device": GPU,
-            "activation": "swiglu",
-            "bias": False,
-            "rows": 7,
-        }
-    ]
+    sizes = {"hidden": 64, "ffn": 32, "dtype": torch.bfloat16, "device": GPU, "rows": 7}
+    assert made == 2 * [{**sizes, "activation": "swiglu", "bias": False}]
 
 
 def test_a_config_has_one_engine() -> None:
@@ -166,14 +157,18 @@ def test_a_state_of_another_order_of_columns_is_refused() -> None:
         interleaved.load_state_dict(old)
 
 
+def with_shared(activation: str) -> torch.nn.Module:
+    """Routed and shared experts."""
+    config = MoEConfig(**SIZES, activation=activation, num_shared_experts=1)
+    parts = {"experts": GroupedExperts(config, device="cpu"), "shared": SharedExperts(config, device="cpu")}
+    return torch.nn.ModuleDict(parts)
+
+
 def test_a_checkpoint_names_the_order_of_columns() -> None:
     """A model with another order finds no weight to load, in either direction, nor its optimizer a state."""
     found = []
     for activation in ("swiglu", "swiglu_interleaved"):
-        config = MoEConfig(**SIZES, activation=activation, num_shared_experts=1)
-        model = torch.nn.ModuleDict(
-            {"experts": GroupedExperts(config, device="cpu"), "shared": SharedExperts(config, device="cpu")}
-        )
+        model = with_shared(activation)
         state = sharded_state(model, torch.optim.AdamW(model.parameters()))
         assert state["optimizer"].keys() == state["model"].keys()
         found.append(set(state["model"]))
@@ -182,23 +177,13 @@ def test_a_checkpoint_names_the_order_of_columns() -> None:
     assert interleaved - halves == {"experts.w_in.interleaved", "shared.w_in.interleaved"}
 
 
-def consolidated(activation: str) -> tuple[torch.nn.Module, dict[str, Any]]:
-    """Returns a model and its checkpoint as torch's dcp_to_torch_save makes one file of it."""
-    config = MoEConfig(**SIZES, activation=activation, num_shared_experts=1)
-    model = torch.nn.ModuleDict(
-        {"experts": GroupedExperts(config, device="cpu"), "shared": SharedExperts(config, device="cpu")}
-    )
-    return model, dict(sharded_state(model)["model"])
-
-
 def test_the_name_of_interleaved_weights_in_a_checkpoint_is_accepted() -> None:
-    saved, state = consolidated("swiglu_interleaved")
-    model, _ = consolidated("swiglu_interleaved")
+    """The checkpoint is as torch's dcp_to_torch_save makes one file of it."""
+    saved, model, halves = map(with_shared, ("swiglu_interleaved", "swiglu_interleaved", "swiglu"))
+    state, of_halves = (dict(sharded_state(each)["model"]) for each in (saved, halves))
     model.load_state_dict(state)
-    for found, want in zip(model.parameters(), saved.parameters(), strict=True):
-        assert torch.equal(found, want)
+    torch.testing.assert_close(list(model.parameters()), list(saved.parameters()), rtol=0, atol=0)
     assert "experts.w_in.interleaved" in state, "the caller's dict has changed"
-    halves, of_halves = consolidated("swiglu")
     for name in ("experts", "shared"):
         part = {key.removeprefix(f"{name}."): value for key, value in state.items() if key.startswith(name)}
         with pytest.raises(InvalidArgument, match=r"has w_in\.interleaved, whose gates"):

@@ -190,8 +190,7 @@ def test_checkpoints(kind: str, keep: bool, kernel: list[str], seed: int) -> Non
         y_TH = layer(x_TH) if way == "plain" else checkpoint(layer, x_TH, use_reentrant=False, **context)
         y_TH.square().sum().backward()
         found.append([y_TH.detach(), *(each.grad.clone() for each in layer.parameters())])
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
     again = [] if keep else ["routes"]
     assert kernel == ["routes", "routes_backward", "routes", *again, "routes_backward"]
     comm.close()

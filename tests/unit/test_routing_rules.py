@@ -98,8 +98,7 @@ def test_weights_on_the_input(way: str, shared: int, seed: int) -> None:
             wanted = wanted + nn.functional.gelu(x @ layer.shared.w_in) @ layer.shared.w_out
         (wanted * factor).sum().backward()
         assert_close(y, wanted)
-        for one, other in zip(found, [x.grad, *(p.grad for p in layer.parameters())], strict=True):
-            assert_close(one, other)
+        assert_close(found, [x.grad, *(parameter.grad for parameter in layer.parameters())])
 
 
 def test_refuses_weights_on_the_input_of_several_experts() -> None:

@@ -52,12 +52,8 @@ def test_close_frees_in_order_and_once() -> None:
     fake.log.clear()
     memory.close()
     assert fake.names() == [
-        "cuCtxPushCurrent",
-        "cuCtxSynchronize",
-        "cuCtxPopCurrent",
-        "cuMemUnmap",
-        "cuMemAddressFree",
-        "cuDevicePrimaryCtxRelease",
+        *("cuCtxPushCurrent", "cuCtxSynchronize", "cuCtxPopCurrent"),
+        *("cuMemUnmap", "cuMemAddressFree", "cuDevicePrimaryCtxRelease"),
     ]
     assert memory.bases == []
     memory.close()
