@@ -230,6 +230,7 @@ def dispatch(
     )
 
 
+@np.errstate(over="ignore", invalid="ignore")
 def combine(
     rows: Sequence[np.ndarray],
     dispatched: Sequence[Dispatched],
@@ -240,7 +241,8 @@ def combine(
     ranks_per_node: int | None = None,
     wire: str | None = None,
 ) -> list[np.ndarray]:
-    """Returns one (T,H) array a rank from the rows (P,H), and weights (P,), of every rank.
+    """Returns one (T,H) array a rank from the rows (P,H), and weights (P,), of every rank. Infinities and NaN
+    are summed like any other value.
 
     A token's home adds up what ranks of its own node have and what each other node has, by rank;
     another node first adds up and rounds what its ranks have, each rounded. `wire`: the format in which the
@@ -248,24 +250,7 @@ def combine(
     """
     kind = wide(dtype)
     hidden = rows[0].shape[1]
-    # Infinities and NaN are summed like any other value.
-    with np.errstate(over="ignore", invalid="ignore"):
-        return _combine(
-            rows, dispatched, token_counts, dtype, weights, kind, hidden, ranks_per_node or len(rows), wire
-        )
-
-
-def _combine(
-    rows: Sequence[np.ndarray],
-    dispatched: Sequence[Dispatched],
-    token_counts: Sequence[int],
-    dtype: str,
-    weights: Sequence[np.ndarray] | None,
-    kind: type,
-    hidden: int,
-    ranks_per_node: int,
-    wire: str | None,
-) -> list[np.ndarray]:
+    ranks_per_node = ranks_per_node or len(rows)
     # Shares of each (home, token): by the node they come from, in the order of ranks.
     shares: dict[tuple[int, int], dict[int, list[np.ndarray]]] = {}
     for owner, sent in enumerate(dispatched):
@@ -292,49 +277,3 @@ def _combine(
                 else:
                     totals[src][t] += through_wire(partial[None], "float32", wire)[0]
     return [rounded(total, dtype) for total in totals]
-
-
-def dispatch_backward(
-    grad_tokens: Sequence[np.ndarray],
-    grad_weights: Sequence[np.ndarray] | None,
-    dispatched: Sequence[Dispatched],
-    token_counts: Sequence[int],
-    top_k: int,
-    *,
-    dtype: str,
-) -> tuple[list[np.ndarray], list[np.ndarray] | None]:
-    """Gradients of every rank's tokens (T,H) and weights (T,K) from those of the rows they became."""
-    grad_x = combine(grad_tokens, dispatched, token_counts, dtype=dtype)
-    if grad_weights is None:
-        return grad_x, None
-    grad_w = [np.zeros((count, top_k), grad_weights[0].dtype) for count in token_counts]
-    for owner, sent in enumerate(dispatched):
-        for p, row in enumerate(sent.origin):
-            for src, t, k in row:
-                grad_w[src][t, k] = grad_weights[owner][p if grad_weights[owner].ndim == 1 else (p, k)]
-    return grad_x, grad_w
-
-
-def combine_backward(
-    grad_y: Sequence[np.ndarray],
-    rows: Sequence[np.ndarray],
-    dispatched: Sequence[Dispatched],
-    *,
-    dtype: str,
-    weights: Sequence[np.ndarray] | None = None,
-) -> tuple[list[np.ndarray], list[np.ndarray] | None]:
-    """Gradients of every rank's rows (P,H) and weights (P,). The latter are sums over H, held in float64."""
-    kind = wide(dtype)
-    grad_rows, grad_weights = [], []
-    for owner, sent in enumerate(dispatched):
-        grad: np.ndarray = np.zeros(rows[owner].shape, kind)
-        grad_w = np.zeros(len(rows[owner]), np.float64)
-        for p, row in enumerate(sent.origin):
-            if row:
-                src, t, _ = row[0]
-                value = grad_y[src][t].astype(kind)
-                grad[p] = rounded(value if weights is None else value * kind(weights[owner][p]), dtype)
-                grad_w[p] = np.dot(rows[owner][p].astype(np.float64), grad_y[src][t].astype(np.float64))
-        grad_rows.append(grad)
-        grad_weights.append(grad_w)
-    return grad_rows, (None if weights is None else grad_weights)

@@ -435,44 +435,36 @@ def test_an_error_of_one_rank_or_all_gives_one_line(who: str, text_folder: Path,
     assert done.err.splitlines() == ["train_lm.py: error: this is not there"], done
 
 
-TWO = ["--ranks", "2"]
 WRONG_BEFORE_THERE_ARE_RANKS = {
-    "one file": (["--data", str(EXAMPLES / "train_lm.py")], "is the only text file"),
-    "no text": (["--data", sys.executable], "is not a text file"),
-    "missing file": (["--data", "/no/such/file"], "no such file or folder: /no/such/file"),
-    "batch over ranks": ([*TWO, "--batch", "7"], "--batch 7 is not divisible by the number of ranks, 2"),
-    "ep over ranks": ([*TWO, "--ep", "3"], "--ep 3 does not divide the number of ranks, 2"),
-    "ep over experts": ([*TWO, "--ep", "2", "--experts", "3"], "--ep 2 does not divide --experts 3"),
-    "microbatches over windows": ([*TWO, "--batch", "8", "--microbatches", "3"], "4 windows a rank"),
-    "missing tokenizer": (["--tokenizer", "/no/such.json"], "--tokenizer"),
-    "missing GPU": (["--device", "cuda"], "--device cuda"),
-    "top-k over experts": (["--top-k", "9"], "--top-k 9 is more than --experts 8"),
-    "head width": (["--dim", "33"], "--dim 33 must be an even multiple of --heads 5"),
-    "nothing to resume": (["--resume"], "--resume: no run in"),
-    "not a number": (["--steps", "many"], "--steps"),
-    "zero steps": (["--steps", "0"], "0 is not a number of at least 1"),
-    "negative rate": (["--lr", "-1"], "-1.0 is not a finite number"),
-    "a graph of microbatches": (["--graph", "--microbatches", "2"], "not with --microbatches"),
-    "one microbatch with gradients of weights later": (["--delay-wgrad"], "give --microbatches 2 or more"),
-    "sharded gradients of weights later": (
-        ["--delay-wgrad", "--microbatches", "2", "--fsdp"],
-        "hooks by which FSDP shards",
-    ),
-    "width of fp8 experts": (["--expert-precision", "fp8", "--ffn", "24"], "--ffn 24 must be a multiple"),
-    "unknown option": (["--colour", "red"], "--colour"),
+    f"--data {EXAMPLES / 'train_lm.py'}": "is the only text file",
+    f"--data {sys.executable}": "is not a text file",
+    "--data /no/such/file": "no such file or folder: /no/such/file",
+    "--ranks 2 --batch 7": "--batch 7 is not divisible by the number of ranks, 2",
+    "--ranks 2 --ep 3": "--ep 3 does not divide the number of ranks, 2",
+    "--ranks 2 --ep 2 --experts 3": "--ep 2 does not divide --experts 3",
+    "--ranks 2 --batch 8 --microbatches 3": "4 windows a rank",
+    "--tokenizer /no/such.json": "--tokenizer",
+    **({"--device tpu": "--device"} if torch.cuda.is_available() else {"--device cuda": "--device cuda"}),
+    "--top-k 9": "--top-k 9 is more than --experts 8",
+    "--dim 33": "--dim 33 must be an even multiple of --heads 5",
+    "--resume": "--resume: no run in",
+    "--steps many": "--steps",
+    "--steps 0": "0 is not a number of at least 1",
+    "--lr -1": "-1.0 is not a finite number",
+    "--graph --microbatches 2": "not with --microbatches",
+    "--delay-wgrad": "give --microbatches 2 or more",
+    "--delay-wgrad --microbatches 2 --fsdp": "hooks by which FSDP shards",
+    "--expert-precision fp8 --ffn 24": "--ffn 24 must be a multiple",
+    "--colour red": "--colour",
 }
 
 
-@pytest.mark.parametrize("case", WRONG_BEFORE_THERE_ARE_RANKS)
-def test_bad_options_give_one_line(case: str, tmp_path: Path, run_here: Callable[..., Finished]) -> None:
-    arguments, message = WRONG_BEFORE_THERE_ARE_RANKS[case]
-    if case == "missing GPU" and torch.cuda.is_available():
-        arguments = ["--device", "tpu"]
-        message = "--device"
+@pytest.mark.parametrize("flags", WRONG_BEFORE_THERE_ARE_RANKS)
+def test_bad_options_give_one_line(flags: str, tmp_path: Path, run_here: Callable[..., Finished]) -> None:
     # Where there are GPUs, too, the messages are about the small sizes.
-    done = run_here("--preset", "small", "--out", tmp_path / "run", *arguments)
+    done = run_here("--preset", "small", "--out", tmp_path / "run", *flags.split())
     assert done.code == 2 and done.out == "" and len(done.err.splitlines()) == 1, done
-    assert done.err.startswith("train_lm.py: error: ") and message in done.err
+    assert done.err.startswith("train_lm.py: error: ") and WRONG_BEFORE_THERE_ARE_RANKS[flags] in done.err
 
 
 def test_out_must_be_a_folder(tmp_path: Path, run_here: Callable[..., Finished]) -> None:
@@ -483,18 +475,17 @@ def test_out_must_be_a_folder(tmp_path: Path, run_here: Callable[..., Finished])
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("name", "value", "message"),
     [
-        (["--dim", "64"], "this run has --dim 32, which cannot become 64"),
-        (["--data", "/"], "which cannot become"),
+        ("--dim", "64", "this run has --dim 32, which cannot become 64"),
+        ("--data", "/", "which cannot become"),
     ],
 )
 def test_resume_refuses_another_run(
-    half_run: Path, arguments: list[str], message: str, run_here: Callable[..., Finished]
+    half_run: Path, name: str, value: str, message: str, run_here: Callable[..., Finished]
 ) -> None:
-    done = run_here("--resume", "--out", half_run, *arguments)
-    assert done.code == 2 and message in done.err, done.err
-    assert len(done.err.splitlines()) == 1
+    done = run_here("--resume", "--out", half_run, name, value)
+    assert done.code == 2 and message in done.err and len(done.err.splitlines()) == 1, done.err
 
 
 def test_resume_notices_changed_text(half_run: Path, tmp_path: Path, text_folder: Path) -> None:
