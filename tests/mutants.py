@@ -28,6 +28,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 REPOSITORY = Path(__file__).parents[1]
 TEST_LIMIT_S, LIMIT_S = 120, 1200.0
@@ -333,14 +334,8 @@ class Copy:
             command = [sys.executable, "-m", "pytest", *options, *files.split()]
         environment = {**os.environ, "PYTHONPATH": str(self.folder), "PYTHONDONTWRITEBYTECODE": "1"}
         with contextlib.suppress(subprocess.TimeoutExpired):
-            done = subprocess.run(
-                command,
-                cwd=self.folder,
-                env=environment,
-                capture_output=True,
-                text=True,
-                timeout=LIMIT_S,
-            )
+            how: dict[str, Any] = {"cwd": self.folder, "env": environment, "timeout": LIMIT_S}
+            done = subprocess.run(command, capture_output=True, text=True, **how)
             if done.returncode > 1:  # nothing collected, bad arguments
                 raise RuntimeError(f"{tests}: {done.stdout[-2000:]}{done.stderr[-2000:]}")
             return done.returncode == 0

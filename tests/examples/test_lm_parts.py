@@ -35,6 +35,17 @@ from lm.tokenizer import ByteTokenizer, make_tokenizer  # isort: skip
 import itertools
 
 
+def parse(folder: Path, flags: str) -> options.Options:
+    return options.parse([*flags.split(), "--out", str(folder)])
+
+
+def communicator(
+    experts: int, hidden: int, top_k: int, tokens: int = 8, dtype: torch.dtype = torch.float32
+) -> moecomm.Communicator:
+    sizes = {"num_experts": experts, "hidden": hidden, "top_k": top_k, "max_tokens": tokens}
+    return moecomm.Communicator(**sizes, dtype=dtype, device="cpu")
+
+
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
     for number in range(40):
@@ -48,7 +59,7 @@ def tree(tmp_path: Path) -> Path:
 
 
 def test_text_shorter_than_a_window(tree: Path, tmp_path: Path) -> None:
-    chosen = options.parse(["--data", str(tree), "--seq", "131072", "--out", str(tmp_path / "run")])
+    chosen = parse(tmp_path / "run", f"--data {tree} --seq 131072")
     with pytest.raises(UsageError) as caught:
         Corpus(chosen)
     text = "tokens of training text, --seq 131072 needs more: give more text, or a smaller --seq"
@@ -163,12 +174,8 @@ def test_library_tokenizer_or_a_clear_error(tmp_path: Path) -> None:
 
 
 def test_graphs_are_of_gpus() -> None:
-    with (
-        moecomm.Communicator(
-            num_experts=4, hidden=16, top_k=2, max_tokens=8, dtype=torch.float32, device="cpu"
-        ) as comm,
-        pytest.raises(UsageError, match="--graph: a graph is of GPUs, and this run is on the cpu"),
-    ):
+    refusal = "--graph: a graph is of GPUs, and this run is on the cpu"
+    with communicator(4, 16, 2) as comm, pytest.raises(UsageError, match=refusal):
         build_graphed_step(lambda tokens: tokens, small_model(), comm)
 
 
@@ -177,7 +184,7 @@ def test_graphs_are_of_gpus() -> None:
     [("wire", "--wire mxfp8 --combine-wire fp8"), ("gradient_wire", "--gradient-wire fp8")],
 )
 def test_narrow_rows_are_of_gpus(name: str, given: str, tmp_path: Path) -> None:
-    chosen = options.parse([*given.split(), "--preset", "small", "--out", str(tmp_path)])
+    chosen = parse(tmp_path, f"{given} --preset small")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         with pytest.raises(UsageError, match=f"^{given}: {name} is .* on the cpu"):
@@ -197,11 +204,10 @@ def test_gradients_of_weights_that_are_put_off(dtype: torch.dtype, tmp_path: Pat
     """Those of a step in microbatches, which are rounded otherwise than one after the other; experts may
     compute in a cast of their weights."""
     flags = "--preset small --dim 32 --heads 2 --layers 2 --experts 4 --ffn 32 --no-tied --accumulate 3"
-    chosen = options.parse([*flags.split(), "--out", str(tmp_path)])
+    chosen = parse(tmp_path, flags)
     tokens_BS = torch.randint(11, (6, 13), generator=torch.Generator().manual_seed(seed))
-    sizes = {"num_experts": 4, "hidden": 32, "top_k": chosen.top_k, "max_tokens": 72}
     found = []
-    with moecomm.Communicator(**sizes, dtype=dtype, device="cpu") as comm:
+    with communicator(4, 32, chosen.top_k, tokens=72, dtype=dtype) as comm:
         for later in (False, True):
             torch.manual_seed(seed)
             model = build_model(replace(chosen, delay_wgrad=later), 11, comm)
@@ -219,7 +225,7 @@ def test_stages_have_the_weights_of_the_whole_model(tmp_path: Path, seed: int) -
         "--preset small --dim 32 --heads 2 --layers 5 --dense-layers 1 --dense-ffn 32 --experts 4 --ffn 32 "
         "--no-tied --pp 2 --microbatches 4 --schedule interleaved --shared-experts 1"
     )
-    chosen = options.parse([*flags.split(), "--out", str(tmp_path)])
+    chosen = parse(tmp_path, flags)
 
     def weights(holds: Callable[[str], bool]) -> dict[str, torch.Tensor]:
         torch.manual_seed(seed)
@@ -228,9 +234,7 @@ def test_stages_have_the_weights_of_the_whole_model(tmp_path: Path, seed: int) -
         state = model.state_dict()
         return {name: state[name] for name, _ in model.named_parameters()}
 
-    with moecomm.Communicator(
-        num_experts=4, hidden=32, top_k=chosen.top_k, max_tokens=8, device="cpu"
-    ) as comm:
+    with communicator(4, 32, chosen.top_k) as comm:
         whole = weights(lambda part: True)
         first, second = (weights(lay_out(chosen, place).holds) for place in range(2))
     assert not first.keys() & second.keys() and first.keys() | second.keys() == whole.keys()
@@ -242,11 +246,9 @@ def test_stages_have_the_weights_of_the_whole_model(tmp_path: Path, seed: int) -
 def test_logits_start_with_variance_one(preset: str, tmp_path: Path, seed: int) -> None:
     """The logits are those that routers, and an output matrix of its own, make of inputs of unit size."""
     flags = f"--preset {preset} --dim 64 --heads 2 --kv-heads 2 --layers 2 --experts 32 --ffn 16 --top-k 2"
-    chosen = options.parse([*flags.split(), "--dtype", "float32", "--out", str(tmp_path)])
+    chosen = parse(tmp_path, f"{flags} --dtype float32")
     torch.manual_seed(seed)
-    with moecomm.Communicator(
-        num_experts=32, hidden=64, top_k=2, max_tokens=8, dtype=torch.float32, device="cpu"
-    ) as comm:
+    with communicator(32, 64, 2) as comm:
         model = build_model(chosen, 257, comm)
     named = dict(model.named_parameters())
     names = [f"blocks.{layer}.ffn.router.weight" for layer in range(2)]

@@ -24,6 +24,7 @@ number of states is finite and the search covers runs of every length.
 from __future__ import annotations
 
 import argparse
+import graphlib
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -432,19 +433,10 @@ def search(protocol: Protocol) -> int:
 def _require_ends(after_loss: dict[State, list[State]]) -> None:
     """Raises Violation if ranks can go on for ever once one is lost: states follow each other in a circle
     then."""
-    before: dict[State, list[State]] = {state: [] for state in after_loss}
-    left = {state: len(following) for state, following in after_loss.items()}
-    for state, following in after_loss.items():
-        for after in following:
-            before[after].append(state)
-    ended = [state for state, count in left.items() if count == 0]
-    for state in ended:  # which grows
-        for earlier in before[state]:
-            left[earlier] -= 1
-            if left[earlier] == 0:
-                ended.append(earlier)
-    if len(ended) < len(after_loss):
-        raise Violation("after a loss ranks go on for ever")
+    try:
+        graphlib.TopologicalSorter(after_loss).prepare()
+    except graphlib.CycleError:
+        raise Violation("after a loss ranks go on for ever") from None
 
 
 _FUSED = Protocol(ranks=2, chunks=2, gives_up=False, streams=True, fused=True)

@@ -274,8 +274,7 @@ class LoopbackNative:
         index_weights_Q = memory(index_weights, (positions,), self.weight)
         source_TH = memory(begun["x"], (tokens, hidden), torch.float8_e4m3fn if x_scales else self.dtype)
         source_scales = memory(x_scales, (tokens, columns), scale_type)
-        handed_on = out_scales != NOT_THERE
-        rows_PH = memory(out, (rows, hidden), torch.float8_e4m3fn if handed_on else self.dtype)
+        rows_PH = memory(out, (rows, hidden), torch.float8_e4m3fn if out_scales else self.dtype)
         scales_P = memory(out_scales, (rows, columns), scale_type)
         given = memory(begun["weights"], (tokens, top_k), self.weight)
         got = memory(weights, (rows, top_k) if by_rank else (rows,), self.weight)
@@ -288,26 +287,22 @@ class LoopbackNative:
         if ids_PK is not None:
             ids_PK.fill_(-1)
         for t, k in (places >= 0).nonzero().tolist():
-            p = int(places[t, k])
+            p, q = int(places[t, k]), int(position_of[t, k])
             if p >= rows:
                 continue
-            rows_PH.view(torch.uint8)[p] = source_TH.view(torch.uint8)[t]
-            if handed_on:
-                assert scales_P is not None and source_scales is not None
-                scales_P[p] = source_scales[t]
-            if ids_PK is not None:
-                ids_PK[p, k] = chosen[t, k]
-            if got is not None and given is not None:
-                if by_rank:
-                    got[p, k] = given[t, k]
-                else:
-                    got[p] = given[t, k]
-            q = int(position_of[t, k])
-            if by_rank and 0 <= q < positions:
-                if index_Q is not None:
-                    index_Q[q] = p
-                if index_weights_Q is not None and given is not None:
-                    index_weights_Q[q] = given[t, k]
+            at = (p, k) if by_rank else p
+            in_index = by_rank and 0 <= q < positions
+            for here, to, value, there in (
+                (rows_PH.view(torch.uint8), p, source_TH.view(torch.uint8), t),
+                (scales_P, p, source_scales, t),
+                (ids_PK, at, chosen, (t, k)),
+                (got, at, given, (t, k)),
+                (index_weights_Q if in_index else None, q, given, (t, k)),
+            ):
+                if here is not None and value is not None:
+                    here[to] = value[there]
+            if in_index and index_Q is not None:
+                index_Q[q] = p
 
     def _rows_of(self, plan: int, layout: Any, tokens: int) -> Iterator[tuple[int, int, int]]:
         """(t, k, p) of each row, in the rank layout once a token."""

@@ -364,28 +364,22 @@ def test_operators_are_what_they_say(pool: Pools, activation: str, seed: int) ->
             )
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_rows_are_computed_in_blocks(
-    activation: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, seed: int
+    pool: Pools, activation: str, dtype: str, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    rows, real, width = 101, 90, 24
-    generator = torch.Generator().manual_seed(seed)
-    inner = torch.randn(rows, width * module.INPUTS[activation], generator=generator).to(dtype)
-    inner[real:] = torch.nan
-    grad = torch.randn(rows, width, generator=generator).to(dtype)
-    weights = torch.rand(rows, generator=generator).to(module.weight_dtype(dtype))
+    case, real = Case(101, 24, activation, dtype, seed), 90
+    case.inner[real:] = torch.nan
     ends = torch.tensor([10, 10, real], dtype=torch.int32)
 
     def compute(block: int) -> list[Tensor]:
         monkeypatch.setattr(module, "_BLOCK", block)
-        z = module.weighted_activation(inner, weights, ends, activation=activation)
-        return [z, *activate_backward(grad, inner, weights, ends, activation, True, True)]
+        return list(case.results(ends=ends).values())
 
     whole = compute(2**30)
-    for other in (compute(1), compute(7 * inner.shape[1])):
-        for expected, found in zip(whole, other, strict=True):
-            torch.testing.assert_close(found, expected)  # but for the last bits of torch's functions
+    for block in (1, 7 * case.inner.shape[1]):
+        torch.testing.assert_close(compute(block), whole)  # but for the last bits of torch's functions
     assert all(each[:real].any() and not each[real:].any() for each in whole)
 
 

@@ -173,15 +173,6 @@ class TestWork:
         assert gone() is not None
         assert torch.equal(work.wait(), want)
 
-    def test_the_next_operation_completes_it(self) -> None:
-        comm, native, _ = opened()
-        x_TH, ids_TK, _ = make_inputs()
-        first = comm.dispatch(x_TH, ids_TK, async_op=True)
-        second = comm.dispatch(x_TH * 2, ids_TK)
-        halves = ["begin_dispatch", "wait_rows", "finish_dispatch"]
-        assert [call.partition("@")[0] for call in native.calls[3:]] == halves * 2
-        assert torch.equal(first.wait().tokens * 2, second.tokens)
-
     def test_polling_gets_there(self) -> None:
         comm, native, gpu = opened()
         work = comm.dispatch(*make_inputs(), async_op=True)
