@@ -10,7 +10,8 @@ N counts the tokens of all ranks in a row: token t of rank s is n = starts[s] + 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -115,6 +116,13 @@ class Oracle:
         return cases.dispatch(
             comm, self.job, self.rank, own or self.own, **{"capacity": self.capacity, **options}
         )
+
+    def check_step(self, comm: Any, own: Inputs | None = None) -> Any:
+        """A dispatch and a combine, both checked; returns what the dispatch gave."""
+        out = self.dispatch(comm, own)
+        self.check_dispatch(out)
+        self.check_combine("combine", comm.combine(self.answer(out.tokens), out.handle))
+        return out
 
     def factor_P(self, rank: int) -> torch.Tensor:
         """Returns the factors that the experts of `rank` multiply rows with, another one for each expert."""
@@ -342,6 +350,13 @@ def through_wire(x_TH: torch.Tensor, wire: str) -> torch.Tensor:
     """Rows after they have travelled in a wire format."""
     parts = x_TH.split(CHUNK)
     return torch.cat([dequantised(*quantised(part, wire), x_TH.dtype, wire) for part in parts])
+
+
+@contextmanager
+def opened(case: Case, rank: int, **changes: Any) -> Iterator[tuple[Any, Oracle]]:
+    """A communicator of the case, but for `changes` of its arguments, and what this rank must get."""
+    with ranks.communicator(**{**case.communicator, **changes}) as comm:
+        yield comm, Oracle(case, rank, comm.device)
 
 
 def play(comm: Any, case: Case, rank: int, *, gradients: bool = True) -> list[str]:

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from moecomm import _C
+from moecomm.errors import InvalidArgument
 from moecomm.kernels.activation import prepare
 from tests.gpu import harness
 from tests.gpu.conftest import Pools
@@ -92,7 +94,6 @@ def test_rows_past_the_last_end_are_left_alone(
 ) -> list[str]:
     """The extension's functions on memory of the test's own: the first rows are right, and nothing else is
     written; what is not real holds NaN."""
-    from moecomm import _C
     from moecomm.setup.memory_plan import NATIVE_DTYPES
 
     problems = []
@@ -228,9 +229,6 @@ def test_on_another_device(pool: Pools, require_gpus: Any, seed: int) -> None:
 @on_ranks(1)
 def test_what_the_extension_refuses(rank: int, world_size: int) -> list[str]:
     """Checks that the extension itself refuses bad arguments by the typed error."""
-    from moecomm import _C
-    from moecomm.errors import InvalidArgument
-
     good: dict[str, Any] = {"inner": 4096, "weights": 0, "ends": 0, "groups": 0, "rows": 4, "width": 8}
     bad = {
         "rows is -1": {"rows": -1},

@@ -14,8 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from moecomm import _C
+from moecomm.errors import InvalidArgument, Unsupported
 from moecomm.kernels import operators
 from moecomm.kernels.quantize import quantize_columns, quantize_rows, quantize_transposed
+from moecomm.nn import GroupedExperts, MoEConfig
 from tests.gpu import harness
 from tests.gpu.conftest import Pools
 from tests.gpu.test_activation import Output
@@ -59,7 +62,6 @@ def _capability(rank: int, world_size: int) -> tuple[int, int]:
 @on_ranks(1)
 def test_nothing_else_is_written(rank: int, world_size: int, dtype: str, seed: int) -> list[str]:
     """The extension's functions on memory of the test's own: nothing is written but what is said."""
-    from moecomm import _C
     from moecomm.setup.memory_plan import NATIVE_DTYPES
 
     problems = []
@@ -97,9 +99,6 @@ def test_nothing_else_is_written(rank: int, world_size: int, dtype: str, seed: i
 @on_ranks(1)
 def test_what_the_extension_refuses(rank: int, world_size: int) -> list[str]:
     """Checks that the extension itself refuses bad arguments by the typed error."""
-    from moecomm import _C
-    from moecomm.errors import InvalidArgument
-
     good: dict[str, Any] = {
         "x": 4096, "ends": 4096, "groups": 2, "rows": 32, "columns": 32, "out_rows": 64,
         "dtype": _C.DType.bfloat16, "values": 4096, "scales": 4096, "padded_ends": 4096,
@@ -231,8 +230,6 @@ def test_forward_and_backward_in_one_graph(pool: Pools, size: int, seed: int) ->
 @on_ranks(1)
 def test_kept_weights_on_several_streams(rank: int, world_size: int, seed: int) -> list[str]:
     """Quantised weights that one stream makes, late, and another one uses at once."""
-    from moecomm.nn import GroupedExperts, MoEConfig
-
     torch.manual_seed(seed)
     config = MoEConfig(
         hidden=512, ffn_hidden=512, num_experts=8, top_k=2, dtype=torch.bfloat16, init_std=0.05, **FP8
@@ -261,9 +258,6 @@ def test_kept_weights_on_several_streams(rank: int, world_size: int, seed: int) 
 @pytest.mark.usefixtures("cuda_only")
 @on_ranks(1)
 def test_refused_where_there_are_no_products(rank: int, world_size: int) -> list[str]:
-    from moecomm.errors import Unsupported
-    from moecomm.nn import GroupedExperts, MoEConfig
-
     config = MoEConfig(hidden=32, ffn_hidden=32, num_experts=2, top_k=1, pre_softmax=True, **FP8)
     supported = torch.cuda.get_device_capability()[0] == 9
     try:

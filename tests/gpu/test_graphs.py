@@ -13,10 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests import oracle
 from tests.cases import Inputs
 from tests.gpu import harness
 from tests.gpu.conftest import Pools
 from tests.gpu.harness import Job, settled_error
+from tests.multirank.catching import catch
 from tests.multirank.on_ranks import on_ranks
 from tests.oracle import Oracle
 
@@ -279,9 +281,6 @@ def test_beside_nccl_on_another_stream(rank: int, world_size: int, seed: int) ->
 
 def _refused(rank: int, world_size: int, job: Job) -> tuple[Any, list[str]]:
     """A dropless dispatch in a capture is refused and says what is needed; the communicator stays usable."""
-    from tests import oracle
-    from tests.multirank.catching import catch
-
     with harness.communicator(**job.communicator) as comm:
         known = Oracle(job, rank, comm.device)
         known.dispatch(comm)

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import moecomm
 from moecomm.overlap import SideStream
 from tests import oracle
 from tests.cases import Inputs
@@ -221,8 +222,6 @@ def test_the_caller_changes_streams(rank: int, world_size: int, slack: int | Non
 def test_async_follows_torch_distributed(rank: int, world_size: int, seed: int) -> list[str]:
     """Returns at once, runs beside the caller's stream, and wait() holds the stream and not the host."""
     job = _job(world_size, seed)
-    import moecomm
-
     problems = []
 
     def expect(good: bool, text: str) -> None:

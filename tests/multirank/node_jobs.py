@@ -12,6 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+import moecomm
 from tests import cases
 from tests.cases import Case
 from tests.multirank.harness import NO_GPUS, Died, RankPool, no_shared_memory_left
@@ -30,8 +31,6 @@ def small_case(size: int, per_node: int) -> Case:
 
 
 def communicator(case: Case, timeout: float) -> Any:
-    import moecomm
-
     return moecomm.Communicator(**{**case.communicator, "timeout": timeout})
 
 
@@ -55,8 +54,6 @@ def describe(error: Any) -> Found:
 
 def caught(call: Callable[[], Any]) -> Found:
     """The error of ours that `call` raises, and after how long."""
-    import moecomm
-
     before = time.monotonic()
     try:
         call()

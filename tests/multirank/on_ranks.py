@@ -26,8 +26,10 @@ class _Body:
         return getattr(importlib.import_module(self.module), self.name).body(*args)
 
 
-def on_ranks(ranks: int | str = "world_size") -> Callable[[Callable[..., Any]], Callable[..., None]]:
-    """Makes a test of a function that runs on so many ranks of the fixture `pool`.
+def on_ranks(
+    ranks: int | str = "world_size", **environment: str
+) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """Makes a test of a function that runs on so many ranks of the fixture `pool`, with `environment`.
 
     `ranks` may be the name of a parameter or fixture that says how many. The arguments of the function after
     the first two are parameters and fixtures of the test. Each rank returns None, or a list of what is wrong
@@ -39,7 +41,8 @@ def on_ranks(ranks: int | str = "world_size") -> Callable[[Callable[..., Any]], 
 
         def test(**given: Any) -> None:
             size = ranks if isinstance(ranks, int) else given[ranks]
-            found = given["pool"](size)(_Body(body.__module__, body.__name__), *(given[n] for n in names))
+            ranks_here = given["pool"](size, **environment)
+            found = ranks_here(_Body(body.__module__, body.__name__), *(given[n] for n in names))
             problems = [text for each in found for text in each or ()]
             assert not problems, "\n".join(map(str, problems[:12]))
 

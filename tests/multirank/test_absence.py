@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import moecomm
 from tests import oracle
 from tests.cases import Case
 from tests.fabric import needs_fabric
@@ -24,7 +25,6 @@ TIMEOUT = 2.0
 
 
 def _build(absence: float, timeout: float | None = None) -> Any:
-    import moecomm
     from moecomm.setup import checks
 
     with (

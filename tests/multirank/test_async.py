@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
+import moecomm
 from tests import cases
 from tests.cases import Case
 from tests.multirank.catching import refused
@@ -47,8 +49,6 @@ def test_several_in_flight(rank: int, world_size: int, backwards: bool, seed: in
         )
         for i in range(5)
     ]
-    import moecomm
-
     order = list(reversed(range(len(some)))) if backwards else list(range(len(some)))
     with moecomm.Communicator(**some[0].communicator) as comm:
         works = [cases.dispatch(comm, case, rank, async_op=True) for case in some]
@@ -68,8 +68,6 @@ def test_mixed_with_synchronous_calls(rank: int, world_size: int, seed: int) -> 
     """Synchronous calls queue up behind what is under way, on two communicators at once."""
     base = Case(tokens=(8,) * 3, num_experts=6, hidden=8, top_k=2, seed=seed)
     some = [base, replace(base, dtype="bfloat16", hidden=24), replace(base, seed=seed + 1, layout="rank")]
-    import moecomm
-
     problems: list[str] = []
     with (
         moecomm.Communicator(**some[0].communicator) as left,
@@ -112,8 +110,6 @@ def _gradients(comm: Any, case: Case, rank: int, async_op: bool) -> list[torch.T
 @pytest.mark.parametrize("size", [1, 3])
 @on_ranks("size")
 def test_gradients_through_work(rank: int, world_size: int, seed: int) -> None:
-    import moecomm
-
     tokens = (6,) * world_size
     case = Case(tokens=tokens, num_experts=3 * world_size, hidden=8, top_k=2, seed=seed, routing="holes")
     with moecomm.Communicator(**case.communicator) as comm:
@@ -125,10 +121,6 @@ def test_gradients_through_work(rank: int, world_size: int, seed: int) -> None:
 @on_ranks(2)
 def test_the_call_does_not_wait_for_peers(rank: int, world_size: int, seed: int) -> list[str]:
     """The call returns while a peer has not come; the caller works on meanwhile."""
-    import torch.distributed as dist
-
-    import moecomm
-
     case = Case(tokens=(4, 4), num_experts=2, hidden=8, top_k=2, seed=seed)
     with moecomm.Communicator(**case.communicator) as comm:
         if rank == 0:
@@ -146,8 +138,6 @@ def test_the_call_does_not_wait_for_peers(rank: int, world_size: int, seed: int)
 @on_ranks(3)
 def test_an_error_comes_from_wait(rank: int, world_size: int, seed: int) -> list[str]:
     """An error of one operation reaches its wait(), on all ranks; those before and after are untouched."""
-    import moecomm
-
     case = Case(tokens=(4, 4, 4), num_experts=3, hidden=8, top_k=2, seed=seed)
     with moecomm.Communicator(**case.communicator) as comm:
         good = cases.dispatch(comm, case, rank, async_op=True)
@@ -163,8 +153,6 @@ def test_an_error_comes_from_wait(rank: int, world_size: int, seed: int) -> list
 @on_ranks(2)
 def test_close_waits_for_what_is_under_way(rank: int, world_size: int, seed: int) -> None:
     """close() lets what is under way finish; its result can still be fetched."""
-    import moecomm
-
     case = Case(tokens=(4, 4), num_experts=2, hidden=8, top_k=2, seed=seed)
     comm = moecomm.Communicator(**case.communicator)
     work = cases.dispatch(comm, case, rank, async_op=True)
@@ -178,8 +166,6 @@ def test_close_waits_for_what_is_under_way(rank: int, world_size: int, seed: int
 def test_a_dispatch_in_halves(rank: int, world_size: int, seed: int) -> list[str]:
     """`begin_dispatch` brings what `dispatch` brings; and it is received once, before the next operation."""
     case = Case(tokens=(6, 0, 9)[-world_size:], num_experts=2 * world_size, hidden=16, top_k=2, seed=seed)
-    import moecomm
-
     problems = []
     with moecomm.Communicator(**case.communicator) as comm:
         x_TH = cases.tensor(case.x(rank), case.torch_dtype)
@@ -217,8 +203,6 @@ def test_wait_records_as_the_call_did_and_gives_threads_one_result(
 ) -> list[str]:
     """Whether autograd records is what it was at the call; threads that wait get one result."""
     import threading
-
-    import moecomm
 
     case, problems = Case(tokens=(5, 4), num_experts=2, hidden=8, top_k=2, seed=seed), []
     with moecomm.Communicator(**case.communicator) as comm:

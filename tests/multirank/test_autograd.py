@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from tests import cases, ranks
@@ -29,8 +30,6 @@ def _inputs(case: Case, rank: int, device: torch.device) -> tuple[torch.Tensor, 
 
 def _finite_difference(rank: int, world_size: int, case: Case) -> float:
     """The derivative of the job's one loss along a random direction of all ranks' inputs; relative error."""
-    import torch.distributed as dist
-
     with ranks.communicator(**case.communicator) as comm:
         x_TH, ids_TK, weights_TK = _inputs(case, rank, comm.device)
         aim_TH = cases.tensor(case.grad_y(rank), case.torch_dtype, comm.device)

@@ -11,7 +11,10 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
+import moecomm
+from moecomm.backends import cpu
 from tests import oracle
 from tests.cases import Case
 from tests.fabric import needs_fabric
@@ -49,8 +52,6 @@ GOOD: dict[str, Any] = {
 
 
 def _bad_constructions(rank: int, world_size: int, names: list[str]) -> tuple[list[Caught | None], list[str]]:
-    import moecomm
-
     caught = []
     for i, name in enumerate(names):
         arguments = {**GOOD, **BAD_CONSTRUCTION[name][0]} if i % 3 in (rank, 2) else GOOD
@@ -88,8 +89,6 @@ DIFFERENT = {
 @pytest.mark.parametrize("guilty", [0, 3])
 @on_ranks(4)
 def test_constructor_arguments_that_differ_between_ranks(rank: int, world_size: int, guilty: int) -> None:
-    import moecomm
-
     for name, value in DIFFERENT.items():
         arguments = {**GOOD, name: value} if rank == guilty else GOOD
         says = (name, str(value), str(GOOD[name]))
@@ -101,8 +100,6 @@ def test_constructor_arguments_that_differ_between_ranks(rank: int, world_size: 
 
 @on_ranks(4)
 def test_another_version_on_one_rank(rank: int, world_size: int) -> None:
-    import moecomm
-
     says = ("rank 2", "9.9.9", "rank 0", moecomm.__version__)
     with mock.patch("moecomm.setup.handshake.__version__", "9.9.9" if rank == 2 else moecomm.__version__):
         refused(lambda: moecomm.Communicator(**GOOD), *says, name="MismatchedArguments")
@@ -111,8 +108,6 @@ def test_another_version_on_one_rank(rank: int, world_size: int) -> None:
 
 
 def _too_large(rank: int, world_size: int, max_tokens: int) -> tuple[Caught | None, int]:
-    import moecomm
-
     arguments = {**GOOD, "max_tokens": max_tokens, "hidden": 4096}
     caught = catch(lambda: moecomm.Communicator(**arguments))
     needed = moecomm.Communicator.memory_plan(
@@ -142,17 +137,12 @@ def test_too_little_shared_memory_is_said_before_allocating(pool: Pools) -> None
 @on_ranks(2)
 def test_bad_environment_variables(rank: int, world_size: int, name: str, value: str) -> None:
     """Rank 0 alone has it."""
-    import moecomm
-
     arguments = {key: given for key, given in GOOD.items() if key != "timeout"}
     with variable(name, value) if rank == 0 else contextlib.nullcontext():
         refused(lambda: moecomm.Communicator(**arguments), name, repr(value))
 
 
 def _no_memory_on_one_rank(rank: int, world_size: int) -> tuple[Caught | None, list[str]]:
-    import moecomm
-    from moecomm.backends import cpu
-
     def refuse(**_: Any) -> None:
         raise moecomm.OutOfMemory("no room for a window", needed=4096, available=17)
 
@@ -180,8 +170,6 @@ def test_no_memory_on_one_rank_is_no_memory_on_all(pool: Pools) -> None:
 def _no_threads_on_one_rank(
     rank: int, world_size: int, arguments: dict[str, Any]
 ) -> tuple[Caught | None, list[str]]:
-    import moecomm
-
     with no_threads_left() if rank == 1 else contextlib.nullcontext():
         caught = catch(lambda: moecomm.Communicator(**{**GOOD, **arguments}))
     with moecomm.Communicator(**{**GOOD, **arguments}) as comm:
@@ -227,10 +215,7 @@ def test_no_threads_between_nodes(size: int, per_node: int, lanes: str, words: l
 def test_what_a_run_before_has_left_in_the_store(rank: int, world_size: int) -> list[str]:
     """torchrun keeps its store when it starts ranks again: messages of the ranks before them, with the same
     names, are not taken for answers."""
-    import torch.distributed as dist
     from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
-
-    import moecomm
 
     assert dist.group.WORLD is not None
     store = PrefixStore(f"moecomm/{dist.group.WORLD.group_name}", _get_default_store())

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import moecomm
 from tests import cases, oracle, ranks
 from tests.cases import Case
 from tests.multirank.conftest import Pools
@@ -173,8 +174,6 @@ def test_extreme_values(pool: Pools, most_ranks: int, dtype: str, seed: int) -> 
 
 def _old_handles(rank: int, world_size: int, some: list[Case]) -> list[bool]:
     """Handles of earlier dispatches serve combines and backwards in any order that all ranks share."""
-    import moecomm
-
     with moecomm.Communicator(**some[0].communicator) as comm:
         inputs = [torch.from_numpy(case.x(rank)).requires_grad_() for case in some]
         outs = [
@@ -212,8 +211,6 @@ def test_rows_are_not_overwritten_while_peers_read(
         tokens=(16,) * world_size, num_experts=2 * world_size, hidden=512, top_k=2, weights=False, seed=seed
     )
     steps = 120
-    import moecomm
-
     rng = np.random.default_rng([case.seed, rank])
     wants = [replace(case, seed=case.seed + i).expected(rank) for i in range(5)]
     inputs = [torch.from_numpy(replace(case, seed=case.seed + i).x(rank)) for i in range(5)]
@@ -308,8 +305,6 @@ def test_two_subgroups_and_the_world(rank: int, world_size: int, seed: int) -> l
 
 
 def _alone(rank: int, world_size: int) -> tuple[int, int]:
-    import moecomm
-
     dist.destroy_process_group()
     with moecomm.Communicator(num_experts=2, hidden=4, top_k=1, max_tokens=3, dtype=torch.float32) as comm:
         x_TH = torch.arange(12.0).view(3, 4)

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from moecomm.errors import known_to_all
 from tests import ranks
 from tests.fabric import needs_fabric
 from tests.multirank.catching import Caught, catch
@@ -224,8 +225,6 @@ def _little_memory(here: bool) -> Iterator[None]:
 
 def _kind(call: Call, here: bool) -> tuple[str, bool]:
     """The error of a call with little memory on rank 1, and whether it is known to all ranks."""
-    from moecomm.errors import known_to_all
-
     gc.collect()
     with _little_memory(here):
         try:

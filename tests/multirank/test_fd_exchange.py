@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
+import torch.distributed as dist
 
 from moecomm.errors import PeerLost, PeerTimeout
 from moecomm.setup.fd_exchange import Mailbox, send
@@ -45,8 +46,6 @@ def _send(box: Mailbox, descriptor: int, *, pid: int = 0, timeout: float = 5.0) 
 @on_ranks()
 def test_every_rank_gets_every_file(rank: int, world_size: int) -> None:
     rounds = 5
-    import torch.distributed as dist
-
     gc.collect()  # what a test before this one has left
     before = _open_files()
     seen = []

@@ -15,6 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import moecomm
+from moecomm.setup.rendezvous import Rendezvous
 from tests import oracle
 from tests.cases import Case
 from tests.fabric import needs_fabric
@@ -27,16 +29,12 @@ FALLOCATE, PIDFD_OPEN = 285, 434  # numbers of system calls on x86-64
 
 
 def _build(**more: Any) -> Any:
-    import moecomm
-
     sizes: dict[str, Any] = {"num_experts": 4, "hidden": 8, "top_k": 2, "max_tokens": 6}
     return moecomm.Communicator(**{**sizes, "dtype": torch.float32, "timeout": 20.0, **more})
 
 
 def _in_phase(phase: str, what: Callable[[], AbstractContextManager[Any]]) -> None:
     """Runs this rank's part of a phase of the next constructions within what()."""
-    from moecomm.setup.rendezvous import Rendezvous
-
     real = Rendezvous.step
 
     def step(self: Any, its_phase: str, action: Callable[[], Any], *more: Any, **named: Any) -> Any:

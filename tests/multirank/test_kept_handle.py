@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+import moecomm
 from tests import cases
 from tests.cases import Case
 from tests.fabric import needs_fabric
@@ -23,8 +24,6 @@ def _same(left: torch.Tensor | None, right: torch.Tensor | None) -> bool:
 
 def _compare(rank: int, world_size: int, some: list[Case], async_op: bool) -> list[list[str]]:
     """Lists, for each case, where calls by hand differ in bits from autograd and a new dispatch."""
-    import moecomm
-
     wrong = []
     torch.use_deterministic_algorithms(True)  # new tensors are filled with NaN
     with moecomm.Communicator(**some[0].communicator) as comm:
@@ -105,8 +104,6 @@ def test_between_nodes(pool: Pools, seed: int) -> None:
 @on_ranks(2)
 def test_no_new_plan(rank: int, world_size: int, seed: int) -> None:
     case = Case(tokens=(5, 6), num_experts=4, hidden=8, top_k=2, seed=seed)
-    import moecomm
-
     with moecomm.Communicator(**case.communicator) as comm:
         out = cases.dispatch(comm, case, rank)
         for _ in range(3):
@@ -117,8 +114,6 @@ def test_no_new_plan(rank: int, world_size: int, seed: int) -> None:
 
 def _mistakes(rank: int, world_size: int) -> list[str]:
     """Rank 0 makes each of them, the other does it right; all raise, and the communicator goes on."""
-    import moecomm
-
     case = Case(tokens=(5, 6), num_experts=4, hidden=8, top_k=2)
     texts = []
     with (

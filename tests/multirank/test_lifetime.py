@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import moecomm
 from tests import cases, oracle, ranks
 from tests.cases import Case
 from tests.multirank.conftest import Pools
@@ -43,8 +44,6 @@ def _mapped_windows() -> int:
 
 def _paths(rank: int, world_size: int) -> list[str]:
     """Returns the paths of the windows that an open communicator has mapped."""
-    import moecomm
-
     gc.collect()  # a rank that lives on may still have windows of a test before this one
     before = _mapped_files()
     dist.barrier()
@@ -137,8 +136,6 @@ def test_nothing_leaks(pool: Pools, most_ranks: int, how: str) -> None:
 
 def _memory(rank: int, world_size: int, case: Case) -> tuple[int, int, int]:
     """Returns the bytes that a communicator took, those still taken after it, and those planned."""
-    import moecomm
-
     with ranks.communicator(**case.communicator):  # the driver's first
         pass
     free = [free_bytes()]
@@ -210,7 +207,6 @@ def test_the_graph_keeps_a_communicator_alive(rank: int, world_size: int) -> Non
 @on_ranks(2)
 def test_steps_do_not_leak(rank: int, world_size: int) -> None:
     """Resident kilobytes after some steps and after many more."""
-    import moecomm
 
     def resident() -> int:
         with open("/proc/self/status") as status:
@@ -259,8 +255,6 @@ def test_threads(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_a_waiting_call_lets_other_threads_run(rank: int, world_size: int) -> None:
-    import moecomm
-
     with moecomm.Communicator(**CASE.communicator) as comm:
         dist.barrier()
         if rank == 1:
@@ -309,8 +303,6 @@ def test_a_forked_child_does_no_harm(rank: int, world_size: int, closes: bool) -
 def test_a_forked_child_has_nothing_of_the_windows(rank: int, world_size: int) -> list[str]:
     """A child has nothing of the windows, so that they end with close(), and what it puts at their place in
     memory stays when its copy of the communicator goes."""
-    import moecomm
-
     comm = moecomm.Communicator(**CASE.communicator)
     problems = oracle.play(comm, CASE, rank)
     with open("/proc/self/maps") as maps:
@@ -338,8 +330,6 @@ def test_a_forked_child_has_nothing_of_the_windows(rank: int, world_size: int) -
 
 
 def _ends_without_close(rank: int, world_size: int) -> int:
-    import moecomm
-
     globals()["_kept"] = moecomm.Communicator(**CASE.communicator)
     oracle.play(globals()["_kept"], CASE, rank)
     return _mapped_windows()

@@ -8,6 +8,8 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,26 +18,33 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import moecomm
 from moecomm.setup.rendezvous import Rendezvous
 from tests import oracle
 from tests.cases import Case
-from tests.multirank.catching import Caught, catch, refused
+from tests.multirank.catching import catch, refused, require
 from tests.multirank.harness import no_shared_memory_left, run_ranks
+from tests.multirank.on_ranks import on_ranks
+
+
+@pytest.fixture
+def pool() -> Iterator[Callable[[int], Any]]:
+    """Ranks that end with their test, and leave nothing in /dev/shm."""
+    with no_shared_memory_left():
+        yield lambda size: partial(run_ranks, size)
+
+
+@pytest.fixture
+def port() -> int:
+    """One that is free."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
 
 
 def _build(group: Any = None, timeout: float = 10.0) -> Any:
-    import moecomm
-
-    size = dist.get_world_size(group)
-    return moecomm.Communicator(
-        group,
-        num_experts=4 * size,
-        hidden=8,
-        top_k=2,
-        max_tokens=6,
-        dtype=torch.float32,
-        timeout=timeout,
-    )
+    sizes = {"num_experts": 4 * dist.get_world_size(group), "hidden": 8, "top_k": 2, "max_tokens": 6}
+    return moecomm.Communicator(group, **sizes, dtype=torch.float32, timeout=timeout)
 
 
 def _build_and_play(group: Any = None, timeout: float = 10.0) -> list[str]:
@@ -51,9 +60,9 @@ def _join(rank: int, ranks: list[int], store: dist.Store) -> None:
         dist.init_process_group("gloo", store=store, rank=ranks.index(rank), world_size=len(ranks))
 
 
-def _retry(rank: int, world_size: int, late: int) -> list[str]:
-    import moecomm
-
+@pytest.mark.parametrize("late", [0, 1])
+@on_ranks(2)
+def test_ranks_that_have_failed_unequally_often(rank: int, world_size: int, late: int) -> list[str]:
     if rank == late:
         time.sleep(1.3)
     for _ in range(12):
@@ -64,16 +73,11 @@ def _retry(rank: int, world_size: int, late: int) -> list[str]:
     return ["was never built"]
 
 
-@pytest.mark.parametrize("late", [0, 1])
-def test_ranks_that_have_failed_unequally_often(late: int) -> None:
-    with no_shared_memory_left():
-        oracle.assert_none(run_ranks(2, _retry, late))
-
-
-def _interrupted(rank: int, world_size: int, phase: str) -> list[str]:
-    import moecomm
-    from moecomm.setup.rendezvous import Rendezvous
-
+@pytest.mark.parametrize("phase", ["construction: arguments", "construction: names"])
+@on_ranks(2)
+def test_a_construction_that_was_interrupted_on_one_rank(rank: int, world_size: int, phase: str) -> list[str]:
+    """The others take part in the next one if they had not begun to build, and hear of it at once if they
+    had."""
     exchange = Rendezvous.exchange
 
     def interrupt(self: Any, its_phase: str, *arguments: Any) -> Any:
@@ -83,10 +87,8 @@ def _interrupted(rank: int, world_size: int, phase: str) -> list[str]:
 
     if rank == 1:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        Rendezvous.exchange = interrupt  # type: ignore[method-assign]
-        with pytest.raises(KeyboardInterrupt):
+        with mock.patch.object(Rendezvous, "exchange", interrupt), pytest.raises(KeyboardInterrupt):
             _build()
-        Rendezvous.exchange = exchange  # type: ignore[method-assign]
     try:
         return _build_and_play()
     except moecomm.PeerLost as error:  # rank 1 has left the construction, and is in its next
@@ -95,34 +97,27 @@ def _interrupted(rank: int, world_size: int, phase: str) -> list[str]:
         return _build_and_play()
 
 
-@pytest.mark.parametrize("phase", ["construction: arguments", "construction: names"])
-def test_a_construction_that_was_interrupted_on_one_rank(phase: str) -> None:
-    """The others take part in the next one if they had not begun to build, and hear of it at once if they
-    had."""
-    with no_shared_memory_left():
-        oracle.assert_none(run_ranks(2, _interrupted, phase))
-
-
-def _worlds(rank: int, world_size: int, worlds: list[list[int]], folder: str) -> list[str]:
+@on_ranks(3)
+def test_processes_that_have_built_before_beside_new_ones(
+    rank: int, world_size: int, tmp_path: Path
+) -> list[str]:
+    """A rank is replaced, one is added, and one leaves."""
     problems = []
-    for number, ranks in enumerate(worlds):
-        _join(rank, ranks, dist.FileStore(f"{folder}/{number}", len(ranks)))
+    for number, ranks in enumerate([[0, 1], [0, 2], [0, 1, 2], [2, 1]]):
+        _join(rank, ranks, dist.FileStore(f"{tmp_path}/{number}", len(ranks)))
         if rank in ranks:
             problems += _build_and_play()
     return problems
 
 
-def test_processes_that_have_built_before_beside_new_ones(tmp_path: Path) -> None:
-    """A rank is replaced, one is added, and one leaves."""
-    worlds = [[0, 1], [0, 2], [0, 1, 2], [2, 1]]
-    with no_shared_memory_left():
-        oracle.assert_none(run_ranks(3, _worlds, worlds, str(tmp_path)))
-
-
-def _same_name(rank: int, world_size: int, folder: str) -> list[str]:
+@on_ranks(3)
+def test_groups_of_other_ranks_with_a_name_that_was_used_before(
+    rank: int, world_size: int, tmp_path: Path
+) -> list[str]:
+    """After destroy_process_group() torch begins again to number groups."""
     problems, names = [], set()
     for run, members in enumerate(([0, 1], [1, 2], [2, 0])):
-        _join(rank, [0, 1, 2], dist.FileStore(f"{folder}/{run}", world_size))
+        _join(rank, [0, 1, 2], dist.FileStore(f"{tmp_path}/{run}", world_size))
         group = dist.new_group(members)
         if rank in members:
             names.add(group.group_name)
@@ -131,46 +126,34 @@ def _same_name(rank: int, world_size: int, folder: str) -> list[str]:
     return problems + ([] if len(names) == 1 else [f"expected one name, got {names}"])
 
 
-def test_groups_of_other_ranks_with_a_name_that_was_used_before(tmp_path: Path) -> None:
-    """After destroy_process_group() torch begins again to number groups."""
-    with no_shared_memory_left():
-        oracle.assert_none(run_ranks(3, _same_name, str(tmp_path)))
-
-
 WAVES = [[[0, 3], [1, 2]], [[0, 2], [1, 3]], [[0, 1, 2, 3]]]
 """In which order the ranks of two pairs come."""
 
 
-def _same_names(rank: int, world_size: int) -> list[Caught | list[str] | None]:
-    results: list[Caught | list[str] | None] = []
+@on_ranks(4)
+def test_pairs_of_one_name_are_never_joined(rank: int, world_size: int) -> None:
+    """They are refused; where all come at once, a pair that has met before the other comes is built."""
+    found: list[Any] = []
     for number, waves in enumerate(WAVES):
         first, second = dist.new_group([0, 1]), dist.new_group([2, 3])
         group = first if rank < 2 else second
         # As torch calls them where each rank calls new_group() for its own pair alone.
         name = property(lambda _, number=number: f"pair {number}")
-        result: Caught | list[str] | None = None
         with mock.patch.object(dist.ProcessGroup, "group_name", name):
             for wave in waves:
                 if rank in wave:
                     played: list[str] = []
-                    result = catch(lambda p=played, g=group: p.extend(_build_and_play(g, 4.0))) or played
+                    caught = catch(lambda p=played, g=group: p.extend(_build_and_play(g, 4.0)))
+                    found.append(caught or played)
                 dist.barrier()
-        results.append(result)
-    return results
+    for number, each in enumerate(found):
+        if number < 2 or each != []:
+            words = (f"'pair {number}'", "0,1", "2,3", "new_group") if number < 2 else ()
+            require(each, *words, name="MismatchedArguments")
 
 
-def test_pairs_of_one_name_are_never_joined() -> None:
-    """They are refused; where all come at once, a pair that has met before the other comes is built."""
-    with no_shared_memory_left():
-        results = run_ranks(4, _same_names)
-    for number, caught in [pair for each in results for pair in enumerate(each)]:
-        if number < 2 or caught != []:
-            assert isinstance(caught, Caught) and caught.name == "MismatchedArguments", caught
-            words = (f"'pair {number}'", "0,1", "2,3", "new_group")
-            assert number == 2 or all(word in caught.text for word in words), caught
-
-
-def _told_late(rank: int, world_size: int) -> Caught | None:
+@on_ranks(2)
+def test_a_rank_that_has_met_is_told_of_a_pair_of_the_same_name(rank: int, world_size: int) -> None:
     """Rank 0 sees ranks of another pair after rank 1 has met it."""
     meet = Rendezvous._meet
 
@@ -185,22 +168,11 @@ def _told_late(rank: int, world_size: int) -> Caught | None:
         raise self._conflict(conflict)
 
     with mock.patch.object(Rendezvous, "_meet", met):
-        return catch(lambda: _build_and_play(None, 20.0))
+        refused(lambda: _build_and_play(None, 20.0), name="MismatchedArguments")
 
 
-def test_a_rank_that_has_met_is_told_of_a_pair_of_the_same_name() -> None:
-    with no_shared_memory_left():
-        for caught in run_ranks(2, _told_late):
-            assert caught is not None and caught.name == "MismatchedArguments", caught
-
-
-def _port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
-
-
-def _busy_store(rank: int, world_size: int, port: int) -> list[str]:
+@on_ranks(2)
+def test_a_thread_that_waits_in_the_store_meanwhile(rank: int, world_size: int, port: int) -> list[str]:
     store = dist.TCPStore("127.0.0.1", port, world_size, rank == 0)
     _join(rank, [0, 1], store)
     release = f"release {rank}"
@@ -216,12 +188,8 @@ def _busy_store(rank: int, world_size: int, port: int) -> list[str]:
     return problems
 
 
-def test_a_thread_that_waits_in_the_store_meanwhile() -> None:
-    with no_shared_memory_left():
-        oracle.assert_none(run_ranks(2, _busy_store, _port()))
-
-
-def _threads(rank: int, world_size: int, port: int) -> list[str]:
+@on_ranks(2)
+def test_threads_that_build_in_another_order_on_each_rank(rank: int, world_size: int, port: int) -> list[str]:
     _join(rank, [0, 1], dist.TCPStore("127.0.0.1", port, world_size, rank == 0))
     first, second = dist.new_group([0, 1]), dist.new_group([0, 1])
     problems: list[str] = []
@@ -247,15 +215,9 @@ def _threads(rank: int, world_size: int, port: int) -> list[str]:
     return problems
 
 
-def test_threads_that_build_in_another_order_on_each_rank() -> None:
-    with no_shared_memory_left():
-        oracle.assert_none(run_ranks(2, _threads, _port()))
-
-
-def _gone(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_groups_that_nothing_can_be_built_over(rank: int, world_size: int) -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    import moecomm
 
     sizes = {"num_experts": 8, "hidden": 8, "top_k": 2, "max_tokens": 6, "dtype": torch.float32}
     group = dist.new_group([0, 1])
@@ -263,7 +225,3 @@ def _gone(rank: int, world_size: int) -> None:
     refused(lambda: moecomm.Communicator(group, **sizes), "destroy_process_group")
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     refused(lambda: moecomm.Communicator(**sizes), "fake", name="Unsupported")
-
-
-def test_groups_that_nothing_can_be_built_over() -> None:
-    run_ranks(2, _gone)

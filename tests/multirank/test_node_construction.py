@@ -19,6 +19,8 @@ from typing import Any
 
 import pytest
 
+import moecomm
+from moecomm.setup.rendezvous import Rendezvous
 from tests.fabric import needs_fabric
 from tests.multirank.harness import Died
 from tests.multirank.node_jobs import (
@@ -43,8 +45,6 @@ REPOSITORY = Path(__file__).parents[2]
 @contextlib.contextmanager
 def _steps_changed(change: Callable[[str, Callable[[], Any]], Any]) -> Iterator[None]:
     """Makes every step of a construction in this process send `change(phase, action)` as its message."""
-    from moecomm.setup.rendezvous import Rendezvous
-
     real = Rendezvous.step
 
     def step(self: Any, phase: str, action: Callable[[], Any], *more: Any, **named: Any) -> Any:
@@ -145,8 +145,6 @@ def _with_settings(
     rank: int, world_size: int, per_node: int, trials: list[tuple[int, dict[str, str], dict[str, Any]]]
 ) -> tuple[list[Found], list[str]]:
     """Runs trials in each of which one rank, or all for -1, has other environment variables and arguments."""
-    import moecomm
-
     case = small_case(world_size, per_node)
     before = warm_up(case, rank)
     found = []
@@ -270,8 +268,6 @@ def _bother(endpoint: str, over: threading.Event, heard: list[bytes]) -> None:
 
 def _bothered(rank: int, world_size: int, per_node: int) -> tuple[int, set[bytes], list[str]]:
     """The last rank lets strangers call at the first one, which waits for it, and comes late itself."""
-    from moecomm.setup.rendezvous import Rendezvous
-
     case = small_case(world_size, per_node)
     heard: list[bytes] = []
     over = threading.Event()

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 
+import moecomm
 from tests import cases
 from tests.cases import Case
 from tests.fabric import needs_fabric
@@ -82,8 +83,6 @@ def test_ranks_stay_in_step_when_an_overflow_and_a_mistake_meet(three: Pools) ->
 def _left_in_the_middle(rank: int, world_size: int, case: Case, rounds: int) -> tuple[list[str], list[str]]:
     """Good operations among bad ones and ones that this or another rank leaves between their halves, all in
     an order that the ranks share. Returns what went otherwise than it should."""
-    import moecomm
-
     rng = np.random.default_rng(case.seed)
     want = torch.from_numpy(case.expected(rank).tokens)
     wrong = []
@@ -158,7 +157,6 @@ def test_operations_left_in_the_middle(size: int, per_node: int, provider: str, 
 
 def _with_children(rank: int, world_size: int, case: Case) -> tuple[list[int], list[str]]:
     """Children of all kinds of moments look at the communicator, drop it, and end."""
-    import moecomm
 
     def child(comm: Any) -> int:
         pid = os.fork()

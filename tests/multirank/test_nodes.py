@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import moecomm
 from tests import cases, ranks
 from tests.cases import Case
 from tests.fabric import needs_fabric
@@ -87,8 +88,6 @@ def test_several_lanes(
 
 def _lanes_here(rank: int, world_size: int, case: Case, own: list[int]) -> tuple[int, list[str]]:
     """Ranks whose hosts differ in what they have."""
-    import moecomm
-
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MOECOMM_FABRIC_LANES", str(own[rank]))
         comm = moecomm.Communicator(**case.communicator)

@@ -9,6 +9,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, given, note, seed, settings
 
+import moecomm
 from tests import seeds
 from tests.cases import Case
 from tests.multirank.conftest import Pools
@@ -53,8 +54,6 @@ def jobs(draw: Any, size: int) -> list[Case]:
 
 
 def _play(rank: int, world_size: int, some: list[Case]) -> list[list[str]]:
-    import moecomm
-
     arguments = some[0].communicator
     arguments["max_tokens"] = max(case.communicator["max_tokens"] for case in some)
     with moecomm.Communicator(**arguments) as comm:

@@ -8,23 +8,21 @@ import time
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
+from moecomm.errors import Unsupported
+from moecomm.setup.rendezvous import Rendezvous
+from moecomm.setup.symmetric_memory import SymmetricMemory
 from tests.fake_cuda import GRANULARITY, FakeDriver, Result
 from tests.multirank.conftest import Pools
 from tests.multirank.harness import run_ranks
 
 
 def _rendezvous(timeout: float = 20.0) -> Any:
-    import torch.distributed as dist
-
-    from moecomm.setup.rendezvous import Rendezvous
-
     return Rendezvous(dist.group.WORLD, timeout)
 
 
 def _barrier() -> None:
-    import torch.distributed as dist
-
     dist.barrier()
 
 
@@ -38,8 +36,6 @@ def _load(address: int) -> int:
 
 def _everyone_reads_and_writes(rank: int, world_size: int, gpus: list[int], count: int) -> None:
     """Several memories at once, each its own."""
-    from moecomm.setup.symmetric_memory import SymmetricMemory
-
     before = len(os.listdir("/proc/self/fd"))
     fake = FakeDriver(gpus=gpus)
     memories = [
@@ -80,8 +76,6 @@ def test_every_rank_reads_and_writes_every_memory(pool: Pools, world_size: int, 
 
 
 def _different_granularity(rank: int, world_size: int) -> int:
-    from moecomm.setup.symmetric_memory import SymmetricMemory
-
     class Coarse(FakeDriver):
         def cuMemGetAllocationGranularity(self, properties: Any, option: int) -> tuple[Any, ...]:
             return Result.CUDA_SUCCESS, GRANULARITY << rank
@@ -94,8 +88,6 @@ def _different_granularity(rank: int, world_size: int) -> int:
 
 def _in_nodes(rank: int, world_size: int, per_node: int) -> list[int]:
     """Checks that ranks of a node map each other's memory only; returns pairs of (mapped, cuMemMap calls)."""
-    from moecomm.setup.symmetric_memory import SymmetricMemory
-
     first = rank // per_node * per_node
     fake = FakeDriver(gpus=list(range(world_size)))
     neighbours = range(first, first + per_node)
@@ -122,7 +114,6 @@ def test_the_size_is_the_same_on_all_ranks(pool: Pools) -> None:
 
 def _in_network_namespaces(rank: int, world_size: int) -> str:
     """Makes each rank say that it is in a network namespace of its own."""
-    from moecomm.errors import Unsupported
     from moecomm.setup import symmetric_memory as symmetric
 
     symmetric._host = lambda: f"host {rank}"
@@ -140,8 +131,6 @@ def test_ranks_that_cannot_pass_each_other_files() -> None:
 
 def _build(rank: int, world_size: int, drivers: list[dict[str, Any]], sizes: list[int]) -> tuple[Any, ...]:
     """(type, text, needed, available) of what construction raised, and whether anything was left."""
-    from moecomm.setup.symmetric_memory import SymmetricMemory
-
     before = len(os.listdir("/proc/self/fd"))
     fake = FakeDriver(**drivers[rank])
     try:
@@ -214,8 +203,6 @@ def test_out_of_memory_on_one_rank(pool: Pools) -> None:
 
 def _one_leaves(rank: int, world_size: int, phase: str) -> tuple[Any, ...]:
     """Rank 1 ends as it comes to a phase."""
-    from moecomm.setup.symmetric_memory import SymmetricMemory
-
     rendezvous = _rendezvous(1.0)
     exchange = rendezvous.exchange
 
@@ -253,8 +240,6 @@ def test_a_rank_that_dies_on_the_way(phase: str) -> None:
 
 
 def _closes_after_its_peer_died(rank: int, world_size: int) -> bool:
-    from moecomm.setup.symmetric_memory import SymmetricMemory
-
     fake = FakeDriver()
     memory = SymmetricMemory(_rendezvous(), 1, 0, api=fake)
     _store(memory.bases[0] + 8 * rank, 7)

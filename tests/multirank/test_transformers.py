@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from moecomm.errors import InvalidArgument, Unsupported
 from tests.multirank.conftest import own_pool
 from tests.multirank.on_ranks import on_ranks
 
@@ -126,7 +127,6 @@ def test_gradient_checkpointing(rank: int, size: int, folders: Path, seed: int) 
 @on_ranks(2)
 def test_another_routing_in_a_recompute(rank: int, size: int, seed: int) -> None:
     """One rank whose router chooses otherwise the second time: all ranks are told."""
-    from moecomm.errors import InvalidArgument
     from moecomm.nn.expert_pass import DispatchState
     from moecomm.shared import Shape, shared_communicator
     from moecomm.transformers.recompute import keep_dispatch, keep_plans, kept_dispatch
@@ -358,8 +358,6 @@ def test_adapters(rank: int, size: int, family: str, folders: Path, seed: int) -
 def test_adapters_that_are_refused(rank: int, size: int, folders: Path, seed: int) -> None:
     from types import SimpleNamespace
 
-    from moecomm.errors import InvalidArgument, Unsupported
-
     peft = pytest.importorskip("peft")
     from moecomm.transformers.adapters import adapt_experts
 
@@ -504,7 +502,6 @@ def test_resumed_trainer(
     resumed is refused."""
     from transformers import TrainerCallback, set_seed
 
-    from moecomm.errors import InvalidArgument
     from moecomm.transformers import Resumable
 
     trainer, arguments = _trainer(library)
