@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 COMM_TIMEOUT_S = float(os.environ.get("MOECOMM_TEST_TIMEOUT", "30"))
 """Deadline of the communicators in these tests: a hang ends by itself, before the pool's own deadline."""
@@ -44,6 +45,13 @@ def communicator(**arguments: Any) -> Any:
     import moecomm
 
     return moecomm.Communicator(**{"device": device(), "timeout": COMM_TIMEOUT_S, **arguments})
+
+
+def gathered(value: Any) -> list[Any]:
+    """The values of all ranks, which call this together."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
 
 
 @contextmanager

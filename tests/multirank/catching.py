@@ -18,6 +18,7 @@ class Caught:
     needed: int = 0
     available: int = 0
     capacity: int = 0
+    peer: int = -1
 
 
 def catch(call: Callable[[], Any]) -> Caught | None:
@@ -26,7 +27,7 @@ def catch(call: Callable[[], Any]) -> Caught | None:
     except Exception as error:
         names = tuple(each.__name__ for each in type(error).__mro__)
         extra = {name: getattr(error, name, 0) for name in ("needed", "available", "capacity")}
-        return Caught(type(error).__name__, names, str(error), **extra)
+        return Caught(type(error).__name__, names, str(error), **extra, peer=getattr(error, "peer", -1))
     return None
 
 

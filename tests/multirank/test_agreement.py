@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -25,11 +26,12 @@ from moecomm.nn import (
 )
 from moecomm.train.agreement import agree, agree_by_holders
 from moecomm.train.replicas import Replicas, match_blocks
-from tests.multirank.catching import Caught, catch
-from tests.multirank.conftest import Pools, own_pool
+from tests.multirank.catching import Caught, catch, refused, require
+from tests.multirank.conftest import own_pool
 from tests.multirank.harness import run_ranks
 from tests.multirank.moe_cases import SIZES, groups_of
 from tests.multirank.on_ranks import on_ranks
+from tests.ranks import gathered
 
 pool = own_pool()
 
@@ -76,12 +78,10 @@ def _freeze_experts(model: Model, rank: int) -> None:
         model.moe.experts.requires_grad_(False)
 
 
-def _different(
-    rank: int, world: int, ep: int, change: Callable[[Model, int], None], seed: int
-) -> Caught | None:
+def _different(rank: int, world: int, change: Callable[[Model, int], None], seed: int) -> Caught | None:
     """Returns what ranks raise that have changed their models; their gradients stay as they are, and the next
     step of equal models is right."""
-    model = Model(rank, world, ep, seed)
+    model = Model(rank, world, 2, seed)
     with model.moe.comm:
         change(model, rank)
         before = _step(model, rank)
@@ -101,34 +101,46 @@ def _different(
 
 
 @pytest.mark.parametrize("change", [_freeze, _freeze_one_layer, _have_more])
+@on_ranks(2)
 def test_ranks_that_train_other_parameters(
-    pool: Pools, change: Callable[[Model, int], None], seed: int
+    rank: int, world: int, change: Callable[[Model, int], None], seed: int
 ) -> None:
-    for found in pool(2)(_different, 2, change, seed):
-        assert found is not None and found.name == "MismatchedArguments"
-        assert found.text.startswith("ranks average different parameters: rank ")
-        name = "more.weight (2, 2) torch.float32" if change is _have_more else "first.weight (16, 16)"
-        assert name in found.text
+    name = "more.weight (2, 2) torch.float32" if change is _have_more else "first.weight (16, 16)"
+    begins = "ranks average different parameters: rank "
+    require(_different(rank, world, change, seed), name, begins=begins, name="MismatchedArguments")
 
 
-def test_replicas_that_train_other_experts(pool: Pools, seed: int) -> None:
-    for found in pool(4)(_different, 2, _freeze_experts, seed):
-        assert found is not None and found.name == "MismatchedArguments"
-        assert found.text.endswith("different parameters of these: they are others on ranks 0 and 2")
-    assert pool(2)(_different, 2, _freeze_experts, seed) == [None, None]  # nobody holds the same
+@pytest.mark.parametrize("size", [2, 4])
+@on_ranks("size")
+def test_replicas_that_train_other_experts(rank: int, world: int, seed: int) -> None:
+    found = _different(rank, world, _freeze_experts, seed)
+    if world == 2:
+        assert found is None  # nobody holds the same
+        return
+    require(found, name="MismatchedArguments")
+    assert found is not None
+    assert found.text.endswith("different parameters of these: they are others on ranks 0 and 2")
 
 
-def _alone(rank: int, world: int, seed: int) -> list[Caught | None]:
+@on_ranks(2)
+def test_an_error_of_one_rank_is_told(rank: int, world: int, seed: int) -> None:
     """Rank 1 alone has gradients that are put off, and then a sparse one."""
     model = Model(rank, world, 2, seed, defer_weights=rank == 1)
+
+    def told(kind: str, begins: str) -> None:
+        other, own = gathered(catch(lambda: sync_gradients(model)))
+        require(own, begins=begins, name=kind)
+        require(other)
+        assert other.text == f"rank 1 raises {kind}: {own.text}"
+
     with model.moe.comm:
         _step(model, rank)
-        found = [catch(lambda: sync_gradients(model))]
+        told("InvalidArgument", "model has layers")
         backward_weights(model)
         gradient = model.first.weight.grad
         if rank == 1 and gradient is not None:
             model.first.weight.grad = gradient.to_sparse()
-        found.append(catch(lambda: sync_gradients(model)))
+        told("Unsupported", "the gradient of first.weight")
         model.first.weight.grad = gradient
         sync_gradients(model)
         norms: list[Tensor] = [torch.zeros((), dtype=torch.float64)] * 2
@@ -136,67 +148,38 @@ def _alone(rank: int, world: int, seed: int) -> list[Caught | None]:
         assert norms[0] == norms[1]
         # As torch's is called.
         for call in (sync_gradients, lambda parameters: clip_grad_norm(parameters, 1.0)):
-            with pytest.raises(moecomm.InvalidArgument, match="model is generator, must be"):
-                call(model.parameters())
-    return found
+            refused(lambda call=call: call(model.parameters()), "model is generator, must be")
 
 
-def test_an_error_of_one_rank_is_told(pool: Pools, seed: int) -> None:
-    errors = [("InvalidArgument", "model has layers"), ("Unsupported", "the gradient of first.weight")]
-    for told, said, (kind, text) in zip(*pool(2)(_alone, seed), errors, strict=True):
-        assert said is not None and told is not None
-        assert said.name == kind and said.text.startswith(text)
-        assert told.name == "InvalidArgument" and told.text == f"rank 1 raises {kind}: {said.text}"
-
-
-def _captured(rank: int, world: int) -> list[Caught | None]:
+@on_ranks(2)
+def test_in_a_capture_a_rank_looks_for_itself(rank: int, world: int) -> None:
     """Nothing is exchanged while a graph is captured: ranks have other words here, and go on."""
     device = torch.device("cuda")
 
     def fails() -> list[str]:
         raise moecomm.Unsupported("not so")
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        return [
-            catch(lambda: agree(None, device, "ranks", lambda: [str(rank)])),
-            catch(lambda: agree_by_holders(None, device, "ranks", [0], [[str(rank)]])),
-            catch(lambda: agree(None, device, "ranks", fails)) if rank == 1 else None,
-        ]
+    with mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True):
+        agree(None, device, "ranks", lambda: [str(rank)])
+        agree_by_holders(None, device, "ranks", [0], [[str(rank)]])
+        if rank == 1:
+            refused(lambda: agree(None, device, "ranks", fails), name="Unsupported")
 
 
-def test_in_a_capture_a_rank_looks_for_itself(pool: Pools) -> None:
-    first, second = pool(2)(_captured)
-    assert first == [None] * 3 and second[:2] == [None] * 2
-    assert second[2] is not None and second[2].name == "Unsupported"
-
-
-def _outside(rank: int, world: int, seed: int) -> list[Caught | None]:
-    """Returns what a rank gets that passes what new_group() gives ranks outside of a group, and a list."""
+@on_ranks(2)
+def test_what_is_no_group_of_this_rank_is_refused(rank: int, world: int, seed: int) -> None:
+    """What a rank gets that passes what new_group() gives ranks outside of a group, and a list."""
     inside = dist.new_group([0])
     model = Model(rank, world, 2, seed)
-    found = []
+    sizes: dict[str, Any] = {"num_experts": 2, "hidden": 8, "top_k": 1, "max_tokens": 4, "device": "cpu"}
+    says = "must be a process group that this rank is in"
     with model.moe.comm:
         for group in (inside, [0, 1]) if rank == 1 else ():
-            found += [
-                catch(lambda group=group: update_expert_bias(model, group)),
-                catch(lambda group=group: sync_gradients(model, group)),
-                catch(lambda group=group: clip_grad_norm(model, 1.0, group)),
-                catch(lambda group=group: moecomm.Communicator(group, **SMALL)),
-            ]
-    return found
-
-
-SMALL: dict[str, Any] = {"num_experts": 2, "hidden": 8, "top_k": 1, "max_tokens": 4, "device": "cpu"}
-
-
-def test_what_is_no_group_of_this_rank_is_refused(pool: Pools, seed: int) -> None:
-    found = pool(2)(_outside, seed)[1]
-    assert len(found) == 8
-    for each in found:
-        assert each is not None and each.name == "InvalidArgument"
-        assert "must be a process group that this rank is in" in each.text
-    assert "which new_group() gives ranks outside" in found[0].text
+            of_none = "which new_group() gives ranks outside" if group is inside else ""
+            refused(lambda group=group: update_expert_bias(model, group), says, of_none)
+            refused(lambda group=group: sync_gradients(model, group), says)
+            refused(lambda group=group: clip_grad_norm(model, 1.0, group), says)
+            refused(lambda group=group: moecomm.Communicator(group, **sizes), says)
 
 
 @on_ranks(2)

@@ -42,19 +42,20 @@ from tests.multirank.conftest import own_pool
 from tests.multirank.moe_cases import SIZES, groups_of, unsharded
 from tests.multirank.moe_cases import LinearThenMoE as Model
 from tests.multirank.on_ranks import on_ranks
+from tests.ranks import gathered
 
 pool = own_pool()
 
-PAGE = Path(__file__).parents[2] / "docs" / "training.md"
 CONFIG = MoEConfig(**SIZES, num_shared_experts=1, bias_update_rate=0.01, dtype=torch.float64)
 STEPS, MAX_NORM = 3, 0.5
 TOKENS = [5, 0, 7, 4]
 
 
-def recipe(title: str) -> list[str]:
-    """The code blocks of a part of the page."""
-    found = re.search(rf"^## {title}\n(.*?)(?=^## |\Z)", PAGE.read_text(), re.DOTALL | re.MULTILINE)
-    assert found, f"docs/training.md has no part {title!r}"
+def recipe(title: str, page: str = "training.md") -> list[str]:
+    """The code blocks of a part of a page."""
+    text = (Path(__file__).parents[2] / "docs" / page).read_text()
+    found = re.search(rf"^## {title}\n(.*?)(?=^## |\Z)", text, re.DOTALL | re.MULTILINE)
+    assert found, f"docs/{page} has no part {title!r}"
     return [
         textwrap.dedent(code) for code in re.findall(r"(?:^    .*\n|^\n(?=    ))+", found[1], re.MULTILINE)
     ]
@@ -129,8 +130,7 @@ def assert_same(model: nn.Module, wanted: nn.Module, of: str = "data", tolerance
 def assert_replicas_equal(model: nn.Module, rank: int, ep: int) -> None:
     """Asserts that parameters of replicas, and dense ones of all ranks, have the same bits."""
     own = {name: unsharded(parameter.detach()) for name, parameter in model.named_parameters()}
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, own)
+    told = gathered(own)
     for other, theirs in enumerate(told):
         for name, tensor in own.items():
             if ".experts." not in name or other % ep == rank % ep:

@@ -32,6 +32,7 @@ from tests.multirank.catching import catch
 from tests.multirank.harness import Died, no_shared_memory_left, run_ranks
 from tests.multirank.node_jobs import LONG, NEVER_NOTICED, Found, caught, left_since, resources, run
 from tests.oracle import Oracle
+from tests.ranks import gathered
 
 FreshRanks = Callable[..., list[Any]]
 
@@ -426,8 +427,7 @@ def _stopped(rank: int, world_size: int, victim: int, folder: str) -> Found:
     comm, known = start(case, rank, timeout=1.0)
     for _ in range(5):
         one_step(comm, known)
-    pids: list[Any] = [None] * world_size
-    dist.all_gather_object(pids, os.getpid())
+    pids = gathered(os.getpid())
     if rank == victim:
         os.kill(os.getpid(), signal.SIGSTOP)
     found = until_it_fails(lambda: one_step(comm, known))

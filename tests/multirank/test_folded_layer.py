@@ -43,6 +43,7 @@ from tests.multirank.conftest import Pools, own_pool
 from tests.multirank.harness import RankPool
 from tests.multirank.moe_cases import SIZES, group_of, groups_of
 from tests.multirank.on_ranks import on_ranks
+from tests.ranks import gathered
 
 pool = own_pool()
 
@@ -387,8 +388,7 @@ def test_a_state_of_another_part_is_refused(rank: int, world_size: int, seed: in
     case = CASES["biases in halves, in order"]
     layer, alone = layers(rank, ParallelFolding(world_size=4, **FOLDINGS["etp 2, ep 2"]), case, seed)
     with layer.comm, alone.comm:
-        told: list[Any] = [None] * 4
-        dist.all_gather_object(told, layer.state_dict())
+        told = gathered(layer.state_dict())
         ids = told[rank]["experts._extra_state"].tolist()
         assert ids == [6 * (rank // 2), 6, 12, 0, rank % 2, 2]
         before = copy.deepcopy(layer.state_dict())

@@ -6,9 +6,7 @@ from __future__ import annotations
 
 import gc
 import os
-import re
 import socket
-import textwrap
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -21,15 +19,16 @@ import torch.distributed as dist
 from moecomm.nn import MoELayer, fully_shard_experts
 from moecomm.nn.config import MoEConfig
 from moecomm.parallel import ParallelFolding
-from tests.multirank.catching import catch
-from tests.multirank.conftest import Pools, own_pool
+from tests.multirank.catching import Caught, catch, refused, require
+from tests.multirank.conftest import own_pool
+from tests.multirank.harness import NO_GPUS
 from tests.multirank.moe_cases import SIZES
 from tests.multirank.on_ranks import on_ranks
+from tests.multirank.test_data_parallel import recipe
 from tests.programs import run_program
 
 pool = own_pool()
 
-PAGE = Path(__file__).parents[2] / "docs" / "folding.md"
 ALONE = (0,), (1,), (2,), (3,)
 NEXT, APART = ((0, 1), (2, 3)), ((0, 2), (1, 3))
 ALL = ((0, 1, 2, 3),)
@@ -50,27 +49,19 @@ FOLDINGS: dict[str, tuple[dict[str, Any], dict[str, tuple[tuple[int, ...], ...]]
 }
 
 
-def sums(rank: int, world_size: int, arguments: dict[str, Any], sets: list[str]) -> list[int]:
+@pytest.mark.parametrize("name", FOLDINGS)
+@on_ranks(4)
+def test_groups_sum_over_their_ranks(rank: int, world_size: int, name: str) -> None:
+    arguments, groups = FOLDINGS[name]
     folding = ParallelFolding(world_size=world_size, **arguments)
-    found = []
-    for dims in sets:
+    for dims, each in groups.items():
         x = torch.tensor(10**rank)
         dist.all_reduce(x, group=folding.group(dims))
-        found.append(int(x))
-    return found
+        mine = next(group for group in each if rank in group)
+        assert int(x) == sum(10**other for other in mine), (rank, dims)
 
 
-@pytest.mark.parametrize("name", FOLDINGS)
-def test_groups_sum_over_their_ranks(pool: Pools, name: str) -> None:
-    arguments, groups = FOLDINGS[name]
-    told = pool(4)(sums, arguments, list(groups))
-    for rank in range(4):
-        mine = [next(group for group in each if rank in group) for each in groups.values()]
-        assert told[rank] == [sum(10**other for other in group) for group in mine], (rank, list(groups))
-
-
-def meshes(rank: int, world_size: int, arguments: dict[str, Any]) -> tuple[Any, ...]:
-    folding = ParallelFolding(world_size=world_size, **arguments)
+def meshes(rank: int, folding: ParallelFolding) -> tuple[Any, ...]:
     found = []
     for mesh in (folding.dense_mesh("cpu"), folding.expert_mesh("cpu")):
         names = mesh.mesh_dim_names
@@ -80,9 +71,6 @@ def meshes(rank: int, world_size: int, arguments: dict[str, Any]) -> tuple[Any, 
             assert tuple(mesh[name].mesh.tolist()) == folding.group_of(name, rank)
             assert mesh.get_local_rank(name) == getattr(folding.coordinates(rank), name)
         found.append((names, mesh.mesh.tolist()))
-    again = ParallelFolding(world_size=world_size, **arguments)
-    assert again.dense_mesh("cpu") is folding.dense_mesh("cpu")
-    assert again.group("pp") is folding.group("pp")
     return tuple(found)
 
 
@@ -103,44 +91,34 @@ MESHES: dict[str, tuple[Any, Any]] = {
 
 
 @pytest.mark.parametrize("name", FOLDINGS)
-def test_meshes_are_laid_out_by_the_order(pool: Pools, name: str) -> None:
-    assert pool(4)(meshes, FOLDINGS[name][0]) == [MESHES[name]] * 4
+@on_ranks(4)
+def test_meshes_are_laid_out_by_the_order(rank: int, world_size: int, name: str) -> None:
+    folding, again = (ParallelFolding(world_size=world_size, **FOLDINGS[name][0]) for _ in range(2))
+    assert meshes(rank, folding) == MESHES[name]
+    assert again.dense_mesh("cpu") is folding.dense_mesh("cpu")
+    assert again.group("pp") is folding.group("pp")
 
 
-def layer_over_a_mesh(rank: int, world_size: int) -> tuple[int, int, tuple[int, ...]]:
+@on_ranks(4)
+def test_a_layer_and_its_replicas_take_an_expert_mesh(rank: int, world_size: int) -> None:
     folding = ParallelFolding(world_size=world_size, **FOLDINGS["replicas of experts"][0])
     mesh = folding.expert_mesh("cpu")
     config = MoEConfig(**SIZES, dtype=torch.float64)
     layer = MoELayer(config, mesh=mesh, ep_dim="ep", max_tokens=4)
     model = torch.nn.Sequential(layer)
     fully_shard_experts(model, mesh["edp"])
-    y = model(torch.ones(3, config.hidden, dtype=torch.float64))
-    y.sum().backward()
+    model(torch.ones(3, config.hidden, dtype=torch.float64)).sum().backward()
+    assert (layer.comm.size, layer.comm.rank) == (2, rank % 2)
     weight: Any = layer.experts.w_in
-    return layer.comm.size, layer.comm.rank, tuple(weight.device_mesh.mesh.tolist())
+    assert weight.device_mesh.mesh.tolist() == [rank % 2, rank % 2 + 2]
 
 
-def test_a_layer_and_its_replicas_take_an_expert_mesh(pool: Pools) -> None:
-    assert pool(4)(layer_over_a_mesh) == [(2, 0, (0, 2)), (2, 1, (1, 3)), (2, 0, (0, 2)), (2, 1, (1, 3))]
-
-
-def recipe(rank: int, world_size: int, code: str) -> dict[str, Any]:
+@on_ranks(4)
+def test_the_page_shows_how_groups_are_used(rank: int, world_size: int) -> None:
     names: dict[str, Any] = {"rank": rank, "device_type": "cpu", "torch": torch, "dist": dist}
-    exec(code, names)
-    return {"ranks": names["ranks"], "total": int(names["total"])}
-
-
-def test_the_page_shows_how_groups_are_used(pool: Pools) -> None:
-    found = re.search(
-        r"^## Process groups and meshes\n(.*?)(?=^## |\Z)", PAGE.read_text(), re.DOTALL | re.MULTILINE
-    )
-    assert found, "docs/folding.md has no part on process groups"
-    code = "\n".join(
-        textwrap.dedent(each) for each in re.findall(r"(?:^    .*\n|^\n(?=    ))+", found[1], re.MULTILINE)
-    )
-    told = pool(4)(recipe, code)
-    assert [each["ranks"] for each in told] == [[0, 1], [0, 1], [2, 3], [2, 3]]
-    assert [each["total"] for each in told] == [1, 1, 5, 5]
+    exec("\n".join(recipe("Process groups and meshes", "folding.md")), names)
+    first = rank // 2 * 2
+    assert names["ranks"] == [first, first + 1] and int(names["total"]) == 2 * first + 1
 
 
 def test_the_program_prints_a_mapping_or_why_there_is_none() -> None:
@@ -185,34 +163,26 @@ def test_what_does_not_agree_is_refused_on_all_ranks(
         "a device with a number": lambda: folding.dense_mesh("cpu:0"),
         "a device with a number on one rank": lambda: folding.dense_mesh("cpu:0" if last else "cpu"),
     }
-    found = catch(calls[case])
+    refused(calls[case], says, name=kind)
     x = torch.ones(1)
     dist.all_reduce(x, group=ParallelFolding(world_size=world_size, ep=world_size).group("ep"))
     assert x.item() == world_size
-    assert found is not None and found.name == kind and says in found.text
 
 
-def missed(rank: int, world_size: int) -> tuple[str, int, str]:
+def missed(rank: int, world_size: int) -> Caught | None:
     folding = ParallelFolding(world_size=world_size, ep=world_size)
-    if rank == 1:
-        return "", 0, ""
-    try:
-        folding.group("ep")
-    except Exception as error:
-        return type(error).__name__, getattr(error, "peer", -1), str(error)
-    return "made", 0, ""
+    return catch(lambda: folding.group("ep")) if rank != 1 else None
 
 
 def test_a_rank_that_does_not_come_is_named(fresh_ranks: Callable[..., list[Any]]) -> None:
-    environment = {"CUDA_VISIBLE_DEVICES": "", "MOECOMM_TIMEOUT": "1"}
-    first, _, last = fresh_ranks(3, missed, environment=environment)
-    for rank, (kind, peer, text) in ((0, first), (2, last)):
-        assert (kind, peer) == ("PeerTimeout", 1)
-        assert text.startswith(f"rank {rank}, making group 'ep' of ParallelFolding(world_size=3, ")
-        assert "did not come within 1 s" in text
+    found = fresh_ranks(3, missed, environment={**NO_GPUS, "MOECOMM_TIMEOUT": "1"})
+    for rank in (0, 2):
+        begins = f"rank {rank}, making group 'ep' of ParallelFolding(world_size=3, "
+        require(found[rank], "did not come within 1 s", begins=begins, name="PeerTimeout")
+        assert found[rank].peer == 1
 
 
-def lost_store(rank: int, world_size: int, port: int) -> tuple[str, str]:
+def lost_store(rank: int, world_size: int, port: int) -> Caught | None:
     dist.destroy_process_group()
     store = dist.TCPStore("localhost", port, world_size, is_master=rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
@@ -220,19 +190,15 @@ def lost_store(rank: int, world_size: int, port: int) -> tuple[str, str]:
         store.wait(["ready"])
         os._exit(0)
     store.set("ready", "")
-    try:
-        ParallelFolding(world_size=world_size, ep=world_size).group("ep")
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "made", ""
+    return catch(lambda: ParallelFolding(world_size=world_size, ep=world_size).group("ep"))
 
 
 def test_a_lost_store_is_told(fresh_ranks: Callable[..., list[Any]]) -> None:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    kind, text = fresh_ranks(2, lost_store, port, may_die=[0])[1]
-    assert kind == "PeerLost" and "the store of torch.distributed is gone" in text, text
+    found = fresh_ranks(2, lost_store, port, may_die=[0])[1]
+    require(found, "the store of torch.distributed is gone", name="PeerLost")
 
 
 def again_after_destroy(rank: int, world_size: int, path: str) -> int:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -28,6 +27,7 @@ from tests.multirank.catching import catch
 from tests.multirank.conftest import own_pool
 from tests.multirank.moe_cases import SIZES, groups_of
 from tests.multirank.on_ranks import on_ranks
+from tests.ranks import gathered
 
 pool = own_pool()
 
@@ -57,8 +57,7 @@ def gradients_of_all(layer: MoELayer, ep: int) -> dict[str, Tensor]:
         assert of_experts or not is_expert_parameter(parameter)
         gradient = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
         own[name] = of_experts, gradient.flatten()
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, own)
+    told = gathered(own)
     found: dict[str, list[Tensor]] = {}
     for rank, each in enumerate(told[:ep]):
         for name, (of_experts, gradient) in each.items():

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
@@ -42,6 +41,7 @@ from tests.multirank.moe_cases import SIZES, groups_of
 from tests.multirank.moe_cases import LinearThenMoE as Model
 from tests.multirank.moe_cases import OwnExperts as Own
 from tests.multirank.on_ranks import on_ranks
+from tests.ranks import gathered
 
 pool = own_pool()
 
@@ -270,8 +270,7 @@ def test_a_state_of_another_ranks_own_experts_is_refused(rank: int, world: int) 
     }
     file = io.BytesIO()
     torch.save(model.state_dict(), file)
-    told: list[Any] = [None] * world
-    dist.all_gather_object(told, file.getvalue())
+    told = gathered(file.getvalue())
     mine, other = (torch.load(io.BytesIO(each)) for each in (told[rank], told[1 - rank]))
     before = weight.detach().clone()
     copied = copy.deepcopy(model)
@@ -529,8 +528,7 @@ def test_products_that_raise_are_told(
         module.w_out = right
         for _ in range(2):
             loss_of(call()).backward()
-    told: list[Any] = [None] * world
-    dist.all_gather_object(told, found)
+    told = gathered(found)
     ours, theirs = told
     assert theirs is not None and theirs.name in ("RuntimeError", "InvalidArgument")
     kind = "RuntimeError: " if theirs.name == "RuntimeError" else ""

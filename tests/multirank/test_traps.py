@@ -39,7 +39,7 @@ from tests.multirank.catching import Caught, catch, refused, require
 from tests.multirank.conftest import Pools
 from tests.multirank.moe_cases import SIZES, OwnExperts, groups_of
 from tests.multirank.on_ranks import on_ranks
-from tests.ranks import on_cpu
+from tests.ranks import gathered, on_cpu
 
 CONFIG = MoEConfig(**SIZES, num_shared_experts=1, dtype=torch.float64)
 
@@ -142,8 +142,7 @@ def test_the_norm_where_a_rank_has_frozen_its_experts(rank: int, world_size: int
         sync_gradients(layer)
         norm, total = clip_grad_norm(layer, 1e9), torch.ones(())
         dist.all_reduce(total)
-        parts: list[Any] = [None] * world_size
-        dist.all_gather_object(parts, [p.grad for p in layer.experts.parameters() if p.grad is not None])
+        parts = gathered([p.grad for p in layer.experts.parameters() if p.grad is not None])
         own = [p.grad for name, p in layer.named_parameters() if not name.startswith("experts.")]
         every = [each.flatten() for part in (*parts, own) for each in part if each is not None]
         assert_close(norm, torch.cat(every).norm(), rtol=1e-12, atol=0)
