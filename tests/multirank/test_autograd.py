@@ -4,7 +4,6 @@ checked by test_dispatch_combine.py."""
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +13,6 @@ from torch.utils.checkpoint import checkpoint
 
 from tests import cases, ranks
 from tests.cases import Case
-from tests.multirank.conftest import Pools
 from tests.multirank.on_ranks import on_ranks
 
 
@@ -25,11 +23,25 @@ def _inputs(case: Case, rank: int, device: torch.device) -> tuple[torch.Tensor, 
     return x_TH, cases.tensor(case.ids(rank), None, device), weights_TK
 
 
+def _holes(size: int, seed: int) -> Case:
+    tokens = tuple(9 - 3 * rank for rank in range(size))
+    return Case(tokens=tokens, num_experts=4 * size, hidden=64, top_k=2, routing="holes", seed=seed)
+
+
 # -- across ranks: the derivative of the job's one loss by an input of any rank ------------------------------
 
 
-def _finite_difference(rank: int, world_size: int, case: Case) -> float:
-    """The derivative of the job's one loss along a random direction of all ranks' inputs; relative error."""
+@pytest.mark.parametrize("layout", ["expert", "rank"])
+@pytest.mark.parametrize("size", [1, 2, 3])
+@on_ranks("size")
+def test_finite_differences_across_ranks(
+    rank: int, world_size: int, widest: str, layout: str, seed: int
+) -> None:
+    """The derivative of the job's one loss along a random direction of all ranks' inputs."""
+    tokens = (5, 3, 4)[:world_size]
+    shape = {"tokens": tokens, "num_experts": 2 * world_size, "hidden": 4, "top_k": 2}
+    case = Case(**shape, dtype=widest, layout=layout, seed=seed)
+    step, bound = (1e-6, 1e-5) if widest == "float64" else (2e-3, 1e-2)
     with ranks.communicator(**case.communicator) as comm:
         x_TH, ids_TK, weights_TK = _inputs(case, rank, comm.device)
         aim_TH = cases.tensor(case.grad_y(rank), case.torch_dtype, comm.device)
@@ -46,7 +58,6 @@ def _finite_difference(rank: int, world_size: int, case: Case) -> float:
 
         loss(x_TH, weights_TK).backward()
         rng = np.random.default_rng([case.seed, 11, rank])
-        worst, step = 0.0, 1e-6 if case.dtype == "float64" else 2e-3
         for part in ("x", "weights"):
             way_TH, way_TK = (
                 cases.tensor(rng.standard_normal(each.shape) * moves, case.torch_dtype, comm.device)
@@ -58,31 +69,14 @@ def _finite_difference(rank: int, world_size: int, case: Case) -> float:
             size = (x_TH.grad * way_TH).abs().double().sum() + (weights_TK.grad * way_TK).abs().double().sum()
             total = torch.stack([along.detach(), (ends[0] - ends[1]) / (2 * step), size]).cpu()
             dist.all_reduce(total)
-            worst = max(worst, float((total[0] - total[1]).abs() / total[2].clamp_min(1e-3)))
-        return worst
-
-
-@pytest.mark.parametrize("layout", ["expert", "rank"])
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_finite_differences_across_ranks(pool: Pools, widest: str, size: int, layout: str, seed: int) -> None:
-    case = Case(
-        tokens=(5, 3, 4)[:size],
-        num_experts=2 * size,
-        hidden=4,
-        top_k=2,
-        dtype=widest,
-        layout=layout,
-        seed=seed,
-    )
-    assert max(pool(size)(_finite_difference, case)) < (1e-5 if widest == "float64" else 1e-2)
+            assert (total[0] - total[1]).abs() < bound * total[2].clamp_min(1e-3), (part, total)
 
 
 # -- checkpointing -------------------------------------------------------------------------------------------
 
 
-def _train(rank: int, world_size: int, case: Case, mode: str) -> tuple[list[np.ndarray], float | None]:
-    """Two layers, three steps, one communicator; `mode` says how the forward is kept for the backward. Also
-    how many plans were reused, on the CPU."""
+def _train(rank: int, case: Case, mode: str) -> list[torch.Tensor]:
+    """Two layers, three steps, one communicator; `mode` says how the forward is kept for the backward."""
     with ranks.communicator(**case.communicator) as comm:
         _, _, gates_TK = _inputs(case, rank, comm.device)
         ids = [cases.tensor(replace(case, seed=case.seed + i).ids(rank), None, comm.device) for i in range(2)]
@@ -106,32 +100,24 @@ def _train(rank: int, world_size: int, case: Case, mode: str) -> tuple[list[np.n
                 else:
                     y_TH = checkpoint(layer, y_TH, which, use_reentrant=mode == "reentrant")
             (y_TH**2).sum().backward()
-            found += [cases.to_numpy(each.grad) for each in (x_TH, scale_H, gates_TK)]
+            found += [each.grad for each in (x_TH, scale_H, gates_TK)]
             scale_H.grad = gates_TK.grad = None
-        return found, comm.stats()["plans_reused"] if comm.device.type == "cpu" else None
+        # 2 layers x 3 steps are computed twice; each recompute finds the plan of its forward.
+        assert mode == "plain" or not ranks.on_cpu() or comm.stats()["plans_reused"] >= 6
+        return found
 
 
 @pytest.mark.parametrize("layout", ["expert", "rank"])
 @pytest.mark.parametrize("size", [1, 2, 3])
+@on_ranks("size")
 def test_checkpointing_gives_the_same_bits_and_reuses_plans(
-    pool: Pools, widest: str, size: int, layout: str, seed: int
+    rank: int, world_size: int, widest: str, layout: str, seed: int
 ) -> None:
-    case = Case(
-        tokens=(7, 5, 3)[:size],
-        num_experts=2 * size,
-        hidden=8,
-        top_k=2,
-        dtype=widest,
-        layout=layout,
-        seed=seed,
-    )
-    plain = pool(size)(_train, case, "plain")
-    for mode in ("reentrant", "non-reentrant"):
-        for (want, _), (got, reused) in zip(plain, pool(size)(_train, case, mode), strict=True):
-            for left, right in zip(want, got, strict=True):
-                np.testing.assert_array_equal(left, right)
-            # 2 layers x 3 steps are computed twice; each recompute finds the plan of its forward.
-            assert reused is None or reused >= 6
+    shape = {"tokens": (7, 5, 3)[:world_size], "num_experts": 2 * world_size, "hidden": 8, "top_k": 2}
+    case = Case(**shape, dtype=widest, layout=layout, seed=seed)
+    plain, *others = (_train(rank, case, mode) for mode in ("plain", "reentrant", "non-reentrant"))
+    for found in others:
+        assert all(map(torch.equal, found, plain)) and len(found) == len(plain)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -156,57 +142,48 @@ def test_a_backward_twice(rank: int, world_size: int, seed: int) -> None:
             y_TH.backward(cases.tensor(case.grad_y(rank), case.torch_dtype, comm.device), retain_graph=True)
             grads.append((x_TH.grad.clone(), weights_TK.grad.clone()))
             cases.dispatch(comm, replace(case, seed=case.seed + 1), rank)
-        found = [torch.equal(left, right) for left, right in zip(*grads, strict=True)]
-    assert all(found)
+    assert all(map(torch.equal, *grads))
 
 
-def _parts(rank: int, world_size: int, case: Case) -> dict[str, Any]:
+@on_ranks("most_ranks")
+def test_what_needs_no_gradient_gets_none(rank: int, world_size: int, seed: int) -> None:
+    case = _holes(world_size, seed)
     with ranks.communicator(**case.communicator) as comm:
         x_TH, ids_TK, weights_TK = _inputs(case, rank, comm.device)
-        found: dict[str, Any] = {}
         out = comm.dispatch(x_TH, ids_TK, weights_TK.detach())
-        found["frozen weights"] = out.tokens.requires_grad, comm.combine(out.tokens, out.handle).requires_grad
+        assert out.tokens.requires_grad and comm.combine(out.tokens, out.handle).requires_grad
         y_TH = comm.combine(out.tokens, out.handle, weights=out.weights)
         (grad_TH,) = torch.autograd.grad(y_TH.sum(), x_TH)
         want_TH = (weights_TK.detach() * (ids_TK >= 0)).sum(1, keepdim=True).expand_as(grad_TH)
-        found["x beside frozen weights"] = torch.allclose(grad_TH, want_TH)
+        assert torch.allclose(grad_TH, want_TH), "x beside frozen weights"
         with torch.no_grad():
             out = comm.dispatch(x_TH, ids_TK, weights_TK)
-            found["no_grad"] = out.tokens.requires_grad, comm.combine(out.tokens, out.handle).requires_grad
+            assert not out.tokens.requires_grad and not comm.combine(out.tokens, out.handle).requires_grad
         with torch.inference_mode():
             out = comm.dispatch(x_TH.detach(), ids_TK)
             y_TH = comm.combine(out.tokens, out.handle)
-            found["inference"] = y_TH.is_inference() and bool(torch.isfinite(y_TH).all())
+            assert y_TH.is_inference() and bool(torch.isfinite(y_TH).all())
         # Only the weights have a gradient.
         out = comm.dispatch(x_TH.detach(), ids_TK, weights_TK)
         comm.combine(out.tokens, out.handle, weights=out.weights).sum().backward()
         want_TK = x_TH.detach().sum(1, keepdim=True) * (ids_TK >= 0)
-        found["weights alone"] = torch.allclose(weights_TK.grad, want_TK, rtol=1e-4, atol=1e-4)
+        assert torch.allclose(weights_TK.grad, want_TK, rtol=1e-4, atol=1e-4)
         # Only x has one, through a gradient that is not contiguous.
         out = comm.dispatch(x_TH, ids_TK)
         y_TH = comm.combine(out.tokens, out.handle)
         y_TH.backward(torch.ones(1, 1, device=comm.device).expand_as(y_TH))
         count_T1 = (ids_TK >= 0).sum(1, keepdim=True)
-        found["x alone"] = torch.equal(x_TH.grad, count_T1.expand_as(x_TH).float())
-        return found
+        assert torch.equal(x_TH.grad, count_T1.expand_as(x_TH).float())
 
 
-def test_what_needs_no_gradient_gets_none(pool: Pools, most_ranks: int, seed: int) -> None:
-    size = min(2, most_ranks)
-    case = Case(tokens=(9, 6)[:size], num_experts=4, hidden=64, top_k=2, routing="holes", seed=seed)
-    for found in pool(size)(_parts, case):
-        assert found == {
-            "frozen weights": (True, True),
-            "x beside frozen weights": True,
-            "no_grad": (False, False),
-            "inference": True,
-            "weights alone": True,
-            "x alone": True,
-        }
-
-
-def _changed_in_place(rank: int, world_size: int, case: Case, layout: str, what: str) -> list[bool]:
-    """The gradients where a result is doubled in place, and where it is doubled in a new tensor."""
+@pytest.mark.parametrize("layout", ["expert", "rank"])
+@pytest.mark.parametrize("what", ["tokens", "weights", "y"])
+@on_ranks("most_ranks")
+def test_results_may_be_changed_in_place(
+    rank: int, world_size: int, layout: str, what: str, seed: int
+) -> None:
+    """A result that is doubled in place has the gradients of one that is doubled in a new tensor."""
+    case = _holes(world_size, seed)
     with ranks.communicator(**case.communicator) as comm:
         found = []
         for in_place in (True, False):
@@ -232,15 +209,4 @@ def _changed_in_place(rank: int, world_size: int, case: Case, layout: str, what:
         out.tokens.mul_(2)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             y_TH.sum().backward()
-        return [torch.equal(one, other) for one, other in zip(*found, strict=True)]
-
-
-@pytest.mark.parametrize("layout", ["expert", "rank"])
-@pytest.mark.parametrize("what", ["tokens", "weights", "y"])
-def test_results_may_be_changed_in_place(
-    pool: Pools, most_ranks: int, layout: str, what: str, seed: int
-) -> None:
-    size = min(2, most_ranks)
-    case = Case(tokens=(9, 6)[:size], num_experts=4, hidden=64, top_k=2, routing="holes", seed=seed)
-    for found in pool(size)(_changed_in_place, case, layout, what):
-        assert all(found)
+        assert all(map(torch.equal, *found))

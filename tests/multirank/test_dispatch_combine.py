@@ -1,6 +1,7 @@
 """Dispatch, combine and their gradients against the oracle, bit for bit."""
 
 from __future__ import annotations
+from tests.oracle import opened
 
 import itertools
 import time
@@ -172,31 +173,23 @@ def test_extreme_values(pool: Pools, most_ranks: int, dtype: str, seed: int) -> 
     check(pool(size), [base, replace(base, layout="rank")])
 
 
-def _old_handles(rank: int, world_size: int, some: list[Case]) -> list[bool]:
+@pytest.mark.parametrize("size", [1, 3])
+@on_ranks("size")
+def test_handles_serve_in_any_order(rank: int, world_size: int, seed: int) -> None:
     """Handles of earlier dispatches serve combines and backwards in any order that all ranks share."""
-    with moecomm.Communicator(**some[0].communicator) as comm:
-        inputs = [torch.from_numpy(case.x(rank)).requires_grad_() for case in some]
-        outs = [
-            comm.dispatch(x_TH, torch.from_numpy(case.ids(rank)))
-            for case, x_TH in zip(some, inputs, strict=True)
-        ]
-        order = [3, 0, 4, 2, 1, 3]
-        combined = {i: comm.combine(outs[i].tokens, outs[i].handle) for i in order}
+    tokens = (8,) * world_size
+    base = Case(tokens=tokens, num_experts=2 * world_size, hidden=8, top_k=2, routing="holes")
+    some = [cases.inputs(replace(base, seed=seed + i), rank, torch.device("cpu")) for i in range(5)]
+    with moecomm.Communicator(**base.communicator) as comm:
+        inputs = [own.x_TH.requires_grad_() for own in some]
+        outs = [comm.dispatch(x_TH, own.ids_TK) for own, x_TH in zip(some, inputs, strict=True)]
+        combined = {i: comm.combine(outs[i].tokens, outs[i].handle) for i in (3, 0, 4, 2, 1, 3)}
         for i in (1, 4, 0, 3, 2):
             combined[i].sum().backward()
-        found = []
-        for i, case in enumerate(some):
-            count_T1 = torch.from_numpy((case.ids(rank) >= 0).sum(1, keepdims=True))
-            found.append(torch.allclose(combined[i].detach(), inputs[i].detach() * count_T1, rtol=1e-5))
-            found.append(torch.equal(inputs[i].grad, count_T1.expand_as(inputs[i]).float()))
-        return found
-
-
-@pytest.mark.parametrize("size", [1, 3])
-def test_handles_serve_in_any_order(pool: Pools, size: int, seed: int) -> None:
-    base = Case(tokens=(8,) * size, num_experts=2 * size, hidden=8, top_k=2, routing="holes")
-    some = [replace(base, seed=seed + i) for i in range(5)]
-    assert all(all(found) for found in pool(size)(_old_handles, some))
+        for i, own in enumerate(some):
+            count_T1 = (own.ids_TK >= 0).sum(1, keepdims=True)
+            assert torch.allclose(combined[i].detach(), inputs[i].detach() * count_T1, rtol=1e-5)
+            assert torch.equal(inputs[i].grad, count_T1.expand_as(inputs[i]).float())
 
 
 @pytest.mark.parametrize("in_window", [False, True], ids=["copied", "in the window"])
@@ -207,16 +200,15 @@ def test_rows_are_not_overwritten_while_peers_read(
 ) -> None:
     """Inputs are filled, dispatched and dropped in turn, every other time with a combine, now and then late.
     No rank reads what comes later."""
-    case = Case(
-        tokens=(16,) * world_size, num_experts=2 * world_size, hidden=512, top_k=2, weights=False, seed=seed
-    )
-    steps = 120
+    shape = {"tokens": (16,) * world_size, "num_experts": 2 * world_size, "hidden": 512, "top_k": 2}
+    case = Case(**shape, weights=False, seed=seed)
     rng = np.random.default_rng([case.seed, rank])
-    wants = [replace(case, seed=case.seed + i).expected(rank) for i in range(5)]
-    inputs = [torch.from_numpy(replace(case, seed=case.seed + i).x(rank)) for i in range(5)]
-    ids = [torch.from_numpy(replace(case, seed=case.seed + i).ids(rank)) for i in range(5)]
+    some = [replace(case, seed=case.seed + i) for i in range(5)]
+    wants = [each.expected(rank) for each in some]
+    inputs = [torch.from_numpy(each.x(rank)) for each in some]
+    ids = [torch.from_numpy(each.ids(rank)) for each in some]
     with moecomm.Communicator(**{**case.communicator, "max_tokens": 2 * case.tokens[0]}) as comm:
-        for step in range(steps):
+        for step in range(120):
             count = case.tokens[rank] + 3
             inside = comm.empty_input(count) if in_window else torch.empty(count, case.hidden)
             # Rows from the middle of the input are a view into the window as well.
@@ -236,8 +228,7 @@ def test_rows_are_not_overwritten_while_peers_read(
 def test_several_combines_leave_the_input_alone(rank: int, world_size: int, seed: int) -> list[str]:
     """Rows that peers send back, to either of the sections that take turns, leave the input in the window."""
     case = Case(tokens=(16,) * 3, num_experts=6, hidden=512, top_k=2, seed=seed)
-    with ranks.communicator(**case.communicator) as comm:
-        known = Oracle(case, rank, comm.device)
+    with opened(case, rank) as (comm, known):
         x_TH = comm.empty_input(case.tokens[rank])
         x_TH.copy_(known.own.x_TH)
         out = known.dispatch(comm, replace(known.own, x_TH=x_TH))
@@ -281,7 +272,7 @@ def test_several_communicators_at_once(rank: int, world_size: int, widest: str, 
     problems = [text for known in knowns for text in known.problems]
     for comm in comms[1::2]:
         comm.close()
-    for comm, case in list(zip(comms, some, strict=True))[::2]:
+    for comm, case in zip(comms[::2], some[::2], strict=True):
         problems += oracle.play(comm, case, rank)
         comm.close()
     return problems
@@ -304,26 +295,25 @@ def test_two_subgroups_and_the_world(rank: int, world_size: int, seed: int) -> l
         return oracle.play(some, part, rank // 2) + oracle.play(everybody, case, rank)
 
 
-def _alone(rank: int, world_size: int) -> tuple[int, int]:
+def _alone(rank: int, world_size: int) -> None:
     dist.destroy_process_group()
     with moecomm.Communicator(num_experts=2, hidden=4, top_k=1, max_tokens=3, dtype=torch.float32) as comm:
         x_TH = torch.arange(12.0).view(3, 4)
         out = comm.dispatch(x_TH, torch.tensor([[1], [0], [1]]))
         assert torch.equal(out.tokens, x_TH[[1, 0, 2]])
         assert torch.equal(comm.combine(out.tokens, out.handle), x_TH)
-        sizes = comm.rank, comm.size
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    return sizes
+        assert (comm.rank, comm.size) == (0, 1)
 
 
-def test_without_a_process_group_it_is_one_process() -> None:
-    with RankPool(1) as own:
-        assert own(_alone) == [(0, 1)]
+def test_without_a_process_group_it_is_one_process(fresh_ranks: Callable[..., list[Any]]) -> None:
+    fresh_ranks(1, _alone)
 
 
-def _stats(rank: int, world_size: int, case: Case) -> dict[str, float]:
-    with ranks.communicator(**case.communicator) as comm:
-        known = Oracle(case, rank, comm.device)
+@on_ranks("most_ranks")
+def test_stats_count_calls_rows_and_bytes(rank: int, world_size: int, seed: int) -> None:
+    tokens = (10, 4, *(0,) * world_size)[:world_size]
+    case = Case(tokens=tokens, num_experts=2 * world_size, hidden=8, top_k=2, seed=seed)
+    with opened(case, rank) as (comm, known):
         for step in range(4):
             if step == 1:
                 ranks.synchronize()
@@ -334,12 +324,22 @@ def _stats(rank: int, world_size: int, case: Case) -> dict[str, float]:
             comm.combine(rows_PH, out.handle)
             comm.combine(rows_PH, out.handle, weights=out.weights)
         ranks.synchronize()
-        return comm.stats()
+        stats = comm.stats()
+    want = case.expected(rank)
+    far = {(source, token) for row in want.origin for source, token, _ in row if source != rank}
+    assert stats["dispatch_calls"] == 3 and stats["combine_calls"] == 6
+    assert stats["rows_in"] == 3 * case.tokens[rank]
+    if ranks.on_cpu():
+        assert stats["rows_out"] == 3 * len(want.origin)
+        assert stats["bytes_wire"] == (3 + 6) * len(far) * case.hidden * 4
+        assert 0 <= stats["wait_seconds"] <= stats["dispatch_seconds"] + stats["combine_seconds"]
 
 
-def _late(rank: int, world_size: int, case: Case, slow: int, seconds: float) -> list[float]:
-    with ranks.communicator(**case.communicator) as comm:
-        known = Oracle(case, rank, comm.device)
+@on_ranks("most_ranks")
+def test_a_slow_rank_is_seen_by_the_others(rank: int, world_size: int, seed: int) -> None:
+    case = Case(tokens=(10,) * world_size, num_experts=2 * world_size, hidden=8, top_k=2, seed=seed)
+    slow = 1
+    with opened(case, rank) as (comm, known):
         known.dispatch(comm)
         ranks.synchronize()
         dist.barrier()
@@ -347,15 +347,22 @@ def _late(rank: int, world_size: int, case: Case, slow: int, seconds: float) -> 
         assert comm.stats()["late_seconds"] == [0.0] * world_size
         for _ in range(3):
             if rank == slow:
-                time.sleep(seconds)
+                time.sleep(0.2)
             known.dispatch(comm)
             ranks.synchronize()
             dist.barrier()
-        return comm.stats()["late_seconds"]
+        late = comm.stats()["late_seconds"]
+    assert len(late) == world_size and min(late) >= 0
+    if rank != slow < world_size:
+        assert late[slow] > 0.3 and late.index(max(late)) == slow, late
 
 
-def _staged(rank: int, world_size: int, case: Case) -> list[tuple[str, int, int]]:
-    """Returns, for each call of this rank, its name, the bytes that it copied, and those that it had to."""
+@on_ranks(3)
+def test_rows_are_copied_where_others_pull_them_and_nowhere_else(
+    rank: int, world_size: int, seed: int
+) -> None:
+    """The bytes that each call of this rank copies are those that it has to."""
+    case = Case(tokens=(12, 7, 0), num_experts=6, hidden=16, top_k=2, seed=seed)
     needed = {
         (source, token)
         for other in range(world_size)
@@ -363,16 +370,16 @@ def _staged(rank: int, world_size: int, case: Case) -> list[tuple[str, int, int]
         for source, token, _ in row
         if source == rank != other
     }
-    row_bytes, found = case.hidden * 4, []
+    row_bytes = case.hidden * 4
+    assert needed or case.tokens[rank] == 0
 
     def count(what: str, want: int, call: Callable[[], Any]) -> Any:
         before = comm.stats()["bytes_staged"]
         result = call()
-        found.append((what, comm.stats()["bytes_staged"] - before, want * row_bytes))
+        assert comm.stats()["bytes_staged"] - before == want * row_bytes, what
         return result
 
-    with ranks.communicator(**case.communicator) as comm:
-        known = Oracle(case, rank, comm.device)
+    with opened(case, rank) as (comm, known):
         count("dispatch", len(needed), lambda: known.dispatch(comm))
         x_TH = comm.empty_input(case.tokens[rank])
         x_TH.copy_(known.own.x_TH)
@@ -382,41 +389,4 @@ def _staged(rank: int, world_size: int, case: Case) -> list[tuple[str, int, int]
         y_TH = count("combine", 0, lambda: comm.combine(rows_PH, out.handle, weights=out.weights))
         # The gradient of y goes the way of a dispatch, that of x the way of a combine.
         count("backward", len(needed), lambda: y_TH.sum().backward())
-    return found
 
-
-def test_rows_are_copied_where_others_pull_them_and_nowhere_else(
-    pool: Pools, most_ranks: int, seed: int
-) -> None:
-    size = min(3, most_ranks)
-    if size < 2:
-        pytest.skip("one rank's rows stay where they are")
-    case = Case(tokens=(12, 7, 0)[:size], num_experts=2 * size, hidden=16, top_k=2, seed=seed)
-    for rank, found in enumerate(pool(size)(_staged, case)):
-        assert all(got == want for _, got, want in found), (rank, found)
-        assert case.tokens[rank] == 0 or found[0][1] > 0
-
-
-def test_a_slow_rank_is_seen_by_the_others(pool: Pools, most_ranks: int, seed: int) -> None:
-    size, slow = min(3, most_ranks), 1
-    if size < 2:
-        pytest.skip("one rank has none to wait for")
-    case = Case(tokens=(10,) * size, num_experts=2 * size, hidden=8, top_k=2, seed=seed)
-    for rank, late in enumerate(pool(size)(_late, case, slow, 0.2)):
-        assert len(late) == size and min(late) >= 0
-        if rank != slow:
-            assert late[slow] > 0.3 and late.index(max(late)) == slow, (rank, late)
-
-
-def test_stats_count_calls_rows_and_bytes(pool: Pools, most_ranks: int, seed: int) -> None:
-    size = min(2, most_ranks)
-    case = Case(tokens=(10, 4)[:size], num_experts=4, hidden=8, top_k=2, seed=seed)
-    for rank, stats in enumerate(pool(size)(_stats, case)):
-        want = case.expected(rank)
-        far = {(src, t) for row in want.origin for src, t, _ in row if src != rank}
-        assert stats["dispatch_calls"] == 3 and stats["combine_calls"] == 6
-        assert stats["rows_in"] == 3 * case.tokens[rank]
-        if pool(size).on_cpu:
-            assert stats["rows_out"] == 3 * len(want.origin)
-            assert stats["bytes_wire"] == (3 + 6) * len(far) * case.hidden * 4
-            assert 0 <= stats["wait_seconds"] <= stats["dispatch_seconds"] + stats["combine_seconds"]

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from moecomm.errors import known_to_all
+from moecomm.errors import InvalidArgument, known_to_all
 from tests import ranks
 from tests.fabric import needs_fabric
-from tests.multirank.catching import Caught, catch
-from tests.multirank.conftest import Pools
+from tests.multirank.catching import Caught, catch, require
 from tests.multirank.on_ranks import on_ranks
 from tests.multirank.test_bad_input import told
 from tests.oracle import settled_error
@@ -41,18 +41,8 @@ class _Array:
         raise KeyError("no capsule")
 
 
-def _within(mode: Any, call: Call) -> Call:
-    def run() -> Any:
-        with mode:
-            return call()
-
-    return run
-
-
 def _call(name: str, mistake: str, comm: Any, x: Any, ids: torch.Tensor) -> Call:
     """The operation `name`, right or with a mistake."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     out = comm.dispatch(x, ids)
     rows, handle = out.tokens.clone(), out.handle
     leaf = rows.clone().requires_grad_()
@@ -75,16 +65,19 @@ def _call(name: str, mistake: str, comm: Any, x: Any, ids: torch.Tensor) -> Call
         y, gradient = comm.combine(leaf, handle), torch.ones_like(x)
         calls[name] = lambda: y.backward(gradient)
     call = calls[name]
-    if mistake == "fake":
-        call = _within(FakeTensorMode(), call)
-    elif mistake == "real in fake":
-        call = _within(FakeTensorMode(allow_non_fake_inputs=True), call)
-    return call
+    if "fake" not in mistake:
+        return call
+
+    def within() -> Any:
+        with FakeTensorMode(allow_non_fake_inputs=mistake == "real in fake"):
+            return call()
+
+    return within
 
 
 def _rows_of_steps(comm: Any, rank: int, size: int, steps: int = 3) -> list[str]:
     """Each token goes to all ranks; its rows say of which step and rank it is."""
-    ids = torch.arange(size, device=comm.device).repeat(2, 1)
+    _, ids = _batch(comm, size)
     problems = []
     for step in range(1, steps + 1):
         x = torch.full((2, comm.hidden), 10.0 * step + rank, device=comm.device)
@@ -96,6 +89,12 @@ def _rows_of_steps(comm: Any, rank: int, size: int, steps: int = 3) -> list[str]
         if not torch.equal(y, size * x):
             problems.append(f"step {step}: sums {y[:, 0].tolist()}, expected {size * x[0, 0].item()}")
     return problems
+
+
+def _batch(comm: Any, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two tokens, and the ids by which each goes to all ranks."""
+    ids = torch.arange(size, device=comm.device).repeat(2, 1)
+    return torch.ones(2, comm.hidden, device=comm.device), ids
 
 
 def _communicator(size: int, **changes: Any) -> Any:
@@ -119,29 +118,21 @@ CASES = [
 @pytest.mark.parametrize("first", range(0, len(CASES), 6))
 @on_ranks(2)
 def test_what_torch_raises_of_one_rank_is_told(rank: int, size: int, first: int) -> None:
-    cases = CASES[first : first + 6]
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     FakeTensorMode()  # loads half of torch, while nobody waits
-    found = []
     with _communicator(size) as comm:
-        x = torch.ones(2, HIDDEN, device=comm.device)
-        ids = torch.arange(size, device=comm.device).repeat(2, 1)
-        for name, mistake in cases:
+        x, ids = _batch(comm, size)
+        for name, mistake in CASES[first : first + 6]:
             call = _call(name, mistake if rank == size - 1 else "", comm, x, ids)
             called, checked = told(call, comm)
-            found.append((called or checked, _rows_of_steps(comm, rank, size)))
-    for case, (error, problems) in zip(cases, found, strict=True):
-        assert problems == [], (case, problems)
-        assert error is not None and error.name == "InvalidArgument", (case, error)
+            require(called or checked)
+            assert _rows_of_steps(comm, rank, size) == [], (name, mistake)
 
 
 def _within_a_call(rank: int, size: int) -> tuple[list[Caught | None], list[str]]:
     """A signal's handler calls operations while one of the same thread waits for the other rank."""
     found: list[Caught | None] = []
     with _communicator(size) as comm:
-        x = torch.ones(2, HIDDEN, device=comm.device)
-        ids = torch.arange(size, device=comm.device).repeat(2, 1)
+        x, ids = _batch(comm, size)
         out = comm.dispatch(x, ids)
         dist.barrier()
         if rank == 0:
@@ -165,27 +156,7 @@ def test_a_call_within_a_call_is_refused(fresh_ranks: Callable[..., list[Any]]) 
     assert problems == others == []
     assert len(found) == 2, found
     for error in found:
-        assert error is not None and error.name == "InvalidArgument" and "under way" in error.text, error
-
-
-def _texts(rank: int, size: int, text: str, changes: dict[str, Any]) -> tuple[str, str, list[str]]:
-    with _communicator(size, **changes) as comm:
-        raised = ValueError(text)
-        x, ids = torch.ones(2, HIDDEN, device=comm.device), torch.zeros(2, size, dtype=torch.int64) - 1
-
-        def call() -> Any:
-            if rank == 1:
-                comm.refuse(raised)
-            return comm.dispatch(x, ids.to(comm.device))
-
-        try:
-            call()
-            kind, said = "no error", ""
-        except Exception as error:
-            kind, said = type(error).__name__, str(error).encode(errors="replace").decode()
-            if rank == 1 and error is not raised:
-                kind = "another " + kind
-        return kind, said, _rows_of_steps(comm, rank, size)
+        require(error, "under way")
 
 
 @pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=needs_fabric)])
@@ -199,14 +170,27 @@ def _texts(rank: int, size: int, text: str, changes: dict[str, Any]) -> tuple[st
     ],
     ids=["three bytes", "two bytes", "surrogate", "zero"],
 )
-def test_texts_that_are_not_ascii(pool: Pools, nodes: int, text: str, part: str) -> None:
-    environment = {"MOECOMM_FABRIC_PROVIDER": "tcp"} if nodes == 2 else {}
-    changes = {"ranks_per_node": 2 // nodes} if nodes == 2 else {}
-    for rank, (kind, said, problems) in enumerate(pool(2, **environment)(_texts, text, changes)):
-        assert problems == []
-        assert kind == ("ValueError" if rank == 1 else "InvalidArgument"), (kind, said)
-        if rank == 0:
+@on_ranks(2, MOECOMM_FABRIC_PROVIDER="tcp")
+def test_texts_that_are_not_ascii(rank: int, size: int, nodes: int, text: str, part: str) -> list[str]:
+    changes = {"ranks_per_node": 1} if nodes == 2 else {}
+    with _communicator(size, **changes) as comm:
+        x, ids = torch.ones(2, HIDDEN, device=comm.device), torch.zeros(2, size, dtype=torch.int64) - 1
+        raised = ValueError(text)
+
+        def call() -> None:
+            if rank == 1:
+                comm.refuse(raised)
+            comm.dispatch(x, ids.to(comm.device))
+
+        with pytest.raises((ValueError, InvalidArgument)) as found:
+            call()
+        if rank == 1:
+            assert found.value is raised
+        else:
+            said = str(found.value).encode(errors="replace").decode()
+            assert isinstance(found.value, InvalidArgument), found.value
             assert said.startswith("rank 1: ValueError: ") and part in said, said
+        return _rows_of_steps(comm, rank, size)
 
 
 @contextlib.contextmanager
@@ -275,10 +259,7 @@ def test_no_memory_on_one_rank(fresh_ranks: Callable[..., list[Any]]) -> None:
 def _first_cause(rank: int, size: int, then: str) -> tuple[Caught | None, Caught | None, list[str]]:
     """An overflow that rank 0 raises by `check()`, and so leaves the step that the others go on with."""
     with _communicator(size, timeout=10.0) as comm:
-        x, ids = (
-            torch.ones(2, HIDDEN, device=comm.device),
-            torch.arange(size, device=comm.device).repeat(2, 1),
-        )
+        x, ids = _batch(comm, size)
         out = comm.dispatch(x, ids, capacity=1)
         dist.barrier()
         checked = settled_error(comm) if rank == 0 else None

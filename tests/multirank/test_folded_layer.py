@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,9 +39,8 @@ from moecomm.nn import (
 from moecomm.parallel import ParallelFolding
 from moecomm.parallel.expert_ranks import require_experts_in_node_order
 from moecomm.parallel.meshes import new_group
-from tests.multirank.catching import catch, refused
-from tests.multirank.conftest import Pools, own_pool
-from tests.multirank.harness import RankPool
+from tests.multirank.catching import refused
+from tests.multirank.conftest import own_pool
 from tests.multirank.moe_cases import SIZES, group_of, groups_of
 from tests.multirank.on_ranks import on_ranks
 from tests.ranks import gathered
@@ -161,9 +161,21 @@ def check_gradients(layer: nn.Module, alone: MoELayer, rank: int, close: Callabl
         close(found, held(name, wanted[name].grad, inner, rank), msg=name)
 
 
-def steps(rank: int, world_size: int, arguments: dict[str, Any], cases: list[Case], seed: int) -> None:
-    folding = ParallelFolding(world_size=world_size, **arguments)
-    for case in cases:
+def check_clipping(layer: nn.Module, alone: MoELayer, rank: int, close: Callable[..., None]) -> None:
+    """Gradients, their norm, and what clipping makes of them."""
+    check_gradients(layer, alone, rank, close)
+    wanted = torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
+    close(clip_grad_norm(layer, 0.1).to(wanted.dtype), wanted)
+    check_gradients(layer, alone, rank, close)
+
+
+@pytest.mark.parametrize("name", FOLDINGS)
+@on_ranks(4)
+def test_equals_one_process(rank: int, world_size: int, name: str, seed: int) -> None:
+    """All cases under two foldings, and under each other one every second."""
+    every, number = list(CASES.values()), list(FOLDINGS).index(name)
+    folding = ParallelFolding(world_size=world_size, **FOLDINGS[name])
+    for case in every if number < 2 else every[number % 2 :: 2]:
         layer, alone = layers(rank, folding, case, seed)
         tolerance = 1e-9 if case.dtype == torch.float64 else 1e-5
         close = functools.partial(assert_close, rtol=tolerance, atol=tolerance)
@@ -181,17 +193,7 @@ def steps(rank: int, world_size: int, arguments: dict[str, Any], cases: list[Cas
                     for name, loss in layer.last_losses.items():
                         close(loss, alone.last_losses[name])
             sync_gradients(layer)
-            check_gradients(layer, alone, rank, close)
-            wanted = torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
-            close(clip_grad_norm(layer, 0.1).to(wanted.dtype), wanted)
-            check_gradients(layer, alone, rank, close)
-
-
-@pytest.mark.parametrize("name", FOLDINGS)
-def test_equals_one_process(name: str, pool: Callable[[int], RankPool], seed: int) -> None:
-    """All cases under two foldings, and under each other one every second."""
-    every, number = list(CASES.values()), list(FOLDINGS).index(name)
-    pool(4)(steps, FOLDINGS[name], every if number < 2 else every[number % 2 :: 2], seed)
+            check_clipping(layer, alone, rank, close)
 
 
 @on_ranks(8)
@@ -234,14 +236,8 @@ def test_in_a_graph(rank: int, world_size: int, seed: int) -> None:
 # -- gradients under wrappers, stages ----------------------------------------------------------------------
 
 
-class Model(nn.Module):
-    def __init__(self, moe: MoELayer) -> None:
-        super().__init__()
-        self.moe = moe
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.moe(x)
-        return y
+def model_of(moe: MoELayer) -> Any:
+    return nn.Sequential(OrderedDict(moe=moe))
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
@@ -251,7 +247,7 @@ def test_wrappers_average_alike(rank: int, world_size: int, kind: str, seed: int
     case = CASES["biases in halves, in order"] if kind == "ddp" else CASES["shared experts, losses"]
     case = Case({**case.options, "aux_loss": "none", "aux_loss_coef": 0.0, "z_loss_coef": 0.0}, case.overlap)
     layer, alone = layers(rank, folding, case, seed)
-    model: nn.Module = Model(layer)
+    model: nn.Module = model_of(layer)
     close = functools.partial(assert_close, rtol=1e-9, atol=1e-9)
     with layer.comm, alone.comm:
         if kind == "ddp":
@@ -263,13 +259,11 @@ def test_wrappers_average_alike(rank: int, world_size: int, kind: str, seed: int
             run(model, *tokens_of(rank, case, seed))
             for other in range(world_size):
                 run(alone, *tokens_of(other, case, seed), ranks=world_size)
-        check_gradients(model, alone, rank, close)
-        wanted = torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
-        close(clip_grad_norm(model, 0.1), wanted)
-        check_gradients(model, alone, rank, close)
+        check_clipping(model, alone, rank, close)
 
 
-def stages(rank: int, world_size: int, seed: int) -> float:
+@on_ranks(4)
+def test_pipeline_stages(rank: int, world_size: int, seed: int) -> None:
     """Two stages, of other weights: each is averaged over its own ranks, the norm is that of both."""
     folding = ParallelFolding(world_size=world_size, pp=2, etp=2, tp=2)
     stage = folding.group_of("tp-cp-dp", rank)
@@ -287,37 +281,28 @@ def stages(rank: int, world_size: int, seed: int) -> float:
         load_E = alone.router.load_E
         bias_E = 0.1 * (load_E.sum() - load_E * load_E.numel()).sign()
         close(layer.router.expert_bias_E, bias_E.float())
-        pipeline = folding.group("pp")
-        for call, text in (
-            (
-                lambda: clip_grad_norm(layer, 0.1),
-                "pp_group is None, must be the ranks of this rank's pipeline",
+        pipeline, every, dense = folding.group("pp"), dist.group.WORLD, nn.Linear(1, 1)
+        other = dataclasses.replace(folding, pp=1)
+        calls: dict[str, Callable[[], Any]] = {
+            "pp_group is None, must be the ranks of this rank's": lambda: clip_grad_norm(layer, 0.1),
+            "group has ranks (0, 1, 2, 3), must have": lambda: sync_gradients(layer, every),
+            "group has ranks": lambda: prepare_ddp(layer, pipeline),
+            "the model's layers, or they and `folding`, have different foldings": lambda: sync_gradients(
+                layer, folding=other
             ),
-            (lambda: sync_gradients(layer, dist.group.WORLD), "group has ranks (0, 1, 2, 3), must have"),
-            (lambda: prepare_ddp(layer, pipeline), "group has ranks"),
-            (
-                lambda: sync_gradients(layer, folding=dataclasses.replace(folding, pp=1)),
-                "the model's layers, or they and `folding`, have different foldings",
-            ),
-            (
-                lambda: sync_gradients(nn.Linear(1, 1), dist.group.WORLD, folding=folding),
-                "group has ranks (0, 1, 2, 3), must have",
-            ),
-        ):
+            "group has ranks (0, 1, 2, 3), must": lambda: sync_gradients(dense, every, folding=folding),
+        }
+        for text, call in calls.items():
             refused(call, begins=text)
         square = torch.stack([p.grad.square().sum() for p in alone.parameters() if p.grad is not None]).sum()
         dist.all_reduce(square, group=pipeline)
         norm = clip_grad_norm(layer, 0.1, pp_group=pipeline)
         close(norm, square.sqrt())
-    without = nn.Linear(1, 1, bias=False)  # a stage without MoELayers
-    without.weight.grad = torch.full((1, 1), float(rank))
-    sync_gradients(without, folding=folding)
-    assert without.weight.grad.item() == sum(stage) / len(stage)
-    return float(norm)
-
-
-def test_pipeline_stages(pool: Callable[[int], RankPool], seed: int) -> None:
-    assert len(set(pool(4)(stages, seed))) == 1
+    dense = nn.Linear(1, 1, bias=False)  # a stage without MoELayers
+    dense.weight.grad = torch.full((1, 1), float(rank))
+    sync_gradients(dense, folding=folding)
+    assert dense.weight.grad.item() == sum(stage) / len(stage)
+    assert len(set(map(float, gathered(norm)))) == 1
 
 
 # -- state ---------------------------------------------------------------------------------------------------
@@ -325,11 +310,11 @@ def test_pipeline_stages(pool: Callable[[int], RankPool], seed: int) -> None:
 
 def trained(
     rank: int, arguments: dict[str, Any], case: Case, seed: int, sharded: bool = False
-) -> tuple[Model, torch.optim.Optimizer, MoELayer]:
+) -> tuple[Any, torch.optim.Optimizer, MoELayer]:
     """A model after a step, so that its optimizer has a state, and the layer of one process as it began."""
     folding = ParallelFolding(world_size=4, **arguments)
     layer, alone = layers(rank, folding, case, seed)
-    model = Model(layer)
+    model = model_of(layer)
     if sharded:
         fully_shard_experts(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -346,7 +331,7 @@ def test_checkpoints(rank: int, world_size: int, activation: str, tmp_path: Path
     case = Case({"activation": activation, "bias": True})
     model, optimizer, alone = trained(rank, FOLDINGS["etp 2, ep 2, ep innermost"], case, seed)
     dcp.save(sharded_state(model, optimizer), checkpoint_id=f"{tmp_path}/parts")
-    whole = Model(alone)
+    whole = model_of(alone)
     whole_optimizer = torch.optim.AdamW(whole.parameters(), lr=0.01)
     dcp.load(sharded_state(whole, whole_optimizer), checkpoint_id=f"{tmp_path}/parts")
     want = dict(whole.named_parameters())
@@ -454,7 +439,8 @@ def test_what_does_not_fit_is_refused_on_all_ranks(rank: int, world_size: int) -
         refused(lambda: sync_gradients(layers[0]), "is split by tensor parallelism")
 
 
-def beside_other_groups(rank: int, world_size: int, seed: int) -> list[float]:
+@on_ranks(4)
+def test_replicas_beside_groups_of_some_ranks(rank: int, world_size: int, seed: int) -> None:
     """Ranks 0 and 1 are in a group more than 2 and 3 when the groups of replicas are made."""
     dist.new_group([0, 1])
     ep_group, _ = groups_of(rank, world_size, 2)
@@ -463,23 +449,13 @@ def beside_other_groups(rank: int, world_size: int, seed: int) -> list[float]:
     with layer.comm:
         run(layer, *tokens_of(rank, Case(), seed))
         sync_gradients(layer)
-    totals = []
     for ranks in ((0, 2), (1, 3)), ((0, 3), (1, 2)), ((0, 2), (1, 3)):
-        total = torch.tensor(10.0**rank)
-        dist.all_reduce(total, group=new_group(next(each for each in ranks if rank in each)))
-        totals.append(float(total))
-    return totals
+        total, mine = torch.tensor(10.0**rank), next(each for each in ranks if rank in each)
+        dist.all_reduce(total, group=new_group(mine))
+        assert total == sum(10.0**each for each in mine)
 
 
-def test_replicas_beside_groups_of_some_ranks(pool: Callable[[int], RankPool], seed: int) -> None:
-    zero, one = [101.0, 1001.0, 101.0], [1010.0, 110.0, 1010.0]
-    assert pool(4)(beside_other_groups, seed) == [zero, one, [101.0, 110.0, 101.0], [1010.0, 1001.0, 1010.0]]
-
-
-def alone_in_a_group(rank: int, world_size: int) -> Any:
-    return catch(lambda: new_group((0, 1))) if rank == 0 else None
-
-
-def test_a_rank_that_makes_no_group_is_named(pool: Pools) -> None:
-    found = pool(2, MOECOMM_TIMEOUT="1")(alone_in_a_group)[0]
-    assert found.name == "PeerTimeout" and "rank 1 did not come within 1 s" in found.text, found
+@on_ranks(2, MOECOMM_TIMEOUT="1")
+def test_a_rank_that_makes_no_group_is_named(rank: int, world_size: int) -> None:
+    if rank == 0:
+        refused(lambda: new_group((0, 1)), "rank 1 did not come within 1 s", name="PeerTimeout")
