@@ -3,7 +3,6 @@ ranks compare."""
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -24,8 +23,8 @@ from moecomm.nn import (
     update_expert_bias,
 )
 from moecomm.parallel import ParallelFolding
-from tests.multirank.catching import Caught, catch
-from tests.multirank.conftest import Pools, own_pool
+from tests.multirank.catching import catch, refused
+from tests.multirank.conftest import own_pool
 from tests.multirank.on_ranks import on_ranks
 
 pool = own_pool()
@@ -58,6 +57,14 @@ def plain_loss(weight_EH: Tensor, sequences: list[Tensor], counted: list[Tensor]
     return CONFIG.aux_loss_coef * sum(losses) / len(losses)
 
 
+def run_by(way: str, layer: MoELayer) -> Any:
+    """The layer, within torch.utils.checkpoint where `way` says so."""
+    if way not in ("checkpoint", "keep_plans"):
+        return layer
+    options = {"context_fn": keep_plans(layer)} if way == "keep_plans" else {}
+    return partial(checkpoint, layer, use_reentrant=False, **options)
+
+
 # -- parts of sequences ------------------------------------------------------------------------------------
 
 FOLDINGS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -86,7 +93,11 @@ def parts_of(rank: int, folding: ParallelFolding, packed: bool, seed: int) -> li
     return [[draw(tokens) for tokens in own] for own in lengths[: len(together)]]
 
 
-def sequences(rank: int, world_size: int, arguments: dict[str, Any], seed: int) -> None:
+@pytest.mark.parametrize(("world_size", "arguments"), FOLDINGS.values(), ids=FOLDINGS)
+@on_ranks()
+def test_loss_over_parts_of_sequences(
+    rank: int, world_size: int, arguments: dict[str, Any], seed: int
+) -> None:
     folding = ParallelFolding(world_size=world_size, **arguments)
     stage = folding.group_of("tp-cp-dp", rank)
     place = folding.group_of("tp-cp", rank).index(rank)
@@ -96,10 +107,7 @@ def sequences(rank: int, world_size: int, arguments: dict[str, Any], seed: int) 
     for way in ("rows", "seq_len", "packed", "checkpoint", "keep_plans", "compiled"):
         packed = way == "packed"
         own = parts_of(rank, folding, packed, seed)[place]
-        run: Any = layer
-        if way in ("checkpoint", "keep_plans"):
-            options = {"context_fn": keep_plans(layer)} if way == "keep_plans" else {}
-            run = functools.partial(checkpoint, layer, use_reentrant=False, **options)
+        run = run_by(way, layer)
         if way == "compiled":
             torch._dynamo.reset()
             run = torch.compile(layer, backend="eager")
@@ -128,39 +136,27 @@ def sequences(rank: int, world_size: int, arguments: dict[str, Any], seed: int) 
     layer.comm.close()
 
 
-@pytest.mark.parametrize("name", FOLDINGS)
-def test_loss_over_parts_of_sequences(name: str, pool: Pools, seed: int) -> None:
-    ranks, arguments = FOLDINGS[name]
-    pool(ranks)(sequences, arguments, seed)
-
-
 @on_ranks(2)
 def test_one_rank_refuses(rank: int, world_size: int) -> None:
     """A rank with other numbers of sequences, one that refuses its tokens, one whose router raises, and a
     graph that is not told of these ranks."""
     layer = MoELayer(CONFIG, folding=ParallelFolding(world_size=world_size, cp=2, ep=2), max_tokens=24)
     x = torch.randn(2, 3, HIDDEN, dtype=torch.float64)
-    found = [
-        catch(lambda: layer(x[: 1 + rank])),
-        catch(lambda: layer(x[..., : HIDDEN - rank])),
-        catch(lambda: layer(x, topk_idx=torch.full((2, 3, TOP_K), 3 * rank - 1))),
-    ]
+    other_ids = torch.full((2, 3, TOP_K), 3 * rank - 1)
+    says = f"rank {rank} has parts of {1 + rank} sequences"
+    refused(lambda: layer(x[: 1 + rank]), says, name="MismatchedArguments")
+    refused(lambda: layer(x[..., : HIDDEN - rank]), "x has shape")
+    refused(lambda: layer(x, topk_idx=other_ids), name="InvalidRouting")
     hook = layer.router.register_forward_pre_hook(lambda *_: [][0]) if rank == 1 else None
-    found.append(catch(lambda: layer(x)))
+    raised = catch(lambda: layer(x))
+    assert raised is not None and "IndexError" in raised.text + raised.name, raised
     recorder: Any = object()
-    found.append(catch(lambda: GraphedStep(lambda x: x, layer, recorder=recorder)))
+    refused(lambda: GraphedStep(lambda x: x, layer, recorder=recorder), "pass a group that has all ranks")
     if hook is not None:
         hook.remove()
     (layer(x) * 0).sum().backward()
     assert layer.router.weight.grad is not None
     layer.comm.close()
-    others, shape, ids, hook, graph = found
-    assert others is not None and others.name == "MismatchedArguments"
-    assert f"rank {rank} has parts of {1 + rank} sequences" in others.text, others.text
-    assert shape is not None and shape.name == "InvalidArgument" and "x has shape" in shape.text
-    assert ids is not None and ids.name == "InvalidRouting", ids
-    assert hook is not None and "IndexError" in hook.text + hook.name, hook
-    assert graph is not None and "pass a group that has all ranks" in graph.text, graph
 
 
 # -- all tokens of a step ----------------------------------------------------------------------------------
@@ -179,10 +175,7 @@ def test_loss_over_all_tokens_of_a_step(rank: int, world_size: int, ep: int, way
     layer = MoELayer(replace(CONFIG, aux_loss="global"), folding=folding, max_tokens=24)
     weight_EH = layer.router.weight.detach().clone().requires_grad_()
     set_loss_scale(layer, 1 / 3)
-    run: Any = layer
-    if way in ("checkpoint", "keep_plans"):
-        options = {"context_fn": keep_plans(layer)} if way == "keep_plans" else {}
-        run = functools.partial(checkpoint, layer, use_reentrant=False, **options)
+    run = run_by(way, layer)
     for number in range(2):
         seen, wanted = torch.zeros(0, HIDDEN, dtype=torch.float64), torch.zeros_like(weight_EH)
         for microbatch in range(3):
@@ -225,27 +218,21 @@ DIFFERENT: dict[str, dict[str, Any]] = {
 }
 
 
-def differing(rank: int, world_size: int, given: bool) -> dict[str, Caught | None]:
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("ranks", [2, 4])
+@on_ranks("ranks")
+def test_ranks_with_other_configs_are_told(rank: int, world_size: int, given: bool) -> None:
     """Configs are compared where a layer builds its communicator, and in the forward with one that is
     `given`."""
-    found, x_TH = {}, torch.randn(2, HIDDEN, dtype=torch.float64)
+    x_TH = torch.randn(2, HIDDEN, dtype=torch.float64)
     with MoELayer(CONFIG, max_tokens=8).comm as comm:
         build = partial(MoELayer, comm=comm) if given else partial(MoELayer, max_tokens=8)
         for name, options in DIFFERENT.items():
             config = replace(CONFIG, **options) if rank == world_size - 1 else CONFIG
-            found[name] = catch(partial(build(config), x_TH) if given else partial(build, config))
+            where = "MoEConfig" if given else f"ranks disagree on MoEConfig.{name}: rank 0 has "
+            call = partial(build(config), x_TH) if given else partial(build, config)
+            refused(call, where, name="MismatchedArguments")
         # What says how a rank computes may differ.
         layer = build(replace(CONFIG, products="torch" if rank else None))
         layer(x_TH).sum().backward()
         layer.comm.close()
-    return found
-
-
-@pytest.mark.parametrize("given", [False, True])
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_ranks_with_other_configs_are_told(ranks: int, given: bool, pool: Pools) -> None:
-    for found in pool(ranks)(differing, given):
-        for name, caught in found.items():
-            assert caught is not None and caught.name == "MismatchedArguments", (name, caught)
-            where = "MoEConfig" if given else f"ranks disagree on MoEConfig.{name}: rank 0 has "
-            assert where in caught.text

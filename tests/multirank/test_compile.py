@@ -12,7 +12,6 @@ from torch.utils.checkpoint import checkpoint
 
 import moecomm
 from moecomm.nn import MoEConfig, MoELayer, OverlapConfig
-from tests.multirank.conftest import Pools
 from tests.multirank.on_ranks import on_ranks
 
 
@@ -73,13 +72,17 @@ LAYERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("options", LAYERS.values(), ids=LAYERS)
-def test_a_compiled_layer_trains(pool: Pools, options: dict[str, Any], seed: int) -> None:
-    assert pool(1)(train_layer, options, seed) == [[]]
+@on_ranks(1)
+def test_a_compiled_layer_trains(rank: int, world_size: int, options: dict[str, Any], seed: int) -> list[str]:
+    return train_layer(rank, world_size, options, seed)
 
 
 @pytest.mark.parametrize("fixed", [{}, FIXED], ids=["dropless", "fixed"])
-def test_autocast_stays_out_of_the_backward(pool: Pools, fixed: dict[str, Any], seed: int) -> None:
-    assert pool(1)(train_layer, WITHIN_AUTOCAST | fixed, seed, True) == [[]]
+@on_ranks(1)
+def test_autocast_stays_out_of_the_backward(
+    rank: int, world_size: int, fixed: dict[str, Any], seed: int
+) -> list[str]:
+    return train_layer(rank, world_size, WITHIN_AUTOCAST | fixed, seed, True)
 
 
 @on_ranks(2)
@@ -146,17 +149,13 @@ def test_graphs_do_not_depend_on_the_routing(rank: int, world_size: int, seed: i
     assert counts[0] > 0 and counts == counts[:1] * len(counts)
 
 
-def whole_graph_without_capacity(rank: int, world_size: int) -> str:
+@on_ranks(1)
+def test_a_graph_without_a_capacity_says_what_to_do(rank: int, world_size: int) -> None:
     torch._dynamo.reset()
     layer = MoELayer(MoEConfig(hidden=16, ffn_hidden=8, num_experts=2, top_k=2), max_tokens=4)
-    with pytest.raises(torch._dynamo.exc.Unsupported) as raised:
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="pad_to_capacity=True"):
         torch.compile(layer, backend="eager", fullgraph=True)(torch.zeros(4, 16))
     layer.comm.close()
-    return str(raised.value)
-
-
-def test_a_graph_without_a_capacity_says_what_to_do(pool: Pools) -> None:
-    assert "pad_to_capacity=True" in pool(1)(whole_graph_without_capacity)[0]
 
 
 def _poison() -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from typing import Any
 
 import pytest
 
 from tests import oracle, ranks
 from tests.cases import Case
 from tests.fabric import needs_fabric
-from tests.multirank.conftest import Pools
-from tests.multirank.node_jobs import caught
+from tests.multirank.catching import refused
 from tests.multirank.on_ranks import on_ranks
 
 BORDERS = [2**31, 2**32, 2**62]
@@ -22,7 +22,12 @@ def first_epoch(epoch: int) -> AbstractContextManager[None]:
     return ranks.variable("MOECOMM_FIRST_EPOCH", epoch)
 
 
-def _across(rank: int, world_size: int, case: Case) -> list[str]:
+def _case(size: int, seed: int, **options: Any) -> Case:
+    tokens = (9, 4, 12)[:size]
+    return Case(tokens=tokens, num_experts=4 * size, hidden=20, top_k=2, seed=seed, **options)
+
+
+def _across(rank: int, case: Case) -> list[str]:
     problems = []
     for border in BORDERS:
         with first_epoch(border - 2 if border < 2**62 else border):
@@ -33,23 +38,21 @@ def _across(rank: int, world_size: int, case: Case) -> list[str]:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_results_across_the_borders(pool: Pools, size: int, seed: int) -> None:
-    case = Case(tokens=(9, 4, 12)[:size], num_experts=4 * size, hidden=20, top_k=2, seed=seed)
-    oracle.assert_none(pool(size)(_across, case))
+@on_ranks("size")
+def test_results_across_the_borders(rank: int, world_size: int, seed: int) -> list[str]:
+    return _across(rank, _case(world_size, seed))
 
 
 @needs_fabric
-def test_between_nodes(pool: Pools, seed: int) -> None:
+@on_ranks(2, MOECOMM_FABRIC_PROVIDER="tcp", MOECOMM_FABRIC_SHUFFLE="5")
+def test_between_nodes(rank: int, world_size: int, seed: int) -> list[str]:
     """Immediates hold three bits of the epoch; the rest comes from what was shown before."""
-    case = Case(tokens=(9, 4), num_experts=8, hidden=20, top_k=2, seed=seed, ranks_per_node=1)
-    network = {"MOECOMM_FABRIC_PROVIDER": "tcp", "MOECOMM_FABRIC_SHUFFLE": "5"}
-    oracle.assert_none(pool(2, **network)(_across, case))
+    return _across(rank, _case(world_size, seed, ranks_per_node=1))
 
 
 @on_ranks(2)
 def test_ranks_have_to_agree(rank: int, world_size: int) -> None:
     case = Case(tokens=(3, 3), num_experts=4, hidden=20, top_k=1)
     with first_epoch(7 + rank):
-        found = caught(lambda: ranks.communicator(**case.communicator))
-    assert found["type"] == "MismatchedArguments"
-    assert "MOECOMM_FIRST_EPOCH: rank 0 has 7, rank 1 has 8" in found["text"]
+        says = "MOECOMM_FIRST_EPOCH: rank 0 has 7, rank 1 has 8"
+        refused(lambda: ranks.communicator(**case.communicator), says, name="MismatchedArguments")

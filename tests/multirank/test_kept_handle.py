@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import moecomm
 from tests import cases
 from tests.cases import Case
 from tests.fabric import needs_fabric
-from tests.multirank.conftest import Pools
+from tests.multirank.catching import refused
 from tests.multirank.on_ranks import on_ranks
 
 
@@ -22,11 +23,17 @@ def _same(left: torch.Tensor | None, right: torch.Tensor | None) -> bool:
     return left is right if left is None or right is None else torch.equal(left, right)
 
 
-def _compare(rank: int, world_size: int, some: list[Case], async_op: bool) -> list[list[str]]:
-    """Lists, for each case, where calls by hand differ in bits from autograd and a new dispatch."""
-    wrong = []
+def _check(rank: int, some: list[Case], async_op: bool) -> None:
+    """Calls by hand have the bits of autograd and of a new dispatch."""
     torch.use_deterministic_algorithms(True)  # new tensors are filled with NaN
     with moecomm.Communicator(**some[0].communicator) as comm:
+
+        def dispatch(case: Case, x_TH: torch.Tensor, weights_TK: torch.Tensor | None = None) -> Any:
+            shape = {"layout": case.layout, "alignment": case.alignment, "capacity": case.capacity}
+            out = comm.dispatch(x_TH, torch.from_numpy(case.ids(rank)), weights_TK, **shape)
+            with contextlib.suppress(moecomm.CapacityExceeded):
+                comm.check()  # else the next dispatch would raise it
+            return out
 
         def wait(result: Any) -> Any:
             return result.wait() if async_op else result
@@ -36,16 +43,7 @@ def _compare(rank: int, world_size: int, some: list[Case], async_op: bool) -> li
             weights_TK = cases.tensor(case.topk_weights(rank))
             if weights_TK is not None:
                 weights_TK.requires_grad_()
-            out = comm.dispatch(
-                x_TH,
-                torch.from_numpy(case.ids(rank)),
-                weights_TK,
-                layout=case.layout,
-                alignment=case.alignment,
-                capacity=case.capacity,
-            )
-            with contextlib.suppress(moecomm.CapacityExceeded):
-                comm.check()  # else the next dispatch would raise it
+            out = dispatch(case, x_TH, weights_TK)
             grad_rows_PH = cases.tensor(case.rows(rank, len(out.tokens)), case.torch_dtype)
             loss = (out.tokens * grad_rows_PH).sum()
             grad_weights = None
@@ -61,15 +59,7 @@ def _compare(rank: int, world_size: int, some: list[Case], async_op: bool) -> li
             again_PH.backward(grad_rows_PH)
             real = out.offsets[-1]
             end = int(real) if len(out.tokens) else 0
-            new = comm.dispatch(
-                other_TH.detach(),
-                torch.from_numpy(case.ids(rank)),
-                layout=case.layout,
-                alignment=case.alignment,
-                capacity=case.capacity,
-            )
-            with contextlib.suppress(moecomm.CapacityExceeded):
-                comm.check()
+            new = dispatch(case, other_TH.detach())
             plain_TH, none = wait(comm.dispatch_backward(grad_rows_PH, out.handle, async_op=async_op))
             checks = {
                 "gradient of x": _same(by_hand[0], x_TH.grad),
@@ -79,26 +69,23 @@ def _compare(rank: int, world_size: int, some: list[Case], async_op: bool) -> li
                 "gradient of rows again": _same(other_TH.grad, x_TH.grad),
                 "no gradient by hand": not by_hand[0].requires_grad,
             }
-            wrong.append([name for name, good in checks.items() if not good])
-    return wrong
+            assert all(checks.values()), (case, checks)
 
 
 @pytest.mark.parametrize(
     ("dtype", "size", "async_op"),
     [("bfloat16", 1, False), ("float32", 2, True), ("bfloat16", 3, True), ("float32", 3, False)],
 )
-def test_against_autograd(pool: Pools, size: int, dtype: str, async_op: bool, seed: int) -> None:
-    some = cases.layouts_alignments_and_capacities(size, dtype, seed)
-    for wrong in pool(size)(_compare, some, async_op):
-        assert wrong == [[]] * len(some)
+@on_ranks("size")
+def test_against_autograd(rank: int, world_size: int, dtype: str, async_op: bool, seed: int) -> None:
+    _check(rank, cases.layouts_alignments_and_capacities(world_size, dtype, seed), async_op)
 
 
 @needs_fabric
-def test_between_nodes(pool: Pools, seed: int) -> None:
+@on_ranks(4)
+def test_between_nodes(rank: int, world_size: int, seed: int) -> None:
     some = cases.layouts_alignments_and_capacities(4, "float32", seed)
-    some = [replace(case, ranks_per_node=2) for case in some]
-    for wrong in pool(4)(_compare, some, False):
-        assert wrong == [[]] * len(some)
+    _check(rank, [replace(case, ranks_per_node=2) for case in some], False)
 
 
 @on_ranks(2)
@@ -112,10 +99,10 @@ def test_no_new_plan(rank: int, world_size: int, seed: int) -> None:
     assert stats["plans_made"] == 1 and stats["dispatch_calls"] == 4
 
 
-def _mistakes(rank: int, world_size: int) -> list[str]:
+@on_ranks(2)
+def test_mistakes_are_told_to_all(rank: int, world_size: int) -> None:
     """Rank 0 makes each of them, the other does it right; all raise, and the communicator goes on."""
     case = Case(tokens=(5, 6), num_experts=4, hidden=8, top_k=2)
-    texts = []
     with (
         moecomm.Communicator(**case.communicator) as comm,
         moecomm.Communicator(**case.communicator) as other,
@@ -123,41 +110,20 @@ def _mistakes(rank: int, world_size: int) -> list[str]:
         out, foreign = cases.dispatch(comm, case, rank), cases.dispatch(other, case, rank)
         x_TH, rows_PH = torch.zeros(out.handle.num_tokens, 8), torch.zeros_like(out.tokens)
         weights_P = torch.zeros(len(rows_PH))
-        calls: list[tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]] = [
-            (comm.redispatch, {"x_TH": x_TH, "handle": out.handle}, {"x_TH": torch.zeros(4, 8)}),
-            (comm.redispatch, {"x_TH": x_TH, "handle": out.handle}, {"x_TH": x_TH.double()}),
-            (comm.redispatch, {"x_TH": x_TH, "handle": out.handle}, {"handle": foreign.handle}),
-            (comm.dispatch_backward, {"grad_rows_PH": rows_PH, "handle": out.handle}, {"handle": "no"}),
-            (
-                comm.dispatch_backward,
-                {"grad_rows_PH": rows_PH, "handle": out.handle},
-                {"grad_rows_PH": rows_PH[:-1]},
-            ),
-            (
-                comm.dispatch_backward,
-                {"grad_rows_PH": rows_PH, "handle": out.handle, "grad_weights": weights_P},
+        again = partial(comm.redispatch, x_TH=x_TH, handle=out.handle)
+        backward = partial(comm.dispatch_backward, grad_rows_PH=rows_PH, handle=out.handle)
+        calls: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+            "x has shape (4, 8), expected (5, hidden = 8)": (again, {"x_TH": torch.zeros(4, 8)}),
+            "x is torch.float64, expected the communicator's dtype": (again, {"x_TH": x_TH.double()}),
+            "handle belongs to another communicator": (again, {"handle": foreign.handle}),
+            "handle is str, expected the handle of a dispatch": (backward, {"handle": "no"}),
+            "grad_rows has shape": (backward, {"grad_rows_PH": rows_PH[:-1]}),
+            "grad_weights has shape": (
+                partial(backward, grad_weights=weights_P),
                 {"grad_weights": weights_P[:-1]},
             ),
-        ]
-        for call, right, wrong in calls:
-            try:
-                call(**{**right, **(wrong if rank == 0 else {})})
-                texts.append("")
-            except moecomm.InvalidArgument as error:
-                texts.append(str(error))
-            call(**right)
-    return texts
-
-
-def test_mistakes_are_told_to_all(pool: Pools) -> None:
-    first, second = pool(2)(_mistakes)
-    expected = [
-        "x has shape (4, 8), expected (5, hidden = 8)",
-        "x is torch.float64, expected the communicator's dtype torch.float32",
-        "handle belongs to another communicator",
-        "handle is str, expected the handle of a dispatch",
-        "grad_rows has shape",
-        "grad_weights has shape",
-    ]
-    for text, here, there in zip(expected, first, second, strict=True):
-        assert here.startswith(text) and there.startswith(f"rank 0: {text}")
+        }
+        for text, (call, wrong) in calls.items():
+            given = wrong if rank == 0 else {}
+            refused(partial(call, **given), begins=text if rank == 0 else f"rank 0: {text}")
+            call()

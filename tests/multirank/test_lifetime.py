@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ import moecomm
 from tests import cases, oracle, ranks
 from tests.cases import Case
 from tests.multirank.conftest import Pools
-from tests.multirank.harness import RankPool, no_shared_memory_left
+from tests.multirank.harness import no_shared_memory_left
 from tests.multirank.on_ranks import on_ranks
 
 CASE = Case(tokens=(6, 4), num_experts=4, hidden=1024, top_k=2)
@@ -38,24 +39,15 @@ def _mapped_files() -> dict[str, str]:
     return {fields[4]: fields[5].strip() for fields in lines}
 
 
-def _mapped_windows() -> int:
-    return len(_mapped_files())
-
-
-def _paths(rank: int, world_size: int) -> list[str]:
-    """Returns the paths of the windows that an open communicator has mapped."""
+@on_ranks(2)
+def test_windows_have_no_name_once_the_communicator_stands(rank: int, world_size: int) -> None:
     gc.collect()  # a rank that lives on may still have windows of a test before this one
     before = _mapped_files()
     dist.barrier()
     with moecomm.Communicator(**CASE.communicator):
         dist.barrier()
-        return [path for inode, path in _mapped_files().items() if inode not in before]
-
-
-def test_windows_have_no_name_once_the_communicator_stands(pool: Pools) -> None:
-    with no_shared_memory_left():
-        for paths in pool(2)(_paths):
-            assert len(paths) == 2 and all(path.endswith(" (deleted)") for path in paths), paths
+        paths = [path for inode, path in _mapped_files().items() if inode not in before]
+        assert len(paths) == 2 and all(path.endswith(" (deleted)") for path in paths), paths
 
 
 def held() -> dict[str, int]:
@@ -64,7 +56,7 @@ def held() -> dict[str, int]:
     gc.collect()
     found = {"files": len(os.listdir("/proc/self/fd")), "threads": len(os.listdir("/proc/self/task"))}
     if ranks.on_cpu():
-        return {**found, "windows": _mapped_windows()}
+        return {**found, "windows": len(_mapped_files())}
     free = free_bytes()
     return found if ranks.shares_its_gpus() else {**found, "bytes": -free}
 
@@ -134,32 +126,28 @@ def test_nothing_leaks(pool: Pools, most_ranks: int, how: str) -> None:
         oracle.assert_none(pool(most_ranks)(_come_and_go, case, how, turns))
 
 
-def _memory(rank: int, world_size: int, case: Case) -> tuple[int, int, int]:
-    """Returns the bytes that a communicator took, those still taken after it, and those planned."""
+@on_ranks("most_ranks")
+def test_memory_comes_and_goes_as_planned(rank: int, world_size: int) -> None:
+    on_cpu = ranks.on_cpu()
+    hidden = 1024 if on_cpu else 4096
+    case = replace(CASE, tokens=(4096,) * world_size, num_experts=12, hidden=hidden)
     with ranks.communicator(**case.communicator):  # the driver's first
         pass
-    free = [free_bytes()]
+    before = free_bytes()
     comm = ranks.communicator(**case.communicator)
-    free.append(free_bytes())
+    taken = before - free_bytes()
     shape = {name: getattr(comm, name) for name in ("num_experts", "hidden", "top_k", "max_tokens", "dtype")}
     plan = moecomm.Communicator.memory_plan(ranks=world_size, device=ranks.device().type, **shape)
     assert plan == comm.memory
     comm.close()
     del comm
-    free.append(free_bytes())
-    return free[0] - free[1], free[0] - free[2], plan.committed_bytes
-
-
-def test_memory_comes_and_goes_as_planned(pool: Pools, most_ranks: int) -> None:
-    on_cpu = pool(most_ranks).on_cpu
-    case = replace(CASE, tokens=(4096,) * most_ranks, num_experts=12, hidden=1024 if on_cpu else 4096)
-    for taken, left, planned in pool(most_ranks)(_memory, case):
-        planned *= most_ranks if on_cpu else 1  # all windows are in one /dev/shm
-        # Other jobs may use /dev/shm meanwhile, in far smaller amounts than this one's.
-        slack = planned / 4 if on_cpu else ALLOWED["bytes"]
-        assert planned > ALLOWED["bytes"]
-        assert abs(taken - planned) < slack, f"took {taken} bytes, planned {planned}"
-        assert abs(left) < slack, f"{left} bytes are still taken"
+    left = before - free_bytes()
+    planned = plan.committed_bytes * (world_size if on_cpu else 1)  # all windows are in one /dev/shm
+    # Other jobs may use /dev/shm meanwhile, in far smaller amounts than this one's.
+    slack = planned / 4 if on_cpu else ALLOWED["bytes"]
+    assert planned > ALLOWED["bytes"]
+    assert abs(taken - planned) < slack, f"took {taken} bytes, planned {planned}"
+    assert abs(left) < slack, f"{left} bytes are still taken"
 
 
 @on_ranks(2)
@@ -200,7 +188,7 @@ def test_the_graph_keeps_a_communicator_alive(rank: int, world_size: int) -> Non
     y_TH.sum().backward()
     del y_TH
     gc.collect()
-    assert _mapped_windows() == 0 or not ranks.on_cpu()
+    assert len(_mapped_files()) == 0 or not ranks.on_cpu()
     assert bool((x_TH.grad == 3 * CASE.top_k).all())
 
 
@@ -238,9 +226,7 @@ def test_threads(rank: int, world_size: int) -> None:
     def work(comm: Any) -> None:
         known = oracle.Oracle(CASE, rank, comm.device)
         for _ in range(20):
-            out = known.dispatch(comm)
-            known.check_dispatch(out)
-            known.check_combine("combine", comm.combine(known.answer(out.tokens), out.handle))
+            known.check_step(comm)
         problems.extend(known.problems or ["done"])
 
     threads = [threading.Thread(target=work, args=(comm,)) for comm in comms]
@@ -329,15 +315,15 @@ def test_a_forked_child_has_nothing_of_the_windows(rank: int, world_size: int) -
     return problems + ([] if status == 0 else [f"the child ended with {status}"])
 
 
-def _ends_without_close(rank: int, world_size: int) -> int:
+def _ends_without_close(rank: int, world_size: int) -> None:
     globals()["_kept"] = moecomm.Communicator(**CASE.communicator)
     oracle.play(globals()["_kept"], CASE, rank)
-    return _mapped_windows()
+    assert len(_mapped_files()) == 2
 
 
-def test_processes_may_end_without_close() -> None:
-    with no_shared_memory_left(), RankPool(2) as own:
-        assert own(_ends_without_close) == [2, 2]
+def test_processes_may_end_without_close(fresh_ranks: Callable[..., list[Any]]) -> None:
+    with no_shared_memory_left():
+        fresh_ranks(2, _ends_without_close)
 
 
 WHOLE_PROGRAM = """
