@@ -10,9 +10,9 @@ import torch
 
 from tests.gpu import harness
 from tests.gpu.harness import GpuPool
-from tests.multirank.conftest import MOST_RANKS, Pools, kept_pools
+from tests.multirank.conftest import MOST_RANKS, Pools, kept_pools, ranks_or_alone
 
-__all__ = ["Pools"]
+__all__ = ["Pools", "ranks_or_alone"]
 
 # A rank that is kept holds some 0.7 GiB of its GPU, so eight workers together some 40.
 _KEPT_A_GPU = 7

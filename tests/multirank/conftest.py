@@ -74,3 +74,9 @@ def most_ranks() -> int:
 def widest() -> str:
     """The widest dtype that rows can have; on GPUs float32."""
     return "float64"
+
+
+@pytest.fixture(params=["ranks", "alone"])
+def ranks_or_alone(request: pytest.FixtureRequest, most_ranks: int) -> int:
+    """Ranks of the tests of as many as there are, and of one."""
+    return most_ranks if request.param == "ranks" else 1

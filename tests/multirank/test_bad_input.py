@@ -19,13 +19,13 @@ import torch.distributed as dist
 
 from tests import cases, oracle, ranks
 from tests.cases import Case
-from tests.multirank.catching import Caught, catch
-from tests.multirank.conftest import Pools
+from tests.multirank.catching import Caught, catch, refused, require
 from tests.multirank.on_ranks import on_ranks
-from tests.oracle import Oracle, settled_error
+from tests.oracle import Oracle, opened, settled_error
 
 MAX_TOKENS = 6
 Arguments = dict[str, Any]
+Call = Callable[[], Any]
 Told = tuple[Caught | None, Caught | None]
 """What a call raised, and then check()."""
 
@@ -49,7 +49,7 @@ def arguments_of(known: Oracle) -> Arguments:
     }
 
 
-def told(call: Callable[[], Any], comm: Any) -> Told:
+def told(call: Call, comm: Any) -> Told:
     called = catch(call)
     dist.barrier()
     return called, settled_error(comm)
@@ -125,53 +125,40 @@ def _guilty(step: int, size: int) -> Sequence[int]:
     return range(size) if step % 2 else [step // 2 % size]
 
 
-def _bad_dispatches(rank: int, world_size: int, case: Case, names: list[str]) -> tuple[list[Told], list[str]]:
-    """After each bad call the communicator must work, bit for bit."""
-    played = []
-    with communicator(case) as comm:
-        known = Oracle(case, rank, comm.device)
-        for step, name in enumerate(names):
-            arguments = arguments_of(known)
-            if rank in _guilty(step, world_size):
-                BAD[name][0](arguments)
-            played.append(told(lambda kept=arguments: comm.dispatch(**kept), comm))
-            known.check_dispatch(known.dispatch(comm))
-        return played, known.problems + oracle.play(comm, case, rank)
-
-
 @pytest.mark.parametrize("fixed", [False, True], ids=["dropless", "fixed"])
-@pytest.mark.parametrize("alone", [False, True], ids=["ranks", "alone"])
-def test_dispatch_arguments(pool: Pools, most_ranks: int, alone: bool, fixed: bool, seed: int) -> None:
-    size = 1 if alone else most_ranks
-    on_cpu = pool(size).on_cpu
-    unfit = "on the CPU" if on_cpu else "nothing"
+@on_ranks("ranks_or_alone")
+def test_dispatch_arguments(rank: int, world_size: int, fixed: bool, seed: int) -> list[str]:
+    """After each bad call the communicator must work, bit for bit."""
+    unfit, on_cpu = "on the CPU" if ranks.on_cpu() else "nothing", ranks.on_cpu()
     names = [name for name in BAD if unfit not in name and not (fixed and "capacity" in name)]
-    names = [name for name in names for _ in range(2)]
-    case = small(size, seed, slack=3 if fixed else None)
-    results = pool(size)(_bad_dispatches, case, names)
-    oracle.assert_none([problems for _, problems in results])
-    for step, name in enumerate(names):
-        guilty = _guilty(step, size)
-        words, type_name = BAD[name][1], "InvalidRouting" if name in ROUTING else "InvalidArgument"
-        for rank, (played, _) in enumerate(results):
-            called, later = played[step]
-            text = f"{name} on ranks {list(guilty)}: rank {rank} raised {called}, then {later}"
+    case = small(world_size, seed, slack=3 if fixed else None)
+    with opened(case, rank, max_tokens=MAX_TOKENS) as (comm, known):
+        for step, name in enumerate(name for name in names for _ in range(2)):
+            arguments, guilty = arguments_of(known), _guilty(step, world_size)
+            change, words = BAD[name]
+            if rank in guilty:
+                change(arguments)
+            called, later = told(lambda kept=arguments: comm.dispatch(**kept), comm)
+            text = f"{name} on ranks {list(guilty)}: raised {called}, then {later}"
             error = called or later
             assert error is not None, text
-            assert error.name == type_name and "MoecommError" in error.bases, text
+            assert error.name == ("InvalidRouting" if name in ROUTING else "InvalidArgument"), text
+            assert "MoecommError" in error.bases, text
             if on_cpu or not fixed or (rank in guilty and name not in DEVICE):
                 assert called is not None, f"expected from the call: {text}"
             if on_cpu or rank in guilty:
                 assert all(word in error.text for word in words), text
             if rank not in guilty and (on_cpu or name not in DEVICE):
                 assert f"rank {guilty[0]}" in error.text, f"which rank? {text}"
+            known.check_dispatch(known.dispatch(comm))
+        return known.problems + oracle.play(comm, case, rank)
 
 
-def _wild_ids(rank: int, world_size: int, case: Case) -> list[str]:
+@on_ranks("ranks_or_alone")
+def test_wild_ids_change_no_memory(rank: int, world_size: int, seed: int) -> list[str]:
     """Ids of all bit patterns: no memory but the output's own may change."""
-    problems = []
-    with communicator(case) as comm:
-        known = Oracle(case, rank, comm.device)
+    case = small(world_size, seed)
+    with opened(case, rank, max_tokens=MAX_TOKENS) as (comm, known):
         gen = cases.generator(comm.device, case.seed, 21, rank)
         guards = [torch.full((1 << 16,), 0x5A, dtype=torch.uint8, device=comm.device) for _ in range(64)]
         for step in range(12):
@@ -180,25 +167,16 @@ def _wild_ids(rank: int, world_size: int, case: Case) -> list[str]:
             wild = torch.randint(-(2**62), 2**62, shape, generator=gen, device=comm.device)
             arguments["topk_idx_TK"] = wild if step % 2 else wild.int()
             called, later = told(lambda kept=arguments: comm.dispatch(**kept), comm)
-            error = called or later
-            if error is None or error.name != "InvalidRouting":
-                problems.append(f"rank {rank}, step {step}: {error}")
-        problems += [f"rank {rank}: a guard changed" for guard in guards if not bool((guard == 0x5A).all())]
-        return problems + oracle.play(comm, case, rank)
-
-
-@pytest.mark.parametrize("alone", [False, True], ids=["ranks", "alone"])
-def test_wild_ids_change_no_memory(pool: Pools, most_ranks: int, alone: bool, seed: int) -> None:
-    size = 1 if alone else most_ranks
-    oracle.assert_none(pool(size)(_wild_ids, small(size, seed)))
+            require(called or later, name="InvalidRouting")
+        assert all(bool((guard == 0x5A).all()) for guard in guards), "a guard changed"
+        return oracle.play(comm, case, rank)
 
 
 @on_ranks("most_ranks")
 def test_non_contiguous_input_works(rank: int, world_size: int) -> list[str]:
     """Inputs that are not contiguous."""
     case = small(world_size)
-    with communicator(case) as comm:
-        known = Oracle(case, rank, comm.device)
+    with opened(case, rank, max_tokens=MAX_TOKENS) as (comm, known):
         x_TH, ids_TK, weights_TK, _ = arguments_of(known).values()
         x_TH = x_TH.t().contiguous().t()
         ids_TK, weights_TK = (torch.stack([each, each], 2)[:, :, 1] for each in (ids_TK, weights_TK))
@@ -213,132 +191,80 @@ def test_non_contiguous_input_works(rank: int, world_size: int) -> list[str]:
 
 # -- combine -------------------------------------------------------------------------------------------------
 
-COMBINE_WORDS = {
-    "handle of another communicator": ["handle", "another communicator"],
-    "handle of nothing": ["handle is NoneType"],
-    "rows too few": ["rows has shape", "expected ("],
-    "rows too narrow": ["rows has shape", "64"],
-    "rows of another dtype": ["rows is torch.float16", "torch.float32"],
-    "rows on meta": ["rows is on meta"],
-    "weights of two dimensions": ["weights has shape", "(P,)"],
-    "weights of another dtype": ["weights is torch.float64", "torch.float32"],
-}
 
-
-def _bad_combines(rank: int, world_size: int, case: Case) -> tuple[dict[str, Told], list[str]]:
-    """The last rank makes each mistake."""
-    with communicator(case) as comm, communicator(case) as other:
-        known = Oracle(case, rank, comm.device)
+@on_ranks("ranks_or_alone")
+def test_combine_arguments(rank: int, world_size: int, seed: int) -> list[str]:
+    """The last rank makes each mistake. On GPUs it hears of it from the call, the others from check()."""
+    case, last = small(world_size, seed), world_size - 1
+    with opened(case, rank, max_tokens=MAX_TOKENS) as (comm, known), communicator(case) as other:
         out, foreign = known.dispatch(comm), known.dispatch(other)
-        rows_PH, weights_P = known.answer(out.tokens), out.weights
-        bad: dict[str, tuple[Any, Any, Any]] = {
-            "handle of another communicator": (rows_PH, foreign.handle, None),
-            "handle of nothing": (rows_PH, None, None),
-            "rows too few": (rows_PH[:-1], out.handle, None),
-            "rows too narrow": (rows_PH[:, :4], out.handle, None),
-            "rows of another dtype": (rows_PH.half(), out.handle, None),
-            "rows on meta": (rows_PH.to("meta"), out.handle, None),
-            "weights of two dimensions": (rows_PH, out.handle, weights_P.view(-1, 1)),
-            "weights of another dtype": (rows_PH, out.handle, weights_P.double()),
-        }
-        caught = {}
-        for name, (rows, handle, weights) in bad.items():
-            if rank != world_size - 1:
-                rows, handle, weights = rows_PH, out.handle, None
-            caught[name] = told(lambda r=rows, h=handle, w=weights: comm.combine(r, h, weights=w), comm)
-            known.check_combine("combine", comm.combine(rows_PH, out.handle))
-        return caught, known.problems + oracle.play(comm, case, rank)
-
-
-@pytest.mark.parametrize("alone", [False, True], ids=["ranks", "alone"])
-def test_combine_arguments(pool: Pools, most_ranks: int, alone: bool, seed: int) -> None:
-    """On GPUs the guilty rank hears of it from the call, the others from check()."""
-    size = 1 if alone else most_ranks
-    results = pool(size)(_bad_combines, small(size, seed))
-    oracle.assert_none([problems for _, problems in results])
-    for name, words in COMBINE_WORDS.items():
-        for rank, (caught, _) in enumerate(results):
-            called, later = caught[name]
-            text = f"{name}: rank {rank} raised {called}, then {later}"
-            error = called or later
-            assert error is not None and error.name == "InvalidArgument", text
-            if rank == size - 1 or pool(size).on_cpu:
-                assert called is not None and all(word in error.text for word in words), text
-            if rank != size - 1:
-                assert f"rank {size - 1}" in error.text, text
+        rows_PH, weights_P, handle = known.answer(out.tokens), out.weights, out.handle
+        bad: list[tuple[tuple[Any, Any, Any], list[str]]] = [
+            ((rows_PH, foreign.handle, None), ["handle", "another communicator"]),
+            ((rows_PH, None, None), ["handle is NoneType"]),
+            ((rows_PH[:-1], handle, None), ["rows has shape", "expected ("]),
+            ((rows_PH[:, :4], handle, None), ["rows has shape", "64"]),
+            ((rows_PH.half(), handle, None), ["rows is torch.float16", "torch.float32"]),
+            ((rows_PH.to("meta"), handle, None), ["rows is on meta"]),
+            ((rows_PH, handle, weights_P.view(-1, 1)), ["weights has shape", "(P,)"]),
+            ((rows_PH, handle, weights_P.double()), ["weights is torch.float64", "torch.float32"]),
+        ]
+        for given, words in bad:
+            rows, of, weights = given if rank == last else (rows_PH, handle, None)
+            called, later = told(lambda r=rows, h=of, w=weights: comm.combine(r, h, weights=w), comm)
+            if rank == last or ranks.on_cpu():
+                require(called, *words)
+            require(called or later, *([] if rank == last else [f"rank {last}"]))
+            known.check_combine("combine", comm.combine(rows_PH, handle))
+        return known.problems + oracle.play(comm, case, rank)
 
 
 # -- ranks that disagree -------------------------------------------------------------------------------------
 
 
-def _different_calls(rank: int, world_size: int, case: Case) -> tuple[dict[str, Caught | None], list[str]]:
-    with communicator(case) as comm:
-        known = Oracle(case, rank, comm.device)
-        odd = rank == world_size - 1
-        plain = arguments_of(known)
-        out, second = (
-            comm.dispatch(**plain),
-            comm.dispatch(**plain | {"topk_idx_TK": known.own.ids_TK.flip(0)}),
-        )
-        changes: dict[str, tuple[Arguments, Arguments]] = {
-            "layout": ({"layout": "rank"}, {}),
-            "alignment": ({"alignment": 4}, {"alignment": 1}),
-            "capacity": ({"capacity": 64}, {}),
-            "capacity value": ({"capacity": 64}, {"capacity": 65}),
-            "weights": ({"topk_weights_TK": None}, {}),
-            "layer": ({"_layer": SimpleNamespace(_caller=7)}, {"_layer": SimpleNamespace(_caller=3)}),
-        }
-        calls: dict[str, Callable[[], Any]] = {
-            name: lambda changed=changed: comm.dispatch(**{**plain, **changed[0 if odd else 1]})
-            for name, changed in changes.items()
-        }
-
-        def combine(of: Any, **options: Any) -> Any:
-            return comm.combine(of.tokens, of.handle, **options)
-
-        calls["operation"] = lambda: combine(out) if odd else comm.dispatch(**plain)
-        calls["operation, the other way"] = lambda: comm.dispatch(**plain) if odd else combine(out)
-        calls["weights of combine"] = lambda: combine(out, weights=out.weights if odd else None)
-        if ranks.on_cpu():
-            calls["handle"] = lambda: combine(second if odd else out)
-        caught = {}
-        for name, call in calls.items():
-            called, later = told(call, comm)
-            caught[name] = called or later
-            known.check_dispatch(known.dispatch(comm))
-        return caught, known.problems + oracle.play(comm, case, rank)
-
-
 @pytest.mark.parametrize("size", [2, 3])
-def test_calls_that_differ_between_ranks(pool: Pools, size: int, seed: int) -> None:
-    results = pool(size)(_different_calls, small(size, seed))
-    oracle.assert_none([problems for _, problems in results])
-    words = {
-        "layout": ["layout"],
-        "alignment": ["alignment", "1", "4"],
-        "capacity": ["capacity", "64"],
-        "capacity value": ["capacity", "64", "65"],
-        "weights": ["weights"],
-        "layer": ["layer that calls", "3", "7"],
-        "operation": ["combine", "dispatch"],
-        "operation, the other way": ["combine", "dispatch"],
-        "handle": ["handle"],
-    }
-    who = f"rank {size - 1}" if pool(size).on_cpu else "rank"
-    for caught, _ in results:
+@on_ranks("size")
+def test_calls_that_differ_between_ranks(rank: int, world_size: int, seed: int) -> list[str]:
+    case, odd = small(world_size, seed), rank == world_size - 1
+    with opened(case, rank, max_tokens=MAX_TOKENS) as (comm, known):
+        plain = arguments_of(known)
+        other_ids = {"topk_idx_TK": known.own.ids_TK.flip(0)}
+        out, second = comm.dispatch(**plain), comm.dispatch(**plain | other_ids)
+
+        def dispatch(of_odd: Arguments, of_others: Arguments | None = None) -> Call:
+            return lambda: comm.dispatch(**plain | (of_odd if odd else of_others or {}))
+
+        def combine(of: Any, **options: Any) -> Call:
+            return lambda: comm.combine(of.tokens, of.handle, **options)
+
+        layers = ({"_layer": SimpleNamespace(_caller=number)} for number in (7, 3))
+        calls: list[tuple[Call, list[str]]] = [
+            (dispatch({"layout": "rank"}), ["layout"]),
+            (dispatch({"alignment": 4}, {"alignment": 1}), ["alignment", "1", "4"]),
+            (dispatch({"capacity": 64}), ["capacity", "64"]),
+            (dispatch({"capacity": 64}, {"capacity": 65}), ["capacity", "64", "65"]),
+            (dispatch({"topk_weights_TK": None}), ["weights"]),
+            (dispatch(*layers), ["layer that calls", "3", "7"]),
+            (combine(out) if odd else dispatch({}), ["combine", "dispatch"]),
+            (dispatch({}) if odd else combine(out), ["combine", "dispatch"]),
+        ]
+        if ranks.on_cpu():
+            calls.append((combine(second if odd else out), ["handle"]))
+        who = f"rank {world_size - 1}" if ranks.on_cpu() else "rank"
+        for call, words in calls:
+            called, later = told(call, comm)
+            require(called or later, *words, who, name="MismatchedArguments")
+            known.check_dispatch(known.dispatch(comm))
         # Weights are an owner's own affair: each rank may use them or not.
-        assert caught.pop("weights of combine") is None
-        assert len(caught) == (9 if pool(size).on_cpu else 8)
-        for name, error in caught.items():
-            assert error is not None and error.name == "MismatchedArguments", f"{name}: {error}"
-            assert all(word in error.text for word in [*words[name], who]), f"{name}: {error.text!r}"
+        assert told(combine(out, weights=out.weights if odd else None), comm) == (None, None)
+        return known.problems + oracle.play(comm, case, rank)
 
 
 # -- closed communicators, inputs in the window --------------------------------------------------------------
 
 
 @on_ranks("most_ranks")
-def test_use_after_close(rank: int, world_size: int) -> None:
+def test_use_after_close(rank: int, world_size: int) -> list[str]:
     case = small(world_size)
     comm = communicator(case)
     known = Oracle(case, rank, comm.device)
@@ -348,47 +274,43 @@ def test_use_after_close(rank: int, world_size: int) -> None:
     dist.barrier()
     comm.close()
     comm.close()
-    calls: dict[str, Callable[[], Any]] = {
-        "dispatch": lambda: known.dispatch(comm),
-        "combine": lambda: comm.combine(out.tokens, out.handle),
-        "async": lambda: known.dispatch(comm, async_op=True),
-        "check": comm.check,
-        "stats": comm.stats,
-        "empty_input": lambda: comm.empty_input(1),
-        "backward": lambda: pending.tokens.sum().backward(),
-    }
-    caught = {name: catch(call) for name, call in calls.items()}
+    calls: list[Call] = [
+        lambda: known.dispatch(comm),
+        lambda: comm.combine(out.tokens, out.handle),
+        lambda: known.dispatch(comm, async_op=True),
+        comm.check,
+        comm.stats,
+        lambda: comm.empty_input(1),
+        lambda: pending.tokens.sum().backward(),
+    ]
+    for call in calls:
+        refused(call, "closed", name="CommunicatorClosed")
     known.check_dispatch(out)  # outputs are ordinary memory and outlive the communicator
-    assert known.problems == []
-    for name, error in caught.items():
-        assert error is not None and error.name == "CommunicatorClosed", f"{name}: {error}"
-        assert "closed" in error.text
+    return known.problems
 
 
 @on_ranks(3)
 def test_empty_input_arguments(rank: int, world_size: int) -> None:
     with communicator(small(world_size)) as comm:
         kept = [comm.empty_input(2), comm.empty_input(3)]
-        caught = {
-            "too long": catch(lambda: comm.empty_input(MAX_TOKENS + 1)),
-            "negative": catch(lambda: comm.empty_input(-1)),
-            "a third": catch(lambda: comm.empty_input(1)),
-        }
+        refused(lambda: comm.empty_input(MAX_TOKENS + 1), "7")
+        refused(lambda: comm.empty_input(-1), "-1")
+        refused(lambda: comm.empty_input(1), "empty_input", name="OutOfMemory")
         assert [tuple(each.shape) for each in kept] == [(2, 64), (3, 64)]
         del kept
         comm.empty_input(1)
-    assert caught["too long"].name == "InvalidArgument" and "7" in caught["too long"].text
-    assert caught["negative"].name == "InvalidArgument" and "-1" in caught["negative"].text
-    assert caught["a third"].name == "OutOfMemory" and "empty_input" in caught["a third"].text
 
 
 # -- too small a capacity ------------------------------------------------------------------------------------
 
 
-def _overflows(rank: int, world_size: int, case: Case) -> tuple[list[Caught | None], list[str]]:
+@pytest.mark.parametrize("layout", ["expert", "rank"])
+@on_ranks("ranks_or_alone")
+def test_too_small_a_capacity(rank: int, world_size: int, layout: str, seed: int) -> list[str]:
     """CapacityExceeded from check(), or where nobody checked from a later dispatch; once, on all ranks."""
-    with communicator(case) as comm:
-        known = Oracle(case, rank, comm.device)
+    case = small(world_size, seed, slack=-3, layout=layout)
+    needed = max(case.needed())
+    with opened(case, rank, max_tokens=MAX_TOKENS) as (comm, known):
         known.check_dispatch(known.dispatch(comm))
         dist.barrier()
         found = [settled_error(comm), settled_error(comm)]
@@ -397,29 +319,20 @@ def _overflows(rank: int, world_size: int, case: Case) -> tuple[list[Caught | No
             known.check_dispatch(known.dispatch(comm))
         roomy = Oracle(replace(case, slack=None), rank, comm.device)
         found += [catch(lambda: roomy.dispatch(comm)) for _ in range(2)]
-        return found, known.problems + oracle.play(comm, roomy.job, rank)
-
-
-@pytest.mark.parametrize("layout", ["expert", "rank"])
-@pytest.mark.parametrize("alone", [False, True], ids=["ranks", "alone"])
-def test_too_small_a_capacity(pool: Pools, most_ranks: int, alone: bool, layout: str, seed: int) -> None:
-    size = 1 if alone else most_ranks
-    case = small(size, seed, slack=-3, layout=layout)
-    needed = max(case.needed())
-    results = pool(size)(_overflows, case)
-    oracle.assert_none([problems for _, problems in results])
-    for (check, again, dropless, after), _ in results:
-        for error in (check, dropless):
-            assert error is not None and error.name == "CapacityExceeded", error
+        for error in found[::2]:
+            require(error, str(needed), str(case.capacity), name="CapacityExceeded")
             assert (error.needed, error.capacity) == (needed, case.capacity), error
-            assert str(needed) in error.text and str(case.capacity) in error.text
-        assert again is None and after is None
+        assert found[1::2] == [None, None]
+        return known.problems + oracle.play(comm, roomy.job, rank)
 
 
-def _overflow_then_mistake(
-    rank: int, world_size: int, case: Case, mistake: str
-) -> tuple[Caught | None, list[str]]:
+@pytest.mark.parametrize("mistake", ["id too large", "x of another dtype", "alignment 0"])
+@on_ranks(3)
+def test_ranks_stay_in_step_when_an_overflow_and_a_mistake_meet(
+    rank: int, world_size: int, mistake: str
+) -> list[str]:
     """An overflow that nobody checked, then a dispatch that is wrong on rank 0 only."""
+    case = small(3, slack=-3)
     with ranks.communicator(**{**case.communicator, "max_tokens": MAX_TOKENS, "timeout": 5.0}) as comm:
         known = Oracle(replace(case, slack=None), rank, comm.device)
         cases.dispatch(comm, case, rank)
@@ -427,39 +340,28 @@ def _overflow_then_mistake(
         if rank == 0:
             BAD[mistake][0](arguments)
         caught = catch(lambda: comm.dispatch(**arguments))
+        assert caught is not None and "MoecommError" in caught.bases
         dist.barrier()
-        return caught, oracle.play(comm, known.job, rank)
+        return oracle.play(comm, known.job, rank)
 
 
-def _overflow_that_one_checks(
-    rank: int, world_size: int, case: Case, later: list[Case]
-) -> tuple[list[Caught | None], list[str]]:
-    """An overflow of which rank 0 alone asks `check()`, then dispatches of other rows each."""
-    with ranks.communicator(**{**case.communicator, "max_tokens": MAX_TOKENS, "timeout": 5.0}) as comm:
-        known = Oracle(case, rank, comm.device)
+@on_ranks(3)
+def test_ranks_stay_in_step_when_one_alone_checks_an_overflow(
+    rank: int, world_size: int, seed: int
+) -> list[str]:
+    """An overflow of which rank 0 alone asks `check()`, then dispatches of other rows each. On GPUs the
+    dispatch that raises has sent its rows, and the operation behind it says so."""
+    later = [small(3, seed + number, slack=None) for number in (1, 2)]
+    case = small(3, seed, slack=-3)
+    with opened(case, rank, max_tokens=MAX_TOKENS, timeout=5.0) as (comm, known):
         known.check_dispatch(known.dispatch(comm))
         dist.barrier()
-        found = [settled_error(comm) if rank == 0 else None]
-        first = Oracle(later[0], rank, comm.device)
-        found.append(catch(lambda: first.dispatch(comm)))
-        return found, [each for case in later for each in oracle.play(comm, case, rank)]
-
-
-def test_ranks_stay_in_step_when_one_alone_checks_an_overflow(pool: Pools, seed: int) -> None:
-    if not pool(3).on_cpu:
-        pytest.skip("on GPUs the dispatch that raises has sent its rows, and the operation behind it says so")
-    later = [small(3, seed + number, slack=None) for number in (1, 2)]
-    results = pool(3)(_overflow_that_one_checks, small(3, seed, slack=-3), later)
-    oracle.assert_none([problems for _, problems in results])
-    (checked, told), *others = (found for found, _ in results)
-    assert checked is not None and checked.name == "CapacityExceeded"
-    assert told is not None and told.name == "MismatchedArguments"
-    assert "call it on all ranks or on none" in told.text and str(checked.needed) in told.text
-    assert all(each is not None and each.name == "CapacityExceeded" for _, each in others)
-
-
-@pytest.mark.parametrize("mistake", ["id too large", "x of another dtype", "alignment 0"])
-def test_ranks_stay_in_step_when_an_overflow_and_a_mistake_meet(pool: Pools, mistake: str) -> None:
-    results = pool(3)(_overflow_then_mistake, small(3, slack=-3), mistake)
-    oracle.assert_none([problems for _, problems in results])
-    assert all(caught is not None and "MoecommError" in caught.bases for caught, _ in results)
+        checked = settled_error(comm) if rank == 0 else None
+        told = catch(lambda: Oracle(later[0], rank, comm.device).dispatch(comm))
+        if checked is None:
+            require(told, name="CapacityExceeded")
+        else:
+            require(checked, name="CapacityExceeded")
+            says = ("call it on all ranks or on none", str(checked.needed))
+            require(told, *says, name="MismatchedArguments")
+        return known.problems + [each for case in later for each in oracle.play(comm, case, rank)]
