@@ -51,6 +51,12 @@ class Case:
     id_seeds: tuple[int, ...] = ()
     """A seed for the ids of each rank, so that some ranks repeat earlier ids and others do not."""
 
+    @classmethod
+    def on(cls, size: int, tokens: int | tuple[int, ...], *, experts: int, **shape: Any) -> Any:
+        """A case of `size` ranks with so many tokens each, or the first of `tokens`, and so many experts."""
+        each = (tokens,) * size if isinstance(tokens, int) else tokens[:size]
+        return cls(tokens=each, num_experts=experts * size, **shape)
+
     @property
     def size(self) -> int:
         return len(self.tokens)

@@ -25,9 +25,7 @@ TIMEOUT_S = 240.0  # a sanitizer makes a kernel a hundred times slower
 
 
 def jobs(size: int) -> list[Job]:
-    base = Job(
-        tokens=(37, 0, 20, 9)[-size:], num_experts=4 * size, hidden=136, top_k=3, routing="holes", seed=7
-    )
+    base = Job.on(size, (9, 20, 0, 37), experts=4, hidden=136, top_k=3, routing="holes", seed=7)
     some = [
         base,
         replace(base, layout="rank", dtype="float32"),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -12,8 +13,9 @@ from tests.cases import Inputs
 from tests.gpu import harness
 from tests.gpu.conftest import Pools
 from tests.gpu.harness import Job
-from tests.multirank.catching import catch
-from tests.oracle import Oracle
+from tests.multirank.catching import refused
+from tests.multirank.on_ranks import on_ranks
+from tests.oracle import opened
 
 pytestmark = pytest.mark.usefixtures("cuda_only")
 
@@ -53,8 +55,7 @@ WAYS = {"interface": Interface, "dlpack": Capsule, "cupy": _cupy}
 
 def _play(rank: int, world_size: int, job: Job, way: str) -> list[str]:
     wrap = WAYS[way]
-    with harness.communicator(**job.communicator) as comm:
-        known = Oracle(job, rank, comm.device)
+    with opened(job, rank) as (comm, known):
         own = known.own
         out = known.dispatch(
             comm,
@@ -89,59 +90,40 @@ def test_in_and_out(pool: Pools, most_ranks: int, way: str, dtype: str, seed: in
     if way == "interface" and dtype == "bfloat16":
         pytest.skip("__cuda_array_interface__ has no bfloat16")
     size = min(2, most_ranks)
-    job = Job(
-        tokens=(30, 17)[:size],
-        num_experts=4 * size,
-        hidden=128,
-        top_k=3,
-        dtype=dtype,
-        wide_ids=dtype == "float32",
-        seed=seed,
+    job = Job.on(
+        size, (30, 17), experts=4, hidden=128, top_k=3, dtype=dtype, wide_ids=dtype == "float32", seed=seed
     )
     harness.assert_none(pool(size)(_play, job, way))
 
 
-def _cupy_stream(rank: int, world_size: int, job: Job) -> list[str]:
+@pytest.mark.skipif(find_spec("cupy") is None, reason="CuPy is not installed")
+@on_ranks("most_ranks")
+def test_a_stream_shared_with_cupy(rank: int, world_size: int, seed: int) -> list[str]:
     """Checks that work on CuPy's current stream comes first if it is torch's current stream too."""
     import cupy
 
-    with harness.communicator(**job.communicator) as comm:
-        known = Oracle(job, rank, comm.device)
+    tokens = (64,) * world_size
+    job = Job(tokens=tokens, num_experts=4 * world_size, hidden=256, top_k=2, dtype="float32", seed=seed)
+    with opened(job, rank) as (comm, known):
         stream = torch.cuda.Stream()
         torch.cuda.synchronize()
         with torch.cuda.stream(stream), cupy.cuda.ExternalStream(stream.cuda_stream):
             x = cupy.zeros(tuple(known.own.x_TH.shape), cupy.float32)
             torch.cuda._sleep(100_000_000)
             x += cupy.asarray(known.own.x_TH)
-            out = known.dispatch(
-                comm, Inputs(x_TH=x, ids_TK=known.own.ids_TK, weights_TK=known.own.weights_TK)
-            )
-            known.check_dispatch(out)
+            known.check_dispatch(known.dispatch(comm, replace(known.own, x_TH=x)))
         return known.problems
 
 
-def test_a_stream_shared_with_cupy(pool: Pools, most_ranks: int, seed: int) -> None:
-    pytest.importorskip("cupy")
-    size = min(2, most_ranks)
-    job = Job(tokens=(64,) * size, num_experts=4 * size, hidden=256, top_k=2, dtype="float32", seed=seed)
-    harness.assert_none(pool(size)(_cupy_stream, job))
-
-
-def _host_arrays(rank: int, world_size: int, job: Job) -> list[Any]:
+@on_ranks("most_ranks")
+def test_host_arrays_are_refused(rank: int, world_size: int, seed: int) -> list[str]:
     """numpy arrays are not on the GPU: refused by name, and not copied there in silence."""
-    with harness.communicator(**job.communicator) as comm:
-        known = Oracle(job, rank, comm.device)
+    with opened(Job.on(world_size, 8, experts=1, hidden=64, top_k=1, dtype="float32", seed=seed), rank) as (
+        comm,
+        known,
+    ):
         x = known.own.x_TH.cpu().numpy()
-        error = catch(lambda: comm.dispatch(x, known.own.ids_TK))
+        refused(lambda: comm.dispatch(x, known.own.ids_TK), "x is")
         harness.settled_error(comm)
         known.check_dispatch(known.dispatch(comm))
-        return [error, known.problems]
-
-
-def test_host_arrays_are_refused(pool: Pools, most_ranks: int, seed: int) -> None:
-    job = Job(
-        tokens=(8,) * most_ranks, num_experts=most_ranks, hidden=64, top_k=1, dtype="float32", seed=seed
-    )
-    for error, problems in pool(most_ranks)(_host_arrays, job):
-        assert error is not None and error.name == "InvalidArgument" and "x is" in error.text, error
-        assert problems == []
+        return known.problems

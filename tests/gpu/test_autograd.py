@@ -3,16 +3,9 @@ test_sizes.py."""
 
 from __future__ import annotations
 
-from tests.multirank.test_autograd import (
+from tests.multirank.test_autograd import (  # noqa: F401
     test_a_backward_twice,
     test_checkpointing_gives_the_same_bits_and_reuses_plans,
     test_finite_differences_across_ranks,
     test_what_needs_no_gradient_gets_none,
 )
-
-__all__ = [
-    "test_a_backward_twice",
-    "test_checkpointing_gives_the_same_bits_and_reuses_plans",
-    "test_finite_differences_across_ranks",
-    "test_what_needs_no_gradient_gets_none",
-]

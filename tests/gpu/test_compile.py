@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tests.gpu import harness
-from tests.gpu.conftest import Pools
 from tests.gpu.harness import Job
+from tests.multirank.on_ranks import on_ranks
 from tests.multirank.test_compile import DTYPES, FIXED, train_layer
 from tests.oracle import Oracle
 
@@ -19,9 +19,18 @@ TOLERANCE = 3e-2
 """Of Inductor's results, relative to a value and to the largest one: a few roundings to bfloat16."""
 
 
-def _compiled(rank: int, world_size: int, job: Job, backend: str) -> list[str]:
+NO_COMPILER = not (shutil.which("gcc") or shutil.which("cc") or shutil.which("clang"))
+INDUCTOR = pytest.param(
+    "inductor", marks=pytest.mark.skipif(NO_COMPILER, reason="inductor needs a C compiler")
+)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", INDUCTOR])
+@pytest.mark.parametrize("size", [1, 2])
+@on_ranks("size")
+def test_no_graph_break_and_equal_results(rank: int, world_size: int, backend: str, seed: int) -> list[str]:
     torch._dynamo.reset()
-    problems = []
+    job, problems = Job.on(world_size, (64, 48), experts=4, hidden=256, top_k=2, alignment=8, seed=seed), []
     with harness.communicator(**job.communicator) as comm:
         knowns = [Oracle(replace(job, seed=job.seed + i), rank, comm.device) for i in range(3)]
         capacity = max(max(each.needed) for each in knowns) + 5
@@ -46,16 +55,8 @@ def _compiled(rank: int, world_size: int, job: Job, backend: str) -> list[str]:
                 scale_H.grad = None
                 y_TH, offsets, overflow = call(x_TH, known.own.ids_TK, weights_TK)
                 y_TH.backward(known.grad_y(rank))
-                found.append(
-                    {
-                        "y": y_TH.detach(),
-                        "offsets": offsets,
-                        "overflow": overflow,
-                        "dx": x_TH.grad,
-                        "dw": weights_TK.grad,
-                        "dscale": scale_H.grad,
-                    }
-                )
+                grads = {"dx": x_TH.grad, "dw": weights_TK.grad, "dscale": scale_H.grad}
+                found.append({"y": y_TH.detach(), "offsets": offsets, "overflow": overflow, **grads})
             problems += _compare(f"rank {rank}, call {i}", *found, exact=backend != "inductor")
     return problems
 
@@ -84,22 +85,7 @@ def _compare(text: str, want: dict[str, Any], got: dict[str, Any], exact: bool) 
     return problems
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
-@pytest.mark.parametrize("size", [1, 2])
-def test_no_graph_break_and_equal_results(pool: Pools, size: int, backend: str, seed: int) -> None:
-    if backend == "inductor" and not (shutil.which("gcc") or shutil.which("cc") or shutil.which("clang")):
-        pytest.skip("inductor needs a C compiler")
-    job = Job(
-        tokens=(64, 48)[:size],
-        num_experts=4 * size,
-        hidden=256,
-        top_k=2,
-        alignment=8,
-        seed=seed,
-    )
-    harness.assert_none(pool(size)(_compiled, job, backend))
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_layer_trains_in_one_graph(pool: Pools, dtype: torch.dtype, seed: int) -> None:
-    harness.assert_none(pool(1)(train_layer, {**FIXED, "dtype": dtype, "num_shared_experts": 1}, seed))
+@on_ranks(1)
+def test_a_layer_trains_in_one_graph(rank: int, world_size: int, dtype: torch.dtype, seed: int) -> list[str]:
+    return train_layer(rank, world_size, {**FIXED, "dtype": dtype, "num_shared_experts": 1}, seed)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.gpu import harness
-from tests.gpu.conftest import Pools
-from tests.multirank.test_deep_ep import (
+from tests.multirank.on_ranks import on_ranks
+from tests.multirank.test_deep_ep import (  # noqa: F401
     Buffer,
     ElasticBuffer,
     _experts,
@@ -20,35 +18,21 @@ from tests.multirank.test_deep_ep import (
     test_gradients_of_experts,
     test_later_batches,
 )
-from tests.multirank.test_deep_ep_hybrid import (
+from tests.multirank.test_deep_ep_hybrid import (  # noqa: F401
     test_bad_calls_of_hybrid,
     test_fp8,
     test_larger_batches,
     test_with_permute,
     test_without_permute,
 )
-from tests.multirank.test_deep_ep_low_latency import test_a_dispatch_and_its_combine as test_low_latency
-from tests.multirank.test_deep_ep_low_latency import test_bad_calls as test_bad_calls_of_low_latency
-from tests.multirank.test_deep_ep_low_latency import test_two_batches_at_once
-
-__all__ = [
-    "test_a_dispatch_and_its_combine",
-    "test_bad_calls",
-    "test_bad_calls_of_hybrid",
-    "test_bad_calls_of_low_latency",
-    "test_elastic_buffer",
-    "test_fp8",
-    "test_gradients_of_experts",
-    "test_larger_batches",
-    "test_later_batches",
-    "test_low_latency",
-    "test_two_batches_at_once",
-    "test_with_permute",
-    "test_without_permute",
-]
+from tests.multirank.test_deep_ep_low_latency import test_a_dispatch_and_its_combine as test_low_latency  # noqa: F401
+from tests.multirank.test_deep_ep_low_latency import test_bad_calls as test_bad_calls_of_low_latency  # noqa: F401
+from tests.multirank.test_deep_ep_low_latency import test_two_batches_at_once  # noqa: F401
 
 
-def _fp8_and_streams(rank: int, size: int, seed: int) -> list[str]:
+@pytest.mark.usefixtures("cuda_only")
+@on_ranks("most_ranks")
+def test_fp8_and_streams(rank: int, size: int, seed: int) -> list[str]:
     """Rows in fp8 arrive as they were sent; twenty operations that are all ordered by events alone."""
     buffer, experts = Buffer(dist.group.WORLD), _experts(size)
     generator = torch.Generator().manual_seed(seed + rank)
@@ -90,16 +74,12 @@ def _fp8_and_streams(rank: int, size: int, seed: int) -> list[str]:
     return found if torch.allclose(y, wanted, rtol=0.02, atol=0.01) else [*found, "operations on streams"]
 
 
-@pytest.mark.usefixtures("cuda_only")
-def test_fp8_and_streams(pool: Pools, most_ranks: int, seed: int) -> None:
-    for found in pool(most_ranks)(_fp8_and_streams, seed):
-        assert found == []
-
-
 COLUMNS, MOST = 1024, 40
 
 
-def _slots_in_fp8(rank: int, size: int, seed: int) -> list[str]:
+@pytest.mark.usefixtures("cuda_only")
+@on_ranks("most_ranks")
+def test_slots_in_fp8(rank: int, size: int, seed: int) -> list[str]:
     """Rows in fp8 with each kind of scales, whose memory is by columns, beside the same rows in bfloat16."""
     buffer, experts = Buffer(dist.group.WORLD, low_latency_mode=True), _experts(size)
     generator, found = torch.Generator().manual_seed(seed + rank), []
@@ -130,7 +110,9 @@ def _slots_in_fp8(rank: int, size: int, seed: int) -> list[str]:
     return found
 
 
-def _slots_in_a_graph(rank: int, size: int, seed: int) -> list[str]:
+@pytest.mark.usefixtures("cuda_only")
+@on_ranks("most_ranks")
+def test_slots_in_a_graph(rank: int, size: int, seed: int) -> list[str]:
     """A graph of a dispatch, experts and a combine, replayed with other tokens and choices."""
     buffer, experts = Buffer(dist.group.WORLD, low_latency_mode=True), _experts(size)
     generator = torch.Generator().manual_seed(seed + rank)
@@ -174,10 +156,3 @@ def _slots_in_a_graph(rank: int, size: int, seed: int) -> list[str]:
             if not torch.allclose(y.float(), wanted, rtol=0.03, atol=0.03):
                 wrong.append(f"hooks {hooked}, replay {turn}: {(y.float() - wanted).abs().max()}")
     return wrong
-
-
-@pytest.mark.usefixtures("cuda_only")
-@pytest.mark.parametrize("body", [_slots_in_fp8, _slots_in_a_graph])
-def test_slots(pool: Pools, most_ranks: int, body: Callable[..., list[str]], seed: int) -> None:
-    for found in pool(most_ranks)(body, seed):
-        assert found == []

@@ -70,9 +70,7 @@ def test_across_the_borders(pool: Pools, size: int, in_turns: bool, start: int, 
 def test_who_gives_up_waits_for_slow_peers(rank: int, world_size: int, seed: int) -> list[str]:
     """Each rank in turn is slow between sending and receiving a dispatch, epoch n. The others give n + 1 up
     and begin n + 2, whose rows lie where those of n do."""
-    job = Job(
-        tokens=(600, 333, 64, 512)[:world_size], num_experts=8 * world_size, hidden=512, top_k=4, seed=seed
-    )
+    job = Job.on(world_size, (600, 333, 64, 512), experts=8, hidden=512, top_k=4, seed=seed)
     problems = []
     with harness.communicator(**job.communicator) as comm:
         first, second = (Oracle(replace(job, seed=job.seed + step), rank, comm.device) for step in range(2))

@@ -12,7 +12,7 @@ import torch
 
 from tests.gpu import harness
 from tests.multirank.test_ends import check_end
-from tests.multirank.test_faults import (
+from tests.multirank.test_faults import (  # noqa: F401
     FreshRanks,
     check_killed,
     small,
@@ -23,14 +23,6 @@ from tests.multirank.test_faults import (
     test_death_at_any_moment,
     test_death_during_a_backward,
 )
-
-__all__ = [
-    "test_a_rank_that_closes_early_is_lost_too",
-    "test_a_rank_that_does_not_call",
-    "test_a_rank_that_never_comes_to_the_construction",
-    "test_death_at_any_moment",
-    "test_death_during_a_backward",
-]
 
 pytestmark = pytest.mark.usefixtures("cuda_only")
 

@@ -19,6 +19,7 @@ from tests.gpu.conftest import Pools
 from tests.gpu.harness import Job
 from tests.gpu.test_graphs import AtCapacity, Captured
 from tests.gpu.test_turns import TURNS, in_turns_case
+from tests.multirank.on_ranks import on_ranks
 from tests.oracle import DTYPES, Oracle
 
 pytestmark = pytest.mark.usefixtures("cuda_only")
@@ -62,15 +63,8 @@ def test_small_cases(pool: Pools, size: int, who: str, dtype: str, seed: int) ->
 @pytest.mark.parametrize("wire", WIRE_FORMATS)
 def test_wire_formats(pool: Pools, most_ranks: int, wire: str, who: str, seed: int) -> None:
     size = min(3, most_ranks)
-    base = Job(
-        tokens=(9, 70, 12)[:size],
-        num_experts=4 * size,
-        hidden=144,
-        top_k=3,
-        wire=wire,
-        slack=5,
-        routing="holes",
-        seed=seed,
+    base = Job.on(
+        size, (9, 70, 12), experts=4, hidden=144, top_k=3, wire=wire, slack=5, routing="holes", seed=seed
     )
     some = [
         base,
@@ -131,19 +125,15 @@ def test_beside_ranks_whose_chunks_take_turns(pool: Pools, most_ranks: int, who:
 @pytest.mark.parametrize("num_sms", [2, 3, 8, 24])
 def test_few_sms(pool: Pools, most_ranks: int, num_sms: int, seed: int) -> None:
     size = min(3, most_ranks)
-    base = Job(
-        tokens=(130, MOST, 7)[:size],
-        num_experts=8 * size,
-        hidden=512,
-        top_k=4,
-        num_sms=num_sms,
-        slack=0,
-        seed=seed,
-    )
+    base = Job.on(size, (130, MOST, 7), experts=8, hidden=512, top_k=4, num_sms=num_sms, slack=0, seed=seed)
     oracle.assert_none(pool(size)(_play, "all", [base, replace(base, layout="rank")]))
 
 
-def _replays(rank: int, world_size: int, who: str, job: Case) -> list[str]:
+@pytest.mark.parametrize("who", WHO)
+@on_ranks("most_ranks")
+def test_replays(rank: int, world_size: int, who: str, seed: int) -> list[str]:
+    tokens = (128, 0, 61, 33)[:world_size]
+    job = Job(tokens=tokens, num_experts=8 * world_size, hidden=512, top_k=4, seed=seed)
     with fused_tokens(WHO[who](rank)):
         comm = harness.communicator(**job.communicator)
     with comm:
@@ -160,13 +150,6 @@ def _replays(rank: int, world_size: int, who: str, job: Case) -> list[str]:
             problems += captured.check(known)
             oracle.settled_error(comm)
         return problems
-
-
-@pytest.mark.parametrize("who", WHO)
-def test_replays(pool: Pools, most_ranks: int, who: str, seed: int) -> None:
-    size = min(3, most_ranks)
-    job = Job(tokens=(128, 0, 61)[:size], num_experts=8 * size, hidden=512, top_k=4, seed=seed)
-    oracle.assert_none(pool(size)(_replays, who, job))
 
 
 def _nodes(rank: int, world_size: int, most: int | None, tokens: int) -> tuple[int, int]:

@@ -13,7 +13,9 @@ from torch import Tensor
 from moecomm.nn import GraphedStep
 from tests.gpu import harness
 from tests.gpu.conftest import Pools
+from tests.multirank.on_ranks import on_ranks
 from tests.multirank.test_graphed_step import Case, Model, check_steps, forward_backward, plain_and_graphed
+from tests.ranks import gathered
 
 OPTIONS: dict[str, Any] = {
     "hidden": 256,
@@ -66,13 +68,14 @@ def test_updates_between_steps(pool: Pools, size: int, nccl: bool, kind: str, se
     assert size == 1 or 0 < sum(results[0]["overflowed"]) < 7, results[0]["report"]
 
 
-def _thousands(rank: int, world_size: int, case: Case, replays: int) -> dict[str, Any]:
+@on_ranks("most_ranks")
+def test_thousands_of_replays(rank: int, world_size: int, seed: int) -> None:
     """The same inputs again and again give the same bits, whatever lies between them."""
+    case, replays = case_of(seed, tokens=160), 30 if harness.on_cpu() else 2000
     model = case.model(world_size)
     step = case.step(model)
     batches = [case.batch(rank, number) for number in range(7)]
     first: dict[int, Tensor] = {}
-    problems: list[str] = []
     for number in range(replays):
         index = number * 5 % 7
         torch.manual_seed(case.seed + rank + index)
@@ -80,28 +83,15 @@ def _thousands(rank: int, world_size: int, case: Case, replays: int) -> dict[str
         got = step(batches[index])
         weight_grad = model.layers[0].experts.w_in.grad
         marks = torch.stack([got["loss"], got["y"].float().sum(), weight_grad.float().abs().sum()])
-        if index not in first:
-            first[index] = marks
-        elif number % 20 < 7 and not torch.equal(first[index], marks):
-            problems.append(
-                f"rank {rank}, replay {number}: {marks.tolist()}, at first {first[index].tolist()}"
-            )
-            break
-    counts = (step.replays, step.overflows)
+        known = first.setdefault(index, marks)
+        if number % 20 < 7:
+            assert torch.equal(known, marks), f"replay {number}: {marks.tolist()}, at first {known.tolist()}"
+    assert gathered((step.replays, step.overflows)) == [(replays, step.overflows)] * world_size
+    # Two of the seven batches overflow where there are several ranks.
+    share = step.overflows / replays
+    assert (0.2 < share < 0.4) if world_size > 1 else share == 0, share
     del step
     model.layers[0].comm.close()
-    return {"problems": problems, "counts": counts}
-
-
-def test_thousands_of_replays(pool: Pools, most_ranks: int, seed: int) -> None:
-    replays = 30 if harness.on_cpu() else 2000
-    results = pool(most_ranks)(_thousands, case_of(seed, tokens=160), replays)
-    harness.assert_none([each["problems"] for each in results])
-    (counts,) = {each["counts"] for each in results}
-    assert counts[0] == replays
-    # Two of the seven batches overflow where there are several ranks.
-    share = counts[1] / replays
-    assert (0.2 < share < 0.4) if most_ranks > 1 else share == 0, counts
 
 
 def _slow_step(case: Case, model: Model, headroom: float) -> GraphedStep:
@@ -116,38 +106,36 @@ def _slow_step(case: Case, model: Model, headroom: float) -> GraphedStep:
     return GraphedStep(slow, model, headroom=headroom, group=case.group())
 
 
-def _returns_early(rank: int, world_size: int, case: Case) -> list[bool]:
-    """Returns, for each call, whether the device was still at work on the step when it returned."""
+@pytest.mark.usefixtures("cuda_only")
+@pytest.mark.parametrize("nccl", [False, True], ids=["", "nccl"])
+@pytest.mark.parametrize("size", [1, 2])
+@on_ranks("size")
+def test_a_call_waits_for_the_last_dispatch_and_no_more(
+    rank: int, world_size: int, nccl: bool, seed: int
+) -> None:
+    """But for the first call, which waits for the step, calls return while the device is at work on it."""
+    case = case_of(seed, nccl=nccl)
     model = case.model(world_size)
     step = _slow_step(case, model, headroom=100.0)
-    found = []
     for number in range(3):
         step(case.batch(rank, number))
-        found.append(not torch.cuda.current_stream().query())
+        assert number == 0 or not torch.cuda.current_stream().query()
         torch.cuda.synchronize()
         model.zero_grad()
     del step
     model.layers[0].comm.close()
-    return found
 
 
 @pytest.mark.usefixtures("cuda_only")
 @pytest.mark.parametrize("nccl", [False, True], ids=["", "nccl"])
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_call_waits_for_the_last_dispatch_and_no_more(
-    pool: Pools, size: int, nccl: bool, seed: int
-) -> None:
-    """But for the first call, which waits for the step."""
-    for found in pool(size)(_returns_early, case_of(seed, nccl=nccl)):
-        assert found[1:] == [True, True]
-
-
-def _close_together(rank: int, world_size: int, case: Case) -> list[int]:
-    """The overflows so far, after each of several calls that begin while the step before is under way."""
+@on_ranks(2)
+def test_a_call_hears_of_its_own_overflow(rank: int, world_size: int, nccl: bool, seed: int) -> None:
+    """The overflows after each of several calls that begin while the step before is under way. Every third
+    batch overflows, the second one at first."""
+    case = case_of(seed, nccl=nccl)
     model = case.model(world_size)
     step = _slow_step(case, model, headroom=case.headroom)
-    batches = [case.batch(rank, number) for number in range(7)]
-    found = []
+    batches, found = [case.batch(rank, number) for number in range(7)], []
     for x_TH in batches:
         step(x_TH)
         model.zero_grad()
@@ -155,12 +143,4 @@ def _close_together(rank: int, world_size: int, case: Case) -> list[int]:
     torch.cuda.synchronize()
     del step
     model.layers[0].comm.close()
-    return found
-
-
-@pytest.mark.usefixtures("cuda_only")
-@pytest.mark.parametrize("nccl", [False, True], ids=["", "nccl"])
-def test_a_call_hears_of_its_own_overflow(pool: Pools, nccl: bool, seed: int) -> None:
-    """Every third batch overflows, the second one at first."""
-    for found in pool(2)(_close_together, case_of(seed, nccl=nccl)):
-        assert found == [0, 1, 1, 1, 2, 2, 2]
+    assert found == [0, 1, 1, 1, 2, 2, 2]

@@ -18,9 +18,9 @@ from tests.cases import Inputs
 from tests.gpu import harness
 from tests.gpu.conftest import Pools
 from tests.gpu.harness import Job, settled_error
-from tests.multirank.catching import catch
+from tests.multirank.catching import catch, require
 from tests.multirank.on_ranks import on_ranks
-from tests.oracle import Oracle
+from tests.oracle import Oracle, opened
 
 pytestmark = pytest.mark.usefixtures("cuda_only")
 
@@ -106,9 +106,10 @@ def _replays(rank: int, world_size: int, job: Job, share: float, steps: int) -> 
 @pytest.mark.parametrize("layout", ["expert", "rank"])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_routing_changes_between_replays(pool: Pools, size: int, layout: str, seed: int) -> None:
-    job = Job(
-        tokens=(64, 0, 50, 33)[:size] if size > 1 else (64,),
-        num_experts=8 * size,
+    job = Job.on(
+        size,
+        (64, 0, 50, 33),
+        experts=8,
         hidden=256,
         top_k=4,
         layout=layout,
@@ -279,10 +280,11 @@ def test_beside_nccl_on_another_stream(rank: int, world_size: int, seed: int) ->
         return problems
 
 
-def _refused(rank: int, world_size: int, job: Job) -> tuple[Any, list[str]]:
-    """A dropless dispatch in a capture is refused and says what is needed; the communicator stays usable."""
-    with harness.communicator(**job.communicator) as comm:
-        known = Oracle(job, rank, comm.device)
+@on_ranks("most_ranks")
+def test_dropless_in_a_capture_is_refused(rank: int, world_size: int, seed: int) -> list[str]:
+    """It says what is needed; the communicator stays usable."""
+    job = Job(tokens=(16,) * world_size, num_experts=2 * world_size, hidden=64, top_k=2, seed=seed)
+    with opened(job, rank) as (comm, known):
         known.dispatch(comm)
         torch.cuda.synchronize()
         caught = []
@@ -292,15 +294,8 @@ def _refused(rank: int, world_size: int, job: Job) -> tuple[Any, list[str]]:
         except RuntimeError as error:  # an empty capture may be one for torch
             print(error)
         torch.cuda.synchronize()
-        return caught[0], oracle.play(comm, job, rank)
-
-
-def test_dropless_in_a_capture_is_refused(pool: Pools, most_ranks: int, seed: int) -> None:
-    job = Job(tokens=(16,) * most_ranks, num_experts=2 * most_ranks, hidden=64, top_k=2, seed=seed)
-    results = pool(most_ranks)(_refused, job)
-    harness.assert_none([problems for _, problems in results])
-    for error, _ in results:
-        assert error is not None and error.name == "InvalidArgument" and "capacity" in error.text, error
+        require(caught[0], "capacity")
+        return oracle.play(comm, job, rank)
 
 
 @on_ranks("most_ranks")

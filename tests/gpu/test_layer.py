@@ -23,10 +23,8 @@ from tests.gpu.conftest import Pools
 from tests.multirank.moe_cases import WAYS, LayerCase, change_weights, check_ways, differences, run_layer
 from tests.multirank.on_ranks import on_ranks
 from tests.multirank.test_faults import FreshRanks
-from tests.multirank.test_moe_layer import test_timelines
+from tests.multirank.test_moe_layer import test_timelines  # noqa: F401
 from tests.multirank.test_traps import drifted_under_ddp
-
-__all__ = ["test_timelines"]
 
 KINDS: dict[str, dict[str, Any]] = {
     "dropless": {},

@@ -16,19 +16,12 @@ from tests.cases import Case
 from tests.gpu import harness
 from tests.gpu.harness import Job
 from tests.multirank.on_ranks import on_ranks
-from tests.multirank.test_lifetime import (
+from tests.multirank.test_lifetime import (  # noqa: F401
     test_memory_comes_and_goes_as_planned,
     test_nothing_leaks,
     test_outputs_outlive_the_communicator,
     test_the_graph_keeps_a_communicator_alive,
 )
-
-__all__ = [
-    "test_memory_comes_and_goes_as_planned",
-    "test_nothing_leaks",
-    "test_outputs_outlive_the_communicator",
-    "test_the_graph_keeps_a_communicator_alive",
-]
 
 pytestmark = pytest.mark.usefixtures("cuda_only")
 

@@ -30,7 +30,7 @@ from tests.gpu.conftest import Pools
 from tests.gpu.harness import GpuPool, Job
 from tests.multirank.on_ranks import on_ranks
 from tests.multirank.test_nodes import against_one_node, counted, verify_crossing
-from tests.oracle import Oracle, play
+from tests.oracle import opened, play
 
 SAME_AS_ON_ONE_NODE: list[Callable[..., None]] = [
     test_small_cases.test_layouts_alignments_and_capacities,
@@ -121,9 +121,10 @@ def require_own_ranks(per_node: int, monkeypatch: pytest.MonkeyPatch) -> Callabl
 @pytest.mark.parametrize("wire", [None, "fp8"])
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_against_one_node(pool: Pools, per_node: int, size: int, wire: str | None, seed: int) -> None:
-    case = Job(
-        tokens=(300, 1, 200, 133)[:size],
-        num_experts=8 * size,
+    case = Job.on(
+        size,
+        (300, 1, 200, 133),
+        experts=8,
         hidden=1040,
         top_k=4,
         wire=wire,
@@ -136,14 +137,8 @@ def test_against_one_node(pool: Pools, per_node: int, size: int, wire: str | Non
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_rows_cross_once_a_node(pool: Pools, per_node: int, size: int, seed: int) -> None:
-    case = Job(
-        tokens=(200,) * size,
-        num_experts=4 * size,
-        hidden=256,
-        top_k=3,
-        routing="holes",
-        seed=seed,
-        ranks_per_node=per_node,
+    case = Job.on(
+        size, 200, experts=4, hidden=256, top_k=3, routing="holes", seed=seed, ranks_per_node=per_node
     )
     verify_crossing(case, pool(size)(counted, case))
 
@@ -151,13 +146,7 @@ def test_rows_cross_once_a_node(pool: Pools, per_node: int, size: int, seed: int
 @pytest.mark.parametrize("size", [2, 4])
 def test_rows_of_many_chunks(pool: Pools, size: int, seed: int) -> None:
     """More than one put for each node, with chunks that end between the tokens of a warp."""
-    base = Job(
-        tokens=(3000, 1, 2999, 1500)[:size],
-        num_experts=16 * size,
-        hidden=4096,
-        top_k=2,
-        seed=seed,
-    )
+    base = Job.on(size, (3000, 1, 2999, 1500), experts=16, hidden=4096, top_k=2, seed=seed)
     # On four nodes there is not room for all sums on their way: chunks take turns.
     for job in (
         base,
@@ -177,9 +166,7 @@ def _play(rank: int, world_size: int, job: Job) -> list[str]:
 @pytest.mark.parametrize("size", [2, 4])
 @on_ranks("size")
 def test_any_number_of_lanes(rank: int, world_size: int, seed: int) -> list[Any]:
-    job = Job(
-        tokens=(2000, 1, 1500, 700)[:world_size], num_experts=8 * world_size, hidden=4096, top_k=3, seed=seed
-    )
+    job = Job.on(world_size, (2000, 1, 1500, 700), experts=8, hidden=4096, top_k=3, seed=seed)
     found = []
     for lanes in (1, 2, 5):
         with pytest.MonkeyPatch.context() as patch:
@@ -198,10 +185,7 @@ def test_any_number_of_sms(rank: int, world_size: int, seed: int) -> list[Any]:
     job = Job(tokens=(900,) * world_size, num_experts=8 * world_size, hidden=1024, top_k=4, seed=seed)
     found = []
     for num_sms in harness.sm_counts():
-        with harness.communicator(**{**job.communicator, "num_sms": num_sms}) as comm:
-            known = Oracle(job, rank, comm.device)
-            out = known.dispatch(comm)
-            known.check_dispatch(out)
-            known.check_combine("combine", comm.combine(known.answer(out.tokens), out.handle))
+        with opened(job, rank, num_sms=num_sms) as (comm, known):
+            known.check_step(comm)
             found += known.problems
     return found

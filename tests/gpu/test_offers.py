@@ -15,6 +15,7 @@ from tests.cases import Case
 from tests.gpu import harness
 from tests.gpu.conftest import Pools
 from tests.gpu.harness import Job
+from tests.multirank.on_ranks import on_ranks
 from tests.oracle import Oracle
 
 pytestmark = pytest.mark.usefixtures("cuda_only")
@@ -32,9 +33,7 @@ def _play(rank: int, world_size: int, some: list[Case], fused: int = MOST) -> li
     with comm:
         for number, case in enumerate(some):
             known = Oracle(case, rank, comm.device)
-            out = known.dispatch(comm)
-            known.check_dispatch(out)
-            known.check_combine("combine", comm.combine(known.answer(out.tokens), out.handle))
+            out = known.check_step(comm)
             out.tokens.zero_()
             problems += [f"dispatch {number}: {problem}" for problem in known.problems]
         comm.check()
@@ -45,15 +44,8 @@ def _play(rank: int, world_size: int, some: list[Case], fused: int = MOST) -> li
 @pytest.mark.parametrize("hidden", [512, 7168])
 def test_few_tokens(pool: Pools, most_ranks: int, hidden: int, layout: str, seed: int) -> None:
     """Beside ranks that bring many more, and none."""
-    size = min(4, most_ranks)
-    base = Job(
-        tokens=(200, MOST + 5, 0, 64)[:size],
-        num_experts=8 * size,
-        hidden=hidden,
-        top_k=8,
-        layout=layout,
-        seed=seed,
-    )
+    size = most_ranks
+    base = Job.on(size, (200, MOST + 5, 0, 64), experts=8, hidden=hidden, top_k=8, layout=layout, seed=seed)
     some = [
         base,
         replace(base, routing="one-rank"),
@@ -67,8 +59,13 @@ def test_few_tokens(pool: Pools, most_ranks: int, hidden: int, layout: str, seed
     oracle.assert_none(pool(size)(_play, [replace(each, seed=seed + i) for i, each in enumerate(some)]))
 
 
-def _play_between(rank: int, world_size: int, some: list[Case]) -> list[str]:
+@on_ranks("most_ranks")
+def test_tokens_between_few_and_many(rank: int, world_size: int, seed: int) -> list[str]:
     """Dispatches too large for the offer of few tokens, which follows earlier ones instead."""
+    base = Job(tokens=(900,) * world_size, num_experts=8 * world_size, hidden=7168, top_k=8)
+    some = [replace(base, seed=seed + i) for i in range(3)]
+    some += [replace(base, tokens=(600,) * world_size, seed=seed)]
+    some += [replace(base, routing="one-rank", seed=seed)]
     problems: list[str] = []
     with harness.communicator(**some[0].communicator) as comm:
         for number, case in enumerate(some):
@@ -82,14 +79,6 @@ def _play_between(rank: int, world_size: int, some: list[Case]) -> list[str]:
     return problems
 
 
-def test_tokens_between_few_and_many(pool: Pools, most_ranks: int, seed: int) -> None:
-    size = min(4, most_ranks)
-    base = Job(tokens=(900,) * size, num_experts=8 * size, hidden=7168, top_k=8)
-    some = [replace(base, seed=seed + i) for i in range(3)]
-    some += [replace(base, tokens=(600,) * size, seed=seed), replace(base, routing="one-rank", seed=seed)]
-    oracle.assert_none(pool(size)(_play_between, some))
-
-
 @pytest.mark.parametrize("fused", [0, MOST], ids=["pipes alone", "as it is"])
 @pytest.mark.parametrize("wire", [None, *WIRE_FORMATS])
 @pytest.mark.parametrize("layout", ["expert", "rank"])
@@ -98,13 +87,8 @@ def test_many_tokens(
 ) -> None:
     """The offer follows the rows of earlier dispatches; after one that brought many more there is none."""
     size = min(4, most_ranks)
-    base = Job(
-        tokens=(3000, 2048, 1500, MOST + 1)[:size],
-        num_experts=8 * size,
-        hidden=512,
-        top_k=4,
-        layout=layout,
-        wire=wire,
+    base = Job.on(
+        size, (3000, 2048, 1500, MOST + 1), experts=8, hidden=512, top_k=4, layout=layout, wire=wire
     )
     routings = ("uniform", "uniform", "holes", "one-rank", "uniform", "skewed", "empty", "uniform")
     some = [replace(base, routing=routing, seed=seed + i) for i, routing in enumerate(routings)]

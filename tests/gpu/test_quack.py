@@ -11,14 +11,29 @@ import torch
 from moecomm.kernels import quack
 from moecomm.kernels.tiles import TILES, Tile
 from tests.gpu import harness
-from tests.gpu.conftest import Pools
+from tests.multirank.on_ranks import on_ranks
 
 pytest.importorskip("quack", reason="needs quack-kernels: pip install 'moecomm[cuda]'")
+
+pytestmark = pytest.mark.usefixtures("cuda_only")
 
 BOUND = 1e-2
 """The largest difference allowed, over the largest value: operands and results are bfloat16, sums float32. A
 bias has the sum of as many rounded gradients as there are rows, which may cancel: its difference is over the
 root of the sum of their squares, where that is larger."""
+
+
+CASES = {
+    "even": (256, 192, [100, 200, 300], "swiglu_interleaved", False, False),
+    "ragged, an empty group": (512, 328, [0, 7, 130, 130], "swiglu_interleaved", False, False),
+    "halves": (256, 192, [90, 91, 300], "swiglu", False, False),
+    "clamped": (256, 192, [90, 91, 300], "swiglu_clamped", False, False),
+    "as gpt-oss": (512, 328, [0, 7, 130, 130], "swiglu_clamped", True, False),
+    "biases": (256, 192, [90, 91, 300], "swiglu_interleaved", True, False),
+    "columns first": (256, 192, [100, 200, 300], "swiglu_interleaved", False, True),
+    "halves, columns first": (512, 328, [0, 7, 130, 130], "swiglu", False, True),
+    "clamped, biases, columns first": (256, 192, [90, 91, 300], "swiglu_clamped", True, True),
+}
 
 
 def _operands(hidden: int, ffn: int, ends: list[int], seed: int, bias: bool) -> dict[str, torch.Tensor]:
@@ -141,10 +156,10 @@ def _far_by_name(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], en
     return [name for name in want if not _far(got[name], want[name], least.get(name, 0.0)) <= BOUND]
 
 
-def _products(
-    rank: int, world_size: int, case: tuple[int, int, list[int], str, bool, bool], seed: int
-) -> list[str]:
-    hidden, ffn, ends, activation, bias, columns_first = case
+@pytest.mark.parametrize("name", CASES)
+@on_ranks(1)
+def test_products_are_those_of_float64(rank: int, world_size: int, name: str, seed: int) -> list[str]:
+    hidden, ffn, ends, activation, bias, columns_first = CASES[name]
     given, products = _operands(hidden, ffn, ends, seed, bias), _make(hidden, ffn, activation, columns_first)
     if columns_first:
         given |= {name: given[name].mT.contiguous().mT for name in ("w_in", "w_out")}
@@ -173,19 +188,16 @@ def _products(
     return problems + ["a plan for each number of rows"] * (len(quack._plans) != plans)
 
 
-def _tiles(rank: int, world_size: int) -> list[str]:
+@on_ranks(1)
+def test_every_tile_has_a_config_of_its_own(rank: int, world_size: int) -> list[str]:
     """quack keeps plans by the identity of a tile's config: two tiles must never have had the same one."""
     tiles = {tile for each in TILES.values() for tile in each.values()}
     seen = {id(quack._config(tile)) for tile in tiles}
     return [] if len(seen) == len(tiles) else [f"{len(tiles)} tiles have {len(seen)} configs"]
 
 
-@pytest.mark.usefixtures("cuda_only")
-def test_every_tile_has_a_config_of_its_own(pool: Pools) -> None:
-    harness.assert_none(pool(1)(_tiles))
-
-
-def _sums(rank: int, world_size: int, seed: int) -> list[str]:
+@on_ranks(1)
+def test_gradients_that_are_added(rank: int, world_size: int, seed: int) -> list[str]:
     """Gradients of weights that are added to what is there, by tiles that load it and tiles that do not;
     twice, as the first launch makes the plan."""
     hidden, ffn, ends = 256, 192, [100, 100, 300]
@@ -206,30 +218,6 @@ def _sums(rank: int, world_size: int, seed: int) -> list[str]:
     return problems
 
 
-@pytest.mark.usefixtures("cuda_only")
-def test_gradients_that_are_added(pool: Pools, seed: int) -> None:
-    harness.assert_none(pool(1)(_sums, seed))
-
-
-CASES = {
-    "even": (256, 192, [100, 200, 300], "swiglu_interleaved", False, False),
-    "ragged, an empty group": (512, 328, [0, 7, 130, 130], "swiglu_interleaved", False, False),
-    "halves": (256, 192, [90, 91, 300], "swiglu", False, False),
-    "clamped": (256, 192, [90, 91, 300], "swiglu_clamped", False, False),
-    "as gpt-oss": (512, 328, [0, 7, 130, 130], "swiglu_clamped", True, False),
-    "biases": (256, 192, [90, 91, 300], "swiglu_interleaved", True, False),
-    "columns first": (256, 192, [100, 200, 300], "swiglu_interleaved", False, True),
-    "halves, columns first": (512, 328, [0, 7, 130, 130], "swiglu", False, True),
-    "clamped, biases, columns first": (256, 192, [90, 91, 300], "swiglu_clamped", True, True),
-}
-
-
-@pytest.mark.usefixtures("cuda_only")
-@pytest.mark.parametrize("name", CASES)
-def test_products_are_those_of_float64(pool: Pools, name: str, seed: int) -> None:
-    harness.assert_none(pool(1)(_products, CASES[name], seed))
-
-
 def _pair(seed: int, bias: bool = False, **options: Any) -> tuple[Any, Any, Any]:
     """A communicator, and layers of the same weights with torch's products and with quack's."""
     from moecomm import Communicator
@@ -248,7 +236,12 @@ def _pair(seed: int, bias: bool = False, **options: Any) -> tuple[Any, Any, Any]
     return comm, plain, layer
 
 
-def _layer(rank: int, world_size: int, seed: int, activation: str, bias: bool) -> list[str]:
+@pytest.mark.parametrize(("activation", "bias"), [("swiglu_interleaved", False), ("swiglu_clamped", True)])
+@pytest.mark.parametrize("size", [1, 2])
+@on_ranks("size")
+def test_a_layer_is_what_it_is_with_torch(
+    rank: int, world_size: int, activation: str, bias: bool, seed: int
+) -> list[str]:
     """Microbatches whose gradients add up: with torch's products and quack's, overlapped and in order, and
     replayed from a graph."""
     from moecomm.nn import MoELayer, OverlapConfig
@@ -302,7 +295,9 @@ def _layer(rank: int, world_size: int, seed: int, activation: str, bias: bool) -
     return problems
 
 
-def _main_grad(rank: int, world_size: int, seed: int) -> list[str]:
+@pytest.mark.parametrize("size", [1, 2])
+@on_ranks("size")
+def test_gradients_in_float32(rank: int, world_size: int, seed: int) -> list[str]:
     """Gradients of microbatches in `main_grad`, from quack's products and from torch's, and in a graph."""
     comm, plain, layer = _pair(seed, activation="swiglu_interleaved", main_grad=True)
     batches = torch.randn(3, 200, 256, device="cuda").bfloat16()
@@ -328,18 +323,3 @@ def _main_grad(rank: int, world_size: int, seed: int) -> list[str]:
     del graph
     comm.close()
     return problems
-
-
-@pytest.mark.usefixtures("cuda_only")
-@pytest.mark.parametrize("size", [1, 2])
-def test_gradients_in_float32(pool: Pools, size: int, seed: int) -> None:
-    harness.assert_none(pool(size)(_main_grad, seed))
-
-
-@pytest.mark.usefixtures("cuda_only")
-@pytest.mark.parametrize(("activation", "bias"), [("swiglu_interleaved", False), ("swiglu_clamped", True)])
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_layer_is_what_it_is_with_torch(
-    pool: Pools, size: int, activation: str, bias: bool, seed: int
-) -> None:
-    harness.assert_none(pool(size)(_layer, seed, activation, bias))

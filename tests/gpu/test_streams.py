@@ -24,7 +24,7 @@ from tests.gpu import harness
 from tests.gpu.conftest import Pools
 from tests.gpu.harness import Job
 from tests.multirank.on_ranks import on_ranks
-from tests.oracle import Oracle
+from tests.oracle import Oracle, opened
 
 pytestmark = pytest.mark.usefixtures("cuda_only")
 
@@ -33,13 +33,8 @@ SHORT = 50_000_000
 
 
 def _job(size: int, seed: int, **options: Any) -> Job:
-    return Job(
-        tokens=(200, 0, 150, 100)[:size] if size > 1 else (200,),
-        num_experts=8 * size,
-        hidden=512,
-        top_k=4,
-        seed=seed,
-        **{"slack": 10, **options},
+    return Job.on(
+        size, (200, 0, 150, 100), experts=8, hidden=512, top_k=4, seed=seed, **{"slack": 10, **options}
     )
 
 
@@ -84,8 +79,7 @@ def test_fixed_mode_never_waits(rank: int, world_size: int, layout: str, seed: i
     """Forward and backward under torch's sync debug mode, and behind a stream that is busy for a second."""
     job = _job(world_size, seed, layout=layout)
     problems = []
-    with harness.communicator(**job.communicator) as comm:
-        known = Oracle(job, rank, comm.device)
+    with opened(job, rank) as (comm, known):
         grad_TH = known.grad_y(rank)
         for _ in range(2):  # the allocator gets its memory
             _step(comm, known, _leaves(known), grad_TH)
@@ -112,8 +106,7 @@ def test_dropless_waits_for_its_own_count_only(rank: int, world_size: int, seed:
     """A dropless dispatch waits for its row count, not for the device: another stream may be busy."""
     job = _job(world_size, seed, slack=None)
     problems = []
-    with harness.communicator(**job.communicator) as comm:
-        known = Oracle(job, rank, comm.device)
+    with opened(job, rank) as (comm, known):
         for _ in range(2):
             oracle.play(comm, job, rank)
         torch.cuda.synchronize()
@@ -136,8 +129,15 @@ def test_dropless_waits_for_its_own_count_only(rank: int, world_size: int, seed:
 # -- order with the caller's work ----------------------------------------------------------------------------
 
 
-def _late_producer(rank: int, world_size: int, job: Job, side: bool, async_op: bool) -> list[str]:
+@pytest.mark.parametrize("slack", [None, 10], ids=["dropless", "fixed"])
+@pytest.mark.parametrize("side", [False, True], ids=["default stream", "another stream"])
+@pytest.mark.parametrize("async_op", [False, True], ids=["sync", "async"])
+@on_ranks("most_ranks")
+def test_work_is_in_order_with_the_callers(
+    rank: int, world_size: int, slack: int | None, side: bool, async_op: bool, seed: int
+) -> list[str]:
     """Inputs are written by a kernel that runs late; results are read by one right behind. No host sync."""
+    job = _job(world_size, seed, slack=slack)
     stream = torch.cuda.Stream() if side else torch.cuda.current_stream()
     with harness.communicator(**job.communicator) as comm, torch.cuda.stream(stream):
         known = Oracle(job, rank, comm.device)
@@ -172,16 +172,6 @@ def _late_producer(rank: int, world_size: int, job: Job, side: bool, async_op: b
             problems += [f"turn {turn}: {text}" for text in known.problems]
             known.problems = []
     return problems
-
-
-@pytest.mark.parametrize("slack", [None, 10], ids=["dropless", "fixed"])
-@pytest.mark.parametrize("side", [False, True], ids=["default stream", "another stream"])
-@pytest.mark.parametrize("async_op", [False, True], ids=["sync", "async"])
-def test_work_is_in_order_with_the_callers(
-    pool: Pools, most_ranks: int, slack: int | None, side: bool, async_op: bool, seed: int
-) -> None:
-    size = most_ranks
-    harness.assert_none(pool(size)(_late_producer, _job(size, seed, slack=slack), side, async_op))
 
 
 @pytest.mark.parametrize("slack", [None, 10], ids=["dropless", "fixed"])
@@ -228,8 +218,7 @@ def test_async_follows_torch_distributed(rank: int, world_size: int, seed: int) 
         if not good:
             problems.append(f"rank {rank}: {text}")
 
-    with harness.communicator(**{**job.communicator, "num_sms": 24}) as comm:
-        known = Oracle(job, rank, comm.device)
+    with opened(job, rank, num_sms=24) as (comm, known):
         for _ in range(2):
             out = known.dispatch(comm, async_op=True).wait()
             comm.combine(known.answer(out.tokens), out.handle, async_op=True).wait()
@@ -276,8 +265,7 @@ def test_few_tokens_are_sent_and_then_received(rank: int, world_size: int, seed:
     """A combine of few tokens that is begun with async_op has sent its sums, and waits for nobody, until
     somebody waits for it: the other ranks begin when it has."""
     job = _job(world_size, seed)
-    with harness.communicator(**job.communicator) as comm:
-        known = Oracle(job, rank, comm.device)
+    with opened(job, rank) as (comm, known):
         out = known.dispatch(comm)
         answer_PH = known.answer(out.tokens)
         for first in range(world_size):
@@ -375,8 +363,7 @@ def test_several_communicators_on_streams_of_their_own(rank: int, world_size: in
 def _beside_products(rank: int, world_size: int, job: Job) -> list[str]:
     """Transfers beside products have the bits of those that have nothing beside them."""
     problems = []
-    with harness.communicator(**job.communicator) as comm:
-        known = Oracle(job, rank, comm.device)
+    with opened(job, rank) as (comm, known):
         out = known.dispatch(comm)
         rows_PH = known.answer(out.tokens)
         factor = torch.randn(2048, 2048, device=comm.device)

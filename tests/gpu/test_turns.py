@@ -19,8 +19,9 @@ from tests import oracle
 from tests.gpu import harness
 from tests.gpu.conftest import Pools
 from tests.gpu.harness import Job
-from tests.multirank.catching import catch
-from tests.oracle import Oracle
+from tests.multirank.catching import refused
+from tests.multirank.on_ranks import on_ranks
+from tests.oracle import Oracle, opened
 
 pytestmark = pytest.mark.usefixtures("cuda_only")
 
@@ -57,10 +58,6 @@ def _events(device: torch.device) -> None:
         torch.cuda.Event(enable_timing=True).record()
 
 
-def _wait(device: torch.device) -> None:
-    torch.cuda.synchronize()
-
-
 def _all_memory_back(device: torch.device) -> None:
     """Frees all cached memory, as the allocator does before it gives up: cudaFree waits for the device."""
     memory = torch.empty(64 << 20, dtype=torch.uint8, device=device)
@@ -68,11 +65,11 @@ def _all_memory_back(device: torch.device) -> None:
     torch.cuda.empty_cache()
 
 
-BETWEEN: dict[str, Callable[[torch.device], None]] = {
+BETWEEN: dict[str, Callable[[torch.device], object]] = {
     "nothing": lambda device: None,
     "work": _work_on_the_stream,
     "events": _events,
-    "wait": _wait,
+    "wait": torch.cuda.synchronize,
     "memory": _all_memory_back,
 }
 
@@ -116,51 +113,37 @@ def test_whatever_is_between_the_calls(
 def test_any_number_of_sms(
     pool: Pools, size: int, top_k: int, wire: str | None, agree: bool, seed: int
 ) -> None:
-    job = Job(
-        tokens=(1500, 64, 1200, 0)[:size],
-        num_experts=8 * size,
-        hidden=1040,
-        top_k=top_k,
-        wire=wire,
-        seed=seed,
-    )
+    job = Job.on(size, (1500, 64, 1200, 0), experts=8, hidden=1040, top_k=top_k, wire=wire, seed=seed)
     for step in range(len(LIMITS)):
         sms = [LIMITS[(step + (0 if agree else rank)) % len(LIMITS)] for rank in range(size)]
         oracle.assert_none(pool(size, **TURNS)(_in_halves, job, "nothing", sms))
 
 
-def _given_up(rank: int, world_size: int, job: Job) -> list[str]:
+@pytest.mark.parametrize("size", [2, 3, 4])
+@on_ranks("size", **TURNS)
+def test_what_is_given_up_keeps_nobody_waiting(rank: int, world_size: int, seed: int) -> list[str]:
     """Each rank in turn abandons a dispatch, then all do: nobody waits for it. The others lack rows of the
     one that abandons it: all ranks hear of that in the next operation. What comes then is right."""
-    with harness.communicator(**job.communicator) as comm:
-        known = Oracle(job, rank, comm.device)
+    with opened(in_turns_case(world_size, seed), rank) as (comm, known):
         for leaver in range(world_size + 1):
             receive = begin(comm, known)
             if rank != leaver and leaver < world_size:
                 receive()
             if leaver < world_size:
-                caught = catch(lambda: known.dispatch(comm))
-                start = "ranks disagree on whether the dispatch before was received"
-                if caught is None or caught.name != "MismatchedArguments" or start not in caught.text:
-                    known.problems.append(f"rank {rank}: {caught} after rank {leaver} abandoned a dispatch")
+                says = "ranks disagree on whether the dispatch before was received"
+                refused(lambda: known.dispatch(comm), says, name="MismatchedArguments")
             for _ in range(2):
-                out = known.dispatch(comm)
-                known.check_dispatch(out)
-                known.check_combine("combine", comm.combine(known.answer(out.tokens), out.handle))
+                known.check_step(comm)
         harness.synchronize()
         comm.check()
         return known.problems
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_what_is_given_up_keeps_nobody_waiting(pool: Pools, size: int, seed: int) -> None:
-    oracle.assert_none(pool(size, **TURNS)(_given_up, in_turns_case(size, seed)))
-
-
-def _replayed(rank: int, world_size: int, job: Job) -> list[str]:
-    problems: list[str] = []
-    with harness.communicator(**job.communicator) as comm:
-        known = Oracle(job, rank, comm.device)
+@pytest.mark.parametrize("size", [2, 4])
+@on_ranks("size", **TURNS)
+def test_in_a_graph(rank: int, world_size: int, seed: int) -> list[str]:
+    job, problems = in_turns_case(world_size, seed, slack=4096), []
+    with opened(job, rank) as (comm, known):
         x_TH, ids_TK = known.own.x_TH.clone(), known.own.ids_TK.clone()
 
         def dispatch() -> Any:
@@ -193,8 +176,3 @@ def _replayed(rank: int, world_size: int, job: Job) -> list[str]:
                 problems.append(f"rank {rank}, replay {step}: combine")
         comm.check()
     return problems
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_in_a_graph(pool: Pools, size: int, seed: int) -> None:
-    oracle.assert_none(pool(size, **TURNS)(_replayed, in_turns_case(size, seed, slack=4096)))

@@ -11,16 +11,16 @@ import pytest
 import torch
 
 from moecomm.types import WIRE_FORMATS
-from tests import cases, oracle, reference
+from tests import oracle, reference
 from tests.cases import Case
 from tests.gpu import harness
 from tests.gpu.conftest import Pools
 from tests.gpu.harness import Job
 from tests.gpu.test_sizes import _play as play
-from tests.multirank.catching import Caught, catch
+from tests.multirank.catching import catch, refused
 from tests.multirank.on_ranks import on_ranks
 from tests.multirank.test_dispatch_combine import check as check_small
-from tests.oracle import DTYPES, Oracle
+from tests.oracle import DTYPES, opened
 
 pytestmark = pytest.mark.usefixtures("cuda_only")  # the CPU backend has no other wire than the dtype
 
@@ -99,8 +99,7 @@ def _handed_on(rank: int, world_size: int, job: Job, given: bool) -> list[str]:
     problems = []
     wire = str(job.wire)
     travels = WIRE_FORMATS[wire]
-    with harness.communicator(**job.communicator) as comm:
-        known = Oracle(job, rank, comm.device)
+    with opened(job, rank) as (comm, known):
         every = [oracle.quantised(each.x_TH, wire) for each in known.all]
         if given:
             every = [(data, _other_scales(scales)) for data, scales in every]
@@ -165,49 +164,30 @@ def _other_scales(scales: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("given", [False, True], ids=["quantised on the way", "by the caller"])
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_data_and_scales(pool: Pools, size: int, given: bool, wire: str, seed: int) -> None:
-    job = Job(
-        tokens=(300, 0, 123, 299)[-size:],
-        num_experts=8 * size,
-        hidden=1040,
-        top_k=4,
-        wire=wire,
-        alignment=16,
-        seed=seed,
+    job = Job.on(
+        size, (299, 123, 0, 300), experts=8, hidden=1040, top_k=4, wire=wire, alignment=16, seed=seed
     )
     some = [job, replace(job, slack=9), replace(job, hidden=7168), replace(job, layout="rank", alignment=1)]
     for each in some:
         harness.assert_none(pool(size)(_handed_on, each, given))
 
 
-def _errors(rank: int, world_size: int, job: Job) -> list[np.ndarray]:
-    """(largest share of the bound, largest error over amax) of what arrived."""
-    with harness.communicator(**job.communicator) as comm:
-        known = Oracle(job, rank, comm.device)
+@pytest.mark.parametrize("wire", WIRE_FORMATS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@on_ranks("most_ranks")
+def test_error_against_float64(rank: int, world_size: int, dtype: str, wire: str, seed: int) -> None:
+    """The bounds are derived at reference.wire_error_bound."""
+    job = Job.on(world_size, 200, experts=4, hidden=1024, top_k=2, dtype=dtype, wire=wire, seed=seed)
+    with opened(job, rank) as (comm, known):
         out = known.dispatch(comm)
         sent = torch.cat([each.x_TH for each in known.all])[known.mine.token_P].double().cpu().numpy()
         error = np.abs(out.tokens.double().cpu().numpy() - sent)
-        bound = reference.wire_error_bound(sent, job.dtype, str(job.wire))
-        columns = reference.SCALE_COLUMNS[str(job.wire)]
+        bound = reference.wire_error_bound(sent, dtype, wire)
+        columns = reference.SCALE_COLUMNS[wire]
         amax = np.abs(sent.reshape(len(sent), -1, columns)).max(2).repeat(columns, 1)
-        return [(error / bound).max(initial=0), (error / amax).max(initial=0)]
-
-
-@pytest.mark.parametrize("wire", WIRE_FORMATS)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_error_against_float64(pool: Pools, most_ranks: int, dtype: str, wire: str, seed: int) -> None:
-    """The bounds are derived at reference.wire_error_bound."""
-    job = Job(
-        tokens=(200,) * most_ranks,
-        num_experts=4 * most_ranks,
-        hidden=1024,
-        top_k=2,
-        dtype=dtype,
-        wire=wire,
-        seed=seed,
-    )
-    for of_bound, of_amax in pool(most_ranks)(_errors, job):
-        assert of_bound <= 1
-        assert of_amax <= reference.LARGEST_MOVE[wire] + torch.finfo(getattr(torch, dtype)).eps / 2
+        assert (error / bound).max(initial=0) <= 1
+        most = reference.LARGEST_MOVE[wire] + torch.finfo(job.torch_dtype).eps / 2
+        assert (error / amax).max(initial=0) <= most
 
 
 # -- sums of a combine ---------------------------------------------------------------------------------------
@@ -255,11 +235,12 @@ def test_many_gradients_in_narrow_formats(pool: Pools, size: int, wire: str, see
 # -- arguments -----------------------------------------------------------------------------------------------
 
 
-def _bad(rank: int, world_size: int, job: Job) -> tuple[dict[str, Caught | None], list[str]]:
-    with harness.communicator(**job.communicator) as comm:
-        known = Oracle(job, rank, comm.device)
-        ids_TK = known.own.ids_TK
-        data_TH, scales = oracle.quantised(known.own.x_TH, str(job.wire))
+@pytest.mark.parametrize("wire", WIRE_FORMATS)
+@on_ranks("most_ranks")
+def test_bad_pairs(rank: int, world_size: int, wire: str, seed: int) -> list[str]:
+    job, problems = Job.on(world_size, 7, experts=2, hidden=272, top_k=2, wire=wire, seed=seed), []
+    with opened(job, rank) as (comm, known):
+        data_TH, scales = oracle.quantised(known.own.x_TH, wire)
         bad: dict[str, Any] = {
             "scales of another dtype": (data_TH, oracle.factors_of(scales).double()),
             "scales too few": (data_TH, scales[:, :-1].contiguous()),
@@ -267,52 +248,26 @@ def _bad(rank: int, world_size: int, job: Job) -> tuple[dict[str, Caught | None]
             "no pair": (data_TH, scales, scales),
             "data without scales": data_TH,
         }
-        caught, problems = {}, []
         for name, x in bad.items():
-            caught[name] = catch(lambda given=x: comm.dispatch(given, ids_TK))
+            error = catch(lambda given=x: comm.dispatch(given, known.own.ids_TK))
+            assert error is not None and error.name == "InvalidArgument", f"{name}: {error}"
             harness.settled_error(comm)
             problems += oracle.play(comm, job, rank)
-        return caught, problems
+    return problems
 
 
-@pytest.mark.parametrize("wire", WIRE_FORMATS)
-def test_bad_pairs(pool: Pools, most_ranks: int, wire: str, seed: int) -> None:
-    job = Job(tokens=(7,) * most_ranks, num_experts=2 * most_ranks, hidden=272, top_k=2, wire=wire, seed=seed)
-    results = pool(most_ranks)(_bad, job)
-    harness.assert_none([problems for _, problems in results])
-    for caught, _ in results:
-        for name, error in caught.items():
-            assert error is not None and error.name == "InvalidArgument", f"{name}: {error}"
-
-
-def _bad_construction(rank: int, world_size: int) -> list[Caught | None]:
+@on_ranks("most_ranks")
+def test_construction(rank: int, world_size: int) -> None:
     sizes = {"num_experts": 4 * world_size, "top_k": 2, "max_tokens": 8, "dtype": torch.bfloat16}
-    return [
-        catch(lambda: harness.communicator(**sizes, hidden=24, wire="fp8")),
-        catch(lambda: harness.communicator(**sizes, hidden=128, wire="fp4")),
-        catch(lambda: harness.communicator(**sizes, hidden=128, wire="fp8").close()),
-    ]
+    refused(lambda: harness.communicator(**sizes, hidden=24, wire="fp8"), "16")
+    refused(lambda: harness.communicator(**sizes, hidden=128, wire="fp4"), "fp4", name="Unsupported")
+    harness.communicator(**sizes, hidden=128, wire="fp8").close()
 
 
-def test_construction(pool: Pools, most_ranks: int) -> None:
-    for narrow, unknown, good in pool(most_ranks)(_bad_construction):
-        assert narrow is not None and narrow.name == "InvalidArgument" and "16" in narrow.text
-        assert unknown is not None and unknown.name == "Unsupported" and "fp4" in unknown.text
-        assert good is None
-
-
-def _no_pairs(rank: int, world_size: int) -> list[Caught | None]:
+@on_ranks("most_ranks")
+def test_pairs_need_a_wire_format(rank: int, world_size: int) -> None:
     case = Job(tokens=(4,) * world_size, num_experts=2 * world_size, hidden=128, top_k=2)
-    with harness.communicator(**case.communicator) as comm:
-        x_TH = cases.tensor(case.x(rank), case.torch_dtype, comm.device)
-        ids_TK = cases.tensor(case.ids(rank), None, comm.device)
-        return [
-            catch(lambda: comm.dispatch(oracle.quantised(x_TH), ids_TK)),
-            catch(lambda: comm.dispatch(x_TH, ids_TK, dequantize=False)),
-        ]
-
-
-def test_pairs_need_a_wire_format(pool: Pools, most_ranks: int) -> None:
-    for pair, handed_on in pool(most_ranks)(_no_pairs):
-        assert pair is not None and pair.name == "InvalidArgument" and "pair" in pair.text, pair
-        assert handed_on is not None and handed_on.name == "InvalidArgument", handed_on
+    with opened(case, rank) as (comm, known):
+        x_TH, ids_TK = known.own.x_TH, known.own.ids_TK
+        refused(lambda: comm.dispatch(oracle.quantised(x_TH), ids_TK), "pair")
+        refused(lambda: comm.dispatch(x_TH, ids_TK, dequantize=False))

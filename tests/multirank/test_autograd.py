@@ -38,9 +38,8 @@ def test_finite_differences_across_ranks(
     rank: int, world_size: int, widest: str, layout: str, seed: int
 ) -> None:
     """The derivative of the job's one loss along a random direction of all ranks' inputs."""
-    tokens = (5, 3, 4)[:world_size]
-    shape = {"tokens": tokens, "num_experts": 2 * world_size, "hidden": 4, "top_k": 2}
-    case = Case(**shape, dtype=widest, layout=layout, seed=seed)
+    shape = {"dtype": widest, "layout": layout, "seed": seed}
+    case = Case.on(world_size, (5, 3, 4), experts=2, hidden=4, top_k=2, **shape)
     step, bound = (1e-6, 1e-5) if widest == "float64" else (2e-3, 1e-2)
     with ranks.communicator(**case.communicator) as comm:
         x_TH, ids_TK, weights_TK = _inputs(case, rank, comm.device)
@@ -113,8 +112,8 @@ def _train(rank: int, case: Case, mode: str) -> list[torch.Tensor]:
 def test_checkpointing_gives_the_same_bits_and_reuses_plans(
     rank: int, world_size: int, widest: str, layout: str, seed: int
 ) -> None:
-    shape = {"tokens": (7, 5, 3)[:world_size], "num_experts": 2 * world_size, "hidden": 8, "top_k": 2}
-    case = Case(**shape, dtype=widest, layout=layout, seed=seed)
+    shape = {"dtype": widest, "layout": layout, "seed": seed}
+    case = Case.on(world_size, (7, 5, 3), experts=2, hidden=8, top_k=2, **shape)
     plain, *others = (_train(rank, case, mode) for mode in ("plain", "reentrant", "non-reentrant"))
     for found in others:
         assert all(map(torch.equal, found, plain)) and len(found) == len(plain)
@@ -124,14 +123,7 @@ def test_checkpointing_gives_the_same_bits_and_reuses_plans(
 @on_ranks("size")
 def test_a_backward_twice(rank: int, world_size: int, seed: int) -> None:
     """retain_graph: the second backward runs along the same plan, with other work in between."""
-    case = Case(
-        tokens=(31,) * world_size,
-        num_experts=4 * world_size,
-        hidden=128,
-        top_k=4,
-        dtype="bfloat16",
-        seed=seed,
-    )
+    case = Case.on(world_size, 31, experts=4, hidden=128, top_k=4, dtype="bfloat16", seed=seed)
     with ranks.communicator(**case.communicator) as comm:
         x_TH, ids_TK, weights_TK = _inputs(case, rank, comm.device)
         out = comm.dispatch(x_TH, ids_TK, weights_TK)

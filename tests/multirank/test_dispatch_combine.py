@@ -1,7 +1,6 @@
 """Dispatch, combine and their gradients against the oracle, bit for bit."""
 
 from __future__ import annotations
-from tests.oracle import opened
 
 import itertools
 import time
@@ -20,7 +19,7 @@ from tests.cases import Case
 from tests.multirank.conftest import Pools
 from tests.multirank.harness import RankPool
 from tests.multirank.on_ranks import on_ranks
-from tests.oracle import Oracle
+from tests.oracle import Oracle, opened
 from tests.reference import DTYPES
 
 SIZES = [1, 2, 3, 4]
@@ -58,12 +57,8 @@ def test_layouts_alignments_and_capacities(pool: Pools, size: int, dtype: str, s
 def test_top_k(pool: Pools, size: int, seed: int) -> None:
     some = []
     for top_k in (1, 2, 8, 22, 32):
-        base = Case(
-            tokens=cases.unequal_tokens(size, 9, seed),
-            num_experts=32 * size,
-            hidden=4,
-            top_k=top_k,
-            seed=seed,
+        base = Case.on(
+            size, cases.unequal_tokens(size, 9, seed), experts=32, hidden=4, top_k=top_k, seed=seed
         )
         wide = replace(base, layout="rank", dtype="bfloat16", hidden=8)
         some += [base, replace(base, routing="holes"), wide]
@@ -85,9 +80,10 @@ def test_hidden_sizes(pool: Pools, most_ranks: int, dtype: str, seed: int) -> No
     """A row is any multiple of 16 bytes, also one that fits no vector width or block of the kernels."""
     some = []
     for blocks in (1, 3, 7, 17, 31, 65, 129):
-        base = Case(
-            tokens=cases.unequal_tokens(most_ranks, 10, seed),
-            num_experts=2 * most_ranks,
+        base = Case.on(
+            most_ranks,
+            cases.unequal_tokens(most_ranks, 10, seed),
+            experts=2,
             hidden=blocks * 16 // getattr(torch, dtype).itemsize,
             top_k=min(4, 2 * most_ranks),
             dtype=dtype,
@@ -200,8 +196,7 @@ def test_rows_are_not_overwritten_while_peers_read(
 ) -> None:
     """Inputs are filled, dispatched and dropped in turn, every other time with a combine, now and then late.
     No rank reads what comes later."""
-    shape = {"tokens": (16,) * world_size, "num_experts": 2 * world_size, "hidden": 512, "top_k": 2}
-    case = Case(**shape, weights=False, seed=seed)
+    case = Case.on(world_size, 16, experts=2, hidden=512, top_k=2, weights=False, seed=seed)
     rng = np.random.default_rng([case.seed, rank])
     some = [replace(case, seed=case.seed + i) for i in range(5)]
     wants = [each.expected(rank) for each in some]
@@ -244,18 +239,11 @@ def test_several_communicators_at_once(rank: int, world_size: int, widest: str, 
     """Dispatch on all communicators, then combine in another order; some serve on when others have closed."""
     some = [
         Case(tokens=(5,) * world_size, num_experts=2 * world_size, hidden=8, top_k=2, seed=seed),
-        Case(
-            tokens=(9,) * world_size,
-            num_experts=4 * world_size,
-            hidden=24,
-            top_k=3,
-            dtype="bfloat16",
-            layout="rank",
-            seed=seed,
-        ),
-        Case(
-            tokens=cases.unequal_tokens(world_size, 7, seed),
-            num_experts=world_size,
+        Case.on(world_size, 9, experts=4, hidden=24, top_k=3, dtype="bfloat16", layout="rank", seed=seed),
+        Case.on(
+            world_size,
+            cases.unequal_tokens(world_size, 7, seed),
+            experts=1,
             hidden=8,
             top_k=1,
             dtype=widest,
@@ -389,4 +377,3 @@ def test_rows_are_copied_where_others_pull_them_and_nowhere_else(
         y_TH = count("combine", 0, lambda: comm.combine(rows_PH, out.handle, weights=out.weights))
         # The gradient of y goes the way of a dispatch, that of x the way of a combine.
         count("backward", len(needed), lambda: y_TH.sum().backward())
-

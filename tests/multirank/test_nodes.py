@@ -125,9 +125,10 @@ def test_chunks_and_threads(fabric: Fabric, seed: int) -> None:
     [(2, 1, "float32"), (4, 2, "float64"), (4, 2, "bfloat16"), (4, 1, "float32")],
 )
 def test_gradients(fabric: Fabric, size: int, per_node: int, dtype: str, seed: int) -> None:
-    base = Case(
-        tokens=(6, 0, 9, 5)[-size:],
-        num_experts=3 * size,
+    base = Case.on(
+        size,
+        (5, 9, 0, 6),
+        experts=3,
         hidden=72,
         top_k=3,
         dtype=dtype,
@@ -186,15 +187,7 @@ def against_one_node(rank: int, world_size: int, case: Case) -> list[str]:
     [(2, 1, "float32"), (4, 2, "bfloat16"), (6, 2, "float32"), (4, 1, "bfloat16")],
 )
 def test_against_one_node(fabric: Fabric, size: int, per_node: int, dtype: str, seed: int) -> None:
-    case = Case(
-        tokens=(40,) * size,
-        num_experts=4 * size,
-        hidden=64,
-        top_k=4,
-        dtype=dtype,
-        seed=seed,
-        ranks_per_node=per_node,
-    )
+    case = Case.on(size, 40, experts=4, hidden=64, top_k=4, dtype=dtype, seed=seed, ranks_per_node=per_node)
     assert_none(fabric(size)(against_one_node, case))
 
 
@@ -224,9 +217,10 @@ def verify_crossing(case: Case, counts: list[dict[str, float]]) -> None:
 
 @pytest.mark.parametrize(("size", "per_node"), [(2, 1), (6, 2), (4, 1)])
 def test_rows_cross_once_a_node(fabric: Fabric, size: int, per_node: int, seed: int) -> None:
-    case = Case(
-        tokens=cases.unequal_tokens(size, 50, seed),
-        num_experts=4 * size,
+    case = Case.on(
+        size,
+        cases.unequal_tokens(size, 50, seed),
+        experts=4,
         hidden=256,
         top_k=4,
         routing="holes",

@@ -24,9 +24,10 @@ def jobs(draw: Any, size: int) -> list[Case]:
     """A few dispatches on one communicator."""
     local = draw(st.integers(1, 6))
     dtype = draw(st.sampled_from(DTYPES))
-    base = Case(
-        tokens=(0,) * size,
-        num_experts=local * size,
+    base = Case.on(
+        size,
+        0,
+        experts=local,
         hidden=draw(st.integers(1, 9)) * 16 // {"float32": 4, "float64": 8}.get(dtype, 2),
         top_k=draw(st.integers(1, min(local * size, 9))),
         dtype=dtype,
