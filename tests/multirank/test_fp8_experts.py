@@ -17,7 +17,6 @@ from moecomm import InvalidArgument
 from moecomm.kernels.fp8_products import Fp8Products
 from moecomm.nn import MoEConfig, MoELayer, OverlapConfig, sync_gradients
 from tests.multirank.conftest import Pools
-from tests.multirank.harness import RankPool
 from tests.multirank.moe_cases import SIZES, check_ways, groups_of, layer_step, reference_step, whole
 from tests.multirank.on_ranks import on_ranks
 from tests.multirank.test_moe_layer import CASES, IN_EVERY_WAY, in_every_way
@@ -31,13 +30,8 @@ WITHOUT_BIASES = [name for name in IN_EVERY_WAY if "bias" not in CASES[name].opt
 NEAR = ["softmax", "like deepseek-v3", "like qwen2-moe", "fixed buffers", "recomputed"]
 
 
-@pytest.fixture(scope="module")
-def pools(pool: Pools) -> dict[int, RankPool]:
-    return {size: pool(size) for size in (1, 2, 3)}
-
-
 @pytest.mark.parametrize(("name", "ranks"), [*((name, 3) for name in NEAR), ("like switch", 1)])
-def test_near_the_dense_reference(name: str, ranks: int, pools: dict[int, RankPool], seed: int) -> None:
+def test_near_the_dense_reference(name: str, ranks: int, pool: Pools, seed: int) -> None:
     """The case is in float32, so that tokens choose the same experts. The output comes from two products in
     e4m3, a gradient from up to four; gradients of others (the router, x) have the experts' error in the mean.
 
@@ -53,7 +47,7 @@ def test_near_the_dense_reference(name: str, ranks: int, pools: dict[int, RankPo
 
     router: list[tuple[float, float]] = []
     for draw in range(seed, seed + DRAWS):
-        results = pools[ranks](layer_step, case, draw)
+        results = pool(ranks)(layer_step, case, draw)
         want = reference_step(results, case, draw)
         assert [result["load"] for result in results] == want["load"]
         for key, products, least in (("y", 2, 0.005), ("x.grad", 4, 0.002)):

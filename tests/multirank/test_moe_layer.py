@@ -15,7 +15,6 @@ from moecomm import Communicator
 from moecomm.nn import MoEConfig, MoELayer, OverlapConfig, is_expert_parameter, set_loss_scale
 from tests.multirank.catching import refused
 from tests.multirank.conftest import Pools
-from tests.multirank.harness import RankPool
 from tests.multirank.moe_cases import (
     SIZES,
     TOKENS,
@@ -115,11 +114,6 @@ def in_every_way(name: str, dtype: torch.dtype, size: int, seed: int, **options:
     )
 
 
-@pytest.fixture(scope="module")
-def pools(pool: Pools) -> dict[int, RankPool]:
-    return {size: pool(size) for size in TOKENS}
-
-
 def assert_step_matches(results: list[dict[str, Any]], want: dict[str, Any], bound: float) -> None:
     """Asserts that every number is within `bound` times the largest one of its tensor."""
 
@@ -142,9 +136,9 @@ def assert_step_matches(results: list[dict[str, Any]], want: dict[str, Any], bou
 @pytest.mark.parametrize(
     ("name", "ranks"), [*((name, 3) for name in CASES), *((name, n) for n in MOST for name in MOST[n])]
 )
-def test_equals_dense_reference(name: str, ranks: int, pools: dict[int, RankPool], seed: int) -> None:
+def test_equals_dense_reference(name: str, ranks: int, pool: Pools, seed: int) -> None:
     case = CASES[name]
-    results = pools[ranks](layer_step, case, seed)
+    results = pool(ranks)(layer_step, case, seed)
     assert_step_matches(results, reference_step(results, case, seed), 1e-10)
     for result in results:
         if result["counted"] is not None:
@@ -237,10 +231,10 @@ def test_timelines(rank: int, world_size: int, seed: int) -> None:
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_recomputing_repeats_the_jitter(reentrant: bool, pools: dict[int, RankPool], seed: int) -> None:
+def test_recomputing_repeats_the_jitter(reentrant: bool, pool: Pools, seed: int) -> None:
     case = Case({"jitter": 0.3, "z_loss_coef": 0.1})
-    plain = pools[3](layer_step, case, seed)
-    recomputed = pools[3](layer_step, replace(case, reentrant=reentrant), seed)
+    plain = pool(3)(layer_step, case, seed)
+    recomputed = pool(3)(layer_step, replace(case, reentrant=reentrant), seed)
     for a, b in zip(plain, recomputed, strict=True):
         assert a["losses"] == b["losses"]
         assert torch.equal(a["x.grad"], b["x.grad"])
@@ -255,10 +249,10 @@ def test_recomputing_repeats_the_jitter(reentrant: bool, pools: dict[int, RankPo
     [(torch.bfloat16, 8 * 2**-8), (torch.float16, 8 * 2**-11), (torch.float32, 32 * 2**-24)],
 )
 def test_low_precision_stays_within_its_rounding(
-    name: str, dtype: torch.dtype, bound: float, pools: dict[int, RankPool], seed: int
+    name: str, dtype: torch.dtype, bound: float, pool: Pools, seed: int
 ) -> None:
     case = CASES[name].with_dtype(dtype)
-    results = pools[3](layer_step, case, seed)
+    results = pool(3)(layer_step, case, seed)
     assert_step_matches(results, reference_step(results, case, seed), bound)
 
 
