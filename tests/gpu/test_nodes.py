@@ -173,8 +173,7 @@ def test_any_number_of_lanes(rank: int, world_size: int, seed: int) -> list[Any]
             patch.setenv("MOECOMM_FABRIC_LANES", str(lanes))
             comm = harness.communicator(**job.communicator)
         with comm:
-            if comm.network_lanes != lanes:
-                found.append(f"{comm.network_lanes} lanes instead of {lanes}")
+            assert comm.network_lanes == lanes, f"{comm.network_lanes} lanes instead of {lanes}"
             found += [problem for _ in range(3) for problem in play(comm, job, rank)]
     return found
 

@@ -71,8 +71,7 @@ def test_tokens_between_few_and_many(rank: int, world_size: int, seed: int) -> l
         for number, case in enumerate(some):
             known = Oracle(case, rank, comm.device)
             offered = comm._backend._native.offered_rows(case.tokens[rank], _C.RowLayout.expert, 1)[0] > 0
-            if offered != (number > 0):
-                problems.append(f"dispatch {number}: offered is {offered}")
+            assert offered == (number > 0), f"dispatch {number}: offered is {offered}"
             known.check_dispatch(known.dispatch(comm))
             problems += [f"dispatch {number}: {problem}" for problem in known.problems]
         comm.check()

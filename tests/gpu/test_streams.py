@@ -77,9 +77,7 @@ def _step(comm: Any, known: Oracle, own: Inputs, grad_TH: torch.Tensor) -> tuple
 @on_ranks("size")
 def test_fixed_mode_never_waits(rank: int, world_size: int, layout: str, seed: int) -> list[str]:
     """Forward and backward under torch's sync debug mode, and behind a stream that is busy for a second."""
-    job = _job(world_size, seed, layout=layout)
-    problems = []
-    with opened(job, rank) as (comm, known):
+    with opened(_job(world_size, seed, layout=layout), rank) as (comm, known):
         grad_TH = known.grad_y(rank)
         for _ in range(2):  # the allocator gets its memory
             _step(comm, known, _leaves(known), grad_TH)
@@ -94,10 +92,9 @@ def test_fixed_mode_never_waits(rank: int, world_size: int, layout: str, seed: i
         torch.cuda._sleep(LONG)
         asleep = _mark()
         out, _ = _step(comm, known, own, grad_TH)
-        if asleep.query():
-            problems.append(f"rank {rank}: forward and backward waited for the stream")
+        assert not asleep.query(), "forward and backward waited for the stream"
         known.check_dispatch(out)
-    return problems + known.problems
+    return known.problems
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -105,7 +102,6 @@ def test_fixed_mode_never_waits(rank: int, world_size: int, layout: str, seed: i
 def test_dropless_waits_for_its_own_count_only(rank: int, world_size: int, seed: int) -> list[str]:
     """A dropless dispatch waits for its row count, not for the device: another stream may be busy."""
     job = _job(world_size, seed, slack=None)
-    problems = []
     with opened(job, rank) as (comm, known):
         for _ in range(2):
             oracle.play(comm, job, rank)
@@ -118,12 +114,10 @@ def test_dropless_waits_for_its_own_count_only(rank: int, world_size: int, seed:
         with _sync_is_an_error():
             out = known.dispatch(comm)
             y_TH = comm.combine(out.tokens, out.handle)
-        if asleep.query():
-            problems.append(f"rank {rank}: a dropless dispatch waited for another stream")
+        assert not asleep.query(), "a dropless dispatch waited for another stream"
         known.check_dispatch(out)
-        if y_TH.shape != known.own.x_TH.shape:
-            problems.append(f"rank {rank}: y is {tuple(y_TH.shape)}")
-    return problems + known.problems
+        assert y_TH.shape == known.own.x_TH.shape, f"y is {tuple(y_TH.shape)}"
+    return known.problems
 
 
 # -- order with the caller's work ----------------------------------------------------------------------------
@@ -212,11 +206,9 @@ def test_the_caller_changes_streams(rank: int, world_size: int, slack: int | Non
 def test_async_follows_torch_distributed(rank: int, world_size: int, seed: int) -> list[str]:
     """Returns at once, runs beside the caller's stream, and wait() holds the stream and not the host."""
     job = _job(world_size, seed)
-    problems = []
 
     def expect(good: bool, text: str) -> None:
-        if not good:
-            problems.append(f"rank {rank}: {text}")
+        assert good, text
 
     with opened(job, rank, num_sms=24) as (comm, known):
         for _ in range(2):
@@ -256,7 +248,7 @@ def test_async_follows_torch_distributed(rank: int, world_size: int, seed: int) 
             y_TH.mul_(1)
         expect(not asleep.query(), "the host waited for the caller's stream")
         known.check_dispatch(out)
-    return problems + known.problems
+    return known.problems
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -306,8 +298,7 @@ def test_several_in_flight(rank: int, world_size: int, slack: int | None, seed: 
                 junk = torch.full((1 << 20,), float("nan"), device=comm.device)
                 y_TH.backward(known.grad_y(rank))
                 del junk, y_TH
-                if not bool(leaves[i].x_TH.grad.isfinite().all()):
-                    problems.append(f"rank {rank}: the gradient of operation {i} is not finite")
+                assert bool(leaves[i].x_TH.grad.isfinite().all()), f"operation {i}"
                 problems += known.problems
                 known.problems = []
             del works, ways

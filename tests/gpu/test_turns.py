@@ -168,11 +168,9 @@ def test_in_a_graph(rank: int, world_size: int, seed: int) -> list[str]:
                 ("dispatch", out.tokens, eager.tokens),
                 ("other rows along the plan", rows, along),
             ):
-                if not torch.equal(got[:kept], want[:kept]):
-                    problems.append(f"rank {rank}, replay {step}: {name}")
+                assert torch.equal(got[:kept], want[:kept]), f"replay {step}: {name}"
             if job.wire is None and not torch.equal(along[:kept], eager.tokens[:kept]):
                 problems.append(f"rank {rank}, replay {step}: other rows along the plan than dispatched")
-            if not torch.equal(y_TH, comm.combine(along, eager.handle)):
-                problems.append(f"rank {rank}, replay {step}: combine")
+            assert torch.equal(y_TH, comm.combine(along, eager.handle)), f"replay {step}: combine"
         comm.check()
     return problems

@@ -10,11 +10,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from moecomm import Communicator, Work
-from moecomm.nn import MoEConfig, MoELayer, OverlapConfig, is_expert_parameter, sync_gradients
+from moecomm.nn import (
+    MoEConfig,
+    MoELayer,
+    OverlapConfig,
+    fully_shard_experts,
+    is_expert_parameter,
+    prepare_ddp,
+    sync_gradients,
+)
 from tests.moe_reference import reference_moe
 from tests.ranks import communicator, device, on_cpu, synchronize
 
@@ -177,6 +187,16 @@ def poison_tail(comm: Communicator) -> None:
 def unsharded(tensor: Tensor) -> Tensor:
     """The whole of a tensor that may be sharded; all ranks call together."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def wrapped(model: nn.Module, how: str, **options: Any) -> nn.Module:
+    """The model under "ddp" or "fsdp" with these options, or as it is."""
+    if how == "ddp":
+        return DistributedDataParallel(prepare_ddp(model), **options)
+    if how == "fsdp":
+        fully_shard_experts(model, **options)
+        fully_shard(model, **options)
+    return model
 
 
 def whole(results: list[dict[str, Any]], kind: str) -> dict[str, Tensor]:

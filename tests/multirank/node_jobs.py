@@ -7,13 +7,17 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
+import torch
 import torch.distributed as dist
 
 import moecomm
-from tests import cases
+from moecomm.setup.rendezvous import Rendezvous
+from tests import cases, ranks
 from tests.cases import Case
 from tests.multirank.harness import NO_GPUS, Died, RankPool, no_shared_memory_left
 
@@ -62,14 +66,28 @@ def caught(call: Callable[[], Any]) -> Found:
     return {"type": "nothing", "seconds": time.monotonic() - before}
 
 
-def refusals(comm: Any, case: Case, rank: int) -> set[str]:
+def refusals(comm: Any, dispatch: Callable[..., Any]) -> set[str]:
     """Types of the errors that a broken communicator gives to whatever is asked of it."""
     calls: list[Callable[[], Any]] = [
-        lambda: cases.dispatch(comm, case, rank),
-        lambda: cases.dispatch(comm, case, rank, async_op=True).wait(),
+        dispatch,
+        lambda: dispatch(async_op=True).wait(),
         comm.check,
     ]
+    if ranks.on_cpu():
+        calls.append(lambda: comm.dispatch(torch.zeros(1), torch.zeros(1)))
     return {caught(call)["type"] for call in calls}
+
+
+@contextmanager
+def steps_changed(change: Callable[[str, Callable[[], Any]], Any]) -> Iterator[None]:
+    """Makes every step of a construction in this process send `change(phase, action)` as its message."""
+    real = Rendezvous.step
+
+    def step(self: Any, phase: str, action: Callable[[], Any], *more: Any, **named: Any) -> Any:
+        return real(self, phase, lambda: change(phase, action), *more, **named)
+
+    with mock.patch.object(Rendezvous, "step", step):
+        yield
 
 
 def resources() -> dict[str, int]:

@@ -15,7 +15,6 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
 from torch.testing import assert_close
 
@@ -36,7 +35,7 @@ from moecomm.parallel.spread import common_parameters
 from moecomm.train.replicas import expert_owners
 from tests.multirank.catching import refused
 from tests.multirank.conftest import own_pool
-from tests.multirank.moe_cases import SIZES, groups_of
+from tests.multirank.moe_cases import SIZES, groups_of, wrapped
 from tests.multirank.on_ranks import on_ranks
 
 pool = own_pool()
@@ -75,7 +74,7 @@ def build(group: Any, seed: int = 0, own_seed: int = 0, **options: Any) -> MoELa
 
 
 def train(layer: MoELayer, rank: int, ddp: bool) -> torch.optim.Optimizer:
-    call = DistributedDataParallel(prepare_ddp(layer)) if ddp else layer
+    call = wrapped(layer, "ddp" if ddp else "")
     optimizer = torch.optim.AdamW(layer.parameters(), lr=0.05)
     for step in range(3):
         x = torch.randn(6, 16, generator=torch.Generator().manual_seed(9 * step + rank), dtype=torch.float64)

@@ -13,14 +13,14 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrizations, prune
+from torch.testing import assert_close
 
-from moecomm.nn import MoEConfig, MoELayer, fully_shard_experts, sharded_state, sync_gradients
+from moecomm.nn import MoEConfig, MoELayer, sharded_state, sync_gradients
 from tests.multirank.catching import refused
 from tests.multirank.conftest import own_pool
-from tests.multirank.moe_cases import SIZES, groups_of, unsharded
+from tests.multirank.moe_cases import SIZES, groups_of, unsharded, wrapped
 from tests.multirank.moe_cases import LinearThenMoE as Block
 from tests.multirank.on_ranks import on_ranks
 
@@ -56,7 +56,7 @@ def build(rank: int, world: int, ep: int, seed: int, **options: Any) -> Model:
     return Model(groups_of(rank, world, ep)[0], seed, **options)
 
 
-def wrapped(model: Model, around: type[nn.Module]) -> Model:
+def checkpointed(model: Model, around: type[nn.Module]) -> Model:
     apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, around))
     assert any("_checkpoint_wrapped_module" in name for name, _ in model.named_parameters())
     return model
@@ -92,9 +92,7 @@ def tensors_of(state: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def assert_same(found: dict[str, Tensor], want: dict[str, Tensor]) -> None:
-    assert found.keys() == want.keys()
-    for name, tensor in want.items():
-        assert torch.equal(found[name], tensor), name
+    assert_close(found, want, rtol=0, atol=0)
 
 
 def poison(state: dict[str, Any]) -> None:
@@ -130,10 +128,8 @@ def test_a_model_under_activation_checkpointing_has_the_checkpoint_of_the_plain_
         model: nn.Module = build(rank, world, ep, seed, **options)
         comm = model.comm
         if wraps:
-            wrapped(model, kind)  # type: ignore[arg-type]
-        if fsdp:
-            fully_shard_experts(model)
-            fully_shard(model)
+            checkpointed(model, kind)  # type: ignore[arg-type]
+        wrapped(model, "fsdp" if fsdp else "")
         return model, torch.optim.AdamW(model.parameters(), lr=0.1), comm
 
     model, optimizer, comm = make(2, True, seed)
@@ -270,8 +266,7 @@ def test_numbers_of_an_optimizer_come_back(rank: int, world: int, tmp_path: Path
             assert held in numbers(fresh_optimizer) and fresh_optimizer.param_groups[0]["calls"] == 3
             train(fresh, fresh_optimizer, rank, range(3, 5))
             found = tensors_of(sharded_state(fresh, fresh_optimizer))
-            for name, tensor in want.items():
-                torch.testing.assert_close(found[name], tensor, rtol=1e-9, atol=1e-9, msg=name)
+            assert_close(found, want, rtol=1e-9, atol=1e-9)
 
 
 @on_ranks(2)
@@ -290,8 +285,7 @@ def test_numbers_before_the_first_step(rank: int, world: int, seed: int) -> None
         sharded_state(model, optimizer)
         train(model, optimizer, rank, range(2, 4))
         train(twin, plain, rank, range(4))
-        for (name, found), want in zip(model.named_parameters(), twin.parameters(), strict=True):
-            assert torch.equal(found, want), name
+        assert_same(model.state_dict(), twin.state_dict())
 
 
 @on_ranks(2)
@@ -409,7 +403,7 @@ def test_a_model_with_less_than_the_checkpoint_is_refused(
     folder = tmp_path / "saved"
     full = build(rank, world, 2, seed, **{"bias_update_rate": 0.0, **more})
     with full.comm:
-        dcp.save(sharded_state(wrapped(full, Block) if "bias" in more else full), checkpoint_id=folder)
+        dcp.save(sharded_state(checkpointed(full, Block) if "bias" in more else full), checkpoint_id=folder)
         dcp.load(sharded_state(full), checkpoint_id=folder)
     model = build(rank, world, 1, seed + 1, **{"bias_update_rate": 0.0, **less})
     with model.comm:
@@ -452,7 +446,7 @@ def test_buffers_of_spread_experts_are_refused(
             else:
                 prune.l1_unstructured(experts, "w_in", amount=0.3)
             if wraps:
-                wrapped(model, Block)
+                checkpointed(model, Block)
             if ep == 1:
                 sharded_state(model)
             else:
@@ -476,9 +470,7 @@ def test_a_weight_without_gradients_so_far(
     def make(seed: int) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
         model: nn.Module = build(rank, world, 2, seed)
         comm = model.comm
-        if way == "fsdp":
-            fully_shard_experts(model)
-            fully_shard(model)
+        wrapped(model, way)
         return model, torch.optim.Adam(model.parameters(), lr=0.1, weight_decay=0.1), comm
 
     def go_on(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 import re
 import textwrap
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 from torch.testing import assert_close
 
@@ -39,7 +38,7 @@ from moecomm.nn import (
 )
 from tests.multirank.catching import refused
 from tests.multirank.conftest import own_pool
-from tests.multirank.moe_cases import SIZES, groups_of, unsharded
+from tests.multirank.moe_cases import SIZES, groups_of, unsharded, wrapped
 from tests.multirank.moe_cases import LinearThenMoE as Model
 from tests.multirank.on_ranks import on_ranks
 from tests.ranks import gathered
@@ -86,18 +85,28 @@ def names(rank: int, world_size: int, ep: int, seed: int) -> dict[str, Any]:
     }
 
 
+def spread(rank: int, world_size: int, ep: int, seed: int, config: MoEConfig = CONFIG) -> Model:
+    """A model whose experts `ep` ranks share out."""
+    torch.manual_seed(seed)
+    return Model(MoELayer(config, group=groups_of(rank, world_size, ep)[0], max_tokens=max(TOKENS)))
+
+
+def backward_of_all(model: Model, world_size: int, step: int, seed: int) -> None:
+    """Adds the gradients of all ranks' tokens, and keeps them from clipping."""
+    for rank in range(world_size):
+        (loss_of(model(tokens(rank, step, seed))) / world_size).backward()
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.raw_grad = parameter.grad.clone()  # type: ignore[attr-defined]
+
+
 def one_process(rank: int, world_size: int, steps: int, seed: int) -> tuple[Model, torch.optim.Optimizer]:
     """The model after `steps` steps on all ranks' tokens, with all experts and the last step's gradients."""
-    torch.manual_seed(seed)
-    model = Model(MoELayer(CONFIG, group=groups_of(rank, world_size, 1)[0], max_tokens=max(TOKENS)))
+    model = spread(rank, world_size, 1, seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     for step in range(steps):
         optimizer.zero_grad()
-        for other in range(world_size):
-            (loss_of(model(tokens(other, step, seed))) / world_size).backward()
-        if step == steps - 1:
-            for parameter in model.parameters():
-                parameter.raw_grad = parameter.grad.clone()  # type: ignore[union-attr, attr-defined]
+        backward_of_all(model, world_size, step, seed)
         torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
         optimizer.step()
         router = model.moe.router
@@ -118,13 +127,8 @@ def assert_same(model: nn.Module, wanted: nn.Module, of: str = "data", tolerance
         expected = want[name].detach() if of == "data" else want[name].raw_grad  # type: ignore[attr-defined]
         if ".experts." in name:
             expected = expected[first : first + count]
-        assert_close(
-            unsharded(attribute),
-            expected,
-            rtol=tolerance,
-            atol=tolerance,
-            msg=lambda text, n=name: f"{n}: {text}",
-        )
+        say = partial("{}: {}".format, name)
+        assert_close(unsharded(attribute), expected, rtol=tolerance, atol=tolerance, msg=say)
 
 
 def assert_replicas_equal(model: nn.Module, rank: int, ep: int) -> None:
@@ -197,10 +201,8 @@ def test_gradients_and_norm_are_those_of_one_process(rank: int, world_size: int,
     with model.moe.comm, wanted.moe.comm:
         fresh, _ = one_process(rank, world_size, 0, seed)
         fresh.moe.comm.close()
-        runs: nn.Module = model
-        if how == "ddp":
-            runs = DistributedDataParallel(prepare_ddp(model))
-        elif how.startswith("fsdp"):
+        runs: nn.Module = wrapped(model, "ddp") if how == "ddp" else model
+        if how.startswith("fsdp"):
             fully_shard_experts(model, mesh["dp"] if how == "fsdp of a mesh" else None)
             if how == "fsdp of blocks":
                 fully_shard(model.moe)
@@ -208,7 +210,7 @@ def test_gradients_and_norm_are_those_of_one_process(rank: int, world_size: int,
         loss_of(runs(tokens(rank, 0, seed))).backward()
         if how == "ddp":
             for each in (runs, model):
-                refused(functools.partial(sync_gradients, each), "under DistributedDataParallel")
+                refused(partial(sync_gradients, each), "under DistributedDataParallel")
         else:
             sync_gradients(model)
         assert_same(model, wanted, "grad")
@@ -228,10 +230,7 @@ def test_fsdp_with_mixed_precision(
     """Weights in float64 compute in float32 by FSDP2's policy, with replicas or without: gradients of two
     backwards are those of one process but for float32, a step changes the weights by them, and a checkpoint
     has the weights."""
-    torch.manual_seed(seed)
-    config = dataclasses.replace(CONFIG, dtype=torch.float32)
-    group = groups_of(rank, world_size, ep)[0]
-    model = Model(MoELayer(config, group=group, max_tokens=max(TOKENS))).double()
+    model = spread(rank, world_size, ep, seed, dataclasses.replace(CONFIG, dtype=torch.float32)).double()
     wanted, _ = one_process(rank, world_size, 0, seed)
     ours = model.moe.experts
     with torch.no_grad():  # a layer in float32 draws others
@@ -240,18 +239,13 @@ def test_fsdp_with_mixed_precision(
             part = slice(ours.first_expert, ours.first_expert + ours.num_local_experts)
             parameter.copy_(value[part] if ".experts." in name else value)
     policy = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=reduce)
-    fully_shard_experts(model, mp_policy=policy)
-    fully_shard(model, mp_policy=policy)
+    wrapped(model, "fsdp", mp_policy=policy)
     assert all(isinstance(each, DTensor) and each.dtype == torch.float64 for each in model.parameters())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     with model.moe.comm, wanted.moe.comm:
         for step in range(2):
             loss_of(model(tokens(rank, step, seed))).backward()
-            for other in range(world_size):
-                (loss_of(wanted(tokens(other, step, seed))) / world_size).backward()
-        for parameter in wanted.parameters():
-            assert parameter.grad is not None
-            parameter.raw_grad = parameter.grad.clone()  # type: ignore[attr-defined]
+            backward_of_all(wanted, world_size, step, seed)
         assert_same(model, wanted, "grad", tolerance=1e-4)
         norm = torch.nn.utils.clip_grad_norm_(wanted.parameters(), MAX_NORM)
         assert_close(clip_grad_norm(model, MAX_NORM), norm, rtol=1e-4, atol=0)
@@ -280,19 +274,8 @@ def one_step(
     inner.zero_grad(set_to_none=True)
     wanted.zero_grad(set_to_none=True)
     (loss_of(model(tokens(rank, 0, seed))) * share).backward()
-    for other in range(world_size):
-        (loss_of(wanted(tokens(other, 0, seed))) / world_size).backward()
-    for parameter in wanted.parameters():
-        parameter.raw_grad = parameter.grad  # type: ignore[attr-defined]
+    backward_of_all(wanted, world_size, 0, seed)
     assert_same(inner, wanted, "grad")
-
-
-def wrapped_by(wrapper: str, model: Model) -> nn.Module:
-    """Returns a model under "ddp" or "fsdp"."""
-    if wrapper == "ddp":
-        return DistributedDataParallel(prepare_ddp(model))
-    fully_shard_experts(model)
-    return fully_shard(model)
 
 
 @pytest.mark.parametrize(
@@ -312,13 +295,12 @@ def test_experts_that_are_replaced_or_trained_later(
     rank: int, world_size: int, way: str, ep: int, seed: int
 ) -> None:
     """Experts that were frozen, or whose parameters are other objects than when the model was wrapped."""
-    torch.manual_seed(seed)
-    model = Model(MoELayer(CONFIG, group=groups_of(rank, world_size, ep)[0], max_tokens=max(TOKENS)))
+    model = spread(rank, world_size, ep, seed)
     wanted, _ = one_process(rank, world_size, 0, seed)
     wrapper, how = way.split()
     if how == "frozen":
         model.moe.experts.requires_grad_(False)
-    runs = wrapped_by(wrapper, model)
+    runs = wrapped(model, wrapper)
     with model.moe.comm, wanted.moe.comm:
         if how == "frozen":
             runs(tokens(rank, 0, seed)).square().sum().backward()
@@ -346,8 +328,7 @@ def test_experts_that_are_replaced_or_trained_later(
 @on_ranks(4)
 def test_a_divisor_of_the_callers(rank: int, world_size: int, ep: int, mixed: bool, seed: int) -> None:
     """A divisor of 1 in all modules, and a loss that has the ranks' share in it, is the mean all the same."""
-    torch.manual_seed(seed)
-    model = Model(MoELayer(CONFIG, group=groups_of(rank, world_size, ep)[0], max_tokens=max(TOKENS)))
+    model = spread(rank, world_size, ep, seed)
     wanted, _ = one_process(rank, world_size, 0, seed)
     fully_shard_experts(model, **({"mp_policy": MixedPrecisionPolicy()} if mixed else {}))
     fully_shard(model)
@@ -380,8 +361,7 @@ def test_mixed_precision_of_a_layer_in_order(rank: int, world_size: int, seed: i
     config = dataclasses.replace(CONFIG, dtype=torch.bfloat16)
     model = Model(MoELayer(config, max_tokens=max(TOKENS), overlap=OverlapConfig(overlap=False))).float()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    fully_shard_experts(model, mp_policy=policy)
-    fully_shard(model, mp_policy=policy)
+    wrapped(model, "fsdp", mp_policy=policy)
     with model.moe.comm:
         loss_of(model(tokens(rank, 0, seed).float()).float()).backward()
         assert all(each.grad is not None and each.grad.dtype == torch.float32 for each in model.parameters())
@@ -395,12 +375,11 @@ def test_fsdp_of_spread_experts_is_refused(rank: int, world_size: int, seed: int
         given = {} if how == "over all ranks" else {"mesh": mesh["dp"]}
         with model.moe.comm:
             text = "Call moecomm.nn.fully_shard_experts(model) first"
-            refused(functools.partial(fully_shard, module[how], **given), text)
+            refused(partial(fully_shard, module[how], **given), text)
     model, mesh = build(rank, world_size, 2, seed)
     with model.moe.comm:
         refused(lambda: fully_shard_experts(model, mesh["ep"]), "which hold the same experts")
-        fully_shard_experts(model)
-        fully_shard(model)
+        wrapped(model, "fsdp")
         refused(lambda: prepare_ddp(model), begins="model is sharded by fully_shard")
         model.moe.overlap = OverlapConfig(defer_weights=True)
         loss_of(model(tokens(rank, 0, seed))).backward()
@@ -457,7 +436,7 @@ def test_a_mesh_of_one_dimension_is_a_group(rank: int, world_size: int) -> None:
             assert layer.comm.group is mesh.get_group("dp")
             assert layer.experts.first_expert == 6 * (rank // 2)
     unnamed = init_device_mesh("cpu", (2, 2))
-    layer_of = functools.partial(MoELayer, config, max_tokens=8)
+    layer_of = partial(MoELayer, config, max_tokens=8)
     two = "group is a DeviceMesh of 2 dimensions, must have one: pass one"
     for text, call in (
         (f"{two} of its", lambda: Communicator(mesh, **sizes)),
@@ -536,8 +515,7 @@ def test_average_of_weights(rank: int, world_size: int, tmp_path: Path, seed: in
         torch.distributed.checkpoint.load(sharded_state(other), checkpoint_id=f"{folder} with its count")
         for each in (average, other):
             each.update_parameters(model)
-        for mine, loaded in zip(average.parameters(), other.parameters(), strict=True):
-            assert torch.equal(mine, loaded)
+        assert_close([*average.parameters()], [*other.parameters()], rtol=0, atol=0)
         other.module.moe.comm.close()
         want = {name: tensor.clone() for name, tensor in twin.named_parameters()}
     whole_model, _ = one_process(rank, world_size, 0, seed + 1)

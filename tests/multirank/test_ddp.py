@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
@@ -21,14 +20,13 @@ from moecomm.nn import (
     MoEConfig,
     MoELayer,
     OverlapConfig,
-    fully_shard_experts,
     prepare_ddp,
     sharded_state,
     sync_gradients,
 )
 from tests.multirank.catching import refused
 from tests.multirank.conftest import own_pool
-from tests.multirank.moe_cases import SIZES, groups_of
+from tests.multirank.moe_cases import SIZES, groups_of, wrapped
 from tests.multirank.on_ranks import on_ranks
 from tests.multirank.test_data_parallel import CONFIG, TOKENS, build, loss_of, tokens
 
@@ -69,7 +67,7 @@ def test_ddp_of_replicas_that_leave_out_layers(rank: int, world_size: int, which
     group = groups_of(rank, world_size, 2)[0]
     model = Branches(group)
     plain = copy.deepcopy(model)
-    ddp = DistributedDataParallel(prepare_ddp(model), find_unused_parameters=True)
+    ddp: Any = wrapped(model, "ddp", find_unused_parameters=True)
     skipped = SKIPPED[which][rank // 2]
     for step in range(3):
         x = tokens(rank, step, seed)
@@ -102,8 +100,8 @@ def test_ddp_accumulates(rank: int, world_size: int, seed: int) -> None:
         for x in batches:
             loss_of(plain(x)).backward()
         sync_gradients(plain)
-        for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
-            assert_close(ours.grad, theirs.grad, rtol=1e-9, atol=1e-9, msg=name)
+        ours, theirs = ([p.grad for p in each.parameters()] for each in (model, plain))
+        assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
         assert model.moe.router.load_E is not None and plain.moe.router.load_E is not None
         assert torch.equal(model.moe.router.load_E, plain.moe.router.load_E)
         assert int(model.moe.router.load_E.sum()) == CONFIG.top_k * 4 * TOKENS[rank]
@@ -194,13 +192,8 @@ def test_layers_that_share_experts(rank: int, world: int, shares: str, wrapper: 
     plain, model = (Two(rank, world, ep, shares) for _ in range(2))
     backward(plain, rank)
     sync_gradients(plain)
-    if wrapper == "ddp":
-        backward(DistributedDataParallel(prepare_ddp(model)), rank)
-    else:
-        fully_shard_experts(model)
-        backward(fully_shard(model), rank)
-    for want, found in zip(gradients_of(plain), gradients_of(model), strict=True):
-        assert_close(found, want)
+    backward(wrapped(model, wrapper), rank)
+    assert_close(gradients_of(model), gradients_of(plain))
 
 
 @pytest.mark.parametrize("shares", ["module", "weights"])
@@ -222,8 +215,7 @@ def test_a_checkpoint_of_layers_that_share_experts(
         for parameter in model.parameters():
             parameter.zero_()
     dcp.load(sharded_state(model, optimizer), checkpoint_id=tmp_path)
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, before[name]), name
+    assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(("around", "averaged"), [("forward", False), ("backward", True)])
@@ -231,18 +223,18 @@ def test_a_checkpoint_of_layers_that_share_experts(
 def test_the_forward_decides_whether_ddp_averages(rank: int, world: int, around: str, averaged: bool) -> None:
     """Then the gradients of the router, and of the experts, are those of all ranks' mean."""
     plain, model = (Two(rank, world, 1) for _ in range(2))
-    wrapped = DistributedDataParallel(prepare_ddp(model))
+    ddp: Any = wrapped(model, "ddp")
     backward(plain, rank)
     sync_gradients(plain)
     if around == "forward":
-        with wrapped.no_sync():
-            loss = wrapped(five_tokens(rank)).square().mean()
+        with ddp.no_sync():
+            loss = ddp(five_tokens(rank)).square().mean()
         loss.backward()
     else:
-        loss = wrapped(five_tokens(rank)).square().mean()
-        with wrapped.no_sync(), torch.no_grad():
-            wrapped(five_tokens(rank))  # asks for no gradients, and so decides nothing
-        with wrapped.no_sync():
+        loss = ddp(five_tokens(rank)).square().mean()
+        with ddp.no_sync(), torch.no_grad():
+            ddp(five_tokens(rank))  # asks for no gradients, and so decides nothing
+        with ddp.no_sync():
             loss.backward()
     *experts, router = [
         torch.allclose(want, found)

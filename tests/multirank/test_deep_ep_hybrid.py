@@ -15,7 +15,7 @@ from torch import Tensor
 from moecomm.errors import InvalidArgument, InvalidRouting, Unsupported
 from tests.multirank.conftest import own_pool
 from tests.multirank.on_ranks import on_ranks
-from tests.multirank.test_deep_ep import HIDDEN, _differ, _experts, _needs, _refused, _routing, _tokens
+from tests.multirank.test_deep_ep import HIDDEN, _experts, _needs, _refused, _routing, _same, _tokens
 
 # isort: split
 from deep_ep import HybridEPBuffer
@@ -43,9 +43,8 @@ def _batches(size: int, seed: int) -> list[tuple[Tensor, Tensor, Tensor, Tensor,
     return made
 
 
-def _far(sums: Tensor, x: Tensor, times_T: Tensor) -> list[str]:
-    close = torch.allclose(sums, x * times_T.unsqueeze(1), rtol=5e-6, atol=1e-6)
-    return [] if close else [f"sums of {len(x)} tokens"]
+def _near(sums: Tensor, x: Tensor, times_T: Tensor) -> None:
+    assert torch.allclose(sums, x * times_T.unsqueeze(1), rtol=5e-6, atol=1e-6), f"sums of {len(x)} tokens"
 
 
 def _permuted(batches: Any, rank: int, pad: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -64,7 +63,7 @@ def _permuted(batches: Any, rank: int, pad: int) -> tuple[Tensor, Tensor, Tensor
 
 @pytest.mark.parametrize(("given", "pad"), [("map", None), ("map", 4), ("ids", 4)])
 @on_ranks("most_ranks")
-def test_with_permute(rank: int, size: int, given: str, pad: int | None, seed: int) -> list[str]:
+def test_with_permute(rank: int, size: int, given: str, pad: int | None, seed: int) -> None:
     """Every value against loops; along a handle; a fixed number of rows, with and without room for all."""
     buffer, batches, experts, align = _buffer(size), _batches(size, seed), _experts(size), pad or 1
     x, ids, weights, map_TE, probs = batches[rank]
@@ -83,16 +82,15 @@ def test_with_permute(rank: int, size: int, given: str, pad: int | None, seed: i
         hidden=x, handle=handle, probs=probs * 2
     )
     sums, back = buffer.combine_with_unpermute(hidden=rows, probs=factors, handle=handle, pad_multiple=pad)
-    found = _far(sums, x, map_TE.sum(1))
-    found += _differ(map=(made[0], map_TE), probs=(made[1], probs), rows=(got, rows), plain=(plain, rows))
-    found += _differ(factors=(got_probs, factors), counts=(got_counts, padded), real=(handle[7], counts))
-    found += _differ(along=(along, -rows), along_counts=(along_counts, padded), again=(again, rows))
-    found += _differ(again_probs=(again_probs, factors * 2), back=(back, probs))
-    found += _differ(again_counts=(again_counts, padded))
-    found += _differ(flag=(handle[10], torch.zeros(1, dtype=torch.int32)))
+    _near(sums, x, map_TE.sum(1))
+    _same(map=(made[0], map_TE), probs=(made[1], probs), rows=(got, rows), plain=(plain, rows))
+    _same(factors=(got_probs, factors), counts=(got_counts, padded), real=(handle[7], counts))
+    _same(along=(along, -rows), along_counts=(along_counts, padded), again=(again, rows))
+    _same(again_probs=(again_probs, factors * 2), back=(back, probs))
+    _same(again_counts=(again_counts, padded))
+    _same(flag=(handle[10], torch.zeros(1, dtype=torch.int32)))
     facts = (len(handle), handle[8], handle[9].pad_multiple, same is handle, none, nothing, scales)
-    if facts != (11, len(x), pad or 0, True, None, None, None):
-        found.append(str(facts))
+    assert facts == (11, len(x), pad or 0, True, None, None, None), facts
     for room in (4, 36 * size):
         fixed, fixed_probs, _, fits, bounded = buffer.dispatch_with_permute(
             **with_probs, num_permuted_tokens=room, non_blocking=True
@@ -101,18 +99,17 @@ def test_with_permute(rank: int, size: int, given: str, pad: int | None, seed: i
         total = torch.stack([bounded[7].sum(), ones[:, 0].sum().long()])
         dist.all_reduce(total)
         kept, real = min(room, len(rows)), (factors != 0)[:room].sum().cpu()
-        found += _differ(fixed=(fixed[:kept], rows[:kept]), factors=(fixed_probs[:kept], factors[:kept]))
-        found += _differ(fits=(fits.cumsum(0), padded.cumsum(0).clamp(max=room)), back=(total[1], total[0]))
+        _same(fixed=(fixed[:kept], rows[:kept]), factors=(fixed_probs[:kept], factors[:kept]))
+        _same(fits=(fits.cumsum(0), padded.cumsum(0).clamp(max=room)), back=(total[1], total[0]))
         flag = torch.tensor([len(rows) > room], dtype=torch.int32)
-        found += _differ(flag=(bounded[-1], flag), really=(bounded[7].sum(), real))
-        if len(fixed) != room:
-            found.append(f"{len(fixed)} rows of {room}")
+        _same(flag=(bounded[-1], flag), really=(bounded[7].sum(), real))
+        assert len(fixed) == room, f"{len(fixed)} rows of {room}"
     once_more, *_ = buffer.dispatch_with_permute(**way)
-    return found + _differ(once_more=(once_more, rows))
+    _same(once_more=(once_more, rows))
 
 
 @on_ranks("most_ranks")
-def test_without_permute(rank: int, size: int, seed: int) -> list[str]:
+def test_without_permute(rank: int, size: int, seed: int) -> None:
     """Rows by source rank, then token; probs stand in the columns of the rank's experts."""
     buffer, batches, mine = _buffer(size), _batches(size, seed), slice(rank * 3, rank * 3 + 3)
     x, ids, weights, map_TE, probs = batches[rank]
@@ -122,26 +119,25 @@ def test_without_permute(rank: int, size: int, seed: int) -> list[str]:
     )
     outside = torch.ones_like(factors[0], dtype=torch.bool)
     outside[mine] = False
-    factors, found = factors.masked_fill(outside, 0.0), []
+    factors = factors.masked_fill(outside, 0.0)
     by_ids = {"topk_idx": ids, "topk_weights": weights, "num_of_experts": _experts(size)}
     for way in ({"routing_map": map_TE, "probs": probs}, by_ids):
         got, got_probs, _, handle = buffer.dispatch(x, **way)
         sums, back = buffer.combine(got, got_probs, handle)
         along, none, _, _ = buffer.dispatch(x, handle=handle)
         again, again_probs, _, _ = buffer.dispatch(x, handle=handle, **by_ids)
-        found += _far(sums, x, map_TE.view(len(x), size, 3).any(2).sum(1)) + _differ(back=(back, probs))
-        found += _differ(rows=(got, rows), probs=(got_probs, factors), along=(along, rows))
-        found += _differ(again=(again, rows), again_probs=(again_probs, factors))
+        _near(sums, x, map_TE.view(len(x), size, 3).any(2).sum(1))
+        _same(back=(back, probs))
+        _same(rows=(got, rows), probs=(got_probs, factors), along=(along, rows))
+        _same(again=(again, rows), again_probs=(again_probs, factors))
         number = torch.tensor([len(rows)], dtype=torch.int32)
-        found += _differ(number=(handle[3], number), local=(handle[4], local_map[:, mine]))
-        if (len(handle), handle[5], none) != (7, len(x), None):
-            found.append(f"a handle of {len(handle)}, {handle[5]} tokens; {none}")
-    return found
+        _same(number=(handle[3], number), local=(handle[4], local_map[:, mine]))
+        assert (len(handle), handle[5], none) == (7, len(x), None), none
 
 
 @pytest.mark.parametrize("told", [0, 2])
 @on_ranks("most_ranks")
-def test_larger_batches(rank: int, size: int, told: int, seed: int) -> list[str]:
+def test_larger_batches(rank: int, size: int, told: int, seed: int) -> None:
     """More tokens, and tokens of one rank with more experts than any before: handles of both still work."""
     buffer, experts, kept = _buffer(size), _experts(size), []
     config = buffer.configurer.buffer_config
@@ -153,23 +149,23 @@ def test_larger_batches(rank: int, size: int, told: int, seed: int) -> list[str]
         map_TE[0] &= tokens > 3  # a token without experts
         rows, _, _, _, handle = buffer.dispatch_with_permute(hidden=x, routing_map=map_TE)
         kept.append((x, map_TE, rows, handle))
-    found = [] if config.max_num_of_tokens_per_rank == 48 else [str(config)]
+    assert config.max_num_of_tokens_per_rank == 48, config
     for x, map_TE, rows, handle in kept:
         sums, _ = buffer.combine_with_unpermute(hidden=rows, handle=handle)
-        found += _far(sums, x, map_TE.sum(1))
-    return found
+        _near(sums, x, map_TE.sum(1))
 
 
 @on_ranks(2)
-def test_fp8(rank: int, size: int, seed: int) -> list[str]:
+def test_fp8(rank: int, size: int, seed: int) -> None:
     """On GPUs fp8 rows and scales arrive as they were, also along a handle; CPUs refuse them."""
     x, ids, _ = _routing(rank, size, seed, 6)
     data = torch.randint(0, 120, (6, 256), dtype=torch.uint8, device=x.device)
     scales, way = torch.rand(6, 2, device=x.device), {"topk_idx": ids, "num_of_experts": _experts(size)}
     permute = functools.partial(_buffer(size).dispatch_with_permute, hidden=data)
-    found = _refused(InvalidArgument, "scaling_factor", lambda: permute(**way))
+    _refused(InvalidArgument, "scaling_factor", lambda: permute(**way))
     if not x.is_cuda:
-        return found + _refused(Unsupported, "fp8", lambda: permute(scaling_factor=scales, **way))
+        _refused(Unsupported, "fp8", lambda: permute(scaling_factor=scales, **way))
+        return
     rows, _, factors, _, handle = permute(scaling_factor=scales, **way)
     again, _, again_factors, _, _ = permute(scaling_factor=scales, handle=handle)
     values, got = (
@@ -177,11 +173,11 @@ def test_fp8(rank: int, size: int, seed: int) -> list[str]:
         for each, scale in ((data, scales), (rows, factors))
     )
     wanted, *_ = permute(**{"hidden": values, **way})
-    return found + _differ(rows=(got, wanted), again=(again, rows), again_factors=(again_factors, factors))
+    _same(rows=(got, wanted), again=(again, rows), again_factors=(again_factors, factors))
 
 
 @on_ranks("most_ranks")
-def test_bad_calls_of_hybrid(rank: int, size: int, seed: int) -> list[str]:
+def test_bad_calls_of_hybrid(rank: int, size: int, seed: int) -> None:
     """Each is refused, in a sentence, and the buffer goes on."""
     buffer, experts = _buffer(size), _experts(size)
     x, ids, weights = _routing(rank, size, seed, 4)
@@ -191,24 +187,22 @@ def test_bad_calls_of_hybrid(rank: int, size: int, seed: int) -> list[str]:
     *_, permuted = permute(routing_map=map_TE)
     wrong = torch.full_like(ids, experts) if rank == size - 1 else ids
     unpermute = buffer.combine_with_unpermute
-    found = [
-        *_refused(InvalidArgument, "none is given", lambda: plain(x)),
-        *_refused(InvalidArgument, "num_of_experts", lambda: plain(x, topk_idx=ids)),
-        *_refused(InvalidArgument, "multiple", lambda: plain(x, topk_idx=ids, num_of_experts=experts + 1)),
-        *_refused(InvalidArgument, "routing_map is", lambda: permute(routing_map=map_TE[1:])),
-        *_refused(InvalidArgument, "routing_map is", lambda: permute(routing_map=map_TE.int())),
-        *_refused(InvalidArgument, "probs", lambda: permute(routing_map=map_TE, probs=probs[:, 1:])),
-        *_refused(InvalidRouting, "topk_idx", lambda: permute(topk_idx=wrong, num_of_experts=experts)),
-        *_refused(InvalidArgument, "multiple", lambda: permute(routing_map=map_TE, non_blocking=True)),
-        *_refused(InvalidArgument, "9999", lambda: permute(handle=permuted, num_permuted_tokens=9999)),
-        *_refused(InvalidArgument, "call of dispatch", lambda: buffer.combine(x, None, permuted)),
-        *_refused(InvalidArgument, "_with_permute", lambda: unpermute(hidden=x, handle=handle)),
-        *_refused(InvalidArgument, "NoneType", lambda: buffer.combine(x)),
-        *_refused(InvalidArgument, "topk_idx", lambda: indices_to_map(ids, None, 3, experts)),
-        *_refused(InvalidArgument, "group", lambda: HybridEPBuffer(None, HIDDEN, 4, 1)),
-    ]
+    _refused(InvalidArgument, "none is given", lambda: plain(x))
+    _refused(InvalidArgument, "num_of_experts", lambda: plain(x, topk_idx=ids))
+    _refused(InvalidArgument, "multiple", lambda: plain(x, topk_idx=ids, num_of_experts=experts + 1))
+    _refused(InvalidArgument, "routing_map is", lambda: permute(routing_map=map_TE[1:]))
+    _refused(InvalidArgument, "routing_map is", lambda: permute(routing_map=map_TE.int()))
+    _refused(InvalidArgument, "probs", lambda: permute(routing_map=map_TE, probs=probs[:, 1:]))
+    _refused(InvalidRouting, "topk_idx", lambda: permute(topk_idx=wrong, num_of_experts=experts))
+    _refused(InvalidArgument, "multiple", lambda: permute(routing_map=map_TE, non_blocking=True))
+    _refused(InvalidArgument, "9999", lambda: permute(handle=permuted, num_permuted_tokens=9999))
+    _refused(InvalidArgument, "call of dispatch", lambda: buffer.combine(x, None, permuted))
+    _refused(InvalidArgument, "_with_permute", lambda: unpermute(hidden=x, handle=handle))
+    _refused(InvalidArgument, "NoneType", lambda: buffer.combine(x))
+    _refused(InvalidArgument, "topk_idx", lambda: indices_to_map(ids, None, 3, experts))
+    _refused(InvalidArgument, "group", lambda: HybridEPBuffer(None, HIDDEN, 4, 1))
     sums, _ = buffer.combine(rows, handle=handle)
-    return found + _far(sums, x, map_TE.view(4, size, -1).any(2).sum(1))
+    _near(sums, x, map_TE.view(4, size, -1).any(2).sum(1))
 
 
 PADDED = {"capacity": 1.0, "moe_pad_expert_input_to_capacity": True}

@@ -44,22 +44,18 @@ def _wanted(rank: int, size: int, seed: int) -> list[Tensor]:
     ]
 
 
-def _rows_differ(rows_LNH: Tensor, counts_L: Tensor, wanted: list[Tensor], name: str) -> list[str]:
-    if counts_L.tolist() != [len(each) for each in wanted] or counts_L.dtype != torch.int32:
-        return [f"{name}: counts {counts_L}"]
-    return [
-        f"{name}: expert {e}"
-        for e, each in enumerate(wanted)
-        if not torch.equal(rows_LNH[e, : len(each)], each)
-    ]
+def _rows_same(rows_LNH: Tensor, counts_L: Tensor, wanted: list[Tensor], name: str) -> None:
+    assert counts_L.tolist() == [len(each) for each in wanted] and counts_L.dtype == torch.int32, name
+    for e, each in enumerate(wanted):
+        assert torch.equal(rows_LNH[e, : len(each)], each), f"{name}: expert {e}"
 
 
 @on_ranks("most_ranks")
-def test_a_dispatch_and_its_combine(rank: int, size: int, seed: int) -> list[str]:
+def test_a_dispatch_and_its_combine(rank: int, size: int, seed: int) -> None:
     """Rows, counts and sums, by each way to wait for them; one rank has no token."""
     buffer = Buffer(dist.group.WORLD, 0, 1 << 20, low_latency_mode=True, num_qps_per_rank=3)
     (x, ids, weights), wanted = _batch(rank, size, seed), _wanted(rank, size, seed)
-    chosen, found = weights.masked_fill(ids < 0, 0.0), []
+    chosen = weights.masked_fill(ids < 0, 0.0)
     stats, times = torch.ones(len(wanted), dtype=torch.int32, device=x.device), 0
     for waits in ({}, {"async_finish": True}, {"return_recv_hook": True}):
         rows, counts, handle, event, hook = buffer.low_latency_dispatch(
@@ -67,13 +63,9 @@ def test_a_dispatch_and_its_combine(rank: int, size: int, seed: int) -> list[str
         )
         _wait(waits, event, hook)
         times += 1
-        found += _rows_differ(rows, counts, wanted, str(waits))
-        if tuple(rows.shape) != (len(wanted), size * MOST, HIDDEN) or tuple(handle)[2:] != (
-            MOST,
-            HIDDEN,
-            _experts(size),
-        ):
-            found.append(f"{rows.shape}, {tuple(handle)}")
+        _rows_same(rows, counts, wanted, str(waits))
+        assert rows.shape == (len(wanted), size * MOST, HIDDEN)
+        assert tuple(handle)[2:] == (MOST, HIDDEN, _experts(size))
         for zero_copy in (False, True):
             if zero_copy:
                 buffer.get_next_low_latency_combine_buffer(handle)[:] = rows
@@ -87,13 +79,9 @@ def test_a_dispatch_and_its_combine(rank: int, size: int, seed: int) -> list[str
             )
             _wait(waits, event, hook)
             sums = chosen.masked_fill(counted < 0, 0.0).sum(1, keepdim=True) * x.float()
-            if not torch.allclose(y.float(), sums, rtol=0.02, atol=1e-3):
-                found.append(f"sums {waits} {zero_copy}")
-            if zero_copy and (out is None or y.data_ptr() != out.data_ptr()):
-                found.append("out")
-    if stats.tolist() != [1 + times * len(each) for each in wanted]:
-        found.append(f"stats {stats}")
-    return found
+            assert torch.allclose(y.float(), sums, rtol=0.02, atol=1e-3), f"sums {waits} {zero_copy}"
+            assert out is None or y.data_ptr() == out.data_ptr()
+    assert stats.tolist() == [1 + times * len(each) for each in wanted], f"stats {stats}"
 
 
 def _wait(waits: dict[str, bool], event: Any, hook: Any) -> None:
@@ -106,9 +94,9 @@ def _wait(waits: dict[str, bool], event: Any, hook: Any) -> None:
 
 
 @on_ranks("most_ranks")
-def test_two_batches_at_once(rank: int, size: int, seed: int) -> list[str]:
+def test_two_batches_at_once(rank: int, size: int, seed: int) -> None:
     """Two halves of a batch as servers overlap them: each one's hook is called after the other has begun."""
-    buffer, found, at = Buffer(dist.group.WORLD, low_latency_mode=True), [], []
+    buffer, at = Buffer(dist.group.WORLD, low_latency_mode=True), []
     for half in (0, 1):
         x, ids, weights = _batch(rank, size, seed + half)
         sent = buffer.low_latency_dispatch(x, ids, MOST, _experts(size), use_fp8=False, return_recv_hook=True)
@@ -116,19 +104,17 @@ def test_two_batches_at_once(rank: int, size: int, seed: int) -> list[str]:
     back = []
     for half, (x, ids, weights, (rows, counts, handle, _, hook)) in enumerate(at):
         hook()
-        found += _rows_differ(rows, counts, _wanted(rank, size, seed + half), f"half {half}")
+        _rows_same(rows, counts, _wanted(rank, size, seed + half), f"half {half}")
         y, _, hook = buffer.low_latency_combine(rows, ids, weights, handle, return_recv_hook=True)
         back.append((y, hook, weights.masked_fill(ids < 0, 0.0).sum(1, keepdim=True) * x.float()))
     for y, hook, sums in back:
         hook()
-        if not torch.allclose(y.float(), sums, rtol=0.02, atol=1e-3):
-            found.append("sums")
-    return found
+        assert torch.allclose(y.float(), sums, rtol=0.02, atol=1e-3), "sums"
 
 
 @pytest.mark.filterwarnings("ignore:.*_stats is ignored")
 @on_ranks("most_ranks")
-def test_bad_calls(rank: int, size: int, seed: int) -> list[str]:
+def test_bad_calls(rank: int, size: int, seed: int) -> None:
     """Each is refused, in a sentence, and the Buffer goes on."""
     buffer = Buffer(dist.group.WORLD, low_latency_mode=True, explicitly_destroy=True)
     x, ids, weights = _batch(rank, size, seed)
@@ -143,36 +129,30 @@ def test_bad_calls(rank: int, size: int, seed: int) -> list[str]:
     buffer.low_latency_update_mask_buffer(0, False)
     buffer.low_latency_clean_mask_buffer()
     buffer.clean_low_latency_buffer(MOST, HIDDEN, experts)
-    found = [] if status.tolist() == [0] * size else [f"masked: {status}"]
-    found += [
-        *_refused(InvalidArgument, "use_ue8m0", lambda: send(x, ids, MOST, experts, use_ue8m0=True)),
-        *_refused(InvalidArgument, "multiple of 128", lambda: send(x[:, :64], ids, MOST, experts)),
-        *_refused(InvalidArgument, "one at most", lambda: send(x, ids, MOST, experts, **twice, **plain)),
-        *_refused(InvalidArgument, "one at most", lambda: back(rows, ids, weights, handle, **twice)),
-        *_refused(InvalidArgument, "handle is tuple", lambda: back(rows, ids, weights, tuple(handle))),
-        *_refused(InvalidArgument, "zero_copy", lambda: back(rows, ids, weights, handle, zero_copy=True)),
-        *_refused(InvalidArgument, "x has shape", lambda: back(rows[0], ids, weights, handle)),
-        *_refused(NotImplementedError, "masked", lambda: buffer.low_latency_update_mask_buffer(1, True)),
-    ]
+    assert status.tolist() == [0] * size, status
+    _refused(InvalidArgument, "use_ue8m0", lambda: send(x, ids, MOST, experts, use_ue8m0=True))
+    _refused(InvalidArgument, "multiple of 128", lambda: send(x[:, :64], ids, MOST, experts))
+    _refused(InvalidArgument, "one at most", lambda: send(x, ids, MOST, experts, **twice, **plain))
+    _refused(InvalidArgument, "one at most", lambda: back(rows, ids, weights, handle, **twice))
+    _refused(InvalidArgument, "handle is tuple", lambda: back(rows, ids, weights, tuple(handle)))
+    _refused(InvalidArgument, "zero_copy", lambda: back(rows, ids, weights, handle, zero_copy=True))
+    _refused(InvalidArgument, "x has shape", lambda: back(rows[0], ids, weights, handle))
+    _refused(NotImplementedError, "masked", lambda: buffer.low_latency_update_mask_buffer(1, True))
     if on_cpu():
-        found += _refused(Unsupported, "fp8", lambda: send(x, ids, MOST, experts))
+        _refused(Unsupported, "fp8", lambda: send(x, ids, MOST, experts))
         # On GPUs the device reports them later.
-        found += _refused(InvalidRouting, f"{experts}", lambda: send(x, wrong, MOST, experts, **plain))
+        _refused(InvalidRouting, f"{experts}", lambda: send(x, wrong, MOST, experts, **plain))
         many = x.new_zeros(MOST + 1 if rank == 0 else 0, HIDDEN)
         bad = ids.new_zeros(len(many), TOP_K)
         bad[:] = torch.arange(TOP_K)
-        found += _refused(
-            InvalidArgument, f"{MOST + 1} tokens", lambda: send(many, bad, MOST, experts, **plain)
-        )
+        _refused(InvalidArgument, f"{MOST + 1} tokens", lambda: send(many, bad, MOST, experts, **plain))
     costs = torch.zeros(size, dtype=torch.int64, device=x.device)
     rows, _, handle, _, _ = send(x, ids, MOST, experts, dispatch_wait_recv_cost_stats=costs, **plain)
     y, _, _ = back(rows, ids, weights, handle, use_logfmt=True, combine_wait_recv_cost_stats=costs)
     sums = weights.masked_fill(ids < 0, 0.0).sum(1, keepdim=True) * x.float()
-    if not torch.allclose(y.float(), sums, rtol=0.02, atol=1e-3):
-        found.append("the Buffer does not go on")
+    assert torch.allclose(y.float(), sums, rtol=0.02, atol=1e-3), "the Buffer does not go on"
     buffer.destroy()
-    found += _refused(CommunicatorClosed, "destroyed", lambda: send(x, ids, MOST, experts, **plain))
-    return found
+    _refused(CommunicatorClosed, "destroyed", lambda: send(x, ids, MOST, experts, **plain))
 
 
 @pytest.mark.parametrize("shape", [(7, 3), (8, 1), (2, 5, 3), (0, 3)])

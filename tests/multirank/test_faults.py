@@ -28,7 +28,7 @@ from moecomm.env import read_env
 from tests import oracle, ranks
 from tests.cases import Case
 from tests.fabric import needs_fabric
-from tests.multirank.catching import catch
+from tests.multirank import node_jobs
 from tests.multirank.harness import Died, no_shared_memory_left, run_ranks
 from tests.multirank.node_jobs import LONG, NEVER_NOTICED, Found, caught, left_since, resources, run
 from tests.oracle import Oracle
@@ -67,15 +67,7 @@ def one_step(comm: Any, known: Oracle, fixed: bool = False) -> None:
 
 
 def refusals(comm: Any, known: Oracle) -> set[str]:
-    """Types of the errors that a broken communicator gives to whatever is asked of it."""
-    calls: list[Callable[[], Any]] = [
-        lambda: known.dispatch(comm),
-        lambda: known.dispatch(comm, async_op=True).wait(),
-        comm.check,
-    ]
-    if ranks.on_cpu():
-        calls.append(lambda: comm.dispatch(torch.zeros(1), torch.zeros(1)))
-    return {error.name if (error := catch(call)) else "nothing" for call in calls}
+    return node_jobs.refusals(comm, partial(known.dispatch, comm))
 
 
 def device_works() -> bool:

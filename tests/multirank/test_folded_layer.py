@@ -19,9 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
 from moecomm import Communicator
@@ -41,7 +39,7 @@ from moecomm.parallel.expert_ranks import require_experts_in_node_order
 from moecomm.parallel.meshes import new_group
 from tests.multirank.catching import refused
 from tests.multirank.conftest import own_pool
-from tests.multirank.moe_cases import SIZES, group_of, groups_of
+from tests.multirank.moe_cases import SIZES, group_of, groups_of, wrapped
 from tests.multirank.on_ranks import on_ranks
 from tests.ranks import gathered
 
@@ -250,11 +248,7 @@ def test_wrappers_average_alike(rank: int, world_size: int, kind: str, seed: int
     model: nn.Module = model_of(layer)
     close = functools.partial(assert_close, rtol=1e-9, atol=1e-9)
     with layer.comm, alone.comm:
-        if kind == "ddp":
-            model = DistributedDataParallel(prepare_ddp(model))
-        else:
-            fully_shard_experts(model)
-            fully_shard(model)
+        model = wrapped(model, kind)
         for _ in range(2):
             run(model, *tokens_of(rank, case, seed))
             for other in range(world_size):

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.testing import assert_close
 
@@ -17,7 +16,6 @@ from moecomm.nn import (
     MoEConfig,
     MoELayer,
     clip_grad_norm,
-    fully_shard_experts,
     grad_norms,
     is_expert_parameter,
     sync_gradients,
@@ -25,7 +23,7 @@ from moecomm.nn import (
 from moecomm.parallel import ParallelFolding
 from tests.multirank.catching import catch
 from tests.multirank.conftest import own_pool
-from tests.multirank.moe_cases import SIZES, groups_of
+from tests.multirank.moe_cases import SIZES, groups_of, wrapped
 from tests.multirank.on_ranks import on_ranks
 from tests.ranks import gathered
 
@@ -40,9 +38,7 @@ def layer_with_gradients(rank: int, world: int, ep: int, how: str, seed: int) ->
     folding = ParallelFolding(world_size=world, etp=2, ep=ep // 2) if how == "parts" else None
     where: dict[str, Any] = {"folding": folding} if folding else {"group": groups_of(rank, world, ep)[0]}
     layer = MoELayer(CONFIG, max_tokens=8, **where)
-    if how == "fsdp":
-        fully_shard_experts(layer)
-        fully_shard(layer)
+    wrapped(layer, how)
     x = torch.randn(6, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(seed + rank))
     layer(x).square().sum().backward()
     sync_gradients(layer)
@@ -83,8 +79,8 @@ def test_norms_of_all_orders(rank: int, world: int, ep: int, how: str, seed: int
                 assert_close(norm, expected, rtol=1e-12, atol=0, msg=f"{name} {order}")
             total = torch.linalg.vector_norm(torch.cat(list(want.values())), order)
             assert_close(clip_grad_norm(layer, float(total) / 4, norm_type=order), total, rtol=1e-12, atol=0)
-            for name, gradient in gradients_of_all(layer, ep).items():
-                assert_close(gradient, want[name] / 4, rtol=1e-5, atol=1e-12)
+            quarters = {name: gradient / 4 for name, gradient in want.items()}
+            assert_close(gradients_of_all(layer, ep), quarters, rtol=1e-5, atol=1e-12)
             found = catch(lambda: clip_grad_norm(layer, 1.0, norm_type=-order))  # noqa: B023
             assert found is not None and found.name == "InvalidArgument"
             assert found.text.startswith(f"norm_type is -{order}, must be more than 0")

@@ -7,7 +7,8 @@ import os
 import resource
 import struct
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,12 @@ import torch
 import torch.distributed as dist
 
 import moecomm
-from moecomm.setup.rendezvous import Rendezvous
 from tests import oracle
 from tests.cases import Case
 from tests.fabric import needs_fabric
-from tests.multirank.catching import Caught, catch
+from tests.multirank.catching import Caught, catch, require
 from tests.multirank.harness import NO_GPUS, Died, no_shared_memory_left, run_ranks
+from tests.multirank.node_jobs import steps_changed
 
 CASE = Case(tokens=(5, 3), num_experts=4, hidden=8, top_k=2)
 EPERM, ENOSYS = 1, 38
@@ -33,18 +34,14 @@ def _build(**more: Any) -> Any:
     return moecomm.Communicator(**{**sizes, "dtype": torch.float32, "timeout": 20.0, **more})
 
 
-def _in_phase(phase: str, what: Callable[[], AbstractContextManager[Any]]) -> None:
-    """Runs this rank's part of a phase of the next constructions within what()."""
-    real = Rendezvous.step
+def _within(phase: str, what: Callable[[], AbstractContextManager[Any]]) -> AbstractContextManager[None]:
+    """This rank's part of a phase of constructions within the block runs within what()."""
 
-    def step(self: Any, its_phase: str, action: Callable[[], Any], *more: Any, **named: Any) -> Any:
-        def within() -> Any:
-            with what():
-                return action()
+    def change(its_phase: str, action: Callable[[], Any]) -> Any:
+        with what() if its_phase == phase else nullcontext():
+            return action()
 
-        return real(self, its_phase, within if its_phase == phase else action, *more, **named)
-
-    Rendezvous.step = step  # type: ignore[method-assign]
+    return steps_changed(change)
 
 
 @contextmanager
@@ -84,15 +81,14 @@ def _forbid(call: int, error: int) -> None:
 
 
 def _lacking(rank: int, world_size: int, what: str, more: dict[str, Any]) -> Caught | None:
-    if rank == 1:
-        kind, _, detail = what.partition("; ")
-        if kind == "no descriptors":
-            _in_phase(detail, _no_descriptors)
-        elif kind == "another user":
-            _in_phase(detail, _nobody)
-        else:
-            _forbid(*(int(word) for word in detail.split()))
-    return catch(lambda: _build(**more))
+    kind, _, detail = what.partition("; ")
+    around: AbstractContextManager[None] = nullcontext()
+    if rank == 1 and kind == "forbidden":
+        _forbid(*(int(word) for word in detail.split()))
+    elif rank == 1:
+        around = _within(detail, {"no descriptors": _no_descriptors, "another user": _nobody}[kind])
+    with around:
+        return catch(lambda: _build(**more))
 
 
 NODES = {"ranks_per_node": 1, "timeout": 3.0}
@@ -133,8 +129,7 @@ def test_what_one_rank_lacks_is_said_on_both(
     with no_shared_memory_left():
         results = run_ranks(2, _lacking, what, more)
     for rank, caught in enumerate(results):
-        assert caught is not None and caught.name == type_name, caught
-        assert all(word in caught.text for word in words), caught
+        require(caught, *words, name=type_name)
         assert caught.text.startswith("rank 1: ") == (rank == 0), caught
 
 
@@ -145,20 +140,19 @@ def _die(rank: int, world_size: int, phase: str) -> None:
         os.kill(os.getpid(), 9)
         yield
 
-    _in_phase(phase, killed)
-    _build()
+    with _within(phase, killed):
+        _build()
 
 
 def _alone(rank: int, world_size: int) -> list[str]:
     with _build() as comm:
-        return oracle.play(comm, Case(tokens=(5,), num_experts=4, hidden=8, top_k=2), rank)
+        return oracle.play(comm, replace(CASE, tokens=(5,)), rank)
 
 
 def test_windows_of_ranks_that_were_killed_while_they_had_names_go_with_the_next() -> None:
     with no_shared_memory_left():
-        assert all(
-            isinstance(each, Died) for each in run_ranks(2, _die, "construction: mapping", may_die=[0, 1])
-        )
+        died = run_ranks(2, _die, "construction: mapping", may_die=[0, 1])
+        assert all(isinstance(each, Died) for each in died)
         oracle.assert_none(run_ranks(1, _alone))
 
 

@@ -180,8 +180,7 @@ def test_a_thread_that_waits_in_the_store_meanwhile(rank: int, world_size: int, 
     waiting.start()
     time.sleep(0.3)  # the thread has the store's connection
     problems = _build_and_play()
-    if not waiting.is_alive():
-        problems.append("the construction waited for another thread's wait")
+    assert waiting.is_alive(), "the construction waited for another thread's wait"
     store.clone().set(release, "")
     waiting.join()
     dist.barrier()  # the server lives in rank 0

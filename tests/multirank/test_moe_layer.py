@@ -273,9 +273,7 @@ def test_layers_share_a_communicator_and_accumulate(rank: int, world_size: int, 
                 ((model(x) * factor).sum() / times).backward()
             return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
-        once, thrice = backward(1), backward(3)
-        for a, b in zip(once, thrice, strict=True):
-            assert_close(a, b, rtol=1e-10, atol=1e-12)
+        assert_close(backward(3), backward(1), rtol=1e-10, atol=1e-12)
         loads = [layer.router.load_E.tolist() for layer in layers if layer.router.load_E is not None]
         assert loads == [(4 * layer.last_tokens_per_expert).tolist() for layer in layers]
         model.eval()

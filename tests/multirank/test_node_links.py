@@ -23,6 +23,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests import cases
 from tests.cases import Case
 from tests.fabric import needs_fabric
 from tests.multirank.node_jobs import (
@@ -222,7 +223,7 @@ def _cut(rank: int, world_size: int, hosts: Hosts, case: Case) -> Found:
         threading.Timer(0.2, hosts.set_link, (1, "down")).start()
     found = caught(partial(steps, comm, case, rank, 1_000_000))
     found["since the cut"] = found.pop("seconds") - 0.2
-    found["refusals"] = refusals(comm, case, rank)
+    found["refusals"] = refusals(comm, partial(cases.dispatch, comm, case, rank))
     closing = time.monotonic()
     comm.close()
     del comm
