@@ -201,22 +201,21 @@ def test_microbatches_are_verified_and_recorded(activation: str, run: Callable[.
     assert alone["flops"] == pytest.approx(3 * rows["torch products", "step"]["flops"])
 
 
-def test_a_wrong_gradient_of_a_training_step_is_caught(run: Callable[..., Ran]) -> None:
-    flags = ("--ways", "microbatches", "--microbatches", "2")
+@pytest.mark.parametrize(
+    ("flags", "right", "spoilt", "least"),
+    [
+        # Most values of an expert's gradients; most values of a token's row.
+        (["--ways=microbatches", "--microbatches=2"], "torch products", "one after the other", 64 * 32 / 2),
+        (["--variants=compute only,overlapped", "--graph-tokens=0"], "compute only", "overlapped", 32),
+    ],
+)
+def test_a_wrong_gradient_is_caught(
+    flags: list[str], right: str, spoilt: str, least: float, run: Callable[..., Ran]
+) -> None:
     status, said, content = run("moe_layer", *flags, spoil=True)
     assert status == 1 and "FAILED" in said
     wrong = {row["path"]: row["wrong"] for row in content["rows"]}
-    # Most values of an expert's gradients.
-    assert wrong["one after the other"] > 64 * 32 / 2 and wrong["torch products"] == 0
-    assert run("moe_layer", *flags, "--inject-error")[2]["wrong"] > 0
-
-
-def test_a_wrong_gradient_of_a_layer_is_caught(run: Callable[..., Ran]) -> None:
-    flags = ("--variants", "compute only,overlapped", "--graph-tokens", "0")
-    status, said, content = run("moe_layer", *flags, spoil=True)
-    assert status == 1 and "FAILED" in said
-    wrong = {row["path"]: row["wrong"] for row in content["rows"]}
-    assert wrong["compute only"] == 0 and wrong["overlapped"] > 32  # most values of the token's row
+    assert wrong[right] == 0 and wrong[spoilt] > least
     assert run("moe_layer", *flags, "--inject-error")[2]["wrong"] > 0
 
 
