@@ -90,7 +90,6 @@ def train(layer: MoELayer, rank: int, ddp: bool) -> torch.optim.Optimizer:
 @pytest.mark.parametrize(("world_size", "ep", "ddp"), [(2, 2, False), (4, 2, True)])
 @on_ranks()
 def test_adapters_train_as_on_one_rank(rank: int, world: int, ep: int, ddp: bool, tmp_path: Path) -> None:
-    folder = tmp_path / "saved"
     spread, whole = (build(groups_of(rank, world, size)[0]) for size in (ep, 1))
     optimizers = [train(layer, rank, ddp) for layer in (spread, whole)]
     first, count = spread.experts.first_expert, spread.experts.num_local_experts
@@ -99,9 +98,9 @@ def test_adapters_train_as_on_one_rank(rank: int, world: int, ep: int, ddp: bool
         want = wanted[name]
         own = found.shape != want.shape
         assert_close(found, want[first : first + count] if own else want, rtol=1e-9, atol=1e-12)
-    dcp.save(sharded_state(spread, optimizers[0]), checkpoint_id=folder)
+    dcp.save(sharded_state(spread, optimizers[0]), checkpoint_id=tmp_path)
     state = sharded_state(build(groups_of(rank, world, 1)[0], seed=5))
-    dcp.load(state, checkpoint_id=folder)
+    dcp.load(state, checkpoint_id=tmp_path)
     for name, found in state["model"].items():
         local = found.to_local() if isinstance(found, DTensor) else found
         assert_close(local, wanted[name], rtol=1e-9, atol=1e-12)

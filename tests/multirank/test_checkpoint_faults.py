@@ -121,7 +121,6 @@ def test_a_model_under_activation_checkpointing_has_the_checkpoint_of_the_plain_
     rank: int, world: int, around: str, fsdp: bool, options: dict[str, Any], tmp_path: Path, seed: int
 ) -> None:
     """A wrapped model's checkpoint is that of the plain one, and loads into either, at any EP size."""
-    folder = tmp_path / "saved"
     kind = {"block": Block, "layer": MoELayer}[around]
 
     def make(ep: int, wraps: bool, seed: int) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
@@ -146,12 +145,12 @@ def test_a_model_under_activation_checkpointing_has_the_checkpoint_of_the_plain_
             assert value.untyped_storage().data_ptr() in pointers.values(), name
         want = tensors_of(sharded_state(plain, plain_optimizer))
         assert_same(tensors_of(state), want)
-        dcp.save(state, checkpoint_id=folder)
+        dcp.save(state, checkpoint_id=tmp_path)
     for ep, wraps in ((1, True), (2, False)):
         fresh, fresh_optimizer, fresh_comm = make(ep, wraps, seed + 1)
         with fresh_comm:
             poison(sharded_state(fresh, fresh_optimizer))
-            dcp.load(sharded_state(fresh, fresh_optimizer), checkpoint_id=folder)
+            dcp.load(sharded_state(fresh, fresh_optimizer), checkpoint_id=tmp_path)
             assert_same(tensors_of(sharded_state(fresh, fresh_optimizer)), want)
 
 
@@ -162,7 +161,6 @@ def rename(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any)
 
 @on_ranks(2)
 def test_names_that_a_hook_changes(rank: int, world: int, tmp_path: Path, seed: int) -> None:
-    folder = tmp_path / "saved"
     model = build(rank, world, 2, seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     with model.comm:
@@ -172,9 +170,9 @@ def test_names_that_a_hook_changes(rank: int, world: int, tmp_path: Path, seed: 
         state = sharded_state(model, optimizer)
         assert_same(tensors_of(state), {n.replace(".blocks.", ".layers."): t for n, t in want.items()})
         assert not any("_extra_state" in name for name in state["model"])
-        dcp.save(state, checkpoint_id=folder)
+        dcp.save(state, checkpoint_id=tmp_path)
         poison(state)
-        dcp.load(sharded_state(model, optimizer), checkpoint_id=folder)
+        dcp.load(sharded_state(model, optimizer), checkpoint_id=tmp_path)
         handle.remove()
         assert_same(tensors_of(sharded_state(model, optimizer)), want)
 
@@ -245,21 +243,20 @@ def numbers(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 @on_ranks(2)
 def test_numbers_of_an_optimizer_come_back(rank: int, world: int, tmp_path: Path, seed: int) -> None:
-    folder = tmp_path / "saved"
     model = build(rank, world, 2, seed)
     optimizer = Counting(model.parameters())
     with model.comm:
         train(model, optimizer, rank, range(3))
         state = sharded_state(model, optimizer)
         assert state.keys() == {"model", "layers", "optimizer", "optimizer_numbers", "param_groups"}
-        dcp.save(state, checkpoint_id=folder)
+        dcp.save(state, checkpoint_id=tmp_path)
         train(model, optimizer, rank, range(3, 5))
         want = tensors_of(sharded_state(model, optimizer))
     for ep in (1, 2):
         fresh = build(rank, world, ep, seed + 1)
         fresh_optimizer = Counting(fresh.parameters())
         with fresh.comm:
-            dcp.load(sharded_state(fresh, fresh_optimizer), checkpoint_id=folder)
+            dcp.load(sharded_state(fresh, fresh_optimizer), checkpoint_id=tmp_path)
             trained = [p for n, p in fresh.named_parameters() if "spare" not in n]
             held = {"step": 3, "scale": 1.5, "warm": True, "kind": "adam", "none": None}
             assert [fresh_optimizer.state[p]["step"] for p in trained] == [3] * len(trained)
@@ -352,14 +349,13 @@ def decays(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, tupl
 def test_settings_of_groups_come_back_by_names(rank: int, world: int, tmp_path: Path, seed: int) -> None:
     """They are refused where groups have been joined whose settings were different, and where a group has a
     setting more."""
-    folder = tmp_path / "saved"
     model = build(rank, world, 2, seed)
     router = {"weight_decay": 0.0, "lr": torch.tensor(0.125, dtype=torch.float64)}
     saved = [("router", router), ("experts", {"weight_decay": 0.5, "lr": 0.25}), ("", {"lr": 0.25})]
     optimizer = grouped(model, saved)
     with model.comm:
         want = decays(model, optimizer)
-        dcp.save(sharded_state(model, optimizer), checkpoint_id=folder)
+        dcp.save(sharded_state(model, optimizer), checkpoint_id=tmp_path)
     fresh = build(rank, world, 1, seed + 1)
     with fresh.comm:
         rate = torch.tensor(7.0, dtype=torch.float64)
@@ -368,7 +364,7 @@ def test_settings_of_groups_come_back_by_names(rank: int, world: int, tmp_path: 
             [("experts", {}), ("router.weight", {}), ("blocks.1.first", {"lr": 7.0})],
         ):
             other = grouped(fresh, [*settings, ("router", {}), ("", {"weight_decay": 7.0, "amsgrad": False})])
-            dcp.load(sharded_state(fresh, other), checkpoint_id=folder)
+            dcp.load(sharded_state(fresh, other), checkpoint_id=tmp_path)
             assert decays(fresh, other) == want
         assert float(rate) == 0.25, "a rate that is a tensor has been replaced"
         assert all(isinstance(group["lr"], float) for group in other.param_groups)
@@ -376,12 +372,12 @@ def test_settings_of_groups_come_back_by_names(rank: int, world: int, tmp_path: 
         before = decays(fresh, joined)
         begins = "param_groups[1] of the optimizer has blocks.0.first.weight and blocks.0.moe"
         says = "experts.w_in, which the checkpoint has with different settings (weight_decay 0.01"
-        refused(lambda: dcp.load(sharded_state(fresh, joined), checkpoint_id=folder), says, begins=begins)
+        refused(lambda: dcp.load(sharded_state(fresh, joined), checkpoint_id=tmp_path), says, begins=begins)
         assert decays(fresh, joined) == before
         for group in other.param_groups:
             group["initial_lr"] = 0.1
         begins = "param_groups[0] of the optimizer has 'initial_lr', which the checkpoint lacks"
-        refused(lambda: dcp.load(sharded_state(fresh, other), checkpoint_id=folder), begins=begins)
+        refused(lambda: dcp.load(sharded_state(fresh, other), checkpoint_id=tmp_path), begins=begins)
 
 
 @pytest.mark.parametrize(
@@ -400,18 +396,17 @@ def test_a_model_with_less_than_the_checkpoint_is_refused(
     rank: int, world: int, more: dict[str, Any], less: dict[str, Any], name: str, tmp_path: Path, seed: int
 ) -> None:
     """A model with the options `less` loads a checkpoint of one with `more`."""
-    folder = tmp_path / "saved"
     full = build(rank, world, 2, seed, **{"bias_update_rate": 0.0, **more})
     with full.comm:
-        dcp.save(sharded_state(checkpointed(full, Block) if "bias" in more else full), checkpoint_id=folder)
-        dcp.load(sharded_state(full), checkpoint_id=folder)
+        dcp.save(sharded_state(checkpointed(full, Block) if "bias" in more else full), checkpoint_id=tmp_path)
+        dcp.load(sharded_state(full), checkpoint_id=tmp_path)
     model = build(rank, world, 1, seed + 1, **{"bias_update_rate": 0.0, **less})
     with model.comm:
         begins = f"the checkpoint has blocks.0.moe.{name}, which the model lacks"
-        refused(lambda: dcp.load(sharded_state(model), checkpoint_id=folder), begins=begins)
+        refused(lambda: dcp.load(sharded_state(model), checkpoint_id=tmp_path), begins=begins)
         state = sharded_state(model)
         state.pop("layers", None)
-        dcp.load(state, checkpoint_id=folder)
+        dcp.load(state, checkpoint_id=tmp_path)
 
 
 @on_ranks(2)
@@ -465,7 +460,6 @@ def test_a_weight_without_gradients_so_far(
     rank: int, world: int, way: str, tmp_path: Path, seed: int
 ) -> None:
     """A weight that had no gradient so far: the run goes on the same, saved or not, and resumes."""
-    folder = tmp_path / "saved"
 
     def make(seed: int) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
         model: nn.Module = build(rank, world, 2, seed)
@@ -490,7 +484,7 @@ def test_a_weight_without_gradients_so_far(
         moments = [{k: whole(v) for k, v in optimizer.state[p].items()} for p in before]
         assert len(before) == len(list(model.parameters())) - 2
         gradients = [parameter.grad for parameter in model.parameters()]
-        dcp.save(sharded_state(model, optimizer), checkpoint_id=folder)
+        dcp.save(sharded_state(model, optimizer), checkpoint_id=tmp_path)
         for parameter, values in zip(before, moments, strict=True):
             assert_same({k: whole(v) for k, v in optimizer.state[parameter].items()}, values)
         assert all(p.grad is g for p, g in zip(model.parameters(), gradients, strict=True))
@@ -498,7 +492,7 @@ def test_a_weight_without_gradients_so_far(
         assert_same(go_on(model, optimizer), want)
     resumed, resumed_optimizer, resumed_comm = make(seed + 1)
     with resumed_comm:
-        dcp.load(sharded_state(resumed, resumed_optimizer), checkpoint_id=folder)
+        dcp.load(sharded_state(resumed, resumed_optimizer), checkpoint_id=tmp_path)
         assert_same(go_on(resumed, resumed_optimizer), want)
 
 
