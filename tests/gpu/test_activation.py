@@ -126,12 +126,7 @@ def test_rows_past_the_last_end_are_left_alone(
                 at = {name: output.value.data_ptr() for name, output in outputs.items()}
                 _C.activation(*given, at["z"], stream)
                 _C.activation_backward(
-                    *given,
-                    case.grad.data_ptr(),
-                    at["grad_inner"],
-                    at["grad_weights"],
-                    at["again"],
-                    stream,
+                    *given, case.grad.data_ptr(), at["grad_inner"], at["grad_weights"], at["again"], stream
                 )
                 text = f"{rows} x {width}, ends {ends}, {off} bytes off"
                 values = {name: output.value for name, output in outputs.items()}

@@ -58,8 +58,7 @@ def _play(rank: int, world_size: int, job: Job, way: str) -> list[str]:
     with opened(job, rank) as (comm, known):
         own = known.own
         out = known.dispatch(
-            comm,
-            Inputs(x_TH=wrap(own.x_TH), ids_TK=wrap(own.ids_TK), weights_TK=wrap(own.weights_TK)),
+            comm, Inputs(x_TH=wrap(own.x_TH), ids_TK=wrap(own.ids_TK), weights_TK=wrap(own.weights_TK))
         )
         known.check_dispatch(out)
         if not isinstance(out.tokens, torch.Tensor):

@@ -138,9 +138,7 @@ def test_kernels_in_a_cuda_graph(rank: int, world_size: int, seed: int) -> None:
     torch.cuda.set_sync_debug_mode("error")
     program()
     torch.cuda.set_sync_debug_mode("default")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = program()
+    graph, captured = harness.captured(program, warm_ups=1)
     for replay, sizes in enumerate(([100, 100, 400], [0, 1, 17], [0, 0, 0], [399, 400, 400])):
         x.copy_(numbers((400, 160), torch.bfloat16, seed + replay + 1))
         ends.copy_(ends_of(sizes))

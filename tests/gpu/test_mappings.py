@@ -92,9 +92,7 @@ def train(text_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Train:
 
 @pytest.mark.parametrize("mapping", MAPPINGS)
 def test_mapping_trains_as_one_process_does(
-    train: Train,
-    require_gpus: Callable[[int], None],
-    mapping: str,
+    train: Train, require_gpus: Callable[[int], None], mapping: str
 ) -> None:
     require_gpus(2)
     alone = train(1, "")

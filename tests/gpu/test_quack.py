@@ -94,12 +94,7 @@ def _by_float64(given: dict[str, torch.Tensor], ends: list[int], activation: str
     }  # type: ignore[dict-item]
 
 
-def _by_quack(
-    products: Any,
-    given: dict[str, torch.Tensor],
-    offsets: torch.Tensor,
-    activation: str,
-) -> Any:
+def _by_quack(products: Any, given: dict[str, torch.Tensor], offsets: torch.Tensor, activation: str) -> Any:
     """The numbers of every product."""
     groups = products.groups(offsets)
     gated: dict[str, Any] = {"activation": activation}

@@ -7,6 +7,7 @@ import torch
 
 from moecomm.kernels.choices import Rule
 from moecomm.kernels.routing import route
+from tests.gpu.harness import captured
 from tests.unit.test_routing_kernel import KINDS, check_router
 
 pytestmark = pytest.mark.usefixtures("cuda_only")
@@ -54,11 +55,7 @@ def test_in_a_graph(seed: int) -> None:
     x_TH = torch.randn(50, 32, device="cuda", generator=generator)
     weight_EH = torch.randn(16, 32, device="cuda", generator=generator)
     rule = Rule(2, "chosen_softmax", False, 1.0)
-    route(x_TH, weight_EH, None, None, rule)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = route(x_TH, weight_EH, None, None, rule)
+    graph, found = captured(lambda: route(x_TH, weight_EH, None, None, rule), warm_ups=1)
     for _ in range(2):
         x_TH.normal_(generator=generator)
         graph.replay()

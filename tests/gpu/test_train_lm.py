@@ -66,11 +66,7 @@ def test_the_loss_curve_is_that_of_the_cpu(
     assert losses[-1] < losses[0] - 0.2, "it learns"
 
 
-@pytest.mark.parametrize(
-    "how",
-    [[], ["--graph"], ["--microbatches=2"]],
-    ids=["", "graph", "microbatches"],
-)
+@pytest.mark.parametrize("how", [[], ["--graph"], ["--microbatches=2"]], ids=["", "graph", "microbatches"])
 def test_in_bfloat16(
     require_gpus: Callable[[int], None],
     cpu_losses: list[float],

@@ -68,11 +68,7 @@ def caught(call: Callable[[], Any]) -> Found:
 
 def refusals(comm: Any, dispatch: Callable[..., Any]) -> set[str]:
     """Types of the errors that a broken communicator gives to whatever is asked of it."""
-    calls: list[Callable[[], Any]] = [
-        dispatch,
-        lambda: dispatch(async_op=True).wait(),
-        comm.check,
-    ]
+    calls: list[Callable[[], Any]] = [dispatch, lambda: dispatch(async_op=True).wait(), comm.check]
     if ranks.on_cpu():
         calls.append(lambda: comm.dispatch(torch.zeros(1), torch.zeros(1)))
     return {caught(call)["type"] for call in calls}

@@ -424,8 +424,7 @@ def test_the_layout_of_a_checkpoint_stays(rank: int, world: int, seed: int) -> N
 
 @pytest.mark.parametrize("ep", [2, 1])
 @pytest.mark.parametrize(
-    ("how", "said"),
-    [("spectral_norm", "experts.parametrizations.w_in.0._u"), ("prune", "experts.w_in_mask")],
+    ("how", "said"), [("spectral_norm", "experts.parametrizations.w_in.0._u"), ("prune", "experts.w_in_mask")]
 )
 @on_ranks(2)
 def test_buffers_of_spread_experts_are_refused(

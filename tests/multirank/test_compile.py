@@ -182,11 +182,7 @@ def _moe(kind: str, comm: moecomm.Communicator) -> tuple[Callable[[torch.Tensor]
         y_TH = comm.combine(out.tokens, out.handle, weights=out.weights)
         return y_TH * weights_TK[:, :1]
 
-    function = {
-        "low": low,
-        "begun": begun,
-        "outside": torch.compiler.disable(layer),
-    }.get(kind, layer)
+    function = {"low": low, "begun": begun, "outside": torch.compiler.disable(layer)}.get(kind, layer)
     return function, [weights_TK] if function in (low, begun) else [*layer.parameters()]
 
 

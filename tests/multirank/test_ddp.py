@@ -16,14 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
-from moecomm.nn import (
-    MoEConfig,
-    MoELayer,
-    OverlapConfig,
-    prepare_ddp,
-    sharded_state,
-    sync_gradients,
-)
+from moecomm.nn import MoEConfig, MoELayer, OverlapConfig, prepare_ddp, sharded_state, sync_gradients
 from tests.multirank.catching import refused
 from tests.multirank.conftest import own_pool
 from tests.multirank.moe_cases import SIZES, groups_of, wrapped

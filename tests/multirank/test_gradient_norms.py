@@ -13,14 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.testing import assert_close
 
-from moecomm.nn import (
-    MoEConfig,
-    MoELayer,
-    clip_grad_norm,
-    grad_norms,
-    is_expert_parameter,
-    sync_gradients,
-)
+from moecomm.nn import MoEConfig, MoELayer, clip_grad_norm, grad_norms, is_expert_parameter, sync_gradients
 from moecomm.parallel import ParallelFolding
 from tests.multirank.catching import refused
 from tests.multirank.conftest import own_pool

@@ -91,11 +91,7 @@ def test_plans_of_no_layer() -> None:
     refused(lambda: keep_plans(torch.nn.Linear(2, 2)), "modules have no MoELayer")
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"num_shared_experts": 1}, FIXED],
-    ids=["", "shared", "fixed"],
-)
+@pytest.mark.parametrize("options", [{}, {"num_shared_experts": 1}, FIXED], ids=["", "shared", "fixed"])
 @pytest.mark.parametrize("layer", [{}, {"keep": "rows"}, {"keep": "nothing"}], ids=str)
 @on_ranks(2)
 def test_checkpoints_keep_plans(

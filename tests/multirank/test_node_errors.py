@@ -27,16 +27,7 @@ from tests.fabric import needs_fabric
 from tests.multirank import test_bad_input
 from tests.multirank.conftest import Pools
 from tests.multirank.harness import Died
-from tests.multirank.node_jobs import (
-    LONG,
-    NEVER_NOTICED,
-    Found,
-    caught,
-    communicator,
-    run,
-    small_case,
-    steps,
-)
+from tests.multirank.node_jobs import LONG, NEVER_NOTICED, Found, caught, communicator, run, small_case, steps
 from tests.oracle import assert_none, play
 
 pytestmark = needs_fabric
@@ -48,11 +39,7 @@ pytestmark = needs_fabric
 @pytest.fixture
 def three(pool: Pools) -> Pools:
     """The ranks of test_bad_input.py on three nodes; what travels comes late and in random order."""
-    chosen = {
-        "MOECOMM_RANKS_PER_NODE": "1",
-        "MOECOMM_FABRIC_PROVIDER": "tcp",
-        "MOECOMM_FABRIC_SHUFFLE": "7",
-    }
+    chosen = {"MOECOMM_RANKS_PER_NODE": "1", "MOECOMM_FABRIC_PROVIDER": "tcp", "MOECOMM_FABRIC_SHUFFLE": "7"}
     return lambda world_size, **_: pool(world_size, **chosen)
 
 
@@ -114,9 +101,7 @@ def _left_in_the_middle(rank: int, world_size: int, case: Case, rounds: int) -> 
             elif what == 2:  # a dispatch that is begun, and an error before its second half
                 backend._empty = no_memory if mine else make_output
                 raises(
-                    number,
-                    "OutOfMemory" if mine else "nothing",
-                    partial(cases.dispatch, comm, case, rank),
+                    number, "OutOfMemory" if mine else "nothing", partial(cases.dispatch, comm, case, rank)
                 )
                 backend._empty = make_output
             elif what == 3:  # nobody waits for it

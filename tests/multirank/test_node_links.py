@@ -120,10 +120,7 @@ def hosts() -> Iterator[Hosts]:
 
 def _addresses(number: int) -> tuple[str, str]:
     base = 4 * number
-    return (
-        f"198.18.{base // 256 % 256}.{base % 256 + 1}",
-        f"198.18.{base // 256 % 256}.{base % 256 + 2}",
-    )
+    return (f"198.18.{base // 256 % 256}.{base % 256 + 1}", f"198.18.{base // 256 % 256}.{base % 256 + 2}")
 
 
 def _docker0(hosts: Hosts, carrier: bool) -> None:

@@ -18,6 +18,7 @@ from tests.cases import Case
 from tests.fabric import needs_fabric
 from tests.multirank.conftest import Pools
 from tests.multirank.harness import RankPool
+from tests.multirank.on_ranks import on_ranks
 from tests.multirank.test_dispatch_combine import check
 from tests.oracle import Oracle, assert_none, play
 
@@ -51,8 +52,7 @@ def _chunks(size: int, seed: int, tokens: int = 20) -> Case:
 
 
 @pytest.mark.parametrize(
-    ("size", "per_node", "dtype"),
-    [(2, 1, "float64"), (4, 2, "bfloat16"), (6, 2, "float32")],
+    ("size", "per_node", "dtype"), [(2, 1, "float64"), (4, 2, "bfloat16"), (6, 2, "float32")]
 )
 def test_layouts_alignments_and_capacities(
     fabric: Fabric, size: int, per_node: int, dtype: str, seed: int
@@ -62,8 +62,7 @@ def test_layouts_alignments_and_capacities(
 
 
 @pytest.mark.parametrize(
-    ("size", "per_node", "provider"),
-    [(4, 1, "tcp"), (6, 3, "tcp"), (2, 1, "shm"), (4, 2, "shm")],
+    ("size", "per_node", "provider"), [(4, 1, "tcp"), (6, 3, "tcp"), (2, 1, "shm"), (4, 2, "shm")]
 )
 def test_many_steps(fabric: Fabric, size: int, per_node: int, provider: str, seed: int) -> None:
     check(fabric(size, provider), _on_nodes(cases.many_steps(size, seed), per_node), gradients=False)
@@ -86,25 +85,20 @@ def test_several_lanes(
     check(fabric(size, provider, lanes), some, gradients=False)
 
 
-def _lanes_here(rank: int, world_size: int, case: Case, own: list[int]) -> tuple[int, list[str]]:
+@pytest.mark.parametrize(("size", "own", "used"), [(3, (3, 2, 5), 2), (3, (1, 4, 4), 1)])
+@on_ranks("size", MOECOMM_FABRIC_PROVIDER="tcp")
+def test_ranks_use_the_lanes_that_all_have(
+    rank: int, world_size: int, own: tuple[int, ...], used: int, seed: int
+) -> list[str]:
     """Ranks whose hosts differ in what they have."""
+    case = replace(_chunks(world_size, seed, tokens=8), ranks_per_node=1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MOECOMM_FABRIC_LANES", str(own[rank]))
         comm = moecomm.Communicator(**case.communicator)
     with comm:
-        lanes = comm.network_lanes
-        assert (f"{lanes} lanes" in repr(comm)) == (lanes > 1), repr(comm)
-        return lanes, play(comm, case, rank, gradients=False)
-
-
-@pytest.mark.parametrize(("own", "used"), [((3, 2, 5), 2), ((1, 4, 4), 1)])
-def test_ranks_use_the_lanes_that_all_have(
-    fabric: Fabric, own: tuple[int, ...], used: int, seed: int
-) -> None:
-    (case,) = _on_nodes([_chunks(len(own), seed, tokens=8)], 1)
-    found = fabric(len(own))(_lanes_here, case, list(own))
-    assert [lanes for lanes, _ in found] == [used] * len(own)
-    assert_none([results for _, results in found])
+        assert comm.network_lanes == used
+        assert (f"{used} lanes" in repr(comm)) == (used > 1), repr(comm)
+        return play(comm, case, rank, gradients=False)
 
 
 @pytest.mark.parametrize(("size", "per_node"), [(2, 1), (4, 2)])
