@@ -160,7 +160,8 @@ class Oracle:
         elif job.weights:
             self._same("weights", out.weights.detach()[:kept], self.weights_P()[:kept])
         if job.layout == "rank":
-            self._same("topk_idx", out.topk_idx[:kept], self._local_ids_PK()[:kept].int())
+            ids_PK = functional.pad(self._local_ids_PK()[:kept], (0, 0, 0, count - kept), value=-1)
+            self._same("topk_idx", out.topk_idx, ids_PK.to(torch.int64 if job.wide_ids else torch.int32))
 
     def weights_P(self) -> torch.Tensor:
         """The weights that arrive: (P,), or (P, K) in the rank layout."""

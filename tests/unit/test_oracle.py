@@ -57,6 +57,9 @@ class _Reference:
         tokens[:kept] = torch.from_numpy(sent.tokens)
         names = ("weights", "topk_idx", "tokens_per_expert", "offsets")
         others = {name: cases.tensor(getattr(sent, name)) for name in names}
+        if others["topk_idx"] is not None:
+            behind = (0, 0, 0, len(tokens) - kept)
+            others["topk_idx"] = functional.pad(others["topk_idx"], behind, value=-1)
         starts = functional.pad(others["offsets"], (1, 0))
         others |= {"expert_offsets": others["offsets"], "expert_starts": starts}
         others["overflow"] = torch.tensor(sent.overflow, dtype=torch.int32)

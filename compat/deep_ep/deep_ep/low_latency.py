@@ -34,7 +34,8 @@ class SlotHandle(TupleHandle):
 
     def __init__(self, comm: Communicator, out: DispatchOutput, ids_TK: Tensor) -> None:
         self.comm, self.handle = comm, out.handle
-        self.keep_ids(ids_TK)
+        # Where the combine sends weights by them, the caller may have changed its own by then.
+        self.keep_ids(ids_TK if comm.weighs_tokens else ids_TK.clone())
         self.rows_LNH: Tensor | None = None  # what get_next_low_latency_combine_buffer has returned
 
     @property
@@ -201,14 +202,14 @@ class LowLatency(Operations):
         comm, shape = handle.comm, handle.shape
         if tuple(rows.shape) != shape:
             raise InvalidArgument(f"x has shape {tuple(rows.shape)}, expected that of the dispatch, {shape}")
-        ids_TK = handle.ids_TK
-        carrying = None if comm.weighs_tokens else self._carrying(comm, ids_TK)
+        ids_TK = None if comm.weighs_tokens else handle.ids_TK
+        carrying = None if ids_TK is None else self._carrying(comm, ids_TK)
 
         def bring_back() -> tuple[Tensor | None, ...]:
             counted_TK, rows_PH = topk_weights, rows.view(-1, shape[2])
-            if topk_idx is not ids_TK:
+            if not handle.is_of(topk_idx):
                 counted_TK = topk_weights.masked_fill(topk_idx < 0, 0.0)
-            if carrying is None:
+            if ids_TK is None or carrying is None:
                 sums_TH = comm.combine_weighted(rows_PH, handle.handle, counted_TK)
             else:
                 sent = carrying.dispatch(carriers(ids_TK), ids_TK, counted_TK, expert_capacity=shape[1])

@@ -30,10 +30,14 @@ class PlanHandle:
         """Keeps the ids of the dispatch, which is not copied."""
         self._ids_TK, self._version = ids_TK, _version(ids_TK)
 
+    def is_of(self, ids_TK: Tensor) -> bool:
+        """Returns whether these are the ids of the dispatch, unchanged since then."""
+        return ids_TK is self._ids_TK and _version(ids_TK) == self._version
+
     @property
     def ids_TK(self) -> Tensor:
         """The ids of the dispatch. Raises InvalidArgument if they were changed since then."""
-        if _version(self._ids_TK) != self._version:
+        if not self.is_of(self._ids_TK):
             raise InvalidArgument("topk_idx was changed after the dispatch of this handle: dispatch a copy")
         return self._ids_TK
 
