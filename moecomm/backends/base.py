@@ -144,6 +144,8 @@ class Backend(ABC):
     """The number of endpoints towards other nodes; 0 on one node."""
     num_sms: int
     """The number of SMs that an operation holds; on the CPU, of threads."""
+    weighs_tokens: bool = False
+    """True where every combine can have weights of tokens (`combine_weighted`)."""
     plan_fields: PlanFields
     """The fields of the blob in a TensorPlan."""
     _native: Any
@@ -264,9 +266,6 @@ class Backend(ABC):
     ) -> tuple[Tensor | None, Tensor | None]:
         """Sums rows per token and returns (y_TH, or None without rows; gradients (T, K) of the routing
         weights, or None without weight_grads). `forward`: sums travel in the combine_wire."""
-
-    weighs_tokens: bool = False
-    """Whether every combine can have weights of tokens (`combine_weighted`)."""
 
     def combine_weighted(self, plan: Any, rows_PH: Tensor, weights_TK: Tensor) -> Tensor:
         """Sums rows per token, times weights that the tokens' ranks give. Raises Unsupported unless

@@ -42,7 +42,7 @@ def tokenizer(model: Path) -> Any:
 
 
 def chat_of(*said: str) -> list[dict[str, str]]:
-    """What the user and the assistant have said, in turns."""
+    """Returns a chat of what the user and the assistant have said, in turns."""
     return [{"role": role, "content": each} for each, role in zip(said, cycle(("user", "assistant")))]
 
 

@@ -111,7 +111,7 @@ SHARDED = (
     (WORLD, "--tp 2 --pp 2 --ep 2 --microbatches 4 --schedule zbv"),
     (WORLD, "--tp 2 --pp 2 --ep 2 --microbatches 4 --schedule dualpipev"),
 )
-"""With --fsdp: ranks and mapping."""
+"""Ranks and mappings that are tried with --fsdp."""
 LATENT = (
     "--attention latent --no-qk-norm --kv-heads 0 --head-dim 4 --q-rank 12 --kv-rank 8 --rope-dim 4 "
     "--value-dim 6"
@@ -206,7 +206,7 @@ def over(model: str, mappings: Iterable[str], world: int = WORLD) -> list[tuple[
 BALANCED = f"{STAGED} --aux-coef 0.01 --bias-rate 0.01"
 """A balancing loss, whose gradient no schedule scales, and balancing biases."""
 ROUNDED = f"{STAGED} --dtype bfloat16 --microbatches 4"
-"""In one process as many microbatches, since each rounds its gradients."""
+"""The one process that is compared has as many microbatches, since each rounds its gradients."""
 DENSE = f"{STAGED} --dense-layers 2 --dense-ffn 48"
 SCHEDULES = ("interleaved", "zero-bubble", "dualpipev", "zbv")
 GROUPS: dict[str, tuple[int, list[tuple[int, str, str]]]] = {
@@ -221,7 +221,7 @@ GROUPS: dict[str, tuple[int, list[tuple[int, str, str]]]] = {
     "kinds in shards": (0, [(WORLD, each, "--tp 2 --cp 2 --ep 2 --etp 2 --fsdp") for each in KINDS.values()]),
     "compiled blocks": (0, over("", ["--tp 2 --ep 8 --compile", "--cp 2 --ep 4 --etp 2 --compile"])),
 }
-"""By name: how many run by default, and all, each as ranks, model and mapping."""
+"""Groups of tests by name: how many of a group run by default, and all, each as ranks, model and mapping."""
 CHOSEN = {
     f"{name}: {model} {mapping}": (world, model, mapping)
     for name, (count, found) in GROUPS.items()

@@ -35,17 +35,20 @@ def test_bad_arguments(rank: int, world_size: int, seed: int) -> list[str]:
         ({"hidden": 1 << 16, "max_tokens": memory >> 17}, "OutOfMemory", ["bytes", "max_tokens"]),
         ({"num_sms": 0 if last else 8}, "InvalidArgument", ["num_sms is 0"]),
     ]
-    if world_size > 1:  # what one rank alone has
-        mismatched: list[tuple[dict[str, Any], list[str]]] = [
-            ({"hidden": 64 if last else 128}, ["hidden", "64", "128"]),
-            ({"wire": "fp8" if last else None}, ["wire", "fp8"]),
-            ({"combine_wire": "fp8" if last else None}, ["combine_wire", "fp8"]),
-            ({"gradient_wire": "fp8" if last else None}, ["gradient_wire", "fp8"]),
-            ({"device": "cpu" if last else harness.device()}, ["device", "cpu", "cuda"]),
-        ]
-        bad += [(arguments, "MismatchedArguments", words) for arguments, words in mismatched]
+    one_ranks: list[tuple[dict[str, Any], list[str]]] = [
+        ({"hidden": 64 if last else 128}, ["hidden", "64", "128"]),
+        ({"wire": "fp8" if last else None}, ["wire", "fp8"]),
+        ({"combine_wire": "fp8" if last else None}, ["combine_wire", "fp8"]),
+        ({"gradient_wire": "fp8" if last else None}, ["gradient_wire", "fp8"]),
+        ({"device": "cpu" if last else harness.device()}, ["device", "cpu", "cuda"]),
+    ]
+    if world_size > 1:
+        bad += [(arguments, "MismatchedArguments", words) for arguments, words in one_ranks]
         if harness.RANKS_PER_GPU == 1:
             bad.append(({"device": "cuda:0"}, "InvalidArgument", ["same GPU", "set_device"]))
+    else:  # the only rank may have them
+        for arguments, _ in one_ranks:
+            harness.communicator(**{**job.communicator, **arguments}).close()
     for arguments, name, words in bad:
         given = {**job.communicator, **arguments}
         refused(lambda given=given: harness.communicator(**given), *words, name=name)

@@ -17,7 +17,7 @@ from lm.optimizer import KERNEL_LEAST, AdamW  # isort: skip
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cuda_only")]
 
 BOUNDS = {torch.float32: 2e-2, torch.bfloat16: 5e-2}
-"""Of the largest number of a tensor. Products of float32 may have ten bits on GPUs."""
+"""Differences allowed, as parts of a tensor's largest number. float32 products may have ten bits on GPUs."""
 
 
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)

@@ -116,7 +116,7 @@ def test_sizes_fill_the_world_and_coordinates_invert_ranks(arguments: Arguments)
 @settings(max_examples=400, deadline=None)
 @given(
     order=st.just(DEFAULT_ORDER) | ORDERS,
-    sizes=st.fixed_dictionaries(dict.fromkeys(SIZES, SMALL)),
+    sizes=st.fixed_dictionaries(dict.fromkeys(SIZES, SMALL | st.integers(1, 12))),
     times=st.integers(1, 3) | st.none(),
     world=st.integers(1, 200),
 )
@@ -128,7 +128,9 @@ def test_a_refusal_names_the_argument(
         world = times * sizes["pp"] * math.lcm(sizes["tp"] * sizes["cp"], sizes["etp"] * sizes["ep"])
     arguments = {"world_size": world, "order": order, **sizes}
     if fits_in_numpy(arguments):
-        ParallelFolding(**arguments)
+        folding = ParallelFolding(**arguments)
+        for group in folding.groups("pp"):
+            assert [folding.coordinates(rank).pp for rank in group] == list(range(len(group)))
         return
     with pytest.raises(InvalidArgument) as refused:
         ParallelFolding(**arguments)

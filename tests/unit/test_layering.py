@@ -228,6 +228,7 @@ def test_rooms_of_gpu_kernels_include_what_is_common() -> None:
     """An operation's room knows no other operation's; nothing that is common knows a room. A kernel is read
     with few headers of its own room."""
     below = {"common": set(), "internode": {"common"}}
+    assert any(path.suffix == ".cu" for path in NATIVE_FILES if GPU_KERNELS in path.parents)
     for path in NATIVE_FILES:
         if GPU_KERNELS in path.parents:
             own, included = _room(path), _included_kernels(path)

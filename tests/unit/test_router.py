@@ -201,7 +201,7 @@ def test_nodes_are_chosen_as_in_the_paper(data: st.DataObject) -> None:
     router = TopKRouter(config.for_nodes(nodes))
     if with_bias:
         router.expert_bias_E = torch.randn(nodes * per_node)
-    x_TH = torch.randn(8, 16, dtype=torch.float64)
+    x_TH = torch.randn(20, 16, dtype=torch.float64)
     ids_TK = router(x_TH).topk_idx_TK
     wanted = expected(router, x_TH, {**options, "num_groups": nodes, "topk_groups": m})
     assert [set(row) for row in ids_TK.tolist()] == [row.keys() for row in wanted.choices]

@@ -20,6 +20,8 @@ from deep_ep.operations import (
     by_columns,
     carriers,
     events_of,
+    parts_of,
+    plan_of,
     rounded_up,
 )
 from deep_ep.utils import EventHandle, EventOverlap
@@ -231,7 +233,7 @@ class ElasticBuffer(Operations):
         Returns:
             The rows, (P, H), or a pair as given; compact: (P, K) local expert ids in the dtype of topk_idx,
             -1 elsewhere, expanded: None; weights, (P, K) or expanded (P,), or None; the handle; an event.
-            With a handle ids are None, and weights travel in a small dispatch of their own.
+            With a handle ids are None, and weights travel with fp8 rows, or in a small dispatch of their own.
 
         Raises:
             InvalidArgument: arguments that do not go together.
@@ -244,13 +246,9 @@ class ElasticBuffer(Operations):
         if handle is not None:
             if topk_idx is not None or do_cpu_sync:
                 raise InvalidArgument("handle and topk_idx or do_cpu_sync=True are given, expected one kind")
-            rows, event = self.send_along(handle, x, before, apart, handle.num_sms or None)
-            if isinstance(rows, tuple) and use_tma_aligned_col_major_sf:
-                rows = rows[0], by_columns(rows[1])
-            weights = None
-            if topk_weights is not None:
-                carry = partial(self._carry, handle, topk_weights)
-                (weights,), event = self.run(carry, (topk_weights,), before, apart)
+            send = partial(self._send_along, handle, x, topk_weights, use_tma_aligned_col_major_sf)
+            (tokens, scales, weights), event = self.run(send, (*parts_of(x), topk_weights), before, apart)
+            rows = tokens if scales is None else (tokens, scales)
             return _given((rows, None, weights, handle, event), defer_epilogue)
         if topk_idx is None or num_experts is None:
             raise InvalidArgument("topk_idx or num_experts is None, expected (T, K) and E, or a handle")
@@ -278,7 +276,7 @@ class ElasticBuffer(Operations):
                 scales = by_columns(scales)
             return out.tokens, scales, out.topk_idx, out.weights
 
-        inputs = (*(x if isinstance(x, tuple) else (x,)), ids_TK, topk_weights)
+        inputs = (*parts_of(x), ids_TK, topk_weights)
         (tokens, scales, idx_PK, weights), event = self.run(bring, inputs, before, apart)
         rows = tokens if scales is None else (tokens, scales)
         return _given((rows, idx_PK, weights, made[0], event), defer_epilogue)
@@ -319,7 +317,20 @@ class ElasticBuffer(Operations):
         found = self.bring_back(handle, x, topk_weights, bias, before, async_with_compute_stream)
         return _given(found, defer_epilogue)
 
-    def _carry(self, handle: EPHandle, topk_weights: Tensor) -> tuple[Tensor]:
+    def _send_along(
+        self, handle: EPHandle, x: Any, topk_weights: Tensor | None, columns: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Returns the rows, the scales of fp8 rows, by columns if `columns`, and the weights, as they arrive
+        along the handle. Weights travel with fp8 rows, or else in a dispatch of their own."""
+        comm, plan = plan_of(handle)
+        if isinstance(x, tuple):
+            _, out = self.send_again(handle, x, topk_weights, handle.num_sms or None)
+            assert out.scales is not None
+            return out.tokens, by_columns(out.scales) if columns else out.scales, out.weights
+        tokens = comm.redispatch(x, plan)
+        return tokens, None, None if topk_weights is None else self._carry(handle, topk_weights)
+
+    def _carry(self, handle: EPHandle, topk_weights: Tensor) -> Tensor:
         """Returns the weights, as they arrive along the handle, by a small dispatch of their own."""
         ids_TK, options = handle.ids_TK, {}
         if most := handle.num_max_tokens_per_rank:  # then the host does not wait
@@ -327,7 +338,7 @@ class ElasticBuffer(Operations):
             options["capacity"] = self._rows(*sizes)
         _, out = self.send_again(handle, carriers(ids_TK), topk_weights, handle.num_sms or None, **options)
         assert out.weights is not None
-        return (out.weights[: handle.handle.num_rows],)
+        return out.weights[: handle.handle.num_rows]
 
     def _rows(self, most: int, top_k: int, experts: int, alignment: int, expands: bool) -> int:
         """Returns the most rows that can arrive if each rank has at most `most` tokens."""

@@ -84,7 +84,7 @@ class Operations:
         """Returns the communicator for rows, or for a pair of fp8 rows and scales. All ranks call it.
         tokens: for which a new one is built; None: those of `x`."""
         comms = self.require_open().setdefault(experts, LayerCommunicators(self.group, experts))
-        rows = x[0] if isinstance(x, tuple) else x
+        rows = parts_of(x)[0]
         sms = num_sms if rows.is_cuda else None
         if isinstance(x, tuple):
             return comms.of(rows, top_k, torch.bfloat16, "fp8", sms, tokens)
@@ -122,7 +122,7 @@ class Operations:
     ) -> tuple[Any, EventOverlap]:
         """Returns the rows that tokens become along the plan of an earlier dispatch, and an event. A pair of
         fp8 rows and scales becomes one."""
-        comm, plan = _plan_of(handle)
+        comm, plan = plan_of(handle)
         if not isinstance(x, tuple):
             (rows,), event = self.run(lambda: (comm.redispatch(x, plan),), (x,), before, apart)
             return rows, event
@@ -147,7 +147,7 @@ class Operations:
         self, handle: Any, x: Tensor, weights: Tensor | None, bias: Any, before: Events, apart: bool
     ) -> tuple[Tensor, Tensor | None, EventOverlap]:
         """Returns (T, H) sums of rows, plus one or two biases; (T, K) weights or None; and an event."""
-        comm, plan = _plan_of(handle)
+        comm, plan = plan_of(handle)
         biases = [each for each in (bias if isinstance(bias, (tuple, list)) else (bias,)) if each is not None]
 
         def work() -> tuple[Tensor, Tensor | None]:
@@ -163,7 +163,13 @@ class Operations:
         return sums_TH, weights_TK, event
 
 
-def _plan_of(handle: Any) -> tuple[Communicator, Handle]:
+def parts_of(x: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+    """Returns the tensors of rows, or of a pair of fp8 rows and scales."""
+    return x if isinstance(x, tuple) else (x,)
+
+
+def plan_of(handle: Any) -> tuple[Communicator, Handle]:
+    """Returns the communicator and the plan of a handle. Raises InvalidArgument for what is none."""
     if not isinstance(handle, PlanHandle):
         raise InvalidArgument(f"handle is {type(handle).__name__}, expected that of a dispatch of a buffer")
     return handle.comm, handle.handle
