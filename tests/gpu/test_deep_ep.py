@@ -61,6 +61,18 @@ def test_fp8_and_streams(rank: int, size: int, seed: int) -> list[str]:
     ):
         assert torch.equal(again.view(torch.uint8), first.view(torch.uint8))
         assert torch.equal(its_scales, first_scales)
+    for expands in (False, True):  # on another stream, with weights and scales by columns
+        asked = {**tma, "do_expand": expands}
+        (first, columns), _, its_weights, plan, _ = elastic.dispatch((data, scales), ids, weights, **asked)
+        del asked["num_experts"], asked["do_expand"]
+        asked |= {"handle": plan, "async_with_compute_stream": True}
+        (again, its_columns), _, weights_again, _, event = elastic.dispatch(
+            (data, scales), topk_weights=weights, **asked
+        )
+        event.current_stream_wait()
+        assert torch.equal(again.view(torch.uint8), first.view(torch.uint8)) and len(first)
+        assert torch.equal(its_columns, columns) and its_columns.stride() == columns.stride()
+        assert torch.equal(weights_again, its_weights)
     near = (values.float().view(-1, 2, 128) * factors.unsqueeze(2)).view(-1, 256)
     found = [] if torch.allclose(near, rows.float(), rtol=0.07, atol=0.01) else ["fp8"]
 
