@@ -32,11 +32,19 @@ class ExpertSums(NamedTuple):
         loss_S = (self.probs_SE / tokens_S1 * share_SE).sum(dim=1) * self.probs_SE.shape[1]
         return loss_S.sum() / (self.tokens_S > 0).sum().clamp(min=1)
 
-    def loss_of_shares(self, share_E: Tensor) -> Tensor:
-        """Returns E * sum over e of share_e * P_e, for shares counted elsewhere and the mean P of all tokens;
-        0 without tokens."""
-        mean_E = self.probs_SE.sum(dim=0) / self.tokens_S.sum().clamp(min=1)
-        return self.probs_SE.shape[1] * (mean_E * share_E.to(mean_E.dtype)).sum()
+
+def loss_of_counts(
+    probs_TE: Tensor, counts_E: Tensor, top_k: int | None, mask_T: Tensor | None = None
+) -> Tensor:
+    """Returns the sum over e of f_e * P_e over all tokens for choices that are counted already, in few
+    operations, which is what a router takes the host; 0 without tokens. f_e is counts_E over top_k times the
+    tokens, or without `top_k` over the sum of counts_E; `mask_T` as in `load_balancing_loss`."""
+    tokens: Any = max(probs_TE.shape[0], 1)
+    if mask_T is not None:
+        probs_TE = probs_TE.masked_fill(~mask_T.unsqueeze(1), 0.0)
+        tokens = mask_T.sum().clamp(min=1)
+    chosen = counts_E.sum().clamp(min=1) if top_k is None else top_k * tokens
+    return torch.dot(probs_TE.sum(dim=0), counts_E.to(probs_TE.dtype) / (chosen * tokens))
 
 
 def expert_sums(

@@ -18,7 +18,7 @@ from moecomm.kernels.outside_autocast import matmul, needs_care, without_autocas
 from moecomm.kernels.parameters import init_shared_weight
 from moecomm.kernels.routing import route, routes_here
 from moecomm.nn.config import MoEConfig
-from moecomm.nn.losses import SequenceSums, StepCounts, expert_sums, z_loss
+from moecomm.nn.losses import SequenceSums, StepCounts, expert_sums, loss_of_counts, z_loss
 
 _INTEGERS = (torch.int32, torch.int64)
 
@@ -274,21 +274,22 @@ class TopKRouter(nn.Module):
             probs_TE = scores_TE
             if config.score_function == "sigmoid":
                 probs_TE = scores_TE / (scores_TE.sum(dim=-1, keepdim=True) + 1e-20)
-            if config.aux_loss != "sequence":
-                of_tokens = {"mask_T": mask_T}
-            sums = expert_sums(probs_TE, topk_idx_TK, **of_tokens)
-            if config.aux_loss == "global":
-                # load_E has the choices of the step's microbatches whose backward has run.
-                if self.training and self.load_E is not None:
-                    counts_E = counts_E + self.load_E
-                if self._balance is not None:
-                    counts_E = self._balance.over_ranks(counts_E)
-                loss = sums.loss_of_shares(counts_E / counts_E.sum().clamp(min=1))
-            else:
+            coefficient, counted = config.aux_loss_coef, None if config.aux_loss == "global" else config.top_k
+            if config.aux_loss == "sequence":
+                sums = expert_sums(probs_TE, topk_idx_TK, **of_tokens)
                 if isinstance(self._balance, SequenceSums):
                     sums = self._balance.over_ranks(sums)
                 loss = sums.loss(config.top_k)
-            losses["aux_loss"] = config.aux_loss_coef * loss
+            else:
+                coefficient *= config.num_experts
+                if config.aux_loss == "global":
+                    # load_E has the choices of the step's microbatches whose backward has run.
+                    if self.training and self.load_E is not None:
+                        counts_E = counts_E + self.load_E
+                    if self._balance is not None:
+                        counts_E = self._balance.over_ranks(counts_E)
+                loss = loss_of_counts(probs_TE, counts_E, counted, mask_T)
+            losses["aux_loss"] = coefficient * loss
         if config.z_loss_coef > 0:
             losses["z_loss"] = config.z_loss_coef * z_loss(logits_TE, mask_T)
         return losses

@@ -160,7 +160,7 @@ class Twin:
         """Combines the rows that were dispatched, in the expert layout with routing weights."""
         for native, own, stream in self._each(ranks):
             weights = own.weights_P.data_ptr() if self.shape.layout == "expert" else 0
-            rows = (own.rows_PH.data_ptr(), weights, self.shape.tokens, own.y_TH.data_ptr())
+            rows = (own.rows_PH.data_ptr(), weights, 0, self.shape.tokens, own.y_TH.data_ptr())
             native.combine(own.plan.data_ptr(), self.layout, *rows, 0, 0, False, False, stream)
 
     def check(self) -> None:
