@@ -61,6 +61,7 @@ def test_close_waits_for_what_is_under_way(fresh_ranks: FreshRanks, most_ranks: 
     ("how", "number", "status"), [("exception", None, 1), ("wait", signal.SIGINT, -signal.SIGINT)]
 )
 def test_waiting_kernels_end_with_their_process(
-    tmp_path: Path, how: str, number: signal.Signals | None, status: int
+    require_gpus: Any, tmp_path: Path, how: str, number: signal.Signals | None, status: int
 ) -> None:
+    require_gpus(2)
     check_end(tmp_path, "cuda", how, number, status)

@@ -28,9 +28,10 @@ pytestmark = pytest.mark.usefixtures("cuda_only")
 
 @pytest.fixture(autouse=True)
 def alone(request: pytest.FixtureRequest) -> None:
-    """Skips what measures the free memory of whole GPUs while other processes run tests on them."""
-    if ranks.shares_its_gpus() and request.node.name == test_memory_comes_and_goes_as_planned.__name__:
-        pytest.skip("other workers take and give back memory of these GPUs meanwhile")
+    """Skips what measures the free memory of whole GPUs while other processes use them."""
+    shared = ranks.shares_its_gpus() or harness.RANKS_PER_GPU > 1
+    if shared and request.node.name == test_memory_comes_and_goes_as_planned.__name__:
+        pytest.skip("other processes take and give back memory of these GPUs meanwhile")
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])

@@ -45,7 +45,7 @@ class Rank:
         self.plan = torch.zeros(plan_words, dtype=torch.int32, device="cuda")
         self.rows_PH = torch.zeros(self.capacity, shape.hidden, dtype=torch.bfloat16, device="cuda")
         self.weights_P = torch.zeros(self.capacity, top_k if by_rank else 1, device="cuda")
-        self.ids_PK = torch.zeros(self.capacity, top_k, dtype=torch.int32, device="cuda")
+        self.ids_PK = torch.zeros(self.capacity, top_k, dtype=self.ids_TK.dtype, device="cuda")
         self.index_Q = torch.zeros(max(self.positions, 0), dtype=torch.int32, device="cuda")
         self.grad_PH = torch.zeros_like(self.rows_PH)
         self.scaled_PH = torch.zeros_like(self.rows_PH)
