@@ -417,7 +417,7 @@ class Communicator(_Planned):
             expert_weights=None if index is None else index.weights_Q,
             scales=raw.scales,
             host_counts=raw.host_counts,
-            _plan_views=raw.plan_views,
+            plan_views=raw.plan_views,
         )
 
     def _handle(self, plan: Any, layout: Layout) -> Handle:

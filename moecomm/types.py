@@ -175,6 +175,8 @@ class DispatchOutput:
             32)) float8_e8m0fnu. None otherwise.
         host_counts: with `host_counts=True` the L numbers of `tokens_per_expert`, known before the rows have
             arrived. None otherwise.
+        plan_views: makes a view of the plan by its name, and keeps the plan alive but no rows. None in a
+            graph of torch.compile.
     """
 
     tokens: torch.Tensor
@@ -192,10 +194,12 @@ class DispatchOutput:
     scales: torch.Tensor | None = None
     host_counts: list[int] | None = None
 
+    plan_views: PlanViews | None = None
+
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            views = self.__dict__.get("_plan_views")  # given to `build`
+            views = self.plan_views
             if views is None or name not in PLAN_VIEWS:
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
             made = self.__dict__[name] = views(name)

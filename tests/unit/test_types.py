@@ -46,7 +46,7 @@ def test_views_of_the_plan_are_made_when_asked_for() -> None:
             weights=None,
             handle=handle,
             expert_handle=handle,
-            _plan_views=functools.partial(_view, 7),
+            plan_views=functools.partial(_view, 7),
         )
 
     held = out(_handle())  # which can be copied, and not pickled

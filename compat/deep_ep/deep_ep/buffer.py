@@ -195,7 +195,8 @@ class Buffer(LowLatency):
             counts = out.host_counts or []
             if counts and topk_idx is None:  # rows by rank name no experts where no ids were given
                 counts = self._total(num_tokens_per_expert).tolist()
-            counts = [rounded_up(each, expert_alignment) for each in counts]
+            if expert_alignment != 1:
+                counts = [rounded_up(each, expert_alignment) for each in counts]
             made.extend((counts, DispatchHandle(comm, out, ids_TK, is_token_in_rank, options["capacity"])))
             return out.tokens, out.scales, None if topk_idx is None else out.topk_idx, out.weights
 

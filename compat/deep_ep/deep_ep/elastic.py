@@ -67,18 +67,25 @@ class EPHandle(PlanHandle):
     options: dict[str, Any]
 
     def __post_init__(self, out: DispatchOutput) -> None:
-        self.handle, self._counts_L, self._starts = out.handle, out.tokens_per_expert, out.expert_starts
+        self.keep_plan(out)
         self.keep_ids(self.topk_idx)
         rows = len(out.tokens)
         self.num_recv_tokens, self.num_expanded_tokens = (0, rows) if self.do_expand else (rows, 0)
-        self.num_unaligned_recv_tokens_per_expert = self._counts_L if self.do_expand else None
-        self.psum_num_recv_tokens_per_scaleup_rank = None if self.do_expand else out.offsets
+
+    @property
+    def num_unaligned_recv_tokens_per_expert(self) -> Tensor | None:
+        return self.view("tokens_per_expert") if self.do_expand else None
+
+    @property
+    def psum_num_recv_tokens_per_scaleup_rank(self) -> Tensor | None:
+        return None if self.do_expand else self.view("offsets")
 
     @cached_property
     def psum_num_recv_tokens_per_expert(self) -> Tensor:
+        counts_L = self.view("tokens_per_expert")
         if self.do_expand:
-            return self._starts[:-1] + self._counts_L
-        aligned_L: Tensor = rounded_up(self._counts_L, self.expert_alignment)
+            return self.view("expert_starts")[:-1] + counts_L
+        aligned_L: Tensor = rounded_up(counts_L, self.expert_alignment)
         return aligned_L.cumsum(0, dtype=torch.int32)
 
 
@@ -267,7 +274,9 @@ class ElasticBuffer(Operations):
             comm, out = shared.dispatch(x, ids_TK, topk_weights, **options, **asked)
             if cumulative_local_expert_recv_stats is not None:
                 cumulative_local_expert_recv_stats.add_(out.tokens_per_expert)
-            counts = [rounded_up(n, alignment) for n in out.host_counts or ()]
+            counts = out.host_counts or []
+            if alignment != 1:
+                counts = [rounded_up(n, alignment) for n in counts]
             ids = ids_TK.clone() if do_handle_copy else ids_TK
             sizes = (num_experts, alignment, most, num_sms)
             made.append(EPHandle(comm, out, do_expand, *sizes, ids, counts, options))

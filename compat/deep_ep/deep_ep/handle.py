@@ -42,14 +42,15 @@ class DispatchHandle(TupleHandle):
         is_token_in_rank: torch.Tensor | None,
         capacity: int | None,
     ) -> None:
-        self.comm, self.handle, self.options = comm, out.handle, {"layout": "rank", "capacity": capacity}
+        self.comm, self.options = comm, {"layout": "rank", "capacity": capacity}
+        self.keep_plan(out)
         self.keep_ids(ids_TK)
-        self._offsets_R, self._is_token_in_rank = out.offsets, is_token_in_rank
+        self._is_token_in_rank = is_token_in_rank
 
     def _elements(self) -> tuple[Any, ...]:
         size = self.comm.size
-        matrix_RR = torch.full((size, size), -1, dtype=torch.int32, device=self._offsets_R.device)
-        matrix_RR[:, self.comm.rank] = self._offsets_R
+        matrix_RR = torch.full((size, size), -1, dtype=torch.int32, device=self.comm.device)
+        matrix_RR[:, self.comm.rank] = self.view("offsets")
         return matrix_RR, None, None, None, self._is_token_in_rank, None
 
 
@@ -70,15 +71,15 @@ class HybridHandle(TupleHandle):
         options: dict[str, Any],
         config: Any,
     ) -> None:
-        self.comm, self.handle, self.options = comm, out.handle, options
+        self.comm, self.options = comm, options
+        self.keep_plan(out)
         self.keep_ids(ids_TK)
-        self._config, self._ends, self._overflow = config, out.offsets, out.overflow
-        self._counts_L, self._host_counts = out.tokens_per_expert, out.host_counts
-        self._ids_PK = out.topk_idx
+        self._config, self._host_counts, self._ids_PK = config, out.host_counts, out.topk_idx
 
     def padded_counts(self) -> torch.Tensor:
         """Returns (L,) int32 rows of each local expert, with padding, as far as they fit."""
-        return torch.diff(self._ends, prepend=self._ends.new_zeros(1))
+        ends_L = self.view("offsets")
+        return torch.diff(ends_L, prepend=ends_L.new_zeros(1))
 
     def padded_counts_on_host(self) -> torch.Tensor:
         """Returns the same as int64 on the CPU. With a capacity the host waits for the rows."""
@@ -95,9 +96,9 @@ class HybridHandle(TupleHandle):
     def _elements(self) -> tuple[Any, ...]:
         tokens = self.handle.num_tokens
         if self._ids_PK is None:
-            counts_L = torch.minimum(self._counts_L, self.padded_counts())
-            flag = (self._overflow > 0).to(torch.int32).view(1)
+            counts_L = torch.minimum(self.view("tokens_per_expert"), self.padded_counts())
+            flag = (self.view("overflow") > 0).to(torch.int32).view(1)
             return *[None] * 7, counts_L, tokens, self._config, flag
         ones_PK = torch.ones_like(self._ids_PK, dtype=torch.bool)
         local_PL = spread(ones_PK, self._ids_PK, self.comm.num_local_experts)
-        return None, None, None, self._ends[-1:], local_PL, tokens, self._config
+        return None, None, None, self.view("offsets")[-1:], local_PL, tokens, self._config

@@ -26,6 +26,11 @@ class PlanHandle:
     options: dict[str, Any]
     """Layout, alignment and capacity of the dispatch."""
 
+    def keep_plan(self, out: DispatchOutput) -> None:
+        """Keeps the plan of a dispatch and what `view` makes of it, but not the rows."""
+        assert out.plan_views is not None
+        self.handle, self.view = out.handle, out.plan_views
+
     def keep_ids(self, ids_TK: Tensor) -> None:
         """Keeps the ids of the dispatch, which is not copied."""
         self._ids_TK, self._version = ids_TK, _version(ids_TK)
