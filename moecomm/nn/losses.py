@@ -47,6 +47,19 @@ def loss_of_counts(
     return torch.dot(probs_TE.sum(dim=0), counts_E.to(probs_TE.dtype) / (chosen * tokens))
 
 
+def loss_of_sequences(probs_TE: Tensor, topk_idx_TK: Tensor, sequence_len: int | None) -> Tensor:
+    """Returns the same for sequences of one length, averaged over them. Every id is that of an expert."""
+    (tokens, experts), top_k = probs_TE.shape, topk_idx_TK.shape[1]
+    length = max(sequence_len or tokens, 1)
+    probs_SE = probs_TE.view(-1, length, experts).sum(dim=1)
+    first_S1 = torch.arange(0, probs_SE.numel(), experts, device=probs_SE.device).unsqueeze(1)
+    # In one dimension it is deterministic.
+    place_N = (topk_idx_TK.view(-1, length * top_k) + first_S1).flatten()
+    chosen_N = probs_SE.new_zeros(probs_SE.numel())
+    chosen_N.scatter_add_(0, place_N, probs_SE.new_ones(()).expand(place_N.shape))
+    return torch.dot(probs_SE.flatten(), chosen_N) / (max(tokens, 1) * length * top_k)
+
+
 def expert_sums(
     probs_TE: Tensor,
     topk_idx_TK: Tensor,

@@ -18,7 +18,7 @@ from moecomm.kernels.outside_autocast import matmul, needs_care, without_autocas
 from moecomm.kernels.parameters import init_shared_weight
 from moecomm.kernels.routing import route, routes_here
 from moecomm.nn.config import MoEConfig
-from moecomm.nn.losses import SequenceSums, StepCounts, expert_sums, loss_of_counts, z_loss
+from moecomm.nn.losses import SequenceSums, StepCounts, expert_sums, loss_of_counts, loss_of_sequences, z_loss
 
 _INTEGERS = (torch.int32, torch.int64)
 
@@ -153,7 +153,7 @@ class TopKRouter(nn.Module):
             weights_TK = choices.weights_of(logits_TE, scores_TE, known_TK, self._rule, gaps)
             load_E = choices.counts_of(known_TK, config.num_experts, gaps)
             of_tokens = {"sequence_len": seq_len, "cu_seqlens": cu_seqlens, "mask_T": mask}
-            losses = self._losses(logits_TE, scores_TE, known_TK, load_E, **of_tokens)
+            losses = self._losses(logits_TE, scores_TE, known_TK, load_E, gaps, **of_tokens)
             kept_TK = chosen_TK
             if again is not None:
                 kept_TK = again.kept_TK
@@ -194,7 +194,7 @@ class TopKRouter(nn.Module):
         if config.aux_loss != "none" or config.z_loss_coef > 0:
             with without_autocast(x_TH.device.type):
                 parts = (found.logits_TE, found.scores_TE, found.ids_TK, found.counts_E)
-                losses = self._losses(*parts, sequence_len=seq_len, cu_seqlens=cu_seqlens)
+                losses = self._losses(*parts, False, sequence_len=seq_len, cu_seqlens=cu_seqlens)
         return Routing(
             topk_idx_TK=found.ids_TK,
             topk_weights_TK=found.weights_TK,
@@ -265,30 +265,39 @@ class TopKRouter(nn.Module):
         return rank_by_TE.topk(config.top_k, dim=-1).indices
 
     def _losses(
-        self, logits_TE: Tensor, scores_TE: Tensor, topk_idx_TK: Tensor, counts_E: Tensor, **of_tokens: Any
+        self,
+        logits_TE: Tensor,
+        scores_TE: Tensor,
+        topk_idx_TK: Tensor,
+        counts_E: Tensor,
+        gaps: bool,
+        **of_tokens: Any,
     ) -> dict[str, Tensor]:
-        """Returns the losses by name. of_tokens: sequence_len, cu_seqlens and mask_T of `expert_sums`."""
+        """Returns the losses by name. gaps: ids may be -1; of_tokens: sequence_len, cu_seqlens and mask_T of
+        `expert_sums`."""
         config, mask_T = self.config, of_tokens.get("mask_T")
         losses: dict[str, Tensor] = {}
         if config.aux_loss != "none":
             probs_TE = scores_TE
             if config.score_function == "sigmoid":
                 probs_TE = scores_TE / (scores_TE.sum(dim=-1, keepdim=True) + 1e-20)
-            coefficient, counted = config.aux_loss_coef, None if config.aux_loss == "global" else config.top_k
-            if config.aux_loss == "sequence":
-                sums = expert_sums(probs_TE, topk_idx_TK, **of_tokens)
+            coefficient = config.aux_loss_coef * config.num_experts
+            if config.aux_loss == "batch":
+                loss = loss_of_counts(probs_TE, counts_E, config.top_k, mask_T)
+            elif config.aux_loss == "global":
+                # load_E has the choices of the step's microbatches whose backward has run.
+                if self.training and self.load_E is not None:
+                    counts_E = counts_E + self.load_E
+                if self._balance is not None:
+                    counts_E = self._balance.over_ranks(counts_E)
+                loss = loss_of_counts(probs_TE, counts_E, None, mask_T)
+            elif gaps or self._balance is not None or of_tokens.get("cu_seqlens") is not None:
+                coefficient, sums = config.aux_loss_coef, expert_sums(probs_TE, topk_idx_TK, **of_tokens)
                 if isinstance(self._balance, SequenceSums):
                     sums = self._balance.over_ranks(sums)
                 loss = sums.loss(config.top_k)
             else:
-                coefficient *= config.num_experts
-                if config.aux_loss == "global":
-                    # load_E has the choices of the step's microbatches whose backward has run.
-                    if self.training and self.load_E is not None:
-                        counts_E = counts_E + self.load_E
-                    if self._balance is not None:
-                        counts_E = self._balance.over_ranks(counts_E)
-                loss = loss_of_counts(probs_TE, counts_E, counted, mask_T)
+                loss = loss_of_sequences(probs_TE, topk_idx_TK, of_tokens["sequence_len"])
             losses["aux_loss"] = coefficient * loss
         if config.z_loss_coef > 0:
             losses["z_loss"] = config.z_loss_coef * z_loss(logits_TE, mask_T)
