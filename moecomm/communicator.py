@@ -206,8 +206,7 @@ class Communicator(_Planned):
         it; print it.
 
         The default `device` is that of the constructor; "cuda" needs no GPU here, only a build with the CUDA
-        part. Raises InvalidArgument and Unsupported like the constructor, except where only several nodes
-        refuse an argument (combine_wire, gradient_wire).
+        part. Raises InvalidArgument and Unsupported like the constructor.
         """
         checks.check_sizes(ranks, num_experts, hidden, top_k, max_tokens, dtype)
         ranks_per_node = checks.check_ranks_per_node(ranks, ranks_per_node) or ranks

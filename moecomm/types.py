@@ -140,9 +140,9 @@ class DispatchOutput:
     expert's group is padded with zero rows to a multiple of `alignment`. Rank layout: one row per token with
     at least one local expert, ordered by source rank, then token; and an index with the row that each of the
     Q positions in expert-major order reads, so that `tokens[expert_rows]` are the rows of the expert layout.
-    Products that gather rows use both, and rows need not be written once per expert. With a fixed capacity
-    there are exactly `capacity` rows; those past `offsets[-1]` are unspecified, and with `expert_capacity` in
-    the expert layout those of a group past `tokens_per_expert`.
+    Products of your own that gather rows can use both; no row is then written once per expert. With a fixed
+    capacity there are exactly `capacity` rows; those past `offsets[-1]` are unspecified, and with
+    `expert_capacity` in the expert layout those of a group past `tokens_per_expert`.
 
     The views of the plan (`tokens_per_expert`, `offsets`, `overflow`, `expert_offsets`, `expert_starts`) are
     made on first access.

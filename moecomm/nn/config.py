@@ -81,8 +81,8 @@ class MoEConfig:
             capacity_factor) tokens.
         drop_policy: a full expert keeps tokens of highest weight ("probs") or the first ("position").
         pad_to_capacity: with capacity_factor: buffers of fixed size, so that the host never waits.
-        dtype: of the experts' weights and of the rows that travel; bfloat16 for speed on GPUs. The router computes
-            in float32.
+        dtype: of the experts' weights and of the rows that travel; bfloat16 for speed on GPUs. The router
+            computes in float32.
         expert_precision: None: products in dtype. "fp8": in e4m3 (docs/fp8.md); on CUDA for GPUs of compute
             capability 9.0, dtype narrower than float64, hidden and ffn_hidden multiples of 16.
         products: "torch"; "quack" (quack-kernels, Hopper, bfloat16 and float16); None: quack if it is

@@ -394,9 +394,9 @@ class MoELayer(nn.Module):
 
     def backward_weights(self, *, drop: bool = False) -> None:
         """Computes the gradients of the experts' weights that backwards have put off
-        (`OverlapConfig.defer_weights`), and adds them to the parameters' `grad` (docs/layer.md). Hooks of the
-        parameters do not run, and they must not be sharded. `drop` discards the gradients instead, for a step
-        that is skipped."""
+        (`OverlapConfig.defer_weights`), and adds them to the parameters' `grad` (docs/layer.md). Raises
+        InvalidArgument for parameters that are sharded or have hooks, which would not run. `drop` discards
+        the gradients instead, for a step that is skipped."""
         if self._own_experts:
             return
         if drop:
