@@ -73,9 +73,9 @@ class Communicator(_Planned):
             several nodes on a host. Ranks of different nodes reach each other over libfabric (docs/nodes.md);
             rows of CUDA tensors pass through pinned host memory there.
         num_sms: CUDA: SMs that an operation may use, at least 2 (with several nodes it takes at least 3, and
-            an eighth, at most 12, relay); None: three quarters of them. Communicators that are used on several
-            streams at once must fit the GPU together. CPU: threads that a rank copies and sums with; None:
-            MOECOMM_THREADS, or the cores divided by the ranks.
+            an eighth, at most 12, relay); None: three quarters of them. Communicators that are used on
+            several streams at once must fit the GPU together. CPU: threads that a rank copies and sums with;
+            None: MOECOMM_THREADS, or the cores divided by the ranks.
         timeout: seconds (or timedelta) that one wait for peers may take; None: MOECOMM_TIMEOUT. Without both
             it is 60, but 1800 for a rank that is alive and has not begun the operation, because it saves a
             checkpoint or compiles (docs/errors.md).
