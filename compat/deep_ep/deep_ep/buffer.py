@@ -118,14 +118,13 @@ class Buffer(LowLatency):
             )
 
         def count() -> tuple[Tensor, Tensor, Tensor]:
-            ids_TK = topk_idx.masked_fill(topk_idx < 0, num_experts).long()  # one more column holds "none"
-            per_expert = ids_TK.new_zeros(num_experts + 1, dtype=torch.int32)
-            ones = per_expert.new_ones(()).expand(ids_TK.numel())
-            per_expert.index_add_(0, ids_TK.flatten(), ones)
-            in_rank = ids_TK.new_zeros(len(ids_TK), self.group_size + 1, dtype=torch.bool)
-            in_rank.scatter_(1, ids_TK // (num_experts // self.group_size), True)
-            in_rank_TR = in_rank[:, : self.group_size].contiguous()
-            return in_rank_TR.sum(0, dtype=torch.int32), per_expert[:num_experts], in_rank_TR
+            ids_N = (topk_idx + 1).clamp_(min=0).flatten()  # the first number is of "none"
+            per_expert = topk_idx.new_zeros(num_experts + 1, dtype=torch.int32)
+            per_expert.index_add_(0, ids_N, per_expert.new_ones(()).expand(ids_N.shape))
+            ranks_R = torch.arange(self.group_size, device=topk_idx.device)
+            owners_TK1 = topk_idx.div(num_experts // self.group_size, rounding_mode="floor").unsqueeze(2)
+            in_rank_TR = (owners_TK1 == ranks_R).any(dim=1)
+            return in_rank_TR.sum(0, dtype=torch.int32), per_expert[1:], in_rank_TR
 
         counts, event = self.run(count, (topk_idx,), events_of(previous_event), async_finish)
         per_rank_R, per_expert_E, in_rank_TR = counts
