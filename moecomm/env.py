@@ -57,12 +57,12 @@ class Env:
 
 
 _NUMBERS: dict[str, tuple[type, float, float]] = {
-    "timeout": (float, 1e-3, math.inf),
-    "threads": (int, 1, math.inf),
+    "timeout": (float, 1e-3, 1e9),
+    "threads": (int, 1, 4096),
     "ranks_per_node": (int, 1, math.inf),
     "fabric_lanes": (int, 1, 64),  # kMostLanes in csrc/transport/fabric/provider.hpp
     "first_epoch": (int, 1, 2**62),
-    "fused_tokens": (int, 0, math.inf),
+    "fused_tokens": (int, 0, 2**31 - 1),
     "whole_sources": (int, 0, 2**31 - 1),
 }
 """Type and bounds of the numeric fields; the others are texts."""

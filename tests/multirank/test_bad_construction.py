@@ -108,7 +108,13 @@ def test_too_little_shared_memory_is_said_before_allocating(rank: int, world_siz
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("MOECOMM_TIMEOUT", "soon"), ("MOECOMM_THREADS", "0"), ("MOECOMM_RANKS_PER_NODE", "1.5")],
+    [
+        ("MOECOMM_TIMEOUT", "soon"),
+        ("MOECOMM_TIMEOUT", "1e10"),
+        ("MOECOMM_THREADS", "0"),
+        ("MOECOMM_THREADS", "3000000000"),
+        ("MOECOMM_RANKS_PER_NODE", "1.5"),
+    ],
 )
 @on_ranks(2)
 def test_bad_environment_variables(rank: int, world_size: int, name: str, value: str) -> None:
