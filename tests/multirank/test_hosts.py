@@ -156,17 +156,22 @@ def test_windows_of_ranks_that_were_killed_while_they_had_names_go_with_the_next
         oracle.assert_none(run_ranks(1, _alone))
 
 
-def _own_folder(rank: int, world_size: int, folder: str) -> list[str]:
-    """Another folder of the host's /dev/shm as one's own, as containers may have it."""
+def _mount_shm(source: bytes, kind: bytes | None, flags: int, options: bytes | None) -> None:
+    """Mounts another /dev/shm for this process alone."""
     libc = ctypes.CDLL(None, use_errno=True)
-    own = Path(folder, str(rank))
-    own.mkdir()
     for done in (
         libc.unshare(0x00020000),  # CLONE_NEWNS
         libc.mount(None, b"/", None, ctypes.c_ulong(0x44000), None),  # MS_REC | MS_PRIVATE
-        libc.mount(str(own).encode(), b"/dev/shm", None, ctypes.c_ulong(0x1000), None),  # MS_BIND
+        libc.mount(source, b"/dev/shm", kind, ctypes.c_ulong(flags), options),
     ):
         assert done == 0, os.strerror(ctypes.get_errno())
+
+
+def _own_folder(rank: int, world_size: int, folder: str) -> list[str]:
+    """Another folder of the host's /dev/shm as one's own, as containers may have it."""
+    own = Path(folder, str(rank))
+    own.mkdir()
+    _mount_shm(str(own).encode(), None, 0x1000, None)  # MS_BIND
     dist.barrier()
     with _build() as comm:
         problems = [] if comm.nodes == 2 else [f"expected 2 nodes, got {comm.nodes}"]
@@ -185,3 +190,15 @@ def test_folders_of_one_tmpfs_as_dev_shm_are_told_apart() -> None:
         for each in folder.iterdir():
             each.rmdir()
         folder.rmdir()
+
+
+def _no_limit(rank: int, world_size: int) -> list[str]:
+    _mount_shm(b"tmpfs", b"tmpfs", 0, b"size=0")
+    return _alone(rank, world_size)
+
+
+def test_a_dev_shm_without_a_limit_has_room() -> None:
+    """statvfs gives no blocks there, which does not mean that it is full."""
+    if os.geteuid() != 0:
+        pytest.skip("needs root: mounts a tmpfs")
+    oracle.assert_none(run_ranks(1, _no_limit, environment=NO_GPUS))

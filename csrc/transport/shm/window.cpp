@@ -44,6 +44,10 @@ void remove_left_behind() {
 int64_t available_bytes() {
   struct statvfs info;
   if (statvfs(kShmFolder, &info) != 0) throw Error(ErrorKind::unsupported, errno_text("statvfs /dev/shm"));
+  if (info.f_blocks == 0) {  // mounted without a limit (size=0), so that only memory is one
+    info.f_bavail = static_cast<fsblkcnt_t>(sysconf(_SC_PHYS_PAGES));
+    info.f_frsize = static_cast<unsigned long>(sysconf(_SC_PAGE_SIZE));
+  }
   return static_cast<int64_t>(info.f_bavail) * static_cast<int64_t>(info.f_frsize);
 }
 

@@ -50,7 +50,7 @@ class Window {
   std::string name_;
 };
 
-/// Bytes that can still be allocated in /dev/shm.
+/// Bytes that can still be allocated in /dev/shm; without a limit there, those of the machine's memory.
 int64_t available_bytes();
 
 }  // namespace moecomm::shm
