@@ -240,7 +240,7 @@ class CpuBackend(Backend):
         fields = self.plan_fields
         words = np.zeros(fields.words, dtype=np.int32).view(_PlanWords)
         words.plan = plan
-        words[0] = next(self._plan_keys)
+        words[0] = next(self._plan_keys) % 2**31
         words[fields.overflow] = _overflow(plan)
         words[fields.expert_rows] = plan.expert_rows
         words[fields.expert_offsets] = plan.offsets

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -80,6 +81,12 @@ def _compare(comm: moecomm.Communicator, layout: Any, backend: str) -> None:
         # A handle from a graph serves outside it.
         again = comm.combine(traced_out.tokens.detach(), traced_out.handle)
         assert torch.equal(again, comm.combine(eager_out.tokens.detach(), eager_out.handle))
+
+
+def test_keys_of_plans_begin_anew(comm: moecomm.Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A key has 31 bits, which a long job uses up."""
+    monkeypatch.setattr(comm._open(), "_plan_keys", itertools.count(2**31 - 2))
+    _compare(comm, "expert", "eager")
 
 
 @pytest.mark.parametrize("layout", ["expert", "rank"])  # the rank layout breaks the graph
