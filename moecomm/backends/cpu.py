@@ -330,8 +330,7 @@ class CpuBackend(Backend):
         raise Unsupported("last_phases() is of CUDA: operations on the CPU have no clock of their phases")
 
     def close(self) -> None:
-        self._order.finish()
-        if not self._native.close():
+        if not self._order.finish(self._native.close):
             warn_of_thread()
 
 

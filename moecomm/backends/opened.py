@@ -109,7 +109,8 @@ class _Opened:
 
     def close(self) -> None:
         """Waits for running operations, on CUDA for all work on the GPU, and frees the window. CPU: an
-        operation with `async_op` that still waits for other ranks after a second raises CommunicatorClosed.
+        operation, with `async_op` or of another thread, that still waits for other ranks after a second
+        raises CommunicatorClosed.
         Peers that still wait for this rank get PeerLost. RuntimeWarning if, between nodes, the network
         library blocks its thread for more than `timeout` and 3 s: then the thread and the window stay until
         the process ends.

@@ -6,9 +6,10 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from concurrent.futures.thread import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from moecomm.errors import InvalidArgument
@@ -113,18 +114,32 @@ class InOrder:
         future = self._last = self._pool.submit(locked)
         return future
 
-    def finish(self) -> None:
-        """Ends the submitted operations. One that still waits for other ranks after a second gives up, since
-        they may never come. Nothing may be submitted afterwards."""
+    def finish(self, then: Callable[[], Result]) -> Result:
+        """Ends the operations of all threads and returns the result of `then`. One that still waits for other
+        ranks after a second gives up, since they may never come. Nothing may be submitted afterwards."""
         self._in_child()
-        with self._gate:
+        with self._held(self._gate):
             pool, self._pool = self._pool, None
-        if pool is None:
-            return
-        last = self._last
-        if last is not None and not wait([last], _PATIENCE).done:
+        if pool is not None:
+            last = self._last
+            if last is not None and not wait([last], _PATIENCE).done:
+                self._give_up()
+            pool.shutdown(wait=True)
+        if getattr(self._here, "inside", False):  # in a signal's handler, within an operation of this thread
+            return then()
+        with self._held(self._running):
+            return then()
+
+    @contextmanager
+    def _held(self, lock: Any) -> Iterator[None]:
+        """Holds a lock. If it is not free within a second, the running operation gives up."""
+        if not lock.acquire(timeout=_PATIENCE):
             self._give_up()
-        pool.shutdown(wait=True)
+            lock.acquire()
+        try:
+            yield
+        finally:
+            lock.release()
 
 
 _with_threads: weakref.WeakSet[InOrder] = weakref.WeakSet()
@@ -142,7 +157,7 @@ def _finish_all() -> None:
     global _ending
     _ending = True
     for each in list(_with_threads):
-        each.finish()
+        each.finish(bool)
 
 
 # The interpreter waits for the threads of pools before it runs `atexit` functions. Functions registered here

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch.distributed as dist
 import moecomm
 from tests import cases
 from tests.cases import Case
-from tests.multirank.catching import refused
+from tests.multirank.catching import catch, refused
 from tests.multirank.on_ranks import on_ranks
 from tests.oracle import Oracle
 
@@ -159,6 +160,30 @@ def test_close_waits_for_what_is_under_way(rank: int, world_size: int, seed: int
     comm.close()
     assert work.is_completed()
     assert len(work.wait().tokens) == len(case.expected(rank).origin)
+
+
+@pytest.mark.parametrize("comes", [True, False])
+@on_ranks(2)
+def test_close_and_an_operation_of_another_thread(rank: int, world_size: int, comes: bool, seed: int) -> None:
+    """It is waited for as well, and gives up if the other rank does not come."""
+    case = Case(tokens=(4, 4), num_experts=2, hidden=8, top_k=2, seed=seed)
+    comm = moecomm.Communicator(**case.communicator)
+    caught: list[Any] = []
+    thread = threading.Thread(target=lambda: caught.append(catch(lambda: cases.dispatch(comm, case, rank))))
+    dist.barrier()
+    if rank == 0 or comes:
+        time.sleep(0.1 * rank)
+        thread.start()
+        while rank == 0 and not comm._open()._order._running.locked():
+            time.sleep(0.01)
+        if rank == 0:
+            comm.close()
+        thread.join(10)
+        assert not thread.is_alive()
+        name = caught[0] and caught[0].name
+        assert name == (None if comes else "CommunicatorClosed"), caught
+    dist.barrier()
+    comm.close()
 
 
 @pytest.mark.parametrize("size", [1, 3])
