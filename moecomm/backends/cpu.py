@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
-from weakref import WeakValueDictionary
+from weakref import WeakValueDictionary, finalize
 
 import numpy as np
 import torch
@@ -137,6 +137,8 @@ class CpuBackend(Backend):
         )
         self.network_lanes = self._native.network_lanes()
         self._order = InOrder(self._native.give_up)
+        # The runtime's destructor closes as well, but holds the GIL meanwhile.
+        finalize(self, self._native.close).atexit = False
 
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         count = math.prod(shape)

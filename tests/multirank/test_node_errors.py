@@ -9,6 +9,7 @@ import gc
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,6 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 import moecomm
 from tests import cases
@@ -218,3 +220,40 @@ def test_a_loss_is_noticed_although_a_child_lives_on(tmp_path: Path) -> None:
     for rank in (0, 2):
         found = results[rank]
         assert (found["type"], found["peer"]) == ("PeerLost", 1) and found["seconds"] < NEVER_NOTICED, found
+
+
+# -- the end -------------------------------------------------------------------------------------------------
+
+
+def _dropped(rank: int, world_size: int) -> tuple[float, int]:
+    """Rank 0 drops its communicator while rank 1 is stopped, which cannot say that all has arrived."""
+    comm = communicator(small_case(world_size, 1), 2.0)
+    pids = [0] * world_size
+    dist.all_gather_object(pids, os.getpid())
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return 0.0, 0
+    while Path(f"/proc/{pids[1]}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        time.sleep(0.01)
+    ended, count = threading.Event(), 0
+
+    def work() -> None:
+        nonlocal count
+        while not ended.wait(0.01):
+            count += 1
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    before = time.monotonic()
+    del comm
+    gc.collect()
+    seconds = time.monotonic() - before
+    os.kill(pids[1], signal.SIGCONT)
+    ended.set()
+    thread.join()
+    return seconds, count
+
+
+def test_the_end_of_a_dropped_communicator_lets_other_threads_run() -> None:
+    seconds, count = run(2, _dropped)[0]
+    assert seconds > 1 and count > 10, (seconds, count)
