@@ -19,6 +19,7 @@ NATIVE_DTYPES: dict[torch.dtype, _C.DType] = {
 }
 CUDA_DTYPES = tuple(dtype for dtype in NATIVE_DTYPES if dtype != torch.float64)
 """The dtypes of rows on GPUs, which the experts' kernels support as well."""
+_MOST_ROW_BYTES = 1 << 47  # as a process can map; sizes of whole windows then fit 64 bits
 _WHOLE_SOURCES = 8  # kWholeSources in csrc/layout/device_window.hpp
 
 
@@ -71,6 +72,12 @@ def window_shape(
         raise InvalidArgument(
             f"hidden is {hidden}: a row of {dtype} would have {hidden * dtype.itemsize} bytes, "
             "expected a multiple of 16"
+        )
+    row_bytes = hidden * dtype.itemsize * others["max_tokens"]
+    if row_bytes >= _MOST_ROW_BYTES:
+        raise InvalidArgument(
+            f"max_tokens is {others['max_tokens']}: so many rows of {hidden} {dtype} have {row_bytes} bytes, "
+            f"expected fewer than {_MOST_ROW_BYTES}; lower max_tokens or hidden"
         )
     return _C.WindowShape(
         ranks=ranks,

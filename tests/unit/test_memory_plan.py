@@ -61,6 +61,7 @@ def test_table() -> None:
         ({"max_tokens": 0}, ["max_tokens is 0"]),
         ({"max_tokens": 2**31}, ["max_tokens is 2147483648"]),
         ({"max_tokens": 2**30}, ["max_tokens is 1073741824", "rows"]),
+        ({"max_tokens": 2**28 - 1, "hidden": 2**31 - 4}, ["max_tokens is 268435455", "bytes"]),
         ({"ranks": 0}, ["ranks is 0"]),
         ({"dtype": torch.int32}, ["dtype is torch.int32"]),
         ({"ranks_per_node": 0}, ["ranks_per_node is 0"]),
