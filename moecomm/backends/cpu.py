@@ -320,7 +320,7 @@ class CpuBackend(Backend):
             self._native.fail(getattr(_C.ErrorKind, kind), text)
 
     def check(self) -> None:
-        self._native.check()
+        self._order.run(self._native.check)
 
     def stats(self) -> dict[str, Any]:
         return dict(self._native.stats())

@@ -56,7 +56,7 @@ class _Opened:
     def check(self) -> None:
         """Raises CapacityExceeded, once, if a dispatch since the last check left rows out on any rank, and
         PeerTimeout or PeerLost if that has ended the communicator. All ranks come to the same result without
-        communication.
+        communication; on the CPU it waits for what is under way, with `async_op` or in another thread.
 
         On CUDA it also raises InvalidRouting and MismatchedArguments that the device has found. It only reads
         what the device has reported by now: synchronize the stream first to be sure of all operations so far.

@@ -162,6 +162,19 @@ def test_close_waits_for_what_is_under_way(rank: int, world_size: int, seed: int
     assert len(work.wait().tokens) == len(case.expected(rank).origin)
 
 
+@on_ranks(2)
+def test_check_includes_what_is_under_way(rank: int, world_size: int, seed: int) -> None:
+    """So that ranks come to the same result, whichever is ahead."""
+    case = Case(tokens=(4, 4), num_experts=2, hidden=8, top_k=2, seed=seed, slack=-1)
+    with moecomm.Communicator(**case.communicator) as comm:
+        time.sleep(0.3 * rank)
+        work = cases.dispatch(comm, case, rank, async_op=True)
+        time.sleep(0.3 * rank)
+        refused(comm.check, "rows past it were left out", name="CapacityExceeded")
+        comm.check()
+        work.wait()
+
+
 @pytest.mark.parametrize("comes", [True, False])
 @on_ranks(2)
 def test_close_and_an_operation_of_another_thread(rank: int, world_size: int, comes: bool, seed: int) -> None:
