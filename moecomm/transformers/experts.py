@@ -206,10 +206,11 @@ def _is_described(experts: nn.Module) -> bool:
 
 def activation_of(experts: nn.Module) -> str | None:
     """Returns moecomm's name for the function of `experts` between their products, None if it has none. It is
-    tried on some values, as modules may define their own."""
+    tried on some values, as modules may define their own, and on large ones, which it may limit."""
     module: Any = experts
-    order = torch.randperm(48, generator=torch.Generator().manual_seed(0))
-    inner_PI = torch.linspace(-9.0, 9.0, 48, dtype=torch.float64)[order].view(2, 24)
+    order = torch.randperm(96, generator=torch.Generator().manual_seed(0))
+    small, large = torch.linspace(-9.0, 9.0, 48, dtype=torch.float64), torch.logspace(1, 5, 24)
+    inner_PI = torch.cat([small, large, -large])[order].view(2, 48)
     try:
         found = module._apply_gate(inner_PI) if module.has_gate else module.act_fn(inner_PI)
     except Exception:  # a function for other inputs may raise any error: it is none of these

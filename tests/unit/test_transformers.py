@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from torch.nn import functional
 
 from moecomm.errors import Unsupported
 
@@ -46,3 +47,19 @@ def test_activations_are_found_by_what_they_compute(name: str | None) -> None:
         act_fn = _apply_gate
 
     assert activation_of(Experts()) == name
+
+
+@pytest.mark.parametrize("limits", [(10.0, torch.inf), (torch.inf, 10.0), (1e4, 1e4)])
+def test_a_limit_is_another_activation(limits: tuple[float, float]) -> None:
+    """DeepSeek-V4's gate limits its inputs to 10, and is SwiGLU for smaller ones."""
+    pytest.importorskip("transformers")
+    from moecomm.transformers.experts import activation_of
+
+    class Experts(torch.nn.Module):
+        has_gate = True
+
+        def _apply_gate(self, inner: torch.Tensor) -> torch.Tensor:
+            gate, up = inner.chunk(2, dim=1)
+            return functional.silu(gate.clamp(max=limits[0])) * up.clamp(-limits[1], limits[1])
+
+    assert activation_of(Experts()) is None
