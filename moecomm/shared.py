@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from moecomm.communicator import Communicator
-from moecomm.errors import InvalidArgument, known_to_all
+from moecomm.errors import InvalidArgument, MismatchedArguments, known_to_all
 from moecomm.types import DispatchOutput
 
 Result = TypeVar("Result")
@@ -58,14 +58,20 @@ class SharedCommunicator:
 
         return self.run(ids_TK.shape[0], call)
 
-    def run(self, tokens: int, call: Callable[[Communicator], Result]) -> Result:
+    def run(
+        self,
+        tokens: int,
+        call: Callable[[Communicator], Result],
+        dispatched: Callable[[], bool] = lambda: False,
+    ) -> Result:
         """Returns the result of `call`, which begins with a dispatch of `tokens` tokens. All ranks call it
         together. If a rank has more tokens than the communicator takes, the dispatch fails on all ranks,
-        which tells them to build a larger one and to call again; other calls have no extra cost."""
+        which tells them to build a larger one and to call again; other calls have no extra cost.
+        dispatched: whether an error of `call` comes from what follows its dispatch."""
         try:
             return call(self._comm)
         except InvalidArgument as error:
-            if not known_to_all(error):
+            if not may_be_too_large(error) or dispatched():
                 raise
             (most,) = _largest(self._group, self._shape.device, tokens)
             if most <= self._comm.max_tokens:  # all ranks have another error
@@ -76,6 +82,12 @@ class SharedCommunicator:
 
     def _build(self, tokens: int) -> Communicator:
         return Communicator(self._group, max_tokens=round_up(tokens), **self._shape._asdict())
+
+
+def may_be_too_large(error: InvalidArgument) -> bool:
+    """Returns whether a dispatch may have raised `error` for the size of a rank's batch. Then it is true on
+    all ranks. Where ranks disagree, some may be in another operation, and would not agree on a size."""
+    return known_to_all(error) and not isinstance(error, MismatchedArguments)
 
 
 def _largest(group: Any, device: torch.device, *values: int) -> list[int]:

@@ -152,6 +152,11 @@ class Forward:
             return call_or_tell(self.context.comm, self._finish)
 
     @property
+    def dispatched(self) -> bool:
+        """Whether there is a state of a dispatch."""
+        return self._state is not None
+
+    @property
     def state(self) -> DispatchState:
         """The state of the dispatch; set by the dispatch."""
         assert self._state is not None

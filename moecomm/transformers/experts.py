@@ -101,7 +101,9 @@ class LocalExperts:
         `scale`."""
         weights = self._plain_weights()
 
-        def forward_on(comm: Communicator, state: DispatchState | None) -> tuple[Forward, Tensor]:
+        forwards: list[Forward] = []
+
+        def forward_on(comm: Communicator, state: DispatchState | None) -> Tensor:
             context = PassContext(
                 comm=comm,
                 topk_idx_TK=ids_TK,
@@ -109,14 +111,14 @@ class LocalExperts:
                 products=self._products_of(weights, comm),
                 gradient_scale=scale,
             )
-            forward = Forward(context, state)
-            return forward, run_forward(forward, x_TH, weights_TK, weights)
+            forwards.append(Forward(context, state))
+            return run_forward(forwards[-1], x_TH, weights_TK, weights)
 
         kept = kept_dispatch(ids_TK)
         if kept is not None:
-            return forward_on(kept.comm, kept.state)[1]
-        forward, y_TH = shared.run(x_TH.shape[0], lambda comm: forward_on(comm, None))
-        keep_dispatch(ids_TK, forward.context.comm, forward.state)
+            return forward_on(kept.comm, kept.state)
+        y_TH = shared.run(x_TH.shape[0], lambda comm: forward_on(comm, None), lambda: forwards[-1].dispatched)
+        keep_dispatch(ids_TK, forwards[-1].context.comm, forwards[-1].state)
         return y_TH
 
     @property

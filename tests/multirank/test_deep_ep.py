@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import inspect
 import os
@@ -23,7 +24,7 @@ import deep_ep
 from deep_ep import Buffer, ElasticBuffer
 from deep_ep.utils import EventHandle, EventOverlap
 
-from moecomm.errors import CommunicatorClosed, InvalidArgument, InvalidRouting
+from moecomm.errors import CommunicatorClosed, InvalidArgument, InvalidRouting, MismatchedArguments
 from tests.multirank.conftest import own_pool
 from tests.multirank.on_ranks import on_ranks
 from tests.ranks import device
@@ -171,6 +172,11 @@ def _refused(error: type[Exception], words: str, call: Any) -> None:
         call()
 
 
+def _disagree(rank: int, dispatch: Any, combine: Any) -> None:
+    """All ranks are told that one calls another operation: none waits for others to agree on a size."""
+    _refused(MismatchedArguments, "disagree on the operation", combine if rank else dispatch)
+
+
 @on_ranks("most_ranks")
 def test_bad_calls(rank: int, size: int, seed: int) -> None:
     """Each is refused, in a sentence, and the Buffer goes on."""
@@ -194,6 +200,9 @@ def test_bad_calls(rank: int, size: int, seed: int) -> None:
     _refused(NotImplementedError, "comm", lambda: Buffer(None, comm=object()))
     _refused(InvalidArgument, "recv_tokens", lambda: deep_ep.Config(num_max_nvl_chunked_recv_tokens=2))
     rows, *_ = buffer.dispatch(x, handle=handle)
+    if not x.is_cuda:  # GPUs tell of it later
+        again = functools.partial(buffer.dispatch, x, topk_idx=ids, **layout)
+        _disagree(rank, again, lambda: buffer.combine(rows, handle))
     y, _, _ = buffer.combine(rows, handle)
     _near(sums=(y, x * handle[4].sum(1, keepdim=True)))
     buffer.destroy()

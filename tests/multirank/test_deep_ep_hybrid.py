@@ -15,7 +15,16 @@ from torch import Tensor
 from moecomm.errors import InvalidArgument, InvalidRouting, Unsupported
 from tests.multirank.conftest import own_pool
 from tests.multirank.on_ranks import on_ranks
-from tests.multirank.test_deep_ep import HIDDEN, _experts, _needs, _refused, _routing, _same, _tokens
+from tests.multirank.test_deep_ep import (
+    HIDDEN,
+    _disagree,
+    _experts,
+    _needs,
+    _refused,
+    _routing,
+    _same,
+    _tokens,
+)
 
 # isort: split
 from deep_ep import HybridEPBuffer
@@ -201,6 +210,9 @@ def test_bad_calls_of_hybrid(rank: int, size: int, seed: int) -> None:
     _refused(InvalidArgument, "NoneType", lambda: buffer.combine(x))
     _refused(InvalidArgument, "topk_idx", lambda: indices_to_map(ids, None, 3, experts))
     _refused(InvalidArgument, "group", lambda: HybridEPBuffer(None, HIDDEN, 4, 1))
+    if not x.is_cuda:
+        again = functools.partial(plain, x, routing_map=map_TE)
+        _disagree(rank, again, lambda: buffer.combine(rows, handle=handle))
     sums, _ = buffer.combine(rows, handle=handle)
     _near(sums, x, map_TE.view(4, size, -1).any(2).sum(1))
 

@@ -22,7 +22,8 @@ from deep_ep.handle import HybridHandle
 from deep_ep.maps import ids_of, indices_to_map, most_experts, picked, spread
 from deep_ep.operations import Operations, rounded_up
 from moecomm import Communicator, DispatchOutput
-from moecomm.errors import CapacityExceeded, InvalidArgument, known_to_all
+from moecomm.errors import CapacityExceeded, InvalidArgument
+from moecomm.shared import may_be_too_large
 
 __all__ = ["BufferConfig", "HybridEPBuffer", "indices_to_map"]
 
@@ -360,7 +361,7 @@ class HybridEPBuffer(Operations):
             try:
                 return *self._shared(x, experts, held).dispatch(x, ids_TK, weights, **options), ids_TK
             except InvalidArgument as error:
-                if not reads or not known_to_all(error):
+                if not reads or not may_be_too_large(error):
                     raise
                 needed = self._largest(most, map_TE.device)
                 if needed <= held:  # all ranks have another error
