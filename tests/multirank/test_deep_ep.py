@@ -135,6 +135,11 @@ def test_a_dispatch_and_its_combine(rank: int, size: int, seed: int) -> None:
     sums, back, _ = buffer.combine(rows, handle, topk_weights=received, config=config)
     unweighted, none, _ = buffer.combine(rows, handle, bias=(x, x))
     _near(sums=(sums, x * ranks_T1), bias=(unweighted, x * ranks_T1 + 2 * x))
+    if not x.is_cuda:  # GPUs have no such rows
+        whole = x.double() / 3
+        double, *_, of_double, _ = buffer.dispatch(whole, topk_idx=ids, **layout)
+        sums, *_ = buffer.combine(double, of_double, bias=whole)
+        assert torch.allclose(sums, whole * ranks_T1 + whole, rtol=1e-14, atol=0), "sums in another precision"
     _same(back=(back, weights.masked_fill(ids < 0, 0.0)))
     assert none is None and event.event is None, "weights or an event that none asked for"
 
@@ -309,6 +314,10 @@ def test_elastic_buffer(rank: int, size: int, seed: int) -> None:
     given.topk_idx[:] = -1
     changed = {"topk_weights": weights, "handle": given}
     _refused(InvalidArgument, "was changed", lambda: buffer.dispatch(x, **changed))
+    small = ElasticBuffer(dist.group.WORLD, num_max_tokens_per_rank=1)  # fewer than there are
+    for kind in ({}, {"do_expand": True}):
+        _, _, sent, along, _ = small.dispatch(x, **options, **kind)
+        _same(sent_again=(small.dispatch(x, topk_weights=weights, handle=along)[2], sent))
     unsized = ElasticBuffer(dist.group.WORLD)
     _refused(
         InvalidArgument,

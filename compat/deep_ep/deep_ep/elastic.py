@@ -343,6 +343,8 @@ class ElasticBuffer(Operations):
         """Returns the weights, as they arrive along the handle, by a small dispatch of their own."""
         ids_TK, options = handle.ids_TK, {}
         if most := handle.num_max_tokens_per_rank:  # then the host does not wait
+            if handle.options["capacity"] is None:  # its batch may have had more
+                most = max(most, handle.comm.max_tokens)
             sizes = (most, ids_TK.shape[1], handle.num_experts, handle.expert_alignment, handle.do_expand)
             options["capacity"] = self._rows(*sizes)
         _, out = self.send_again(handle, carriers(ids_TK), topk_weights, handle.num_sms or None, **options)

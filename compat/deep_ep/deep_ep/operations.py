@@ -11,6 +11,7 @@ from torch import Tensor
 
 from deep_ep.utils import EventHandle, EventOverlap
 from moecomm import Communicator, DispatchOutput, Handle
+from moecomm.arguments import weight_dtype
 from moecomm.errors import CommunicatorClosed, InvalidArgument
 from moecomm.shared import LayerCommunicators, SharedCommunicator
 
@@ -161,7 +162,8 @@ class Operations:
             else:
                 sums_TH, weights_TK = comm.dispatch_backward(x, plan, grad_weights=weights)
             if biases:
-                sums_TH = sum((each.float() for each in biases), sums_TH.float()).to(x.dtype)
+                wide = weight_dtype(x.dtype)
+                sums_TH = sum((each.to(wide) for each in biases), sums_TH.to(wide)).to(x.dtype)
             return sums_TH, weights_TK
 
         (sums_TH, weights_TK), event = self.run(work, (x, weights, *biases), before, apart)
