@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from transformers.distributed.checkpoint import load_optimizer_distributed, save_optimizer_distributed
 
 from moecomm.errors import InvalidArgument
@@ -29,6 +30,9 @@ class Resumable:
     mesh. The model has to be loaded from the folder; for peft, load the base model from its original place,
     and the Trainer loads the adapters' weights from the folder. List this class before the Trainer.
 
+    Without a GPU, TrainingArguments need use_cpu=True: the Trainer otherwise takes each rank for the only
+    one, and the constructor raises InvalidArgument on all ranks.
+
     `train` raises InvalidArgument on all ranks if the model was loaded from another place, if the folder has
     no optimizer state, or if parameter groups with several learning rates have changed.
     """
@@ -42,9 +46,15 @@ class Resumable:
         finally:
             if asked is not None:
                 args.save_only_model = asked
+        trainer: Any = self
         if asked is not None:
-            trainer: Any = self
             trainer.args.save_only_model = asked  # a Trainer may replace its arguments
+        spread, known = trainer.is_distributed_loading_by_transformers, trainer.args.world_size
+        if spread and known < dist.get_world_size():
+            raise InvalidArgument(
+                f"args: the Trainer knows of {known} of {dist.get_world_size()} ranks, and each would train "
+                "on all batches: without a GPU, TrainingArguments need use_cpu=True"
+            )
 
     def create_optimizer(self, *arguments: Any, **options: Any) -> Any:
         optimizer = super().create_optimizer(*arguments, **options)  # type: ignore[misc]

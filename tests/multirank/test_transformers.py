@@ -410,6 +410,7 @@ def _train(
     adapters: dict[str, Any],
     resume: Path | None = None,
     callbacks: Any = None,
+    use_cpu: bool = True,
     **options: Any,
 ) -> tuple[Any, list[float]]:
     """Trains a model, or the adapters that are named; returns it, and the losses."""
@@ -424,7 +425,7 @@ def _train(
     arguments = arguments_of(
         str(out),
         report_to=[],
-        use_cpu=True,
+        use_cpu=use_cpu,
         bf16=False,
         disable_tqdm=True,
         per_device_train_batch_size=2,
@@ -542,6 +543,9 @@ def test_resumed_trainer(
         for wrong, of in (("loaded from", checkpoint), ("no optimizer", out / "no_state" / "checkpoint-4")):
             with pytest.raises(InvalidArgument, match=wrong):
                 run("wrong", folder, of, save_strategy="no")
+        if not torch.cuda.is_available():
+            with pytest.raises(InvalidArgument, match=r"1 of 2 ranks, .* use_cpu=True"):
+                run("wrong", folder, use_cpu=False, save_strategy="no")
 
 
 @on_ranks(2)
