@@ -48,7 +48,10 @@ def start_ranks(options: Options) -> int:
     require_packages()
     if options.model is not None:
         if not (Path(options.model) / "config.json").is_file():
-            raise UsageError(f"MODEL_FOLDER {options.model} has no config.json: it must be a model's folder")
+            raise UsageError(
+                f"MODEL_FOLDER {options.model} has no config.json: it must be a model's folder; "
+                "`hf download NAME --local-dir FOLDER` brings one from the Hub"
+            )
         find_files(options.text)
     return ranks.launch(sys.argv, options.ranks or ranks.default_ranks(options.device))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -93,18 +94,41 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(message)
 
 
+class _Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Adds the default to an option's help, unless there is none or the help says it."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        none = action.default is False or action.default in (None, "")
+        return action.help if none else super()._get_help_string(action)
+
+
 def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not a number of at least 1")
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
+    return int(text)
+
+
+def _rate(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0.0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of at least 0")
     return value
+
+
+def _part(text: str) -> float:
+    if _rate(text) > 1.0:
+        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
+    return float(text)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="finetune_hf.py",
         description="Fine-tune a mixture-of-experts model of Hugging Face, on all GPUs or on the CPU.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=_Help,
         epilog="Without a model, a small one and its text are made.",
     )
     switch, add = argparse.BooleanOptionalAction, parser.add_argument
@@ -122,21 +146,21 @@ def _parser() -> argparse.ArgumentParser:
     add("--batch", type=_count, default=1, metavar="WINDOWS", help="windows of a rank in one pass")
     add("--accumulate", type=_count, default=1, metavar="PASSES", help="passes of one step")
     add("--steps", type=_count, default=100, help="optimizer's steps in all")
-    add("--lr", type=float, help="the highest learning rate (default: 1e-5, with --lora 1e-4)")
-    add("--warmup", type=float, default=0.05, metavar="PART", help="part of the steps in which it rises")
+    add("--lr", type=_rate, help="the highest learning rate (default: 1e-5, with --lora 1e-4)")
+    add("--warmup", type=_part, default=0.05, metavar="PART", help="part of the steps in which it rises")
     add(
         "--balance",
-        type=float,
+        type=_rate,
         default=0.0,
         metavar="WEIGHT",
         help="weight of a loss that balances the experts of each layer, beside what the model's config adds",
     )
-    add("--seed", type=int, default=0)
+    add("--seed", type=int, default=0, help="of new adapters and of the order of windows")
     add(
         "--ep",
         type=_count,
         metavar="RANKS",
-        help="ranks that share the experts (default: the most)",
+        help="ranks that share the experts (default: the most that divide all ranks and the experts)",
     )
     add(
         "--implementation",
@@ -144,10 +168,10 @@ def _parser() -> argparse.ArgumentParser:
         help="what brings the experts their tokens; all_to_all is transformers' own",
     )
     add("--recompute", action=switch, help="compute layers twice to save memory (default: on GPUs)")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    add("--eval-every", type=_count, default=50, metavar="STEPS")
-    add("--save-every", type=_count, default=50, metavar="STEPS")
-    add("--log-every", type=_count, default=5, metavar="STEPS")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: GPUs if there are any")
+    add("--eval-every", type=_count, default=50, metavar="STEPS", help="from one held-out loss to the next")
+    add("--save-every", type=_count, default=50, metavar="STEPS", help="from one checkpoint to the next")
+    add("--log-every", type=_count, default=5, metavar="STEPS", help="from one line to the next")
     add("--sample", type=int, default=60, metavar="TOKENS", help="tokens to write at the end")
     add("--prompt", default="", help="what they go on from (default: the beginning of held-out text)")
     add("--ranks", type=_count, help="processes (default: one a GPU; two on the CPU)")

@@ -6,14 +6,16 @@ import inspect
 import logging
 import os
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from lm.errors import RunError, UsageError
+from lm.errors import UsageError
 from lm.metrics import MetricsFile
 from lm.stop import StopRequest
+from safetensors import SafetensorError
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -96,12 +98,15 @@ def run(options: Options, device: torch.device, stop: StopRequest) -> None:
         ranks=world, tokens=options.batch * options.seq, lora=options.lora, recompute=recompute, gpu=gpu
     )
     fits = sizes.check_fits(model_size, plan, *_room(device))
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = _tokenizer(folder)
     step_windows = options.batch * options.accumulate * world
     training, held_out = text.split(text.read_documents(places), tokenizer, options.seq, step_windows)
     checkpoint = get_last_checkpoint(str(out)) if options.resume else None
     if options.resume and checkpoint is None:
         raise UsageError(f"--resume: no checkpoint in {out}")
+    begun = None if checkpoint is None else int(checkpoint.rpartition("-")[2])
+    if begun is not None and begun >= options.steps:  # the Trainer would take one more
+        raise UsageError(f"--resume: the run in {out} has done {begun} steps: name more than that by --steps")
     if first:
         print(
             f"{Path(folder).name}: {model_size.parameters / 1e6:,.1f} M parameters, "
@@ -113,17 +118,17 @@ def run(options: Options, device: torch.device, stop: StopRequest) -> None:
             sep="\n",
             flush=True,
         )
+    set_seed(options.seed)
+    model = _load(folder if options.lora or checkpoint is None else checkpoint, options, world, ep, gpu)
+    if first:
         if checkpoint is None:
             _set_aside(out)
         options.save()
-    set_seed(options.seed)
-    model = _load(folder if options.lora or checkpoint is None else checkpoint, options, world, ep, gpu)
     if recompute:
         how = {"use_reentrant": False, "context_fn": keep_plans}
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
     metrics = None
     if first:
-        begun = None if checkpoint is None else int(checkpoint.rpartition("-")[2])
         metrics = MetricsFile(out / "metrics.jsonl", resume_at=begun)
     watch = Watch(
         model,
@@ -194,6 +199,8 @@ def _silence() -> None:
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    # transformers' notice to peft, at each model with adapters
+    warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
     os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))  # else accelerate prints a note
 
 
@@ -206,6 +213,20 @@ def _model_and_text(options: Options, first: bool) -> tuple[str, list[str]]:
         demo.write_model(model, places, options.seed)
     dist.barrier()
     return str(model), [str(places)]
+
+
+def _tokenizer(folder: str) -> Any:
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        if tokenizer("text")["input_ids"]:
+            return tokenizer
+        why = "it knows no word"  # where there are no files, transformers makes an empty one
+    except (OSError, ValueError, ImportError) as error:
+        why = " ".join(str(error).split())
+    raise UsageError(
+        f"MODEL_FOLDER {folder} has no tokenizer that transformers can load: save the model's there by "
+        f"tokenizer.save_pretrained ({why})"
+    )
 
 
 def _set_aside(out: Path) -> None:
@@ -226,11 +247,8 @@ def _room(device: torch.device) -> tuple[int, str]:
         room = torch.cuda.mem_get_info(device)[0]
         held = f"the free memory of a {torch.cuda.get_device_name(device)}"
     else:
-        pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        room, held = (
-            pages // int(os.environ["LOCAL_WORLD_SIZE"]),
-            "the free memory of this host for each rank",
-        )
+        room = sizes.available_memory() // int(os.environ["LOCAL_WORLD_SIZE"])
+        held = "the free memory of this host for each rank"
     least = torch.tensor(room, device=device)
     dist.all_reduce(least, dist.ReduceOp.MIN)
     return int(least.item()), held
@@ -272,8 +290,8 @@ def _load(source: str, options: Options, world: int, ep: int, gpu: bool) -> Any:
     dtype = torch.bfloat16 if gpu and options.lora else torch.float32
     try:
         model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, distributed_config=parallel)
-    except ValueError as error:
-        raise RunError(f"transformers cannot load {source} on {world} ranks: {error}") from error
+    except (OSError, ValueError, SafetensorError) as error:
+        raise UsageError(f"transformers cannot load {source} on {world} ranks: {error}") from error
     if options.balance and "output_router_logits" not in inspect.signature(model.forward).parameters:
         raise UsageError(f"--balance: {type(model).__name__} does not tell its routers' logits")
     if not options.lora:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -55,6 +56,13 @@ class Model:
             experts=experts,
             top_k=_first(text, ("num_experts_per_tok", "moe_k"), 1),
         )
+
+
+def available_memory() -> int:
+    """Returns the bytes of this host that programs may take. They include those of cached files, such as a
+    model that was just downloaded."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")) * 1024
 
 
 def _first(config: Any, names: tuple[str, ...], otherwise: int) -> int:

@@ -3,8 +3,9 @@
 1. Each file is a document; each line of a .jsonl file is one: {"text": ...}, or {"messages": [...]} of a
    chat, where only the assistant's words are learned.
 2. A hash of its text puts each document into the training set or the held-out set.
-3. `pack` concatenates them into windows of `seq` tokens. A document begins at position 0, by which
-   transformers separates the attention of documents, and its first token is not a target.
+3. `Windows` concatenates them and cuts windows of `seq` tokens. A document, or the rest of it in a further
+   window, begins at position 0, by which transformers separates the attention of documents. The first token
+   of a document is not a target.
 """
 
 from __future__ import annotations
@@ -134,6 +135,10 @@ class Windows(Dataset[dict[str, Tensor]]):
             torch.tensor(each[: count * seq], dtype=torch.int64).view(count, seq)
             for each in (tokens, targets, positions)
         )
+        # Positions of a long document would pass those that the model knows.
+        own = torch.arange(seq)
+        goes_on = self.positions_WS - self.positions_WS[:, :1] == own
+        self.positions_WS = torch.where(goes_on, own, self.positions_WS)
 
     def __len__(self) -> int:
         return len(self.tokens_WS)

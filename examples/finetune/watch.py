@@ -103,13 +103,15 @@ class Watch(TrainerCallback):  # type: ignore[misc]
     def on_optimizer_step(self, *_: Any, **__: Any) -> None:
         self._end("optimizer")
 
-    def on_step_end(self, _args: Any, _state: Any, control: Any, **_: Any) -> None:
+    def on_step_end(self, _args: Any, state: Any, control: Any, **_: Any) -> None:
         self._steps += 1
         self._begin("between steps")
         asked = torch.tensor(float(bool(self._stop)), device=self._device)
         dist.all_reduce(asked, dist.ReduceOp.MAX)  # all ranks stop after the same step
         if asked.item():
             control.should_training_stop = control.should_save = True
+        if control.should_training_stop or state.global_step >= state.max_steps:
+            control.should_log = True  # the last step, also if a run has fewer than the Trainer logs
 
     def on_log(self, _args: Any, state: Any, _control: Any, logs: Any = None, **_: Any) -> None:
         record: dict[str, Any] = {"step": state.global_step}

@@ -110,6 +110,7 @@ def test_a_split_holds_out_whole_documents_or_the_last_windows(tokenizer: Any) -
     training, held_out = text.split(many, tokenizer, 16, 1)
     seen = {tokenizer.decode(window) for window in training.tokens_WS}
     assert len(held_out) > 0 and not seen & {tokenizer.decode(window) for window in held_out.tokens_WS}
+    assert int(training.positions_WS.max()) < 16  # also of what goes on in a further window
     one = [next(each for each in many if not each.held_out)]
     whole = text.Windows(one, tokenizer, 16)
     training, held_out = text.split(one, tokenizer, 16, 1)
@@ -154,6 +155,11 @@ def test_what_does_not_fit_is_told_with_what_would() -> None:
         sizes.check_fits(BIG, plan, sizes.GiB, "a GPU")
 
 
+def test_cached_files_leave_memory_available() -> None:
+    psutil = pytest.importorskip("psutil")
+    assert sizes.available_memory() == pytest.approx(psutil.virtual_memory().available, rel=0.2)
+
+
 def test_experts_go_to_as_many_ranks_as_divide_them() -> None:
     assert [sizes.experts_ranks(BIG, ranks, None) for ranks in (1, 2, 3, 6, 8)] == [1, 2, 1, 2, 8]
     with pytest.raises(UsageError, match="--ep 3 must divide 6 ranks and 128 experts: one of 1, 2"):
@@ -189,7 +195,14 @@ def test_a_resumed_run_takes_over_its_options(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
-    [(["model"], "nothing to train on"), (["--steps", "0"], "at least 1"), (["--x"], "--x")],
+    [
+        (["model"], "nothing to train on"),
+        (["--steps", "0"], "at least 1"),
+        (["--steps", "many"], "--steps: many is not a whole number of at least 1"),
+        (["--lr", "-1"], "--lr: -1 is not a number of at least 0"),
+        (["--warmup", "5"], "--warmup: 5 is not between 0 and 1"),
+        (["--x"], "--x"),
+    ],
 )
 def test_wrong_options_are_told(arguments: list[str], says: str) -> None:
     with pytest.raises(UsageError, match=says):
@@ -240,6 +253,7 @@ def test_a_run_goes_on_at_another_number_of_ranks(tmp_path: Path, model: Path) -
     out = tmp_path / "run"
     said = _run(model, model.parent / "text", "--out", out, *f"--steps 2 {SMALL}".split())
     assert "8 experts on 2 of 2 ranks" in said and "result: loss" in said
+    assert "has done 2 steps: name more" in _run("--resume", "--out", out, code=2)
     said = _run("--resume", "--out", out, "--steps", 4, ranks=4)
     assert "8 experts on 4 of 4 ranks" in said and "4 steps" in said.splitlines()[-1]
     records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
@@ -265,18 +279,22 @@ def test_adapters_alone_are_trained(tmp_path: Path, model: Path) -> None:
     chats = tmp_path / "chats.jsonl"
     chat = chat_of("Count.", "one two three four five")
     chats.write_text("".join(json.dumps({"messages": chat}) + "\n" for _ in range(60)))
-    flags = f"--lora --lr 1e-2 --steps 4 {SMALL}".split()
+    flags = f"--lora --lr 1e-2 --steps 4 {SMALL} --log-every 3".split()  # the first losses, and the last
     said = _run(model, chats, "--out", tmp_path / "run", *flags)
     first, last = (float(each) for each in said.splitlines()[-1].split()[2:5:2] for each in [each.strip(",")])
-    assert last < first
+    assert last < first and "step     4/4  loss" in said
     base = AutoModelForCausalLM.from_pretrained(model)
     adapted = PeftModel.from_pretrained(base, tmp_path / "run" / "model")
     assert any(each.abs().sum() > 0 for name, each in adapted.named_parameters() if "lora_B" in name)
 
 
 def test_errors_are_one_line_before_anything_is_trained(tmp_path: Path, model: Path) -> None:
-    place, silent = model.parent / "text", tmp_path / "silent"
+    place, silent, wordless = model.parent / "text", tmp_path / "silent", tmp_path / "wordless"
+    shutil.copytree(model, wordless / "empty", ignore=shutil.ignore_patterns("*token*"))
+    cut = Path(shutil.copytree(model, tmp_path / "cut")) / "model.safetensors"
+    cut.write_bytes(cut.read_bytes()[:1000])
     save_model("deepseek_v3", silent, seed=1)
+    shutil.copytree(silent, wordless / "none")
     for file in model.glob("*token*"):
         shutil.copy(file, silent)
     for ranks, arguments, says in (
@@ -285,8 +303,11 @@ def test_errors_are_one_line_before_anything_is_trained(tmp_path: Path, model: P
         (1, [model, place], "one rank has nobody to send tokens to"),
         (2, [model, place, "--ep", 3], "--ep 3 must divide 2 ranks and 8 experts"),
         (2, [silent, place, "--balance", 1], "does not tell its routers' logits"),
+        (2, [cut.parent, place], f"cannot load {cut.parent} on 2 ranks"),
+        (2, [wordless / "empty", place], "has no tokenizer that transformers can load"),
+        (2, [wordless / "none", place], "has no tokenizer that transformers can load"),
     ):
         said = _run(*arguments, "--out", tmp_path / "run", ranks=ranks, code=2)
         lines = [line for line in said.splitlines() if "error:" in line]
         assert len(lines) == 1 and says in lines[0], said
-    assert not list((tmp_path / "run").glob("checkpoint-*"))
+    assert not list((tmp_path / "run").iterdir())  # also no options, with which --resume would go on
