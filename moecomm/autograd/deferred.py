@@ -73,10 +73,10 @@ class Deferred:
                     ends = [each.groups[-experts:] for each in together]
                     joined = join_groups(ends, [each.count for each in together])
                     groups, places = products.groups(joined.ends_L), joined.places
-                for parameter, name in ((w_out, "of_out"), (w_in, "of_in")):
+                for name in ("of_out", "of_in"):
                     operands = _take(together, name)
                     if operands:
-                        _add(parameter, products, groups, _join(operands, places))
+                        _add(products, groups, _join(operands, places))
 
 
 def _take(together: Sequence[Pending], name: str) -> list[Operands]:
@@ -137,9 +137,6 @@ def leaf_of(weight: Tensor) -> Tensor | None:
     return getattr(node, "variable", None)
 
 
-def _add(parameter: nn.Parameter, products: Products, groups: Tensor, of: Operands) -> None:
-    # A checkpoint keeps the parameter as another tensor with the same memory.
-    same = of.weight.is_leaf and of.weight.data_ptr() == parameter.data_ptr()
-    weight = parameter if same else of.weight
-    into = grad_in_place(weight) if products.adds and weight.is_leaf else None
-    add_gradient(weight, products.grouped_mm_wgrad(of.rows, of.grad, groups, into=into))
+def _add(products: Products, groups: Tensor, of: Operands) -> None:
+    into = grad_in_place(of.weight) if products.adds and of.weight.is_leaf else None
+    add_gradient(of.weight, products.grouped_mm_wgrad(of.rows, of.grad, groups, into=into))

@@ -83,6 +83,13 @@ def has_hooks(parameter: Tensor) -> bool:
     return bool(parameter._backward_hooks) or len(parameter._post_accumulate_grad_hooks or ()) > own
 
 
+def parameter_of(ctx: Any, number: int, saved: Tensor) -> Tensor:
+    """Returns the leaf that is the input of this number, for which a checkpoint or hooks of saved tensors
+    (save_on_cpu) may give back another tensor; the `saved` one if the input is no leaf."""
+    found: Tensor = getattr(ctx.next_functions[number][0], "variable", saved)
+    return found
+
+
 def is_wanted(ctx: Any, number: int) -> bool:
     """Returns whether the running backward, with `ctx` of a torch.autograd.Function, needs the gradient of
     its input of this number, and not only those of other inputs (torch.autograd.grad, or `inputs` of

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from moecomm.autograd.deferred import Deferred, Operands, Pending
-from moecomm.autograd.in_place import gradient_to_add_to, is_wanted
+from moecomm.autograd.in_place import gradient_to_add_to, is_wanted, parameter_of
 from moecomm.backends.opened import call_or_tell
 from moecomm.communicator import Communicator
 from moecomm.device.cuda_device import CudaDevice
@@ -348,9 +348,9 @@ def _backward(ctx: Any, grad_y_TH: Tensor) -> tuple[Tensor | None, ...]:
         count = grad_inner_PI.shape[0]
         of_in = of_out = None
         if need_in and is_wanted(ctx, W_IN):
-            of_in = Operands(w_in, rows_PH, grad_inner_PI)
+            of_in = Operands(parameter_of(ctx, W_IN, w_in), rows_PH, grad_inner_PI)
         if z_PF is not None and is_wanted(ctx, W_OUT):
-            of_out = Operands(w_out, z_PF, grad_rows_PH)
+            of_out = Operands(parameter_of(ctx, W_OUT, w_out), z_PF, grad_rows_PH)
         if of_in is not None or of_out is not None:
             context.deferred.pending.append(Pending(products, groups, count, of_in, of_out))
     if z_PF is not None and weights_now:

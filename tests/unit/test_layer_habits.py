@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 from torch.nn.utils import parametrize
+from torch.testing import assert_close
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import moecomm
@@ -120,6 +121,20 @@ def test_deferred_gradients_of_a_cast(comm: moecomm.Communicator, seed: int) -> 
         assert wide.grad is not None
         found.append(wide.grad)
     assert torch.allclose(*found, rtol=1e-4, atol=1e-4)
+
+
+def test_deferred_gradients_of_saved_copies(comm: moecomm.Communicator, seed: int) -> None:
+    """Hooks of saved tensors give back copies of the weights, as save_on_cpu does on GPUs."""
+    layer, x_TH, found = made(comm, seed), torch.randn(8, 16), []
+    for defer in (False, True):
+        layer.overlap = OverlapConfig(defer_weights=defer)
+        layer.zero_grad()
+        with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda saved: saved):
+            y_TH = layer(x_TH)
+        y_TH.square().sum().backward()
+        layer.backward_weights()
+        found.append([layer.experts.w_in.grad, layer.experts.w_out.grad])
+    assert_close(*found)
 
 
 def test_deferred_gradients_are_for_parameters_alone(comm: moecomm.Communicator, seed: int) -> None:
