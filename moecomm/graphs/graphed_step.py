@@ -82,8 +82,9 @@ class GraphedStep:
         recorder: records the graph in another way; None: a CUDA graph.
 
     A call raises InvalidArgument, on this rank alone, for inputs of another shape, dtype or device than the
-    first time; errors of `step_fn`; and those of `Communicator.check` except CapacityExceeded. Errors after a
-    step's last dispatch are raised by the next call. After an error the parameters' `grad` is as before.
+    first time, and for parameters frozen or unfrozen since; errors of `step_fn`; and those of
+    `Communicator.check` except CapacityExceeded. Errors after a step's last dispatch are raised by the next
+    call. After an error the parameters' `grad` is as before.
     Construction raises Unsupported if the model is not on a GPU and no recorder is given.
 
     Attributes:
@@ -128,13 +129,14 @@ class GraphedStep:
         self._comms: list[Communicator] = list({id(each.comm): each.comm for each in layers}.values())
         self._capacities = [_capacity(layer, headroom) for layer in layers]
         self._exact = [None] * len(layers)  # without capacities outputs have exactly the rows that arrive
-        self._parameters = [each for each in model.parameters() if each.requires_grad]
+        self._every = self._parameters = list(model.parameters())
+        self._trains: list[bool] = []
         self._overflow_check = OverflowCheck(self.device, self._group(group))
         self._recorder: Recorder = CudaRecorder(self.device) if recorder is None else recorder
         self._inputs: tuple[Any, ...] = ()
         self._buffers: list[tuple[Tensor, Tensor]] = []
         self._replay: Callable[[], _Done] | None = None
-        self._own_grads: list[Tensor | None] = [None] * len(self._parameters)
+        self._own_grads: list[Tensor | None] = []
 
     @property
     def capacities(self) -> tuple[int, ...]:
@@ -146,6 +148,12 @@ class GraphedStep:
         must equal those of the first call. Returns copies of the result of `step_fn`, without gradients."""
         if self._replay is None:
             self._prepare(inputs)
+        for each, trained in zip(self._every, self._trains, strict=True):
+            if each.requires_grad != trained:
+                raise InvalidArgument(
+                    f"a parameter of shape {tuple(each.shape)} has requires_grad={not trained}, must have "
+                    f"{trained}, as captured: make another GraphedStep"
+                )
         self._copy_inputs(inputs)
         assert self._replay is not None
         before = self._before()
@@ -200,6 +208,9 @@ class GraphedStep:
                 raise InvalidArgument(f"input {number} requires a gradient, must not: it is copied")
         self._inputs = tuple(each.detach().clone() if isinstance(each, Tensor) else each for each in inputs)
         self._buffers = []
+        self._trains = [each.requires_grad for each in self._every]
+        self._parameters = [each for each in self._every if each.requires_grad]
+        self._own_grads = [None] * len(self._parameters)
         before = self._before()
         buffers = dict(self._model.named_buffers())
         saved = {name: (each.clone(), each._version) for name, each in buffers.items()}

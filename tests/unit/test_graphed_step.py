@@ -112,6 +112,20 @@ def test_gradients_put_off_beyond_a_step_are_refused() -> None:
     comm.close()
 
 
+def test_parameters_are_those_trained_at_the_first_call(model: nn.Module) -> None:
+    weight, x_TH = model[1].experts.w_in, torch.randn(4, 16, dtype=torch.float64)
+    step_of(model)(x_TH)
+    want, weight.grad = weight.grad, None
+    weight.requires_grad_(False)
+    step = GraphedStep(step_of(model), model, headroom=9.0, recorder=Played())
+    weight.requires_grad_(True)
+    step(x_TH)
+    assert torch.equal(weight.grad, want)
+    weight.requires_grad_(False)
+    with pytest.raises(InvalidArgument, match=r"has requires_grad=False, must have True, as captured"):
+        step(x_TH)
+
+
 def test_buffers_are_put_back_after_an_error_in_the_first_step() -> None:
     comm = communicator()
     model = nn.Sequential(MoELayer(replace(CONFIG, bias_update_rate=0.01), comm))
