@@ -119,6 +119,17 @@ def keep_record(experts: nn.Module, held: Sequence[int]) -> None:
     experts.register_load_state_dict_pre_hook(record.compare)
 
 
+def grouped_in(experts: nn.Module) -> tuple[Any, str]:
+    """Returns the GroupedExperts of a layer, None for custom experts, and the prefix of its names in
+    `experts`, which may be a wrapper of it."""
+    if is_grouped(experts):
+        return experts, ""
+    if record_of(experts) is not None:
+        return None, ""
+    found = ((each, f"{path}.") for path, each in experts.named_modules() if is_grouped(each))
+    return next(found, (None, ""))
+
+
 def record_of(experts: nn.Module) -> str | None:
     """Returns a text for the experts of a module that `keep_record` has set up; None for other modules."""
     record = getattr(experts, _HELD, None)

@@ -18,7 +18,7 @@ from moecomm.kernels.parameters import (
     mixed_shards_error,
     ranks_of_shards,
 )
-from moecomm.parallel.records import is_grouped, record_of
+from moecomm.parallel.records import grouped_in, record_of
 
 _PLACED = "moecomm_placed"
 """The attribute of a parameter that is known to be whole, or sharded in an allowed way."""
@@ -29,7 +29,7 @@ def refuse_mixed_shards(experts: nn.Module) -> None:
     main_grad, in another way than `fully_shard_experts`, which sets `sharded_over`. A parameter that was
     checked before costs a look at its attributes. GroupedExperts itself refuses what FSDP sets on it, so only
     modules within it are checked here. New parameters of custom experts are marked as experts'."""
-    grouped = _grouped(experts)
+    grouped, prefix = grouped_in(experts)
     if grouped is None:
         new = [p for p in experts.parameters() if not (is_expert_parameter(p) or hasattr(p, _PLACED))]
     # FSDP's hooks end a graph of torch.compile anyway; without them this check must not end one.
@@ -41,16 +41,7 @@ def refuse_mixed_shards(experts: nn.Module) -> None:
     else:
         new = [p for p in _parameters(grouped) if not hasattr(p, _PLACED)]
     if new:
-        _place(experts, grouped, new)
-
-
-def _grouped(experts: nn.Module) -> Any:
-    """Returns the GroupedExperts of a layer; None for custom experts."""
-    if is_grouped(experts):
-        return experts
-    if record_of(experts) is not None:
-        return None
-    return next((each for each in experts.modules() if is_grouped(each)), None)
+        _place(experts, grouped, prefix, new)
 
 
 def _parameters(module: nn.Module) -> Iterator[nn.Parameter]:
@@ -64,10 +55,9 @@ def _parameters(module: nn.Module) -> Iterator[nn.Parameter]:
 
 
 @_disable_dynamo
-def _place(experts: nn.Module, grouped: Any, new: Sequence[nn.Parameter]) -> None:
+def _place(experts: nn.Module, grouped: Any, prefix: str, new: Sequence[nn.Parameter]) -> None:
     allowed: frozenset[int] = getattr(experts, "sharded_over", frozenset())
     sharded: set[int] = set()
-    prefix = next((f"{path}." for path, each in experts.named_modules() if path and each is grouped), "")
     for name, parameter, shard in _shards(experts):
         if grouped is not None and grouped.config.main_grad and name.endswith(".original"):
             raise InvalidArgument(

@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from moecomm.errors import InvalidArgument
 from moecomm.kernels.parameters import AVERAGED_BY_DDP, DIVIDED, is_expert_parameter
-from moecomm.parallel.records import is_grouped
+from moecomm.parallel.records import grouped_in
 
 built_layers: weakref.WeakSet[Any] = weakref.WeakSet()
 """The MoELayers of this process."""
@@ -35,10 +35,10 @@ def common_parameters(layer: Any) -> dict[str, nn.Parameter]:
 
 
 def _is_spread(layer: Any, name: str, parameter: nn.Parameter) -> bool:
-    experts = layer.experts
-    if not is_grouped(experts) or is_expert_parameter(parameter):
+    experts, prefix = grouped_in(layer.experts)
+    if experts is None or is_expert_parameter(parameter):
         return True
-    of_each: bool | None = experts.is_per_expert(name, parameter)
+    of_each: bool | None = experts.is_per_expert(name.removeprefix(prefix), parameter)
     if of_each is None and layer.comm.size > 1:
         raise InvalidArgument(
             f"experts.{name} has shape {tuple(parameter.shape)}, whose first dimension is the "

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
@@ -179,6 +180,22 @@ def test_the_walk_that_marks_is_traced() -> None:
     want = total(torch.ones(()))
     torch._dynamo.reset()
     assert_close(torch.compile(total, backend="eager", fullgraph=True)(torch.ones(())), want)
+
+
+@on_ranks(2)
+def test_adapters_of_wrapped_experts(rank: int, world_size: int) -> None:
+    """Gradients under checkpoint_wrapper, whose names are others, are those of the experts alone."""
+    x = torch.randn(6, CONFIG.hidden, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
+    found = []
+    for wraps in (False, True):
+        layer = build(None)
+        if wraps:
+            layer.experts = checkpoint_wrapper(layer.experts)
+        with layer.comm:
+            layer(x).square().mean().backward()
+            sync_gradients(layer)
+            found.append([*(each.grad for each in layer.parameters()), clip_grad_norm(layer, 1e9)])
+    assert_close(*found, rtol=1e-9, atol=1e-12)
 
 
 @on_ranks(2)
