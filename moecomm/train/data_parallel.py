@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_leaves
+from torch.nn.parallel.distributed import _find_tensors
 
 from moecomm.autograd.in_place import has_main_grad
 from moecomm.errors import InvalidArgument
@@ -266,8 +266,8 @@ class _Hooks:
         self._queued = False
         if not (wrapper.find_unused_parameters and torch.is_grad_enabled() and _synchronises(wrapper)):
             return
-        for each in tree_leaves(output):
-            if isinstance(each, Tensor) and each.requires_grad:
+        for each in _find_tensors(output):  # also within dataclasses
+            if each.requires_grad:
                 each.register_hook(self._queue)
 
     def _queue(self, gradient: Tensor) -> None:

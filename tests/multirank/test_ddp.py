@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,35 @@ def test_ddp_of_replicas_that_leave_out_layers(rank: int, world_size: int, which
             assert_close(ours.grad, theirs.grad, rtol=1e-9, atol=1e-9, msg=name)
     for layer in (*model.layers, *plain.layers):
         layer.comm.close()
+
+
+@dataclasses.dataclass
+class Result:
+    y: Tensor
+
+
+class ReturnsResult(nn.Module):
+    def __init__(self, group: Any) -> None:
+        super().__init__()
+        self.layer = MoELayer(CONFIG, group=group, max_tokens=8)
+
+    def forward(self, x: Tensor) -> Result:
+        return Result(self.layer(x))
+
+
+@on_ranks(4)
+def test_ddp_finds_the_result_in_a_dataclass(rank: int, world_size: int, seed: int) -> None:
+    """With find_unused_parameters, where the backward of the model's result averages experts."""
+    torch.manual_seed(seed)
+    model = ReturnsResult(groups_of(rank, world_size, 2)[0])
+    plain, x = copy.deepcopy(model), tokens(rank, 0, seed)
+    ddp: Any = wrapped(model, "ddp", find_unused_parameters=True)
+    for each in (ddp, plain):
+        loss_of(each(x).y).backward()
+    sync_gradients(plain)
+    for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert_close(ours.grad, theirs.grad, rtol=1e-9, atol=1e-9, msg=name)
+    model.layer.comm.close()
 
 
 @on_ranks(4)
