@@ -424,4 +424,7 @@ def combine_own_experts(
             expert_rows_PH = expert_rows_PH.where(real_P1, rows_PH)
         elif not rows_PH.shape[0]:
             expert_rows_PH = torch.cat((expert_rows_PH, rows_PH))
+    trains = torch.is_grad_enabled() and any(each.requires_grad for each in experts.parameters())
+    if trains and not (expert_rows_PH.requires_grad or torch.compiler.is_compiling()):
+        expert_rows_PH = expert_rows_PH.detach().requires_grad_()  # the tokens want no gradient either
     return comm.combine(expert_rows_PH, out.handle, weights=out.weights)

@@ -133,6 +133,33 @@ def test_a_rank_without_rows_takes_part_in_the_backward(
     layer.comm.close()
 
 
+class Scales(nn.Module):
+    """Rows times a trained number, and a constant where there is nothing to do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
+
+    def forward(self, rows_PH: Tensor, offsets_L: Tensor) -> Tensor:
+        return rows_PH * self.scale if int(offsets_L[-1]) else torch.zeros_like(rows_PH)
+
+
+@pytest.mark.parametrize("options", [{}, {"capacity_factor": 9.0, "pad_to_capacity": True}], ids=str)
+@on_ranks(2)
+def test_experts_train_alone_where_a_rank_has_no_rows(
+    rank: int, world_size: int, options: dict[str, Any]
+) -> None:
+    """Sends every token to rank 0; nothing but the experts wants a gradient."""
+    layer = build(rank, world_size, options, 0, experts=Scales())
+    layer.router.weight.requires_grad_(False).fill_(-1.0)[:2] = 1.0
+    layer(torch.ones(4, HIDDEN, dtype=torch.float64)).sum().backward()
+    gradient = layer.experts.scale.grad
+    assert (gradient is None) == (rank == 1)
+    if gradient is not None:  # the weights of two equal scores sum to 1
+        assert_close(gradient, torch.tensor(4.0 * HIDDEN * world_size, dtype=torch.float64))
+    layer.comm.close()
+
+
 class Returns(nn.Module):
     """Rows as another module would have made them."""
 
