@@ -1,7 +1,8 @@
-"""Products outside autocast, also in graphs of torch.compile.
+"""Products outside autocast, also in a backward within it.
 
-torch.compile traces a whole backward within the autocast of its forward, ignoring blocks of the forward that
-turn autocast off. Only for autograd functions does it trace their own backward.
+A `backward()` called within autocast computes products in its dtype, whatever blocks of the forward turned
+autocast off. torch.compile traces a whole backward within the autocast of its forward. Only autograd
+functions have a backward of their own.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ def without_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]
 
 
 def needs_care(kind: str) -> bool:
-    """Returns True if torch.compile is tracing a forward within autocast for this kind of device; call it
-    before turning autocast off."""
-    return torch.compiler.is_compiling() and torch.is_autocast_enabled(kind)
+    """Returns True within autocast for this kind of device, where the backward may be too; call it before
+    turning autocast off."""
+    return torch.is_autocast_enabled(kind)
 
 
 def matmul(x_TA: Tensor, weight: Tensor, care: bool) -> Tensor:

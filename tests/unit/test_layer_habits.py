@@ -184,6 +184,18 @@ def test_choices_are_counted_once_for_several_backwards(comm: moecomm.Communicat
     assert layer.router.load_E.sum() == 16
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_backward_within_autocast_changes_nothing(
+    comm: moecomm.Communicator, overlap: bool, seed: int
+) -> None:
+    layer = made(comm, seed, num_shared_experts=1, shared_gate=True, overlap=OverlapConfig(overlap=overlap))
+    x_TH, found = torch.randn(8, 16), []
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            found.append(gradients(layer, layer, x_TH))
+    assert_close(*found, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", ["experts", "shared"])
 def test_modules_in_the_place_of_experts_are_refused(
     comm: moecomm.Communicator, name: str, seed: int
