@@ -329,6 +329,10 @@ class MoELayer(nn.Module):
                     f"hidden={hidden})"
                 )
             if x.dim() == 3:
+                if seq_len not in (None, x.shape[1]):
+                    raise InvalidArgument(
+                        f"seq_len is {seq_len}, must be None or {x.shape[1]} for x of shape {tuple(x.shape)}"
+                    )
                 x_TH, given = x.flatten(0, 1), flat(x, given)
                 seq_len = seq_len if "cu_seqlens" in given else x.shape[1] or None
             if balance is not None:

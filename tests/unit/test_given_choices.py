@@ -330,3 +330,12 @@ def test_refuses(comm: moecomm.Communicator, given: dict[str, Any], text: str, s
     with pytest.raises(moecomm.InvalidArgument, match=text):
         layer(x_TH, **given)
     assert layer(x_TH).isfinite().all()
+
+
+def test_sequences_of_rows_have_one_length(comm: moecomm.Communicator, seed: int) -> None:
+    """A seq_len within the sequences of (B, S, H) was once passed over."""
+    layer = layer_of(comm, "softmax before", seed, aux_loss="sequence", **LOSSES)
+    x_BSH = torch.randn(2, TOKENS // 2, 16, dtype=torch.float64)
+    with pytest.raises(moecomm.InvalidArgument, match=r"seq_len is 5, must be None or 10 for x of shape"):
+        layer(x_BSH, 5)
+    assert torch.equal(layer(x_BSH), layer(x_BSH, 10))
