@@ -374,13 +374,16 @@ class MoELayer(nn.Module):
             return routing
         again = plans.choices.pop(0)
         if getattr(router.forward, "__func__", None) is TopKRouter.forward:
-            return router(x_TH, seq_len, **given, again=again)
-        routing = router(x_TH, seq_len, **given)
-        captures = x_TH.is_cuda and torch.cuda.is_current_stream_capturing()
-        if not captures and not torch.equal(routing.topk_idx_TK, again.kept_TK):
+            routing = router(x_TH, seq_len, **given, again=again)
+        else:
+            routing = router(x_TH, seq_len, **given)
+        same = routing.topk_idx_TK is again.kept_TK or (
+            x_TH.is_cuda and torch.cuda.is_current_stream_capturing()
+        )
+        if not same and not torch.equal(routing.topk_idx_TK, again.kept_TK):
             raise InvalidArgument(
-                "layer.router, a router of one's own, chose other experts when a checkpoint with keep_plans "
-                "was computed again: it must choose the same both times"
+                "layer.router, a router of one's own or with a hook that chooses, chose other experts when a "
+                "checkpoint with keep_plans was computed again: it must choose the same both times"
             )
         return routing
 

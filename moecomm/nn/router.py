@@ -196,7 +196,7 @@ class TopKRouter(nn.Module):
                 parts = (found.logits_TE, found.scores_TE, found.ids_TK, found.counts_E)
                 losses = self._losses(*parts, False, sequence_len=seq_len, cu_seqlens=cu_seqlens)
         return Routing(
-            topk_idx_TK=found.ids_TK,
+            topk_idx_TK=found.ids_TK if again is None else again.kept_TK,
             topk_weights_TK=found.weights_TK,
             scores_TE=found.scores_TE,
             losses=losses,

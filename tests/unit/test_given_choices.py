@@ -3,6 +3,7 @@ that are replayed, and none for padding. One rank, beside a plain mixture of exp
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterator
 from typing import Any
@@ -147,10 +148,21 @@ class Turning(nn.Module):
         return self.router(x_TH, topk_idx=ids_TK)
 
 
-def test_another_router_that_chooses_anew_is_refused(comm: moecomm.Communicator, seed: int) -> None:
+def turn(router: nn.Module, inputs: Any, routing: Any) -> Any:
+    """Chooses the next experts, as a forward hook."""
+    return dataclasses.replace(routing, topk_idx_TK=(routing.topk_idx_TK + 1) % 4)
+
+
+@pytest.mark.parametrize("way", ["router", "hook"])
+def test_another_choice_of_the_second_time_is_refused(
+    comm: moecomm.Communicator, way: str, seed: int
+) -> None:
     torch.manual_seed(seed)
     layer = MoELayer(MoEConfig(**CONFIG), comm)
-    layer.router = Turning(layer.router)
+    if way == "router":
+        layer.router = Turning(layer.router)
+    else:
+        layer.router.register_forward_hook(turn)
     x_TH = torch.randn(TOKENS, 16, dtype=torch.float64)
     y_TH = checkpoint(layer, x_TH, use_reentrant=False, context_fn=keep_plans(layer))
     with pytest.raises(moecomm.InvalidArgument, match="chose other experts when a checkpoint"):
