@@ -48,7 +48,7 @@ class _Before(NamedTuple):
     grads: list[Tensor | None]
     """Gradients before the step. Those in tensors of the graph are copied, since a replay overwrites them."""
     are_own: list[bool]
-    """True for each gradient that is a tensor of the graph."""
+    """True for each gradient in the memory of the graph."""
     random: tuple[Tensor, Tensor | None]
 
 
@@ -316,7 +316,10 @@ class GraphedStep:
 
     def _before(self) -> _Before:
         grads = [each.grad for each in self._parameters]
-        are_own = [grad is not None and grad is own for grad, own in zip(grads, self._own_grads, strict=True)]
+        are_own = [
+            grad is not None and own is not None and grad.data_ptr() == own.data_ptr()
+            for grad, own in zip(grads, self._own_grads, strict=True)
+        ]
         kept = [
             grad.clone() if grad is not None and is_own else grad
             for grad, is_own in zip(grads, are_own, strict=True)
