@@ -51,12 +51,20 @@ class SharedCommunicator:
         self, x_TH: Any, ids_TK: Tensor, weights_TK: Tensor | None, **options: Any
     ) -> tuple[Communicator, DispatchOutput]:
         """Dispatches like `Communicator.dispatch`, and also returns the communicator for the combine. All
-        ranks call it together."""
+        ranks call it together. On GPUs ranks do not wait in a dispatch with a capacity, nor hear at once of a
+        batch that is too large on another rank: it raises InvalidArgument there, or see `require`."""
 
         def call(comm: Communicator) -> tuple[Communicator, DispatchOutput]:
             return comm, comm.dispatch(x_TH, ids_TK, weights_TK, **options)
 
+        if ids_TK.is_cuda and options.get("capacity") is not None:
+            return call(self._comm)
         return self.run(ids_TK.shape[0], call)
+
+    def require(self, tokens: int) -> None:
+        """Makes room for batches of `tokens` tokens, the same number on all ranks, which call it together."""
+        if tokens > self._comm.max_tokens:
+            self._comm = self._build(tokens)
 
     def run(
         self,
@@ -144,12 +152,16 @@ class LayerCommunicators:
         wire: str | None = None,
         num_sms: int | None = None,
         tokens: int | None = None,
+        every: int = 0,
     ) -> SharedCommunicator:
         """Returns the communicator for a batch, with arguments like Communicator's. All ranks call it
         together. dtype: None is that of the batch. tokens: for which one is built if there is none yet; None
-        is those of the batch."""
+        is those of the batch. every: tokens for which it has room, the same number on all ranks."""
         sizes = (self._num_experts, x_TH.shape[1], top_k)
         shape = Shape(*sizes, dtype or x_TH.dtype, x_TH.device, wire, num_sms)
-        if shape not in self._found:
-            self._found[shape] = shared_communicator(self._group, shape, tokens or x_TH.shape[0])
-        return self._found[shape]
+        found = self._found.get(shape)
+        if found is None:
+            most = max(tokens or x_TH.shape[0], every)
+            found = self._found[shape] = shared_communicator(self._group, shape, most)
+        found.require(every)
+        return found

@@ -170,6 +170,9 @@ def test_later_batches(rank: int, size: int, seed: int) -> None:
         with event:
             pass
         _near(sums=(y, x * handle[4].sum(1, keepdim=True)))
+    layout = _layout(buffer, ids)  # with a number of rows the host does not wait, so there is room for it
+    *_, handle, _ = buffer.dispatch(x, topk_idx=ids, num_worst_tokens=200 * size, **layout)
+    assert handle.comm.max_tokens >= 200
 
 
 def _refused(error: type[Exception], words: str, call: Any) -> None:

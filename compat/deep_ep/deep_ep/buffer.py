@@ -157,7 +157,9 @@ class Buffer(LowLatency):
             topk_idx, topk_weights: (T, K) expert ids, -1 for none, and float32 weights, which travel along.
             is_token_in_rank: (T, R) bool, used where topk_idx is None.
             expert_alignment: the counts are rounded up to a multiple of it.
-            num_worst_tokens: above 0 the rows of the result; the host waits for nothing.
+            num_worst_tokens: above 0 the rows of the result, the same number on all ranks; the host waits for
+                nothing. On GPUs a rank may then bring as many tokens as any brought before, or R-th part of
+                it, and else raises InvalidArgument.
             num_tokens_per_rank, num_tokens_per_rdma_rank, config, allocate_on_comm_stream: nothing depends on
                 them.
             previous_event: with async_finish the operation begins after it, else after the current stream.
@@ -182,7 +184,9 @@ class Buffer(LowLatency):
             return rows, None, None, None, None, event
         experts = self._experts_of(num_tokens_per_expert, is_token_in_rank, topk_idx, topk_weights)
         top_k = self.group_size if topk_idx is None else topk_idx.shape[1]
-        shared = self.communicator(x, experts, top_k, Buffer._chosen_sms)
+        # Where the host does not wait, ranks could not agree later on a larger batch.
+        every = -(-num_worst_tokens // self.group_size)
+        shared = self.communicator(x, experts, top_k, Buffer._chosen_sms, every=every)
         options: dict[str, Any] = {"layout": "rank", "dequantize": not isinstance(x, tuple)}
         options["capacity"] = num_worst_tokens or None
         options["host_counts"] = num_worst_tokens == 0

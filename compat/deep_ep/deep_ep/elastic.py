@@ -263,7 +263,9 @@ class ElasticBuffer(Operations):
         most = num_max_tokens_per_rank or self.num_max_tokens_per_rank
         waits = do_cpu_sync is None or do_cpu_sync
         capacity = None if waits else self._rows(most, ids_TK.shape[1], num_experts, alignment, do_expand)
-        shared = self.communicator(x, num_experts, ids_TK.shape[1], num_sms or None)
+        # Where the host does not wait, ranks could not agree later on a larger batch.
+        every = 0 if waits else most
+        shared = self.communicator(x, num_experts, ids_TK.shape[1], num_sms or None, every=every)
         options: dict[str, Any] = {"capacity": capacity, "layout": "rank"}
         if do_expand:
             options |= {"layout": "expert", "alignment": alignment}

@@ -85,16 +85,22 @@ class Operations:
         return self._stream
 
     def communicator(
-        self, x: Any, experts: int, top_k: int, num_sms: int | None, tokens: int | None = None
+        self,
+        x: Any,
+        experts: int,
+        top_k: int,
+        num_sms: int | None,
+        tokens: int | None = None,
+        every: int = 0,
     ) -> SharedCommunicator:
         """Returns the communicator for rows, or for a pair of fp8 rows and scales. All ranks call it.
-        tokens: for which a new one is built; None: those of `x`."""
+        tokens, every: as in `LayerCommunicators.of`."""
         comms = self.require_open().setdefault(experts, LayerCommunicators(self.group, experts))
         rows = parts_of(x)[0]
         sms = num_sms if rows.is_cuda else None
         if isinstance(x, tuple):
-            return comms.of(rows, top_k, torch.bfloat16, "fp8", sms, tokens)
-        return comms.of(rows, top_k, num_sms=sms, tokens=tokens)
+            return comms.of(rows, top_k, torch.bfloat16, "fp8", sms, tokens, every)
+        return comms.of(rows, top_k, None, None, sms, tokens, every)
 
     def run(
         self, work: Callable[[], tuple[Any, ...]], inputs: tuple[Any, ...], before: Events, apart: bool
@@ -145,7 +151,8 @@ class Operations:
         """Dispatches by the ids of an earlier dispatch, which make the same plan: for fp8 rows and weights,
         which do not go along a plan. `options` replace those of the handle."""
         ids_TK = handle.ids_TK
-        shared = self.communicator(x, handle.comm.num_experts, ids_TK.shape[1], num_sms)
+        comm = handle.comm
+        shared = self.communicator(x, comm.num_experts, ids_TK.shape[1], num_sms, every=comm.max_tokens)
         options = {**handle.options, "dequantize": not isinstance(x, tuple), **options}
         return shared.dispatch(x, ids_TK, weights_TK, **options)
 
