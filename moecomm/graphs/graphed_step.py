@@ -82,9 +82,9 @@ class GraphedStep:
         recorder: records the graph in another way; None: a CUDA graph.
 
     A call raises InvalidArgument, on this rank alone, for inputs of another shape, dtype or device than the
-    first time, and for parameters frozen or unfrozen since; errors of `step_fn`; and those of
-    `Communicator.check` except CapacityExceeded. Errors after a step's last dispatch are raised by the next
-    call. After an error the parameters' `grad` is as before.
+    first time, for a model in another mode (`eval()`), and for parameters frozen or unfrozen since; errors of
+    `step_fn`; and those of `Communicator.check` except CapacityExceeded. Errors after a step's last dispatch
+    are raised by the next call. After an error the parameters' `grad` is as before.
     Construction raises Unsupported if the model is not on a GPU and no recorder is given.
 
     Attributes:
@@ -131,6 +131,7 @@ class GraphedStep:
         self._exact = [None] * len(layers)  # without capacities outputs have exactly the rows that arrive
         self._every = self._parameters = list(model.parameters())
         self._trains: list[bool] = []
+        self._training = model.training
         self._overflow_check = OverflowCheck(self.device, self._group(group))
         self._recorder: Recorder = CudaRecorder(self.device) if recorder is None else recorder
         self._inputs: tuple[Any, ...] = ()
@@ -148,6 +149,11 @@ class GraphedStep:
         must equal those of the first call. Returns copies of the result of `step_fn`, without gradients."""
         if self._replay is None:
             self._prepare(inputs)
+        if self._model.training != self._training:
+            raise InvalidArgument(
+                f"model.training is {self._model.training}, must be {self._training}, as captured: call "
+                f"model.train({self._training}) before the step"
+            )
         for each, trained in zip(self._every, self._trains, strict=True):
             if each.requires_grad != trained:
                 raise InvalidArgument(
@@ -208,7 +214,7 @@ class GraphedStep:
                 raise InvalidArgument(f"input {number} requires a gradient, must not: it is copied")
         self._inputs = tuple(each.detach().clone() if isinstance(each, Tensor) else each for each in inputs)
         self._buffers = []
-        self._trains = [each.requires_grad for each in self._every]
+        self._trains, self._training = [each.requires_grad for each in self._every], self._model.training
         self._parameters = [each for each in self._every if each.requires_grad]
         self._own_grads = [None] * len(self._parameters)
         before = self._before()

@@ -125,6 +125,10 @@ def test_parameters_are_those_trained_at_the_first_call(model: nn.Module) -> Non
     weight.requires_grad_(False)
     with pytest.raises(InvalidArgument, match=r"has requires_grad=False, must have True, as captured"):
         step(x_TH)
+    weight.requires_grad_(True)
+    model.eval()
+    with pytest.raises(InvalidArgument, match=r"model\.training is False, must be True, as captured"):
+        step(x_TH)
 
 
 class SameMemory(Played):
