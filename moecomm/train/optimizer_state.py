@@ -216,7 +216,7 @@ class ParamGroups:
         """Returns the saved settings of a group's parameters. Raises InvalidArgument if they differ, or lack
         one that the group has."""
         names = self._names(group)
-        settings = {name: dict(state[name]) for name in names}
+        settings = {name: _settings(dict(state[name])) for name in names}  # earlier versions saved members
         first = settings[names[0]] if names else {}
         for name, other in settings.items():
             if other != first:
@@ -237,9 +237,14 @@ class ParamGroups:
         return first
 
 
+_MEMBERS = ("params", "param_names")
+"""The keys of a group that say which parameters it has; torch adds the second to optimizers that are given
+`model.named_parameters()`."""
+
+
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
     """Returns the settings of a group, with numbers in place of tensors, which have a device."""
-    return {key: _plain(value) for key, value in group.items() if key != "params"}
+    return {key: _plain(value) for key, value in group.items() if key not in _MEMBERS}
 
 
 def _plain(value: Any) -> Any:

@@ -380,6 +380,25 @@ def test_settings_of_groups_come_back_by_names(rank: int, world: int, tmp_path: 
         refused(lambda: dcp.load(sharded_state(fresh, other), checkpoint_id=tmp_path), begins=begins)
 
 
+@on_ranks(2)
+def test_groups_of_named_parameters(rank: int, world: int, tmp_path: Path, seed: int) -> None:
+    """The names in a group are no setting: groups may be divided, joined, and without names."""
+    model = build(rank, world, 2, seed)
+    named = dict(model.named_parameters())
+    parts = [
+        {"params": [(n, p) for n, p in named.items() if ("experts" in n) == own]} for own in (True, False)
+    ]
+    ways: dict[str, Any] = {"divided": parts, "joined": [*named.items()], "without": [*named.values()]}
+    with model.comm:
+        for saved, loaded in (("joined", "divided"), ("divided", "joined"), ("joined", "without")):
+            one, other = torch.optim.AdamW(ways[saved], lr=0.5), torch.optim.AdamW(ways[loaded])
+            want = [group.get("param_names") for group in other.param_groups]
+            dcp.save(sharded_state(model, one), checkpoint_id=tmp_path / saved / loaded)
+            dcp.load(sharded_state(model, other), checkpoint_id=tmp_path / saved / loaded)
+            assert [group.get("param_names") for group in other.param_groups] == want
+            assert {group["lr"] for group in other.param_groups} == {0.5}
+
+
 @pytest.mark.parametrize(
     ("more", "less", "name"),
     [
