@@ -20,6 +20,7 @@ from moecomm.kernels.activation import INTERLEAVED
 from moecomm.kernels.parameters import Split, splits_of
 from moecomm.nn.experts import GroupedExperts, SharedExperts
 from moecomm.nn.layer import MoELayer
+from moecomm.parallel.records import grouped_in
 from moecomm.train.gradients import ep_group_of
 from moecomm.train.optimizer_state import Numbers, ParamGroups, ensure_state, require_savable
 from moecomm.train.replicas import expert_owners, layers_of, replicas_of_shards
@@ -132,7 +133,7 @@ class _LayerNames:
 def _names_of(layer: MoELayer, tensors: Mapping[str, Any]) -> tuple[str, ...]:
     """Returns the names of a layer's tensors, which are the same on all ranks, except that ranks may have
     different custom experts."""
-    experts = layer.experts if isinstance(layer.experts, GroupedExperts) else None
+    experts, _ = grouped_in(layer.experts)
     parts = [each for each in (layer.router, experts, layer.shared) if each is not None]
     own = {id(tensor) for each in parts for tensor in (*each.parameters(), *each.buffers())}
     names = [name for name, value in tensors.items() if id(value) in own]
@@ -240,7 +241,7 @@ def _find_places(model: nn.Module, ep_group: Group | None) -> dict[Any, Place]:
         key = (None if owner is None else owner.comm, over)
         if key not in meshes:
             if owner is not None and over is not None:
-                meshes[key] = replicas_of_shards(owner.comm, over).mesh(owner.comm, kind)
+                meshes[key] = replicas_of_shards(owner.experts).mesh(owner.comm, kind)
             else:
                 group = ep_group_of(owner, ep_group)
                 assert group is not None

@@ -41,6 +41,7 @@ from moecomm.train.replicas import (
     ranks_of,
     refuse_common,
     require_equal,
+    shard_over,
 )
 from moecomm.types import AnyGroup, Group, as_group
 
@@ -147,7 +148,7 @@ def fully_shard_experts(
         if len(held) == 1 and not {"mp_policy", "offload_policy"} & options.keys():
             _leave_whole(experts, comm.size, own)
             continue
-        experts.sharded_over = frozenset(held)
+        shard_over(experts, replicas[comm])
         sharded = fully_shard(experts, mesh=own, **options)
         # Without a factor FSDP divides by the number of replicas, as if each had seen only its own tokens.
         if len(held) > 1:

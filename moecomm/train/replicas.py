@@ -28,6 +28,7 @@ from moecomm.nn.layer import MoELayer
 from moecomm.parallel import ParallelFolding
 from moecomm.parallel.expert_ranks import STAGE
 from moecomm.parallel.meshes import new_group
+from moecomm.parallel.records import grouped_in
 from moecomm.parallel.shards import refuse_mixed_shards
 from moecomm.parallel.spread import common_parameters, spread_parameters
 from moecomm.types import AnyGroup, Group, as_group
@@ -227,11 +228,20 @@ def find_replicas(model: nn.Module, group: Group | None) -> dict[Communicator, R
     return {comm: _known[comm][ranks] for comm in comms}
 
 
-def replicas_of_shards(comm: Communicator, mesh: DeviceMesh) -> Replicas:
-    """Returns the replicas whose ranks are those of `mesh`, over which `fully_shard_experts` has sharded the
-    experts."""
-    over = {int(rank) for rank in mesh.mesh.flatten()}
-    return next(found for found in _known[comm].values() if set(found.ranks) == over)
+def shard_over(experts: nn.Module, replicas: Replicas) -> None:
+    """Notes the replicas over which `fully_shard_experts` is about to shard the experts of a layer, which may
+    be in a wrapper."""
+    experts.moecomm_replicas = replicas  # type: ignore[assignment]
+    grouped, _ = grouped_in(experts)
+    for each in {experts, grouped or experts}:
+        each.sharded_over = frozenset(replicas.ranks)
+
+
+def replicas_of_shards(experts: nn.Module) -> Replicas:
+    """Returns what `shard_over` has noted, also where the layer has another communicator by now."""
+    found: Any = experts.moecomm_replicas
+    assert isinstance(found, Replicas)
+    return found
 
 
 _known: weakref.WeakKeyDictionary[Communicator, dict[Ranks, Replicas]] = weakref.WeakKeyDictionary()

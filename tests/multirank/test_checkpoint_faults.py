@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrizations, prune
 from torch.testing import assert_close
 
-from moecomm.nn import MoEConfig, MoELayer, sharded_state, sync_gradients
+from moecomm.nn import GroupedExperts, MoEConfig, MoELayer, sharded_state, sync_gradients
 from tests.multirank.catching import refused
 from tests.multirank.conftest import own_pool
 from tests.multirank.moe_cases import SIZES, groups_of, unsharded, wrapped
@@ -113,6 +113,7 @@ def locals_of(of: nn.Module | dict[str, Tensor]) -> dict[str, Tensor]:
         ("layer", False, {"activation": "swiglu_interleaved"}),
         ("block", True, {}),
         ("layer", False, {"ties": True}),
+        ("experts", False, {"bias": True}),
     ],
     ids=str,
 )
@@ -121,7 +122,7 @@ def test_a_model_under_activation_checkpointing_has_the_checkpoint_of_the_plain_
     rank: int, world: int, around: str, fsdp: bool, options: dict[str, Any], tmp_path: Path, seed: int
 ) -> None:
     """A wrapped model's checkpoint is that of the plain one, and loads into either, at any EP size."""
-    kind = {"block": Block, "layer": MoELayer}[around]
+    kind = {"block": Block, "layer": MoELayer, "experts": GroupedExperts}[around]
 
     def make(ep: int, wraps: bool, seed: int) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
         model: nn.Module = build(rank, world, ep, seed, **options)

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -124,6 +125,7 @@ def assert_same(model: nn.Module, wanted: nn.Module, of: str = "data", tolerance
     first, count = layer.experts.first_expert, layer.experts.num_local_experts
     want = dict(wanted.named_parameters())
     for name, parameter in model.named_parameters():
+        name = name.replace("_checkpoint_wrapped_module.", "")
         attribute = parameter.detach() if of == "data" else parameter.grad
         expected = want[name].detach() if of == "data" else want[name].raw_grad  # type: ignore[attr-defined]
         if ".experts." in name:
@@ -322,6 +324,33 @@ def test_experts_that_are_replaced_or_trained_later(
                 runs(tokens(rank, 0, seed))  # nothing is averaged
         else:
             one_step(runs, model, wanted, rank, world_size, seed)
+
+
+@on_ranks(4)
+def test_fsdp_of_experts_in_a_wrapper(rank: int, world_size: int, seed: int) -> None:
+    """Experts under checkpoint_wrapper are sharded over the ranks that hold the same."""
+    model = spread(rank, world_size, 2, seed)
+    wanted, _ = one_process(rank, world_size, 0, seed)
+    model.moe.experts = checkpoint_wrapper(model.moe.experts)
+    with model.moe.comm, wanted.moe.comm:
+        one_step(wrapped(model, "fsdp"), model, wanted, rank, world_size, seed)
+
+
+@on_ranks(4)
+def test_shards_are_saved_with_another_communicator(
+    rank: int, world_size: int, tmp_path: Path, seed: int
+) -> None:
+    """One that has replaced that with which they were sharded."""
+    model = spread(rank, world_size, 2, seed)
+    wrapped(model, "fsdp")
+    group, sizes = model.moe.comm.group, {"num_experts": 12, "hidden": 16, "top_k": 3}
+    model.moe.comm.close()
+    model.moe.comm = Communicator(group, **sizes, max_tokens=max(TOKENS), dtype=torch.float64)
+    other = spread(rank, world_size, 1, seed + 1)
+    with model.moe.comm, other.moe.comm:
+        torch.distributed.checkpoint.save(sharded_state(model), checkpoint_id=tmp_path)
+        torch.distributed.checkpoint.load(sharded_state(other), checkpoint_id=tmp_path)
+        assert_same(model, other)
 
 
 @pytest.mark.parametrize("mixed", [False, True], ids=["plain", "policy"])
