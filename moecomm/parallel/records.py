@@ -53,11 +53,13 @@ def accept_interleaved(module: Any, state: dict[str, Any], prefix: str) -> bool:
 
 def require_same_experts(experts: Any, state_dict: dict[str, Any], prefix: str) -> None:
     """Compares the record in a state of GroupedExperts with its own before a weight changes; adds it to a
-    state that has none, with a warning. Raises InvalidArgument for a state of other experts."""
+    state that has none, with a warning if it has weights. Raises InvalidArgument for a state of other
+    experts."""
     record = experts.get_extra_state()
     own, name = record.tolist(), f"{prefix}_extra_state"
     known_order = accept_interleaved(experts, state_dict, prefix) or not own[3]
-    if name not in state_dict and not (experts.has_all and known_order):
+    has_some = any(f"{prefix}{each}" in state_dict for each, _ in experts.named_parameters())
+    if name not in state_dict and has_some and not (experts.has_all and known_order):
         order = "" if known_order else ", with interleaved gates and up values"
         warnings.warn(
             f"the state has no record {name} of which experts it holds, as those of earlier versions: it "
