@@ -250,7 +250,7 @@ class CudaBackend(Backend):
             # waited, another thread may have launched a kernel that still reads memory which it has freed and
             # this output gets.
             filled = call.capacity >= 0 and call.layout == "rank"
-            filled = filled or torch.are_deterministic_algorithms_enabled()
+            filled = filled or torch.are_deterministic_algorithms_enabled() or torch.is_anomaly_enabled()
             directly = directly and not filled and not (in_one_call and call.capacity < 0)
             return self._receive(call, blob, counts, partial(self._native.finish_dispatch, directly))
         outputs.cut(*counts)

@@ -212,6 +212,11 @@ class TestOperations:
         finally:
             torch.use_deterministic_algorithms(False)
         assert not native.directly
+        comm.dispatch(*make_inputs(), async_op=True).wait()
+        assert native.directly
+        with torch.autograd.set_detect_anomaly(True):  # as are those of anomaly mode
+            comm.dispatch(*make_inputs(), async_op=True).wait()
+        assert not native.directly
         receive = comm.begin_dispatch(*make_inputs())
         gpu.now = gpu.new_stream()
         receive()
