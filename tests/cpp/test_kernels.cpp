@@ -6,6 +6,8 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <atomic>
+#include <chrono>
 #include <memory>
 #include <thread>
 #include <vector>
@@ -72,6 +74,39 @@ class Rank {
     CHECK(status_.broken.set == 0 && status_.verdict.set == 0 && comm.state().failed == 0);
     CHECK((status_.overflow.set != 0) == overflows(step));
     status_.overflow.set = 0;
+  }
+
+  /// A combine with the weights of tokens that this rank runs alone, and in which another wait fails while
+  /// the other rank's weights arrive. It ends, also where they came in time for some warps of a team only.
+  void fail_combine(const Shape& shape, const Step& step) {
+    const uint64_t epoch = comm.state().epoch + 1;
+    const Input& input = step.inputs[static_cast<size_t>(rank_)];
+    Rows y(static_cast<size_t>(input.tokens * shape.hidden));
+    gpu::CombineArguments args{};
+    args.rows = bytes(input.answers);
+    args.token_weights = input.weights.data();
+    args.y = bytes(y);
+    args.plan = plan_.data();
+    args.tokens = input.tokens;
+    args.layout = step.layout;
+    args.team_warps = 8;
+    args.parts = 1;
+    gpu::launch_combine_fused(launch(main_, 2), comm, args);
+    const auto pause = [&](int least, int most) {
+      std::this_thread::sleep_for(std::chrono::microseconds(draw(random_, least, most)));
+    };
+    // Own weights go out first.
+    while (!EpochNumber::is_of(std::atomic_ref(comm.routes(comm.own, rank_, epoch)->place).load(), epoch))
+      std::this_thread::yield();
+    pause(0, 2'000);
+    std::atomic_ref(comm.state().failed).store(1);
+    pause(0, 3'000);
+    const int32_t other = 1 - rank_;
+    for (int i = 0; i < step.inputs[static_cast<size_t>(other)].tokens * shape.top_k; ++i)
+      device::put(comm.routes(comm.own, other, epoch) + i, ptx::Pair{0, EpochNumber::word(epoch, 0)});
+    main_.join();
+    CHECK(comm.state().epoch == epoch);
+    comm.state().failed = 0;
   }
 
   device::Comm comm{};
@@ -340,8 +375,8 @@ class Rank {
   bool gives_up_ = false, overflowing_ = false;  ///< the dispatch that is played
 };
 
-/// Plays a few steps. Returns how often what is rare has happened.
-Seen play(const Shape& shape, Random& random) {
+/// The ranks of a shape, which have each other's windows.
+std::vector<std::unique_ptr<Rank>> make_ranks(const Shape& shape, Random& random) {
   DeviceShape device{};
   device.ranks = shape.ranks;
   device.top_k = shape.top_k;
@@ -357,17 +392,39 @@ Seen play(const Shape& shape, Random& random) {
   for (const auto& each : ranks)
     for (int peer = 0; peer < shape.ranks; ++peer)
       each->comm.bases.of[peer] = ranks[static_cast<size_t>(peer)]->base();
-  std::vector<Step> steps;
-  for (int i = 0; i < shape.steps; ++i) steps.push_back(make_step(shape, random));
+  return ranks;
+}
+
+/// Plays steps of all ranks.
+void play(const Shape& shape, const std::vector<std::unique_ptr<Rank>>& ranks,
+          const std::vector<Step>& steps) {
   std::vector<std::thread> threads;
   for (const auto& each : ranks)
     threads.emplace_back([&] {
       for (const Step& step : steps) each->play(shape, step);
     });
   for (std::thread& thread : threads) thread.join();
+}
+
+/// Plays a few steps. Returns how often what is rare has happened.
+Seen play(const Shape& shape, Random& random) {
+  const auto ranks = make_ranks(shape, random);
+  std::vector<Step> steps;
+  for (int i = 0; i < shape.steps; ++i) steps.push_back(make_step(shape, random));
+  play(shape, ranks, steps);
   Seen all;
   for (const auto& each : ranks) all.add(each->seen);
   return all;
+}
+
+/// Plays combines that fail, after a dispatch.
+void play_failures(Random& random) {
+  const Shape shape{2, 2, 2, 8, 4, 1, 4};
+  const auto ranks = make_ranks(shape, random);
+  Step step = make_step(shape, random);
+  while (!step.by_token || step.disagrees() || step.given_up) step = make_step(shape, random);
+  play(shape, ranks, {step});
+  for (int i = 0; i < 30; ++i) ranks[0]->fail_combine(shape, step);
 }
 
 /// Claims take each token of a source once, in pieces that begin at a multiple of their size; the first ones
@@ -411,5 +468,6 @@ int main() {
   CHECK(seen.turns > 0);
   for (int i = 0; seen.watched == 0 && i < 40; ++i) seen.add(play({2, 3, 2, 8, 4, 6, 1}, random));
   CHECK(seen.watched > 0);
+  play_failures(random);
   return test::finish();
 }

@@ -68,20 +68,23 @@ class SumSender {
       const int begin = chunk * size, end = min(begin + size, tokens);
       std::byte* const base = comm_.bases[home];
       announce();
-      bool owned = false;
-      for (int token = begin; token < end; ++token) owned = send(base, home, token) || owned;
-      if (owned) stored_ = comm_.arrival(base, comm_.rank, chunk);
+      int sent = kNothing;
+      for (int token = begin; token < end; ++token) sent |= send(base, home, token);
+      if (sent != kNothing)
+        stored_ = reinterpret_cast<uintptr_t>(comm_.arrival(base, comm_.rank, chunk)) | (sent & kLacking);
     }
   }
   /// Sets the flag of the last stored sum, once that sum has arrived.
   __device__ void announce() {
-    if (stored_ == nullptr) return;
-    team_.sync();
-    if (team_.thread() == 0) device::signal(stored_, epoch_);
-    stored_ = nullptr;
+    if (stored_ == 0) return;
+    const bool whole = team_.all((stored_ & kLacking) == 0);
+    if (whole && team_.thread() == 0) device::signal(reinterpret_cast<uint64_t*>(stored_), epoch_);
+    stored_ = 0;
   }
 
  private:
+  static constexpr int kNothing = 0, kLacking = 1, kStored = 2;  ///< bits
+
   /// The weight of this lane's k of a token, once its home has announced it; `here`: false if it does not.
   __device__ float announced_weight(int32_t home, int token, bool& here) const {
     const Route* const word =
@@ -90,9 +93,9 @@ class SumSender {
                               WeightArrival{word, epoch_});
     return __uint_as_float(static_cast<uint32_t>(ptx::load_relaxed_sys_pair(word).low >> 32));
   }
-  /// Stores a token's sum at its home; false if this rank owns none of the token's experts, or if its weights
-  /// do not arrive.
-  __device__ bool send(std::byte* base, int32_t home, int token) {
+  /// Stores a token's sum at its home: kStored. kNothing if this rank owns none of the token's experts;
+  /// kLacking if its weights do not arrive, as they may have for other warps of the team.
+  __device__ int send(std::byte* base, int32_t home, int token) {
     const int warp = warp_id();
     bool here = true;
     const auto factor = [&](int32_t row) {
@@ -102,7 +105,8 @@ class SumSender {
     const uint32_t owned =
         list_owned<1>(comm_, args_, home, token, 1, memory_.sources[warp], memory_.weights[warp],
                       memory_.counts[warp], memory_.slots[warp], factor);
-    if (!__all_sync(0xffffffffu, here) || owned == 0) return false;
+    if (owned == 0) return kNothing;
+    if (!__all_sync(0xffffffffu, here)) return kLacking;
     std::byte* const to = comm_.slot_row(base, epoch_, token, memory_.slots[warp][0]);
     const int count = memory_.counts[warp][0];
     const float* const factors = args_.weighted() ? memory_.weights[warp] : nullptr;
@@ -122,7 +126,7 @@ class SumSender {
             .store(to, first, vectors, sum_scales_at(comm_, wire));
       });
     }
-    return true;
+    return kStored;
   }
   /// Calls use(first vector) for this warp's strips of a row.
   template <int steps, class Use>
@@ -137,7 +141,7 @@ class SumSender {
   const uint64_t epoch_;
   const Team& team_;
   ReduceMemory& memory_;
-  uint64_t* stored_ = nullptr;  ///< the flag of the last sum that was stored
+  uintptr_t stored_ = 0;  ///< address of the last sum's flag, with kLacking if this warp lacked its weights
 };
 
 /// A warp's sums of this rank's own tokens. It takes one part at a time, up to kOwnStrips strips at once. All
