@@ -395,7 +395,7 @@ void Communicator::pull(std::byte* out, std::byte* out_weights, int32_t* out_ids
   }
   signals_->complete(epoch);
   stats_.rows_in += plan->tokens;
-  stats_.rows_out += plan->needed_rows;
+  stats_.rows_out += std::min(plan->needed_rows, plan->rows);
 }
 
 void Communicator::redispatch(const std::shared_ptr<const Plan>& plan, const std::byte* rows, std::byte* out,

@@ -320,6 +320,18 @@ def test_stats_count_calls_rows_and_bytes(rank: int, world_size: int, seed: int)
 
 
 @on_ranks("most_ranks")
+def test_rows_that_a_capacity_left_out_do_not_count_as_received(
+    rank: int, world_size: int, seed: int
+) -> None:
+    """Rank 0 is brought more rows than the capacity, and counts the capacity."""
+    case = Case(tokens=(5,) * world_size, num_experts=world_size, hidden=8, top_k=1, routing="one-expert")
+    with opened(replace(case, seed=seed, slack=-2), rank) as (comm, known):
+        known.check_dispatch(known.dispatch(comm))
+        ranks.synchronize()
+        assert comm.stats()["rows_out"] == (5 * world_size - 2 if rank == 0 else 0)
+
+
+@on_ranks("most_ranks")
 def test_a_slow_rank_is_seen_by_the_others(rank: int, world_size: int, seed: int) -> None:
     case = Case(tokens=(10,) * world_size, num_experts=2 * world_size, hidden=8, top_k=2, seed=seed)
     slow = 1
