@@ -235,11 +235,15 @@ class Work(Generic[Result]):
         the host wait, until the row count is known.
         """
         if not self._waited:
-            with self._lock:
-                if not self._waited:
-                    with torch.inference_mode(False), torch.set_grad_enabled(self._recording):
-                        self._result = self._wait()
-                    self._waited = True
+            try:
+                with self._lock:
+                    if not self._waited:
+                        with torch.inference_mode(False), torch.set_grad_enabled(self._recording):
+                            self._result = self._wait()
+                        self._waited = True
+            except BaseException:
+                del self  # keeps the error, whose traceback keeps this frame
+                raise
         if self._join is not None:
             self._join()
         return self._result  # type: ignore[return-value]

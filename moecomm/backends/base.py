@@ -183,29 +183,35 @@ class Backend(ABC):
     def announce(self, error: Exception) -> NoReturn:
         """Raises `error`, found before its operation could begin, on all ranks in place of that operation."""
 
+        held = [error]
+        del error  # its traceback has this frame, and with it the operation's tensors
+
         def operation() -> NoReturn:
             self.ready()
-            raise error
+            raise held.pop()
 
         self.run("moecomm refuse", operation)
 
     def _whole(self, operation: Callable[[], Result]) -> Result:
         """Runs an operation, including checks and copies of its arguments. Announces errors from before
         `_announced` is set, as `announced_as` says; an InvalidArgument is then known to all ranks."""
+        told: Exception | None = None
         self._announced = False
         try:
             return operation()
         except Exception as error:
-            told: Exception = error
+            told = error
             if not self._announced:
                 self._announced = True
-                told = typed = announced_as(error)
-                self._announce(kind_of(typed), str(typed).encode(errors="replace").decode())
+                told = announced_as(error)
+                self._announce(kind_of(told), str(told).encode(errors="replace").decode())
             if isinstance(told, InvalidArgument):
                 told._is_known_to_all = True
             if told is error or isinstance(error, CapacityExceeded):
                 raise
             raise told from error
+        finally:
+            del told  # as in `announce`
 
     @abstractmethod
     def _announce(self, kind: str, text: str) -> None:

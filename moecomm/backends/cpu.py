@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
@@ -165,7 +166,7 @@ class CpuBackend(Backend):
     ) -> Work[Finished]:
         """Runs an operation in the communicator's own thread, after all earlier ones."""
         future = self._order.submit(self._whole, begin if complete is None else lambda: complete(begin()))
-        return Work(lambda: finish(self._order.result(future)), future.done)
+        return Work(partial(_finished, self._order, finish, future), future.done)
 
     def ready(self) -> None:
         """Raises the pending error, if any. CapacityExceeded is announced, though every rank sees the
@@ -334,6 +335,14 @@ class CpuBackend(Backend):
     def close(self) -> None:
         if not self._order.finish(self._native.close):
             warn_of_thread()
+
+
+def _finished(order: InOrder, finish: Callable[[Result], Finished], future: Future[Result]) -> Finished:
+    """Waits for a submitted operation, and returns what `finish` makes of its result."""
+    try:
+        return finish(order.result(future))
+    finally:
+        del future  # as in `InOrder.result`
 
 
 # A trace frees a tensor of which later code uses only the address.

@@ -47,11 +47,14 @@ class _Opened:
         layer calls it for an error that it finds on its rank alone: a plain exception would leave the other
         ranks waiting until their deadline. The communicator stays usable."""
         try:
-            self._open().announce(error)
-        except MoecommError as raised:
-            if raised is not error and raised.__cause__ is not error:
-                raise
-        raise error
+            try:
+                self._open().announce(error)
+            except MoecommError as raised:
+                if raised is not error and raised.__cause__ is not error:
+                    raise
+            raise error
+        finally:
+            del error  # its traceback has this frame, and with it what the failed part has held
 
     def check(self) -> None:
         """Raises CapacityExceeded, once, if a dispatch since the last check left rows out on any rank, and

@@ -57,7 +57,7 @@ class InOrder:
         self._running = threading.Lock()  # held while an operation runs
         self._here = threading.local()
         self._pool: ThreadPoolExecutor | None = None
-        self._last: Future[Any] | None = None
+        self._last: Callable[[], Future[Any] | None] = lambda: None  # weak: a future keeps its result
 
     def _in_child(self) -> None:
         """Resets the state in a forked child, which has neither the thread nor the holders of the locks:
@@ -72,17 +72,19 @@ class InOrder:
         here = self._here
         if getattr(here, "inside", False):
             raise within_another()
-        running = False
+        running, future = False, None
         try:
             here.inside = True
             with self._gate:
-                if self._last is not None and not self._last.done():
+                last = self._last()
+                if last is not None and not last.done():
                     future = self._enqueue(operation, *arguments)
                 else:
-                    future = None
                     running = self._running.acquire()
+                del last
             return operation(*arguments) if future is None else self.result(future)
         finally:
+            del future  # as in `result`
             if running:
                 self._running.release()
             here.inside = False
@@ -102,6 +104,8 @@ class InOrder:
             if not future.done():
                 self._give_up()
             raise
+        finally:
+            del future  # holds the error, whose traceback holds this frame and the operation's tensors
 
     def _enqueue(self, operation: Callable[..., Result], *arguments: Any) -> Future[Result]:
         def locked() -> Result:
@@ -111,7 +115,8 @@ class InOrder:
         if self._pool is None:
             self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="moecomm")
             _with_threads.add(self)
-        future = self._last = self._pool.submit(locked)
+        future = self._pool.submit(locked)  # the pool holds it until it is done
+        self._last = weakref.ref(future)
         return future
 
     def finish(self, then: Callable[[], Result]) -> Result:
@@ -121,7 +126,7 @@ class InOrder:
         with self._held(self._gate):
             pool, self._pool = self._pool, None
         if pool is not None:
-            last = self._last
+            last = self._last()
             if last is not None and not wait([last], _PATIENCE).done:
                 self._give_up()
             pool.shutdown(wait=True)

@@ -218,6 +218,34 @@ def test_steps_do_not_leak(rank: int, world_size: int) -> None:
 
 
 @on_ranks(2)
+def test_an_error_keeps_no_tensors(rank: int, world_size: int) -> None:
+    """A call that has failed lets go of its tensors at once, not when Python next looks for cycles, and a
+    finished operation of `async_op` of its result. (Each input here is one of two that can be alive.)"""
+    case = Case(tokens=(6, 4), num_experts=4, hidden=64, top_k=2)
+    gc.disable()
+    try:
+        with moecomm.Communicator(**case.communicator) as comm:
+            ids_TK = torch.from_numpy(case.ids(rank))
+            calls: list[Callable[[torch.Tensor], Any]] = [
+                lambda x_TH: comm.dispatch(x_TH, ids_TK + 9),
+                lambda x_TH: comm.dispatch(x_TH, ids_TK[:1]),
+                lambda x_TH: comm.dispatch(x_TH, ids_TK[:1], async_op=True).wait(),
+                lambda x_TH: comm.redispatch(x_TH, None, async_op=True).wait(),
+                lambda x_TH: comm.refuse(ValueError(f"a part that had {x_TH.shape}")),
+            ]
+            for call in calls:
+                for _ in range(4):
+                    with pytest.raises(ValueError, match=r"rank|topk_idx|handle|part"):
+                        call(comm.empty_input(case.tokens[rank]).zero_())
+            out = comm.dispatch(torch.from_numpy(case.x(rank)), ids_TK, async_op=True).wait()
+            tokens = weakref.ref(out.tokens)
+            del out
+            assert tokens() is None
+    finally:
+        gc.enable()
+
+
+@on_ranks(2)
 def test_threads(rank: int, world_size: int) -> None:
     """Two threads, each with a communicator of its own that another thread built."""
     comms = [ranks.communicator(**CASE.communicator) for _ in range(2)]
