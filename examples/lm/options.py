@@ -34,29 +34,39 @@ DTYPES = ("float32", "bfloat16")
 SWITCH = argparse.BooleanOptionalAction
 
 
+def _integer(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+
+
 def _count(text: str) -> int:
-    value = int(text)
+    value = _integer(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is not a number of at least 1")
     return value
 
 
 def _whole(text: str) -> int:
-    value = int(text)
+    value = _integer(text)
     if value < 0:
         raise argparse.ArgumentTypeError(f"{value} is not a number of at least 0")
     return value
 
 
 def _seed(text: str) -> int:
-    value = int(text)
+    value = _integer(text)
     if not 0 <= value < 1 << 63:
         raise argparse.ArgumentTypeError(f"{value} is not a number from 0 to 2**63 - 1")
     return value
 
 
 def _amount(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
     if not (math.isfinite(value) and value >= 0):
         raise argparse.ArgumentTypeError(f"{value} is not a finite number of at least 0")
     return value

@@ -490,3 +490,17 @@ def test_a_second_signal_right_after_the_first_is_the_same_request(
     now[0] += 0.1
     signal.raise_signal(signal.SIGTERM)
     assert killed == [signal.SIGTERM]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--layers", "1.5"], "argument --layers: '1.5' is not a whole number"),
+        (["--seed", "x"], "argument --seed: 'x' is not a whole number"),
+        (["--lr", "fast"], "argument --lr: 'fast' is not a number"),
+    ],
+)
+def test_no_number(given: list[str], said: str) -> None:
+    with pytest.raises(UsageError) as raised:
+        options.parse(given)
+    assert str(raised.value) == said
