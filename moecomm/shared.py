@@ -51,8 +51,9 @@ class SharedCommunicator:
         self, x_TH: Any, ids_TK: Tensor, weights_TK: Tensor | None, **options: Any
     ) -> tuple[Communicator, DispatchOutput]:
         """Dispatches like `Communicator.dispatch`, and also returns the communicator for the combine. All
-        ranks call it together. On GPUs ranks do not wait in a dispatch with a capacity, nor hear at once of a
-        batch that is too large on another rank: it raises InvalidArgument there, or see `require`."""
+        ranks call it together. On GPUs ranks do not wait in a dispatch with a capacity, so they cannot agree
+        on a larger communicator then: a batch that is too large raises InvalidArgument on its rank. `require`
+        makes room beforehand."""
 
         def call(comm: Communicator) -> tuple[Communicator, DispatchOutput]:
             return comm, comm.dispatch(x_TH, ids_TK, weights_TK, **options)
@@ -75,7 +76,7 @@ class SharedCommunicator:
         """Returns the result of `call`, which begins with a dispatch of `tokens` tokens. All ranks call it
         together. If a rank has more tokens than the communicator takes, the dispatch fails on all ranks,
         which tells them to build a larger one and to call again; other calls have no extra cost.
-        dispatched: whether an error of `call` comes from what follows its dispatch."""
+        dispatched: tells whether `call` has come past its dispatch, so that its error is another one."""
         try:
             return call(self._comm)
         except InvalidArgument as error:

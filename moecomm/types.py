@@ -193,7 +193,6 @@ class DispatchOutput:
     topk_idx: torch.Tensor | None = None
     scales: torch.Tensor | None = None
     host_counts: list[int] | None = None
-
     plan_views: PlanViews | None = None
 
     if not TYPE_CHECKING:

@@ -153,7 +153,7 @@ class Forward:
 
     @property
     def dispatched(self) -> bool:
-        """Whether there is a state of a dispatch."""
+        """True once the rows are dispatched, so that an error comes from what follows."""
         return self._state is not None
 
     @property

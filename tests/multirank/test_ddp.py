@@ -94,7 +94,7 @@ class ReturnsResult(nn.Module):
 
 @on_ranks(4)
 def test_ddp_finds_the_result_in_a_dataclass(rank: int, world_size: int, seed: int) -> None:
-    """With find_unused_parameters, where the backward of the model's result averages experts."""
+    """With find_unused_parameters DDP has to find the result, in whose backward it averages experts."""
     torch.manual_seed(seed)
     model = ReturnsResult(groups_of(rank, world_size, 2)[0])
     plain, x = copy.deepcopy(model), tokens(rank, 0, seed)

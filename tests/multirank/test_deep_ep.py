@@ -181,7 +181,8 @@ def _refused(error: type[Exception], words: str, call: Any) -> None:
 
 
 def _disagree(rank: int, dispatch: Any, combine: Any) -> None:
-    """All ranks are told that one calls another operation: none waits for others to agree on a size."""
+    """Checks that every rank raises at once where one calls another operation, and that none waits for the
+    others to agree on a size."""
     _refused(MismatchedArguments, "disagree on the operation", combine if rank else dispatch)
 
 

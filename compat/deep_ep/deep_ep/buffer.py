@@ -16,7 +16,7 @@ from torch import Tensor
 from deep_ep.config import Config
 from deep_ep.handle import DispatchHandle
 from deep_ep.low_latency import LowLatency
-from deep_ep.operations import events_of, rounded_up
+from deep_ep.operations import all_rounded_up, events_of
 from deep_ep.utils import EventHandle, EventOverlap
 from moecomm.errors import InvalidArgument
 
@@ -158,8 +158,8 @@ class Buffer(LowLatency):
             is_token_in_rank: (T, R) bool, used where topk_idx is None.
             expert_alignment: the counts are rounded up to a multiple of it.
             num_worst_tokens: above 0 the rows of the result, the same number on all ranks; the host waits for
-                nothing. On GPUs a rank may then bring as many tokens as any brought before, or R-th part of
-                it, and else raises InvalidArgument.
+                nothing. On GPUs a rank may then bring num_worst_tokens / R tokens, or as many as any rank
+                brought before; more raise InvalidArgument on that rank.
             num_tokens_per_rank, num_tokens_per_rdma_rank, config, allocate_on_comm_stream: nothing depends on
                 them.
             previous_event: with async_finish the operation begins after it, else after the current stream.
@@ -198,8 +198,7 @@ class Buffer(LowLatency):
             counts = out.host_counts or []
             if counts and topk_idx is None:  # rows by rank name no experts where no ids were given
                 counts = self._total(num_tokens_per_expert).tolist()
-            if expert_alignment != 1:
-                counts = [rounded_up(each, expert_alignment) for each in counts]
+            counts = all_rounded_up(counts, expert_alignment)
             made.extend((counts, DispatchHandle(comm, out, ids_TK, is_token_in_rank, options["capacity"])))
             return out.tokens, out.scales, None if topk_idx is None else out.topk_idx, out.weights
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from deep_ep.operations import (
     Operations,
     PlanHandle,
+    all_rounded_up,
     by_columns,
     carriers,
     events_of,
@@ -276,9 +277,7 @@ class ElasticBuffer(Operations):
             comm, out = shared.dispatch(x, ids_TK, topk_weights, **options, **asked)
             if cumulative_local_expert_recv_stats is not None:
                 cumulative_local_expert_recv_stats.add_(out.tokens_per_expert)
-            counts = out.host_counts or []
-            if alignment != 1:
-                counts = [rounded_up(n, alignment) for n in counts]
+            counts = all_rounded_up(out.host_counts or [], alignment)
             ids = ids_TK.clone() if do_handle_copy else ids_TK
             sizes = (num_experts, alignment, most, num_sms)
             made.append(EPHandle(comm, out, do_expand, *sizes, ids, counts, options))

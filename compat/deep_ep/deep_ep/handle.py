@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from deep_ep.maps import spread
-from deep_ep.operations import PlanHandle, rounded_up
+from deep_ep.operations import PlanHandle, all_rounded_up
 from moecomm import Communicator, DispatchOutput
 
 
@@ -85,7 +85,7 @@ class HybridHandle(TupleHandle):
         """Returns the same as int64 on the CPU. With a capacity the host waits for the rows."""
         if self._host_counts is None:
             return self.padded_counts().long().cpu()
-        return torch.tensor([rounded_up(each, self.options["alignment"]) for each in self._host_counts])
+        return torch.tensor(all_rounded_up(self._host_counts, self.options["alignment"]))
 
     def received_ids(self) -> torch.Tensor:
         """Returns (P, K) ids of received rows among all experts, -1 where an expert is elsewhere."""

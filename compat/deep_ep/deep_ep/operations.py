@@ -100,7 +100,7 @@ class Operations:
         sms = num_sms if rows.is_cuda else None
         if isinstance(x, tuple):
             return comms.of(rows, top_k, torch.bfloat16, "fp8", sms, tokens, every)
-        return comms.of(rows, top_k, None, None, sms, tokens, every)
+        return comms.of(rows, top_k, num_sms=sms, tokens=tokens, every=every)
 
     def run(
         self, work: Callable[[], tuple[Any, ...]], inputs: tuple[Any, ...], before: Events, apart: bool
@@ -221,3 +221,8 @@ def by_columns(scales: Tensor) -> Tensor:
 def rounded_up(number: Any, alignment: int) -> Any:
     """Returns an integer, or integers in a tensor, rounded up to a multiple of `alignment`."""
     return -(-number // alignment) * alignment
+
+
+def all_rounded_up(numbers: list[int], alignment: int) -> list[int]:
+    """Returns the numbers, each rounded up; the list itself where that changes none."""
+    return numbers if alignment == 1 else [rounded_up(each, alignment) for each in numbers]
