@@ -386,6 +386,19 @@ def _describe_exit(code: int) -> str:
         return f"signal {-code}"
 
 
+def new_store() -> Any:
+    """Returns a TCPStore that rank 0 keeps for all ranks of the default group. The system chooses its port as
+    it is taken: one that was looked up before may be another process's by then."""
+    import torch.distributed as dist
+
+    port = [0]
+    if dist.get_rank() == 0:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        port = [store.port]
+    dist.broadcast_object_list(port)
+    return store if dist.get_rank() == 0 else dist.TCPStore("127.0.0.1", port[0])
+
+
 def _rank_main(
     pipe: Any, rank: int, world_size: int, folder: str, environment: dict[str, str], timeout: float
 ) -> None:

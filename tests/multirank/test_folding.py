@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import gc
 import os
-import socket
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +20,7 @@ from moecomm.nn.config import MoEConfig
 from moecomm.parallel import ParallelFolding
 from tests.multirank.catching import Caught, catch, refused, require
 from tests.multirank.conftest import own_pool
-from tests.multirank.harness import NO_GPUS
+from tests.multirank.harness import NO_GPUS, new_store
 from tests.multirank.moe_cases import SIZES
 from tests.multirank.on_ranks import on_ranks
 from tests.multirank.test_data_parallel import recipe
@@ -182,9 +181,9 @@ def test_a_rank_that_does_not_come_is_named(fresh_ranks: Callable[..., list[Any]
         assert found[rank].peer == 1
 
 
-def lost_store(rank: int, world_size: int, port: int) -> Caught | None:
+def lost_store(rank: int, world_size: int) -> Caught | None:
+    store = new_store()
     dist.destroy_process_group()
-    store = dist.TCPStore("localhost", port, world_size, is_master=rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     if rank == 0:
         store.wait(["ready"])
@@ -194,10 +193,7 @@ def lost_store(rank: int, world_size: int, port: int) -> Caught | None:
 
 
 def test_a_lost_store_is_told(fresh_ranks: Callable[..., list[Any]]) -> None:
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    found = fresh_ranks(2, lost_store, port, may_die=[0])[1]
+    found = fresh_ranks(2, lost_store, may_die=[0])[1]
     require(found, "the store of torch.distributed is gone", name="PeerLost")
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import datetime
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,7 +22,7 @@ from moecomm.setup.rendezvous import Rendezvous
 from tests import oracle
 from tests.cases import Case
 from tests.multirank.catching import catch, refused, require
-from tests.multirank.harness import no_shared_memory_left, run_ranks
+from tests.multirank.harness import new_store, no_shared_memory_left, run_ranks
 from tests.multirank.on_ranks import on_ranks
 
 
@@ -32,14 +31,6 @@ def pool() -> Iterator[Callable[[int], Any]]:
     """Ranks that end with their test, and leave nothing in /dev/shm."""
     with no_shared_memory_left():
         yield lambda size: partial(run_ranks, size)
-
-
-@pytest.fixture
-def port() -> int:
-    """One that is free."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
 
 
 def _build(group: Any = None, timeout: float = 10.0) -> Any:
@@ -172,8 +163,8 @@ def test_a_rank_that_has_met_is_told_of_a_pair_of_the_same_name(rank: int, world
 
 
 @on_ranks(2)
-def test_a_thread_that_waits_in_the_store_meanwhile(rank: int, world_size: int, port: int) -> list[str]:
-    store = dist.TCPStore("127.0.0.1", port, world_size, rank == 0)
+def test_a_thread_that_waits_in_the_store_meanwhile(rank: int, world_size: int) -> list[str]:
+    store = new_store()
     _join(rank, [0, 1], store)
     release = f"release {rank}"
     waiting = threading.Thread(target=lambda: store.wait([release], datetime.timedelta(seconds=40)))
@@ -188,8 +179,8 @@ def test_a_thread_that_waits_in_the_store_meanwhile(rank: int, world_size: int, 
 
 
 @on_ranks(2)
-def test_threads_that_build_in_another_order_on_each_rank(rank: int, world_size: int, port: int) -> list[str]:
-    _join(rank, [0, 1], dist.TCPStore("127.0.0.1", port, world_size, rank == 0))
+def test_threads_that_build_in_another_order_on_each_rank(rank: int, world_size: int) -> list[str]:
+    _join(rank, [0, 1], new_store())
     first, second = dist.new_group([0, 1]), dist.new_group([0, 1])
     problems: list[str] = []
     lock = threading.Lock()
