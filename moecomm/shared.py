@@ -46,7 +46,6 @@ class SharedCommunicator:
         self.serial, self._group, self._shape = serial, group, shape
         self._comm = self._build(tokens)
 
-    @_disable_dynamo
     def dispatch(
         self, x_TH: Any, ids_TK: Tensor, weights_TK: Tensor | None, **options: Any
     ) -> tuple[Communicator, DispatchOutput]:
@@ -54,13 +53,17 @@ class SharedCommunicator:
         ranks call it together. On GPUs ranks do not wait in a dispatch with a capacity, so they cannot agree
         on a larger communicator then: a batch that is too large raises InvalidArgument on its rank. `require`
         makes room beforehand."""
+        if torch.compiler.is_compiling():
+            return self._dispatch_outside_graph(x_TH, ids_TK, weights_TK, **options)
+        try:
+            return self._comm, self._comm.dispatch(x_TH, ids_TK, weights_TK, **options)
+        except InvalidArgument as error:
+            agree = not ids_TK.is_cuda or options.get("capacity") is None
+            if not agree or not self._is_enlarged(error, ids_TK.shape[0]):
+                raise
+        return self._comm, self._comm.dispatch(x_TH, ids_TK, weights_TK, **options)
 
-        def call(comm: Communicator) -> tuple[Communicator, DispatchOutput]:
-            return comm, comm.dispatch(x_TH, ids_TK, weights_TK, **options)
-
-        if ids_TK.is_cuda and options.get("capacity") is not None:
-            return call(self._comm)
-        return self.run(ids_TK.shape[0], call)
+    _dispatch_outside_graph = _disable_dynamo(dispatch)
 
     def require(self, tokens: int) -> None:
         """Makes room for batches of `tokens` tokens, the same number on all ranks, which call it together."""
@@ -80,14 +83,21 @@ class SharedCommunicator:
         try:
             return call(self._comm)
         except InvalidArgument as error:
-            if not may_be_too_large(error) or dispatched():
+            if dispatched() or not self._is_enlarged(error, tokens):
                 raise
-            (most,) = _largest(self._group, self._shape.device, tokens)
-            if most <= self._comm.max_tokens:  # all ranks have another error
-                raise
+        return call(self._comm)
+
+    def _is_enlarged(self, error: InvalidArgument, tokens: int) -> bool:
+        """Builds a communicator for the most tokens of any rank, where its lack was why a dispatch failed
+        with `error`. Returns whether it did, the same on all ranks."""
+        if not may_be_too_large(error):
+            return False
+        (most,) = _largest(self._group, self._shape.device, tokens)
+        if most <= self._comm.max_tokens:  # all ranks have another error
+            return False
         # Graphs of autograd keep the smaller one alive while they need it.
         self._comm = self._build(most)
-        return call(self._comm)
+        return True
 
     def _build(self, tokens: int) -> Communicator:
         return Communicator(self._group, max_tokens=round_up(tokens), **self._shape._asdict())

@@ -126,6 +126,9 @@ def test_a_dispatch_and_its_combine(rank: int, size: int, seed: int) -> None:
     )
     _same(fixed=(fixed[: len(rows)], rows), fixed_idx=(fixed_idx[: len(rows)], idx))
     assert len(fixed) == 40 and none == [] and int(fixed_idx[len(rows) :].max()) == -1
+    leaves = x.clone().requires_grad_(), weights.clone().requires_grad_()
+    detached, _, factors, *_ = buffer.dispatch(leaves[0], topk_idx=ids, topk_weights=leaves[1], **layout)
+    assert not detached.requires_grad and not factors.requires_grad
     plain, no_idx, no_weights, plain_counts, _, _ = buffer.dispatch(x, expert_alignment=4, **layout)
     _same(plain=(plain, rows))
     assert (no_idx, no_weights, plain_counts) == (None, None, counts)

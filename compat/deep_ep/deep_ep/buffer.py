@@ -187,19 +187,18 @@ class Buffer(LowLatency):
         # Where the host does not wait, ranks could not agree later on a larger batch.
         every = -(-num_worst_tokens // self.group_size)
         shared = self.communicator(x, experts, top_k, Buffer._chosen_sms, every=every)
-        options: dict[str, Any] = {"layout": "rank", "dequantize": not isinstance(x, tuple)}
-        options["capacity"] = num_worst_tokens or None
-        options["host_counts"] = num_worst_tokens == 0
+        capacity, waits = num_worst_tokens or None, num_worst_tokens == 0
         made: list[Any] = []
 
         def bring() -> tuple[Tensor | None, ...]:
             ids_TK = topk_idx if topk_idx is not None else self._ids_by_rank(is_token_in_rank, experts)
-            comm, out = shared.dispatch(x, ids_TK, topk_weights, **options)
+            asked = {"capacity": capacity, "dequantize": not isinstance(x, tuple), "host_counts": waits}
+            comm, out = shared.dispatch(x, ids_TK, topk_weights, layout="rank", **asked)
             counts = out.host_counts or []
             if counts and topk_idx is None:  # rows by rank name no experts where no ids were given
                 counts = self._total(num_tokens_per_expert).tolist()
             counts = all_rounded_up(counts, expert_alignment)
-            made.extend((counts, DispatchHandle(comm, out, ids_TK, is_token_in_rank, options["capacity"])))
+            made.extend((counts, DispatchHandle(comm, out, ids_TK, is_token_in_rank, capacity)))
             return out.tokens, out.scales, None if topk_idx is None else out.topk_idx, out.weights
 
         inputs = (*(x if isinstance(x, tuple) else (x,)), topk_idx, topk_weights, is_token_in_rank)

@@ -333,7 +333,8 @@ class HybridEPBuffer(Operations):
             given = probs if by_probs else topk_weights
             return out.tokens.view(hidden.dtype), None if given is None else out.weights, out.scales, made
 
-        (rows, weights, scales, made), _ = self.run(bring, (hidden,), (), apart=False)
+        inputs = (hidden, scaling_factor, probs, topk_weights)
+        (rows, weights, scales, made), _ = self.run(bring, inputs, (), apart=False)
         return rows, weights, scales, made
 
     def _shared(self, x: Any, experts: int, top_k: int) -> Any:
