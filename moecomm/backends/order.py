@@ -12,7 +12,7 @@ from concurrent.futures.thread import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from moecomm.errors import InvalidArgument
+from moecomm.errors import CommunicatorClosed, InvalidArgument
 
 Result = TypeVar("Result")
 
@@ -49,6 +49,7 @@ class InOrder:
     def __init__(self, give_up: Callable[[], None]) -> None:
         """`give_up` ends the wait of the running operation, and all later ones, with an error."""
         self._give_up = give_up
+        self._builder = os.getpid()
         self._begin()
 
     def _begin(self) -> None:
@@ -97,8 +98,14 @@ class InOrder:
 
     def result(self, future: Future[Result]) -> Result:
         """Returns the result of a submitted operation, or raises its error. If this wait is interrupted (for
-        example by Ctrl-C), the operation gives up."""
+        example by Ctrl-C), the operation gives up. Raises CommunicatorClosed in a forked child, which does
+        not have the thread of an operation that was under way."""
         try:
+            if os.getpid() != self._builder and not future.done():
+                raise CommunicatorClosed(
+                    f"the operation is one of process {self._builder}, which this process was forked from "
+                    "while it was under way; a forked child has to build its own communicator"
+                )
             return future.result()
         except BaseException:
             if not future.done():

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import gc
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -311,6 +312,27 @@ def test_a_forked_child_does_no_harm(rank: int, world_size: int, closes: bool) -
         if rank == 1:
             time.sleep(0.2)  # the other rank waits for long enough to look for what became of its peers
         return problems + oracle.play(comm, CASE, rank)
+
+
+@on_ranks(2)
+def test_a_forked_child_does_not_wait_for_an_operation_of_its_parent(rank: int, world_size: int) -> None:
+    with moecomm.Communicator(**CASE.communicator) as comm:
+        status = 7
+        if rank == 0:  # rank 1 begins the operation once the child has ended
+            work = cases.dispatch(comm, CASE, rank, async_op=True)
+            pid = os.fork()
+            if pid == 0:
+                signal.alarm(20)
+                with contextlib.suppress(moecomm.CommunicatorClosed):
+                    work.wait()
+                    os._exit(1)
+                os._exit(7)
+            status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        dist.barrier()
+        if rank == 1:
+            work = cases.dispatch(comm, CASE, rank, async_op=True)
+        work.wait()
+        assert status == 7
 
 
 @on_ranks(2)
