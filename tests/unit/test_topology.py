@@ -83,12 +83,6 @@ def test_a_node_does_not_span_hosts() -> None:
         find_nodes(hosts(2, 2), 8)
 
 
-@pytest.mark.parametrize("per_node", [3, 5, 0, -2])
-def test_a_number_has_to_divide_the_ranks(per_node: int) -> None:
-    with pytest.raises(InvalidArgument, match=f"ranks_per_node is {per_node} for 8 ranks"):
-        find_nodes(hosts(8), per_node)
-
-
 def test_nobody() -> None:
     for per_node in (None, 1):
         with pytest.raises(InvalidArgument, match="hosts is empty"):
