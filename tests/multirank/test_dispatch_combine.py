@@ -279,20 +279,6 @@ def test_two_subgroups_and_the_world(rank: int, world_size: int, seed: int) -> l
         return oracle.play(some, part, rank // 2) + oracle.play(everybody, case, rank)
 
 
-def _alone(rank: int, world_size: int) -> None:
-    dist.destroy_process_group()
-    with moecomm.Communicator(num_experts=2, hidden=4, top_k=1, max_tokens=3, dtype=torch.float32) as comm:
-        x_TH = torch.arange(12.0).view(3, 4)
-        out = comm.dispatch(x_TH, torch.tensor([[1], [0], [1]]))
-        assert torch.equal(out.tokens, x_TH[[1, 0, 2]])
-        assert torch.equal(comm.combine(out.tokens, out.handle), x_TH)
-        assert (comm.rank, comm.size) == (0, 1)
-
-
-def test_without_a_process_group_it_is_one_process(fresh_ranks: Callable[..., list[Any]]) -> None:
-    fresh_ranks(1, _alone)
-
-
 @on_ranks("most_ranks")
 def test_stats_count_calls_rows_and_bytes(rank: int, world_size: int, seed: int) -> None:
     tokens = (10, 4, *(0,) * world_size)[:world_size]

@@ -166,13 +166,6 @@ BAD_SETTINGS: dict[str, tuple[dict[str, str], dict[str, Any], str, list[str]]] =
         "Unsupported",
         ["'203.0.113.9'", "offers", "lo", "an address of this host"],
     ),
-    "lanes": ({"MOECOMM_FABRIC_LANES": "many"}, {}, "InvalidArgument", ["MOECOMM_FABRIC_LANES is 'many'"]),
-    "nodes of unequal size": (
-        {},
-        {"ranks_per_node": 3},
-        "InvalidArgument",
-        ["ranks_per_node is 3", "divisor"],
-    ),
 }
 
 

@@ -59,29 +59,6 @@ def test_views_of_the_plan_are_made_when_asked_for() -> None:
     assert not hasattr(out(), "offset") and not hasattr(types.build(moecomm.DispatchOutput), "offsets")
 
 
-def test_work_waits_once() -> None:
-    calls = []
-
-    def wait() -> str:
-        calls.append(1)
-        return "result"
-
-    work = moecomm.Work(wait, lambda: bool(calls))
-    assert not work.is_completed()
-    assert work.wait() == "result" and work.wait() == "result" and work.is_completed()
-    assert len(calls) == 1
-
-
-def test_work_raises_its_error_each_time() -> None:
-    def wait() -> None:
-        raise moecomm.InvalidArgument("text")
-
-    work = moecomm.Work(wait, lambda: True)
-    for _ in range(2):
-        with pytest.raises(moecomm.InvalidArgument, match="text"):
-            work.wait()
-
-
 @pytest.mark.parametrize("take", [copy.copy, copy.deepcopy, pickle.dumps])
 def test_a_handle_says_why_it_cannot_be_copied(take: Callable[[Any], Any]) -> None:
     with moecomm.Communicator(
