@@ -81,7 +81,11 @@ def processors() -> Iterator[tuple[str, str]]:
     cores = len(os.sched_getaffinity(0))
     yield "CPU", f"{_cpu_model()}, {cores} cores for this process"
     yield "memory", f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / _GIB:.1f} GiB"
-    yield "/dev/shm", f"{_C.shm_available_bytes() / _GIB:.1f} GiB free for windows"
+    try:
+        room = f"{_C.shm_available_bytes() / _GIB:.1f} GiB free for windows"
+    except Unsupported as error:
+        room = f"none: {error}"
+    yield "/dev/shm", room
     yield "CPU backend", _C.cpu_heuristics(1)
 
 

@@ -50,6 +50,14 @@ def test_a_driver_that_fails_does_not_end_the_report(monkeypatch: pytest.MonkeyP
         monkeypatch.undo()
 
 
+def test_a_host_without_dev_shm_does_not_end_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> int:
+        raise Unsupported("statvfs /dev/shm: No such file or directory")
+
+    monkeypatch.setattr(_C, "shm_available_bytes", missing)
+    assert dict(discovery.processors())["/dev/shm"] == "none: statvfs /dev/shm: No such file or directory"
+
+
 def _cuda_lines(ranks: int) -> list[str]:
     return [fact for _, fact in discovery.transports(ranks) if fact.endswith(", CUDA tensors")]
 
