@@ -173,8 +173,7 @@ def check_wire_options(wire: str | None, dequantize: Any, x_scales: Any) -> None
     why = "rows of this communicator travel in its dtype (wire=None)"
     if not dequantize:
         raise InvalidArgument(f"dequantize is False, expected True: {why}")
-    if x_scales is not None:
-        raise InvalidArgument(f"x is a pair (data, scales), expected rows in the communicator's dtype: {why}")
+    raise InvalidArgument(f"x is a pair (data, scales), expected rows in the communicator's dtype: {why}")
 
 
 def most_alignment(most_rows: int, local_experts: int) -> int:

@@ -31,7 +31,6 @@ from moecomm.setup.memory_plan import (
     window_shape,
 )
 from moecomm.setup.rendezvous import Rendezvous
-from moecomm.setup.version import __version__
 from moecomm.types import (
     AnyGroup,
     DispatchOutput,
@@ -157,7 +156,6 @@ class Communicator(_Planned):
             "ranks_per_node": ranks_per_node,
             "MOECOMM_FIRST_EPOCH": env.first_epoch or 1,
             "MOECOMM_WHOLE_SOURCES": whole_sources(env),
-            "moecomm version": __version__,
             **(_alike or {}),  # arguments that a layer compares between its ranks, by name
         }
         with rendezvous:
