@@ -48,21 +48,15 @@ def steps(comm: Any, case: Case, rank: int, count: int) -> None:
         step(comm, case, rank)
 
 
-def describe(error: Any) -> Found:
-    return {
-        "type": type(error).__name__,
-        "text": str(error),
-        **{name: getattr(error, name, None) for name in ("rank", "peer", "phase", "expected", "seen")},
-    }
-
-
 def caught(call: Callable[[], Any]) -> Found:
     """The error of ours that `call` raises, and after how long."""
     before = time.monotonic()
     try:
         call()
     except moecomm.MoecommError as error:
-        return {**describe(error), "seconds": time.monotonic() - before}
+        facts = {name: getattr(error, name, None) for name in ("rank", "peer", "phase", "expected", "seen")}
+        found = {"type": type(error).__name__, "text": str(error), **facts}
+        return {**found, "seconds": time.monotonic() - before}
     return {"type": "nothing", "seconds": time.monotonic() - before}
 
 

@@ -9,7 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
 
-from moecomm import InvalidArgument, InvalidRouting, Unsupported
+from moecomm import InvalidArgument, InvalidRouting
 from moecomm.arguments import (
     check_dispatch,
     check_options,
@@ -19,7 +19,6 @@ from moecomm.arguments import (
     require_integer,
     weight_dtype,
 )
-from moecomm.setup.checks import check_formats
 
 CPU = torch.device("cpu")
 
@@ -137,14 +136,6 @@ def test_integers(value: object) -> None:
     with pytest.raises(InvalidArgument, match="name is "):
         require_integer("name", value, 0, 7)
     assert require_integer("name", 7, 0, 7) == 7
-
-
-def test_rows_of_float64_are_for_the_cpu() -> None:
-    check_formats(CPU, 16, torch.float64)
-    check_formats(torch.device("cuda", 1), 16, torch.float32)
-    text = r"dtype is torch\.float64 on cuda:1, .*: use float32 there, or device='cpu'"
-    with pytest.raises(Unsupported, match=text):
-        check_formats(torch.device("cuda", 1), 16, torch.float64)
 
 
 def test_tensors_of_torch_func_are_refused() -> None:

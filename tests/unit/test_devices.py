@@ -22,7 +22,7 @@ from tests.unit.loopback import IDS_TK, SIZES
 
 def test_bad_formats() -> None:
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    check_formats(cpu, 7, torch.float32)
+    check_formats(cpu, 7, torch.float64)
     check_formats(cuda, 32, torch.float32, combine_wire="fp8", gradient_wire="mxfp8")
     for device, hidden, name, wire, error, words in (
         (cpu, 16, "gradient_wire", "fp8", moecomm.Unsupported, "gradients travel in their own dtype"),
@@ -34,6 +34,9 @@ def test_bad_formats() -> None:
     ):
         with pytest.raises(error, match=words):
             check_formats(device, hidden, torch.float32, **{name: wire})
+    text = r"dtype is torch\.float64 on cuda:1, .*: use float32 there, or device='cpu'"
+    with pytest.raises(moecomm.Unsupported, match=text):
+        check_formats(torch.device("cuda", 1), 16, torch.float64)
 
 
 def test_wire_options() -> None:
