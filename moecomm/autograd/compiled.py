@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from moecomm.backends.base import PlanFields, TensorPlan
+from moecomm.errors import Unsupported
 from moecomm.types import PLAN_VIEWS, DispatchOutput, Handle
 
 Parameters = ParamSpec("Parameters")
@@ -31,7 +32,10 @@ def for_trace(out: DispatchOutput) -> DispatchOutput:
 
 
 def break_graph(reason: str) -> None:
-    """Ends a graph of torch.compile here; with fullgraph=True torch raises an error with this reason."""
+    """Ends a graph of torch.compile here; with fullgraph=True torch raises an error with this reason. In
+    torch.export, whose graph cannot end, it raises Unsupported."""
+    if torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling():
+        raise Unsupported(reason)
     torch._dynamo.graph_break(msg=f"moecomm: {reason}")
 
 

@@ -84,17 +84,18 @@ class Products:
         groups: Tensor,
         *,
         into: Tensor | None = None,
-        scale: float = 1.0,
+        scale: float = 1,
     ) -> Tensor | None:
         """Returns (L, A, B): for each group the sum over its rows of rows^T grad, times `scale`; zero for an
         empty group. With `into`, a tensor of that shape, adds the sums to it and returns None."""
+        # The scale's default is an int, as torch.compile(dynamic=True) takes a float for an unknown number.
         if not self.columns_first:
             return self._wgrad_into(rows_PA, grad_PB, groups, into, scale)
         made_LBA = self._wgrad_into(grad_PB, rows_PA, groups, None if into is None else into.mT, scale)
         return None if made_LBA is None else made_LBA.mT
 
     def bias_grad(
-        self, grad_PB: Tensor, groups: Tensor, weights_P: Tensor | None = None, *, scale: float = 1.0
+        self, grad_PB: Tensor, groups: Tensor, weights_P: Tensor | None = None, *, scale: float = 1
     ) -> Tensor:
         """Returns (L, B), a bias's gradient: for each group the sum over its rows of weight * grad, times
         `scale`."""

@@ -16,7 +16,12 @@ from tests.multirank.on_ranks import on_ranks
 
 
 def train_layer(
-    rank: int, world_size: int, options: dict[str, Any], seed: int, autocast: bool = False
+    rank: int,
+    world_size: int,
+    options: dict[str, Any],
+    seed: int,
+    autocast: bool = False,
+    dynamic: bool | None = None,
 ) -> list[str]:
     """Lists the differences between a step of a model and of the same model compiled, in bits unless within
     autocast. Without a capacity the compiled graph breaks around the layer's communication."""
@@ -26,7 +31,7 @@ def train_layer(
     layer = MoELayer(config, max_tokens=8)
     parts = [layer] if autocast else [torch.nn.Linear(16, 16), layer]
     model = torch.nn.Sequential(*parts).to(layer.comm.device)
-    fast = torch.compile(model, backend="aot_eager", fullgraph=config.pad_to_capacity)
+    fast = torch.compile(model, backend="aot_eager", fullgraph=config.pad_to_capacity, dynamic=dynamic)
     x_TH, found = torch.randn(8, 16, device=layer.comm.device), []
     for call in (model, fast):
         model.zero_grad()
@@ -75,6 +80,11 @@ LAYERS: dict[str, dict[str, Any]] = {
 @on_ranks(1)
 def test_a_compiled_layer_trains(rank: int, world_size: int, options: dict[str, Any], seed: int) -> list[str]:
     return train_layer(rank, world_size, options, seed)
+
+
+@on_ranks(1)
+def test_sizes_that_are_not_known(rank: int, world_size: int, seed: int) -> list[str]:
+    return train_layer(rank, world_size, FIXED, seed, dynamic=True)
 
 
 @pytest.mark.parametrize("fixed", [{}, FIXED], ids=["dropless", "fixed"])
@@ -155,6 +165,8 @@ def test_a_graph_without_a_capacity_says_what_to_do(rank: int, world_size: int) 
     layer = MoELayer(MoEConfig(hidden=16, ffn_hidden=8, num_experts=2, top_k=2), max_tokens=4)
     with pytest.raises(torch._dynamo.exc.Unsupported, match="pad_to_capacity=True"):
         torch.compile(layer, backend="eager", fullgraph=True)(torch.zeros(4, 16))
+    with pytest.raises(moecomm.Unsupported, match="pad_to_capacity=True"):
+        torch.export.export(layer, (torch.zeros(4, 16),), strict=False)
     layer.comm.close()
 
 
