@@ -206,7 +206,7 @@ def clip_grad_norm(
         gradient = _found_gradient(parameter)
         if gradient is not None:
             local = _local(gradient)
-            local.mul_(scale.to(local.device, local.dtype))
+            local.mul_(scale.to(local.device))
     return norm if any(p.dtype == torch.float64 for p in trained) else norm.float()
 
 

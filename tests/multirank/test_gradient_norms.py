@@ -96,3 +96,11 @@ def test_a_norm_that_is_not_finite(rank: int, world: int, value: float, order: f
         each = str(grad_norms(layer, norm_type=order)["experts.w_in"].item())
         norms = [each, str(clip().item())]
     assert norms == [str(value)] * 2
+
+
+@on_ranks(1)
+def test_a_scale_that_is_small_for_float16(rank: int, world: int) -> None:
+    model = torch.nn.Linear(2, 2, bias=False, dtype=torch.float16)
+    model.weight.grad = torch.full_like(model.weight, 60000)
+    clip_grad_norm(model, 1e-3)
+    assert_close(model.weight.grad, torch.full_like(model.weight, 5e-4))
