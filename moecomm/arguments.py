@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from moecomm.errors import InvalidArgument, InvalidRouting
@@ -43,6 +44,14 @@ def _has_memory(value: torch.Tensor) -> bool:
         if is_traceable_wrapper_subclass(value) or isinstance(value, FakeTensor):
             return False
     return not (value._is_zerotensor() or torch._C._functorch.is_functorch_wrapped_tensor(value))
+
+
+def waited(value: Any) -> Any:
+    """Returns the result of a collective that may still run, as torch's tensor parallelism hands it out, as a
+    plain tensor; other values unchanged."""
+    if isinstance(value, AsyncCollectiveTensor):
+        return torch.ops.aten._unsafe_view(value, value.shape)  # waits, copies nothing, and has a gradient
+    return value
 
 
 def require_tensor(name: str, value: Any, device: torch.device) -> None:

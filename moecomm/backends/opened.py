@@ -8,7 +8,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from moecomm.arguments import require_integer
+from moecomm.arguments import require_integer, waited
 from moecomm.backends.base import Backend
 from moecomm.errors import CommunicatorClosed, MoecommError, known_to_all
 
@@ -152,7 +152,7 @@ def shared_tensor(value: Any, device: torch.device) -> Any:
     `__cuda_array_interface__` is assumed to be ready for the current stream.
     """
     if value is None or isinstance(value, torch.Tensor):
-        return value
+        return waited(value)
     try:
         if hasattr(value, "__dlpack__"):
             return from_dlpack(value)

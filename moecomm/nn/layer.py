@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.distributed.device_mesh import DeviceMesh
 
-from moecomm.arguments import require_tensor
+from moecomm.arguments import require_tensor, waited
 from moecomm.autograd.attached_loss import attach_loss
 from moecomm.autograd.deferred import Deferred
 from moecomm.backends.base import MOST_CALLERS, caller_of
@@ -284,7 +284,7 @@ class MoELayer(nn.Module):
 
     def _forward(self, x: Tensor, seq_len: int | None, given: dict[str, Any]) -> Tensor:
         in_order = not self.overlap.overlap or self._own_experts or torch.compiler.is_compiling()
-        watched = None if in_order else watchers_of(self)
+        x, watched = waited(x), None if in_order else watchers_of(self)
         in_order = in_order or watched is not None
         try:
             *tensors, unattached = self._route(x, seq_len, in_order, watched, given)

@@ -115,3 +115,24 @@ def test_shards_of_other_meshes_are_refused(rank: int, world: int) -> None:
     over_tp = DeviceMesh.from_group(folding.group("tp"), "cpu")
     sharded = fully_shard(nn.Linear(4, 4), mesh=over_tp)
     refused(lambda: sync_gradients(nn.ModuleDict({"a": sharded, "moe": moe})), "is sharded over ranks")
+
+
+@on_ranks(2)
+def test_a_sum_over_ranks_that_may_still_run(rank: int, world: int) -> None:
+    """What torch's tensor parallelism hands to the next module goes into a layer, or a dispatch, as it is."""
+    folding = ParallelFolding(world_size=world, tp=2, ep=2)
+    plan = RowwiseParallel(input_layouts=Replicate())
+    down = nn.Linear(HIDDEN, HIDDEN, dtype=torch.float64)
+    parallelize_module(down, folding.dense_mesh("cpu")["tp"], plan, src_data_rank=None)
+    moe = MoELayer(CONFIG, folding=folding, max_tokens=SEQUENCE)
+    x_TH = torch.randn(4, HIDDEN, dtype=torch.float64)
+    ids_TK = torch.arange(CONFIG.top_k).expand(4, -1)
+    found = []
+    for plain in (False, True):
+        y_TH = down(x_TH) + 0 if plain else down(x_TH)
+        assert (type(y_TH) is torch.Tensor) == plain
+        rows_PH, z_TH = moe.comm.dispatch(y_TH, ids_TK).tokens, moe(y_TH)
+        (z_TH.square().sum() + rows_PH.sum()).backward()
+        found.append([z_TH, rows_PH, local(down.weight)])
+        down.weight.grad = None
+    assert_close(*found, rtol=0, atol=0)
