@@ -420,7 +420,7 @@ def _capacity(layer: MoELayer, headroom: float) -> int:
     headroom of 1.25 gives 2500.
     """
     comm = layer.comm
-    rows = min(rows_at_worst(comm), math.ceil(headroom * comm.max_tokens * comm.top_k))
+    rows = math.ceil(min(rows_at_worst(comm), headroom * comm.max_tokens * comm.top_k))
     return rows if layer.capacity is None else min(rows, layer.capacity)
 
 

@@ -10,6 +10,7 @@ from torch import nn
 from moecomm.errors import InvalidArgument
 from moecomm.nn.expert_pass import Plans
 from moecomm.nn.layer import MoELayer
+from moecomm.train.replicas import layers_of
 
 Contexts = tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]
 
@@ -25,7 +26,7 @@ def keep_plans(*modules: nn.Module) -> Callable[[], Contexts]:
     layer. A router of another class must make the same choices both times; otherwise all ranks raise
     InvalidArgument. Raises InvalidArgument for modules without a MoELayer.
     """
-    layers = [each for module in modules for each in module.modules() if isinstance(each, MoELayer)]
+    layers = [layer for module in modules for layer in layers_of(module)]
     if not layers:
         raise InvalidArgument("modules have no MoELayer, must be those with the layers that are recomputed")
 

@@ -89,6 +89,7 @@ def test_saved_tensors_may_lie_on_the_host(rank: int, world_size: int, seed: int
 
 def test_plans_of_no_layer() -> None:
     refused(lambda: keep_plans(torch.nn.Linear(2, 2)), "modules have no MoELayer")
+    refused(lambda: keep_plans(None), "model is NoneType, must be an nn.Module")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("options", [{}, {"num_shared_experts": 1}, FIXED], ids=["", "shared", "fixed"])

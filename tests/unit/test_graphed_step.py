@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -78,6 +79,7 @@ def test_communicators_of_several_groups(model: nn.Module) -> None:
 
 def test_capacities_and_report(model: nn.Module) -> None:
     """20 tokens with 2 experts each, all on one rank: 40 rows by balance, and at worst."""
+    assert GraphedStep(step_of(model), model, headroom=math.inf, recorder=Played()).capacities == (40, 40)
     step = GraphedStep(step_of(model), model, headroom=0.5, recorder=Played())
     assert step.capacities == (20, 20)
     assert step.report() == "0 replayed steps, 0 run again without graph"
