@@ -102,11 +102,6 @@ def poison(state: dict[str, Any]) -> None:
         (value.to_local() if isinstance(value, DTensor) else value).fill_(77)
 
 
-def locals_of(of: nn.Module | dict[str, Tensor]) -> dict[str, Tensor]:
-    named = of if isinstance(of, dict) else {**dict(of.named_parameters()), **dict(of.named_buffers())}
-    return {n: v.to_local() if isinstance(v, DTensor) else v for n, v in named.items()}
-
-
 @pytest.mark.parametrize(
     ("around", "fsdp", "options"),
     [
@@ -141,9 +136,6 @@ def test_a_model_under_activation_checkpointing_has_the_checkpoint_of_the_plain_
         for name, value in state["model"].items():
             assert isinstance(value, DTensor) or ".experts." not in name, name
             assert ".experts." not in name or value.shape[0] == CONFIG.num_experts, name
-        pointers = {name: p.untyped_storage().data_ptr() for name, p in locals_of(model).items()}
-        for name, value in locals_of(state["model"]).items():
-            assert value.untyped_storage().data_ptr() in pointers.values(), name
         want = tensors_of(sharded_state(plain, plain_optimizer))
         assert_same(tensors_of(state), want)
         dcp.save(state, checkpoint_id=tmp_path)
