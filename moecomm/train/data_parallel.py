@@ -140,7 +140,8 @@ def fully_shard_experts(
                 f"mesh has ranks {over}, must have {held}, which hold the same experts; leave it out, the "
                 "layers know"
             )
-        if routers and not isinstance(layer.router.weight, DTensor):  # else fully_shard came before
+        sharded_before = any(isinstance(each, DTensor) for each in layer.router.parameters())
+        if routers and not sharded_before:
             _shard_router(layer, group, options)
         if isinstance(experts, FSDPModule):
             continue

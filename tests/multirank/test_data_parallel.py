@@ -326,11 +326,23 @@ def test_experts_that_are_replaced_or_trained_later(
             one_step(runs, model, wanted, rank, world_size, seed)
 
 
+class OtherRouter(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *inputs: Any, **options: Any) -> Any:
+        return self.inner(*inputs, **options)
+
+
 @on_ranks(4)
 def test_fsdp_of_experts_in_a_wrapper(rank: int, world_size: int, seed: int) -> None:
-    """Experts under checkpoint_wrapper are sharded over the ranks that hold the same."""
+    """Experts under checkpoint_wrapper are sharded over the ranks that hold the same, beside a router of
+    another class."""
     model = spread(rank, world_size, 2, seed)
     wanted, _ = one_process(rank, world_size, 0, seed)
+    for each in (model, wanted):
+        each.moe.router = OtherRouter(each.moe.router)  # type: ignore[assignment]
     model.moe.experts = checkpoint_wrapper(model.moe.experts)
     with model.moe.comm, wanted.moe.comm:
         one_step(wrapped(model, "fsdp"), model, wanted, rank, world_size, seed)
