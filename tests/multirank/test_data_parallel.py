@@ -538,7 +538,6 @@ def test_checkpoint_goes_on_in_another_recipe(
 @on_ranks(4)
 def test_average_of_weights(rank: int, world_size: int, tmp_path: Path, seed: int) -> None:
     """An average of weights computes, goes on after a checkpoint, and loads at another EP size."""
-    folder = tmp_path / "average"
     model, _ = build(rank, world_size, 2, seed)
     twin = copy.deepcopy(model)
     average = AveragedModel(model)
@@ -551,21 +550,12 @@ def test_average_of_weights(rank: int, world_size: int, tmp_path: Path, seed: in
         average.update_parameters(model)
         x = tokens(rank, 0, seed)
         assert_close(average(x), twin(x), rtol=1e-9, atol=1e-9)
-        torch.distributed.checkpoint.save(sharded_state(average.module), checkpoint_id=folder)
-        torch.distributed.checkpoint.save(sharded_state(average), checkpoint_id=f"{folder} with its count")
-        other = AveragedModel(build(rank, world_size, 2, seed + 2)[0])
-        torch.distributed.checkpoint.load(sharded_state(other), checkpoint_id=f"{folder} with its count")
-        for each in (average, other):
-            each.update_parameters(model)
-        assert_close([*average.parameters()], [*other.parameters()], rtol=0, atol=0)
+        torch.distributed.checkpoint.save(sharded_state(average), checkpoint_id=tmp_path)
+        other = AveragedModel(spread(rank, world_size, 1, seed + 1))
+        torch.distributed.checkpoint.load(sharded_state(other), checkpoint_id=tmp_path)
+        assert_same(average.module, other.module)
+        assert int(other.n_averaged) == int(average.n_averaged) == 2
         other.module.moe.comm.close()
-        want = {name: tensor.clone() for name, tensor in twin.named_parameters()}
-    whole_model, _ = one_process(rank, world_size, 0, seed + 1)
-    with whole_model.moe.comm:
-        torch.distributed.checkpoint.load(sharded_state(whole_model), checkpoint_id=folder)
-        for name, tensor in whole_model.named_parameters():
-            mine = slice(6 * (rank % 2), 6 * (rank % 2) + 6) if ".experts." in name else slice(None)
-            assert_close(tensor[mine], want[name], rtol=1e-12, atol=1e-12, msg=name)
 
 
 @on_ranks(2)

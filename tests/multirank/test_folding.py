@@ -15,13 +15,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moecomm.nn import MoELayer, fully_shard_experts
-from moecomm.nn.config import MoEConfig
 from moecomm.parallel import ParallelFolding
 from tests.multirank.catching import Caught, catch, refused, require
 from tests.multirank.conftest import own_pool
 from tests.multirank.harness import NO_GPUS, new_store
-from tests.multirank.moe_cases import SIZES
 from tests.multirank.on_ranks import on_ranks
 from tests.multirank.test_data_parallel import recipe
 from tests.programs import run_program
@@ -96,20 +93,6 @@ def test_meshes_are_laid_out_by_the_order(rank: int, world_size: int, name: str)
     assert meshes(rank, folding) == MESHES[name]
     assert again.dense_mesh("cpu") is folding.dense_mesh("cpu")
     assert again.group("pp") is folding.group("pp")
-
-
-@on_ranks(4)
-def test_a_layer_and_its_replicas_take_an_expert_mesh(rank: int, world_size: int) -> None:
-    folding = ParallelFolding(world_size=world_size, **FOLDINGS["replicas of experts"][0])
-    mesh = folding.expert_mesh("cpu")
-    config = MoEConfig(**SIZES, dtype=torch.float64)
-    layer = MoELayer(config, mesh=mesh, ep_dim="ep", max_tokens=4)
-    model = torch.nn.Sequential(layer)
-    fully_shard_experts(model, mesh["edp"])
-    model(torch.ones(3, config.hidden, dtype=torch.float64)).sum().backward()
-    assert (layer.comm.size, layer.comm.rank) == (2, rank % 2)
-    weight: Any = layer.experts.w_in
-    assert weight.device_mesh.mesh.tolist() == [rank % 2, rank % 2 + 2]
 
 
 @on_ranks(4)
