@@ -1,4 +1,4 @@
-"""MoELayer under FSDP2 and DDP: weights sharded, or copied, over the ranks that hold the same experts."""
+"""MoELayer under FSDP2: weights sharded over the ranks that hold the same experts."""
 
 from __future__ import annotations
 
@@ -12,46 +12,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing import assert_close
 
-from moecomm.nn import MoEConfig, MoELayer, OverlapConfig, fully_shard_experts
+from moecomm.nn import MoEConfig, MoELayer, OverlapConfig, fully_shard_experts, sync_gradients
 from moecomm.parallel import ParallelFolding
-from tests.multirank.moe_cases import SIZES, groups_of, unsharded, wrapped
+from tests.multirank.moe_cases import SIZES, groups_of, tokens_of, unsharded, wrapped
 from tests.multirank.on_ranks import on_ranks
-
-
-def _layers(group: Any, options: dict[str, Any], seed: int) -> tuple[MoELayer, MoELayer]:
-    """Two of the same weights; the first is to be changed."""
-    torch.manual_seed(seed)
-    # In float64, as gradients of ranks and steps are added up in another order.
-    config = MoEConfig(**SIZES, num_shared_experts=1, dtype=torch.float64)
-    layer = MoELayer(config, group=group, max_tokens=8, overlap=OverlapConfig(**options)).double()
-    return layer, copy.deepcopy(layer)
-
-
-def _steps(layer: torch.nn.Module, rank: int, seed: int) -> list[torch.Tensor]:
-    """Two steps with accumulated gradients; what came out."""
-    outputs = []
-    for step in range(2):
-        generator = torch.Generator().manual_seed(seed + 10 * step + rank)
-        x = torch.randn(5 + rank, 16, generator=generator, dtype=torch.float64)
-        y = layer(x)
-        y.square().sum().backward()
-        outputs.append(y.detach())
-    return outputs
-
-
-def _whole(gradient: torch.Tensor | None) -> torch.Tensor:
-    assert gradient is not None
-    return unsharded(gradient)
-
-
-def _check(ours: torch.nn.Module, plain: MoELayer, rank: int, seed: int) -> None:
-    """The same outputs, and gradients that are the mean of all ranks'."""
-    assert_close(_steps(ours, rank, seed), _steps(plain, rank, seed), rtol=0, atol=0)
-    found = {name.removeprefix("module."): _whole(p.grad) for name, p in ours.named_parameters()}
-    for name, parameter in plain.named_parameters():
-        mean = parameter.grad.clone()
-        dist.all_reduce(mean)
-        assert_close(found[name], mean / dist.get_world_size(), rtol=1e-9, atol=1e-9, msg=name)
 
 
 @pytest.mark.parametrize(
@@ -61,15 +25,27 @@ def _check(ours: torch.nn.Module, plain: MoELayer, rank: int, seed: int) -> None
 )
 @on_ranks(2)
 def test_fsdp(rank: int, world_size: int, options: dict[str, Any], apart: bool, seed: int) -> None:
-    ep_group, _ = groups_of(rank, world_size, 1)
-    layer, plain = _layers(ep_group, options, seed)
-    with plain.comm:  # of both; what FSDP and DDP hold on to may live on for a while
+    """The same outputs, and gradients, of two steps together, that are the mean of all ranks'."""
+    torch.manual_seed(seed)
+    # In float64, as gradients of ranks and steps are added up in another order.
+    config, ep_group = MoEConfig(**SIZES, num_shared_experts=1, dtype=torch.float64), groups_of(rank, 2, 1)[0]
+    layer = MoELayer(config, group=ep_group, max_tokens=8, overlap=OverlapConfig(**options))
+    plain = copy.deepcopy(layer)
+    with plain.comm:  # of both; what FSDP holds on to may live on for a while
         if apart:
             fully_shard(layer.experts)
             fully_shard(layer.shared)
         fully_shard(layer)
         assert all(isinstance(parameter, DTensor) for parameter in layer.parameters())
-        _check(layer, plain, rank, seed)
+        for step in range(2):
+            x, _ = tokens_of(rank, 5 + rank, torch.float64, seed + 10 * step)
+            outputs = [each(x) for each in (layer, plain)]
+            for y in outputs:
+                y.square().sum().backward()
+            assert torch.equal(*outputs)
+        sync_gradients(plain)
+        for (name, ours), theirs in zip(layer.named_parameters(), plain.parameters(), strict=True):
+            assert_close(unsharded(ours.grad), theirs.grad, rtol=1e-9, atol=1e-9, msg=name)
 
 
 EVERYTHING = {
@@ -139,7 +115,7 @@ def test_a_layer_that_starts_on_meta(rank: int, world_size: int, ep: int, how: s
             part.reset_parameters()
         with torch.no_grad():
             for (name, found), want in zip(layer.named_parameters(), plain.parameters(), strict=True):
-                assert torch.equal(_whole(found), want), name
+                assert torch.equal(unsharded(found), want), name
             assert_close([*layer.buffers()], [*plain.buffers()], rtol=0, atol=0)
         sharded = [isinstance(each, DTensor) for each in layer.experts.parameters()]
         assert (
@@ -176,7 +152,7 @@ def test_mixed_precision_rounds_no_router(
     wanted = plain.router.weight.grad
     dist.all_reduce(wanted)
     assert layer.router.weight.grad.dtype == torch.float32
-    assert_close(_whole(layer.router.weight.grad), wanted / world_size, rtol=1e-5, atol=1e-7)
+    assert_close(unsharded(layer.router.weight.grad), wanted / world_size, rtol=1e-5, atol=1e-7)
     with torch.no_grad():  # the next step gathers anew
         for each in (layer, plain):
             each.router.weight.mul_(1.5)
