@@ -41,6 +41,7 @@ from tests.multirank.catching import refused
 from tests.multirank.conftest import own_pool
 from tests.multirank.moe_cases import SIZES, group_of, groups_of, wrapped
 from tests.multirank.on_ranks import on_ranks
+from tests.multirank.test_data_parallel import recipe
 from tests.ranks import gathered
 
 pool = own_pool()
@@ -151,7 +152,10 @@ def run(layer: nn.Module, x: Tensor, factor: Tensor, ranks: int = 1) -> Tensor:
     return y.detach()
 
 
-def check_gradients(layer: nn.Module, alone: MoELayer, rank: int, close: Callable[..., None]) -> None:
+close = functools.partial(assert_close, rtol=1e-9, atol=1e-9)
+
+
+def check_gradients(layer: nn.Module, alone: MoELayer, rank: int, close: Callable[..., None] = close) -> None:
     inner = next(module for module in layer.modules() if isinstance(module, MoELayer))
     wanted = dict(alone.named_parameters())
     for name, parameter in inner.named_parameters():
@@ -159,7 +163,7 @@ def check_gradients(layer: nn.Module, alone: MoELayer, rank: int, close: Callabl
         close(found, held(name, wanted[name].grad, inner, rank), msg=name)
 
 
-def check_clipping(layer: nn.Module, alone: MoELayer, rank: int, close: Callable[..., None]) -> None:
+def check_clipping(layer: nn.Module, alone: MoELayer, rank: int, close: Callable[..., None] = close) -> None:
     """Gradients, their norm, and what clipping makes of them."""
     check_gradients(layer, alone, rank, close)
     wanted = torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
@@ -176,7 +180,7 @@ def test_equals_one_process(rank: int, world_size: int, name: str, seed: int) ->
     for case in every if number < 2 else every[number % 2 :: 2]:
         layer, alone = layers(rank, folding, case, seed)
         tolerance = 1e-9 if case.dtype == torch.float64 else 1e-5
-        close = functools.partial(assert_close, rtol=tolerance, atol=tolerance)
+        within = functools.partial(assert_close, rtol=tolerance, atol=tolerance)
         # The losses of the layer are per rank, of a mean over ranks.
         alone.loss_scale = 1 / world_size
         with layer.comm, alone.comm:
@@ -186,31 +190,29 @@ def test_equals_one_process(rank: int, world_size: int, name: str, seed: int) ->
                 other_x, other_factor = tokens_of(other, case, seed)
                 other_y = run(alone, other_x, other_factor, world_size)
                 if other == rank:
-                    close(y, other_y)
-                    close(x.grad, other_x.grad * world_size)
+                    within(y, other_y)
+                    within(x.grad, other_x.grad * world_size)
                     for name, loss in layer.last_losses.items():
-                        close(loss, alone.last_losses[name])
+                        within(loss, alone.last_losses[name])
             sync_gradients(layer)
-            check_clipping(layer, alone, rank, close)
+            check_clipping(layer, alone, rank, within)
 
 
 @on_ranks(8)
 def test_the_pages_recipe(rank: int, world_size: int, seed: int) -> None:
-    text = (Path(__file__).parents[2] / "docs" / "folding.md").read_text()
-    _, part = text.split("## A layer under a folding\n\n")
-    recipe = "".join(line[4:] + "\n" for line in part.split("\n\n")[0].splitlines())
     case = Case({"num_shared_experts": 1})
     _, alone = layers(rank, ParallelFolding(world_size=world_size, ep=world_size // 2), case, seed)
     torch.manual_seed(seed)
     x, factor = tokens_of(rank, case, seed)
     given = {name: value for name, value in globals().items() if not name.startswith("_")}
     given |= {"config": case.config, "max_tokens": MAX_TOKENS, "max_norm": 0.1, "x": x}
-    exec(recipe, given | {"loss_of": lambda y: (y * factor).sum()}, found := {})
+    code = recipe("A layer under a folding", "folding.md")[0]
+    exec(code, given | {"loss_of": lambda y: (y * factor).sum()}, found := {})
     with alone.comm, found["layer"].comm:
         for other in range(world_size):
             run(alone, *tokens_of(other, case, seed), ranks=world_size)
         torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
-        check_gradients(found["layer"], alone, rank, functools.partial(assert_close, rtol=1e-9, atol=1e-9))
+        check_gradients(found["layer"], alone, rank)
 
 
 @on_ranks(4)
@@ -219,7 +221,6 @@ def test_in_a_graph(rank: int, world_size: int, seed: int) -> None:
     folding = ParallelFolding(world_size=world_size, **FOLDINGS["etp 2, ep 2"])
     layer, alone = layers(rank, folding, CASES["fixed buffers, by position"], seed)
     alone.comm.close()
-    close = functools.partial(assert_close, rtol=1e-9, atol=1e-9)
     x, factor = tokens_of(rank, CASES["fixed buffers, by position"], seed)
     with layer.comm:
         found = []
@@ -246,14 +247,13 @@ def test_wrappers_average_alike(rank: int, world_size: int, kind: str, seed: int
     case = Case({**case.options, "aux_loss": "none", "aux_loss_coef": 0.0, "z_loss_coef": 0.0}, case.overlap)
     layer, alone = layers(rank, folding, case, seed)
     model: nn.Module = model_of(layer)
-    close = functools.partial(assert_close, rtol=1e-9, atol=1e-9)
     with layer.comm, alone.comm:
         model = wrapped(model, kind)
         for _ in range(2):
             run(model, *tokens_of(rank, case, seed))
             for other in range(world_size):
                 run(alone, *tokens_of(other, case, seed), ranks=world_size)
-        check_clipping(model, alone, rank, close)
+        check_clipping(model, alone, rank)
 
 
 @on_ranks(4)
@@ -268,8 +268,7 @@ def test_pipeline_stages(rank: int, world_size: int, seed: int) -> None:
         for other in stage:
             run(alone, *tokens_of(other, case, seed), ranks=len(stage))
         sync_gradients(layer)
-        close = functools.partial(assert_close, rtol=1e-9, atol=1e-9)
-        check_gradients(layer, alone, rank, close)
+        check_gradients(layer, alone, rank)
         update_expert_bias(layer)
         assert alone.router.load_E is not None and alone.router.expert_bias_E is not None
         load_E = alone.router.load_E
