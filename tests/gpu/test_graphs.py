@@ -73,6 +73,13 @@ class AtCapacity(Oracle):
         self.kept = min(self.mine.needed, capacity)
 
 
+def _with_room(job: Job, rank: int, device: torch.device, count: int) -> tuple[list[AtCapacity], int]:
+    """Oracles of the job with other seeds, and the capacity that has room for all of them."""
+    jobs = [replace(job, seed=job.seed + i) for i in range(count)]
+    capacity = max(max(Oracle(each, rank, device).needed) for each in jobs)
+    return [AtCapacity(each, rank, device, capacity) for each in jobs], capacity
+
+
 ROUTINGS = ("uniform", "holes", "skewed", "one-rank", "empty", "one-expert")
 
 
@@ -136,9 +143,7 @@ def test_thousands_of_replays(rank: int, world_size: int, seed: int) -> list[str
     replays = 3000
     with harness.communicator(**job.communicator) as comm:
         device = comm.device
-        knowns = [Oracle(replace(job, seed=job.seed + i), rank, device) for i in range(7)]
-        capacity = max(max(each.needed) for each in knowns)
-        knowns = [AtCapacity(each.job, rank, device, capacity) for each in knowns]
+        knowns, capacity = _with_room(job, rank, device, 7)
         captured = Captured(comm, job, rank, capacity)
         problems = []
         for step in range(replays):
@@ -211,9 +216,7 @@ def test_a_captured_training_step(rank: int, world_size: int, seed: int) -> None
     job = Job(tokens=(100,) * world_size, num_experts=4 * world_size, hidden=256, top_k=2, seed=seed)
     with harness.communicator(**job.communicator) as comm:
         device = comm.device
-        knowns = [Oracle(replace(job, seed=job.seed + i), rank, device) for i in range(6)]
-        capacity = max(max(each.needed) for each in knowns)
-        knowns = [AtCapacity(each.job, rank, device, capacity) for each in knowns]
+        knowns, capacity = _with_room(job, rank, device, 6)
         x_TH = knowns[0].own.x_TH.clone().requires_grad_()
         weights_TK = knowns[0].own.weights_TK.clone().requires_grad_()
         ids_TK, grad_TH = knowns[0].own.ids_TK.clone(), knowns[0].grad_y(rank).clone()
@@ -247,9 +250,7 @@ def test_beside_nccl_on_another_stream(rank: int, world_size: int, seed: int) ->
     group = harness.nccl()
     with harness.communicator(**{**job.communicator, "num_sms": 32}) as comm:
         device = comm.device
-        knowns = [Oracle(replace(job, seed=job.seed + i), rank, device) for i in range(5)]
-        capacity = max(max(each.needed) for each in knowns)
-        knowns = [AtCapacity(each.job, rank, device, capacity) for each in knowns]
+        knowns, capacity = _with_room(job, rank, device, 5)
         dist.all_reduce(torch.ones(1, device=device), group=group)  # NCCL's own set-up, before the capture
         torch.cuda.synchronize()
         captured = Captured(comm, job, rank, capacity)

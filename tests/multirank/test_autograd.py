@@ -18,9 +18,8 @@ from tests.multirank.on_ranks import on_ranks
 
 def _inputs(case: Case, rank: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """x, ids and weights of this rank; x and weights are leaves that want a gradient."""
-    x_TH = cases.tensor(case.x(rank), case.torch_dtype, device).requires_grad_()
-    weights_TK = cases.tensor(case.topk_weights(rank), None, device).requires_grad_()
-    return x_TH, cases.tensor(case.ids(rank), None, device), weights_TK
+    own = cases.inputs(case, rank, device)
+    return own.x_TH.requires_grad_(), own.ids_TK, own.weights_TK.requires_grad_()
 
 
 def _holes(size: int, seed: int) -> Case:
