@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 Ranks = tuple[int, ...]
+"""Numbers of ranks in the default group."""
 
 
 @dataclass(frozen=True)

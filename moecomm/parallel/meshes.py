@@ -143,13 +143,11 @@ def new_group(ranks: Ranks) -> Group:
         try:
             store.wait([str(other)], timedelta(seconds=seconds))
         except RuntimeError as error:
-            raise PeerTimeout(
-                f"rank {rank}, making a group of ranks {ranks}: rank {other} did not come within "
-                f"{seconds:g} s ({error}); all of them have to call, at the same place in the program",
-                rank=rank,
-                peer=other,
-                phase="making a group",
-            ) from error
+            text = (
+                f"rank {other} did not come within {seconds:g} s ({error}); all of them have to call, at the "
+                "same place in the program"
+            )
+            raise of_peer(PeerTimeout, text, rank, f"making a group of ranks {ranks}", other) from error
         most = max(most, int(store.get(str(other))))
     while len(_world.pg_names) < most:
         dist.new_group([rank], use_local_synchronization=True)

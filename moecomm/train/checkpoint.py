@@ -257,14 +257,12 @@ def _shard(tensor: Any, place: Place | None) -> Any:
         return tensor.detach() if isinstance(tensor, Tensor) else tensor
     if not isinstance(place, DeviceMesh):
         return place(tensor)
-    mesh = place
-    if not isinstance(tensor, DTensor):
-        return DTensor.from_local(tensor.detach(), mesh, [Shard(0)], run_check=False)
-    shape = torch.Size((tensor.shape[0] * mesh.size(0), *tensor.shape[1:]))
-    placements = [Shard(0), *tensor.placements]
+    is_sharded = isinstance(tensor, DTensor)
+    local = (tensor.to_local() if is_sharded else tensor).detach()
+    placements = [Shard(0), *(tensor.placements if is_sharded else ())]
+    shape = torch.Size((tensor.shape[0] * place.size(0), *tensor.shape[1:]))
     stride = torch.empty(shape, device="meta").stride()
-    local = tensor.to_local().detach()
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+    return DTensor.from_local(local, place, placements, run_check=False, shape=shape, stride=stride)
 
 
 # -- parts of experts, as pieces of tensors of whole ones --------------------------------------------------

@@ -28,11 +28,11 @@ from moecomm.autograd.in_place import has_main_grad
 from moecomm.errors import InvalidArgument
 from moecomm.kernels.parameters import AVERAGED_BY_DDP, DIVIDED
 from moecomm.nn.layer import MoELayer
+from moecomm.parallel.grid import Ranks
 from moecomm.parallel.spread import spread_parameters
 from moecomm.train.drift import watch_drift
 from moecomm.train.gradients import refuse_shared_with_experts
 from moecomm.train.replicas import (
-    Ranks,
     Replicas,
     expert_owners,
     find_replicas,
@@ -43,7 +43,7 @@ from moecomm.train.replicas import (
     require_equal,
     shard_over,
 )
-from moecomm.types import AnyGroup, Group, as_group
+from moecomm.types import AnyGroup, as_group
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -130,8 +130,11 @@ def fully_shard_experts(
     if (policy := options.get("mp_policy")) is not None:
         options["mp_policy"] = dataclasses.replace(policy, cast_forward_inputs=False)
     group = model_group(model, group)
-    replicas = find_replicas(model, group)
+    everyone, replicas = group or dist.group.WORLD, find_replicas(model, group)
+    assert everyone is not None
     over = None if mesh is None else ranks_of(as_group(mesh, "mesh"))
+    of_router: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(cast_forward_inputs=False)}
+    of_router |= {n: options[n] for n in ("reshard_after_forward", "offload_policy") if n in options}
     for layer in layers_of(model):
         experts, comm = layer.experts, layer.comm
         held = replicas[comm].ranks
@@ -142,7 +145,8 @@ def fully_shard_experts(
             )
         sharded_before = any(isinstance(each, DTensor) for each in layer.router.parameters())
         if routers and not sharded_before:
-            _shard_router(layer, group, options)
+            mesh_of_all = DeviceMesh.from_group(everyone, comm.device.type)
+            _shard(layer.router, mesh_of_all, **of_router)
         if isinstance(experts, FSDPModule):
             continue
         own = DeviceMesh.from_group(replicas[comm].group, comm.device.type) if mesh is None else mesh
@@ -150,29 +154,21 @@ def fully_shard_experts(
             _leave_whole(experts, comm.size, own)
             continue
         shard_over(experts, replicas[comm])
-        sharded = fully_shard(experts, mesh=own, **options)
+        sharded = _shard(experts, own, **options)
         # Without a factor FSDP divides by the number of replicas, as if each had seen only its own tokens.
         if len(held) > 1:
             sharded.set_gradient_divide_factor(float(len(held) * comm.size))
         else:  # with a factor FSDP divides twice over a single rank, for some dtypes (seen with torch 2.13)
             division = _Division(comm.size)
             sharded.set_all_reduce_hook(division.in_place)
-            sharded.set_gradient_divide_factor = division.set
-        if comm.device.type == "cpu":
-            sharded.set_force_sum_reduction_for_comms(True)  # gloo supports no other reduction
+            sharded.set_gradient_divide_factor = division.set  # type: ignore[method-assign]
 
 
-def _shard_router(layer: MoELayer, group: Group | None, options: dict[str, Any]) -> None:
-    device_type = layer.comm.device.type
-    everyone = group or dist.group.WORLD
-    assert everyone is not None
-    kept = {name: options[name] for name in ("reshard_after_forward", "offload_policy") if name in options}
-    mesh = DeviceMesh.from_group(everyone, device_type)
-    sharded = fully_shard(
-        layer.router, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False), **kept
-    )
-    if device_type == "cpu":
+def _shard(module: nn.Module, mesh: DeviceMesh, **options: Any) -> FSDPModule:
+    sharded: FSDPModule = fully_shard(module, mesh=mesh, **options)
+    if mesh.device_type == "cpu":
         sharded.set_force_sum_reduction_for_comms(True)  # gloo supports no other reduction
+    return sharded
 
 
 def _refuse_main_grad(model: nn.Module, wrapper: str) -> None:

@@ -19,8 +19,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from moecomm.backends.base import MOST_CALLERS, caller_of
 from moecomm.nn.config import values_that_agree
 from moecomm.nn.layer import MoELayer
+from moecomm.parallel.grid import Ranks
 from moecomm.parallel.spread import built_layers
-from moecomm.train.replicas import Ranks, ranks_of
+from moecomm.train.replicas import ranks_of
 
 _FIRST, _EVERY = 8, 64
 """Bits are taken in the first steps, and afterwards in two of every 64 steps."""

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _world
 from torch.distributed.tensor import DTensor
 
 from moecomm.communicator import Communicator
@@ -27,14 +28,12 @@ from moecomm.nn.experts import GroupedExperts
 from moecomm.nn.layer import MoELayer
 from moecomm.parallel import ParallelFolding
 from moecomm.parallel.expert_ranks import STAGE
+from moecomm.parallel.grid import Ranks
 from moecomm.parallel.meshes import new_group
 from moecomm.parallel.records import grouped_in
 from moecomm.parallel.shards import refuse_mixed_shards
 from moecomm.parallel.spread import common_parameters, spread_parameters
 from moecomm.types import AnyGroup, Group, as_group
-
-Ranks = tuple[int, ...]
-"""Numbers of ranks in the default group."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ class Replicas:
             assert dist.group.WORLD is not None
             return dist.group.WORLD
         group = _groups.get(self.ranks)
-        if group is None or not _is_known(group):
+        if group is None or group not in _world.pg_map:  # a destroyed group, to which somebody holds on
             group = _groups[self.ranks] = new_group(self.ranks)
         return group
 
@@ -175,15 +174,6 @@ def _says_common(layer: MoELayer, name: str, parameter: Tensor) -> str:
 def _digest(parameter: Tensor) -> bytes:
     values = parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return hashlib.blake2b(values.numpy().tobytes()).digest()
-
-
-def _is_known(group: Group) -> bool:
-    """Returns False for a destroyed group, to which some ranks may still hold a reference."""
-    try:
-        dist.get_process_group_ranks(group)
-    except (KeyError, ValueError):
-        return False
-    return True
 
 
 def ranks_of(group: Group | None) -> Ranks:
