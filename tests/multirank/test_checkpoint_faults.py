@@ -30,18 +30,21 @@ CONFIG = MoEConfig(**SIZES, num_shared_experts=1, bias_update_rate=0.01, dtype=t
 
 
 class Model(nn.Module):
-    """Two blocks, perhaps with the same experts, and a weight that no forward uses unless `with_spare`."""
+    """Two blocks, perhaps with the same experts or weights of them, and a weight that no forward uses unless
+    `with_spare`."""
 
     with_spare = False
 
-    def __init__(self, group: Any, seed: int, ties: bool = False, **options: Any) -> None:
+    def __init__(self, group: Any, seed: int, ties: str = "", **options: Any) -> None:
         super().__init__()
         torch.manual_seed(seed)
         config = MoEConfig(**{**vars(CONFIG), **options})
         first = MoELayer(config, group=group, max_tokens=8)
         second = MoELayer(config, first.comm)
-        if ties:
+        if ties == "experts":
             second.experts = first.experts
+        elif ties == "weights":
+            second.experts.w_in, second.experts.w_out = first.experts.w_in, first.experts.w_out
         self.blocks = nn.ModuleList([Block(first), Block(second)])
         self.spare = nn.Linear(16, 3, dtype=torch.float64)
         self.comm = first.comm
@@ -107,7 +110,8 @@ def poison(state: dict[str, Any]) -> None:
     [
         ("layer", False, {"activation": "swiglu_interleaved"}),
         ("block", True, {}),
-        ("layer", False, {"ties": True}),
+        ("layer", False, {"ties": "experts"}),
+        ("block", False, {"ties": "weights"}),
         ("experts", False, {"bias": True}),
     ],
     ids=str,

@@ -7,17 +7,15 @@ import contextlib
 import copy
 import dataclasses
 import functools
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
-from moecomm.nn import MoEConfig, MoELayer, OverlapConfig, prepare_ddp, sharded_state, sync_gradients
+from moecomm.nn import MoEConfig, MoELayer, OverlapConfig, prepare_ddp, sync_gradients
 from tests.multirank.catching import refused
 from tests.multirank.conftest import own_pool
 from tests.multirank.moe_cases import SIZES, groups_of, unsharded, wrapped
@@ -183,28 +181,6 @@ def test_layers_that_share_experts(rank: int, world: int, shares: str, wrapper: 
     sync_gradients(plain)
     backward(wrapped(model, wrapper), rank)
     assert_close(gradients_of(model), gradients_of(plain))
-
-
-@pytest.mark.parametrize("shares", ["module", "weights"])
-@on_ranks(2)
-def test_a_checkpoint_of_layers_that_share_experts(
-    rank: int, world: int, shares: str, tmp_path: Path
-) -> None:
-    model = Two(rank, world, 2, shares)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    backward(model, rank)
-    sync_gradients(model)
-    optimizer.step()
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    saved = sharded_state(model, optimizer)
-    experts = {name: type(value).__name__ for name, value in saved["model"].items() if ".experts." in name}
-    assert experts == dict.fromkeys(experts, "DTensor") and len(experts) == 4, experts
-    dcp.save(saved, checkpoint_id=tmp_path)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-    dcp.load(sharded_state(model, optimizer), checkpoint_id=tmp_path)
-    assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(("around", "averaged"), [("forward", False), ("backward", True)])

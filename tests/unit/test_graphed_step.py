@@ -27,10 +27,14 @@ def communicator() -> Communicator:
 
 
 @pytest.fixture
-def model() -> Iterator[nn.Module]:
-    comm = communicator()
-    yield nn.Sequential(MoELayer(CONFIG, comm), MoELayer(CONFIG, comm))
-    comm.close()
+def comm() -> Iterator[Communicator]:
+    with communicator() as made:
+        yield made
+
+
+@pytest.fixture
+def model(comm: Communicator) -> nn.Module:
+    return nn.Sequential(MoELayer(CONFIG, comm), MoELayer(CONFIG, comm))
 
 
 def step_of(model: nn.Module) -> Any:
@@ -68,13 +72,12 @@ def test_bad_arguments(model: nn.Module, change: dict[str, Any], text: str) -> N
 
 
 def test_communicators_of_several_groups(model: nn.Module) -> None:
-    other = communicator()
     another = object()
-    other._group = lambda: another  # type: ignore[assignment, return-value]
-    both = nn.Sequential(model, MoELayer(CONFIG, other))
-    with pytest.raises(InvalidArgument, match="several groups: pass one that has all ranks"):
-        GraphedStep(step_of(both), both, recorder=Played())
-    other.close()
+    with communicator() as other:
+        other._group = lambda: another  # type: ignore[assignment, return-value]
+        both = nn.Sequential(model, MoELayer(CONFIG, other))
+        with pytest.raises(InvalidArgument, match="several groups: pass one that has all ranks"):
+            GraphedStep(step_of(both), both, recorder=Played())
 
 
 def test_capacities_and_report(model: nn.Module) -> None:
@@ -92,8 +95,7 @@ def test_capacities_and_report(model: nn.Module) -> None:
     assert all(layer.capacity is None for layer in model)  # type: ignore[union-attr]
 
 
-def test_a_capacity_of_the_layer_bounds_that_of_the_graph() -> None:
-    comm = communicator()
+def test_a_capacity_of_the_layer_bounds_that_of_the_graph(comm: Communicator) -> None:
     config = replace(CONFIG, capacity_factor=0.5, pad_to_capacity=True)
     model = nn.Sequential(MoELayer(config, comm))
     assert model[0].capacity == 20  # 4 experts with 5 tokens each
@@ -102,17 +104,14 @@ def test_a_capacity_of_the_layer_bounds_that_of_the_graph() -> None:
     for _ in range(3):
         step(torch.randn(20, 16, dtype=torch.float64))
     assert step.overflows == 0 and model[0].capacity == 20
-    comm.close()
 
 
-def test_gradients_put_off_beyond_a_step_are_refused() -> None:
-    comm = communicator()
+def test_gradients_put_off_beyond_a_step_are_refused(comm: Communicator) -> None:
     model = nn.Sequential(MoELayer(CONFIG, comm, overlap=OverlapConfig(defer_weights=True)))
     step = GraphedStep(step_of(model), model, recorder=Played())
     with pytest.raises(InvalidArgument, match=r"call moecomm\.nn\.backward_weights\(model\) within it"):
         step(torch.randn(4, 16, dtype=torch.float64))
     assert not model[0].has_pending_weights
-    comm.close()
 
 
 def test_parameters_are_those_trained_at_the_first_call(model: nn.Module) -> None:
@@ -161,8 +160,7 @@ def test_gradients_add_up_in_views_of_the_graph(model: nn.Module) -> None:
     assert_close(weight.grad, want, rtol=1e-9, atol=0)
 
 
-def test_buffers_are_put_back_after_an_error_in_the_first_step() -> None:
-    comm = communicator()
+def test_buffers_are_put_back_after_an_error_in_the_first_step(comm: Communicator) -> None:
     model = nn.Sequential(MoELayer(replace(CONFIG, bias_update_rate=0.01), comm))
     runs = []
 
@@ -177,4 +175,3 @@ def test_buffers_are_put_back_after_an_error_in_the_first_step() -> None:
     with pytest.raises(ZeroDivisionError):
         graphed(torch.randn(4, 16, dtype=torch.float64))
     assert not model[0].router.load_E.any()
-    comm.close()
