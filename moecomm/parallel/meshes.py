@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 import weakref
@@ -15,7 +16,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store, _world
 
-from moecomm.errors import InvalidArgument, MismatchedArguments, PeerLost, PeerTimeout, of_peer
+from moecomm.errors import (
+    InvalidArgument,
+    MismatchedArguments,
+    MoecommError,
+    PeerLost,
+    PeerTimeout,
+    of_peer,
+)
 from moecomm.parallel.grid import Grid, Ranks
 from moecomm.setup.checks import timeout_seconds
 from moecomm.types import Group
@@ -73,29 +81,14 @@ def _agree(what: str, world_size: int) -> None:
     Each rank sends a few messages to the store, for any number of ranks. Without this check, ranks that
     disagree would wait in new_group for ranks that do not call it, without an explanation.
     """
-    rank, size, seconds = dist.get_rank(), dist.get_world_size(), timeout_seconds(None)
-    phase = f"making {what}"
+    size, phase = dist.get_world_size(), f"making {what}"
     store = PrefixStore(f"moecomm.parallel/{next(_calls)}", _get_default_store())
-    try:
+    with _lost_store_told(phase):
         first = store.compare_set("first", "", what).decode()
         if first != what:
-            store.set("other", f"rank {rank} makes {what}")
-        store.set(f"came/{rank}", "")
-        if store.add("count", 1) == size:
-            store.set("all came", "")
-        late = []
-        if not _comes(store, "all came", seconds):
-            late = [each for each in range(size) if not store.check([f"came/{each}"])]
+            store.set("other", f"rank {dist.get_rank()} makes {what}")
+        _meet(store, range(size), phase)
         other = store.get("other").decode() if store.check(["other"]) else None
-    except RuntimeError as error:
-        gone = f"the store of torch.distributed is gone ({error})"
-        raise of_peer(PeerLost, gone, rank, phase) from error
-    if late:
-        text = (
-            f"{len(late)} ranks, the first {late[0]}, did not come within {seconds:g} s; all ranks have to "
-            "make it, at the same place in the program"
-        )
-        raise of_peer(PeerTimeout, text, rank, phase, late[0])
     if other is not None:
         raise MismatchedArguments(
             f"{other}, and another rank makes {first}: all ranks have to make the same groups and meshes of "
@@ -108,16 +101,43 @@ def _agree(what: str, world_size: int) -> None:
         )
 
 
-def _comes(store: Store, key: str, seconds: float) -> bool:
-    """Returns whether a key is set within `seconds`; other errors of the store are raised."""
+def _meet(store: Store, ranks: Sequence[int], phase: str) -> None:
+    """Waits until all of `ranks` have called this, with a store for this call alone. Raises PeerTimeout if
+    one has not come within MOECOMM_TIMEOUT, later on that one as well."""
+    rank, seconds = dist.get_rank(), timeout_seconds(None)
+    store.set(f"came/{rank}", "")
+    # The first to write the outcome decides it for all.
+    if store.add("count", 1) == len(ranks):
+        store.compare_set("outcome", "", "all came")
     deadline = time.monotonic() + seconds
     try:
-        store.wait([key], timedelta(seconds=seconds))
+        store.wait(["outcome"], timedelta(seconds=seconds))
     except RuntimeError:
         if time.monotonic() < deadline:
             raise
-        return False
-    return True
+        store.compare_set("outcome", "", str(rank))
+    outcome = store.get("outcome").decode()
+    if outcome == "all came":
+        return
+    late = [each for each in ranks if not store.check([f"came/{each}"])]
+    if late:
+        more = f" and {len(late) - 1} more" if len(late) > 1 else ""
+        says = f"rank {late[0]}{more} did not come within {seconds:g} s"
+    else:
+        says = f"this rank, or another, came when rank {outcome} had waited for {seconds:g} s and given up"
+    text = f"{says}; all ranks have to make it, at the same place in the program"
+    raise of_peer(PeerTimeout, text, rank, phase, late[0] if late else int(outcome))
+
+
+@contextlib.contextmanager
+def _lost_store_told(phase: str) -> Iterator[None]:
+    try:
+        yield
+    except MoecommError:
+        raise
+    except RuntimeError as error:
+        gone = f"the store of torch.distributed is gone ({error})"
+        raise of_peer(PeerLost, gone, dist.get_rank(), phase) from error
 
 
 # -- a process group that its own ranks make by themselves -------------------------------------------------
@@ -135,20 +155,12 @@ def new_group(ranks: Ranks) -> Group:
 
     Raises PeerTimeout (after `MOECOMM_TIMEOUT`) for a rank that does not call.
     """
-    rank, seconds = dist.get_rank(), timeout_seconds(None)
+    rank, phase = dist.get_rank(), f"making a group of ranks {ranks}"
     store = PrefixStore(f"moecomm.subgroup/{ranks}/{next(_calls_of[ranks])}", _get_default_store())
-    store.set(str(rank), str(len(_world.pg_names)))
-    most = 0
-    for other in ranks:
-        try:
-            store.wait([str(other)], timedelta(seconds=seconds))
-        except RuntimeError as error:
-            text = (
-                f"rank {other} did not come within {seconds:g} s ({error}); all of them have to call, at the "
-                "same place in the program"
-            )
-            raise of_peer(PeerTimeout, text, rank, f"making a group of ranks {ranks}", other) from error
-        most = max(most, int(store.get(str(other))))
+    with _lost_store_told(phase):
+        store.set(str(rank), str(len(_world.pg_names)))
+        _meet(store, ranks, phase)
+        most = max(int(store.get(str(each))) for each in ranks)
     while len(_world.pg_names) < most:
         dist.new_group([rank], use_local_synchronization=True)
     group = dist.new_group(list(ranks), use_local_synchronization=True)
