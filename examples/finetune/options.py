@@ -108,6 +108,12 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _seed(text: str) -> int:
+    if not text.isdecimal() or int(text) >= 1 << 32:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number from 0 to 2**32 - 1")
+    return int(text)
+
+
 def _rate(text: str) -> float:
     try:
         value = float(text)
@@ -155,7 +161,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="WEIGHT",
         help="weight of a loss that balances the experts of each layer, beside what the model's config adds",
     )
-    add("--seed", type=int, default=0, help="of new adapters and of the order of windows")
+    add("--seed", type=_seed, default=0, help="of new adapters and of the order of windows")
     add(
         "--ep",
         type=_count,

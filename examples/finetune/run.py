@@ -26,7 +26,6 @@ from transformers import (
     set_seed,
 )
 from transformers.distributed import DistributedConfig
-from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import logging as transformers_logging
 
 from finetune import demo, report, sizes, text
@@ -101,7 +100,7 @@ def run(options: Options, device: torch.device, stop: StopRequest) -> None:
     tokenizer = _tokenizer(folder)
     step_windows = options.batch * options.accumulate * world
     training, held_out = text.split(text.read_documents(places), tokenizer, options.seq, step_windows)
-    checkpoint = get_last_checkpoint(str(out)) if options.resume else None
+    checkpoint = _newest_checkpoint(out) if options.resume else None
     if options.resume and checkpoint is None:
         raise UsageError(f"--resume: no checkpoint in {out}")
     begun = None if checkpoint is None else int(checkpoint.rpartition("-")[2])
@@ -227,6 +226,13 @@ def _tokenizer(folder: str) -> Any:
         f"MODEL_FOLDER {folder} has no tokenizer that transformers can load: save the model's there by "
         f"tokenizer.save_pretrained ({why})"
     )
+
+
+def _newest_checkpoint(out: Path) -> str | None:
+    """Returns the newest whole checkpoint. A run that was killed may leave an unfinished one: the Trainer
+    writes its own state last."""
+    whole = [each.parent for each in out.glob("checkpoint-*/trainer_state.json")]
+    return str(max(whole, key=lambda each: int(each.name.rpartition("-")[2]))) if whole else None
 
 
 def _set_aside(out: Path) -> None:

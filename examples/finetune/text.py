@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 from lm.errors import UsageError
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -63,12 +64,15 @@ def find_files(places: Sequence[str]) -> list[Path]:
         path = Path(place).expanduser()
         if not path.exists():
             raise UsageError(f"TEXT: there is no {place}")
-        found += [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES)
+        if path.is_file():
+            found.append(path)
+        else:
+            found += sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES and p.is_file())
     return found
 
 
 def _lines(file: Path, text: str) -> Iterator[Document]:
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):  # other line separators may stand within a string
         if not line.strip():
             continue
         try:
@@ -92,7 +96,7 @@ def encode(document: Document, tokenizer: Any) -> tuple[list[int], list[int]]:
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     if not document.messages:
         tokens = [*tokenizer(document.text, add_special_tokens=False)["input_ids"], *end]
-        return tokens, [NO_TARGET, *tokens[1:]]
+        return tokens, [NO_TARGET, *tokens[1:]] if tokens else []
     if tokenizer.chat_template is None:
         raise UsageError("TEXT has messages, and the model's tokenizer no chat template: bring plain text")
     tokens, targets = [], []
@@ -114,8 +118,14 @@ def encode(document: Document, tokenizer: Any) -> tuple[list[int], list[int]]:
 
 
 def _render(messages: Sequence[dict[str, str]], tokenizer: Any, **options: Any) -> list[int]:
-    tokens = tokenizer.apply_chat_template(list(messages), tokenize=True, return_dict=False, **options)
-    return list(tokens)
+    try:
+        return list(
+            tokenizer.apply_chat_template(list(messages), tokenize=True, return_dict=False, **options)
+        )
+    except TemplateError as error:  # many templates refuse roles that do not alternate
+        raise UsageError(
+            f"TEXT has messages that the model's chat template refuses: {error}: {json.dumps(messages)[:200]}"
+        ) from None
 
 
 class Windows(Dataset[dict[str, Tensor]]):

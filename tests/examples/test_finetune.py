@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from itertools import cycle
@@ -60,21 +61,25 @@ def test_windows_hold_documents_one_behind_the_other(tokenizer: Any) -> None:
     targets = only["labels"].tolist()
     for begin, document in zip((0, len(ids[0])), ids, strict=True):  # none is foretold from the one before
         assert targets[begin : begin + len(document)] == [text.NO_TARGET, *document[1:]]
+    endless = copy.deepcopy(tokenizer)
+    endless.eos_token = None  # then a document may have no token
+    assert text.encode(text.Document(""), endless) == ([], [])
 
 
-def test_of_a_chat_the_answers_are_learned(tokenizer: Any) -> None:
+def test_of_a_chat_the_answers_are_learned(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     chat = chat_of("What is 2 + 2?", "Four.", "And 3 + 3?", "Six.")
     tokens, targets = text.encode(text.Document(messages=chat), tokenizer)
     assert tokenizer.decode(tokens) == tokenizer.apply_chat_template(chat, tokenize=False)
     learned = [token for token, target in zip(tokens, targets, strict=True) if target != text.NO_TARGET]
     assert tokenizer.decode(learned) == "Four.<|end|>\nSix.<|end|>\n"
     assert all(target in (token, text.NO_TARGET) for token, target in zip(tokens, targets, strict=True))
-    template, tokenizer.chat_template = tokenizer.chat_template, None
-    try:
-        with pytest.raises(UsageError, match="no chat template"):
+    for template, says in (
+        (None, "no chat template"),
+        ("{{ raise_exception('roles must alternate') }}", "refuses: roles must alternate: .*What is 2"),
+    ):
+        monkeypatch.setattr(tokenizer, "chat_template", template)
+        with pytest.raises(UsageError, match=says):
             text.encode(text.Document(messages=chat), tokenizer)
-    finally:
-        tokenizer.chat_template = template
 
 
 def test_files_and_lines_are_documents(tmp_path: Path) -> None:
@@ -83,8 +88,10 @@ def test_files_and_lines_are_documents(tmp_path: Path) -> None:
         '{"text": "of a line"}\n\n{"messages": [{"role": "user", "content": "hi"}]}\n'
     )
     (tmp_path / "c.bin").write_bytes(b"\xff\0")
+    (tmp_path / "d.jsonl").write_text('{"text": "one\u2028line"}\n', encoding="utf-8")
+    (tmp_path / "e.md").mkdir()
     found = text.read_documents([str(tmp_path)])
-    assert [each.text for each in found] == ["plain", "of a line", ""]
+    assert [each.text for each in found] == ["plain", "of a line", "", "one\u2028line"]
     assert found[2].messages == [{"role": "user", "content": "hi"}]
 
 
@@ -200,6 +207,7 @@ def test_a_resumed_run_takes_over_its_options(tmp_path: Path) -> None:
         (["--steps", "0"], "at least 1"),
         (["--steps", "many"], "--steps: many is not a whole number of at least 1"),
         (["--lr", "-1"], "--lr: -1 is not a number of at least 0"),
+        (["--seed", "-1"], "--seed: -1 is not a whole number from 0"),
         (["--warmup", "5"], "--warmup: 5 is not between 0 and 1"),
         (["--x"], "--x"),
     ],
@@ -254,6 +262,7 @@ def test_a_run_goes_on_at_another_number_of_ranks(tmp_path: Path, model: Path) -
     said = _run(model, model.parent / "text", "--out", out, *f"--steps 2 {SMALL}".split())
     assert "8 experts on 2 of 2 ranks" in said and "result: loss" in said
     assert "has done 2 steps: name more" in _run("--resume", "--out", out, code=2)
+    (out / "checkpoint-3").mkdir()  # as of a run that was killed while it saved
     said = _run("--resume", "--out", out, "--steps", 4, ranks=4)
     assert "8 experts on 4 of 4 ranks" in said and "4 steps" in said.splitlines()[-1]
     records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
