@@ -17,6 +17,7 @@ from lm.options import Options
 PEAK_TFLOPS = {
     "GB200": 2500.0,
     "B200": 2250.0,
+    "H200 NVL": 835.0,
     "H200": 989.0,
     "H100 PCIe": 756.0,
     "H100 NVL": 835.0,

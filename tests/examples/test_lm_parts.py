@@ -30,7 +30,7 @@ from lm.metrics import MetricsFile, StepTotals, Totals, moe_layers, read_metrics
 from lm.metrics import travel_seconds  # isort: skip
 from lm.model import ModelConfig, Transformer  # isort: skip
 from lm.pipeline import lay_out  # isort: skip
-from lm.speed import measure_speed  # isort: skip
+from lm.speed import measure_speed, peak_tflops  # isort: skip
 from lm.tokenizer import ByteTokenizer, make_tokenizer  # isort: skip
 import itertools
 
@@ -362,6 +362,7 @@ def test_speed_counts_what_a_token_needs(monkeypatch: pytest.MonkeyPatch) -> Non
     tflops = 1e6 * found.flops_per_token / 4 / 1e12
     assert found.of(1e6) == {"tflops": pytest.approx(tflops), "mfu": pytest.approx(tflops / 989)}
     assert "MFU is of 989 TFLOP/s" in found.describe()
+    assert peak_tflops("NVIDIA H200 NVL") == peak_tflops("NVIDIA H100 NVL") == 835
 
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
     unknown = measure_speed(run, 10_000_000, 1000, 4, cuda)
