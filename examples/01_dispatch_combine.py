@@ -33,9 +33,10 @@ def route(comm: moecomm.Communicator) -> None:
     # Token t of rank r is a row filled with 10 r + t, so that the output shows where a row comes from.
     names_T = 10.0 * comm.rank + torch.arange(TOKENS)
     x_TH = names_T.unsqueeze(1).expand(TOKENS, HIDDEN).contiguous()
-    # A router would choose the experts; here token t goes to the experts t and t + 1 + r (mod E).
+    # A router would choose the experts; here token t goes to the experts t and t + 1 + r (mod E), or to t + 1
+    # where that is t again.
     first_T = torch.arange(TOKENS) % EXPERTS
-    topk_idx_TK = torch.stack((first_T, (first_T + 1 + comm.rank) % EXPERTS), dim=1)
+    topk_idx_TK = torch.stack((first_T, (first_T + 1 + comm.rank % (EXPERTS - 1)) % EXPERTS), dim=1)
     weights_TK = torch.tensor([0.75, 0.25]).expand(TOKENS, TOP_K).contiguous()
 
     out = comm.dispatch(x_TH, topk_idx_TK, weights_TK)

@@ -60,8 +60,10 @@ def parse() -> argparse.Namespace:
     for name in ("steps", "hidden", "layers", "ranks"):
         if (value := getattr(options, name)) is not None and value < 1:
             raise UsageError(f"--{name} {value}: must be at least 1")
-    if options.capacity is not None and not options.capacity > 0:
-        raise UsageError(f"--capacity {options.capacity}: must be more than 0")
+    if options.capacity is not None and not 0 < options.capacity < math.inf:
+        raise UsageError(f"--capacity {options.capacity}: must be a finite number above 0")
+    if not 0 <= options.lr < math.inf:
+        raise UsageError(f"--lr {options.lr}: must be a finite number of at least 0")
     if options.hidden % 8:
         raise UsageError(f"--hidden {options.hidden}: must be a multiple of 8")  # four heads of even width
     if find_spec("megatron") is None or find_spec("megatron.core") is None:
