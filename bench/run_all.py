@@ -16,7 +16,7 @@ import json
 import shlex
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 if not __package__:  # started as a file: the folder above bench/ is not on the path yet
@@ -32,8 +32,8 @@ RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results"
 _MOST_FAILURES = 3  # in a row, after which it is not the run that is at fault
 
 
-def _options(run: Run, folder: Path, commit: str | None) -> Options:
-    given = parse(run.program, [*run.flags, "-J", str(folder / f"{run.name}.json")])
+def _options(run: Run, file: Path, commit: str | None) -> Options:
+    given = parse(run.program, [*run.flags, "-J", str(file)])
     # The record shows the command a reader would type, without the folder this run happened to use.
     command = shlex.join(["python", f"bench/{run.program}_perf.py", *run.flags])
     return dataclasses.replace(given, command=command, commit=commit or given.commit)
@@ -46,19 +46,19 @@ def _together(first: Run, second: Run) -> bool:
     return parse(first.program, first.flags).ranks == parse(second.program, second.flags).ranks
 
 
-def execute(runs: Sequence[Run], folder: Path, commit: str | None) -> None:
-    """Makes the records of the runs in `folder`. When a run fails, the ranks are ended and started again for
-    those behind it."""
+def execute(runs: Sequence[Run], files: Mapping[str, Path], commit: str | None) -> None:
+    """Makes the records of the runs, in the files that have their names. When a run fails, the ranks
+    are ended and started again for those behind it."""
     waiting, failures = list(runs), 0
     while waiting and failures < _MOST_FAILURES:
         batch = [waiting.pop(0)]
         if batch[0].program in NATIVE:
-            _execute_native(batch[0], folder, commit)
+            _execute_native(batch[0], files[batch[0].name], commit)
             continue
         while waiting and _together(batch[0], waiting[0]):
             batch.append(waiting.pop(0))
-        status = launch.run([_options(run, folder, commit) for run in batch])
-        done = [run for run in batch if (folder / f"{run.name}.json").exists()]
+        status = launch.run([_options(run, files[run.name], commit) for run in batch])
+        done = [run for run in batch if files[run.name].exists()]
         left = batch[len(done) :]
         if status == 130:
             return
@@ -68,7 +68,7 @@ def execute(runs: Sequence[Run], folder: Path, commit: str | None) -> None:
         waiting = [*left[1:], *waiting]
 
 
-def _execute_native(run: Run, folder: Path, commit: str | None) -> None:
+def _execute_native(run: Run, file: Path, commit: str | None) -> None:
     print(f"\n$ {shlex.join((run.program, *run.flags))}", flush=True)
     try:
         content = native.document(run.program, run.flags, commit)
@@ -76,7 +76,7 @@ def _execute_native(run: Run, folder: Path, commit: str | None) -> None:
         print(f"run_all.py: {run.name} failed: {problem}", file=sys.stderr, flush=True)
         return
     print("\n".join(json.dumps(row) for row in content["rows"]), flush=True)
-    record.write(folder / f"{run.name}.json", content)
+    record.write(file, content)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -147,13 +147,11 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(given.into or scratch)
         folder.mkdir(parents=True, exist_ok=True)
-        for run in wanted:
-            (folder / f"{run.name}.json").unlink(missing_ok=True)
-        execute(wanted, folder, given.commit)
-        made = {run.name: folder / f"{run.name}.json" for run in wanted}
-        records = {name: record.read(path) for name, path in made.items() if path.exists()}
-        for name in records:
-            made[name].rename(folder / f"{name}{end}")
+        files = {run.name: folder / f"{run.name}{end}" for run in wanted}
+        for file in files.values():
+            file.unlink(missing_ok=True)
+        execute(wanted, files, given.commit)
+        records = {name: record.read(file) for name, file in files.items() if file.exists()}
     print("\n" + page.summary(records), flush=True)
     if given.write:
         RESULTS.mkdir(parents=True, exist_ok=True)

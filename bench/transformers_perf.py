@@ -10,6 +10,7 @@ ranks as there are; "layers" are the experts' modules alone, forward and backwar
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import shlex
 import statistics
@@ -26,6 +27,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
 from lm import ranks
 from lm.errors import UsageError, exit_code
+
+from bench.harness.command_line import file_to_write
 
 COMMON = {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 32000}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -63,9 +66,15 @@ def parse() -> argparse.Namespace:
     add("--keep", action="store_true", help="FSDP2 gathers layers' weights (not experts') once a step")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add("--ranks", type=int, help="processes (default: one a GPU; two on the CPU)")
-    add("-J", "--json", type=Path, metavar="FILE", help="write a record of the run")
+    add("-J", "--json", type=file_to_write, metavar="FILE", help="write a record of the run")
     add("--commit", metavar="HASH", help="commit to record where the source is no git checkout")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    for name in ("layers", "tokens", "rounds", "steps", "ranks"):
+        if (value := getattr(arguments, name)) is not None and value < 1:
+            raise UsageError(f"--{name} {value}: must be at least 1")
+    if not 0 <= arguments.zipf < math.inf:
+        raise UsageError(f"--zipf {arguments.zipf}: must be a finite number of at least 0")
+    return arguments
 
 
 def main() -> int:
@@ -122,6 +131,10 @@ def measure(arguments: argparse.Namespace, device: Any) -> list[dict[str, Any]]:
     gpu = device.type == "cuda"
     name = arguments.model or ("qwen3-30b" if gpu else "small")
     tokens = arguments.tokens or (4096 if gpu else 64)
+    widths, world = MODELS[name][1], dist.get_world_size()
+    experts = widths.get("num_experts") or widths["num_local_experts"]
+    if experts % world:
+        raise UsageError(f"--model {name}: {world} ranks cannot share its {experts} experts evenly")
     with tempfile.TemporaryDirectory() as own:
         folder = [own]
         dist.broadcast_object_list(folder)
@@ -141,7 +154,7 @@ def measure(arguments: argparse.Namespace, device: Any) -> list[dict[str, Any]]:
             run.turn("layers", run.layers, arguments.steps)
     rows = []
     for run, loss in zip(runs, first, strict=True):
-        wrong = int(abs(loss - first[0]) > DIFFERENCE[device.type] * abs(first[0]))
+        wrong = is_wrong(loss, first[0], device.type)
         for phase, samples in run.samples.items():
             seconds = statistics.median(samples)
             row = {
@@ -162,6 +175,11 @@ def measure(arguments: argparse.Namespace, device: Any) -> list[dict[str, Any]]:
             row |= {"host_s": statistics.median(run.host[phase]), "memory_bytes": run.memory[phase]}
             rows.append(row | {"tokens_per_s": tokens / seconds, "loss": loss, "wrong": wrong})
     return rows
+
+
+def is_wrong(loss: float, first: float, device: str) -> int:
+    """Returns 1 if a variant's first loss is not that of the first variant, or no number."""
+    return int(not abs(loss - first) <= DIFFERENCE[device] * abs(first))
 
 
 def save(name: str, layers: int, folder: str, device: Any) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
 
+from bench import transformers_perf
 from tests.programs import run_program
 
 pytest.importorskip("transformers")
@@ -27,6 +29,21 @@ def test_variants_are_timed_in_turns_and_agree(tmp_path: Path) -> None:
     assert said.count("| moecomm |") == 2
 
 
-def test_an_unknown_implementation_is_told() -> None:
-    said = run_program(PROGRAM, "--variants", "no_such", torchrun=2, code=2).err
-    assert "--variants has 'no_such', must be of auto, all_to_all" in said
+@pytest.mark.parametrize(
+    ("arguments", "ranks", "says"),
+    [
+        ("--variants no_such", 2, "--variants has 'no_such', must be of auto, all_to_all"),
+        ("--rounds 0", 2, "--rounds 0: must be at least 1"),
+        ("--zipf nan", 2, "--zipf nan: must be a finite number"),
+        ("--layers 1", 3, "--model small: 3 ranks cannot share its 8 experts evenly"),
+        ("-J nowhere/run.json", 2, "nowhere/run.json is a folder, or in a folder that is not there"),
+    ],
+)
+def test_wrong_options_are_told(arguments: str, ranks: int, says: str) -> None:
+    assert says in run_program(PROGRAM, *arguments.split(), torchrun=ranks, code=2).err
+
+
+def test_a_loss_that_is_no_number_is_wrong() -> None:
+    losses = (2.0, 2.000001, 2.1, math.nan)
+    assert [transformers_perf.is_wrong(loss, 2.0, "cpu") for loss in losses] == [0, 0, 1, 1]
+    assert transformers_perf.is_wrong(math.nan, math.nan, "cpu")
