@@ -10,7 +10,6 @@ ranks as there are; "layers" are the experts' modules alone, forward and backwar
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import shlex
 import statistics
@@ -27,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
 from lm import ranks
 from lm.errors import UsageError, exit_code
+from lm.flags import Parser, amount, count
 
 from bench.harness.command_line import file_to_write
 
@@ -53,28 +53,22 @@ DIFFERENCE = {"cpu": 1e-5, "cuda": 1e-2}  # the most by which first losses may d
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="transformers_perf.py", description=(__doc__ or "").splitlines()[0])
+    parser = Parser(prog="transformers_perf.py", description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
     add("--model", choices=sorted(MODELS), help="widths (default: qwen3-30b on GPUs, small on the CPU)")
-    add("--layers", type=int, default=4)
-    add("--tokens", type=int, help="of a rank, in one sequence (default: 4096 on GPUs, 64 on the CPU)")
+    add("--layers", type=count, default=4)
+    add("--tokens", type=count, help="of a rank, in one sequence (default: 4096 on GPUs, 64 on the CPU)")
     add("--variants", default="all_to_all,moecomm", metavar="LIST", help="ep_implementations, in turns")
-    add("--rounds", type=int, default=5, help="turns of each variant (%(default)s)")
-    add("--steps", type=int, default=4, help="timed steps of a turn (%(default)s)")
-    add("--zipf", type=float, default=0.0, help="ids of the layers: expert n is drawn with weight n**-ZIPF")
+    add("--rounds", type=count, default=5, help="turns of each variant (%(default)s)")
+    add("--steps", type=count, default=4, help="timed steps of a turn (%(default)s)")
+    add("--zipf", type=amount, default=0.0, help="ids of the layers: expert n is drawn with weight n**-ZIPF")
     add("--compile", action="store_true", help="torch.compile for each decoder layer")
     add("--keep", action="store_true", help="FSDP2 gathers layers' weights (not experts') once a step")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    add("--ranks", type=int, help="processes (default: one a GPU; two on the CPU)")
+    add("--ranks", type=count, help="processes (default: one a GPU; two on the CPU)")
     add("-J", "--json", type=file_to_write, metavar="FILE", help="write a record of the run")
     add("--commit", metavar="HASH", help="commit to record where the source is no git checkout")
-    arguments = parser.parse_args()
-    for name in ("layers", "tokens", "rounds", "steps", "ranks"):
-        if (value := getattr(arguments, name)) is not None and value < 1:
-            raise UsageError(f"--{name} {value}: must be at least 1")
-    if not 0 <= arguments.zipf < math.inf:
-        raise UsageError(f"--zipf {arguments.zipf}: must be a finite number of at least 0")
-    return arguments
+    return parser.parse_args()
 
 
 def main() -> int:

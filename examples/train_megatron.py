@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 from lm import ranks
 from lm.errors import UsageError, exit_code
+from lm.flags import Parser, above_zero, amount, count
 from torch import Tensor
 
 VOCABULARY, SEQUENCE, EXPERTS = 256, 64, 8
@@ -39,31 +40,29 @@ MICROBATCHES, WINDOWS = 2, 8  # per step; per microbatch on each rank
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         description="Train a small GPT with experts by Megatron-Core, on all GPUs or on two CPU ranks.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
     add("text", nargs="*", type=Path, help="files to train on (default: Python's help on its topics)")
     add("--dispatcher", choices=("moecomm", "alltoall", "allgather"), default="moecomm")
-    add("--steps", type=int, default=40)
-    add("--lr", type=float, default=3e-3)
-    add("--hidden", type=int, default=64, help="model width, a multiple of 8")
-    add("--layers", type=int, default=2)
-    add("--capacity", type=float, metavar="FACTOR", help="tokens of an expert, as a part of an even share")
+    add("--steps", type=count, default=40)
+    add("--lr", type=amount, default=3e-3)
+    add("--hidden", type=count, default=64, help="model width, a multiple of 8")
+    add("--layers", type=count, default=2)
+    add(
+        "--capacity",
+        type=above_zero,
+        metavar="FACTOR",
+        help="tokens of an expert, as a part of an even share",
+    )
     add("--recompute", choices=("none", "moe", "full"), default="none", help="layers computed twice")
     add("--overlap", action="store_true", help="the forward of a microbatch beside another's backward")
     add("--dtype", choices=("float32", "bfloat16"), default="float32")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    add("--ranks", type=int, help="processes (default: one a GPU; two on the CPU)")
+    add("--ranks", type=count, help="processes (default: one a GPU; two on the CPU)")
     options = parser.parse_args()
-    for name in ("steps", "hidden", "layers", "ranks"):
-        if (value := getattr(options, name)) is not None and value < 1:
-            raise UsageError(f"--{name} {value}: must be at least 1")
-    if options.capacity is not None and not 0 < options.capacity < math.inf:
-        raise UsageError(f"--capacity {options.capacity}: must be a finite number above 0")
-    if not 0 <= options.lr < math.inf:
-        raise UsageError(f"--lr {options.lr}: must be a finite number of at least 0")
     if options.hidden % 8:
         raise UsageError(f"--hidden {options.hidden}: must be a multiple of 8")  # four heads of even width
     if find_spec("megatron") is None or find_spec("megatron.core") is None:

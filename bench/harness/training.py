@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from lm import fitting
 from lm import options as command_line
 from lm.errors import RunError, UsageError
+from lm.flags import Parser, count
 
 from .command_line import file_to_write
 
@@ -35,7 +36,7 @@ guessing, whatever its layers compute."""
 
 def parse(arguments: Sequence[str]) -> tuple[Plan, command_line.Options]:
     """Returns the plan, and the options of train_lm.py. Raises UsageError."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="train_perf.py",
         description="Times optimizer steps of examples/train_lm.py beside the same model in torch alone.",
         epilog="All other flags are those of examples/train_lm.py.",
@@ -43,8 +44,8 @@ def parse(arguments: Sequence[str]) -> tuple[Plan, command_line.Options]:
     )
     add = parser.add_argument
     add("--variants", default=f"{MOECOMM},{TORCH}", metavar="LIST", help="in this order (%(default)s)")
-    add("--warmup-steps", type=int, default=3, metavar="N", help="untimed steps (%(default)s)")
-    add("--timed-steps", type=int, default=8, metavar="N", help="timed steps (%(default)s)")
+    add("--warmup-steps", type=count, default=3, metavar="N", help="untimed steps (%(default)s)")
+    add("--timed-steps", type=count, default=8, metavar="N", help="timed steps (%(default)s)")
     add("--no-profile", action="store_true", help="GPUs: without a profile of one more step")
     add("--trace", metavar="FOLDER", help="GPUs: write the trace of the profiled step there")
     add("-J", "--json", type=file_to_write, metavar="FILE", help="write a record of the run")
@@ -53,8 +54,6 @@ def parse(arguments: Sequence[str]) -> tuple[Plan, command_line.Options]:
     plan.variants = plan.variants.split(",")
     if wrong := [each for each in plan.variants if each not in (MOECOMM, TORCH)]:
         raise UsageError(f"--variants has {wrong[0]!r}, must be of {MOECOMM}, {TORCH}")
-    if plan.warmup_steps < 1 or plan.timed_steps < 1:
-        raise UsageError("--warmup-steps and --timed-steps must be at least 1")
     flags = {each.partition("=")[0] for each in others}
     if taken := sorted(flags & {"--out", "--steps", "--resume", "--sample", "--prompt"}):
         raise UsageError(f"{taken[0]} is not for train_perf.py, which keeps nothing of the training")

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NoReturn
 
 from lm.errors import UsageError
 from lm.files import write_whole
+from lm.flags import Parser, amount, count, integer
 
 FILE_NAME = "options.json"
 NOT_KEPT = ("resume", "ranks", "note")
@@ -89,11 +88,6 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
     return Options(**values)
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(message)
-
-
 class _Help(argparse.ArgumentDefaultsHelpFormatter):
     """Adds the default to an option's help, unless there is none or the help says it."""
 
@@ -102,36 +96,22 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter):
         return action.help if none else super()._get_help_string(action)
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
-    return int(text)
-
-
 def _seed(text: str) -> int:
-    if not text.isdecimal() or int(text) >= 1 << 32:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number from 0 to 2**32 - 1")
-    return int(text)
-
-
-def _rate(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0.0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is not a number of at least 0")
+    value = integer(text)
+    if not 0 <= value < 1 << 32:
+        raise argparse.ArgumentTypeError(f"{value} is not a number from 0 to 2**32 - 1")
     return value
 
 
 def _part(text: str) -> float:
-    if _rate(text) > 1.0:
+    value = amount(text)
+    if value > 1.0:
         raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
-    return float(text)
+    return value
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="finetune_hf.py",
         description="Fine-tune a mixture-of-experts model of Hugging Face, on all GPUs or on the CPU.",
         formatter_class=_Help,
@@ -147,16 +127,16 @@ def _parser() -> argparse.ArgumentParser:
     add("text", nargs="*", metavar="TEXT", help="text files, .jsonl files, folders of them")
     add("--out", default="runs/finetune", help="where checkpoints, metrics, report and model go")
     add("--lora", action="store_true", help="train adapters beside the attention, and no other weight")
-    add("--rank", type=_count, default=16, metavar="R", help="columns of an adapter")
-    add("--seq", type=_count, default=1024, metavar="TOKENS", help="tokens of a window")
-    add("--batch", type=_count, default=1, metavar="WINDOWS", help="windows of a rank in one pass")
-    add("--accumulate", type=_count, default=1, metavar="PASSES", help="passes of one step")
-    add("--steps", type=_count, default=100, help="optimizer's steps in all")
-    add("--lr", type=_rate, help="the highest learning rate (default: 1e-5, with --lora 1e-4)")
+    add("--rank", type=count, default=16, metavar="R", help="columns of an adapter")
+    add("--seq", type=count, default=1024, metavar="TOKENS", help="tokens of a window")
+    add("--batch", type=count, default=1, metavar="WINDOWS", help="windows of a rank in one pass")
+    add("--accumulate", type=count, default=1, metavar="PASSES", help="passes of one step")
+    add("--steps", type=count, default=100, help="optimizer's steps in all")
+    add("--lr", type=amount, help="the highest learning rate (default: 1e-5, with --lora 1e-4)")
     add("--warmup", type=_part, default=0.05, metavar="PART", help="part of the steps in which it rises")
     add(
         "--balance",
-        type=_rate,
+        type=amount,
         default=0.0,
         metavar="WEIGHT",
         help="weight of a loss that balances the experts of each layer, beside what the model's config adds",
@@ -164,7 +144,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--seed", type=_seed, default=0, help="of new adapters and of the order of windows")
     add(
         "--ep",
-        type=_count,
+        type=count,
         metavar="RANKS",
         help="ranks that share the experts (default: the most that divide all ranks and the experts)",
     )
@@ -175,12 +155,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--recompute", action=switch, help="compute layers twice to save memory (default: on GPUs)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: GPUs if there are any")
-    add("--eval-every", type=_count, default=50, metavar="STEPS", help="from one held-out loss to the next")
-    add("--save-every", type=_count, default=50, metavar="STEPS", help="from one checkpoint to the next")
-    add("--log-every", type=_count, default=5, metavar="STEPS", help="from one line to the next")
+    add("--eval-every", type=count, default=50, metavar="STEPS", help="from one held-out loss to the next")
+    add("--save-every", type=count, default=50, metavar="STEPS", help="from one checkpoint to the next")
+    add("--log-every", type=count, default=5, metavar="STEPS", help="from one line to the next")
     add("--sample", type=int, default=60, metavar="TOKENS", help="tokens to write at the end")
     add("--prompt", default="", help="what they go on from (default: the beginning of held-out text)")
-    add("--ranks", type=_count, help="processes (default: one a GPU; two on the CPU)")
+    add("--ranks", type=count, help="processes (default: one a GPU; two on the CPU)")
     add(
         "--resume",
         action="store_true",

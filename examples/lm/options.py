@@ -9,17 +9,17 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from lm import fitting, presets
 from lm.errors import UsageError
 from lm.files import write_whole
 from lm.fitting import SCHEDULES, flag
+from lm.flags import Parser, above_zero, amount, count, integer, whole
 
 FILE_NAME = "options.json"
 
@@ -34,48 +34,10 @@ DTYPES = ("float32", "bfloat16")
 SWITCH = argparse.BooleanOptionalAction
 
 
-def _integer(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-
-
-def _count(text: str) -> int:
-    value = _integer(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not a number of at least 1")
-    return value
-
-
-def _whole(text: str) -> int:
-    value = _integer(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{value} is not a number of at least 0")
-    return value
-
-
 def _seed(text: str) -> int:
-    value = _integer(text)
+    value = integer(text)
     if not 0 <= value < 1 << 63:
         raise argparse.ArgumentTypeError(f"{value} is not a number from 0 to 2**63 - 1")
-    return value
-
-
-def _amount(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
-    if not (math.isfinite(value) and value >= 0):
-        raise argparse.ArgumentTypeError(f"{value} is not a finite number of at least 0")
-    return value
-
-
-def _above_zero(text: str) -> float:
-    value = _amount(text)
-    if value == 0:
-        raise argparse.ArgumentTypeError("0 is not a number above 0")
     return value
 
 
@@ -123,7 +85,7 @@ class Options:
     tokenizer: str | None = _flag(
         "a tokenizer.json of the tokenizers library (default: bytes)", resumed=FIXED, metavar="FILE"
     )
-    seq: int = _flag("tokens of one training window", _count, FIXED)
+    seq: int = _flag("tokens of one training window", count, FIXED)
 
     preset: str = _flag(
         "defaults of all flags that say no other; auto: large on GPUs, else small, which is shown here",
@@ -132,17 +94,17 @@ class Options:
         choices=("auto", *presets.PRESETS),
         default="auto",
     )
-    vocab: int = _flag("entries of the vocabulary, at least the tokenizer's; 0: as many", _whole, FIXED)
-    dim: int = _flag("width of a token", _count, FIXED)
-    layers: int = _flag("transformer blocks", _count, FIXED)
+    vocab: int = _flag("entries of the vocabulary, at least the tokenizer's; 0: as many", whole, FIXED)
+    dim: int = _flag("width of a token", count, FIXED)
+    layers: int = _flag("transformer blocks", count, FIXED)
     tied: bool = _flag("one matrix for the embedding and the output", resumed=FIXED, action=SWITCH)
-    norm_eps: float = _flag("what norms add to the mean square", _above_zero, FIXED)
-    dense_layers: int = _flag("first layers, which have a dense network in place of experts", _whole, FIXED)
-    dense_ffn: int = _flag("inner width of that network", _whole, FIXED)
-    experts: int = _flag("experts of a layer, over all ranks", _count, FIXED)
-    top_k: int = _flag("experts a token is sent to", _count, FIXED)
-    ffn: int = _flag("inner width of one expert", _count, FIXED)
-    shared_experts: int = _flag("experts that every token is sent to", _whole, FIXED)
+    norm_eps: float = _flag("what norms add to the mean square", above_zero, FIXED)
+    dense_layers: int = _flag("first layers, which have a dense network in place of experts", whole, FIXED)
+    dense_ffn: int = _flag("inner width of that network", whole, FIXED)
+    experts: int = _flag("experts of a layer, over all ranks", count, FIXED)
+    top_k: int = _flag("experts a token is sent to", count, FIXED)
+    ffn: int = _flag("inner width of one expert", count, FIXED)
+    shared_experts: int = _flag("experts that every token is sent to", whole, FIXED)
     shared_gate: bool = _flag(
         "a gate that multiplies what the shared experts compute", resumed=FIXED, action=SWITCH
     )
@@ -187,29 +149,29 @@ class Options:
         group="attention",
         choices=("grouped", "latent"),
     )
-    heads: int = _flag("attention heads", _count, FIXED)
-    kv_heads: int = _flag("heads of keys and values, which others share; 0: as many as heads", _whole, FIXED)
-    head_dim: int = _flag("width of a head; latent: without its position; 0: dim / heads", _whole, FIXED)
+    heads: int = _flag("attention heads", count, FIXED)
+    kv_heads: int = _flag("heads of keys and values, which others share; 0: as many as heads", whole, FIXED)
+    head_dim: int = _flag("width of a head; latent: without its position; 0: dim / heads", whole, FIXED)
     qk_norm: bool = _flag("a norm of each head's queries and keys", resumed=FIXED, action=SWITCH)
     qkv_bias: bool = _flag("biases of queries, keys and values", resumed=FIXED, action=SWITCH)
     out_bias: bool = _flag("a bias of the attention's output", resumed=FIXED, action=SWITCH)
-    window: int = _flag("positions that every second layer sees, from the first on; 0: all", _whole, FIXED)
+    window: int = _flag("positions that every second layer sees, from the first on; 0: all", whole, FIXED)
     sinks: bool = _flag("a trained logit of each head that has no value", resumed=FIXED, action=SWITCH)
-    rope_base: float = _flag("base of the rotary frequencies", _above_zero, FIXED)
+    rope_base: float = _flag("base of the rotary frequencies", above_zero, FIXED)
     rope_factor: float = _flag(
-        "above 1: YaRN, for windows so many times as long as before", _above_zero, FIXED
+        "above 1: YaRN, for windows so many times as long as before", above_zero, FIXED
     )
-    rope_positions: int = _flag("of YaRN: positions of a window before", _count, FIXED)
+    rope_positions: int = _flag("of YaRN: positions of a window before", count, FIXED)
     rope_truncate: bool = _flag(
         "of YaRN: its ramp begins and ends at whole frequencies", resumed=FIXED, action=SWITCH
     )
     rope_mscale: float = _flag(
-        "of YaRN: what grows all logits; 0: the rotated part alone grows", _amount, FIXED
+        "of YaRN: what grows all logits; 0: the rotated part alone grows", amount, FIXED
     )
-    q_rank: int = _flag("latent: width of the queries' latent", _whole, FIXED)
-    kv_rank: int = _flag("latent: width of the latent of keys and values", _whole, FIXED)
-    rope_dim: int = _flag("latent: width of the part of a head that has a position", _whole, FIXED)
-    value_dim: int = _flag("latent: width of a head's values", _whole, FIXED)
+    q_rank: int = _flag("latent: width of the queries' latent", whole, FIXED)
+    kv_rank: int = _flag("latent: width of the latent of keys and values", whole, FIXED)
+    rope_dim: int = _flag("latent: width of the part of a head that has a position", whole, FIXED)
+    value_dim: int = _flag("latent: width of a head's values", whole, FIXED)
 
     score_function: str = _flag(
         "of the router's logits", resumed=FIXED, group="routing", choices=("softmax", "sigmoid")
@@ -220,46 +182,46 @@ class Options:
     normalize_topk: bool = _flag(
         "a token's weights sum to one, if it has several", resumed=FIXED, action=SWITCH
     )
-    scaling_factor: float = _flag("what the weights are multiplied by", _above_zero, FIXED)
+    scaling_factor: float = _flag("what the weights are multiplied by", above_zero, FIXED)
     router_bias: bool = _flag("a trained bias of each expert's logit", resumed=FIXED, action=SWITCH)
-    num_groups: int = _flag("groups of experts, of which a token may use some; 0: none", _whole, FIXED)
-    topk_groups: int = _flag("groups that a token may use", _whole, FIXED)
-    bias_rate: float = _flag("step of the balancing biases of the router", _amount)
+    num_groups: int = _flag("groups of experts, of which a token may use some; 0: none", whole, FIXED)
+    topk_groups: int = _flag("groups that a token may use", whole, FIXED)
+    bias_rate: float = _flag("step of the balancing biases of the router", amount)
     aux_loss: str = _flag("tokens over which the balancing loss is taken", choices=("batch", "sequence"))
-    aux_coef: float = _flag("weight of the balancing loss; 0: none", _amount)
+    aux_coef: float = _flag("weight of the balancing loss; 0: none", amount)
 
-    steps: int = _flag("optimizer steps, from the first one on", _count, group="training")
-    batch: int = _flag("windows of one step, over all ranks", _count, FIXED)
-    lr: float = _flag("highest learning rate", _amount)
-    warmup: int = _flag("steps in which the learning rate rises", _count)
-    weight_decay: float = _flag("of matrices, not of norms", _amount, default=0.1)
-    clip: float = _flag("largest norm of the gradient; 0: any", _amount, default=1.0)
+    steps: int = _flag("optimizer steps, from the first one on", count, group="training")
+    batch: int = _flag("windows of one step, over all ranks", count, FIXED)
+    lr: float = _flag("highest learning rate", amount)
+    warmup: int = _flag("steps in which the learning rate rises", count)
+    weight_decay: float = _flag("of matrices, not of norms", amount, default=0.1)
+    clip: float = _flag("largest norm of the gradient; 0: any", amount, default=1.0)
     max_skipped: int = _flag(
         "steps in a row that are left out, as the norm of the gradient is infinite or no number, before "
         "the run ends with an error",
-        _count,
+        count,
         default=10,
         metavar="N",
     )
     seed: int = _flag("of the weights and the batches", _seed, FIXED, default=0)
 
     ranks: int | None = _flag(
-        "ranks to start when torchrun did not (default: one per GPU, else 2)", _count, PER_CALL, group="ranks"
+        "ranks to start when torchrun did not (default: one per GPU, else 2)", count, PER_CALL, group="ranks"
     )
-    tp: int = _flag("ranks over which the heads of attention are split", _count, PER_CALL, default=1)
-    cp: int = _flag("ranks over which each window is split", _count, PER_CALL, default=1)
-    pp: int = _flag("ranks over which the layers are shared out", _count, PER_CALL, default=1)
+    tp: int = _flag("ranks over which the heads of attention are split", count, PER_CALL, default=1)
+    cp: int = _flag("ranks over which each window is split", count, PER_CALL, default=1)
+    pp: int = _flag("ranks over which the layers are shared out", count, PER_CALL, default=1)
     ep: int | None = _flag(
-        "ranks that share out the experts (default: as many as divide both)", _count, PER_CALL
+        "ranks that share out the experts (default: as many as divide both)", count, PER_CALL
     )
-    etp: int = _flag("ranks over which each expert is split", _count, PER_CALL, default=1)
+    etp: int = _flag("ranks over which each expert is split", count, PER_CALL, default=1)
     schedule: str | None = _flag(
         "of --pp: the order of microbatches, by torch.distributed.pipelining (default: 1f1b)",
         resumed=PER_CALL,
         choices=SCHEDULES,
     )
     stages_per_rank: int | None = _flag(
-        "of --pp: stages on a rank (default: 1 with 1f1b, 2 with the others)", _count, PER_CALL, metavar="N"
+        "of --pp: stages on a rank (default: 1 with 1f1b, 2 with the others)", count, PER_CALL, metavar="N"
     )
     fsdp: bool = _flag(
         "shard weights, gradients and optimizer: matrices over the ranks of a stage, experts over those "
@@ -282,7 +244,7 @@ class Options:
     )
     microbatches: int = _flag(
         "parts of a step, forward and backward each, whose gradients are accumulated",
-        _count,
+        count,
         also=("--accumulate",),
         default=1,
     )
@@ -315,7 +277,7 @@ class Options:
     )
     sample: int = _flag(
         "write N tokens at the end; not with --tp, --cp or --pp",
-        _count,
+        count,
         PER_CALL,
         nargs="?",
         const=400,
@@ -323,10 +285,10 @@ class Options:
         metavar="N",
     )
     prompt: str = _flag("what the sample starts from", resumed=PER_CALL, default="def ")
-    eval_every: int = _flag("steps between validations", _count)
-    eval_windows: int = _flag("windows of held-out text in one validation", _count)
-    save_every: int = _flag("steps between checkpoints", _count)
-    log_every: int = _flag("steps between lines, and between expert loads in the metrics", _count)
+    eval_every: int = _flag("steps between validations", count)
+    eval_windows: int = _flag("windows of held-out text in one validation", count)
+    save_every: int = _flag("steps between checkpoints", count)
+    log_every: int = _flag("steps between lines, and between expert loads in the metrics", count)
     note: str = _flag(
         "text to show at the beginning, and again before the result", resumed=PER_CALL, default=""
     )
@@ -401,13 +363,8 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
         return action.help if said or action.default in (None, "") else super()._get_help_string(action)
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(message)
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="train_lm.py",
         description="Train a mixture-of-experts language model on text; every token is routed by moecomm.",
         formatter_class=_HelpFormatter,

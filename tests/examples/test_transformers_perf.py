@@ -33,8 +33,8 @@ def test_variants_are_timed_in_turns_and_agree(tmp_path: Path) -> None:
     ("arguments", "ranks", "says"),
     [
         ("--variants no_such", 2, "--variants has 'no_such', must be of auto, all_to_all"),
-        ("--rounds 0", 2, "--rounds 0: must be at least 1"),
-        ("--zipf nan", 2, "--zipf nan: must be a finite number"),
+        ("--rounds 0", 2, "--rounds: 0 is not a number of at least 1"),
+        ("--zipf nan", 2, "--zipf: nan is not a finite number"),
         ("--layers 1", 3, "--model small: 3 ranks cannot share its 8 experts evenly"),
         ("-J nowhere/run.json", 2, "nowhere/run.json is a folder, or in a folder that is not there"),
     ],
