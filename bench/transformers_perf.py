@@ -29,6 +29,7 @@ from lm.errors import UsageError, exit_code
 from lm.flags import Parser, amount, count
 
 from bench.harness.command_line import file_to_write
+from bench.harness.launch import leave_multicast_off
 
 COMMON = {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 32000}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -80,10 +81,7 @@ def start() -> int:
     arguments = parse()
     if "LOCAL_RANK" in os.environ:
         return run_rank(arguments)
-    from bench.harness.launch import WITHOUT_MULTICAST
-
-    for name, value in WITHOUT_MULTICAST.items():
-        os.environ.setdefault(name, value)
+    leave_multicast_off()
     return ranks.launch(sys.argv, arguments.ranks or ranks.default_ranks(arguments.device))
 
 

@@ -118,19 +118,14 @@ def only_run(out: Path) -> Iterator[None]:
 
 
 def run_rank(options: command_line.Options, stop: StopRequest) -> None:
-    import torch.distributed as dist
     from lm import ranks
     from lm.trainer import train
 
-    ranks.follow_parent()
     folding = fitting.check_ranks(options, int(os.environ["WORLD_SIZE"]))
-    with room_for(options) if os.environ["RANK"] == "0" else contextlib.nullcontext():
-        joined = ranks.join(folding, options.device)
+    room = room_for(options) if os.environ["RANK"] == "0" else contextlib.nullcontext()
+    with room, ranks.joined(folding, options.device) as joined:
         stop.joined = True
-        try:
-            train(options, joined, stop)
-        finally:
-            dist.destroy_process_group()
+        train(options, joined, stop)
 
 
 if __name__ == "__main__":

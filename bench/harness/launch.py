@@ -18,12 +18,14 @@ from .command_line import parse
 from .options import Options
 
 _GRACE_S = 3.0  # that the other ranks get to report what they saw, after one has failed
-WITHOUT_MULTICAST = {
-    "NCCL_NVLS_ENABLE": "0",
-    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
-    "NVSHMEM_DISABLE_NVLS": "1",
-}
-"""The variables without which paths would use the links' multicast; set unless the environment has them."""
+
+
+def leave_multicast_off() -> None:
+    """Sets the variables without which paths would use the links' multicast, unless the environment has
+    them."""
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    os.environ.setdefault("NVSHMEM_DISABLE_NVLS", "1")
 
 
 def run(plan: Sequence[Options]) -> int:
@@ -121,8 +123,7 @@ def _prepare(options: Options, local_rank: int) -> str:
     torch.set_num_threads(options.threads)
     if options.device == "cpu":
         return "gloo"
-    for name, value in WITHOUT_MULTICAST.items():
-        os.environ.setdefault(name, value)
+    leave_multicast_off()
     torch.cuda.set_device(local_rank)
     if "torch-symm" in options.baselines:
         import torch.distributed._symmetric_memory as symmetric

@@ -97,48 +97,42 @@ def main() -> int:
 def _start(options: command_line.Options) -> int:
     from lm import ranks
 
-    from .launch import WITHOUT_MULTICAST
+    from .launch import leave_multicast_off
 
     count = ranks.default_ranks(options.device, options.batch) if options.ranks is None else options.ranks
     fitting.check_ranks(options, count)
-    for name, value in WITHOUT_MULTICAST.items():
-        os.environ.setdefault(name, value)
+    leave_multicast_off()
     return ranks.launch(sys.argv, count)
 
 
 def _run_rank(plan: Plan, options: command_line.Options) -> int:
-    import torch.distributed as dist
     from lm import ranks
 
     from ..results.tables import profile_table, train_table
     from . import record, report
 
-    ranks.follow_parent()
     folding = fitting.check_ranks(options, int(os.environ["WORLD_SIZE"]))
-    joined = ranks.join(folding, options.device)
-    try:
+    with ranks.joined(folding, options.device) as joined:
         rows = measure(plan, options, joined)
-        wrong = sum(row["wrong"] for row in rows)
-        if joined.first:
-            command = shlex.join(["python", "bench/train_perf.py", *sys.argv[1:]])
-            content = {
-                **record.heading("train_perf", command, plan.commit, joined.device.type),
-                "ranks": joined.world,
-                "folding": ranks.describe(folding),
-                "options": dataclasses.asdict(options),
-                "wrong": wrong,
-                "rows": rows,
-            }
-            if plan.json is not None:
-                record.write(plan.json, content)
-            print(f"# {report.machine_words(content['hardware'], content['gpus'])}")
-            run = {str(rows[0]["model"]): content}
-            for table in (train_table(run), profile_table(run)):
-                if table:
-                    print(f"\n{table}", flush=True)
-        return int(wrong > 0)
-    finally:
-        dist.destroy_process_group()
+    wrong = sum(row["wrong"] for row in rows)
+    if joined.first:
+        command = shlex.join(["python", "bench/train_perf.py", *sys.argv[1:]])
+        content = {
+            **record.heading("train_perf", command, plan.commit, joined.device.type),
+            "ranks": joined.world,
+            "folding": ranks.describe(folding),
+            "options": dataclasses.asdict(options),
+            "wrong": wrong,
+            "rows": rows,
+        }
+        if plan.json is not None:
+            record.write(plan.json, content)
+        print(f"# {report.machine_words(content['hardware'], content['gpus'])}")
+        run = {str(rows[0]["model"]): content}
+        for table in (train_table(run), profile_table(run)):
+            if table:
+                print(f"\n{table}", flush=True)
+    return int(wrong > 0)
 
 
 def measure(plan: Plan, options: command_line.Options, joined: Any) -> list[Row]:

@@ -110,25 +110,18 @@ TIMEOUT = datetime.timedelta(minutes=10)
 deadline is half an hour."""
 
 
-def join(folding: ParallelFolding, device: str) -> Ranks:
-    """Joins the ranks that torchrun (or `launch`) started, as many as the folding has."""
-    place = join_group(device)
-    return Ranks(dist.get_rank(), dist.get_world_size(), place, folding)
+@contextlib.contextmanager
+def joined(folding: ParallelFolding, device: str) -> Iterator[Ranks]:
+    """Joins the ranks that torchrun (or `launch`) started, as many as the folding has, and leaves them at the
+    end."""
+    with process_group(device) as place:
+        yield Ranks(dist.get_rank(), dist.get_world_size(), place, folding)
 
 
 @contextlib.contextmanager
 def process_group(device: str) -> Iterator[torch.device]:
     """Joins the process group of all ranks, yields this rank's device, and leaves the group at the end."""
     follow_parent()
-    place = join_group(device)
-    try:
-        yield place
-    finally:
-        dist.destroy_process_group()
-
-
-def join_group(device: str) -> torch.device:
-    """Joins the process group of all ranks; returns this rank's device."""
     if uses_cuda(device):
         place = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(place)
@@ -138,7 +131,10 @@ def join_group(device: str) -> torch.device:
         place = torch.device("cpu")
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ["LOCAL_WORLD_SIZE"])))
         dist.init_process_group("gloo", timeout=TIMEOUT, **_own_store())
-    return place
+    try:
+        yield place
+    finally:
+        dist.destroy_process_group()
 
 
 def _own_store() -> dict[str, Any]:
