@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from bench import run_all
 from bench.harness import command_line, launch, native, options, plan, program, record
 from bench.paths import layer_variants, training
 from bench.results import page
+from tests.examples.conftest import clean_environment, wait_until
 from tests.fabric import needs_fabric
 from tests.multirank.harness import no_shared_memory_left
 
@@ -265,9 +264,12 @@ def test_a_plan_runs_and_writes_nothing_unasked(
     monkeypatch.setattr(launch, "run", on_the_pool)
     monkeypatch.setattr(plan, "operations_cpu", tiny)
     flags = "--device cpu --only small,proxy --label box --commit abc"
+    unlabelled = tmp_path / "nodes-proxy.json"
+    unlabelled.write_text("of another machine")
     monkeypatch.setattr("sys.argv", ["run_all.py", *flags.split(), "--into", str(tmp_path)])
     assert run_all.main() == 0 and batches == [2]  # one set of ranks did both
     assert record.read(tmp_path / "nodes-proxy.box.json")["program"] == "proxy_rate"
+    assert unlabelled.read_text() == "of another machine"
     content = record.read(tmp_path / "dispatch-small.box.json")
     assert content["command"].startswith("python bench/dispatch_perf.py -g 2 --device cpu ")
     assert content["git"] == {"commit": "abc", "dirty": None}
@@ -277,19 +279,13 @@ def test_a_plan_runs_and_writes_nothing_unasked(
 # -- programs as a user starts them --------------------------------------------------------------------------
 
 
-def environment() -> dict[str, str]:
-    """Returns this environment without the variables by which a program knows that torchrun started it."""
-    hidden = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-    return {name: value for name, value in os.environ.items() if name not in hidden}
-
-
 def test_a_program_joins_torchruns_ranks(tmp_path: Path) -> None:
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     target = tmp_path / "out.json"
     command = [sys.executable, *torchrun, "bench/alltoall_perf.py", *OPERATION, "--baselines"]
     command += ["-J", str(target)]
     done = subprocess.run(
-        command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=200, check=False
+        command, cwd=ROOT, env=clean_environment(), capture_output=True, text=True, timeout=200, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("# wrong values: 0 OK") == 1  # printed once, by rank 0
@@ -316,7 +312,7 @@ def test_an_interrupted_program_leaves_no_rank_behind(
         with subprocess.Popen(
             [sys.executable, "bench/dispatch_perf.py", *OPERATION, "-g", str(ranks), "-n", "1000000"],
             cwd=ROOT,
-            env=environment(),
+            env=clean_environment(),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -332,10 +328,7 @@ def test_an_interrupted_program_leaves_no_rank_behind(
                 assert running.wait(timeout=30) == status
             finally:
                 running.kill()
-        deadline = time.monotonic() + 10
-        while any(Path(f"/proc/{pid}").exists() for pid in started) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert not [pid for pid in started if Path(f"/proc/{pid}").exists()]
+        wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in started), "the ranks' end", 10)
 
 
 # -- the programs in C++ -------------------------------------------------------------------------------------

@@ -32,17 +32,6 @@ def test_a_record_is_read_as_it_was_written(tmp_path: Path, records: dict[str, r
         record.read(tmp_path / "old.json")
 
 
-def test_run_all_keeps_records_with_a_label_apart(
-    tmp_path: Path, records: dict[str, record.Record], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(run_all.native, "document", lambda *_: records["nodes-proxy"])
-    words = ["run_all.py", "--device", "cpu", "--nodes", "--only", "nodes-proxy", "--into", str(tmp_path)]
-    for more in ([], ["--label", "other"]):
-        monkeypatch.setattr("sys.argv", [*words, *more])
-        assert run_all.main() == 0
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["nodes-proxy.json", "nodes-proxy.other.json"]
-
-
 def test_run_all_renews_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "results").mkdir()
     for name in ("nodes-proxy", "dispatch-reference"):
