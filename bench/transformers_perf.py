@@ -155,17 +155,19 @@ def measure(arguments: argparse.Namespace, device: Any) -> list[dict[str, Any]]:
                 "layers": arguments.layers,
                 "tokens": tokens,
                 "phase": phase,
-            }
-            row |= {
                 "zipf": arguments.zipf,
                 "compile": arguments.compile,
                 "keep": arguments.keep,
                 "time_s": seconds,
                 "min_s": min(samples),
                 "samples_s": samples,
+                "host_s": statistics.median(run.host[phase]),
+                "memory_bytes": run.memory[phase],
+                "tokens_per_s": tokens / seconds,
+                "loss": loss,
+                "wrong": wrong,
             }
-            row |= {"host_s": statistics.median(run.host[phase]), "memory_bytes": run.memory[phase]}
-            rows.append(row | {"tokens_per_s": tokens / seconds, "loss": loss, "wrong": wrong})
+            rows.append(row)
     return rows
 
 

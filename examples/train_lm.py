@@ -18,9 +18,10 @@ transformer, and writes to --out: metrics.jsonl, loss.png, expert_load.png, chec
 checkpoint. All ranks skip a step whose gradient has no finite norm. After --max-skipped of them in a row, or
 if it is the last step, the run ends with an error and keeps the earlier checkpoints.
 
-The pieces are in `lm/`, each short: options, presets (sizes), ranks (processes), data, model, attention, head
-(the loss), parallel (windows and attention over ranks), pipeline (layers over ranks), sharding (FSDP2),
-precision, optimizer, trainer (the loop), metrics, speed (TFLOP/s and MFU, on GPUs), checkpoint.
+The pieces are in `lm/`, each short: options and the types of flags, presets (sizes), ranks (processes), data,
+model, attention, head (the loss), parallel (windows and attention over ranks), pipeline (layers over ranks),
+sharding (FSDP2), precision, optimizer, trainer (the loop), metrics, speed (TFLOP/s and MFU, on GPUs),
+checkpoint.
 """
 
 from __future__ import annotations
