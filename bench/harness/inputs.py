@@ -17,9 +17,7 @@ import torch
 from .options import Options, Point
 
 Ids = npt.NDArray[np.int32]
-Limit = tuple[
-    int, int
-]  # group-limited routing: of so many nodes the experts of a token are on at most so many
+Limit = tuple[int, int]  # of so many nodes the experts of a token are on at most so many
 SCALES = {"fp8": (128, torch.float32), "mxfp8": (32, torch.float8_e8m0fnu)}
 """Columns that share a scale, and its dtype, by the wire format."""
 # Streams keep the random numbers of different inputs apart.

@@ -31,11 +31,10 @@ class Path:
 
     `before` is run, untimed, before each timed call. `remote` says whether bytes travel between ranks,
     `computes` whether a layer's products are made, `sms` how many SMs of a GPU are at work (None: not known);
-    `note` goes into the record. `blocks` says that a
-    call waits for the GPU; `waited`, if there is one, gives the seconds that all calls so far spent so. `own`
-    says that it is moecomm's: that it cannot run is a failure. `more` measures, after the times, what else is
-    said of each phase. `times`: how often a call does what is timed, as the replay of a graph with several
-    does; times are divided by it.
+    `note` goes into the record. `blocks` says that a call waits for the GPU; `waited`, if there is one, gives
+    the seconds that all calls so far spent so. `own` says that it is moecomm's: that it cannot run is a
+    failure. `more` measures, after the times, what else is said of each phase. `times`: how often a call does
+    what is timed, as the replay of a graph with several does; times are divided by it.
     """
 
     name: str
