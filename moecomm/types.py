@@ -11,6 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, Literal, NoReturn, TypeVar
 
 import torch
@@ -234,15 +235,16 @@ class Work(Generic[Result]):
         the host wait, until the row count is known.
         """
         if not self._waited:
-            try:
-                with self._lock:
-                    if not self._waited:
+            with self._lock:
+                if not self._waited:
+                    try:
                         with torch.inference_mode(False), torch.set_grad_enabled(self._recording):
                             self._result = self._wait()
-                        self._waited = True
-            except BaseException:
-                del self  # keeps the error, whose traceback keeps this frame
-                raise
+                    except Exception as error:
+                        self._wait = partial(_raise_again, type(error), error.args, error.__dict__)
+                        self._is_completed = lambda: True
+                        raise
+                    self._waited = True
         if self._join is not None:
             self._join()
         return self._result  # type: ignore[return-value]
@@ -250,3 +252,14 @@ class Work(Generic[Result]):
     def is_completed(self) -> bool:
         """Returns True when the operation is done."""
         return self._is_completed()
+
+
+def _raise_again(kind: type[Exception], args: tuple[Any, ...], attributes: dict[str, Any]) -> NoReturn:
+    """Raises an error like an earlier one. A Work that kept the error itself would keep the operation's
+    tensors too: its traceback has the caller's frame, which may hold the Work."""
+    again = kind.__new__(kind, *args)
+    again.__dict__.update(attributes)
+    try:
+        raise again
+    finally:
+        del again

@@ -68,11 +68,16 @@ class SideWork(Generic[Result]):
                     self._event = self._side.record_event()
 
     def wait(self) -> Result:
-        """Returns the result, or raises the error; the device may still be working on it."""
+        """Returns the result, or raises the error, which is then no longer kept (`_raise_again` says why);
+        the device may still be working on it."""
         self._owner.settle(self)
-        if self._error is not None:
-            raise self._error
-        return self._result
+        error, self._error = self._error, None
+        try:
+            if error is not None:
+                raise error
+            return self._result
+        finally:
+            del error
 
     def join(self) -> None:
         """Makes the current stream wait for the operation."""

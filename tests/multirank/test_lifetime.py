@@ -227,7 +227,15 @@ def test_an_error_keeps_no_tensors(rank: int, world_size: int) -> None:
     try:
         with moecomm.Communicator(**case.communicator) as comm:
             ids_TK = torch.from_numpy(case.ids(rank))
+
+            def waited_for_twice(x_TH: torch.Tensor) -> None:
+                work = comm.dispatch(x_TH, ids_TK[:1], async_op=True)
+                with contextlib.suppress(ValueError):
+                    work.wait()
+                work.wait()
+
             calls: list[Callable[[torch.Tensor], Any]] = [
+                waited_for_twice,
                 lambda x_TH: comm.dispatch(x_TH, ids_TK + 9),
                 lambda x_TH: comm.dispatch(x_TH, ids_TK[:1]),
                 lambda x_TH: comm.dispatch(x_TH, ids_TK[:1], async_op=True).wait(),

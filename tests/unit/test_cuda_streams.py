@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import weakref
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -196,3 +197,24 @@ class TestWork:
             with pytest.raises(moecomm.InvalidArgument, match="x has shape"):
                 work.wait()
         assert comm.dispatch(*make_inputs()).tokens.shape == (7, 8)
+
+    @pytest.mark.parametrize("half", ["begin_dispatch", "finish_dispatch"])
+    def test_an_error_keeps_no_tensors(self, half: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """An operation that has failed lets go of its tensors at once, not when Python next looks for
+        cycles."""
+        comm, native, _ = opened()
+        monkeypatch.setattr(native, half, Mock(side_effect=RuntimeError))
+
+        def fails() -> weakref.ref[torch.Tensor]:
+            x_TH, ids_TK, weights_TK = make_inputs()
+            work = comm.dispatch(x_TH, ids_TK, weights_TK, async_op=True)
+            for _ in range(2):
+                with pytest.raises(RuntimeError):
+                    work.wait()
+            return weakref.ref(x_TH)
+
+        gc.disable()
+        try:
+            assert fails()() is None
+        finally:
+            gc.enable()
