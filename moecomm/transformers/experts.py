@@ -210,8 +210,9 @@ def activation_of(experts: nn.Module) -> str | None:
     """Returns moecomm's name for the function of `experts` between their products, None if it has none. It is
     tried on some values, as modules may define their own, and on large ones, which it may limit."""
     module: Any = experts
-    order = torch.randperm(96, generator=torch.Generator().manual_seed(0))
-    small, large = torch.linspace(-9.0, 9.0, 48, dtype=torch.float64), torch.logspace(1, 5, 24)
+    with torch.device("cpu"):  # whatever torch.set_default_device says
+        order = torch.randperm(96, generator=torch.Generator().manual_seed(0))
+        small, large = torch.linspace(-9.0, 9.0, 48, dtype=torch.float64), torch.logspace(1, 5, 24)
     inner_PI = torch.cat([small, large, -large])[order].view(2, 48)
     try:
         found = module._apply_gate(inner_PI) if module.has_gate else module.act_fn(inner_PI)

@@ -85,7 +85,7 @@ class HybridHandle(TupleHandle):
         """Returns the same as int64 on the CPU. With a capacity the host waits for the rows."""
         if self._host_counts is None:
             return self.padded_counts().long().cpu()
-        return torch.tensor(all_rounded_up(self._host_counts, self.options["alignment"]))
+        return torch.tensor(all_rounded_up(self._host_counts, self.options["alignment"]), device="cpu")
 
     def received_ids(self) -> torch.Tensor:
         """Returns (P, K) ids of received rows among all experts, -1 where an expert is elsewhere."""
