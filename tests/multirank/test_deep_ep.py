@@ -325,6 +325,10 @@ def test_elastic_buffer(rank: int, size: int, seed: int) -> None:
     for kind in ({}, {"do_expand": True}):
         _, _, sent, along, _ = small.dispatch(x, **options, **kind)
         _same(sent_again=(small.dispatch(x, topk_weights=weights, handle=along)[2], sent))
+    if not x.is_cuda:  # GPUs have no such rows
+        whole = {"x": x.double(), "topk_weights": weights.double()}
+        _, _, sent, along, _ = buffer.dispatch(topk_idx=ids, num_experts=experts, **whole)
+        _same(double_again=(buffer.dispatch(handle=along, **whole)[2], sent))
     unsized = ElasticBuffer(dist.group.WORLD)
     _refused(
         InvalidArgument,

@@ -348,7 +348,9 @@ class ElasticBuffer(Operations):
                 most = max(most, handle.comm.max_tokens)
             sizes = (most, ids_TK.shape[1], handle.num_experts, handle.expert_alignment, handle.do_expand)
             options["capacity"] = self._rows(*sizes)
-        _, out = self.send_again(handle, carriers(ids_TK), topk_weights, handle.num_sms or None, **options)
+        _, out = self.send_again(
+            handle, carriers(ids_TK, handle.comm), topk_weights, handle.num_sms or None, **options
+        )
         assert out.weights is not None
         return out.weights[: handle.handle.num_rows]
 

@@ -212,7 +212,7 @@ class LowLatency(Operations):
             if ids_TK is None or carrying is None:
                 sums_TH = comm.combine_weighted(rows_PH, handle.handle, counted_TK)
             else:
-                sent = carrying.dispatch(carriers(ids_TK), ids_TK, counted_TK, expert_capacity=shape[1])
+                sent = carrying.dispatch(carriers(ids_TK, comm), ids_TK, counted_TK, expert_capacity=shape[1])
                 sums_TH = comm.combine(rows_PH, handle.handle, weights=sent.weights)
             return (sums_TH if out is None else out.copy_(sums_TH),)
 
@@ -267,7 +267,7 @@ class LowLatency(Operations):
 
     def _carrying(self, comm: Communicator, ids_TK: Tensor) -> Communicator:
         """Returns the communicator for the weights of another one's tokens."""
-        return self._of(carriers(ids_TK), comm.num_experts, comm.top_k, comm.max_tokens, None)
+        return self._of(carriers(ids_TK, comm), comm.num_experts, comm.top_k, comm.max_tokens, None)
 
     def _issue(
         self, work: Callable[[], tuple[Tensor | None, ...]], inputs: Any, apart: bool, hooked: bool

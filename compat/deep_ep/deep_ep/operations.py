@@ -206,10 +206,11 @@ def _version(ids_TK: Tensor) -> int:
     return 0 if ids_TK.is_inference() else ids_TK._version
 
 
-def carriers(ids_TK: Tensor) -> Tensor:
-    """Returns (T, 4) float32 rows without contents, of 16 bytes, the least that a row has: with them weights
-    travel to experts to which their rows have gone before."""
-    return ids_TK.new_empty((len(ids_TK), 4), dtype=torch.float32)
+def carriers(ids_TK: Tensor, comm: Communicator) -> Tensor:
+    """Returns rows without contents, of 16 bytes, the least that a row has: with them the weights of a
+    communicator's tokens travel to experts to which their rows have gone before."""
+    dtype = weight_dtype(comm.dtype)
+    return ids_TK.new_empty((len(ids_TK), 16 // dtype.itemsize), dtype=dtype)
 
 
 def by_columns(scales: Tensor) -> Tensor:
