@@ -65,7 +65,7 @@ class CudaBackend(Backend):
         self._raw_stream = 0
         self._order = StreamOrder(self._gpu)
         self._side: torch.cuda.Stream | None = None
-        self._unfinished: SideWork[Any] | None = None
+        self._unfinished: SideWork[Any, Any] | None = None
         self._stats_before: dict[str, Any] = {}
 
         with self._gpu.current():
@@ -150,7 +150,7 @@ class CudaBackend(Backend):
         makes the host wait is only begun; `wait` or the next operation completes it."""
         side = self.stream
         side.wait_stream(self._gpu.stream())
-        work = SideWork(self, name, begin, complete)
+        work = SideWork(self, name, begin, complete, finish)
         with self._lock:
             self._settle_begun()
             work.begin()
@@ -159,25 +159,19 @@ class CudaBackend(Backend):
         for each in inputs if work.began else ():
             if isinstance(each, Tensor):
                 each.record_stream(side)
-
-        def wait() -> Finished:
-            result = work.wait()
-            with self._gpu.on(side):  # the backward runs on the stream of the forward
-                return finish(result)
-
-        return Work(wait, work.is_completed, work.join)
+        return Work(work.wait, work.is_completed, work.join)
 
     def _settle_begun(self) -> None:
         """Completes the operation that `launch` has begun but not completed, if there is one."""
         if self._unfinished is not None:
             self._unfinished.complete()
 
-    def settle(self, work: SideWork[Any]) -> None:
+    def settle(self, work: SideWork[Any, Any]) -> None:
         """Completes `work` if it is not complete."""
         with self._lock:
             work.complete()
 
-    def completed(self, work: SideWork[Any]) -> None:
+    def completed(self, work: SideWork[Any, Any]) -> None:
         """Notes that `work` needs nothing more from the host."""
         if self._unfinished is work:
             self._unfinished = None

@@ -16,9 +16,10 @@ if TYPE_CHECKING:
     from moecomm.backends.cuda import CudaBackend
 
 Result = TypeVar("Result")
+Finished = TypeVar("Finished")
 
 
-class SideWork(Generic[Result]):
+class SideWork(Generic[Result, Finished]):
     """One operation. `begin` and `complete` are called while the owner's lock is held."""
 
     def __init__(
@@ -27,9 +28,10 @@ class SideWork(Generic[Result]):
         name: str,
         begin: Callable[[], Any],
         complete: Callable[[Any], Result] | None,
+        finish: Callable[[Result], Finished],
     ) -> None:
         self._owner, self._gpu, self._name, self._side = owner, owner._gpu, name, owner.stream
-        self._begin, self._complete = begin, complete
+        self._begin, self._complete, self._finish = begin, complete, finish
         self._begun: Any = None
         self._done = False
         self._result: Any = None
@@ -67,15 +69,18 @@ class SideWork(Generic[Result]):
                 with suppress(RuntimeError):  # in a capture that has failed
                     self._event = self._side.record_event()
 
-    def wait(self) -> Result:
-        """Returns the result, or raises the error, which is then no longer kept (`_raise_again` says why);
-        the device may still be working on it."""
+    def wait(self) -> Finished:
+        """Returns what `finish` makes of the result, or raises the error, which is then no longer kept
+        (`_raise_again` says why); the device may still be working on it."""
         self._owner.settle(self)
-        error, self._error = self._error, None
+        error = self._error
         try:
+            if isinstance(error, Exception):
+                self._error = None
             if error is not None:
                 raise error
-            return self._result
+            with self._gpu.on(self._side):  # the backward runs on the stream of the forward
+                return self._finish(self._result)
         finally:
             del error
 

@@ -305,7 +305,7 @@ class TestOperations:
             raise KeyboardInterrupt
 
         monkeypatch.setattr(native, "wait_rows", interrupted)
-        for _ in range(2):
+        for _ in range(3):
             with pytest.raises(KeyboardInterrupt):
                 work.wait()
 
