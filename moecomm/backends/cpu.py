@@ -34,7 +34,7 @@ from moecomm.setup.devices import default_threads
 from moecomm.setup.handshake import check_host_room, connect, handshake
 from moecomm.setup.memory_plan import plan_memory, window_shape
 from moecomm.setup.rendezvous import Rendezvous
-from moecomm.types import Work
+from moecomm.types import Layout, Work
 
 Result = TypeVar("Result")
 Finished = TypeVar("Finished")
@@ -69,18 +69,19 @@ def _overflow(plan: _C.Plan) -> int:
     return 0
 
 
-def _plan_view(plan: _C.Plan, name: str) -> Tensor:
-    by_expert = plan if plan.by_expert is None else plan.by_expert
-    values: Any
-    if name == "tokens_per_expert":
-        values = plan.expert_rows
-    elif name == "offsets":
-        values = plan.offsets
-    elif name == "overflow":
-        values = _overflow(plan)
-    else:
-        values = by_expert.offsets if name == "expert_offsets" else [0, *by_expert.offsets]
-    return torch.tensor(values, dtype=torch.int32, device="cpu")
+def _plan_words(plan: _C.Plan, fields: PlanFields) -> np.ndarray:
+    """Returns the fields of a plan, each at its place."""
+    words = np.zeros(fields.words, dtype=np.int32)
+    words[fields.overflow] = _overflow(plan)
+    words[fields.expert_rows] = plan.expert_rows
+    words[fields.expert_offsets] = (plan.by_expert or plan).offsets
+    if plan.by_expert is not None:
+        words[fields.source_ends] = plan.offsets
+    return words
+
+
+def _plan_view(plan: _C.Plan, fields: PlanFields, layout: Layout, name: str) -> Tensor:
+    return fields.view(torch.from_numpy(_plan_words(plan, fields)), layout, name)
 
 
 class CpuBackend(Backend):
@@ -231,7 +232,7 @@ class CpuBackend(Backend):
             tokens_PH=tokens_PH,
             weights=weights,
             topk_idx_PK=None if topk_idx_PK is None else topk_idx_PK.to(call.topk_idx_TK.dtype),
-            plan_views=partial(_plan_view, plan),
+            plan_views=partial(_plan_view, plan, self.plan_fields, call.layout),
             plan=plan,
             expert_index=index,
             host_counts=plan.expert_rows if call.host_counts else None,
@@ -240,13 +241,9 @@ class CpuBackend(Backend):
     def tensor_plan(self, plan: _C.Plan) -> TensorPlan:
         """Returns a tensor whose memory keeps a plan of expert-major rows alive; it holds a key of the plan,
         and the views of the output."""
-        fields = self.plan_fields
-        words = np.zeros(fields.words, dtype=np.int32).view(_PlanWords)
+        words = _plan_words(plan, self.plan_fields).view(_PlanWords)
         words.plan = plan
         words[0] = next(self._plan_keys) % 2**31
-        words[fields.overflow] = _overflow(plan)
-        words[fields.expert_rows] = plan.expert_rows
-        words[fields.expert_offsets] = plan.offsets
         self._plans[int(words[0])] = words
         return TensorPlan(torch.from_numpy(words), "expert", plan.tokens, plan.rows)
 
