@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from tests.compat_path import COMPAT
 
 # isort: split
 import deep_ep
-from deep_ep import Buffer, ElasticBuffer
+from deep_ep import Buffer, ElasticBuffer, HybridEPBuffer
 from deep_ep.utils import EventHandle, EventOverlap
 
 from moecomm.errors import CommunicatorClosed, InvalidArgument, InvalidRouting, MismatchedArguments
@@ -448,18 +449,32 @@ def test_gradients_of_experts(rank: int, size: int, seed: int) -> list[str]:
     return [name for name, pair in pairs.items() if not torch.allclose(*pair, rtol=1e-4, atol=1e-5)]
 
 
+DROPS = {"capacity": 0.5}
+PADDED = {"capacity": 1.0, "moe_pad_expert_input_to_capacity": True}
+
+
 @_needs("megatron")
-@pytest.mark.parametrize("changes", [{}, {"capacity": 0.5}], ids=["dropless", "capacity"])
+@pytest.mark.parametrize(
+    ("backend", "changes"),
+    [("deepep", {}), ("deepep", DROPS), ("hybridep", {}), ("hybridep", DROPS), ("hybridep", PADDED)],
+)
 @on_ranks(2)
-def test_megatron_core(rank: int, size: int, changes: dict[str, Any], seed: int) -> list[str]:
-    """Megatron-Core's own flexible dispatcher (`moe_flex_dispatcher_backend="deepep"`), unchanged, beside its
-    all-to-all."""
+def test_megatron_core(rank: int, size: int, backend: str, changes: dict[str, Any], seed: int) -> list[str]:
+    """Megatron-Core's own flexible dispatcher, unchanged, with its functions of autograd, beside its
+    all-to-all. Each layer calls a combine twice: in its forward, and in the backward of its dispatch."""
+    from megatron.core.transformer.moe import fused_a2a
+
     from tests.multirank import test_megatron as megatron
 
-    flex = {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "deepep"}
-    with megatron._megatron(size):
-        models = (megatron._model("alltoall", size, **changes, **kind) for kind in ({}, flex))
-        return megatron._differences("deep_ep", *(megatron._step(each, 2, seed + rank) for each in models))
+    flex = {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": backend}
+    fused_a2a.reset_hybrid_ep_buffer()
+    owner, name = (Buffer, "combine") if backend == "deepep" else (HybridEPBuffer, "combine_with_unpermute")
+    counted = mock.patch.object(owner, name, autospec=True, side_effect=getattr(owner, name))
+    with megatron._megatron(size), counted as combine:
+        models = (megatron._model("alltoall", size, **changes, **each) for each in ({}, flex))
+        steps = [megatron._step(each, 2, seed + rank) for each in models]
+    assert combine.call_count == 2 * megatron.LAYERS
+    return megatron._differences(backend, *steps)
 
 
 ELASTIC = {

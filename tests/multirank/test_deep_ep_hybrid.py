@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -19,7 +18,6 @@ from tests.multirank.test_deep_ep import (
     HIDDEN,
     _disagree,
     _experts,
-    _needs,
     _refused,
     _routing,
     _same,
@@ -215,30 +213,6 @@ def test_bad_calls_of_hybrid(rank: int, size: int, seed: int) -> None:
         _disagree(rank, again, lambda: buffer.combine(rows, handle=handle))
     sums, _ = buffer.combine(rows, handle=handle)
     _near(sums, x, map_TE.view(4, size, -1).any(2).sum(1))
-
-
-PADDED = {"capacity": 1.0, "moe_pad_expert_input_to_capacity": True}
-
-
-@_needs("megatron")
-@pytest.mark.parametrize("changes", [{}, {"capacity": 0.5}, PADDED], ids=["dropless", "capacity", "padded"])
-@on_ranks(2)
-def test_megatron_core(rank: int, size: int, changes: dict[str, Any], seed: int) -> list[str]:
-    """Megatron-Core's own flexible dispatcher (`moe_flex_dispatcher_backend="hybridep"`), unchanged, with its
-    functions of autograd, beside its all-to-all."""
-    from megatron.core.transformer.moe import fused_a2a
-
-    from tests.multirank import test_megatron as megatron
-
-    hybrid = {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "hybridep"}
-    fused_a2a.reset_hybrid_ep_buffer()
-    own = HybridEPBuffer.combine_with_unpermute
-    counted = mock.patch.object(HybridEPBuffer, own.__name__, autospec=True, side_effect=own)
-    with megatron._megatron(size), counted as combine:
-        models = (megatron._model("alltoall", size, **changes, **kind) for kind in ({}, hybrid))
-        steps = [megatron._step(each, 2, seed + rank) for each in models]
-    assert combine.call_count == 2 * megatron.LAYERS
-    return megatron._differences("hybridep", *steps)
 
 
 SIGNATURES = {
