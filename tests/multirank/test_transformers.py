@@ -89,13 +89,16 @@ def test_meshes(
     return _check(model, run_plain(folder, parts, seed), rank // mesh.get("tp_size", 1), seed)
 
 
-@pytest.mark.parametrize("how", ["batched_mm", "eager"])
+@pytest.mark.parametrize("how", ["batched_mm", "eager", "compiled"])
 @on_ranks(2)
 def test_forwards_of_transformers(rank: int, size: int, how: str, folders: Path, seed: int) -> list[str]:
-    """Another forward of the experts runs on moecomm's rows; eager is moecomm's own products."""
+    """Another forward of the experts runs on moecomm's rows; eager is moecomm's own products. A layer may be
+    compiled."""
     folder = _model(folders, "qwen3_moe")
-    parallel = {"fsdp_size": 2, "ep_size": 2}
-    model = load_parallel(folder, "moecomm", experts_implementation=how, **parallel).train()
+    options = {} if how == "compiled" else {"experts_implementation": how}
+    model: Any = load_parallel(folder, "moecomm", fsdp_size=2, ep_size=2, **options).train()
+    if how == "compiled":
+        model.model.layers[1].compile(backend="aot_eager")
     return _check(model, run_plain(folder, size, seed), rank, seed)
 
 
@@ -269,14 +272,6 @@ def test_accumulated_gradients(rank: int, size: int, folders: Path, seed: int) -
         (model(tokens, labels=tokens).loss / 2).backward()
     ratios = ratios_of(gradients_of(model), wanted)
     return [f"{name}: {ratio}" for name, ratio in ratios.items() if not ratio <= 1e-4]
-
-
-@on_ranks(2)
-def test_compiled(rank: int, size: int, folders: Path, seed: int) -> list[str]:
-    folder = _model(folders, "qwen3_moe")
-    model: Any = load_parallel(folder, "moecomm", fsdp_size=2, ep_size=2).train()
-    model.model.layers[1].compile(backend="aot_eager")
-    return _check(model, run_plain(folder, size, seed), rank, seed)
 
 
 @on_ranks(2)
