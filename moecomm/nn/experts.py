@@ -200,7 +200,8 @@ class GroupedExperts(nn.Module):
 
     def forget_quantized(self) -> None:
         """Drops quantised weights (expert_precision="fp8"). Call it after changes of weights that torch does
-        not count: through `.data`, or in a CUDA graph that contains only an optimizer's step."""
+        not count: through `.data`, by a collective of torch.distributed, or in a CUDA graph that contains
+        only an optimizer's step."""
         self.products.forget()
 
     def mark_parameters(self) -> None:

@@ -75,6 +75,8 @@ def expert_sums(
             "(T, E) and (T, K)"
         )
     num_tokens, num_experts = probs_TE.shape
+    probs_TE = _wide(probs_TE)  # 16 bits count no further than 256 or 2048
+    _require_mask(mask_T, num_tokens)
     length = max(num_tokens, 1) if sequence_len is None else require_integer("sequence_len", sequence_len, 1)
     if num_tokens % length:
         raise InvalidArgument(f"sequence_len is {length}, must divide the number of tokens {num_tokens}")
@@ -127,11 +129,26 @@ def load_balancing_loss(
 
 def z_loss(logits_TE: Tensor, mask_T: Tensor | None = None) -> Tensor:
     """Returns the mean over tokens of logsumexp(logits)^2 (ST-MoE, arXiv 2202.08906, eq. 5). 0-d; 0 when T is
-    0. mask_T: (T,) bool, False for tokens that do not count."""
-    squares_T = logits_TE.logsumexp(dim=-1).square()
+    0. mask_T: (T,) bool, False for tokens that do not count. Raises InvalidArgument for other shapes."""
+    if logits_TE.dim() != 2:
+        raise InvalidArgument(f"logits_TE has shape {tuple(logits_TE.shape)}, must be (T, E)")
+    _require_mask(mask_T, logits_TE.shape[0])
+    squares_T = _wide(logits_TE).logsumexp(dim=-1).square()
     if mask_T is None:
         return squares_T.sum() / max(logits_TE.shape[0], 1)
     return squares_T.masked_fill(~mask_T, 0.0).sum() / mask_T.sum().clamp(min=1)
+
+
+def _wide(values: Tensor) -> Tensor:
+    """Returns the values in float32, or in float64 if they are."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
+def _require_mask(mask_T: Tensor | None, num_tokens: int) -> None:
+    if mask_T is not None and (mask_T.shape != (num_tokens,) or mask_T.dtype != torch.bool):
+        raise InvalidArgument(
+            f"mask_T is {mask_T.dtype} of shape {tuple(mask_T.shape)}, must be bool of shape ({num_tokens},)"
+        )
 
 
 # -- sums over ranks ---------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import pytest
@@ -263,6 +264,31 @@ def test_losses_when_uniform() -> None:
     assert load_balancing_loss(probs, idx).item() == pytest.approx(1)
     assert load_balancing_loss(probs, idx, 3).item() == pytest.approx(1)
     assert z_loss(torch.zeros(5, 8)).item() == pytest.approx(torch.tensor(8.0).log().item() ** 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_losses_of_16_bits_count_all_tokens(dtype: torch.dtype) -> None:
+    tokens = 70_000
+    probs, token_T1 = torch.full((tokens, 4), 0.25, dtype=dtype), torch.arange(tokens).unsqueeze(1)
+    ends = torch.tensor([0, tokens])
+    loss = load_balancing_loss(probs, (token_T1 + torch.arange(2)) % 4, cu_seqlens=ends)
+    assert loss.item() == pytest.approx(1.0, rel=1e-4)
+    assert z_loss(24 * probs).item() == pytest.approx((6 + math.log(4)) ** 2, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("logits", "mask"),
+    [
+        (torch.zeros(2, 3, 4), None),
+        (torch.zeros(3, 4), torch.ones(3, 1, dtype=torch.bool)),
+        (torch.zeros(3, 4), torch.ones(3)),
+    ],
+)
+def test_a_loss_of_tokens_of_another_shape_is_refused(logits: Tensor, mask: Tensor | None) -> None:
+    with pytest.raises(InvalidArgument, match=r"(logits_TE has|mask_T is .*) shape"):
+        z_loss(logits, mask)
+    with pytest.raises(InvalidArgument, match=r"(probs_TE has|mask_T is .*) shape"):
+        load_balancing_loss(logits, torch.zeros(3, 2, dtype=torch.int64), mask_T=mask)
 
 
 def test_a_dropped_choice_counts_as_a_pair_of_no_expert() -> None:
