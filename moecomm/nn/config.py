@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -138,9 +139,14 @@ class MoEConfig:
         _require(self, "num_shared_experts", shared == 0 or _is_count(shared), "an int of at least 0")
         for name, allowed in _CHOICES.items():
             _require(self, name, getattr(self, name) in allowed, f"one of {', '.join(map(str, allowed))}")
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.type == "bool":
+                _require(self, field.name, isinstance(value, bool), "True or False")
+            elif field.type == "float" or (field.type == "float | None" and value is not None):
+                _require(self, field.name, _is_number(value), "a finite number")
         for name in ("aux_loss_coef", "z_loss_coef", "bias_update_rate", "init_std"):
-            value = getattr(self, name)
-            _require(self, name, math.isfinite(value) and value >= 0, "a finite number of at least 0")
+            _require(self, name, getattr(self, name) >= 0, "at least 0")
         for rules in (self._rules(), self._precision_rules(), self._score_rules(), self._group_rules()):
             for name, holds, bound in rules:
                 _require(self, name, holds, bound)
@@ -153,8 +159,7 @@ class MoEConfig:
         yield "jitter", 0 <= self.jitter < 1, "in [0, 1)"
         for name in ("scaling_factor", "capacity_factor"):
             value = getattr(self, name)
-            given = name == "scaling_factor" or value is not None
-            yield name, not given or (math.isfinite(value) and value > 0), "a finite number above 0"
+            yield name, value is None or value > 0, "above 0"
         fixed = self.capacity_factor is not None or not self.pad_to_capacity
         yield "pad_to_capacity", fixed, "False without a capacity_factor"
         narrow = self.dtype != torch.float64 or not self.main_grad
@@ -235,6 +240,10 @@ class MoEConfig:
 
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _require(config: Any, name: str, holds: bool, bound: str) -> None:

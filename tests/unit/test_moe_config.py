@@ -64,6 +64,10 @@ def test_accepts(options: dict[str, Any]) -> None:
         ({"expert_precision": "fp8", "bias": True}, "bias"),
         ({"dtype": torch.float64, "main_grad": True}, "main_grad"),
         ({"init_std": float("inf")}, "init_std"),
+        ({"bias_update_rate": "1e-3"}, "bias_update_rate"),
+        ({"capacity_factor": "1.25"}, "capacity_factor"),
+        ({"jitter": None}, "jitter"),
+        ({"pre_softmax": "false"}, "pre_softmax"),
     ],
 )
 def test_refuses(options: dict[str, Any], field: str) -> None:
