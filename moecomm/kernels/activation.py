@@ -26,6 +26,7 @@ import moecomm._C as _C
 from moecomm.arguments import require_ends, weight_dtype
 from moecomm.errors import InvalidArgument, Unsupported
 from moecomm.kernels import operators
+from moecomm.kernels.first_order import first_order
 from moecomm.setup.memory_plan import CUDA_DTYPES, NATIVE_DTYPES
 
 INPUTS = {"swiglu": 2, "swiglu_interleaved": 2, "swiglu_clamped": 2, "gelu": 1}
@@ -306,6 +307,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(inner_PI, weights_P, ends_L)
 
 
+@first_order
 def _gradients(ctx: Any, grad_z_PF: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
     inner_PI, weights_P, ends_L = ctx.saved_tensors
     need_inner, need_weights = ctx.needs_input_grad[:2]

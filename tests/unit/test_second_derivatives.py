@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import moecomm
-from moecomm.nn import MoEConfig, MoELayer, OverlapConfig
+from moecomm.nn import MoEConfig, MoELayer, OverlapConfig, SharedExperts
 
 H, T = 16, 12
 
@@ -17,6 +17,11 @@ H, T = 16, 12
 def _layer(**options: bool) -> Callable[[Tensor], Tensor]:
     config = MoEConfig(hidden=H, ffn_hidden=24, num_experts=4, top_k=2, dtype=torch.float64)
     return MoELayer(config, max_tokens=T, overlap=OverlapConfig(**options))
+
+
+def _shared() -> Callable[[Tensor], Tensor]:
+    sizes = {"hidden": H, "ffn_hidden": 24, "num_experts": 4, "top_k": 2, "num_shared_experts": 1}
+    return SharedExperts(MoEConfig(**sizes, activation="gelu", dtype=torch.float64))
 
 
 def _operations() -> Callable[[Tensor], Tensor]:
@@ -32,13 +37,14 @@ def _operations() -> Callable[[Tensor], Tensor]:
     return through
 
 
-@pytest.mark.parametrize("way", ["layer", "in order", "operations"])
+@pytest.mark.parametrize("way", ["layer", "in order", "operations", "shared"])
 @pytest.mark.parametrize("linear", [True, False])
 def test_a_gradient_penalty_is_refused(way: str, linear: bool, seed: int) -> None:
     """The gradient that reaches a layer has no graph if the loss is linear in the layer's result, and torch
     itself then refuses nothing."""
     torch.manual_seed(seed)
-    model = {"layer": _layer, "in order": lambda: _layer(overlap=False), "operations": _operations}[way]()
+    ways = {"layer": _layer, "operations": _operations, "shared": _shared}
+    model = _layer(overlap=False) if way == "in order" else ways[way]()
     x_TH, head_H = torch.randn(T, H, dtype=torch.float64, requires_grad=True), torch.randn(H).double()
     score_T = model(x_TH) @ head_H
     score = (score_T if linear else score_T.tanh()).sum()
