@@ -19,6 +19,18 @@ def _row_major(rows_PA: Tensor) -> Tensor:
     return rows_PA.contiguous().view(-1).view(rows_PA.shape)
 
 
+def _with_usual_strides(weight_LAB: Tensor) -> Tensor:
+    """Returns the weight, or a copy of one that torch's grouped_mm refuses: it takes matrices with contiguous
+    rows or columns, each 16 bytes or a multiple after the one before."""
+    _, rows, columns = weight_LAB.shape
+    _, down, across = weight_LAB.stride()
+    apart, least = (down, columns) if across == 1 else (across, rows)
+    fits = (
+        1 in (down, across) and apart >= least and apart * weight_LAB.element_size() % _ALIGNMENT_BYTES == 0
+    )
+    return weight_LAB if fits else weight_LAB.contiguous()
+
+
 def grouped_mm(rows_PA: Tensor, weight_LAB: Tensor, offsets_L: Tensor) -> Tensor:
     """Returns (P, B): rows offsets[l-1]..offsets[l]-1 of each group l times weight[l]; see
     `moecomm.kernels.products.grouped_matmul`."""
@@ -38,7 +50,7 @@ def grouped_mm_wgrad(rows_PA: Tensor, grad_PB: Tensor, offsets_L: Tensor) -> Ten
 def _grouped_mm(rows_PA: Tensor, weight_LAB: Tensor, offsets_L: Tensor) -> Tensor:
     rows_PA = _row_major(rows_PA)
     if _has_grouped_kernel(rows_PA, weight_LAB.shape[2]):
-        return functional.grouped_mm(rows_PA, weight_LAB, offs=offsets_L)
+        return functional.grouped_mm(rows_PA, _with_usual_strides(weight_LAB), offs=offsets_L)
     product_PB = rows_PA.new_zeros(rows_PA.shape[0], weight_LAB.shape[2])
     for weight_AB, (begin, end) in zip(weight_LAB, _groups(offsets_L), strict=True):
         torch.mm(rows_PA[begin:end], weight_AB, out=product_PB[begin:end])

@@ -202,12 +202,16 @@ def _changes_own_alone(parametrization: nn.Module, name: str) -> bool | None:
         return None
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
-            torch.manual_seed(0)
+            # torch.manual_seed would seed the generators of all GPUs.
+            generator = torch.Generator(device).manual_seed(0)
             for each, value in values.items():
                 if value.is_floating_point():
-                    values[each] = torch.randn_like(value).requires_grad_(each == name)
+                    random = torch.empty_like(value).normal_(generator=generator)
+                    values[each] = random.requires_grad_(each == name)
             first = functional_call(parametrization, values, ())[0]
-            (found,) = torch.autograd.grad(first, values[name], torch.randn_like(first), allow_unused=True)
+            (found,) = torch.autograd.grad(
+                first, values[name], torch.empty_like(first).normal_(generator=generator), allow_unused=True
+            )
     except Exception:  # a user's module may reject these inputs with any error
         return None
     used = [] if found is None else found.reshape(len(found), -1).any(1).tolist()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.utils import parametrize
 from torch.testing import assert_close
 
 from moecomm import InvalidArgument
@@ -154,6 +155,37 @@ def test_widths_off_the_kernels_alignment(dtype: torch.dtype, inner: int, outer:
     assert_near(rows.grad, torch.cat([sums[0].expand(4, inner), sums[2].expand(5, inner)]), dtype)
     totals = torch.stack([exact_rows[:4].sum(0), torch.zeros(inner), exact_rows[4:].sum(0)])
     assert_near(weight.grad, totals.unsqueeze(2).expand(3, inner, outer), dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_that_are_views(dtype: torch.dtype, seed: int) -> None:
+    """torch's grouped_mm refuses their strides."""
+    torch.manual_seed(seed)
+    rows, offsets = torch.randn(9, 16, dtype=dtype), torch.tensor([4, 4, 9], dtype=torch.int32)
+    wide = torch.randn(3, 16, 49, dtype=dtype)
+    turned = torch.randn(16, 24, 3, dtype=dtype).permute(2, 0, 1)
+    for view in (wide[..., 1:25], wide[..., :48:2], wide[..., :1].expand(3, 16, 24), turned):
+        y, want = (grouped_matmul(rows, each, offsets) for each in (view, view.contiguous()))
+        assert torch.equal(y, want)
+
+
+class Added(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = torch.nn.Parameter(torch.zeros(2, 1, 48))
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + self.bias
+
+
+def test_a_look_at_an_adapter_seeds_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds: list[int] = []
+    experts = GroupedExperts(MoEConfig(hidden=16, ffn_hidden=24, num_experts=4, top_k=2), num_local_experts=2)
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
+    state = torch.get_rng_state()
+    parametrize.register_parametrization(experts, "w_in", Added())
+    assert all(map(is_expert_parameter, experts.parameters()))
+    assert torch.equal(torch.get_rng_state(), state) and not seeds
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
