@@ -171,18 +171,23 @@ class GroupedExperts(nn.Module):
             return run(rows_PH)
         if offsets_L is None:
             raise InvalidArgument("offsets are None, must be the ends of the groups of rows")
-        if rows_PH.dim() != 2 or rows_PH.shape[1] != self.config.hidden or rows_PH.dtype != self.w_in.dtype:
-            raise InvalidArgument(
-                f"rows have shape {tuple(rows_PH.shape)} and dtype {rows_PH.dtype}, must be "
-                f"(rows, hidden={self.config.hidden}) of the weights' dtype {self.w_in.dtype}"
-            )
-        if tuple(offsets_L.shape) != (self.num_local_experts,):
-            raise InvalidArgument(
-                f"offsets have shape {tuple(offsets_L.shape)}, must be ({self.num_local_experts},)"
-            )
-        offsets_L = offsets_L.to(torch.int32)
-        real_P1 = _real_rows(rows_PH, offsets_L) if has_tail else None
+        # Outside of autocast, also what parametrizations compute for the weights.
         with torch.autocast(rows_PH.device.type, enabled=False):
+            if (
+                rows_PH.dim() != 2
+                or rows_PH.shape[1] != self.config.hidden
+                or rows_PH.dtype != self.w_in.dtype
+            ):
+                raise InvalidArgument(
+                    f"rows have shape {tuple(rows_PH.shape)} and dtype {rows_PH.dtype}, must be "
+                    f"(rows, hidden={self.config.hidden}) of the weights' dtype {self.w_in.dtype}"
+                )
+            if tuple(offsets_L.shape) != (self.num_local_experts,):
+                raise InvalidArgument(
+                    f"offsets have shape {tuple(offsets_L.shape)}, must be ({self.num_local_experts},)"
+                )
+            offsets_L = offsets_L.to(torch.int32)
+            real_P1 = _real_rows(rows_PH, offsets_L) if has_tail else None
             # where() before the experts zeroes the tail's gradient, after them its value; multiplying NaN by
             # zero would not.
             y_PH = expert_ffn(

@@ -18,6 +18,7 @@ from moecomm.backends.base import MOST_CALLERS, caller_of
 from moecomm.backends.opened import call_or_tell
 from moecomm.communicator import Communicator
 from moecomm.errors import InvalidArgument, known_to_all
+from moecomm.kernels.outside_autocast import without_autocast
 from moecomm.kernels.parameters import ExpertPart
 from moecomm.kernels.routing import prepare_layer
 from moecomm.nn.config import MoEConfig, OverlapConfig, values_that_agree
@@ -318,7 +319,8 @@ class MoELayer(nn.Module):
         balance = self._balance
         before = 0 if balance is None else balance.exchanges
         try:
-            check_settings(self, in_order, watched)
+            with without_autocast(self.comm.device.type):
+                check_settings(self, in_order, watched)
             require_tensor("x", x, self.comm.device)
             if x.dtype not in NATIVE_DTYPES:
                 raise InvalidArgument(f"x is {x.dtype}, expected one of {', '.join(map(str, NATIVE_DTYPES))}")
@@ -423,8 +425,11 @@ class MoELayer(nn.Module):
     def _weights(self) -> Weights:
         """Returns the current weights of the experts and the shared experts."""
         experts, shared = self.experts, self._shared_within
-        s_in, s_out, s_gate = (None,) * 3 if shared is None else (shared.w_in, shared.w_out, shared.w_gate)
-        return Weights(experts.w_in, experts.w_out, s_in, s_out, s_gate, experts.b_in, experts.b_out)
+        with without_autocast(self.comm.device.type):  # which a parametrization would compute in
+            s_in, s_out, s_gate = (
+                (None,) * 3 if shared is None else (shared.w_in, shared.w_out, shared.w_gate)
+            )
+            return Weights(experts.w_in, experts.w_out, s_in, s_out, s_gate, experts.b_in, experts.b_out)
 
     def _run(self, rows_TH: Tensor, topk_idx_TK: Tensor, topk_weights_TK: Tensor) -> Tensor:
         experts, shared, overlap = self.experts, self._shared_within, self.overlap

@@ -246,15 +246,6 @@ def test_the_default_device_has_no_say_in_where_weights_start(seed: int) -> None
     assert_close(*made, rtol=0, atol=0)
 
 
-def test_autocast_changes_nothing(seed: int) -> None:
-    experts, rows = make(seed), torch.randn(10, 16)
-    offsets = torch.tensor([3, 5, 9, 10], dtype=torch.int32)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(experts(rows, offsets), experts(rows, offsets).float())
-        inside = experts(rows, offsets)
-    assert torch.equal(inside, experts(rows, offsets))
-
-
 def test_refuses(seed: int) -> None:
     experts, offsets = make(seed), torch.zeros(4, dtype=torch.int32)
     with pytest.raises(InvalidArgument, match=r"rows have shape \(3, 8\)"):

@@ -196,6 +196,30 @@ def test_a_backward_within_autocast_changes_nothing(
     assert_close(*found, rtol=1e-5, atol=1e-5)
 
 
+class Product(torch.nn.Module):
+    """A parametrization with a product, which autocast would round."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.right = torch.nn.Parameter(torch.randn(width, width))
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight @ self.right
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_parametrization_within_autocast_is_exact(
+    comm: moecomm.Communicator, overlap: bool, seed: int
+) -> None:
+    layer = made(comm, seed, num_shared_experts=1, overlap=OverlapConfig(overlap=overlap))
+    for module in (layer.experts, layer.shared):
+        parametrize.register_parametrization(module, "w_in", Product(16))
+    x_TH = torch.randn(8, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        found_TH = layer(x_TH)
+    assert torch.equal(found_TH, layer(x_TH))
+
+
 @pytest.mark.parametrize("name", ["experts", "shared"])
 def test_modules_in_the_place_of_experts_are_refused(
     comm: moecomm.Communicator, name: str, seed: int
