@@ -222,19 +222,6 @@ def test_parameters_stay_marked(seed: int) -> None:
     )
 
 
-@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
-def test_shared_experts_match_one_row_at_a_time(activation: str, seed: int) -> None:
-    torch.manual_seed(seed)
-    options: dict[str, Any] = {"hidden": 16, "ffn_hidden": 5, "num_experts": 2, "top_k": 2, "init_std": 0.3}
-    shared = SharedExperts(
-        MoEConfig(**options, num_shared_experts=3, activation=activation, dtype=torch.float64)
-    )
-    assert shared.w_out.shape == (15, 16)
-    x = torch.randn(4, 16, dtype=torch.float64)
-    want = torch.stack([feed_forward(row, shared.w_in, shared.w_out, activation) for row in x])
-    assert_close(shared(x), want, rtol=1e-12, atol=1e-12)
-
-
 def test_the_default_device_has_no_say_in_where_weights_start(seed: int) -> None:
     config = MoEConfig(hidden=16, ffn_hidden=8, num_experts=4, top_k=2, num_shared_experts=1)
     made = []
