@@ -135,7 +135,8 @@ def _grouped_mm(
     if rows_PK.is_cuda:
         return _on_tensor_cores(rows_PK, weights_LNK.transpose(1, 2), scales_P, scales_LN, ends_L)
     sums_PN = functional.grouped_mm(rows_PK.float(), weights_LNK.transpose(1, 2).float(), offs=ends_L)
-    group_P = torch.searchsorted(ends_L, torch.arange(count, dtype=torch.int32), right=True)
+    numbers_P = torch.arange(count, dtype=torch.int32, device=ends_L.device)
+    group_P = torch.searchsorted(ends_L, numbers_P, right=True)
     scales_PN = scales_LN[group_P.clamp_max(len(ends_L) - 1)]
     return (sums_PN * scales_P.unsqueeze(1) * scales_PN).to(RESULT)
 

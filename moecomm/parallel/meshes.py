@@ -59,7 +59,7 @@ def mesh(
         kept[key] = DeviceMesh.from_group(
             [group_over(name) for name in names],
             device_type,
-            torch.arange(world_size, dtype=torch.int).view(sizes),
+            torch.arange(world_size, dtype=torch.int, device="cpu").view(sizes),
             mesh_dim_names=names,
         )
     return kept[key]

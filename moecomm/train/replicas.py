@@ -60,7 +60,7 @@ class Replicas:
         """Returns a mesh (R, replicas): R parts of the experts, and for each part the replicas over which
         FSDP shards it."""
         assert comm.group is not None
-        ranks = torch.tensor(self.blocks, dtype=torch.int).t().contiguous()
+        ranks = torch.tensor(self.blocks, dtype=torch.int, device="cpu").t().contiguous()
         names = ("experts", "replicas")
         return DeviceMesh.from_group([comm.group, self.group], device_type, ranks, mesh_dim_names=names)
 
