@@ -118,13 +118,11 @@ class Buffer(LowLatency):
             )
 
         def count() -> tuple[Tensor, Tensor, Tensor]:
-            ids_N = (topk_idx + 1).clamp_(min=0).flatten()  # the first number is of "none"
-            per_expert = topk_idx.new_zeros(num_experts + 1, dtype=torch.int32)
-            per_expert.index_add_(0, ids_N, per_expert.new_ones(()).expand(ids_N.shape))
-            ranks_R = torch.arange(self.group_size, device=topk_idx.device)
-            owners_TK1 = topk_idx.div(num_experts // self.group_size, rounding_mode="floor").unsqueeze(2)
-            in_rank_TR = (owners_TK1 == ranks_R).any(dim=1)
-            return in_rank_TR.sum(0, dtype=torch.int32), per_expert[1:], in_rank_TR
+            columns_TK = (topk_idx + 1).long()  # the first column is of "none"
+            chosen_TE1 = topk_idx.new_zeros((len(topk_idx), num_experts + 1), dtype=torch.bool)
+            chosen_TE = chosen_TE1.scatter_(1, columns_TK, True)[:, 1:]
+            in_rank_TR = chosen_TE.unflatten(1, (self.group_size, -1)).any(2)
+            return in_rank_TR.sum(0, dtype=torch.int32), chosen_TE.sum(0, dtype=torch.int32), in_rank_TR
 
         counts, event = self.run(count, (topk_idx,), events_of(previous_event), async_finish)
         per_rank_R, per_expert_E, in_rank_TR = counts
