@@ -3,6 +3,8 @@ ranks."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -88,6 +90,18 @@ def require_integer(name: str, value: Any, least: int, most: int = 2**31 - 1) ->
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
         raise InvalidArgument(f"{name} is {value!r}, expected an integer from {least} to {most}")
     return value
+
+
+def require_number(name: str, value: Any, holds: Callable[[float], bool], bound: str) -> float:
+    """Returns a number, or a tensor of one, as a float; raises InvalidArgument if `value` is neither, or not
+    as `bound` says, which `holds` tests and NaN must fail."""
+    try:
+        number = math.nan if isinstance(value, (str, bool)) else float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        number = math.nan
+    if not holds(number):
+        raise InvalidArgument(f"{name} is {value!r}, must be {bound}")
+    return number
 
 
 def require_ends(ends_L: torch.Tensor, device: torch.device, whose: str) -> None:

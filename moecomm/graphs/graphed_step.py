@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from moecomm.arguments import require_integer, require_number
 from moecomm.communicator import Communicator
 from moecomm.errors import CapacityExceeded, InvalidArgument, Unsupported
 from moecomm.graphs.overflow_check import OverflowCheck
 from moecomm.graphs.recorder import CudaRecorder, Recorder
-from moecomm.nn.layer import MoELayer
+from moecomm.nn.layer import MoELayer, layers_of
 from moecomm.nn.router import rows_at_worst
 from moecomm.types import AnyGroup, Group, as_group
 
@@ -105,7 +106,7 @@ class GraphedStep:
         report_every: int = 100,
         recorder: Recorder | None = None,
     ) -> None:
-        layers = [module for module in model.modules() if isinstance(module, MoELayer)]
+        layers = layers_of(model)
         if not layers:
             raise InvalidArgument("model has no MoELayer: a graph of torch does for it")
         if any(layer.config.main_grad for layer in layers):
@@ -117,10 +118,8 @@ class GraphedStep:
         if recorder is None and self.device.type != "cuda":
             raise Unsupported(f"the model is on {self.device}: a step is captured on a GPU only")
         for name, value, least in (("warmup", warmup, 1), ("report_every", report_every, 1)):
-            if value < least:
-                raise InvalidArgument(f"{name} is {value}, must be at least {least}")
-        if not headroom > 0:
-            raise InvalidArgument(f"headroom is {headroom}, must be more than 0")
+            require_integer(name, value, least)
+        require_number("headroom", headroom, lambda number: number > 0, "more than 0")
         self.headroom, self.warmup, self.report_every = headroom, warmup, report_every
         self.replays = 0
         self.overflows = 0

@@ -30,7 +30,9 @@ _MOST_THREADS = 16
 
 def mark_expert_parameter(parameter: nn.Parameter) -> None:
     """Marks a parameter for `is_expert_parameter`; call it for your own experts, as GroupedExperts does for
-    its parameters."""
+    its parameters. Raises InvalidArgument for what is no tensor, such as a module."""
+    if not isinstance(parameter, Tensor):
+        raise InvalidArgument(f"parameter is {type(parameter).__name__}, must be an nn.Parameter")
     setattr(parameter, _MARK, True)
 
 

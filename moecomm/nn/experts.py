@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from moecomm.arguments import weight_dtype
+from moecomm.arguments import require_integer, weight_dtype
 from moecomm.autograd.in_place import has_main_grad, keep_main_grad
 from moecomm.backends.opened import call_or_tell
 from moecomm.communicator import Communicator
@@ -110,12 +110,10 @@ class GroupedExperts(nn.Module):
             raise InvalidArgument(
                 f"part is {part}, must be one of equal parts of ffn_hidden={config.ffn_hidden} columns"
             )
-        local = config.num_experts if num_local_experts is None else num_local_experts
-        if local < 1 or first_expert < 0 or first_expert + local > config.num_experts:
-            raise InvalidArgument(
-                f"experts {first_expert}..{first_expert + local - 1} (num_local_experts={local}) are not "
-                f"within 0..{config.num_experts - 1}"
-            )
+        every = config.num_experts
+        local = every if num_local_experts is None else num_local_experts
+        require_integer("num_local_experts", local, 1, every)
+        require_integer("first_expert", first_expert, 0, every - local)
         self.config, self.num_local_experts, self.first_expert, self.part = config, local, first_expert, part
         where = torch.get_default_device() if device is None else torch.device(device)
         where = products_on or where
@@ -169,19 +167,12 @@ class GroupedExperts(nn.Module):
         """
         if run is not None:
             return run(rows_PH)
-        if offsets_L is None:
-            raise InvalidArgument("offsets are None, must be the ends of the groups of rows")
+        if not isinstance(offsets_L, Tensor):
+            kind = type(offsets_L).__name__
+            raise InvalidArgument(f"offsets are {kind}, must be a tensor of the ends of the groups of rows")
         # Outside of autocast, also what parametrizations compute for the weights.
         with torch.autocast(rows_PH.device.type, enabled=False):
-            if (
-                rows_PH.dim() != 2
-                or rows_PH.shape[1] != self.config.hidden
-                or rows_PH.dtype != self.w_in.dtype
-            ):
-                raise InvalidArgument(
-                    f"rows have shape {tuple(rows_PH.shape)} and dtype {rows_PH.dtype}, must be "
-                    f"(rows, hidden={self.config.hidden}) of the weights' dtype {self.w_in.dtype}"
-                )
+            _require_rows(rows_PH, self.config.hidden, self.w_in)
             if tuple(offsets_L.shape) != (self.num_local_experts,):
                 raise InvalidArgument(
                     f"offsets have shape {tuple(offsets_L.shape)}, must be ({self.num_local_experts},)"
@@ -354,10 +345,20 @@ class SharedExperts(nn.Module):
             return run(x_TH)
         care = needs_care(x_TH.device.type)
         with torch.autocast(x_TH.device.type, enabled=False):
+            w_in = self.w_in
+            _require_rows(x_TH, self.config.hidden, w_in)
             gates_T = shared_gates(x_TH, self.w_gate, care)
-            inner_TI = matmul(x_TH, self.w_in, care)
+            inner_TI = matmul(x_TH, w_in, care)
             z_TF = weighted_activation(inner_TI, gates_T, activation=self.config.activation)
             return matmul(z_TF, self.w_out, care)
+
+
+def _require_rows(rows_XH: Tensor, hidden: int, weight: Tensor) -> None:
+    if rows_XH.dim() != 2 or rows_XH.shape[1] != hidden or rows_XH.dtype != weight.dtype:
+        raise InvalidArgument(
+            f"rows have shape {tuple(rows_XH.shape)} and dtype {rows_XH.dtype}, must be "
+            f"(rows, hidden={hidden}) of the weights' dtype {weight.dtype}"
+        )
 
 
 def _real_rows(rows_PH: Tensor, offsets_L: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.distributed.device_mesh import DeviceMesh
 
-from moecomm.arguments import require_tensor, waited
+from moecomm.arguments import require_number, require_tensor, waited
 from moecomm.autograd.attached_loss import attach_loss
 from moecomm.autograd.deferred import Deferred
 from moecomm.backends.base import MOST_CALLERS, caller_of
@@ -103,6 +103,9 @@ class MoELayer(nn.Module):
         loss_group: AnyGroup | None = None,
     ) -> None:
         super().__init__()
+        for name, value, kind in (("config", config, MoEConfig), ("comm", comm, Communicator)):
+            if not isinstance(value, kind) and (value is not None or name == "config"):
+                raise InvalidArgument(f"{name} is a {type(value).__name__}, must be a {kind.__name__}")
         if loss_group is not None and (folding is not None or config.aux_loss != "global"):
             raise InvalidArgument(
                 f"loss_group is {loss_group!r}, must be None with a folding, and without aux_loss='global'"
@@ -242,13 +245,7 @@ class MoELayer(nn.Module):
 
     @loss_scale.setter
     def loss_scale(self, scale: float) -> None:
-        try:
-            number = float(scale)
-        except (TypeError, ValueError):
-            number = math.nan
-        if not math.isfinite(number):
-            raise InvalidArgument(f"loss_scale is {scale!r}, must be a finite number")
-        self._loss_scale = number
+        self._loss_scale = require_number("loss_scale", scale, math.isfinite, "a finite number")
         # Changes through .data are not counted: graphs of torch.compile keep the tensor for their backward.
         self._loss_scale_on_device.data.fill_(self._loss_scale)
 
@@ -521,18 +518,26 @@ _MADE_FOR = ("size", "rank", "nodes", "device", "num_experts", "hidden", "top_k"
 """The attributes in which a layer's communicator and its replacement must agree."""
 
 
+def layers_of(model: nn.Module) -> list[MoELayer]:
+    """Returns the MoELayers of a model, each once, in order. Raises InvalidArgument if it is not a module."""
+    if not isinstance(model, nn.Module):
+        raise InvalidArgument(
+            f"model is {type(model).__name__}, must be an nn.Module: which parameters are of experts, and on "
+            "which ranks, its layers tell"
+        )
+    return [module for module in model.modules() if isinstance(module, MoELayer)]
+
+
 def backward_weights(model: nn.Module, *, drop: bool = False) -> None:
     """Calls `MoELayer.backward_weights` of every MoELayer in the model. Call it before gradients are
     synchronised, clipped or used; with `drop` for a step that is skipped."""
-    for module in model.modules():
-        if isinstance(module, MoELayer):
-            module.backward_weights(drop=drop)
+    for layer in layers_of(model):
+        layer.backward_weights(drop=drop)
 
 
 def set_loss_scale(model: nn.Module, scale: float) -> None:
     """Sets loss_scale of every MoELayer in the model: the factor by which the model's loss is multiplied
     before backward. It applies to all later backwards, also of earlier forwards and of replayed graphs.
     Raises InvalidArgument unless it is a finite number."""
-    for module in model.modules():
-        if isinstance(module, MoELayer):
-            module.loss_scale = scale
+    for layer in layers_of(model):
+        layer.loss_scale = scale

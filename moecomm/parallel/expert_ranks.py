@@ -138,6 +138,8 @@ def expert_group(group: AnyGroup | None, mesh: DeviceMesh | None, ep_dim: str | 
         return group
     if group is not None:
         raise InvalidArgument("group and mesh are both given, one of them must be None")
+    if not isinstance(mesh, DeviceMesh):
+        raise InvalidArgument(f"mesh is {mesh!r}, must be a DeviceMesh")
     if ep_dim is None and mesh.ndim == 1:
         return mesh
     if ep_dim not in (mesh.mesh_dim_names or ()):

@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from moecomm.errors import InvalidArgument
+from moecomm.arguments import require_number
+from moecomm.nn.layer import layers_of
 from moecomm.nn.router import TopKRouter
 from moecomm.train.replicas import model_group
 from moecomm.types import AnyGroup
@@ -30,8 +31,10 @@ def update_expert_bias(model: nn.Module, group: AnyGroup | None = None, *, rate:
         rate: replaces config.bias_update_rate; the same on all ranks. Raises InvalidArgument unless it is
             None or a finite number of at least 0.
     """
-    if rate is not None and not (math.isfinite(rate) and rate >= 0):
-        raise InvalidArgument(f"rate is {rate!r}, must be None or a finite number of at least 0")
+    if rate is not None:
+        bound = "None or a finite number of at least 0"
+        rate = require_number("rate", rate, lambda number: 0 <= number < math.inf, bound)
+    layers_of(model)  # refuses what is no module
     every = [m for m in model.modules() if isinstance(m, TopKRouter)]
     for router in every:
         if router.expert_bias_E is None and router.load_E is not None:

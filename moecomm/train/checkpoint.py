@@ -19,11 +19,11 @@ from moecomm.errors import InvalidArgument, Unsupported
 from moecomm.kernels.activation import INTERLEAVED
 from moecomm.kernels.parameters import Split, splits_of
 from moecomm.nn.experts import GroupedExperts, SharedExperts
-from moecomm.nn.layer import MoELayer
+from moecomm.nn.layer import MoELayer, layers_of
 from moecomm.parallel.records import grouped_in
 from moecomm.train.gradients import ep_group_of
 from moecomm.train.optimizer_state import Numbers, ParamGroups, ensure_state, require_savable
-from moecomm.train.replicas import expert_owners, layers_of, replicas_of_shards
+from moecomm.train.replicas import expert_owners, replicas_of_shards
 from moecomm.types import AnyGroup, Group, as_group
 
 Place = DeviceMesh | Callable[[Tensor], Tensor]
@@ -59,7 +59,8 @@ def sharded_state(
     layer that the checkpoint has and the model lacks, and for a group of parameters that had different
     settings.
     """
-    live, foreign = _live_state(model)  # first, as it makes FSDP restore its shards
+    layers = layers_of(model)
+    live, foreign = _live_state(model)  # before the rest, as it makes FSDP restore its shards
     places = _find_places(model, as_group(ep_group, "ep_group"))
     interleaved = _interleaved(model)
     tensors = {f"{n}.interleaved" if id(t) in interleaved else n: t for n, t in live.items()}
@@ -81,7 +82,7 @@ def sharded_state(
         )
     of_model = {n: _shard(t, places.get(t) if isinstance(t, Tensor) else None) for n, t in tensors.items()}
     state: dict[str, Any] = {"model": of_model}
-    if layers := layers_of(model):
+    if layers:
         state["layers"] = _LayerNames([_names_of(layer, tensors) for layer in layers])
     if optimizer is not None:
         named = {parameter: names[id(parameter)] for parameter in model.parameters()}

@@ -27,7 +27,7 @@ from torch.nn.parallel.distributed import _find_tensors
 from moecomm.autograd.in_place import has_main_grad
 from moecomm.errors import InvalidArgument
 from moecomm.kernels.parameters import AVERAGED_BY_DDP, DIVIDED
-from moecomm.nn.layer import MoELayer
+from moecomm.nn.layer import MoELayer, layers_of
 from moecomm.parallel.grid import Ranks
 from moecomm.parallel.spread import spread_parameters
 from moecomm.train.drift import watch_drift
@@ -36,7 +36,6 @@ from moecomm.train.replicas import (
     Replicas,
     expert_owners,
     find_replicas,
-    layers_of,
     model_group,
     ranks_of,
     refuse_common,
@@ -124,8 +123,8 @@ def fully_shard_experts(
     Weights of which a rank has the only copy stay whole; if `mp_policy` or `offload_policy` is given, as
     DTensors over one rank. Raises InvalidArgument, on all ranks, for a mesh of other ranks.
     """
-    _refuse_main_grad(model, "fully_shard")
     refuse_shared_with_experts(model)
+    _refuse_main_grad(model, "fully_shard")
     refuse_common(model)
     if (policy := options.get("mp_policy")) is not None:
         options["mp_policy"] = dataclasses.replace(policy, cast_forward_inputs=False)

@@ -14,11 +14,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from moecomm.arguments import require_number
 from moecomm.autograd.in_place import has_main_grad, main_grad_of
 from moecomm.communicator import Communicator
 from moecomm.errors import InvalidArgument, MismatchedArguments, Unsupported
 from moecomm.kernels.parameters import AVERAGED_BY_DDP, DIVIDED, ranks_of_shards
-from moecomm.nn.layer import MoELayer
+from moecomm.nn.layer import MoELayer, layers_of
 from moecomm.parallel import ParallelFolding
 from moecomm.parallel.spread import spread_parameters
 from moecomm.train.agreement import agree, agree_by_holders
@@ -27,7 +28,6 @@ from moecomm.train.replicas import (
     Replicas,
     expert_owners,
     find_replicas,
-    layers_of,
     model_group,
     ranks_of,
     require_equal,
@@ -182,7 +182,8 @@ def clip_grad_norm(
     that another part of the model shares. If one rank alone raises, the others wait until the process group's
     deadline; `sync_gradients`, which comes before, raises these errors on all ranks.
     """
-    pp_group, norm_type = as_group(pp_group, "pp_group"), float(norm_type)
+    pp_group, norm_type = as_group(pp_group, "pp_group"), _order(norm_type)
+    require_number("max_norm", max_norm, lambda number: number >= 0, "at least 0")
     staged = [layer for layer in layers_of(model) if layer.folding is not None and layer.folding.pp > 1]
     if staged and pp_group is None:
         raise InvalidArgument(
@@ -220,7 +221,7 @@ def grad_norms(
     Every rank calls it where `clip_grad_norm` may be called; arguments and errors are the same. Ranks
     exchange names at each call.
     """
-    norm_type = float(norm_type)
+    norm_type = _order(norm_type)
     found: dict[str, Tensor] = {}
     for groups, powers in _powers(model, ep_group, norm_type).items():
         names = list(powers)
@@ -236,6 +237,10 @@ def grad_norms(
     return {name: found[name] for name, each in model.named_parameters() if each.requires_grad}
 
 
+def _order(norm_type: Any) -> float:
+    return require_number("norm_type", norm_type, lambda order: order > 0, "more than 0, or math.inf")
+
+
 def _powers(
     model: nn.Module, ep_group: AnyGroup | None, order: float
 ) -> dict[tuple[Group, ...], dict[str, Tensor]]:
@@ -243,8 +248,6 @@ def _powers(
     |gradient|^order on this rank; for an order of inf the largest |gradient|. It includes frozen parameters:
     ranks may have frozen different experts, and have to reduce the same."""
     _require_gradients(model)
-    if not order > 0:
-        raise InvalidArgument(f"norm_type is {order}, must be more than 0, or math.inf")
     owners, ep_group = expert_owners(model), as_group(ep_group, "ep_group")
     _require_dense_ranks(model, [each for each in _trained(model) if each not in owners])
     zero = _zero(model)
@@ -323,6 +326,9 @@ def _require_gradients(model: nn.Module) -> None:
             "that are still put off: call moecomm.nn.backward_weights(model) before"
         )
     refuse_shared_with_experts(model)
+    for each in model.parameters():  # one assigned by hand may be expanded, which nothing can write to
+        if each.grad is not None and each.grad.layout is torch.strided and 0 in each.grad.stride():
+            each.grad = each.grad.clone(memory_format=torch.contiguous_format)
 
 
 def _refuse_sparse(model: nn.Module) -> None:

@@ -9,8 +9,7 @@ from torch import nn
 
 from moecomm.errors import InvalidArgument
 from moecomm.nn.expert_pass import Plans
-from moecomm.nn.layer import MoELayer
-from moecomm.train.replicas import layers_of
+from moecomm.nn.layer import MoELayer, layers_of
 
 Contexts = tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]
 

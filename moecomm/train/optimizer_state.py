@@ -28,6 +28,8 @@ the learning rate."""
 def require_savable(optimizer: torch.optim.Optimizer, named: dict[Any, str]) -> None:
     """Raises InvalidArgument for state that a checkpoint of the optimizer would lack: anything but tensors
     and numbers, state that belongs to no parameter, and parameters without a name in `named`."""
+    if not isinstance(optimizer, torch.optim.Optimizer) and not hasattr(optimizer, "param_groups"):
+        raise InvalidArgument(f"optimizer is {type(optimizer).__name__}, must be an optimizer of torch")
     of_groups = (each for group in optimizer.param_groups for each in group["params"])
     outside = [tuple(each.shape) for each in of_groups if each not in named]
     if outside:

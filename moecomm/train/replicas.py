@@ -25,7 +25,7 @@ from moecomm.communicator import Communicator
 from moecomm.errors import InvalidArgument
 from moecomm.kernels.parameters import is_expert_parameter
 from moecomm.nn.experts import GroupedExperts
-from moecomm.nn.layer import MoELayer
+from moecomm.nn.layer import MoELayer, layers_of
 from moecomm.parallel import ParallelFolding
 from moecomm.parallel.expert_ranks import STAGE
 from moecomm.parallel.grid import Ranks
@@ -63,16 +63,6 @@ class Replicas:
         ranks = torch.tensor(self.blocks, dtype=torch.int, device="cpu").t().contiguous()
         names = ("experts", "replicas")
         return DeviceMesh.from_group([comm.group, self.group], device_type, ranks, mesh_dim_names=names)
-
-
-def layers_of(model: nn.Module) -> list[MoELayer]:
-    """Returns the MoELayers of a model, each once, in order. Raises InvalidArgument if it is not a module."""
-    if not isinstance(model, nn.Module):
-        raise InvalidArgument(
-            f"model is {type(model).__name__}, must be an nn.Module: which parameters are of experts, and on "
-            "which ranks, its layers tell"
-        )
-    return [module for module in model.modules() if isinstance(module, MoELayer)]
 
 
 def model_group(

@@ -486,6 +486,9 @@ def test_a_mesh_of_one_dimension_is_a_group(rank: int, world_size: int) -> None:
         ("ep_dim is None, must be the dimension", lambda: layer_of(mesh=mesh)),
         ("ep_dim is 'tp', must be the dimension", lambda: layer_of(mesh=mesh, ep_dim="tp")),
         ("ep_dim is 'ep', must be None", lambda: layer_of(ep_dim="ep")),
+        ("mesh is 'ep', must be a DeviceMesh", lambda: layer_of(mesh="ep")),
+        ("config is a dict, must be a MoEConfig", lambda: MoELayer(SIZES, max_tokens=8)),
+        ("comm is a MoEConfig, must be a Communicator", lambda: MoELayer(config, config)),
         ("group and mesh are both", lambda: layer_of(group=mesh["ep"], mesh=mesh)),
     ):
         refused(call, begins=text)
@@ -566,3 +569,4 @@ def test_state_that_no_checkpoint_can_tell_apart_is_refused(rank: int, world: in
     sync_gradients(model)
     optimizer.step()
     refused(lambda: sharded_state(model, optimizer), begins="the optimizer's row_var of moe.experts.")
+    refused(lambda: sharded_state(model, "adam"), begins="optimizer is str, must be an optimizer of torch")

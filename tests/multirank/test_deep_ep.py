@@ -23,6 +23,7 @@ from tests.compat_path import COMPAT
 # isort: split
 import deep_ep
 from deep_ep import Buffer, ElasticBuffer, HybridEPBuffer
+from deep_ep.handle import DispatchHandle
 from deep_ep.utils import EventHandle, EventOverlap
 
 from moecomm.errors import CommunicatorClosed, InvalidArgument, InvalidRouting, MismatchedArguments
@@ -317,6 +318,8 @@ def test_elastic_buffer(rank: int, size: int, seed: int) -> None:
     _refused(InvalidArgument, "num_experts", lambda: buffer.dispatch(x, ids))
     _refused(InvalidArgument, "one kind", lambda: buffer.dispatch(x, ids, handle=handle))
     _refused(InvalidArgument, "handle is None", lambda: buffer.combine(rows, None))
+    other = DispatchHandle.__new__(DispatchHandle)
+    _refused(InvalidArgument, "expected the EPHandle", lambda: buffer.dispatch(x, handle=other))
     _refused(InvalidArgument, "async", lambda: buffer.combine(rows, handle, defer_epilogue=True))
     *_, given, _ = buffer.dispatch(x, ids.clone(), weights, num_experts=experts, do_handle_copy=False)
     given.topk_idx[:] = -1

@@ -35,6 +35,8 @@ def layer_with_gradients(rank: int, world: int, ep: int, how: str, seed: int) ->
     wrapped(layer, how)
     x = torch.randn(6, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(seed + rank))
     layer(x).square().sum().backward()
+    if how == "plain":  # as one assigned by hand may be: without memory of its own for each element
+        layer.shared.w_in.grad = layer.shared.w_in.grad[:, :1].expand_as(layer.shared.w_in)
     sync_gradients(layer)
     return layer
 
@@ -77,6 +79,10 @@ def test_norms_of_all_orders(rank: int, world: int, ep: int, how: str, seed: int
             assert_close(gradients_of_all(layer, ep), quarters, rtol=1e-5, atol=1e-12)
             clip = partial(clip_grad_norm, layer, 1.0, norm_type=-order)
             refused(clip, begins=f"norm_type is -{order}, must be more than 0")
+            for value in (None, "1", -1.0, math.nan):
+                begins = f"max_norm is {value!r}, must be at least 0"
+                refused(partial(clip_grad_norm, layer, value), begins=begins)  # type: ignore[arg-type]
+            refused(partial(grad_norms, layer, norm_type="x"), begins="norm_type is 'x', must be more than 0")
 
 
 @pytest.mark.parametrize("order", [2.0, math.inf])

@@ -21,8 +21,12 @@ from moecomm.nn import (
     OverlapConfig,
     backward_weights,
     clip_grad_norm,
+    fully_shard_experts,
     keep_plans,
+    set_loss_scale,
+    sharded_state,
     sync_gradients,
+    update_expert_bias,
 )
 from tests.multirank.catching import refused
 from tests.multirank.moe_cases import SIZES
@@ -89,7 +93,9 @@ def test_saved_tensors_may_lie_on_the_host(rank: int, world_size: int, seed: int
 
 def test_plans_of_no_layer() -> None:
     refused(lambda: keep_plans(torch.nn.Linear(2, 2)), "modules have no MoELayer")
-    refused(lambda: keep_plans(None), "model is NoneType, must be an nn.Module")  # type: ignore[arg-type]
+    scale, shard = partial(set_loss_scale, scale=1.0), fully_shard_experts
+    for call in (keep_plans, update_expert_bias, sharded_state, scale, backward_weights, shard):
+        refused(partial(call, None), "model is NoneType, must be an nn.Module")
 
 
 @pytest.mark.parametrize("options", [{}, {"num_shared_experts": 1}, FIXED], ids=["", "shared", "fixed"])

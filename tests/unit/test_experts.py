@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 import pickle
 from typing import Any
@@ -15,7 +16,14 @@ from torch.testing import assert_close
 
 from moecomm import InvalidArgument
 from moecomm.kernels.products import grouped_matmul
-from moecomm.nn import GroupedExperts, MoEConfig, SharedExperts, TopKRouter, is_expert_parameter
+from moecomm.nn import (
+    GroupedExperts,
+    MoEConfig,
+    SharedExperts,
+    TopKRouter,
+    is_expert_parameter,
+    mark_expert_parameter,
+)
 from tests.moe_reference import feed_forward
 
 GROUPS = {
@@ -241,5 +249,15 @@ def test_refuses(seed: int) -> None:
         experts(torch.zeros(3, 16, dtype=torch.float64), offsets)
     with pytest.raises(InvalidArgument, match=r"offsets have shape \(3,\), must be \(4,\)"):
         experts(torch.zeros(3, 16), offsets[:3])
-    with pytest.raises(InvalidArgument, match=r"experts 3\.\.4 .* not within 0\.\.3"):
+    with pytest.raises(InvalidArgument, match=r"offsets are list, must be a tensor"):
+        experts(torch.zeros(3, 16), [3, 3, 3, 3])
+    with pytest.raises(InvalidArgument, match=r"first_expert is 3, expected an integer from 0 to 2"):
         GroupedExperts(experts.config, num_local_experts=2, first_expert=3)
+    with pytest.raises(InvalidArgument, match=r"num_local_experts is 2.0, expected an integer from 1 to 4"):
+        GroupedExperts(experts.config, num_local_experts=2.0)  # type: ignore[arg-type]
+    shared = SharedExperts(dataclasses.replace(experts.config, num_shared_experts=1))
+    for rows in (torch.zeros(3, 8), torch.zeros(3, 16, dtype=torch.bfloat16)):
+        with pytest.raises(InvalidArgument, match=r"rows have shape .* \(rows, hidden=16\) of the weights'"):
+            shared(rows)
+    with pytest.raises(InvalidArgument, match=r"parameter is SharedExperts, must be an nn.Parameter"):
+        mark_expert_parameter(shared)  # type: ignore[arg-type]

@@ -60,15 +60,18 @@ def test_a_model_needs_a_layer() -> None:
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"warmup": 0}, "warmup is 0, must be at least 1"),
-        ({"report_every": 0}, "report_every is 0, must be at least 1"),
+        ({"warmup": 0}, "warmup is 0, expected an integer from 1"),
+        ({"warmup": 1.5}, "warmup is 1.5, expected an integer from 1"),
+        ({"report_every": 0}, "report_every is 0, expected an integer from 1"),
         ({"headroom": 0.0}, "headroom is 0.0, must be more than 0"),
         ({"headroom": float("nan")}, "headroom is nan"),
+        ({"headroom": "1.5"}, "headroom is '1.5', must be more than 0"),
+        ({"model": None}, "model is NoneType, must be an nn.Module"),
     ],
 )
 def test_bad_arguments(model: nn.Module, change: dict[str, Any], text: str) -> None:
     with pytest.raises(InvalidArgument, match=text):
-        GraphedStep(step_of(model), model, recorder=Played(), **change)
+        GraphedStep(step_of(model), **{"model": model, "recorder": Played(), **change})
 
 
 def test_communicators_of_several_groups(model: nn.Module) -> None:

@@ -326,7 +326,7 @@ def test_the_loss_scale_is_that_of_the_backward(comm: moecomm.Communicator, way:
     assert isinstance(layer.loss_scale, float) and layer.loss_scale == 5.0
 
 
-@pytest.mark.parametrize("scale", [float("nan"), float("inf"), "much", None])
+@pytest.mark.parametrize("scale", [float("nan"), float("inf"), "much", "2", True, None])
 def test_what_is_no_loss_scale(comm: moecomm.Communicator, scale: Any, seed: int) -> None:
     layer = made(comm, seed, **WITH_LOSS)
     layer.loss_scale = 3.0

@@ -276,6 +276,9 @@ def test_losses_of_16_bits_count_all_tokens(dtype: torch.dtype) -> None:
     assert z_loss(24 * probs).item() == pytest.approx((6 + math.log(4)) ** 2, rel=1e-4)
 
 
+IDS = torch.zeros(6, 2, dtype=torch.int64)
+
+
 @pytest.mark.parametrize(
     ("logits", "mask"),
     [
@@ -285,7 +288,7 @@ def test_losses_of_16_bits_count_all_tokens(dtype: torch.dtype) -> None:
     ],
 )
 def test_a_loss_of_tokens_of_another_shape_is_refused(logits: Tensor, mask: Tensor | None) -> None:
-    with pytest.raises(InvalidArgument, match=r"(logits_TE has|mask_T is .*) shape"):
+    with pytest.raises(InvalidArgument, match=r"(logits_TE|mask_T) is .* of shape"):
         z_loss(logits, mask)
     with pytest.raises(InvalidArgument, match=r"(probs_TE has|mask_T is .*) shape"):
         load_balancing_loss(logits, torch.zeros(3, 2, dtype=torch.int64), mask_T=mask)
@@ -299,18 +302,26 @@ def test_a_dropped_choice_counts_as_a_pair_of_no_expert() -> None:
 
 
 @pytest.mark.parametrize(
-    ("probs", "idx", "length", "complaint"),
+    ("change", "complaint"),
     [
-        (torch.ones(6, 3), torch.zeros(5, 2), None, "must be .T, E. and .T, K."),
-        (torch.ones(6), torch.zeros(6, 2), None, "must be .T, E. and .T, K."),
-        (torch.ones(6, 3), torch.zeros(6, 2), 4, "sequence_len is 4, must divide the number of tokens 6"),
-        (torch.ones(6, 3), torch.zeros(6, 2), 2.0, "sequence_len is 2.0, expected an integer"),
-        (torch.ones(6, 3), torch.zeros(6, 2), 0, "sequence_len is 0, expected an integer"),
+        ({"topk_idx_TK": IDS[:5]}, "must be .T, E. and .T, K."),
+        ({"probs_TE": torch.ones(6)}, "must be .T, E. and .T, K."),
+        ({"probs_TE": (torch.ones(6, 3),)}, "probs_TE is tuple, must be a tensor"),
+        ({"topk_idx_TK": IDS.to("meta")}, "topk_idx_TK is .* on meta, must be a tensor on cpu"),
+        ({"topk_idx_TK": torch.ones(6, 3) > 0}, "topk_idx_TK is torch.bool, must have integers"),
+        ({"topk_idx_TK": IDS + 3}, "topk_idx_TK has the id 3, must have -1..2"),
+        ({"topk_idx_TK": IDS - 2}, "topk_idx_TK has the id -2, must have -1..2"),
+        ({"mask_T": [True] * 6}, "mask_T is list, must be bool"),
+        ({"sequence_len": 4}, "sequence_len is 4, must divide the number of tokens 6"),
+        ({"sequence_len": 2.0}, "sequence_len is 2.0, expected an integer"),
+        ({"sequence_len": 0}, "sequence_len is 0, expected an integer"),
+        ({"sequence_len": 3, "cu_seqlens": IDS[:, 0]}, "sequence_len is 3, must be None with cu_seqlens"),
+        ({"cu_seqlens": IDS}, r"cu_seqlens has shape \(6, 2\), must be"),
     ],
 )
-def test_a_loss_of_bad_arguments(probs: Tensor, idx: Tensor, length: Any, complaint: str) -> None:
+def test_a_loss_of_bad_arguments(change: dict[str, Any], complaint: str) -> None:
     with pytest.raises(InvalidArgument, match=complaint):
-        load_balancing_loss(probs, idx, length)
+        load_balancing_loss(**{"probs_TE": torch.ones(6, 3), "topk_idx_TK": IDS, **change})
 
 
 def test_attached_loss_gets_its_gradient_beside_the_output() -> None:

@@ -121,7 +121,7 @@ def test_biases_whose_mean_stays(seed: int) -> None:
     assert abs(float(router.expert_bias_E.sum())) < 1e-6
 
 
-@pytest.mark.parametrize("rate", [-1.0, float("nan")])
-def test_refuses_rates(rate: float, seed: int) -> None:
+@pytest.mark.parametrize("rate", [-1.0, float("nan"), float("inf"), "0.1", True, [0.1]])
+def test_refuses_rates(rate: Any, seed: int) -> None:
     with pytest.raises(InvalidArgument, match=r"rate is .*, must be None or a finite number of at least 0"):
         update_expert_bias(TopKRouter(config_of(balancing_bias=True)), rate=rate)

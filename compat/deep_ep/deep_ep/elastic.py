@@ -332,7 +332,7 @@ class ElasticBuffer(Operations):
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Returns the rows, the scales of fp8 rows, by columns if `columns`, and the weights, as they arrive
         along the handle. Weights travel with fp8 rows, or else in a dispatch of their own."""
-        comm, plan = plan_of(handle)
+        comm, plan = plan_of(handle, EPHandle)
         if isinstance(x, tuple):
             _, out = self.send_again(handle, x, topk_weights, handle.num_sms or None)
             assert out.scales is not None

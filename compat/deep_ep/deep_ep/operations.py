@@ -184,10 +184,12 @@ def parts_of(x: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
     return x if isinstance(x, tuple) else (x,)
 
 
-def plan_of(handle: Any) -> tuple[Communicator, Handle]:
-    """Returns the communicator and the plan of a handle. Raises InvalidArgument for what is none."""
-    if not isinstance(handle, PlanHandle):
-        raise InvalidArgument(f"handle is {type(handle).__name__}, expected that of a dispatch of a buffer")
+def plan_of(handle: Any, kind: type[PlanHandle] = PlanHandle) -> tuple[Communicator, Handle]:
+    """Returns the communicator and the plan of a handle. Raises InvalidArgument for one of another kind."""
+    if not isinstance(handle, kind):
+        raise InvalidArgument(
+            f"handle is {type(handle).__name__}, expected the {kind.__name__} of a dispatch"
+        )
     return handle.comm, handle.handle
 
 
