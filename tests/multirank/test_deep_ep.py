@@ -200,6 +200,8 @@ def test_bad_calls(rank: int, size: int, seed: int) -> None:
     *_, handle, _ = buffer.dispatch(x, topk_idx=ids, topk_weights=weights, **layout)
     wrong = torch.full_like(ids, _experts(size)) if rank == size - 1 else ids
     per_expert = layout["num_tokens_per_expert"]
+    _refused(InvalidArgument, "topk_idx is torch.float32", lambda: _layout(buffer, ids.float()))
+    assert not _layout(buffer, torch.full_like(ids, _experts(size)))["num_tokens_per_expert"].any()
     _refused(InvalidArgument, "num_tokens_per_expert", lambda: buffer.dispatch(x, topk_idx=ids))
     _refused(InvalidArgument, "topk_idx", lambda: buffer.dispatch(x, num_tokens_per_expert=per_expert))
     _refused(InvalidArgument, "one kind", lambda: buffer.dispatch(x, handle=handle, topk_idx=ids))

@@ -100,7 +100,8 @@ class Buffer(LowLatency):
         """Counts where tokens go.
 
         Args:
-            topk_idx: (T, K) expert ids, -1 for none.
+            topk_idx: (T, K) int32 or int64 expert ids, -1 for none. Ids of no expert count for none; a
+                dispatch refuses them.
             num_experts: E, a multiple of the ranks.
 
         Returns:
@@ -108,19 +109,22 @@ class Buffer(LowLatency):
             each expert; (T, R) bool, whether a token goes to a rank; an event.
 
         Raises:
-            InvalidArgument: topk_idx has another shape, or num_experts is no multiple of the ranks.
+            InvalidArgument: topk_idx has another shape or dtype, or num_experts is no multiple of the ranks.
         """
-        if topk_idx.dim() != 2:
-            raise InvalidArgument(f"topk_idx has shape {tuple(topk_idx.shape)}, expected (T, K)")
+        if topk_idx.dim() != 2 or topk_idx.dtype not in (torch.int32, torch.int64):
+            raise InvalidArgument(
+                f"topk_idx is {topk_idx.dtype} of shape {tuple(topk_idx.shape)}, expected integers (T, K)"
+            )
         if num_experts < 1 or num_experts % self.group_size:
             raise InvalidArgument(
                 f"num_experts is {num_experts}, expected a multiple of {self.group_size} ranks"
             )
 
         def count() -> tuple[Tensor, Tensor, Tensor]:
-            columns_TK = (topk_idx + 1).long()  # the first column is of "none"
-            chosen_TE1 = topk_idx.new_zeros((len(topk_idx), num_experts + 1), dtype=torch.bool)
-            chosen_TE = chosen_TE1.scatter_(1, columns_TK, True)[:, 1:]
+            # The first column is of "none", the last of ids too large.
+            columns_TK = (topk_idx + 1).clamp_(0, num_experts + 1).long()
+            chosen_TX = topk_idx.new_zeros((len(topk_idx), num_experts + 2), dtype=torch.bool)
+            chosen_TE = chosen_TX.scatter_(1, columns_TK, True)[:, 1:-1]
             in_rank_TR = chosen_TE.unflatten(1, (self.group_size, -1)).any(2)
             return in_rank_TR.sum(0, dtype=torch.int32), chosen_TE.sum(0, dtype=torch.int32), in_rank_TR
 

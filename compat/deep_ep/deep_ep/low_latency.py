@@ -204,6 +204,9 @@ class LowLatency(Operations):
             raise InvalidArgument(f"x has shape {tuple(rows.shape)}, expected that of the dispatch, {shape}")
         ids_TK = None if comm.weighs_tokens else handle.ids_TK
         carrying = None if ids_TK is None else self._carrying(comm, ids_TK)
+        if topk_weights.shape != topk_idx.shape:
+            sizes = f"{tuple(topk_weights.shape)}, expected that of topk_idx, {tuple(topk_idx.shape)}"
+            (carrying or comm).refuse(InvalidArgument(f"topk_weights has shape {sizes}"))
 
         def bring_back() -> tuple[Tensor | None, ...]:
             counted_TK, rows_PH = topk_weights, rows.view(-1, shape[2])
