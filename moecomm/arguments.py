@@ -250,3 +250,40 @@ def check_options(
         -1 if capacity is None else capacity,
         -1 if expert_capacity is None else expert_capacity,
     )
+
+
+# -- losses of routers -------------------------------------------------------------------------------------
+
+
+def check_balancing(probs_TE: Any, ids_TK: Any, sequence_len: Any, cu_seqlens: Any) -> None:
+    """Checks the arguments of `moecomm.nn.load_balancing_loss`, but not their values."""
+    integers = {"topk_idx_TK": ids_TK} | ({} if cu_seqlens is None else {"cu_seqlens": cu_seqlens})
+    for name, value in {"probs_TE": probs_TE, **integers}.items():
+        if not isinstance(value, torch.Tensor) or value.device != probs_TE.device:
+            place = getattr(probs_TE, "device", "a device")
+            raise InvalidArgument(f"{name} is {described(value)}, must be a tensor on {place}")
+        if name in integers and (value.is_floating_point() or value.dtype is torch.bool):
+            raise InvalidArgument(f"{name} is {value.dtype}, must have integers")
+    if probs_TE.dim() != 2 or ids_TK.dim() != 2 or probs_TE.shape[0] != ids_TK.shape[0]:
+        raise InvalidArgument(
+            f"probs_TE has shape {tuple(probs_TE.shape)}, topk_idx_TK {tuple(ids_TK.shape)}, must be "
+            "(T, E) and (T, K)"
+        )
+    if cu_seqlens is not None and (cu_seqlens.dim() != 1 or not cu_seqlens.numel()):
+        raise InvalidArgument(f"cu_seqlens has shape {tuple(cu_seqlens.shape)}, must be (sequences + 1,)")
+    if sequence_len is not None and cu_seqlens is not None:
+        raise InvalidArgument(f"sequence_len is {sequence_len}, must be None with cu_seqlens")
+
+
+def require_mask(mask_T: Any, num_tokens: int) -> None:
+    """Raises InvalidArgument if `mask_T` is neither None nor (T,) bool."""
+    is_one = isinstance(mask_T, torch.Tensor) and mask_T.shape == (num_tokens,) and mask_T.dtype == torch.bool
+    if mask_T is not None and not is_one:
+        raise InvalidArgument(f"mask_T is {described(mask_T)}, must be bool of shape ({num_tokens},)")
+
+
+def described(value: Any) -> str:
+    """Returns the dtype, shape and device of a tensor, or the type of something else."""
+    if not isinstance(value, torch.Tensor):
+        return type(value).__name__
+    return f"{value.dtype} of shape {tuple(value.shape)} on {value.device}"

@@ -20,19 +20,21 @@ from moecomm.autograd.attached_loss import attach_loss
 from moecomm.kernels.parameters import is_expert_parameter, mark_adapter, mark_expert_parameter
 from moecomm.nn.config import MoEConfig, OverlapConfig
 from moecomm.nn.experts import GroupedExperts, SharedExperts
-from moecomm.nn.layer import MoELayer, backward_weights, set_loss_scale
+from moecomm.nn.layer import MoELayer
 from moecomm.nn.losses import load_balancing_loss, z_loss
 from moecomm.nn.router import Routing, TopKRouter
 
 if TYPE_CHECKING:
     from moecomm.graphs import GraphedStep
     from moecomm.train import (
+        backward_weights,
         clip_grad_norm,
         fully_shard_experts,
         grad_norms,
         keep_plans,
         mark_synchronized,
         prepare_ddp,
+        set_loss_scale,
         sharded_state,
         sync_gradients,
         update_expert_bias,

@@ -144,7 +144,8 @@ class MoEConfig:
             if field.type == "bool":
                 _require(self, field.name, isinstance(value, bool), "True or False")
             elif field.type == "float" or (field.type == "float | None" and value is not None):
-                _require(self, field.name, _is_number(value), "a finite number")
+                number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+                _require(self, field.name, number and math.isfinite(value), "a finite number")
         for name in ("aux_loss_coef", "z_loss_coef", "bias_update_rate", "init_std"):
             _require(self, name, getattr(self, name) >= 0, "at least 0")
         for rules in (self._rules(), self._precision_rules(), self._score_rules(), self._group_rules()):
@@ -240,10 +241,6 @@ class MoEConfig:
 
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _require(config: Any, name: str, holds: bool, bound: str) -> None:

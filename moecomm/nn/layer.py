@@ -423,9 +423,7 @@ class MoELayer(nn.Module):
         """Returns the current weights of the experts and the shared experts."""
         experts, shared = self.experts, self._shared_within
         with without_autocast(self.comm.device.type):  # which a parametrization would compute in
-            s_in, s_out, s_gate = (
-                (None,) * 3 if shared is None else (shared.w_in, shared.w_out, shared.w_gate)
-            )
+            s_in, s_out, s_gate = (shared.w_in, shared.w_out, shared.w_gate) if shared else (None,) * 3
             return Weights(experts.w_in, experts.w_out, s_in, s_out, s_gate, experts.b_in, experts.b_out)
 
     def _run(self, rows_TH: Tensor, topk_idx_TK: Tensor, topk_weights_TK: Tensor) -> Tensor:
@@ -526,18 +524,3 @@ def layers_of(model: nn.Module) -> list[MoELayer]:
             "which ranks, its layers tell"
         )
     return [module for module in model.modules() if isinstance(module, MoELayer)]
-
-
-def backward_weights(model: nn.Module, *, drop: bool = False) -> None:
-    """Calls `MoELayer.backward_weights` of every MoELayer in the model. Call it before gradients are
-    synchronised, clipped or used; with `drop` for a step that is skipped."""
-    for layer in layers_of(model):
-        layer.backward_weights(drop=drop)
-
-
-def set_loss_scale(model: nn.Module, scale: float) -> None:
-    """Sets loss_scale of every MoELayer in the model: the factor by which the model's loss is multiplied
-    before backward. It applies to all later backwards, also of earlier forwards and of replayed graphs.
-    Raises InvalidArgument unless it is a finite number."""
-    for layer in layers_of(model):
-        layer.loss_scale = scale

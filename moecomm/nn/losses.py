@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moecomm.arguments import require_integer
+from moecomm.arguments import check_balancing, described, require_integer, require_mask
 from moecomm.errors import InvalidArgument, InvalidRouting, MismatchedArguments, PeerLost, of_peer
 from moecomm.parallel import ParallelFolding
 from moecomm.parallel.expert_ranks import SEQUENCE, STAGE
@@ -72,7 +71,7 @@ def expert_sums(
     """Returns the sums over sequences; arguments as in `load_balancing_loss`, which checks their shapes."""
     num_tokens, num_experts = probs_TE.shape
     probs_TE = _wide(probs_TE)  # 16 bits count no further than 256 or 2048
-    _require_mask(mask_T, num_tokens)
+    require_mask(mask_T, num_tokens)
     length = max(num_tokens, 1) if sequence_len is None else require_integer("sequence_len", sequence_len, 1)
     if num_tokens % length:
         raise InvalidArgument(f"sequence_len is {length}, must divide the number of tokens {num_tokens}")
@@ -121,37 +120,22 @@ def load_balancing_loss(
     and for one beside cu_seqlens; InvalidRouting for other ids. Where those are on a GPU, for which the host
     does not wait, or the call is compiled, the loss is NaN.
     """
-    integers = {"topk_idx_TK": topk_idx_TK} | ({} if cu_seqlens is None else {"cu_seqlens": cu_seqlens})
-    for name, value in {"probs_TE": probs_TE, **integers}.items():
-        if not isinstance(value, Tensor) or value.device != probs_TE.device:
-            place = getattr(probs_TE, "device", "a device")
-            raise InvalidArgument(f"{name} is {_says(value)}, must be a tensor on {place}")
-        if name in integers and (value.is_floating_point() or value.dtype is torch.bool):
-            raise InvalidArgument(f"{name} is {value.dtype}, must have integers")
-    if probs_TE.dim() != 2 or topk_idx_TK.dim() != 2 or probs_TE.shape[0] != topk_idx_TK.shape[0]:
-        raise InvalidArgument(
-            f"probs_TE has shape {tuple(probs_TE.shape)}, topk_idx_TK {tuple(topk_idx_TK.shape)}, must be "
-            "(T, E) and (T, K)"
-        )
-    if cu_seqlens is not None and (cu_seqlens.dim() != 1 or not cu_seqlens.numel()):
-        raise InvalidArgument(f"cu_seqlens has shape {tuple(cu_seqlens.shape)}, must be (sequences + 1,)")
-    if sequence_len is not None and cu_seqlens is not None:
-        raise InvalidArgument(f"sequence_len is {sequence_len}, must be None with cu_seqlens")
+    check_balancing(probs_TE, topk_idx_TK, sequence_len, cu_seqlens)
     wrong_TK = (topk_idx_TK < -1) | (topk_idx_TK >= probs_TE.shape[1])
     if topk_idx_TK.device.type == "cpu" and not torch.compiler.is_compiling() and wrong_TK.any():
         found = int(topk_idx_TK[wrong_TK][0])
         raise InvalidRouting(f"topk_idx_TK has the id {found}, must have -1..{probs_TE.shape[1] - 1}")
     ids_TK = topk_idx_TK.masked_fill(wrong_TK, -1)
     sums = expert_sums(probs_TE, ids_TK, sequence_len, cu_seqlens=cu_seqlens, mask_T=mask_T)
-    return sums.loss(topk_idx_TK.shape[1]).masked_fill(wrong_TK.any(), math.nan)
+    return sums.loss(topk_idx_TK.shape[1]).masked_fill(wrong_TK.any(), torch.nan)
 
 
 def z_loss(logits_TE: Tensor, mask_T: Tensor | None = None) -> Tensor:
     """Returns the mean over tokens of logsumexp(logits)^2 (ST-MoE, arXiv 2202.08906, eq. 5). 0-d; 0 when T is
     0. mask_T: (T,) bool, False for tokens that do not count. Raises InvalidArgument for other shapes."""
     if not isinstance(logits_TE, Tensor) or logits_TE.dim() != 2:
-        raise InvalidArgument(f"logits_TE is {_says(logits_TE)}, must be (T, E)")
-    _require_mask(mask_T, logits_TE.shape[0])
+        raise InvalidArgument(f"logits_TE is {described(logits_TE)}, must be (T, E)")
+    require_mask(mask_T, logits_TE.shape[0])
     squares_T = _wide(logits_TE).logsumexp(dim=-1).square()
     if mask_T is None:
         return squares_T.sum() / max(logits_TE.shape[0], 1)
@@ -161,20 +145,6 @@ def z_loss(logits_TE: Tensor, mask_T: Tensor | None = None) -> Tensor:
 def _wide(values: Tensor) -> Tensor:
     """Returns the values in float32, or in float64 if they are."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
-
-
-def _require_mask(mask_T: Tensor | None, num_tokens: int) -> None:
-    if mask_T is None or (
-        isinstance(mask_T, Tensor) and mask_T.shape == (num_tokens,) and mask_T.dtype == torch.bool
-    ):
-        return
-    raise InvalidArgument(f"mask_T is {_says(mask_T)}, must be bool of shape ({num_tokens},)")
-
-
-def _says(value: Any) -> str:
-    if not isinstance(value, Tensor):
-        return type(value).__name__
-    return f"{value.dtype} of shape {tuple(value.shape)} on {value.device}"
 
 
 # -- sums over ranks ---------------------------------------------------------------------------------------

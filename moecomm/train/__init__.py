@@ -9,16 +9,25 @@ from __future__ import annotations
 from moecomm.train.balance import update_expert_bias
 from moecomm.train.checkpoint import sharded_state
 from moecomm.train.data_parallel import fully_shard_experts, prepare_ddp
-from moecomm.train.gradients import clip_grad_norm, grad_norms, mark_synchronized, sync_gradients
+from moecomm.train.gradients import (
+    backward_weights,
+    clip_grad_norm,
+    grad_norms,
+    mark_synchronized,
+    set_loss_scale,
+    sync_gradients,
+)
 from moecomm.train.kept_plans import keep_plans
 
 __all__ = [
+    "backward_weights",
     "clip_grad_norm",
     "fully_shard_experts",
     "grad_norms",
     "keep_plans",
     "mark_synchronized",
     "prepare_ddp",
+    "set_loss_scale",
     "sharded_state",
     "sync_gradients",
     "update_expert_bias",

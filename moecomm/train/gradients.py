@@ -237,6 +237,21 @@ def grad_norms(
     return {name: found[name] for name, each in model.named_parameters() if each.requires_grad}
 
 
+def backward_weights(model: nn.Module, *, drop: bool = False) -> None:
+    """Calls `MoELayer.backward_weights` of every MoELayer in the model. Call it before gradients are
+    synchronised, clipped or used; with `drop` for a step that is skipped."""
+    for layer in layers_of(model):
+        layer.backward_weights(drop=drop)
+
+
+def set_loss_scale(model: nn.Module, scale: float) -> None:
+    """Sets loss_scale of every MoELayer in the model: the factor by which the model's loss is multiplied
+    before backward. It applies to all later backwards, also of earlier forwards and of replayed graphs.
+    Raises InvalidArgument unless it is a finite number."""
+    for layer in layers_of(model):
+        layer.loss_scale = scale
+
+
 def _order(norm_type: Any) -> float:
     return require_number("norm_type", norm_type, lambda order: order > 0, "more than 0, or math.inf")
 
