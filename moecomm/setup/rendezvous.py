@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
+import socket
 import threading
 import time
 from collections import defaultdict
@@ -24,6 +25,7 @@ from moecomm.errors import (
     InvalidArgument,
     MismatchedArguments,
     MoecommError,
+    OutOfMemory,
     PeerLost,
     PeerTimeout,
     Unsupported,
@@ -59,8 +61,8 @@ class Rendezvous:
 
     As a context manager it stops other threads of this process from building over the same group meanwhile.
 
-    Raises InvalidArgument for a group that was destroyed, Unsupported for torch's "fake" backend, PeerLost
-    if the store is gone.
+    Raises InvalidArgument for a group that was destroyed, Unsupported for torch's "fake" backend, OutOfMemory
+    without a descriptor for a connection to the store, PeerLost if the store is gone.
     """
 
     def __init__(self, group: Group | None, timeout: float) -> None:
@@ -86,9 +88,13 @@ class Rendezvous:
         self._own = f"{secrets.token_hex(8)} {self._members}"
         phase = "construction: arguments"
         try:
+            # Without a descriptor the clone would try to connect for the store's own timeout (30 minutes).
+            socket.socket().close()
             # A store has one connection, which another thread may hold during its wait.
             default: Any = _get_default_store()  # torch's stubs lack clone()
             store: Store = default.clone()
+        except OSError as error:
+            raise OutOfMemory(f"{error}; raise the limit of open files (ulimit -n)") from error
         except RuntimeError as error:
             raise self._lost(phase, error) from error
         self._store = self._base = PrefixStore(f"moecomm/{self._name}", store)

@@ -9,6 +9,7 @@ import struct
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,13 +46,17 @@ def _within(phase: str, what: Callable[[], AbstractContextManager[Any]]) -> Abst
 
 
 @contextmanager
-def _no_descriptors() -> Iterator[None]:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+def _limit(of: int, least: int) -> Iterator[None]:
+    soft, hard = resource.getrlimit(of)
+    resource.setrlimit(of, (least, hard))
     try:
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        resource.setrlimit(of, (soft, hard))
+
+
+_no_descriptors = partial(_limit, resource.RLIMIT_NOFILE, 3)
+_small_files = partial(_limit, resource.RLIMIT_FSIZE, 4096)
 
 
 @contextmanager
@@ -86,7 +91,8 @@ def _lacking(rank: int, world_size: int, what: str, more: dict[str, Any]) -> Cau
     if rank == 1 and kind == "forbidden":
         _forbid(*(int(word) for word in detail.split()))
     elif rank == 1:
-        around = _within(detail, {"no descriptors": _no_descriptors, "another user": _nobody}[kind])
+        lacks = {"no descriptors": _no_descriptors, "small files": _small_files, "another user": _nobody}
+        around = _within(detail, lacks[kind])
     with around:
         return catch(lambda: _build(**more))
 
@@ -98,6 +104,7 @@ NODES = {"ranks_per_node": 1, "timeout": 3.0}
     ("what", "more", "type_name", "words"),
     [
         ("no descriptors; construction: communicators", {}, "OutOfMemory", ["ulimit -n"]),
+        ("small files; construction: communicators", {}, "OutOfMemory", ["ulimit -f"]),
         ("no descriptors; construction: mapping", {}, "OutOfMemory", ["ulimit -n"]),
         ("no descriptors; construction: arguments", {}, "OutOfMemory", ["ulimit -n"]),
         pytest.param(
@@ -131,6 +138,17 @@ def test_what_one_rank_lacks_is_said_on_both(
     for rank, caught in enumerate(results):
         require(caught, *words, name=type_name)
         assert caught.text.startswith("rank 1: ") == (rank == 0), caught
+
+
+def _no_connection(rank: int, world_size: int) -> Caught | None:
+    with _no_descriptors() if rank == 1 else nullcontext():
+        return catch(lambda: _build(timeout=3.0))
+
+
+def test_a_rank_without_descriptors_does_not_wait_for_the_store() -> None:
+    waiting, lacking = run_ranks(2, _no_connection)
+    require(waiting, "rank 1", name="PeerTimeout")
+    require(lacking, "ulimit -n", name="OutOfMemory")
 
 
 def _die(rank: int, world_size: int, phase: str) -> None:
