@@ -53,7 +53,7 @@ class SharedCommunicator:
         ranks call it together. On GPUs ranks do not wait in a dispatch with a capacity, so they cannot agree
         on a larger communicator then: a batch that is too large raises InvalidArgument on its rank. `require`
         makes room beforehand."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             return self._dispatch_outside_graph(x_TH, ids_TK, weights_TK, **options)
         try:
             return self._comm, self._comm.dispatch(x_TH, ids_TK, weights_TK, **options)

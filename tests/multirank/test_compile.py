@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 import moecomm
 from moecomm.nn import MoEConfig, MoELayer, OverlapConfig
+from moecomm.shared import LayerCommunicators
 from tests.multirank.on_ranks import on_ranks
 
 
@@ -168,6 +170,15 @@ def test_a_graph_without_a_capacity_says_what_to_do(rank: int, world_size: int) 
     with pytest.raises(moecomm.Unsupported, match="pad_to_capacity=True"):
         torch.export.export(layer, (torch.zeros(4, 16),), strict=False)
     layer.comm.close()
+    x, ids = torch.zeros(4, 16), torch.tensor([[0, 1]] * 4)
+    shared = LayerCommunicators(dist.group.WORLD, 2).of(x, 2)
+
+    class Dispatched(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> Any:
+            return shared.dispatch(x, ids, None)[1].tokens
+
+    with pytest.raises(moecomm.Unsupported, match="pad_to_capacity=True"):
+        torch.export.export(Dispatched(), (x,), strict=False)
 
 
 def _poison() -> None:
