@@ -242,7 +242,10 @@ def test_mixed_precision(rank: int, size: int, folders: Path, seed: int) -> list
         {"logits": logits["moecomm"], **gradients["moecomm"]},
         {"logits": logits["all_to_all"], **gradients["all_to_all"]},
     )
-    return [f"{name}: {ratio}" for name, ratio in ratios.items() if not ratio <= 0.03]
+    # A gradient whose terms nearly cancel, such as a norm's, may differ by what rounding makes of it.
+    rounding = ratios_of(gradients["all_to_all"], run_plain(folder, size, seed).gradients)
+    most = {name: min(max(0.03, 2 * rounding.get(name, 0.0)), 0.06) for name in ratios}
+    return [f"{name}: {ratio}" for name, ratio in ratios.items() if not ratio <= most[name]]
 
 
 @on_ranks(4)
