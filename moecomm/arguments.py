@@ -104,6 +104,15 @@ def require_number(name: str, value: Any, holds: Callable[[float], bool], bound:
     return number
 
 
+def require_module(model: Any) -> None:
+    """Raises InvalidArgument if `model` is no module."""
+    if not isinstance(model, torch.nn.Module):
+        raise InvalidArgument(
+            f"model is {type(model).__name__}, must be an nn.Module: which parameters are of experts, and on "
+            "which ranks, its layers tell"
+        )
+
+
 def require_ends(ends_L: torch.Tensor, device: torch.device, whose: str) -> None:
     """Raises InvalidArgument if `ends_L` is not (L,) int32, L at least 1, on `device`, that of `whose`."""
     if ends_L.dim() != 1 or ends_L.shape[0] < 1:

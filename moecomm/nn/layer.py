@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.distributed.device_mesh import DeviceMesh
 
-from moecomm.arguments import require_number, require_tensor, waited
+from moecomm.arguments import require_module, require_number, require_tensor, waited
 from moecomm.autograd.attached_loss import attach_loss
 from moecomm.autograd.deferred import Deferred
 from moecomm.backends.base import MOST_CALLERS, caller_of
@@ -518,9 +518,5 @@ _MADE_FOR = ("size", "rank", "nodes", "device", "num_experts", "hidden", "top_k"
 
 def layers_of(model: nn.Module) -> list[MoELayer]:
     """Returns the MoELayers of a model, each once, in order. Raises InvalidArgument if it is not a module."""
-    if not isinstance(model, nn.Module):
-        raise InvalidArgument(
-            f"model is {type(model).__name__}, must be an nn.Module: which parameters are of experts, and on "
-            "which ranks, its layers tell"
-        )
+    require_module(model)
     return [module for module in model.modules() if isinstance(module, MoELayer)]

@@ -8,8 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from moecomm.arguments import require_number
-from moecomm.nn.layer import layers_of
+from moecomm.arguments import require_module, require_number
 from moecomm.nn.router import TopKRouter
 from moecomm.train.replicas import model_group
 from moecomm.types import AnyGroup
@@ -34,7 +33,7 @@ def update_expert_bias(model: nn.Module, group: AnyGroup | None = None, *, rate:
     if rate is not None:
         bound = "None or a finite number of at least 0"
         rate = require_number("rate", rate, lambda number: 0 <= number < math.inf, bound)
-    layers_of(model)  # refuses what is no module
+    require_module(model)
     every = [m for m in model.modules() if isinstance(m, TopKRouter)]
     for router in every:
         if router.expert_bias_E is None and router.load_E is not None:

@@ -119,7 +119,7 @@ def test_shards_of_other_meshes_are_refused(rank: int, world: int) -> None:
 
 @on_ranks(2)
 def test_a_sum_over_ranks_that_may_still_run(rank: int, world: int) -> None:
-    """What torch's tensor parallelism hands to the next module goes into a layer, or a dispatch, as it is."""
+    """A layer, or a dispatch, takes the tensor that torch's tensor parallelism hands to the next module."""
     folding = ParallelFolding(world_size=world, tp=2, ep=2)
     plan = RowwiseParallel(input_layouts=Replicate())
     down = nn.Linear(HIDDEN, HIDDEN, dtype=torch.float64)
