@@ -79,13 +79,17 @@ void check_multiple(const char* name, int64_t value) {
                 text_of(name, " is ", value, ", must be a multiple of ", experts::kQuantum));
 }
 
-experts::Routes routes_of(uintptr_t logits, uintptr_t biases, int64_t tokens, int64_t number, int64_t top_k,
-                          experts::Scores scores, bool normalize, float scale) {
+experts::Routes routes_of(uintptr_t logits, int64_t parts, uintptr_t addends, uintptr_t biases,
+                          int64_t tokens, int64_t number, int64_t top_k, experts::Scores scores,
+                          bool normalize, float scale) {
+  check_between("parts", parts, 1, 3);
   check_between("tokens", tokens, 0, experts::kMostRows);
   check_between("experts", number, 1, experts::kMostExperts);
   check_between("top_k", top_k, 1, std::min(number, experts::kMostChoices));
   return {pointer<float>("logits", logits, sizeof(float), tokens == 0),
+          pointer<float>("addends", addends, sizeof(float), true),
           pointer<float>("biases", biases, sizeof(float), true),
+          static_cast<int32_t>(parts),
           static_cast<int32_t>(tokens),
           static_cast<int32_t>(number),
           static_cast<int32_t>(top_k),
@@ -136,33 +140,43 @@ void bind_experts(py::module_& m) {
       .value("softmax", experts::Scores::softmax)
       .value("chosen_softmax", experts::Scores::chosen_softmax)
       .value("sigmoid", experts::Scores::sigmoid);
-  m.def("routes", [](uintptr_t logits, uintptr_t biases, int64_t tokens, int64_t number, int64_t top_k,
-                     experts::Scores scores, bool normalize, float scale, uintptr_t ids, uintptr_t weights,
-                     uintptr_t out_scores, uintptr_t counts, uintptr_t stream) {
+  m.def("routes", [](uintptr_t logits, int64_t parts, uintptr_t addends, uintptr_t biases, int64_t tokens,
+                     int64_t number, int64_t top_k, experts::Scores scores, bool normalize, float scale,
+                     uintptr_t ids, uintptr_t weights, uintptr_t out_scores, uintptr_t out_logits,
+                     uintptr_t counts, uintptr_t stream) {
     const bool none = tokens == 0;
     const experts::Chosen chosen{pointer<int32_t>("ids", ids, sizeof(int32_t), none),
                                  pointer<float>("weights", weights, sizeof(float), none),
                                  pointer<float>("scores", out_scores, sizeof(float), none),
+                                 pointer<float>("out_logits", out_logits, sizeof(float), true),
                                  pointer<int64_t>("counts", counts, sizeof(int64_t))};
-    check_cuda(
-        experts::launch_routes(routes_of(logits, biases, tokens, number, top_k, scores, normalize, scale),
-                               chosen, reinterpret_cast<cudaStream_t>(stream)),
-        "routes");
+    const experts::Routes routes =
+        routes_of(logits, parts, addends, biases, tokens, number, top_k, scores, normalize, scale);
+    check_cuda(experts::launch_routes(routes, chosen, reinterpret_cast<cudaStream_t>(stream)), "routes");
   });
   m.def("routes_backward", [](uintptr_t logits, int64_t tokens, int64_t number, int64_t top_k,
                               experts::Scores scores, bool normalize, float scale, uintptr_t ids,
                               uintptr_t grad_weights, uintptr_t grad_scores, uintptr_t grad_logits,
-                              uintptr_t stream) {
-    const bool none = tokens == 0;
-    check_cuda(
-        experts::launch_routes_backward(routes_of(logits, 0, tokens, number, top_k, scores, normalize, scale),
-                                        pointer<int32_t>("ids", ids, sizeof(int32_t), none),
-                                        pointer<float>("grad_weights", grad_weights, sizeof(float), true),
-                                        pointer<float>("grad_scores", grad_scores, sizeof(float), true),
-                                        pointer<float>("grad_logits", grad_logits, sizeof(float), none),
-                                        reinterpret_cast<cudaStream_t>(stream)),
-        "routes backward");
+                              uintptr_t out, uintptr_t parts, uintptr_t stream) {
+    const experts::RouteGradients gradients{pointer<int32_t>("ids", ids, sizeof(int32_t), tokens == 0),
+                                            pointer<float>("grad_weights", grad_weights, sizeof(float), true),
+                                            pointer<float>("grad_scores", grad_scores, sizeof(float), true),
+                                            pointer<float>("grad_logits", grad_logits, sizeof(float), true),
+                                            pointer<float>("out", out, sizeof(float), true),
+                                            pointer("parts", parts, 2, true)};
+    check_cuda(experts::launch_routes_backward(
+                   routes_of(logits, 1, 0, 0, tokens, number, top_k, scores, normalize, scale), gradients,
+                   reinterpret_cast<cudaStream_t>(stream)),
+               "routes backward");
   });
+  m.def("split_weight",
+        [](uintptr_t weight, int64_t count, bool backward, uintptr_t out, uintptr_t stream) {
+          check_between("count", count, 4, experts::kMostExperts * experts::kMostWidth);
+          check_cuda(experts::launch_split_weight(pointer<float>("weight", weight, 16), count, backward,
+                                                  pointer("out", out, 8),
+                                                  reinterpret_cast<cudaStream_t>(stream)),
+                     "split weight");
+        });
   bind_prepare(m, "prepare_routes", "loading the kernels of the router",
                [](DType) { return experts::prepare_routes(); });
 

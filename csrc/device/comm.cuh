@@ -133,6 +133,8 @@ struct Comm {
   __device__ int32_t top_k() const { return window.shape.top_k; }
 
   __device__ bool own_rows_travel() const { return window.shape.own_rows_travel(); }
+  /// True unless no row can have a target on this node.
+  __device__ bool sends_here() const { return local_ranks > 1 || own_rows_travel(); }
 
   template <class T>
   __device__ T* at(std::byte* base, int64_t offset) const {

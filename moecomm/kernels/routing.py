@@ -3,6 +3,10 @@ autograd with one kernel forward and one backward besides the products (csrc/ker
 
 Otherwise a router is some twenty small operations of torch, two fifths of the host's time for a layer's
 forward (docs/performance.md). moecomm/nn/router.py has these operations, and says what the numbers are.
+
+Products of bfloat16 rows run on tensor cores: the router's weight, and the gradient of the logits, become the
+sum of three bfloat16 numbers each. These hold 24 bits, as float32 does; each product is exact, and sums are
+in float32. Only the gradient of the rows leaves out what its own rounding to bfloat16 would hide.
 """
 
 from __future__ import annotations
@@ -85,6 +89,29 @@ def _launch(name: str, logits_TE: Tensor, *arguments: Any) -> None:
     gpu.launch(getattr(_C, name), logits_TE, *arguments)
 
 
+def _in_parts(x_TH: Tensor, weight_EH: Tensor) -> bool:
+    """Returns whether products with these rows run on tensor cores."""
+    experts, hidden = weight_EH.shape
+    return (
+        x_TH.is_cuda
+        and x_TH.dtype is torch.bfloat16
+        and x_TH.shape[0] > 0
+        and experts % 8 == 0
+        and hidden % 8 == 0
+        and weight_EH.is_contiguous()
+        and weight_EH.data_ptr() % 16 == 0
+    )
+
+
+def _split(weight_EH: Tensor, *, backward: bool) -> Tensor:
+    """Returns the weight's parts below each other: (3 E, H) high, middle and low, or `backward` (4 E, H)
+    middle, and high three times."""
+    experts, hidden = weight_EH.shape
+    parts = weight_EH.new_empty((4 if backward else 3) * experts, hidden, dtype=torch.bfloat16)
+    _launch("split_weight", weight_EH, experts * hidden, backward, parts)
+    return parts
+
+
 class _Route(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -97,8 +124,16 @@ class _Route(torch.autograd.Function):
         given_TK: Tensor | None,
     ) -> tuple[Tensor, ...]:
         (tokens, _), experts = x_TH.shape, weight_EH.shape[0]
+        parts = 3 if given_TK is None and _in_parts(x_TH, weight_EH) else 1
         with without_autocast("cuda"):
-            logits_TE = torch.nn.functional.linear(x_TH.to(torch.float32), weight_EH, bias_E)
+            if parts == 3:
+                weight_XH, addends_E = _split(weight_EH, backward=False), bias_E
+                made_TX = torch.mm(x_TH, weight_XH.t(), out_dtype=torch.float32)
+                logits_TE = made_TX.new_empty(tokens, experts)
+            else:
+                addends_E = None
+                made_TX = torch.nn.functional.linear(x_TH.to(torch.float32), weight_EH, bias_E)
+                logits_TE = made_TX
         sizes = tokens, experts, rule.top_k, getattr(_C.Scores, rule.scores), rule.normalize, rule.scale
         if given_TK is None:
             ids_TK = logits_TE.new_empty(tokens, rule.top_k, dtype=torch.int32)
@@ -106,7 +141,9 @@ class _Route(torch.autograd.Function):
             scores_TE = torch.empty_like(logits_TE)
             counts_E = logits_TE.new_empty(experts, dtype=torch.int64)
             biases_E = None if balancing_E is None else balancing_E.to(torch.float32)
-            _launch("routes", logits_TE, biases_E, *sizes, ids_TK, weights_TK, scores_TE, counts_E)
+            sums_TE = logits_TE if parts == 3 else None
+            given = (parts, addends_E, biases_E, *sizes)
+            _launch("routes", made_TX, *given, ids_TK, weights_TK, scores_TE, sums_TE, counts_E)
         else:
             ids_TK, at_TK = given_TK.to(torch.int32, copy=True), given_TK.to(torch.int64)
             scores_TE = scores_of(logits_TE, rule)
@@ -130,13 +167,24 @@ class _Route(torch.autograd.Function):
         _counts: None,
     ) -> Any:
         x_TH, weight_EH, logits_TE, ids_TK = ctx.saved_tensors
-        grad_TE = torch.empty_like(logits_TE)
-        given = (None if each is None else each.contiguous() for each in (grad_weights_TK, grad_scores_TE))
-        _launch("routes_backward", logits_TE, *ctx.sizes, ids_TK, *given, grad_TE)
-        if grad_logits_TE is not None:
-            grad_TE.add_(grad_logits_TE)
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        (tokens, experts), parts_TX = logits_TE.shape, None
+        if _in_parts(x_TH, weight_EH):
+            parts_TX = logits_TE.new_empty(tokens, 4 * experts, dtype=torch.bfloat16)
+        grad_TE = torch.empty_like(logits_TE) if parts_TX is None or needs_bias else None
+        grads = (grad_weights_TK, grad_scores_TE, grad_logits_TE)
+        given = (None if each is None else each.contiguous() for each in grads)
+        _launch("routes_backward", logits_TE, *ctx.sizes, ids_TK, *given, grad_TE, parts_TX)
+        grad_x_TH = grad_weight_EH = None
         with without_autocast("cuda"):
-            grad_x_TH = (grad_TE @ weight_EH).to(x_TH.dtype) if needs_x else None
-            grad_weight_EH = grad_TE.t() @ x_TH.to(torch.float32) if needs_weight else None
-        return grad_x_TH, grad_weight_EH, grad_TE.sum(0) if needs_bias else None, None, None, None
+            if parts_TX is not None:
+                if needs_x:  # the high part times the middle one, then each part times the high one
+                    grad_x_TH = parts_TX @ _split(weight_EH, backward=True)
+                if needs_weight:
+                    of_parts = torch.mm(parts_TX[:, experts:].t(), x_TH, out_dtype=torch.float32)
+                    grad_weight_EH = of_parts.view(3, experts, -1).sum(0)
+            elif grad_TE is not None:
+                grad_x_TH = (grad_TE @ weight_EH).to(x_TH.dtype) if needs_x else None
+                grad_weight_EH = grad_TE.t() @ x_TH.to(torch.float32) if needs_weight else None
+        grad_bias_E = grad_TE.sum(0) if needs_bias and grad_TE is not None else None
+        return grad_x_TH, grad_weight_EH, grad_bias_E, None, None, None

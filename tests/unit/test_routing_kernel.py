@@ -53,7 +53,8 @@ def weights_of(logits_TE: Tensor, ids_TK: Tensor, rule: tuple[Any, ...]) -> tupl
 def by_torch(name: str, logits_TE: Tensor, *given: Any) -> None:
     """Stands in for a kernel: computes the same results by torch."""
     if name == "routes":
-        biases_E, _, _, top_k, kind, normalize, scale, ids_TK, weights_TK, out_TE, counts_E = given
+        _, _, biases_E, _, _, top_k, kind, normalize, scale, *results = given
+        ids_TK, weights_TK, out_TE, _, counts_E = results
         rule = (kind, normalize, scale)
         scores_TE = weights_of(logits_TE, ids_TK.zero_(), rule)[1]
         by_TE = logits_TE if kind == "chosen_softmax" or biases_E is None else scores_TE
@@ -64,13 +65,13 @@ def by_torch(name: str, logits_TE: Tensor, *given: Any) -> None:
         out_TE.copy_(scores_TE)
         counts_E.copy_(ids_TK.flatten().long().bincount(minlength=counts_E.shape[0]))
         return
-    *_, kind, normalize, scale, ids_TK, of_weights, of_scores, grad_TE = given
+    *_, kind, normalize, scale, ids_TK, of_weights, of_scores, of_logits, grad_TE, _ = given
     with torch.enable_grad():
         logits = logits_TE.detach().double().requires_grad_()
         made = weights_of(logits, ids_TK, (kind, normalize, scale))
         pairs = [(a, b) for a, b in zip(made, (of_weights, of_scores), strict=True) if b is not None]
         total = sum(((a * b).sum() for a, b in pairs), start=logits.sum() * 0)
-        grad_TE.copy_(torch.autograd.grad(total, logits)[0])
+        grad_TE.copy_(torch.autograd.grad(total, logits)[0] + (0 if of_logits is None else of_logits))
 
 
 def routed(router: TopKRouter, x_TH: Tensor, grad_TK: Tensor, seq_len: int | None) -> dict[str, Tensor]:
@@ -107,7 +108,7 @@ def _without_near_ties(router: TopKRouter, x_TH: Tensor) -> Tensor:
     by_TE = (logits_TE if chosen_first else scores_TE) + (0 if bias_E is None else bias_E)
     best_TK = by_TE.topk(min(config.top_k + 1, config.num_experts), dim=1).values
     size_TK = best_TK[:, 1:].abs() + float(bias_E is not None or chosen_first)
-    close_T = (best_TK[:, :-1] - best_TK[:, 1:] < 3e-6 * size_TK).any(1)
+    close_T = (best_TK[:, :-1] - best_TK[:, 1:] < 1e-5 * size_TK).any(1)
     if close_T.any():
         x_TH[close_T] = x_TH[~close_T][0]
     return x_TH
@@ -144,7 +145,9 @@ def check_router(
         assert found[name].dtype == value.dtype and found[name].shape == value.shape, name
         if value.is_floating_point():
             scale = float(value.float().abs().max()) if value.numel() else 1.0
-            roundings = torch.finfo(value.dtype).eps * 32
+            # Tensor cores cut off what they add, where other units round it.
+            cut = 4 if device == "cuda" and dtype is torch.bfloat16 and value.dtype is torch.float32 else 1
+            roundings = torch.finfo(value.dtype).eps * 32 * cut
             torch.testing.assert_close(found[name], value, rtol=0, atol=roundings * scale, msg=name)
         else:
             assert torch.equal(found[name], value), name

@@ -1,5 +1,10 @@
 // The router's choice and its gradient, a warp a token. Lane l has the logits of experts l, l + 32 and so on,
 // and the token's l-th choice. Sums over lanes are butterflies, so their order is always the same.
+//
+// Products of bfloat16 rows with float32 numbers run on tensor cores, which multiply bfloat16: a number is
+// then the sum of three parts. Kernels here make the parts, and add up the products' parts.
+#include <cuda_bf16.h>
+
 #include <algorithm>
 #include <cmath>
 
@@ -31,16 +36,31 @@ __device__ inline uint32_t rank_of(float value) {
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
+/// A number as the sum of three: its rounding to bfloat16, and twice that of what the roundings leave.
+struct Parts {
+  __nv_bfloat16 high, middle, low;
+
+  explicit __device__ Parts(float value) : high(__float2bfloat16_rn(value)) {
+    // An infinite number, or NaN, has no other parts.
+    const float rest = isfinite(__bfloat162float(high)) ? value - __bfloat162float(high) : 0.0f;
+    middle = __float2bfloat16_rn(rest);
+    low = __float2bfloat16_rn(rest - __bfloat162float(middle));
+  }
+};
+
 /// A token's logits, `each` a lane, and what turns them into scores. All lanes call every function.
 template <int each>
 class Token {
  public:
   __device__ Token(const Routes& routes, int64_t token) : routes_(routes) {
-    const float* const logits = routes.logits + token * routes.experts;
+    const float* const logits = routes.logits + token * routes.experts * routes.parts;
     float most = -INFINITY, sum = 0;
 #pragma unroll
     for (int i = 0; i < each; ++i) {
       logit[i] = has(i) ? logits[expert(i)] : -INFINITY;
+      if (has(i) && routes.parts > 1)
+        logit[i] += logits[expert(i) + routes.experts] + logits[expert(i) + 2 * routes.experts];
+      if (has(i) && routes.addends != nullptr) logit[i] += routes.addends[expert(i)];
       most = fmaxf(most, logit[i]);
     }
     most_ = most_of_lanes(most);
@@ -96,6 +116,7 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(const Routes routes, 
       const int e = token.expert(i);
       const float score = token.score(token.logit[i]);
       out.scores[t * routes.experts + e] = score;
+      if (out.logits != nullptr) out.logits[t * routes.experts + e] = token.logit[i];
       const float by = by_logits ? token.logit[i] : score;
       rank[i] = rank_of(routes.biases == nullptr ? by : by + routes.biases[e]);
     }
@@ -144,19 +165,18 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(const Routes routes, 
 
 template <int each>
 __global__ void __launch_bounds__(kThreads)
-    backward_kernel(const Routes routes, const int32_t* ids, const float* grad_weights,
-                    const float* grad_scores, float* grad_logits) {
+    backward_kernel(const Routes routes, const RouteGradients given) {
   const int lane = threadIdx.x % 32;
   const bool chosen = lane < routes.top_k, after = routes.scores == Scores::chosen_softmax;
   for (int64_t t = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32; t < routes.tokens;
        t += int64_t{gridDim.x} * kWarps) {
     const Token<each> token(routes, t);
     const int64_t first = t * routes.experts;
-    const int id = chosen ? ids[t * routes.top_k + lane] : 0;
+    const int id = chosen ? given.ids[t * routes.top_k + lane] : 0;
     // The gradient of this lane's choice: of its logit where the softmax comes after the choice, else of its
     // score.
-    float own =
-        chosen && grad_weights != nullptr ? grad_weights[t * routes.top_k + lane] * routes.scale : 0.0f;
+    float own = chosen && given.weights != nullptr ? given.weights[t * routes.top_k + lane] * routes.scale
+                                                   : 0.0f;
     float divisor;
     const float weight = token.weight(chosen ? routes.logits[first + id] : 0.0f, chosen, divisor);
     const float dot = sum_of_lanes(own * weight);
@@ -176,7 +196,7 @@ __global__ void __launch_bounds__(kThreads)
     }
 #pragma unroll
     for (int i = 0; i < each; ++i) {
-      of_score[i] = token.has(i) && grad_scores != nullptr ? grad_scores[first + token.expert(i)] : 0.0f;
+      of_score[i] = token.has(i) && given.scores != nullptr ? given.scores[first + token.expert(i)] : 0.0f;
       if (!after) of_score[i] += of_choice[i];
       if (token.has(i)) product += of_score[i] * token.score(token.logit[i]);
     }
@@ -184,11 +204,45 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int i = 0; i < each; ++i) {
       if (!token.has(i)) continue;
+      const int e = token.expert(i);
       const float score = token.score(token.logit[i]);
-      const float slope = routes.scores == Scores::sigmoid ? of_score[i] * score * (1.0f - score)
-                                                           : score * (of_score[i] - product);
-      grad_logits[first + token.expert(i)] = after ? slope + of_choice[i] : slope;
+      float slope = routes.scores == Scores::sigmoid ? of_score[i] * score * (1.0f - score)
+                                                     : score * (of_score[i] - product);
+      if (after) slope += of_choice[i];
+      if (given.logits != nullptr) slope += given.logits[first + e];
+      if (given.out != nullptr) given.out[first + e] = slope;
+      if (given.parts == nullptr) continue;
+      const Parts parts(slope);
+      auto* const to = static_cast<__nv_bfloat16*>(given.parts) + 4 * first + e;
+      to[0] = to[routes.experts] = parts.high;
+      to[2 * routes.experts] = parts.middle;
+      to[3 * routes.experts] = parts.low;
     }
+  }
+}
+
+struct alignas(8) Four {
+  __nv_bfloat16 of[4];
+};
+
+/// Four numbers a thread.
+__global__ void __launch_bounds__(kThreads)
+    split_kernel(const float4* weight, int64_t count, bool backward, Four* out) {
+  for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < count;
+       i += int64_t{gridDim.x} * kThreads) {
+    const float4 values = weight[i];
+    const Parts all[] = {Parts(values.x), Parts(values.y), Parts(values.z), Parts(values.w)};
+    Four high, middle, low;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      high.of[j] = all[j].high;
+      middle.of[j] = all[j].middle;
+      low.of[j] = all[j].low;
+    }
+    out[i] = backward ? middle : high;
+    out[i + count] = backward ? high : middle;
+    out[i + 2 * count] = backward ? high : low;
+    if (backward) out[i + 3 * count] = high;
   }
 }
 
@@ -219,14 +273,21 @@ cudaError_t launch_routes(const Routes& routes, const Chosen& chosen, cudaStream
   });
 }
 
-cudaError_t launch_routes_backward(const Routes& routes, const int32_t* ids, const float* grad_weights,
-                                   const float* grad_scores, float* grad_logits, cudaStream_t stream) {
+cudaError_t launch_routes_backward(const Routes& routes, const RouteGradients& gradients,
+                                   cudaStream_t stream) {
   if (routes.tokens == 0) return cudaSuccess;
   return with_each(routes.experts, [&]<int each>() {
-    backward_kernel<each>
-        <<<blocks_of(routes), kThreads, 0, stream>>>(routes, ids, grad_weights, grad_scores, grad_logits);
+    backward_kernel<each><<<blocks_of(routes), kThreads, 0, stream>>>(routes, gradients);
     return cudaGetLastError();
   });
+}
+
+cudaError_t launch_split_weight(const float* weight, int64_t count, bool backward, void* out,
+                                cudaStream_t stream) {
+  const int64_t fours = count / 4, blocks = std::min((fours + kThreads - 1) / kThreads, kMostBlocks);
+  split_kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(
+      reinterpret_cast<const float4*>(weight), fours, backward, static_cast<Four*>(out));
+  return cudaGetLastError();
 }
 
 cudaError_t prepare_routes() {
@@ -238,7 +299,7 @@ cudaError_t prepare_routes() {
     });
     if (error != cudaSuccess) return error;
   }
-  return cudaSuccess;
+  return cudaFuncGetAttributes(&attributes, split_kernel);
 }
 
 }  // namespace moecomm::experts

@@ -107,6 +107,7 @@ template <Way way, class Rows>
 __device__ void send_rows(const Comm& comm, const SendArguments& args, uint64_t epoch, Rows& rows,
                           Reach reach, const ChunkMeta& meta) {
   Announcer announcer(comm, epoch);
+  if (reach == Reach::node && !comm.sends_here()) return;
   DeviceState& state = comm.state();
   Claims claims(reach == Reach::others ? &state.stage_next
                 : args.later           ? &state.later_next

@@ -143,6 +143,7 @@ __device__ void list_own(const Comm& comm, const SendArguments& args, const Id* 
 template <int workers>
 __device__ void list_own(const Comm& comm, const SendArguments& args, uint64_t epoch,
                          MoveLister<workers>& pipe) {
+  if (!comm.sends_here()) return;
   const PlanView plan{args.plan, comm.plan_fields};
   if (args.operation != Operation::dispatch)
     list_own(comm, args, plan.at(plan.fields.local_topk_idx), epoch, pipe);
