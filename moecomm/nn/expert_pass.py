@@ -16,9 +16,9 @@ With w applied before the second product, no backward needs that product's resul
 comes before fc1_dgrad so that the rows of dispatch_grad are not held longer than needed. A transfer with
 nothing to overlap runs on the caller's stream, which costs the host less.
 
-For autograd a pass is two functions. The first keeps what the backward needs and has the backward; the second
-returns the result. So when torch.utils.checkpoint recomputes what was kept, it can stop before the result;
-and with `keep_plans` it follows the plan of the first time.
+For autograd a pass is one function, or two where hooks handle what autograd saves: the first keeps what the
+backward needs and has the backward, the second returns the result. So when torch.utils.checkpoint recomputes
+what was kept, it can stop before the result; and with `keep_plans` it follows the plan of the first time.
 """
 
 from __future__ import annotations
@@ -126,6 +126,7 @@ class Forward:
     x_TH: Tensor
     topk_weights_TK: Tensor
     weights: Weights
+    in_two: bool  # two functions, the first of which returns what nothing reads
 
     def __init__(self, context: PassContext, state: DispatchState | None) -> None:
         self.context, self._state = context, state
@@ -447,6 +448,9 @@ def run_experts(context: PassContext, x_TH: Tensor, topk_weights_TK: Tensor, wei
 
 def run_forward(forward: Forward, x_TH: Tensor, topk_weights_TK: Tensor, weights: Weights) -> Tensor:
     """Does the work of `run_experts` with a new Forward."""
+    forward.in_two = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    if not forward.in_two:  # another function of autograd would take the host 30 us
+        return _Keep.apply(forward, x_TH, topk_weights_TK, *weights)  # type: ignore[no-untyped-call]
     placeholder_TH = _Keep.apply(forward, x_TH, topk_weights_TK, *weights)  # type: ignore[no-untyped-call]
     return _Finish.apply(forward, placeholder_TH)  # type: ignore[no-untyped-call]
 
@@ -461,7 +465,7 @@ class _Keep(torch.autograd.Function):
         forward.start(x_TH, topk_weights_TK, Weights(w_in, w_out, *others))
         ctx.context, ctx.handle = forward.context, forward.state.handle
         ctx.save_for_backward(*weights, *forward.kept(ctx.needs_input_grad[3]))
-        return x_TH.new_empty(()).expand(x_TH.shape)  # nothing reads this value
+        return x_TH.new_empty(()).expand(x_TH.shape) if forward.in_two else forward.result()
 
     @staticmethod
     @_disable_dynamo  # see moecomm/autograd/functions.py
