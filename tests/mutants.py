@@ -267,8 +267,8 @@ MUTANTS = read("""
 - if given_TK is None:
 + if True:
 = losses of a router give its logits no gradient
-- grad_TE.add_(grad_logits_TE)
-+ pass
+- grad_scores_TE, grad_logits_TE)
++ grad_scores_TE, None)
 @ moecomm/nn/expert_pass.py: LAYER
 = shared experts give x no gradient
 -         grad_x_TH.add_(grad_shared_x_TH)
