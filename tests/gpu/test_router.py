@@ -51,9 +51,10 @@ def test_equal_and_missing_numbers() -> None:
     assert int(found.counts_E.sum()) == 12
 
 
-def test_in_a_graph(seed: int) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_in_a_graph(dtype: torch.dtype, seed: int) -> None:
     generator = torch.Generator("cuda").manual_seed(seed)
-    x_TH = torch.randn(50, 32, device="cuda", generator=generator)
+    x_TH = torch.randn(50, 32, device="cuda", generator=generator).to(dtype)
     weight_EH = torch.randn(16, 32, device="cuda", generator=generator)
     rule = Rule(2, "chosen_softmax", False, 1.0)
     graph, found = captured(lambda: route(x_TH, weight_EH, None, None, rule), warm_ups=1)
