@@ -153,7 +153,7 @@ class LayerCommunicators:
 
     def __init__(self, group: Any, num_experts: int) -> None:
         self._group, self._num_experts = group, num_experts
-        self._found: dict[Shape, SharedCommunicator] = {}
+        self._found: dict[tuple[Any, ...], SharedCommunicator] = {}
 
     def of(
         self,
@@ -169,10 +169,11 @@ class LayerCommunicators:
         together. dtype: None is that of the batch. tokens: for which one is built if there is none yet; None
         is those of the batch. every: tokens for which it has room, the same number on all ranks."""
         sizes = (self._num_experts, x_TH.shape[1], top_k)
-        shape = Shape(*sizes, dtype or x_TH.dtype, x_TH.device, wire, num_sms)
+        shape = (*sizes, dtype or x_TH.dtype, x_TH.device, wire, num_sms)
         found = self._found.get(shape)
         if found is None:
             most = max(tokens or x_TH.shape[0], every)
-            found = self._found[shape] = shared_communicator(self._group, shape, most)
-        found.require(every)
+            found = self._found[shape] = shared_communicator(self._group, Shape(*shape), most)
+        if every:
+            found.require(every)
         return found

@@ -16,7 +16,7 @@ from torch import Tensor
 from deep_ep.config import Config
 from deep_ep.handle import DispatchHandle
 from deep_ep.low_latency import LowLatency
-from deep_ep.operations import all_rounded_up, events_of
+from deep_ep.operations import all_rounded_up, events_of, parts_of
 from deep_ep.utils import EventHandle, EventOverlap
 from moecomm.errors import InvalidArgument
 
@@ -189,24 +189,36 @@ class Buffer(LowLatency):
         # Where the host does not wait, ranks could not agree later on a larger batch.
         every = -(-num_worst_tokens // self.group_size)
         shared = self.communicator(x, experts, top_k, Buffer._chosen_sms, every=every)
-        capacity, waits = num_worst_tokens or None, num_worst_tokens == 0
-        made: list[Any] = []
+        capacity, rows = num_worst_tokens or None, parts_of(x)
 
-        def bring() -> tuple[Tensor | None, ...]:
+        def bring() -> tuple[Any, ...]:
             ids_TK = topk_idx if topk_idx is not None else self._ids_by_rank(is_token_in_rank, experts)
-            asked = {"capacity": capacity, "dequantize": not isinstance(x, tuple), "host_counts": waits}
-            comm, out = shared.dispatch(x, ids_TK, topk_weights, layout="rank", **asked)
+            comm, out = shared.dispatch(
+                x,
+                ids_TK,
+                topk_weights,
+                layout="rank",
+                capacity=capacity,
+                dequantize=rows[0] is x,
+                host_counts=capacity is None,
+            )
             counts = out.host_counts or []
             if counts and topk_idx is None:  # rows by rank name no experts where no ids were given
                 counts = self._total(num_tokens_per_expert).tolist()
             counts = all_rounded_up(counts, expert_alignment)
-            made.extend((counts, DispatchHandle(comm, out, ids_TK, is_token_in_rank, capacity)))
-            return out.tokens, out.scales, None if topk_idx is None else out.topk_idx, out.weights
+            handle = DispatchHandle(comm, out, ids_TK, is_token_in_rank, capacity)
+            return (
+                out.tokens,
+                out.scales,
+                None if topk_idx is None else out.topk_idx,
+                out.weights,
+                counts,
+                handle,
+            )
 
-        inputs = (*(x if isinstance(x, tuple) else (x,)), topk_idx, topk_weights, is_token_in_rank)
-        (tokens, scales, idx_PK, weights_PK), event = self.run(bring, inputs, before, async_finish)
-        received = tokens if scales is None else (tokens, scales)
-        return received, idx_PK, weights_PK, *made, event
+        inputs = (*rows, topk_idx, topk_weights, is_token_in_rank)
+        (tokens, scales, idx_PK, *others), event = self.run(bring, inputs, before, async_finish)
+        return tokens if scales is None else (tokens, scales), idx_PK, *others, event
 
     def combine(
         self,

@@ -50,6 +50,8 @@ class PlanHandle:
 
 def events_of(*given: Any) -> list[EventHandle]:
     """Returns the events among EventHandles, EventOverlaps and None."""
+    if given == (None,):
+        return []
     found = [getattr(each, "event", each) for each in given if each is not None]
     return [each for each in found if each is not None]
 
@@ -109,13 +111,15 @@ class Operations:
         an event. Gradients are the caller's matter, as in DeepEP.
 
         Args:
-            work: what to run.
+            work: what to run; it may return other values among the tensors.
             inputs: the tensors that it reads, or None.
             before: events after which it begins; apart and without any, it begins after the current stream.
         """
-        if torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in inputs):
-            with torch.no_grad():  # which takes the host 2 us: only where it changes something
-                return self.run(work, inputs, before, apart)
+        if torch.is_grad_enabled():
+            for each in inputs:
+                if each is not None and each.requires_grad:
+                    with torch.no_grad():  # which takes the host 2 us: only where it changes something
+                        return self.run(work, inputs, before, apart)
         if not inputs[0].is_cuda:
             return work(), EventOverlap(EventHandle() if apart else None)
         if not apart:
@@ -198,9 +202,9 @@ def _wait_for(events: Events) -> None:
         each.current_stream_wait()
 
 
-def _record(tensors: tuple[Any, ...], stream: torch.cuda.Stream) -> None:
-    for each in tensors:
-        if each is not None:
+def _record(values: tuple[Any, ...], stream: torch.cuda.Stream) -> None:
+    for each in values:
+        if isinstance(each, Tensor):
             each.record_stream(stream)
 
 
