@@ -197,7 +197,7 @@ def test_bad_calls_of_hybrid(rank: int, size: int, seed: int) -> None:
     _refused(InvalidArgument, "none is given", lambda: plain(x))
     _refused(InvalidArgument, "num_of_experts", lambda: plain(x, topk_idx=ids))
     _refused(InvalidArgument, "multiple", lambda: plain(x, topk_idx=ids, num_of_experts=experts + 1))
-    _refused(InvalidArgument, "routing_map is", lambda: permute(routing_map=map_TE[1:]))
+    _refused(InvalidArgument, "routing_map has", lambda: permute(routing_map=map_TE[1:]))
     _refused(InvalidArgument, "routing_map is", lambda: permute(routing_map=map_TE.int()))
     _refused(InvalidArgument, "probs", lambda: permute(routing_map=map_TE, probs=probs[:, 1:]))
     _refused(InvalidRouting, "topk_idx", lambda: permute(topk_idx=wrong, num_of_experts=experts))

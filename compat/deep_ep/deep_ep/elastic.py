@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from deep_ep.checks import checked
 from deep_ep.operations import (
     Operations,
     PlanHandle,
@@ -23,10 +24,13 @@ from deep_ep.operations import (
     events_of,
     parts_of,
     plan_of,
+    require_counts,
     rounded_up,
+    top_k_of,
 )
 from deep_ep.utils import EventHandle, EventOverlap
 from moecomm import Communicator, DispatchOutput
+from moecomm.arguments import require_integer
 from moecomm.errors import InvalidArgument
 
 _UNIT = 2 << 20
@@ -188,6 +192,7 @@ class ElasticBuffer(Operations):
         if with_cpu_sync and torch.cuda.is_available():
             torch.cuda.synchronize()
 
+    @checked()
     def dispatch(
         self,
         x: Tensor | tuple[Tensor, Tensor],
@@ -260,13 +265,18 @@ class ElasticBuffer(Operations):
             return _given((rows, None, weights, handle, event), defer_epilogue)
         if topk_idx is None or num_experts is None:
             raise InvalidArgument("topk_idx or num_experts is None, expected (T, K) and E, or a handle")
-        ids_TK, alignment = topk_idx, expert_alignment or 1
+        alignment = require_integer("expert_alignment", expert_alignment or 1, 1)
+        require_integer("num_experts", num_experts, 1)
+        require_integer("num_sms", num_sms, 0)
+        ids_TK, top_k = topk_idx, top_k_of(topk_idx)
+        require_counts(cumulative_local_expert_recv_stats, num_experts // self.num_ranks)
         most = num_max_tokens_per_rank or self.num_max_tokens_per_rank
+        require_integer("num_max_tokens_per_rank", most, 0)
         waits = do_cpu_sync is None or do_cpu_sync
-        capacity = None if waits else self._rows(most, ids_TK.shape[1], num_experts, alignment, do_expand)
+        capacity = None if waits else self._rows(most, top_k, num_experts, alignment, do_expand)
         # Where the host does not wait, ranks could not agree later on a larger batch.
         every = 0 if waits else most
-        shared = self.communicator(x, num_experts, ids_TK.shape[1], num_sms or None, every=every)
+        shared = self.communicator(x, num_experts, top_k, num_sms or None, every=every)
         options: dict[str, Any] = {"capacity": capacity, "layout": "rank"}
         if do_expand:
             options |= {"layout": "expert", "alignment": alignment}
@@ -291,6 +301,7 @@ class ElasticBuffer(Operations):
         rows = tokens if scales is None else (tokens, scales)
         return _given((rows, idx_PK, weights, made[0], event), defer_epilogue)
 
+    @checked()
     def combine(
         self,
         x: Tensor,

@@ -18,10 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from deep_ep.checks import checked, require_shape
 from deep_ep.handle import HybridHandle
 from deep_ep.maps import ids_of, indices_to_map, most_experts, picked, spread
-from deep_ep.operations import Operations, rounded_up
+from deep_ep.operations import Operations, rounded_up, top_k_of
 from moecomm import Communicator, DispatchOutput
+from moecomm.arguments import require_integer
 from moecomm.errors import CapacityExceeded, InvalidArgument
 from moecomm.shared import may_be_too_large
 
@@ -123,6 +125,7 @@ class HybridEPBuffer(Operations):
                 setattr(config, name, value)
         return config
 
+    @checked(num_of_experts=1)
     def dispatch(
         self,
         hidden: Tensor,
@@ -157,6 +160,7 @@ class HybridEPBuffer(Operations):
             What `moecomm.Communicator.dispatch` raises, on all ranks.
         """
         routing = (topk_idx, topk_weights, num_of_experts, routing_map, probs)
+        require_shape("hidden", hidden, "(T, H)", None, None)
         config = self.update_template_config(hidden.shape[-1], len(hidden))
         options = {"layout": "rank", "capacity": None}
         rows, weights, scales, handle = self._bring(hidden, scaling_factor, routing, handle, options, config)
@@ -164,6 +168,7 @@ class HybridEPBuffer(Operations):
             weights = spread(weights, handle.received_ids(), handle.comm.num_experts)
         return rows, weights, scales, handle
 
+    @checked()
     def combine(
         self, hidden: Tensor, probs: Tensor | None = None, handle: HybridHandle | None = None
     ) -> tuple[Tensor, Tensor | None]:
@@ -182,8 +187,13 @@ class HybridEPBuffer(Operations):
             What `moecomm.Communicator.combine` raises, on all ranks.
         """
         kept = _expect(handle, "rank")
-        return self._sums(hidden, None if probs is None else picked(probs, kept.received_ids()), kept)
+        if probs is not None:
+            rows, experts = kept.handle.num_rows, kept.comm.num_experts
+            require_shape("probs", probs, f"({rows}, {experts})", rows, experts)
+            probs = picked(probs, kept.received_ids())
+        return self._sums(hidden, probs, kept)
 
+    @checked(num_of_experts=1)
     def dispatch_with_permute(
         self,
         *,
@@ -228,8 +238,10 @@ class HybridEPBuffer(Operations):
         if use_host_meta is not None:
             warnings.warn("use_host_meta is deprecated: pass non_blocking", stacklevel=2)
             non_blocking = not use_host_meta
-        alignment = pad_multiple or 1
-        if non_blocking and (num_permuted_tokens is None or num_permuted_tokens % alignment):
+        require_shape("hidden", hidden, "(T, H)", None, None)
+        alignment = require_integer("pad_multiple", pad_multiple or 1, 1)
+        fits = isinstance(num_permuted_tokens, int) and num_permuted_tokens % alignment == 0
+        if non_blocking and not fits:
             raise InvalidArgument(
                 f"num_permuted_tokens is {num_permuted_tokens}, expected a multiple of pad_multiple = "
                 f"{alignment} with non_blocking=True"
@@ -248,6 +260,7 @@ class HybridEPBuffer(Operations):
         counts_L = handle.padded_counts().long() if non_blocking else handle.padded_counts_on_host()
         return tokens, weights, scales, counts_L, handle
 
+    @checked()
     def combine_with_unpermute(
         self,
         *,
@@ -295,10 +308,10 @@ class HybridEPBuffer(Operations):
                 rows, _ = self.send_along(kept, x, (), apart=False)
                 return rows, None, None, kept
         elif map_TE is not None:
-            experts = map_TE.shape[-1]
-            if map_TE.dtype != torch.bool or map_TE.shape != (len(hidden), experts):
-                found = f"{map_TE.dtype} {tuple(map_TE.shape)}"
-                raise InvalidArgument(f"routing_map is {found}, expected bool ({len(hidden)}, E)")
+            require_shape("routing_map", map_TE, f"({len(hidden)}, E)", len(hidden), None)
+            experts = map_TE.shape[1]
+            if map_TE.dtype != torch.bool:
+                raise InvalidArgument(f"routing_map is {map_TE.dtype}, expected torch.bool")
         elif topk_idx is None or experts is None:
             raise InvalidArgument(
                 "expected topk_idx and num_of_experts, or routing_map, or handle; none is given"
@@ -323,7 +336,7 @@ class HybridEPBuffer(Operations):
                 if map_TE is not None:
                     comm, out, ids_TK = self._dispatch_map(x, map_TE, probs, options)
                 else:
-                    shared, ids_TK = self._shared(x, experts, topk_idx.shape[1]), topk_idx
+                    shared, ids_TK = self._shared(x, experts, top_k_of(topk_idx)), topk_idx
                     comm, out = shared.dispatch(x, ids_TK, topk_weights, **options)
                 made = HybridHandle(comm, out, ids_TK, options, config)
             if made.options["capacity"] is not None:

@@ -14,10 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deep_ep.checks import checked, require_shape
 from deep_ep.handle import TupleHandle
-from deep_ep.operations import Operations, by_columns, carriers
+from deep_ep.operations import Operations, by_columns, carriers, require_counts, top_k_of
 from deep_ep.utils import EventOverlap
 from moecomm import Communicator, DispatchOutput
+from moecomm.arguments import require_integer
 from moecomm.errors import InvalidArgument
 
 _BLOCK = 128
@@ -73,6 +75,7 @@ class LowLatency(Operations):
     ) -> None:
         """Does nothing: signals count epochs, and are never cleaned."""
 
+    @checked(num_experts=1)
     def low_latency_dispatch(
         self,
         x: Tensor,
@@ -119,6 +122,7 @@ class LowLatency(Operations):
             CommunicatorClosed: after `destroy()`.
             What `moecomm.Communicator.dispatch` raises, on all ranks.
         """
+        require_shape("x", x, "(T, H)", None, None)
         if use_ue8m0 and not (round_scale and use_fp8):
             raise InvalidArgument("use_ue8m0 is True, expected False unless use_fp8 and round_scale are True")
         if use_fp8 and x.shape[1] % (4 * _BLOCK if use_ue8m0 else _BLOCK):
@@ -126,8 +130,9 @@ class LowLatency(Operations):
             raise InvalidArgument(f"x has {x.shape[1]} columns, expected a multiple of {least} with use_fp8")
         _refuse_both(async_finish, return_recv_hook)
         _ignore("dispatch_wait_recv_cost_stats", dispatch_wait_recv_cost_stats)
-        tokens = num_max_dispatch_tokens_per_rank
-        comm = self._of(x, num_experts, topk_idx.shape[1], tokens, "fp8" if use_fp8 else None)
+        tokens = require_integer("num_max_dispatch_tokens_per_rank", num_max_dispatch_tokens_per_rank, 1)
+        comm = self._of(x, num_experts, top_k_of(topk_idx), tokens, "fp8" if use_fp8 else None)
+        require_counts(cumulative_local_expert_recv_stats, comm.num_local_experts)
         local, slots = comm.num_local_experts, comm.size * tokens
         made: list[SlotHandle] = []
 
@@ -150,9 +155,10 @@ class LowLatency(Operations):
         assert counts_L is not None
         return rows if scales is None else (rows, scales), counts_L, made[0], event, hook
 
+    @checked()
     def low_latency_combine(
         self,
-        x: Tensor,
+        x: Tensor | None,
         topk_idx: Tensor,
         topk_weights: Tensor,
         handle: SlotHandle,
@@ -198,10 +204,15 @@ class LowLatency(Operations):
         _refuse_both(async_finish, return_recv_hook)
         _ignore("combine_wait_recv_cost_stats", combine_wait_recv_cost_stats)
         rows = handle.rows_LNH if zero_copy else x
-        assert rows is not None
         comm, shape = handle.comm, handle.shape
-        if tuple(rows.shape) != shape:
-            raise InvalidArgument(f"x has shape {tuple(rows.shape)}, expected that of the dispatch, {shape}")
+        if rows is None or tuple(rows.shape) != shape:
+            found = "is None" if rows is None else f"has shape {tuple(rows.shape)}"
+            raise InvalidArgument(f"x {found}, expected that of the dispatch, {shape}")
+        require_shape("topk_idx", topk_idx, "(T, K)", None, None, integer=True)
+        sums = (handle.handle.num_tokens, shape[2])
+        if out is not None and (out.shape != sums or out.dtype != comm.dtype or out.device != comm.device):
+            found = f"{out.dtype} of shape {tuple(out.shape)} on {out.device}"
+            raise InvalidArgument(f"out is {found}, expected {comm.dtype} of shape {sums} on {comm.device}")
         ids_TK = None if comm.weighs_tokens else handle.ids_TK
         carrying = None if ids_TK is None else self._carrying(comm, ids_TK)
         if topk_weights.shape != topk_idx.shape:

@@ -5,15 +5,23 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from deep_ep.checks import checked, require_shape
+from moecomm.arguments import require_integer
 from moecomm.errors import InvalidArgument
 
 
+@checked()
 def indices_to_map(
     topk_idx: Tensor, topk_weights: Tensor | None, num_of_tokens: int, num_of_experts: int
 ) -> tuple[Tensor, Tensor | None]:
     """Returns the (T, E) bool routing map of (T, K) ids, and (T, E) probs of (T, K) weights or None."""
-    if topk_idx.dim() != 2 or len(topk_idx) != num_of_tokens:
-        raise InvalidArgument(f"topk_idx has shape {tuple(topk_idx.shape)}, expected ({num_of_tokens}, K)")
+    require_integer("num_of_tokens", num_of_tokens, 0)
+    require_shape("topk_idx", topk_idx, f"({num_of_tokens}, K)", num_of_tokens, None, integer=True)
+    require_integer("num_of_experts", num_of_experts, 1)
+    if not topk_idx.is_cuda and bool((topk_idx >= num_of_experts).any()):  # on GPUs the host would wait
+        raise InvalidArgument(f"topk_idx has {int(topk_idx.max())}, expected ids below {num_of_experts}")
+    if topk_weights is not None:
+        require_shape("topk_weights", topk_weights, f"{tuple(topk_idx.shape)}", *topk_idx.shape)
     map_TE = spread(torch.ones_like(topk_idx, dtype=torch.bool), topk_idx, num_of_experts)
     return map_TE, None if topk_weights is None else spread(topk_weights, topk_idx, num_of_experts)
 

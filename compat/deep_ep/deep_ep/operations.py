@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from deep_ep.checks import require_shape
 from deep_ep.utils import EventHandle, EventOverlap
 from moecomm import Communicator, DispatchOutput, Handle
 from moecomm.arguments import weight_dtype
@@ -102,6 +103,8 @@ class Operations:
         if comms is None:
             comms = found[experts] = LayerCommunicators(self.group, experts)
         rows, dtype, wire = (x[0], torch.bfloat16, "fp8") if isinstance(x, tuple) else (x, None, None)
+        if rows.dim() != 2:
+            raise InvalidArgument(f"x has shape {tuple(rows.shape)}, expected (T, H)")
         return comms.of(rows, top_k, dtype, wire, num_sms if rows.is_cuda else None, tokens, every)
 
     def run(
@@ -168,6 +171,11 @@ class Operations:
         """Returns (T, H) sums of rows, plus one or two biases; (T, K) weights or None; and an event."""
         comm, plan = plan_of(handle)
         biases = [each for each in (bias if isinstance(bias, (tuple, list)) else (bias,)) if each is not None]
+        for each in biases:
+            if each.shape != (plan.num_tokens, comm.hidden) or not each.is_floating_point():
+                found = f"{each.dtype} of shape {tuple(each.shape)}"
+                wanted = f"floating point of shape ({plan.num_tokens}, {comm.hidden})"
+                comm.refuse(InvalidArgument(f"bias is {found}, expected {wanted}"))
 
         def work() -> tuple[Tensor, Tensor | None]:
             if weights is None:
@@ -186,6 +194,19 @@ class Operations:
 def parts_of(x: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
     """Returns the tensors of rows, or of a pair of fp8 rows and scales."""
     return x if isinstance(x, tuple) else (x,)
+
+
+def top_k_of(topk_idx: Tensor) -> int:
+    """Returns K of (T, K) ids. Raises InvalidArgument for another shape."""
+    if topk_idx.dim() != 2:
+        require_shape("topk_idx", topk_idx, "(T, K)", None, None)
+    return topk_idx.shape[1]
+
+
+def require_counts(counts: Tensor | None, local: int) -> None:
+    """Raises InvalidArgument unless counts (L,) can be added to this tensor, if there is one."""
+    if counts is not None:
+        require_shape("cumulative_local_expert_recv_stats", counts, f"({local},)", local, integer=True)
 
 
 def plan_of(handle: Any, kind: type[PlanHandle] = PlanHandle) -> tuple[Communicator, Handle]:
