@@ -180,14 +180,16 @@ class Buffer(LowLatency):
             CommunicatorClosed: after `destroy()`.
             What `moecomm.Communicator.dispatch` raises, on all ranks.
         """
-        before = events_of(previous_event)
+        before = [] if previous_event is None else events_of(previous_event)
         if handle is not None:
             if topk_idx is not None or topk_weights is not None:
                 raise InvalidArgument("handle and topk_idx or topk_weights are given, expected one kind")
             rows, event = self.send_along(handle, x, before, async_finish, Buffer._chosen_sms)
             return rows, None, None, None, None, event
-        require_integer("expert_alignment", expert_alignment, 1)
-        require_integer("num_worst_tokens", num_worst_tokens, 0)
+        if type(expert_alignment) is not int or expert_alignment < 1:
+            require_integer("expert_alignment", expert_alignment, 1)
+        if type(num_worst_tokens) is not int or num_worst_tokens < 0:
+            require_integer("num_worst_tokens", num_worst_tokens, 0)
         experts = self._experts_of(num_tokens_per_expert, is_token_in_rank, topk_idx, topk_weights)
         top_k = self.group_size if topk_idx is None else top_k_of(topk_idx)
         # Where the host does not wait, ranks could not agree later on a larger batch.

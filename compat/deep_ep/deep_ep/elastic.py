@@ -72,8 +72,7 @@ class EPHandle(PlanHandle):
     options: dict[str, Any]
 
     def __post_init__(self, out: DispatchOutput) -> None:
-        self.keep_plan(out)
-        self.keep_ids(self.topk_idx)
+        self.keep(out, self.topk_idx)
         rows = len(out.tokens)
         self.num_recv_tokens, self.num_expanded_tokens = (0, rows) if self.do_expand else (rows, 0)
 

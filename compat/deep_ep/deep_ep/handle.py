@@ -43,8 +43,7 @@ class DispatchHandle(TupleHandle):
         capacity: int | None,
     ) -> None:
         self.comm, self.options = comm, {"layout": "rank", "capacity": capacity}
-        self.keep_plan(out)
-        self.keep_ids(ids_TK)
+        self.keep(out, ids_TK)
         self._is_token_in_rank = is_token_in_rank
 
     def _elements(self) -> tuple[Any, ...]:
@@ -72,8 +71,7 @@ class HybridHandle(TupleHandle):
         config: Any,
     ) -> None:
         self.comm, self.options = comm, options
-        self.keep_plan(out)
-        self.keep_ids(ids_TK)
+        self.keep(out, ids_TK)
         self._config, self._host_counts, self._ids_PK = config, out.host_counts, out.topk_idx
 
     def padded_counts(self) -> torch.Tensor:

@@ -35,9 +35,9 @@ class SlotHandle(TupleHandle):
     """
 
     def __init__(self, comm: Communicator, out: DispatchOutput, ids_TK: Tensor) -> None:
-        self.comm, self.handle = comm, out.handle
+        self.comm = comm
         # Where the combine sends weights by them, the caller may have changed its own by then.
-        self.keep_ids(ids_TK if comm.weighs_tokens else ids_TK.clone())
+        self.keep(out, ids_TK if comm.weighs_tokens else ids_TK.clone())
         self.rows_LNH: Tensor | None = None  # what get_next_low_latency_combine_buffer has returned
 
     @property

@@ -28,14 +28,12 @@ class PlanHandle:
     options: dict[str, Any]
     """Layout, alignment and capacity of the dispatch."""
 
-    def keep_plan(self, out: DispatchOutput) -> None:
-        """Keeps the plan of a dispatch and what `view` makes of it, but not the rows."""
+    def keep(self, out: DispatchOutput, ids_TK: Tensor) -> None:
+        """Keeps the plan of a dispatch, what `view` makes of it, and its ids, which are not copied, but not
+        the rows."""
         assert out.plan_views is not None
-        self.handle, self.view = out.handle, out.plan_views
-
-    def keep_ids(self, ids_TK: Tensor) -> None:
-        """Keeps the ids of the dispatch, which is not copied."""
-        self._ids_TK, self._version = ids_TK, _version(ids_TK)
+        self.handle, self.view, self._ids_TK = out.handle, out.plan_views, ids_TK
+        self._version = _version(ids_TK)
 
     def is_of(self, ids_TK: Tensor) -> bool:
         """Returns whether these are the ids of the dispatch, unchanged since then."""
@@ -51,8 +49,6 @@ class PlanHandle:
 
 def events_of(*given: Any) -> list[EventHandle]:
     """Returns the events among EventHandles, EventOverlaps and None."""
-    if given == (None,):
-        return []
     found = [getattr(each, "event", each) for each in given if each is not None]
     return [each for each in found if each is not None]
 
