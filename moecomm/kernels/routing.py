@@ -124,16 +124,14 @@ class _Route(torch.autograd.Function):
         given_TK: Tensor | None,
     ) -> tuple[Tensor, ...]:
         (tokens, _), experts = x_TH.shape, weight_EH.shape[0]
-        parts = 3 if given_TK is None and _in_parts(x_TH, weight_EH) else 1
+        parts = 3 if _in_parts(x_TH, weight_EH) else 1
+        addends_E: Tensor | None = None
         with without_autocast("cuda"):
-            if parts == 3:
-                weight_XH, addends_E = _split(weight_EH, backward=False), bias_E
-                made_TX = torch.mm(x_TH, weight_XH.t(), out_dtype=torch.float32)
-                logits_TE = made_TX.new_empty(tokens, experts)
+            if parts == 1:
+                logits_TE = made_TX = torch.nn.functional.linear(x_TH.to(torch.float32), weight_EH, bias_E)
             else:
-                addends_E = None
-                made_TX = torch.nn.functional.linear(x_TH.to(torch.float32), weight_EH, bias_E)
-                logits_TE = made_TX
+                made_TX = torch.mm(x_TH, _split(weight_EH, backward=False).t(), out_dtype=torch.float32)
+                logits_TE, addends_E = made_TX.new_empty(tokens, experts), bias_E
         sizes = tokens, experts, rule.top_k, getattr(_C.Scores, rule.scores), rule.normalize, rule.scale
         if given_TK is None:
             ids_TK = logits_TE.new_empty(tokens, rule.top_k, dtype=torch.int32)
@@ -145,6 +143,10 @@ class _Route(torch.autograd.Function):
             given = (parts, addends_E, biases_E, *sizes)
             _launch("routes", made_TX, *given, ids_TK, weights_TK, scores_TE, sums_TE, counts_E)
         else:
+            if parts == 3:  # in the order of the kernel, and so with the same bits as the first time
+                high_TE, middle_TE, low_TE = made_TX.chunk(3, dim=1)
+                logits_TE = high_TE + (middle_TE + low_TE)
+                logits_TE = logits_TE if bias_E is None else logits_TE + bias_E
             ids_TK, at_TK = given_TK.to(torch.int32, copy=True), given_TK.to(torch.int64)
             scores_TE = scores_of(logits_TE, rule)
             weights_TK = weights_of(logits_TE, scores_TE, at_TK, rule, gaps=False)

@@ -90,6 +90,14 @@ def test_products_of_parts(tokens: int, hidden: int, experts: int, seed: int) ->
         assert difference < bound, (name, difference)
 
 
+def test_a_router_computed_again_has_the_same_bits() -> None:
+    x_TH = torch.randn(100, 256, device="cuda").bfloat16()
+    weight_EH, bias_E = torch.randn(16, 256, device="cuda"), torch.randn(16, device="cuda")
+    first = route(x_TH, weight_EH, bias_E, None, Rule(2, "softmax", False, 1.0))
+    again = route(x_TH, weight_EH, bias_E, None, Rule(2, "softmax", False, 1.0), first.ids_TK)
+    assert torch.equal(first.logits_TE, again.logits_TE) and torch.equal(first.counts_E, again.counts_E)
+
+
 def test_parts_of_no_numbers() -> None:
     """Infinities and NaN of a weight come to the logits as by a product in float32."""
     x_TH = torch.randn(20, 64, device="cuda").bfloat16()
