@@ -17,7 +17,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from torch import Tensor, nn
 
-from moecomm.arguments import weight_dtype
+from moecomm.arguments import require_module, weight_dtype
 from moecomm.communicator import Communicator
 from moecomm.errors import Unsupported
 from moecomm.shared import LayerCommunicators
@@ -32,10 +32,12 @@ def use_moecomm(model: nn.Module) -> int:
     """Replaces the dispatcher of every MoELayer in `model`, and returns the number of layers.
 
     Raises:
+        InvalidArgument: `model` is no module: of a list of pipeline chunks pass each one.
         Unsupported: a layer spreads single experts over tensor parallel ranks, overlaps shared experts within
             the dispatcher, pads experts to a capacity, is captured by Megatron-Core's own graphs, or overlaps
             microbatches by parts of its "flex" dispatcher.
     """
+    require_module(model)
     layers = [each for each in model.modules() if isinstance(each, MoELayer)]
     dispatchers = [TokenDispatcher(each) for each in layers]
     for layer, dispatcher in zip(layers, dispatchers, strict=True):

@@ -14,6 +14,7 @@ from typing import Any
 from peft.tuners.lora import ParamWrapper
 from torch import nn
 
+from moecomm.arguments import require_module
 from moecomm.errors import InvalidArgument, Unsupported
 from moecomm.transformers.implementation import MoecommEP
 
@@ -31,9 +32,10 @@ def adapt_experts(model: nn.Module) -> nn.Module:
     averaged over all ranks, as transformers' Trainer does, it is that of the mean of all ranks' losses.
 
     Raises:
-        InvalidArgument: no adapter is on experts to which moecomm sends tokens.
+        InvalidArgument: no adapter is on experts to which moecomm sends tokens, or `model` is no module.
         Unsupported: ranks share their batches (tp_size above 1).
     """
+    require_module(model)
     found = [
         (each, each.get_base_layer().moecomm)
         for each in model.modules()

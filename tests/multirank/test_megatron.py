@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from moecomm.errors import Unsupported
+from moecomm.errors import InvalidArgument, Unsupported
 from tests.examples.conftest import EXAMPLES  # puts the examples on the path
 from tests.multirank.conftest import own_pool
 from tests.multirank.on_ranks import on_ranks
@@ -265,5 +265,7 @@ def test_what_cannot_be_is_refused(
         before = layer.token_dispatcher
         with pytest.raises(Unsupported, match=f"layer 1: .*{says}"):
             use_moecomm(model)
+        with pytest.raises(InvalidArgument, match="model is list"):
+            use_moecomm([model])  # type: ignore[arg-type]
         assert layer.token_dispatcher is before
         dist.barrier()

@@ -372,6 +372,8 @@ def test_adapters_that_are_refused(rank: int, size: int, folders: Path, seed: in
             model.model.layers[0].mlp.experts.moecomm.tp_mesh = SimpleNamespace(size=lambda: 2)
         with pytest.raises(kind, match=r"ep_implementation='moecomm'|tp_size=1"):
             adapt_experts(peft.get_peft_model(model, config))
+    with pytest.raises(InvalidArgument, match="model is list"):
+        adapt_experts([model])  # type: ignore[arg-type]
 
 
 def _data(seed: int) -> list[dict[str, torch.Tensor]]:
