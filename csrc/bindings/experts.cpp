@@ -169,14 +169,12 @@ void bind_experts(py::module_& m) {
                    reinterpret_cast<cudaStream_t>(stream)),
                "routes backward");
   });
-  m.def("split_weight",
-        [](uintptr_t weight, int64_t count, bool backward, uintptr_t out, uintptr_t stream) {
-          check_between("count", count, 4, experts::kMostExperts * experts::kMostWidth);
-          check_cuda(experts::launch_split_weight(pointer<float>("weight", weight, 16), count, backward,
-                                                  pointer("out", out, 8),
-                                                  reinterpret_cast<cudaStream_t>(stream)),
-                     "split weight");
-        });
+  m.def("split_weight", [](uintptr_t weight, int64_t count, bool backward, uintptr_t out, uintptr_t stream) {
+    check_between("count", count, 4, experts::kMostExperts * experts::kMostWidth);
+    check_cuda(experts::launch_split_weight(pointer<float>("weight", weight, 16), count, backward,
+                                            pointer("out", out, 8), reinterpret_cast<cudaStream_t>(stream)),
+               "split weight");
+  });
   bind_prepare(m, "prepare_routes", "loading the kernels of the router",
                [](DType) { return experts::prepare_routes(); });
 

@@ -164,8 +164,7 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(const Routes routes, 
 }
 
 template <int each>
-__global__ void __launch_bounds__(kThreads)
-    backward_kernel(const Routes routes, const RouteGradients given) {
+__global__ void __launch_bounds__(kThreads) backward_kernel(const Routes routes, const RouteGradients given) {
   const int lane = threadIdx.x % 32;
   const bool chosen = lane < routes.top_k, after = routes.scores == Scores::chosen_softmax;
   for (int64_t t = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32; t < routes.tokens;
@@ -175,8 +174,8 @@ __global__ void __launch_bounds__(kThreads)
     const int id = chosen ? given.ids[t * routes.top_k + lane] : 0;
     // The gradient of this lane's choice: of its logit where the softmax comes after the choice, else of its
     // score.
-    float own = chosen && given.weights != nullptr ? given.weights[t * routes.top_k + lane] * routes.scale
-                                                   : 0.0f;
+    float own =
+        chosen && given.weights != nullptr ? given.weights[t * routes.top_k + lane] * routes.scale : 0.0f;
     float divisor;
     const float weight = token.weight(chosen ? routes.logits[first + id] : 0.0f, chosen, divisor);
     const float dot = sum_of_lanes(own * weight);
