@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deep_ep.checks import checked, require_shape
+from deep_ep.checks import INTEGERS, checked, require_shape, top_k_of
 from deep_ep.config import Config
 from deep_ep.handle import DispatchHandle
 from deep_ep.low_latency import LowLatency
-from deep_ep.operations import all_rounded_up, events_of, parts_of, top_k_of
+from deep_ep.operations import all_rounded_up, events_of, parts_of
 from deep_ep.utils import EventHandle, EventOverlap
 from moecomm.arguments import require_integer
 from moecomm.errors import InvalidArgument
@@ -91,7 +91,7 @@ class Buffer(LowLatency):
 
     get_combine_config = get_dispatch_config
 
-    @checked()
+    @checked
     def get_dispatch_layout(
         self,
         topk_idx: Tensor,
@@ -114,7 +114,7 @@ class Buffer(LowLatency):
         Raises:
             InvalidArgument: topk_idx has another shape or dtype, or num_experts is no multiple of the ranks.
         """
-        require_shape("topk_idx", topk_idx, "(T, K)", None, None, integer=True)
+        require_shape("topk_idx", topk_idx, "(T, K)", None, None, dtypes=INTEGERS)
         require_integer("num_experts", num_experts, 1)
         if num_experts % self.group_size:
             raise InvalidArgument(
@@ -133,7 +133,7 @@ class Buffer(LowLatency):
         per_rank_R, per_expert_E, in_rank_TR = counts
         return per_rank_R, None, per_expert_E, in_rank_TR, event
 
-    @checked()
+    @checked
     def dispatch(
         self,
         x: Tensor | tuple[Tensor, Tensor],
@@ -180,16 +180,14 @@ class Buffer(LowLatency):
             CommunicatorClosed: after `destroy()`.
             What `moecomm.Communicator.dispatch` raises, on all ranks.
         """
-        before = [] if previous_event is None else events_of(previous_event)
+        before = events_of(previous_event)
         if handle is not None:
             if topk_idx is not None or topk_weights is not None:
                 raise InvalidArgument("handle and topk_idx or topk_weights are given, expected one kind")
             rows, event = self.send_along(handle, x, before, async_finish, Buffer._chosen_sms)
             return rows, None, None, None, None, event
-        if type(expert_alignment) is not int or expert_alignment < 1:
-            require_integer("expert_alignment", expert_alignment, 1)
-        if type(num_worst_tokens) is not int or num_worst_tokens < 0:
-            require_integer("num_worst_tokens", num_worst_tokens, 0)
+        require_integer("expert_alignment", expert_alignment, 1)
+        require_integer("num_worst_tokens", num_worst_tokens, 0)
         experts = self._experts_of(num_tokens_per_expert, is_token_in_rank, topk_idx, topk_weights)
         top_k = self.group_size if topk_idx is None else top_k_of(topk_idx)
         # Where the host does not wait, ranks could not agree later on a larger batch.
@@ -227,7 +225,7 @@ class Buffer(LowLatency):
         (tokens, scales, idx_PK, *others), event = self.run(bring, inputs, before, async_finish)
         return tokens if scales is None else (tokens, scales), idx_PK, *others, event
 
-    @checked()
+    @checked
     def combine(
         self,
         x: Tensor,
@@ -279,14 +277,13 @@ class Buffer(LowLatency):
                 "topk_idx is None, expected (T, K); or is_token_in_rank, and no topk_weights"
             )
         if num_tokens_per_expert.dim() != 1 or topk_idx is None:  # only then are its values used
-            require_shape("num_tokens_per_expert", num_tokens_per_expert, "(E,)", None, integer=True)
+            require_shape("num_tokens_per_expert", num_tokens_per_expert, "(E,)", None, dtypes=INTEGERS)
         return num_tokens_per_expert.shape[0]
 
     def _ids_by_rank(self, is_token_in_rank: Any, experts: int, tokens: int) -> Tensor:
         """Returns (T, R) ids that send tokens to the ranks: the first expert of each, or -1."""
-        require_shape("is_token_in_rank", is_token_in_rank, f"({tokens}, R)", tokens, self.group_size)
-        if is_token_in_rank.dtype != torch.bool:
-            raise InvalidArgument(f"is_token_in_rank is {is_token_in_rank.dtype}, expected torch.bool")
+        shape, ranks = f"({tokens}, R)", self.group_size
+        require_shape("is_token_in_rank", is_token_in_rank, shape, tokens, ranks, dtypes=(torch.bool,))
         first_R = torch.arange(0, experts, experts // self.group_size, device=is_token_in_rank.device)
         return torch.where(is_token_in_rank, first_R, -1)
 

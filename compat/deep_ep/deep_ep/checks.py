@@ -14,6 +14,7 @@ from moecomm.errors import InvalidArgument, MoecommError
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
+INTEGERS = (torch.int32, torch.int64)
 
 _TENSOR, _PAIR, _INTEGER, _EVENT = "a tensor", "a pair of tensors", "an integer", "an event"
 _KINDS = {
@@ -26,40 +27,30 @@ _KINDS = {
 }
 
 
-def checked(**least: int) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
+def checked(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
     """Makes a call that fails with an error of Python's or torch's own raise InvalidArgument instead, if an
     argument is not as the call annotates it (tensors, pairs of tensors, integers and events), or a tensor is
-    on another device than the first. (To look at all arguments of each call would take the host 5 us.)
-    least: the least value of integers, by name; else 0."""
+    on another device than the first. (To look at all arguments of each call would take the host 5 us.)"""
+    parameters = inspect.signature(function).parameters
+    kinds = {name: _kinds_of(str(each.annotation)) for name, each in parameters.items()}
 
-    def wrap(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-        parameters = inspect.signature(function).parameters
-        kinds = {name: _kinds_of(str(each.annotation)) for name, each in parameters.items()}
+    @functools.wraps(function)
+    def call(*arguments: Parameters.args, **options: Parameters.kwargs) -> Result:
+        try:
+            return function(*arguments, **options)
+        except MoecommError:
+            raise
+        except (AttributeError, IndexError, TypeError, ZeroDivisionError, RuntimeError) as error:
+            given = dict((*zip(kinds, arguments, strict=False), *options.items()))
+            for name, value in given.items():
+                wanted = kinds.get(name, [])
+                if wanted and not any(_is(kind, value) for kind in wanted):
+                    text = f"{name} is {_described(value)}, expected {' or '.join(wanted)}"
+                    raise InvalidArgument(text) from error
+            _check_devices(given, error)
+            raise
 
-        @functools.wraps(function)
-        def call(*arguments: Parameters.args, **options: Parameters.kwargs) -> Result:
-            try:
-                return function(*arguments, **options)
-            except MoecommError:
-                raise
-            except (AttributeError, IndexError, TypeError, ZeroDivisionError, RuntimeError) as error:
-                given = dict((*zip(kinds, arguments, strict=False), *options.items()))
-                for name, value in given.items():
-                    _check(name, value, kinds.get(name, []), least.get(name, 0), error)
-                _check_devices(given, error)
-                raise
-
-        return call
-
-    return wrap
-
-
-def _check(name: str, value: Any, kinds: list[str], least: int, cause: Exception) -> None:
-    if kinds and not any(_is(kind, value) for kind in kinds):
-        wanted = " or ".join(kinds)
-        raise InvalidArgument(f"{name} is {_described(value)}, expected {wanted}") from cause
-    if _INTEGER in kinds and value is not None and value < least:
-        raise InvalidArgument(f"{name} is {value}, expected an integer from {least} on") from cause
+    return call
 
 
 def _check_devices(given: dict[str, Any], cause: Exception) -> None:
@@ -97,11 +88,26 @@ def _described(value: Any) -> str:
     return repr(value) if isinstance(value, (str, int, float)) or value is None else type(value).__name__
 
 
-def require_shape(name: str, value: Tensor, letters: str, *shape: int | None, integer: bool = False) -> None:
-    """Raises InvalidArgument for a tensor of another shape (None: any size), which `letters` describe, or not
-    of int32 or int64 if `integer`."""
+def require_shape(
+    name: str, value: Tensor, letters: str, *shape: int | None, dtypes: tuple[torch.dtype, ...] = ()
+) -> None:
+    """Raises InvalidArgument for a tensor of another shape (None: any size), which `letters` describe, or of
+    none of these dtypes, if there are any."""
     sizes = value.shape
     if len(sizes) != len(shape) or any(a is not None and a != b for a, b in zip(shape, sizes, strict=True)):
         raise InvalidArgument(f"{name} has shape {tuple(sizes)}, expected {letters}")
-    if integer and value.dtype not in (torch.int32, torch.int64):
-        raise InvalidArgument(f"{name} is {value.dtype}, expected torch.int32 or torch.int64")
+    if dtypes and value.dtype not in dtypes:
+        raise InvalidArgument(f"{name} is {value.dtype}, expected {' or '.join(map(str, dtypes))}")
+
+
+def require_counts(counts: Tensor | None, local: int) -> None:
+    """Raises InvalidArgument unless counts (L,) can be added to this tensor, if there is one."""
+    if counts is not None:
+        require_shape("cumulative_local_expert_recv_stats", counts, f"({local},)", local, dtypes=INTEGERS)
+
+
+def top_k_of(topk_idx: Tensor) -> int:
+    """Returns K of (T, K) ids. Raises InvalidArgument for another shape."""
+    if topk_idx.dim() != 2:  # first, as it takes the host a tenth of what the other check does
+        require_shape("topk_idx", topk_idx, "(T, K)", None, None)
+    return topk_idx.shape[1]

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deep_ep.checks import checked
+from deep_ep.checks import checked, require_counts, top_k_of
 from deep_ep.operations import (
     Operations,
     PlanHandle,
@@ -24,9 +24,7 @@ from deep_ep.operations import (
     events_of,
     parts_of,
     plan_of,
-    require_counts,
     rounded_up,
-    top_k_of,
 )
 from deep_ep.utils import EventHandle, EventOverlap
 from moecomm import Communicator, DispatchOutput
@@ -191,7 +189,7 @@ class ElasticBuffer(Operations):
         if with_cpu_sync and torch.cuda.is_available():
             torch.cuda.synchronize()
 
-    @checked()
+    @checked
     def dispatch(
         self,
         x: Tensor | tuple[Tensor, Tensor],
@@ -280,27 +278,26 @@ class ElasticBuffer(Operations):
         if do_expand:
             options |= {"layout": "expert", "alignment": alignment}
         asked = {"host_counts": capacity is None, "dequantize": not isinstance(x, tuple)}
-        made: list[EPHandle] = []
 
-        def bring() -> tuple[Tensor | None, ...]:
+        def bring() -> tuple[Any, ...]:
             comm, out = shared.dispatch(x, ids_TK, topk_weights, **options, **asked)
             if cumulative_local_expert_recv_stats is not None:
                 cumulative_local_expert_recv_stats.add_(out.tokens_per_expert)
             counts = all_rounded_up(out.host_counts or [], alignment)
             ids = ids_TK.clone() if do_handle_copy else ids_TK
             sizes = (num_experts, alignment, most, num_sms)
-            made.append(EPHandle(comm, out, do_expand, *sizes, ids, counts, options))
+            handle = EPHandle(comm, out, do_expand, *sizes, ids, counts, options)
             scales = out.scales
             if scales is not None and use_tma_aligned_col_major_sf:
                 scales = by_columns(scales)
-            return out.tokens, scales, out.topk_idx, out.weights
+            return out.tokens, scales, out.topk_idx, out.weights, handle
 
         inputs = (*parts_of(x), ids_TK, topk_weights)
-        (tokens, scales, idx_PK, weights), event = self.run(bring, inputs, before, apart)
+        (tokens, scales, *others), event = self.run(bring, inputs, before, apart)
         rows = tokens if scales is None else (tokens, scales)
-        return _given((rows, idx_PK, weights, made[0], event), defer_epilogue)
+        return _given((rows, *others, event), defer_epilogue)
 
-    @checked()
+    @checked
     def combine(
         self,
         x: Tensor,

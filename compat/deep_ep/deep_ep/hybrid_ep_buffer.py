@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deep_ep.checks import checked, require_shape
+from deep_ep.checks import checked, require_shape, top_k_of
 from deep_ep.handle import HybridHandle
 from deep_ep.maps import ids_of, indices_to_map, most_experts, picked, spread
-from deep_ep.operations import Operations, rounded_up, top_k_of
+from deep_ep.operations import Operations, rounded_up
 from moecomm import Communicator, DispatchOutput
 from moecomm.arguments import require_integer
 from moecomm.errors import CapacityExceeded, InvalidArgument
@@ -125,7 +125,7 @@ class HybridEPBuffer(Operations):
                 setattr(config, name, value)
         return config
 
-    @checked(num_of_experts=1)
+    @checked
     def dispatch(
         self,
         hidden: Tensor,
@@ -168,7 +168,7 @@ class HybridEPBuffer(Operations):
             weights = spread(weights, handle.received_ids(), handle.comm.num_experts)
         return rows, weights, scales, handle
 
-    @checked()
+    @checked
     def combine(
         self, hidden: Tensor, probs: Tensor | None = None, handle: HybridHandle | None = None
     ) -> tuple[Tensor, Tensor | None]:
@@ -193,7 +193,7 @@ class HybridEPBuffer(Operations):
             probs = picked(probs, kept.received_ids())
         return self._sums(hidden, probs, kept)
 
-    @checked(num_of_experts=1)
+    @checked
     def dispatch_with_permute(
         self,
         *,
@@ -260,7 +260,7 @@ class HybridEPBuffer(Operations):
         counts_L = handle.padded_counts().long() if non_blocking else handle.padded_counts_on_host()
         return tokens, weights, scales, counts_L, handle
 
-    @checked()
+    @checked
     def combine_with_unpermute(
         self,
         *,
@@ -308,10 +308,9 @@ class HybridEPBuffer(Operations):
                 rows, _ = self.send_along(kept, x, (), apart=False)
                 return rows, None, None, kept
         elif map_TE is not None:
-            require_shape("routing_map", map_TE, f"({len(hidden)}, E)", len(hidden), None)
+            tokens, kinds = len(hidden), (torch.bool,)
+            require_shape("routing_map", map_TE, f"({tokens}, E)", tokens, None, dtypes=kinds)
             experts = map_TE.shape[1]
-            if map_TE.dtype != torch.bool:
-                raise InvalidArgument(f"routing_map is {map_TE.dtype}, expected torch.bool")
         elif topk_idx is None or experts is None:
             raise InvalidArgument(
                 "expected topk_idx and num_of_experts, or routing_map, or handle; none is given"

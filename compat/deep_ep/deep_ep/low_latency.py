@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deep_ep.checks import checked, require_shape
+from deep_ep.checks import INTEGERS, checked, require_counts, require_shape, top_k_of
 from deep_ep.handle import TupleHandle
-from deep_ep.operations import Operations, by_columns, carriers, require_counts, top_k_of
+from deep_ep.operations import Operations, by_columns, carriers
 from deep_ep.utils import EventOverlap
 from moecomm import Communicator, DispatchOutput
 from moecomm.arguments import require_integer
@@ -75,7 +75,7 @@ class LowLatency(Operations):
     ) -> None:
         """Does nothing: signals count epochs, and are never cleaned."""
 
-    @checked(num_experts=1)
+    @checked
     def low_latency_dispatch(
         self,
         x: Tensor,
@@ -134,28 +134,25 @@ class LowLatency(Operations):
         comm = self._of(x, num_experts, top_k_of(topk_idx), tokens, "fp8" if use_fp8 else None)
         require_counts(cumulative_local_expert_recv_stats, comm.num_local_experts)
         local, slots = comm.num_local_experts, comm.size * tokens
-        made: list[SlotHandle] = []
 
-        def bring() -> tuple[Tensor | None, ...]:
+        def bring() -> tuple[Any, ...]:
             rows = _with_rounded_scales(x) if round_scale and use_fp8 else x
             out = comm.dispatch(rows, topk_idx, expert_capacity=slots, dequantize=not use_fp8)
             counts_L = out.tokens_per_expert
             if cumulative_local_expert_recv_stats is not None:
                 cumulative_local_expert_recv_stats.add_(counts_L)
-            made.append(SlotHandle(comm, out, topk_idx))
-            scales = out.scales
+            handle, scales = SlotHandle(comm, out, topk_idx), out.scales
             if scales is not None:
                 scales = scales.view(local, slots, -1)
                 scales = by_columns(_as_exponents(scales) if use_ue8m0 else scales)
-            return out.tokens.view(local, slots, -1), scales, counts_L
+            return out.tokens.view(local, slots, -1), scales, counts_L, handle
 
         inputs = (x, topk_idx, cumulative_local_expert_recv_stats)
         found, event, hook = self._issue(bring, inputs, async_finish, return_recv_hook)
-        rows, scales, counts_L = found
-        assert counts_L is not None
-        return rows if scales is None else (rows, scales), counts_L, made[0], event, hook
+        rows, scales, counts_L, handle = found
+        return rows if scales is None else (rows, scales), counts_L, handle, event, hook
 
-    @checked()
+    @checked
     def low_latency_combine(
         self,
         x: Tensor | None,
@@ -208,7 +205,7 @@ class LowLatency(Operations):
         if rows is None or tuple(rows.shape) != shape:
             found = "is None" if rows is None else f"has shape {tuple(rows.shape)}"
             raise InvalidArgument(f"x {found}, expected that of the dispatch, {shape}")
-        require_shape("topk_idx", topk_idx, "(T, K)", None, None, integer=True)
+        require_shape("topk_idx", topk_idx, "(T, K)", None, None, dtypes=INTEGERS)
         sums = (handle.handle.num_tokens, shape[2])
         if out is not None and (out.shape != sums or out.dtype != comm.dtype or out.device != comm.device):
             found = f"{out.dtype} of shape {tuple(out.shape)} on {out.device}"
@@ -284,8 +281,8 @@ class LowLatency(Operations):
         return self._of(carriers(ids_TK, comm), comm.num_experts, comm.top_k, comm.max_tokens, None)
 
     def _issue(
-        self, work: Callable[[], tuple[Tensor | None, ...]], inputs: Any, apart: bool, hooked: bool
-    ) -> tuple[tuple[Tensor | None, ...], EventOverlap, Hook | None]:
+        self, work: Callable[[], tuple[Any, ...]], inputs: Any, apart: bool, hooked: bool
+    ) -> tuple[tuple[Any, ...], EventOverlap, Hook | None]:
         """Runs work; returns its tensors, an event and a hook."""
         found, event = self.run(work, inputs, (), apart or hooked)
         if not hooked:

@@ -5,18 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from deep_ep.checks import checked, require_shape
+from deep_ep.checks import INTEGERS, checked, require_shape
 from moecomm.arguments import require_integer
 from moecomm.errors import InvalidArgument
 
 
-@checked()
+@checked
 def indices_to_map(
     topk_idx: Tensor, topk_weights: Tensor | None, num_of_tokens: int, num_of_experts: int
 ) -> tuple[Tensor, Tensor | None]:
     """Returns the (T, E) bool routing map of (T, K) ids, and (T, E) probs of (T, K) weights or None."""
     require_integer("num_of_tokens", num_of_tokens, 0)
-    require_shape("topk_idx", topk_idx, f"({num_of_tokens}, K)", num_of_tokens, None, integer=True)
+    require_shape("topk_idx", topk_idx, f"({num_of_tokens}, K)", num_of_tokens, None, dtypes=INTEGERS)
     require_integer("num_of_experts", num_of_experts, 1)
     if not topk_idx.is_cuda and bool((topk_idx >= num_of_experts).any()):  # on GPUs the host would wait
         raise InvalidArgument(f"topk_idx has {int(topk_idx.max())}, expected ids below {num_of_experts}")

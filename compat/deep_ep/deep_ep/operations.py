@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deep_ep.checks import require_shape
 from deep_ep.utils import EventHandle, EventOverlap
 from moecomm import Communicator, DispatchOutput, Handle
 from moecomm.arguments import weight_dtype
@@ -114,11 +113,9 @@ class Operations:
             inputs: the tensors that it reads, or None.
             before: events after which it begins; apart and without any, it begins after the current stream.
         """
-        if torch.is_grad_enabled():
-            for each in inputs:
-                if each is not None and each.requires_grad:
-                    with torch.no_grad():  # which takes the host 2 us: only where it changes something
-                        return self.run(work, inputs, before, apart)
+        if torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in inputs):
+            with torch.no_grad():  # which takes the host 2 us: only where it changes something
+                return self.run(work, inputs, before, apart)
         if not inputs[0].is_cuda:
             return work(), EventOverlap(EventHandle() if apart else None)
         if not apart:
@@ -190,19 +187,6 @@ class Operations:
 def parts_of(x: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
     """Returns the tensors of rows, or of a pair of fp8 rows and scales."""
     return x if isinstance(x, tuple) else (x,)
-
-
-def top_k_of(topk_idx: Tensor) -> int:
-    """Returns K of (T, K) ids. Raises InvalidArgument for another shape."""
-    if topk_idx.dim() != 2:
-        require_shape("topk_idx", topk_idx, "(T, K)", None, None)
-    return topk_idx.shape[1]
-
-
-def require_counts(counts: Tensor | None, local: int) -> None:
-    """Raises InvalidArgument unless counts (L,) can be added to this tensor, if there is one."""
-    if counts is not None:
-        require_shape("cumulative_local_expert_recv_stats", counts, f"({local},)", local, integer=True)
 
 
 def plan_of(handle: Any, kind: type[PlanHandle] = PlanHandle) -> tuple[Communicator, Handle]:
