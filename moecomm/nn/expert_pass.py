@@ -449,10 +449,9 @@ def run_experts(context: PassContext, x_TH: Tensor, topk_weights_TK: Tensor, wei
 def run_forward(forward: Forward, x_TH: Tensor, topk_weights_TK: Tensor, weights: Weights) -> Tensor:
     """Does the work of `run_experts` with a new Forward."""
     forward.in_two = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-    if not forward.in_two:  # another function of autograd would take the host 30 us
-        return _Keep.apply(forward, x_TH, topk_weights_TK, *weights)  # type: ignore[no-untyped-call]
-    placeholder_TH = _Keep.apply(forward, x_TH, topk_weights_TK, *weights)  # type: ignore[no-untyped-call]
-    return _Finish.apply(forward, placeholder_TH)  # type: ignore[no-untyped-call]
+    kept_TH: Tensor = _Keep.apply(forward, x_TH, topk_weights_TK, *weights)  # type: ignore[no-untyped-call]
+    # Another function of autograd takes the host 30 us.
+    return _Finish.apply(forward, kept_TH) if forward.in_two else kept_TH  # type: ignore[no-untyped-call]
 
 
 class _Keep(torch.autograd.Function):
