@@ -1,6 +1,8 @@
-// Dispatch, receiving side, for rows that change on arrival: they are converted from the wire format, or, in
-// the backward of a combine with weights, multiplied by the factor of each place, with the dot products of
-// rows and those at the places. Uses a pipe with workers (move_pipe.cuh), for rows that fit one stage.
+// Dispatch, receiving side, for rows that change on arrival: they are converted from the wire format, or
+// taken apart into values and scales, or, in the backward of a combine with weights, multiplied by the factor
+// of each place, with the dot products of rows and those at the places. Uses a pipe with workers
+// (move_pipe.cuh): all of a unit change one row together, or, where rows are short or need several pieces,
+// each changes others.
 #include "kernels/gpu/common/wire_vector.cuh"
 #include "kernels/gpu/dispatch/receive_list.cuh"
 
@@ -104,6 +106,23 @@ class ScaleWork {
   uint4 row_[kSteps];
 };
 
+/// Lists rows with their places, each with its factor.
+template <int workers>
+__device__ void list_scaled(const Comm& comm, const ReceiveArguments& args, uint64_t epoch,
+                            MoveLister<workers>& pipe) {
+  const TokenLanes map = TokenLanes::of_many(comm.top_k());
+  const int64_t row_bytes = comm.window.shape.wire_row_bytes();
+  const auto* const scales = reinterpret_cast<const float*>(args.scales);
+  auto* const dots = reinterpret_cast<float*>(args.dots);
+  list_arriving<workers, Operation::redispatch>(
+      comm, args, epoch, pipe, map, [&](const std::byte* source, int32_t row) {
+        const bool wanted = row >= 0, products = args.other != nullptr;
+        const float factor = wanted && scales != nullptr ? scales[row] : 1.0f;
+        pipe.add_each(map, source, wanted, args.out + row * row_bytes, factor,
+                      products ? args.other + row * row_bytes : nullptr, products ? dots + row : nullptr);
+      });
+}
+
 /// Receives rows multiplied by the factors of their places, and their dot products. Whole block.
 template <DType dtype>
 __device__ void scale_by_pipe(const Comm& comm, const ReceiveArguments& args, uint64_t epoch,
@@ -111,21 +130,135 @@ __device__ void scale_by_pipe(const Comm& comm, const ReceiveArguments& args, ui
   const int64_t row_bytes = comm.window.shape.wire_row_bytes();
   run_move_pipe<kWorkers>(
       shared, MoveShape::of<kWorkers>(row_bytes, row_bytes).passing(), epoch,
-      [&](MoveLister<kWorkers>& pipe) {
-        const TokenLanes map = TokenLanes::of_many(comm.top_k());
-        const auto* const scales = reinterpret_cast<const float*>(args.scales);
-        auto* const dots = reinterpret_cast<float*>(args.dots);
-        list_arriving<kWorkers, Operation::redispatch>(
-            comm, args, epoch, pipe, map, [&](const std::byte* source, int32_t row) {
-              const bool wanted = row >= 0, products = args.other != nullptr;
-              const float factor = wanted && scales != nullptr ? scales[row] : 1.0f;
-              pipe.add_each(map, source, wanted, args.out + row * row_bytes, factor,
-                            products ? args.other + row * row_bytes : nullptr,
-                            products ? dots + row : nullptr);
-            });
-      },
+      [&](MoveLister<kWorkers>& pipe) { list_scaled(comm, args, epoch, pipe); },
       [&] { zero_paddings(comm, args); }, ScaleWork<dtype>(args, row_bytes));
 }
+
+constexpr int32_t kLonePiece = MovePipe<kLoneWorkers>::kPiece;  ///< bytes of a lone worker's piece
+
+/// Pieces of `each` bytes and a rest of `total` bytes, with scales for whole blocks of columns; no longer
+/// than the row.
+__device__ Pieces row_pieces(int64_t total, int32_t each) {
+  return full_pieces(total, min(each, static_cast<int32_t>(total)));
+}
+/// The scales of rows with `values`, an element a byte, rounded up to what bulk copies move.
+__device__ Pieces scale_pieces(const KernelShape& shape, const Pieces& values) {
+  const WireEntry wire = wire_entry(shape.wire);
+  if (wire.scale_columns == 0) return {};
+  const int32_t blocks = (values.bytes + wire.scale_columns - 1) / wire.scale_columns;
+  const int64_t total = (shape.wire_scale_bytes() + 15) / 16 * 16;
+  return row_pieces(total, values.count > 1 ? blocks * wire.scale_bytes : static_cast<int32_t>(total));
+}
+
+/// DequantiseWork for a lone worker.
+template <DType dtype, WireFormat wire>
+class DequantiseAlone {
+  using E = Element<dtype>;
+  using V = WireVector<dtype, wire>;
+
+ public:
+  __device__ static LoneShape shape_of(const KernelShape& s) {
+    const Pieces out = row_pieces(s.row_bytes(), kLonePiece);
+    const Pieces values = row_pieces(s.wire_data_bytes(), kLonePiece / 16 * E::kVector);
+    return {values, scale_pieces(s, values), s.wire_data_bytes(), out, true};
+  }
+  explicit __device__ DequantiseAlone(const LoneShape& shape) : shape_(shape) {}
+
+  template <class List>
+  __device__ void operator()(std::byte* stage, const List&, int, int piece) {
+    const int vectors = static_cast<int>(shape_.out.size(piece) / 16);
+    const std::byte* const loaded = stage + shape_.loaded;
+    const auto* const scales = reinterpret_cast<const typename V::Scale*>(loaded + shape_.pieces.bytes);
+#pragma unroll 4
+    for (int v = lane_id(); v < vectors; v += 32)
+      reinterpret_cast<uint4*>(stage)[v] = V::read(reinterpret_cast<const typename V::Values*>(loaded)[v],
+                                                   V::W::factor(scales[v / V::kBlockLanes]));
+  }
+
+ private:
+  const LoneShape& shape_;
+};
+
+/// ScaleWork for a lone worker, which loads the row again for each place.
+template <DType dtype>
+class ScaleAlone {
+  using E = Element<dtype>;
+
+ public:
+  __device__ static LoneShape shape_of(const Comm& comm, const ReceiveArguments& args) {
+    const Pieces pieces = row_pieces(comm.window.shape.row_bytes(), kLonePiece);
+    return {pieces, args.other != nullptr ? pieces : Pieces{}, 0, pieces, false};
+  }
+  __device__ ScaleAlone(const ReceiveArguments& args, const LoneShape& shape)
+      : scales_(args.scales != nullptr), shape_(shape) {}
+
+  template <class List>
+  __device__ void operator()(std::byte* stage, const List& list, int entry, int piece) {
+    const int vectors = static_cast<int>(shape_.pieces.size(piece) / 16);
+    auto* const values = reinterpret_cast<uint4*>(stage);
+    const auto* const others = reinterpret_cast<const uint4*>(stage + shape_.pieces.bytes);
+    const bool products = list.products[entry] != nullptr;
+    const float factor = list.factors[entry];
+    if (piece == 0) dot_ = 0;
+#pragma unroll 4
+    for (int v = lane_id(); v < vectors; v += 32) {
+      float row[E::kVector];
+      E::widen(values[v], row);
+      if (products) {
+        float with[E::kVector];
+        E::widen(others[v], with);
+#pragma unroll
+        for (int e = 0; e < E::kVector; ++e) dot_ = add(dot_, multiply(row[e], with[e]));
+      }
+#pragma unroll
+      for (int e = 0; e < E::kVector; ++e) row[e] = scales_ ? multiply(row[e], factor) : row[e];
+      values[v] = E::narrow(row);
+    }
+    if (!products || piece + 1 < shape_.pieces.count) return;
+    float dot = dot_;
+    for (int width = 16; width > 0; width /= 2) dot = add(dot, __shfl_xor_sync(0xffffffffu, dot, width));
+    if (lane_id() == 0) *list.products[entry] = dot;
+  }
+
+ private:
+  const bool scales_;
+  const LoneShape& shape_;
+  float dot_ = 0;  ///< this lane's part of a row's product
+};
+
+/// Copies the scales of rows in the wire format, if that has any, to those of all places. For lone workers.
+class ScalesAlone {
+ public:
+  __device__ static LoneShape shape_of(const KernelShape& s) {
+    const Pieces values = row_pieces(s.wire_data_bytes(), kLonePiece);
+    return {values, scale_pieces(s, values), s.wire_data_bytes(), values, false};
+  }
+  __device__ ScalesAlone(const KernelShape& shape, const ReceiveArguments& args, const LoneShape& pieces)
+      : args_(args), pieces_(pieces), bytes_(shape.wire_scale_bytes()) {}
+
+  template <class List>
+  __device__ void operator()(std::byte* stage, const List& list, int entry, int piece) {
+    if (bytes_ == 0) return;
+    const int64_t offset = pieces_.second.offset(piece);
+    const auto bytes = static_cast<uint32_t>(min(int64_t{pieces_.second.size(piece)}, bytes_ - offset));
+    for (int at = entry > 0 ? list.ends[entry - 1] : 0; at < list.ends[entry]; ++at) {
+      const int64_t row = (list.targets[at] - args_.out) / pieces_.pieces.total;
+      std::byte* const to = args_.out_scales + row * bytes_ + offset;
+      const std::byte* const from = stage + pieces_.pieces.bytes;
+      // Rows of scales are contiguous, so they are copied in words only where they are aligned to them.
+      if (bytes_ % 4 == 0)
+        for (uint32_t i = lane_id(); i < bytes / 4; i += 32)
+          reinterpret_cast<uint32_t*>(to)[i] = reinterpret_cast<const uint32_t*>(from)[i];
+      else
+        for (uint32_t i = lane_id(); i < bytes; i += 32) to[i] = from[i];
+    }
+  }
+
+ private:
+  const ReceiveArguments& args_;
+  const LoneShape& pieces_;
+  const int64_t bytes_;
+};
 
 /// The kernel for rows times factors.
 template <DType dtype>
@@ -145,17 +278,71 @@ __global__ void __launch_bounds__(MovePipe<kWorkers>::kThreads, 1)
                   [&](uint64_t epoch) { dequantise_by_pipe<dtype, wire>(comm, args, epoch, shared); });
 }
 
+/// The same kernels, and one for rows in values and scales, with lone workers.
+template <DType dtype>
+__global__ void __launch_bounds__(MovePipe<kLoneWorkers>::kThreads, 1)
+    dispatch_scale_alone_kernel(const __grid_constant__ Comm comm,
+                                const __grid_constant__ ReceiveArguments args) {
+  extern __shared__ __align__(128) std::byte shared[];
+  receive_and_end(comm, args, [&](uint64_t epoch) {
+    const LoneShape shape = ScaleAlone<dtype>::shape_of(comm, args);
+    run_move_pipe<kLoneWorkers>(
+        shared, shape, epoch, [&](MoveLister<kLoneWorkers>& pipe) { list_scaled(comm, args, epoch, pipe); },
+        [&] { zero_paddings(comm, args); }, ScaleAlone<dtype>(args, shape));
+  });
+}
+
+/// Receives rows with all their places, changed by lone workers. Whole block.
+template <class Work>
+__device__ void change_alone(const Comm& comm, const ReceiveArguments& args, uint64_t epoch,
+                             std::byte* shared, const LoneShape& shape, const Work& work) {
+  run_move_pipe<kLoneWorkers>(
+      shared, shape, epoch,
+      [&](MoveLister<kLoneWorkers>& pipe) { list_rows_to_places(comm, args, epoch, pipe); },
+      [&] { zero_paddings(comm, args); }, work);
+}
+
+template <DType dtype, WireFormat wire>
+__global__ void __launch_bounds__(MovePipe<kLoneWorkers>::kThreads, 1)
+    dispatch_dequantise_alone_kernel(const __grid_constant__ Comm comm,
+                                     const __grid_constant__ ReceiveArguments args) {
+  extern __shared__ __align__(128) std::byte shared[];
+  receive_and_end(comm, args, [&](uint64_t epoch) {
+    using Work = DequantiseAlone<dtype, wire>;
+    const LoneShape shape = Work::shape_of(comm.window.shape);
+    change_alone(comm, args, epoch, shared, shape, Work(shape));
+  });
+}
+
+__global__ void __launch_bounds__(MovePipe<kLoneWorkers>::kThreads, 1)
+    dispatch_apart_kernel(const __grid_constant__ Comm comm, const __grid_constant__ ReceiveArguments args) {
+  extern __shared__ __align__(128) std::byte shared[];
+  receive_and_end(comm, args, [&](uint64_t epoch) {
+    const LoneShape shape = ScalesAlone::shape_of(comm.window.shape);
+    change_alone(comm, args, epoch, shared, shape, ScalesAlone(comm.window.shape, args, shape));
+  });
+}
+
 /// Calls use.operator()<kernel>() with the kernel for this change of rows.
 template <class Use>
 cudaError_t with_kernel(const DeviceShape& shape, Arrival arrival, const Use& use) {
-  constexpr int kPipeThreads = MovePipe<kWorkers>::kThreads;
-  constexpr size_t kBytes = sizeof(MovePipe<kWorkers>::Memory);
+  const auto with_pipe = [&]<auto kernel, int workers>() {
+    return use.template operator()<kernel>(MovePipe<workers>::kThreads,
+                                           sizeof(typename MovePipe<workers>::Memory));
+  };
+  const bool together = work_together(shape) && lists_hold(shape, shape.top_k);
+  if (arrival == Arrival::apart || arrival == Arrival::as_it_is)
+    return with_pipe.template operator()<&dispatch_apart_kernel, kLoneWorkers>();
   if (arrival == Arrival::scaled)
     return with_dtype(shape.dtype, [&]<DType dtype>() {
-      return use.template operator()<&dispatch_scale_kernel<dtype>>(kPipeThreads, kBytes);
+      return together ? with_pipe.template operator()<&dispatch_scale_kernel<dtype>, kWorkers>()
+                      : with_pipe.template operator()<&dispatch_scale_alone_kernel<dtype>, kLoneWorkers>();
     });
   return with_conversion(shape, [&]<DType dtype, WireFormat wire>() {
-    return use.template operator()<&dispatch_dequantise_kernel<dtype, wire>>(kPipeThreads, kBytes);
+    return together
+               ? with_pipe.template operator()<&dispatch_dequantise_kernel<dtype, wire>, kWorkers>()
+               : with_pipe
+                     .template operator()<&dispatch_dequantise_alone_kernel<dtype, wire>, kLoneWorkers>();
   });
 }
 

@@ -366,7 +366,8 @@ template <class Use>
 cudaError_t with_kernel(const DeviceShape& shape, const Use& use) {
   return with_dtype(shape.dtype, [&]<DType dtype>() {
     if constexpr (kWire != WireFormat::same)
-      if (shape.other_nodes() == 0 && pipe_works(shape, std::min(shape.top_k, shape.ranks)))
+      if (shape.other_nodes() == 0 && work_together(shape) &&
+          lists_hold(shape, std::min(shape.top_k, shape.ranks)))
         return use.template operator()<&dispatch_quantise_kernel<dtype>>(MovePipe<kWorkers>::kThreads,
                                                                          sizeof(MovePipe<kWorkers>::Memory));
     return with_way(shape, [&]<Way way>() {

@@ -3,7 +3,8 @@
 //   - the lister finds sources and targets of rows, a few at a time; on the receiving side it waits for rows
 //   - the loader starts bulk copies of these rows, in pieces, into a ring of stages in shared memory, as far
 //     ahead as there is room. So the lister's waits overlap with copies
-//   - workers, if there are any, change a row in its stage
+//   - workers, if there are any, change a row in its stage: all of them together, or, where rows are short or
+//     need several pieces, each of them rows of its own (lone workers)
 //   - the storer, one thread, starts bulk copies of each piece from its stage to all its places, and sets the
 //     flags of a list once all earlier stores have arrived
 // Without workers no thread touches the bytes of a row, and a multiprocessor moves as much as its copy engine
@@ -27,14 +28,18 @@ MOECOMM_HD inline bool lists_hold(const DeviceShape& shape, int each) {
   return chunk * each <= kMoveWords && chunk <= kMoveRounds * (32 / shape.top_k);
 }
 
+/// Warps of workers in a unit whose rows are changed by all of them together, and by each alone.
+inline constexpr int kWorkers = 8, kWorkerThreads = kWorkers * 32, kLoneWorkers = 4;
+
 /// A pipe whose units have `workers` warps of workers.
 template <int workers>
 struct MovePipe {
-  static constexpr bool kWorks = workers > 0;
-  static constexpr int kUnits = kWorks ? 2 : 4, kUnitWarps = workers + 3;
+  static constexpr bool kWorks = workers > 0, kAlone = workers == kLoneWorkers;
+  static constexpr int kUnits = kAlone ? 3 : kWorks ? 2 : 4, kUnitWarps = workers + 3;
   static constexpr int kThreads = kUnits * kUnitWarps * 32;
-  static constexpr int kBytes = kWorks ? 98304 : 49152;  ///< bytes of a unit's stages
-  static constexpr int kPiece = kWorks ? 16384 : 8192;   ///< most bytes of a stage
+  static constexpr int kBytes = kAlone ? 57344 : kWorks ? 98304 : 49152;  ///< bytes of a unit's stages
+  /// Most bytes of a stage, or of a lone worker's piece.
+  static constexpr int kPiece = kWorks && !kAlone ? 16384 : 8192;
   /// Entries of a list: rows, and where workers make a row for each place, also the places.
   static constexpr int kEntries = kMoveTokens + (kWorks ? kMoveWords : 0);
   static constexpr int kFlags = 128;
@@ -47,7 +52,8 @@ struct MovePipe {
     uint64_t* flags[kMoveWords];         ///< set when all entries of this list and earlier ones have arrived
     int32_t ends[kEntries];              ///< end of each entry's targets
     float factors[kWorks ? kEntries : 1];
-    float* products[kWorks ? kEntries : 1];  ///< address for the sum of the workers' parts, or null
+    float* products[kWorks ? kEntries : 1];          ///< address for the sum of the workers' parts, or null
+    const std::byte* others[kAlone ? kEntries : 1];  ///< rows that are loaded with the sources
     int32_t entries, flag_count;
     bool is_last;  ///< the end marker, without entries
   };
@@ -58,7 +64,8 @@ struct MovePipe {
     List lists[kMoveLists];
     uint64_t full[kMaxStages], ready[kMaxStages], empty[kMaxStages];
     uint64_t listed[kMoveLists], taken[kMoveLists];
-    float parts[kWorks ? kMaxStages : 1][kWorks ? workers : 1];  ///< the workers' partial products, by stage
+    float parts[kWorks && !kAlone ? kMaxStages : 1]
+               [kWorks ? workers : 1];  ///< the workers' partial products, by stage
     // Used by the storer alone: flags that are not set yet, and the number of bulk groups before each.
     uint64_t* flags[kFlags];
     uint32_t groups[kFlags];
@@ -68,30 +75,30 @@ struct MovePipe {
   };
 };
 
-/// Warps of workers in a unit whose rows are changed.
-inline constexpr int kWorkers = 8, kWorkerThreads = kWorkers * 32;
 static_assert(MovePipe<0>::kThreads == kThreads);
 static_assert(sizeof(MovePipe<0>::Memory) <=
-              sizeof(BlockMemory));  // it replaces the BlockMemory of these kernels
+              sizeof(BlockMemory));  // it replaces the BlockMemory of the sending kernels
 static_assert(sizeof(MovePipe<kWorkers>::Memory) <= kMostShared);
+static_assert(sizeof(MovePipe<kLoneWorkers>::Memory) <= kMostShared);
 
-/// True where a pipe with workers takes a communicator's rows, which have at most `each` places: a row fits
-/// one piece, and is long enough that the cost per row does not matter (docs/history.md).
-inline bool pipe_works(const DeviceShape& shape, int each) {
+/// True where all workers of a unit together change a communicator's rows: a row fits one piece, and is long
+/// enough that the cost per row does not matter (docs/history.md).
+inline bool work_together(const DeviceShape& shape) {
   constexpr int kMost = MovePipe<kWorkers>::kPiece, kLeast = kMost / 2;
-  return lists_hold(shape, each) && shape.row_bytes() >= kLeast && shape.row_bytes() <= kMost &&
-         shape.wire_row_bytes() <= kMost;
+  return shape.row_bytes() >= kLeast && shape.row_bytes() <= kMost && shape.wire_row_bytes() <= kMost;
 }
 
-/// Tokens per list: whole chunks of `chunk`. The grid's units, kUnits per block, share `tokens`; lists are
-/// short enough that the units end at about the same time.
+/// Tokens per list: whole chunks of `chunk`, or an equal part of one where a list does not hold a chunk. The
+/// grid's units, kUnits per block, share `tokens`; lists are short enough that the units end at about the
+/// same time.
 template <int workers>
 __device__ inline int move_tokens(const TokenLanes& map, int each, int chunk, int64_t tokens) {
   constexpr int kLists = 16;  // least lists per unit
   const int64_t units = int64_t{gridDim.x} * MovePipe<workers>::kUnits;
   int most = kMoveTokens;
-  while (most > chunk &&
-         (most * each > kMoveWords || most > kMoveRounds * map.tokens || most * kLists * units > tokens))
+  while ((most > chunk && most * kLists * units > tokens) ||
+         ((most > chunk || MovePipe<workers>::kAlone) &&
+          (most * each > kMoveWords || most > kMoveRounds * map.tokens)))
     most /= 2;
   return most;
 }
@@ -119,6 +126,35 @@ struct MoveShape : PipeShape {
     return shape;
   }
   __device__ uint32_t stored(int piece) const { return row_stored > 0 ? row_stored : pieces.size(piece); }
+  __device__ int64_t place(int piece) const { return pieces.offset(piece); }
+};
+
+/// The same for lone workers. With a piece of a row a piece of its scales is loaded, or of another row.
+struct LoneShape : MoveShape {
+  Pieces second;   ///< of what is loaded behind the piece
+  int64_t from;    ///< where it begins in a row; 0: it is another row
+  int32_t loaded;  ///< where a stage holds what is loaded
+  Pieces out;      ///< of what is stored, which is at the stage's beginning
+
+  /// Rows that are loaded in `first` and `second`. Pieces are no longer than a row.
+  __device__ LoneShape(const Pieces& first, const Pieces& behind, int64_t at, const Pieces& stored,
+                       bool apart)
+      : MoveShape{PipeShape(first.bytes, kLone, kStages), 0, true},
+        second(behind),
+        from(at),
+        loaded(apart ? stored.bytes : 0),
+        out(stored) {
+    pieces = first;
+    stage_bytes = (loaded + first.bytes + second.bytes + 127) / 128 * 128;
+    stages = min(kMaxStages, max(3, kStages / stage_bytes));
+  }
+  /// True where one worker takes all pieces, since the products of pieces of a row are added in their order.
+  __device__ bool in_order() const { return pieces.count > 1 && second.count > 0 && from == 0; }
+  __device__ uint32_t stored(int piece) const { return out.size(piece); }
+  __device__ int64_t place(int piece) const { return out.offset(piece); }
+
+ private:
+  static constexpr int kLone = MovePipe<kLoneWorkers>::kPiece, kStages = MovePipe<kLoneWorkers>::kBytes;
 };
 
 /// The lister's side of a unit. All lanes call every function.
@@ -151,12 +187,12 @@ class MoveLister {
     targets_ += __popc(places);
   }
   /// The same where workers make a separate row for each place. An entry for the token's row, which is not
-  /// stored, precedes those of its places. Each place has `factor`; `other`, or null, is loaded into its
-  /// stage before; `product`, or null, receives the workers' sum.
+  /// stored, precedes those of its places, unless workers are alone. Each place has `factor`; `other`, or
+  /// null, is loaded into its stage before; `product`, or null, receives the workers' sum.
   __device__ void add_each(const TokenLanes& map, const std::byte* source, bool wanted, std::byte* target,
                            float factor, const std::byte* other, float* product) {
     const uint32_t places = __ballot_sync(0xffffffffu, wanted), below = (1u << lane_id()) - 1;
-    const bool row = map.leads() && (places & map.lanes) != 0;
+    const bool row = !Pipe::kAlone && map.leads() && (places & map.lanes) != 0;
     const uint32_t rows = __ballot_sync(0xffffffffu, row);
     const int place = __popc(places & below);
     if (row) {
@@ -166,7 +202,8 @@ class MoveLister {
     }
     if (wanted) {
       const int at = entries_ + place + __popc(rows & (below | 1u << lane_id()));
-      now().sources[at] = other;
+      now().sources[at] = Pipe::kAlone ? source : other;
+      if (Pipe::kAlone) now().others[at] = other;
       now().ends[at] = targets_ + place + 1;
       now().targets[targets_ + place] = target;
       now().factors[at] = factor;
@@ -202,8 +239,8 @@ class MoveLister {
 };
 
 /// The work of a loading warp. All lanes.
-template <int workers>
-__device__ void load_entries(typename MovePipe<workers>::Unit& unit, const MoveShape& shape) {
+template <int workers, class Shape>
+__device__ void load_entries(typename MovePipe<workers>::Unit& unit, const Shape& shape) {
   const int lane = lane_id(), pieces = shape.pieces.count;
   const uint64_t policy = ptx::line_policy(shape.pass);
   StageCursor cursor;
@@ -226,7 +263,17 @@ __device__ void load_entries(typename MovePipe<workers>::Unit& unit, const MoveS
         const int piece = base + lane - entry * pieces;
         const std::byte* const from = list.sources[entry];
         uint64_t* const full = &unit.full[mine.stage];
-        if (MovePipe<workers>::kWorks && from == nullptr) {
+        if constexpr (MovePipe<workers>::kAlone) {
+          const std::byte* const second = shape.from > 0 ? from + shape.from : list.others[entry];
+          const uint32_t bytes = shape.pieces.size(piece),
+                         behind = shape.second.total > 0 ? shape.second.size(piece) : 0;
+          std::byte* const to = unit.stages + mine.stage * shape.stage_bytes + shape.loaded;
+          ptx::barrier_expect(full, bytes + behind);
+          ptx::bulk_load(to, from + shape.pieces.offset(piece), bytes, full, policy);
+          if (behind > 0)
+            ptx::bulk_load(to + shape.pieces.bytes, second + shape.second.offset(piece), behind, full,
+                           policy);
+        } else if (MovePipe<workers>::kWorks && from == nullptr) {
           ptx::barrier_arrive(full);
         } else {
           ptx::barrier_expect(full, shape.pieces.size(piece));
@@ -294,8 +341,8 @@ class LateFlags {
 };
 
 /// The work of a storing thread.
-template <int workers>
-__device__ __noinline__ void store_entries(typename MovePipe<workers>::Unit& unit, const MoveShape& shape,
+template <int workers, class Shape>
+__device__ __noinline__ void store_entries(typename MovePipe<workers>::Unit& unit, const Shape& shape,
                                            uint64_t epoch) {
   constexpr int64_t kPatience = 6'000;  // cycles without a further row after which flags are set
   constexpr int kHeld = 2;              // stages that stores may still read
@@ -332,9 +379,9 @@ __device__ __noinline__ void store_entries(typename MovePipe<workers>::Unit& uni
         const uint32_t bytes = shape.stored(piece);
         const std::byte* const stage = unit.stages + cursor.stage * shape.stage_bytes;
         for (int at = first; at < end; ++at)
-          ptx::bulk_store(list.targets[at] + shape.pieces.offset(piece), stage, bytes, policy);
+          ptx::bulk_store(list.targets[at] + shape.place(piece), stage, bytes, policy);
         ptx::bulk_commit();
-        if constexpr (MovePipe<workers>::kWorks)
+        if constexpr (MovePipe<workers>::kWorks && !MovePipe<workers>::kAlone)
           if (end > first && list.products[entry] != nullptr) {
             float sum = 0;
 #pragma unroll
@@ -382,6 +429,34 @@ __device__ void work_on_entries(typename MovePipe<workers>::Unit& unit, const Mo
   }
 }
 
+/// The work of a lone worker, which has every kLoneWorkers-th stage: it waits for each use of them, so that
+/// it is never behind by more than the phase for which it waits. Its lanes call work(stage, list, entry,
+/// piece).
+template <class Work>
+__device__ void work_alone(MovePipe<kLoneWorkers>::Unit& unit, const LoneShape& shape, int warp, Work& work) {
+  const bool in_order = shape.in_order();
+  StageCursor cursor;
+  for (uint32_t number = 0;; ++number) {
+    const auto& list = unit.lists[number % kMoveLists];
+    wait_barrier(&unit.listed[number % kMoveLists], number / kMoveLists);
+    if (list.is_last) return;
+    const int entries = list.entries;
+    for (int entry = 0; entry < entries; ++entry)
+      for (int piece = 0; piece < shape.pieces.count; ++piece) {
+        if ((in_order ? 0 : cursor.stage % kLoneWorkers) == warp) {
+          wait_barrier(&unit.full[cursor.stage], cursor.round);
+          work(unit.stages + cursor.stage * shape.stage_bytes, list, entry, piece);
+          ptx::fence_shared_to_bulk();
+          __syncwarp();
+          if (lane_id() == 0) ptx::barrier_arrive(&unit.ready[cursor.stage]);
+        }
+        cursor.advance(shape.stages);
+      }
+    __syncwarp();
+    if (lane_id() == 0) ptx::barrier_arrive(&unit.taken[number % kMoveLists]);
+  }
+}
+
 /// A barrier of the workers of a unit.
 __device__ inline void sync_workers() {
   ptx::barrier_and(1 + warp_id() / MovePipe<kWorkers>::kUnitWarps, kWorkerThreads, true);
@@ -392,8 +467,8 @@ struct NoWork {};
 
 /// Runs the pipe of a block: list(lister) lists everything and returns; all lanes of the storers' warps call
 /// before() before the first store. Whole block.
-template <int workers, class List, class Before, class Work = NoWork>
-__device__ void run_move_pipe(std::byte* shared, const MoveShape& shape, uint64_t epoch, const List& list,
+template <int workers, class Shape, class List, class Before, class Work = NoWork>
+__device__ void run_move_pipe(std::byte* shared, const Shape& shape, uint64_t epoch, const List& list,
                               const Before& before, Work work = {}) {
   using Pipe = MovePipe<workers>;
   const int number = warp_id() / Pipe::kUnitWarps, role = warp_id() % Pipe::kUnitWarps;
@@ -401,7 +476,7 @@ __device__ void run_move_pipe(std::byte* shared, const MoveShape& shape, uint64_
   if (role == 0) {
     ptx::barrier_init(&unit.full[lane_id()], 1);
     ptx::barrier_init(&unit.empty[lane_id()], 1);
-    if (Pipe::kWorks) ptx::barrier_init(&unit.ready[lane_id()], workers);
+    if (Pipe::kWorks) ptx::barrier_init(&unit.ready[lane_id()], Pipe::kAlone ? 1 : workers);
     if (lane_id() < kMoveLists) {
       ptx::barrier_init(&unit.listed[lane_id()], 1);
       ptx::barrier_init(&unit.taken[lane_id()], 2 + workers);
@@ -420,7 +495,10 @@ __device__ void run_move_pipe(std::byte* shared, const MoveShape& shape, uint64_
     __syncwarp();
     if (lane_id() == 0) store_entries<workers>(unit, shape, epoch);
   } else {
-    if constexpr (Pipe::kWorks) work_on_entries<workers>(unit, shape, role - 3, work);
+    if constexpr (Pipe::kAlone)
+      work_alone(unit, shape, role - 3, work);
+    else if constexpr (Pipe::kWorks)
+      work_on_entries<workers>(unit, shape, role - 3, work);
   }
   __syncthreads();
 }

@@ -6,16 +6,17 @@
 
 namespace moecomm::gpu {
 
-/// What happens to rows where they arrive.
-enum class Arrival { as_it_is, dequantised, scaled };
+/// What happens to rows where they arrive: with `apart`, they stay in the wire format, as values and scales.
+enum class Arrival { as_it_is, dequantised, scaled, apart };
 
 inline Arrival arrival_of(const ReceiveArguments& args) {
   return args.dequantise                                   ? Arrival::dequantised
          : args.scales != nullptr || args.other != nullptr ? Arrival::scaled
+         : args.out_scales != nullptr                      ? Arrival::apart
                                                            : Arrival::as_it_is;
 }
 
-/// The kernels of dispatch_change.cu, for rows that pipe_works() takes.
+/// The kernels of dispatch_change.cu, for all rows but those that stay as they are.
 cudaError_t launch_dispatch_change(const Launch& launch, const Comm& comm, const ReceiveArguments& args);
 cudaError_t prepare_dispatch_change(const DeviceShape& shape, Arrival arrival);
 
@@ -69,13 +70,19 @@ __device__ int32_t most_claims(const Comm& comm, const int32_t* tokens_of, const
   return most;
 }
 
-/// Spans of one list each, for a pipe with `workers` warps of workers.
+/// Spans of one list each, or of a chunk where lists are shorter, for a pipe with `workers` warps of workers.
 template <int workers>
 struct ByList {
+  /// Only lists for lone workers are shorter than a chunk: elsewhere a list is a span, which takes fewer
+  /// registers.
+  static constexpr bool kShorter = MovePipe<workers>::kAlone;
   const TokenLanes& map;
   int ranks;
-  __device__ int operator()(int64_t tokens) const {
+  __device__ int list(int64_t tokens) const {
     return move_tokens<workers>(map, map.top_k, chunk_tokens(tokens), tokens * ranks);
+  }
+  __device__ int operator()(int64_t tokens) const {
+    return kShorter ? max(list(tokens), chunk_tokens(tokens)) : list(tokens);
   }
 };
 
@@ -108,6 +115,10 @@ class ReceiveLister {
   /// A list without tokens is the last one.
   __device__ ReceiveList next() {
     ReceiveList list;
+    if (kShorter) {
+      list.item = rest_;
+      list.of_source = rest_of_;
+    }
     while (list.tokens() == 0) {
       const auto claim = static_cast<int32_t>(claims_.take());
       if (static_cast<uint32_t>(claim) >= claims_end_) return list;
@@ -117,6 +128,12 @@ class ReceiveLister {
       const int size = size_(list.of_source);
       list.item.begin = order_of(comm_, source, list.of_source, size).begin(number);
       list.item.end = min(static_cast<int>(list.item.begin) + size, list.of_source);
+    }
+    if (kShorter) {
+      rest_ = list.item;
+      rest_of_ = list.of_source;
+      list.item.end = min(list.item.begin + size_.list(list.of_source), list.item.end);
+      rest_.begin = list.item.end;
     }
     list.item.chunk = list.item.begin >> chunk_shift(list.of_source);
     if constexpr (operation == Operation::dispatch) {
@@ -163,8 +180,12 @@ class ReceiveLister {
   const PlanView plan_;
   const int32_t* const tokens_of_;
   const ByList<workers> size_;
+  static constexpr bool kShorter = ByList<workers>::kShorter;
+
   const uint32_t claims_end_;
   Claims claims_;
+  Item rest_{};  ///< of a span that is longer than a list
+  int rest_of_ = 0;
 };
 
 /// Waits for the chunks of a list, of `size` tokens each, that contain any of `tokens`, a bit mask of the
@@ -207,9 +228,11 @@ __device__ void list_arriving(const Comm& comm, const ReceiveArguments& args, ui
       add(arrived_row(comm, args, epoch, list.item, list.item.begin + first + map.within), rows[j]);
     }
     if (travels && !wait_for_list(comm, args, epoch, list.item, size, awaited)) return;
-    int flags = 0;  // flags that free the memory of each chunk once its rows have been read
+    int flags = 0;  // flags that free the memory of each chunk that ends here, once its rows have been read
     if (in_turn) {
-      flags = (list.tokens() + size - 1) >> chunk_shift(list.of_source);
+      const bool part = ByList<workers>::kShorter && list.item.end < list.of_source;  // of a chunk, perhaps
+      flags =
+          (list.tokens() + (part ? list.item.begin & (size - 1) : size - 1)) >> chunk_shift(list.of_source);
       if (lane_id() < flags)
         out.flags[lane_id()] = device::credit_flag(comm, list.item.source, list.item.chunk + lane_id());
     }
@@ -231,7 +254,9 @@ template <int workers>
 __device__ void list_rows_to_places(const Comm& comm, const ReceiveArguments& args, uint64_t epoch,
                                     MoveLister<workers>& pipe) {
   const TokenLanes map = TokenLanes::of_many(comm.top_k());
-  const int64_t row_bytes = comm.window.shape.row_bytes();
+  const KernelShape& shape = comm.window.shape;
+  const bool wire = MovePipe<workers>::kAlone && args.out_scales != nullptr;
+  const int64_t row_bytes = wire ? shape.wire_data_bytes() : shape.row_bytes();
   const auto add = [&](const std::byte* source, int32_t row) {
     pipe.add(map, source, row >= 0, args.out + row * row_bytes);
   };
