@@ -9,6 +9,8 @@
 
 namespace moecomm::gpu {
 
+inline constexpr int kMetaWords = kMaxChunk * kMaxTopK;  ///< words per warp for the sources of a chunk's sums
+
 /// Shared memory of a block: the sources of the sums in each warp's chunk.
 struct ReduceMemory {
   float weights[kReduceWarps][kMetaWords];

@@ -1,4 +1,4 @@
-// Flags of chunks: each is set at the peers that received the chunk's rows, once the rows have arrived.
+// The order in which warps take chunks of tokens, and sets of the peers that receive a chunk's rows.
 #pragma once
 
 #include "device/channel.cuh"
@@ -22,48 +22,6 @@ struct PeerSet {
     for (uint32_t left = bits; left != 0; left &= left - 1)
       visit(static_cast<int32_t>(__ffs(static_cast<int>(left)) - 1) * 32 + lane_id());
   }
-};
-
-/// Sets the flags of one warp's chunks. A chunk's rows may still arrive while the warp sends the next one.
-class Announcer {
- public:
-  __device__ Announcer(const device::Comm& comm, uint64_t epoch) : comm_(comm), epoch_(epoch) {}
-
-  /// Notes that a group of stores was committed.
-  __device__ void group_committed() {
-    if (chunk_ < 0 || ++groups_ < kLag) return;
-    wait_stores<kLag>();
-    announce();
-  }
-  /// Notes that all stores of `chunk` of `source` were committed.
-  __device__ void chunk_stored(int32_t source, int64_t chunk, const PeerSet& peers) {
-    flush();
-    source_ = source;
-    chunk_ = chunk;
-    peers_ = peers;
-    groups_ = 0;
-  }
-  __device__ void flush() {
-    if (chunk_ < 0) return;
-    wait_stores<0>();
-    announce();
-  }
-
- private:
-  static constexpr int kLag = 4;  ///< at most so many groups are in flight when a chunk is announced
-
-  __device__ void announce() {
-    peers_.for_each(
-        [&](int32_t peer) { device::signal(device::arrival_flag(comm_, peer, source_, chunk_), epoch_); });
-    chunk_ = -1;
-  }
-
-  const device::Comm& comm_;
-  const uint64_t epoch_;
-  int32_t source_ = 0;
-  int64_t chunk_ = -1;
-  int groups_ = 0;
-  PeerSet peers_;
 };
 
 /// Numbers that warps take in order. A warp asks for its next number while it works on the one before.

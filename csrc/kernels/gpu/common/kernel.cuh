@@ -17,17 +17,6 @@ using device::failed_for_block;
 using device::failed_for_warp;
 using device::PlanView;
 
-/// A warp's part of the block's shared memory.
-struct WarpMemory {
-  std::byte* pieces;
-  uint64_t* barriers;
-  std::byte* scales;
-};
-
-__device__ inline WarpMemory warp_memory(BlockMemory& block) {
-  return {block.pieces[warp_id()], block.barriers[warp_id()], block.scales[warp_id()]};
-}
-
 /// `total` bytes in equal pieces of at most `most` bytes; all are multiples of 16.
 __device__ inline Pieces pieces_of(int64_t total, int32_t most) {
   const int32_t bytes = static_cast<int32_t>(total), count = (bytes + most - 1) / most;
@@ -37,7 +26,7 @@ __device__ inline Pieces pieces_of(int64_t total, int32_t most) {
 
 /// `total` bytes in pieces of `each` and a rest, so that no block of columns with one scale is split between
 /// pieces.
-__device__ inline Pieces full_pieces(int64_t total, int32_t each = kSumPiece) {
+__device__ inline Pieces full_pieces(int64_t total, int32_t each) {
   const int32_t bytes = static_cast<int32_t>(total);
   return {(bytes + each - 1) / each, each, bytes};
 }

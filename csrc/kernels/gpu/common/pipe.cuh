@@ -1,5 +1,4 @@
-// The pipe with which a warp moves rows: it loads pieces ahead into a ring in shared memory, and stores them
-// from there. One lane issues both as bulk copies.
+// What pipes of warps have in common: how tokens are spread over lanes, and rows cut into pieces.
 #pragma once
 
 #include <cstdint>
@@ -18,26 +17,6 @@ namespace moecomm::gpu {
 inline constexpr size_t kMostShared = (227 - 1) * 1024;
 
 inline constexpr int kThreads = kWarps * 32;
-inline constexpr int kMetaWords = kMaxChunk * kMaxTopK;   ///< words per warp for a chunk's places
-inline constexpr int kCopyStages = 4, kCopyPiece = 4096;  ///< for pieces that are moved unchanged
-inline constexpr int kSumStages = 4, kSumPiece = 2048;    ///< for pieces that are summed
-inline constexpr int kScaleBuffer = 512;                  ///< bytes for a part of a row's scales
-inline constexpr int kOutStages = 2, kOutPiece = 4096;    ///< for results that are being stored
-static_assert(kCopyStages * kCopyPiece == kWarpBytes);
-static_assert(kSumStages * kSumPiece + kOutStages * kOutPiece == kWarpBytes);
-
-/// Shared memory of a block, by warp.
-struct BlockMemory {
-  alignas(128) std::byte pieces[kWarps][kWarpBytes];
-  int32_t meta[kWarps][kMetaWords];
-  int32_t numbers[kWarps][kMetaWords];  ///< with several nodes: a number for each entry of meta
-  int32_t from[kWarps][kMaxChunk];      ///< with several nodes: a number for each token of a chunk
-  int32_t counts[kWarps][kMaxChunk];    ///< number of entries in meta for each token of a chunk
-  uint64_t barriers[kWarps][8];
-  alignas(16) std::byte scales[kWarps][kScaleBuffer];
-};
-static_assert(kRouteWords * sizeof(int32_t) <= kMostShared);
-static_assert(sizeof(BlockMemory) <= kMostShared);
 
 __device__ inline int lane_id() { return static_cast<int>(threadIdx.x) & 31; }
 __device__ inline int warp_id() { return static_cast<int>(threadIdx.x) >> 5; }
@@ -87,128 +66,11 @@ __device__ inline void copy_scales(std::byte* to, const std::byte* from, uint32_
     to[i] = static_cast<std::byte>(__ldcg(reinterpret_cast<const uint8_t*>(from) + i));
 }
 
-/// Pieces that are being loaded, in order. All lanes call every function.
-template <int stages, int piece>
-class LoadRing {
- public:
-  __device__ LoadRing(std::byte* memory, uint64_t* barriers) : memory_(memory), barriers_(barriers) {
-    if (lane_id() == 0) {
-      for (int i = 0; i < stages; ++i) ptx::barrier_init(&barriers_[i], 1);
-      ptx::fence_barrier_init();
-    }
-    __syncwarp();
-  }
-
-  __device__ int in_flight() const { return static_cast<int>(issued_ - taken_); }
-  /// Starts to load the next piece. Fewer than `stages` may be in flight; the stage's old contents must be
-  /// read.
-  __device__ void load(const void* from, uint32_t bytes) {
-    const uint32_t stage = issued_ % stages;
-    ++issued_;
-    if (lane_id() == 0) {
-      ptx::barrier_expect(&barriers_[stage], bytes);
-      ptx::bulk_load(memory_ + stage * piece, from, bytes, &barriers_[stage]);
-    }
-  }
-  /// Returns the oldest piece, once it has arrived.
-  __device__ std::byte* wait() {
-    const uint32_t stage = taken_ % stages;
-    while (!ptx::barrier_done(&barriers_[stage], (taken_ / stages) & 1)) {
-    }
-    return memory_ + stage * piece;
-  }
-  /// Releases the oldest piece, after all lanes are done with it.
-  __device__ void release() {
-    __syncwarp();
-    ++taken_;
-  }
-
- private:
-  std::byte* memory_;
-  uint64_t* barriers_;
-  uint32_t issued_ = 0, taken_ = 0;
-};
-
-/// Starts a store from shared memory. Stores run in order, in groups.
-__device__ inline void store_piece(std::byte* to, const std::byte* from, uint32_t bytes) {
-  if (lane_id() == 0) ptx::bulk_store(to, from, bytes);
-}
-
-__device__ inline void commit_stores() {
-  if (lane_id() == 0) ptx::bulk_commit();
-}
-
-/// Waits until the shared memory of all but the newest `pending` groups may be overwritten.
-template <int pending>
-__device__ inline void wait_stores_read() {
-  if (lane_id() == 0) ptx::bulk_wait_read<pending>();
-  __syncwarp();
-}
-
-/// Waits until all but the newest `pending` groups have arrived.
-template <int pending>
-__device__ inline void wait_stores() {
-  if (lane_id() == 0) ptx::bulk_wait<pending>();
-  __syncwarp();
-}
-
-/// Orders stores from shared memory after the lanes' earlier writes to it.
-__device__ inline void publish_piece() {
-  ptx::fence_shared_to_bulk();
-  __syncwarp();
-}
-
 /// Orders bulk loads after earlier acquires.
 __device__ inline void open_for_loads() {
   ptx::fence_global_to_bulk();
   __syncwarp();
 }
-
-/// Results that are being stored, several pieces of a row per store, since small stores do not fill a link.
-/// All lanes fill `piece(i)` for each piece i of a row in order; where `complete(i)` is true, the caller
-/// stores all of `stage()` and commits.
-class OutRing {
- public:
-  /// `pieces` pieces per row, each of `bytes` when stored, up to `stage_bytes` per store.
-  __device__ OutRing(std::byte* memory, int pieces, int bytes, int stage_bytes = kOutPiece)
-      : memory_(memory),
-        pieces_(pieces),
-        bytes_(bytes),
-        stage_bytes_(stage_bytes),
-        group_(stage_bytes / bytes) {}
-
-  __device__ std::byte* piece(int i) {
-    const int within = i % group_;
-    if (within == 0) {
-      wait_stores_read<kOutStages - 1>();
-      ++count_;
-    }
-    return stage() + within * bytes_;
-  }
-  __device__ bool complete(int i) const { return (i + 1) % group_ == 0 || i + 1 == pieces_; }
-  /// The first piece in the stage that holds piece i.
-  __device__ int first(int i) const { return i / group_ * group_; }
-  __device__ std::byte* stage() const { return memory_ + (count_ % kOutStages) * stage_bytes_; }
-  __device__ uint32_t number() const { return count_ % kOutStages; }
-
- private:
-  std::byte* const memory_;
-  const int pieces_, bytes_, stage_bytes_, group_;
-  uint32_t count_ = 0;
-};
-
-/// Walks over (token, piece) of the tokens in a mask.
-struct PieceCursor {
-  uint32_t tokens;  ///< bit i: token i of the chunk is still to be visited
-  int piece = 0;
-  __device__ bool done() const { return tokens == 0; }
-  __device__ int token() const { return __ffs(static_cast<int>(tokens)) - 1; }
-  __device__ void advance(int pieces) {
-    if (++piece < pieces) return;
-    piece = 0;
-    tokens &= tokens - 1;
-  }
-};
 
 /// How a row is cut into pieces of at most one stage.
 struct Pieces {
@@ -220,10 +82,6 @@ struct Pieces {
     return piece + 1 < count ? static_cast<uint32_t>(bytes) : static_cast<uint32_t>(total - piece * bytes);
   }
   __device__ int64_t offset(int piece) const { return int64_t{piece} * bytes; }
-  /// Bytes of pieces `first` to `last`.
-  __device__ uint32_t through(int first, int last) const {
-    return static_cast<uint32_t>((last - first) * bytes) + size(last);
-  }
 };
 
 }  // namespace moecomm::gpu

@@ -134,22 +134,6 @@ __device__ void scale_by_pipe(const Comm& comm, const ReceiveArguments& args, ui
       [&] { zero_paddings(comm, args); }, ScaleWork<dtype>(args, row_bytes));
 }
 
-constexpr int32_t kLonePiece = MovePipe<kLoneWorkers>::kPiece;  ///< bytes of a lone worker's piece
-
-/// Pieces of `each` bytes and a rest of `total` bytes, with scales for whole blocks of columns; no longer
-/// than the row.
-__device__ Pieces row_pieces(int64_t total, int32_t each) {
-  return full_pieces(total, min(each, static_cast<int32_t>(total)));
-}
-/// The scales of rows with `values`, an element a byte, rounded up to what bulk copies move.
-__device__ Pieces scale_pieces(const KernelShape& shape, const Pieces& values) {
-  const WireEntry wire = wire_entry(shape.wire);
-  if (wire.scale_columns == 0) return {};
-  const int32_t blocks = (values.bytes + wire.scale_columns - 1) / wire.scale_columns;
-  const int64_t total = (shape.wire_scale_bytes() + 15) / 16 * 16;
-  return row_pieces(total, values.count > 1 ? blocks * wire.scale_bytes : static_cast<int32_t>(total));
-}
-
 /// DequantiseWork for a lone worker.
 template <DType dtype, WireFormat wire>
 class DequantiseAlone {
@@ -160,14 +144,14 @@ class DequantiseAlone {
   __device__ static LoneShape shape_of(const KernelShape& s) {
     const Pieces out = row_pieces(s.row_bytes(), kLonePiece);
     const Pieces values = row_pieces(s.wire_data_bytes(), kLonePiece / 16 * E::kVector);
-    return {values, scale_pieces(s, values), s.wire_data_bytes(), out, true};
+    return LoneShape({values, scale_pieces(s, values), s.wire_data_bytes(), out, {}, 0, false});
   }
   explicit __device__ DequantiseAlone(const LoneShape& shape) : shape_(shape) {}
 
   template <class List>
   __device__ void operator()(std::byte* stage, const List&, int, int piece) {
-    const int vectors = static_cast<int>(shape_.out.size(piece) / 16);
-    const std::byte* const loaded = stage + shape_.loaded;
+    const int vectors = static_cast<int>(shape_.stored(piece) / 16);
+    const std::byte* const loaded = stage + shape_.at;
     const auto* const scales = reinterpret_cast<const typename V::Scale*>(loaded + shape_.pieces.bytes);
 #pragma unroll 4
     for (int v = lane_id(); v < vectors; v += 32)
@@ -187,7 +171,7 @@ class ScaleAlone {
  public:
   __device__ static LoneShape shape_of(const Comm& comm, const ReceiveArguments& args) {
     const Pieces pieces = row_pieces(comm.window.shape.row_bytes(), kLonePiece);
-    return {pieces, args.other != nullptr ? pieces : Pieces{}, 0, pieces, false};
+    return LoneShape({pieces, args.other != nullptr ? pieces : Pieces{}, 0, pieces, {}, 0, true});
   }
   __device__ ScaleAlone(const ReceiveArguments& args, const LoneShape& shape)
       : scales_(args.scales != nullptr), shape_(shape) {}
@@ -231,7 +215,7 @@ class ScalesAlone {
  public:
   __device__ static LoneShape shape_of(const KernelShape& s) {
     const Pieces values = row_pieces(s.wire_data_bytes(), kLonePiece);
-    return {values, scale_pieces(s, values), s.wire_data_bytes(), values, false};
+    return LoneShape({values, scale_pieces(s, values), s.wire_data_bytes(), values, {}, 0, true});
   }
   __device__ ScalesAlone(const KernelShape& shape, const ReceiveArguments& args, const LoneShape& pieces)
       : args_(args), pieces_(pieces), bytes_(shape.wire_scale_bytes()) {}
@@ -239,8 +223,8 @@ class ScalesAlone {
   template <class List>
   __device__ void operator()(std::byte* stage, const List& list, int entry, int piece) {
     if (bytes_ == 0) return;
-    const int64_t offset = pieces_.second.offset(piece);
-    const auto bytes = static_cast<uint32_t>(min(int64_t{pieces_.second.size(piece)}, bytes_ - offset));
+    const int64_t offset = pieces_.rows.with.offset(piece);
+    const auto bytes = static_cast<uint32_t>(min(int64_t{pieces_.rows.with.size(piece)}, bytes_ - offset));
     for (int at = entry > 0 ? list.ends[entry - 1] : 0; at < list.ends[entry]; ++at) {
       const int64_t row = (list.targets[at] - args_.out) / pieces_.pieces.total;
       std::byte* const to = args_.out_scales + row * bytes_ + offset;

@@ -11,6 +11,7 @@
 // can.
 #pragma once
 
+#include "device/rail.cuh"
 #include "kernels/gpu/common/announcer.cuh"
 #include "kernels/gpu/common/stages.cuh"
 
@@ -75,9 +76,8 @@ struct MovePipe {
   };
 };
 
-static_assert(MovePipe<0>::kThreads == kThreads);
-static_assert(sizeof(MovePipe<0>::Memory) <=
-              sizeof(BlockMemory));  // it replaces the BlockMemory of the sending kernels
+static_assert(kRouteWords * sizeof(int32_t) <= kMostShared);
+static_assert(sizeof(MovePipe<0>::Memory) <= kMostShared);
 static_assert(sizeof(MovePipe<kWorkers>::Memory) <= kMostShared);
 static_assert(sizeof(MovePipe<kLoneWorkers>::Memory) <= kMostShared);
 
@@ -127,34 +127,65 @@ struct MoveShape : PipeShape {
   }
   __device__ uint32_t stored(int piece) const { return row_stored > 0 ? row_stored : pieces.size(piece); }
   __device__ int64_t place(int piece) const { return pieces.offset(piece); }
+  __device__ void signal(uint64_t* flag, uint64_t epoch) const { device::relaxed_signal(flag, epoch); }
 };
 
-/// The same for lone workers. With a piece of a row a piece of its scales is loaded, or of another row.
-struct LoneShape : MoveShape {
-  Pieces second;   ///< of what is loaded behind the piece
-  int64_t from;    ///< where it begins in a row; 0: it is another row
-  int32_t loaded;  ///< where a stage holds what is loaded
-  Pieces out;      ///< of what is stored, which is at the stage's beginning
+inline constexpr int32_t kLonePiece = MovePipe<kLoneWorkers>::kPiece;  ///< bytes of a lone worker's piece
 
-  /// Rows that are loaded in `first` and `second`. Pieces are no longer than a row.
-  __device__ LoneShape(const Pieces& first, const Pieces& behind, int64_t at, const Pieces& stored,
-                       bool apart)
-      : MoveShape{PipeShape(first.bytes, kLone, kStages), 0, true},
-        second(behind),
-        from(at),
-        loaded(apart ? stored.bytes : 0),
-        out(stored) {
-    pieces = first;
-    stage_bytes = (loaded + first.bytes + second.bytes + 127) / 128 * 128;
-    stages = min(kMaxStages, max(3, kStages / stage_bytes));
+/// `total` bytes in pieces of at most `each`, so that no block of columns with one scale is split.
+__device__ inline Pieces row_pieces(int64_t total, int32_t each) {
+  return full_pieces(total, min(each, static_cast<int32_t>(total)));
+}
+/// The scales, if there are any, of rows in the wire format with `values`, which have an element a byte;
+/// rounded up to what bulk copies move.
+__device__ inline Pieces scale_pieces(const KernelShape& shape, const Pieces& values) {
+  const WireEntry wire = wire_entry(shape.wire);
+  if (wire.scale_columns == 0) return {};
+  const auto total = static_cast<int32_t>((shape.wire_scale_bytes() + 15) / 16 * 16);
+  return row_pieces(total, values.count > 1 ? values.bytes / wire.scale_columns * wire.scale_bytes : total);
+}
+
+/// What lone workers load and store of a row, by pieces.
+struct LoneRows {
+  Pieces loaded, with;    ///< what is loaded, and behind it: its scales, or another row
+  int64_t with_at;        ///< where the scales begin in the row; 0: it is another row
+  Pieces stored, scales;  ///< what is stored from the stage's beginning on, and scales behind that
+  int64_t scales_at;      ///< where these begin in the row
+  bool in_place;          ///< what is loaded is at the stage's beginning too
+};
+
+/// The same for lone workers. `sent`: where rows are for other nodes, the numbers of those for each.
+struct LoneShape : MoveShape {
+  LoneRows rows;
+  int32_t at;  ///< where a stage holds what is loaded
+  const Comm* comm = nullptr;
+  const int32_t* sent = nullptr;
+
+  explicit __device__ LoneShape(const LoneRows& of, int bytes = MovePipe<kLoneWorkers>::kBytes)
+      : MoveShape{PipeShape(of.loaded.bytes, of.loaded.bytes, bytes), 0, true},
+        rows(of),
+        at(of.in_place ? 0 : of.stored.bytes + of.scales.bytes) {
+    pieces = rows.loaded;
+    const int used = max(at + pieces.bytes + rows.with.bytes, rows.stored.bytes + rows.scales.bytes);
+    stage_bytes = (used + 127) / 128 * 128;
+    stages = min(kMaxStages, max(3, min(bytes, MovePipe<kLoneWorkers>::kBytes) / stage_bytes));
   }
   /// True where one worker takes all pieces, since the products of pieces of a row are added in their order.
-  __device__ bool in_order() const { return pieces.count > 1 && second.count > 0 && from == 0; }
-  __device__ uint32_t stored(int piece) const { return out.size(piece); }
-  __device__ int64_t place(int piece) const { return out.offset(piece); }
-
- private:
-  static constexpr int kLone = MovePipe<kLoneWorkers>::kPiece, kStages = MovePipe<kLoneWorkers>::kBytes;
+  __device__ bool in_order() const { return pieces.count > 1 && rows.with.count > 0 && rows.with_at == 0; }
+  __device__ uint32_t stored(int piece) const { return rows.stored.size(piece); }
+  __device__ int64_t place(int piece) const { return rows.stored.offset(piece); }
+  /// The flag that stands for row `number` of those for another node.
+  __device__ static uint64_t* staged(int32_t other, int32_t number) {
+    return reinterpret_cast<uint64_t*>(uintptr_t{static_cast<uint32_t>(number)} << 16 |
+                                       static_cast<uint32_t>(other << 1 | 1));
+  }
+  __device__ void signal(uint64_t* flag, uint64_t epoch) const {
+    const auto word = reinterpret_cast<uintptr_t>(flag);
+    if ((word & 1) == 0) return device::relaxed_signal(flag, epoch);
+    const auto other = static_cast<int32_t>(word >> 1 & 0x7fff);
+    device::row_staged(*comm, comm->window.shape.wire, other, static_cast<int32_t>(word >> 16),
+                       __ldcg(sent + other), epoch);
+  }
 };
 
 /// The lister's side of a unit. All lanes call every function.
@@ -172,7 +203,8 @@ class MoveLister {
   }
   /// Adds the rows of a round of tokens. Each lane gives the address of its token's row and, if `wanted`, a
   /// place for it. The places of a row are in lane order.
-  __device__ void add(const TokenLanes& map, const std::byte* source, bool wanted, std::byte* target) {
+  __device__ void add(const TokenLanes& map, const std::byte* source, bool wanted, std::byte* target,
+                      const std::byte* other = nullptr) {
     const uint32_t places = __ballot_sync(0xffffffffu, wanted), below = (1u << lane_id()) - 1;
     if (wanted) now().targets[targets_ + __popc(places & below)] = target;
     const bool row = map.leads() && (places & map.lanes) != 0;
@@ -182,6 +214,7 @@ class MoveLister {
       now().sources[at] = source;
       now().ends[at] = targets_ + __popc(places & (below | map.lanes));
       if (Pipe::kWorks) now().products[at] = nullptr;
+      if (Pipe::kAlone) now().others[at] = other;
     }
     entries_ += __popc(rows);
     targets_ += __popc(places);
@@ -213,6 +246,8 @@ class MoveLister {
     targets_ += __popc(places);
   }
   __device__ bool empty() const { return entries_ == 0; }
+  /// True if a token with `each` places more has room in the list.
+  __device__ bool has_room(int each) const { return entries_ < kMoveTokens && targets_ + each <= kMoveWords; }
   /// Hands the list over; its first `flags` flags are filled in. Bulk copies then load what the lanes have
   /// acquired.
   __device__ void hand_over(int flags, bool is_last = false) {
@@ -264,15 +299,15 @@ __device__ void load_entries(typename MovePipe<workers>::Unit& unit, const Shape
         const std::byte* const from = list.sources[entry];
         uint64_t* const full = &unit.full[mine.stage];
         if constexpr (MovePipe<workers>::kAlone) {
-          const std::byte* const second = shape.from > 0 ? from + shape.from : list.others[entry];
-          const uint32_t bytes = shape.pieces.size(piece),
-                         behind = shape.second.total > 0 ? shape.second.size(piece) : 0;
-          std::byte* const to = unit.stages + mine.stage * shape.stage_bytes + shape.loaded;
-          ptx::barrier_expect(full, bytes + behind);
-          ptx::bulk_load(to, from + shape.pieces.offset(piece), bytes, full, policy);
-          if (behind > 0)
-            ptx::bulk_load(to + shape.pieces.bytes, second + shape.second.offset(piece), behind, full,
-                           policy);
+          const LoneRows& rows = shape.rows;
+          const std::byte* const other = rows.with_at > 0 ? from + rows.with_at : list.others[entry];
+          const uint32_t bytes = rows.loaded.size(piece),
+                         with = rows.with.count > 0 ? rows.with.size(piece) : 0;
+          std::byte* const to = unit.stages + mine.stage * shape.stage_bytes + shape.at;
+          ptx::barrier_expect(full, bytes + with);
+          ptx::bulk_load(to, from + rows.loaded.offset(piece), bytes, full, policy);
+          if (with > 0)
+            ptx::bulk_load(to + rows.loaded.bytes, other + rows.with.offset(piece), with, full, policy);
         } else if (MovePipe<workers>::kWorks && from == nullptr) {
           ptx::barrier_arrive(full);
         } else {
@@ -292,11 +327,12 @@ __device__ void load_entries(typename MovePipe<workers>::Unit& unit, const Shape
 
 /// Flags of lists, set when earlier stores have completed, several lists at a time: the fence before them
 /// takes as long as storing a row or a few. One thread.
-template <int workers>
+template <int workers, class Shape>
 class LateFlags {
  public:
   using Pipe = MovePipe<workers>;
-  __device__ LateFlags(typename Pipe::Unit& unit, uint64_t epoch) : unit_(unit), epoch_(epoch) {}
+  __device__ LateFlags(typename Pipe::Unit& unit, const Shape& shape, uint64_t epoch)
+      : unit_(unit), shape_(shape), epoch_(epoch) {}
 
   /// Adds a flag that follows all committed groups.
   __device__ void add(uint64_t* flag) {
@@ -331,11 +367,12 @@ class LateFlags {
     };
     if (!in_place()) return;
     ptx::fence_sys();
-    for (; in_place(); ++begin_) device::relaxed_signal(unit_.flags[begin_ % Pipe::kFlags], epoch_);
+    for (; in_place(); ++begin_) shape_.signal(unit_.flags[begin_ % Pipe::kFlags], epoch_);
     bytes_ = 0;
   }
 
   typename Pipe::Unit& unit_;
+  const Shape& shape_;
   const uint64_t epoch_;
   uint32_t begin_ = 0, end_ = 0, committed_ = 0, bytes_ = 0;
 };
@@ -347,7 +384,7 @@ __device__ __noinline__ void store_entries(typename MovePipe<workers>::Unit& uni
   constexpr int64_t kPatience = 6'000;  // cycles without a further row after which flags are set
   constexpr int kHeld = 2;              // stages that stores may still read
   const uint64_t policy = ptx::line_policy(shape.pass);
-  LateFlags<workers> flags(unit, epoch);
+  LateFlags<workers, Shape> flags(unit, shape, epoch);
   StageCursor cursor, oldest;
   int held = 0;
   const auto release = [&](int keep) {
@@ -380,6 +417,10 @@ __device__ __noinline__ void store_entries(typename MovePipe<workers>::Unit& uni
         const std::byte* const stage = unit.stages + cursor.stage * shape.stage_bytes;
         for (int at = first; at < end; ++at)
           ptx::bulk_store(list.targets[at] + shape.place(piece), stage, bytes, policy);
+        if constexpr (MovePipe<workers>::kAlone)
+          for (int at = first; at < end && shape.rows.scales.count > 0; ++at)
+            ptx::bulk_store(list.targets[at] + shape.rows.scales_at + shape.rows.scales.offset(piece),
+                            stage + shape.rows.stored.bytes, shape.rows.scales.size(piece), policy);
         ptx::bulk_commit();
         if constexpr (MovePipe<workers>::kWorks && !MovePipe<workers>::kAlone)
           if (end > first && list.products[entry] != nullptr) {
