@@ -89,7 +89,8 @@ __device__ bool wait_routed(const Comm& comm, Operation operation, uint64_t epoc
 /// Sends this rank's rows, or only those that reuse another's memory, by lone workers. Whole block.
 template <Way way, class Work>
 __device__ void send_alone(const Comm& comm, const SendArguments& args, uint64_t epoch, std::byte* shared) {
-  LoneShape shape(Work::rows(comm.window.shape, args.x_scales != nullptr), stage_bytes<kLoneWorkers>(args));
+  const LoneRows rows = Work::rows(comm.window.shape, args.x_scales != nullptr);
+  LoneShape shape = Work::kChanges ? LoneShape(rows) : LoneShape(rows, stage_bytes<kLoneWorkers>(args));
   if constexpr (way == Way::nodes) {
     const PlanView plan{args.plan, comm.plan_fields};
     shape.comm = &comm;
@@ -102,6 +103,8 @@ __device__ void send_alone(const Comm& comm, const SendArguments& args, uint64_t
   run_move_pipe<kLoneWorkers>(
       shared, shape, epoch,
       [&](MoveLister<kLoneWorkers>& pipe) {
+        if constexpr (way == Way::whole && Work::kChanges)
+          if (lists_hold(comm.window.shape, most_owners(comm))) return list_own(comm, args, epoch, pipe);
 #pragma unroll 1
         for (int pass = 0; pass < passes; ++pass)
           list_chunks<way>(comm, args, epoch, shape.rows,

@@ -48,6 +48,7 @@ class QuantiseAlone {
   using V = WireVector<dtype, wire>;
 
  public:
+  static constexpr bool kChanges = true;
   __device__ static LoneRows rows(const KernelShape& s, bool) {
     const Pieces loaded = row_pieces(s.row_bytes(), kLonePiece);
     const Pieces values = row_pieces(s.wire_data_bytes(), kLonePiece / 16 * E::kVector);

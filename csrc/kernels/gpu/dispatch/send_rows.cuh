@@ -14,6 +14,7 @@ enum class Reach { node, others };
 /// Sends rows as they are, with the scales that the caller gives. For lone workers.
 class CopyAlone {
  public:
+  static constexpr bool kChanges = false;
   __device__ static LoneRows rows(const KernelShape& s, bool scales) {
     const Pieces values = row_pieces(s.wire_data_bytes(), kLonePiece);
     return {values, {}, 0, values, scales ? scale_pieces(s, values) : Pieces{}, s.wire_data_bytes(), true};
