@@ -144,25 +144,32 @@ def _lost_store_told(phase: str) -> Iterator[None]:
 
 
 _calls_of: defaultdict[Ranks, Iterator[int]] = defaultdict(itertools.count)
+_NAMED_BY_COUNT = torch.__version__ >= "2.14"
+_FIRST_COUNT = 1 << 40  # more groups than torch ever counts
 
 
 def new_group(ranks: Ranks) -> Group:
     """Makes a process group of some ranks of the job, which call it together; no other rank takes part.
 
-    torch names such a group by its ranks and by the number of groups that the calling rank is in, and ranks
-    with different numbers would wait for each other for ever. So ranks exchange these numbers, and a rank
-    with fewer groups makes groups of itself alone until it has as many.
+    torch names such a group by its ranks and by a number, and ranks with different numbers would wait for
+    each other for ever. Since 2.14 that is torch's count of groups, which all ranks of the job have to keep
+    equal: here it is the number of such calls meanwhile. Before, it is the number of groups that a rank is
+    in: ranks exchange these, and a rank with fewer makes groups of itself alone until it has as many.
 
     Raises PeerTimeout (after `MOECOMM_TIMEOUT`) for a rank that does not call.
     """
-    rank, phase = dist.get_rank(), f"making a group of ranks {ranks}"
-    store = PrefixStore(f"moecomm.subgroup/{ranks}/{next(_calls_of[ranks])}", _get_default_store())
+    rank, phase, call = dist.get_rank(), f"making a group of ranks {ranks}", next(_calls_of[ranks])
+    store = PrefixStore(f"moecomm.subgroup/{ranks}/{call}", _get_default_store())
     with _lost_store_told(phase):
         store.set(str(rank), str(len(_world.pg_names)))
         _meet(store, ranks, phase)
         most = max(int(store.get(str(each))) for each in ranks)
-    while len(_world.pg_names) < most:
+    while not _NAMED_BY_COUNT and len(_world.pg_names) < most:
         dist.new_group([rank], use_local_synchronization=True)
-    group = dist.new_group(list(ranks), use_local_synchronization=True)
+    before, _world.group_count = _world.group_count, _FIRST_COUNT + call
+    try:
+        group = dist.new_group(list(ranks), use_local_synchronization=True)
+    finally:
+        _world.group_count = before
     assert isinstance(group, dist.ProcessGroup)
     return group

@@ -8,17 +8,19 @@ import copy
 import dataclasses
 import functools
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed import distributed_c10d as c10d
 from torch.distributed.tensor import DTensor
 from torch.testing import assert_close
 
@@ -34,7 +36,7 @@ from moecomm.nn import (
     sync_gradients,
     update_expert_bias,
 )
-from moecomm.parallel import ParallelFolding
+from moecomm.parallel import ParallelFolding, meshes
 from moecomm.parallel.expert_ranks import require_experts_in_node_order
 from moecomm.parallel.meshes import new_group
 from tests.multirank.catching import refused
@@ -442,10 +444,35 @@ def test_replicas_beside_groups_of_some_ranks(rank: int, world_size: int, seed: 
     with layer.comm:
         run(layer, *tokens_of(rank, Case(), seed))
         sync_gradients(layer)
+    _make_pairs(rank)
+
+
+def _make_pairs(rank: int) -> None:
     for ranks in ((0, 2), (1, 3)), ((0, 3), (1, 2)), ((0, 2), (1, 3)):
         total, mine = torch.tensor(10.0**rank), next(each for each in ranks if rank in each)
         dist.all_reduce(total, group=new_group(mine))
         assert total == sum(10.0**each for each in mine)
+
+
+def _name_by_count(ranks: Sequence[int], use_hashed_name: bool) -> str:
+    """Names a process group as torch does from 2.14 on."""
+    count = c10d._world.group_count
+    c10d._world.group_count += 1
+    return f"{'_'.join(map(str, ranks))} {count}" if use_hashed_name else str(count)
+
+
+@on_ranks(4)
+def test_groups_that_torch_names_by_its_count(rank: int, world_size: int) -> None:
+    """Groups of some ranks leave torch's count of groups as it is, by which it names those that all make."""
+    named = mock.patch.object(c10d, "_process_group_name", _name_by_count)
+    with named, mock.patch.object(meshes, "_NAMED_BY_COUNT", True):
+        dist.new_group([0, 1])
+        if rank != 3:
+            new_group((0, 1, 2))
+        _make_pairs(rank)
+        total = torch.tensor(1.0)
+        dist.all_reduce(total, group=dist.new_group())
+        assert total == world_size
 
 
 @on_ranks(2, MOECOMM_TIMEOUT="1")

@@ -17,11 +17,10 @@ import pytest
 from moecomm.device import cuda_driver
 from moecomm.device.cuda_driver import DriverError
 from moecomm.errors import MoecommError, OutOfMemory, Unsupported
+from moecomm.setup import symmetric_memory
 from moecomm.setup.rendezvous import Rendezvous
 from moecomm.setup.symmetric_memory import SymmetricMemory
 from tests.fake_cuda import GRANULARITY, FakeDriver, Result
-
-PACKAGE = Path(cuda_driver.__file__).parent
 
 
 def _build(fake: FakeDriver, size: int = 1000, device: int = 0) -> SymmetricMemory:
@@ -196,8 +195,9 @@ def test_facts_of_a_gpu() -> None:
 def test_the_real_bindings_have_every_name_used() -> None:
     """The real bindings have all calls, structs and enums; the fake's parameters compare the signatures."""
     api = pytest.importorskip("cuda.bindings.driver")
-    for file in ("cuda_driver.py", "symmetric.py"):
-        for node in ast.walk(ast.parse((PACKAGE / file).read_text())):
+    for module in (cuda_driver, symmetric_memory):
+        file = Path(module.__file__)
+        for node in ast.walk(ast.parse(file.read_text())):
             name = None
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 name = node.value if node.value.isidentifier() and node.value.startswith("cu") else None
@@ -209,13 +209,13 @@ def test_the_real_bindings_have_every_name_used() -> None:
                     continue
                 if name.startswith(("CU_", "CUDA_")):
                     continue  # of an enum that a local variable stands for
-            assert name is None or hasattr(api, name), f"{file} uses {name}"
+            assert name is None or hasattr(api, name), f"{file.name} uses {name}"
 
 
 def test_importing_the_package_does_not_load_the_bindings() -> None:
     """The bindings load the driver library, and an installation for the CPU has neither."""
     for module in ("moecomm.setup.symmetric_memory", "moecomm.device.cuda_driver", "moecomm.setup.discovery"):
         importlib.import_module(module)
-    tree = ast.parse((PACKAGE / "cuda_driver.py").read_text())
+    tree = ast.parse(Path(cuda_driver.__file__).read_text())
     imported = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
     assert not [name for name in imported if name.startswith("cuda")]
