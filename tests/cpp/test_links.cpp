@@ -14,6 +14,7 @@
 #include <cmath>
 #include <cstring>
 #include <functional>
+#include <future>
 #include <memory>
 #include <thread>
 #include <vector>
@@ -25,6 +26,11 @@ using namespace moecomm;
 using namespace moecomm::tcp;
 using namespace moecomm::tcp::test_rail;
 using test::throws;
+
+std::atomic<bool> endless = false;  // every socket always has more to read
+extern "C" ssize_t recv(int fd, void* to, size_t bytes, int flags) {
+  return endless ? static_cast<ssize_t>(bytes) : recvfrom(fd, to, bytes, flags, nullptr, nullptr);
+}
 
 namespace {
 
@@ -227,6 +233,16 @@ TEST(close_loses_nothing) {
     const std::vector<LinkEvent> after = take(*rail.links[2], 1);
     CHECK(after.size() == 1 && after[0].peer == 1 && after[0].message == (LinkMessage{4, 1, 2, 5}));
   }
+}
+
+// Bytes that never end do not hold it up past its deadline.
+TEST(close_while_a_peer_sends) {
+  Rail rail(2);
+  rail.connect();
+  endless = true;
+  const auto closing = std::async(std::launch::async, [&] { rail.links[0]->close(0.2); });
+  CHECK(closing.wait_for(std::chrono::seconds(5)) == std::future_status::ready);
+  endless = false;
 }
 
 // Also where the reader still sends to the one that has ended, and so breaks the link, before it reads.

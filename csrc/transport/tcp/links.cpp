@@ -193,17 +193,15 @@ void Links::drop(int32_t peer, const std::string& why, std::vector<LinkEvent>& e
 
 // -- the end ---------------------------------------------------------------------------------------------
 
-// True when the peer's host has received everything, or never will.
+// True when the peer's host has received everything, or never will. It reads once, so that a peer that sends
+// without end does not keep close() from its deadline.
 bool Links::settled(Link& link) noexcept {
   if (!link.fd || link.error != 0) return true;
   // Unread bytes would turn the close into a reset, which can overtake what was sent.
-  for (;;) {
-    std::array<std::byte, 4096> ignored;
-    const ssize_t count = recv(link.fd.get(), ignored.data(), ignored.size(), MSG_DONTWAIT);
-    if (count > 0 || (count < 0 && errno == EINTR)) continue;
-    if (count == 0 || (errno != EAGAIN && errno != EWOULDBLOCK)) return true;
-    break;
-  }
+  std::array<std::byte, 1 << 16> ignored;
+  const ssize_t count = recv(link.fd.get(), ignored.data(), ignored.size(), MSG_DONTWAIT);
+  if (count > 0 || (count < 0 && errno == EINTR)) return false;
+  if (count == 0 || (errno != EAGAIN && errno != EWOULDBLOCK)) return true;
   int unacknowledged = 0;
   return ioctl(link.fd.get(), SIOCOUTQ, &unacknowledged) != 0 || unacknowledged == 0;
 }
