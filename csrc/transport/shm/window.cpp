@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <csignal>
 #include <filesystem>
 #include <system_error>
 #include <utility>
@@ -31,11 +32,13 @@ std::string random_name() {
 /// Removes windows whose owner was killed while they had a name: only a living process holds their lock.
 void remove_left_behind() {
   std::error_code ignored;
-  for (const auto& entry : std::filesystem::directory_iterator(kShmFolder, ignored)) {
-    if (!entry.path().filename().string().starts_with(kPrefix)) continue;
-    const Descriptor fd = Descriptor::open(
-        [&] { return ::open(entry.path().c_str(), O_RDWR | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK); });
-    if (fd && flock(fd.get(), LOCK_EX | LOCK_NB) == 0) ::unlink(entry.path().c_str());
+  std::filesystem::directory_iterator entry(kShmFolder, ignored);
+  for (; entry != std::filesystem::directory_iterator(); entry.increment(ignored)) {
+    const std::filesystem::path& path = entry->path();
+    if (!path.filename().string().starts_with(kPrefix)) continue;
+    const Descriptor fd =
+        Descriptor::open([&] { return ::open(path.c_str(), O_RDWR | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK); });
+    if (fd && flock(fd.get(), LOCK_EX | LOCK_NB) == 0) ::unlink(path.c_str());
   }
 }
 
@@ -105,9 +108,15 @@ void Window::map() {
 }
 
 void Window::commit(int64_t offset, int64_t bytes) {
+  // Signals wait: one ends the call, which then begins anew, so that a steady stream of them could keep it
+  // from ever ending.
+  sigset_t all, before;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);
   int error;
   do error = posix_fallocate(fd_.get(), offset, bytes);
-  while (error == EINTR);
+  while (error == EINTR);  // where the process was stopped
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
   if (error == 0) return;
   errno = error;
   if (error != ENOSPC && error != ENOMEM && error != EDQUOT && error != EFBIG)
