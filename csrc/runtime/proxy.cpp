@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <exception>
+#include <new>
 #include <utility>
 
 #include "common/start_thread.hpp"
@@ -425,7 +426,7 @@ void Proxy::tell_failures(Clock::time_point now) {
   }
 }
 
-void Proxy::lose(int32_t other, Cause cause, const std::string& text) {
+void Proxy::lose(int32_t other, Cause cause, std::string_view text) {
   Inbound& in = inbound_[other];
   outbound_[other].gone = true;
   if (cause == Cause::ended) transport_->forget(NodeMap::node_of_other(other, node_));
@@ -433,7 +434,12 @@ void Proxy::lose(int32_t other, Cause cause, const std::string& text) {
   in.gone = true;
   {
     const std::lock_guard lock(reasons_mutex_);
-    reasons_[NodeMap::node_of_other(other, node_)] = text;
+    std::string& reason = reasons_[NodeMap::node_of_other(other, node_)];
+    try {
+      reason = text;
+    } catch (const std::bad_alloc&) {  // the loss is told all the same
+      reason = "out of memory";        // short enough to need none
+    }
   }
   signals_.deliver_gone(rail(other), cause);
 }

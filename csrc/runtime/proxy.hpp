@@ -15,6 +15,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <string_view>
 #include <thread>
 #include <vector>
 
@@ -116,7 +117,7 @@ class Proxy {
   void suspect(int32_t other, const std::string& text);
   void put_done(uint64_t context);
   void tell_failures(Clock::time_point now);
-  void lose(int32_t other, Cause cause, const std::string& text);
+  void lose(int32_t other, Cause cause, std::string_view text);
   void say_goodbye(bool busy);
   bool finished() const;
   int32_t rail(int32_t other) const {
