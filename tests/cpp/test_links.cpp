@@ -14,7 +14,6 @@
 #include <cmath>
 #include <cstring>
 #include <functional>
-#include <future>
 #include <memory>
 #include <thread>
 #include <vector>
@@ -27,9 +26,9 @@ using namespace moecomm::tcp;
 using namespace moecomm::tcp::test_rail;
 using test::throws;
 
-std::atomic<bool> endless = false;  // every socket always has more to read
+std::atomic<int> endless = 0;  // above 0: so many times every socket has more to read
 extern "C" ssize_t recv(int fd, void* to, size_t bytes, int flags) {
-  return endless ? static_cast<ssize_t>(bytes) : recvfrom(fd, to, bytes, flags, nullptr, nullptr);
+  return endless > 0 && --endless > 0 ? bytes : recvfrom(fd, to, bytes, flags, nullptr, nullptr);
 }
 
 namespace {
@@ -239,10 +238,9 @@ TEST(close_loses_nothing) {
 TEST(close_while_a_peer_sends) {
   Rail rail(2);
   rail.connect();
-  endless = true;
-  const auto closing = std::async(std::launch::async, [&] { rail.links[0]->close(0.2); });
-  CHECK(closing.wait_for(std::chrono::seconds(5)) == std::future_status::ready);
-  endless = false;
+  endless = 100'000'000;
+  rail.links[0]->close(0.2);
+  CHECK(endless.exchange(0) > 0);
 }
 
 // Also where the reader still sends to the one that has ended, and so breaks the link, before it reads.

@@ -4,10 +4,8 @@
 
 #include <atomic>
 #include <chrono>
-#include <cstdlib>
 #include <future>
 #include <memory>
-#include <new>
 #include <optional>
 #include <thread>
 #include <vector>
