@@ -20,6 +20,20 @@ struct Rail {
   int64_t chunk_rows, chunks, arrival_flags, ids_bytes, counts_bytes;  ///< sizes from the layout's shape
   uint64_t commands;
 
+  /// `memory`: a rank's window of this layout, as its kernels see it.
+  static Rail of(const WindowLayout& layout, int32_t rank, std::byte* memory) {
+    const WindowShape& s = layout.shape;
+    return {s.nodes().node_of(rank),
+            s.nodes().nodes() - 1,
+            memory,
+            layout,
+            s.chunk_rows(),
+            s.chunks(s.max_tokens),
+            s.arrival_flags(),
+            s.most_ids_bytes(),
+            s.counts_bytes(),
+            s.commands()};
+  }
   template <class T = std::byte>
   __device__ T* at(int64_t offset) const {
     return reinterpret_cast<T*>(memory + offset);

@@ -159,22 +159,10 @@ void DeviceCommunicator::connect(const std::vector<uintptr_t>& bases, const std:
 }
 
 device::Rail DeviceCommunicator::rail() const {
-  device::Rail rail{};
-  rail.node = nodes_.node_of(config_.rank);
-  rail.others = nodes_.nodes() - 1;
-  if (rail.others == 0) return rail;
+  if (nodes_.nodes() == 1) return {};
   void* memory = nullptr;
   check_cuda(cudaHostGetDevicePointer(&memory, base(), 0), "cudaHostGetDevicePointer");
-  const WindowShape& shape = control_layout_.shape;
-  rail.memory = static_cast<std::byte*>(memory);
-  rail.layout = control_layout_;
-  rail.chunk_rows = shape.chunk_rows();
-  rail.chunks = shape.chunks(shape.max_tokens);
-  rail.arrival_flags = shape.arrival_flags();
-  rail.ids_bytes = shape.most_ids_bytes();
-  rail.counts_bytes = shape.counts_bytes();
-  rail.commands = shape.commands();
-  return rail;
+  return device::Rail::of(control_layout_, config_.rank, static_cast<std::byte*>(memory));
 }
 
 std::string DeviceCommunicator::gpu_bus_id() const {

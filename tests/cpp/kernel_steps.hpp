@@ -5,7 +5,9 @@
 #include <algorithm>
 #include <bit>
 #include <numeric>
+#include <optional>
 #include <random>
+#include <utility>
 #include <vector>
 
 #include "kernels/gpu/common/arguments.hpp"
@@ -48,6 +50,7 @@ struct Shape {
   int steps;
   int least_tokens = 0;  ///< if more, no rank is without tokens
   int max_tokens = 0;    ///< of the window; 0: as many as come
+  int nodes = 1;
 };
 
 /// What a rank brings to a step, and what its experts answer.
@@ -118,8 +121,8 @@ inline Step make_step(const Shape& shape, Random& random) {
     step.inputs.push_back(std::move(input));
   }
   const auto fits = [](const Input& each) { return each.tokens > 0 && each.tokens <= gpu::kMostFusedTokens; };
-  step.by_token =
-      step.weighted && std::all_of(step.inputs.begin(), step.inputs.end(), fits) && draw(random, 0, 1);
+  step.by_token = step.weighted && shape.nodes == 1 &&
+                  std::all_of(step.inputs.begin(), step.inputs.end(), fits) && draw(random, 0, 1);
   if (!step.by_rank() && draw(random, 0, 2) == 0) step.groups = step.alignment = 1;
   for (const Input& input : step.inputs) step.groups += step.groups > 0 ? input.tokens : 0;
   for (int rank = 0; rank < shape.ranks; ++rank) {
@@ -174,19 +177,25 @@ inline Step make_step(const Shape& shape, Random& random) {
   return step;
 }
 
-/// The sum of a token's answers: of each rank first, rounded, then of the ranks in their order. `bounds`: how
-/// far from it the sum is at most, if those of the ranks travel in fp8.
+/// The sum of a token's answers: of each rank first, rounded, then of the ranks of each other node, rounded,
+/// then of these and of the ranks here in their order. `bounds`: how far from it the sum is at most, if those
+/// of ranks and nodes travel in fp8.
 inline Rows expected_sum(const Shape& shape, const Step& step, int home, int token,
                          std::vector<float>* bounds = nullptr) {
   const Input& input = step.inputs[static_cast<size_t>(home)];
+  const int local = shape.ranks / shape.nodes;
   Rows out(static_cast<size_t>(shape.hidden));
   if (bounds != nullptr) bounds->assign(static_cast<size_t>(shape.hidden), 0);
   for (int64_t column = 0; column < shape.hidden; ++column) {
-    float total = 0;
-    bool first_owner = true;
+    std::optional<float> total, of_node;  // the first value keeps the sign of its zero
+    const auto add = [&](std::optional<float>& to, float value) {
+      to = to ? *to + value : value;
+      // Three bits of a value are kept, or of small ones a step of 2^-9 / 448 of the largest in the block.
+      if (bounds != nullptr) (*bounds)[static_cast<size_t>(column)] += std::abs(value) / 12 + 0.05f;
+    };
     for (int owner = 0; owner < shape.ranks; ++owner) {
-      float sum = 0;
-      bool owns = false, first = true;
+      std::optional<float> sum;
+      bool owns = false;
       for (int k = 0; k < shape.top_k; ++k) {
         const int64_t id = input.ids[static_cast<size_t>(token * shape.top_k + k)];
         if (id < 0 || id / shape.experts_each != owner) continue;
@@ -196,18 +205,13 @@ inline Rows expected_sum(const Shape& shape, const Step& step, int home, int tok
         const Input& at = step.inputs[static_cast<size_t>(owner)];
         float value = widened(at.answers[static_cast<size_t>(row * shape.hidden + column)]);
         if (step.weighted) value = value * at.factors[static_cast<size_t>(row)];
-        sum = first ? value : sum + value;
-        first = false;
+        sum = sum ? *sum + value : value;
         if (step.by_rank()) break;
       }
-      if (!owns) continue;
-      const float share = widened(rounded(sum));
-      // Three bits of a value are kept, or of small ones a step of 2^-9 / 448 of the largest in the block.
-      if (bounds != nullptr) (*bounds)[static_cast<size_t>(column)] += std::abs(share) / 12 + 0.05f;
-      total = first_owner ? share : total + share;
-      first_owner = false;
+      if (owns) add(owner / local == home / local ? total : of_node, widened(rounded(sum.value_or(0))));
+      if (of_node && (owner + 1) % local == 0) add(total, widened(rounded(*std::exchange(of_node, {}))));
     }
-    out[static_cast<size_t>(column)] = rounded(total);
+    out[static_cast<size_t>(column)] = rounded(total.value_or(0));
   }
   return out;
 }

@@ -2,13 +2,15 @@
 // beside each other, against sums and copies that are made here one after the other. Each rank draws for each
 // operation whether one kernel does all of it or two do, how many blocks they have, and how these divide it:
 // whatever the others do, results have the same bits. Where tokens take turns in the staging section, those
-// that wait for room are sent by a third kernel. Ranks do not wait for each other between operations.
+// that wait for room are sent by a third kernel. Ranks do not wait for each other between operations. Between
+// nodes blocks relay rows and sums, and proxies put them through a network of threads.
 #include <cuda_runtime.h>
 
 #include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <memory>
+#include <optional>
 #include <thread>
 #include <vector>
 
@@ -18,6 +20,10 @@
 #include "kernels/gpu/common/announcer.cuh"
 #include "kernels/gpu/common/arguments.hpp"
 #include "kernels/gpu/common/pipe.cuh"
+#include "loopback.hpp"
+#include "rail.hpp"
+#include "runtime/proxy.hpp"
+#include "transport/shm/window.hpp"
 
 using namespace moecomm;
 using namespace moecomm::steps;
@@ -43,7 +49,12 @@ class Rank {
     memory_.resize(static_cast<size_t>(window_.total_bytes) / sizeof(Line) + 1);
     comm.window = window_.with_wire(shape.wire);
     comm.rank = rank;
-    comm.local_ranks = shape.ranks;
+    const NodeMap nodes = shape.nodes();
+    comm.local_ranks = nodes.local_ranks;
+    comm.first_rank = comm.bases.first_rank = nodes.first(nodes.node_of(rank));
+    const WindowLayout layout = WindowLayout::make(host_window_shape(shape));
+    host_window_ = shm::Window::create(layout.total_bytes, layout.committed_bytes);
+    comm.rail = device::Rail::of(layout, rank, host_base());
     comm.derive();
     comm.own = base();
     comm.host = &status_;
@@ -54,6 +65,18 @@ class Rank {
     comm.state().epoch = (uint64_t{1} << 32) - 3;
   }
   std::byte* base() { return reinterpret_cast<std::byte*>(memory_.data()); }
+  std::byte* host_base() { return host_window_.base(); }
+
+  /// Starts the proxy. `hosts`: the host windows of all ranks.
+  void connect(const std::vector<std::byte*>& hosts, std::unique_ptr<Transport> network,
+               std::unique_ptr<tcp::Links> links) {
+    const auto first = hosts.begin() + comm.first_rank;
+    const std::vector<int64_t> pids(static_cast<size_t>(comm.local_ranks), getpid());
+    signals_.emplace(comm.rail.layout, std::vector(first, first + comm.local_ranks), rank_, pids, 60, 8);
+    proxy_.emplace(comm.rail.layout, rank_, host_base(), *signals_, std::move(network), std::move(links), 60,
+                   comm.state().epoch + 1);
+  }
+  bool close() { return !proxy_ || proxy_->close(true); }
 
   /// A step of this rank, and a check of all that it gives.
   void play(const Shape& shape, const Step& step) {
@@ -124,9 +147,10 @@ class Rank {
            });
   }
 
-  static bool may_fuse(int64_t tokens) {
-    return gpu::in_one_kernel(tokens, gpu::kMostFusedTokens) && tokens > 0;
+  bool may_fuse(int64_t tokens) const {
+    return comm.rail.others == 0 && gpu::in_one_kernel(tokens, gpu::kMostFusedTokens) && tokens > 0;
   }
+  int some_relays() { return comm.rail.others > 0 ? draw(random_, 1, 3) : 0; }
   gpu::Launch launch(CUstream_st& stream, int blocks, bool overlapped = false) {
     return {&stream, blocks, overlapped, false};
   }
@@ -157,10 +181,12 @@ class Rank {
     const bool few = gpu::routes_few(comm.window.shape, sent.tokens, gpu::kRouteWords);
     sent.route_blocks = few ? 1 : draw(random_, 1, 3);
     const int planners = draw(random_, 0, 1);
-    sent.plan_block = planners * sent.route_blocks;
-    const int senders = draw(random_, 1, 3);
+    const int relays = sent.relay_blocks = some_relays();
+    sent.plan_block = planners * (sent.route_blocks + relays);
+    const int senders = draw(random_, 1, 3) + relays;
     received.senders = waits ? senders : 0;
-    if (dispatch) gpu::launch_dispatch_route(launch(main_, sent.route_blocks + planners), comm, sent);
+    if (dispatch)
+      gpu::launch_dispatch_route(launch(main_, sent.route_blocks + planners + relays), comm, sent);
     gpu::launch_dispatch_send<WireFormat::same>(launch(main_, senders, dispatch), comm, sent);
     if (waits && gives_up_) {
       gpu::launch_abandon(launch(main_, 1, true), comm, sent.operation, sent.tokens, false);
@@ -186,7 +212,7 @@ class Rank {
                    const Receive& receive) {
     const bool dropless = sent.operation == Operation::dispatch && sent.capacity < 0;
     gpu::ReceiveArguments offered = received;
-    offered.offered = dropless && sent.tokens <= comm.window.stage_tokens;
+    offered.offered = dropless && comm.rail.others == 0 && sent.tokens <= comm.window.stage_tokens;
     const bool enough = !offered.offered || received.rows == 0 || draw(random_, 0, 1) == 0;
     if (!enough) offered.rows = draw(random_, 0, static_cast<int>(received.rows) - 1);
     if (!enough && received.layout == RowLayout::expert) offered.positions = offered.rows;
@@ -287,7 +313,8 @@ class Rank {
       args.parts = draw(random_, 1, gpu::sum_strips(shape.hidden * 2));
       gpu::launch_combine_fused(launch(main_, draw(random_, 2, 5)), comm, args);
     } else {
-      gpu::launch_combine_reduce(launch(main_, draw(random_, 1, 3)), comm, args);
+      args.relay_blocks = some_relays();
+      gpu::launch_combine_reduce(launch(main_, draw(random_, 1, 3) + args.relay_blocks), comm, args);
       gpu::launch_combine_sum(launch(main_, draw(random_, 1, 3), true), comm, args);
     }
     main_.join();
@@ -368,6 +395,9 @@ class Rank {
   const int rank_;
   const DeviceWindow window_;
   std::vector<Line> memory_;
+  shm::Window host_window_;
+  std::optional<shm::Signals> signals_;
+  std::optional<Proxy> proxy_;
   std::vector<int32_t> plan_;
   std::vector<Line> host_ = std::vector<Line>(sizeof(HostStatus) / sizeof(Line) + 8);
   HostStatus& status_ = *reinterpret_cast<HostStatus*>(host_.data());
@@ -386,12 +416,26 @@ std::vector<std::unique_ptr<Rank>> make_ranks(const Shape& shape, Random& random
   device.dtype = DType::bfloat16;
   device.wire = WireFormat::same;
   device.whole_sources = 0;  // but there is room for 64 tokens of each rank
+  const int local = device.ranks_per_node = shape.ranks / shape.nodes;
   std::vector<std::unique_ptr<Rank>> ranks;
   for (int rank = 0; rank < shape.ranks; ++rank)
     ranks.push_back(std::make_unique<Rank>(device, rank, random()));
   for (const auto& each : ranks)
-    for (int peer = 0; peer < shape.ranks; ++peer)
-      each->comm.bases.of[peer] = ranks[static_cast<size_t>(peer)]->base();
+    for (int i = 0; i < local; ++i)
+      each->comm.bases.of[i] = ranks[static_cast<size_t>(each->comm.first_rank + i)]->base();
+  std::vector<std::byte*> hosts;
+  for (const auto& each : ranks) hosts.push_back(each->host_base());
+  for (int rail = 0; shape.nodes > 1 && rail < local; ++rail) {
+    tcp::test_rail::Rail links(shape.nodes);
+    links.connect();
+    std::vector<std::shared_ptr<test::Loopback::Port>> ports;
+    for (int rank = rail; rank < shape.ranks; rank += local)
+      ports.emplace_back(new test::Loopback::Port)->base = hosts[rank];
+    for (int node = 0; node < shape.nodes; ++node)
+      ranks[node * local + rail]->connect(
+          hosts, std::make_unique<test::Loopback>(ports, node, random(), draw(random, 1, 8)),
+          std::move(links.links[node]));
+  }
   return ranks;
 }
 
@@ -402,6 +446,7 @@ void play(const Shape& shape, const std::vector<std::unique_ptr<Rank>>& ranks,
   for (const auto& each : ranks)
     threads.emplace_back([&] {
       for (const Step& step : steps) each->play(shape, step);
+      CHECK(each->close());
     });
   for (std::thread& thread : threads) thread.join();
 }
@@ -425,6 +470,15 @@ void play_failures(Random& random) {
   while (!step.by_token || step.disagrees() || step.given_up) step = make_step(shape, random);
   play(shape, ranks, {step});
   for (int i = 0; i < 30; ++i) ranks[0]->fail_combine(shape, step);
+}
+
+/// Plays a step whose rows all go through, twice, between two nodes of two ranks.
+void play_nodes(Random& random) {
+  const Shape shape{4, 2, 3, 72, 6, 2, 1, 0, 2};
+  const auto ranks = make_ranks(shape, random);
+  Step step = make_step(shape, random);
+  while (step.disagrees() || step.given_up) step = make_step(shape, random);
+  play(shape, ranks, {step, step});
 }
 
 /// Claims take each token of a source once, in pieces that begin at a multiple of their size; the first ones
@@ -469,5 +523,6 @@ int main() {
   for (int i = 0; seen.watched == 0 && i < 40; ++i) seen.add(play({2, 3, 2, 8, 4, 6, 1}, random));
   CHECK(seen.watched > 0);
   play_failures(random);
+  play_nodes(random);
   return test::finish();
 }
