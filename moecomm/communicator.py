@@ -123,12 +123,13 @@ class Communicator(_Planned):
         num_sms: int | None = None,
         timeout: float | timedelta | None = None,
         _alike: dict[str, str] | None = None,
+        _error: MoecommError | None = None,
     ) -> None:
         self._backend: Backend | None = None
         group = as_group(group)
         if group is None and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
-        error: MoecommError | None = None
+        error = _error  # one that a layer has found in its arguments before
         seconds, place, env = checks.DEFAULT_TIMEOUT, torch.device("cpu"), Env()
         rendezvous = Rendezvous(group, seconds)
         size = rendezvous.size
@@ -142,7 +143,7 @@ class Communicator(_Planned):
             num_sms = checks.check_num_sms(num_sms, place)
             checks.check_formats(place, hidden, dtype, wire, combine_wire, gradient_wire)
         except MoecommError as failed:
-            error = failed
+            error = error or failed
         arguments = {
             "num_experts": num_experts,
             "hidden": hidden,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 from typing import Any
@@ -46,7 +47,7 @@ class MoELayer(nn.Module):
     Args:
         config: sizes, routing and balancing, the same on all ranks.
         comm: the communicator, which many layers may share; under a folding, one made by `make_communicator`.
-            None: the layer builds one, and raises MismatchedArguments on all ranks if their configs differ.
+            None: the layer builds one; configs that differ, or a wrong argument of one rank, raise on all.
         group: the ranks that share out the experts, a process group or a DeviceMesh of one dimension; None:
             all ranks.
         mesh, ep_dim: in place of `group`, a DeviceMesh and the name of its dimension.
@@ -103,23 +104,24 @@ class MoELayer(nn.Module):
         loss_group: AnyGroup | None = None,
     ) -> None:
         super().__init__()
-        for name, value, kind in (("config", config, MoEConfig), ("comm", comm, Communicator)):
-            if not isinstance(value, kind) and (value is not None or name == "config"):
-                raise InvalidArgument(f"{name} is a {type(value).__name__}, must be a {kind.__name__}")
-        if loss_group is not None and (folding is not None or config.aux_loss != "global"):
-            raise InvalidArgument(
-                f"loss_group is {loss_group!r}, must be None with a folding, and without aux_loss='global'"
-            )
-        if folding is not None:
-            expert_ranks.require_folding(config, folding, group or mesh, experts)
-        if experts is not None:
-            adopt_experts(experts, config)
-        self.overlap = OverlapConfig() if overlap is None else overlap
         group = expert_ranks.expert_group(group, mesh, ep_dim)
         together = comm is None  # with a comm one rank may build its layer alone, after a restart
+        with expert_ranks.told(group, folding) if together else contextlib.nullcontext():
+            for name, value, kind in (("config", config, MoEConfig), ("comm", comm, Communicator)):
+                if not isinstance(value, kind) and (value is not None or name == "config"):
+                    raise InvalidArgument(f"{name} is a {type(value).__name__}, must be a {kind.__name__}")
+            if loss_group is not None and (folding is not None or config.aux_loss != "global"):
+                raise InvalidArgument(
+                    f"loss_group is {loss_group!r}, must be None with a folding, and without "
+                    "aux_loss='global'"
+                )
+            if folding is not None:
+                expert_ranks.require_folding(config, folding, group, experts)
+            self.overlap = OverlapConfig() if overlap is None else overlap
+            if experts is not None:
+                adopt_experts(experts, config)
+                refuse_own_settings(self.overlap)
         if comm is None:
-            if max_tokens is None:
-                raise InvalidArgument("max_tokens is None, must be given when no comm is passed")
             alike = values_that_agree(config) | {"nodes": repr(nodes)}
             comm = expert_ranks.build_communicator(
                 config, group, folding, max_tokens=max_tokens, _alike=alike
@@ -174,8 +176,6 @@ class MoELayer(nn.Module):
             )
         self.shared = SharedExperts(config, device=weights_on) if config.num_shared_experts else None
         self.capacity = received_rows_bound(config, comm) if config.pad_to_capacity else None
-        if self._own_experts:
-            refuse_own_settings(self.overlap)
         prepare_layer(comm.device, config.dtype)
         self._waits_on_host = False
         self._deferred, self._recorded = Deferred(), RecordedStages()

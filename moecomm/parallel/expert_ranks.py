@@ -12,6 +12,8 @@ parts of experts 0 and 1, as the communicator's experts 2 and 3. A choice of exp
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -35,16 +37,32 @@ SEQUENCE = "tp-cp"
 
 
 def build_communicator(
-    config: Any, group: AnyGroup | None, folding: ParallelFolding | None, *, max_tokens: int, **options: Any
+    config: Any, group: AnyGroup | None, folding: ParallelFolding | None, *, max_tokens: Any, **options: Any
 ) -> Communicator:
     """Builds the communicator of a layer on `group`, or on the ranks of a folding. options: those of
     Communicator."""
     if folding is not None:
-        require_fit(config, folding)
+        with told(group, folding):
+            require_fit(config, folding)
         make_groups(folding)
         group = folding.group(LAYER)
     sizes = _sizes(config, 1 if folding is None else folding.etp)
     return Communicator(group, **sizes, max_tokens=max_tokens, dtype=config.dtype, **options)
+
+
+@contextlib.contextmanager
+def told(group: AnyGroup | None, folding: Any) -> Iterator[None]:
+    """A context whose InvalidArgument other ranks raise too, while they build a layer's communicator on
+    `group` or the ranks of `folding`. A value that is no folding is not told: its ranks are not known."""
+    try:
+        yield
+    except InvalidArgument as error:
+        if isinstance(folding, ParallelFolding):
+            make_groups(folding)
+            group = folding.group(LAYER)
+        elif folding is not None:
+            raise
+        Communicator(group, num_experts=0, hidden=0, top_k=0, max_tokens=0, _error=error)
 
 
 def make_groups(folding: ParallelFolding) -> None:

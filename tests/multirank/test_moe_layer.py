@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.nn import Linear
 from torch.testing import assert_close
 
 from moecomm import Communicator
 from moecomm.nn import MoEConfig, MoELayer, OverlapConfig, is_expert_parameter, set_loss_scale
+from moecomm.parallel import ParallelFolding
 from tests.multirank.catching import refused
 from tests.multirank.conftest import Pools
 from tests.multirank.moe_cases import (
@@ -312,6 +315,28 @@ def test_a_bad_input_on_one_rank_is_refused_on_all(rank: int, world_size: int) -
         call = partial(layer, *(bad if rank == 1 else (good, None)))
         refused(call, begins=text if rank == 1 else f"rank 1: {text}")
         assert layer(torch.ones(4, 16)).isfinite().all()
+
+
+@on_ranks(2)
+def test_a_layer_that_one_rank_cannot_build_is_refused_on_all(rank: int, world_size: int) -> None:
+    """Long before the others' deadline. The next layer can be built."""
+    config, folding = MoEConfig(**SIZES), ParallelFolding(world_size=2, ep=2)
+    own = {"experts": Linear(16, 16), "overlap": OverlapConfig(keep="rows")}
+    for guilty in (0, 1):
+        for text, bad in {
+            "config is a NoneType": {"config": None},
+            "max_tokens is None": {"max_tokens": None},
+            "loss_group is 3": {"loss_group": 3},
+            "overlap is True": {"overlap": True},
+            "experts is int": {"experts": 3},
+            "OverlapConfig.keep is 'rows'": own,
+            "group (or mesh) is given by folding": {"folding": folding, "group": dist.group.WORLD},
+            "num_experts is 9": {"folding": folding, "config": replace(config, num_experts=9)},
+        }.items():
+            others = {"folding": folding} if "folding" in bad else {}
+            given: Any = {"config": config, "max_tokens": 8, **(bad if rank == guilty else others)}
+            refused(lambda: MoELayer(**given), begins=text if rank == guilty else f"rank {guilty}: {text}")  # noqa: B023
+    assert MoELayer(config, max_tokens=8)(torch.ones(4, 16)).isfinite().all()
 
 
 def test_layer_and_communicator_must_agree() -> None:
