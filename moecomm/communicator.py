@@ -159,8 +159,11 @@ class Communicator(_Planned):
             "MOECOMM_WHOLE_SOURCES": whole_sources(env),
             **(_alike or {}),  # arguments that a layer compares between its ranks, by name
         }
-        with rendezvous:
-            backend = make_backend(place, rendezvous, arguments, error, dtype, num_sms)
+        try:
+            with rendezvous:
+                backend = make_backend(place, rendezvous, arguments, error, dtype, num_sms)
+        finally:
+            del error, _error  # its traceback has this frame
         self._group = GroupReference(group)
         self.rank: int = rendezvous.rank
         self.size: int = rendezvous.size

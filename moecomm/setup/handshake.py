@@ -87,7 +87,10 @@ def handshake(
             **facts(),
         }
 
-    messages = rendezvous.step("construction: arguments", describe_self)
+    try:
+        messages = rendezvous.step("construction: arguments", describe_self)
+    finally:
+        error = None  # its traceback has the function above
     for rank, other in enumerate(messages):
         if other.get("version") != messages[0].get("version"):
             raise MismatchedArguments(

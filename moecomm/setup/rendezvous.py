@@ -13,9 +13,11 @@ import secrets
 import socket
 import threading
 import time
+import traceback
 from collections import defaultdict
 from collections.abc import Callable
 from datetime import timedelta
+from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
@@ -107,7 +109,9 @@ class Rendezvous:
             )
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, error: object, trace: TracebackType | None) -> None:
+        # The error is a variable of some of its frames: this cycle would keep the connection to the store.
+        traceback.clear_frames(trace)
         if self._store is not None:
             _building[self._name].release()
 

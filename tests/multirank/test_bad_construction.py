@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -16,6 +17,7 @@ import torch.distributed as dist
 
 import moecomm
 from moecomm.backends import cpu
+from moecomm.setup.rendezvous import Rendezvous
 from tests import oracle
 from tests.cases import Case
 from tests.fabric import needs_fabric
@@ -95,6 +97,27 @@ def test_too_little_shared_memory_is_said_before_allocating(rank: int, world_siz
     assert "MemoryError" in error.bases and str(error.available) in error.text
     assert error.needed == needed and 0 < error.available < needed
     return a_good_one(rank)
+
+
+@on_ranks(2)
+def test_a_failed_construction_leaves_no_connection_to_the_store(rank: int, world_size: int) -> None:
+    """It is gone with the error, not with a garbage collection."""
+    gc.collect()
+    gc.disable()
+    try:
+        for guilty, bad, name in (
+            ({0}, {"num_experts": 7}, "InvalidArgument"),
+            ({0, 1}, {"num_experts": 7}, "InvalidArgument"),
+            ({0}, {"hidden": 12}, "MismatchedArguments"),
+            ({rank}, {"timeout": 0.3}, "PeerTimeout"),
+        ):
+            if name == "PeerTimeout" and rank == 1:
+                continue
+            given = {**GOOD, **(bad if rank in guilty else {})}
+            refused(partial(moecomm.Communicator, **given), name=name)
+            assert not [each for each in gc.get_objects() if isinstance(each, Rendezvous)]
+    finally:
+        gc.enable()
 
 
 @on_ranks(2)
