@@ -104,6 +104,18 @@ def require_number(name: str, value: Any, holds: Callable[[float], bool], bound:
     return number
 
 
+def require_ascending(name: str, values_N: torch.Tensor, most: int, first: int | None = None) -> None:
+    """Raises InvalidArgument unless the values ascend from `first` (None: any from 0 on) to at most `most`.
+    Does nothing where the host would wait for them, or does not know them."""
+    if values_N.device.type != "cpu" or torch.compiler.is_compiling() or not _has_memory(values_N):
+        return
+    least, highest = 0, most if first is None else first
+    for place, value in enumerate(values_N.tolist()):
+        if not least <= value <= highest:
+            raise InvalidArgument(f"{name}[{place}] is {value}, must be from {least} to {highest}")
+        least, highest = value, most
+
+
 def require_module(model: Any) -> None:
     """Raises InvalidArgument if `model` is no module."""
     if not isinstance(model, torch.nn.Module):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from moecomm.arguments import require_integer, weight_dtype
+from moecomm.arguments import require_ascending, require_integer, weight_dtype
 from moecomm.autograd.in_place import has_main_grad, keep_main_grad
 from moecomm.backends.opened import call_or_tell
 from moecomm.communicator import Communicator
@@ -157,7 +157,8 @@ class GroupedExperts(nn.Module):
         has_tail: bool = True,
         run: Run | None = None,
     ) -> Tensor:
-        """Computes the experts on grouped rows; returns (P, H). Raises InvalidArgument.
+        """Computes the experts on grouped rows; returns (P, H). Raises InvalidArgument, but not for offsets
+        that descend or exceed P on a GPU, for which the host would wait: results are unspecified then.
 
         rows_PH: (P, H) of the weights' dtype, grouped by local expert; offsets_L: (L,) int32 inclusive ends
         of groups; weights_P: (P,) float32 (float64 for float64 rows) routing weights. Rows past offsets[-1]
@@ -168,15 +169,13 @@ class GroupedExperts(nn.Module):
         if run is not None:
             return run(rows_PH)
         if not isinstance(offsets_L, Tensor):
-            kind = type(offsets_L).__name__
-            raise InvalidArgument(f"offsets are {kind}, must be a tensor of the ends of the groups of rows")
+            raise InvalidArgument(f"offsets are {type(offsets_L).__name__}, must be a tensor of groups' ends")
         # Outside of autocast, also what parametrizations compute for the weights.
         with torch.autocast(rows_PH.device.type, enabled=False):
             _require_rows(rows_PH, self.config.hidden, self.w_in)
-            if tuple(offsets_L.shape) != (self.num_local_experts,):
-                raise InvalidArgument(
-                    f"offsets have shape {tuple(offsets_L.shape)}, must be ({self.num_local_experts},)"
-                )
+            if offsets_L.shape != (wanted := (self.num_local_experts,)):
+                raise InvalidArgument(f"offsets have shape {tuple(offsets_L.shape)}, must be {wanted}")
+            require_ascending("offsets", offsets_L, rows_PH.shape[0])
             offsets_L = offsets_L.to(torch.int32)
             real_P1 = _real_rows(rows_PH, offsets_L) if has_tail else None
             # where() before the experts zeroes the tail's gradient, after them its value; multiplying NaN by

@@ -249,6 +249,9 @@ def test_refuses(seed: int) -> None:
         experts(torch.zeros(3, 16, dtype=torch.float64), offsets)
     with pytest.raises(InvalidArgument, match=r"offsets have shape \(3,\), must be \(4,\)"):
         experts(torch.zeros(3, 16), offsets[:3])
+    for ends in ([1, 2, 0, 3], [1, 2, 4, 4]):
+        with pytest.raises(InvalidArgument, match=rf"offsets\[2\] is {ends[2]}, must be from 2 to 3"):
+            experts(torch.zeros(3, 16), torch.tensor(ends))
     with pytest.raises(InvalidArgument, match=r"offsets are list, must be a tensor"):
         experts(torch.zeros(3, 16), [3, 3, 3, 3])
     with pytest.raises(InvalidArgument, match=r"first_expert is 3, expected an integer from 0 to 2"):
