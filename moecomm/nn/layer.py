@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import math
 from typing import Any
@@ -106,15 +105,13 @@ class MoELayer(nn.Module):
         super().__init__()
         group = expert_ranks.expert_group(group, mesh, ep_dim)
         together = comm is None  # with a comm one rank may build its layer alone, after a restart
-        with expert_ranks.told(group, folding) if together else contextlib.nullcontext():
+        with expert_ranks.told(group, folding, comm):
             for name, value, kind in (("config", config, MoEConfig), ("comm", comm, Communicator)):
                 if not isinstance(value, kind) and (value is not None or name == "config"):
                     raise InvalidArgument(f"{name} is a {type(value).__name__}, must be a {kind.__name__}")
             if loss_group is not None and (folding is not None or config.aux_loss != "global"):
-                raise InvalidArgument(
-                    f"loss_group is {loss_group!r}, must be None with a folding, and without "
-                    "aux_loss='global'"
-                )
+                only = "None with a folding, and without aux_loss='global'"
+                raise InvalidArgument(f"loss_group is {loss_group!r}, must be {only}")
             if folding is not None:
                 expert_ranks.require_folding(config, folding, group, experts)
             self.overlap = OverlapConfig() if overlap is None else overlap
@@ -122,10 +119,8 @@ class MoELayer(nn.Module):
                 adopt_experts(experts, config)
                 refuse_own_settings(self.overlap)
         if comm is None:
-            alike = values_that_agree(config) | {"nodes": repr(nodes)}
-            comm = expert_ranks.build_communicator(
-                config, group, folding, max_tokens=max_tokens, _alike=alike
-            )
+            same = values_that_agree(config) | {"nodes": repr(nodes)}
+            comm = expert_ranks.build_communicator(config, group, folding, max_tokens=max_tokens, _alike=same)
         elif group is not None or max_tokens is not None:
             raise InvalidArgument(
                 "group (or mesh) and max_tokens are given by comm, must be None when comm is passed"
@@ -264,7 +259,9 @@ class MoELayer(nn.Module):
             x: (T, H), or (B, S, H) for B sequences of S tokens; any float dtype. The result has the same.
             seq_len: length of the sequences in a (T, H) input, for aux_loss="sequence".
             cu_seqlens: in place of it, (N + 1,) int32 or int64: the starts of N packed sequences among the
-                tokens, from 0 on, and the last end.
+                tokens, from 0 on, and the last end; tokens past it are of no sequence. Where their values
+                are used, others (descending, above T) raise on a CPU; on a GPU, for which the host does not
+                wait, and in a compiled graph, the loss and the router's gradients are NaN.
             mask: (T,) or (B, S) bool, False for padding, which only shared experts see (docs/layer.md).
             topk_idx: (T, K) or (B, S, K) int32 or int64: the experts of the tokens, chosen in another forward
                 (`Routing.chosen_TK`). A token whose ids are all -1 is routed by its scores.
@@ -373,9 +370,8 @@ class MoELayer(nn.Module):
             return routing
         again = plans.choices.pop(0)
         if getattr(router.forward, "__func__", None) is TopKRouter.forward:
-            routing = router(x_TH, seq_len, **given, again=again)
-        else:
-            routing = router(x_TH, seq_len, **given)
+            given = {**given, "again": again}
+        routing = router(x_TH, seq_len, **given)
         same = routing.topk_idx_TK is again.kept_TK or (
             x_TH.is_cuda and torch.cuda.is_current_stream_capturing()
         )

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moecomm.arguments import check_balancing, described, require_integer, require_mask
+from moecomm.arguments import check_balancing, described, require_ascending, require_integer, require_mask
 from moecomm.errors import InvalidArgument, InvalidRouting, MismatchedArguments, PeerLost, of_peer
 from moecomm.parallel import ParallelFolding
 from moecomm.parallel.expert_ranks import SEQUENCE, STAGE
@@ -84,9 +84,14 @@ def expert_sums(
         probs_SE = probs_TE.view(count, length, num_experts).sum(dim=1)
         tokens_S = real_T.view(count, length).sum(dim=1)
     else:
+        require_ascending("cu_seqlens", cu_seqlens, num_tokens, first=0)
+        # Where that cannot look, the loss is NaN, and so are its gradients.
+        falls = (cu_seqlens.long().diff() < 0).any()
+        wrong = falls | (cu_seqlens[0] != 0) | (cu_seqlens[-1] > num_tokens)
         # An additional row takes the tokens past the last sequence.
         count, of_T = cu_seqlens.shape[0] - 1, torch.bucketize(token_T, cu_seqlens[1:], right=True)
         probs_SE = probs_TE.new_zeros(count + 1, num_experts).index_add(0, of_T, probs_TE)[:count]
+        probs_SE = probs_SE * probs_SE.new_ones(()).masked_fill(wrong, torch.nan)
         tokens_S = real_T.new_zeros(count + 1).index_add(0, of_T, real_T)[:count]
     chosen_TK = topk_idx_TK.to(torch.int64)
     ones_TK = (chosen_TK >= 0) * real_T.unsqueeze(1)
@@ -116,9 +121,9 @@ def load_balancing_loss(
         cu_seqlens: in place of it, (S + 1,) integers: the starts of S sequences, from 0 on, and the last end.
         mask_T: (T,) bool, False for tokens that do not count (padding).
 
-    Raises InvalidArgument for other shapes, devices and dtypes, for a sequence_len that does not divide T,
-    and for one beside cu_seqlens; InvalidRouting for other ids. Where those are on a GPU, for which the host
-    does not wait, or the call is compiled, the loss is NaN.
+    Raises InvalidArgument for other shapes, devices and dtypes, a sequence_len that does not divide T or is
+    beside cu_seqlens, and cu_seqlens that descend or are not from 0 to at most T; InvalidRouting for other
+    ids. For values on a GPU, for which the host does not wait, or in a compiled call, the loss is NaN.
     """
     check_balancing(probs_TE, topk_idx_TK, sequence_len, cu_seqlens)
     wrong_TK = (topk_idx_TK < -1) | (topk_idx_TK >= probs_TE.shape[1])
@@ -193,8 +198,7 @@ class SequenceSums(StepCounts):
         that their mean over ranks is that of a single process. Raises MismatchedArguments, on all of these
         ranks, for different numbers of sequences."""
         self.exchanges += 1
-        own = int(sums.tokens_S.shape[0])
-        count = own
+        own = count = int(sums.tokens_S.shape[0])
         if not (sums.tokens_S.is_cuda and torch.cuda.is_current_stream_capturing()):
             seen = torch.tensor([own, -(own or 1 << 60)], device=sums.tokens_S.device)
             most, least = self._all_reduce(seen, dist.ReduceOp.MAX).tolist()

@@ -42,7 +42,7 @@ def build_communicator(
     """Builds the communicator of a layer on `group`, or on the ranks of a folding. options: those of
     Communicator."""
     if folding is not None:
-        with told(group, folding):
+        with told(group, folding, None):
             require_fit(config, folding)
         make_groups(folding)
         group = folding.group(LAYER)
@@ -51,17 +51,17 @@ def build_communicator(
 
 
 @contextlib.contextmanager
-def told(group: AnyGroup | None, folding: Any) -> Iterator[None]:
+def told(group: AnyGroup | None, folding: Any, comm: Any) -> Iterator[None]:
     """A context whose InvalidArgument other ranks raise too, while they build a layer's communicator on
-    `group` or the ranks of `folding`. A value that is no folding is not told: its ranks are not known."""
+    `group` or the ranks of `folding`; not with a `comm`, nor of a value that is no folding."""
     try:
         yield
     except InvalidArgument as error:
-        if isinstance(folding, ParallelFolding):
+        if comm is not None or not (folding is None or isinstance(folding, ParallelFolding)):
+            raise
+        if folding is not None:
             make_groups(folding)
             group = folding.group(LAYER)
-        elif folding is not None:
-            raise
         Communicator(group, num_experts=0, hidden=0, top_k=0, max_tokens=0, _error=error)
 
 

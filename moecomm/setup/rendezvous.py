@@ -17,7 +17,6 @@ import traceback
 from collections import defaultdict
 from collections.abc import Callable
 from datetime import timedelta
-from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
@@ -109,9 +108,9 @@ class Rendezvous:
             )
         return self
 
-    def __exit__(self, kind: object, error: object, trace: TracebackType | None) -> None:
+    def __exit__(self, *raised: Any) -> None:
         # The error is a variable of some of its frames: this cycle would keep the connection to the store.
-        traceback.clear_frames(trace)
+        traceback.clear_frames(raised[2])
         if self._store is not None:
             _building[self._name].release()
 

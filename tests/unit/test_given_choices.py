@@ -317,6 +317,19 @@ def test_tokens_past_the_last_sequence_are_of_none(seed: int) -> None:
     assert_close(packed, load_balancing_loss(probs[:4], idx[:4], 2))
 
 
+@pytest.mark.parametrize("starts", [[0, 9, 4, 20], [2, 20], [-1, 20], [0, 21]])
+def test_wrong_sequences_that_the_host_cannot_see_give_nan(starts: list[int], seed: int) -> None:
+    """As on GPUs: in the loss and in the gradients, also where only these reach the model."""
+    probs, ends = torch.rand(20, 3).softmax(dim=1), torch.tensor([0, 20])
+    idx = torch.randint(0, 3, (20, 1))
+    loss = torch.compile(load_balancing_loss, backend="eager")
+    assert_close(loss(probs, idx, cu_seqlens=ends), load_balancing_loss(probs, idx))
+    probs.requires_grad_()
+    found = loss(probs, idx, cu_seqlens=torch.tensor(starts))
+    found.backward()
+    assert found.isnan() and probs.grad is not None and probs.grad.isnan().any()
+
+
 IDS = torch.zeros(TOKENS, 2, dtype=torch.int64)
 
 
@@ -330,6 +343,9 @@ IDS = torch.zeros(TOKENS, 2, dtype=torch.int64)
         ({"topk_idx": IDS[:, :1]}, r"topk_idx has shape \(20, 1\), must be \(20, 2\)"),
         ({"cu_seqlens": torch.ones(2)}, r"cu_seqlens is torch\.float32, must be torch\.int32 or"),
         ({"cu_seqlens": IDS}, r"cu_seqlens has shape \(20, 2\), must be \(sequences \+ 1,\)"),
+        ({"cu_seqlens": torch.tensor([0, 9, 4, 20])}, r"cu_seqlens\[2\] is 4, must be from 9 to 20"),
+        ({"cu_seqlens": torch.tensor([2, 20])}, r"cu_seqlens\[0\] is 2, must be from 0 to 0"),
+        ({"cu_seqlens": torch.tensor([0, 21])}, r"cu_seqlens\[1\] is 21, must be from 0 to 20"),
         ({"cu_seqlens": torch.tensor([0, 20]), "seq_len": 5}, "seq_len is 5, must be None with cu_seqlens"),
         ({"topk_idx": IDS + torch.tensor([0, 4])}, "4"),
         ({"topk_idx": IDS - torch.tensor([0, 2])}, "4"),
