@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.integrations import moe
 
+from moecomm.backends.opened import call_or_tell
 from moecomm.communicator import Communicator
 from moecomm.kernels import quack
 from moecomm.kernels.products import Products, grouped_linear
@@ -91,7 +92,7 @@ class LocalExperts:
             if own_pass:
                 return self._run_pass(shared, x_TH, ids_TK, weights_TK, 1 / batches if in_products else 1.0)
             comm, out = shared.dispatch(x_TH, ids_TK, weights_TK)
-            rows_PH = self._on_rows(out, comm)
+            rows_PH = call_or_tell(comm, self._on_rows, out, comm)
         return comm.combine(rows_PH, out.handle, weights=out.weights)
 
     def _run_pass(

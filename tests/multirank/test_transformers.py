@@ -158,18 +158,22 @@ def test_another_routing_in_a_recompute(rank: int, size: int, seed: int) -> None
         follow()
 
 
+@pytest.mark.parametrize("how", ["eager", "batched_mm"])
 @on_ranks(2)
-def test_an_error_after_the_dispatch(rank: int, size: int, folders: Path, seed: int) -> None:
+def test_an_error_after_the_dispatch(rank: int, size: int, folders: Path, how: str, seed: int) -> None:
     """Experts that fail on one rank, as where a kernel's compiler has no space left: the other is told, and
     does not take it for a batch that is too large."""
     from moecomm.kernels.products import Products
 
-    model: Any = load_parallel(_model(folders, "qwen3_moe"), "moecomm", fsdp_size=2, ep_size=2)
+    options = {"fsdp_size": 2, "ep_size": 2, "experts_implementation": how}
+    model: Any = load_parallel(_model(folders, "qwen3_moe"), "moecomm", **options)
     experts, ids = model.model.layers[0].mlp.experts, torch.tensor([[0, 7], [4, 3]])
     batch = torch.ones(2, 32), ids, torch.ones(2, 2)
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr(Products, "grouped_mm", Mock(side_effect=OSError("no space")))
+            fails = Mock(side_effect=OSError("no space"))
+            patch.setattr(Products, "grouped_mm", fails)
+            patch.setattr(experts.moecomm.local, "_forward", fails)
         with pytest.raises((OSError, InvalidArgument), match="no space"):
             experts(*batch)
     assert experts(*batch).any()
