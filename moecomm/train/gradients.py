@@ -203,11 +203,11 @@ def clip_grad_norm(
             "error_if_nonfinite: leave this step out, on all ranks; nothing was scaled"
         )
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for parameter in trained:
-        gradient = _found_gradient(parameter)
-        if gradient is not None:
-            local = _local(gradient)
-            local.mul_(scale.to(local.device))
+    narrow = scale.float()
+    for local in [_local(each) for each in map(_found_gradient, trained) if each is not None]:
+        # GPUs cast a 0-d scale to 16 bits of the gradient; with one of dimensions they compute in float32.
+        short = local.itemsize == 2 and local.layout is torch.strided
+        local.mul_((narrow.view([1] * local.dim()) if short else scale).to(local.device))
     return norm if any(p.dtype == torch.float64 for p in trained) else norm.float()
 
 

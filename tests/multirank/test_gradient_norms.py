@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from moecomm.nn import MoEConfig, MoELayer, clip_grad_norm, grad_norms, is_expert_parameter, sync_gradients
 from moecomm.parallel import ParallelFolding
@@ -104,9 +105,24 @@ def test_a_norm_that_is_not_finite(rank: int, world: int, value: float, order: f
     assert norms == [str(value)] * 2
 
 
+class _Products(TorchDispatchMode):
+    """Notes in which dtypes GPUs multiply in place: there a number on the device is cast to the other's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: list[torch.dtype] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.mul_.Tensor:
+            self.dtypes.append(torch.result_type(*args))
+        return func(*args, **(kwargs or {}))
+
+
 @on_ranks(1)
 def test_a_scale_that_is_small_for_float16(rank: int, world: int) -> None:
     model = torch.nn.Linear(2, 2, bias=False, dtype=torch.float16)
     model.weight.grad = torch.full_like(model.weight, 60000)
-    clip_grad_norm(model, 1e-3)
+    with _Products() as seen:
+        clip_grad_norm(model, 1e-3)
+    assert seen.dtypes == [torch.float32]
     assert_close(model.weight.grad, torch.full_like(model.weight, 5e-4))
