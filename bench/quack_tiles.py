@@ -136,12 +136,8 @@ def find_tiles(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name, what in (
-        ("hidden", "H"),
-        ("ffn", "F"),
-        ("experts", "local experts"),
-        ("rows", "rows an expert"),
-    ):
+    sizes = {"hidden": "H", "ffn": "F", "experts": "local experts", "rows": "rows an expert"}
+    for name, what in sizes.items():
         parser.add_argument(f"--{name}", type=int, help=what)
     parser.add_argument("--products", nargs="+", choices=ALL, default=ALL, help="(all)")
     options = parser.parse_args()

@@ -60,7 +60,7 @@ def execute(runs: Sequence[Run], files: Mapping[str, Path], commit: str | None) 
         status = launch.run([_options(run, files[run.name], commit) for run in batch])
         done = [run for run in batch if files[run.name].exists()]
         left = batch[len(done) :]
-        if status == 130:
+        if status > 128:
             return
         if left:
             print(f"run_all.py: {left[0].name} failed", file=sys.stderr, flush=True)
@@ -165,13 +165,10 @@ def main() -> int:
         if content["wrong"] or any(each["failed"] for each in content.get("missing", ()))
     ]
     if failed or wrong:
-        print(
-            f"run_all.py: not run or failed: {failed}; wrong or failed in: {wrong}",
-            file=sys.stderr,
-            flush=True,
-        )
+        text = f"run_all.py: not run or failed: {failed}; wrong or failed in: {wrong}"
+        print(text, file=sys.stderr, flush=True)
     return int(bool(failed or wrong))
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(launch.quietly(main))

@@ -270,10 +270,8 @@ class Run:
         issued = time.perf_counter()
         if gpu:
             torch.cuda.synchronize()
-        found = torch.tensor(
-            [(time.perf_counter() - begin) / steps, (issued - begin) / steps], dtype=torch.float64
-        )
-        found = found.to(self._device)
+        took = [(time.perf_counter() - begin) / steps, (issued - begin) / steps]
+        found = torch.tensor(took, dtype=torch.float64, device=self._device)
         dist.all_reduce(found, dist.ReduceOp.MAX)
         self.samples[phase].append(float(found[0]))
         self.host[phase].append(float(found[1]))

@@ -244,10 +244,8 @@ def _derived(program: str, given: dict[str, Any]) -> dict[str, Any]:
     else:
         per_node = _ranks_per_node(given["ranks_per_node"], ranks)
         nodes = ranks // (per_node or ranks)
-        found |= {
-            "ranks_per_node": per_node,
-            "baselines": _baselines(program, device, nodes, given["baselines"]),
-        }
+        baselines = _baselines(program, device, nodes, given["baselines"])
+        found |= {"ranks_per_node": per_node, "baselines": baselines}
         if nodes > 1:
             provider = given["fabric_provider"] or os.environ.get("MOECOMM_FABRIC_PROVIDER")
             interface = os.environ.get("MOECOMM_FABRIC_INTERFACE")

@@ -8,16 +8,35 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 from .command_line import parse
 from .options import Options
 
 _GRACE_S = 3.0  # that the other ranks get to report what they saw, after one has failed
+_UNREAD = 128 + signal.SIGPIPE  # the exit status of what ends with the reader of its output
+
+
+def _is_unread() -> bool:
+    """Returns whether the program that read the output has ended, as `head` does: then there is no news."""
+    output = select.poll()
+    output.register(1, 0)
+    return any(found & select.POLLERR for _, found in output.poll(0))
+
+
+def quietly(main: Callable[[], int]) -> int:
+    """Returns the exit status of `main`. Ends the process without words if nobody reads its output."""
+    try:
+        status = main()
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        os._exit(_UNREAD)  # does not flush once more
 
 
 def leave_multicast_off() -> None:
@@ -32,7 +51,7 @@ def run(plan: Sequence[Options]) -> int:
     """Runs the benchmarks of a plan one after another on one set of ranks, which has to be that of each.
 
     Returns the exit status: 0 if nothing was wrong, 1 if a rank failed or found wrong values, 130 if
-    interrupted.
+    interrupted, 141 if nobody reads the output any more.
     """
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         return _rank(plan, int(os.environ["RANK"]), None)
@@ -59,6 +78,8 @@ def _start(plan: Sequence[Options]) -> int:
             pass
         return 0
     except ProcessExitedException as problem:  # what made a rank fail, it has said itself
+        if _is_unread():
+            return _UNREAD
         if problem.signal_name is not None:
             print(f"{name}: rank {problem.error_index} died of {problem.signal_name}", file=sys.stderr)
         return 1
@@ -100,6 +121,8 @@ def _rank(plan: Sequence[Options], rank: int, port: int | None) -> int:
 
         return max([benchmark(options, rank) for options in plan])
     except Exception as problem:
+        if _is_unread():
+            os._exit(_UNREAD)
         if type(problem).__module__.startswith("moecomm"):  # typed: its text says what to do
             text = f"{type(problem).__name__}: {problem}"
         else:

@@ -174,11 +174,9 @@ def comparison(rows: Sequence[Row]) -> str:
             for name, row in paths.items()
             if row is not own and name != ceiling and "dense" not in name
         ]
-        where = (
-            f"{own['preset']} {own['phase']}"
-            if own.get("preset")
-            else f"top-{own['topk']} of {own['experts']}"
-        )
+        where = f"top-{own['topk']} of {own['experts']}"
+        if own.get("preset"):
+            where = f"{own['preset']} {own['phase']}"
         sms = "" if own["num_sms"] is None else f", {own['num_sms']} SMs"
         line = f"# {own['tokens']} {own['dtype']} {where}{sms}: {own['path']} {own['time_s'] * 1e6:.1f} us"
         if ceiling is not None:

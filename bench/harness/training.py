@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from lm import fitting
 from lm import options as command_line
-from lm.errors import RunError, UsageError
+from lm.errors import UsageError, exit_code
 from lm.flags import Parser, count
 
 from .command_line import file_to_write
@@ -83,15 +83,12 @@ def _steps(plan: Plan) -> int:
 
 
 def main() -> int:
-    try:
-        plan, options = parse(sys.argv[1:])
-        if "LOCAL_RANK" not in os.environ:
-            return _start(options)
-        return _run_rank(plan, options)
-    except (UsageError, RunError) as error:
-        if os.environ.get("RANK", "0") == "0":
-            print(f"train_perf.py: error: {error}", file=sys.stderr, flush=True)
-        return 2 if isinstance(error, UsageError) else 1
+    return exit_code("train_perf.py", _main)
+
+
+def _main() -> int:
+    plan, options = parse(sys.argv[1:])
+    return _run_rank(plan, options) if "LOCAL_RANK" in os.environ else _start(options)
 
 
 def _start(options: command_line.Options) -> int:

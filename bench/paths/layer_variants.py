@@ -13,14 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import moecomm
-from moecomm.nn import (
-    GraphedStep,
-    GroupedExperts,
-    MoEConfig,
-    MoELayer,
-    OverlapConfig,
-    Routing,
-)
+from moecomm.nn import GraphedStep, GroupedExperts, MoEConfig, MoELayer, OverlapConfig, Routing
 
 from ..harness import options as named
 from ..harness import verify

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import select
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -32,11 +34,22 @@ def first_to_say() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
+def _is_unread() -> bool:
+    """Returns whether the program that read the output has ended, as `head` does. Then nothing is said."""
+    output = select.poll()
+    output.register(1, 0)
+    return any(found & select.POLLERR for _, found in output.poll(0))
+
+
 def exit_code(program: str, run: Callable[[], int]) -> int:
     """Returns the result of `run` as the exit code for the shell; prints an error and returns its code."""
     try:
         return run()
-    except (UsageError, RunError) as error:
+    except Exception as error:
+        if _is_unread():
+            os._exit(128 + signal.SIGPIPE)
+        if not isinstance(error, (UsageError, RunError)):
+            raise
         if first_to_say():
             print(f"{program}: error: {error}", file=sys.stderr, flush=True)
         return 2 if isinstance(error, UsageError) else 1

@@ -72,7 +72,8 @@ def launch(arguments: Sequence[str], ranks: int) -> int:
         _end_now(128 + int(stopped.sigval))
     except ChildFailedError as failed:
         rank, failure = failed.get_first_failure()
-        if failure.exitcode != 2:  # 2: the command line was wrong, and a rank has printed why
+        # 2: the command line was wrong, and a rank has printed why; 141: nobody reads the output.
+        if failure.exitcode not in (2, 141):
             program = os.path.basename(arguments[0])
             print(f"{program}: rank {rank} failed with exit code {failure.exitcode}", file=sys.stderr)
         return failure.exitcode if failure.exitcode > 0 else 1

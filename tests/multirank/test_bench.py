@@ -331,6 +331,19 @@ def test_an_interrupted_program_leaves_no_rank_behind(
         wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in started), "the ranks' end", 10)
 
 
+def test_a_program_whose_output_nobody_reads_any_more_ends_without_words() -> None:
+    """As behind `head`."""
+    command = [sys.executable, "bench/dispatch_perf.py", *OPERATION, "-n", "1000000"]
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=ROOT, env=clean_environment(), **pipes) as running:
+        try:
+            running.stdout.readline()
+            running.stdout.close()
+            assert (running.wait(timeout=60), running.stderr.read()) == (141, "")
+        finally:
+            running.kill()
+
+
 # -- the programs in C++ -------------------------------------------------------------------------------------
 
 
