@@ -205,8 +205,8 @@ def clip_grad_norm(
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     narrow = scale.float()
     for local in [_local(each) for each in map(_found_gradient, trained) if each is not None]:
-        # GPUs cast a 0-d scale to 16 bits of the gradient; with one of dimensions they compute in float32.
-        short = local.itemsize == 2 and local.layout is torch.strided
+        # GPUs cast a 0-d scale to float16, whose least number is 6e-8; with one of dimensions they do not.
+        short = local.dtype is torch.float16 and local.layout is torch.strided
         local.mul_((narrow.view([1] * local.dim()) if short else scale).to(local.device))
     return norm if any(p.dtype == torch.float64 for p in trained) else norm.float()
 
