@@ -1,8 +1,7 @@
-// Dispatch, receiving side, for rows that change on arrival: they are converted from the wire format, or
-// taken apart into values and scales, or, in the backward of a combine with weights, multiplied by the factor
-// of each place, with the dot products of rows and those at the places. Uses a pipe with workers
-// (move_pipe.cuh): all of a unit change one row together, or, where rows are short or need several pieces,
-// each changes others.
+// Dispatch, receiving side, for rows that change on arrival: they are converted from the wire format; or
+// taken apart into values and scales; or, in the backward of a weighted combine, multiplied by a factor for
+// each output row, with the dot product of the row and a given row. Uses a pipe with workers (move_pipe.cuh):
+// all workers of a pipe share each row, or, where rows are short or need several pieces, each works alone.
 #include "kernels/gpu/common/wire_vector.cuh"
 #include "kernels/gpu/dispatch/receive_list.cuh"
 
@@ -54,9 +53,9 @@ __device__ void dequantise_by_pipe(const Comm& comm, const ReceiveArguments& arg
       [&] { zero_paddings(comm, args); }, DequantiseWork<dtype, wire>(comm.window.shape));
 }
 
-/// Makes from one row of `dtype` a row for each of its places, times the place's factor. The place's stage
-/// may hold another row before, for the dot product with it. For the workers of a pipe; holds what a thread
-/// keeps of the row.
+/// Makes from a source row of `dtype` a row for each of its targets, times the target's factor. For a dot
+/// product the target's stage holds the other row before. For the workers of a pipe; an object holds one
+/// thread's vectors of the source row.
 template <DType dtype>
 class ScaleWork {
   using E = Element<dtype>;
@@ -70,7 +69,7 @@ class ScaleWork {
   __device__ void operator()(std::byte* stage, const List& list, int entry, int thread, float* parts) {
     auto* const values = reinterpret_cast<uint4*>(stage);
     const int first = entry > 0 ? list.ends[entry - 1] : 0;
-    if (list.ends[entry] == first) {  // this entry is the token's row
+    if (list.ends[entry] == first) {  // this entry is the source row
 #pragma unroll
       for (int s = 0; s < kSteps; ++s)
         if (s * kWorkerThreads + thread < vectors_) row_[s] = values[s * kWorkerThreads + thread];
@@ -106,7 +105,7 @@ class ScaleWork {
   uint4 row_[kSteps];
 };
 
-/// Lists rows with their places, each with its factor.
+/// Lists arriving rows with their output rows, and for each the factor and the row for a dot product.
 template <int workers>
 __device__ void list_scaled(const Comm& comm, const ReceiveArguments& args, uint64_t epoch,
                             MoveLister<workers>& pipe) {
@@ -123,7 +122,7 @@ __device__ void list_scaled(const Comm& comm, const ReceiveArguments& args, uint
       });
 }
 
-/// Receives rows multiplied by the factors of their places, and their dot products. Whole block.
+/// Receives rows multiplied by the factor of each output row, with dot products. Whole block.
 template <DType dtype>
 __device__ void scale_by_pipe(const Comm& comm, const ReceiveArguments& args, uint64_t epoch,
                               std::byte* shared) {
@@ -163,7 +162,7 @@ class DequantiseAlone {
   const LoneShape& shape_;
 };
 
-/// ScaleWork for a lone worker, which loads the row again for each place.
+/// ScaleWork for a lone worker, for which the row is loaded again for each target.
 template <DType dtype>
 class ScaleAlone {
   using E = Element<dtype>;
@@ -207,10 +206,10 @@ class ScaleAlone {
  private:
   const bool scales_;
   const LoneShape& shape_;
-  float dot_ = 0;  ///< this lane's part of a row's product
+  float dot_ = 0;  ///< this lane's part of a row's dot product
 };
 
-/// Copies the scales of rows in the wire format, if that has any, to those of all places. For lone workers.
+/// Copies a row's scales, if the wire format has any, to those of its output rows. For lone workers.
 class ScalesAlone {
  public:
   __device__ static LoneShape shape_of(const KernelShape& s) {
@@ -229,7 +228,7 @@ class ScalesAlone {
       const int64_t row = (list.targets[at] - args_.out) / pieces_.pieces.total;
       std::byte* const to = args_.out_scales + row * bytes_ + offset;
       const std::byte* const from = stage + pieces_.pieces.bytes;
-      // Rows of scales are contiguous, so they are copied in words only where they are aligned to them.
+      // Scales of rows are contiguous: copies by words need rows with a multiple of 4 bytes of scales.
       if (bytes_ % 4 == 0)
         for (uint32_t i = lane_id(); i < bytes / 4; i += 32)
           reinterpret_cast<uint32_t*>(to)[i] = reinterpret_cast<const uint32_t*>(from)[i];
@@ -244,7 +243,7 @@ class ScalesAlone {
   const int64_t bytes_;
 };
 
-/// The kernel for rows times factors.
+/// The kernel that multiplies rows by factors; all workers share each row.
 template <DType dtype>
 __global__ void __launch_bounds__(MovePipe<kWorkers>::kThreads, 1)
     dispatch_scale_kernel(const __grid_constant__ Comm comm, const __grid_constant__ ReceiveArguments args) {
@@ -252,7 +251,7 @@ __global__ void __launch_bounds__(MovePipe<kWorkers>::kThreads, 1)
   receive_and_end(comm, args, [&](uint64_t epoch) { scale_by_pipe<dtype>(comm, args, epoch, shared); });
 }
 
-/// The kernel for rows in a wire format.
+/// The kernel that converts rows from a wire format; all workers share each row.
 template <DType dtype, WireFormat wire>
 __global__ void __launch_bounds__(MovePipe<kWorkers>::kThreads, 1)
     dispatch_dequantise_kernel(const __grid_constant__ Comm comm,
@@ -262,7 +261,7 @@ __global__ void __launch_bounds__(MovePipe<kWorkers>::kThreads, 1)
                   [&](uint64_t epoch) { dequantise_by_pipe<dtype, wire>(comm, args, epoch, shared); });
 }
 
-/// The same kernels, and one for rows in values and scales, with lone workers.
+/// Kernels with lone workers: this one multiplies rows; those below convert them, or take scales from values.
 template <DType dtype>
 __global__ void __launch_bounds__(MovePipe<kLoneWorkers>::kThreads, 1)
     dispatch_scale_alone_kernel(const __grid_constant__ Comm comm,
@@ -276,7 +275,7 @@ __global__ void __launch_bounds__(MovePipe<kLoneWorkers>::kThreads, 1)
   });
 }
 
-/// Receives rows with all their places, changed by lone workers. Whole block.
+/// Receives rows, which lone workers change, into all their output rows. Whole block.
 template <class Work>
 __device__ void change_alone(const Comm& comm, const ReceiveArguments& args, uint64_t epoch,
                              std::byte* shared, const LoneShape& shape, const Work& work) {

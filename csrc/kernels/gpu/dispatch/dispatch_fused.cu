@@ -1,29 +1,28 @@
 // Dispatch of few tokens in one kernel, sending and receiving, for one node. Its time is set by dependent
 // loads and stores rather than bytes, so there are as few of them as possible. Ranks that run it can exchange
 // rows with ranks that run dispatch_send.cu and dispatch_receive.cu: the windows hold the same at each step.
-//   - one of the first blocks computes the routes and announces them (route_few.cuh); the first makes the
-//     plan when all ranks have announced theirs (plan.cuh), and where there are many blocks another one
-//     checks for an exceeded capacity
-//   - in the other blocks each team of warps takes a row: it stores the row to the staging section of every
-//     owner, quantised if requested, and then sets the owners' arrival flags. This waits for nothing
+//   - one of the first blocks computes the routes and announces them (route_few.cuh). The first makes the
+//     plan when all ranks have announced theirs (plan.cuh). With many blocks another one checks for an
+//     exceeded capacity
+//   - in the other blocks each team, warps that move one row together, stores a row to the staging section of
+//     every owner, quantised if requested. Then it sets the owners' arrival flags. Sending waits for nothing
 //   - these blocks then read the counts of all sources as they arrive, each a word that holds its epoch, and
-//     compute in their own shared memory where rows begin: none waits for another block or a record
-//   - teams take the rows of all sources in turn: each loads a row's flag together with the route of the next
-//     row, also a word that holds its epoch, then the row, and stores it to all its output rows. Where there
-//     are fewer rows than teams, several share a row
-// The first block finds arguments that differ between ranks and calls the operation off. What was written
+//     compute in their own shared memory where rows begin: no block waits for another block or a record
+//   - teams take the rows of all sources in turn. A team loads a row's flag together with the route of the
+//     next row, also a word that holds its epoch; then it loads the row, and stores it to all its output
+//     rows. Where there are fewer rows than teams, several teams share a row
+// If arguments differ between ranks, the first block finds that and calls the operation off. What was written
 // until then does not count, and no rank has written outside of its output.
 //
-// Where more than few tokens are sent, some blocks send and the others receive. Shares of the work are fixed,
-// so there is no counter to read or to reset: the operation ends with its last row. The time for few tokens
-// is that of dependent instructions, some five cycles each. So there are hardly any divisions, loops are
-// short and not unrolled where bytes do not limit them, and blocks that wait for the counts meanwhile compute
-// the rows they take if all ranks have as many tokens as this one.
+// With more tokens some blocks send and the others receive (`senders`). Shares of the work are fixed, so
+// there is no counter to read or to reset: the operation ends with its last row. The time for few tokens is
+// that of dependent instructions, some five cycles each. So there are hardly any divisions, and loops are
+// short and not unrolled where bytes do not limit them. Blocks that wait for the counts compute meanwhile
+// which rows they take if all ranks have as many tokens as this rank.
 //
 // A dropless dispatch gets an output before the number of its rows is known. If that output is too small,
-// nothing is received, and this kernel runs again with a larger one for that part alone.
-//
-// The backward of a combine works in the same way along its plan, without routes and tables.
+// nothing is received. This kernel then runs again, to receive only, with a larger output.
+// The backward of a combine works in the same way along the plan of its dispatch, without routes and tables.
 //
 // The file is compiled once for each format in which rows travel, MOECOMM_WIRE (CMakeLists.txt).
 #include <type_traits>
@@ -40,8 +39,8 @@ namespace {
 constexpr WireFormat kWire = WireFormat::MOECOMM_WIRE;
 
 struct FusedMemory {
-  int32_t counts[kFusedCounts];  ///< bitmaps in the block that computes routes; counts of all ranks in the
-                                 ///< one that makes the plan; else OwnCounts
+  int32_t counts[kFusedCounts];  ///< bitmaps in the block that computes routes; counts of all ranks where
+                                 ///< the plan is made or the capacity checked; else OwnCounts
   int32_t tables[kFusedTables];
 };
 static_assert(sizeof(FusedMemory) <= kMostShared);
@@ -123,11 +122,11 @@ class RowSender {
   RowAhead ahead_;
 };
 
-/// The output rows of a token: a mask of the lanes that know one, and the row that this lane knows.
+/// The output rows of a token. `targets`: a mask of the lanes that hold one; `row`: the one of this lane.
 struct Places {
   uint32_t targets;
   int32_t row;
-  bool sent;  ///< the token's row comes to this rank, possibly to be left out
+  bool sent;  ///< the token's row comes to this rank, even if it is dropped here
 };
 
 __device__ Places places_of(RowLayout layout, int32_t position, int32_t row) {
@@ -141,8 +140,8 @@ __device__ bool passes_unchanged(const ReceiveArguments& args) {
   return kWire == WireFormat::same ? args.scales == nullptr : !args.dequantise;
 }
 
-/// Copies a part of a row from where it has arrived to its output rows. `ahead`: the part, if its first
-/// vectors are `loaded`.
+/// Moves a part of a row from where it has arrived to its output rows, and converts or multiplies it if
+/// requested. `ahead` holds the first vectors of the part if they are `loaded`.
 template <DType dtype, bool dispatch>
 __device__ void receive_row(const Comm& comm, const ReceiveArguments& args, const Team& team,
                             const RowPart& part, const std::byte* from, const Places& places, RowAhead& ahead,
@@ -166,7 +165,7 @@ __device__ void receive_row(const Comm& comm, const ReceiveArguments& args, cons
                        to(args.out_scales, s.wire_scale_bytes()));
 }
 
-/// A token whose row a team may have to receive. A team visits the tokens of one of its chunks after another.
+/// A token whose row a team may have to receive. A team visits its chunks one by one, and all their tokens.
 struct ReceivedToken {
   int number;  ///< number of the chunk, counted over sources in turn
   Item chunk;
@@ -188,7 +187,7 @@ struct ReceivedToken {
     }
     return {number, {}, 0, false};
   }
-  /// The token after this one.
+  /// The token that the team visits after this one.
   __device__ ReceivedToken next(const Comm& comm, const RowTables& tables, int step, int chunks) const {
     if (!ends_chunk()) return {number, chunk, token + 1, true};
     return first_of(comm, tables, step, number + step, chunks);
@@ -198,7 +197,7 @@ struct ReceivedToken {
   __device__ Item item() const { return {chunk.source, chunk.chunk, token, token + 1}; }
 };
 
-/// Where the rows of a dispatch go, from the routes of their sources and where each source's rows begin here.
+/// Finds where the rows of a dispatch go, from their sources' routes and where each source's rows begin here.
 struct ByAnnouncement {
   using Known = ChunkRoutes<1>;  ///< routes of a token whose loads may still be in flight
   const Comm& comm;
@@ -217,7 +216,7 @@ struct ByAnnouncement {
   }
 };
 
-/// Where rows go along an existing plan: read from it.
+/// Reads from an existing plan where rows go.
 struct ByPlan {
   using Known = int32_t;
   const Comm& comm;
@@ -232,16 +231,16 @@ struct ByPlan {
 
 /// A team's share of the arriving rows.
 struct Share {
-  int chunks;    ///< chunks of all sources, as if each had as many as the largest
+  int chunks;    ///< chunks of all sources, if each had as many as the source with most
   int first;     ///< first of the team's chunks
-  int step;      ///< distance between its chunks
+  int step;      ///< distance between the team's chunks
   RowPart part;  ///< the part of each row that it moves
 
   Share() = default;
   __device__ Share(const Comm& comm, const RowTables& tables, const Team& team) {
     constexpr int kMostParts = 8;
     int most = 0, shift = 0;
-    bool in_turn = false;  // of the teams that share rows, one gives the credit of a chunk
+    bool in_turn = false;  // memory is reused: one team frees a chunk, so teams share no row
     for (int32_t source = 0; source < comm.ranks(); ++source) {
       most = max(most, static_cast<int>(chunk_count(tables.tokens[source])));
       in_turn = in_turn || tables.tokens[source] > comm.window.stage_tokens;
@@ -255,8 +254,8 @@ struct Share {
   }
 };
 
-/// Receives this team's share of the rows of all sources, from `at` on. `where` finds their output rows, with
-/// the data for the next row loaded while one moves. False if something does not arrive.
+/// Receives this team's share of the rows of all sources, from `at` on. `where` finds their output rows. Its
+/// data for the next row (`known`: the first) loads while a row moves. False if something does not arrive.
 template <DType dtype, class Where>
 __device__ bool receive_rows(const Comm& comm, const ReceiveArguments& args, uint64_t epoch,
                              const RowTables& tables, const Team& team, const Share& share, ReceivedToken at,
@@ -271,8 +270,8 @@ __device__ bool receive_rows(const Comm& comm, const ReceiveArguments& args, uin
     const bool in_turn = travels && tables.tokens[item.source] > comm.window.stage_tokens;
     const device::EagerFlag arrival{device::arrival_here(comm, item.source, item.chunk), epoch};
     const std::byte* const from = arrived_row(comm, args, epoch, item, at.token);
-    // The flag is loaded together with the route, though no row may come; and so is this part of the row,
-    // where rows are so few that teams share them.
+    // Loads the flag along with the route, even if no row comes. Where several teams share a row, also loads
+    // this team's part of it.
     here = here || !travels || __all_sync(0xffffffffu, arrival.arrived());
     RowAhead ahead;
     const bool loaded = here && share.part.shift > 0 && passes_unchanged(args);
@@ -308,8 +307,8 @@ __device__ bool receive_rows(const Comm& comm, const ReceiveArguments& args, uin
   return all;
 }
 
-/// Zeroes this team's share of the padding rows of experts; in the rank layout it clears the ids behind the
-/// `rows` rows.
+/// Zeroes this team's share of the padding rows of experts. In the rank layout it clears the ids behind the
+/// first `rows` output rows instead.
 __device__ void zero_paddings(const Comm& comm, const ReceiveArguments& args, const RowTables& tables,
                               const Team& team, int64_t rows) {
   if (args.layout == RowLayout::rank)
@@ -321,8 +320,8 @@ __device__ void zero_paddings(const Comm& comm, const ReceiveArguments& args, co
     zero_padding(comm, args, tables, e);
 }
 
-/// The work of the first blocks, `leads` in number: the last one announces, the first one waits for others,
-/// and a third, if there is one, checks for an exceeded capacity.
+/// The work of the first `leads` blocks. The last of them announces, the first waits for the other ranks, and
+/// a third, if there is one, checks for an exceeded capacity.
 __device__ void lead(const Comm& comm, const SendArguments& args, uint64_t epoch, int leads,
                      FusedMemory& memory) {
   const int block = static_cast<int>(blockIdx.x);
@@ -351,7 +350,7 @@ __device__ void lead(const Comm& comm, const SendArguments& args, uint64_t epoch
   if (waits && !failed) agree_on_operation(comm, args.operation, epoch);
 }
 
-/// Sends this block's share of the rows, and notes that it has read the epoch. False if nothing is received.
+/// Sends this block's share of the rows, and notes that the block has read the epoch. False: receive nothing.
 template <DType dtype>
 __device__ bool send(const Comm& comm, const FusedArguments& args, uint64_t epoch, int block, int senders,
                      FusedMemory& memory) {
@@ -381,14 +380,14 @@ struct FirstRow {
   }
 };
 
-/// Assumes that each source has `of_each` tokens, and writes that down. Whole block.
+/// Sets `tokens` of each source to `of_each`, which is assumed until the counts arrive. Whole block.
 __device__ void assume_tokens(const Comm& comm, int64_t of_each, int32_t* tokens) {
   for (auto source = static_cast<int32_t>(threadIdx.x); source < comm.ranks(); source += kThreads)
     tokens[source] = static_cast<int32_t>(of_each);
   __syncthreads();
 }
 
-/// True if the assumption holds. All lanes.
+/// True if each source has `of_each` tokens. All lanes.
 __device__ bool are_tokens(const Comm& comm, int64_t of_each, const int32_t* tokens) {
   bool all = true;
   for (int32_t source = lane_id(); source < comm.ranks(); source += 32)
@@ -396,7 +395,7 @@ __device__ bool are_tokens(const Comm& comm, int64_t of_each, const int32_t* tok
   return __all_sync(0xffffffffu, all);
 }
 
-/// Receives this block's share of the rows of a dispatch. `idle`: it has sent none, and waits for the counts.
+/// Receives this block's share of a dispatch's rows. `idle`: the block has sent none, and waits for counts.
 template <DType dtype>
 __device__ void receive_dispatch(const Comm& comm, const FusedArguments& args, uint64_t epoch,
                                  const Team& team, bool idle, FusedMemory& memory) {
@@ -412,7 +411,7 @@ __device__ void receive_dispatch(const Comm& comm, const FusedArguments& args, u
   if (!take_counts(comm, epoch, counts, tables.tokens)) return;
   if (!idle || !are_tokens(comm, args.send.tokens, tables.tokens)) first = FirstRow(comm, tables, team);
   const ByAnnouncement where{comm, receive, epoch, tables};
-  const auto known = where.load(TokenLanes::of_one(comm.top_k()), first.token);  // loads meanwhile
+  const auto known = where.load(TokenLanes::of_one(comm.top_k()), first.token);  // loads during lay_out_rows
   const PlanHeader header = lay_out_rows(comm, args.send, epoch, counts, tables);
   if (receive.offered && !has_room(header, receive)) return leave_rows(comm, epoch);
   __syncthreads();
@@ -421,7 +420,7 @@ __device__ void receive_dispatch(const Comm& comm, const FusedArguments& args, u
     zero_paddings(comm, receive, tables, team, header.needed_rows);
 }
 
-/// The work of the other blocks.
+/// The work of the blocks that send and receive rows.
 template <DType dtype>
 __device__ void work(const Comm& comm, const FusedArguments& args, uint64_t epoch, int leads,
                      FusedMemory& memory) {
@@ -450,7 +449,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ __align__(128) std::byte shared[];
   FusedMemory& memory = *reinterpret_cast<FusedMemory*>(shared);
   const uint64_t epoch = comm.state().epoch + (args.again ? 0 : 1);
-  // The last blocks receive the first rows, the first ones announce: nothing waits for a block in the middle.
+  // A block in the middle starts the clock: the first blocks announce, the last receive the first rows.
   if (!args.again) device::start_clock(comm, args.send.operation, gridDim.x / 2);
   const int leads = args.again ? 0 : leading_blocks(static_cast<int>(gridDim.x));
   if (static_cast<int>(blockIdx.x) < leads)

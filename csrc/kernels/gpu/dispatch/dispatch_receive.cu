@@ -1,13 +1,13 @@
 // Dispatch, receiving side: copies each arriving row to all its output rows.
-//   - items are taken in order, from sources in turn, this rank's own first. An item is one chunk of a
-//     source's tokens, or several consecutive ones, or a part of one
-//   - in a dispatch, the source's routes (route.cuh) and the beginnings of its rows (plan.cuh) give each
-//     row's positions in expert-major order, and in the rank layout its output row. Both are kept in the plan
-//     for the backward of combine. In the expert layout the positions are the output rows; in the rank layout
-//     they index a table of the rows that they read
-//   - once the chunk has arrived, a pipe of warps stores its rows unchanged to every place (move_pipe.cuh).
-//     Rows that are converted from the wire format, or multiplied by the factor of a place, go through a pipe
-//     with workers (dispatch_change.cu)
+//   - an item is one chunk of a source's tokens, or several, or part of one. Pipes of warps take items from
+//     all sources in turn, this rank first
+//   - a dispatch finds each row's positions in expert-major order from the source's routes (route.cuh) and
+//     the plan (plan.cuh). It keeps them in the plan for the backward of combine. In the expert layout a
+//     position is an output row. In the rank layout it is an index into a table of output rows, and the plan
+//     keeps the output row as well
+//   - once a chunk has arrived, a pipe copies its rows unchanged to their output rows (move_pipe.cuh). Rows
+//     that are converted from the wire format, or multiplied by a factor for each output row, go through a
+//     pipe with workers (dispatch_change.cu)
 //   - the padding rows of each expert are zeroed
 #include "kernels/gpu/dispatch/receive_list.cuh"
 

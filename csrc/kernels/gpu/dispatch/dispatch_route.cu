@@ -1,14 +1,14 @@
 // The part of a dispatch before rows move: computes where this rank's rows will go, and where the rows of all
 // ranks will arrive here.
 //   - blocks share the tokens, compute the routes of their rows, and push them to all ranks (route.cuh; for
-//     few tokens one block does so by route_few.cuh)
+//     few tokens one block does this: route_few.cuh)
 //   - another block, if there is one, reads the announcements of all ranks as they arrive, and makes the plan
 //     of the rows that arrive here (plan.cuh)
 // The sending kernel runs at the same time, or begins when routes have been sent (`routes_first`). It does
-// not wait for this kernel, except where rows go to other nodes. These blocks use the SMs of the receiving
-// blocks, which have nothing to do before. With several nodes some blocks forward what the ranks of this
-// rank's rail announce and compute (relay_records.cuh), which the plan needs; so this kernel ends whether or
-// not the next one has begun.
+// not wait for this kernel, except where rows go to other nodes. This kernel's blocks use the SMs of the
+// receiving blocks, which have nothing to do yet. With several nodes, further blocks forward what the ranks
+// of this rank's rail (those with its number on other nodes) announce and compute (relay_records.cuh). The
+// plan needs that; so this kernel ends whether or not the next one has begun.
 #include "kernels/gpu/common/kernel.cuh"
 #include "kernels/gpu/dispatch/plan.cuh"
 #include "kernels/gpu/dispatch/route_few.cuh"

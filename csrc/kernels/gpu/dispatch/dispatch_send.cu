@@ -1,22 +1,22 @@
 // Dispatch, sending side: every row goes once to each rank that owns one of its experts.
-//   - chunks of tokens are taken from several places in turn (TokenOrder), and their rows stored to the
-//     staging section of every owner, at the place of (source, token). The results of dispatch_route.cu,
-//     which runs before or at the same time, are not needed
-//   - a pipe of warps does so (move_pipe.cuh), with workers where rows are quantised or have scales of the
-//     caller's, and between nodes
+//   - warps take chunks of tokens from several starting points in turn (TokenOrder). They store the rows to
+//     the staging section of every owner, into the slot of (source, token). On one node this does not need
+//     the results of dispatch_route.cu, which runs before or at the same time
+//   - a pipe of warps moves the rows (move_pipe.cuh). It has workers where rows are quantised, have scales
+//     from the caller, or do not fit its lists, and with several nodes
 //   - when all rows of a chunk have arrived, the owners' arrival flags are set
 // The staging section may be too small for all tokens. Then a chunk waits until the owners have read the
 // chunks whose memory it reuses. A separate kernel (`later`) sends the chunks that have to wait, and starts
 // after the receiving kernels; so the first kernel ends, whatever else the stream holds after it.
 //
-// The backward of a combine works in the same way along its plan, and this kernel announces it.
-//
+// The backward of a combine sends rows along the plan of its dispatch in the same way; this kernel announces
+// it.
 // The file is compiled once for each format in which rows travel, MOECOMM_WIRE (CMakeLists.txt).
 //
-// With several nodes rows go to owners on this node, and once to each other node that needs them: into host
-// memory, numbered by relay index, from where the network sends them; these rows wait for the routes. The
-// last blocks relay arriving rows of the rail: they send them in the same way to the owners on this node, on
-// behalf of the source.
+// With several nodes a row goes to its owners on this node, and once to each other node that needs it. Rows
+// for other nodes wait for the routes, which number them (relay index). They go into host memory, from where
+// the network sends them. The last blocks relay rows that arrive from the rail, the ranks with this rank's
+// number on other nodes: they send them to their owners on this node, on behalf of the source.
 #include "kernels/gpu/dispatch/quantise_rows.cuh"
 #include "kernels/gpu/dispatch/send_list.cuh"
 #include "kernels/gpu/dispatch/send_rows.cuh"
@@ -27,7 +27,7 @@ namespace {
 /// The kernels of this object file send rows in this wire format.
 constexpr WireFormat kWire = WireFormat::MOECOMM_WIRE;
 
-/// More warps with rows in flight than this only wait for each other, and their rows arrive later.
+/// Bytes of a unit's stages, so that `args.warps` warps have rows in flight. More would wait for each other.
 template <int workers>
 __device__ int stage_bytes(const SendArguments& args) {
   return args.warps * kWarpBytes / MovePipe<workers>::kUnits;
@@ -54,7 +54,7 @@ __device__ void quantise_by_pipe(const Comm& comm, const SendArguments& args, ui
       QuantiseWork<dtype, kWire>(comm.window.shape));
 }
 
-/// Sends rows of the rail on as they arrive; false if they do not. Whole block.
+/// Relays rows that arrive from the rail; false if some do not arrive. Whole block.
 __device__ bool relay_rows(const Comm& comm, const SendArguments& args, uint64_t epoch, std::byte* shared) {
   const LoneShape shape(CopyAlone::whole_rows(comm.window.shape));
   bool all = true;
@@ -65,10 +65,10 @@ __device__ bool relay_rows(const Comm& comm, const SendArguments& args, uint64_t
   return all;
 }
 
-/// The work of the relaying blocks: records and tables of the rail, then its rows.
+/// The work of the relaying blocks: they forward the rail's records and tables, then its rows.
 __device__ void relay(const Comm& comm, const SendArguments& args, uint64_t epoch, RelayBlocks relay,
                       bool valid, std::byte* shared) {
-  // In a dispatch the kernel of the routes forwards them.
+  // In a dispatch the kernel of the routes forwards the records.
   if (args.operation != Operation::dispatch &&
       !gpu::relay_records(comm, args.operation, args.plan, epoch, relay))
     return;
@@ -86,7 +86,7 @@ __device__ bool wait_routed(const Comm& comm, Operation operation, uint64_t epoc
   return __syncthreads_and(routed);
 }
 
-/// Sends this rank's rows, or only those that reuse another's memory, by lone workers. Whole block.
+/// Sends rows by lone workers: those with memory of their own, or (`later`) those that reuse it. Whole block.
 template <Way way, class Work>
 __device__ void send_alone(const Comm& comm, const SendArguments& args, uint64_t epoch, std::byte* shared) {
   const LoneRows rows = Work::rows(comm.window.shape, args.x_scales != nullptr);
@@ -96,8 +96,8 @@ __device__ void send_alone(const Comm& comm, const SendArguments& args, uint64_t
     shape.comm = &comm;
     shape.sent = plan.at(plan.fields.node_tokens);
   }
-  // Rows to other nodes never wait for owners on this node, which may wait for rows from there: half of the
-  // units send them first. They reuse no memory, so none of them is sent later.
+  // Rows to other nodes never wait for owners on this node, which may wait for rows from other nodes: every
+  // second unit (a pipe's warps) sends them first. They reuse no memory, so none of them is sent later.
   const int passes = way == Way::nodes && !args.later ? 2 : 1;
   const int unit = warp_id() / MovePipe<kLoneWorkers>::kUnitWarps;
   run_move_pipe<kLoneWorkers>(
@@ -131,7 +131,7 @@ __device__ void end_kernel(const Comm& comm, const SendArguments& args) {
   if (args.later) end_sending(comm);
 }
 
-/// Sends rows between nodes by move(epoch), and relays those of the rail.
+/// With several nodes: sends this rank's rows by move(epoch), or relays the rail's rows.
 template <class Move>
 __device__ void send_between_nodes(const Comm& comm, const SendArguments& args, uint64_t epoch,
                                    std::byte* shared, const Move& move) {
@@ -147,7 +147,7 @@ __device__ void send_between_nodes(const Comm& comm, const SendArguments& args, 
     return;
   }
   if (!args.later && !device::wait_sent(comm, args.operation, epoch)) return;
-  // Relay indices are known once all blocks have counted.
+  // Relay indices are known once all blocks of the route kernel have counted.
   if (dispatch && !wait_routed(comm, args.operation, epoch, args.route_blocks)) return;
   if (!dispatch && !args.later && blockIdx.x == 0) announce_start(comm, args, epoch);
   if (valid) move(epoch);
@@ -170,7 +170,7 @@ __device__ void send(const Comm& comm, const SendArguments& args, std::byte* sha
   end_kernel(comm, args);
 }
 
-/// The kernel for rows that pass unchanged on one node.
+/// Sends rows unchanged, on one node.
 template <Way way>
 __global__ void __launch_bounds__(MovePipe<0>::kThreads, 1)
     dispatch_send_kernel(const __grid_constant__ Comm comm, const __grid_constant__ SendArguments args) {
@@ -178,7 +178,7 @@ __global__ void __launch_bounds__(MovePipe<0>::kThreads, 1)
   send<way>(comm, args, shared, [&](uint64_t epoch) { send_by_pipe(comm, args, epoch, shared); });
 }
 
-/// The kernel for rows that are quantised on one node, by all workers of a pipe together.
+/// Quantises rows, on one node: all workers of a pipe share each row.
 template <DType dtype>
 __global__ void __launch_bounds__(MovePipe<kWorkers>::kThreads, 1)
     dispatch_quantise_kernel(const __grid_constant__ Comm comm, const __grid_constant__ SendArguments args) {
@@ -187,7 +187,7 @@ __global__ void __launch_bounds__(MovePipe<kWorkers>::kThreads, 1)
                    [&](uint64_t epoch) { quantise_by_pipe<dtype>(comm, args, epoch, shared); });
 }
 
-/// The kernel for all other rows.
+/// Sends all other rows, by lone workers.
 template <Way way, class Work>
 __global__ void __launch_bounds__(MovePipe<kLoneWorkers>::kThreads, 1)
     dispatch_send_alone_kernel(const __grid_constant__ Comm comm,

@@ -1,11 +1,12 @@
-// Moves rows by a pipe of warps, to one place or several. A block has a few units of three warps each, and of
-// more where rows are changed:
+// Moves rows by pipes of warps; each row goes to one target address or several. A unit is the warps of one
+// pipe,
+// a block has a few. A unit has three warps, and more where rows are changed:
 //   - the lister finds sources and targets of rows, a few at a time; on the receiving side it waits for rows
-//   - the loader starts bulk copies of these rows, in pieces, into a ring of stages in shared memory, as far
-//     ahead as there is room. So the lister's waits overlap with copies
-//   - workers, if there are any, change a row in its stage: all of them together, or, where rows are short or
-//     need several pieces, each of them rows of its own (lone workers)
-//   - the storer, one thread, starts bulk copies of each piece from its stage to all its places, and sets the
+//   - the loader starts bulk copies of these rows, in pieces, into a ring of stages (buffers) in shared
+//     memory, as far ahead as there is room. So copies overlap with the lister's waits
+//   - workers, if there are any, change a row in its stage. Either all of them share each row, or, where rows
+//     are short or need several pieces, each takes pieces of its own (lone workers)
+//   - the storer, one thread, starts bulk copies of each piece from its stage to all its targets. It sets the
 //     flags of a list once all earlier stores have arrived
 // Without workers no thread touches the bytes of a row, and a multiprocessor moves as much as its copy engine
 // can.
@@ -18,18 +19,18 @@
 namespace moecomm::gpu {
 
 inline constexpr int kMoveTokens = 8,
-                     kMoveWords = 64;  ///< most tokens of a list, and most places of their rows
-inline constexpr int kMoveLists = 3, kMoveRounds = 4;  ///< lists of a unit, most rounds of a list
+                     kMoveWords = 64;  ///< most tokens of a list; most targets, or flags, of a list
+inline constexpr int kMoveLists = 3, kMoveRounds = 4;  ///< lists per unit; most rounds (TokenLanes) per list
 static_assert(kMoveTokens >= kMaxChunk);
 
-/// True where a pipe can move a communicator's rows: a list has room for a chunk of tokens whose rows have at
-/// most `each` places.
+/// True where a list has room for a chunk of tokens whose rows have at most `each` targets. Elsewhere only
+/// lone workers can move a communicator's rows.
 MOECOMM_HD inline bool lists_hold(const DeviceShape& shape, int each) {
   const int chunk = chunk_tokens(shape.max_tokens);
   return chunk * each <= kMoveWords && chunk <= kMoveRounds * (32 / shape.top_k);
 }
 
-/// Warps of workers in a unit whose rows are changed by all of them together, and by each alone.
+/// Worker warps of a unit: kWorkers where all of them share each row, kLoneWorkers where each works alone.
 inline constexpr int kWorkers = 8, kWorkerThreads = kWorkers * 32, kLoneWorkers = 4;
 
 /// A pipe whose units have `workers` warps of workers.
@@ -39,35 +40,35 @@ struct MovePipe {
   static constexpr int kUnits = kAlone ? 3 : kWorks ? 2 : 4, kUnitWarps = workers + 3;
   static constexpr int kThreads = kUnits * kUnitWarps * 32;
   static constexpr int kBytes = kAlone ? 57344 : kWorks ? 98304 : 49152;  ///< bytes of a unit's stages
-  /// Most bytes of a stage, or of a lone worker's piece.
+  /// Most bytes of a piece of a row.
   static constexpr int kPiece = kWorks && !kAlone ? 16384 : 8192;
-  /// Entries of a list: rows, and where workers make a row for each place, also the places.
+  /// Most entries of a list: one for each row and, with workers, one for each target that gets its own row.
   static constexpr int kEntries = kMoveTokens + (kWorks ? kMoveWords : 0);
   static constexpr int kFlags = 128;
 
-  /// What the lister hands to the other warps. An entry is something that has a stage: a row, or one piece
-  /// after another of it.
+  /// What the lister passes to the other warps. An entry is a row to load or to make, whole or in pieces, one
+  /// per stage.
   struct List {
     const std::byte* sources[kEntries];  ///< null: nothing to load
     std::byte* targets[kMoveWords];      ///< grouped by entry, in order
-    uint64_t* flags[kMoveWords];         ///< set when all entries of this list and earlier ones have arrived
-    int32_t ends[kEntries];              ///< end of each entry's targets
+    uint64_t* flags[kMoveWords];         ///< set when the entries of this and all earlier lists have arrived
+    int32_t ends[kEntries];              ///< end of each entry's range in `targets`
     float factors[kWorks ? kEntries : 1];
-    float* products[kWorks ? kEntries : 1];          ///< address for the sum of the workers' parts, or null
-    const std::byte* others[kAlone ? kEntries : 1];  ///< rows that are loaded with the sources
+    float* products[kWorks ? kEntries : 1];          ///< address for an entry's dot product, or null
+    const std::byte* others[kAlone ? kEntries : 1];  ///< rows or scales that go with the sources
     int32_t entries, flag_count;
     bool is_last;  ///< the end marker, without entries
   };
 
-  /// A unit's shared memory.
+  /// Shared memory of a unit.
   struct alignas(128) Unit {
     std::byte stages[kBytes];
     List lists[kMoveLists];
     uint64_t full[kMaxStages], ready[kMaxStages], empty[kMaxStages];
     uint64_t listed[kMoveLists], taken[kMoveLists];
     float parts[kWorks && !kAlone ? kMaxStages : 1]
-               [kWorks ? workers : 1];  ///< the workers' partial products, by stage
-    // Used by the storer alone: flags that are not set yet, and the number of bulk groups before each.
+               [kWorks ? workers : 1];  ///< the workers' parts of a dot product, by stage
+    // The storer alone uses these: flags that are not set yet, and the number of bulk groups before each.
     uint64_t* flags[kFlags];
     uint32_t groups[kFlags];
   };
@@ -88,9 +89,9 @@ inline bool work_together(const DeviceShape& shape) {
   return shape.row_bytes() >= kLeast && shape.row_bytes() <= kMost && shape.wire_row_bytes() <= kMost;
 }
 
-/// Tokens per list: whole chunks of `chunk`, or an equal part of one where a list does not hold a chunk. The
-/// grid's units, kUnits per block, share `tokens`; lists are short enough that the units end at about the
-/// same time.
+/// Tokens per list: a multiple of `chunk`, the tokens of a chunk, or an equal part of it for lone workers
+/// where a list does not hold a chunk. `each`: most targets of a row. The grid's units share `tokens`; lists
+/// are short enough that all units end at about the same time.
 template <int workers>
 __device__ inline int move_tokens(const TokenLanes& map, int each, int chunk, int64_t tokens) {
   constexpr int kLists = 16;  // least lists per unit
@@ -103,8 +104,7 @@ __device__ inline int move_tokens(const TokenLanes& map, int each, int chunk, in
   return most;
 }
 
-/// How a pipe's stages are used: what is loaded into one, and what is stored from it. Rows that workers
-/// change are one piece.
+/// What is loaded into a stage, and what is stored from it. Rows that workers change together are one piece.
 struct MoveShape : PipeShape {
   uint32_t row_stored;  ///< bytes of a changed row; 0: unchanged
   bool pass = false;    ///< this operation reads neither the loaded nor the stored bytes again
@@ -119,14 +119,14 @@ struct MoveShape : PipeShape {
     if (Pipe::kWorks) shape.pieces = {1, static_cast<int32_t>(loaded), static_cast<int32_t>(loaded)};
     return shape;
   }
-  /// The shape of rows that are not read again.
+  /// This shape, for rows that the operation does not read again.
   __device__ MoveShape passing() const {
     MoveShape shape = *this;
     shape.pass = true;
     return shape;
   }
   __device__ uint32_t stored(int piece) const { return row_stored > 0 ? row_stored : pieces.size(piece); }
-  __device__ int64_t place(int piece) const { return pieces.offset(piece); }
+  __device__ int64_t place(int piece) const { return pieces.offset(piece); }  ///< in a stored row
   __device__ void signal(uint64_t* flag, uint64_t epoch) const { device::relaxed_signal(flag, epoch); }
 };
 
@@ -136,8 +136,8 @@ inline constexpr int32_t kLonePiece = MovePipe<kLoneWorkers>::kPiece;  ///< byte
 __device__ inline Pieces row_pieces(int64_t total, int32_t each) {
   return full_pieces(total, min(each, static_cast<int32_t>(total)));
 }
-/// The scales, if there are any, of rows in the wire format with `values`, which have an element a byte;
-/// rounded up to what bulk copies move.
+/// Cuts a row's scales into pieces that match `values`, the pieces of its values, of one byte each. The total
+/// is rounded up to 16 bytes for bulk copies. Empty if the wire format has no scales.
 __device__ inline Pieces scale_pieces(const KernelShape& shape, const Pieces& values) {
   const WireEntry wire = wire_entry(shape.wire);
   if (wire.scale_columns == 0) return {};
@@ -147,14 +147,14 @@ __device__ inline Pieces scale_pieces(const KernelShape& shape, const Pieces& va
 
 /// What lone workers load and store of a row, by pieces.
 struct LoneRows {
-  Pieces loaded, with;    ///< what is loaded, and behind it: its scales, or another row
-  int64_t with_at;        ///< where the scales begin in the row; 0: it is another row
-  Pieces stored, scales;  ///< what is stored from the stage's beginning on, and scales behind that
-  int64_t scales_at;      ///< where these begin in the row
-  bool in_place;          ///< what is loaded is at the stage's beginning too
+  Pieces loaded, with;    ///< `with` is loaded behind `loaded`: the row's scales, or another row
+  int64_t with_at;        ///< where scales in `with` begin in the row; 0: `with` is another row
+  Pieces stored, scales;  ///< `stored` is at the stage's start, `scales` stand behind it
+  int64_t scales_at;      ///< where `scales` begin in the stored row
+  bool in_place;          ///< `loaded` is at the stage's start too
 };
 
-/// The same for lone workers. `sent`: where rows are for other nodes, the numbers of those for each.
+/// Like MoveShape, for lone workers. `sent`: if rows go to other nodes, the number of rows to each.
 struct LoneShape : MoveShape {
   LoneRows rows;
   int32_t at;  ///< where a stage holds what is loaded
@@ -170,11 +170,11 @@ struct LoneShape : MoveShape {
     stage_bytes = (used + 127) / 128 * 128;
     stages = min(kMaxStages, max(3, min(bytes, MovePipe<kLoneWorkers>::kBytes) / stage_bytes));
   }
-  /// True where one worker takes all pieces, since the products of pieces of a row are added in their order.
+  /// True where one worker takes all pieces, so that it adds the dot products of a row's pieces in order.
   __device__ bool in_order() const { return pieces.count > 1 && rows.with.count > 0 && rows.with_at == 0; }
   __device__ uint32_t stored(int piece) const { return rows.stored.size(piece); }
   __device__ int64_t place(int piece) const { return rows.stored.offset(piece); }
-  /// The flag that stands for row `number` of those for another node.
+  /// Stands in place of a flag for row `number` to node `other`. Bit 0 marks it; signal() decodes it.
   __device__ static uint64_t* staged(int32_t other, int32_t number) {
     return reinterpret_cast<uint64_t*>(uintptr_t{static_cast<uint32_t>(number)} << 16 |
                                        static_cast<uint32_t>(other << 1 | 1));
@@ -202,7 +202,7 @@ class MoveLister {
     return now();
   }
   /// Adds the rows of a round of tokens. Each lane gives the address of its token's row and, if `wanted`, a
-  /// place for it. The places of a row are in lane order.
+  /// target for it. The targets of a row are in lane order. `other`: as in List::others.
   __device__ void add(const TokenLanes& map, const std::byte* source, bool wanted, std::byte* target,
                       const std::byte* other = nullptr) {
     const uint32_t places = __ballot_sync(0xffffffffu, wanted), below = (1u << lane_id()) - 1;
@@ -219,9 +219,9 @@ class MoveLister {
     entries_ += __popc(rows);
     targets_ += __popc(places);
   }
-  /// The same where workers make a separate row for each place. An entry for the token's row, which is not
-  /// stored, precedes those of its places, unless workers are alone. Each place has `factor`; `other`, or
-  /// null, is loaded into its stage before; `product`, or null, receives the workers' sum.
+  /// Like add(), but workers write a separate row to each target: the source row times `factor`. `product`,
+  /// if not null, gets the dot product of the source row and the row at `other`. Unless workers are alone, an
+  /// entry for the source row comes first; it is not stored.
   __device__ void add_each(const TokenLanes& map, const std::byte* source, bool wanted, std::byte* target,
                            float factor, const std::byte* other, float* product) {
     const uint32_t places = __ballot_sync(0xffffffffu, wanted), below = (1u << lane_id()) - 1;
@@ -246,10 +246,10 @@ class MoveLister {
     targets_ += __popc(places);
   }
   __device__ bool empty() const { return entries_ == 0; }
-  /// True if a token with `each` places more has room in the list.
+  /// True if the list has room for one more token, with up to `each` targets.
   __device__ bool has_room(int each) const { return entries_ < kMoveTokens && targets_ + each <= kMoveWords; }
-  /// Hands the list over; its first `flags` flags are filled in. Bulk copies then load what the lanes have
-  /// acquired.
+  /// Hands the list over, with its first `flags` flags filled in. The bulk copies of its rows see all memory
+  /// that the lanes have acquired.
   __device__ void hand_over(int flags, bool is_last = false) {
     if (lane_id() == 0) {
       now().entries = entries_;
@@ -325,7 +325,7 @@ __device__ void load_entries(typename MovePipe<workers>::Unit& unit, const Shape
   }
 }
 
-/// Flags of lists, set when earlier stores have completed, several lists at a time: the fence before them
+/// Sets the flags of several lists at a time, once earlier stores have completed: the fence before flags
 /// takes as long as storing a row or a few. One thread.
 template <int workers, class Shape>
 class LateFlags {
@@ -334,14 +334,14 @@ class LateFlags {
   __device__ LateFlags(typename Pipe::Unit& unit, const Shape& shape, uint64_t epoch)
       : unit_(unit), shape_(shape), epoch_(epoch) {}
 
-  /// Adds a flag that follows all committed groups.
+  /// Adds a flag that is set after all bulk groups committed so far.
   __device__ void add(uint64_t* flag) {
     if (end_ - begin_ == Pipe::kFlags) flush();
     unit_.flags[end_ % Pipe::kFlags] = flag;
     unit_.groups[end_ % Pipe::kFlags] = committed_;
     ++end_;
   }
-  /// Notes that a group of `bytes` was committed.
+  /// Notes that a bulk group of `bytes` was committed; sets flags when enough bytes have come together.
   __device__ void committed(uint32_t bytes) {
     ++committed_;
     bytes_ += bytes;
@@ -357,10 +357,10 @@ class LateFlags {
 
  private:
   static constexpr int kLag = 3;  ///< groups still in flight when flags are set
-  /// Least bytes between two fences: fewer where many blocks share the links, so that each waits for them.
+  /// Least bytes between two fences; fewer (OfMany) from kFewBlocks blocks on, which share the links.
   static constexpr uint32_t kTogether = 96 << 10, kTogetherOfMany = 48 << 10, kFewBlocks = 20;
 
-  /// Sets the flags that follow the first `groups` groups.
+  /// Sets the flags that follow no more than the first `groups` bulk groups.
   __device__ void set(uint32_t groups) {
     const auto in_place = [&] {
       return begin_ != end_ && static_cast<int32_t>(groups - unit_.groups[begin_ % Pipe::kFlags]) >= 0;
@@ -381,7 +381,7 @@ class LateFlags {
 template <int workers, class Shape>
 __device__ __noinline__ void store_entries(typename MovePipe<workers>::Unit& unit, const Shape& shape,
                                            uint64_t epoch) {
-  constexpr int64_t kPatience = 6'000;  // cycles without a further row after which flags are set
+  constexpr int64_t kPatience = 6'000;  // flags are set after so many cycles without a row
   constexpr int kHeld = 2;              // stages that stores may still read
   const uint64_t policy = ptx::line_policy(shape.pass);
   LateFlags<workers, Shape> flags(unit, shape, epoch);
@@ -444,9 +444,9 @@ __device__ __noinline__ void store_entries(typename MovePipe<workers>::Unit& uni
   ptx::bulk_wait<0>();
 }
 
-/// The work of a worker. All threads of the unit's workers call work(stage, list, entry, thread, parts) for
-/// each entry; it leaves the bytes to store in the stage. `parts` holds a number per warp for this stage, for
-/// a product.
+/// The work of a worker that shares rows with the other workers. All their threads call work(stage, list,
+/// entry, thread, parts) for each entry; it leaves the bytes to store in the stage. `parts` holds a number
+/// per warp for this stage, its part of a dot product.
 template <int workers, class Work>
 __device__ void work_on_entries(typename MovePipe<workers>::Unit& unit, const MoveShape& shape, int warp,
                                 Work& work) {
@@ -470,9 +470,9 @@ __device__ void work_on_entries(typename MovePipe<workers>::Unit& unit, const Mo
   }
 }
 
-/// The work of a lone worker, which has every kLoneWorkers-th stage: it waits for each use of them, so that
-/// it is never behind by more than the phase for which it waits. Its lanes call work(stage, list, entry,
-/// piece).
+/// The work of a lone worker, which takes every kLoneWorkers-th stage, or all stages (in_order). It waits for
+/// each use of its stages, so it never misses a phase of their barriers. Its lanes call work(stage, list,
+/// entry, piece).
 template <class Work>
 __device__ void work_alone(MovePipe<kLoneWorkers>::Unit& unit, const LoneShape& shape, int warp, Work& work) {
   const bool in_order = shape.in_order();
@@ -506,8 +506,8 @@ __device__ inline void sync_workers() {
 /// Stands for no workers: rows pass unchanged.
 struct NoWork {};
 
-/// Runs the pipe of a block: list(lister) lists everything and returns; all lanes of the storers' warps call
-/// before() before the first store. Whole block.
+/// Runs the pipes of a block. Each unit's lister calls list(lister), which lists everything. All lanes of the
+/// storers' warps call before() before the first store. Whole block.
 template <int workers, class Shape, class List, class Before, class Work = NoWork>
 __device__ void run_move_pipe(std::byte* shared, const Shape& shape, uint64_t epoch, const List& list,
                               const Before& before, Work work = {}) {

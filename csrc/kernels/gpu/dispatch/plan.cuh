@@ -1,12 +1,13 @@
-// The plan of a dispatch, made by one block between the two sides: where the rows of each (source, expert)
-// begin in expert-major order (and in the rank layout those of each source), by a prefix sum over the counts
-// that all sources have pushed here. Local expert e begins at the aligned end of e - 1; within it, source s
-// begins after the sources below s. Example (docs/routing.md): counts of expert 0 from sources 0, 1 are 2, 1
-// and of expert 1 are 1, 2, alignment 4: expert 0 begins at row 0 (source 1 at 2) and ends at 3, aligned 4;
-// expert 1 begins at 4 (source 1 at 5) and ends at 7, aligned 8.
+// Makes the plan of a dispatch, by one block: where the rows of each (source, expert) begin in expert-major
+// order, and in the rank layout those of each source. This is a prefix sum over the counts that all sources
+// have pushed here. Local expert e begins at the aligned end of e - 1; within it, source s begins after the
+// sources below s. Example (docs/routing.md): counts of expert 0 from sources 0, 1 are 2, 1 and of expert 1
+// are 1, 2, alignment 4: expert 0 begins at row 0 (source 1 at 2) and ends at 3, aligned 4; expert 1 begins
+// at 4 (source 1 at 5) and ends at 7, aligned 8.
 //
-// Counts arrive in words that hold their epoch, before the sources' records. Records are read only where
-// these words show that ranks run different operations, or where a rank of another node has written none.
+// A source announces a dispatch by a start (DispatchStart) and counts, in words with their epoch, and a
+// record (SignalRecord). Records are read only where starts and counts show that ranks run different
+// operations, or where a source on another node has sent no start.
 #pragma once
 
 #include "kernels/gpu/common/kernel.cuh"
@@ -34,8 +35,8 @@ __device__ __noinline__ inline int32_t block_scan(int32_t value, int32_t& total)
 
 /// The counts of all sources, in the window to which they were pushed.
 struct PushedCounts {
-  static constexpr int kAhead = 4;     ///< loads in flight together
-  static constexpr int kTogether = 4;  ///< words of counts loaded together
+  static constexpr int kAhead = 4;     ///< counts that a thread loads together to add them
+  static constexpr int kTogether = 4;  ///< counts that a thread loads together in take_counts
   const uint64_t* all;                 ///< EpochNumbers [ranks][announced]
   int64_t announced;
   __device__ int32_t operator()(int32_t source, int64_t bin) const {
@@ -46,7 +47,7 @@ struct PushedCounts {
   __device__ void keep(int32_t, int32_t, int32_t) const {}
 };
 
-/// A copy of these counts in shared memory.
+/// A copy of PushedCounts in shared memory.
 struct StagedCounts {
   static constexpr int kAhead = 1, kTogether = 4;
   int32_t* of;
@@ -77,7 +78,7 @@ struct OwnCounts {
   __device__ int32_t operator()(int32_t source, int64_t bin) const {
     return of[source * number + (bin < experts ? bin - first_expert : local)];
   }
-  /// Counts per source: the rows for each local expert, then those for this rank.
+  /// Counts per source: the rows for each local expert, then in the rank layout those for this rank.
   __device__ int32_t each() const { return number; }
   __device__ int32_t bin(int32_t i) const {
     return i < local ? first_expert + i : static_cast<int32_t>(experts) + rank;
@@ -94,7 +95,7 @@ struct RowTables {
     return {plan.at(f.expert_rows),  plan.at(f.offsets),     plan.at(f.ends),  plan.at(f.bases),
             plan.at(f.source_bases), plan.at(f.source_ends), plan.at(f.tokens)};
   }
-  /// Lays the tables out in `words`: (3 + ranks) * local experts + 3 * ranks of them.
+  /// Lays the tables out in `words`, which has (3 + ranks) * local experts + 3 * ranks words.
   __device__ static RowTables in(int32_t* words, const Comm& comm) {
     const int32_t local = comm.local_experts, ranks = comm.ranks();
     int32_t* const sources = words + (3 + ranks) * local;
@@ -103,17 +104,17 @@ struct RowTables {
   }
 };
 
-/// Rows of an expert's group, in which `rows` rows arrive: with padding, or the number that all groups have.
-/// The host ensures that all rows of a rank fit 31 bits.
+/// Size of an expert's group that receives `rows` rows: `rows` and padding, or the fixed size of all groups.
+/// The host ensures that a rank's rows fit 31 bits.
 __device__ inline int32_t group_rows(const SendArguments& args, int32_t rows) {
   if (args.fixed_groups()) return static_cast<int32_t>(args.positions);
   const auto alignment = static_cast<int32_t>(args.alignment);
   return alignment == 1 ? rows : (rows + alignment - 1) / alignment * alignment;
 }
 
-/// Calls begin(i, first, rows, end) in parallel for each of `groups` groups, with the group's first row, the
-/// rows that arrive in it, and its end, `size_of(rows)` behind the first. Returns the end of the last group.
-/// Whole block.
+/// Lays out `groups` groups one behind another; group i has size_of(rows_of(i)) rows. Calls begin(i, first,
+/// rows, end) for each in parallel, with its first row, rows_of(i) and its end. Returns the end of the last
+/// group. Whole block.
 template <class Size, class Rows, class Begin>
 __device__ inline int32_t lay_out(int32_t groups, const Size& size_of, const Rows& rows_of,
                                   const Begin& begin) {
@@ -131,12 +132,12 @@ __device__ inline int32_t lay_out(int32_t groups, const Size& size_of, const Row
   return base;
 }
 
-/// What the fullest rank needs: output rows, or positions in expert-major order.
+/// A rank that needs the most, and how many output rows, or expert-major positions, it needs.
 struct Need {
   int32_t most, rank;
 };
 
-/// Finds the fullest rank; among equals the first. Whole block.
+/// Finds the first rank that needs the most rows, or the most positions (`of_positions`). Whole block.
 template <class Counts>
 __device__ inline Need fullest_rank(const Comm& comm, const SendArguments& args, const Counts& counts,
                                     bool of_positions) {
@@ -145,7 +146,7 @@ __device__ inline Need fullest_rank(const Comm& comm, const SendArguments& args,
   const int32_t bins = of_positions ? comm.local_experts : 1;
   Need found{-1, INT32_MAX};
 #pragma unroll 1
-  for (int32_t rank = warp_id(); rank < s.ranks; rank += kWarps) {  // a rank each
+  for (int32_t rank = warp_id(); rank < s.ranks; rank += kWarps) {  // a rank for each warp
     const int64_t first = of_positions ? int64_t{rank} * bins : s.num_experts + rank;
     int32_t needed = 0;
 #pragma unroll 1
@@ -166,15 +167,15 @@ __device__ inline Need fullest_rank(const Comm& comm, const SendArguments& args,
   return {most, __reduce_min_sync(0xffffffffu, of_warp.most == most ? of_warp.rank : INT32_MAX)};
 }
 
-/// A capacity that a rank's need exceeds, or none.
+/// Whether the rank that needs the most exceeds a capacity (`passed`).
 struct Overflow {
   Need need;
   int64_t capacity;
   bool passed;
-  bool of_positions;  ///< positions, of the rank layout
+  bool of_positions;  ///< of positions, not of output rows
 };
 
-/// Finds whether the fullest rank exceeds a capacity; rows are checked before positions. Whole block.
+/// Finds whether any rank exceeds a capacity; rows are checked before positions. Whole block.
 template <class Counts>
 __device__ inline Overflow find_overflow(const Comm& comm, const SendArguments& args, const Counts& counts) {
   const bool by_rank = args.layout == RowLayout::rank;
@@ -213,7 +214,7 @@ __device__ inline void write_empty_plan(const Comm& comm, const PlanView& plan) 
   plan.header() = PlanHeader{};
 }
 
-/// Fills `tables` with the beginnings and ends of rows, and returns the header of the plan. Whole block.
+/// Fills `tables` with row ranges of each source and expert; returns the plan's header. Whole block.
 template <class Counts>
 __device__ inline PlanHeader lay_out_rows(const Comm& comm, const SendArguments& args, uint64_t epoch,
                                           const Counts& counts, const RowTables& tables) {
@@ -282,7 +283,7 @@ __device__ inline void count_rows(const Comm& comm, const PlanHeader& header, co
   add(comm.state().bytes_wire, entries * comm.window.shape.wire_row_bytes());
 }
 
-/// What is known of the other ranks once all have announced themselves.
+/// What is known of all ranks after the wait for their announcements.
 struct Agreement {
   bool alive;  ///< all have announced themselves
   bool same;   ///< all run the same operation
@@ -304,7 +305,7 @@ __device__ inline Agreement agree(const Comm& comm, uint64_t epoch, HostStatus::
   return {true, same};
 }
 
-/// The announcement of a source, or its record.
+/// Polls for a source's start, and now and then for its record, which may come without a start.
 struct StartArrival {
   static constexpr unsigned kInterval = 32;
   const DispatchStart* start;
@@ -318,14 +319,14 @@ struct StartArrival {
     found = ptx::load_relaxed_sys_pair(start);
     if (has_start()) return true;
     if (!at_record.due() || ptx::load_acquire_sys(&record->epoch) < epoch) return false;
-    found = ptx::load_relaxed_sys_pair(start);  // if the source has one, it arrives before the record
+    found = ptx::load_relaxed_sys_pair(start);  // a start, if there is one, arrives before the record
     return true;
   }
 };
 
-/// False if a rank that this thread checks announces other arguments than this one, or has sent only its
-/// record, so that records have to be compared. Calls note(rank) when a rank has announced itself. The last
-/// threads share the ranks.
+/// Checks the starts of all ranks, which the last threads share. False if one of this thread's ranks
+/// announces other arguments than this rank, or has sent only its record: records have to be compared then.
+/// Calls note(rank) when a rank has announced itself.
 template <class Note>
 __device__ inline bool starts_alike(const Comm& comm, const SendArguments& args, uint64_t epoch,
                                     const Note& note) {
@@ -342,13 +343,13 @@ __device__ inline bool starts_alike(const Comm& comm, const SendArguments& args,
   return alike;
 }
 
-/// A number that a source announces, or the record of a source that announces none.
+/// Polls for a number that a source announces, or for the record of a source that announces none.
 struct CountArrival {
   static constexpr unsigned kInterval = 32;
   const uint64_t* word;
   const SignalRecord* record;
   uint64_t epoch;
-  mutable uint64_t number = 0;  ///< what was found
+  mutable uint64_t number = 0;  ///< the word that was found
   device::RareLook at_record{};
 
   __device__ void load() const { number = ptx::load_relaxed_sys(word); }
@@ -404,13 +405,13 @@ __device__ inline bool take_counts(const Comm& comm, uint64_t epoch, const Count
 
 /// What the block that makes the plan does in addition.
 enum class Planner {
-  of_many,         ///< releases a kernel that waits for the plan, and checks for an exceeded capacity
-  of_few,          ///< no kernel waits for the plan
-  of_few_watched,  ///< no kernel waits, and another block checks the capacity, where the starts agree
+  of_many,         ///< releases a kernel that waits for the plan, and checks the capacity
+  of_few,          ///< checks the capacity; no kernel waits for the plan
+  of_few_watched,  ///< no kernel waits, and if the starts agree, another block checks the capacity
 };
 
-/// Writes the plan from `counts`; the sources' tokens are in it already. Tells the host what it waits for.
-/// Whole block.
+/// Writes the plan from `counts`; the plan already holds each source's tokens. If the host waits for the
+/// number of rows, tells it that. Whole block.
 template <class Counts>
 __device__ inline void publish_plan(const Comm& comm, const SendArguments& args, uint64_t epoch,
                                     const Counts& counts, Planner planner) {
@@ -419,7 +420,7 @@ __device__ inline void publish_plan(const Comm& comm, const SendArguments& args,
   const PlanHeader header = lay_out_rows(comm, args, epoch, counts, tables);
   if (args.capacity < 0)
     for (auto e = static_cast<int32_t>(threadIdx.x); e < comm.local_experts; e += kThreads)
-      host_counts(comm.host)[e] = tables.expert_rows[e];  // which this thread has written
+      host_counts(comm.host)[e] = tables.expert_rows[e];  // this thread wrote it, so no barrier
   if (threadIdx.x == 0) {
     plan.at(plan.fields.expert_starts)[0] = 0;
     plan.header() = header;
@@ -438,8 +439,8 @@ __device__ inline void publish_plan(const Comm& comm, const SendArguments& args,
   }
 }
 
-/// Makes the plan of a dispatch that can't go on. It reports in every case, so that neither the host nor the
-/// receiving kernel waits for ever. Whole block.
+/// Makes an empty plan for a dispatch that can't go on. Tells the host and the receiving kernel in every
+/// case, so that neither waits for ever. Whole block.
 __device__ inline void call_off(const Comm& comm, const SendArguments& args, uint64_t epoch,
                                 const Agreement& found, const HostStatus::Verdict& verdict) {
   write_empty_plan(comm, PlanView{args.plan, comm.plan_fields});
@@ -458,8 +459,8 @@ __device__ inline void call_off(const Comm& comm, const SendArguments& args, uin
   ptx::store_release_sys(&rows.ticket, args.ticket);
 }
 
-/// Makes the plan from the announcements of all ranks as they arrive, and tells the host about an exceeded
-/// capacity, unless another block does. Whole block, of any size.
+/// Makes the plan from the announcements of all ranks as they arrive. Tells the host about an exceeded
+/// capacity, unless another block does that (`planner`). Whole block.
 template <class Counts>
 __device__ inline void make_plan(const Comm& comm, const SendArguments& args, uint64_t epoch,
                                  const Counts& counts, Planner planner) {
@@ -487,7 +488,7 @@ __device__ inline void make_plan(const Comm& comm, const SendArguments& args, ui
   if (planner != Planner::of_few_watched || !by_starts) report_overflow(comm, args, counts);
 }
 
-/// The same with the counts in shared memory, `words` words at `scratch`, if they fit.
+/// Calls make_plan with a copy of the counts in the `words` words of shared memory at `scratch`, if they fit.
 __device__ inline void make_plan(const Comm& comm, const SendArguments& args, uint64_t epoch,
                                  int32_t* scratch, int64_t words, Planner planner) {
   const int64_t bins = comm.window.shape.counts(), announced = comm.window.shape.announced();

@@ -1,5 +1,5 @@
-// Dispatch, sending side, of rows that are quantised: by all workers of a pipe together (QuantiseWork), or by
-// lone workers (QuantiseAlone).
+// Dispatch, sending side: quantises rows, by all workers of a pipe together (QuantiseWork) or by lone workers
+// (QuantiseAlone). move_pipe.cuh explains workers.
 #pragma once
 
 #include "kernels/gpu/common/wire_vector.cuh"
@@ -41,7 +41,7 @@ class QuantiseWork {
   const KernelShape& shape_;
 };
 
-/// The same for a lone worker, which takes a row, or a piece of one.
+/// QuantiseWork for a lone worker, which takes a row or a piece of one.
 template <DType dtype, WireFormat wire>
 class QuantiseAlone {
   using E = Element<dtype>;
@@ -78,7 +78,7 @@ class QuantiseAlone {
 
  private:
   const LoneShape& shape_;
-  const int32_t scales_at_;  ///< where a stage has scales
+  const int32_t scales_at_;  ///< where scales begin in a stage
 };
 
 }  // namespace moecomm::gpu

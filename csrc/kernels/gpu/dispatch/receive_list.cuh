@@ -6,7 +6,7 @@
 
 namespace moecomm::gpu {
 
-/// What happens to rows where they arrive: with `apart`, they stay in the wire format, as values and scales.
+/// What happens to arriving rows. `apart`: they stay in the wire format; scales get an output of their own.
 enum class Arrival { as_it_is, dequantised, scaled, apart };
 
 inline Arrival arrival_of(const ReceiveArguments& args) {
@@ -16,7 +16,7 @@ inline Arrival arrival_of(const ReceiveArguments& args) {
                                                            : Arrival::as_it_is;
 }
 
-/// The kernels of dispatch_change.cu, for all rows but those that stay as they are.
+/// The kernels of dispatch_change.cu: for rows that change, and for chunks of rows that no list holds.
 cudaError_t launch_dispatch_change(const Launch& launch, const Comm& comm, const ReceiveArguments& args);
 cudaError_t prepare_dispatch_change(const DeviceShape& shape, Arrival arrival);
 
@@ -40,7 +40,8 @@ __device__ inline Found start(const Comm& comm, const ReceiveArguments& args, ui
   return args.offered && !has_room(header, args) ? Found::no_room : Found::rows;
 }
 
-/// Calls receive() if an operation has rows, and ends the operation; or leaves the rows. Whole grid.
+/// If an operation has rows, calls receive() and ends it. If the output has no room, leaves the rows. Whole
+/// grid.
 template <class Receive>
 __device__ inline void receive_and_end(const Comm& comm, const ReceiveArguments& args,
                                        const Receive& receive) {
@@ -61,7 +62,7 @@ __device__ inline TokenOrder order_of(const Comm& comm, int32_t source, int32_t 
   return {tokens, span, places_shift(comm, source, tokens)};
 }
 
-/// The most claims for the spans of one source, of span(tokens) tokens each.
+/// The most claims (TokenOrder) that any source needs, with span(tokens) tokens a span.
 template <class Span>
 __device__ int32_t most_claims(const Comm& comm, const int32_t* tokens_of, const Span& span) {
   int32_t most = 0;
@@ -70,11 +71,11 @@ __device__ int32_t most_claims(const Comm& comm, const int32_t* tokens_of, const
   return most;
 }
 
-/// Spans of one list each, or of a chunk where lists are shorter, for a pipe with `workers` warps of workers.
+/// Size of a span: the tokens of a list, or of a chunk if that is more. The pipe has `workers` worker warps.
 template <int workers>
 struct ByList {
-  /// Only lists for lone workers are shorter than a chunk: elsewhere a list is a span, which takes fewer
-  /// registers.
+  /// Only lists for lone workers may be shorter than a chunk. Elsewhere each list is a whole span, which
+  /// takes fewer registers.
   static constexpr bool kShorter = MovePipe<workers>::kAlone;
   const TokenLanes& map;
   int ranks;
@@ -86,8 +87,8 @@ struct ByList {
   }
 };
 
-/// A list of one source's tokens, and the data that gives their rows here: in a dispatch the source's routes,
-/// else rows of the plan. It is loaded while earlier lists are processed.
+/// A list of one source's tokens, and the data that gives their output rows: in a dispatch the source's
+/// routes, else rows of the plan. This data is loaded while earlier lists are processed.
 struct ReceiveList {
   Item item{};
   int of_source = 0;  ///< tokens of the whole source
@@ -96,7 +97,7 @@ struct ReceiveList {
   __device__ int tokens() const { return static_cast<int>(item.end - item.begin); }
 };
 
-/// Lists the tokens of all sources. All lanes call every function. `operation`: the one whose rows arrive.
+/// Lists the tokens of all sources, whose rows arrive in an `operation`. All lanes call every function.
 template <int workers, Operation operation>
 class ReceiveLister {
  public:
@@ -112,7 +113,7 @@ class ReceiveLister {
         claims_end_(static_cast<uint32_t>(most_claims(comm, tokens_of_, size_) * comm.ranks())),
         claims_(&comm.state().item_next) {}
 
-  /// A list without tokens is the last one.
+  /// Returns the next list; one without tokens stands for the end.
   __device__ ReceiveList next() {
     ReceiveList list;
     if (kShorter) {
@@ -144,7 +145,7 @@ class ReceiveLister {
     const int64_t entry = list.item.source * comm_.window.shape.max_tokens + list.item.begin + map_.within;
     const int32_t* const planned = plan_.at(by_expert ? plan_.fields.positions : plan_.fields.rows) +
                                    (by_expert ? entry * map_.top_k + map_.k : entry);
-    const int each = map_.tokens * (by_expert ? map_.top_k : 1);  // of a round
+    const int each = map_.tokens * (by_expert ? map_.top_k : 1);  // numbers of a round
 #pragma unroll
     for (int j = 0; j < kMoveRounds; ++j)
       list.planned[j] =
@@ -152,9 +153,9 @@ class ReceiveLister {
     return list;
   }
 
-  /// Finds the output row of this lane's (token, k) in each round of a list, kRowElsewhere or kRowDropped; in
-  /// the rank layout the first lane of a token holds it. A dispatch writes it to the plan. False if routes do
-  /// not arrive.
+  /// Finds the output row of this lane's (token, k) in each round, or kRowElsewhere or kRowDropped. In the
+  /// rank layout only a token's first lane gets it, others kRowElsewhere. A dispatch writes rows to the plan.
+  /// False if routes do not arrive.
   __device__ bool resolve(ReceiveList& list, int32_t (&rows)[kMoveRounds]) const {
     if constexpr (operation == Operation::dispatch) {
       if (!list.routes.wait(comm_, epoch_, map_, list.item)) return false;
@@ -184,12 +185,12 @@ class ReceiveLister {
 
   const uint32_t claims_end_;
   Claims claims_;
-  Item rest_{};  ///< of a span that is longer than a list
+  Item rest_{};  ///< what is left of a span that is longer than a list
   int rest_of_ = 0;
 };
 
-/// Waits for the chunks of a list, of `size` tokens each, that contain any of `tokens`, a bit mask of the
-/// list's tokens. All lanes; false if the wait fails.
+/// Waits for those chunks of a list that contain any of `tokens`, a bit mask of the list's tokens. `size`:
+/// tokens of a chunk. All lanes; false if the wait fails.
 __device__ inline bool wait_for_list(const Comm& comm, const ReceiveArguments& args, uint64_t epoch,
                                      const Item& item, int size, uint32_t tokens) {
   const int first = min(lane_id() * size, 31);
@@ -201,9 +202,9 @@ __device__ inline bool wait_for_list(const Comm& comm, const ReceiveArguments& a
   return __all_sync(0xffffffffu, here);
 }
 
-/// The work of a unit's listing warp: finds where the rows of all sources go. add(pipe, list, j, source, row)
-/// adds the rows of round j of a list: `source` is the address of a lane's token's row, `row` the output row
-/// of its (token, k), if not negative.
+/// The work of a unit's lister, which finds where the rows of all sources go (move_pipe.cuh explains units).
+/// add(source, row) adds the rows of one round: `source` is the address of the row of a lane's token, `row`
+/// the output row of its (token, k), if not negative.
 template <int workers, Operation operation, class Add>
 __device__ void list_arriving(const Comm& comm, const ReceiveArguments& args, uint64_t epoch,
                               MoveLister<workers>& pipe, const TokenLanes& map, const Add& add) {
@@ -218,7 +219,7 @@ __device__ void list_arriving(const Comm& comm, const ReceiveArguments& args, ui
     int32_t rows[kMoveRounds];
     if (!lister.resolve(list, rows)) return;
     auto& out = pipe.open();
-    uint32_t awaited = 0;  // tokens to wait for; dropped rows only if their memory is given back
+    uint32_t awaited = 0;  // tokens to wait for; those of dropped rows only if memory is reused
 #pragma unroll
     for (int j = 0; j < kMoveRounds; ++j) {
       const int first = j * map.tokens;
@@ -228,9 +229,9 @@ __device__ void list_arriving(const Comm& comm, const ReceiveArguments& args, ui
       add(arrived_row(comm, args, epoch, list.item, list.item.begin + first + map.within), rows[j]);
     }
     if (travels && !wait_for_list(comm, args, epoch, list.item, size, awaited)) return;
-    int flags = 0;  // flags that free the memory of each chunk that ends here, once its rows have been read
+    int flags = 0;  // chunks that end here; the flag of each frees its memory once its rows have been read
     if (in_turn) {
-      const bool part = ByList<workers>::kShorter && list.item.end < list.of_source;  // of a chunk, perhaps
+      const bool part = ByList<workers>::kShorter && list.item.end < list.of_source;  // may end in a chunk
       flags =
           (list.tokens() + (part ? list.item.begin & (size - 1) : size - 1)) >> chunk_shift(list.of_source);
       if (lane_id() < flags)
@@ -240,7 +241,7 @@ __device__ void list_arriving(const Comm& comm, const ReceiveArguments& args, ui
   }
 }
 
-/// Zeroes the padding rows of all experts. All lanes of the warps that share them.
+/// Zeroes the padding rows of all experts, which all calling warps share. All lanes.
 __device__ inline void zero_paddings(const Comm& comm, const ReceiveArguments& args) {
   if (args.layout != RowLayout::expert) return;
   const RowTables tables = RowTables::of({args.plan, comm.plan_fields});
@@ -249,7 +250,7 @@ __device__ inline void zero_paddings(const Comm& comm, const ReceiveArguments& a
     zero_padding(comm, args, tables, e);
 }
 
-/// Lists rows with all their places, for a pipe with `workers` warps of workers.
+/// Lists arriving rows with all their output rows, for a pipe with `workers` worker warps.
 template <int workers>
 __device__ void list_rows_to_places(const Comm& comm, const ReceiveArguments& args, uint64_t epoch,
                                     MoveLister<workers>& pipe) {

@@ -8,10 +8,10 @@
 
 namespace moecomm::gpu {
 
-/// A chunk of one source.
+/// Consecutive tokens of one source: a chunk, part of one, or several chunks.
 struct Item {
   int32_t source;
-  int64_t chunk, begin, end;  ///< tokens
+  int64_t chunk, begin, end;  ///< number of the first chunk; tokens [begin, end)
 };
 
 /// The address of a token's row on this rank.
@@ -22,17 +22,17 @@ __device__ inline const std::byte* arrived_row(const Comm& comm, const ReceiveAr
   return comm.staged_row(comm.rank, epoch, item.source, token);
 }
 
-/// Rows of consecutive tokens in the lanes of a warp, in rounds according to TokenLanes.
+/// What a warp knows of the rows of consecutive tokens. A lane has a (token, k) in each round (TokenLanes).
 template <int rounds>
 struct ChunkRows {
   int32_t position[rounds];  ///< in expert-major order, kRowElsewhere or kRowDropped
-  int32_t local[rounds];     ///< expert of this rank; -1: another rank's
+  int32_t local[rounds];     ///< local expert; -1: it is on another rank
   int32_t row[rounds];       ///< rank layout: output row of the token, kRowElsewhere or kRowDropped
-  int32_t slot[rounds];      ///< position of this rank among the token's senders to its home; -1: none
+  int32_t slot[rounds];      ///< slot of this rank's sum at the token's own rank (home); -1: none
   float weight[rounds];      ///< as in ChunkRoutes
 };
 
-/// The arrival of a source's routes, `each` apart: those whose numbers are bits of `wanted`.
+/// Polls for a source's routes: for each bit i of `wanted`, the route i * `each` behind `first`.
 struct RouteArrival {
   static constexpr unsigned kInterval = 32;
   const Route* first;
@@ -58,8 +58,8 @@ __device__ __noinline__ inline bool wait_for_routes(const Comm& comm, int32_t so
   return device::wait_until(comm, {source, WaitPhase::records, Operation::dispatch, arrival.epoch}, arrival);
 }
 
-/// What the source of a chunk announces about its tokens, in words that hold their epoch. Some may not have
-/// arrived yet.
+/// What the source of a chunk announces about its tokens, in words that hold their epoch. Some words may not
+/// have arrived yet.
 template <int rounds>
 class ChunkRoutes {
  public:
@@ -69,12 +69,12 @@ class ChunkRoutes {
     const Route* const first = first_of(comm, epoch, map, item);
 #pragma unroll
     for (int j = 0; j < rounds; ++j) {
-      words_[j] = {~uint64_t{0}, EpochNumber::word(epoch, 0)};  // past the tokens
+      words_[j] = {~uint64_t{0}, EpochNumber::word(epoch, 0)};  // no route, past the tokens
       if (map.has(j, static_cast<int>(item.end - item.begin)))
         words_[j] = ptx::load_relaxed_sys_pair(first + j * map.tokens * map.top_k);
     }
   }
-  /// Waits for the missing ones. All lanes; false, and no route, if the wait fails.
+  /// Waits for the missing routes. All lanes; if the wait fails, returns false and drops all routes.
   __device__ bool wait(const Comm& comm, uint64_t epoch, const TokenLanes& map, const Item& item) {
     uint32_t missing = 0;
 #pragma unroll
@@ -90,7 +90,7 @@ class ChunkRoutes {
     return here;
   }
 
-  /// The route of this lane in a round, packed as in Route; past the tokens there is none.
+  /// The route of this lane in a round, packed as in Route; -1 past the tokens.
   __device__ int32_t packed(int j) const { return static_cast<int32_t>(words_[j].low); }
   __device__ float weight(int j) const { return __uint_as_float(static_cast<uint32_t>(words_[j].low >> 32)); }
   __device__ int32_t place(int j) const { return EpochNumber::number(words_[j].high); }
@@ -104,7 +104,7 @@ class ChunkRoutes {
   ptx::Pair words_[rounds];
 };
 
-/// Writes the weights of a chunk's output rows, and of its positions.
+/// Writes the routing weights of a chunk's output rows, and in the rank layout those of its positions.
 template <int rounds>
 __device__ inline void place_weights(const ReceiveArguments& args, const TokenLanes& map, int tokens,
                                      const ChunkRows<rounds>& chunk) {
@@ -123,15 +123,15 @@ __device__ inline void place_weights(const ReceiveArguments& args, const TokenLa
   }
 }
 
-/// The slot of this rank's sum for a token, where each lane knows the owner of its (token, k). For a home on
-/// this node each owner here and each other node has a slot; for a home on another node each owner here.
+/// The slot of this rank's sum for a token of rank `home`; each lane gives the owner of its (token, k). If
+/// `home` is on this node, each owner here and each other node has a slot, else each owner here.
 __device__ inline int slot_between_nodes(const Comm& comm, const TokenLanes& map, int32_t home,
                                          int32_t owner) {
   const int32_t sender = comm.is_local(home) || comm.is_local(owner) ? comm.sender(owner) : -1;
   return __popc(__ballot_sync(0xffffffffu, first_with(sender, map.lanes) && sender < comm.rank) & map.lanes);
 }
 
-/// Dispatch: finds a chunk's positions and output rows, from its source's routes and where its rows begin.
+/// Dispatch: finds a chunk's positions and output rows, from its source's routes and `tables`.
 template <int rounds>
 __device__ inline ChunkRows<rounds> resolve_rows(const Comm& comm, const ReceiveArguments& args,
                                                  const RowTables& tables, const TokenLanes& map,
@@ -171,12 +171,12 @@ __device__ inline ChunkRows<rounds> resolve_rows(const Comm& comm, const Receive
                          ? __popc(__ballot_sync(0xffffffffu, leads && owner < comm.rank) & map.lanes)
                          : slot_between_nodes(comm, map, item.source, owner);
     if (here) chunk.slot[j] = slot;
-    if (!by_expert) {  // lanes with experts of this rank know
+    if (!by_expert) {  // lanes with experts of this rank know the number
       const int32_t place =
           __shfl_sync(0xffffffffu, routes.place(j), here ? __ffs(static_cast<int>(all_mine)) - 1 : 0);
       if (here) chunk.row[j] = fitting(source_base + place, args.rows);
     }
-    if (mine)  // a position whose row was left out stays empty
+    if (mine)  // a position whose row is dropped stays empty
       chunk.position[j] =
           chunk.row[j] == kRowDropped
               ? kRowDropped
@@ -193,8 +193,8 @@ __device__ inline void put_id(const ReceiveArguments& args, int64_t at, int32_t 
     static_cast<int32_t*>(args.out_ids)[at] = id;
 }
 
-/// Rank layout: names no experts in the output's rows behind the first `rows`. `thread`: this one's number
-/// among the `threads` that share them.
+/// Rank layout: sets the ids behind the first `rows` output rows to kNoExpert. `thread`: this thread's number
+/// among the `threads` that share these rows.
 __device__ inline void clear_ids(const Comm& comm, const ReceiveArguments& args, int64_t rows, int64_t thread,
                                  int64_t threads) {
   if (args.out_ids == nullptr) return;
@@ -202,7 +202,7 @@ __device__ inline void clear_ids(const Comm& comm, const ReceiveArguments& args,
   for (int64_t i = rows * comm.top_k() + thread; i < end; i += threads) put_id(args, i, kNoExpert);
 }
 
-/// Writes the rows of a chunk to the plan, and the data that accompanies a row to its place.
+/// Writes a chunk's positions and rows to the plan, and its ids, index and weights to the output.
 template <int rounds>
 __device__ inline void write_rows(const Comm& comm, const ReceiveArguments& args, const TokenLanes& map,
                                   const Item& item, const ChunkRows<rounds>& chunk) {

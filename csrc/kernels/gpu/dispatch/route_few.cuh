@@ -2,10 +2,10 @@
 // A bitmap of tokens for each expert and each rank gives every (token, k) its number without a walk in order:
 // the number of lower tokens in the map of its expert.
 //   1. each thread takes the ids of some (token, k), and sets their bits
-//   2. the number of bits in a map is a count, which every rank gets; the number before each of its words is
-//      kept. The map of a rank is the union of its experts' maps
-//   3. the number of bits below a token is its route, which every rank gets. Short maps are counted again
-//      here, so that some warps do this while others do step 2
+//   2. the bits of each map are counted, and every rank gets the counts. The number of bits before each word
+//      of a map is kept. The map of a rank is the union of its experts' maps
+//   3. the number of bits below a token's bit is its number in the route, which every rank gets. Short maps
+//      are counted again here, so that some warps do this while others do step 2
 // Other ranks wait for this block, so it first loads all that it needs at once.
 #pragma once
 
@@ -15,9 +15,9 @@ namespace moecomm::gpu {
 
 /// Bitmaps of tokens, of `words` words each.
 struct TokenMaps {
-  static constexpr int kShort = 4;  ///< maps of up to so many words are counted when they are read
+  static constexpr int kShort = 4;  ///< maps of up to so many words are counted whenever they are read
   uint32_t* bits;
-  uint16_t* before;  ///< tokens in the words of the map before this one
+  uint16_t* before;  ///< for each word: tokens in earlier words of its map
   int words, stride;
 
   /// Lays the maps out in `scratch`, route_few_words of shared memory.
@@ -25,13 +25,13 @@ struct TokenMaps {
       : bits(reinterpret_cast<uint32_t*>(scratch)), words(map_words(tokens)), stride(map_stride(tokens)) {
     before = reinterpret_cast<uint16_t*>(bits + counts * stride);
   }
-  /// Adds a token to the map of `bin`; true if it was in it before.
+  /// Adds a token to the map of `bin`; true if the map had it before.
   __device__ bool add(int32_t bin, int32_t token) const {
     const uint32_t bit = 1u << (token & 31);
     return atomicOr(&bits[bin * stride + (token >> 5)], bit) & bit;
   }
   __device__ bool is_short() const { return words <= kShort; }
-  /// The number of tokens below `token` in a map. Maps that are not short must have been counted.
+  /// The number of tokens below `token` in a map. count() or join() must have run on maps that are not short.
   __device__ int32_t below(int32_t bin, int32_t token) const {
     const int first = bin * stride, word = first + (token >> 5);
     int32_t count = __popc(bits[word] & ((1u << (token & 31)) - 1));
@@ -80,7 +80,7 @@ struct TokenMaps {
 };
 static_assert(map_words(kMostFusedTokens) <= 32, "a lane for each word");
 
-/// Walks over the (token, k) of a thread, kThreads apart, without a division.
+/// Walks over the (token, k) of a thread, kThreads apart, without a division at each step.
 struct EntryWalk {
   int32_t token, k, top_k;
 
@@ -107,7 +107,7 @@ struct StagedEntries {
       : ids(reinterpret_cast<std::byte*>(memory)), room(static_cast<int32_t>(words / 3)) {
     weights = reinterpret_cast<float*>(ids + int64_t{room} * sizeof(int64_t));
   }
-  /// Copies the entries from `base` on, of `entries` in all.
+  /// Copies entries, each a (token, k), from `base` on. There are `entries` in all.
   __device__ void copy(const SendArguments& args, int32_t base, int32_t entries) const {
     const int32_t count = min(room, entries - base);
 #pragma unroll 1
@@ -126,8 +126,8 @@ struct StagedEntries {
   }
 };
 
-/// Records the first bad id of a dispatch that has one: an id of no expert, or one that its token named
-/// before.
+/// Records the first bad id of a dispatch that has one: an id that names no expert, or that repeats an id of
+/// its token.
 __device__ inline void find_bad_ids(const Comm& comm, const SendArguments& args) {
   const int top_k = comm.top_k();
   const int64_t experts = comm.window.shape.num_experts;
@@ -144,8 +144,8 @@ __device__ inline void find_bad_ids(const Comm& comm, const SendArguments& args)
   }
 }
 
-/// Writes what a token's home needs to know: the number of its sums, and the position of this rank's own
-/// among them. The last threads have the most tokens.
+/// Writes for each token how many sums a combine brings for it, and the position of this rank's own among
+/// these sums (DevicePlan::home). The last threads have the most tokens.
 __device__ inline void write_homes(const Comm& comm, const SendArguments& args, const TokenMaps& maps) {
   const int32_t experts = static_cast<int32_t>(comm.window.shape.num_experts), ranks = comm.ranks();
   const PlanView plan{args.plan, comm.plan_fields};
@@ -162,8 +162,8 @@ __device__ inline void write_homes(const Comm& comm, const SendArguments& args, 
 }
 
 /// Computes the routes and sends them. Whole block. `scratch`: `words` words of shared memory, overwritten,
-/// at least route_few_words. Returns the record, which the caller has to signal. failed(), a barrier, is
-/// called when the first loads are in flight; if it is true, nothing is done, and the record is of no
+/// at least route_few_words. Returns the record, which the caller has to signal. Calls failed(), a barrier,
+/// when the first loads are in flight. If that returns true, nothing is sent, and the record names no
 /// operation.
 template <class Failed>
 __device__ inline SignalRecord route_few(const Comm& comm, const SendArguments& args, uint64_t epoch,
@@ -197,7 +197,7 @@ __device__ inline SignalRecord route_few(const Comm& comm, const SendArguments& 
     }
   };
 
-  // 1
+  // 1. Sets the bits of all ids.
   bool bad = false;
   each_entry([&](int32_t, int32_t token, int64_t given, float) {
     const int32_t id = valid_id(comm, given);
@@ -210,9 +210,9 @@ __device__ inline SignalRecord route_few(const Comm& comm, const SendArguments& 
     __syncthreads();
   }
 
-  // 2. The last warps take the most experts, since the first have the most entries.
+  // 2. Counts the maps, most of them in the last warps: the first had most ids.
   const int64_t to_counts = reinterpret_cast<std::byte*>(comm.counts(comm.own, comm.rank, epoch)) - comm.own;
-  // Like push_count, for a thread with one peer.
+  // Like push_count, but to one rank.
   const auto push = [&](int32_t peer, int32_t bin, int32_t count) {
     device::put(comm.at<uint64_t>(comm.bases[peer], to_counts) + bin, EpochNumber::word(epoch, count));
   };
@@ -230,7 +230,7 @@ __device__ inline SignalRecord route_few(const Comm& comm, const SendArguments& 
   push_starts(comm, record, shifted, kThreads);
   for (int32_t peer = shifted; peer < ranks; peer += kThreads) push(peer, counts, tokens);
 
-  // 3
+  // 3. Sends the routes.
   const bool weighted = args.weights != nullptr, by_rank = args.layout == RowLayout::rank;
   if (by_rank || !maps.is_short()) __syncthreads();
   each_entry([&](int32_t entry, int32_t token, int64_t given, float weight) {

@@ -7,8 +7,8 @@
 
 namespace moecomm::gpu {
 
-/// Calls visit(flag) for each credit that a chunk needs, where a small staging section makes it wait for
-/// memory.
+/// Calls visit(peer, flag) for each of `peers`, with the flag by which that peer says that it has read
+/// `chunk` of `source` (its credit). All lanes; true if no call returns false.
 template <class Visit>
 __device__ inline bool all_credits(const Comm& comm, int32_t source, uint64_t epoch, int64_t chunk,
                                    const PeerSet& peers, const Visit& visit) {
@@ -19,9 +19,9 @@ __device__ inline bool all_credits(const Comm& comm, int32_t source, uint64_t ep
   return __all_sync(0xffffffffu, all);
 }
 
-/// Waits until the owners have read all chunks that used this one's memory before: not only the last of them,
-/// since an owner without rows in it has not waited for the earlier ones. Before it waits, flush() sends what
-/// is complete. False if the wait fails.
+/// Waits until the owners, `peers`, have read every earlier chunk that used this chunk's memory. The last one
+/// is not enough: an owner that got no rows of it has not waited for those before. Calls flush() before a
+/// wait, to send what is complete. False if a wait fails.
 template <class Flush>
 __device__ inline bool wait_for_place(const Comm& comm, Operation operation, int32_t source, int64_t tokens,
                                       uint64_t epoch, int64_t chunk, const PeerSet& peers,
@@ -43,18 +43,18 @@ __device__ inline bool wait_for_place(const Comm& comm, Operation operation, int
   return true;
 }
 
-/// The most places of a row.
+/// The most targets of a row: the ranks that may own its experts.
 __device__ inline int most_owners(const Comm& comm) { return min(comm.top_k(), comm.ranks()); }
 
 /// A list of this rank's tokens, and their ids by rounds, which are loaded while earlier tokens are listed.
 template <class Id>
 struct SendList {
-  int begin = 0, tokens = 0;  ///< 0: the lists have ended
+  int begin = 0, tokens = 0;  ///< without tokens: the lists have ended
   Id ids[kMoveRounds];
 };
 
-/// Lists the tokens of chunks [first, all), with ids `ids`. All warps that have such an object share the
-/// chunks. All lanes call every function.
+/// Lists the tokens of chunks [first, all), with ids `ids`. Warps with the same `counter` share the chunks.
+/// All lanes call every function.
 template <int workers, class Id>
 class SendLister {
  public:
@@ -89,7 +89,7 @@ class SendLister {
   Claims claims_;
 };
 
-/// The work of a unit's listing warp: finds the targets of this rank's rows from their tokens' expert ids.
+/// The work of a lister warp: finds the targets of this rank's rows from their tokens' expert ids.
 template <int workers, class Id>
 __device__ void list_own(const Comm& comm, const SendArguments& args, const Id* ids, uint64_t epoch,
                          MoveLister<workers>& pipe) {
@@ -121,7 +121,7 @@ __device__ void list_own(const Comm& comm, const SendArguments& args, const Id* 
       const bool first = first_with(owner, map.lanes);
       pipe.add(map, args.x + token * row_bytes, first,
                first ? comm.staged_row(owner, epoch, comm.rank, token) : nullptr);
-      // Lists the flag of each chunk and owner once in a round. Another round may set it again, which is
+      // Lists the flag of each chunk and owner once in a round. Another round may list it again, which is
       // harmless.
       const int chunk = token >> shift;
       const bool flag = first_with(first ? chunk * comm.ranks() + owner : -1);
@@ -139,7 +139,7 @@ __device__ void list_own(const Comm& comm, const SendArguments& args, const Id* 
   }
 }
 
-/// Lists the rows of this rank, or only those that reuse another's memory.
+/// Lists this rank's rows: those with memory of their own, or (`later`) those whose chunks reuse memory.
 template <int workers>
 __device__ void list_own(const Comm& comm, const SendArguments& args, uint64_t epoch,
                          MoveLister<workers>& pipe) {

@@ -1,6 +1,7 @@
-// Dispatch, sending side, where a list may not hold a chunk, rows change one by one, or there are several
-// nodes: lists rows token by token for a pipe with lone workers. Rows for other nodes go into host memory,
-// from where the network sends them; rows of the rail that arrive go on to the owners on this node.
+// Dispatch, sending side: lists rows token by token for a pipe with lone workers (move_pipe.cuh). For lists
+// that may not hold a chunk, rows that change one by one, or several nodes. Rows for other nodes go into host
+// memory, from where the network sends them. Rows that arrive from the rail, the ranks with this rank's
+// number on other nodes, go on to the owners on this node.
 #pragma once
 
 #include "kernels/gpu/dispatch/send_list.cuh"
@@ -8,7 +9,7 @@
 
 namespace moecomm::gpu {
 
-/// Targets of the rows that a unit sends: owners on this node, or other nodes.
+/// Where a list of rows goes: to owners on this node, or to other nodes.
 enum class Reach { node, others };
 
 /// Sends rows as they are, with the scales that the caller gives. For lone workers.
@@ -19,7 +20,7 @@ class CopyAlone {
     const Pieces values = row_pieces(s.wire_data_bytes(), kLonePiece);
     return {values, {}, 0, values, scales ? scale_pieces(s, values) : Pieces{}, s.wire_data_bytes(), true};
   }
-  /// Rows that have come from another node in the wire format.
+  /// The shape of whole rows in the wire format, which come from another node.
   __device__ static LoneRows whole_rows(const KernelShape& s) {
     const Pieces pieces = row_pieces(s.wire_row_bytes(), kLonePiece);
     return {pieces, {}, 0, pieces, {}, 0, true};
@@ -31,7 +32,7 @@ class CopyAlone {
   __device__ void operator()(std::byte* stage, const List& list, int entry, int piece) {
     if (rows_.scales.count == 0) return;
     const int64_t offset = rows_.scales.offset(piece);
-    // Their rows need not be aligned for bulk copies.
+    // The caller's scales need not be aligned for bulk copies.
     copy_scales(stage + rows_.stored.bytes, list.others[entry] + offset,
                 static_cast<uint32_t>(min(int64_t{rows_.scales.size(piece)}, bytes_ - offset)), bytes_);
   }
@@ -52,8 +53,8 @@ class ChunkLister {
     list_ = &pipe_.open();
     staged_ = 0;
   }
-  /// Adds a token's row for each lane's target, if `wanted`. `flag`: where it is not null, what is to be
-  /// signalled once the row is there.
+  /// Adds a token's row, with the target `to` of each lane that has `wanted`. `flag`, if not null, is
+  /// signalled once the row is there. `scales`: the caller's, or null.
   __device__ void add(const std::byte* row, const std::byte* scales, bool wanted, std::byte* to,
                       uint64_t* flag = nullptr) {
     if (!pipe_.has_room(map_.top_k)) pass_on();
@@ -62,7 +63,7 @@ class ChunkLister {
     if (wanted && flag != nullptr) list_->flags[staged_ + __popc(flags & ((1u << lane_id()) - 1))] = flag;
     staged_ += __popc(flags);
   }
-  /// Ends a chunk; flag(peer) is set once all its rows are there.
+  /// Ends a chunk; flag(peer) is set for each of `peers` once all rows of the chunk are there.
   template <class Flag>
   __device__ void close(const PeerSet& peers, const Flag& flag) {
     for (uint32_t left = __reduce_or_sync(0xffffffffu, peers.bits); left != 0; left &= left - 1) {
@@ -88,7 +89,8 @@ class ChunkLister {
   int staged_ = 0;  ///< flags in the list
 };
 
-/// Lists this rank's rows for one kind of targets: all of them, or only those that reuse another's memory.
+/// Lists this rank's rows for one kind of targets. For owners on this node: rows with memory of their own, or
+/// (`later`) rows that reuse memory. For other nodes: all rows.
 template <Way way>
 __device__ void list_chunks(const Comm& comm, const SendArguments& args, uint64_t epoch, const LoneRows& rows,
                             Reach reach, MoveLister<kLoneWorkers>& pipe) {
@@ -112,7 +114,7 @@ __device__ void list_chunks(const Comm& comm, const SendArguments& args, uint64_
   for (int next = order.next(claims); next < tokens; next = order.next(claims)) {
     const int64_t begin = first * size + next, end = min(begin + size, args.tokens);
     const int64_t chunk = begin >> chunk_shift(args.tokens);
-    int32_t target[kMaxChunk], number[kMaxChunk];  // a rank, or the number of another node and of its row
+    int32_t target[kMaxChunk], number[kMaxChunk];  // a rank, or another node and a relay index
     PeerSet owners;
 #pragma unroll
     for (int i = 0; i < kMaxChunk; ++i) {
@@ -157,8 +159,8 @@ __device__ void list_chunks(const Comm& comm, const SendArguments& args, uint64_
   }
 }
 
-/// Lists rows of the rail as they arrive: as with this rank's rows, either those that reuse memory or the
-/// others. False if they do not arrive.
+/// Lists rows that arrive from the rail: those with memory of their own at the owners, or (`later`) those
+/// that reuse memory. False if some do not arrive.
 __device__ inline bool list_relayed(const Comm& comm, const SendArguments& args, uint64_t epoch,
                                     MoveLister<kLoneWorkers>& pipe) {
   const PlanView plan{args.plan, comm.plan_fields};
@@ -190,7 +192,7 @@ __device__ inline bool list_relayed(const Comm& comm, const SendArguments& args,
     if (!__all_sync(0xffffffffu, here)) return false;
     if (args.later && !wait_for_place(comm, args.operation, source, tokens, epoch, number, owners, [] {})) {
       if (failed_for_warp(comm)) return false;
-      continue;  // called off: no rank reads it
+      continue;  // the operation is called off: no rank reads the chunk
     }
     list.open();
     for (uint32_t left = chunk.tokens; left != 0; left &= left - 1) {

@@ -1,5 +1,5 @@
-// Rows of an operation of few tokens, moved by teams of warps with plain loads and stores: unchanged, to and
-// from a wire format, or times factors.
+// Moves rows of few tokens by teams (warps that share a row) with plain loads and stores: unchanged,
+// converted to or from a wire format, or times factors. The lanes of a mask `targets` hold a row's targets.
 #pragma once
 
 #include "kernels/gpu/common/kernel.cuh"
@@ -10,13 +10,13 @@ namespace moecomm::gpu {
 
 inline constexpr int kBatch = 8;  ///< loads of a thread in flight together
 
-/// Calls use(the lane's value) for each lane of `mask`. All lanes.
+/// Calls use(value) with the value of each lane in `mask`. All lanes.
 template <class Value, class Use>
 __device__ void for_each_target(uint32_t mask, Value value, const Use& use) {
   for (; mask != 0; mask &= mask - 1) use(__shfl_sync(0xffffffffu, value, __ffs(static_cast<int>(mask)) - 1));
 }
 
-/// The part of a row that a team moves: one of the 2^shift equal parts of teams that share the row.
+/// The part of a row that a team moves: one of 2^shift equal parts, where as many teams share the row.
 struct RowPart {
   int number = 0, shift = 0;
 
@@ -37,7 +37,7 @@ struct Vectors {
       values[i] = v < end ? __ldcg(row + v) : uint4{};
     }
   }
-  /// Stores them to the rows at `to` in the lanes of `targets`.
+  /// Stores the vectors to the rows at `to` in the lanes of `targets`.
   __device__ void store(const Team& team, int base, int end, uint32_t targets, unsigned long long to) const {
     for_each_target(targets, to, [&](unsigned long long address) {
 #pragma unroll
@@ -63,7 +63,7 @@ struct RowAhead {
     end = part.end(all);
     loaded.load(team, row, first, end);
   }
-  /// Copies it to the rows at `to` in the lanes of `targets`.
+  /// Copies the row to the rows at `to` in the lanes of `targets`.
   __device__ void copy(const Team& team, uint32_t targets, unsigned long long to) {
     // Where a thread has at most one vector, fewer instructions suffice.
     if (end - first <= team.threads())
@@ -75,7 +75,7 @@ struct RowAhead {
   }
 };
 
-/// Copies the scales of a row that is in the wire format already, with the first warp.
+/// Copies the scales of a row that is in the wire format already. The team's first warp does this.
 __device__ inline void copy_scales_of_row(const Team& team, const std::byte* from, int64_t bytes,
                                           uint32_t targets, unsigned long long to) {
   if (!team.leads()) return;
@@ -146,7 +146,7 @@ struct Convert {
   }
 };
 
-/// Multiplies rows by the factors of their places (the gradients of a weighted combine).
+/// Multiplies a row by the factor of each target (in the backward of a weighted combine).
 template <DType dtype>
 __device__ void scale_row(const Comm& comm, const Team& team, const RowPart& part,
                           const ReceiveArguments& args, const std::byte* from, uint32_t targets,
