@@ -53,9 +53,9 @@ __device__ void dequantise_by_pipe(const Comm& comm, const ReceiveArguments& arg
       [&] { zero_paddings(comm, args); }, DequantiseWork<dtype, wire>(comm.window.shape));
 }
 
-/// Makes from a source row of `dtype` a row for each of its targets, times the target's factor. For a dot
-/// product the target's stage holds the other row before. For the workers of a pipe; an object holds one
-/// thread's vectors of the source row.
+/// Makes from a source row of `dtype` a row for each of its targets, times the target's factor. If a dot
+/// product is wanted, the target's stage holds the other row at first. For the workers of a pipe; an object
+/// holds one thread's vectors of the source row.
 template <DType dtype>
 class ScaleWork {
   using E = Element<dtype>;
@@ -261,7 +261,7 @@ __global__ void __launch_bounds__(MovePipe<kWorkers>::kThreads, 1)
                   [&](uint64_t epoch) { dequantise_by_pipe<dtype, wire>(comm, args, epoch, shared); });
 }
 
-/// Kernels with lone workers: this one multiplies rows; those below convert them, or take scales from values.
+/// Kernels with lone workers: this one multiplies rows; those below convert rows, or separate scales.
 template <DType dtype>
 __global__ void __launch_bounds__(MovePipe<kLoneWorkers>::kThreads, 1)
     dispatch_scale_alone_kernel(const __grid_constant__ Comm comm,

@@ -1,8 +1,8 @@
 // Dispatch of few tokens in one kernel, sending and receiving, for one node. Its time is set by dependent
 // loads and stores rather than bytes, so there are as few of them as possible. Ranks that run it can exchange
 // rows with ranks that run dispatch_send.cu and dispatch_receive.cu: the windows hold the same at each step.
-//   - one of the first blocks computes the routes and announces them (route_few.cuh). The first makes the
-//     plan when all ranks have announced theirs (plan.cuh). With many blocks another one checks for an
+//   - one of the first blocks computes the routes and announces them (route_few.cuh). The first block makes
+//     the plan when all ranks have announced theirs (plan.cuh). With many blocks another one checks for an
 //     exceeded capacity
 //   - in the other blocks each team, warps that move one row together, stores a row to the staging section of
 //     every owner, quantised if requested. Then it sets the owners' arrival flags. Sending waits for nothing
@@ -14,7 +14,7 @@
 // If arguments differ between ranks, the first block finds that and calls the operation off. What was written
 // until then does not count, and no rank has written outside of its output.
 //
-// With more tokens some blocks send and the others receive (`senders`). Shares of the work are fixed, so
+// With more tokens (`senders` > 0) some blocks send and the others receive. Shares of the work are fixed, so
 // there is no counter to read or to reset: the operation ends with its last row. The time for few tokens is
 // that of dependent instructions, some five cycles each. So there are hardly any divisions, and loops are
 // short and not unrolled where bytes do not limit them. Blocks that wait for the counts compute meanwhile
@@ -167,7 +167,7 @@ __device__ void receive_row(const Comm& comm, const ReceiveArguments& args, cons
 
 /// A token whose row a team may have to receive. A team visits its chunks one by one, and all their tokens.
 struct ReceivedToken {
-  int number;  ///< number of the chunk, counted over sources in turn
+  int number;  ///< number of the chunk, counted round-robin over the sources
   Item chunk;
   int64_t token;
   bool valid;
@@ -254,8 +254,8 @@ struct Share {
   }
 };
 
-/// Receives this team's share of the rows of all sources, from `at` on. `where` finds their output rows. Its
-/// data for the next row (`known`: the first) loads while a row moves. False if something does not arrive.
+/// Receives this team's share of the rows of all sources, from `at` on. `where` finds their output rows; its
+/// data for a row (`known`: the first) loads while the row before moves. False if something does not arrive.
 template <DType dtype, class Where>
 __device__ bool receive_rows(const Comm& comm, const ReceiveArguments& args, uint64_t epoch,
                              const RowTables& tables, const Team& team, const Share& share, ReceivedToken at,
@@ -350,7 +350,7 @@ __device__ void lead(const Comm& comm, const SendArguments& args, uint64_t epoch
   if (waits && !failed) agree_on_operation(comm, args.operation, epoch);
 }
 
-/// Sends this block's share of the rows, and notes that the block has read the epoch. False: receive nothing.
+/// Sends this block's share of rows; notes that this block has read the epoch. False if nothing is received.
 template <DType dtype>
 __device__ bool send(const Comm& comm, const FusedArguments& args, uint64_t epoch, int block, int senders,
                      FusedMemory& memory) {
@@ -449,7 +449,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ __align__(128) std::byte shared[];
   FusedMemory& memory = *reinterpret_cast<FusedMemory*>(shared);
   const uint64_t epoch = comm.state().epoch + (args.again ? 0 : 1);
-  // A block in the middle starts the clock: the first blocks announce, the last receive the first rows.
+  // No block waits for the middle one, which starts the clock: the first announce, the last get first rows.
   if (!args.again) device::start_clock(comm, args.send.operation, gridDim.x / 2);
   const int leads = args.again ? 0 : leading_blocks(static_cast<int>(gridDim.x));
   if (static_cast<int>(blockIdx.x) < leads)

@@ -9,14 +9,14 @@
 // chunks whose memory it reuses. A separate kernel (`later`) sends the chunks that have to wait, and starts
 // after the receiving kernels; so the first kernel ends, whatever else the stream holds after it.
 //
-// The backward of a combine sends rows along the plan of its dispatch in the same way; this kernel announces
-// it.
+// The backward of a combine, which this kernel announces, sends rows along its dispatch's plan in the same
+// way.
 // The file is compiled once for each format in which rows travel, MOECOMM_WIRE (CMakeLists.txt).
 //
 // With several nodes a row goes to its owners on this node, and once to each other node that needs it. Rows
 // for other nodes wait for the routes, which number them (relay index). They go into host memory, from where
 // the network sends them. The last blocks relay rows that arrive from the rail, the ranks with this rank's
-// number on other nodes: they send them to their owners on this node, on behalf of the source.
+// number on other nodes: those blocks send the rows to the owners on this node, on behalf of the source.
 #include "kernels/gpu/dispatch/quantise_rows.cuh"
 #include "kernels/gpu/dispatch/send_list.cuh"
 #include "kernels/gpu/dispatch/send_rows.cuh"
@@ -170,7 +170,7 @@ __device__ void send(const Comm& comm, const SendArguments& args, std::byte* sha
   end_kernel(comm, args);
 }
 
-/// Sends rows unchanged, on one node.
+/// The kernel that sends rows unchanged, on one node.
 template <Way way>
 __global__ void __launch_bounds__(MovePipe<0>::kThreads, 1)
     dispatch_send_kernel(const __grid_constant__ Comm comm, const __grid_constant__ SendArguments args) {
@@ -187,7 +187,7 @@ __global__ void __launch_bounds__(MovePipe<kWorkers>::kThreads, 1)
                    [&](uint64_t epoch) { quantise_by_pipe<dtype>(comm, args, epoch, shared); });
 }
 
-/// Sends all other rows, by lone workers.
+/// The kernel that sends all other rows, by lone workers.
 template <Way way, class Work>
 __global__ void __launch_bounds__(MovePipe<kLoneWorkers>::kThreads, 1)
     dispatch_send_alone_kernel(const __grid_constant__ Comm comm,
@@ -196,8 +196,7 @@ __global__ void __launch_bounds__(MovePipe<kLoneWorkers>::kThreads, 1)
   send<way>(comm, args, shared, [&](uint64_t epoch) { send_alone<way, Work>(comm, args, epoch, shared); });
 }
 
-/// Calls use.operator()<kernel>() with the kernel for a shape's rows. `scales`: the caller gives their
-/// scales.
+/// Calls use.operator()<kernel>() with the kernel for a shape's rows. `scales`: the caller gives scales.
 template <class Use>
 cudaError_t with_kernel(const DeviceShape& shape, [[maybe_unused]] bool scales, const Use& use) {
   const auto with_pipe = [&]<auto kernel, int workers>() {

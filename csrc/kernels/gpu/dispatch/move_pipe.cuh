@@ -1,6 +1,5 @@
-// Moves rows by pipes of warps; each row goes to one target address or several. A unit is the warps of one
-// pipe,
-// a block has a few. A unit has three warps, and more where rows are changed:
+// Moves rows by pipes of warps; a row goes to one target address or several. The warps of one pipe are a
+// unit; a block has two to four units. A unit has three warps, and more where rows are changed:
 //   - the lister finds sources and targets of rows, a few at a time; on the receiving side it waits for rows
 //   - the loader starts bulk copies of these rows, in pieces, into a ring of stages (buffers) in shared
 //     memory, as far ahead as there is room. So copies overlap with the lister's waits
@@ -23,8 +22,8 @@ inline constexpr int kMoveTokens = 8,
 inline constexpr int kMoveLists = 3, kMoveRounds = 4;  ///< lists per unit; most rounds (TokenLanes) per list
 static_assert(kMoveTokens >= kMaxChunk);
 
-/// True where a list has room for a chunk of tokens whose rows have at most `each` targets. Elsewhere only
-/// lone workers can move a communicator's rows.
+/// True where a list has room for a chunk of tokens whose rows have at most `each` targets. If not, only lone
+/// workers can move a communicator's rows.
 MOECOMM_HD inline bool lists_hold(const DeviceShape& shape, int each) {
   const int chunk = chunk_tokens(shape.max_tokens);
   return chunk * each <= kMoveWords && chunk <= kMoveRounds * (32 / shape.top_k);
@@ -33,7 +32,7 @@ MOECOMM_HD inline bool lists_hold(const DeviceShape& shape, int each) {
 /// Worker warps of a unit: kWorkers where all of them share each row, kLoneWorkers where each works alone.
 inline constexpr int kWorkers = 8, kWorkerThreads = kWorkers * 32, kLoneWorkers = 4;
 
-/// A pipe whose units have `workers` warps of workers.
+/// A pipe whose units have `workers` worker warps.
 template <int workers>
 struct MovePipe {
   static constexpr bool kWorks = workers > 0, kAlone = workers == kLoneWorkers;
@@ -126,7 +125,7 @@ struct MoveShape : PipeShape {
     return shape;
   }
   __device__ uint32_t stored(int piece) const { return row_stored > 0 ? row_stored : pieces.size(piece); }
-  __device__ int64_t place(int piece) const { return pieces.offset(piece); }  ///< in a stored row
+  __device__ int64_t place(int piece) const { return pieces.offset(piece); }  ///< offset in the stored row
   __device__ void signal(uint64_t* flag, uint64_t epoch) const { device::relaxed_signal(flag, epoch); }
 };
 
@@ -145,7 +144,7 @@ __device__ inline Pieces scale_pieces(const KernelShape& shape, const Pieces& va
   return row_pieces(total, values.count > 1 ? values.bytes / wire.scale_columns * wire.scale_bytes : total);
 }
 
-/// What lone workers load and store of a row, by pieces.
+/// The pieces of a row that lone workers load and store.
 struct LoneRows {
   Pieces loaded, with;    ///< `with` is loaded behind `loaded`: the row's scales, or another row
   int64_t with_at;        ///< where scales in `with` begin in the row; 0: `with` is another row
@@ -219,7 +218,7 @@ class MoveLister {
     entries_ += __popc(rows);
     targets_ += __popc(places);
   }
-  /// Like add(), but workers write a separate row to each target: the source row times `factor`. `product`,
+  /// Like add(), but workers make a separate row for each target: the source row times `factor`. `product`,
   /// if not null, gets the dot product of the source row and the row at `other`. Unless workers are alone, an
   /// entry for the source row comes first; it is not stored.
   __device__ void add_each(const TokenLanes& map, const std::byte* source, bool wanted, std::byte* target,
@@ -273,7 +272,7 @@ class MoveLister {
   int entries_ = 0, targets_ = 0;
 };
 
-/// The work of a loading warp. All lanes.
+/// The work of a loader. All lanes.
 template <int workers, class Shape>
 __device__ void load_entries(typename MovePipe<workers>::Unit& unit, const Shape& shape) {
   const int lane = lane_id(), pieces = shape.pieces.count;
@@ -292,7 +291,7 @@ __device__ void load_entries(typename MovePipe<workers>::Unit& unit, const Shape
       wait_barrier(&unit.empty[cursor.stage], cursor.round + 1);
       const bool free = some && ptx::barrier_done_now(&unit.empty[mine.stage], (mine.round + 1) & 1);
       const int count = __ffs(static_cast<int>(~__ballot_sync(0xffffffffu, free))) - 1;
-      // The lanes stay together: a bulk copy takes its address from registers that a warp has once.
+      // The lanes stay together: a bulk copy takes its address from uniform registers, which a warp has once.
       if (lane < count) {
         const int entry = pieces == 1 ? base + lane : (base + lane) / pieces;
         const int piece = base + lane - entry * pieces;
@@ -341,7 +340,7 @@ class LateFlags {
     unit_.groups[end_ % Pipe::kFlags] = committed_;
     ++end_;
   }
-  /// Notes that a bulk group of `bytes` was committed; sets flags when enough bytes have come together.
+  /// Notes a committed bulk group of `bytes`; sets flags once there are enough bytes since the last fence.
   __device__ void committed(uint32_t bytes) {
     ++committed_;
     bytes_ += bytes;
@@ -377,7 +376,7 @@ class LateFlags {
   uint32_t begin_ = 0, end_ = 0, committed_ = 0, bytes_ = 0;
 };
 
-/// The work of a storing thread.
+/// The work of a storer. One thread.
 template <int workers, class Shape>
 __device__ __noinline__ void store_entries(typename MovePipe<workers>::Unit& unit, const Shape& shape,
                                            uint64_t epoch) {
@@ -444,9 +443,9 @@ __device__ __noinline__ void store_entries(typename MovePipe<workers>::Unit& uni
   ptx::bulk_wait<0>();
 }
 
-/// The work of a worker that shares rows with the other workers. All their threads call work(stage, list,
-/// entry, thread, parts) for each entry; it leaves the bytes to store in the stage. `parts` holds a number
-/// per warp for this stage, its part of a dot product.
+/// The work of a worker that shares rows with the other workers. All threads of these workers call
+/// work(stage, list, entry, thread, parts) for each entry; it leaves the bytes to store in the stage. `parts`
+/// holds a number per warp for this stage, its part of a dot product.
 template <int workers, class Work>
 __device__ void work_on_entries(typename MovePipe<workers>::Unit& unit, const MoveShape& shape, int warp,
                                 Work& work) {

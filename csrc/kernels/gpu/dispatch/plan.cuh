@@ -5,8 +5,8 @@
 // are 1, 2, alignment 4: expert 0 begins at row 0 (source 1 at 2) and ends at 3, aligned 4; expert 1 begins
 // at 4 (source 1 at 5) and ends at 7, aligned 8.
 //
-// A source announces a dispatch by a start (DispatchStart) and counts, in words with their epoch, and a
-// record (SignalRecord). Records are read only where starts and counts show that ranks run different
+// A source announces a dispatch by a start (DispatchStart) and counts, in words that hold their epoch, and by
+// a record (SignalRecord). Records are read only where starts and counts show that ranks run different
 // operations, or where a source on another node has sent no start.
 #pragma once
 
@@ -172,7 +172,7 @@ struct Overflow {
   Need need;
   int64_t capacity;
   bool passed;
-  bool of_positions;  ///< of positions, not of output rows
+  bool of_positions;  ///< the capacity is one of positions, not of output rows
 };
 
 /// Finds whether any rank exceeds a capacity; rows are checked before positions. Whole block.
@@ -325,8 +325,8 @@ struct StartArrival {
 };
 
 /// Checks the starts of all ranks, which the last threads share. False if one of this thread's ranks
-/// announces other arguments than this rank, or has sent only its record: records have to be compared then.
-/// Calls note(rank) when a rank has announced itself.
+/// announces other arguments than this rank, has sent only its record, or does not come: then records have to
+/// be compared. Calls note(rank) when a rank has announced itself.
 template <class Note>
 __device__ inline bool starts_alike(const Comm& comm, const SendArguments& args, uint64_t epoch,
                                     const Note& note) {
@@ -411,7 +411,7 @@ enum class Planner {
 };
 
 /// Writes the plan from `counts`; the plan already holds each source's tokens. If the host waits for the
-/// number of rows, tells it that. Whole block.
+/// number of rows, tells it the number. Whole block.
 template <class Counts>
 __device__ inline void publish_plan(const Comm& comm, const SendArguments& args, uint64_t epoch,
                                     const Counts& counts, Planner planner) {

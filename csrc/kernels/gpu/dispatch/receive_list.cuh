@@ -16,7 +16,7 @@ inline Arrival arrival_of(const ReceiveArguments& args) {
                                                            : Arrival::as_it_is;
 }
 
-/// The kernels of dispatch_change.cu: for rows that change, and for chunks of rows that no list holds.
+/// The kernels of dispatch_change.cu: for rows that change, and for rows whose chunks do not fit a list.
 cudaError_t launch_dispatch_change(const Launch& launch, const Comm& comm, const ReceiveArguments& args);
 cudaError_t prepare_dispatch_change(const DeviceShape& shape, Arrival arrival);
 
@@ -40,8 +40,8 @@ __device__ inline Found start(const Comm& comm, const ReceiveArguments& args, ui
   return args.offered && !has_room(header, args) ? Found::no_room : Found::rows;
 }
 
-/// If an operation has rows, calls receive() and ends it. If the output has no room, leaves the rows. Whole
-/// grid.
+/// Calls receive() if an operation has rows, and ends the operation. If the output has no room, it only
+/// leaves the rows in the window. Whole grid.
 template <class Receive>
 __device__ inline void receive_and_end(const Comm& comm, const ReceiveArguments& args,
                                        const Receive& receive) {
@@ -145,7 +145,7 @@ class ReceiveLister {
     const int64_t entry = list.item.source * comm_.window.shape.max_tokens + list.item.begin + map_.within;
     const int32_t* const planned = plan_.at(by_expert ? plan_.fields.positions : plan_.fields.rows) +
                                    (by_expert ? entry * map_.top_k + map_.k : entry);
-    const int each = map_.tokens * (by_expert ? map_.top_k : 1);  // numbers of a round
+    const int each = map_.tokens * (by_expert ? map_.top_k : 1);  // plan entries per round
 #pragma unroll
     for (int j = 0; j < kMoveRounds; ++j)
       list.planned[j] =
@@ -231,7 +231,7 @@ __device__ void list_arriving(const Comm& comm, const ReceiveArguments& args, ui
     if (travels && !wait_for_list(comm, args, epoch, list.item, size, awaited)) return;
     int flags = 0;  // chunks that end here; the flag of each frees its memory once its rows have been read
     if (in_turn) {
-      const bool part = ByList<workers>::kShorter && list.item.end < list.of_source;  // may end in a chunk
+      const bool part = ByList<workers>::kShorter && list.item.end < list.of_source;  // may end mid-chunk
       flags =
           (list.tokens() + (part ? list.item.begin & (size - 1) : size - 1)) >> chunk_shift(list.of_source);
       if (lane_id() < flags)

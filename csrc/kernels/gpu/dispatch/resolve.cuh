@@ -93,7 +93,7 @@ class ChunkRoutes {
   /// The route of this lane in a round, packed as in Route; -1 past the tokens.
   __device__ int32_t packed(int j) const { return static_cast<int32_t>(words_[j].low); }
   __device__ float weight(int j) const { return __uint_as_float(static_cast<uint32_t>(words_[j].low >> 32)); }
-  __device__ int32_t place(int j) const { return EpochNumber::number(words_[j].high); }
+  __device__ int32_t place(int j) const { return EpochNumber::number(words_[j].high); }  ///< Route::place
 
  private:
   __device__ static const Route* first_of(const Comm& comm, uint64_t epoch, const TokenLanes& map,
@@ -171,7 +171,7 @@ __device__ inline ChunkRows<rounds> resolve_rows(const Comm& comm, const Receive
                          ? __popc(__ballot_sync(0xffffffffu, leads && owner < comm.rank) & map.lanes)
                          : slot_between_nodes(comm, map, item.source, owner);
     if (here) chunk.slot[j] = slot;
-    if (!by_expert) {  // lanes with experts of this rank know the number
+    if (!by_expert) {  // lanes with an expert of this rank have its Route::place
       const int32_t place =
           __shfl_sync(0xffffffffu, routes.place(j), here ? __ffs(static_cast<int>(all_mine)) - 1 : 0);
       if (here) chunk.row[j] = fitting(source_base + place, args.rows);

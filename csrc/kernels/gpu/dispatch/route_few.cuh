@@ -20,7 +20,7 @@ struct TokenMaps {
   uint16_t* before;  ///< for each word: tokens in earlier words of its map
   int words, stride;
 
-  /// Lays the maps out in `scratch`, route_few_words of shared memory.
+  /// Lays the maps out in `scratch`, which has route_few_words() words of shared memory.
   __device__ TokenMaps(int32_t* scratch, int64_t counts, int64_t tokens)
       : bits(reinterpret_cast<uint32_t*>(scratch)), words(map_words(tokens)), stride(map_stride(tokens)) {
     before = reinterpret_cast<uint16_t*>(bits + counts * stride);

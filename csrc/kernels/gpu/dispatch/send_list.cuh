@@ -97,7 +97,7 @@ __device__ void list_own(const Comm& comm, const SendArguments& args, const Id* 
   const int64_t row_bytes = comm.window.shape.row_bytes();
   const int shift = __ffs(chunk_tokens(args.tokens)) - 1;
   const TokenLanes map = TokenLanes::of_many(comm.top_k());
-  // The first `at_once` chunks do not share memory; later ones reuse an earlier chunk's.
+  // The first `at_once` chunks do not share memory; each later one reuses the memory of an earlier one.
   const int64_t at_once = comm.window.chunks_at_once(args.tokens);
   SendLister<workers, Id> lister(args, map, ids, most_owners(comm), args.later ? at_once : 0,
                                  args.later ? chunk_count(args.tokens) : at_once,

@@ -114,7 +114,7 @@ __device__ void list_chunks(const Comm& comm, const SendArguments& args, uint64_
   for (int next = order.next(claims); next < tokens; next = order.next(claims)) {
     const int64_t begin = first * size + next, end = min(begin + size, args.tokens);
     const int64_t chunk = begin >> chunk_shift(args.tokens);
-    int32_t target[kMaxChunk], number[kMaxChunk];  // a rank, or another node and a relay index
+    int32_t target[kMaxChunk], number[kMaxChunk];  // target rank; or target node and relay index
     PeerSet owners;
 #pragma unroll
     for (int i = 0; i < kMaxChunk; ++i) {

@@ -37,7 +37,7 @@ struct Vectors {
       values[i] = v < end ? __ldcg(row + v) : uint4{};
     }
   }
-  /// Stores the vectors to the rows at `to` in the lanes of `targets`.
+  /// Stores the vectors to each target: the lanes of `targets` hold its address in `to`.
   __device__ void store(const Team& team, int base, int end, uint32_t targets, unsigned long long to) const {
     for_each_target(targets, to, [&](unsigned long long address) {
 #pragma unroll
@@ -63,7 +63,7 @@ struct RowAhead {
     end = part.end(all);
     loaded.load(team, row, first, end);
   }
-  /// Copies the row to the rows at `to` in the lanes of `targets`.
+  /// Copies the row to each target, as Vectors::store does.
   __device__ void copy(const Team& team, uint32_t targets, unsigned long long to) {
     // Where a thread has at most one vector, fewer instructions suffice.
     if (end - first <= team.threads())
