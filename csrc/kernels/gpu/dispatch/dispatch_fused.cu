@@ -4,7 +4,7 @@
 //   - one of the first blocks computes the routes and announces them (route_few.cuh). The first block makes
 //     the plan when all ranks have announced theirs (plan.cuh). With many blocks another one checks for an
 //     exceeded capacity
-//   - in the other blocks each team, warps that move one row together, stores a row to the staging section of
+//   - in the other blocks each team (warps that move one row together) stores a row to the staging section of
 //     every owner, quantised if requested. Then it sets the owners' arrival flags. Sending waits for nothing
 //   - these blocks then read the counts of all sources as they arrive, each a word that holds its epoch, and
 //     compute in their own shared memory where rows begin: no block waits for another block or a record

@@ -14,7 +14,7 @@ struct Item {
   int64_t chunk, begin, end;  ///< number of the first chunk; tokens [begin, end)
 };
 
-/// The address of a token's row on this rank.
+/// The address on this rank from which a token's row is read.
 __device__ inline const std::byte* arrived_row(const Comm& comm, const ReceiveArguments& args, uint64_t epoch,
                                                const Item& item, int64_t token) {
   if (item.source == comm.rank && !comm.own_rows_travel())
@@ -229,8 +229,8 @@ __device__ inline void zero(std::byte* memory, int64_t bytes) {
   for (int64_t i = lane_id(); i < bytes; i += 32) memory[i] = std::byte{0};
 }
 
-/// Zeroes the padding rows of local expert `e`, as far as the output has them: a dropless dispatch without
-/// memory for its rows has none.
+/// Zeroes those padding rows of local expert `e` that the output has. It has no rows if the host found no
+/// memory for the output of a dropless dispatch.
 __device__ inline void zero_padding(const Comm& comm, const ReceiveArguments& args, const RowTables& tables,
                                     int64_t e) {
   const KernelShape& s = comm.window.shape;
