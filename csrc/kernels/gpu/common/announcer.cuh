@@ -1,4 +1,4 @@
-// The order in which warps take chunks of tokens, and sets of the peers that receive a chunk's rows.
+// The order in which warps take chunks (tokens that are announced together), and sets of peers.
 #pragma once
 
 #include "device/channel.cuh"
@@ -12,7 +12,7 @@ struct PeerSet {
   __device__ void insert(int32_t rank) {
     if (lane_id() == (rank & 31)) bits |= 1u << (rank >> 5);
   }
-  /// The ranks of the lanes that `keep`. All lanes.
+  /// Inserts the `rank` of each lane with `keep`. All lanes.
   __device__ void insert_lanes(int32_t rank, bool keep) {
     for (uint32_t left = __ballot_sync(0xffffffffu, keep); left != 0; left &= left - 1)
       insert(__shfl_sync(0xffffffffu, rank, __ffs(static_cast<int>(left)) - 1));
@@ -24,7 +24,8 @@ struct PeerSet {
   }
 };
 
-/// Numbers that warps take in order. A warp asks for its next number while it works on the one before.
+/// Hands a warp the next number of a shared counter. It asks for a number while the warp uses the previous
+/// one.
 class Claims {
  public:
   __device__ explicit Claims(uint32_t* counter) : counter_(counter) { ask(); }
@@ -42,9 +43,9 @@ class Claims {
   uint32_t asked_ = 0;
 };
 
-/// The order in which a source's tokens are sent and received: in pieces of a power of two tokens, up to
-/// kMaxChunk, from several places in turn. Consecutive tokens may go to one rank, and rows that several ranks
-/// send to one rank at a time share its link.
+/// The order in which a source's tokens are sent and received: in pieces of consecutive tokens (a power of
+/// two, at most kMaxChunk), from several starting points (places) in turn. Consecutive tokens may go to one
+/// rank; where several ranks send to it at a time, they share its link.
 class TokenOrder {
  public:
   /// `shift`: log2 of the number of places.
@@ -61,7 +62,7 @@ class TokenOrder {
     const int place = claim & ((1 << shift_) - 1), within = (claim >> shift_) * size_;
     return within < part_ ? min(place * part_ + within, tokens_) : tokens_;
   }
-  /// Claims the next piece. All lanes.
+  /// Claims the next piece; returns its first token, or the number of tokens if none is left. All lanes.
   __device__ int next(Claims& claimed) const {
     for (;;) {
       const auto claim = static_cast<int>(claimed.take());
@@ -71,17 +72,16 @@ class TokenOrder {
 
  private:
   int tokens_, size_, shift_;
-  int part_;  ///< tokens between two places
+  int part_;  ///< tokens from one place to the next
 };
 
-/// Log2 of the number of places from which a source's tokens are sent: 0, for one place, where chunks reuse
-/// memory or come over the network.
+/// Log2 of the number of starting points (TokenOrder) of a source's tokens. It is 0, for one, where chunks
+/// reuse memory or come over the network.
 __device__ inline int places_shift(const device::Comm& comm, int32_t source, int64_t tokens) {
   return tokens > comm.window.stage_tokens || !comm.is_local(source) ? 0 : comm.places_shift;
 }
 
-/// Writes this lane's `value`, if `keep`, after those of lower lanes to list[0..]; returns how many were
-/// kept.
+/// Writes the values of the lanes with `keep` to list[0..], in lane order; returns their number. All lanes.
 template <class Value>
 __device__ inline int compact(Value* list, Value value, bool keep) {
   const uint32_t kept = __ballot_sync(0xffffffffu, keep);

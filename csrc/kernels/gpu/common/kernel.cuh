@@ -17,15 +17,15 @@ using device::failed_for_block;
 using device::failed_for_warp;
 using device::PlanView;
 
-/// `total` bytes in equal pieces of at most `most` bytes; all are multiples of 16.
+/// Cuts `total` bytes into nearly equal pieces of at most `most` bytes; their sizes are multiples of 16.
 __device__ inline Pieces pieces_of(int64_t total, int32_t most) {
   const int32_t bytes = static_cast<int32_t>(total), count = (bytes + most - 1) / most;
   const int32_t each = (bytes / 16 + count - 1) / count * 16;
   return {(bytes + each - 1) / each, each, bytes};
 }
 
-/// `total` bytes in pieces of `each` and a rest, so that no block of columns with one scale is split between
-/// pieces.
+/// Cuts `total` bytes into pieces of `each` bytes and a rest. No block of columns that shares a scale is
+/// split, if `each` holds whole blocks.
 __device__ inline Pieces full_pieces(int64_t total, int32_t each) {
   const int32_t bytes = static_cast<int32_t>(total);
   return {(bytes + each - 1) / each, each, bytes};
@@ -36,14 +36,14 @@ __device__ inline int64_t weights_bytes(const Comm& comm, int64_t tokens) {
   return tokens * comm.top_k() * weight_bytes(comm.window.shape.dtype);
 }
 
-/// Returns, in lane k, an output row of entry `entry` of a plan's [ranks][max_tokens]: in the expert layout
-/// the row for the token's k, in the rank layout the token's only row, in lane 0. kRowElsewhere: none.
+/// Returns a token's output row for this lane's k; `entry` is its index in the plan's [ranks][max_tokens]. In
+/// the rank layout a token has one row, which lane 0 gets. Negative: none (kRowElsewhere or kRowDropped).
 __device__ inline int32_t planned_row(const PlanView& plan, RowLayout layout, int64_t entry, int top_k) {
   if (layout == RowLayout::rank) return lane_id() == 0 ? plan.at(plan.fields.rows)[entry] : kRowElsewhere;
   return lane_id() < top_k ? plan.at(plan.fields.positions)[entry * top_k + lane_id()] : kRowElsewhere;
 }
 
-/// Announces an operation along an existing plan. Whole block.
+/// Announces an operation that follows an existing plan. Whole block.
 __device__ inline void signal_start(const Comm& comm, Operation operation, uint64_t epoch, int32_t* words,
                                     RowLayout layout, int64_t tokens, uint32_t carries) {
   const PlanView plan{words, comm.plan_fields};
@@ -74,8 +74,8 @@ __device__ inline void signal_start(const Comm& comm, Operation operation, uint6
   }
 }
 
-/// Waits for the records of all ranks and compares them, in a kernel along an existing plan. Whole block;
-/// false if this operation can't go on.
+/// Waits for the records of all ranks (what each announces for the operation) and compares them, where no new
+/// plan is made. Whole block; false if this operation can't go on.
 __device__ inline bool agree_on_operation(const Comm& comm, Operation operation, uint64_t epoch) {
   if (!device::wait_records(comm, operation, epoch)) return false;
   __shared__ bool agreed;
@@ -94,7 +94,7 @@ __device__ inline bool agree_on_operation(const Comm& comm, Operation operation,
   return agreed;
 }
 
-/// Ends a block of a kernel that sends later, concurrently with the one that receives. Whole block.
+/// Counts a block as ended, in the kernel that sends later chunks while another one receives. Whole block.
 __device__ inline void end_sending(const Comm& comm) {
   __syncthreads();
   if (threadIdx.x == 0) ptx::add_acq_rel_gpu(&comm.state().send_done, 1);
@@ -138,17 +138,17 @@ __device__ inline bool has_room(const PlanHeader& header, const ReceiveArguments
   return header.needed_rows <= args.rows && header.needed_positions <= args.positions;
 }
 
-/// Leaves the rows of a dropless dispatch in the window, since the offered output has no room for them; tells
-/// the host how many there are. Whole block.
+/// Ends a kernel of a dropless dispatch whose offered output has no room: rows stay in the window, and the
+/// state's `left` says so. Whole block.
 __device__ inline void leave_rows(const Comm& comm, uint64_t epoch) {
   if (threadIdx.x != 0) return;
-  ptx::wait_for_previous_kernel();  // the kernel that will receive them comes after it
+  ptx::wait_for_previous_kernel();  // so that the kernel that will receive them runs after it
   if (blockIdx.x + 1 == gridDim.x) comm.state().left = epoch;
 }
 
-/// Replaces end_operation where an operation is one kernel without counters: once every block has read the
-/// previous operation's epoch, it becomes this one's. Whole block, anywhere after a barrier; only one thread
-/// waits.
+/// Replaces end_operation where an operation is one kernel without counters. The last block to call it sets
+/// the state's epoch, since by then all blocks have read the old one. Whole block, after a barrier; only one
+/// thread waits for the counter.
 __device__ inline void pass_epoch(const Comm& comm, uint64_t epoch) {
   if (threadIdx.x != blockDim.x - 1) return;
   DeviceState& state = comm.state();
@@ -190,7 +190,7 @@ cudaError_t launch_kernel(const Launch& launch, int threads, size_t shared_bytes
   return cudaLaunchKernelEx(&config, kernel, comm, arguments);
 }
 
-/// A function object use.operator()<kernel>(threads, bytes of shared memory) that loads the kernel.
+/// A function object: operator()<kernel>(threads, bytes of shared memory) loads the kernel.
 struct Prepare {
   template <auto kernel>
   cudaError_t operator()(int, size_t shared_bytes) const {
@@ -198,7 +198,7 @@ struct Prepare {
   }
 };
 
-/// The same, but launches the kernel.
+/// A function object like Prepare, but it launches the kernel.
 template <class Arguments>
 struct Start {
   Start(const Launch& how, const Comm& own, const Arguments& given)
@@ -223,8 +223,8 @@ cudaError_t with_way(const DeviceShape& shape, const Use& use) {
                                  : use.template operator()<Way::whole>();
 }
 
-/// Calls use.operator()<dtype, way, wire>() with the Way and dtype of a shape, for the sums of a combine in
-/// format `wire`.
+/// Calls use.operator()<dtype, way, wire>() with the dtype and Way of a shape. `wire`: the format in which
+/// the sums of a combine travel.
 template <class Use>
 cudaError_t with_sums(const DeviceShape& shape, WireFormat wire, const Use& use) {
   return with_dtype(shape.dtype, [&]<DType dtype>() {
@@ -235,14 +235,14 @@ cudaError_t with_sums(const DeviceShape& shape, WireFormat wire, const Use& use)
   });
 }
 
-/// Calls prepare(wire) for sums in their dtype and, if `sums` is another format, for that.
+/// Calls prepare(WireFormat::same) and, if `sums` is another format, prepare(sums).
 template <class PrepareIn>
 cudaError_t prepare_sums(WireFormat sums, const PrepareIn& prepare) {
   const cudaError_t error = prepare(WireFormat::same);
   return error != cudaSuccess || sums == WireFormat::same ? error : prepare(sums);
 }
 
-/// Calls use.operator()<dtype, wire>() for a shape whose rows have a wire format of their own.
+/// Calls use.operator()<dtype, wire>() for a shape whose wire format differs from its dtype.
 template <class Use>
 cudaError_t with_conversion(const DeviceShape& shape, const Use& use) {
   return with_wire(shape.wire, [&]<WireFormat wire>() {

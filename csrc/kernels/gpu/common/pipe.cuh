@@ -1,4 +1,5 @@
-// What pipes of warps have in common: how tokens are spread over lanes, and rows cut into pieces.
+// What pipes have in common: how tokens are spread over lanes, and rows cut into pieces. A pipe is a group of
+// warps that pass pieces of rows on to each other in shared memory.
 #pragma once
 
 #include <cstdint>
@@ -21,7 +22,7 @@ inline constexpr int kThreads = kWarps * 32;
 __device__ inline int lane_id() { return static_cast<int>(threadIdx.x) & 31; }
 __device__ inline int warp_id() { return static_cast<int>(threadIdx.x) >> 5; }
 
-/// True in the first of `lanes` that has this value, which must not be negative. All lanes.
+/// True in the first of `lanes` that has this lane's `value`; false if the value is negative. All lanes.
 __device__ inline bool first_with(int32_t value, uint32_t lanes = 0xffffffffu) {
   const uint32_t same = __match_any_sync(0xffffffffu, value >= 0 ? value : -1 - lane_id()) & lanes;
   return value >= 0 && (same & ((1u << lane_id()) - 1)) == 0;
@@ -54,8 +55,8 @@ struct TokenLanes {
         lanes((each == 32 ? ~0u : (1u << each) - 1) << (own * each & 31)) {}
 };
 
-/// Copies `bytes` of a row's scales, which are `row_bytes` in all, with all lanes. Rows of scales are
-/// contiguous, so they are copied in words only where they are aligned to them.
+/// Copies `bytes` of a row's scales with all lanes; all scales of a row take `row_bytes`. No padding follows
+/// them, so they are copied in words of four bytes only if `row_bytes` is a multiple of four.
 __device__ inline void copy_scales(std::byte* to, const std::byte* from, uint32_t bytes, int64_t row_bytes) {
   if (row_bytes % 4 == 0) {
     for (uint32_t i = lane_id(); i < bytes / 4; i += 32)
@@ -66,17 +67,17 @@ __device__ inline void copy_scales(std::byte* to, const std::byte* from, uint32_
     to[i] = static_cast<std::byte>(__ldcg(reinterpret_cast<const uint8_t*>(from) + i));
 }
 
-/// Orders bulk loads after earlier acquires.
+/// Orders a warp's later bulk loads after its earlier acquires. All lanes.
 __device__ inline void open_for_loads() {
   ptx::fence_global_to_bulk();
   __syncwarp();
 }
 
-/// How a row is cut into pieces of at most one stage.
+/// How a row is cut into pieces, each of which fits a stage (a slot in shared memory).
 struct Pieces {
   int32_t count;
   int32_t bytes;  ///< bytes of all pieces but the last
-  int32_t total;
+  int32_t total;  ///< bytes of the row
 
   __device__ uint32_t size(int piece) const {
     return piece + 1 < count ? static_cast<uint32_t>(bytes) : static_cast<uint32_t>(total - piece * bytes);

@@ -1,14 +1,14 @@
-// Routes of a source's rows. The source computes for each (token, k) its number among the source's rows for
-// that expert; a receiver adds the position at which the source's rows for the expert begin.
-//   1. blocks share the tokens in order, warps share a block's; each warp counts its ids into a histogram
-//   2. blocks exchange their counts; a histogram then holds where its warp's rows for each expert begin
-//   3. warps walk their tokens again in order, hand out numbers, and push them to every rank
-// Start, counts and routes, for which others wait, are sent as soon as they are known, in words that hold
-// their epoch. They cross a link once and need no fence. The record, which the caller signals afterwards, may
-// arrive before them.
+// Routes of a dispatch. The source rank numbers its rows for each expert: the route of a (token, k) is its
+// number there. A receiver adds the position at which the source's rows for the expert begin.
+//   1. blocks share the tokens in order, and warps those of a block. Each warp counts its ids in a histogram
+//   2. blocks exchange their counts. A histogram then holds where its warp's rows for each expert begin
+//   3. warps walk their tokens again in order, hand out numbers, and push them to every rank of the node
+// The start (which announces the dispatch), counts and routes are sent as soon as they are known, in words
+// that hold the epoch. They cross a link once and need no fence. Afterwards the caller signals the record
+// (SignalRecord: the arguments of the operation), which may arrive before them.
 //
-// Data for other nodes goes to host memory instead, once for all of them, with the number of each token among
-// those that a node needs (its relay index), counted like an expert's rows; the last block to end sends it.
+// For other nodes routes go to host memory, once for all nodes. With them goes each token's number among the
+// tokens that a node needs (its relay index), counted like an expert's rows. The last block sends them.
 //
 // Example: ids {5} {2} {5} {5} of one source. Numbers are 0, 0, 1, 2; a receiver with 40 rows of earlier
 // experts and 3 of earlier sources for expert 5 puts token 3 into row 40 + 3 + 2.
@@ -42,28 +42,27 @@ __device__ inline void note_bad_id(DeviceState& state, int64_t index, int repeat
             static_cast<unsigned long long>(index) << 8 | static_cast<unsigned long long>(repeats));
 }
 
-/// A lane's (token, k) in one step of a warp over whole tokens.
+/// The (token, k) of one lane in one step. In a step the lanes of a warp hold the (token, k) of whole tokens.
 struct RouteStep {
   int64_t token;
   int32_t k;
   bool active;
   uint32_t token_lanes;  ///< lanes of the same token
-  int32_t id, owner;     ///< -1: none
-  uint32_t owner_lanes;  ///< lanes whose ids have this owner, within the token; without an owner this lane
+  int32_t id, owner;     ///< the expert, and the rank that has it; -1: none
+  uint32_t owner_lanes;  ///< lanes of the token whose ids have this owner; this lane if it has none
   bool first;            ///< this lane is the first of owner_lanes
-  int32_t sender;        ///< whose slot the owner's sum takes in combine (Comm::sender)
-  bool first_of_sender;  ///< likewise
+  int32_t sender;        ///< rank in whose slot the owner's sum arrives in combine (Comm::sender)
+  bool first_of_sender;  ///< this lane is the first of its token with this sender
 };
 
-/// A warp's tokens [begin, end), taken in steps of as many as fit.
+/// A warp's walk over tokens [begin, end), in steps of as many whole tokens as its lanes can hold.
 class RouteWalk {
  public:
   __device__ RouteWalk(const Comm& comm, int64_t begin, int64_t end)
       : comm_(comm), top_k_(comm.top_k()), tokens_(32 / comm.top_k()), begin_(begin), end_(end) {}
 
-  /// Calls use(step, value) for each step, with value = load(index of the (token, k)) and id(value) its
-  /// expert. Loads of several steps are in flight together. The use of values is not unrolled, since a warp
-  /// has few steps.
+  /// Calls use(step, value) for each step, with value = load(index of the (token, k)) and id(step, value) its
+  /// expert. Loads of several steps overlap. The loop over values is not unrolled: a warp has few steps.
   template <class Load, class Id, class Use>
   __device__ void for_each(const Load& load, const Id& id, const Use& use) const {
     constexpr int kAhead = 4;
@@ -102,8 +101,7 @@ class RouteWalk {
   }
 
  private:
-  /// Returns this lane's part of the step that begins with token `first`, without fields that depend on the
-  /// id.
+  /// Returns this lane's step where token `first` begins it; fields that depend on the id are left unset.
   __device__ RouteStep place(int64_t first) const {
     const int within = lane_id() / top_k_;
     RouteStep s;
@@ -119,7 +117,7 @@ class RouteWalk {
   const int64_t begin_, end_;
 };
 
-/// Numbers the lanes with the same `bin` in order, starting at histogram[bin]. -1: no bin.
+/// Gives the lanes with the same `bin` numbers from histogram[bin] on, and advances it. -1 for `bin` -1.
 __device__ inline int32_t take_number(int32_t* histogram, int32_t bin) {
   const int lane = lane_id();
   const uint32_t same = __match_any_sync(0xffffffffu, bin >= 0 ? bin : -1 - lane);
@@ -131,8 +129,8 @@ __device__ inline int32_t take_number(int32_t* histogram, int32_t bin) {
   return number;
 }
 
-/// Writes what a token's home needs to know: the number of its sums, and the position of this rank's own
-/// among them.
+/// Writes to the plan what this rank needs for the step's token in combine: the number of the token's sums,
+/// and which of them this rank makes (or kNoOwnSlot).
 __device__ inline void note_home(const Comm& comm, const SendArguments& args, const RouteStep& s) {
   const PlanView plan{args.plan, comm.plan_fields};
   const uint32_t sums = __ballot_sync(0xffffffffu, s.first_of_sender) & s.token_lanes;
@@ -143,12 +141,12 @@ __device__ inline void note_home(const Comm& comm, const SendArguments& args, co
     plan.at(plan.fields.home)[s.token] = __popc(sums) | (own != 0 ? __popc(below) : kNoOwnSlot) << 16;
 }
 
-/// True in the first lane whose id sends the step's token to another node.
+/// True in one lane for each other node that needs the step's token.
 __device__ inline bool leaves_node(const Comm& comm, const RouteStep& s) {
   return comm.rail.others > 0 && s.first_of_sender && !comm.is_local(s.owner);
 }
 
-/// Marks the token as needed by no node, before push_routes marks the nodes that need it.
+/// Marks the step's token as needed by no other node; push_routes then marks the nodes that need it.
 __device__ inline void clear_home_index(const Comm& comm, const SendArguments& args, const RouteStep& s) {
   const PlanView plan{args.plan, comm.plan_fields};
   if (!s.active) return;
@@ -156,19 +154,19 @@ __device__ inline void clear_home_index(const Comm& comm, const SendArguments& a
     plan.at(plan.fields.home_index)[other * comm.window.shape.max_tokens + s.token] = -1;
 }
 
-/// A (token, k), loaded for the second walk.
+/// What a warp loads for a (token, k) in step 3.
 struct RoutedId {
   int32_t id = kNoExpert;
   float weight = 0;
 };
 
-/// A Route in its stored form.
+/// Returns a Route as the two words in which it is stored.
 __device__ inline ptx::Pair route_word(uint64_t epoch, int32_t packed, float weight, int32_t place) {
   return {static_cast<uint32_t>(packed) | uint64_t{__float_as_uint(weight)} << 32,
           EpochNumber::word(epoch, place)};
 }
 
-/// Pushes a route to every rank of the node, as entry `entry` of `source`.
+/// Pushes a route of `source` to every rank of the node, as entry `entry` = token * top_k + k.
 __device__ inline void push_route(const Comm& comm, int32_t source, uint64_t epoch, int64_t entry,
                                   const ptx::Pair& route) {
   const std::byte* const own = reinterpret_cast<std::byte*>(comm.routes(comm.own, source, epoch) + entry);
@@ -186,7 +184,7 @@ __device__ inline void push_count(const Comm& comm, int32_t source, uint64_t epo
                 EpochNumber::word(epoch, count));
 }
 
-/// Announces a dispatch to all ranks of the node, and notes the time. Called by threads that share the peers.
+/// Announces a dispatch to all ranks of the node, and notes the time. The `threads` threads share the ranks.
 __device__ inline void push_starts(const Comm& comm, const SignalRecord& record, int thread, int threads) {
   if (thread == 0) device::note_phase(comm, Operation::dispatch, Phase::announced);
   for (int32_t i = thread; i < comm.local_ranks; i += threads) {
@@ -196,8 +194,8 @@ __device__ inline void push_starts(const Comm& comm, const SignalRecord& record,
   }
 }
 
-/// The second walk of a warp: hands out numbers, and pushes all routes to every rank of the node. Each rank,
-/// also of other nodes, picks the routes that concern it.
+/// Step 3 for one warp: hands out numbers, and pushes all routes to every rank of the node. Each rank takes
+/// the routes for its own experts. Routes for other nodes are written to host memory.
 __device__ inline void push_routes(const Comm& comm, const SendArguments& args, uint64_t epoch,
                                    const RouteWalk& walk, const int32_t* local_topk_idx, int32_t* histogram) {
   const DeviceWindow& w = comm.window;
@@ -283,8 +281,8 @@ __device__ inline SignalRecord dispatch_record(const Comm& comm, const SendArgum
   return record;
 }
 
-/// Computes routes with `blocks` blocks. The first block signals the records after this has returned true.
-/// `histogram`: shared memory, overwritten.
+/// Computes routes with `blocks` blocks; false if the wait for the other blocks fails. The caller's first
+/// block signals the records once this has returned true. `histogram`: shared memory, overwritten.
 __device__ inline bool route(const Comm& comm, const SendArguments& args, uint64_t epoch, int blocks,
                              int32_t* histogram, int64_t histogram_words, int32_t* shared_word) {
   const DeviceWindow& w = comm.window;
@@ -306,7 +304,7 @@ __device__ inline bool route(const Comm& comm, const SendArguments& args, uint64
   int32_t* const own = histogram + min(warp, warps - 1) * bins;
 
   const RouteWalk walk(comm, begin, end);
-  // 1
+  // 1. Counts ids.
   walk.for_each([&](int64_t index) { return read_id(args, index); },
                 [&](const RouteStep& s, int64_t id) {
                   if (id < -1 || id >= experts) note_bad_id(state, s.token * top_k + s.k, 0);
@@ -330,7 +328,7 @@ __device__ inline bool route(const Comm& comm, const SendArguments& args, uint64
                 });
   __syncthreads();
 
-  // 2
+  // 2. Exchanges counts.
   int32_t* const scratch = comm.mine<int32_t>(w.route_counts);
   if (blocks > 1) {
 #pragma unroll 1
@@ -345,7 +343,7 @@ __device__ inline bool route(const Comm& comm, const SendArguments& args, uint64
     if (threadIdx.x == 0) {
       __threadfence();
       ptx::add_acq_rel_gpu(&state.route_counted, 1);
-      // The wait is not called off: nothing in it comes from peers, and other nodes wait for what follows.
+      // Goes on if the operation is called off: no peer is waited for, and other nodes wait for what follows.
       counted = device::wait_until(comm, {comm.rank, WaitPhase::blocks, Operation::dispatch, epoch, false},
                                    device::BlockCount{&state.route_counted, static_cast<uint32_t>(blocks)});
     }
@@ -376,7 +374,7 @@ __device__ inline bool route(const Comm& comm, const SendArguments& args, uint64
     push_starts(comm, dispatch_record(comm, args, epoch, true), lane_id(), 32);
   __syncthreads();
 
-  // 3
+  // 3. Numbers rows and pushes routes.
   push_routes(comm, args, epoch, walk, local_topk_idx, own);
 
   if (comm.rail.others == 0) return true;

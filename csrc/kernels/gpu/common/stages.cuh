@@ -1,5 +1,5 @@
-// The ring of stages in shared memory through which a pipe of warps moves pieces of rows. sum_pipe.cuh adds
-// the pieces, move_pipe.cuh sends them on.
+// The ring of stages in shared memory through which a pipe of warps moves pieces of rows, one piece a stage.
+// sum_pipe.cuh adds the pieces, move_pipe.cuh sends them on.
 #pragma once
 
 #include "kernels/gpu/common/kernel.cuh"
@@ -8,12 +8,12 @@ namespace moecomm::gpu {
 
 inline constexpr int kMaxStages = 32;
 
-/// How rows are cut into pieces, and how many pieces fit.
+/// How rows are cut into pieces, and how many stages there are.
 struct PipeShape {
   Pieces pieces;
   int stage_bytes, stages;
 
-  /// Pieces of at most `most` bytes, in stages of `bytes` in all, but at least three stages.
+  /// Pieces have at most `most` bytes. There are as many stages as fit `bytes`, but at least three.
   __device__ PipeShape(int64_t row_bytes, int most, int bytes) : pieces(pieces_of(row_bytes, most)) {
     stage_bytes = (pieces.bytes + 127) / 128 * 128;
     stages = min(kMaxStages, max(3, bytes / stage_bytes));

@@ -1,5 +1,5 @@
-// Sums of rows by plain loads: a warp processes one strip of all rows of a token at a time, so that as many
-// loads as possible are in flight. Sums run left to right, with each product and each sum rounded, as on the
+// Sums of rows by plain loads. A warp takes the same strip (some bytes) of all rows of a token at a time, so
+// that many loads are in flight. Sums run left to right, with each product and each sum rounded, as on the
 // CPU. Used for few tokens, between nodes, and for sums in a wire format; sum_pipe.cuh makes all other sums.
 #pragma once
 
@@ -10,7 +10,7 @@
 
 namespace moecomm::gpu {
 
-/// `steps` times 512 bytes of a row, spread over the lanes.
+/// A strip: `steps` times 512 bytes of a row, 16 bytes of each 512 in a lane.
 template <int steps>
 struct Strip {
   uint4 raw[steps];
@@ -31,7 +31,7 @@ struct Strip {
   }
 };
 
-/// A strip of a sum in a wire format. `scales_at`: position of a row's scales.
+/// A strip of a sum in a wire format. `scales_at`: byte offset of the scales in a row.
 template <DType dtype, WireFormat wire, int steps>
 class WireStrip {
   using E = Element<dtype>;
@@ -50,7 +50,7 @@ class WireStrip {
       scales_[s] = __ldcg(scales + v / kBlockLanes);
     }
   }
-  /// Takes float32 numbers, [steps][E::kVector] per lane. All lanes.
+  /// Quantises float32 values, [steps][E::kVector] of each lane. All lanes.
   __device__ void take(const float (*values)[E::kVector], int first, int vectors) {
 #pragma unroll
     for (int s = 0; s < steps; ++s) {
@@ -92,22 +92,22 @@ class WireStrip {
 template <DType dtype, WireFormat wire, int steps>
 using SumStrip = std::conditional_t<wire == WireFormat::same, Strip<steps>, WireStrip<dtype, wire, steps>>;
 
-/// Bytes between sums in format `wire` that come over the network.
+/// Bytes from one sum to the next, for sums in format `wire` that come over the network.
 __device__ inline int64_t sum_row_bytes(const Comm& comm, WireFormat wire) {
   return comm.window.shape.with_wire(wire).wire_row_bytes();
 }
-/// Position of the scales in a sum in format `wire`.
+/// Byte offset of the scales in a sum in format `wire`.
 __device__ inline int64_t sum_scales_at(const Comm& comm, WireFormat wire) {
   return comm.window.shape.with_wire(wire).wire_data_bytes();
 }
 
-/// A sum of strips.
+/// The sum of several strips, in float32.
 template <DType dtype, int steps>
 class StripSum {
   using E = Element<dtype>;
 
  public:
-  /// Zero.
+  /// Sets the sum to zero.
   __device__ void clear() {
 #pragma unroll
     for (int s = 0; s < steps; ++s)
@@ -123,7 +123,7 @@ class StripSum {
       accumulate(s, values, first);
     }
   }
-  /// The sum in the form in which it travels. All lanes.
+  /// Returns the sum as it travels, in format `wire`. All lanes.
   template <WireFormat wire>
   __device__ SumStrip<dtype, wire, steps> travelling(int first, int vectors) const {
     if constexpr (wire == WireFormat::same) {
@@ -169,8 +169,8 @@ class StripSum {
   float total_[steps][E::kVector];
 };
 
-/// The sum of one strip of rows[0..count), times weights[j] if there are weights; zero without rows. row(j)
-/// is the address of row j.
+/// Sums one strip of `count` rows; row(j) is the address of row j. Row j is multiplied by weights[j] unless
+/// `weights` is null. Without rows the sum is zero. `batch` rows are loaded at once.
 template <DType dtype, int steps, int batch, class Row>
 __device__ inline StripSum<dtype, steps> sum_rows(int count, const Row& row, const float* weights, int first,
                                                   int vectors) {
@@ -193,7 +193,7 @@ __device__ inline StripSum<dtype, steps> sum_rows(int count, const Row& row, con
   return sum;
 }
 
-/// Returns the row that holds the gradient of the weight of this lane's (token, k); negative: none.
+/// Returns the row on this rank that has the weight gradient of this lane's (token, k); negative: none.
 __device__ inline int32_t weight_grad_row(const Comm& comm, const CombineArguments& args, int32_t home,
                                           int64_t token) {
   const PlanView plan{args.plan, comm.plan_fields};
@@ -203,7 +203,8 @@ __device__ inline int32_t weight_grad_row(const Comm& comm, const CombineArgumen
   return by_expert ? position : plan.at(plan.fields.rows)[entry];
 }
 
-/// Writes the gradient for this lane's (token, k), at `row` on this rank, to `section` [tokens][top_k].
+/// Writes the weight gradient of this lane's (token, k) to `section` [tokens][top_k]. `row`: the row on this
+/// rank that has it; negative: the gradient is zero.
 __device__ inline void put_weight_grad(const Comm& comm, const CombineArguments& args, std::byte* section,
                                        int64_t token, int32_t row) {
   const int64_t to = token * comm.top_k() + lane_id();

@@ -1,4 +1,5 @@
-// Teams of warps that share a row, in the kernels for few tokens.
+// Teams, in the kernels for few tokens: a team is a group of warps of a block that move or sum one row
+// together.
 #pragma once
 
 #include "kernels/gpu/common/pipe.cuh"
@@ -6,12 +7,12 @@
 
 namespace moecomm::gpu {
 
-/// A thread's team among those of several blocks. Consecutive teams are in different blocks, so that few rows
-/// occupy many SMs.
+/// The team of the calling thread. Teams of several blocks are numbered so that consecutive numbers are in
+/// different blocks: few rows then occupy many SMs.
 struct Team {
-  int warps;       ///< of a team
-  int first_warp;  ///< index in its block
-  int number;      ///< -1: this warp is in no team, as the warps of a block do not divide evenly
+  int warps;       ///< warps of a team
+  int first_warp;  ///< index, in its block, of this team's first warp
+  int number;      ///< this team's number; -1: this warp is left over and in no team
   int count;       ///< teams in all blocks
 
   /// Divides the warps of block `block`, of `blocks` blocks, into teams.
@@ -30,7 +31,7 @@ struct Team {
   __device__ bool trails() const { return warp_id() == first_warp + warps - 1; }
   /// A barrier among the team.
   __device__ void sync() const { all(true); }
-  /// A barrier among the team; returns whether `value` is true for all of it.
+  /// A barrier among the team; true if `value` is true in all its threads.
   __device__ bool all(bool value) const {
     if (warps > 1) return ptx::barrier_and(1 + first_warp / warps, threads(), value);
     __syncwarp();  // orders memory, which a vote does not guarantee

@@ -1,5 +1,5 @@
-// Arithmetic on elements of rows, and their wire formats. Rounding is that of the CPU kernels: products are
-// rounded before they are added.
+// Arithmetic on elements of rows, and conversion to and from wire formats. Results are rounded as in the CPU
+// kernels: products are rounded before they are added.
 #pragma once
 
 #include <cuda_fp8.h>
@@ -19,14 +19,14 @@ __device__ inline float add(float a, float b) { return __fadd_rn(a, b); }
 template <WireFormat wire>
 struct Wire;
 
-/// What the formats with e4m3 values have in common.
+/// What the wire formats with e4m3 values have in common.
 template <WireFormat wire>
 struct E4m3Wire {
   static constexpr int kScaleColumns = wire_entry(wire).scale_columns;
 
-  /// Values times `inverse` as e4m3, to nearest even, saturating.
+  /// Converts four values times `inverse` to e4m3, to nearest even, saturating.
   __device__ static uint32_t write(const float* in, float inverse) { return e4m3::write(in, inverse); }
-  /// e4m3 values times `scale`.
+  /// Converts four e4m3 values to float32, times `scale`.
   __device__ static void read(uint32_t in, float scale, float* out) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -63,7 +63,7 @@ struct Wire<WireFormat::mxfp8> : E4m3Wire<WireFormat::mxfp8> {
     const uint32_t exponent = bits >> 23, mantissa = bits & 0x7fffff;
     return static_cast<Scale>(exponent + (exponent > 0 ? mantissa > 0 : mantissa > 0x400000));
   }
-  /// 0 for NaN.
+  /// The factor by which values are multiplied to quantise them; 0 for a scale of NaN.
   __device__ static float inverse(Scale scale) {
     return scale == 255 ? 0.0f : factor(static_cast<Scale>(254 - scale));
   }

@@ -1,5 +1,5 @@
 // Converts 16 bytes of a row per lane to a wire format and back. Consecutive lanes hold consecutive bytes, so
-// that the lanes of a block of columns find its scale together.
+// that the lanes that hold a block of columns find the scale of the block together.
 #pragma once
 
 #include <type_traits>
@@ -15,12 +15,12 @@ struct WireVector {
   using W = Wire<wire>;
   using Scale = typename W::Scale;
   static constexpr int kBlockLanes = W::kScaleColumns / E::kVector;     ///< lanes that share a scale
-  using Values = std::conditional_t<E::kVector == 8, uint2, uint32_t>;  ///< a vector's, a byte each
+  using Values = std::conditional_t<E::kVector == 8, uint2, uint32_t>;  ///< 8-bit values of one vector
   static_assert(kBlockLanes >= 2 && kBlockLanes <= 32 && sizeof(Values) == E::kVector);
 
-  /// The scale of the block that contains a lane's vector. All lanes; zero past the row.
+  /// Returns the scale of the block of columns that holds `raw`. All lanes; `raw` is zero past the row's end.
   __device__ static Scale block_scale(const uint4& raw) {
-    // Bits of magnitudes, which sort as the magnitudes do.
+    // Bits of magnitudes are in the same order as the magnitudes.
     uint32_t most = __float_as_uint(E::largest(raw));
 #pragma unroll
     for (int width = kBlockLanes / 2; width > 0; width /= 2)
