@@ -44,7 +44,7 @@ struct SendArguments {
   int32_t route_blocks = 0;   ///< dispatch: blocks that share the routes
   int32_t plan_block = 0;     ///< dispatch: the block that makes the plan
   bool routes_first = false;  ///< dispatch: rows are sent only after all routes have been sent
-  int32_t warps = 0;          ///< most warps of a block that move rows, or whose memory a pipe's stages take
+  int32_t warps = 0;          ///< a block's stages take the memory of so many warps (kWarpBytes each)
   int32_t relay_blocks = 0;   ///< further blocks, after those that send or route, which relay for other nodes
   bool later = false;         ///< sends only chunks (tokens announced together) that reuse memory of others
   uint32_t after = 0;         ///< kAfterGivenUp, or 0

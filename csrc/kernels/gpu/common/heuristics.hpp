@@ -1,5 +1,5 @@
 // Heuristics of the kernels inside a node: every choice that affects speed and not results, in one printable
-// place.
+// place. Owners are the ranks that own a token's experts; its home is the token's own rank.
 #pragma once
 
 #include <algorithm>
@@ -13,14 +13,14 @@
 
 namespace moecomm::gpu {
 
-/// Warps per block that moves rows: as many as have room for their pieces in shared memory.
+/// Warps of a block that moves rows: as many as have room in shared memory for the pieces that they move.
 inline constexpr int kWarps = 12;
 inline constexpr int kWarpBytes = 16384;  ///< shared memory per warp for pieces of rows
 /// Words of shared memory in a block that computes routes.
 inline constexpr int64_t kRouteWords = int64_t{kWarps} * kWarpBytes / 4;
-/// Warps per block on the side of a combine that reduces.
+/// Warps of a block that sums rows at the owners of the experts, in a combine without a pipe.
 inline constexpr int kReduceWarps = 16;
-/// Strips of 512 bytes that a warp sums in one step.
+/// A strip, which a warp sums in one step, has kSumSteps times 512 bytes. A row has sum_strips() of them.
 inline constexpr int kSumSteps = 2;
 MOECOMM_HD constexpr int sum_strips(int64_t row_bytes) {
   return static_cast<int>((row_bytes + kSumSteps * 512 - 1) / (kSumSteps * 512));
@@ -32,20 +32,20 @@ inline constexpr int kFewRoutes = 512;
 /// The most ranks for kernels that do a whole operation: their tables have to fit a block's shared memory.
 inline constexpr int kMostFusedRanks = 64;
 
-/// Words from one bitmap of tokens to the next: an odd number, so that words of the same index lie in
-/// different banks of shared memory.
+/// Words of a bitmap of tokens (map_words), and from one bitmap to the next (map_stride). The latter is odd,
+/// so that words of the same index lie in different banks of shared memory.
 MOECOMM_HD constexpr int map_words(int64_t tokens) {
   return tokens <= 32 ? 1 : static_cast<int>((tokens + 31) / 32);
 }
 MOECOMM_HD constexpr int map_stride(int64_t tokens) { return map_words(tokens) | 1; }
-/// Words of shared memory for bitmaps of `counts` experts and ranks, with a 16-bit number for each word;
-/// even, since 64-bit ids follow.
+/// Words of shared memory for `counts` bitmaps, one for each expert and rank, and a 16-bit number for each of
+/// their words. It is even, since 64-bit ids follow.
 MOECOMM_HD constexpr int64_t map_memory_words(int64_t counts, int64_t tokens) {
   return (3 * counts * map_stride(tokens) + 3) / 4 * 2;
 }
 /// The least number of words of shared memory for computing the routes of few tokens.
 MOECOMM_HD constexpr int64_t route_few_words(int64_t counts, int64_t tokens) {
-  constexpr int64_t kStaged = 512;  // ids, with their weights
+  constexpr int64_t kStaged = 512;  // (token, k), each with a 64-bit id and a weight
   return map_memory_words(counts, tokens) + 3 * kStaged;
 }
 
@@ -56,15 +56,15 @@ MOECOMM_HD inline bool routes_few(const DeviceShape& shape, int64_t tokens, int6
          route_few_words(shape.counts(), tokens) <= words;
 }
 
-// Words of shared memory in a block of a kernel for few tokens: for the counts that ranks have announced (all
-// of them in the first blocks, those for this rank in the others), and for the positions of rows.
+// Words of shared memory per block, for few tokens. kFusedCounts: counts of all ranks where the plan is made,
+// bitmaps where routes are computed, else counts for this rank. kFusedTables: positions of rows.
 inline constexpr int kFusedCounts = 30720, kFusedTables = 8192;
 
-/// Blocks that move no rows, of a dispatch in one kernel of `blocks` blocks.
+/// Number of first blocks that move no rows (but make routes and plan), where one kernel is a whole dispatch.
 MOECOMM_HD constexpr int leading_blocks(int blocks) { return blocks > 32 ? 3 : blocks > 2 ? 2 : 1; }
 
-/// True where one kernel does the whole operation of `tokens` tokens. `most`: the most tokens for that; 0
-/// allows none, and so excludes a rank without tokens.
+/// True where one kernel does a whole operation of `tokens` tokens. `most`: the most tokens for that; with 0
+/// it is false for any number, even for no tokens.
 inline bool in_one_kernel(int64_t tokens, int64_t most) { return most > 0 && tokens <= most; }
 
 /// The most tokens for which one kernel can do a whole operation, on one node of `ranks` ranks; 0: none.
@@ -81,17 +81,17 @@ inline int most_fused_tokens(int64_t ranks, int64_t num_experts) {
 /// Blocks of the two sides of a dispatch, or of the backward of a combine.
 struct DispatchBlocks {
   int send, receive;
-  int send_warps;     ///< at most so many warps of a block move rows
+  int send_warps;     ///< a sending block's stages take the memory of so many warps (kWarpBytes each)
   bool routes_first;  ///< a dispatch sends its rows after its announcements, not at the same time
 
   int all() const { return send + receive; }
 };
 
-/// Units per block of a combine whose sums are made by a pipe of warps (sum_pipe.cuh), and the most tokens in
-/// a unit's list.
+/// For sums by a pipe of warps (sum_pipe.cuh). kSumUnits: pipes (units) in a block. kListTokens: the most
+/// tokens in a unit's list.
 inline constexpr int kSumUnits = 2, kListTokens = 8;
 
-/// Blocks of the two sides of a combine: at the owners of the experts, and at the tokens' home.
+/// Blocks of the two sides of a combine: `reduce` at the experts' owners, `sum` at the tokens' own rank.
 struct CombineBlocks {
   int reduce, sum;
   int reduce_list, sum_list;  ///< tokens in a unit's list on each side, where tokens are many
@@ -99,19 +99,19 @@ struct CombineBlocks {
   int all() const { return reduce + sum; }
 };
 
-/// What happens to rows on their way: nothing; quantisation; or, where they arrive, multiplication with the
-/// factor of their place, or with that and with the row at that place. Quantised rows are not multiplied.
+/// The one thing done to rows on their way. quantised: before they are sent. factors: where they arrive, each
+/// is multiplied by its output row's factor. products: as factors, and dot products with other rows are made.
 enum class RowWork { none, quantised, factors, products };
 inline constexpr int kRowWorks = 4;
 
 /// Blocks, one per SM, for the two sides of each operation.
 struct Heuristics {
   DispatchBlocks by_expert[kRowWorks], by_rank[kRowWorks];  ///< for the rows of each layout, by RowWork
-  CombineBlocks combine_by_expert[2], combine_by_rank[2];   ///< for sums as they are, and for quantised ones
-  int relay_blocks;                                         ///< of each operation, with several nodes
+  CombineBlocks combine_by_expert[2], combine_by_rank[2];   ///< [0]: sums in their dtype; [1]: quantised sums
+  int relay_blocks;  ///< further blocks of an operation, with several nodes
   bool paired;       ///< blocks come in clusters of two, as those of a concurrent product may
-  int fused_tokens;  ///< up to so many tokens of a rank, one kernel does the whole operation
-  int fused_sums;    ///< the same for a combine
+  int fused_tokens;  ///< most tokens of a rank for which one kernel does a whole operation
+  int fused_sums;    ///< most tokens of a rank for which one kernel does a combine
 
   /// The most blocks that an operation launches.
   int all_blocks() const { return std::max(by_expert[0].all(), combine_by_expert[0].all()) + relay_blocks; }
@@ -130,8 +130,8 @@ struct Heuristics {
   }
 
   /// Blocks of a kernel that does a whole operation; the first `leads` move no rows. Several blocks share
-  /// each of the `rows` rows that are received or summed, since an SM takes a microsecond to store a row to
-  /// four places. There is also one block for each of the `sent` rows, since blocks that send are the last to
+  /// each of the `rows` rows that are received or summed, since an SM takes a microsecond to store a row four
+  /// times. Each of the `sent` rows adds one more block, since blocks that send are the last to
   /// receive. The number has a lower bound, since other ranks may bring more tokens.
   int fused_blocks(int64_t rows, int64_t sent, int leads) const {
     constexpr int64_t kLeast = 31, kShareRow = 4;
@@ -144,7 +144,7 @@ struct Heuristics {
   /// meanwhile. Quantised rows need more of the blocks' time and less of the links'. With more than two ranks
   /// a row may be sent several times, so fewer blocks fill the links, at fewer tokens.
   static int fused_senders(int64_t tokens, int blocks, bool quantised, int32_t ranks) {
-    // The most tokens for which blocks do both, and the share of blocks that send; measured.
+    // kBoth: most tokens for which blocks do both; kPercent: share that sends; [1]: over two ranks. Measured.
     constexpr int64_t kBoth[] = {96, 48}, kBothQuantised[] = {256, 128};
     constexpr int kPercent[] = {35, 27}, kPercentQuantised = 30;
     const bool several = ranks > 2;
@@ -154,25 +154,24 @@ struct Heuristics {
 
   static constexpr int kTeamWarps = 4;  ///< least warps of a team, unless fewer were measured to be better
 
-  /// Warps that share one of `items` rows, in a kernel for few tokens: as many as still give each row a team.
-  /// `blocks` blocks of `warps` warps.
+  /// Warps that share a row (a team), in a kernel for few tokens: as many as leave each of `items` rows a
+  /// team of its own, but at least kTeamWarps. There are `blocks` blocks of `warps` warps.
   static int team_warps(int64_t items, int blocks, int warps) {
     for (const int team : {warps, warps / 2})
       if (items <= int64_t{blocks} * (warps / team)) return team;
     return kTeamWarps;
   }
 
-  /// The same for a dispatch with `senders` sending blocks. Where some blocks send between two ranks and the
-  /// others receive, more and smaller teams have more rows in flight. Measured; between four ranks they gain
-  /// nothing.
+  /// Like team_warps(), for a dispatch with `senders` blocks that only send. If there are any, teams are
+  /// smaller between two ranks, so that more rows are in flight (measured; it gains nothing for four).
   static int dispatch_team_warps(int64_t items, int blocks, int warps, int senders, bool quantised,
                                  int32_t ranks) {
     if (ranks == 2 && senders > 0) return quantised ? 2 : 1;
     return team_warps(items, blocks, warps);
   }
 
-  /// The same for a combine of `tokens` tokens, where a team makes sums for other ranks. Teams have two warps
-  /// where these send all sums at once and teams of four would need two rounds; measured.
+  /// Like team_warps(), for a combine of `tokens` tokens, where a team makes sums for other ranks. Teams have
+  /// two warps if that takes one round for all sums and teams of four would take several; measured.
   static int sum_team_warps(int64_t tokens, int blocks, int warps, int32_t ranks) {
     constexpr int kPair = 2;
     const int64_t sums = tokens * (ranks - 1);
@@ -180,14 +179,14 @@ struct Heuristics {
     return !at_once(kTeamWarps) && at_once(kPair) ? kPair : team_warps(sums, blocks, warps);
   }
 
-  /// True if blocks of a combine in one kernel make own sums before they set the flags of the last sent ones,
-  /// so that they need not wait for the links in between; measured from 128 tokens on.
+  /// True if blocks of a combine in one kernel begin sums of own tokens before they set the flags of the last
+  /// sums that they sent. So they need not wait for the links meanwhile. Measured from 128 tokens on.
   static bool flags_late(int64_t tokens, int32_t ranks) { return ranks > 1 && tokens >= 128; }
 
-  /// Parts into which a combine in one kernel divides a row of `strips` strips at its home, so that its
-  /// `warps` warps end together; `tokens` rows.
+  /// Parts into which a combine in one kernel divides the sum of each of this rank's own `tokens` tokens, so
+  /// that its `warps` warps end together. A sum has `strips` strips.
   static int sum_parts(int64_t tokens, int64_t warps, int strips) {
-    constexpr int kList = 2;  // finding a part's sources takes as long as so many strips
+    constexpr int kList = 2;  // finding a part's sources takes as long as summing so many strips
     int best = 1;
     int64_t least = 0;
     for (int parts = 1; parts <= strips; ++parts) {
@@ -234,8 +233,8 @@ struct RowCounts {
 
 /// The size of the output that a dropless dispatch of `tokens` tokens in one kernel gets before the number of
 /// its rows is known, so that the host waits for that number while the kernel runs. It has room for all rows
-/// that can come if no rank has more tokens, but at most for 1.5 times those of uniform routing. It is empty
-/// where it would be large, since it takes memory for as long as the rows are kept.
+/// that can come if no rank has more tokens, but at most for 1.5 times those of uniform routing. A size of
+/// more than kMostBytes becomes 0, since an output takes memory for as long as its rows are kept.
 inline RowCounts offered_rows(int64_t tokens, RowLayout layout, int64_t alignment, const DeviceShape& shape) {
   constexpr int64_t kLeastTokens = 32;  // other ranks may bring more
   constexpr int64_t kMostBytes = 64 << 20;
@@ -259,8 +258,8 @@ class RecentRows {
     const auto of_token = [tokens](int64_t rows) { return static_cast<double>(rows) / tokens; };
     last_[noted_++ % kKept] = {of_token(counts.rows), of_token(counts.positions)};
   }
-  /// Returns as many rows as the fullest of these dispatches would have with `tokens` tokens, and a few more;
-  /// none before the first, for few tokens, and where the rows are many more than with uniform routing.
+  /// Returns the rows that the fullest of these dispatches would have with `tokens` tokens, and a few more.
+  /// It returns 0 before the first, for few tokens, and for many more rows than with uniform routing.
   RowCounts offer(int64_t tokens, int64_t alignment, const DeviceShape& shape) const {
     constexpr double kMore = 1.03, kMost = 1.25;
     if (tokens < kLeastTokens) return {};
@@ -282,23 +281,23 @@ class RecentRows {
   // With fewer tokens row counts vary by more than kMore between calls.
   static constexpr int64_t kLeastTokens = 256;
   struct Each {
-    double rows = 0, positions = 0;  ///< of a token
+    double rows = 0, positions = 0;  ///< per token
   };
   Each last_[kKept];
   uint64_t noted_ = 0;
 };
 
-/// The share of additions in a combine that the experts' owners make, rather than the tokens' home: for
-/// expert-major rows with uniform routing.
+/// The share of the additions in a combine that the experts' owners make; the tokens' own ranks make the
+/// others. For expert-major rows with uniform routing.
 inline double owners_share(int32_t ranks, int32_t top_k) {
   const double owners = owners_of_token(ranks, top_k);
   const double owner = top_k * (ranks - 1.0) / ranks, home = 1.0 * top_k / ranks + owners;
   return owner / (owner + home);
 }
 
-/// The owners' share of SM time in a combine of rank-major rows, which owners copy and homes add.
+/// The owners' share of SM time in a combine of rank-major rows: owners copy them, homes add them.
 inline double owners_share_by_rank(int32_t ranks, int32_t top_k) {
-  // Bytes per nanosecond of an SM's loads and stores (docs/performance.md).
+  // Bytes per nanosecond that an SM loads and stores, while it copies or adds (docs/performance.md).
   constexpr double kCopied = 75, kAdded = 56;
   const double owners = owners_of_token(ranks, top_k), sent = owners * (ranks - 1) / ranks;
   const double owner = 2 * sent / kCopied, home = (owners + 1) / kAdded;
@@ -314,14 +313,14 @@ struct SumMoves {
   double sent;     ///< sums that travel
   double added;    ///< rows and sums that the home reads
   double rate;     ///< bytes of rows per nanosecond that an owner's block reads and sends
-  double fill;     ///< limit of blocks at the owners, as a multiple of those that fill the links
-  double listing;  ///< nanoseconds that an owner's unit takes to make a list
-  int64_t bytes;   ///< of a row
+  double fill;     ///< most blocks at the owners, as a multiple of those that fill the links
+  double listing;  ///< nanoseconds that a pipe (unit) of an owner takes to make a list
+  int64_t bytes;   ///< bytes of a row
 };
 
 /// The most blocks that reduce in a combine: as many as fill the links, and some more. More than that slow
-/// each other down, and are better used at the home (docs/performance.md, "Few SMs on four GPUs"). Quantised
-/// sums take longer to make than to send.
+/// each other down, and are of more use at the tokens' home (docs/performance.md, "Few SMs on four GPUs").
+/// Quantised sums take longer to make than to send.
 inline int most_reducing(const SumMoves& moves, bool quantised) {
   constexpr int kMost = 34, kMostQuantised = 26;
   if (quantised) return kMostQuantised;
@@ -330,16 +329,16 @@ inline int most_reducing(const SumMoves& moves, bool quantised) {
   return static_cast<int>(std::min<double>(kMost, moves.fill * filling));
 }
 
-/// Tokens per list for units that take `token_time` nanoseconds per token: as few as let a unit make the next
-/// list, in `list_time`, while it works on one.
+/// Tokens per list for pipes (units) that take `token_time` nanoseconds per token: as few as let a unit make
+/// its next list, which takes `list_time`, while it works on one.
 inline int list_of(double token_time, double list_time) {
   int tokens = 2;
   while (tokens < kListTokens && tokens * token_time < list_time) tokens *= 2;
   return tokens;
 }
 
-/// Chooses the tokens per list of a combine on its blocks. Short lists reduce the time between the last sums
-/// of blocks, and between a sum's arrival and its use.
+/// Sets the tokens per list in a combine's `blocks`. With short lists blocks end at nearly the same time, and
+/// a sum that has arrived is used soon.
 inline void choose_lists(CombineBlocks& blocks, const SumMoves& moves, int32_t ranks) {
   constexpr double kAdded = 56;      // as in owners_share_by_rank
   constexpr double kListing = 6500;  // ns that a unit at the home takes for a list, including waits
@@ -355,9 +354,9 @@ inline void choose_lists(CombineBlocks& blocks, const SumMoves& moves, int32_t r
 /// How often a dispatch moves a token's row, with uniform routing.
 struct RowMoves {
   double owners;    ///< ranks that receive it
-  double sent;      ///< the same without this rank
-  double received;  ///< times that all its owners store it
-  int64_t bytes;    ///< of a row
+  double sent;      ///< ranks other than this one that receive it
+  double received;  ///< times that it is stored to outputs, by all owners together
+  int64_t bytes;    ///< bytes of a row
   RowWork work;
   int64_t wire_bytes;  ///< bytes of a row on the wire
 
@@ -370,15 +369,16 @@ struct RowMoves {
 /// them best. If the receivers multiply rows, which takes longer, fewer blocks send than would end together:
 /// rows that arrive long before they are read have left the GPU's cache.
 inline DispatchBlocks divide_dispatch(int total, const RowMoves& row, bool even) {
-  // Bytes per nanosecond (docs/performance.md) that a block loads and stores, the same while it multiplies,
-  // that it stores, and that it quantises.
+  // Bytes per nanosecond of a block (docs/performance.md). kMoved: loaded and stored; kMultiplied: loaded and
+  // stored while it multiplies; kStored: stored; kQuantised: quantised.
   constexpr double kMoved = 80, kMultiplied = 62, kStored = 55, kQuantised = 24;
-  // A block's extra nanoseconds for each row that it sends, each target of a row, and each arriving row.
+  // A block's extra nanoseconds: kSend per row sent, kSendTo per target of a row, kReceive per row that
+  // comes.
   constexpr double kSend = 20, kSendTo = 60, kReceive = 30;
-  constexpr double kLater = 1.1;  // the other side waits for the first rows received, or the last
+  constexpr double kLater = 1.1;  // receivers wait for the first rows, and end later than senders
   const int most_send = row.quantised() ? total / 2 : 30;  // more blocks only slow each other down
-  // The most sending blocks, as a multiple of those that fill the links, past which they slow each other
-  // down; and the largest share of the time that the receivers may take, to have some to spare.
+  // fill: the most sending blocks, as a multiple of those that fill the links; more slow each other down.
+  // kept: the largest share of the whole time for which receivers count as having time to spare.
   const double fill = row.changes() ? 1.6 : 2.5, kept = row.changes() ? 0.8 : 0.7;
   const auto bytes = static_cast<double>(row.bytes), wire = static_cast<double>(row.wire_bytes);
   const auto of_block = [&](double loaded, double stored, double besides) {
@@ -409,9 +409,9 @@ inline DispatchBlocks divide_dispatch(int total, const RowMoves& row, bool even)
   best.send_warps = std::max(4, 240 / best.send);
   // Announcements wait on the links behind rows. If the memory limits the dispatch, rather than the links or
   // the blocks, rows sent a little later still arrive early enough, and receivers begin sooner.
-  constexpr double kMemory = 3000;  // bytes per nanosecond of rows that are read and written here and there
+  constexpr double kMemory = 3000;  // bytes per nanosecond that a GPU's memory reads and writes
   constexpr double kClearly = 1.15;
-  constexpr double kMakesUp = 1.6;  // extra senders that make up for their wait
+  constexpr double kMakesUp = 1.6;  // senders that are so much faster than memory make up for their wait
   const double staged = row.quantised() ? row.owners : row.sent;
   const double memory_time = (bytes + (staged + row.owners) * wire + row.received * bytes) / kMemory;
   best.routes_first = memory_time > kMakesUp * send_time / best.send &&
@@ -419,8 +419,8 @@ inline DispatchBlocks divide_dispatch(int total, const RowMoves& row, bool even)
   return best;
 }
 
-/// `sms`: SMs of the device; `budget`: SMs that one operation may use, 0 for the default. With several nodes
-/// at least three. `fused_tokens`: the most tokens that kernels for few tokens can serve. `wire`: the format
+/// `sms`: SMs of the device; `budget`: SMs that one operation may use, 0 for the default; at least three with
+/// several nodes. `fused_tokens`: the most tokens that kernels for few tokens can serve. `wire`: the format
 /// of quantised rows.
 inline Heuristics choose_heuristics(int sms, int budget, int fused_tokens, const DeviceShape& shape,
                                     WireFormat wire) {
@@ -454,7 +454,7 @@ inline Heuristics choose_heuristics(int sms, int budget, int fused_tokens, const
     return blocks;
   };
   constexpr double kSends = 1.1;   // owners also send their sums
-  const double own = 1.0 / ranks;  // the share of tokens whose home is their owner
+  const double own = 1.0 / ranks;  // the share of (token, k) whose expert is on the token's own rank
   const SumMoves added{.read = top_k * (1 - own),
                        .sent = sent,
                        .added = top_k * own + sent,
@@ -474,8 +474,8 @@ inline Heuristics choose_heuristics(int sms, int budget, int fused_tokens, const
     h.combine_by_rank[quantised] = divide_combine(owners_share_by_rank(ranks, top_k), copied, quantised);
   }
   h.fused_tokens = several_nodes ? 0 : fused_tokens;
-  // With more than two ranks more sums travel than are made of own rows; with more tokens than this, two
-  // kernels, some of whose blocks only reduce, are faster. Measured at 512 and 1024 tokens on four ranks.
+  // With more than two ranks more sums travel than are made of own rows. For more than kMostSums tokens two
+  // kernels are faster, since some blocks only reduce. Measured at 512 and 1024 tokens on four ranks.
   constexpr int kMostSums = 768;
   h.fused_sums = ranks > 2 ? std::min(h.fused_tokens, kMostSums) : h.fused_tokens;
   return h;

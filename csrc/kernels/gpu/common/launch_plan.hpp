@@ -1,5 +1,5 @@
-// What an operation launches: one decision of its tokens, its rows and its communicator, which is printed
-// where MOECOMM_LOG is "launch".
+// Decides what an operation launches, from its tokens, its rows and its communicator. The decision is printed
+// if MOECOMM_LOG is "launch". Owners are the ranks that own experts; a token's home is its own rank.
 #pragma once
 
 #include <algorithm>
@@ -16,28 +16,28 @@ namespace moecomm::gpu {
 struct LaunchContext {
   const Heuristics& heuristics;
   const DeviceShape& shape;
-  int64_t fused_tokens;  ///< of this rank, up to which one kernel may do all of an operation
-  int64_t stage_tokens;  ///< of a rank that have room at their receivers at once
+  int64_t fused_tokens;  ///< most tokens of this rank for which one kernel may do a whole operation
+  int64_t stage_tokens;  ///< tokens of a rank that have room in a receiver's staging section at once
 
   bool fuses(int64_t tokens) const { return in_one_kernel(tokens, fused_tokens) && tokens <= stage_tokens; }
 };
 
-/// Rows that go out from their home: a dispatch, or the backward of a combine.
+/// An operation that sends rows from the tokens' own rank: a dispatch, or the backward of a combine.
 struct DispatchRequest {
-  bool routes;  ///< a dispatch: routes and a plan are made
+  bool routes;  ///< true for a dispatch, which makes routes and a plan
   int64_t tokens;
   RowLayout layout;
   RowWork work;
   bool in_halves;  ///< a separate call receives the rows
 };
 
-/// The one kernel of a dispatch.
+/// The launch of a dispatch in one kernel.
 struct FusedDispatch {
-  int blocks, senders, team_warps;  ///< the last two as in FusedArguments
+  int blocks, senders, team_warps;  ///< senders and team_warps: see FusedArguments
 };
 
-/// Returns how one kernel receives `items` rows, of which this rank's `tokens` are sent by it or were before.
-/// `divides`: blocks may send and not receive.
+/// Returns the launch of one kernel that receives `items` rows. It sends the rows of this rank's `tokens`, or
+/// an earlier launch has sent them. `divides`: some blocks may send and not receive.
 inline FusedDispatch plan_fused_dispatch(const LaunchContext& context, int64_t items, int64_t tokens,
                                          bool divides, bool quantised) {
   const Heuristics& heuristics = context.heuristics;
@@ -53,13 +53,13 @@ inline FusedDispatch plan_fused_dispatch(const LaunchContext& context, int64_t i
 
 /// The kernels of a dispatch, or of the backward of a combine.
 struct DispatchPlan {
-  bool in_one;  ///< `fused` does all of it; else there are the following
+  bool in_one;  ///< one kernel (`fused`) does all; else those below do
   FusedDispatch fused;
-  int route, planner;  ///< blocks that share the routes, and one that makes the plan, if it is not among them
-  int relay;           ///< blocks beside those that route and those that send, for other nodes
+  int route, planner;  ///< blocks that share the routes; 1 if a further block makes the plan, else 0
+  int relay;           ///< further blocks, for other nodes, in the route and the send kernel
   int send, send_warps, receive;
   bool routes_first;  ///< as in SendArguments
-  bool later;         ///< chunks may wait for room, and are sent by a kernel on another stream
+  bool later;         ///< some chunks may wait for room; a kernel on another stream sends them
 
   int route_blocks() const { return route + relay + planner; }
   int send_blocks() const { return send + relay; }
@@ -99,8 +99,8 @@ inline DispatchPlan plan_dispatch(const LaunchContext& context, const DispatchRe
     const bool few = routes_few(shape, request.tokens, kRouteWords);
     const int most = few ? 1 : std::clamp<int>(blocks.receive - 1, 1, kMaxRouteBlocks - 1);
     plan.route = Heuristics::route_blocks(request.tokens, most);
-    // A separate block makes the plan, if there is one more. The sum is at most an even number, since blocks
-    // of the other kernels run faster next to blocks of the same kind (docs/history.md, "Blocks in pairs").
+    // A separate block makes the plan, if there is one more. Then the most blocks are an even number: blocks
+    // of other kernels run faster next to their own kind (docs/history.md, "Blocks in pairs").
     plan.planner = blocks.receive > plan.route ? 1 : 0;
   }
   return plan;
@@ -116,11 +116,11 @@ struct CombineRequest {
 
 /// The kernels of a combine.
 struct CombinePlan {
-  bool in_one;                    ///< one kernel of so many `blocks`; else two, of the following
-  int blocks, team_warps, parts;  ///< the last two as in CombineArguments
-  bool flags_late;                ///< likewise
+  bool in_one;                    ///< one kernel of `blocks` blocks; else two, of `reduce` and `sum` blocks
+  int blocks, team_warps, parts;  ///< team_warps and parts: see CombineArguments
+  bool flags_late;                ///< see CombineArguments
   int reduce, sum, reduce_list, sum_list;
-  int relay;  ///< blocks beside those that reduce, for other nodes
+  int relay;  ///< further blocks, for other nodes, in the kernel that reduces
 
   int reduce_blocks() const { return reduce + relay; }
 
@@ -140,7 +140,7 @@ inline CombinePlan plan_combine(const LaunchContext& context, const CombineReque
   plan.in_one = !request.held && !request.weight_grads && request.tokens <= heuristics.fused_sums &&
                 context.fuses(request.tokens);
   if (plan.in_one) {
-    // At their home few tokens are shared by many warps.
+    // Many warps share each of the few tokens where sums are added up, at the tokens' own rank.
     plan.blocks = heuristics.fused_blocks(request.tokens, 0, 1);
     const int working = plan.blocks - 1;
     plan.team_warps = Heuristics::sum_team_warps(request.tokens, working, kReduceWarps, shape.ranks);
