@@ -2,13 +2,13 @@
 // Ranks that run it can exchange sums with ranks that run combine_reduce.cu and combine_sum.cu.
 //   - the first block announces the operation, and checks that all ranks run the same one
 //   - in the other blocks each team of warps takes a token of another rank, sums its rows here, and stores
-//     the sum in this rank's slot at the token's home; once it has arrived the team sets the home's flag.
-//     This waits for no other rank
+//     the sum in this rank's slot at the token's own rank (its home). Once the sum has arrived the team sets
+//     a flag there. Without token_weights this waits for no other rank
 //   - warps take parts of this rank's own tokens: each sums the token's rows here, waits for the sums of the
-//     token's owners, and adds all by ascending rank
+//     owners of its experts, and adds all by ascending rank
 // Weights of tokens (token_weights), if there are any, go to all ranks first, in words that hold their epoch.
-// Every second block sums rows of its own tokens before it sends, so that the links and this GPU's memory are
-// busy at the same time; the other blocks may do so while their last sums travel, before they set the flags.
+// Every second block sums rows of own tokens before it sends, so that the links and this GPU's memory are
+// busy at once. With flags_late the others begin own tokens while their last sums travel, and then set flags.
 #include "kernels/gpu/combine/combine_rows.cuh"
 #include "kernels/gpu/common/route.cuh"
 #include "kernels/gpu/common/team.cuh"
@@ -16,11 +16,11 @@
 namespace moecomm::gpu {
 namespace {
 
-constexpr int kSteps = 2, kBatch = 4;  ///< of rows that are summed: strips per step, rows loaded at once
-constexpr int kCopySteps = 4;          ///< strips per step of a sum that is a single row
+constexpr int kSteps = 2, kBatch = 4;  ///< sums of several rows: 512-byte steps, rows loaded at once
+constexpr int kCopySteps = 4;          ///< a sum that is a single row: 512-byte steps
 static_assert(kReduceWarps == kSumWarps);
 
-constexpr int kOwnStrips = 8;  ///< strips of own rows summed before the wait for others' sums
+constexpr int kOwnStrips = 8;  ///< strips whose own rows are summed before the wait for others' sums
 
 struct FusedMemory {
   ReduceMemory reduce;
@@ -30,7 +30,7 @@ struct FusedMemory {
 static_assert(sizeof(FusedMemory) <= kMostShared);
 
 /// Pushes the weights of this rank's tokens to all ranks, in the words that hold routes in a dispatch. Whole
-/// block, number `block` of `blocks` that share them.
+/// block, number `block` of the `blocks` that share the weights.
 __device__ void push_weights(const Comm& comm, const CombineArguments& args, uint64_t epoch, int block,
                              int blocks) {
   const int64_t entries = args.tokens * comm.top_k(), step = int64_t{blocks} * blockDim.x;
@@ -38,7 +38,7 @@ __device__ void push_weights(const Comm& comm, const CombineArguments& args, uin
     push_route(comm, comm.rank, epoch, i, route_word(epoch, 0, args.token_weights[i], 0));
 }
 
-/// The arrival of such a word.
+/// The arrival of a word from push_weights.
 struct WeightArrival {
   static constexpr unsigned kInterval = 32;
   const Route* word;
@@ -83,9 +83,9 @@ class SumSender {
   }
 
  private:
-  static constexpr int kNothing = 0, kLacking = 1, kStored = 2;  ///< bits
+  static constexpr int kNothing = 0, kLacking = 1, kStored = 2;  ///< results of send(), as bits
 
-  /// The weight of this lane's k of a token, once its home has announced it; `here`: false if it does not.
+  /// Waits for a token's `home` to announce the weight of this lane's k. `here`: false if the wait fails.
   __device__ float announced_weight(int32_t home, int token, bool& here) const {
     const Route* const word =
         comm_.routes(comm_.own, home, epoch_) + int64_t{token} * comm_.top_k() + lane_id();
@@ -93,8 +93,8 @@ class SumSender {
                               WeightArrival{word, epoch_});
     return __uint_as_float(static_cast<uint32_t>(ptx::load_relaxed_sys_pair(word).low >> 32));
   }
-  /// Stores a token's sum at its home: kStored. kNothing if this rank owns none of the token's experts;
-  /// kLacking if its weights do not arrive, as they may have for other warps of the team.
+  /// Stores a token's sum at its home, and returns kStored. kNothing: this rank owns none of the token's
+  /// experts. kLacking: weights did not reach this warp, though they may have reached others of the team.
   __device__ int send(std::byte* base, int32_t home, int token) {
     const int warp = warp_id();
     bool here = true;
@@ -144,8 +144,8 @@ class SumSender {
   uintptr_t stored_ = 0;  ///< address of the last sum's flag, with kLacking if this warp lacked its weights
 };
 
-/// A warp's sums of this rank's own tokens. It takes one part at a time, up to kOwnStrips strips at once. All
-/// lanes call every function.
+/// Makes a warp's sums of this rank's own tokens: one part of a token's sum after another, up to kOwnStrips
+/// strips at once. All lanes call every function.
 template <DType dtype, WireFormat wire>
 class HomeSums {
   using Own = SumStrip<dtype, wire, kSumSteps>;
@@ -163,7 +163,7 @@ class HomeSums {
         step_(warp.count),
         number_(warp.number) {}
 
-  /// Sums the own rows of the first strips. Waits for nothing.
+  /// Sums this rank's rows for the first strips of the next part. Waits for nothing.
   __device__ void begin() {
     if (number_ >= args_.tokens * parts_.count) return;
     part_ = HomePart::list<Way::whole>(comm_, args_, parts_, number_, memory_.sum);
@@ -197,7 +197,7 @@ class HomeSums {
     for (int strip = first_; strip < end(); ++strip)
       own_[(strip - first_) * 32] = sum_own_rows<dtype, wire>(comm_, args_, part_, strip, memory_.sum);
   }
-  /// Adds the own sums and those of other ranks.
+  /// Adds this rank's sums of the current strips to those of other ranks, and stores the results.
   __device__ void add_up() const {
     const int64_t row_bytes = comm_.window.shape.row_bytes();
     const std::byte* const slots = comm_.slot_row(comm_.own, epoch_, part_.token, 0);
@@ -210,7 +210,7 @@ class HomeSums {
   const CombineArguments& args_;
   const uint64_t epoch_;
   FusedMemory& memory_;
-  Own* const own_;  ///< this lane's own sums, of a part's strips from first_ on
+  Own* const own_;  ///< this lane's share of the sums of own rows, for strips from first_ on
   const SumParts parts_;
   const int step_;
   int64_t number_;
@@ -218,7 +218,7 @@ class HomeSums {
   int first_ = 0;
 };
 
-/// The work of the first block.
+/// The work of the first block: it announces the operation and compares the ranks' announcements.
 __device__ void lead(const Comm& comm, const CombineArguments& args, WireFormat wire, uint64_t epoch) {
   const bool failed = failed_for_block(comm);
   if (!failed)
@@ -230,7 +230,7 @@ __device__ void lead(const Comm& comm, const CombineArguments& args, WireFormat 
   if (!failed) agree_on_operation(comm, Operation::combine, epoch);
 }
 
-/// The work of the other blocks.
+/// The work of the other blocks: they send sums, and make those of own tokens.
 template <DType dtype, WireFormat wire>
 __device__ void work(const Comm& comm, const CombineArguments& args, uint64_t epoch, FusedMemory& memory) {
   const int block = static_cast<int>(blockIdx.x) - 1, blocks = static_cast<int>(gridDim.x) - 1;
@@ -262,7 +262,7 @@ __global__ void __launch_bounds__(kReduceThreads, 1)
     combine_fused_kernel(const __grid_constant__ Comm comm, const __grid_constant__ CombineArguments args) {
   extern __shared__ __align__(128) std::byte shared[];
   const uint64_t epoch = comm.state().epoch + 1;
-  device::start_clock(comm, Operation::combine, gridDim.x / 2);  // the last blocks sum the first rows
+  device::start_clock(comm, Operation::combine, gridDim.x / 2);  // a middle block: nothing waits for it
   if (blockIdx.x == 0)
     lead(comm, args, wire, epoch);
   else

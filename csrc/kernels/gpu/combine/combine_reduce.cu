@@ -1,15 +1,14 @@
-// Combine, owner's side: sums a token's rows on this rank in the order of k in float32 (times their weights),
-// rounds once, or quantises where sums have a wire format of their own, and sends the sum to this rank's slot
-// at the token's home.
-//   - chunks of one home's tokens are taken in order, the other ranks in turn: by the listers of a pipe
-//     (sum_pipe.cuh), a few tokens at a time
-//   - where sums are quantised, all warps make them: each loads a strip of all rows of a token at once, sums
-//     it in registers, and stores it over the link
+// Combine, owner's side: sums a token's rows on this rank in top-k order in float32 (times their weights),
+// rounds or quantises once, and sends the sum to this rank's slot at the token's own rank (its home).
+//   - chunks (tokens that are announced together) of one home go in order, and homes alternate. A pipe takes
+//     a few tokens at a time (sum_pipe.cuh)
+//   - quantised sums are made by all warps without a pipe: each loads the same part of all rows of a token,
+//     sums it in registers, and stores it over the link
 //   - when all sums of a chunk have arrived, its arrival flag at the home is set
 //
 // Gradients of routing weights go first, each to its (token, k) at the home, with one flag for all of them.
-// Sums and gradients for homes on other nodes go to the rank of the home's rail on this node, in their dtype;
-// the last blocks relay them (relay_sums.cuh).
+// For a home on another node, sums and gradients go in their dtype to a relay: the rank of this node with the
+// home's number. The last blocks of the relay's kernel send them on (relay_sums.cuh).
 #include "kernels/gpu/combine/combine_rows.cuh"
 #include "kernels/gpu/combine/sum_pipe.cuh"
 #include "kernels/gpu/common/announcer.cuh"
@@ -20,7 +19,7 @@ namespace {
 
 constexpr int kSteps = 4, kBatch = 2;
 
-/// Sends the gradients of the weights of all other ranks' tokens. Whole block.
+/// Sends the gradients of routing weights to the ranks of the tokens, except this one. Whole block.
 __device__ void send_weight_grads(const Comm& comm, const CombineArguments& args, uint64_t epoch, int blocks,
                                   int32_t* shared_word) {
   const PlanView plan{args.plan, comm.plan_fields};
@@ -53,7 +52,7 @@ __device__ void send_weight_grads(const Comm& comm, const CombineArguments& args
     device::signal(device::sums_flag(comm, home, comm.gradients_number()), epoch);
 }
 
-/// Waits until the relay has read all earlier chunks of a home that used the memory of this one. All lanes.
+/// Waits until the relay has read earlier chunks for `home` in this chunk's memory. All lanes.
 __device__ bool wait_for_place(const Comm& comm, uint64_t epoch, int32_t home, int64_t tokens,
                                int64_t chunk) {
   const int64_t places = comm.window.partial_tokens / chunk_tokens(tokens);
@@ -65,7 +64,7 @@ __device__ bool wait_for_place(const Comm& comm, uint64_t epoch, int32_t home, i
   return __all_sync(0xffffffffu, free);
 }
 
-/// The work of the blocks that relay. `moving`: the plan is valid, so that rows move.
+/// The work of the blocks that relay for other nodes. `moving`: the plan is valid, so that rows move.
 template <DType dtype, WireFormat wire>
 __device__ void relay(const Comm& comm, const CombineArguments& args, uint64_t epoch, gpu::RelayBlocks relay,
                       bool moving) {
@@ -79,14 +78,14 @@ __device__ void relay(const Comm& comm, const CombineArguments& args, uint64_t e
   device::wait_all_here(comm, Operation::combine, epoch);
 }
 
-/// Spans of other ranks' tokens, in the order in which they are summed. All warps that have such an object
-/// share them. A span is a chunk, or several of them where span(tokens) says so for a home of `tokens`
-/// tokens. All lanes call every function.
+/// Hands out spans of other ranks' tokens, in the order in which they are summed. All warps of the grid that
+/// have an OwnedSpans share the spans. A span is one chunk or several: span(tokens) tokens of a home that has
+/// `tokens` tokens. All lanes call every function.
 template <class Span>
 class OwnedSpans {
  public:
   int32_t home = 0;
-  int tokens = 0, begin = 0, end = 0;  ///< tokens of the home, and those of the span
+  int tokens = 0, begin = 0, end = 0;  ///< tokens of the home; range of the span
 
   __device__ OwnedSpans(const Comm& comm, int32_t* plan_words, const Span& span)
       : comm_(comm),
@@ -120,25 +119,25 @@ class OwnedSpans {
   const Comm& comm_;
   const int32_t* const tokens_of_;
   const Span span_;
-  const int32_t first_tokens_;  ///< tokens of the rank whose number is the lane's
+  const int32_t first_tokens_;  ///< tokens of rank lane_id()
   uint32_t claims_end_;
   Claims claims_;
 };
 
-/// Spans of one chunk each.
+/// Makes OwnedSpans hand out spans of one chunk each.
 struct ByChunk {
   __device__ int operator()(int tokens) const { return chunk_tokens(tokens); }
 };
 
-/// Between nodes: waits until the relay has read the chunk whose slots this one reuses, if there is one. All
-/// lanes.
+/// Between nodes: waits until the relay has read the chunks whose memory `chunk` reuses, if there are any.
+/// All lanes; false if the wait fails.
 template <Way way>
 __device__ bool wait_for_room(const Comm& comm, uint64_t epoch, int32_t home, int64_t tokens, int64_t chunk) {
   return way == Way::whole || comm.is_local(home) || tokens <= comm.window.partial_tokens ||
          wait_for_place(comm, epoch, home, tokens, chunk);
 }
 
-/// Makes all sums with all warps, one chunk per warp at a time.
+/// Makes all sums with all warps, without a pipe: a warp takes one chunk at a time.
 template <DType dtype, Way way, WireFormat wire>
 __device__ void reduce_by_warps(const Comm& comm, const CombineArguments& args, uint64_t epoch,
                                 ReduceMemory& block) {
@@ -177,8 +176,8 @@ __device__ void reduce_by_warps(const Comm& comm, const CombineArguments& args, 
   }
 }
 
-/// Spans of a list each, or of a chunk where chunks are longer. With several nodes spans are chunks, since
-/// each may have to wait for its memory.
+/// Makes OwnedSpans hand out spans of a list each, or of a chunk if that is longer. With several nodes a span
+/// is a chunk, since each chunk may have to wait for its memory.
 struct ByList {
   int top_k;
   int most;  ///< tokens of a list, unless chunks are longer
@@ -193,7 +192,7 @@ struct ByList {
   }
 };
 
-/// A list of tokens of one home. It is loaded in two steps, the row numbers and then the factors.
+/// A list of tokens of one home. Row numbers are loaded first, and then their factors.
 struct OwnedList {
   int32_t home;
   int tokens, begin;  ///< tokens of the home; the first token of the list
@@ -203,7 +202,7 @@ struct OwnedList {
   ListedRows rows;
 };
 
-/// Lists the tokens of all homes. All lanes call every function.
+/// Lists the tokens of all other ranks (homes). All lanes call every function.
 class OwnedLister {
  public:
   __device__ OwnedLister(const Comm& comm, const CombineArguments& args, const ListMap& map, bool nodes)
@@ -249,7 +248,7 @@ class OwnedLister {
   bool ended_ = false;
 };
 
-/// The work of a unit's listing warp.
+/// The work of the listing warp of a pipe (a unit, sum_pipe.cuh).
 template <Way way>
 __device__ void list_sums(const Comm& comm, const CombineArguments& args, uint64_t epoch, SumLister& sums) {
   const int64_t row_bytes = comm.window.shape.row_bytes();
@@ -259,7 +258,7 @@ __device__ void list_sums(const Comm& comm, const CombineArguments& args, uint64
   OwnedList known = lister.next();
   known.rows.weigh(args.weights);
   OwnedList later = lister.next();
-  bool owned_before = false;  // an earlier part of the chunk had a sum
+  bool owned_before = false;  // an earlier list of the same chunk had a sum
   while (known.count > 0) {
     const OwnedList list = known;
     known = later;
@@ -279,7 +278,7 @@ __device__ void list_sums(const Comm& comm, const CombineArguments& args, uint64
     const uint32_t above = owned & ~((2u << lane) - 1) & (ends < 32 ? (1u << ends) - 1 : ~0u);
     if (list.slot >= 0 && above == 0 && ends <= list.count)
       item.flag = device::sums_flag<way == Way::whole>(comm, list.home, chunk);
-    // If a chunk spans several lists, and only earlier ones have sums, its flag takes an item of its own.
+    // If a chunk spans several lists, and the last has no sum, the flag takes an item of its own.
     if (list.opens) owned_before = false;
     const int first_end = min((first_chunk + 1) << shift, list.tokens) - list.begin;
     const bool alone = owned_before && owned == 0 && first_end <= list.count;

@@ -1,5 +1,5 @@
-// Combine: finds the rows and slots that make up a token's sum, at an owner of its experts and at its home.
-// combine_reduce.cu, combine_sum.cu and combine_fused.cu decide which warps make the sum.
+// Combine: finds the rows and slots of which a token's sum is made, at an owner of its experts and at its own
+// rank (home), whose window has a slot for the sum of each owner. combine_*.cu choose the warps that make it.
 #pragma once
 
 #include "device/rail.cuh"
@@ -20,14 +20,14 @@ struct ReduceMemory {
   int32_t shared_word;
 };
 
-/// The factor of a row on this rank; 1 where there is none.
+/// The weight of row `row` on this rank; 1 if rows have no weights, or `row` is negative (no row).
 __device__ inline float factor_of(const CombineArguments& args, int32_t row) {
   return args.weights != nullptr && row >= 0 ? reinterpret_cast<const float*>(args.weights)[row] : 1.0f;
 }
 
-/// Fills sources[i * top_k ...] with the rows of token i and weights with their factors, factor(row),
-/// counts[i] with their number, and slots[i] with the place of its sum. Returns a bit mask of the tokens of
-/// whose experts this rank owns some.
+/// Lists the rows of `tokens` tokens of rank `home` from `begin` on. For token i: sources[i * top_k ...] are
+/// its rows here, `weights` at these indices their factors factor(row), counts[i] their number, and slots[i]
+/// the slot of its sum. Returns a bit mask of the tokens with experts on this rank. All lanes.
 template <int most, class Factor>
 __device__ inline uint32_t list_owned(const Comm& comm, const CombineArguments& args, int32_t home,
                                       int64_t begin, int tokens, int32_t* sources, float* weights,
@@ -68,11 +68,10 @@ inline constexpr int kSumBatch = 4;
 struct SumMemory {
   float weights[kSumWarps][kMaxTopK];
   int32_t sources[kSumWarps][kMaxTopK];
-  const std::byte* slots[kSumWarps][kMaxTopK];  ///< with several nodes
+  const std::byte* slots[kSumWarps][kMaxTopK];  ///< several nodes: addresses of the token's sums
 };
 
-/// The parts of a token's sum: the sums of `slots` owners. Number `own_slot` is made here from `own_rows`
-/// rows.
+/// What a token's result is added up from: `slots` sums. Number `own_slot` is made here from `own_rows` rows.
 struct TokenSum {
   int32_t slots, own_slot, own_rows;
   int32_t owner;  ///< the owner whose sum this lane waits for; -1: none
@@ -85,7 +84,7 @@ __device__ inline int32_t own_owner(const Comm& comm, const PlanView& plan, int6
   return comm.owner(id);
 }
 
-/// Fills `sources` with the own rows of a token, and `weights` with their factors.
+/// Fills `sources` with this rank's rows for one of its own tokens, and `weights` with their factors.
 template <Way way>
 __device__ inline TokenSum list_own_rows(const Comm& comm, const CombineArguments& args, int64_t token,
                                          int32_t* sources, float* weights) {
@@ -116,8 +115,8 @@ __device__ inline bool wait_sums(const Comm& comm, uint64_t epoch, int64_t chunk
   return __all_sync(0xffffffffu, here);
 }
 
-/// Returns the slot of this lane's sender for a token: the number of lower senders, each of which has one
-/// leading lane. All lanes.
+/// Returns the slot of this lane's `sender` for a token: the number of lower senders. `leads` is true in one
+/// lane of each sender. All lanes.
 __device__ inline int slot_of(int32_t sender, bool leads) {
   int slot = 0;
   for (uint32_t left = __ballot_sync(0xffffffffu, leads); left != 0; left &= left - 1)
@@ -125,8 +124,8 @@ __device__ inline int slot_of(int32_t sender, bool leads) {
   return slot;
 }
 
-/// Fills `slots` with the addresses of a token's sums, and waits for those from other nodes, which are rows
-/// of `sum_bytes`. All lanes; false if the wait fails.
+/// Fills `slots` with the addresses of a token's sums, and waits for the sums from other nodes, which take
+/// `sum_bytes` each. All lanes; false if the wait fails.
 __device__ inline bool find_slots(const Comm& comm, const CombineArguments& args, uint64_t epoch,
                                   int64_t token, int64_t sum_bytes, const std::byte** slots) {
   const PlanView plan{args.plan, comm.plan_fields};
@@ -150,7 +149,7 @@ __device__ inline bool find_slots(const Comm& comm, const CombineArguments& args
   return __all_sync(0xffffffffu, here);
 }
 
-/// Writes zeros as the result where the plan's dispatch has failed: one block's share, of `blocks` blocks.
+/// Writes zeros as results, where the plan's dispatch has failed: the share of block `block` of `blocks`.
 __device__ inline void write_nothing(const Comm& comm, const CombineArguments& args, int64_t block,
                                      int64_t blocks) {
   const int64_t first = block * blockDim.x + threadIdx.x, stride = blocks * blockDim.x;
@@ -163,8 +162,8 @@ __device__ inline void write_nothing(const Comm& comm, const CombineArguments& a
       reinterpret_cast<uint32_t*>(args.out_weight_grads)[i] = 0;
 }
 
-/// Sums one strip of a token: its slots in order, with this rank's own sum in its turn, rounded as if it had
-/// travelled. slot(s) is the address of a slot, own_sum() the own sum.
+/// Adds up one strip of a token's slots, in order. slot(s) is the address of a slot. In place of slot
+/// `own_slot` comes own_sum(), this rank's own sum, rounded as if it had travelled.
 template <DType dtype, WireFormat wire, class Slot, class Own>
 __device__ inline Strip<kSumSteps> sum_token(const TokenSum& token, const Slot& slot, const Own& own_sum,
                                              int first, int vectors, int64_t scales_at) {
@@ -203,10 +202,10 @@ struct SumParts {
 /// One warp's part of the sum of one of this rank's own tokens.
 struct HomePart {
   int64_t token;
-  int begin, end;  ///< its vectors
+  int begin, end;  ///< range of its vectors
   TokenSum sum;
 
-  /// Takes part number `number` of all tokens' sums, and lists the token's own rows in `block`. One warp.
+  /// Takes part number `number` of all tokens' sums, and lists this rank's rows for its token. One warp.
   template <Way way>
   __device__ static HomePart list(const Comm& comm, const CombineArguments& args, const SumParts& parts,
                                   int64_t number, SumMemory& block) {
@@ -220,7 +219,7 @@ struct HomePart {
   __device__ int first(int strip) const { return begin + strip * kSumSteps * 32; }
 };
 
-/// Sums one strip of the own rows of a part that is listed in `block`, rounded as if it travelled.
+/// Sums one strip of this rank's rows for a part, which `block` lists; rounds it as if it had travelled.
 template <DType dtype, WireFormat wire>
 __device__ inline SumStrip<dtype, wire, kSumSteps> sum_own_rows(const Comm& comm,
                                                                 const CombineArguments& args,
@@ -235,8 +234,8 @@ __device__ inline SumStrip<dtype, wire, kSumSteps> sum_own_rows(const Comm& comm
       .template travelling<wire>(first, vectors);
 }
 
-/// Adds up strips `from` to `to` of a part and stores them. slot(s) is the address of a slot, own(strip) the
-/// sum of the own rows.
+/// Adds up strips [from, to) of a part and stores them. slot(s) is the address of a slot, own(strip) the sum
+/// of this rank's rows.
 template <DType dtype, WireFormat wire, class Slot, class Own>
 __device__ inline void store_sums(const Comm& comm, const CombineArguments& args, const HomePart& part,
                                   const Slot& slot, const Own& own, int from, int to) {
@@ -248,7 +247,7 @@ __device__ inline void store_sums(const Comm& comm, const CombineArguments& args
         .store(args.y + part.token * row_bytes, part.first(strip), vectors);
 }
 
-/// Makes a part of a token's sum; own(strip) is the sum of its own rows. One warp; false if a wait fails.
+/// Makes a part of a token's sum; own(strip) is the sum of this rank's rows. One warp; false if a wait fails.
 template <DType dtype, Way way, WireFormat wire, class Flag, class Own>
 __device__ inline bool sum_part(const Comm& comm, const CombineArguments& args, uint64_t epoch,
                                 const HomePart& part, const Own& own, SumMemory& block) {

@@ -1,11 +1,11 @@
-// Combine, home's side: adds the sums that a token's owners sent, by ascending owner rank in float32, and
-// rounds once.
+// Combine, at a token's own rank (its home): adds the sums that the owners of the token's experts sent, by
+// ascending owner rank in float32, and rounds once.
 //   - the listing warps of a pipe (sum_pipe.cuh), or all warps for parts of rows, take this rank's tokens in
 //     order and wait until the owners' sums have arrived
-//   - a token's owners have its slots in ascending order, so slots are added in their order; this rank's own
-//     share never travels: it is summed here in its turn, and rounded as if it had travelled
-//   - another node has one slot, however many of its ranks own experts of the token: the row that came over
-//     the network, read from the memory where it arrived
+//   - a token's slots are in ascending order of owner rank, and are added in that order. This rank's own sum
+//     never travels: it is made here when its slot's turn comes, and rounded as if it had travelled
+//   - another node has one slot, however many of its ranks own experts of the token. Its sum is the row that
+//     came over the network, read from the memory where it arrived
 #include "kernels/gpu/combine/combine_rows.cuh"
 #include "kernels/gpu/combine/sum_pipe.cuh"
 #include "kernels/gpu/common/announcer.cuh"
@@ -13,8 +13,8 @@
 namespace moecomm::gpu {
 namespace {
 
-/// Collects the gradients of the weights: those of experts on this rank, those that owners sent, and zero
-/// where a token has no expert. Whole block.
+/// Collects the gradients of routing weights: for experts on this rank from its rows, for others what their
+/// owners sent, and zero for a (token, k) without expert. Whole block.
 __device__ void collect_weight_grads(const Comm& comm, const CombineArguments& args, uint64_t epoch) {
   const PlanView plan{args.plan, comm.plan_fields};
   bool here = true;
@@ -50,11 +50,11 @@ __device__ void collect_weight_grads(const Comm& comm, const CombineArguments& a
   }
 }
 
-/// A list of this rank's own tokens, loaded in two steps like an OwnedList.
+/// A list of this rank's own tokens. Row numbers are loaded first, and then their factors.
 struct HomeList {
   int64_t begin;
   int count = 0;            ///< 0: the lists have ended
-  int32_t home;             ///< of this lane's token: the number of its slots, and from bit 16 the own slot
+  int32_t home;             ///< this lane's token: number of its slots, and from bit 16 this rank's own slot
   int32_t id[kListRounds];  ///< expert id of each (token, k)
   ListedRows rows;
 };
@@ -125,7 +125,7 @@ __device__ bool wait_for_list(const Comm& comm, const CombineArguments& args, ui
   return __all_sync(0xffffffffu, here);
 }
 
-/// The work of a unit's listing warp.
+/// The work of the listing warp of a pipe (a unit, sum_pipe.cuh).
 template <Way way>
 __device__ void list_sums(const Comm& comm, const CombineArguments& args, uint64_t epoch, SumLister& sums,
                           SumUnit& unit) {
@@ -172,7 +172,7 @@ __device__ void list_sums(const Comm& comm, const CombineArguments& args, uint64
 
 template <DType dtype, Way way, WireFormat wire>
 __device__ void sum_tokens(const Comm& comm, const CombineArguments& args, uint64_t epoch, SumMemory& block) {
-  // Where tokens are few, more warps share each of them, so that the last ones end soon.
+  // Where tokens are few, more warps share each of them, so that the last warps end sooner.
   const int64_t sharing = int64_t{8} * gridDim.x * kSumWarps / max(args.tokens, int64_t{1});
   const SumParts parts(comm, min(sharing, int64_t{8}));
   Claims claims(&comm.state().receive_next);

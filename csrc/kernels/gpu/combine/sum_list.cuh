@@ -1,24 +1,25 @@
 // Data of the listing warp in a pipe of sums (sum_pipe.cuh): rows and factors of a few tokens, spread over
-// the lanes of a warp while they are loaded, and the list of sums that it hands to the loading warp.
+// its lanes while they are loaded, and the list of sums that it hands to the loading warp. Where sums of
+// several ranks meet, at the token's own rank (home), each has a slot.
 #pragma once
 
 #include "kernels/gpu/common/kernel.cuh"
 
 namespace moecomm::gpu {
 
-/// Rounds in which a warp loads the (token, k) of a list, and the most (token, k) of a list.
+/// kListRounds: rounds in which a warp loads a list's (token, k). kListWords: the most (token, k) of a list.
 inline constexpr int kListRounds = 4, kListWords = kListRounds * 32;
 
-/// A piece of a sum of `rows` rows times their factors. At a token's home these are this rank's own rows, and
-/// the stored result is the sum of `slots` sums, of which number `own_slot` is theirs.
+/// A piece of a sum of `rows` rows times their factors. At the token's home the result adds up `slots` sums:
+/// number `own_slot` is the sum of these rows, and the others have arrived in slots.
 struct alignas(16) SumItem {
   std::byte* to;
   uint64_t* flag;  ///< set when the sum has arrived, or null
   int32_t bytes;
   int32_t rows;
   uint16_t slots, own_slot;  ///< 0 and 0 at an owner
-  uint16_t stage;            ///< stage of the last piece, which receives the sum
-  uint16_t ends;             ///< 1: the end marker, without a sum
+  uint16_t stage;            ///< stage of the last source's piece; the sum replaces it
+  uint16_t ends;             ///< 1: no sum, but the end of all items
 
   __device__ int sources() const { return rows + slots - (own_slot < slots); }
 };
@@ -30,11 +31,12 @@ struct SumList {
   float factors[kListWords];
   SumItem items[kListTokens];                       ///< items for whole rows, without `stage`
   int32_t first[kListTokens], counts[kListTokens];  ///< the range of a token's sources; empty: it has no sum
-  int32_t total;                                    ///< sources
-  int32_t row_bytes;                                ///< or 0: nothing is to be moved
+  int32_t total;                                    ///< number of sources
+  int32_t row_bytes;                                ///< bytes of a row; 0: nothing is moved
 };
 
-/// The (token, k) of a few consecutive tokens, spread over the lanes: number round * 32 + lane.
+/// The entries of a few tokens, `each` per token, spread over the lanes: lane l has number j * 32 + l in
+/// round j.
 class ListMap {
  public:
   __device__ explicit ListMap(int each) : each_(each) {
@@ -46,7 +48,7 @@ class ListMap {
   /// The token of this lane in a round.
   __device__ int token(int j) const { return static_cast<int>(tokens_ >> 8 * j & 0xff); }
   __device__ bool first_of_token(int j) const { return token(j) * each_ == j * 32 + lane_id(); }
-  /// Calls visit(j, index) for each round of `tokens` tokens in which this lane has a (token, k).
+  /// Calls visit(j, index) for each round j in which this lane has an entry, `index`, of the `tokens` tokens.
   template <class Visit>
   __device__ void each_word(int tokens, const Visit& visit) const {
 #pragma unroll
@@ -59,15 +61,14 @@ class ListMap {
   uint32_t tokens_ = 0;
 };
 
-/// Tokens of a list, at most `most`, where each has `each` entries and there are `tokens` in all.
+/// Returns the tokens of a list: at most `most`, of `each` entries each, for a rank with `tokens` tokens.
 __device__ inline int list_tokens(int each, int64_t tokens, int most) {
   most = tokens >= 1024 ? most : tokens >= 256 ? 2 : 1;
   while (most * each > kListWords) most /= 2;
   return most;
 }
 
-/// Row numbers of a list's tokens, and their factors. Both are loaded while earlier tokens are handed to the
-/// adding warps.
+/// Row numbers of a list's tokens, and their factors. Both are loaded while earlier lists are handed over.
 struct ListedRows {
   int32_t row[kListRounds];  ///< negative: none
   float factor[kListRounds];
@@ -87,7 +88,7 @@ struct ListedRows {
 /// A lane's token in a list. SumLister::list sets the last three fields.
 struct ListedToken {
   bool wanted;    ///< the token has a sum
-  int others;     ///< number of its sources that are not rows
+  int others;     ///< number of its sources that are sums in slots
   int rows = 0;   ///< number of its rows
   int first = 0;  ///< position of its first source in the list
   int count = 0;  ///< number of its sources, at least one; 0: it has no sum

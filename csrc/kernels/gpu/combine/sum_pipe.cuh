@@ -1,10 +1,10 @@
-// Sums of rows by a pipe of warps. A block has a few units. In each unit three warps serve those that add:
-//   - the lister finds the sources of the sums of a few tokens: their rows, factors, and destinations; at a
-//     token's home it waits for the sums of others
+// Sums of rows by a pipe of warps. A block has kSumUnits pipes (units). The warps of a unit are:
+//   - the lister finds the sources of the sums of a few tokens: their rows, factors, and destinations. At a
+//     token's own rank (its home) it waits for the sums of other ranks
 //   - the loader starts bulk copies of pieces of rows into a ring of stages in shared memory, as far ahead as
 //     there is room. So the lister's waits overlap with copies
 //   - the adders take the pieces in order. Each thread adds its own columns in registers, and writes the sum
-//     to the stage of the item's last piece
+//     of an item (a piece of a sum) to the stage of its last source
 //   - the storer copies the sum to its destination by a bulk copy, and sets the item's flag once the sums of
 //     this item and all earlier ones have arrived
 // Sums run left to right, with each product and sum rounded as in strip.cuh, so the bits are the same.
@@ -16,10 +16,10 @@
 
 namespace moecomm::gpu {
 
-inline constexpr int kAdders = 8, kUnitWarps = kAdders + 3;  ///< warps; lister, loader and storer come last
+inline constexpr int kAdders = 8, kUnitWarps = kAdders + 3;  ///< warps; the last: lister, loader, storer
 inline constexpr int kAdderThreads = kAdders * 32;
 inline constexpr int kUnitBytes = 102400, kPipePiece = 16384;
-/// Room for items: those whose last stage is not free yet, and a new list.
+/// Items that a unit holds: those whose last stage is not free yet, and those of a new list.
 inline constexpr int kItems = 64;
 static_assert(kItems >= kMaxStages + kListTokens);
 inline constexpr int kMaxSteps = kPipePiece / 16 / kAdderThreads;  ///< vectors of 16 bytes per adding thread
@@ -29,7 +29,7 @@ static_assert(kPipeThreads == kSumUnits * kUnitWarps * 32);
 template <WireFormat wire>
 inline constexpr bool kPiped = wire == WireFormat::same;
 
-/// Shared memory of a unit: the group of warps that list, load, add up and store together.
+/// Shared memory of a unit, the group of warps that list, load, add up and store together.
 struct alignas(128) SumUnit {
   std::byte stages[kUnitBytes];
   SumItem items[kItems];
@@ -37,7 +37,7 @@ struct alignas(128) SumUnit {
   float factors[kMaxStages];  ///< factors of the rows in the stages
   SumList lists[2];
   uint64_t listed[2], taken[2];
-  // Used by the lister alone: where the rows of a token begin, and what is added to that.
+  // For the lister alone: a token's first row among all rows, and what to add for the position in the list.
   int32_t starts[kListTokens + 1], offsets[kListTokens];
   const std::byte* slots[kMaxTopK];
 };
@@ -53,7 +53,7 @@ class SumLister {
  public:
   explicit __device__ SumLister(SumUnit& unit) : unit_(unit) {}
 
-  /// Lists the rows of `tokens` tokens, each of `row_bytes` from `base` on; lane i has token i.
+  /// Lists the rows of `tokens` tokens; lane i has token i. Rows are at `base`, with `row_bytes` each.
   __device__ void list(const ListMap& map, const ListedRows& rows, int tokens, const std::byte* base,
                        int64_t row_bytes, ListedToken& token) {
     SumList& list = open();
@@ -97,7 +97,7 @@ class SumLister {
     }
   }
 
-  /// The sources of the current list; a ListedToken has the positions of its sources.
+  /// The sources of the current list. A ListedToken says where those of its token are.
   __device__ const std::byte** sources() { return now().sources; }
 
   /// Hands the list to the loader; `item` describes the sum of this lane's token.
@@ -112,7 +112,7 @@ class SumLister {
     close();
   }
 
-  /// Adds a flag that is set after all items so far.
+  /// Adds an item without a sum; its flag is set after all earlier items.
   __device__ void add_flag(uint64_t* flag) {
     SumItem item{};
     item.flag = flag;
@@ -178,7 +178,7 @@ class SumLoader {
   }
 
  private:
-  /// Adds an item for each piece of each lane's token that has a sum.
+  /// Adds and loads items: one for each piece of each token that has a sum. Lane i has token i.
   __device__ void add(const SumList& list, SumItem item, int first, int count) {
     const uint32_t wanted = __ballot_sync(0xffffffffu, count > 0);
     const int place = __popc(wanted & ((1u << lane_id()) - 1)),
@@ -197,8 +197,8 @@ class SumLoader {
       load(list, shape_.pieces.offset(p), static_cast<uint32_t>(item.bytes));
     }
   }
-  /// Loads a piece of each source as stages of the ring become free. The item of a stage's contents is listed
-  /// before they arrive.
+  /// Loads a piece of each source as stages of the ring become free. The item to which the pieces belong is
+  /// in unit_.items before they arrive.
   __device__ void load(const SumList& list, int64_t offset, uint32_t bytes) {
     const int lane = lane_id();
     __syncwarp();  // all lanes have written before one announces it
@@ -209,7 +209,7 @@ class SumLoader {
       wait_barrier(&unit_.empty[cursor_.stage], cursor_.round + 1);
       const bool free = some && ptx::barrier_done_now(&unit_.empty[mine.stage], (mine.round + 1) & 1);
       const int count = __ffs(static_cast<int>(~__ballot_sync(0xffffffffu, free))) - 1;
-      // The lanes stay together: a bulk copy takes its address from registers that a warp has once.
+      // Lanes stay together: a bulk copy takes its address from uniform registers, one set per warp.
       if (lane < count) {
         const std::byte* const from = list.sources[base + lane];
         unit_.factors[mine.stage] = list.factors[base + lane];
@@ -233,8 +233,8 @@ class SumLoader {
   uint32_t number_ = 0;
 };
 
-/// One adding thread of a unit, which takes the pieces in order: vectors thread, thread + kAdderThreads and
-/// so on of 16 bytes, at most `steps`.
+/// One adding thread of a unit. It takes the pieces in order, and of each the vectors (16 bytes) `thread`,
+/// `thread` + kAdderThreads and so on, at most `steps`.
 template <int steps>
 class PieceTaker {
  public:
@@ -295,7 +295,7 @@ class PieceTaker {
 
   SumUnit& unit_;
   const int stages_, stage_bytes_, thread_;
-  const int last_;  ///< the last step; 0 if this thread's vector of it would lie past the stage
+  const int last_;  ///< the last step; 0 if this thread's vector in that step would be past the stage
   StageCursor cursor_;
   int left_ = 0, vectors_ = 0;
 };
@@ -363,7 +363,7 @@ __device__ __noinline__ void add_items(SumUnit& unit, const PipeShape& shape, in
   }
 }
 
-/// The same with as few steps as the pieces need.
+/// Calls add_items<steps>() with as few steps as the pieces need.
 template <DType dtype, bool home>
 __device__ inline void add_items(SumUnit& unit, const PipeShape& shape, int thread, bool weighted) {
   switch ((shape.pieces.bytes - 1) / (16 * kAdderThreads)) {
@@ -379,15 +379,15 @@ __device__ inline void add_items(SumUnit& unit, const PipeShape& shape, int thre
 }
 static_assert(kMaxSteps == 4 && kMaxStages == 32);
 
-/// Flags of items, set in groups some items later, once earlier stores have completed: the fence before them
-/// takes as long as storing a row. `lag`: items whose stores are still in flight when the flags of `together`
-/// items are set. One thread.
+/// Sets the flags of items once their stores have completed: late and in groups, since the fence before flags
+/// takes as long as storing a row. When the flags of `together` items are set, the stores of the newest `lag`
+/// items may still be in flight. One thread.
 template <int lag, int together>
 class LaggingFlags {
  public:
   __device__ explicit LaggingFlags(uint64_t epoch) : epoch_(epoch) {}
 
-  /// Notes that the store of an item was committed.
+  /// Notes the flag of an item whose store was committed, or null. May set flags of earlier items.
   __device__ void add(uint64_t* flag) {
 #pragma unroll
     for (int i = 0; i + 1 < lag + together; ++i) flags_[i] = flags_[i + 1];
@@ -419,10 +419,10 @@ class LaggingFlags {
 
   const uint64_t epoch_;
   uint32_t added_ = 0;
-  uint64_t* flags_[lag + together] = {};  ///< by age; null: no flag, or one that is set
+  uint64_t* flags_[lag + together] = {};  ///< oldest first; null: no flag, or one that is set
 };
 
-/// Stands in for the flags at a token's home, where sums have none.
+/// Replaces LaggingFlags where sums have no flags: at a token's home.
 class NoFlags {
  public:
   explicit __device__ NoFlags(uint64_t) {}
@@ -466,8 +466,8 @@ __device__ __noinline__ void store_items(SumUnit& unit, const PipeShape& shape, 
   flags.flush();
 }
 
-/// Runs the pipe of a block: list(lister, unit) lists everything and returns. Whole block. `home`: sums are
-/// made at the tokens' home; else the units of `blocks` blocks make about `sums` sums of whole rows.
+/// Runs the units of a block. Whole block. list(lister, unit) lists all sums of a unit, in its listing warp.
+/// `home`: sums are made at the tokens' home; else `blocks` blocks make about `sums` sums of whole rows.
 template <DType dtype, bool home, class List>
 __device__ void run_sum_pipe(const Comm& comm, SumPipeMemory& memory, uint64_t epoch, bool weighted,
                              const List& list, int64_t sums = 0, int blocks = 1) {

@@ -1,4 +1,4 @@
-// The order in which warps take chunks (tokens that are announced together), and sets of peers.
+// The order in which warps take chunks (tokens that are announced together), and the peers that get rows.
 #pragma once
 
 #include "device/channel.cuh"
@@ -24,8 +24,7 @@ struct PeerSet {
   }
 };
 
-/// Hands a warp the next number of a shared counter. It asks for a number while the warp uses the previous
-/// one.
+/// Hands a warp numbers of a shared counter. The next one is asked for while the warp uses the last one.
 class Claims {
  public:
   __device__ explicit Claims(uint32_t* counter) : counter_(counter) { ask(); }

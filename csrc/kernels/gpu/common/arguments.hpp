@@ -153,7 +153,7 @@ cudaError_t launch_combine_sum(const Launch& launch, const device::Comm& comm,
 cudaError_t launch_combine_fused(const Launch& launch, const device::Comm& comm,
                                  const CombineArguments& arguments);
 /// Ends a dispatch, or the backward of a combine, of `tokens` tokens whose rows the caller will not receive.
-/// `offered`: does so only if the kernel left its rows for lack of room; otherwise the operation has ended.
+/// `offered`: ends it only if the kernel left the rows for lack of room; otherwise it has ended already.
 cudaError_t launch_abandon(const Launch& launch, const device::Comm& comm, Operation operation,
                            int64_t tokens, bool offered);
 /// `text`: kErrorText bytes in device or pinned memory.

@@ -60,7 +60,7 @@ MOECOMM_HD inline bool routes_few(const DeviceShape& shape, int64_t tokens, int6
 // bitmaps where routes are computed, else counts for this rank. kFusedTables: positions of rows.
 inline constexpr int kFusedCounts = 30720, kFusedTables = 8192;
 
-/// Number of first blocks that move no rows (but make routes and plan), where one kernel is a whole dispatch.
+/// Number of first blocks that move no rows (they announce and plan), where one kernel is a whole dispatch.
 MOECOMM_HD constexpr int leading_blocks(int blocks) { return blocks > 32 ? 3 : blocks > 2 ? 2 : 1; }
 
 /// True where one kernel does a whole operation of `tokens` tokens. `most`: the most tokens for that; with 0
@@ -144,7 +144,7 @@ struct Heuristics {
   /// meanwhile. Quantised rows need more of the blocks' time and less of the links'. With more than two ranks
   /// a row may be sent several times, so fewer blocks fill the links, at fewer tokens.
   static int fused_senders(int64_t tokens, int blocks, bool quantised, int32_t ranks) {
-    // kBoth: most tokens for which blocks do both; kPercent: share that sends; [1]: over two ranks. Measured.
+    // Measured. kBoth: most tokens for which blocks do both. kPercent: those that send. [1]: over two ranks.
     constexpr int64_t kBoth[] = {96, 48}, kBothQuantised[] = {256, 128};
     constexpr int kPercent[] = {35, 27}, kPercentQuantised = 30;
     const bool several = ranks > 2;
@@ -163,7 +163,7 @@ struct Heuristics {
   }
 
   /// Like team_warps(), for a dispatch with `senders` blocks that only send. If there are any, teams are
-  /// smaller between two ranks, so that more rows are in flight (measured; it gains nothing for four).
+  /// smaller between two ranks, so that more rows are in flight (measured; not between four ranks).
   static int dispatch_team_warps(int64_t items, int blocks, int warps, int senders, bool quantised,
                                  int32_t ranks) {
     if (ranks == 2 && senders > 0) return quantised ? 2 : 1;

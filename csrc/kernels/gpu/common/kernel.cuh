@@ -147,8 +147,7 @@ __device__ inline void leave_rows(const Comm& comm, uint64_t epoch) {
 }
 
 /// Replaces end_operation where an operation is one kernel without counters. The last block to call it sets
-/// the state's epoch, since by then all blocks have read the old one. Whole block, after a barrier; only one
-/// thread waits for the counter.
+/// the epoch, since all have read the old one. Whole block, anywhere after a barrier; only one thread waits.
 __device__ inline void pass_epoch(const Comm& comm, uint64_t epoch) {
   if (threadIdx.x != blockDim.x - 1) return;
   DeviceState& state = comm.state();

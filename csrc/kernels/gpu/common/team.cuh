@@ -1,5 +1,4 @@
-// Teams, in the kernels for few tokens: a team is a group of warps of a block that move or sum one row
-// together.
+// Teams, in the kernels for few tokens: warps of a block that move or sum one row together.
 #pragma once
 
 #include "kernels/gpu/common/pipe.cuh"

@@ -1,6 +1,7 @@
-// Relay of records: some blocks of an operation's first kernel forward the records, counts and routes of the
-// ranks on this rank's rail to all ranks of this node, as if the rail's rank had written there itself. They
-// do not forward the start: the records of other nodes' ranks stand for it.
+// Relay of records (announcements of an operation). A rail is the ranks with the same number in their nodes.
+// Some blocks of an operation's first kernel forward the records, counts and routes of this rank's rail to
+// all ranks of this node, as if the rail's ranks had written there themselves. Starts are not forwarded: the
+// records of other nodes' ranks stand for them.
 #pragma once
 
 #include "device/rail.cuh"
@@ -14,12 +15,12 @@ using device::Comm;
 using device::PlanView;
 using device::Rail;
 
-/// The blocks that relay, from the view of one of them.
+/// Number of the calling block among those that relay, and how many relay.
 struct RelayBlocks {
   int block, blocks;
 };
 
-/// A dispatch's tables from the rail's rank on another node: its counts, then routes and places.
+/// Tables of a dispatch from the rail's rank on node `other`: counts, routes, and Route::place of each route.
 __device__ inline const std::byte* relayed_tables(const Rail& rail, uint64_t epoch, int32_t other) {
   return rail.memory + rail.layout.relay_ids[epoch & 1] + other * rail.ids_bytes;
 }
@@ -34,7 +35,7 @@ __device__ inline void hand_on_counts(const Comm& comm, const SignalRecord& reco
     push_count(comm, source, record.epoch, bin, bin < counts ? __ldcg(counted + bin) : record.tokens);
 }
 
-/// Forwards this block's part of the tables of a dispatch of `source`.
+/// Forwards this block's share of the routes of a dispatch of `source`; keeps ids in the plan.
 __device__ inline void hand_on_tables(const Comm& comm, int32_t* plan_words, const SignalRecord& record,
                                       int32_t source, int32_t other, RelayBlocks relay) {
   const DeviceWindow& w = comm.window;
@@ -61,8 +62,8 @@ __device__ inline void hand_on_tables(const Comm& comm, int32_t* plan_words, con
     plan.at(plan.fields.relay_index)[other * most + token] = __ldcg(index + token);
 }
 
-/// Forwards the records of the rail for `epoch`; where both this operation and theirs are dispatches, also
-/// the counts and tables. All relaying blocks; false if a record does not arrive.
+/// Forwards the records of the rail for `epoch`: for a dispatch with its counts, and with its routes if this
+/// rank runs a dispatch too. All relaying blocks; false if a record does not arrive.
 __device__ inline bool relay_records(const Comm& comm, Operation operation, int32_t* plan_words,
                                      uint64_t epoch, RelayBlocks relay) {
   const Rail& rail = comm.rail;
@@ -105,13 +106,12 @@ __device__ inline bool relay_records(const Comm& comm, Operation operation, int3
             static_cast<int32_t>(head.rows);
       ptx::store_release_gpu(&state.forwarded, epoch);
     }
-    __syncthreads();  // of `last`
+    __syncthreads();  // before `last` is written again
   }
   return true;
 }
 
-/// Waits until the records of the whole rail have been forwarded, so that the plan includes them. Whole
-/// block.
+/// Waits until all records of the rail are forwarded, so that the plan includes them. Whole block.
 __device__ inline bool wait_forwarded(const Comm& comm, Operation operation, uint64_t epoch) {
   bool here = true;
   const RelayState* const states = comm.mine<RelayState>(comm.window.relay_state);
@@ -125,8 +125,8 @@ __device__ inline bool wait_forwarded(const Comm& comm, Operation operation, uin
 /// A chunk of a rail rank's tokens as a warp holds it: lane i has token i.
 struct RelayChunk {
   int64_t begin, end;  ///< tokens
-  int32_t number;      ///< relay index of this lane's token; -1: not needed on this node
-  uint32_t tokens;     ///< tokens that are needed on this node
+  int32_t number;      ///< relay index (route.cuh) of this lane's token; -1: not needed on this node
+  uint32_t tokens;     ///< bit mask of tokens that are needed on this node
 };
 
 __device__ inline RelayChunk relay_chunk(const Comm& comm, const PlanView& plan, int32_t other,
@@ -140,8 +140,8 @@ __device__ inline RelayChunk relay_chunk(const Comm& comm, const PlanView& plan,
   return out;
 }
 
-/// The rank of this node that this lane's k of a rail rank's token names, where each such rank is returned in
-/// one lane only; -1: none. Called by all lanes.
+/// Returns the rank of this node that owns the expert of this lane's k, for a token of the rail's rank on
+/// node `other`. Each rank is returned in one lane only; -1: none. All lanes.
 __device__ inline int32_t relayed_owner(const Comm& comm, const PlanView& plan, int32_t other,
                                         int64_t token) {
   const int lane = gpu::lane_id(), top_k = comm.top_k();

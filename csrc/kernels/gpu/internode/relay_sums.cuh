@@ -1,6 +1,7 @@
-// Combine between nodes: for a token of another node, the owners on this node give their sums, in the dtype
-// of rows, to the rank here on its home's rail. That rank adds them up by ascending owner rank in float32,
-// rounds once more or quantises, and sends one row. Blocks of the reducing kernel do this.
+// Combine between nodes, for tokens whose own rank (home) is on another node. The owners on this node give
+// their sums, in the dtype of rows, to the rank here that has the home's number in its node (its rail). That
+// rank adds the sums up by ascending owner rank in float32, rounds once more or quantises, and sends one row.
+// Blocks of the reducing kernel do this.
 #pragma once
 
 #include "kernels/gpu/common/announcer.cuh"
@@ -9,7 +10,7 @@
 
 namespace moecomm::gpu {
 
-/// Waits until all of a home's owners on this node have written their sums for `chunk`. All lanes.
+/// Waits until `owners`, ranks of this node, have written their sums for a chunk of `home`. All lanes.
 __device__ inline bool wait_partials(const Comm& comm, int32_t home, uint64_t epoch, int64_t chunk,
                                      const gpu::PeerSet& owners) {
   bool here = true;
@@ -21,8 +22,8 @@ __device__ inline bool wait_partials(const Comm& comm, int32_t home, uint64_t ep
   return __all_sync(0xffffffffu, here);
 }
 
-/// Makes the sums for the rail, in format `wire`. Announced sums are sent even if the operation is called
-/// off.
+/// Makes the sums for tokens of the rail, in format `wire`, and sends them. Rows that were announced are sent
+/// even if the operation is called off; they may then hold anything.
 template <DType dtype, WireFormat wire>
 __device__ inline void relay_sums(const Comm& comm, int32_t* plan_words, uint64_t epoch) {
   constexpr int kSteps = 4, kBatch = 2;
@@ -70,14 +71,14 @@ __device__ inline void relay_sums(const Comm& comm, int32_t* plan_words, uint64_
       ptx::fence_sys();
       device::row_staged(comm, wire, other, chunk.number, plan.at(plan.fields.relay_tokens)[other], epoch);
     }
-    // Owners that wait for this chunk's memory do not know which of them wrote to it.
+    // All ranks here get a credit: one that waits for this memory does not know who wrote to it.
     if (tokens > comm.window.partial_tokens)
       for (int32_t r = lane; r < comm.local_ranks; r += 32)
         device::signal(device::sums_credit_flag(comm, comm.first_rank + r, home, number), epoch);
   }
 }
 
-/// Sends the weights' gradients of the rail's tokens, once all owners here have written theirs. Whole block.
+/// Sends the weight gradients of the rail's tokens, once all ranks here have written theirs. Whole block.
 __device__ inline void relay_weight_grads(const Comm& comm, int32_t* plan_words, uint64_t epoch,
                                           RelayBlocks relay) {
   const PlanView plan{plan_words, comm.plan_fields};
