@@ -2,7 +2,7 @@
 // rounds or quantises once, and sends the sum to this rank's slot at the token's own rank (its home).
 //   - chunks (tokens that are announced together) of one home go in order, and homes alternate. A pipe takes
 //     a few tokens at a time (sum_pipe.cuh)
-//   - quantised sums are made by all warps without a pipe: each loads the same part of all rows of a token,
+//   - quantised sums are made by all warps without a pipe: a warp loads the same part of all rows of a token,
 //     sums it in registers, and stores it over the link
 //   - when all sums of a chunk have arrived, its arrival flag at the home is set
 //
@@ -19,7 +19,7 @@ namespace {
 
 constexpr int kSteps = 4, kBatch = 2;
 
-/// Sends the gradients of routing weights to the ranks of the tokens, except this one. Whole block.
+/// Sends gradients of routing weights to all other ranks, each those of its own tokens. Whole block.
 __device__ void send_weight_grads(const Comm& comm, const CombineArguments& args, uint64_t epoch, int blocks,
                                   int32_t* shared_word) {
   const PlanView plan{args.plan, comm.plan_fields};
@@ -52,7 +52,7 @@ __device__ void send_weight_grads(const Comm& comm, const CombineArguments& args
     device::signal(device::sums_flag(comm, home, comm.gradients_number()), epoch);
 }
 
-/// Waits until the relay has read earlier chunks for `home` in this chunk's memory. All lanes.
+/// Waits until the relay has read the earlier chunks for `home` in the memory of `chunk`. All lanes.
 __device__ bool wait_for_place(const Comm& comm, uint64_t epoch, int32_t home, int64_t tokens,
                                int64_t chunk) {
   const int64_t places = comm.window.partial_tokens / chunk_tokens(tokens);
@@ -293,7 +293,7 @@ __device__ void list_sums(const Comm& comm, const CombineArguments& args, uint64
   }
 }
 
-/// The work of a block.
+/// The work of a block: it sends gradients and sums, or relays for other nodes.
 template <DType dtype, Way way, WireFormat wire>
 __device__ void reduce(const Comm& comm, const CombineArguments& args, std::byte* shared) {
   using Memory = SumMemoryOf<ReduceMemory, wire>;

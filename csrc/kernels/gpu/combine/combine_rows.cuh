@@ -11,7 +11,7 @@ namespace moecomm::gpu {
 
 inline constexpr int kMetaWords = kMaxChunk * kMaxTopK;  ///< words per warp for the sources of a chunk's sums
 
-/// Shared memory of a block: the sources of the sums in each warp's chunk.
+/// Shared memory of a block: for each warp the rows (sources) that its chunk's sums are made of.
 struct ReduceMemory {
   float weights[kReduceWarps][kMetaWords];
   int32_t sources[kReduceWarps][kMetaWords];
@@ -64,7 +64,7 @@ __device__ inline uint32_t list_owned(const Comm& comm, const CombineArguments& 
 
 inline constexpr int kSumBatch = 4;
 
-/// Shared memory of a block: the own rows of each warp's token, and their factors.
+/// Shared memory of a block: for each warp this rank's rows for its token, and their factors.
 struct SumMemory {
   float weights[kSumWarps][kMaxTopK];
   int32_t sources[kSumWarps][kMaxTopK];

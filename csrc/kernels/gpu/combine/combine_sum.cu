@@ -50,7 +50,7 @@ __device__ void collect_weight_grads(const Comm& comm, const CombineArguments& a
   }
 }
 
-/// A list of this rank's own tokens. Row numbers are loaded first, and then their factors.
+/// A list of this rank's own tokens. Row numbers are loaded first, and then the factors of these rows.
 struct HomeList {
   int64_t begin;
   int count = 0;            ///< 0: the lists have ended

@@ -35,8 +35,7 @@ struct SumList {
   int32_t row_bytes;                                ///< bytes of a row; 0: nothing is moved
 };
 
-/// The entries of a few tokens, `each` per token, spread over the lanes: lane l has number j * 32 + l in
-/// round j.
+/// Spreads the entries of a few tokens, `each` per token, over lanes: in round j lane l has entry j * 32 + l.
 class ListMap {
  public:
   __device__ explicit ListMap(int each) : each_(each) {
@@ -61,7 +60,7 @@ class ListMap {
   uint32_t tokens_ = 0;
 };
 
-/// Returns the tokens of a list: at most `most`, of `each` entries each, for a rank with `tokens` tokens.
+/// Returns how many tokens a list has: at most `most`, of `each` entries each. The rank has `tokens` tokens.
 __device__ inline int list_tokens(int each, int64_t tokens, int most) {
   most = tokens >= 1024 ? most : tokens >= 256 ? 2 : 1;
   while (most * each > kListWords) most /= 2;

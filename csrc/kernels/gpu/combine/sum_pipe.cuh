@@ -157,7 +157,7 @@ class SumLoader {
  public:
   __device__ SumLoader(SumUnit& unit, const PipeShape& shape) : unit_(unit), shape_(shape) {}
 
-  /// Loads all lists.
+  /// Loads the sources of all lists, until one has the end marker.
   __device__ void run() {
     for (uint32_t number = 0;; ++number) {
       const SumList& list = unit_.lists[number % 2];

@@ -24,7 +24,7 @@ struct PeerSet {
   }
 };
 
-/// Hands a warp numbers of a shared counter. The next one is asked for while the warp uses the last one.
+/// Hands a warp numbers of a shared counter. It fetches a number while the warp still uses the previous one.
 class Claims {
  public:
   __device__ explicit Claims(uint32_t* counter) : counter_(counter) { ask(); }

@@ -35,9 +35,9 @@ struct SendArguments {
   int32_t* plan = nullptr;
   int64_t tokens = 0;
   int64_t alignment = 0;
-  int64_t capacity = 0;   ///< -1: as many rows as needed
-  int64_t positions = 0;  ///< rank layout: capacity of the expert-major index; fixed_groups(): rows of each
-                          ///< expert's group; -1: as many as needed
+  int64_t capacity = 0;  ///< -1: as many rows as needed
+  /// Rank layout: capacity of the expert-major index; fixed_groups(): rows of a group; -1: as many as needed.
+  int64_t positions = 0;
   RowLayout layout = RowLayout::expert;
   uint16_t caller = 0;        ///< dispatch: as in SignalRecord
   uint64_t ticket = 0;        ///< dropless: ticket number of the host's wait for the row count

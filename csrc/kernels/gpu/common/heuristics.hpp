@@ -131,8 +131,8 @@ struct Heuristics {
 
   /// Blocks of a kernel that does a whole operation; the first `leads` move no rows. Several blocks share
   /// each of the `rows` rows that are received or summed, since an SM takes a microsecond to store a row four
-  /// times. Each of the `sent` rows adds one more block, since blocks that send are the last to
-  /// receive. The number has a lower bound, since other ranks may bring more tokens.
+  /// times. Each of the `sent` rows adds one more block, since blocks that send are the last to receive. The
+  /// number has a lower bound, since other ranks may bring more tokens.
   int fused_blocks(int64_t rows, int64_t sent, int leads) const {
     constexpr int64_t kLeast = 31, kShareRow = 4;
     const int64_t most = all_blocks() - leads;
@@ -318,7 +318,7 @@ struct SumMoves {
   int64_t bytes;   ///< bytes of a row
 };
 
-/// The most blocks that reduce in a combine: as many as fill the links, and some more. More than that slow
+/// The most blocks that reduce in a combine: as many as fill the links, and some more. Further blocks slow
 /// each other down, and are of more use at the tokens' home (docs/performance.md, "Few SMs on four GPUs").
 /// Quantised sums take longer to make than to send.
 inline int most_reducing(const SumMoves& moves, bool quantised) {
@@ -372,8 +372,7 @@ inline DispatchBlocks divide_dispatch(int total, const RowMoves& row, bool even)
   // Bytes per nanosecond of a block (docs/performance.md). kMoved: loaded and stored; kMultiplied: loaded and
   // stored while it multiplies; kStored: stored; kQuantised: quantised.
   constexpr double kMoved = 80, kMultiplied = 62, kStored = 55, kQuantised = 24;
-  // A block's extra nanoseconds: kSend per row sent, kSendTo per target of a row, kReceive per row that
-  // comes.
+  // A block's extra nanoseconds: kSend per row sent, kSendTo per target, kReceive per row received.
   constexpr double kSend = 20, kSendTo = 60, kReceive = 30;
   constexpr double kLater = 1.1;  // receivers wait for the first rows, and end later than senders
   const int most_send = row.quantised() ? total / 2 : 30;  // more blocks only slow each other down

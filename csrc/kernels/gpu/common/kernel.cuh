@@ -107,7 +107,7 @@ __device__ inline void end_operation(const Comm& comm, Operation operation, uint
                                      int32_t senders = 0) {
   __syncthreads();
   if (threadIdx.x != 0) return;
-  // Sending blocks use the counters too.
+  // The previous kernel, which sends, uses the counters too.
   ptx::wait_for_previous_kernel();
   if (senders > 0)
     device::wait_until(comm, {comm.rank, WaitPhase::blocks, operation, epoch, false},

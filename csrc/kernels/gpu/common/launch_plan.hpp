@@ -99,8 +99,8 @@ inline DispatchPlan plan_dispatch(const LaunchContext& context, const DispatchRe
     const bool few = routes_few(shape, request.tokens, kRouteWords);
     const int most = few ? 1 : std::clamp<int>(blocks.receive - 1, 1, kMaxRouteBlocks - 1);
     plan.route = Heuristics::route_blocks(request.tokens, most);
-    // A separate block makes the plan, if there is one more. Then the most blocks are an even number: blocks
-    // of other kernels run faster next to their own kind (docs/history.md, "Blocks in pairs").
+    // A separate block makes the plan, if there is one more. Limits keep the largest number of blocks even:
+    // blocks of other kernels run faster next to their own kind (docs/history.md, "Blocks in pairs").
     plan.planner = blocks.receive > plan.route ? 1 : 0;
   }
   return plan;

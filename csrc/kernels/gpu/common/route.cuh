@@ -1,14 +1,14 @@
 // Routes of a dispatch. The source rank numbers its rows for each expert: the route of a (token, k) is its
 // number there. A receiver adds the position at which the source's rows for the expert begin.
-//   1. blocks share the tokens in order, and warps those of a block. Each warp counts its ids in a histogram
+//   1. blocks share the tokens in order, warps share a block's. Each warp counts its ids in a histogram
 //   2. blocks exchange their counts. A histogram then holds where its warp's rows for each expert begin
 //   3. warps walk their tokens again in order, hand out numbers, and push them to every rank of the node
 // The start (which announces the dispatch), counts and routes are sent as soon as they are known, in words
 // that hold the epoch. They cross a link once and need no fence. Afterwards the caller signals the record
 // (SignalRecord: the arguments of the operation), which may arrive before them.
 //
-// For other nodes routes go to host memory, once for all nodes. With them goes each token's number among the
-// tokens that a node needs (its relay index), counted like an expert's rows. The last block sends them.
+// For other nodes routes go to host memory, once for all nodes, with each token's number among those that a
+// node needs (its relay index), counted like an expert's rows. The last block to end sends this data.
 //
 // Example: ids {5} {2} {5} {5} of one source. Numbers are 0, 0, 1, 2; a receiver with 40 rows of earlier
 // experts and 3 of earlier sources for expert 5 puts token 3 into row 40 + 3 + 2.
@@ -117,7 +117,7 @@ class RouteWalk {
   const int64_t begin_, end_;
 };
 
-/// Gives the lanes with the same `bin` numbers from histogram[bin] on, and advances it. -1 for `bin` -1.
+/// Gives the lanes with the same `bin` numbers from histogram[bin] on, and advances it; -1 if `bin` is -1.
 __device__ inline int32_t take_number(int32_t* histogram, int32_t bin) {
   const int lane = lane_id();
   const uint32_t same = __match_any_sync(0xffffffffu, bin >= 0 ? bin : -1 - lane);

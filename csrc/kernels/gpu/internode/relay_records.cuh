@@ -20,7 +20,7 @@ struct RelayBlocks {
   int block, blocks;
 };
 
-/// Tables of a dispatch from the rail's rank on node `other`: counts, routes, and Route::place of each route.
+/// Tables of a dispatch from the rail's rank on another node: counts, routes, and Route::place of each.
 __device__ inline const std::byte* relayed_tables(const Rail& rail, uint64_t epoch, int32_t other) {
   return rail.memory + rail.layout.relay_ids[epoch & 1] + other * rail.ids_bytes;
 }
@@ -111,7 +111,7 @@ __device__ inline bool relay_records(const Comm& comm, Operation operation, int3
   return true;
 }
 
-/// Waits until all records of the rail are forwarded, so that the plan includes them. Whole block.
+/// Waits until all records of the rail are forwarded, so that the plan has their data. Whole block.
 __device__ inline bool wait_forwarded(const Comm& comm, Operation operation, uint64_t epoch) {
   bool here = true;
   const RelayState* const states = comm.mine<RelayState>(comm.window.relay_state);

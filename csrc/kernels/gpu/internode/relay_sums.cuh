@@ -71,7 +71,7 @@ __device__ inline void relay_sums(const Comm& comm, int32_t* plan_words, uint64_
       ptx::fence_sys();
       device::row_staged(comm, wire, other, chunk.number, plan.at(plan.fields.relay_tokens)[other], epoch);
     }
-    // All ranks here get a credit: one that waits for this memory does not know who wrote to it.
+    // All ranks of this node get a credit: a rank that waits for this memory does not know who wrote to it.
     if (tokens > comm.window.partial_tokens)
       for (int32_t r = lane; r < comm.local_ranks; r += 32)
         device::signal(device::sums_credit_flag(comm, comm.first_rank + r, home, number), epoch);

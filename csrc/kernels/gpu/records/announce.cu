@@ -78,8 +78,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (args.offered && epoch != state.epoch && epoch != state.epoch + 1) return;
   if (!failed_for_block(comm)) {
     if (comm.window.stage_tokens < comm.window.shape.max_tokens) release_peers(comm, args, epoch);
-    // Every operation waits for all records, because operation `epoch` + 1 writes where peers read in `epoch`
-    // - 1. The records of a dispatch are not compared here, but by the block that makes the plan.
+    // Every operation waits for all records: the next one (epoch + 1) writes where peers read in epoch - 1.
+    // The records of a dispatch are not compared here, but by the block that makes the plan.
     if (args.operation == Operation::dispatch)
       device::wait_records(comm, args.operation, epoch, false);
     else
