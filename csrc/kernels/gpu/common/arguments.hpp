@@ -1,5 +1,5 @@
 // Arguments of the kernels of one operation, and the functions that launch them. An operation of few tokens
-// is "fused", in one kernel; other operations have a kernel for each of their sides.
+// is "fused": one kernel does it. Other operations take several kernels.
 #pragma once
 
 #include <cuda_runtime_api.h>
