@@ -7,8 +7,8 @@
 
 namespace moecomm::device {
 
-/// Starts the clock of an operation, and adds the duration of the previous one to the sum. Whole grid; block
-/// `block`, which other blocks should not have to wait for, does the work.
+/// Starts the clock of an operation, and adds the duration of the previous one of its kind to the sum. Whole
+/// grid. Block `block` does the work; choose one for which no other block waits.
 __device__ inline void start_clock(const Comm& comm, Operation operation, uint32_t block) {
   if (blockIdx.x != block || threadIdx.x != blockDim.x - 1) return;
   const int kind = clock_of(operation);
@@ -17,14 +17,14 @@ __device__ inline void start_clock(const Comm& comm, Operation operation, uint32
   clock.started = ptx::global_nanoseconds();
 }
 
-/// The same with the last block: others wait for what the first block announces, and the next ones have the
-/// first rows.
+/// Starts the clock in the last block: all wait for what the first block announces, and the blocks after it
+/// have the first rows.
 __device__ inline void start_clock(const Comm& comm, Operation operation) {
   start_clock(comm, operation, gridDim.x - 1);
 }
 
-/// Notes the time at which an operation passes a phase. Where several blocks note it, the last one counts.
-/// One thread of each. Returns nothing, so that no thread waits for the memory.
+/// Notes the time at which an operation passes a phase. Of several blocks that note it, the latest counts.
+/// One thread of a block. Returns nothing, so that no thread waits for the memory.
 __device__ inline void note_phase(const Comm& comm, Operation operation, Phase phase) {
   uint64_t* const passed = &comm.state().clocks[clock_of(operation)].passed[static_cast<int>(phase)];
   atomicMax(reinterpret_cast<unsigned long long*>(passed),

@@ -1,4 +1,5 @@
-// A communicator as its kernels see it: plain data, passed by value.
+// A communicator as its kernels see it: plain data, passed by value. A token's home is its own rank. A rail
+// is the ranks with the same local number on all nodes; ranks talk to other nodes over their rails.
 #pragma once
 
 #include <cstdint>
@@ -11,8 +12,8 @@
 
 namespace moecomm::device {
 
-/// The connection to other nodes as kernels see it: host memory of this rank, from which the proxy sends and
-/// into which it receives.
+/// The connection to other nodes as kernels see it: host memory of this rank, from which its proxy (a host
+/// thread) sends and into which it receives.
 struct Rail {
   int32_t node, others;  ///< this node's number; number of other nodes
   std::byte* memory;
@@ -41,18 +42,18 @@ struct Rail {
   __device__ int32_t other_of(int32_t its_node) const { return NodeMap::other(its_node, node); }
   __device__ int32_t node_of_other(int32_t other) const { return NodeMap::node_of_other(other, node); }
   __device__ int64_t chunk_bytes() const { return chunk_rows * layout.shape.row_bytes(); }
-  /// Address in `section` of row number `row` among those between this rank and another node, with rows of
-  /// `row_bytes`.
+  /// Address in `section` of row number `row` of those that travel to or from one other node, whose first
+  /// chunk in the section is `first_chunk`. A row has `row_bytes`.
   __device__ std::byte* row(int64_t section, int64_t first_chunk, int32_t row, int64_t row_bytes) const {
     const int32_t chunk = row / static_cast<int32_t>(chunk_rows);
     return memory + section + (first_chunk + chunk) * chunk_bytes() +
            (row - chunk * static_cast<int32_t>(chunk_rows)) * row_bytes;
   }
-  /// Staging slot of row `number` that goes to another node.
+  /// Address in staging of row `number` of those that go to another node.
   __device__ std::byte* staged(int32_t other, int32_t number, int64_t row_bytes) const {
     return row(layout.staging, other * chunks, number, row_bytes);
   }
-  /// Row `number` that has arrived from another node.
+  /// Row `number` of those that have arrived from another node.
   __device__ const std::byte* arrived(uint64_t epoch, int32_t other, int32_t number,
                                       int64_t row_bytes) const {
     const int64_t section =
@@ -62,7 +63,7 @@ struct Rail {
   __device__ const uint64_t* arrival(uint64_t epoch, int32_t other, int64_t flag) const {
     return at<uint64_t>(layout.arrivals[epoch & 1]) + other * arrival_flags + flag;
   }
-  /// Part [other] of a section of weights or gradients.
+  /// The weights or gradients of another node within their section.
   __device__ float* weights(int64_t section, int32_t other) const {
     return at<float>(section) + other * layout.shape.max_tokens * layout.shape.top_k;
   }
@@ -81,13 +82,13 @@ struct Comm {
   int32_t rank;
   int32_t first_rank, local_ranks;  ///< the first rank of this node, and the number of its ranks
   int32_t local_experts;
-  Divisor of_owner;             ///< local_experts
+  Divisor of_owner;             ///< divides by local_experts
   Divisor of_ranks, of_others;  ///< divides by the ranks; by the ranks but one (at least 1)
-  int32_t places_shift;         ///< log2 of the number of places from which tokens are sent in turn
+  int32_t places_shift;         ///< log2 of the number of starting points of sends (TokenOrder)
   NodeBases bases;              ///< windows of this node's ranks as mapped here
   std::byte* own;               ///< bases[rank]
   HostStatus* host;
-  uint64_t timeout_ns, absence_ns;  ///< of a wait; of a wait for a rank that has not begun the operation
+  uint64_t timeout_ns, absence_ns;  ///< deadlines: of a wait; of one for a rank that has not begun
   DevicePlan plan_fields;
   Rail rail;
 
@@ -97,13 +98,14 @@ struct Comm {
     of_owner = Divisor::of(local_experts);
     of_ranks = Divisor::of(window.shape.ranks);
     of_others = Divisor::of(window.shape.ranks > 1 ? window.shape.ranks - 1 : 1);
-    // Uses at least as many places as ranks, so that two ranks do not meet at a third (docs/performance.md).
+    // Starting points (log2): one for two ranks, else 8 to 64, by ranks of the node. From several, ranks
+    // seldom send to one receiver at the same time (docs/history.md, "Blocks that meet at one receiver").
     constexpr int32_t kLeast = 3, kMost = 6;
     places_shift = local_ranks <= 2 ? 0 : kLeast;
     while (places_shift > 0 && places_shift < kMost && 1 << places_shift < local_ranks) ++places_shift;
   }
 
-  /// An item of work shared out over all ranks: the rank that it concerns, and its number there.
+  /// An item of work for one rank: that rank, and the item's number among those for the rank.
   struct Turn {
     int32_t rank, number;
   };
@@ -117,7 +119,7 @@ struct Comm {
     const int32_t number = of_others.quotient(item);
     return {after(1 + item - number * (ranks() - 1)), number};
   }
-  /// The rank `steps` after this one, modulo the ranks; `steps` is less than their number.
+  /// The rank `steps` after this rank, modulo the number of ranks; `steps` is less than that number.
   __device__ int32_t after(int32_t steps) const {
     return rank + steps < ranks() ? rank + steps : rank + steps - ranks();
   }
@@ -125,10 +127,10 @@ struct Comm {
   /// The rank that has an expert; -1: none.
   __device__ int32_t owner(int32_t expert) const { return expert < 0 ? -1 : of_owner.quotient(expert); }
   __device__ bool is_local(int32_t r) const { return r >= first_rank && r < first_rank + local_ranks; }
-  /// The local rank that relays for `r`: `r` itself if it is on this node, else the rank on its rail.
+  /// The local rank that relays for `r`: `r` itself if it is on this node, else the rank here on r's rail.
   __device__ int32_t relay_rank(int32_t r) const { return is_local(r) ? r : first_rank + r % local_ranks; }
-  /// The rank whose slot holds the sum of `owner` (-1: none) at a home on this node: `owner` itself, or the
-  /// first rank of its node if that is another node.
+  /// At a home on this node, the rank whose slot gets the sum of `owner` (-1: none): `owner` itself or, for
+  /// an owner on another node, the first rank of that node.
   __device__ int32_t sender(int32_t owner) const {
     return owner < 0 || is_local(owner) ? owner : owner - owner % local_ranks;
   }
@@ -137,7 +139,7 @@ struct Comm {
     return rail.node_of_other(other) * local_ranks + rank - first_rank;
   }
   __device__ int32_t other_of(int32_t r) const { return rail.other_of(r / local_ranks); }
-  /// Numbers the pairs of any rank and a rank of this node.
+  /// The number of the pair (node of `r`, rank `neighbour` of this node).
   __device__ int32_t pair(int32_t r, int32_t neighbour) const {
     return r / local_ranks * local_ranks + neighbour - first_rank;
   }
@@ -147,7 +149,7 @@ struct Comm {
   __device__ int32_t top_k() const { return window.shape.top_k; }
 
   __device__ bool own_rows_travel() const { return window.shape.own_rows_travel(); }
-  /// True unless no row can have a target on this node.
+  /// True if a row may have a target on this node.
   __device__ bool sends_here() const { return local_ranks > 1 || own_rows_travel(); }
 
   template <class T>
@@ -170,8 +172,8 @@ struct Comm {
   __device__ Route* routes(std::byte* base, int32_t source, uint64_t epoch) const {
     return at<Route>(base, window.routes[epoch & 1]) + source * window.shape.max_tokens * top_k();
   }
-  /// The position of a token where tokens take `places` positions in turn. A 64-bit division would take as
-  /// long as loading a row.
+  /// The position of a token in memory for `places` tokens, which tokens reuse in turn. A 64-bit division
+  /// would take as long as loading a row.
   __device__ static int64_t in_turn(int64_t token, int64_t places) {
     const auto number = static_cast<uint32_t>(token), all = static_cast<uint32_t>(places);
     return number < all ? number : number % all;
@@ -187,8 +189,8 @@ struct Comm {
   __device__ std::byte* slot_row(std::byte* base, uint64_t epoch, int64_t token, int32_t slot) const {
     return base + window.rows[epoch & 1] + (token * window.shape.slots() + slot) * window.shape.row_bytes();
   }
-  /// Combine: address of sum number `slot` for a token of home `other`, in the window at `base` of the rank
-  /// on that home's rail.
+  /// Combine: address of sum number `slot` for a token whose home is on the other node `other`, in the window
+  /// at `base` of the rank here that relays for the home.
   __device__ std::byte* partial_row(std::byte* base, uint64_t epoch, int32_t other, int64_t token,
                                     int32_t slot) const {
     return base + window.partials[epoch & 1] +
@@ -204,7 +206,7 @@ struct Comm {
   __device__ uint64_t* arrival(std::byte* base, int32_t writer, int64_t number) const {
     return flag(base, window.arrived, writer, number);
   }
-  /// The number of the flag for the gradients of weights, which follows those of the chunks.
+  /// The number of the flag for the gradients of weights: it follows the flags of the chunks.
   __device__ int64_t gradients_number() const { return window.shape.max_chunks(); }
 };
 

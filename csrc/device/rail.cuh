@@ -1,4 +1,5 @@
-// How kernels send to other nodes: commands to the proxy (runtime/proxy.hpp), and their data.
+// How kernels exchange data with other nodes: commands to the proxy (runtime/proxy.hpp), and their data. A
+// rank talks to the ranks of its rail: those with the same local number on other nodes.
 #pragma once
 
 #include "device/signal.cuh"
@@ -6,8 +7,8 @@
 namespace moecomm::device {
 
 /// Hands a command to the proxy. The network may then read what this thread wrote, or saw written, before.
-/// The ring has room for the commands of four operations; when one begins, those of the one before the last
-/// are done.
+/// The ring has room for the commands of four operations. When an operation begins, commands of the previous
+/// one may be left, and none of earlier ones.
 __device__ inline void push_command(const Comm& comm, const Command& command) {
   const uint64_t ticket = atomicAdd(reinterpret_cast<unsigned long long*>(&comm.state().commands), 1ull);
   uint64_t* const slot = comm.rail.at<uint64_t>(comm.rail.layout.commands) + ticket % comm.rail.commands * 2;
@@ -15,7 +16,8 @@ __device__ inline void push_command(const Comm& comm, const Command& command) {
   ptx::store_release_sys(slot, high_word(command, ticket, comm.rail.commands));
 }
 
-/// Pushes commands for `bytes` of ids, weights, indices or gradients, in pieces that threads share.
+/// Pushes a command for each piece of `bytes` of ids, weights, indices or gradients; threads share the
+/// pieces.
 __device__ inline void push_pieces(const Comm& comm, Command::Kind kind, int32_t other, int64_t bytes,
                                    uint64_t epoch, int thread, int threads) {
   for (int64_t piece = thread; piece * WindowShape::kPieceBytes < bytes; piece += threads) {
@@ -37,7 +39,7 @@ __device__ inline int64_t chunks_of(const Rail& rail, int64_t rows) {
   return (rows + rail.chunk_rows - 1) / rail.chunk_rows;
 }
 
-/// Sends the record to another node, and says how many `rows` and parts follow. One thread.
+/// Sends the record to another node, and how many `rows` and `parts` follow (Announcement). One thread.
 __device__ inline void send_head(const Comm& comm, const SignalRecord& record, int32_t other, int64_t rows,
                                  int64_t parts, bool with_text) {
   Announcement& head = outgoing_head(comm, record.epoch, other);
@@ -49,8 +51,8 @@ __device__ inline void send_head(const Comm& comm, const SignalRecord& record, i
                 static_cast<uint32_t>(with_text ? sizeof(Announcement) : offsetof(Announcement, text)), 0});
 }
 
-/// Counts a row as staged for the network in `wire`, after a fence has made it visible. It is row `number` of
-/// the `rows` for a node. The last row of a chunk hands the chunk over.
+/// Counts row `number` of the `rows` for another node as staged, in format `wire`. A fence has made the row
+/// visible before. The last row of a chunk hands the chunk to the proxy.
 __device__ inline void row_staged(const Comm& comm, WireFormat wire, int32_t other, int32_t number,
                                   int64_t rows, uint64_t epoch) {
   const auto size = static_cast<int32_t>(comm.rail.chunk_rows);
@@ -65,9 +67,8 @@ __device__ inline void row_staged(const Comm& comm, WireFormat wire, int32_t oth
                       in_chunk << 16 | in_chunk});
 }
 
-/// A chunk of rows from another node. The first thread that waits for it polls the word in host memory and
-/// passes the result on in this GPU's memory; polls by all threads would slow down transfers from host
-/// memory.
+/// A chunk of rows from another node. The first thread that waits for it polls its flag in host memory and
+/// passes the result on by word() in GPU memory: polls by all threads would slow down other transfers.
 struct RailChunk {
   const Comm& comm;
   uint64_t epoch;
@@ -92,8 +93,8 @@ struct RailChunk {
   }
 };
 
-/// Waits until the network has sent what earlier operations gave it, so that its memory may be written again.
-/// Whole block; false if the wait fails.
+/// Waits until the proxy has sent all that earlier operations gave it, so that their memory in the host may
+/// be written again. Whole block; false if the wait fails.
 __device__ inline bool wait_sent(const Comm& comm, Operation operation, uint64_t epoch) {
   bool sent = true;
   if (threadIdx.x == 0) {
@@ -104,7 +105,7 @@ __device__ inline bool wait_sent(const Comm& comm, Operation operation, uint64_t
   return __syncthreads_and(sent);
 }
 
-/// Waits until everything has arrived that the ranks of the rail sent in `epoch`. Whole block.
+/// Waits until all that the other ranks of this rail send in `epoch` has arrived. Whole block.
 __device__ inline void wait_all_here(const Comm& comm, Operation operation, uint64_t epoch) {
   RelayProgress& progress = *comm.rail.at<RelayProgress>(comm.rail.layout.progress);
   for (int32_t other = static_cast<int32_t>(threadIdx.x); other < comm.rail.others;

@@ -48,8 +48,8 @@ __device__ inline void note_agreed(const Comm& comm, Operation operation, uint64
   note_phase(comm, operation, Phase::agreed);
 }
 
-/// Waits for every rank's record of `epoch`; with `counts` it also counts how long it waited for which rank.
-/// Whole block; false for all threads if the wait of one fails.
+/// Waits for every rank's record of `epoch`. With `counts` it adds the time that it waited for each rank to
+/// the statistics. Whole block; false for all threads if the wait of one fails.
 __device__ inline bool wait_records(const Comm& comm, Operation operation, uint64_t epoch, bool counts) {
   const uint64_t start = counts ? ptx::global_nanoseconds() : 0;
   bool arrived = true;
@@ -63,12 +63,12 @@ __device__ inline bool wait_records(const Comm& comm, Operation operation, uint6
   return arrived;
 }
 
-/// The same, where the first block of a grid counts.
+/// Like wait_records() above; the first block of the grid counts its waits.
 __device__ inline bool wait_records(const Comm& comm, Operation operation, uint64_t epoch) {
   return wait_records(comm, operation, epoch, blockIdx.x == 0);
 }
 
-/// Finds whether the record of rank `r` differs from that of rank 0 or holds an error; `verdict` says how.
+/// True if the record of rank `r` holds no error and agrees with `first`, rank 0's. Else `verdict` says why.
 __device__ inline bool judge_record(const SignalRecord& first, const SignalRecord& record, int32_t r,
                                     HostStatus::Verdict& verdict) {
   verdict = HostStatus::Verdict{};

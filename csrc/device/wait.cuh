@@ -1,6 +1,6 @@
 // Waits of kernels. Each wait has the communicator's deadline, checks for peers that the host knows to be
-// gone, and ends early when another wait of this rank has failed or the host has called the operation off.
-// Nothing traps: a kernel whose wait fails reports to the host and returns.
+// gone, and ends early when another wait of this rank has failed, or the operation is called off because its
+// records disagree. Nothing traps: a kernel whose wait fails reports to the host and returns.
 #pragma once
 
 #include "device/comm.cuh"
@@ -40,21 +40,20 @@ __device__ __noinline__ inline void report_failure(const Comm& comm, const WaitI
 }
 
 /// True if a wait of this rank has failed, so that its kernels should stop. Threads that ask at different
-/// times may get different answers: for decisions of a whole block or warp use one of the two functions
-/// below.
+/// times may get different answers; a whole block or warp decides by one of the two functions below.
 __device__ inline bool already_failed(const Comm& comm) {
   return ptx::load_relaxed_sys(&comm.state().failed) != 0;
 }
-/// The same, with one answer for the whole block.
+/// already_failed() with one answer for the whole block.
 __device__ inline bool failed_for_block(const Comm& comm) { return __syncthreads_or(already_failed(comm)); }
-/// The same, with one answer for all lanes.
+/// already_failed() with one answer for all lanes of the warp.
 __device__ inline bool failed_for_warp(const Comm& comm) {
   return __any_sync(0xffffffffu, already_failed(comm));
 }
 
-/// The rank to blame for a failed wait: one whose record of the operation is missing, if there is one, since
-/// the peer that is waited for may itself wait for that rank. Ranks of this node come first: announcements of
-/// other nodes pass through them.
+/// The rank to blame for a failed wait. It is a rank whose record of the operation is missing, since the
+/// awaited peer may itself wait for that rank; if none is missing, the peer. Ranks of this node come first:
+/// announcements of other nodes pass through them.
 __device__ inline int32_t missing_rank(const Comm& comm, const WaitInfo& info) {
   for (int32_t i = 0; i < comm.ranks(); ++i) {
     const int32_t r = (comm.first_rank + i) % comm.ranks();
@@ -63,7 +62,8 @@ __device__ inline int32_t missing_rank(const Comm& comm, const WaitInfo& info) {
   return info.peer;
 }
 
-/// The result of looking at more than the awaited flag during a wait.
+/// What a wait finds when it looks beyond its flag: it goes on (`wait`; `absent`: a rank has not begun), or
+/// ends.
 enum class Outlook { wait, absent, ended, lost, late };
 
 /// True if `loss` ends a wait for what its peer does in `epoch`.
@@ -104,8 +104,8 @@ __device__ __noinline__ inline void report_wait(const Comm& comm, const WaitInfo
   report_failure(comm, info, loss.peer, loss.cause, loss.first);
 }
 
-/// How many polls of a word pass before a wait looks at a record instead. The record comes in place of the
-/// word only after an error, or from another node; each look takes as long as a load.
+/// Says when a wait that polls a word also looks at the sender's record: at every kEvery-th poll. The record
+/// comes without the word only after an error, or from another node; each look takes as long as a load.
 class RareLook {
  public:
   static constexpr int kEvery = 8;
@@ -115,8 +115,8 @@ class RareLook {
   mutable uint32_t looks_ = 0;
 };
 
-/// Polls every Read::kInterval nanoseconds until read.arrived(), which acquires what comes with a flag. False
-/// if it will never arrive: after the deadline, when the host has lost a peer, or after another failure.
+/// Polls every Read::kInterval nanoseconds until read.arrived(), which acquires what comes with a flag, is
+/// true. False if the wait ends without: at its deadline, or for another reason that look_around() finds.
 template <class Read>
 __device__ inline bool wait_until(const Comm& comm, const WaitInfo& info, const Read& read) {
   constexpr uint64_t kLookAround = 20'000;  // ns between checks for other reasons to end the wait

@@ -1,4 +1,5 @@
-// Commands to a proxy, and the immediates of its puts: plain data, shared by host and device.
+// Commands to a proxy, the host thread that talks to other nodes, and the immediates of its puts: plain data,
+// shared by host and device. A piece is a part of a section: up to WindowShape::kPieceBytes.
 #pragma once
 
 #include <cstdint>
@@ -12,12 +13,12 @@ namespace moecomm {
 struct Command {
   enum class Kind : uint8_t {
     head,     ///< the Announcement of this epoch; a: bytes
-    ids,      ///< piece `index` of the ids (from GPUs: counts, packed routes, places); a: bytes
+    ids,      ///< piece `index` of the ids (from GPUs: of counts and routes, see ids_bytes); a: bytes
     weights,  ///< piece `index` of the routing weights; a: bytes
     index,    ///< piece `index` of the relay indices; a: bytes
     grads,    ///< piece `index` of the outgoing gradients; a: bytes
-    chunk,    ///< rows of chunk `index` are in the staging slot a; b = rows now << 16 | rows of the chunk.
-              ///< The kinds from here on, one per WireFormat, also say the format of the rows
+    chunk,    ///< rows of chunk `index` are in staging slot a; b: new rows << 16 | rows of the whole chunk.
+              ///< From here on each WireFormat has a kind, which says the format of the rows
   };
   Kind kind;
   uint8_t epoch;   ///< low bits
@@ -32,13 +33,13 @@ static_assert(static_cast<int>(Command::Kind::chunk) + kWireFormatCount <= 128);
 MOECOMM_HD constexpr Command::Kind chunk_kind(WireFormat wire) {
   return static_cast<Command::Kind>(static_cast<int>(Command::Kind::chunk) + static_cast<int>(wire));
 }
-/// The format of the rows in such a command.
+/// The format of the rows of a command of a kind from `chunk` on.
 MOECOMM_HD constexpr WireFormat chunk_format(Command::Kind kind) {
   return static_cast<WireFormat>(static_cast<int>(kind) - static_cast<int>(Command::Kind::chunk));
 }
 
-// A command in a slot of a ring of `slots`: two words, of which the high one is written last. Its top bit is
-// 1 in the first lap, 0 in the next and so on, so that an empty ring holds no command.
+// A command fills a slot of a ring of `slots`: two words, the high word written last. The top bit of the high
+// word is 1 in the first lap, 0 in the next and so on, so that a zeroed ring holds no command.
 MOECOMM_HD constexpr uint64_t command_turn(uint64_t ticket, uint64_t slots) {
   return (ticket / slots + 1) & 1;
 }

@@ -30,7 +30,8 @@ inline const char* operation_name(Operation operation) {
 
 enum class RowLayout : int32_t { expert = 0, rank = 1 };
 
-/// The caller of a dispatch in a graph of torch.compile, which serves all layers, so it matches any number.
+/// The caller of dispatches in a graph of torch.compile: the graph serves all layers, so it matches any
+/// caller.
 inline constexpr uint16_t kAnyCaller = 0xffff;
 inline constexpr char kCallerText[] =
     "the layer that calls (a number of its place among those of the communicator, of its MoEConfig, and "
@@ -42,9 +43,9 @@ MOECOMM_HD constexpr bool same_caller(uint16_t one, uint16_t other) {
   return one == other || one == kAnyCaller || other == kAnyCaller;
 }
 
-/// A rank's announcement to one peer for one epoch. Every field but `epoch` is written before it; `epoch` is
-/// stored with release and loaded with acquire. It makes visible the record and all earlier writes to any
-/// window: on the CPU by the rank, on a GPU by the signalling block.
+/// A rank's announcement to one peer for one epoch. `epoch` is stored last, with release, and loaded with
+/// acquire. Who sees it also sees the record and all earlier writes to any window: those of the rank on the
+/// CPU, those of the signalling block on a GPU.
 struct alignas(kLine) SignalRecord {
   uint64_t epoch;
   Operation operation;
@@ -83,26 +84,26 @@ enum Carries : uint32_t {
   kCarriesWeights = 2,
   kCarriesQuantised = 4,
   kCarriesTokenWeights = 16,
-  kAfterGivenUp = 8  ///< GPU, where tokens share memory in turns: the previous dispatch was not received, and
-                     ///< its unsent rows were not sent
+  kAfterGivenUp = 8  ///< GPU, where tokens reuse staging memory in turn: this rank gave up the previous
+                     ///< dispatch, whose unsent rows it will not send
 };
 
 /// Why a rank gave up on a peer.
 enum class Cause : uint32_t { no_signal = 0, ended = 1, closed = 2, unreachable = 3 };
 
-/// The lines of a window that one peer writes; for a peer on another node, the rank here on its rail writes
-/// them. Two records alternate: a peer can be one epoch ahead but not two, because epoch n+2 starts only
-/// after all ranks have announced n+1, and by then they have read n.
+/// The lines of a window that one peer writes. For a peer on another node the rank here with its local number
+/// writes them. Two records alternate: a peer can be one epoch ahead but not two, because epoch n+2 starts
+/// only after all ranks have announced n+1, and by then they have read n.
 struct PeerLines {
   SignalRecord record[2];
-  alignas(kLine) Cause gone;  ///< not no_signal: why the peer will announce nothing more
-  uint32_t abort;             ///< 1 once the peer has given up; the next fields say why
-  int32_t abort_peer;         ///< this rank
-  Cause abort_cause;          ///< and why
+  alignas(kLine) Cause gone;  ///< why the peer will announce nothing more; no_signal: it may announce
+  uint32_t abort;             ///< 1 once the peer has given up on a rank
+  int32_t abort_peer;         ///< the rank on which it gave up
+  Cause abort_cause;          ///< why it gave up
 };
 static_assert(sizeof(PeerLines) == 3 * kLine);
 
-/// The line of a window on which its owner sleeps, and the one that tells others how far it has read.
+/// The line of a window on which its owner sleeps, and the line that tells others how far the owner has read.
 struct OwnerLines {
   alignas(kLine) uint32_t doorbell;   ///< futex word, bumped by every signal to this rank
   uint32_t sleeping;                  ///< 1 while the owner may be asleep on the doorbell

@@ -1,6 +1,7 @@
 // The plan of one dispatch on the GPU. Kernels write it to memory that the caller keeps in its handle, so
-// that it outlives the window's sections; every replay of a graph rewrites it. It means the same as
-// layout/plan.hpp, but is dense: indexed by (source, token), so that no list has to be compacted.
+// that it outlives the window's sections; every replay of a graph rewrites it. It says what the plan of
+// layout/plan.hpp says, but is dense: indexed by (source, token), so that no list has to be compacted.
+// layout/plan.hpp also explains relay indices. A token's home is its own rank.
 #pragma once
 
 #include <cstdint>
@@ -13,17 +14,17 @@
 
 namespace moecomm {
 
-inline constexpr int32_t kRowElsewhere = -1;  ///< the id names no expert of this rank
-inline constexpr int32_t kRowDropped = -2;    ///< it names one, but the row is past the capacity
-inline constexpr int32_t kNoOwnSlot = 0xFFFF;
+inline constexpr int32_t kRowElsewhere = -1;   ///< the id names no expert of this rank
+inline constexpr int32_t kRowDropped = -2;     ///< the id names one, but the row is past the capacity
+inline constexpr int32_t kNoOwnSlot = 0xFFFF;  ///< in DevicePlan::home: this rank has no slot
 
 struct PlanHeader {
-  uint64_t id;          ///< epoch of its dispatch; 0: that failed, and nothing may move along the plan
+  uint64_t id;          ///< epoch of the plan's dispatch; 0: it failed, and nothing may move along the plan
   int32_t rows;         ///< rows of the output: the capacity, or needed_rows
   int32_t needed_rows;  ///< rows that all rows and their padding need here
   int32_t overflow;     ///< 0, or the number of needed rows or positions, if it exceeds the capacity
-  int32_t positions;    ///< number of expert-major positions: in the expert layout the rows, in the rank
-                        ///< layout those of the index; their capacity, or needed_positions
+  int32_t positions;    ///< expert-major positions (in the expert layout: rows; in the rank layout: entries
+                        ///< of the index): their capacity, or needed_positions
   int32_t needed_positions;
   int32_t reserved[9];
 };
@@ -41,19 +42,20 @@ struct DevicePlan {
   int64_t bases;           ///< [ranks][local experts] first position of (source, expert)
   int64_t source_bases;    ///< [ranks] rank layout: first row of a source
   int64_t local_topk_idx;  ///< [max_tokens][top_k] this rank's own ids, bad ones as -1
-  int64_t home;            ///< [max_tokens] number of a token's owners, and from bit 16 this rank's own slot
-  int64_t slots;      ///< [ranks][max_tokens] combine slot at the token's home if this rank owns its experts,
-                      ///< else -1
+  int64_t home;            ///< [max_tokens] number of sums for a token; from bit 16 on this rank's own slot
+  int64_t slots;  ///< [ranks][max_tokens] this rank's combine slot at the token's home; -1: it has none of
+                  ///< the token's experts
   int64_t positions;  ///< [ranks][max_tokens][top_k] position in expert-major order, kRowElsewhere or
                       ///< kRowDropped
   int64_t rows;       ///< [ranks][max_tokens] rank layout: output row, kRowElsewhere or kRowDropped
 
-  // Fields with several nodes; [other]: number of another node.
-  int64_t node_tokens;   ///< [other] number of this rank's tokens that the node needs
-  int64_t home_index;    ///< [other][max_tokens] their relay indices, ascending; -1: not needed there
+  // For several nodes only. [other]: index of another node. Its rail rank: the rank there with this local
+  // number.
+  int64_t node_tokens;   ///< [other] number of this rank's tokens that the other node needs
+  int64_t home_index;    ///< [other][max_tokens] relay indices of this rank's tokens; -1: not needed there
   int64_t relay_tokens;  ///< [other] number of the rail rank's tokens that this node needs
-  int64_t relay_index;   ///< [other][max_tokens] their relay indices, likewise
-  int64_t relay_ids;     ///< [other][max_tokens][top_k] experts of the rail's tokens, -1: none
+  int64_t relay_index;   ///< [other][max_tokens] relay indices of the rail rank's tokens; -1: not needed here
+  int64_t relay_ids;     ///< [other][max_tokens][top_k] experts of the rail rank's tokens, -1: none
   int64_t total;         ///< words
 
   static DevicePlan make(const DeviceShape& shape) {

@@ -9,7 +9,7 @@
 namespace moecomm {
 namespace {
 
-constexpr int64_t kLeastStage = 64;  // tokens
+constexpr int64_t kLeastStage = 64;  // tokens per source, or home, for whose rows there is room in any case
 constexpr int64_t kFlag = sizeof(uint64_t);
 
 /// Calls visit(name, offset field, bytes) for every section in the order of the window.
@@ -46,9 +46,9 @@ void for_each_section(DeviceWindow& w, int64_t rows_bytes, const Visit& visit) {
 }
 
 /// Combine needs a slot for each possible owner of each token. Dispatch stages the rows of sources in the
-/// same memory. All rows of the GPUs on one host have a place: in the wire format, and along a kept plan in
-/// their dtype. With more sources, and with several nodes, whose network delays rows anyway, tokens reuse
-/// places in turn if the slots are too few.
+/// same memory: in the wire format, or along a kept plan in their dtype. On one node all rows of up to
+/// whole_sources sources fit at once. Otherwise tokens reuse memory in turn if the slots are too few: between
+/// nodes the network delays rows anyway.
 int64_t rows_bytes(const DeviceShape& s) {
   int64_t bytes =
       std::max(s.max_tokens * s.slots() * s.row_bytes(),
@@ -66,8 +66,8 @@ int64_t fitting_tokens(const DeviceShape& s, int64_t bytes) {
   return fitting >= s.max_tokens ? s.max_tokens : fitting / kMaxChunk * kMaxChunk;
 }
 
-/// Sums for other nodes may take as much memory as those of this rank's own tokens. If that is not enough for
-/// all tokens, they reuse it in turn.
+/// Sums for other nodes may take as much memory as the sums of this rank's own tokens. If that is not enough
+/// for all tokens, tokens reuse it in turn.
 int64_t partial_tokens(const DeviceShape& s) {
   if (s.other_nodes() == 0) return 0;
   const int64_t fitting = s.max_tokens * s.slots() / (int64_t{s.other_nodes()} * s.node_slots());

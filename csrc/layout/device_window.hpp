@@ -1,5 +1,6 @@
 // The window of a CUDA communicator: what peers write into each other's GPU memory. One field list, shared by
-// host and device, from which all offsets and the total size come (device_window.cpp).
+// host and device, from which all offsets and the total size come (device_window.cpp). Owners of a token have
+// its experts; its home is its own rank. A rail: the ranks with the same local number on all nodes.
 #pragma once
 
 #include <cstddef>
@@ -20,18 +21,18 @@ inline constexpr int32_t kMaxNodeRanks = 128;
 inline constexpr int32_t kMaxChunk = 8;  ///< tokens
 inline constexpr int32_t kMaxRouteBlocks = 32;
 
-/// The most tokens of a rank for which chunks have one token, and two; above that they have four.
+/// The most tokens of a rank whose chunks have one token, two, and four; above kMostOfFour they have eight.
 inline constexpr int64_t kMostOfOne = 1024, kMostOfTwo = 4096, kMostOfFour = 16384;
 /// Log2 of chunk_tokens.
 MOECOMM_HD constexpr int32_t chunk_shift(int64_t tokens) {
   return tokens <= kMostOfOne ? 0 : tokens <= kMostOfTwo ? 1 : tokens <= kMostOfFour ? 2 : 3;
 }
 static_assert(1 << chunk_shift(kMostOfFour + 1) == kMaxChunk);
-/// Tokens that are announced together. Few enough that many warps share the work evenly, and many enough that
-/// announcing costs little. It depends on a rank's number of tokens alone, so that both sides agree.
+/// Tokens of a chunk, which is announced as a whole: few, so that many warps share the work evenly, but so
+/// many that announcing costs little. Depends on a rank's number of tokens alone, so that both sides agree.
 MOECOMM_HD constexpr int32_t chunk_tokens(int64_t tokens) { return 1 << chunk_shift(tokens); }
 
-/// Avoids a division, which takes a GPU as long as loading a row.
+/// Number of chunks, without a division, which takes a GPU as long as loading a row.
 MOECOMM_HD constexpr int64_t chunk_count(int64_t tokens) {
   return (tokens + chunk_tokens(tokens) - 1) >> chunk_shift(tokens);
 }
@@ -60,14 +61,14 @@ static_assert(sizeof(DispatchStart) == 16);
 
 /// The route of a (token, k), stored and loaded as a whole.
 struct alignas(16) Route {
-  int32_t packed;  ///< expert << number_bits | number among the source's rows for it; -1: none
+  int32_t packed;  ///< expert << number_bits | number among the source's rows for that expert; -1: none
   float weight;    ///< 0 without weights
   uint64_t place;  ///< EpochNumber: in the rank layout the token's number among those that its source sends
                    ///< to the expert's owner, else 0
 };
 static_assert(sizeof(Route) == 16);
 
-/// The most sources whose tokens all have a place in an owner's staging section: the GPUs of a host.
+/// The most sources whose tokens all fit an owner's staging section at once: the GPUs of a host.
 inline constexpr int32_t kWholeSources = 8;
 
 struct DeviceShape {
@@ -79,7 +80,7 @@ struct DeviceShape {
   DType dtype;
   WireFormat wire;
   int32_t ranks_per_node = 0;             ///< 0: all
-  int32_t whole_sources = kWholeSources;  ///< with more sources on a node, tokens may reuse places
+  int32_t whole_sources = kWholeSources;  ///< with more sources on a node, tokens may reuse memory
 
   /// Returns this shape with another wire format of rows.
   MOECOMM_HD DeviceShape with_wire(WireFormat other) const {
@@ -106,8 +107,7 @@ struct DeviceShape {
     const int64_t lines = (bytes + 127) / 128 * 128;  // rows in cache lines of their own fill a link better
     return lines <= row_bytes() ? lines : (bytes + 15) / 16 * 16;
   }
-  /// Rows that change format on the way are also converted and staged on their own rank; other rows are not
-  /// staged there.
+  /// True if a rank stages rows of its own tokens too: rows change format on the way, so they are converted.
   MOECOMM_HD bool own_rows_travel() const { return wire != WireFormat::same; }
   /// Number of sources whose rows an owner stages.
   MOECOMM_HD int32_t staged_sources() const { return own_rows_travel() || ranks == 1 ? ranks : ranks - 1; }
@@ -132,9 +132,9 @@ struct DeviceShape {
   }
   /// How many numbers a source counts for others: rows for each expert, then tokens for each rank.
   MOECOMM_HD int64_t counts() const { return num_experts + ranks; }
-  /// How many numbers a source announces: these counts, then its tokens.
+  /// How many numbers a source announces: its counts(), then its number of tokens.
   MOECOMM_HD int64_t announced() const { return counts() + 1; }
-  /// How many numbers a source counts: the same, and with several nodes the tokens for each node.
+  /// How many numbers a source counts: its counts(), then for several nodes the tokens for each node.
   MOECOMM_HD int64_t bins() const { return other_nodes() > 0 ? counts() + nodes().nodes() : counts(); }
 };
 
@@ -190,10 +190,10 @@ struct alignas(32) PeerLoss {
   int32_t peer;  ///< the rank to blame: this peer, or the one on which it gave up
   Cause cause;
   int32_t first;      ///< the rank that noticed
-  uint64_t complete;  ///< waits for epochs up to this one go on: all that the peer sent in these before it
-                      ///< closed is on this node, where kernels may still have to forward it
+  uint64_t complete;  ///< waits for epochs up to `complete` go on: all that the peer sent in them is on this
+                      ///< node, where kernels may still have to forward it
 };
-static_assert(sizeof(PeerLoss) == 32 && offsetof(PeerLoss, set) == 0);  // the others are copied first
+static_assert(sizeof(PeerLoss) == 32 && offsetof(PeerLoss, set) == 0);  // other fields are copied first
 
 /// Phases of an operation on a GPU. In a single kernel announcing, sending and agreeing overlap; otherwise
 /// phases pass in this order, except `sent`, which may pass at any time.
@@ -228,30 +228,30 @@ inline constexpr int kClocks = 2;
 /// State that a rank's kernels keep between operations, in its own window; peers never touch it. Counters are
 /// zero between operations.
 struct DeviceState {
-  alignas(kLine) uint64_t epoch;      ///< last epoch that has ended here
-  alignas(kLine) uint32_t failed;     ///< 1: a wait has failed; kernels return at once
-  uint64_t cancelled;                 ///< epoch whose records disagree, so that waits for it end
-  uint64_t planned;                   ///< epoch of the newest plan that a kernel waits for
-  uint64_t left;                      ///< epoch of the newest dispatch whose rows did not fit its output
-  alignas(kLine) uint32_t send_next;  ///< next chunk to be sent
-  uint32_t stage_next;                ///< next chunk to be sent to other nodes
-  uint32_t later_next;                ///< next chunk to be sent that reuses another's memory
-  alignas(kLine) uint32_t receive_next;
-  alignas(kLine) uint32_t item_next;      ///< next item to be received or reduced
-  alignas(kLine) uint32_t receive_done;   ///< blocks
-  uint32_t send_done;                     ///< finished blocks of a sending kernel that may run longer
-  uint32_t begun;                         ///< blocks of a one-kernel operation that have begun
-  alignas(kLine) uint32_t route_counted;  ///< blocks
-  alignas(kLine) uint32_t route_done;     ///< blocks that have computed routes, with several nodes
+  alignas(kLine) uint64_t epoch;         ///< last epoch that has ended here
+  alignas(kLine) uint32_t failed;        ///< 1: a wait has failed; kernels return at once
+  uint64_t cancelled;                    ///< epoch whose records disagree, so that waits for it end
+  uint64_t planned;                      ///< epoch of the newest plan that a kernel waits for
+  uint64_t left;                         ///< epoch of the newest dispatch whose rows did not fit its output
+  alignas(kLine) uint32_t send_next;     ///< next chunk to be sent
+  uint32_t stage_next;                   ///< next chunk to be sent to other nodes
+  uint32_t later_next;                   ///< next chunk to be sent that reuses another chunk's memory
+  alignas(kLine) uint32_t receive_next;  ///< next expert to be padded; combine: next own token to be summed
+  alignas(kLine) uint32_t item_next;     ///< next item to be received or reduced
+  alignas(kLine) uint32_t receive_done;  ///< finished blocks of an operation's last kernel
+  uint32_t send_done;                    ///< finished blocks of a sending kernel that may outlast that kernel
+  uint32_t begun;                        ///< blocks of a one-kernel operation that have begun
+  alignas(kLine) uint32_t route_counted;  ///< blocks that have counted their ids
+  alignas(kLine) uint32_t route_done;     ///< blocks that have written routes; combine: weight gradients
   alignas(kLine) PhaseClock clocks[kClocks];
-  uint64_t clocked_ns[kClocks];      ///< statistics since construction: time of operations except the last,
-  uint64_t wait_ns;                  ///< waits for other ranks to begin theirs,
-  uint64_t rows_out, bytes_wire;     ///< and what has arrived
-  alignas(kLine) uint64_t bad_id;    ///< index of the first bad id; all ones if there is none
+  uint64_t clocked_ns[kClocks];    ///< time of all operations since construction except the newest of a kind
+  uint64_t wait_ns;                ///< time of waits for other ranks to begin operations, since construction
+  uint64_t rows_out, bytes_wire;   ///< since construction: rows of outputs; bytes of rows from other ranks
+  alignas(kLine) uint64_t bad_id;  ///< index of the first bad id; all ones if there is none
   alignas(kLine) uint64_t commands;  ///< commands ever given to the proxy
-  uint64_t commands_before;          ///< the same at the end of the last operation
+  uint64_t commands_before;          ///< `commands` at the end of the last operation
   uint32_t relay_next;               ///< next item to be relayed
-  uint32_t relay_later_next;         ///< next relayed item that reuses another's memory
+  uint32_t relay_later_next;         ///< next relayed item that reuses another item's memory
   uint32_t relay_summed;             ///< next item to be summed for other nodes
 };
 
@@ -260,14 +260,14 @@ static_assert(offsetof(DeviceState, failed) == kLine && offsetof(DeviceState, ca
 
 /// State of a rank's relay blocks for one other node.
 struct RelayState {
-  alignas(kLine) uint64_t forwarded;  ///< epoch of the newest record of the rail that was forwarded here
-  uint32_t parts;                     ///< blocks that have forwarded their parts of it
-  int32_t tokens;                     ///< tokens of the rail's rank, if it runs the same operation, else 0
+  alignas(kLine) uint64_t forwarded;  ///< epoch of the newest record from there that was forwarded here
+  uint32_t parts;                     ///< blocks that have forwarded their parts of what comes with a record
+  int32_t tokens;                     ///< tokens of the rail's rank there; 0: it runs another operation
 };
 
 static_assert(sizeof(RelayState) == kLine && offsetof(RelayState, parts) == 8);
 
-/// Sections exist twice where epochs alternate between them.
+/// Offsets of the sections. Where epochs alternate between two sections, the index is epoch & 1.
 struct DeviceWindow {
   KernelShape shape;
   int32_t number_bits;      ///< bits of a number below max_tokens
@@ -279,31 +279,31 @@ struct DeviceWindow {
   int64_t route_counts;     ///< int32[kMaxRouteBlocks][bins], this rank's own
   int64_t error_text[2];    ///< char[kErrorText]
   int64_t starts[2];        ///< DispatchStart[ranks], by source
-  int64_t counts[2];        ///< EpochNumbers [ranks][announced], likewise
-  int64_t routes[2];        ///< Route[ranks][max_tokens][top_k], likewise
+  int64_t counts[2];        ///< EpochNumbers [ranks][announced], by source
+  int64_t routes[2];        ///< Route[ranks][max_tokens][top_k], by source
   int64_t weight_grads[2];  ///< weight type [max_tokens][top_k], written by the owners of the experts
   int64_t arrived;  ///< uint64[ranks][max_chunks + 1]: epoch in which a chunk of this source arrived; the
                     ///< last entry is for its gradients of weights
-  int64_t credits;  ///< uint64[ranks][max_chunks + 1]: epoch in which this reader read a chunk; with several
-                    ///< nodes by Comm::pair(source, reader), since one rank sends for a rail
+  int64_t credits;  ///< uint64[ranks][max_chunks + 1]: epoch in which a reader here read a chunk, by
+                    ///< Comm::pair(source, reader): the source is this rank or a rank of its rail
   int64_t rows[2];  ///< dispatch: wire rows [staged_sources][stage_tokens]; combine: rows [max_tokens][slots]
 
-  // Sections with several nodes; [other] is the number of another node (NodeMap::other). Data to and from
+  // Sections for several nodes; [other] is the number of another node (NodeMap::other). Data to and from
   // other nodes is in host memory (host_window_shape); these sections hold what the node's ranks do with it.
   int64_t relay_state;      ///< RelayState[other], this rank's own
-  int64_t relay_text[2];    ///< char[other][kErrorText]: error texts of the rail's ranks
+  int64_t relay_text[2];    ///< char[other][kErrorText]: error texts of the rail's other ranks
   int64_t relay_grads[2];   ///< weight type [other][max_tokens][top_k], written by this node's owners
   int64_t partial_arrived;  ///< uint64[node * local ranks + owner][max_chunks + 1], like `arrived`
-  int64_t partial_credits;  ///< uint64[home][max_chunks + 1]: epoch in which its relay read a chunk
+  int64_t partial_credits;  ///< uint64[home][max_chunks + 1]: epoch in which the home's relay read a chunk
   int64_t staged_rows;      ///< uint32[other][chunks to a node]: rows staged for the network
   int64_t chunks_here;      ///< uint64[other][chunks to a node]: 2 epoch + 1: a chunk of rows has arrived
                             ///< from there; 2 epoch: a warp of this rank is polling for it
-  int64_t partials[2];      ///< rows [other][partial_tokens][node_slots]
-  int64_t partial_tokens;   ///< tokens of one home for whose sums there is room, which is reused in turn
+  int64_t partials[2];      ///< rows [other][partial_tokens][node_slots]: sums of this node's owners
+  int64_t partial_tokens;   ///< how many tokens of a home have room in `partials`; tokens reuse it in turn
   int64_t total_bytes;
 
-  /// The number of chunks, of a source with `tokens` tokens, that have a place in the staging section from
-  /// the start. Every later chunk reuses the place of another.
+  /// How many chunks of a source with `tokens` tokens fit the staging section at once. Every later chunk
+  /// reuses the memory of an earlier one.
   MOECOMM_HD int64_t chunks_at_once(int64_t tokens) const {
     return tokens > stage_tokens ? stage_tokens / chunk_tokens(tokens) : chunk_count(tokens);
   }

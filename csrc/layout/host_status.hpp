@@ -1,6 +1,6 @@
 // Pinned host memory through which a communicator's kernels and its host exchange messages without
-// synchronising. One side writes each part, its `set` (or ticket) last, with release. The rows of each local
-// expert follow it (host_counts), and one PeerLoss per rank.
+// synchronising. One side writes each part, its `set` (or ticket) last, with release. After HostStatus follow
+// the row counts of the local experts (host_counts), and one PeerLoss per rank.
 #pragma once
 
 #include <cstddef>
@@ -34,18 +34,18 @@ struct HostStatus {
   } rows;
   struct alignas(kLine) Broken {  // a wait ended without its signal
     uint32_t set;
-    int32_t peer;
+    int32_t peer;  ///< the rank to blame
     Cause cause;
     WaitPhase phase;
     Operation operation;
-    int32_t first;
+    int32_t first;      ///< the rank that noticed it first
     uint64_t expected;  ///< the operation's epoch
     uint64_t seen;      ///< the last epoch that `peer` has begun
   } broken;
   struct alignas(kLine) Verdict {  // all ranks agree that an operation is bad
     uint32_t set;
     uint32_t kind;  ///< ErrorKind
-    int32_t rank;   ///< whose record
+    int32_t rank;   ///< the rank whose record is bad
     Disagreement about;
     int64_t index;  ///< of the bad id, with k + 1 of its duplicate from bit 48 on; or rank 0's value
     int64_t value;  ///< the bad id, or the value of `rank`
@@ -53,11 +53,11 @@ struct HostStatus {
   } verdict;
   struct alignas(kLine) Overflow {
     uint32_t set;
-    int32_t rank;  ///< the fullest
+    int32_t rank;  ///< the rank that needs most
     int64_t needed, capacity;
     uint32_t of_positions;  ///< 1: rank layout, where expert-major positions overflowed
   } overflow;
-  char text[kErrorText];  ///< of `verdict`
+  char text[kErrorText];  ///< the error text of verdict.rank, if has_text
 };
 static_assert(sizeof(HostStatus) % kLine == 0);  // so that the data after it is aligned
 static_assert(offsetof(HostStatus, text) == 4 * kLine);

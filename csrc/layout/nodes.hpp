@@ -25,7 +25,7 @@ struct NodeMap {
   MOECOMM_HD constexpr int32_t first(int32_t node) const { return node * local_ranks; }
   MOECOMM_HD constexpr int32_t rank_of(int32_t node, int32_t local) const { return first(node) + local; }
   MOECOMM_HD constexpr bool same_node(int32_t a, int32_t b) const { return node_of(a) == node_of(b); }
-  /// The number of `node` among the nodes other than `own`, and the reverse.
+  /// The number of `node` among the nodes other than `own`; node_of_other() is the reverse.
   MOECOMM_HD static constexpr int32_t other(int32_t node, int32_t own) {
     return node < own ? node : node - 1;
   }

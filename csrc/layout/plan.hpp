@@ -1,5 +1,6 @@
-// The plan of one dispatch on one rank: the rows that it needs, their sources, and their places in the
-// output. It depends on all sources' expert ids alone, so all ranks agree without another exchange.
+// The plan of one dispatch on one rank: the rows that it needs, their sources, and their positions in the
+// output. It depends on all sources' expert ids alone, so all ranks agree without another exchange. A token's
+// home is its own rank; its owners have its experts. A rail: layout/nodes.hpp.
 #pragma once
 
 #include <cstdint>
@@ -26,7 +27,7 @@ struct PlanShape {
   int64_t positions = -1;      ///< as in DispatchArguments
 
   NodeMap nodes() const { return NodeMap::of(ranks, ranks_per_node); }
-  /// True where all experts' groups have as many rows, in which any routing fits.
+  /// True if the groups of all experts have the same number of rows, enough for any routing.
   bool fixed_groups() const { return layout == RowLayout::expert && positions >= 0; }
   /// Rows of an expert's group in which `rows` rows arrive.
   int64_t group_rows(int64_t rows) const { return fixed_groups() ? positions : align_up(rows, alignment); }
@@ -46,8 +47,8 @@ struct RelayRoutes {
 };
 RelayRoutes make_routes(const PlanShape& shape, const SourceIds& own);
 
-/// The sums that this rank makes for the ranks of its rail: one row per relay index, from the rows of that
-/// token on this node's ranks.
+/// The sums that this rank makes for the rank of its rail on one other node: one row per relay index, from
+/// the rows of that token on this node's ranks.
 struct RelaySums {
   std::vector<int64_t> begin;  ///< [relayed rows + 1] ranges in owner
   std::vector<int32_t> owner;  ///< local index of the ranks that have rows of the token, ascending
@@ -65,7 +66,7 @@ struct Plan {
 
   std::vector<int64_t> source_begin;  ///< [ranks + 1] ranges of the sources' entries
   std::vector<int32_t> entry_token;   ///< [entries]
-  std::vector<int32_t> entry_place;   ///< [entries] row number at the source: token, or relay index
+  std::vector<int32_t> entry_place;   ///< [entries] row number at the source: token; other nodes: relay index
   std::vector<int32_t> entry_slot;    ///< [entries] this rank's position among the owners on this node
   std::vector<int64_t> row_begin;     ///< [entries + 1] ranges in row and row_k
   std::vector<int32_t> row;           ///< destination rows in the order of k; -1 past the capacity
@@ -76,8 +77,9 @@ struct Plan {
   std::vector<int32_t> offsets;      ///< inclusive end of each local expert (or source), at most rows
   std::vector<std::pair<int64_t, int64_t>> padding;  ///< padding rows [begin, end), zero in the output
 
-  /// Rank layout: the plan of the same dispatch in the expert layout, whose rows are the positions of the
-  /// index; and for each position the row of this plan that it reads, 0 for unused ones.
+  /// Rank layout. by_expert: the plan of this dispatch in the expert layout; its rows are the positions of
+  /// the index. index: for each position the row of this plan that the position reads; 0 for an unused
+  /// position.
   std::shared_ptr<const Plan> by_expert;
   std::vector<int32_t> index;
 
@@ -85,21 +87,21 @@ struct Plan {
   int64_t tokens = 0;
   std::vector<int32_t> local_topk_idx;  ///< [tokens][top_k]
   std::vector<int64_t> owner_begin;     ///< [tokens + 1] ranges in owner
-  std::vector<int32_t> owner;           ///< owners of the token, ascending; of another node its first rank
+  std::vector<int32_t> owner;           ///< owners of a token, ascending; for another node its first rank
   std::vector<int32_t> owner_place;     ///< [as owner] slot on this node; for other nodes the relay index
   std::vector<int64_t> own_entry;       ///< [tokens] entry of (this rank, token), or -1
   RelayRoutes routes;
 
   // Fields for several nodes.
   std::vector<int64_t> source_tokens;  ///< [ranks] number of tokens that each rank brought
-  std::vector<int64_t> relayed;        ///< [ranks] rows that a rank of another node sends to this one, else 0
-  std::vector<RelaySums> relay_sums;   ///< [other node] for this rank's rail
+  std::vector<int64_t> relayed;        ///< [ranks] rows that a rank of another node sends here; ranks here: 0
+  std::vector<RelaySums> relay_sums;   ///< [other node]
 
   int64_t entries() const { return static_cast<int64_t>(entry_token.size()); }
 };
 
 /// sources[r]: ids of rank r; sources.size() == shape.ranks. The division into nodes changes where rows come
-/// from, not their places in the output.
+/// from, not their positions in the output.
 Plan make_plan(const PlanShape& shape, const std::vector<SourceIds>& sources, const RelayRoutes& routes);
 /// Makes the plan where the routes were not computed before.
 inline Plan make_plan(const PlanShape& shape, const std::vector<SourceIds>& sources) {

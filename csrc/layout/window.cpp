@@ -8,9 +8,9 @@
 namespace moecomm {
 namespace {
 
-// A chunk has a sixteenth of the bytes that a rank can send to a node, so that staging holds all of them, but
-// not so few that a put's fixed cost matters. On CPUs the ranks of a node wait for each other at every chunk
-// of sums; on GPUs they do not, and chunks are smaller, for several lanes (docs/history.md).
+// A chunk has a sixteenth of the bytes that a rank can send to a node, so that staging holds all chunks, and
+// at least so many that a put's fixed cost does not matter. CPU ranks of a node wait for each other at every
+// chunk of sums. GPUs do not: their chunks are smaller, to fill several endpoints (docs/history.md).
 constexpr int64_t kChunksWanted = WindowLayout::kStagingChunks, kLeastChunkBytes = int64_t{512} << 10,
                   kMostChunkBytes = int64_t{4} << 20, kMostDeviceChunkBytes = int64_t{1} << 20;
 // An immediate has 15 bits for an arrival flag, and a command 16 bits for the rows of a chunk.

@@ -21,8 +21,8 @@ struct WindowShape {
   int64_t max_tokens;
   DType dtype;
   int32_t ranks_per_node = 0;  ///< 0: all
-  /// How many numbers each source announces (DeviceShape::counts); 0: CPU ranks. For GPUs on several nodes
-  /// the window is in host memory, between kernels and the network, and holds only what that needs.
+  /// How many numbers each source counts for others (DeviceShape::counts); 0: CPU ranks. GPUs on several
+  /// nodes have this window in host memory, between kernels and the network; it holds only what passes there.
   int64_t device_counts = 0;
   int64_t wire_row_bytes[kWireFormatCount] = {};  ///< GPUs: bytes of a row in each wire format
 
@@ -40,21 +40,21 @@ struct WindowShape {
   }
   int64_t weights_bytes() const { return max_tokens * top_k * weight_bytes(dtype); }
 
-  // Rows per chunk; the last chunk for a node may have fewer. Rows cross the network in chunks, one put each:
-  // large enough that a message's fixed cost does not matter, small enough that copying one overlaps with
-  // sending another.
+  // Rows per chunk; the last chunk for a node may have fewer. Rows cross the network in chunks, one put each.
+  // A chunk is so large that a message's fixed cost does not matter, and so small that copying one overlaps
+  // with sending another.
   int64_t chunk_rows() const;
   /// Number of chunks for `rows` rows.
   int64_t chunks(int64_t rows) const { return (rows + chunk_rows() - 1) / chunk_rows(); }
-  /// The most chunks that can wait for the network. For kernels that is all that they send in an operation.
+  /// The most chunks that can wait for the network. For GPUs: all that a rank sends in an operation.
   int64_t staging_chunks() const;
-  /// Bytes that travel with a dispatch of `tokens` tokens besides weights and rows. From CPUs these are the
-  /// ids. From GPUs they are what the source has computed (route.cuh): counts, packed routes, places in the
-  /// rank layout, and for each node the relay index of each token.
+  /// Bytes of the ids of a dispatch of `tokens` tokens. GPUs send what the source has computed from the ids
+  /// (route.cuh): its counts, the packed routes and, in the rank layout, each Route::place.
   int64_t ids_bytes(int64_t tokens, RowLayout layout) const {
     const int64_t ids = tokens * top_k * 4;
     return for_device() ? counts_bytes() + ids * (layout == RowLayout::rank ? 2 : 1) : ids;
   }
+  /// Bytes of the tokens' relay indices, which only GPUs send.
   int64_t index_bytes(int64_t tokens) const { return for_device() ? tokens * 4 : 0; }
   MOECOMM_HD int64_t counts_bytes() const { return (device_counts * 4 + 15) / 16 * 16; }
   int64_t most_ids_bytes() const {
@@ -75,24 +75,25 @@ struct WindowShape {
 /// The announcement of a rank to another node.
 struct Announcement {
   SignalRecord record;
-  uint64_t parts;  ///< chunks that it sends there in this epoch in any case; from GPUs also all else that
-                   ///< raises arrival flags
-  int64_t rows;    ///< rows in them
+  uint64_t parts;  ///< chunks that the rank sends there in this epoch without a request; from GPUs also the
+                   ///< pieces of gradients, which raise arrival flags too
+  int64_t rows;    ///< rows in these chunks
   char text[kErrorText];  ///< if record.error
 };
 
-/// Progress of a rank, which its own node reads; rounds of combine are counted over all operations.
+/// Progress of a rank, which its own node reads. In a round of combine each rank sums one chunk for another
+/// node; rounds are counted over all operations.
 struct RelayProgress {
   alignas(kLine) uint64_t reduced;  ///< rounds whose partial sums this rank has written to its neighbours
   alignas(kLine) uint64_t summed;   ///< rounds that this rank has summed, whose partial sums are free
   alignas(kLine) uint64_t pushed;   ///< epoch in which this rank has written all that it has for its node
   alignas(kLine) uint64_t put;      ///< commands whose bytes the proxy has sent
-  /// For each other node, written by the proxy: the epoch up to which everything has arrived that the rail's
-  /// rank there sends without a request.
+  /// For each other node, written by the proxy: the epoch up to which all has arrived that the rank of this
+  /// rail there sends without a request.
   MOECOMM_HD uint64_t* all_here(int64_t other) { return reinterpret_cast<uint64_t*>(this + 1) + other; }
 };
 
-/// Sections exist twice where epochs alternate between them; the index is 0 or 1.
+/// Offsets of the sections. Where epochs alternate between two sections, the index is epoch & 1.
 struct WindowLayout {
   WindowShape shape;
   int64_t peers;            ///< PeerLines[ranks]
@@ -105,18 +106,18 @@ struct WindowLayout {
   int64_t slots[2];         ///< [max_tokens][slots] rows, written by the owners of the experts
   int64_t input[2];         ///< [max_tokens] rows, handed out by empty_input; allocated on first use
 
-  // Sections with several nodes; [other] is the number of another node (NodeMap::other). What a rank of
-  // another node sends to this node is in the window of the rank here on its rail, where all ranks of the
-  // node read it.
-  int64_t progress;           ///< RelayProgress, followed by its all_here
-  int64_t announcement[2];    ///< Announcement [other], as it is sent
-  int64_t relay_head[2];      ///< Announcement [other]
-  int64_t relay_ids[2];       ///< [other] like ids
-  int64_t relay_weights[2];   ///< [other] like weights
-  int64_t relay_rows[2];      ///< [other][max_tokens] rows from the rail, and combine's sums for this rank
-  int64_t relay_grads[2];     ///< [other] like weight_grads: from the experts of that node
+  // Sections for several nodes; [other] is the number of another node (NodeMap::other). What a rank of
+  // another node sends to this node is in the window of the rank here on its rail (layout/nodes.hpp), where
+  // all ranks of the node read it.
+  int64_t progress;          ///< RelayProgress, followed by its all_here
+  int64_t announcement[2];   ///< Announcement [other], as it is sent
+  int64_t relay_head[2];     ///< Announcement [other], as it has arrived
+  int64_t relay_ids[2];      ///< [other] like ids
+  int64_t relay_weights[2];  ///< [other] like weights
+  int64_t relay_rows[2];     ///< [other][max_tokens] rows from the rail; combine: sums for this rank's tokens
+  int64_t relay_grads[2];    ///< [other] like weight_grads: from the experts of that node
   int64_t outgoing_grads[2];  ///< [other] like weight_grads: from this node's owners, waiting to be sent
-  int64_t arrivals[2];        ///< uint64 [other][arrival_flags]: the epoch in which each was raised
+  int64_t arrivals[2];        ///< uint64 [other][arrival_flags]: the epoch in which each flag was raised
   int64_t staging;            ///< [staging_chunks] chunks waiting to be sent
   int64_t partials;           ///< [kPartialRounds][chunk_rows][slots] rows: sums of this node's ranks
   // Sections for GPUs.
@@ -130,7 +131,7 @@ struct WindowLayout {
 
   static WindowLayout make(const WindowShape& shape);
 
-  /// Offset of another node's part of `section`.
+  /// Offsets of another node's parts of sections.
   int64_t relayed_ids(uint64_t epoch, int32_t other) const {
     return relay_ids[epoch & 1] + other * shape.most_ids_bytes();
   }
