@@ -14,11 +14,11 @@
 namespace moecomm {
 namespace {
 
-constexpr int kYields = 32;
-constexpr int kAwakeYields = 1 << 20;
-constexpr int kTurns = 4096;  // turns without work before sleeps get long
+constexpr int kYields = 32;            // turns without work that yield, before turns sleep
+constexpr int kAwakeYields = 1 << 20;  // such turns with `stay_awake`
+constexpr int kTurns = 4096;           // turns without work before sleeps get long
 constexpr std::chrono::microseconds kShort(20);
-constexpr int kPart = 16;  // a sleep lasts 1/16 of the time without work, where cores are few
+constexpr int kPart = 16;  // if crowded, a sleep lasts 1/16 of the time without work
 constexpr unsigned long kTimerSlackNanoseconds = 1000;
 
 }  // namespace

@@ -20,8 +20,8 @@ class Backoff {
   explicit Backoff(std::chrono::microseconds longest, bool crowded = false)
       : longest_(longest), crowded_(crowded) {}
 
-  /// `stay_awake`: something is pending that makes progress only while it is polled. The thread then does not
-  /// sleep, but not for ever: a peer may have stopped.
+  /// `stay_awake`: something is pending that makes progress only while it is polled. The thread then yields
+  /// and does not sleep, up to a limit: a peer may have stopped.
   void turn(bool busy, bool stay_awake);
   /// Ends a long sleep. Any thread may call it.
   void wake();

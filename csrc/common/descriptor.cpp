@@ -25,8 +25,7 @@ Registry& registry() {
   return *one;
 }
 
-// Does only what is safe between fork() and exec() in a process with threads: no memory is allocated or
-// freed.
+// Allocates and frees no memory, which is not safe between fork() and exec() in a process with threads.
 void after_fork_in_child() {
   Registry& all = registry();
   for (const int fd : all.open) close(fd);

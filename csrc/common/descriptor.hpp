@@ -21,8 +21,8 @@ class Descriptor {
     return *this;
   }
 
-  /// Owns the descriptor that `create` returns, a call like socket(). Registers it before any fork, so that a
-  /// child closes it; so `create` must not block. Empty, with errno, if it returns less than 0.
+  /// Calls `create`, for example socket(), and owns the descriptor. fork() waits until it is registered, so
+  /// that children close it: `create` must not block. Empty, with errno set, if `create` returns less than 0.
   template <class Create>
   static Descriptor open(const Create& create) {
     Descriptor made;

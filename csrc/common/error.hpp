@@ -64,11 +64,11 @@ std::string text_of(const Parts&... parts) {
 /// is cut after a whole character.
 void store_text(const std::string& text, char* target, size_t room);
 
-/// "shm_open: No space left on device" for the current errno.
+/// A text such as "shm_open: No space left on device" for the current errno.
 std::string errno_text(const char* call);
 
 /// The error for the current errno after `call`. Its kind is out_of_memory where memory or descriptors have
-/// run out, with a text that says how to get more, and `otherwise` for any other errno. `advice` is added.
+/// run out. For any other errno its kind is `otherwise`, and its text ends with `advice`.
 Error system_error(const char* call, const std::string& advice = {},
                    ErrorKind otherwise = ErrorKind::unsupported);
 

@@ -7,8 +7,8 @@
 
 namespace moecomm {
 
-/// Starts a thread that runs `body`. Throws Error(out_of_memory), which says what it was `wanted_for` ("a
-/// lane") and of what there can be `fewer` ("lanes (MOECOMM_FABRIC_LANES)"; empty: nothing).
+/// Starts a thread that runs `body`. Throws Error(out_of_memory); the text says what the thread was
+/// `wanted_for` ("a lane"), and what to take `fewer` of ("lanes (MOECOMM_FABRIC_LANES)"; empty: nothing).
 std::thread start_thread(std::function<void()> body, const std::string& wanted_for,
                          const std::string& fewer = {});
 

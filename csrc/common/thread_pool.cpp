@@ -7,8 +7,8 @@
 namespace moecomm {
 namespace {
 
-/// As condition.wait(lock, until). In GCC 12 that calls a function which only the C++ library of GCC 12 has
-/// (GLIBCXX_3.4.30), and a wheel would need it: RHEL 9 has an older one. Waits with an end are compiled in.
+/// Does what condition.wait(lock, until) does. In GCC 12 that method calls a function of the C++ library
+/// which RHEL 9 lacks (GLIBCXX_3.4.30), and a wheel would need it. wait_until() is compiled in.
 template <class Until>
 void wait(std::condition_variable& condition, std::unique_lock<std::mutex>& lock, Until until) {
   condition.wait_until(lock, std::chrono::steady_clock::time_point::max(), until);
@@ -19,7 +19,7 @@ void wait(std::condition_variable& condition, std::unique_lock<std::mutex>& lock
 ThreadPool::ThreadPool(int threads) : state_(std::make_unique<State>()) {
   state_->workers.reserve(threads);
   try {
-    std::lock_guard lock(state_->mutex);  // a worker reads the number of workers: it must be final first
+    std::lock_guard lock(state_->mutex);  // a worker reads the number of workers, which must be final by then
     for (int index = 1; index < threads; ++index)
       state_->workers.push_back(
           start_thread([this, index] { run(index); }, "copies and sums", "threads (num_sms)"));

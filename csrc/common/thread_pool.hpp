@@ -25,8 +25,8 @@ class ThreadPool {
   int threads() const { return static_cast<int>(state_->workers.size()) + 1; }
 
   /// Splits [0, count) into one contiguous range per thread and returns when all ranges are done. One caller
-  /// at a time. Runs inline if it is not `worthwhile`. Ranges do not depend on the timing of threads, so
-  /// results do not either.
+  /// at a time. If not `worthwhile`, the caller alone does all. Ranges do not depend on the timing of
+  /// threads, so neither do results.
   void parallel(int64_t count, bool worthwhile, const std::function<void(int64_t begin, int64_t end)>& body);
 
  private:

@@ -1,6 +1,6 @@
 // What this rank exchanges with the ranks of its node: it puts words into their windows, signals chunks of
 // rows or sums (a chunk: tokens announced together), and waits for chunks of others. A flag holds the epoch
-// of the operation. A token's home is its own rank. What goes to or comes from a rank of another node passes
+// of the operation. A token's home is the rank that it comes from. Data of a rank on another node passes
 // through its relay: the rank of this node with the same local number. `one_node`: there are no other nodes.
 #pragma once
 

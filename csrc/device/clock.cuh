@@ -17,8 +17,7 @@ __device__ inline void start_clock(const Comm& comm, Operation operation, uint32
   clock.started = ptx::global_nanoseconds();
 }
 
-/// Starts the clock in the last block: all wait for what the first block announces, and the blocks after it
-/// have the first rows.
+/// Starts the clock in the last block: all wait for the first block, and the next blocks have the first rows.
 __device__ inline void start_clock(const Comm& comm, Operation operation) {
   start_clock(comm, operation, gridDim.x - 1);
 }

@@ -1,5 +1,5 @@
-// A communicator as its kernels see it: plain data, passed by value. A token's home is its own rank. A rail
-// is the ranks with the same local number on all nodes; ranks talk to other nodes over their rails.
+// A communicator as its kernels see it: plain data, passed by value. A token's home is the rank that it comes
+// from. A rail is the ranks with the same local number on all nodes; ranks talk to other nodes over it.
 #pragma once
 
 #include <cstdint>
@@ -98,7 +98,7 @@ struct Comm {
     of_owner = Divisor::of(local_experts);
     of_ranks = Divisor::of(window.shape.ranks);
     of_others = Divisor::of(window.shape.ranks > 1 ? window.shape.ranks - 1 : 1);
-    // Starting points (log2): one for two ranks, else 8 to 64, by ranks of the node. From several, ranks
+    // Starting points (log2): one up to two ranks, else 8 to 64, by ranks of the node. From several, ranks
     // seldom send to one receiver at the same time (docs/history.md, "Blocks that meet at one receiver").
     constexpr int32_t kLeast = 3, kMost = 6;
     places_shift = local_ranks <= 2 ? 0 : kLeast;

@@ -16,8 +16,7 @@ __device__ inline void push_command(const Comm& comm, const Command& command) {
   ptx::store_release_sys(slot, high_word(command, ticket, comm.rail.commands));
 }
 
-/// Pushes a command for each piece of `bytes` of ids, weights, indices or gradients; threads share the
-/// pieces.
+/// Pushes a command for each piece of `bytes` of ids, weights, indices or gradients. Threads share them.
 __device__ inline void push_pieces(const Comm& comm, Command::Kind kind, int32_t other, int64_t bytes,
                                    uint64_t epoch, int thread, int threads) {
   for (int64_t piece = thread; piece * WindowShape::kPieceBytes < bytes; piece += threads) {
@@ -67,8 +66,9 @@ __device__ inline void row_staged(const Comm& comm, WireFormat wire, int32_t oth
                       in_chunk << 16 | in_chunk});
 }
 
-/// A chunk of rows from another node. The first thread that waits for it polls its flag in host memory and
-/// passes the result on by word() in GPU memory: polls by all threads would slow down other transfers.
+/// A chunk of rows from another node. The first thread that waits polls the chunk's flag in host memory and
+/// passes the result on by word() in GPU memory: polls by all threads would slow down transfers from the
+/// host.
 struct RailChunk {
   const Comm& comm;
   uint64_t epoch;

@@ -62,8 +62,7 @@ __device__ inline int32_t missing_rank(const Comm& comm, const WaitInfo& info) {
   return info.peer;
 }
 
-/// What a wait finds when it looks beyond its flag: it goes on (`wait`; `absent`: a rank has not begun), or
-/// ends.
+/// What a wait finds beyond its flag: it goes on (`wait`; `absent`: a rank has not begun), or it ends.
 enum class Outlook { wait, absent, ended, lost, late };
 
 /// True if `loss` ends a wait for what its peer does in `epoch`.
@@ -116,7 +115,7 @@ class RareLook {
 };
 
 /// Polls every Read::kInterval nanoseconds until read.arrived(), which acquires what comes with a flag, is
-/// true. False if the wait ends without: at its deadline, or for another reason that look_around() finds.
+/// true. False if the wait ends before: at its deadline, or for another reason that look_around() finds.
 template <class Read>
 __device__ inline bool wait_until(const Comm& comm, const WaitInfo& info, const Read& read) {
   constexpr uint64_t kLookAround = 20'000;  // ns between checks for other reasons to end the wait

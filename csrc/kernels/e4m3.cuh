@@ -16,7 +16,7 @@ __device__ inline float scale(float amax) {
 /// The factor that values are multiplied by to quantise them with `scale`.
 __device__ inline float inverse(float scale) { return __fdiv_rn(1.0f, scale); }
 
-/// Four values times `inverse`, to nearest even, saturating. NaN stays NaN.
+/// Four values times `inverse` as e4m3, rounded to nearest even, saturating. NaN stays NaN.
 __device__ inline uint32_t write(const float* in, float inverse) {
   uint32_t out = 0;
 #pragma unroll

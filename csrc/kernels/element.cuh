@@ -26,7 +26,7 @@ struct Element<DType::float32> {
   __device__ static uint4 narrow(const float* in) {
     return {__float_as_uint(in[0]), __float_as_uint(in[1]), __float_as_uint(in[2]), __float_as_uint(in[3])};
   }
-  /// The largest magnitude of numbers: NaN counts as zero.
+  /// The largest magnitude in 16 bytes; NaN counts as zero.
   __device__ static float largest(const uint4& raw) {
     float values[kVector], most = 0;
     widen(raw, values);
@@ -36,7 +36,7 @@ struct Element<DType::float32> {
   }
 };
 
-/// The largest magnitudes in a vector of pairs, element by element. NaN counts as zero.
+/// The largest magnitudes of the first and of the second elements of pairs. NaN counts as zero.
 template <class Pair>
 __device__ inline Pair largest_pair(const uint4& raw) {
   const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};

@@ -30,8 +30,7 @@ inline const char* operation_name(Operation operation) {
 
 enum class RowLayout : int32_t { expert = 0, rank = 1 };
 
-/// The caller of dispatches in a graph of torch.compile: the graph serves all layers, so it matches any
-/// caller.
+/// A graph of torch.compile serves all layers: its dispatches have this caller, which matches any other.
 inline constexpr uint16_t kAnyCaller = 0xffff;
 inline constexpr char kCallerText[] =
     "the layer that calls (a number of its place among those of the communicator, of its MoEConfig, and "

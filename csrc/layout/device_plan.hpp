@@ -1,7 +1,7 @@
 // The plan of one dispatch on the GPU. Kernels write it to memory that the caller keeps in its handle, so
 // that it outlives the window's sections; every replay of a graph rewrites it. It says what the plan of
 // layout/plan.hpp says, but is dense: indexed by (source, token), so that no list has to be compacted.
-// layout/plan.hpp also explains relay indices. A token's home is its own rank.
+// layout/plan.hpp also explains relay indices. A token's home is the rank that it comes from.
 #pragma once
 
 #include <cstdint>
@@ -43,14 +43,12 @@ struct DevicePlan {
   int64_t source_bases;    ///< [ranks] rank layout: first row of a source
   int64_t local_topk_idx;  ///< [max_tokens][top_k] this rank's own ids, bad ones as -1
   int64_t home;            ///< [max_tokens] number of sums for a token; from bit 16 on this rank's own slot
-  int64_t slots;  ///< [ranks][max_tokens] this rank's combine slot at the token's home; -1: it has none of
-                  ///< the token's experts
-  int64_t positions;  ///< [ranks][max_tokens][top_k] position in expert-major order, kRowElsewhere or
-                      ///< kRowDropped
-  int64_t rows;       ///< [ranks][max_tokens] rank layout: output row, kRowElsewhere or kRowDropped
+  int64_t slots;           ///< [ranks][max_tokens] this rank's slot at the token's home; -1: no expert here
+  int64_t positions;       ///< [ranks][max_tokens][top_k] position in expert-major order, kRowElsewhere or
+                           ///< kRowDropped
+  int64_t rows;            ///< [ranks][max_tokens] rank layout: output row, kRowElsewhere or kRowDropped
 
-  // For several nodes only. [other]: index of another node. Its rail rank: the rank there with this local
-  // number.
+  // For several nodes only. [other]: index of another node; its rail rank has this rank's local number.
   int64_t node_tokens;   ///< [other] number of this rank's tokens that the other node needs
   int64_t home_index;    ///< [other][max_tokens] relay indices of this rank's tokens; -1: not needed there
   int64_t relay_tokens;  ///< [other] number of the rail rank's tokens that this node needs

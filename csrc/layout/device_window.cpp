@@ -47,8 +47,8 @@ void for_each_section(DeviceWindow& w, int64_t rows_bytes, const Visit& visit) {
 
 /// Combine needs a slot for each possible owner of each token. Dispatch stages the rows of sources in the
 /// same memory: in the wire format, or along a kept plan in their dtype. On one node all rows of up to
-/// whole_sources sources fit at once. Otherwise tokens reuse memory in turn if the slots are too few: between
-/// nodes the network delays rows anyway.
+/// whole_sources sources fit at once. With more sources or several nodes (where the network delays rows
+/// anyway) tokens reuse memory in turn if the slots are too few.
 int64_t rows_bytes(const DeviceShape& s) {
   int64_t bytes =
       std::max(s.max_tokens * s.slots() * s.row_bytes(),

@@ -1,6 +1,6 @@
 // The window of a CUDA communicator: what peers write into each other's GPU memory. One field list, shared by
 // host and device, from which all offsets and the total size come (device_window.cpp). Owners of a token have
-// its experts; its home is its own rank. A rail: the ranks with the same local number on all nodes.
+// its experts; its home is the rank that it comes from. A rail: the ranks with one local number on all nodes.
 #pragma once
 
 #include <cstddef>
@@ -228,19 +228,19 @@ inline constexpr int kClocks = 2;
 /// State that a rank's kernels keep between operations, in its own window; peers never touch it. Counters are
 /// zero between operations.
 struct DeviceState {
-  alignas(kLine) uint64_t epoch;         ///< last epoch that has ended here
-  alignas(kLine) uint32_t failed;        ///< 1: a wait has failed; kernels return at once
-  uint64_t cancelled;                    ///< epoch whose records disagree, so that waits for it end
-  uint64_t planned;                      ///< epoch of the newest plan that a kernel waits for
-  uint64_t left;                         ///< epoch of the newest dispatch whose rows did not fit its output
-  alignas(kLine) uint32_t send_next;     ///< next chunk to be sent
-  uint32_t stage_next;                   ///< next chunk to be sent to other nodes
-  uint32_t later_next;                   ///< next chunk to be sent that reuses another chunk's memory
-  alignas(kLine) uint32_t receive_next;  ///< next expert to be padded; combine: next own token to be summed
-  alignas(kLine) uint32_t item_next;     ///< next item to be received or reduced
-  alignas(kLine) uint32_t receive_done;  ///< finished blocks of an operation's last kernel
-  uint32_t send_done;                    ///< finished blocks of a sending kernel that may outlast that kernel
-  uint32_t begun;                        ///< blocks of a one-kernel operation that have begun
+  alignas(kLine) uint64_t epoch;          ///< last epoch that has ended here
+  alignas(kLine) uint32_t failed;         ///< 1: a wait has failed; kernels return at once
+  uint64_t cancelled;                     ///< epoch whose records disagree, so that waits for it end
+  uint64_t planned;                       ///< epoch of the newest plan that a kernel waits for
+  uint64_t left;                          ///< epoch of the newest dispatch whose rows did not fit its output
+  alignas(kLine) uint32_t send_next;      ///< next chunk to be sent
+  uint32_t stage_next;                    ///< next chunk to be sent to other nodes
+  uint32_t later_next;                    ///< next chunk to be sent that reuses another chunk's memory
+  alignas(kLine) uint32_t receive_next;   ///< next expert to be padded; combine: next own token to be summed
+  alignas(kLine) uint32_t item_next;      ///< next item to be received or reduced
+  alignas(kLine) uint32_t receive_done;   ///< finished blocks of an operation's last kernel
+  uint32_t send_done;                     ///< finished blocks of a sending kernel beside the receiving one
+  uint32_t begun;                         ///< blocks of a one-kernel operation that have begun
   alignas(kLine) uint32_t route_counted;  ///< blocks that have counted their ids
   alignas(kLine) uint32_t route_done;     ///< blocks that have written routes; combine: weight gradients
   alignas(kLine) PhaseClock clocks[kClocks];

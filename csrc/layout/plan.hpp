@@ -1,6 +1,6 @@
 // The plan of one dispatch on one rank: the rows that it needs, their sources, and their positions in the
 // output. It depends on all sources' expert ids alone, so all ranks agree without another exchange. A token's
-// home is its own rank; its owners have its experts. A rail: layout/nodes.hpp.
+// home is the rank that it comes from; its owners have its experts. A rail: see layout/nodes.hpp.
 #pragma once
 
 #include <cstdint>
@@ -78,8 +78,7 @@ struct Plan {
   std::vector<std::pair<int64_t, int64_t>> padding;  ///< padding rows [begin, end), zero in the output
 
   /// Rank layout. by_expert: the plan of this dispatch in the expert layout; its rows are the positions of
-  /// the index. index: for each position the row of this plan that the position reads; 0 for an unused
-  /// position.
+  /// `index`, which holds for each position the row of this plan that it reads, or 0 if it is unused.
   std::shared_ptr<const Plan> by_expert;
   std::vector<int32_t> index;
 

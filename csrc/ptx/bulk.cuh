@@ -34,7 +34,7 @@ __device__ __forceinline__ void barrier_arrive(uint64_t* barrier, uint32_t count
                : "memory");
 }
 
-/// True when the phase of this parity has ended; this thread then sees what was copied.
+/// True when the phase of this parity has ended; this thread then sees what was copied. May wait a while.
 __device__ __forceinline__ bool barrier_done(uint64_t* barrier, uint32_t parity) {
   uint32_t done;
   asm volatile(
@@ -49,7 +49,7 @@ __device__ __forceinline__ bool barrier_done(uint64_t* barrier, uint32_t parity)
   return done != 0;
 }
 
-/// The same, but it never suspends the thread.
+/// Like barrier_done(), but never suspends the thread.
 __device__ __forceinline__ bool barrier_done_now(uint64_t* barrier, uint32_t parity) {
   uint32_t done;
   asm volatile(
@@ -81,8 +81,8 @@ __device__ __forceinline__ void bulk_store(void* global, const void* shared, uin
                : "memory");
 }
 
-/// The L2 cache policy of lines that a bulk copy reads or writes: lines that `pass`, which are not used again
-/// soon, are evicted first.
+/// The L2 cache policy of lines that a bulk copy reads or writes. `pass`: they are not used again soon, so
+/// they are evicted first.
 __device__ __forceinline__ uint64_t line_policy(bool pass) {
   uint64_t policy;
   if (pass)
@@ -92,7 +92,7 @@ __device__ __forceinline__ uint64_t line_policy(bool pass) {
   return policy;
 }
 
-/// The two copies above with such a policy.
+/// bulk_load and bulk_store with a policy of line_policy().
 __device__ __forceinline__ void bulk_load(void* shared, const void* global, uint32_t bytes, uint64_t* barrier,
                                           uint64_t policy) {
   asm volatile(

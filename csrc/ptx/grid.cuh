@@ -10,7 +10,7 @@ __device__ __forceinline__ void launch_dependents() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
-/// Waits until the previous kernel, which this one's launch overlaps, has ended; its writes are visible then.
+/// Waits until the stream's previous kernel, which may still run, has ended. Its writes are visible then.
 __device__ __forceinline__ void wait_for_previous_kernel() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
 }

@@ -16,7 +16,7 @@ MOECOMM_LOAD(load_acquire_sys, "acquire.sys", uint32_t, "u32", "r")
 MOECOMM_LOAD(load_acquire_sys, "acquire.sys", uint64_t, "u64", "l")
 MOECOMM_LOAD(load_acquire_gpu, "acquire.gpu", uint32_t, "u32", "r")
 MOECOMM_LOAD(load_acquire_gpu, "acquire.gpu", uint64_t, "u64", "l")
-/// No order: for polling host memory, and for values that only this device writes.
+/// Relaxed loads order nothing: for polling, and for values that only this device writes.
 MOECOMM_LOAD(load_relaxed_sys, "relaxed.sys", uint32_t, "u32", "r")
 MOECOMM_LOAD(load_relaxed_sys, "relaxed.sys", uint64_t, "u64", "l")
 MOECOMM_LOAD(load_relaxed_gpu, "relaxed.gpu", uint64_t, "u64", "l")
@@ -27,11 +27,11 @@ MOECOMM_LOAD(load_relaxed_gpu, "relaxed.gpu", uint64_t, "u64", "l")
     asm volatile("st." order ".global." width " [%0], %1;" ::"l"(address), letter(value) : "memory"); \
   }
 /// A thread that acquires `value` sees everything that this thread wrote, or saw written, before. And earlier
-/// loads of this thread, or of threads it met at a barrier, do not see what that thread writes afterwards.
+/// loads of this thread, or of threads it met at a barrier, do not see what the other thread writes then.
 MOECOMM_STORE(store_release_sys, "release.sys", uint32_t, "u32", "r")
 MOECOMM_STORE(store_release_sys, "release.sys", uint64_t, "u64", "l")
 MOECOMM_STORE(store_release_gpu, "release.gpu", uint64_t, "u64", "l")
-/// No order: for use after a fence.
+/// A relaxed store orders nothing: for use after a fence.
 MOECOMM_STORE(store_relaxed_sys, "relaxed.sys", uint64_t, "u64", "l")
 #undef MOECOMM_STORE
 
@@ -55,7 +55,7 @@ __device__ __forceinline__ Pair load_relaxed_sys_pair(const void* address) {
   return value;
 }
 
-/// Replaces `before` by `value`, without order; returns the old value.
+/// Stores `value` if `before` is there, without order; returns what was there.
 __device__ __forceinline__ uint64_t compare_swap_gpu(uint64_t* address, uint64_t before, uint64_t value) {
   uint64_t seen;
   asm volatile("atom.relaxed.gpu.global.cas.b64 %0, [%1], %2, %3;"

@@ -1,5 +1,5 @@
-// Combine on the CPU: sums a token's rows at the owners of its experts, and these sums where they arrive, at
-// the rank that relays for another node and at the token's home.
+// Combine on the CPU. The owners of a token's experts sum its rows; where these sums arrive they are summed:
+// at a rank that relays for another node, and at the token's own rank (its home).
 #include "kernels/cpu/combine.hpp"
 
 #include <cstring>
@@ -11,7 +11,7 @@
 namespace moecomm::cpu {
 namespace {
 
-/// out = the sum of `count` rows, times their scales (or null), rounded once; zeros without rows.
+/// out = the sum of `count` rows, each times its scale unless `scales` is null, rounded once; or zeros.
 void sum_rows(std::byte* out, const void* const* rows, const double* scales, int count,
               const WindowShape& shape, bool stream) {
   const RowKernels& kernels = row_kernels();
@@ -23,7 +23,7 @@ void sum_rows(std::byte* out, const void* const* rows, const double* scales, int
     kernels.verbs[static_cast<int>(shape.dtype)].sum(out, rows, scales, count, shape.hidden, stream);
 }
 
-/// Sums the rows of one entry; holds the scratch memory for that. One object per thread.
+/// Sums the rows of one entry of the plan; holds the scratch memory for that. One object per thread.
 class EntrySum {
  public:
   EntrySum(const Context& context, const Plan& plan, const CombineArguments& arguments)
@@ -67,7 +67,7 @@ void sum_entries(const Context& context, const Plan& plan, const CombineArgument
   });
 }
 
-/// Sums the shares of one row's contributors; holds the scratch memory for that. One object per thread.
+/// Sums what several ranks contribute to one row; holds the scratch memory for that. One object per thread.
 class ShareSum {
  public:
   ShareSum(const Context& context, const Plan& plan, const CombineArguments& arguments)

@@ -1,7 +1,7 @@
-// Combine on the CPU: the owner of a token's experts sums their rows and pushes one row to the token's home;
-// the home sums the rows in its slots. A rank's rows for its own tokens never enter the window. For a home on
-// another node, owners give their sums to the rank of their own node on the home's rail, which adds them up:
-// one row leaves the node.
+// Combine on the CPU: the owner of a token's experts sums their rows and pushes one row to the token's own
+// rank, its home, which sums the rows in its slots. A rank's rows for its own tokens never enter the window.
+// For a home on another node, owners give their sums to the rank of their node that has the home's local
+// number; it adds them up, so that one row leaves the node.
 #pragma once
 
 #include <vector>
@@ -16,8 +16,8 @@ struct CombineArguments {
   const std::byte* weight_grads = nullptr;     ///< weight type [plan.rows] (rank layout: [plan.rows][top_k]):
                                                ///< gradients to return
   std::vector<std::byte*> slots;               ///< combine slots in the windows of this node's ranks
-  std::vector<const std::byte*> relayed_rows;  ///< [other node] its sums
-  std::vector<std::byte*> home_weight_grads;   ///< rank r's weight gradients, or where they wait to be sent
+  std::vector<const std::byte*> relayed_rows;  ///< [other node] sums from there
+  std::vector<std::byte*> home_weight_grads;   ///< [rank] where to write the gradients of its weights
 };
 
 /// Sums a token's rows on this rank in the order of k, rounds once, and pushes the result to its home's slot
@@ -29,23 +29,21 @@ void combine_reduce(const Context& context, const Plan& plan, const CombineArgum
 void combine_reduce_relayed(const Context& context, const Plan& plan, const CombineArguments& arguments,
                             int32_t home, int64_t first, int64_t end, std::byte* partials);
 
-/// Adds up the sums of this node's ranks for those tokens in ascending order, and rounds once: rows out [end
-/// - first] for the other node. This rank's own share is computed here.
+/// Adds up, by ascending rank, the sums of this node's ranks for relay indices [first, end) of the `other`
+/// node, and rounds once: to end - first rows of `out`. This rank's own share is computed here.
 void combine_sum_relayed(const Context& context, const Plan& plan, const CombineArguments& arguments,
                          int32_t other, int64_t first, int64_t end, const std::byte* partials,
                          std::byte* out);
 
-/// Writes the gradient of each routing weight to its place (token, k) at the token's home; 0 for rows past
-/// capacity.
+/// Writes the gradient of each routing weight to (token, k) at the token's home; 0 for rows past capacity.
 void push_weight_grads(const Context& context, const Plan& plan, const CombineArguments& arguments);
 
-/// y [tokens][hidden] for tokens [first, end): the sum over owners by ascending rank, with this rank's own
-/// share computed here. Another node counts as one owner, at the position of its first rank.
+/// Writes y [tokens][hidden] for tokens [first, end): the sum over owners by ascending rank. This rank's own
+/// share is computed here. Another node counts as one owner: as its first rank.
 void combine_sum(const Context& context, const Plan& plan, const CombineArguments& arguments, std::byte* y,
                  int64_t first, int64_t end);
 
-/// Collects gradients of the weights [tokens][top_k]; sections[n] has those from node n. Entries are 0 where
-/// a token has no expert.
+/// Collects gradients of the weights [tokens][top_k], 0 without an expert; sections[n]: those from node n.
 void collect_weight_grads(const Context& context, const Plan& plan,
                           const std::vector<const std::byte*>& sections, std::byte* out);
 

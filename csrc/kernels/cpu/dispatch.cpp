@@ -1,5 +1,5 @@
-// Dispatch on the CPU. Sending: copies rows that others need into the own window, or to where they wait for
-// the network. Receiving: each needed row is read once and written to all its places.
+// Dispatch on the CPU. Sending: copies rows that others need into this rank's window, or into memory from
+// which the network takes them. Receiving: reads each needed row once and writes it to all its output rows.
 #include "kernels/cpu/dispatch.hpp"
 
 #include <algorithm>
@@ -62,7 +62,7 @@ void dispatch_receive(const Context& context, const Plan& plan, const PullArgume
   const RowKernels& kernels = row_kernels();
   const RowVerbs& verbs = kernels.verbs[static_cast<int>(dtype)];
   const bool stream = context.heuristics.stream(plan.rows * row_bytes);
-  // Ranks start at different sources.
+  // A rank starts with its own rows, so that ranks do not all read from one source at a time.
   const int64_t entries = range.end - range.begin;
   const int64_t own = plan.source_begin[context.rank];
   const int64_t first = range.begin <= own && own < range.end ? own - range.begin : 0;

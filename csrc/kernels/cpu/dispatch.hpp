@@ -20,15 +20,15 @@ struct Context {
   int32_t rank;
   int32_t local_experts;
 
-  /// Splits [0, count) among the threads, if `bytes`, which are moved in all, are worth it.
+  /// Splits [0, count) among the threads, if the work, which moves `bytes` in all, is worth it.
   template <class Body>
   void parallel(int64_t count, int64_t bytes, const Body& body) const {
     pool.parallel(count, heuristics.parallel(bytes), body);
   }
 };
 
-/// Copies those of the `tokens` rows of x that another rank of this node will pull, and leaves out all
-/// others. Returns the number of rows copied.
+/// Copies those of the `tokens` rows of x that another rank of this node will pull to the same row numbers of
+/// `rows`. Returns the number of rows copied.
 int64_t dispatch_send(const Context& context, const std::byte* x, const int32_t* ids, int64_t tokens,
                       std::byte* rows);
 
@@ -40,7 +40,7 @@ void dispatch_send_chunk(const Context& context, const std::byte* x, std::span<c
 struct EntryRange {
   int64_t begin, end;
 };
-/// Returns the entries of source `rank` whose places are in [first, end).
+/// Returns the entries of source `rank` whose Plan::entry_place is in [first, end).
 EntryRange entries_between(const Plan& plan, int32_t rank, int64_t first, int64_t end);
 
 /// Calls visit(source, number, here, expert) for every (token, k) of a source that has a row on this rank.
@@ -65,9 +65,10 @@ void for_each_weight(const Plan& plan, const Visit& visit) {
     }
 }
 
-/// Reads each needed row once and writes it to all its places in `out` [plan.rows][hidden]. rows[r]: rank r's
-/// rows, numbered as in plan.entry_place. With `scales` (weight type, [plan.rows]) each place gets its row
-/// times its scale; with `dots` too, dots[p] = <row, other[p]> (the gradients of a weighted combine).
+/// For dispatch_receive(), which reads each needed row once and writes it to all its rows of `out`
+/// [plan.rows][hidden]. rows[r]: rank r's rows, numbered as in plan.entry_place. With `scales` (weight type,
+/// [plan.rows]) row p of `out` is its source row times scales[p]. With `dots` too, dots[p] = <source row,
+/// other[p]> (the gradients of a weighted combine).
 struct PullArguments {
   std::vector<const std::byte*> rows;
   std::byte* out = nullptr;
@@ -80,9 +81,8 @@ void dispatch_receive(const Context& context, const Plan& plan, const PullArgume
 /// Sets the padding rows of the alignment to zero.
 void zero_padding(const Context& context, const Plan& plan, const PullArguments& arguments);
 
-/// Expert layout: weights [plan.rows]. Rank layout: weights and local expert ids [plan.rows][top_k]. Unused
-/// places get weight 0 and id -1. weights[r]: rank r's published weights [tokens][top_k]; out_weights may be
-/// null.
+/// Expert layout: pulls weights [plan.rows]. Rank layout: weights and local expert ids [plan.rows][top_k].
+/// Unused: 0 and -1. weights[r]: rank r's published weights [tokens][top_k]; out_weights may be null.
 void pull_metadata(const Context& context, const Plan& plan, const std::vector<const std::byte*>& weights,
                    std::byte* out_weights, int32_t* out_ids);
 

@@ -1,5 +1,5 @@
 // The plan by count and prefix sum (layout/plan.hpp says what it holds):
-//   1. for every source, count rows a local expert and the entries (tokens that need this rank)
+//   1. for every source, count the rows of each local expert, and the entries (tokens that need this rank)
 //   2. expert e starts at the aligned end of expert e-1; within it source s starts after sources below s
 //   3. walk the ids again in (source, token, k) order and hand out rows from those starts
 // Worked example (tests/cpp/test_plan.cpp, docs/routing.md): 2 ranks, 4 experts, top-2, this is rank 0
@@ -16,7 +16,7 @@
 namespace moecomm {
 namespace {
 
-/// Finds how many rows each rank needs, so that every rank knows whether any exceeded a fixed capacity.
+/// Finds how many rows each rank needs, so that every rank knows whether any rank exceeds a fixed capacity.
 void find_max_needed(Plan& plan, const std::vector<SourceIds>& sources) {
   const PlanShape& s = plan.shape;
   std::vector<int64_t> counts(int64_t{s.ranks} * s.local_experts, 0), needed(s.ranks, 0);
@@ -87,7 +87,7 @@ void add_index(Plan& plan, const std::vector<SourceIds>& sources, const RelayRou
   plan.by_expert = std::move(by_expert);
 }
 
-/// Adds the owners on this node of a token that came over this rank's rail; `entry`: this rank's own, or -1.
+/// Adds one relayed token: its owners on this node, and `entry`, this rank's own entry for it, or -1.
 void add_relay_sum(const PlanShape& s, RelaySums& sums, const int32_t* ids, int64_t entry) {
   const NodeMap nodes = s.nodes();
   const int32_t first = nodes.first(nodes.node_of(s.rank));

@@ -1,7 +1,6 @@
 // Operations on rows: copy, scale, sum, dot. One source (rows_isa.cpp) is compiled for several instruction
 // sets; the best one for this processor is chosen once. All give the same bits: products are rounded before
-// they are added, sums run in the given order, and a dot product has a fixed number of lanes for any vector
-// width.
+// they are added, sums run in the given order, and dot products have the same partial sums in every set.
 #pragma once
 
 #include <cstdint>
@@ -13,13 +12,13 @@ namespace moecomm::cpu {
 
 /// Operations for one element type. Rows have `hidden` elements; scales and dots are of the weight type
 /// (float32, or float64 for float64 rows). `stream` writes past the caches and needs dst aligned to 16 bytes;
-/// call fence() after the last one.
+/// call fence() after the last such call.
 struct RowVerbs {
   /// dst = round(scale * src)
   void (*scale)(void* dst, const void* src, double scale, int64_t hidden, bool stream);
   /// dst = round(sum of scales[i] * round(src[i])), left to right; scales may be null; n >= 1
   void (*sum)(void* dst, const void* const* src, const double* scales, int n, int64_t hidden, bool stream);
-  /// sum of a * b in 64 lanes, added pairwise
+  /// sum of a * b: 64 partial sums, then added pairwise
   double (*dot)(const void* a, const void* b, int64_t hidden);
 };
 

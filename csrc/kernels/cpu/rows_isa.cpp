@@ -65,8 +65,7 @@ struct Float16 {
   using Sum = float;
   static constexpr bool kElementwise = false;  // the conversion instructions need load()
   static float widen(uint16_t half) {
-    // Shift the exponent into place, then correct it by a multiplication, which also normalises subnormals
-    // exactly.
+    // Shifts the exponent into place, then corrects it by a product, which normalises subnormals exactly.
     const uint32_t sign = uint32_t{half & 0x8000u} << 16, magnitude = uint32_t{half & 0x7fffu} << 13;
     if (magnitude >= 0x0f800000u) return bit_cast<float>(sign | 0x70000000u | magnitude);    // infinity, NaN
     const float value = bit_cast<float>(magnitude) * bit_cast<float>(uint32_t{0x77800000});  // 2^112
@@ -149,8 +148,7 @@ void fence() {
 
 // ---- arithmetic ----
 
-/// total (+)= scale * in; without the multiplication if !scaled, and without the addition if this is the
-/// first term.
+/// total (+)= scale * in: `first` leaves out the addition, !scaled the multiplication.
 template <class T, bool first, bool scaled>
 void accumulate(typename T::Sum* __restrict total, const typename T::Bits* __restrict in,
                 typename T::Sum scale, int64_t count) {

@@ -2,8 +2,8 @@
 //   - a team processes a row: a warp, or a block for wide rows. Teams stride over the rows, whose real number
 //     is read on the device.
 //   - a thread loads pieces of 16 bytes, several at once, with a stride of the team's threads
-//   - where a row's bytes or an address are not multiples of 16, the same pieces are moved element by
-//     element, so that each thread has the same elements either way
+//   - where a row's bytes or an address are not multiples of 16, pieces are moved element by element; each
+//     thread has the same elements either way
 //   - the gradient of a row's weight: a thread adds its elements in ascending order, the threads of a warp
 //     add theirs in a butterfly, and the warps of a block in ascending order
 //   - the grid has several times the blocks that fit on the device: where communication holds some SMs, the
@@ -22,9 +22,9 @@ namespace {
 
 constexpr int kWarpBits = 5, kThreadBits = 8;
 constexpr int kThreads = 1 << kThreadBits, kWarps = kThreads / 32;
-constexpr int kGrids = 8;             // at most so many times the blocks that fit at once
+constexpr int kGrids = 8;             // a grid has at most this many times the blocks that fit at once
 constexpr int kWarpPieces = 16 * 32;  // pieces of a row that one warp processes
-constexpr int kLoads = 8;             // at most so many loads of 16 bytes at once per thread
+constexpr int kLoads = 8;             // a thread has at most this many loads of 16 bytes in flight
 
 /// Blocks that an SM should hold at once, which limits the registers of a thread.
 constexpr int kForwardBlocks = 4, kBackwardBlocks = 3;
@@ -39,9 +39,9 @@ struct Normal {
   float density;
 };
 
-/// For x < 0 the probability is exp(-x*x/2) * t * P(t) with t = 1 / (1 + c*|x|), where P is a minimax fit of
-/// degree 8 to that quotient for |x| up to 15 (relative error 1.6e-8). It stays precise far from zero, where
-/// 1 + erf(x) loses all precision, and shares the exponential with the density.
+/// For x < 0 the probability is exp(-x*x/2) * t * P(t) with t = 1 / (1 + c*|x|). The polynomial P of degree 8
+/// is a minimax fit for |x| up to 15 (relative error 1.6e-8). This stays precise far from zero, where 1 +
+/// erf(x) loses all precision, and the exponential also gives the density.
 __device__ inline Normal normal(float x) {
   constexpr float kFit[] = {0.105739318f,  0.105285518f, 0.10241814f,   0.0614444688f, 0.135229036f,
                             -0.112311751f, 0.214173809f, -0.142415792f, 0.030437246f};
@@ -54,9 +54,9 @@ __device__ inline Normal normal(float x) {
   return {x < 0 ? tail : 1.0f - tail, 0.398942280f * bell};
 }
 
-/// value(): the result in one column. slopes(): also its derivative by each input. kInterleaved: the inputs
-/// of a column are neighbours; else each input has its own contiguous part of the row. Fused operations are
-/// written as such: if the compiler chose, variants of a kernel would differ in their last bits.
+/// value(): the result in one column. slopes(): returns it, and writes its derivative by each input.
+/// kInterleaved: the inputs of a column are neighbours; else each input has its own contiguous part of the
+/// row. The code says which operations are fused: if the compiler chose, variants would differ in last bits.
 template <Activation>
 struct Function;
 
@@ -113,15 +113,15 @@ struct Function<Activation::gelu> {
 
 // -- pieces of rows -----------------------------------------------------------------------------------------
 
-/// Piece number `piece` of `width` elements: 16 bytes at once if `whole`. Elements past the last one are
-/// zero, and are not stored.
+/// Loads and stores pieces of a row of `width` elements, 16 bytes at once if `whole`. Elements past the row's
+/// end are loaded as zero, and not stored.
 template <DType dtype, bool whole>
 struct Pieces {
   static constexpr int kVector = Element<dtype>::kVector;
   using Word = std::conditional_t<dtype_bytes(dtype) == 2, uint16_t, uint32_t>;
 
   __device__ static uint4 load(const std::byte* row, int piece, int width) {
-    // The row is not read again soon, so it should leave the cache to the results.
+    // The row is not read again soon, so the cache should keep the results instead.
     if constexpr (whole) return __ldcs(reinterpret_cast<const uint4*>(row) + piece);
     const Word* const from = reinterpret_cast<const Word*>(row) + int64_t{piece} * kVector;
     const int count = width - piece * kVector;
@@ -151,8 +151,8 @@ struct Pieces {
 struct Team {
   int threads;  ///< 32 or kThreads
   int thread;   ///< number of this thread in the team
-  int row;      ///< the first
-  int stride;   ///< distance to this thread's next piece
+  int row;      ///< the team's first row
+  int stride;   ///< distance to the team's next row
 
   __device__ explicit Team(int bits)
       : threads(1 << bits),
@@ -350,7 +350,7 @@ struct Load {
   }
 };
 
-/// Returns whether all addresses, and consecutive rows of `row_bytes`, are multiples of 16 bytes.
+/// Returns whether all addresses and `row_bytes` are multiples of 16, so that every row starts at one.
 bool in_whole_pieces(int64_t row_bytes, std::initializer_list<const std::byte*> addresses) {
   return row_bytes % 16 == 0 && std::all_of(addresses.begin(), addresses.end(), [](const std::byte* address) {
            return reinterpret_cast<uintptr_t>(address) % 16 == 0;
@@ -366,7 +366,7 @@ cudaError_t start(void (*kernel)(Parameters...), int blocks, const ActivationRow
   if (const cudaError_t error = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
       error != cudaSuccess)
     return error;
-  // The team decides the order of sums, so it must not depend on the number of rows or on the device.
+  // The team's size fixes the order of sums, so it depends on a row's bytes alone.
   const int64_t pieces = (rows.width * dtype_bytes(rows.dtype) + 15) / 16;
   const int bits = pieces <= kWarpPieces ? kWarpBits : kThreadBits;
   const int64_t teams = kThreads >> bits, needed = (rows.rows + teams - 1) / teams;

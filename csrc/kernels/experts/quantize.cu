@@ -5,11 +5,11 @@
 //
 // Columns: a block takes a strip of a group, 128 bytes wide.
 //   - it reads the strip row by row, keeps the first rows in shared memory, and finds the largest magnitude
-//     of each column: a thread over its own rows, then the lanes of a warp, then the warps
-//   - then it goes over tiles of 128 rows. A thread takes 16 rows of one or two columns, from shared memory
-//     or, if a group has more rows than fit there, from memory a second time; it writes them as 16 bytes per
-//     column to a tile of the result, from which the block writes 128 consecutive bytes of every column.
-//   - every block itself computes where a group begins among the padded ones, so one launch does everything
+//     of each column: of each thread's rows, then of each warp, then of the block
+//   - then it goes over tiles of 128 rows. A thread takes 16 rows of one or two columns from shared memory;
+//     rows that did not fit there it reads from memory again. It writes 16 bytes per column to a tile of the
+//     result, from which the block writes 128 consecutive bytes of every column
+//   - every block itself computes where its group begins among the padded groups, so one launch is enough
 // A maximum does not depend on the order of comparisons, so neither do the bits.
 #include <algorithm>
 #include <cstring>
@@ -30,7 +30,7 @@ __device__ inline float larger(float most, float value) { return fmaxf(most, fab
 
 constexpr int kHeld = 8;                 // pieces of 16 bytes that a thread holds in registers
 constexpr int kWarpPieces = 32 * kHeld;  // pieces of a row that one warp processes
-constexpr int kGrids = 8;                // at most so many times the blocks that fit at once
+constexpr int kGrids = 8;                // a grid has at most this many times the blocks that fit at once
 constexpr int kRowBlocks = 4;            // blocks that an SM should hold at once
 
 /// The largest value of a team. All threads of the team call it; those of a block pass the same `turn`, which
@@ -106,7 +106,7 @@ __global__ void __launch_bounds__(kThreads, kRowBlocks)
 constexpr int kStripBytes = 128, kStripPieces = kStripBytes / 16;
 constexpr int kTileRows = kWarps * 16;       // 16 rows per warp
 constexpr int kTileStride = kTileRows + 16;  // bytes of a column; + 16 avoids bank conflicts
-constexpr int kKeptRows = 6 * kTileRows;     // of a strip
+constexpr int kKeptRows = 6 * kTileRows;     // rows of a strip that stay in shared memory
 constexpr int kLoads = 8;                    // rows that a thread loads at once
 constexpr int kColumnBlocks = 2;             // blocks that an SM should hold at once
 
@@ -121,7 +121,7 @@ struct Strip {
   float inverse[kColumns];
 };
 
-/// Four bytes of a row, as its elements.
+/// Converts the one or two elements in four bytes of a row to float32.
 template <DType dtype>
 __device__ inline void widen_word(uint32_t word, float* out) {
   if constexpr (dtype == DType::float32) {
@@ -140,12 +140,12 @@ __device__ inline void widen_word(uint32_t word, float* out) {
 struct Group {
   int64_t first;  ///< row of x
   int count;      ///< of rows
-  int padded;     ///< padded number of a column's values
-  int64_t out;    ///< position of the first value of its first column
-  int64_t line;   ///< values between columns
+  int padded;     ///< number of a column's values in the result, with padding
+  int64_t out;    ///< position of the first value of the group's first column
+  int64_t line;   ///< distance between columns, in values
 };
 
-/// The row of x at which group `g` begins (or the one before it ends), clamped whatever `ends` holds.
+/// The row of x at which group `g` ends and the next begins (0 for -1), clamped whatever `ends` holds.
 __device__ inline int end_of(const QuantizeColumns& all, int g) {
   return g < 0 ? 0 : max(0, min(all.ends[g], all.rows));
 }
@@ -226,7 +226,8 @@ __device__ inline void find_scales(Strip<dtype>& strip, const std::byte* from, i
   __syncthreads();
 }
 
-/// Writes 16 rows from `row` on of this lane's columns into the tile; rows from `count` on are zero.
+/// Writes this lane's columns of 16 rows, from `row` on, into the tile at `at`. Rows from `count` on are
+/// zero.
 template <DType dtype>
 __device__ inline void fill_tile(Strip<dtype>& strip, const std::byte* from, int64_t row_bytes, int count,
                                  int row, int at) {

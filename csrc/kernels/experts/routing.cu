@@ -1,8 +1,8 @@
-// The router's choice and its gradient, a warp a token. Lane l has the logits of experts l, l + 32 and so on,
-// and the token's l-th choice. Sums over lanes are butterflies, so their order is always the same.
+// The router's choice and its gradient: one warp per token. Lane l has the logits of experts l, l + 32 and so
+// on, and the token's l-th choice. Sums over lanes are butterflies, so their order is always the same.
 //
 // Products of bfloat16 rows with float32 numbers run on tensor cores, which multiply bfloat16: a number is
-// then the sum of three parts. Kernels here make the parts, and add up the products' parts.
+// split into three bfloat16 parts, whose sum it is. Kernels here make the parts, and add up their products.
 #include <cuda_bf16.h>
 
 #include <algorithm>
@@ -36,19 +36,19 @@ __device__ inline uint32_t rank_of(float value) {
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
-/// A number as the sum of three: its rounding to bfloat16, and twice that of what the roundings leave.
+/// A float32 number as the sum of three bfloat16 parts. Each part rounds what the parts before it leave.
 struct Parts {
   __nv_bfloat16 high, middle, low;
 
   explicit __device__ Parts(float value) : high(__float2bfloat16_rn(value)) {
-    // An infinite number, or NaN, has no other parts.
+    // For an infinite number or NaN the other parts are zero.
     const float rest = isfinite(__bfloat162float(high)) ? value - __bfloat162float(high) : 0.0f;
     middle = __float2bfloat16_rn(rest);
     low = __float2bfloat16_rn(rest - __bfloat162float(middle));
   }
 };
 
-/// A token's logits, `each` a lane, and what turns them into scores. All lanes call every function.
+/// A token's logits, `each` of them per lane, and what turns them into scores. All lanes call every function.
 template <int each>
 class Token {
  public:
@@ -74,7 +74,7 @@ class Token {
   __device__ float score(float of) const {
     return routes_.scores == Scores::sigmoid ? 1.0f / (1.0f + expf(-of)) : expf(of - most_) / sum_;
   }
-  /// The weight of this lane's choice before the scale. `divisor`: the sum by which scores were divided.
+  /// The weight of this lane's choice, of logit `of`, before Routes::scale. `divisor`: what divided scores.
   __device__ float weight(float of, bool chosen, float& divisor) const {
     float own = chosen ? score(of) : 0.0f;
     divisor = 1.0f;
@@ -101,7 +101,7 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(const Routes routes, 
   for (int e = threadIdx.x; e < routes.experts; e += kThreads) counts[e] = 0;
   __syncthreads();
   const int lane = threadIdx.x % 32;
-  // Scores grow with logits, but distinguish fewer numbers.
+  // Experts are ranked by logits where possible: scores grow with logits, but distinguish fewer numbers.
   const bool by_logits = routes.scores == Scores::chosen_softmax || routes.biases == nullptr;
   for (int64_t t = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32; t < routes.tokens;
        t += int64_t{gridDim.x} * kWarps) {
@@ -224,7 +224,7 @@ struct alignas(8) Four {
   __nv_bfloat16 of[4];
 };
 
-/// Four numbers a thread.
+/// Splits numbers into parts, four per thread at a time.
 __global__ void __launch_bounds__(kThreads)
     split_kernel(const float4* weight, int64_t count, bool backward, Four* out) {
   for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < count;
@@ -245,7 +245,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-/// Calls use.operator()<each>() with the logits of a lane.
+/// Calls use.operator()<each>() with `each`, the number of logits per lane.
 template <class Use>
 cudaError_t with_each(int32_t experts, const Use& use) {
   if (experts <= 32) return use.template operator()<1>();
