@@ -34,8 +34,8 @@ __device__ inline uint64_t* credit_flag(const Comm& comm, int32_t source, int64_
   const int32_t at = one_node ? source : comm.relay_rank(source);
   return comm.flag(comm.bases[at], comm.window.credits, comm.pair(source, comm.rank), number);
 }
-/// The flag at this rank which says that `peer` has read chunk `number` of `source`: of this rank, or of one
-/// whose relay it is.
+/// The flag at this rank which says that `peer` has read chunk `number` of `source`, which is this rank or a
+/// rank that it relays for.
 __device__ inline uint64_t* credit_here(const Comm& comm, int32_t source, int32_t peer, int64_t number) {
   return comm.flag(comm.own, comm.window.credits, comm.pair(source, peer), number);
 }

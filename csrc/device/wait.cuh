@@ -134,7 +134,7 @@ __device__ inline bool wait_until(const Comm& comm, const WaitInfo& info, const 
     if (outlook == Outlook::absent) present_since = now;
     if (outlook == Outlook::wait || outlook == Outlook::absent) continue;
     if (outlook == Outlook::ended) return false;
-    // A signal that a peer gave before it ended counts, also one that is polled rarely.
+    // A signal that a peer gave before it ended counts, even if the signal is polled rarely.
     for (int look = 0; look < RareLook::kEvery; ++look)
       if (read.arrived()) return true;
     report_wait(comm, info, outlook);

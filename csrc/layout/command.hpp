@@ -59,8 +59,8 @@ MOECOMM_HD constexpr Command command_from(uint64_t high, uint64_t low) {
           static_cast<uint32_t>(low)};
 }
 
-/// The 32 bits that arrive with a put. Three of them identify an epoch: the receiver tells four consecutive
-/// epochs of a peer apart, of which two can be in flight (docs/protocol.md).
+/// The 32 bits that arrive with a put. Three of them are the low bits of an epoch, which is enough: the
+/// receiver expects one of four consecutive epochs of a peer (docs/protocol.md).
 struct Immediate {
   enum class Kind : uint32_t {
     head,  ///< an Announcement

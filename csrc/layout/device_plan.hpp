@@ -21,7 +21,7 @@ inline constexpr int32_t kNoOwnSlot = 0xFFFF;  ///< in DevicePlan::home: this ra
 struct PlanHeader {
   uint64_t id;          ///< epoch of the plan's dispatch; 0: it failed, and nothing may move along the plan
   int32_t rows;         ///< rows of the output: the capacity, or needed_rows
-  int32_t needed_rows;  ///< rows that all rows and their padding need here
+  int32_t needed_rows;  ///< rows that an output without a capacity would have, with padding
   int32_t overflow;     ///< 0, or the number of needed rows or positions, if it exceeds the capacity
   int32_t positions;    ///< expert-major positions (in the expert layout: rows; in the rank layout: entries
                         ///< of the index): their capacity, or needed_positions
@@ -35,8 +35,8 @@ struct DevicePlan {
   int64_t header;          ///< PlanHeader
   int64_t expert_rows;     ///< [local experts] rows without padding
   int64_t expert_starts;   ///< [1 + local experts] 0, and then `offsets`
-  int64_t offsets;         ///< [local experts] inclusive ends of the groups, at most positions
-  int64_t source_ends;     ///< [ranks] rank layout: inclusive ends of the sources, at most rows
+  int64_t offsets;         ///< [local experts] first position after each group, at most positions
+  int64_t source_ends;     ///< [ranks] rank layout: first row after those of each source, at most rows
   int64_t ends;            ///< [local experts] first position of each group's padding, at most positions
   int64_t tokens;          ///< [ranks] tokens of each source
   int64_t bases;           ///< [ranks][local experts] first position of (source, expert)

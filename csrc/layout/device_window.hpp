@@ -18,8 +18,8 @@ namespace moecomm {
 
 inline constexpr int32_t kMaxTopK = 32;  ///< a warp holds the ids of a token
 inline constexpr int32_t kMaxNodeRanks = 128;
-inline constexpr int32_t kMaxChunk = 8;  ///< tokens
-inline constexpr int32_t kMaxRouteBlocks = 32;
+inline constexpr int32_t kMaxChunk = 8;         ///< the most tokens of a chunk
+inline constexpr int32_t kMaxRouteBlocks = 32;  ///< the most blocks that count ids for routes
 
 /// The most tokens of a rank whose chunks have one token, two, and four; above kMostOfFour they have eight.
 inline constexpr int64_t kMostOfOne = 1024, kMostOfTwo = 4096, kMostOfFour = 16384;
@@ -244,8 +244,8 @@ struct DeviceState {
   alignas(kLine) uint32_t route_counted;  ///< blocks that have counted their ids
   alignas(kLine) uint32_t route_done;     ///< blocks that have written routes; combine: weight gradients
   alignas(kLine) PhaseClock clocks[kClocks];
-  uint64_t clocked_ns[kClocks];    ///< time of all operations since construction except the newest of a kind
-  uint64_t wait_ns;                ///< time of waits for other ranks to begin operations, since construction
+  uint64_t clocked_ns[kClocks];    ///< since construction: time of operations, except the newest of a kind
+  uint64_t wait_ns;                ///< since construction: time of waits for other ranks to begin operations
   uint64_t rows_out, bytes_wire;   ///< since construction: rows of outputs; bytes of rows from other ranks
   alignas(kLine) uint64_t bad_id;  ///< index of the first bad id; all ones if there is none
   alignas(kLine) uint64_t commands;  ///< commands ever given to the proxy
@@ -271,12 +271,12 @@ static_assert(sizeof(RelayState) == kLine && offsetof(RelayState, parts) == 8);
 struct DeviceWindow {
   KernelShape shape;
   int32_t number_bits;      ///< bits of a number below max_tokens
-  int64_t stage_tokens;     ///< tokens per source with slots in the staging section, which are reused
+  int64_t stage_tokens;     ///< how many tokens of a source fit the staging section; tokens reuse it in turn
   int64_t sources;          ///< SourceLines[ranks]
   int64_t state;            ///< DeviceState
-  int64_t losses;           ///< PeerLoss[ranks], this rank's own
-  int64_t late_ns;          ///< uint64[ranks], this rank's own: waits for each rank to begin operations
-  int64_t route_counts;     ///< int32[kMaxRouteBlocks][bins], this rank's own
+  int64_t losses;           ///< PeerLoss[ranks], not for peers
+  int64_t late_ns;          ///< uint64[ranks], not for peers: waits for each rank to begin operations
+  int64_t route_counts;     ///< int32[kMaxRouteBlocks][bins], not for peers
   int64_t error_text[2];    ///< char[kErrorText]
   int64_t starts[2];        ///< DispatchStart[ranks], by source
   int64_t counts[2];        ///< EpochNumbers [ranks][announced], by source
@@ -290,7 +290,7 @@ struct DeviceWindow {
 
   // Sections for several nodes; [other] is the number of another node (NodeMap::other). Data to and from
   // other nodes is in host memory (host_window_shape); these sections hold what the node's ranks do with it.
-  int64_t relay_state;      ///< RelayState[other], this rank's own
+  int64_t relay_state;      ///< RelayState[other], not for peers
   int64_t relay_text[2];    ///< char[other][kErrorText]: error texts of the rail's other ranks
   int64_t relay_grads[2];   ///< weight type [other][max_tokens][top_k], written by this node's owners
   int64_t partial_arrived;  ///< uint64[node * local ranks + owner][max_chunks + 1], like `arrived`

@@ -47,11 +47,11 @@ struct HostStatus {
     uint32_t kind;  ///< ErrorKind
     int32_t rank;   ///< the rank whose record is bad
     Disagreement about;
-    int64_t index;  ///< of the bad id, with k + 1 of its duplicate from bit 48 on; or rank 0's value
+    int64_t index;  ///< index of the bad id, and from bit 48 on k + 1 of its duplicate; or rank 0's value
     int64_t value;  ///< the bad id, or the value of `rank`
     uint32_t has_text;
   } verdict;
-  struct alignas(kLine) Overflow {
+  struct alignas(kLine) Overflow {  // a dispatch left out rows past its capacity
     uint32_t set;
     int32_t rank;  ///< the rank that needs most
     int64_t needed, capacity;

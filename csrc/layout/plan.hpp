@@ -60,21 +60,21 @@ struct Plan {
   PlanShape shape;
   uint64_t id = 0;          ///< epoch of the dispatch that made it, the same on all ranks
   int64_t rows = 0;         ///< rows of the output: capacity, or needed_rows
-  int64_t needed_rows = 0;  ///< rows that all experts' rows and padding need here
+  int64_t needed_rows = 0;  ///< rows that an output without a capacity would have, with padding
   int64_t max_needed = 0;   ///< the largest needed_rows of any rank (fixed capacity only)
   int32_t max_needed_rank = 0;
 
   std::vector<int64_t> source_begin;  ///< [ranks + 1] ranges of the sources' entries
-  std::vector<int32_t> entry_token;   ///< [entries]
+  std::vector<int32_t> entry_token;   ///< [entries] number of the token at its source
   std::vector<int32_t> entry_place;   ///< [entries] row number at the source: token; other nodes: relay index
   std::vector<int32_t> entry_slot;    ///< [entries] this rank's position among the owners on this node
   std::vector<int64_t> row_begin;     ///< [entries + 1] ranges in row and row_k
-  std::vector<int32_t> row;           ///< destination rows in the order of k; -1 past the capacity
-  std::vector<int32_t> row_k;         ///< the token's k that the row serves; -1 in the rank layout
+  std::vector<int32_t> row;           ///< output rows of an entry in the order of k; -1 past the capacity
+  std::vector<int32_t> row_k;         ///< the k whose expert the output row is for; -1 in the rank layout
   std::vector<int32_t> entry_ids;     ///< [entries][top_k] local expert or -1 (rank layout only)
 
   std::vector<int32_t> expert_rows;  ///< [local experts] rows without padding
-  std::vector<int32_t> offsets;      ///< inclusive end of each local expert (or source), at most rows
+  std::vector<int32_t> offsets;      ///< first row after each local expert's (or source's), at most rows
   std::vector<std::pair<int64_t, int64_t>> padding;  ///< padding rows [begin, end), zero in the output
 
   /// Rank layout. by_expert: the plan of this dispatch in the expert layout; its rows are the positions of

@@ -88,8 +88,8 @@ struct RelayProgress {
   alignas(kLine) uint64_t summed;   ///< rounds that this rank has summed, whose partial sums are free
   alignas(kLine) uint64_t pushed;   ///< epoch in which this rank has written all that it has for its node
   alignas(kLine) uint64_t put;      ///< commands whose bytes the proxy has sent
-  /// For each other node, written by the proxy: the epoch up to which all has arrived that the rank of this
-  /// rail there sends without a request.
+  /// For each other node, written by the proxy: the epoch up to which all has arrived that the rank there on
+  /// this rank's rail sends without a request.
   MOECOMM_HD uint64_t* all_here(int64_t other) { return reinterpret_cast<uint64_t*>(this + 1) + other; }
 };
 
@@ -122,7 +122,7 @@ struct WindowLayout {
   int64_t partials;           ///< [kPartialRounds][chunk_rows][slots] rows: sums of this node's ranks
   // Sections for GPUs.
   int64_t index[2];         ///< int32[other][max_tokens]: relay index of each token; -1: not needed there
-  int64_t relay_index[2];   ///< [other], laid out as `index`
+  int64_t relay_index[2];   ///< int32[other][max_tokens]: `index` of the rail's rank there for this node
   int64_t commands;         ///< CommandRing::Slot[commands]
   int64_t committed_bytes;  ///< bytes allocated at construction: everything before input
   int64_t total_bytes;
@@ -131,7 +131,7 @@ struct WindowLayout {
 
   static WindowLayout make(const WindowShape& shape);
 
-  /// Offsets of another node's parts of sections.
+  /// Offset, in this function and those that follow, of another node's part of a section.
   int64_t relayed_ids(uint64_t epoch, int32_t other) const {
     return relay_ids[epoch & 1] + other * shape.most_ids_bytes();
   }

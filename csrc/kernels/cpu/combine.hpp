@@ -20,12 +20,12 @@ struct CombineArguments {
   std::vector<std::byte*> home_weight_grads;   ///< [rank] where to write the gradients of its weights
 };
 
-/// Sums a token's rows on this rank in the order of k, rounds once, and pushes the result to its home's slot
-/// (other ranks of this node).
+/// For tokens of other ranks of this node: sums a token's rows on this rank in the order of k, rounds once,
+/// and pushes the sum to this rank's slot at the token's home.
 void combine_reduce(const Context& context, const Plan& plan, const CombineArguments& arguments);
 
-/// Sums the rows for the tokens of `home`, a rank of another node, with relay indices [first, end). Sums go
-/// to partials [end - first][slots] in the window of the rank that adds them up.
+/// Sums the rows of tokens with relay indices [first, end), whose home is `home`, a rank of another node.
+/// Sums go to partials [end - first][slots] in the window of the rank that adds them up.
 void combine_reduce_relayed(const Context& context, const Plan& plan, const CombineArguments& arguments,
                             int32_t home, int64_t first, int64_t end, std::byte* partials);
 
@@ -43,7 +43,7 @@ void push_weight_grads(const Context& context, const Plan& plan, const CombineAr
 void combine_sum(const Context& context, const Plan& plan, const CombineArguments& arguments, std::byte* y,
                  int64_t first, int64_t end);
 
-/// Collects gradients of the weights [tokens][top_k], 0 without an expert; sections[n]: those from node n.
+/// Collects gradients of weights [tokens][top_k], 0 where the id is none; sections[n] has those from node n.
 void collect_weight_grads(const Context& context, const Plan& plan,
                           const std::vector<const std::byte*>& sections, std::byte* out);
 

@@ -82,7 +82,7 @@ void dispatch_receive(const Context& context, const Plan& plan, const PullArgume
 void zero_padding(const Context& context, const Plan& plan, const PullArguments& arguments);
 
 /// Expert layout: pulls weights [plan.rows]. Rank layout: weights and local expert ids [plan.rows][top_k].
-/// Unused: 0 and -1. weights[r]: rank r's published weights [tokens][top_k]; out_weights may be null.
+/// Unused entries: 0, -1. weights[r]: rank r's published weights [tokens][top_k]; out_weights may be null.
 void pull_metadata(const Context& context, const Plan& plan, const std::vector<const std::byte*>& weights,
                    std::byte* out_weights, int32_t* out_ids);
 

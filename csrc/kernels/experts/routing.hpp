@@ -42,8 +42,7 @@ struct RouteGradients {
   const int32_t* ids;
   const float *weights, *scores, *logits;
   float* out;   ///< (tokens, experts), or null
-  void* parts;  ///< (tokens, 4, experts) bfloat16, or null: the parts high, high, middle, low of what `out`
-                ///< gets
+  void* parts;  ///< (tokens, 4, experts) bfloat16, or null: parts of `out`: high, high, middle, low
 };
 
 /// Writes the gradients of the logits. Equal arguments give equal bits.
