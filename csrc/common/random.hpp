@@ -6,8 +6,8 @@
 
 namespace moecomm {
 
-/// Throws Error(unsupported) where the system has no random numbers; the text says what it was `wanted_for`
-/// ("a memory key").
+/// A random number. Throws Error(unsupported) where the system has none; the text says what the number was
+/// `wanted_for` ("a memory key").
 uint64_t random_word(const char* wanted_for);
 /// A random word in 16 hexadecimal digits.
 std::string random_digits(const char* wanted_for);

@@ -142,8 +142,8 @@ __device__ inline bool wait_until(const Comm& comm, const WaitInfo& info, const 
   }
 }
 
-/// A flag, or the epoch of a record. It holds the whole epoch: a part would wrap around, and a flag written
-/// long ago would then count as one of a later epoch.
+/// A flag, or the epoch of a record. It holds the whole epoch: fewer bits would wrap around, and a flag
+/// written long ago would then count as one of a later epoch.
 struct EpochFlag {
   static constexpr unsigned kInterval = 32;
   const uint64_t* address;

@@ -1,8 +1,8 @@
 // Placement of ranks: nodes of equal size, filled rank by rank. A rail is the set of ranks with the same
 // local index, one per node; a rank talks to other nodes only over its rail.
 //
-// Example: 6 ranks, 2 a node: rank 3 is local 1 of node 1, its rail is ranks 1, 3, 5. Of the other nodes,
-// node 0 is its number 0 and node 2 its number 1.
+// Example: 6 ranks, 2 a node: rank 3 has local index 1 in node 1, its rail is ranks 1, 3, 5. Among the nodes
+// other than node 1, node 0 has number 0 and node 2 number 1.
 #pragma once
 
 #include <cstdint>

@@ -10,7 +10,7 @@ __device__ __forceinline__ void launch_dependents() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
-/// Waits until the stream's previous kernel, which may still run, has ended. Its writes are visible then.
+/// Waits for the end of the stream's previous kernel, which this kernel may overlap, and sees its writes.
 __device__ __forceinline__ void wait_for_previous_kernel() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
 }

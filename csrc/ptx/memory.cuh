@@ -83,7 +83,7 @@ __device__ __forceinline__ void copy_async(void* shared, const void* global) {
                "l"(global), "n"(bytes)
                : "memory");
 }
-/// Waits for the copies that this thread has started, which it alone then sees.
+/// Waits for the copies that this thread has started; this thread alone then sees what was copied.
 __device__ __forceinline__ void wait_for_async_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 __device__ __forceinline__ void fence_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }

@@ -6,8 +6,8 @@
 //     thread has the same elements either way
 //   - the gradient of a row's weight: a thread adds its elements in ascending order, the threads of a warp
 //     add theirs in a butterfly, and the warps of a block in ascending order
-//   - the grid has several times the blocks that fit on the device: where communication holds some SMs, the
-//     others run its blocks
+//   - the grid has several times the blocks that fit on the device: where communication holds some SMs, other
+//     SMs run more blocks
 #include <algorithm>
 #include <cstring>
 #include <iterator>
@@ -246,7 +246,7 @@ __global__ void __launch_bounds__(kThreads, kForwardBlocks)
 }
 
 /// The sum of `value` over the threads of a team, returned in the team's first thread. All threads of the
-/// team call it; those of a block pass the same `turn`, which changes from call to call.
+/// team call it. `turn`, 0 or 1, is equal in all threads of a block and changes from call to call.
 __device__ inline float team_sum(const Team& team, float value, int turn) {
   // Two buffers alternate: the next call writes one while the sums of this call are read.
   __shared__ float partial[2][kWarps];

@@ -1,7 +1,7 @@
 // The activation of the experts' feed-forward networks, times the routing weight, on the device:
 //   z[p, f] = weight[p] * act(inner[p])[f]
-// computed in float32 (float64 for float64) and rounded once. Launches go to a stream and can be captured;
-// they allocate nothing and wait for nothing.
+// computed in float32 and rounded once; float64 is an invalid value. Launches go to a stream and can be
+// captured; they allocate nothing and wait for nothing.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -28,7 +28,7 @@ constexpr int activation_inputs(Activation activation) { return activation == Ac
 /// Rows are contiguous. Absent pointers are null.
 struct ActivationRows {
   const std::byte* inner;    ///< (rows, activation_inputs * width)
-  const std::byte* weights;  ///< (rows) of weight_bytes(dtype) each; absent: 1
+  const std::byte* weights;  ///< (rows) of float32; absent: 1
   const int32_t* real_rows;  ///< if present, rows from *real_rows on are neither read nor written
   int32_t rows;
   int32_t width;  ///< at least 1

@@ -1,7 +1,7 @@
 // Converts the operands of products to e4m3, with a scale for each row or column.
 //
-// Rows: a team, a warp or for wide rows a block, processes a row. It holds the row in registers, finds its
-// largest magnitude and writes it: one pass over memory. Rows that do not fit are read twice.
+// Rows: a team (a warp, or a block for wide rows) holds a row in registers, finds its largest magnitude and
+// writes the result: one pass over memory. Rows that do not fit are read twice.
 //
 // Columns: a block takes a strip of a group, 128 bytes wide.
 //   - it reads the strip row by row, keeps the first rows in shared memory, and finds the largest magnitude
@@ -10,7 +10,7 @@
 //     rows that did not fit there it reads from memory again. It writes 16 bytes per column to a tile of the
 //     result, from which the block writes 128 consecutive bytes of every column
 //   - every block itself computes where its group begins among the padded groups, so one launch is enough
-// A maximum does not depend on the order of comparisons, so neither do the bits.
+// A maximum does not depend on the order of comparisons, so neither do the bits of the result.
 #include <algorithm>
 #include <cstring>
 
@@ -33,8 +33,8 @@ constexpr int kWarpPieces = 32 * kHeld;  // pieces of a row that one warp proces
 constexpr int kGrids = 8;                // a grid has at most this many times the blocks that fit at once
 constexpr int kRowBlocks = 4;            // blocks that an SM should hold at once
 
-/// The largest value of a team. All threads of the team call it; those of a block pass the same `turn`, which
-/// changes from call to call.
+/// The largest value of a team. All threads of the team call it. `turn`, 0 or 1, is equal in all threads of a
+/// block and changes from call to call.
 __device__ inline float team_largest(int bits, float most, int turn) {
   // Two buffers alternate: the next call writes one while the maxima of this call are read.
   __shared__ float partial[2][kWarps];
@@ -138,8 +138,8 @@ __device__ inline void widen_word(uint32_t word, float* out) {
 
 /// The rows of a group, and the position of its values.
 struct Group {
-  int64_t first;  ///< row of x
-  int count;      ///< of rows
+  int64_t first;  ///< the group's first row in x
+  int count;      ///< number of rows
   int padded;     ///< number of a column's values in the result, with padding
   int64_t out;    ///< position of the first value of the group's first column
   int64_t line;   ///< distance between columns, in values
@@ -226,8 +226,7 @@ __device__ inline void find_scales(Strip<dtype>& strip, const std::byte* from, i
   __syncthreads();
 }
 
-/// Writes this lane's columns of 16 rows, from `row` on, into the tile at `at`. Rows from `count` on are
-/// zero.
+/// Writes this lane's columns of 16 rows, from `row` on, into the tile at `at`; zeros from row `count` on.
 template <DType dtype>
 __device__ inline void fill_tile(Strip<dtype>& strip, const std::byte* from, int64_t row_bytes, int count,
                                  int row, int at) {

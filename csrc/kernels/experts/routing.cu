@@ -16,7 +16,7 @@ namespace {
 constexpr int kThreads = 256, kWarps = kThreads / 32;
 constexpr int64_t kMostBlocks = 1024;
 constexpr uint32_t kAll = 0xffffffffu;
-constexpr float kLeast = 1e-20f;  // added to a sum that divides
+constexpr float kLeast = 1e-20f;  // added to the sum of scores that divides them
 
 __device__ inline float sum_of_lanes(float value) {
 #pragma unroll
