@@ -1,6 +1,6 @@
 // The activation of the experts' feed-forward networks, times the routing weight, on the device:
 //   z[p, f] = weight[p] * act(inner[p])[f]
-// computed in float32 and rounded once; float64 is an invalid value. Launches go to a stream and can be
+// computed in float32 and rounded once (float64: cudaErrorInvalidValue). Launches go to a stream and can be
 // captured; they allocate nothing and wait for nothing.
 #pragma once
 
