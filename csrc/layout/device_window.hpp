@@ -190,8 +190,8 @@ struct alignas(32) PeerLoss {
   int32_t peer;  ///< the rank to blame: this peer, or the one on which it gave up
   Cause cause;
   int32_t first;      ///< the rank that noticed
-  uint64_t complete;  ///< waits for epochs up to `complete` go on: all that the peer sent in them is on this
-                      ///< node, where kernels may still have to forward it
+  uint64_t complete;  ///< waits for epochs up to `complete` go on: what the peer sent in them before it
+                      ///< closed is on this node, where kernels may still have to forward it
 };
 static_assert(sizeof(PeerLoss) == 32 && offsetof(PeerLoss, set) == 0);  // other fields are copied first
 
