@@ -1,6 +1,6 @@
 // The ring through which commands reach the proxy: any number of producers, one consumer, no locks. A bit in
-// each slot, whose meaning changes every lap, says whether the slot is filled, so a producer needs one ticket
-// and two stores, the second with release. Kernels do the same in pinned memory (device/rail.cuh).
+// each slot says whether the slot is filled; its meaning flips with every lap. So a producer needs one ticket
+// and two stores, the second with release. Kernels push to a ring in pinned memory (device/rail.cuh).
 #pragma once
 
 #include <atomic>
@@ -19,15 +19,15 @@ class CommandRing {
   };
   static_assert(sizeof(Slot) == 16);
 
-  /// A ring in memory that it allocates.
+  /// Makes a ring in memory that it allocates.
   CommandRing() : own_(std::make_unique<Slot[]>(kSlots)), slots_(own_.get()), count_(kSlots) {}
-  /// A ring in zeroed memory with `count` slots, a power of two, to which a GPU writes: then nobody else may
-  /// push, and at most `count` commands may wait.
+  /// Makes a ring over zeroed memory with `count` slots, a power of two, for commands of a GPU. The host must
+  /// not push(), and kernels must leave at most `count` commands waiting.
   CommandRing(void* memory, uint64_t count) : slots_(static_cast<Slot*>(memory)), count_(count) {}
 
   static constexpr uint64_t kSlots = 4096;
 
-  /// False if the ring is full.
+  /// Adds a command. Returns false if the ring is full.
   bool push(const Command& command) {
     uint64_t ticket = head_.load(std::memory_order_relaxed);
     do {

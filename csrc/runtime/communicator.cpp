@@ -13,10 +13,10 @@
 namespace moecomm {
 namespace {
 
-// Plans kept alive after their handles are gone, so that a forward that is recomputed finds its plan.
+// The most plans that are kept alive without a handle, so that a recomputed forward finds its plan.
 constexpr size_t kRecentPlans = 16;
 
-/// Copies ids to int32 and checks them. Returns what is wrong with the first bad one, or an empty text.
+/// Copies ids to int32 and checks them. Returns what is wrong with the first bad id, or an empty text.
 template <class Id>
 std::string take_ids(const Id* ids, int64_t tokens, int32_t top_k, int64_t num_experts, int32_t* out) {
   for (int64_t t = 0; t < tokens; ++t)
@@ -111,7 +111,7 @@ void Communicator::leave(bool drain) noexcept {
     try {
       if (drain) internode_->wait_all_here(epoch_);
     } catch (...) {
-      drain = false;  // another rank is gone, too
+      drain = false;  // a further rank is gone
     }
     left_behind_ = !internode_->proxy().close(drain);
   }
@@ -136,7 +136,7 @@ void Communicator::check() {
   throw error;
 }
 
-/// Returns the text of the last overflow, for an error that the caller raises.
+/// Marks a pending overflow as told. Returns the text of the last overflow, for an error of the caller.
 const std::string& Communicator::tell_overflow() {
   if (overflow_) told_overflow_ = std::exchange(overflow_, std::nullopt)->what();
   return told_overflow_;
@@ -146,7 +146,7 @@ const std::string& Communicator::tell_overflow() {
 template <class Body>
 auto Communicator::guarded(Body&& body) {
   const shm::Signals::Inside inside(*signals_);
-  // A signal handler may close the communicator during the operation.
+  // A signal handler may call close() during the operation; close() then must not wait for other ranks.
   const bool outer = std::exchange(under_way_, true);
   struct Restore {
     bool &flag, before;
@@ -158,7 +158,7 @@ auto Communicator::guarded(Body&& body) {
     pending_.reset();
     signals_->complete(epoch_);
     if (error.kind() == ErrorKind::peer_timeout || error.kind() == ErrorKind::peer_lost) {
-      // The peer may have left because its check() raised an overflow that this rank has not asked for.
+      // The peer may have left because its check() raised an overflow. Here it is pending.
       broken_ =
           Error(error.kind(), after_error(error.what(), overflow_ ? overflow_->what() : ""), error.details());
       throw *broken_;
@@ -175,8 +175,8 @@ SignalRecord Communicator::start(Operation operation, const Plan* plan) {
   signals_->require_going_on();
   pending_.reset();
   signals_->complete(epoch_);  // ends what came before, also a dispatch that was never pulled
-  // Rows of an epoch that failed, or was not pulled, may still be arriving. The next epoch but one reuses
-  // their memory, and begins when all ranks have announced this one.
+  // Rows of the last epoch, n-1, may still arrive if it failed or was not pulled. Epoch n+1 reuses their
+  // memory. It begins once all ranks have announced n, so this rank waits for the rows before it announces n.
   if (internode_) internode_->wait_all_here(epoch_);
   SignalRecord record{};
   record.epoch = ++epoch_;
@@ -189,7 +189,7 @@ SignalRecord Communicator::start(Operation operation, const Plan* plan) {
   return record;
 }
 
-/// Announces `record` to all ranks. routes: of rows that send_rows() will send, or null; text: an error's.
+/// Announces `record` to all ranks. routes: those of rows that send_rows() will send; text: that of an error.
 void Communicator::signal(const SignalRecord& record, const RelayRoutes* routes, const char* text) {
   signals_->signal(record);
   if (internode_) internode_->announce(record, routes, text);
@@ -246,7 +246,7 @@ void Communicator::fail(ErrorKind kind, const std::string& text) {
   try {
     guarded([&] { signals_->wait_all(record.epoch, "error exchange"); });
   } catch (const Error&) {
-    // The communicator is broken; the next call raises that.
+    // The communicator is broken; the next call raises the error that broke it.
   }
   throw Error(kind, text, {.rank = config_.rank});
 }
@@ -324,7 +324,7 @@ std::shared_ptr<const Plan> Communicator::begin_dispatch(const DispatchArguments
     const PlanShape shape{config_.rank,       config_.shape.ranks, local_experts_,     top_k,
                           arguments.layout,   arguments.alignment, arguments.capacity, nodes_.local_ranks,
                           arguments.positions};
-    // Each caller has its own plans, so that a combine of another layer is one along another plan.
+    // Each caller (layer) has plans of its own: ranks that combine for different layers then get an error.
     const uint64_t hash = hash_ids(ids, arguments.tokens * top_k) + arguments.caller;
     std::shared_ptr<const Plan> plan = reusable_plan(hash, shape, ids, arguments.tokens);
     record.rows_offset = publish(arguments.x, ids, arguments.tokens);
@@ -439,7 +439,7 @@ void Communicator::combine(const std::shared_ptr<const Plan>& plan, const std::b
     for (int r = 0; r < config_.shape.ranks; ++r)
       arguments.home_weight_grads.push_back(is_local(r) ? at(r, layout_.weight_grads[parity])
                                                         : internode_->outgoing_grads(r, record.epoch));
-    std::vector<const std::byte*> grads;  // arriving gradients, by node
+    std::vector<const std::byte*> grads;  // [node] gradients that arrive
     for (int32_t node = 0; node < nodes_.nodes(); ++node) {
       const bool here = node == nodes_.node_of(config_.rank);
       grads.push_back(here ? own(layout_.weight_grads[parity]) : internode_->grads(node, record.epoch));
@@ -451,7 +451,7 @@ void Communicator::combine(const std::shared_ptr<const Plan>& plan, const std::b
       wait_records(record, "combine");
       if (y != nullptr) internode_->relay(context(), *plan, arguments, record.epoch);
     }
-    // Slots alternate like rows: a home has read what epoch n-2 put there before it announced n-1.
+    // Slots alternate like rows: a token's rank has read what epoch n-2 put there before it announced n-1.
     if (y != nullptr) cpu::combine_reduce(context(), *plan, arguments);
     if (out_weight_grads != nullptr) cpu::push_weight_grads(context(), *plan, arguments);
     if (internode_) {
@@ -505,7 +505,7 @@ void Communicator::remember(uint64_t hash, const std::shared_ptr<const Plan>& pl
 
 std::shared_ptr<std::byte> Communicator::take_input() {
   require_usable();
-  // Ends a dispatch that was never pulled: otherwise the wait below would be for this rank itself.
+  // Ends a dispatch that was never pulled: otherwise this rank would wait for itself below.
   pending_.reset();
   signals_->complete(epoch_);
   const int index = input_taken_[0] ? 1 : 0;

@@ -46,10 +46,10 @@ struct DispatchArguments {
   int64_t tokens;
   RowLayout layout;
   int64_t alignment;
-  int64_t capacity;        ///< -1: as many rows as needed
+  int64_t capacity;        ///< rows of the output; -1: as many as needed
   int64_t positions = -1;  ///< rank layout: capacity of the expert-major index; expert layout: rows of each
                            ///< expert's group, at least as many as can arrive; -1: as many as needed
-  uint16_t caller = 0;     ///< as in SignalRecord
+  uint16_t caller = 0;     ///< as SignalRecord::caller
 };
 
 struct Stats {
@@ -71,27 +71,28 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
     own_window().link();
     return own_window().name();
   }
-  /// Maps the windows of the node. names[i] and pids[i] belong to the node's rank i. On one node, operations
-  /// may follow.
+  /// Maps the windows of the node. names[i], pids[i]: name and process of the node's rank i. If there is
+  /// one node, operations may follow.
   void connect(const std::vector<std::string>& names, const std::vector<int64_t>& pids);
-  /// Connects ranks that are threads of one process and share each other's mappings. base() is this rank's.
+  /// Connects ranks that are threads of one process and share each other's mappings. bases[i]: that of rank
+  /// i.
   void connect_threads(std::vector<std::byte*> bases);
-  /// Takes over the connections to the rail, with several nodes, after connect(). Peers of both are numbered
-  /// by node.
+  /// With several nodes, after connect(): takes over the connections to the rail, the ranks with this rank's
+  /// local index on the other nodes. Both arguments number peers by node.
   void connect_nodes(std::unique_ptr<Transport> transport, std::unique_ptr<tcp::Links> links);
   std::byte* base() const { return windows_[own_index()].base(); }
-  /// See shm::Signals::set_interrupt. After an interrupt ranks are out of step, and the communicator is
-  /// closed.
+  /// See shm::Signals::set_interrupt. An exception of `interrupt` closes the communicator, since ranks are
+  /// out of step then.
   void set_interrupt(std::function<void()> interrupt) { signals_->set_interrupt(std::move(interrupt)); }
   /// Removes the window's name, once all ranks have connected, so that nothing outlives the processes.
   void unlink_window() noexcept { own_window().unlink(); }
 
-  /// Publishes rows, waits for all ranks and makes the plan. pull(), with an output of plan->rows rows, then
-  /// finishes the dispatch.
+  /// Publishes rows, waits for all ranks and makes the plan. Then pull() finishes the dispatch, with an
+  /// output of plan->rows rows.
   std::shared_ptr<const Plan> begin_dispatch(const DispatchArguments& arguments);
-  /// out [rows][hidden]; out_weights (weight type) as in pull_metadata, or null. Rank layout, each or null:
-  /// out_ids; out_index [positions] as in Plan::index; out_index_weights (weight type), which needs
-  /// out_weights.
+  /// Writes out [rows][hidden], and out_weights (weight type) as in pull_metadata unless null. Rank layout,
+  /// each may be null: out_ids; out_index [positions] as in Plan::index; out_index_weights (weight type),
+  /// which needs out_weights.
   void pull(std::byte* out, std::byte* out_weights, int32_t* out_ids, int32_t* out_index = nullptr,
             std::byte* out_index_weights = nullptr);
 
@@ -100,13 +101,13 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   void redispatch(const std::shared_ptr<const Plan>& plan, const std::byte* rows, std::byte* out,
                   const std::byte* scales, const std::byte* other, std::byte* dots);
 
-  /// y [plan.tokens][hidden] from rows [plan.rows][hidden] and weights (weight type [plan.rows]), or null.
-  /// `weight_grads` (see CombineArguments), if given, travel too, into out_weight_grads [plan.tokens][top_k].
-  /// rows and y may both be null.
+  /// Makes y [plan.tokens][hidden] from rows [plan.rows][hidden] and weights (weight type [plan.rows], or
+  /// null). `weight_grads` (see CombineArguments), unless null, travel into out_weight_grads
+  /// [plan.tokens][top_k]. rows and y may both be null: then gradients alone travel.
   void combine(const std::shared_ptr<const Plan>& plan, const std::byte* rows, const std::byte* weights,
                std::byte* y, const std::byte* weight_grads, std::byte* out_weight_grads);
 
-  /// Announces to all ranks that this one's arguments are bad, waits for them, and throws Error(kind, text).
+  /// Announces to all ranks that this rank's arguments are bad, waits for all, and throws Error(kind, text).
   [[noreturn]] void fail(ErrorKind kind, const std::string& text);
   /// Throws Error(capacity_exceeded), once, if a dispatch since the last call exceeded its capacity on any
   /// rank; and the error that broke the communicator, if one did.
@@ -120,13 +121,13 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   int64_t input_offset(const std::byte* pointer) const;
 
   /// Closes, and tells the peers; later operations throw Error(closed). The object's destructor frees memory.
-  /// False: the proxy's thread was left behind (Proxy::close), with what it uses, until the process ends.
+  /// False: the proxy's thread was left behind (Proxy::close); what it uses stays until the process ends.
   bool close() noexcept;
-  /// Makes a waiting operation and all later ones throw Error(closed), and closes. Any thread may call it.
+  /// Makes a waiting operation, else the next one, throw Error(closed) and close. Any thread may call it.
   void give_up() noexcept;
 
   Stats& stats() { return stats_; }
-  /// By rank: seconds that this rank has waited for it to begin operations.
+  /// [rank]: seconds that this rank has waited for that rank to begin operations.
   const std::vector<double>& late_seconds() const { return late_seconds_; }
   void reset_stats() {
     stats_ = Stats{};
@@ -175,9 +176,9 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   std::vector<shm::Window> windows_;
   std::vector<std::byte*> bases_;  // mappings of the windows of the node's ranks
   std::unique_ptr<shm::Signals> signals_;
-  std::unique_ptr<Internode> internode_;  // with several nodes
+  std::unique_ptr<Internode> internode_;  // null on one node
 
-  // A forked child may drop its copy, but must neither use it nor act for its parent.
+  // A forked child may destroy its copy of this object, but must neither use it nor act for its parent.
   const int owner_ = getpid();
   uint64_t epoch_;  // epoch of the last operation that has begun
   bool closed_ = false, left_behind_ = false;
@@ -185,7 +186,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   std::optional<Error> broken_;
   std::optional<Error> overflow_;     // an overflow that no error of this rank has reported yet
   std::string told_overflow_;         // text of the last overflow that was reported
-  uint64_t input_epoch_[2] = {0, 0};  // last epoch that published from an input section
+  uint64_t input_epoch_[2] = {0, 0};  // [section] last epoch that published rows from it
   bool input_committed_ = false;
   std::atomic<bool> input_taken_[2] = {false, false};
 
@@ -198,7 +199,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   std::optional<Pending> pending_;
 
   std::multimap<uint64_t, std::weak_ptr<const Plan>> plans_;  // live plans, by hash of their ids
-  std::vector<std::shared_ptr<const Plan>> recent_;           // kept alive for recomputation
+  std::vector<std::shared_ptr<const Plan>> recent_;           // latest plans, kept alive for recomputation
   Stats stats_;
   std::vector<double> late_seconds_;
 };

@@ -19,7 +19,7 @@ inline void check_cuda(cudaError_t error, const char* what) {
               std::string(what) + ": " + cudaGetErrorName(error) + " (" + cudaGetErrorString(error) + ")");
 }
 
-/// Returns a unique number of the capture into which a stream records; 0: none, or one that has failed.
+/// Returns a unique number of the capture that records `stream`; 0 without one, or if it has failed.
 inline uint64_t capture_of(cudaStream_t stream) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   unsigned long long id = 0;
@@ -51,8 +51,8 @@ class DeviceGuard {
   bool changed_ = false;
 };
 
-/// Allows this thread to call the driver while another thread captures a graph; its calls do not belong to
-/// the capture.
+/// During its lifetime this thread may call the driver while another thread captures a graph. Its calls do
+/// not become part of the graph.
 class BesideCaptures {
  public:
   BesideCaptures() { cudaThreadExchangeStreamCaptureMode(&mode_); }

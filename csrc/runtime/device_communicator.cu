@@ -13,8 +13,8 @@ namespace {
 
 constexpr auto kWatchPeriod = std::chrono::milliseconds(10);
 
-/// Shape of the host memory in which ranks notice that another rank has ended; with several nodes also of the
-/// memory that the proxy and the kernels share.
+/// Shape of the control segment, host memory in which ranks notice that another rank has ended. With several
+/// nodes the proxy and the kernels share this memory, too.
 WindowShape control_shape(const DeviceShape& shape) {
   if (shape.other_nodes() > 0) return host_window_shape(shape);
   return {shape.ranks, 1, 4, 1, DType::float32};
@@ -53,7 +53,7 @@ DeviceCommunicator::DeviceCommunicator(const DeviceConfig& config)
   if (major != 9 && major != 10)
     throw Error(ErrorKind::unsupported,
                 text_of("the GPU has compute capability ", major, ".x, there are kernels for 9.0 and 10.x"));
-  // Where nothing is quantised, any format will do.
+  // If no rows are quantised, any format will do.
   const WireFormat quantised = s.wire != WireFormat::same              ? s.wire
                                : config_.gradients != WireFormat::same ? config_.gradients
                                                                        : WireFormat::fp8;
@@ -82,8 +82,8 @@ DeviceCommunicator::~DeviceCommunicator() {
     (void)pinned_.release();
     return;
   }
-  // The thread that destroys a communicator may use another GPU. Switching to this GPU and back would create
-  // a context on that one, so a thread of its own frees the GPU's memory.
+  // The calling thread may have another current GPU. Switching from it and back would create a context on
+  // that other GPU, so a new thread frees the memory of this one.
   try {
     start_thread([this] { free_device(); }, "freeing a communicator").join();
   } catch (...) {
@@ -178,7 +178,7 @@ void DeviceCommunicator::connect_nodes(std::unique_ptr<Transport> transport,
                                    std::move(links), config_.timeout_seconds, config_.first_epoch);
 }
 
-/// Tells kernels which peers are gone, and tells peers when a kernel here gave up on a rank.
+/// Tells this rank's kernels which peers are gone, and peers when a kernel of this rank gave up on a rank.
 void DeviceCommunicator::watch() {
   cudaSetDevice(config_.device);  // precedes any other call, which would create a context on GPU 0
   const BesideCaptures beside;
@@ -193,12 +193,12 @@ void DeviceCommunicator::watch() {
       else if (peer != config_.rank)
         loss = signals_->loss(peer);
       if (!loss) continue;
-      // What a rank of another node has sent may still have to be forwarded here.
+      // A rank of another node may have left after sends that ranks here still have to forward.
       const bool elsewhere = !nodes_.same_node(peer, config_.rank);
       const bool left = loss->cause == Cause::closed && loss->peer == peer && elsewhere;
       out = {1, loss->peer, loss->cause, loss->first, left ? signals_->announced(peer) : 0};
-      // A copy engine writes it there, also while all of the GPU waits; `set` comes last, since kernels may
-      // look meanwhile. If even that fails, deadlines end the waits.
+      // A copy engine writes the loss into the window, even while kernels that wait fill the GPU. `set` comes
+      // last, since kernels may look at any time. If a copy fails, deadlines end the waits.
       const auto copy = [&](auto* to, const auto* from, size_t bytes) {
         cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, watch_stream_);
       };
@@ -225,7 +225,7 @@ bool DeviceCommunicator::close() noexcept {
   if (closed_) return !left_behind_;
   closed_ = true;
   held_.reset();
-  pending_.reset();  // from now on nothing is received or abandoned in a window that is gone
+  pending_.reset();  // nothing may be received or abandoned once the window is gone
   if (getpid() != owner_) {
     if (watcher_.joinable()) watcher_.detach();
     return true;

@@ -2,8 +2,8 @@
 // (kernels/gpu), and reads what they report through pinned memory. It owns neither the window (device memory
 // that the caller allocates and all ranks have mapped) nor outputs and plans. It does not depend on torch.
 //
-// It runs one call at a time; the caller serialises. Only wait_rows waits for the device, and nothing
-// synchronises it.
+// It runs one call at a time; the caller serialises. An operation has two halves: the first sends, the second
+// receives. Only wait_rows, and counters() for a small copy, wait for the device; nothing synchronises it.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -45,7 +45,7 @@ struct DeviceConfig {
   int32_t host_ranks;                       ///< ranks of this host, which share its cores
   uint64_t first_epoch = 1;                 ///< epoch of the first operation, on all ranks
   WireFormat sums = WireFormat::same;       ///< wire format of a combine's sums, if its caller asks for it
-  WireFormat gradients = WireFormat::same;  ///< the same for the rows of a redispatch
+  WireFormat gradients = WireFormat::same;  ///< wire format of a redispatch's rows, if asked for
   double absence_seconds =
       0;  ///< deadline for a rank that is alive but has not begun the operation, if above the timeout
 };
@@ -58,8 +58,8 @@ struct DeviceStats {
 struct DeviceCounters {
   uint64_t rows_out = 0, bytes_wire = 0;
   double dispatch_seconds = 0, combine_seconds = 0, wait_seconds = 0;
-  std::vector<double> late_seconds;                ///< by rank
-  std::optional<double> phases[kClocks][kPhases];  ///< seconds since the start of the last operation
+  std::vector<double> late_seconds;                ///< [rank] waits for that rank to begin
+  std::optional<double> phases[kClocks][kPhases];  ///< seconds from the last start to each phase
 };
 
 class DeviceCommunicator {
@@ -69,21 +69,21 @@ class DeviceCommunicator {
   DeviceCommunicator(const DeviceCommunicator&) = delete;
   DeviceCommunicator& operator=(const DeviceCommunicator&) = delete;
 
-  /// Names the control segment, so that peers can open it: host memory in which ranks notice that another has
-  /// ended.
+  /// Names the control segment, so that peers can open it. In this host memory ranks notice that another rank
+  /// has ended.
   std::string link_control() {
     control_[own_index()].link();
     return control_[own_index()].name();
   }
   void unlink_control() noexcept { control_[own_index()].unlink(); }
-  /// Connects the ranks of the node. bases[i]: address of rank i's window as mapped here, zero where no rank
-  /// has written; names[i]: its control segment. On one node, operations may follow.
+  /// Connects the ranks of the node. Of rank i of the node, bases[i]: address of its window here, zero where
+  /// no rank has written; names[i]: control segment; pids[i]: process. On one node operations may follow.
   void connect(const std::vector<uintptr_t>& bases, const std::vector<std::string>& names,
                const std::vector<int64_t>& pids);
-  /// Takes over the connections to the rail, with several nodes, after connect(). Peers of both are numbered
-  /// by node.
+  /// With several nodes, after connect(): takes over the connections to the rail, the ranks with this rank's
+  /// local index on the other nodes. Both arguments number peers by node.
   void connect_nodes(std::unique_ptr<Transport> transport, std::unique_ptr<tcp::Links> links);
-  /// Layout of the control segment with several nodes: what other nodes write to, and what is sent to them.
+  /// With several nodes: layout of the control segment, to and from which data travels between nodes.
   const WindowLayout& layout() const { return control_layout_; }
   std::byte* base() const { return control_[own_index()].base(); }
   /// PCI address of the GPU.
@@ -92,69 +92,69 @@ class DeviceCommunicator {
 
   /// SMs that an operation holds while it runs.
   int32_t num_sms() const { return heuristics_.all_blocks(); }
-  /// True if every combine can have weights of tokens: one kernel does it on all ranks.
+  /// True if combine_weighted works: one kernel does every combine on all ranks.
   bool weighs_tokens() const;
   /// Sets the most tokens of this rank for which one kernel does a whole operation, if it can; without this
   /// call the heuristics choose. Ranks need not agree on it.
   void fuse_up_to(int64_t tokens) { most_fused_ = tokens; }
-  /// Prints each new plan of an operation's kernels on stderr from now on.
+  /// From now on prints on stderr which kernels an operation launches, each choice once.
   void log_launches() { logs_launches_ = true; }
-  /// The most tokens for which that is so.
+  /// The most tokens of this rank for which one kernel does a whole operation.
   int64_t fused_tokens() const { return std::min<int64_t>(heuristics_.fused_tokens, most_fused_); }
-  /// Operations are told what of their arguments the caller knows: rows, outputs and sizes, the plan's words
-  /// and the layout, in this device's memory.
+  /// In the arguments of operations the caller sets rows, outputs, sizes, the plan's words and the layout;
+  /// all addresses are in this device's memory. This object sets the other fields.
   ///
-  /// Sends and receives: begin_dispatch and finish_dispatch in one call. A dropless dispatch into an output
-  /// of as many rows as offered_rows says is received if all rows fit. wait_rows has to follow, then
-  /// accept_rows or, with a larger output, finish_dispatch.
+  /// Sends and receives: begin_dispatch and finish_dispatch in one call. A dropless dispatch takes an output
+  /// of the size that offered_rows says, and is received only if all rows fit. wait_rows has to follow it,
+  /// then accept_rows, or finish_dispatch with a larger output.
   void dispatch(const gpu::SendArguments& dispatch, gpu::ReceiveArguments output, cudaStream_t stream);
-  /// The size of the output to allocate before a dropless dispatch; without rows there is none, and the host
-  /// has to wait first. The second result is false where rows are received only once their number is known.
-  /// An output allocated before the first half is safe: no work on the stream can still read its memory.
+  /// Returns the size of the output to allocate before a dropless dispatch; zero rows: allocate after
+  /// wait_rows. The second result is false where rows are received only once their number is known. Such an
+  /// output is allocated before begin_dispatch too: then no work on the stream can still read its memory.
   std::pair<gpu::RowCounts, bool> offered_rows(int64_t tokens, RowLayout layout, int64_t alignment) const;
   /// Accepts the offered output, which has room for the rows that wait_rows has found.
   void accept_rows();
-  /// Starts to send rows and to make the plan. finish_dispatch has to follow; the next operation abandons a
-  /// dispatch without it.
+  /// Starts to send rows and to make the plan. finish_dispatch has to follow; otherwise the next operation
+  /// abandons the dispatch.
   void begin_dispatch(const gpu::SendArguments& dispatch, cudaStream_t stream);
-  /// Waits until the number of rows of a dispatch without capacity is known, and the number of expert-major
-  /// positions. If it throws, for example because ranks disagree, the dispatch has ended before later work on
-  /// `stream`.
+  /// Waits until the numbers of rows and of expert-major positions of a dispatch without capacity are known,
+  /// and returns both. If it throws, for example because ranks disagree, the dispatch has ended before later
+  /// work on `stream`.
   std::pair<int64_t, int64_t> wait_rows(cudaStream_t stream);
   /// The rows of each local expert, without padding, of the dispatch that wait_rows has waited for last.
   std::vector<int32_t> host_counts() const;
   /// Starts to receive into `output`.
-  /// `directly`: since the first half began, nothing else was put on `stream`, so that rows can be received
-  /// while others are sent. Both halves have to be in the same capture, or in none.
+  /// `directly`: since begin_dispatch, nothing else was put on `stream`, so that rows can be received while
+  /// others are sent. Both halves have to be in the same capture, or in none.
   void finish_dispatch(bool directly, const gpu::ReceiveArguments& output, cudaStream_t stream);
 
-  /// Starts to receive the sums of a combine that was held, if there is one: its output is ready when
-  /// `stream` reaches this point. The next operation also does so. Returns false if a capture recorded the
-  /// first half and has ended without the second: then nothing of it runs.
+  /// If a combine was held, starts to receive its sums: its output is ready when `stream` reaches this point.
+  /// Every operation begins with this call. Returns false if a capture recorded the combine's first half and
+  /// has ended without the second: then nothing of it runs.
   bool complete(cudaStream_t stream);
-  /// Sends rows along a kept plan: the backward of combine. `quantised`: they travel in the format of
-  /// gradients, without `scales` and `other`.
+  /// Sends rows along a kept plan: the backward of combine. `quantised`: rows travel in the format
+  /// DeviceConfig::gradients, and output.scales and output.other are null.
   void redispatch(gpu::SendArguments sent, gpu::ReceiveArguments output, bool quantised, cudaStream_t stream);
-  /// `quantised`: sums travel in the configured format, else in their dtype. `held`: sums are sent, and
-  /// complete() starts the kernel that waits for those of others.
+  /// `quantised`: sums travel in the format DeviceConfig::sums, else in their dtype. `held`: this call only
+  /// sends sums, and complete() starts the kernel that waits for those of other ranks.
   void combine(const gpu::CombineArguments& arguments, bool quantised, bool held, cudaStream_t stream);
-  /// True for an operation of `tokens` tokens that one kernel would do, all of whose blocks wait for other
-  /// ranks: its second half can be put off until its result is needed.
+  /// True if one kernel would do a whole operation of `tokens` tokens. All its blocks would wait for other
+  /// ranks, so the caller may put off the second half until the result is needed.
   bool splits(int64_t tokens) const { return fuses(config_.shape.wire, tokens); }
-  /// Announces to all ranks that this one's arguments are bad.
+  /// Announces to all ranks that this rank's arguments are bad.
   void fail(ErrorKind kind, const std::string& text, cudaStream_t stream);
 
   /// Throws, once, what the device has reported: arguments on which ranks disagree, bad ids, an exceeded
   /// capacity; and on every call the error that broke the communicator.
   void check();
 
-  /// Ends the waits of this rank's kernels, before close(): the rank leaves within an operation, and the
-  /// peers are told.
+  /// Ends the waits of this rank's kernels and tells the peers that the rank leaves. Call it before a close()
+  /// that comes during an operation.
   void stop_waiting() noexcept { stopped_.store(true); }
   /// True if a wait for a row count was interrupted, and no operation has followed.
   bool interrupted() const { return interrupted_; }
   /// Closes, and tells the peers. Running kernels must have ended before the window is freed. False: the
-  /// proxy's thread was left behind (Proxy::close), with the window and what else it uses.
+  /// proxy's thread was left behind (Proxy::close), and the window and what else it uses must stay.
   bool close() noexcept;
   const DeviceStats& stats() const { return stats_; }
   void reset_stats() { stats_ = {}; }
@@ -169,13 +169,14 @@ class DeviceCommunicator {
   struct Pinned;  // HostStatus, losses, texts
   /// An operation whose rows may still have to be received.
   struct Begun {
-    /// Its rows are sent; or, where they fit the offered output, also received, by two kernels or by one.
+    /// sent: its rows are sent only. offered: they are also received, by a kernel of its own, if they fit the
+    /// offered output. offered_in_one: one kernel sends rows and, if they fit, receives them.
     enum State { sent, offered, offered_in_one } state;
     gpu::SendArguments arguments;
     WireFormat wire;
     gpu::DispatchPlan plan;
     cudaStream_t stream;
-    uint64_t capture;  ///< the capture that recorded it; 0: it runs
+    uint64_t capture;  ///< the capture that recorded it; 0: none, it runs
   };
   /// A combine whose sums complete() still has to receive.
   struct Held {
@@ -213,7 +214,7 @@ class DeviceCommunicator {
   void watch();
   void free_device() noexcept;
   void require_open() const;  // throws if the communicator is closed
-  void require_usable();      // or broken
+  void require_usable();      // throws if it is closed, broken, not connected, or a forked child's
   void note_broken();
   std::optional<Error> take_overflow();
   [[noreturn]] void throw_verdict();
@@ -228,19 +229,19 @@ class DeviceCommunicator {
 
   std::unique_ptr<Pinned> pinned_;
   std::unique_ptr<device::Comm> comms_[kWireFormatCount];  // by WireFormat
-  cudaStream_t side_stream_ = nullptr;                     // for a kernel that sends after a wait
+  cudaStream_t side_stream_ = nullptr;                     // for a kernel that sends what waits for room
   cudaEvent_t fork_ = nullptr, join_ = nullptr;
 
   WindowLayout control_layout_;
   std::vector<shm::Window> control_;
   bool registered_ = false;  // this rank's control segment is registered for the GPU
   std::unique_ptr<shm::Signals> signals_;
-  std::unique_ptr<Proxy> proxy_;  // with several nodes
+  std::unique_ptr<Proxy> proxy_;  // null on one node
   std::thread watcher_;
   cudaStream_t watch_stream_ = nullptr;
   PeerLoss* losses_ = nullptr;    // in the window
-  DeviceState* state_ = nullptr;  // likewise
-  uint64_t* late_ns_ = nullptr;   // likewise
+  DeviceState* state_ = nullptr;  // in the window
+  uint64_t* late_ns_ = nullptr;   // in the window
   std::atomic<bool> stop_{false};
   std::atomic<bool> stopped_{false};
   bool interrupted_ = false;
@@ -253,11 +254,11 @@ class DeviceCommunicator {
   uint32_t texts_ = 0;
   std::optional<Begun> pending_;
   std::optional<Held> held_;
-  gpu::RecentRows recent_rows_[2];    ///< of dropless dispatches, in the expert and the rank layout
-  bool few_fit_ = true;               ///< the last rows of few tokens would fit the next offer
-  std::optional<uint64_t> given_up_;  ///< if a dispatch was given up: its capture, or 0 (Carries)
+  gpu::RecentRows recent_rows_[2];    ///< [RowLayout] counts of dropless dispatches
+  bool few_fit_ = true;               ///< rows of the last dispatch of few tokens fit the offer for few
+  std::optional<uint64_t> given_up_;  ///< after a given-up dispatch: its capture, or 0 (kAfterGivenUp)
   bool logs_launches_ = false;
-  std::set<std::string> logged_;  ///< operations with the plans that were printed
+  std::set<std::string> logged_;  ///< what log_launches has printed
   DeviceStats stats_;
 };
 

@@ -1,4 +1,4 @@
-// DeviceCommunicator: starts the two halves of operations on the caller's stream.
+// DeviceCommunicator: starts the two halves of operations, sending and receiving, on the caller's stream.
 #include <cstdio>
 #include <stdexcept>
 
@@ -27,9 +27,9 @@ void take_sent(gpu::ReceiveArguments& received, const gpu::SendArguments& sent) 
   received.wide_ids = sent.wide_ids;
 }
 
-/// Returns false if `capture` (0: none, it runs) recorded the first half of an operation on `stream` and has
-/// ended without the second half: then nothing of it runs. Throws Error(invalid_argument) for a first half
-/// that runs while its stream records now.
+/// For an operation whose first half was put on `stream` within `capture` (0: in none, it runs). Returns
+/// false if the capture has ended without the second half: then nothing of the operation runs. Throws
+/// Error(invalid_argument) if the first half runs and `stream` is being captured now.
 bool is_there(uint64_t capture, cudaStream_t stream) {
   const uint64_t now = capture_of(stream);
   if (capture == 0 && now != 0)
@@ -46,7 +46,7 @@ bool DeviceCommunicator::complete(cudaStream_t stream) {
   interrupted_ = false;
   if (!held_) return true;
   const DeviceGuard guard(config_.device);
-  // A recorded half does not complete one that runs, nor the other way round.
+  // Both halves must be in the same capture, or both in none.
   const bool alike = capture_of(stream) == held_->capture;
   const bool there = (held_->capture == 0 && alike) || is_there(held_->capture, held_->stream);
   const Held held = *held_;
@@ -55,14 +55,14 @@ bool DeviceCommunicator::complete(cudaStream_t stream) {
   return there;
 }
 
-/// Runs before every operation on `stream`.
+/// First step of every operation: completes a held combine, abandons a dispatch that was not received.
 void DeviceCommunicator::end_earlier(cudaStream_t stream) {
   require_usable();
   complete(stream);
   abandon(stream);
 }
 
-/// Orders later work of `later` after the present work of `stream`.
+/// Makes later work of the stream `later` wait for the present work of `stream`.
 void DeviceCommunicator::order(cudaStream_t later, cudaEvent_t event, cudaStream_t stream) {
   check_cuda(cudaEventRecord(event, stream), "cudaEventRecord");
   check_cuda(cudaStreamWaitEvent(later, event, 0), "cudaStreamWaitEvent");
@@ -77,7 +77,7 @@ void DeviceCommunicator::abandon(cudaStream_t stream) {
   pending_.reset();
   if (!there) return;
   const gpu::SendArguments& sent = begun.arguments;
-  // Other ranks may have received the dispatch, including rows that this rank had yet to send.
+  // Chunks that wait for memory are never sent now, though other ranks may have received the dispatch.
   const bool in_turn = comm(begun.wire)->window.stage_tokens < config_.shape.max_tokens;
   if (in_turn) given_up_ = begun.capture;
   const bool offered = begun.state != Begun::sent;
@@ -88,12 +88,12 @@ void DeviceCommunicator::abandon(cudaStream_t stream) {
   if (stream == begun.stream) return;
   cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
   check_cuda(cudaStreamIsCapturing(stream, &capture), "cudaStreamIsCapturing");
-  if (capture != cudaStreamCaptureStatusNone) return;  // who replays the graph orders it
+  if (capture != cudaStreamCaptureStatusNone) return;  // who replays the graph orders the streams
   order(stream, fork_, begun.stream);
 }
 
-/// Returns the record bits for the operation that begins on `stream`, which say that this rank gave up the
-/// previous dispatch: ranks that received it disagree, and all raise an error.
+/// Returns kAfterGivenUp, for the record of the operation that begins on `stream`, if this rank gave up the
+/// dispatch before, else 0. A rank that received that dispatch disagrees, and all raise an error.
 uint32_t DeviceCommunicator::after_given_up(cudaStream_t stream) {
   if (!given_up_ || *given_up_ != capture_of(stream)) return 0;
   given_up_.reset();
@@ -104,7 +104,7 @@ gpu::LaunchContext DeviceCommunicator::launch_context(WireFormat wire) const {
   return {heuristics_, config_.shape, fused_tokens(), comm(wire)->window.stage_tokens};
 }
 
-/// Returns what an operation launches whose rows travel in `wire`, and says so if somebody wants to know.
+/// Returns which kernels an operation launches whose rows travel in `wire`; prints it after log_launches().
 gpu::DispatchPlan DeviceCommunicator::plan_of(WireFormat wire, const gpu::SendArguments& arguments,
                                               bool in_halves) {
   const bool dispatch = arguments.operation == Operation::dispatch;
@@ -134,7 +134,7 @@ void DeviceCommunicator::send(WireFormat wire, gpu::SendArguments arguments, con
   arguments.plan_block = plan.planner > 0 ? plan.route + plan.relay : 0;
   arguments.after = after_given_up(stream);
   if (plan.later) order(side_stream_, fork_, stream);
-  if (dispatch)  // by blocks that will receive rows
+  if (dispatch)  // on the SMs that receive rows afterwards
     check_cuda(gpu::launch_dispatch_route(launch(stream, plan.route_blocks(), false),
                                           *comm(config_.shape.wire), arguments),
                "launch of a dispatch (routes)");
@@ -143,9 +143,9 @@ void DeviceCommunicator::send(WireFormat wire, gpu::SendArguments arguments, con
   pending_ = {Begun::sent, arguments, wire, plan, stream, capture_of(stream)};
 }
 
-/// Receives the rows of the operation that was sent last. `directly`: as in finish_dispatch. If the caller's
-/// kernel came in between, it may let this one start early while it still reads memory that this one writes
-/// to (operands that were freed meanwhile): then it has to end first.
+/// Receives the rows of the operation that was sent last. `directly`: as in finish_dispatch. If not, a kernel
+/// of the caller may precede. It may let the next kernel start early while it still reads operands whose
+/// freed memory is now the output, so the receiving kernel starts only after its end.
 void DeviceCommunicator::receive(gpu::ReceiveArguments arguments, bool directly, cudaStream_t stream) {
   const Begun begun = *pending_;
   const bool beside = directly && stream == begun.stream && begun.state == Begun::sent;
@@ -153,7 +153,7 @@ void DeviceCommunicator::receive(gpu::ReceiveArguments arguments, bool directly,
   if (begun.state == Begun::offered_in_one) {
     gpu::FusedArguments both{begun.arguments, arguments};
     both.again = true;
-    // The number of rows that are received again is known, and may include those of ranks with many tokens.
+    // The launch depends on the known number of rows, since other ranks may have brought many tokens.
     const gpu::FusedDispatch plan =
         gpu::plan_fused_dispatch(launch_context(begun.wire), arguments.rows, begun.arguments.tokens, false,
                                  begun.arguments.quantises());
@@ -173,7 +173,7 @@ void DeviceCommunicator::receive(gpu::ReceiveArguments arguments, bool directly,
   }
 }
 
-/// Completes the sending side's arguments of a dispatch, and counts it.
+/// Completes the sending side's arguments of a dispatch, and counts the dispatch.
 gpu::SendArguments DeviceCommunicator::counted(gpu::SendArguments dispatch) {
   dispatch.ticket = ++ticket_;
   const bool quantises = config_.shape.wire != WireFormat::same && dispatch.x_scales == nullptr;
@@ -188,8 +188,8 @@ bool DeviceCommunicator::dequantises(const gpu::ReceiveArguments& output) const 
   return config_.shape.wire != WireFormat::same && output.out_scales == nullptr;
 }
 
-/// Starts to send and to receive, in one kernel or two. Either the number of rows is known, or the rows may
-/// exceed the offered output, and the operation is pending until their number is known.
+/// Starts to send and to receive, in one kernel or several. The rows may exceed an output that was offered
+/// before their number is known; then the operation is pending until it is.
 void DeviceCommunicator::send_and_receive(WireFormat wire, const gpu::SendArguments& sent,
                                           gpu::ReceiveArguments received, cudaStream_t stream) {
   const gpu::DispatchPlan plan = plan_of(wire, sent, false);
@@ -205,7 +205,7 @@ void DeviceCommunicator::send_and_receive(WireFormat wire, const gpu::SendArgume
   if (received.offered) pending_ = begun;
 }
 
-/// Starts the one kernel of an operation whose two sides have their arguments.
+/// Starts the one kernel that does both sides of an operation.
 void DeviceCommunicator::run_in_one(WireFormat wire, gpu::FusedArguments arguments,
                                     const gpu::FusedDispatch& plan, cudaStream_t stream) {
   gpu::SendArguments& sent = arguments.send;
@@ -240,7 +240,7 @@ std::pair<gpu::RowCounts, bool> DeviceCommunicator::offered_rows(int64_t tokens,
         few_fit_ ? gpu::offered_rows(tokens, layout, alignment, config_.shape) : gpu::RowCounts{};
     return {few.rows > 0 ? few : recent.offer(tokens, alignment, config_.shape), true};
   }
-  // A kernel of its own sends chunks that wait for room; it must not start before the kernel that makes room.
+  // A separate kernel sends chunks that wait for room. The kernel that makes room must start before it.
   const bool waits = tokens > comm(wire)->window.stage_tokens;
   return {recent.offer(tokens, alignment, config_.shape), nodes_.nodes() == 1 && !waits};
 }
@@ -273,8 +273,8 @@ std::pair<int64_t, int64_t> DeviceCommunicator::wait_rows(cudaStream_t stream) {
   const HostStatus::Rows& rows = pinned_->status->rows;
   bool interrupting = false;
   try {
-    // Earlier kernels in the stream may take as long as they like. This kernel's waits have deadlines, and it
-    // reports in every case unless the device itself has failed, which is checked now and then.
+    // Earlier kernels in the stream may run for any time. The kernel that makes the plan has deadlines, and
+    // it always reports, unless the device itself has failed: that is checked now and then.
     Clock::time_point look = Clock::now() + std::chrono::milliseconds(5);
     while (load_acquire(rows.ticket) != ticket) {
       if (Clock::now() < look) continue;
@@ -284,10 +284,10 @@ std::pair<int64_t, int64_t> DeviceCommunicator::wait_rows(cudaStream_t stream) {
       interrupting = true;
       if (interrupt_) interrupt_();
       interrupting = false;
-      require_open();  // a signal handler may have closed it
+      require_open();  // a signal handler may have closed the communicator
     }
     check();
-    // One block may report a failure and another the rows: the reason can come later.
+    // `rows` is -1 after a failure; another block may report the reason later, which check() throws.
     const Clock::time_point until = Clock::now() + std::chrono::seconds(10);
     while (rows.rows < 0) {
       check();
@@ -298,7 +298,7 @@ std::pair<int64_t, int64_t> DeviceCommunicator::wait_rows(cudaStream_t stream) {
   } catch (...) {
     interrupted_ = interrupting;
     abandon(stream);  // at once: peers may wait for this rank to read what they sent
-    if (load_acquire(rows.ticket) == ticket && rows.rows < 0) given_up_.reset();  // no rank has received it
+    if (load_acquire(rows.ticket) == ticket && rows.rows < 0) given_up_.reset();  // no rank received it
     throw;
   }
   const gpu::SendArguments& sent = pending_->arguments;

@@ -1,4 +1,4 @@
-// Texts of errors that both runtimes raise: of ranks that disagree on an operation, and of what came before.
+// Error texts for the CPU's and the GPU's runtime: ranks disagree on an operation, or an error came before.
 #pragma once
 
 #include <string>
@@ -8,7 +8,8 @@
 
 namespace moecomm {
 
-/// `first` and `here`: what rank 0 and `rank` have, as numbers.
+/// Returns the text for an argument on which ranks disagree. rank 0 has `first`, `rank` has `here`, as
+/// numbers.
 inline std::string disagreement_text(Disagreement about, int rank, int64_t first, int64_t here) {
   const auto text = [rank](const char* what, const auto& of_first, const auto& of_rank) {
     return text_of("ranks disagree on ", what, ": rank 0 has ", of_first, ", rank ", rank, " has ", of_rank);
@@ -46,8 +47,8 @@ inline std::string disagreement_text(Disagreement about, int rank, int64_t first
               here);
 }
 
-/// Adds the error `before` to the text of one that may follow from it. Ranks get out of step where one raises
-/// an error at once, by check(), and another at its next dispatch.
+/// Adds the text `before` of an earlier error to that of an error that may follow from it. Ranks get out of
+/// step if one raises an error at once, by check(), and another at its next dispatch.
 inline std::string after_error(const std::string& text, const std::string& before) {
   if (before.empty()) return text;
   return text + "; the last error before, after which ranks may have gone on otherwise: " + before;

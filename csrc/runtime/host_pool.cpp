@@ -55,8 +55,8 @@ void HostPool::give_back(std::byte* block, int64_t bytes) {
   live_bytes_ -= bytes;
   free_[bytes].push_back(block);
   free_bytes_ += bytes;
-  // Keeps at most twice the bytes that were ever in use at one time (sizes drift between classes); the
-  // largest idle blocks are freed first.
+  // Used and idle blocks together take at most twice the most bytes that were in use at one time, since sizes
+  // drift between classes. The largest idle blocks are freed first.
   while (live_bytes_ + free_bytes_ > 2 * peak_live_bytes_) {
     auto largest = std::prev(free_.end());
     if (largest->second.empty()) {

@@ -1,5 +1,5 @@
-// A caching allocator for large host outputs. The kernel provides a fresh allocation of this size page by
-// page, and zeroing the pages costs as much as the copy that fills them; a block that returns to the pool
+// A caching allocator for large host outputs. The operating system provides a large new allocation page by
+// page, and zeroing the pages costs as much as the copy that fills them. A block that returns to the pool
 // keeps its pages.
 #pragma once
 
@@ -14,7 +14,7 @@ namespace moecomm {
 
 class HostPool : public std::enable_shared_from_this<HostPool> {
  public:
-  /// Returns a block of at least `bytes`, aligned to 4096. It returns to the pool when its last owner
+  /// Returns a block of at least `bytes`, aligned to 4096 bytes. It returns to the pool when its last owner
   /// releases it, even after the pool's communicator is gone. Error(out_of_memory) if the system has no
   /// memory. Any thread may call it.
   std::shared_ptr<std::byte> take(int64_t bytes);

@@ -1,5 +1,7 @@
-// An operation's work between nodes: sends what others need over the rail, waits for what comes from there,
-// and sums for the homes on other nodes (docs/protocol.md). The proxy does the puts and tracks arrivals.
+// An operation's work between nodes (docs/protocol.md): sends what other nodes need, waits for what they
+// send, and sums for tokens of their ranks. Data travels along a rail: the ranks with the same local index on
+// all nodes. A token's home is the rank that it belongs to. `other` numbers the other nodes (NodeMap::other).
+// The proxy does the puts and tracks arrivals.
 #pragma once
 
 #include <functional>
@@ -22,7 +24,8 @@ class Internode {
 
   Proxy& proxy() { return proxy_; }
 
-  /// Arrived rows of `rank`, on another node, numbered by relay index; and what came with them.
+  /// Rows of `rank`, on another node, that have arrived, by relay index. The next functions: what came with
+  /// them.
   const std::byte* rows(int32_t rank, uint64_t epoch) const {
     return window_of(rank) + layout_.relayed_rows(epoch, other_of(rank));
   }
@@ -36,11 +39,11 @@ class Internode {
     const int64_t head = WindowLayout::relayed_head(layout_.relay_head[epoch & 1], other_of(rank));
     return reinterpret_cast<const Announcement*>(window_of(rank) + head)->text;
   }
-  /// Address at which gradients of the weights of `home`, on another node, wait to be sent.
+  /// Where gradients of the routing weights of `home`, a rank on another node, wait to be sent.
   std::byte* outgoing_grads(int32_t home, uint64_t epoch) const {
     return window_of(home) + layout_.relayed_weights(layout_.outgoing_grads[epoch & 1], other_of(home));
   }
-  /// Sums and gradients for this rank's tokens from `node`.
+  /// sums(), grads(): sums and gradients for this rank's tokens that `node` sends.
   const std::byte* sums(int32_t node, uint64_t epoch) const {
     return own() + layout_.relayed_rows(epoch, NodeMap::other(node, node_));
   }
@@ -48,8 +51,8 @@ class Internode {
     return own() + layout_.relayed_weights(layout_.relay_grads[epoch & 1], NodeMap::other(node, node_));
   }
 
-  /// Sends the record to the rail; for a dispatch with the tokens' ids and weights, for an error with its
-  /// text. routes: rows that send_rows() will send, or null.
+  /// Sends the record of an operation to the rail: that of a dispatch with the tokens' ids and weights, that
+  /// of an error with its text. routes: those of the rows that send_rows() will send, or null.
   void announce(const SignalRecord& record, const RelayRoutes* routes, const char* text);
   /// Sends the rows of x that other nodes need. Returns when all have been handed to the proxy.
   void send_rows(const cpu::Context& context, const RelayRoutes& routes, const std::byte* x, uint64_t epoch);
@@ -60,23 +63,24 @@ class Internode {
   /// arrived.
   void pull(const Plan& plan, uint64_t epoch, const std::function<void(cpu::EntryRange)>& pull);
 
-  /// Does this rank's part of a combine for homes on other nodes: gives its sums to the ranks here on their
-  /// rails, and sends what the homes on its own rail need.
+  /// Does this rank's part of a combine for tokens of other nodes: gives its sums to the ranks of this node
+  /// on the homes' rails, and sends the totals for the homes on its own rail.
   void relay(const cpu::Context& context, const Plan& plan, const cpu::CombineArguments& arguments,
              uint64_t epoch);
-  /// Returns when all ranks of the node have called it: then they have written all that they have for this
-  /// node, or for its rails.
+  /// Returns when all ranks of the node have called it. Then their sums for this node's tokens and all their
+  /// gradients are written.
   void node_barrier(uint64_t epoch);
-  /// Sends the gradients that this node has for the rail.
+  /// Sends this node's gradients of the routing weights of the rail's other ranks.
   void send_grads(const Plan& plan, uint64_t epoch);
-  /// Makes sums of tokens as they arrive: calls sum(first, end) for parts of the own tokens in order.
+  /// Calls sum(first, end) for ranges of this rank's tokens, in order, when their sums from other nodes are
+  /// here.
   void combine_sum(const Plan& plan, uint64_t epoch, const std::function<void(int64_t, int64_t)>& sum);
-  /// Returns when the gradients of the own tokens' weights have arrived from all other nodes.
+  /// Returns when the gradients of this rank's routing weights have arrived from all other nodes.
   void wait_grads(const Plan& plan, uint64_t epoch);
 
  private:
   std::byte* window(int32_t local) const { return bases_[local]; }
-  /// The window of the rank here on the rail of `rank`.
+  /// The window of this node's rank on the rail of `rank`.
   std::byte* window_of(int32_t rank) const { return window(nodes_.local_of(rank)); }
   std::byte* own() const { return window_of(rank_); }
   int32_t other_of(int32_t rank) const { return NodeMap::other(nodes_.node_of(rank), node_); }
@@ -87,9 +91,9 @@ class Internode {
     return nodes_.rank_of(NodeMap::node_of_other(other, node_), local);
   }
   int32_t rail(int32_t other) const { return rank_at(other, nodes_.local_of(rank_)); }
-  /// Waits for an arrival flag of `source` in the window of the rank here on its rail.
+  /// Waits for arrival flag `flag` of `source`, in the window of this node's rank on the rail of `source`.
   void wait_part(int32_t source, int64_t flag, uint64_t epoch, const char* phase);
-  /// Returns a free staging slot for data to `other`.
+  /// Returns a free staging slot for data to node `other`, after a wait for one.
   int64_t take_slot(int32_t other, uint64_t epoch);
   std::byte* staging(int64_t slot) const {
     return own() + layout_.staging + slot * layout_.shape.chunk_rows() * layout_.shape.row_bytes();
@@ -103,7 +107,7 @@ class Internode {
   const std::vector<std::byte*> bases_;
   shm::Signals& signals_;
   uint64_t staged_ = 0;               // chunks that ever got a staging slot
-  std::vector<int32_t> slot_target_;  // target of the chunk in each slot
+  std::vector<int32_t> slot_target_;  // [slot] `other` of its last chunk
   uint64_t rounds_ = 0;               // rounds of relay(), over all operations
   Proxy proxy_;
 };

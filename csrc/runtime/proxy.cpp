@@ -11,18 +11,16 @@
 namespace moecomm {
 namespace {
 
-// The interval between polls of the control links, and the longest time for a goodbye.
-constexpr auto kWordsInterval = std::chrono::milliseconds(2);
-constexpr double kGoodbyeSeconds = 10.0;
-// The longest time for the links to send what is left, at the end.
-constexpr double kLinksSeconds = 1.0;
+constexpr auto kWordsInterval = std::chrono::milliseconds(2);  // between polls of the control links
+constexpr double kGoodbyeSeconds = 10.0;                       // the longest time for a goodbye
+constexpr double kLinksSeconds = 1.0;  // the longest time for the links to send the rest, at the end
 // The thread's time for closing links and network, in addition to the timeout that bounds its goodbye.
 constexpr double kEndSeconds = 3.0;
 // A peer that ends, closes or gives up says so over its link. A network failure may come first, and is
 // reported after this time if no link explains it.
 constexpr auto kExplanationTime = std::chrono::milliseconds(100);
-// A command ends a long sleep, so an operation of this rank does, as it begins with one. An arrival does not,
-// so long sleeps are short enough for that. Kernels can't end sleeps.
+// The longest sleep of a CPU rank's proxy, and of a GPU's. A command that the host pushes ends a sleep, so
+// operations of the CPU do. Arrivals and kernels do not, so sleeps have to be short.
 constexpr auto kLongSleep = std::chrono::microseconds(500), kDeviceSleep = std::chrono::microseconds(100);
 constexpr uint64_t kNoContext = ~uint64_t{0};
 
@@ -141,7 +139,7 @@ void Proxy::run() {
 
 void Proxy::talk() {
   while (true) {
-    // `stop_` is read before the commands, so that those pushed before close() are among them, and the
+    // `stop_` is read before the commands. So all commands that were pushed before close() are taken, and the
     // goodbye counts them.
     const int stop = stop_.load();
     if (stop == 2) return;
@@ -164,7 +162,7 @@ void Proxy::talk() {
   }
 }
 
-/// True if puts have not been sent, or rows of an operation have not arrived.
+/// True if source bytes of a put are not free yet, or rows that a peer announced have not arrived.
 bool Proxy::moving() const {
   for (int32_t other = 0; other < others_; ++other) {
     const Outbound& out = outbound_[other];
@@ -191,7 +189,8 @@ void Proxy::translate(const Command& command) {
   const WindowShape& shape = layout_.shape;
   const int parity = command.epoch & 1;
   const int32_t other = command.other;
-  const int32_t mine = NodeMap::other(node_, NodeMap::node_of_other(other, node_));  // this node's there
+  // This node's number on the other node.
+  const int32_t mine = NodeMap::other(node_, NodeMap::node_of_other(other, node_));
   const int64_t piece = command.index * WindowShape::kPieceBytes;
   Immediate immediate{Immediate::Kind::body, command.epoch, static_cast<uint32_t>(node_), command.index};
   Put put{0, 0, command.a, 0, kNoContext};
@@ -253,7 +252,7 @@ bool Proxy::issue() {
     }
     const Put& put = out.ready.front();
     if (out.gone) {
-      // The bytes will not be read. Signals tell of the loss those who wait for the slot.
+      // The bytes will not be read. Who waits for the slot learns of the loss by signals.
       put_done(put.context);
     } else {
       if (!transport_->put(NodeMap::node_of_other(other, node_), put.dst, put.src, put.bytes, put.immediate,
@@ -309,7 +308,8 @@ void Proxy::arrived(uint32_t bits) {
   const int32_t other = NodeMap::other(node, node_);
   Inbound& in = inbound_[other];
   ++in.arrived;
-  // Rows of the epoch before the last one shown may still arrive, and the peer may be two epochs ahead of it.
+  // The last record shown is of in.delivered. Rows of the epoch before may still arrive, and the peer may be
+  // two epochs ahead.
   const uint64_t ahead = (immediate.epoch + 1 - in.delivered) % Immediate::kEpochs;
   const uint64_t epoch = in.delivered + ahead - 1;
   Inbound::Epoch& state = in.epochs[epoch & 1];
@@ -338,7 +338,8 @@ void Proxy::arrived(uint32_t bits) {
   check_goodbye(other);
 }
 
-/// Shows the node the next record, once the record has arrived with its ids and weights. False if it has not.
+/// Shows a peer's next record to this node's ranks if it has arrived with its ids and weights, else returns
+/// false.
 bool Proxy::show_next(int32_t other) {
   Inbound& in = inbound_[other];
   const uint64_t epoch = in.delivered + 1;
@@ -377,7 +378,7 @@ void Proxy::check_parts(int32_t other) {
   }
 }
 
-/// A peer that has closed is gone once its last put has arrived; then it may end.
+/// Counts a peer that has closed as gone once its last put has arrived, and tells it that it may end.
 void Proxy::check_goodbye(int32_t other) {
   Inbound& in = inbound_[other];
   if (in.gone || in.arrived != in.last) return;
@@ -438,13 +439,13 @@ void Proxy::lose(int32_t other, Cause cause, std::string_view text) {
     try {
       reason = text;
     } catch (const std::bad_alloc&) {  // the loss is told all the same
-      reason = "out of memory";        // short enough to need none
+      reason = "out of memory";        // short enough to need no memory
     }
   }
   signals_.deliver_gone(rail(other), cause);
 }
 
-/// `busy`: there may be more commands.
+/// Tells each peer the number of puts to it, once all have started. `busy`: more commands may come.
 void Proxy::say_goodbye(bool busy) {
   if (!goodbye_) goodbye_.emplace(std::chrono::duration<double>(std::min(timeout_seconds_, kGoodbyeSeconds)));
   if (busy) return;

@@ -1,7 +1,8 @@
 // The proxy of a rank: the thread that talks to the network for the computing threads. It turns commands into
-// puts to the rank's rail, counts arrivals from there, and shows them to the ranks of this node by the
-// signals and flags for which they wait anyway. Data may arrive in any order: a record is shown when all that
-// belongs to it has arrived, and each chunk has its own flag.
+// puts to the rank's rail (the ranks with its local index on the other nodes). It counts arrivals from there,
+// and shows them to this node's ranks by the signals and flags for which they wait anyway. Data may arrive in
+// any order. A record, the announcement of an operation, is shown when it has arrived with its ids and
+// weights; each chunk of rows has a flag of its own.
 //
 // Control links tell it when a peer's process is gone. They also carry goodbye messages, so that a rank that
 // closes does not leave others waiting for rows in flight.
@@ -41,9 +42,9 @@ void require_message_size(const Transport& transport, const WindowShape& shape);
 
 class Proxy {
  public:
-  /// `base`: the own window. Starts the thread. Peers of `transport` and `links` are numbered by node. While
-  /// this object lives, it tells the rail on whom this rank gives up; `signals` must outlive it. Each peer's
-  /// first record is that of `first_epoch`.
+  /// Starts the thread. `base`: this rank's window. `transport` and `links` number peers by node. While this
+  /// object lives, it tells the rail when this rank gives up on a peer; `signals` must outlive it. Each
+  /// peer's first record is that of `first_epoch`.
   Proxy(const WindowLayout& layout, int32_t rank, std::byte* base, shm::Signals& signals,
         std::unique_ptr<Transport> transport, std::unique_ptr<tcp::Links> links, double timeout_seconds,
         uint64_t first_epoch = 1);
@@ -51,9 +52,9 @@ class Proxy {
 
   /// Takes over a command; waits while the ring is full.
   void push(const Command& command);
-  /// The epoch up to which everything has arrived that the rail's rank on that node sends without a request.
+  /// Word with the epoch up to which all has arrived that the rail's rank on node `other` has announced.
   uint64_t* all_here(int32_t other) { return progress().all_here(other); }
-  /// Counter of how often a staging slot has become free.
+  /// Word that counts how often a staging slot has become free.
   uint64_t* staging_done(int64_t slot) { return &staging_done_[slot]; }
   /// Tells the rail that this rank has given up on a peer. Any thread may call it.
   void announce_loss(int32_t peer, Cause cause) noexcept;
@@ -80,7 +81,7 @@ class Proxy {
   };
   struct Outbound {
     std::deque<Put> ready;
-    uint64_t put = 0, left = 0;  // puts that were started, and puts whose source bytes are free again
+    uint64_t put = 0, left = 0;  // puts started; puts whose source bytes are free again
     bool goodbye = false, gone = false;
   };
   struct Inbound {
@@ -92,7 +93,7 @@ class Proxy {
     } epochs[2];
     uint64_t delivered = 0;        // epoch of the last record shown
     uint64_t arrived = 0;          // puts that have arrived, over all epochs
-    uint64_t last = ~uint64_t{0};  // puts that the peer's goodbye announces
+    uint64_t last = ~uint64_t{0};  // number of puts that the peer's goodbye says
     bool gone = false;
     std::string failure;  // network failure that is not reported yet; see suspect()
     Clock::time_point tell{};
@@ -142,7 +143,7 @@ class Proxy {
   std::vector<uint64_t> staging_done_;
   WireStats stats_;
   std::atomic<int> stop_{0};  // 1: goodbye, 2: at once
-  bool left_behind_ = false;  // the thread
+  bool left_behind_ = false;  // the thread has not ended in time
 
   // Fields that only the proxy's thread uses.
   std::vector<Outbound> outbound_;

@@ -10,7 +10,7 @@
 namespace moecomm {
 namespace {
 
-/// The requested interface may be an RDMA device ("mlx5_0"), which TCP does not know.
+/// Returns `interface`, or "" if TCP does not know it: it may be an RDMA device ("mlx5_0").
 std::string interface_for_links(const std::string& interface) {
   try {
     interface_address(interface);
@@ -20,7 +20,7 @@ std::string interface_for_links(const std::string& interface) {
   }
 }
 
-// As far as the kernel allows, links end when a host is silent for longer than this and the longest wait.
+// Links end when a host is silent for the timeout, or these seconds if longer; the kernel limits both.
 constexpr double kLeastSilence = 30.0;
 
 }  // namespace
@@ -32,7 +32,7 @@ Rail::Rail(const RailOptions& options, const WindowLayout& layout, std::byte* ba
           options.job, node(), options.nodes.nodes(), interface_for_links(options.network.interface),
           std::clamp(options.timeout_seconds, kLeastSilence, tcp::kLongestSilence)})) {}
 
-/// Peers send nothing before all have connected, so any input means that one of them could not.
+/// Throws if a link has ended: its peer could not connect to all. Peers send nothing before that.
 void Rail::require_peers() {
   std::vector<tcp::LinkEvent> events;
   links_->poll(events);

@@ -1,5 +1,6 @@
-// A rank's connections to its rail while they are being opened: first what peers need to know, then the
-// connections. Peers are numbered by node, and in errors by rank.
+// Opens a rank's connections to its rail, the ranks with the same local index on the other nodes. The
+// constructor makes the addresses that peers need, connect() the connections. Peers are numbered by node, in
+// errors by rank.
 #pragma once
 
 #include <functional>
@@ -23,10 +24,11 @@ struct RailOptions {
 
 class Rail {
  public:
-  /// Registers the part of the window at `base` to which other nodes write, or which is sent to them.
+  /// Registers for the network the part of the window at `base` that other nodes write, or that is sent to
+  /// them.
   Rail(const RailOptions& options, const WindowLayout& layout, std::byte* base);
 
-  /// The endpoint address of each lane.
+  /// The address of each lane, a libfabric endpoint; endpoint(): the address for TCP links.
   std::vector<fabric::AddressBytes> endpoint_addresses() const { return network_->endpoint_addresses(); }
   const std::string& endpoint() const { return links_->endpoint(); }
   /// Connects to all peers, within 1.5 times the timeout. Throws the errors of tcp::Links::connect and
