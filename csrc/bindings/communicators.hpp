@@ -43,7 +43,7 @@ inline tcp::JobId job_id(const std::string& bytes) {
   return job;
 }
 
-/// The host counts `calls`; `counters` come from where rows move.
+/// Makes the dict of statistics from `calls`, counted on the host, and `counters`, counted where rows move.
 template <class Calls, class Counters>
 pybind11::dict stats_dict(const Calls& calls, const Counters& counters,
                           const std::vector<double>& late_seconds, const Proxy* proxy) {

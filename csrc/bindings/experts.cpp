@@ -26,7 +26,7 @@ void check_between(const char* name, int64_t value, int64_t least, int64_t most)
                 text_of(name, " is ", value, ", must be from ", least, " to ", most));
 }
 
-/// The array at `address`, of elements of `bytes` each; for an absent one address 0 becomes null.
+/// Returns the array at `address`, which must be a multiple of `bytes`. Address 0, where allowed, means null.
 template <class T = std::byte>
 T* pointer(const char* name, uintptr_t address, int64_t bytes, bool may_be_absent = false) {
   if (address == 0 && !may_be_absent)
@@ -37,8 +37,8 @@ T* pointer(const char* name, uintptr_t address, int64_t bytes, bool may_be_absen
   return reinterpret_cast<T*>(address);
 }
 
-/// Binds prepare(dtype), which launches nothing, also for a thread that captures a CUDA graph. `what`: for
-/// the text of an error.
+/// Binds prepare(dtype). It launches nothing, and a thread that captures a CUDA graph may call it. `what`:
+/// for the text of an error.
 void bind_prepare(py::module_& m, const char* name, const char* what, cudaError_t (*prepare)(DType)) {
   m.def(
       name,
@@ -49,8 +49,8 @@ void bind_prepare(py::module_& m, const char* name, const char* what, cudaError_
       py::arg("dtype"));
 }
 
-/// Address of the number of real rows. `ends`: address of the ends of `groups` groups, the last of which is
-/// that number; 0 returns null, and all rows are real.
+/// Returns the address of the number of real rows, which is the last of the `groups` group ends at `ends`. If
+/// `ends` is 0, all rows are real, and it returns null.
 const int32_t* real_rows_at(uintptr_t ends, int64_t groups) {
   const int32_t* const first = pointer<int32_t>("ends", ends, sizeof(int32_t), true);
   if (first == nullptr) return nullptr;
@@ -114,7 +114,7 @@ void bind_experts(py::module_& m) {
       .value("swiglu_interleaved", Activation::swiglu_interleaved)
       .value("swiglu_clamped", Activation::swiglu_clamped)
       .value("gelu", Activation::gelu);
-  // Arguments are positional, which costs the caller less than keywords.
+  // Arguments are positional: keywords would take the caller longer.
   m.def("activation", [](uintptr_t inner, uintptr_t weights, uintptr_t ends, int64_t groups, int64_t rows,
                          int64_t width, DType dtype, Activation activation, uintptr_t z, uintptr_t stream) {
     const ActivationRows all = rows_of(inner, weights, ends, groups, rows, width, dtype, activation);

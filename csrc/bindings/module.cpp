@@ -1,5 +1,5 @@
-// The Python bindings of the runtime: take pointers and sizes, throw typed exceptions.
-// moecomm/backends/cpu.py is the only caller.
+// The Python bindings of the runtime: take pointers and sizes, throw typed exceptions. The callers are
+// moecomm/backends/cpu.py and moecomm/setup.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 

@@ -74,15 +74,14 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   /// Maps the windows of the node. names[i], pids[i]: name and process of the node's rank i. If there is
   /// one node, operations may follow.
   void connect(const std::vector<std::string>& names, const std::vector<int64_t>& pids);
-  /// Connects ranks that are threads of one process and share each other's mappings. bases[i]: that of rank
-  /// i.
+  /// Connects ranks that are threads of one process and share mappings. bases[i]: mapping of window i.
   void connect_threads(std::vector<std::byte*> bases);
   /// With several nodes, after connect(): takes over the connections to the rail, the ranks with this rank's
   /// local index on the other nodes. Both arguments number peers by node.
   void connect_nodes(std::unique_ptr<Transport> transport, std::unique_ptr<tcp::Links> links);
   std::byte* base() const { return windows_[own_index()].base(); }
-  /// See shm::Signals::set_interrupt. An exception of `interrupt` closes the communicator, since ranks are
-  /// out of step then.
+  /// See shm::Signals::set_interrupt. After an exception of `interrupt` ranks are out of step, and the
+  /// communicator is closed.
   void set_interrupt(std::function<void()> interrupt) { signals_->set_interrupt(std::move(interrupt)); }
   /// Removes the window's name, once all ranks have connected, so that nothing outlives the processes.
   void unlink_window() noexcept { own_window().unlink(); }

@@ -117,9 +117,8 @@ class DeviceCommunicator {
   /// Starts to send rows and to make the plan. finish_dispatch has to follow; otherwise the next operation
   /// abandons the dispatch.
   void begin_dispatch(const gpu::SendArguments& dispatch, cudaStream_t stream);
-  /// Waits until the numbers of rows and of expert-major positions of a dispatch without capacity are known,
-  /// and returns both. If it throws, for example because ranks disagree, the dispatch has ended before later
-  /// work on `stream`.
+  /// Returns the numbers of rows and of expert-major positions of a dispatch without capacity, once they are
+  /// known. If it throws, e.g. because ranks disagree, the dispatch has ended before later work on `stream`.
   std::pair<int64_t, int64_t> wait_rows(cudaStream_t stream);
   /// The rows of each local expert, without padding, of the dispatch that wait_rows has waited for last.
   std::vector<int32_t> host_counts() const;

@@ -27,8 +27,8 @@ void take_sent(gpu::ReceiveArguments& received, const gpu::SendArguments& sent) 
   received.wide_ids = sent.wide_ids;
 }
 
-/// For an operation whose first half was put on `stream` within `capture` (0: in none, it runs). Returns
-/// false if the capture has ended without the second half: then nothing of the operation runs. Throws
+/// Returns whether an operation can still get its second half. The first was put on `stream` within `capture`
+/// (0: in none, it runs). False if that capture has ended: then nothing of the operation runs. Throws
 /// Error(invalid_argument) if the first half runs and `stream` is being captured now.
 bool is_there(uint64_t capture, cudaStream_t stream) {
   const uint64_t now = capture_of(stream);
@@ -88,7 +88,7 @@ void DeviceCommunicator::abandon(cudaStream_t stream) {
   if (stream == begun.stream) return;
   cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
   check_cuda(cudaStreamIsCapturing(stream, &capture), "cudaStreamIsCapturing");
-  if (capture != cudaStreamCaptureStatusNone) return;  // who replays the graph orders the streams
+  if (capture != cudaStreamCaptureStatusNone) return;  // whoever replays the graph orders them
   order(stream, fork_, begun.stream);
 }
 
@@ -143,9 +143,9 @@ void DeviceCommunicator::send(WireFormat wire, gpu::SendArguments arguments, con
   pending_ = {Begun::sent, arguments, wire, plan, stream, capture_of(stream)};
 }
 
-/// Receives the rows of the operation that was sent last. `directly`: as in finish_dispatch. If not, a kernel
-/// of the caller may precede. It may let the next kernel start early while it still reads operands whose
-/// freed memory is now the output, so the receiving kernel starts only after its end.
+/// Receives the rows of the operation that was sent last. `directly`: as in finish_dispatch. Without it a
+/// kernel of the caller may precede. That may let the next kernel start early while it still reads operands
+/// whose freed memory is now the output, so the receiving kernel starts only after its end.
 void DeviceCommunicator::receive(gpu::ReceiveArguments arguments, bool directly, cudaStream_t stream) {
   const Begun begun = *pending_;
   const bool beside = directly && stream == begun.stream && begun.state == Begun::sent;
@@ -189,7 +189,7 @@ bool DeviceCommunicator::dequantises(const gpu::ReceiveArguments& output) const 
 }
 
 /// Starts to send and to receive, in one kernel or several. The rows may exceed an output that was offered
-/// before their number is known; then the operation is pending until it is.
+/// before their number is known; then the operation is pending until wait_rows.
 void DeviceCommunicator::send_and_receive(WireFormat wire, const gpu::SendArguments& sent,
                                           gpu::ReceiveArguments received, cudaStream_t stream) {
   const gpu::DispatchPlan plan = plan_of(wire, sent, false);

@@ -1,4 +1,4 @@
-// Error texts for the CPU's and the GPU's runtime: ranks disagree on an operation, or an error came before.
+// Error texts of both runtimes, for CPUs and GPUs: ranks disagree on an operation, or an error came before.
 #pragma once
 
 #include <string>
@@ -8,8 +8,7 @@
 
 namespace moecomm {
 
-/// Returns the text for an argument on which ranks disagree. rank 0 has `first`, `rank` has `here`, as
-/// numbers.
+/// Returns the text for an argument on which ranks disagree: rank 0 has `first`, `rank` has `here`.
 inline std::string disagreement_text(Disagreement about, int rank, int64_t first, int64_t here) {
   const auto text = [rank](const char* what, const auto& of_first, const auto& of_rank) {
     return text_of("ranks disagree on ", what, ": rank 0 has ", of_first, ", rank ", rank, " has ", of_rank);

@@ -36,7 +36,7 @@ void Internode::announce(const SignalRecord& record, const RelayRoutes* routes, 
   const WindowShape& shape = layout_.shape;
   const int64_t entries = int64_t{record.tokens} * shape.top_k;
   for (int32_t i = 0; i < others_; ++i) {
-    const int32_t other = (node_ + i) % others_;  // each node starts with another node
+    const int32_t other = (node_ + i) % others_;  // nodes start with different targets
     auto* const announcement = reinterpret_cast<Announcement*>(
         own() + WindowLayout::relayed_head(layout_.announcement[record.epoch & 1], other));
     announcement->record = record;
@@ -221,7 +221,7 @@ void Internode::wait_grads(const Plan& plan, uint64_t epoch) {
 void Internode::combine_sum(const Plan& plan, uint64_t epoch,
                             const std::function<void(int64_t, int64_t)>& sum) {
   const int64_t chunk_rows = layout_.shape.chunk_rows();
-  std::vector<int64_t> arrived(others_, 0);  // [other] chunks
+  std::vector<int64_t> arrived(others_, 0);  // [other] chunks that are here
   for (int64_t first = 0; first < plan.tokens; first += chunk_rows) {
     const int64_t end = std::min(first + chunk_rows, plan.tokens);
     for (int32_t other = 0; other < others_; ++other) {

@@ -1,7 +1,7 @@
-// An operation's work between nodes (docs/protocol.md): sends what other nodes need, waits for what they
-// send, and sums for tokens of their ranks. Data travels along a rail: the ranks with the same local index on
-// all nodes. A token's home is the rank that it belongs to. `other` numbers the other nodes (NodeMap::other).
-// The proxy does the puts and tracks arrivals.
+// An operation's work between nodes (docs/protocol.md): sends what other nodes need, waits for their data,
+// and sums for tokens of their ranks. Data travels along a rail, the ranks with the same local index on all
+// nodes. A token's home is the rank that it belongs to; `other` is a node as NodeMap::other numbers it. The
+// proxy does the puts and tracks arrivals.
 #pragma once
 
 #include <functional>
@@ -24,8 +24,7 @@ class Internode {
 
   Proxy& proxy() { return proxy_; }
 
-  /// Rows of `rank`, on another node, that have arrived, by relay index. The next functions: what came with
-  /// them.
+  /// Arrived rows of `rank`, on another node, by relay index; ids(), weights(), error_text() came with them.
   const std::byte* rows(int32_t rank, uint64_t epoch) const {
     return window_of(rank) + layout_.relayed_rows(epoch, other_of(rank));
   }
@@ -72,8 +71,8 @@ class Internode {
   void node_barrier(uint64_t epoch);
   /// Sends this node's gradients of the routing weights of the rail's other ranks.
   void send_grads(const Plan& plan, uint64_t epoch);
-  /// Calls sum(first, end) for ranges of this rank's tokens, in order, when their sums from other nodes are
-  /// here.
+  /// Calls sum(first, end) for ranges of this rank's tokens, in order, once other nodes' sums for them
+  /// arrive.
   void combine_sum(const Plan& plan, uint64_t epoch, const std::function<void(int64_t, int64_t)>& sum);
   /// Returns when the gradients of this rank's routing weights have arrived from all other nodes.
   void wait_grads(const Plan& plan, uint64_t epoch);

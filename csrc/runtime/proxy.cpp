@@ -19,8 +19,8 @@ constexpr double kEndSeconds = 3.0;
 // A peer that ends, closes or gives up says so over its link. A network failure may come first, and is
 // reported after this time if no link explains it.
 constexpr auto kExplanationTime = std::chrono::milliseconds(100);
-// The longest sleep of a CPU rank's proxy, and of a GPU's. A command that the host pushes ends a sleep, so
-// operations of the CPU do. Arrivals and kernels do not, so sleeps have to be short.
+// The longest sleep of a CPU rank's proxy, and of a GPU's. A command from the host ends it, and operations on
+// the CPU begin with one. Arrivals and kernels do not end it, so sleeps have to be short.
 constexpr auto kLongSleep = std::chrono::microseconds(500), kDeviceSleep = std::chrono::microseconds(100);
 constexpr uint64_t kNoContext = ~uint64_t{0};
 
@@ -189,7 +189,7 @@ void Proxy::translate(const Command& command) {
   const WindowShape& shape = layout_.shape;
   const int parity = command.epoch & 1;
   const int32_t other = command.other;
-  // This node's number on the other node.
+  // The number of this node, as the other node counts (NodeMap::other).
   const int32_t mine = NodeMap::other(node_, NodeMap::node_of_other(other, node_));
   const int64_t piece = command.index * WindowShape::kPieceBytes;
   Immediate immediate{Immediate::Kind::body, command.epoch, static_cast<uint32_t>(node_), command.index};
@@ -308,8 +308,7 @@ void Proxy::arrived(uint32_t bits) {
   const int32_t other = NodeMap::other(node, node_);
   Inbound& in = inbound_[other];
   ++in.arrived;
-  // The last record shown is of in.delivered. Rows of the epoch before may still arrive, and the peer may be
-  // two epochs ahead.
+  // Rows of the epoch before in.delivered may still arrive, and the peer may be two epochs ahead of it.
   const uint64_t ahead = (immediate.epoch + 1 - in.delivered) % Immediate::kEpochs;
   const uint64_t epoch = in.delivered + ahead - 1;
   Inbound::Epoch& state = in.epochs[epoch & 1];
@@ -338,8 +337,7 @@ void Proxy::arrived(uint32_t bits) {
   check_goodbye(other);
 }
 
-/// Shows a peer's next record to this node's ranks if it has arrived with its ids and weights, else returns
-/// false.
+/// Shows this node's ranks a peer's next record, if that has arrived with its ids and weights; else false.
 bool Proxy::show_next(int32_t other) {
   Inbound& in = inbound_[other];
   const uint64_t epoch = in.delivered + 1;

@@ -1,8 +1,8 @@
 // The proxy of a rank: the thread that talks to the network for the computing threads. It turns commands into
 // puts to the rank's rail (the ranks with its local index on the other nodes). It counts arrivals from there,
 // and shows them to this node's ranks by the signals and flags for which they wait anyway. Data may arrive in
-// any order. A record, the announcement of an operation, is shown when it has arrived with its ids and
-// weights; each chunk of rows has a flag of its own.
+// any order: a record (an operation's announcement) is shown once its ids and weights are here, and each
+// chunk of rows has its own flag.
 //
 // Control links tell it when a peer's process is gone. They also carry goodbye messages, so that a rank that
 // closes does not leave others waiting for rows in flight.

@@ -1,6 +1,5 @@
-// Opens a rank's connections to its rail, the ranks with the same local index on the other nodes. The
-// constructor makes the addresses that peers need, connect() the connections. Peers are numbered by node, in
-// errors by rank.
+// Opens a rank's connections to its rail, the ranks with the same local index on the other nodes: first its
+// own ends, whose addresses peers need, then the connections. Peers are numbered by node, in errors by rank.
 #pragma once
 
 #include <functional>
@@ -24,11 +23,10 @@ struct RailOptions {
 
 class Rail {
  public:
-  /// Registers for the network the part of the window at `base` that other nodes write, or that is sent to
-  /// them.
+  /// Registers the part of the window at `base` to which other nodes write, or which is sent to them.
   Rail(const RailOptions& options, const WindowLayout& layout, std::byte* base);
 
-  /// The address of each lane, a libfabric endpoint; endpoint(): the address for TCP links.
+  /// The address of each lane (libfabric endpoint) for rows. endpoint(): that of the TCP links.
   std::vector<fabric::AddressBytes> endpoint_addresses() const { return network_->endpoint_addresses(); }
   const std::string& endpoint() const { return links_->endpoint(); }
   /// Connects to all peers, within 1.5 times the timeout. Throws the errors of tcp::Links::connect and
