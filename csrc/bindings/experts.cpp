@@ -37,8 +37,8 @@ T* pointer(const char* name, uintptr_t address, int64_t bytes, bool may_be_absen
   return reinterpret_cast<T*>(address);
 }
 
-/// Binds prepare(dtype). It launches nothing, and a thread that captures a CUDA graph may call it. `what`:
-/// for the text of an error.
+/// Binds prepare(dtype). It launches nothing, and may be called during a capture of a CUDA graph. `what` goes
+/// into the text of an error.
 void bind_prepare(py::module_& m, const char* name, const char* what, cudaError_t (*prepare)(DType)) {
   m.def(
       name,

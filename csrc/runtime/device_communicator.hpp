@@ -69,8 +69,7 @@ class DeviceCommunicator {
   DeviceCommunicator(const DeviceCommunicator&) = delete;
   DeviceCommunicator& operator=(const DeviceCommunicator&) = delete;
 
-  /// Names the control segment, so that peers can open it. In this host memory ranks notice that another rank
-  /// has ended.
+  /// Names the control segment for peers to open: host memory in which ranks notice that another has ended.
   std::string link_control() {
     control_[own_index()].link();
     return control_[own_index()].name();
@@ -114,8 +113,7 @@ class DeviceCommunicator {
   std::pair<gpu::RowCounts, bool> offered_rows(int64_t tokens, RowLayout layout, int64_t alignment) const;
   /// Accepts the offered output, which has room for the rows that wait_rows has found.
   void accept_rows();
-  /// Starts to send rows and to make the plan. finish_dispatch has to follow; otherwise the next operation
-  /// abandons the dispatch.
+  /// Starts to send rows and make the plan. Unless finish_dispatch follows, the next operation abandons both.
   void begin_dispatch(const gpu::SendArguments& dispatch, cudaStream_t stream);
   /// Returns the numbers of rows and of expert-major positions of a dispatch without capacity, once they are
   /// known. If it throws, e.g. because ranks disagree, the dispatch has ended before later work on `stream`.

@@ -8,7 +8,7 @@
 
 namespace moecomm {
 
-/// Returns the text for an argument on which ranks disagree: rank 0 has `first`, `rank` has `here`.
+/// Text for an argument on which ranks disagree. As numbers, rank 0 has `first` and `rank` has `here`.
 inline std::string disagreement_text(Disagreement about, int rank, int64_t first, int64_t here) {
   const auto text = [rank](const char* what, const auto& of_first, const auto& of_rank) {
     return text_of("ranks disagree on ", what, ": rank 0 has ", of_first, ", rank ", rank, " has ", of_rank);

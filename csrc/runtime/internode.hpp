@@ -66,13 +66,11 @@ class Internode {
   /// on the homes' rails, and sends the totals for the homes on its own rail.
   void relay(const cpu::Context& context, const Plan& plan, const cpu::CombineArguments& arguments,
              uint64_t epoch);
-  /// Returns when all ranks of the node have called it. Then their sums for this node's tokens and all their
-  /// gradients are written.
+  /// Returns when all ranks of the node have called it: their sums for this node and gradients are written.
   void node_barrier(uint64_t epoch);
   /// Sends this node's gradients of the routing weights of the rail's other ranks.
   void send_grads(const Plan& plan, uint64_t epoch);
-  /// Calls sum(first, end) for ranges of this rank's tokens, in order, once other nodes' sums for them
-  /// arrive.
+  /// Calls sum(first, end) for ranges of this rank's tokens, in order, as other nodes' sums arrive.
   void combine_sum(const Plan& plan, uint64_t epoch, const std::function<void(int64_t, int64_t)>& sum);
   /// Returns when the gradients of this rank's routing weights have arrived from all other nodes.
   void wait_grads(const Plan& plan, uint64_t epoch);

@@ -111,7 +111,7 @@ std::string choose_address(const std::string& wanted, const std::vector<Interfac
   if (const std::string numeric = canonical(wanted); !numeric.empty()) {
     if (numeric == "0.0.0.0" || numeric == "::")
       refuse(wanted, "it stands for all interfaces, and moecomm listens on one", have);
-    // Interfaces list a single address of the loopback network, all of whose addresses are this host.
+    // An interface lists one address of 127.0.0.0/8, but all addresses there are this host.
     if (numeric.starts_with("127.")) return numeric;
     for (const InterfaceAddress& each : have) {
       if (canonical(each.address) != numeric) continue;

@@ -19,8 +19,7 @@ struct InterfaceAddress {
 /// The addresses of this host, in the kernel's order, without IPv6 addresses that are valid on one link only.
 std::vector<InterfaceAddress> host_addresses();
 
-/// The address with which this host sends to hosts without a more specific route: that of its default route
-/// of IPv4, else of IPv6; "" without one.
+/// This host's own address on its default route of IPv4, else of IPv6; "" without a default route.
 std::string default_route_address();
 
 /// The text of a numeric address; "" for null, and for an address that is neither IPv4 nor IPv6.

@@ -1,6 +1,6 @@
-// Interface between proxy and network: one-sided writes into a peer's window with an immediate, and events
-// about their outcome. The implementations are fabric/ (libfabric) and, in tests, a loopback; both may
-// deliver in any order.
+// Interface between proxy and network: one-sided writes into a peer's window, each with an immediate (32 bits
+// that arrive after the data), and events about their outcome. The implementations are fabric/ (libfabric)
+// and, in tests, a loopback; both may deliver in any order.
 #pragma once
 
 #include <cstddef>
@@ -34,7 +34,7 @@ struct TransportEvent {
   };
   Kind kind;
   int32_t peer;        ///< of sent and failed; -1: all peers
-  uint32_t immediate;  ///< arrived
+  uint32_t immediate;  ///< of arrived: that of the put
   uint64_t context;    ///< of sent: the value given to put()
   std::string text;    ///< of failed: the reason, with the provider's name
 };
@@ -52,7 +52,7 @@ class Transport {
   virtual void forget(int32_t peer) = 0;
   /// Makes progress and appends the events since the last call. Call it continuously, also when idle.
   virtual void poll(std::vector<TransportEvent>& events) = 0;
-  /// Tells an implementation whether data is in flight, so that its threads do not sleep.
+  /// Tells an implementation whether data is in flight; its threads do not sleep then.
   virtual void stay_awake(bool) {}
 };
 

@@ -50,7 +50,7 @@ Registration::Registration(fid_domain* domain, fid_ep* endpoint, const fi_info& 
   attributes.mr_iov = &range;
   attributes.iov_count = 1;
   attributes.access = FI_WRITE | FI_REMOTE_WRITE;
-  // The provider refuses two regions with the same key, which random keys meet where keys are short.
+  // The provider refuses a key that another region has. Short random keys may collide.
   int status = -FI_ENOKEY;
   for (int attempt = 0; attempt < 16 && status == -FI_ENOKEY; ++attempt) {
     if ((mode & FI_MR_PROV_KEY) == 0) attributes.requested_key = random_key(info.domain_attr->mr_key_size);

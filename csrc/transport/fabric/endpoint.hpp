@@ -30,12 +30,11 @@ struct CloseFid {
 template <class Object>
 using Handle = std::unique_ptr<Object, CloseFid>;
 
-/// Throws the error for a provider's refusal to register memory (an FI_E number, positive): out_of_memory,
-/// with what to do about locked memory, or unsupported.
+/// Throws the error for a provider that refuses to register memory. `status`: its FI_E number, positive.
+/// Either out_of_memory, with what to do about locked memory, or unsupported.
 [[noreturn]] void registration_refused(int status, const std::string& provider, int64_t bytes);
 
-/// Memory to which peers may write and from which puts are read, which must stay mapped during this object's
-/// lifetime.
+/// Memory to which peers may write and from which puts are read. It must stay mapped while this object lives.
 class Registration {
  public:
   Registration(fid_domain* domain, fid_ep* endpoint, const fi_info& info, void* base, int64_t bytes);
@@ -67,7 +66,7 @@ class Endpoint {
   /// Ends all registrations, after which the memory may be unmapped. Peers can't write to it any more.
   void deregister() { registrations_.clear(); }
 
-  /// The address that a peer passes to insert(); not readable in general.
+  /// The address that a peer passes to insert(): bytes, in general not text.
   std::vector<std::byte> address() const;
   fi_addr_t insert(const std::vector<std::byte>& address);
   /// An address as text, for messages.
@@ -79,7 +78,7 @@ class Endpoint {
     return fi_writedata(endpoint_.get(), source, bytes, descriptor, immediate, peer, address, key, context);
   }
 
-  /// Returns the number of completions, -FI_EAGAIN: none, -FI_EAVAIL: read_error() has one. Makes progress.
+  /// Makes progress. Returns the number of completions; -FI_EAGAIN if none, -FI_EAVAIL if one is an error.
   ssize_t read(fi_cq_data_entry* entries, size_t count) { return fi_cq_read(queue_.get(), entries, count); }
 
   struct Failure {

@@ -23,8 +23,8 @@ struct EndpointFacts {
   uint32_t protocol = 0, protocol_version = 0;  ///< the provider's protocol on the wire
   uint32_t reserved = 0;
   RemoteRegion window;
-  RemoteRegion greetings;  ///< where hellos are written; see FabricTransport::connect
-  uint64_t hello = 0;      ///< what this rank writes there; random, so that nobody else can guess it
+  RemoteRegion greetings;  ///< where peers write their hellos; see FabricTransport::connect
+  uint64_t hello = 0;      ///< what this rank writes to peers' greetings; random, so that nobody can guess it
   bool operator==(const EndpointFacts&) const = default;
 };
 static_assert(sizeof(EndpointFacts) == 72);

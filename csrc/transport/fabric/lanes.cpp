@@ -55,7 +55,7 @@ struct Lane {
   std::deque<Order> orders;            // under the mutex
   std::vector<TransportEvent> events;  // under the mutex
   std::atomic<bool> has_orders{false}, has_events{false};
-  // Bytes of puts that wait for the thread, and of puts that the network has.
+  // Bytes of puts: those that wait for the thread, and those that are under way in the network.
   std::atomic<int64_t> waiting{0}, under_way{0};
   std::thread thread;
 

@@ -1,6 +1,5 @@
-// What the runtime sees of this folder: the network of a rank, over as many lanes as are chosen, and what
-// libfabric offers on this machine. In a build without libfabric's headers, without_libfabric.cpp replaces
-// it.
+// What the runtime sees of this folder: a rank's network over one or more lanes (libfabric endpoints), and
+// what libfabric offers here. Without libfabric's headers a build has without_libfabric.cpp in its place.
 #pragma once
 
 #include <cstdint>
@@ -17,8 +16,7 @@ namespace moecomm::fabric {
 struct FabricOptions {
   ProviderOptions provider;
   /// The most puts and bytes in flight in a lane, over all peers. The provider's own limits are no bound: tcp
-  /// takes as much as fits into memory. A single put may exceed the second limit if nothing else is in
-  /// flight.
+  /// takes as much as fits into memory. A single put may have more bytes if nothing else is in flight.
   int max_in_flight_operations = 256;
   int64_t max_in_flight_bytes = int64_t{64} << 20;
 };
@@ -27,13 +25,12 @@ using AddressBytes = std::vector<std::byte>;
 
 class Network : public Transport {
  public:
-  /// The endpoint address of each lane, for the connect() of peers. They can connect while this end polls in
-  /// its own connect().
+  /// The endpoint address of each lane, for insert_peers() of peers, which can connect during connect() here.
   virtual std::vector<AddressBytes> endpoint_addresses() const = 0;
-  /// Takes the endpoint addresses of all peers, peers[i] those of peer i, and keeps the lanes that all of
-  /// them have. Called once. Throws an error for a bad address.
+  /// Takes the endpoint addresses of all peers, peers[i] those of peer i, and keeps as many lanes (endpoints)
+  /// as all peers have. Called once. Throws an error for a bad address.
   virtual void insert_peers(const std::vector<std::vector<AddressBytes>>& peers, int own_index) = 0;
-  /// Establishes the connections to all peers, both ways. Calls `interrupt` every few milliseconds, whose
+  /// Establishes the connections to all peers, both ways. Calls `interrupt` every few milliseconds; its
   /// exceptions pass through. Error(peer_timeout) names the missing peers; Error(peer_lost) if a peer
   /// refuses. After an error the object can only be destroyed.
   virtual void connect(double timeout_seconds, const std::function<void()>& interrupt) = 0;

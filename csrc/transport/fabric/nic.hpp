@@ -1,5 +1,5 @@
-// Chooses the NIC near a GPU by the PCI tree that Linux shows in sysfs. All functions are pure functions of
-// path strings, except the two that take a sysfs root.
+// Chooses the NIC near a GPU by the PCI tree that Linux shows in sysfs. pci_distance, core_list and
+// share_of_nics are pure functions; the others read sysfs. A rank's lane is a libfabric endpoint.
 #pragma once
 
 #include <string>
@@ -39,8 +39,8 @@ std::vector<int> nearest_nics(const std::string& gpu, const std::vector<std::str
 int gpus_sharing(const std::string& gpu, const std::vector<std::string>& nics,
                  const std::string& sysfs = "/sys");
 
-/// The NICs that a rank's lanes use in turn, out of `near` equally near ones that `sharers` ranks share: the
-/// rank's part if there are enough for all, else one of them. Ranks spread in the same way on every node.
+/// Indices of the NICs that a rank's lanes use in turn, among `near` equally near NICs of `sharers` ranks:
+/// the rank's part if there are enough for all, else one. Ranks spread in the same way on every node.
 ///   (8 near, 2 sharers, local rank 1): 4, 5, 6, 7    (2 near, 4 sharers, local rank 3): 1
 std::vector<int> share_of_nics(int near, int sharers, int local_rank);
 

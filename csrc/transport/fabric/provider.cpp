@@ -23,10 +23,10 @@
 namespace moecomm::fabric {
 namespace {
 
-// Smaller is better. From kOnlyByName on, a provider is used only on request: it stays on one host, or is
-// meant for development.
+// Preferences, smaller is better. From kOnlyByName on, a provider is used only on request: it stays on one
+// host, or is meant for development.
 constexpr int kOnlyByName = 100;
-// The most lanes that copy, and the cores of a rank's share for each of them.
+// kCopyingLanes: the most lanes (endpoints) if cores copy the bytes, as with TCP. kCoresALane: cores of each.
 constexpr int kCopyingLanes = 8, kCoresALane = 4;
 
 int preference(const std::string& provider) {
@@ -58,8 +58,8 @@ int preference(const std::string& provider) {
 
 bool on_one_host(const std::string& provider) { return provider == "shm" || provider == "sm2"; }
 
-/// Rank of an interface if none is requested (lowest first), after the one that control links use: reachable
-/// from other hosts first, IPv4 first.
+/// Order of interfaces if none is requested, lowest first: reachable from other hosts first, then IPv4 first.
+/// candidates() puts the interface of the control links before all.
 int address_preference(const std::string& address) {
   if (address.starts_with("fe80:")) return 9;  // needs a scope, which address tables can't hold
   const bool v6 = address.find(':') != std::string::npos;
@@ -100,7 +100,8 @@ struct Candidate {
   Offer offer;
 };
 
-/// Returns the best first, each once (libfabric repeats entries that differ only in irrelevant fields).
+/// Returns usable entries, best first, each once (libfabric repeats entries that differ in irrelevant
+/// fields).
 std::vector<Candidate> candidates(const fi_info* list) {
   std::vector<Candidate> found;
   for (const fi_info* info = list; info != nullptr; info = info->next) {
@@ -110,7 +111,7 @@ std::vector<Candidate> candidates(const fi_info* list) {
                      [&](const Candidate& c) { return c.offer == candidate.offer; }))
       found.push_back(std::move(candidate));
   }
-  // Among equally reachable addresses, the one that control links use comes first.
+  // Of a provider's addresses, the one that control links use comes first.
   std::string usual;
   try {
     usual = interface_address("");

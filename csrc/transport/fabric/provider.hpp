@@ -41,13 +41,13 @@ using Info = std::unique_ptr<fi_info, FreeInfo>;
 
 constexpr int kMostLanes = 64;
 
-/// Chooses the provider and NIC for each lane of a rank. Lanes use the NICs of the rank's share in turn.
-/// Without a requested number there are as many lanes as NICs; over TCP, where a core copies each
+/// Chooses the provider and NIC for each lane (endpoint) of a rank. Lanes use the NICs of the rank's share in
+/// turn. Without a requested number there are as many lanes as NICs; over TCP, where a core copies each
 /// connection's bytes, up to eight if the ranks of the node leave enough cores. All lanes have the same
 /// provider. Throws Error(unsupported), which lists what is available, if nothing fits.
 std::vector<Info> choose_lanes(const ProviderOptions& options);
 
-/// Describes such a choice.
+/// Describes an entry of libfabric's list, for example one that choose_lanes() has chosen.
 Offer describe(const fi_info& info);
 
 /// Names that a provider requested as `name` may have in this version of libfabric (major << 16 | minor), in

@@ -25,7 +25,7 @@ namespace moecomm::fabric {
 namespace {
 
 constexpr size_t kBatch = 64;                            // completions read per call
-constexpr int kBatches = 16;                             // batches per poll(), for progress of puts
+constexpr int kBatches = 16;                             // most batches per poll(), for progress of puts
 constexpr double kCloseSeconds = 5;                      // time limit of the destructor
 constexpr auto kPause = std::chrono::microseconds(200);  // between polls without result, while connecting
 constexpr auto kInterruptEvery = std::chrono::milliseconds(5);
@@ -105,7 +105,7 @@ void FabricTransport::drop(int32_t index) {
 
 void FabricTransport::fail(int32_t index, const std::string& what, std::vector<TransportEvent>& events) {
   if (index < 0) {
-    // An error that belongs to no write: if one peer is left, it is that one's.
+    // An error that belongs to no write is that of the only peer left, if there is only one.
     int32_t left = -1;
     int count = 0;
     for (size_t i = 0; i < peers_.size(); ++i)
@@ -123,7 +123,7 @@ void FabricTransport::fail(int32_t index, const std::string& what, std::vector<T
 }
 
 void FabricTransport::completed(Operation& operation, std::vector<TransportEvent>& events) {
-  const bool wanted = operation.counted;  // false for a peer that was reported as failed
+  const bool wanted = operation.counted;  // false for a peer that failed or was forgotten
   release(operation);
   free_.push_back(&operation);
   if (operation.hello)
@@ -180,7 +180,7 @@ void FabricTransport::unlink_file() const {
 bool FabricTransport::greeted() const {
   for (size_t i = 0; i < peers_.size(); ++i) {
     if (static_cast<int>(i) == own_index_) continue;
-    // Written by the provider, or by a peer's process with shm.
+    // The provider writes the word, or with shm a peer's process.
     uint64_t word = 0;
     __atomic_load(&greetings_[i], &word, __ATOMIC_ACQUIRE);
     if (word != peers_[i].endpoint_address.hello || !peers_[i].hello_sent) return false;
@@ -218,7 +218,7 @@ void FabricTransport::not_greeted(double seconds) const {
 void CloseInTime::operator()(FabricTransport* transport) const {
   std::shared_ptr<FabricTransport> lane(transport);
   // An rxm endpoint crashes (seen with libfabric 1.17 and 2.1) if it closes with arrivals that were not
-  // polled, and a peer may have sent any number. So it stays open until the process ends, without the window.
+  // polled, and a peer may have sent any number. So it stays open until the process ends, without memory.
   if (lane->caps_.provider.ends_with("ofi_rxm")) {
     static std::mutex mutex;
     static auto* const left_open = new std::vector<std::shared_ptr<FabricTransport>>;
@@ -272,7 +272,7 @@ void FabricTransport::connect(double timeout_seconds, const std::function<void()
   if (count == 0) throw Error(ErrorKind::invalid_argument, "fabric: connect() comes after insert_peers()");
   const Deadline deadline{std::chrono::duration<double>(timeout_seconds)};
   auto next_interrupt = Clock::now() + kInterruptEvery;
-  std::vector<int> waiting;  // peers that wait for room, or for their connection
+  std::vector<int> waiting;  // peers whose hello has no room or no connection yet
   for (int i = 0; i < count; ++i)
     if (i != own_index_) waiting.push_back(i);
   std::vector<TransportEvent> events;

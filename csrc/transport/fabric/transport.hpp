@@ -52,8 +52,8 @@ class FabricTransport final : public Transport {
   /// bytes are allowed and send only the immediate.
   bool put(int32_t peer, int64_t dst_offset, int64_t src_offset, int64_t bytes, uint32_t immediate,
            uint64_t context) override;
-  /// `failed` is reported at most once per peer; its puts in flight then get no `sent`. A failure that the
-  /// provider does not attribute to a peer is that of the only peer left, or of all (-1).
+  /// `failed` is reported at most once per peer; the peer's puts in flight then get no `sent`. If the
+  /// provider names no peer, the failure is that of the only peer left, or of all (-1).
   void poll(std::vector<TransportEvent>& events) override;
   /// Sends nothing more to this peer; its puts in flight are no longer counted.
   void forget(int32_t peer) override;
@@ -68,7 +68,7 @@ class FabricTransport final : public Transport {
   struct Operation {
     fi_context2 context;
     int32_t peer;
-    bool counted;  // counted in the limits, until its peer fails
+    bool counted;  // counts for the limits, until it ends or its peer is dropped
     bool hello;
     int64_t bytes;
     uint64_t user;
@@ -99,7 +99,7 @@ class FabricTransport final : public Transport {
   const int64_t window_bytes_;
   // Hellos: peer i writes its word to greetings[i]; the last entry is this rank's own word, to be sent.
   std::vector<uint64_t> greetings_ = std::vector<uint64_t>(kMaxPeers + 1);
-  // These fields precede the endpoint, so that it closes first.
+  // These fields precede the endpoint, so that they outlive it.
   std::deque<Operation> operations_;
   std::vector<Operation*> free_;
 

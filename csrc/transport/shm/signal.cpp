@@ -110,7 +110,7 @@ void Signals::write_lines(int peer, const Write& write) {
   for (int i = 0; i < nodes_.local_ranks; ++i) {
     const int reader = first_ + (rank_ - first_ + i) % nodes_.local_ranks;
     write(lines(reader, peer));
-    // A rank does not wait for itself, but waits for what its proxy writes.
+    // A rank does not wait for its own lines, but for those that its proxy writes.
     if (reader != peer) ring(reader);
   }
 }
@@ -164,7 +164,7 @@ void Signals::wait_all(uint64_t epoch, const char* phase, std::vector<double>* l
   if (late_seconds == nullptr) return wait_until(arrived, epoch, phase);
   const auto start = std::chrono::steady_clock::now();
   std::vector<bool> counted(late_seconds->size());
-  // wait_until waits for one rank after another; this counts ranks that arrive meanwhile.
+  // wait_until waits for one rank after another; count() also notes later ranks that arrive meanwhile.
   const auto count = [&](int peer) {
     if (counted[peer]) return true;
     if (!arrived(peer)) return false;
@@ -194,8 +194,8 @@ void Signals::wait_node(const std::function<uint64_t*(int)>& counter, uint64_t v
 void Signals::wait_word(uint64_t* word, uint64_t value, int peer, int through, uint64_t epoch,
                         const char* phase) {
   const auto there = [&] { return atomic(*word).load(std::memory_order_acquire) >= value; };
-  // The rank to blame at the deadline: the source of the data.
   if (there()) return;
+  // At the deadline `peer` is blamed, the source of the data.
   wait_until([&](int each) { return (each != peer && each != through) || there(); }, epoch, phase, peer);
 }
 
@@ -227,8 +227,8 @@ void Signals::wait_until(const std::function<bool(int)>& arrived, uint64_t epoch
   }
   const auto missing = [&] {
     if (blame >= 0) return blame;
-    // Data of other nodes comes through ranks of this node, so a late rank of this node is to blame: first of
-    // all one that hangs within a call.
+    // Data of other nodes comes through ranks of this node, so a late rank of this node is blamed first.
+    // Before all others a rank that hangs within a call is blamed.
     for (const bool may_be_absent : {false, true})
       for (int i = 0; i < ranks; ++i) {
         const int peer = (first_ + i) % ranks;
@@ -256,7 +256,7 @@ void Signals::wait_until(const std::function<bool(int)>& arrived, uint64_t epoch
     const int late = missing();
     const bool longer = patient && absent(late, epoch);
     if (longer && !last.passed())
-      deadline = Deadline{std::chrono::duration<double>(timeout_seconds_)};  // from when it comes
+      deadline = Deadline{std::chrono::duration<double>(timeout_seconds_)};  // counts from when `late` comes
     else if ((longer || deadline.passed()) && !all_arrived())
       give_up({late, Cause::no_signal, rank_}, phase, epoch, longer ? absence_seconds_ : timeout_seconds_);
   }
@@ -285,7 +285,7 @@ Error loss_error(const Signals::Loss& loss, int rank, const std::string& phase, 
       "", " (its process has ended)", " (it has closed the communicator)", " (the network to it has failed)"};
   std::string text = text_of("rank ", rank, ", ", phase, ": ");
   const std::string first = text_of("rank ", loss.first);
-  // Another rank may have given up waiting for this one.
+  // Another rank may have given up waiting for this rank.
   const bool blamed = loss.cause == Cause::no_signal && loss.peer == rank && loss.first != rank;
   if (loss.cause == Cause::no_signal) {
     text += blamed ? first + " waited" : "waited";
@@ -320,7 +320,7 @@ Error loss_error(const Signals::Loss& loss, int rank, const std::string& phase, 
                {.rank = rank, .peer = loss.peer, .phase = phase, .expected = expected, .seen = seen});
 }
 
-/// Tells all ranks that this one can't go on, and throws.
+/// Tells all ranks that this rank can't go on, and throws.
 void Signals::give_up(const Loss& loss, const char* phase, uint64_t expected, double waited) {
   announce_loss(loss.peer, loss.cause);
   const uint64_t seen = announced(loss.peer);

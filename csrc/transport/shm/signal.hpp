@@ -2,8 +2,8 @@
 // release and acquire, and numbered by epochs, so that none is ever reset. A waiter spins, then yields, then
 // sleeps on the futex in its own window, so that waiting is cheap even with more ranks than cores.
 //
-// Ranks of other nodes also have lines in the windows here. The rank on their rail on this node writes their
-// announcements there (its proxy calls deliver and deliver_gone), so waiters see no difference.
+// Ranks of other nodes also have lines in this node's windows. This node's rank with the same local index (on
+// the same rail) lets its proxy write their announcements there, so waiters see no difference.
 #pragma once
 
 #include <algorithm>
@@ -68,7 +68,7 @@ class Signals {
   void wait_word(uint64_t* word, uint64_t value, int peer, int through, uint64_t epoch, const char* phase);
   /// Stores `value` (release) and wakes waiting ranks of the node.
   void store(uint64_t* word, uint64_t value);
-  /// Stores a word for which only this rank waits.
+  /// Stores `value` (release) in a word for which only this rank waits, and wakes it.
   void store_own(uint64_t* word, uint64_t value);
 
   /// Signals `record` on behalf of `peer`, which is on another node. One thread only.
@@ -82,16 +82,16 @@ class Signals {
   /// Sets the function that says, for an error's text, why a peer is unreachable.
   void set_reason(std::function<std::string(int peer)> reason) { reason_ = std::move(reason); }
 
-  /// Why `peer` will signal nothing more, if so.
+  /// Why a peer will signal nothing more. loss() returns none while the peer may still signal.
   struct Loss {
-    int peer;  ///< the rank to blame: this peer, or the one on which it gave up
+    int peer;  ///< the rank to blame: the peer itself, or the rank on which it gave up
     Cause cause;
     int first;  ///< the rank that noticed
   };
   std::optional<Loss> loss(int peer) const;
   /// The last epoch that `peer` has announced to this rank.
   uint64_t announced(int peer) const { return std::max(announced(peer, 0), announced(peer, 1)); }
-  /// Tells all ranks that this one can't go on because of `peer`.
+  /// Tells all ranks that this rank can't go on because of `peer`.
   void announce_loss(int peer, Cause cause);
 
   /// Sets the function that is called every few milliseconds during a wait; its exceptions end the wait.
@@ -103,7 +103,7 @@ class Signals {
   /// Throws Error(closed) after stop_waiting().
   void require_going_on() const;
 
-  /// Tells all ranks that this one will signal no more. Peers that still wait for it get Error(peer_lost).
+  /// Tells all ranks that this rank will signal no more. Peers that still wait for it get Error(peer_lost).
   void close() noexcept;
 
  private:
@@ -129,9 +129,9 @@ class Signals {
   int rank_, first_;
   double timeout_seconds_, absence_seconds_;
   int spins_;
-  /// A pidfd of each other process of the node, empty for threads of this one: readable from the moment the
-  /// process exits, also before its parent has reaped it, and never confused by a reused process number.
-  /// None: it ended before it could be watched.
+  /// [rank of the node] a pidfd of its process, empty if that is this process. A pidfd is readable from the
+  /// moment the process exits, also before its parent has reaped it, and never confused by a reused process
+  /// number. nullopt: the process ended before it could be watched.
   std::vector<std::optional<Descriptor>> processes_;
   std::function<void()> interrupt_;
   std::atomic<bool> stopped_ = false;

@@ -47,7 +47,7 @@ void remove_left_behind() {
 int64_t available_bytes() {
   struct statvfs info;
   if (statvfs(kShmFolder, &info) != 0) throw Error(ErrorKind::unsupported, errno_text("statvfs /dev/shm"));
-  if (info.f_blocks == 0) {  // mounted without a limit (size=0), so that only memory is one
+  if (info.f_blocks == 0) {  // mounted without a limit (size=0): the limit is memory
     info.f_bavail = static_cast<fsblkcnt_t>(sysconf(_SC_PHYS_PAGES));
     info.f_frsize = static_cast<unsigned long>(sysconf(_SC_PAGE_SIZE));
   }
@@ -108,14 +108,14 @@ void Window::map() {
 }
 
 void Window::commit(int64_t offset, int64_t bytes) {
-  // Signals wait: one ends the call, which then begins anew, so that a steady stream of them could keep it
-  // from ever ending.
+  // Signals are blocked: each would end the call, which then begins anew, and a steady stream of signals
+  // would never let it finish.
   sigset_t all, before;
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, &before);
   int error;
   do error = posix_fallocate(fd_.get(), offset, bytes);
-  while (error == EINTR);  // where the process was stopped
+  while (error == EINTR);  // after the process was stopped
   pthread_sigmask(SIG_SETMASK, &before, nullptr);
   if (error == 0) return;
   errno = error;
@@ -159,7 +159,7 @@ Window& Window::operator=(Window&& other) noexcept {
 
 Window::~Window() {
   unlink();
-  // A child has no such mapping, but something else may be at this address.
+  // A forked child has no such mapping, but something else may be at this address.
   if (base_ != nullptr && own_process()) munmap(base_, bytes_);
 }
 

@@ -20,7 +20,7 @@ struct Address {
 /// Makes an address from numeric text, without a look-up. Throws Error(invalid_argument) for any other text.
 Address make_address(const std::string& numeric, const std::string& port);
 
-/// Throws Error(invalid_argument), beginning with `what`, unless `endpoint` is a numeric address with a port.
+/// Parses a numeric address with a port, or throws Error(invalid_argument), whose text begins with `what`.
 Address parse_endpoint(const std::string& what, const std::string& endpoint);
 
 std::string endpoint_text(const Address& address);

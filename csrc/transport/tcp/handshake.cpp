@@ -61,7 +61,7 @@ std::vector<Descriptor> Handshake::run(double timeout_seconds, const std::functi
     if (::poll(polled.data(), polled.size(), kPollMilliseconds) < 0 && errno != EINTR)
       throw Error(ErrorKind::unsupported, errno_text("poll of the links to rail peers"));
 
-    // No descriptor is closed or made between here and poll(), so each finds its own result.
+    // Since poll() no descriptor was closed or made, so each finds its own result.
     const auto ready = [&](const Descriptor& fd) {
       return std::any_of(polled.begin(), polled.end(),
                          [&](const pollfd& each) { return each.fd == fd.get() && each.revents != 0; });
@@ -114,7 +114,7 @@ Hello Handshake::hello(int32_t from, int32_t to) const {
   return hello;
 }
 
-/// A new connection has room for a hello.
+/// Sends the hello, for which a new connection has room. False if it was not sent.
 bool Handshake::say_hello(const Descriptor& fd, int32_t to) const {
   const Hello own = hello(self_, to);
   return send(fd.get(), &own, sizeof(own), MSG_NOSIGNAL) == static_cast<ssize_t>(sizeof(own));
@@ -141,7 +141,7 @@ Handshake::Read Handshake::read_hello(Incoming& incoming) const {
   return ended ? Read::ended : Read::more;
 }
 
-// -- calling the peers below -----------------------------------------------------------------------------
+// -- calling peers with lower numbers --------------------------------------------------------------------
 
 void Handshake::start(Call& call) {
   const Address& to = endpoints_[call.peer];
@@ -150,7 +150,7 @@ void Handshake::start(Call& call) {
   call.fd =
       Descriptor::open([&] { return socket(to.family(), SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0); });
   if (!call.fd) throw system_error("a socket for a link between nodes");
-  // Lets the kernel choose a free port when it connects, which may be in use for other destinations.
+  // The kernel then chooses the port at connect(), and may take one that is in use for other destinations.
   const int on = 1;
   setsockopt(call.fd.get(), IPPROTO_IP, IP_BIND_ADDRESS_NO_PORT, &on, sizeof(on));
   if (bind(call.fd.get(), own_.get(), own_.length) != 0) return retry(call, errno_text("bind"));
@@ -193,7 +193,7 @@ void Handshake::advance(Call& call) {
       {.rank = self_, .peer = call.peer, .phase = kPhase});
 }
 
-// -- called by the peers above ---------------------------------------------------------------------------
+// -- called by peers with higher numbers -----------------------------------------------------------------
 
 void Handshake::take_callers() {
   for (;;) {
@@ -201,7 +201,7 @@ void Handshake::take_callers() {
         Descriptor::open([&] { return accept4(listener_, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC); });
     if (!fd) {
       if (errno == EINTR) continue;
-      if (errno != EMFILE && errno != ENFILE) return;  // no caller is left, or this one has already gone
+      if (errno != EMFILE && errno != ENFILE) return;  // no caller is left, or it has already gone
       if (callers_.empty()) throw system_error("accept of a link");
       callers_.erase(callers_.begin());
       return;

@@ -1,5 +1,6 @@
-// Handshake of the peers of a rail: each calls the peers below it and is called by those above it. Both sides
-// begin with a hello; a caller that is not a rank of this job is rejected and does not delay the others.
+// Handshake of the peers of a rail (the ranks with one local index, a rank a node): each calls the peers with
+// lower numbers. Both sides begin with a hello. A caller that is not a rank of this job is rejected and does
+// not delay the others.
 #pragma once
 
 #include <array>
@@ -45,7 +46,7 @@ class Handshake {
     Hello hello;
     size_t received = 0;
   };
-  /// A peer with a lower number, which this one calls until it answers.
+  /// A peer with a lower number, which this rank calls until it answers.
   struct Call : Incoming {
     int32_t peer = 0;
     bool connected = false;    // the hello is sent

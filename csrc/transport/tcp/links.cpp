@@ -30,8 +30,8 @@ void set(int fd, int level, int option, unsigned value, const char* what) {
     throw Error(ErrorKind::unsupported, errno_text(what));
 }
 
-/// Makes the kernel end the link when the other host has been silent for this long: while bytes are in
-/// flight, and, by probes, while there are none.
+/// Makes the kernel end the link when the other host has been silent for this long, while bytes are in
+/// flight as well as (by probes) while none are.
 void set_up(int fd, double silence_seconds) {
   const auto seconds = static_cast<unsigned>(std::ceil(silence_seconds));
   set(fd, IPPROTO_TCP, TCP_NODELAY, 1, "setsockopt TCP_NODELAY");
@@ -46,7 +46,7 @@ const LinkOptions& checked(const LinkOptions& options) {
   if (options.peers < 1 || options.self < 0 || options.self >= options.peers)
     throw Error(ErrorKind::invalid_argument,
                 text_of("peer ", options.self, " of ", options.peers, " does not exist"));
-  // The kernel accepts no longer idle time.
+  // The kernel accepts no longer time for TCP_KEEPIDLE.
   if (!(options.silence_seconds > 0 && options.silence_seconds <= kLongestSilence))
     throw Error(ErrorKind::invalid_argument, text_of("silence_seconds is ", options.silence_seconds,
                                                      ", expected more than 0 and at most 32767"));
@@ -109,7 +109,7 @@ void Links::connect(const std::vector<std::string>& endpoints, double timeout_se
     throw Error(ErrorKind::invalid_argument,
                 text_of("endpoint of peer ", options_.self, " is ", endpoints[options_.self],
                         ", expected this rank's own, ", endpoint_));
-  // Closed even after an error.
+  // Listening ends here, also after an error.
   const Descriptor listener = std::move(listener_);
   Handshake meeting(options_.job, options_.self, own_, listener.get(), addresses_);
   std::vector<Descriptor> linked = meeting.run(timeout_seconds, interrupt);
@@ -135,7 +135,7 @@ void Links::send(int32_t peer, const LinkMessage& message) noexcept {
   Link& link = links_[peer];
   const std::lock_guard lock(link.mutex);
   if (!link.fd || link.error != 0) return;
-  // A socket has room for all that is ever sent: a peer that has read none of it will not read this either.
+  // A socket has room for all messages of a run. If it is full, the peer reads none, and will not read this.
   ssize_t count;
   do {
     count = ::send(link.fd.get(), &message, sizeof(message), MSG_NOSIGNAL | MSG_DONTWAIT);

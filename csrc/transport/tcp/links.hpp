@@ -65,8 +65,8 @@ class Links {
   /// Address at which peers reach this one, "10.0.0.3:4567".
   const std::string& endpoint() const { return endpoint_; }
 
-  /// Connects to all peers by their endpoint(); [self] is the own one. Every peer calls it once. It stops
-  /// listening when it returns. After an error the object can only be destroyed.
+  /// Connects to all peers. endpoints[i]: endpoint() of peer i, at [self] this rank's own. Every peer calls
+  /// it once. It stops listening when it returns. After an error the object can only be destroyed.
   ///
   /// Throws Error(invalid_argument) for a malformed endpoint, Error(peer_timeout), which names the missing
   /// peers, and Error(mismatched_arguments) where another program answers for a peer. `interrupt` is called
@@ -86,7 +86,7 @@ class Links {
   /// end after the given time. The peers see `lost` after the last message.
   void close(double timeout_seconds) noexcept;
 
-  /// Makes the peers see the end of all links at once. For any thread, when the polling one is blocked.
+  /// Makes the peers see the end of all links at once. Any thread may call it if poll()'s is blocked.
   void cut() noexcept;
 
  private:
@@ -94,8 +94,8 @@ class Links {
     std::mutex mutex;      // guards changes of fd and error
     Descriptor fd;         // empty: own index, not connected, or lost
     int error = 0;         // error of sending: nothing more is sent, and poll() finds the end of the link
-    LinkMessage incoming;  // and how much of it has arrived
-    size_t received = 0;
+    LinkMessage incoming;  // a message that is arriving
+    size_t received = 0;   // its bytes that are here
   };
 
   bool inherited() const { return generation_ != Descriptor::current_generation(); }
