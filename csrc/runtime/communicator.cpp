@@ -189,7 +189,7 @@ SignalRecord Communicator::start(Operation operation, const Plan* plan) {
   return record;
 }
 
-/// Announces `record` to all ranks. routes: those of rows that send_rows() will send; text: that of an error.
+/// Announces `record` to all ranks. Null, or: `routes` of the rows for send_rows(), `text` of an error.
 void Communicator::signal(const SignalRecord& record, const RelayRoutes* routes, const char* text) {
   signals_->signal(record);
   if (internode_) internode_->announce(record, routes, text);
@@ -242,7 +242,7 @@ void Communicator::fail(ErrorKind kind, const std::string& text) {
   auto* const target = reinterpret_cast<char*>(own(layout_.error_text[record.epoch & 1]));
   store_text(text, target, kErrorText);
   signal(record, nullptr, target);
-  // Ranks stay in step only if this one waits as well, though it reports its own error in any case.
+  // Ranks stay in step only if this rank waits, too, though it reports its own error in any case.
   try {
     guarded([&] { signals_->wait_all(record.epoch, "error exchange"); });
   } catch (const Error&) {

@@ -71,7 +71,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
     own_window().link();
     return own_window().name();
   }
-  /// Maps the windows of the node. names[i], pids[i]: name and process of the node's rank i. If there is
+  /// Maps the windows of the node. names[i], pids[i]: the window's name and process of rank i. If there is
   /// one node, operations may follow.
   void connect(const std::vector<std::string>& names, const std::vector<int64_t>& pids);
   /// Connects ranks that are threads of one process and share mappings. bases[i]: mapping of window i.
@@ -89,9 +89,9 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   /// Publishes rows, waits for all ranks and makes the plan. Then pull() finishes the dispatch, with an
   /// output of plan->rows rows.
   std::shared_ptr<const Plan> begin_dispatch(const DispatchArguments& arguments);
-  /// Writes out [rows][hidden], and out_weights (weight type) as in pull_metadata unless null. Rank layout,
-  /// each may be null: out_ids; out_index [positions] as in Plan::index; out_index_weights (weight type),
-  /// which needs out_weights.
+  /// Writes `out` [rows][hidden] and, unless null, out_weights (weight type) as in pull_metadata. Rank
+  /// layout, each may be null: out_ids; out_index [positions] as in Plan::index; out_index_weights (weight
+  /// type), which needs out_weights.
   void pull(std::byte* out, std::byte* out_weights, int32_t* out_ids, int32_t* out_index = nullptr,
             std::byte* out_index_weights = nullptr);
 
@@ -108,8 +108,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
 
   /// Announces to all ranks that this rank's arguments are bad, waits for all, and throws Error(kind, text).
   [[noreturn]] void fail(ErrorKind kind, const std::string& text);
-  /// Throws Error(capacity_exceeded), once, if a dispatch since the last call exceeded its capacity on any
-  /// rank; and the error that broke the communicator, if one did.
+  /// Throws the error that broke the communicator, if one did. Else throws Error(capacity_exceeded), once, if
+  /// a dispatch since the last call exceeded its capacity on any rank.
   void check();
 
   /// Returns memory in the window for [max_tokens][hidden] input rows, once all ranks have read its previous

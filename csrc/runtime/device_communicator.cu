@@ -193,7 +193,7 @@ void DeviceCommunicator::watch() {
       else if (peer != config_.rank)
         loss = signals_->loss(peer);
       if (!loss) continue;
-      // A rank of another node may have left after sends that ranks here still have to forward.
+      // A rank of another node may have left after sends that this node's ranks still have to forward.
       const bool elsewhere = !nodes_.same_node(peer, config_.rank);
       const bool left = loss->cause == Cause::closed && loss->peer == peer && elsewhere;
       out = {1, loss->peer, loss->cause, loss->first, left ? signals_->announced(peer) : 0};

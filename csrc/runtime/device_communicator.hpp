@@ -75,7 +75,7 @@ class DeviceCommunicator {
     return control_[own_index()].name();
   }
   void unlink_control() noexcept { control_[own_index()].unlink(); }
-  /// Connects the ranks of the node. Of rank i of the node, bases[i]: address of its window here, zero where
+  /// Connects the ranks of the node. For the node's rank i, bases[i]: address of its window here, zero where
   /// no rank has written; names[i]: control segment; pids[i]: process. On one node operations may follow.
   void connect(const std::vector<uintptr_t>& bases, const std::vector<std::string>& names,
                const std::vector<int64_t>& pids);
@@ -113,7 +113,7 @@ class DeviceCommunicator {
   std::pair<gpu::RowCounts, bool> offered_rows(int64_t tokens, RowLayout layout, int64_t alignment) const;
   /// Accepts the offered output, which has room for the rows that wait_rows has found.
   void accept_rows();
-  /// Starts to send rows and make the plan. Unless finish_dispatch follows, the next operation abandons both.
+  /// Starts to send rows and make the plan. Without finish_dispatch the next operation abandons them.
   void begin_dispatch(const gpu::SendArguments& dispatch, cudaStream_t stream);
   /// Returns the numbers of rows and of expert-major positions of a dispatch without capacity, once they are
   /// known. If it throws, e.g. because ranks disagree, the dispatch has ended before later work on `stream`.
@@ -166,7 +166,7 @@ class DeviceCommunicator {
   struct Pinned;  // HostStatus, losses, texts
   /// An operation whose rows may still have to be received.
   struct Begun {
-    /// sent: its rows are sent only. offered: they are also received, by a kernel of its own, if they fit the
+    /// sent: its rows are only sent. offered: they are also received, by a further kernel, if they fit the
     /// offered output. offered_in_one: one kernel sends rows and, if they fit, receives them.
     enum State { sent, offered, offered_in_one } state;
     gpu::SendArguments arguments;

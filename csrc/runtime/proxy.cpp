@@ -436,7 +436,7 @@ void Proxy::lose(int32_t other, Cause cause, std::string_view text) {
     std::string& reason = reasons_[NodeMap::node_of_other(other, node_)];
     try {
       reason = text;
-    } catch (const std::bad_alloc&) {  // the loss is told all the same
+    } catch (const std::bad_alloc&) {  // the loss is told in any case
       reason = "out of memory";        // short enough to need no memory
     }
   }

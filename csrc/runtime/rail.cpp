@@ -32,7 +32,7 @@ Rail::Rail(const RailOptions& options, const WindowLayout& layout, std::byte* ba
           options.job, node(), options.nodes.nodes(), interface_for_links(options.network.interface),
           std::clamp(options.timeout_seconds, kLeastSilence, tcp::kLongestSilence)})) {}
 
-/// Throws if a link has ended: its peer could not connect to all. Peers send nothing before that.
+/// Throws if a link has ended. Peers send nothing before all have connected, so its peer could not connect.
 void Rail::require_peers() {
   std::vector<tcp::LinkEvent> events;
   links_->poll(events);

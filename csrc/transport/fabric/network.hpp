@@ -1,5 +1,6 @@
 // What the runtime sees of this folder: a rank's network over one or more lanes (libfabric endpoints), and
-// what libfabric offers here. Without libfabric's headers a build has without_libfabric.cpp in its place.
+// what libfabric offers here. Builds without libfabric's headers replace this folder by
+// without_libfabric.cpp.
 #pragma once
 
 #include <cstdint>

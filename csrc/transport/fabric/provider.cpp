@@ -100,8 +100,7 @@ struct Candidate {
   Offer offer;
 };
 
-/// Returns usable entries, best first, each once (libfabric repeats entries that differ in irrelevant
-/// fields).
+/// Usable entries, best first, each once: libfabric repeats entries that differ only in irrelevant fields.
 std::vector<Candidate> candidates(const fi_info* list) {
   std::vector<Candidate> found;
   for (const fi_info* info = list; info != nullptr; info = info->next) {
@@ -197,7 +196,7 @@ std::vector<Candidate> fitting(const ProviderOptions& options, const std::vector
   return fit;
 }
 
-/// Number of lanes that are worth their cores where the system copies the data.
+/// Number of lanes (endpoints) for which there are cores, if the system copies the data (TCP); else 1.
 int copying_lanes(const Offer& offer, const ProviderOptions& options) {
   const std::vector<std::string> copying = provider_names("tcp", library().version);
   if (std::find(copying.begin(), copying.end(), offer.provider) == copying.end()) return 1;

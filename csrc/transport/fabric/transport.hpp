@@ -41,7 +41,7 @@ class FabricTransport final : public Transport {
   /// Takes the endpoint addresses of all peers, that of peer i at index i; the one at own_index must be this
   /// rank's. Called once. Throws an error for a bad endpoint address.
   void insert_peers(const std::vector<AddressBytes>& endpoint_addresses, int own_index);
-  /// Sends a hello to each peer. Returns when a hello of every peer has arrived and all own ones are sent.
+  /// Sends a hello to each peer. Returns when every peer's hello has arrived and this rank's are sent.
   /// Errors as in Network::connect.
   void connect(double timeout_seconds, const std::function<void()>& interrupt = {});
 

@@ -1,6 +1,6 @@
-// Signals between the ranks of a node: records in each other's windows (layout/control.hpp), ordered by
-// release and acquire, and numbered by epochs, so that none is ever reset. A waiter spins, then yields, then
-// sleeps on the futex in its own window, so that waiting is cheap even with more ranks than cores.
+// Signals between the ranks of a node: records (announcements of operations, layout/control.hpp) in each
+// other's windows, ordered by release and acquire. Epochs number them, so that none is ever reset. A waiter
+// spins, yields, then sleeps on the futex in its window: waiting is cheap even with more ranks than cores.
 //
 // Ranks of other nodes also have lines in this node's windows. This node's rank with the same local index (on
 // the same rail) lets its proxy write their announcements there, so waiters see no difference.
@@ -28,7 +28,8 @@ class Signals {
           const std::vector<int64_t>& pids, double timeout_seconds, int host_ranks,
           double absence_seconds = 0);
 
-  /// Marks, while it lives, that this rank is within a call: a rank that hangs there is not merely absent.
+  /// Marks, while it lives, that this rank is within a call. If the rank hangs there, it is not absent but
+  /// late.
   class Inside {
    public:
     explicit Inside(Signals& signals) : signals_(signals) { signals_.count_inside(1); }

@@ -1,4 +1,4 @@
-// Handshake of the peers of a rail (the ranks with one local index, a rank a node): each calls the peers with
+// Handshake of the peers of a rail (ranks with the same local index, one a node): each calls the peers with
 // lower numbers. Both sides begin with a hello. A caller that is not a rank of this job is rejected and does
 // not delay the others.
 #pragma once

@@ -45,7 +45,7 @@ inline constexpr double kLongestSilence = 32767;  ///< the largest TCP_KEEPIDLE 
 struct LinkOptions {
   JobId job;              ///< random; the same for all peers of one communicator, and unknown to others
   int32_t self;           ///< own index: the number of the node
-  int32_t peers;          ///< number of peers, including this one
+  int32_t peers;          ///< number of peers, including this rank
   std::string interface;  ///< name or numeric address (transport/network_interface.hpp); empty: chosen
   /// How long a peer's host may be unreachable before its link counts as lost. A stopped process whose
   /// buffers are full of messages looks the same.
@@ -62,7 +62,7 @@ class Links {
   Links(const Links&) = delete;
   Links& operator=(const Links&) = delete;
 
-  /// Address at which peers reach this one, "10.0.0.3:4567".
+  /// Address at which peers reach this rank, "10.0.0.3:4567".
   const std::string& endpoint() const { return endpoint_; }
 
   /// Connects to all peers. endpoints[i]: endpoint() of peer i, at [self] this rank's own. Every peer calls
