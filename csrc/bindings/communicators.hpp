@@ -24,7 +24,7 @@ struct Address {
   }
 };
 
-/// Maps the type of a C++ parameter to that of the bound function.
+/// Maps the type of a C++ parameter to the type that the bound function takes.
 template <class T>
 using Given = std::conditional_t<std::is_pointer_v<T>, Address, T>;
 

@@ -32,7 +32,7 @@ void run_signal_handlers() {
 }
 
 void set_python_error(const Error& error) {
-  // A handler that is due must not run inside the import below: its exception would replace the typed error.
+  // A due signal handler must not run inside the import below: its exception would replace the typed error.
   if (PyErr_CheckSignals() != 0) return;
   const ErrorDetails& d = error.details();
   const auto text = py::reinterpret_steal<py::str>(

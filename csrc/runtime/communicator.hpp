@@ -35,7 +35,7 @@ struct CommunicatorConfig {
   int32_t host_ranks = 0;    ///< ranks on this host, which share its cores; 0: as many as the node has
   uint64_t first_epoch = 1;  ///< epoch of the first operation, on all ranks
   double absence_seconds =
-      0;  ///< deadline for a rank that is alive but has not begun the operation, if above the timeout
+      0;  ///< deadline for a rank that lives but has not begun the operation; ignored below the timeout
 };
 
 struct DispatchArguments {

@@ -47,7 +47,7 @@ struct DeviceConfig {
   WireFormat sums = WireFormat::same;       ///< wire format of a combine's sums, if its caller asks for it
   WireFormat gradients = WireFormat::same;  ///< wire format of a redispatch's rows, if asked for
   double absence_seconds =
-      0;  ///< deadline for a rank that is alive but has not begun the operation, if above the timeout
+      0;  ///< deadline for a rank that lives but has not begun the operation; ignored below the timeout
 };
 
 struct DeviceStats {

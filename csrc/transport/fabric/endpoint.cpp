@@ -99,8 +99,8 @@ Endpoint::Endpoint(Info info) : info_(std::move(info)) {
        [&](auto object) { return fi_endpoint(domain_.get(), info_.get(), object, nullptr); });
   if (provider() == "shm") {
     // The shm provider names its file in /dev/shm by the process id, which may recur: a killed process has
-    // left its file, or another container shares the folder. In that case versions after 1.17 try another
-    // name.
+    // left its file, or another container shares the folder. Versions after 1.17 then try another name; for
+    // older ones random digits are added here.
     std::string name = reinterpret_cast<const char*>(address().data());
     name += ':';
     name += random_digits("the name of an endpoint");
@@ -112,8 +112,8 @@ Endpoint::Endpoint(Info info) : info_(std::move(info)) {
 }
 
 Endpoint::~Endpoint() {
-  // Memory that is bound to the endpoint prevents its closing; otherwise the endpoint is destroyed first (see
-  // members).
+  // Memory that is bound to the endpoint keeps it from closing; otherwise the endpoint is destroyed first
+  // (see members).
   if ((static_cast<uint64_t>(info_->domain_attr->mr_mode) & FI_MR_ENDPOINT) != 0) registrations_.clear();
 }
 

@@ -32,7 +32,7 @@ static_assert(sizeof(EndpointFacts) == 72);
 struct EndpointAddress : EndpointFacts {
   std::string provider;
   std::string interface;           ///< shown in messages: "eth0 192.0.2.7"
-  std::vector<std::byte> address;  ///< of the endpoint
+  std::vector<std::byte> address;  ///< libfabric's address of the endpoint
   bool operator==(const EndpointAddress&) const = default;
 
   std::vector<std::byte> to_bytes() const;

@@ -120,8 +120,8 @@ class Signals {
   uint64_t announced(int peer, uint64_t parity) const;
   template <class Write>
   void write_lines(int peer, const Write& write);
-  /// arrived(peer) returns whether a peer has reached what `epoch` needs. `blame`: the peer to name at the
-  /// deadline, if not the first that has not arrived.
+  /// Returns when arrived(peer), whether a rank has reached what `epoch` needs, is true for all ranks.
+  /// `blame`: the rank to name at the deadline, if not the first that has not arrived.
   void wait_until(const std::function<bool(int)>& arrived, uint64_t epoch, const char* phase, int blame = -1);
 
   WindowLayout layout_;

@@ -120,7 +120,7 @@ bool Handshake::say_hello(const Descriptor& fd, int32_t to) const {
   return send(fd.get(), &own, sizeof(own), MSG_NOSIGNAL) == static_cast<ssize_t>(sizeof(own));
 }
 
-/// Continues to read; returns `wrong` as soon as the other side is certain not to be a rank of this job.
+/// Reads more of a hello; returns `wrong` as soon as the other side is certain not to be a rank of this job.
 Handshake::Read Handshake::read_hello(Incoming& incoming) const {
   auto* const bytes = reinterpret_cast<std::byte*>(&incoming.hello);
   bool ended = false;

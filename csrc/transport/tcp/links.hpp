@@ -44,7 +44,7 @@ inline constexpr double kLongestSilence = 32767;  ///< the largest TCP_KEEPIDLE 
 
 struct LinkOptions {
   JobId job;              ///< random; the same for all peers of one communicator, and unknown to others
-  int32_t self;           ///< own index: the number of the node
+  int32_t self;           ///< this rank's index among the peers: the number of its node
   int32_t peers;          ///< number of peers, including this rank
   std::string interface;  ///< name or numeric address (transport/network_interface.hpp); empty: chosen
   /// How long a peer's host may be unreachable before its link counts as lost. A stopped process whose
