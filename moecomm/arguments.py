@@ -24,7 +24,7 @@ def weight_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _is(value: Any, shape: tuple[int | None, ...], dtype: torch.dtype, device: torch.device) -> bool:
-    """Returns True for a dense tensor of that shape, dtype and device: the quick check of good arguments."""
+    """Returns True for a dense tensor in memory of that shape, dtype and device: a quick check."""
     return (
         isinstance(value, torch.Tensor)
         and value.shape == shape
@@ -49,8 +49,8 @@ def _has_memory(value: torch.Tensor) -> bool:
 
 
 def waited(value: Any) -> Any:
-    """Returns the result of a collective that may still run, as torch's tensor parallelism hands it out, as a
-    plain tensor; other values unchanged."""
+    """Waits for a collective if `value` is the result of one that may still run (torch's tensor parallelism
+    passes such results), and returns the result as a plain tensor. Returns other values unchanged."""
     if isinstance(value, AsyncCollectiveTensor):
         return torch.ops.aten._unsafe_view(value, value.shape)  # waits, copies nothing, and has a gradient
     return value
@@ -93,8 +93,8 @@ def require_integer(name: str, value: Any, least: int, most: int = 2**31 - 1) ->
 
 
 def require_number(name: str, value: Any, holds: Callable[[float], bool], bound: str) -> float:
-    """Returns a number, or a tensor of one, as a float; raises InvalidArgument if `value` is neither, or not
-    as `bound` says, which `holds` tests and NaN must fail."""
+    """Returns `value`, a number or a tensor of one number, as a float. Raises InvalidArgument for anything
+    else, and for a number for which `holds`, described by `bound`, is False; it must be False for NaN."""
     try:
         number = math.nan if isinstance(value, (str, bool)) else float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):
@@ -105,8 +105,9 @@ def require_number(name: str, value: Any, holds: Callable[[float], bool], bound:
 
 
 def require_ascending(name: str, values_N: torch.Tensor, most: int, first: int | None = None) -> None:
-    """Raises InvalidArgument unless the values ascend from `first` (None: any from 0 on) to at most `most`.
-    Does nothing where the host would wait for them, or does not know them."""
+    """Raises InvalidArgument if the first value is not `first` (None: is negative), or if a value is below
+    the one before it or above `most`. Does nothing on GPUs, where the host would wait, or for unknown
+    values."""
     if values_N.device.type != "cpu" or torch.compiler.is_compiling() or not _has_memory(values_N):
         return
     least, highest = 0, most if first is None else first
@@ -117,7 +118,7 @@ def require_ascending(name: str, values_N: torch.Tensor, most: int, first: int |
 
 
 def require_module(model: Any) -> None:
-    """Raises InvalidArgument if `model` is no module."""
+    """Raises InvalidArgument if `model` is not an nn.Module."""
     if not isinstance(model, torch.nn.Module):
         raise InvalidArgument(
             f"model is {type(model).__name__}, must be an nn.Module: which parameters are of experts, and on "
@@ -126,7 +127,7 @@ def require_module(model: Any) -> None:
 
 
 def require_ends(ends_L: torch.Tensor, device: torch.device, whose: str) -> None:
-    """Raises InvalidArgument if `ends_L` is not (L,) int32, L at least 1, on `device`, that of `whose`."""
+    """Raises InvalidArgument if `ends_L` is not (L,) int32, L at least 1, on `device`, where `whose` is."""
     if ends_L.dim() != 1 or ends_L.shape[0] < 1:
         raise InvalidArgument(f"ends has shape {tuple(ends_L.shape)}, expected (L,) with L at least 1")
     if ends_L.dtype != torch.int32:
@@ -145,7 +146,7 @@ def check_rows(
     whose: str = "the communicator's dtype",
 ) -> None:
     """Checks that `rows_XH` is (count, hidden) of `dtype` on `device`; count None allows any number of rows.
-    `whose`: what has that dtype, for the error's text."""
+    `whose` dtype that is, for the error's text."""
     first = rows_XH.shape[:1] if count is None and isinstance(rows_XH, torch.Tensor) else (count,)
     if _is(rows_XH, (*first, hidden), dtype, device):
         return
@@ -171,8 +172,8 @@ def check_dispatch(
     x_scales: Any = None,
     wire: str | None = None,
 ) -> None:
-    """Checks the tensors of a dispatch, except for the values of the expert ids, which the runtime checks as
-    it copies them. With `x_scales`, x is in `wire`, the communicator's format."""
+    """Checks the tensors of a dispatch, but not the values of the expert ids, which the runtime checks as it
+    copies them. With `x_scales`, x is in the communicator's wire format, `wire`."""
     if x_scales is None or wire is None:
         check_rows("x", x_TH, None, hidden, dtype, device)
     else:
@@ -198,7 +199,8 @@ def check_dispatch(
 def check_weights(
     name: str, weights: Any, shape: tuple[int, ...], letters: str, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Checks that `weights` has the given shape and the weight dtype of rows of `dtype`."""
+    """Checks that `weights` has the given shape (`letters` in error texts) and the dtype
+    weight_dtype(dtype)."""
     if _is(weights, shape, weight_dtype(dtype), device):
         return
     require_tensor(name, weights, device)
@@ -207,7 +209,7 @@ def check_weights(
 
 
 def check_wire_options(wire: str | None, dequantize: Any, x_scales: Any) -> None:
-    """Checks that the wire format allows rows as a pair (`x_scales`), or undequantized results."""
+    """Checks that there is a wire format if x is a pair (with `x_scales`) or `dequantize` is False."""
     if dequantize is True and x_scales is None:
         return
     if not isinstance(dequantize, bool):
@@ -221,8 +223,8 @@ def check_wire_options(wire: str | None, dequantize: Any, x_scales: Any) -> None
 
 
 def most_alignment(most_rows: int, local_experts: int) -> int:
-    """Returns the largest alignment with which a rank's rows, at most `most_rows` without it, stay
-    countable."""
+    """Returns the largest alignment with which a rank has fewer than 2**31 rows. Without alignment it has at
+    most `most_rows`."""
     return max(1, min(_MOST_ALIGNMENT, (_MOST_ROWS - most_rows) // local_experts))
 
 
@@ -236,9 +238,9 @@ def check_options(
     local_experts: int = 1,
     most_rows: int = 0,
 ) -> tuple[Layout, int, int, int]:
-    """Checks the options of a dispatch and returns (layout, alignment, capacity, expert_capacity), with
-    capacities -1 for None. `most_experts`: the most experts of a token on one rank; `most_rows`: the most
-    tokens that can choose one expert."""
+    """Checks the options of a dispatch and returns (layout, alignment, capacity, expert_capacity), where a
+    capacity of -1 stands for None. `most_experts`: how many experts of one rank a token can choose;
+    `most_rows`: how many tokens can choose one expert."""
     if layout not in ("expert", "rank"):
         raise InvalidArgument(f"layout is {layout!r}, expected 'expert' or 'rank'")
     require_integer("alignment", alignment, 1, largest_alignment)
@@ -248,7 +250,7 @@ def check_options(
         )
     if capacity is not None:
         require_integer("capacity", capacity, 0)
-    if expert_capacity is not None and layout == "expert":  # groups of one size
+    if expert_capacity is not None and layout == "expert":  # every group has expert_capacity rows
         require_integer("expert_capacity", expert_capacity, max(1, most_rows), (2**31 - 1) // local_experts)
         rows = local_experts * expert_capacity
         if alignment != 1 or capacity not in (None, rows):

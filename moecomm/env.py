@@ -34,8 +34,9 @@ class Env:
     which other nodes reach it."""
 
     fabric_lanes: int | None = None
-    """MOECOMM_FABRIC_LANES: endpoints of a rank towards other nodes, at most 64. Default: one for each NIC of
-    its share, or up to eight over TCP. Ranks of a rail use the smallest number of any of them."""
+    """MOECOMM_FABRIC_LANES: endpoints (lanes) of a rank towards other nodes, at most 64. Default: one for
+    each NIC of its share, or up to eight over TCP. Ranks with one local index on all nodes (a rail) use the
+    smallest of their numbers."""
 
     first_epoch: int | None = None
     """MOECOMM_FIRST_EPOCH: for tests: the number of a communicator's first operation, 1 to 2^62, the same on
@@ -47,13 +48,13 @@ class Env:
     it."""
 
     whole_sources: int | None = None
-    """MOECOMM_WHOLE_SOURCES: on CUDA, the most sources whose tokens all have a place in an owner's staging
-    section; default 8. If sources outnumber both this and top_k, tokens reuse places in turn. 0 takes the
-    least memory. The same on all ranks."""
+    """MOECOMM_WHOLE_SOURCES: on CUDA, the most source ranks whose tokens all fit into a rank's staging
+    section at once; default 8. If source ranks outnumber both this and top_k, tokens reuse memory in turn. 0
+    takes the least memory. The same on all ranks."""
 
     log: str | None = None
-    """MOECOMM_LOG: "launch" prints on stderr, for each rank on CUDA, which kernels an operation launches with
-    how many blocks, each plan the first time that it comes up."""
+    """MOECOMM_LOG: "launch": each rank on CUDA prints on stderr which kernels an operation launches, and with
+    how many blocks, whenever that is new."""
 
 
 _NUMBERS: dict[str, tuple[type, float, float]] = {

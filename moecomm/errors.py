@@ -21,7 +21,8 @@ class InvalidArgument(MoecommError, ValueError):
     """An argument has the wrong type, shape, dtype, device or value; the text names it, its value and the
     bound.
 
-    In a call that all ranks make it is raised on every rank; on the others its text names the rank.
+    In a call that all ranks make, every rank raises it; on other ranks the text also names the rank that has
+    the wrong argument.
     """
 
     _is_known_to_all = False  # until an operation raises it
@@ -32,11 +33,11 @@ class InvalidRouting(InvalidArgument):
 
 
 class MismatchedArguments(InvalidArgument):
-    """Ranks called with operations or arguments that have to be equal everywhere and are not."""
+    """Ranks differ in the operation that they called, or in an argument that must be equal on all ranks."""
 
 
 class CapacityExceeded(MoecommError):
-    """A dispatch with a fixed capacity needed more rows than it on some rank; rows past it were left out.
+    """A dispatch needed more rows on some rank than its fixed capacity; rows past the capacity were left out.
 
     Attributes:
         needed: rows that the fullest rank would have needed.
@@ -80,9 +81,9 @@ class PeerTimeout(_PeerError):
     Attributes:
         rank: the rank that waited.
         peer: the rank that it waited for.
-        phase: what it was doing.
-        expected: epoch that was waited for (0 during construction).
-        seen: last epoch that the peer has begun; if that is `expected`, what it sends later is missing.
+        phase: what `rank` was doing.
+        expected: epoch (number of the operation) that `rank` waited for; 0 during construction.
+        seen: last epoch that the peer has begun. If that is `expected`, the peer has not finished sending.
     """
 
 
@@ -95,7 +96,7 @@ _Peer = TypeVar("_Peer", bound=_PeerError)
 
 
 def of_peer(kind: type[_Peer], text: str, rank: int, phase: str, peer: int = -1) -> _Peer:
-    """Returns the PeerTimeout or PeerLost that `rank` raises in `phase`; its text begins with both."""
+    """Returns the PeerTimeout or PeerLost that `rank` raises in `phase`; its text begins so."""
     return kind(f"rank {rank}, {phase}: {text}", rank=rank, peer=peer, phase=phase)
 
 
@@ -103,7 +104,7 @@ class Unsupported(MoecommError):
     """This build, machine or combination of arguments is not supported; the text says what is."""
 
 
-# The keys are the names of csrc/common/error.hpp.
+# The keys are the names of ErrorKind in csrc/common/error.hpp.
 _KINDS: dict[str, type[MoecommError]] = {
     "invalid_argument": InvalidArgument,
     "invalid_routing": InvalidRouting,
@@ -124,14 +125,14 @@ def kind_of(error: MoecommError) -> str:
 
 def known_to_all(error: Exception) -> bool:
     """Returns whether all ranks know of `error`, because an operation has raised it. An error that one rank
-    finds alone is an InvalidArgument, or is not from this package."""
+    finds alone is an InvalidArgument, OutOfMemory for an output, or not a MoecommError."""
     return isinstance(error, MoecommError) and error._is_known_to_all
 
 
 def announced_as(error: Exception) -> MoecommError:
-    """Returns the error that all ranks are told of one that this rank found before an operation: the same
-    error if operations raise its type; MismatchedArguments for CapacityExceeded, since the others have seen
-    that and gone on; else OutOfMemory (if memory ran out) or InvalidArgument with its text."""
+    """Returns the error to announce to all ranks for an `error` that this rank found before an operation.
+    That is `error` if operations raise its type; MismatchedArguments for CapacityExceeded, which the other
+    ranks have handled already; else OutOfMemory (if memory ran out) or InvalidArgument, with its text."""
     if type(error) in (InvalidArgument, InvalidRouting, MismatchedArguments, OutOfMemory, Unsupported):
         assert isinstance(error, MoecommError)
         return error
@@ -143,14 +144,14 @@ def announced_as(error: Exception) -> MoecommError:
         )
     try:
         text = f"{name}: {error}"
-    except Exception:  # of the error's own __str__
+    except Exception:  # raised by the error's own __str__
         text = name
     short = isinstance(error, MemoryError) or name == "OutOfMemoryError" or "can't allocate memory" in text
     return OutOfMemory(text) if short else InvalidArgument(text)
 
 
 def to_message(error: MoecommError) -> dict[str, Any]:
-    """Returns `error` as JSON values, in which a rank sends it to its peers."""
+    """Returns `error` as JSON values for the other ranks; from_message() reads them."""
     facts = {name: value for name, value in vars(error).items() if not name.startswith("_")}
     return {"kind": kind_of(error), "text": str(error), "facts": facts}
 

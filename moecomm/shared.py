@@ -38,8 +38,7 @@ class SharedCommunicator:
     """A communicator of a group, large enough for the most tokens of any rank so far.
 
     Attributes:
-        serial: its number among those that this process has built over the group, which is the same on all
-        ranks.
+        serial: its number among the communicators built over the group; all ranks have the same.
     """
 
     def __init__(self, group: Any, shape: Shape, serial: int, tokens: int) -> None:
@@ -78,8 +77,8 @@ class SharedCommunicator:
     ) -> Result:
         """Returns the result of `call`, which begins with a dispatch of `tokens` tokens. All ranks call it
         together. If a rank has more tokens than the communicator takes, the dispatch fails on all ranks,
-        which tells them to build a larger one and to call again; other calls have no extra cost.
-        dispatched: tells whether `call` has come past its dispatch, so that its error is another one."""
+        which tells them to build a larger one and to call again; other calls have no extra cost. dispatched:
+        returns True once `call` is past its dispatch; a later error has another cause."""
         try:
             return call(self._comm)
         except InvalidArgument as error:
@@ -88,14 +87,14 @@ class SharedCommunicator:
         return call(self._comm)
 
     def _is_enlarged(self, error: InvalidArgument, tokens: int) -> bool:
-        """Builds a communicator for the most tokens of any rank, where its lack was why a dispatch failed
-        with `error`. Returns whether it did, the same on all ranks."""
+        """Builds a communicator for the most tokens of any rank, if a dispatch failed with `error` because a
+        rank had too many. Returns whether it did, the same on all ranks."""
         if not may_be_too_large(error):
             return False
         (most,) = _largest(self._group, self._shape.device, tokens)
         if most <= self._comm.max_tokens:  # all ranks have another error
             return False
-        # Graphs of autograd keep the smaller one alive while they need it.
+        # Graphs of autograd keep the old, smaller communicator alive while they need it.
         self._comm = self._build(most)
         return True
 
@@ -104,8 +103,8 @@ class SharedCommunicator:
 
 
 def may_be_too_large(error: InvalidArgument) -> bool:
-    """Returns whether a dispatch may have raised `error` for the size of a rank's batch. Then it is true on
-    all ranks. Where ranks disagree, some may be in another operation, and would not agree on a size."""
+    """Returns whether a dispatch may have raised `error` for a batch that is too large; if so, all ranks
+    return True. False for MismatchedArguments: ranks in different operations would not agree on a size."""
     return known_to_all(error) and not isinstance(error, MismatchedArguments)
 
 
@@ -117,8 +116,8 @@ def _largest(group: Any, device: torch.device, *values: int) -> list[int]:
 
 
 def round_up(tokens: int) -> int:
-    """Returns the tokens for which to build a communicator for `tokens`: up to a quarter more, so that slowly
-    growing batches do not each build one."""
+    """Returns `tokens` rounded up by less than a quarter, or to a multiple of 16: a communicator for so many
+    also serves slowly growing batches."""
     step = max(16, 1 << max(0, tokens.bit_length() - 3))
     return max(step, -(-tokens // step) * step)
 
@@ -136,8 +135,8 @@ _groups: weakref.WeakKeyDictionary[Any, _OfGroup] = weakref.WeakKeyDictionary()
 
 @_disable_dynamo
 def shared_communicator(group: Any, shape: Shape, tokens: int) -> SharedCommunicator:
-    """Returns the communicator for a group and shape, which the calling layer keeps. Called before a layer's
-    first dispatch, by all ranks together, each with its number of tokens."""
+    """Returns the communicator for a group and shape; the calling layer keeps it alive. All ranks call this
+    together before a layer's first dispatch, each with its own number of tokens."""
     known = _groups.setdefault(group, _OfGroup())
     found = known.alive.get(shape)
     serial = 0 if found is None else found.serial
@@ -166,8 +165,9 @@ class LayerCommunicators:
         every: int = 0,
     ) -> SharedCommunicator:
         """Returns the communicator for a batch, with arguments like Communicator's. All ranks call it
-        together. dtype: None is that of the batch. tokens: for which one is built if there is none yet; None
-        is those of the batch. every: tokens for which it has room, the same number on all ranks."""
+        together. dtype: None takes the batch's. tokens: the number to build a new communicator for, if there
+        is none yet; None takes the batch's. every: the communicator has room for at least this many tokens;
+        the same number on all ranks."""
         sizes = (self._num_experts, x_TH.shape[1], top_k)
         shape = (*sizes, dtype or x_TH.dtype, x_TH.device, wire, num_sms)
         found = self._found.get(shape)

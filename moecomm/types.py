@@ -36,7 +36,7 @@ PlanViews = Callable[[str], torch.Tensor]
 class WireFormat:
     """A wire format for rows of a dispatch (docs/data_formats.md): a tensor of values, and a tensor with one
     scale per `scale_columns` columns of a row; a row's last scale may have fewer columns.
-    csrc/layout/wire_format.hpp defines its bytes.
+    csrc/layout/wire_format.hpp defines the bytes of each format.
 
     Attributes:
         values: the dtype of the values.
@@ -97,8 +97,8 @@ class GroupReference:
 
 
 def build(kind: type[Built], **fields: Any) -> Built:
-    """Builds a frozen dataclass like `kind(**fields)`, in half the time: its own constructor calls a function
-    for each field."""
+    """Builds a frozen dataclass like `kind(**fields)`, in half the time: the constructor of a frozen
+    dataclass calls a function for each field."""
     made = object.__new__(kind)
     made.__dict__.update(fields)
     return made
@@ -106,15 +106,15 @@ def build(kind: type[Built], **fields: Any) -> Built:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Handle:
-    """The plan of one dispatch, kept for its combine and for the backward of both. Opaque except for these
-    sizes.
+    """The plan of one dispatch, kept for its combine and for the backward of both. Opaque except for
+    `layout`, `num_tokens` and `num_rows`.
 
     It may be used any number of times, with the communicator that made it, and by all ranks in the same
     order. A handle made during the capture of a CUDA graph holds the plan of the graph's last replay.
 
     Attributes:
         plan: the backend's data of the plan; opaque.
-        owner: number of the communicator that made it.
+        owner: number of the communicator that made the handle.
         layout: "expert" or "rank", as in the dispatch.
         num_tokens: T: this rank's tokens in the dispatch.
         num_rows: P: rows of the dispatch's output.
@@ -139,11 +139,12 @@ class DispatchOutput:
 
     Expert layout: one row per (token, local expert), ordered by expert, then source rank, then token; each
     expert's group is padded with zero rows to a multiple of `alignment`. Rank layout: one row per token with
-    at least one local expert, ordered by source rank, then token; and an index with the row that each of the
-    Q positions in expert-major order reads, so that `tokens[expert_rows]` are the rows of the expert layout.
-    Products of your own that gather rows can use both; no row is then written once per expert. With a fixed
-    capacity there are exactly `capacity` rows; those past `offsets[-1]` are unspecified, and with
-    `expert_capacity` in the expert layout those of a group past `tokens_per_expert`.
+    at least one local expert, ordered by source rank, then token. There the index `expert_rows` holds the row
+    of `tokens` for each of the Q positions in expert-major order, so that `tokens[expert_rows]` are the rows
+    of the expert layout. A product of your own can gather its rows by this index; then no row is written once
+    per expert. With a fixed capacity there are exactly `capacity` rows; rows past `offsets[-1]` are
+    unspecified. With `expert_capacity` in the expert layout, a group's rows past `tokens_per_expert` are
+    unspecified.
 
     The views of the plan (`tokens_per_expert`, `offsets`, `overflow`, `expert_offsets`, `expert_starts`) are
     made on first access.
@@ -151,7 +152,7 @@ class DispatchOutput:
     Attributes:
         tokens: (P, H) in the communicator's dtype.
         weights: routing weights, float32 (float64 for float64 rows): (P,) in the expert layout, (P, K) in the
-            rank layout; 0 where there is no expert. None if the dispatch had none.
+            rank layout; 0 in padding rows, and where the expert is elsewhere. None if the dispatch had none.
         tokens_per_expert: (L,) int32: rows for each local expert, without padding, and including rows past
             the capacity.
         offsets: (L,) int32 inclusive ends of the aligned groups, at most P: the `offs` of
@@ -164,11 +165,10 @@ class DispatchOutput:
             `cu_seqlens`.
         handle: for `combine` of rows like `tokens`.
         expert_handle: for `combine` of rows in expert-major order; in the expert layout it is `handle`.
-        expert_rows: rank layout: (Q,) int32: the row of `tokens` that each position reads. Q is
-            expert_offsets[-1], or `expert_capacity`; positions past the former have 0. None in the expert
-            layout.
+        expert_rows: rank layout: (Q,) int32: the row of `tokens` for each position. Q is expert_offsets[-1],
+            or `expert_capacity`; positions past expert_offsets[-1] have 0. None in the expert layout.
         expert_weights: rank layout: (Q,) routing weights of the positions, 0 past expert_offsets[-1]. None in
-            the expert layout, where they are `weights`, and if the dispatch had none.
+            the expert layout, where `weights` has them, and if the dispatch had no weights.
         topk_idx: rank layout: (P, K) local expert ids in the dtype of the ids that were dispatched, -1 where
             the expert is elsewhere, and in rows past offsets[-1]. None in the expert layout.
         scales: with `dequantize=False` the scales of `tokens`, which are then float8_e4m3fn: value = tokens *
@@ -220,7 +220,7 @@ class Work(Generic[Result]):
         join: Callable[[], None] | None = None,
     ) -> None:
         """`wait` completes the operation and returns its result, `is_completed` says whether it is done, and
-        `join` makes the caller's current stream wait at each `wait()`."""
+        `join` makes the caller's current stream wait for the operation, at each `wait()`."""
         self._wait, self._is_completed, self._join = wait, is_completed, join
         self._recording = torch.is_grad_enabled()
         self._lock = threading.RLock()
@@ -256,7 +256,7 @@ class Work(Generic[Result]):
 
 def _raise_again(kind: type[Exception], args: tuple[Any, ...], attributes: dict[str, Any]) -> NoReturn:
     """Raises an error like an earlier one. A Work that kept the error itself would keep the operation's
-    tensors too: its traceback has the caller's frame, which may hold the Work."""
+    tensors too: the traceback has the caller's frame, which may hold the Work."""
     again = kind.__new__(kind, *args)
     again.__dict__.update(attributes)
     try:
