@@ -59,8 +59,8 @@ class Communicator(_Planned):
         max_tokens: the most tokens that a rank brings to one call.
         dtype: of the rows: float32, bfloat16, float16, or float64 on the CPU.
         wire: format in which the rows of a dispatch travel: None (`dtype`), or on CUDA "fp8" or "mxfp8"
-            (hidden a multiple of 16), which docs/data_formats.md describes. Combine and the backward of both
-            travel in `dtype`, unless the next two say otherwise.
+            (hidden a multiple of 16), which docs/data_formats.md describes. Rows of a combine and of both
+            backwards travel in `dtype`, unless `combine_wire` or `gradient_wire` says otherwise.
         combine_wire: format in which the sums of a combine travel back to the tokens' ranks, which add them
             in float32: None (`dtype`), or on CUDA "fp8" (hidden a multiple of 16). The backward of dispatch,
             which is a combine, travels in `dtype`.
@@ -68,24 +68,24 @@ class Communicator(_Planned):
             weights and in `redispatch(gradients=True)`: None (`dtype`), or on CUDA "fp8" or "mxfp8".
         device: where the tensors are; None is the current CUDA device, or the CPU if torch finds no GPU. Each
             rank needs its own GPU, of compute capability 9.0 or 10.x.
-        ranks_per_node: ranks that share memory; None: the ranks of each host. Fewer than those emulate
+        ranks_per_node: ranks that share memory; None: the ranks of each host. A smaller number emulates
             several nodes on a host. Ranks of different nodes reach each other over libfabric (docs/nodes.md);
             rows of CUDA tensors pass through pinned host memory there.
-        num_sms: CUDA: SMs that an operation may use, at least 2 (with several nodes it takes at least 3, and
-            an eighth, at most 12, relay); None: three quarters of them. Communicators that are used on
+        num_sms: CUDA: SMs that an operation may use, at least 2 (with several nodes at least 3, an eighth of
+            which, at most 12, relay rows); None: three quarters of the GPU's. Communicators that are used on
             several streams at once must fit the GPU together. CPU: threads that a rank copies and sums with;
             None: MOECOMM_THREADS, or the cores divided by the ranks.
         timeout: seconds (or timedelta) that one wait for peers may take; None: MOECOMM_TIMEOUT. Without both
-            it is 60, but 1800 for a rank that is alive and has not begun the operation, because it saves a
-            checkpoint or compiles (docs/errors.md).
+            it is 60, but 1800 for a rank that is alive and has not begun the operation, for example while it
+            saves a checkpoint or compiles (docs/errors.md).
 
-    On CUDA an operation is put on the caller's current stream, after the communicator's operation before it,
+    On CUDA an operation is put on the caller's current stream, after the communicator's previous operation,
     and the host goes on at once; only a dispatch without `capacity` waits on the host, for its row count.
     That wait and `check()` raise errors that the device finds (bad ids, arguments that differ, an exceeded
-    capacity, a lost peer); if the error ended the communicator, so does every later call. The output of such
-    an operation has empty groups and unspecified rows. In a CUDA graph capture `capacity` is needed, and the
-    communicator has to stay open as long as the graph is replayed; the caller orders replays and other
-    operations of the same communicator.
+    capacity, a lost peer); if the error ended the communicator, every later call raises it too. The output of
+    a failed operation has empty groups and unspecified rows. In a CUDA graph capture `capacity` is needed,
+    and the communicator has to stay open as long as the graph is replayed; the caller orders replays and
+    other operations of the same communicator.
 
     Raises:
         InvalidArgument, MismatchedArguments: on all ranks, if one rank's arguments are bad or differ.
@@ -129,7 +129,7 @@ class Communicator(_Planned):
         group = as_group(group)
         if group is None and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
-        error = _error  # one that a layer has found in its arguments before
+        error = _error  # a layer may have found one in its own arguments
         seconds, place, env = checks.DEFAULT_TIMEOUT, torch.device("cpu"), Env()
         rendezvous = Rendezvous(group, seconds)
         size = rendezvous.size
@@ -163,7 +163,7 @@ class Communicator(_Planned):
             with rendezvous:
                 backend = make_backend(place, rendezvous, arguments, error, dtype, num_sms)
         finally:
-            del error, _error  # its traceback has this frame
+            del error, _error  # an error's traceback has this frame
         self._group = GroupReference(group)
         self.rank: int = rendezvous.rank
         self.size: int = rendezvous.size
@@ -205,9 +205,9 @@ class Communicator(_Planned):
         ranks_per_node: int | None = None,
     ) -> MemoryPlan:
         """Returns the memory that a communicator of these arguments would take on each rank, without building
-        it; print it.
+        it; print() shows a table.
 
-        The default `device` is that of the constructor; "cuda" needs no GPU here, only a build with the CUDA
+        `device` has the default of the constructor; "cuda" needs no GPU here, only a build with the CUDA
         part. Raises InvalidArgument and Unsupported like the constructor.
         """
         checks.check_sizes(ranks, num_experts, hidden, top_k, max_tokens, dtype)
@@ -287,10 +287,10 @@ class Communicator(_Planned):
 
         Differentiable in `x_TH` and `topk_weights_TK`. Tensors may be arrays of other libraries that share
         their memory (DLPack, `__cuda_array_interface__`). Under torch.compile a call with a capacity, in the
-        expert layout and with rows in the dtype, stays in the graph; any other breaks it.
+        expert layout and with rows in the dtype, stays in the graph; any other call breaks the graph.
 
         CPU: a call with the same `topk_idx` on all ranks as an earlier one (a forward that is recomputed for
-        the backward) reuses its plan.
+        the backward) reuses the plan of that call.
 
         CUDA: without a capacity rows may be received before the host knows their number; the tensors can then
         hold memory for more rows (docs/memory.md, "Outputs").
@@ -303,8 +303,8 @@ class Communicator(_Planned):
             topk_weights_TK: (T, K) routing weights that travel along; float32 (float64 for float64 rows).
             layout: "expert": one row per (token, local expert), grouped by expert. "rank": one row per
                 (token, rank), and an index of them by expert (DispatchOutput.expert_rows).
-            alignment: each expert's group gets a multiple of this many rows, zero where no token is; at most
-                2**20, and less where the rows of a rank could then be 2**31.
+            alignment: each expert's group gets a multiple of this many rows; rows without a token are zero.
+                At most 2**20, and less if a rank could then have 2**31 rows.
             capacity: rows of the output. None: as many as arrive. With a number, rows past it are left out
                 and reported: `overflow`, and CapacityExceeded from `check()` or from the next dispatch (CUDA:
                 the next one without a capacity).
@@ -312,9 +312,9 @@ class Communicator(_Planned):
                 max_tokens, so that any routing fits: expert l has the rows from l * expert_capacity on, the
                 first `tokens_per_expert[l]` of which are tokens, and the others unspecified. The capacity is
                 then L * expert_capacity, and the host waits for nothing.
-                layout="rank", with a capacity: positions of the index, left out and reported like rows. None:
-                min(K, L) times the capacity, which suffices while all rows fit. Positions of left-out rows
-                count too, so positions of rows that fit may be left out.
+                layout="rank", with a capacity: positions of the index; further ones are left out and reported
+                like rows. None: min(K, L) times the capacity, which suffices while all rows fit. Positions of
+                left-out rows count too, so positions of rows that fit may be left out.
             dequantize: with wire="fp8" or "mxfp8", False returns the rows in the wire format: `tokens` in
                 float8_e4m3fn and `scales`. The result is then not differentiable.
             host_counts: return the rows of each local expert as a list, too (`DispatchOutput.host_counts`);
@@ -330,7 +330,7 @@ class Communicator(_Planned):
                 here, the rest comes from `check()`.)
             PeerTimeout, PeerLost: the communicator can't be used any more.
             CapacityExceeded: an earlier dispatch left rows out; this one did not run.
-            OutOfMemory: no memory for the output; on the caller.
+            OutOfMemory: no memory for the output; other ranks go on.
             CommunicatorClosed: after `close()`.
         """
         tensors: tuple[Any, Any, Any] = (x_TH, topk_idx_TK, topk_weights_TK)
@@ -369,7 +369,7 @@ class Communicator(_Planned):
         x, x_scales, ids, weights = inputs = self._shared(backend, *pair, *others)
 
         def checked() -> DispatchCall:
-            backend.ready()  # an error that ends the communicator precedes one in the arguments
+            backend.ready()  # errors that end the communicator come before errors in arguments
             known = check_options(*options, *self._limits)
             self._check_dispatch(x, x_scales, ids, weights, dequantize)
             if host_counts and known[2] >= 0:
@@ -429,18 +429,18 @@ class Communicator(_Planned):
     def begin_dispatch(
         self, x_TH: Array, topk_idx_TK: Array, topk_weights_TK: Array | None = None, *, _layer: Any = None
     ) -> Callable[..., DispatchOutput]:
-        """Sends the rows of a dropless dispatch on the current stream, and returns the function that receives
-        them: it waits on the host for their number, puts the rest on the stream that is current then, and
-        returns the result. Use it for work that the host should issue between the two.
+        """Sends the rows of a dropless dispatch on the current stream, and returns a function `receive`. It
+        waits on the host for the number of rows, puts the rest of the dispatch on the stream that is current
+        then, and returns the result. Issue other work between the two calls.
 
         CUDA: if no thread has put anything else on the stream in between, call `receive(directly=True)`: it
         receives rows while others are still being sent, rather than after all are sent.
 
         Not differentiable, and in the expert layout. The arguments must not change before the rows have been
-        received. No other operation of this communicator may come in between: it would end the dispatch.
+        received. Another operation of this communicator before `receive` ends the dispatch.
 
         Raises:
-            As `dispatch`, from either call; InvalidArgument from the second where the dispatch has ended.
+            As `dispatch`, from either call; InvalidArgument from `receive` if the dispatch has ended.
         """
         backend = self._open()
         x, ids, weights = self._shared(backend, x_TH, topk_idx_TK, topk_weights_TK)

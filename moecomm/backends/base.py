@@ -21,12 +21,12 @@ Finished = TypeVar("Finished")
 
 
 class ExpertIndex(NamedTuple):
-    """The rows of a dispatch in the rank layout by expert-major position (DispatchOutput.expert_rows)."""
+    """For a dispatch in the rank layout: the row and the weight of each position in expert-major order."""
 
     rows_Q: Tensor
     weights_Q: Tensor | None
     plan: Any
-    """The plan of the same dispatch with the positions as its rows."""
+    """The plan of the dispatch in which these positions are the rows."""
 
 
 class RawDispatch(NamedTuple):
@@ -38,22 +38,22 @@ class RawDispatch(NamedTuple):
     plan_views: PlanViews
     """Makes the views of the plan, when one of them is first needed."""
     plan: Any
-    """The plan, of a type that only the backend knows, with `tokens` and `rows`. Redispatch and combine take
+    """The plan: an object of the backend with attributes `tokens` and `rows`. `redispatch` and `combine` take
     it, or a TensorPlan."""
     scales: Tensor | None = None
-    """(P, ceil(H / 128)) float32 if tokens are returned in the wire format; else None."""
+    """Their scales (WireFormat.scales_shape) if tokens are returned in the wire format; else None."""
     expert_index: ExpertIndex | None = None
-    """In the rank layout; else None."""
+    """For the rank layout; else None."""
     host_counts: list[int] | None = None
-    """Rows of each local expert, without padding, if the call asks for them; else None."""
+    """The number of rows of each local expert, without padding, if the call asks for it; else None."""
 
 
 class TensorPlan(NamedTuple):
-    """A plan as a tensor, with the numbers that the host knows without reading it."""
+    """A plan as a tensor, with the numbers that the host knows without reading the tensor."""
 
     blob: Tensor
-    """(words,) int32 with the fields of `PlanFields` and words for the backend's own use. The device writes
-    it in device memory, so it stays valid over replays of a CUDA graph."""
+    """(words,) int32 with the fields of `PlanFields` and the backend's own words. On CUDA each replay of a
+    graph renews it."""
     layout: Layout
     tokens: int
     rows: int
@@ -62,7 +62,8 @@ class TensorPlan(NamedTuple):
 
 
 class PlanFields(NamedTuple):
-    """Positions of the views of a plan (PLAN_VIEWS), in int32 words of a blob."""
+    """Where a plan's views (PLAN_VIEWS) are in its blob of `words` int32 words; `expert_rows`:
+    tokens_per_expert."""
 
     words: int
     overflow: int
@@ -74,7 +75,7 @@ class PlanFields(NamedTuple):
 
     @property
     def expert_offsets(self) -> slice:
-        """Ends of the groups of experts in expert-major order."""
+        """The ends of the experts' groups in expert-major order."""
         return slice(self.expert_starts.start + 1, self.expert_starts.stop)
 
     def view(self, blob: Tensor, layout: Layout, name: str) -> Tensor:
@@ -89,15 +90,16 @@ class PlanFields(NamedTuple):
 
 
 ANY_CALLER = 0xFFFF
-"""The caller of a dispatch in a graph of torch.compile. A layer's number would be a constant there, and each
-layer would need its own graph."""
+"""The `caller` of dispatches in a graph of torch.compile; it agrees with every other. A layer's number would
+be a constant of the graph, so that each layer would need its own."""
 MOST_CALLERS = ANY_CALLER - 1
-"""Numbers of layers are from 1 to this."""
+"""The numbers that `caller_of` returns are from 1 to this."""
 
 
 def caller_of(number: int, settings: object) -> int:
-    """Returns the number that distinguishes a layer's dispatches from those of layers at another position
-    among the communicator's (`number`, from 1), and of all but one in 65,534 with other settings."""
+    """Returns the `caller` of a layer's dispatches, which tells ranks in different layers apart. It differs
+    for another `number` (of the layer within the communicator, from 1), and for all but one in 65,534 of
+    other `settings`."""
     digest = hashlib.blake2b(repr(settings).encode(), digest_size=4).digest()
     return (number - 1 + int.from_bytes(digest, "big")) % MOST_CALLERS + 1
 
@@ -107,7 +109,7 @@ class DispatchCall(NamedTuple):
 
     x_TH: Tensor
     x_scales: Tensor | None
-    """(T, ceil(H / 128)) float32 if x_TH is in the wire format already; else None."""
+    """Its scales (WireFormat.scales_shape) if x_TH is in the wire format already; else None."""
     topk_idx_TK: Tensor
     topk_weights_TK: Tensor | None
     layout: Layout
@@ -119,9 +121,9 @@ class DispatchCall(NamedTuple):
     many as there are."""
     dequantize: bool
     caller: int = ANY_CALLER
-    """The number of the calling layer among those of the communicator; 0: none. Ranks have to agree."""
+    """The number of the calling layer (`caller_of`); 0: no layer calls. Ranks have to agree."""
     host_counts: bool = False
-    """Return `RawDispatch.host_counts`; for a dropless dispatch."""
+    """True: return `RawDispatch.host_counts`; only for a dropless dispatch."""
 
 
 class Backend(ABC):
@@ -145,13 +147,13 @@ class Backend(ABC):
     num_sms: int
     """The number of SMs that an operation holds; on the CPU, of threads."""
     weighs_tokens: bool = False
-    """True where every combine can have weights of tokens (`combine_weighted`)."""
+    """True if `combine_weighted` works."""
     plan_fields: PlanFields
     """The fields of the blob in a TensorPlan."""
     _native: Any
     """The communicator of the runtime."""
     _announced = True
-    """True once the runtime has the operation, and makes its errors known to all ranks."""
+    """True once the runtime has the operation: from then on the runtime tells all ranks of errors."""
 
     @property
     def stream(self) -> torch.cuda.Stream | None:
@@ -162,7 +164,7 @@ class Backend(ABC):
 
     @abstractmethod
     def run(self, name: str, operation: Callable[[], Result]) -> Result:
-        """Runs `operation` after all before it and returns its result; `name` is for profilers."""
+        """Runs `operation` after all earlier ones and returns its result; `name` is for profilers."""
 
     @abstractmethod
     def launch(
@@ -173,8 +175,8 @@ class Backend(ABC):
         finish: Callable[[Result], Finished],
         inputs: tuple[Any, ...],
     ) -> Work[Finished]:
-        """Starts an operation that runs concurrently with the caller, after all earlier ones:
-        `complete(begin())`, where `complete` makes the host wait for peers, or `begin()` alone.
+        """Starts an operation that runs concurrently with the caller, after all earlier ones. It is
+        `complete(begin())`, where `complete` may make the host wait for peers; or, for None, `begin()` alone.
 
         `finish` runs in the caller's thread, in `wait`. `inputs`: tensors that the operation reads (other
         values are ignored).
@@ -193,8 +195,8 @@ class Backend(ABC):
         self.run("moecomm refuse", operation)
 
     def _whole(self, operation: Callable[[], Result]) -> Result:
-        """Runs an operation, including checks and copies of its arguments. Announces errors from before
-        `_announced` is set, as `announced_as` says; an InvalidArgument is then known to all ranks."""
+        """Runs an operation, including checks and copies of its arguments. Announces an error from before
+        `_announced` is set to all ranks, as `announced_as` says; marks an InvalidArgument as known to all."""
         told: Exception | None = None
         self._announced = False
         try:
@@ -224,8 +226,8 @@ class Backend(ABC):
         """Raises the error, if any, that prevents the next dispatch, the same on all ranks."""
 
     def splits(self, tokens: int) -> bool:
-        """Returns whether an async operation of this many tokens runs in two halves, the second one when its
-        result is awaited, so that no SM waits for other ranks' rows meanwhile. The first half is
+        """Returns whether an async operation of this many tokens runs in two halves. The second runs when the
+        result is awaited, so that until then no SM waits for other ranks' rows. The first half is
         `begin_dispatch`, also with a capacity, or `begin_combine`."""
         return False
 
@@ -239,7 +241,7 @@ class Backend(ABC):
 
     @abstractmethod
     def finish_dispatch(self, begun: Any, directly: bool = True) -> RawDispatch:
-        """Receives the arriving rows: the second half of a dispatch. `directly`: nothing was put on the
+        """Receives the arriving rows: the second half of a dispatch. `directly`: no other work was put on the
         current stream since the first half, so that rows can be received while others are sent."""
 
     def tensor_plan(self, plan: Any) -> TensorPlan:
@@ -258,8 +260,8 @@ class Backend(ABC):
         gradients: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """Sends rows along a kept plan and returns (received rows (P, H) times scales, dots (P,)). dots[p] =
-        <row p, other[p]> with `other_PH`, else dots is None. `gradients`: without scales and other, rows
-        travel in the gradient_wire."""
+        <row p before scaling, other[p]>; None without `other_PH`. `gradients`: rows travel in the
+        gradient_wire if scales and other are None."""
 
     @abstractmethod
     def combine(
@@ -274,20 +276,20 @@ class Backend(ABC):
         weights, or None without weight_grads). `forward`: sums travel in the combine_wire."""
 
     def combine_weighted(self, plan: Any, rows_PH: Tensor, weights_TK: Tensor) -> Tensor:
-        """Sums rows per token, times weights that the tokens' ranks give. Raises Unsupported unless
-        `weighs_tokens`."""
+        """Sums rows per token, times weights that each rank gives for its own tokens. Raises Unsupported
+        unless `weighs_tokens`."""
         raise Unsupported(
             "combine_weighted is for few tokens on GPUs of one node (weighs_tokens): dispatch the weights, "
             "and pass those that it returns to combine"
         )
 
     def begin_combine(self, plan: Any, rows_PH: Tensor, weights_P: Tensor | None) -> Any:
-        """Sends the sums of a forward's combine: its first half, or the whole if it has only one. Returns the
-        argument of `finish_combine`, which includes the tensors that kernels still read."""
+        """Sends the sums of a forward's combine: the first half, or the whole combine if it is not split.
+        Returns the argument of `finish_combine`, which includes the tensors that kernels still read."""
         return self.combine(plan, rows_PH, weights_P, None, forward=True)
 
     def finish_combine(self, begun: Any) -> Tensor:
-        """Receives and adds the arriving sums, and returns y (T, H): the second half."""
+        """Receives and adds the arriving sums, and returns y (T, H): the second half of a combine."""
         return begun[0]
 
     @abstractmethod
@@ -335,7 +337,7 @@ def memory_of(tensor: Tensor) -> int:
 
 
 def warn_of_thread() -> None:
-    """Warns that close() has left the proxy's thread behind, and the memory that it may still use."""
+    """Warns that close() has left behind the thread that talks to other nodes, and memory that it may use."""
     warnings.warn(
         "moecomm: the thread that talks to other nodes has not come back from the network's library, so "
         "Communicator.close() has left it behind, with the window, until this process ends. A peer that "

@@ -70,7 +70,7 @@ def _overflow(plan: _C.Plan) -> int:
 
 
 def _plan_words(plan: _C.Plan, fields: PlanFields) -> np.ndarray:
-    """Returns the fields of a plan, each at its place."""
+    """Returns a blob (TensorPlan.blob) with the views of a plan at the positions of `fields`."""
     words = np.zeros(fields.words, dtype=np.int32)
     words[fields.overflow] = _overflow(plan)
     words[fields.expert_rows] = plan.expert_rows
@@ -139,7 +139,7 @@ class CpuBackend(Backend):
         )
         self.network_lanes = self._native.network_lanes()
         self._order = InOrder(self._native.give_up)
-        # The runtime's destructor closes as well, but holds the GIL meanwhile.
+        # The runtime's destructor also closes, but it holds the GIL while it waits.
         finalize(self, self._native.close).atexit = False
 
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -197,7 +197,7 @@ class CpuBackend(Backend):
             positions=call.expert_capacity,
             caller=call.caller,
         )
-        return plan, call, x_TH  # kept alive, as this rank's own rows are read from it
+        return plan, call, x_TH  # x_TH stays alive: this rank's own rows are read from it
 
     def finish_dispatch(
         self, begun: tuple[_C.Plan, DispatchCall, Tensor], directly: bool = True
@@ -239,8 +239,8 @@ class CpuBackend(Backend):
         )
 
     def tensor_plan(self, plan: _C.Plan) -> TensorPlan:
-        """Returns a tensor whose memory keeps a plan of expert-major rows alive; it holds a key of the plan,
-        and the views of the output."""
+        """Returns a tensor whose memory keeps a plan of expert-major rows alive. Its word 0 is a key by which
+        `_plan` finds the plan; the other words hold the views."""
         words = _plan_words(plan, self.plan_fields).view(_PlanWords)
         words.plan = plan
         words[0] = next(self._plan_keys) % 2**31
@@ -307,7 +307,7 @@ class CpuBackend(Backend):
         return y_TH, grads_TK
 
     def empty_input(self, num_tokens: int) -> Tensor:
-        self._announced = True  # other ranks do not call it
+        self._announced = True  # other ranks do not call empty_input
         if num_tokens == 0:
             return torch.empty((0, self.hidden), dtype=self.dtype, device="cpu")
         buffer = self._native.take_input(num_tokens)
@@ -342,7 +342,7 @@ def _finished(order: InOrder, finish: Callable[[Result], Finished], future: Futu
         del future  # as in `InOrder.result`
 
 
-# A trace frees a tensor of which later code uses only the address.
+# Not traced: a trace frees a tensor of which later code uses only the address.
 _run_outside_graph = _disable_dynamo(CpuBackend.run)
 
 
