@@ -98,7 +98,7 @@ class CudaBackend(Backend):
             )
             self.num_sms, self.weighs_tokens = self._native.num_sms, self._native.weighs_tokens
             self.network_lanes = self._native.network_lanes()
-        # Also runs when the backend is garbage collected, and when the interpreter ends.
+        # release() also runs when the backend is garbage collected, and when the interpreter ends.
         self._release = weakref.finalize(self, release, self._gpu, self._native, window)
 
     # -- order -----------------------------------------------------------------------------------------
@@ -186,7 +186,7 @@ class CudaBackend(Backend):
         """Sends rows and receives those that arrive. With a capacity it is one call of the runtime."""
         if call.capacity < 0:
             return self.finish_dispatch(self._begin(call, offers=True))
-        sending, blob, _inputs = self._sending(call)  # kept until the output has its own memory
+        sending, blob, _inputs = self._sending(call)  # _inputs live until the output has memory
         rows = (call.capacity, call.expert_capacity)
         return self._receive(call, blob, rows, partial(self._native.dispatch, *sending))
 
@@ -194,9 +194,9 @@ class CudaBackend(Backend):
         return self._begin(call, offers=False)
 
     def _begin(self, call: DispatchCall, offers: bool) -> Begun:
-        """Does the work of `begin_dispatch`. `offers`: if the runtime asks for it, allocates the output of a
-        dropless dispatch before the number of its rows is known. The runtime receives rows into it at once if
-        they fit, or into memory that nothing else on the stream can still be reading."""
+        """Does the work of `begin_dispatch`. `offers`: if the runtime asks for it, the output of a dropless
+        dispatch is allocated before the number of its rows is known. No earlier work on the stream can still
+        read the memory of such an output, so the runtime may receive rows into it at once, if they fit."""
         offered, at_once = (0, 0), False
         if call.capacity < 0:
             if self._capturing:
@@ -211,7 +211,7 @@ class CudaBackend(Backend):
         sending, blob, inputs = self._sending(call)
         outputs: Outputs | None = None
         if offered[0] > 0:
-            with suppress(OutOfMemory):  # after the rows are known the memory may suffice
+            with suppress(OutOfMemory):  # memory may suffice once the number of rows is known
                 outputs = self._outputs(call, offered)
         at_once = at_once and outputs is not None
         if at_once:
@@ -225,8 +225,8 @@ class CudaBackend(Backend):
         return self._native.splits(tokens)
 
     def finish_dispatch(self, begun: Begun, directly: bool = True) -> RawDispatch:
-        """Receives the rows; without a capacity the host waits for their number. An output whose rows were
-        received at once is cut to it; one that was too small is replaced."""
+        """Receives the rows; without a capacity the host waits for their number. An output that was offered
+        is cut to that number, or replaced if it is too small."""
         self._announced = True
         call, blob, inputs, stream, outputs, offered, at_once, in_one_call = begun
         if stream != self._raw_stream:
@@ -240,9 +240,9 @@ class CudaBackend(Backend):
             outputs.free()
             outputs = None
         if outputs is None:
-            # Outputs that `_outputs` or torch fills put a kernel between the halves. And while the host
-            # waited, another thread may have launched a kernel that still reads memory which it has freed and
-            # this output gets.
+            # If `_outputs` or torch fills the outputs, a kernel runs between the halves. Also, while the host
+            # waited for the number of rows, another thread may have launched a kernel and freed memory that
+            # it still reads; this output may get that memory.
             filled = call.capacity >= 0 and call.layout == "rank"
             filled = filled or torch.are_deterministic_algorithms_enabled() or torch.is_anomaly_enabled()
             directly = directly and not filled and not (in_one_call and call.capacity < 0)
@@ -256,8 +256,8 @@ class CudaBackend(Backend):
 
     def _sending(self, call: DispatchCall) -> tuple[_Sending, Tensor, Inputs]:
         """Returns the arguments of the runtime's `begin_dispatch` without the stream, the plan's memory, and
-        the tensors that the kernels read. (Receiving kernels write while these are read, so the output must
-        not reuse their memory.)"""
+        the tensors that the kernels read. (Receiving kernels write while sending kernels read these tensors,
+        so the output must not reuse their memory.)"""
         x_TH, x_address = self._readable(call.x_TH)
         x_scales, scales_address = self._readable(call.x_scales)
         ids_TK, ids_address = self._readable(call.topk_idx_TK)
@@ -287,7 +287,7 @@ class CudaBackend(Backend):
         try:
             outputs = self._outputs(call, counts)
         except OutOfMemory as error:
-            # Receives the rows into nothing, so that the peers do not wait for this rank.
+            # Receives the rows and discards them, so that the peers do not wait for this rank.
             self._start_receiving(None, (0, 0), receive)
             error._is_known_to_all = False
             raise
@@ -320,8 +320,8 @@ class CudaBackend(Backend):
     def _start_receiving(
         self, outputs: Outputs | None, counts: tuple[int, int], receive: Callable[..., None]
     ) -> None:
-        """Calls `receive`, a function of the runtime that receives rows (see `_receive`); without outputs
-        into nothing."""
+        """Calls `receive`, a function of the runtime that receives rows (see `_receive`); without outputs the
+        rows are discarded."""
         rows, by_rank = counts[0], outputs is not None and outputs.rows_Q is not None
         if outputs is None:
             addresses = [self._nowhere_address, 0, 0, 0, 0, 0]
@@ -404,7 +404,7 @@ class CudaBackend(Backend):
 
     def finish_combine(self, begun: tuple[Any, ...]) -> Tensor:
         """Raises InvalidArgument if a CUDA graph capture recorded the first half and has ended."""
-        self._announced = True  # the first half has announced it to all ranks
+        self._announced = True  # the first half has announced the operation to all ranks
         if not self._native.complete(self._raw_stream):
             raise InvalidArgument(
                 "the capture in which an operation was begun has ended without its second half, and nothing "
@@ -423,8 +423,8 @@ class CudaBackend(Backend):
         held: bool,
         weights_TK: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor | None, Any, Any, Any]:
-        """Begins a combine, and completes it unless it is `held`; returns the result of `combine`, and the
-        tensors that kernels read. weights_TK: those of this rank's tokens, in place of weights_P."""
+        """Runs a combine, or only its first half if `held`; returns the result of `combine`, and the tensors
+        that kernels read. weights_TK: the routing weights of this rank's tokens, in place of weights_P."""
         y_TH = grads_TK = None
         weights_P, weights_address = self._readable(weights_P)
         weights_TK, token_weights = self._readable(weights_TK)
@@ -500,13 +500,13 @@ class CudaBackend(Backend):
         strides = (shape[1], 1) if len(shape) == 2 else (1,)
         try:
             found = self._kinds[dtype].new_empty_strided(shape, strides)
-            return found.zero_() if torch.is_anomaly_enabled() else found  # also rows past the last group
+            return found.zero_() if torch.is_anomaly_enabled() else found  # anomaly mode reads every row
         except torch.OutOfMemoryError as error:
             raise out_of_memory(shape, dtype, error) from error
 
     def _plan_address(self, plan: TensorPlan) -> int:
         if plan.stream != self._raw_stream:
-            # The caller keeps its own tensors alive across streams, but does not know of this one.
+            # The caller keeps its own tensors alive across streams, but does not know of the plan's blob.
             plan.blob.record_stream(self._gpu.stream())
         return plan.blob.data_ptr()
 
@@ -530,12 +530,12 @@ class CudaBackend(Backend):
         return tensor, address or self._nowhere_address
 
 
-# A trace frees a tensor of which later code uses only the address.
+# Not traced: a trace frees a tensor of which later code uses only the address.
 _run_outside_graph = _disable_dynamo(CudaBackend.run_now)
 
 
 def _less(value: Any, before: Any) -> Any:
-    """Returns how much a counter, or each of a list of them, has grown."""
+    """Returns how much a counter, or each counter of a list, has grown."""
     if isinstance(value, list):
         return [_less(*each) for each in zip(value, before or [0] * len(value), strict=True)]
     return value - (before or 0)

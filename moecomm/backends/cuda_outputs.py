@@ -15,7 +15,7 @@ Inputs = tuple[Tensor | None, ...]
 
 
 class Outputs(NamedTuple):
-    """The tensors into which a dispatch receives, in the order in which the runtime takes their addresses."""
+    """The tensors into which a dispatch receives rows, in the order of the runtime's arguments."""
 
     tokens_PH: Tensor
     scales: Tensor | None
@@ -40,8 +40,8 @@ class Outputs(NamedTuple):
 
 
 class Begun(NamedTuple):
-    """A dispatch whose rows are sent but not received yet, or, `at_once`, received into `outputs` if they
-    fit."""
+    """A dispatch after its first half, which sends the rows. With `at_once` they are also received into
+    `outputs`, if they fit."""
 
     call: DispatchCall
     blob: Tensor
@@ -52,7 +52,7 @@ class Begun(NamedTuple):
     """Rows and positions of `outputs`."""
     at_once: bool = False
     in_one_call: bool = False
-    """True if one call runs both halves: then other work may be on the stream between them."""
+    """True if `dispatch` runs both halves: another thread may use the stream between them."""
 
 
 def out_of_memory(shape: tuple[int, ...], dtype: torch.dtype, error: Exception) -> OutOfMemory:

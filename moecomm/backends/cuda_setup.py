@@ -55,7 +55,7 @@ def check_room(rendezvous: Rendezvous, group_info: GroupInfo, memory: MemoryPlan
     def look() -> dict[str, Any]:
         try:
             return {"available": gpu.free_bytes(needed)}
-        except RuntimeError as error:  # of CUDA; an Unsupported can be told to other ranks
+        except RuntimeError as error:  # of CUDA; only a MoecommError can be told to other ranks
             raise Unsupported(f"the GPU does not answer: {error}") from error
 
     if memory.host_bytes:
@@ -85,7 +85,7 @@ def connect_gpus(
     from moecomm.setup.symmetric_memory import SymmetricMemory
 
     arguments = group_info.messages[0]["arguments"]
-    # Its memory is zeroed before any rank continues, so no signal can be cleared later.
+    # The window is zeroed before any rank continues, so that zeroing cannot erase a signal.
     window = SymmetricMemory(
         rendezvous, memory.total_bytes, device, ranks=group_info.nodes.local_ranks(rendezvous.rank)
     )
@@ -121,11 +121,10 @@ def connect_gpus(
 
 
 def release(gpu: CudaDevice, native: _C.DeviceCommunicator, window: Any) -> None:
-    """Frees a communicator: first the native object, which uses the window, then the window, unless the
-    network may still use it. In a capture, which freeing would invalidate, it keeps the window until the next
-    call.
+    """Frees the native communicator, then the window, which the former uses. Keeps the window if the network
+    may still use it. Freeing would invalidate a capture of a CUDA graph: then a later call frees it.
 
-    It waits for the GPU. After Ctrl-C in a wait, or if an uncaught exception ends the interpreter, kernels
+    This waits for the GPU. After Ctrl-C in a wait, or if an uncaught exception ends the interpreter, kernels
     first stop waiting, since the other ranks may never come."""
     if native.interrupted or ends_by_error():
         native.stop_waiting()
@@ -152,4 +151,4 @@ def release(gpu: CudaDevice, native: _C.DeviceCommunicator, window: Any) -> None
 _left_behind: list[Any] = []
 """Windows that stay until the process ends."""
 _after_captures: list[tuple[Any, Any]] = []
-"""Communicators that were closed during a capture, with their windows; they are freed later."""
+"""Communicators that were closed during a capture, with their windows; a later `release` frees them."""

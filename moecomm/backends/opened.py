@@ -16,7 +16,7 @@ Own = TypeVar("Own", bound="_Opened")
 
 
 class _Opened:
-    """A base class of `Communicator`, which documents it: holds the backend until `close()`."""
+    """A base class of `Communicator`: holds the backend until `close()`."""
 
     _backend: Backend | None
     device: torch.device
@@ -42,9 +42,9 @@ class _Opened:
         return backend.run("moecomm empty_input", lambda: backend.empty_input(num_tokens))
 
     def refuse(self, error: Exception) -> NoReturn:
-        """Raises `error` on this rank. All other ranks raise InvalidArgument, or OutOfMemory, in the
-        operation that they call meanwhile; its text names this rank, and the error's type if that differs. A
-        layer calls it for an error that it finds on its rank alone: a plain exception would leave the other
+        """Raises `error` on this rank. All other ranks raise InvalidArgument, or OutOfMemory, in their
+        present or next operation; the text names this rank, and the type of `error` if theirs differs. A
+        layer calls this for an error that it finds on one rank alone: a plain exception would leave the other
         ranks waiting until their deadline. The communicator stays usable."""
         try:
             try:
@@ -58,8 +58,8 @@ class _Opened:
 
     def check(self) -> None:
         """Raises CapacityExceeded, once, if a dispatch since the last check left rows out on any rank, and
-        PeerTimeout or PeerLost if that has ended the communicator. All ranks come to the same result without
-        communication; on the CPU it waits for what is under way, with `async_op` or in another thread.
+        PeerTimeout or PeerLost if one has ended the communicator. All ranks come to the same result without
+        communication; on the CPU it waits for operations with `async_op` or in another thread.
 
         On CUDA it also raises InvalidRouting and MismatchedArguments that the device has found. It only reads
         what the device has reported by now: synchronize the stream first to be sure of all operations so far.
@@ -70,13 +70,13 @@ class _Opened:
         """Returns the counters since construction or `reset_stats()`.
 
         dispatch_calls, dispatch_seconds, combine_calls, combine_seconds (of each kind of transfer, forward
-        and backward), wait_seconds (the part of both spent waiting for peers), late_seconds (a list: how long
-        this rank waited for each rank to begin operations; a slow rank has the largest entry on all other
-        ranks; waits for several ranks overlap), rows_in (tokens brought), rows_out (rows received),
-        bytes_wire (row bytes between ranks, counted at the owner of the experts), bytes_staged (row bytes of
-        dispatches that were copied for other ranks of the node, as they were not from `empty_input`; 0 on
-        CUDA), plans_made, plans_reused, network_puts, network_bytes, network_row_bytes (messages, bytes, and
-        bytes of rows sent to other nodes).
+        and backward), wait_seconds (the part of these seconds spent waiting for peers), late_seconds (a list:
+        how long this rank waited for each rank to begin operations; a slow rank has the largest entry on all
+        other ranks; waits for several ranks overlap), rows_in (tokens brought), rows_out (rows received),
+        bytes_wire (row bytes between ranks, counted at the owner of the experts), bytes_staged (row bytes
+        that dispatches copied for other ranks of the node, as `x` was not from `empty_input`; 0 on CUDA),
+        plans_made, plans_reused, network_puts, network_bytes, network_row_bytes (messages, bytes, and bytes
+        of rows sent to other nodes).
 
         On CUDA the seconds are the kernels' times by the GPU's clock, and host_wait_seconds is how long the
         host waited for row counts; replays of a graph count. The call waits for a small copy from the device.
@@ -113,12 +113,11 @@ class _Opened:
     def close(self) -> None:
         """Waits for running operations, on CUDA for all work on the GPU, and frees the window. CPU: an
         operation, with `async_op` or of another thread, that still waits for other ranks after a second
-        raises CommunicatorClosed.
-        Peers that still wait for this rank get PeerLost. RuntimeWarning if, between nodes, the network
-        library blocks its thread for more than `timeout` and 3 s: then the thread and the window stay until
-        the process ends.
+        raises CommunicatorClosed. Peers that still wait for this rank get PeerLost. With several nodes,
+        RuntimeWarning if the network library blocks the thread that calls it for more than `timeout` and 3 s:
+        then the thread and the window stay until the process ends.
 
-        Calling it again does nothing. Leaving a `with` block and garbage collection do the same; the
+        Calling it again does nothing. Leaving a `with` block and garbage collection also close it; the
         backward of earlier calls needs the communicator open.
         """
         backend, self._backend = self._backend, None
@@ -137,7 +136,7 @@ class _Opened:
         return self._backend
 
     def _shared(self, backend: Backend, *arrays: Any) -> tuple[Any, ...]:
-        """Returns arrays as tensors that share their memory, None as None."""
+        """Returns arrays as tensors that share their memory, None as None; announces errors."""
         try:
             return tuple(shared_tensor(each, self.device) for each in arrays)
         except Exception as error:
@@ -145,10 +144,10 @@ class _Opened:
 
 
 def shared_tensor(value: Any, device: torch.device) -> Any:
-    """Returns `value` if it is a tensor, a tensor that shares its memory if it offers one (CuPy, numpy, JAX),
-    else `value`, which a later check refuses.
+    """Returns a tensor unchanged, an array that can share its memory (CuPy, numpy, JAX) as a tensor, and
+    anything else unchanged, for a later check to refuse.
 
-    With DLPack the library orders its own stream before torch's current one. An object with only
+    With DLPack the array's library orders its own stream before torch's current one. An object with only
     `__cuda_array_interface__` is assumed to be ready for the current stream.
     """
     if value is None or isinstance(value, torch.Tensor):

@@ -54,7 +54,7 @@ class InOrder:
 
     def _begin(self) -> None:
         self._owner = os.getpid()
-        self._gate = threading.RLock()  # held while a call gets its place in the order
+        self._gate = threading.RLock()  # held while a call is put into the order
         self._running = threading.Lock()  # held while an operation runs
         self._here = threading.local()
         self._pool: ThreadPoolExecutor | None = None
@@ -62,7 +62,7 @@ class InOrder:
 
     def _in_child(self) -> None:
         """Resets the state in a forked child, which has neither the thread nor the holders of the locks:
-        running operations are not its own. (The runtime refuses its operations.)"""
+        operations that run are the parent's. (The runtime refuses operations of a child.)"""
         if os.getpid() != self._owner:
             self._begin()
 
@@ -127,8 +127,8 @@ class InOrder:
         return future
 
     def finish(self, then: Callable[[], Result]) -> Result:
-        """Ends the operations of all threads and returns the result of `then`. One that still waits for other
-        ranks after a second gives up, since they may never come. Nothing may be submitted afterwards."""
+        """Ends the operations of all threads and returns the result of `then`. An operation that still waits
+        for other ranks after a second gives up, as they may never come. Submit nothing after this."""
         self._in_child()
         with self._held(self._gate):
             pool, self._pool = self._pool, None
@@ -173,5 +173,5 @@ def _finish_all() -> None:
 
 
 # The interpreter waits for the threads of pools before it runs `atexit` functions. Functions registered here
-# run earlier, in reverse order: concurrent.futures, imported above, has registered its wait for threads.
+# run earlier, the last registered first; concurrent.futures, imported above, has registered that wait before.
 threading._register_atexit(_finish_all)  # type: ignore[attr-defined]

@@ -71,7 +71,7 @@ class SideWork(Generic[Result, Finished]):
 
     def wait(self) -> Finished:
         """Returns what `finish` makes of the result, or raises the error, which is then no longer kept
-        (`_raise_again` says why); the device may still be working on it."""
+        (`_raise_again` in types.py says why). The device may still compute the result."""
         self._owner.settle(self)
         error = self._error
         try:
@@ -95,7 +95,7 @@ class SideWork(Generic[Result, Finished]):
             tensor.record_stream(caller)
 
     def is_completed(self) -> bool:
-        """Returns True when the device is done. Continues a dispatch whose row count has arrived."""
+        """Returns True when the device is done. Runs the second half if the device is done with the first."""
         if self._error is None and self._event is not None and not self._event.query():
             return False
         if self._done:

@@ -21,10 +21,10 @@ def no_kernels(what: str) -> Unsupported:
 
 
 class CudaDevice:
-    """One GPU. Current streams are those of this GPU, whichever is the current device.
+    """One GPU. Current streams are those of this GPU, whichever device is current.
 
-    Frequent queries call the functions of torch._C that torch.cuda wraps, since the wrappers take longer than
-    these. torch has initialised CUDA by then, as the communicator has memory there.
+    Frequent queries call functions of torch._C, not their wrappers in torch.cuda, which cost the host more
+    time. CUDA is initialised by then, as the communicator has memory there.
     """
 
     def __init__(self, index: int) -> None:
@@ -66,8 +66,8 @@ class CudaDevice:
         return torch.cuda.current_stream(self.index)
 
     def new_stream(self) -> torch.cuda.Stream:
-        """Returns a new stream of high priority, so that the few blocks of a transfer get their SMs before
-        the many of a GEMM."""
+        """Returns a new stream of high priority, so that the few blocks of a transfer get SMs before the many
+        blocks of a GEMM."""
         return torch.cuda.Stream(self.index, priority=-1)
 
     def record_event(
@@ -130,12 +130,12 @@ class StreamOrder:
 
     def __init__(self, gpu: CudaDevice) -> None:
         self._gpu = gpu
-        # The stream of the last work, and its handle; outside of captures (False) and within one (True).
+        # (Handle, stream) of the last work's stream, outside of captures (False) and within one (True).
         self._last: dict[bool, tuple[int, torch.cuda.Stream | None]] = {False: (-1, None), True: (-1, None)}
 
     def follow(self, raw_stream: int, capturing: bool) -> None:
-        """Makes the current stream, `raw_stream`, wait for the last work, if that was on another one.
-        `capturing`: whether it records a CUDA graph."""
+        """Makes the current stream, `raw_stream`, wait for the last work, if that was on another stream.
+        `capturing`: whether the current stream records a CUDA graph."""
         last_raw, last = self._last[capturing]
         if raw_stream == last_raw:
             return

@@ -19,7 +19,7 @@ from moecomm.errors import Unsupported
 
 
 class DriverError(Exception):
-    """A driver call failed; the text names it and says why. The caller turns it into a MoecommError."""
+    """A driver call failed; the text names the call and says why. The caller turns it into a MoecommError."""
 
     def __init__(self, text: str, *, call: str, code: Any) -> None:
         super().__init__(text)
@@ -100,7 +100,7 @@ class Driver:
 
     def gpu(self, device: Any) -> Gpu:
         """Returns facts about one device (a result of cuDeviceGet)."""
-        # The form that distinguishes MIG instances has the plain name in CUDA 13, with _v2 in CUDA 12.
+        # The call that distinguishes MIG instances has the plain name in CUDA 13, and ends in _v2 in CUDA 12.
         uuid_call = "cuDeviceGetUuid_v2" if hasattr(self.api, "cuDeviceGetUuid_v2") else "cuDeviceGetUuid"
         octets = bytes(self.call(uuid_call, device).bytes)
 
@@ -129,7 +129,7 @@ class Driver:
 
 
 def load(api: Any = None) -> Driver:
-    """Returns the driver, initialised (cuInit). `api`: see Driver; None for cuda-bindings.
+    """Returns the driver, initialised (cuInit). `api`: as in Driver; None takes that of cuda-bindings.
 
     Raises Unsupported: the package is missing, or this machine has no usable driver.
     """
