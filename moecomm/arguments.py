@@ -105,9 +105,9 @@ def require_number(name: str, value: Any, holds: Callable[[float], bool], bound:
 
 
 def require_ascending(name: str, values_N: torch.Tensor, most: int, first: int | None = None) -> None:
-    """Raises InvalidArgument if the first value is not `first` (None: is negative), or if a value is below
-    the one before it or above `most`. Does nothing on GPUs, where the host would wait, or for unknown
-    values."""
+    """Raises InvalidArgument if the first value is not `first` (None: is negative), or any is below the
+    previous one or above `most`. Checks nothing on GPUs, where the host would wait, or if values are
+    unknown."""
     if values_N.device.type != "cpu" or torch.compiler.is_compiling() or not _has_memory(values_N):
         return
     least, highest = 0, most if first is None else first
@@ -146,7 +146,7 @@ def check_rows(
     whose: str = "the communicator's dtype",
 ) -> None:
     """Checks that `rows_XH` is (count, hidden) of `dtype` on `device`; count None allows any number of rows.
-    `whose` dtype that is, for the error's text."""
+    `whose`: what has that dtype, as the error's text names it."""
     first = rows_XH.shape[:1] if count is None and isinstance(rows_XH, torch.Tensor) else (count,)
     if _is(rows_XH, (*first, hidden), dtype, device):
         return
@@ -199,8 +199,7 @@ def check_dispatch(
 def check_weights(
     name: str, weights: Any, shape: tuple[int, ...], letters: str, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Checks that `weights` has the given shape (`letters` in error texts) and the dtype
-    weight_dtype(dtype)."""
+    """Checks that `weights` has that shape (`letters` in error texts) and dtype weight_dtype(dtype)."""
     if _is(weights, shape, weight_dtype(dtype), device):
         return
     require_tensor(name, weights, device)

@@ -35,8 +35,8 @@ class Env:
 
     fabric_lanes: int | None = None
     """MOECOMM_FABRIC_LANES: endpoints (lanes) of a rank towards other nodes, at most 64. Default: one for
-    each NIC of its share, or up to eight over TCP. Ranks with one local index on all nodes (a rail) use the
-    smallest of their numbers."""
+    each NIC of its share, or up to eight over TCP. Ranks of one local index (a rail) use their smallest
+    number."""
 
     first_epoch: int | None = None
     """MOECOMM_FIRST_EPOCH: for tests: the number of a communicator's first operation, 1 to 2^62, the same on
@@ -54,7 +54,7 @@ class Env:
 
     log: str | None = None
     """MOECOMM_LOG: "launch": each rank on CUDA prints on stderr which kernels an operation launches, and with
-    how many blocks, whenever that is new."""
+    how many blocks; each such plan once."""
 
 
 _NUMBERS: dict[str, tuple[type, float, float]] = {

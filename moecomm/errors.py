@@ -21,8 +21,7 @@ class InvalidArgument(MoecommError, ValueError):
     """An argument has the wrong type, shape, dtype, device or value; the text names it, its value and the
     bound.
 
-    In a call that all ranks make, every rank raises it; on other ranks the text also names the rank that has
-    the wrong argument.
+    In a call that all ranks make, every rank raises it; on other ranks the text names the rank at fault.
     """
 
     _is_known_to_all = False  # until an operation raises it
@@ -96,7 +95,7 @@ _Peer = TypeVar("_Peer", bound=_PeerError)
 
 
 def of_peer(kind: type[_Peer], text: str, rank: int, phase: str, peer: int = -1) -> _Peer:
-    """Returns the PeerTimeout or PeerLost that `rank` raises in `phase`; its text begins so."""
+    """Returns the PeerTimeout or PeerLost of `rank` in `phase`; its text begins with rank and phase."""
     return kind(f"rank {rank}, {phase}: {text}", rank=rank, peer=peer, phase=phase)
 
 

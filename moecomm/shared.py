@@ -123,7 +123,7 @@ def round_up(tokens: int) -> int:
 
 
 class _OfGroup:
-    """The communicators of a process group."""
+    """The communicators of a process group, and how many were built."""
 
     def __init__(self) -> None:
         self.built = 0
@@ -148,7 +148,7 @@ def shared_communicator(group: Any, shape: Shape, tokens: int) -> SharedCommunic
 
 
 class LayerCommunicators:
-    """Keeps alive the communicators that one layer uses: one for each shape of its batches."""
+    """Keeps alive the communicators that one layer uses: one for each Shape of its batches."""
 
     def __init__(self, group: Any, num_experts: int) -> None:
         self._group, self._num_experts = group, num_experts

@@ -1,4 +1,4 @@
-"""Operations within a graph of torch.compile, and next to one."""
+"""Operations within a graph of torch.compile, and between graphs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def break_graph(reason: str) -> None:
 
 
 def outside_graph(operation: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """Makes an operation break a graph of torch.compile."""
+    """Returns `operation` so that calls under torch.compile run outside of the graph, which they break."""
     outside = _disable_dynamo(operation)
 
     @functools.wraps(operation)
@@ -55,8 +55,7 @@ def outside_graph(operation: Callable[Parameters, Result]) -> Callable[Parameter
 def dispatch_in_graph(
     owner: int, fields: PlanFields, x: Tensor, ids: Tensor, weights: Tensor | None, alignment: int, rows: int
 ) -> DispatchOutput:
-    """Returns the result of a dispatch of communicator number `owner`, as an operator of torch.library makes
-    it."""
+    """Dispatches by the operator moecomm::dispatch (library.py), in communicator number `owner`."""
     tokens_PH, weights_P, blob = torch.ops.moecomm.dispatch(owner, x, ids, weights, alignment, rows)
     tokens = x.shape[0]
     handle = Handle(

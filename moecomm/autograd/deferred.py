@@ -1,8 +1,8 @@
 """Computes the experts' weight gradients that several backwards have put off, all together.
 
-If a microbatch brings an expert few rows, memory traffic of its gradient takes longer than the product: every
-microbatch reads and writes all of `grad`. Microbatches that are put off are joined, so that the gradient is
-one product over all their rows, added once.
+If a microbatch brings an expert few rows, the memory traffic for the expert's gradient takes longer than the
+product: every microbatch reads and writes all of `grad`. So rows of several microbatches are joined, and the
+gradient is one product over all these rows, added once.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ product hides the memory traffic, and copying rows together costs what it saves 
 
 @dataclass
 class Operands:
-    """The operands of a weight's gradient, which is rows^T grad for each expert: (P, A) and (P, B). The
-    weight is the parameter, or a cast of it."""
+    """The operands of a weight's gradient, which is rows^T grad for each expert: rows (P, A) and grad (P, B).
+    `weight` is the parameter, or a cast of the parameter."""
 
     weight: Tensor
     rows: Tensor
@@ -38,12 +38,12 @@ class Operands:
 
 @dataclass
 class Pending:
-    """The weight gradients that one backward has put off; None for a weight that needs none."""
+    """The weight gradients that one backward has put off; None for a weight that needs no gradient."""
 
     products: Products
     groups: Tensor
     count: int
-    """Number of the experts' rows."""
+    """P: the number of rows."""
     of_in: Operands | None
     of_out: Operands | None
 
@@ -80,8 +80,8 @@ class Deferred:
 
 
 def _take(together: Sequence[Pending], name: str) -> list[Operands]:
-    """Takes the operands of one weight out of pending gradients, so that their memory is freed as soon as
-    they are read; none if its gradient is not needed."""
+    """Takes the operands of one weight (`name`) out of pending gradients, so that their memory is freed once
+    they are read. Returns none if the weight needs no gradient."""
     found = [getattr(each, name) for each in together]
     for each in together:
         setattr(each, name, None)
@@ -89,7 +89,8 @@ def _take(together: Sequence[Pending], name: str) -> list[Operands]:
 
 
 def _join(operands: list[Operands], places: Sequence[Tensor] | None) -> Operands:
-    """Joins the operands of several backwards, with their rows at `places`, and releases the originals."""
+    """Joins the operands of several backwards and releases the originals. `places`: for each backward the
+    positions of its rows in the result; None for a single backward."""
     if places is None:
         return operands.pop()
     weight = operands[0].weight
@@ -99,14 +100,14 @@ def _join(operands: list[Operands], places: Sequence[Tensor] | None) -> Operands
 
 
 def _taken(tensors: list[Tensor], places: Sequence[Tensor]) -> Tensor:
-    """Joins rows and releases the original tensors."""
+    """Joins rows at positions `places` (join_rows) and releases the original tensors."""
     joined = join_rows(tensors, places)
     tensors.clear()
     return joined
 
 
 def _alike(pending: Sequence[Pending], experts: int) -> list[Pending]:
-    """Returns the first pending gradients that can be computed together."""
+    """Returns as many of the first pending gradients as can be computed together; at least one."""
     first = pending[0]
     found = list(itertools.takewhile(lambda each: _kind(each) == _kind(first), pending))
     rows = sum(each.count for each in found)
@@ -120,8 +121,8 @@ def _kind(pending: Pending) -> tuple[object, ...]:
 
 
 def _source(weight: Tensor) -> tuple[bool, int]:
-    """Returns a key that differs between weights with separate gradients: whether the weight is a cast, and
-    the memory of its leaf, which the weight keeps alive."""
+    """Returns a key that differs between weights with separate gradients: whether the weight is its own leaf
+    (not a cast), and the address of the leaf, which the weight keeps alive."""
     leaf = leaf_of(weight)
     assert leaf is not None
     return weight.is_leaf, leaf.data_ptr()

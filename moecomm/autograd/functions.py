@@ -3,7 +3,7 @@
 With y = combine(rows, w): y_t = sum over the rows p of token t of w_p * rows_p, so
     d rows_p = w_p * dy_t(p)   a dispatch of dy along the kept plan, scaled on arrival
     d w_p    = <rows_p, dy_t(p)>   computed where the row arrives
-and for out, v = dispatch(x, u): d x_t = sum of d out_p (a combine), d u_(t,k) = d v_p, sent back with it.
+and for out, v = dispatch(x, u): d x_t = sum of d out_p (a combine), d u_(t,k) = d v_p, sent back with rows.
 
 A backward that autograd runs within a compiled function (`loss.backward()` in a compiled step) would be
 traced as well, and a trace frees a tensor of which later code uses only the address. So backwards are kept
@@ -27,7 +27,8 @@ Gradients = tuple[Tensor | None, Tensor | None]
 def dispatch_backward(
     backend: Backend, plan: Any, grad_rows_PH: Tensor | None, grad_weights: Tensor | None
 ) -> Gradients:
-    """Returns the gradients of a dispatch's tokens (T, H) and routing weights (T, K); None for None."""
+    """Returns the gradients of a dispatch's tokens (T, H) and routing weights (T, K); None for a missing
+    input."""
     return backend.run(
         "moecomm dispatch backward", lambda: backend.combine(plan, grad_rows_PH, None, grad_weights)
     )
@@ -36,7 +37,7 @@ def dispatch_backward(
 def combine_backward(
     backend: Backend, plan: Any, grad_y_TH: Tensor, weights_P: Tensor | None, rows_PH: Tensor | None
 ) -> Gradients:
-    """Returns the gradients of a combine's rows (P, H) and, given these rows, of its weights (P,)."""
+    """Returns the gradients of a combine's rows (P, H) and, with `rows_PH`, of its weights (P,)."""
     return backend.run(
         "moecomm combine backward",
         lambda: backend.redispatch(plan, grad_y_TH, weights_P, rows_PH, gradients=True),
@@ -112,7 +113,7 @@ def _wants_gradient(first: Tensor | None, second: Tensor | None) -> bool:
 def dispatch(
     x_TH: Tensor | None, topk_weights_TK: Tensor | None, raw: RawDispatch, backend: Backend
 ) -> RawDispatch:
-    """Connects the rows and weights of a finished dispatch to their inputs, for autograd."""
+    """Connects the rows and weights of a finished dispatch to its inputs, for autograd."""
     if not _wants_gradient(x_TH, topk_weights_TK):
         return raw
     index = raw.expert_index

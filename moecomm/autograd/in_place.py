@@ -46,16 +46,16 @@ def main_grad_of(parameter: Tensor) -> Tensor:
 
 @torch.no_grad()
 def to_main_grad(parameter: Tensor) -> None:
-    """Adds the `grad` of a parameter, if there is one, to its `main_grad`, and sets it to None."""
+    """Adds the `grad` of a parameter, if there is one, to its `main_grad`, and sets `grad` to None."""
     if parameter.grad is not None:
         main_grad_of(parameter).add_(parameter.grad)
         parameter.grad = None
 
 
 def add_gradient(parameter: Tensor, gradient: Tensor | None) -> None:
-    """Adds a gradient to the `grad` of a parameter, or its `main_grad`, without hooks; None: the product has
-    added it. The gradient of a cast reaches the parameter through the cast's graph, which is kept for other
-    microbatches."""
+    """Adds a gradient to the `grad` of a parameter, or its `main_grad`, without running hooks. Does nothing
+    for None, which says that a product has added it. If `parameter` is a cast of one, the gradient goes
+    through the cast's graph, which is kept for other microbatches."""
     if gradient is None:
         return
     if not parameter.is_leaf:
@@ -67,8 +67,7 @@ def add_gradient(parameter: Tensor, gradient: Tensor | None) -> None:
 
 
 def grad_in_place(parameter: Tensor) -> Tensor | None:
-    """Returns the parameter's `main_grad` if it has one, or its `grad`, if a product can add to it; else
-    None."""
+    """Returns the parameter's `main_grad`, or else its `grad`; None if a product cannot add to it."""
     if has_main_grad(parameter):
         return None if isinstance(parameter, DTensor) else main_grad_of(parameter)
     grad = parameter.grad
@@ -78,22 +77,22 @@ def grad_in_place(parameter: Tensor) -> Tensor | None:
 
 
 def has_hooks(parameter: Tensor) -> bool:
-    """Returns True for a parameter with hooks on its gradient."""
+    """Returns True for a parameter with hooks on its gradient, besides that of keep_main_grad()."""
     own = int(has_main_grad(parameter))
     return bool(parameter._backward_hooks) or len(parameter._post_accumulate_grad_hooks or ()) > own
 
 
 def parameter_of(ctx: Any, number: int, saved: Tensor) -> Tensor:
-    """Returns the leaf that is the input of this number, for which a checkpoint or hooks of saved tensors
-    (save_on_cpu) may give back another tensor; the `saved` one if the input is no leaf."""
+    """Returns input `number` of the function of `ctx` if it is a leaf, else `saved`, the tensor saved for it.
+    A checkpoint, or hooks of saved tensors (save_on_cpu), may have put another tensor in its place."""
     found: Tensor = getattr(ctx.next_functions[number][0], "variable", saved)
     return found
 
 
 def is_wanted(ctx: Any, number: int) -> bool:
-    """Returns whether the running backward, with `ctx` of a torch.autograd.Function, needs the gradient of
-    its input of this number, and not only those of other inputs (torch.autograd.grad, or `inputs` of
-    backward)."""
+    """Returns whether the running backward needs the gradient of input `number` of the
+    torch.autograd.Function with this `ctx`. With torch.autograd.grad, or `inputs` of backward, it may need
+    other gradients alone."""
     try:
         return torch._C._will_engine_execute_node(ctx.next_functions[number][0])
     except RuntimeError:  # torch raises this during torch.autograd.grad
@@ -101,9 +100,9 @@ def is_wanted(ctx: Any, number: int) -> bool:
 
 
 def gradient_to_add_to(ctx: Any, number: int) -> Tensor | None:
-    """Returns `grad_in_place` of the parameter that is the input of this number. Returns None where autograd
-    has to add the gradient: if there is no grad yet, for torch.autograd.grad, for parameters with hooks on
-    the gradient, and for sharded ones."""
+    """Returns `grad_in_place` of the parameter that is input `number`. Returns None where autograd has to add
+    the gradient: if there is no grad yet, for torch.autograd.grad, for parameters with hooks on the gradient,
+    and for sharded ones."""
     node = ctx.next_functions[number][0]
     if type(node).__name__ != "AccumulateGrad" or has_hooks(node.variable):
         return None

@@ -1,20 +1,20 @@
 """Dispatch and combine as torch.compile sees them: operators moecomm::dispatch and moecomm::combine.
 
-Each is a single node of a graph, which takes tensors and numbers and returns tensors, among them the plan; a
-number identifies the backend. The capacity must be fixed, so that all shapes are known. Rows are in the
-expert layout and in the communicator's dtype. Gradients are those of functions.py.
+Each is a single node of a graph, which takes tensors and numbers and returns tensors. Among these is the
+plan; a number identifies the backend. The capacity must be fixed, so that all shapes are known. Rows are in
+the expert layout and in the communicator's dtype. Gradients are those of functions.py.
 
-All ranks have to run the operators in one order. If several in a graph are independent of each other, their
-data does not say which comes first, and compilers do move them. (torch's own "effects" do not help: versions
-2.11 to 2.13 lose them when Inductor schedules.) So a graph really holds `*_in_order` operators: each takes a
-token, an empty tensor, and returns the next one. A traced graph thus has one chain of tokens, from the
-forward into the backward, for all communicators.
+All ranks have to run the operators in one order. Operators in a graph may be independent of each other; then
+their data does not say which comes first, and compilers do move them. (torch's own "effects" do not help:
+versions 2.11 to 2.13 lose them when Inductor schedules.) So a graph really holds `*_in_order` operators: each
+takes a token, an empty tensor, and returns the next one. A traced graph thus has one chain of tokens, from
+the forward into the backward, for all communicators.
 
 A rank without tokens has results without elements; compilers would replace them by empty tensors of their
 own, and the other ranks would wait for that rank. So the operators are marked as having side effects, which
-keeps them in a graph, and those of a backward as belonging there. (torch.compile's partitioner leaves
-operators of the forward there. functorch's default_partition, of other compilers, copies some into the
-backward, where they run once more, alike on all ranks.)
+keeps them in a graph, and the operators of a backward as belonging to the backward. (torch.compile's
+partitioner leaves operators of the forward in the forward. functorch's default_partition, of other compilers,
+copies some into the backward, where they run once more, the same ones on all ranks.)
 
     moecomm::dispatch(comm, x, ...)  ->  t1, rows, ..., plan = moecomm::dispatch_in_order(t0, comm, x, ...)
     moecomm::combine(comm, rows, ...)  ->  t2, y = moecomm::combine_in_order(t1, comm, rows, ...)
@@ -45,9 +45,9 @@ Tensors = tuple[Tensor, ...]
 
 _numbers = itertools.count()
 _TOLD = 2
-"""Increase it when compilers' caches would not notice a change of the operators' description."""
+"""Part of a backend's number; increase it for changes of operators that compilers' caches cannot notice."""
 _backends: WeakValueDictionary[int, Backend] = WeakValueDictionary()
-_last_tokens: WeakKeyDictionary[Any, Tensor] = WeakKeyDictionary()  # by the mode that traces
+_last_tokens: WeakKeyDictionary[Any, Tensor] = WeakKeyDictionary()  # by the tracer
 
 
 def register(backend: Backend) -> int:
@@ -216,12 +216,12 @@ _PLACE = "partitioner_tag"
 
 @contextlib.contextmanager
 def _in_backward() -> Iterator[None]:
-    """Makes nodes traced meanwhile part of the backward, even if their arguments come from the forward alone,
-    as with gradients that are zero or have no elements."""
+    """Marks nodes traced in this context as backward, even if all their inputs come from the forward, such as
+    gradients that are zero or empty."""
     meta = traceback.current_meta
     before = meta.get(_PLACE)
     if before is None or not traceback.has_preserved_node_meta():
-        yield  # the mode does not split into forward and backward
+        yield  # the tracing mode does not split graphs into forward and backward
         return
     meta[_PLACE] = "must_be_in_backward"
     try:
@@ -233,8 +233,7 @@ def _in_backward() -> Iterator[None]:
 def _define(
     name: str, arguments: str, results: int, run: Callable[..., Tensors], fake: Callable[..., Tensors]
 ) -> None:
-    """Defines the operators `name` and `name`_in_order; tracing or calling the first one turns it into the
-    second."""
+    """Defines the operators `name` and `name`_in_order; calls of `name`, traced or not, become the latter."""
     tensors = ", ".join(["Tensor"] * results)
     _library.define(f"{name}({arguments}) -> {tensors if results == 1 else f'({tensors})'}")
     ordered = f"{name}_in_order"

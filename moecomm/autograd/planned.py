@@ -19,7 +19,7 @@ Array = Any
 
 
 class _Planned(_Opened):
-    """A base of `Communicator`, which documents it."""
+    """A base class of `Communicator`: the operations along a plan."""
 
     dtype: torch.dtype
     hidden: int
@@ -61,8 +61,8 @@ class _Planned(_Opened):
             (T, H) in the dtype; zero for tokens without experts.
 
         Raises:
-            InvalidArgument, MismatchedArguments: on all ranks; nothing was exchanged. (CUDA: here on the rank
-                whose tensors are wrong, elsewhere from `check()`.)
+            InvalidArgument, MismatchedArguments: on all ranks; nothing was exchanged. (CUDA: the rank whose
+                tensors are wrong raises here, other ranks in `check()`.)
             PeerTimeout, PeerLost: the communicator can't be used any more.
             OutOfMemory: no memory for the result (CUDA: on all ranks, as above).
             CommunicatorClosed: after `close()`.
@@ -163,12 +163,12 @@ class _Planned(_Opened):
     ) -> torch.Tensor | Work[torch.Tensor]:
         """Sends other rows along the plan of an earlier dispatch: no new plan, and no wait on the host.
 
-        The backward of a combine does this with the gradient of its result; call it to schedule a backward
+        The backward of a combine sends the gradient of its result so; call this to schedule a backward
         yourself, or in a backward that needs rows which the forward did not keep. Differentiable in `x_TH`.
         Breaks a graph of torch.compile.
 
         Args:
-            x_TH: (T, H) rows in the communicator's dtype, as many tokens as that dispatch had.
+            x_TH: (T, H) rows in the communicator's dtype, T as in that dispatch.
             handle: the handle of that dispatch.
             gradients: the rows travel as the communicator's `gradient_wire` says; else in the dtype, whatever
                 the wire format. The same on all ranks.
@@ -232,7 +232,7 @@ class _Planned(_Opened):
         Args:
             grad_rows_PH: (P, H) in the communicator's dtype.
             handle: the handle of that dispatch.
-            grad_weights: gradient of the output's `weights`, of the same shape; None: they need none.
+            grad_weights: gradient of the output's `weights`, of their shape; None if they need none.
             async_op: return a Work at once; its `wait()` gives the result. On CUDA as for `dispatch`.
 
         Returns:

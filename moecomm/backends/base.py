@@ -41,9 +41,9 @@ class RawDispatch(NamedTuple):
     """The plan: an object of the backend with attributes `tokens` and `rows`. `redispatch` and `combine` take
     it, or a TensorPlan."""
     scales: Tensor | None = None
-    """Their scales (WireFormat.scales_shape) if tokens are returned in the wire format; else None."""
+    """The scales of tokens_PH (WireFormat.scales_shape) if these are in the wire format; else None."""
     expert_index: ExpertIndex | None = None
-    """For the rank layout; else None."""
+    """The rows by expert, for the rank layout; else None."""
     host_counts: list[int] | None = None
     """The number of rows of each local expert, without padding, if the call asks for it; else None."""
 
@@ -52,8 +52,8 @@ class TensorPlan(NamedTuple):
     """A plan as a tensor, with the numbers that the host knows without reading the tensor."""
 
     blob: Tensor
-    """(words,) int32 with the fields of `PlanFields` and the backend's own words. On CUDA each replay of a
-    graph renews it."""
+    """(words,) int32 with the fields of `PlanFields` and the backend's own words. Replays of a CUDA graph
+    renew it."""
     layout: Layout
     tokens: int
     rows: int
@@ -62,7 +62,7 @@ class TensorPlan(NamedTuple):
 
 
 class PlanFields(NamedTuple):
-    """Where a plan's views (PLAN_VIEWS) are in its blob of `words` int32 words; `expert_rows`:
+    """Positions of a plan's views (PLAN_VIEWS) in a blob of `words` int32 words. `expert_rows` is the view
     tokens_per_expert."""
 
     words: int
@@ -90,8 +90,8 @@ class PlanFields(NamedTuple):
 
 
 ANY_CALLER = 0xFFFF
-"""The `caller` of dispatches in a graph of torch.compile; it agrees with every other. A layer's number would
-be a constant of the graph, so that each layer would need its own."""
+"""The `caller` of dispatches in a graph of torch.compile; it agrees with any other `caller`. The number of a
+layer would be a constant of the graph, so that each layer would need its own graph."""
 MOST_CALLERS = ANY_CALLER - 1
 """The numbers that `caller_of` returns are from 1 to this."""
 
@@ -109,7 +109,7 @@ class DispatchCall(NamedTuple):
 
     x_TH: Tensor
     x_scales: Tensor | None
-    """Its scales (WireFormat.scales_shape) if x_TH is in the wire format already; else None."""
+    """The scales of x_TH (WireFormat.scales_shape) if it is in the wire format already; else None."""
     topk_idx_TK: Tensor
     topk_weights_TK: Tensor | None
     layout: Layout
@@ -139,11 +139,11 @@ class Backend(ABC):
     hidden: int
     top_k: int
     wire_format: WireFormat | None = None
-    """The format in which rows of a dispatch travel; None: their dtype."""
+    """The format in which rows of a dispatch travel; None: in their dtype."""
     memory: MemoryPlan
     nodes: NodeMap
     network_lanes: int
-    """The number of endpoints towards other nodes; 0 on one node."""
+    """The number of endpoints of this rank towards other nodes; 0 on one node."""
     num_sms: int
     """The number of SMs that an operation holds; on the CPU, of threads."""
     weighs_tokens: bool = False
@@ -176,7 +176,7 @@ class Backend(ABC):
         inputs: tuple[Any, ...],
     ) -> Work[Finished]:
         """Starts an operation that runs concurrently with the caller, after all earlier ones. It is
-        `complete(begin())`, where `complete` may make the host wait for peers; or, for None, `begin()` alone.
+        `complete(begin())`, where `complete` may make the host wait for peers, or `begin()` if that is None.
 
         `finish` runs in the caller's thread, in `wait`. `inputs`: tensors that the operation reads (other
         values are ignored).
@@ -195,8 +195,8 @@ class Backend(ABC):
         self.run("moecomm refuse", operation)
 
     def _whole(self, operation: Callable[[], Result]) -> Result:
-        """Runs an operation, including checks and copies of its arguments. Announces an error from before
-        `_announced` is set to all ranks, as `announced_as` says; marks an InvalidArgument as known to all."""
+        """Runs an operation, including checks and copies of its arguments. Announces an error that comes
+        before `_announced` is set, as `announced_as` says; marks an InvalidArgument as known to all."""
         told: Exception | None = None
         self._announced = False
         try:
@@ -223,7 +223,7 @@ class Backend(ABC):
 
     @abstractmethod
     def ready(self) -> None:
-        """Raises the error, if any, that prevents the next dispatch, the same on all ranks."""
+        """Raises the error, if any, that prevents the next dispatch; all ranks raise the same."""
 
     def splits(self, tokens: int) -> bool:
         """Returns whether an async operation of this many tokens runs in two halves. The second runs when the
@@ -260,8 +260,8 @@ class Backend(ABC):
         gradients: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """Sends rows along a kept plan and returns (received rows (P, H) times scales, dots (P,)). dots[p] =
-        <row p before scaling, other[p]>; None without `other_PH`. `gradients`: rows travel in the
-        gradient_wire if scales and other are None."""
+        <row p before scaling, other[p]>. `gradients`: if scales and other are None, rows travel in the
+        gradient_wire."""
 
     @abstractmethod
     def combine(

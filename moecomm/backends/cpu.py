@@ -219,7 +219,7 @@ class CpuBackend(Backend):
                 weights_Q = self._empty((positions,), weight_dtype(self.dtype)) if has_weights else None
                 index = ExpertIndex(self._empty((positions,), torch.int32), weights_Q, plan.by_expert)
         except OutOfMemory as error:
-            error._is_known_to_all = False  # the other ranks have their rows
+            error._is_known_to_all = False  # the other ranks have their rows and go on
             raise
         self._native.pull(
             out=tokens_PH.data_ptr(),

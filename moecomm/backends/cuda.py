@@ -162,7 +162,7 @@ class CudaBackend(Backend):
         return Work(work.wait, work.is_completed, work.join)
 
     def _settle_begun(self) -> None:
-        """Completes the operation that `launch` has begun but not completed, if there is one."""
+        """Completes the operation of `launch` that is begun and not completed, if there is one."""
         if self._unfinished is not None:
             self._unfinished.complete()
 

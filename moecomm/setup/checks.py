@@ -34,8 +34,8 @@ def timeout_seconds(timeout: float | timedelta | None) -> float:
 
 
 def absence_seconds(timeout: float | timedelta | None) -> float:
-    """Returns how many seconds a wait may take for a rank that is alive and has not begun the operation, if
-    more than the timeout. An explicit timeout bounds every wait."""
+    """Returns how many seconds a wait may take for a rank that is alive and has not begun the operation; 0 if
+    the timeout bounds this wait too, as an explicit one does."""
     return DEFAULT_ABSENCE if timeout is None and read_env().timeout is None else 0.0
 
 
@@ -92,7 +92,7 @@ def check_formats(
 
 
 def check_ranks_per_node(size: int, ranks_per_node: Any) -> int | None:
-    """Returns the ranks per node that the caller or the environment requests, None if the hosts decide."""
+    """Returns the ranks per node that the caller or the environment requests; None: each host is a node."""
     if ranks_per_node is None:
         ranks_per_node = read_env().ranks_per_node
     if ranks_per_node is None:
@@ -106,7 +106,7 @@ def check_ranks_per_node(size: int, ranks_per_node: Any) -> int | None:
 
 
 def check_num_sms(num_sms: Any, device: torch.device) -> int | None:
-    """Returns the SMs (on the CPU, threads) that an operation may use; None lets the backend choose."""
+    """Returns the number of SMs (on the CPU, threads) of an operation; None lets the backend choose."""
     if device.type == "cpu":
         return read_env().threads if num_sms is None else require_integer("num_sms", num_sms, 1, 4096)
     if num_sms is None:

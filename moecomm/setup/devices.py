@@ -49,8 +49,8 @@ def available_devices() -> tuple[str, ...]:
 
 
 def choose_device(device: Any) -> torch.device:
-    """Returns the device that a Communicator serves. Raises Unsupported if it cannot be served; also for None
-    if there is a GPU that cannot be served, rather than choosing the CPU."""
+    """Returns the device that a Communicator serves. Raises Unsupported if it cannot be served. For None and
+    a GPU that cannot be served, also raises Unsupported rather than choosing the CPU."""
     types = available_devices()
     if device is None and types == ("cpu",) and torch.cuda.is_available():
         raise Unsupported(
@@ -77,5 +77,5 @@ def choose_device(device: Any) -> torch.device:
 
 
 def default_threads(local_ranks: int) -> int:
-    """Returns the threads of a rank: the cores that this process may use, divided by the host's ranks."""
+    """Returns the number of threads of a rank: the cores of this process, divided by the host's ranks."""
     return max(1, len(os.sched_getaffinity(0)) // local_ranks)

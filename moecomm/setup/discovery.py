@@ -44,7 +44,7 @@ def _cpu_model() -> str:
 
 
 def versions() -> Iterator[tuple[str, str]]:
-    """Yields (name, version) of everything that matters for a bug report."""
+    """Yields (name, version or fact) of all software that matters for a bug report."""
     yield "moecomm", __version__
     yield "torch", torch.__version__
     yield "python", sys.version.split()[0]
@@ -59,7 +59,7 @@ def versions() -> Iterator[tuple[str, str]]:
 
 
 def left_out() -> Iterator[str]:
-    """Returns the features that this build or machine lacks: one line each, which says how to add it."""
+    """Yields a line for each feature that this build or machine lacks, with the way to add the feature."""
     if (missing := _C.fabric_missing()) is not None:
         yield f"links between nodes: left out, {missing}"
     if torch.cuda.is_available():
@@ -225,7 +225,7 @@ def _network_text() -> str:
 
 
 def _gpu_transport(peer: int) -> str:
-    """Returns the transport from GPU 0, that of rank 0, to the GPU with ordinal `peer`."""
+    """Returns the transport from GPU 0, which rank 0 has, to the GPU with ordinal `peer`."""
     if peer == 0:
         return "the same GPU: CUDA symmetric memory"
     if not torch.cuda.can_device_access_peer(0, peer):

@@ -23,7 +23,7 @@ class Mailbox:
     """A socket to which the other ranks of this host send one file each.
 
     Senders do not wait for the receiver: a file stays in the socket until it is taken or the mailbox is
-    closed, even if its sender has ended by then. So ranks send, synchronise, and take, without threads.
+    closed, even if its sender has ended by then. So ranks send, synchronise, and take, and need no threads.
     """
 
     def __init__(self, senders: int) -> None:
@@ -32,7 +32,7 @@ class Mailbox:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             self._socket.bind(f"\0{self.name}")
-            self._socket.listen(senders + 8)  # room for strangers, who are rejected in their turn
+            self._socket.listen(senders + 8)  # room for other processes, which take() rejects
         except BaseException:
             self._socket.close()
             raise
@@ -76,7 +76,7 @@ def send(
     descriptor: int, mailbox: str, *, pid: int, rank: int, peer: int, phase: str, timeout: float
 ) -> None:
     """Sends an open file to the mailbox of that name, which rank `peer`, process `pid`, has to own. Raises
-    PeerLost if it does not exist or belongs to another process, PeerTimeout if it stays full, OSError."""
+    PeerLost if no mailbox exists or another process owns it, PeerTimeout if it stays full, OSError."""
     deadline = time.monotonic() + timeout
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         while True:
@@ -103,7 +103,7 @@ def send(
 
 
 def _receive(connection: socket.socket, rank: int, peer: int, phase: str) -> int:
-    # Not socket.recv_fds, which loses its flags in Python 3.10 and 3.11: children would inherit the file.
+    # Not socket.recv_fds, which ignores its flags in Python 3.10 and 3.11: children would inherit the file.
     data, control, flags, _ = connection.recvmsg(1, socket.CMSG_LEN(_INT.size), socket.MSG_CMSG_CLOEXEC)
     descriptors = [
         number
@@ -124,7 +124,7 @@ def _receive(connection: socket.socket, rank: int, peer: int, phase: str) -> int
 
 
 def _other_end(connection: socket.socket) -> tuple[int, int]:
-    """Returns (pid, uid) of the process that connected, or that listens."""
+    """Returns (pid, uid) of the process at the other end."""
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, _ = _CREDENTIALS.unpack(raw)
     return pid, uid

@@ -32,8 +32,8 @@ Native = TypeVar("Native", bound=_Native)
 
 
 def _identity() -> dict[str, str]:
-    """Returns `node`, a text that is equal for processes that can map each other's shared memory and watch
-    each other, and `network`, a text that is equal for those with the same network addresses."""
+    """Returns `node`, a text that is equal for processes that can map each other's shared memory and know
+    each other's pids, and `network`, a text that is equal for those with the same network addresses."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             boot = file.read().strip()
@@ -72,8 +72,8 @@ def handshake(
 
     Args:
         arguments: arguments of the Communicator that all ranks have to share, as JSON values.
-        error: an error in this rank's arguments, or None; the rank still meets the others, so that all raise.
-        facts: returns further facts for the others.
+        error: an error in this rank's arguments, or None. The rank still meets the others; all raise it.
+        facts: returns further facts for the other ranks.
     """
 
     def describe_self() -> dict[str, Any]:
@@ -90,7 +90,7 @@ def handshake(
     try:
         messages = rendezvous.step("construction: arguments", describe_self)
     finally:
-        error = None  # its traceback has the function above
+        error = None  # the error's traceback has the function above
     for rank, other in enumerate(messages):
         if other.get("version") != messages[0].get("version"):
             raise MismatchedArguments(
@@ -141,8 +141,8 @@ def connect(
 
     try:
         rendezvous.step("construction: communicators", make)
-        # Names exist only from here until all ranks have mapped: creating memory, before this, may take a
-        # while.
+        # The memory has a name only from here until all ranks have mapped it. Creating it, which may take a
+        # while, comes before.
         peers = rendezvous.step("construction: names", name)
         rendezvous.step("construction: mapping", join)
     except BaseException:
@@ -182,11 +182,11 @@ def open_rail(native: _Native, job: bytes, env: Env) -> _C.Rail:
 
 
 def _connect_rail(rendezvous: Rendezvous, group_info: GroupInfo, native: _Native) -> None:
-    """Connects to the ranks of this rank's rail; an error closes the communicator."""
+    """Connects to the ranks with this rank's local index (its rail); an error closes the communicator."""
     rails: list[_C.Rail] = []
 
     def opened() -> dict[str, Any]:
-        job = bytes.fromhex(group_info.messages[0]["job"])  # nobody else can guess it
+        job = bytes.fromhex(group_info.messages[0]["job"])  # outsiders cannot guess it
         rails.append(open_rail(native, job, read_env()))
         addresses = [address.hex() for address in rails[0].endpoint_addresses]
         return {"endpoint_addresses": addresses, "endpoint": rails[0].endpoint}

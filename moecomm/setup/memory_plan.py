@@ -18,14 +18,14 @@ NATIVE_DTYPES: dict[torch.dtype, _C.DType] = {
     torch.float64: _C.DType.float64,
 }
 CUDA_DTYPES = tuple(dtype for dtype in NATIVE_DTYPES if dtype != torch.float64)
-"""The dtypes of rows on GPUs, which the experts' kernels support as well."""
-_MOST_ROW_BYTES = 1 << 47  # as a process can map; sizes of whole windows then fit 64 bits
+"""The dtypes of rows on GPUs; the experts' kernels also support these."""
+_MOST_ROW_BYTES = 1 << 47  # a process can map no more; so sizes of windows fit 64 bits
 _WHOLE_SOURCES = 8  # kWholeSources in csrc/layout/device_window.hpp
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
-    """Sections of one rank's window. `str()` is a table.
+    """The sections of one rank's window. `str()` makes a table of them.
 
     A window for CUDA tensors is device memory, allocated as a whole when the communicator is built; one for
     CPU tensors is shared memory. docs/memory.md has the sections with their sizes.
@@ -35,7 +35,7 @@ class MemoryPlan:
         total_bytes: address space of the window.
         committed_bytes: memory allocated when the communicator is built: all, except the CPU's input rows.
         ranks: ranks of a node.
-        host_bytes: GPUs on several nodes: additional pinned host memory, for the network.
+        host_bytes: with GPUs on several nodes: additional pinned host memory, for the network.
     """
 
     sections: tuple[tuple[str, int, int], ...]
@@ -89,15 +89,15 @@ def window_shape(
 
 
 def whole_sources(env: Env) -> int:
-    """Returns how many sources have a place for all their tokens in an owner's staging section: as many as
-    `env` says, or eight."""
+    """Returns how many source ranks have memory for all their tokens in the staging section of a rank's
+    window: as many as `env` says, or eight."""
     return _WHOLE_SOURCES if env.whole_sources is None else env.whole_sources
 
 
 def device_shape(*, dtype: torch.dtype, wire: str | None, **sizes: int) -> _C.DeviceShape:
-    """Returns the runtime's description of a window in device memory. sizes: those that `window_shape`
-    accepts, num_experts, and whole_sources: with more sources, tokens may reuse places of the staging section
-    in turn."""
+    """Returns the runtime's description of a window in device memory. sizes: those of `window_shape`,
+    num_experts, and whole_sources. If there are more source ranks than whole_sources, tokens may reuse
+    staging memory in turn."""
     return _C.DeviceShape(dtype=NATIVE_DTYPES[dtype], wire=getattr(_C.WireFormat, wire or "same"), **sizes)
 
 

@@ -43,7 +43,7 @@ _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05
 """The first and the longest pause, in seconds, between two checks whether all ranks have arrived."""
 
 _LOST = (PeerTimeout, PeerLost)
-"""Errors about another rank, which may know the cause."""
+"""Errors about another rank; that rank may know the cause."""
 
 _LOOK_S = 0.5
 """The seconds after which a rank that waits for a message checks whether the peer has given up."""
@@ -57,10 +57,10 @@ class _BegunAnew(MoecommError):
 
 
 class Rendezvous:
-    """The rendezvous of one construction of all ranks of a group (None: this process alone). Ranks that are
-    in it at the same time meet, regardless of what they have built, or failed to build, before.
+    """Brings together the ranks of a group (None: this process alone) that build a communicator at the same
+    time, regardless of what they have built, or failed to build, before.
 
-    As a context manager it stops other threads of this process from building over the same group meanwhile.
+    As a context manager it keeps other threads of this process from building over the group.
 
     Raises InvalidArgument for a group that was destroyed, Unsupported for torch's "fake" backend, OutOfMemory
     without a descriptor for a connection to the store, PeerLost if the store is gone.
@@ -70,8 +70,8 @@ class Rendezvous:
         self.timeout, self.absence = timeout, 0.0
         self.rank, self.size = 0, 1
         self._store: Store | None = None
-        self._numbers: list[str] | None = None  # random numbers of the ranks, once they have met
-        self._old_conflict: str | None = None  # the last one from before this rank came
+        self._numbers: list[str] | None = None  # the ranks' random numbers, once they have met
+        self._old_conflict: str | None = None  # value of the key "conflict" when this rank came
         if group is None:
             return
         try:
@@ -89,9 +89,9 @@ class Rendezvous:
         self._own = f"{secrets.token_hex(8)} {self._members}"
         phase = "construction: arguments"
         try:
-            # Without a descriptor the clone would try to connect for the store's own timeout (30 minutes).
+            # Raises if no descriptor is free. The clone would retry for the store's own timeout, 30 minutes.
             socket.socket().close()
-            # A store has one connection, which another thread may hold during its wait.
+            # A clone: a store has one connection, which another thread may hold while it waits.
             default: Any = _get_default_store()  # torch's stubs lack clone()
             store: Store = default.clone()
         except OSError as error:
@@ -109,7 +109,7 @@ class Rendezvous:
         return self
 
     def __exit__(self, *raised: Any) -> None:
-        # The error is a variable of some of its frames: this cycle would keep the connection to the store.
+        # The error is a variable of frames in its traceback: a cycle that would keep the store's connection.
         traceback.clear_frames(raised[2])
         if self._store is not None:
             _building[self._name].release()
@@ -122,7 +122,7 @@ class Rendezvous:
 
         torch gives groups of different ranks the same name if not all ranks call new_group() for each. A
         number that appears after this rank came is from a rank that waits now; if it names other members,
-        that mistake was made, and `conflict` tells the other waiting ranks."""
+        that mistake was made. The key "conflict" tells the other waiting ranks."""
         numbers = [f"number/{peer}" for peer in range(self.size)]
         names = [f"name/{peer}" for peer in range(self.size)]
         before = self._present(phase, [*numbers, "conflict"])
@@ -154,7 +154,7 @@ class Rendezvous:
                     self._numbers = [found[key] for key in numbers]
                     return
             if time.monotonic() > deadline:
-                if members in found.get("conflict", "").split()[1:]:  # the others have already raised it
+                if members in found.get("conflict", "").split()[1:]:  # the others have raised this conflict
                     raise self._conflict(found["conflict"])
                 raise self._timeout(phase, late, limit)
             time.sleep(pause)
@@ -185,8 +185,8 @@ class Rendezvous:
     def step(
         self, phase: str, action: Callable[[], dict[str, Any]], patience: float = 1.0
     ) -> list[dict[str, Any]]:
-        """Runs one step on all ranks: exchanges the results of `action`. If it raises an error on one rank,
-        all raise that, rather than errors about a lost rank.
+        """Runs one step on all ranks: exchanges the results of `action`. If `action` raises an error on one
+        rank, all ranks raise that error, rather than errors about a lost rank.
 
         An `action` that itself waits for peers needs more `patience`: otherwise early ranks time out on ranks
         that still wait for a missing one.
@@ -269,7 +269,7 @@ class Rendezvous:
                 found = self._present(phase, [f"number/{peer}", "conflict"])
                 conflict = found.get("conflict")
                 if conflict not in (None, self._old_conflict) and self._members in conflict.split()[1:]:
-                    raise self._conflict(conflict) from None  # the peer raises it after it has met this rank
+                    raise self._conflict(conflict) from None  # the peer has met this rank and raises it
                 if found.get(f"number/{peer}") != self._numbers[peer]:
                     text = f"rank {peer} has given up this construction and begun another"
                     raise _BegunAnew(text) from None

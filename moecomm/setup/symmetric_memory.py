@@ -28,8 +28,8 @@ class SymmetricMemory:
     """One allocation per rank, of the same size on all, mapped by every rank.
 
     It owns its mappings. `close`, the garbage collector or the end of the interpreter unmaps them, peers'
-    first, without the peers, which may have ended. Memory that a peer still maps stays valid for it. Do not
-    close it during the capture of a CUDA graph, as it waits for the device.
+    memory first. The peers take no part, and may have ended. Memory that a peer still maps stays valid for
+    it. Do not close it during the capture of a CUDA graph, as it waits for the device.
     """
 
     def __init__(
@@ -45,8 +45,8 @@ class SymmetricMemory:
         have mapped all memory, which is zeroed.
 
         `bytes`: at least 1, the same on all ranks; rounded up to the granularity of the GPUs (2 MiB).
-        `device_index`: as torch.cuda counts. Ranks may share a GPU. `ranks`: those that map each other's
-        memory, this one among them, the same list on each of them; None: all of the rendezvous. `api`: stands
+        `device_index`: as torch.cuda counts. Ranks may share a GPU. `ranks`: the ranks that map each other's
+        memory, including this rank, the same list on all of them; None: all of the rendezvous. `api`: stands
         in for cuda.bindings.driver in tests.
 
         Raises on all ranks, with everything freed: OutOfMemory with `needed` and `available` bytes of the
@@ -62,7 +62,7 @@ class SymmetricMemory:
         self.bytes = bytes
         """The size of one allocation in bytes."""
         self.bases: list[int] = []
-        """Device addresses of the allocations of `ranks`, as mapped here; empty when closed."""
+        """Device addresses in this process of the allocations of `ranks`; empty when closed."""
         # Resources are freed last in, first out.
         self._kept = ExitStack()
         self._close = weakref.finalize(self, _free, self._kept, os.getpid())
@@ -113,7 +113,7 @@ class SymmetricMemory:
                 f"{self._gpu} of rank {self._rendezvous.rank} cannot share memory as file descriptors"
             )
         self._kind = self._driver.api.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
-        # torch also has this context; retained here, it lives as long as the mappings.
+        # torch also uses this context; retained here, it lives as long as the mappings.
         self._context = self._driver.call("cuDevicePrimaryCtxRetain", self._device)
         self._kept.callback(self._driver.free, "cuDevicePrimaryCtxRelease", self._device)
         self._mailbox = descriptors.Mailbox(self._rendezvous.size)
@@ -130,8 +130,8 @@ class SymmetricMemory:
         }
 
     def _check_reach(self, peers: list[Message]) -> None:
-        """Checks what can be checked before mapping. A GPU that this process does not see cannot be
-        queried."""
+        """Checks, as far as this is possible before mapping, that this GPU reaches the memory of `peers`. A
+        peer's GPU that this process does not see cannot be queried."""
         ordinals = {self._driver.gpu(device).uuid: device for device in self._driver.devices()}
         for rank in self._others:
             peer = peers[rank]
@@ -168,7 +168,7 @@ class SymmetricMemory:
         except DriverError as error:
             if not self._driver.out_of_memory(error):
                 raise
-        torch.cuda.empty_cache()  # frees torch's cached memory, as torch does for its own allocations
+        torch.cuda.empty_cache()  # frees torch's cached memory, as torch does when out of memory
         return self._driver.call("cuMemCreate", self.bytes, properties, 0)
 
     def _send(self, peers: list[Message], descriptor: int) -> Message:
@@ -186,7 +186,7 @@ class SymmetricMemory:
         return {}
 
     def _attach(self, peers: list[Message], passing: ExitStack) -> Message:
-        """Maps the others' memory, whose descriptors must all have been sent before."""
+        """Maps the other ranks' memory. All ranks must have sent its descriptors before."""
         taken = self._mailbox.take(
             {peer: peers[peer]["pid"] for peer in self._others},
             rank=self._rendezvous.rank,
@@ -235,8 +235,8 @@ class SymmetricMemory:
         return properties
 
     def _step(self, phase: str, action: Callable[[], Message]) -> list[Message]:
-        """Runs one step on all ranks; any failure is raised as a MoecommError, so that the others learn of
-        it."""
+        """Runs one step on all ranks; any failure is raised as a MoecommError, so that the other ranks learn
+        of it."""
 
         def typed() -> Message:
             try:
@@ -279,8 +279,8 @@ def _host() -> str:
 
 
 def _synchronize(driver: Driver, context: Any) -> None:
-    """Waits for the device, since a running kernel may still use the mappings. Nothing can run in a context
-    that has failed or is gone."""
+    """Waits for the device, since a running kernel may still use the mappings. Ignores errors: no kernel can
+    run in a context that has failed or is gone."""
     with suppress(DriverError), driver.current(context):
         driver.call("cuCtxSynchronize")
 

@@ -1,6 +1,6 @@
 """The nodes of a group. Ranks of a node share memory: rank = node * ranks_per_node + local index.
 
-Between nodes rows travel on rails: a rail is the set of ranks with one local index, one on each node.
+Between nodes rows travel on rails. A rail is the set of ranks that have the same local index, one a node.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class NodeMap:
 
 
 def find_nodes(hosts: Sequence[str], ranks_per_node: int | None) -> NodeMap:
-    """Returns the nodes of a group; every rank finds the same from the same arguments.
+    """Returns the nodes of a group; the result depends on the arguments alone, so every rank finds the same.
 
     Args:
         hosts: a text per rank, equal for ranks that can share memory (`node` of `setup.handshake`).
