@@ -38,7 +38,7 @@ def _is(value: Any, shape: tuple[int | None, ...], dtype: torch.dtype, device: t
 def _has_memory(value: torch.Tensor) -> bool:
     """Returns True for a plain tensor with elements in memory; False for wrappers (DTensor, tensors of
     torch.func) and for tensors without memory (fake ones, torch's efficient zero tensors)."""
-    if torch.compiler.is_compiling():  # while compiling, a tensor stands for one of later calls
+    if torch.compiler.is_compiling():  # `value` stands for tensors of later calls
         return True
     if type(value) not in (torch.Tensor, torch.nn.Parameter):
         from torch._subclasses.fake_tensor import FakeTensor  # imported late: slow, and seldom needed
@@ -105,9 +105,8 @@ def require_number(name: str, value: Any, holds: Callable[[float], bool], bound:
 
 
 def require_ascending(name: str, values_N: torch.Tensor, most: int, first: int | None = None) -> None:
-    """Raises InvalidArgument if the first value is not `first` (None: is negative), or any is below the
-    previous one or above `most`. Checks nothing on GPUs, where the host would wait, or if values are
-    unknown."""
+    """Raises InvalidArgument if the first value is not `first` (None: is negative), or one is below the
+    previous or above `most`. Checks nothing on GPUs, where the host would wait, or for unknown values."""
     if values_N.device.type != "cpu" or torch.compiler.is_compiling() or not _has_memory(values_N):
         return
     least, highest = 0, most if first is None else first

@@ -71,8 +71,8 @@ class Communicator(_Planned):
         ranks_per_node: ranks that share memory; None: the ranks of each host. A smaller number emulates
             several nodes on a host. Ranks of different nodes reach each other over libfabric (docs/nodes.md);
             rows of CUDA tensors pass through pinned host memory there.
-        num_sms: CUDA: SMs that an operation may use, at least 2 (with several nodes at least 3, an eighth of
-            which, at most 12, relay rows); None: three quarters of the GPU's. Communicators that are used on
+        num_sms: CUDA: SMs that an operation may use, at least 2 (with several nodes it takes at least 3; an
+            eighth, at most 12, relay rows); None: three quarters of the GPU's. Communicators that are used on
             several streams at once must fit the GPU together. CPU: threads that a rank copies and sums with;
             None: MOECOMM_THREADS, or the cores divided by the ranks.
         timeout: seconds (or timedelta) that one wait for peers may take; None: MOECOMM_TIMEOUT. Without both

@@ -35,8 +35,7 @@ class Env:
 
     fabric_lanes: int | None = None
     """MOECOMM_FABRIC_LANES: endpoints (lanes) of a rank towards other nodes, at most 64. Default: one for
-    each NIC of its share, or up to eight over TCP. Ranks of one local index (a rail) use their smallest
-    number."""
+    each NIC of its share, or up to eight over TCP. Ranks of one local index (a rail) use the least."""
 
     first_epoch: int | None = None
     """MOECOMM_FIRST_EPOCH: for tests: the number of a communicator's first operation, 1 to 2^62, the same on

@@ -43,7 +43,7 @@ class Pending:
     products: Products
     groups: Tensor
     count: int
-    """P: the number of rows."""
+    """P: the number of rows of this backward."""
     of_in: Operands | None
     of_out: Operands | None
 
@@ -107,7 +107,7 @@ def _taken(tensors: list[Tensor], places: Sequence[Tensor]) -> Tensor:
 
 
 def _alike(pending: Sequence[Pending], experts: int) -> list[Pending]:
-    """Returns as many of the first pending gradients as can be computed together; at least one."""
+    """Returns the first pending gradients that can be computed together; one alone if they have many rows."""
     first = pending[0]
     found = list(itertools.takewhile(lambda each: _kind(each) == _kind(first), pending))
     rows = sum(each.count for each in found)

@@ -95,7 +95,7 @@ def is_wanted(ctx: Any, number: int) -> bool:
     other gradients alone."""
     try:
         return torch._C._will_engine_execute_node(ctx.next_functions[number][0])
-    except RuntimeError:  # torch raises this during torch.autograd.grad
+    except RuntimeError:  # raised during torch.autograd.grad
         return False
 
 

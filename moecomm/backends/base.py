@@ -145,7 +145,7 @@ class Backend(ABC):
     network_lanes: int
     """The number of endpoints of this rank towards other nodes; 0 on one node."""
     num_sms: int
-    """The number of SMs that an operation holds; on the CPU, of threads."""
+    """The number of SMs that an operation holds; on the CPU, the number of threads."""
     weighs_tokens: bool = False
     """True if `combine_weighted` works."""
     plan_fields: PlanFields
@@ -186,7 +186,7 @@ class Backend(ABC):
         """Raises `error`, found before its operation could begin, on all ranks in place of that operation."""
 
         held = [error]
-        del error  # its traceback has this frame, and with it the operation's tensors
+        del error  # the error's traceback has this frame, and with it the operation's tensors
 
         def operation() -> NoReturn:
             self.ready()
@@ -217,7 +217,7 @@ class Backend(ABC):
 
     @abstractmethod
     def _announce(self, kind: str, text: str) -> None:
-        """Tells all ranks about an error of this one, in place of an operation."""
+        """Tells all ranks about an error of this rank, in place of an operation."""
 
     # -- operations ------------------------------------------------------------------------------------
 

@@ -295,8 +295,8 @@ class CudaBackend(Backend):
         return self._received(call, blob, counts, outputs)
 
     def _outputs(self, call: DispatchCall, counts: tuple[int, int]) -> Outputs:
-        """Returns the tensors of a dispatch's output. With a capacity the index is filled with zeros, since
-        not all positions are written."""
+        """Returns the tensors of a dispatch's output. With a capacity `rows_Q` and `weights_Q` are filled
+        with zeros, since not all positions are written."""
         by_rank, weighted = call.layout == "rank", call.topk_weights_TK is not None
         rows, positions = counts
         topk_idx_PK = scales = weights = rows_Q = weights_Q = None

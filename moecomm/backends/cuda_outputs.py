@@ -33,7 +33,7 @@ class Outputs(NamedTuple):
                 each.resize_((rows if number < 4 else positions, *each.shape[1:]))
 
     def free(self) -> None:
-        """Frees the memory of tensors to which nothing was written, whoever still holds them."""
+        """Frees the memory of the tensors, even if something else holds them. Nothing was written to them."""
         for each in self:
             if each is not None:
                 each.untyped_storage().resize_(0)

@@ -149,6 +149,6 @@ def release(gpu: CudaDevice, native: _C.DeviceCommunicator, window: Any) -> None
 
 
 _left_behind: list[Any] = []
-"""Windows that stay until the process ends."""
+"""Windows that the network may still use; they stay until the process ends."""
 _after_captures: list[tuple[Any, Any]] = []
 """Communicators that were closed during a capture, with their windows; a later `release` frees them."""

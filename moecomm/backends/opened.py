@@ -54,7 +54,7 @@ class _Opened:
                     raise
             raise error
         finally:
-            del error  # its traceback has this frame, and with it what the failed part has held
+            del error  # the error's traceback has this frame, and with it what the failed part has held
 
     def check(self) -> None:
         """Raises CapacityExceeded, once, if a dispatch since the last check left rows out on any rank, and

@@ -43,8 +43,8 @@ def within_another() -> InvalidArgument:
 
 
 class InOrder:
-    """Orders operations: `run` works in the caller's thread, unless operations of `submit` are pending; then
-    it queues after them."""
+    """Orders operations: `run` executes an operation in the caller's thread, or queues it after operations of
+    `submit` that are pending."""
 
     def __init__(self, give_up: Callable[[], None]) -> None:
         """`give_up` ends the wait of the running operation, and all later ones, with an error."""
@@ -137,7 +137,7 @@ class InOrder:
             if last is not None and not wait([last], _PATIENCE).done:
                 self._give_up()
             pool.shutdown(wait=True)
-        if getattr(self._here, "inside", False):  # in a signal's handler, within an operation of this thread
+        if getattr(self._here, "inside", False):  # a signal's handler called this within an operation
             return then()
         with self._held(self._running):
             return then()

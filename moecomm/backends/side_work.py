@@ -20,7 +20,8 @@ Finished = TypeVar("Finished")
 
 
 class SideWork(Generic[Result, Finished]):
-    """One operation. `begin` and `complete` are called while the owner's lock is held."""
+    """One operation of CudaBackend.launch. `begin` and `complete` are called while the backend's lock is
+    held."""
 
     def __init__(
         self,

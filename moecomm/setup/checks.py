@@ -1,6 +1,6 @@
-"""Checks of a Communicator's own arguments, and their defaults.
+"""Checks of the arguments from which a Communicator is built, and their defaults.
 
-moecomm/arguments.py checks the arguments of its calls.
+moecomm/arguments.py checks the arguments of its operations.
 """
 
 from __future__ import annotations
