@@ -24,7 +24,7 @@ def weight_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _is(value: Any, shape: tuple[int | None, ...], dtype: torch.dtype, device: torch.device) -> bool:
-    """Returns True for a dense tensor in memory of that shape, dtype and device: a quick check."""
+    """Returns True for a dense tensor with memory, and with that shape, dtype and device: a quick check."""
     return (
         isinstance(value, torch.Tensor)
         and value.shape == shape

@@ -97,9 +97,9 @@ MOST_CALLERS = ANY_CALLER - 1
 
 
 def caller_of(number: int, settings: object) -> int:
-    """Returns the `caller` of a layer's dispatches, which tells ranks in different layers apart. It differs
-    for another `number` (of the layer within the communicator, from 1), and for all but one in 65,534 of
-    other `settings`."""
+    """Returns the `caller` of a layer's dispatches, by which ranks notice that they are in different layers.
+    It differs for another `number` (of the layer within the communicator, from 1), and for all but one in
+    65,534 of other `settings`."""
     digest = hashlib.blake2b(repr(settings).encode(), digest_size=4).digest()
     return (number - 1 + int.from_bytes(digest, "big")) % MOST_CALLERS + 1
 
