@@ -152,8 +152,7 @@ class DispatchOutput:
     Attributes:
         tokens: (P, H) in the communicator's dtype.
         weights: routing weights, float32 (float64 for float64 rows): (P,) in the expert layout, (P, K) in the
-            rank layout; 0 in padding rows, and for a k without a local expert. None if the dispatch had no
-            weights.
+            rank layout; 0 in padding rows, and for a k without a local expert. None if the dispatch had none.
         tokens_per_expert: (L,) int32: rows for each local expert, without padding, and including rows past
             the capacity.
         offsets: (L,) int32 inclusive ends of the aligned groups, at most P: the `offs` of

@@ -20,8 +20,7 @@ Finished = TypeVar("Finished")
 
 
 class SideWork(Generic[Result, Finished]):
-    """One operation of CudaBackend.launch. `begin` and `complete` are called while the backend's lock is
-    held."""
+    """One operation of CudaBackend.launch. `begin` and `complete` are called with the backend's lock held."""
 
     def __init__(
         self,
