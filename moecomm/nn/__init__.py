@@ -6,8 +6,8 @@
     y.square().mean().backward()
     sync_gradients(layer)
 
-After that every rank has the gradient of the mean over ranks; the dispatch brought the part of other ranks'
-tokens to its experts.
+After that every rank has the gradients of the mean of all ranks' losses. An expert's gradient includes other
+ranks' tokens, since dispatch brought them to the expert.
 """
 
 from __future__ import annotations

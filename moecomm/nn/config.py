@@ -43,9 +43,9 @@ class MoEConfig:
         num_experts: experts over all ranks (E).
         top_k: experts per token (K).
         activation: "swiglu": silu(x W_gate) * (x W_up), gates in the first half of w_in's columns;
-            "swiglu_interleaved": gates in the even columns; "swiglu_clamped": with columns in this order,
-            gate * sigmoid(1.702 gate) * (up + 1), gate at most 7 and up within -7..7, as in gpt-oss;
-            "gelu": the exact (erf) GELU of x W_in.
+            "swiglu_interleaved": the same product, gates in the even columns; "swiglu_clamped": gates in the
+            even columns, gate * sigmoid(1.702 gate) * (up + 1), with gate at most 7 and up within -7..7
+            (gpt-oss); "gelu": the exact (erf) GELU of x W_in.
         bias: True: each expert has a bias after both of its products, zero at first; shared experts have
             none.
         num_shared_experts: experts that see every token, fused into one of width num_shared_experts *
@@ -64,18 +64,18 @@ class MoEConfig:
             (Megatron-Core: moe_router_group_topk, DeepSeek: topk_group). Given together with num_groups.
         scores_per_group: how many of a group's best scores are summed; None: top_k // topk_groups.
             DeepSeek-V2 has 1, DeepSeek-V3 in transformers 2.
-        limit_nodes: in place of groups: on how many nodes a token may use experts (`for_nodes`).
+        limit_nodes: instead of num_groups: the most nodes whose experts a token may use (`for_nodes`).
         weights_on_input: True: y is the sum of expert(weight * x), as in Llama 4; for top_k=1. Shared experts
             see x, and are computed before the dispatch.
         aux_loss: load-balancing loss over the rank's tokens ("batch"), each sequence ("sequence"), the
             choices of all ranks and microbatches of a step ("global", arXiv 2501.11873), or "none".
         aux_loss_coef: coefficient of the load-balancing loss.
         z_loss_coef: coefficient of the mean squared logsumexp of the logits (ST-MoE, arXiv 2202.08906).
-        bias_update_rate: above zero: balancing without auxiliary loss; `update_expert_bias` moves each
-            expert's balancing bias, which steers the choice alone, by this step.
+        bias_update_rate: above zero: balancing without auxiliary loss. `update_expert_bias` moves each
+            expert's balancing bias by this step. The bias affects the choice of experts, not their weights.
         balancing_bias: True: the router has balancing biases even with bias_update_rate=0.
         bias_update: "sign": each bias moves by the rate, up or down (arXiv 2408.15664); "centered": the mean
-            of these steps is subtracted.
+            of all experts' steps is then subtracted from each.
         jitter: in training the router's input is multiplied by noise, uniform in [1 - jitter, 1 + jitter].
         force_balanced: for benchmarks: every expert gets the same load, whatever the scores.
         capacity_factor: None: dropless. Else a rank sends one expert at most ceil(T * K / E *
@@ -84,8 +84,8 @@ class MoEConfig:
         pad_to_capacity: with capacity_factor: buffers of fixed size, so that the host never waits.
         dtype: of the experts' weights and of the rows that travel; bfloat16 for speed on GPUs. The router
             computes in float32.
-        expert_precision: None: products in dtype. "fp8": in e4m3 (docs/fp8.md); on CUDA for GPUs of compute
-            capability 9.0, dtype narrower than float64, hidden and ffn_hidden multiples of 16.
+        expert_precision: None: products in dtype. "fp8": in e4m3 (docs/fp8.md), for a dtype narrower than
+            float64, hidden and ffn_hidden multiples of 16, no bias; on CUDA for compute capability 9.0.
         products: "torch"; "quack" (quack-kernels, Hopper, bfloat16 and float16); None: quack if it is
             installed and supports the layer, else torch (docs/layer.md). Must be None with expert_precision.
         main_grad: True: the experts' weights accumulate gradients in `weight.main_grad`, float32
@@ -153,7 +153,7 @@ class MoEConfig:
                 _require(self, name, holds, bound)
 
     def _rules(self) -> Iterator[tuple[str, bool, str]]:
-        """Yields fields, whether their values are allowed, and the allowed values as text."""
+        """Yields for each rule the field, whether its value is allowed, and the allowed values as text."""
         yield "top_k", self.top_k <= self.num_experts, f"at most num_experts={self.num_experts}"
         gates = self.num_shared_experts > 0 or not self.shared_gate
         yield "shared_gate", gates, "False without shared experts"
@@ -214,9 +214,9 @@ class MoEConfig:
 
     def for_nodes(self, nodes: int) -> MoEConfig:
         """Returns this config for a job on `nodes` nodes, which hold equal parts of the experts in order of
-        their ids: limit_nodes becomes num_groups=nodes and topk_groups=limit_nodes, or no groups if the limit
-        is at least the number of nodes. Raises InvalidArgument if nodes do not divide num_experts, or
-        limit_nodes nodes hold less than top_k.
+        their ids. limit_nodes becomes num_groups=nodes and topk_groups=limit_nodes; a limit that is not below
+        `nodes` becomes no groups. Raises InvalidArgument if `nodes` does not divide num_experts, limit_nodes
+        nodes hold fewer than top_k experts, or a node holds fewer than scores_per_group.
 
         Example: 256 experts with limit_nodes=4 on 8 nodes form 8 groups, of which a token uses 4; on 4 nodes
         or fewer there is no limit.
@@ -266,8 +266,8 @@ Keep = Literal["all", "rows", "nothing"]
 """The choices of OverlapConfig.keep: which of the experts' rows a forward keeps for its backward."""
 
 IN_ORDER = {"keep": "all", "keep_shared": True, "defer_weights": False, "record": False}
-"""The values that fields of OverlapConfig, which control the layer's own backward, must have where autograd
-does the backward."""
+"""Fields of OverlapConfig that control the layer's own backward. Where autograd does the backward, they must
+have these values."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,9 +278,9 @@ class OverlapConfig:
         layer.overlap = dataclasses.replace(layer.overlap, record=True)    # between forwards, as a whole
 
     Attributes:
-        overlap: True: transfers overlap with products. False: stages run one after another, on one stream,
-            differentiated by autograd, with the same bits in the output and in the experts' gradients; the
-            other fields must then have their defaults.
+        overlap: True: transfers overlap with products. False: stages run one after another on one stream, and
+            autograd differentiates them; the output and the experts' gradients have the same bits as with
+            True. The other fields must then have their defaults.
         keep: which of the experts' rows a forward keeps for its backward: "all", "rows" (the first product is
             recomputed) or "nothing" (the rows are dispatched again, along the kept plan).
         keep_shared: whether a forward keeps the shared experts' first product. False: the backward recomputes

@@ -12,13 +12,13 @@ With w applied before the second product, no backward needs that product's resul
     compute  shared    fc1, fc2                 shared_grad    fc2_dgrad, fc2_wgrad,                fc1_wgrad
                                                                fc1_dgrad
 
-"fc1" ends with the activation, "fc2_dgrad" with its backward, where a row's weight is applied. fc2_wgrad
-comes before fc1_dgrad so that the rows of dispatch_grad are not held longer than needed. A transfer with
-nothing to overlap runs on the caller's stream, which costs the host less.
+"fc1", the first product, ends with the activation, "fc2_dgrad" with the activation's backward; both apply the
+routing weights. fc2_wgrad comes before fc1_dgrad, so that the rows of dispatch_grad are freed early. A
+transfer with nothing to overlap runs on the caller's stream, which costs the host less.
 
-For autograd a pass is one function, or two where hooks handle what autograd saves: the first keeps what the
-backward needs and has the backward, the second returns the result. So when torch.utils.checkpoint recomputes
-what was kept, it can stop before the result; and with `keep_plans` it follows the plan of the first time.
+For autograd a pass is one function (_Keep), or two if hooks handle what autograd saves. Then _Keep saves what
+the backward needs and has the backward, and _Finish returns the result. So a recomputation by
+torch.utils.checkpoint can stop before the result. With `keep_plans` it follows the plan of the first forward.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ from moecomm.types import DispatchOutput, Handle
 
 
 class Weights(NamedTuple):
-    """Weights of the local experts, (L, H, I) and (L, F, H), of the shared ones, (H, I') and (F', H), and of
-    their gate, (H,), and biases of the local experts, (L, I) and (L, H); None for absent ones."""
+    """Of the local experts: w_in (L, H, I), w_out (L, F, H), b_in (L, I), b_out (L, H). Of the shared
+    experts: shared_in (H, I'), shared_out (F', H), shared_gate (H,). None: absent."""
 
     w_in: Tensor
     w_out: Tensor
@@ -82,18 +82,18 @@ class PassContext(NamedTuple):
     keep: Keep = "all"
     keep_shared: bool = False
     waits_on_host: bool = False
-    """True: after a pass outside of captures that used the communicator's stream, the host waits for the
-    device, so that memory used on both streams is free again at once."""
+    """True: if a pass has used the communicator's stream, and no graph is being captured, the host waits for
+    the device afterwards. So memory that both streams used is free again at once."""
     deferred: Deferred | None = None
     """The list of deferred weight gradients to which the backward adds; None: it computes them itself."""
     recorded: RecordedStages | None = None
     """The record to which the pass writes its stages; None: nothing is recorded."""
     overflow: Any = None
-    """The OverflowCheck that notes the dispatch, or None."""
+    """The OverflowCheck of a GraphedStep, which is told the dispatch's overflow; or None."""
     plans: Plans | None = None
-    """The plans of a checkpoint that keeps them; else None."""
+    """The plans of this layer within a checkpoint with `keep_plans`; else None."""
     gradient_scale: float = 1.0
-    """The gradients of the experts' weights are multiplied by it."""
+    """Factor of the gradients of the experts' weights and biases, unless they are deferred."""
 
     def stages(self) -> Stages:
         """Returns the stages of a new pass."""
@@ -121,12 +121,12 @@ class DispatchState(NamedTuple):
 
 class Forward:
     """One forward: `start` keeps what a backward needs, and `result` returns y. With the state of an earlier
-    dispatch it follows that plan, and computes what is kept first."""
+    dispatch both follow its plan: `start` computes only what a backward needs, and `result` the rest."""
 
     x_TH: Tensor
     topk_weights_TK: Tensor
     weights: Weights
-    in_two: bool  # two functions, the first of which returns what nothing reads
+    in_two: bool  # True: _Finish returns y, and _Keep a placeholder that nothing reads
 
     def __init__(self, context: PassContext, state: DispatchState | None) -> None:
         self.context, self._state = context, state
@@ -154,12 +154,12 @@ class Forward:
 
     @property
     def dispatched(self) -> bool:
-        """True once the rows are dispatched, so that an error comes from what follows."""
+        """True once the rows are dispatched: a later error is then not the dispatch's."""
         return self._state is not None
 
     @property
     def state(self) -> DispatchState:
-        """The state of the dispatch; set by the dispatch."""
+        """The state of the dispatch, which must have run."""
         assert self._state is not None
         return self._state
 
@@ -212,7 +212,7 @@ class Forward:
         return y_TH
 
     def _again(self) -> None:
-        """Recomputes the tensors of `kept`, along the plan."""
+        """Recomputes the tensors that `kept` returns, along the kept plan."""
         context, comm = self.context, self.context.comm
         has_shared = self.weights.shared_in is not None and context.keep_shared
         stages = context.stages()
@@ -429,7 +429,7 @@ def _shared_backward(
 # -- autograd and checkpoints ------------------------------------------------------------------------------
 
 
-# If torch.compile gives up on a forward, it looks for graphs in its parts; this part has its own backward.
+# If torch.compile gives up on a forward, it tries the functions within; not this one with its own backward.
 @_disable_dynamo
 def run_experts(context: PassContext, x_TH: Tensor, topk_weights_TK: Tensor, weights: Weights) -> Tensor:
     """Returns (T, H): the sum over a token's experts of weight * expert(x), plus the shared experts' result.
@@ -447,10 +447,10 @@ def run_experts(context: PassContext, x_TH: Tensor, topk_weights_TK: Tensor, wei
 
 
 def run_forward(forward: Forward, x_TH: Tensor, topk_weights_TK: Tensor, weights: Weights) -> Tensor:
-    """Does the work of `run_experts` with a new Forward."""
+    """Returns the result of `run_experts`, computed by `forward`, which must be new."""
     forward.in_two = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
     kept_TH: Tensor = _Keep.apply(forward, x_TH, topk_weights_TK, *weights)  # type: ignore[no-untyped-call]
-    # Another function of autograd takes the host 30 us.
+    # One function if possible: a second one takes the host 30 us.
     return _Finish.apply(forward, kept_TH) if forward.in_two else kept_TH  # type: ignore[no-untyped-call]
 
 

@@ -1,4 +1,4 @@
-"""The experts: feed-forward networks, one per row group or one shared by all rows; and custom modules."""
+"""The experts: feed-forward networks, one for each group of rows or one for all rows; or a user's module."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ Run = Callable[[Tensor], Tensor]
 
 _WEIGHTS = ("w_in", "w_out", "b_in", "b_out")
 _IN_MAIN_GRAD = frozenset((*_WEIGHTS, *(f"parametrizations.{name}.original" for name in _WEIGHTS)))
-"""The parameters that may accumulate main_grad. Where torch parametrizes a weight, its `original` is the
-parameter that the weight was."""
+"""The names of the parameters that may accumulate main_grad. If torch parametrizes a weight, it keeps the
+weight's parameter under the name `original`."""
 
 
 _OWN = _IN_MAIN_GRAD | {f"{name}_{added}" for name in _WEIGHTS for added in ("orig", "g", "v")}
@@ -49,17 +49,17 @@ _OWN = _IN_MAIN_GRAD | {f"{name}_{added}" for name in _WEIGHTS for added in ("or
 class GroupedExperts(nn.Module):
     """This rank's experts (L of E), applied to expert-major rows in two grouped products.
 
-    The columns of w_in (L, H, I) are gates, then up values for swiglu; gates in even and up values in odd
-    columns for swiglu_interleaved and swiglu_clamped, I = 2F; for gelu I = F. With config.bias, b_in is added
-    to a row's first product and b_out to its second, before the routing weight. The initial values of expert
-    e depend on its global id and one number of torch's default generator: ranks that call torch.manual_seed
-    alike make the same model at any EP size.
+    The columns of w_in (L, H, I): for swiglu all gates, then all up values; for swiglu_interleaved and
+    swiglu_clamped gates in even and up values in odd columns; I = 2F for these three. For gelu I = F. With
+    config.bias, b_in is added to a row's first product and b_out to its second, before the routing weight.
+    The initial values of expert e depend on its global id and one number of torch's default generator: ranks
+    that call torch.manual_seed alike make the same model at any EP size.
 
-    All parameters are marked as expert parameters, and so are those of a parametrization that have a part for
-    each expert (docs/training.md, `mark_adapter`). Only `fully_shard_experts` may shard the weights where
-    ranks have different experts; fully_shard raises InvalidArgument. A state_dict records which experts it
-    has (`get_extra_state`). load_state_dict raises InvalidArgument for a state of other experts, before it
-    changes a weight, and warns if a state has no record.
+    Marked as expert parameters are the weights, the biases, and those parameters of a parametrization that
+    have a part for each expert (docs/training.md, `mark_adapter`). If ranks have different experts, only
+    `fully_shard_experts` may shard them; fully_shard raises InvalidArgument. A state_dict records which
+    experts it has (`get_extra_state`). load_state_dict raises InvalidArgument for a state of other experts,
+    before it changes a weight, and warns if a state has no record.
 
     Args:
         config: the layer's MoEConfig. Raises Unsupported for expert_precision="fp8" on a GPU without it.
@@ -78,7 +78,7 @@ class GroupedExperts(nn.Module):
         config: the layer's MoEConfig.
         num_local_experts: L, experts of this rank.
         first_expert: global id of the first local expert.
-        part: the ExpertPart of each of them that this rank has; part 0 of 1 is a whole expert.
+        part: the ExpertPart that this rank has of each of its experts; part 0 of 1 is a whole expert.
         products: how products are computed.
         sharded_over: ranks of the default group over which `fully_shard_experts` shards the weights.
     """
@@ -89,8 +89,8 @@ class GroupedExperts(nn.Module):
     b_out: nn.Parameter | None
     sharded_over: frozenset[int] = frozenset()
     _is_sharded = False
-    """Whether FSDP has put its parameters here. Those that it gathers are not marked: nothing counts their
-    changes."""
+    """Whether FSDP has put its parameters here. Those that FSDP gathers are not marked: the fp8 copy of a
+    marked one is kept until a change that torch counts, and torch counts none of FSDP's."""
 
     def __init__(
         self,
@@ -157,20 +157,20 @@ class GroupedExperts(nn.Module):
         has_tail: bool = True,
         run: Run | None = None,
     ) -> Tensor:
-        """Computes the experts on grouped rows; returns (P, H). Raises InvalidArgument, but not for offsets
-        that descend or exceed P on a GPU, for which the host would wait: results are unspecified then.
+        """Computes the experts on grouped rows; returns (P, H). Raises InvalidArgument. On a GPU, where the
+        host would wait, offsets are not checked: results are unspecified if they descend or exceed P.
 
         rows_PH: (P, H) of the weights' dtype, grouped by local expert; offsets_L: (L,) int32 inclusive ends
         of groups; weights_P: (P,) float32 (float64 for float64 rows) routing weights. Rows past offsets[-1]
-        may hold anything: their results and gradients are zero, and they do not affect a weight's gradient.
-        has_tail=False (P == offsets[-1]) saves two passes. `run`: returns run(rows_PH) instead, called after
-        hooks of this module have prepared the weights (FSDP gathers them).
+        may hold anything: results and gradients are zero there, and weights' gradients ignore these rows.
+        has_tail=False (P == offsets[-1]) saves two passes. `run`: hooks of this module prepare the weights
+        (FSDP gathers them), then run(rows_PH) is returned instead.
         """
         if run is not None:
             return run(rows_PH)
         if not isinstance(offsets_L, Tensor):
             raise InvalidArgument(f"offsets are {type(offsets_L).__name__}, must be a tensor of groups' ends")
-        # Outside of autocast, also what parametrizations compute for the weights.
+        # Autocast is also off for what parametrizations compute for the weights.
         with torch.autocast(rows_PH.device.type, enabled=False):
             _require_rows(rows_PH, self.config.hidden, self.w_in)
             if offsets_L.shape != (wanted := (self.num_local_experts,)):
@@ -178,8 +178,8 @@ class GroupedExperts(nn.Module):
             require_ascending("offsets", offsets_L, rows_PH.shape[0])
             offsets_L = offsets_L.to(torch.int32)
             real_P1 = _real_rows(rows_PH, offsets_L) if has_tail else None
-            # where() before the experts zeroes the tail's gradient, after them its value; multiplying NaN by
-            # zero would not.
+            # The first where() zeroes the gradient of the tail (rows past offsets[-1]), the second its
+            # result. A product with zero would keep NaN.
             y_PH = expert_ffn(
                 rows_PH if real_P1 is None else rows_PH.where(real_P1, 0.0),
                 self.w_in,
@@ -201,18 +201,18 @@ class GroupedExperts(nn.Module):
 
     def mark_parameters(self) -> None:
         """Marks the parameters as those of experts, and makes the trained weights accumulate `main_grad` if
-        the config says so. Parameters that a parametrization or a subclass has added have a `grad`."""
-        for name, parameter in self.named_parameters():  # which marks
+        the config says so. Parameters that a parametrization or a subclass has added still use `grad`."""
+        for name, parameter in self.named_parameters():  # named_modules() marks them
             if isinstance(parameter, DTensor):
                 continue
-            trained = parameter.requires_grad and parameter.is_leaf  # else computed from parameters
+            trained = parameter.requires_grad and parameter.is_leaf  # no leaf: computed from parameters
             collects = self.config.main_grad and trained and name in _IN_MAIN_GRAD
             if collects and not has_main_grad(parameter):
                 keep_main_grad(parameter)
 
     def is_per_expert(self, name: str, parameter: Tensor) -> bool | None:
-        """Returns whether the parameter of this name has a part for each of this rank's experts; None for an
-        added one, if that cannot be told (`mark_adapter`)."""
+        """Returns whether the parameter of this name has a part for each of this rank's experts. None: the
+        parameter was added, and that cannot be told (`mark_adapter`)."""
         if name in _OWN or self.has_all:
             return parameter.dim() > 0 and parameter.shape[0] == self.num_local_experts
         return has_part_for_each(self, self.num_local_experts, name, parameter)
@@ -251,7 +251,7 @@ class GroupedExperts(nn.Module):
         self.mark_parameters()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GroupedExperts:
-        # torch gives a parametrized module's class a copy of its own where none is defined.
+        # Without this method torch would give a parametrized module's class a __deepcopy__ of torch's own.
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
         twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
@@ -282,8 +282,8 @@ class GroupedExperts(nn.Module):
         return self.num_local_experts == self.config.num_experts and self.part.of == 1
 
     def get_extra_state(self) -> Tensor:
-        """Returns the record of a state_dict: (6,) int64 of first_expert, L, E, 1 if gates and up values are
-        interleaved, and the part's number and count."""
+        """Returns the record that a state_dict keeps of these experts, (6,) int64: first_expert, L, E, 1 if
+        gates and up values are interleaved (else 0), the part's number, and the number of parts."""
         interleaved = self.config.activation in INTERLEAVED
         held = [self.first_expert, self.num_local_experts, self.config.num_experts, int(interleaved)]
         return torch.tensor([*held, *self.part], dtype=torch.int64, device="cpu")
@@ -377,7 +377,7 @@ def shared_gates(x_TH: Tensor, w_gate_H: Tensor | None, care: bool = False) -> T
 
 
 def adopt_experts(experts: nn.Module, config: MoEConfig) -> None:
-    """Checks a module of the user's and marks every parameter as one of experts. Raises InvalidArgument."""
+    """Checks a user's module of experts, and marks its parameters as experts'. Raises InvalidArgument."""
     if not isinstance(experts, nn.Module):
         raise InvalidArgument(f"experts is {type(experts).__name__}, must be an nn.Module or None")
     if config.expert_precision is not None:
@@ -402,15 +402,15 @@ def adopt_experts(experts: nn.Module, config: MoEConfig) -> None:
             "on all ranks: register it with persistent=False, or make it a parameter"
         )
     for parameter in parameters.values():
-        if not isinstance(parameter, DTensor):  # `refuse_mixed_shards` has to see the mesh of these
+        if not isinstance(parameter, DTensor):  # unmarked, so that `refuse_mixed_shards` checks its mesh
             mark_expert_parameter(parameter)
 
 
 def combine_own_experts(
     comm: Communicator, experts: nn.Module, out: DispatchOutput, has_tail: bool
 ) -> Tensor:
-    """Returns (T, H): the sum over a token's experts of weight * the module's row. `has_tail`: whether, with
-    a capacity, rows past the last are unspecified."""
+    """Returns (T, H): the sum over a token's experts of weight * the module's row. `has_tail`: True with a
+    capacity, where rows past offsets[-1] are unspecified."""
     rows_PH, real_P1 = out.tokens, None
     if has_tail:
         # NaN times zero is not zero: where() hides the tail's contents from the module, and from gradients.
@@ -432,5 +432,5 @@ def combine_own_experts(
             expert_rows_PH = torch.cat((expert_rows_PH, rows_PH))
     trains = torch.is_grad_enabled() and any(each.requires_grad for each in experts.parameters())
     if trains and not (expert_rows_PH.requires_grad or torch.compiler.is_compiling()):
-        expert_rows_PH = expert_rows_PH.detach().requires_grad_()  # the tokens want no gradient either
+        expert_rows_PH = expert_rows_PH.detach().requires_grad_()  # this rank takes part in the backward
     return comm.combine(expert_rows_PH, out.handle, weights=out.weights)

@@ -1,9 +1,9 @@
 """Checks before each forward of a layer: whether its modules have hooks or a changed forward, and whether its
 settings are compatible.
 
-A layer calls its shared experts and experts with other inputs and results than their own: its tokens, and the
-sum of all experts (MoELayer._run). That is right for hooks of FSDP2 and hooks that prepare a weight
-(torch.nn.utils); any other hook expects the module's own inputs and results.
+A layer calls its experts and shared experts as modules, but with the layer's tokens as input and the sum of
+all experts as result (MoELayer._run). Hooks of FSDP2, and hooks that prepare a weight (torch.nn.utils), do
+not look at these. Any other hook expects the module's own inputs and results.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from moecomm.nn.experts import GroupedExperts, SharedExperts
 from moecomm.parallel.shards import refuse_mixed_shards
 
 _PARTS = (("experts", GroupedExperts), ("shared", SharedExperts))
-"""The modules within whose calls a layer runs, and their classes."""
+"""The modules of a layer that are checked for hooks, and their classes."""
 _KINDS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _OF_WEIGHTS = ("moecomm.", "torch.distributed.", "torch.nn.utils.")
 """The packages of hooks that concern weights alone: they gather or prepare weights, or average gradients."""
 
 
 def watchers_of(layer: Any) -> str | None:
-    """Returns the hook or changed forward that needs the rows of the experts or shared experts themselves, so
-    that the layer has to run in order; None if there is none."""
+    """Names a hook or changed forward that needs the own rows of the experts or shared experts, so that the
+    layer has to run in order (MoELayer._run_in_order). None: there is none."""
     for name, kind in _PARTS:
         module = getattr(layer, name)
         if module is not None and (found := _watcher(module, kind)) is not None:
@@ -39,11 +39,11 @@ def watchers_of(layer: Any) -> str | None:
 
 
 def _watcher(module: nn.Module, kind: type[nn.Module]) -> str | None:
-    """Returns what depends on the module's own results: a hook of it, or of the `kind` that it wraps, or a
-    forward other than that of `kind`. None: nothing does. Hooks that concern weights alone do not count."""
+    """Names what depends on the module's own results: a hook of the module, or of a `kind` that it wraps, or
+    a forward other than kind.forward. None: nothing. Hooks that concern weights alone do not count."""
     plain = type(module) is kind and not (module._modules or "forward" in module.__dict__)
     if plain and not any(getattr(module, hooks) for hooks in _KINDS):
-        return None  # found at once, since each forward of a layer asks
+        return None  # a fast path, since each forward of a layer asks
     for each in module.modules():
         wrapped = isinstance(each, kind)
         if not (wrapped or each is module):
@@ -74,7 +74,7 @@ def refuse_own_settings(overlap: OverlapConfig) -> None:
 
 
 def _setting_without_effect(overlap: OverlapConfig) -> str | None:
-    """Returns a setting that has no effect where autograd does the backward, or None."""
+    """Describes a setting that has no effect where autograd does the backward. None: there is none."""
     for name, only in IN_ORDER.items():
         if (value := getattr(overlap, name)) != only:
             return f"OverlapConfig.{name} is {value!r}, must be {only!r}"
@@ -82,8 +82,8 @@ def _setting_without_effect(overlap: OverlapConfig) -> str | None:
 
 
 def check_settings(layer: Any, in_order: bool, watched: str | None) -> None:
-    """Raises InvalidArgument for settings or weights with which a MoELayer's forward cannot run. `watched`:
-    the result of `watchers_of`."""
+    """Raises InvalidArgument for settings or weights with which a MoELayer's forward cannot run. in_order:
+    the forward is MoELayer._run_in_order; watched: the result of `watchers_of`."""
     if watched is not None and (found := _setting_without_effect(layer.overlap)) is not None:
         raise InvalidArgument(
             f"{watched}, which is to see its own rows: the layer runs in order then, and {found}"
@@ -100,7 +100,7 @@ def check_settings(layer: Any, in_order: bool, watched: str | None) -> None:
         layer.experts.mark_parameters()  # some may have been frozen when they were marked
         for parameter in layer.experts.parameters():
             if parameter.requires_grad and has_main_grad(parameter):
-                main_grad_of(parameter)  # refuses an unsuitable one here, on all ranks
+                main_grad_of(parameter)  # refuses an unsuitable main_grad here, on all ranks
     parts = (("experts", None if layer._own_experts else layer.experts), ("shared", layer.shared))
     for name, module in [(name, module) for name, module in parts if module is not None]:
         for own in ("w_in", "w_out", "b_in", "b_out"):
@@ -115,8 +115,8 @@ def check_settings(layer: Any, in_order: bool, watched: str | None) -> None:
 
 
 def _require_parameters(experts: Any) -> None:
-    """Raises InvalidArgument for weights computed from parameters otherwise than by a cast:
-    `backward_weights` does not reach their parameters."""
+    """Raises InvalidArgument for weights that are computed from parameters, unless by a cast: the gradients
+    of `backward_weights` would not reach these parameters."""
     for name in ("w_in", "w_out"):
         if leaf_of(getattr(experts, name)) is None:
             raise InvalidArgument(

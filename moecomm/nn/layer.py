@@ -53,28 +53,28 @@ class MoELayer(nn.Module):
         max_tokens: the most tokens of a rank in one call; required without `comm`.
         nodes: the number of nodes for config.limit_nodes, equally many ranks on each; None: those of comm.
             Another number keeps the routing of a job on that many nodes.
-        overlap: what is computed during transfers, and what is kept; None: OverlapConfig().
+        overlap: what is computed during transfers, and kept for the backward; None: OverlapConfig().
         experts: a module in place of GroupedExperts; see below.
         folding: a ParallelFolding, instead of `group` (docs/folding.md). All ranks of the job then build
             their layers and communicators together, since they make the folding's groups.
         loss_group: the ranks of a step for aux_loss="global" without a folding; None: all ranks.
 
-    The gradient of the routing's losses flows when the result's backward runs, as if loss_scale * (their sum)
-    were part of the model's loss. Set loss_scale, or call `set_loss_scale`, to the factor of that loss before
-    its backward. If weights have another dtype than the config's (after `layer.half()`), forward raises
-    InvalidArgument on all ranks.
+    The routing's losses get their gradients when the result's backward runs, as if loss_scale * (their sum)
+    were part of the model's loss. If the model's loss is multiplied by a factor, set loss_scale to it, or
+    call `set_loss_scale`, before the backward. If weights have another dtype than the config's (after
+    `layer.half()`), forward raises InvalidArgument on all ranks.
 
     `experts` holds this rank's L experts; expert l has the global id comm.rank * L + l. A forward calls it
     once, with autocast off, as experts(rows_PH, offsets_L): rows (P, H) of config.dtype grouped by expert,
     and the inclusive ends of the groups, int32. It returns (P, H) of that dtype, rows in the same order; P
     may be 0 and groups may be empty. Another shape or dtype raises InvalidArgument on all ranks. With a
-    capacity rows past offsets[-1] are zero, and their results are not used. All its parameters are marked as
-    expert parameters, and no other part of the model may use them. Its state may have no buffers. Dimension 0
-    of its parameters counts experts for `sharded_state`; otherwise a checkpoint loads at the same number of
-    ranks only. Its state_dict records in the metadata which experts it has, and load_state_dict raises
-    InvalidArgument for a state of others. Autograd does the backward, so config.expert_precision, bias and
-    main_grad, and the fields of `overlap` other than `overlap`, must have their defaults. Only
-    `fully_shard_experts` may shard it.
+    capacity rows past offsets[-1] are zero, and their results are not used. The module's parameters are all
+    marked as expert parameters, and no other part of the model may use them. Its state may have no buffers.
+    `sharded_state` takes dimension 0 of its parameters for the experts; if it is not, a checkpoint loads at
+    the same number of ranks only. Its state_dict records in the metadata which experts it has, and
+    load_state_dict raises InvalidArgument for a state of other experts. Autograd does the backward, so
+    config.expert_precision, bias and main_grad, and all of OverlapConfig but `overlap`, must have their
+    defaults. Only `fully_shard_experts` may shard the module.
 
     Attributes:
         config: the layer's MoEConfig, with its node limit turned into groups (`MoEConfig.for_nodes`).
@@ -146,7 +146,7 @@ class MoELayer(nn.Module):
             expert_ranks.make_groups(folding)
         self.config, self._comm, self.folding = config, comm, folding
         self._number = comm._layers = comm._layers % MOST_CALLERS + 1
-        # A dispatch must be of one layer on all ranks.
+        # Each dispatch compares it between ranks: they must dispatch for the same layer.
         self._caller = caller_of(self._number, values_that_agree(config))
         self._balance = balance_ranks(config.aux_loss, folding, as_group(loss_group, "loss_group"))
         meta = torch.get_default_device().type == "meta"
@@ -199,7 +199,7 @@ class MoELayer(nn.Module):
 
     @property
     def comm(self) -> Communicator:
-        """The communicator; under a folding with ETP > 1 its experts are parts of the layer's. It may be
+        """The communicator; with ETP > 1 in a folding its experts are parts of the layer's experts. It may be
         replaced between forwards, on all ranks, for example after PeerTimeout. Raises InvalidArgument for one
         with another size, rank, nodes, device, num_experts, hidden, top_k, dtype or max_tokens."""
         return self._comm
@@ -220,8 +220,8 @@ class MoELayer(nn.Module):
 
     @property
     def overlap(self) -> OverlapConfig:
-        """What is computed during transfers, and what is kept. It may be replaced by another OverlapConfig
-        between forwards; anything else raises InvalidArgument."""
+        """What is computed during transfers, and kept for the backward. It may be replaced by another
+        OverlapConfig between forwards; anything else raises InvalidArgument."""
         return self._overlap
 
     @overlap.setter
@@ -241,7 +241,7 @@ class MoELayer(nn.Module):
     @loss_scale.setter
     def loss_scale(self, scale: float) -> None:
         self._loss_scale = require_number("loss_scale", scale, math.isfinite, "a finite number")
-        # Changes through .data are not counted: graphs of torch.compile keep the tensor for their backward.
+        # torch counts no change through .data. A counted one would break the backward of compiled graphs.
         self._loss_scale_on_device.data.fill_(self._loss_scale)
 
     def forward(
@@ -256,12 +256,12 @@ class MoELayer(nn.Module):
         """Routes tokens to the experts and returns their weighted sum.
 
         Args:
-            x: (T, H), or (B, S, H) for B sequences of S tokens; any float dtype. The result has the same.
+            x: (T, H), or (B, S, H) for B sequences of S tokens; any float dtype. The result is like x.
             seq_len: length of the sequences in a (T, H) input, for aux_loss="sequence".
-            cu_seqlens: in place of it, (N + 1,) int32 or int64: the starts of N packed sequences among the
-                tokens, from 0 on, and the last end; tokens past it are of no sequence. Where their values
-                are used, others (descending, above T) raise on a CPU; on a GPU, for which the host does not
-                wait, and in a compiled graph, the loss and the router's gradients are NaN.
+            cu_seqlens: in place of seq_len, (N + 1,) int32 or int64: the starts of N packed sequences among
+                the tokens, from 0 on, and the last end; tokens past it are of no sequence. If they are used,
+                bad values (descending, above T) raise on a CPU. On a GPU, for which the host does not wait,
+                and in a compiled graph, they make the loss and the router's gradients NaN.
             mask: (T,) or (B, S) bool, False for padding, which only shared experts see (docs/layer.md).
             topk_idx: (T, K) or (B, S, K) int32 or int64: the experts of the tokens, chosen in another forward
                 (`Routing.chosen_TK`). A token whose ids are all -1 is routed by its scores.
@@ -307,8 +307,8 @@ class MoELayer(nn.Module):
         self, x: Tensor, seq_len: int | None, in_order: bool, watched: str | None, given: dict[str, Any]
     ) -> tuple[Tensor, Tensor, Tensor, Routing | None]:
         """Chooses the experts of each token. Returns the rows, ids and weights that are sent to the experts,
-        and the routing, if its losses are to be attached to the result; None: they are attached to the
-        weights. Raises InvalidArgument on this rank alone."""
+        and the routing if its losses have yet to be attached to the layer's result, or None if they are
+        attached to the weights. Raises InvalidArgument on this rank alone."""
         x_TH = x
         balance = self._balance
         before = 0 if balance is None else balance.exchanges
@@ -337,7 +337,7 @@ class MoELayer(nn.Module):
             routing = self._choose_experts(x_TH, seq_len, given)
         except Exception as error:
             if balance is not None and balance.exchanges == before and not known_to_all(error):
-                balance.bring_nothing(self.config.num_experts, self.comm.device)  # other ranks wait for it
+                balance.bring_nothing(self.config.num_experts, self.comm.device)  # other ranks wait for this
             raise
         self.last_losses = {name: loss.detach() for name, loss in routing.losses.items()}
         self.last_tokens_per_expert = routing.tokens_per_expert_E
@@ -359,7 +359,7 @@ class MoELayer(nn.Module):
         return x_TH.to(self.config.dtype), topk_idx_TK, weights_TK, unattached
 
     def _choose_experts(self, x_TH: Tensor, seq_len: int | None, given: dict[str, Any]) -> Routing:
-        """Returns the router's choice; within a checkpoint that keeps plans, the choice of the first time."""
+        """Returns the router's choice; when `keep_plans` recomputes, the choice of the first forward."""
         router, plans = self.router, self._plans
         if plans is None:
             return router(x_TH, seq_len, **given)
@@ -389,8 +389,8 @@ class MoELayer(nn.Module):
         y_TH = y_TH.to(dtype)
         if unattached is not None:
             y_TH = self._attach(y_TH, unattached)
-        # If a view is changed in place, it loses FSDP2's hook of the backward; and torch refuses to change
-        # the view of a Python function's result (`attach_loss`).
+        # No view: changed in place, a view loses FSDP2's backward hook; and torch refuses such a change if it
+        # is of a Python function's result (`attach_loss`).
         is_result = y_TH.shape == shape and unattached is None
         return y_TH if is_result else torch.ops.aten._unsafe_view(y_TH, shape)
 
@@ -418,7 +418,7 @@ class MoELayer(nn.Module):
     def _weights(self) -> Weights:
         """Returns the current weights of the experts and the shared experts."""
         experts, shared = self.experts, self._shared_within
-        with without_autocast(self.comm.device.type):  # which a parametrization would compute in
+        with without_autocast(self.comm.device.type):  # a parametrization would compute in autocast's dtype
             s_in, s_out, s_gate = (shared.w_in, shared.w_out, shared.w_gate) if shared else (None,) * 3
             return Weights(experts.w_in, experts.w_out, s_in, s_out, s_gate, experts.b_in, experts.b_out)
 
@@ -443,15 +443,15 @@ class MoELayer(nn.Module):
         def run(x_TH: Tensor) -> Tensor:
             return run_experts(context, x_TH, topk_weights_TK, self._weights())
 
-        # This runs within the calls of both modules, whose hooks may have to prepare their weights.
+        # Calls shared and experts as modules, so that hooks that prepare weights run.
         if shared is None:
             return experts(rows_TH, run=run)
         return shared(rows_TH, run=lambda x_TH: experts(x_TH, run=run))
 
     def _run_in_order(self, rows_TH: Tensor, topk_idx_TK: Tensor, topk_weights_TK: Tensor) -> Tensor:
         """Runs shared experts, dispatch, experts and combine one after another, differentiated by autograd.
-        Custom experts always run in this way, with the shared experts overlapping the dispatch. The shared
-        experts come before the combine, so that the combine can tell other ranks of their exceptions."""
+        Custom experts always run in this way; then shared experts overlap the dispatch if `overlap` says so.
+        Shared experts run before the combine, so that it can tell other ranks of an exception in them."""
         comm, capacity, shared_TH = self.comm, self.capacity, None
         shared = self._shared_within
         if self._own_experts and self.overlap.overlap and shared and not torch.compiler.is_compiling():

@@ -1,4 +1,4 @@
-"""Auxiliary losses of the router, over the tokens of this rank or of several."""
+"""Auxiliary losses of the router, over the tokens of this rank or of several ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ExpertSums(NamedTuple):
     """Numbers of tokens."""
 
     def loss(self, top_k: int) -> Tensor:
-        """Returns E * sum over e of f_e * P_e, averaged over sequences with tokens; 0 if none has any."""
+        """Returns E * sum over e of f_e * P_e (`load_balancing_loss`), averaged over nonempty sequences."""
         tokens_S1 = self.tokens_S.clamp(min=1).unsqueeze(1)
         share_SE = self.chosen_SE / (tokens_S1 * top_k)
         loss_S = (self.probs_SE / tokens_S1 * share_SE).sum(dim=1) * self.probs_SE.shape[1]
@@ -36,9 +36,9 @@ class ExpertSums(NamedTuple):
 def loss_of_counts(
     probs_TE: Tensor, counts_E: Tensor, top_k: int | None, mask_T: Tensor | None = None
 ) -> Tensor:
-    """Returns the sum over e of f_e * P_e over all tokens for choices that are counted already, in few
-    operations, which is what a router takes the host; 0 without tokens. f_e is counts_E over top_k times the
-    tokens, or without `top_k` over the sum of counts_E; `mask_T` as in `load_balancing_loss`."""
+    """Returns sum over e of f_e * P_e (`load_balancing_loss`) from counted choices, `counts_E`; 0 without
+    tokens. f_e is counts_E divided by top_k times the tokens, or, if top_k is None, by the sum of counts_E.
+    `mask_T` as in `load_balancing_loss`. It has few operations: their launches take a router's host time."""
     tokens: Any = max(probs_TE.shape[0], 1)
     if mask_T is not None:
         probs_TE = probs_TE.masked_fill(~mask_T.unsqueeze(1), 0.0)
@@ -48,12 +48,12 @@ def loss_of_counts(
 
 
 def loss_of_sequences(probs_TE: Tensor, topk_idx_TK: Tensor, sequence_len: int | None) -> Tensor:
-    """Returns the same for sequences of one length, averaged over them. Every id is that of an expert."""
+    """Returns sum over e of f_e * P_e, averaged over sequences of one length. All ids are in 0..E-1."""
     (tokens, experts), top_k = probs_TE.shape, topk_idx_TK.shape[1]
     length = max(sequence_len or tokens, 1)
     probs_SE = probs_TE.view(-1, length, experts).sum(dim=1)
     first_S1 = torch.arange(0, probs_SE.numel(), experts, device=probs_SE.device).unsqueeze(1)
-    # In one dimension it is deterministic.
+    # scatter_add_ in one dimension is deterministic.
     place_N = (topk_idx_TK.view(-1, length * top_k) + first_S1).flatten()
     chosen_N = probs_SE.new_zeros(probs_SE.numel())
     chosen_N.scatter_add_(0, place_N, probs_SE.new_ones(()).expand(place_N.shape))
@@ -70,7 +70,7 @@ def expert_sums(
 ) -> ExpertSums:
     """Returns the sums over sequences; arguments as in `load_balancing_loss`, which checks their shapes."""
     num_tokens, num_experts = probs_TE.shape
-    probs_TE = _wide(probs_TE)  # 16 bits count no further than 256 or 2048
+    probs_TE = _wide(probs_TE)  # bfloat16 counts no further than 256, float16 than 2048
     require_mask(mask_T, num_tokens)
     length = max(num_tokens, 1) if sequence_len is None else require_integer("sequence_len", sequence_len, 1)
     if num_tokens % length:
@@ -85,7 +85,7 @@ def expert_sums(
         tokens_S = real_T.view(count, length).sum(dim=1)
     else:
         require_ascending("cu_seqlens", cu_seqlens, num_tokens, first=0)
-        # Where that cannot look, the loss is NaN, and so are its gradients.
+        # Wrong values that require_ascending could not see make the loss and its gradients NaN.
         falls = (cu_seqlens.long().diff() < 0).any()
         wrong = falls | (cu_seqlens[0] != 0) | (cu_seqlens[-1] > num_tokens)
         # An additional row takes the tokens past the last sequence.
@@ -118,12 +118,12 @@ def load_balancing_loss(
         probs_TE: (T, E), rows sum to 1.
         topk_idx_TK: (T, K) global expert ids; -1 for a choice that was dropped.
         sequence_len: the loss is averaged over sequences of this many tokens; must divide T.
-        cu_seqlens: in place of it, (S + 1,) integers: the starts of S sequences, from 0 on, and the last end.
+        cu_seqlens: instead, (S + 1,) integers: the starts of S sequences, from 0 on, and the last end.
         mask_T: (T,) bool, False for tokens that do not count (padding).
 
     Raises InvalidArgument for other shapes, devices and dtypes, a sequence_len that does not divide T or is
     beside cu_seqlens, and cu_seqlens that descend or are not from 0 to at most T; InvalidRouting for other
-    ids. For values on a GPU, for which the host does not wait, or in a compiled call, the loss is NaN.
+    ids. In a compiled call or on a GPU, where the host does not wait, wrong values make the loss NaN instead.
     """
     check_balancing(probs_TE, topk_idx_TK, sequence_len, cu_seqlens)
     wrong_TK = (topk_idx_TK < -1) | (topk_idx_TK >= probs_TE.shape[1])
@@ -148,13 +148,13 @@ def z_loss(logits_TE: Tensor, mask_T: Tensor | None = None) -> Tensor:
 
 
 def _wide(values: Tensor) -> Tensor:
-    """Returns the values in float32, or in float64 if they are."""
+    """Returns the values in float32; float64 values stay."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 # -- sums over ranks ---------------------------------------------------------------------------------------
-# Of the ranks that hold parts of the same sequences (aux_loss="sequence"), or take part in a step ("global").
-# All of them call `over_ranks` for each forward, or `bring_nothing` in its place.
+# The ranks hold parts of the same sequences (aux_loss="sequence"), or take part in one step ("global"). For
+# each forward they all call `over_ranks`, or `bring_nothing` in its place.
 
 
 class StepCounts:
@@ -188,8 +188,8 @@ class StepCounts:
 
 
 class SequenceSums(StepCounts):
-    """Sums over sequences of which each rank of the group has a part, in the same order; ranks without tokens
-    take part. Ranks first compare the number of sequences, except in the capture of a CUDA graph."""
+    """Sums for sequences of which each rank of the group holds a part; all ranks have them in the same order.
+    Ranks without tokens take part. Ranks first compare how many there are, except in a CUDA graph capture."""
 
     phase = "the balancing loss over sequences"
 
@@ -237,8 +237,8 @@ class _Sum(torch.autograd.Function):
 
 
 def balance_ranks(aux_loss: str, folding: ParallelFolding | None, group: Group | None) -> StepCounts | None:
-    """Returns the ranks with which this one computes the balancing loss; None: alone. `group`: the ranks for
-    aux_loss="global" without a folding."""
+    """Returns what sums the balancing loss's counts over ranks; None: this rank computes the loss alone.
+    `group`: the ranks for aux_loss="global" without a folding."""
     if aux_loss == "sequence" and folding is not None and folding.size(SEQUENCE) > 1:
         return SequenceSums(folding.group(SEQUENCE))
     if aux_loss != "global" or not dist.is_initialized():

@@ -35,7 +35,7 @@ class Routing:
             differentiable.
         tokens_per_expert_E: (E,) int64, choices before any drop: the load to balance.
         chosen_TK: (T, K) int32, topk_idx_TK before any drop: what a later forward replays as topk_idx. None:
-            nothing is dropped, and it is topk_idx_TK.
+            nothing is dropped; a later forward replays topk_idx_TK.
     """
 
     topk_idx_TK: Tensor
@@ -57,9 +57,9 @@ class TopKRouter(nn.Module):
     Attributes:
         weight: (E, H) float32 (float64 for a float64 config).
         bias: (E,) of the weight's dtype, added to the logits; None without router_bias.
-        expert_bias_E: (E,) float32 balancing biases, saved; None without bias_update_rate and balancing_bias.
+        expert_bias_E: (E,) float32 balancing biases, saved; None without bias_update_rate or balancing_bias.
         load_E: (E,) int64 choices counted since the last `update_expert_bias`, not saved; None without
-            bias_update_rate, balancing_bias and aux_loss="global".
+            bias_update_rate, balancing_bias or aux_loss="global".
         config: the layer's MoEConfig.
     """
 
@@ -121,7 +121,7 @@ class TopKRouter(nn.Module):
         dtype or a seq_len that does not divide T."""
         config = self.config
         self.check(x_TH, seq_len, cu_seqlens=cu_seqlens, mask=mask, topk_idx=topk_idx)
-        # Choices may already be -1 before drops.
+        # gaps: choices may be -1 already before drops.
         gaps = mask is not None or topk_idx is not None
         if not gaps and self._is_plain and routes_here(x_TH, self.weight, config.top_k):
             return self._route_by_kernel(x_TH, seq_len, cu_seqlens, again)
@@ -146,7 +146,7 @@ class TopKRouter(nn.Module):
                     chosen_TK = chosen_TK.masked_fill(~mask.unsqueeze(1), -1)
             else:
                 chosen_TK = again.chosen_TK.to(torch.int64)
-            # Without invalid ids, which the dispatch has to refuse and nothing before it may see.
+            # -1 for invalid ids, which the dispatch refuses: nothing before it may index with them.
             known_TK = chosen_TK
             if topk_idx is not None:
                 known_TK = chosen_TK.masked_fill(chosen_TK >= config.num_experts, -1)
@@ -179,7 +179,7 @@ class TopKRouter(nn.Module):
 
     @property
     def _is_plain(self) -> bool:
-        """True for a router without drops, groups of experts and noise."""
+        """True for a router without drops, groups of experts, noise and forced balance."""
         config = self.config
         special = config.capacity_factor is not None or config.num_groups is not None
         return not (special or config.force_balanced or (self.training and config.jitter > 0))
@@ -187,7 +187,7 @@ class TopKRouter(nn.Module):
     def _route_by_kernel(
         self, x_TH: Tensor, seq_len: int | None, cu_seqlens: Tensor | None, again: Choices | None
     ) -> Routing:
-        """Does what forward does, with fewer operations."""
+        """Does what forward does for a plain router without mask and topk_idx, in fewer operations."""
         config, given_TK = self.config, None if again is None else again.chosen_TK
         found = route(x_TH, self.weight, self.bias, self.expert_bias_E, self._rule, given_TK)
         losses = {}
@@ -238,12 +238,12 @@ class TopKRouter(nn.Module):
                 raise InvalidArgument(f"{name} has shape {tuple(value.shape)}, must be {expected}")
 
     def _kept(self, topk_idx_TK: Tensor, weights_TK: Tensor, gaps: bool) -> Tensor:
-        """Returns (T, K) bool: the choices that the capacity keeps; choices of -1 may be either."""
+        """Returns (T, K) bool: the choices that the capacity keeps; arbitrary for choices of -1."""
         config = self.config
         by_weight = weights_TK if config.drop_policy == "probs" else None
         limit = tokens_per_expert_limit(config, topk_idx_TK.shape[0])
         experts = config.num_experts
-        if gaps:  # these form one more expert, number E
+        if gaps:  # choices of -1 form one more expert, number E
             topk_idx_TK = topk_idx_TK.masked_fill(topk_idx_TK < 0, experts)
             experts += 1
         return choices.kept_choices(topk_idx_TK, by_weight, experts, limit)
@@ -254,7 +254,7 @@ class TopKRouter(nn.Module):
             return choices.balanced_choice(
                 logits_TE.shape[0], config.num_experts, config.top_k, logits_TE.device
             )
-        # Softmax is monotone, so this choice matters only to the balancing bias and the groups' sums.
+        # Softmax is monotone: logits or scores differ only with a balancing bias or sums of groups.
         rank_by_TE = logits_TE if self._rule.scores == "chosen_softmax" else scores_TE
         if self.expert_bias_E is not None:
             rank_by_TE = rank_by_TE + self.expert_bias_E
@@ -304,8 +304,8 @@ class TopKRouter(nn.Module):
         return losses
 
     def record_load(self, tokens_per_expert_E: Tensor) -> None:
-        """Adds a batch's choices to those that the next `update_expert_bias` balances, and to the step's for
-        aux_loss="global". Does nothing without load_E."""
+        """Adds a batch's choices to load_E: the next `update_expert_bias` balances by it, and the losses of
+        later batches of the step count it for aux_loss="global". Does nothing without load_E."""
         if self.load_E is not None:
             self.load_E += tokens_per_expert_E
 
@@ -335,7 +335,7 @@ class Choices(NamedTuple):
 
 
 def flat(x: Tensor, given: dict[str, Any]) -> dict[str, Any]:
-    """Returns the arguments given with x (B, S, H) in the form for its (B * S, H) tokens."""
+    """Returns the arguments `given` with x (B, S, H), with mask and topk_idx flattened to B * S tokens."""
     dims, shape = {"mask": 2, "topk_idx": 3}, x.shape[:2]
     return {
         name: value.flatten(0, 1)
@@ -372,13 +372,13 @@ def tokens_per_expert_limit(config: MoEConfig, num_tokens: int) -> int:
 
 
 def rows_at_worst(comm: Communicator) -> int:
-    """Returns the most rows that one rank can get under any routing: each token with as many of its choices
-    as the rank has experts."""
+    """Returns the most rows that one rank can get under any routing: each token chooses as many of the rank's
+    experts as it can."""
     return comm.size * comm.max_tokens * min(comm.top_k, comm.num_local_experts)
 
 
 def received_rows_bound(config: MoEConfig, comm: Communicator) -> int:
-    """Returns the rows that one rank can receive at most under config.capacity_factor, for any routing and
-    any tokens of each rank."""
+    """Returns the most rows that one rank can receive under config.capacity_factor, for any routing and any
+    number of tokens of each rank."""
     of_expert = comm.size * tokens_per_expert_limit(config, comm.max_tokens)
     return min(rows_at_worst(comm), comm.num_local_experts * of_expert)
