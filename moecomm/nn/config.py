@@ -214,9 +214,9 @@ class MoEConfig:
 
     def for_nodes(self, nodes: int) -> MoEConfig:
         """Returns this config for a job on `nodes` nodes, which hold equal parts of the experts in order of
-        their ids. limit_nodes becomes num_groups=nodes and topk_groups=limit_nodes; a limit that is not below
-        `nodes` becomes no groups. Raises InvalidArgument if `nodes` does not divide num_experts, limit_nodes
-        nodes hold fewer than top_k experts, or a node holds fewer than scores_per_group.
+        their ids. limit_nodes becomes num_groups=nodes and topk_groups=limit_nodes; a limit of `nodes` or
+        more needs no groups. Raises InvalidArgument if `nodes` does not divide num_experts, limit_nodes nodes
+        hold fewer than top_k experts, or a node holds fewer than scores_per_group.
 
         Example: 256 experts with limit_nodes=4 on 8 nodes form 8 groups, of which a token uses 4; on 4 nodes
         or fewer there is no limit.

@@ -47,8 +47,8 @@ from moecomm.types import DispatchOutput, Handle
 
 
 class Weights(NamedTuple):
-    """Of the local experts: w_in (L, H, I), w_out (L, F, H), b_in (L, I), b_out (L, H). Of the shared
-    experts: shared_in (H, I'), shared_out (F', H), shared_gate (H,). None: absent."""
+    """Weights and biases of the local experts: w_in (L, H, I), w_out (L, F, H), b_in (L, I), b_out (L, H);
+    of the shared experts: shared_in (H, I'), shared_out (F', H), shared_gate (H,). None: absent."""
 
     w_in: Tensor
     w_out: Tensor

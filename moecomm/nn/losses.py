@@ -37,7 +37,7 @@ def loss_of_counts(
     probs_TE: Tensor, counts_E: Tensor, top_k: int | None, mask_T: Tensor | None = None
 ) -> Tensor:
     """Returns sum over e of f_e * P_e (`load_balancing_loss`) from counted choices, `counts_E`; 0 without
-    tokens. f_e is counts_E divided by top_k times the tokens, or, if top_k is None, by the sum of counts_E.
+    tokens. f_e is counts_E[e] over top_k * tokens, or, if top_k is None, over the sum of counts_E.
     `mask_T` as in `load_balancing_loss`. It has few operations: their launches take a router's host time."""
     tokens: Any = max(probs_TE.shape[0], 1)
     if mask_T is not None:
@@ -118,7 +118,7 @@ def load_balancing_loss(
         probs_TE: (T, E), rows sum to 1.
         topk_idx_TK: (T, K) global expert ids; -1 for a choice that was dropped.
         sequence_len: the loss is averaged over sequences of this many tokens; must divide T.
-        cu_seqlens: instead, (S + 1,) integers: the starts of S sequences, from 0 on, and the last end.
+        cu_seqlens: instead of sequence_len: (S + 1,) integers: S starts, the first 0, and the last end.
         mask_T: (T,) bool, False for tokens that do not count (padding).
 
     Raises InvalidArgument for other shapes, devices and dtypes, a sequence_len that does not divide T or is

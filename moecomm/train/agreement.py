@@ -23,14 +23,14 @@ def agree(
     check: Callable[[], Sequence[str]],
     same: Callable[[], Tensor | None] = lambda: None,
 ) -> bool:
-    """Calls `check` on all ranks of `group` together, and compares the texts that it returns. device: of
-    tensors that the group exchanges.
+    """Calls `check` on all ranks of `group` together, and compares the texts that it returns. device: that of
+    the tensors which the group exchanges.
 
     If `check` raises a MoecommError on one rank, that rank raises it, and the others InvalidArgument with its
     text. If ranks have different texts, all raise MismatchedArguments, whose text begins with `about`. In a
     CUDA graph capture each rank only checks itself.
 
-    same: makes a 0-d int64 tensor. Returns whether it is the same on all ranks.
+    same: makes a 0-d int64 tensor, or None. Returns whether that tensor is equal on all ranks.
     """
     words: Sequence[str] = ()
     problem: MoecommError | None = None
@@ -73,9 +73,9 @@ def agree_by_holders(
     holders: Sequence[int],
     words: Sequence[Sequence[str]],
 ) -> None:
-    """Compares texts about several things among ranks of `group` that hold the same of them: `holders` has
-    this rank's number among the holders of each thing, and `words` its texts. Raises MismatchedArguments on
-    all ranks if such ranks have different texts. In a CUDA graph capture nothing is compared."""
+    """Compares texts among ranks that hold the same share of a thing, such as a layer's experts. Of thing i
+    this rank holds share number holders[i], with the texts words[i]. Raises MismatchedArguments, on all ranks
+    of `group`, if ranks have different texts of one share. In a CUDA graph capture nothing is compared."""
     if _captures(device):
         return
     size, own = dist.get_world_size(group), dist.get_rank(group)

@@ -19,9 +19,9 @@ def update_expert_bias(model: nn.Module, group: AnyGroup | None = None, *, rate:
     """Raises the balancing bias of underloaded experts and lowers that of the others. Every rank of the group
     calls it once after each optimizer step.
 
-    bias_e += rate * sign(mean load - load_e), with the load counted over `group` since the last call (arXiv
-    2408.15664; DeepSeek-V3, arXiv 2412.19437, section 2.1.2): tokens whose backward has run, once each. With
-    bias_update="centered" the mean of these changes is subtracted. For aux_loss="global" it ends the step.
+    bias_e += rate * sign(mean load - load_e) (arXiv 2408.15664; DeepSeek-V3, arXiv 2412.19437, sec. 2.1.2).
+    The load is counted over `group` since the last call: tokens whose backward has run, once each. With
+    bias_update="centered" the mean of these changes is subtracted. For aux_loss="global" it zeroes load_E.
 
     Args:
         model: has the routers; without balancing biases and aux_loss="global" the call does nothing.

@@ -27,6 +27,8 @@ from moecomm.train.replicas import expert_owners, replicas_of_shards
 from moecomm.types import AnyGroup, Group, as_group
 
 Place = DeviceMesh | Callable[[Tensor], Tensor]
+"""How a tensor of this rank's experts belongs to the tensor of all experts: as a shard over a mesh, or as the
+pieces (PartTensor) that a function makes of it."""
 
 
 def sharded_state(
@@ -52,9 +54,9 @@ def sharded_state(
         ep_group: the ranks that share out the experts; only for parameters marked outside of MoELayers
             (None: all ranks).
 
-    Raises InvalidArgument for another ep_group than the layers'; if hooks omit or copy a parameter of spread
-    experts; for a buffer in the state of such experts; for an optimizer whose state has anything but tensors
-    and numbers, a tensor of an expert parameter in another shape (Adafactor), or numbers that neither stay
+    Raises InvalidArgument for another ep_group than the layers'; if hooks omit or copy a parameter of experts
+    that are spread over ranks, or their state has a buffer; if the optimizer's state has anything but tensors
+    and numbers, for an expert parameter a tensor of another shape (Adafactor), or numbers that neither stay
     nor count up in steps with zero gradients. A load raises InvalidArgument, on all ranks, for tensors of a
     layer that the checkpoint has and the model lacks, and for a group of parameters that had different
     settings.
@@ -132,20 +134,20 @@ class _LayerNames:
 
 
 def _names_of(layer: MoELayer, tensors: Mapping[str, Any]) -> tuple[str, ...]:
-    """Returns the names of a layer's tensors, which are the same on all ranks, except that ranks may have
-    different custom experts."""
+    """Returns the names of a layer's tensors, the same on all ranks; without those of custom experts, which
+    may differ between ranks."""
     experts, _ = grouped_in(layer.experts)
     parts = [each for each in (layer.router, experts, layer.shared) if each is not None]
     own = {id(tensor) for each in parts for tensor in (*each.parameters(), *each.buffers())}
     names = [name for name, value in tensors.items() if id(value) in own]
-    if experts is not None and experts.part.number:  # only part 0 has it
+    if experts is not None and experts.part.number:  # only part 0 has b_out
         names += [f"{name.removesuffix('b_in')}b_out" for name in names if name.endswith("experts.b_in")]
     return tuple(names)
 
 
 def _live_state(model: nn.Module) -> tuple[dict[str, Any], list[str]]:
-    """Returns the parameters and buffers themselves by the names of the model's state_dict, without the
-    records of experts; and the names of tensors within spread experts that are not parameters."""
+    """Returns, by name, the tensors of the model's state_dict themselves, without the records of experts; and
+    the names of those that come from experts spread over ranks and are no parameters."""
     records: list[Any] = []
     foreign: list[tuple[str, Any]] = []
     spread = _spread_modules(model)
@@ -176,7 +178,7 @@ def _live_state(model: nn.Module) -> tuple[dict[str, Any], list[str]]:
 
 
 def _spread_modules(model: nn.Module) -> set[nn.Module]:
-    """Returns the modules whose parameters belong to this rank's experts alone."""
+    """Returns the modules of experts that are spread over ranks."""
     if not dist.is_initialized():
         return set()
     modules = [layer.experts for layer in layers_of(model) if layer.comm.size > 1]
@@ -187,8 +189,8 @@ def _spread_modules(model: nn.Module) -> set[nn.Module]:
 def _place_of_state(
     places: dict[Any, Place], parameter: Tensor, name: str, key: str, value: Tensor
 ) -> Place | None:
-    """Returns the place of an optimizer's tensor: that of its parameter, or None for a number that all ranks
-    have. Raises InvalidArgument for a tensor of this rank's experts with another shape than theirs."""
+    """Returns the Place of an optimizer's tensor: that of its parameter, or None for a number that all ranks
+    have. Raises InvalidArgument for a tensor of experts with another shape than its parameter's."""
     place = places.get(parameter)
     if place is None or value.shape == parameter.shape:
         return place
@@ -214,9 +216,8 @@ def _interleaved(model: nn.Module) -> set[int]:
 
 
 def _find_places(model: nn.Module, ep_group: Group | None) -> dict[Any, Place]:
-    """Returns the place of each expert parameter in the tensors of all experts: the mesh over which it is a
-    shard (with a second dimension if FSDP has sharded it), or for split experts the data that makes it pieces
-    of them."""
+    """Returns the Place of each expert parameter: a mesh, with a second dimension if FSDP has sharded the
+    parameter; for experts split over ETP ranks a function."""
     if not dist.is_initialized():
         return {}
     owners = expert_owners(model)
@@ -252,7 +253,7 @@ def _find_places(model: nn.Module, ep_group: Group | None) -> dict[Any, Place]:
 
 
 def _shard(tensor: Any, place: Place | None) -> Any:
-    """Returns this rank's experts as a shard of all experts; without a place the given value, detached if it
+    """Returns this rank's experts as a shard of all experts; without a Place the given value, detached if it
     is a tensor."""
     if place is None:
         return tensor.detach() if isinstance(tensor, Tensor) else tensor
@@ -270,9 +271,9 @@ def _shard(tensor: Any, place: Place | None) -> Any:
 
 
 class PartTensor(Tensor):
-    """The (E, ...) tensor of whole experts, of which this rank has some pieces, which share storage with
-    their parameter or optimizer tensor. It is only for torch.distributed.checkpoint's save, async_save and
-    load: other operations raise Unsupported."""
+    """The (E, ...) tensor of all experts, whole. This rank has some pieces (blocks at offsets), which share
+    storage with a parameter or an optimizer's tensor. It is only for torch.distributed.checkpoint's save,
+    async_save and load: other operations raise Unsupported."""
 
     _pieces: dict[torch.Size, Tensor]
 

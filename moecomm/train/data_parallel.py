@@ -1,9 +1,9 @@
 """DistributedDataParallel and FSDP2 around models whose experts are spread over ranks.
 
-Both assume that all ranks hold the same parameters, but the ranks of an EP group hold different experts.
-`prepare_ddp` and `fully_shard_experts` make them treat each expert among its replicas alone, with gradients
-of the mean over all ranks. The constructor of DistributedDataParallel refuses an unprepared model, before it
-overwrites a weight.
+Both assume that all ranks hold the same parameters, but the ranks of an EP group hold different experts. With
+`prepare_ddp` and `fully_shard_experts` they average or shard an expert only over the ranks that hold it (its
+replicas); gradients are those of the mean of all ranks' losses. The constructor of DistributedDataParallel
+refuses an unprepared model, before it overwrites a weight.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def prepare_ddp(model: Model, group: AnyGroup | None = None) -> Model:
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise InvalidArgument("model is sharded by fully_shard, which averages gradients itself")
     require_equal(model, group)
-    # Weights of an expert that two modules share have a name in each.
+    # If two modules share an expert, its weights have a name in each.
     named = model.named_parameters(remove_duplicate=False)
     ignored = {name for name, parameter in named if parameter in owners}
     ignored |= {name for name, _ in model.named_buffers() if name.rpartition(".")[2] == "load_E"}
@@ -104,24 +104,24 @@ def fully_shard_experts(
     routers: bool = True,
     **options: Any,
 ) -> None:
-    """Shards the experts of all MoELayers of a model with FSDP2, each over the ranks that hold the same ones.
+    """Shards the experts of a model's MoELayers with FSDP2, each over the ranks that hold the same experts.
 
         fully_shard_experts(model)
         fully_shard(model)              # all other parameters, over all ranks
 
-    Every rank of `group` calls it before fully_shard of the rest. Gradients of both are then those of the
-    mean of all ranks' losses, and `sync_gradients` is not needed (docs/training.md).
+    Every rank of `group` calls it before fully_shard of the rest. All gradients are then those of the mean of
+    all ranks' losses, and `sync_gradients` is not needed (docs/training.md).
 
     Args:
         model: has the MoELayers.
         mesh: the ranks that hold the same experts, with one dimension; None: derived from the layers.
         group: all ranks that hold the model, as in `prepare_ddp`.
-        routers: True: each router is also a unit over all ranks, which no `mp_policy` rounds. False: it is
-            part of the surrounding unit, whose `mp_policy` must have no param_dtype.
+        routers: True: each router is also an FSDP unit, over all ranks, without your `mp_policy`, which would
+            round it. False: it is part of the surrounding unit, whose `mp_policy` must have no param_dtype.
         options: those of torch.distributed.fsdp.fully_shard; `mp_policy` does not change the experts' inputs.
 
-    Weights of which a rank has the only copy stay whole; if `mp_policy` or `offload_policy` is given, as
-    DTensors over one rank. Raises InvalidArgument, on all ranks, for a mesh of other ranks.
+    Weights of which a rank has the only copy stay whole. They become DTensors over one rank if `mp_policy` or
+    `offload_policy` is given. Raises InvalidArgument, on all ranks, for a mesh of other ranks.
     """
     refuse_shared_with_experts(model)
     _refuse_main_grad(model, "fully_shard")
@@ -180,8 +180,8 @@ def _refuse_main_grad(model: nn.Module, wrapper: str) -> None:
 
 
 def _leave_whole(experts: nn.Module, ep_size: int, mesh: DeviceMesh) -> None:
-    """Excludes experts without replicas from fully_shard of the surrounding modules, and divides their
-    gradients, without the copies that FSDP over a single rank makes."""
+    """Keeps experts without replicas out of the outer fully_shard, and divides their gradients by `ep_size`.
+    FSDP over one rank would copy them."""
     sharded = fully_shard(experts, mesh=mesh, ignored_params=set(experts.parameters()))
     division = _Division(ep_size)
     sharded.set_gradient_divide_factor = division.set  # type: ignore[method-assign]
@@ -219,7 +219,7 @@ class _Division:
         gradients.div_(self.divisor)
 
     def divide_gradients(self, experts: nn.Module, *_: Any) -> None:
-        """Makes this a hook of those parameters of a module that do not have it yet."""
+        """Makes this division a hook of those parameters of a module that have no division yet."""
         for parameter in experts.parameters():
             if hasattr(parameter, DIVIDED):
                 continue
@@ -302,7 +302,7 @@ class _ReplicaAverage:
         self.replicas = replicas
 
     def __call__(self, parameter: Tensor) -> None:
-        """Averages a gradient, as a hook of its parameter, unless `_Hooks.average` does."""
+        """Averages a gradient, as a hook of its parameter; not in no_sync(), nor if `_Hooks.average` will."""
         wrapper = None if self.wrapper is None else self.wrapper()
         if len(self.replicas.ranks) == 1 or parameter.grad is None:
             return

@@ -1,9 +1,9 @@
-"""Detects that common weights drift apart between ranks under DistributedDataParallel: because each rank
+"""Detects that weights that all ranks share drift apart under DistributedDataParallel: because each rank
 clips gradients by the norm of its own experts, or skips a step alone.
 
-The bits of a router's weight represent all weights that ranks share. They become part of the layer's number,
-which every dispatch compares between ranks anyway, so that no rank waits for another. They are taken from an
-earlier step, so that no host waits for its device.
+A checksum of a router's weight (its bits, added up) stands for all weights that ranks share. It becomes part
+of the layer's number, which every dispatch compares between ranks anyway, so that no rank waits for another.
+It is of an earlier step, so that no host waits for its device.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from moecomm.parallel.spread import built_layers
 from moecomm.train.replicas import ranks_of
 
 _FIRST, _EVERY = 8, 64
-"""Bits are taken in the first steps, and afterwards in two of every 64 steps."""
+"""The checksum is taken in the first 8 steps, and afterwards in two of every 64 steps."""
 
 
 class Drift:
-    """The bits of one layer's router, tracked over the steps of its weight's optimizer."""
+    """A checksum of one router's weight, renewed at steps of its optimizer."""
 
     def __init__(self) -> None:
         self._steps = 0
         self._taken: tuple[Tensor, torch.cuda.Event | None] | None = None
 
     def note_step(self, layer: MoELayer, weight: Tensor) -> None:
-        """Puts the bits of an earlier step into the layer's number, and takes those of this step."""
+        """Puts the checksum of an earlier step into the layer's number, and takes that of this step."""
         self._steps += 1
         if self._steps > _FIRST and self._steps % _EVERY > 1:
             return
@@ -52,7 +52,7 @@ class Drift:
 
 
 def watch_drift(layers: Iterable[MoELayer]) -> None:
-    """Watches one layer with a router's weight for each set of ranks whose dispatches are compared."""
+    """For the ranks of each communicator, watches the first layer that has a `router_weight`."""
     watched: set[Ranks] = set()
     for layer in layers:
         ranks = ranks_of(layer.comm.group)
@@ -71,13 +71,13 @@ def router_weight(layer: MoELayer) -> nn.Parameter | None:
 
 @torch.no_grad()
 def bits_of(weight: Tensor) -> Tensor:
-    """Returns the sum of a tensor's bits as a 0-d int64 tensor."""
+    """Returns a checksum as a 0-d int64 tensor: the sum of the elements' bits, read as integers."""
     kinds = {2: torch.int16, 4: torch.int32, 8: torch.int64}
     return weight.detach().contiguous().view(kinds[weight.element_size()]).sum()
 
 
 def _on_host(bits: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-    """Returns host memory that will have the bits, and the event after which they are there."""
+    """Returns host memory that will have the checksum, and the event after which it has (None: at once)."""
     if bits.device.type != "cuda":
         return bits, None
     there = torch.empty((), dtype=bits.dtype, device="cpu", pin_memory=True)

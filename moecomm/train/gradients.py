@@ -51,8 +51,8 @@ def sync_gradients(
     Dense gradients are averaged over `group`. Those of an expert already include the tokens of its
     communicator's ranks, so they are summed over the ranks that hold it and divided by the size of `group`
     (docs/training.md). With MoEConfig(main_grad=True) an expert's gradient is its `main_grad`. A parameter
-    without a gradient counts as zero. Gradients that FSDP2 has averaged do not change. DTensors of torch's
-    tensor parallelism, on the TP mesh of the folding, are summed over folding.group("dp-cp") and divided by
+    without a gradient counts as zero. Gradients that FSDP2 has averaged do not change. Those of DTensors on
+    the folding's TP mesh (torch's tensor parallelism) are summed over folding.group("dp-cp") and divided by
     the size of `group`.
 
     Args:
@@ -60,16 +60,16 @@ def sync_gradients(
         group: all ranks that hold the model and bring tokens to a step, a process group or a DeviceMesh of
             one dimension; None: all ranks, or those of the pipeline stage where layers have a folding.
         expert_group: the ranks that hold the same experts; only for parameters that `mark_expert_parameter`
-            marked outside of MoELayers (None: no other rank holds the same).
+            marked outside of MoELayers (None: no other rank holds the same experts).
         folding: that of the job, for a pipeline stage without MoELayers.
 
     Ranks compare their parameters at each call, for which the host waits. All ranks raise MismatchedArguments
     if parameters differ, or some ranks have frozen them, or a router's weights differ. They raise
     InvalidArgument for groups that do not fit the layers, parameters that fully_shard has sharded over some
-    of `group`, a parameter shared by experts and another part of the model, a parameter of all experts with
-    different initial values, a model under DistributedDataParallel, deferred gradients (`backward_weights`),
-    and plain tensors marked as split by tensor parallelism (`tensor_model_parallel`). A sparse gradient
-    raises Unsupported, and InvalidArgument on the ranks that have none.
+    of `group`, a parameter shared by experts and another part of the model, one that all experts share and
+    that starts different on some ranks, a model under DistributedDataParallel, deferred gradients
+    (`backward_weights`), and plain tensors marked as split by tensor parallelism (`tensor_model_parallel`). A
+    sparse gradient raises Unsupported, and InvalidArgument on the ranks that have none.
     """
     owners: dict[nn.Parameter, MoELayer | None] = {}
 
@@ -205,7 +205,7 @@ def clip_grad_norm(
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     narrow = scale.float()
     for local in [_local(each) for each in map(_found_gradient, trained) if each is not None]:
-        # GPUs cast a 0-d scale to float16, whose least number is 6e-8; with one of dimensions they do not.
+        # GPUs cast a 0-d scale to float16, whose least number is 6e-8, but not a scale with dimensions.
         short = local.dtype is torch.float16 and local.layout is torch.strided
         local.mul_((narrow.view([1] * local.dim()) if short else scale).to(local.device))
     return norm if any(p.dtype == torch.float64 for p in trained) else norm.float()
@@ -216,16 +216,16 @@ def grad_norms(
     model: nn.Module, ep_group: AnyGroup | None = None, *, norm_type: float = 2.0
 ) -> dict[str, Tensor]:
     """Returns the norm of each trained parameter's gradient by name, 0-d float64, for logs. For an experts'
-    parameter it covers all ranks' experts. With pipeline stages it is of this rank's stage.
+    parameter it covers all ranks' experts. With pipeline stages only this stage's parameters are in it.
 
-    Every rank calls it where `clip_grad_norm` may be called; arguments and errors are the same. Ranks
+    Every rank calls it where `clip_grad_norm` may be called, which explains arguments and errors. Ranks
     exchange names at each call.
     """
     norm_type = _order(norm_type)
     found: dict[str, Tensor] = {}
     for groups, powers in _powers(model, ep_group, norm_type).items():
         names = list(powers)
-        for over in groups:  # for example, a part of experts has no b_out
+        for over in groups:  # ranks may have other names: only part 0 of split experts has b_out
             told: list[Any] = [None] * dist.get_world_size(over)
             dist.all_gather_object(told, names, group=over)
             names = list(dict.fromkeys(name for each in told for name in each))
@@ -259,9 +259,9 @@ def _order(norm_type: Any) -> float:
 def _powers(
     model: nn.Module, ep_group: AnyGroup | None, order: float
 ) -> dict[tuple[Group, ...], dict[str, Tensor]]:
-    """Returns, by the groups over which it still has to be reduced and by parameter name, the float64 sum of
-    |gradient|^order on this rank; for an order of inf the largest |gradient|. It includes frozen parameters:
-    ranks may have frozen different experts, and have to reduce the same."""
+    """Returns this rank's float64 sum of |gradient|^order (order inf: the largest |gradient|) by parameter
+    name. The outer keys are the groups over which it has yet to be reduced. Frozen parameters count as zero:
+    ranks may have frozen different experts, and must reduce the same."""
     _require_gradients(model)
     owners, ep_group = expert_owners(model), as_group(ep_group, "ep_group")
     _require_dense_ranks(model, [each for each in _trained(model) if each not in owners])
@@ -279,9 +279,9 @@ def _powers(
             groups = (*groups, over)
         value, gradient = zero, _found_gradient(parameter) if parameter.requires_grad else None
         if gradient is not None and _local(gradient).numel():
-            # On a CPU torch adds one number after another: in float32 a shard's sum would affect the norm.
+            # On a CPU torch adds one number after another: in float32 the norm would depend on the sharding.
             own = _local(gradient)
-            # DDP averages sparse gradients, too. A norm of their values alone could have other bits.
+            # DDP averages sparse gradients, too. A norm of their stored values could have other bits.
             own = own if own.layout is torch.strided else own.to_dense()
             own = torch.view_as_real(own) if own.is_complex() else own
             on_cpu = own.device.type == "cpu"
@@ -310,7 +310,7 @@ def _all_ranks(powers: Tensor, groups: Sequence[Group], order: float) -> Tensor:
 
 
 def _bits_of_router(model: nn.Module) -> Tensor | None:
-    """Returns the bits of a router's weight, which represents all parameters that ranks share."""
+    """Returns a checksum of the first router's weight, which stands for all parameters that ranks share."""
     weights = (router_weight(layer) for layer in layers_of(model))
     return next((bits_of(weight) for weight in weights if weight is not None), None)
 
@@ -334,14 +334,14 @@ def _require_same_experts(
 
 
 def _require_gradients(model: nn.Module) -> None:
-    """Refuses deferred gradients, and parameters that experts share with other modules."""
+    """Refuses deferred gradients, and parameters used in experts and outside. Copies expanded gradients."""
     if any(layer.has_pending_weights for layer in layers_of(model)):
         raise InvalidArgument(
             "model has layers with OverlapConfig(defer_weights=True), whose experts' weights have gradients "
             "that are still put off: call moecomm.nn.backward_weights(model) before"
         )
     refuse_shared_with_experts(model)
-    for each in model.parameters():  # one assigned by hand may be expanded, which nothing can write to
+    for each in model.parameters():  # a grad set by hand may be expanded, and nothing can write to it
         if each.grad is not None and each.grad.layout is torch.strided and 0 in each.grad.stride():
             each.grad = each.grad.clone(memory_format=torch.contiguous_format)
 
@@ -356,9 +356,8 @@ def _refuse_sparse(model: nn.Module) -> None:
 
 
 def refuse_shared_with_experts(model: nn.Module) -> None:
-    """Raises InvalidArgument for a parameter of spread experts that is also outside of them, since the parts
-    of its gradient would have to be averaged over different ranks. Experts may have a second name as a
-    whole."""
+    """Raises InvalidArgument if a parameter of experts that are spread over ranks is used outside them too:
+    its gradient would need averages over different ranks. The experts module itself may have two names."""
     spread = {layer.experts: layer for layer in layers_of(model) if layer.comm.size > 1}
     if not spread:
         return
@@ -413,8 +412,8 @@ def _is_tensor_parallel(parameter: DTensor, folding: ParallelFolding) -> bool:
 
 
 def _placed_gradient(parameter: DTensor) -> DTensor:
-    """Returns the gradient of a parameter of tensor parallelism, with the parameter's placements: for one
-    that all ranks hold whole, it may be a sum that has yet to be made."""
+    """Gives the .grad of a tensor-parallel parameter that parameter's placements, which may sum it over
+    ranks; None becomes zeros. Returns it."""
     gradient = parameter.grad
     if gradient is None:
         gradient = torch.zeros_like(parameter)
@@ -432,8 +431,8 @@ def _sharded_over_too_few(parameter: DTensor, needed: str) -> InvalidArgument:
 
 
 def _require_dense_ranks(model: nn.Module, dense: Sequence[nn.Parameter]) -> None:
-    """Raises InvalidArgument if fully_shard has sharded a dense parameter over fewer ranks than those of a
-    layer's communicator and their replicas."""
+    """Raises InvalidArgument unless each sharded dense parameter is sharded over all ranks of every layer's
+    communicator and their replicas. Does nothing without FSDP2; ignores layers with a folding."""
     if not any(isinstance(module, FSDPModule) for module in model.modules()):
         return
     layers = [layer for layer in layers_of(model) if layer.folding is None]
@@ -452,7 +451,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _zero(model: nn.Module) -> Tensor:
-    """Returns a float64 zero, so that the order of adding shards does not affect the norm."""
+    """Returns a float64 zero: in float64 the order in which shards are added does not affect the norm."""
     return torch.zeros((), dtype=torch.float64, device=_device_of(model))
 
 
@@ -478,4 +477,4 @@ def _all_reduce(gradients: list[Tensor], group: Group) -> None:
         flat = _flatten_dense_tensors(bucket)
         dist.all_reduce(flat, group=group)
         for gradient, total in zip(bucket, _unflatten_dense_tensors(flat, bucket), strict=True):
-            gradient.copy_(total.view(gradient.shape))  # a gradient without elements has another shape
+            gradient.copy_(total.view(gradient.shape))  # for an empty gradient torch returns another shape

@@ -57,14 +57,14 @@ def _numbers_of(values: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def _before_steps(name: str, rate: float | Tensor) -> float | Tensor:
-    """Returns the initial value of a state tensor of torch's optimizers."""
+    """Returns the value of the state `name` of an optimizer before its first step. rate: learning rate."""
     value = _KNOWN.get(name, 0.0)
     return rate if value is None else value
 
 
 def _before_counting(key: str, of: str, seen: list[Any], rate: float | Tensor) -> Any:
-    """Returns the initial value of a number that had the values `seen` after some steps: the same if it
-    stayed, one step less if it counts up. Raises InvalidArgument otherwise."""
+    """Returns the initial value of a number that had the values `seen` after three trial steps: the first of
+    these if it stayed, one increment less than that if it counts up. Raises InvalidArgument otherwise."""
     if key in _KNOWN:
         return float(_before_steps(key, rate))
     first, second, third = seen
@@ -90,8 +90,8 @@ def _is_copy(value: Tensor, parameter: Tensor | None) -> bool:
 
 @torch.no_grad()
 def ensure_state(optimizer: torch.optim.Optimizer, named: dict[Any, str]) -> None:
-    """Creates the initial state of trained parameters that have none, by steps of zero gradients at rate zero
-    for these alone. After an error the optimizer is unchanged."""
+    """Creates the initial state of trained parameters that have none, by trial steps of these alone, with
+    zero gradients and learning rate zero. After an error the optimizer is unchanged."""
     groups, state = optimizer.param_groups, optimizer.state
     parameters = [parameter for group in groups for parameter in group["params"]]
     missing = {p: g["lr"] for g in groups for p in g["params"] if p.requires_grad and not state.get(p)}
@@ -106,7 +106,7 @@ def ensure_state(optimizer: torch.optim.Optimizer, named: dict[Any, str]) -> Non
         while any(trials[0]) and len(trials) < _TRIALS:
             trials.append(_try_step(optimizer, step, missing, parameters, settings))
         require_savable(optimizer, named)
-        seen = list(zip(*trials, strict=True))  # for each group, then for each parameter
+        seen = list(zip(*trials, strict=True))  # first those of the groups, then those of the parameters
         for index, (group, setting) in enumerate(zip(groups, settings, strict=True)):
             new = {key: value for key, value in group.items() if key not in setting}
             added.append(_before(new, f"param_groups[{index}]", seen[index], setting["lr"]))
@@ -149,7 +149,7 @@ def _try_step(
     parameters: list[Tensor],
     settings: list[dict[str, Any]],
 ) -> list[dict[str, Any]]:
-    """Runs `step` with zero gradients at rate zero for `trained` alone. Returns the numbers that this has put
+    """Runs `step` with zero gradients at rate zero for `trained` alone. Returns the numbers that the step put
     into each of the param_groups, besides `settings`, and into the state of each of `trained`."""
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter) if parameter in trained else None
@@ -196,8 +196,8 @@ class Numbers:
 
 
 class ParamGroups:
-    """The settings of an optimizer's groups by the names of their parameters, as a Stateful. A load may have
-    other groups, if the parameters of each had the same settings."""
+    """The settings of an optimizer's groups by the names of their parameters, as a Stateful. The groups may
+    be others than when saved, if the parameters of each had the same saved settings."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, named: dict[Any, str]) -> None:
         self._groups, self._named = optimizer.param_groups, named
@@ -218,7 +218,7 @@ class ParamGroups:
         """Returns the saved settings of a group's parameters. Raises InvalidArgument if they differ, or lack
         one that the group has."""
         names = self._names(group)
-        settings = {name: _settings(dict(state[name])) for name in names}  # earlier versions saved members
+        settings = {name: _settings(dict(state[name])) for name in names}  # older states have _MEMBERS, too
         first = settings[names[0]] if names else {}
         for name, other in settings.items():
             if other != first:

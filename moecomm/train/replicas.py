@@ -1,4 +1,4 @@
-"""Finds the ranks that hold the same experts, from the layers of a model; all ranks do so together.
+"""Finds the ranks that hold the same experts, from the layers of a model.
 
 The experts of a layer are spread over the ranks of its communicator (its EP group). If the job has several EP
 groups, rank number p of each holds the same experts; these ranks are replicas. Example: 4 ranks, EP groups
@@ -47,12 +47,12 @@ class Replicas:
 
     @property
     def group(self) -> Group:
-        """The process group of `ranks`, which all call this together; the first call makes the group."""
+        """The process group of `ranks`, made by the first call, which all of these ranks make together."""
         if self.ranks == ranks_of(None):
             assert dist.group.WORLD is not None
             return dist.group.WORLD
         group = _groups.get(self.ranks)
-        if group is None or group not in _world.pg_map:  # a destroyed group, to which somebody holds on
+        if group is None or group not in _world.pg_map:  # a destroyed group, which something still holds
             group = _groups[self.ranks] = new_group(self.ranks)
         return group
 
@@ -96,8 +96,9 @@ def expert_owners(model: nn.Module) -> dict[nn.Parameter, MoELayer | None]:
     it).
 
     It asks the layers, since the parameters with which FSDP replaces others have no mark. It leaves out
-    experts that every rank holds, and common parameters of spread experts. Raises InvalidArgument for common
-    parameters of split experts, and for experts that fully_shard has sharded over ranks with others.
+    experts that every rank holds, and parameters that the experts of all ranks share (`common_parameters`).
+    Raises InvalidArgument for these if experts are split over ETP ranks, and for experts that fully_shard has
+    sharded over ranks that hold other experts.
     """
     marked = filter(is_expert_parameter, model.parameters())
     owners: dict[nn.Parameter, MoELayer | None] = dict.fromkeys(marked)
@@ -119,8 +120,8 @@ def expert_owners(model: nn.Module) -> dict[nn.Parameter, MoELayer | None]:
 
 
 def require_equal(model: nn.Module, group: Group | None) -> None:
-    """Raises InvalidArgument, on all ranks, if a common parameter of spread experts differs between the ranks
-    of `group`. Each is compared once; shards over all ranks need no comparison."""
+    """Raises InvalidArgument, on all ranks, if a parameter that the experts of all ranks share differs
+    between the ranks of `group`. Each is compared once; shards over all ranks need no comparison."""
     layers = [layer for layer in layers_of(model) if layer.comm.size > 1]
     named = [(layer, name, each) for layer in layers for name, each in common_parameters(layer).items()]
     new = [found for found in named if not (hasattr(found[2], _COMPARED) or isinstance(found[2], DTensor))]
@@ -138,8 +139,7 @@ def require_equal(model: nn.Module, group: Group | None) -> None:
 
 
 def refuse_common(model: nn.Module) -> None:
-    """Raises InvalidArgument for a common parameter of experts that are spread over ranks, which cannot be
-    sharded with them."""
+    """Raises InvalidArgument for a parameter that all ranks' experts share: FSDP2 cannot average it."""
     for layer in layers_of(model):
         if layer.comm.size > 1 and (common := common_parameters(layer)):
             raise InvalidArgument(
@@ -209,8 +209,8 @@ def find_replicas(model: nn.Module, group: Group | None) -> dict[Communicator, R
 
 
 def shard_over(experts: nn.Module, replicas: Replicas) -> None:
-    """Notes the replicas over which `fully_shard_experts` is about to shard the experts of a layer, which may
-    be in a wrapper."""
+    """Notes the replicas over which `fully_shard_experts` is about to shard a layer's `experts`: these, or a
+    wrapper around them."""
     experts.moecomm_replicas = replicas  # type: ignore[assignment]
     grouped, _ = grouped_in(experts)
     for each in {experts, grouped or experts}:
