@@ -60,7 +60,7 @@ class Weights(NamedTuple):
 
 
 class Plans(NamedTuple):
-    """Dispatch states and expert choices of a layer's passes within one checkpoint, in order."""
+    """What a checkpoint with `keep_plans` keeps of a layer's passes, in order."""
 
     states: list[DispatchState]
     choices: list[Choices]
@@ -96,11 +96,11 @@ class PassContext(NamedTuple):
     """Factor of the gradients of the experts' weights and biases, unless they are deferred."""
 
     def stages(self) -> Stages:
-        """Returns the stages of a new pass."""
+        """Returns the Stages of a new pass, which measure times if the pass is recorded."""
         return Stages(self.comm.device, record=self.recorded is not None)
 
     def wait_on_host(self, side: SideStream) -> None:
-        """Waits for a pass with transfers on `side`, if `waits_on_host` is set."""
+        """Waits for the device if `waits_on_host` is set and `side` has its own stream; not in captures."""
         if self.waits_on_host and side.separate:
             gpu = CudaDevice(self.comm.device.index)
             if not gpu.capturing():
@@ -429,7 +429,7 @@ def _shared_backward(
 # -- autograd and checkpoints ------------------------------------------------------------------------------
 
 
-# If torch.compile gives up on a forward, it tries the functions within; not this one with its own backward.
+# If torch.compile gives up on a forward, it tries the functions within. This one has a backward of its own.
 @_disable_dynamo
 def run_experts(context: PassContext, x_TH: Tensor, topk_weights_TK: Tensor, weights: Weights) -> Tensor:
     """Returns (T, H): the sum over a token's experts of weight * expert(x), plus the shared experts' result.

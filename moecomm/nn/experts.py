@@ -158,7 +158,7 @@ class GroupedExperts(nn.Module):
         run: Run | None = None,
     ) -> Tensor:
         """Computes the experts on grouped rows; returns (P, H). Raises InvalidArgument. On a GPU, where the
-        host would wait, offsets are not checked: results are unspecified if they descend or exceed P.
+        host would wait, offsets that descend or exceed P are not refused: results are unspecified.
 
         rows_PH: (P, H) of the weights' dtype, grouped by local expert; offsets_L: (L,) int32 inclusive ends
         of groups; weights_P: (P,) float32 (float64 for float64 rows) routing weights. Rows past offsets[-1]
@@ -289,7 +289,7 @@ class GroupedExperts(nn.Module):
         return torch.tensor([*held, *self.part], dtype=torch.int64, device="cpu")
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Does nothing: `_load_from_state_dict` has compared the record before any weight."""
+        """Does nothing: `_load_from_state_dict` has compared the record before it loads a weight."""
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
         require_same_experts(self, state_dict, prefix)

@@ -146,7 +146,7 @@ class MoELayer(nn.Module):
             expert_ranks.make_groups(folding)
         self.config, self._comm, self.folding = config, comm, folding
         self._number = comm._layers = comm._layers % MOST_CALLERS + 1
-        # Each dispatch compares it between ranks: they must dispatch for the same layer.
+        # Each dispatch compares _caller between ranks: they must dispatch for the same layer.
         self._caller = caller_of(self._number, values_that_agree(config))
         self._balance = balance_ranks(config.aux_loss, folding, as_group(loss_group, "loss_group"))
         meta = torch.get_default_device().type == "meta"

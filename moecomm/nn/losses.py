@@ -26,7 +26,7 @@ class ExpertSums(NamedTuple):
     """Numbers of tokens."""
 
     def loss(self, top_k: int) -> Tensor:
-        """Returns E * sum over e of f_e * P_e (`load_balancing_loss`), averaged over nonempty sequences."""
+        """Returns `load_balancing_loss`, averaged over the sequences that have tokens; 0 if none has any."""
         tokens_S1 = self.tokens_S.clamp(min=1).unsqueeze(1)
         share_SE = self.chosen_SE / (tokens_S1 * top_k)
         loss_S = (self.probs_SE / tokens_S1 * share_SE).sum(dim=1) * self.probs_SE.shape[1]
@@ -38,7 +38,7 @@ def loss_of_counts(
 ) -> Tensor:
     """Returns sum over e of f_e * P_e (`load_balancing_loss`) from counted choices, `counts_E`; 0 without
     tokens. f_e is counts_E[e] over top_k * tokens, or, if top_k is None, over the sum of counts_E.
-    `mask_T` as in `load_balancing_loss`. It has few operations: their launches take a router's host time."""
+    `mask_T` as in `load_balancing_loss`. Operations are few: their launches take a router's host time."""
     tokens: Any = max(probs_TE.shape[0], 1)
     if mask_T is not None:
         probs_TE = probs_TE.masked_fill(~mask_T.unsqueeze(1), 0.0)
@@ -68,7 +68,7 @@ def expert_sums(
     cu_seqlens: Tensor | None = None,
     mask_T: Tensor | None = None,
 ) -> ExpertSums:
-    """Returns the sums over sequences; arguments as in `load_balancing_loss`, which checks their shapes."""
+    """Returns the sums of each sequence; arguments as in `load_balancing_loss`, which checks their shapes."""
     num_tokens, num_experts = probs_TE.shape
     probs_TE = _wide(probs_TE)  # bfloat16 counts no further than 256, float16 than 2048
     require_mask(mask_T, num_tokens)

@@ -254,7 +254,7 @@ class TopKRouter(nn.Module):
             return choices.balanced_choice(
                 logits_TE.shape[0], config.num_experts, config.top_k, logits_TE.device
             )
-        # Softmax is monotone: logits or scores differ only with a balancing bias or sums of groups.
+        # Softmax is monotone: logits and scores choose alike without a balancing bias and sums of groups.
         rank_by_TE = logits_TE if self._rule.scores == "chosen_softmax" else scores_TE
         if self.expert_bias_E is not None:
             rank_by_TE = rank_by_TE + self.expert_bias_E

@@ -144,8 +144,8 @@ def sync_gradients(
 
 
 def mark_synchronized(model: nn.Module) -> None:
-    """Declares that your own code has averaged the gradients of `model` since the last backward, like
-    `sync_gradients`; otherwise an optimizer's step raises InvalidArgument."""
+    """Declares that your own code has averaged the gradients of `model` since the last backward, as
+    `sync_gradients` does. Without this an optimizer's step raises InvalidArgument."""
     for layer in layers_of(model):
         layer._unsynchronized = False
 

@@ -209,8 +209,8 @@ def find_replicas(model: nn.Module, group: Group | None) -> dict[Communicator, R
 
 
 def shard_over(experts: nn.Module, replicas: Replicas) -> None:
-    """Notes the replicas over which `fully_shard_experts` is about to shard a layer's `experts`: these, or a
-    wrapper around them."""
+    """Notes, on a layer's `experts` and on a GroupedExperts within, the replicas over which
+    `fully_shard_experts` is about to shard them."""
     experts.moecomm_replicas = replicas  # type: ignore[assignment]
     grouped, _ = grouped_in(experts)
     for each in {experts, grouped or experts}:
