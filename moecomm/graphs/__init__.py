@@ -1,4 +1,4 @@
-"""Training steps in CUDA graphs. The name is importable from `moecomm.nn` as well."""
+"""Training steps in CUDA graphs. `moecomm.nn` exports GraphedStep as well."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class Needed(NamedTuple):
     """The needs of the last step that had to run again, on the rank with the largest need."""
 
     rows: int
-    """Rows needed by its largest dispatch."""
+    """Rows that the largest dispatch of the step needed."""
     capacity: int
     """The smallest capacity of any layer, in rows."""
 
@@ -62,12 +62,12 @@ class GraphedStep:
             optimizer.step()
             optimizer.zero_grad()
 
-    In the graph every MoELayer has room for `headroom` times the rows of balanced routing. The device finds
-    whether that was enough and ranks agree on it, with one host wait per step. If not, the replay is undone,
-    and the step runs once more without graph and capacity, so that nothing is dropped (docs/graphs.md). A
-    call does what `step_fn` does: it adds to the parameters' `grad`, changes buffers once and advances the
-    RNG by one step. A `grad` that was None becomes a tensor of the graph. Its values stay valid until the
-    second call after `grad` was set to None.
+    In the graph every MoELayer has room for `headroom` times the rows of balanced routing. The device checks
+    whether all rows fitted, and ranks agree on the answer, with one host wait per step. If some did not fit,
+    the replay is undone, and the step runs once more without graph and capacity, so that nothing is dropped
+    (docs/graphs.md). A call does what `step_fn` does: it adds to the parameters' `grad`, changes buffers once
+    and advances the RNG by one step. A `grad` that was None becomes a tensor of the graph. Its values stay
+    valid until the second call after `grad` was set to None.
 
     Args:
         step_fn: takes tensors and returns a loss, or tensors in tuples, lists and dicts; it must not do what
@@ -76,8 +76,8 @@ class GraphedStep:
             in place.
         headroom: gives each layer headroom * max_tokens * top_k rows, but at most as many as any routing can
             bring.
-        group: ranks that decide together: all with which `step_fn` communicates. None: those of the layers'
-            communicators, which must have one group, with no aux_loss summed over other ranks.
+        group: the ranks that agree: all with which `step_fn` communicates. None: the one group of all layers'
+            communicators; then no layer may have aux_loss "sequence" or "global".
         warmup: number of runs before the capture, in the first call; at least one. They change no state.
         report_every: overflows between two warnings.
         recorder: records the graph in another way; None: a CUDA graph.
@@ -92,7 +92,7 @@ class GraphedStep:
         device: the device of the layers.
         replays: how often the graph ran, including runs that overflowed.
         overflows: how many steps ran again without graph.
-        last_needed: the rows that the last of these steps needed, and the capacity.
+        last_needed: the rows that the last such step needed, and the capacity.
     """
 
     def __init__(
@@ -227,8 +227,8 @@ class GraphedStep:
                     came_to_end = True
                 self._check_comms(overflowed=True)
             if not came_to_end:
-                # On the CPU a dispatch after one that overflowed ends the run, on all ranks, perhaps before
-                # it reaches a buffer.
+                # On the CPU the dispatch after an overflow ends the run, on all ranks, perhaps before the run
+                # changes all buffers. So one more run has enough room.
                 with self._settings(self._exact, None, waits=True):
                     self._run_step()
             now = dict(self._model.named_buffers())
@@ -306,8 +306,8 @@ class GraphedStep:
     def _settings(
         self, capacities: Sequence[int | None], check: OverflowCheck | None, waits: bool
     ) -> Iterator[None]:
-        """A context in which the layers have these capacities and this check. `waits`: each allocates memory
-        only when the one before has finished with its own."""
+        """A context in which the layers have these capacities and this check. `waits`: a layer allocates
+        memory only when the previous layer has finished with its memory."""
         before = [each.capacity for each in self._layers]
         try:
             for layer, capacity in zip(self._layers, capacities, strict=True):
@@ -333,8 +333,8 @@ class GraphedStep:
         return _Before(kept, are_own, (torch.get_rng_state(), on_gpu))
 
     def _replay_and_check(self, replay: Callable[[], _Done]) -> tuple[_Done | None, Needed | None]:
-        """Replays the step. Returns its outcome and the rows that it lacked on any rank, on which all ranks
-        of the group agree."""
+        """Replays the step. Returns its outcome, and what it needed if rows did not fit on some rank: a need
+        on which all ranks of the group agree."""
         self.replays += 1
         done: _Done | None = None
         rows_on_host = 0
@@ -354,8 +354,8 @@ class GraphedStep:
         return done, Needed(rows, min(self._capacities)) if rows else None
 
     def _check_comms(self, overflowed: bool = False) -> None:
-        """Raises the error that the device has found, except CapacityExceeded. After an overflow, wrong
-        arguments may come from unspecified rows; if they do not, the second run raises the error."""
+        """Raises the error that the device has found, except CapacityExceeded. After an overflow it passes
+        over InvalidArgument too: unspecified rows may be the cause. If not, the second run raises it."""
         passed_over = (CapacityExceeded, InvalidArgument) if overflowed else (CapacityExceeded,)
         for comm in self._comms:
             for _ in range(2):  # check raises one error per call
@@ -413,7 +413,7 @@ class GraphedStep:
 
 def _capacity(layer: MoELayer, headroom: float) -> int:
     """Returns the rows that a rank gets if the tokens of all ranks spread evenly over the experts, times
-    `headroom`, but at most the rows that any routing can bring.
+    `headroom`, but at most the rows that any routing can bring, and the layer's own capacity.
 
     Example: 4 ranks with 1000 tokens each, top-2, 8 experts per rank: 2000 rows if balanced, 8000 at worst; a
     headroom of 1.25 gives 2500.

@@ -1,5 +1,5 @@
-"""Checks whether a step has enough room: the device finds it, and ranks agree on it while the rest of the
-step still runs."""
+"""Checks whether a step has enough room: the device finds the answer, and ranks agree on it while the rest of
+the step still runs."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from moecomm.types import Group, GroupReference
 
 
 class OverflowCheck:
-    """A word on the device that a step writes, and its maximum over the ranks of a group (None: this rank
-    alone). With NCCL the device computes the maximum, so that the host waits once; with another backend the
-    hosts compute it afterwards.
+    """A word on the device, the rows of a step's largest dispatch that did not fit (0: all fitted), and its
+    maximum over the ranks of a group (None: this rank alone). With NCCL the device computes the maximum, so
+    that the host waits once; with another backend the hosts compute it afterwards.
 
-    A step notes each dispatch, and publishes the word after its last one; `read` waits for that. The previous
-    step tells which note is the last: a step with more of them publishes again, one with fewer at its end."""
+    A step notes each dispatch, and publishes the word after the last one; `read` waits for that. It expects
+    as many dispatches as the previous step had: with more it publishes again, with fewer at its end."""
 
     def __init__(self, device: torch.device, group: Group | None) -> None:
         self._device = device
@@ -88,7 +88,7 @@ class OverflowCheck:
         return int(self._on_host)
 
     def _follow(self) -> None:
-        """Orders the current stream after the notes so far, if they were on another one."""
+        """Orders the current stream after the last note, if that was on another stream."""
         if self._noted is not None:
             stream, event = self._noted
             current = torch.cuda.current_stream(self._device)
@@ -96,7 +96,7 @@ class OverflowCheck:
                 current.wait_event(event)
 
     def _publish(self) -> None:
-        """Writes the known overflow to the word, and records an event at this point of the stream."""
+        """Writes the overflow noted so far to the word, and records an event at this point of the stream."""
         self._published_notes = self._notes
         self._published_rows.copy_(self._rows)
         if self._on_gpu:

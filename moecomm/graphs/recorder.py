@@ -12,7 +12,7 @@ Result = TypeVar("Result")
 
 
 class Recorder(Protocol):
-    """Records and replays a step. Tests use one whose replays simply call the step."""
+    """Records and replays a step. Tests use a recorder whose replays simply call the step."""
 
     def warm_up(self, run: Callable[[], object]) -> None:
         """Runs the step as it will be recorded, so that all lazy initialisation happens before."""
@@ -23,15 +23,15 @@ class Recorder(Protocol):
 
 
 class CudaRecorder:
-    """A CUDA graph."""
+    """Records a step as a CUDA graph."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
 
     def warm_up(self, run: Callable[[], object]) -> None:
-        """Runs the step on the recording stream, since autograd accumulates gradients on the stream of the
-        first time."""
+        """Runs the step on the recording stream, since autograd keeps accumulating gradients on the stream of
+        the first run."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -40,7 +40,7 @@ class CudaRecorder:
 
     def record(self, run: Callable[[], Result]) -> Callable[[], Result]:
         """Captures `run`. Other threads may call CUDA meanwhile, as NCCL's watching thread does."""
-        gc.collect()  # before the capture, which calls that free CUDA objects would invalidate
+        gc.collect()  # now, since a call that frees a CUDA object would invalidate the capture
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self._device)
         with (

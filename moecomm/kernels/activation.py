@@ -9,7 +9,7 @@ Forward and backward are each one pass over memory on CUDA tensors (csrc/kernels
 few torch operations elsewhere. Both compute in float32 (float64 for float64) and round once. They are torch
 operators, moecomm::weighted_activation and moecomm::weighted_activation_backward, opaque to torch.compile.
 
-Shape letters here: P rows, F columns of the result ("ffn width"), I columns of `inner`, L groups of rows.
+Shape letters here: P rows, B rows of a block, L groups, F columns of the result ("ffn width"), I of `inner`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ INPUTS = {"swiglu": 2, "swiglu_interleaved": 2, "swiglu_clamped": 2, "gelu": 1}
 INTERLEAVED = ("swiglu_interleaved", "swiglu_clamped")
 """The activations with gates in the even columns and up values in the odd ones."""
 _ALPHA, _LIMIT = 1.702, 7.0
-"""The constants of swiglu_clamped, as in gpt-oss."""
+"""The factor in the sigmoid and the limit of values in swiglu_clamped, as in gpt-oss."""
 
 
 def weighted_activation(
@@ -42,8 +42,8 @@ def weighted_activation(
 ) -> Tensor:
     """Returns z_PF of inner's dtype, differentiable in `inner_PI` and `weights_P`.
 
-    inner: bfloat16, float16, float32; not on CUDA float64. weights: float32, float64 for float64 inner; None:
-    1. ends: int32 inclusive ends of groups of rows, on the same device, for which the host does not wait.
+    inner: bfloat16, float16, float32; float64 except on CUDA. weights: float32, float64 for float64 inner;
+    None: 1. ends: int32 inclusive ends of groups of rows, on the same device; the host waits for none.
     Rows from ends[-1] on, and their gradients, are unspecified on CUDA tensors and zero elsewhere.
     activation: as in MoEConfig; swiglu (arXiv 2002.05202), the exact gelu (arXiv 1606.08415).
 
@@ -53,8 +53,8 @@ def weighted_activation(
 
 
 def activate(inner_PI: Tensor, weights_P: Tensor | None, ends_L: Tensor | None, activation: str) -> Tensor:
-    """Does what `weighted_activation` does, without gradients and torch.compile: torch's operators take the
-    host twice as long."""
+    """Computes `weighted_activation` without gradients, and not under torch.compile. The call as an operator
+    of torch would take the host twice as long."""
     width = _width(inner_PI, weights_P, ends_L, activation)
     z_PF = inner_PI.new_empty(inner_PI.shape[0], width)
     if inner_PI.is_cuda:
@@ -80,8 +80,8 @@ def activate_backward(
     use under torch.compile.
 
     With need_weights, grad_weights[p] is the sum over f of grad_z[p, f] * act(inner[p])[f], in the weights'
-    dtype; its order depends on F and the dtype alone. With need_z, z repeats the forward's result, with the
-    same bits. Results that are not needed are empty tensors. Errors are those of `weighted_activation`.
+    dtype; the order of the sum depends on F and the dtype alone. With need_z, z repeats the forward's result,
+    with the same bits. Results that are not needed are empty. Errors are those of `weighted_activation`.
     """
     width = _width(inner_PI, weights_P, ends_L, activation, grad_z_PF)
     grad_inner_PI, grad_weights_P, z_PF = results = _new_gradients(inner_PI, width, need_weights, need_z)
@@ -206,19 +206,19 @@ def _launch(
 
 
 _BLOCK = 2**17
-"""Values of `inner` that are processed together, so that one torch operation finds the result of the one
-before in the cache."""
+"""Values of `inner` that are processed together, so few that each torch operation finds the result of the
+previous operation in the cache."""
 
 
 def _blocks(inner_PI: Tensor) -> Iterator[slice]:
-    """Returns slices that divide all rows, real ones and others. torch's functions differ in their last bits
-    where a vector of values ends elsewhere, so the slices must not depend on how many rows are real."""
+    """Returns slices that divide all rows, also those past the last group. torch's functions give other last
+    bits if a vector of values ends elsewhere, so the slices must not depend on the number of grouped rows."""
     rows, step = inner_PI.shape[0], max(1, _BLOCK // inner_PI.shape[1])
     return (slice(first, min(first + step, rows)) for first in range(0, rows, step))
 
 
 def _zero_others(result: Tensor, ends_L: Tensor | None) -> None:
-    """Sets rows that are not real to zero, whatever they contain."""
+    """Sets the rows past the last group to zero, whatever they contain."""
     if ends_L is not None:
         result[int(ends_L[-1]) :].zero_()
 
@@ -233,7 +233,7 @@ def _split(inner_PI: Tensor, activation: str) -> tuple[Tensor, ...]:
 
 
 def _parts(inner_PI: Tensor, activation: str) -> tuple[Tensor, ...]:
-    """Returns the same in the dtype of the computation."""
+    """Returns the results of `_split` in the dtype of the computation."""
     return _split(inner_PI.contiguous().to(weight_dtype(inner_PI.dtype)), activation)
 
 
@@ -284,7 +284,7 @@ def _clamped(gate_BF: Tensor, up_BF: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _share_below(inner_BF: Tensor) -> Tensor:
-    """Returns the normal distribution function of `inner`, by which gelu multiplies it."""
+    """Returns the normal distribution function of `inner`, by which gelu multiplies `inner`."""
     # erfc stays precise for very negative numbers, where 1 + erf loses all precision.
     return 0.5 * torch.erfc(inner_BF * -math.sqrt(0.5))
 

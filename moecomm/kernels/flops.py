@@ -1,7 +1,7 @@
 """Formulas with which torch.utils.flop_counter.FlopCounterMode counts the experts' products.
 
 A row of a group is multiplied by one weight. Rows past the last group count as well, as formulas see only
-shapes. quack's kernels are not torch operators, and are not counted.
+shapes. quack's kernels are no torch operators, and not counted. P, Q: rows in L groups; others are widths.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ import moecomm.kernels.scaled_mm  # noqa: F401 (both define the operators)
 
 
 def _by_group(left: Sequence[int], right: Sequence[int], *_: Any, **__: Any) -> int:
-    """Counts groups of rows (P, A) times (L, A, B), sums over groups (A, P) times (P, B), and (L, M, A) times
-    (L, A, B) or (A, P)."""
+    """FLOPs of (P, A) times (L, A, B), a matrix for each group; of (A, P) times (P, B), summed over each
+    group; of (L, M, A) times (L, A, B); or of (L, M, A) times (A, P), whose columns are grouped."""
     batch = left[0] if len(left) == len(right) == 3 else 1
     return 2 * batch * left[-2] * left[-1] * right[-1]
 
 
 def _weight_gradient(rows: Sequence[int], grad: Sequence[int], *_: Any, **__: Any) -> int:
-    """(P, A) and (P, B)."""
+    """FLOPs of a weight gradient from rows (P, A) and gradients (P, B)."""
     return 2 * rows[0] * rows[1] * grad[1]
 
 
 def _scaled(rows: Sequence[int], _scales: Any, weights: Sequence[int], *_: Any, **__: Any) -> int:
-    """Counts (P, K) and (L, N, K), or for the gradient of weights (A, Q) and (B, Q)."""
+    """FLOPs of rows (P, K) times weights (L, N, K), or of a weight gradient from (A, Q) and (B, Q)."""
     return 2 * rows[0] * rows[1] * weights[-2]
 
 

@@ -1,10 +1,11 @@
 """The experts' products in fp8.
 
-Operands are in e4m3 with one scale per row (moecomm.kernels.quantize), results in bfloat16 (docs/fp8.md):
+Operands are in e4m3 (moecomm.kernels.quantize), results in bfloat16 (docs/fp8.md). One scale belongs to each
+row or column that is named here:
     h  = x W_in      rows of x by columns of W_in         dx = dh W_in^T    rows of dh by rows of W_in
     y  = z W_out     rows of z by columns of W_out        dz = dy W_out^T   rows of dy by rows of W_out
     dW_in = x^T dh   columns of x by columns of dh        dW_out = z^T dy   columns of z by columns of dy
-with the columns of rows' tensors within each expert's group.
+A column of x, dh, z or dy is one within an expert's group of rows.
 """
 
 from __future__ import annotations
@@ -25,11 +26,10 @@ from moecomm.kernels.scaled_mm import scaled_grouped_mm, scaled_grouped_mm_wgrad
 
 
 class Fp8Products(Products):
-    """Grouped products in e4m3. Quantised weights of a module's own expert parameters are kept until the
-    weight changes: by its version counter, its address, or a step of any torch.optim.Optimizer (fused ones do
-    not count versions); call `forget` after other changes. While a CUDA graph is captured nothing is kept,
-    since each replay has to quantise the current weights.
-    """
+    """Grouped products in e4m3. The quantised copy of a parameter of experts is kept until the parameter
+    changes, which its version counter, its address or a step of any torch.optim.Optimizer tells (fused
+    optimizers do not count versions). Call `forget` after other changes. While a CUDA graph is captured
+    nothing is kept, since each replay has to quantise the current weights."""
 
     name = "fp8"
 
@@ -73,7 +73,7 @@ class Fp8Products(Products):
         kept = forms.get(quantize.__name__)
         state = weight_LAB._version, weight_LAB.data_ptr(), _Steps.count
         if kept is None or kept.state != state:
-            # The new weight may reuse the memory of the old one.
+            # Frees the old copy first: the new one may reuse its memory.
             forms.pop(quantize.__name__, None)
             quantized, made = quantize(weight_LAB.detach()), None
             if weight_LAB.is_cuda:

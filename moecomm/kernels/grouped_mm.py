@@ -12,16 +12,16 @@ _ALIGNMENT_BYTES = 16
 
 
 def _row_major(rows_PA: Tensor) -> Tensor:
-    """Returns the rows with strides (A, 1) exactly, as torch's grouped_mm requires, even where P is 1 and
-    contiguous() leaves others."""
+    """Returns the rows with strides (A, 1) exactly, as torch's grouped_mm requires, even if P is 1, where
+    contiguous() may keep other strides."""
     if not torch.compiler.is_compiling() and rows_PA.stride() == (rows_PA.shape[1], 1):
         return rows_PA  # views cost the host more than this check
     return rows_PA.contiguous().view(-1).view(rows_PA.shape)
 
 
 def _with_usual_strides(weight_LAB: Tensor) -> Tensor:
-    """Returns the weight, or a copy of one that torch's grouped_mm refuses: it takes matrices with contiguous
-    rows or columns, each 16 bytes or a multiple after the one before."""
+    """Returns the weight, or a copy if torch's grouped_mm refuses its strides. It takes matrices with
+    contiguous rows, or contiguous columns, that are a multiple of 16 bytes apart."""
     _, rows, columns = weight_LAB.shape
     _, down, across = weight_LAB.stride()
     apart, least = (down, columns) if across == 1 else (across, rows)

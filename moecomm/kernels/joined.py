@@ -1,4 +1,4 @@
-"""Joins the rows of several passes: group by group, and within a group pass by pass.
+"""Joins the rows of several passes of a layer: group by group, and within a group pass by pass.
 
 A product that sums over the rows of a group, such as a weight's gradient, then sums over all passes at once.
 """
@@ -28,8 +28,8 @@ class Joined(NamedTuple):
 def join_groups(ends: Sequence[Tensor], rows: Sequence[int]) -> Joined:
     """Computes the positions of rows when passes are joined, without a host wait.
 
-    ends: for each pass the inclusive ends of its groups, (L,) int32, ascending; rows: its number of rows P,
-    at least ends[-1].
+    ends: for each pass the inclusive ends of its groups, (L,) int32, ascending. rows: for each pass the
+    number of its rows P, at least its ends[-1].
 
     Example, two passes of two groups, ends [2, 3] and [1, 4], 3 and 5 rows: the joined ends are [3, 7], and
     the positions [0, 1, 3] and [2, 4, 5, 6, 7].
@@ -67,7 +67,7 @@ def join_rows(rows: Sequence[Tensor], places: Sequence[Tensor]) -> Tensor:
 
 
 def _in_pieces(rows_PA: Tensor) -> Tensor | None:
-    """Returns the same memory in pieces; None if rows or their start are not multiples of a piece."""
+    """Returns a view of the rows in elements of _PIECE; None if their size or address is no multiple."""
     size = _PIECE.itemsize
     if (rows_PA.shape[1] * rows_PA.element_size()) % size or rows_PA.data_ptr() % size:
         return None

@@ -1,4 +1,4 @@
-"""Functions for all operators of the experts: they define one for torch, and load its GPU kernels."""
+"""Functions that define the experts' operators for torch, and that load the operators' GPU kernels."""
 
 from __future__ import annotations
 

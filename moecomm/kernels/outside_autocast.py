@@ -1,8 +1,8 @@
-"""Products outside autocast, also in a backward within it.
+"""Products outside autocast, also if their backward runs within autocast.
 
-A `backward()` called within autocast computes products in its dtype, whatever blocks of the forward turned
-autocast off. torch.compile traces a whole backward within the autocast of its forward. Only autograd
-functions have a backward of their own.
+A `backward()` called within autocast computes products in autocast's dtype, even those whose forward ran with
+autocast turned off. torch.compile traces a whole backward within the autocast of its forward. Only a backward
+of its own, that of an autograd function, can turn autocast off.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ def without_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]
 
 
 def needs_care(kind: str) -> bool:
-    """Returns True within autocast for this kind of device, where the backward may be too; call it before
-    turning autocast off."""
+    """Returns True if autocast is on for this type of device, so that the backward may run within it too.
+    Call this before turning autocast off."""
     return torch.is_autocast_enabled(kind)
 
 

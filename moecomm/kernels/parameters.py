@@ -22,8 +22,8 @@ _MARK = "moecomm_expert_parallel"
 AVERAGED_BY_DDP = "moecomm_averaged_by_ddp"
 """The attribute that `prepare_ddp` sets on parameters of experts."""
 DIVIDED = "moecomm_divided"
-"""The attribute that `fully_shard_experts` sets on parameters that it does not shard, whose gradients are
-final."""
+"""The attribute that `fully_shard_experts` sets on parameters that it does not shard. A hook divides their
+gradients, which nothing has to average afterwards."""
 _MOST_THREADS = 16
 """The most threads that draw the initial weights of experts."""
 
@@ -39,8 +39,8 @@ def mark_expert_parameter(parameter: nn.Parameter) -> None:
 def is_expert_parameter(parameter: Tensor) -> bool:
     """Returns True for a parameter of this rank's experts, False for one that all ranks share.
 
-    It works for the parameters that `parameters()` of a model returns, which marks those of parametrizations.
-    It does not work for parameters with which FSDP replaces others."""
+    It works for parameters from a model's `parameters()`, which also marks those of parametrizations. It does
+    not work for the whole parameters that FSDP puts in the place of shards."""
     return getattr(parameter, _MARK, False)
 
 
@@ -50,7 +50,7 @@ def ranks_of_shards(parameter: DTensor) -> tuple[int, ...]:
 
 
 def mixed_shards_error(name: str, ranks: Sequence[int], held: str | None) -> InvalidArgument:
-    """Returns the error of experts that fully_shard has sharded over ranks which hold others.
+    """Returns the error of experts that fully_shard has sharded over ranks which hold other experts.
 
     held: what this rank holds, in words.
     """
@@ -114,12 +114,12 @@ def _shard_of(weight: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
 
 
 # -- parts of experts under expert tensor parallelism ------------------------------------------------------
-# Part p of P has F / P of the F inner columns, from p F / P on: of a w_in (H, 2F) with gates in its first
-# half these columns of both halves, of an interleaved one these pairs of columns, of w_out (F, H) these rows.
-# An expert's result is the sum of its parts' results, so part 0 alone has b_out, which is added once.
+# Part p of P has F / P of the F inner columns, from p F / P on. These are columns of both halves of a w_in
+# (H, 2F) with gates in its first half, pairs of columns of an interleaved w_in, and rows of w_out (F, H). An
+# expert's result is the sum of its parts' results. So b_out is added once: part 0 alone has it.
 #
-# Example: F = 4, P = 2. Part 1 of a w_in in halves, columns g0 g1 g2 g3 u0 u1 u2 u3, has g2 g3 u2 u3; of an
-# interleaved one, g0 u0 g1 u1 g2 u2 g3 u3, it has g2 u2 g3 u3.
+# Example: F = 4, P = 2. If the columns of w_in are g0 g1 g2 g3 u0 u1 u2 u3 (halves), part 1 has g2 g3 u2 u3;
+# if they are g0 u0 g1 u1 g2 u2 g3 u3 (interleaved), part 1 has g2 u2 g3 u3.
 
 
 class Split(NamedTuple):
@@ -153,20 +153,20 @@ def splits_of(activation: str) -> dict[str, Split | None]:
 
 
 # -- parameters that are added to experts ------------------------------------------------------------------
-# By torch.nn.utils.parametrize, for example. The first dimension tells which have a part for each of a rank's
-# experts, unless it is their number by chance. So the parametrization is tried with random numbers: a part
-# for each expert changes the weight of its own expert alone.
+# For example by torch.nn.utils.parametrize. A parameter with a part for each of this rank's experts has their
+# number as its first dimension, but another parameter may have it by chance. So the parametrization is run
+# with random numbers: a part for one expert changes the weight of that expert alone.
 
 
 _SAID = "_moecomm_per_expert"
-"""The attribute of a module that records what `mark_adapter` said of its parameters, by name."""
+"""The attribute of a module that says, by name, which of its parameters have a part for each expert."""
 
 
 def mark_adapter(module: nn.Module, *, per_expert: bool) -> None:
-    """Declares, for a module within a layer's experts (a parametrization), whether its parameters have a part
-    for each expert or are the same on all ranks, where their first dimension is the number of this rank's
-    experts. Call it where moecomm raises InvalidArgument because it cannot tell; copies of the module keep
-    it."""
+    """Declares whether the parameters of a module within a layer's experts (a parametrization) have a part
+    for each expert (True) or are the same on all ranks (False). Call it if moecomm raises InvalidArgument:
+    then the first dimension is the number of this rank's experts, and moecomm cannot tell. Copies of the
+    module keep the declaration."""
     for each in module.modules():
         setattr(each, _SAID, dict.fromkeys(each._parameters, per_expert))
         for parameter in each._parameters.values():
@@ -175,8 +175,8 @@ def mark_adapter(module: nn.Module, *, per_expert: bool) -> None:
 
 
 def has_part_for_each(experts: nn.Module, local: int, name: str, parameter: Tensor) -> bool | None:
-    """Returns whether a parameter that was added to the experts under this name has a part for each of the
-    `local` ones; None if that cannot be told."""
+    """Returns whether a parameter that was added to the experts under this name has a part for each of this
+    rank's `local` experts; None if that cannot be told."""
     if parameter.dim() == 0 or parameter.shape[0] != local:
         return False
     path, _, leaf = name.rpartition(".")

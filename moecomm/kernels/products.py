@@ -27,15 +27,15 @@ class Products:
     They are not differentiable. Groups and unspecified rows are as in `grouped_matmul`; `groups` is the
     result of `groups()` for the offsets; results have the rows' dtype.
 
-    A bias, (L, B), is an additional row of each group's weight. It meets an additional column of the rows:
-    their routing weights, 1 if there are none. So a row's bias is its weight times its group's bias.
+    A bias, (L, B), acts as one more row of each group's weight, and the routing weights (1 if there are none)
+    as one more column of the rows. So each row gets its group's bias times the row's routing weight.
 
     Attributes:
         name: the name of the engine, for display.
         adds: whether one kernel computes a weight gradient and adds it to an existing tensor.
         traceable: whether torch.compile can trace the products; else its graphs contain torch's products.
-        columns_first: whether weights are views of (L, B, A) tensors. Their gradients get that order as well,
-            so that each is its parameter's gradient without a copy.
+        columns_first: whether weights are views of (L, B, A) tensors. Weight gradients get that order as
+            well, so that a parameter takes its gradient without a copy.
     """
 
     name = "torch"
@@ -62,19 +62,17 @@ class Products:
         bias_LB: Tensor | None = None,
         weights_P: Tensor | None = None,
     ) -> Tensor:
-        """Returns (P, B): rows of each group times its weight, plus a bias times the rows' `weights_P` if
-        there is one."""
+        """Returns (P, B): each group's rows times its weight, plus `weights_P` (None: 1) times its bias."""
         product_PB = self._mm(rows_PA, weight_LAB, groups)
         if bias_LB is not None:
             factors_PN = bias_factors(weights_P, product_PB.shape[0], product_PB)
             added_PB = self._mm(factors_PN, bias_weight(bias_LB), groups)
-            # A torch dispatch mode, as of selective checkpoints, may keep the product: it is not changed in
-            # place.
+            # A torch dispatch mode (of selective checkpoints) may keep the product: it must not change.
             return product_PB + added_PB if is_in_torch_dispatch_mode() else product_PB.add_(added_PB)
         return product_PB
 
     def grouped_mm_dgrad(self, rows_PB: Tensor, weight_LAB: Tensor, groups: Tensor) -> Tensor:
-        """Returns (P, A): rows of each group times its weight, transposed."""
+        """Returns (P, A): the rows of each group times the group's transposed weight."""
         return grouped_mm(rows_PB, weight_LAB.transpose(1, 2), groups)
 
     def grouped_mm_wgrad(
@@ -88,7 +86,7 @@ class Products:
     ) -> Tensor | None:
         """Returns (L, A, B): for each group the sum over its rows of rows^T grad, times `scale`; zero for an
         empty group. With `into`, a tensor of that shape, adds the sums to it and returns None."""
-        # The scale's default is an int, as torch.compile(dynamic=True) takes a float for an unknown number.
+        # The default scale is an int: torch.compile(dynamic=True) would treat a float as an unknown number.
         if not self.columns_first:
             return self._wgrad_into(rows_PA, grad_PB, groups, into, scale)
         made_LBA = self._wgrad_into(grad_PB, rows_PA, groups, None if into is None else into.mT, scale)
@@ -97,7 +95,7 @@ class Products:
     def bias_grad(
         self, grad_PB: Tensor, groups: Tensor, weights_P: Tensor | None = None, *, scale: float = 1
     ) -> Tensor:
-        """Returns (L, B), a bias's gradient: for each group the sum over its rows of weight * grad, times
+        """Returns (L, B), a bias's gradient: for each group the sum over its rows of weights_P * grad, times
         `scale`."""
         factors_PN = bias_factors(weights_P, grad_PB.shape[0], grad_PB)
         gradient_LNB = self.grouped_mm_wgrad(factors_PN, grad_PB, groups, scale=scale)
@@ -105,7 +103,7 @@ class Products:
         return gradient_LNB[:, 0] + gradient_LNB[:, 1]
 
     def bias_weights_grad(self, grad_PB: Tensor, bias_LB: Tensor, groups: Tensor) -> Tensor:
-        """Returns (P,), the part of the gradient of the rows' weights that comes from their bias."""
+        """Returns (P,): what the bias adds to the gradient of the routing weights."""
         grad_PN = self.grouped_mm_dgrad(grad_PB, bias_weight(bias_LB), groups)
         return grad_PN[:, 0].to(weight_dtype(grad_PN.dtype))
 
@@ -136,7 +134,7 @@ class Products:
         need_weights: bool,
         need_z: bool,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Propagates the gradient of the second product's result back through it and the activation.
+        """Propagates the gradient of the second product's result back through the product and the activation.
 
         Returns (grad_inner_PI, grad_weights_P, z_PF): the gradients of the first product and of the routing
         weights, and the recomputed activation; None for results that are not needed.
@@ -171,8 +169,8 @@ _FACTORS = 8
 
 
 def bias_factors(weights_P: Tensor | None, rows: int, like: Tensor) -> Tensor:
-    """Returns (P, N), the columns of rows that multiply a bias, in the dtype of `like`: the weights, the
-    remainder of their rounding to that dtype, and zeros."""
+    """Returns (P, N), the columns that multiply a bias, in the dtype of `like`: the routing weights (None: 1)
+    rounded to that dtype, the remainder of the rounding, and zeros."""
     if weights_P is None:
         weights_P = like.new_ones(rows)
     whole_P = weights_P.to(like.dtype)
@@ -181,7 +179,7 @@ def bias_factors(weights_P: Tensor | None, rows: int, like: Tensor) -> Tensor:
 
 
 def bias_weight(bias_LB: Tensor) -> Tensor:
-    """Returns (L, N, B), the rows of a weight that `bias_factors` multiply."""
+    """Returns (L, N, B): weight rows for the columns of `bias_factors`."""
     both_L2B = bias_LB.unsqueeze(1).expand(-1, 2, -1)
     return functional.pad(both_L2B, (0, 0, 0, _FACTORS - 2))
 
@@ -198,9 +196,9 @@ def grouped_matmul(
     P; a group may be empty. Rows past offsets[-1] and their gradient are unspecified; the weights' gradient
     does not depend on them, even if they hold NaN, and is zero for an empty group.
 
-    It runs torch.nn.functional.grouped_mm; for float64, and if A or B are not multiples of 16 bytes, one
-    torch.mm per group, for which the host must know the offsets. On CUDA the host does not wait for bfloat16
-    alone: torch has a grouped kernel for no other dtype (docs/layer.md).
+    It runs torch.nn.functional.grouped_mm. For float64, and if A or B are not multiples of 16 bytes, it runs
+    one torch.mm per group, for which the host must know the offsets. On CUDA the host waits for the offsets
+    unless the dtype is bfloat16: torch has a grouped kernel for no other dtype (docs/layer.md).
     """
     return _GroupedMatmul.apply(rows_PA, weight_LAB, offsets_L, products)  # type: ignore[no-untyped-call]
 
@@ -213,8 +211,8 @@ def grouped_linear(
     products: Products,
     weights_P: Tensor | None = None,
 ) -> Tensor:
-    """Returns (P, B): `grouped_matmul`, with the groups' biases times the rows' `weights` (None: 1) if there
-    are any; differentiable in all of them."""
+    """Returns (P, B): `grouped_matmul`, plus the group's bias, if given, times the rows' `weights_P` (None:
+    1). Differentiable in rows, weight, bias and `weights_P`."""
     product_PB = grouped_matmul(rows_PA, weight_LAB, offsets_L, products)
     if bias_LB is None:
         return product_PB
@@ -232,8 +230,8 @@ def _without_tail(rows_P: Tensor, groups: Tensor) -> Tensor:
 
 
 class _GroupedMatmul(torch.autograd.Function):
-    # The backward of torch's grouped_mm refuses gradients that are not contiguous, like the expanded one of a
-    # sum.
+    # Replaces autograd of torch's grouped_mm, whose backward refuses gradients that are not contiguous, such
+    # as the expanded gradient of a sum.
 
     @staticmethod
     def forward(
@@ -268,9 +266,9 @@ def expert_ffn(
     b_in_LI: Tensor | None = None,
     b_out_LH: Tensor | None = None,
 ) -> Tensor:
-    """Returns (P, H): the experts' two products on grouped rows, with biases if there are any, and the
-    activation and the rows' routing weights (None: 1) in between; differentiable in rows, weights, routing
-    weights and biases. Rows past offsets[-1] and their gradients are unspecified."""
+    """Returns (P, H): the experts' two products on grouped rows, each with its bias if given. In between come
+    the activation and the rows' routing weights (None: 1). Differentiable in rows, weights, routing weights
+    and biases. Rows past offsets[-1] and their gradients are unspecified."""
     if torch.compiler.is_compiling():
         products = products if products.traceable else _TORCH
         inner_PI = grouped_linear(rows_PH, w_in_LHI, b_in_LI, offsets_L, products)

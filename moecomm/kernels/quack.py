@@ -35,8 +35,8 @@ _MULTIPLE = 8
 
 _compiled: set[Any] = set()
 _plans: dict[tuple[Any, ...], Any] = {}
-"""quack's launch plans, by all that they depend on. quack itself keeps one for each number of rows: where
-that changes from call to call, it takes the host several times as long, and memory grows without end."""
+"""quack's launch plans, by all that they depend on. quack itself keeps one for each number of rows: if that
+changes from call to call, a call takes the host several times as long, and memory grows without end."""
 
 
 def missing_on(*, hidden: int, ffn: int, dtype: torch.dtype, device: torch.device) -> str | None:
@@ -62,8 +62,8 @@ class QuackProducts(Products):
 
     rows: average rows of an expert, by which tiles are chosen; tiles: tiles of some products, in place of the
     table's; columns_first: weights are views of (L, B, A) tensors, and their gradients get that order as
-    well. Kernels, also those for a bias, are compiled here, which takes seconds and is reported on stderr;
-    compile_now=False leaves them to their first use. quack keeps them on disk (QUACK_CACHE_DIR). Raises
+    well; bias: experts have biases. Kernels are compiled here, which takes seconds and is reported on stderr;
+    compile_now=False leaves each to its first use. quack keeps them on disk (QUACK_CACHE_DIR). Raises
     Unsupported if quack is not installed or cannot compute these products.
     """
 
@@ -178,8 +178,8 @@ class QuackProducts(Products):
         sums: dict[str, Tensor] | None = None,
         **operands: Tensor,
     ) -> None:
-        """Computes a product of rows with an epilogue of `moecomm.kernels.quack_epilogue`; `sums`: its
-        reduced results, (P, tiles along the columns)."""
+        """Computes a product of rows with an epilogue of `moecomm.kernels.quack_epilogue`; `sums`: what the
+        epilogue sums within a tile, (P, tiles along the columns)."""
         rows_PA, sums = rows_PA.contiguous(), sums or {}
         given: dict[str, Any] = {"cu_seqlens_m": groups, **operands}
         layout, tile = (weight_LAB.stride(), rows_PA.stride(), rows_PA.dtype), self._tiles[product]
@@ -192,8 +192,7 @@ class QuackProducts(Products):
         plan.run(rows_PA, weight_LAB, c, out=out, scratch=sums, **given)
 
     def _compile(self, dtype: torch.dtype, device: torch.device, bias: bool) -> None:
-        """Runs every product once on a few rows, so that its kernel is compiled; reports it if that takes
-        long."""
+        """Runs every product once on a few rows, to compile its kernel. Reports on stderr if that is slow."""
         kind = (type(self), self._activation, self.columns_first, bias)
         key = (*kind, *self._tiles.values(), dtype, device)
         if key in _compiled:
@@ -359,9 +358,9 @@ def _launch(
     scale: float = 1.0,
     **groups: Tensor,
 ) -> None:
-    """Computes left @ right times `scale` into `out`, or adds it there; `right_T` is the transpose of right.
-    `weight`: the operand with a part for each group; the plan depends on its sizes, not on the number of
-    rows."""
+    """Computes left @ right times `scale` into `out`; if `adds`, adds it to `out`. `right_T` is the transpose
+    of right. `weight`: the tensor with a matrix for each group; the plan depends on its sizes, not on the
+    number of rows."""
     there = out if adds and tile.loads else None
     strides = left.stride(), right_T.stride(), out.stride()
     dtypes = left.dtype, out.dtype

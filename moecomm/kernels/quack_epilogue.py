@@ -1,9 +1,9 @@
 """Epilogues of the experts' products on quack-kernels: biases, SwiGLU and the routing weight in the product.
 
-quack finds an epilogue by its module and name, so they have a separate module, which imports quack. With
-SwiGLU a gate and its up value are in neighbouring columns: D has both, before the activation, and postact
-their activation times the weight. In the backward, `acc` is the gradient of postact and `c` the forward's D;
-D is the gradient of `c`, postact the forward's value recomputed, and dweight the gradient of the weight.
+quack finds an epilogue by its module and name, so this module has nothing else, and imports quack. `acc` is
+the product, `weight` a row's routing weight. With SwiGLU a gate and its up value are in neighbouring columns:
+D has both, before the activation, postact their activation times the weight. In a backward `acc` is the
+gradient of postact, `c` the forward's D, D the gradient of `c`, and dweight that of the weight.
 """
 
 # mypy: disable-error-code="untyped-decorator,unused-ignore"
@@ -20,7 +20,7 @@ _LIMIT = 7.0  # of swiglu_clamped; quack's default already has its factor 1.702
 
 @gemm_epilogue(ops={"bias": RowVecLoad("bias"), "weight": ColVecLoad("weight")})
 def weighted_bias(acc: Any, bias: Any, weight: Any) -> dict[str, Any]:
-    """Returns the product as D, with a bias times the weight of its row."""
+    """Returns as D the product plus the bias times the weight of the row."""
     return {"D": acc + bias * weight}
 
 

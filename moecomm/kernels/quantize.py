@@ -19,8 +19,8 @@ affects no other value, and an infinity turns all values that share its scale in
 same bits (except the sign of a NaN).
 
 On CUDA tensors rows take one pass over memory, and so do columns of groups with up to 768 rows; further rows
-of a group are read twice (csrc/kernels/experts/quantize.cu). The host does not wait. All are torch operators,
-which torch.compile keeps whole, without gradients.
+of a group are read twice (csrc/kernels/experts/quantize.cu). The host does not wait. All three functions are
+torch operators, which torch.compile keeps whole, without gradients.
 
 Shape letters here: P rows, C columns, L groups, Q rows of groups that are padded.
 """
@@ -60,13 +60,13 @@ class QuantizedColumns(NamedTuple):
     """The quantised columns of groups of rows."""
 
     values_CQ: Tensor
-    """torch.float8_e4m3fn, contiguous: in each line group l ends before padded_ends[l] and begins at the end
-    of the group before."""
+    """torch.float8_e4m3fn, contiguous. In each line (a column of x) group l ends before padded_ends[l], and
+    begins where the previous group ends."""
     scales_LC: Tensor
     """float32."""
     padded_ends_L: Tensor
-    """int32: inclusive ends, all multiples of 16. If a group's rows are not a multiple, its last values are
-    zero; an empty group has 16 values."""
+    """int32: inclusive ends, all multiples of 16. If a group's number of rows is no multiple of 16, its last
+    values are zero; an empty group has 16 values."""
 
 
 def quantize_rows(x: Tensor, ends_L: Tensor | None = None) -> Quantized:
@@ -133,7 +133,7 @@ def _new_rows(x: Tensor, ends_L: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def _new_columns(x_PC: Tensor, ends_L: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The same for quantize_columns."""
+    """Checks the arguments of quantize_columns and returns its uninitialised results."""
     _check_dimensions(x_PC, 2, "(P, C)")
     _check(x_PC, "columns in", -1)
     require_ends(ends_L, x_PC.device, "x")
@@ -146,7 +146,7 @@ def _new_columns(x_PC: Tensor, ends_L: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _new_transposed(x_LAB: Tensor) -> tuple[Tensor, Tensor]:
-    """The same for quantize_transposed."""
+    """Checks the argument of quantize_transposed and returns its uninitialised results."""
     _check_dimensions(x_LAB, 3, "(L, A, B)")
     if x_LAB.shape[0] < 1:
         raise InvalidArgument(f"x has shape {tuple(x_LAB.shape)}, expected (L, A, B) with L at least 1")
@@ -211,7 +211,7 @@ def _transposed(x_LAB: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _launch(name: str, x: Tensor, *arguments: Any) -> None:
-    """Launches a kernel of the extension for x, as kernels take it, on the current stream of its device."""
+    """Launches a kernel of the extension on x, made contiguous and aligned, on the current stream."""
     x = x.contiguous()
     x = x.clone() if x.data_ptr() % _ALIGNMENT else x
     operators.loaded("quantize", x.device.index, x.dtype).launch(getattr(_C, name), x, *arguments)

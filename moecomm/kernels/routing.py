@@ -36,7 +36,7 @@ class Routed(NamedTuple):
     scores_TE: Tensor
     logits_TE: Tensor
     counts_E: Tensor
-    """(E,) int64: tokens that have chosen an expert."""
+    """(E,) int64: how many tokens have chosen each expert."""
 
 
 def routes_here(x_TH: Tensor, weight_EH: Tensor, top_k: int) -> bool:
@@ -70,8 +70,8 @@ def route(
         bias_E: (E,) float32, added to the logits.
         balancing_E: (E,) float32, added to what the experts are chosen by.
         rule: how weights are made.
-        given_TK: (T, K) int32, the experts of the first time, where a checkpoint computes a forward again. It
-            has to keep as many tensors as then.
+        given_TK: (T, K) int32, the experts of the first forward, if a checkpoint computes that forward again.
+            The second forward has to keep as many tensors as the first.
     """
     found: tuple[Tensor, ...] = _Route.apply(x_TH, weight_EH, bias_E, balancing_E, rule, given_TK)  # type: ignore[no-untyped-call]
     return Routed(*found)
@@ -104,8 +104,8 @@ def _in_parts(x_TH: Tensor, weight_EH: Tensor) -> bool:
 
 
 def _split(weight_EH: Tensor, *, backward: bool) -> Tensor:
-    """Returns the weight's parts below each other: (3 E, H) high, middle and low, or `backward` (4 E, H)
-    middle, and high three times."""
+    """Returns the bfloat16 parts whose sum is the weight, below each other: (3 E, H) high, middle and low; if
+    `backward`, (4 E, H) middle, and high three times."""
     experts, hidden = weight_EH.shape
     parts = weight_EH.new_empty((4 if backward else 3) * experts, hidden, dtype=torch.bfloat16)
     _launch("split_weight", weight_EH, experts * hidden, backward, parts)
@@ -180,7 +180,7 @@ class _Route(torch.autograd.Function):
         grad_x_TH = grad_weight_EH = None
         with without_autocast("cuda"):
             if parts_TX is not None:
-                if needs_x:  # the high part times the middle one, then each part times the high one
+                if needs_x:  # high part times the weight's middle part, all parts times its high part
                     grad_x_TH = parts_TX @ _split(weight_EH, backward=True)
                 if needs_weight:
                     of_parts = torch.mm(parts_TX[:, experts:].t(), x_TH, out_dtype=torch.float32)

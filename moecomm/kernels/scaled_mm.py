@@ -2,11 +2,11 @@
 
     product[p, n] = scale[p] * scale[l, n] * sum over k of rows[p, k] * weights[l, n, k]
 
-and the same for the columns of two tensors, summed over the rows of each group. Results are bfloat16, as
+and products of the columns of two tensors, summed over the rows of each group. Results are bfloat16, as
 torch's grouped e4m3 product returns.
 
-On CUDA tensors they use that product, on GPUs of compute capability 9.0, whose tensor cores keep fewer bits
-than float32 (docs/fp8.md); the host does not wait. Elsewhere values are summed in float32, multiplied by the
+On CUDA tensors torch's product computes them: it needs compute capability 9.0, its sums have fewer bits than
+float32 (docs/fp8.md), and the host does not wait. Elsewhere values are summed in float32, multiplied by the
 scales, and rounded once. All are torch operators, which torch.compile keeps whole, without gradients.
 
 Shape letters here: P rows, L groups, K what is summed over, N columns of the product, A and B columns, Q rows
@@ -56,7 +56,7 @@ def scaled_grouped_mm_wgrad(left: QuantizedColumns, right: QuantizedColumns) -> 
 
 
 def missing_on(device: torch.device) -> str | None:
-    """Returns why there is no such product for CUDA tensors on `device`; None if there is."""
+    """Returns why torch has no e4m3 product for CUDA tensors on `device`; None if it has one."""
     major, minor = torch.cuda.get_device_capability(device)
     if major == 9:
         return None

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 PRODUCTS = ("fc1", "fc2", "fc2_dgrad", "fc1_dgrad", "fc2_wgrad", "fc1_wgrad")
 ADDED = ("fc2_wgrad_added", "fc1_wgrad_added")
-"""The weights' gradients, added to existing tensors."""
+"""The products that add weight gradients to existing tensors."""
 
 
 class Tile(NamedTuple):

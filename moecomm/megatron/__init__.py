@@ -32,7 +32,7 @@ def use_moecomm(model: nn.Module) -> int:
     """Replaces the dispatcher of every MoELayer in `model`, and returns the number of layers.
 
     Raises:
-        InvalidArgument: `model` is no module: of a list of pipeline chunks pass each one.
+        InvalidArgument: `model` is no module. Call this for each module of a list of pipeline chunks.
         Unsupported: a layer spreads single experts over tensor parallel ranks, overlaps shared experts within
             the dispatcher, pads experts to a capacity, is captured by Megatron-Core's own graphs, or overlaps
             microbatches by parts of its "flex" dispatcher.
@@ -77,8 +77,8 @@ class TokenDispatcher(MoETokenDispatcher):  # type: ignore[misc]
                 raise Unsupported(f"layer {layer.layer_number}: {name} for moecomm's dispatcher")
         self._layer = layer.layer_number
         self._comms = LayerCommunicators(self.ep_group, config.num_moe_experts)
-        # What one part leaves to a later one, which takes it: of one batch, as a forward goes through all six
-        # before the next begins, in Megatron-Core's 1F1B schedule too. Backwards come at any time.
+        # What one of the six parts leaves to a later part. It is of one batch: a forward goes through all
+        # parts before the next begins, also in Megatron-Core's 1F1B schedule. Backwards come at any time.
         self._routed: tuple[Tensor, torch.Size] | None = None
         self._dispatched: tuple[Communicator, DispatchOutput, torch.Size] | None = None
         self._shape = torch.Size()
@@ -123,12 +123,12 @@ class TokenDispatcher(MoETokenDispatcher):  # type: ignore[misc]
         return hidden_states.view(self._shape)
 
     def _apart(self, x: Tensor) -> Tensor:
-        """Returns what the router or the experts keep for their backward, in memory of its own where the
-        schedule of overlapped microbatches frees the inputs of a dispatch and of experts after it."""
+        """Returns x, a copy of it where microbatches overlap. Their schedule frees the inputs of a dispatch
+        and of the experts, but the router and the experts keep x for their backward."""
         return x.clone() if self.config.overlap_moe_expert_parallel_comm else x
 
     def _left(self, left: _Left | None, part: str) -> _Left:
-        """Returns what an earlier part has left to this one.
+        """Returns what an earlier part has left to `part`.
 
         Raises:
             Unsupported: another batch has taken it.

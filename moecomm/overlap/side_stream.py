@@ -37,8 +37,8 @@ class SideStream:
         return self._stream is not None
 
     def receiving(self) -> SideStream:
-        """Returns the context for a block that receives what the previous block has sent. It does not wait
-        for work that the caller has issued since, whose results it must not read."""
+        """Returns the context for a block that receives what the previous block has sent. The block does not
+        wait for work that the caller has issued since, and must not read the results of that work."""
         self._receives = True
         return self
 
@@ -69,7 +69,7 @@ class SideStream:
         with self._gpu.current():
             capturing = self._gpu.capturing()
         if capturing:
-            return  # a graph owns its memory, and later work on the stream waits for the caller
+            return  # a graph owns its memory, and later work on the side stream waits for the caller
         for result in results:
             if result is not None:
                 result.record_stream(self._caller)

@@ -1,9 +1,9 @@
-"""The communicator of a layer: its ranks, also under a ParallelFolding, and the experts or parts of each.
+"""The communicator of a layer: its ranks, also under a ParallelFolding, and each rank's experts or parts.
 
-Experts are spread over the ranks of the group "etp-ep", and each is split over its ETP ranks. For the
+The ranks of the group "etp-ep" hold the experts, each split into ETP parts on ETP of these ranks. For the
 communicator each part is an expert: it has E * ETP experts and K * ETP choices per token, and its rank i
-holds those from i * L on, L = E / EP. A token's row goes once to each rank that holds a part of one of its
-experts, and the combine sums the parts' results like those of several experts.
+holds L = E / EP of them, from i * L on. A token's row goes once to each rank that holds a part of one of its
+experts, and the combine sums the results of parts like those of several experts.
 `config` is the MoEConfig of moecomm.nn, which imports this package.
 
 Example: 4 experts, EP 2, ETP 2, default order, so rank = etp + 2 ep. Rank 1 (etp 1, ep 0) holds the second
@@ -52,8 +52,8 @@ def build_communicator(
 
 @contextlib.contextmanager
 def told(group: AnyGroup | None, folding: Any, comm: Any) -> Iterator[None]:
-    """A context whose InvalidArgument other ranks raise too, while they build a layer's communicator on
-    `group` or the ranks of `folding`; not with a `comm`, nor of a value that is no folding."""
+    """A context whose InvalidArgument the other ranks raise too, as they build a layer's communicator on
+    `group` or the ranks of `folding`. They do not if `comm` is given, or `folding` is no ParallelFolding."""
     try:
         yield
     except InvalidArgument as error:
@@ -66,7 +66,7 @@ def told(group: AnyGroup | None, folding: Any, comm: Any) -> Iterator[None]:
 
 
 def make_groups(folding: ParallelFolding) -> None:
-    """Makes the process groups of a layer, on all ranks of the job together, since later they might be made
+    """Makes the process groups that a layer uses, on all ranks of the job together. Their first use might be
     on the ranks of one pipeline stage alone."""
     folding.group(LAYER)
     if folding.tp > 1:
@@ -76,7 +76,7 @@ def make_groups(folding: ParallelFolding) -> None:
 
 
 def require_fit(config: Any, folding: Any) -> None:
-    """Raises InvalidArgument for a config whose experts the folding cannot hold, and for any other value."""
+    """Raises InvalidArgument if `folding` is no ParallelFolding, or cannot hold the experts of the config."""
     if not isinstance(folding, ParallelFolding):
         raise InvalidArgument(f"folding is {folding!r}, must be a moecomm.parallel.ParallelFolding or None")
     if config.num_experts % folding.ep:
@@ -120,8 +120,8 @@ def held_by(config: Any, folding: ParallelFolding) -> tuple[int, ExpertPart]:
 
 
 def ids_of_parts(config: Any, folding: ParallelFolding, comm: Communicator) -> Tensor | None:
-    """Returns (E + 1, ETP) int32: the communicator's ids of an expert's parts, with -1 in the last row, which
-    id -1 selects; None if experts are whole."""
+    """Returns (E + 1, ETP) int32: the communicator's ids of each expert's parts. The last row has -1, so that
+    an index of -1 selects no part. None if experts are whole."""
     if folding.etp == 1:
         return None
     count = config.num_experts // folding.ep

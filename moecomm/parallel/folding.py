@@ -16,7 +16,7 @@ from moecomm.parallel.grid import Grid
 from moecomm.types import Group
 
 _ORDER = "tp-cp-ep-dp-pp"
-# The argument with the size of each dimension; DP and EDP follow from the size of the world.
+# For each dimension of a grid, the argument with its size; DP and EDP follow from the size of the world.
 _DENSE = {"pp": "pp", "tp": "tp", "cp": "cp"}
 _EXPERT = {"pp": "pp", "tp": "etp", "ep": "ep"}
 _EXPERT_NAMES = {"tp": "etp", "ep": "ep", "dp": "edp", "pp": "pp"}
@@ -27,9 +27,9 @@ class Coordinates:
     """The position of a rank in the dense grid (tp, cp, dp, pp) and in the expert grid (etp, ep, edp, pp).
 
     Attributes:
-        tp, cp, dp: position within the group of that name.
-        etp, ep, edp: the same in the expert grid.
-        pp: pipeline stage, the same in both.
+        tp, cp, dp: position in the dense grid, within the group of that name.
+        etp, ep, edp: position in the expert grid, within the group of that name.
+        pp: pipeline stage, the same in both grids.
     """
 
     tp: int
@@ -189,10 +189,10 @@ class ParallelFolding:
         return meshes.group(self, self.world_size, name, lambda: grid.groups(names))
 
     def dense_mesh(self, device_type: str) -> DeviceMesh:
-        """Returns the dense grid as a DeviceMesh with dimensions pp, dp, cp and tp, outermost first; for
-        another `order`, in that order reversed.
+        """Returns the dense grid as a DeviceMesh with dimensions pp, dp, cp and tp, outermost first; another
+        `order` of the folding gives them in that order reversed.
 
-        Its groups are those of `group`, and it is made and kept in the same way, with the same errors.
+        It has the process groups that `group` returns, and is made and kept like them, with the same errors.
         device_type: "cuda" or "cpu", without an index.
         """
         return self._mesh(self._grids[0], device_type)

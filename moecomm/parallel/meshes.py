@@ -28,8 +28,8 @@ from moecomm.parallel.grid import Grid, Ranks
 from moecomm.setup.checks import timeout_seconds
 from moecomm.types import Group
 
-# What was made while a default group existed. It is dropped when that group is destroyed, since groups must
-# not be held longer (moecomm/types.py, GroupReference).
+# By default group: the groups and meshes that were made while it existed. They are dropped when it is
+# destroyed, since groups must not be held longer (moecomm/types.py, GroupReference).
 _kept: weakref.WeakKeyDictionary[Group, dict[Hashable, Any]] = weakref.WeakKeyDictionary()
 _calls = itertools.count(1)
 
@@ -76,7 +76,7 @@ def _kept_in(world_size: int) -> dict[Hashable, Any]:
 
 
 def _agree(what: str, world_size: int) -> None:
-    """Raises on all ranks unless all of them now make the same groups, in a world of that size.
+    """Raises on all ranks unless all of them now make the same groups (`what`), in a world of `world_size`.
 
     Each rank sends a few messages to the store, for any number of ranks. Without this check, ranks that
     disagree would wait in new_group for ranks that do not call it, without an explanation.
@@ -102,11 +102,11 @@ def _agree(what: str, world_size: int) -> None:
 
 
 def _meet(store: Store, ranks: Sequence[int], phase: str) -> None:
-    """Waits until all of `ranks` have called this, with a store for this call alone. Raises PeerTimeout if
-    one has not come within MOECOMM_TIMEOUT, later on that one as well."""
+    """Waits until all of `ranks` have called this; `store` is for this call alone. Raises PeerTimeout if a
+    rank has not come within MOECOMM_TIMEOUT. The late rank raises it too when it comes."""
     rank, seconds = dist.get_rank(), timeout_seconds(None)
     store.set(f"came/{rank}", "")
-    # The first to write the outcome decides it for all.
+    # The first rank to write the outcome decides it for all ranks.
     if store.add("count", 1) == len(ranks):
         store.compare_set("outcome", "", "all came")
     deadline = time.monotonic() + seconds
@@ -152,9 +152,9 @@ def new_group(ranks: Ranks) -> Group:
     """Makes a process group of some ranks of the job, which call it together; no other rank takes part.
 
     torch names such a group by its ranks and by a number, and ranks with different numbers would wait for
-    each other for ever. Since 2.14 that is torch's count of groups, which all ranks of the job have to keep
-    equal: here it is the number of such calls meanwhile. Before, it is the number of groups that a rank is
-    in: ranks exchange these, and a rank with fewer makes groups of itself alone until it has as many.
+    each other for ever. Since torch 2.14 it is torch's count of groups, which has to stay equal on all ranks
+    of the job: so a count of the calls for these ranks replaces it during the call. Before 2.14 it is the
+    number of groups that a rank is in: ranks exchange it, and one with fewer makes groups of itself alone.
 
     Raises PeerTimeout (after `MOECOMM_TIMEOUT`) for a rank that does not call.
     """

@@ -12,7 +12,7 @@ from moecomm.errors import InvalidArgument
 from moecomm.kernels.activation import INTERLEAVED
 
 _HELD = "moecomm_experts"
-"""The record of experts: its name in the metadata of a state_dict, and the attribute of a module."""
+"""The name of a record of experts in a state_dict's metadata, and of the module attribute that makes it."""
 
 
 def is_grouped(experts: nn.Module) -> bool:
@@ -37,8 +37,8 @@ def _of_others(held: Sequence[int], own: Sequence[int]) -> InvalidArgument:
 
 
 def accept_interleaved(module: Any, state: dict[str, Any], prefix: str) -> bool:
-    """Renames w_in.interleaved, from a `sharded_state` checkpoint, to w_in. Returns whether it was there;
-    raises InvalidArgument if the module's gates are in the first half."""
+    """Renames w_in.interleaved, from a `sharded_state` checkpoint, to w_in. Returns whether the state had it.
+    Raises InvalidArgument if the module's gates are not interleaved."""
     name, own = f"{prefix}w_in.interleaved", f"{prefix}w_in"
     if name not in state:
         return False
@@ -52,9 +52,9 @@ def accept_interleaved(module: Any, state: dict[str, Any], prefix: str) -> bool:
 
 
 def require_same_experts(experts: Any, state_dict: dict[str, Any], prefix: str) -> None:
-    """Compares the record in a state of GroupedExperts with its own before a weight changes; adds it to a
-    state that has none, with a warning if it has weights. Raises InvalidArgument for a state of other
-    experts."""
+    """Compares the record in a state with that of `experts`, a GroupedExperts, before a weight changes. A
+    state without a record gets that of `experts`, with a warning if it has weights that may be of other
+    experts or in another order. Raises InvalidArgument for a state of other experts."""
     record = experts.get_extra_state()
     own, name = record.tolist(), f"{prefix}_extra_state"
     known_order = accept_interleaved(experts, state_dict, prefix) or not own[3]
@@ -112,7 +112,7 @@ class _Held:
 def keep_record(experts: nn.Module, held: Sequence[int]) -> None:
     """Makes the module's states record the experts that it holds, and the module refuse states of others."""
     record = getattr(experts, _HELD, None)
-    if isinstance(record, _Held):  # the record of another layer
+    if isinstance(record, _Held):  # another layer has the module too
         record.held = list(held)
         return
     record = _Held(held)
@@ -122,8 +122,8 @@ def keep_record(experts: nn.Module, held: Sequence[int]) -> None:
 
 
 def grouped_in(experts: nn.Module) -> tuple[Any, str]:
-    """Returns the GroupedExperts of a layer, None for custom experts, and the prefix of its names in
-    `experts`, which may be a wrapper of it."""
+    """Returns the GroupedExperts that `experts` is or wraps, and the prefix of its parameters' names there;
+    None and "" for custom experts."""
     if is_grouped(experts):
         return experts, ""
     if record_of(experts) is not None:

@@ -1,4 +1,4 @@
-"""Refuses experts that fully_shard has sharded as if all ranks held the same ones."""
+"""Refuses experts that fully_shard has sharded as if all ranks held the same experts."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _PLACED = "moecomm_placed"
 
 
 def refuse_mixed_shards(experts: nn.Module) -> None:
-    """Raises InvalidArgument if fully_shard has sharded a parameter of spread experts, or of experts with
-    main_grad, in another way than `fully_shard_experts`, which sets `sharded_over`. A parameter that was
-    checked before costs a look at its attributes. GroupedExperts itself refuses what FSDP sets on it, so only
+    """Raises InvalidArgument if fully_shard has sharded a parameter of experts with main_grad, or of experts
+    that differ between ranks, unless over the ranks `sharded_over` that `fully_shard_experts` sets. Later
+    calls only look at a parameter's attributes. GroupedExperts itself refuses what FSDP sets on it, so only
     modules within it are checked here. New parameters of custom experts are marked as experts'."""
     grouped, prefix = grouped_in(experts)
     if grouped is None:
         new = [p for p in experts.parameters() if not (is_expert_parameter(p) or hasattr(p, _PLACED))]
-    # FSDP's hooks end a graph of torch.compile anyway; without them this check must not end one.
+    # FSDP's hooks end a graph of torch.compile anyway; without such hooks this check must not end the graph.
     elif not grouped._modules or (
         torch.compiler.is_compiling()
         and not any(getattr(each, "_is_fsdp_managed_module", False) for each in grouped.modules())
@@ -45,7 +45,7 @@ def refuse_mixed_shards(experts: nn.Module) -> None:
 
 
 def _parameters(module: nn.Module) -> Iterator[nn.Parameter]:
-    """Yields what `module.parameters()` does in a fifth of the time, since each forward calls it."""
+    """Yields the parameters of a module in a fifth of the time of `parameters()`: each forward calls this."""
     for parameter in module._parameters.values():
         if parameter is not None:
             yield parameter

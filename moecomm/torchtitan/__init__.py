@@ -56,8 +56,8 @@ class TokenDispatcher(BaseEPTokenDispatcher):  # type: ignore[misc]
         topk_expert_ids_TK: Tensor,
         num_local_tokens_per_expert_E: Tensor,
     ) -> tuple[Tensor, Tensor, Any]:
-        """Returns the rows of this rank's experts, (R, D) by expert, their number per expert, and the
-        argument of `combine`.
+        """Returns the R rows for this rank's experts, (R, D) by expert, the number of rows per expert, and
+        the argument `metadata` of `combine`.
 
         Args:
             x_TD: (T, D) tokens of this rank.

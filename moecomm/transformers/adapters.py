@@ -20,16 +20,16 @@ from moecomm.transformers.implementation import MoecommEP
 
 
 def adapt_experts(model: nn.Module) -> nn.Module:
-    """Prepares the adapters on experts' weights of `model`, a PeftModel, for experts over ranks; returns
-    `model`.
+    """Prepares the adapters on experts' weights of `model`, a PeftModel, for experts that are spread over
+    ranks; returns `model`.
 
         model = get_peft_model(
             model, LoraConfig(target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"])
         )
         adapt_experts(model)
 
-    Call it once, before the first forward. An adapter's gradient on a rank comes from this rank's experts;
-    averaged over all ranks, as transformers' Trainer does, it is that of the mean of all ranks' losses.
+    Call it once, before the first forward. An adapter's gradient on a rank comes from this rank's experts.
+    Averaged over all ranks, as transformers' Trainer does, it is the gradient of the ranks' mean loss.
 
     Raises:
         InvalidArgument: no adapter is on experts to which moecomm sends tokens, or `model` is no module.

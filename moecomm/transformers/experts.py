@@ -31,8 +31,8 @@ from moecomm.types import DispatchOutput
 
 OwnForward = Callable[[Tensor, Tensor, Tensor], Tensor]
 
-# transformers' own implementations, which compute the same as these products and may be replaced by them. A
-# request for another one ("sonicmoe", "deepgemm") is honoured, on moecomm's rows.
+# transformers' own implementations, which moecomm's products replace: they compute the same. If a config asks
+# for another implementation ("sonicmoe", "deepgemm"), that one runs, on moecomm's rows.
 _REPLACED = (None, "eager", "grouped_mm")
 
 
@@ -82,11 +82,11 @@ class LocalExperts:
         Args:
             shared: the communicator of all layers of this shape.
             x_TH, ids_TK, weights_TK: the tokens, their experts and the routing weights, for a dispatch.
-            batches: divides the gradients of the module's weights.
+            batches: the number by which the gradients of the module's weights are divided.
         """
         own_pass = self._activation is not None and self._has_plain_weights()
         own_pass = own_pass and getattr(self._experts, self._first).dtype is x_TH.dtype
-        # Gradients of adapters, which come through the weights, are not divided.
+        # With adapters products do not divide: that would divide the adapters' gradients too.
         in_products = own_pass and not self._added
         with self._changed(1 if in_products else batches):
             if own_pass:
@@ -137,8 +137,8 @@ class LocalExperts:
         return Weights(w_in, w_out, None, None, b_in=b_in, b_out=b_out)
 
     def _on_rows(self, out: DispatchOutput, comm: Communicator) -> Tensor:
-        """Returns the rows' results, (P, H) in the rows' dtype: where the weights have another dtype, or the
-        activation is none of moecomm's, or the module's own forward has to run."""
+        """Returns the rows' results, (P, H) in the rows' dtype, where `_run_pass` cannot run: weights of
+        another dtype, an activation that moecomm does not have, or a module that needs its own forward."""
         if not self._has_plain_weights():
             return self._run_forward(out)
         experts: Any = self._experts
@@ -150,8 +150,8 @@ class LocalExperts:
         return grouped_linear(z_PF, w_out, b_out, out.offsets, products).to(out.tokens.dtype)
 
     def _products_of(self, weights: Weights, comm: Communicator) -> Products:
-        """Returns quack's products if they support the experts, else torch's. Their tiles are for the rows of
-        an expert in a large batch, which are the same on all ranks."""
+        """Returns quack's products if they support the experts, else torch's. Tiles are chosen for an
+        expert's average rows in a batch of max_tokens, which are the same on all ranks."""
         rows, w_out_LFH = comm.max_tokens * comm.top_k // self._count, weights.w_out
         _, ffn, hidden = w_out_LFH.shape
         columns_first = not self._experts.is_transposed
@@ -208,8 +208,8 @@ def _is_described(experts: nn.Module) -> bool:
 
 
 def activation_of(experts: nn.Module) -> str | None:
-    """Returns moecomm's name for the function of `experts` between their products, None if it has none. It is
-    tried on some values, as modules may define their own, and on large ones, which it may limit."""
+    """Returns moecomm's name for the function of `experts` between their products, None if it has none. The
+    function is tried: modules may define their own. It is tried on large values too, as it may clamp them."""
     module: Any = experts
     with torch.device("cpu"):  # whatever torch.set_default_device says
         order = torch.randperm(96, generator=torch.Generator().manual_seed(0))
@@ -217,7 +217,7 @@ def activation_of(experts: nn.Module) -> str | None:
     inner_PI = torch.cat([small, large, -large])[order].view(2, 48)
     try:
         found = module._apply_gate(inner_PI) if module.has_gate else module.act_fn(inner_PI)
-    except Exception:  # a function for other inputs may raise any error: it is none of these
+    except Exception:  # a function for other inputs may raise any error: moecomm does not have it
         return None
     gate, up = inner_PI.chunk(2, dim=1)
     even, odd = inner_PI[:, ::2], inner_PI[:, 1::2]

@@ -28,8 +28,8 @@ class Kept(NamedTuple):
 
 
 class _Current(threading.local):
-    """The dispatches of the part of the model in which this thread computes, if it keeps them, in order; and,
-    during a recomputation, those that remain."""
+    """What this thread computes. region: the dispatches kept for a checkpointed region, in order; None: they
+    are not kept. left: during a recomputation of the region, the dispatches that remain."""
 
     region: list[Kept] | None = None
     left: Iterator[Kept] | None = None
@@ -81,8 +81,8 @@ def keep_dispatch(ids_TK: Tensor, comm: Communicator, state: DispatchState) -> N
 
 
 def kept_dispatch(ids_TK: Tensor) -> Kept | None:
-    """Returns the kept dispatch that a recomputed layer has to follow, None for another layer. Raises
-    InvalidArgument on all ranks if it was of other experts."""
+    """Returns the kept dispatch that a recomputed layer has to follow, None if there is none. Raises
+    InvalidArgument on all ranks if the router has now chosen other experts."""
     kept = None if _current.left is None else next(_current.left, None)
     if kept is not None and not torch.equal(ids_TK, kept.ids_TK):
         kept.comm.refuse(

@@ -24,8 +24,8 @@ class Resumable:
         model = AutoModelForCausalLM.from_pretrained(checkpoint, distributed_config=parallel)
         Trainer(model, arguments, train_dataset=data).train(resume_from_checkpoint=checkpoint)
 
-    The Trainer of transformers 5.24 refuses both, and requires `save_only_model=True`; with this class that
-    is optional, as usual. A checkpoint is the folder that transformers writes, with the optimizer's state in
+    Without it, the Trainer of transformers 5.24 refuses to save or restore that state, and requires
+    `save_only_model=True`. A checkpoint is the folder that transformers writes, with the optimizer's state in
     the format of torch.distributed.checkpoint. It may be resumed on another number of ranks and with another
     mesh. The model has to be loaded from the folder; for peft, load the base model from its original place,
     and the Trainer loads the adapters' weights from the folder. List this class before the Trainer.
@@ -58,7 +58,7 @@ class Resumable:
 
     def create_optimizer(self, *arguments: Any, **options: Any) -> Any:
         optimizer = super().create_optimizer(*arguments, **options)  # type: ignore[misc]
-        # torch.distributed.checkpoint cannot load a group without parameters, which adapters alone lead to.
+        # torch.distributed.checkpoint cannot load a group without parameters, which only adapters lead to.
         optimizer.param_groups[:] = [each for each in optimizer.param_groups if each["params"]]
         return optimizer
 

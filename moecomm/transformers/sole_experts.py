@@ -2,8 +2,8 @@
 
 Where an EP group has all ranks, transformers shards each module of experts by FSDP2 over a mesh of one rank.
 FSDP2 has nothing to gather or to reduce there. It still copies the weights twice in a step, and the gradients
-once. Here it leaves these modules alone. Their gradients are divided by the number of batches, which FSDP2
-would do (transformers/distributed/fsdp.py says why by this number).
+once. This file makes FSDP2 leave such modules alone. Their gradients are divided by the number of batches, as
+FSDP2 would do (transformers/distributed/fsdp.py says why by this number).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def replicate(module: nn.Module) -> nn.Module:
 
 
 def leave_out_of_fsdp(experts: nn.Module, ep_mesh: DeviceMesh) -> None:
-    """Makes FSDP2 leave out `experts` if no other rank has a copy of them, and if it would do no more than
-    copy: it also casts (fsdp_mixed_precision) and offloads (fsdp_cpu_offload)."""
+    """Makes FSDP2 leave out `experts` if no other rank has a copy of them. It stays where it would cast
+    (fsdp_mixed_precision) or offload (fsdp_cpu_offload)."""
     config: Any = getattr(getattr(experts, "config", None), "distributed_config", None)
     if config is None or config.fsdp_mixed_precision or config.fsdp_cpu_offload:
         return
