@@ -1,4 +1,4 @@
-"""DeepEP's `Buffer`: its calls of normal mode, on moecomm's rows by rank. low_latency.py has the others.
+"""DeepEP's `Buffer`: its calls of normal mode, on moecomm's rows by rank. low_latency.py has its other calls.
 
 Names, order and defaults of arguments are those of DeepEP's deep_ep/buffers/legacy.py (version 1 of its API).
 Shape letters: T tokens, K top-k, H hidden, E experts, R ranks, L local experts, P received rows.
@@ -41,7 +41,7 @@ class Buffer(LowLatency):
     """
 
     num_sms: int = 20
-    """The number that DeepEP's configs have; moecomm uses it after `set_num_sms` alone."""
+    """The number that DeepEP's configs have; moecomm uses it only after a call of `set_num_sms`."""
 
     def __init__(
         self,
@@ -108,8 +108,8 @@ class Buffer(LowLatency):
             num_experts: E, a multiple of the ranks.
 
         Returns:
-            (R,) int32 tokens for each rank; None, where DeepEP counts them by node; (E,) int32 tokens for
-            each expert; (T, R) bool, whether a token goes to a rank; an event.
+            (R,) int32 tokens for each rank; None (DeepEP: tokens for each node); (E,) int32 tokens for each
+            expert; (T, R) bool, whether a token goes to a rank; an event.
 
         Raises:
             InvalidArgument: topk_idx has another shape or dtype, or num_experts is no multiple of the ranks.
@@ -122,7 +122,7 @@ class Buffer(LowLatency):
             )
 
         def count() -> tuple[Tensor, Tensor, Tensor]:
-            # The first column is of "none", the last of ids too large.
+            # The first column is for "none", the last for ids that are too large.
             columns_TK = (topk_idx + 1).clamp_(0, num_experts + 1).long()
             chosen_TX = topk_idx.new_zeros((len(topk_idx), num_experts + 2), dtype=torch.bool)
             chosen_TE = chosen_TX.scatter_(1, columns_TK, True)[:, 1:-1]
@@ -155,15 +155,15 @@ class Buffer(LowLatency):
 
         Args:
             x: (T, H) rows; or, on GPUs, a pair of float8_e4m3fn rows and (T, H / 128) float32 scales.
-            handle: of an earlier dispatch, whose plan these rows take; the arguments about experts are None
-                then. For fp8 rows the plan is made again, so that the host waits as it did before.
+            handle: of an earlier dispatch, along whose plan the rows go; topk_idx and topk_weights are None
+                then. For fp8 rows the plan is made again, so that the host waits as in that dispatch.
             num_tokens_per_expert: (E,) of `get_dispatch_layout`; its length is the number of experts.
             topk_idx, topk_weights: (T, K) expert ids, -1 for none, and float32 weights, which travel along.
             is_token_in_rank: (T, R) bool, used where topk_idx is None.
             expert_alignment: the counts are rounded up to a multiple of it.
-            num_worst_tokens: above 0 the rows of the result, the same number on all ranks; the host waits for
-                nothing. On GPUs a rank may then bring num_worst_tokens / R tokens, or as many as any rank
-                brought before; more raise InvalidArgument on that rank.
+            num_worst_tokens: if above 0, the number of rows of the result, the same on all ranks; the host
+                waits for nothing. On GPUs a rank may then bring num_worst_tokens / R tokens, or as many as
+                any rank brought before; more raise InvalidArgument on that rank.
             num_tokens_per_rank, num_tokens_per_rdma_rank, config, allocate_on_comm_stream: nothing depends on
                 them.
             previous_event: with async_finish the operation begins after it, else after the current stream.
@@ -190,7 +190,7 @@ class Buffer(LowLatency):
         require_integer("num_worst_tokens", num_worst_tokens, 0)
         experts = self._experts_of(num_tokens_per_expert, is_token_in_rank, topk_idx, topk_weights)
         top_k = self.group_size if topk_idx is None else top_k_of(topk_idx)
-        # Where the host does not wait, ranks could not agree later on a larger batch.
+        # Room for the largest batch: if the host does not wait, ranks cannot agree on a larger one later.
         every = -(-num_worst_tokens // self.group_size)
         shared = self.communicator(x, experts, top_k, Buffer._chosen_sms, every=every)
         capacity, rows, ids_TK = num_worst_tokens or None, parts_of(x), topk_idx
@@ -242,8 +242,8 @@ class Buffer(LowLatency):
         Args:
             x: (P, H) rows in the order of the dispatch.
             handle: of that dispatch.
-            topk_weights: (P, K) float32, which travel along; each weight of a token is that of the rank that
-                has its expert.
+            topk_weights: (P, K) float32, which travel along; for each expert of a token, the weight of the
+                rank that has the expert is returned.
             bias: one or two tensors (T, H) that are added to the sums.
             The others are as in `dispatch`.
 
@@ -276,7 +276,7 @@ class Buffer(LowLatency):
             raise InvalidArgument(
                 "topk_idx is None, expected (T, K); or is_token_in_rank, and no topk_weights"
             )
-        if num_tokens_per_expert.dim() != 1 or topk_idx is None:  # only then are its values used
+        if num_tokens_per_expert.dim() != 1 or topk_idx is None:  # its values are used without topk_idx
             require_shape("num_tokens_per_expert", num_tokens_per_expert, "(E,)", None, dtypes=INTEGERS)
         return num_tokens_per_expert.shape[0]
 

@@ -28,9 +28,9 @@ _KINDS = {
 
 
 def checked(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """Makes a call that fails with an error of Python's or torch's own raise InvalidArgument instead, if an
-    argument is not as the call annotates it (tensors, pairs of tensors, integers and events), or a tensor is
-    on another device than the first. (To look at all arguments of each call would take the host 5 us.)"""
+    """Decorates a call. If the call fails with an error of Python or torch, it raises InvalidArgument instead
+    for an argument that is not as annotated (tensors, pairs of tensors, integers and events), or for a tensor
+    on another device than the first. (To check each call beforehand would take the host 5 us.)"""
     parameters = inspect.signature(function).parameters
     kinds = {name: _kinds_of(str(each.annotation)) for name, each in parameters.items()}
 
@@ -67,7 +67,7 @@ def _check_devices(given: dict[str, Any], cause: Exception) -> None:
 
 
 def _kinds_of(annotation: str) -> list[str]:
-    """Returns what an annotation allows; nothing if it names another type."""
+    """Returns the kinds that an annotation allows; none if it names a type that is not in _KINDS."""
     names = [each.strip() for each in annotation.split("|")]
     return [_KINDS[each] for each in names] if all(each in _KINDS for each in names) else []
 
@@ -91,8 +91,8 @@ def _described(value: Any) -> str:
 def require_shape(
     name: str, value: Tensor, letters: str, *shape: int | None, dtypes: tuple[torch.dtype, ...] = ()
 ) -> None:
-    """Raises InvalidArgument for a tensor of another shape (None: any size), which `letters` describe, or of
-    none of these dtypes, if there are any."""
+    """Raises InvalidArgument unless a tensor has this shape (None: any size) and one of `dtypes`, if any are
+    given. `letters`: the shape for the error's text."""
     sizes = value.shape
     if len(sizes) != len(shape) or any(a is not None and a != b for a, b in zip(shape, sizes, strict=True)):
         raise InvalidArgument(f"{name} has shape {tuple(sizes)}, expected {letters}")
@@ -101,13 +101,13 @@ def require_shape(
 
 
 def require_counts(counts: Tensor | None, local: int) -> None:
-    """Raises InvalidArgument unless counts (L,) can be added to this tensor, if there is one."""
+    """Raises InvalidArgument unless `counts` is None, or integers (L,) to which counts can be added."""
     if counts is not None:
         require_shape("cumulative_local_expert_recv_stats", counts, f"({local},)", local, dtypes=INTEGERS)
 
 
 def top_k_of(topk_idx: Tensor) -> int:
     """Returns K of (T, K) ids. Raises InvalidArgument for another shape."""
-    if topk_idx.dim() != 2:  # first, as it takes the host a tenth of what the other check does
+    if topk_idx.dim() != 2:  # takes the host a tenth of the time of require_shape
         require_shape("topk_idx", topk_idx, "(T, K)", None, None)
     return topk_idx.shape[1]

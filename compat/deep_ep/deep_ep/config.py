@@ -1,4 +1,4 @@
-"""DeepEP's tuning parameters, which moecomm takes and does not need."""
+"""DeepEP's tuning parameters, which moecomm accepts and does not need."""
 
 from __future__ import annotations
 

@@ -40,16 +40,17 @@ class EPHandle(PlanHandle):
     """The handle of a dispatch of `ElasticBuffer`, for its combine and for dispatches along its plan.
 
     Attributes:
-        comm, handle: those of moecomm.
-        do_expand: one row for each (token, local expert), by expert; else one for each (token, rank).
+        comm, handle: moecomm's communicator, and its handle of the dispatch.
+        do_expand: the expanded layout: one row for each (token, local expert), by expert. Else the compact
+            layout: one row for each (token, rank).
         num_experts: E.
         expert_alignment: groups of experts, or their counts, are multiples of it.
         num_max_tokens_per_rank: C.
         num_sms: as given to the dispatch.
-        options: its layout, alignment and capacity in moecomm.
+        options: layout, alignment and capacity of moecomm's dispatch.
         topk_idx: (T, K) of the dispatch, copied unless do_handle_copy=False.
-        num_recv_tokens: rows of the compact layout; without do_cpu_sync the most that there can be.
-        num_expanded_tokens: the same of the expanded layout, with its padding.
+        num_recv_tokens: rows of the compact layout (expanded: 0); without do_cpu_sync the most possible.
+        num_expanded_tokens: rows of the expanded layout with padding (compact: 0), or the most possible.
         num_recv_tokens_per_expert_list: the L counts, rounded up; empty without do_cpu_sync.
         psum_num_recv_tokens_per_scaleup_rank: (R,) int32 inclusive sums of the rows from each rank; None in
             the expanded layout, whose rows are not counted by rank.
@@ -168,7 +169,7 @@ class ElasticBuffer(Operations):
         return 1, self.num_ranks
 
     def get_logical_domain_size(self) -> tuple[int, int]:
-        """Returns (1, R), as above."""
+        """Returns (1, R), as `get_physical_domain_size`."""
         return 1, self.num_ranks
 
     def get_theoretical_num_sms(self, num_experts: int, num_topk: int, *args: Any, **options: Any) -> int:
@@ -178,13 +179,13 @@ class ElasticBuffer(Operations):
         return torch.cuda.get_device_properties("cuda").multi_processor_count * 3 // 4
 
     def get_theoretical_num_qps(self, num_sms: int) -> int:
-        """Returns the number given or made at the construction."""
+        """Returns `num_allocated_qps` of the construction, or 17 if it was 0."""
         return self.num_allocated_qps
 
     def barrier(
         self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True
     ) -> None:
-        """Waits for all ranks; with_cpu_sync: and for the device."""
+        """Waits for all ranks; with_cpu_sync: also for the device."""
         dist.barrier(self.group)
         if with_cpu_sync and torch.cuda.is_available():
             torch.cuda.synchronize()
@@ -218,7 +219,7 @@ class ElasticBuffer(Operations):
         Args:
             x: (T, H) rows; or, on GPUs, a pair of float8_e4m3fn rows and (T, H / 128) float32 scales.
             topk_idx, topk_weights: (T, K) expert ids, -1 for none, and float32 weights, which travel along.
-            cumulative_local_expert_recv_stats: (L,), to which the counts are added.
+            cumulative_local_expert_recv_stats: (L,), to which each local expert's rows are added.
             num_experts: E; needed without a handle.
             num_max_tokens_per_rank: C; None: that of the construction.
             expert_alignment: the experts' counts are rounded up to a multiple of it, and in the expanded
@@ -229,16 +230,16 @@ class ElasticBuffer(Operations):
             async_with_compute_stream: the current stream does not wait; the returned event is for the
                 operation.
             handle: of an earlier dispatch, along whose plan the rows go. For fp8 rows the plan is made again,
-                so that the host waits as it did before.
+                so that the host waits as in that dispatch.
             do_handle_copy: the handle copies topk_idx.
             do_cpu_sync: the host waits, and the result has as many rows as arrived. False: nothing waits, and
-                it has R * C rows, expanded R * C * min(K, L) and those for padding. None: True.
-            do_expand: one row for each (token, local expert), by expert, then source rank, then token.
+                it has R * C rows; if expanded, R * C * min(K, L) and those for padding. None: True.
+            do_expand: expanded layout: a row for each (token, local expert), by expert, source rank, token.
             num_qps, allocate_on_comm_stream, do_zero_padding: nothing depends on them; padding is zero.
             use_tma_aligned_col_major_sf: the memory of scales is by columns, each of a multiple of 16 bytes,
                 as DeepGEMM reads them.
             defer_epilogue: the event alone is returned, whose `wait()` returns the rest; needs
-                async_with_compute_stream. The host waits here, as without it.
+                async_with_compute_stream. A host wait of do_cpu_sync still happens in this call.
 
         Returns:
             The rows, (P, H), or a pair as given; compact: (P, K) local expert ids in the dtype of topk_idx,
@@ -271,7 +272,7 @@ class ElasticBuffer(Operations):
         require_integer("num_max_tokens_per_rank", most, 0)
         waits = do_cpu_sync is None or do_cpu_sync
         capacity = None if waits else self._rows(most, top_k, num_experts, alignment, do_expand)
-        # Where the host does not wait, ranks could not agree later on a larger batch.
+        # Room for the largest batch: if the host does not wait, ranks cannot agree on a larger one later.
         every = 0 if waits else most
         shared = self.communicator(x, num_experts, top_k, num_sms or None, every=every)
         options: dict[str, Any] = {"capacity": capacity, "layout": "rank"}
@@ -322,9 +323,9 @@ class ElasticBuffer(Operations):
             num_sms: those of the dispatch are used. The others are as in `dispatch`.
 
         Returns:
-            (T, H) sums: a rank sums its rows of a token by k, the token's rank those of the ranks by
-            ascending rank, in float32, each rounded once (with a bias once more); (T, K) weights, 0 where a
-            token names no expert, or None; an event.
+            (T, H) sums: a rank sums its rows of a token in the order of k, then the token's rank adds these
+            sums by ascending rank; both in float32, rounded once (with a bias once more). (T, K) weights, 0
+            where a token names no expert, or None; an event.
 
         Raises:
             What `moecomm.Communicator.combine` raises, on all ranks.
@@ -350,8 +351,8 @@ class ElasticBuffer(Operations):
     def _carry(self, handle: EPHandle, topk_weights: Tensor) -> Tensor:
         """Returns the weights, as they arrive along the handle, by a small dispatch of their own."""
         ids_TK, options = handle.ids_TK, {}
-        if most := handle.num_max_tokens_per_rank:  # then the host does not wait
-            if handle.options["capacity"] is None:  # its batch may have had more
+        if most := handle.num_max_tokens_per_rank:  # a capacity can be given, and the host does not wait
+            if handle.options["capacity"] is None:  # the handle's batch may have had more tokens
                 most = max(most, handle.comm.max_tokens)
             sizes = (most, ids_TK.shape[1], handle.num_experts, handle.expert_alignment, handle.do_expand)
             options["capacity"] = self._rows(*sizes)
@@ -373,8 +374,8 @@ class ElasticBuffer(Operations):
         return self.num_ranks * most * min(top_k, local) + local * (alignment - 1)
 
     def _before(self, first: Any, epilogue: Any) -> list[EventHandle]:
-        """Returns the events before an operation. One for the epilogue does not replace the current stream,
-        which `first` does."""
+        """Returns the events after which an operation begins. `first` is waited for in place of the current
+        stream, `epilogue` in addition."""
         before = events_of(first)
         if epilogue is not None and not before:
             before.append(self.capture())
@@ -387,7 +388,7 @@ def _require_apart(defers: bool, apart: bool) -> None:
 
 
 def _given(results: tuple[Any, ...], defers: bool) -> Any:
-    """Returns the results of a call; if it `defers`, its event, which holds them."""
+    """Returns the results of a call; if the call `defers`, its event alone, which holds the results."""
     if not defers:
         return results
     event: EventOverlap = results[-1]
@@ -396,4 +397,4 @@ def _given(results: tuple[Any, ...], defers: bool) -> Any:
 
 
 EPBuffer = ElasticBuffer
-"""The name from DeepEP 2.5 on."""
+"""DeepEP's name of ElasticBuffer, from its version 2.5 on."""

@@ -56,10 +56,10 @@ class DispatchHandle(TupleHandle):
 class HybridHandle(TupleHandle):
     """The handle of a dispatch of `HybridEPBuffer`, for its combine and for dispatches along its plan.
 
-    As a sequence it has DeepEP's elements. With permute 11: [7] (L,) int32 rows of each local expert without
-    padding, as far as they fit, [8] T, [9] the config, [10] the overflow flag, (1,) int32: 1 where rows were
-    left out. Without permute 7: [3] (1,) int32 P, [4] (P, L) bool local experts of the rows, [5] T, [6] the
-    config. The others serve DeepEP's kernels alone and are None.
+    As a sequence it has DeepEP's elements: 11 with permute, 7 without. With permute: [7] (L,) int32 rows of
+    each local expert without padding, as far as they fit, [8] T, [9] the config, [10] the overflow flag, (1,)
+    int32: 1 if rows were left out. Without: [3] (1,) int32 P, [4] (P, L) bool local experts of the rows, [5]
+    T, [6] the config. The others serve DeepEP's kernels alone and are None.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class HybridHandle(TupleHandle):
         return torch.diff(ends_L, prepend=ends_L.new_zeros(1))
 
     def padded_counts_on_host(self) -> torch.Tensor:
-        """Returns the same as int64 on the CPU. With a capacity the host waits for the rows."""
+        """Returns `padded_counts()` as int64 on the CPU. With a capacity the host waits for the dispatch."""
         if self._host_counts is None:
             return self.padded_counts().long().cpu()
         return torch.tensor(all_rounded_up(self._host_counts, self.options["alignment"]), device="cpu")

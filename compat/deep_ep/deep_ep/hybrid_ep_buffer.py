@@ -32,7 +32,7 @@ __all__ = ["BufferConfig", "HybridEPBuffer", "indices_to_map"]
 
 @dataclass
 class BufferConfig:
-    """Sizes of a buffer: `configurer.buffer_config`, and with a dispatch's own changes in its handle.
+    """Sizes of a buffer, in `configurer.buffer_config`. A handle has a copy with the sizes of its dispatch.
 
     Attributes:
         num_of_experts_per_token: the most experts of a token in a routing map, the same on all ranks; 0: all
@@ -56,7 +56,7 @@ class HybridEPBuffer(Operations):
     shape (experts, hidden, top-k, dtype) for `max_num_of_tokens_per_rank`, and made larger when a batch
     brings more tokens. Ranks may have different numbers of tokens, also none.
 
-    A communicator has a fixed top-k. Of ids it is their K. A routing map names none: all ranks agree on the
+    A communicator has a fixed top-k. For ids it is their K. A routing map has no K: all ranks agree on the
     most experts of a token by an all-reduce, once, and again when a token of any rank has more.
 
     Args:
@@ -92,7 +92,7 @@ class HybridEPBuffer(Operations):
         sizes = (hidden_dim, max_num_of_tokens_per_rank, num_local_experts, self.group_size)
         self.configurer = SimpleNamespace(buffer_config=BufferConfig(*sizes, _data_type(use_fp8)))
         self._num_sms = num_sms_dispatch_api
-        self._top_k: dict[int, int] = {}  # by experts, what ranks have agreed on for maps
+        self._top_k: dict[int, int] = {}  # by number of experts: the top-k that ranks have agreed on for maps
         self._bounded: weakref.WeakSet[Communicator] = weakref.WeakSet()
 
     def empty_jit_cache(self) -> None:
@@ -108,8 +108,8 @@ class HybridEPBuffer(Operations):
         fuse_permute_dispatch: bool = False,
         **kwargs: Any,
     ) -> BufferConfig:
-        """Returns the buffer's config with what is given changed. More tokens than before, rounded up to a
-        multiple of 16, become the buffer's `max_num_of_tokens_per_rank` too."""
+        """Returns a copy of the buffer's config with the given values. More tokens than before, rounded up to
+        a multiple of 16, become the buffer's own `max_num_of_tokens_per_rank` too."""
         own: BufferConfig = self.configurer.buffer_config
         most = rounded_up(num_of_tokens_per_rank or 0, 16)
         own.max_num_of_tokens_per_rank = max(own.max_num_of_tokens_per_rank, most)
@@ -139,14 +139,14 @@ class HybridEPBuffer(Operations):
         num_dispatched_tokens: int | None = None,
         handle: HybridHandle | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None, HybridHandle]:
-        """Brings each token to the ranks of its experts, once to each rank. The host waits for the rows.
+        """Brings each token to the ranks of its experts, once to each rank. The host waits for the row count.
 
         Args:
             hidden: (T, H) rows; or, on GPUs, fp8 rows as float8_e4m3fn or uint8.
             scaling_factor: (T, H / 128) float32 scales of fp8 rows.
             topk_idx, topk_weights: (T, K) expert ids, -1 for none, and float32 weights or None.
             num_of_experts: E; needed with topk_idx.
-            routing_map, probs: in place of them (T, E) bool, and float32 or None.
+            routing_map, probs: in place of ids and weights, (T, E) bool, and (T, E) float32 or None.
             handle: of an earlier dispatch, along whose plan the rows go, with probs or weights if given.
             num_dispatched_tokens_tensor, num_dispatched_tokens: nothing depends on them.
 
@@ -217,10 +217,10 @@ class HybridEPBuffer(Operations):
         """Brings each token to its experts: one row for each (token, local expert).
 
         Args:
-            num_permuted_tokens: rows of the result, the same on all ranks: rows past them are left out, and
-                the handle's overflow flag is 1. None: as many as arrive. With a handle: as many as it has.
-            pad_multiple: each expert's rows are a multiple of it, with rows of zeros; None or 0: 1. With a
-                handle that of the handle.
+            num_permuted_tokens: rows of the result, the same on all ranks: if more arrive, they are left out,
+                and the handle's overflow flag is 1. None: all that arrive. With a handle: its number.
+            pad_multiple: each expert's rows are a multiple of it, with rows of zeros; None or 0: 1. A given
+                handle replaces it by its own.
             non_blocking: the host waits for nothing; needs num_permuted_tokens, a multiple of pad_multiple.
             use_host_meta: the opposite of non_blocking, deprecated.
             num_of_experts_per_rank, use_fp8: kept in the handle's config.
@@ -271,9 +271,9 @@ class HybridEPBuffer(Operations):
         fuse_unpermute_combine: bool = False,
         num_dispatched_tokens: int | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """As `combine`, of rows and (P,) probs in the order of `dispatch_with_permute`. Before they travel a
-        rank sums its rows of a token, by k or in a map's order, in float32, rounded once. Nothing depends on
-        the last three arguments."""
+        """Like `combine`, for rows and (P,) probs in the order of `dispatch_with_permute`. A rank first sums
+        its rows of a token, in the order of k or of the map, in float32, rounded once; then the sum travels.
+        Nothing depends on the last three arguments."""
         return self._sums(hidden, probs, _expect(handle, "expert"))
 
     # ---------------------------------------------------------------------------------------------------
@@ -302,7 +302,7 @@ class HybridEPBuffer(Operations):
             x = hidden.view(torch.float8_e4m3fn), scaling_factor
         if handle is not None:
             kept, experts = _expect(handle, options["layout"]), handle.comm.num_experts
-            if map_TE is None and topk_idx is not None:  # its ids may be in another order than the plan's
+            if map_TE is None and topk_idx is not None:  # ids may be in another order than those of the plan
                 _, probs = indices_to_map(topk_idx, topk_weights, len(hidden), experts)
             if probs is None and x is hidden:
                 rows, _ = self.send_along(kept, x, (), apart=False)
@@ -358,9 +358,9 @@ class HybridEPBuffer(Operations):
     ) -> tuple[Communicator, DispatchOutput, Tensor]:
         """Dispatches by a map, with a top-k that suffices for the tokens of all ranks.
 
-        A rank on which it does not suffice gives ids that are too wide. This dispatch fails on all ranks,
-        which tells them to agree on a larger one. On GPUs with a fixed number of rows the host does not read
-        the map once there is a top-k, and the device refuses such a token (`ids_of`).
+        If the top-k is too small on a rank, that rank gives ids with more columns. The dispatch then fails on
+        all ranks, and they agree on a larger top-k. On GPUs, with a fixed number of rows, the host does not
+        read the map once there is a top-k: the device refuses a token with more experts (`ids_of`).
         """
         experts, config = map_TE.shape[1], self.configurer.buffer_config
         reads = options["capacity"] is None or not map_TE.is_cuda
@@ -377,7 +377,7 @@ class HybridEPBuffer(Operations):
                 if not reads or not may_be_too_large(error):
                     raise
                 needed = self._largest(most, map_TE.device)
-                if needed <= held:  # all ranks have another error
+                if needed <= held:  # the error is another one, on all ranks
                     raise
             # More than needed, so that batches with ever more do not each build a communicator.
             held = self._top_k[experts] = min(experts, needed + needed // 4)
@@ -392,8 +392,8 @@ class HybridEPBuffer(Operations):
         return int(most)
 
     def _forgive(self) -> None:
-        """Takes the errors about rows that were left out, which a later dispatch would raise: handles tell of
-        them. On GPUs the host waits, so that all ranks take them before the same dispatch."""
+        """Clears errors about rows that were left out, which a later dispatch would raise: the flags of
+        handles report them. On GPUs the host waits, so that all ranks clear them before the same dispatch."""
         for comm in list(self._bounded):
             if comm.device.type == "cuda":
                 torch.cuda.synchronize(comm.device)

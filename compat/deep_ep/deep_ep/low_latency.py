@@ -1,4 +1,4 @@
-"""The low-latency calls of DeepEP's `Buffer`: rows by expert at fixed places, and the host waits for nothing.
+"""The low-latency calls of DeepEP's `Buffer`: rows by expert at fixed positions; the host waits for nothing.
 
 Shape letters: T tokens, K top-k, H hidden, E experts, R ranks, L local experts, C
 num_max_dispatch_tokens_per_rank, S scales of a row, H / 128.
@@ -36,7 +36,7 @@ class SlotHandle(TupleHandle):
 
     def __init__(self, comm: Communicator, out: DispatchOutput, ids_TK: Tensor) -> None:
         self.comm = comm
-        # Where the combine sends weights by them, the caller may have changed its own by then.
+        # A combine that sends weights by these ids needs a copy: the caller may have changed its tensor then.
         self.keep(out, ids_TK if comm.weighs_tokens else ids_TK.clone())
         self.rows_LNH: Tensor | None = None  # what get_next_low_latency_combine_buffer has returned
 
@@ -90,7 +90,7 @@ class LowLatency(Operations):
         async_finish: bool = False,
         return_recv_hook: bool = False,
     ) -> tuple[Any, Tensor, SlotHandle, EventOverlap, Hook | None]:
-        """Brings each token to its experts, a row for each, at fixed places. The host waits for nothing.
+        """Brings each token to its experts, a row for each, at fixed positions. The host waits for nothing.
 
         The first call of a shape (E, H, K, C, dtype, use_fp8) builds a communicator on all ranks together, so
         it cannot be captured in a CUDA graph; later ones can.
@@ -100,19 +100,19 @@ class LowLatency(Operations):
             topk_idx: (T, K) expert ids, -1 for none.
             num_max_dispatch_tokens_per_rank: C, the same on all ranks.
             num_experts: E.
-            cumulative_local_expert_recv_stats: (L,) int32, to which the counts are added.
-            dispatch_wait_recv_cost_stats: ignored with a warning; `moecomm.Communicator.stats()` has them.
+            cumulative_local_expert_recv_stats: (L,) int32 or int64, to which the returned counts are added.
+            dispatch_wait_recv_cost_stats: ignored with a warning; see `moecomm.Communicator.stats()`.
             use_fp8: rows travel and arrive in float8_e4m3fn, with a scale for 128 columns. On GPUs alone; H
                 is a multiple of 128.
             round_scale: scales are powers of two.
-            use_ue8m0: with it, scales arrive as exponents of eight bits, four in an int32; H is a multiple of
-                512.
+            use_ue8m0: needs round_scale; scales arrive as exponents of eight bits, four in an int32; H is a
+                multiple of 512.
             async_finish: the current stream does not wait for the operation; the returned event is for it.
-            return_recv_hook: likewise; calling the returned hook makes the current stream wait.
+            return_recv_hook: the current stream does not wait before the returned hook is called.
 
         Returns:
-            (L, R * C, H) rows: of expert l those up to its count, by source rank, then token; the others are
-            unspecified. With use_fp8 a pair of them and (L, R * C, S) float32 scales, or (L, R * C, S / 4)
+            (L, R * C, H) rows: of expert l as many as its count, by source rank, then token; further rows are
+            unspecified. With use_fp8 a pair of rows and (L, R * C, S) float32 scales, or (L, R * C, S / 4)
             int32, whose second dimension is contiguous; (L,) int32 counts; the handle; an event; the hook, or
             None.
 
@@ -168,12 +168,12 @@ class LowLatency(Operations):
     ) -> tuple[Tensor, EventOverlap, Hook | None]:
         """Returns rows to the ranks of their tokens, and sums them there with weights.
 
-        The weights travel with it where `Communicator.weighs_tokens` is True: on GPUs of one node, for few
-        tokens. Elsewhere they go to the experts' ranks in a small dispatch before it.
+        If `Communicator.weighs_tokens` is True, on GPUs of one node for few tokens, the combine itself brings
+        the weights. Elsewhere a small dispatch before it brings them to the experts' ranks.
 
         Args:
             x: (L, R * C, H) rows in the order of the dispatch.
-            topk_idx: (T, K) of the dispatch; where one is -1 now, its row does not count.
+            topk_idx: (T, K) of the dispatch; where an id is -1 now, its row does not count.
             topk_weights: (T, K) float32.
             handle: of the dispatch.
             use_logfmt: nothing depends on it: rows travel in their dtype.
@@ -183,8 +183,8 @@ class LowLatency(Operations):
             The others are as in `low_latency_dispatch`.
 
         Returns:
-            (T, H) sums: a rank sums its rows of a token by k, the token's rank those of the ranks by
-            ascending rank, in float32, each rounded once; an event; the hook, or None.
+            (T, H) sums: a rank sums its rows of a token in the order of k, then the token's rank adds these
+            sums by ascending rank; both in float32, rounded once. An event; the hook, or None.
 
         Raises:
             InvalidArgument: a handle of another call, or zero_copy without that tensor.
@@ -256,7 +256,7 @@ class LowLatency(Operations):
     # ---------------------------------------------------------------------------------------------------
 
     def _of(self, x: Tensor, experts: int, top_k: int, tokens: int, wire: str | None) -> Communicator:
-        """Returns the communicator for rows like x, of exactly as many tokens. All ranks call it."""
+        """Returns the communicator for rows like x and exactly `tokens` as C. All ranks call it."""
         self.require_open()
         sms = self._chosen_sms if x.is_cuda else None
         sizes: dict[str, Any] = {
@@ -277,13 +277,13 @@ class LowLatency(Operations):
         return self._exact[key]
 
     def _carrying(self, comm: Communicator, ids_TK: Tensor) -> Communicator:
-        """Returns the communicator for the weights of another one's tokens."""
+        """Returns the communicator that carries the weights of the tokens of `comm`."""
         return self._of(carriers(ids_TK, comm), comm.num_experts, comm.top_k, comm.max_tokens, None)
 
     def _issue(
         self, work: Callable[[], tuple[Any, ...]], inputs: Any, apart: bool, hooked: bool
     ) -> tuple[tuple[Any, ...], EventOverlap, Hook | None]:
-        """Runs work; returns its tensors, an event and a hook."""
+        """Runs work; returns its tensors, an event, and a hook if `hooked`."""
         found, event = self.run(work, inputs, (), apart or hooked)
         if not hooked:
             return found, event, None

@@ -43,7 +43,7 @@ def ids_of(map_TE: Tensor, top_k: int) -> Tensor:
     an id E, which a dispatch refuses: no expert is left out in silence."""
     experts = map_TE.shape[1]
     places_TE = map_TE.cumsum(1) - 1
-    ids_TK = places_TE.new_full((len(map_TE), top_k + 1), -1)  # the last column takes what has no place
+    ids_TK = places_TE.new_full((len(map_TE), top_k + 1), -1)  # the last column takes all other entries
     each_TE = torch.arange(experts, device=map_TE.device).expand(map_TE.shape)
     ids_TK.scatter_(1, places_TE.masked_fill(~map_TE | (places_TE >= top_k), top_k), each_TE)
     ids_TK[:, 0].masked_fill_(places_TE[:, -1] >= top_k, experts)

@@ -19,8 +19,8 @@ Events = Sequence[EventHandle]
 
 
 class PlanHandle:
-    """A base of the handles of all buffers: the plan of a dispatch, with the communicator that has made it,
-    which it keeps alive. It may outlive many steps."""
+    """A base of the handles of all buffers: the plan of a dispatch, and the communicator that has made the
+    plan. A handle keeps the communicator alive, and may outlive many steps."""
 
     comm: Communicator
     handle: Handle
@@ -28,8 +28,8 @@ class PlanHandle:
     """Layout, alignment and capacity of the dispatch."""
 
     def keep(self, out: DispatchOutput, ids_TK: Tensor) -> None:
-        """Keeps the plan of a dispatch, what `view` makes of it, and its ids, which are not copied, but not
-        the rows."""
+        """Keeps the plan of a dispatch, the function `view` that makes views of it, and the ids, which are
+        not copied. Does not keep the rows."""
         assert out.plan_views is not None
         self.handle, self.view, self._ids_TK = out.handle, out.plan_views, ids_TK
         self._version = _version(ids_TK)
@@ -111,10 +111,10 @@ class Operations:
         Args:
             work: what to run; it may return other values among the tensors.
             inputs: the tensors that it reads, or None.
-            before: events after which it begins; apart and without any, it begins after the current stream.
+            before: events after which it begins; if `apart` and there are none, after the current stream.
         """
         if torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in inputs):
-            with torch.no_grad():  # which takes the host 2 us: only where it changes something
+            with torch.no_grad():  # takes the host 2 us, so only if a gradient is required
                 return self.run(work, inputs, before, apart)
         if not inputs[0].is_cuda:
             return work(), EventOverlap(EventHandle() if apart else None)
@@ -134,8 +134,8 @@ class Operations:
     def send_along(
         self, handle: Any, x: Any, before: Events, apart: bool, num_sms: int | None = None
     ) -> tuple[Any, EventOverlap]:
-        """Returns the rows that tokens become along the plan of an earlier dispatch, and an event. A pair of
-        fp8 rows and scales becomes one."""
+        """Sends tokens along the plan of an earlier dispatch; returns the rows that arrive, and an event. A
+        pair of fp8 rows and scales arrives as a pair."""
         comm, plan = plan_of(handle)
         if not isinstance(x, tuple):
             (rows,), event = self.run(lambda: (comm.redispatch(x, plan),), (x,), before, apart)
@@ -150,8 +150,8 @@ class Operations:
     def send_again(
         self, handle: Any, x: Any, weights_TK: Tensor | None, num_sms: int | None, **options: Any
     ) -> tuple[Communicator, DispatchOutput]:
-        """Dispatches by the ids of an earlier dispatch, which make the same plan: for fp8 rows and weights,
-        which do not go along a plan. `options` replace those of the handle."""
+        """Dispatches by the ids of an earlier dispatch, which make the same plan. This is for fp8 rows and
+        weights, which cannot go along a kept plan. `options` replace those of the handle."""
         ids_TK = handle.ids_TK
         comm = handle.comm
         shared = self.communicator(x, comm.num_experts, ids_TK.shape[1], num_sms, every=comm.max_tokens)
@@ -214,15 +214,15 @@ def _version(ids_TK: Tensor) -> int:
 
 
 def carriers(ids_TK: Tensor, comm: Communicator) -> Tensor:
-    """Returns rows without contents, of 16 bytes, the least that a row has: with them the weights of a
-    communicator's tokens travel to experts to which their rows have gone before."""
+    """Returns uninitialised rows of 16 bytes, the smallest size of a row. Dispatched by `ids_TK`, they bring
+    the tokens' weights to the experts where the tokens' rows have gone along `comm` before."""
     dtype = weight_dtype(comm.dtype)
     return ids_TK.new_empty((len(ids_TK), 16 // dtype.itemsize), dtype=dtype)
 
 
 def by_columns(scales: Tensor) -> Tensor:
-    """Returns float32 scales (..., P, S) with the memory of each column contiguous, and of a multiple of 16
-    bytes, as DeepGEMM reads them."""
+    """Returns float32 scales (..., P, S) with the memory of each column contiguous, and padded to a multiple
+    of 16 bytes, as DeepGEMM reads them."""
     rows, columns = scales.shape[-2:]
     made = scales.new_empty((*scales.shape[:-2], columns, rounded_up(rows, 4)))
     return made[..., :rows].transpose(-1, -2).copy_(scales)
@@ -234,5 +234,5 @@ def rounded_up(number: Any, alignment: int) -> Any:
 
 
 def all_rounded_up(numbers: list[int], alignment: int) -> list[int]:
-    """Returns the numbers, each rounded up; the list itself where that changes none."""
+    """Returns the numbers, each rounded up to a multiple of `alignment`; the list itself if that is 1."""
     return numbers if alignment == 1 else [rounded_up(each, alignment) for each in numbers]

@@ -31,8 +31,8 @@ class EventOverlap:
 
     Attributes:
         event: an EventHandle, or None.
-        extra_tensors: kept alive as long as this is.
-        results: what `wait` returns: of a call with defer_epilogue=True its results, else None.
+        extra_tensors: kept alive as long as this object is.
+        results: what `wait` returns: the results of a call with defer_epilogue=True, else None.
     """
 
     def __init__(self, event: EventHandle | None = None, extra_tensors: Any = None) -> None:
