@@ -92,7 +92,7 @@ class GraphedStep:
         device: the device of the layers.
         replays: how often the graph ran, including runs that overflowed.
         overflows: how many steps ran again without graph.
-        last_needed: the rows that the last such step needed, and the capacity.
+        last_needed: the rows that the last step needed of those that ran again, and the capacity.
     """
 
     def __init__(
@@ -333,8 +333,8 @@ class GraphedStep:
         return _Before(kept, are_own, (torch.get_rng_state(), on_gpu))
 
     def _replay_and_check(self, replay: Callable[[], _Done]) -> tuple[_Done | None, Needed | None]:
-        """Replays the step. Returns its outcome, and what it needed if rows did not fit on some rank: a need
-        on which all ranks of the group agree."""
+        """Replays the step. Returns its outcome and, if rows did not fit on some rank, the rows that it
+        needed. All ranks of the group agree on these."""
         self.replays += 1
         done: _Done | None = None
         rows_on_host = 0

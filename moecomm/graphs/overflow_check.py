@@ -12,12 +12,12 @@ from moecomm.types import Group, GroupReference
 
 
 class OverflowCheck:
-    """A word on the device, the rows of a step's largest dispatch that did not fit (0: all fitted), and its
-    maximum over the ranks of a group (None: this rank alone). With NCCL the device computes the maximum, so
-    that the host waits once; with another backend the hosts compute it afterwards.
+    """A word on the device: the most rows that a dispatch of the step needed and had no room for (0: all
+    fitted). `read` returns the maximum over the ranks of a group (None: this rank alone). With NCCL the
+    device computes it, so that the host waits once; with another backend the hosts compute it afterwards.
 
-    A step notes each dispatch, and publishes the word after the last one; `read` waits for that. It expects
-    as many dispatches as the previous step had: with more it publishes again, with fewer at its end."""
+    A step notes each dispatch, and publishes the word after the last one; `read` waits for that. A step
+    expects as many as the previous step noted: with more it publishes again, with fewer at its end."""
 
     def __init__(self, device: torch.device, group: Group | None) -> None:
         self._device = device

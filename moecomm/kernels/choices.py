@@ -33,7 +33,7 @@ def weights_of(logits_TE: Tensor, scores_TE: Tensor, ids_TK: Tensor, rule: Rule,
     at_TK = ids_TK.clamp(min=0) if gaps else ids_TK
     if rule.scores == "chosen_softmax":
         logits_TK = logits_TE.gather(1, at_TK)
-        if gaps:  # a token without any choice keeps its logits: its softmax would be NaN
+        if gaps:  # a token without any choice keeps its logits: else its softmax would be NaN
             gone_TK = ids_TK < 0
             all_T1 = gone_TK.all(dim=1, keepdim=True)
             logits_TK = logits_TK.masked_fill(gone_TK & ~all_T1, float("-inf"))
@@ -48,8 +48,7 @@ def weights_of(logits_TE: Tensor, scores_TE: Tensor, ids_TK: Tensor, rule: Rule,
 
 
 def counts_of(ids_TK: Tensor, num_experts: int, gaps: bool = False) -> Tensor:
-    """Returns (E,) int64: how often each expert is among the ids (int64). `gaps`: ids may be -1; these are
-    not counted."""
+    """Returns (E,) int64: how often each expert is among the ids (int64). `gaps`: ids of -1 are left out."""
     ids_N = ids_TK.reshape(-1)
     counts_E = torch.zeros(num_experts, dtype=torch.int64, device=ids_N.device)
     if gaps:

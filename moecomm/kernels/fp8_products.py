@@ -5,7 +5,7 @@ row or column that is named here:
     h  = x W_in      rows of x by columns of W_in         dx = dh W_in^T    rows of dh by rows of W_in
     y  = z W_out     rows of z by columns of W_out        dz = dy W_out^T   rows of dy by rows of W_out
     dW_in = x^T dh   columns of x by columns of dh        dW_out = z^T dy   columns of z by columns of dy
-A column of x, dh, z or dy is one within an expert's group of rows.
+A column of x, dh, z or dy has a scale for each expert's group of rows.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from moecomm.kernels.scaled_mm import scaled_grouped_mm, scaled_grouped_mm_wgrad
 
 class Fp8Products(Products):
     """Grouped products in e4m3. The quantised copy of a parameter of experts is kept until the parameter
-    changes, which its version counter, its address or a step of any torch.optim.Optimizer tells (fused
-    optimizers do not count versions). Call `forget` after other changes. While a CUDA graph is captured
-    nothing is kept, since each replay has to quantise the current weights."""
+    changes. A change shows in its version counter, its address, or a step of any torch.optim.Optimizer (fused
+    ones do not count versions); call `forget` after other changes. While a CUDA graph is captured nothing is
+    kept, since each replay has to quantise the current weights."""
 
     name = "fp8"
 

@@ -1,8 +1,8 @@
 """Products outside autocast, also if their backward runs within autocast.
 
 A `backward()` called within autocast computes products in autocast's dtype, even those whose forward ran with
-autocast turned off. torch.compile traces a whole backward within the autocast of its forward. Only a backward
-of its own, that of an autograd function, can turn autocast off.
+autocast turned off. torch.compile traces a whole backward within the autocast of its forward. So the products
+here are an autograd function, whose own backward turns autocast off.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ class Products:
         if bias_LB is not None:
             factors_PN = bias_factors(weights_P, product_PB.shape[0], product_PB)
             added_PB = self._mm(factors_PN, bias_weight(bias_LB), groups)
-            # A torch dispatch mode (of selective checkpoints) may keep the product: it must not change.
+            # A torch dispatch mode (selective checkpointing) may keep the product: do not change it then.
             return product_PB + added_PB if is_in_torch_dispatch_mode() else product_PB.add_(added_PB)
         return product_PB
 

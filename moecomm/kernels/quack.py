@@ -358,9 +358,9 @@ def _launch(
     scale: float = 1.0,
     **groups: Tensor,
 ) -> None:
-    """Computes left @ right times `scale` into `out`; if `adds`, adds it to `out`. `right_T` is the transpose
-    of right. `weight`: the tensor with a matrix for each group; the plan depends on its sizes, not on the
-    number of rows."""
+    """Computes left @ right times `scale` into `out`; if `adds`, adds the result to `out`. `right_T` is the
+    transpose of right. `weight`: the tensor with a matrix for each group; the plan depends on its sizes, not
+    on the number of rows."""
     there = out if adds and tile.loads else None
     strides = left.stride(), right_T.stride(), out.stride()
     dtypes = left.dtype, out.dtype

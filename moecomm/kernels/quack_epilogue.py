@@ -3,7 +3,8 @@
 quack finds an epilogue by its module and name, so this module has nothing else, and imports quack. `acc` is
 the product, `weight` a row's routing weight. With SwiGLU a gate and its up value are in neighbouring columns:
 D has both, before the activation, postact their activation times the weight. In a backward `acc` is the
-gradient of postact, `c` the forward's D, D the gradient of `c`, and dweight that of the weight.
+gradient of postact, and `c` the forward's D. D is then the gradient of `c`, dweight that of the weight, and
+postact is the forward's, recomputed.
 """
 
 # mypy: disable-error-code="untyped-decorator,unused-ignore"

@@ -28,7 +28,7 @@ from moecomm.parallel.grid import Grid, Ranks
 from moecomm.setup.checks import timeout_seconds
 from moecomm.types import Group
 
-# By default group: the groups and meshes that were made while it existed. They are dropped when it is
+# For each default group, the groups and meshes that were made while it existed. They are dropped when it is
 # destroyed, since groups must not be held longer (moecomm/types.py, GroupReference).
 _kept: weakref.WeakKeyDictionary[Group, dict[Hashable, Any]] = weakref.WeakKeyDictionary()
 _calls = itertools.count(1)
@@ -152,9 +152,10 @@ def new_group(ranks: Ranks) -> Group:
     """Makes a process group of some ranks of the job, which call it together; no other rank takes part.
 
     torch names such a group by its ranks and by a number, and ranks with different numbers would wait for
-    each other for ever. Since torch 2.14 it is torch's count of groups, which has to stay equal on all ranks
-    of the job: so a count of the calls for these ranks replaces it during the call. Before 2.14 it is the
-    number of groups that a rank is in: ranks exchange it, and one with fewer makes groups of itself alone.
+    each other for ever. Since torch 2.14 the number is torch's count of groups, which has to stay equal on
+    all ranks of the job: here a count of the calls for these ranks replaces it during the call. Before 2.14
+    the number is that of the groups that a rank is in: ranks exchange it, and a rank with fewer groups makes
+    groups of itself alone until it has as many.
 
     Raises PeerTimeout (after `MOECOMM_TIMEOUT`) for a rank that does not call.
     """

@@ -26,9 +26,10 @@ _PLACED = "moecomm_placed"
 
 def refuse_mixed_shards(experts: nn.Module) -> None:
     """Raises InvalidArgument if fully_shard has sharded a parameter of experts with main_grad, or of experts
-    that differ between ranks, unless over the ranks `sharded_over` that `fully_shard_experts` sets. Later
-    calls only look at a parameter's attributes. GroupedExperts itself refuses what FSDP sets on it, so only
-    modules within it are checked here. New parameters of custom experts are marked as experts'."""
+    that differ between ranks. Of the latter, shards over `sharded_over`, which `fully_shard_experts` sets,
+    are allowed. Later calls only look at a parameter's attributes. GroupedExperts itself refuses what FSDP
+    sets on it, so only modules within it are checked here. New parameters of custom experts are marked as
+    experts'."""
     grouped, prefix = grouped_in(experts)
     if grouped is None:
         new = [p for p in experts.parameters() if not (is_expert_parameter(p) or hasattr(p, _PLACED))]

@@ -1,6 +1,6 @@
 """Finds the parameters of a layer's experts that belong to this rank's experts alone. Importing moecomm.nn
-also installs a check before each step of an optimizer. It looks at no parameter after `sync_gradients`, and
-under DDP and FSDP2 at the first trained parameter of each layer's experts."""
+also installs a check before each step of an optimizer. The check looks at no parameter after sync_gradients,
+and under DDP and FSDP2 at the first trained parameter of each layer's experts."""
 
 from __future__ import annotations
 
@@ -86,8 +86,7 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, options: Any) -> No
 
 
 def _looks_wrong(layer: Any, shares: bool) -> bool:
-    """True if an optimizer must not step on the layer's experts now. `shares`: the optimizer sends parameters
-    to all ranks."""
+    """True if an optimizer must not step on the experts now. `shares`: it sends parameters to all ranks."""
     if layer.has_pending_weights:
         return True
     if layer.comm.size == 1:

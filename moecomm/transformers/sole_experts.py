@@ -24,8 +24,8 @@ def replicate(module: nn.Module) -> nn.Module:
 
 
 def leave_out_of_fsdp(experts: nn.Module, ep_mesh: DeviceMesh) -> None:
-    """Makes FSDP2 leave out `experts` if no other rank has a copy of them. It stays where it would cast
-    (fsdp_mixed_precision) or offload (fsdp_cpu_offload)."""
+    """Makes FSDP2 leave out `experts` if no other rank has a copy of them. Does nothing if FSDP2 has to cast
+    (fsdp_mixed_precision) or to offload (fsdp_cpu_offload)."""
     config: Any = getattr(getattr(experts, "config", None), "distributed_config", None)
     if config is None or config.fsdp_mixed_precision or config.fsdp_cpu_offload:
         return
