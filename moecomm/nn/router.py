@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import register_dataclass
 
 from moecomm.arguments import require_integer, require_tensor
 from moecomm.communicator import Communicator
@@ -44,6 +45,9 @@ class Routing:
     losses: dict[str, Tensor]
     tokens_per_expert_E: Tensor
     chosen_TK: Tensor | None = None
+
+
+register_dataclass(Routing)  # FSDP2 of torch 2.11 finds a module's results by pytree alone
 
 
 class TopKRouter(nn.Module):
