@@ -155,11 +155,11 @@ class DispatchOutput:
             rank layout; 0 in padding rows, and for a k without a local expert. None if the dispatch had none.
         tokens_per_expert: (L,) int32: rows for each local expert, without padding, and including rows past
             the capacity.
-        offsets: (L,) int32 inclusive ends of the aligned groups, at most P: the `offs` of
-            torch.nn.functional.grouped_mm. Rank layout: (R,) inclusive ends of the sources.
+        offsets: (L,) int32 cumulative ends of the aligned groups, at most P: the `offs` of
+            torch.nn.functional.grouped_mm. Rank layout: (R,) cumulative ends of the sources.
         overflow: 0-d int32: the rows (rank layout: or positions) that this rank needed, if more than the
             capacity, else 0.
-        expert_offsets: (L,) int32 inclusive ends of the experts' groups in expert-major order; in the expert
+        expert_offsets: (L,) int32 cumulative ends of the experts' groups in expert-major order; in the expert
             layout they are `offsets`.
         expert_starts: (L + 1,) int32: 0 followed by `expert_offsets`, for kernels that take the groups as
             `cu_seqlens`.

@@ -19,7 +19,7 @@ class Joined(NamedTuple):
     """The positions of some passes' rows after joining."""
 
     ends_L: Tensor
-    """int32, inclusive ends of the joined groups."""
+    """int32, cumulative ends of the joined groups."""
     places: list[Tensor]
     """For each pass a tensor (P,) int64: element p is the position of the pass's row p among the joined rows.
     Rows past the groups come after all groups."""
@@ -28,7 +28,7 @@ class Joined(NamedTuple):
 def join_groups(ends: Sequence[Tensor], rows: Sequence[int]) -> Joined:
     """Computes the positions of rows when passes are joined, without a host wait.
 
-    ends: for each pass the inclusive ends of its groups, (L,) int32, ascending. rows: for each pass the
+    ends: for each pass the cumulative ends of its groups, (L,) int32, ascending. rows: for each pass the
     number of its rows P, at least its ends[-1].
 
     Example, two passes of two groups, ends [2, 3] and [1, 4], 3 and 5 rows: the joined ends are [3, 7], and

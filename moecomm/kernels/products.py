@@ -192,7 +192,7 @@ def grouped_matmul(
 ) -> Tensor:
     """Returns (P, B): rows offsets[l-1]..offsets[l]-1 of each group l times weight[l].
 
-    rows: (P, A); weight: (L, A, B) of the same dtype; offsets: (L,) int32 inclusive ends, ascending, at most
+    rows: (P, A); weight: (L, A, B) of the same dtype; offsets: (L,) int32 cumulative ends, ascending, at most
     P; a group may be empty. Rows past offsets[-1] and their gradient are unspecified; the weights' gradient
     does not depend on them, even if they hold NaN, and is zero for an empty group.
 

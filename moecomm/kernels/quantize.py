@@ -65,7 +65,7 @@ class QuantizedColumns(NamedTuple):
     scales_LC: Tensor
     """float32."""
     padded_ends_L: Tensor
-    """int32: inclusive ends, all multiples of 16. If a group's number of rows is no multiple of 16, its last
+    """int32: cumulative ends, all multiples of 16. If a group's number of rows is no multiple of 16, its last
     values are zero; an empty group has 16 values."""
 
 
@@ -86,7 +86,7 @@ def quantize_columns(x_PC: Tensor, ends_L: Tensor) -> QuantizedColumns:
     """Quantises the columns of each group of rows, as lines of the result: Q is 16 * (P // 16 + L), enough
     for groups of any sizes.
 
-    x: bfloat16, float16 or float32, C a multiple of 16. ends: (L,) int32 inclusive ends of groups, ascending,
+    x: bfloat16, float16 or float32, C a multiple of 16. ends: (L,) int32 cumulative ends of groups, ascending,
     at most P, on the same device; rows from ends[-1] on are not read. Values from padded_ends[-1] on are
     unspecified on CUDA tensors and zero elsewhere. The host does not wait for `ends`.
 

@@ -35,7 +35,7 @@ def scaled_grouped_mm(rows: Quantized, weights: Quantized, ends_L: Tensor) -> Te
 
     rows: values (P, K) and scales (P,), of `quantize_rows`. weights: values (L, N, K) and scales (L, N), from
     `quantize_transposed` for weights (L, K, N), or from `quantize_rows` for weights that are used transposed.
-    ends: (L,) int32 inclusive ends of groups, ascending, at most P. Result rows from ends[-1] on are
+    ends: (L,) int32 cumulative ends of groups, ascending, at most P. Result rows from ends[-1] on are
     unspecified.
 
     Raises InvalidArgument; Unsupported for CUDA tensors on a GPU without such a product (`missing_on`).

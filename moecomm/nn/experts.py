@@ -160,7 +160,7 @@ class GroupedExperts(nn.Module):
         """Computes the experts on grouped rows; returns (P, H). Raises InvalidArgument. On a GPU, where the
         host would wait, offsets that descend or exceed P are not refused: results are unspecified.
 
-        rows_PH: (P, H) of the weights' dtype, grouped by local expert; offsets_L: (L,) int32 inclusive ends
+        rows_PH: (P, H) of the weights' dtype, grouped by local expert; offsets_L: (L,) int32 cumulative ends
         of groups; weights_P: (P,) float32 (float64 for float64 rows) routing weights. Rows past offsets[-1]
         may hold anything: results and gradients are zero there, and weights' gradients ignore these rows.
         has_tail=False (P == offsets[-1]) saves two passes. `run`: hooks of this module prepare the weights

@@ -66,7 +66,7 @@ class MoELayer(nn.Module):
 
     `experts` holds this rank's L experts; expert l has the global id comm.rank * L + l. A forward calls it
     once, with autocast off, as experts(rows_PH, offsets_L): rows (P, H) of config.dtype grouped by expert,
-    and the inclusive ends of the groups, int32. It returns (P, H) of that dtype, rows in the same order; P
+    and the cumulative ends of the groups, int32. It returns (P, H) of that dtype, rows in the same order; P
     may be 0 and groups may be empty. Another shape or dtype raises InvalidArgument on all ranks. With a
     capacity rows past offsets[-1] are zero, and their results are not used. The module's parameters are all
     marked as expert parameters, and no other part of the model may use them. Its state may have no buffers.
