@@ -86,8 +86,8 @@ def quantize_columns(x_PC: Tensor, ends_L: Tensor) -> QuantizedColumns:
     """Quantises the columns of each group of rows, as lines of the result: Q is 16 * (P // 16 + L), enough
     for groups of any sizes.
 
-    x: bfloat16, float16 or float32, C a multiple of 16. ends: (L,) int32 cumulative ends of groups, ascending,
-    at most P, on the same device; rows from ends[-1] on are not read. Values from padded_ends[-1] on are
+    x: bfloat16, float16 or float32, C a multiple of 16. ends: (L,) int32 ends of groups, ascending, at most
+    P, on the same device; rows from ends[-1] on are not read. Values from padded_ends[-1] on are
     unspecified on CUDA tensors and zero elsewhere. The host does not wait for `ends`.
 
     Example, C = 16 and groups of 3, 0 and 17 rows: padded_ends is 16, 32, 64, and Q is 64. Errors are those

@@ -320,10 +320,8 @@ class MoELayer(nn.Module):
                 raise InvalidArgument(f"x is {x.dtype}, expected one of {', '.join(map(str, NATIVE_DTYPES))}")
             hidden = self.config.hidden
             if x.dim() not in (2, 3) or x.shape[-1] != hidden:
-                raise InvalidArgument(
-                    f"x has shape {tuple(x.shape)}, must be (tokens, hidden={hidden}) or (sequences, tokens, "
-                    f"hidden={hidden})"
-                )
+                shapes = f"(tokens, hidden={hidden}) or (sequences, tokens, hidden={hidden})"
+                raise InvalidArgument(f"x has shape {tuple(x.shape)}, must be {shapes}")
             if x.dim() == 3:
                 if seq_len not in (None, x.shape[1]):
                     raise InvalidArgument(
