@@ -339,7 +339,9 @@ def test_a_program_whose_output_nobody_reads_any_more_ends_without_words() -> No
         try:
             running.stdout.readline()
             running.stdout.close()
-            assert (running.wait(timeout=60), running.stderr.read()) == (141, "")
+            assert running.wait(timeout=60) == 141
+            said = running.stderr.read().splitlines()  # torch stops ranks that do not end in time, and says so
+            assert not [line for line in said if "Terminating process" not in line]
         finally:
             running.kill()
 
