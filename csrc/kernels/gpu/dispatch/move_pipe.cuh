@@ -3,10 +3,10 @@
 //   - the lister finds sources and targets of rows, a few at a time; on the receiving side it waits for rows
 //   - the loader starts bulk copies of these rows, in pieces, into a ring of stages (buffers) in shared
 //     memory, as far ahead as there is room. So copies overlap with the lister's waits
-//   - workers, if there are any, change a row in its stage. Either all of them share each row, or, where rows
-//     are short or need several pieces, each takes pieces of its own (lone workers)
-//   - the storer, one thread, starts bulk copies of each piece from its stage to all its targets. It sets the
-//     flags of a list once all earlier stores have arrived
+//   - workers, if there are any, change a row in its stage. All of them share each row; or, where rows are
+//     short or need several pieces, each worker takes pieces alone (lone workers)
+//   - the storer, one thread, starts bulk copies of each piece from its stage to all targets of the row. It
+//     sets the flags of a list, in which other ranks look, once all earlier stores have arrived
 // Without workers no thread touches the bytes of a row, and a multiprocessor moves as much as its copy engine
 // can.
 #pragma once
@@ -22,8 +22,8 @@ inline constexpr int kMoveTokens = 8,
 inline constexpr int kMoveLists = 3, kMoveRounds = 4;  ///< lists per unit; most rounds (TokenLanes) per list
 static_assert(kMoveTokens >= kMaxChunk);
 
-/// True where a list has room for a chunk of tokens whose rows have at most `each` targets. If not, only lone
-/// workers can move a communicator's rows.
+/// True where a list has room for all tokens of a chunk, with at most `each` targets a row. If it has not,
+/// only lone workers can move this communicator's rows.
 MOECOMM_HD inline bool lists_hold(const DeviceShape& shape, int each) {
   const int chunk = chunk_tokens(shape.max_tokens);
   return chunk * each <= kMoveWords && chunk <= kMoveRounds * (32 / shape.top_k);
@@ -45,8 +45,8 @@ struct MovePipe {
   static constexpr int kEntries = kMoveTokens + (kWorks ? kMoveWords : 0);
   static constexpr int kFlags = 128;
 
-  /// What the lister passes to the other warps. An entry is a row to load or to make, whole or in pieces, one
-  /// per stage.
+  /// What the lister passes to the other warps: some rows and their targets. An entry is a row to load or to
+  /// make; each of its pieces takes a stage.
   struct List {
     const std::byte* sources[kEntries];  ///< null: nothing to load
     std::byte* targets[kMoveWords];      ///< grouped by entry, in order
@@ -54,7 +54,7 @@ struct MovePipe {
     int32_t ends[kEntries];              ///< end of each entry's range in `targets`
     float factors[kWorks ? kEntries : 1];
     float* products[kWorks ? kEntries : 1];          ///< address for an entry's dot product, or null
-    const std::byte* others[kAlone ? kEntries : 1];  ///< rows or scales that go with the sources
+    const std::byte* others[kAlone ? kEntries : 1];  ///< per source: its scales, or a row for a dot product
     int32_t entries, flag_count;
     bool is_last;  ///< the end marker, without entries
   };
@@ -66,8 +66,8 @@ struct MovePipe {
     uint64_t full[kMaxStages], ready[kMaxStages], empty[kMaxStages];
     uint64_t listed[kMoveLists], taken[kMoveLists];
     float parts[kWorks && !kAlone ? kMaxStages : 1]
-               [kWorks ? workers : 1];  ///< the workers' parts of a dot product, by stage
-    // The storer alone uses these: flags that are not set yet, and the number of bulk groups before each.
+               [kWorks ? workers : 1];  ///< [stage][worker] the worker's share of a dot product
+    // For the storer alone: flags that are not set yet, and the number of bulk groups before each flag.
     uint64_t* flags[kFlags];
     uint32_t groups[kFlags];
   };
@@ -81,16 +81,16 @@ static_assert(sizeof(MovePipe<0>::Memory) <= kMostShared);
 static_assert(sizeof(MovePipe<kWorkers>::Memory) <= kMostShared);
 static_assert(sizeof(MovePipe<kLoneWorkers>::Memory) <= kMostShared);
 
-/// True where all workers of a unit together change a communicator's rows: a row fits one piece, and is long
-/// enough that the cost per row does not matter (docs/history.md).
+/// True where all workers of a unit share each row that they change, else lone workers change rows. A row has
+/// to fit one piece, and to be so long that the cost per row does not matter (docs/history.md).
 inline bool work_together(const DeviceShape& shape) {
   constexpr int kMost = MovePipe<kWorkers>::kPiece, kLeast = kMost / 2;
   return shape.row_bytes() >= kLeast && shape.row_bytes() <= kMost && shape.wire_row_bytes() <= kMost;
 }
 
-/// Tokens per list: a multiple of `chunk`, the tokens of a chunk, or an equal part of it for lone workers
-/// where a list does not hold a chunk. `each`: most targets of a row. The grid's units share `tokens`; lists
-/// are short enough that all units end at about the same time.
+/// Returns the tokens per list: a multiple of `chunk` (tokens per chunk). For lone workers it is a fraction
+/// of a chunk if a list does not hold a whole one. `each`: most targets of a row. All units of the grid share
+/// `tokens` tokens; lists are so short that the units end at about the same time.
 template <int workers>
 __device__ inline int move_tokens(const TokenLanes& map, int each, int chunk, int64_t tokens) {
   constexpr int kLists = 16;  // least lists per unit
@@ -103,7 +103,7 @@ __device__ inline int move_tokens(const TokenLanes& map, int each, int chunk, in
   return most;
 }
 
-/// What is loaded into a stage, and what is stored from it. Rows that workers change together are one piece.
+/// Sizes of what is loaded into a stage and stored from it. A row that all workers share is one piece.
 struct MoveShape : PipeShape {
   uint32_t row_stored;  ///< bytes of a changed row; 0: unchanged
   bool pass = false;    ///< this operation reads neither the loaded nor the stored bytes again
@@ -118,7 +118,7 @@ struct MoveShape : PipeShape {
     if (Pipe::kWorks) shape.pieces = {1, static_cast<int32_t>(loaded), static_cast<int32_t>(loaded)};
     return shape;
   }
-  /// This shape, for rows that the operation does not read again.
+  /// Returns this shape with `pass` set.
   __device__ MoveShape passing() const {
     MoveShape shape = *this;
     shape.pass = true;
@@ -131,12 +131,12 @@ struct MoveShape : PipeShape {
 
 inline constexpr int32_t kLonePiece = MovePipe<kLoneWorkers>::kPiece;  ///< bytes of a lone worker's piece
 
-/// `total` bytes in pieces of at most `each`, so that no block of columns with one scale is split.
+/// Cuts `total` bytes into pieces of at most `each`. Columns that share a scale stay in one piece.
 __device__ inline Pieces row_pieces(int64_t total, int32_t each) {
   return full_pieces(total, min(each, static_cast<int32_t>(total)));
 }
-/// Cuts a row's scales into pieces that match `values`, the pieces of its values, of one byte each. The total
-/// is rounded up to 16 bytes for bulk copies. Empty if the wire format has no scales.
+/// Cuts a row's scales into pieces that match `values`, the pieces of the row's values (a value is one byte).
+/// The bytes of all scales are rounded up to 16 for bulk copies. Empty if the wire format has no scales.
 __device__ inline Pieces scale_pieces(const KernelShape& shape, const Pieces& values) {
   const WireEntry wire = wire_entry(shape.wire);
   if (wire.scale_columns == 0) return {};
@@ -147,16 +147,16 @@ __device__ inline Pieces scale_pieces(const KernelShape& shape, const Pieces& va
 /// The pieces of a row that lone workers load and store.
 struct LoneRows {
   Pieces loaded, with;    ///< `with` is loaded behind `loaded`: the row's scales, or another row
-  int64_t with_at;        ///< where scales in `with` begin in the row; 0: `with` is another row
-  Pieces stored, scales;  ///< `stored` is at the stage's start, `scales` stand behind it
-  int64_t scales_at;      ///< where `scales` begin in the stored row
-  bool in_place;          ///< `loaded` is at the stage's start too
+  int64_t with_at;        ///< offset in the loaded row of the scales in `with`; 0: `with` is another row
+  Pieces stored, scales;  ///< what a stage stores: `stored` from its start on, `scales` behind that
+  int64_t scales_at;      ///< offset of `scales` in the stored row
+  bool in_place;          ///< `loaded` goes to the stage's start, where the stored row overwrites it
 };
 
-/// Like MoveShape, for lone workers. `sent`: if rows go to other nodes, the number of rows to each.
+/// The MoveShape of lone workers. Where rows go to other nodes, `sent` is the number of rows for each node.
 struct LoneShape : MoveShape {
   LoneRows rows;
-  int32_t at;  ///< where a stage holds what is loaded
+  int32_t at;  ///< offset in a stage to which rows are loaded
   const Comm* comm = nullptr;
   const int32_t* sent = nullptr;
 
@@ -169,11 +169,12 @@ struct LoneShape : MoveShape {
     stage_bytes = (used + 127) / 128 * 128;
     stages = min(kMaxStages, max(3, min(bytes, MovePipe<kLoneWorkers>::kBytes) / stage_bytes));
   }
-  /// True where one worker takes all pieces, so that it adds the dot products of a row's pieces in order.
+  /// True where one worker has to take all pieces, to add up a row's dot product in the order of its pieces.
   __device__ bool in_order() const { return pieces.count > 1 && rows.with.count > 0 && rows.with_at == 0; }
   __device__ uint32_t stored(int piece) const { return rows.stored.size(piece); }
   __device__ int64_t place(int piece) const { return rows.stored.offset(piece); }
-  /// Stands in place of a flag for row `number` to node `other`. Bit 0 marks it; signal() decodes it.
+  /// Encodes row `number` for node `other` as a flag of a list. Bit 0 tells it from the address of a flag;
+  /// signal() then counts the row as staged.
   __device__ static uint64_t* staged(int32_t other, int32_t number) {
     return reinterpret_cast<uint64_t*>(uintptr_t{static_cast<uint32_t>(number)} << 16 |
                                        static_cast<uint32_t>(other << 1 | 1));
@@ -187,21 +188,21 @@ struct LoneShape : MoveShape {
   }
 };
 
-/// The lister's side of a unit. All lanes call every function.
+/// Fills a unit's lists, for the lister. All lanes call every function.
 template <int workers>
 class MoveLister {
  public:
   using Pipe = MovePipe<workers>;
   explicit __device__ MoveLister(typename Pipe::Unit& unit) : unit_(unit) {}
 
-  /// Starts a list, after waiting for room.
+  /// Waits until the other warps have read an earlier list, and starts a new one in its memory.
   __device__ typename Pipe::List& open() {
     wait_barrier(&unit_.taken[number_ % kMoveLists], number_ / kMoveLists + 1);
     entries_ = targets_ = 0;
     return now();
   }
-  /// Adds the rows of a round of tokens. Each lane gives the address of its token's row and, if `wanted`, a
-  /// target for it. The targets of a row are in lane order. `other`: as in List::others.
+  /// Adds the rows of a round of tokens. Each lane gives its token's row and, if `wanted`, a target for that
+  /// row. Targets of a row are in lane order; a row without any is left out. `other`: as in List::others.
   __device__ void add(const TokenLanes& map, const std::byte* source, bool wanted, std::byte* target,
                       const std::byte* other = nullptr) {
     const uint32_t places = __ballot_sync(0xffffffffu, wanted), below = (1u << lane_id()) - 1;
@@ -218,9 +219,9 @@ class MoveLister {
     entries_ += __popc(rows);
     targets_ += __popc(places);
   }
-  /// Like add(), but workers make a separate row for each target: the source row times `factor`. `product`,
-  /// if not null, gets the dot product of the source row and the row at `other`. Unless workers are alone, an
-  /// entry for the source row comes first; it is not stored.
+  /// Like add(), but workers make a row for each target: the source row times `factor`. `product`, if not
+  /// null, gets the dot product of the source row and the row at `other`. Where workers share rows, an entry
+  /// that only loads the source row comes first.
   __device__ void add_each(const TokenLanes& map, const std::byte* source, bool wanted, std::byte* target,
                            float factor, const std::byte* other, float* product) {
     const uint32_t places = __ballot_sync(0xffffffffu, wanted), below = (1u << lane_id()) - 1;
@@ -247,8 +248,8 @@ class MoveLister {
   __device__ bool empty() const { return entries_ == 0; }
   /// True if the list has room for one more token, with up to `each` targets.
   __device__ bool has_room(int each) const { return entries_ < kMoveTokens && targets_ + each <= kMoveWords; }
-  /// Hands the list over, with its first `flags` flags filled in. The bulk copies of its rows see all memory
-  /// that the lanes have acquired.
+  /// Hands the list, in which the caller has set `flags` flags, to the other warps. Bulk copies of its rows
+  /// see all memory that the lanes have acquired.
   __device__ void hand_over(int flags, bool is_last = false) {
     if (lane_id() == 0) {
       now().entries = entries_;
@@ -272,7 +273,7 @@ class MoveLister {
   int entries_ = 0, targets_ = 0;
 };
 
-/// The work of a loader. All lanes.
+/// The loader's work: starts bulk copies of the rows of all lists into stages. All lanes.
 template <int workers, class Shape>
 __device__ void load_entries(typename MovePipe<workers>::Unit& unit, const Shape& shape) {
   const int lane = lane_id(), pieces = shape.pieces.count;
@@ -324,8 +325,8 @@ __device__ void load_entries(typename MovePipe<workers>::Unit& unit, const Shape
   }
 }
 
-/// Sets the flags of several lists at a time, once earlier stores have completed: the fence before flags
-/// takes as long as storing a row or a few. One thread.
+/// Sets the flags of several lists together, once the stores before each flag have completed. Together
+/// because they need a fence, which takes as long as storing one row or a few. One thread.
 template <int workers, class Shape>
 class LateFlags {
  public:
@@ -340,7 +341,7 @@ class LateFlags {
     unit_.groups[end_ % Pipe::kFlags] = committed_;
     ++end_;
   }
-  /// Notes a committed bulk group of `bytes`; sets flags once there are enough bytes since the last fence.
+  /// Counts a committed bulk group of `bytes`; sets flags if enough bytes have followed the last fence.
   __device__ void committed(uint32_t bytes) {
     ++committed_;
     bytes_ += bytes;
@@ -355,11 +356,11 @@ class LateFlags {
   }
 
  private:
-  static constexpr int kLag = 3;  ///< groups still in flight when flags are set
-  /// Least bytes between two fences; fewer (OfMany) from kFewBlocks blocks on, which share the links.
+  static constexpr int kLag = 3;  ///< bulk groups that may be in flight while committed() sets flags
+  /// Least bytes between two fences: kTogetherOfMany from kFewBlocks blocks on, which share the links.
   static constexpr uint32_t kTogether = 96 << 10, kTogetherOfMany = 48 << 10, kFewBlocks = 20;
 
-  /// Sets the flags that follow no more than the first `groups` bulk groups.
+  /// Sets the flags for which no more than the first `groups` bulk groups have to be complete.
   __device__ void set(uint32_t groups) {
     const auto in_place = [&] {
       return begin_ != end_ && static_cast<int32_t>(groups - unit_.groups[begin_ % Pipe::kFlags]) >= 0;
@@ -376,11 +377,11 @@ class LateFlags {
   uint32_t begin_ = 0, end_ = 0, committed_ = 0, bytes_ = 0;
 };
 
-/// The work of a storer. One thread.
+/// The storer's work: starts bulk copies of pieces to their targets, and sets flags. One thread.
 template <int workers, class Shape>
 __device__ __noinline__ void store_entries(typename MovePipe<workers>::Unit& unit, const Shape& shape,
                                            uint64_t epoch) {
-  constexpr int64_t kPatience = 6'000;  // flags are set after so many cycles without a row
+  constexpr int64_t kPatience = 6'000;  // cycles without anything to store, after which flags are set
   constexpr int kHeld = 2;              // stages that stores may still read
   const uint64_t policy = ptx::line_policy(shape.pass);
   LateFlags<workers, Shape> flags(unit, shape, epoch);
@@ -443,9 +444,9 @@ __device__ __noinline__ void store_entries(typename MovePipe<workers>::Unit& uni
   ptx::bulk_wait<0>();
 }
 
-/// The work of a worker that shares rows with the other workers. All threads of these workers call
-/// work(stage, list, entry, thread, parts) for each entry; it leaves the bytes to store in the stage. `parts`
-/// holds a number per warp for this stage, its part of a dot product.
+/// The work of a worker that shares each row with the other workers. All their threads call
+/// work(stage, list, entry, thread, parts) for each entry. The call leaves the bytes to store in the stage,
+/// and each warp's share of a dot product, if there is one, in `parts`[warp].
 template <int workers, class Work>
 __device__ void work_on_entries(typename MovePipe<workers>::Unit& unit, const MoveShape& shape, int warp,
                                 Work& work) {
@@ -469,9 +470,9 @@ __device__ void work_on_entries(typename MovePipe<workers>::Unit& unit, const Mo
   }
 }
 
-/// The work of a lone worker, which takes every kLoneWorkers-th stage, or all stages (in_order). It waits for
-/// each use of its stages, so it never misses a phase of their barriers. Its lanes call work(stage, list,
-/// entry, piece).
+/// The work of a lone worker, which takes every kLoneWorkers-th stage; with in_order() the first worker takes
+/// all. A worker waits at each use of its stages, so it never misses a phase of their barriers. Its lanes
+/// call work(stage, list, entry, piece).
 template <class Work>
 __device__ void work_alone(MovePipe<kLoneWorkers>::Unit& unit, const LoneShape& shape, int warp, Work& work) {
   const bool in_order = shape.in_order();
@@ -497,7 +498,7 @@ __device__ void work_alone(MovePipe<kLoneWorkers>::Unit& unit, const LoneShape& 
   }
 }
 
-/// A barrier of the workers of a unit.
+/// A barrier among the workers of a unit.
 __device__ inline void sync_workers() {
   ptx::barrier_and(1 + warp_id() / MovePipe<kWorkers>::kUnitWarps, kWorkerThreads, true);
 }
@@ -505,8 +506,8 @@ __device__ inline void sync_workers() {
 /// Stands for no workers: rows pass unchanged.
 struct NoWork {};
 
-/// Runs the pipes of a block. Each unit's lister calls list(lister), which lists everything. All lanes of the
-/// storers' warps call before() before the first store. Whole block.
+/// Runs the pipes of a block. Each unit's lister warp calls list(lister), which hands over all its lists. All
+/// lanes of the storers' warps call before() before the first store. Whole block.
 template <int workers, class Shape, class List, class Before, class Work = NoWork>
 __device__ void run_move_pipe(std::byte* shared, const Shape& shape, uint64_t epoch, const List& list,
                               const Before& before, Work work = {}) {
