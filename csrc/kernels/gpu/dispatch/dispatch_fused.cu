@@ -1,18 +1,18 @@
 // Dispatch of few tokens in one kernel, sending and receiving, for one node. Its time is set by dependent
 // loads and stores rather than bytes, so there are as few of them as possible. Ranks that run it can exchange
-// rows with ranks that run dispatch_send.cu and dispatch_receive.cu: the windows hold the same at each step.
-//   - one of the first blocks computes the routes and announces them (route_few.cuh). The first block makes
-//     the plan when all ranks have announced theirs (plan.cuh). With many blocks another one checks for an
-//     exceeded capacity
+// rows with ranks that run dispatch_send.cu and dispatch_receive.cu, which write the same to the windows.
+//   - one of the first blocks computes the routes and pushes them to all ranks (route_few.cuh). The first
+//     block makes the plan as the counts of all ranks arrive (plan.cuh). If a third block is left for it,
+//     that block checks for an exceeded capacity
 //   - in the other blocks each team (warps that move one row together) stores a row to the staging section of
 //     every owner, quantised if requested. Then it sets the owners' arrival flags. Sending waits for nothing
-//   - these blocks then read the counts of all sources as they arrive, each a word that holds its epoch, and
-//     compute in their own shared memory where rows begin: no block waits for another block or a record
-//   - teams take the rows of all sources in turn. A team loads a row's flag together with the route of the
-//     next row, also a word that holds its epoch; then it loads the row, and stores it to all its output
+//   - the same blocks then read the counts of all sources as they arrive, in words that hold the epoch. Each
+//     computes in its shared memory where rows begin, so that no block waits for another block or a record
+//   - teams take the rows of all sources in turn. A team loads a row's arrival flag together with the next
+//     row's route, whose words hold the epoch too. Then it loads the row, and stores it to all its output
 //     rows. Where there are fewer rows than teams, several teams share a row
-// If arguments differ between ranks, the first block finds that and calls the operation off. What was written
-// until then does not count, and no rank has written outside of its output.
+// If arguments differ between ranks, the first block finds that and calls the operation off. Output that was
+// written until then is not used, and no rank has written outside of its output.
 //
 // With more tokens (`senders` > 0) some blocks send and the others receive. Shares of the work are fixed, so
 // there is no counter to read or to reset: the operation ends with its last row. The time for few tokens is
@@ -20,9 +20,9 @@
 // short and not unrolled where bytes do not limit them. Blocks that wait for the counts compute meanwhile
 // which rows they take if all ranks have as many tokens as this rank.
 //
-// A dropless dispatch gets an output before the number of its rows is known. If that output is too small,
-// nothing is received. This kernel then runs again, to receive only, with a larger output.
-// The backward of a combine works in the same way along the plan of its dispatch, without routes and tables.
+// A dropless dispatch may get an output before the number of its rows is known. If that output is too small,
+// nothing is received. This kernel then runs again with a larger output, and only receives.
+// The backward of a combine works likewise, but follows the plan of its dispatch, without routes and tables.
 //
 // The file is compiled once for each format in which rows travel, MOECOMM_WIRE (CMakeLists.txt).
 #include <type_traits>
@@ -39,14 +39,14 @@ namespace {
 constexpr WireFormat kWire = WireFormat::MOECOMM_WIRE;
 
 struct FusedMemory {
-  int32_t counts[kFusedCounts];  ///< bitmaps in the block that computes routes; counts of all ranks where
-                                 ///< the plan is made or the capacity checked; else OwnCounts
+  int32_t counts[kFusedCounts];  ///< in the block that computes routes, bitmaps; in those that make the plan
+                                 ///< or check the capacity, counts of all ranks; in others, OwnCounts
   int32_t tables[kFusedTables];
 };
 static_assert(sizeof(FusedMemory) <= kMostShared);
 
-/// A team's share of the sent rows. On construction it starts to load the ids of its first token, and for
-/// very few tokens also the row. With more tokens a row is loaded once its owners are known: rows that leave
+/// Sends a team's share of the rows. The constructor starts to load the ids of the first token, and for very
+/// few tokens also its row. With more tokens a row is loaded only once its owners are known: rows that leave
 /// earlier delay the routes, which queue after them on the links.
 template <DType dtype>
 class RowSender {
@@ -70,7 +70,7 @@ class RowSender {
   }
 
  private:
-  static constexpr int kEarlyTokens = 8;  ///< most tokens for loading rows early; measured
+  static constexpr int kEarlyTokens = 8;  ///< up to so many tokens rows are loaded early; measured
 
   __device__ bool converts() const { return kWire != WireFormat::same && args_.quantises(); }
   __device__ void load() {
@@ -116,17 +116,17 @@ class RowSender {
   const Comm& comm_;
   const SendArguments& args_;
   const Team& team_;
-  const bool early_;  ///< rows are loaded with the ids
+  const bool early_;  ///< a row is loaded together with its ids
   int64_t token_;
   int64_t given_ = kNoExpert;  ///< the id of this lane's (token, k)
   RowAhead ahead_;
 };
 
-/// The output rows of a token. `targets`: a mask of the lanes that hold one; `row`: the one of this lane.
+/// The output rows of a token. `targets`: a mask of the lanes that hold one; `row`: this lane's output row.
 struct Places {
   uint32_t targets;
   int32_t row;
-  bool sent;  ///< the token's row comes to this rank, even if it is dropped here
+  bool sent;  ///< the token's row is sent to this rank, which may drop it
 };
 
 __device__ Places places_of(RowLayout layout, int32_t position, int32_t row) {
@@ -140,8 +140,8 @@ __device__ bool passes_unchanged(const ReceiveArguments& args) {
   return kWire == WireFormat::same ? args.scales == nullptr : !args.dequantise;
 }
 
-/// Moves a part of a row from where it has arrived to its output rows, and converts or multiplies it if
-/// requested. `ahead` holds the first vectors of the part if they are `loaded`.
+/// Moves a part of an arrived row (from `from`) to the row's output rows, and converts or multiplies it if
+/// requested. If `loaded`, `ahead` holds the part's first vectors already.
 template <DType dtype, bool dispatch>
 __device__ void receive_row(const Comm& comm, const ReceiveArguments& args, const Team& team,
                             const RowPart& part, const std::byte* from, const Places& places, RowAhead& ahead,
@@ -165,14 +165,15 @@ __device__ void receive_row(const Comm& comm, const ReceiveArguments& args, cons
                        to(args.out_scales, s.wire_scale_bytes()));
 }
 
-/// A token whose row a team may have to receive. A team visits its chunks one by one, and all their tokens.
+/// A token whose row a team may have to receive. The team visits its chunks one by one, and in each all
+/// tokens.
 struct ReceivedToken {
   int number;  ///< number of the chunk, counted round-robin over the sources
   Item chunk;
   int64_t token;
   bool valid;
 
-  /// The first token in chunk `number`, or in the next non-empty chunk in steps of `step`.
+  /// The first token of the first non-empty chunk among `number`, `number` + `step`, and so on.
   __device__ static ReceivedToken first_of(const Comm& comm, const RowTables& tables, int step, int number,
                                            int chunks) {
     for (; number < chunks; number += step) {
@@ -197,7 +198,7 @@ struct ReceivedToken {
   __device__ Item item() const { return {chunk.source, chunk.chunk, token, token + 1}; }
 };
 
-/// Finds where the rows of a dispatch go, from their sources' routes and where each source's rows begin here.
+/// Finds the output rows of a dispatch, from the sources' routes and from where each source's rows begin.
 struct ByAnnouncement {
   using Known = ChunkRoutes<1>;  ///< routes of a token whose loads may still be in flight
   const Comm& comm;
@@ -216,7 +217,7 @@ struct ByAnnouncement {
   }
 };
 
-/// Reads from an existing plan where rows go.
+/// Reads output rows from an existing plan.
 struct ByPlan {
   using Known = int32_t;
   const Comm& comm;
@@ -231,16 +232,16 @@ struct ByPlan {
 
 /// A team's share of the arriving rows.
 struct Share {
-  int chunks;    ///< chunks of all sources, if each had as many as the source with most
-  int first;     ///< first of the team's chunks
-  int step;      ///< distance between the team's chunks
-  RowPart part;  ///< the part of each row that it moves
+  int chunks;    ///< end of the chunk numbers: ranks times the most chunks of any source
+  int first;     ///< number of the team's first chunk
+  int step;      ///< distance between the numbers of the team's chunks
+  RowPart part;  ///< the part of each row that the team moves
 
   Share() = default;
   __device__ Share(const Comm& comm, const RowTables& tables, const Team& team) {
     constexpr int kMostParts = 8;
     int most = 0, shift = 0;
-    bool in_turn = false;  // memory is reused: one team frees a chunk, so teams share no row
+    bool in_turn = false;  // chunks reuse memory: one team frees each, so teams share no row
     for (int32_t source = 0; source < comm.ranks(); ++source) {
       most = max(most, static_cast<int>(chunk_count(tables.tokens[source])));
       in_turn = in_turn || tables.tokens[source] > comm.window.stage_tokens;
@@ -254,8 +255,8 @@ struct Share {
   }
 };
 
-/// Receives this team's share of the rows of all sources, from `at` on. `where` finds their output rows; its
-/// data for a row (`known`: the first) loads while the row before moves. False if something does not arrive.
+/// Receives this team's share of all sources' rows, from token `at` on. `where` finds output rows, from data
+/// that loads while the row before moves (`known`: data for `at`). False if something does not arrive.
 template <DType dtype, class Where>
 __device__ bool receive_rows(const Comm& comm, const ReceiveArguments& args, uint64_t epoch,
                              const RowTables& tables, const Team& team, const Share& share, ReceivedToken at,
@@ -270,8 +271,8 @@ __device__ bool receive_rows(const Comm& comm, const ReceiveArguments& args, uin
     const bool in_turn = travels && tables.tokens[item.source] > comm.window.stage_tokens;
     const device::EagerFlag arrival{device::arrival_here(comm, item.source, item.chunk), epoch};
     const std::byte* const from = arrived_row(comm, args, epoch, item, at.token);
-    // Loads the flag along with the route, even if no row comes. Where several teams share a row, also loads
-    // this team's part of it.
+    // Loads the arrival flag along with the route, even if no row comes. Where several teams share a row,
+    // also loads this team's part of it.
     here = here || !travels || __all_sync(0xffffffffu, arrival.arrived());
     RowAhead ahead;
     const bool loaded = here && share.part.shift > 0 && passes_unchanged(args);
@@ -307,8 +308,8 @@ __device__ bool receive_rows(const Comm& comm, const ReceiveArguments& args, uin
   return all;
 }
 
-/// Zeroes this team's share of the padding rows of experts. In the rank layout it clears the ids behind the
-/// first `rows` output rows instead.
+/// Zeroes this team's share of all experts' padding rows. In the rank layout sets the ids behind the first
+/// `rows` output rows to kNoExpert instead.
 __device__ void zero_paddings(const Comm& comm, const ReceiveArguments& args, const RowTables& tables,
                               const Team& team, int64_t rows) {
   if (args.layout == RowLayout::rank)
@@ -320,8 +321,8 @@ __device__ void zero_paddings(const Comm& comm, const ReceiveArguments& args, co
     zero_padding(comm, args, tables, e);
 }
 
-/// The work of the first `leads` blocks. The last of them announces, the first waits for the other ranks, and
-/// a third, if there is one, checks for an exceeded capacity.
+/// The work of the first `leads` blocks. The last of them announces the operation, with routes in a dispatch.
+/// The first waits for all ranks, and makes the plan. A third, if any, checks for an exceeded capacity.
 __device__ void lead(const Comm& comm, const SendArguments& args, uint64_t epoch, int leads,
                      FusedMemory& memory) {
   const int block = static_cast<int>(blockIdx.x);
@@ -350,7 +351,7 @@ __device__ void lead(const Comm& comm, const SendArguments& args, uint64_t epoch
   if (waits && !failed) agree_on_operation(comm, args.operation, epoch);
 }
 
-/// Sends this block's share of rows; notes that this block has read the epoch. False if nothing is received.
+/// Sends this block's share of rows, and notes that it has read the epoch. False if none will be received.
 template <DType dtype>
 __device__ bool send(const Comm& comm, const FusedArguments& args, uint64_t epoch, int block, int senders,
                      FusedMemory& memory) {
@@ -367,7 +368,7 @@ __device__ bool send(const Comm& comm, const FusedArguments& args, uint64_t epoc
   return valid;
 }
 
-/// What a receiving team starts with: its share of the rows, and its first row.
+/// What a receiving team starts with: its share of the rows, and its first token.
 struct FirstRow {
   Share share{};
   ReceivedToken token{};
@@ -380,7 +381,7 @@ struct FirstRow {
   }
 };
 
-/// Sets `tokens` of each source to `of_each`, which is assumed until the counts arrive. Whole block.
+/// Sets `tokens`[source] of all sources to `of_each`, an assumption until counts arrive. Whole block.
 __device__ void assume_tokens(const Comm& comm, int64_t of_each, int32_t* tokens) {
   for (auto source = static_cast<int32_t>(threadIdx.x); source < comm.ranks(); source += kThreads)
     tokens[source] = static_cast<int32_t>(of_each);
@@ -395,7 +396,7 @@ __device__ bool are_tokens(const Comm& comm, int64_t of_each, const int32_t* tok
   return __all_sync(0xffffffffu, all);
 }
 
-/// Receives this block's share of a dispatch's rows. `idle`: the block has sent none, and waits for counts.
+/// Receives this block's share of a dispatch's rows. `idle`: it has sent no row, so it has time to prepare.
 template <DType dtype>
 __device__ void receive_dispatch(const Comm& comm, const FusedArguments& args, uint64_t epoch,
                                  const Team& team, bool idle, FusedMemory& memory) {
@@ -449,7 +450,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ __align__(128) std::byte shared[];
   FusedMemory& memory = *reinterpret_cast<FusedMemory*>(shared);
   const uint64_t epoch = comm.state().epoch + (args.again ? 0 : 1);
-  // No block waits for the middle one, which starts the clock: the first announce, the last get first rows.
+  // The middle block starts the clock, as nothing waits for it: the first announce, the last get first rows.
   if (!args.again) device::start_clock(comm, args.send.operation, gridDim.x / 2);
   const int leads = args.again ? 0 : leading_blocks(static_cast<int>(gridDim.x));
   if (static_cast<int>(blockIdx.x) < leads)

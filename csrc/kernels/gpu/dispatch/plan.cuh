@@ -1,13 +1,13 @@
 // Makes the plan of a dispatch, by one block: where the rows of each (source, expert) begin in expert-major
-// order, and in the rank layout those of each source. This is a prefix sum over the counts that all sources
-// have pushed here. Local expert e begins at the aligned end of e - 1; within it, source s begins after the
-// sources below s. Example (docs/routing.md): counts of expert 0 from sources 0, 1 are 2, 1 and of expert 1
-// are 1, 2, alignment 4: expert 0 begins at row 0 (source 1 at 2) and ends at 3, aligned 4; expert 1 begins
-// at 4 (source 1 at 5) and ends at 7, aligned 8.
+// order, and in the rank layout also where the rows of each source begin. This is a prefix sum over the
+// counts that all sources push here. Local expert e begins at the aligned end of e - 1; within it, source s
+// begins after the sources below s. Example (docs/routing.md), alignment 4: expert 0 gets 2 rows from source
+// 0 and 1 from source 1, expert 1 gets 1 and 2. Expert 0 begins at row 0 (source 1 at 2) and ends at 3,
+// aligned 4; expert 1 begins at 4 (source 1 at 5) and ends at 7, aligned 8.
 //
-// A source announces a dispatch by a start (DispatchStart) and counts, in words that hold their epoch, and by
-// a record (SignalRecord). Records are read only where starts and counts show that ranks run different
-// operations, or where a source on another node has sent no start.
+// A source announces a dispatch to all ranks by a start (DispatchStart: a hash of its arguments), by counts,
+// both in words that hold the epoch, and by a record (SignalRecord: the arguments). Records are read only if
+// ranks seem to run different operations, or if a start is missing, as starts from other nodes are.
 #pragma once
 
 #include "kernels/gpu/common/kernel.cuh"
@@ -16,7 +16,7 @@
 
 namespace moecomm::gpu {
 
-/// Exclusive prefix sum over the block; `total` is the sum of all. Whole block.
+/// Returns the sum of `value` in all lower threads; `total` is the sum in all threads. Whole block.
 __device__ __noinline__ inline int32_t block_scan(int32_t value, int32_t& total) {
   __shared__ int32_t warp_sums[kWarps];
   int32_t inclusive = value;
@@ -33,7 +33,7 @@ __device__ __noinline__ inline int32_t block_scan(int32_t value, int32_t& total)
   return before + inclusive - value;
 }
 
-/// The counts of all sources, in the window to which they were pushed.
+/// The counts of all sources, read from this rank's window, to which the sources push them.
 struct PushedCounts {
   static constexpr int kAhead = 4;     ///< counts that a thread loads together to add them
   static constexpr int kTogether = 4;  ///< counts that a thread loads together in take_counts
@@ -47,7 +47,7 @@ struct PushedCounts {
   __device__ void keep(int32_t, int32_t, int32_t) const {}
 };
 
-/// A copy of PushedCounts in shared memory.
+/// The counts of all sources, copied to shared memory: [ranks][bins].
 struct StagedCounts {
   static constexpr int kAhead = 1, kTogether = 4;
   int32_t* of;
@@ -60,8 +60,8 @@ struct StagedCounts {
   }
 };
 
-/// A copy in shared memory of the counts that decide this rank's layout: each source's rows for every local
-/// expert, and in the rank layout its rows for this rank.
+/// The counts that decide where rows go on this rank, copied to shared memory: each source's rows for each
+/// local expert, and in the rank layout also each source's rows for this rank.
 struct OwnCounts {
   static constexpr int kAhead = 1, kTogether = 1;
   int32_t* of;
@@ -78,7 +78,7 @@ struct OwnCounts {
   __device__ int32_t operator()(int32_t source, int64_t bin) const {
     return of[source * number + (bin < experts ? bin - first_expert : local)];
   }
-  /// Counts per source: the rows for each local expert, then in the rank layout those for this rank.
+  /// Counts per source: rows for each local expert; in the rank layout then the rows for this rank.
   __device__ int32_t each() const { return number; }
   __device__ int32_t bin(int32_t i) const {
     return i < local ? first_expert + i : static_cast<int32_t>(experts) + rank;
@@ -86,7 +86,7 @@ struct OwnCounts {
   __device__ void keep(int32_t source, int32_t i, int32_t count) const { of[source * number + i] = count; }
 };
 
-/// Where the rows of a dispatch begin and end on this rank: fields of its plan, or copies in shared memory.
+/// Where the rows of a dispatch begin and end on this rank. Held in the plan, or in a block's shared memory.
 struct RowTables {
   int32_t *expert_rows, *offsets, *ends, *bases, *source_bases, *source_ends, *tokens;  ///< as in DevicePlan
 
@@ -104,17 +104,17 @@ struct RowTables {
   }
 };
 
-/// Size of an expert's group that receives `rows` rows: `rows` and padding, or the fixed size of all groups.
-/// The host ensures that a rank's rows fit 31 bits.
+/// Size of an expert's group that receives `rows` rows: these rows with padding, or the fixed size that all
+/// groups have. The host ensures that a rank's rows fit 31 bits.
 __device__ inline int32_t group_rows(const SendArguments& args, int32_t rows) {
   if (args.fixed_groups()) return static_cast<int32_t>(args.positions);
   const auto alignment = static_cast<int32_t>(args.alignment);
   return alignment == 1 ? rows : (rows + alignment - 1) / alignment * alignment;
 }
 
-/// Lays out `groups` groups one behind another; group i has size_of(rows_of(i)) rows. Calls begin(i, first,
-/// rows, end) for each in parallel, with its first row, rows_of(i) and its end. Returns the end of the last
-/// group. Whole block.
+/// Lays out `groups` groups of rows one behind another; group i has size_of(rows_of(i)) rows. Calls begin(i,
+/// first, rows, end) for each group, in a thread of its own, with its first row, rows_of(i) and its end.
+/// Returns the end of the last group. Whole block.
 template <class Size, class Rows, class Begin>
 __device__ inline int32_t lay_out(int32_t groups, const Size& size_of, const Rows& rows_of,
                                   const Begin& begin) {
@@ -132,12 +132,13 @@ __device__ inline int32_t lay_out(int32_t groups, const Size& size_of, const Row
   return base;
 }
 
-/// A rank that needs the most, and how many output rows, or expert-major positions, it needs.
+/// The most output rows, or expert-major positions, that any rank needs, and a rank that needs so many.
 struct Need {
   int32_t most, rank;
 };
 
-/// Finds the first rank that needs the most rows, or the most positions (`of_positions`). Whole block.
+/// Finds the most rows, or with `of_positions` positions, that a rank needs; the lowest such rank. Whole
+/// block.
 template <class Counts>
 __device__ inline Need fullest_rank(const Comm& comm, const SendArguments& args, const Counts& counts,
                                     bool of_positions) {
@@ -167,15 +168,15 @@ __device__ inline Need fullest_rank(const Comm& comm, const SendArguments& args,
   return {most, __reduce_min_sync(0xffffffffu, of_warp.most == most ? of_warp.rank : INT32_MAX)};
 }
 
-/// Whether the rank that needs the most exceeds a capacity (`passed`).
+/// A capacity, the rank with the highest need, and whether that need exceeds the capacity (`passed`).
 struct Overflow {
   Need need;
   int64_t capacity;
   bool passed;
-  bool of_positions;  ///< the capacity is one of positions, not of output rows
+  bool of_positions;  ///< the capacity limits the rank layout's positions, not output rows
 };
 
-/// Finds whether any rank exceeds a capacity; rows are checked before positions. Whole block.
+/// Finds whether a rank exceeds a capacity: that of output rows, then that of positions. Whole block.
 template <class Counts>
 __device__ inline Overflow find_overflow(const Comm& comm, const SendArguments& args, const Counts& counts) {
   const bool by_rank = args.layout == RowLayout::rank;
@@ -189,7 +190,7 @@ __device__ inline Overflow find_overflow(const Comm& comm, const SendArguments& 
   return rows.passed ? rows : found(true, args.positions);
 }
 
-/// Tells the host about an exceeded capacity, unless an unread report is there. Whole block.
+/// Tells the host if a capacity is exceeded, unless an earlier report is still unread. Whole block.
 template <class Counts>
 __device__ inline void report_overflow(const Comm& comm, const SendArguments& args, const Counts& counts) {
   const Overflow found = find_overflow(comm, args, counts);
@@ -202,7 +203,7 @@ __device__ inline void report_overflow(const Comm& comm, const SendArguments& ar
   ptx::store_release_sys(&overflow.set, 1);
 }
 
-/// Makes a plan that moves nothing: the dispatch has failed on all ranks.
+/// Writes a plan that moves nothing, for a dispatch that fails on all ranks. Whole block.
 __device__ inline void write_empty_plan(const Comm& comm, const PlanView& plan) {
   const DevicePlan& f = plan.fields;
   for (int64_t i = threadIdx.x; i < comm.local_experts; i += kThreads)
@@ -214,7 +215,7 @@ __device__ inline void write_empty_plan(const Comm& comm, const PlanView& plan) 
   plan.header() = PlanHeader{};
 }
 
-/// Fills `tables` with row ranges of each source and expert; returns the plan's header. Whole block.
+/// Fills `tables` with the row ranges of sources and experts; returns the plan's header. Whole block.
 template <class Counts>
 __device__ inline PlanHeader lay_out_rows(const Comm& comm, const SendArguments& args, uint64_t epoch,
                                           const Counts& counts, const RowTables& tables) {
@@ -267,7 +268,7 @@ __device__ inline PlanHeader lay_out_rows(const Comm& comm, const SendArguments&
   return header;
 }
 
-/// Counts the rows that this rank receives, for the statistics. Called by one thread.
+/// Adds this rank's output rows, and the bytes that come from other ranks, to the statistics. One thread.
 template <class Counts>
 __device__ inline void count_rows(const Comm& comm, const PlanHeader& header, const Counts& counts) {
   const KernelShape& s = comm.window.shape;
@@ -283,13 +284,13 @@ __device__ inline void count_rows(const Comm& comm, const PlanHeader& header, co
   add(comm.state().bytes_wire, entries * comm.window.shape.wire_row_bytes());
 }
 
-/// What is known of all ranks after the wait for their announcements.
+/// What is known of all ranks after a wait for their announcements.
 struct Agreement {
-  bool alive;  ///< all have announced themselves
-  bool same;   ///< all run the same operation
+  bool alive;  ///< all ranks have announced an operation
+  bool same;   ///< all ranks run the same operation
 };
 
-/// Waits for the records of all ranks, and compares them; where they differ, `verdict` says how. Whole block.
+/// Waits for the records of all ranks and compares them; if they differ, `verdict` says how. Whole block.
 __device__ inline Agreement agree(const Comm& comm, uint64_t epoch, HostStatus::Verdict& verdict) {
   __shared__ bool same;
   if (!device::wait_records(comm, Operation::dispatch, epoch, false)) return {false, false};
@@ -305,7 +306,7 @@ __device__ inline Agreement agree(const Comm& comm, uint64_t epoch, HostStatus::
   return {true, same};
 }
 
-/// Polls for a source's start, and now and then for its record, which may come without a start.
+/// Polls for a source's start, and now and then for its record, since some sources send only a record.
 struct StartArrival {
   static constexpr unsigned kInterval = 32;
   const DispatchStart* start;
@@ -319,14 +320,14 @@ struct StartArrival {
     found = ptx::load_relaxed_sys_pair(start);
     if (has_start()) return true;
     if (!at_record.due() || ptx::load_acquire_sys(&record->epoch) < epoch) return false;
-    found = ptx::load_relaxed_sys_pair(start);  // a start, if there is one, arrives before the record
+    found = ptx::load_relaxed_sys_pair(start);  // if the source sends a start, it is here before the record
     return true;
   }
 };
 
-/// Checks the starts of all ranks, which the last threads share. False if one of this thread's ranks
-/// announces other arguments than this rank, has sent only its record, or does not come: then records have to
-/// be compared. Calls note(rank) when a rank has announced itself.
+/// Waits for the starts of all ranks; the block's threads share the ranks, last threads first. False if a
+/// start in this thread's share announces other arguments than this rank, or if a rank sends only its record,
+/// or nothing: then records have to be compared. Calls note(rank) when a start or record has come.
 template <class Note>
 __device__ inline bool starts_alike(const Comm& comm, const SendArguments& args, uint64_t epoch,
                                     const Note& note) {
@@ -343,13 +344,13 @@ __device__ inline bool starts_alike(const Comm& comm, const SendArguments& args,
   return alike;
 }
 
-/// Polls for a number that a source announces, or for the record of a source that announces none.
+/// Polls for a number that a source pushes, or for a record that says that the source may push none.
 struct CountArrival {
   static constexpr unsigned kInterval = 32;
   const uint64_t* word;
   const SignalRecord* record;
   uint64_t epoch;
-  mutable uint64_t number = 0;  ///< the word that was found
+  mutable uint64_t number = 0;  ///< the word as last loaded: number and epoch
   device::RareLook at_record{};
 
   __device__ void load() const { number = ptx::load_relaxed_sys(word); }
@@ -363,8 +364,8 @@ struct CountArrival {
   }
 };
 
-/// Copies the counts of each source into `counts`, and its number of tokens into `tokens`, as they arrive.
-/// Whole block; false if a wait fails, or a source runs another operation.
+/// Copies each source's counts to `counts`, and its number of tokens to `tokens`[source], as they arrive.
+/// Whole block; false if a wait fails, or a source pushes none as it runs another operation or has an error.
 template <class Counts>
 __device__ inline bool take_counts(const Comm& comm, uint64_t epoch, const Counts& counts, int32_t* tokens) {
   constexpr int kTogether = Counts::kTogether;
@@ -403,15 +404,15 @@ __device__ inline bool take_counts(const Comm& comm, uint64_t epoch, const Count
   return __syncthreads_and(here);
 }
 
-/// What the block that makes the plan does in addition.
+/// What else the block does that makes the plan, of many tokens or of few (dispatch_fused.cu).
 enum class Planner {
   of_many,         ///< releases a kernel that waits for the plan, and checks the capacity
   of_few,          ///< checks the capacity; no kernel waits for the plan
   of_few_watched,  ///< no kernel waits, and if the starts agree, another block checks the capacity
 };
 
-/// Writes the plan from `counts`; the plan already holds each source's tokens. If the host waits for the
-/// number of rows, tells it the number. Whole block.
+/// Writes the plan from `counts`; its `tokens` are there already. Releases a kernel that waits for the plan
+/// (`planner`), and a host that waits for the number of rows. Adds to the statistics. Whole block.
 template <class Counts>
 __device__ inline void publish_plan(const Comm& comm, const SendArguments& args, uint64_t epoch,
                                     const Counts& counts, Planner planner) {
@@ -439,8 +440,8 @@ __device__ inline void publish_plan(const Comm& comm, const SendArguments& args,
   }
 }
 
-/// Makes an empty plan for a dispatch that can't go on. Tells the host and the receiving kernel in every
-/// case, so that neither waits for ever. Whole block.
+/// Makes an empty plan for a dispatch that can't go on, and reports why if all ranks are alive. In any case
+/// it ends the waits for the plan, of the receiving kernel and, without a capacity, of the host. Whole block.
 __device__ inline void call_off(const Comm& comm, const SendArguments& args, uint64_t epoch,
                                 const Agreement& found, const HostStatus::Verdict& verdict) {
   write_empty_plan(comm, PlanView{args.plan, comm.plan_fields});
@@ -459,8 +460,8 @@ __device__ inline void call_off(const Comm& comm, const SendArguments& args, uin
   ptx::store_release_sys(&rows.ticket, args.ticket);
 }
 
-/// Makes the plan from the announcements of all ranks as they arrive. Tells the host about an exceeded
-/// capacity, unless another block does that (`planner`). Whole block.
+/// Makes the plan from the announcements of all ranks as they arrive; if these differ, calls the dispatch
+/// off. Tells the host if a capacity is exceeded, unless another block does that (`planner`). Whole block.
 template <class Counts>
 __device__ inline void make_plan(const Comm& comm, const SendArguments& args, uint64_t epoch,
                                  const Counts& counts, Planner planner) {
@@ -488,7 +489,7 @@ __device__ inline void make_plan(const Comm& comm, const SendArguments& args, ui
   if (planner != Planner::of_few_watched || !by_starts) report_overflow(comm, args, counts);
 }
 
-/// Calls make_plan with a copy of the counts in the `words` words of shared memory at `scratch`, if they fit.
+/// Makes the plan. Copies the counts to `scratch`, `words` words of shared memory, if they fit there.
 __device__ inline void make_plan(const Comm& comm, const SendArguments& args, uint64_t epoch,
                                  int32_t* scratch, int64_t words, Planner planner) {
   const int64_t bins = comm.window.shape.counts(), announced = comm.window.shape.announced();
@@ -496,8 +497,8 @@ __device__ inline void make_plan(const Comm& comm, const SendArguments& args, ui
   make_plan(comm, args, epoch, PushedCounts{comm.counts(comm.own, 0, epoch), announced}, planner);
 }
 
-/// Tells the host if a dispatch whose starts agree exceeds a capacity, while another block makes the plan.
-/// Whole block. `scratch`: shared memory for the counts of all ranks; `tokens`: for a number per rank.
+/// If the starts of a dispatch agree, tells the host if a capacity is exceeded. Another block makes the plan.
+/// Whole block. `scratch`, `tokens`: shared memory for all ranks' counts, and for a number per rank.
 __device__ inline void watch_capacity(const Comm& comm, const SendArguments& args, uint64_t epoch,
                                       int32_t* scratch, int32_t* tokens) {
   if (args.capacity < 0 || failed_for_block(comm)) return;
