@@ -1,14 +1,14 @@
-// Dispatch, receiving side, for rows that change on arrival: they are converted from the wire format; or
-// taken apart into values and scales; or, in the backward of a weighted combine, multiplied by a factor for
-// each output row, with the dot product of the row and a given row. Uses a pipe with workers (move_pipe.cuh):
-// all workers of a pipe share each row, or, where rows are short or need several pieces, each works alone.
+// Dispatch, receiving side, for rows that change on arrival: they are converted from the wire format, or
+// split into values and scales. In the backward of a weighted combine they are multiplied by a factor for
+// each output row, and the dot product with a given row is taken. Uses a pipe with workers (move_pipe.cuh):
+// all workers share each row, or, where rows are short or need several pieces, each works alone.
 #include "kernels/gpu/common/wire_vector.cuh"
 #include "kernels/gpu/dispatch/receive_list.cuh"
 
 namespace moecomm::gpu {
 namespace {
 
-/// Converts rows from a wire format to `dtype`. For the workers of a pipe.
+/// Converts rows from a wire format to `dtype`; all workers of a pipe share a row.
 template <DType dtype, WireFormat wire>
 class DequantiseWork {
   using V = WireVector<dtype, wire>;
@@ -53,8 +53,8 @@ __device__ void dequantise_by_pipe(const Comm& comm, const ReceiveArguments& arg
       [&] { zero_paddings(comm, args); }, DequantiseWork<dtype, wire>(comm.window.shape));
 }
 
-/// Makes from a source row of `dtype` a row for each of its targets, times the target's factor. If a dot
-/// product is wanted, the target's stage holds the other row at first. For the workers of a pipe; an object
+/// Makes a row for each target of a source row of `dtype`: the source row times the target's factor. For a
+/// dot product the target's stage holds the other row at first. All workers of a pipe share a row; an object
 /// holds one thread's vectors of the source row.
 template <DType dtype>
 class ScaleWork {
@@ -105,7 +105,7 @@ class ScaleWork {
   uint4 row_[kSteps];
 };
 
-/// Lists arriving rows with their output rows, and for each the factor and the row for a dot product.
+/// Lists arriving rows and their output rows, each with its factor and the row for its dot product.
 template <int workers>
 __device__ void list_scaled(const Comm& comm, const ReceiveArguments& args, uint64_t epoch,
                             MoveLister<workers>& pipe) {
@@ -122,7 +122,7 @@ __device__ void list_scaled(const Comm& comm, const ReceiveArguments& args, uint
       });
 }
 
-/// Receives rows multiplied by the factor of each output row, with dot products. Whole block.
+/// Receives rows, multiplies them by the factor of each output row, and takes dot products. Whole block.
 template <DType dtype>
 __device__ void scale_by_pipe(const Comm& comm, const ReceiveArguments& args, uint64_t epoch,
                               std::byte* shared) {
@@ -133,7 +133,7 @@ __device__ void scale_by_pipe(const Comm& comm, const ReceiveArguments& args, ui
       [&] { zero_paddings(comm, args); }, ScaleWork<dtype>(args, row_bytes));
 }
 
-/// DequantiseWork for a lone worker.
+/// Converts rows from a wire format to `dtype`, by lone workers.
 template <DType dtype, WireFormat wire>
 class DequantiseAlone {
   using E = Element<dtype>;
@@ -162,7 +162,7 @@ class DequantiseAlone {
   const LoneShape& shape_;
 };
 
-/// ScaleWork for a lone worker, for which the row is loaded again for each target.
+/// Does what ScaleWork does, by lone workers. The source row is loaded again for each target.
 template <DType dtype>
 class ScaleAlone {
   using E = Element<dtype>;
@@ -206,10 +206,10 @@ class ScaleAlone {
  private:
   const bool scales_;
   const LoneShape& shape_;
-  float dot_ = 0;  ///< this lane's part of a row's dot product
+  float dot_ = 0;  ///< this lane's share of a row's dot product, over the pieces so far
 };
 
-/// Copies a row's scales, if the wire format has any, to those of its output rows. For lone workers.
+/// Stores a row's scales, if the wire format has any, to the scales of its output rows. For lone workers.
 class ScalesAlone {
  public:
   __device__ static LoneShape shape_of(const KernelShape& s) {
@@ -228,7 +228,7 @@ class ScalesAlone {
       const int64_t row = (list.targets[at] - args_.out) / pieces_.pieces.total;
       std::byte* const to = args_.out_scales + row * bytes_ + offset;
       const std::byte* const from = stage + pieces_.pieces.bytes;
-      // Scales of rows are contiguous: copies by words need rows with a multiple of 4 bytes of scales.
+      // Scales of rows follow each other without padding: words need a multiple of 4 bytes a row.
       if (bytes_ % 4 == 0)
         for (uint32_t i = lane_id(); i < bytes / 4; i += 32)
           reinterpret_cast<uint32_t*>(to)[i] = reinterpret_cast<const uint32_t*>(from)[i];
@@ -261,7 +261,7 @@ __global__ void __launch_bounds__(MovePipe<kWorkers>::kThreads, 1)
                   [&](uint64_t epoch) { dequantise_by_pipe<dtype, wire>(comm, args, epoch, shared); });
 }
 
-/// Kernels with lone workers: this one multiplies rows; those below convert rows, or separate scales.
+/// Kernels with lone workers: this one multiplies rows; those below convert rows, or split off scales.
 template <DType dtype>
 __global__ void __launch_bounds__(MovePipe<kLoneWorkers>::kThreads, 1)
     dispatch_scale_alone_kernel(const __grid_constant__ Comm comm,
@@ -275,7 +275,7 @@ __global__ void __launch_bounds__(MovePipe<kLoneWorkers>::kThreads, 1)
   });
 }
 
-/// Receives rows, which lone workers change, into all their output rows. Whole block.
+/// Receives rows into all their output rows; lone workers change them by `work`. Whole block.
 template <class Work>
 __device__ void change_alone(const Comm& comm, const ReceiveArguments& args, uint64_t epoch,
                              std::byte* shared, const LoneShape& shape, const Work& work) {

@@ -1,14 +1,14 @@
 // Dispatch, receiving side: copies each arriving row to all its output rows.
-//   - an item is one chunk of a source's tokens, or several, or part of one. Pipes of warps take items from
-//     all sources in turn, this rank first
+//   - pipes of warps take items from all sources in turn, this rank first. An item is consecutive tokens of
+//     one source: a chunk, several chunks, or a part of a chunk
 //   - a dispatch finds each row's positions in expert-major order from the source's routes (route.cuh) and
-//     the plan (plan.cuh). It keeps them in the plan for the backward of combine. In the expert layout a
-//     position is an output row. In the rank layout it is an index into a table of output rows, and the plan
-//     keeps the output row as well
+//     the plan (plan.cuh). It keeps the positions in the plan for the backward of combine. In the expert
+//     layout a position is an output row. In the rank layout it is an index into a table of output rows, and
+//     the plan keeps the output row as well
 //   - once a chunk has arrived, a pipe copies its rows unchanged to their output rows (move_pipe.cuh). Rows
-//     that are converted from the wire format, or multiplied by a factor for each output row, go through a
-//     pipe with workers (dispatch_change.cu)
-//   - the padding rows of each expert are zeroed
+//     that change on arrival, or for which a list of the pipe has no room, go through a pipe with workers
+//     (dispatch_change.cu)
+//   - the padding rows of each expert are zeroed (expert layout)
 #include "kernels/gpu/dispatch/receive_list.cuh"
 
 namespace moecomm::gpu {
@@ -27,7 +27,7 @@ __global__ void __launch_bounds__(MovePipe<0>::kThreads, 1)
   });
 }
 
-/// Calls use.operator()<kernel>() with the kernel for rows that stay as they are.
+/// Calls use.operator()<kernel>() with this file's kernel, for rows that stay as they are.
 template <class Use>
 cudaError_t with_kernel(const Use& use) {
   return use.template operator()<&dispatch_receive_kernel>(MovePipe<0>::kThreads,

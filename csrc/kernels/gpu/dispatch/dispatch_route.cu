@@ -1,14 +1,14 @@
-// The part of a dispatch before rows move: computes where this rank's rows will go, and where the rows of all
-// ranks will arrive here.
-//   - blocks share the tokens, compute the routes of their rows, and push them to all ranks (route.cuh; for
-//     few tokens one block does this: route_few.cuh)
-//   - another block, if there is one, reads the announcements of all ranks as they arrive, and makes the plan
-//     of the rows that arrive here (plan.cuh)
-// The sending kernel runs at the same time, or begins when routes have been sent (`routes_first`). It does
-// not wait for this kernel, except where rows go to other nodes. This kernel's blocks use the SMs of the
-// receiving blocks, which have nothing to do yet. With several nodes, further blocks forward what the ranks
-// of this rank's rail (those with its number on other nodes) announce and compute (relay_records.cuh). The
-// plan needs that; so this kernel ends whether or not the next one has begun.
+// The routes and the plan of a dispatch: computes where this rank's rows go, and where the rows of all ranks
+// arrive here.
+//   - blocks share the tokens, compute the routes of their rows, and push the routes to all ranks (route.cuh;
+//     for few tokens one block does this: route_few.cuh)
+//   - a further block, or else the first, reads the announcements of all ranks as they arrive, and makes the
+//     plan of the rows that arrive here (plan.cuh)
+// The sending kernel runs at the same time, or begins when routes have been sent (`routes_first`). It waits
+// for this kernel's routes only where rows go to other nodes. This kernel's blocks use the SMs of the
+// receiving blocks, which have nothing to do yet. With several nodes, further blocks forward the records and
+// routes of this rank's rail (the ranks with its number on other nodes) to this node (relay_records.cuh).
+// The plan needs these, so this kernel ends whether or not the next kernel has begun.
 #include "kernels/gpu/common/kernel.cuh"
 #include "kernels/gpu/dispatch/plan.cuh"
 #include "kernels/gpu/dispatch/route_few.cuh"
@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   make_plan(comm, args, epoch, scratch, kRouteWords, Planner::of_many);
 }
 
-/// Calls use.operator()<kernel>() with the kernel for a shape.
+/// Calls use.operator()<kernel>() with the kernel for a shape: for one node, or for several.
 template <class Use>
 cudaError_t with_kernel(const DeviceShape& shape, const Use& use) {
   return with_way(shape, [&]<Way way>() {

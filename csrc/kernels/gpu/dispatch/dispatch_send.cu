@@ -1,22 +1,22 @@
 // Dispatch, sending side: every row goes once to each rank that owns one of its experts.
-//   - warps take chunks of tokens from several starting points in turn (TokenOrder). They store the rows to
-//     the staging section of every owner, into the slot of (source, token). On one node this does not need
+//   - warps take chunks of tokens, from several starting points in turn (TokenOrder). They store the rows to
+//     the staging section of every owner, to the memory of (source, token). On one node this does not need
 //     the results of dispatch_route.cu, which runs before or at the same time
-//   - a pipe of warps moves the rows (move_pipe.cuh). It has workers where rows are quantised, have scales
-//     from the caller, or do not fit its lists, and with several nodes
-//   - when all rows of a chunk have arrived, the owners' arrival flags are set
+//   - a pipe of warps moves the rows (move_pipe.cuh). It has workers where rows are quantised or have scales
+//     from the caller, where a list has no room for a chunk's rows, and with several nodes
+//   - when all rows of a chunk have arrived, the owners' arrival flags for the chunk are set
 // The staging section may be too small for all tokens. Then a chunk waits until the owners have read the
 // chunks whose memory it reuses. A separate kernel (`later`) sends the chunks that have to wait, and starts
-// after the receiving kernels; so the first kernel ends, whatever else the stream holds after it.
+// after the receiving kernel. So the first sending kernel ends, whatever else the stream holds after it.
 //
-// The backward of a combine, which this kernel announces, sends rows along its dispatch's plan in the same
-// way.
+// The backward of a combine sends rows in the same way, along the plan of the combine's dispatch. There this
+// kernel also announces the operation.
 // The file is compiled once for each format in which rows travel, MOECOMM_WIRE (CMakeLists.txt).
 //
 // With several nodes a row goes to its owners on this node, and once to each other node that needs it. Rows
-// for other nodes wait for the routes, which number them (relay index). They go into host memory, from where
-// the network sends them. The last blocks relay rows that arrive from the rail, the ranks with this rank's
-// number on other nodes: those blocks send the rows to the owners on this node, on behalf of the source.
+// for other nodes wait for the routes, which number these rows (relay index). They go into host memory, from
+// where the network sends them. The last blocks relay the rows that arrive from the rail (the ranks with this
+// rank's number on other nodes): they send these rows to the owners on this node, on behalf of the source.
 #include "kernels/gpu/dispatch/quantise_rows.cuh"
 #include "kernels/gpu/dispatch/send_list.cuh"
 #include "kernels/gpu/dispatch/send_rows.cuh"
@@ -27,7 +27,7 @@ namespace {
 /// The kernels of this object file send rows in this wire format.
 constexpr WireFormat kWire = WireFormat::MOECOMM_WIRE;
 
-/// Bytes of a unit's stages, so that `args.warps` warps have rows in flight. More would wait for each other.
+/// Bytes of a unit's stages: a block's rows in flight are those of `args.warps` warps. More would only queue.
 template <int workers>
 __device__ int stage_bytes(const SendArguments& args) {
   return args.warps * kWarpBytes / MovePipe<workers>::kUnits;
@@ -42,7 +42,7 @@ __device__ int stage_bytes(const SendArguments& args) {
       [&](MoveLister<0>& pipe) { list_own(comm, args, epoch, pipe); }, [] {});
 }
 
-/// Sends rows of `dtype` in this file's format. Whole block.
+/// Sends rows of `dtype`, quantised to this file's wire format. Whole block.
 template <DType dtype>
 __device__ void quantise_by_pipe(const Comm& comm, const SendArguments& args, uint64_t epoch,
                                  std::byte* shared) {
@@ -54,7 +54,7 @@ __device__ void quantise_by_pipe(const Comm& comm, const SendArguments& args, ui
       QuantiseWork<dtype, kWire>(comm.window.shape));
 }
 
-/// Relays rows that arrive from the rail; false if some do not arrive. Whole block.
+/// Sends rows that arrive from the rail to owners on this node; false if some do not arrive. Whole block.
 __device__ bool relay_rows(const Comm& comm, const SendArguments& args, uint64_t epoch, std::byte* shared) {
   const LoneShape shape(CopyAlone::whole_rows(comm.window.shape));
   bool all = true;
@@ -65,10 +65,11 @@ __device__ bool relay_rows(const Comm& comm, const SendArguments& args, uint64_t
   return all;
 }
 
-/// The work of the relaying blocks: they forward the rail's records and tables, then its rows.
+/// The work of the relaying blocks. They forward the rail's records, unless another kernel does, then its
+/// rows.
 __device__ void relay(const Comm& comm, const SendArguments& args, uint64_t epoch, RelayBlocks relay,
                       bool valid, std::byte* shared) {
-  // In a dispatch the kernel of the routes forwards the records.
+  // In a dispatch the route kernel forwards the records.
   if (args.operation != Operation::dispatch &&
       !gpu::relay_records(comm, args.operation, args.plan, epoch, relay))
     return;
@@ -77,7 +78,7 @@ __device__ void relay(const Comm& comm, const SendArguments& args, uint64_t epoc
   if (relay.block == 0 && __syncthreads_and(all)) device::wait_all_here(comm, args.operation, epoch);
 }
 
-/// Waits until a dispatch has computed the tables of rows for other nodes. Whole block.
+/// Waits until the `blocks` route blocks of a dispatch have numbered the rows for other nodes. Whole block.
 __device__ bool wait_routed(const Comm& comm, Operation operation, uint64_t epoch, int blocks) {
   bool routed = true;
   if (threadIdx.x == 0)
@@ -86,7 +87,7 @@ __device__ bool wait_routed(const Comm& comm, Operation operation, uint64_t epoc
   return __syncthreads_and(routed);
 }
 
-/// Sends rows by lone workers: those with memory of their own, or (`later`) those that reuse it. Whole block.
+/// Sends rows by lone workers: of chunks that wait for no memory, or (`later`) of those that do. Whole block.
 template <Way way, class Work>
 __device__ void send_alone(const Comm& comm, const SendArguments& args, uint64_t epoch, std::byte* shared) {
   const LoneRows rows = Work::rows(comm.window.shape, args.x_scales != nullptr);
@@ -96,8 +97,8 @@ __device__ void send_alone(const Comm& comm, const SendArguments& args, uint64_t
     shape.comm = &comm;
     shape.sent = plan.at(plan.fields.node_tokens);
   }
-  // Rows to other nodes never wait for owners on this node, which may wait for rows from other nodes: every
-  // second unit (a pipe's warps) sends them first. They reuse no memory, so none of them is sent later.
+  // Rows for other nodes must not wait for owners on this node, which may wait for rows from other nodes. So
+  // every second unit (a pipe's warps) sends them first. They reuse no memory, so none of them is sent later.
   const int passes = way == Way::nodes && !args.later ? 2 : 1;
   const int unit = warp_id() / MovePipe<kLoneWorkers>::kUnitWarps;
   run_move_pipe<kLoneWorkers>(
@@ -119,19 +120,19 @@ __device__ void announce_start(const Comm& comm, const SendArguments& args, uint
                kCarriesRows | args.after | (args.quantises() ? kCarriesQuantised : 0u));
 }
 
-/// The beginning and the end of a kernel that sends. Whole grid.
+/// What all blocks of a sending kernel do at its beginning and at its end.
 __device__ void begin_kernel(const Comm& comm, const SendArguments& args) {
   ptx::launch_dependents();
   if (args.operation != Operation::dispatch && !args.later) device::start_clock(comm, args.operation);
 }
 __device__ void end_kernel(const Comm& comm, const SendArguments& args) {
   device::note_sent(comm, args.operation);
-  // Waits for the kernel of the routes, so that a later wait for this kernel's end covers both.
+  // Waits for the end of the route kernel, so that a later wait for this kernel's end covers both.
   if (blockIdx.x == 0 && threadIdx.x == 0) ptx::wait_for_previous_kernel();
   if (args.later) end_sending(comm);
 }
 
-/// With several nodes: sends this rank's rows by move(epoch), or relays the rail's rows.
+/// With several nodes: sends this rank's rows by move(epoch), or, in the last blocks, relays the rail's rows.
 template <class Move>
 __device__ void send_between_nodes(const Comm& comm, const SendArguments& args, uint64_t epoch,
                                    std::byte* shared, const Move& move) {
@@ -147,13 +148,13 @@ __device__ void send_between_nodes(const Comm& comm, const SendArguments& args, 
     return;
   }
   if (!args.later && !device::wait_sent(comm, args.operation, epoch)) return;
-  // Relay indices are known once all blocks of the route kernel have counted.
+  // Relay indices are known once all route blocks are done.
   if (dispatch && !wait_routed(comm, args.operation, epoch, args.route_blocks)) return;
   if (!dispatch && !args.later && blockIdx.x == 0) announce_start(comm, args, epoch);
   if (valid) move(epoch);
 }
 
-/// The work of a kernel that sends rows by move(epoch). Whole grid.
+/// The whole work of a sending kernel, which moves rows by move(epoch). All blocks.
 template <Way way, class Move>
 __device__ void send(const Comm& comm, const SendArguments& args, std::byte* shared, const Move& move) {
   const uint64_t epoch = comm.state().epoch + 1;
@@ -178,7 +179,7 @@ __global__ void __launch_bounds__(MovePipe<0>::kThreads, 1)
   send<way>(comm, args, shared, [&](uint64_t epoch) { send_by_pipe(comm, args, epoch, shared); });
 }
 
-/// Quantises rows, on one node: all workers of a pipe share each row.
+/// The kernel that sends quantised rows, on one node; all workers of a pipe share each row.
 template <DType dtype>
 __global__ void __launch_bounds__(MovePipe<kWorkers>::kThreads, 1)
     dispatch_quantise_kernel(const __grid_constant__ Comm comm, const __grid_constant__ SendArguments args) {
@@ -187,7 +188,7 @@ __global__ void __launch_bounds__(MovePipe<kWorkers>::kThreads, 1)
                    [&](uint64_t epoch) { quantise_by_pipe<dtype>(comm, args, epoch, shared); });
 }
 
-/// The kernel that sends all other rows, by lone workers.
+/// The kernel that sends rows in all other cases, by lone workers.
 template <Way way, class Work>
 __global__ void __launch_bounds__(MovePipe<kLoneWorkers>::kThreads, 1)
     dispatch_send_alone_kernel(const __grid_constant__ Comm comm,

@@ -137,8 +137,7 @@ struct Need {
   int32_t most, rank;
 };
 
-/// Finds the most rows, or with `of_positions` positions, that a rank needs; the lowest such rank. Whole
-/// block.
+/// Finds the most rows that a rank needs (`of_positions`: positions), and the lowest such rank. Whole block.
 template <class Counts>
 __device__ inline Need fullest_rank(const Comm& comm, const SendArguments& args, const Counts& counts,
                                     bool of_positions) {
@@ -406,7 +405,7 @@ __device__ inline bool take_counts(const Comm& comm, uint64_t epoch, const Count
 
 /// What else the block does that makes the plan, of many tokens or of few (dispatch_fused.cu).
 enum class Planner {
-  of_many,         ///< releases a kernel that waits for the plan, and checks the capacity
+  of_many,         ///< releases the receiving kernel, which waits for the plan; checks the capacity
   of_few,          ///< checks the capacity; no kernel waits for the plan
   of_few_watched,  ///< no kernel waits, and if the starts agree, another block checks the capacity
 };

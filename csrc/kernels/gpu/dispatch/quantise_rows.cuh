@@ -7,7 +7,7 @@
 
 namespace moecomm::gpu {
 
-/// Quantises rows of `dtype`. For the workers of a pipe.
+/// Quantises rows of `dtype`: values, and behind them their scales. All workers of a pipe share a row.
 template <DType dtype, WireFormat wire>
 class QuantiseWork {
   using V = WireVector<dtype, wire>;
@@ -25,7 +25,7 @@ class QuantiseWork {
       const int v = s * kWorkerThreads + thread;
       raw[s] = v < vectors ? reinterpret_cast<const uint4*>(stage)[v] : uint4{};
     }
-    sync_workers();  // the values overwrite what was read
+    sync_workers();  // all have read: the values overwrite the row
     auto* const scales = reinterpret_cast<typename V::Scale*>(stage + shape_.wire_data_bytes());
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) {
@@ -41,7 +41,7 @@ class QuantiseWork {
   const KernelShape& shape_;
 };
 
-/// QuantiseWork for a lone worker, which takes a row or a piece of one.
+/// Quantises rows of `dtype` by lone workers; each takes a whole row or a piece of it.
 template <DType dtype, WireFormat wire>
 class QuantiseAlone {
   using E = Element<dtype>;
@@ -78,7 +78,7 @@ class QuantiseAlone {
 
  private:
   const LoneShape& shape_;
-  const int32_t scales_at_;  ///< where scales begin in a stage
+  const int32_t scales_at_;  ///< offset of the scales in a stage
 };
 
 }  // namespace moecomm::gpu

@@ -7,8 +7,8 @@
 
 namespace moecomm::gpu {
 
-/// Calls visit(peer, flag) for each of `peers`, with the flag by which that peer says that it has read
-/// `chunk` of `source` (its credit). All lanes; true if no call returns false.
+/// Calls visit(peer, flag) for each of `peers`, until a call returns false. By the flag (credit) that peer
+/// says that it has read `chunk` of `source`. All lanes; true if all calls return true.
 template <class Visit>
 __device__ inline bool all_credits(const Comm& comm, int32_t source, uint64_t epoch, int64_t chunk,
                                    const PeerSet& peers, const Visit& visit) {
@@ -19,9 +19,9 @@ __device__ inline bool all_credits(const Comm& comm, int32_t source, uint64_t ep
   return __all_sync(0xffffffffu, all);
 }
 
-/// Waits until the owners, `peers`, have read every earlier chunk that used this chunk's memory. The last one
-/// is not enough: an owner that got no rows of it has not waited for those before. Calls flush() before a
-/// wait, to send what is complete. False if a wait fails.
+/// Waits until the owners, `peers`, have read all earlier chunks that used this chunk's memory. A credit for
+/// the last of them is not enough: an owner that gets none of its rows gives it without having read the
+/// others. Calls flush() before a wait, to send what is complete. False if a wait fails.
 template <class Flush>
 __device__ inline bool wait_for_place(const Comm& comm, Operation operation, int32_t source, int64_t tokens,
                                       uint64_t epoch, int64_t chunk, const PeerSet& peers,
@@ -43,18 +43,18 @@ __device__ inline bool wait_for_place(const Comm& comm, Operation operation, int
   return true;
 }
 
-/// The most targets of a row: the ranks that may own its experts.
+/// The most targets that a row can have: ranks that own one of its experts.
 __device__ inline int most_owners(const Comm& comm) { return min(comm.top_k(), comm.ranks()); }
 
-/// A list of this rank's tokens, and their ids by rounds, which are loaded while earlier tokens are listed.
+/// A list of this rank's tokens with their expert ids, which load while the list before is processed.
 template <class Id>
 struct SendList {
-  int begin = 0, tokens = 0;  ///< without tokens: the lists have ended
+  int begin = 0, tokens = 0;  ///< first token, and number of tokens; 0: there are no more lists
   Id ids[kMoveRounds];
 };
 
-/// Lists the tokens of chunks [first, all), with ids `ids`. Warps with the same `counter` share the chunks.
-/// All lanes call every function.
+/// Cuts the tokens of chunks [first, all) into lists, and loads their ids. Warps with the same `counter`
+/// share the chunks. `each`, `shift`: as in move_tokens and TokenOrder. All lanes call every function.
 template <int workers, class Id>
 class SendLister {
  public:
@@ -62,7 +62,7 @@ class SendLister {
                         int64_t first, int64_t all, int shift, uint32_t* counter)
       : ids_(ids),
         map_(map),
-        // A chunk that has to wait for memory is a list of its own.
+        // A chunk that has to wait for memory gets a list of its own.
         size_(args.later ? chunk_tokens(args.tokens)
                          : move_tokens<workers>(map, each, chunk_tokens(args.tokens), args.tokens)),
         begin_(static_cast<int>(first * chunk_tokens(args.tokens))),
@@ -89,7 +89,7 @@ class SendLister {
   Claims claims_;
 };
 
-/// The work of a lister warp: finds the targets of this rank's rows from their tokens' expert ids.
+/// The work of a lister warp: fills lists with this rank's rows, and with their targets, found from `ids`.
 template <int workers, class Id>
 __device__ void list_own(const Comm& comm, const SendArguments& args, const Id* ids, uint64_t epoch,
                          MoveLister<workers>& pipe) {
@@ -97,7 +97,7 @@ __device__ void list_own(const Comm& comm, const SendArguments& args, const Id* 
   const int64_t row_bytes = comm.window.shape.row_bytes();
   const int shift = __ffs(chunk_tokens(args.tokens)) - 1;
   const TokenLanes map = TokenLanes::of_many(comm.top_k());
-  // The first `at_once` chunks do not share memory; each later one reuses the memory of an earlier one.
+  // The first `at_once` chunks wait for no memory; each later chunk reuses the memory of an earlier one.
   const int64_t at_once = comm.window.chunks_at_once(args.tokens);
   SendLister<workers, Id> lister(args, map, ids, most_owners(comm), args.later ? at_once : 0,
                                  args.later ? chunk_count(args.tokens) : at_once,
@@ -121,8 +121,8 @@ __device__ void list_own(const Comm& comm, const SendArguments& args, const Id* 
       const bool first = first_with(owner, map.lanes);
       pipe.add(map, args.x + token * row_bytes, first,
                first ? comm.staged_row(owner, epoch, comm.rank, token) : nullptr);
-      // Lists the flag of each chunk and owner once in a round. Another round may list it again, which is
-      // harmless.
+      // Lists the arrival flag of each chunk and owner once in a round. If another round lists it again, that
+      // does no harm.
       const int chunk = token >> shift;
       const bool flag = first_with(first ? chunk * comm.ranks() + owner : -1);
       const uint32_t set = __ballot_sync(0xffffffffu, flag);
@@ -139,7 +139,7 @@ __device__ void list_own(const Comm& comm, const SendArguments& args, const Id* 
   }
 }
 
-/// Lists this rank's rows: those with memory of their own, or (`later`) those whose chunks reuse memory.
+/// Lists this rank's rows: of chunks that wait for no memory, or (`later`) of chunks that reuse memory.
 template <int workers>
 __device__ void list_own(const Comm& comm, const SendArguments& args, uint64_t epoch,
                          MoveLister<workers>& pipe) {

@@ -1,7 +1,7 @@
-// Dispatch, sending side: lists rows token by token for a pipe with lone workers (move_pipe.cuh). For lists
-// that may not hold a chunk, rows that change one by one, or several nodes. Rows for other nodes go into host
-// memory, from where the network sends them. Rows that arrive from the rail, the ranks with this rank's
-// number on other nodes, go on to the owners on this node.
+// Dispatch, sending side: lists rows token by token for a pipe with lone workers (move_pipe.cuh). Used where
+// a list may not hold a chunk, where rows have scales from the caller, and with several nodes. Rows for other
+// nodes go into host memory, from where the network sends them. Rows that arrive from the rail (the ranks
+// with this rank's number on other nodes) go on to the owners on this node.
 #pragma once
 
 #include "kernels/gpu/dispatch/send_list.cuh"
@@ -9,10 +9,10 @@
 
 namespace moecomm::gpu {
 
-/// Where a list of rows goes: to owners on this node, or to other nodes.
+/// Where listed rows go: to owners on this node, or to other nodes.
 enum class Reach { node, others };
 
-/// Sends rows as they are, with the scales that the caller gives. For lone workers.
+/// Lets rows pass as they are, and adds the scales that the caller gives, if any. For lone workers.
 class CopyAlone {
  public:
   static constexpr bool kChanges = false;
@@ -20,7 +20,7 @@ class CopyAlone {
     const Pieces values = row_pieces(s.wire_data_bytes(), kLonePiece);
     return {values, {}, 0, values, scales ? scale_pieces(s, values) : Pieces{}, s.wire_data_bytes(), true};
   }
-  /// The shape of whole rows in the wire format, which come from another node.
+  /// The pieces of whole rows in the wire format, scales included, which come from another node.
   __device__ static LoneRows whole_rows(const KernelShape& s) {
     const Pieces pieces = row_pieces(s.wire_row_bytes(), kLonePiece);
     return {pieces, {}, 0, pieces, {}, 0, true};
@@ -53,8 +53,8 @@ class ChunkLister {
     list_ = &pipe_.open();
     staged_ = 0;
   }
-  /// Adds a token's row, with the target `to` of each lane that has `wanted`. `flag`, if not null, is
-  /// signalled once the row is there. `scales`: the caller's, or null.
+  /// Adds a token's row. Each lane with `wanted` gives a target, `to`, and in `flag` null or a flag that is
+  /// signalled once the row is there. `scales`: the row's scales from the caller, or null.
   __device__ void add(const std::byte* row, const std::byte* scales, bool wanted, std::byte* to,
                       uint64_t* flag = nullptr) {
     if (!pipe_.has_room(map_.top_k)) pass_on();
@@ -63,7 +63,7 @@ class ChunkLister {
     if (wanted && flag != nullptr) list_->flags[staged_ + __popc(flags & ((1u << lane_id()) - 1))] = flag;
     staged_ += __popc(flags);
   }
-  /// Ends a chunk; flag(peer) is set for each of `peers` once all rows of the chunk are there.
+  /// Ends a chunk. For each of `peers` flag(peer) is set once all rows of the chunk are there.
   template <class Flag>
   __device__ void close(const PeerSet& peers, const Flag& flag) {
     for (uint32_t left = __reduce_or_sync(0xffffffffu, peers.bits); left != 0; left &= left - 1) {
@@ -89,8 +89,8 @@ class ChunkLister {
   int staged_ = 0;  ///< flags in the list
 };
 
-/// Lists this rank's rows for one kind of targets. For owners on this node: rows with memory of their own, or
-/// (`later`) rows that reuse memory. For other nodes: all rows.
+/// Lists this rank's rows for `reach`. For owners on this node: rows of chunks that wait for no memory, or
+/// (`later`) of chunks that reuse memory. For other nodes: all rows.
 template <Way way>
 __device__ void list_chunks(const Comm& comm, const SendArguments& args, uint64_t epoch, const LoneRows& rows,
                             Reach reach, MoveLister<kLoneWorkers>& pipe) {
@@ -114,7 +114,7 @@ __device__ void list_chunks(const Comm& comm, const SendArguments& args, uint64_
   for (int next = order.next(claims); next < tokens; next = order.next(claims)) {
     const int64_t begin = first * size + next, end = min(begin + size, args.tokens);
     const int64_t chunk = begin >> chunk_shift(args.tokens);
-    int32_t target[kMaxChunk], number[kMaxChunk];  // target rank; or target node and relay index
+    int32_t target[kMaxChunk], number[kMaxChunk];  // target rank; for other nodes: node and relay index
     PeerSet owners;
 #pragma unroll
     for (int i = 0; i < kMaxChunk; ++i) {
@@ -159,8 +159,8 @@ __device__ void list_chunks(const Comm& comm, const SendArguments& args, uint64_
   }
 }
 
-/// Lists rows that arrive from the rail: those with memory of their own at the owners, or (`later`) those
-/// that reuse memory. False if some do not arrive.
+/// Lists rows that arrive from the rail, for owners on this node: rows of chunks that wait for no memory
+/// there, or (`later`) of chunks that reuse memory. False if some do not arrive.
 __device__ inline bool list_relayed(const Comm& comm, const SendArguments& args, uint64_t epoch,
                                     MoveLister<kLoneWorkers>& pipe) {
   const PlanView plan{args.plan, comm.plan_fields};
@@ -192,7 +192,7 @@ __device__ inline bool list_relayed(const Comm& comm, const SendArguments& args,
     if (!__all_sync(0xffffffffu, here)) return false;
     if (args.later && !wait_for_place(comm, args.operation, source, tokens, epoch, number, owners, [] {})) {
       if (failed_for_warp(comm)) return false;
-      continue;  // the operation is called off: no rank reads the chunk
+      continue;  // the operation was called off, so that no rank reads the chunk
     }
     list.open();
     for (uint32_t left = chunk.tokens; left != 0; left &= left - 1) {
