@@ -362,7 +362,7 @@ __device__ bool send(const Comm& comm, const FusedArguments& args, uint64_t epoc
   const bool valid = !failed && (operation == Operation::dispatch ||
                                  PlanView{args.send.plan, comm.plan_fields}.header().id != 0);
   if (valid) rows.send_all(epoch);
-  // Warps do not wait for each other here, since some wait for the links.
+  // No barrier here: warps need not wait for those that still wait for the links.
   if (lane_id() == 0) device::note_phase(comm, operation, Phase::sent);
   pass_epoch(comm, epoch);
   return valid;

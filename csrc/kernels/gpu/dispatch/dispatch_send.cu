@@ -27,7 +27,7 @@ namespace {
 /// The kernels of this object file send rows in this wire format.
 constexpr WireFormat kWire = WireFormat::MOECOMM_WIRE;
 
-/// Bytes of a unit's stages: a block's rows in flight are those of `args.warps` warps. More would only queue.
+/// Bytes of a unit's stages: its share of the bytes for `args.warps` warps. More rows in flight would queue.
 template <int workers>
 __device__ int stage_bytes(const SendArguments& args) {
   return args.warps * kWarpBytes / MovePipe<workers>::kUnits;
@@ -65,8 +65,7 @@ __device__ bool relay_rows(const Comm& comm, const SendArguments& args, uint64_t
   return all;
 }
 
-/// The work of the relaying blocks. They forward the rail's records, unless another kernel does, then its
-/// rows.
+/// The work of the relaying blocks: they forward the rail's records, then the rows that arrive from it.
 __device__ void relay(const Comm& comm, const SendArguments& args, uint64_t epoch, RelayBlocks relay,
                       bool valid, std::byte* shared) {
   // In a dispatch the route kernel forwards the records.

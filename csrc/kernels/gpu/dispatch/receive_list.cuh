@@ -6,7 +6,8 @@
 
 namespace moecomm::gpu {
 
-/// What happens to arriving rows. `apart`: they stay in the wire format; scales get an output of their own.
+/// What happens to arriving rows. `apart`: values stay in the wire format; scales go to an output of their
+/// own.
 enum class Arrival { as_it_is, dequantised, scaled, apart };
 
 inline Arrival arrival_of(const ReceiveArguments& args) {
@@ -16,14 +17,14 @@ inline Arrival arrival_of(const ReceiveArguments& args) {
                                                            : Arrival::as_it_is;
 }
 
-/// The kernels of dispatch_change.cu: for rows that change, and for rows whose chunks do not fit a list.
+/// The kernels of dispatch_change.cu: for rows that change, and where a list does not hold a chunk.
 cudaError_t launch_dispatch_change(const Launch& launch, const Comm& comm, const ReceiveArguments& args);
 cudaError_t prepare_dispatch_change(const DeviceShape& shape, Arrival arrival);
 
-/// What a receiving kernel finds at its start: rows, nothing to do, or rows without room in the output.
+/// What a receiving kernel finds at its start: rows, nothing to do, or too little room in the output.
 enum class Found { rows, nothing, no_room };
 
-/// Waits until an operation's rows can be received. Whole block.
+/// Waits for a dispatch's plan; in the backward of a combine for all ranks' records, and compares them.
 __device__ inline Found start(const Comm& comm, const ReceiveArguments& args, uint64_t epoch) {
   if (failed_for_block(comm)) return Found::nothing;
   bool going = true;
@@ -40,8 +41,8 @@ __device__ inline Found start(const Comm& comm, const ReceiveArguments& args, ui
   return args.offered && !has_room(header, args) ? Found::no_room : Found::rows;
 }
 
-/// Calls receive() if an operation has rows, and ends the operation. If the output has no room, it only
-/// leaves the rows in the window. Whole grid.
+/// The whole work of a receiving kernel: calls receive(epoch) if there are rows, and ends the operation. If
+/// the output has too little room, leaves the rows in the window, and the operation open. All blocks.
 template <class Receive>
 __device__ inline void receive_and_end(const Comm& comm, const ReceiveArguments& args,
                                        const Receive& receive) {
@@ -57,12 +58,12 @@ __device__ inline void receive_and_end(const Comm& comm, const ReceiveArguments&
   end_operation(comm, args.operation, epoch, true, args.senders);
 }
 
-/// The order in which a source's tokens arrive, taken in spans of `span` tokens.
+/// The order in which a source's tokens arrive, in spans (what a lister claims at once) of `span` tokens.
 __device__ inline TokenOrder order_of(const Comm& comm, int32_t source, int32_t tokens, int span) {
   return {tokens, span, places_shift(comm, source, tokens)};
 }
 
-/// The most claims (TokenOrder) that any source needs, with span(tokens) tokens a span.
+/// The most claims (TokenOrder) that any source needs; span(tokens) is the size of its spans.
 template <class Span>
 __device__ int32_t most_claims(const Comm& comm, const int32_t* tokens_of, const Span& span) {
   int32_t most = 0;
@@ -71,11 +72,11 @@ __device__ int32_t most_claims(const Comm& comm, const int32_t* tokens_of, const
   return most;
 }
 
-/// Size of a span: the tokens of a list, or of a chunk if that is more. The pipe has `workers` worker warps.
+/// Tokens of a list, and of a span: a list, or a chunk if that is longer. A pipe has `workers` worker warps.
 template <int workers>
 struct ByList {
-  /// Only lists for lone workers may be shorter than a chunk. Elsewhere each list is a whole span, which
-  /// takes fewer registers.
+  /// True for lone workers, whose lists may be shorter than a chunk, and so than a span. Elsewhere each list
+  /// is a whole span, which takes fewer registers.
   static constexpr bool kShorter = MovePipe<workers>::kAlone;
   const TokenLanes& map;
   int ranks;
@@ -88,16 +89,16 @@ struct ByList {
 };
 
 /// A list of one source's tokens, and the data that gives their output rows: in a dispatch the source's
-/// routes, else rows of the plan. This data is loaded while earlier lists are processed.
+/// routes, else rows from the plan. This data loads while the list before is processed.
 struct ReceiveList {
   Item item{};
-  int of_source = 0;  ///< tokens of the whole source
+  int of_source = 0;  ///< number of all tokens of the source
   ChunkRoutes<kMoveRounds> routes;
   int32_t planned[kMoveRounds];
   __device__ int tokens() const { return static_cast<int>(item.end - item.begin); }
 };
 
-/// Lists the tokens of all sources, whose rows arrive in an `operation`. All lanes call every function.
+/// Cuts the tokens of all sources into lists, and finds their output rows. All lanes call every function.
 template <int workers, Operation operation>
 class ReceiveLister {
  public:
@@ -113,7 +114,7 @@ class ReceiveLister {
         claims_end_(static_cast<uint32_t>(most_claims(comm, tokens_of_, size_) * comm.ranks())),
         claims_(&comm.state().item_next) {}
 
-  /// Returns the next list; one without tokens stands for the end.
+  /// Returns the next list; a list without tokens says that there are no more.
   __device__ ReceiveList next() {
     ReceiveList list;
     if (kShorter) {
@@ -153,9 +154,9 @@ class ReceiveLister {
     return list;
   }
 
-  /// Finds the output row of this lane's (token, k) in each round, or kRowElsewhere or kRowDropped. In the
-  /// rank layout only a token's first lane gets it, others kRowElsewhere. A dispatch writes rows to the plan.
-  /// False if routes do not arrive.
+  /// Sets `rows` to the output row of this lane's (token, k) in each round, kRowElsewhere or kRowDropped. In
+  /// the rank layout only a token's first lane gets its row, the others kRowElsewhere. A dispatch also calls
+  /// write_rows. False if routes do not arrive.
   __device__ bool resolve(ReceiveList& list, int32_t (&rows)[kMoveRounds]) const {
     if constexpr (operation == Operation::dispatch) {
       if (!list.routes.wait(comm_, epoch_, map_, list.item)) return false;
@@ -185,12 +186,12 @@ class ReceiveLister {
 
   const uint32_t claims_end_;
   Claims claims_;
-  Item rest_{};  ///< what is left of a span that is longer than a list
+  Item rest_{};  ///< tokens of the last span that are not in a list yet
   int rest_of_ = 0;
 };
 
-/// Waits for those chunks of a list that contain any of `tokens`, a bit mask of the list's tokens. `size`:
-/// tokens of a chunk. All lanes; false if the wait fails.
+/// Waits until those chunks of the list `item` have arrived that contain any of `tokens`, a bit mask of the
+/// list's tokens. `size`: tokens of a chunk. All lanes; false if the wait fails.
 __device__ inline bool wait_for_list(const Comm& comm, const ReceiveArguments& args, uint64_t epoch,
                                      const Item& item, int size, uint32_t tokens) {
   const int first = min(lane_id() * size, 31);
@@ -202,9 +203,9 @@ __device__ inline bool wait_for_list(const Comm& comm, const ReceiveArguments& a
   return __all_sync(0xffffffffu, here);
 }
 
-/// The work of a unit's lister, which finds where the rows of all sources go (move_pipe.cuh explains units).
-/// add(source, row) adds the rows of one round: `source` is the address of the row of a lane's token, `row`
-/// the output row of its (token, k), if not negative.
+/// The work of a unit's lister (move_pipe.cuh): lists the rows of all sources once they have arrived. Calls
+/// add(source, row) for each round of a list. A lane's `source` is the address of its token's row, and `row`
+/// the output row of its (token, k); negative: none.
 template <int workers, Operation operation, class Add>
 __device__ void list_arriving(const Comm& comm, const ReceiveArguments& args, uint64_t epoch,
                               MoveLister<workers>& pipe, const TokenLanes& map, const Add& add) {
@@ -219,7 +220,7 @@ __device__ void list_arriving(const Comm& comm, const ReceiveArguments& args, ui
     int32_t rows[kMoveRounds];
     if (!lister.resolve(list, rows)) return;
     auto& out = pipe.open();
-    uint32_t awaited = 0;  // tokens to wait for; those of dropped rows only if memory is reused
+    uint32_t awaited = 0;  // bits of tokens to wait for; if chunks reuse memory, also of dropped rows
 #pragma unroll
     for (int j = 0; j < kMoveRounds; ++j) {
       const int first = j * map.tokens;
@@ -229,7 +230,7 @@ __device__ void list_arriving(const Comm& comm, const ReceiveArguments& args, ui
       add(arrived_row(comm, args, epoch, list.item, list.item.begin + first + map.within), rows[j]);
     }
     if (travels && !wait_for_list(comm, args, epoch, list.item, size, awaited)) return;
-    int flags = 0;  // chunks that end here; the flag of each frees its memory once its rows have been read
+    int flags = 0;  // chunks that end in this list; a flag for each frees its memory when its rows are read
     if (in_turn) {
       const bool part = ByList<workers>::kShorter && list.item.end < list.of_source;  // may end mid-chunk
       flags =
@@ -241,7 +242,7 @@ __device__ void list_arriving(const Comm& comm, const ReceiveArguments& args, ui
   }
 }
 
-/// Zeroes the padding rows of all experts, which all calling warps share. All lanes.
+/// Zeroes all experts' padding rows (expert layout only); all calling warps share the experts. All lanes.
 __device__ inline void zero_paddings(const Comm& comm, const ReceiveArguments& args) {
   if (args.layout != RowLayout::expert) return;
   const RowTables tables = RowTables::of({args.plan, comm.plan_fields});
@@ -250,7 +251,7 @@ __device__ inline void zero_paddings(const Comm& comm, const ReceiveArguments& a
     zero_padding(comm, args, tables, e);
 }
 
-/// Lists arriving rows with all their output rows, for a pipe with `workers` worker warps.
+/// Lists arriving rows with all their output rows, where rows are not multiplied by factors. All lanes.
 template <int workers>
 __device__ void list_rows_to_places(const Comm& comm, const ReceiveArguments& args, uint64_t epoch,
                                     MoveLister<workers>& pipe) {

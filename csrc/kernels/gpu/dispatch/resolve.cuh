@@ -1,5 +1,5 @@
-// Dispatch, receiving side: finds the rows of a token on this rank, from its source's routes (route.cuh) and
-// from where the rows of each source and expert begin (plan.cuh).
+// Dispatch, receiving side: finds the output rows of a token, from its source's routes (route.cuh) and from
+// where the rows of each source and expert begin on this rank (plan.cuh). Writes the outputs beside the rows.
 #pragma once
 
 #include "kernels/gpu/common/kernel.cuh"
@@ -8,13 +8,13 @@
 
 namespace moecomm::gpu {
 
-/// Consecutive tokens of one source: a chunk, part of one, or several chunks.
+/// Consecutive tokens of one source: a chunk, several chunks, or a part of a chunk.
 struct Item {
   int32_t source;
-  int64_t chunk, begin, end;  ///< number of the first chunk; tokens [begin, end)
+  int64_t chunk, begin, end;  ///< number of the first token's chunk; tokens [begin, end)
 };
 
-/// The address on this rank from which a token's row is read.
+/// Where the row of a token is read: in the staging section, or in `x` if own rows do not travel.
 __device__ inline const std::byte* arrived_row(const Comm& comm, const ReceiveArguments& args, uint64_t epoch,
                                                const Item& item, int64_t token) {
   if (item.source == comm.rank && !comm.own_rows_travel())
@@ -22,17 +22,17 @@ __device__ inline const std::byte* arrived_row(const Comm& comm, const ReceiveAr
   return comm.staged_row(comm.rank, epoch, item.source, token);
 }
 
-/// What a warp knows of the rows of consecutive tokens. A lane has a (token, k) in each round (TokenLanes).
+/// Where the rows of consecutive tokens go. A lane of a warp has a (token, k) in each round (TokenLanes).
 template <int rounds>
 struct ChunkRows {
   int32_t position[rounds];  ///< in expert-major order, kRowElsewhere or kRowDropped
-  int32_t local[rounds];     ///< local expert; -1: it is on another rank
+  int32_t local[rounds];     ///< local expert; -1: none, or on another rank
   int32_t row[rounds];       ///< rank layout: output row of the token, kRowElsewhere or kRowDropped
-  int32_t slot[rounds];      ///< slot of this rank's sum at the token's own rank (home); -1: none
-  float weight[rounds];      ///< as in ChunkRoutes
+  int32_t slot[rounds];      ///< slot for this rank's sum at the token's own rank, in combine; -1: none
+  float weight[rounds];      ///< routing weight from the source
 };
 
-/// Polls for a source's routes: for each bit i of `wanted`, the route i * `each` behind `first`.
+/// Polls until a source's routes are there: first[i * each] for each bit i of `wanted`.
 struct RouteArrival {
   static constexpr unsigned kInterval = 32;
   const Route* first;
@@ -51,30 +51,29 @@ struct RouteArrival {
   }
 };
 
-/// Waits until all routes have arrived; false if the wait fails. Not inlined: callers seldom wait, and have
-/// no registers to spare for it.
+/// Waits until all wanted routes have arrived; false if the wait fails. Not inlined: callers seldom wait, and
+/// have no registers to spare for it.
 __device__ __noinline__ inline bool wait_for_routes(const Comm& comm, int32_t source,
                                                     const RouteArrival& arrival) {
   return device::wait_until(comm, {source, WaitPhase::records, Operation::dispatch, arrival.epoch}, arrival);
 }
 
-/// What the source of a chunk announces about its tokens, in words that hold their epoch. Some words may not
-/// have arrived yet.
+/// The routes of consecutive tokens of a source. Until wait() has returned, some may not have arrived.
 template <int rounds>
 class ChunkRoutes {
  public:
   ChunkRoutes() = default;
-  /// Starts the loads of all tokens together, without waiting for their results.
+  /// Starts to load the routes of all tokens together, without waiting for the results.
   __device__ ChunkRoutes(const Comm& comm, uint64_t epoch, const TokenLanes& map, const Item& item) {
     const Route* const first = first_of(comm, epoch, map, item);
 #pragma unroll
     for (int j = 0; j < rounds; ++j) {
-      words_[j] = {~uint64_t{0}, EpochNumber::word(epoch, 0)};  // no route, past the tokens
+      words_[j] = {~uint64_t{0}, EpochNumber::word(epoch, 0)};  // no route, for lanes past the tokens
       if (map.has(j, static_cast<int>(item.end - item.begin)))
         words_[j] = ptx::load_relaxed_sys_pair(first + j * map.tokens * map.top_k);
     }
   }
-  /// Waits for the missing routes. All lanes; if the wait fails, returns false and drops all routes.
+  /// Waits for missing routes. All lanes; if the wait fails, returns false, and all routes become -1.
   __device__ bool wait(const Comm& comm, uint64_t epoch, const TokenLanes& map, const Item& item) {
     uint32_t missing = 0;
 #pragma unroll
@@ -90,7 +89,7 @@ class ChunkRoutes {
     return here;
   }
 
-  /// The route of this lane in a round, packed as in Route; -1 past the tokens.
+  /// Expert and number from this lane's route in round j, packed as in Route; -1: none.
   __device__ int32_t packed(int j) const { return static_cast<int32_t>(words_[j].low); }
   __device__ float weight(int j) const { return __uint_as_float(static_cast<uint32_t>(words_[j].low >> 32)); }
   __device__ int32_t place(int j) const { return EpochNumber::number(words_[j].high); }  ///< Route::place
@@ -104,7 +103,7 @@ class ChunkRoutes {
   ptx::Pair words_[rounds];
 };
 
-/// Writes the routing weights of a chunk's output rows, and in the rank layout those of its positions.
+/// Writes the routing weights of tokens to their output rows; in the rank layout also to their positions.
 template <int rounds>
 __device__ inline void place_weights(const ReceiveArguments& args, const TokenLanes& map, int tokens,
                                      const ChunkRows<rounds>& chunk) {
@@ -123,15 +122,15 @@ __device__ inline void place_weights(const ReceiveArguments& args, const TokenLa
   }
 }
 
-/// The slot of this rank's sum for a token of rank `home`; each lane gives the owner of its (token, k). If
-/// `home` is on this node, each owner here and each other node has a slot, else each owner here.
+/// The slot for this rank's sum, in combine, of a token of rank `home`; each lane gives the owner of its
+/// (token, k). Each owner on this node has a slot; if `home` is on this node, so has each other node.
 __device__ inline int slot_between_nodes(const Comm& comm, const TokenLanes& map, int32_t home,
                                          int32_t owner) {
   const int32_t sender = comm.is_local(home) || comm.is_local(owner) ? comm.sender(owner) : -1;
   return __popc(__ballot_sync(0xffffffffu, first_with(sender, map.lanes) && sender < comm.rank) & map.lanes);
 }
 
-/// Dispatch: finds a chunk's positions and output rows, from its source's routes and `tables`.
+/// Finds the positions, output rows and slots of an item's tokens, from their routes and from `tables`.
 template <int rounds>
 __device__ inline ChunkRows<rounds> resolve_rows(const Comm& comm, const ReceiveArguments& args,
                                                  const RowTables& tables, const TokenLanes& map,
@@ -171,12 +170,12 @@ __device__ inline ChunkRows<rounds> resolve_rows(const Comm& comm, const Receive
                          ? __popc(__ballot_sync(0xffffffffu, leads && owner < comm.rank) & map.lanes)
                          : slot_between_nodes(comm, map, item.source, owner);
     if (here) chunk.slot[j] = slot;
-    if (!by_expert) {  // lanes with an expert of this rank have its Route::place
+    if (!by_expert) {  // Route::place for this rank is in the lanes whose expert is here
       const int32_t place =
           __shfl_sync(0xffffffffu, routes.place(j), here ? __ffs(static_cast<int>(all_mine)) - 1 : 0);
       if (here) chunk.row[j] = fitting(source_base + place, args.rows);
     }
-    if (mine)  // a position whose row is dropped stays empty
+    if (mine)  // where the row is dropped, the position is too
       chunk.position[j] =
           chunk.row[j] == kRowDropped
               ? kRowDropped
@@ -185,7 +184,7 @@ __device__ inline ChunkRows<rounds> resolve_rows(const Comm& comm, const Receive
   return chunk;
 }
 
-/// Writes a local expert id of the rank layout's output.
+/// Rank layout: writes a local expert id to the output, at index `at`.
 __device__ inline void put_id(const ReceiveArguments& args, int64_t at, int32_t id) {
   if (args.wide_ids)
     static_cast<int64_t*>(args.out_ids)[at] = id;
@@ -193,8 +192,8 @@ __device__ inline void put_id(const ReceiveArguments& args, int64_t at, int32_t 
     static_cast<int32_t*>(args.out_ids)[at] = id;
 }
 
-/// Rank layout: sets the ids behind the first `rows` output rows to kNoExpert. `thread`: this thread's number
-/// among the `threads` that share these rows.
+/// Rank layout: sets the ids of all output rows but the first `rows` to kNoExpert. `thread`: this thread's
+/// number among the `threads` threads that share these rows.
 __device__ inline void clear_ids(const Comm& comm, const ReceiveArguments& args, int64_t rows, int64_t thread,
                                  int64_t threads) {
   if (args.out_ids == nullptr) return;
@@ -202,7 +201,7 @@ __device__ inline void clear_ids(const Comm& comm, const ReceiveArguments& args,
   for (int64_t i = rows * comm.top_k() + thread; i < end; i += threads) put_id(args, i, kNoExpert);
 }
 
-/// Writes a chunk's positions and rows to the plan, and its ids, index and weights to the output.
+/// Writes tokens' slots, positions and rows to the plan, and their ids, index and weights to the output.
 template <int rounds>
 __device__ inline void write_rows(const Comm& comm, const ReceiveArguments& args, const TokenLanes& map,
                                   const Item& item, const ChunkRows<rounds>& chunk) {
@@ -229,8 +228,8 @@ __device__ inline void zero(std::byte* memory, int64_t bytes) {
   for (int64_t i = lane_id(); i < bytes; i += 32) memory[i] = std::byte{0};
 }
 
-/// Zeroes those padding rows of local expert `e` that the output has. It has no rows if the host found no
-/// memory for the output of a dropless dispatch.
+/// Zeroes local expert `e`'s padding rows, with their scales, weights and dot products, if the output has
+/// them. An output has no rows if the host found no memory for it in a dropless dispatch. All lanes.
 __device__ inline void zero_padding(const Comm& comm, const ReceiveArguments& args, const RowTables& tables,
                                     int64_t e) {
   const KernelShape& s = comm.window.shape;

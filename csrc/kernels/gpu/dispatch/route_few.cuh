@@ -1,23 +1,23 @@
-// Computes the routes of few tokens on one node with one block, like route.cuh, for at most kMostFusedTokens.
-// A bitmap of tokens for each expert and each rank gives every (token, k) its number without a walk in order:
-// the number of lower tokens in the map of its expert.
-//   1. each thread takes the ids of some (token, k), and sets their bits
+// Computes the routes of at most kMostFusedTokens tokens, on one node, with one block (others: route.cuh).
+// Each expert and each rank has a bitmap of tokens. So a (token, k) gets its number without a walk in order:
+// it is the number of lower tokens in the map of its expert.
+//   1. each thread takes the ids of some (token, k), and sets their tokens' bits
 //   2. the bits of each map are counted, and every rank gets the counts. The number of bits before each word
 //      of a map is kept. The map of a rank is the union of its experts' maps
-//   3. the number of bits below a token's bit is its number in the route, which every rank gets. Short maps
-//      are counted again here, so that some warps do this while others do step 2
-// Other ranks wait for this block, so it first loads all that it needs at once.
+//   3. the number of bits below a token's bit goes into the route, and every rank gets the route. In short
+//      maps these bits are counted anew, so that some warps do this while others do step 2
+// Other ranks wait for this block, so it starts all its loads at once, before anything else.
 #pragma once
 
 #include "kernels/gpu/common/route.cuh"
 
 namespace moecomm::gpu {
 
-/// Bitmaps of tokens, of `words` words each.
+/// The bitmaps of tokens, one for each bin (expert, then rank), of `words` words each.
 struct TokenMaps {
-  static constexpr int kShort = 4;  ///< maps of up to so many words are counted whenever they are read
+  static constexpr int kShort = 4;  ///< most words of a short map, whose bits below() counts at each call
   uint32_t* bits;
-  uint16_t* before;  ///< for each word: tokens in earlier words of its map
+  uint16_t* before;  ///< for each word: number of tokens in earlier words of its map
   int words, stride;
 
   /// Lays the maps out in `scratch`, which has route_few_words() words of shared memory.
@@ -31,7 +31,7 @@ struct TokenMaps {
     return atomicOr(&bits[bin * stride + (token >> 5)], bit) & bit;
   }
   __device__ bool is_short() const { return words <= kShort; }
-  /// The number of tokens below `token` in a map. count() or join() must have run on maps that are not short.
+  /// The number of tokens below `token` in the map of `bin`. Long maps need count() or join() first.
   __device__ int32_t below(int32_t bin, int32_t token) const {
     const int first = bin * stride, word = first + (token >> 5);
     int32_t count = __popc(bits[word] & ((1u << (token & 31)) - 1));
@@ -44,7 +44,7 @@ struct TokenMaps {
   __device__ bool has(int32_t bin, int32_t token) const {
     return bits[bin * stride + (token >> 5)] >> (token & 31) & 1;
   }
-  /// Fills `before` of a complete map, and returns the number of its tokens.
+  /// Fills `before` for the complete map of `bin`, and returns the number of tokens in the map.
   __device__ int32_t count(int32_t bin) const {
     int32_t count = 0;
 #pragma unroll 2
@@ -54,8 +54,8 @@ struct TokenMaps {
     }
     return count;
   }
-  /// Makes the map `bin` of a rank as the union of its `local` experts' maps from `first` on, and returns the
-  /// number of its tokens. One warp: lanes share the words and the experts.
+  /// Makes the map `bin` of a rank, the union of its `local` experts' maps from expert `first` on. Returns
+  /// the number of tokens in it. One warp: lanes share the words and the experts.
   __device__ int32_t join(int32_t bin, int32_t first, int32_t local) const {
     int width = 1;  // lanes for the words
     while (width < words) width *= 2;
@@ -80,7 +80,7 @@ struct TokenMaps {
 };
 static_assert(map_words(kMostFusedTokens) <= 32, "a lane for each word");
 
-/// Walks over the (token, k) of a thread, kThreads apart, without a division at each step.
+/// Walks over every kThreads-th (token, k) from `entry` on, without a division at each step.
 struct EntryWalk {
   int32_t token, k, top_k;
 
@@ -95,8 +95,8 @@ struct EntryWalk {
   }
 };
 
-/// Copies of ids and weights, for as many (token, k) as shared memory has room for. Each thread copies those
-/// that it uses, all at once.
+/// Ids and weights, copied to shared memory for as many (token, k) as have room. Each thread copies the ones
+/// that it uses itself, all at once, so no barrier is needed.
 struct StagedEntries {
   std::byte* ids;
   float* weights;
@@ -107,7 +107,7 @@ struct StagedEntries {
       : ids(reinterpret_cast<std::byte*>(memory)), room(static_cast<int32_t>(words / 3)) {
     weights = reinterpret_cast<float*>(ids + int64_t{room} * sizeof(int64_t));
   }
-  /// Copies entries, each a (token, k), from `base` on. There are `entries` in all.
+  /// Starts to copy (token, k) number `base` and later ones, while there is room; `entries`: number of all.
   __device__ void copy(const SendArguments& args, int32_t base, int32_t entries) const {
     const int32_t count = min(room, entries - base);
 #pragma unroll 1
@@ -126,8 +126,8 @@ struct StagedEntries {
   }
 };
 
-/// Records the first bad id of a dispatch that has one: an id that names no expert, or that repeats an id of
-/// its token.
+/// Notes the bad ids of a dispatch, of which the first is kept: those that name no expert and are not -1, and
+/// those that repeat an id of the same token.
 __device__ inline void find_bad_ids(const Comm& comm, const SendArguments& args) {
   const int top_k = comm.top_k();
   const int64_t experts = comm.window.shape.num_experts;
@@ -144,8 +144,8 @@ __device__ inline void find_bad_ids(const Comm& comm, const SendArguments& args)
   }
 }
 
-/// Writes for each token how many sums a combine brings for it, and the position of this rank's own among
-/// these sums (DevicePlan::home). The last threads have the most tokens.
+/// Writes DevicePlan::home for each token: how many sums a combine adds for it, and which of them is this
+/// rank's own. Tokens go to the last threads first.
 __device__ inline void write_homes(const Comm& comm, const SendArguments& args, const TokenMaps& maps) {
   const int32_t experts = static_cast<int32_t>(comm.window.shape.num_experts), ranks = comm.ranks();
   const PlanView plan{args.plan, comm.plan_fields};
@@ -161,10 +161,10 @@ __device__ inline void write_homes(const Comm& comm, const SendArguments& args, 
   }
 }
 
-/// Computes the routes and sends them. Whole block. `scratch`: `words` words of shared memory, overwritten,
-/// at least route_few_words. Returns the record, which the caller has to signal. Calls failed(), a barrier,
-/// when the first loads are in flight. If that returns true, nothing is sent, and the record names no
-/// operation.
+/// Computes and pushes counts and routes, and announces the dispatch by starts. Whole block. `scratch`:
+/// `words` words of shared memory, at least route_few_words(). Returns the record, which the caller has to
+/// signal. Calls failed(), which has to be a barrier, when the first loads are in flight. If it returns true,
+/// nothing is sent, and the record names no operation.
 template <class Failed>
 __device__ inline SignalRecord route_few(const Comm& comm, const SendArguments& args, uint64_t epoch,
                                          int32_t* scratch, int64_t words, const Failed& failed) {
@@ -182,12 +182,12 @@ __device__ inline SignalRecord route_few(const Comm& comm, const SendArguments& 
   staged.copy(args, 0, entries);
   for (int i = thread; i < experts * maps.stride; i += kThreads) maps.bits[i] = 0;
   if (failed()) return {};
-  // Calls use(entry, token, given id, weight) for the entries of this thread. Loops are not unrolled: few
-  // tokens run each of them a few times.
+  // Calls use(entry, token, given id, weight) for each (token, k) of this thread; `entry` is its index. Loops
+  // are not unrolled: with few tokens they run a few times.
   const auto each_entry = [&](const auto& use) {
 #pragma unroll 1
     for (int32_t base = 0; base < entries; base += staged.room) {
-      if (entries > staged.room) staged.copy(args, base, entries);  // else all have been copied
+      if (entries > staged.room) staged.copy(args, base, entries);  // else all were copied above
       ptx::wait_for_async_copies();
       EntryWalk at(base + thread, top_k);
       const int32_t count = min(staged.room, entries - base);
@@ -210,9 +210,9 @@ __device__ inline SignalRecord route_few(const Comm& comm, const SendArguments& 
     __syncthreads();
   }
 
-  // 2. Counts the maps, most of them in the last warps: the first had most ids.
+  // 2. Counts the maps, from the last warps on: in step 1 the first warps had the most ids.
   const int64_t to_counts = reinterpret_cast<std::byte*>(comm.counts(comm.own, comm.rank, epoch)) - comm.own;
-  // Like push_count, but to one rank.
+  // Writes the count of a bin to one rank.
   const auto push = [&](int32_t peer, int32_t bin, int32_t count) {
     device::put(comm.at<uint64_t>(comm.bases[peer], to_counts) + bin, EpochNumber::word(epoch, count));
   };

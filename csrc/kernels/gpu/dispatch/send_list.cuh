@@ -7,8 +7,8 @@
 
 namespace moecomm::gpu {
 
-/// Calls visit(peer, flag) for each of `peers`, until a call returns false. By the flag (credit) that peer
-/// says that it has read `chunk` of `source`. All lanes; true if all calls return true.
+/// Calls visit(peer, flag) for each of `peers`, until a call returns false. The flag (a credit) says that the
+/// peer has read `chunk` of `source`. All lanes; true if all calls return true.
 template <class Visit>
 __device__ inline bool all_credits(const Comm& comm, int32_t source, uint64_t epoch, int64_t chunk,
                                    const PeerSet& peers, const Visit& visit) {
@@ -20,7 +20,7 @@ __device__ inline bool all_credits(const Comm& comm, int32_t source, uint64_t ep
 }
 
 /// Waits until the owners, `peers`, have read all earlier chunks that used this chunk's memory. A credit for
-/// the last of them is not enough: an owner that gets none of its rows gives it without having read the
+/// the last of these is not enough: an owner without rows of it gives that credit before it has read the
 /// others. Calls flush() before a wait, to send what is complete. False if a wait fails.
 template <class Flush>
 __device__ inline bool wait_for_place(const Comm& comm, Operation operation, int32_t source, int64_t tokens,
@@ -121,8 +121,7 @@ __device__ void list_own(const Comm& comm, const SendArguments& args, const Id* 
       const bool first = first_with(owner, map.lanes);
       pipe.add(map, args.x + token * row_bytes, first,
                first ? comm.staged_row(owner, epoch, comm.rank, token) : nullptr);
-      // Lists the arrival flag of each chunk and owner once in a round. If another round lists it again, that
-      // does no harm.
+      // Lists the flag of each chunk and owner once in a round; a repeat in another round does no harm.
       const int chunk = token >> shift;
       const bool flag = first_with(first ? chunk * comm.ranks() + owner : -1);
       const uint32_t set = __ballot_sync(0xffffffffu, flag);

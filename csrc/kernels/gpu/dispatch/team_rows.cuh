@@ -1,5 +1,6 @@
-// Moves rows of few tokens by teams (warps that share a row) with plain loads and stores: unchanged,
-// converted to or from a wire format, or times factors. The lanes of a mask `targets` hold a row's targets.
+// Moves rows of few tokens by teams (warps that share a row) with plain loads and stores. Rows may be
+// converted to or from a wire format, or multiplied. The lanes in a mask `targets` hold a row's addresses or
+// output rows.
 #pragma once
 
 #include "kernels/gpu/common/kernel.cuh"
@@ -16,7 +17,7 @@ __device__ void for_each_target(uint32_t mask, Value value, const Use& use) {
   for (; mask != 0; mask &= mask - 1) use(__shfl_sync(0xffffffffu, value, __ffs(static_cast<int>(mask)) - 1));
 }
 
-/// The part of a row that a team moves: one of 2^shift equal parts, where as many teams share the row.
+/// The part of a row that a team moves: number `number` of 2^shift parts, if as many teams share the row.
 struct RowPart {
   int number = 0, shift = 0;
 
@@ -24,12 +25,12 @@ struct RowPart {
   __device__ int end(int vectors) const { return vectors * (number + 1) >> shift; }
 };
 
-/// Vectors of a row in registers, `batch` per thread, with a stride of the team's threads.
+/// 16-byte vectors of a row in registers, `batch` per thread. A thread has each team.threads()-th vector.
 template <int batch>
 struct Vectors {
   uint4 values[batch];
 
-  /// Loads the vectors from `base` on, up to `end`. The others are 0.
+  /// Loads vectors [base, end) of `row`, as far as registers reach. Vectors past `end` are 0.
   __device__ void load(const Team& team, const uint4* row, int base, int end) {
 #pragma unroll
     for (int i = 0; i < batch; ++i) {
@@ -37,7 +38,7 @@ struct Vectors {
       values[i] = v < end ? __ldcg(row + v) : uint4{};
     }
   }
-  /// Stores the vectors to each target: the lanes of `targets` hold its address in `to`.
+  /// Stores the vectors to the rows of all targets. A lane in `targets` has the row's address in `to`.
   __device__ void store(const Team& team, int base, int end, uint32_t targets, unsigned long long to) const {
     for_each_target(targets, to, [&](unsigned long long address) {
 #pragma unroll
@@ -49,7 +50,7 @@ struct Vectors {
   }
 };
 
-/// A row, or a part of one, whose first vectors are loaded before its targets are known.
+/// A row or a part of it, whose first vectors are loaded before its targets are known.
 struct RowAhead {
   const uint4* row;
   int first, end;
@@ -63,7 +64,7 @@ struct RowAhead {
     end = part.end(all);
     loaded.load(team, row, first, end);
   }
-  /// Copies the row to each target, as Vectors::store does.
+  /// Loads the vectors that are still missing, and copies all to each target, as Vectors::store does.
   __device__ void copy(const Team& team, uint32_t targets, unsigned long long to) {
     // Where a thread has at most one vector, fewer instructions suffice.
     if (end - first <= team.threads())
@@ -75,7 +76,7 @@ struct RowAhead {
   }
 };
 
-/// Copies the scales of a row that is in the wire format already. The team's first warp does this.
+/// Copies the scales of a row in the wire format to all targets, by the team's first warp. `to`: addresses.
 __device__ inline void copy_scales_of_row(const Team& team, const std::byte* from, int64_t bytes,
                                           uint32_t targets, unsigned long long to) {
   if (!team.leads()) return;
@@ -93,7 +94,7 @@ struct Convert {
   using Values = typename V::Values;
   static constexpr int kBlockLanes = V::kBlockLanes;
 
-  /// Sends a whole row.
+  /// Converts a whole row to the wire format, and stores it to all targets.
   __device__ static void send(const Comm& comm, const Team& team, RowAhead& ahead, uint32_t targets,
                               unsigned long long to) {
     const KernelShape& s = comm.window.shape;
@@ -146,7 +147,7 @@ struct Convert {
   }
 };
 
-/// Multiplies a row by the factor of each target (in the backward of a weighted combine).
+/// Stores to each output row the part times that row's factor (in the backward of a weighted combine).
 template <DType dtype>
 __device__ void scale_row(const Comm& comm, const Team& team, const RowPart& part,
                           const ReceiveArguments& args, const std::byte* from, uint32_t targets,

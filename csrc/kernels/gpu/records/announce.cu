@@ -1,6 +1,7 @@
-// Two kernels for errors, of one block each. announce_kernel tells all ranks that the arguments here are bad:
-// this rank's record (its announcement of an operation) has the error, and its window the text. It waits for
-// all records, so that ranks stay in step. abandon_kernel ends an operation whose rows are not received.
+// Two kernels of one block each, for errors. announce_kernel tells all ranks that the arguments here are bad:
+// the error goes into this rank's record (what it announces), the text into its window. It waits for all
+// records, so that ranks stay in step. abandon_kernel ends an operation whose rows this rank will not
+// receive.
 #include "kernels/gpu/common/kernel.cuh"
 #include "kernels/gpu/internode/relay_records.cuh"
 
@@ -35,7 +36,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     if (comm.rail.others > 0 && gpu::relay_records(comm, Operation::none, nullptr, epoch, {0, 1}))
       device::wait_all_here(comm, Operation::none, epoch);
-    // Records are not compared: the host here raises its own error, not another rank's of this operation.
+    // Records are not compared: the host here raises its own error, whatever other ranks announce.
     device::wait_records(comm, Operation::none, epoch);
   }
   end_operation(comm, Operation::none, epoch, false);
@@ -47,8 +48,8 @@ struct AbandonArguments {
   bool offered;
 };
 
-/// Releases peers that wait for this rank in the operation that is given up. Owners of rows that were not
-/// sent then read whatever is there. Senders that wait for room here get it, since rows here are not read.
+/// Releases peers that wait for this rank in the abandoned operation. Flags chunks that it has not sent as
+/// arrived: owners then read whatever is there. Flags all chunks from others as read: senders then have room.
 __device__ void release_peers(const Comm& comm, const AbandonArguments& args, uint64_t epoch) {
   const auto thread = static_cast<int64_t>(threadIdx.x), threads = static_cast<int64_t>(blockDim.x);
   const auto say_arrived = [&](int32_t source, int64_t tokens) {
@@ -74,12 +75,12 @@ __global__ void __launch_bounds__(kThreads, 1)
     abandon_kernel(const __grid_constant__ Comm comm, const __grid_constant__ AbandonArguments args) {
   const DeviceState& state = comm.state();
   const uint64_t epoch = args.offered ? state.left : state.epoch + 1;
-  const bool ended = epoch <= state.epoch;  // the operation was one kernel, which has ended it
+  const bool ended = epoch <= state.epoch;  // a fused kernel has ended the operation already
   if (args.offered && epoch != state.epoch && epoch != state.epoch + 1) return;
   if (!failed_for_block(comm)) {
     if (comm.window.stage_tokens < comm.window.shape.max_tokens) release_peers(comm, args, epoch);
-    // Every operation waits for all records: the next one (epoch + 1) writes where peers read in epoch - 1.
-    // The records of a dispatch are not compared here, but by the block that makes the plan.
+    // Every operation waits for all records: the next operation (epoch + 1) writes to where peers read in
+    // epoch - 1. Records of a dispatch are not compared here; the block that makes the plan does it.
     if (args.operation == Operation::dispatch)
       device::wait_records(comm, args.operation, epoch, false);
     else
