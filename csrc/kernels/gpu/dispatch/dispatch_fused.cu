@@ -135,7 +135,7 @@ __device__ Places places_of(RowLayout layout, int32_t position, int32_t row) {
           __any_sync(0xffffffffu, place != kRowElsewhere) != 0};
 }
 
-/// True if rows are copied as they arrived.
+/// True if rows are copied to the output as they arrived: neither converted nor multiplied.
 __device__ bool passes_unchanged(const ReceiveArguments& args) {
   return kWire == WireFormat::same ? args.scales == nullptr : !args.dequantise;
 }
@@ -165,8 +165,7 @@ __device__ void receive_row(const Comm& comm, const ReceiveArguments& args, cons
                        to(args.out_scales, s.wire_scale_bytes()));
 }
 
-/// A token whose row a team may have to receive. The team visits its chunks one by one, and in each all
-/// tokens.
+/// A token whose row a team may have to receive. The team visits all tokens of its chunks, in order.
 struct ReceivedToken {
   int number;  ///< number of the chunk, counted round-robin over the sources
   Item chunk;
@@ -315,7 +314,7 @@ __device__ void zero_paddings(const Comm& comm, const ReceiveArguments& args, co
   if (args.layout == RowLayout::rank)
     return clear_ids(comm, args, rows, int64_t{team.number} * team.threads() + team.thread(),
                      int64_t{team.count} * team.threads());
-  // The teams that have received least take the first rows.
+  // Warps take experts, from the last teams on: these have received the fewest rows.
   for (int64_t e = (team.count - 1 - team.number) * team.warps + warp_id() - team.first_warp;
        e < comm.local_experts; e += int64_t{team.count} * team.warps)
     zero_padding(comm, args, tables, e);

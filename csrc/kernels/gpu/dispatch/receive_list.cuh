@@ -6,8 +6,7 @@
 
 namespace moecomm::gpu {
 
-/// What happens to arriving rows. `apart`: values stay in the wire format; scales go to an output of their
-/// own.
+/// What happens to arriving rows. `apart`: the scales of rows in the wire format get an output of their own.
 enum class Arrival { as_it_is, dequantised, scaled, apart };
 
 inline Arrival arrival_of(const ReceiveArguments& args) {

@@ -1,6 +1,5 @@
-// Moves rows of few tokens by teams (warps that share a row) with plain loads and stores. Rows may be
-// converted to or from a wire format, or multiplied. The lanes in a mask `targets` hold a row's addresses or
-// output rows.
+// Moves rows of few tokens by teams (warps that share a row) with plain loads and stores; may convert rows to
+// or from a wire format, or multiply them. The lanes in a mask `targets` hold the targets of a row.
 #pragma once
 
 #include "kernels/gpu/common/kernel.cuh"
