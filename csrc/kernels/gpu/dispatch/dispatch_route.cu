@@ -1,5 +1,5 @@
-// The routes and the plan of a dispatch: computes where this rank's rows go, and where the rows of all ranks
-// arrive here.
+// Makes the routes and the plan of a dispatch: computes where this rank's rows go, and where the rows of all
+// ranks arrive here.
 //   - blocks share the tokens, compute the routes of their rows, and push the routes to all ranks (route.cuh;
 //     for few tokens one block does this: route_few.cuh)
 //   - a further block, or else the first, reads the announcements of all ranks as they arrive, and makes the

@@ -6,7 +6,7 @@
 //   - workers, if there are any, change a row in its stage. All of them share each row; or, where rows are
 //     short or need several pieces, each worker takes pieces alone (lone workers)
 //   - the storer, one thread, starts bulk copies of each piece from its stage to all targets of the row. It
-//     sets the flags of a list, in which other ranks look, once all earlier stores have arrived
+//     sets the flags of a list, for which other ranks wait, once all earlier stores have arrived
 // Without workers no thread touches the bytes of a row, and a multiprocessor moves as much as its copy engine
 // can.
 #pragma once

@@ -71,7 +71,7 @@ __device__ int32_t most_claims(const Comm& comm, const int32_t* tokens_of, const
   return most;
 }
 
-/// Tokens of a list, and of a span: a list, or a chunk if that is longer. A pipe has `workers` worker warps.
+/// list(): tokens of a list. operator(): tokens of a span, which is a list, or a chunk if that is longer.
 template <int workers>
 struct ByList {
   /// True for lone workers, whose lists may be shorter than a chunk, and so than a span. Elsewhere each list

@@ -1,5 +1,5 @@
 // Dispatch, receiving side: finds the output rows of a token, from its source's routes (route.cuh) and from
-// where the rows of each source and expert begin on this rank (plan.cuh). Writes the outputs beside the rows.
+// where the rows of each source and expert begin on this rank (plan.cuh). Writes all outputs but the rows.
 #pragma once
 
 #include "kernels/gpu/common/kernel.cuh"
@@ -58,7 +58,8 @@ __device__ __noinline__ inline bool wait_for_routes(const Comm& comm, int32_t so
   return device::wait_until(comm, {source, WaitPhase::records, Operation::dispatch, arrival.epoch}, arrival);
 }
 
-/// The routes of consecutive tokens of a source. Until wait() has returned, some may not have arrived.
+/// The routes of consecutive tokens of a source, in words that hold the epoch. Until wait() has returned,
+/// some may not have arrived.
 template <int rounds>
 class ChunkRoutes {
  public:
@@ -228,8 +229,8 @@ __device__ inline void zero(std::byte* memory, int64_t bytes) {
   for (int64_t i = lane_id(); i < bytes; i += 32) memory[i] = std::byte{0};
 }
 
-/// Zeroes local expert `e`'s padding rows, with their scales, weights and dot products, if the output has
-/// them. An output has no rows if the host found no memory for it in a dropless dispatch. All lanes.
+/// Zeroes those padding rows of local expert `e` that the output has, with scales, weights and dot products.
+/// An output has no rows if the host found no memory for it in a dropless dispatch. All lanes.
 __device__ inline void zero_padding(const Comm& comm, const ReceiveArguments& args, const RowTables& tables,
                                     int64_t e) {
   const KernelShape& s = comm.window.shape;

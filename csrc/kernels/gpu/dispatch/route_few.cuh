@@ -13,7 +13,7 @@
 
 namespace moecomm::gpu {
 
-/// The bitmaps of tokens, one for each bin (expert, then rank), of `words` words each.
+/// The bitmaps of tokens, one for each bin (experts, then ranks), of `words` words each.
 struct TokenMaps {
   static constexpr int kShort = 4;  ///< most words of a short map, whose bits below() counts at each call
   uint32_t* bits;
@@ -54,8 +54,8 @@ struct TokenMaps {
     }
     return count;
   }
-  /// Makes the map `bin` of a rank, the union of its `local` experts' maps from expert `first` on. Returns
-  /// the number of tokens in it. One warp: lanes share the words and the experts.
+  /// Makes the map `bin` of a rank, the union of its `local` experts' maps from expert `first` on, and its
+  /// `before`; returns the number of tokens in it. One warp: lanes share the words and the experts.
   __device__ int32_t join(int32_t bin, int32_t first, int32_t local) const {
     int width = 1;  // lanes for the words
     while (width < words) width *= 2;
@@ -162,9 +162,9 @@ __device__ inline void write_homes(const Comm& comm, const SendArguments& args, 
 }
 
 /// Computes and pushes counts and routes, and announces the dispatch by starts. Whole block. `scratch`:
-/// `words` words of shared memory, at least route_few_words(). Returns the record, which the caller has to
-/// signal. Calls failed(), which has to be a barrier, when the first loads are in flight. If it returns true,
-/// nothing is sent, and the record names no operation.
+/// `words` words of shared memory, at least route_few_words(), overwritten. Returns the record, which the
+/// caller has to signal. Calls failed(), a barrier, when the first loads are in flight. If failed() returns
+/// true, nothing is sent, and the record names no operation.
 template <class Failed>
 __device__ inline SignalRecord route_few(const Comm& comm, const SendArguments& args, uint64_t epoch,
                                          int32_t* scratch, int64_t words, const Failed& failed) {

@@ -146,7 +146,7 @@ struct Convert {
   }
 };
 
-/// Stores to each output row the part times that row's factor (in the backward of a weighted combine).
+/// Stores a row's part, times a target's factor, to each target (in the backward of a weighted combine).
 template <DType dtype>
 __device__ void scale_row(const Comm& comm, const Team& team, const RowPart& part,
                           const ReceiveArguments& args, const std::byte* from, uint32_t targets,

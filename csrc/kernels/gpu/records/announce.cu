@@ -1,6 +1,6 @@
 // Two kernels of one block each, for errors. announce_kernel tells all ranks that the arguments here are bad:
 // the error goes into this rank's record (what it announces), the text into its window. It waits for all
-// records, so that ranks stay in step. abandon_kernel ends an operation whose rows nobody here will receive.
+// records, so that ranks stay in step. abandon_kernel ends an operation whose rows are not received here.
 #include "kernels/gpu/common/kernel.cuh"
 #include "kernels/gpu/internode/relay_records.cuh"
 
