@@ -3,12 +3,13 @@
 //   - the first block announces the operation, and checks that all ranks run the same one
 //   - in the other blocks each team of warps takes a token of another rank, sums its rows here, and stores
 //     the sum in this rank's slot at the token's own rank (its home). Once the sum has arrived the team sets
-//     a flag there. Without token_weights this waits for no other rank
-//   - warps take parts of this rank's own tokens: each sums the token's rows here, waits for the sums of the
-//     owners of its experts, and adds all by ascending rank
+//     a flag there. Without token_weights a team waits for no other rank
+//   - then each warp takes parts of the sums of this rank's own tokens: it sums a token's rows here, waits
+//   for
+//     the sums of the ranks that own its other experts, and adds all sums by ascending rank
 // Weights of tokens (token_weights), if there are any, go to all ranks first, in words that hold their epoch.
 // Every second block sums rows of own tokens before it sends, so that the links and this GPU's memory are
-// busy at once. With flags_late the others begin own tokens while their last sums travel, and then set flags.
+// busy at once. With flags_late the other blocks begin own tokens before they set their last sums' flags.
 #include "kernels/gpu/combine/combine_rows.cuh"
 #include "kernels/gpu/common/route.cuh"
 #include "kernels/gpu/common/team.cuh"
@@ -20,7 +21,7 @@ constexpr int kSteps = 2, kBatch = 4;  ///< sums of several rows: 512-byte steps
 constexpr int kCopySteps = 4;          ///< a sum that is a single row: 512-byte steps
 static_assert(kReduceWarps == kSumWarps);
 
-constexpr int kOwnStrips = 8;  ///< strips whose own rows are summed before the wait for others' sums
+constexpr int kOwnStrips = 8;  ///< strips whose rows on this rank are summed before the wait for others' sums
 
 struct FusedMemory {
   ReduceMemory reduce;
@@ -54,7 +55,7 @@ class SumSender {
                        ReduceMemory& memory)
       : comm_(comm), args_(args), epoch_(epoch), team_(team), memory_(memory) {}
 
-  /// Stores all sums, and sets the flags of all but the last, which announce() does.
+  /// Stores all sums and sets their flags. The last flag is left to announce().
   __device__ void send_all() {
     const PlanView plan{args_.plan, comm_.plan_fields};
     const int32_t* const tokens_of = plan.at(plan.fields.tokens);
@@ -74,7 +75,7 @@ class SumSender {
         stored_ = reinterpret_cast<uintptr_t>(comm_.arrival(base, comm_.rank, chunk)) | (sent & kLacking);
     }
   }
-  /// Sets the flag of the last stored sum, once that sum has arrived.
+  /// Sets the flag of the last stored sum, after that sum; not if a warp of the team lacked weights.
   __device__ void announce() {
     if (stored_ == 0) return;
     const bool whole = team_.all((stored_ & kLacking) == 0);
@@ -85,7 +86,8 @@ class SumSender {
  private:
   static constexpr int kNothing = 0, kLacking = 1, kStored = 2;  ///< results of send(), as bits
 
-  /// Waits for a token's `home` to announce the weight of this lane's k. `here`: false if the wait fails.
+  /// Returns the weight of this lane's k once the token's `home` has sent it. `here`: false if the wait
+  /// fails.
   __device__ float announced_weight(int32_t home, int token, bool& here) const {
     const Route* const word =
         comm_.routes(comm_.own, home, epoch_) + int64_t{token} * comm_.top_k() + lane_id();
@@ -94,7 +96,7 @@ class SumSender {
     return __uint_as_float(static_cast<uint32_t>(ptx::load_relaxed_sys_pair(word).low >> 32));
   }
   /// Stores a token's sum at its home, and returns kStored. kNothing: this rank owns none of the token's
-  /// experts. kLacking: weights did not reach this warp, though they may have reached others of the team.
+  /// experts. kLacking: weights did not reach this warp, but may have reached other warps of the team.
   __device__ int send(std::byte* base, int32_t home, int token) {
     const int warp = warp_id();
     bool here = true;
@@ -144,8 +146,8 @@ class SumSender {
   uintptr_t stored_ = 0;  ///< address of the last sum's flag, with kLacking if this warp lacked its weights
 };
 
-/// Makes a warp's sums of this rank's own tokens: one part of a token's sum after another, up to kOwnStrips
-/// strips at once. All lanes call every function.
+/// Makes a warp's share of the sums of this rank's own tokens: one part of a token's sum after another, of
+/// each up to kOwnStrips strips at once. All lanes call every function.
 template <DType dtype, WireFormat wire>
 class HomeSums {
   using Own = SumStrip<dtype, wire, kSumSteps>;
@@ -230,7 +232,7 @@ __device__ void lead(const Comm& comm, const CombineArguments& args, WireFormat 
   if (!failed) agree_on_operation(comm, Operation::combine, epoch);
 }
 
-/// The work of the other blocks: they send sums, and make those of own tokens.
+/// The work of the other blocks: they send sums to other ranks, and make the sums of own tokens.
 template <DType dtype, WireFormat wire>
 __device__ void work(const Comm& comm, const CombineArguments& args, uint64_t epoch, FusedMemory& memory) {
   const int block = static_cast<int>(blockIdx.x) - 1, blocks = static_cast<int>(gridDim.x) - 1;

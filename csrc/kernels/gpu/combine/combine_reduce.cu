@@ -1,14 +1,15 @@
 // Combine, owner's side: sums a token's rows on this rank in top-k order in float32 (times their weights),
 // rounds or quantises once, and sends the sum to this rank's slot at the token's own rank (its home).
-//   - chunks (tokens that are announced together) of one home go in order, and homes alternate. A pipe takes
+//   - chunks (tokens with one arrival flag) of one home go in order, and homes alternate. A pipe of warps
+//   takes
 //     a few tokens at a time (sum_pipe.cuh)
-//   - quantised sums are made by all warps without a pipe: a warp loads the same part of all rows of a token,
+//   - quantised sums are made by all warps without a pipe: a warp loads one strip of all rows of a token,
 //     sums it in registers, and stores it over the link
 //   - when all sums of a chunk have arrived, its arrival flag at the home is set
 //
 // Gradients of routing weights go first, each to its (token, k) at the home, with one flag for all of them.
 // For a home on another node, sums and gradients go in their dtype to a relay: the rank of this node with the
-// home's number. The last blocks of the relay's kernel send them on (relay_sums.cuh).
+// home's local number. The last blocks of this kernel on the relay send them on (relay_sums.cuh).
 #include "kernels/gpu/combine/combine_rows.cuh"
 #include "kernels/gpu/combine/sum_pipe.cuh"
 #include "kernels/gpu/common/announcer.cuh"
@@ -19,7 +20,7 @@ namespace {
 
 constexpr int kSteps = 4, kBatch = 2;
 
-/// Sends gradients of routing weights to all other ranks, each those of its own tokens. Whole block.
+/// Sends each other rank the gradients of its tokens' weights; the last block sets the flags. Whole block.
 __device__ void send_weight_grads(const Comm& comm, const CombineArguments& args, uint64_t epoch, int blocks,
                                   int32_t* shared_word) {
   const PlanView plan{args.plan, comm.plan_fields};
@@ -52,7 +53,7 @@ __device__ void send_weight_grads(const Comm& comm, const CombineArguments& args
     device::signal(device::sums_flag(comm, home, comm.gradients_number()), epoch);
 }
 
-/// Waits until the relay has read the earlier chunks for `home` in the memory of `chunk`. All lanes.
+/// Waits until the relay has read the earlier chunks for `home` that used the memory of `chunk`. All lanes.
 __device__ bool wait_for_place(const Comm& comm, uint64_t epoch, int32_t home, int64_t tokens,
                                int64_t chunk) {
   const int64_t places = comm.window.partial_tokens / chunk_tokens(tokens);
@@ -79,8 +80,8 @@ __device__ void relay(const Comm& comm, const CombineArguments& args, uint64_t e
 }
 
 /// Hands out spans of other ranks' tokens, in the order in which they are summed. All warps of the grid that
-/// have an OwnedSpans share the spans. A span is one chunk or several: span(tokens) tokens of a home that has
-/// `tokens` tokens. All lanes call every function.
+/// have an OwnedSpans share the spans. A span of a home with `tokens` tokens is span(tokens) of them: one
+/// chunk or several. All lanes call every function.
 template <class Span>
 class OwnedSpans {
  public:
@@ -176,8 +177,8 @@ __device__ void reduce_by_warps(const Comm& comm, const CombineArguments& args, 
   }
 }
 
-/// Makes OwnedSpans hand out spans of a list each, or of a chunk if that is longer. With several nodes a span
-/// is a chunk, since each chunk may have to wait for its memory.
+/// Makes a span of OwnedSpans a list (tokens that a pipe takes at a time), or a chunk if chunks are longer.
+/// With several nodes a span is a chunk, since each chunk may have to wait for its memory.
 struct ByList {
   int top_k;
   int most;  ///< tokens of a list, unless chunks are longer
@@ -202,7 +203,7 @@ struct OwnedList {
   ListedRows rows;
 };
 
-/// Lists the tokens of all other ranks (homes). All lanes call every function.
+/// Cuts the tokens of all other ranks (homes) into lists for a pipe. All lanes call every function.
 class OwnedLister {
  public:
   __device__ OwnedLister(const Comm& comm, const CombineArguments& args, const ListMap& map, bool nodes)
@@ -213,7 +214,7 @@ class OwnedLister {
         size_{comm.top_k(), args.reduce_list, nodes},
         spans_(comm, args.plan, size_) {}
 
-  /// Starts to load the row numbers of the next tokens.
+  /// Returns the next list, whose row numbers may still be on their way.
   __device__ OwnedList next() {
     OwnedList list{};
     list.rows.fetch(map_, rows_, 0);
@@ -248,7 +249,7 @@ class OwnedLister {
   bool ended_ = false;
 };
 
-/// The work of the listing warp of a pipe (a unit, sum_pipe.cuh).
+/// The work of a pipe's listing warp (sum_pipe.cuh): hands the pipe all sums for other ranks.
 template <Way way>
 __device__ void list_sums(const Comm& comm, const CombineArguments& args, uint64_t epoch, SumLister& sums) {
   const int64_t row_bytes = comm.window.shape.row_bytes();
@@ -278,7 +279,7 @@ __device__ void list_sums(const Comm& comm, const CombineArguments& args, uint64
     const uint32_t above = owned & ~((2u << lane) - 1) & (ends < 32 ? (1u << ends) - 1 : ~0u);
     if (list.slot >= 0 && above == 0 && ends <= list.count)
       item.flag = device::sums_flag<way == Way::whole>(comm, list.home, chunk);
-    // If a chunk spans several lists, and the last has no sum, the flag takes an item of its own.
+    // If a chunk spans several lists and the last list has no sum, the flag takes an item of its own.
     if (list.opens) owned_before = false;
     const int first_end = min((first_chunk + 1) << shift, list.tokens) - list.begin;
     const bool alone = owned_before && owned == 0 && first_end <= list.count;
@@ -293,7 +294,7 @@ __device__ void list_sums(const Comm& comm, const CombineArguments& args, uint64
   }
 }
 
-/// The work of a block: it sends gradients and sums, or relays for other nodes.
+/// The work of a block: it sends weight gradients and sums, or relays for other nodes.
 template <DType dtype, Way way, WireFormat wire>
 __device__ void reduce(const Comm& comm, const CombineArguments& args, std::byte* shared) {
   using Memory = SumMemoryOf<ReduceMemory, wire>;

@@ -1,5 +1,5 @@
-// Combine: finds the rows and slots of which a token's sum is made, at an owner of its experts and at its own
-// rank (home), whose window has a slot for the sum of each owner. combine_*.cu choose the warps that make it.
+// Combine: finds of what a token's sum is made. At an owner of its experts: rows. At its own rank (home):
+// rows and, in the window, a slot with each other owner's sum. combine_*.cu choose the warps that make sums.
 #pragma once
 
 #include "device/rail.cuh"
@@ -64,14 +64,14 @@ __device__ inline uint32_t list_owned(const Comm& comm, const CombineArguments& 
 
 inline constexpr int kSumBatch = 4;
 
-/// Shared memory of a block: for each warp this rank's rows for its token, and their factors.
+/// Shared memory of a block: for each warp this rank's rows for the warp's token, and their factors.
 struct SumMemory {
   float weights[kSumWarps][kMaxTopK];
   int32_t sources[kSumWarps][kMaxTopK];
   const std::byte* slots[kSumWarps][kMaxTopK];  ///< several nodes: addresses of the token's sums
 };
 
-/// What a token's result is added up from: `slots` sums. Number `own_slot` is made here from `own_rows` rows.
+/// A token's result is added up from `slots` sums. Sum number `own_slot` is made here from `own_rows` rows.
 struct TokenSum {
   int32_t slots, own_slot, own_rows;
   int32_t owner;  ///< the owner whose sum this lane waits for; -1: none
@@ -84,7 +84,7 @@ __device__ inline int32_t own_owner(const Comm& comm, const PlanView& plan, int6
   return comm.owner(id);
 }
 
-/// Fills `sources` with this rank's rows for one of its own tokens, and `weights` with their factors.
+/// For one of this rank's own tokens: fills `sources` with its rows here, and `weights` with their factors.
 template <Way way>
 __device__ inline TokenSum list_own_rows(const Comm& comm, const CombineArguments& args, int64_t token,
                                          int32_t* sources, float* weights) {
@@ -105,7 +105,7 @@ __device__ inline TokenSum list_own_rows(const Comm& comm, const CombineArgument
   return {home & 0xffff, home >> 16 & 0xffff, count, first_with(sender) ? sender : -1};
 }
 
-/// Waits for the sums of all owners of a token in `chunk`. All lanes; false if the wait fails.
+/// Waits for the sums that owners on this node send for a token in `chunk`. All lanes; false if that fails.
 template <class Flag>
 __device__ inline bool wait_sums(const Comm& comm, uint64_t epoch, int64_t chunk, const TokenSum& token) {
   bool here = true;
@@ -149,7 +149,7 @@ __device__ inline bool find_slots(const Comm& comm, const CombineArguments& args
   return __all_sync(0xffffffffu, here);
 }
 
-/// Writes zeros as results, where the plan's dispatch has failed: the share of block `block` of `blocks`.
+/// Writes this block's share (`block` of `blocks`) of the results as zeros, where the plan's dispatch failed.
 __device__ inline void write_nothing(const Comm& comm, const CombineArguments& args, int64_t block,
                                      int64_t blocks) {
   const int64_t first = block * blockDim.x + threadIdx.x, stride = blocks * blockDim.x;
@@ -163,7 +163,7 @@ __device__ inline void write_nothing(const Comm& comm, const CombineArguments& a
 }
 
 /// Adds up one strip of a token's slots, in order. slot(s) is the address of a slot. In place of slot
-/// `own_slot` comes own_sum(), this rank's own sum, rounded as if it had travelled.
+/// `own_slot` own_sum() is added, this rank's own sum, rounded as if it had travelled.
 template <DType dtype, WireFormat wire, class Slot, class Own>
 __device__ inline Strip<kSumSteps> sum_token(const TokenSum& token, const Slot& slot, const Own& own_sum,
                                              int first, int vectors, int64_t scales_at) {
@@ -205,7 +205,7 @@ struct HomePart {
   int begin, end;  ///< range of its vectors
   TokenSum sum;
 
-  /// Takes part number `number` of all tokens' sums, and lists this rank's rows for its token. One warp.
+  /// Returns part `number`, counted through all tokens, and lists this rank's rows for its token. One warp.
   template <Way way>
   __device__ static HomePart list(const Comm& comm, const CombineArguments& args, const SumParts& parts,
                                   int64_t number, SumMemory& block) {
@@ -219,7 +219,7 @@ struct HomePart {
   __device__ int first(int strip) const { return begin + strip * kSumSteps * 32; }
 };
 
-/// Sums one strip of this rank's rows for a part, which `block` lists; rounds it as if it had travelled.
+/// Sums one strip of this rank's rows (listed in `block`) for a part; rounds the sum as if it had travelled.
 template <DType dtype, WireFormat wire>
 __device__ inline SumStrip<dtype, wire, kSumSteps> sum_own_rows(const Comm& comm,
                                                                 const CombineArguments& args,
@@ -247,7 +247,7 @@ __device__ inline void store_sums(const Comm& comm, const CombineArguments& args
         .store(args.y + part.token * row_bytes, part.first(strip), vectors);
 }
 
-/// Makes a part of a token's sum; own(strip) is the sum of this rank's rows. One warp; false if a wait fails.
+/// Waits for others' sums and stores a part's total, with own(strip) as this rank's. One warp; false: failed.
 template <DType dtype, Way way, WireFormat wire, class Flag, class Own>
 __device__ inline bool sum_part(const Comm& comm, const CombineArguments& args, uint64_t epoch,
                                 const HomePart& part, const Own& own, SumMemory& block) {

@@ -1,7 +1,7 @@
 // Combine, at a token's own rank (its home): adds the sums that the owners of the token's experts sent, by
 // ascending owner rank in float32, and rounds once.
-//   - the listing warps of a pipe (sum_pipe.cuh), or all warps for parts of rows, take this rank's tokens in
-//     order and wait until the owners' sums have arrived
+//   - the listing warps of pipes (sum_pipe.cuh) take this rank's tokens in order and wait until the owners'
+//     sums have arrived. Sums that come quantised have no pipe: there all warps do so, for parts of tokens
 //   - a token's slots are in ascending order of owner rank, and are added in that order. This rank's own sum
 //     never travels: it is made here when its slot's turn comes, and rounded as if it had travelled
 //   - another node has one slot, however many of its ranks own experts of the token. Its sum is the row that
@@ -50,7 +50,7 @@ __device__ void collect_weight_grads(const Comm& comm, const CombineArguments& a
   }
 }
 
-/// A list of this rank's own tokens. Row numbers are loaded first, and then the factors of these rows.
+/// Some of this rank's own tokens. Row numbers are loaded first, and then the factors of these rows.
 struct HomeList {
   int64_t begin;
   int count = 0;            ///< 0: the lists have ended
@@ -59,7 +59,7 @@ struct HomeList {
   ListedRows rows;
 };
 
-/// Lists this rank's tokens. All lanes call every function.
+/// Cuts this rank's tokens into lists; all pipes of the grid share them. All lanes call every function.
 class HomeLister {
  public:
   __device__ HomeLister(const Comm& comm, const CombineArguments& args, const ListMap& ids,
@@ -125,7 +125,7 @@ __device__ bool wait_for_list(const Comm& comm, const CombineArguments& args, ui
   return __all_sync(0xffffffffu, here);
 }
 
-/// The work of the listing warp of a pipe (a unit, sum_pipe.cuh).
+/// The work of a pipe's listing warp (sum_pipe.cuh): hands the pipe the sums of this rank's tokens.
 template <Way way>
 __device__ void list_sums(const Comm& comm, const CombineArguments& args, uint64_t epoch, SumLister& sums,
                           SumUnit& unit) {

@@ -1,6 +1,6 @@
 // Data of the listing warp in a pipe of sums (sum_pipe.cuh): rows and factors of a few tokens, spread over
-// its lanes while they are loaded, and the list of sums that it hands to the loading warp. Where sums of
-// several ranks meet, at the token's own rank (home), each has a slot.
+// its lanes while they are loaded, and the list of sums that it hands to the loading warp. At a token's own
+// rank (home), where the sums of several ranks meet, each sum has a slot.
 #pragma once
 
 #include "kernels/gpu/common/kernel.cuh"
@@ -18,14 +18,14 @@ struct alignas(16) SumItem {
   int32_t bytes;
   int32_t rows;
   uint16_t slots, own_slot;  ///< 0 and 0 at an owner
-  uint16_t stage;            ///< stage of the last source's piece; the sum replaces it
+  uint16_t stage;            ///< stage with the last source's piece, which the sum replaces
   uint16_t ends;             ///< 1: no sum, but the end of all items
 
   __device__ int sources() const { return rows + slots - (own_slot < slots); }
 };
 static_assert(sizeof(SumItem) == 32);
 
-/// What the listing warp hands to the loading warp: the sums of a few tokens.
+/// What the listing warp hands to the loading warp: of what the sums of a few tokens are made.
 struct SumList {
   const std::byte* sources[kListWords];  ///< token by token: its rows, then its slots except the own one
   float factors[kListWords];
@@ -60,7 +60,7 @@ class ListMap {
   uint32_t tokens_ = 0;
 };
 
-/// Returns how many tokens a list has: at most `most`, of `each` entries each. The rank has `tokens` tokens.
+/// Returns how many of a rank's `tokens` tokens a list takes: at most `most`, each with `each` entries.
 __device__ inline int list_tokens(int each, int64_t tokens, int most) {
   most = tokens >= 1024 ? most : tokens >= 256 ? 2 : 1;
   while (most * each > kListWords) most /= 2;

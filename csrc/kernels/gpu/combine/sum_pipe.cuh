@@ -16,7 +16,7 @@
 
 namespace moecomm::gpu {
 
-inline constexpr int kAdders = 8, kUnitWarps = kAdders + 3;  ///< warps; the last: lister, loader, storer
+inline constexpr int kAdders = 8, kUnitWarps = kAdders + 3;  ///< the last three: lister, loader, storer
 inline constexpr int kAdderThreads = kAdders * 32;
 inline constexpr int kUnitBytes = 102400, kPipePiece = 16384;
 /// Items that a unit holds: those whose last stage is not free yet, and those of a new list.
@@ -37,7 +37,7 @@ struct alignas(128) SumUnit {
   float factors[kMaxStages];  ///< factors of the rows in the stages
   SumList lists[2];
   uint64_t listed[2], taken[2];
-  // For the lister alone: a token's first row among all rows, and what to add for the position in the list.
+  // For the lister: the number of a token's first row, and what to add to a row's number for its position.
   int32_t starts[kListTokens + 1], offsets[kListTokens];
   const std::byte* slots[kMaxTopK];
 };
@@ -53,7 +53,8 @@ class SumLister {
  public:
   explicit __device__ SumLister(SumUnit& unit) : unit_(unit) {}
 
-  /// Lists the rows of `tokens` tokens; lane i has token i. Rows are at `base`, with `row_bytes` each.
+  /// Begins a list with the rows of `tokens` tokens, and completes `token` in lane i for token i. Rows are at
+  /// `base`, with `row_bytes` each.
   __device__ void list(const ListMap& map, const ListedRows& rows, int tokens, const std::byte* base,
                        int64_t row_bytes, ListedToken& token) {
     SumList& list = open();
@@ -197,8 +198,8 @@ class SumLoader {
       load(list, shape_.pieces.offset(p), static_cast<uint32_t>(item.bytes));
     }
   }
-  /// Loads a piece of each source as stages of the ring become free. The item to which the pieces belong is
-  /// in unit_.items before they arrive.
+  /// Loads a piece of each source as stages of the ring become free. The items of these pieces are in
+  /// unit_.items before the pieces arrive.
   __device__ void load(const SumList& list, int64_t offset, uint32_t bytes) {
     const int lane = lane_id();
     __syncwarp();  // all lanes have written before one announces it
@@ -387,7 +388,7 @@ class LaggingFlags {
  public:
   __device__ explicit LaggingFlags(uint64_t epoch) : epoch_(epoch) {}
 
-  /// Notes the flag of an item whose store was committed, or null. May set flags of earlier items.
+  /// Keeps the flag (or null) of an item whose store was committed, to be set later. May set earlier flags.
   __device__ void add(uint64_t* flag) {
 #pragma unroll
     for (int i = 0; i + 1 < lag + together; ++i) flags_[i] = flags_[i + 1];
@@ -466,7 +467,7 @@ __device__ __noinline__ void store_items(SumUnit& unit, const PipeShape& shape, 
   flags.flush();
 }
 
-/// Runs the units of a block. Whole block. list(lister, unit) lists all sums of a unit, in its listing warp.
+/// Runs a block's pipes (units). Whole block. A unit's listing warp lists its sums by list(lister, unit).
 /// `home`: sums are made at the tokens' home; else `blocks` blocks make about `sums` sums of whole rows.
 template <DType dtype, bool home, class List>
 __device__ void run_sum_pipe(const Comm& comm, SumPipeMemory& memory, uint64_t epoch, bool weighted,

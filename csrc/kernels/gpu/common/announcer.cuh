@@ -1,4 +1,4 @@
-// The order in which warps take chunks (tokens that are announced together), and the peers that get rows.
+// The order in which warps take chunks (tokens with one arrival flag), and sets of peers that get rows.
 #pragma once
 
 #include "device/channel.cuh"
@@ -24,7 +24,7 @@ struct PeerSet {
   }
 };
 
-/// Hands a warp numbers of a shared counter. It fetches a number while the warp still uses the previous one.
+/// Hands a warp the next numbers of a shared counter. Fetches each while the warp uses the number before.
 class Claims {
  public:
   __device__ explicit Claims(uint32_t* counter) : counter_(counter) { ask(); }
@@ -42,9 +42,9 @@ class Claims {
   uint32_t asked_ = 0;
 };
 
-/// The order in which a source's tokens are sent and received: in pieces of consecutive tokens (a power of
-/// two, at most kMaxChunk), from several starting points (places) in turn. Consecutive tokens may go to one
-/// rank; where several ranks send to it at a time, they share its link.
+/// The order in which a source's tokens are sent and received: in pieces of `size` consecutive tokens (a
+/// power of two, at most kMaxChunk), from several starting points (places) in turn. From a single one, ranks
+/// would more often send to the same receiver at a time, and share its link.
 class TokenOrder {
  public:
   /// `shift`: log2 of the number of places.
@@ -54,9 +54,9 @@ class TokenOrder {
         shift_(shift),
         part_((tokens + (kMaxChunk << shift_) - 1) >> shift_ & ~(kMaxChunk - 1)) {}
 
-  /// The number of claims that cover all pieces.
+  /// How many claims (numbers that Claims hands out) cover all pieces.
   __device__ int claims() const { return part_ >> (__ffs(size_) - 1) << shift_; }
-  /// The first token of the piece for a claim; the number of tokens if there is no such piece.
+  /// The first token of the piece that number `claim` stands for; the number of tokens if it stands for none.
   __device__ int begin(int claim) const {
     const int place = claim & ((1 << shift_) - 1), within = (claim >> shift_) * size_;
     return within < part_ ? min(place * part_ + within, tokens_) : tokens_;
@@ -74,8 +74,8 @@ class TokenOrder {
   int part_;  ///< tokens from one place to the next
 };
 
-/// Log2 of the number of starting points (TokenOrder) of a source's tokens. It is 0, for one, where chunks
-/// reuse memory or come over the network.
+/// Log2 of the number of starting points (TokenOrder) of a source's tokens. It is 0 (one starting point)
+/// where chunks reuse memory or come over the network.
 __device__ inline int places_shift(const device::Comm& comm, int32_t source, int64_t tokens) {
   return tokens > comm.window.stage_tokens || !comm.is_local(source) ? 0 : comm.places_shift;
 }

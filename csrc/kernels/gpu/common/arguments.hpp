@@ -20,7 +20,7 @@ namespace moecomm::gpu {
 inline constexpr int kReduceThreads = kReduceWarps * 32;
 /// Warps and threads of a block that makes sums at the tokens' own rank, in a combine without a pipe.
 inline constexpr int kSumWarps = 16, kSumThreads = kSumWarps * 32;
-/// Threads of a block whose sums a pipe of warps makes: kSumUnits units of eleven warps (sum_pipe.cuh).
+/// Threads of a block that makes sums by pipes: kSumUnits groups of eleven warps (sum_pipe.cuh).
 inline constexpr int kPipeThreads = kSumUnits * 11 * 32;
 static_assert(chunk_tokens(kMostFusedTokens) == 1, "kernels for few tokens have a chunk for each");
 
@@ -40,16 +40,16 @@ struct SendArguments {
   int64_t positions = 0;
   RowLayout layout = RowLayout::expert;
   uint16_t caller = 0;        ///< dispatch: as in SignalRecord
-  uint64_t ticket = 0;        ///< dropless: ticket number of the host's wait for the row count
-  int32_t route_blocks = 0;   ///< dispatch: blocks that share the routes
+  uint64_t ticket = 0;        ///< dropless: number of the row count for which the host waits
+  int32_t route_blocks = 0;   ///< dispatch: blocks that compute routes
   int32_t plan_block = 0;     ///< dispatch: the block that makes the plan
   bool routes_first = false;  ///< dispatch: rows are sent only after all routes have been sent
-  int32_t warps = 0;          ///< a block's stages take the memory of so many warps (kWarpBytes each)
+  int32_t warps = 0;          ///< a block's shared memory for pieces of rows, in units of kWarpBytes
   int32_t relay_blocks = 0;   ///< further blocks, after those that send or route, which relay for other nodes
-  bool later = false;         ///< sends only chunks (tokens announced together) that reuse memory of others
-  uint32_t after = 0;         ///< kAfterGivenUp, or 0
-  /// What is done to rows beside moving them: they are quantised here, if x is in the communicator's dtype
-  /// and the wire format is another; or they are multiplied at the receiver.
+  bool later = false;         ///< sends only chunks (tokens with one arrival flag) that reuse others' memory
+  uint32_t after = 0;         ///< kAfterGivenUp if this rank gave up the previous dispatch, else 0
+  /// What is done to rows on their way. They are quantised here, if x is in the communicator's dtype and the
+  /// wire format is another, or multiplied at the receiver.
   RowWork work = RowWork::none;
 
   MOECOMM_HD bool quantises() const { return work == RowWork::quantised; }
@@ -60,12 +60,12 @@ struct SendArguments {
 /// Arguments of the receiving side of an operation.
 struct ReceiveArguments {
   int64_t rows = 0;       ///< rows of the output
-  int64_t positions = 0;  ///< rows in expert-major order; in the expert layout equal to `rows`
+  int64_t positions = 0;  ///< positions in expert-major order; in the expert layout equal to `rows`
   std::byte* out = nullptr;
   std::byte* out_scales = nullptr;  ///< if the output is in the wire format: [rows][scales a row]
   std::byte* out_weights = nullptr;
   void* out_ids = nullptr;                 ///< rank layout: [rows][top_k], or null
-  int32_t* out_index = nullptr;            ///< rank layout: [positions] output row of each, or null
+  int32_t* out_index = nullptr;            ///< rank layout: [positions] output row of each position, or null
   std::byte* out_index_weights = nullptr;  ///< rank layout: weight type [positions], or null
   const std::byte* scales = nullptr;       ///< redispatch: weight type [rows], factors of the rows, or null
   const std::byte* other = nullptr;  ///< redispatch: [rows] for dot products with arriving rows, or null
@@ -76,8 +76,8 @@ struct ReceiveArguments {
   RowLayout layout = RowLayout::expert;
   bool wide_ids = false;  ///< out_ids are int64, else int32
   bool dequantise = false;
-  bool offered = false;  ///< dropless: the output may be too small, and then stays unwritten
-  int32_t senders = 0;   ///< blocks of the kernel that sends later, which may outlast this one; 0: none
+  bool offered = false;  ///< dropless: the output may be too small; it then stays unwritten
+  int32_t senders = 0;   ///< blocks of a concurrent kernel that sends later chunks and is waited for; 0: none
 };
 
 /// Arguments of a dispatch, or of the backward of a combine, in one kernel.
@@ -86,7 +86,7 @@ struct FusedArguments {
   ReceiveArguments receive;
   int32_t team_warps = 0;  ///< warps that share a row
   int32_t senders = 0;     ///< blocks that only send, while the others receive; 0: each does both
-  bool again = false;      ///< a second launch, which only receives rows for which there was no room
+  bool again = false;      ///< a second launch: only receives rows for which the first had no room
 };
 
 /// Arguments of both sides of a combine.
@@ -100,27 +100,27 @@ struct CombineArguments {
   int64_t tokens;
   RowLayout layout;
   WireFormat wire = WireFormat::same;  ///< format in which sums travel; same: their dtype
-  int32_t relay_blocks = 0;            ///< as in SendArguments
-  int32_t team_warps = 0;              ///< as in FusedArguments
-  int32_t parts = 0;                   ///< one kernel: parts of each token's sum at its own rank
-  uint32_t after = 0;                  ///< as in SendArguments
+  int32_t relay_blocks = 0;            ///< the last blocks that reduce, which relay for other nodes instead
+  int32_t team_warps = 0;              ///< one kernel: warps that share a sum for another rank
+  int32_t parts = 0;                   ///< one kernel: number of parts of each sum at a token's own rank
+  uint32_t after = 0;                  ///< kAfterGivenUp (see SendArguments), or 0
   /// One kernel: weights [tokens][top_k] of this rank's own tokens, used in place of `weights`; or null.
   const float* token_weights = nullptr;
-  bool flags_late = false;  ///< one kernel: begins own sums before it sets the flags of the last sent sums
-  int32_t reduce_list = kListTokens, sum_list = kListTokens;  ///< as in CombineBlocks
+  bool flags_late = false;  ///< one kernel: own tokens' sums begin before the last sent sums' flags are set
+  int32_t reduce_list = kListTokens, sum_list = kListTokens;  ///< see CombineBlocks
 
   MOECOMM_HD bool weighted() const { return weights != nullptr || token_weights != nullptr; }
 };
 
-/// Each prepare function loads onto the current device the kernels of its name that a communicator of `shape`
-/// may launch. `wire`: the format in which they send rows.
+/// prepare_X loads the kernels of launch_X that a communicator of `shape` may need onto the current device.
+/// `wire`: the format in which they send rows.
 cudaError_t prepare_dispatch_route(const DeviceShape& shape);
 template <WireFormat wire>
 cudaError_t prepare_dispatch_send(const DeviceShape& shape);
 cudaError_t prepare_dispatch_receive(const DeviceShape& shape);
 template <WireFormat wire>
 cudaError_t prepare_dispatch_fused(const DeviceShape& shape);
-/// `sums`: a format in which sums may travel beside their dtype; same: none.
+/// `sums`: the other format in which sums may travel, beside their dtype; same: there is no other.
 cudaError_t prepare_combine_reduce(const DeviceShape& shape, WireFormat sums);
 cudaError_t prepare_combine_sum(const DeviceShape& shape, WireFormat sums);
 cudaError_t prepare_combine_fused(const DeviceShape& shape, WireFormat sums);
@@ -153,10 +153,10 @@ cudaError_t launch_combine_sum(const Launch& launch, const device::Comm& comm,
 cudaError_t launch_combine_fused(const Launch& launch, const device::Comm& comm,
                                  const CombineArguments& arguments);
 /// Ends a dispatch, or the backward of a combine, of `tokens` tokens whose rows the caller will not receive.
-/// `offered`: ends it only if the kernel left the rows for lack of room; otherwise it has ended already.
+/// `offered`: only if the receiving kernel had no room for them; else it has ended the dispatch.
 cudaError_t launch_abandon(const Launch& launch, const device::Comm& comm, Operation operation,
                            int64_t tokens, bool offered);
-/// `text`: kErrorText bytes in device or pinned memory.
+/// Announces an error that the host found. `text`: kErrorText bytes in device or pinned memory.
 cudaError_t launch_announce(const Launch& launch, const device::Comm& comm, uint32_t error, const char* text);
 
 }  // namespace moecomm::gpu

@@ -25,21 +25,21 @@ inline constexpr int kSumSteps = 2;
 MOECOMM_HD constexpr int sum_strips(int64_t row_bytes) {
   return static_cast<int>((row_bytes + kSumSteps * 512 - 1) / (kSumSteps * 512));
 }
-/// The most tokens per rank for the kernels for few tokens, in which each token is a chunk.
+/// The most tokens of a rank for the kernels for few tokens, in which each token is a chunk.
 inline constexpr int kMostFusedTokens = 1024;
-/// The most tokens whose routes one block computes in a kernel of its own.
+/// The most tokens whose routes one block of the route kernel computes alone.
 inline constexpr int kFewRoutes = 512;
 /// The most ranks for kernels that do a whole operation: their tables have to fit a block's shared memory.
 inline constexpr int kMostFusedRanks = 64;
 
-/// Words of a bitmap of tokens (map_words), and from one bitmap to the next (map_stride). The latter is odd,
-/// so that words of the same index lie in different banks of shared memory.
+/// map_words: words of a bitmap of tokens. map_stride: words from one bitmap to the next, an odd number, so
+/// that words of the same index lie in different banks of shared memory.
 MOECOMM_HD constexpr int map_words(int64_t tokens) {
   return tokens <= 32 ? 1 : static_cast<int>((tokens + 31) / 32);
 }
 MOECOMM_HD constexpr int map_stride(int64_t tokens) { return map_words(tokens) | 1; }
-/// Words of shared memory for `counts` bitmaps, one for each expert and rank, and a 16-bit number for each of
-/// their words. It is even, since 64-bit ids follow.
+/// Words of shared memory for `counts` bitmaps (one for each expert and each rank), and a 16-bit number for
+/// each word of them. The result is even, since 64-bit ids follow.
 MOECOMM_HD constexpr int64_t map_memory_words(int64_t counts, int64_t tokens) {
   return (3 * counts * map_stride(tokens) + 3) / 4 * 2;
 }
@@ -49,22 +49,21 @@ MOECOMM_HD constexpr int64_t route_few_words(int64_t counts, int64_t tokens) {
   return map_memory_words(counts, tokens) + 3 * kStaged;
 }
 
-/// True where one block, with `words` words of shared memory, computes a dispatch's routes for `tokens`
-/// tokens.
+/// True where one block with `words` words of shared memory computes the routes of `tokens` tokens.
 MOECOMM_HD inline bool routes_few(const DeviceShape& shape, int64_t tokens, int64_t words) {
   return shape.other_nodes() == 0 && tokens <= kFewRoutes && shape.ranks <= kMostFusedRanks &&
          route_few_words(shape.counts(), tokens) <= words;
 }
 
-// Words of shared memory per block, for few tokens. kFusedCounts: counts of all ranks where the plan is made,
-// bitmaps where routes are computed, else counts for this rank. kFusedTables: positions of rows.
+// Words of a block's shared memory, for few tokens. kFusedCounts: counts of all ranks in the planning block,
+// bitmaps in one that computes routes, else counts for this rank. kFusedTables: positions of rows.
 inline constexpr int kFusedCounts = 30720, kFusedTables = 8192;
 
-/// Number of first blocks that move no rows (they announce and plan), where one kernel is a whole dispatch.
+/// In a dispatch in one kernel of `blocks` blocks: how many, the first, announce and plan but move no rows.
 MOECOMM_HD constexpr int leading_blocks(int blocks) { return blocks > 32 ? 3 : blocks > 2 ? 2 : 1; }
 
-/// True where one kernel does a whole operation of `tokens` tokens. `most`: the most tokens for that; with 0
-/// it is false for any number, even for no tokens.
+/// True where one kernel does a whole operation of `tokens` tokens. `most`: the most tokens for that; 0: it
+/// is never done, not even without tokens.
 inline bool in_one_kernel(int64_t tokens, int64_t most) { return most > 0 && tokens <= most; }
 
 /// The most tokens for which one kernel can do a whole operation, on one node of `ranks` ranks; 0: none.
@@ -81,35 +80,35 @@ inline int most_fused_tokens(int64_t ranks, int64_t num_experts) {
 /// Blocks of the two sides of a dispatch, or of the backward of a combine.
 struct DispatchBlocks {
   int send, receive;
-  int send_warps;     ///< a sending block's stages take the memory of so many warps (kWarpBytes each)
-  bool routes_first;  ///< a dispatch sends its rows after its announcements, not at the same time
+  int send_warps;     ///< a sending block's shared memory for pieces of rows, in units of kWarpBytes
+  bool routes_first;  ///< a dispatch sends its rows after its routes, not at the same time
 
   int all() const { return send + receive; }
 };
 
-/// For sums by a pipe of warps (sum_pipe.cuh). kSumUnits: pipes (units) in a block. kListTokens: the most
-/// tokens in a unit's list.
+/// A pipe is a group of warps that makes sums (sum_pipe.cuh). kSumUnits: pipes in a block. kListTokens: the
+/// most tokens that a pipe takes at a time, as a list.
 inline constexpr int kSumUnits = 2, kListTokens = 8;
 
 /// Blocks of the two sides of a combine: `reduce` at the experts' owners, `sum` at the tokens' own rank.
 struct CombineBlocks {
   int reduce, sum;
-  int reduce_list, sum_list;  ///< tokens in a unit's list on each side, where tokens are many
+  int reduce_list, sum_list;  ///< tokens in a pipe's list on each side, where tokens are many
 
   int all() const { return reduce + sum; }
 };
 
-/// The one thing done to rows on their way. quantised: before they are sent. factors: where they arrive, each
-/// is multiplied by its output row's factor. products: as factors, and dot products with other rows are made.
+/// What is done to rows on their way. quantised: the sender quantises them. factors: the receiver multiplies
+/// each by the factor of its output row. products: like factors, with dot products with other rows.
 enum class RowWork { none, quantised, factors, products };
 inline constexpr int kRowWorks = 4;
 
 /// Blocks, one per SM, for the two sides of each operation.
 struct Heuristics {
-  DispatchBlocks by_expert[kRowWorks], by_rank[kRowWorks];  ///< for the rows of each layout, by RowWork
+  DispatchBlocks by_expert[kRowWorks], by_rank[kRowWorks];  ///< for each layout of the output, by RowWork
   CombineBlocks combine_by_expert[2], combine_by_rank[2];   ///< [0]: sums in their dtype; [1]: quantised sums
-  int relay_blocks;  ///< further blocks of an operation, with several nodes
-  bool paired;       ///< blocks come in clusters of two, as those of a concurrent product may
+  int relay_blocks;  ///< further blocks that relay for other nodes; 0 with one node
+  bool paired;       ///< blocks come in clusters of two, which leaves pairs of SMs to an overlapping product
   int fused_tokens;  ///< most tokens of a rank for which one kernel does a whole operation
   int fused_sums;    ///< most tokens of a rank for which one kernel does a combine
 
@@ -129,22 +128,22 @@ struct Heuristics {
     return static_cast<int>(std::clamp<int64_t>((tokens + kTokens - 1) / kTokens, 1, most));
   }
 
-  /// Blocks of a kernel that does a whole operation; the first `leads` move no rows. Several blocks share
-  /// each of the `rows` rows that are received or summed, since an SM takes a microsecond to store a row four
-  /// times. Each of the `sent` rows adds one more block, since blocks that send are the last to receive. The
-  /// number has a lower bound, since other ranks may bring more tokens.
+  /// Blocks of a kernel that does a whole operation; the first `leads` move no rows. There are kShareRow
+  /// blocks for each of the `rows` rows that are received or summed, since an SM takes a microsecond to store
+  /// a row four times. Each of `sent` rows adds a block, since blocks receive only after they have sent. At
+  /// least kLeast, since other ranks may bring more tokens.
   int fused_blocks(int64_t rows, int64_t sent, int leads) const {
     constexpr int64_t kLeast = 31, kShareRow = 4;
     const int64_t most = all_blocks() - leads;
     return leads + static_cast<int>(std::min(most, std::max(kLeast, kShareRow * rows + sent)));
   }
 
-  /// Blocks that send and do not receive, in a dispatch in one kernel of `blocks` blocks; 0: all blocks that
-  /// move rows do both. The links slow down blocks that send more than few tokens, so others can receive
-  /// meanwhile. Quantised rows need more of the blocks' time and less of the links'. With more than two ranks
-  /// a row may be sent several times, so fewer blocks fill the links, at fewer tokens.
+  /// How many blocks only send, in a dispatch in one kernel of `blocks` blocks; 0: all that move rows send
+  /// and receive. Beyond few tokens, sending blocks wait for the links, so other blocks receive meanwhile.
+  /// Quantised rows take blocks longer and links less long. With more than two ranks a row may be sent
+  /// several times, so the links are full at fewer tokens and with fewer blocks.
   static int fused_senders(int64_t tokens, int blocks, bool quantised, int32_t ranks) {
-    // Measured. kBoth: most tokens for which blocks do both. kPercent: those that send. [1]: over two ranks.
+    // Measured. kBoth: most tokens for which blocks do both. kPercent: blocks that send. [1]: ranks > 2.
     constexpr int64_t kBoth[] = {96, 48}, kBothQuantised[] = {256, 128};
     constexpr int kPercent[] = {35, 27}, kPercentQuantised = 30;
     const bool several = ranks > 2;
@@ -152,26 +151,26 @@ struct Heuristics {
     return (blocks - leading_blocks(blocks)) * (quantised ? kPercentQuantised : kPercent[several]) / 100;
   }
 
-  static constexpr int kTeamWarps = 4;  ///< least warps of a team, unless fewer were measured to be better
+  static constexpr int kTeamWarps = 4;  ///< least warps of a row, unless fewer were measured to be better
 
-  /// Warps that share a row (a team), in a kernel for few tokens: as many as leave each of `items` rows a
-  /// team of its own, but at least kTeamWarps. There are `blocks` blocks of `warps` warps.
+  /// Warps of a team (they share a row) in a kernel for few tokens: all `warps` of a block or half of them,
+  /// if each of `items` rows then has a team of its own in `blocks` blocks; else kTeamWarps.
   static int team_warps(int64_t items, int blocks, int warps) {
     for (const int team : {warps, warps / 2})
       if (items <= int64_t{blocks} * (warps / team)) return team;
     return kTeamWarps;
   }
 
-  /// Like team_warps(), for a dispatch with `senders` blocks that only send. If there are any, teams are
-  /// smaller between two ranks, so that more rows are in flight (measured; not between four ranks).
+  /// Warps of a team in a dispatch with `senders` blocks that only send. On two ranks with such blocks teams
+  /// are smaller, so that more rows are in flight (measured; no better on four ranks). Else team_warps().
   static int dispatch_team_warps(int64_t items, int blocks, int warps, int senders, bool quantised,
                                  int32_t ranks) {
     if (ranks == 2 && senders > 0) return quantised ? 2 : 1;
     return team_warps(items, blocks, warps);
   }
 
-  /// Like team_warps(), for a combine of `tokens` tokens, where a team makes sums for other ranks. Teams have
-  /// two warps if that takes one round for all sums and teams of four would take several; measured.
+  /// Warps of a team in a combine of `tokens` tokens, where teams make sums for other ranks: two, if all sums
+  /// then take one round, and would take several with teams of four (measured). Else team_warps().
   static int sum_team_warps(int64_t tokens, int blocks, int warps, int32_t ranks) {
     constexpr int kPair = 2;
     const int64_t sums = tokens * (ranks - 1);
@@ -180,7 +179,7 @@ struct Heuristics {
   }
 
   /// True if blocks of a combine in one kernel begin sums of own tokens before they set the flags of the last
-  /// sums that they sent. So they need not wait for the links meanwhile. Measured from 128 tokens on.
+  /// sums that they sent, and so do not wait for the links first. Better from 128 tokens on (measured).
   static bool flags_late(int64_t tokens, int32_t ranks) { return ranks > 1 && tokens >= 128; }
 
   /// Parts into which a combine in one kernel divides the sum of each of this rank's own `tokens` tokens, so
@@ -258,8 +257,8 @@ class RecentRows {
     const auto of_token = [tokens](int64_t rows) { return static_cast<double>(rows) / tokens; };
     last_[noted_++ % kKept] = {of_token(counts.rows), of_token(counts.positions)};
   }
-  /// Returns the rows that the fullest of these dispatches would have with `tokens` tokens, and a few more.
-  /// It returns 0 before the first, for few tokens, and for many more rows than with uniform routing.
+  /// Returns `tokens` times the most rows per token of these dispatches, and 3% more. Returns 0 before the
+  /// first dispatch, for few tokens, and where that is over 1.25 times the rows of uniform routing.
   RowCounts offer(int64_t tokens, int64_t alignment, const DeviceShape& shape) const {
     constexpr double kMore = 1.03, kMost = 1.25;
     if (tokens < kLeastTokens) return {};
@@ -313,8 +312,8 @@ struct SumMoves {
   double sent;     ///< sums that travel
   double added;    ///< rows and sums that the home reads
   double rate;     ///< bytes of rows per nanosecond that an owner's block reads and sends
-  double fill;     ///< most blocks at the owners, as a multiple of those that fill the links
-  double listing;  ///< nanoseconds that a pipe (unit) of an owner takes to make a list
+  double fill;     ///< most blocks at the owners, as a multiple of the number that fills the links
+  double listing;  ///< nanoseconds that an owner's pipe takes to list its next tokens
   int64_t bytes;   ///< bytes of a row
 };
 
@@ -329,19 +328,19 @@ inline int most_reducing(const SumMoves& moves, bool quantised) {
   return static_cast<int>(std::min<double>(kMost, moves.fill * filling));
 }
 
-/// Tokens per list for pipes (units) that take `token_time` nanoseconds per token: as few as let a unit make
-/// its next list, which takes `list_time`, while it works on one.
+/// Tokens in a list of a pipe, which takes `token_time` nanoseconds for each. A list should keep the pipe
+/// busy for the `list_time` nanoseconds in which it makes the next list; more tokens are not taken.
 inline int list_of(double token_time, double list_time) {
   int tokens = 2;
   while (tokens < kListTokens && tokens * token_time < list_time) tokens *= 2;
   return tokens;
 }
 
-/// Sets the tokens per list in a combine's `blocks`. With short lists blocks end at nearly the same time, and
-/// a sum that has arrived is used soon.
+/// Sets the tokens in pipes' lists in a combine's `blocks`. With short lists blocks end at nearly the same
+/// time, and a sum that has arrived is used soon.
 inline void choose_lists(CombineBlocks& blocks, const SumMoves& moves, int32_t ranks) {
   constexpr double kAdded = 56;      // as in owners_share_by_rank
-  constexpr double kListing = 6500;  // ns that a unit at the home takes for a list, including waits
+  constexpr double kListing = 6500;  // ns that a pipe at the home takes for a list, including waits
   const auto bytes = static_cast<double>(moves.bytes);
   const double token_time = std::max({moves.sent * bytes / kLinkRate,
                                       (moves.read + moves.sent) * bytes / moves.rate / blocks.reduce,
@@ -364,10 +363,10 @@ struct RowMoves {
   bool changes() const { return work == RowWork::factors || work == RowWork::products; }
 };
 
-/// Divides `total` blocks between the sending and the receiving side so that both end together. If the
-/// receivers have time to spare, more blocks send, up to 2.5 times as many as fill the links, which fills
-/// them best. If the receivers multiply rows, which takes longer, fewer blocks send than would end together:
-/// rows that arrive long before they are read have left the GPU's cache.
+/// Divides `total` blocks between the sending and the receiving side so that both end together. If receivers
+/// have time to spare, more blocks send: up to 2.5 times as many as the links need, which fills them best. If
+/// receivers multiply rows, which takes longer, the limit is 1.6: rows that arrive long before they are read
+/// have left the GPU's cache.
 inline DispatchBlocks divide_dispatch(int total, const RowMoves& row, bool even) {
   // Bytes per nanosecond of a block (docs/performance.md). kMoved: loaded and stored; kMultiplied: loaded and
   // stored while it multiplies; kStored: stored; kQuantised: quantised.
@@ -377,7 +376,7 @@ inline DispatchBlocks divide_dispatch(int total, const RowMoves& row, bool even)
   constexpr double kLater = 1.1;  // receivers wait for the first rows, and end later than senders
   const int most_send = row.quantised() ? total / 2 : 30;  // more blocks only slow each other down
   // fill: the most sending blocks, as a multiple of those that fill the links; more slow each other down.
-  // kept: the largest share of the whole time for which receivers count as having time to spare.
+  // kept: receivers that need at most this share of the whole time have time to spare.
   const double fill = row.changes() ? 1.6 : 2.5, kept = row.changes() ? 0.8 : 0.7;
   const auto bytes = static_cast<double>(row.bytes), wire = static_cast<double>(row.wire_bytes);
   const auto of_block = [&](double loaded, double stored, double besides) {
@@ -406,8 +405,8 @@ inline DispatchBlocks divide_dispatch(int total, const RowMoves& row, bool even)
   best.receive = total - best.send;
   // Rows in flight in more warps than this only wait for each other, and arrive later.
   best.send_warps = std::max(4, 240 / best.send);
-  // Announcements wait on the links behind rows. If the memory limits the dispatch, rather than the links or
-  // the blocks, rows sent a little later still arrive early enough, and receivers begin sooner.
+  // Routes wait on the links behind rows. If memory limits the dispatch, rather than links or blocks, rows
+  // sent a little later still arrive early enough, and receivers begin sooner.
   constexpr double kMemory = 3000;  // bytes per nanosecond that a GPU's memory reads and writes
   constexpr double kClearly = 1.15;
   constexpr double kMakesUp = 1.6;  // senders that are so much faster than memory make up for their wait
@@ -418,9 +417,9 @@ inline DispatchBlocks divide_dispatch(int total, const RowMoves& row, bool even)
   return best;
 }
 
-/// `sms`: SMs of the device; `budget`: SMs that one operation may use, 0 for the default; at least three with
-/// several nodes. `fused_tokens`: the most tokens that kernels for few tokens can serve. `wire`: the format
-/// of quantised rows.
+/// Chooses blocks for all operations. `sms`: SMs of the device; `budget`: SMs that one operation may use (at
+/// least three with several nodes), 0 for the default. `fused_tokens`: the most tokens that kernels for few
+/// tokens can serve. `wire`: the format of quantised rows.
 inline Heuristics choose_heuristics(int sms, int budget, int fused_tokens, const DeviceShape& shape,
                                     WireFormat wire) {
   const bool several_nodes = shape.other_nodes() > 0;

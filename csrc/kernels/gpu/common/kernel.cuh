@@ -43,7 +43,7 @@ __device__ inline int32_t planned_row(const PlanView& plan, RowLayout layout, in
   return lane_id() < top_k ? plan.at(plan.fields.positions)[entry * top_k + lane_id()] : kRowElsewhere;
 }
 
-/// Announces an operation that follows an existing plan. Whole block.
+/// Announces an operation that follows an existing plan, on this node and to others. Whole block.
 __device__ inline void signal_start(const Comm& comm, Operation operation, uint64_t epoch, int32_t* words,
                                     RowLayout layout, int64_t tokens, uint32_t carries) {
   const PlanView plan{words, comm.plan_fields};
@@ -74,8 +74,8 @@ __device__ inline void signal_start(const Comm& comm, Operation operation, uint6
   }
 }
 
-/// Waits for the records of all ranks (what each announces for the operation) and compares them, where no new
-/// plan is made. Whole block; false if this operation can't go on.
+/// Waits for the records (announcements of an operation) of all ranks and compares them. For operations that
+/// make no plan. Whole block; false if the wait fails or records differ, which block 0 reports.
 __device__ inline bool agree_on_operation(const Comm& comm, Operation operation, uint64_t epoch) {
   if (!device::wait_records(comm, operation, epoch)) return false;
   __shared__ bool agreed;
@@ -94,15 +94,15 @@ __device__ inline bool agree_on_operation(const Comm& comm, Operation operation,
   return agreed;
 }
 
-/// Counts a block as ended, in the kernel that sends later chunks while another one receives. Whole block.
+/// Counts this block as ended, in a kernel that sends later chunks while another receives. Whole block.
 __device__ inline void end_sending(const Comm& comm) {
   __syncthreads();
   if (threadIdx.x == 0) ptx::add_acq_rel_gpu(&comm.state().send_done, 1);
 }
 
-/// Ends an operation: the last block of its last kernel resets the counters for the next one. `clocked`: the
-/// operation's time is counted. `senders`: blocks that call end_sending; 0: none, as the sending kernel is
-/// the previous one in this stream.
+/// Ends an operation; all blocks of its last kernel call it, and the last resets counters and sets the epoch.
+/// `clocked`: the operation's time is counted. `senders`: blocks that call end_sending; 0: none, since the
+/// sending kernel precedes this one in the stream.
 __device__ inline void end_operation(const Comm& comm, Operation operation, uint64_t epoch, bool clocked,
                                      int32_t senders = 0) {
   __syncthreads();
@@ -142,12 +142,12 @@ __device__ inline bool has_room(const PlanHeader& header, const ReceiveArguments
 /// state's `left` says so. Whole block.
 __device__ inline void leave_rows(const Comm& comm, uint64_t epoch) {
   if (threadIdx.x != 0) return;
-  ptx::wait_for_previous_kernel();  // so that the kernel that will receive them runs after it
+  ptx::wait_for_previous_kernel();  // so that a later kernel, which receives rows, runs after it
   if (blockIdx.x + 1 == gridDim.x) comm.state().left = epoch;
 }
 
 /// Replaces end_operation where an operation is one kernel without counters. The last block to call it sets
-/// the epoch, since all have read the old one. Whole block, anywhere after a barrier; only one thread waits.
+/// the epoch: all blocks have then read the old one. Whole block, anywhere after a barrier; one thread acts.
 __device__ inline void pass_epoch(const Comm& comm, uint64_t epoch) {
   if (threadIdx.x != blockDim.x - 1) return;
   DeviceState& state = comm.state();
@@ -197,7 +197,7 @@ struct Prepare {
   }
 };
 
-/// A function object like Prepare, but it launches the kernel.
+/// A function object: operator()<kernel>(threads, bytes of shared memory) launches the kernel.
 template <class Arguments>
 struct Start {
   Start(const Launch& how, const Comm& own, const Arguments& given)
@@ -211,8 +211,8 @@ struct Start {
   const Arguments& arguments;
 };
 
-/// Whether a kernel is for one node or for several. Chosen at compile time, so that code for nodes costs a
-/// group on one node nothing.
+/// Whether a kernel is for one node (whole) or for several (nodes). Chosen at compile time, so that a group
+/// on one node pays nothing for nodes.
 enum class Way { whole, nodes };
 
 /// Calls use.operator()<way>() with the Way for a shape.
@@ -241,7 +241,7 @@ cudaError_t prepare_sums(WireFormat sums, const PrepareIn& prepare) {
   return error != cudaSuccess || sums == WireFormat::same ? error : prepare(sums);
 }
 
-/// Calls use.operator()<dtype, wire>() for a shape whose wire format differs from its dtype.
+/// Calls use.operator()<dtype, wire>() for a shape; an error if rows travel in their dtype (`same`).
 template <class Use>
 cudaError_t with_conversion(const DeviceShape& shape, const Use& use) {
   return with_wire(shape.wire, [&]<WireFormat wire>() {

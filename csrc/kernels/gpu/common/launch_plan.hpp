@@ -1,5 +1,5 @@
-// Decides what an operation launches, from its tokens, its rows and its communicator. The decision is printed
-// if MOECOMM_LOG is "launch". Owners are the ranks that own experts; a token's home is its own rank.
+// Decides which kernels an operation launches and with how many blocks. The decision is printed if
+// MOECOMM_LOG is "launch". Owners are the ranks that own experts; a token's home is its own rank.
 #pragma once
 
 #include <algorithm>
@@ -36,8 +36,8 @@ struct FusedDispatch {
   int blocks, senders, team_warps;  ///< senders and team_warps: see FusedArguments
 };
 
-/// Returns the launch of one kernel that receives `items` rows. It sends the rows of this rank's `tokens`, or
-/// an earlier launch has sent them. `divides`: some blocks may send and not receive.
+/// Returns the launch of a kernel that receives `items` rows. It also sends the rows of this rank's `tokens`
+/// tokens, unless an earlier launch has sent them. `divides`: some blocks may only send.
 inline FusedDispatch plan_fused_dispatch(const LaunchContext& context, int64_t items, int64_t tokens,
                                          bool divides, bool quantised) {
   const Heuristics& heuristics = context.heuristics;
@@ -53,10 +53,10 @@ inline FusedDispatch plan_fused_dispatch(const LaunchContext& context, int64_t i
 
 /// The kernels of a dispatch, or of the backward of a combine.
 struct DispatchPlan {
-  bool in_one;  ///< one kernel (`fused`) does all; else those below do
+  bool in_one;  ///< one kernel (`fused`) does all; else several, of the blocks below
   FusedDispatch fused;
-  int route, planner;  ///< blocks that share the routes; 1 if a further block makes the plan, else 0
-  int relay;           ///< further blocks, for other nodes, in the route and the send kernel
+  int route, planner;  ///< blocks that compute routes; 1 if a further block makes the plan, else 0
+  int relay;           ///< further blocks of the route and the send kernel, for other nodes
   int send, send_warps, receive;
   bool routes_first;  ///< as in SendArguments
   bool later;         ///< some chunks may wait for room; a kernel on another stream sends them
@@ -99,7 +99,7 @@ inline DispatchPlan plan_dispatch(const LaunchContext& context, const DispatchRe
     const bool few = routes_few(shape, request.tokens, kRouteWords);
     const int most = few ? 1 : std::clamp<int>(blocks.receive - 1, 1, kMaxRouteBlocks - 1);
     plan.route = Heuristics::route_blocks(request.tokens, most);
-    // A separate block makes the plan, if there is one more. Limits keep the largest number of blocks even:
+    // A further block makes the plan, if the receivers have one more. Limits keep the most blocks even:
     // blocks of other kernels run faster next to their own kind (docs/history.md, "Blocks in pairs").
     plan.planner = blocks.receive > plan.route ? 1 : 0;
   }
@@ -120,7 +120,7 @@ struct CombinePlan {
   int blocks, team_warps, parts;  ///< team_warps and parts: see CombineArguments
   bool flags_late;                ///< see CombineArguments
   int reduce, sum, reduce_list, sum_list;
-  int relay;  ///< further blocks, for other nodes, in the kernel that reduces
+  int relay;  ///< further blocks of the reducing kernel, for other nodes
 
   int reduce_blocks() const { return reduce + relay; }
 

@@ -1,14 +1,14 @@
-// Routes of a dispatch. The source rank numbers its rows for each expert: the route of a (token, k) is its
-// number there. A receiver adds the position at which the source's rows for the expert begin.
+// Routes of a dispatch. The source rank numbers its rows for each expert. The route of a (token, k) is its
+// expert and this number. A receiver adds the position at which the source's rows for the expert begin.
 //   1. blocks share the tokens in order, warps share a block's. Each warp counts its ids in a histogram
 //   2. blocks exchange their counts. A histogram then holds where its warp's rows for each expert begin
-//   3. warps walk their tokens again in order, hand out numbers, and push them to every rank of the node
+//   3. warps walk their tokens again in order, number them, and push the routes to every rank of the node
 // The start (which announces the dispatch), counts and routes are sent as soon as they are known, in words
-// that hold the epoch. They cross a link once and need no fence. Afterwards the caller signals the record
-// (SignalRecord: the arguments of the operation), which may arrive before them.
+// that hold the epoch. Such words cross a link once and need no fence. Afterwards the caller signals the
+// record (SignalRecord: the arguments of the operation), which may arrive before these words.
 //
-// For other nodes routes go to host memory, once for all nodes, with each token's number among those that a
-// node needs (its relay index), counted like an expert's rows. The last block to end sends this data.
+// Routes for other nodes go to host memory, one copy for all nodes. Relay indices go with them: for each node
+// the tokens that it needs are numbered, like an expert's rows. The last block to end sends this data.
 //
 // Example: ids {5} {2} {5} {5} of one source. Numbers are 0, 0, 1, 2; a receiver with 40 rows of earlier
 // experts and 3 of earlier sources for expert 5 puts token 3 into row 40 + 3 + 2.
@@ -35,14 +35,14 @@ __device__ inline int32_t valid_id(const Comm& comm, int64_t id) {
   return id >= 0 && id < comm.window.shape.num_experts ? static_cast<int32_t>(id) : kNoExpert;
 }
 
-/// Records the first bad id, at `index`. If `repeats` is not 0, the id repeats that of k = `repeats` - 1 of
-/// its token.
+/// Notes a bad id; the lowest `index` is kept. `repeats`: 0, or 1 + the k at which the token already has this
+/// id.
 __device__ inline void note_bad_id(DeviceState& state, int64_t index, int repeats) {
   atomicMin(reinterpret_cast<unsigned long long*>(&state.bad_id),
             static_cast<unsigned long long>(index) << 8 | static_cast<unsigned long long>(repeats));
 }
 
-/// The (token, k) of one lane in one step. In a step the lanes of a warp hold the (token, k) of whole tokens.
+/// One step of a RouteWalk as one lane holds it: one (token, k). The lanes of a warp hold whole tokens.
 struct RouteStep {
   int64_t token;
   int32_t k;
@@ -61,8 +61,8 @@ class RouteWalk {
   __device__ RouteWalk(const Comm& comm, int64_t begin, int64_t end)
       : comm_(comm), top_k_(comm.top_k()), tokens_(32 / comm.top_k()), begin_(begin), end_(end) {}
 
-  /// Calls use(step, value) for each step, with value = load(index of the (token, k)) and id(step, value) its
-  /// expert. Loads of several steps overlap. The loop over values is not unrolled: a warp has few steps.
+  /// Calls use(step, value) for each step: value = load(index of the (token, k)), step.id = id(step, value).
+  /// Loads of several steps overlap. The loop over values is not unrolled: a warp has few steps.
   template <class Load, class Id, class Use>
   __device__ void for_each(const Load& load, const Id& id, const Use& use) const {
     constexpr int kAhead = 4;
@@ -101,7 +101,7 @@ class RouteWalk {
   }
 
  private:
-  /// Returns this lane's step where token `first` begins it; fields that depend on the id are left unset.
+  /// Returns this lane's view of the step from token `first` on; fields that depend on the id stay unset.
   __device__ RouteStep place(int64_t first) const {
     const int within = lane_id() / top_k_;
     RouteStep s;
@@ -117,7 +117,7 @@ class RouteWalk {
   const int64_t begin_, end_;
 };
 
-/// Gives the lanes with the same `bin` numbers from histogram[bin] on, and advances it; -1 if `bin` is -1.
+/// Numbers the lanes of each `bin` in order, from histogram[bin] on, and advances histogram[bin]; -1: no bin.
 __device__ inline int32_t take_number(int32_t* histogram, int32_t bin) {
   const int lane = lane_id();
   const uint32_t same = __match_any_sync(0xffffffffu, bin >= 0 ? bin : -1 - lane);
@@ -129,8 +129,8 @@ __device__ inline int32_t take_number(int32_t* histogram, int32_t bin) {
   return number;
 }
 
-/// Writes to the plan what this rank needs for the step's token in combine: the number of the token's sums,
-/// and which of them this rank makes (or kNoOwnSlot).
+/// Writes to the plan what a combine needs for the step's token: the number of sums that are added up, and
+/// which of them this rank makes itself (or kNoOwnSlot).
 __device__ inline void note_home(const Comm& comm, const SendArguments& args, const RouteStep& s) {
   const PlanView plan{args.plan, comm.plan_fields};
   const uint32_t sums = __ballot_sync(0xffffffffu, s.first_of_sender) & s.token_lanes;
@@ -154,7 +154,7 @@ __device__ inline void clear_home_index(const Comm& comm, const SendArguments& a
     plan.at(plan.fields.home_index)[other * comm.window.shape.max_tokens + s.token] = -1;
 }
 
-/// What a warp loads for a (token, k) in step 3.
+/// What a warp loads for a (token, k) in step 3 (see the top of this file).
 struct RoutedId {
   int32_t id = kNoExpert;
   float weight = 0;
@@ -194,8 +194,8 @@ __device__ inline void push_starts(const Comm& comm, const SignalRecord& record,
   }
 }
 
-/// Step 3 for one warp: hands out numbers, and pushes all routes to every rank of the node. Each rank takes
-/// the routes for its own experts. Routes for other nodes are written to host memory.
+/// Step 3 for one warp: numbers rows, pushes routes to every rank of the node, and notes own tokens in the
+/// plan. A receiver takes the routes for its experts. Routes for other nodes are written to host memory.
 __device__ inline void push_routes(const Comm& comm, const SendArguments& args, uint64_t epoch,
                                    const RouteWalk& walk, const int32_t* local_topk_idx, int32_t* histogram) {
   const DeviceWindow& w = comm.window;
@@ -233,7 +233,7 @@ __device__ inline void push_routes(const Comm& comm, const SendArguments& args, 
       });
 }
 
-/// Sends a dispatch's record, and the data that push_routes left in host memory, to other nodes. Whole block.
+/// Sends a dispatch's record, routes, weights and relay indices to other nodes, via host memory. Whole block.
 __device__ inline void send_tables(const Comm& comm, const SendArguments& args, const SignalRecord& record) {
   const Rail& rail = comm.rail;
   const PlanView plan{args.plan, comm.plan_fields};
@@ -259,7 +259,7 @@ __device__ inline void send_tables(const Comm& comm, const SendArguments& args, 
   }
 }
 
-/// Returns the record of a dispatch. `may_be_bad`: a bad id may have been found.
+/// Returns the record of a dispatch; with `may_be_bad` it is an error if a bad id was found.
 __device__ inline SignalRecord dispatch_record(const Comm& comm, const SendArguments& args, uint64_t epoch,
                                                bool may_be_bad) {
   SignalRecord record{};
@@ -281,8 +281,8 @@ __device__ inline SignalRecord dispatch_record(const Comm& comm, const SendArgum
   return record;
 }
 
-/// Computes routes with `blocks` blocks; false if the wait for the other blocks fails. The caller's first
-/// block signals the records once this has returned true. `histogram`: shared memory, overwritten.
+/// Counts, computes and sends routes with `blocks` blocks; false if their wait for each other fails. Once it
+/// has returned true, the caller's first block signals the records. `histogram`: shared memory, overwritten.
 __device__ inline bool route(const Comm& comm, const SendArguments& args, uint64_t epoch, int blocks,
                              int32_t* histogram, int64_t histogram_words, int32_t* shared_word) {
   const DeviceWindow& w = comm.window;
@@ -343,7 +343,7 @@ __device__ inline bool route(const Comm& comm, const SendArguments& args, uint64
     if (threadIdx.x == 0) {
       __threadfence();
       ptx::add_acq_rel_gpu(&state.route_counted, 1);
-      // Goes on if the operation is called off: no peer is waited for, and other nodes wait for what follows.
+      // Goes on if the operation is cancelled: this waits for no peer, and other nodes need what follows.
       counted = device::wait_until(comm, {comm.rank, WaitPhase::blocks, Operation::dispatch, epoch, false},
                                    device::BlockCount{&state.route_counted, static_cast<uint32_t>(blocks)});
     }

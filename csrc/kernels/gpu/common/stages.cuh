@@ -1,5 +1,5 @@
-// The ring of stages in shared memory through which a pipe of warps moves pieces of rows, one piece a stage.
-// sum_pipe.cuh adds the pieces, move_pipe.cuh sends them on.
+// The ring of stages (slots in shared memory, one piece each) through which a pipe of warps moves pieces of
+// rows. sum_pipe.cuh adds the pieces up, move_pipe.cuh sends them on.
 #pragma once
 
 #include "kernels/gpu/common/kernel.cuh"

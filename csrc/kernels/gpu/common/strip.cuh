@@ -1,6 +1,6 @@
-// Sums of rows by plain loads. A warp takes the same strip (some bytes) of all rows of a token at a time, so
-// that many loads are in flight. Sums run left to right, with each product and each sum rounded, as on the
-// CPU. Used for few tokens, between nodes, and for sums in a wire format; sum_pipe.cuh makes all other sums.
+// Sums of rows by plain loads. A warp takes one strip (some bytes) of all rows of a token at a time, so that
+// many loads are in flight. Sums run left to right, with each product and each sum rounded, as on the CPU.
+// Used for few tokens, between nodes, and for sums in a wire format; sum_pipe.cuh makes all other sums.
 #pragma once
 
 #include <type_traits>
@@ -88,11 +88,11 @@ class WireStrip {
   typename W::Scale scales_[steps];
 };
 
-/// A strip of a sum in the form in which it travels from an owner to the token's home.
+/// A strip of a sum in the form in which it travels from an owner of experts to the token's own rank.
 template <DType dtype, WireFormat wire, int steps>
 using SumStrip = std::conditional_t<wire == WireFormat::same, Strip<steps>, WireStrip<dtype, wire, steps>>;
 
-/// Bytes from one sum to the next, for sums in format `wire` that come over the network.
+/// Bytes from one sum to the next in memory for sums in format `wire` that cross the network.
 __device__ inline int64_t sum_row_bytes(const Comm& comm, WireFormat wire) {
   return comm.window.shape.with_wire(wire).wire_row_bytes();
 }
@@ -193,7 +193,7 @@ __device__ inline StripSum<dtype, steps> sum_rows(int count, const Row& row, con
   return sum;
 }
 
-/// Returns the row on this rank that has the weight gradient of this lane's (token, k); negative: none.
+/// Returns the row here with the weight gradient of this lane's k, for a token of `home`; negative: none.
 __device__ inline int32_t weight_grad_row(const Comm& comm, const CombineArguments& args, int32_t home,
                                           int64_t token) {
   const PlanView plan{args.plan, comm.plan_fields};

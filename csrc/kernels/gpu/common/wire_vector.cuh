@@ -1,5 +1,5 @@
-// Converts 16 bytes of a row per lane to a wire format and back. Consecutive lanes hold consecutive bytes, so
-// that the lanes that hold a block of columns find the scale of the block together.
+// Converts 16 bytes of a row per lane to a wire format and back. Consecutive lanes hold consecutive bytes,
+// and the lanes that share a block of columns find its scale together.
 #pragma once
 
 #include <type_traits>

@@ -1,7 +1,7 @@
-// Relay of records (announcements of an operation). A rail is the ranks with the same number in their nodes.
-// Some blocks of an operation's first kernel forward the records, counts and routes of this rank's rail to
-// all ranks of this node, as if the rail's ranks had written there themselves. Starts are not forwarded: the
-// records of other nodes' ranks stand for them.
+// Relay of records (announcements of an operation). A rail: the ranks with the same local number on all
+// nodes. Some blocks of an operation's first kernel forward the records, counts and routes of this rank's
+// rail to all ranks of this node, as if the rail's ranks had written there themselves. Starts (DispatchStart)
+// are not: the records of other nodes' ranks stand for them.
 #pragma once
 
 #include "device/rail.cuh"
@@ -25,7 +25,7 @@ __device__ inline const std::byte* relayed_tables(const Rail& rail, uint64_t epo
   return rail.memory + rail.layout.relay_ids[epoch & 1] + other * rail.ids_bytes;
 }
 
-/// Forwards the counts of a dispatch of `source`. Whole block.
+/// Forwards the counts and the number of tokens that `source` sent for a dispatch. Whole block.
 __device__ inline void hand_on_counts(const Comm& comm, const SignalRecord& record, int32_t source,
                                       int32_t other) {
   const int64_t counts = comm.window.shape.counts();
@@ -35,7 +35,7 @@ __device__ inline void hand_on_counts(const Comm& comm, const SignalRecord& reco
     push_count(comm, source, record.epoch, bin, bin < counts ? __ldcg(counted + bin) : record.tokens);
 }
 
-/// Forwards this block's share of the routes of a dispatch of `source`; keeps ids in the plan.
+/// Forwards this block's share of a dispatch's routes from `source`; keeps ids and relay indices in the plan.
 __device__ inline void hand_on_tables(const Comm& comm, int32_t* plan_words, const SignalRecord& record,
                                       int32_t source, int32_t other, RelayBlocks relay) {
   const DeviceWindow& w = comm.window;
@@ -62,8 +62,8 @@ __device__ inline void hand_on_tables(const Comm& comm, int32_t* plan_words, con
     plan.at(plan.fields.relay_index)[other * most + token] = __ldcg(index + token);
 }
 
-/// Forwards the records of the rail for `epoch`: for a dispatch with its counts, and with its routes if this
-/// rank runs a dispatch too. All relaying blocks; false if a record does not arrive.
+/// Forwards the rail's records for `epoch`. A dispatch's counts go along, and also its routes if this rank
+/// runs a dispatch too. All relaying blocks; false if a record does not arrive.
 __device__ inline bool relay_records(const Comm& comm, Operation operation, int32_t* plan_words,
                                      uint64_t epoch, RelayBlocks relay) {
   const Rail& rail = comm.rail;

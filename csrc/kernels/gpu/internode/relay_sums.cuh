@@ -1,7 +1,7 @@
-// Combine between nodes, for tokens whose own rank (home) is on another node. The owners on this node give
-// their sums, in the dtype of rows, to the rank here that has the home's number in its node (its rail). That
-// rank adds the sums up by ascending owner rank in float32, rounds once more or quantises, and sends one row.
-// Blocks of the reducing kernel do this.
+// Combine between nodes, for tokens whose own rank (home) is on another node. The owners on this node write
+// their sums, in the dtype of rows, to the rank here with the home's local number (both are of one rail).
+// That rank adds them by ascending owner rank in float32, rounds once more or quantises, and sends one row.
+// Blocks of its reducing kernel do this.
 #pragma once
 
 #include "kernels/gpu/common/announcer.cuh"
@@ -22,8 +22,8 @@ __device__ inline bool wait_partials(const Comm& comm, int32_t home, uint64_t ep
   return __all_sync(0xffffffffu, here);
 }
 
-/// Makes the sums for tokens of the rail, in format `wire`, and sends them. Rows that were announced are sent
-/// even if the operation is called off; they may then hold anything.
+/// Adds up the sums for tokens of this rank's rail, and sends the totals in format `wire`. All announced rows
+/// are sent even if the operation is cancelled; they may then hold anything.
 template <DType dtype, WireFormat wire>
 __device__ inline void relay_sums(const Comm& comm, int32_t* plan_words, uint64_t epoch) {
   constexpr int kSteps = 4, kBatch = 2;
@@ -78,7 +78,7 @@ __device__ inline void relay_sums(const Comm& comm, int32_t* plan_words, uint64_
   }
 }
 
-/// Sends the weight gradients of the rail's tokens, once all ranks here have written theirs. Whole block.
+/// Sends the weight gradients of the rail's tokens, once all ranks of this node have written. Whole block.
 __device__ inline void relay_weight_grads(const Comm& comm, int32_t* plan_words, uint64_t epoch,
                                           RelayBlocks relay) {
   const PlanView plan{plan_words, comm.plan_fields};
