@@ -5,8 +5,7 @@
 //     the sum in this rank's slot at the token's own rank (its home). Once the sum has arrived the team sets
 //     a flag there. Without token_weights a team waits for no other rank
 //   - then each warp takes parts of the sums of this rank's own tokens: it sums a token's rows here, waits
-//   for
-//     the sums of the ranks that own its other experts, and adds all sums by ascending rank
+//     for the sums of the ranks that own its other experts, and adds all sums by ascending rank
 // Weights of tokens (token_weights), if there are any, go to all ranks first, in words that hold their epoch.
 // Every second block sums rows of own tokens before it sends, so that the links and this GPU's memory are
 // busy at once. With flags_late the other blocks begin own tokens before they set their last sums' flags.
@@ -86,8 +85,7 @@ class SumSender {
  private:
   static constexpr int kNothing = 0, kLacking = 1, kStored = 2;  ///< results of send(), as bits
 
-  /// Returns the weight of this lane's k once the token's `home` has sent it. `here`: false if the wait
-  /// fails.
+  /// Returns the weight of this lane's k once the token's `home` has sent it. `here`: false if that fails.
   __device__ float announced_weight(int32_t home, int token, bool& here) const {
     const Route* const word =
         comm_.routes(comm_.own, home, epoch_) + int64_t{token} * comm_.top_k() + lane_id();
@@ -239,7 +237,7 @@ __device__ void work(const Comm& comm, const CombineArguments& args, uint64_t ep
   const uint64_t id = PlanView{args.plan, comm.plan_fields}.header().id;
   const bool failed = failed_for_block(comm), moves = !failed && id != 0;
   const bool sums = moves && args.rows != nullptr;
-  // The blocks that have sent least take the first parts.
+  // Parts are given out in reverse order of blocks: the last blocks have sent least.
   HomeSums<dtype, wire> home(comm, args, epoch, Team(1, blocks - 1 - block, blocks), memory);
   const Team team(args.team_warps, block, blocks);
   SumSender<dtype, wire> sender(comm, args, epoch, team, memory.reduce);

@@ -1,8 +1,7 @@
 // Combine, owner's side: sums a token's rows on this rank in top-k order in float32 (times their weights),
 // rounds or quantises once, and sends the sum to this rank's slot at the token's own rank (its home).
 //   - chunks (tokens with one arrival flag) of one home go in order, and homes alternate. A pipe of warps
-//   takes
-//     a few tokens at a time (sum_pipe.cuh)
+//     takes a few tokens at a time (sum_pipe.cuh)
 //   - quantised sums are made by all warps without a pipe: a warp loads one strip of all rows of a token,
 //     sums it in registers, and stores it over the link
 //   - when all sums of a chunk have arrived, its arrival flag at the home is set
@@ -177,8 +176,8 @@ __device__ void reduce_by_warps(const Comm& comm, const CombineArguments& args, 
   }
 }
 
-/// Makes a span of OwnedSpans a list (tokens that a pipe takes at a time), or a chunk if chunks are longer.
-/// With several nodes a span is a chunk, since each chunk may have to wait for its memory.
+/// Makes each span of OwnedSpans one list (tokens that a pipe takes at a time), or one chunk if that is
+/// longer. With several nodes a span is a chunk, since each chunk may have to wait for its memory.
 struct ByList {
   int top_k;
   int most;  ///< tokens of a list, unless chunks are longer

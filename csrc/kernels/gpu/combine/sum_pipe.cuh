@@ -380,9 +380,9 @@ __device__ inline void add_items(SumUnit& unit, const PipeShape& shape, int thre
 }
 static_assert(kMaxSteps == 4 && kMaxStages == 32);
 
-/// Sets the flags of items once their stores have completed: late and in groups, since the fence before flags
-/// takes as long as storing a row. When the flags of `together` items are set, the stores of the newest `lag`
-/// items may still be in flight. One thread.
+/// Sets the flags of items after their stores have completed, late and in groups: the fence before a group
+/// takes as long as storing a row. When a group of `together` items gets its flags, the stores of the newest
+/// `lag` items may still be in flight. One thread.
 template <int lag, int together>
 class LaggingFlags {
  public:

@@ -26,7 +26,7 @@ static_assert(chunk_tokens(kMostFusedTokens) == 1, "kernels for few tokens have 
 
 /// Arguments of the sending side of a dispatch, or of the backward of a combine, which follows a known plan.
 struct SendArguments {
-  Operation operation = Operation::none;  ///< dispatch or redispatch
+  Operation operation = Operation::none;  ///< dispatch, or redispatch (the backward of a combine)
   const std::byte* x = nullptr;           ///< rows [tokens]
   const std::byte* x_scales = nullptr;    ///< [tokens][scales a row] if x is in the wire format, else null
   const void* ids = nullptr;              ///< dispatch: [tokens][top_k]
@@ -39,7 +39,7 @@ struct SendArguments {
   /// Rank layout: capacity of the expert-major index; fixed_groups(): rows of a group; -1: as many as needed.
   int64_t positions = 0;
   RowLayout layout = RowLayout::expert;
-  uint16_t caller = 0;        ///< dispatch: as in SignalRecord
+  uint16_t caller = 0;        ///< dispatch: number of the calling layer; 0: none (SignalRecord)
   uint64_t ticket = 0;        ///< dropless: number of the row count for which the host waits
   int32_t route_blocks = 0;   ///< dispatch: blocks that compute routes
   int32_t plan_block = 0;     ///< dispatch: the block that makes the plan
@@ -100,7 +100,7 @@ struct CombineArguments {
   int64_t tokens;
   RowLayout layout;
   WireFormat wire = WireFormat::same;  ///< format in which sums travel; same: their dtype
-  int32_t relay_blocks = 0;            ///< the last blocks that reduce, which relay for other nodes instead
+  int32_t relay_blocks = 0;            ///< last blocks of the reducing kernel; they relay for other nodes
   int32_t team_warps = 0;              ///< one kernel: warps that share a sum for another rank
   int32_t parts = 0;                   ///< one kernel: number of parts of each sum at a token's own rank
   uint32_t after = 0;                  ///< kAfterGivenUp (see SendArguments), or 0

@@ -59,7 +59,7 @@ MOECOMM_HD inline bool routes_few(const DeviceShape& shape, int64_t tokens, int6
 // bitmaps in one that computes routes, else counts for this rank. kFusedTables: positions of rows.
 inline constexpr int kFusedCounts = 30720, kFusedTables = 8192;
 
-/// In a dispatch in one kernel of `blocks` blocks: how many, the first, announce and plan but move no rows.
+/// In a dispatch in one kernel of `blocks` blocks: how many first blocks announce and plan, and move no rows.
 MOECOMM_HD constexpr int leading_blocks(int blocks) { return blocks > 32 ? 3 : blocks > 2 ? 2 : 1; }
 
 /// True where one kernel does a whole operation of `tokens` tokens. `most`: the most tokens for that; 0: it
@@ -143,7 +143,7 @@ struct Heuristics {
   /// Quantised rows take blocks longer and links less long. With more than two ranks a row may be sent
   /// several times, so the links are full at fewer tokens and with fewer blocks.
   static int fused_senders(int64_t tokens, int blocks, bool quantised, int32_t ranks) {
-    // Measured. kBoth: most tokens for which blocks do both. kPercent: blocks that send. [1]: ranks > 2.
+    // Measured. kBoth: most tokens for which blocks do both. kPercent: blocks that only send. [1]: ranks > 2.
     constexpr int64_t kBoth[] = {96, 48}, kBothQuantised[] = {256, 128};
     constexpr int kPercent[] = {35, 27}, kPercentQuantised = 30;
     const bool several = ranks > 2;
@@ -151,7 +151,7 @@ struct Heuristics {
     return (blocks - leading_blocks(blocks)) * (quantised ? kPercentQuantised : kPercent[several]) / 100;
   }
 
-  static constexpr int kTeamWarps = 4;  ///< least warps of a row, unless fewer were measured to be better
+  static constexpr int kTeamWarps = 4;  ///< least warps of a team; below are measured exceptions
 
   /// Warps of a team (they share a row) in a kernel for few tokens: all `warps` of a block or half of them,
   /// if each of `items` rows then has a team of its own in `blocks` blocks; else kTeamWarps.
@@ -328,8 +328,8 @@ inline int most_reducing(const SumMoves& moves, bool quantised) {
   return static_cast<int>(std::min<double>(kMost, moves.fill * filling));
 }
 
-/// Tokens in a list of a pipe, which takes `token_time` nanoseconds for each. A list should keep the pipe
-/// busy for the `list_time` nanoseconds in which it makes the next list; more tokens are not taken.
+/// Returns how many tokens a pipe's list needs to keep the pipe busy for `list_time` nanoseconds, in which it
+/// makes the next list. `token_time`: nanoseconds that it takes for a token.
 inline int list_of(double token_time, double list_time) {
   int tokens = 2;
   while (tokens < kListTokens && tokens * token_time < list_time) tokens *= 2;
@@ -364,9 +364,9 @@ struct RowMoves {
 };
 
 /// Divides `total` blocks between the sending and the receiving side so that both end together. If receivers
-/// have time to spare, more blocks send: up to 2.5 times as many as the links need, which fills them best. If
-/// receivers multiply rows, which takes longer, the limit is 1.6: rows that arrive long before they are read
-/// have left the GPU's cache.
+/// have time to spare, more blocks send, up to 2.5 times as many as just fill the links: that fills them
+/// best. If receivers multiply rows, which takes longer, the limit is 1.6 times: rows that arrive long before
+/// they are read have left the GPU's cache.
 inline DispatchBlocks divide_dispatch(int total, const RowMoves& row, bool even) {
   // Bytes per nanosecond of a block (docs/performance.md). kMoved: loaded and stored; kMultiplied: loaded and
   // stored while it multiplies; kStored: stored; kQuantised: quantised.

@@ -138,8 +138,8 @@ __device__ inline bool has_room(const PlanHeader& header, const ReceiveArguments
   return header.needed_rows <= args.rows && header.needed_positions <= args.positions;
 }
 
-/// Ends a kernel of a dropless dispatch whose offered output has no room: rows stay in the window, and the
-/// state's `left` says so. Whole block.
+/// Ends a kernel of a dropless dispatch whose output has turned out too small: rows stay in the window, and
+/// the state's `left` says so. Whole block.
 __device__ inline void leave_rows(const Comm& comm, uint64_t epoch) {
   if (threadIdx.x != 0) return;
   ptx::wait_for_previous_kernel();  // so that a later kernel, which receives rows, runs after it
@@ -241,7 +241,7 @@ cudaError_t prepare_sums(WireFormat sums, const PrepareIn& prepare) {
   return error != cudaSuccess || sums == WireFormat::same ? error : prepare(sums);
 }
 
-/// Calls use.operator()<dtype, wire>() for a shape; an error if rows travel in their dtype (`same`).
+/// Calls use.operator()<dtype, wire>() for a shape; returns an error if its rows travel in their dtype.
 template <class Use>
 cudaError_t with_conversion(const DeviceShape& shape, const Use& use) {
   return with_wire(shape.wire, [&]<WireFormat wire>() {

@@ -99,7 +99,7 @@ inline DispatchPlan plan_dispatch(const LaunchContext& context, const DispatchRe
     const bool few = routes_few(shape, request.tokens, kRouteWords);
     const int most = few ? 1 : std::clamp<int>(blocks.receive - 1, 1, kMaxRouteBlocks - 1);
     plan.route = Heuristics::route_blocks(request.tokens, most);
-    // A further block makes the plan, if the receivers have one more. Limits keep the most blocks even:
+    // A further block makes the plan, if the receiving side has one more. Limits keep the most blocks even:
     // blocks of other kernels run faster next to their own kind (docs/history.md, "Blocks in pairs").
     plan.planner = blocks.receive > plan.route ? 1 : 0;
   }

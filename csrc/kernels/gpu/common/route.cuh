@@ -2,7 +2,7 @@
 // expert and this number. A receiver adds the position at which the source's rows for the expert begin.
 //   1. blocks share the tokens in order, warps share a block's. Each warp counts its ids in a histogram
 //   2. blocks exchange their counts. A histogram then holds where its warp's rows for each expert begin
-//   3. warps walk their tokens again in order, number them, and push the routes to every rank of the node
+//   3. warps walk their tokens again in order, number rows, and push the routes to every rank of the node
 // The start (which announces the dispatch), counts and routes are sent as soon as they are known, in words
 // that hold the epoch. Such words cross a link once and need no fence. Afterwards the caller signals the
 // record (SignalRecord: the arguments of the operation), which may arrive before these words.
@@ -35,8 +35,8 @@ __device__ inline int32_t valid_id(const Comm& comm, int64_t id) {
   return id >= 0 && id < comm.window.shape.num_experts ? static_cast<int32_t>(id) : kNoExpert;
 }
 
-/// Notes a bad id; the lowest `index` is kept. `repeats`: 0, or 1 + the k at which the token already has this
-/// id.
+/// Notes a bad id; of several the one at the lowest `index` is kept. `repeats`: 1 + the earlier k at which
+/// the token has the same id; 0: this id is no repeat.
 __device__ inline void note_bad_id(DeviceState& state, int64_t index, int repeats) {
   atomicMin(reinterpret_cast<unsigned long long*>(&state.bad_id),
             static_cast<unsigned long long>(index) << 8 | static_cast<unsigned long long>(repeats));

@@ -1,7 +1,7 @@
 // Relay of records (announcements of an operation). A rail: the ranks with the same local number on all
 // nodes. Some blocks of an operation's first kernel forward the records, counts and routes of this rank's
 // rail to all ranks of this node, as if the rail's ranks had written there themselves. Starts (DispatchStart)
-// are not: the records of other nodes' ranks stand for them.
+// are not forwarded: the records of other nodes' ranks stand for them.
 #pragma once
 
 #include "device/rail.cuh"
@@ -25,7 +25,7 @@ __device__ inline const std::byte* relayed_tables(const Rail& rail, uint64_t epo
   return rail.memory + rail.layout.relay_ids[epoch & 1] + other * rail.ids_bytes;
 }
 
-/// Forwards the counts and the number of tokens that `source` sent for a dispatch. Whole block.
+/// Forwards the counts and the number of tokens of a dispatch of `source`. Whole block.
 __device__ inline void hand_on_counts(const Comm& comm, const SignalRecord& record, int32_t source,
                                       int32_t other) {
   const int64_t counts = comm.window.shape.counts();
