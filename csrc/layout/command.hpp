@@ -1,5 +1,5 @@
-// Commands to a proxy, the host thread that talks to other nodes, and the immediates of its puts: plain data,
-// shared by host and device. A piece is a part of a section: up to WindowShape::kPieceBytes.
+// Plain data, shared by host and device: commands to a proxy (the host thread that talks to other nodes), and
+// the immediates of its puts. A piece: up to WindowShape::kPieceBytes consecutive bytes of a section.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,7 @@ struct Command {
     weights,  ///< piece `index` of the routing weights; a: bytes
     index,    ///< piece `index` of the relay indices; a: bytes
     grads,    ///< piece `index` of the outgoing gradients; a: bytes
-    chunk,    ///< rows of chunk `index` are in staging slot a; b: new rows << 16 | rows of the whole chunk.
+    chunk,    ///< chunk `index` is in staging slot a; b: rows to count as staged << 16 | rows of the chunk.
               ///< From here on each WireFormat has a kind, which says the format of the rows
   };
   Kind kind;
@@ -33,13 +33,14 @@ static_assert(static_cast<int>(Command::Kind::chunk) + kWireFormatCount <= 128);
 MOECOMM_HD constexpr Command::Kind chunk_kind(WireFormat wire) {
   return static_cast<Command::Kind>(static_cast<int>(Command::Kind::chunk) + static_cast<int>(wire));
 }
-/// The format of the rows of a command of a kind from `chunk` on.
+/// The reverse of chunk_kind(): the format of the rows of a command whose kind is `chunk` or one after it.
 MOECOMM_HD constexpr WireFormat chunk_format(Command::Kind kind) {
   return static_cast<WireFormat>(static_cast<int>(kind) - static_cast<int>(Command::Kind::chunk));
 }
 
-// A command fills a slot of a ring of `slots`: two words, the high word written last. The top bit of the high
-// word is 1 in the first lap, 0 in the next and so on, so that a zeroed ring holds no command.
+// A command fills one of the `slots` slots of a ring; `ticket` counts commands from 0. A slot has two words,
+// the high word written last. The top bit of the high word is 1 in the first lap of the ring, 0 in the next
+// and so on, so that a zeroed ring holds no command.
 MOECOMM_HD constexpr uint64_t command_turn(uint64_t ticket, uint64_t slots) {
   return (ticket / slots + 1) & 1;
 }
@@ -65,7 +66,7 @@ struct Immediate {
   enum class Kind : uint32_t {
     head,  ///< an Announcement
     body,  ///< a piece of ids, weights or relay indices; counted
-    part,  ///< what sets arrival flag `index`: a chunk, or a piece of gradients
+    part,  ///< a chunk or a piece of gradients; sets arrival flag `index`
   };
   Kind kind;
   uint32_t epoch;  ///< low bits

@@ -30,30 +30,30 @@ inline const char* operation_name(Operation operation) {
 
 enum class RowLayout : int32_t { expert = 0, rank = 1 };
 
-/// A graph of torch.compile serves all layers: its dispatches have this caller, which matches any other.
+/// The caller of dispatches in a torch.compile graph, which serves all layers; it matches any other caller.
 inline constexpr uint16_t kAnyCaller = 0xffff;
 inline constexpr char kCallerText[] =
     "the layer that calls (a number of its place among those of the communicator, of its MoEConfig, and "
     "under DistributedDataParallel of a router's weights, which differ where ranks clip or step by "
     "themselves: clip by moecomm.nn.clip_grad_norm, scale by ShardedGradScaler; 0: none)";
-/// True where dispatches of these callers may belong together: if ranks paired dispatches of different
-/// layers, tokens would go to the wrong experts.
+/// True if dispatches with these callers, on two ranks, may be one operation. If ranks paired dispatches of
+/// different layers, tokens would go to the wrong experts.
 MOECOMM_HD constexpr bool same_caller(uint16_t one, uint16_t other) {
   return one == other || one == kAnyCaller || other == kAnyCaller;
 }
 
 /// A rank's announcement to one peer for one epoch. `epoch` is stored last, with release, and loaded with
-/// acquire. Who sees it also sees the record and all earlier writes to any window: those of the rank on the
-/// CPU, those of the signalling block on a GPU.
+/// acquire. A reader that sees it also sees the other fields, and earlier writes to any window: on the CPU
+/// all writes of the rank, on a GPU those of the signalling block.
 struct alignas(kLine) SignalRecord {
   uint64_t epoch;
   Operation operation;
   uint16_t caller;      ///< dispatch: the layer's number among those of the communicator; 0: none
   uint32_t error;       ///< ErrorKind, with the text in the sender's window
-  int64_t rows_offset;  ///< where the sender's rows start in its window; GPU, with an error: the index of the
-                        ///< bad id
+  int64_t rows_offset;  ///< where the sender's rows start in its window; GPU, with an error: as
+                        ///< HostStatus::Verdict::index
   int64_t capacity;     ///< -1: dropless
-  uint64_t plan;        ///< epoch of the kept plan (redispatch, combine); candidate for reuse or 0 (dispatch)
+  uint64_t plan;        ///< redispatch, combine: epoch of the kept plan; dispatch: of one to reuse, or 0
   int32_t tokens;
   int32_t alignment;
   RowLayout layout;
@@ -90,19 +90,19 @@ enum Carries : uint32_t {
 /// Why a rank gave up on a peer.
 enum class Cause : uint32_t { no_signal = 0, ended = 1, closed = 2, unreachable = 3 };
 
-/// The lines of a window that one peer writes. For a peer on another node the rank here with its local number
-/// writes them. Two records alternate: a peer can be one epoch ahead but not two, because epoch n+2 starts
-/// only after all ranks have announced n+1, and by then they have read n.
+/// The cache lines of a window that one peer writes; for a peer on another node, the rank of this node with
+/// the peer's local number. Two records alternate: a peer can be one epoch ahead but not two, because epoch
+/// n+2 starts only after all ranks have announced n+1, and by then they have read n.
 struct PeerLines {
   SignalRecord record[2];
-  alignas(kLine) Cause gone;  ///< why the peer will announce nothing more; no_signal: it may announce
+  alignas(kLine) Cause gone;  ///< no_signal: the peer may still announce operations; else why it will not
   uint32_t abort;             ///< 1 once the peer has given up on a rank
   int32_t abort_peer;         ///< the rank on which it gave up
   Cause abort_cause;          ///< why it gave up
 };
 static_assert(sizeof(PeerLines) == 3 * kLine);
 
-/// The line of a window on which its owner sleeps, and the line that tells others how far the owner has read.
+/// Two cache lines of a window: its owner sleeps on the first; the second tells others how far it has read.
 struct OwnerLines {
   alignas(kLine) uint32_t doorbell;   ///< futex word, bumped by every signal to this rank
   uint32_t sleeping;                  ///< 1 while the owner may be asleep on the doorbell

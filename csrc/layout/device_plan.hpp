@@ -1,7 +1,7 @@
 // The plan of one dispatch on the GPU. Kernels write it to memory that the caller keeps in its handle, so
 // that it outlives the window's sections; every replay of a graph rewrites it. It says what the plan of
-// layout/plan.hpp says, but is dense: indexed by (source, token), so that no list has to be compacted.
-// layout/plan.hpp also explains relay indices. A token's home is the rank that it comes from.
+// layout/plan.hpp says (see there for relay indices), but in arrays with an entry for every (source, token),
+// so that no list has to be compacted. A token's home is the rank that it comes from.
 #pragma once
 
 #include <cstdint>
@@ -15,14 +15,14 @@
 namespace moecomm {
 
 inline constexpr int32_t kRowElsewhere = -1;   ///< the id names no expert of this rank
-inline constexpr int32_t kRowDropped = -2;     ///< the id names one, but the row is past the capacity
+inline constexpr int32_t kRowDropped = -2;     ///< the expert is on this rank, the row past the capacity
 inline constexpr int32_t kNoOwnSlot = 0xFFFF;  ///< in DevicePlan::home: this rank has no slot
 
 struct PlanHeader {
   uint64_t id;          ///< epoch of the plan's dispatch; 0: it failed, and nothing may move along the plan
   int32_t rows;         ///< rows of the output: the capacity, or needed_rows
   int32_t needed_rows;  ///< rows that an output without a capacity would have, with padding
-  int32_t overflow;     ///< 0, or the number of needed rows or positions, if it exceeds the capacity
+  int32_t overflow;     ///< needed_rows or needed_positions, the first that exceeds its capacity; or 0
   int32_t positions;    ///< expert-major positions (in the expert layout: rows; in the rank layout: entries
                         ///< of the index): their capacity, or needed_positions
   int32_t needed_positions;
@@ -35,14 +35,14 @@ struct DevicePlan {
   int64_t header;          ///< PlanHeader
   int64_t expert_rows;     ///< [local experts] rows without padding
   int64_t expert_starts;   ///< [1 + local experts] 0, and then `offsets`
-  int64_t offsets;         ///< [local experts] first position after each group, at most positions
-  int64_t source_ends;     ///< [ranks] rank layout: first row after those of each source, at most rows
-  int64_t ends;            ///< [local experts] first position of each group's padding, at most positions
+  int64_t offsets;         ///< [local experts] first position after each group, at most header.positions
+  int64_t source_ends;     ///< [ranks] rank layout: first row after each source's, at most header.rows
+  int64_t ends;            ///< [local experts] where each group's padding begins, at most header.positions
   int64_t tokens;          ///< [ranks] tokens of each source
   int64_t bases;           ///< [ranks][local experts] first position of (source, expert)
   int64_t source_bases;    ///< [ranks] rank layout: first row of a source
   int64_t local_topk_idx;  ///< [max_tokens][top_k] this rank's own ids, bad ones as -1
-  int64_t home;            ///< [max_tokens] number of sums for a token; from bit 16 on this rank's own slot
+  int64_t home;            ///< [max_tokens] own token: number of its sums; from bit 16 on this rank's slot
   int64_t slots;           ///< [ranks][max_tokens] this rank's slot at the token's home; -1: no expert here
   int64_t positions;       ///< [ranks][max_tokens][top_k] position in expert-major order, kRowElsewhere or
                            ///< kRowDropped

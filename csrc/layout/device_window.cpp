@@ -9,7 +9,7 @@
 namespace moecomm {
 namespace {
 
-constexpr int64_t kLeastStage = 64;  // tokens per source, or home, for whose rows there is room in any case
+constexpr int64_t kLeastStage = 64;  // at least so many tokens of a source, or home, have room for their rows
 constexpr int64_t kFlag = sizeof(uint64_t);
 
 /// Calls visit(name, offset field, bytes) for every section in the order of the window.
@@ -45,10 +45,10 @@ void for_each_section(DeviceWindow& w, int64_t rows_bytes, const Visit& visit) {
   }
 }
 
-/// Combine needs a slot for each possible owner of each token. Dispatch stages the rows of sources in the
-/// same memory: in the wire format, or along a kept plan in their dtype. On one node all rows of up to
-/// whole_sources sources fit at once. With more sources or several nodes (where the network delays rows
-/// anyway) tokens reuse memory in turn if the slots are too few.
+/// Bytes of a `rows` section. Combine needs a slot for each possible owner of each token. Dispatch stages
+/// arriving rows in the same memory: in the wire format, or along a kept plan in their dtype. On one node all
+/// rows of up to whole_sources sources fit at once. With more sources, or several nodes (where the network
+/// delays rows anyway), tokens reuse memory in turn if not all of them fit.
 int64_t rows_bytes(const DeviceShape& s) {
   int64_t bytes =
       std::max(s.max_tokens * s.slots() * s.row_bytes(),
@@ -66,8 +66,8 @@ int64_t fitting_tokens(const DeviceShape& s, int64_t bytes) {
   return fitting >= s.max_tokens ? s.max_tokens : fitting / kMaxChunk * kMaxChunk;
 }
 
-/// Sums for other nodes may take as much memory as the sums of this rank's own tokens. If that is not enough
-/// for all tokens, tokens reuse it in turn.
+/// The number of a home's tokens whose sums fit `partials`: as many as fit into the memory of the sums of
+/// this rank's own tokens, but at least kLeastStage. If not all fit, tokens reuse the memory in turn.
 int64_t partial_tokens(const DeviceShape& s) {
   if (s.other_nodes() == 0) return 0;
   const int64_t fitting = s.max_tokens * s.slots() / (int64_t{s.other_nodes()} * s.node_slots());

@@ -1,6 +1,6 @@
 // The window of a CUDA communicator: what peers write into each other's GPU memory. One field list, shared by
-// host and device, from which all offsets and the total size come (device_window.cpp). Owners of a token have
-// its experts; its home is the rank that it comes from. A rail: the ranks with one local number on all nodes.
+// host and device, from which all offsets and the total size come (device_window.cpp). A token's owners are
+// the ranks with its experts, its home the rank that it comes from. A rail: see layout/nodes.hpp.
 #pragma once
 
 #include <cstddef>
@@ -21,18 +21,18 @@ inline constexpr int32_t kMaxNodeRanks = 128;
 inline constexpr int32_t kMaxChunk = 8;         ///< the most tokens of a chunk
 inline constexpr int32_t kMaxRouteBlocks = 32;  ///< the most blocks that count ids for routes
 
-/// The most tokens of a rank whose chunks have one token, two, and four; above kMostOfFour they have eight.
+/// Chunks have one token if the rank has up to kMostOfOne tokens, then two, then four; eight if it has more.
 inline constexpr int64_t kMostOfOne = 1024, kMostOfTwo = 4096, kMostOfFour = 16384;
 /// Log2 of chunk_tokens.
 MOECOMM_HD constexpr int32_t chunk_shift(int64_t tokens) {
   return tokens <= kMostOfOne ? 0 : tokens <= kMostOfTwo ? 1 : tokens <= kMostOfFour ? 2 : 3;
 }
 static_assert(1 << chunk_shift(kMostOfFour + 1) == kMaxChunk);
-/// Tokens of a chunk, which is announced as a whole: few, so that many warps share the work evenly, but so
-/// many that announcing costs little. Depends on a rank's number of tokens alone, so that both sides agree.
+/// Tokens of a chunk, which has one arrival flag: few, so that many warps share the work evenly, but so many
+/// that flags cost little. Depends on the source's number of tokens alone: sender and receiver agree on it.
 MOECOMM_HD constexpr int32_t chunk_tokens(int64_t tokens) { return 1 << chunk_shift(tokens); }
 
-/// Number of chunks, without a division, which takes a GPU as long as loading a row.
+/// Number of chunks of `tokens` tokens. It avoids a division, which takes a GPU as long as loading a row.
 MOECOMM_HD constexpr int64_t chunk_count(int64_t tokens) {
   return (tokens + chunk_tokens(tokens) - 1) >> chunk_shift(tokens);
 }
@@ -107,7 +107,7 @@ struct DeviceShape {
     const int64_t lines = (bytes + 127) / 128 * 128;  // rows in cache lines of their own fill a link better
     return lines <= row_bytes() ? lines : (bytes + 15) / 16 * 16;
   }
-  /// True if a rank stages rows of its own tokens too: rows change format on the way, so they are converted.
+  /// True if a rank also stages rows of its own tokens, because they have to be converted to the wire format.
   MOECOMM_HD bool own_rows_travel() const { return wire != WireFormat::same; }
   /// Number of sources whose rows an owner stages.
   MOECOMM_HD int32_t staged_sources() const { return own_rows_travel() || ranks == 1 ? ranks : ranks - 1; }
@@ -141,7 +141,7 @@ struct DeviceShape {
 /// Throws Error(unsupported) for a shape that the kernels can't serve.
 void check_shape(const DeviceShape& shape);
 
-/// The layout of host memory between the node's kernels and the network.
+/// The shape of the window in host memory through which kernels exchange data with the network.
 WindowShape host_window_shape(const DeviceShape& shape);
 
 /// A shape with sizes computed in advance for kernels, which need them often: each would take a division, or
@@ -183,13 +183,13 @@ struct SourceLines {
 };
 static_assert(sizeof(SourceLines) == 2 * kLine);
 
-/// Tells waits for a peer that it will not signal any more. The host writes it to device memory by a copy:
-/// kernels that polled host memory would slow down their own NVLink traffic (docs/history.md).
+/// Tells kernels that wait for a peer that the peer will not signal any more. The host copies it to device
+/// memory: kernels that polled host memory would slow down their own NVLink traffic (docs/history.md).
 struct alignas(32) PeerLoss {
   uint32_t set;  ///< 1: waits for this peer end, unless its signal has arrived
   int32_t peer;  ///< the rank to blame: this peer, or the one on which it gave up
   Cause cause;
-  int32_t first;      ///< the rank that noticed
+  int32_t first;      ///< the rank that noticed it first
   uint64_t complete;  ///< waits for epochs up to `complete` go on: what the peer sent in them before it
                       ///< closed is on this node, where kernels may still have to forward it
 };
@@ -231,7 +231,7 @@ struct DeviceState {
   alignas(kLine) uint64_t epoch;          ///< last epoch that has ended here
   alignas(kLine) uint32_t failed;         ///< 1: a wait has failed; kernels return at once
   uint64_t cancelled;                     ///< epoch whose records disagree, so that waits for it end
-  uint64_t planned;                       ///< epoch of the newest plan that a kernel waits for
+  uint64_t planned;                       ///< epoch of the newest plan that is ready (or failed) for others
   uint64_t left;                          ///< epoch of the newest dispatch whose rows did not fit its output
   alignas(kLine) uint32_t send_next;      ///< next chunk to be sent
   uint32_t stage_next;                    ///< next chunk to be sent to other nodes
@@ -244,10 +244,11 @@ struct DeviceState {
   alignas(kLine) uint32_t route_counted;  ///< blocks that have counted their ids
   alignas(kLine) uint32_t route_done;     ///< blocks that have written routes; combine: weight gradients
   alignas(kLine) PhaseClock clocks[kClocks];
-  uint64_t clocked_ns[kClocks];    ///< since construction: time of operations, except the newest of a kind
-  uint64_t wait_ns;                ///< since construction: time of waits for other ranks to begin operations
-  uint64_t rows_out, bytes_wire;   ///< since construction: rows of outputs; bytes of rows from other ranks
-  alignas(kLine) uint64_t bad_id;  ///< index of the first bad id; all ones if there is none
+  uint64_t clocked_ns[kClocks];   ///< since construction: time of operations, except the newest of a kind
+  uint64_t wait_ns;               ///< since construction: time of waits for other ranks to begin operations
+  uint64_t rows_out, bytes_wire;  ///< since construction: rows of outputs; bytes of rows from other ranks
+  alignas(
+      kLine) uint64_t bad_id;  ///< first bad id: index << 8 | (k + 1 of its duplicate, or 0); all ones: none
   alignas(kLine) uint64_t commands;  ///< commands ever given to the proxy
   uint64_t commands_before;          ///< `commands` at the end of the last operation
   uint32_t relay_next;               ///< next item to be relayed
@@ -260,8 +261,8 @@ static_assert(offsetof(DeviceState, failed) == kLine && offsetof(DeviceState, ca
 
 /// State of a rank's relay blocks for one other node.
 struct RelayState {
-  alignas(kLine) uint64_t forwarded;  ///< epoch of the newest record from there that was forwarded here
-  uint32_t parts;                     ///< blocks that have forwarded their parts of what comes with a record
+  alignas(kLine) uint64_t forwarded;  ///< epoch of the newest record from there that this rank forwarded
+  uint32_t parts;                     ///< blocks that have forwarded their share of the record's data
   int32_t tokens;                     ///< tokens of the rail's rank there; 0: it runs another operation
 };
 
@@ -284,8 +285,8 @@ struct DeviceWindow {
   int64_t weight_grads[2];  ///< weight type [max_tokens][top_k], written by the owners of the experts
   int64_t arrived;  ///< uint64[ranks][max_chunks + 1]: epoch in which a chunk of this source arrived; the
                     ///< last entry is for its gradients of weights
-  int64_t credits;  ///< uint64[ranks][max_chunks + 1]: epoch in which a reader here read a chunk, by
-                    ///< Comm::pair(source, reader): the source is this rank or a rank of its rail
+  int64_t credits;  ///< uint64[ranks][max_chunks + 1]: epoch in which a reader, a rank of this node, read a
+                    ///< chunk, by Comm::pair(source, reader); source: this rank or a rank of its rail
   int64_t rows[2];  ///< dispatch: wire rows [staged_sources][stage_tokens]; combine: rows [max_tokens][slots]
 
   // Sections for several nodes; [other] is the number of another node (NodeMap::other). Data to and from

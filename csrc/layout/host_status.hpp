@@ -1,6 +1,6 @@
 // Pinned host memory through which a communicator's kernels and its host exchange messages without
-// synchronising. One side writes each part, its `set` (or ticket) last, with release. After HostStatus follow
-// the row counts of the local experts (host_counts), and one PeerLoss per rank.
+// synchronising. One side writes each message, its `set` (or `ticket`) last, with release. The memory after
+// HostStatus holds the row counts of the local experts (host_counts), then one PeerLoss per rank.
 #pragma once
 
 #include <cstddef>
@@ -62,8 +62,8 @@ struct HostStatus {
 static_assert(sizeof(HostStatus) % kLine == 0);  // so that the data after it is aligned
 static_assert(offsetof(HostStatus, text) == 4 * kLine);
 
-/// Where the host finds the rows of each local expert of a dropless dispatch, without padding, once it has
-/// `rows.ticket`.
+/// The row counts of the local experts in a dropless dispatch, without padding. The host may read them once
+/// `rows.ticket` holds the dispatch's number.
 MOECOMM_HD inline int32_t* host_counts(HostStatus* status) { return reinterpret_cast<int32_t*>(status + 1); }
 
 }  // namespace moecomm

@@ -24,12 +24,12 @@ struct PlanShape {
   int64_t alignment;
   int64_t capacity;            ///< rows of the output, or -1 for as many as needed
   int32_t ranks_per_node = 0;  ///< 0: all
-  int64_t positions = -1;      ///< as in DispatchArguments
+  int64_t positions = -1;      ///< rank layout: capacity of `index`; expert layout: rows of each group; or -1
 
   NodeMap nodes() const { return NodeMap::of(ranks, ranks_per_node); }
   /// True if the groups of all experts have the same number of rows, enough for any routing.
   bool fixed_groups() const { return layout == RowLayout::expert && positions >= 0; }
-  /// Rows of an expert's group in which `rows` rows arrive.
+  /// Rows of an expert's group with its padding, if `rows` rows arrive for the expert.
   int64_t group_rows(int64_t rows) const { return fixed_groups() ? positions : align_up(rows, alignment); }
   bool operator==(const PlanShape&) const = default;
 };
@@ -40,15 +40,15 @@ struct SourceIds {
   int64_t tokens;
 };
 
-/// The tokens of a rank that each other node needs. A token's position in such a list is its relay index: the
-/// position of its row among those that travel to that node, and of the sum that returns from there.
+/// The tokens of a rank that each other node needs. A token's position in a node's list is its relay index:
+/// the position of its row among the rows that travel there, and of its sum among the sums that return.
 struct RelayRoutes {
   std::vector<std::vector<int32_t>> tokens;  ///< [other node] tokens, ascending
 };
 RelayRoutes make_routes(const PlanShape& shape, const SourceIds& own);
 
-/// The sums that this rank makes for the rank of its rail on one other node: one row per relay index, from
-/// the rows of that token on this node's ranks.
+/// The sums that this rank makes for the rank of its rail on one other node: one row per relay index, which
+/// adds up the token's rows on this node's ranks.
 struct RelaySums {
   std::vector<int64_t> begin;  ///< [relayed rows + 1] ranges in owner
   std::vector<int32_t> owner;  ///< local index of the ranks that have rows of the token, ascending
@@ -77,8 +77,8 @@ struct Plan {
   std::vector<int32_t> offsets;      ///< first row after each local expert's (or source's), at most rows
   std::vector<std::pair<int64_t, int64_t>> padding;  ///< padding rows [begin, end), zero in the output
 
-  /// Rank layout. by_expert: the plan of this dispatch in the expert layout; its rows are the positions of
-  /// `index`, which holds for each position the row of this plan that it reads, or 0 if it is unused.
+  /// Rank layout. by_expert: the plan of this dispatch in the expert layout, whose rows are the positions of
+  /// `index`. index[position]: the row of this plan that belongs there, or 0 if the position is unused.
   std::shared_ptr<const Plan> by_expert;
   std::vector<int32_t> index;
 
@@ -99,10 +99,10 @@ struct Plan {
   int64_t entries() const { return static_cast<int64_t>(entry_token.size()); }
 };
 
-/// sources[r]: ids of rank r; sources.size() == shape.ranks. The division into nodes changes where rows come
-/// from, not their positions in the output.
+/// Makes the plan of rank shape.rank. sources[r]: ids of rank r, for all shape.ranks ranks. The division into
+/// nodes changes where rows come from, not their positions in the output.
 Plan make_plan(const PlanShape& shape, const std::vector<SourceIds>& sources, const RelayRoutes& routes);
-/// Makes the plan where the routes were not computed before.
+/// Makes the plan, after computing the routes.
 inline Plan make_plan(const PlanShape& shape, const std::vector<SourceIds>& sources) {
   return make_plan(shape, sources, make_routes(shape, sources[shape.rank]));
 }

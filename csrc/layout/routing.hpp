@@ -1,4 +1,4 @@
-// Owners of tokens: pure functions of one token's expert ids. Divisors and sizes, which kernels share.
+// The owners of a token: pure functions of its expert ids. Also divisors and sizes for host and kernels.
 //
 // Example: 8 experts on 4 ranks (2 a rank), ids {6, 1, 7, -1}: owners are ranks 3, 0, 3 and none. The token
 // travels to 2 ranks; of its combine slots, slot 0 belongs to rank 0 and slot 1 to rank 3 (ascending ranks).
@@ -36,7 +36,7 @@ struct Divisor {
   }
 };
 
-/// True where `k` is the first of the token's ids that `rank` owns.
+/// True if the owner of ids[k] owns none of the ids before it; false if ids[k] is no expert.
 constexpr bool first_of_owner(const int32_t* ids, int32_t k, int32_t local_experts) {
   const int32_t owner = expert_owner(ids[k], local_experts);
   if (owner < 0) return false;
@@ -57,7 +57,7 @@ constexpr int32_t owners_between(const int32_t* ids, int32_t top_k, int32_t loca
   return owners;
 }
 
-/// True where an id of the token has its owner in [first, end): a node with these ranks needs the row.
+/// True if a rank in [first, end) owns an id of the token: a node of these ranks needs the token's row.
 constexpr bool owned_in(const int32_t* ids, int32_t top_k, int32_t local_experts, int32_t first,
                         int32_t end) {
   for (int32_t k = 0; k < top_k; ++k)

@@ -8,8 +8,8 @@
 namespace moecomm {
 namespace {
 
-// A chunk has a sixteenth of the bytes that a rank can send to a node, so that staging holds all chunks, but
-// enough bytes that a put's fixed cost does not matter. CPU ranks of a node wait for each other at every
+// A chunk has a sixteenth of the bytes that a rank can send to a node, since staging holds 16 chunks, but at
+// least so many that a put's fixed cost does not matter. CPU ranks of a node wait for each other at every
 // chunk of sums. GPUs do not: their chunks are smaller, to fill several endpoints (docs/history.md).
 constexpr int64_t kChunksWanted = WindowLayout::kStagingChunks, kLeastChunkBytes = int64_t{512} << 10,
                   kMostChunkBytes = int64_t{4} << 20, kMostDeviceChunkBytes = int64_t{1} << 20;

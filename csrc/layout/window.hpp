@@ -22,7 +22,7 @@ struct WindowShape {
   DType dtype;
   int32_t ranks_per_node = 0;  ///< 0: all
   /// How many numbers each source counts for others (DeviceShape::counts); 0: CPU ranks. GPUs on several
-  /// nodes have this window in host memory, between kernels and the network; it holds only what passes there.
+  /// nodes have this window in host memory, between kernels and the network, for what crosses the network.
   int64_t device_counts = 0;
   int64_t wire_row_bytes[kWireFormatCount] = {};  ///< GPUs: bytes of a row in each wire format
 
@@ -75,8 +75,8 @@ struct WindowShape {
 /// The announcement of a rank to another node.
 struct Announcement {
   SignalRecord record;
-  uint64_t parts;  ///< chunks that the rank sends there in this epoch without a request; from GPUs also the
-                   ///< pieces of gradients, which raise arrival flags too
+  uint64_t parts;  ///< chunks of rows that follow in this epoch; from GPUs also pieces of gradients, which
+                   ///< raise arrival flags too. CPU: 0 in a combine
   int64_t rows;    ///< rows in these chunks
   char text[kErrorText];  ///< if record.error
 };
@@ -85,11 +85,11 @@ struct Announcement {
 /// node; rounds are counted over all operations.
 struct RelayProgress {
   alignas(kLine) uint64_t reduced;  ///< rounds whose partial sums this rank has written to its neighbours
-  alignas(kLine) uint64_t summed;   ///< rounds that this rank has summed, whose partial sums are free
-  alignas(kLine) uint64_t pushed;   ///< epoch in which this rank has written all that it has for its node
+  alignas(kLine) uint64_t summed;   ///< rounds that this rank has summed; their partial sums may go
+  alignas(kLine) uint64_t pushed;   ///< last epoch for which this rank has written all data to its node
   alignas(kLine) uint64_t put;      ///< commands whose bytes the proxy has sent
-  /// For each other node, written by the proxy: the epoch up to which all has arrived that the rank there on
-  /// this rank's rail sends without a request.
+  /// For each other node, written by the proxy: the epoch up to which all records of the rank there on this
+  /// rank's rail have arrived, with the data and Announcement::parts that belong to them.
   MOECOMM_HD uint64_t* all_here(int64_t other) { return reinterpret_cast<uint64_t*>(this + 1) + other; }
 };
 
@@ -131,7 +131,7 @@ struct WindowLayout {
 
   static WindowLayout make(const WindowShape& shape);
 
-  /// Offset, in this function and those that follow, of another node's part of a section.
+  /// This function and those below return the offset of what a section holds for one other node.
   int64_t relayed_ids(uint64_t epoch, int32_t other) const {
     return relay_ids[epoch & 1] + other * shape.most_ids_bytes();
   }

@@ -38,7 +38,7 @@ MOECOMM_HD constexpr WireEntry wire_entry(WireFormat wire) {
   return {"same", 0, 0};
 }
 
-/// Returns use.operator()<wire>(), with `wire` as a constant.
+/// Calls use.operator()<wire>() with `wire` as a template argument, and returns its result.
 template <int number = 0, class Use>
 auto with_wire(WireFormat wire, const Use& use) {
   if constexpr (number + 1 < kWireFormatCount) {
