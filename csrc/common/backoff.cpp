@@ -15,7 +15,7 @@ namespace moecomm {
 namespace {
 
 constexpr int kYields = 32;            // turns without work that yield, before turns sleep
-constexpr int kAwakeYields = 1 << 20;  // such turns with `stay_awake`
+constexpr int kAwakeYields = 1 << 20;  // the number of these turns with `stay_awake`
 constexpr int kTurns = 4096;           // turns without work before sleeps get long
 constexpr std::chrono::microseconds kShort(20);
 constexpr int kPart = 16;  // if crowded, a sleep lasts 1/16 of the time without work

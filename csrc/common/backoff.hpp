@@ -15,15 +15,15 @@ namespace moecomm {
 class Backoff {
  public:
   /// `longest`: the longest sleep after a while without work; wake() ends it. `crowded`: more threads want a
-  /// core than there are cores. Then every sleep is a fixed part of the time without work so far: an arrival
-  /// is noticed late by a small part of the wait for it, and computing threads have the core meanwhile.
+  /// core than there are cores. Then every sleep lasts a fixed fraction of the time without work so far:
+  /// arrivals are noticed late by that fraction at most, and computing threads have the core meanwhile.
   explicit Backoff(std::chrono::microseconds longest, bool crowded = false)
       : longest_(longest), crowded_(crowded) {}
 
-  /// `stay_awake`: something is pending that makes progress only while it is polled. The thread then yields
-  /// and does not sleep, up to a limit: a peer may have stopped.
+  /// Yields or sleeps unless the turn was `busy`. `stay_awake`: something pending makes progress only while
+  /// it is polled. The thread then yields and does not sleep, up to a limit: a peer may have stopped.
   void turn(bool busy, bool stay_awake);
-  /// Ends a long sleep. Any thread may call it.
+  /// Ends the sleep if it is a long one. Any thread may call it.
   void wake();
 
  private:

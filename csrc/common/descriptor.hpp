@@ -1,6 +1,6 @@
 // A file descriptor that one process owns. A forked child (a data loader's worker) closes its copies at once.
-// Otherwise they would keep the connections of an ended process open, so that no peer would notice its end,
-// and keep the memory of a closed window.
+// Otherwise the copies would keep the memory of a closed window, and the connections of an ended process, so
+// that no peer would notice the end of that process.
 #pragma once
 
 #include <cstdint>
@@ -33,7 +33,7 @@ class Descriptor {
     return made;
   }
 
-  /// -1 if it is empty, or if it belonged to another process before fork().
+  /// The descriptor. -1 if there is none, or if it belongs to the process that called fork(), a parent.
   int get() const { return fd_ >= 0 && generation_ == current_generation() ? fd_ : -1; }
   explicit operator bool() const { return get() >= 0; }
   void reset() noexcept;

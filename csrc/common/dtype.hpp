@@ -15,7 +15,7 @@ MOECOMM_HD constexpr int64_t dtype_bytes(DType dtype) {
   return dtype == DType::float64 ? 8 : dtype == DType::float32 ? 4 : 2;
 }
 
-/// Sums and routing weights are float32; for float64 rows (gradient checks) they are float64.
+/// Bytes of a sum or a routing weight. Both are float32, but float64 for float64 rows (gradient checks).
 MOECOMM_HD constexpr int64_t weight_bytes(DType dtype) { return dtype == DType::float64 ? 8 : 4; }
 
 }  // namespace moecomm

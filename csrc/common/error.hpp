@@ -67,8 +67,8 @@ void store_text(const std::string& text, char* target, size_t room);
 /// A text such as "shm_open: No space left on device" for the current errno.
 std::string errno_text(const char* call);
 
-/// The error for the current errno after `call`. Its kind is out_of_memory where memory or descriptors have
-/// run out. For any other errno its kind is `otherwise`, and its text ends with `advice`.
+/// The error for the current errno after `call`. Its kind is out_of_memory where memory, descriptors or the
+/// allowed file size have run out. For any other errno its kind is `otherwise`, its text ends with `advice`.
 Error system_error(const char* call, const std::string& advice = {},
                    ErrorKind otherwise = ErrorKind::unsupported);
 

@@ -1,7 +1,8 @@
 // What this rank exchanges with the ranks of its node: it puts words into their windows, signals chunks of
-// rows or sums (a chunk: tokens announced together), and waits for chunks of others. A flag holds the epoch
-// of the operation. A token's home is the rank that it comes from. Data of a rank on another node passes
-// through its relay: the rank of this node with the same local number. `one_node`: there are no other nodes.
+// rows or sums (a chunk: tokens with one arrival flag), and waits for chunks of others. A flag holds the
+// epoch of the operation. A token's home is the rank that it comes from. Data of a rank on another node
+// passes through its relay: the rank of this node with the same local number. `one_node`: there are no other
+// nodes.
 #pragma once
 
 #include "device/comm.cuh"
@@ -15,7 +16,7 @@ __device__ inline void put(void* to, ptx::Pair words) { ptx::store_relaxed_sys_p
 
 /// Sets a flag. A thread that acquires it also sees what this thread has stored, or acquired, before.
 __device__ inline void signal(uint64_t* flag, uint64_t epoch) { ptx::store_release_sys(flag, epoch); }
-/// Sets a flag after a fence, which has ordered what was stored before.
+/// Sets a flag, without order: call it after a fence, which orders what was stored before.
 __device__ inline void relaxed_signal(uint64_t* flag, uint64_t epoch) { ptx::store_relaxed_sys(flag, epoch); }
 
 /// The flag at `peer`, a rank of this node, which says that chunk `number` of `source` is there.
@@ -27,8 +28,8 @@ __device__ inline uint64_t* arrival_here(const Comm& comm, int32_t source, int64
   return comm.arrival(comm.own, source, number);
 }
 
-/// The flag that tells `source` that this rank has read its chunk `number`, whose memory is then free. For a
-/// source on another node the flag is at the relay of `source`.
+/// The flag that tells `source`: this rank has read chunk `number` of `source`, so the chunk's memory is
+/// free. For a source on another node the flag is at the relay of `source`.
 template <bool one_node = false>
 __device__ inline uint64_t* credit_flag(const Comm& comm, int32_t source, int64_t number) {
   const int32_t at = one_node ? source : comm.relay_rank(source);
@@ -61,7 +62,7 @@ __device__ inline uint64_t* sums_credit_here(const Comm& comm, int32_t home, int
   return comm.flag(comm.own, comm.window.partial_credits, home, number);
 }
 
-/// The slots for sums of a home's tokens, from one token on, in the window of the home or of its relay.
+/// The slots for sums of a home's tokens, from token `begin` on, in the window of the home or of its relay.
 struct SumPlaces {
   std::byte* first;
   int64_t slots;   ///< slots of each token
@@ -79,7 +80,7 @@ struct SumPlaces {
   __device__ std::byte* at(int i, int32_t slot) const { return first + (i * slots + slot) * stride; }
 };
 
-/// Waits for chunk `number` of the rank that `info` names. False if the wait fails.
+/// Waits for chunk `number` of the rank info.peer. False if the wait fails.
 template <class Flag = EpochFlag>
 __device__ inline bool wait_arrival(const Comm& comm, const WaitInfo& info, int64_t number) {
   return wait_until(comm, info, Flag{arrival_here(comm, info.peer, number), info.expected});

@@ -7,8 +7,9 @@
 
 namespace moecomm::device {
 
-/// Starts the clock of an operation, and adds the duration of the previous one of its kind to the sum. Whole
-/// grid. Block `block` does the work; choose one for which no other block waits.
+/// Starts the clock of an operation, and adds the duration of the previous operation of its kind to the
+/// statistics. All blocks call it; block `block` does the work. Choose a block for which no other block
+/// waits.
 __device__ inline void start_clock(const Comm& comm, Operation operation, uint32_t block) {
   if (blockIdx.x != block || threadIdx.x != blockDim.x - 1) return;
   const int kind = clock_of(operation);
@@ -17,20 +18,20 @@ __device__ inline void start_clock(const Comm& comm, Operation operation, uint32
   clock.started = ptx::global_nanoseconds();
 }
 
-/// Starts the clock in the last block: all wait for the first block, and the next blocks have the first rows.
+/// Starts the clock in the last block: all blocks wait for the first, and the next ones have the first rows.
 __device__ inline void start_clock(const Comm& comm, Operation operation) {
   start_clock(comm, operation, gridDim.x - 1);
 }
 
-/// Notes the time at which an operation passes a phase. Of several blocks that note it, the latest counts.
-/// One thread of a block. Returns nothing, so that no thread waits for the memory.
+/// Notes the time at which an operation passes a phase; if several blocks note it, the latest time counts.
+/// One thread of a block calls it. Returns nothing, so that no thread waits for the memory.
 __device__ inline void note_phase(const Comm& comm, Operation operation, Phase phase) {
   uint64_t* const passed = &comm.state().clocks[clock_of(operation)].passed[static_cast<int>(phase)];
   atomicMax(reinterpret_cast<unsigned long long*>(passed),
             static_cast<unsigned long long>(ptx::global_nanoseconds()));
 }
 
-/// Notes that a block has sent its part. Whole block.
+/// Notes that this block has sent all its rows or sums. The whole block calls it.
 __device__ inline void note_sent(const Comm& comm, Operation operation) {
   __syncthreads();
   if (threadIdx.x == 0) note_phase(comm, operation, Phase::sent);

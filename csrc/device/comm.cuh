@@ -42,18 +42,18 @@ struct Rail {
   __device__ int32_t other_of(int32_t its_node) const { return NodeMap::other(its_node, node); }
   __device__ int32_t node_of_other(int32_t other) const { return NodeMap::node_of_other(other, node); }
   __device__ int64_t chunk_bytes() const { return chunk_rows * layout.shape.row_bytes(); }
-  /// Address in `section` of row number `row` of those that travel to or from one other node, whose first
-  /// chunk in the section is `first_chunk`. A row has `row_bytes`.
+  /// Address in `section` of row number `row` among the rows that travel to or from one other node. The
+  /// first chunk of these rows in the section is `first_chunk`. A row has `row_bytes` bytes.
   __device__ std::byte* row(int64_t section, int64_t first_chunk, int32_t row, int64_t row_bytes) const {
     const int32_t chunk = row / static_cast<int32_t>(chunk_rows);
     return memory + section + (first_chunk + chunk) * chunk_bytes() +
            (row - chunk * static_cast<int32_t>(chunk_rows)) * row_bytes;
   }
-  /// Address in staging of row `number` of those that go to another node.
+  /// Address in staging of row `number` of the rows that go to another node.
   __device__ std::byte* staged(int32_t other, int32_t number, int64_t row_bytes) const {
     return row(layout.staging, other * chunks, number, row_bytes);
   }
-  /// Row `number` of those that have arrived from another node.
+  /// Address of row `number` of the rows that have arrived from another node.
   __device__ const std::byte* arrived(uint64_t epoch, int32_t other, int32_t number,
                                       int64_t row_bytes) const {
     const int64_t section =
@@ -63,13 +63,13 @@ struct Rail {
   __device__ const uint64_t* arrival(uint64_t epoch, int32_t other, int64_t flag) const {
     return at<uint64_t>(layout.arrivals[epoch & 1]) + other * arrival_flags + flag;
   }
-  /// The weights or gradients of another node within their section.
+  /// Address of the weights or gradients of another node in their `section`.
   __device__ float* weights(int64_t section, int32_t other) const {
     return at<float>(section) + other * layout.shape.max_tokens * layout.shape.top_k;
   }
 };
 
-/// Addresses of the windows of a node's ranks. They are parameters of a kernel, which costs no load.
+/// Addresses of the windows of a node's ranks: kernel parameters, so that no load from memory is needed.
 struct NodeBases {
   int32_t first_rank;
   std::byte* of[kMaxNodeRanks];
@@ -88,7 +88,7 @@ struct Comm {
   NodeBases bases;              ///< windows of this node's ranks as mapped here
   std::byte* own;               ///< bases[rank]
   HostStatus* host;
-  uint64_t timeout_ns, absence_ns;  ///< deadlines: of a wait; of one for a rank that has not begun
+  uint64_t timeout_ns, absence_ns;  ///< deadlines: of a wait; of a wait for a rank that has not begun
   DevicePlan plan_fields;
   Rail rail;
 
@@ -98,8 +98,8 @@ struct Comm {
     of_owner = Divisor::of(local_experts);
     of_ranks = Divisor::of(window.shape.ranks);
     of_others = Divisor::of(window.shape.ranks > 1 ? window.shape.ranks - 1 : 1);
-    // Starting points (log2): one up to two ranks, else 8 to 64, by ranks of the node. From several, ranks
-    // seldom send to one receiver at the same time (docs/history.md, "Blocks that meet at one receiver").
+    // Starting points (log2): one for up to two ranks on the node, else 8 to 64. With several, ranks seldom
+    // send to one receiver at the same time (docs/history.md, "Blocks that meet at one receiver").
     constexpr int32_t kLeast = 3, kMost = 6;
     places_shift = local_ranks <= 2 ? 0 : kLeast;
     while (places_shift > 0 && places_shift < kMost && 1 << places_shift < local_ranks) ++places_shift;
@@ -129,8 +129,8 @@ struct Comm {
   __device__ bool is_local(int32_t r) const { return r >= first_rank && r < first_rank + local_ranks; }
   /// The local rank that relays for `r`: `r` itself if it is on this node, else the rank here on r's rail.
   __device__ int32_t relay_rank(int32_t r) const { return is_local(r) ? r : first_rank + r % local_ranks; }
-  /// At a home on this node, the rank whose slot gets the sum of `owner` (-1: none): `owner` itself or, for
-  /// an owner on another node, the first rank of that node.
+  /// For a token of this node: the rank in whose slot the sum of `owner` arrives (-1: none). It is `owner`
+  /// or, if that is on another node, the first rank there.
   __device__ int32_t sender(int32_t owner) const {
     return owner < 0 || is_local(owner) ? owner : owner - owner % local_ranks;
   }
@@ -149,7 +149,7 @@ struct Comm {
   __device__ int32_t top_k() const { return window.shape.top_k; }
 
   __device__ bool own_rows_travel() const { return window.shape.own_rows_travel(); }
-  /// True if a row may have a target on this node.
+  /// True if rows may have to be sent within this node: to other ranks, or to this rank itself.
   __device__ bool sends_here() const { return local_ranks > 1 || own_rows_travel(); }
 
   template <class T>
@@ -172,8 +172,8 @@ struct Comm {
   __device__ Route* routes(std::byte* base, int32_t source, uint64_t epoch) const {
     return at<Route>(base, window.routes[epoch & 1]) + source * window.shape.max_tokens * top_k();
   }
-  /// The position of a token in memory for `places` tokens, which tokens reuse in turn. A 64-bit division
-  /// would take as long as loading a row.
+  /// The position of a token in memory that holds `places` tokens at once, which tokens reuse in turn. It
+  /// avoids a 64-bit division, which takes as long as loading a row.
   __device__ static int64_t in_turn(int64_t token, int64_t places) {
     const auto number = static_cast<uint32_t>(token), all = static_cast<uint32_t>(places);
     return number < all ? number : number % all;
@@ -185,7 +185,7 @@ struct Comm {
            (place * window.stage_tokens + in_turn(token, window.stage_tokens)) *
                window.shape.wire_row_bytes();
   }
-  /// Combine: slot `slot` of a token in its home's window at `base`.
+  /// Combine: address of slot `slot` of a token, in the window of its home at `base`.
   __device__ std::byte* slot_row(std::byte* base, uint64_t epoch, int64_t token, int32_t slot) const {
     return base + window.rows[epoch & 1] + (token * window.shape.slots() + slot) * window.shape.row_bytes();
   }

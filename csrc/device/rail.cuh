@@ -16,7 +16,8 @@ __device__ inline void push_command(const Comm& comm, const Command& command) {
   ptx::store_release_sys(slot, high_word(command, ticket, comm.rail.commands));
 }
 
-/// Pushes a command for each piece of `bytes` of ids, weights, indices or gradients. Threads share them.
+/// Pushes a command for each piece of `bytes` bytes of ids, weights, indices or gradients. `threads` share
+/// it.
 __device__ inline void push_pieces(const Comm& comm, Command::Kind kind, int32_t other, int64_t bytes,
                                    uint64_t epoch, int thread, int threads) {
   for (int64_t piece = thread; piece * WindowShape::kPieceBytes < bytes; piece += threads) {
@@ -38,7 +39,7 @@ __device__ inline int64_t chunks_of(const Rail& rail, int64_t rows) {
   return (rows + rail.chunk_rows - 1) / rail.chunk_rows;
 }
 
-/// Sends the record to another node, and how many `rows` and `parts` follow (Announcement). One thread.
+/// Sends the record to another node, and says how many `rows` and `parts` (Announcement) follow. One thread.
 __device__ inline void send_head(const Comm& comm, const SignalRecord& record, int32_t other, int64_t rows,
                                  int64_t parts, bool with_text) {
   Announcement& head = outgoing_head(comm, record.epoch, other);
@@ -50,8 +51,8 @@ __device__ inline void send_head(const Comm& comm, const SignalRecord& record, i
                 static_cast<uint32_t>(with_text ? sizeof(Announcement) : offsetof(Announcement, text)), 0});
 }
 
-/// Counts row `number` of the `rows` for another node as staged, in format `wire`. A fence has made the row
-/// visible before. The last row of a chunk hands the chunk to the proxy.
+/// Call it after a fence, when row `number` of the `rows` for another node is staged in format `wire`. The
+/// last call for a chunk hands the chunk to the proxy.
 __device__ inline void row_staged(const Comm& comm, WireFormat wire, int32_t other, int32_t number,
                                   int64_t rows, uint64_t epoch) {
   const auto size = static_cast<int32_t>(comm.rail.chunk_rows);
@@ -105,7 +106,8 @@ __device__ inline bool wait_sent(const Comm& comm, Operation operation, uint64_t
   return __syncthreads_and(sent);
 }
 
-/// Waits until all that the other ranks of this rail send in `epoch` has arrived. Whole block.
+/// Waits until all that the other ranks of this rail send in `epoch` has arrived, or a wait fails. Whole
+/// block.
 __device__ inline void wait_all_here(const Comm& comm, Operation operation, uint64_t epoch) {
   RelayProgress& progress = *comm.rail.at<RelayProgress>(comm.rail.layout.progress);
   for (int32_t other = static_cast<int32_t>(threadIdx.x); other < comm.rail.others;

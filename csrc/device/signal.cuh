@@ -42,14 +42,14 @@ __device__ inline void note_late(const Comm& comm, int32_t peer, uint64_t begun)
             static_cast<unsigned long long>(ptx::global_nanoseconds() - begun));
 }
 
-/// Notes that all ranks have begun an operation, after a wait since `begun`. One thread.
+/// Notes that all ranks have begun an operation; adds the wait since `begun` to the statistics. One thread.
 __device__ inline void note_agreed(const Comm& comm, Operation operation, uint64_t begun) {
   comm.state().wait_ns += ptx::global_nanoseconds() - begun;
   note_phase(comm, operation, Phase::agreed);
 }
 
 /// Waits for every rank's record of `epoch`. With `counts` it adds the time that it waited for each rank to
-/// the statistics. Whole block; false for all threads if the wait of one fails.
+/// the statistics. Whole block; false for all threads if the wait of one thread fails.
 __device__ inline bool wait_records(const Comm& comm, Operation operation, uint64_t epoch, bool counts) {
   const uint64_t start = counts ? ptx::global_nanoseconds() : 0;
   bool arrived = true;
@@ -63,12 +63,14 @@ __device__ inline bool wait_records(const Comm& comm, Operation operation, uint6
   return arrived;
 }
 
-/// Like wait_records() above; the first block of the grid counts its waits.
+/// Waits for every rank's record of `epoch`; only the first block of the grid adds its waits to the
+/// statistics.
 __device__ inline bool wait_records(const Comm& comm, Operation operation, uint64_t epoch) {
   return wait_records(comm, operation, epoch, blockIdx.x == 0);
 }
 
-/// True if the record of rank `r` holds no error and agrees with `first`, rank 0's. Else `verdict` says why.
+/// True if `record`, of rank `r`, holds no error and agrees with rank 0's, `first`. Else `verdict` says why
+/// not.
 __device__ inline bool judge_record(const SignalRecord& first, const SignalRecord& record, int32_t r,
                                     HostStatus::Verdict& verdict) {
   verdict = HostStatus::Verdict{};
@@ -124,7 +126,7 @@ __device__ inline bool compare_records(const Comm& comm, uint64_t epoch, HostSta
   return false;
 }
 
-/// Hands a verdict to the host, unless an unread one is there. One thread.
+/// Hands a verdict to the host, unless the host still has an earlier one. One thread.
 __device__ inline void report_verdict(const Comm& comm, const HostStatus::Verdict& verdict, uint64_t epoch) {
   HostStatus::Verdict& out = comm.host->verdict;
   if (ptx::load_acquire_sys(&out.set) != 0) return;

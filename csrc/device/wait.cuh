@@ -62,7 +62,7 @@ __device__ inline int32_t missing_rank(const Comm& comm, const WaitInfo& info) {
   return info.peer;
 }
 
-/// What a wait finds beyond its flag: it goes on (`wait`; `absent`: a rank has not begun), or it ends.
+/// Whether a wait goes on (wait; absent: a rank has not begun), or ends (ended: see look_around; lost, late).
 enum class Outlook { wait, absent, ended, lost, late };
 
 /// True if `loss` ends a wait for what its peer does in `epoch`.
@@ -70,8 +70,8 @@ __device__ inline bool ends_wait(const PeerLoss& loss, uint64_t epoch) {
   return ptx::load_acquire_sys(&loss.set) != 0 && epoch > loss.complete;
 }
 
-/// Looks for other reasons to end a wait. `waited`: nanoseconds that it has lasted; `present`: nanoseconds
-/// since the awaited rank was last found absent.
+/// Looks for reasons to end a wait besides its signal: another wait failed or the operation is called off
+/// (ended), a peer is lost or late. Nanoseconds: `waited` so far; `present`: since a rank was found absent.
 __device__ __noinline__ inline Outlook look_around(const Comm& comm, const WaitInfo& info, uint64_t waited,
                                                    uint64_t present) {
   if (already_failed(comm) ||
@@ -90,7 +90,7 @@ __device__ __noinline__ inline Outlook look_around(const Comm& comm, const WaitI
   return present <= comm.timeout_ns ? Outlook::wait : Outlook::late;
 }
 
-/// Tells the host why a wait failed: a peer is lost, or late. A late peer that has closed is lost, too.
+/// Tells the host why a wait failed: a peer is lost, or late. A late peer that has closed counts as lost.
 __device__ __noinline__ inline void report_wait(const Comm& comm, const WaitInfo& info, Outlook outlook) {
   const PeerLoss* const losses = comm.mine<PeerLoss>(comm.window.losses);
   const PeerLoss& own = losses[info.peer];

@@ -68,7 +68,7 @@ struct alignas(16) Route {
 };
 static_assert(sizeof(Route) == 16);
 
-/// The most sources whose tokens all fit an owner's staging section at once: the GPUs of a host.
+/// Up to so many sources, the GPUs of a host, all their tokens fit an owner's staging section at once.
 inline constexpr int32_t kWholeSources = 8;
 
 struct DeviceShape {
@@ -244,11 +244,10 @@ struct DeviceState {
   alignas(kLine) uint32_t route_counted;  ///< blocks that have counted their ids
   alignas(kLine) uint32_t route_done;     ///< blocks that have written routes; combine: weight gradients
   alignas(kLine) PhaseClock clocks[kClocks];
-  uint64_t clocked_ns[kClocks];   ///< since construction: time of operations, except the newest of a kind
-  uint64_t wait_ns;               ///< since construction: time of waits for other ranks to begin operations
-  uint64_t rows_out, bytes_wire;  ///< since construction: rows of outputs; bytes of rows from other ranks
-  alignas(
-      kLine) uint64_t bad_id;  ///< first bad id: index << 8 | (k + 1 of its duplicate, or 0); all ones: none
+  uint64_t clocked_ns[kClocks];    ///< since construction: time of operations, except the newest of a kind
+  uint64_t wait_ns;                ///< since construction: time of waits for other ranks to begin operations
+  uint64_t rows_out, bytes_wire;   ///< since construction: rows of outputs; bytes of rows from other ranks
+  alignas(kLine) uint64_t bad_id;  ///< of the first bad id: index << 8 | k + 1 of its duplicate or 0
   alignas(kLine) uint64_t commands;  ///< commands ever given to the proxy
   uint64_t commands_before;          ///< `commands` at the end of the last operation
   uint32_t relay_next;               ///< next item to be relayed

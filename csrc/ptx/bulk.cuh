@@ -81,8 +81,8 @@ __device__ __forceinline__ void bulk_store(void* global, const void* shared, uin
                : "memory");
 }
 
-/// The L2 cache policy of lines that a bulk copy reads or writes. `pass`: they are not used again soon, so
-/// they are evicted first.
+/// The L2 cache policy of the cache lines that a bulk copy reads or writes. `pass`: the lines are not used
+/// again soon, so they are evicted first.
 __device__ __forceinline__ uint64_t line_policy(bool pass) {
   uint64_t policy;
   if (pass)
@@ -127,7 +127,7 @@ __device__ __forceinline__ void fence_shared_to_bulk() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-/// Makes what this thread has acquired in global memory visible to its later bulk copies.
+/// Makes global memory that this thread has acquired visible to its later bulk copies.
 __device__ __forceinline__ void fence_global_to_bulk() {
   asm volatile("fence.proxy.async.global;" ::: "memory");
 }

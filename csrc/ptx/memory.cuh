@@ -26,8 +26,9 @@ MOECOMM_LOAD(load_relaxed_gpu, "relaxed.gpu", uint64_t, "u64", "l")
   __device__ __forceinline__ void name(type* address, type value) {                                   \
     asm volatile("st." order ".global." width " [%0], %1;" ::"l"(address), letter(value) : "memory"); \
   }
-/// A thread that acquires `value` sees everything that this thread wrote, or saw written, before. And earlier
-/// loads of this thread, or of threads it met at a barrier, do not see what the other thread writes then.
+/// A thread that acquires `value` sees everything that this thread wrote, or saw written, before. Earlier
+/// loads of this thread, or of threads it met at a barrier, do not see what the acquiring thread writes
+/// afterwards.
 MOECOMM_STORE(store_release_sys, "release.sys", uint32_t, "u32", "r")
 MOECOMM_STORE(store_release_sys, "release.sys", uint64_t, "u64", "l")
 MOECOMM_STORE(store_release_gpu, "release.gpu", uint64_t, "u64", "l")
@@ -35,7 +36,7 @@ MOECOMM_STORE(store_release_gpu, "release.gpu", uint64_t, "u64", "l")
 MOECOMM_STORE(store_relaxed_sys, "relaxed.sys", uint64_t, "u64", "l")
 #undef MOECOMM_STORE
 
-/// 16 bytes, stored and loaded as a whole. No order.
+/// 16 bytes. The functions below store and load them as a whole, and order nothing.
 struct Pair {
   uint64_t low, high;
 };
