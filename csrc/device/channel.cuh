@@ -1,8 +1,7 @@
 // What this rank exchanges with the ranks of its node: it puts words into their windows, signals chunks of
 // rows or sums (a chunk: tokens with one arrival flag), and waits for chunks of others. A flag holds the
-// epoch of the operation. A token's home is the rank that it comes from. Data of a rank on another node
-// passes through its relay: the rank of this node with the same local number. `one_node`: there are no other
-// nodes.
+// operation's epoch. A token's home is the rank that it comes from. Data of a rank on another node passes
+// through its relay: the rank of this node with the same local number. `one_node`: there are no other nodes.
 #pragma once
 
 #include "device/comm.cuh"

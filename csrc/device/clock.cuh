@@ -7,9 +7,8 @@
 
 namespace moecomm::device {
 
-/// Starts the clock of an operation, and adds the duration of the previous operation of its kind to the
-/// statistics. All blocks call it; block `block` does the work. Choose a block for which no other block
-/// waits.
+/// Starts the clock of an operation, and adds the duration of the last operation of its kind to clocked_ns.
+/// All blocks call it; block `block` does the work. Choose a block for which no other block waits.
 __device__ inline void start_clock(const Comm& comm, Operation operation, uint32_t block) {
   if (blockIdx.x != block || threadIdx.x != blockDim.x - 1) return;
   const int kind = clock_of(operation);

@@ -16,8 +16,8 @@ __device__ inline void push_command(const Comm& comm, const Command& command) {
   ptx::store_release_sys(slot, high_word(command, ticket, comm.rail.commands));
 }
 
-/// Pushes a command for each piece of `bytes` bytes of ids, weights, indices or gradients. `threads` share
-/// it.
+/// Pushes a command for each piece of `bytes` bytes of ids, weights, indices or gradients. Threads share
+/// the pieces.
 __device__ inline void push_pieces(const Comm& comm, Command::Kind kind, int32_t other, int64_t bytes,
                                    uint64_t epoch, int thread, int threads) {
   for (int64_t piece = thread; piece * WindowShape::kPieceBytes < bytes; piece += threads) {
@@ -106,8 +106,7 @@ __device__ inline bool wait_sent(const Comm& comm, Operation operation, uint64_t
   return __syncthreads_and(sent);
 }
 
-/// Waits until all that the other ranks of this rail send in `epoch` has arrived, or a wait fails. Whole
-/// block.
+/// Waits until all that this rail's other ranks send in `epoch` has arrived, or a wait fails. Whole block.
 __device__ inline void wait_all_here(const Comm& comm, Operation operation, uint64_t epoch) {
   RelayProgress& progress = *comm.rail.at<RelayProgress>(comm.rail.layout.progress);
   for (int32_t other = static_cast<int32_t>(threadIdx.x); other < comm.rail.others;

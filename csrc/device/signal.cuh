@@ -63,14 +63,12 @@ __device__ inline bool wait_records(const Comm& comm, Operation operation, uint6
   return arrived;
 }
 
-/// Waits for every rank's record of `epoch`; only the first block of the grid adds its waits to the
-/// statistics.
+/// Waits for every rank's record of `epoch`; with `counts` (see above) in the first block of the grid.
 __device__ inline bool wait_records(const Comm& comm, Operation operation, uint64_t epoch) {
   return wait_records(comm, operation, epoch, blockIdx.x == 0);
 }
 
-/// True if `record`, of rank `r`, holds no error and agrees with rank 0's, `first`. Else `verdict` says why
-/// not.
+/// True if `record`, of rank `r`, has no error and agrees with `first`, of rank 0. Else `verdict` says why.
 __device__ inline bool judge_record(const SignalRecord& first, const SignalRecord& record, int32_t r,
                                     HostStatus::Verdict& verdict) {
   verdict = HostStatus::Verdict{};

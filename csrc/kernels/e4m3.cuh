@@ -13,7 +13,7 @@ __device__ inline float scale(float amax) {
   return fmaxf(__fdiv_rn(amax, kLargest), kLeast);
 }
 
-/// The factor that values are multiplied by to quantise them with `scale`.
+/// The factor by which values are multiplied to quantise them with `scale`: 1 / scale.
 __device__ inline float inverse(float scale) { return __fdiv_rn(1.0f, scale); }
 
 /// Four values times `inverse` as e4m3, rounded to nearest even, saturating. NaN stays NaN.

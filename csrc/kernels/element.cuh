@@ -36,7 +36,7 @@ struct Element<DType::float32> {
   }
 };
 
-/// The largest magnitudes of the first and of the second elements of pairs. NaN counts as zero.
+/// The largest magnitude of the first elements of the four pairs, and of the second. NaN counts as zero.
 template <class Pair>
 __device__ inline Pair largest_pair(const uint4& raw) {
   const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
@@ -97,7 +97,7 @@ struct Element<DType::bfloat16> : HalfElement<Bfloat16Pairs> {};
 template <>
 struct Element<DType::float16> : HalfElement<Float16Pairs> {};
 
-/// Calls use.operator()<dtype>() for the dtypes of rows on GPUs.
+/// Returns use.operator()<dtype>(), or an error for float64, which rows on GPUs do not have.
 template <class Use>
 cudaError_t with_dtype(DType dtype, const Use& use) {
   switch (dtype) {

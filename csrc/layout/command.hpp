@@ -38,9 +38,8 @@ MOECOMM_HD constexpr WireFormat chunk_format(Command::Kind kind) {
   return static_cast<WireFormat>(static_cast<int>(kind) - static_cast<int>(Command::Kind::chunk));
 }
 
-// A command fills one of the `slots` slots of a ring; `ticket` counts commands from 0. A slot has two words,
-// the high word written last. The top bit of the high word is 1 in the first lap of the ring, 0 in the next
-// and so on, so that a zeroed ring holds no command.
+// Command number `ticket` fills a slot of a ring of `slots`: two words, the high word written last. Its top
+// bit is 1 in the first lap of the ring, 0 in the next and so on, so that a zeroed ring holds no command.
 MOECOMM_HD constexpr uint64_t command_turn(uint64_t ticket, uint64_t slots) {
   return (ticket / slots + 1) & 1;
 }

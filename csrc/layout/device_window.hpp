@@ -247,7 +247,7 @@ struct DeviceState {
   uint64_t clocked_ns[kClocks];    ///< since construction: time of operations, except the newest of a kind
   uint64_t wait_ns;                ///< since construction: time of waits for other ranks to begin operations
   uint64_t rows_out, bytes_wire;   ///< since construction: rows of outputs; bytes of rows from other ranks
-  alignas(kLine) uint64_t bad_id;  ///< of the first bad id: index << 8 | k + 1 of its duplicate or 0
+  alignas(kLine) uint64_t bad_id;  ///< first bad id: index << 8 | k + 1 of its duplicate; all ones: none
   alignas(kLine) uint64_t commands;  ///< commands ever given to the proxy
   uint64_t commands_before;          ///< `commands` at the end of the last operation
   uint32_t relay_next;               ///< next item to be relayed

@@ -27,8 +27,7 @@ MOECOMM_LOAD(load_relaxed_gpu, "relaxed.gpu", uint64_t, "u64", "l")
     asm volatile("st." order ".global." width " [%0], %1;" ::"l"(address), letter(value) : "memory"); \
   }
 /// A thread that acquires `value` sees everything that this thread wrote, or saw written, before. Earlier
-/// loads of this thread, or of threads it met at a barrier, do not see what the acquiring thread writes
-/// afterwards.
+/// loads of this thread, or of threads it met at a barrier, do not see what that thread writes afterwards.
 MOECOMM_STORE(store_release_sys, "release.sys", uint32_t, "u32", "r")
 MOECOMM_STORE(store_release_sys, "release.sys", uint64_t, "u64", "l")
 MOECOMM_STORE(store_release_gpu, "release.gpu", uint64_t, "u64", "l")

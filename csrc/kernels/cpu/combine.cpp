@@ -1,5 +1,5 @@
-// Combine on the CPU. The owners of a token's experts sum its rows; where these sums arrive they are summed:
-// at a rank that relays for another node, and at the token's own rank (its home).
+// Combine on the CPU. The owners of a token's experts sum its rows. Their sums are added up at the token's
+// own rank (its home). If that is on another node, a rank of the owners' node first adds up the sums there.
 #include "kernels/cpu/combine.hpp"
 
 #include <cstring>
@@ -11,7 +11,7 @@
 namespace moecomm::cpu {
 namespace {
 
-/// out = the sum of `count` rows, each times its scale unless `scales` is null, rounded once; or zeros.
+/// out = the sum of `count` rows, each times its scale unless `scales` is null, rounded once; 0 without rows.
 void sum_rows(std::byte* out, const void* const* rows, const double* scales, int count,
               const WindowShape& shape, bool stream) {
   const RowKernels& kernels = row_kernels();
@@ -67,7 +67,7 @@ void sum_entries(const Context& context, const Plan& plan, const CombineArgument
   });
 }
 
-/// Sums what several ranks contribute to one row; holds the scratch memory for that. One object per thread.
+/// Adds up the shares (sums of ranks) of one row; holds the scratch memory for that. One object per thread.
 class ShareSum {
  public:
   ShareSum(const Context& context, const Plan& plan, const CombineArguments& arguments)
@@ -76,7 +76,8 @@ class ShareSum {
         own_(shape_.row_bytes()),
         sources_(shape_.top_k) {}
 
-  /// out = sum of share(0) .. share(count - 1). A null share is this rank's own, computed from `own_entry`.
+  /// out = sum of share(0) .. share(count - 1). Null stands for this rank's own share, the sum of
+  /// `own_entry`.
   template <class Share>
   void write(int64_t count, const Share& share, int64_t own_entry, std::byte* out, bool stream) {
     for (int64_t i = 0; i < count; ++i) {

@@ -20,17 +20,17 @@ struct CombineArguments {
   std::vector<std::byte*> home_weight_grads;   ///< [rank] where to write the gradients of its weights
 };
 
-/// For tokens of other ranks of this node: sums a token's rows on this rank in the order of k, rounds once,
+/// For each token of another rank of this node: sums its rows on this rank in the order of k, rounds once,
 /// and pushes the sum to this rank's slot at the token's home.
 void combine_reduce(const Context& context, const Plan& plan, const CombineArguments& arguments);
 
-/// Sums the rows of tokens with relay indices [first, end), whose home is `home`, a rank of another node.
-/// Sums go to partials [end - first][slots] in the window of the rank that adds them up.
+/// For each token of `home`, a rank of another node, with a relay index in [first, end): sums its rows on
+/// this rank. Sums go to partials [end - first][slots] in the window of the rank that adds them up.
 void combine_reduce_relayed(const Context& context, const Plan& plan, const CombineArguments& arguments,
                             int32_t home, int64_t first, int64_t end, std::byte* partials);
 
 /// Adds up, by ascending rank, the sums of this node's ranks for relay indices [first, end) of the `other`
-/// node, and rounds once: to end - first rows of `out`. This rank's own share is computed here.
+/// node. Rounds each result once and writes it to `out` [end - first]. This rank's share is computed here.
 void combine_sum_relayed(const Context& context, const Plan& plan, const CombineArguments& arguments,
                          int32_t other, int64_t first, int64_t end, const std::byte* partials,
                          std::byte* out);
@@ -43,7 +43,8 @@ void push_weight_grads(const Context& context, const Plan& plan, const CombineAr
 void combine_sum(const Context& context, const Plan& plan, const CombineArguments& arguments, std::byte* y,
                  int64_t first, int64_t end);
 
-/// Collects gradients of weights [tokens][top_k], 0 where the id is none; sections[n] has those from node n.
+/// Writes the gradients of this rank's weights [tokens][top_k]: 0 where the id names no expert, else from
+/// sections[n], which holds the gradients that came from node n.
 void collect_weight_grads(const Context& context, const Plan& plan,
                           const std::vector<const std::byte*>& sections, std::byte* out);
 

@@ -27,8 +27,8 @@ struct Context {
   }
 };
 
-/// Copies those of the `tokens` rows of x that another rank of this node will pull to the same row numbers of
-/// `rows`. Returns the number of rows copied.
+/// x has `tokens` rows. Copies the rows that another rank of this node will pull into `rows`, where they keep
+/// their numbers. Returns how many it copied.
 int64_t dispatch_send(const Context& context, const std::byte* x, const int32_t* ids, int64_t tokens,
                       std::byte* rows);
 
@@ -43,9 +43,9 @@ struct EntryRange {
 /// Returns the entries of source `rank` whose Plan::entry_place is in [first, end).
 EntryRange entries_between(const Plan& plan, int32_t rank, int64_t first, int64_t end);
 
-/// Calls visit(source, number, here, expert) for every (token, k) of a source that has a row on this rank.
-/// number: its index among the source's weights; here: its index in the output, -1 past the capacity; expert:
-/// the local expert, in the rank layout.
+/// Calls visit(source, number, here, expert) for every (token, k) whose expert is on this rank. number: index
+/// of its weight at the source; here: index of its weight in the output, -1 past the capacity; expert: the
+/// local expert in the rank layout, -1 in the expert layout.
 template <class Visit>
 void for_each_weight(const Plan& plan, const Visit& visit) {
   const int64_t top_k = plan.shape.top_k;
@@ -78,11 +78,11 @@ struct PullArguments {
 };
 void dispatch_receive(const Context& context, const Plan& plan, const PullArguments& arguments,
                       EntryRange range);
-/// Sets the padding rows of the alignment to zero.
+/// Sets the padding rows of `out`, and their `dots`, to zero.
 void zero_padding(const Context& context, const Plan& plan, const PullArguments& arguments);
 
 /// Expert layout: pulls weights [plan.rows]. Rank layout: weights and local expert ids [plan.rows][top_k].
-/// Unused entries: 0, -1. weights[r]: rank r's published weights [tokens][top_k]; out_weights may be null.
+/// Unused weights are 0, ids -1. weights[r]: rank r's published weights [tokens][top_k]. Outputs may be null.
 void pull_metadata(const Context& context, const Plan& plan, const std::vector<const std::byte*>& weights,
                    std::byte* out_weights, int32_t* out_ids);
 

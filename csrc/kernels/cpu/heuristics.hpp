@@ -10,8 +10,8 @@ namespace moecomm::cpu {
 
 struct Heuristics {
   /// Outputs of at least this many bytes are written past the caches: otherwise they would evict data that is
-  /// still needed, and an ordinary store first reads the line that it overwrites. It is half of a rank's
-  /// share of the last-level cache.
+  /// still needed, and an ordinary store first reads the cache line that it overwrites. Chosen as half of a
+  /// rank's share of the last-level cache, at least 1 MiB.
   int64_t stream_bytes;
   /// Below this many bytes, waking the other threads takes longer than what they would save.
   int64_t parallel_bytes = int64_t{1} << 20;

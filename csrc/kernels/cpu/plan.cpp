@@ -1,6 +1,6 @@
 // The plan by count and prefix sum (layout/plan.hpp says what it holds):
 //   1. for every source, count the rows of each local expert, and the entries (tokens that need this rank)
-//   2. expert e starts at the aligned end of expert e-1; within it source s starts after sources below s
+//   2. expert e starts at the aligned end of expert e-1; in an expert, source s starts after sources below s
 //   3. walk the ids again in (source, token, k) order and hand out rows from those starts
 // Worked example (tests/cpp/test_plan.cpp, docs/routing.md): 2 ranks, 4 experts, top-2, this is rank 0
 // (experts 0, 1), alignment 4; source 0 ids {0,2} {1,0} {3,2}, source 1 ids {1,3} {0,1}.
@@ -70,7 +70,7 @@ void plan_home(Plan& plan, const SourceIds& home) {
     plan.own_entry[plan.entry_token[i]] = i;
 }
 
-/// Adds the expert-major index to a plan in the rank layout. Entries are the same in both layouts.
+/// Adds the expert-major index to a plan in the rank layout. Both layouts have the same plan entries.
 void add_index(Plan& plan, const std::vector<SourceIds>& sources, const RelayRoutes& routes) {
   PlanShape shape = plan.shape;
   shape.layout = RowLayout::expert;
@@ -87,7 +87,8 @@ void add_index(Plan& plan, const std::vector<SourceIds>& sources, const RelayRou
   plan.by_expert = std::move(by_expert);
 }
 
-/// Adds one relayed token: its owners on this node, and `entry`, this rank's own entry for it, or -1.
+/// Adds one relayed token to `sums`: its owners on this node, and `entry`, this rank's plan entry for it or
+/// -1.
 void add_relay_sum(const PlanShape& s, RelaySums& sums, const int32_t* ids, int64_t entry) {
   const NodeMap nodes = s.nodes();
   const int32_t first = nodes.first(nodes.node_of(s.rank));

@@ -16,9 +16,9 @@ namespace moecomm::cpu {
 struct RowVerbs {
   /// dst = round(scale * src)
   void (*scale)(void* dst, const void* src, double scale, int64_t hidden, bool stream);
-  /// dst = round(sum of scales[i] * round(src[i])), left to right; scales may be null; n >= 1
+  /// dst = round(sum of round(scales[i] * src[i])), left to right; scales may be null (1); n >= 1
   void (*sum)(void* dst, const void* const* src, const double* scales, int n, int64_t hidden, bool stream);
-  /// sum of a * b: 64 partial sums, then added pairwise
+  /// sum of a * b: term j goes to partial sum j mod 64; then the 64 are added pairwise
   double (*dot)(const void* a, const void* b, int64_t hidden);
 };
 
@@ -27,11 +27,11 @@ struct RowKernels {
   RowVerbs verbs[kDTypes];
   /// dst = src for `bytes`, a multiple of 16
   void (*copy)(void* dst, const void* src, int64_t bytes, bool stream);
-  /// Orders streamed stores before later accesses.
+  /// Makes streamed stores visible before later stores.
   void (*fence)();
 };
 
-/// Row kernels that this processor can run, slowest first.
+/// Row kernels that this processor can run, slowest first; row_kernels() returns the last of them.
 const std::vector<const RowKernels*>& available_row_kernels();
 const RowKernels& row_kernels();
 
