@@ -16,8 +16,7 @@ class Backoff {
  public:
   /// `longest`: the longest sleep after a while without work; wake() ends it. `crowded`: more threads want a
   /// core than there are cores. Then every sleep lasts a fixed fraction of the time without work so far:
-  /// an arrival is noticed late by a fraction of the wait for it, and computing threads have the core
-  /// meanwhile.
+  /// an arrival is noticed late by that fraction of its wait, and meanwhile computing threads have the core.
   explicit Backoff(std::chrono::microseconds longest, bool crowded = false)
       : longest_(longest), crowded_(crowded) {}
 

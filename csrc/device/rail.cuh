@@ -16,8 +16,7 @@ __device__ inline void push_command(const Comm& comm, const Command& command) {
   ptx::store_release_sys(slot, high_word(command, ticket, comm.rail.commands));
 }
 
-/// Pushes a command for each piece of `bytes` bytes of ids, weights, indices or gradients. Threads share
-/// the pieces.
+/// Pushes a command for each piece of `bytes` of ids, weights, indices or gradients. Threads share the work.
 __device__ inline void push_pieces(const Comm& comm, Command::Kind kind, int32_t other, int64_t bytes,
                                    uint64_t epoch, int thread, int threads) {
   for (int64_t piece = thread; piece * WindowShape::kPieceBytes < bytes; piece += threads) {

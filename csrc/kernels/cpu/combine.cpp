@@ -76,8 +76,7 @@ class ShareSum {
         own_(shape_.row_bytes()),
         sources_(shape_.top_k) {}
 
-  /// out = sum of share(0) .. share(count - 1). Null stands for this rank's own share, the sum of
-  /// `own_entry`.
+  /// out = sum of share(0) .. share(count - 1). Null means this rank's own share: the sum of `own_entry`.
   template <class Share>
   void write(int64_t count, const Share& share, int64_t own_entry, std::byte* out, bool stream) {
     for (int64_t i = 0; i < count; ++i) {

@@ -87,8 +87,7 @@ void add_index(Plan& plan, const std::vector<SourceIds>& sources, const RelayRou
   plan.by_expert = std::move(by_expert);
 }
 
-/// Adds one relayed token to `sums`: its owners on this node, and `entry`, this rank's plan entry for it or
-/// -1.
+/// Adds one relayed token to `sums`: its owners on this node, and this rank's plan entry for it (-1: none).
 void add_relay_sum(const PlanShape& s, RelaySums& sums, const int32_t* ids, int64_t entry) {
   const NodeMap nodes = s.nodes();
   const int32_t first = nodes.first(nodes.node_of(s.rank));

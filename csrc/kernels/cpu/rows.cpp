@@ -43,8 +43,7 @@ const RowKernels& row_kernels() { return *available_row_kernels().back(); }
 
 namespace {
 
-/// Bytes of core 0's last-level cache, read from /sys: on some machines sysconf() adds up those of all
-/// sockets.
+/// Bytes of core 0's last-level cache, read from /sys: on some machines sysconf() adds up all sockets.
 int64_t last_level_cache_bytes() {
   for (int index = 4; index >= 1; --index) {
     const auto path = "/sys/devices/system/cpu/cpu0/cache/index" + std::to_string(index) + "/size";

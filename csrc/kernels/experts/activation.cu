@@ -1,9 +1,9 @@
 // The experts' activation with the routing weight, forward and backward, each in one pass over memory.
-//   - a team processes a row: a warp, or a block for wide rows. Teams stride over the rows, whose real number
-//     is read on the device.
+//   - a team, which is a warp or for wide rows a block, processes a row. Teams stride over the rows, whose
+//     real number is read on the device.
 //   - a thread loads pieces of 16 bytes, several at once, with a stride of the team's threads
-//   - where a row's bytes or an address are not multiples of 16, pieces are moved element by element; each
-//     thread has the same elements either way
+//   - where a row's bytes or an address are not multiples of 16, pieces are moved element by element; the
+//     thread that has an element stays the same
 //   - the gradient of a row's weight: a thread adds its elements in ascending order, the threads of a warp
 //     add theirs in a butterfly, and the warps of a block in ascending order
 //   - the grid has several times the blocks that fit on the device: where communication holds some SMs, other
@@ -54,9 +54,9 @@ __device__ inline Normal normal(float x) {
   return {x < 0 ? tail : 1.0f - tail, 0.398942280f * bell};
 }
 
-/// value(): the result in one column. slopes(): returns it, and writes its derivative by each input.
-/// kInterleaved: the inputs of a column are neighbours; else each input has its own contiguous part of the
-/// row. The code says which operations are fused: if the compiler chose, variants would differ in last bits.
+/// value(): the result in one column. slopes(): returns it too, and writes its derivative with respect to
+/// each input. kInterleaved: the inputs of a column are neighbours; else the row holds all first inputs, then
+/// all second ones. The code says which operations are fused: the compiler's choice would change last bits.
 template <Activation>
 struct Function;
 
@@ -113,8 +113,8 @@ struct Function<Activation::gelu> {
 
 // -- pieces of rows -----------------------------------------------------------------------------------------
 
-/// Loads and stores pieces of a row of `width` elements, 16 bytes at once if `whole`. Elements past the row's
-/// end are loaded as zero, and not stored.
+/// Loads and stores pieces of a row of `width` elements: 16 bytes at once if `whole`, else element by
+/// element, where elements past the row's end are loaded as zero and not stored.
 template <DType dtype, bool whole>
 struct Pieces {
   static constexpr int kVector = Element<dtype>::kVector;
@@ -339,7 +339,7 @@ cudaError_t with_variant(DType dtype, Activation activation, bool whole, const U
   }
 }
 
-/// Loads both kernels of a variant.
+/// Loads both kernels of a variant onto the current device.
 struct Load {
   template <DType dtype, Activation activation, bool whole>
   cudaError_t operator()() const {
@@ -357,7 +357,7 @@ bool in_whole_pieces(int64_t row_bytes, std::initializer_list<const std::byte*> 
          });
 }
 
-/// Launches `kernel(arguments..., bits of the team)` with `blocks` blocks per SM.
+/// Launches kernel(arguments..., bits of the team). `blocks`: how many of its blocks an SM holds at once.
 template <class... Parameters, class... Arguments>
 cudaError_t start(void (*kernel)(Parameters...), int blocks, const ActivationRows& rows, cudaStream_t stream,
                   const Arguments&... arguments) {

@@ -36,12 +36,12 @@ struct ActivationRows {
   Activation activation;
 };
 
-/// Addresses of the gradients; null for unwanted ones.
+/// grad_z is the input; the others are outputs, of which grad_weights and z may be null.
 struct ActivationGradients {
   const std::byte* grad_z;  ///< (rows, width)
   std::byte* grad_inner;    ///< shape as inner
   std::byte* grad_weights;  ///< shape as weights: the sum over f of grad_z[p, f] * act(inner[p])[f]
-  std::byte* z;             ///< (rows, width): recomputes the forward's result, with the same bits
+  std::byte* z;             ///< (rows, width): the forward's result, recomputed with the same bits
 };
 
 /// Writes z (rows, width).

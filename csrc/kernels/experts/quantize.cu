@@ -33,8 +33,8 @@ constexpr int kWarpPieces = 32 * kHeld;  // pieces of a row that one warp proces
 constexpr int kGrids = 8;                // a grid has at most this many times the blocks that fit at once
 constexpr int kRowBlocks = 4;            // blocks that an SM should hold at once
 
-/// The largest value of a team. All threads of the team call it. `turn`, 0 or 1, is equal in all threads of a
-/// block and changes from call to call.
+/// Returns the largest `most` of a team's threads to all of them, which all call it. `turn`, 0 or 1, is equal
+/// in all threads of a block and changes from call to call.
 __device__ inline float team_largest(int bits, float most, int turn) {
   // Two buffers alternate: the next call writes one while the maxima of this call are read.
   __shared__ float partial[2][kWarps];
@@ -48,7 +48,7 @@ __device__ inline float team_largest(int bits, float most, int turn) {
   return most;
 }
 
-/// Converts 16 bytes of a row to e4m3.
+/// Converts 16 bytes of a row, `raw`, to e4m3 and stores them as piece number `piece` of the result `row`.
 template <DType dtype>
 __device__ inline void write_piece(std::byte* row, int piece, const uint4& raw, float inverse) {
   using E = Element<dtype>;
@@ -136,7 +136,7 @@ __device__ inline void widen_word(uint32_t word, float* out) {
   }
 }
 
-/// The rows of a group, and the position of its values.
+/// The rows of a group, and the position of its values in the result.
 struct Group {
   int64_t first;  ///< the group's first row in x
   int count;      ///< number of rows
@@ -145,7 +145,7 @@ struct Group {
   int64_t line;   ///< distance between columns, in values
 };
 
-/// The row of x at which group `g` ends and the next begins (0 for -1), clamped whatever `ends` holds.
+/// The row of x at which group `g` ends and the next begins (0 for -1), within x even if `ends` is bad.
 __device__ inline int end_of(const QuantizeColumns& all, int g) {
   return g < 0 ? 0 : max(0, min(all.ends[g], all.rows));
 }
@@ -177,7 +177,7 @@ __device__ inline Group find_group(const QuantizeColumns& all, int g) {
   return {end_of(all, g - 1), count, padded_rows(count), before, all.out_rows};
 }
 
-/// Reads the rows of a strip of `pieces` pieces, keeps the first rows, and finds the scales.
+/// Reads a strip's `count` rows of `pieces` pieces, keeps the first ones, and finds the columns' scales.
 template <DType dtype>
 __device__ inline void find_scales(Strip<dtype>& strip, const std::byte* from, int64_t row_bytes, int count,
                                    int pieces, float* scales) {
@@ -226,7 +226,7 @@ __device__ inline void find_scales(Strip<dtype>& strip, const std::byte* from, i
   __syncthreads();
 }
 
-/// Writes this lane's columns of 16 rows, from `row` on, into the tile at `at`; zeros from row `count` on.
+/// Quantises this lane's columns of rows `row` to `row` + 15 into the tile, from `at` on; 0 past row `count`.
 template <DType dtype>
 __device__ inline void fill_tile(Strip<dtype>& strip, const std::byte* from, int64_t row_bytes, int count,
                                  int row, int at) {

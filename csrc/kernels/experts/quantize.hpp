@@ -13,7 +13,7 @@
 
 namespace moecomm::experts {
 
-/// Columns, and rows of a group where a product sums over them, come in multiples of this.
+/// The number of columns is a multiple of this, and so is that of a group's rows if a product sums over them.
 inline constexpr int32_t kQuantum = 16;
 
 /// Padded number of rows of a group of `count` rows: at least one quantum, also for an empty group.
@@ -36,8 +36,8 @@ struct QuantizeRows {
 /// multiples of 16 bytes.
 ///
 /// With `ends`, group g has rows ends[g-1] to ends[g]-1 of x (rows, columns). The result is (columns,
-/// out_rows): in each line the groups follow each other, each with padded_rows() values, of which the last
-/// ones are zero. Values past the last group are not written. Example, groups of 3, 0 and 17 rows:
+/// out_rows): in each of its lines the groups follow each other, each with padded_rows() values, the padding
+/// zero. Values past the last group are not written. Example, groups of 3, 0 and 17 rows:
 /// padded_ends is 16, 32, 64; values 3..15, 16..31 and 49..63 of each line are zero.
 ///
 /// Without `ends`, x is (groups, rows, columns) and the result (groups, columns, rows).

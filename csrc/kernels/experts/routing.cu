@@ -1,8 +1,8 @@
 // The router's choice and its gradient: one warp per token. Lane l has the logits of experts l, l + 32 and so
 // on, and the token's l-th choice. Sums over lanes are butterflies, so their order is always the same.
 //
-// Products of bfloat16 rows with float32 numbers run on tensor cores, which multiply bfloat16: a number is
-// split into three bfloat16 parts, whose sum it is. Kernels here make the parts, and add up their products.
+// Tensor cores multiply bfloat16 numbers. For products of bfloat16 rows with float32 numbers, each float32
+// number is split into three bfloat16 parts, which add up to it. Kernels here split, and add up the products.
 #include <cuda_bf16.h>
 
 #include <algorithm>
@@ -16,7 +16,7 @@ namespace {
 constexpr int kThreads = 256, kWarps = kThreads / 32;
 constexpr int64_t kMostBlocks = 1024;
 constexpr uint32_t kAll = 0xffffffffu;
-constexpr float kLeast = 1e-20f;  // added to the sum of scores that divides them
+constexpr float kLeast = 1e-20f;  // added to the sum by which scores are divided
 
 __device__ inline float sum_of_lanes(float value) {
 #pragma unroll
@@ -48,7 +48,7 @@ struct Parts {
   }
 };
 
-/// A token's logits, `each` of them per lane, and what turns them into scores. All lanes call every function.
+/// A token's logits, `each` per lane, and their scores and weights. All lanes construct it and call weight().
 template <int each>
 class Token {
  public:
@@ -74,7 +74,7 @@ class Token {
   __device__ float score(float of) const {
     return routes_.scores == Scores::sigmoid ? 1.0f / (1.0f + expf(-of)) : expf(of - most_) / sum_;
   }
-  /// The weight of this lane's choice, of logit `of`, before Routes::scale. `divisor`: what divided scores.
+  /// This lane's weight before Routes::scale, from its chosen logit `of`. `divisor`: what divided the score.
   __device__ float weight(float of, bool chosen, float& divisor) const {
     float own = chosen ? score(of) : 0.0f;
     divisor = 1.0f;
@@ -172,8 +172,8 @@ __global__ void __launch_bounds__(kThreads) backward_kernel(const Routes routes,
     const Token<each> token(routes, t);
     const int64_t first = t * routes.experts;
     const int id = chosen ? given.ids[t * routes.top_k + lane] : 0;
-    // The gradient of this lane's choice: of its logit where the softmax comes after the choice, else of its
-    // score.
+    // The gradient of this lane's choice: with respect to its logit if `after` (the softmax comes after the
+    // choice), else its score.
     float own =
         chosen && given.weights != nullptr ? given.weights[t * routes.top_k + lane] * routes.scale : 0.0f;
     float divisor;

@@ -12,14 +12,14 @@ namespace moecomm::experts {
 /// The most experts, and the most of them that a token may choose.
 inline constexpr int64_t kMostExperts = 1024, kMostChoices = 32;
 
-/// What weights are made of. softmax: the softmax of all logits; chosen_softmax: that of the chosen logits
-/// alone, where the scores are still the softmax of all; sigmoid: the sigmoid of each logit.
+/// How routing weights are computed. softmax: of all logits; chosen_softmax: of the chosen logits alone,
+/// while Chosen::scores are the softmax of all; sigmoid: of each logit.
 enum class Scores : int32_t { softmax, chosen_softmax, sigmoid };
 
 struct Routes {
   const float* logits;   ///< (tokens, parts, experts); a logit is the sum of its parts
   const float* addends;  ///< (experts) added to the logits, or null
-  const float* biases;   ///< (experts) added to the numbers by which experts are chosen, or null
+  const float* biases;   ///< (experts) or null: for the choice, added to scores (chosen_softmax: to logits)
   int32_t parts;         ///< 1 or 3
   int32_t tokens, experts, top_k;
   Scores scores;
@@ -28,7 +28,7 @@ struct Routes {
 };
 
 struct Chosen {
-  int32_t* ids;     ///< (tokens, top_k), the best first; of equals the one with the lower number
+  int32_t* ids;     ///< (tokens, top_k), the best first; equally good ones by ascending number
   float* weights;   ///< (tokens, top_k)
   float* scores;    ///< (tokens, experts)
   float* logits;    ///< (tokens, experts), or null: the sums of their parts
@@ -37,12 +37,12 @@ struct Chosen {
 
 cudaError_t launch_routes(const Routes& routes, const Chosen& chosen, cudaStream_t stream);
 
-/// Gradients of the results (weights, scores, logits; each may be null), and where those of the logits go.
+/// Gradients of the results in Chosen (each may be null), and where to write gradients of Routes::logits.
 struct RouteGradients {
   const int32_t* ids;
   const float *weights, *scores, *logits;
   float* out;   ///< (tokens, experts), or null
-  void* parts;  ///< (tokens, 4, experts) bfloat16, or null: parts of `out`: high, high, middle, low
+  void* parts;  ///< (tokens, 4, experts) bfloat16, or null: high, high, middle and low part of each gradient
 };
 
 /// Writes the gradients of the logits. Equal arguments give equal bits.
@@ -50,8 +50,8 @@ cudaError_t launch_routes_backward(const Routes& routes, const RouteGradients& g
                                    cudaStream_t stream);
 
 /// Splits the `count` numbers of a router's weight (a multiple of 4) into bfloat16 parts: all high parts,
-/// then all middle, then all low ones. `backward`: all middle parts, then three times all high ones, by which
-/// one product turns RouteGradients::parts into gradients of the rows.
+/// then all middle parts, then all low parts. `backward`: all middle parts, then all high parts three times;
+/// their product with RouteGradients::parts is the gradient of the rows.
 cudaError_t launch_split_weight(const float* weight, int64_t count, bool backward, void* out,
                                 cudaStream_t stream);
 
