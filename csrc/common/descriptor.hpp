@@ -22,7 +22,7 @@ class Descriptor {
   }
 
   /// Calls `create`, for example socket(), and owns the descriptor. fork() waits until it is registered, so
-  /// that children close it: `create` must not block. Empty, with errno set, if `create` returns less than 0.
+  /// that children close it: `create` must not block. Returns none, with errno set, if `create` returns < 0.
   template <class Create>
   static Descriptor open(const Create& create) {
     Descriptor made;
@@ -33,7 +33,7 @@ class Descriptor {
     return made;
   }
 
-  /// The descriptor. -1 if there is none, or if it belongs to the process that called fork(), a parent.
+  /// The descriptor; -1 if there is none, or if it was opened by the parent, before this process was forked.
   int get() const { return fd_ >= 0 && generation_ == current_generation() ? fd_ : -1; }
   explicit operator bool() const { return get() >= 0; }
   void reset() noexcept;

@@ -23,7 +23,7 @@ __device__ inline void start_clock(const Comm& comm, Operation operation) {
 }
 
 /// Notes the time at which an operation passes a phase; if several blocks note it, the latest time counts.
-/// One thread of a block calls it. Returns nothing, so that no thread waits for the memory.
+/// One thread of a block calls it. Returns nothing, so that no thread waits for the atomic operation.
 __device__ inline void note_phase(const Comm& comm, Operation operation, Phase phase) {
   uint64_t* const passed = &comm.state().clocks[clock_of(operation)].passed[static_cast<int>(phase)];
   atomicMax(reinterpret_cast<unsigned long long*>(passed),

@@ -35,8 +35,8 @@ __device__ inline void signal_records(const Comm& comm, const SignalRecord& reco
   signal_records(comm, record, comm.rank, static_cast<int>(threadIdx.x), static_cast<int>(blockDim.x));
 }
 
-/// Counts how long this rank has waited since `begun` for `peer` to begin an operation. Returns nothing, so
-/// that no thread waits for the memory.
+/// Adds the time since `begun`, in which this rank has waited for `peer` to begin an operation, to the
+/// statistics. Returns nothing, so that no thread waits for the atomic operation.
 __device__ inline void note_late(const Comm& comm, int32_t peer, uint64_t begun) {
   atomicAdd(reinterpret_cast<unsigned long long*>(comm.mine<uint64_t>(comm.window.late_ns)) + peer,
             static_cast<unsigned long long>(ptx::global_nanoseconds() - begun));

@@ -21,7 +21,8 @@ inline constexpr int32_t kMaxNodeRanks = 128;
 inline constexpr int32_t kMaxChunk = 8;         ///< the most tokens of a chunk
 inline constexpr int32_t kMaxRouteBlocks = 32;  ///< the most blocks that count ids for routes
 
-/// Chunks have one token if the rank has up to kMostOfOne tokens, then two, then four; eight if it has more.
+/// A rank's chunks have one token up to kMostOfOne tokens, two to kMostOfTwo, four to kMostOfFour, then
+/// eight.
 inline constexpr int64_t kMostOfOne = 1024, kMostOfTwo = 4096, kMostOfFour = 16384;
 /// Log2 of chunk_tokens.
 MOECOMM_HD constexpr int32_t chunk_shift(int64_t tokens) {
@@ -68,7 +69,7 @@ struct alignas(16) Route {
 };
 static_assert(sizeof(Route) == 16);
 
-/// Up to so many sources, the GPUs of a host, all their tokens fit an owner's staging section at once.
+/// The most sources (the GPUs of a host) whose tokens all fit an owner's staging section at once.
 inline constexpr int32_t kWholeSources = 8;
 
 struct DeviceShape {
@@ -228,11 +229,11 @@ inline constexpr int kClocks = 2;
 /// State that a rank's kernels keep between operations, in its own window; peers never touch it. Counters are
 /// zero between operations.
 struct DeviceState {
-  alignas(kLine) uint64_t epoch;          ///< last epoch that has ended here
-  alignas(kLine) uint32_t failed;         ///< 1: a wait has failed; kernels return at once
-  uint64_t cancelled;                     ///< epoch whose records disagree, so that waits for it end
-  uint64_t planned;                       ///< epoch of the newest plan that is ready (or failed) for others
-  uint64_t left;                          ///< epoch of the newest dispatch whose rows did not fit its output
+  alignas(kLine) uint64_t epoch;   ///< last epoch that has ended here
+  alignas(kLine) uint32_t failed;  ///< 1: a wait has failed; kernels return at once
+  uint64_t cancelled;              ///< epoch whose records disagree, so that waits for it end
+  uint64_t planned;  ///< epoch of the newest plan that a waiting kernel may read (or that failed)
+  uint64_t left;     ///< epoch of the newest dispatch whose rows did not fit its output
   alignas(kLine) uint32_t send_next;      ///< next chunk to be sent
   uint32_t stage_next;                    ///< next chunk to be sent to other nodes
   uint32_t later_next;                    ///< next chunk to be sent that reuses another chunk's memory

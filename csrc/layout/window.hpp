@@ -85,7 +85,7 @@ struct Announcement {
 /// node; rounds are counted over all operations.
 struct RelayProgress {
   alignas(kLine) uint64_t reduced;  ///< rounds whose partial sums this rank has written to its neighbours
-  alignas(kLine) uint64_t summed;   ///< rounds that this rank has summed; their partial sums may go
+  alignas(kLine) uint64_t summed;   ///< rounds that this rank has summed, so that their partial sums are free
   alignas(kLine) uint64_t pushed;   ///< last epoch for which this rank has written all data to its node
   alignas(kLine) uint64_t put;      ///< commands whose bytes the proxy has sent
   /// For each other node, written by the proxy: the epoch up to which all records of the rank there on this

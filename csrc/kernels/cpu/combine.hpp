@@ -43,7 +43,7 @@ void push_weight_grads(const Context& context, const Plan& plan, const CombineAr
 void combine_sum(const Context& context, const Plan& plan, const CombineArguments& arguments, std::byte* y,
                  int64_t first, int64_t end);
 
-/// Collects the gradients of this rank's weights [tokens][top_k] from sections[node]; 0 where an id is none.
+/// Collects gradients of weights [tokens][top_k] from sections[owner's node]; 0 where an id names no expert.
 void collect_weight_grads(const Context& context, const Plan& plan,
                           const std::vector<const std::byte*>& sections, std::byte* out);
 

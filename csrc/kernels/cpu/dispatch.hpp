@@ -27,8 +27,8 @@ struct Context {
   }
 };
 
-/// x has `tokens` rows. Copies the rows that another rank of this node will pull into `rows`, where they keep
-/// their numbers. Returns how many it copied.
+/// x has `tokens` rows. Copies to `rows`, under the same numbers, those rows that another rank of this node
+/// will pull. Returns the number of rows copied.
 int64_t dispatch_send(const Context& context, const std::byte* x, const int32_t* ids, int64_t tokens,
                       std::byte* rows);
 
@@ -67,8 +67,8 @@ void for_each_weight(const Plan& plan, const Visit& visit) {
 
 /// For dispatch_receive(), which reads each needed row once and writes it to all its rows of `out`
 /// [plan.rows][hidden]. rows[r]: rank r's rows, numbered as in plan.entry_place. With `scales` (weight type,
-/// [plan.rows]) row p of `out` is its source row times scales[p]. With `dots` too, dots[p] = <source row,
-/// other[p]> (the gradients of a weighted combine).
+/// [plan.rows]) row p of `out` is its source row times scales[p]. With `dots` too, dots[p] is the dot product
+/// of the source row and other[p]: the gradient of a weight in the backward of combine.
 struct PullArguments {
   std::vector<const std::byte*> rows;
   std::byte* out = nullptr;

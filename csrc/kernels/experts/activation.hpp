@@ -47,7 +47,7 @@ struct ActivationGradients {
 /// Writes z (rows, width).
 cudaError_t launch_activation(const ActivationRows& rows, std::byte* z, cudaStream_t stream);
 
-/// Equal arguments give equal bits: the order of the sums depends on width and dtype alone.
+/// Writes the gradients. Equal arguments give equal bits: the order of sums depends on width and dtype alone.
 cudaError_t launch_activation_backward(const ActivationRows& rows, const ActivationGradients& gradients,
                                        cudaStream_t stream);
 

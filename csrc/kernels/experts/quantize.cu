@@ -226,7 +226,7 @@ __device__ inline void find_scales(Strip<dtype>& strip, const std::byte* from, i
   __syncthreads();
 }
 
-/// Quantises this lane's columns of rows `row` to `row` + 15 into the tile, from `at` on; 0 past row `count`.
+/// Quantises this lane's columns of 16 rows, from `row` on, into the tile at `at`; zeros from row `count` on.
 template <DType dtype>
 __device__ inline void fill_tile(Strip<dtype>& strip, const std::byte* from, int64_t row_bytes, int count,
                                  int row, int at) {

@@ -224,7 +224,7 @@ struct alignas(8) Four {
   __nv_bfloat16 of[4];
 };
 
-/// Splits numbers into parts, four per thread at a time.
+/// Splits `count` times four numbers into bfloat16 parts (launch_split_weight), four per thread at a time.
 __global__ void __launch_bounds__(kThreads)
     split_kernel(const float4* weight, int64_t count, bool backward, Four* out) {
   for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < count;
