@@ -36,7 +36,7 @@ struct Element<DType::float32> {
   }
 };
 
-/// The largest magnitude of the first elements of the four pairs, and of the second. NaN counts as zero.
+/// The largest magnitude of the pairs' first elements, and that of their second ones. NaN counts as zero.
 template <class Pair>
 __device__ inline Pair largest_pair(const uint4& raw) {
   const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};

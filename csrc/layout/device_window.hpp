@@ -21,8 +21,7 @@ inline constexpr int32_t kMaxNodeRanks = 128;
 inline constexpr int32_t kMaxChunk = 8;         ///< the most tokens of a chunk
 inline constexpr int32_t kMaxRouteBlocks = 32;  ///< the most blocks that count ids for routes
 
-/// A rank's chunks have one token up to kMostOfOne tokens, two to kMostOfTwo, four to kMostOfFour, then
-/// eight.
+/// A rank's chunks have 1 token up to kMostOfOne tokens, 2 up to kMostOfTwo, 4 up to kMostOfFour, else 8.
 inline constexpr int64_t kMostOfOne = 1024, kMostOfTwo = 4096, kMostOfFour = 16384;
 /// Log2 of chunk_tokens.
 MOECOMM_HD constexpr int32_t chunk_shift(int64_t tokens) {
