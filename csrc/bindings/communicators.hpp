@@ -24,7 +24,7 @@ struct Address {
   }
 };
 
-/// Maps the type of a C++ parameter to the type that the bound function takes.
+/// The type that a bound function takes for a C++ parameter of type T: Address for a pointer, else T.
 template <class T>
 using Given = std::conditional_t<std::is_pointer_v<T>, Address, T>;
 
@@ -64,8 +64,8 @@ pybind11::dict stats_dict(const Calls& calls, const Counters& counters,
   return out;
 }
 
-/// Binds the connections to other nodes, and the methods that end and describe a communicator. `interrupt`
-/// runs Python's signal handlers.
+/// Binds the methods that both communicators have: connections to other nodes, check, close, reset_stats and
+/// descriptions. `interrupt` runs Python's signal handlers.
 template <class Communicator, class Class>
 void bind_common(Class& bound, void (*interrupt)()) {
   namespace py = pybind11;

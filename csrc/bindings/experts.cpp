@@ -37,8 +37,8 @@ T* pointer(const char* name, uintptr_t address, int64_t bytes, bool may_be_absen
   return reinterpret_cast<T*>(address);
 }
 
-/// Binds prepare(dtype). It launches nothing, and may be called during a capture of a CUDA graph. `what` goes
-/// into the text of an error.
+/// Binds prepare(dtype), which loads kernels, under `name`. It launches nothing, and may be called during a
+/// capture of a CUDA graph. `what` goes into the text of an error.
 void bind_prepare(py::module_& m, const char* name, const char* what, cudaError_t (*prepare)(DType)) {
   m.def(
       name,
@@ -98,7 +98,7 @@ experts::Routes routes_of(uintptr_t logits, int64_t parts, uintptr_t addends, ui
           scale};
 }
 
-/// Checks the shape and dtype of x for both e4m3 kernels.
+/// Checks the shape and dtype of x for quantize_rows and quantize_columns.
 void check_quantized(int64_t rows, int64_t columns, DType dtype) {
   check_between("rows", rows, 0, experts::kMostRows);
   check_between("columns", columns, experts::kQuantum, experts::kMostWidth);

@@ -92,7 +92,7 @@ void bind_enumerations(py::module_& m) {
       .value("unsupported", ErrorKind::unsupported);
 }
 
-/// Binds a rank's window, plans, and memory for rows.
+/// Binds the shape and sizes of a window, plans, and pooled memory for output rows.
 void bind_memory(py::module_& m) {
   py::class_<WindowShape>(m, "WindowShape")
       .def(py::init<int32_t, int32_t, int64_t, int64_t, DType, int32_t>(), py::kw_only(), py::arg("ranks"),

@@ -99,7 +99,7 @@ bool Communicator::close() noexcept {
   return !left_behind_;
 }
 
-/// Closes. `drain`: first waits until all data that others need has left this rank or passed through it.
+/// Closes. `drain`: first waits until the rail's data for this node is here, and this rank's data is there.
 void Communicator::leave(bool drain) noexcept {
   if (closed_) return;
   closed_ = true;
@@ -136,13 +136,13 @@ void Communicator::check() {
   throw error;
 }
 
-/// Marks a pending overflow as told. Returns the text of the last overflow, for an error of the caller.
+/// Marks a pending overflow as reported. Returns the last overflow's text, for the error of the caller.
 const std::string& Communicator::tell_overflow() {
   if (overflow_) told_overflow_ = std::exchange(overflow_, std::nullopt)->what();
   return told_overflow_;
 }
 
-/// Runs one operation; an error that leaves ranks out of step ends the communicator.
+/// Runs one operation. After an error that leaves ranks out of step, the communicator can't be used.
 template <class Body>
 auto Communicator::guarded(Body&& body) {
   const shm::Signals::Inside inside(*signals_);
@@ -158,7 +158,7 @@ auto Communicator::guarded(Body&& body) {
     pending_.reset();
     signals_->complete(epoch_);
     if (error.kind() == ErrorKind::peer_timeout || error.kind() == ErrorKind::peer_lost) {
-      // The peer may have left because its check() raised an overflow. Here it is pending.
+      // The peer may have left because its check() raised an overflow, which is still pending here.
       broken_ =
           Error(error.kind(), after_error(error.what(), overflow_ ? overflow_->what() : ""), error.details());
       throw *broken_;
@@ -175,8 +175,8 @@ SignalRecord Communicator::start(Operation operation, const Plan* plan) {
   signals_->require_going_on();
   pending_.reset();
   signals_->complete(epoch_);  // ends what came before, also a dispatch that was never pulled
-  // Rows of the last epoch, n-1, may still arrive if it failed or was not pulled. Epoch n+1 reuses their
-  // memory. It begins once all ranks have announced n, so this rank waits for the rows before it announces n.
+  // Rows of the last epoch, n-1, may still arrive if that epoch failed or was not pulled. Epoch n+1 reuses
+  // their memory once all ranks have announced n. So this rank waits for the rows before it announces n.
   if (internode_) internode_->wait_all_here(epoch_);
   SignalRecord record{};
   record.epoch = ++epoch_;
@@ -189,7 +189,7 @@ SignalRecord Communicator::start(Operation operation, const Plan* plan) {
   return record;
 }
 
-/// Announces `record` to all ranks. Null, or: `routes` of the rows for send_rows(), `text` of an error.
+/// Announces `record` to all ranks. `routes`: of the rows that send_rows() will send; `text`: of an error.
 void Communicator::signal(const SignalRecord& record, const RelayRoutes* routes, const char* text) {
   signals_->signal(record);
   if (internode_) internode_->announce(record, routes, text);
@@ -203,7 +203,7 @@ void Communicator::wait_records(const SignalRecord& record, const char* phase) {
   compare_records(record.epoch);
 }
 
-/// Every rank compares the same records, so every rank comes to the same verdict.
+/// Throws if a record has an error, or if records disagree. All ranks compare the same, so all throw alike.
 void Communicator::compare_records(uint64_t epoch) {
   for (int r = 0; r < config_.shape.ranks; ++r) {
     const SignalRecord& record = signals_->record(r, epoch);
@@ -251,14 +251,14 @@ void Communicator::fail(ErrorKind kind, const std::string& text) {
   throw Error(kind, text, {.rank = config_.rank});
 }
 
-/// Makes x available for peers to pull, and returns its offset in this rank's window.
+/// Copies the rows of x that peers need into this rank's window, unless x lies there. Returns their offset.
 int64_t Communicator::publish(const std::byte* x, const int32_t* ids, int64_t tokens) {
   const int64_t in_window = input_offset(x);
   if (in_window >= 0) {
     input_epoch_[in_window >= layout_.input[1]] = epoch_;
     return in_window;
   }
-  // Two sections alternate. Epoch n overwrites what n-2 published: all ranks have announced n-1, so all have
+  // Two sections alternate. Epoch n may overwrite the rows of n-2: all ranks have announced n-1, so all have
   // left n-2.
   const int64_t offset = layout_.rows[epoch_ & 1];
   stats_.bytes_staged +=
@@ -266,7 +266,7 @@ int64_t Communicator::publish(const std::byte* x, const int32_t* ids, int64_t to
   return offset;
 }
 
-/// Returns the ids of all ranks in a dispatch, by their addresses in this process.
+/// Returns, for each rank, its number of tokens in a dispatch, and where its ids are in this process.
 std::vector<SourceIds> Communicator::all_ids(uint64_t epoch) const {
   std::vector<SourceIds> sources;
   for (int r = 0; r < config_.shape.ranks; ++r)
@@ -343,7 +343,7 @@ std::shared_ptr<const Plan> Communicator::begin_dispatch(const DispatchArguments
     if (internode_) internode_->send_rows(context(), routes, arguments.x, record.epoch);
     wait_records(record, "dispatch");
 
-    // The kept plan is valid if every rank's ids are those of the same earlier dispatch.
+    // The kept plan is valid if all ranks name it: then every rank has the ids of that earlier dispatch.
     bool reuse = plan != nullptr;
     for (int r = 0; r < config_.shape.ranks && reuse; ++r)
       reuse = signals_->record(r, record.epoch).plan == plan->id;
@@ -451,7 +451,7 @@ void Communicator::combine(const std::shared_ptr<const Plan>& plan, const std::b
       wait_records(record, "combine");
       if (y != nullptr) internode_->relay(context(), *plan, arguments, record.epoch);
     }
-    // Slots alternate like rows: a token's rank has read what epoch n-2 put there before it announced n-1.
+    // Slots alternate like rows: a token's rank has read its slots of epoch n-2 before it announced n-1.
     if (y != nullptr) cpu::combine_reduce(context(), *plan, arguments);
     if (out_weight_grads != nullptr) cpu::push_weight_grads(context(), *plan, arguments);
     if (internode_) {

@@ -2,8 +2,8 @@
 // runs dispatch and combine as sequences of kernels and signals (docs/protocol.md). It does not depend on
 // torch: arguments are pointers and sizes.
 //
-// It runs one operation at a time; the caller serialises. Every operation announces one epoch to all ranks,
-// also when its arguments are bad, so that ranks stay in step and an error of one rank is raised on all.
+// It runs one operation at a time; the caller serialises. Every operation sends all ranks one record, which
+// announces it and has its epoch, also if its arguments are bad: ranks stay in step, and all raise the error.
 #pragma once
 
 #include <unistd.h>
@@ -34,8 +34,8 @@ struct CommunicatorConfig {
   double timeout_seconds;
   int32_t host_ranks = 0;    ///< ranks on this host, which share its cores; 0: as many as the node has
   uint64_t first_epoch = 1;  ///< epoch of the first operation, on all ranks
-  double absence_seconds =
-      0;  ///< deadline for a rank that lives but has not begun the operation; ignored below the timeout
+  /// Longest wait for a rank that lives but has not begun the operation; the timeout, if that is longer.
+  double absence_seconds = 0;
 };
 
 struct DispatchArguments {
@@ -49,7 +49,7 @@ struct DispatchArguments {
   int64_t capacity;        ///< rows of the output; -1: as many as needed
   int64_t positions = -1;  ///< rank layout: capacity of the expert-major index; expert layout: rows of each
                            ///< expert's group, at least as many as can arrive; -1: as many as needed
-  uint16_t caller = 0;     ///< as SignalRecord::caller
+  uint16_t caller = 0;     ///< the layer that calls (SignalRecord::caller); 0: none
 };
 
 struct Stats {
@@ -62,7 +62,7 @@ struct Stats {
 
 class Communicator : public std::enable_shared_from_this<Communicator> {
  public:
-  /// Makes this rank's window, without a name. Error(out_of_memory) leaves nothing behind.
+  /// Makes this rank's window, without a name. If it throws Error(out_of_memory), no memory stays in use.
   explicit Communicator(const CommunicatorConfig& config);
   ~Communicator();
 
@@ -71,38 +71,38 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
     own_window().link();
     return own_window().name();
   }
-  /// Maps the windows of the node. names[i], pids[i]: the window's name and process of rank i. If there is
-  /// one node, operations may follow.
+  /// Maps the windows of the node's ranks. names[i], pids[i]: window name and process of the node's rank i.
+  /// On one node operations may follow; with several, connect_nodes() comes first.
   void connect(const std::vector<std::string>& names, const std::vector<int64_t>& pids);
-  /// Connects ranks that are threads of one process and share mappings. bases[i]: mapping of window i.
+  /// Replaces connect() for ranks that are threads of one process. bases[i]: their mapping of window i.
   void connect_threads(std::vector<std::byte*> bases);
   /// With several nodes, after connect(): takes over the connections to the rail, the ranks with this rank's
   /// local index on the other nodes. Both arguments number peers by node.
   void connect_nodes(std::unique_ptr<Transport> transport, std::unique_ptr<tcp::Links> links);
   std::byte* base() const { return windows_[own_index()].base(); }
-  /// See shm::Signals::set_interrupt. After an exception of `interrupt` ranks are out of step, and the
-  /// communicator is closed.
+  /// Sets the function that waits call now and then, for Python's signal handlers. If it throws, ranks are
+  /// out of step, and the communicator closes.
   void set_interrupt(std::function<void()> interrupt) { signals_->set_interrupt(std::move(interrupt)); }
   /// Removes the window's name, once all ranks have connected, so that nothing outlives the processes.
   void unlink_window() noexcept { own_window().unlink(); }
 
-  /// Publishes rows, waits for all ranks and makes the plan. Then pull() finishes the dispatch, with an
-  /// output of plan->rows rows.
+  /// Writes rows, ids and weights to this rank's window, waits for all ranks, and makes the plan or finds a
+  /// kept one. Then pull() finishes the dispatch, with an output of plan->rows rows.
   std::shared_ptr<const Plan> begin_dispatch(const DispatchArguments& arguments);
-  /// Writes `out` [rows][hidden] and, unless null, out_weights (weight type) as in pull_metadata. Rank
-  /// layout, each may be null: out_ids; out_index [positions] as in Plan::index; out_index_weights (weight
-  /// type), which needs out_weights.
+  /// Writes `out` [rows][hidden]. The other outputs may be null: out_weights (weight type) as in
+  /// pull_metadata; in the rank layout also out_ids, out_index [positions] as in Plan::index, and
+  /// out_index_weights (weight type), which needs out_weights.
   void pull(std::byte* out, std::byte* out_weights, int32_t* out_ids, int32_t* out_index = nullptr,
             std::byte* out_index_weights = nullptr);
 
-  /// Sends rows [plan.tokens][hidden] along a kept plan: the backward of combine. scales, other and dots as
-  /// in PullArguments; null where not wanted.
+  /// Sends rows [plan.tokens][hidden] along a kept plan: the backward of combine. Each may be null: scales,
+  /// factors of arriving rows; other, rows for dot products with these; dots, the products (PullArguments).
   void redispatch(const std::shared_ptr<const Plan>& plan, const std::byte* rows, std::byte* out,
                   const std::byte* scales, const std::byte* other, std::byte* dots);
 
   /// Makes y [plan.tokens][hidden] from rows [plan.rows][hidden] and weights (weight type [plan.rows], or
-  /// null). `weight_grads` (see CombineArguments), unless null, travel into out_weight_grads
-  /// [plan.tokens][top_k]. rows and y may both be null: then gradients alone travel.
+  /// null). Unless null, `weight_grads` (see CombineArguments) go back to the tokens' ranks, into
+  /// out_weight_grads [plan.tokens][top_k]. If rows and y are both null, gradients alone travel.
   void combine(const std::shared_ptr<const Plan>& plan, const std::byte* rows, const std::byte* weights,
                std::byte* y, const std::byte* weight_grads, std::byte* out_weight_grads);
 
@@ -113,16 +113,16 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   void check();
 
   /// Returns memory in the window for [max_tokens][hidden] input rows, once all ranks have read its previous
-  /// contents. The memory is free again when its last owner releases it. Error(out_of_memory) if both input
-  /// sections are in use or /dev/shm is full.
+  /// contents; ends a dispatch that was not pulled. The memory is free again when its last owner releases it.
+  /// Error(out_of_memory) if both input sections are in use or /dev/shm is full.
   std::shared_ptr<std::byte> take_input();
   /// Offset of `pointer` in this rank's window if it lies in an input section, else -1.
   int64_t input_offset(const std::byte* pointer) const;
 
-  /// Closes, and tells the peers; later operations throw Error(closed). The object's destructor frees memory.
-  /// False: the proxy's thread was left behind (Proxy::close); what it uses stays until the process ends.
+  /// Closes, and tells the peers; later operations throw Error(closed). The destructor frees the memory.
+  /// False: the proxy's thread does not end (Proxy::close); memory that it uses stays until the process ends.
   bool close() noexcept;
-  /// Makes a waiting operation, else the next one, throw Error(closed) and close. Any thread may call it.
+  /// Makes the operation that waits, or else the next, throw Error(closed) and close. Any thread may call it.
   void give_up() noexcept;
 
   Stats& stats() { return stats_; }
@@ -183,9 +183,9 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   bool closed_ = false, left_behind_ = false;
   bool under_way_ = false;  // an operation is running
   std::optional<Error> broken_;
-  std::optional<Error> overflow_;     // an overflow that no error of this rank has reported yet
+  std::optional<Error> overflow_;     // an overflow that this rank has not reported yet
   std::string told_overflow_;         // text of the last overflow that was reported
-  uint64_t input_epoch_[2] = {0, 0};  // [section] last epoch that published rows from it
+  uint64_t input_epoch_[2] = {0, 0};  // [input section] last epoch whose rows lie in it
   bool input_committed_ = false;
   std::atomic<bool> input_taken_[2] = {false, false};
 

@@ -19,7 +19,7 @@ inline void check_cuda(cudaError_t error, const char* what) {
               std::string(what) + ": " + cudaGetErrorName(error) + " (" + cudaGetErrorString(error) + ")");
 }
 
-/// Returns a unique number of the capture that records `stream`; 0 without one, or if it has failed.
+/// Returns the unique id of the capture that records `stream`; 0 if there is none, or if that has failed.
 inline uint64_t capture_of(cudaStream_t stream) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   unsigned long long id = 0;
@@ -51,8 +51,8 @@ class DeviceGuard {
   bool changed_ = false;
 };
 
-/// During its lifetime this thread may call the driver while another thread captures a graph. Its calls do
-/// not become part of the graph.
+/// During its lifetime this thread may call the driver while another thread captures a graph. The calls
+/// do not become part of the graph.
 class BesideCaptures {
  public:
   BesideCaptures() { cudaThreadExchangeStreamCaptureMode(&mode_); }

@@ -83,7 +83,7 @@ DeviceCommunicator::~DeviceCommunicator() {
     return;
   }
   // The calling thread may have another current GPU. Switching from it and back would create a context on
-  // that other GPU, so a new thread frees the memory of this one.
+  // that other GPU, so a new thread frees the memory of this GPU.
   try {
     start_thread([this] { free_device(); }, "freeing a communicator").join();
   } catch (...) {
@@ -126,8 +126,8 @@ void DeviceCommunicator::connect(const std::vector<uintptr_t>& bases, const std:
   state.bad_id = ~uint64_t{0};
   state.epoch = config_.first_epoch - 1;
   check_cuda(cudaMemcpy(own + window_.state, &state, sizeof(state), cudaMemcpyHostToDevice), "cudaMemcpy");
-  // The side stream has high priority, so that data for which others wait gets SMs before a product that
-  // fills the GPU.
+  // The side stream has high priority: rows for which other ranks wait are sent before a product that fills
+  // the GPU gets more SMs.
   int least = 0, greatest = 0;
   check_cuda(cudaDeviceGetStreamPriorityRange(&least, &greatest), "cudaDeviceGetStreamPriorityRange");
   check_cuda(cudaStreamCreateWithPriority(&side_stream_, cudaStreamNonBlocking, greatest),
@@ -178,7 +178,7 @@ void DeviceCommunicator::connect_nodes(std::unique_ptr<Transport> transport,
                                    std::move(links), config_.timeout_seconds, config_.first_epoch);
 }
 
-/// Tells this rank's kernels which peers are gone, and peers when a kernel of this rank gave up on a rank.
+/// The watcher's loop: tells this rank's kernels which peers are gone, and peers on whom a kernel gave up.
 void DeviceCommunicator::watch() {
   cudaSetDevice(config_.device);  // precedes any other call, which would create a context on GPU 0
   const BesideCaptures beside;

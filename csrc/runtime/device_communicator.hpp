@@ -3,7 +3,7 @@
 // that the caller allocates and all ranks have mapped) nor outputs and plans. It does not depend on torch.
 //
 // It runs one call at a time; the caller serialises. An operation has two halves: the first sends, the second
-// receives. Only wait_rows, and counters() for a small copy, wait for the device; nothing synchronises it.
+// receives. Only wait_rows, and counters() for a small copy, wait for the device; no call synchronises it.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -44,10 +44,10 @@ struct DeviceConfig {
   int32_t device;
   int32_t host_ranks;                       ///< ranks of this host, which share its cores
   uint64_t first_epoch = 1;                 ///< epoch of the first operation, on all ranks
-  WireFormat sums = WireFormat::same;       ///< wire format of a combine's sums, if its caller asks for it
-  WireFormat gradients = WireFormat::same;  ///< wire format of a redispatch's rows, if asked for
-  double absence_seconds =
-      0;  ///< deadline for a rank that lives but has not begun the operation; ignored below the timeout
+  WireFormat sums = WireFormat::same;       ///< wire format of sums in a combine with `quantised`
+  WireFormat gradients = WireFormat::same;  ///< wire format of rows in a redispatch with `quantised`
+  /// Longest wait for a rank that lives but has not begun the operation; the timeout, if that is longer.
+  double absence_seconds = 0;
 };
 
 struct DeviceStats {
@@ -58,8 +58,8 @@ struct DeviceStats {
 struct DeviceCounters {
   uint64_t rows_out = 0, bytes_wire = 0;
   double dispatch_seconds = 0, combine_seconds = 0, wait_seconds = 0;
-  std::vector<double> late_seconds;                ///< [rank] waits for that rank to begin
-  std::optional<double> phases[kClocks][kPhases];  ///< seconds from the last start to each phase
+  std::vector<double> late_seconds;                ///< [rank] waits for that rank to begin operations
+  std::optional<double> phases[kClocks][kPhases];  ///< seconds from an operation's last start to each phase
 };
 
 class DeviceCommunicator {
@@ -69,20 +69,20 @@ class DeviceCommunicator {
   DeviceCommunicator(const DeviceCommunicator&) = delete;
   DeviceCommunicator& operator=(const DeviceCommunicator&) = delete;
 
-  /// Names the control segment for peers to open: host memory in which ranks notice that another has ended.
+  /// Names the control segment, shared host memory that shows which ranks have ended. Returns the name.
   std::string link_control() {
     control_[own_index()].link();
     return control_[own_index()].name();
   }
   void unlink_control() noexcept { control_[own_index()].unlink(); }
-  /// Connects the ranks of the node. For the node's rank i, bases[i]: address of its window here, zero where
-  /// no rank has written; names[i]: control segment; pids[i]: process. On one node operations may follow.
+  /// Connects the ranks of the node. For the node's rank i, bases[i]: address of its window here, memory that
+  /// was zeroed before use; names[i]: control segment; pids[i]: process. On one node operations may follow.
   void connect(const std::vector<uintptr_t>& bases, const std::vector<std::string>& names,
                const std::vector<int64_t>& pids);
   /// With several nodes, after connect(): takes over the connections to the rail, the ranks with this rank's
   /// local index on the other nodes. Both arguments number peers by node.
   void connect_nodes(std::unique_ptr<Transport> transport, std::unique_ptr<tcp::Links> links);
-  /// With several nodes: layout of the control segment, to and from which data travels between nodes.
+  /// Layout of the control segment. With several nodes their data passes through this segment.
   const WindowLayout& layout() const { return control_layout_; }
   std::byte* base() const { return control_[own_index()].base(); }
   /// PCI address of the GPU.
@@ -91,58 +91,58 @@ class DeviceCommunicator {
 
   /// SMs that an operation holds while it runs.
   int32_t num_sms() const { return heuristics_.all_blocks(); }
-  /// True if combine_weighted works: one kernel does every combine on all ranks.
+  /// True if a combine may have token_weights: one kernel does every combine on all ranks.
   bool weighs_tokens() const;
-  /// Sets the most tokens of this rank for which one kernel does a whole operation, if it can; without this
-  /// call the heuristics choose. Ranks need not agree on it.
+  /// Lets one kernel do a whole operation for at most `tokens` tokens of this rank. This can only lower the
+  /// limit of the heuristics. Ranks need not agree on it.
   void fuse_up_to(int64_t tokens) { most_fused_ = tokens; }
   /// From now on prints on stderr which kernels an operation launches, each choice once.
   void log_launches() { logs_launches_ = true; }
   /// The most tokens of this rank for which one kernel does a whole operation.
   int64_t fused_tokens() const { return std::min<int64_t>(heuristics_.fused_tokens, most_fused_); }
-  /// In the arguments of operations the caller sets rows, outputs, sizes, the plan's words and the layout;
+  /// In the arguments of operations the caller sets rows, outputs, sizes, the plan's memory and the layout;
   /// all addresses are in this device's memory. This object sets the other fields.
   ///
-  /// Sends and receives: begin_dispatch and finish_dispatch in one call. A dropless dispatch takes an output
-  /// of the size that offered_rows says, and is received only if all rows fit. wait_rows has to follow it,
-  /// then accept_rows, or finish_dispatch with a larger output.
+  /// Sends and receives: begin_dispatch and finish_dispatch in one call. For a dropless dispatch the caller
+  /// offers an output of the size that offered_rows says, which is filled only if all rows fit. Then it calls
+  /// wait_rows and, if they fit, accept_rows, else finish_dispatch with a larger output.
   void dispatch(const gpu::SendArguments& dispatch, gpu::ReceiveArguments output, cudaStream_t stream);
   /// Returns the size of the output to allocate before a dropless dispatch; zero rows: allocate after
-  /// wait_rows. The second result is false where rows are received only once their number is known. Such an
-  /// output is allocated before begin_dispatch too: then no work on the stream can still read its memory.
+  /// wait_rows. Second result: true if dispatch() may take that output, false if only begin_dispatch and
+  /// finish_dispatch may. In both cases allocate it first: then no work on the stream still reads its memory.
   std::pair<gpu::RowCounts, bool> offered_rows(int64_t tokens, RowLayout layout, int64_t alignment) const;
-  /// Accepts the offered output, which has room for the rows that wait_rows has found.
+  /// Ends a dispatch whose offered output has room for all rows that wait_rows has found.
   void accept_rows();
-  /// Starts to send rows and make the plan. Without finish_dispatch the next operation abandons them.
+  /// Starts to send rows and make the plan. Without finish_dispatch the next operation abandons the dispatch.
   void begin_dispatch(const gpu::SendArguments& dispatch, cudaStream_t stream);
   /// Returns the numbers of rows and of expert-major positions of a dispatch without capacity, once they are
-  /// known. If it throws, e.g. because ranks disagree, the dispatch has ended before later work on `stream`.
+  /// known. If it throws, e.g. because ranks disagree, the dispatch ends before later work on `stream`.
   std::pair<int64_t, int64_t> wait_rows(cudaStream_t stream);
   /// The rows of each local expert, without padding, of the dispatch that wait_rows has waited for last.
   std::vector<int32_t> host_counts() const;
   /// Starts to receive into `output`.
-  /// `directly`: since begin_dispatch, nothing else was put on `stream`, so that rows can be received while
-  /// others are sent. Both halves have to be in the same capture, or in none.
+  /// `directly`: since begin_dispatch, nothing else was put on `stream`, so that receiving can start while
+  /// rows are still being sent. Both halves have to be in the same capture, or in none.
   void finish_dispatch(bool directly, const gpu::ReceiveArguments& output, cudaStream_t stream);
 
   /// If a combine was held, starts to receive its sums: its output is ready when `stream` reaches this point.
-  /// Every operation begins with this call. Returns false if a capture recorded the combine's first half and
-  /// has ended without the second: then nothing of it runs.
+  /// Every operation calls this first. Returns false if a capture recorded the combine's first half and has
+  /// ended without the second half: then nothing of this combine runs.
   bool complete(cudaStream_t stream);
   /// Sends rows along a kept plan: the backward of combine. `quantised`: rows travel in the format
   /// DeviceConfig::gradients, and output.scales and output.other are null.
   void redispatch(gpu::SendArguments sent, gpu::ReceiveArguments output, bool quantised, cudaStream_t stream);
   /// `quantised`: sums travel in the format DeviceConfig::sums, else in their dtype. `held`: this call only
-  /// sends sums, and complete() starts the kernel that waits for those of other ranks.
+  /// sends sums, and complete() starts the kernel that waits for the sums of other ranks.
   void combine(const gpu::CombineArguments& arguments, bool quantised, bool held, cudaStream_t stream);
   /// True if one kernel would do a whole operation of `tokens` tokens. All its blocks would wait for other
-  /// ranks, so the caller may put off the second half until the result is needed.
+  /// ranks. An asynchronous caller asks for two halves instead, the second when it needs the result.
   bool splits(int64_t tokens) const { return fuses(config_.shape.wire, tokens); }
   /// Announces to all ranks that this rank's arguments are bad.
   void fail(ErrorKind kind, const std::string& text, cudaStream_t stream);
 
   /// Throws, once, what the device has reported: arguments on which ranks disagree, bad ids, an exceeded
-  /// capacity; and on every call the error that broke the communicator.
+  /// capacity. Throws on every call the error that broke the communicator.
   void check();
 
   /// Ends the waits of this rank's kernels and tells the peers that the rank leaves. Call it before a close()
@@ -151,7 +151,7 @@ class DeviceCommunicator {
   /// True if a wait for a row count was interrupted, and no operation has followed.
   bool interrupted() const { return interrupted_; }
   /// Closes, and tells the peers. Running kernels must have ended before the window is freed. False: the
-  /// proxy's thread was left behind (Proxy::close), and the window and what else it uses must stay.
+  /// proxy's thread does not end (Proxy::close); the window and all else that this thread uses must stay.
   bool close() noexcept;
   const DeviceStats& stats() const { return stats_; }
   void reset_stats() { stats_ = {}; }
@@ -179,7 +179,7 @@ class DeviceCommunicator {
   struct Held {
     gpu::CombineArguments arguments;
     cudaStream_t stream;
-    uint64_t capture;  ///< as in Begun
+    uint64_t capture;  ///< the capture that recorded the first half; 0: none, it runs
     int blocks;
   };
   device::Comm* comm(WireFormat wire) const { return comms_[static_cast<int>(wire)].get(); }
@@ -226,7 +226,7 @@ class DeviceCommunicator {
 
   std::unique_ptr<Pinned> pinned_;
   std::unique_ptr<device::Comm> comms_[kWireFormatCount];  // by WireFormat
-  cudaStream_t side_stream_ = nullptr;                     // for a kernel that sends what waits for room
+  cudaStream_t side_stream_ = nullptr;                     // for sending rows that wait for room
   cudaEvent_t fork_ = nullptr, join_ = nullptr;
 
   WindowLayout control_layout_;
@@ -251,9 +251,9 @@ class DeviceCommunicator {
   uint32_t texts_ = 0;
   std::optional<Begun> pending_;
   std::optional<Held> held_;
-  gpu::RecentRows recent_rows_[2];    ///< [RowLayout] counts of dropless dispatches
-  bool few_fit_ = true;               ///< rows of the last dispatch of few tokens fit the offer for few
-  std::optional<uint64_t> given_up_;  ///< after a given-up dispatch: its capture, or 0 (kAfterGivenUp)
+  gpu::RecentRows recent_rows_[2];    ///< [RowLayout] row counts of recent dropless dispatches
+  bool few_fit_ = true;               ///< the last dispatch of few tokens fit gpu::offered_rows()
+  std::optional<uint64_t> given_up_;  ///< set by giving up a dispatch: its capture, or 0
   bool logs_launches_ = false;
   std::set<std::string> logged_;  ///< what log_launches has printed
   DeviceStats stats_;

@@ -18,7 +18,7 @@ cudaError_t launch_send(const gpu::Launch& launch, const device::Comm& comm,
   });
 }
 
-/// Copies to the receiving side's arguments those that it shares with the sending side.
+/// Copies the arguments that both sides of an operation share from the sending to the receiving side.
 void take_sent(gpu::ReceiveArguments& received, const gpu::SendArguments& sent) {
   received.operation = sent.operation;
   received.x = sent.x;
@@ -27,9 +27,9 @@ void take_sent(gpu::ReceiveArguments& received, const gpu::SendArguments& sent) 
   received.wide_ids = sent.wide_ids;
 }
 
-/// Returns whether an operation can still get its second half. The first was put on `stream` within `capture`
-/// (0: in none, it runs). False if that capture has ended: then nothing of the operation runs. Throws
-/// Error(invalid_argument) if the first half runs and `stream` is being captured now.
+/// Returns whether an operation can still get its second half. `capture` recorded its first half, on `stream`
+/// (0: none did, that half runs). False if this capture has ended: then nothing of the operation runs.
+/// Throws Error(invalid_argument) if the first half runs and `stream` is being captured now.
 bool is_there(uint64_t capture, cudaStream_t stream) {
   const uint64_t now = capture_of(stream);
   if (capture == 0 && now != 0)
@@ -68,7 +68,7 @@ void DeviceCommunicator::order(cudaStream_t later, cudaEvent_t event, cudaStream
   check_cuda(cudaStreamWaitEvent(later, event, 0), "cudaStreamWaitEvent");
 }
 
-/// Ends an operation that was begun and will not be completed, before later work on `stream`.
+/// Ends an operation that was begun and will not be received. Later work on `stream` runs after that end.
 void DeviceCommunicator::abandon(cudaStream_t stream) {
   if (!pending_) return;
   const DeviceGuard guard(config_.device);
@@ -77,7 +77,7 @@ void DeviceCommunicator::abandon(cudaStream_t stream) {
   pending_.reset();
   if (!there) return;
   const gpu::SendArguments& sent = begun.arguments;
-  // Chunks that wait for memory are never sent now, though other ranks may have received the dispatch.
+  // Chunks that wait for room will never be sent now, though other ranks may receive the dispatch.
   const bool in_turn = comm(begun.wire)->window.stage_tokens < config_.shape.max_tokens;
   if (in_turn) given_up_ = begun.capture;
   const bool offered = begun.state != Begun::sent;
@@ -88,12 +88,12 @@ void DeviceCommunicator::abandon(cudaStream_t stream) {
   if (stream == begun.stream) return;
   cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
   check_cuda(cudaStreamIsCapturing(stream, &capture), "cudaStreamIsCapturing");
-  if (capture != cudaStreamCaptureStatusNone) return;  // whoever replays the graph orders them
+  if (capture != cudaStreamCaptureStatusNone) return;  // whoever replays the graph orders both streams
   order(stream, fork_, begun.stream);
 }
 
 /// Returns kAfterGivenUp, for the record of the operation that begins on `stream`, if this rank gave up the
-/// dispatch before, else 0. A rank that received that dispatch disagrees, and all raise an error.
+/// dispatch before, else 0. A rank that received that dispatch announces 0, so all ranks raise an error.
 uint32_t DeviceCommunicator::after_given_up(cudaStream_t stream) {
   if (!given_up_ || *given_up_ != capture_of(stream)) return 0;
   given_up_.reset();
@@ -104,7 +104,7 @@ gpu::LaunchContext DeviceCommunicator::launch_context(WireFormat wire) const {
   return {heuristics_, config_.shape, fused_tokens(), comm(wire)->window.stage_tokens};
 }
 
-/// Returns which kernels an operation launches whose rows travel in `wire`; prints it after log_launches().
+/// Returns the kernels of an operation whose rows travel in `wire`; after log_launches() also prints them.
 gpu::DispatchPlan DeviceCommunicator::plan_of(WireFormat wire, const gpu::SendArguments& arguments,
                                               bool in_halves) {
   const bool dispatch = arguments.operation == Operation::dispatch;
@@ -144,8 +144,8 @@ void DeviceCommunicator::send(WireFormat wire, gpu::SendArguments arguments, con
 }
 
 /// Receives the rows of the operation that was sent last. `directly`: as in finish_dispatch. Without it a
-/// kernel of the caller may precede. That may let the next kernel start early while it still reads operands
-/// whose freed memory is now the output, so the receiving kernel starts only after its end.
+/// kernel of the caller may come before. That kernel may let the next one start early, and still read freed
+/// memory that is the output now. So the receiving kernel starts only after its end.
 void DeviceCommunicator::receive(gpu::ReceiveArguments arguments, bool directly, cudaStream_t stream) {
   const Begun begun = *pending_;
   const bool beside = directly && stream == begun.stream && begun.state == Begun::sent;
@@ -173,7 +173,7 @@ void DeviceCommunicator::receive(gpu::ReceiveArguments arguments, bool directly,
   }
 }
 
-/// Completes the sending side's arguments of a dispatch, and counts the dispatch.
+/// Returns a dispatch's sending arguments with `ticket` and `work` set. Counts the dispatch in `stats_`.
 gpu::SendArguments DeviceCommunicator::counted(gpu::SendArguments dispatch) {
   dispatch.ticket = ++ticket_;
   const bool quantises = config_.shape.wire != WireFormat::same && dispatch.x_scales == nullptr;
@@ -188,8 +188,8 @@ bool DeviceCommunicator::dequantises(const gpu::ReceiveArguments& output) const 
   return config_.shape.wire != WireFormat::same && output.out_scales == nullptr;
 }
 
-/// Starts to send and to receive, in one kernel or several. The rows may exceed an output that was offered
-/// before their number is known; then the operation is pending until wait_rows.
+/// Starts to send and to receive, in one kernel or several. An output that was offered before the number of
+/// rows is known may be too small, so the operation stays pending until accept_rows or finish_dispatch.
 void DeviceCommunicator::send_and_receive(WireFormat wire, const gpu::SendArguments& sent,
                                           gpu::ReceiveArguments received, cudaStream_t stream) {
   const gpu::DispatchPlan plan = plan_of(wire, sent, false);
@@ -273,8 +273,8 @@ std::pair<int64_t, int64_t> DeviceCommunicator::wait_rows(cudaStream_t stream) {
   const HostStatus::Rows& rows = pinned_->status->rows;
   bool interrupting = false;
   try {
-    // Earlier kernels in the stream may run for any time. The kernel that makes the plan has deadlines, and
-    // it always reports, unless the device itself has failed: that is checked now and then.
+    // Earlier kernels in the stream may run for any time. The kernel that makes the plan has deadlines and
+    // always reports, unless the device itself has failed; the loop looks for such a failure now and then.
     Clock::time_point look = Clock::now() + std::chrono::milliseconds(5);
     while (load_acquire(rows.ticket) != ticket) {
       if (Clock::now() < look) continue;
@@ -287,7 +287,7 @@ std::pair<int64_t, int64_t> DeviceCommunicator::wait_rows(cudaStream_t stream) {
       require_open();  // a signal handler may have closed the communicator
     }
     check();
-    // `rows` is -1 after a failure; another block may report the reason later, which check() throws.
+    // rows.rows is -1 after a failure. Another block may report the reason later; check() throws that.
     const Clock::time_point until = Clock::now() + std::chrono::seconds(10);
     while (rows.rows < 0) {
       check();

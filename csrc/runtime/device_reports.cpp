@@ -37,7 +37,7 @@ void DeviceCommunicator::note_broken() {
   const Error lost = shm::loss_error({broken.peer, broken.cause, broken.first}, config_.rank, phase,
                                      std::max(config_.timeout_seconds, longest), broken.expected, broken.seen,
                                      proxy_ ? proxy_->reason(broken.peer) : "");
-  // The peer may have left because its check() raised an overflow. Here it is pending.
+  // The peer may have left because its check() raised an overflow, which is still pending here.
   const auto overflow = take_overflow();
   broken_ = Error(lost.kind(), after_error(lost.what(), overflow ? overflow->what() : ""), lost.details());
 }

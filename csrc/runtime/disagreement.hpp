@@ -1,4 +1,4 @@
-// Error texts of both runtimes, for CPUs and GPUs: ranks disagree on an operation, or an error came before.
+// Error texts for CPU and GPU communicators: where ranks disagree, and where an error follows another.
 #pragma once
 
 #include <string>
@@ -8,7 +8,7 @@
 
 namespace moecomm {
 
-/// Text for an argument on which ranks disagree. As numbers, rank 0 has `first` and `rank` has `here`.
+/// Text for an argument that ranks give differently: `first` on rank 0, `here` on `rank`, both as numbers.
 inline std::string disagreement_text(Disagreement about, int rank, int64_t first, int64_t here) {
   const auto text = [rank](const char* what, const auto& of_first, const auto& of_rank) {
     return text_of("ranks disagree on ", what, ": rank 0 has ", of_first, ", rank ", rank, " has ", of_rank);
@@ -46,8 +46,8 @@ inline std::string disagreement_text(Disagreement about, int rank, int64_t first
               here);
 }
 
-/// Adds the text `before` of an earlier error to that of an error that may follow from it. Ranks get out of
-/// step if one raises an error at once, by check(), and another at its next dispatch.
+/// Appends `before`, the text of an earlier error, to `text`, that of an error that may follow from it. Ranks
+/// get out of step if one raises an error at once, by check(), and another at its next dispatch.
 inline std::string after_error(const std::string& text, const std::string& before) {
   if (before.empty()) return text;
   return text + "; the last error before, after which ranks may have gone on otherwise: " + before;

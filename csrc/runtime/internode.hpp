@@ -1,7 +1,7 @@
 // An operation's work between nodes (docs/protocol.md): sends what other nodes need, waits for their data,
 // and sums for tokens of their ranks. Data travels along a rail, the ranks with the same local index on all
-// nodes. A token's home is the rank that it belongs to; `other` is a node as NodeMap::other numbers it. The
-// proxy does the puts and tracks arrivals.
+// nodes. A token's home is the rank that it belongs to. `other` numbers the nodes without this one
+// (NodeMap::other). The proxy does the puts (writes to other nodes) and tracks arrivals.
 #pragma once
 
 #include <functional>
@@ -24,7 +24,7 @@ class Internode {
 
   Proxy& proxy() { return proxy_; }
 
-  /// Arrived rows of `rank`, on another node, by relay index; ids(), weights(), error_text() came with them.
+  /// Rows from `rank`, on another node, in the order sent (relay index). The next three came with its record.
   const std::byte* rows(int32_t rank, uint64_t epoch) const {
     return window_of(rank) + layout_.relayed_rows(epoch, other_of(rank));
   }
@@ -38,11 +38,11 @@ class Internode {
     const int64_t head = WindowLayout::relayed_head(layout_.relay_head[epoch & 1], other_of(rank));
     return reinterpret_cast<const Announcement*>(window_of(rank) + head)->text;
   }
-  /// Where gradients of the routing weights of `home`, a rank on another node, wait to be sent.
+  /// Memory in which gradients of the routing weights of `home`, on another node, wait to be sent.
   std::byte* outgoing_grads(int32_t home, uint64_t epoch) const {
     return window_of(home) + layout_.relayed_weights(layout_.outgoing_grads[epoch & 1], other_of(home));
   }
-  /// sums(), grads(): sums and gradients for this rank's tokens that `node` sends.
+  /// sums(), grads(): what `node` sends for this rank's tokens, sums and gradients of routing weights.
   const std::byte* sums(int32_t node, uint64_t epoch) const {
     return own() + layout_.relayed_rows(epoch, NodeMap::other(node, node_));
   }
@@ -50,8 +50,8 @@ class Internode {
     return own() + layout_.relayed_weights(layout_.relay_grads[epoch & 1], NodeMap::other(node, node_));
   }
 
-  /// Sends the record of an operation to the rail: that of a dispatch with the tokens' ids and weights, that
-  /// of an error with its text. routes: those of the rows that send_rows() will send, or null.
+  /// Sends the record of an operation to the rail. A dispatch adds the tokens' ids and weights, an error its
+  /// `text`. `routes`: those of the rows that send_rows() will send, or null.
   void announce(const SignalRecord& record, const RelayRoutes* routes, const char* text);
   /// Sends the rows of x that other nodes need. Returns when all have been handed to the proxy.
   void send_rows(const cpu::Context& context, const RelayRoutes& routes, const std::byte* x, uint64_t epoch);
@@ -66,9 +66,9 @@ class Internode {
   /// on the homes' rails, and sends the totals for the homes on its own rail.
   void relay(const cpu::Context& context, const Plan& plan, const cpu::CombineArguments& arguments,
              uint64_t epoch);
-  /// Returns when all ranks of the node have called it: their sums for this node and gradients are written.
+  /// Returns when all ranks of the node have called it: then all their sums and gradients are written.
   void node_barrier(uint64_t epoch);
-  /// Sends this node's gradients of the routing weights of the rail's other ranks.
+  /// Sends the rail's other ranks the gradients of their routing weights that this node has computed.
   void send_grads(const Plan& plan, uint64_t epoch);
   /// Calls sum(first, end) for ranges of this rank's tokens, in order, as other nodes' sums arrive.
   void combine_sum(const Plan& plan, uint64_t epoch, const std::function<void(int64_t, int64_t)>& sum);
@@ -104,7 +104,7 @@ class Internode {
   const std::vector<std::byte*> bases_;
   shm::Signals& signals_;
   uint64_t staged_ = 0;               // chunks that ever got a staging slot
-  std::vector<int32_t> slot_target_;  // [slot] `other` of its last chunk
+  std::vector<int32_t> slot_target_;  // [slot] node (`other`) to which its last chunk went
   uint64_t rounds_ = 0;               // rounds of relay(), over all operations
   Proxy proxy_;
 };

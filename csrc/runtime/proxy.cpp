@@ -19,8 +19,8 @@ constexpr double kEndSeconds = 3.0;
 // A peer that ends, closes or gives up says so over its link. A network failure may come first, and is
 // reported after this time if no link explains it.
 constexpr auto kExplanationTime = std::chrono::milliseconds(100);
-// The longest sleep of a CPU rank's proxy, and of a GPU's. A command from the host ends it, and operations on
-// the CPU begin with one. Arrivals and kernels do not end it, so sleeps have to be short.
+// The longest sleep of a CPU rank's proxy, and of a GPU's. A command from the host ends a sleep, and each
+// operation on the CPU begins with such a command. Arrivals and kernels end none, so sleeps have to be short.
 constexpr auto kLongSleep = std::chrono::microseconds(500), kDeviceSleep = std::chrono::microseconds(100);
 constexpr uint64_t kNoContext = ~uint64_t{0};
 
@@ -122,8 +122,8 @@ bool Proxy::close(bool drain) noexcept {
   return !left_behind_;
 }
 
-/// The thread's main function. It also closes the network, since the library may block in that call as in any
-/// other.
+/// The thread's main function. It also closes the network: the library may block there, and then blocks this
+/// thread alone.
 void Proxy::run() {
   begin_polling("moecomm-proxy", caps_.cores);
   try {
@@ -184,7 +184,7 @@ bool Proxy::take_commands() {
   return busy;
 }
 
-/// Makes the put for a command; rows wait until their chunk is complete.
+/// Queues the put for a command; the put of a chunk only when all rows of the chunk are staged.
 void Proxy::translate(const Command& command) {
   const WindowShape& shape = layout_.shape;
   const int parity = command.epoch & 1;
@@ -252,7 +252,7 @@ bool Proxy::issue() {
     }
     const Put& put = out.ready.front();
     if (out.gone) {
-      // The bytes will not be read. Who waits for the slot learns of the loss by signals.
+      // The peer will not read the bytes. Who waits for the slot learns of the loss by signals.
       put_done(put.context);
     } else {
       if (!transport_->put(NodeMap::node_of_other(other, node_), put.dst, put.src, put.bytes, put.immediate,
@@ -271,7 +271,7 @@ bool Proxy::issue() {
   return busy;
 }
 
-/// Notes that the source bytes of a put may be overwritten.
+/// Counts a put whose source bytes may be overwritten. `context`: its staging slot, which becomes free.
 void Proxy::put_done(uint64_t context) {
   uint64_t& put = progress().put;
   std::atomic_ref(put).store(put + 1, std::memory_order_release);
@@ -308,7 +308,7 @@ void Proxy::arrived(uint32_t bits) {
   const int32_t other = NodeMap::other(node, node_);
   Inbound& in = inbound_[other];
   ++in.arrived;
-  // Rows of the epoch before in.delivered may still arrive, and the peer may be two epochs ahead of it.
+  // The immediate has low bits of the epoch, which is from in.delivered - 1 (late rows) to in.delivered + 2.
   const uint64_t ahead = (immediate.epoch + 1 - in.delivered) % Immediate::kEpochs;
   const uint64_t epoch = in.delivered + ahead - 1;
   Inbound::Epoch& state = in.epochs[epoch & 1];
@@ -337,7 +337,7 @@ void Proxy::arrived(uint32_t bits) {
   check_goodbye(other);
 }
 
-/// Shows this node's ranks a peer's next record, if that has arrived with its ids and weights; else false.
+/// Shows this node's ranks a peer's next record, if it is here with its ids and weights; else returns false.
 bool Proxy::show_next(int32_t other) {
   Inbound& in = inbound_[other];
   const uint64_t epoch = in.delivered + 1;
@@ -365,7 +365,7 @@ bool Proxy::show_next(int32_t other) {
   return true;
 }
 
-/// Publishes the epoch up to which all that belongs to the shown records has arrived.
+/// Advances all_here() to the epoch up to which all chunks and gradients of the shown records have arrived.
 void Proxy::check_parts(int32_t other) {
   Inbound& in = inbound_[other];
   uint64_t* const all_here = progress().all_here(other);
@@ -443,7 +443,7 @@ void Proxy::lose(int32_t other, Cause cause, std::string_view text) {
   signals_.deliver_gone(rail(other), cause);
 }
 
-/// Tells each peer the number of puts to it, once all have started. `busy`: more commands may come.
+/// Tells each peer, once all puts to it have started, how many they are. `busy`: more commands may come.
 void Proxy::say_goodbye(bool busy) {
   if (!goodbye_) goodbye_.emplace(std::chrono::duration<double>(std::min(timeout_seconds_, kGoodbyeSeconds)));
   if (busy) return;

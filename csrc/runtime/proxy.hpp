@@ -1,8 +1,8 @@
 // The proxy of a rank: the thread that talks to the network for the computing threads. It turns commands into
-// puts to the rank's rail (the ranks with its local index on the other nodes). It counts arrivals from there,
-// and shows them to this node's ranks by the signals and flags for which they wait anyway. Data may arrive in
-// any order: a record (an operation's announcement) is shown once its ids and weights are here, and each
-// chunk of rows has its own flag.
+// puts (remote writes) to the rail, the ranks with this rank's local index on the other nodes. It counts puts
+// that arrive, and shows them to this node's ranks by the signals and flags for which they wait anyway. Data
+// may arrive in any order: a record (an operation's announcement) is shown once its ids and weights are here,
+// and each chunk of rows has its own flag.
 //
 // Control links tell it when a peer's process is gone. They also carry goodbye messages, so that a rank that
 // closes does not leave others waiting for rows in flight.
@@ -52,7 +52,7 @@ class Proxy {
 
   /// Takes over a command; waits while the ring is full.
   void push(const Command& command);
-  /// Word with the epoch up to which all has arrived that the rail's rank on node `other` has announced.
+  /// Word with the epoch up to which all data that the rail's rank on node `other` announced has arrived.
   uint64_t* all_here(int32_t other) { return progress().all_here(other); }
   /// Word that counts how often a staging slot has become free.
   uint64_t* staging_done(int64_t slot) { return &staging_done_[slot]; }
@@ -64,9 +64,9 @@ class Proxy {
   WireStats& stats() { return stats_; }
   const WireStats& stats() const { return stats_; }
 
-  /// Says goodbye: returns when the rail has received all that was put, or is gone, or the deadline has
-  /// passed; without `drain` at once. The thread ends and closes the connections to the rail, so that peers
-  /// see the end even while handles and graphs keep this object alive.
+  /// Ends the thread, which closes the connections to the rail, so that peers see the end even while handles
+  /// and graphs keep this object alive. `drain`: the thread first waits until the rail has received all that
+  /// was put, or is gone, or a deadline has passed.
   ///
   /// Returns false if the thread does not end in time, for example because the network library waits for a
   /// killed peer. The thread is then left behind: this object, `signals` and the window have to stay until

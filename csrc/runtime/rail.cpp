@@ -20,7 +20,7 @@ std::string interface_for_links(const std::string& interface) {
   }
 }
 
-// Links end when a host is silent for the timeout, or these seconds if longer; the kernel limits both.
+// A link ends if its host is silent for the timeout, but at least these seconds; the kernel sets a maximum.
 constexpr double kLeastSilence = 30.0;
 
 }  // namespace
@@ -32,7 +32,7 @@ Rail::Rail(const RailOptions& options, const WindowLayout& layout, std::byte* ba
           options.job, node(), options.nodes.nodes(), interface_for_links(options.network.interface),
           std::clamp(options.timeout_seconds, kLeastSilence, tcp::kLongestSilence)})) {}
 
-/// Throws if a link has ended. Peers send nothing before all have connected, so its peer could not connect.
+/// Throws Error(peer_lost) if a link has ended: its peer could not connect. No peer sends messages yet.
 void Rail::require_peers() {
   std::vector<tcp::LinkEvent> events;
   links_->poll(events);

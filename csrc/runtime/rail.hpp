@@ -1,5 +1,5 @@
-// Opens a rank's connections to its rail, the ranks with the same local index on the other nodes: first its
-// own ends, whose addresses peers need, then the connections. Peers are numbered by node, in errors by rank.
+// Opens a rank's connections to its rail, the ranks with the same local index on the other nodes: first this
+// rank's ends, whose addresses peers need, then the connections. Peers have node numbers, in errors ranks.
 #pragma once
 
 #include <functional>
@@ -23,7 +23,7 @@ struct RailOptions {
 
 class Rail {
  public:
-  /// Registers the part of the window at `base` to which other nodes write, or which is sent to them.
+  /// Opens this rank's ends. Registers the part of the window at `base` that other nodes write or are sent.
   Rail(const RailOptions& options, const WindowLayout& layout, std::byte* base);
 
   /// The address of each lane (libfabric endpoint) for rows. endpoint(): that of the TCP links.

@@ -104,13 +104,13 @@ void Signals::ring(int rank) const {
   if (atomic(line.sleeping).load() != 0) futex_wake(&line.doorbell);
 }
 
-/// Calls write(lines) for the lines of `peer` in every window of the node, starting with this rank's.
+/// Calls write(PeerLines) for `peer` in all windows of the node, own first; wakes the windows' owners.
 template <class Write>
 void Signals::write_lines(int peer, const Write& write) {
   for (int i = 0; i < nodes_.local_ranks; ++i) {
     const int reader = first_ + (rank_ - first_ + i) % nodes_.local_ranks;
     write(lines(reader, peer));
-    // A rank does not wait for its own lines, but for those that its proxy writes.
+    // A rank does not wait for its own signal. It does wait for signals that its proxy writes for `peer`.
     if (reader != peer) ring(reader);
   }
 }
@@ -164,7 +164,7 @@ void Signals::wait_all(uint64_t epoch, const char* phase, std::vector<double>* l
   if (late_seconds == nullptr) return wait_until(arrived, epoch, phase);
   const auto start = std::chrono::steady_clock::now();
   std::vector<bool> counted(late_seconds->size());
-  // wait_until waits for one rank after another; count() also notes later ranks that arrive meanwhile.
+  // wait_until waits for one rank after another; count() also takes the time of later ranks.
   const auto count = [&](int peer) {
     if (counted[peer]) return true;
     if (!arrived(peer)) return false;
@@ -227,8 +227,8 @@ void Signals::wait_until(const std::function<bool(int)>& arrived, uint64_t epoch
   }
   const auto missing = [&] {
     if (blame >= 0) return blame;
-    // Data of other nodes comes through ranks of this node, so a late rank of this node is blamed first.
-    // Before all others a rank that hangs within a call is blamed.
+    // A rank that hangs within a call is blamed before all others; then a late rank of this node, since data
+    // of other nodes comes through ranks of this node.
     for (const bool may_be_absent : {false, true})
       for (int i = 0; i < ranks; ++i) {
         const int peer = (first_ + i) % ranks;

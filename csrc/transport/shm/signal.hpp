@@ -2,8 +2,8 @@
 // other's windows, ordered by release and acquire. Epochs number them, so that none is ever reset. A waiter
 // spins, yields, then sleeps on the futex in its window: waiting is cheap even with more ranks than cores.
 //
-// Ranks of other nodes also have lines in this node's windows. This node's rank with the same local index (on
-// the same rail) lets its proxy write their announcements there, so waiters see no difference.
+// This node's windows also have PeerLines for ranks of other nodes. There the proxy of this node's rank with
+// the same local index (on the same rail) writes their announcements, so waiters see no difference.
 #pragma once
 
 #include <algorithm>
@@ -28,8 +28,8 @@ class Signals {
           const std::vector<int64_t>& pids, double timeout_seconds, int host_ranks,
           double absence_seconds = 0);
 
-  /// Marks, while it lives, that this rank is within a call. If the rank hangs there, it is not absent but
-  /// late.
+  /// Marks, while it lives, that this rank is within a call. If the rank hangs there, peers wait for the
+  /// timeout, not for absence_seconds.
   class Inside {
    public:
     explicit Inside(Signals& signals) : signals_(signals) { signals_.count_inside(1); }
@@ -49,7 +49,7 @@ class Signals {
 
   /// Returns when every rank has signalled `epoch`; their earlier writes are visible then. Throws
   /// Error(peer_timeout) at the deadline and Error(peer_lost) when a peer has ended or closed, and then tells
-  /// the other ranks. Adds to each rank's entry of late_seconds the time until it had signalled.
+  /// the other ranks. Adds to late_seconds[r] the time from the call until rank r had signalled.
   void wait_all(uint64_t epoch, const char* phase, std::vector<double>* late_seconds = nullptr);
 
   /// The record of `peer` for an epoch whose wait has ended.
@@ -72,13 +72,13 @@ class Signals {
   /// Stores `value` (release) in a word for which only this rank waits, and wakes it.
   void store_own(uint64_t* word, uint64_t value);
 
-  /// Signals `record` on behalf of `peer`, which is on another node. One thread only.
+  /// Signals `record` of `peer`: of this rank, or, by its proxy's thread alone, of a rank on another node.
   void deliver(int peer, const SignalRecord& record);
-  /// Notes that `peer`, on another node, will announce nothing more.
+  /// Tells the ranks of this node that `peer` will announce nothing more.
   void deliver_gone(int peer, Cause cause);
-  /// Notes that `peer`, on another node, has given up on rank `on`.
+  /// Tells the ranks of this node that `peer` has given up on rank `on`.
   void deliver_abort(int peer, int on, Cause cause);
-  /// Sets the function that is called when this rank gives up on a peer, in order to tell the other nodes.
+  /// Sets the function that tells the other nodes when this rank gives up on a peer.
   void set_on_abort(std::function<void(int peer, Cause cause)> tell) { on_abort_ = std::move(tell); }
   /// Sets the function that says, for an error's text, why a peer is unreachable.
   void set_reason(std::function<std::string(int peer)> reason) { reason_ = std::move(reason); }
@@ -95,7 +95,7 @@ class Signals {
   /// Tells all ranks that this rank can't go on because of `peer`.
   void announce_loss(int peer, Cause cause);
 
-  /// Sets the function that is called every few milliseconds during a wait; its exceptions end the wait.
+  /// Sets the function that a long wait calls at least every 20 ms; its exceptions end the wait.
   /// Python's signal handlers run there.
   void set_interrupt(std::function<void()> interrupt) { interrupt_ = std::move(interrupt); }
 
@@ -120,8 +120,8 @@ class Signals {
   uint64_t announced(int peer, uint64_t parity) const;
   template <class Write>
   void write_lines(int peer, const Write& write);
-  /// Returns when arrived(peer), whether a rank has reached what `epoch` needs, is true for all ranks.
-  /// `blame`: the rank to name at the deadline, if not the first that has not arrived.
+  /// Returns when arrived(peer) is true for all ranks, that is, each has reached what `epoch` needs. `blame`:
+  /// the rank that an error at the deadline names; -1: one that has not arrived.
   void wait_until(const std::function<bool(int)>& arrived, uint64_t epoch, const char* phase, int blame = -1);
 
   WindowLayout layout_;

@@ -29,7 +29,7 @@ std::string random_name() {
   return name;
 }
 
-/// Removes windows whose owner was killed while they had a name: only a living process holds their lock.
+/// Removes windows whose owner was killed while they had a name. Nobody holds the lock of such a window.
 void remove_left_behind() {
   std::error_code ignored;
   std::filesystem::directory_iterator entry(kShmFolder, ignored);

@@ -1,7 +1,6 @@
 // A window in POSIX shared memory. Its owner creates it without a name, names it while the ranks of the node
-// map it, and unlinks it again, so that the kernel frees it with the last process, however that ends. A
-// forked child has neither the memory nor the descriptor, so that close() returns the memory even while a
-// child lives.
+// map it, and unlinks it again. So the kernel frees it after the last process, in whatever way that ends. A
+// forked child gets neither the mapping nor the descriptor, so it does not keep the memory from being freed.
 #pragma once
 
 #include <cstddef>
@@ -50,7 +49,7 @@ class Window {
   std::string name_;
 };
 
-/// Bytes that can still be allocated in /dev/shm; without a limit there, those of the machine's memory.
+/// Bytes that can still be allocated in /dev/shm; if it has no limit, the size of the machine's memory.
 int64_t available_bytes();
 
 }  // namespace moecomm::shm

@@ -19,7 +19,7 @@ using namespace std::chrono_literals;
 constexpr int kPollMilliseconds = 50;
 // A caller must identify itself within this time, or it is dropped. A peer that was too slow calls again.
 constexpr auto kHelloTime = 2s;
-// The most silent callers at a time, besides the peers; with more, the oldest is dropped.
+// How many callers, besides the peers, may be waited for at a time; one more, and the oldest is dropped.
 constexpr size_t kStrangers = 64;
 constexpr auto kFirstPause = 20ms, kLongestPause = 1000ms;
 
@@ -61,7 +61,7 @@ std::vector<Descriptor> Handshake::run(double timeout_seconds, const std::functi
     if (::poll(polled.data(), polled.size(), kPollMilliseconds) < 0 && errno != EINTR)
       throw Error(ErrorKind::unsupported, errno_text("poll of the links to rail peers"));
 
-    // Since poll() no descriptor was closed or made, so each finds its own result.
+    // Since poll() no descriptor was closed or made, so every `fd` is found with its own result.
     const auto ready = [&](const Descriptor& fd) {
       return std::any_of(polled.begin(), polled.end(),
                          [&](const pollfd& each) { return each.fd == fd.get() && each.revents != 0; });

@@ -1,6 +1,6 @@
-// Handshake of the peers of a rail (ranks with the same local index, one a node): each calls the peers with
-// lower numbers. Both sides begin with a hello. A caller that is not a rank of this job is rejected and does
-// not delay the others.
+// Handshake of the peers of a rail (ranks with the same local index, one a node): each opens connections to
+// the peers with lower numbers (calls them). Both sides begin with a hello. A caller that is not a rank of
+// this job is rejected and does not delay the others.
 #pragma once
 
 #include <array>

@@ -30,8 +30,8 @@ void set(int fd, int level, int option, unsigned value, const char* what) {
     throw Error(ErrorKind::unsupported, errno_text(what));
 }
 
-/// Makes the kernel end the link when the other host has been silent for this long, while bytes are in
-/// flight as well as (by probes) while none are.
+/// Makes the kernel end the link when the other host has been silent for this long: while bytes are in
+/// flight, and, by probes, while none are.
 void set_up(int fd, double silence_seconds) {
   const auto seconds = static_cast<unsigned>(std::ceil(silence_seconds));
   set(fd, IPPROTO_TCP, TCP_NODELAY, 1, "setsockopt TCP_NODELAY");
@@ -193,8 +193,8 @@ void Links::drop(int32_t peer, const std::string& why, std::vector<LinkEvent>& e
 
 // -- the end ---------------------------------------------------------------------------------------------
 
-// True when the peer's host has received everything, or never will. It reads once, so that a peer that sends
-// without end does not keep close() from its deadline.
+// True when the peer's host has received everything, or never will. A call reads only once, so that a peer
+// that sends without end does not keep close() from its deadline.
 bool Links::settled(Link& link) noexcept {
   if (!link.fd || link.error != 0) return true;
   // Unread bytes would turn the close into a reset, which can overtake what was sent.

@@ -1,6 +1,6 @@
 // TCP connections to the rail peers (the ranks with the same local index on the other nodes), one each. They
-// carry small control messages, and the end of one shows that a peer's process or host is gone. They never
-// carry rows.
+// carry small control messages, never rows. The end of a connection shows that the peer's process or host is
+// gone.
 #pragma once
 
 #include <cstddef>
@@ -47,8 +47,8 @@ struct LinkOptions {
   int32_t self;           ///< this rank's index among the peers: the number of its node
   int32_t peers;          ///< number of peers, including this rank
   std::string interface;  ///< name or numeric address (transport/network_interface.hpp); empty: chosen
-  /// How long a peer's host may be unreachable before its link counts as lost. A stopped process whose
-  /// buffers are full of messages looks the same.
+  /// How long a peer's host may be unreachable before its link counts as lost. A peer that is stopped and
+  /// has buffers full of unread messages counts as unreachable.
   double silence_seconds = 30;  ///< at most kLongestSilence
 };
 
@@ -66,7 +66,7 @@ class Links {
   const std::string& endpoint() const { return endpoint_; }
 
   /// Connects to all peers. endpoints[i]: endpoint() of peer i, at [self] this rank's own. Every peer calls
-  /// it once. It stops listening when it returns. After an error the object can only be destroyed.
+  /// it once. Listening ends with the call. After an error the object can only be destroyed.
   ///
   /// Throws Error(invalid_argument) for a malformed endpoint, Error(peer_timeout), which names the missing
   /// peers, and Error(mismatched_arguments) where another program answers for a peer. `interrupt` is called
@@ -86,7 +86,7 @@ class Links {
   /// end after the given time. The peers see `lost` after the last message.
   void close(double timeout_seconds) noexcept;
 
-  /// Makes the peers see the end of all links at once. Any thread may call it if poll()'s is blocked.
+  /// Ends all links at once, also for the peers. Any thread may call it if the one that polls is blocked.
   void cut() noexcept;
 
  private:
@@ -95,7 +95,7 @@ class Links {
     Descriptor fd;         // empty: own index, not connected, or lost
     int error = 0;         // error of sending: nothing more is sent, and poll() finds the end of the link
     LinkMessage incoming;  // a message that is arriving
-    size_t received = 0;   // its bytes that are here
+    size_t received = 0;   // bytes of it that have arrived
   };
 
   bool inherited() const { return generation_ != Descriptor::current_generation(); }
