@@ -9,7 +9,7 @@ namespace moecomm {
 /// signal handlers.
 void bind_cuda(pybind11::module_& m, void (*interrupt)());
 
-/// Binds Activation and the kernels of the experts.
+/// Binds the kernels of the experts and of the router, with their enumerations.
 void bind_experts(pybind11::module_& m);
 
 }  // namespace moecomm

@@ -1,7 +1,6 @@
 // The ring through which commands reach the proxy: any number of producers, one consumer, no locks. A bit in
-// each slot says whether the slot is filled; its meaning flips with every lap. So a producer takes a ticket,
-// the number of its slot, and stores two words, the second with release. Kernels push to a ring in pinned
-// memory (device/rail.cuh).
+// each slot says whether the slot is filled; its meaning flips with every lap. A producer takes a ticket (its
+// slot's number) and stores two words, the second with release. Kernels use pinned memory (device/rail.cuh).
 #pragma once
 
 #include <atomic>

@@ -13,7 +13,7 @@
 namespace moecomm {
 namespace {
 
-// The most plans that are kept alive without a handle, so that a recomputed forward finds its plan.
+// How many of the latest plans stay alive without a handle, so that a recomputed forward finds its plan.
 constexpr size_t kRecentPlans = 16;
 
 /// Copies ids to int32 and checks them. Returns what is wrong with the first bad id, or an empty text.
@@ -136,7 +136,7 @@ void Communicator::check() {
   throw error;
 }
 
-/// Marks a pending overflow as reported. Returns the last overflow's text, for the error of the caller.
+/// Marks a pending overflow as reported. Returns the last overflow's text, which another error may quote.
 const std::string& Communicator::tell_overflow() {
   if (overflow_) told_overflow_ = std::exchange(overflow_, std::nullopt)->what();
   return told_overflow_;
@@ -189,7 +189,7 @@ SignalRecord Communicator::start(Operation operation, const Plan* plan) {
   return record;
 }
 
-/// Announces `record` to all ranks. `routes`: of the rows that send_rows() will send; `text`: of an error.
+/// Announces `record` to all ranks. `routes`: of rows to send, or null; `text`: of an error, or null.
 void Communicator::signal(const SignalRecord& record, const RelayRoutes* routes, const char* text) {
   signals_->signal(record);
   if (internode_) internode_->announce(record, routes, text);
@@ -203,7 +203,7 @@ void Communicator::wait_records(const SignalRecord& record, const char* phase) {
   compare_records(record.epoch);
 }
 
-/// Throws if a record has an error, or if records disagree. All ranks compare the same, so all throw alike.
+/// Throws if a record has an error or records disagree. All ranks compare the same records: all throw alike.
 void Communicator::compare_records(uint64_t epoch) {
   for (int r = 0; r < config_.shape.ranks; ++r) {
     const SignalRecord& record = signals_->record(r, epoch);

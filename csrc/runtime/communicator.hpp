@@ -2,8 +2,8 @@
 // runs dispatch and combine as sequences of kernels and signals (docs/protocol.md). It does not depend on
 // torch: arguments are pointers and sizes.
 //
-// It runs one operation at a time; the caller serialises. Every operation sends all ranks one record, which
-// announces it and has its epoch, also if its arguments are bad: ranks stay in step, and all raise the error.
+// It runs one operation at a time; the caller serialises. Every operation, also with bad arguments, announces
+// its epoch to all ranks in one record. So ranks stay in step, and an error of one rank is raised on all.
 #pragma once
 
 #include <unistd.h>

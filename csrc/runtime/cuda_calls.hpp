@@ -19,7 +19,7 @@ inline void check_cuda(cudaError_t error, const char* what) {
               std::string(what) + ": " + cudaGetErrorName(error) + " (" + cudaGetErrorString(error) + ")");
 }
 
-/// Returns the unique id of the capture that records `stream`; 0 if there is none, or if that has failed.
+/// Returns the unique id of the capture that records `stream`; 0 if none does, or if the capture has failed.
 inline uint64_t capture_of(cudaStream_t stream) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   unsigned long long id = 0;

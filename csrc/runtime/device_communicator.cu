@@ -126,8 +126,8 @@ void DeviceCommunicator::connect(const std::vector<uintptr_t>& bases, const std:
   state.bad_id = ~uint64_t{0};
   state.epoch = config_.first_epoch - 1;
   check_cuda(cudaMemcpy(own + window_.state, &state, sizeof(state), cudaMemcpyHostToDevice), "cudaMemcpy");
-  // The side stream has high priority: rows for which other ranks wait are sent before a product that fills
-  // the GPU gets more SMs.
+  // The side stream has high priority, so that sends for which other ranks wait get SMs before a product that
+  // fills the GPU.
   int least = 0, greatest = 0;
   check_cuda(cudaDeviceGetStreamPriorityRange(&least, &greatest), "cudaDeviceGetStreamPriorityRange");
   check_cuda(cudaStreamCreateWithPriority(&side_stream_, cudaStreamNonBlocking, greatest),
@@ -178,7 +178,7 @@ void DeviceCommunicator::connect_nodes(std::unique_ptr<Transport> transport,
                                    std::move(links), config_.timeout_seconds, config_.first_epoch);
 }
 
-/// The watcher's loop: tells this rank's kernels which peers are gone, and peers on whom a kernel gave up.
+/// Tells this rank's kernels which peers are gone, and tells the peers if a kernel here gave up on a rank.
 void DeviceCommunicator::watch() {
   cudaSetDevice(config_.device);  // precedes any other call, which would create a context on GPU 0
   const BesideCaptures beside;

@@ -11,7 +11,8 @@
 namespace moecomm {
 namespace {
 
-/// Rounds a size up to a quarter of the power of two below it, so that slightly different sizes share blocks.
+/// Rounds a size up to a multiple of a quarter of the power of two below it, so that training steps of
+/// slightly different sizes share blocks.
 int64_t size_class(int64_t bytes) {
   const auto power = static_cast<int64_t>(std::bit_floor(static_cast<uint64_t>(std::max(bytes, kPage))));
   return align_up(align_up(std::max(bytes, kPage), power / 4), kPage);

@@ -24,7 +24,7 @@ class Internode {
 
   Proxy& proxy() { return proxy_; }
 
-  /// Rows from `rank`, on another node, in the order sent (relay index). The next three came with its record.
+  /// Rows from `rank`, on another node, in the order sent. ids(), weights(), error_text(): with its record.
   const std::byte* rows(int32_t rank, uint64_t epoch) const {
     return window_of(rank) + layout_.relayed_rows(epoch, other_of(rank));
   }

@@ -20,7 +20,7 @@ std::string interface_for_links(const std::string& interface) {
   }
 }
 
-// A link ends if its host is silent for the timeout, but at least these seconds; the kernel sets a maximum.
+// The least silence of a host that ends its link. A longer timeout takes its place, up to the kernel's limit.
 constexpr double kLeastSilence = 30.0;
 
 }  // namespace

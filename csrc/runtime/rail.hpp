@@ -1,5 +1,5 @@
-// Opens a rank's connections to its rail, the ranks with the same local index on the other nodes: first this
-// rank's ends, whose addresses peers need, then the connections. Peers have node numbers, in errors ranks.
+// Opens a rank's connections to its rail, the ranks with the same local index on the other nodes: first its
+// own ends, whose addresses peers need, then the connections. Peers are numbered by node, in errors by rank.
 #pragma once
 
 #include <functional>

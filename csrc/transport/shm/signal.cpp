@@ -110,7 +110,7 @@ void Signals::write_lines(int peer, const Write& write) {
   for (int i = 0; i < nodes_.local_ranks; ++i) {
     const int reader = first_ + (rank_ - first_ + i) % nodes_.local_ranks;
     write(lines(reader, peer));
-    // A rank does not wait for its own signal. It does wait for signals that its proxy writes for `peer`.
+    // A rank need not wake itself for its own record, but for a remote rank's, which its proxy writes.
     if (reader != peer) ring(reader);
   }
 }
