@@ -188,8 +188,8 @@ bool DeviceCommunicator::dequantises(const gpu::ReceiveArguments& output) const 
   return config_.shape.wire != WireFormat::same && output.out_scales == nullptr;
 }
 
-/// Starts to send and to receive, in one kernel or several. If the output was offered before the number of
-/// rows is known, they may not fit. The operation is then pending until accept_rows or finish_dispatch.
+/// Starts to send and to receive, in one kernel or several. Rows may not fit an output that was offered
+/// before their number is known. Such an operation is pending until accept_rows or finish_dispatch.
 void DeviceCommunicator::send_and_receive(WireFormat wire, const gpu::SendArguments& sent,
                                           gpu::ReceiveArguments received, cudaStream_t stream) {
   const gpu::DispatchPlan plan = plan_of(wire, sent, false);
