@@ -20,7 +20,7 @@ namespace {
 
 bool is_ipv6(const std::string& address) { return address.find(':') != std::string::npos; }
 
-/// The canonical spelling of a numeric address ("::0001" is "::1"), or "" if `text` is not one.
+/// Returns `text`, a numeric address, in its canonical spelling ("::1" for "::0001"); "" for other texts.
 std::string canonical(const std::string& text) {
   std::array<unsigned char, sizeof(in6_addr)> bytes;
   std::array<char, INET6_ADDRSTRLEN> spelled;
@@ -46,7 +46,7 @@ std::string list(const std::vector<InterfaceAddress>& have) {
                   list(have));
 }
 
-/// The first address that satisfies `fits`, IPv4 before IPv6; "" if there is none.
+/// The first address that is up and satisfies `fits`, IPv4 before IPv6; "" if there is none.
 template <class Fits>
 std::string first(const std::vector<InterfaceAddress>& have, const Fits& fits) {
   for (const bool ipv6 : {false, true})
@@ -83,8 +83,8 @@ std::vector<InterfaceAddress> host_addresses() {
 }
 
 std::string default_route_address() {
-  // Addresses for documentation (RFC 5737, 3849), which no host has. A socket connected to one has the
-  // address of the default route, and nothing is sent.
+  // No host has these addresses (for documentation, RFC 5737, 3849). To connect a datagram socket sends
+  // nothing, but gives it this host's address on the default route.
   for (const char* const far : {"192.0.2.1", "2001:db8::1"}) {
     tcp::Address address = tcp::make_address(far, "9");
     const Descriptor fd =
@@ -111,7 +111,7 @@ std::string choose_address(const std::string& wanted, const std::vector<Interfac
   if (const std::string numeric = canonical(wanted); !numeric.empty()) {
     if (numeric == "0.0.0.0" || numeric == "::")
       refuse(wanted, "it stands for all interfaces, and moecomm listens on one", have);
-    // An interface lists one address of 127.0.0.0/8, but all addresses there are this host.
+    // The loopback lists one address of 127.0.0.0/8, but all addresses of that range are this host's.
     if (numeric.starts_with("127.")) return numeric;
     for (const InterfaceAddress& each : have) {
       if (canonical(each.address) != numeric) continue;

@@ -75,7 +75,7 @@ Endpoint::Endpoint(Info info) : info_(std::move(info)) {
                 "fabric " + offer.provider + " on " + offer.domain + " " + offer.address + ": " + what +
                     ": " + library().strerror(-status));
   };
-  // Calls open(&object), and keeps the object in `handle`.
+  // Calls open(&object) and keeps the object in `handle`. If `open` fails, throws an error about `what`.
   const auto make = [&](auto& handle, const char* what, const auto& open) {
     auto object = handle.get();
     require(open(&object), what);
@@ -98,9 +98,9 @@ Endpoint::Endpoint(Info info) : info_(std::move(info)) {
   make(endpoint_, "opening the endpoint",
        [&](auto object) { return fi_endpoint(domain_.get(), info_.get(), object, nullptr); });
   if (provider() == "shm") {
-    // The shm provider names its file in /dev/shm by the process id, which may recur: a killed process has
-    // left its file, or another container shares the folder. Versions after 1.17 then try another name; for
-    // older ones random digits are added here.
+    // The shm provider names its file in /dev/shm by the process id. That name may be taken: a killed process
+    // has left its file, or a process in another container that shares the folder has the same id. Versions
+    // after 1.17 then try another name; for older versions random digits are added here.
     std::string name = reinterpret_cast<const char*>(address().data());
     name += ':';
     name += random_digits("the name of an endpoint");
@@ -112,8 +112,8 @@ Endpoint::Endpoint(Info info) : info_(std::move(info)) {
 }
 
 Endpoint::~Endpoint() {
-  // Memory that is bound to the endpoint keeps it from closing; otherwise the endpoint is destroyed first
-  // (see members).
+  // Memory that is bound to an endpoint has to be closed before it. Other memory is closed after the endpoint
+  // (see the order of members).
   if ((static_cast<uint64_t>(info_->domain_attr->mr_mode) & FI_MR_ENDPOINT) != 0) registrations_.clear();
 }
 
@@ -141,7 +141,7 @@ fi_addr_t Endpoint::insert(const std::vector<std::byte>& address) {
                                                          ": all ranks must use the same kind of address "
                                                          "(IPv4 or IPv6); MOECOMM_FABRIC_INTERFACE chooses"));
   std::vector<std::byte> padded(address);
-  padded.resize(address.size() + 64);  // terminates a text with a zero, whatever the peer sent
+  padded.resize(address.size() + 64);  // so that a text ends with a zero, whatever the peer sent
   fi_addr_t peer = FI_ADDR_NOTAVAIL;
   const int inserted = fi_av_insert(addresses_.get(), padded.data(), 1, &peer, 0, nullptr);
   if (inserted != 1)
@@ -162,7 +162,7 @@ std::string Endpoint::print(const std::vector<std::byte>& address) const {
 }
 
 bool Endpoint::read_error(Failure& failure) {
-  fi_cq_err_entry entry{};  // all zero, so that the provider keeps error data to itself
+  fi_cq_err_entry entry{};  // all zero, so that err_data stays in the provider's memory
   if (fi_cq_readerr(queue_.get(), &entry, 0) != 1) return false;
   char buffer[256] = "";
   const char* detail = fi_cq_strerror(queue_.get(), entry.prov_errno, entry.err_data, buffer, sizeof(buffer));

@@ -30,19 +30,19 @@ struct CloseFid {
 template <class Object>
 using Handle = std::unique_ptr<Object, CloseFid>;
 
-/// Throws the error for a provider that refuses to register memory. `status`: its FI_E number, positive.
-/// Either out_of_memory, with what to do about locked memory, or unsupported.
+/// Throws the error for a provider that refuses to register memory: out_of_memory, with advice on the limit
+/// of locked memory, or unsupported. `status`: the provider's FI_E number, positive.
 [[noreturn]] void registration_refused(int status, const std::string& provider, int64_t bytes);
 
-/// Memory to which peers may write and from which puts are read. It must stay mapped while this object lives.
+/// Memory that peers may write and that this rank's puts read. It must stay mapped while this object lives.
 class Registration {
  public:
   Registration(fid_domain* domain, fid_ep* endpoint, const fi_info& info, void* base, int64_t bytes);
 
   void* descriptor() const { return fi_mr_desc(region_.get()); }
   uint64_t key() const { return fi_mr_key(region_.get()); }
-  /// Address to which a peer adds offsets: the local address, or 0 with providers that count from the start
-  /// of the region.
+  /// Address to which a peer adds offsets. It is the local address, or 0 if the provider counts from the
+  /// start of the region.
   uint64_t remote_base() const { return remote_base_; }
 
  private:
@@ -50,7 +50,7 @@ class Registration {
   uint64_t remote_base_ = 0;
 };
 
-/// Used by one thread at a time (FI_THREAD_DOMAIN).
+/// The endpoint and its objects (head comment). Only one thread may use it at a time (FI_THREAD_DOMAIN).
 class Endpoint {
  public:
   explicit Endpoint(Info info);
@@ -61,9 +61,9 @@ class Endpoint {
   const fi_info& info() const { return *info_; }
   std::string provider() const { return info_->fabric_attr->prov_name; }
 
-  /// The registration lives until deregister(), or as long as the endpoint.
+  /// Registers memory, until deregister() or until this object is destroyed.
   const Registration& register_memory(void* base, int64_t bytes);
-  /// Ends all registrations, after which the memory may be unmapped. Peers can't write to it any more.
+  /// Ends all registrations. Peers can't write to the memory any more, and it may be unmapped.
   void deregister() { registrations_.clear(); }
 
   /// The address that a peer passes to insert(): bytes, in general not text.
@@ -72,17 +72,17 @@ class Endpoint {
   /// An address as text, for messages.
   std::string print(const std::vector<std::byte>& address) const;
 
-  /// Returns 0, -FI_EAGAIN or another error. `context` must stay valid until the completion.
+  /// Starts a put. Returns 0, -FI_EAGAIN or another error. `context` must stay valid until it completes.
   ssize_t write(const void* source, size_t bytes, void* descriptor, uint32_t immediate, fi_addr_t peer,
                 uint64_t address, uint64_t key, fi_context2* context) {
     return fi_writedata(endpoint_.get(), source, bytes, descriptor, immediate, peer, address, key, context);
   }
 
-  /// Makes progress. Returns the number of completions; -FI_EAGAIN if none, -FI_EAVAIL if one is an error.
+  /// Makes progress. Returns the number of completions; -FI_EAGAIN: none; -FI_EAVAIL: an error is next.
   ssize_t read(fi_cq_data_entry* entries, size_t count) { return fi_cq_read(queue_.get(), entries, count); }
 
   struct Failure {
-    void* context = nullptr;  ///< of the failed operation; null if the entry belongs to none
+    void* context = nullptr;  ///< of the failed operation; null if the error is of no operation
     std::string text;
   };
   /// Gets the next error of the queue. False if there is none.

@@ -12,7 +12,7 @@ namespace moecomm::fabric {
 
 static_assert(std::is_trivially_copyable_v<EndpointFacts>);
 
-/// Returns whether the address at the end of an interface's name is reachable from its own host alone.
+/// Returns whether the text of an interface, such as "lo 127.0.0.1", ends with a loopback address.
 static bool on_loopback(const std::string& interface) {
   const size_t space = interface.rfind(' ');
   return space != std::string::npos && is_loopback(interface.substr(space + 1));

@@ -40,7 +40,7 @@ struct EndpointAddress : EndpointFacts {
   static EndpointAddress from_bytes(const std::vector<std::byte>& bytes);
 };
 
-/// Throws Error(mismatched_arguments) if two peers cannot talk to each other.
+/// Throws Error(mismatched_arguments) if providers or protocols differ, or only one peer is on loopback.
 void require_compatible(const EndpointAddress& own, int own_index, const EndpointAddress& other,
                         int other_index);
 

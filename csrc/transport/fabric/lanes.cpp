@@ -1,7 +1,7 @@
-// A network of one or more connections to the same peers. A lane is an endpoint: on a NIC of its own where a
-// rank has several, or an additional connection where a single core cannot copy as much as the network takes.
-// The caller's thread drives a single lane; several have a thread each. A put travels whole, over the lane
-// with the least to do; puts have no guaranteed order anyway.
+// A network of one or more lanes to the same peers. A lane is an endpoint. A rank has several if it has
+// several NICs, or if one core cannot copy as much as the network takes. The caller's thread drives a single
+// lane; of several lanes each has a thread. A put is not split: it goes over the lane with the fewest bytes
+// to send. Puts have no guaranteed order, with one lane or several.
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -25,11 +25,11 @@
 namespace moecomm::fabric {
 namespace {
 
-// The most unsent bytes that a lane is given: enough to keep any network busy, and few enough that a slow
-// lane does not hold what a fast one could send.
+// The most bytes that a lane holds, waiting or under way: enough to keep any network busy, and few enough
+// that a slow lane does not hold bytes that a fast lane could send.
 constexpr int64_t kMostBytes = int64_t{8} << 20;
 constexpr auto kLongestSleep = std::chrono::microseconds(100);
-constexpr auto kPause = std::chrono::milliseconds(1);  // between polls of lanes that connect
+constexpr auto kPause = std::chrono::milliseconds(1);  // between checks whether all lanes are connected
 
 struct Stopped {};
 
@@ -46,16 +46,16 @@ struct Order {
 struct Lane {
   enum class State { connecting, connected, failed };
 
-  FabricLane remote;  // used by the thread alone, once it runs
+  FabricLane remote;  // used only by `thread`, once that runs
   Backoff backoff{kLongestSleep};
   std::atomic<State> state{State::connecting};
-  std::exception_ptr error;  // error of a lane that failed
+  std::exception_ptr error;  // why the lane failed
 
   std::mutex mutex;
   std::deque<Order> orders;            // under the mutex
   std::vector<TransportEvent> events;  // under the mutex
   std::atomic<bool> has_orders{false}, has_events{false};
-  // Bytes of puts: those that wait for the thread, and those that are under way in the network.
+  // Bytes of puts that wait for `thread`, and of puts that are under way in the network.
   std::atomic<int64_t> waiting{0}, under_way{0};
   std::thread thread;
 
@@ -138,7 +138,7 @@ class Lanes final : public Network {
     for (size_t i = 0; i < lanes_.size(); ++i)
       if (const int64_t its = lanes_[i]->waiting + lanes_[i]->under_way; its < load) least = i, load = its;
     if (load > 0 && bytes > kMostBytes - load) return false;
-    // The lane checks bounds when it sends; a put out of bounds is reported as a failure of its peer.
+    // The lane checks bounds when it sends; if a put is out of bounds, poll() reports its peer as failed.
     lanes_[least]->give({Order::Kind::put, peer, dst_offset, src_offset, bytes, immediate, context});
     return true;
   }
@@ -243,7 +243,7 @@ class Lanes final : public Network {
       if (lane->thread.joinable()) lane->thread.join();
   }
 
-  TransportCaps caps_;  // of the first lane, with the NICs of all
+  TransportCaps caps_;  // of the first lane, but with the NICs of all lanes and their smallest max_message
   std::atomic<bool> stop_{false}, stay_awake_{false};
   std::vector<std::unique_ptr<Lane>> lanes_;
 };

@@ -1,6 +1,6 @@
 // libfabric, opened at run time: nothing of moecomm is linked against it, so that one build works on machines
 // with and without it, and with every version since 1.13 (soname libfabric.so.1). Its headers are needed only
-// to build moecomm; without them without_libfabric.cpp replaces this folder.
+// to build moecomm; in a build without the headers without_libfabric.cpp replaces this folder.
 #pragma once
 
 #include <csignal>
@@ -17,7 +17,7 @@ namespace moecomm::fabric {
 
 constexpr const char* kLibraryName = "libfabric.so.1";
 
-/// The functions that are symbols of the library; all others are reached through the objects that these make.
+/// The functions that are symbols of libfabric. All others are called through the objects that these create.
 struct Library {
   int (*getinfo)(uint32_t, const char*, const char*, uint64_t, const fi_info*, fi_info**) = nullptr;
   void (*freeinfo)(fi_info*) = nullptr;
@@ -35,11 +35,11 @@ Library load_library(const std::string& path);
 /// The library of this process, opened by the first call that succeeds. Any thread may call it.
 const Library& library();
 
-/// "1.17"
+/// A version as text, such as "1.17".
 inline std::string version_text(uint32_t version) { return text_of(version >> 16, ".", version & 0xffff); }
 
-/// Restores, at the end of its lifetime, the handlers of SIGINT, SIGTERM, SIGSEGV and SIGBUS: the shm
-/// provider of some versions installs its own when providers are listed, even if it is not used.
+/// Saves the handlers of SIGINT, SIGTERM, SIGSEGV and SIGBUS, and restores them when destroyed. When
+/// providers are listed, the shm provider of some versions installs its own handlers, even if it is not used.
 class KeepSignalHandlers {
  public:
   KeepSignalHandlers();

@@ -16,8 +16,8 @@ namespace moecomm::fabric {
 
 struct FabricOptions {
   ProviderOptions provider;
-  /// The most puts and bytes in flight in a lane, over all peers. The provider's own limits are no bound: tcp
-  /// takes as much as fits into memory. A single put may have more bytes if nothing else is in flight.
+  /// The most puts and bytes in flight in a lane, to all peers together; a put that is alone may have more
+  /// bytes. Providers may set no limit: tcp takes as much as fits into memory.
   int max_in_flight_operations = 256;
   int64_t max_in_flight_bytes = int64_t{64} << 20;
 };
@@ -26,14 +26,14 @@ using AddressBytes = std::vector<std::byte>;
 
 class Network : public Transport {
  public:
-  /// The endpoint address of each lane, for insert_peers() of peers, which can connect during connect() here.
+  /// The endpoint address of each lane, for peers' insert_peers(). Peers can connect while connect() runs.
   virtual std::vector<AddressBytes> endpoint_addresses() const = 0;
-  /// Takes the endpoint addresses of all peers, peers[i] those of peer i, and keeps as many lanes (endpoints)
-  /// as all peers have. Called once. Throws an error for a bad address.
+  /// Takes the endpoint addresses of all peers (peers[i]: those of peer i, one per lane), and drops lanes
+  /// that a peer lacks. Called once. Throws an error for a bad address.
   virtual void insert_peers(const std::vector<std::vector<AddressBytes>>& peers, int own_index) = 0;
-  /// Establishes the connections to all peers, both ways. Calls `interrupt` every few milliseconds; its
-  /// exceptions pass through. Error(peer_timeout) names the missing peers; Error(peer_lost) if a peer
-  /// refuses. After an error the object can only be destroyed.
+  /// Establishes the connections to all peers, in both directions. Calls `interrupt` every few milliseconds;
+  /// its exceptions pass through. Throws Error(peer_timeout), which names the missing peers, or
+  /// Error(peer_lost) if a peer refuses. After an error the object can only be destroyed.
   virtual void connect(double timeout_seconds, const std::function<void()>& interrupt) = 0;
 };
 
@@ -42,10 +42,10 @@ class Network : public Transport {
 /// Error(out_of_memory) if the system refuses to pin the window.
 std::unique_ptr<Network> open_network(const FabricOptions& options, void* base, int64_t bytes);
 
-/// All usable providers and interfaces, best provider first, each once. Error(unsupported) without libfabric.
+/// Each usable provider on each interface, best provider first. Error(unsupported) without libfabric.
 std::vector<Offer> list_offers();
 
-/// The version of the library, "1.17". Error(unsupported), with what to install, if there is none.
+/// The version of libfabric, "1.17". Error(unsupported), with what to install, if there is no libfabric.
 std::string installed_version();
 
 }  // namespace moecomm::fabric

@@ -103,7 +103,7 @@ std::vector<int> nearest_nics(const std::string& gpu, const std::vector<std::str
   std::vector<int> equal;
   for (size_t i = 0; i < nics.size(); ++i)
     if (distance[i] == best) equal.push_back(static_cast<int>(i));
-  // Providers list NICs in different orders.
+  // Sorted by bus id, because providers list NICs in different orders.
   std::sort(equal.begin(), equal.end(), [&](int a, int b) { return nics[a] < nics[b]; });
   return equal;
 }

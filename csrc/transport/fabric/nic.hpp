@@ -14,14 +14,14 @@ struct PciDevice {
   int numa = -1;
 };
 
-/// The device with this bus id ("0000:17:00.0"; upper case and a missing domain are accepted). The path is
-/// empty if sysfs does not show it.
+/// The device with this bus id ("0000:17:00.0"; upper case and a missing domain are accepted). Its path is
+/// empty if sysfs does not show the device.
 PciDevice pci_device(const std::string& bus_id, const std::string& sysfs = "/sys");
 
-/// Number of PCI links between two devices through their nearest common bridge. Devices below different host
-/// bridges are at least 1000 apart, on different NUMA nodes 2000, and an unknown device 4000: no path through
-/// bridges is that long.
-///   .../pci0000:16/0000:16:01.0/0000:17:00.0 and .../pci0000:16/0000:16:01.0/0000:18:00.0: 2, one switch
+/// Number of PCI links between two devices through their nearest common bridge. If the devices are below
+/// different host bridges, 1000 is added, or 2000 if their NUMA nodes differ too. If a device is unknown, it
+/// is 4000: more than any path through bridges has.
+///   .../pci0000:16/0000:16:01.0/0000:17:00.0 and .../pci0000:16/0000:16:01.0/0000:18:00.0: 2, by a switch
 int pci_distance(const PciDevice& a, const PciDevice& b);
 
 /// Cores near a device according to sysfs; empty if it lists none.
@@ -30,17 +30,17 @@ std::vector<int> cores_near(const PciDevice& device);
 /// The numbers in a list like "0-3,8,10-11"; empty if the text is not such a list.
 std::vector<int> core_list(const std::string& text);
 
-/// Indices of the NICs nearest to a GPU, all equally near; without a GPU (`gpu` empty) of all NICs. They are
-/// in the order of their bus ids, which is the same on machines of one kind. `nics`: bus ids, at least one.
+/// Indices of the NICs nearest to a GPU, several if they are equally near; all if `gpu` is empty (no GPU).
+/// They are sorted by bus id, for the same order on machines of one kind. `nics`: bus ids, at least one.
 std::vector<int> nearest_nics(const std::string& gpu, const std::vector<std::string>& nics,
                               const std::string& sysfs = "/sys");
 
-/// Number of this host's GPUs, including `gpu`, with the same nearest NICs as `gpu`, which they share.
+/// Number of GPUs of this host that share the nearest NICs of `gpu`, as they have the same; `gpu` is counted.
 int gpus_sharing(const std::string& gpu, const std::vector<std::string>& nics,
                  const std::string& sysfs = "/sys");
 
-/// Indices of the NICs that a rank's lanes use in turn, among `near` equally near NICs of `sharers` ranks:
-/// the rank's part if there are enough for all, else one. Ranks spread in the same way on every node.
+/// Divides `near` equally near NICs among `sharers` ranks: indices of the NICs that the lanes of one rank
+/// use. These are near / sharers NICs, or one NIC if there are more ranks than NICs; the same on every node.
 ///   (8 near, 2 sharers, local rank 1): 4, 5, 6, 7    (2 near, 4 sharers, local rank 3): 1
 std::vector<int> share_of_nics(int near, int sharers, int local_rank);
 

@@ -23,10 +23,10 @@
 namespace moecomm::fabric {
 namespace {
 
-// Preferences, smaller is better. From kOnlyByName on, a provider is used only on request: it stays on one
-// host, or is meant for development.
+// Preferences of providers, smaller is better. A provider with kOnlyByName or more is used only on request:
+// it does not leave the host, or is meant for development.
 constexpr int kOnlyByName = 100;
-// kCopyingLanes: the most lanes (endpoints) if cores copy the bytes, as with TCP. kCoresALane: cores of each.
+// kCopyingLanes: the most lanes (endpoints) if cores copy the bytes, as with TCP. kCoresALane: cores for one.
 constexpr int kCopyingLanes = 8, kCoresALane = 4;
 
 int preference(const std::string& provider) {
@@ -58,8 +58,8 @@ int preference(const std::string& provider) {
 
 bool on_one_host(const std::string& provider) { return provider == "shm" || provider == "sm2"; }
 
-/// Order of interfaces if none is requested, lowest first: reachable from other hosts first, then IPv4 first.
-/// candidates() puts the interface of the control links before all.
+/// Sorts addresses if no interface is requested, lowest first: loopback after others, then IPv6 after IPv4.
+/// candidates() puts the interface of the control links before all others.
 int address_preference(const std::string& address) {
   if (address.starts_with("fe80:")) return 9;  // needs a scope, which address tables can't hold
   const bool v6 = address.find(':') != std::string::npos;
@@ -78,7 +78,7 @@ Info query() {
   hints->domain_attr->threading = FI_THREAD_DOMAIN;
   hints->domain_attr->resource_mgmt = FI_RM_ENABLED;
   hints->domain_attr->cq_data_size = 4;
-  // endpoint.cpp respects each bit that a provider sets.
+  // Each of these bits that a provider sets is a demand, which endpoint.cpp fulfils.
   hints->domain_attr->mr_mode =
       FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY | FI_MR_ENDPOINT;
   fi_info* found = nullptr;
@@ -110,7 +110,7 @@ std::vector<Candidate> candidates(const fi_info* list) {
                      [&](const Candidate& c) { return c.offer == candidate.offer; }))
       found.push_back(std::move(candidate));
   }
-  // Of a provider's addresses, the one that control links use comes first.
+  // Of the addresses of a provider, the address that control links use comes first.
   std::string usual;
   try {
     usual = interface_address("");
@@ -127,7 +127,7 @@ std::vector<Candidate> candidates(const fi_info* list) {
   return found;
 }
 
-/// "net (eth0, lo), shm"
+/// Returns the providers, each with its domains, as a text such as "net (eth0, lo), shm".
 std::string list_text(const std::vector<Candidate>& list) {
   std::vector<std::pair<std::string, std::vector<std::string>>> providers;
   for (const Candidate& c : list) {
@@ -264,7 +264,7 @@ std::vector<Info> choose_lanes(const ProviderOptions& options) {
   const std::vector<Candidate> there = candidates(all.get());
   const std::vector<Candidate> fit = fitting(options, there);
 
-  // Among NICs of one provider with the same reach as the first, the distance decides.
+  // Among NICs with the first one's provider and kind of address, the distance from the GPU decides.
   const Candidate& first = fit.front();
   std::vector<const Candidate*> rails;
   std::vector<std::string> nics;

@@ -1,5 +1,5 @@
 // Choice of the libfabric provider and the NIC. A provider must offer one-sided writes with an immediate of
-// at least 32 bits between unconnected endpoints (FI_EP_RDM, FI_RMA); among those, hardware comes first.
+// at least 32 bits between unconnected endpoints (FI_EP_RDM, FI_RMA). Providers of hardware are preferred.
 #pragma once
 
 #include <cstdint>
@@ -14,12 +14,12 @@ namespace moecomm::fabric {
 /// A caller's wishes. If all are empty: the best provider, on its first interface that other hosts can reach.
 struct ProviderOptions {
   /// "verbs", "efa", "cxi", "tcp", "shm", or a full name like "tcp;ofi_rxm". "tcp" and "net" mean the same
-  /// provider, which was called "net" before libfabric 1.18; where it is missing, they stand for tcp;ofi_rxm.
+  /// provider, called "net" before libfabric 1.18; if that provider is missing, both mean tcp;ofi_rxm.
   std::string provider;
   /// A network interface ("eth0"), a device ("mlx5_0"), or an address of this host ("192.0.2.7").
   std::string interface;
   std::string gpu_bus_id;  ///< PCI bus id of the rank's GPU, to whose nearest NICs the choice is limited
-  int local_rank = 0;      ///< spreads ranks over equally near NICs
+  int local_rank = 0;      ///< local index of this rank; spreads ranks over equally near NICs
   int local_ranks = 1;     ///< ranks of this node
   int lanes = 0;           ///< endpoints of a rank, see choose_lanes(); 0: chosen automatically
 };
@@ -41,8 +41,8 @@ using Info = std::unique_ptr<fi_info, FreeInfo>;
 
 constexpr int kMostLanes = 64;
 
-/// Chooses the provider and NIC for each lane (endpoint) of a rank. Lanes use the NICs of the rank's share in
-/// turn. Without a requested number there are as many lanes as NICs; over TCP, where a core copies each
+/// Chooses the provider and NIC for each lane (endpoint) of a rank. Lanes use the rank's NICs (share_of_nics)
+/// in turn. If no number is requested, there are as many lanes as NICs; over TCP, where a core copies each
 /// connection's bytes, up to eight if the ranks of the node leave enough cores. All lanes have the same
 /// provider. Throws Error(unsupported), which lists what is available, if nothing fits.
 std::vector<Info> choose_lanes(const ProviderOptions& options);
@@ -54,7 +54,7 @@ Offer describe(const fi_info& info);
 /// the order to try them. ("tcp", 1.17) -> net, tcp;ofi_rxm
 std::vector<std::string> provider_names(const std::string& name, uint32_t version);
 
-/// Why a listed provider cannot be used with this version, or an empty text.
+/// Why this version of libfabric cannot use a provider that it lists; empty if it can.
 std::string why_not(const std::string& provider, uint32_t version);
 
 }  // namespace moecomm::fabric

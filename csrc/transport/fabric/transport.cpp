@@ -25,7 +25,7 @@ namespace moecomm::fabric {
 namespace {
 
 constexpr size_t kBatch = 64;                            // completions read per call
-constexpr int kBatches = 16;                             // most batches per poll(), for progress of puts
+constexpr int kBatches = 16;                             // most batches per poll(), so that puts go on too
 constexpr double kCloseSeconds = 5;                      // time limit of the destructor
 constexpr auto kPause = std::chrono::microseconds(200);  // between polls without result, while connecting
 constexpr auto kInterruptEvery = std::chrono::milliseconds(5);
@@ -105,7 +105,7 @@ void FabricTransport::drop(int32_t index) {
 
 void FabricTransport::fail(int32_t index, const std::string& what, std::vector<TransportEvent>& events) {
   if (index < 0) {
-    // An error that belongs to no write is that of the only peer left, if there is only one.
+    // If an error belongs to no write and only one peer is left, it is that peer's error.
     int32_t left = -1;
     int count = 0;
     for (size_t i = 0; i < peers_.size(); ++i)
@@ -158,7 +158,7 @@ void FabricTransport::take_completions(std::vector<TransportEvent>& events) {
       const fi_cq_data_entry& entry = entries[i];
       if ((entry.flags & FI_REMOTE_CQ_DATA) != 0) {
         const auto immediate = static_cast<uint32_t>(entry.data);
-        // Hellos are recognised by the word that they wrote, see greeted().
+        // Not a put: hellos are recognised by the word that they have written, see greeted().
         if (immediate != kHelloImmediate)
           events.push_back({TransportEvent::Kind::arrived, -1, immediate, 0, {}});
       } else if (entry.op_context != nullptr) {
@@ -169,8 +169,8 @@ void FabricTransport::take_completions(std::vector<TransportEvent>& events) {
   }
 }
 
-/// The shm provider has a file in /dev/shm for each endpoint, which a killed process would leave there. Once
-/// all peers have mapped the file, its name is not needed any more.
+/// Removes the name of the shm provider's file in /dev/shm, which a killed process would leave there. Called
+/// when all peers have mapped the file, so that nobody needs the name. Does nothing with other providers.
 void FabricTransport::unlink_file() const {
   const std::string name(reinterpret_cast<const char*>(own_.address.data()));
   if (const size_t scheme = name.find("://"); own_.provider == "shm" && scheme != std::string::npos)
@@ -180,7 +180,7 @@ void FabricTransport::unlink_file() const {
 bool FabricTransport::greeted() const {
   for (size_t i = 0; i < peers_.size(); ++i) {
     if (static_cast<int>(i) == own_index_) continue;
-    // The provider writes the word, or with shm a peer's process.
+    // Read atomically: the provider writes the word or, with shm, a peer's process.
     uint64_t word = 0;
     __atomic_load(&greetings_[i], &word, __ATOMIC_ACQUIRE);
     if (word != peers_[i].endpoint_address.hello || !peers_[i].hello_sent) return false;
@@ -217,8 +217,8 @@ void FabricTransport::not_greeted(double seconds) const {
 
 void CloseInTime::operator()(FabricTransport* transport) const {
   std::shared_ptr<FabricTransport> lane(transport);
-  // An rxm endpoint crashes (seen with libfabric 1.17 and 2.1) if it closes with arrivals that were not
-  // polled, and a peer may have sent any number. So it stays open until the process ends, without memory.
+  // An rxm endpoint crashes (seen with libfabric 1.17 and 2.1) if it closes with unpolled arrivals, and a
+  // peer may have sent any number. So it stays open until the process ends; its memory is deregistered.
   if (lane->caps_.provider.ends_with("ofi_rxm")) {
     static std::mutex mutex;
     static auto* const left_open = new std::vector<std::shared_ptr<FabricTransport>>;
@@ -236,7 +236,7 @@ void CloseInTime::operator()(FabricTransport* transport) const {
       closed->set_value();
     });
   } catch (const std::system_error&) {
-    return;  // no thread is available: close it here
+    return;  // no thread is available: the lane has closed here, with the lambda
   }
   if (closed->get_future().wait_for(std::chrono::duration<double>(kCloseSeconds)) ==
       std::future_status::ready)
@@ -272,7 +272,7 @@ void FabricTransport::connect(double timeout_seconds, const std::function<void()
   if (count == 0) throw Error(ErrorKind::invalid_argument, "fabric: connect() comes after insert_peers()");
   const Deadline deadline{std::chrono::duration<double>(timeout_seconds)};
   auto next_interrupt = Clock::now() + kInterruptEvery;
-  std::vector<int> waiting;  // peers whose hello has no room or no connection yet
+  std::vector<int> waiting;  // peers to which the hello could not be sent yet
   for (int i = 0; i < count; ++i)
     if (i != own_index_) waiting.push_back(i);
   std::vector<TransportEvent> events;

@@ -1,12 +1,12 @@
 // Transport over libfabric: one registered window, one endpoint, puts by fi_writedata. What holds for it:
 //
-// - Neither order nor delivery is guaranteed: `sent` only frees source bytes. If the network loses a put (tcp
-//   may when it reconnects), the receiver notices because it counts immediates against a deadline.
+// - Neither order nor delivery is guaranteed: `sent` only frees source bytes. The receiver counts immediates
+//   against a deadline, and so notices a put that the network has lost (tcp may when it reconnects).
 // - connect() makes connections in both directions. From then on poll() has to be called continuously, also
 //   when there is nothing to send: several providers accept and deliver only during it.
-// - tcp reports a peer that ends as `failed` if writes to it are in flight then; otherwise put() returns
-//   false from then on. shm never reports it, and no provider reports a peer that stops or whose link is cut.
-//   The caller learns of it by its own links, and calls forget().
+// - If a peer ends while writes to it are in flight, tcp reports `failed`; without such writes, put() to it
+//   returns false from then on. shm reports no end of a peer, and no provider a peer that hangs or whose link
+//   is cut. The caller learns it by its control links, and calls forget().
 #pragma once
 
 #include <cstddef>
@@ -23,7 +23,7 @@
 
 namespace moecomm::fabric {
 
-/// The immediate that connect() uses; put() refuses it.
+/// The immediate of the hellos that connect() sends; put() refuses it.
 constexpr uint32_t kHelloImmediate = 0xffffffff;
 /// The most peers of one window.
 constexpr int kMaxPeers = 4096;
@@ -38,37 +38,37 @@ class FabricTransport final : public Transport {
 
   AddressBytes endpoint_address() const { return own_.to_bytes(); }
 
-  /// Takes the endpoint addresses of all peers, that of peer i at index i; the one at own_index must be this
-  /// rank's. Called once. Throws an error for a bad endpoint address.
+  /// Takes the endpoint addresses of all peers, by index; at own_index stands this rank's, which is not read.
+  /// Called once. Throws an error for a bad endpoint address.
   void insert_peers(const std::vector<AddressBytes>& endpoint_addresses, int own_index);
-  /// Sends a hello to each peer. Returns when every peer's hello has arrived and this rank's are sent.
-  /// Errors as in Network::connect.
+  /// Sends a hello (a random word) to each peer. Returns when all these are sent and every peer's hello has
+  /// arrived. Errors as in Network::connect.
   void connect(double timeout_seconds, const std::function<void()>& interrupt = {});
 
   const TransportCaps& caps() const override { return caps_; }
-  /// A put to a peer that has failed or was forgotten returns true and is dropped: whoever waits for it
-  /// already waits for the failure of the whole job. Throws Error(invalid_argument), before anything is sent,
-  /// if the bytes do not lie in both windows (an out-of-bounds write might be lost without an error). Zero
-  /// bytes are allowed and send only the immediate.
+  /// A put to a peer that has failed or was forgotten returns true and is dropped: the caller then waits for
+  /// the failure of the whole job anyway. Throws Error(invalid_argument), before anything is sent, if the
+  /// bytes do not lie in both windows (an out-of-bounds write might be lost without an error). Zero bytes are
+  /// allowed and send only the immediate.
   bool put(int32_t peer, int64_t dst_offset, int64_t src_offset, int64_t bytes, uint32_t immediate,
            uint64_t context) override;
   /// `failed` is reported at most once per peer; the peer's puts in flight then get no `sent`. If the
-  /// provider names no peer, the failure is that of the only peer left, or of all (-1).
+  /// provider names no peer, `failed` has the only peer that is left, or else -1 (all peers).
   void poll(std::vector<TransportEvent>& events) override;
-  /// Sends nothing more to this peer; its puts in flight are no longer counted.
+  /// Sends nothing more to this peer, and no longer counts the puts to it that are in flight.
   void forget(int32_t peer) override;
 
-  /// Puts in flight: accepted, and neither `sent` nor failed nor forgotten.
+  /// Puts in flight: accepted, not yet `sent`, to peers that have neither failed nor been forgotten.
   int in_flight() const { return counted_; }
   int64_t bytes_in_flight() const { return counted_bytes_; }
 
  private:
   friend struct CloseInTime;
-  // A write in flight. libfabric owns `context` until its completion and then returns its address.
+  // A write in flight. libfabric has `context` until the write completes, and then returns its address.
   struct Operation {
     fi_context2 context;
     int32_t peer;
-    bool counted;  // counts for the limits, until it ends or its peer is dropped
+    bool counted;  // counts towards the limits, until the write ends or its peer is dropped
     bool hello;
     int64_t bytes;
     uint64_t user;
@@ -116,7 +116,7 @@ class FabricTransport final : public Transport {
 };
 
 /// Destroys a transport within a few seconds, whatever the peers do. What the provider has not closed by then
-/// stays until the process ends; so do endpoints of providers layered by rxm, which do not close safely.
+/// stays open until the process ends. So do endpoints of providers layered by rxm, which do not close safely.
 struct CloseInTime {
   void operator()(FabricTransport* transport) const;
 };
