@@ -21,10 +21,10 @@ def no_kernels(what: str) -> Unsupported:
 
 
 class CudaDevice:
-    """One GPU. Current streams are those of this GPU, whichever device is current.
+    """One GPU. `current` streams are the current streams of this GPU, whichever device is current.
 
-    Frequent queries call functions of torch._C, not their wrappers in torch.cuda, which cost the host more
-    time. CUDA is initialised by then, as the communicator has memory there.
+    Frequent queries call functions of torch._C, since their wrappers in torch.cuda cost the host more time.
+    The wrappers also initialise CUDA, which has happened once a communicator has memory on the GPU.
     """
 
     def __init__(self, index: int) -> None:
@@ -42,7 +42,7 @@ class CudaDevice:
         """Closes the last NVTX range of this thread."""
 
     def is_current(self) -> bool:
-        """Returns True if a call that names no device means this one."""
+        """Returns True if this GPU is the current device, which calls mean that name no device."""
         return self._current_device() == self.index
 
     def current(self) -> contextlib.AbstractContextManager[Any]:
@@ -101,8 +101,8 @@ class CudaDevice:
         torch.cuda.synchronize(self.index)
 
     def free_bytes(self, wanted: int) -> int:
-        """Returns the bytes that can be allocated. If they are fewer than `wanted`, torch first frees its
-        cached memory."""
+        """Returns how many bytes of the GPU are free. If they are fewer than `wanted`, first makes torch free
+        its cached memory."""
         free = int(torch.cuda.mem_get_info(self.index)[0])
         if free < wanted:
             torch.cuda.empty_cache()
@@ -123,19 +123,19 @@ def _address(tensor: torch.Tensor | None) -> int:
 
 
 class StreamOrder:
-    """Orders work on several streams of one GPU: `follow` puts later work of the current stream after all
-    earlier work. Within a capture only captured work counts; the caller orders replays of the graph and other
-    work.
+    """Orders work on several streams of one GPU: `follow` makes later work of the current stream wait for the
+    work of all streams for which it was called before. Within a capture it waits for captured work only; the
+    caller orders replays of the graph and other work.
     """
 
     def __init__(self, gpu: CudaDevice) -> None:
         self._gpu = gpu
-        # (Handle, stream) of the last work's stream, outside of captures (False) and within one (True).
+        # (Handle, stream) of the last `follow`, outside of captures (False) and within one (True).
         self._last: dict[bool, tuple[int, torch.cuda.Stream | None]] = {False: (-1, None), True: (-1, None)}
 
     def follow(self, raw_stream: int, capturing: bool) -> None:
-        """Makes the current stream, `raw_stream`, wait for the last work, if that was on another stream.
-        `capturing`: whether the current stream records a CUDA graph."""
+        """Makes the current stream, whose handle is `raw_stream`, wait for the stream of the last call if
+        that is another stream. `capturing`: whether the current stream records a CUDA graph."""
         last_raw, last = self._last[capturing]
         if raw_stream == last_raw:
             return

@@ -99,7 +99,7 @@ class Driver:
             self.call("cuCtxPopCurrent")
 
     def gpu(self, device: Any) -> Gpu:
-        """Returns facts about one device (a result of cuDeviceGet)."""
+        """Returns a device's identity and how it can share memory. device: a result of cuDeviceGet."""
         # The call that distinguishes MIG instances has the plain name in CUDA 13, and ends in _v2 in CUDA 12.
         uuid_call = "cuDeviceGetUuid_v2" if hasattr(self.api, "cuDeviceGetUuid_v2") else "cuDeviceGetUuid"
         octets = bytes(self.call(uuid_call, device).bytes)
@@ -129,7 +129,7 @@ class Driver:
 
 
 def load(api: Any = None) -> Driver:
-    """Returns the driver, initialised (cuInit). `api`: as in Driver; None takes that of cuda-bindings.
+    """Returns the driver, initialised (cuInit). `api`: as in Driver; None: the module of cuda-bindings.
 
     Raises Unsupported: the package is missing, or this machine has no usable driver.
     """
@@ -159,5 +159,5 @@ def bindings_version() -> str | None:
 
 
 def _text(buffer: bytes) -> str:
-    """Returns the text of a buffer up to its terminating zero: some calls return the whole buffer."""
+    """Returns a buffer's text, up to the terminating zero, since some calls return the whole buffer."""
     return buffer.split(b"\0")[0].decode(errors="replace")

@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 
 class Needed(NamedTuple):
-    """The needs of the last step that had to run again, on the rank with the largest need."""
+    """What the last step that ran again needed, and had, on the rank that needed most."""
 
     rows: int
     """Rows that the largest dispatch of the step needed."""
@@ -44,10 +44,10 @@ class _Done(NamedTuple):
 
 
 class _Before(NamedTuple):
-    """The state before a step of everything that the step may change."""
+    """Gradients and RNG states from before a step; the graph itself copies the buffers."""
 
     grads: list[Tensor | None]
-    """Gradients before the step. Those in tensors of the graph are copied, since a replay overwrites them."""
+    """Gradients before the step; copies of those in the memory of the graph, which a replay overwrites."""
     are_own: list[bool]
     """True for each gradient in the memory of the graph."""
     random: tuple[Tensor, Tensor | None]
@@ -66,8 +66,8 @@ class GraphedStep:
     whether all rows fitted, and ranks agree on the answer, with one host wait per step. If some did not fit,
     the replay is undone, and the step runs once more without graph and capacity, so that nothing is dropped
     (docs/graphs.md). A call does what `step_fn` does: it adds to the parameters' `grad`, changes buffers once
-    and advances the RNG by one step. A `grad` that was None becomes a tensor of the graph. Its values stay
-    valid until the second call after `grad` was set to None.
+    and advances the RNG by one step. A `grad` that was None becomes a tensor of the graph, whose values stay
+    valid until the second call after `grad` was set to None again.
 
     Args:
         step_fn: takes tensors and returns a loss, or tensors in tuples, lists and dicts; it must not do what
@@ -76,23 +76,23 @@ class GraphedStep:
             in place.
         headroom: gives each layer headroom * max_tokens * top_k rows, but at most as many as any routing can
             bring.
-        group: the ranks that agree: all with which `step_fn` communicates. None: the one group of all layers'
-            communicators; then no layer may have aux_loss "sequence" or "global".
+        group: the ranks that agree; must have all ranks with which `step_fn` communicates. None: the only
+            group of all layers' communicators; then no layer may have aux_loss "sequence" or "global".
         warmup: number of runs before the capture, in the first call; at least one. They change no state.
-        report_every: overflows between two warnings.
-        recorder: records the graph in another way; None: a CUDA graph.
+        report_every: number of overflows per warning; the first overflow is warned of.
+        recorder: records and replays the step; None: as a CUDA graph.
 
-    A call raises InvalidArgument, on this rank alone, for inputs of another shape, dtype or device than the
-    first time, for a model in another mode (`eval()`), and for parameters frozen or unfrozen since; errors of
-    `step_fn`; and those of `Communicator.check` except CapacityExceeded. Errors after a step's last dispatch
-    are raised by the next call. After an error the parameters' `grad` is as before.
+    A call raises InvalidArgument, on this rank alone, if inputs have another shape, dtype or device than at
+    first, if the model is in another mode (`eval()`), or if parameters were frozen or unfrozen since. It also
+    raises errors of `step_fn`, and those of `Communicator.check` except CapacityExceeded. Errors after a
+    step's last dispatch are raised by the next call. After an error the parameters' `grad` is as before.
     Construction raises Unsupported if the model is not on a GPU and no recorder is given.
 
     Attributes:
         device: the device of the layers.
         replays: how often the graph ran, including runs that overflowed.
         overflows: how many steps ran again without graph.
-        last_needed: the rows that the last step needed of those that ran again, and the capacity.
+        last_needed: the rows that the last step which ran again needed, and the capacity; None: no step has.
     """
 
     def __init__(
@@ -179,8 +179,8 @@ class GraphedStep:
         return _map(self._copy, done.output)
 
     def report(self) -> str:
-        """Returns a line with the number of steps, the number that had to run again, and what the last of
-        these lacked."""
+        """Returns one line: the number of steps, the number that ran again, and, for the last one that did,
+        the rows that it needed and the capacity."""
         share = f" ({self.overflows / self.replays:.1%})" if self.replays else ""
         text = f"{self.replays} replayed steps, {self.overflows} run again without graph{share}"
         needed = self.last_needed
@@ -227,8 +227,8 @@ class GraphedStep:
                     came_to_end = True
                 self._check_comms(overflowed=True)
             if not came_to_end:
-                # On the CPU the dispatch after an overflow ends the run, on all ranks, perhaps before the run
-                # changes all buffers. So one more run has enough room.
+                # On the CPU the dispatch after an overflow raises an error on all ranks, perhaps before the
+                # step has changed all its buffers. So the step runs once more, with outputs of exact size.
                 with self._settings(self._exact, None, waits=True):
                     self._run_step()
             now = dict(self._model.named_buffers())
@@ -275,7 +275,7 @@ class GraphedStep:
     # -- what a graph has ------------------------------------------------------------------------------
 
     def _body(self, waits: bool = False) -> _Done:
-        """Runs the step with capacities, and records how many rows it needed."""
+        """Runs the step as the graph has it: with copies of buffers, capacities and the overflow check."""
         with self._settings(self._capacities, self._overflow_check, waits):
             self._overflow_check.start()
             with torch.no_grad():
@@ -306,8 +306,8 @@ class GraphedStep:
     def _settings(
         self, capacities: Sequence[int | None], check: OverflowCheck | None, waits: bool
     ) -> Iterator[None]:
-        """A context in which the layers have these capacities and this check. `waits`: a layer allocates
-        memory only when the previous layer has finished with its memory."""
+        """A context in which the layers have these capacities and this check. `waits`: outside captures the
+        host waits for the device in each layer, so that layers reuse memory."""
         before = [each.capacity for each in self._layers]
         try:
             for layer, capacity in zip(self._layers, capacities, strict=True):
@@ -333,8 +333,8 @@ class GraphedStep:
         return _Before(kept, are_own, (torch.get_rng_state(), on_gpu))
 
     def _replay_and_check(self, replay: Callable[[], _Done]) -> tuple[_Done | None, Needed | None]:
-        """Replays the step. Returns its outcome and, if rows did not fit on some rank, the rows that it
-        needed. All ranks of the group agree on these."""
+        """Replays the step. Returns its outcome (None if an overflow ended it) and, if rows did not fit on
+        some rank, what was needed (else None). All ranks of the group agree whether rows did not fit."""
         self.replays += 1
         done: _Done | None = None
         rows_on_host = 0
@@ -354,8 +354,8 @@ class GraphedStep:
         return done, Needed(rows, min(self._capacities)) if rows else None
 
     def _check_comms(self, overflowed: bool = False) -> None:
-        """Raises the error that the device has found, except CapacityExceeded. After an overflow it passes
-        over InvalidArgument too: unspecified rows may be the cause. If not, the second run raises it."""
+        """Raises the error that the device has found, except CapacityExceeded. After an overflow it ignores
+        InvalidArgument too: unspecified rows may cause it; if not, the rerun raises it."""
         passed_over = (CapacityExceeded, InvalidArgument) if overflowed else (CapacityExceeded,)
         for comm in self._comms:
             for _ in range(2):  # check raises one error per call
@@ -363,7 +363,7 @@ class GraphedStep:
                     comm.check()
 
     def _rerun_eager(self, before: _Before) -> _Done:
-        """Runs the step without a graph, with outputs of exact size, from the state before the replay."""
+        """Restores RNG and buffers from before the replay, and runs the step with outputs of exact size."""
         self._set_random(before.random)
         with torch.no_grad():
             for kept, buffer in self._buffers:
@@ -413,7 +413,7 @@ class GraphedStep:
 
 def _capacity(layer: MoELayer, headroom: float) -> int:
     """Returns the rows that a rank gets if the tokens of all ranks spread evenly over the experts, times
-    `headroom`, but at most the rows that any routing can bring, and the layer's own capacity.
+    `headroom`, but at most as many as any routing can bring, and at most the layer's own capacity.
 
     Example: 4 ranks with 1000 tokens each, top-2, 8 experts per rank: 2000 rows if balanced, 8000 at worst; a
     headroom of 1.25 gives 2500.
@@ -424,7 +424,7 @@ def _capacity(layer: MoELayer, headroom: float) -> int:
 
 
 def _kind(value: Any) -> str:
-    """Returns the properties of an input that a graph fixes."""
+    """Returns what a graph fixes in an input: a tensor's dtype, shape and device, else the type."""
     if not isinstance(value, Tensor):
         return type(value).__name__
     return f"{value.dtype} {tuple(value.shape)} on {value.device}"

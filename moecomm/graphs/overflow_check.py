@@ -12,12 +12,13 @@ from moecomm.types import Group, GroupReference
 
 
 class OverflowCheck:
-    """A word on the device: the most rows that a dispatch of the step needed and had no room for (0: all
-    fitted). `read` returns the maximum over the ranks of a group (None: this rank alone). With NCCL the
-    device computes it, so that the host waits once; with another backend the hosts compute it afterwards.
+    """A word (one integer) on the device: the rows that the largest overflowing dispatch of the step needed
+    (0: all fitted). `read` returns its maximum over a group (None: this rank). With NCCL the device takes the
+    maximum, and the host waits once; else the hosts take it.
 
-    A step notes each dispatch, and publishes the word after the last one; `read` waits for that. A step
-    expects as many as the previous step noted: with more it publishes again, with fewer at its end."""
+    After a step's last dispatch the word is published: copied for `read`, which waits for that. A step
+    expects as many dispatches as the previous one had: with more it publishes again, with fewer at its
+    end."""
 
     def __init__(self, device: torch.device, group: Group | None) -> None:
         self._device = device
@@ -30,16 +31,16 @@ class OverflowCheck:
         self._reduces_on_gpu = self._on_gpu and "cuda:nccl" in backends
         self._stream = torch.cuda.Stream(device) if self._on_gpu else None
         self._published: list[torch.cuda.Event] = []
-        """Events recorded where the step published its word; `read` waits for the last one."""
+        """Events recorded after each publishing of the word; `read` waits for the last event."""
         self._noted: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None
-        """The stream of the step's last note, and an event after it."""
+        """The stream of the step's last note_dispatch(), and an event recorded after that call."""
         self._notes, self._published_notes = 0, -1
         self._last_note = 0
         """The number of dispatches that the previous step noted."""
         self._has_read = False
 
     def start(self) -> None:
-        """Resets the words at the start of a step."""
+        """Sets the word and its published copy to 0 at the start of a step."""
         self._notes, self._published_notes = 0, -1
         self._published, self._noted = [], None
         self._rows.zero_()
@@ -47,8 +48,8 @@ class OverflowCheck:
 
     @_disable_dynamo
     def note_dispatch(self, overflow: Tensor) -> None:
-        """Notes a dispatch; overflow: 0-d int32 on the device, the rows that it needed if they exceeded its
-        capacity, else 0."""
+        """Takes a dispatch into the word. overflow: 0-d int32 on the device, the rows that the dispatch
+        needed if they exceeded its capacity, else 0."""
         self._follow()
         torch.maximum(self._rows, overflow.view(1), out=self._rows)
         self._notes += 1
@@ -60,16 +61,16 @@ class OverflowCheck:
             self._noted = stream, event
 
     def finish(self) -> None:
-        """Ends a step. Publishes the word, unless the last dispatch did."""
+        """Ends a step. Publishes the word if it is not published since the last dispatch."""
         self._follow()
         if self._published_notes != self._notes:
             self._publish()
         self._last_note = self._notes
 
     def read(self, rows_on_host: int) -> int:
-        """Waits until a step has published its word. Returns the rows that the largest dispatch of any rank
-        needed, 0 if all fitted. The first time it waits for the whole step. rows_on_host: rows of an overflow
-        that the host already knows."""
+        """Waits until a step has published its word; the first call waits for the whole step. Returns the
+        rows that the largest overflowing dispatch of any rank needed, 0 if all fitted. rows_on_host: rows of
+        an overflow that the host already knows, else 0."""
         if self._stream is None:
             self._reduce_to_host()
         else:
@@ -88,7 +89,7 @@ class OverflowCheck:
         return int(self._on_host)
 
     def _follow(self) -> None:
-        """Orders the current stream after the last note, if that was on another stream."""
+        """Makes the current stream wait for the last note_dispatch() if that was on another stream."""
         if self._noted is not None:
             stream, event = self._noted
             current = torch.cuda.current_stream(self._device)
@@ -96,7 +97,7 @@ class OverflowCheck:
                 current.wait_event(event)
 
     def _publish(self) -> None:
-        """Writes the overflow noted so far to the word, and records an event at this point of the stream."""
+        """Copies the word for `read`, and on a GPU records an event after the copy."""
         self._published_notes = self._notes
         self._published_rows.copy_(self._rows)
         if self._on_gpu:

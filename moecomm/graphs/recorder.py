@@ -15,7 +15,7 @@ class Recorder(Protocol):
     """Records and replays a step. Tests use a recorder whose replays simply call the step."""
 
     def warm_up(self, run: Callable[[], object]) -> None:
-        """Runs the step as it will be recorded, so that all lazy initialisation happens before."""
+        """Runs the step as it will be recorded, so that all lazy initialisation happens before `record`."""
 
     def record(self, run: Callable[[], Result]) -> Callable[[], Result]:
         """Records `run`; returns a function that replays it and returns its result, possibly in the same
@@ -39,7 +39,7 @@ class CudaRecorder:
         current.wait_stream(self._stream)
 
     def record(self, run: Callable[[], Result]) -> Callable[[], Result]:
-        """Captures `run`. Other threads may call CUDA meanwhile, as NCCL's watching thread does."""
+        """Captures `run`. Other threads may call CUDA meanwhile, as NCCL's watchdog thread does."""
         gc.collect()  # now, since a call that frees a CUDA object would invalidate the capture
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self._device)

@@ -12,7 +12,7 @@ from moecomm.device.cuda_device import CudaDevice
 
 
 class SideStream:
-    """A context for transfers of `comm` that overlap with the caller's work on its own stream.
+    """A context for transfers of `comm` that overlap with work on the caller's stream.
 
         with (side := SideStream(comm)):
             rows = comm.redispatch(grad, handle)    # after the caller's work so far
@@ -20,8 +20,8 @@ class SideStream:
         side.join(rows)                             # the caller's later work comes after the transfers
 
     The block runs on comm.stream. Its inputs and results must stay alive until `join`. With wanted=False, and
-    on the CPU, it runs on the caller's stream, and `join` does nothing. After an error in the block the
-    caller's stream waits for the work that the block has issued.
+    on the CPU, the block runs on the caller's stream, and `join` does nothing. After an error in the block
+    the caller's stream waits for the work that the block has issued.
     """
 
     def __init__(self, comm: Communicator, *, wanted: bool = True) -> None:
@@ -61,8 +61,8 @@ class SideStream:
         self._receives = False
 
     def join(self, *results: Any) -> None:
-        """Orders the caller's later work after the transfers, whose `results` (tensors or None) it may then
-        use."""
+        """Makes the caller's stream wait for the transfers. Its later work may then use their `results`
+        (tensors or None)."""
         if self._gpu is None or self._caller is None:
             return
         self._caller.wait_event(self._gpu.record_event(self._stream))

@@ -1,4 +1,4 @@
-"""Named stages of a pass: ranges for profilers and, on request, the time of each."""
+"""Named stages of a forward or backward: ranges for profilers and, on request, the time of each stage."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class Stages:
             ...
         stages.timeline().exposed_seconds
 
-    Each stage is a range "moecomm NAME" for torch.profiler, and on a GPU for NVTX. With `record` each is also
-    measured: by two CUDA events on the current stream of its block, which a CUDA graph cannot contain, or on
-    the CPU by the host's clock. Raises InvalidArgument for `record` within a capture.
+    Each stage is a range "moecomm NAME" for torch.profiler, and on a GPU for NVTX. With `record` it is also
+    timed: on the CPU by the host's clock, on a GPU by two CUDA events on the stream that is current in its
+    block. A CUDA graph cannot contain these: `record` within a capture raises InvalidArgument.
     """
 
     def __init__(self, device: torch.device, *, record: bool) -> None:
@@ -47,7 +47,7 @@ class Stages:
             raise InvalidArgument("record is True within a CUDA graph capture, must be False")
 
     def __call__(self, name: str, *, stream: str = COMPUTE, communicates: bool = False) -> _Stage:
-        """Returns the context of a stage. `communicates`: whether it waits for peers or for links."""
+        """Returns the context of a stage. `stream`: name of its stream. `communicates`: see Span."""
         return _Stage(self, name, stream, communicates)
 
     def timeline(self) -> Timeline:
@@ -128,7 +128,7 @@ class Timeline:
 
     Attributes:
         spans: all stages, in the order of their begin.
-        streams: names of all streams, also of those with no span.
+        streams: names of all streams, including those without a span.
     """
 
     def __init__(self, spans: Iterable[Span], *, streams: Iterable[str]) -> None:

@@ -1,4 +1,4 @@
-"""Parallel folding: which ranks form the groups of attention, and which form those of the experts.
+"""Parallel folding: which ranks form the groups for attention, and which ranks the groups for the experts.
 
     folding = ParallelFolding(world_size=256, tp=4, cp=2, pp=4, ep=64)
     folding.dp, folding.edp                     # 8, 1

@@ -1,13 +1,13 @@
 """The communicator of a layer: its ranks, also under a ParallelFolding, and each rank's experts or parts.
 
-The ranks of the group "etp-ep" hold the experts, each split into ETP parts on ETP of these ranks. For the
-communicator each part is an expert: it has E * ETP experts and K * ETP choices per token, and its rank i
-holds L = E / EP of them, from i * L on. A token's row goes once to each rank that holds a part of one of its
-experts, and the combine sums the results of parts like those of several experts.
+The ranks of the group "etp-ep" hold the experts. Each expert is split into ETP parts, on ETP of these ranks.
+The communicator takes each part for an expert: it has E * ETP experts and K * ETP choices per token, and its
+rank i holds L = E / EP of these, from i * L on. A token's row goes once to each rank that holds a part of one
+of its experts. The combine sums the results of all parts as if they were of several experts.
 `config` is the MoEConfig of moecomm.nn, which imports this package.
 
 Example: 4 experts, EP 2, ETP 2, default order, so rank = etp + 2 ep. Rank 1 (etp 1, ep 0) holds the second
-parts of experts 0 and 1, as the communicator's experts 2 and 3. A choice of expert 1 is sent as 1 and 3.
+parts of experts 0 and 1; the communicator numbers these 2 and 3. A choice of expert 1 is sent as 1 and 3.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def build_communicator(
 
 @contextlib.contextmanager
 def told(group: AnyGroup | None, folding: Any, comm: Any) -> Iterator[None]:
-    """A context whose InvalidArgument the other ranks raise too, as they build a layer's communicator on
-    `group` or the ranks of `folding`. They do not if `comm` is given, or `folding` is no ParallelFolding."""
+    """A context whose InvalidArgument all ranks raise, as they build a layer's communicator on `group` or
+    `folding`. With `comm`, or a `folding` of another type, this rank alone raises it."""
     try:
         yield
     except InvalidArgument as error:
@@ -66,8 +66,8 @@ def told(group: AnyGroup | None, folding: Any, comm: Any) -> Iterator[None]:
 
 
 def make_groups(folding: ParallelFolding) -> None:
-    """Makes the process groups that a layer uses, on all ranks of the job together. Their first use might be
-    on the ranks of one pipeline stage alone."""
+    """Makes the process groups that a layer uses, on all ranks of the job together. Made on their first use,
+    they might be made by the ranks of one pipeline stage alone."""
     folding.group(LAYER)
     if folding.tp > 1:
         folding.group("dp-cp")  # sync_gradients
@@ -114,14 +114,14 @@ def _sizes(config: Any, etp: int) -> dict[str, Any]:
 
 
 def held_by(config: Any, folding: ParallelFolding) -> tuple[int, ExpertPart]:
-    """Returns this rank's first expert and its part of each expert."""
+    """Returns this rank's first expert, and which part of each of its experts it holds."""
     place = folding.coordinates(dist.get_rank())
     return place.ep * (config.num_experts // folding.ep), ExpertPart(place.etp, folding.etp)
 
 
 def ids_of_parts(config: Any, folding: ParallelFolding, comm: Communicator) -> Tensor | None:
     """Returns (E + 1, ETP) int32: the communicator's ids of each expert's parts. The last row has -1, so that
-    an index of -1 selects no part. None if experts are whole."""
+    an index of -1 selects no part. None if experts are not split."""
     if folding.etp == 1:
         return None
     count = config.num_experts // folding.ep
@@ -149,7 +149,7 @@ def require_experts_in_node_order(config: Any, ids: Tensor | None, comm: Communi
 
 
 def expert_group(group: AnyGroup | None, mesh: DeviceMesh | None, ep_dim: str | None) -> AnyGroup | None:
-    """Returns `group`, or dimension `ep_dim` of `mesh`."""
+    """Returns `group`, or dimension `ep_dim` of `mesh`; raises InvalidArgument if they do not fit."""
     if mesh is None:
         if ep_dim is not None:
             raise InvalidArgument(f"ep_dim is {ep_dim!r}, must be None without a mesh")

@@ -53,7 +53,7 @@ class ParallelFolding:
     must be of one grid: tp, cp, dp, pp or etp, ep, edp, pp. Their order does not matter.
 
     Ranks have the positions that Megatron-Core's initialize_model_parallel gives them for the same sizes and
-    `order`. There, however, ETP defaults to TP.
+    `order`. In Megatron-Core, however, ETP defaults to TP, here to 1.
 
     Attributes:
         world_size: W, ranks of the job.
@@ -173,10 +173,10 @@ class ParallelFolding:
     def group(self, dims: str) -> Group:
         """Returns this rank's process group over a set of dimensions.
 
-        It is made on first use, which is a collective call: all ranks of the job make the same groups of
+        It is made on first use, which is a collective call: all ranks of the job must make the same groups of
         equal foldings in the same order. Equal foldings share it until
         torch.distributed.destroy_process_group(). Each set of dimensions has a separate process group, even
-        if two have the same ranks, so that their collectives do not wait for each other.
+        if another set has the same ranks, so that collectives of the two do not wait for each other.
 
         Raises:
             InvalidArgument: torch.distributed is not initialized, or has another number of ranks.
@@ -189,8 +189,8 @@ class ParallelFolding:
         return meshes.group(self, self.world_size, name, lambda: grid.groups(names))
 
     def dense_mesh(self, device_type: str) -> DeviceMesh:
-        """Returns the dense grid as a DeviceMesh with dimensions pp, dp, cp and tp, outermost first; another
-        `order` of the folding gives them in that order reversed.
+        """Returns the dense grid as a DeviceMesh with dimensions pp, dp, cp and tp, outermost first. For
+        another `order` of the folding, the dimensions are those of that order, reversed.
 
         It has the process groups that `group` returns, and is made and kept like them, with the same errors.
         device_type: "cuda" or "cpu", without an index.

@@ -48,7 +48,7 @@ class Grid:
         return tuple(first + offset for offset in self._ranks_over(dims))
 
     def _ranks_over(self, dims: Collection[str]) -> list[int]:
-        """Returns the ranks at 0 in all dimensions except `dims`, ascending."""
+        """Returns the ranks whose position is 0 in all dimensions other than `dims`, ascending."""
         ranks = [0]
         for name, size in zip(self.names, self.sizes, strict=True):
             if name in dims:

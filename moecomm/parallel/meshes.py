@@ -35,12 +35,12 @@ _calls = itertools.count(1)
 
 
 def group(folding: Hashable, world_size: int, dims: str, groups: Callable[[], Sequence[Ranks]]) -> Group:
-    """Returns this rank's process group among all groups over `dims`."""
+    """Returns this rank's process group over `dims`; the first call makes all `groups()`."""
     kept, key = _kept_in(world_size), (folding, dims)
     if key not in kept:
         _agree(f"group {dims!r} of {folding}", world_size)
-        # All ranks make all groups. If each made only its own (use_local_synchronization), torch would name
-        # it by the number of groups of that rank, and ranks with other numbers would never meet.
+        # All ranks make all groups. If each rank made its own alone (use_local_synchronization), torch would
+        # name a group by a rank's number of groups, and ranks with different numbers would never meet.
         ranks = [list(each) for each in groups()]
         kept[key], _ = dist.new_subgroups_by_enumeration(ranks, group_desc=dims)
     return kept[key]
@@ -76,7 +76,7 @@ def _kept_in(world_size: int) -> dict[Hashable, Any]:
 
 
 def _agree(what: str, world_size: int) -> None:
-    """Raises on all ranks unless all of them now make the same groups (`what`), in a world of `world_size`.
+    """Raises on all ranks unless all of them now make the same groups (`what`) and have `world_size` ranks.
 
     Each rank sends a few messages to the store, for any number of ranks. Without this check, ranks that
     disagree would wait in new_group for ranks that do not call it, without an explanation.
@@ -153,9 +153,9 @@ def new_group(ranks: Ranks) -> Group:
 
     torch names such a group by its ranks and by a number, and ranks with different numbers would wait for
     each other for ever. Since torch 2.14 the number is torch's count of groups, which has to stay equal on
-    all ranks of the job: here a count of the calls for these ranks replaces it during the call. Before 2.14
-    the number is that of the groups that a rank is in: ranks exchange it, and a rank with fewer groups makes
-    groups of itself alone until it has as many.
+    all ranks of the job. So during the call a count of the calls for these ranks replaces it. Before 2.14 the
+    number is that of the groups that a rank is in. So ranks exchange these numbers, and a rank with fewer
+    groups makes groups of itself alone until it has as many as the others.
 
     Raises PeerTimeout (after `MOECOMM_TIMEOUT`) for a rank that does not call.
     """

@@ -1,4 +1,4 @@
-"""The record, in a state_dict, of which experts a rank holds; states of other experts are refused."""
+"""Records in a state_dict which experts a rank holds, and refuses to load states of other experts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def is_grouped(experts: nn.Module) -> bool:
 
 
 def says(record: Sequence[int]) -> str:
-    """Returns a text for the experts of a record: first expert, L, E, and maybe more (`get_extra_state`)."""
+    """Returns a text for a record: first expert, L, E, and in GroupedExperts.get_extra_state more."""
     first, count, of, *more = record
     share = f", part {more[1]} of {more[2]} of each" if more and more[2] > 1 else ""
     return f"experts {first}..{first + count - 1} of {of}{share}"
@@ -52,9 +52,9 @@ def accept_interleaved(module: Any, state: dict[str, Any], prefix: str) -> bool:
 
 
 def require_same_experts(experts: Any, state_dict: dict[str, Any], prefix: str) -> None:
-    """Compares the record in a state with that of `experts`, a GroupedExperts, before a weight changes. A
-    state without a record gets that of `experts`, with a warning if it has weights that may be of other
-    experts or in another order. Raises InvalidArgument for a state of other experts."""
+    """Raises InvalidArgument, before a weight changes, if the record in a state is not that of `experts`, a
+    GroupedExperts. A state without a record gets that of `experts`, with a warning if it has weights that may
+    be of other experts or in another order."""
     record = experts.get_extra_state()
     own, name = record.tolist(), f"{prefix}_extra_state"
     known_order = accept_interleaved(experts, state_dict, prefix) or not own[3]
@@ -79,7 +79,7 @@ def require_same_experts(experts: Any, state_dict: dict[str, Any], prefix: str) 
 
 
 class _Held:
-    """The experts that a module holds: first expert, L, E, for the metadata of its state_dict."""
+    """Hooks that write and compare a module's record (first expert, L, E) in the metadata of state_dicts."""
 
     def __init__(self, held: Sequence[int]) -> None:
         self.held = list(held)
@@ -87,7 +87,7 @@ class _Held:
     def __call__(
         self, experts: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]
     ) -> None:
-        """Writes the record, as a hook of state_dict."""
+        """Writes the record into `metadata`, as a hook of state_dict."""
         metadata[_HELD] = list(self.held)
 
     def compare(
@@ -110,7 +110,7 @@ class _Held:
 
 
 def keep_record(experts: nn.Module, held: Sequence[int]) -> None:
-    """Makes the module's states record the experts that it holds, and the module refuse states of others."""
+    """Makes a module's state_dict record the experts that it holds, and its load_state_dict refuse others."""
     record = getattr(experts, _HELD, None)
     if isinstance(record, _Held):  # another layer has the module too
         record.held = list(held)

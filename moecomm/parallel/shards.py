@@ -25,11 +25,11 @@ _PLACED = "moecomm_placed"
 
 
 def refuse_mixed_shards(experts: nn.Module) -> None:
-    """Raises InvalidArgument if fully_shard has sharded a parameter of experts with main_grad, or of experts
-    that differ between ranks. Of the latter, shards over `sharded_over`, which `fully_shard_experts` sets,
-    are allowed. Later calls only look at a parameter's attributes. GroupedExperts itself refuses what FSDP
-    sets on it, so only modules within it are checked here. New parameters of custom experts are marked as
-    experts'."""
+    """Raises InvalidArgument if fully_shard has sharded a parameter of experts with main_grad, or a parameter
+    that differs between ranks. The latter may be sharded over the ranks in `sharded_over`, which
+    `fully_shard_experts` sets. Each parameter is checked once; later calls only look at its attributes. Of
+    GroupedExperts only the modules within are checked, since it refuses FSDP on itself. New parameters of
+    custom experts are marked as experts'."""
     grouped, prefix = grouped_in(experts)
     if grouped is None:
         new = [p for p in experts.parameters() if not (is_expert_parameter(p) or hasattr(p, _PLACED))]
@@ -81,7 +81,7 @@ def _place(experts: nn.Module, grouped: Any, prefix: str, new: Sequence[nn.Param
 
 def _shards(experts: nn.Module) -> Iterator[tuple[str, nn.Parameter | None, DTensor]]:
     """Yields name, parameter and shard of each sharded parameter. During the forward of a module around the
-    experts FSDP has replaced shards by whole parameters, so that only its own records know the shards."""
+    experts, FSDP has replaced shards by whole parameters; then only FSDP's own states have the shards."""
     for name, parameter in experts.named_parameters():
         if isinstance(parameter, DTensor):
             yield name, parameter, parameter

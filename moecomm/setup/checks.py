@@ -34,8 +34,8 @@ def timeout_seconds(timeout: float | timedelta | None) -> float:
 
 
 def absence_seconds(timeout: float | timedelta | None) -> float:
-    """Returns how many seconds a wait may take for a rank that is alive and has not begun the operation; 0 if
-    the timeout bounds this wait too, as an explicit one does."""
+    """Returns how many seconds a wait may take for a rank that is alive and has not begun the operation. 0:
+    the timeout bounds this wait too, since the caller or MOECOMM_TIMEOUT has set it."""
     return DEFAULT_ABSENCE if timeout is None and read_env().timeout is None else 0.0
 
 

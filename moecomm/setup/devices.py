@@ -49,8 +49,8 @@ def available_devices() -> tuple[str, ...]:
 
 
 def choose_device(device: Any) -> torch.device:
-    """Returns the device that a Communicator serves. Raises Unsupported if it cannot be served. For None and
-    a GPU that cannot be served, also raises Unsupported rather than choosing the CPU."""
+    """Returns the device for a Communicator; None means the GPU, or the CPU without a GPU. Raises Unsupported
+    for a device that cannot be served, also for None with such a GPU; InvalidArgument for no device."""
     types = available_devices()
     if device is None and types == ("cpu",) and torch.cuda.is_available():
         raise Unsupported(

@@ -179,7 +179,7 @@ def _open_network(env: Env) -> tuple[str, str]:
 def transports(
     ranks: int, ranks_per_node: int | None = None, host_ranks: int | None = None
 ) -> Iterator[tuple[str, str]]:
-    """Yields (peer, transport) as rank 0 of `ranks` ranks would use them.
+    """Yields (peer, transport): how rank 0 of `ranks` ranks would reach each rank, itself included.
 
     Args:
         ranks: number of ranks of the communicator.

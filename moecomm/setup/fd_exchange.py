@@ -1,7 +1,7 @@
 """Passes open files between processes of one host (SCM_RIGHTS, unix(7)).
 
 The sockets have random names in the abstract namespace, so no file can be left behind. Other users can see
-the names but not use them, since both ends check the process at the other (SO_PEERCRED).
+the names but not use them, since each end checks the process at the other end (SO_PEERCRED).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Mailbox:
     """A socket to which the other ranks of this host send one file each.
 
     Senders do not wait for the receiver: a file stays in the socket until it is taken or the mailbox is
-    closed, even if its sender has ended by then. So ranks send, synchronise, and take, and need no threads.
+    closed, even if its sender has ended by then. So ranks send, then synchronise, then take, without threads.
     """
 
     def __init__(self, senders: int) -> None:
@@ -40,8 +40,8 @@ class Mailbox:
     def take(self, senders: dict[int, int], *, rank: int, phase: str, timeout: float) -> dict[int, int]:
         """Returns the files that were sent: an open descriptor for each rank in `senders`, which maps ranks
         to pids. The caller closes them. Connections of other processes are closed unread. Raises PeerTimeout,
-        which names a rank whose file did not arrive within `timeout` seconds, PeerLost for a rank that sent
-        something else, OSError.
+        which names a rank whose file did not arrive within `timeout` seconds, PeerLost if a rank sent
+        something else, and OSError.
         """
         ranks = {pid: peer for peer, pid in senders.items()}
         deadline = time.monotonic() + timeout
@@ -75,8 +75,8 @@ class Mailbox:
 def send(
     descriptor: int, mailbox: str, *, pid: int, rank: int, peer: int, phase: str, timeout: float
 ) -> None:
-    """Sends an open file to the mailbox of that name, which rank `peer`, process `pid`, has to own. Raises
-    PeerLost if no mailbox exists or another process owns it, PeerTimeout if it stays full, OSError."""
+    """Sends an open file to the mailbox of that name, which must belong to rank `peer`, process `pid`. Raises
+    PeerLost if no mailbox exists or another process owns it, PeerTimeout if it stays full, and OSError."""
     deadline = time.monotonic() + timeout
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         while True:

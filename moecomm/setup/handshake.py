@@ -68,11 +68,11 @@ def handshake(
     error: MoecommError | None,
     facts: Callable[[], dict[str, Any]] = dict,
 ) -> GroupInfo:
-    """Runs the first step of a construction: finds the ranks that take part, and their nodes.
+    """Runs a construction's first step: ranks meet, compare versions and arguments, and find nodes.
 
     Args:
         arguments: arguments of the Communicator that all ranks have to share, as JSON values.
-        error: an error in this rank's arguments, or None. The rank still meets the others; all raise it.
+        error: an error in this rank's arguments, or None. It meets the others, and all raise the error.
         facts: returns further facts for the other ranks.
     """
 
@@ -90,7 +90,7 @@ def handshake(
     try:
         messages = rendezvous.step("construction: arguments", describe_self)
     finally:
-        error = None  # the error's traceback has the function above
+        error = None  # no cycle: the error's traceback holds describe_self, which holds the error
     for rank, other in enumerate(messages):
         if other.get("version") != messages[0].get("version"):
             raise MismatchedArguments(
@@ -175,8 +175,8 @@ def check_host_room(rendezvous: Rendezvous, group_info: GroupInfo, needed: int) 
 
 
 def open_rail(native: _Native, job: bytes, env: Env) -> _C.Rail:
-    """Opens a communicator's endpoints towards other nodes, as `env` asks. `job`: a name that all ranks of
-    the communicator have."""
+    """Opens a communicator's endpoints towards other nodes, as `env` asks. `job`: bytes that identify the
+    communicator and are the same on all its ranks."""
     provider, interface = env.fabric_provider or "", env.fabric_interface or ""
     return native.open_rail(job=job, provider=provider, interface=interface, lanes=env.fabric_lanes or 0)
 

@@ -18,7 +18,7 @@ NATIVE_DTYPES: dict[torch.dtype, _C.DType] = {
     torch.float64: _C.DType.float64,
 }
 CUDA_DTYPES = tuple(dtype for dtype in NATIVE_DTYPES if dtype != torch.float64)
-"""The dtypes of rows on GPUs; the experts' kernels also support these."""
+"""The dtypes of rows on GPUs, for the kernels of communicators and those of experts."""
 _MOST_ROW_BYTES = 1 << 47  # a process can map no more; so sizes of windows fit 64 bits
 _WHOLE_SOURCES = 8  # kWholeSources in csrc/layout/device_window.hpp
 
@@ -27,8 +27,8 @@ _WHOLE_SOURCES = 8  # kWholeSources in csrc/layout/device_window.hpp
 class MemoryPlan:
     """The sections of one rank's window. `str()` makes a table of them.
 
-    A window for CUDA tensors is device memory, allocated as a whole when the communicator is built; one for
-    CPU tensors is shared memory. docs/memory.md has the sections with their sizes.
+    A window for CUDA tensors is device memory, allocated as a whole when the communicator is built; a window
+    for CPU tensors is shared memory. docs/memory.md has the sections with their sizes.
 
     Attributes:
         sections: (name, offset, bytes) in the order of the window.
@@ -96,8 +96,8 @@ def whole_sources(env: Env) -> int:
 
 def device_shape(*, dtype: torch.dtype, wire: str | None, **sizes: int) -> _C.DeviceShape:
     """Returns the runtime's description of a window in device memory. sizes: those of `window_shape`,
-    num_experts, and whole_sources. If there are more source ranks than whole_sources, tokens may reuse
-    staging memory in turn."""
+    num_experts, and whole_sources, the number of source ranks whose tokens all have staging memory. With more
+    source ranks tokens may use such memory in turn."""
     return _C.DeviceShape(dtype=NATIVE_DTYPES[dtype], wire=getattr(_C.WireFormat, wire or "same"), **sizes)
 
 

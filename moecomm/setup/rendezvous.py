@@ -60,7 +60,7 @@ class Rendezvous:
     """Brings together the ranks of a group (None: this process alone) that build a communicator at the same
     time, regardless of what they have built, or failed to build, before.
 
-    As a context manager it keeps other threads of this process from building over the group.
+    As a context manager it keeps other threads of this process from building one over the group.
 
     Raises InvalidArgument for a group that was destroyed, Unsupported for torch's "fake" backend, OutOfMemory
     without a descriptor for a connection to the store, PeerLost if the store is gone.
@@ -89,7 +89,7 @@ class Rendezvous:
         self._own = f"{secrets.token_hex(8)} {self._members}"
         phase = "construction: arguments"
         try:
-            # Raises if no descriptor is free. The clone would retry for the store's own timeout, 30 minutes.
+            # Raises if no descriptor is free. clone() would retry for the store's own timeout, 30 minutes.
             socket.socket().close()
             # A clone: a store has one connection, which another thread may hold while it waits.
             default: Any = _get_default_store()  # torch's stubs lack clone()
@@ -121,8 +121,8 @@ class Rendezvous:
         continues when every rank has written that name, which only a rank that waits now can do.
 
         torch gives groups of different ranks the same name if not all ranks call new_group() for each. A
-        number that appears after this rank came is from a rank that waits now; if it names other members,
-        that mistake was made. The key "conflict" tells the other waiting ranks."""
+        number comes with its rank's members. If one that appears after this rank came has other members, its
+        rank waits now, and that mistake was made. The key "conflict" tells the other waiting ranks."""
         numbers = [f"number/{peer}" for peer in range(self.size)]
         names = [f"name/{peer}" for peer in range(self.size)]
         before = self._present(phase, [*numbers, "conflict"])
@@ -188,8 +188,8 @@ class Rendezvous:
         """Runs one step on all ranks: exchanges the results of `action`. If `action` raises an error on one
         rank, all ranks raise that error, rather than errors about a lost rank.
 
-        An `action` that itself waits for peers needs more `patience`: otherwise early ranks time out on ranks
-        that still wait for a missing one.
+        An `action` that itself waits for peers needs more `patience`: otherwise a rank whose action ends
+        early times out on ranks whose action still waits for a missing rank.
         """
         error: MoecommError | None = None
         try:

@@ -29,7 +29,7 @@ class SymmetricMemory:
 
     It owns its mappings. `close`, the garbage collector or the end of the interpreter unmaps them, peers'
     memory first. The peers take no part, and may have ended. Memory that a peer still maps stays valid for
-    it. Do not close it during the capture of a CUDA graph, as it waits for the device.
+    that peer. Do not close this during the capture of a CUDA graph: `close` waits for the device.
     """
 
     def __init__(
@@ -186,7 +186,7 @@ class SymmetricMemory:
         return {}
 
     def _attach(self, peers: list[Message], passing: ExitStack) -> Message:
-        """Maps the other ranks' memory. All ranks must have sent its descriptors before."""
+        """Maps the other ranks' memory. All ranks must have sent their descriptors before."""
         taken = self._mailbox.take(
             {peer: peers[peer]["pid"] for peer in self._others},
             rank=self._rendezvous.rank,
@@ -221,7 +221,7 @@ class SymmetricMemory:
         self._driver.call("cuMemSetAccess", address, self.bytes, [access], 1)
 
     def _address(self, rank: int) -> int:
-        """Returns the address in this process for the memory of one of the ranks."""
+        """Returns the address at which this process maps the memory of `rank`."""
         return self._base + self._ranks.index(rank) * self.bytes
 
     def _properties(self) -> Any:
@@ -286,7 +286,7 @@ def _synchronize(driver: Driver, context: Any) -> None:
 
 
 def _free(kept: ExitStack, owner: int) -> None:
-    """Frees the memory, except in a process forked from the owner, which has a copy of the object but not of
-    the driver's memory."""
+    """Frees the memory, except in a process that was forked from the process `owner`: the child has a copy of
+    the object, but does not own the mappings."""
     if os.getpid() == owner:
         kept.close()
