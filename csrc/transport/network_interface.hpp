@@ -37,7 +37,7 @@ inline bool is_loopback(const std::string& address) {
 std::string choose_address(const std::string& wanted, const std::vector<InterfaceAddress>& have,
                            const std::string& default_address);
 
-/// choose_address() among the addresses and with the default route of this host.
+/// choose_address() with this host's addresses and default route.
 std::string interface_address(const std::string& name_or_address);
 
 }  // namespace moecomm

@@ -28,7 +28,7 @@ struct TransportCaps {
 /// An event that poll() reports.
 struct TransportEvent {
   enum class Kind : uint32_t {
-    sent,     ///< the source bytes of this rank's put may change again; it may not be delivered yet
+    sent,     ///< the source bytes of this rank's put may change again; says nothing about delivery
     arrived,  ///< a peer's put has arrived completely, and its bytes are visible
     failed,   ///< nothing more will reach `peer`
   };

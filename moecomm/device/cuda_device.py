@@ -42,7 +42,7 @@ class CudaDevice:
         """Closes the last NVTX range of this thread."""
 
     def is_current(self) -> bool:
-        """Returns True if this GPU is the current device, which calls mean that name no device."""
+        """Returns True if this GPU is the current device, used by calls that name no device."""
         return self._current_device() == self.index
 
     def current(self) -> contextlib.AbstractContextManager[Any]:

@@ -79,7 +79,7 @@ class GraphedStep:
         group: the ranks that agree; must have all ranks with which `step_fn` communicates. None: the only
             group of all layers' communicators; then no layer may have aux_loss "sequence" or "global".
         warmup: number of runs before the capture, in the first call; at least one. They change no state.
-        report_every: number of overflows per warning; the first overflow is warned of.
+        report_every: a warning is logged for the first overflow, then for one in `report_every`.
         recorder: records and replays the step; None: as a CUDA graph.
 
     A call raises InvalidArgument, on this rank alone, if inputs have another shape, dtype or device than at
@@ -92,7 +92,7 @@ class GraphedStep:
         device: the device of the layers.
         replays: how often the graph ran, including runs that overflowed.
         overflows: how many steps ran again without graph.
-        last_needed: the rows that the last step which ran again needed, and the capacity; None: no step has.
+        last_needed: the rows that the last step which ran again needed, and the capacity; None if none did.
     """
 
     def __init__(
@@ -144,8 +144,8 @@ class GraphedStep:
         return tuple(self._capacities)
 
     def __call__(self, *inputs: Any) -> Any:
-        """Runs one step. inputs: tensors without gradients, with the shapes of the first call; other values
-        must equal those of the first call. Returns copies of the result of `step_fn`, without gradients."""
+        """Runs one step. inputs: tensors without gradients, with the shapes of the first call; values that are
+        no tensors must equal those of the first call. Returns copies of the results, without gradients."""
         if self._replay is None:
             self._prepare(inputs)
         if self._model.training != self._training:
@@ -363,7 +363,7 @@ class GraphedStep:
                     comm.check()
 
     def _rerun_eager(self, before: _Before) -> _Done:
-        """Restores RNG and buffers from before the replay, and runs the step with outputs of exact size."""
+        """Restores the RNG and buffers, and runs the step without a graph, with outputs of exact size."""
         self._set_random(before.random)
         with torch.no_grad():
             for kept, buffer in self._buffers:

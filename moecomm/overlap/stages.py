@@ -51,7 +51,7 @@ class Stages:
         return _Stage(self, name, stream, communicates)
 
     def timeline(self) -> Timeline:
-        """Returns when the stages ran. Waits for the last of them."""
+        """Returns when the stages ran. Waits until all stages have ended."""
         if self._gpu is not None:
             for each in self._times:
                 each.end.synchronize()

@@ -4,7 +4,7 @@ The ranks of the group "etp-ep" hold the experts. Each expert is split into ETP 
 The communicator takes each part for an expert: it has E * ETP experts and K * ETP choices per token, and its
 rank i holds L = E / EP of these, from i * L on. A token's row goes once to each rank that holds a part of one
 of its experts. The combine sums the results of all parts as if they were of several experts.
-`config` is the MoEConfig of moecomm.nn, which imports this package.
+`config` is a MoEConfig, here typed Any because its package, moecomm.nn, imports this one.
 
 Example: 4 experts, EP 2, ETP 2, default order, so rank = etp + 2 ep. Rank 1 (etp 1, ep 0) holds the second
 parts of experts 0 and 1; the communicator numbers these 2 and 3. A choice of expert 1 is sent as 1 and 3.
@@ -53,7 +53,7 @@ def build_communicator(
 @contextlib.contextmanager
 def told(group: AnyGroup | None, folding: Any, comm: Any) -> Iterator[None]:
     """A context whose InvalidArgument all ranks raise, as they build a layer's communicator on `group` or
-    `folding`. With `comm`, or a `folding` of another type, this rank alone raises it."""
+    `folding`. If `comm` is given, or `folding` has another type, this rank alone raises it."""
     try:
         yield
     except InvalidArgument as error:

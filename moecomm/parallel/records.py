@@ -16,12 +16,12 @@ _HELD = "moecomm_experts"
 
 
 def is_grouped(experts: nn.Module) -> bool:
-    """Returns whether a module is the GroupedExperts of moecomm.nn, which imports this package."""
+    """Returns whether a module is a GroupedExperts, whose package (moecomm.nn) imports this one."""
     return hasattr(type(experts), "is_per_expert")
 
 
 def says(record: Sequence[int]) -> str:
-    """Returns a text for a record: first expert, L, E, and in GroupedExperts.get_extra_state more."""
+    """Returns a text for a record: first expert, L, E, maybe more fields (GroupedExperts.get_extra_state)."""
     first, count, of, *more = record
     share = f", part {more[1]} of {more[2]} of each" if more and more[2] > 1 else ""
     return f"experts {first}..{first + count - 1} of {of}{share}"
@@ -93,8 +93,8 @@ class _Held:
     def compare(
         self, experts: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any
     ) -> None:
-        """Compares the record with that of a state, as a hook of load_state_dict before weights change.
-        Raises InvalidArgument for a state of other experts."""
+        """As a hook of load_state_dict, before weights change, raises InvalidArgument for a state with a
+        record of other experts. Warns of a state without one if the module does not hold all experts."""
         found = metadata.get(_HELD)
         if found is not None and list(found) != self.held:
             raise _of_others(found, self.held)
@@ -110,7 +110,7 @@ class _Held:
 
 
 def keep_record(experts: nn.Module, held: Sequence[int]) -> None:
-    """Makes a module's state_dict record the experts that it holds, and its load_state_dict refuse others."""
+    """Makes a module's state_dict record its experts, and its load_state_dict refuse states of others."""
     record = getattr(experts, _HELD, None)
     if isinstance(record, _Held):  # another layer has the module too
         record.held = list(held)

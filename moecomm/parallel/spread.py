@@ -29,8 +29,8 @@ def spread_parameters(layer: Any) -> dict[str, nn.Parameter]:
 
 
 def common_parameters(layer: Any) -> dict[str, nn.Parameter]:
-    """Returns the other parameters of a layer's experts: those that all ranks share, such as one adapter of
-    all experts."""
+    """Returns the parameters of a layer's experts that spread_parameters() leaves out, since all ranks share
+    them, such as one adapter of all experts."""
     return {n: each for n, each in layer.experts.named_parameters() if not _is_spread(layer, n, each)}
 
 
@@ -86,7 +86,7 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, options: Any) -> No
 
 
 def _looks_wrong(layer: Any, shares: bool) -> bool:
-    """True if no optimizer may step on the experts now. `shares`: this one sends parameters to all ranks."""
+    """True if an optimizer must not step now. `shares`: the optimizer sends parameters to all ranks."""
     if layer.has_pending_weights:
         return True
     if layer.comm.size == 1:

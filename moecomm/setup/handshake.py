@@ -32,8 +32,8 @@ Native = TypeVar("Native", bound=_Native)
 
 
 def _identity() -> dict[str, str]:
-    """Returns `node`, a text that is equal for processes that can map each other's shared memory and know
-    each other's pids, and `network`, a text that is equal for those with the same network addresses."""
+    """Returns two texts: `node`, equal for processes that can map each other's shared memory and know each
+    other's pids, and `network`, equal for processes with the same network addresses."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             boot = file.read().strip()
@@ -72,7 +72,7 @@ def handshake(
 
     Args:
         arguments: arguments of the Communicator that all ranks have to share, as JSON values.
-        error: an error in this rank's arguments, or None. It meets the others, and all raise the error.
+        error: an error in this rank's arguments, or None. All ranks still meet, and raise the error.
         facts: returns further facts for the other ranks.
     """
 
@@ -122,7 +122,7 @@ def connect(
         group_info: the result of `handshake`.
         create: makes the communicator, with its shared memory.
         link: gives that memory a name.
-        map_peers: maps the memory of the node's ranks by name and process id, both by local index.
+        map_peers: maps the memory of the node's ranks, given its names and their pids, both by local index.
         unlink: removes the name.
     """
     made: list[Native] = []
@@ -141,8 +141,8 @@ def connect(
 
     try:
         rendezvous.step("construction: communicators", make)
-        # The memory has a name only from here until all ranks have mapped it. Creating it, which may take a
-        # while, comes before.
+        # The memory has a name only from here until all ranks have mapped it. The memory is created before,
+        # which may take a while.
         peers = rendezvous.step("construction: names", name)
         rendezvous.step("construction: mapping", join)
     except BaseException:

@@ -33,7 +33,7 @@ class MemoryPlan:
     Attributes:
         sections: (name, offset, bytes) in the order of the window.
         total_bytes: address space of the window.
-        committed_bytes: memory allocated when the communicator is built: all, except the CPU's input rows.
+        committed_bytes: memory allocated when the communicator is built: all but the input rows on the CPU.
         ranks: ranks of a node.
         host_bytes: with GPUs on several nodes: additional pinned host memory, for the network.
     """

@@ -60,7 +60,7 @@ class Rendezvous:
     """Brings together the ranks of a group (None: this process alone) that build a communicator at the same
     time, regardless of what they have built, or failed to build, before.
 
-    As a context manager it keeps other threads of this process from building one over the group.
+    As a context manager it keeps this process's other threads from building a communicator over the group.
 
     Raises InvalidArgument for a group that was destroyed, Unsupported for torch's "fake" backend, OutOfMemory
     without a descriptor for a connection to the store, PeerLost if the store is gone.

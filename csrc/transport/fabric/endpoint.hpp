@@ -72,7 +72,7 @@ class Endpoint {
   /// An address as text, for messages.
   std::string print(const std::vector<std::byte>& address) const;
 
-  /// Starts a put. Returns 0, -FI_EAGAIN or another error. `context` must stay valid until it completes.
+  /// Starts a put. Returns 0, -FI_EAGAIN or another error. `context` must stay valid until the put ends.
   ssize_t write(const void* source, size_t bytes, void* descriptor, uint32_t immediate, fi_addr_t peer,
                 uint64_t address, uint64_t key, fi_context2* context) {
     return fi_writedata(endpoint_.get(), source, bytes, descriptor, immediate, peer, address, key, context);

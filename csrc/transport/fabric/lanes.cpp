@@ -1,7 +1,7 @@
-// A network of one or more lanes to the same peers. A lane is an endpoint. A rank has several if it has
-// several NICs, or if one core cannot copy as much as the network takes. The caller's thread drives a single
-// lane; of several lanes each has a thread. A put is not split: it goes over the lane with the fewest bytes
-// to send. Puts have no guaranteed order, with one lane or several.
+// A network of one or more lanes to the same peers. A lane is an endpoint. A rank has several lanes if
+// it has several NICs, or if one core cannot copy as much as the network takes. The caller's thread drives a
+// single lane; of several lanes each has a thread. A put is not split: it goes over the lane with the fewest
+// bytes to send. Puts have no guaranteed order, with one lane or several.
 #include <algorithm>
 #include <atomic>
 #include <chrono>

@@ -19,8 +19,8 @@ struct PciDevice {
 PciDevice pci_device(const std::string& bus_id, const std::string& sysfs = "/sys");
 
 /// Number of PCI links between two devices through their nearest common bridge. If the devices are below
-/// different host bridges, 1000 is added, or 2000 if their NUMA nodes differ too. If a device is unknown, it
-/// is 4000: more than any path through bridges has.
+/// different host bridges, 1000 is added, or 2000 if their NUMA nodes differ too. If a device is unknown,
+/// the result is 4000: more than any path through bridges has.
 ///   .../pci0000:16/0000:16:01.0/0000:17:00.0 and .../pci0000:16/0000:16:01.0/0000:18:00.0: 2, by a switch
 int pci_distance(const PciDevice& a, const PciDevice& b);
 
@@ -35,7 +35,7 @@ std::vector<int> core_list(const std::string& text);
 std::vector<int> nearest_nics(const std::string& gpu, const std::vector<std::string>& nics,
                               const std::string& sysfs = "/sys");
 
-/// Number of GPUs of this host that share the nearest NICs of `gpu`, as they have the same; `gpu` is counted.
+/// Number of this host's GPUs that share the nearest NICs of `gpu`, including `gpu` itself.
 int gpus_sharing(const std::string& gpu, const std::vector<std::string>& nics,
                  const std::string& sysfs = "/sys");
 

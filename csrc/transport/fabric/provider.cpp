@@ -26,7 +26,7 @@ namespace {
 // Preferences of providers, smaller is better. A provider with kOnlyByName or more is used only on request:
 // it does not leave the host, or is meant for development.
 constexpr int kOnlyByName = 100;
-// kCopyingLanes: the most lanes (endpoints) if cores copy the bytes, as with TCP. kCoresALane: cores for one.
+// kCopyingLanes: most lanes (endpoints) if cores copy the bytes, as with TCP. kCoresALane: cores for a lane.
 constexpr int kCopyingLanes = 8, kCoresALane = 4;
 
 int preference(const std::string& provider) {
@@ -58,8 +58,8 @@ int preference(const std::string& provider) {
 
 bool on_one_host(const std::string& provider) { return provider == "shm" || provider == "sm2"; }
 
-/// Sorts addresses if no interface is requested, lowest first: loopback after others, then IPv6 after IPv4.
-/// candidates() puts the interface of the control links before all others.
+/// Order of an address if no interface is requested, lowest first: loopback after others, then IPv6 after
+/// IPv4. candidates() puts the address that control links use before all others.
 int address_preference(const std::string& address) {
   if (address.starts_with("fe80:")) return 9;  // needs a scope, which address tables can't hold
   const bool v6 = address.find(':') != std::string::npos;

@@ -5,8 +5,8 @@
 // - connect() makes connections in both directions. From then on poll() has to be called continuously, also
 //   when there is nothing to send: several providers accept and deliver only during it.
 // - If a peer ends while writes to it are in flight, tcp reports `failed`; without such writes, put() to it
-//   returns false from then on. shm reports no end of a peer, and no provider a peer that hangs or whose link
-//   is cut. The caller learns it by its control links, and calls forget().
+//   returns false from then on. shm never reports that, and no provider reports a peer that hangs or whose
+//   link is cut. The caller learns of it by its control links, and calls forget().
 #pragma once
 
 #include <cstddef>
