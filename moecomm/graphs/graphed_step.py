@@ -144,7 +144,7 @@ class GraphedStep:
         return tuple(self._capacities)
 
     def __call__(self, *inputs: Any) -> Any:
-        """Runs one step. inputs: tensors without gradients, with the shapes of the first call; values that are
+        """Runs one step. inputs: tensors without gradients, of the shapes in the first call; values that are
         no tensors must equal those of the first call. Returns copies of the results, without gradients."""
         if self._replay is None:
             self._prepare(inputs)

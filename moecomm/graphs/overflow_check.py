@@ -16,8 +16,8 @@ class OverflowCheck:
     (0: all fitted). `read` returns its maximum over a group (None: this rank). With NCCL the device takes the
     maximum, and the host waits once; else the hosts take it.
 
-    After a step's last dispatch the word is published: copied for `read`, which waits for that. It expects
-    as many dispatches as in the previous step: with more it publishes again, with fewer at the step's end."""
+    After a step's last dispatch the word is published: copied for `read`, which waits for that. A step with
+    more dispatches than the previous step publishes again, a step with fewer publishes at its end."""
 
     def __init__(self, device: torch.device, group: Group | None) -> None:
         self._device = device

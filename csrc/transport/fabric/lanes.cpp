@@ -26,7 +26,7 @@ namespace moecomm::fabric {
 namespace {
 
 // The most bytes that a lane holds, waiting or under way: enough to keep any network busy, and few enough
-// that a slow lane does not hold bytes that a fast lane could send.
+// that a slow lane does not hold bytes that a fast lane could send. A single put may have more.
 constexpr int64_t kMostBytes = int64_t{8} << 20;
 constexpr auto kLongestSleep = std::chrono::microseconds(100);
 constexpr auto kPause = std::chrono::milliseconds(1);  // between checks whether all lanes are connected
