@@ -60,11 +60,12 @@ class MoEConfig:
         scaling_factor: multiplies the weights, after normalisation.
         num_groups: group-limited routing: experts form this many equal groups, in order of their ids
             (Megatron-Core: moe_router_num_groups, DeepSeek: n_group).
-        topk_groups: a token may use experts of this many groups, those whose best scores have the highest sum
-            (Megatron-Core: moe_router_group_topk, DeepSeek: topk_group). Given together with num_groups.
+        topk_groups: a token may use experts of this many groups, the groups with the highest sums of best
+            scores (Megatron-Core: moe_router_group_topk, DeepSeek: topk_group). Given together with
+            num_groups.
         scores_per_group: how many of a group's best scores are summed; None: top_k // topk_groups.
             DeepSeek-V2 has 1, DeepSeek-V3 in transformers 2.
-        limit_nodes: instead of num_groups: the most nodes whose experts a token may use (`for_nodes`).
+        limit_nodes: the most nodes whose experts a token may use, in place of num_groups (`for_nodes`).
         weights_on_input: True: y is the sum of expert(weight * x), as in Llama 4; for top_k=1. Shared experts
             see x, and are computed before the dispatch.
         aux_loss: load-balancing loss over the rank's tokens ("batch"), each sequence ("sequence"), the
@@ -75,17 +76,17 @@ class MoEConfig:
             expert's balancing bias by this step. The bias affects the choice of experts, not their weights.
         balancing_bias: True: the router has balancing biases even with bias_update_rate=0.
         bias_update: "sign": each bias moves by the rate, up or down (arXiv 2408.15664); "centered": the mean
-            of all experts' steps is then subtracted from each.
+            of all experts' steps is then subtracted from each step.
         jitter: in training the router's input is multiplied by noise, uniform in [1 - jitter, 1 + jitter].
         force_balanced: for benchmarks: every expert gets the same load, whatever the scores.
-        capacity_factor: None: dropless. Else a rank sends one expert at most ceil(T * K / E *
-            capacity_factor) tokens.
-        drop_policy: a full expert keeps tokens of highest weight ("probs") or the first ("position").
+        capacity_factor: None: dropless. Else a rank sends each expert at most ceil(T * K / E *
+            capacity_factor) of its T tokens.
+        drop_policy: a full expert keeps tokens of highest weight ("probs") or its first ones ("position").
         pad_to_capacity: with capacity_factor: buffers of fixed size, so that the host never waits.
         dtype: of the experts' weights and of the rows that travel; bfloat16 for speed on GPUs. The router
             computes in float32.
-        expert_precision: None: products in dtype. "fp8": in e4m3 (docs/fp8.md), for a dtype narrower than
-            float64, hidden and ffn_hidden multiples of 16, no bias; on CUDA for compute capability 9.0.
+        expert_precision: None: products in dtype. "fp8": in e4m3 (docs/fp8.md); needs a dtype below float64,
+            hidden and ffn_hidden multiples of 16, no bias, and on CUDA compute capability 9.0.
         products: "torch"; "quack" (quack-kernels, Hopper, bfloat16 and float16); None: quack if it is
             installed and supports the layer, else torch (docs/layer.md). Must be None with expert_precision.
         main_grad: True: the experts' weights accumulate gradients in `weight.main_grad`, float32
@@ -214,9 +215,9 @@ class MoEConfig:
 
     def for_nodes(self, nodes: int) -> MoEConfig:
         """Returns this config for a job on `nodes` nodes, which hold equal parts of the experts in order of
-        their ids. limit_nodes becomes num_groups=nodes and topk_groups=limit_nodes; a limit of `nodes` or
-        more needs no groups. Raises InvalidArgument if `nodes` does not divide num_experts, limit_nodes nodes
-        hold fewer than top_k experts, or a node holds fewer than scores_per_group.
+        their ids. limit_nodes becomes num_groups=nodes and topk_groups=limit_nodes; if limit_nodes is `nodes`
+        or more, there are no groups. Raises InvalidArgument if `nodes` does not divide num_experts,
+        limit_nodes nodes hold fewer than top_k experts, or a node holds fewer than scores_per_group.
 
         Example: 256 experts with limit_nodes=4 on 8 nodes form 8 groups, of which a token uses 4; on 4 nodes
         or fewer there is no limit.
@@ -250,7 +251,7 @@ def _require(config: Any, name: str, holds: bool, bound: str) -> None:
 
 
 _MAY_DIFFER = ("products",)
-"""Fields that decide how a rank computes, but not its result."""
+"""Fields that may differ between ranks: they decide how a rank computes, but not its result."""
 
 
 def values_that_agree(config: MoEConfig) -> dict[str, str]:
@@ -280,7 +281,7 @@ class OverlapConfig:
     Attributes:
         overlap: True: transfers overlap with products. False: stages run one after another on one stream, and
             autograd differentiates them; the output and the experts' gradients have the same bits as with
-            True. The other fields must then have their defaults.
+            True. With False the other fields must have their defaults.
         keep: which of the experts' rows a forward keeps for its backward: "all", "rows" (the first product is
             recomputed) or "nothing" (the rows are dispatched again, along the kept plan).
         keep_shared: whether a forward keeps the shared experts' first product. False: the backward recomputes

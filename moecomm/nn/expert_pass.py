@@ -1,7 +1,7 @@
-"""The experts of a layer with their communication: forward and backward, each from top to bottom.
+"""The forward and the backward of a layer's experts, with their dispatches and combines.
 
-Rows are expert-major: one per (token, expert). For rows x, routing weights w and the gradient dy of the
-result, per row p of expert e and its token t:
+Rows are expert-major: one per (token, expert). For a row p of expert e and token t, with input x, routing
+weight w and the gradient dy of the result:
     h = x W_in[e]    z = w act(h)    y_t = sum over p of z W_out[e]
     dz = dy_t W_out[e]^T    dh = w dz act'(h)    dw = <dz, act(h)>    dx_t = sum over p of dh W_in[e]^T
     dW_out[e] = sum of z^T dy_t    dW_in[e] = sum of x^T dh
@@ -16,10 +16,9 @@ With w applied before the second product, no backward needs that product's resul
 routing weights. fc2_wgrad comes before fc1_dgrad, so that the rows of dispatch_grad are freed early. A
 transfer with nothing to overlap runs on the caller's stream, which costs the host less.
 
-For autograd a pass is one function (_Keep), or two if hooks handle what autograd saves. Then _Keep saves what
-the backward needs and has the backward, and _Finish returns the result. So a recomputation by
-torch.utils.checkpoint can stop before the result. With `keep_plans` it follows the plan of the first forward.
-"""
+For autograd a forward is one function, _Keep. If hooks handle the tensors that autograd saves, it is two:
+_Keep saves what the backward needs and has the backward; _Finish returns the result. So the recomputation of
+torch.utils.checkpoint can stop before the result. With `keep_plans` it follows the first forward's plan. """
 
 from __future__ import annotations
 
@@ -60,12 +59,12 @@ class Weights(NamedTuple):
 
 
 class Plans(NamedTuple):
-    """What a checkpoint with `keep_plans` keeps of a layer's passes, in order."""
+    """What a checkpoint with `keep_plans` keeps of a layer's forwards, in their order."""
 
     states: list[DispatchState]
     choices: list[Choices]
     again: bool
-    """True while the passes are being recomputed."""
+    """True while the forwards are being recomputed."""
 
 
 class PassContext(NamedTuple):
@@ -76,8 +75,8 @@ class PassContext(NamedTuple):
     activation: str
     products: Products
     layer: Any = None
-    """The MoELayer, whose number distinguishes its dispatches from those of other layers; None for experts of
-    another kind of layer."""
+    """The MoELayer, whose number distinguishes its dispatches from those of other layers; None if the experts
+    belong to another kind of layer."""
     capacity: int | None = None
     keep: Keep = "all"
     keep_shared: bool = False
@@ -85,13 +84,13 @@ class PassContext(NamedTuple):
     """True: if a pass has used the communicator's stream, and no graph is being captured, the host waits for
     the device afterwards. So memory that both streams used is free again at once."""
     deferred: Deferred | None = None
-    """The list of deferred weight gradients to which the backward adds; None: it computes them itself."""
+    """The list of deferred weight gradients to which the backward adds; None: it computes them at once."""
     recorded: RecordedStages | None = None
-    """The record to which the pass writes its stages; None: nothing is recorded."""
+    """Where the pass stores its measured stages; None: nothing is measured."""
     overflow: Any = None
     """The OverflowCheck of a GraphedStep, which is told the dispatch's overflow; or None."""
     plans: Plans | None = None
-    """The plans of this layer within a checkpoint with `keep_plans`; else None."""
+    """The Plans of this layer within a checkpoint with `keep_plans`; else None."""
     gradient_scale: float = 1.0
     """Factor of the gradients of the experts' weights and biases, unless they are deferred."""
 
@@ -100,7 +99,8 @@ class PassContext(NamedTuple):
         return Stages(self.comm.device, record=self.recorded is not None)
 
     def wait_on_host(self, side: SideStream) -> None:
-        """Waits for the device if `waits_on_host` is set and `side` has its own stream; not in captures."""
+        """Waits for the device if `waits_on_host` is set and `side` has its own stream; never in a
+        capture."""
         if self.waits_on_host and side.separate:
             gpu = CudaDevice(self.comm.device.index)
             if not gpu.capturing():
@@ -111,7 +111,7 @@ class PassContext(NamedTuple):
 
 
 class DispatchState(NamedTuple):
-    """The outcome of a dispatch, along whose plan rows can be sent again."""
+    """The result of a dispatch without its rows. Rows can be sent again along its plan, the handle."""
 
     handle: Handle
     weights_P: Tensor
@@ -121,7 +121,7 @@ class DispatchState(NamedTuple):
 
 class Forward:
     """One forward: `start` keeps what a backward needs, and `result` returns y. With the state of an earlier
-    dispatch both follow its plan: `start` computes only what a backward needs, and `result` the rest."""
+    dispatch both follow its plan: `start` computes only what a backward needs, `result` the rest."""
 
     x_TH: Tensor
     topk_weights_TK: Tensor
@@ -154,7 +154,7 @@ class Forward:
 
     @property
     def dispatched(self) -> bool:
-        """True once the rows are dispatched: a later error is then not the dispatch's."""
+        """True once the rows are dispatched: an error after that is not the dispatch's."""
         return self._state is not None
 
     @property
@@ -212,7 +212,7 @@ class Forward:
         return y_TH
 
     def _again(self) -> None:
-        """Recomputes the tensors that `kept` returns, along the kept plan."""
+        """Recomputes the tensors that `kept` returns, along the plan of the earlier dispatch."""
         context, comm = self.context, self.context.comm
         has_shared = self.weights.shared_in is not None and context.keep_shared
         stages = context.stages()
@@ -244,9 +244,9 @@ class Forward:
         return y_TH.add_(self._shared_fc2())
 
     def kept(self, need_in: bool) -> tuple[Tensor | None, ...]:
-        """Returns the tensors that a backward needs besides the weights: x, the experts' rows, their routing
-        weights and groups, the first products of the shared experts and of the experts. `need_in`: whether
-        w_in needs a gradient."""
+        """Returns what a backward needs besides the weights (None where it does not): x, the experts' rows,
+        their routing weights and groups, the first products of the shared experts and of the experts.
+        `need_in`: whether w_in needs a gradient."""
         keep, state = self.context.keep, self.state
         needs_x = self.weights.shared_in is not None or keep == "nothing"
         needs_rows = keep != "nothing" and (need_in or keep == "rows")
@@ -286,8 +286,8 @@ class Forward:
 
 
 def _backward(ctx: Any, grad_y_TH: Tensor) -> tuple[Tensor | None, ...]:
-    """Runs the backward of `_Keep` from the state in `ctx`, and returns gradients in the order of its
-    inputs."""
+    """Runs the backward of `_Keep` from the state in `ctx`, and returns gradients in the order of the inputs
+    of `_Keep`."""
     context: PassContext = ctx.context
     comm, products, handle = context.comm, context.products, ctx.handle
     if context.layer is not None:
@@ -429,7 +429,7 @@ def _shared_backward(
 # -- autograd and checkpoints ------------------------------------------------------------------------------
 
 
-# If torch.compile gives up on a forward, it tries the functions within. This one has a backward of its own.
+# If torch.compile gives up on a forward, it tries the functions it calls, but must not try this one.
 @_disable_dynamo
 def run_experts(context: PassContext, x_TH: Tensor, topk_weights_TK: Tensor, weights: Weights) -> Tensor:
     """Returns (T, H): the sum over a token's experts of weight * expert(x), plus the shared experts' result.
@@ -447,7 +447,7 @@ def run_experts(context: PassContext, x_TH: Tensor, topk_weights_TK: Tensor, wei
 
 
 def run_forward(forward: Forward, x_TH: Tensor, topk_weights_TK: Tensor, weights: Weights) -> Tensor:
-    """Returns the result of `run_experts`, computed by `forward`, which must be new."""
+    """Returns the result of `run_experts`, computed by `forward`, a Forward that has not run."""
     forward.in_two = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
     kept_TH: Tensor = _Keep.apply(forward, x_TH, topk_weights_TK, *weights)  # type: ignore[no-untyped-call]
     # One function if possible: a second one takes the host 30 us.

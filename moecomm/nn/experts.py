@@ -1,4 +1,4 @@
-"""The experts: feed-forward networks, one for each group of rows or one for all rows; or a user's module."""
+"""Experts: one network for each group of rows (GroupedExperts), one for all (SharedExperts), or a user's."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ weight's parameter under the name `original`."""
 
 
 _OWN = _IN_MAIN_GRAD | {f"{name}_{added}" for name in _WEIGHTS for added in ("orig", "g", "v")}
-"""The names of the weights, also under torch.nn.utils.prune, spectral_norm and weight_norm."""
+"""The names of weights and biases, also those by torch.nn.utils.prune, spectral_norm and weight_norm."""
 
 
 class GroupedExperts(nn.Module):
@@ -68,7 +68,7 @@ class GroupedExperts(nn.Module):
         part: the part of each expert that this rank holds (ExpertPart): F is then ffn_hidden / part.of.
         rows_per_expert: average rows of an expert in a call, by which tiles are chosen.
         device: where the weights are created.
-        products_on: the device that computes, if that differs (the weights are created on meta).
+        products_on: the device that computes, if it is not `device` (for weights created on meta).
 
     Attributes:
         w_in: (L, H, I) of the config's dtype.
@@ -78,7 +78,7 @@ class GroupedExperts(nn.Module):
         config: the layer's MoEConfig.
         num_local_experts: L, experts of this rank.
         first_expert: global id of the first local expert.
-        part: the ExpertPart that this rank has of each of its experts; part 0 of 1 is a whole expert.
+        part: the ExpertPart of each of its experts that this rank has; part 0 of 1 is a whole expert.
         products: how products are computed.
         sharded_over: ranks of the default group over which `fully_shard_experts` shards the weights.
     """
@@ -89,8 +89,8 @@ class GroupedExperts(nn.Module):
     b_out: nn.Parameter | None
     sharded_over: frozenset[int] = frozenset()
     _is_sharded = False
-    """Whether FSDP has put its parameters here. Those that FSDP gathers are not marked: the fp8 copy of a
-    marked one is kept until a change that torch counts, and torch counts none of FSDP's."""
+    """Whether FSDP has put its parameters here. Parameters that it gathers stay unmarked: a marked one's fp8
+    copy is kept until torch counts a change of it, and torch counts no change by FSDP."""
 
     def __init__(
         self,
@@ -163,9 +163,8 @@ class GroupedExperts(nn.Module):
         rows_PH: (P, H) of the weights' dtype, grouped by local expert; offsets_L: (L,) int32 cumulative ends
         of groups; weights_P: (P,) float32 (float64 for float64 rows) routing weights. Rows past offsets[-1]
         may hold anything: results and gradients are zero there, and weights' gradients ignore these rows.
-        has_tail=False (P == offsets[-1]) saves two passes. `run`: hooks of this module prepare the weights
-        (FSDP gathers them), then run(rows_PH) is returned instead.
-        """
+        has_tail=False (P == offsets[-1]) saves two passes over rows. With `run` forward returns run(rows_PH),
+        after hooks of this module have prepared the weights (FSDP gathers them). """
         if run is not None:
             return run(rows_PH)
         if not isinstance(offsets_L, Tensor):
@@ -202,7 +201,7 @@ class GroupedExperts(nn.Module):
     def mark_parameters(self) -> None:
         """Marks the parameters as those of experts, and makes the trained weights accumulate `main_grad` if
         the config says so. Parameters that a parametrization or a subclass has added still use `grad`."""
-        for name, parameter in self.named_parameters():  # named_modules() marks them
+        for name, parameter in self.named_parameters():  # marks them, by named_modules()
             if isinstance(parameter, DTensor):
                 continue
             trained = parameter.requires_grad and parameter.is_leaf  # no leaf: computed from parameters
@@ -211,8 +210,8 @@ class GroupedExperts(nn.Module):
                 keep_main_grad(parameter)
 
     def is_per_expert(self, name: str, parameter: Tensor) -> bool | None:
-        """Returns whether the parameter of this name has a part for each of this rank's experts. None: the
-        parameter was added, and that cannot be told (`mark_adapter`)."""
+        """Returns whether the parameter of this name has a part for each of this rank's experts. None: it
+        cannot be told of an added parameter (`mark_adapter` says it)."""
         if name in _OWN or self.has_all:
             return parameter.dim() > 0 and parameter.shape[0] == self.num_local_experts
         return has_part_for_each(self, self.num_local_experts, name, parameter)
@@ -220,8 +219,8 @@ class GroupedExperts(nn.Module):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Yields what nn.Module does, and marks each module's parameters. So all parameters that
-        `parameters()` of a model returns are marked, also those of parametrizations."""
+        """Yields what nn.Module.named_modules does, and marks each module's parameters. So all parameters
+        that `parameters()` of a model returns are marked, also those of parametrizations."""
         for name, module in super().named_modules(memo, prefix, remove_duplicate):
             self._mark(name.removeprefix(prefix).lstrip("."), module)
             yield name, module
@@ -366,8 +365,8 @@ def _real_rows(rows_PH: Tensor, offsets_L: Tensor) -> Tensor:
 
 
 def shared_gates(x_TH: Tensor, w_gate_H: Tensor | None, care: bool = False) -> Tensor | None:
-    """Returns sigmoid(x w), (T,) in the dtype of routing weights, which multiplies the inner rows of the
-    shared experts; None without a gate. `care`: as in `outside_autocast.matmul`."""
+    """Returns the factors of the shared experts' inner rows, sigmoid(x w): (T,) in the dtype of routing
+    weights; None without a gate. `care`: as in `outside_autocast.matmul`."""
     if w_gate_H is None:
         return None
     return matmul(x_TH, w_gate_H, care).to(weight_dtype(x_TH.dtype)).sigmoid()
@@ -409,8 +408,8 @@ def adopt_experts(experts: nn.Module, config: MoEConfig) -> None:
 def combine_own_experts(
     comm: Communicator, experts: nn.Module, out: DispatchOutput, has_tail: bool
 ) -> Tensor:
-    """Returns (T, H): the sum over a token's experts of weight * the module's row. `has_tail`: True with a
-    capacity, where rows past offsets[-1] are unspecified."""
+    """Runs a user's module and combines: returns (T, H), the sums over a token's experts of weight * row.
+    `has_tail`: True with a capacity: the dispatch's rows past offsets[-1] are then unspecified."""
     rows_PH, real_P1 = out.tokens, None
     if has_tail:
         # NaN times zero is not zero: where() hides the tail's contents from the module, and from gradients.
@@ -423,8 +422,8 @@ def combine_own_experts(
         comm.refuse(
             InvalidArgument(f"experts returned {kind}, must return the (P, H) tensor of the experts' rows")
         )
-    # Combine refuses rows of a wrong shape or dtype on all ranks. Without any rows the module's result may
-    # not depend on its input, and this rank would then be missing in the backward of the others.
+    # Combine refuses rows of a wrong shape or dtype on all ranks. If this rank has no rows, the module's
+    # result may not depend on them, and the other ranks' backward would lack this rank: cat() lets it depend.
     if expert_rows_PH.shape == rows_PH.shape and expert_rows_PH.dtype == rows_PH.dtype:
         if real_P1 is not None:
             expert_rows_PH = expert_rows_PH.where(real_P1, rows_PH)

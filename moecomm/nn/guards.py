@@ -3,8 +3,7 @@ settings are compatible.
 
 A layer calls its experts and shared experts as modules, but with the layer's tokens as input and the sum of
 all experts as result (MoELayer._run). Hooks of FSDP2, and hooks that prepare a weight (torch.nn.utils), work
-with these. Any other hook expects the module's own inputs and results.
-"""
+with these inputs and results. Any other hook expects the module's own inputs and results. """
 
 from __future__ import annotations
 
@@ -25,12 +24,12 @@ _PARTS = (("experts", GroupedExperts), ("shared", SharedExperts))
 """The modules of a layer that are checked for hooks, and their classes."""
 _KINDS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _OF_WEIGHTS = ("moecomm.", "torch.distributed.", "torch.nn.utils.")
-"""The packages of hooks that concern weights alone: they gather or prepare weights, or average gradients."""
+"""Packages whose hooks concern weights alone: the hooks gather or prepare weights, or average gradients."""
 
 
 def watchers_of(layer: Any) -> str | None:
-    """Names a hook or changed forward that needs the own rows of the experts or shared experts, so that the
-    layer has to run in order (MoELayer._run_in_order). None: there is none."""
+    """Names a hook or changed forward that needs the experts' or shared experts' own rows, so that the layer
+    has to run in order (MoELayer._run_in_order). Returns None if there is none."""
     for name, kind in _PARTS:
         module = getattr(layer, name)
         if module is not None and (found := _watcher(module, kind)) is not None:
@@ -40,7 +39,7 @@ def watchers_of(layer: Any) -> str | None:
 
 def _watcher(module: nn.Module, kind: type[nn.Module]) -> str | None:
     """Names what depends on the module's own results: a hook of the module, or of a `kind` that it wraps, or
-    a forward other than kind.forward. None: nothing. Hooks that concern weights alone do not count."""
+    a forward other than kind.forward; None: nothing does. Hooks that concern weights alone do not count."""
     plain = type(module) is kind and not (module._modules or "forward" in module.__dict__)
     if plain and not any(getattr(module, hooks) for hooks in _KINDS):
         return None  # a fast path, since each forward of a layer asks
@@ -57,7 +56,7 @@ def _watcher(module: nn.Module, kind: type[nn.Module]) -> str | None:
 
 
 def _package(function: Any) -> str:
-    """Returns the module that defines a function, or the class of a callable."""
+    """Returns the name of the module that defines a function, or the class of a callable object."""
     function = getattr(function, "func", function)  # functools.partial
     return str(getattr(function, "__module__", None) or type(function).__module__)
 
@@ -115,7 +114,7 @@ def check_settings(layer: Any, in_order: bool, watched: str | None) -> None:
 
 
 def _require_parameters(experts: Any) -> None:
-    """Raises InvalidArgument for weights that are computed from parameters, unless by a cast: the gradients
+    """Raises InvalidArgument for weights that are computed from parameters by more than a cast: the gradients
     of `backward_weights` would not reach these parameters."""
     for name in ("w_in", "w_out"):
         if leaf_of(getattr(experts, name)) is None:
@@ -127,8 +126,7 @@ def _require_parameters(experts: Any) -> None:
 
 
 def _require_parts(layer: Any) -> None:
-    """Raises InvalidArgument if the experts or shared experts were replaced by a module without their
-    weights."""
+    """Raises InvalidArgument for replaced experts without `products` or shared experts without `w_in`."""
     for (name, kind), needed in zip(_PARTS, ("products", "w_in"), strict=True):
         part = getattr(layer, name)
         if part is not None and not isinstance(part, kind) and not hasattr(part, needed):

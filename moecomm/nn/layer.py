@@ -46,23 +46,23 @@ class MoELayer(nn.Module):
     Args:
         config: sizes, routing and balancing, the same on all ranks.
         comm: the communicator, which many layers may share; under a folding, one made by `make_communicator`.
-            None: the layer builds one; configs that differ, or a wrong argument of one rank, raise on all.
+            None: the layer builds one; all ranks raise if configs differ or one rank has a wrong argument.
         group: the ranks that share out the experts, a process group or a DeviceMesh of one dimension; None:
             all ranks.
         mesh, ep_dim: in place of `group`, a DeviceMesh and the name of its dimension.
         max_tokens: the most tokens of a rank in one call; required without `comm`.
-        nodes: the number of nodes for config.limit_nodes, equally many ranks on each; None: those of comm.
-            Another number keeps the routing of a job on that many nodes.
+        nodes: the number of nodes for config.limit_nodes, equally many ranks on each; None: that of comm.
+            Give another number to route as a job on that many nodes does.
         overlap: what is computed during transfers, and kept for the backward; None: OverlapConfig().
         experts: a module in place of GroupedExperts; see below.
         folding: a ParallelFolding, instead of `group` (docs/folding.md). All ranks of the job then build
-            their layers and communicators together, since they make the folding's groups.
+            their layers and communicators together, since that makes the folding's groups.
         loss_group: the ranks of a step for aux_loss="global" without a folding; None: all ranks.
 
     The routing's losses get their gradients when the result's backward runs, as if loss_scale * (their sum)
-    were part of the model's loss. If the model's loss is multiplied by a factor, set loss_scale to it, or
-    call `set_loss_scale`, before the backward. If weights have another dtype than the config's (after
-    `layer.half()`), forward raises InvalidArgument on all ranks.
+    were part of the model's loss. If you multiply the model's loss by a factor, set loss_scale to this
+    factor, or call `set_loss_scale`, before the backward. If weights have another dtype than the config's
+    (after `layer.half()`), forward raises InvalidArgument on all ranks.
 
     `experts` holds this rank's L experts; expert l has the global id comm.rank * L + l. A forward calls it
     once, with autocast off, as experts(rows_PH, offsets_L): rows (P, H) of config.dtype grouped by expert,
@@ -70,9 +70,9 @@ class MoELayer(nn.Module):
     may be 0 and groups may be empty. Another shape or dtype raises InvalidArgument on all ranks. With a
     capacity rows past offsets[-1] are zero, and their results are not used. The module's parameters are all
     marked as expert parameters, and no other part of the model may use them. Its state may have no buffers.
-    `sharded_state` takes dimension 0 of its parameters for the experts; if it is not, a checkpoint loads at
-    the same number of ranks only. Its state_dict records in the metadata which experts it has, and
-    load_state_dict raises InvalidArgument for a state of other experts. Autograd does the backward, so
+    `sharded_state` assumes that dimension 0 of its parameters counts experts; otherwise a checkpoint loads at
+    the same number of ranks only. The state_dict's metadata record which experts it has, and load_state_dict
+    raises InvalidArgument for a state of other experts. Autograd does the backward, so
     config.expert_precision, bias and main_grad, and all of OverlapConfig but `overlap`, must have their
     defaults. Only `fully_shard_experts` may shard the module.
 
@@ -175,7 +175,7 @@ class MoELayer(nn.Module):
         self._waits_on_host = False
         self._deferred, self._recorded = Deferred(), RecordedStages()
         self._unsynchronized = False
-        """True from a backward until `sync_gradients` has averaged its gradients"""
+        """True from a backward until `sync_gradients` has averaged its gradients."""
         self._drift: Any = None  # the Drift of a layer under DistributedDataParallel
         self._overflow: Any = None  # the OverflowCheck of a GraphedStep
         self._plans: Plans | None = None
@@ -199,9 +199,9 @@ class MoELayer(nn.Module):
 
     @property
     def comm(self) -> Communicator:
-        """The communicator; with ETP > 1 in a folding its experts are parts of the layer's experts. It may be
-        replaced between forwards, on all ranks, for example after PeerTimeout. Raises InvalidArgument for one
-        with another size, rank, nodes, device, num_experts, hidden, top_k, dtype or max_tokens."""
+        """The communicator; with ETP > 1 in a folding its experts are parts of the layer's experts. Set
+        another one between forwards, on all ranks, for example after PeerTimeout. Raises InvalidArgument if
+        that has another size, rank, nodes, device, num_experts, hidden, top_k, dtype or max_tokens."""
         return self._comm
 
     @comm.setter
@@ -220,8 +220,8 @@ class MoELayer(nn.Module):
 
     @property
     def overlap(self) -> OverlapConfig:
-        """What is computed during transfers, and kept for the backward. It may be replaced by another
-        OverlapConfig between forwards; anything else raises InvalidArgument."""
+        """What is computed during transfers, and kept for the backward. Another OverlapConfig may be set
+        between forwards; anything else raises InvalidArgument."""
         return self._overlap
 
     @overlap.setter
@@ -258,10 +258,10 @@ class MoELayer(nn.Module):
         Args:
             x: (T, H), or (B, S, H) for B sequences of S tokens; any float dtype. The result is like x.
             seq_len: length of the sequences in a (T, H) input, for aux_loss="sequence".
-            cu_seqlens: in place of seq_len, (N + 1,) int32 or int64: the starts of N packed sequences among
-                the tokens, from 0 on, and the last end; tokens past it are of no sequence. If they are used,
-                bad values (descending, above T) raise on a CPU. On a GPU, for which the host does not wait,
-                and in a compiled graph, they make the loss and the router's gradients NaN.
+            cu_seqlens: in place of seq_len, (N + 1,) int32 or int64: the starts of N packed sequences, the
+                first 0, and the end of the last; later tokens are of no sequence. If a loss uses it, bad
+                values (descending, above T) raise on a CPU. On a GPU, for which the host does not wait, and
+                in a compiled graph, they make the loss and the router's gradients NaN.
             mask: (T,) or (B, S) bool, False for padding, which only shared experts see (docs/layer.md).
             topk_idx: (T, K) or (B, S, K) int32 or int64: the experts of the tokens, chosen in another forward
                 (`Routing.chosen_TK`). A token whose ids are all -1 is routed by its scores.
@@ -269,8 +269,7 @@ class MoELayer(nn.Module):
         Raises InvalidArgument on all ranks for arguments of a wrong shape or dtype, a seq_len that does not
         divide T, weights of another dtype than the config's, and incompatible settings; InvalidRouting for
         invalid ids, or an id twice in a token. A graph of torch.compile ends before the layer within
-        `keep_plans`, and where a loss is summed over ranks.
-        """
+        `keep_plans`, or if a loss is summed over ranks. """
         every = {"cu_seqlens": cu_seqlens, "mask": mask, "topk_idx": topk_idx}
         given = {name: value for name, value in every.items() if value is not None}
         if torch.compiler.is_compiling() and (self._balance is not None or self._plans is not None):
@@ -306,9 +305,9 @@ class MoELayer(nn.Module):
     def _route(
         self, x: Tensor, seq_len: int | None, in_order: bool, watched: str | None, given: dict[str, Any]
     ) -> tuple[Tensor, Tensor, Tensor, Routing | None]:
-        """Chooses the experts of each token. Returns the rows, ids and weights that are sent to the experts,
-        and the routing if its losses have yet to be attached to the layer's result, or None if they are
-        attached to the weights. Raises InvalidArgument on this rank alone."""
+        """Chooses the experts of each token. Returns the rows, ids and weights that are sent to the experts;
+        and the routing whose losses are still to be attached to the layer's result, None if they are attached
+        to the weights. Sets `last_losses`. Raises on this rank alone."""
         x_TH = x
         balance = self._balance
         before = 0 if balance is None else balance.exchanges
@@ -387,8 +386,8 @@ class MoELayer(nn.Module):
         y_TH = y_TH.to(dtype)
         if unattached is not None:
             y_TH = self._attach(y_TH, unattached)
-        # No view: changed in place, a view loses FSDP2's backward hook; and torch refuses such a change if it
-        # is of a Python function's result (`attach_loss`).
+        # Not a view: if changed in place, a view loses FSDP2's backward hook; and torch refuses in-place
+        # changes of a view of a Python function's result (`attach_loss`).
         is_result = y_TH.shape == shape and unattached is None
         return y_TH if is_result else torch.ops.aten._unsafe_view(y_TH, shape)
 
@@ -410,7 +409,7 @@ class MoELayer(nn.Module):
 
     def timelines(self) -> dict[str, Timeline]:
         """Returns when the stages of the last recorded "forward" and "backward" ran (`OverlapConfig.record`).
-        Waits for them."""
+        Waits for the stages to end."""
         return self._recorded.timelines()
 
     def _weights(self) -> Weights:
@@ -448,8 +447,9 @@ class MoELayer(nn.Module):
 
     def _run_in_order(self, rows_TH: Tensor, topk_idx_TK: Tensor, topk_weights_TK: Tensor) -> Tensor:
         """Runs shared experts, dispatch, experts and combine one after another, differentiated by autograd.
-        Custom experts always run in this way; then shared experts overlap the dispatch if `overlap` says so.
-        Shared experts run before the combine, so that it can tell other ranks of an exception in them."""
+        Custom experts always run in this way; beside them, shared experts overlap the dispatch if
+        overlap.overlap. Shared experts run before the combine, so that it can tell other ranks of an
+        exception in them."""
         comm, capacity, shared_TH = self.comm, self.capacity, None
         shared = self._shared_within
         if self._own_experts and self.overlap.overlap and shared and not torch.compiler.is_compiling():
@@ -511,6 +511,6 @@ _MADE_FOR = ("size", "rank", "nodes", "device", "num_experts", "hidden", "top_k"
 
 
 def layers_of(model: nn.Module) -> list[MoELayer]:
-    """Returns the MoELayers of a model, each once, in order. Raises InvalidArgument if it is not a module."""
+    """Returns the MoELayers of a model, each once, in order. Raises InvalidArgument for no module."""
     require_module(model)
     return [module for module in model.modules() if isinstance(module, MoELayer)]

@@ -16,7 +16,7 @@ from moecomm.types import Group, GroupReference
 
 
 class ExpertSums(NamedTuple):
-    """The sums behind the load-balancing loss, for each of S sequences; counts need no gradient."""
+    """The sums that the load-balancing loss is made of, for each of S sequences. Counts have no gradient."""
 
     probs_SE: Tensor
     """Sums of the tokens' probabilities; differentiable."""
@@ -26,7 +26,7 @@ class ExpertSums(NamedTuple):
     """Numbers of tokens."""
 
     def loss(self, top_k: int) -> Tensor:
-        """Returns `load_balancing_loss`, averaged over the sequences that have tokens; 0 if none has any."""
+        """Returns `load_balancing_loss`, averaged over the sequences that have tokens; 0 without tokens."""
         tokens_S1 = self.tokens_S.clamp(min=1).unsqueeze(1)
         share_SE = self.chosen_SE / (tokens_S1 * top_k)
         loss_S = (self.probs_SE / tokens_S1 * share_SE).sum(dim=1) * self.probs_SE.shape[1]
@@ -37,8 +37,8 @@ def loss_of_counts(
     probs_TE: Tensor, counts_E: Tensor, top_k: int | None, mask_T: Tensor | None = None
 ) -> Tensor:
     """Returns sum over e of f_e * P_e (`load_balancing_loss`) from counted choices, `counts_E`; 0 without
-    tokens. f_e is counts_E[e] over top_k * tokens, or, if top_k is None, over the sum of counts_E.
-    `mask_T` as in `load_balancing_loss`. Operations are few: their launches take a router's host time."""
+    tokens. f_e is counts_E[e] divided by top_k * tokens; if top_k is None, by the sum of counts_E. `mask_T`
+    as in `load_balancing_loss`. It uses few operations, since each launch costs the host time."""
     tokens: Any = max(probs_TE.shape[0], 1)
     if mask_T is not None:
         probs_TE = probs_TE.masked_fill(~mask_T.unsqueeze(1), 0.0)
@@ -53,7 +53,7 @@ def loss_of_sequences(probs_TE: Tensor, topk_idx_TK: Tensor, sequence_len: int |
     length = max(sequence_len or tokens, 1)
     probs_SE = probs_TE.view(-1, length, experts).sum(dim=1)
     first_S1 = torch.arange(0, probs_SE.numel(), experts, device=probs_SE.device).unsqueeze(1)
-    # scatter_add_ in one dimension is deterministic.
+    # Sums of ones are exact in float32 up to 2^24, so any order of scatter_add_ gives the same bits.
     place_N = (topk_idx_TK.view(-1, length * top_k) + first_S1).flatten()
     chosen_N = probs_SE.new_zeros(probs_SE.numel())
     chosen_N.scatter_add_(0, place_N, probs_SE.new_ones(()).expand(place_N.shape))
@@ -68,7 +68,7 @@ def expert_sums(
     cu_seqlens: Tensor | None = None,
     mask_T: Tensor | None = None,
 ) -> ExpertSums:
-    """Returns the sums of each sequence; arguments as in `load_balancing_loss`, which checks their shapes."""
+    """Returns the sums of each sequence. Arguments as in `load_balancing_loss`; its callers check shapes."""
     num_tokens, num_experts = probs_TE.shape
     probs_TE = _wide(probs_TE)  # bfloat16 counts no further than 256, float16 than 2048
     require_mask(mask_T, num_tokens)
@@ -85,7 +85,7 @@ def expert_sums(
         tokens_S = real_T.view(count, length).sum(dim=1)
     else:
         require_ascending("cu_seqlens", cu_seqlens, num_tokens, first=0)
-        # Wrong values that require_ascending could not see make the loss and its gradients NaN.
+        # Wrong values that require_ascending does not see, as on a GPU, make the loss and its gradients NaN.
         falls = (cu_seqlens.long().diff() < 0).any()
         wrong = falls | (cu_seqlens[0] != 0) | (cu_seqlens[-1] > num_tokens)
         # An additional row takes the tokens past the last sequence.
@@ -153,8 +153,8 @@ def _wide(values: Tensor) -> Tensor:
 
 
 # -- sums over ranks ---------------------------------------------------------------------------------------
-# The ranks hold parts of the same sequences (aux_loss="sequence"), or take part in one step ("global"). For
-# each forward they all call `over_ranks`, or `bring_nothing` in its place.
+# The ranks hold parts of the same sequences (aux_loss="sequence"), or take part in one step ("global"). In
+# each forward every rank calls `over_ranks`, or `bring_nothing` in its place.
 
 
 class StepCounts:
@@ -188,15 +188,15 @@ class StepCounts:
 
 
 class SequenceSums(StepCounts):
-    """Sums for sequences of which each rank of the group holds a part; all ranks have them in the same order.
-    Ranks without tokens take part. Ranks first compare how many there are, except in a CUDA graph capture."""
+    """Adds up ExpertSums of sequences of which each rank holds a part, in one order on all ranks. Ranks
+    without tokens take part. Ranks first compare numbers of sequences, except in a CUDA graph capture."""
 
     phase = "the balancing loss over sequences"
 
     def over_ranks(self, sums: ExpertSums) -> ExpertSums:  # type: ignore[override]
         """Returns the sums of all parts. Gradients are multiplied by the number of ranks of the group, so
-        that their mean over ranks is that of a single process. Raises MismatchedArguments, on all of these
-        ranks, for different numbers of sequences."""
+        that their mean over ranks is the gradient in a single process. Raises MismatchedArguments, on all
+        ranks of the group, for different numbers of sequences."""
         self.exchanges += 1
         own = count = int(sums.tokens_S.shape[0])
         if not (sums.tokens_S.is_cuda and torch.cuda.is_current_stream_capturing()):
@@ -237,7 +237,7 @@ class _Sum(torch.autograd.Function):
 
 
 def balance_ranks(aux_loss: str, folding: ParallelFolding | None, group: Group | None) -> StepCounts | None:
-    """Returns what sums the balancing loss's counts over ranks; None: this rank computes the loss alone.
+    """Returns the object that sums the balancing loss's counts over ranks; None: each rank has its own loss.
     `group`: the ranks for aux_loss="global" without a folding."""
     if aux_loss == "sequence" and folding is not None and folding.size(SEQUENCE) > 1:
         return SequenceSums(folding.group(SEQUENCE))

@@ -32,7 +32,7 @@ class Routing:
         topk_idx_TK: (T, K) int32 global expert ids, -1 for choices that the capacity dropped and for padding.
         topk_weights_TK: (T, K) float32 (float64 for a float64 config), 0 where dropped; differentiable.
         scores_TE: (T, E) float32 (float64 for float64 tokens): softmax over all experts, or sigmoid.
-        losses: 0-d tensors "aux_loss" and "z_loss", each if configured and times its coefficient;
+        losses: 0-d tensors "aux_loss" and "z_loss", each only if configured, multiplied by its coefficient;
             differentiable.
         tokens_per_expert_E: (E,) int64, choices before any drop: the load to balance.
         chosen_TK: (T, K) int32, topk_idx_TK before any drop: what a later forward replays as topk_idx. None:
@@ -79,7 +79,8 @@ class TopKRouter(nn.Module):
         device: torch.device | str | None = None,
         balance: StepCounts | None = None,
     ) -> None:
-        """balance: exchanges the balancing loss's sums with other ranks; None: this rank alone."""
+        """balance: sums the balancing loss's counts over ranks; None: the loss is of this rank's tokens
+        alone."""
         super().__init__()
         if config.limit_nodes is not None:
             raise InvalidArgument(
@@ -120,12 +121,12 @@ class TopKRouter(nn.Module):
     ) -> Routing:
         """Routes tokens. x_TH: (T, H) of any float dtype; T may be 0.
 
-        seq_len, cu_seqlens, mask and topk_idx are those of `MoELayer.forward`, for T tokens. again: choices
-        and drops of the first time, if this forward is recomputed. Raises InvalidArgument on a wrong shape or
-        dtype or a seq_len that does not divide T."""
+        seq_len, cu_seqlens, mask and topk_idx are those of `MoELayer.forward`, for T tokens. again: the first
+        forward's choices, if this one recomputes it. Raises InvalidArgument on a wrong shape or dtype or a
+        seq_len that does not divide T."""
         config = self.config
         self.check(x_TH, seq_len, cu_seqlens=cu_seqlens, mask=mask, topk_idx=topk_idx)
-        # gaps: choices may be -1 already before drops.
+        # gaps: choices may already be -1 before the capacity drops any.
         gaps = mask is not None or topk_idx is not None
         if not gaps and self._is_plain and routes_here(x_TH, self.weight, config.top_k):
             return self._route_by_kernel(x_TH, seq_len, cu_seqlens, again)
@@ -150,7 +151,7 @@ class TopKRouter(nn.Module):
                     chosen_TK = chosen_TK.masked_fill(~mask.unsqueeze(1), -1)
             else:
                 chosen_TK = again.chosen_TK.to(torch.int64)
-            # -1 for invalid ids, which the dispatch refuses: nothing before it may index with them.
+            # Here invalid ids become -1, as nothing may index with them; the dispatch gets and refuses them.
             known_TK = chosen_TK
             if topk_idx is not None:
                 known_TK = chosen_TK.masked_fill(chosen_TK >= config.num_experts, -1)
@@ -258,7 +259,7 @@ class TopKRouter(nn.Module):
             return choices.balanced_choice(
                 logits_TE.shape[0], config.num_experts, config.top_k, logits_TE.device
             )
-        # Softmax is monotone: logits and scores choose alike without a balancing bias and sums of groups.
+        # Softmax is monotone: logits and scores choose alike if there are no balancing biases and no groups.
         rank_by_TE = logits_TE if self._rule.scores == "chosen_softmax" else scores_TE
         if self.expert_bias_E is not None:
             rank_by_TE = rank_by_TE + self.expert_bias_E
@@ -308,13 +309,14 @@ class TopKRouter(nn.Module):
         return losses
 
     def record_load(self, tokens_per_expert_E: Tensor) -> None:
-        """Adds a batch's choices to load_E: the next `update_expert_bias` balances by it, and the losses of
-        later batches of the step count it for aux_loss="global". Does nothing without load_E."""
+        """Adds a batch's choices to load_E: the next `update_expert_bias` balances by load_E; for
+        aux_loss="global" later batches of the step include it in their losses. Does nothing without
+        load_E."""
         if self.load_E is not None:
             self.load_E += tokens_per_expert_E
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TopKRouter:
-        # model.to(torch.bfloat16) must not round the bias: steps of 0.001 would be lost.
+        # model.to(torch.bfloat16) must not round the balancing bias: steps of 0.001 would be lost.
         bias_E = self.expert_bias_E
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if bias_E is not None and self.expert_bias_E is not None and self.expert_bias_E.dtype != bias_E.dtype:
@@ -339,7 +341,7 @@ class Choices(NamedTuple):
 
 
 def flat(x: Tensor, given: dict[str, Any]) -> dict[str, Any]:
-    """Returns the arguments `given` with x (B, S, H), with mask and topk_idx flattened to B * S tokens."""
+    """Returns `given`, the arguments beside x (B, S, H), with mask and topk_idx flattened to B * S tokens."""
     dims, shape = {"mask": 2, "topk_idx": 3}, x.shape[:2]
     return {
         name: value.flatten(0, 1)
@@ -350,8 +352,8 @@ def flat(x: Tensor, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def replayed(given_TK: Tensor, own_TK: Tensor, experts: int) -> Tensor:
-    """Returns (T, K) int64: the given choices, and the router's own for tokens whose given ones are all -1.
-    Invalid ids become `experts`, which a dispatch refuses on all ranks, so no wait is needed here.
+    """Returns (T, K) int64: the given choices; for a token whose given ids are all -1, the router's own.
+    Invalid ids become `experts`, an id that a dispatch refuses on all ranks: the host need not wait here.
 
     Example: given = [[2, 0], [-1, -1], [1, -1]], own = [[0, 1], [0, 3], [2, 3]] gives [[2, 0], [0, 3],
     [1, -1]]: the third token has one expert.
