@@ -60,9 +60,8 @@ class MoEConfig:
         scaling_factor: multiplies the weights, after normalisation.
         num_groups: group-limited routing: experts form this many equal groups, in order of their ids
             (Megatron-Core: moe_router_num_groups, DeepSeek: n_group).
-        topk_groups: a token may use experts of this many groups, the groups with the highest sums of best
-            scores (Megatron-Core: moe_router_group_topk, DeepSeek: topk_group). Given together with
-            num_groups.
+        topk_groups: a token may use experts of this many groups, by the highest sums of their best scores
+            (Megatron-Core: moe_router_group_topk, DeepSeek: topk_group). Given together with num_groups.
         scores_per_group: how many of a group's best scores are summed; None: top_k // topk_groups.
             DeepSeek-V2 has 1, DeepSeek-V3 in transformers 2.
         limit_nodes: the most nodes whose experts a token may use, in place of num_groups (`for_nodes`).

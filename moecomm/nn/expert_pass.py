@@ -18,7 +18,8 @@ transfer with nothing to overlap runs on the caller's stream, which costs the ho
 
 For autograd a forward is one function, _Keep. If hooks handle the tensors that autograd saves, it is two:
 _Keep saves what the backward needs and has the backward; _Finish returns the result. So the recomputation of
-torch.utils.checkpoint can stop before the result. With `keep_plans` it follows the first forward's plan. """
+torch.utils.checkpoint can stop before the result. With `keep_plans` it follows the first forward's plan.
+"""
 
 from __future__ import annotations
 
@@ -99,8 +100,7 @@ class PassContext(NamedTuple):
         return Stages(self.comm.device, record=self.recorded is not None)
 
     def wait_on_host(self, side: SideStream) -> None:
-        """Waits for the device if `waits_on_host` is set and `side` has its own stream; never in a
-        capture."""
+        """Waits for the device if `waits_on_host` and `side` has its own stream; never in a capture."""
         if self.waits_on_host and side.separate:
             gpu = CudaDevice(self.comm.device.index)
             if not gpu.capturing():

@@ -164,7 +164,8 @@ class GroupedExperts(nn.Module):
         of groups; weights_P: (P,) float32 (float64 for float64 rows) routing weights. Rows past offsets[-1]
         may hold anything: results and gradients are zero there, and weights' gradients ignore these rows.
         has_tail=False (P == offsets[-1]) saves two passes over rows. With `run` forward returns run(rows_PH),
-        after hooks of this module have prepared the weights (FSDP gathers them). """
+        after hooks of this module have prepared the weights (FSDP gathers them).
+        """
         if run is not None:
             return run(rows_PH)
         if not isinstance(offsets_L, Tensor):

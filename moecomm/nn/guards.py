@@ -3,7 +3,8 @@ settings are compatible.
 
 A layer calls its experts and shared experts as modules, but with the layer's tokens as input and the sum of
 all experts as result (MoELayer._run). Hooks of FSDP2, and hooks that prepare a weight (torch.nn.utils), work
-with these inputs and results. Any other hook expects the module's own inputs and results. """
+with these inputs and results. Any other hook expects the module's own inputs and results.
+"""
 
 from __future__ import annotations
 

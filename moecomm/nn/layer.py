@@ -269,7 +269,8 @@ class MoELayer(nn.Module):
         Raises InvalidArgument on all ranks for arguments of a wrong shape or dtype, a seq_len that does not
         divide T, weights of another dtype than the config's, and incompatible settings; InvalidRouting for
         invalid ids, or an id twice in a token. A graph of torch.compile ends before the layer within
-        `keep_plans`, or if a loss is summed over ranks. """
+        `keep_plans`, or if a loss is summed over ranks.
+        """
         every = {"cu_seqlens": cu_seqlens, "mask": mask, "topk_idx": topk_idx}
         given = {name: value for name, value in every.items() if value is not None}
         if torch.compiler.is_compiling() and (self._balance is not None or self._plans is not None):
@@ -447,9 +448,8 @@ class MoELayer(nn.Module):
 
     def _run_in_order(self, rows_TH: Tensor, topk_idx_TK: Tensor, topk_weights_TK: Tensor) -> Tensor:
         """Runs shared experts, dispatch, experts and combine one after another, differentiated by autograd.
-        Custom experts always run in this way; beside them, shared experts overlap the dispatch if
-        overlap.overlap. Shared experts run before the combine, so that it can tell other ranks of an
-        exception in them."""
+        Custom experts always run this way; with them, `overlap` lets shared experts overlap the dispatch.
+        Shared experts run before the combine, so that it can tell other ranks of an exception in them."""
         comm, capacity, shared_TH = self.comm, self.capacity, None
         shared = self._shared_within
         if self._own_experts and self.overlap.overlap and shared and not torch.compiler.is_compiling():

@@ -79,8 +79,7 @@ class TopKRouter(nn.Module):
         device: torch.device | str | None = None,
         balance: StepCounts | None = None,
     ) -> None:
-        """balance: sums the balancing loss's counts over ranks; None: the loss is of this rank's tokens
-        alone."""
+        """balance: sums the balancing loss's counts over ranks; None: it takes those of this rank alone."""
         super().__init__()
         if config.limit_nodes is not None:
             raise InvalidArgument(
@@ -309,9 +308,8 @@ class TopKRouter(nn.Module):
         return losses
 
     def record_load(self, tokens_per_expert_E: Tensor) -> None:
-        """Adds a batch's choices to load_E: the next `update_expert_bias` balances by load_E; for
-        aux_loss="global" later batches of the step include it in their losses. Does nothing without
-        load_E."""
+        """Adds a batch's choices to load_E: the next `update_expert_bias` balances by it; for
+        aux_loss="global", later losses of the step include it. Does nothing without load_E."""
         if self.load_E is not None:
             self.load_E += tokens_per_expert_E
 

@@ -30,7 +30,7 @@ def agree(
     text. If ranks have different texts, all raise MismatchedArguments, whose text begins with `about`. In a
     CUDA graph capture each rank only checks itself.
 
-    same: makes a 0-d int64 tensor, or None. Returns whether that tensor is equal on all ranks.
+    same: makes a 0-d int64 tensor, or None. Returns whether that tensor is equal on all ranks; True for None.
     """
     words: Sequence[str] = ()
     problem: MoecommError | None = None
@@ -73,9 +73,10 @@ def agree_by_holders(
     holders: Sequence[int],
     words: Sequence[Sequence[str]],
 ) -> None:
-    """Compares texts among ranks that hold the same share of a thing, such as a layer's experts. Of thing i
-    this rank holds share number holders[i], with the texts words[i]. Raises MismatchedArguments, on all ranks
-    of `group`, if ranks have different texts of one share. In a CUDA graph capture nothing is compared."""
+    """Compares texts among ranks that hold the same share of a thing, such as a layer's experts. This rank
+    holds share number holders[i] of thing i, and words[i] are its texts for that share. Raises
+    MismatchedArguments, on all ranks of `group`, if ranks have different texts of one share. In a CUDA graph
+    capture nothing is compared."""
     if _captures(device):
         return
     size, own = dist.get_world_size(group), dist.get_rank(group)

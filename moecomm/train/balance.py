@@ -16,12 +16,12 @@ from moecomm.types import AnyGroup
 
 @torch.no_grad()
 def update_expert_bias(model: nn.Module, group: AnyGroup | None = None, *, rate: float | None = None) -> None:
-    """Raises the balancing bias of underloaded experts and lowers that of the others. Every rank of the group
-    calls it once after each optimizer step.
+    """Raises the balancing biases of underloaded experts and lowers those of overloaded ones. Every rank of
+    the group calls it once after each optimizer step.
 
     bias_e += rate * sign(mean load - load_e) (arXiv 2408.15664; DeepSeek-V3, arXiv 2412.19437, sec. 2.1.2).
-    The load is counted over `group` since the last call: tokens whose backward has run, once each. With
-    bias_update="centered" the mean of these changes is subtracted. For aux_loss="global" it zeroes load_E.
+    load_e counts expert e's tokens over `group` since the last call, each once, when its backward runs. With
+    bias_update="centered" the mean of these changes is subtracted. Then load_E of all routers is zeroed.
 
     Args:
         model: has the routers; without balancing biases and aux_loss="global" the call does nothing.

@@ -54,11 +54,11 @@ def sharded_state(
         ep_group: the ranks that share out the experts; only for parameters marked outside of MoELayers
             (None: all ranks).
 
-    Raises InvalidArgument for another ep_group than the layers'; if hooks omit or copy a parameter of experts
-    that are spread over ranks, or their state has a buffer; if the optimizer's state has anything but tensors
-    and numbers, for an expert parameter a tensor of another shape (Adafactor), or numbers that neither stay
+    Raises InvalidArgument for another ep_group than the layers'. For experts spread over ranks: if hooks omit
+    or copy a parameter, or the state has a buffer. For the optimizer's state: if it has anything but tensors
+    and numbers, a tensor of another shape than its expert parameter (Adafactor), or numbers that neither stay
     nor count up in steps with zero gradients. A load raises InvalidArgument, on all ranks, for tensors of a
-    layer that the checkpoint has and the model lacks, and for a group of parameters that had different
+    layer that the checkpoint has and the model lacks, and for a group of parameters saved with different
     settings.
     """
     layers = layers_of(model)
@@ -146,8 +146,8 @@ def _names_of(layer: MoELayer, tensors: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _live_state(model: nn.Module) -> tuple[dict[str, Any], list[str]]:
-    """Returns, by name, the tensors of the model's state_dict themselves, without the records of experts; and
-    the names of those that come from experts spread over ranks and are no parameters."""
+    """Returns the model's state_dict of live tensors, not copies, without experts' records (get_extra_state);
+    and the names of its values that come from experts spread over ranks and are no parameters."""
     records: list[Any] = []
     foreign: list[tuple[str, Any]] = []
     spread = _spread_modules(model)
@@ -189,7 +189,7 @@ def _spread_modules(model: nn.Module) -> set[nn.Module]:
 def _place_of_state(
     places: dict[Any, Place], parameter: Tensor, name: str, key: str, value: Tensor
 ) -> Place | None:
-    """Returns the Place of an optimizer's tensor: that of its parameter, or None for a number that all ranks
+    """Returns the Place of an optimizer's tensor: its parameter's Place, or None for a number that all ranks
     have. Raises InvalidArgument for a tensor of experts with another shape than its parameter's."""
     place = places.get(parameter)
     if place is None or value.shape == parameter.shape:
@@ -216,8 +216,8 @@ def _interleaved(model: nn.Module) -> set[int]:
 
 
 def _find_places(model: nn.Module, ep_group: Group | None) -> dict[Any, Place]:
-    """Returns the Place of each expert parameter: a mesh, with a second dimension if FSDP has sharded the
-    parameter; for experts split over ETP ranks a function."""
+    """Returns the Place of each expert parameter: a mesh, which has a second dimension if FSDP has sharded
+    the parameter; for experts split over ETP ranks a function."""
     if not dist.is_initialized():
         return {}
     owners = expert_owners(model)
@@ -271,9 +271,9 @@ def _shard(tensor: Any, place: Place | None) -> Any:
 
 
 class PartTensor(Tensor):
-    """The (E, ...) tensor of all experts, whole. This rank has some pieces (blocks at offsets), which share
-    storage with a parameter or an optimizer's tensor. It is only for torch.distributed.checkpoint's save,
-    async_save and load: other operations raise Unsupported."""
+    """The (E, ...) tensor of all experts, whole. This rank has some pieces of it (blocks at offsets), which
+    share storage with a parameter or an optimizer's tensor. PartTensor is only for
+    torch.distributed.checkpoint's save, async_save and load: other operations raise Unsupported."""
 
     _pieces: dict[torch.Size, Tensor]
 
@@ -323,7 +323,8 @@ class PartTensor(Tensor):
 
 def part_of_all(tensor: Tensor, experts: GroupedExperts, split: Split | None) -> PartTensor:
     """Returns a parameter of experts split over ETP ranks, or an optimizer's tensor of its shape, as pieces
-    of the tensor of all whole experts. It may be a DTensor sharded by expert (`fully_shard_experts`)."""
+    of the tensor of all whole experts. `tensor` may be a DTensor sharded by expert
+    (`fully_shard_experts`)."""
     first, count = experts.first_expert, experts.part.of
     shape, local = list(tensor.shape), tensor.detach()
     if isinstance(tensor, DTensor):

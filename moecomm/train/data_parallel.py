@@ -1,9 +1,9 @@
 """DistributedDataParallel and FSDP2 around models whose experts are spread over ranks.
 
-Both assume that all ranks hold the same parameters, but the ranks of an EP group hold different experts. With
-`prepare_ddp` and `fully_shard_experts` they average or shard an expert only over the ranks that hold it (its
-replicas); gradients are those of the mean of all ranks' losses. The constructor of DistributedDataParallel
-refuses an unprepared model, before it overwrites a weight.
+Both assume that all ranks hold the same parameters, but the ranks of an EP group hold different experts.
+After `prepare_ddp` DDP averages, after `fully_shard_experts` FSDP2 shards an expert only over the ranks that
+hold it (its replicas); gradients are those of the mean of all ranks' losses. The constructor of
+DistributedDataParallel refuses an unprepared model, before it overwrites a weight.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def prepare_ddp(model: Model, group: AnyGroup | None = None) -> Model:
             dimension; None: all ranks, or those of the pipeline stage where layers have a folding.
 
     All ranks call it together. Raises InvalidArgument, on all ranks, for a group that lacks ranks of a
-    layer's communicator, and for a model sharded by fully_shard.
+    layer's communicator, a model sharded by fully_shard, main_grad, and experts marked outside of MoELayers.
     """
     group = model_group(model, group)
     owners, replicas = expert_owners(model), find_replicas(model, group)
@@ -114,10 +114,11 @@ def fully_shard_experts(
 
     Args:
         model: has the MoELayers.
-        mesh: the ranks that hold the same experts, with one dimension; None: derived from the layers.
+        mesh: the ranks that hold the same experts, one dimension; None: derived from the layers.
         group: all ranks that hold the model, as in `prepare_ddp`.
         routers: True: each router is also an FSDP unit, over all ranks, without your `mp_policy`, which would
-            round it. False: it is part of the surrounding unit, whose `mp_policy` must have no param_dtype.
+            round its weights. False: it is part of the surrounding unit, whose `mp_policy` must have no
+            param_dtype.
         options: those of torch.distributed.fsdp.fully_shard; `mp_policy` does not change the experts' inputs.
 
     Weights of which a rank has the only copy stay whole. They become DTensors over one rank if `mp_policy` or
@@ -154,7 +155,7 @@ def fully_shard_experts(
             continue
         shard_over(experts, replicas[comm])
         sharded = _shard(experts, own, **options)
-        # Without a factor FSDP divides by the number of replicas, as if each had seen only its own tokens.
+        # Without a factor FSDP divides by the number of replicas, as if each had seen its own tokens alone.
         if len(held) > 1:
             sharded.set_gradient_divide_factor(float(len(held) * comm.size))
         else:  # with a factor FSDP divides twice over a single rank, for some dtypes (seen with torch 2.13)
@@ -206,11 +207,12 @@ class _Division:
         self.divisor = divisor
 
     def set(self, factor: float) -> None:
-        """Replaces `FSDPModule.set_gradient_divide_factor`, which would divide a second time."""
+        """Sets the divisor, in place of FSDPModule.set_gradient_divide_factor: that would divide once
+        more."""
         self.divisor = factor
 
     def __call__(self, gradient: Tensor | None) -> Tensor | None:
-        """Divides, as a hook of a parameter; the gradient is None if the layer defers it
+        """Returns the divided gradient, as a hook of a parameter; None if the layer defers the gradient
         (`OverlapConfig.defer_weights`)."""
         return None if gradient is None else gradient / self.divisor
 
@@ -230,7 +232,7 @@ class _Division:
 
 _SYNCHRONISES = "_moecomm_synchronises"
 """Attribute of a DistributedDataParallel: whether the backward of its last forward averages gradients. The
-forward decides that, since `no_sync()` may surround it and not the backward."""
+forward decides that, since `no_sync()` may surround the forward and not the backward."""
 
 
 class _Hooks:
@@ -241,8 +243,8 @@ class _Hooks:
         self._queued = False
 
     def before_forward(self, wrapper: nn.Module, args: Any) -> None:
-        """Notes whether the backward averages. Raises InvalidArgument, on all ranks, for experts whose
-        gradients nothing would average: replaced parameters, and those of a copy of the wrapper."""
+        """Stores whether the backward will average. Raises InvalidArgument for experts' parameters whose
+        gradients nothing would average: replaced ones, and those in a copy of the wrapper."""
         if not torch.is_grad_enabled():
             return
         setattr(wrapper, _SYNCHRONISES, wrapper.require_backward_grad_sync)
@@ -273,7 +275,7 @@ class _Hooks:
             torch.autograd.Variable._execution_engine.queue_callback(self.average)
 
     def average(self) -> None:
-        """Averages each gradient that some replica has; a gradient that none has stays None."""
+        """Averages each gradient that at least one replica has; a gradient that no replica has stays None."""
         self._queued = False
         spread: dict[Replicas, list[nn.Parameter]] = {}
         for layer in self.layers:
@@ -292,8 +294,8 @@ class _Hooks:
 
 class _ReplicaAverage:
     """Averages an expert's gradient over its replicas after each backward. `_Division` has divided it by the
-    ranks of the EP group, whose tokens it sums. Averaging it again changes nothing, so gradients may
-    accumulate."""
+    number of ranks of the EP group, whose tokens it sums. To average an average again changes nothing, so
+    gradients may accumulate."""
 
     def __init__(self, ranks: Ranks, replicas: Replicas) -> None:
         self.ranks = ranks
@@ -302,7 +304,7 @@ class _ReplicaAverage:
         self.replicas = replicas
 
     def __call__(self, parameter: Tensor) -> None:
-        """Averages a gradient, as a hook of its parameter; not in no_sync(), nor if `_Hooks.average` will."""
+        """Averages a gradient, as a hook of its parameter; not in no_sync(), nor if `_Hooks.average` does."""
         wrapper = None if self.wrapper is None else self.wrapper()
         if len(self.replicas.ranks) == 1 or parameter.grad is None:
             return
@@ -323,8 +325,8 @@ def _synchronises(wrapper: DistributedDataParallel) -> bool:
 
 
 def _check_wrapped(wrapper: nn.Module, name: str, model: nn.Module | None) -> None:
-    """Checks a model that DistributedDataParallel wraps, before it broadcasts weights, or that
-    FullyShardedDataParallel has flattened. torch calls this for each module that becomes part of another."""
+    """Checks a model that DistributedDataParallel wraps, before any broadcast, and adds hooks to the wrapper.
+    Refuses FullyShardedDataParallel. torch calls this for each module that becomes part of another."""
     if name == "_fsdp_wrapped_module" and model is not None:
         if any(layer.comm.size > 1 for layer in layers_of(model)):
             raise InvalidArgument(

@@ -1,9 +1,9 @@
-"""Detects that weights that all ranks share drift apart under DistributedDataParallel: because each rank
-clips gradients by the norm of its own experts, or skips a step alone.
+"""Detects when weights that all ranks share drift apart under DistributedDataParallel, because each rank
+clips gradients by the norm of its own experts or one rank skips a step.
 
 A checksum of a router's weight (its bits, added up) stands for all weights that ranks share. It becomes part
 of the layer's number, which every dispatch compares between ranks anyway, so that no rank waits for another.
-It is of an earlier step, so that no host waits for its device.
+The checksum is that of an earlier step, so that no host waits for its device.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Drift:
         self._taken: tuple[Tensor, torch.cuda.Event | None] | None = None
 
     def note_step(self, layer: MoELayer, weight: Tensor) -> None:
-        """Puts the checksum of an earlier step into the layer's number, and takes that of this step."""
+        """At some steps (`_EVERY`): puts the last checksum into the layer's number, and takes a new one."""
         self._steps += 1
         if self._steps > _FIRST and self._steps % _EVERY > 1:
             return
@@ -48,11 +48,11 @@ class Drift:
         self._taken = _on_host(bits_of(weight))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        """A copy of a layer is not watched before its own `prepare_ddp`; an event cannot be copied."""
+        """Returns None: a layer's copy is not watched before its own `prepare_ddp`. Events have no copies."""
 
 
 def watch_drift(layers: Iterable[MoELayer]) -> None:
-    """For the ranks of each communicator, watches the first layer that has a `router_weight`."""
+    """Gives a Drift to the first layer with a `router_weight` of each set of two or more EP ranks."""
     watched: set[Ranks] = set()
     for layer in layers:
         ranks = ranks_of(layer.comm.group)
@@ -77,7 +77,7 @@ def bits_of(weight: Tensor) -> Tensor:
 
 
 def _on_host(bits: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-    """Returns host memory that will have the checksum, and the event after which it has (None: at once)."""
+    """Returns host memory for the checksum, and the event after which it holds it (None: it does already)."""
     if bits.device.type != "cuda":
         return bits, None
     there = torch.empty((), dtype=bits.dtype, device="cpu", pin_memory=True)

@@ -48,12 +48,12 @@ def sync_gradients(
     """Turns each rank's gradients, after backward of its own loss, into those of the mean of all ranks'
     losses, with equal bits on all ranks that hold a parameter. Every rank of `group` calls it once per step.
 
-    Dense gradients are averaged over `group`. Those of an expert already include the tokens of its
-    communicator's ranks, so they are summed over the ranks that hold it and divided by the size of `group`
-    (docs/training.md). With MoEConfig(main_grad=True) an expert's gradient is its `main_grad`. A parameter
-    without a gradient counts as zero. Gradients that FSDP2 has averaged do not change. Those of DTensors on
-    the folding's TP mesh (torch's tensor parallelism) are summed over folding.group("dp-cp") and divided by
-    the size of `group`.
+    Dense gradients are averaged over `group`. An expert's gradient already includes the tokens of its
+    communicator's ranks, so it is summed over the ranks that hold the expert and divided by the size of
+    `group` (docs/training.md). With MoEConfig(main_grad=True) an expert's gradient is its `main_grad`. A
+    parameter without a gradient counts as zero. Gradients that FSDP2 has averaged do not change. Gradients of
+    DTensors on the folding's TP mesh (torch's tensor parallelism) are summed over folding.group("dp-cp") and
+    divided by the size of `group`.
 
     Args:
         model: has the MoELayers, and all parameters to average.
@@ -61,15 +61,16 @@ def sync_gradients(
             one dimension; None: all ranks, or those of the pipeline stage where layers have a folding.
         expert_group: the ranks that hold the same experts; only for parameters that `mark_expert_parameter`
             marked outside of MoELayers (None: no other rank holds the same experts).
-        folding: that of the job, for a pipeline stage without MoELayers.
+        folding: the job's ParallelFolding, for a pipeline stage without MoELayers.
 
     Ranks compare their parameters at each call, for which the host waits. All ranks raise MismatchedArguments
     if parameters differ, or some ranks have frozen them, or a router's weights differ. They raise
     InvalidArgument for groups that do not fit the layers, parameters that fully_shard has sharded over some
-    of `group`, a parameter shared by experts and another part of the model, one that all experts share and
-    that starts different on some ranks, a model under DistributedDataParallel, deferred gradients
-    (`backward_weights`), and plain tensors marked as split by tensor parallelism (`tensor_model_parallel`). A
-    sparse gradient raises Unsupported, and InvalidArgument on the ranks that have none.
+    of `group`, a parameter shared by experts and another part of the model, a parameter that all experts
+    share and that starts with other values on some ranks, a model under DistributedDataParallel, deferred
+    gradients (`backward_weights`), and plain tensors marked as split by tensor parallelism
+    (`tensor_model_parallel`). A sparse gradient raises Unsupported, and InvalidArgument on the ranks without
+    one.
     """
     owners: dict[nn.Parameter, MoELayer | None] = {}
 
@@ -215,11 +216,12 @@ def clip_grad_norm(
 def grad_norms(
     model: nn.Module, ep_group: AnyGroup | None = None, *, norm_type: float = 2.0
 ) -> dict[str, Tensor]:
-    """Returns the norm of each trained parameter's gradient by name, 0-d float64, for logs. For an experts'
-    parameter it covers all ranks' experts. With pipeline stages only this stage's parameters are in it.
+    """Returns the norm of each trained parameter's gradient by name, 0-d float64, for logs. The norm of an
+    experts' parameter covers all ranks' experts. With pipeline stages only this stage's parameters are
+    returned.
 
-    Every rank calls it where `clip_grad_norm` may be called, which explains arguments and errors. Ranks
-    exchange names at each call.
+    Every rank calls it at a point where `clip_grad_norm` may be called; arguments and errors are explained
+    there. Ranks exchange names at each call.
     """
     norm_type = _order(norm_type)
     found: dict[str, Tensor] = {}
@@ -260,8 +262,8 @@ def _powers(
     model: nn.Module, ep_group: AnyGroup | None, order: float
 ) -> dict[tuple[Group, ...], dict[str, Tensor]]:
     """Returns this rank's float64 sum of |gradient|^order (order inf: the largest |gradient|) by parameter
-    name. The outer keys are the groups over which it has yet to be reduced. Frozen parameters count as zero:
-    ranks may have frozen different experts, and must reduce the same."""
+    name. The outer keys are the groups over which these sums must still be reduced. Frozen parameters count
+    as zero: ranks may have frozen different experts, and must reduce the same names."""
     _require_gradients(model)
     owners, ep_group = expert_owners(model), as_group(ep_group, "ep_group")
     _require_dense_ranks(model, [each for each in _trained(model) if each not in owners])
@@ -297,8 +299,8 @@ def _sum(powers: list[Tensor], order: float) -> Tensor:
 
 
 def _all_ranks(powers: Tensor, groups: Sequence[Group], order: float) -> Tensor:
-    """Sums powers over groups. For an order of inf it takes the largest, and NaN if a rank has NaN, which a
-    maximum over ranks may lose."""
+    """Returns the sums of powers over groups; `powers` may change. For order inf it returns the largest, or
+    NaN if a rank has NaN, since a maximum over ranks may lose a NaN."""
     for over in groups:
         if order != math.inf:
             dist.all_reduce(powers, group=over)
@@ -310,7 +312,7 @@ def _all_ranks(powers: Tensor, groups: Sequence[Group], order: float) -> Tensor:
 
 
 def _bits_of_router(model: nn.Module) -> Tensor | None:
-    """Returns a checksum of the first router's weight, which stands for all parameters that ranks share."""
+    """Returns a checksum of the first `router_weight`, which stands for all parameters that ranks share."""
     weights = (router_weight(layer) for layer in layers_of(model))
     return next((bits_of(weight) for weight in weights if weight is not None), None)
 
@@ -334,7 +336,8 @@ def _require_same_experts(
 
 
 def _require_gradients(model: nn.Module) -> None:
-    """Refuses deferred gradients, and parameters used in experts and outside. Copies expanded gradients."""
+    """Refuses deferred gradients, and parameters in experts and outside. Replaces expanded grads by
+    copies."""
     if any(layer.has_pending_weights for layer in layers_of(model)):
         raise InvalidArgument(
             "model has layers with OverlapConfig(defer_weights=True), whose experts' weights have gradients "
@@ -382,7 +385,7 @@ def _trained(model: nn.Module) -> list[nn.Parameter]:
 
 def ep_group_of(layer: MoELayer | None, given: Group | None) -> Group | None:
     """Returns the process group that shares out the experts of a layer; without a layer the given group, or
-    the default group."""
+    the default group. Raises InvalidArgument if `given` has other ranks than the layer."""
     if layer is None:
         return dist.group.WORLD if given is None else given
     own = layer.comm.group
@@ -412,8 +415,8 @@ def _is_tensor_parallel(parameter: DTensor, folding: ParallelFolding) -> bool:
 
 
 def _placed_gradient(parameter: DTensor) -> DTensor:
-    """Gives the .grad of a tensor-parallel parameter that parameter's placements, which may sum it over
-    ranks; None becomes zeros. Returns it."""
+    """Redistributes a tensor-parallel parameter's .grad to the parameter's placements, which may sum it over
+    ranks, and returns it. A missing .grad becomes zeros."""
     gradient = parameter.grad
     if gradient is None:
         gradient = torch.zeros_like(parameter)

@@ -20,7 +20,7 @@ def keep_plans(*modules: nn.Module) -> Callable[[], Contexts]:
         y = checkpoint(block, x, use_reentrant=False, context_fn=moecomm.nn.keep_plans(block))
 
     The MoELayers in `modules` then make no second plan and exchange no counts. Tokens go to the experts of
-    the first time, with the same drops, while scores, weights and losses are recomputed (docs/layer.md).
+    the first forward, with the same drops, while scores, weights and losses are recomputed (docs/layer.md).
     Plans take some hundred bytes per token (docs/memory.md). A graph of torch.compile ends before such a
     layer. A router of another class must make the same choices both times; otherwise all ranks raise
     InvalidArgument. Raises InvalidArgument for modules without a MoELayer.

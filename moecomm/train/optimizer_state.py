@@ -21,7 +21,7 @@ _TRIALS = 3
 _ANY_NUMBER = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 """The kinds *args and **kwargs of a function's parameters, which need no value."""
 _KNOWN: dict[str, float | None] = {"eta": None, "mu": 1.0, "step_size": None, "mu_product": 1.0}
-"""Keys of torch's ASGD, Rprop and NAdam whose initial values are not zero, and these values. None stands for
+"""Keys of torch's ASGD, Rprop and NAdam whose initial values are not zero, with these values. None stands for
 the learning rate."""
 
 
@@ -63,8 +63,8 @@ def _before_steps(name: str, rate: float | Tensor) -> float | Tensor:
 
 
 def _before_counting(key: str, of: str, seen: list[Any], rate: float | Tensor) -> Any:
-    """Returns the initial value of a number that had the values `seen` after three trial steps: the first of
-    these if it stayed, one increment less than that if it counts up. Raises InvalidArgument otherwise."""
+    """Returns the initial value of a number that had the values `seen` after three trial steps: the first
+    value if the number stayed, one increment less if it counts up. Raises InvalidArgument otherwise."""
     if key in _KNOWN:
         return float(_before_steps(key, rate))
     first, second, third = seen
@@ -90,8 +90,9 @@ def _is_copy(value: Tensor, parameter: Tensor | None) -> bool:
 
 @torch.no_grad()
 def ensure_state(optimizer: torch.optim.Optimizer, named: dict[Any, str]) -> None:
-    """Creates the initial state of trained parameters that have none, by trial steps of these alone, with
-    zero gradients and learning rate zero. After an error the optimizer is unchanged."""
+    """Creates the initial state of trained parameters that have none: it runs trial steps for these
+    parameters alone, with zero gradients and learning rate zero. After an error the optimizer is
+    unchanged."""
     groups, state = optimizer.param_groups, optimizer.state
     parameters = [parameter for group in groups for parameter in group["params"]]
     missing = {p: g["lr"] for g in groups for p in g["params"] if p.requires_grad and not state.get(p)}
@@ -130,7 +131,7 @@ def ensure_state(optimizer: torch.optim.Optimizer, named: dict[Any, str]) -> Non
 
 def _plain_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
     """Returns the class's own `step`, without the wrappers of schedulers and hooks. Raises InvalidArgument if
-    it needs arguments."""
+    `step` needs arguments."""
     step: Any = type(optimizer).step
     step = step.__wrapped__ if getattr(step, "hooked", False) else step
     _, *others = inspect.signature(step).parameters.values()
@@ -196,8 +197,8 @@ class Numbers:
 
 
 class ParamGroups:
-    """The settings of an optimizer's groups by the names of their parameters, as a Stateful. The groups may
-    be others than when saved, if the parameters of each had the same saved settings."""
+    """The settings of an optimizer's groups by the names of their parameters, as a Stateful. Parameters may
+    be grouped otherwise than when saved, if all of a group were saved with the same settings."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, named: dict[Any, str]) -> None:
         self._groups, self._named = optimizer.param_groups, named
@@ -215,8 +216,8 @@ class ParamGroups:
         return [self._named[parameter] for parameter in group["params"]]
 
     def _found(self, index: int, group: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
-        """Returns the saved settings of a group's parameters. Raises InvalidArgument if they differ, or lack
-        one that the group has."""
+        """Returns the saved settings of a group's parameters. Raises InvalidArgument if parameters differ in
+        them, or if they lack a setting that the group has."""
         names = self._names(group)
         settings = {name: _settings(dict(state[name])) for name in names}  # older states have _MEMBERS, too
         first = settings[names[0]] if names else {}
@@ -256,8 +257,8 @@ def _plain(value: Any) -> Any:
 
 
 def _in_place(own: Any, value: Any) -> Any:
-    """Returns a loaded setting; a tensor is filled in place, since an optimizer's step in a CUDA graph reads
-    it there."""
+    """Returns the setting to use after a load; an own tensor is filled in place, since an optimizer's step in
+    a CUDA graph reads it there."""
     if isinstance(own, tuple) and isinstance(value, tuple) and len(own) == len(value):
         return tuple(map(_in_place, own, value))
     return own.copy_(torch.tensor(value)) if isinstance(own, Tensor) else value

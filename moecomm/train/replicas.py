@@ -47,7 +47,7 @@ class Replicas:
 
     @property
     def group(self) -> Group:
-        """The process group of `ranks`, made by the first call, which all of these ranks make together."""
+        """The process group of `ranks`. The first access makes it; all of these ranks access it together."""
         if self.ranks == ranks_of(None):
             assert dist.group.WORLD is not None
             return dist.group.WORLD
@@ -97,8 +97,8 @@ def expert_owners(model: nn.Module) -> dict[nn.Parameter, MoELayer | None]:
 
     It asks the layers, since the parameters with which FSDP replaces others have no mark. It leaves out
     experts that every rank holds, and parameters that the experts of all ranks share (`common_parameters`).
-    Raises InvalidArgument for these if experts are split over ETP ranks, and for experts that fully_shard has
-    sharded over ranks that hold other experts.
+    Raises InvalidArgument for shared parameters if experts are split over ETP ranks, and for experts that
+    fully_shard has sharded over ranks that hold other experts.
     """
     marked = filter(is_expert_parameter, model.parameters())
     owners: dict[nn.Parameter, MoELayer | None] = dict.fromkeys(marked)
@@ -121,7 +121,7 @@ def expert_owners(model: nn.Module) -> dict[nn.Parameter, MoELayer | None]:
 
 def require_equal(model: nn.Module, group: Group | None) -> None:
     """Raises InvalidArgument, on all ranks, if a parameter that the experts of all ranks share differs
-    between the ranks of `group`. Each is compared once; shards over all ranks need no comparison."""
+    between the ranks of `group`. Each such parameter is compared once; DTensors are not compared."""
     layers = [layer for layer in layers_of(model) if layer.comm.size > 1]
     named = [(layer, name, each) for layer in layers for name, each in common_parameters(layer).items()]
     new = [found for found in named if not (hasattr(found[2], _COMPARED) or isinstance(found[2], DTensor))]
@@ -209,7 +209,7 @@ def find_replicas(model: nn.Module, group: Group | None) -> dict[Communicator, R
 
 
 def shard_over(experts: nn.Module, replicas: Replicas) -> None:
-    """Notes, on a layer's `experts` and on a GroupedExperts within, the replicas over which
+    """Stores, as attributes of a layer's `experts` and of a GroupedExperts within, the replicas over which
     `fully_shard_experts` is about to shard them."""
     experts.moecomm_replicas = replicas  # type: ignore[assignment]
     grouped, _ = grouped_in(experts)
@@ -218,7 +218,7 @@ def shard_over(experts: nn.Module, replicas: Replicas) -> None:
 
 
 def replicas_of_shards(experts: nn.Module) -> Replicas:
-    """Returns what `shard_over` has noted, also where the layer has another communicator by now."""
+    """Returns the Replicas that `shard_over` has stored, even if the layer has a new communicator by now."""
     found: Any = experts.moecomm_replicas
     assert isinstance(found, Replicas)
     return found
