@@ -74,9 +74,8 @@ def agree_by_holders(
     words: Sequence[Sequence[str]],
 ) -> None:
     """Compares texts among ranks that hold the same share of a thing, such as a layer's experts. This rank
-    holds share number holders[i] of thing i, and words[i] are its texts for that share. Raises
-    MismatchedArguments, on all ranks of `group`, if ranks have different texts of one share. In a CUDA graph
-    capture nothing is compared."""
+    holds share holders[i] of thing i, with the texts words[i]. Raises MismatchedArguments, on all ranks of
+    `group`, if ranks have different texts of one share. In a CUDA graph capture nothing is compared."""
     if _captures(device):
         return
     size, own = dist.get_world_size(group), dist.get_rank(group)

@@ -323,8 +323,7 @@ class PartTensor(Tensor):
 
 def part_of_all(tensor: Tensor, experts: GroupedExperts, split: Split | None) -> PartTensor:
     """Returns a parameter of experts split over ETP ranks, or an optimizer's tensor of its shape, as pieces
-    of the tensor of all whole experts. `tensor` may be a DTensor sharded by expert
-    (`fully_shard_experts`)."""
+    of the tensor of all whole experts. It may be sharded by expert, a DTensor (`fully_shard_experts`)."""
     first, count = experts.first_expert, experts.part.of
     shape, local = list(tensor.shape), tensor.detach()
     if isinstance(tensor, DTensor):

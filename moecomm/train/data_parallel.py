@@ -117,7 +117,7 @@ def fully_shard_experts(
         mesh: the ranks that hold the same experts, one dimension; None: derived from the layers.
         group: all ranks that hold the model, as in `prepare_ddp`.
         routers: True: each router is also an FSDP unit, over all ranks, without your `mp_policy`, which would
-            round its weights. False: it is part of the surrounding unit, whose `mp_policy` must have no
+            round weights. False: it is part of the surrounding unit, whose `mp_policy` must have no
             param_dtype.
         options: those of torch.distributed.fsdp.fully_shard; `mp_policy` does not change the experts' inputs.
 
@@ -207,8 +207,7 @@ class _Division:
         self.divisor = divisor
 
     def set(self, factor: float) -> None:
-        """Sets the divisor, in place of FSDPModule.set_gradient_divide_factor: that would divide once
-        more."""
+        """Sets the divisor. `FSDPModule.set_gradient_divide_factor` would divide a second time."""
         self.divisor = factor
 
     def __call__(self, gradient: Tensor | None) -> Tensor | None:

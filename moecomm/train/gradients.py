@@ -67,10 +67,9 @@ def sync_gradients(
     if parameters differ, or some ranks have frozen them, or a router's weights differ. They raise
     InvalidArgument for groups that do not fit the layers, parameters that fully_shard has sharded over some
     of `group`, a parameter shared by experts and another part of the model, a parameter that all experts
-    share and that starts with other values on some ranks, a model under DistributedDataParallel, deferred
-    gradients (`backward_weights`), and plain tensors marked as split by tensor parallelism
-    (`tensor_model_parallel`). A sparse gradient raises Unsupported, and InvalidArgument on the ranks without
-    one.
+    share and that starts different on some ranks, a model under DistributedDataParallel, deferred gradients
+    (`backward_weights`), and plain tensors marked as split by tensor parallelism (`tensor_model_parallel`). A
+    sparse gradient raises Unsupported, and InvalidArgument on the ranks without one.
     """
     owners: dict[nn.Parameter, MoELayer | None] = {}
 
@@ -217,8 +216,7 @@ def grad_norms(
     model: nn.Module, ep_group: AnyGroup | None = None, *, norm_type: float = 2.0
 ) -> dict[str, Tensor]:
     """Returns the norm of each trained parameter's gradient by name, 0-d float64, for logs. The norm of an
-    experts' parameter covers all ranks' experts. With pipeline stages only this stage's parameters are
-    returned.
+    experts' parameter covers all ranks' experts. With pipeline stages the others' parameters are left out.
 
     Every rank calls it at a point where `clip_grad_norm` may be called; arguments and errors are explained
     there. Ranks exchange names at each call.
@@ -336,8 +334,7 @@ def _require_same_experts(
 
 
 def _require_gradients(model: nn.Module) -> None:
-    """Refuses deferred gradients, and parameters in experts and outside. Replaces expanded grads by
-    copies."""
+    """Refuses deferred gradients, and parameters in experts and outside. Copies expanded gradients."""
     if any(layer.has_pending_weights for layer in layers_of(model)):
         raise InvalidArgument(
             "model has layers with OverlapConfig(defer_weights=True), whose experts' weights have gradients "

@@ -90,9 +90,8 @@ def _is_copy(value: Tensor, parameter: Tensor | None) -> bool:
 
 @torch.no_grad()
 def ensure_state(optimizer: torch.optim.Optimizer, named: dict[Any, str]) -> None:
-    """Creates the initial state of trained parameters that have none: it runs trial steps for these
-    parameters alone, with zero gradients and learning rate zero. After an error the optimizer is
-    unchanged."""
+    """Creates the initial state of trained parameters that have none: trial steps on these alone, with zero
+    gradients and learning rate zero. After an error the optimizer is unchanged."""
     groups, state = optimizer.param_groups, optimizer.state
     parameters = [parameter for group in groups for parameter in group["params"]]
     missing = {p: g["lr"] for g in groups for p in g["params"] if p.requires_grad and not state.get(p)}
