@@ -60,7 +60,7 @@ class MoEConfig:
         scaling_factor: multiplies the weights, after normalisation.
         num_groups: group-limited routing: experts form this many equal groups, in order of their ids
             (Megatron-Core: moe_router_num_groups, DeepSeek: n_group).
-        topk_groups: a token may use experts of this many groups, by the highest sums of their best scores
+        topk_groups: the number of groups that a token may use: those whose best scores have the highest sums
             (Megatron-Core: moe_router_group_topk, DeepSeek: topk_group). Given together with num_groups.
         scores_per_group: how many of a group's best scores are summed; None: top_k // topk_groups.
             DeepSeek-V2 has 1, DeepSeek-V3 in transformers 2.

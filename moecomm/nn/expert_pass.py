@@ -100,7 +100,7 @@ class PassContext(NamedTuple):
         return Stages(self.comm.device, record=self.recorded is not None)
 
     def wait_on_host(self, side: SideStream) -> None:
-        """Waits for the device if `waits_on_host` and `side` has its own stream; never in a capture."""
+        """Waits for the GPU's stream if `waits_on_host` is set and `side` is separate; not in a capture."""
         if self.waits_on_host and side.separate:
             gpu = CudaDevice(self.comm.device.index)
             if not gpu.capturing():
@@ -429,7 +429,7 @@ def _shared_backward(
 # -- autograd and checkpoints ------------------------------------------------------------------------------
 
 
-# If torch.compile gives up on a forward, it tries the functions it calls, but must not try this one.
+# If torch.compile gives up on a forward, it tries the functions called there, but must not try this one.
 @_disable_dynamo
 def run_experts(context: PassContext, x_TH: Tensor, topk_weights_TK: Tensor, weights: Weights) -> Tensor:
     """Returns (T, H): the sum over a token's experts of weight * expert(x), plus the shared experts' result.

@@ -163,7 +163,7 @@ class GroupedExperts(nn.Module):
         rows_PH: (P, H) of the weights' dtype, grouped by local expert; offsets_L: (L,) int32 cumulative ends
         of groups; weights_P: (P,) float32 (float64 for float64 rows) routing weights. Rows past offsets[-1]
         may hold anything: results and gradients are zero there, and weights' gradients ignore these rows.
-        has_tail=False (P == offsets[-1]) saves two passes over rows. With `run` forward returns run(rows_PH),
+        has_tail=False (P == offsets[-1]) saves two passes over rows. With `run`, forward returns run(rows_PH)
         after hooks of this module have prepared the weights (FSDP gathers them).
         """
         if run is not None:
@@ -211,8 +211,8 @@ class GroupedExperts(nn.Module):
                 keep_main_grad(parameter)
 
     def is_per_expert(self, name: str, parameter: Tensor) -> bool | None:
-        """Returns whether the parameter of this name has a part for each of this rank's experts. None: it
-        cannot be told of an added parameter (`mark_adapter` says it)."""
+        """Returns whether the parameter of this name has a part for each of this rank's experts. None: that
+        is unknown for an added parameter (`mark_adapter` declares it)."""
         if name in _OWN or self.has_all:
             return parameter.dim() > 0 and parameter.shape[0] == self.num_local_experts
         return has_part_for_each(self, self.num_local_experts, name, parameter)
@@ -410,7 +410,7 @@ def combine_own_experts(
     comm: Communicator, experts: nn.Module, out: DispatchOutput, has_tail: bool
 ) -> Tensor:
     """Runs a user's module and combines: returns (T, H), the sums over a token's experts of weight * row.
-    `has_tail`: True with a capacity: the dispatch's rows past offsets[-1] are then unspecified."""
+    `has_tail`: a capacity is set, so the dispatch's rows past offsets[-1] are unspecified."""
     rows_PH, real_P1 = out.tokens, None
     if has_tail:
         # NaN times zero is not zero: where() hides the tail's contents from the module, and from gradients.

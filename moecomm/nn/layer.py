@@ -511,6 +511,6 @@ _MADE_FOR = ("size", "rank", "nodes", "device", "num_experts", "hidden", "top_k"
 
 
 def layers_of(model: nn.Module) -> list[MoELayer]:
-    """Returns the MoELayers of a model, each once, in order. Raises InvalidArgument for no module."""
+    """Returns the MoELayers of `model`, each once, in order. Raises InvalidArgument if it is no nn.Module."""
     require_module(model)
     return [module for module in model.modules() if isinstance(module, MoELayer)]

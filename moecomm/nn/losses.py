@@ -122,8 +122,8 @@ def load_balancing_loss(
         mask_T: (T,) bool, False for tokens that do not count (padding).
 
     Raises InvalidArgument for other shapes, devices and dtypes, a sequence_len that does not divide T or is
-    beside cu_seqlens, and cu_seqlens that descend or are not from 0 to at most T; InvalidRouting for other
-    ids. In a compiled call or on a GPU, where the host does not wait, wrong values make the loss NaN instead.
+    given with cu_seqlens, and cu_seqlens that descend, end above T or do not begin at 0; InvalidRouting for
+    ids outside -1..E-1. If compiled or on a GPU, where no host waits, wrong values make the loss NaN.
     """
     check_balancing(probs_TE, topk_idx_TK, sequence_len, cu_seqlens)
     wrong_TK = (topk_idx_TK < -1) | (topk_idx_TK >= probs_TE.shape[1])

@@ -79,7 +79,7 @@ class TopKRouter(nn.Module):
         device: torch.device | str | None = None,
         balance: StepCounts | None = None,
     ) -> None:
-        """balance: sums the balancing loss's counts over ranks; None: it takes those of this rank alone."""
+        """balance: sums the balancing loss's counts over ranks; None: the loss is over this rank alone."""
         super().__init__()
         if config.limit_nodes is not None:
             raise InvalidArgument(

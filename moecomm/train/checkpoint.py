@@ -204,8 +204,8 @@ def _place_of_state(
 
 
 def _interleaved(model: nn.Module) -> set[int]:
-    """Returns the ids of weights with interleaved gates and up values. They get another name, so that a
-    checkpoint cannot be loaded into weights of the other order."""
+    """Returns the ids of weights with interleaved gates and up values. These weights get another name, so
+    that a checkpoint cannot be loaded into weights of the other order."""
     return {
         id(module._parameters["w_in"])
         for module in model.modules()
@@ -322,8 +322,8 @@ class PartTensor(Tensor):
 
 
 def part_of_all(tensor: Tensor, experts: GroupedExperts, split: Split | None) -> PartTensor:
-    """Returns a parameter of experts split over ETP ranks, or an optimizer's tensor of its shape, as pieces
-    of the tensor of all whole experts. It may be sharded by expert, a DTensor (`fully_shard_experts`)."""
+    """Returns `tensor` (a parameter of experts split over ETP ranks, or an optimizer's tensor for it) as
+    pieces of the tensor of all whole experts. It may be a DTensor sharded by expert."""
     first, count = experts.first_expert, experts.part.of
     shape, local = list(tensor.shape), tensor.detach()
     if isinstance(tensor, DTensor):

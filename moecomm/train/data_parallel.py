@@ -1,9 +1,9 @@
 """DistributedDataParallel and FSDP2 around models whose experts are spread over ranks.
 
 Both assume that all ranks hold the same parameters, but the ranks of an EP group hold different experts.
-After `prepare_ddp` DDP averages, after `fully_shard_experts` FSDP2 shards an expert only over the ranks that
-hold it (its replicas); gradients are those of the mean of all ranks' losses. The constructor of
-DistributedDataParallel refuses an unprepared model, before it overwrites a weight.
+After `prepare_ddp` an expert's gradient is averaged, and after `fully_shard_experts` the expert is sharded,
+only over the ranks that hold it (its replicas); gradients are those of the mean of all ranks' losses. The
+constructor of DistributedDataParallel refuses an unprepared model, before it overwrites a weight.
 """
 
 from __future__ import annotations
@@ -114,11 +114,10 @@ def fully_shard_experts(
 
     Args:
         model: has the MoELayers.
-        mesh: the ranks that hold the same experts, one dimension; None: derived from the layers.
+        mesh: one dimension of ranks that hold the same experts; None: derived from the layers.
         group: all ranks that hold the model, as in `prepare_ddp`.
         routers: True: each router is also an FSDP unit, over all ranks, without your `mp_policy`, which would
-            round weights. False: it is part of the surrounding unit, whose `mp_policy` must have no
-            param_dtype.
+            round its weight. False: it joins the unit around it, whose `mp_policy` must have no param_dtype.
         options: those of torch.distributed.fsdp.fully_shard; `mp_policy` does not change the experts' inputs.
 
     Weights of which a rank has the only copy stay whole. They become DTensors over one rank if `mp_policy` or
@@ -207,7 +206,7 @@ class _Division:
         self.divisor = divisor
 
     def set(self, factor: float) -> None:
-        """Sets the divisor. `FSDPModule.set_gradient_divide_factor` would divide a second time."""
+        """Sets the divisor. `FSDPModule.set_gradient_divide_factor` would divide once more."""
         self.divisor = factor
 
     def __call__(self, gradient: Tensor | None) -> Tensor | None:
@@ -325,7 +324,7 @@ def _synchronises(wrapper: DistributedDataParallel) -> bool:
 
 def _check_wrapped(wrapper: nn.Module, name: str, model: nn.Module | None) -> None:
     """Checks a model that DistributedDataParallel wraps, before any broadcast, and adds hooks to the wrapper.
-    Refuses FullyShardedDataParallel. torch calls this for each module that becomes part of another."""
+    Refuses FullyShardedDataParallel around spread experts. torch calls this for each new submodule."""
     if name == "_fsdp_wrapped_module" and model is not None:
         if any(layer.comm.size > 1 for layer in layers_of(model)):
             raise InvalidArgument(

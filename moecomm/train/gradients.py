@@ -45,7 +45,7 @@ def sync_gradients(
     *,
     folding: ParallelFolding | None = None,
 ) -> None:
-    """Turns each rank's gradients, after backward of its own loss, into those of the mean of all ranks'
+    """Turns gradients of each rank's own loss, after backward, into gradients of the mean of all ranks'
     losses, with equal bits on all ranks that hold a parameter. Every rank of `group` calls it once per step.
 
     Dense gradients are averaged over `group`. An expert's gradient already includes the tokens of its
@@ -216,7 +216,7 @@ def grad_norms(
     model: nn.Module, ep_group: AnyGroup | None = None, *, norm_type: float = 2.0
 ) -> dict[str, Tensor]:
     """Returns the norm of each trained parameter's gradient by name, 0-d float64, for logs. The norm of an
-    experts' parameter covers all ranks' experts. With pipeline stages the others' parameters are left out.
+    experts' parameter covers all ranks' experts. Parameters of other pipeline stages are not in it.
 
     Every rank calls it at a point where `clip_grad_norm` may be called; arguments and errors are explained
     there. Ranks exchange names at each call.

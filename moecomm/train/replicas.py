@@ -187,8 +187,8 @@ def match_blocks(own: Sequence[Ranks], ranks: Ranks) -> tuple[Ranks, ...]:
 
 def find_replicas(model: nn.Module, group: Group | None) -> dict[Communicator, Replicas]:
     """Finds, for each communicator of the model's layers, the ranks that hold this rank's experts. All ranks
-    of `group`, which hold the model, call it together; they exchange EP groups the first time for a
-    communicator. Raises InvalidArgument, on all ranks, unless the EP groups divide the group equally."""
+    of `group`, which hold the model, call it together; they exchange EP groups once for each communicator.
+    Raises InvalidArgument, on all ranks, unless the EP groups divide the group equally."""
     comms = dict.fromkeys(layer.comm for layer in layers_of(model))
     ranks = ranks_of(group)
     missing = [comm for comm in comms if ranks not in _known.get(comm, {})]
