@@ -72,7 +72,7 @@ class MoEConfig:
         aux_loss_coef: coefficient of the load-balancing loss.
         z_loss_coef: coefficient of the mean squared logsumexp of the logits (ST-MoE, arXiv 2202.08906).
         bias_update_rate: above zero: balancing without auxiliary loss. `update_expert_bias` moves each
-            expert's balancing bias by this step. The bias affects the choice of experts, not their weights.
+            expert's balancing bias by this value. The bias affects the choice of experts, not their weights.
         balancing_bias: True: the router has balancing biases even with bias_update_rate=0.
         bias_update: "sign": each bias moves by the rate, up or down (arXiv 2408.15664); "centered": the mean
             of all experts' steps is then subtracted from each step.

@@ -100,7 +100,7 @@ class PassContext(NamedTuple):
         return Stages(self.comm.device, record=self.recorded is not None)
 
     def wait_on_host(self, side: SideStream) -> None:
-        """Waits for the GPU's stream if `waits_on_host` is set and `side` is separate; not in a capture."""
+        """Waits for the current stream if `waits_on_host` and `side.separate` hold; never in a capture."""
         if self.waits_on_host and side.separate:
             gpu = CudaDevice(self.comm.device.index)
             if not gpu.capturing():

@@ -114,7 +114,7 @@ def fully_shard_experts(
 
     Args:
         model: has the MoELayers.
-        mesh: one dimension of ranks that hold the same experts; None: derived from the layers.
+        mesh: a mesh of the ranks that hold the same experts, in one dimension; None: derived from layers.
         group: all ranks that hold the model, as in `prepare_ddp`.
         routers: True: each router is also an FSDP unit, over all ranks, without your `mp_policy`, which would
             round its weight. False: it joins the unit around it, whose `mp_policy` must have no param_dtype.

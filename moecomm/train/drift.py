@@ -48,7 +48,8 @@ class Drift:
         self._taken = _on_host(bits_of(weight))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        """Returns None: a layer's copy is not watched before its own `prepare_ddp`. Events have no copies."""
+        """Returns None: a layer's copy is watched only after its own `prepare_ddp`. Events cannot be
+        copied."""
 
 
 def watch_drift(layers: Iterable[MoELayer]) -> None:
@@ -77,7 +78,7 @@ def bits_of(weight: Tensor) -> Tensor:
 
 
 def _on_host(bits: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-    """Returns host memory for the checksum, and the event after which it holds it (None: it does already)."""
+    """Returns host memory for the checksum, and the event after which it is there (None: at once)."""
     if bits.device.type != "cuda":
         return bits, None
     there = torch.empty((), dtype=bits.dtype, device="cpu", pin_memory=True)

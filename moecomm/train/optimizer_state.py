@@ -64,7 +64,8 @@ def _before_steps(name: str, rate: float | Tensor) -> float | Tensor:
 
 def _before_counting(key: str, of: str, seen: list[Any], rate: float | Tensor) -> Any:
     """Returns the initial value of a number that had the values `seen` after three trial steps: the first
-    value if the number stayed, one increment less if it counts up. Raises InvalidArgument otherwise."""
+    value if the number stayed, the first value minus the increment if it counts up. Raises InvalidArgument
+    otherwise."""
     if key in _KNOWN:
         return float(_before_steps(key, rate))
     first, second, third = seen
@@ -256,8 +257,8 @@ def _plain(value: Any) -> Any:
 
 
 def _in_place(own: Any, value: Any) -> Any:
-    """Returns the setting to use after a load; an own tensor is filled in place, since an optimizer's step in
-    a CUDA graph reads it there."""
+    """Returns the setting after a load. If the group's own setting is a tensor, fills it in place, since an
+    optimizer's step in a CUDA graph reads it there."""
     if isinstance(own, tuple) and isinstance(value, tuple) and len(own) == len(value):
         return tuple(map(_in_place, own, value))
     return own.copy_(torch.tensor(value)) if isinstance(own, Tensor) else value
