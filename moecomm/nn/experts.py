@@ -59,7 +59,7 @@ class GroupedExperts(nn.Module):
     have a part for each expert (docs/training.md, `mark_adapter`). If ranks have different experts, only
     `fully_shard_experts` may shard them; fully_shard raises InvalidArgument. A state_dict records which
     experts it has (`get_extra_state`). load_state_dict raises InvalidArgument for a state of other experts,
-    before it changes a weight, and warns if it cannot tell, without a record.
+    before it changes a weight, and warns if a missing record leaves that open.
 
     Args:
         config: the layer's MoEConfig. Raises Unsupported for expert_precision="fp8" on a GPU without it.

@@ -121,8 +121,8 @@ class TopKRouter(nn.Module):
         """Routes tokens. x_TH: (T, H) of any float dtype; T may be 0.
 
         seq_len, cu_seqlens, mask and topk_idx are those of `MoELayer.forward`, for T tokens. again: the first
-        forward's choices, if this one recomputes it. Raises InvalidArgument on a wrong shape or dtype or a
-        seq_len that does not divide T."""
+        forward's choices and drops, if this one recomputes it. Raises InvalidArgument on a wrong shape or
+        dtype or a seq_len that does not divide T."""
         config = self.config
         self.check(x_TH, seq_len, cu_seqlens=cu_seqlens, mask=mask, topk_idx=topk_idx)
         # gaps: choices may already be -1 before the capacity drops any.

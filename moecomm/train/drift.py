@@ -48,8 +48,7 @@ class Drift:
         self._taken = _on_host(bits_of(weight))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        """Returns None: a layer's copy is watched only after its own `prepare_ddp`. Events cannot be
-        copied."""
+        """Returns None: a layer's copy is watched after its own `prepare_ddp`. Events cannot be copied."""
 
 
 def watch_drift(layers: Iterable[MoELayer]) -> None:

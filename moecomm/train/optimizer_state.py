@@ -64,8 +64,7 @@ def _before_steps(name: str, rate: float | Tensor) -> float | Tensor:
 
 def _before_counting(key: str, of: str, seen: list[Any], rate: float | Tensor) -> Any:
     """Returns the initial value of a number that had the values `seen` after three trial steps: the first
-    value if the number stayed, the first value minus the increment if it counts up. Raises InvalidArgument
-    otherwise."""
+    value if the number stayed, that minus one increment if it counts up. Raises InvalidArgument otherwise."""
     if key in _KNOWN:
         return float(_before_steps(key, rate))
     first, second, third = seen
