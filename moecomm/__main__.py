@@ -27,7 +27,7 @@ def _section(title: str, facts: Iterable[tuple[str, str]]) -> None:
 def _try_out() -> int:
     """Dispatches and combines a few tokens between the ranks of torchrun, and prints the outcome on rank 0.
 
-    Returns 0, or 1 for a wrong result or an error of moecomm, which each rank prints in one line.
+    Returns 0, or 1 for a wrong result or an error of moecomm. Each rank prints its error in one line.
     """
     dist.init_process_group("gloo")
     try:

@@ -1,5 +1,5 @@
-"""Checks of a call's arguments, without communication: the caller announces an InvalidArgument to all
-ranks."""
+"""Checks of a call's arguments on one rank, without communication. If a check raises InvalidArgument, the
+caller tells the other ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def weight_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _is(value: Any, shape: tuple[int | None, ...], dtype: torch.dtype, device: torch.device) -> bool:
-    """Returns True for a dense tensor with memory, and with that shape, dtype and device: a quick check."""
+    """Returns True for a dense tensor with memory, of this shape, dtype and device: a quick check."""
     return (
         isinstance(value, torch.Tensor)
         and value.shape == shape
@@ -57,7 +57,7 @@ def waited(value: Any) -> Any:
 
 
 def require_tensor(name: str, value: Any, device: torch.device) -> None:
-    """Raises InvalidArgument if `value` is not a dense tensor on `device`."""
+    """Raises InvalidArgument if `value` is not a dense tensor on `device`, with memory of its own."""
     if not isinstance(value, torch.Tensor):
         raise InvalidArgument(
             f"{name} is {type(value).__name__}, expected a torch.Tensor, or an array that DLPack or "
@@ -94,7 +94,7 @@ def require_integer(name: str, value: Any, least: int, most: int = 2**31 - 1) ->
 
 def require_number(name: str, value: Any, holds: Callable[[float], bool], bound: str) -> float:
     """Returns `value`, a number or a tensor of one number, as a float. Raises InvalidArgument for anything
-    else, and for a number for which `holds`, described by `bound`, is False; it must be False for NaN."""
+    else, and for a number for which `holds` is False, as it must be for NaN. `bound`: `holds` in words."""
     try:
         number = math.nan if isinstance(value, (str, bool)) else float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):
@@ -105,8 +105,8 @@ def require_number(name: str, value: Any, holds: Callable[[float], bool], bound:
 
 
 def require_ascending(name: str, values_N: torch.Tensor, most: int, first: int | None = None) -> None:
-    """Raises InvalidArgument if the first value is not `first` (None: is negative), or one is below the
-    previous or above `most`. Checks nothing on GPUs, where the host would wait, or for unknown values."""
+    """Raises InvalidArgument if values are negative, above `most`, or not ascending, or the first is above
+    `first` (unless None). Checks nothing on GPUs, where the host would wait, or for unknown values."""
     if values_N.device.type != "cpu" or torch.compiler.is_compiling() or not _has_memory(values_N):
         return
     least, highest = 0, most if first is None else first
@@ -126,7 +126,8 @@ def require_module(model: Any) -> None:
 
 
 def require_ends(ends_L: torch.Tensor, device: torch.device, whose: str) -> None:
-    """Raises InvalidArgument if `ends_L` is not (L,) int32, L at least 1, on `device`, where `whose` is."""
+    """Raises InvalidArgument if `ends_L` is not (L,) int32, L at least 1, on `device`, that of tensor
+    `whose`."""
     if ends_L.dim() != 1 or ends_L.shape[0] < 1:
         raise InvalidArgument(f"ends has shape {tuple(ends_L.shape)}, expected (L,) with L at least 1")
     if ends_L.dtype != torch.int32:
@@ -145,7 +146,7 @@ def check_rows(
     whose: str = "the communicator's dtype",
 ) -> None:
     """Checks that `rows_XH` is (count, hidden) of `dtype` on `device`; count None allows any number of rows.
-    `whose`: what has that dtype, as the error's text names it."""
+    The error's text says that `dtype` is `whose`."""
     first = rows_XH.shape[:1] if count is None and isinstance(rows_XH, torch.Tensor) else (count,)
     if _is(rows_XH, (*first, hidden), dtype, device):
         return
@@ -198,7 +199,7 @@ def check_dispatch(
 def check_weights(
     name: str, weights: Any, shape: tuple[int, ...], letters: str, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Checks that `weights` has that shape (`letters` in error texts) and dtype weight_dtype(dtype)."""
+    """Checks that `weights` has this shape, `letters` in error texts, and dtype weight_dtype(dtype)."""
     if _is(weights, shape, weight_dtype(dtype), device):
         return
     require_tensor(name, weights, device)
@@ -221,8 +222,8 @@ def check_wire_options(wire: str | None, dequantize: Any, x_scales: Any) -> None
 
 
 def most_alignment(most_rows: int, local_experts: int) -> int:
-    """Returns the largest alignment with which a rank has fewer than 2**31 rows. Without alignment it has at
-    most `most_rows`."""
+    """Returns the largest alignment, up to 2**20, with which a rank has fewer than 2**31 rows. `most_rows`:
+    the most rows of a rank without alignment."""
     return max(1, min(_MOST_ALIGNMENT, (_MOST_ROWS - most_rows) // local_experts))
 
 

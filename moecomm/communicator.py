@@ -53,9 +53,9 @@ class Communicator(_Planned):
     Args:
         group: a torch.distributed ProcessGroup, or a DeviceMesh of one dimension; None is the default group,
             or this process alone if there is none.
-        num_experts: E, a multiple of the ranks.
+        num_experts: E, a multiple of the number of ranks.
         hidden: H, elements of a row; a row has a multiple of 16 bytes.
-        top_k: K, columns of `topk_idx`; tokens with fewer experts fill up with -1.
+        top_k: K, columns of `topk_idx`; a token with fewer experts has -1 in the others.
         max_tokens: the most tokens that a rank brings to one call.
         dtype: of the rows: float32, bfloat16, float16, or float64 on the CPU.
         wire: format in which the rows of a dispatch travel: None (`dtype`), or on CUDA "fp8" or "mxfp8"
@@ -71,13 +71,13 @@ class Communicator(_Planned):
         ranks_per_node: ranks that share memory; None: the ranks of each host. A smaller number emulates
             several nodes on a host. Ranks of different nodes reach each other over libfabric (docs/nodes.md);
             rows of CUDA tensors pass through pinned host memory there.
-        num_sms: CUDA: SMs that an operation may use, at least 2 (with several nodes it takes at least 3; an
-            eighth, at most 12, relay rows); None: three quarters of the GPU's. Communicators that are used on
-            several streams at once must fit the GPU together. CPU: threads that a rank copies and sums with;
-            None: MOECOMM_THREADS, or the cores divided by the ranks.
-        timeout: seconds (or timedelta) that one wait for peers may take; None: MOECOMM_TIMEOUT. Without both
-            it is 60, but 1800 for a rank that is alive and has not begun the operation, for example while it
-            saves a checkpoint or compiles (docs/errors.md).
+        num_sms: CUDA: SMs that an operation may use, at least 2 (with several nodes at least 3 are used; an
+            eighth of them, at most 12, relay rows); None: three quarters of the GPU's SMs. Communicators that
+            are used on several streams at once must fit the GPU together. CPU: threads that a rank copies and
+            sums with; None: MOECOMM_THREADS, or the cores divided by the ranks.
+        timeout: seconds (or timedelta) that one wait for peers may take; None: MOECOMM_TIMEOUT. Without
+            either it is 60, but 1800 for a peer that lives and has not begun the operation, as while it saves
+            a checkpoint or compiles (docs/errors.md).
 
     On CUDA an operation is put on the caller's current stream, after the communicator's previous operation,
     and the host goes on at once; only a dispatch without `capacity` waits on the host, for its row count.
@@ -129,7 +129,7 @@ class Communicator(_Planned):
         group = as_group(group)
         if group is None and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
-        error = _error  # a layer may have found one in its own arguments
+        error = _error  # that a layer has found in its own arguments
         seconds, place, env = checks.DEFAULT_TIMEOUT, torch.device("cpu"), Env()
         rendezvous = Rendezvous(group, seconds)
         size = rendezvous.size
@@ -285,15 +285,15 @@ class Communicator(_Planned):
     ) -> DispatchOutput | Work[DispatchOutput]:
         """Brings every token to the ranks of its experts.
 
-        Differentiable in `x_TH` and `topk_weights_TK`. Tensors may be arrays of other libraries that share
-        their memory (DLPack, `__cuda_array_interface__`). Under torch.compile a call with a capacity, in the
-        expert layout and with rows in the dtype, stays in the graph; any other call breaks the graph.
+        Differentiable in `x_TH` and `topk_weights_TK`. A tensor may also be an array of another library that
+        shares its memory (DLPack, `__cuda_array_interface__`). Under torch.compile a call breaks the graph
+        unless it has a capacity, the expert layout, rows in the dtype, and no other option but alignment.
 
-        CPU: a call with the same `topk_idx` on all ranks as an earlier one (a forward that is recomputed for
-        the backward) reuses the plan of that call.
+        CPU: a call reuses the plan of an earlier call if every rank brings the `topk_idx` that it brought
+        then, as when a forward is recomputed for the backward.
 
-        CUDA: without a capacity rows may be received before the host knows their number; the tensors can then
-        hold memory for more rows (docs/memory.md, "Outputs").
+        CUDA: without a capacity rows may be received before the host knows their number; the output's tensors
+        can then have memory for more rows (docs/memory.md, "Outputs").
 
         Args:
             x_TH: (T, H) rows in the communicator's dtype, T at most max_tokens; ranks may have different T.
@@ -304,7 +304,7 @@ class Communicator(_Planned):
             layout: "expert": one row per (token, local expert), grouped by expert. "rank": one row per
                 (token, rank), and an index of them by expert (DispatchOutput.expert_rows).
             alignment: each expert's group gets a multiple of this many rows; rows without a token are zero.
-                At most 2**20, and less if a rank could then have 2**31 rows.
+                At most 2**20, and less if a rank could otherwise have 2**31 rows.
             capacity: rows of the output. None: as many as arrive. With a number, rows past it are left out
                 and reported: `overflow`, and CapacityExceeded from `check()` or from the next dispatch (CUDA:
                 the next one without a capacity).
@@ -312,9 +312,9 @@ class Communicator(_Planned):
                 max_tokens, so that any routing fits: expert l has the rows from l * expert_capacity on, the
                 first `tokens_per_expert[l]` of which are tokens, and the others unspecified. The capacity is
                 then L * expert_capacity, and the host waits for nothing.
-                layout="rank", with a capacity: positions of the index; further ones are left out and reported
-                like rows. None: min(K, L) times the capacity, which suffices while all rows fit. Positions of
-                left-out rows count too, so positions of rows that fit may be left out.
+                layout="rank", with a capacity: positions of `expert_rows`; further ones are left out and
+                reported like rows. None: min(K, L) times the capacity, which suffices while all rows fit.
+                Positions of left-out rows count too, so positions of rows that fit may be left out.
             dequantize: with wire="fp8" or "mxfp8", False returns the rows in the wire format: `tokens` in
                 float8_e4m3fn and `scales`. The result is then not differentiable.
             host_counts: return the rows of each local expert as a list, too (`DispatchOutput.host_counts`);
@@ -327,7 +327,7 @@ class Communicator(_Planned):
         Raises:
             InvalidArgument, InvalidRouting, MismatchedArguments: on all ranks; nothing was exchanged. (CUDA,
                 with a capacity: only the rank whose tensors have the wrong shape, dtype or device raises them
-                here, the rest comes from `check()`.)
+                here; `check()` raises the other errors.)
             PeerTimeout, PeerLost: the communicator can't be used any more.
             CapacityExceeded: an earlier dispatch left rows out; this one did not run.
             OutOfMemory: no memory for the output; other ranks go on.
@@ -397,7 +397,7 @@ class Communicator(_Planned):
 
     @_disable_dynamo
     def _dispatch_outside_graph(self, *arguments: Any) -> DispatchOutput | Work[DispatchOutput]:
-        """Dispatches after a compiled function has left its graph."""
+        """Dispatches after a compiled function has left its graph; prepares the output for the next graph."""
         found = self._dispatch(*arguments)
         if not isinstance(found, Work):
             return for_trace(found)
@@ -429,18 +429,18 @@ class Communicator(_Planned):
     def begin_dispatch(
         self, x_TH: Array, topk_idx_TK: Array, topk_weights_TK: Array | None = None, *, _layer: Any = None
     ) -> Callable[..., DispatchOutput]:
-        """Sends the rows of a dropless dispatch on the current stream, and returns a function `receive`. It
-        waits on the host for the number of rows, puts the rest of the dispatch on the stream that is current
-        then, and returns the result. Issue other work between the two calls.
+        """Sends the rows of a dropless dispatch on the current stream, and returns a function. This function,
+        `receive`, waits on the host for the number of rows, puts the rest of the dispatch on the stream that
+        is current then, and returns the result. Issue other work between the two calls.
 
         CUDA: if no thread has put anything else on the stream in between, call `receive(directly=True)`: it
-        receives rows while others are still being sent, rather than after all are sent.
+        receives rows while others are still being sent; without `directly` it receives after all are sent.
 
         Not differentiable, and in the expert layout. The arguments must not change before the rows have been
-        received. Another operation of this communicator before `receive` ends the dispatch.
+        received. If another operation of this communicator comes before `receive`, the dispatch is abandoned.
 
         Raises:
-            As `dispatch`, from either call; InvalidArgument from `receive` if the dispatch has ended.
+            As `dispatch`, from either call; InvalidArgument from `receive` if the dispatch was abandoned.
         """
         backend = self._open()
         x, ids, weights = self._shared(backend, x_TH, topk_idx_TK, topk_weights_TK)

@@ -35,7 +35,8 @@ class Env:
 
     fabric_lanes: int | None = None
     """MOECOMM_FABRIC_LANES: endpoints (lanes) of a rank towards other nodes, at most 64. Default: one for
-    each NIC of its share, or up to eight over TCP. Ranks of one local index (a rail) use the least."""
+    each NIC of its share, or up to eight over TCP. Ranks with the same local number on their nodes (a rail)
+    all use the smallest of their numbers."""
 
     first_epoch: int | None = None
     """MOECOMM_FIRST_EPOCH: for tests: the number of a communicator's first operation, 1 to 2^62, the same on
@@ -53,7 +54,7 @@ class Env:
 
     log: str | None = None
     """MOECOMM_LOG: "launch": each rank on CUDA prints on stderr which kernels an operation launches, and with
-    how many blocks; each such plan once."""
+    how many blocks. It prints each such choice once."""
 
 
 _NUMBERS: dict[str, tuple[type, float, float]] = {
@@ -69,8 +70,8 @@ _NUMBERS: dict[str, tuple[type, float, float]] = {
 
 
 def read_env(environ: Mapping[str, str] | None = None) -> Env:
-    """Reads the settings from `environ` (default: the process's). Raises InvalidArgument for a malformed
-    number."""
+    """Reads the settings from `environ` (default: the process's). Raises InvalidArgument for a number that is
+    malformed or out of bounds, and for an unknown MOECOMM_LOG."""
     environ = os.environ if environ is None else environ
     values: dict[str, Any] = {}
     for field in fields(Env):

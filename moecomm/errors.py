@@ -1,8 +1,8 @@
 """The errors that moecomm raises. All are recoverable by the caller; a broken invariant is an assertion
 instead.
 
-After `PeerTimeout` and `PeerLost` the ranks of a communicator are out of step: it refuses further work with
-the same error, and a new communicator has to be built. After every other error it stays usable, on all ranks.
+After `PeerTimeout` and `PeerLost` ranks are out of step: the communicator refuses further work with the same
+error, and a new one has to be built. After every other error it stays usable, on all ranks.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class PeerTimeout(_PeerError):
         peer: the rank that it waited for.
         phase: what `rank` was doing.
         expected: epoch (number of the operation) that `rank` waited for; 0 during construction.
-        seen: last epoch that the peer has begun. If that is `expected`, the peer has not finished sending.
+        seen: last epoch that the peer has begun. If it equals `expected`, the peer has not finished sending.
     """
 
 
@@ -100,7 +100,7 @@ def of_peer(kind: type[_Peer], text: str, rank: int, phase: str, peer: int = -1)
 
 
 class Unsupported(MoecommError):
-    """This build, machine or combination of arguments is not supported; the text says what is."""
+    """This build, machine or combination of arguments is not supported; the text says what would be."""
 
 
 # The keys are the names of ErrorKind in csrc/common/error.hpp.
@@ -123,15 +123,15 @@ def kind_of(error: MoecommError) -> str:
 
 
 def known_to_all(error: Exception) -> bool:
-    """Returns whether all ranks know of `error`, because an operation has raised it. An error that one rank
-    finds alone is an InvalidArgument, OutOfMemory for an output, or not a MoecommError."""
+    """Returns whether all ranks know of `error`, because an operation has raised it. One rank alone can find
+    an InvalidArgument, OutOfMemory for an output, or an error that is no MoecommError."""
     return isinstance(error, MoecommError) and error._is_known_to_all
 
 
 def announced_as(error: Exception) -> MoecommError:
-    """Returns the error to announce to all ranks for an `error` that this rank found before an operation.
-    That is `error` if operations raise its type; MismatchedArguments for CapacityExceeded, which the other
-    ranks have handled already; else OutOfMemory (if memory ran out) or InvalidArgument, with its text."""
+    """Returns what all ranks are told when this rank finds `error` before an operation: `error` itself, if
+    operations raise its type; MismatchedArguments for CapacityExceeded, which others have handled already;
+    else OutOfMemory (if memory ran out) or InvalidArgument, with the text of `error`."""
     if type(error) in (InvalidArgument, InvalidRouting, MismatchedArguments, OutOfMemory, Unsupported):
         assert isinstance(error, MoecommError)
         return error

@@ -76,9 +76,9 @@ class SharedCommunicator:
         dispatched: Callable[[], bool] = lambda: False,
     ) -> Result:
         """Returns the result of `call`, which begins with a dispatch of `tokens` tokens. All ranks call it
-        together. If a rank has more tokens than the communicator takes, the dispatch fails on all ranks,
-        which tells them to build a larger one and to call again; other calls have no extra cost. dispatched:
-        returns True once `call` is past its dispatch; a later error has another cause."""
+        together. If a rank has more tokens than the communicator takes, the dispatch fails on all ranks. Then
+        all build a larger communicator and call again; other calls have no extra cost. dispatched: a function
+        that returns True once `call` is past its dispatch, since a later error has another cause."""
         try:
             return call(self._comm)
         except InvalidArgument as error:
@@ -88,7 +88,7 @@ class SharedCommunicator:
 
     def _is_enlarged(self, error: InvalidArgument, tokens: int) -> bool:
         """Builds a communicator for the most tokens of any rank, if a dispatch failed with `error` because a
-        rank had too many. Returns whether it did, the same on all ranks."""
+        rank had too many. Returns whether it has built one; all ranks return the same."""
         if not may_be_too_large(error):
             return False
         (most,) = _largest(self._group, self._shape.device, tokens)
@@ -116,8 +116,8 @@ def _largest(group: Any, device: torch.device, *values: int) -> list[int]:
 
 
 def round_up(tokens: int) -> int:
-    """Returns `tokens` rounded up by less than a quarter, or to a multiple of 16: a communicator for so many
-    also serves slowly growing batches."""
+    """Returns `tokens` rounded up to a multiple of 16, or of the largest power of 2 up to a quarter of
+    `tokens` if that is more. So a communicator for this number also serves slowly growing batches."""
     step = max(16, 1 << max(0, tokens.bit_length() - 3))
     return max(step, -(-tokens // step) * step)
 
@@ -135,8 +135,9 @@ _groups: weakref.WeakKeyDictionary[Any, _OfGroup] = weakref.WeakKeyDictionary()
 
 @_disable_dynamo
 def shared_communicator(group: Any, shape: Shape, tokens: int) -> SharedCommunicator:
-    """Returns the communicator for a group and shape; the calling layer keeps it alive. All ranks call this
-    together before a layer's first dispatch, each with its own number of tokens."""
+    """Returns the communicator for a group and shape; builds it unless all ranks still have the same one. The
+    calling layer keeps it alive. All ranks call this together before a layer's first dispatch, each with its
+    own number of tokens."""
     known = _groups.setdefault(group, _OfGroup())
     found = known.alive.get(shape)
     serial = 0 if found is None else found.serial
@@ -165,9 +166,9 @@ class LayerCommunicators:
         every: int = 0,
     ) -> SharedCommunicator:
         """Returns the communicator for a batch, with arguments like Communicator's. All ranks call it
-        together. dtype: None takes the batch's. tokens: the number to build a new communicator for, if there
-        is none yet; None takes the batch's. every: the communicator has room for at least this many tokens;
-        the same number on all ranks."""
+        together. dtype: None is the dtype of `x_TH`. tokens: the number of tokens to build a communicator
+        for, if there is none yet; None is that of `x_TH`. every: the communicator gets room for at least this
+        many tokens; all ranks give the same number."""
         sizes = (self._num_experts, x_TH.shape[1], top_k)
         shape = (*sizes, dtype or x_TH.dtype, x_TH.device, wire, num_sms)
         found = self._found.get(shape)

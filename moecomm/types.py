@@ -29,13 +29,13 @@ Built = TypeVar("Built")
 PLAN_VIEWS = ("tokens_per_expert", "offsets", "overflow", "expert_offsets", "expert_starts")
 """The fields of a DispatchOutput that are views of its plan."""
 PlanViews = Callable[[str], torch.Tensor]
-"""Makes the view with the given name, one of PLAN_VIEWS."""
+"""A function that makes the view of a plan with the given name, one of PLAN_VIEWS."""
 
 
 @dataclass(frozen=True)
 class WireFormat:
     """A wire format for rows of a dispatch (docs/data_formats.md): a tensor of values, and a tensor with one
-    scale per `scale_columns` columns of a row; a row's last scale may have fewer columns.
+    scale per `scale_columns` columns of a row; the last scale of a row may cover fewer.
     csrc/layout/wire_format.hpp defines the bytes of each format.
 
     Attributes:
@@ -109,7 +109,7 @@ class Handle:
     """The plan of one dispatch, kept for its combine and for the backward of both. Opaque except for
     `layout`, `num_tokens` and `num_rows`.
 
-    It may be used any number of times, with the communicator that made it, and by all ranks in the same
+    It may be used any number of times, with the communicator that made it. All ranks use handles in the same
     order. A handle made during the capture of a CUDA graph holds the plan of the graph's last replay.
 
     Attributes:
@@ -141,10 +141,10 @@ class DispatchOutput:
     expert's group is padded with zero rows to a multiple of `alignment`. Rank layout: one row per token with
     at least one local expert, ordered by source rank, then token. There the index `expert_rows` holds the row
     of `tokens` for each of the Q positions in expert-major order, so that `tokens[expert_rows]` are the rows
-    of the expert layout. A product of your own can gather its rows by this index; then no row is written once
-    per expert. With a fixed capacity there are exactly `capacity` rows; rows past `offsets[-1]` are
-    unspecified. With `expert_capacity` in the expert layout, a group's rows past `tokens_per_expert` are
-    unspecified.
+    of the expert layout. A product of your own can gather its rows by this index, which saves writing a row
+    once for each of its experts. With a fixed capacity there are exactly `capacity` rows; rows past
+    `offsets[-1]` are unspecified. With `expert_capacity` in the expert layout, a group's rows past
+    `tokens_per_expert` are unspecified.
 
     The views of the plan (`tokens_per_expert`, `offsets`, `overflow`, `expert_offsets`, `expert_starts`) are
     made on first access.
@@ -176,8 +176,8 @@ class DispatchOutput:
             32)) float8_e8m0fnu. None otherwise.
         host_counts: with `host_counts=True` the L numbers of `tokens_per_expert`, known before the rows have
             arrived. None otherwise.
-        plan_views: makes a view of the plan by its name, and keeps the plan alive but no rows. None in a
-            graph of torch.compile.
+        plan_views: a function that makes a view of the plan from its name. It keeps the plan alive, but no
+            rows. None in a graph of torch.compile.
     """
 
     tokens: torch.Tensor
@@ -229,7 +229,7 @@ class Work(Generic[Result]):
 
     def wait(self) -> Result:
         """Waits and returns the operation's result, or raises its error. Further calls, also from other
-        threads, return the same object. Autograd records as at the call of the operation.
+        threads, return the same object. Autograd records if it was enabled at the operation's call.
 
         On CUDA the caller's current stream waits, not the host; only for a dispatch without a capacity does
         the host wait, until the row count is known.
@@ -255,8 +255,8 @@ class Work(Generic[Result]):
 
 
 def _raise_again(kind: type[Exception], args: tuple[Any, ...], attributes: dict[str, Any]) -> NoReturn:
-    """Raises an error like an earlier one. A Work that kept the error itself would keep the operation's
-    tensors too: the traceback has the caller's frame, which may hold the Work."""
+    """Raises a copy of an earlier error. A Work that kept the error itself would keep the operation's tensors
+    too: the error's traceback has the caller's frame, which may hold the Work."""
     again = kind.__new__(kind, *args)
     again.__dict__.update(attributes)
     try:

@@ -51,7 +51,7 @@ def attach_loss(
     """Returns y, unchanged in value; when its backward runs, `loss` gets the gradient `scale`, as if scale *
     loss were part of the model's loss (like Megatron-Core's MoEAuxLossAutoScaler).
 
-    The backward reads the scale, if this is a 0-d tensor without gradient, and calls `on_backward` once, when
-    the gradient arrives: under torch.utils.checkpoint a forward runs twice, but a backward once.
+    If `scale` is a 0-d tensor (without gradient), the backward reads its value then. It calls `on_backward`
+    once, when the gradient arrives: under torch.utils.checkpoint a forward runs twice, but a backward once.
     """
     return _AttachLoss.apply(y, loss, scale, on_backward)  # type: ignore[no-untyped-call]

@@ -20,9 +20,9 @@ Result = TypeVar("Result")
 
 @_disable_dynamo
 def for_trace(out: DispatchOutput) -> DispatchOutput:
-    """Prepares an output for the graph that is traced next. The graph must not depend on the routing: a graph
-    that torch.utils.checkpoint recomputes would then save other tensors than in the forward. So the views,
-    whose numbers a trace would turn into guards, are made here, and row counts are marked dynamic."""
+    """Prepares an output for the graph that is traced next. If the graph depended on the routing, a graph
+    that torch.utils.checkpoint recomputes would save other tensors than in the forward. So the views, whose
+    numbers a trace would turn into guards, are made here, and row counts are marked dynamic."""
     for name in PLAN_VIEWS:
         getattr(out, name)
     for rows in (out.tokens, out.weights, out.topk_idx, out.expert_rows, out.expert_weights, out.scales):

@@ -1,4 +1,4 @@
-"""Computes the experts' weight gradients that several backwards have put off, all together.
+"""Computes the experts' weight gradients of several backwards together, after these backwards.
 
 If a microbatch brings an expert few rows, the memory traffic for the expert's gradient takes longer than the
 product: every microbatch reads and writes all of `grad`. So rows of several microbatches are joined, and the
@@ -22,8 +22,9 @@ from moecomm.kernels.joined import join_groups, join_rows
 from moecomm.kernels.products import Products
 
 MOST_JOINED_ROWS = 384
-"""The most rows per expert, on average over a microbatch, for which gradients are joined. With more rows the
-product hides the memory traffic, and copying rows together costs what it saves (docs/performance.md)."""
+"""The most rows of an expert in a microbatch, on average over both, for which gradients are joined. With more
+rows the product hides the memory traffic, and copying rows together costs what it saves
+(docs/performance.md)."""
 
 
 @dataclass
@@ -38,7 +39,8 @@ class Operands:
 
 @dataclass
 class Pending:
-    """The weight gradients that one backward has put off; None for a weight that needs no gradient."""
+    """The weight gradients that one backward has put off: of_in for w_in, of_out for w_out; None if not
+    needed."""
 
     products: Products
     groups: Tensor
@@ -81,7 +83,7 @@ class Deferred:
 
 def _take(together: Sequence[Pending], name: str) -> list[Operands]:
     """Takes the operands of one weight (`name`) out of pending gradients, so that their memory is freed once
-    they are read. Returns none if the weight needs no gradient."""
+    they are read. The list is empty if the weight needs no gradient."""
     found = [getattr(each, name) for each in together]
     for each in together:
         setattr(each, name, None)
@@ -107,7 +109,7 @@ def _taken(tensors: list[Tensor], places: Sequence[Tensor]) -> Tensor:
 
 
 def _alike(pending: Sequence[Pending], experts: int) -> list[Pending]:
-    """Returns the first pending gradients that can be computed together; one alone if they have many rows."""
+    """Returns the leading gradients that can be computed together; only the first if they have many rows."""
     first = pending[0]
     found = list(itertools.takewhile(lambda each: _kind(each) == _kind(first), pending))
     rows = sum(each.count for each in found)

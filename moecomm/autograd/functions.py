@@ -27,7 +27,8 @@ Gradients = tuple[Tensor | None, Tensor | None]
 def dispatch_backward(
     backend: Backend, plan: Any, grad_rows_PH: Tensor | None, grad_weights: Tensor | None
 ) -> Gradients:
-    """Returns the gradients of a dispatch's tokens (T, H) and routing weights (T, K); None if not given."""
+    """Returns the gradients of a dispatch's tokens (T, H) and routing weights (T, K); each is None if what it
+    is computed from is None."""
     return backend.run(
         "moecomm dispatch backward", lambda: backend.combine(plan, grad_rows_PH, None, grad_weights)
     )
@@ -44,8 +45,8 @@ def combine_backward(
 
 
 def _as_result(tensor: Tensor | None) -> Any:
-    """Returns the tensor in a form that a function may return: if inputs are returned unchanged, torch makes
-    views of them and refuses to change those in place."""
+    """Returns the tensor in a form that an autograd function may return: if it returned an input itself,
+    torch would make a view of this and refuse to change the view in place."""
     return None if tensor is None else torch.ops.aten._unsafe_view(tensor, tensor.shape)
 
 

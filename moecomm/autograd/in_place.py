@@ -54,8 +54,8 @@ def to_main_grad(parameter: Tensor) -> None:
 
 def add_gradient(parameter: Tensor, gradient: Tensor | None) -> None:
     """Adds a gradient to the `grad` of a parameter, or its `main_grad`, without running hooks. Does nothing
-    for None, which says that a product has added it. If `parameter` is a cast of one, the gradient goes
-    through the cast's graph, which is kept for other microbatches."""
+    for None, the result of a product that has added it already. If `parameter` is a cast of a parameter, the
+    gradient goes through the cast's graph, which is kept for other microbatches."""
     if gradient is None:
         return
     if not parameter.is_leaf:
@@ -77,14 +77,14 @@ def grad_in_place(parameter: Tensor) -> Tensor | None:
 
 
 def has_hooks(parameter: Tensor) -> bool:
-    """Returns True for a parameter with hooks on its gradient, besides that of keep_main_grad()."""
+    """Returns True for a parameter with hooks on its gradient, besides the hook of keep_main_grad()."""
     own = int(has_main_grad(parameter))
     return bool(parameter._backward_hooks) or len(parameter._post_accumulate_grad_hooks or ()) > own
 
 
 def parameter_of(ctx: Any, number: int, saved: Tensor) -> Tensor:
     """Returns input `number` of the function of `ctx` if it is a leaf, else `saved`, the tensor saved for it.
-    A checkpoint, or hooks of saved tensors (save_on_cpu), may have put another tensor in its place."""
+    `saved` may be another tensor than the leaf, from a checkpoint or hooks of saved tensors (save_on_cpu)."""
     found: Tensor = getattr(ctx.next_functions[number][0], "variable", saved)
     return found
 
@@ -92,7 +92,7 @@ def parameter_of(ctx: Any, number: int, saved: Tensor) -> Tensor:
 def is_wanted(ctx: Any, number: int) -> bool:
     """Returns whether the running backward needs the gradient of input `number` of the
     torch.autograd.Function with this `ctx`. With torch.autograd.grad, or `inputs` of backward, it may need
-    other gradients alone."""
+    only other gradients."""
     try:
         return torch._C._will_engine_execute_node(ctx.next_functions[number][0])
     except RuntimeError:  # raised during torch.autograd.grad
@@ -101,8 +101,8 @@ def is_wanted(ctx: Any, number: int) -> bool:
 
 def gradient_to_add_to(ctx: Any, number: int) -> Tensor | None:
     """Returns `grad_in_place` of the parameter that is input `number`. Returns None where autograd has to add
-    the gradient: if there is no grad yet, for torch.autograd.grad, for parameters with hooks on the gradient,
-    and for sharded ones."""
+    the gradient: if there is no grad yet, for torch.autograd.grad, and for parameters that are sharded or
+    have hooks on the gradient."""
     node = ctx.next_functions[number][0]
     if type(node).__name__ != "AccumulateGrad" or has_hooks(node.variable):
         return None

@@ -47,7 +47,7 @@ _numbers = itertools.count()
 _TOLD = 2
 """Part of a backend's number; increase it for changes of operators that compilers' caches cannot notice."""
 _backends: WeakValueDictionary[int, Backend] = WeakValueDictionary()
-_last_tokens: WeakKeyDictionary[Any, Tensor] = WeakKeyDictionary()  # by the tracer
+_last_tokens: WeakKeyDictionary[Any, Tensor] = WeakKeyDictionary()  # the last of each tracer
 
 
 def register(backend: Backend) -> int:
@@ -233,7 +233,8 @@ def _in_backward() -> Iterator[None]:
 def _define(
     name: str, arguments: str, results: int, run: Callable[..., Tensors], fake: Callable[..., Tensors]
 ) -> None:
-    """Defines the operators `name` and `name`_in_order; calls of `name`, traced or not, become the latter."""
+    """Defines the operators `name` and `name`_in_order; calls of `name`, traced or not, become calls of
+    `name`_in_order."""
     tensors = ", ".join(["Tensor"] * results)
     _library.define(f"{name}({arguments}) -> {tensors if results == 1 else f'({tensors})'}")
     ordered = f"{name}_in_order"

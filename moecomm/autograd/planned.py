@@ -111,8 +111,8 @@ class _Planned(_Opened):
 
     @outside_graph
     def combine_weighted(self, rows_PH: Array, handle: Handle, topk_weights_TK: Array) -> torch.Tensor:
-        """Combines with weights that did not come with the dispatch: each rank gives those of its own tokens,
-        and they travel with the operation. The result has the bits of `combine` with the weights that a
+        """Combines with weights that did not come with the dispatch: each rank gives the weights of its own
+        tokens, which travel with the operation. The result has the bits of `combine` with the weights that a
         dispatch of `topk_weights_TK` returns. Not differentiable; breaks a graph of torch.compile.
 
         For few tokens on GPUs of one node, where `weighs_tokens` is True.
@@ -163,15 +163,15 @@ class _Planned(_Opened):
     ) -> torch.Tensor | Work[torch.Tensor]:
         """Sends other rows along the plan of an earlier dispatch: no new plan, and no wait on the host.
 
-        The backward of a combine sends the gradient of its result so; call this to schedule a backward
+        The backward of a combine sends its result's gradient in this way. Call this to schedule a backward
         yourself, or in a backward that needs rows which the forward did not keep. Differentiable in `x_TH`.
         Breaks a graph of torch.compile.
 
         Args:
             x_TH: (T, H) rows in the communicator's dtype, T as in that dispatch.
             handle: the handle of that dispatch.
-            gradients: the rows travel as the communicator's `gradient_wire` says; else in the dtype, whatever
-                the wire format. The same on all ranks.
+            gradients: True: rows travel in the communicator's `gradient_wire`; False: in the dtype, whatever
+                `wire` is. The same on all ranks.
             async_op: return a Work at once; its `wait()` gives the rows. On CUDA as for `dispatch`.
 
         Returns:

@@ -26,7 +26,7 @@ class ExpertIndex(NamedTuple):
     rows_Q: Tensor
     weights_Q: Tensor | None
     plan: Any
-    """The plan of the dispatch in which these positions are the rows."""
+    """The dispatch's plan for the expert layout, where these positions are the rows."""
 
 
 class RawDispatch(NamedTuple):
@@ -53,7 +53,7 @@ class TensorPlan(NamedTuple):
 
     blob: Tensor
     """(words,) int32 with the fields of `PlanFields` and the backend's own words. Replays of a CUDA graph
-    renew it."""
+    write it anew."""
     layout: Layout
     tokens: int
     rows: int
@@ -98,8 +98,8 @@ MOST_CALLERS = ANY_CALLER - 1
 
 def caller_of(number: int, settings: object) -> int:
     """Returns the `caller` of a layer's dispatches, by which ranks notice that they are in different layers.
-    It differs for another `number` (of the layer within the communicator, from 1), and for all but one in
-    65,534 of other `settings`."""
+    Layers with other `number` (within the communicator, from 1) and the same `settings` get another `caller`;
+    other settings get the same one by chance, once in 65,534."""
     digest = hashlib.blake2b(repr(settings).encode(), digest_size=4).digest()
     return (number - 1 + int.from_bytes(digest, "big")) % MOST_CALLERS + 1
 
@@ -130,8 +130,9 @@ class Backend(ABC):
     """Turns tensors into pointers for one kind of memory.
 
     `dispatch` and its halves, `redispatch`, `combine`, `empty_input` and `ready` are only called within `run`
-    or `launch`, which put the operations of all threads into one order. An error on one rank before the
-    runtime has the operation is announced to all ranks in place of the operation, so that they stay in step.
+    or `launch`, which put the operations of all threads into one order. If a rank finds an error before its
+    runtime has the operation, it announces the error to all ranks in place of the operation, so that they
+    stay in step.
     """
 
     device: torch.device
@@ -175,15 +176,16 @@ class Backend(ABC):
         finish: Callable[[Result], Finished],
         inputs: tuple[Any, ...],
     ) -> Work[Finished]:
-        """Starts an operation that runs concurrently with the caller, after all earlier ones. It is
-        `complete(begin())`, where `complete` may make the host wait for peers, or `begin()` if that is None.
+        """Starts an operation that runs concurrently with the caller, after all earlier ones. The operation
+        is `complete(begin())`, where `complete` may make the host wait for peers; without `complete` it is
+        `begin()`.
 
-        `finish` runs in the caller's thread, in `wait`. `inputs`: tensors that the operation reads (other
-        values are ignored).
+        `finish` makes the Work's result from the operation's, in `wait` and in the caller's thread. `inputs`:
+        tensors that the operation reads (other values are ignored).
         """
 
     def announce(self, error: Exception) -> NoReturn:
-        """Raises `error`, found before its operation could begin, on all ranks in place of that operation."""
+        """Raises `error`, which kept an operation from beginning, on all ranks in place of the operation."""
 
         held = [error]
         del error  # the error's traceback has this frame, and with it the operation's tensors
@@ -195,8 +197,9 @@ class Backend(ABC):
         self.run("moecomm refuse", operation)
 
     def _whole(self, operation: Callable[[], Result]) -> Result:
-        """Runs an operation, including checks and copies of its arguments. Announces an error that comes
-        before `_announced` is set, as `announced_as` says; marks an InvalidArgument as known to all."""
+        """Runs an operation, including checks and copies of its arguments. Before `_announced` is set, an
+        error is announced to all ranks in the form of `announced_as`. An InvalidArgument is marked as known
+        to all."""
         told: Exception | None = None
         self._announced = False
         try:
@@ -226,8 +229,8 @@ class Backend(ABC):
         """Raises the error, if any, that prevents the next dispatch; all ranks raise the same."""
 
     def splits(self, tokens: int) -> bool:
-        """Returns whether an async operation of this many tokens runs in two halves. The second runs when the
-        result is awaited, so that until then no SM waits for other ranks' rows. The first half is
+        """Returns whether an async operation of this many tokens runs in two halves. The second half runs
+        when the result is awaited, so that until then no SM waits for other ranks' rows. The first half is
         `begin_dispatch`, also with a capacity, or `begin_combine`."""
         return False
 
@@ -300,7 +303,7 @@ class Backend(ABC):
 
     @abstractmethod
     def check(self) -> None:
-        """Raises the pending error, if any: CapacityExceeded, or the one that broke the communicator."""
+        """Raises the pending error, if any: CapacityExceeded, or the error that broke the communicator."""
 
     @abstractmethod
     def stats(self) -> dict[str, Any]:

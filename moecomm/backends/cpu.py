@@ -171,7 +171,8 @@ class CpuBackend(Backend):
 
     def ready(self) -> None:
         """Raises the pending error, if any. CapacityExceeded is announced, though every rank sees the
-        overflow: a rank that has called `check` no longer has it pending, and would go on alone."""
+        overflow: on a rank that has called `check` it is no longer pending, and that rank would go on
+        alone."""
         self._announced = True
         try:
             self._native.check()
@@ -307,7 +308,7 @@ class CpuBackend(Backend):
         return y_TH, grads_TK
 
     def empty_input(self, num_tokens: int) -> Tensor:
-        self._announced = True  # other ranks do not call empty_input
+        self._announced = True  # not told to other ranks, which do not call this
         if num_tokens == 0:
             return torch.empty((0, self.hidden), dtype=self.dtype, device="cpu")
         buffer = self._native.take_input(num_tokens)

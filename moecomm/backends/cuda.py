@@ -1,8 +1,8 @@
 """CUDA tensors over NVLink between the GPUs of a node, over libfabric between nodes: a rank is a process with
 a GPU.
 
-Every operation is put on the caller's current stream and runs after the previous one on the device, even if
-that was on another stream. The host waits in one place, for the row count of a dropless dispatch.
+Every operation is put on the caller's current stream and runs after the previous operation on the device,
+even if that is on another stream. The host waits in one place, for the row count of a dropless dispatch.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ class CudaBackend(Backend):
             work.complete()
 
     def completed(self, work: SideWork[Any, Any]) -> None:
-        """Notes that `work` needs nothing more from the host."""
+        """Forgets `work` as the operation that is begun and not completed."""
         if self._unfinished is work:
             self._unfinished = None
 
@@ -194,9 +194,10 @@ class CudaBackend(Backend):
         return self._begin(call, offers=False)
 
     def _begin(self, call: DispatchCall, offers: bool) -> Begun:
-        """Does the work of `begin_dispatch`. `offers`: if the runtime asks for it, the output of a dropless
-        dispatch is allocated before the number of its rows is known. No earlier work on the stream can still
-        read the memory of such an output, so the runtime may receive rows into it at once, if they fit."""
+        """Does the work of `begin_dispatch`. `offers`: the output of a dropless dispatch may be allocated
+        before its number of rows is known, in the size that the runtime asks for. No earlier work on the
+        stream can still read the memory of such an output, so the runtime may receive rows into it at once,
+        if they fit."""
         offered, at_once = (0, 0), False
         if call.capacity < 0:
             if self._capturing:
@@ -225,8 +226,8 @@ class CudaBackend(Backend):
         return self._native.splits(tokens)
 
     def finish_dispatch(self, begun: Begun, directly: bool = True) -> RawDispatch:
-        """Receives the rows; without a capacity the host waits for their number. An output that was offered
-        is cut to that number, or replaced if it is too small."""
+        """Receives the rows; without a capacity the host waits for their number. An output that `_begin` has
+        allocated is cut to that number, or replaced if it is too small."""
         self._announced = True
         call, blob, inputs, stream, outputs, offered, at_once, in_one_call = begun
         if stream != self._raw_stream:
@@ -242,7 +243,7 @@ class CudaBackend(Backend):
         if outputs is None:
             # If `_outputs` or torch fills the outputs, a kernel runs between the halves. Also, while the host
             # waited for the number of rows, another thread may have launched a kernel and freed memory that
-            # it still reads; this output may get that memory.
+            # the kernel still reads; this output may get that memory.
             filled = call.capacity >= 0 and call.layout == "rank"
             filled = filled or torch.are_deterministic_algorithms_enabled() or torch.is_anomaly_enabled()
             directly = directly and not filled and not (in_one_call and call.capacity < 0)
@@ -320,8 +321,8 @@ class CudaBackend(Backend):
     def _start_receiving(
         self, outputs: Outputs | None, counts: tuple[int, int], receive: Callable[..., None]
     ) -> None:
-        """Calls `receive`, a function of the runtime that receives rows (see `_receive`); without outputs the
-        rows are discarded."""
+        """Calls `receive`, a function of the runtime that receives rows (see `_receive`); without `outputs`
+        it discards the rows."""
         rows, by_rank = counts[0], outputs is not None and outputs.rows_Q is not None
         if outputs is None:
             addresses = [self._nowhere_address, 0, 0, 0, 0, 0]
@@ -457,7 +458,7 @@ class CudaBackend(Backend):
         return y_TH, grads_TK, rows_PH, weights_P, plan
 
     def empty_input(self, num_tokens: int) -> Tensor:
-        self._announced = True  # other ranks do not call it
+        self._announced = True  # not told to other ranks, which do not call this
         return self._empty((num_tokens, self.hidden), self.dtype)
 
     # -- state -----------------------------------------------------------------------------------------

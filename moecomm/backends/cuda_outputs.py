@@ -26,7 +26,7 @@ class Outputs(NamedTuple):
     weights_Q: Tensor | None
 
     def cut(self, rows: int, positions: int) -> None:
-        """Keeps the first `rows` rows and `positions` positions. The tensors keep their memory, but do not
+        """Keeps the first `rows` rows and `positions` positions. The tensors keep their memory. They do not
         become views, which must not be changed in place where autograd records."""
         for number, each in enumerate(self):
             if each is not None:
@@ -40,8 +40,8 @@ class Outputs(NamedTuple):
 
 
 class Begun(NamedTuple):
-    """A dispatch after its first half, which sends the rows. With `at_once` they are also received into
-    `outputs`, if they fit."""
+    """A dispatch after its first half, which sends the rows. With `at_once` arriving rows are already
+    received into `outputs`, if they fit."""
 
     call: DispatchCall
     blob: Tensor

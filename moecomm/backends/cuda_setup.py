@@ -121,12 +121,12 @@ def connect_gpus(
 
 
 def release(gpu: CudaDevice, native: _C.DeviceCommunicator, window: Any) -> None:
-    """Frees the native communicator, then the window, which the former uses. Keeps the window if the network
-    may still use it. Within a capture of a CUDA graph, which freeing would invalidate, the window stays until
-    a later call of this function.
+    """Frees the native communicator, then the window that it uses. Keeps the window if the network may still
+    use it. Within a capture of a CUDA graph, which freeing would invalidate, the window stays until a later
+    call of this function.
 
-    This waits for the GPU. After Ctrl-C in a wait, or if an uncaught exception ends the interpreter, kernels
-    first stop waiting, since the other ranks may never come."""
+    This waits for the GPU. After Ctrl-C in a wait, or if an uncaught exception ends the interpreter, it first
+    tells kernels to stop waiting, since the other ranks may never come."""
     if native.interrupted or ends_by_error():
         native.stop_waiting()
     capturing = False

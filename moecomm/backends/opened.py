@@ -24,7 +24,7 @@ class _Opened:
 
     def empty_input(self, num_tokens: int) -> torch.Tensor:
         """Returns an uninitialised (num_tokens, H) tensor whose dispatch costs no extra copy: on the CPU it
-        is in the window; on CUDA it is like any other, since rows are sent directly from any tensor.
+        is in the window; on CUDA it is like any other tensor, since rows are sent directly from all.
 
         CPU: at most two such tensors can be alive at a time; their memory is allocated by the first call.
         Fill the tensor, dispatch it, delete it, and call this again: the call waits until all ranks have read
@@ -32,8 +32,8 @@ class _Opened:
         forked child does not have this memory, and ends with SIGSEGV if it accesses it.
 
         Raises:
-            InvalidArgument: more than max_tokens.
-            OutOfMemory: two are alive already, or /dev/shm is full.
+            InvalidArgument: num_tokens is above max_tokens.
+            OutOfMemory: two such tensors are alive, or /dev/shm is full.
             PeerTimeout, PeerLost: CPU: a rank has not read the previous contents; the communicator can't be
                 used any more.
         """
@@ -136,7 +136,8 @@ class _Opened:
         return self._backend
 
     def _shared(self, backend: Backend, *arrays: Any) -> tuple[Any, ...]:
-        """Returns arrays as tensors that share their memory, None as None; announces errors."""
+        """Returns arrays as tensors that share their memory, and None as None; announces errors to all
+        ranks."""
         try:
             return tuple(shared_tensor(each, self.device) for each in arrays)
         except Exception as error:

@@ -20,7 +20,7 @@ _PATIENCE = 1.0  # seconds
 
 
 class ProcessLock:
-    """A re-entrant lock that is free in a forked child, which does not have the thread that may hold it."""
+    """A re-entrant lock. In a forked child it is free: a thread that held it is in the parent alone."""
 
     def __init__(self) -> None:
         self._owner, self._lock = os.getpid(), threading.RLock()
@@ -61,14 +61,14 @@ class InOrder:
         self._last: Callable[[], Future[Any] | None] = lambda: None  # weak: a future keeps its result
 
     def _in_child(self) -> None:
-        """Resets the state in a forked child, which has neither the thread nor the holders of the locks:
-        operations that run are the parent's. (The runtime refuses operations of a child.)"""
+        """Resets the state in a forked child: running operations, their threads and the holders of locks are
+        in the parent alone. (The runtime refuses operations of a child.)"""
         if os.getpid() != self._owner:
             self._begin()
 
     def run(self, operation: Callable[..., Result], *arguments: Any) -> Result:
-        """Runs `operation` after all earlier ones and returns its result. Raises InvalidArgument within
-        another call of the same thread, which a signal handler has interrupted."""
+        """Runs `operation` after all earlier ones and returns its result. Raises InvalidArgument in a signal
+        handler that has interrupted an operation of this thread."""
         self._in_child()
         here = self._here
         if getattr(here, "inside", False):
@@ -98,8 +98,8 @@ class InOrder:
 
     def result(self, future: Future[Result]) -> Result:
         """Returns the result of a submitted operation, or raises its error. If this wait is interrupted (for
-        example by Ctrl-C), the operation gives up. Raises CommunicatorClosed in a forked child, which does
-        not have the thread of an operation that was under way."""
+        example by Ctrl-C), the operation gives up. Raises CommunicatorClosed in a forked child if the
+        operation was under way: its thread is in the parent alone."""
         try:
             if os.getpid() != self._builder and not future.done():
                 raise CommunicatorClosed(
@@ -127,8 +127,9 @@ class InOrder:
         return future
 
     def finish(self, then: Callable[[], Result]) -> Result:
-        """Ends the operations of all threads and returns the result of `then`. An operation that still waits
-        for other ranks after a second gives up, as they may never come. Submit nothing after this."""
+        """Waits for the operations of all threads, then calls `then` and returns its result. An operation
+        that still waits for other ranks after a second gives up, as they may never come. Submit nothing after
+        this."""
         self._in_child()
         with self._held(self._gate):
             pool, self._pool = self._pool, None
@@ -172,6 +173,7 @@ def _finish_all() -> None:
         each.finish(bool)
 
 
-# The interpreter waits for the threads of pools before it runs `atexit` functions. Functions registered here
-# run earlier, the last registered first; concurrent.futures, imported above, has registered that wait before.
+# The interpreter waits for the threads of pools before it runs `atexit` functions. concurrent.futures,
+# imported above, has registered that wait here; the last registered function runs first, so this one precedes
+# it.
 threading._register_atexit(_finish_all)  # type: ignore[attr-defined]

@@ -39,7 +39,7 @@ class SideWork(Generic[Result, Finished]):
         self._event: torch.cuda.Event | None = None
 
     def begin(self) -> None:
-        """Runs the first half, or the whole operation if it has only one part; keeps an error for `wait`."""
+        """Runs the first half, or the whole operation if it is not split; keeps an error for `wait`."""
         self._step(self._begin, "_result" if self._complete is None else "_begun")
         self._done = self._complete is None or self._error is not None
 
