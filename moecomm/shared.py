@@ -135,7 +135,7 @@ _groups: weakref.WeakKeyDictionary[Any, _OfGroup] = weakref.WeakKeyDictionary()
 
 @_disable_dynamo
 def shared_communicator(group: Any, shape: Shape, tokens: int) -> SharedCommunicator:
-    """Returns the communicator for a group and shape; builds it unless all ranks still have the same one. The
+    """Returns the communicator for a group and shape, a new one unless all ranks still have the same. The
     calling layer keeps it alive. All ranks call this together before a layer's first dispatch, each with its
     own number of tokens."""
     known = _groups.setdefault(group, _OfGroup())

@@ -22,9 +22,8 @@ from moecomm.kernels.joined import join_groups, join_rows
 from moecomm.kernels.products import Products
 
 MOST_JOINED_ROWS = 384
-"""The most rows of an expert in a microbatch, on average over both, for which gradients are joined. With more
-rows the product hides the memory traffic, and copying rows together costs what it saves
-(docs/performance.md)."""
+"""The most rows of an expert and microbatch, on average, for which gradients are joined. With more rows the
+product hides the memory traffic, and copying rows together costs what it saves (docs/performance.md)."""
 
 
 @dataclass
@@ -39,8 +38,7 @@ class Operands:
 
 @dataclass
 class Pending:
-    """The weight gradients that one backward has put off: of_in for w_in, of_out for w_out; None if not
-    needed."""
+    """The weight gradients that one backward has put off, of w_in and w_out; None if not needed."""
 
     products: Products
     groups: Tensor

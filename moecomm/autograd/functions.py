@@ -27,8 +27,8 @@ Gradients = tuple[Tensor | None, Tensor | None]
 def dispatch_backward(
     backend: Backend, plan: Any, grad_rows_PH: Tensor | None, grad_weights: Tensor | None
 ) -> Gradients:
-    """Returns the gradients of a dispatch's tokens (T, H) and routing weights (T, K); each is None if what it
-    is computed from is None."""
+    """Returns the gradients of a dispatch's tokens (T, H) and weights (T, K); None where the input is
+    None."""
     return backend.run(
         "moecomm dispatch backward", lambda: backend.combine(plan, grad_rows_PH, None, grad_weights)
     )

@@ -233,8 +233,8 @@ def _in_backward() -> Iterator[None]:
 def _define(
     name: str, arguments: str, results: int, run: Callable[..., Tensors], fake: Callable[..., Tensors]
 ) -> None:
-    """Defines the operators `name` and `name`_in_order; calls of `name`, traced or not, become calls of
-    `name`_in_order."""
+    """Defines operators `name` and `name`_in_order; calls of the first, traced or not, become calls of the
+    second."""
     tensors = ", ".join(["Tensor"] * results)
     _library.define(f"{name}({arguments}) -> {tensors if results == 1 else f'({tensors})'}")
     ordered = f"{name}_in_order"

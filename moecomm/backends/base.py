@@ -130,9 +130,8 @@ class Backend(ABC):
     """Turns tensors into pointers for one kind of memory.
 
     `dispatch` and its halves, `redispatch`, `combine`, `empty_input` and `ready` are only called within `run`
-    or `launch`, which put the operations of all threads into one order. If a rank finds an error before its
-    runtime has the operation, it announces the error to all ranks in place of the operation, so that they
-    stay in step.
+    or `launch`, which put the operations of all threads into one order. If a rank finds an error before the
+    runtime has the operation, it announces this in place of the operation, so that all ranks stay in step.
     """
 
     device: torch.device
@@ -176,9 +175,8 @@ class Backend(ABC):
         finish: Callable[[Result], Finished],
         inputs: tuple[Any, ...],
     ) -> Work[Finished]:
-        """Starts an operation that runs concurrently with the caller, after all earlier ones. The operation
-        is `complete(begin())`, where `complete` may make the host wait for peers; without `complete` it is
-        `begin()`.
+        """Starts an operation concurrently with the caller, after all earlier ones. It is `begin()` or, with
+        `complete`, which may make the host wait for peers, `complete(begin())`.
 
         `finish` makes the Work's result from the operation's, in `wait` and in the caller's thread. `inputs`:
         tensors that the operation reads (other values are ignored).
@@ -197,9 +195,9 @@ class Backend(ABC):
         self.run("moecomm refuse", operation)
 
     def _whole(self, operation: Callable[[], Result]) -> Result:
-        """Runs an operation, including checks and copies of its arguments. Before `_announced` is set, an
-        error is announced to all ranks in the form of `announced_as`. An InvalidArgument is marked as known
-        to all."""
+        """Runs an operation, including checks and copies of its arguments. Announces an error that comes
+        before `_announced` is set, in the form of `announced_as`; marks an InvalidArgument as known to
+        all."""
         told: Exception | None = None
         self._announced = False
         try:

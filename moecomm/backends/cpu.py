@@ -171,8 +171,7 @@ class CpuBackend(Backend):
 
     def ready(self) -> None:
         """Raises the pending error, if any. CapacityExceeded is announced, though every rank sees the
-        overflow: on a rank that has called `check` it is no longer pending, and that rank would go on
-        alone."""
+        overflow: a rank whose `check` has raised it would otherwise go on alone."""
         self._announced = True
         try:
             self._native.check()

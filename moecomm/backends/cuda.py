@@ -196,8 +196,7 @@ class CudaBackend(Backend):
     def _begin(self, call: DispatchCall, offers: bool) -> Begun:
         """Does the work of `begin_dispatch`. `offers`: the output of a dropless dispatch may be allocated
         before its number of rows is known, in the size that the runtime asks for. No earlier work on the
-        stream can still read the memory of such an output, so the runtime may receive rows into it at once,
-        if they fit."""
+        stream can still read such memory, so rows may be received into it at once, if they fit."""
         offered, at_once = (0, 0), False
         if call.capacity < 0:
             if self._capturing:

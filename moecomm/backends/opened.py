@@ -136,8 +136,7 @@ class _Opened:
         return self._backend
 
     def _shared(self, backend: Backend, *arrays: Any) -> tuple[Any, ...]:
-        """Returns arrays as tensors that share their memory, and None as None; announces errors to all
-        ranks."""
+        """Returns arrays as tensors that share their memory, None as None; tells all ranks of errors."""
         try:
             return tuple(shared_tensor(each, self.device) for each in arrays)
         except Exception as error:

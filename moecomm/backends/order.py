@@ -127,9 +127,8 @@ class InOrder:
         return future
 
     def finish(self, then: Callable[[], Result]) -> Result:
-        """Waits for the operations of all threads, then calls `then` and returns its result. An operation
-        that still waits for other ranks after a second gives up, as they may never come. Submit nothing after
-        this."""
+        """Waits for the operations of all threads, then returns `then()`. An operation that still waits for
+        other ranks after a second gives up, as they may never come. Submit nothing after this."""
         self._in_child()
         with self._held(self._gate):
             pool, self._pool = self._pool, None
@@ -174,6 +173,5 @@ def _finish_all() -> None:
 
 
 # The interpreter waits for the threads of pools before it runs `atexit` functions. concurrent.futures,
-# imported above, has registered that wait here; the last registered function runs first, so this one precedes
-# it.
+# imported above, has registered that wait here; what is registered later runs earlier.
 threading._register_atexit(_finish_all)  # type: ignore[attr-defined]

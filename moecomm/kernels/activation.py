@@ -9,7 +9,8 @@ Forward and backward are each one pass over memory on CUDA tensors (csrc/kernels
 few torch operations elsewhere. Both compute in float32 (float64 for float64) and round once. They are torch
 operators, moecomm::weighted_activation and moecomm::weighted_activation_backward, opaque to torch.compile.
 
-Shape letters here: P rows, B rows of a block, L groups, F columns of the result ("ffn width"), I of `inner`.
+Shape letters here: P rows, B rows of a block, L groups, F columns of the result ("ffn width"), I columns of
+`inner`.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ def weighted_activation(
 
 
 def activate(inner_PI: Tensor, weights_P: Tensor | None, ends_L: Tensor | None, activation: str) -> Tensor:
-    """Computes `weighted_activation` without gradients, and not under torch.compile. The call as an operator
-    of torch would take the host twice as long."""
+    """Computes `weighted_activation` without gradients, and not under torch.compile. A call as an operator of
+    torch takes the host twice as long."""
     width = _width(inner_PI, weights_P, ends_L, activation)
     z_PF = inner_PI.new_empty(inner_PI.shape[0], width)
     if inner_PI.is_cuda:
@@ -211,8 +212,8 @@ previous operation in the cache."""
 
 
 def _blocks(inner_PI: Tensor) -> Iterator[slice]:
-    """Returns slices that divide all rows, also those past the last group. torch's functions give other last
-    bits if a vector of values ends elsewhere, so the slices must not depend on the number of grouped rows."""
+    """Returns slices that divide all rows, also those past the last group. The last bits that torch computes
+    depend on where a vector of values ends, so the slices must not depend on the number of grouped rows."""
     rows, step = inner_PI.shape[0], max(1, _BLOCK // inner_PI.shape[1])
     return (slice(first, min(first + step, rows)) for first in range(0, rows, step))
 

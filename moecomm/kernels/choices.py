@@ -62,9 +62,9 @@ def limit_to_groups(
     """Returns (T, E) with -inf outside each token's best groups (DeepSeek-V3, arXiv 2412.19437, section
     2.1.2).
 
-    A group's value is the sum of its `best` highest entries, top_k // topk_groups (at least one) if not
-    given; a token keeps topk_groups groups. If groups are nodes, a row travels to at most topk_groups of
-    them.
+    A group's value is the sum of its `best` highest entries (None: top_k // topk_groups, at least one). A
+    token keeps the topk_groups groups of highest value. If groups are nodes, a row travels to at most
+    topk_groups of them.
 
     Example: one token, rank_by = [5, 0, 3, 3], 2 groups of 2, one group kept, top_k = 2: the groups' values
     are 5 and 6, so the result is [-inf, -inf, 3, 3], although expert 0 has the highest entry.
@@ -78,7 +78,7 @@ def limit_to_groups(
 
 
 def balanced_choice(num_tokens: int, num_experts: int, top_k: int, device: Any) -> Tensor:
-    """Returns (T, K) int64: k different experts per token, each equally often in any E consecutive tokens.
+    """Returns (T, K) int64: K different experts per token, each equally often in any E consecutive tokens.
 
     A token's choices are E // K apart, so that they spread over the ranks like those of a balanced router.
     Example: 3 tokens, E = 4, K = 2 gives [[0, 2], [1, 3], [2, 0]].
@@ -92,7 +92,7 @@ def kept_choices(topk_idx_TK: Tensor, weights_TK: Tensor | None, num_experts: in
     """Returns (T, K) bool: the choices that fit when each expert takes at most `limit` tokens.
 
     With weights an expert keeps the tokens of highest weight, the earlier token among equals; without weights
-    it keeps the first ones. Shapes do not depend on the data, and the host does not wait. Every entry of
+    it keeps the first tokens. Shapes do not depend on the data, and the host does not wait. Every entry of
     topk_idx_TK is an expert id.
 
     Example: topk_idx = [[0, 1], [0, 2], [0, 1]], weights = [[.6, .4], [.9, .1], [.7, .3]], limit = 2. Tokens

@@ -1,4 +1,4 @@
-"""The choice of what computes the experts' products."""
+"""Chooses what computes the experts' products: torch, quack, or the fp8 kernels."""
 
 from __future__ import annotations
 

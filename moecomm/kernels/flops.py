@@ -1,7 +1,8 @@
 """Formulas with which torch.utils.flop_counter.FlopCounterMode counts the experts' products.
 
-A row of a group is multiplied by one weight. Rows past the last group count as well, as formulas see only
-shapes. quack's kernels are no torch operators, and not counted. P, Q: rows in L groups; others are widths.
+Each row is multiplied by the weight of its group alone. Rows past the last group count as well, as formulas
+see only shapes. quack's kernels are no torch operators, and not counted. P, Q: rows in L groups; other
+letters are widths.
 """
 
 from __future__ import annotations

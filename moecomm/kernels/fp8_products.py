@@ -66,7 +66,7 @@ class Fp8Products(Products):
         return scaled_grouped_mm_wgrad(left, right).to(rows_PA.dtype)
 
     def _weights(self, weight_LAB: Tensor, quantize: Callable[[Tensor], Quantized]) -> Quantized:
-        """Returns the quantised weight, with the summed dimension contiguous in memory."""
+        """Returns the quantised weight, the kept one if it is current; its summed dimension is contiguous."""
         if not _may_keep(weight_LAB):
             return quantize(weight_LAB.detach())
         forms = self._kept.setdefault(weight_LAB, {})

@@ -39,8 +39,8 @@ def mark_expert_parameter(parameter: nn.Parameter) -> None:
 def is_expert_parameter(parameter: Tensor) -> bool:
     """Returns True for a parameter of this rank's experts, False for one that all ranks share.
 
-    It works for parameters from a model's `parameters()`, which also marks those of parametrizations. It does
-    not work for the whole parameters that FSDP puts in the place of shards."""
+    `parameter` must come from a model's `parameters()`, a call that also marks the parameters of
+    parametrizations. Whole parameters that FSDP puts in the place of shards are not marked."""
     return getattr(parameter, _MARK, False)
 
 
@@ -164,9 +164,9 @@ _SAID = "_moecomm_per_expert"
 
 def mark_adapter(module: nn.Module, *, per_expert: bool) -> None:
     """Declares whether the parameters of a module within a layer's experts (a parametrization) have a part
-    for each expert (True) or are the same on all ranks (False). Call it if moecomm raises InvalidArgument:
-    then the first dimension is the number of this rank's experts, and moecomm cannot tell. Copies of the
-    module keep the declaration."""
+    for each expert (True) or are the same on all ranks (False). Call it if moecomm raises InvalidArgument
+    since it cannot tell: the first dimension is the number of this rank's experts, perhaps by chance. Copies
+    of the module keep the declaration."""
     for each in module.modules():
         setattr(each, _SAID, dict.fromkeys(each._parameters, per_expert))
         for parameter in each._parameters.values():
@@ -196,8 +196,8 @@ def has_part_for_each(experts: nn.Module, local: int, name: str, parameter: Tens
 
 
 def _changes_own_alone(parametrization: nn.Module, name: str) -> bool | None:
-    """Returns whether the weight of expert 0 depends on part 0 of a parameter alone; None if it cannot be
-    computed, or depends on no part."""
+    """Returns whether the weight of expert 0 depends on part 0 of a parameter and on no other part; None if
+    the weight cannot be computed, or depends on no part."""
     values: dict[str, Any] = dict(parametrization.named_parameters())
     device = values[name].device
     if device.type == "meta" or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):

@@ -63,8 +63,8 @@ class QuackProducts(Products):
     rows: average rows of an expert, by which tiles are chosen; tiles: tiles of some products, in place of the
     table's; columns_first: weights are views of (L, B, A) tensors, and their gradients get that order as
     well; bias: experts have biases. Kernels are compiled here, which takes seconds and is reported on stderr;
-    compile_now=False leaves each to its first use. quack keeps them on disk (QUACK_CACHE_DIR). Raises
-    Unsupported if quack is not installed or cannot compute these products.
+    compile_now=False leaves each kernel to its first use. quack keeps compiled kernels on disk
+    (QUACK_CACHE_DIR). Raises Unsupported if quack is not installed or cannot compute these products.
     """
 
     name = "quack"
@@ -178,8 +178,8 @@ class QuackProducts(Products):
         sums: dict[str, Tensor] | None = None,
         **operands: Tensor,
     ) -> None:
-        """Computes a product of rows with an epilogue of `moecomm.kernels.quack_epilogue`; `sums`: what the
-        epilogue sums within a tile, (P, tiles along the columns)."""
+        """Computes a product of rows with an epilogue of `moecomm.kernels.quack_epilogue`; `sums`: tensors
+        (P, tiles along the columns) for what the epilogue sums within each tile."""
         rows_PA, sums = rows_PA.contiguous(), sums or {}
         given: dict[str, Any] = {"cu_seqlens_m": groups, **operands}
         layout, tile = (weight_LAB.stride(), rows_PA.stride(), rows_PA.dtype), self._tiles[product]
@@ -326,8 +326,8 @@ def _quack() -> Any:
 
 @functools.cache
 def _import_problem() -> str | None:
-    """Returns why quack, though installed, cannot be imported, and warns about it once, since moecomm then
-    chooses torch's products; None if it can."""
+    """Returns why quack, though installed, cannot be imported; None if it can. Warns once if it cannot, since
+    moecomm then chooses torch's products."""
     try:
         _epilogues()
     except Exception as error:  # a missing part, or one of another version, may raise any error

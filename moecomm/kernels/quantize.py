@@ -15,8 +15,8 @@ of 128. Every operation is in float32 and rounds to nearest even:
     value = e4m3(x * (1 / scale))               to nearest even, at most 448 in magnitude; NaN stays NaN
 
 value * scale differs from x by at most max(|x| / 16, scale / 1024) + |x| / 2^21. Zeros stay zeros, NaN
-affects no other value, and an infinity turns all values that share its scale into NaN. CPU and GPU give the
-same bits (except the sign of a NaN).
+affects no other value, and an infinity turns value * scale into NaN for all values that share its scale. CPU
+and GPU give the same bits (except the sign of a NaN).
 
 On CUDA tensors rows take one pass over memory, and so do columns of groups with up to 768 rows; further rows
 of a group are read twice (csrc/kernels/experts/quantize.cu). The host does not wait. All three functions are
@@ -48,7 +48,7 @@ _ALIGNMENT = 16
 
 
 class Quantized(NamedTuple):
-    """A quantised tensor: `values` times `scales`, which lack its summed dimension."""
+    """A quantised tensor: `values` times `scales`; `scales` has the shape without the summed dimension."""
 
     values: Tensor
     """torch.float8_e4m3fn, contiguous."""
@@ -60,7 +60,7 @@ class QuantizedColumns(NamedTuple):
     """The quantised columns of groups of rows."""
 
     values_CQ: Tensor
-    """torch.float8_e4m3fn, contiguous. In each line (a column of x) group l ends before padded_ends[l], and
+    """torch.float8_e4m3fn, contiguous. Row c holds column c of x: group l ends before padded_ends[l], and
     begins where the previous group ends."""
     scales_LC: Tensor
     """float32."""
@@ -72,10 +72,10 @@ class QuantizedColumns(NamedTuple):
 def quantize_rows(x: Tensor, ends_L: Tensor | None = None) -> Quantized:
     """Quantises rows: returns values of x's shape (..., C) and scales of shape (...).
 
-    x: bfloat16, float16 or float32 of at least two dimensions, C a multiple of 16. ends: int32 inclusive
-    ends of groups of rows, on the same device, for x of two dimensions; rows from ends[-1] on are not real.
-    On CUDA tensors these are neither read nor written, so that they come out unspecified; elsewhere they are
-    zero with the least scale. The host does not wait for `ends`.
+    x: bfloat16, float16 or float32 of at least two dimensions, C a multiple of 16. ends: int32 cumulative
+    ends of groups of rows, on the same device, for x of two dimensions. Rows from ends[-1] on are not read;
+    their results are unspecified on CUDA tensors, and elsewhere zero with scale 2^-126. The host does not
+    wait for `ends`.
 
     Raises InvalidArgument; Unsupported for CUDA tensors, where this build has no CUDA part.
     """
@@ -83,8 +83,8 @@ def quantize_rows(x: Tensor, ends_L: Tensor | None = None) -> Quantized:
 
 
 def quantize_columns(x_PC: Tensor, ends_L: Tensor) -> QuantizedColumns:
-    """Quantises the columns of each group of rows, as lines of the result: Q is 16 * (P // 16 + L), enough
-    for groups of any sizes.
+    """Quantises the columns of each group of rows; column c of x becomes row c of the result (C, Q). Q is 16
+    * (P // 16 + L), enough for groups of any sizes.
 
     x: bfloat16, float16 or float32, C a multiple of 16. ends: (L,) int32 ends of groups, ascending, at most
     P, on the same device; rows from ends[-1] on are not read. Values from padded_ends[-1] on are
@@ -123,7 +123,8 @@ def _check_dimensions(x: Tensor, count: int, shape: str) -> None:
 
 
 def _new_rows(x: Tensor, ends_L: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Checks the arguments of quantize_rows and returns its uninitialised results; a trace sees only this."""
+    """Checks the arguments of quantize_rows and returns its uninitialised results; a trace runs this
+    alone."""
     if x.dim() < 2 or (ends_L is not None and x.dim() != 2):
         _check_dimensions(x, 2, "(P, C)" if ends_L is not None else "at least two dimensions")
     _check(x, "columns in", -1)
@@ -165,7 +166,7 @@ def _rows(x: Tensor, ends_L: Tensor | None) -> tuple[Tensor, Tensor]:
     values, scales = _new_rows(x, ends_L)
     if not x.is_cuda:
         x32 = x.contiguous().float()
-        if ends_L is not None:  # rows that are not real may hold anything
+        if ends_L is not None:  # rows past the last group may hold anything
             x32 = x32.where((torch.arange(x.shape[0], device=x.device) < ends_L[-1]).unsqueeze(1), 0.0)
         scales = _scales(x32, -1)
         return _values(x32, scales.unsqueeze(-1)), scales

@@ -90,7 +90,7 @@ def _launch(name: str, logits_TE: Tensor, *arguments: Any) -> None:
 
 
 def _in_parts(x_TH: Tensor, weight_EH: Tensor) -> bool:
-    """Returns whether products with these rows run on tensor cores."""
+    """Returns whether products with these rows run on tensor cores, by the weight's bfloat16 parts."""
     experts, hidden = weight_EH.shape
     return (
         x_TH.is_cuda
@@ -104,8 +104,8 @@ def _in_parts(x_TH: Tensor, weight_EH: Tensor) -> bool:
 
 
 def _split(weight_EH: Tensor, *, backward: bool) -> Tensor:
-    """Returns the bfloat16 parts whose sum is the weight, below each other: (3 E, H) high, middle and low; if
-    `backward`, (4 E, H) middle, and high three times."""
+    """Returns the weight's bfloat16 parts, stacked: (3 E, H) high, middle and low, whose sum is the weight;
+    if `backward`, (4 E, H) middle, and high three times."""
     experts, hidden = weight_EH.shape
     parts = weight_EH.new_empty((4 if backward else 3) * experts, hidden, dtype=torch.bfloat16)
     _launch("split_weight", weight_EH, experts * hidden, backward, parts)
@@ -180,7 +180,7 @@ class _Route(torch.autograd.Function):
         grad_x_TH = grad_weight_EH = None
         with without_autocast("cuda"):
             if parts_TX is not None:
-                if needs_x:  # high part times the weight's middle part, all parts times its high part
+                if needs_x:  # grad's high part by weight's middle, all grad's parts by weight's high
                     grad_x_TH = parts_TX @ _split(weight_EH, backward=True)
                 if needs_weight:
                     of_parts = torch.mm(parts_TX[:, experts:].t(), x_TH, out_dtype=torch.float32)

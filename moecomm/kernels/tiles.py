@@ -44,7 +44,7 @@ class Tile(NamedTuple):
 
 
 def parse_tile(text: str) -> Tile:
-    """Returns the tile for this text."""
+    """Returns the tile that str() writes as `text`."""
     found = re.fullmatch(r"(\d+)x(\d+)([pc])(\d)(\d)(\+?)", text)
     assert found is not None, f"{text!r} is no tile"
     m, n, kind, cluster_m, cluster_n, end = found.groups()

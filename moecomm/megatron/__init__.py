@@ -33,9 +33,9 @@ def use_moecomm(model: nn.Module) -> int:
 
     Raises:
         InvalidArgument: `model` is no module. Call this for each module of a list of pipeline chunks.
-        Unsupported: a layer spreads single experts over tensor parallel ranks, overlaps shared experts within
-            the dispatcher, pads experts to a capacity, is captured by Megatron-Core's own graphs, or overlaps
-            microbatches by parts of its "flex" dispatcher.
+        Unsupported: a layer splits each expert over tensor parallel ranks, overlaps shared experts within the
+            dispatcher, pads experts to a capacity, is captured by Megatron-Core's own graphs, or overlaps
+            microbatches with the "flex" dispatcher.
     """
     require_module(model)
     layers = [each for each in model.modules() if isinstance(each, MoELayer)]
@@ -78,7 +78,8 @@ class TokenDispatcher(MoETokenDispatcher):  # type: ignore[misc]
         self._layer = layer.layer_number
         self._comms = LayerCommunicators(self.ep_group, config.num_moe_experts)
         # What one of the six parts leaves to a later part. It is of one batch: a forward goes through all
-        # parts before the next begins, also in Megatron-Core's 1F1B schedule. Backwards come at any time.
+        # parts before the next forward begins, also in Megatron-Core's 1F1B schedule. Backwards come at any
+        # time.
         self._routed: tuple[Tensor, torch.Size] | None = None
         self._dispatched: tuple[Communicator, DispatchOutput, torch.Size] | None = None
         self._shape = torch.Size()
@@ -91,7 +92,7 @@ class TokenDispatcher(MoETokenDispatcher):  # type: ignore[misc]
         Args:
             tokens: (..., H).
             routing_map: (T, E) bool, which experts a token goes to: at most moe_router_topk of them.
-            probs: (T, E), zero elsewhere.
+            probs: (T, E), zero for experts that the token does not go to.
         """
         going_TK, ids_TK = routing_map.to(torch.uint8).topk(self.config.moe_router_topk, sorted=False)
         self._routed = ids_TK.masked_fill(going_TK == 0, -1), tokens.shape
@@ -99,7 +100,7 @@ class TokenDispatcher(MoETokenDispatcher):  # type: ignore[misc]
         return x_TH, probs.gather(1, ids_TK).to(weight_dtype(x_TH.dtype))
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the rows of this rank's experts, (P, H) by expert, and their probabilities, (P)."""
+        """Returns the rows of this rank's experts, (P, H) by expert, and their probabilities, (P,)."""
         (ids_TK, shape), self._routed = self._left(self._routed, "token_dispatch"), None
         comm, out = self._comms.of(hidden_states, ids_TK.shape[1]).dispatch(hidden_states, ids_TK, probs)
         self._dispatched = comm, out, shape
@@ -123,8 +124,8 @@ class TokenDispatcher(MoETokenDispatcher):  # type: ignore[misc]
         return hidden_states.view(self._shape)
 
     def _apart(self, x: Tensor) -> Tensor:
-        """Returns x, a copy of it where microbatches overlap. Their schedule frees the inputs of a dispatch
-        and of the experts, but the router and the experts keep x for their backward."""
+        """Returns x, or a copy of x where microbatches overlap: their schedule frees the inputs of a dispatch
+        and of the experts, which the router and the experts keep for their backward."""
         return x.clone() if self.config.overlap_moe_expert_parallel_comm else x
 
     def _left(self, left: _Left | None, part: str) -> _Left:

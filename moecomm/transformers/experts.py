@@ -4,7 +4,7 @@
 has_bias, is_transposed, has_post_expert_norm. Products use these weights directly, without a copy; a module
 without this description runs its own forward on the same rows.
 
-Shape letters: P rows of L local experts, H hidden columns, F columns of the activation's result, I those of
+Shape letters: P rows of L local experts, H hidden columns, F columns of the activation's result, I columns of
 the first product (2F with a gate).
 """
 
@@ -58,7 +58,8 @@ class LocalExperts:
 
     @contextlib.contextmanager
     def _changed(self, batches: int) -> Iterator[None]:
-        """A context in which adapters are added to the weights, and the weights' gradients are divided."""
+        """A context in which adapters are added to the weights, and weights' gradients divided by
+        `batches`."""
         weights: Any = self._experts._parameters
         plain = {name: each for name, each in weights.items() if each is not None}
         try:
@@ -98,8 +99,8 @@ class LocalExperts:
     def _run_pass(
         self, shared: SharedCommunicator, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, scale: float
     ) -> Tensor:
-        """Runs the pass of moecomm's own layers on the module's weights, whose gradients are multiplied by
-        `scale`."""
+        """Runs the module's experts as moecomm's own layers run theirs (`run_forward`), with the module's
+        weights, whose gradients are multiplied by `scale`."""
         weights = self._plain_weights()
 
         forwards: list[Forward] = []
@@ -151,7 +152,7 @@ class LocalExperts:
 
     def _products_of(self, weights: Weights, comm: Communicator) -> Products:
         """Returns quack's products if they support the experts, else torch's. Tiles are chosen for an
-        expert's average rows in a batch of max_tokens, which are the same on all ranks."""
+        expert's average rows in a batch of max_tokens, a number that all ranks have alike."""
         rows, w_out_LFH = comm.max_tokens * comm.top_k // self._count, weights.w_out
         _, ffn, hidden = w_out_LFH.shape
         columns_first = not self._experts.is_transposed
@@ -190,7 +191,7 @@ class LocalExperts:
         """Runs the module's own forward: each row is a token of one expert, with weight 1."""
         rows, counts_L = out.tokens.shape[0], out.tokens_per_expert
         if rows == 0:
-            # Some forwards need at least one row. Its gradient passes through all weights, as zero.
+            # Some forwards need at least one row: a row of zeros, which gives all weights a gradient of zero.
             none = out.tokens.new_zeros(1, out.tokens.shape[1]) + out.tokens.sum()
             one = none.new_ones(1, 1)
             return self._forward(none, torch.zeros_like(one, dtype=torch.int64), one)[:0]
@@ -201,15 +202,16 @@ class LocalExperts:
 
 def _is_described(experts: nn.Module) -> bool:
     """Returns whether `use_experts_implementation` has wrapped this class's forward, so that its attributes
-    describe what it computes."""
+    describe what it computes, and no norm follows."""
     code = getattr(type(experts).forward, "__code__", None)
     made = code is not None and code.co_filename == moe.__file__
     return made and not getattr(experts, "has_post_expert_norm", True)
 
 
 def activation_of(experts: nn.Module) -> str | None:
-    """Returns moecomm's name for the function of `experts` between their products, None if it has none. The
-    function is tried: modules may define their own. It is tried on large values too, as it may clamp them."""
+    """Returns moecomm's name for the function of `experts` between their products, None if moecomm lacks it.
+    The function is tried: modules may define their own. It is tried on large values too, as it may clamp
+    them."""
     module: Any = experts
     with torch.device("cpu"):  # whatever torch.set_default_device says
         order = torch.randperm(96, generator=torch.Generator().manual_seed(0))

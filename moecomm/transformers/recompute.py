@@ -28,8 +28,9 @@ class Kept(NamedTuple):
 
 
 class _Current(threading.local):
-    """What this thread computes. region: the dispatches kept for a checkpointed region, in order; None: they
-    are not kept. left: during a recomputation of the region, the dispatches that remain."""
+    """What this thread computes. region: the list that keeps the dispatches of a checkpointed region, in
+    order; None: none are kept. left: during a recomputation, the kept dispatches that are still to be
+    followed."""
 
     region: list[Kept] | None = None
     left: Iterator[Kept] | None = None
@@ -58,8 +59,8 @@ def keep_plans() -> Contexts:
 
 
 class _Within(contextlib.AbstractContextManager[None]):
-    """A context that may be entered several times, since a graph whose backward runs twice is recomputed
-    twice."""
+    """The context of a region's forward or (`again`) recomputation: keeps dispatches, or hands them out. It
+    may be entered several times, since a graph whose backward runs twice is recomputed twice."""
 
     def __init__(self, region: list[Kept], *, again: bool) -> None:
         self._region, self._again = region, again
