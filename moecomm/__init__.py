@@ -1,5 +1,4 @@
-"""moecomm: expert-parallel dispatch and combine. `Communicator` is the runtime, `moecomm.nn` has the layers
-on it.
+"""moecomm: expert-parallel dispatch and combine. `Communicator` is the runtime, `moecomm.nn` has layers.
 
 Attributes:
     __version__: the version of the installed package.

@@ -35,8 +35,7 @@ class Env:
 
     fabric_lanes: int | None = None
     """MOECOMM_FABRIC_LANES: endpoints (lanes) of a rank towards other nodes, at most 64. Default: one for
-    each NIC of its share, or up to eight over TCP. All ranks of a rail (of one local number) use the least of
-    their numbers."""
+    each NIC of its share, or up to eight over TCP. Ranks of a rail (one local number) use their minimum."""
 
     first_epoch: int | None = None
     """MOECOMM_FIRST_EPOCH: for tests: the number of a communicator's first operation, 1 to 2^62, the same on

@@ -1,5 +1,4 @@
-"""The errors that moecomm raises. All are recoverable by the caller; a broken invariant is an assertion
-instead.
+"""The errors that moecomm raises. The caller can recover from all. Broken invariants are assertions.
 
 After `PeerTimeout` and `PeerLost` ranks are out of step: the communicator refuses further work with the same
 error, and a new one has to be built. After every other error it stays usable, on all ranks.

@@ -135,9 +135,9 @@ _groups: weakref.WeakKeyDictionary[Any, _OfGroup] = weakref.WeakKeyDictionary()
 
 @_disable_dynamo
 def shared_communicator(group: Any, shape: Shape, tokens: int) -> SharedCommunicator:
-    """Returns the communicator for a group and shape, a new one unless all ranks still have the same. The
-    calling layer keeps it alive. All ranks call this together before a layer's first dispatch, each with its
-    own number of tokens."""
+    """Returns (builds, unless all ranks have the same one) the communicator for a group and shape; the
+    calling layer keeps it alive. All ranks call this before a layer's first dispatch, each with its
+    `tokens`."""
     known = _groups.setdefault(group, _OfGroup())
     found = known.alive.get(shape)
     serial = 0 if found is None else found.serial

@@ -157,8 +157,8 @@ class DispatchOutput:
             the capacity.
         offsets: (L,) int32 cumulative ends of the aligned groups, at most P: the `offs` of
             torch.nn.functional.grouped_mm. Rank layout: (R,) cumulative ends of the sources.
-        overflow: 0-d int32: the rows (rank layout: or positions) that this rank needed, if more than the
-            capacity, else 0.
+        overflow: 0-d int32: 0, unless this rank needed more rows (rank layout: or positions) than the
+            capacity: then the number that it needed.
         expert_offsets: (L,) int32 cumulative ends of the experts' groups in expert-major order; in the expert
             layout they are `offsets`.
         expert_starts: (L + 1,) int32: 0 followed by `expert_offsets`, for kernels that take the groups as

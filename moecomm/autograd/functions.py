@@ -6,8 +6,8 @@ With y = combine(rows, w): y_t = sum over the rows p of token t of w_p * rows_p,
 and for out, v = dispatch(x, u): d x_t = sum of d out_p (a combine), d u_(t,k) = d v_p, sent back with rows.
 
 A backward that autograd runs within a compiled function (`loss.backward()` in a compiled step) would be
-traced as well, and a trace frees a tensor of which later code uses only the address. So backwards are kept
-out of traces.
+traced as well, and a trace frees a tensor of which later code uses only the address. So backwards are not
+traced.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ Gradients = tuple[Tensor | None, Tensor | None]
 def dispatch_backward(
     backend: Backend, plan: Any, grad_rows_PH: Tensor | None, grad_weights: Tensor | None
 ) -> Gradients:
-    """Returns the gradients of a dispatch's tokens (T, H) and weights (T, K); None where the input is
-    None."""
+    """Returns the gradients of a dispatch's tokens (T, H) and routing weights (T, K); None gives None."""
     return backend.run(
         "moecomm dispatch backward", lambda: backend.combine(plan, grad_rows_PH, None, grad_weights)
     )

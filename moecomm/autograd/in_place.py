@@ -54,8 +54,8 @@ def to_main_grad(parameter: Tensor) -> None:
 
 def add_gradient(parameter: Tensor, gradient: Tensor | None) -> None:
     """Adds a gradient to the `grad` of a parameter, or its `main_grad`, without running hooks. Does nothing
-    for None, the result of a product that has added it already. If `parameter` is a cast of a parameter, the
-    gradient goes through the cast's graph, which is kept for other microbatches."""
+    for None, the result of a product that has added the gradient. If `parameter` is a cast of a parameter,
+    the gradient goes through the cast's graph, which is kept for other microbatches."""
     if gradient is None:
         return
     if not parameter.is_leaf:

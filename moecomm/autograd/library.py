@@ -233,8 +233,7 @@ def _in_backward() -> Iterator[None]:
 def _define(
     name: str, arguments: str, results: int, run: Callable[..., Tensors], fake: Callable[..., Tensors]
 ) -> None:
-    """Defines operators `name` and `name`_in_order; calls of the first, traced or not, become calls of the
-    second."""
+    """Defines `name` and `name`_in_order; calls of `name`, traced or not, become calls of the second."""
     tensors = ", ".join(["Tensor"] * results)
     _library.define(f"{name}({arguments}) -> {tensors if results == 1 else f'({tensors})'}")
     ordered = f"{name}_in_order"

@@ -64,7 +64,7 @@ class _Planned(_Opened):
             InvalidArgument, MismatchedArguments: on all ranks; nothing was exchanged. (CUDA: the rank whose
                 tensors are wrong raises here, other ranks in `check()`.)
             PeerTimeout, PeerLost: the communicator can't be used any more.
-            OutOfMemory: no memory for the result (CUDA: on all ranks, as above).
+            OutOfMemory: no memory for the result (CUDA: other ranks raise it in `check()`).
             CommunicatorClosed: after `close()`.
         """
         if not torch.compiler.is_compiling():

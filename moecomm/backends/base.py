@@ -175,8 +175,8 @@ class Backend(ABC):
         finish: Callable[[Result], Finished],
         inputs: tuple[Any, ...],
     ) -> Work[Finished]:
-        """Starts an operation concurrently with the caller, after all earlier ones. It is `begin()` or, with
-        `complete`, which may make the host wait for peers, `complete(begin())`.
+        """Starts an operation concurrently with the caller, after all earlier ones. It is `begin()`, or with
+        `complete` `complete(begin())`; `complete` may make the host wait for peers.
 
         `finish` makes the Work's result from the operation's, in `wait` and in the caller's thread. `inputs`:
         tensors that the operation reads (other values are ignored).
@@ -196,8 +196,7 @@ class Backend(ABC):
 
     def _whole(self, operation: Callable[[], Result]) -> Result:
         """Runs an operation, including checks and copies of its arguments. Announces an error that comes
-        before `_announced` is set, in the form of `announced_as`; marks an InvalidArgument as known to
-        all."""
+        before `_announced` is set, as `announced_as` returns it; marks InvalidArgument as known to all."""
         told: Exception | None = None
         self._announced = False
         try:
@@ -246,8 +245,7 @@ class Backend(ABC):
         current stream since the first half, so that rows can be received while others are sent."""
 
     def tensor_plan(self, plan: Any) -> TensorPlan:
-        """Returns the plan of a RawDispatch as a tensor and numbers; the tensor's memory keeps the plan
-        alive."""
+        """Returns a RawDispatch's plan as a tensor and numbers; the tensor's memory keeps the plan alive."""
         assert isinstance(plan, TensorPlan)
         return plan
 

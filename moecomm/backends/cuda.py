@@ -1,5 +1,4 @@
-"""CUDA tensors over NVLink between the GPUs of a node, over libfabric between nodes: a rank is a process with
-a GPU.
+"""CUDA tensors over NVLink between GPUs of a node, over libfabric between nodes. Each rank has its own GPU.
 
 Every operation is put on the caller's current stream and runs after the previous operation on the device,
 even if that is on another stream. The host waits in one place, for the row count of a dropless dispatch.
@@ -240,9 +239,10 @@ class CudaBackend(Backend):
             outputs.free()
             outputs = None
         if outputs is None:
-            # If `_outputs` or torch fills the outputs, a kernel runs between the halves. Also, while the host
-            # waited for the number of rows, another thread may have launched a kernel and freed memory that
-            # the kernel still reads; this output may get that memory.
+            # Rows must not be received directly in two cases. If `_outputs` or torch fills the outputs, a
+            # kernel runs between the halves. Also, while the host waited for the number of rows, another
+            # thread may have launched a kernel and freed memory that the kernel still reads; this output may
+            # get that memory.
             filled = call.capacity >= 0 and call.layout == "rank"
             filled = filled or torch.are_deterministic_algorithms_enabled() or torch.is_anomaly_enabled()
             directly = directly and not filled and not (in_one_call and call.capacity < 0)
@@ -516,8 +516,8 @@ class CudaBackend(Backend):
         return 0 if tensor is None else memory_of(tensor) or self._nowhere_address
 
     def _readable(self, tensor: Given) -> tuple[Given, int]:
-        """Returns `tensor`, copied unless contiguous and aligned for bulk copies, and its address; 0 for
-        None."""
+        """Returns `tensor`, copied unless contiguous and aligned for bulk copies, and its address (None:
+        0)."""
         if tensor is None:
             return tensor, 0
         address = tensor.data_ptr()

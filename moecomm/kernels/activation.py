@@ -9,8 +9,7 @@ Forward and backward are each one pass over memory on CUDA tensors (csrc/kernels
 few torch operations elsewhere. Both compute in float32 (float64 for float64) and round once. They are torch
 operators, moecomm::weighted_activation and moecomm::weighted_activation_backward, opaque to torch.compile.
 
-Shape letters here: P rows, B rows of a block, L groups, F columns of the result ("ffn width"), I columns of
-`inner`.
+Shape letters here: P rows, B rows of a block, L groups, F columns of the result ("ffn width"), I of `inner`.
 """
 
 from __future__ import annotations
@@ -185,7 +184,7 @@ def _launch(
     activation: str,
     *others: Tensor,
 ) -> None:
-    """Launches a kernel of the extension on the current stream of inner's device. Empty tensors count as
+    """Launches a kernel of the extension on the current stream of inner's device; empty tensors are
     absent."""
     if inner_PI.dtype not in CUDA_DTYPES:
         prepare(inner_PI.device, inner_PI.dtype)  # refuses it

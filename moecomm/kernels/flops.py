@@ -1,8 +1,7 @@
 """Formulas with which torch.utils.flop_counter.FlopCounterMode counts the experts' products.
 
-Each row is multiplied by the weight of its group alone. Rows past the last group count as well, as formulas
-see only shapes. quack's kernels are no torch operators, and not counted. P, Q: rows in L groups; other
-letters are widths.
+Each row is multiplied by its group's weight. Rows past the last group count as well, as formulas see only
+shapes. quack's kernels are no torch operators, and not counted. P, Q: rows in L groups; others: widths.
 """
 
 from __future__ import annotations

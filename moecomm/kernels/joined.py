@@ -67,8 +67,7 @@ def join_rows(rows: Sequence[Tensor], places: Sequence[Tensor]) -> Tensor:
 
 
 def _in_pieces(rows_PA: Tensor) -> Tensor | None:
-    """Returns a view of the rows in elements of _PIECE; None if the size of a row or the address is no
-    multiple of 16 bytes."""
+    """Returns the rows in elements of _PIECE; None if row size or address is no multiple of 16 bytes."""
     size = _PIECE.itemsize
     if (rows_PA.shape[1] * rows_PA.element_size()) % size or rows_PA.data_ptr() % size:
         return None

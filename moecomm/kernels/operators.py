@@ -17,7 +17,7 @@ LIBRARY = torch.library.Library("moecomm", "FRAGMENT")
 
 def define(schema: str, run: Callable[..., Any], fake: Callable[..., Any], *tags: torch.Tag) -> None:
     """Defines the operator moecomm::NAME, which torch.compile keeps whole. schema: "NAME(arguments) ->
-    results"; run: computes it; fake: checks its arguments and returns uninitialised results."""
+    results"; run: computes the results; fake: checks its arguments and returns uninitialised results."""
     name = schema.partition("(")[0]
     LIBRARY.define(schema, tags=tags)
     LIBRARY.impl(name, run, "CompositeExplicitAutograd")

@@ -196,10 +196,9 @@ def grouped_matmul(
     P; a group may be empty. Rows past offsets[-1] and their gradient are unspecified; the weights' gradient
     does not depend on them, even if they hold NaN, and is zero for an empty group.
 
-    The default `products` run torch.nn.functional.grouped_mm. For float64, and if A or B are not multiples of
-    16 bytes, they run one torch.mm per group, for which the host must know the offsets. On CUDA the host
-    waits for the offsets unless the dtype is bfloat16: torch has a grouped kernel for no other dtype
-    (docs/layer.md).
+    By default torch.nn.functional.grouped_mm runs. For float64, and if A or B are not multiples of 16 bytes,
+    it is one torch.mm per group, for which the host must know the offsets. On CUDA the host waits for the
+    offsets unless the dtype is bfloat16: torch has a grouped kernel for no other dtype (docs/layer.md).
     """
     return _GroupedMatmul.apply(rows_PA, weight_LAB, offsets_L, products)  # type: ignore[no-untyped-call]
 

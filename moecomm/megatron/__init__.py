@@ -3,8 +3,8 @@
     model = GPTModel(...)
     moecomm.megatron.use_moecomm(model)
 
-Megatron-Core has no registry of dispatchers, so the layers' own dispatcher is replaced after they are built
-(docs/megatron.md).
+Megatron-Core has no registry of dispatchers, so each layer's own dispatcher is replaced after the layer is
+built (docs/megatron.md).
 """
 
 from __future__ import annotations
@@ -78,8 +78,7 @@ class TokenDispatcher(MoETokenDispatcher):  # type: ignore[misc]
         self._layer = layer.layer_number
         self._comms = LayerCommunicators(self.ep_group, config.num_moe_experts)
         # What one of the six parts leaves to a later part. It is of one batch: a forward goes through all
-        # parts before the next forward begins, also in Megatron-Core's 1F1B schedule. Backwards come at any
-        # time.
+        # parts before another begins, also in Megatron-Core's 1F1B schedule. Backwards come at any time.
         self._routed: tuple[Tensor, torch.Size] | None = None
         self._dispatched: tuple[Communicator, DispatchOutput, torch.Size] | None = None
         self._shape = torch.Size()

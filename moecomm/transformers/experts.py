@@ -58,8 +58,7 @@ class LocalExperts:
 
     @contextlib.contextmanager
     def _changed(self, batches: int) -> Iterator[None]:
-        """A context in which adapters are added to the weights, and weights' gradients divided by
-        `batches`."""
+        """A context that adds adapters to the weights, and divides the weights' gradients by `batches`."""
         weights: Any = self._experts._parameters
         plain = {name: each for name, each in weights.items() if each is not None}
         try:
@@ -209,9 +208,8 @@ def _is_described(experts: nn.Module) -> bool:
 
 
 def activation_of(experts: nn.Module) -> str | None:
-    """Returns moecomm's name for the function of `experts` between their products, None if moecomm lacks it.
-    The function is tried: modules may define their own. It is tried on large values too, as it may clamp
-    them."""
+    """Returns moecomm's name for the function of `experts` between their products, None if there is none. The
+    function is tried: modules may define their own. It is tried on large values too, as it may clamp them."""
     module: Any = experts
     with torch.device("cpu"):  # whatever torch.set_default_device says
         order = torch.randperm(96, generator=torch.Generator().manual_seed(0))

@@ -1,8 +1,7 @@
 """Gradient checkpointing along the plans of the first forward.
 
 A layer that torch.utils.checkpoint recomputes then makes no second plan and exchanges no counts: its rows are
-sent again along the kept plan. Routing weights are recomputed, and their gradients follow that plan as
-well."""
+sent again along the kept plan. Routing weights are recomputed, and their gradients follow that plan too."""
 
 from __future__ import annotations
 
@@ -28,9 +27,8 @@ class Kept(NamedTuple):
 
 
 class _Current(threading.local):
-    """What this thread computes. region: the list that keeps the dispatches of a checkpointed region, in
-    order; None: none are kept. left: during a recomputation, the kept dispatches that are still to be
-    followed."""
+    """What this thread computes. region: the dispatches kept for a checkpointed region, in order; None: none
+    are kept. left: during the region's recomputation, the kept dispatches that no layer has followed yet."""
 
     region: list[Kept] | None = None
     left: Iterator[Kept] | None = None

@@ -34,7 +34,7 @@ def leave_out_of_fsdp(experts: nn.Module, ep_mesh: DeviceMesh) -> None:
 
 
 def batches_to_divide_by(experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> int:
-    """Returns the number of batches by which this rank divides its experts' gradients: 1 if FSDP2 does it."""
+    """Returns the number of batches by which this rank divides its experts' gradients: 1 if FSDP2 divides."""
     if getattr(experts, "_is_fsdp_managed_module", False):
         return 1
     return ep_mesh.size() // tp_mesh.size()
