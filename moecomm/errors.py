@@ -1,7 +1,7 @@
 """The errors that moecomm raises. The caller can recover from all. Broken invariants are assertions.
 
 After `PeerTimeout` and `PeerLost` ranks are out of step: the communicator refuses further work with the same
-error, and a new one has to be built. After every other error it stays usable, on all ranks.
+error, and a new one has to be built. After every other error the communicator stays usable, on all ranks.
 """
 
 from __future__ import annotations

@@ -135,9 +135,8 @@ _groups: weakref.WeakKeyDictionary[Any, _OfGroup] = weakref.WeakKeyDictionary()
 
 @_disable_dynamo
 def shared_communicator(group: Any, shape: Shape, tokens: int) -> SharedCommunicator:
-    """Returns (builds, unless all ranks have the same one) the communicator for a group and shape; the
-    calling layer keeps it alive. All ranks call this before a layer's first dispatch, each with its
-    `tokens`."""
+    """Returns (builds, unless all ranks have the same one) the communicator of a group and shape; the calling
+    layer keeps it alive. All ranks call this before a layer's first dispatch, with their `tokens`."""
     known = _groups.setdefault(group, _OfGroup())
     found = known.alive.get(shape)
     serial = 0 if found is None else found.serial

@@ -22,7 +22,7 @@ from moecomm.kernels.joined import join_groups, join_rows
 from moecomm.kernels.products import Products
 
 MOST_JOINED_ROWS = 384
-"""The most rows of an expert and microbatch, on average, for which gradients are joined. With more rows the
+"""The most rows per expert and microbatch, on average, for which gradients are joined. With more rows the
 product hides the memory traffic, and copying rows together costs what it saves (docs/performance.md)."""
 
 

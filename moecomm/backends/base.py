@@ -98,8 +98,8 @@ MOST_CALLERS = ANY_CALLER - 1
 
 def caller_of(number: int, settings: object) -> int:
     """Returns the `caller` of a layer's dispatches, by which ranks notice that they are in different layers.
-    Layers with other `number` (within the communicator, from 1) and the same `settings` get another `caller`;
-    other settings get the same one by chance, once in 65,534."""
+    With the same `settings`, each `number` (of a layer within the communicator, from 1) gives another result;
+    other settings give the same one by chance, once in 65,534."""
     digest = hashlib.blake2b(repr(settings).encode(), digest_size=4).digest()
     return (number - 1 + int.from_bytes(digest, "big")) % MOST_CALLERS + 1
 
@@ -175,8 +175,8 @@ class Backend(ABC):
         finish: Callable[[Result], Finished],
         inputs: tuple[Any, ...],
     ) -> Work[Finished]:
-        """Starts an operation concurrently with the caller, after all earlier ones. It is `begin()`, or with
-        `complete` `complete(begin())`; `complete` may make the host wait for peers.
+        """Starts an operation concurrently with the caller, after all earlier ones. It is `begin()`, then
+        `complete`, if given, of the result; `complete` may make the host wait for peers.
 
         `finish` makes the Work's result from the operation's, in `wait` and in the caller's thread. `inputs`:
         tensors that the operation reads (other values are ignored).

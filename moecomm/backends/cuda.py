@@ -516,8 +516,8 @@ class CudaBackend(Backend):
         return 0 if tensor is None else memory_of(tensor) or self._nowhere_address
 
     def _readable(self, tensor: Given) -> tuple[Given, int]:
-        """Returns `tensor`, copied unless contiguous and aligned for bulk copies, and its address (None:
-        0)."""
+        """Returns `tensor`, copied unless contiguous and aligned for bulk copies, and its address; 0 for
+        None."""
         if tensor is None:
             return tensor, 0
         address = tensor.data_ptr()

@@ -24,7 +24,7 @@ class _Opened:
 
     def empty_input(self, num_tokens: int) -> torch.Tensor:
         """Returns an uninitialised (num_tokens, H) tensor whose dispatch costs no extra copy: on the CPU it
-        is in the window; on CUDA it is like any other tensor, since rows are sent directly from all.
+        is in the window; on CUDA it is like others, since rows are sent directly from any tensor.
 
         CPU: at most two such tensors can be alive at a time; their memory is allocated by the first call.
         Fill the tensor, dispatch it, delete it, and call this again: the call waits until all ranks have read

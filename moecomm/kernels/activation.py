@@ -184,7 +184,7 @@ def _launch(
     activation: str,
     *others: Tensor,
 ) -> None:
-    """Launches a kernel of the extension on the current stream of inner's device; empty tensors are
+    """Launches a kernel of the extension on the current stream of inner's device. Empty tensors count as
     absent."""
     if inner_PI.dtype not in CUDA_DTYPES:
         prepare(inner_PI.device, inner_PI.dtype)  # refuses it

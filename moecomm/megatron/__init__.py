@@ -33,8 +33,8 @@ def use_moecomm(model: nn.Module) -> int:
 
     Raises:
         InvalidArgument: `model` is no module. Call this for each module of a list of pipeline chunks.
-        Unsupported: a layer splits each expert over tensor parallel ranks, overlaps shared experts within the
-            dispatcher, pads experts to a capacity, is captured by Megatron-Core's own graphs, or overlaps
+        Unsupported: a layer splits each expert over tensor parallel ranks, overlaps shared experts with the
+            dispatch, pads experts to a capacity, is captured by Megatron-Core's own graphs, or overlaps
             microbatches with the "flex" dispatcher.
     """
     require_module(model)

@@ -208,7 +208,7 @@ def _is_described(experts: nn.Module) -> bool:
 
 
 def activation_of(experts: nn.Module) -> str | None:
-    """Returns moecomm's name for the function of `experts` between their products, None if there is none. The
+    """Returns moecomm's name for the function between the products of `experts`, None if it has none. The
     function is tried: modules may define their own. It is tried on large values too, as it may clamp them."""
     module: Any = experts
     with torch.device("cpu"):  # whatever torch.set_default_device says
