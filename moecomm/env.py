@@ -48,8 +48,8 @@ class Env:
 
     whole_sources: int | None = None
     """MOECOMM_WHOLE_SOURCES: on CUDA, the most source ranks whose tokens all fit into a rank's staging
-    section at once; default 8. If source ranks outnumber both this and top_k, tokens reuse memory in turn. 0
-    takes the least memory. The same on all ranks."""
+    section at once; default 8. If there are more source ranks than this and than top_k, tokens use the
+    section in turns. 0 takes the least memory. The same on all ranks."""
 
     log: str | None = None
     """MOECOMM_LOG: "launch": each rank on CUDA prints on stderr which kernels an operation launches, and with

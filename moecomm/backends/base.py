@@ -118,7 +118,7 @@ class DispatchCall(NamedTuple):
     """Rows of the output; -1: as many as arrive."""
     expert_capacity: int
     """Rank layout: positions of the expert-major index; expert layout: rows of each expert's group; -1: as
-    many as there are."""
+    many as needed."""
     dequantize: bool
     caller: int = ANY_CALLER
     """The number of the calling layer (`caller_of`); 0: no layer calls. Ranks have to agree."""

@@ -22,8 +22,8 @@ def without_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]
 
 
 def needs_care(kind: str) -> bool:
-    """Returns True if autocast is on for this type of device, so that the backward may run within it too.
-    Call this before turning autocast off."""
+    """Returns True if autocast is on for this type of device, so that the backward may run within autocast
+    too. Call this before turning autocast off."""
     return torch.is_autocast_enabled(kind)
 
 
