@@ -1,4 +1,4 @@
-// The CUDA part of the Python bindings: takes addresses, sizes and streams. Its callers are
+// Python bindings of the GPU communicator: they take addresses, sizes and streams. Their callers are
 // moecomm/backends and moecomm/setup.
 #include "bindings/cuda.hpp"
 

@@ -47,8 +47,8 @@ struct DispatchArguments {
   RowLayout layout;
   int64_t alignment;
   int64_t capacity;        ///< rows of the output; -1: as many as needed
-  int64_t positions = -1;  ///< rank layout: capacity of the expert-major index; expert layout: rows of each
-                           ///< expert's group, at least as many as can arrive; -1: as many as needed
+  int64_t positions = -1;  ///< rank layout: room for (row, expert) pairs; expert layout: fixed rows of each
+                           ///< expert's group, enough for any routing; -1: as many as needed
   uint16_t caller = 0;     ///< the layer that calls (SignalRecord::caller); 0: none
 };
 

@@ -115,8 +115,8 @@ class DeviceCommunicator {
   void accept_rows();
   /// Starts to send rows and make the plan. Without finish_dispatch the next operation abandons the dispatch.
   void begin_dispatch(const gpu::SendArguments& dispatch, cudaStream_t stream);
-  /// Returns the numbers of rows and of expert-major positions of a dispatch without capacity, once they are
-  /// known. If it throws, e.g. because ranks disagree, the dispatch ends before later work on `stream`.
+  /// Waits for the counts of a dispatch without capacity: its rows, and its (row, expert) pairs. If it
+  /// throws, e.g. because ranks disagree, it has abandoned the dispatch on `stream`.
   std::pair<int64_t, int64_t> wait_rows(cudaStream_t stream);
   /// The rows of each local expert, without padding, of the dispatch that wait_rows has waited for last.
   std::vector<int32_t> host_counts() const;

@@ -46,8 +46,8 @@ inline std::string disagreement_text(Disagreement about, int rank, int64_t first
               here);
 }
 
-/// Appends `before`, the text of an earlier error, to `text`, that of an error that may follow from it. Ranks
-/// get out of step if one raises an error at once, by check(), and another at its next dispatch.
+/// Appends `before`, the text of an earlier error that may have caused this one, to `text`. Ranks get out of
+/// step if one raises an error at once, by check(), and another at its next dispatch.
 inline std::string after_error(const std::string& text, const std::string& before) {
   if (before.empty()) return text;
   return text + "; the last error before, after which ranks may have gone on otherwise: " + before;

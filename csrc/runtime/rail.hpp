@@ -23,7 +23,7 @@ struct RailOptions {
 
 class Rail {
  public:
-  /// Opens this rank's ends. Registers the part of the window at `base` that other nodes write or are sent.
+  /// Opens this rank's ends. Registers the part of the window at `base` that the network writes or reads.
   Rail(const RailOptions& options, const WindowLayout& layout, std::byte* base);
 
   /// The address of each lane (libfabric endpoint) for rows. endpoint(): that of the TCP links.

@@ -112,8 +112,8 @@ class _Planned(_Opened):
     @outside_graph
     def combine_weighted(self, rows_PH: Array, handle: Handle, topk_weights_TK: Array) -> torch.Tensor:
         """Combines with weights that did not come with the dispatch: each rank gives the weights of its own
-        tokens, which travel with the operation. The result has the bits of `combine` with the weights that a
-        dispatch of `topk_weights_TK` returns. Not differentiable; breaks a graph of torch.compile.
+        tokens, which travel with the operation. The result is bit for bit that of `combine` with these
+        weights, had a dispatch brought them. Not differentiable; breaks a graph of torch.compile.
 
         For few tokens on GPUs of one node, where `weighs_tokens` is True.
 
@@ -123,7 +123,7 @@ class _Planned(_Opened):
             topk_weights_TK: (T, K) float32 weights of this rank's tokens.
 
         Returns:
-            (T, H) in the dtype; zero for tokens without experts.
+            (T, H) in rows_PH's dtype; zero for tokens without experts.
 
         Raises:
             Unsupported: `weighs_tokens` is False.

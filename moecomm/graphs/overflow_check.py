@@ -60,7 +60,7 @@ class OverflowCheck:
             self._noted = stream, event
 
     def finish(self) -> None:
-        """Ends a step. Publishes the word if it is not published since the last dispatch."""
+        """Ends a step. Publishes its result unless that was done after the last dispatch."""
         self._follow()
         if self._published_notes != self._notes:
             self._publish()

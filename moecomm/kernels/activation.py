@@ -53,8 +53,8 @@ def weighted_activation(
 
 
 def activate(inner_PI: Tensor, weights_P: Tensor | None, ends_L: Tensor | None, activation: str) -> Tensor:
-    """Computes `weighted_activation` without gradients, and not under torch.compile. A call as an operator of
-    torch takes the host twice as long."""
+    """Computes `weighted_activation` without autograd, in half the host time of a call by torch.ops. Not for
+    torch.compile."""
     width = _width(inner_PI, weights_P, ends_L, activation)
     z_PF = inner_PI.new_empty(inner_PI.shape[0], width)
     if inner_PI.is_cuda:

@@ -60,10 +60,10 @@ class QuackProducts(Products):
     """Products by quack-kernels, for experts of one size (`hidden` and `ffn`, multiples of 8), with the
     activation in separate passes.
 
-    rows: average rows of an expert, by which tiles are chosen; tiles: tiles of some products, in place of the
-    table's; columns_first: weights are views of (L, B, A) tensors, and their gradients get that order as
-    well; bias: experts have biases. Kernels are compiled here, which takes seconds and is reported on stderr;
-    compile_now=False leaves each kernel to its first use. quack keeps compiled kernels on disk
+    rows: average rows of an expert, by which tiles are chosen; tiles: tiles of some products, in place of
+    those of tiles.py; columns_first: weights are views of (L, out, in) tensors, and gradients get that memory
+    layout too; bias: experts have biases. Kernels are compiled here, which takes seconds and is reported on
+    stderr; compile_now=False leaves each kernel to its first use. quack keeps compiled kernels on disk
     (QUACK_CACHE_DIR). Raises Unsupported if quack is not installed or cannot compute these products.
     """
 

@@ -307,7 +307,7 @@ class SharedExperts(nn.Module):
     multiplied by sigmoid(x w_gate).
 
     Attributes:
-        w_in: (H, I') of the config's dtype, its columns as in GroupedExperts.
+        w_in: (H, F' or 2F') of the config's dtype, columns as in GroupedExperts.
         w_out: (F', H) of the config's dtype.
         w_gate: (H,) of the config's dtype; None without config.shared_gate.
         config: the layer's MoEConfig.

@@ -383,7 +383,7 @@ class MoELayer(nn.Module):
     def _finish(
         self, y_TH: Tensor, shape: torch.Size, dtype: torch.dtype, unattached: Routing | None
     ) -> Tensor:
-        """Returns the experts' result with the shape and dtype of the layer's input."""
+        """Returns y in the shape and dtype of the layer's input, with the losses of `unattached`."""
         y_TH = y_TH.to(dtype)
         if unattached is not None:
             y_TH = self._attach(y_TH, unattached)

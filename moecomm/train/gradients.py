@@ -281,7 +281,7 @@ def _powers(
         if gradient is not None and _local(gradient).numel():
             # On a CPU torch adds one number after another: in float32 the norm would depend on the sharding.
             own = _local(gradient)
-            # DDP averages sparse gradients, too. A norm of their stored values could have other bits.
+            # DDP allows sparse gradients. They are made dense, so that the norm has the same bits.
             own = own if own.layout is torch.strided else own.to_dense()
             own = torch.view_as_real(own) if own.is_complex() else own
             on_cpu = own.device.type == "cpu"

@@ -1,8 +1,8 @@
 // The router's choice and its gradient: one warp per token. Lane l has the logits of experts l, l + 32 and so
 // on, and the token's l-th choice. Sums over lanes are butterflies, so their order is always the same.
 //
-// Tensor cores multiply bfloat16 numbers. For products of bfloat16 rows with float32 numbers, each float32
-// number is split into three bfloat16 parts, which add up to it. Kernels here split, and add up the products.
+// Tensor cores multiply bfloat16 numbers. To multiply bfloat16 rows by float32 numbers, each of these is
+// split into three bfloat16 parts that add up to it. Kernels here split and add up; torch.mm multiplies.
 #include <cuda_bf16.h>
 
 #include <algorithm>

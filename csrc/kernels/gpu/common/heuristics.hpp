@@ -225,7 +225,7 @@ inline double owners_of_token(int32_t ranks, int32_t top_k) {
   return ranks * (1 - std::pow(1 - 1.0 / ranks, top_k));
 }
 
-/// Rows of an output, and positions in expert-major order.
+/// Counts of output rows and of (row, expert) pairs.
 struct RowCounts {
   int64_t rows, positions;
 };

@@ -90,7 +90,7 @@ class ChunkRoutes {
     return here;
   }
 
-  /// Expert and number from this lane's route in round j, packed as in Route; -1: none.
+  /// Route::packed of this lane's route in round j; -1: none.
   __device__ int32_t packed(int j) const { return static_cast<int32_t>(words_[j].low); }
   __device__ float weight(int j) const { return __uint_as_float(static_cast<uint32_t>(words_[j].low >> 32)); }
   __device__ int32_t place(int j) const { return EpochNumber::number(words_[j].high); }  ///< Route::place
