@@ -1,7 +1,8 @@
 // Dispatch, receiving side, for rows that change on arrival: they are converted from the wire format, or
-// split into values and scales. In the backward of a weighted combine they are multiplied by a factor for
-// each output row, and the dot product with a given row is taken. Uses a pipe with workers (move_pipe.cuh):
-// all workers share each row, or, where rows are short or need several pieces, each works alone.
+// split into values and scales. In the backward of a weighted combine each output row is the arrived row
+// times a factor, and the arrived row's dot product with another row is taken. Also for unchanged rows, where
+// a list does not hold a chunk. Pipes have workers (move_pipe.cuh): all workers share each row, or, where
+// rows are short or need several pieces, each worker takes pieces alone (a lone worker).
 #include "kernels/gpu/common/wire_vector.cuh"
 #include "kernels/gpu/dispatch/receive_list.cuh"
 
@@ -53,9 +54,9 @@ __device__ void dequantise_by_pipe(const Comm& comm, const ReceiveArguments& arg
       [&] { zero_paddings(comm, args); }, DequantiseWork<dtype, wire>(comm.window.shape));
 }
 
-/// Makes a row for each target of a source row of `dtype`: the source row times the target's factor. For a
-/// dot product the target's stage holds the other row at first. All workers of a pipe share a row; an object
-/// holds one thread's vectors of the source row.
+/// Makes a row for each target of a source row of `dtype`: the source row times the target's factor. If a dot
+/// product is wanted, the target's stage at first holds the row to multiply with. All workers of a pipe share
+/// a row; each thread has an object, which keeps the thread's vectors of the source row.
 template <DType dtype>
 class ScaleWork {
   using E = Element<dtype>;
@@ -105,7 +106,7 @@ class ScaleWork {
   uint4 row_[kSteps];
 };
 
-/// Lists arriving rows and their output rows, each with its factor and the row for its dot product.
+/// Lists arriving rows; for each of their output rows also its factor, and the row for a dot product if any.
 template <int workers>
 __device__ void list_scaled(const Comm& comm, const ReceiveArguments& args, uint64_t epoch,
                             MoveLister<workers>& pipe) {
@@ -162,7 +163,7 @@ class DequantiseAlone {
   const LoneShape& shape_;
 };
 
-/// Does what ScaleWork does, by lone workers. The source row is loaded again for each target.
+/// Multiplies rows and takes dot products, by lone workers. The source row is loaded anew for each target.
 template <DType dtype>
 class ScaleAlone {
   using E = Element<dtype>;
@@ -209,7 +210,7 @@ class ScaleAlone {
   float dot_ = 0;  ///< this lane's share of a row's dot product, over the pieces so far
 };
 
-/// Stores a row's scales, if the wire format has any, to the scales of its output rows. For lone workers.
+/// Copies a row's scales, if it has any, to `out_scales` for each of its output rows. For lone workers.
 class ScalesAlone {
  public:
   __device__ static LoneShape shape_of(const KernelShape& s) {
@@ -228,7 +229,7 @@ class ScalesAlone {
       const int64_t row = (list.targets[at] - args_.out) / pieces_.pieces.total;
       std::byte* const to = args_.out_scales + row * bytes_ + offset;
       const std::byte* const from = stage + pieces_.pieces.bytes;
-      // Scales of rows follow each other without padding: words need a multiple of 4 bytes a row.
+      // Rows' scales have no padding between them: words fit if a row has a multiple of 4 bytes.
       if (bytes_ % 4 == 0)
         for (uint32_t i = lane_id(); i < bytes / 4; i += 32)
           reinterpret_cast<uint32_t*>(to)[i] = reinterpret_cast<const uint32_t*>(from)[i];
@@ -261,7 +262,7 @@ __global__ void __launch_bounds__(MovePipe<kWorkers>::kThreads, 1)
                   [&](uint64_t epoch) { dequantise_by_pipe<dtype, wire>(comm, args, epoch, shared); });
 }
 
-/// Kernels with lone workers: this one multiplies rows; those below convert rows, or split off scales.
+/// Kernels with lone workers: this one multiplies rows, the next converts them, the last splits off scales.
 template <DType dtype>
 __global__ void __launch_bounds__(MovePipe<kLoneWorkers>::kThreads, 1)
     dispatch_scale_alone_kernel(const __grid_constant__ Comm comm,
@@ -275,7 +276,7 @@ __global__ void __launch_bounds__(MovePipe<kLoneWorkers>::kThreads, 1)
   });
 }
 
-/// Receives rows into all their output rows; lone workers change them by `work`. Whole block.
+/// Copies arriving rows to all their output rows; lone workers first change each by `work`. Whole block.
 template <class Work>
 __device__ void change_alone(const Comm& comm, const ReceiveArguments& args, uint64_t epoch,
                              std::byte* shared, const LoneShape& shape, const Work& work) {
@@ -306,7 +307,7 @@ __global__ void __launch_bounds__(MovePipe<kLoneWorkers>::kThreads, 1)
   });
 }
 
-/// Calls use.operator()<kernel>() with the kernel for this change of rows.
+/// Calls use.operator()<kernel>() with the kernel for `arrival` and the shape's rows.
 template <class Use>
 cudaError_t with_kernel(const DeviceShape& shape, Arrival arrival, const Use& use) {
   const auto with_pipe = [&]<auto kernel, int workers>() {

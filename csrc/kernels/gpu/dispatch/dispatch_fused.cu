@@ -1,13 +1,15 @@
 // Dispatch of few tokens in one kernel, sending and receiving, for one node. Its time is set by dependent
-// loads and stores rather than bytes, so there are as few of them as possible. Ranks that run it can exchange
-// rows with ranks that run dispatch_send.cu and dispatch_receive.cu, which write the same to the windows.
-//   - one of the first blocks computes the routes and pushes them to all ranks (route_few.cuh). The first
-//     block makes the plan as the counts of all ranks arrive (plan.cuh). If a third block is left for it,
-//     that block checks for an exceeded capacity
+// loads and stores rather than bytes, so there are as few of these as possible. Ranks that run it can
+// exchange rows with ranks that run dispatch_send.cu and dispatch_receive.cu, which write the same to the
+// windows.
+//   - one to three leading blocks move no rows. The last of them computes the routes and pushes them to all
+//     ranks (route_few.cuh). The first makes the plan as the counts of all ranks arrive (plan.cuh). With
+//     three, the middle one checks whether a capacity is exceeded
 //   - in the other blocks each team (warps that move one row together) stores a row to the staging section of
 //     every owner, quantised if requested. Then it sets the owners' arrival flags. Sending waits for nothing
 //   - the same blocks then read the counts of all sources as they arrive, in words that hold the epoch. Each
-//     computes in its shared memory where rows begin, so that no block waits for another block or a record
+//     block computes in its shared memory where rows begin, so that no block waits for another block or a
+//     record
 //   - teams take the rows of all sources in turn. A team loads a row's arrival flag together with the next
 //     row's route, whose words hold the epoch too. Then it loads the row, and stores it to all its output
 //     rows. Where there are fewer rows than teams, several teams share a row
@@ -16,13 +18,13 @@
 //
 // With more tokens (`senders` > 0) some blocks send and the others receive. Shares of the work are fixed, so
 // there is no counter to read or to reset: the operation ends with its last row. The time for few tokens is
-// that of dependent instructions, some five cycles each. So there are hardly any divisions, and loops are
+// the time of dependent instructions, some five cycles each. So there are hardly any divisions, and loops are
 // short and not unrolled where bytes do not limit them. Blocks that wait for the counts compute meanwhile
 // which rows they take if all ranks have as many tokens as this rank.
 //
 // A dropless dispatch may get an output before the number of its rows is known. If that output is too small,
 // nothing is received. This kernel then runs again with a larger output, and only receives.
-// The backward of a combine works likewise, but follows the plan of its dispatch, without routes and tables.
+// In the backward of a combine this kernel follows the plan of the combine's dispatch, without routes.
 //
 // The file is compiled once for each format in which rows travel, MOECOMM_WIRE (CMakeLists.txt).
 #include <type_traits>
@@ -39,8 +41,8 @@ namespace {
 constexpr WireFormat kWire = WireFormat::MOECOMM_WIRE;
 
 struct FusedMemory {
-  int32_t counts[kFusedCounts];  ///< in the block that computes routes, bitmaps; in those that make the plan
-                                 ///< or check the capacity, counts of all ranks; in others, OwnCounts
+  int32_t counts[kFusedCounts];  ///< where routes are computed: bitmaps; where the plan is made or a capacity
+                                 ///< is checked: counts of all ranks; where rows are moved: OwnCounts
   int32_t tables[kFusedTables];
 };
 static_assert(sizeof(FusedMemory) <= kMostShared);
@@ -70,7 +72,7 @@ class RowSender {
   }
 
  private:
-  static constexpr int kEarlyTokens = 8;  ///< up to so many tokens rows are loaded early; measured
+  static constexpr int kEarlyTokens = 8;  ///< most tokens for which rows are loaded early; measured
 
   __device__ bool converts() const { return kWire != WireFormat::same && args_.quantises(); }
   __device__ void load() {
@@ -122,7 +124,7 @@ class RowSender {
   RowAhead ahead_;
 };
 
-/// The output rows of a token. `targets`: a mask of the lanes that hold one; `row`: this lane's output row.
+/// The output rows of a token. `targets`: mask of lanes that have an output row; `row`: this lane's, or < 0.
 struct Places {
   uint32_t targets;
   int32_t row;
@@ -172,7 +174,7 @@ struct ReceivedToken {
   int64_t token;
   bool valid;
 
-  /// The first token of the first non-empty chunk among `number`, `number` + `step`, and so on.
+  /// The first token of the first non-empty chunk among `number`, `number` + `step`, ...; invalid: none.
   __device__ static ReceivedToken first_of(const Comm& comm, const RowTables& tables, int step, int number,
                                            int chunks) {
     for (; number < chunks; number += step) {
@@ -208,7 +210,7 @@ struct ByAnnouncement {
   __device__ Known load(const TokenLanes& map, const ReceivedToken& at) const {
     return at.valid ? Known(comm, epoch, map, at.item()) : Known();
   }
-  /// False if the routes do not arrive.
+  /// Sets `rows` to the output rows of the item's token; false if its routes do not arrive.
   __device__ bool resolve(const TokenLanes& map, const Item& item, Known& known, ChunkRows<1>& rows) const {
     const bool all = known.wait(comm, epoch, map, item);
     rows = resolve_rows(comm, args, tables, map, item, known);
@@ -254,8 +256,8 @@ struct Share {
   }
 };
 
-/// Receives this team's share of all sources' rows, from token `at` on. `where` finds output rows, from data
-/// that loads while the row before moves (`known`: data for `at`). False if something does not arrive.
+/// Receives this team's share of all sources' rows, from token `at` on. `where` finds a token's output rows
+/// from data that loads while the previous row moves; `known` is this data for `at`. False if a wait fails.
 template <DType dtype, class Where>
 __device__ bool receive_rows(const Comm& comm, const ReceiveArguments& args, uint64_t epoch,
                              const RowTables& tables, const Team& team, const Share& share, ReceivedToken at,
@@ -271,7 +273,7 @@ __device__ bool receive_rows(const Comm& comm, const ReceiveArguments& args, uin
     const device::EagerFlag arrival{device::arrival_here(comm, item.source, item.chunk), epoch};
     const std::byte* const from = arrived_row(comm, args, epoch, item, at.token);
     // Loads the arrival flag along with the route, even if no row comes. Where several teams share a row,
-    // also loads this team's part of it.
+    // also loads this team's part of the row.
     here = here || !travels || __all_sync(0xffffffffu, arrival.arrived());
     RowAhead ahead;
     const bool loaded = here && share.part.shift > 0 && passes_unchanged(args);
@@ -321,7 +323,7 @@ __device__ void zero_paddings(const Comm& comm, const ReceiveArguments& args, co
 }
 
 /// The work of the first `leads` blocks. The last of them announces the operation, with routes in a dispatch.
-/// The first waits for all ranks, and makes the plan. A third, if any, checks for an exceeded capacity.
+/// The first waits for all ranks, and plans a dispatch. With three, the middle one checks the capacity.
 __device__ void lead(const Comm& comm, const SendArguments& args, uint64_t epoch, int leads,
                      FusedMemory& memory) {
   const int block = static_cast<int>(blockIdx.x);
@@ -350,7 +352,7 @@ __device__ void lead(const Comm& comm, const SendArguments& args, uint64_t epoch
   if (waits && !failed) agree_on_operation(comm, args.operation, epoch);
 }
 
-/// Sends this block's share of rows, and notes that it has read the epoch. False if none will be received.
+/// Sends this block's share of the rows; notes that it has read the epoch. False if no rows are to come.
 template <DType dtype>
 __device__ bool send(const Comm& comm, const FusedArguments& args, uint64_t epoch, int block, int senders,
                      FusedMemory& memory) {
@@ -395,7 +397,7 @@ __device__ bool are_tokens(const Comm& comm, int64_t of_each, const int32_t* tok
   return __all_sync(0xffffffffu, all);
 }
 
-/// Receives this block's share of a dispatch's rows. `idle`: it has sent no row, so it has time to prepare.
+/// Receives this block's share of a dispatch's rows. `idle`: the block sends no rows, so it prepares.
 template <DType dtype>
 __device__ void receive_dispatch(const Comm& comm, const FusedArguments& args, uint64_t epoch,
                                  const Team& team, bool idle, FusedMemory& memory) {
@@ -449,7 +451,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ __align__(128) std::byte shared[];
   FusedMemory& memory = *reinterpret_cast<FusedMemory*>(shared);
   const uint64_t epoch = comm.state().epoch + (args.again ? 0 : 1);
-  // The middle block starts the clock, as nothing waits for it: the first announce, the last get first rows.
+  // The middle block starts the clock: the first blocks announce, the last ones receive the first rows.
   if (!args.again) device::start_clock(comm, args.send.operation, gridDim.x / 2);
   const int leads = args.again ? 0 : leading_blocks(static_cast<int>(gridDim.x));
   if (static_cast<int>(blockIdx.x) < leads)
@@ -460,7 +462,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (threadIdx.x == 0) device::note_phase(comm, args.send.operation, Phase::ended);
 }
 
-/// Calls use.operator()<kernel>() with the kernel for the rows of a shape.
+/// Calls use.operator()<kernel>() with the kernel for the dtype of a shape's rows.
 template <class Use>
 cudaError_t with_kernel(const DeviceShape& shape, const Use& use) {
   return with_dtype(shape.dtype, [&]<DType dtype>() {

@@ -2,13 +2,14 @@
 // ranks arrive here.
 //   - blocks share the tokens, compute the routes of their rows, and push the routes to all ranks (route.cuh;
 //     for few tokens one block does this: route_few.cuh)
-//   - a further block, or else the first, reads the announcements of all ranks as they arrive, and makes the
+//   - a further block, or the first if there is none, reads the announcements of all ranks as they arrive,
+//   and makes the
 //     plan of the rows that arrive here (plan.cuh)
 // The sending kernel runs at the same time, or begins when routes have been sent (`routes_first`). It waits
 // for this kernel's routes only where rows go to other nodes. This kernel's blocks use the SMs of the
 // receiving blocks, which have nothing to do yet. With several nodes, further blocks forward the records and
 // routes of this rank's rail (the ranks with its number on other nodes) to this node (relay_records.cuh).
-// The plan needs these, so this kernel ends whether or not the next kernel has begun.
+// The plan needs these records and routes. This kernel ends whether or not the next kernel has begun.
 #include "kernels/gpu/common/kernel.cuh"
 #include "kernels/gpu/dispatch/plan.cuh"
 #include "kernels/gpu/dispatch/route_few.cuh"

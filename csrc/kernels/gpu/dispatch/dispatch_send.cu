@@ -1,13 +1,13 @@
 // Dispatch, sending side: every row goes once to each rank that owns one of its experts.
 //   - warps take chunks of tokens, from several starting points in turn (TokenOrder). They store the rows to
-//     the staging section of every owner, to the memory of (source, token). On one node this does not need
-//     the results of dispatch_route.cu, which runs before or at the same time
+//     the staging section of every owner, where (source, token) alone gives the address. On one node this
+//     does not need the results of dispatch_route.cu, which runs before or at the same time
 //   - a pipe of warps moves the rows (move_pipe.cuh). It has workers where rows are quantised or have scales
 //     from the caller, where a list has no room for a chunk's rows, and with several nodes
 //   - when all rows of a chunk have arrived, the owners' arrival flags for the chunk are set
-// The staging section may be too small for all tokens. Then a chunk waits until the owners have read the
-// chunks whose memory it reuses. A separate kernel (`later`) sends the chunks that have to wait, and starts
-// after the receiving kernel. So the first sending kernel ends, whatever else the stream holds after it.
+// The staging section may be too small for all tokens. Then later chunks wait until the owners have read
+// the chunks whose memory they reuse. A separate kernel (`later`) sends the chunks that have to wait, and is
+// launched after the receiving kernel. So the first sending kernel ends, whatever the stream holds after it.
 //
 // The backward of a combine sends rows in the same way, along the plan of the combine's dispatch. There this
 // kernel also announces the operation.
@@ -27,7 +27,7 @@ namespace {
 /// The kernels of this object file send rows in this wire format.
 constexpr WireFormat kWire = WireFormat::MOECOMM_WIRE;
 
-/// Bytes of a unit's stages: its share of the bytes for `args.warps` warps. More rows in flight would queue.
+/// Bytes of the stages of a unit (a pipe's warps): its share of `args.warps` * kWarpBytes. More would queue.
 template <int workers>
 __device__ int stage_bytes(const SendArguments& args) {
   return args.warps * kWarpBytes / MovePipe<workers>::kUnits;
@@ -86,7 +86,7 @@ __device__ bool wait_routed(const Comm& comm, Operation operation, uint64_t epoc
   return __syncthreads_and(routed);
 }
 
-/// Sends rows by lone workers: of chunks that wait for no memory, or (`later`) of those that do. Whole block.
+/// Sends rows by lone workers: of chunks that wait for no memory; if `later`, of the others. Whole block.
 template <Way way, class Work>
 __device__ void send_alone(const Comm& comm, const SendArguments& args, uint64_t epoch, std::byte* shared) {
   const LoneRows rows = Work::rows(comm.window.shape, args.x_scales != nullptr);
@@ -96,8 +96,8 @@ __device__ void send_alone(const Comm& comm, const SendArguments& args, uint64_t
     shape.comm = &comm;
     shape.sent = plan.at(plan.fields.node_tokens);
   }
-  // Rows for other nodes must not wait for owners on this node, which may wait for rows from other nodes. So
-  // every second unit (a pipe's warps) sends them first. They reuse no memory, so none of them is sent later.
+  // Owners on this node may wait for rows from other nodes, so rows for other nodes must not wait for owners:
+  // every second unit sends these rows first. They reuse no memory, so the `later` kernel has none of them.
   const int passes = way == Way::nodes && !args.later ? 2 : 1;
   const int unit = warp_id() / MovePipe<kLoneWorkers>::kUnitWarps;
   run_move_pipe<kLoneWorkers>(
@@ -119,7 +119,7 @@ __device__ void announce_start(const Comm& comm, const SendArguments& args, uint
                kCarriesRows | args.after | (args.quantises() ? kCarriesQuantised : 0u));
 }
 
-/// What all blocks of a sending kernel do at its beginning and at its end.
+/// What all blocks do when a sending kernel begins and ends: they start the clock, and note the phase.
 __device__ void begin_kernel(const Comm& comm, const SendArguments& args) {
   ptx::launch_dependents();
   if (args.operation != Operation::dispatch && !args.later) device::start_clock(comm, args.operation);

@@ -1,6 +1,7 @@
 // Moves rows by pipes of warps; a row goes to one target address or several. The warps of one pipe are a
 // unit; a block has two to four units. A unit has three warps, and more where rows are changed:
-//   - the lister finds sources and targets of rows, a few at a time; on the receiving side it waits for rows
+//   - the lister finds sources and targets of rows, a few at a time; on the receiving side it waits until
+//   they arrive
 //   - the loader starts bulk copies of these rows, in pieces, into a ring of stages (buffers) in shared
 //     memory, as far ahead as there is room. So copies overlap with the lister's waits
 //   - workers, if there are any, change a row in its stage. All of them share each row; or, where rows are
@@ -18,7 +19,7 @@
 namespace moecomm::gpu {
 
 inline constexpr int kMoveTokens = 8,
-                     kMoveWords = 64;  ///< most tokens of a list; most targets, or flags, of a list
+                     kMoveWords = 64;  ///< of a list: most tokens; most targets, and most flags
 inline constexpr int kMoveLists = 3, kMoveRounds = 4;  ///< lists per unit; most rounds (TokenLanes) per list
 static_assert(kMoveTokens >= kMaxChunk);
 
@@ -53,8 +54,9 @@ struct MovePipe {
     uint64_t* flags[kMoveWords];         ///< set when the entries of this and all earlier lists have arrived
     int32_t ends[kEntries];              ///< end of each entry's range in `targets`
     float factors[kWorks ? kEntries : 1];
-    float* products[kWorks ? kEntries : 1];          ///< address for an entry's dot product, or null
-    const std::byte* others[kAlone ? kEntries : 1];  ///< per source: its scales, or a row for a dot product
+    float* products[kWorks ? kEntries : 1];  ///< address for an entry's dot product, or null
+    const std::byte*
+        others[kAlone ? kEntries : 1];  ///< per entry: its row's scales, or a row for a dot product
     int32_t entries, flag_count;
     bool is_last;  ///< the end marker, without entries
   };
@@ -81,16 +83,17 @@ static_assert(sizeof(MovePipe<0>::Memory) <= kMostShared);
 static_assert(sizeof(MovePipe<kWorkers>::Memory) <= kMostShared);
 static_assert(sizeof(MovePipe<kLoneWorkers>::Memory) <= kMostShared);
 
-/// True where all workers of a unit share each row that they change, else lone workers change rows. A row has
-/// to fit one piece, and to be so long that the cost per row does not matter (docs/history.md).
+/// True if all workers of a unit share each row that they change; false if lone workers change rows. To
+/// share, a row has to fit one piece, and to be so long that the cost per row does not matter
+/// (docs/history.md).
 inline bool work_together(const DeviceShape& shape) {
   constexpr int kMost = MovePipe<kWorkers>::kPiece, kLeast = kMost / 2;
   return shape.row_bytes() >= kLeast && shape.row_bytes() <= kMost && shape.wire_row_bytes() <= kMost;
 }
 
 /// Returns the tokens per list: a multiple of `chunk` (tokens per chunk). For lone workers it is a fraction
-/// of a chunk if a list does not hold a whole one. `each`: most targets of a row. All units of the grid share
-/// `tokens` tokens; lists are so short that the units end at about the same time.
+/// of a chunk if a list does not hold a whole chunk. `each`: most targets of a row. All units of the grid
+/// share `tokens` tokens; lists are so short that the units end at about the same time.
 template <int workers>
 __device__ inline int move_tokens(const TokenLanes& map, int each, int chunk, int64_t tokens) {
   constexpr int kLists = 16;  // least lists per unit
@@ -148,12 +151,12 @@ __device__ inline Pieces scale_pieces(const KernelShape& shape, const Pieces& va
 struct LoneRows {
   Pieces loaded, with;    ///< `with` is loaded behind `loaded`: the row's scales, or another row
   int64_t with_at;        ///< offset in the loaded row of the scales in `with`; 0: `with` is another row
-  Pieces stored, scales;  ///< what a stage stores: `stored` from its start on, `scales` behind that
+  Pieces stored, scales;  ///< what is stored from a stage: `stored` at its start, `scales` behind
   int64_t scales_at;      ///< offset of `scales` in the stored row
   bool in_place;          ///< `loaded` goes to the stage's start, where the stored row overwrites it
 };
 
-/// The MoveShape of lone workers. Where rows go to other nodes, `sent` is the number of rows for each node.
+/// The MoveShape of lone workers. Where rows go to other nodes, `sent` has the number of rows for each.
 struct LoneShape : MoveShape {
   LoneRows rows;
   int32_t at;  ///< offset in a stage to which rows are loaded
@@ -174,7 +177,7 @@ struct LoneShape : MoveShape {
   __device__ uint32_t stored(int piece) const { return rows.stored.size(piece); }
   __device__ int64_t place(int piece) const { return rows.stored.offset(piece); }
   /// Encodes row `number` for node `other` as a flag of a list. Bit 0 tells it from the address of a flag;
-  /// signal() then counts the row as staged.
+  /// for it signal() counts the row as staged, and sets no flag.
   __device__ static uint64_t* staged(int32_t other, int32_t number) {
     return reinterpret_cast<uint64_t*>(uintptr_t{static_cast<uint32_t>(number)} << 16 |
                                        static_cast<uint32_t>(other << 1 | 1));
@@ -188,7 +191,7 @@ struct LoneShape : MoveShape {
   }
 };
 
-/// Fills a unit's lists, for the lister. All lanes call every function.
+/// The lister warp fills its unit's lists by this. All lanes call every function.
 template <int workers>
 class MoveLister {
  public:
@@ -320,13 +323,13 @@ __device__ void load_entries(typename MovePipe<workers>::Unit& unit, const Shape
       cursor.advance(shape.stages, count);
       base += count;
     }
-    __syncwarp();  // all lanes have read the list, also one without entries
+    __syncwarp();  // all lanes have read the list, even if it has no entries
     if (lane == 0) ptx::barrier_arrive(&unit.taken[number % kMoveLists]);
   }
 }
 
-/// Sets the flags of several lists together, once the stores before each flag have completed. Together
-/// because they need a fence, which takes as long as storing one row or a few. One thread.
+/// Sets the flags of several lists together, once the stores before each flag have completed. So they
+/// share one fence, which takes as long as storing a row or a few. One thread.
 template <int workers, class Shape>
 class LateFlags {
  public:
@@ -357,10 +360,10 @@ class LateFlags {
 
  private:
   static constexpr int kLag = 3;  ///< bulk groups that may be in flight while committed() sets flags
-  /// Least bytes between two fences: kTogetherOfMany from kFewBlocks blocks on, which share the links.
+  /// Least bytes between two fences: kTogetherOfMany from kFewBlocks blocks on, since these share the links.
   static constexpr uint32_t kTogether = 96 << 10, kTogetherOfMany = 48 << 10, kFewBlocks = 20;
 
-  /// Sets the flags for which no more than the first `groups` bulk groups have to be complete.
+  /// Sets the flags that wait for no bulk group but the first `groups`, which are complete.
   __device__ void set(uint32_t groups) {
     const auto in_place = [&] {
       return begin_ != end_ && static_cast<int32_t>(groups - unit_.groups[begin_ % Pipe::kFlags]) >= 0;

@@ -7,7 +7,7 @@
 //
 // A source announces a dispatch to all ranks by a start (DispatchStart: a hash of its arguments), by counts,
 // both in words that hold the epoch, and by a record (SignalRecord: the arguments). Records are read only if
-// ranks seem to run different operations, or if a start is missing, as starts from other nodes are.
+// ranks seem to run different operations, or if a start is missing (other nodes send none).
 #pragma once
 
 #include "kernels/gpu/common/kernel.cuh"
@@ -137,7 +137,8 @@ struct Need {
   int32_t most, rank;
 };
 
-/// Finds the most rows that a rank needs (`of_positions`: positions), and the lowest such rank. Whole block.
+/// Finds the most rows (`of_positions`: positions) that a rank needs; the lowest rank if several. Whole
+/// block.
 template <class Counts>
 __device__ inline Need fullest_rank(const Comm& comm, const SendArguments& args, const Counts& counts,
                                     bool of_positions) {
@@ -175,7 +176,7 @@ struct Overflow {
   bool of_positions;  ///< the capacity limits the rank layout's positions, not output rows
 };
 
-/// Finds whether a rank exceeds a capacity: that of output rows, then that of positions. Whole block.
+/// Finds a rank that exceeds the capacity of output rows or, in the rank layout, of positions. Whole block.
 template <class Counts>
 __device__ inline Overflow find_overflow(const Comm& comm, const SendArguments& args, const Counts& counts) {
   const bool by_rank = args.layout == RowLayout::rank;
@@ -324,9 +325,9 @@ struct StartArrival {
   }
 };
 
-/// Waits for the starts of all ranks; the block's threads share the ranks, last threads first. False if a
-/// start in this thread's share announces other arguments than this rank, or if a rank sends only its record,
-/// or nothing: then records have to be compared. Calls note(rank) when a start or record has come.
+/// Waits for the starts of all ranks; the block's threads share the ranks, last threads first. Calls
+/// note(rank) when a rank's start or record has come. False if a rank of this thread has other arguments than
+/// this rank, or sends no start (only its record, or nothing): then records have to be compared.
 template <class Note>
 __device__ inline bool starts_alike(const Comm& comm, const SendArguments& args, uint64_t epoch,
                                     const Note& note) {
@@ -364,7 +365,7 @@ struct CountArrival {
 };
 
 /// Copies each source's counts to `counts`, and its number of tokens to `tokens`[source], as they arrive.
-/// Whole block; false if a wait fails, or a source pushes none as it runs another operation or has an error.
+/// Whole block; false if a wait fails, or a source runs another operation or has an error, and pushes none.
 template <class Counts>
 __device__ inline bool take_counts(const Comm& comm, uint64_t epoch, const Counts& counts, int32_t* tokens) {
   constexpr int kTogether = Counts::kTogether;
@@ -403,11 +404,11 @@ __device__ inline bool take_counts(const Comm& comm, uint64_t epoch, const Count
   return __syncthreads_and(here);
 }
 
-/// What else the block does that makes the plan, of many tokens or of few (dispatch_fused.cu).
+/// What the block that makes the plan does besides, for many tokens or for few (dispatch_fused.cu).
 enum class Planner {
   of_many,         ///< releases the receiving kernel, which waits for the plan; checks the capacity
   of_few,          ///< checks the capacity; no kernel waits for the plan
-  of_few_watched,  ///< no kernel waits, and if the starts agree, another block checks the capacity
+  of_few_watched,  ///< as of_few, but if the starts agree, another block checks the capacity
 };
 
 /// Writes the plan from `counts`; its `tokens` are there already. Releases a kernel that waits for the plan
@@ -440,7 +441,7 @@ __device__ inline void publish_plan(const Comm& comm, const SendArguments& args,
 }
 
 /// Makes an empty plan for a dispatch that can't go on, and reports why if all ranks are alive. In any case
-/// it ends the waits for the plan, of the receiving kernel and, without a capacity, of the host. Whole block.
+/// releases the receiving kernel and, without a capacity, the host, which wait for the plan. Whole block.
 __device__ inline void call_off(const Comm& comm, const SendArguments& args, uint64_t epoch,
                                 const Agreement& found, const HostStatus::Verdict& verdict) {
   write_empty_plan(comm, PlanView{args.plan, comm.plan_fields});

@@ -23,7 +23,7 @@ cudaError_t prepare_dispatch_change(const DeviceShape& shape, Arrival arrival);
 /// What a receiving kernel finds at its start: rows, nothing to do, or too little room in the output.
 enum class Found { rows, nothing, no_room };
 
-/// Waits for a dispatch's plan; in the backward of a combine for all ranks' records, and compares them.
+/// Waits for a dispatch's plan or, in the backward of a combine, for all ranks' records, and compares these.
 __device__ inline Found start(const Comm& comm, const ReceiveArguments& args, uint64_t epoch) {
   if (failed_for_block(comm)) return Found::nothing;
   bool going = true;
@@ -40,8 +40,9 @@ __device__ inline Found start(const Comm& comm, const ReceiveArguments& args, ui
   return args.offered && !has_room(header, args) ? Found::no_room : Found::rows;
 }
 
-/// The whole work of a receiving kernel: calls receive(epoch) if there are rows, and ends the operation. If
-/// the output has too little room, leaves the rows in the window, and the operation open. All blocks.
+/// The whole work of a receiving kernel: if there are rows, clears unused ids (clear_ids) and calls
+/// receive(epoch); then ends the operation. If the output has too little room, leaves the rows in the window,
+/// and the operation open. All blocks.
 template <class Receive>
 __device__ inline void receive_and_end(const Comm& comm, const ReceiveArguments& args,
                                        const Receive& receive) {
@@ -62,7 +63,7 @@ __device__ inline TokenOrder order_of(const Comm& comm, int32_t source, int32_t 
   return {tokens, span, places_shift(comm, source, tokens)};
 }
 
-/// The most claims (TokenOrder) that any source needs; span(tokens) is the size of its spans.
+/// The most claims (TokenOrder) that any source needs; span(tokens): tokens per span of a source.
 template <class Span>
 __device__ int32_t most_claims(const Comm& comm, const int32_t* tokens_of, const Span& span) {
   int32_t most = 0;
@@ -71,7 +72,8 @@ __device__ int32_t most_claims(const Comm& comm, const int32_t* tokens_of, const
   return most;
 }
 
-/// list(): tokens of a list. operator(): tokens of a span, which is a list, or a chunk if that is longer.
+/// For a source of `tokens` tokens. list(): tokens per list; operator(): per span (a list, or a longer
+/// chunk).
 template <int workers>
 struct ByList {
   /// True for lone workers, whose lists may be shorter than a chunk, and so than a span. Elsewhere each list
@@ -189,8 +191,8 @@ class ReceiveLister {
   int rest_of_ = 0;
 };
 
-/// Waits until those chunks of the list `item` have arrived that contain any of `tokens`, a bit mask of the
-/// list's tokens. `size`: tokens of a chunk. All lanes; false if the wait fails.
+/// Waits until the chunks of `tokens` have arrived: a bit mask of tokens of the list `item`. `size`: tokens
+/// of a chunk. All lanes; false if the wait fails.
 __device__ inline bool wait_for_list(const Comm& comm, const ReceiveArguments& args, uint64_t epoch,
                                      const Item& item, int size, uint32_t tokens) {
   const int first = min(lane_id() * size, 31);
@@ -219,7 +221,7 @@ __device__ void list_arriving(const Comm& comm, const ReceiveArguments& args, ui
     int32_t rows[kMoveRounds];
     if (!lister.resolve(list, rows)) return;
     auto& out = pipe.open();
-    uint32_t awaited = 0;  // bits of tokens to wait for; if chunks reuse memory, also of dropped rows
+    uint32_t awaited = 0;  // mask of tokens to wait for; if chunks reuse memory, also dropped ones
 #pragma unroll
     for (int j = 0; j < kMoveRounds; ++j) {
       const int first = j * map.tokens;
@@ -229,7 +231,7 @@ __device__ void list_arriving(const Comm& comm, const ReceiveArguments& args, ui
       add(arrived_row(comm, args, epoch, list.item, list.item.begin + first + map.within), rows[j]);
     }
     if (travels && !wait_for_list(comm, args, epoch, list.item, size, awaited)) return;
-    int flags = 0;  // chunks that end in this list; a flag for each frees its memory when its rows are read
+    int flags = 0;  // chunks that end in this list; each has a flag, which frees its memory once it is read
     if (in_turn) {
       const bool part = ByList<workers>::kShorter && list.item.end < list.of_source;  // may end mid-chunk
       flags =

@@ -14,7 +14,7 @@ struct Item {
   int64_t chunk, begin, end;  ///< number of the first token's chunk; tokens [begin, end)
 };
 
-/// Where the row of a token is read: in the staging section, or in `x` if own rows do not travel.
+/// The address of a token's row: in the staging section, or in `x` for own rows that are not staged.
 __device__ inline const std::byte* arrived_row(const Comm& comm, const ReceiveArguments& args, uint64_t epoch,
                                                const Item& item, int64_t token) {
   if (item.source == comm.rank && !comm.own_rows_travel())
@@ -123,8 +123,8 @@ __device__ inline void place_weights(const ReceiveArguments& args, const TokenLa
   }
 }
 
-/// The slot for this rank's sum, in combine, of a token of rank `home`; each lane gives the owner of its
-/// (token, k). Each owner on this node has a slot; if `home` is on this node, so has each other node.
+/// In combine: the slot for this rank's sum of a token that comes from rank `home`. Each lane gives the owner
+/// of its (token, k). Slots: one for each owner on this node; if `home` is here too, one for each other node.
 __device__ inline int slot_between_nodes(const Comm& comm, const TokenLanes& map, int32_t home,
                                          int32_t owner) {
   const int32_t sender = comm.is_local(home) || comm.is_local(owner) ? comm.sender(owner) : -1;
@@ -229,8 +229,8 @@ __device__ inline void zero(std::byte* memory, int64_t bytes) {
   for (int64_t i = lane_id(); i < bytes; i += 32) memory[i] = std::byte{0};
 }
 
-/// Zeroes those padding rows of local expert `e` that the output has, with scales, weights and dot products.
-/// An output has no rows if the host found no memory for it in a dropless dispatch. All lanes.
+/// Zeroes the padding rows of local expert `e`, and their scales, weights and dot products, as far as the
+/// output has these rows. It has none if the host found no memory for it in a dropless dispatch. All lanes.
 __device__ inline void zero_padding(const Comm& comm, const ReceiveArguments& args, const RowTables& tables,
                                     int64_t e) {
   const KernelShape& s = comm.window.shape;

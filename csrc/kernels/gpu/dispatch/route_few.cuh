@@ -95,8 +95,8 @@ struct EntryWalk {
   }
 };
 
-/// Ids and weights, copied to shared memory for as many (token, k) as have room. Each thread copies the ones
-/// that it uses itself, all at once, so no barrier is needed.
+/// Ids and weights, copied to shared memory for as many (token, k) as have room. Each thread copies
+/// those that it uses itself, all at once, so no barrier is needed.
 struct StagedEntries {
   std::byte* ids;
   float* weights;
@@ -126,8 +126,8 @@ struct StagedEntries {
   }
 };
 
-/// Notes the bad ids of a dispatch, of which the first is kept: those that name no expert and are not -1, and
-/// those that repeat an id of the same token.
+/// Notes the first bad id of a dispatch in the state. An id is bad if it names no expert and is not -1, or if
+/// it repeats an id of the same token.
 __device__ inline void find_bad_ids(const Comm& comm, const SendArguments& args) {
   const int top_k = comm.top_k();
   const int64_t experts = comm.window.shape.num_experts;
@@ -163,8 +163,8 @@ __device__ inline void write_homes(const Comm& comm, const SendArguments& args, 
 
 /// Computes and pushes counts and routes, and announces the dispatch by starts. Whole block. `scratch`:
 /// `words` words of shared memory, at least route_few_words(), overwritten. Returns the record, which the
-/// caller has to signal. Calls failed(), a barrier, when the first loads are in flight. If failed() returns
-/// true, nothing is sent, and the record names no operation.
+/// caller has to signal. Calls failed(), which is also a barrier, when the first loads are in flight. If it
+/// returns true, nothing is sent, and the record names no operation.
 template <class Failed>
 __device__ inline SignalRecord route_few(const Comm& comm, const SendArguments& args, uint64_t epoch,
                                          int32_t* scratch, int64_t words, const Failed& failed) {

@@ -20,8 +20,8 @@ __device__ inline bool all_credits(const Comm& comm, int32_t source, uint64_t ep
 }
 
 /// Waits until the owners, `peers`, have read all earlier chunks that used this chunk's memory. A credit for
-/// the last of these is not enough: an owner without rows of it gives that credit before it has read the
-/// others. Calls flush() before a wait, to send what is complete. False if a wait fails.
+/// the last of these is not enough: an owner without rows in that chunk may give its credit before it has
+/// read earlier ones. Calls flush() before a wait, to send what is complete. False if a wait fails.
 template <class Flush>
 __device__ inline bool wait_for_place(const Comm& comm, Operation operation, int32_t source, int64_t tokens,
                                       uint64_t epoch, int64_t chunk, const PeerSet& peers,
@@ -138,7 +138,7 @@ __device__ void list_own(const Comm& comm, const SendArguments& args, const Id* 
   }
 }
 
-/// Lists this rank's rows: of chunks that wait for no memory, or (`later`) of chunks that reuse memory.
+/// Lists this rank's rows in chunks that wait for no memory; with `later`, those in chunks that reuse memory.
 template <int workers>
 __device__ void list_own(const Comm& comm, const SendArguments& args, uint64_t epoch,
                          MoveLister<workers>& pipe) {

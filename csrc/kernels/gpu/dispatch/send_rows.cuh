@@ -89,8 +89,8 @@ class ChunkLister {
   int staged_ = 0;  ///< flags in the list
 };
 
-/// Lists this rank's rows for `reach`. For owners on this node: rows of chunks that wait for no memory, or
-/// (`later`) of chunks that reuse memory. For other nodes: all rows.
+/// Lists this rank's rows for `reach`. For other nodes it lists all rows. For owners on this node it lists
+/// rows in chunks that wait for no memory; with `later`, rows in chunks that reuse memory.
 template <Way way>
 __device__ void list_chunks(const Comm& comm, const SendArguments& args, uint64_t epoch, const LoneRows& rows,
                             Reach reach, MoveLister<kLoneWorkers>& pipe) {
@@ -114,7 +114,7 @@ __device__ void list_chunks(const Comm& comm, const SendArguments& args, uint64_
   for (int next = order.next(claims); next < tokens; next = order.next(claims)) {
     const int64_t begin = first * size + next, end = min(begin + size, args.tokens);
     const int64_t chunk = begin >> chunk_shift(args.tokens);
-    int32_t target[kMaxChunk], number[kMaxChunk];  // target rank; for other nodes: node and relay index
+    int32_t target[kMaxChunk], number[kMaxChunk];  // rank that gets the row; or other node, relay index there
     PeerSet owners;
 #pragma unroll
     for (int i = 0; i < kMaxChunk; ++i) {
@@ -159,8 +159,8 @@ __device__ void list_chunks(const Comm& comm, const SendArguments& args, uint64_
   }
 }
 
-/// Lists rows that arrive from the rail, for owners on this node: rows of chunks that wait for no memory
-/// there, or (`later`) of chunks that reuse memory. False if some do not arrive.
+/// Lists rows that arrive from the rail, for owners on this node. Lists rows in chunks that wait for no
+/// memory at the owners; with `later`, rows in chunks that reuse memory. False if some rows do not arrive.
 __device__ inline bool list_relayed(const Comm& comm, const SendArguments& args, uint64_t epoch,
                                     MoveLister<kLoneWorkers>& pipe) {
   const PlanView plan{args.plan, comm.plan_fields};
@@ -192,7 +192,7 @@ __device__ inline bool list_relayed(const Comm& comm, const SendArguments& args,
     if (!__all_sync(0xffffffffu, here)) return false;
     if (args.later && !wait_for_place(comm, args.operation, source, tokens, epoch, number, owners, [] {})) {
       if (failed_for_warp(comm)) return false;
-      continue;  // the operation was called off, so that no rank reads the chunk
+      continue;  // the operation was called off, so no rank reads the chunk
     }
     list.open();
     for (uint32_t left = chunk.tokens; left != 0; left &= left - 1) {

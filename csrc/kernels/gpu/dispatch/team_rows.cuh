@@ -24,7 +24,7 @@ struct RowPart {
   __device__ int end(int vectors) const { return vectors * (number + 1) >> shift; }
 };
 
-/// 16-byte vectors of a row in registers, `batch` per thread. A thread has each team.threads()-th vector.
+/// 16-byte vectors of a row in registers, `batch` per thread. A thread has every team.threads()-th vector.
 template <int batch>
 struct Vectors {
   uint4 values[batch];
@@ -146,7 +146,7 @@ struct Convert {
   }
 };
 
-/// Stores a row's part, times a target's factor, to each target (in the backward of a weighted combine).
+/// Stores a part of a row to each target, times the target's factor (backward of a weighted combine).
 template <DType dtype>
 __device__ void scale_row(const Comm& comm, const Team& team, const RowPart& part,
                           const ReceiveArguments& args, const std::byte* from, uint32_t targets,

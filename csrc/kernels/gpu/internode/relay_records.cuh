@@ -20,7 +20,7 @@ struct RelayBlocks {
   int block, blocks;
 };
 
-/// Tables of a dispatch from the rail's rank on another node: counts, routes, and Route::place of each.
+/// Tables of a dispatch from the rail's rank on another node: counts, packed routes, Route::place.
 __device__ inline const std::byte* relayed_tables(const Rail& rail, uint64_t epoch, int32_t other) {
   return rail.memory + rail.layout.relay_ids[epoch & 1] + other * rail.ids_bytes;
 }
@@ -62,8 +62,8 @@ __device__ inline void hand_on_tables(const Comm& comm, int32_t* plan_words, con
     plan.at(plan.fields.relay_index)[other * most + token] = __ldcg(index + token);
 }
 
-/// Forwards the rail's records for `epoch`. A dispatch's counts go along, and also its routes if this rank
-/// runs a dispatch too. All relaying blocks; false if a record does not arrive.
+/// Forwards the rail's records for `epoch`, with error texts and a dispatch's counts; with its routes only if
+/// this rank runs a dispatch too. All relaying blocks; false if a record does not arrive.
 __device__ inline bool relay_records(const Comm& comm, Operation operation, int32_t* plan_words,
                                      uint64_t epoch, RelayBlocks relay) {
   const Rail& rail = comm.rail;

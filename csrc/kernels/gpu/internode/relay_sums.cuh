@@ -1,5 +1,5 @@
 // Combine between nodes, for tokens whose own rank (home) is on another node. The owners on this node write
-// their sums, in the dtype of rows, to the rank here with the home's local number (both are of one rail).
+// their sums, in the dtype of rows, to the rank here that has the home's local number (its rail).
 // That rank adds them by ascending owner rank in float32, rounds once more or quantises, and sends one row.
 // Blocks of its reducing kernel do this.
 #pragma once
@@ -78,7 +78,8 @@ __device__ inline void relay_sums(const Comm& comm, int32_t* plan_words, uint64_
   }
 }
 
-/// Sends the weight gradients of the rail's tokens, once all ranks of this node have written. Whole block.
+/// Sends the weight gradients of the rail's tokens, once all ranks of this node have written theirs. Whole
+/// block.
 __device__ inline void relay_weight_grads(const Comm& comm, int32_t* plan_words, uint64_t epoch,
                                           RelayBlocks relay) {
   const PlanView plan{plan_words, comm.plan_fields};

@@ -47,8 +47,9 @@ struct AbandonArguments {
   bool offered;
 };
 
-/// Releases peers that wait for this rank in the abandoned operation. Flags chunks that it has not sent as
-/// arrived: owners then read whatever is there. Flags all chunks from others as read: senders then have room.
+/// Releases peers that wait for this rank in the abandoned operation. Sets the arrival flags of chunks that
+/// it has not sent: owners then read whatever is there. Sets the credits of all chunks: senders then have
+/// room.
 __device__ void release_peers(const Comm& comm, const AbandonArguments& args, uint64_t epoch) {
   const auto thread = static_cast<int64_t>(threadIdx.x), threads = static_cast<int64_t>(blockDim.x);
   const auto say_arrived = [&](int32_t source, int64_t tokens) {
