@@ -1,15 +1,13 @@
 // Dispatch of few tokens in one kernel, sending and receiving, for one node. Its time is set by dependent
-// loads and stores rather than bytes, so there are as few of these as possible. Ranks that run it can
-// exchange rows with ranks that run dispatch_send.cu and dispatch_receive.cu, which write the same to the
-// windows.
+// loads and stores rather than bytes, so it has as few of these as possible. Its ranks can exchange rows
+// with ranks that run dispatch_send.cu and dispatch_receive.cu, which write the same to the windows.
 //   - one to three leading blocks move no rows. The last of them computes the routes and pushes them to all
 //     ranks (route_few.cuh). The first makes the plan as the counts of all ranks arrive (plan.cuh). With
 //     three, the middle one checks whether a capacity is exceeded
 //   - in the other blocks each team (warps that move one row together) stores a row to the staging section of
 //     every owner, quantised if requested. Then it sets the owners' arrival flags. Sending waits for nothing
 //   - the same blocks then read the counts of all sources as they arrive, in words that hold the epoch. Each
-//     block computes in its shared memory where rows begin, so that no block waits for another block or a
-//     record
+//     block computes in its shared memory where rows begin, and so waits for no other block and no record
 //   - teams take the rows of all sources in turn. A team loads a row's arrival flag together with the next
 //     row's route, whose words hold the epoch too. Then it loads the row, and stores it to all its output
 //     rows. Where there are fewer rows than teams, several teams share a row
@@ -24,7 +22,7 @@
 //
 // A dropless dispatch may get an output before the number of its rows is known. If that output is too small,
 // nothing is received. This kernel then runs again with a larger output, and only receives.
-// In the backward of a combine this kernel follows the plan of the combine's dispatch, without routes.
+// The backward of a combine runs this kernel along the plan of its dispatch, with no routes and new tables.
 //
 // The file is compiled once for each format in which rows travel, MOECOMM_WIRE (CMakeLists.txt).
 #include <type_traits>
@@ -323,7 +321,7 @@ __device__ void zero_paddings(const Comm& comm, const ReceiveArguments& args, co
 }
 
 /// The work of the first `leads` blocks. The last of them announces the operation, with routes in a dispatch.
-/// The first waits for all ranks, and plans a dispatch. With three, the middle one checks the capacity.
+/// The first waits for all ranks, and plans a dispatch. With three, the middle one checks a capacity.
 __device__ void lead(const Comm& comm, const SendArguments& args, uint64_t epoch, int leads,
                      FusedMemory& memory) {
   const int block = static_cast<int>(blockIdx.x);
@@ -397,7 +395,7 @@ __device__ bool are_tokens(const Comm& comm, int64_t of_each, const int32_t* tok
   return __all_sync(0xffffffffu, all);
 }
 
-/// Receives this block's share of a dispatch's rows. `idle`: the block sends no rows, so it prepares.
+/// Receives this block's share of a dispatch's rows. `idle`: the block sends no row, so has time to prepare.
 template <DType dtype>
 __device__ void receive_dispatch(const Comm& comm, const FusedArguments& args, uint64_t epoch,
                                  const Team& team, bool idle, FusedMemory& memory) {
@@ -451,7 +449,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ __align__(128) std::byte shared[];
   FusedMemory& memory = *reinterpret_cast<FusedMemory*>(shared);
   const uint64_t epoch = comm.state().epoch + (args.again ? 0 : 1);
-  // The middle block starts the clock: the first blocks announce, the last ones receive the first rows.
+  // Nothing waits for the middle block, so it starts the clock: first blocks announce, last ones receive.
   if (!args.again) device::start_clock(comm, args.send.operation, gridDim.x / 2);
   const int leads = args.again ? 0 : leading_blocks(static_cast<int>(gridDim.x));
   if (static_cast<int>(blockIdx.x) < leads)

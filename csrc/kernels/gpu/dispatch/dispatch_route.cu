@@ -2,9 +2,8 @@
 // ranks arrive here.
 //   - blocks share the tokens, compute the routes of their rows, and push the routes to all ranks (route.cuh;
 //     for few tokens one block does this: route_few.cuh)
-//   - a further block, or the first if there is none, reads the announcements of all ranks as they arrive,
-//   and makes the
-//     plan of the rows that arrive here (plan.cuh)
+//   - a further block, or the first if there is none, reads the announcements of all ranks as they arrive.
+//     It makes the plan of the rows that arrive here (plan.cuh)
 // The sending kernel runs at the same time, or begins when routes have been sent (`routes_first`). It waits
 // for this kernel's routes only where rows go to other nodes. This kernel's blocks use the SMs of the
 // receiving blocks, which have nothing to do yet. With several nodes, further blocks forward the records and

@@ -119,7 +119,7 @@ __device__ void announce_start(const Comm& comm, const SendArguments& args, uint
                kCarriesRows | args.after | (args.quantises() ? kCarriesQuantised : 0u));
 }
 
-/// What all blocks do when a sending kernel begins and ends: they start the clock, and note the phase.
+/// What all blocks do when a sending kernel begins and ends. In a dispatch the route kernel starts the clock.
 __device__ void begin_kernel(const Comm& comm, const SendArguments& args) {
   ptx::launch_dependents();
   if (args.operation != Operation::dispatch && !args.later) device::start_clock(comm, args.operation);

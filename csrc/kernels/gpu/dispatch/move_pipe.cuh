@@ -1,15 +1,13 @@
 // Moves rows by pipes of warps; a row goes to one target address or several. The warps of one pipe are a
 // unit; a block has two to four units. A unit has three warps, and more where rows are changed:
-//   - the lister finds sources and targets of rows, a few at a time; on the receiving side it waits until
-//   they arrive
+//   - the lister finds sources and targets of rows, a few at a time; on the receiving side it waits for rows
 //   - the loader starts bulk copies of these rows, in pieces, into a ring of stages (buffers) in shared
 //     memory, as far ahead as there is room. So copies overlap with the lister's waits
 //   - workers, if there are any, change a row in its stage. All of them share each row; or, where rows are
 //     short or need several pieces, each worker takes pieces alone (lone workers)
 //   - the storer, one thread, starts bulk copies of each piece from its stage to all targets of the row. It
 //     sets the flags of a list, for which other ranks wait, once all earlier stores have arrived
-// Without workers no thread touches the bytes of a row, and a multiprocessor moves as much as its copy engine
-// can.
+// Without workers no thread touches the bytes of a row, so an SM moves as much as its copy engine can.
 #pragma once
 
 #include "device/rail.cuh"
@@ -54,9 +52,8 @@ struct MovePipe {
     uint64_t* flags[kMoveWords];         ///< set when the entries of this and all earlier lists have arrived
     int32_t ends[kEntries];              ///< end of each entry's range in `targets`
     float factors[kWorks ? kEntries : 1];
-    float* products[kWorks ? kEntries : 1];  ///< address for an entry's dot product, or null
-    const std::byte*
-        others[kAlone ? kEntries : 1];  ///< per entry: its row's scales, or a row for a dot product
+    float* products[kWorks ? kEntries : 1];          ///< address for an entry's dot product, or null
+    const std::byte* others[kAlone ? kEntries : 1];  ///< per entry: its scales, or a row for a dot product
     int32_t entries, flag_count;
     bool is_last;  ///< the end marker, without entries
   };
@@ -83,9 +80,8 @@ static_assert(sizeof(MovePipe<0>::Memory) <= kMostShared);
 static_assert(sizeof(MovePipe<kWorkers>::Memory) <= kMostShared);
 static_assert(sizeof(MovePipe<kLoneWorkers>::Memory) <= kMostShared);
 
-/// True if all workers of a unit share each row that they change; false if lone workers change rows. To
-/// share, a row has to fit one piece, and to be so long that the cost per row does not matter
-/// (docs/history.md).
+/// True if all workers of a unit share each row that they change; else lone workers change rows. Shared rows
+/// have to fit one piece, and to be so long that the cost per row does not matter (docs/history.md).
 inline bool work_together(const DeviceShape& shape) {
   constexpr int kMost = MovePipe<kWorkers>::kPiece, kLeast = kMost / 2;
   return shape.row_bytes() >= kLeast && shape.row_bytes() <= kMost && shape.wire_row_bytes() <= kMost;
@@ -191,7 +187,7 @@ struct LoneShape : MoveShape {
   }
 };
 
-/// The lister warp fills its unit's lists by this. All lanes call every function.
+/// The lister warp fills its unit's lists with this. All lanes call every function.
 template <int workers>
 class MoveLister {
  public:

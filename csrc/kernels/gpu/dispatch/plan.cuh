@@ -137,8 +137,7 @@ struct Need {
   int32_t most, rank;
 };
 
-/// Finds the most rows (`of_positions`: positions) that a rank needs; the lowest rank if several. Whole
-/// block.
+/// Finds the rank that needs the most rows (`of_positions`: positions), of several the lowest. Whole block.
 template <class Counts>
 __device__ inline Need fullest_rank(const Comm& comm, const SendArguments& args, const Counts& counts,
                                     bool of_positions) {
@@ -176,7 +175,7 @@ struct Overflow {
   bool of_positions;  ///< the capacity limits the rank layout's positions, not output rows
 };
 
-/// Finds a rank that exceeds the capacity of output rows or, in the rank layout, of positions. Whole block.
+/// Finds whether a rank needs more than the capacity of rows or (rank layout) of positions. Whole block.
 template <class Counts>
 __device__ inline Overflow find_overflow(const Comm& comm, const SendArguments& args, const Counts& counts) {
   const bool by_rank = args.layout == RowLayout::rank;

@@ -40,9 +40,8 @@ __device__ inline Found start(const Comm& comm, const ReceiveArguments& args, ui
   return args.offered && !has_room(header, args) ? Found::no_room : Found::rows;
 }
 
-/// The whole work of a receiving kernel: if there are rows, clears unused ids (clear_ids) and calls
-/// receive(epoch); then ends the operation. If the output has too little room, leaves the rows in the window,
-/// and the operation open. All blocks.
+/// The work of a receiving kernel: if there are rows, clears unused ids and calls receive(epoch); then ends
+/// the operation. If the output is too small, leaves rows in the window, and the operation open. All blocks.
 template <class Receive>
 __device__ inline void receive_and_end(const Comm& comm, const ReceiveArguments& args,
                                        const Receive& receive) {
@@ -72,8 +71,7 @@ __device__ int32_t most_claims(const Comm& comm, const int32_t* tokens_of, const
   return most;
 }
 
-/// For a source of `tokens` tokens. list(): tokens per list; operator(): per span (a list, or a longer
-/// chunk).
+/// For a source's number of tokens: tokens per list, list(), and per span, operator() (a list or a chunk).
 template <int workers>
 struct ByList {
   /// True for lone workers, whose lists may be shorter than a chunk, and so than a span. Elsewhere each list
@@ -191,7 +189,7 @@ class ReceiveLister {
   int rest_of_ = 0;
 };
 
-/// Waits until the chunks of `tokens` have arrived: a bit mask of tokens of the list `item`. `size`: tokens
+/// `tokens` is a bit mask of tokens of the list `item`. Waits until their chunks have arrived. `size`: tokens
 /// of a chunk. All lanes; false if the wait fails.
 __device__ inline bool wait_for_list(const Comm& comm, const ReceiveArguments& args, uint64_t epoch,
                                      const Item& item, int size, uint32_t tokens) {

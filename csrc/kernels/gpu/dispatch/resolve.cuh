@@ -124,7 +124,7 @@ __device__ inline void place_weights(const ReceiveArguments& args, const TokenLa
 }
 
 /// In combine: the slot for this rank's sum of a token that comes from rank `home`. Each lane gives the owner
-/// of its (token, k). Slots: one for each owner on this node; if `home` is here too, one for each other node.
+/// of its (token, k). Each owner on this node has a slot; if `home` is on this node, each other node too.
 __device__ inline int slot_between_nodes(const Comm& comm, const TokenLanes& map, int32_t home,
                                          int32_t owner) {
   const int32_t sender = comm.is_local(home) || comm.is_local(owner) ? comm.sender(owner) : -1;

@@ -47,9 +47,8 @@ struct AbandonArguments {
   bool offered;
 };
 
-/// Releases peers that wait for this rank in the abandoned operation. Sets the arrival flags of chunks that
-/// it has not sent: owners then read whatever is there. Sets the credits of all chunks: senders then have
-/// room.
+/// Releases peers that wait for this rank in the abandoned operation. Sets arrival flags of chunks that were
+/// not sent: owners then read whatever is there. Sets the credits of all chunks: senders then have room.
 __device__ void release_peers(const Comm& comm, const AbandonArguments& args, uint64_t epoch) {
   const auto thread = static_cast<int64_t>(threadIdx.x), threads = static_cast<int64_t>(blockDim.x);
   const auto say_arrived = [&](int32_t source, int64_t tokens) {
