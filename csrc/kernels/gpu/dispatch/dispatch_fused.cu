@@ -1,6 +1,6 @@
 // Dispatch of few tokens in one kernel, sending and receiving, for one node. Its time is set by dependent
-// loads and stores rather than bytes, so it has as few of these as possible. Its ranks can exchange rows
-// with ranks that run dispatch_send.cu and dispatch_receive.cu, which write the same to the windows.
+// loads and stores rather than bytes, so it has few accesses that depend on another. Its rows may go to, and
+// come from, ranks that run dispatch_send.cu and dispatch_receive.cu, which write the same to the windows.
 //   - one to three leading blocks move no rows. The last of them computes the routes and pushes them to all
 //     ranks (route_few.cuh). The first makes the plan as the counts of all ranks arrive (plan.cuh). With
 //     three, the middle one checks whether a capacity is exceeded
@@ -22,7 +22,7 @@
 //
 // A dropless dispatch may get an output before the number of its rows is known. If that output is too small,
 // nothing is received. This kernel then runs again with a larger output, and only receives.
-// The backward of a combine runs this kernel along the plan of its dispatch, with no routes and new tables.
+// In the backward of a combine this kernel follows the combine's plan, without making routes and tables.
 //
 // The file is compiled once for each format in which rows travel, MOECOMM_WIRE (CMakeLists.txt).
 #include <type_traits>
@@ -172,7 +172,7 @@ struct ReceivedToken {
   int64_t token;
   bool valid;
 
-  /// The first token of the first non-empty chunk among `number`, `number` + `step`, ...; invalid: none.
+  /// The first token of the first non-empty chunk of `number`, `number` + `step`, ...; not valid if none.
   __device__ static ReceivedToken first_of(const Comm& comm, const RowTables& tables, int step, int number,
                                            int chunks) {
     for (; number < chunks; number += step) {

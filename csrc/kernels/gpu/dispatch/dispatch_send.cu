@@ -65,7 +65,7 @@ __device__ bool relay_rows(const Comm& comm, const SendArguments& args, uint64_t
   return all;
 }
 
-/// The work of the relaying blocks: they forward the rail's records, then the rows that arrive from it.
+/// The work of the relaying blocks: they forward the rail's records, then the rows that arrive from the rail.
 __device__ void relay(const Comm& comm, const SendArguments& args, uint64_t epoch, RelayBlocks relay,
                       bool valid, std::byte* shared) {
   // In a dispatch the route kernel forwards the records.

@@ -173,7 +173,7 @@ struct LoneShape : MoveShape {
   __device__ uint32_t stored(int piece) const { return rows.stored.size(piece); }
   __device__ int64_t place(int piece) const { return rows.stored.offset(piece); }
   /// Encodes row `number` for node `other` as a flag of a list. Bit 0 tells it from the address of a flag;
-  /// for it signal() counts the row as staged, and sets no flag.
+  /// signal() then sets no flag, but counts the row as staged.
   __device__ static uint64_t* staged(int32_t other, int32_t number) {
     return reinterpret_cast<uint64_t*>(uintptr_t{static_cast<uint32_t>(number)} << 16 |
                                        static_cast<uint32_t>(other << 1 | 1));

@@ -5,9 +5,9 @@
 // 0 and 1 from source 1, expert 1 gets 1 and 2. Expert 0 begins at row 0 (source 1 at 2) and ends at 3,
 // aligned 4; expert 1 begins at 4 (source 1 at 5) and ends at 7, aligned 8.
 //
-// A source announces a dispatch to all ranks by a start (DispatchStart: a hash of its arguments), by counts,
-// both in words that hold the epoch, and by a record (SignalRecord: the arguments). Records are read only if
-// ranks seem to run different operations, or if a start is missing (other nodes send none).
+// A source announces a dispatch to all ranks by a start (DispatchStart: a hash of its arguments), by counts
+// and by a record (SignalRecord: the arguments). Starts and counts are in words that hold the epoch. Records
+// are read only if ranks seem to run different operations, or if a start is missing (other nodes send none).
 #pragma once
 
 #include "kernels/gpu/common/kernel.cuh"

@@ -7,7 +7,7 @@
 
 namespace moecomm::gpu {
 
-/// Quantises rows of `dtype`: values, and behind them their scales. All workers of a pipe share a row.
+/// Quantises rows of `dtype` in their stages: values, then scales. All workers of a pipe share a row.
 template <DType dtype, WireFormat wire>
 class QuantiseWork {
   using V = WireVector<dtype, wire>;

@@ -154,8 +154,8 @@ class ReceiveLister {
   }
 
   /// Sets `rows` to the output row of this lane's (token, k) in each round, kRowElsewhere or kRowDropped. In
-  /// the rank layout only a token's first lane gets its row, the others kRowElsewhere. A dispatch also calls
-  /// write_rows. False if routes do not arrive.
+  /// the rank layout only a token's first lane gets its row, the others kRowElsewhere. A dispatch also
+  /// writes these tokens' plan entries, ids and weights (write_rows). False if routes do not arrive.
   __device__ bool resolve(ReceiveList& list, int32_t (&rows)[kMoveRounds]) const {
     if constexpr (operation == Operation::dispatch) {
       if (!list.routes.wait(comm_, epoch_, map_, list.item)) return false;

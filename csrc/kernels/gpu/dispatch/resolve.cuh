@@ -25,10 +25,10 @@ __device__ inline const std::byte* arrived_row(const Comm& comm, const ReceiveAr
 /// Where the rows of consecutive tokens go. A lane of a warp has a (token, k) in each round (TokenLanes).
 template <int rounds>
 struct ChunkRows {
-  int32_t position[rounds];  ///< in expert-major order, kRowElsewhere or kRowDropped
+  int32_t position[rounds];  ///< position in expert-major order, kRowElsewhere or kRowDropped
   int32_t local[rounds];     ///< local expert; -1: none, or on another rank
   int32_t row[rounds];       ///< rank layout: output row of the token, kRowElsewhere or kRowDropped
-  int32_t slot[rounds];      ///< slot for this rank's sum at the token's own rank, in combine; -1: none
+  int32_t slot[rounds];      ///< combine: slot for this rank's sum at the token's own rank; -1: none
   float weight[rounds];      ///< routing weight from the source
 };
 

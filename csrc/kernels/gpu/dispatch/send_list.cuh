@@ -54,7 +54,7 @@ struct SendList {
 };
 
 /// Cuts the tokens of chunks [first, all) into lists, and loads their ids. Warps with the same `counter`
-/// share the chunks. `each`, `shift`: as in move_tokens and TokenOrder. All lanes call every function.
+/// share the chunks. `each`: most targets of a row; `shift`: as in TokenOrder. All lanes call every function.
 template <int workers, class Id>
 class SendLister {
  public:

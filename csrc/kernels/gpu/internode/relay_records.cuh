@@ -122,7 +122,7 @@ __device__ inline bool wait_forwarded(const Comm& comm, Operation operation, uin
   return __syncthreads_and(here);
 }
 
-/// A chunk of a rail rank's tokens as a warp holds it: lane i has token i.
+/// A chunk of a rail rank's tokens as a warp holds it: lane i has the chunk's token i.
 struct RelayChunk {
   int64_t begin, end;  ///< tokens
   int32_t number;      ///< relay index (route.cuh) of this lane's token; -1: not needed on this node

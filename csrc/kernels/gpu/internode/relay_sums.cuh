@@ -78,7 +78,7 @@ __device__ inline void relay_sums(const Comm& comm, int32_t* plan_words, uint64_
   }
 }
 
-/// Sends the weight gradients of the rail's tokens once all ranks of this node have written. Whole block.
+/// Sends the weight gradients of the rail's tokens once this node's ranks have written theirs. Whole block.
 __device__ inline void relay_weight_grads(const Comm& comm, int32_t* plan_words, uint64_t epoch,
                                           RelayBlocks relay) {
   const PlanView plan{plan_words, comm.plan_fields};
