@@ -1,6 +1,6 @@
 // Combine of few tokens: both sides in one kernel, for one node and without gradients of routing weights.
 // Ranks that run it can exchange sums with ranks that run combine_reduce.cu and combine_sum.cu.
-//   - the first block announces the operation, and checks that all ranks run the same one
+//   - the first block announces the operation, and checks that all ranks run the same operation
 //   - in the other blocks each team of warps takes a token of another rank, sums its rows here, and stores
 //     the sum in this rank's slot at the token's own rank (its home). Once the sum has arrived the team sets
 //     a flag there. Without token_weights a team waits for no other rank
@@ -20,7 +20,7 @@ constexpr int kSteps = 2, kBatch = 4;  ///< sums of several rows: 512-byte steps
 constexpr int kCopySteps = 4;          ///< a sum that is a single row: 512-byte steps
 static_assert(kReduceWarps == kSumWarps);
 
-constexpr int kOwnStrips = 8;  ///< strips whose rows on this rank are summed before the wait for others' sums
+constexpr int kOwnStrips = 8;  ///< strips of rows here that a warp sums before it waits for others' sums
 
 struct FusedMemory {
   ReduceMemory reduce;
@@ -74,7 +74,7 @@ class SumSender {
         stored_ = reinterpret_cast<uintptr_t>(comm_.arrival(base, comm_.rank, chunk)) | (sent & kLacking);
     }
   }
-  /// Sets the flag of the last stored sum, after that sum; not if a warp of the team lacked weights.
+  /// Sets the last sum's flag after the team has stored the sum; not if a warp of the team lacked weights.
   __device__ void announce() {
     if (stored_ == 0) return;
     const bool whole = team_.all((stored_ & kLacking) == 0);
@@ -85,7 +85,7 @@ class SumSender {
  private:
   static constexpr int kNothing = 0, kLacking = 1, kStored = 2;  ///< results of send(), as bits
 
-  /// Returns the weight of this lane's k once the token's `home` has sent it. `here`: false if that fails.
+  /// Waits until `home` has sent the weight of this lane's k, and returns it. `here`: false if that fails.
   __device__ float announced_weight(int32_t home, int token, bool& here) const {
     const Route* const word =
         comm_.routes(comm_.own, home, epoch_) + int64_t{token} * comm_.top_k() + lane_id();
@@ -144,8 +144,8 @@ class SumSender {
   uintptr_t stored_ = 0;  ///< address of the last sum's flag, with kLacking if this warp lacked its weights
 };
 
-/// Makes a warp's share of the sums of this rank's own tokens: one part of a token's sum after another, of
-/// each up to kOwnStrips strips at once. All lanes call every function.
+/// Makes a warp's share of the sums of this rank's own tokens: one part of a token's sum after another, and
+/// in a part up to kOwnStrips strips at once. All lanes call every function.
 template <DType dtype, WireFormat wire>
 class HomeSums {
   using Own = SumStrip<dtype, wire, kSumSteps>;
@@ -169,7 +169,7 @@ class HomeSums {
     part_ = HomePart::list<Way::whole>(comm_, args_, parts_, number_, memory_.sum);
     sum_own();
   }
-  /// Makes all sums, up to the first failed wait.
+  /// Makes all sums of this warp; stops at the first failed wait.
   __device__ void finish() {
     bool here = false;
     while (number_ < args_.tokens * parts_.count) {
@@ -210,7 +210,7 @@ class HomeSums {
   const CombineArguments& args_;
   const uint64_t epoch_;
   FusedMemory& memory_;
-  Own* const own_;  ///< this lane's share of the sums of own rows, for strips from first_ on
+  Own* const own_;  ///< this lane's columns of the sums of own rows, for strips from first_ on
   const SumParts parts_;
   const int step_;
   int64_t number_;

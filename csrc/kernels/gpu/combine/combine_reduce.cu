@@ -19,7 +19,7 @@ namespace {
 
 constexpr int kSteps = 4, kBatch = 2;
 
-/// Sends each other rank the gradients of its tokens' weights; the last block sets the flags. Whole block.
+/// Sends each other rank the gradients of its tokens' weights; the last block sets their flags. Whole block.
 __device__ void send_weight_grads(const Comm& comm, const CombineArguments& args, uint64_t epoch, int blocks,
                                   int32_t* shared_word) {
   const PlanView plan{args.plan, comm.plan_fields};
@@ -52,7 +52,7 @@ __device__ void send_weight_grads(const Comm& comm, const CombineArguments& args
     device::signal(device::sums_flag(comm, home, comm.gradients_number()), epoch);
 }
 
-/// Waits until the relay has read the earlier chunks for `home` that used the memory of `chunk`. All lanes.
+/// Waits until the relay has read earlier chunks for `home` in `chunk`'s memory; false: failed. All lanes.
 __device__ bool wait_for_place(const Comm& comm, uint64_t epoch, int32_t home, int64_t tokens,
                                int64_t chunk) {
   const int64_t places = comm.window.partial_tokens / chunk_tokens(tokens);
@@ -79,7 +79,7 @@ __device__ void relay(const Comm& comm, const CombineArguments& args, uint64_t e
 }
 
 /// Hands out spans of other ranks' tokens, in the order in which they are summed. All warps of the grid that
-/// have an OwnedSpans share the spans. A span of a home with `tokens` tokens is span(tokens) of them: one
+/// have an OwnedSpans share the spans. For a home with `tokens` tokens a span has span(tokens) tokens: one
 /// chunk or several. All lanes call every function.
 template <class Span>
 class OwnedSpans {
@@ -129,7 +129,7 @@ struct ByChunk {
   __device__ int operator()(int tokens) const { return chunk_tokens(tokens); }
 };
 
-/// Between nodes: waits until the relay has read the chunks whose memory `chunk` reuses, if there are any.
+/// Between nodes: waits until the relay has read any earlier chunks whose memory `chunk` reuses.
 /// All lanes; false if the wait fails.
 template <Way way>
 __device__ bool wait_for_room(const Comm& comm, uint64_t epoch, int32_t home, int64_t tokens, int64_t chunk) {
@@ -176,13 +176,13 @@ __device__ void reduce_by_warps(const Comm& comm, const CombineArguments& args, 
   }
 }
 
-/// Makes each span of OwnedSpans one list (tokens that a pipe takes at a time), or one chunk if that is
+/// Makes each span of OwnedSpans one list (tokens that a pipe takes at a time), or one chunk if a chunk is
 /// longer. With several nodes a span is a chunk, since each chunk may have to wait for its memory.
 struct ByList {
   int top_k;
   int most;  ///< tokens of a list, unless chunks are longer
   bool nodes;
-  /// Tokens of a list of a home with `tokens` tokens: whole chunks, if the list has room for one.
+  /// Tokens in a list, for a home with `tokens` tokens: whole chunks, if a list has room for a chunk.
   __device__ int list(int tokens) const {
     return list_tokens(top_k, tokens, max(most, chunk_tokens(tokens)));
   }
@@ -192,7 +192,7 @@ struct ByList {
   }
 };
 
-/// A list of tokens of one home. Row numbers are loaded first, and then their factors.
+/// A list of tokens of one home. Row numbers are loaded first, and then the factors of these rows.
 struct OwnedList {
   int32_t home;
   int tokens, begin;  ///< tokens of the home; the first token of the list

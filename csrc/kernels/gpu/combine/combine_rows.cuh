@@ -1,5 +1,5 @@
-// Combine: finds of what a token's sum is made. At an owner of its experts: rows. At its own rank (home):
-// rows and, in the window, a slot with each other owner's sum. combine_*.cu choose the warps that make sums.
+// Combine: finds what a token's sum is made of. An owner of its experts sums rows. Its own rank (home) sums
+// rows and the other owners' sums, each in a slot of its window. combine_*.cu choose the warps for this.
 #pragma once
 
 #include "device/rail.cuh"
@@ -25,9 +25,9 @@ __device__ inline float factor_of(const CombineArguments& args, int32_t row) {
   return args.weights != nullptr && row >= 0 ? reinterpret_cast<const float*>(args.weights)[row] : 1.0f;
 }
 
-/// Lists the rows of `tokens` tokens of rank `home` from `begin` on. For token i: sources[i * top_k ...] are
-/// its rows here, `weights` at these indices their factors factor(row), counts[i] their number, and slots[i]
-/// the slot of its sum. Returns a bit mask of the tokens with experts on this rank. All lanes.
+/// Lists the rows of `tokens` tokens of rank `home`, from token `begin` on. For token i: sources[i * top_k
+/// ...] are its rows here, `weights` at these indices their factors factor(row), counts[i] their number, and
+/// slots[i] the slot of its sum. Returns a bit mask of the tokens with experts on this rank. All lanes.
 template <int most, class Factor>
 __device__ inline uint32_t list_owned(const Comm& comm, const CombineArguments& args, int32_t home,
                                       int64_t begin, int tokens, int32_t* sources, float* weights,
@@ -84,7 +84,7 @@ __device__ inline int32_t own_owner(const Comm& comm, const PlanView& plan, int6
   return comm.owner(id);
 }
 
-/// For one of this rank's own tokens: fills `sources` with its rows here, and `weights` with their factors.
+/// Fills `sources` with the rows here of one of this rank's own tokens, and `weights` with their factors.
 template <Way way>
 __device__ inline TokenSum list_own_rows(const Comm& comm, const CombineArguments& args, int64_t token,
                                          int32_t* sources, float* weights) {
@@ -162,8 +162,8 @@ __device__ inline void write_nothing(const Comm& comm, const CombineArguments& a
       reinterpret_cast<uint32_t*>(args.out_weight_grads)[i] = 0;
 }
 
-/// Adds up one strip of a token's slots, in order. slot(s) is the address of a slot. In place of slot
-/// `own_slot` own_sum() is added, this rank's own sum, rounded as if it had travelled.
+/// Adds up one strip of a token's sums in the order of their slots. slot(s) is the address of a slot. In
+/// place of slot `own_slot` it adds own_sum(): this rank's own sum, rounded as if it had travelled.
 template <DType dtype, WireFormat wire, class Slot, class Own>
 __device__ inline Strip<kSumSteps> sum_token(const TokenSum& token, const Slot& slot, const Own& own_sum,
                                              int first, int vectors, int64_t scales_at) {
@@ -247,7 +247,7 @@ __device__ inline void store_sums(const Comm& comm, const CombineArguments& args
         .store(args.y + part.token * row_bytes, part.first(strip), vectors);
 }
 
-/// Waits for others' sums and stores a part's total, with own(strip) as this rank's. One warp; false: failed.
+/// Waits for others' sums, adds own(strip), and stores the totals of a part. One warp; false: a wait failed.
 template <DType dtype, Way way, WireFormat wire, class Flag, class Own>
 __device__ inline bool sum_part(const Comm& comm, const CombineArguments& args, uint64_t epoch,
                                 const HomePart& part, const Own& own, SumMemory& block) {

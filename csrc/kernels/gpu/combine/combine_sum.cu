@@ -1,7 +1,7 @@
 // Combine, at a token's own rank (its home): adds the sums that the owners of the token's experts sent, by
 // ascending owner rank in float32, and rounds once.
 //   - the listing warps of pipes (sum_pipe.cuh) take this rank's tokens in order and wait until the owners'
-//     sums have arrived. Sums that come quantised have no pipe: there all warps do so, for parts of tokens
+//     sums have arrived. Quantised sums have no pipe: each warp takes a part of a token, and waits
 //   - a token's slots are in ascending order of owner rank, and are added in that order. This rank's own sum
 //     never travels: it is made here when its slot's turn comes, and rounded as if it had travelled
 //   - another node has one slot, however many of its ranks own experts of the token. Its sum is the row that
@@ -13,8 +13,8 @@
 namespace moecomm::gpu {
 namespace {
 
-/// Collects the gradients of routing weights: for experts on this rank from its rows, for others what their
-/// owners sent, and zero for a (token, k) without expert. Whole block.
+/// Writes the gradients of routing weights. Those for experts on this rank come with its rows; the others
+/// are sent by their owners, and waited for. A (token, k) without expert gets zero. Whole block.
 __device__ void collect_weight_grads(const Comm& comm, const CombineArguments& args, uint64_t epoch) {
   const PlanView plan{args.plan, comm.plan_fields};
   bool here = true;

@@ -25,9 +25,9 @@ struct alignas(16) SumItem {
 };
 static_assert(sizeof(SumItem) == 32);
 
-/// What the listing warp hands to the loading warp: of what the sums of a few tokens are made.
+/// What the listing warp hands to the loading warp: what the sums of a few tokens are made of.
 struct SumList {
-  const std::byte* sources[kListWords];  ///< token by token: its rows, then its slots except the own one
+  const std::byte* sources[kListWords];  ///< token by token: its rows, then its slots except `own_slot`
   float factors[kListWords];
   SumItem items[kListTokens];                       ///< items for whole rows, without `stage`
   int32_t first[kListTokens], counts[kListTokens];  ///< the range of a token's sources; empty: it has no sum
@@ -47,7 +47,7 @@ class ListMap {
   /// The token of this lane in a round.
   __device__ int token(int j) const { return static_cast<int>(tokens_ >> 8 * j & 0xff); }
   __device__ bool first_of_token(int j) const { return token(j) * each_ == j * 32 + lane_id(); }
-  /// Calls visit(j, index) for each round j in which this lane has an entry, `index`, of the `tokens` tokens.
+  /// For each entry of `tokens` tokens that this lane has: calls visit(j, index), where j is the round.
   template <class Visit>
   __device__ void each_word(int tokens, const Visit& visit) const {
 #pragma unroll

@@ -37,7 +37,7 @@ struct alignas(128) SumUnit {
   float factors[kMaxStages];  ///< factors of the rows in the stages
   SumList lists[2];
   uint64_t listed[2], taken[2];
-  // For the lister: the number of a token's first row, and what to add to a row's number for its position.
+  // For the lister, per token: number of its first row, and its rows' index in `sources` less their number.
   int32_t starts[kListTokens + 1], offsets[kListTokens];
   const std::byte* slots[kMaxTopK];
 };
@@ -53,7 +53,7 @@ class SumLister {
  public:
   explicit __device__ SumLister(SumUnit& unit) : unit_(unit) {}
 
-  /// Begins a list with the rows of `tokens` tokens, and completes `token` in lane i for token i. Rows are at
+  /// Begins a list with the rows of `tokens` tokens; lane i completes `token`, which is token i. Rows are at
   /// `base`, with `row_bytes` each.
   __device__ void list(const ListMap& map, const ListedRows& rows, int tokens, const std::byte* base,
                        int64_t row_bytes, ListedToken& token) {
@@ -179,7 +179,7 @@ class SumLoader {
   }
 
  private:
-  /// Adds and loads items: one for each piece of each token that has a sum. Lane i has token i.
+  /// Makes an item for each piece of each token's sum, and loads the item's sources. Lane i has token i.
   __device__ void add(const SumList& list, SumItem item, int first, int count) {
     const uint32_t wanted = __ballot_sync(0xffffffffu, count > 0);
     const int place = __popc(wanted & ((1u << lane_id()) - 1)),
@@ -302,7 +302,7 @@ class PieceTaker {
 };
 
 /// The sum of `count` pieces from take(i, factor), times their factors if `weighted`; zero if there are none.
-/// Where pieces are small, the next one is loaded while one is added.
+/// Where pieces are small, the next piece is loaded while one piece is added.
 template <DType dtype, bool weighted, int steps, class Take>
 __device__ inline Strip<steps> add_pieces(int count, const Take& take) {
   constexpr bool kAhead = steps == 1;  // larger pieces would not fit into the registers

@@ -12,7 +12,7 @@ struct PeerSet {
   __device__ void insert(int32_t rank) {
     if (lane_id() == (rank & 31)) bits |= 1u << (rank >> 5);
   }
-  /// Inserts the `rank` of each lane with `keep`. All lanes.
+  /// Inserts the `rank` of each lane whose `keep` is true. All lanes.
   __device__ void insert_lanes(int32_t rank, bool keep) {
     for (uint32_t left = __ballot_sync(0xffffffffu, keep); left != 0; left &= left - 1)
       insert(__shfl_sync(0xffffffffu, rank, __ffs(static_cast<int>(left)) - 1));
@@ -24,7 +24,7 @@ struct PeerSet {
   }
 };
 
-/// Hands a warp the next numbers of a shared counter. Fetches each while the warp uses the number before.
+/// Hands a warp numbers from a counter that warps share. Fetches the next one while the warp uses a number.
 class Claims {
  public:
   __device__ explicit Claims(uint32_t* counter) : counter_(counter) { ask(); }
@@ -43,8 +43,8 @@ class Claims {
 };
 
 /// The order in which a source's tokens are sent and received: in pieces of `size` consecutive tokens (a
-/// power of two, at most kMaxChunk), from several starting points (places) in turn. From a single one, ranks
-/// would more often send to the same receiver at a time, and share its link.
+/// power of two, at most kMaxChunk), from several starting points (places) in turn. With one starting point,
+/// several ranks would more often send to the same receiver at once, and share its link.
 class TokenOrder {
  public:
   /// `shift`: log2 of the number of places.
@@ -56,7 +56,7 @@ class TokenOrder {
 
   /// How many claims (numbers that Claims hands out) cover all pieces.
   __device__ int claims() const { return part_ >> (__ffs(size_) - 1) << shift_; }
-  /// The first token of the piece that number `claim` stands for; the number of tokens if it stands for none.
+  /// Returns the first token of piece number `claim`; the number of tokens if there is no such piece.
   __device__ int begin(int claim) const {
     const int place = claim & ((1 << shift_) - 1), within = (claim >> shift_) * size_;
     return within < part_ ? min(place * part_ + within, tokens_) : tokens_;
@@ -80,7 +80,7 @@ __device__ inline int places_shift(const device::Comm& comm, int32_t source, int
   return tokens > comm.window.stage_tokens || !comm.is_local(source) ? 0 : comm.places_shift;
 }
 
-/// Writes the values of the lanes with `keep` to list[0..], in lane order; returns their number. All lanes.
+/// Writes each `value` whose `keep` is true to list[0..], in lane order; returns how many. All lanes.
 template <class Value>
 __device__ inline int compact(Value* list, Value value, bool keep) {
   const uint32_t kept = __ballot_sync(0xffffffffu, keep);

@@ -36,20 +36,20 @@ struct SendArguments {
   int64_t tokens = 0;
   int64_t alignment = 0;
   int64_t capacity = 0;  ///< -1: as many rows as needed
-  /// Rank layout: capacity of the expert-major index; fixed_groups(): rows of a group; -1: as many as needed.
+  /// Rank layout: room for (row, expert) pairs; fixed_groups(): rows of each group; -1: as many as needed.
   int64_t positions = 0;
   RowLayout layout = RowLayout::expert;
   uint16_t caller = 0;        ///< dispatch: number of the calling layer; 0: none (SignalRecord)
-  uint64_t ticket = 0;        ///< dropless: number of the row count for which the host waits
+  uint64_t ticket = 0;        ///< dropless: number of this dispatch, written beside its row count
   int32_t route_blocks = 0;   ///< dispatch: blocks that compute routes
   int32_t plan_block = 0;     ///< dispatch: the block that makes the plan
   bool routes_first = false;  ///< dispatch: rows are sent only after all routes have been sent
   int32_t warps = 0;          ///< a block's shared memory for pieces of rows, in units of kWarpBytes
   int32_t relay_blocks = 0;   ///< further blocks, after those that send or route, which relay for other nodes
-  bool later = false;         ///< sends only chunks (tokens with one arrival flag) that reuse others' memory
-  uint32_t after = 0;         ///< kAfterGivenUp if this rank gave up the previous dispatch, else 0
-  /// What is done to rows on their way. They are quantised here, if x is in the communicator's dtype and the
-  /// wire format is another, or multiplied at the receiver.
+  bool later = false;  ///< sends only chunks (tokens with one flag) that reuse memory of earlier chunks
+  uint32_t after = 0;  ///< kAfterGivenUp if this rank gave up the previous dispatch, else 0
+  /// What is done to rows on their way. The sender quantises them, if x is in the communicator's dtype and
+  /// the wire format is another; or the receiver multiplies them.
   RowWork work = RowWork::none;
 
   MOECOMM_HD bool quantises() const { return work == RowWork::quantised; }
@@ -60,7 +60,7 @@ struct SendArguments {
 /// Arguments of the receiving side of an operation.
 struct ReceiveArguments {
   int64_t rows = 0;       ///< rows of the output
-  int64_t positions = 0;  ///< positions in expert-major order; in the expert layout equal to `rows`
+  int64_t positions = 0;  ///< room for (row, expert) pairs; in the expert layout equal to `rows`
   std::byte* out = nullptr;
   std::byte* out_scales = nullptr;  ///< if the output is in the wire format: [rows][scales a row]
   std::byte* out_weights = nullptr;
@@ -77,7 +77,7 @@ struct ReceiveArguments {
   bool wide_ids = false;  ///< out_ids are int64, else int32
   bool dequantise = false;
   bool offered = false;  ///< dropless: the output may be too small; it then stays unwritten
-  int32_t senders = 0;   ///< blocks of a concurrent kernel that sends later chunks and is waited for; 0: none
+  int32_t senders = 0;   ///< blocks of a concurrent kernel that still sends, and is waited for; 0: none
 };
 
 /// Arguments of a dispatch, or of the backward of a combine, in one kernel.
@@ -102,11 +102,11 @@ struct CombineArguments {
   WireFormat wire = WireFormat::same;  ///< format in which sums travel; same: their dtype
   int32_t relay_blocks = 0;            ///< last blocks of the reducing kernel; they relay for other nodes
   int32_t team_warps = 0;              ///< one kernel: warps that share a sum for another rank
-  int32_t parts = 0;                   ///< one kernel: number of parts of each sum at a token's own rank
+  int32_t parts = 0;                   ///< one kernel: parts that a sum at a token's own rank is divided into
   uint32_t after = 0;                  ///< kAfterGivenUp (see SendArguments), or 0
   /// One kernel: weights [tokens][top_k] of this rank's own tokens, used in place of `weights`; or null.
   const float* token_weights = nullptr;
-  bool flags_late = false;  ///< one kernel: own tokens' sums begin before the last sent sums' flags are set
+  bool flags_late = false;  ///< one kernel: sums of own tokens begin before the last sums sent get flags
   int32_t reduce_list = kListTokens, sum_list = kListTokens;  ///< see CombineBlocks
 
   MOECOMM_HD bool weighted() const { return weights != nullptr || token_weights != nullptr; }
@@ -120,7 +120,7 @@ cudaError_t prepare_dispatch_send(const DeviceShape& shape);
 cudaError_t prepare_dispatch_receive(const DeviceShape& shape);
 template <WireFormat wire>
 cudaError_t prepare_dispatch_fused(const DeviceShape& shape);
-/// `sums`: the other format in which sums may travel, beside their dtype; same: there is no other.
+/// `sums`: a format in which sums may travel instead of in their dtype; same: there is none.
 cudaError_t prepare_combine_reduce(const DeviceShape& shape, WireFormat sums);
 cudaError_t prepare_combine_sum(const DeviceShape& shape, WireFormat sums);
 cudaError_t prepare_combine_fused(const DeviceShape& shape, WireFormat sums);
@@ -153,10 +153,10 @@ cudaError_t launch_combine_sum(const Launch& launch, const device::Comm& comm,
 cudaError_t launch_combine_fused(const Launch& launch, const device::Comm& comm,
                                  const CombineArguments& arguments);
 /// Ends a dispatch, or the backward of a combine, of `tokens` tokens whose rows the caller will not receive.
-/// `offered`: only if the receiving kernel had no room for them; else it has ended the dispatch.
+/// `offered`: acts only if the receiving kernel had no room for the rows; else it has ended the dispatch.
 cudaError_t launch_abandon(const Launch& launch, const device::Comm& comm, Operation operation,
                            int64_t tokens, bool offered);
-/// Announces an error that the host found. `text`: kErrorText bytes in device or pinned memory.
+/// Tells all ranks of an error that the host found. `text`: kErrorText bytes in device or pinned memory.
 cudaError_t launch_announce(const Launch& launch, const device::Comm& comm, uint32_t error, const char* text);
 
 }  // namespace moecomm::gpu

@@ -25,7 +25,7 @@ inline constexpr int kSumSteps = 2;
 MOECOMM_HD constexpr int sum_strips(int64_t row_bytes) {
   return static_cast<int>((row_bytes + kSumSteps * 512 - 1) / (kSumSteps * 512));
 }
-/// The most tokens of a rank for the kernels for few tokens, in which each token is a chunk.
+/// The most tokens of a rank that the kernels for few tokens serve. Each token is a chunk there.
 inline constexpr int kMostFusedTokens = 1024;
 /// The most tokens whose routes one block of the route kernel computes alone.
 inline constexpr int kFewRoutes = 512;
@@ -56,14 +56,14 @@ MOECOMM_HD inline bool routes_few(const DeviceShape& shape, int64_t tokens, int6
 }
 
 // Words of a block's shared memory, for few tokens. kFusedCounts: counts of all ranks in the planning block,
-// bitmaps in one that computes routes, else counts for this rank. kFusedTables: positions of rows.
+// bitmaps in a block that computes routes, else counts for this rank. kFusedTables: positions of rows.
 inline constexpr int kFusedCounts = 30720, kFusedTables = 8192;
 
-/// In a dispatch in one kernel of `blocks` blocks: how many first blocks announce and plan, and move no rows.
+/// How many first blocks announce and plan, and move no rows, in a dispatch in one kernel of `blocks` blocks.
 MOECOMM_HD constexpr int leading_blocks(int blocks) { return blocks > 32 ? 3 : blocks > 2 ? 2 : 1; }
 
-/// True where one kernel does a whole operation of `tokens` tokens. `most`: the most tokens for that; 0: it
-/// is never done, not even without tokens.
+/// True where one kernel does a whole operation of `tokens` tokens. `most`: the most tokens for that; 0: one
+/// kernel never does, not even for an operation without tokens.
 inline bool in_one_kernel(int64_t tokens, int64_t most) { return most > 0 && tokens <= most; }
 
 /// The most tokens for which one kernel can do a whole operation, on one node of `ranks` ranks; 0: none.
@@ -99,7 +99,7 @@ struct CombineBlocks {
 };
 
 /// What is done to rows on their way. quantised: the sender quantises them. factors: the receiver multiplies
-/// each by the factor of its output row. products: like factors, with dot products with other rows.
+/// each by the factor of its output row. products: like factors, and it makes dot products with other rows.
 enum class RowWork { none, quantised, factors, products };
 inline constexpr int kRowWorks = 4;
 
@@ -122,9 +122,9 @@ struct Heuristics {
     return (rank_layout ? combine_by_rank : combine_by_expert)[quantised];
   }
 
-  /// Blocks, at most `most`, that share the routes of `tokens` tokens.
+  /// How many blocks, at most `most`, compute the routes of `tokens` tokens.
   static int route_blocks(int64_t tokens, int most) {
-    constexpr int64_t kTokens = 128;  // a block's worth
+    constexpr int64_t kTokens = 128;  // tokens for a block
     return static_cast<int>(std::clamp<int64_t>((tokens + kTokens - 1) / kTokens, 1, most));
   }
 
@@ -140,7 +140,7 @@ struct Heuristics {
 
   /// How many blocks only send, in a dispatch in one kernel of `blocks` blocks; 0: all that move rows send
   /// and receive. Beyond few tokens, sending blocks wait for the links, so other blocks receive meanwhile.
-  /// Quantised rows take blocks longer and links less long. With more than two ranks a row may be sent
+  /// Quantised rows keep blocks busy longer, and links less long. With more than two ranks a row may be sent
   /// several times, so the links are full at fewer tokens and with fewer blocks.
   static int fused_senders(int64_t tokens, int blocks, bool quantised, int32_t ranks) {
     // Measured. kBoth: most tokens for which blocks do both. kPercent: blocks that only send. [1]: ranks > 2.
@@ -151,7 +151,7 @@ struct Heuristics {
     return (blocks - leading_blocks(blocks)) * (quantised ? kPercentQuantised : kPercent[several]) / 100;
   }
 
-  static constexpr int kTeamWarps = 4;  ///< least warps of a team; below are measured exceptions
+  static constexpr int kTeamWarps = 4;  ///< least warps of a team, but for the measured exceptions below
 
   /// Warps of a team (they share a row) in a kernel for few tokens: all `warps` of a block or half of them,
   /// if each of `items` rows then has a team of its own in `blocks` blocks; else kTeamWarps.
@@ -169,8 +169,8 @@ struct Heuristics {
     return team_warps(items, blocks, warps);
   }
 
-  /// Warps of a team in a combine of `tokens` tokens, where teams make sums for other ranks: two, if all sums
-  /// then take one round, and would take several with teams of four (measured). Else team_warps().
+  /// Warps of a team that makes sums for other ranks, in a combine of `tokens` tokens: two warps, if all sums
+  /// then take one round, and would take several with teams of four warps (measured). Else team_warps().
   static int sum_team_warps(int64_t tokens, int blocks, int warps, int32_t ranks) {
     constexpr int kPair = 2;
     const int64_t sums = tokens * (ranks - 1);
@@ -185,7 +185,7 @@ struct Heuristics {
   /// Parts into which a combine in one kernel divides the sum of each of this rank's own `tokens` tokens, so
   /// that its `warps` warps end together. A sum has `strips` strips.
   static int sum_parts(int64_t tokens, int64_t warps, int strips) {
-    constexpr int kList = 2;  // finding a part's sources takes as long as summing so many strips
+    constexpr int kList = 2;  // finding a part's sources takes as long as summing this many strips
     int best = 1;
     int64_t least = 0;
     for (int parts = 1; parts <= strips; ++parts) {
@@ -230,10 +230,10 @@ struct RowCounts {
   int64_t rows, positions;
 };
 
-/// The size of the output that a dropless dispatch of `tokens` tokens in one kernel gets before the number of
-/// its rows is known, so that the host waits for that number while the kernel runs. It has room for all rows
-/// that can come if no rank has more tokens, but at most for 1.5 times those of uniform routing. A size of
-/// more than kMostBytes becomes 0, since an output takes memory for as long as its rows are kept.
+/// The size of an output that is allocated before its number of rows is known, so that the host waits for
+/// this number while the kernel runs. For a dropless dispatch of `tokens` tokens in one kernel. There is room
+/// for all rows that can come if no rank has more tokens, but at most for 1.5 times the rows of uniform
+/// routing. A size above kMostBytes becomes 0, since an output takes memory for as long as its rows are kept.
 inline RowCounts offered_rows(int64_t tokens, RowLayout layout, int64_t alignment, const DeviceShape& shape) {
   constexpr int64_t kLeastTokens = 32;  // other ranks may bring more
   constexpr int64_t kMostBytes = 64 << 20;
@@ -258,7 +258,7 @@ class RecentRows {
     last_[noted_++ % kKept] = {of_token(counts.rows), of_token(counts.positions)};
   }
   /// Returns `tokens` times the most rows per token of these dispatches, and 3% more. Returns 0 before the
-  /// first dispatch, for few tokens, and where that is over 1.25 times the rows of uniform routing.
+  /// first dispatch, for few tokens, and if the result would exceed 1.25 times the rows of uniform routing.
   RowCounts offer(int64_t tokens, int64_t alignment, const DeviceShape& shape) const {
     constexpr double kMore = 1.03, kMost = 1.25;
     if (tokens < kLeastTokens) return {};
@@ -286,8 +286,8 @@ class RecentRows {
   uint64_t noted_ = 0;
 };
 
-/// The share of the additions in a combine that the experts' owners make; the tokens' own ranks make the
-/// others. For expert-major rows with uniform routing.
+/// The experts' owners' share of the additions in a combine; the tokens' own ranks (homes) make the other
+/// additions. For expert-major rows with uniform routing.
 inline double owners_share(int32_t ranks, int32_t top_k) {
   const double owners = owners_of_token(ranks, top_k);
   const double owner = top_k * (ranks - 1.0) / ranks, home = 1.0 * top_k / ranks + owners;
@@ -328,16 +328,16 @@ inline int most_reducing(const SumMoves& moves, bool quantised) {
   return static_cast<int>(std::min<double>(kMost, moves.fill * filling));
 }
 
-/// Returns how many tokens a pipe's list needs to keep the pipe busy for `list_time` nanoseconds, in which it
-/// makes the next list. `token_time`: nanoseconds that it takes for a token.
+/// Returns how many tokens a pipe's list needs to keep the pipe busy while it makes the next list, which
+/// takes `list_time` nanoseconds. `token_time`: nanoseconds that the pipe takes for a token.
 inline int list_of(double token_time, double list_time) {
   int tokens = 2;
   while (tokens < kListTokens && tokens * token_time < list_time) tokens *= 2;
   return tokens;
 }
 
-/// Sets the tokens in pipes' lists in a combine's `blocks`. With short lists blocks end at nearly the same
-/// time, and a sum that has arrived is used soon.
+/// Sets reduce_list and sum_list of a combine's `blocks`. With short lists blocks end at nearly the same
+/// time, and a sum is used soon after it has arrived.
 inline void choose_lists(CombineBlocks& blocks, const SumMoves& moves, int32_t ranks) {
   constexpr double kAdded = 56;      // as in owners_share_by_rank
   constexpr double kListing = 6500;  // ns that a pipe at the home takes for a list, including waits
@@ -364,9 +364,9 @@ struct RowMoves {
 };
 
 /// Divides `total` blocks between the sending and the receiving side so that both end together. If receivers
-/// have time to spare, more blocks send, up to 2.5 times as many as just fill the links: that fills them
-/// best. If receivers multiply rows, which takes longer, the limit is 1.6 times: rows that arrive long before
-/// they are read have left the GPU's cache.
+/// have time to spare, more blocks send, up to 2.5 times the number that just fills the links: so many fill
+/// them best. If receivers multiply rows, which takes longer, the limit is 1.6 times that number: rows that
+/// arrive long before they are read have left the GPU's cache.
 inline DispatchBlocks divide_dispatch(int total, const RowMoves& row, bool even) {
   // Bytes per nanosecond of a block (docs/performance.md). kMoved: loaded and stored; kMultiplied: loaded and
   // stored while it multiplies; kStored: stored; kQuantised: quantised.
@@ -403,9 +403,9 @@ inline DispatchBlocks divide_dispatch(int total, const RowMoves& row, bool even)
     if ((best.send == 0 || spare) && time(send) <= 1.01 * least) best.send = send;
   }
   best.receive = total - best.send;
-  // Rows in flight in more warps than this only wait for each other, and arrive later.
+  // With more warps, rows in flight only wait for each other, and arrive later.
   best.send_warps = std::max(4, 240 / best.send);
-  // Routes wait on the links behind rows. If memory limits the dispatch, rather than links or blocks, rows
+  // Routes that go along with rows wait behind them. If memory limits the dispatch, not links or blocks, rows
   // sent a little later still arrive early enough, and receivers begin sooner.
   constexpr double kMemory = 3000;  // bytes per nanosecond that a GPU's memory reads and writes
   constexpr double kClearly = 1.15;
@@ -472,8 +472,8 @@ inline Heuristics choose_heuristics(int sms, int budget, int fused_tokens, const
     h.combine_by_rank[quantised] = divide_combine(owners_share_by_rank(ranks, top_k), copied, quantised);
   }
   h.fused_tokens = several_nodes ? 0 : fused_tokens;
-  // With more than two ranks more sums travel than are made of own rows. For more than kMostSums tokens two
-  // kernels are faster, since some blocks only reduce. Measured at 512 and 1024 tokens on four ranks.
+  // With more than two ranks more sums travel than are made of own rows. Above kMostSums tokens two kernels
+  // are then faster, since some of their blocks only reduce. Measured at 512 and 1024 tokens on four ranks.
   constexpr int kMostSums = 768;
   h.fused_sums = ranks > 2 ? std::min(h.fused_tokens, kMostSums) : h.fused_tokens;
   return h;

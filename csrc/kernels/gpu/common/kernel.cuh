@@ -24,8 +24,8 @@ __device__ inline Pieces pieces_of(int64_t total, int32_t most) {
   return {(bytes + each - 1) / each, each, bytes};
 }
 
-/// Cuts `total` bytes into pieces of `each` bytes and a rest. No block of columns that shares a scale is
-/// split, if `each` holds whole blocks.
+/// Cuts `total` bytes into pieces of `each` bytes and a rest. If `each` is a multiple of a block of columns
+/// with one scale, no such block is split.
 __device__ inline Pieces full_pieces(int64_t total, int32_t each) {
   const int32_t bytes = static_cast<int32_t>(total);
   return {(bytes + each - 1) / each, each, bytes};
@@ -36,14 +36,14 @@ __device__ inline int64_t weights_bytes(const Comm& comm, int64_t tokens) {
   return tokens * comm.top_k() * weight_bytes(comm.window.shape.dtype);
 }
 
-/// Returns a token's output row for this lane's k; `entry` is its index in the plan's [ranks][max_tokens]. In
-/// the rank layout a token has one row, which lane 0 gets. Negative: none (kRowElsewhere or kRowDropped).
+/// Returns a token's output row for this lane's k; negative: none. The token has index `entry` in the plan's
+/// [ranks][max_tokens]. In the rank layout its only row goes to lane 0. None: kRowElsewhere or kRowDropped.
 __device__ inline int32_t planned_row(const PlanView& plan, RowLayout layout, int64_t entry, int top_k) {
   if (layout == RowLayout::rank) return lane_id() == 0 ? plan.at(plan.fields.rows)[entry] : kRowElsewhere;
   return lane_id() < top_k ? plan.at(plan.fields.positions)[entry * top_k + lane_id()] : kRowElsewhere;
 }
 
-/// Announces an operation that follows an existing plan, on this node and to others. Whole block.
+/// Tells this node's ranks and other nodes that an operation along an existing plan begins. Whole block.
 __device__ inline void signal_start(const Comm& comm, Operation operation, uint64_t epoch, int32_t* words,
                                     RowLayout layout, int64_t tokens, uint32_t carries) {
   const PlanView plan{words, comm.plan_fields};
@@ -75,7 +75,7 @@ __device__ inline void signal_start(const Comm& comm, Operation operation, uint6
 }
 
 /// Waits for the records (announcements of an operation) of all ranks and compares them. For operations that
-/// make no plan. Whole block; false if the wait fails or records differ, which block 0 reports.
+/// make no plan. Whole block; false if the wait fails or records differ. Block 0 reports a difference.
 __device__ inline bool agree_on_operation(const Comm& comm, Operation operation, uint64_t epoch) {
   if (!device::wait_records(comm, operation, epoch)) return false;
   __shared__ bool agreed;
@@ -94,14 +94,14 @@ __device__ inline bool agree_on_operation(const Comm& comm, Operation operation,
   return agreed;
 }
 
-/// Counts this block as ended, in a kernel that sends later chunks while another receives. Whole block.
+/// Counts this block as ended, in a kernel that sends chunks while a concurrent one receives. Whole block.
 __device__ inline void end_sending(const Comm& comm) {
   __syncthreads();
   if (threadIdx.x == 0) ptx::add_acq_rel_gpu(&comm.state().send_done, 1);
 }
 
-/// Ends an operation; all blocks of its last kernel call it, and the last resets counters and sets the epoch.
-/// `clocked`: the operation's time is counted. `senders`: blocks that call end_sending; 0: none, since the
+/// Ends an operation; all blocks of its last kernel call it. The last block resets counters and sets the
+/// epoch. `clocked`: notes the time of the end. `senders`: blocks that call end_sending; 0: none, since the
 /// sending kernel precedes this one in the stream.
 __device__ inline void end_operation(const Comm& comm, Operation operation, uint64_t epoch, bool clocked,
                                      int32_t senders = 0) {
@@ -142,12 +142,12 @@ __device__ inline bool has_room(const PlanHeader& header, const ReceiveArguments
 /// the state's `left` says so. Whole block.
 __device__ inline void leave_rows(const Comm& comm, uint64_t epoch) {
   if (threadIdx.x != 0) return;
-  ptx::wait_for_previous_kernel();  // so that a later kernel, which receives rows, runs after it
+  ptx::wait_for_previous_kernel();  // so that it precedes a later kernel that receives the rows
   if (blockIdx.x + 1 == gridDim.x) comm.state().left = epoch;
 }
 
-/// Replaces end_operation where an operation is one kernel without counters. The last block to call it sets
-/// the epoch: all blocks have then read the old one. Whole block, anywhere after a barrier; one thread acts.
+/// Replaces end_operation for an operation in one kernel, with no counters to reset. The last block to call
+/// it sets the epoch: all blocks have then read the old epoch. Whole block, after a barrier; one thread acts.
 __device__ inline void pass_epoch(const Comm& comm, uint64_t epoch) {
   if (threadIdx.x != blockDim.x - 1) return;
   DeviceState& state = comm.state();
@@ -211,8 +211,8 @@ struct Start {
   const Arguments& arguments;
 };
 
-/// Whether a kernel is for one node (whole) or for several (nodes). Chosen at compile time, so that a group
-/// on one node pays nothing for nodes.
+/// Whether a kernel is for one node (whole) or for several (nodes). Chosen at compile time, so that kernels
+/// for one node contain no code for other nodes.
 enum class Way { whole, nodes };
 
 /// Calls use.operator()<way>() with the Way for a shape.

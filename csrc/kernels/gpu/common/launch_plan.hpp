@@ -53,10 +53,10 @@ inline FusedDispatch plan_fused_dispatch(const LaunchContext& context, int64_t i
 
 /// The kernels of a dispatch, or of the backward of a combine.
 struct DispatchPlan {
-  bool in_one;  ///< one kernel (`fused`) does all; else several, of the blocks below
+  bool in_one;  ///< one kernel (`fused`) does all; else several kernels of the blocks below
   FusedDispatch fused;
   int route, planner;  ///< blocks that compute routes; 1 if a further block makes the plan, else 0
-  int relay;           ///< further blocks of the route and the send kernel, for other nodes
+  int relay;           ///< further blocks of the route and the send kernel that relay for other nodes
   int send, send_warps, receive;
   bool routes_first;  ///< as in SendArguments
   bool later;         ///< some chunks may wait for room; a kernel on another stream sends them
@@ -99,8 +99,8 @@ inline DispatchPlan plan_dispatch(const LaunchContext& context, const DispatchRe
     const bool few = routes_few(shape, request.tokens, kRouteWords);
     const int most = few ? 1 : std::clamp<int>(blocks.receive - 1, 1, kMaxRouteBlocks - 1);
     plan.route = Heuristics::route_blocks(request.tokens, most);
-    // A further block makes the plan, if the receiving side has one more. Limits keep the most blocks even:
-    // blocks of other kernels run faster next to their own kind (docs/history.md, "Blocks in pairs").
+    // A further block makes the plan, if the receiving side has one more. With it the limit of blocks is
+    // even: blocks of other kernels run faster next to their own kind (docs/history.md, "Blocks in pairs").
     plan.planner = blocks.receive > plan.route ? 1 : 0;
   }
   return plan;
@@ -120,7 +120,7 @@ struct CombinePlan {
   int blocks, team_warps, parts;  ///< team_warps and parts: see CombineArguments
   bool flags_late;                ///< see CombineArguments
   int reduce, sum, reduce_list, sum_list;
-  int relay;  ///< further blocks of the reducing kernel, for other nodes
+  int relay;  ///< further blocks of the reducing kernel that relay for other nodes
 
   int reduce_blocks() const { return reduce + relay; }
 
@@ -140,7 +140,7 @@ inline CombinePlan plan_combine(const LaunchContext& context, const CombineReque
   plan.in_one = !request.held && !request.weight_grads && request.tokens <= heuristics.fused_sums &&
                 context.fuses(request.tokens);
   if (plan.in_one) {
-    // Many warps share each of the few tokens where sums are added up, at the tokens' own rank.
+    // At the tokens' own rank, where sums are added up, many warps share each of the few tokens.
     plan.blocks = heuristics.fused_blocks(request.tokens, 0, 1);
     const int working = plan.blocks - 1;
     plan.team_warps = Heuristics::sum_team_warps(request.tokens, working, kReduceWarps, shape.ranks);

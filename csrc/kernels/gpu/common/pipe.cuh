@@ -22,13 +22,13 @@ inline constexpr int kThreads = kWarps * 32;
 __device__ inline int lane_id() { return static_cast<int>(threadIdx.x) & 31; }
 __device__ inline int warp_id() { return static_cast<int>(threadIdx.x) >> 5; }
 
-/// True in the first of `lanes` that has this lane's `value`; false if the value is negative. All lanes.
+/// True if no lower lane of `lanes` has this lane's `value`, and the value is not negative. All lanes.
 __device__ inline bool first_with(int32_t value, uint32_t lanes = 0xffffffffu) {
   const uint32_t same = __match_any_sync(0xffffffffu, value >= 0 ? value : -1 - lane_id()) & lanes;
   return value >= 0 && (same & ((1u << lane_id()) - 1)) == 0;
 }
 
-/// How the (token, k) of consecutive tokens are spread over the lanes of a warp, in rounds of whole tokens.
+/// How (token, k) pairs of consecutive tokens are spread over a warp's lanes, in rounds of whole tokens.
 struct TokenLanes {
   int top_k, tokens;  ///< k per token; tokens per round
   int within, k;      ///< this lane's token within a round, and its k
@@ -39,7 +39,7 @@ struct TokenLanes {
   /// As many tokens per round as a warp holds.
   __device__ static TokenLanes of_many(int top_k) { return TokenLanes(top_k, 32 / top_k, lane_id() / top_k); }
 
-  /// True if this lane has a (token, k) in round j of the first `all` tokens.
+  /// True if this lane has a (token, k) in round j, where all rounds together have `all` tokens.
   __device__ bool has(int j, int all) const {
     return within < tokens && k < top_k && j * tokens + within < all;
   }
@@ -56,7 +56,7 @@ struct TokenLanes {
 };
 
 /// Copies `bytes` of a row's scales with all lanes; all scales of a row take `row_bytes`. No padding follows
-/// them, so they are copied in words of four bytes only if `row_bytes` is a multiple of four.
+/// a row's scales, so they are copied in words of four bytes only if `row_bytes` is a multiple of four.
 __device__ inline void copy_scales(std::byte* to, const std::byte* from, uint32_t bytes, int64_t row_bytes) {
   if (row_bytes % 4 == 0) {
     for (uint32_t i = lane_id(); i < bytes / 4; i += 32)

@@ -1,6 +1,6 @@
 // Routes of a dispatch. The source rank numbers its rows for each expert. The route of a (token, k) is its
 // expert and this number. A receiver adds the position at which the source's rows for the expert begin.
-//   1. blocks share the tokens in order, warps share a block's. Each warp counts its ids in a histogram
+//   1. blocks divide the tokens in order, and warps a block's tokens. Each warp counts its ids in a histogram
 //   2. blocks exchange their counts. A histogram then holds where its warp's rows for each expert begin
 //   3. warps walk their tokens again in order, number rows, and push the routes to every rank of the node
 // The start (which announces the dispatch), counts and routes are sent as soon as they are known, in words
@@ -184,7 +184,7 @@ __device__ inline void push_count(const Comm& comm, int32_t source, uint64_t epo
                 EpochNumber::word(epoch, count));
 }
 
-/// Announces a dispatch to all ranks of the node, and notes the time. The `threads` threads share the ranks.
+/// Tells all ranks of the node that a dispatch begins; notes the time. `threads` threads share the ranks.
 __device__ inline void push_starts(const Comm& comm, const SignalRecord& record, int thread, int threads) {
   if (thread == 0) device::note_phase(comm, Operation::dispatch, Phase::announced);
   for (int32_t i = thread; i < comm.local_ranks; i += threads) {
@@ -194,8 +194,8 @@ __device__ inline void push_starts(const Comm& comm, const SignalRecord& record,
   }
 }
 
-/// Step 3 for one warp: numbers rows, pushes routes to every rank of the node, and notes own tokens in the
-/// plan. A receiver takes the routes for its experts. Routes for other nodes are written to host memory.
+/// Step 3 for one warp: numbers rows, and pushes routes to every rank of the node, which use the routes to
+/// their experts. Calls note_home for each token. Writes routes for other nodes to host memory.
 __device__ inline void push_routes(const Comm& comm, const SendArguments& args, uint64_t epoch,
                                    const RouteWalk& walk, const int32_t* local_topk_idx, int32_t* histogram) {
   const DeviceWindow& w = comm.window;
@@ -259,7 +259,7 @@ __device__ inline void send_tables(const Comm& comm, const SendArguments& args, 
   }
 }
 
-/// Returns the record of a dispatch; with `may_be_bad` it is an error if a bad id was found.
+/// Returns the record of a dispatch. With `may_be_bad` the record reports an error if a bad id was found.
 __device__ inline SignalRecord dispatch_record(const Comm& comm, const SendArguments& args, uint64_t epoch,
                                                bool may_be_bad) {
   SignalRecord record{};
@@ -281,8 +281,8 @@ __device__ inline SignalRecord dispatch_record(const Comm& comm, const SendArgum
   return record;
 }
 
-/// Counts, computes and sends routes with `blocks` blocks; false if their wait for each other fails. Once it
-/// has returned true, the caller's first block signals the records. `histogram`: shared memory, overwritten.
+/// Computes and sends counts and routes (steps 1 to 3) in `blocks` blocks; false if their wait for each other
+/// fails. If true, the caller's first block signals the records. `histogram`: shared memory, overwritten.
 __device__ inline bool route(const Comm& comm, const SendArguments& args, uint64_t epoch, int blocks,
                              int32_t* histogram, int64_t histogram_words, int32_t* shared_word) {
   const DeviceWindow& w = comm.window;
@@ -343,7 +343,8 @@ __device__ inline bool route(const Comm& comm, const SendArguments& args, uint64
     if (threadIdx.x == 0) {
       __threadfence();
       ptx::add_acq_rel_gpu(&state.route_counted, 1);
-      // Goes on if the operation is cancelled: this waits for no peer, and other nodes need what follows.
+      // This wait goes on if the operation is cancelled: it waits for no peer, and other nodes need what
+      // follows.
       counted = device::wait_until(comm, {comm.rank, WaitPhase::blocks, Operation::dispatch, epoch, false},
                                    device::BlockCount{&state.route_counted, static_cast<uint32_t>(blocks)});
     }
