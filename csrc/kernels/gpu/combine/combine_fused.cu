@@ -8,7 +8,7 @@
 //     for the sums of the ranks that own its other experts, and adds all sums by ascending rank
 // Weights of tokens (token_weights), if there are any, go to all ranks first, in words that hold their epoch.
 // Every second block sums rows of own tokens before it sends, so that the links and this GPU's memory are
-// busy at once. With flags_late the other blocks begin own tokens before they set their last sums' flags.
+// busy at once. With flags_late the other blocks begin own tokens before they set flags of their last sums.
 #include "kernels/gpu/combine/combine_rows.cuh"
 #include "kernels/gpu/common/route.cuh"
 #include "kernels/gpu/common/team.cuh"
@@ -141,7 +141,7 @@ class SumSender {
   const uint64_t epoch_;
   const Team& team_;
   ReduceMemory& memory_;
-  uintptr_t stored_ = 0;  ///< address of the last sum's flag, with kLacking if this warp lacked its weights
+  uintptr_t stored_ = 0;  ///< address of the last sum's flag, plus kLacking if weights lacked; 0: none
 };
 
 /// Makes a warp's share of the sums of this rank's own tokens: one part of a token's sum after another, and

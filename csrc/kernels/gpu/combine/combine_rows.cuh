@@ -205,7 +205,7 @@ struct HomePart {
   int begin, end;  ///< range of its vectors
   TokenSum sum;
 
-  /// Returns part `number`, counted through all tokens, and lists this rank's rows for its token. One warp.
+  /// Returns part `number` of the parts of all tokens; lists this rank's rows for its token. One warp.
   template <Way way>
   __device__ static HomePart list(const Comm& comm, const CombineArguments& args, const SumParts& parts,
                                   int64_t number, SumMemory& block) {

@@ -113,7 +113,7 @@ class SumLister {
     close();
   }
 
-  /// Adds an item without a sum; its flag is set after all earlier items.
+  /// Adds an item without a sum. Its flag is set once the sums of all earlier items have arrived.
   __device__ void add_flag(uint64_t* flag) {
     SumItem item{};
     item.flag = flag;
@@ -273,7 +273,7 @@ class PieceTaker {
     }
     return strip;
   }
-  /// Hands an item with a single source to the storer unchanged.
+  /// Hands an item with a single source to the storer; the piece stays as it is in its stage.
   __device__ void pass(uint64_t* summed) {
     __syncwarp();  // all lanes know the item
     if (lane_id() == 0) ptx::barrier_arrive(summed);
@@ -423,7 +423,7 @@ class LaggingFlags {
   uint64_t* flags_[lag + together] = {};  ///< oldest first; null: no flag, or one that is set
 };
 
-/// Replaces LaggingFlags where sums have no flags: at a token's home.
+/// Replaces LaggingFlags at a token's home, where sums have no flags: waits for stores, sets nothing.
 class NoFlags {
  public:
   explicit __device__ NoFlags(uint64_t) {}

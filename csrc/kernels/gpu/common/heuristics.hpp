@@ -18,7 +18,7 @@ inline constexpr int kWarps = 12;
 inline constexpr int kWarpBytes = 16384;  ///< shared memory per warp for pieces of rows
 /// Words of shared memory in a block that computes routes.
 inline constexpr int64_t kRouteWords = int64_t{kWarps} * kWarpBytes / 4;
-/// Warps of a block that sums rows at the owners of the experts, in a combine without a pipe.
+/// Warps of a block that sums rows at the owners of the experts, in a combine without a pipe (kSumUnits).
 inline constexpr int kReduceWarps = 16;
 /// A strip, which a warp sums in one step, has kSumSteps times 512 bytes. A row has sum_strips() of them.
 inline constexpr int kSumSteps = 2;

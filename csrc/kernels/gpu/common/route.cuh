@@ -343,8 +343,7 @@ __device__ inline bool route(const Comm& comm, const SendArguments& args, uint64
     if (threadIdx.x == 0) {
       __threadfence();
       ptx::add_acq_rel_gpu(&state.route_counted, 1);
-      // This wait goes on if the operation is cancelled: it waits for no peer, and other nodes need what
-      // follows.
+      // This wait goes on after a cancellation: it waits for no peer, and other nodes need what follows.
       counted = device::wait_until(comm, {comm.rank, WaitPhase::blocks, Operation::dispatch, epoch, false},
                                    device::BlockCount{&state.route_counted, static_cast<uint32_t>(blocks)});
     }

@@ -92,7 +92,7 @@ class WireStrip {
 template <DType dtype, WireFormat wire, int steps>
 using SumStrip = std::conditional_t<wire == WireFormat::same, Strip<steps>, WireStrip<dtype, wire, steps>>;
 
-/// Bytes from one sum to the next in memory for sums in format `wire` that cross the network.
+/// Bytes from one sum to the next, in memory for sums that cross the network in format `wire`.
 __device__ inline int64_t sum_row_bytes(const Comm& comm, WireFormat wire) {
   return comm.window.shape.with_wire(wire).wire_row_bytes();
 }
