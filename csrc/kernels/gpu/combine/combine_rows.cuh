@@ -1,5 +1,6 @@
-// Combine: finds what a token's sum is made of. An owner of its experts sums rows. Its own rank (home) sums
-// rows and the other owners' sums, each in a slot of its window. combine_*.cu choose the warps for this.
+// Combine: finds what a token's sum is made of, and adds it up. At an owner of its experts: rows. At the
+// token's own rank (home): rows, and the other owners' sums in slots of the window. combine_*.cu choose
+// warps.
 #pragma once
 
 #include "device/rail.cuh"
@@ -84,7 +85,7 @@ __device__ inline int32_t own_owner(const Comm& comm, const PlanView& plan, int6
   return comm.owner(id);
 }
 
-/// Fills `sources` with the rows here of one of this rank's own tokens, and `weights` with their factors.
+/// For an own token of this rank: fills `sources` with its rows here, and `weights` with the rows' factors.
 template <Way way>
 __device__ inline TokenSum list_own_rows(const Comm& comm, const CombineArguments& args, int64_t token,
                                          int32_t* sources, float* weights) {
