@@ -1,6 +1,5 @@
-// Combine: finds what a token's sum is made of, and adds it up. At an owner of its experts: rows. At the
-// token's own rank (home): rows, and the other owners' sums in slots of the window. combine_*.cu choose
-// warps.
+// Combine: finds what a token's sum is made of, and adds it up. At an owner of its experts: rows. At its own
+// rank (home): rows, and the other owners' sums in slots of the window. combine_*.cu choose the warps.
 #pragma once
 
 #include "device/rail.cuh"
