@@ -15,7 +15,7 @@
 
 namespace moecomm {
 
-/// A pointer, passed to Python as a number.
+/// A pointer that Python passes as a number.
 struct Address {
   uintptr_t value;
   template <class T>
@@ -28,7 +28,7 @@ struct Address {
 template <class T>
 using Given = std::conditional_t<std::is_pointer_v<T>, Address, T>;
 
-/// Binds a method so that Python passes numbers for pointers.
+/// Returns a function that calls the method and takes an Address for each pointer; it is what gets bound.
 template <class Class, class Result, class... Parameters>
 auto by_address(Result (Class::*method)(Parameters...)) {
   return [method](Class& self, Given<Parameters>... given) -> Result { return (self.*method)(given...); };

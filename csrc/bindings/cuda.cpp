@@ -111,7 +111,7 @@ void bind_cuda(py::module_& m, void (*interrupt)()) {
             self.set_interrupt(interrupt);
           },
           py::arg("bases"), py::arg("names"), py::arg("pids"), Release())
-      // Operations take their arguments by position: names would take the caller three times as long.
+      // Operations take their arguments by position: keywords would take the caller three times as long.
       .def("dispatch",
            [](DeviceCommunicator& self, Address x, Address x_scales, Address ids, bool wide_ids,
               Address weights, int64_t tokens, RowLayout layout, int64_t alignment, int64_t capacity,

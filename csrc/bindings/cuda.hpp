@@ -1,4 +1,4 @@
-// The CUDA part of the Python bindings.
+// The parts of the Python module moecomm._C that only builds with CUDA have.
 #pragma once
 
 #include <pybind11/pybind11.h>

@@ -37,8 +37,8 @@ T* pointer(const char* name, uintptr_t address, int64_t bytes, bool may_be_absen
   return reinterpret_cast<T*>(address);
 }
 
-/// Binds prepare(dtype), which loads kernels, under `name`. It launches nothing, and may be called during a
-/// capture of a CUDA graph. `what` goes into the text of an error.
+/// Binds prepare(dtype), which loads kernels, under `name`. That function launches nothing, and may be
+/// called during a capture of a CUDA graph. `what` goes into the text of an error.
 void bind_prepare(py::module_& m, const char* name, const char* what, cudaError_t (*prepare)(DType)) {
   m.def(
       name,
@@ -114,7 +114,7 @@ void bind_experts(py::module_& m) {
       .value("swiglu_interleaved", Activation::swiglu_interleaved)
       .value("swiglu_clamped", Activation::swiglu_clamped)
       .value("gelu", Activation::gelu);
-  // Arguments are positional: keywords would take the caller longer.
+  // Functions take their arguments by position: keywords would take the caller longer.
   m.def("activation", [](uintptr_t inner, uintptr_t weights, uintptr_t ends, int64_t groups, int64_t rows,
                          int64_t width, DType dtype, Activation activation, uintptr_t z, uintptr_t stream) {
     const ActivationRows all = rows_of(inner, weights, ends, groups, rows, width, dtype, activation);

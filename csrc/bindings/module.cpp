@@ -1,5 +1,5 @@
-// The Python bindings of the runtime: take pointers and sizes, throw typed exceptions. The callers are
-// moecomm/backends/cpu.py and moecomm/setup.
+// The module moecomm._C: binds the CPU communicator, its memory, enumerations and facts about the build.
+// Calls take pointers and sizes, and throw typed exceptions. Callers: moecomm/backends/cpu.py, moecomm/setup.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -19,7 +19,7 @@ using namespace moecomm;
 
 namespace {
 
-/// Memory that Python sees as a writable buffer; tensors made from it keep it alive.
+/// Memory that Python sees as a writable buffer. Tensors made from the buffer keep the memory alive.
 struct HostBuffer {
   std::shared_ptr<std::byte> memory;
   int64_t bytes;
@@ -44,7 +44,7 @@ void set_python_error(const Error& error) {
   PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(raised.ptr())), raised.ptr());
 }
 
-/// Binds the features of this build, and what libfabric offers on this machine.
+/// Binds facts: CUDA version and compiler of this build, CPU heuristics, free shared memory, libfabric.
 void bind_facts(py::module_& m) {
 #if defined(MOECOMM_CUDA_VERSION)
   m.attr("cuda_version") = MOECOMM_CUDA_VERSION;

@@ -1,6 +1,6 @@
-// The ring through which commands reach the proxy: any number of producers, one consumer, no locks. A bit in
-// each slot says whether the slot is filled; its meaning flips with every lap. A producer takes a ticket (its
-// slot's number) and stores two words, the second with release. Kernels use pinned memory (device/rail.cuh).
+// The lock-free ring of commands to the proxy: many producers, one consumer. A bit in each slot says whether
+// the slot is filled; its meaning flips with every lap. A producer takes a ticket, its command's number,
+// and stores two words in its slot, the second with release. Kernels use pinned memory (device/rail.cuh).
 #pragma once
 
 #include <atomic>
@@ -39,7 +39,7 @@ class CommandRing {
     return true;
   }
 
-  /// Returns the next command, for the one consumer.
+  /// Removes the next command and returns it; nullopt: none is there. Only the one consumer may call it.
   std::optional<Command> pop() {
     const uint64_t ticket = tail_.load(std::memory_order_relaxed);
     Slot& slot = slots_[ticket % count_];

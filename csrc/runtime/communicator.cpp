@@ -16,7 +16,7 @@ namespace {
 // How many of the latest plans stay alive without a handle, so that a recomputed forward finds its plan.
 constexpr size_t kRecentPlans = 16;
 
-/// Copies ids to int32 and checks them. Returns what is wrong with the first bad id, or an empty text.
+/// Copies ids to `out` as int32 and checks them. Returns what is wrong with the first bad id, or "".
 template <class Id>
 std::string take_ids(const Id* ids, int64_t tokens, int32_t top_k, int64_t num_experts, int32_t* out) {
   for (int64_t t = 0; t < tokens; ++t)
@@ -99,7 +99,7 @@ bool Communicator::close() noexcept {
   return !left_behind_;
 }
 
-/// Closes. `drain`: first waits until the rail's data for this node is here, and this rank's data is there.
+/// Closes. `drain`: before that, waits until all data from and to the rail's ranks has arrived.
 void Communicator::leave(bool drain) noexcept {
   if (closed_) return;
   closed_ = true;
@@ -111,7 +111,7 @@ void Communicator::leave(bool drain) noexcept {
     try {
       if (drain) internode_->wait_all_here(epoch_);
     } catch (...) {
-      drain = false;  // a further rank is gone
+      drain = false;  // a rank is gone: its data will not come
     }
     left_behind_ = !internode_->proxy().close(drain);
   }
@@ -174,7 +174,7 @@ auto Communicator::guarded(Body&& body) {
 SignalRecord Communicator::start(Operation operation, const Plan* plan) {
   signals_->require_going_on();
   pending_.reset();
-  signals_->complete(epoch_);  // ends what came before, also a dispatch that was never pulled
+  signals_->complete(epoch_);  // ends the earlier operation, also a dispatch that was never pulled
   // Rows of the last epoch, n-1, may still arrive if that epoch failed or was not pulled. Epoch n+1 reuses
   // their memory once all ranks have announced n. So this rank waits for the rows before it announces n.
   if (internode_) internode_->wait_all_here(epoch_);
@@ -189,7 +189,7 @@ SignalRecord Communicator::start(Operation operation, const Plan* plan) {
   return record;
 }
 
-/// Announces `record` to all ranks. `routes`: of rows to send, or null; `text`: of an error, or null.
+/// Announces `record` to all ranks. `routes`: tokens for other nodes, or null; `text`: an error's, or null.
 void Communicator::signal(const SignalRecord& record, const RelayRoutes* routes, const char* text) {
   signals_->signal(record);
   if (internode_) internode_->announce(record, routes, text);
@@ -203,7 +203,7 @@ void Communicator::wait_records(const SignalRecord& record, const char* phase) {
   compare_records(record.epoch);
 }
 
-/// Throws if a record has an error or records disagree. All ranks compare the same records: all throw alike.
+/// Throws if a record has an error or records disagree. All ranks see the same records and throw alike.
 void Communicator::compare_records(uint64_t epoch) {
   for (int r = 0; r < config_.shape.ranks; ++r) {
     const SignalRecord& record = signals_->record(r, epoch);
@@ -266,7 +266,7 @@ int64_t Communicator::publish(const std::byte* x, const int32_t* ids, int64_t to
   return offset;
 }
 
-/// Returns, for each rank, its number of tokens in a dispatch, and where its ids are in this process.
+/// Returns each rank's ids (their address in this process) and its number of tokens in the dispatch `epoch`.
 std::vector<SourceIds> Communicator::all_ids(uint64_t epoch) const {
   std::vector<SourceIds> sources;
   for (int r = 0; r < config_.shape.ranks; ++r)
@@ -343,7 +343,7 @@ std::shared_ptr<const Plan> Communicator::begin_dispatch(const DispatchArguments
     if (internode_) internode_->send_rows(context(), routes, arguments.x, record.epoch);
     wait_records(record, "dispatch");
 
-    // The kept plan is valid if all ranks name it: then every rank has the ids of that earlier dispatch.
+    // The kept plan is valid if all ranks name it: then every rank's ids are those of that dispatch.
     bool reuse = plan != nullptr;
     for (int r = 0; r < config_.shape.ranks && reuse; ++r)
       reuse = signals_->record(r, record.epoch).plan == plan->id;
@@ -445,13 +445,13 @@ void Communicator::combine(const std::shared_ptr<const Plan>& plan, const std::b
       grads.push_back(here ? own(layout_.weight_grads[parity]) : internode_->grads(node, record.epoch));
       if (!here) arguments.relayed_rows.push_back(internode_->sums(node, record.epoch));
     }
-    // Nothing is sent to other nodes before all ranks are known to use the same plan.
+    // No sum goes to another node before all ranks are known to use the same plan.
     if (internode_) {
       signal(record);
       wait_records(record, "combine");
       if (y != nullptr) internode_->relay(context(), *plan, arguments, record.epoch);
     }
-    // Slots alternate like rows: a token's rank has read its slots of epoch n-2 before it announced n-1.
+    // Two sections of slots alternate: a token's rank read the slots of epoch n-2 before it announced n-1.
     if (y != nullptr) cpu::combine_reduce(context(), *plan, arguments);
     if (out_weight_grads != nullptr) cpu::push_weight_grads(context(), *plan, arguments);
     if (internode_) {

@@ -34,7 +34,7 @@ struct CommunicatorConfig {
   double timeout_seconds;
   int32_t host_ranks = 0;    ///< ranks on this host, which share its cores; 0: as many as the node has
   uint64_t first_epoch = 1;  ///< epoch of the first operation, on all ranks
-  /// Longest wait for a rank that lives but has not begun the operation; the timeout, if that is longer.
+  /// Longest wait for a live rank that has not begun the operation. A longer timeout takes its place.
   double absence_seconds = 0;
 };
 
@@ -89,14 +89,14 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   /// Writes rows, ids and weights to this rank's window, waits for all ranks, and makes the plan or finds a
   /// kept one. Then pull() finishes the dispatch, with an output of plan->rows rows.
   std::shared_ptr<const Plan> begin_dispatch(const DispatchArguments& arguments);
-  /// Writes `out` [rows][hidden]. The other outputs may be null: out_weights (weight type) as in
-  /// pull_metadata; in the rank layout also out_ids, out_index [positions] as in Plan::index, and
-  /// out_index_weights (weight type), which needs out_weights.
+  /// Receives the rows of the dispatch into `out` [rows][hidden]. The other outputs may be null: out_weights
+  /// (weight type) as in pull_metadata; in the rank layout also out_ids, out_index [positions] as in
+  /// Plan::index, and out_index_weights (weight type), which needs out_weights.
   void pull(std::byte* out, std::byte* out_weights, int32_t* out_ids, int32_t* out_index = nullptr,
             std::byte* out_index_weights = nullptr);
 
-  /// Sends rows [plan.tokens][hidden] along a kept plan: the backward of combine. Each may be null: scales,
-  /// factors of arriving rows; other, rows for dot products with these; dots, the products (PullArguments).
+  /// Sends rows [plan.tokens][hidden] along a kept plan: the backward of combine. `scales`: factors of
+  /// arriving rows. `other`: rows whose dot products with arriving rows go to `dots`. All three may be null.
   void redispatch(const std::shared_ptr<const Plan>& plan, const std::byte* rows, std::byte* out,
                   const std::byte* scales, const std::byte* other, std::byte* dots);
 
@@ -112,9 +112,9 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   /// a dispatch since the last call exceeded its capacity on any rank.
   void check();
 
-  /// Returns memory in the window for [max_tokens][hidden] input rows, once all ranks have read its previous
-  /// contents; ends a dispatch that was not pulled. The memory is free again when its last owner releases it.
-  /// Error(out_of_memory) if both input sections are in use or /dev/shm is full.
+  /// Ends a dispatch that was not pulled, and returns memory in the window for [max_tokens][hidden] input
+  /// rows, once all ranks have read its previous contents. It can be taken again when its last owner
+  /// has released it. Error(out_of_memory) if both input sections are in use or /dev/shm is full.
   std::shared_ptr<std::byte> take_input();
   /// Offset of `pointer` in this rank's window if it lies in an input section, else -1.
   int64_t input_offset(const std::byte* pointer) const;
@@ -122,7 +122,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   /// Closes, and tells the peers; later operations throw Error(closed). The destructor frees the memory.
   /// False: the proxy's thread does not end (Proxy::close); memory that it uses stays until the process ends.
   bool close() noexcept;
-  /// Makes the operation that waits, or else the next, throw Error(closed) and close. Any thread may call it.
+  /// Makes the running operation, or else the next, throw Error(closed) and close. Any thread may call it.
   void give_up() noexcept;
 
   Stats& stats() { return stats_; }
@@ -143,7 +143,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   size_t own_index() const { return nodes_.local_of(config_.rank); }
   shm::Window& own_window() { return windows_[own_index()]; }
   bool is_local(int rank) const { return nodes_.same_node(rank, config_.rank); }
-  /// Returns an address in the window of a rank of this node.
+  /// Returns the address at `offset` in the window of `rank`, a rank of this node.
   std::byte* at(int rank, int64_t offset) const { return bases_[nodes_.local_of(rank)] + offset; }
   std::byte* own(int64_t offset) const { return at(config_.rank, offset); }
   void leave(bool drain) noexcept;

@@ -14,13 +14,13 @@ namespace {
 constexpr auto kWatchPeriod = std::chrono::milliseconds(10);
 
 /// Shape of the control segment, host memory in which ranks notice that another rank has ended. With several
-/// nodes the proxy and the kernels share this memory, too.
+/// nodes it also holds the data that kernels and the proxy exchange.
 WindowShape control_shape(const DeviceShape& shape) {
   if (shape.other_nodes() > 0) return host_window_shape(shape);
   return {shape.ranks, 1, 4, 1, DType::float32};
 }
 
-/// Loads the kernels for rows in format `wire`.
+/// Loads the kernels that send rows in format `wire`.
 template <WireFormat wire>
 cudaError_t prepare_wire(const DeviceShape& shape) {
   const cudaError_t error = gpu::prepare_dispatch_send<wire>(shape);
@@ -180,7 +180,7 @@ void DeviceCommunicator::connect_nodes(std::unique_ptr<Transport> transport,
 
 /// Tells this rank's kernels which peers are gone, and tells the peers if a kernel here gave up on a rank.
 void DeviceCommunicator::watch() {
-  cudaSetDevice(config_.device);  // precedes any other call, which would create a context on GPU 0
+  cudaSetDevice(config_.device);  // first, since any other call would create a context on GPU 0
   const BesideCaptures beside;
   bool told = false;
   while (!stop_.load(std::memory_order_acquire)) {

@@ -46,7 +46,7 @@ struct DeviceConfig {
   uint64_t first_epoch = 1;                 ///< epoch of the first operation, on all ranks
   WireFormat sums = WireFormat::same;       ///< wire format of sums in a combine with `quantised`
   WireFormat gradients = WireFormat::same;  ///< wire format of rows in a redispatch with `quantised`
-  /// Longest wait for a rank that lives but has not begun the operation; the timeout, if that is longer.
+  /// Longest wait for a live rank that has not begun the operation. A longer timeout takes its place.
   double absence_seconds = 0;
 };
 
@@ -59,7 +59,7 @@ struct DeviceCounters {
   uint64_t rows_out = 0, bytes_wire = 0;
   double dispatch_seconds = 0, combine_seconds = 0, wait_seconds = 0;
   std::vector<double> late_seconds;                ///< [rank] waits for that rank to begin operations
-  std::optional<double> phases[kClocks][kPhases];  ///< seconds from an operation's last start to each phase
+  std::optional<double> phases[kClocks][kPhases];  ///< [operation][phase] seconds since its last start
 };
 
 class DeviceCommunicator {
@@ -82,7 +82,7 @@ class DeviceCommunicator {
   /// With several nodes, after connect(): takes over the connections to the rail, the ranks with this rank's
   /// local index on the other nodes. Both arguments number peers by node.
   void connect_nodes(std::unique_ptr<Transport> transport, std::unique_ptr<tcp::Links> links);
-  /// Layout of the control segment. With several nodes their data passes through this segment.
+  /// Layout of the control segment. Data between nodes passes through this segment.
   const WindowLayout& layout() const { return control_layout_; }
   std::byte* base() const { return control_[own_index()].base(); }
   /// PCI address of the GPU.
@@ -91,7 +91,7 @@ class DeviceCommunicator {
 
   /// SMs that an operation holds while it runs.
   int32_t num_sms() const { return heuristics_.all_blocks(); }
-  /// True if a combine may have token_weights: one kernel does every combine on all ranks.
+  /// True if a combine may have token_weights: only where one kernel does every combine, on all ranks.
   bool weighs_tokens() const;
   /// Lets one kernel do a whole operation for at most `tokens` tokens of this rank. This can only lower the
   /// limit of the heuristics. Ranks need not agree on it.
@@ -104,28 +104,28 @@ class DeviceCommunicator {
   /// all addresses are in this device's memory. This object sets the other fields.
   ///
   /// Sends and receives: begin_dispatch and finish_dispatch in one call. For a dropless dispatch the caller
-  /// offers an output of the size that offered_rows says, which is filled only if all rows fit. Then it calls
-  /// wait_rows and, if they fit, accept_rows, else finish_dispatch with a larger output.
+  /// offers an output of the size that offered_rows returns. Kernels fill it only if all rows fit. The caller
+  /// then calls wait_rows, and next accept_rows if all fit, else finish_dispatch with a larger output.
   void dispatch(const gpu::SendArguments& dispatch, gpu::ReceiveArguments output, cudaStream_t stream);
   /// Returns the size of the output to allocate before a dropless dispatch; zero rows: allocate after
   /// wait_rows. Second result: true if dispatch() may take that output, false if only begin_dispatch and
-  /// finish_dispatch may. In both cases allocate it first: then no work on the stream still reads its memory.
+  /// finish_dispatch may. Allocate it before either: kernels may still read memory that is freed later.
   std::pair<gpu::RowCounts, bool> offered_rows(int64_t tokens, RowLayout layout, int64_t alignment) const;
-  /// Ends a dispatch whose offered output has room for all rows that wait_rows has found.
+  /// Ends a dispatch, after wait_rows, if all its rows fit the output that was offered.
   void accept_rows();
   /// Starts to send rows and make the plan. Without finish_dispatch the next operation abandons the dispatch.
   void begin_dispatch(const gpu::SendArguments& dispatch, cudaStream_t stream);
   /// Waits for the counts of a dispatch without capacity: its rows, and its (row, expert) pairs. If it
   /// throws, e.g. because ranks disagree, it has abandoned the dispatch on `stream`.
   std::pair<int64_t, int64_t> wait_rows(cudaStream_t stream);
-  /// The rows of each local expert, without padding, of the dispatch that wait_rows has waited for last.
+  /// Number of rows of each local expert, without padding, in the last dispatch that wait_rows waited for.
   std::vector<int32_t> host_counts() const;
   /// Starts to receive into `output`.
   /// `directly`: since begin_dispatch, nothing else was put on `stream`, so that receiving can start while
   /// rows are still being sent. Both halves have to be in the same capture, or in none.
   void finish_dispatch(bool directly, const gpu::ReceiveArguments& output, cudaStream_t stream);
 
-  /// If a combine was held, starts to receive its sums: its output is ready when `stream` reaches this point.
+  /// If a combine was `held`, starts to receive its sums: its output is ready at this point of `stream`.
   /// Every operation calls this first. Returns false if a capture recorded the combine's first half and has
   /// ended without the second half: then nothing of this combine runs.
   bool complete(cudaStream_t stream);
@@ -135,8 +135,8 @@ class DeviceCommunicator {
   /// `quantised`: sums travel in the format DeviceConfig::sums, else in their dtype. `held`: this call only
   /// sends sums, and complete() starts the kernel that waits for the sums of other ranks.
   void combine(const gpu::CombineArguments& arguments, bool quantised, bool held, cudaStream_t stream);
-  /// True if one kernel would do a whole operation of `tokens` tokens. All its blocks would wait for other
-  /// ranks. An asynchronous caller asks for two halves instead, the second when it needs the result.
+  /// True if one kernel would do a whole operation of `tokens` tokens. As all its blocks would wait for
+  /// other ranks, an asynchronous caller asks for two halves, the second when it needs the result.
   bool splits(int64_t tokens) const { return fuses(config_.shape.wire, tokens); }
   /// Announces to all ranks that this rank's arguments are bad.
   void fail(ErrorKind kind, const std::string& text, cudaStream_t stream);
@@ -164,7 +164,7 @@ class DeviceCommunicator {
 
  private:
   struct Pinned;  // HostStatus, losses, texts
-  /// An operation whose rows may still have to be received.
+  /// An operation that has begun, and whose rows may still have to be received.
   struct Begun {
     /// sent: its rows are only sent. offered: they are also received, by a further kernel, if they fit the
     /// offered output. offered_in_one: one kernel sends rows and, if they fit, receives them.
@@ -173,13 +173,13 @@ class DeviceCommunicator {
     WireFormat wire;
     gpu::DispatchPlan plan;
     cudaStream_t stream;
-    uint64_t capture;  ///< the capture that recorded it; 0: none, it runs
+    uint64_t capture;  ///< id of the capture that recorded it; 0: not captured, it runs
   };
   /// A combine whose sums complete() still has to receive.
   struct Held {
     gpu::CombineArguments arguments;
     cudaStream_t stream;
-    uint64_t capture;  ///< the capture that recorded the first half; 0: none, it runs
+    uint64_t capture;  ///< id of the capture that recorded the first half; 0: not captured, it runs
     int blocks;
   };
   device::Comm* comm(WireFormat wire) const { return comms_[static_cast<int>(wire)].get(); }
@@ -191,7 +191,7 @@ class DeviceCommunicator {
   static void order(cudaStream_t later, cudaEvent_t event, cudaStream_t stream);
   gpu::SendArguments counted(gpu::SendArguments dispatch);
   bool dequantises(const gpu::ReceiveArguments& output) const;
-  /// True where one kernel does a whole operation of `tokens` tokens with rows in `wire`.
+  /// True if one kernel does a whole operation of `tokens` tokens whose rows travel in `wire`.
   bool fuses(WireFormat wire, int64_t tokens) const { return launch_context(wire).fuses(tokens); }
   void send_and_receive(WireFormat wire, const gpu::SendArguments& sent, gpu::ReceiveArguments received,
                         cudaStream_t stream);
@@ -226,7 +226,7 @@ class DeviceCommunicator {
 
   std::unique_ptr<Pinned> pinned_;
   std::unique_ptr<device::Comm> comms_[kWireFormatCount];  // by WireFormat
-  cudaStream_t side_stream_ = nullptr;                     // for sending rows that wait for room
+  cudaStream_t side_stream_ = nullptr;                     // sends rows that wait for room
   cudaEvent_t fork_ = nullptr, join_ = nullptr;
 
   WindowLayout control_layout_;
@@ -252,8 +252,8 @@ class DeviceCommunicator {
   std::optional<Begun> pending_;
   std::optional<Held> held_;
   gpu::RecentRows recent_rows_[2];    ///< [RowLayout] row counts of recent dropless dispatches
-  bool few_fit_ = true;               ///< the last dispatch of few tokens fit gpu::offered_rows()
-  std::optional<uint64_t> given_up_;  ///< set by giving up a dispatch: its capture, or 0
+  bool few_fit_ = true;               ///< rows of the last dispatch of few tokens fit gpu::offered_rows()
+  std::optional<uint64_t> given_up_;  ///< if the last dispatch was given up: its capture's id, or 0
   bool logs_launches_ = false;
   std::set<std::string> logged_;  ///< what log_launches has printed
   DeviceStats stats_;

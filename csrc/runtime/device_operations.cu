@@ -27,8 +27,8 @@ void take_sent(gpu::ReceiveArguments& received, const gpu::SendArguments& sent) 
   received.wide_ids = sent.wide_ids;
 }
 
-/// Returns whether an operation can still get its second half. `capture` recorded its first half, on `stream`
-/// (0: none did, that half runs). False if this capture has ended: then nothing of the operation runs.
+/// Returns whether an operation can still get its second half. `capture`: id of the capture that recorded
+/// its first half on `stream`; 0: not captured, it runs. False if the capture has ended: then nothing runs.
 /// Throws Error(invalid_argument) if the first half runs and `stream` is being captured now.
 bool is_there(uint64_t capture, cudaStream_t stream) {
   const uint64_t now = capture_of(stream);
@@ -62,7 +62,7 @@ void DeviceCommunicator::end_earlier(cudaStream_t stream) {
   abandon(stream);
 }
 
-/// Makes later work of the stream `later` wait for the present work of `stream`.
+/// Makes work put on stream `later` from now on wait for all work put on `stream` so far.
 void DeviceCommunicator::order(cudaStream_t later, cudaEvent_t event, cudaStream_t stream) {
   check_cuda(cudaEventRecord(event, stream), "cudaEventRecord");
   check_cuda(cudaStreamWaitEvent(later, event, 0), "cudaStreamWaitEvent");
@@ -93,7 +93,7 @@ void DeviceCommunicator::abandon(cudaStream_t stream) {
 }
 
 /// Returns kAfterGivenUp, for the record of the operation that begins on `stream`, if this rank gave up the
-/// dispatch before, else 0. A rank that received that dispatch announces 0, so all ranks raise an error.
+/// previous dispatch, else 0. A rank that received that dispatch announces 0, so all ranks raise an error.
 uint32_t DeviceCommunicator::after_given_up(cudaStream_t stream) {
   if (!given_up_ || *given_up_ != capture_of(stream)) return 0;
   given_up_.reset();
@@ -134,7 +134,7 @@ void DeviceCommunicator::send(WireFormat wire, gpu::SendArguments arguments, con
   arguments.plan_block = plan.planner > 0 ? plan.route + plan.relay : 0;
   arguments.after = after_given_up(stream);
   if (plan.later) order(side_stream_, fork_, stream);
-  if (dispatch)  // on the SMs that receive rows afterwards
+  if (dispatch)  // routes are computed on the SMs that receive rows afterwards
     check_cuda(gpu::launch_dispatch_route(launch(stream, plan.route_blocks(), false),
                                           *comm(config_.shape.wire), arguments),
                "launch of a dispatch (routes)");
@@ -143,9 +143,9 @@ void DeviceCommunicator::send(WireFormat wire, gpu::SendArguments arguments, con
   pending_ = {Begun::sent, arguments, wire, plan, stream, capture_of(stream)};
 }
 
-/// Receives the rows of the operation that was sent last. `directly`: as in finish_dispatch. Without it a
-/// kernel of the caller may come before. That kernel may let the next one start early, and still read freed
-/// memory that is the output now. So the receiving kernel starts only after its end.
+/// Receives the rows of the operation that was sent last. `directly`: as in finish_dispatch. Otherwise a
+/// kernel of the caller may precede the receiving kernel, let it start early, and still read freed memory
+/// that is the output now. So the receiving kernel then starts only after the end of the kernel before it.
 void DeviceCommunicator::receive(gpu::ReceiveArguments arguments, bool directly, cudaStream_t stream) {
   const Begun begun = *pending_;
   const bool beside = directly && stream == begun.stream && begun.state == Begun::sent;

@@ -28,7 +28,7 @@ void DeviceCommunicator::require_usable() {
 void DeviceCommunicator::note_broken() {
   const HostStatus::Broken& broken = pinned_->status->broken;
   if (broken_ || load_acquire(broken.set) == 0) return;
-  // by WaitPhase
+  // [WaitPhase]
   static constexpr const char* kPhaseTexts[] = {"", " (its rows)", " (room for rows)",
                                                 " (blocks of this GPU)"};
   const std::string phase =

@@ -8,7 +8,7 @@
 
 namespace moecomm {
 
-/// Text for an argument that ranks give differently: `first` on rank 0, `here` on `rank`, both as numbers.
+/// Text of the error that ranks disagree on an argument. Its values: `first` on rank 0, `here` on `rank`.
 inline std::string disagreement_text(Disagreement about, int rank, int64_t first, int64_t here) {
   const auto text = [rank](const char* what, const auto& of_first, const auto& of_rank) {
     return text_of("ranks disagree on ", what, ": rank 0 has ", of_first, ", rank ", rank, " has ", of_rank);

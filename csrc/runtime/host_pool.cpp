@@ -11,8 +11,8 @@
 namespace moecomm {
 namespace {
 
-/// Rounds a size up to a multiple of a quarter of the power of two below it, so that training steps of
-/// slightly different sizes share blocks.
+/// Rounds a size up to a multiple of a quarter of the power of two below the size (and of a page), so that
+/// training steps of slightly different sizes share blocks.
 int64_t size_class(int64_t bytes) {
   const auto power = static_cast<int64_t>(std::bit_floor(static_cast<uint64_t>(std::max(bytes, kPage))));
   return align_up(align_up(std::max(bytes, kPage), power / 4), kPage);
@@ -55,8 +55,8 @@ void HostPool::give_back(std::byte* block, int64_t bytes) {
   live_bytes_ -= bytes;
   free_[bytes].push_back(block);
   free_bytes_ += bytes;
-  // As sizes drift, classes keep idle blocks that nobody takes. So used and idle blocks together get at most
-  // twice the most bytes that were in use at one time. The largest idle blocks are freed first.
+  // As sizes drift, classes keep idle blocks that nobody takes. So used and idle blocks together may have at
+  // most twice the bytes that were ever in use at one time. The largest idle blocks are freed first.
   while (live_bytes_ + free_bytes_ > 2 * peak_live_bytes_) {
     auto largest = std::prev(free_.end());
     if (largest->second.empty()) {

@@ -120,8 +120,8 @@ void Internode::pull(const Plan& plan, uint64_t epoch, const std::function<void(
 }
 
 /// Works in rounds. In a round each rank of the node has one chunk to send on its rail. This rank sums its
-/// rows for the chunks of the other ranks, and writes these partial sums to them. Then it adds up its own
-/// chunk of the round before. Each rank has room for the partial sums of a few rounds.
+/// rows for the other ranks' chunks, and writes these partial sums to them. Then it adds up the partial sums
+/// of its own chunk of the previous round. Each rank has room for the partial sums of a few rounds.
 void Internode::relay(const cpu::Context& context, const Plan& plan, const cpu::CombineArguments& arguments,
                       uint64_t epoch) {
   const int64_t chunk_rows = layout_.shape.chunk_rows(), row_bytes = layout_.shape.row_bytes();
@@ -129,7 +129,7 @@ void Internode::relay(const cpu::Context& context, const Plan& plan, const cpu::
     int32_t other;
     int64_t chunk;
   };
-  // Returns the chunks that rank `local` of this node adds up, in its order. All ranks make the same lists.
+  // Returns the chunks that rank `local` of this node adds up, by round. All ranks make the same lists.
   const auto tasks_of = [&](int32_t local) {
     std::vector<Task> tasks;
     for (int64_t chunk = 0; chunk < layout_.shape.chunks(layout_.shape.max_tokens); ++chunk)

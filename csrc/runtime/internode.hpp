@@ -1,7 +1,7 @@
 // An operation's work between nodes (docs/protocol.md): sends what other nodes need, waits for their data,
-// and sums for tokens of their ranks. Data travels along a rail, the ranks with the same local index on all
-// nodes. A token's home is the rank that it belongs to. `other` numbers the nodes without this one
-// (NodeMap::other). The proxy does the puts (writes to other nodes) and tracks arrivals.
+// and adds up rows for tokens of their ranks. Data travels along a rail, the ranks with the same
+// local index on all nodes. A token's home is the rank that it belongs to. `other` numbers the nodes without
+// this one (NodeMap::other). The proxy does the puts (writes to other nodes) and tracks arrivals.
 #pragma once
 
 #include <functional>
@@ -24,7 +24,7 @@ class Internode {
 
   Proxy& proxy() { return proxy_; }
 
-  /// Rows from `rank`, on another node, in the order sent. ids(), weights(), error_text(): with its record.
+  /// Received from `rank`, on another node: rows in the order sent; with its record ids, weights, error text.
   const std::byte* rows(int32_t rank, uint64_t epoch) const {
     return window_of(rank) + layout_.relayed_rows(epoch, other_of(rank));
   }
@@ -51,11 +51,11 @@ class Internode {
   }
 
   /// Sends the record of an operation to the rail. A dispatch adds the tokens' ids and weights, an error its
-  /// `text`. `routes`: those of the rows that send_rows() will send, or null.
+  /// `text`. `routes`: the tokens whose rows send_rows() will send, or null.
   void announce(const SignalRecord& record, const RelayRoutes* routes, const char* text);
   /// Sends the rows of x that other nodes need. Returns when all have been handed to the proxy.
   void send_rows(const cpu::Context& context, const RelayRoutes& routes, const std::byte* x, uint64_t epoch);
-  /// Returns when all that the rail's ranks announced in `epoch` has arrived here.
+  /// Returns when all data that the rail's ranks announced up to `epoch` has arrived here.
   void wait_all_here(uint64_t epoch);
 
   /// Receives rows from other nodes chunk by chunk: calls pull(range) for the entries of each chunk that has
@@ -63,7 +63,7 @@ class Internode {
   void pull(const Plan& plan, uint64_t epoch, const std::function<void(cpu::EntryRange)>& pull);
 
   /// Does this rank's part of a combine for tokens of other nodes: gives its sums to the ranks of this node
-  /// on the homes' rails, and sends the totals for the homes on its own rail.
+  /// on the homes' rails, and sends the node's totals to the homes on its own rail.
   void relay(const cpu::Context& context, const Plan& plan, const cpu::CombineArguments& arguments,
              uint64_t epoch);
   /// Returns when all ranks of the node have called it: then all their sums and gradients are written.

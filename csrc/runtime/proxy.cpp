@@ -12,15 +12,15 @@ namespace moecomm {
 namespace {
 
 constexpr auto kWordsInterval = std::chrono::milliseconds(2);  // between polls of the control links
-constexpr double kGoodbyeSeconds = 10.0;                       // the longest time for a goodbye
-constexpr double kLinksSeconds = 1.0;  // the longest time for the links to send the rest, at the end
+constexpr double kGoodbyeSeconds = 10.0;                       // the longest wait at close() for peers
+constexpr double kLinksSeconds = 1.0;  // after that, most time for the links to send the rest
 // The thread's time for closing links and network, in addition to the timeout that bounds its goodbye.
 constexpr double kEndSeconds = 3.0;
 // A peer that ends, closes or gives up says so over its link. A network failure may come first, and is
 // reported after this time if no link explains it.
 constexpr auto kExplanationTime = std::chrono::milliseconds(100);
 // The longest sleep of a CPU rank's proxy, and of a GPU's. A command from the host ends a sleep, and each
-// operation on the CPU begins with such a command. Arrivals and kernels end none, so sleeps have to be short.
+// operation on the CPU begins with such a command. Arrivals and kernels do not, so sleeps have to be short.
 constexpr auto kLongSleep = std::chrono::microseconds(500), kDeviceSleep = std::chrono::microseconds(100);
 constexpr uint64_t kNoContext = ~uint64_t{0};
 
@@ -252,7 +252,7 @@ bool Proxy::issue() {
     }
     const Put& put = out.ready.front();
     if (out.gone) {
-      // The peer will not read the bytes. Who waits for the slot learns of the loss by signals.
+      // The peer will not read the bytes. Whoever waits for the slot learns of the loss by signals.
       put_done(put.context);
     } else {
       if (!transport_->put(NodeMap::node_of_other(other, node_), put.dst, put.src, put.bytes, put.immediate,
@@ -271,7 +271,7 @@ bool Proxy::issue() {
   return busy;
 }
 
-/// Counts a put whose source bytes may be overwritten. `context`: its staging slot, which becomes free.
+/// Counts a put whose source bytes may be overwritten. `context`: its staging slot, now free, or kNoContext.
 void Proxy::put_done(uint64_t context) {
   uint64_t& put = progress().put;
   std::atomic_ref(put).store(put + 1, std::memory_order_release);
@@ -337,7 +337,7 @@ void Proxy::arrived(uint32_t bits) {
   check_goodbye(other);
 }
 
-/// Shows this node's ranks a peer's next record, if it is here with its ids and weights; else returns false.
+/// Shows this node's ranks the next record of a peer. False if the record, its ids or weights are not here.
 bool Proxy::show_next(int32_t other) {
   Inbound& in = inbound_[other];
   const uint64_t epoch = in.delivered + 1;
@@ -376,7 +376,7 @@ void Proxy::check_parts(int32_t other) {
   }
 }
 
-/// Counts a peer that has closed as gone once its last put has arrived, and tells it that it may end.
+/// If a peer has closed and its last put has arrived: counts the peer as gone, and tells it that it may end.
 void Proxy::check_goodbye(int32_t other) {
   Inbound& in = inbound_[other];
   if (in.gone || in.arrived != in.last) return;
@@ -436,14 +436,14 @@ void Proxy::lose(int32_t other, Cause cause, std::string_view text) {
     std::string& reason = reasons_[NodeMap::node_of_other(other, node_)];
     try {
       reason = text;
-    } catch (const std::bad_alloc&) {  // the loss is told in any case
+    } catch (const std::bad_alloc&) {  // the loss is reported all the same
       reason = "out of memory";        // short enough to need no memory
     }
   }
   signals_.deliver_gone(rail(other), cause);
 }
 
-/// Tells each peer, once all puts to it have started, how many they are. `busy`: more commands may come.
+/// Tells each peer the number of puts to it, once all have started. `busy`: more commands may come.
 void Proxy::say_goodbye(bool busy) {
   if (!goodbye_) goodbye_.emplace(std::chrono::duration<double>(std::min(timeout_seconds_, kGoodbyeSeconds)));
   if (busy) return;

@@ -43,22 +43,22 @@ void require_message_size(const Transport& transport, const WindowShape& shape);
 class Proxy {
  public:
   /// Starts the thread. `base`: this rank's window. `transport` and `links` number peers by node. While this
-  /// object lives, it tells the rail when this rank gives up on a peer; `signals` must outlive it. Each
-  /// peer's first record is that of `first_epoch`.
+  /// object lives, it tells the rail when this rank gives up on a peer. `signals` must outlive the proxy. The
+  /// first record of each peer is that of `first_epoch`.
   Proxy(const WindowLayout& layout, int32_t rank, std::byte* base, shm::Signals& signals,
         std::unique_ptr<Transport> transport, std::unique_ptr<tcp::Links> links, double timeout_seconds,
         uint64_t first_epoch = 1);
   ~Proxy();
 
-  /// Takes over a command; waits while the ring is full.
+  /// Queues a command for the thread. Waits while the ring is full; Error(peer_timeout) after the timeout.
   void push(const Command& command);
   /// Word with the epoch up to which all data that the rail's rank on node `other` announced has arrived.
   uint64_t* all_here(int32_t other) { return progress().all_here(other); }
-  /// Word that counts how often a staging slot has become free.
+  /// Word that counts how often staging slot `slot` has become free.
   uint64_t* staging_done(int64_t slot) { return &staging_done_[slot]; }
   /// Tells the rail that this rank has given up on a peer. Any thread may call it.
   void announce_loss(int32_t peer, Cause cause) noexcept;
-  /// Why a rank of another node can't be reached, if the network said so.
+  /// Why rank `peer` of another node can't be reached; "" if the network has not said.
   std::string reason(int32_t peer) const;
   const TransportCaps& caps() const { return caps_; }
   WireStats& stats() { return stats_; }
@@ -93,7 +93,7 @@ class Proxy {
     } epochs[2];
     uint64_t delivered = 0;        // epoch of the last record shown
     uint64_t arrived = 0;          // puts that have arrived, over all epochs
-    uint64_t last = ~uint64_t{0};  // number of puts that the peer's goodbye says
+    uint64_t last = ~uint64_t{0};  // all puts that the peer has sent, known from its goodbye
     bool gone = false;
     std::string failure;  // network failure that is not reported yet; see suspect()
     Clock::time_point tell{};
@@ -142,7 +142,7 @@ class Proxy {
   CommandRing ring_;
   std::vector<uint64_t> staging_done_;
   WireStats stats_;
-  std::atomic<int> stop_{0};  // 1: goodbye, 2: at once
+  std::atomic<int> stop_{0};  // 1: end after a goodbye, 2: end at once
   bool left_behind_ = false;  // the thread has not ended in time
 
   // Fields that only the proxy's thread uses.

@@ -10,7 +10,7 @@
 namespace moecomm {
 namespace {
 
-/// Returns `interface`, or "" if TCP does not know it: it may be an RDMA device ("mlx5_0").
+/// Returns `interface`, or "" if it has no address for TCP, as an RDMA device ("mlx5_0").
 std::string interface_for_links(const std::string& interface) {
   try {
     interface_address(interface);
@@ -20,7 +20,7 @@ std::string interface_for_links(const std::string& interface) {
   }
 }
 
-// The least silence of a host that ends its link. A longer timeout takes its place, up to the kernel's limit.
+// Seconds after which a host's silence ends its link; the timeout, if longer, but at most the kernel's limit.
 constexpr double kLeastSilence = 30.0;
 
 }  // namespace

@@ -26,7 +26,7 @@ class Rail {
   /// Opens this rank's ends. Registers the part of the window at `base` that the network writes or reads.
   Rail(const RailOptions& options, const WindowLayout& layout, std::byte* base);
 
-  /// The address of each lane (libfabric endpoint) for rows. endpoint(): that of the TCP links.
+  /// The address of each lane (libfabric endpoint) for rows. endpoint(): the address of the TCP links.
   std::vector<fabric::AddressBytes> endpoint_addresses() const { return network_->endpoint_addresses(); }
   const std::string& endpoint() const { return links_->endpoint(); }
   /// Connects to all peers, within 1.5 times the timeout. Throws the errors of tcp::Links::connect and

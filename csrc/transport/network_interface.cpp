@@ -83,8 +83,8 @@ std::vector<InterfaceAddress> host_addresses() {
 }
 
 std::string default_route_address() {
-  // No host has these addresses (for documentation, RFC 5737, 3849). Connecting a datagram socket to
-  // one sends nothing, but gives the socket this host's address on the default route.
+  // No host has these addresses, reserved for documentation (RFC 5737, 3849). connect() of a datagram socket
+  // to such an address sends nothing, but gives the socket this host's address on the default route.
   for (const char* const far : {"192.0.2.1", "2001:db8::1"}) {
     tcp::Address address = tcp::make_address(far, "9");
     const Descriptor fd =

@@ -32,8 +32,8 @@ inline bool is_loopback(const std::string& address) {
 
 /// Finds in `have` the address for `wanted`, an interface's name or a numeric address. An interface stands
 /// for its first IPv4 address, or else its first IPv6 address. If `wanted` is empty: `default_address`, else
-/// that of an interface with a carrier, else of any but the loopback, else the loopback's. Interfaces that
-/// are down do not count. Throws Error(invalid_argument), which lists the addresses, if none fits.
+/// an address of an interface with a carrier, else of any interface but the loopback, else the loopback's.
+/// Interfaces that are down do not count. Error(invalid_argument), with the addresses, if none fits.
 std::string choose_address(const std::string& wanted, const std::vector<InterfaceAddress>& have,
                            const std::string& default_address);
 

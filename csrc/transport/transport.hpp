@@ -10,7 +10,7 @@
 
 namespace moecomm {
 
-/// Capabilities of a network, for display and for the choice of sizes.
+/// What a network is and can do, for display and for the choice of sizes.
 struct TransportCaps {
   std::string provider;         ///< for example "tcp", "verbs;ofi_rxm"
   std::string version;          ///< version of the network library
@@ -39,7 +39,7 @@ struct TransportEvent {
   std::string text;    ///< of failed: the reason, with the provider's name
 };
 
-/// Puts from this rank's window into peers' windows. The caller numbers the peers. Only the proxy uses it.
+/// Puts from this rank's window into peers' windows. The caller, always the proxy, numbers the peers.
 class Transport {
  public:
   virtual ~Transport() = default;
@@ -48,7 +48,7 @@ class Transport {
   /// many puts are in flight: poll() and try again. The source bytes must not change until `sent`.
   virtual bool put(int32_t peer, int64_t dst_offset, int64_t src_offset, int64_t bytes, uint32_t immediate,
                    uint64_t context) = 0;
-  /// Notes that `peer` has ended: nothing more is sent to it.
+  /// The caller tells that `peer` has ended. Nothing more is sent to the peer.
   virtual void forget(int32_t peer) = 0;
   /// Makes progress and appends the events since the last call. Call it continuously, also when idle.
   virtual void poll(std::vector<TransportEvent>& events) = 0;

@@ -112,8 +112,8 @@ Endpoint::Endpoint(Info info) : info_(std::move(info)) {
 }
 
 Endpoint::~Endpoint() {
-  // Memory that is bound to an endpoint has to be closed before it. Other memory is closed after the endpoint
-  // (see the order of members).
+  // Registrations that are bound to an endpoint have to be closed before the endpoint, others after it (see
+  // the order of members).
   if ((static_cast<uint64_t>(info_->domain_attr->mr_mode) & FI_MR_ENDPOINT) != 0) registrations_.clear();
 }
 

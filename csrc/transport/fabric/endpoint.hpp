@@ -69,7 +69,7 @@ class Endpoint {
   /// The address that a peer passes to insert(): bytes, in general not text.
   std::vector<std::byte> address() const;
   fi_addr_t insert(const std::vector<std::byte>& address);
-  /// An address as text, for messages.
+  /// Returns an address as text, for error messages.
   std::string print(const std::vector<std::byte>& address) const;
 
   /// Starts a put. Returns 0, -FI_EAGAIN or another error. `context` must stay valid until the put ends.
@@ -78,14 +78,14 @@ class Endpoint {
     return fi_writedata(endpoint_.get(), source, bytes, descriptor, immediate, peer, address, key, context);
   }
 
-  /// Makes progress. Returns the number of completions; -FI_EAGAIN: none; -FI_EAVAIL: an error is next.
+  /// Makes progress, reads completions, returns their number; -FI_EAGAIN: none; -FI_EAVAIL: an error is next.
   ssize_t read(fi_cq_data_entry* entries, size_t count) { return fi_cq_read(queue_.get(), entries, count); }
 
   struct Failure {
-    void* context = nullptr;  ///< of the failed operation; null if the error is of no operation
+    void* context = nullptr;  ///< that of the failed put; null if the error belongs to no put
     std::string text;
   };
-  /// Gets the next error of the queue. False if there is none.
+  /// Takes the next error from the completion queue. False if there is none.
   bool read_error(Failure& failure);
 
  private:

@@ -17,7 +17,7 @@ struct RemoteRegion {
   bool operator==(const RemoteRegion&) const = default;
 };
 
-/// The part of an endpoint address with a fixed size, sent as it is in memory.
+/// The fixed-size fields of an endpoint address. Their bytes are sent as they are in memory.
 struct EndpointFacts {
   uint32_t library = 0;                         ///< version of libfabric, major << 16 | minor
   uint32_t protocol = 0, protocol_version = 0;  ///< the provider's protocol on the wire

@@ -79,7 +79,7 @@ class Lanes final : public Network {
     }
     gather_caps();
   }
-  /// Takes as long as the slowest lane: all close concurrently.
+  /// Closes all lanes concurrently, and so takes as long as the slowest lane.
   ~Lanes() override { stop(); }
   Lanes(const Lanes&) = delete;
   Lanes& operator=(const Lanes&) = delete;

@@ -14,7 +14,7 @@ constexpr uint32_t kHeaders = FI_VERSION(FI_MAJOR_VERSION, FI_MINOR_VERSION);
 
 template <class Function>
 void find(void* handle, const char* name, const std::string& path, Function& function) {
-  // dlsym gives default versions, equal for functions that share a struct: so they agree on its layout.
+  // dlsym gives default versions. Functions that share a struct have the same version, so layouts agree.
   function = reinterpret_cast<Function>(dlsym(handle, name));
   if (function == nullptr)
     throw Error(ErrorKind::unsupported,

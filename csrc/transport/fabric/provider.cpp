@@ -58,8 +58,8 @@ int preference(const std::string& provider) {
 
 bool on_one_host(const std::string& provider) { return provider == "shm" || provider == "sm2"; }
 
-/// Order of an address if no interface is requested, lowest first: loopback after others, then IPv6 after
-/// IPv4. candidates() puts the address that control links use before all others.
+/// Sort key of an address if no interface is requested: loopback comes after others, then IPv6 after IPv4.
+/// candidates() puts the address that control links use before all others.
 int address_preference(const std::string& address) {
   if (address.starts_with("fe80:")) return 9;  // needs a scope, which address tables can't hold
   const bool v6 = address.find(':') != std::string::npos;
@@ -264,7 +264,7 @@ std::vector<Info> choose_lanes(const ProviderOptions& options) {
   const std::vector<Candidate> there = candidates(all.get());
   const std::vector<Candidate> fit = fitting(options, there);
 
-  // Among NICs with the first one's provider and kind of address, the distance from the GPU decides.
+  // Among NICs with the first candidate's provider and kind of address, the distance from the GPU decides.
   const Candidate& first = fit.front();
   std::vector<const Candidate*> rails;
   std::vector<std::string> nics;

@@ -115,7 +115,7 @@ void FabricTransport::fail(int32_t index, const std::string& what, std::vector<T
   std::string name = "a peer that the provider does not name";
   if (index >= 0) {
     Peer& peer = peers_[index];
-    if (peer.dropped) return;  // said already
+    if (peer.dropped) return;  // already reported
     name = peer.name;
     drop(index);
   }

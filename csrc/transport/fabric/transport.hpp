@@ -6,7 +6,7 @@
 //   when there is nothing to send: several providers accept and deliver only during it.
 // - If a peer ends while writes to it are in flight, tcp reports `failed`; without such writes, put() to it
 //   returns false from then on. shm never reports that, and no provider reports a peer that hangs or whose
-//   link is cut. The caller learns of it by its control links, and calls forget().
+//   link is cut. The caller learns of such peers by its control links, and calls forget().
 #pragma once
 
 #include <cstddef>
@@ -41,8 +41,8 @@ class FabricTransport final : public Transport {
   /// Takes the endpoint addresses of all peers, by index; at own_index stands this rank's, which is not read.
   /// Called once. Throws an error for a bad endpoint address.
   void insert_peers(const std::vector<AddressBytes>& endpoint_addresses, int own_index);
-  /// Sends a hello (a random word) to each peer. Returns when all these are sent and every peer's hello has
-  /// arrived. Errors as in Network::connect.
+  /// Sends a hello (a random word) to each peer. Returns when all hellos are sent and every peer's hello
+  /// has arrived. Errors as in Network::connect.
   void connect(double timeout_seconds, const std::function<void()>& interrupt = {});
 
   const TransportCaps& caps() const override { return caps_; }
@@ -116,7 +116,7 @@ class FabricTransport final : public Transport {
 };
 
 /// Destroys a transport within a few seconds, whatever the peers do. What the provider has not closed by then
-/// stays open until the process ends. So do endpoints of providers layered by rxm, which do not close safely.
+/// stays open until the process ends. So do all endpoints of rxm providers: closing these is not safe.
 struct CloseInTime {
   void operator()(FabricTransport* transport) const;
 };

@@ -1,4 +1,4 @@
-// Replaces this folder in a build without libfabric's headers: the functions for the runtime, which throw.
+// Replaces this folder in a build without libfabric's headers: its functions throw Error(unsupported).
 #include "common/error.hpp"
 #include "transport/fabric/network.hpp"
 

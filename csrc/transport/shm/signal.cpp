@@ -49,7 +49,7 @@ int available_cpus() {
   return sched_getaffinity(0, sizeof(set), &set) == 0 ? CPU_COUNT(&set) : 1;
 }
 
-/// Threads of a host that may want a core at the same time: with several nodes each rank also has a proxy.
+/// Number of threads of a host that may want a core at once: with several nodes each rank also has a proxy.
 int busy_threads(const NodeMap& nodes, int host_ranks) {
   return std::max(host_ranks, nodes.local_ranks) * (nodes.nodes() > 1 ? 2 : 1);
 }
@@ -164,7 +164,7 @@ void Signals::wait_all(uint64_t epoch, const char* phase, std::vector<double>* l
   if (late_seconds == nullptr) return wait_until(arrived, epoch, phase);
   const auto start = std::chrono::steady_clock::now();
   std::vector<bool> counted(late_seconds->size());
-  // wait_until waits for one rank after another; count() also takes the time of later ranks.
+  // wait_until checks ranks in order and stops at a late rank. count() also notes when later ranks arrive.
   const auto count = [&](int peer) {
     if (counted[peer]) return true;
     if (!arrived(peer)) return false;
@@ -195,7 +195,7 @@ void Signals::wait_word(uint64_t* word, uint64_t value, int peer, int through, u
                         const char* phase) {
   const auto there = [&] { return atomic(*word).load(std::memory_order_acquire) >= value; };
   if (there()) return;
-  // At the deadline `peer` is blamed, the source of the data.
+  // An error at the deadline names `peer`, the source of the data.
   wait_until([&](int each) { return (each != peer && each != through) || there(); }, epoch, phase, peer);
 }
 
@@ -256,7 +256,7 @@ void Signals::wait_until(const std::function<bool(int)>& arrived, uint64_t epoch
     const int late = missing();
     const bool longer = patient && absent(late, epoch);
     if (longer && !last.passed())
-      deadline = Deadline{std::chrono::duration<double>(timeout_seconds_)};  // counts from when `late` comes
+      deadline = Deadline{std::chrono::duration<double>(timeout_seconds_)};  // starts once `late` has come
     else if ((longer || deadline.passed()) && !all_arrived())
       give_up({late, Cause::no_signal, rank_}, phase, epoch, longer ? absence_seconds_ : timeout_seconds_);
   }

@@ -41,7 +41,7 @@ class Signals {
     Signals& signals_;
   };
 
-  /// Returns whether more threads of this host want a core than it has cores.
+  /// Returns whether more threads of this host may want a core than there are cores.
   bool crowded() const { return spins_ == 0; }
   /// Makes `record`, and everything this rank wrote before, visible to every rank that waits for
   /// record.epoch.
@@ -55,7 +55,7 @@ class Signals {
   /// The record of `peer` for an epoch whose wait has ended.
   const SignalRecord& record(int peer, uint64_t epoch) const;
 
-  /// Tells others that this rank has finished reading what they published in `epoch` (release).
+  /// Tells the ranks of the node that this rank has read what they published in `epoch` (release).
   void complete(uint64_t epoch);
   /// Returns when every rank of the node has completed `epoch`; what this rank published in it may then be
   /// overwritten.
@@ -69,12 +69,12 @@ class Signals {
   void wait_word(uint64_t* word, uint64_t value, int peer, int through, uint64_t epoch, const char* phase);
   /// Stores `value` (release) and wakes waiting ranks of the node.
   void store(uint64_t* word, uint64_t value);
-  /// Stores `value` (release) in a word for which only this rank waits, and wakes it.
+  /// Stores `value` (release) in a word for which only this rank waits, and wakes this rank.
   void store_own(uint64_t* word, uint64_t value);
 
-  /// Signals `record` of `peer`: of this rank, or, by its proxy's thread alone, of a rank on another node.
+  /// Signals for `peer`: this rank or, if called by the proxy's thread, a rank of another node.
   void deliver(int peer, const SignalRecord& record);
-  /// Tells the ranks of this node that `peer` will announce nothing more.
+  /// Tells the ranks of this node that `peer` will announce nothing more, because of `cause`.
   void deliver_gone(int peer, Cause cause);
   /// Tells the ranks of this node that `peer` has given up on rank `on`.
   void deliver_abort(int peer, int on, Cause cause);
@@ -121,7 +121,7 @@ class Signals {
   template <class Write>
   void write_lines(int peer, const Write& write);
   /// Returns when arrived(peer) is true for all ranks, that is, each has reached what `epoch` needs. `blame`:
-  /// the rank that an error at the deadline names; -1: one that has not arrived.
+  /// the rank that an error at the deadline names; -1: a rank that has not arrived.
   void wait_until(const std::function<bool(int)>& arrived, uint64_t epoch, const char* phase, int blame = -1);
 
   WindowLayout layout_;

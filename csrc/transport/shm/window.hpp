@@ -1,5 +1,5 @@
 // A window in POSIX shared memory. Its owner creates it without a name, names it while the ranks of the node
-// map it, and unlinks it again. So the kernel frees it after the last process, in whatever way that ends. A
+// map it, and unlinks it again. So the kernel frees the memory when the last process ends, in whatever way. A
 // forked child gets neither the mapping nor the descriptor, so it does not keep the memory from being freed.
 #pragma once
 

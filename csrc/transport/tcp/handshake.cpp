@@ -19,7 +19,7 @@ using namespace std::chrono_literals;
 constexpr int kPollMilliseconds = 50;
 // A caller must identify itself within this time, or it is dropped. A peer that was too slow calls again.
 constexpr auto kHelloTime = 2s;
-// How many callers, besides the peers, may be waited for at a time; one more, and the oldest is dropped.
+// The most callers besides the peers that wait to identify themselves. A further caller displaces the oldest.
 constexpr size_t kStrangers = 64;
 constexpr auto kFirstPause = 20ms, kLongestPause = 1000ms;
 
@@ -201,7 +201,7 @@ void Handshake::take_callers() {
         Descriptor::open([&] { return accept4(listener_, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC); });
     if (!fd) {
       if (errno == EINTR) continue;
-      if (errno != EMFILE && errno != ENFILE) return;  // no caller is left, or it has already gone
+      if (errno != EMFILE && errno != ENFILE) return;  // no caller is left, or the caller has already gone
       if (callers_.empty()) throw system_error("accept of a link");
       callers_.erase(callers_.begin());
       return;

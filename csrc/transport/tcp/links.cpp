@@ -143,7 +143,7 @@ void Links::send(int32_t peer, const LinkMessage& message) noexcept {
   if (count != static_cast<ssize_t>(sizeof(message))) stop_sending(link, count < 0 ? errno : ENOBUFS);
 }
 
-// Data that the peer sent before it ended still has to be read, so only receive() ends the link.
+// What the peer sent before it ended still has to be read. So this marks the link, and receive() ends it.
 void Links::stop_sending(Link& link, int error) noexcept {
   link.error = error;
   shutdown(link.fd.get(), SHUT_RDWR);

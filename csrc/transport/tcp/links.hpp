@@ -43,7 +43,7 @@ struct LinkEvent {
 inline constexpr double kLongestSilence = 32767;  ///< the largest TCP_KEEPIDLE that the kernel accepts
 
 struct LinkOptions {
-  JobId job;              ///< random; the same for all peers of one communicator, and unknown to others
+  JobId job;              ///< random; equal for all peers of one communicator, and unknown to other programs
   int32_t self;           ///< this rank's index among the peers: the number of its node
   int32_t peers;          ///< number of peers, including this rank
   std::string interface;  ///< name or numeric address (transport/network_interface.hpp); empty: chosen
@@ -86,7 +86,7 @@ class Links {
   /// end after the given time. The peers see `lost` after the last message.
   void close(double timeout_seconds) noexcept;
 
-  /// Ends all links at once, also for the peers. Any thread may call it if the one that polls is blocked.
+  /// Ends all links at once, also for the peers. Any thread may call it while the polling thread is blocked.
   void cut() noexcept;
 
  private:
@@ -95,7 +95,7 @@ class Links {
     Descriptor fd;         // empty: own index, not connected, or lost
     int error = 0;         // error of sending: nothing more is sent, and poll() finds the end of the link
     LinkMessage incoming;  // a message that is arriving
-    size_t received = 0;   // bytes of it that have arrived
+    size_t received = 0;   // bytes of `incoming` that have arrived
   };
 
   bool inherited() const { return generation_ != Descriptor::current_generation(); }
