@@ -17,7 +17,7 @@ namespace moecomm {
 
 class Internode {
  public:
-  /// bases[i] is the mapping of the window of the node's rank i.
+  /// bases[i]: address here of the window of the node's rank i.
   Internode(const WindowLayout& layout, int32_t rank, std::vector<std::byte*> bases, shm::Signals& signals,
             std::unique_ptr<Transport> transport, std::unique_ptr<tcp::Links> links, double timeout_seconds,
             uint64_t first_epoch);

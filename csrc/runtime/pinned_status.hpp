@@ -11,7 +11,7 @@
 
 namespace moecomm {
 
-inline constexpr uint32_t kTexts = 8;  ///< announcements of errors that may be in flight at once
+inline constexpr uint32_t kTexts = 8;  ///< error texts that kernels may still be announcing at once
 
 template <class T>
 T load_acquire(const T& value) {

@@ -20,7 +20,8 @@ std::string interface_for_links(const std::string& interface) {
   }
 }
 
-// Seconds after which a host's silence ends its link; the timeout, if longer, but at most the kernel's limit.
+// A host that is silent for so many seconds loses its link. A longer timeout counts, up to the kernel's
+// limit.
 constexpr double kLeastSilence = 30.0;
 
 }  // namespace

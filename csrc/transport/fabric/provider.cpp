@@ -78,7 +78,7 @@ Info query() {
   hints->domain_attr->threading = FI_THREAD_DOMAIN;
   hints->domain_attr->resource_mgmt = FI_RM_ENABLED;
   hints->domain_attr->cq_data_size = 4;
-  // Each of these bits that a provider sets is a demand, which endpoint.cpp fulfils.
+  // Each bit is something that a provider may demand. endpoint.cpp fulfils all these demands.
   hints->domain_attr->mr_mode =
       FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY | FI_MR_ENDPOINT;
   fi_info* found = nullptr;
@@ -100,7 +100,7 @@ struct Candidate {
   Offer offer;
 };
 
-/// Usable entries, best first, each once: libfabric repeats entries that differ only in irrelevant fields.
+/// Usable entries of libfabric's list, best first. Of entries with equal offers the list's first is kept.
 std::vector<Candidate> candidates(const fi_info* list) {
   std::vector<Candidate> found;
   for (const fi_info* info = list; info != nullptr; info = info->next) {

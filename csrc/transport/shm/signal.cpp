@@ -280,7 +280,7 @@ void Signals::announce_loss(int peer, Cause cause) {
 
 Error loss_error(const Signals::Loss& loss, int rank, const std::string& phase, double waited,
                  uint64_t expected, uint64_t seen, const std::string& reason) {
-  // by Cause
+  // [Cause]
   static constexpr const char* kCauses[] = {
       "", " (its process has ended)", " (it has closed the communicator)", " (the network to it has failed)"};
   std::string text = text_of("rank ", rank, ", ", phase, ": ");

@@ -13,11 +13,11 @@ namespace moecomm::shm {
 
 class Window {
  public:
-  /// A new window without a name. The first `committed` bytes are allocated at once, so that a full /dev/shm
-  /// is an Error(out_of_memory) here and not a SIGBUS later. First removes windows that killed ranks have
-  /// left in /dev/shm with their names.
+  /// Makes a window without a name. The first `committed` bytes are allocated at once, so that a full
+  /// /dev/shm is an Error(out_of_memory) here and not a SIGBUS later. First removes windows that killed ranks
+  /// have left in /dev/shm with their names.
   static Window create(int64_t bytes, int64_t committed);
-  /// A peer's window. Throws Error(invalid_argument) if it has another size.
+  /// Maps a peer's window. Throws Error(invalid_argument) if the window does not have `bytes` bytes.
   static Window open(const std::string& name, int64_t bytes);
 
   Window() = default;

@@ -18,7 +18,7 @@ namespace moecomm::tcp {
 
 using JobId = std::array<std::byte, 16>;
 
-/// The first bytes that each side sends, as they are in memory.
+/// What each side of a connection sends first. Its bytes are sent as they are in memory.
 struct Hello {
   std::array<char, 8> magic{'m', 'o', 'e', 'c', 'o', 'm', 'm', '\x1a'};
   JobId job{};
@@ -32,7 +32,7 @@ class Handshake {
   /// `listener` is bound to `own` and listens.
   Handshake(const JobId& job, int32_t self, const Address& own, int listener, std::vector<Address> endpoints);
 
-  /// Returns a connection to each peer, none at `self`. Throws Error(peer_timeout), which names the first
+  /// Returns a connection to each peer, empty at `self`. Throws Error(peer_timeout), which names the first
   /// missing peer; Error(mismatched_arguments) if another program answers for a peer. `interrupt` is called
   /// at least every 50 ms and may throw.
   std::vector<Descriptor> run(double timeout_seconds, const std::function<void()>& interrupt);

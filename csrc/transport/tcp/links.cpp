@@ -30,8 +30,8 @@ void set(int fd, int level, int option, unsigned value, const char* what) {
     throw Error(ErrorKind::unsupported, errno_text(what));
 }
 
-/// Makes the kernel end the link when the other host has been silent for this long: while bytes are in
-/// flight, and, by probes, while none are.
+/// Makes the kernel send at once, and end the link when the other host has been silent for this long. If no
+/// bytes are in flight, the kernel notices silence by probes.
 void set_up(int fd, double silence_seconds) {
   const auto seconds = static_cast<unsigned>(std::ceil(silence_seconds));
   set(fd, IPPROTO_TCP, TCP_NODELAY, 1, "setsockopt TCP_NODELAY");
@@ -46,7 +46,7 @@ const LinkOptions& checked(const LinkOptions& options) {
   if (options.peers < 1 || options.self < 0 || options.self >= options.peers)
     throw Error(ErrorKind::invalid_argument,
                 text_of("peer ", options.self, " of ", options.peers, " does not exist"));
-  // The kernel accepts no longer time for TCP_KEEPIDLE.
+  // kLongestSilence is the most that the kernel accepts for TCP_KEEPIDLE.
   if (!(options.silence_seconds > 0 && options.silence_seconds <= kLongestSilence))
     throw Error(ErrorKind::invalid_argument, text_of("silence_seconds is ", options.silence_seconds,
                                                      ", expected more than 0 and at most 32767"));
