@@ -28,7 +28,7 @@ struct Address {
 template <class T>
 using Given = std::conditional_t<std::is_pointer_v<T>, Address, T>;
 
-/// Returns a function that calls the method and takes an Address for each pointer; it is what gets bound.
+/// Returns a function to bind: it calls the method, and takes a number (Address) for each pointer.
 template <class Class, class Result, class... Parameters>
 auto by_address(Result (Class::*method)(Parameters...)) {
   return [method](Class& self, Given<Parameters>... given) -> Result { return (self.*method)(given...); };

@@ -189,7 +189,7 @@ SignalRecord Communicator::start(Operation operation, const Plan* plan) {
   return record;
 }
 
-/// Announces `record` to all ranks. `routes`: tokens for other nodes, or null; `text`: an error's, or null.
+/// Announces `record` to all ranks. `routes`: tokens for other nodes, or null; `text`: error text, or null.
 void Communicator::signal(const SignalRecord& record, const RelayRoutes* routes, const char* text) {
   signals_->signal(record);
   if (internode_) internode_->announce(record, routes, text);

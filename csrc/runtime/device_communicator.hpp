@@ -91,7 +91,7 @@ class DeviceCommunicator {
 
   /// SMs that an operation holds while it runs.
   int32_t num_sms() const { return heuristics_.all_blocks(); }
-  /// True if a combine may have token_weights: only where one kernel does every combine, on all ranks.
+  /// True if a combine may have token_weights. It may if one kernel does every combine on all ranks.
   bool weighs_tokens() const;
   /// Lets one kernel do a whole operation for at most `tokens` tokens of this rank. This can only lower the
   /// limit of the heuristics. Ranks need not agree on it.
@@ -109,7 +109,7 @@ class DeviceCommunicator {
   void dispatch(const gpu::SendArguments& dispatch, gpu::ReceiveArguments output, cudaStream_t stream);
   /// Returns the size of the output to allocate before a dropless dispatch; zero rows: allocate after
   /// wait_rows. Second result: true if dispatch() may take that output, false if only begin_dispatch and
-  /// finish_dispatch may. Allocate it before either: kernels may still read memory that is freed later.
+  /// finish_dispatch may. Allocate it before them: kernels may still read memory that is freed later.
   std::pair<gpu::RowCounts, bool> offered_rows(int64_t tokens, RowLayout layout, int64_t alignment) const;
   /// Ends a dispatch, after wait_rows, if all its rows fit the output that was offered.
   void accept_rows();

@@ -20,8 +20,7 @@ std::string interface_for_links(const std::string& interface) {
   }
 }
 
-// A host that is silent for so many seconds loses its link. A longer timeout counts, up to the kernel's
-// limit.
+// A host that is silent for this long loses its link. A longer timeout counts, up to the kernel's limit.
 constexpr double kLeastSilence = 30.0;
 
 }  // namespace

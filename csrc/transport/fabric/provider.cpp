@@ -100,7 +100,7 @@ struct Candidate {
   Offer offer;
 };
 
-/// Usable entries of libfabric's list, best first. Of entries with equal offers the list's first is kept.
+/// Usable entries, best first, each once: libfabric repeats entries that differ only in irrelevant fields.
 std::vector<Candidate> candidates(const fi_info* list) {
   std::vector<Candidate> found;
   for (const fi_info* info = list; info != nullptr; info = info->next) {
