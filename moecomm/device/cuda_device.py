@@ -21,7 +21,7 @@ def no_kernels(what: str) -> Unsupported:
 
 
 class CudaDevice:
-    """One GPU. `current` streams are the current streams of this GPU, whichever device is current.
+    """One GPU. A current stream is always that of this GPU, whichever device is current.
 
     Frequent queries call functions of torch._C, since their wrappers in torch.cuda cost the host more time.
     The wrappers also initialise CUDA, which has happened once a communicator has memory on the GPU.
@@ -46,12 +46,12 @@ class CudaDevice:
         return self._current_device() == self.index
 
     def current(self) -> contextlib.AbstractContextManager[Any]:
-        """A context in which this is the current device."""
+        """A context in which this GPU is the current device."""
         return torch.cuda.device(self.index)
 
     def launch(self, launcher: Callable[..., None], *arguments: Any) -> None:
-        """Calls a launcher of the extension with the addresses of tensors (0 for None and for tensors without
-        elements) and, as the last argument, the current stream of this GPU."""
+        """Calls a launcher of the extension. Tensors become addresses (0 for None and for tensors without
+        elements), other arguments stay, and the current stream of this GPU comes last."""
         given = (
             _address(each) if each is None or isinstance(each, torch.Tensor) else each for each in arguments
         )
@@ -73,8 +73,8 @@ class CudaDevice:
     def record_event(
         self, stream: torch.cuda.Stream | None = None, *, timed: bool = False
     ) -> torch.cuda.Event:
-        """Records an event after the present work of `stream` (None: the current one); `timed`: the event can
-        be used with `elapsed_time`."""
+        """Returns an event after the present work of `stream` (None: the current stream); `timed`: it can be
+        used with `elapsed_time`."""
         event = torch.cuda.Event(enable_timing=timed)
         event.record(self.stream() if stream is None else stream)
         return event

@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 
 class Needed(NamedTuple):
-    """What the last step that ran again needed, and had, on the rank that needed most."""
+    """The rows that the last step which ran again needed, on the rank that needed most, and its capacity."""
 
     rows: int
     """Rows that the largest dispatch of the step needed."""
@@ -47,7 +47,7 @@ class _Before(NamedTuple):
     """Gradients and RNG states from before a step; the graph itself copies the buffers."""
 
     grads: list[Tensor | None]
-    """Gradients before the step; copies of those in the memory of the graph, which a replay overwrites."""
+    """Gradients before the step; copies where they lie in the graph's memory, which a replay overwrites."""
     are_own: list[bool]
     """True for each gradient in the memory of the graph."""
     random: tuple[Tensor, Tensor | None]
@@ -92,7 +92,7 @@ class GraphedStep:
         device: the device of the layers.
         replays: how often the graph ran, including runs that overflowed.
         overflows: how many steps ran again without graph.
-        last_needed: the rows that the last step which ran again needed, and the capacity; None if none did.
+        last_needed: the rows that the last step which ran again needed, and the capacity; None if no step did.
     """
 
     def __init__(
@@ -179,8 +179,8 @@ class GraphedStep:
         return _map(self._copy, done.output)
 
     def report(self) -> str:
-        """Returns one line: the number of steps, the number that ran again, and, for the last one that did,
-        the rows that it needed and the capacity."""
+        """Returns one line: the number of steps, and of steps that ran again. If any ran again, also the rows
+        that the last of them needed, and the capacity."""
         share = f" ({self.overflows / self.replays:.1%})" if self.replays else ""
         text = f"{self.replays} replayed steps, {self.overflows} run again without graph{share}"
         needed = self.last_needed
@@ -275,7 +275,7 @@ class GraphedStep:
     # -- what a graph has ------------------------------------------------------------------------------
 
     def _body(self, waits: bool = False) -> _Done:
-        """Runs the step as the graph has it: with copies of buffers, capacities and the overflow check."""
+        """Runs the step as the graph records it: copies buffers, sets capacities, and checks for overflow."""
         with self._settings(self._capacities, self._overflow_check, waits):
             self._overflow_check.start()
             with torch.no_grad():
@@ -355,7 +355,7 @@ class GraphedStep:
 
     def _check_comms(self, overflowed: bool = False) -> None:
         """Raises the error that the device has found, except CapacityExceeded. After an overflow it ignores
-        InvalidArgument too: unspecified rows may cause it; if not, the rerun raises it."""
+        InvalidArgument too: rows left unspecified may cause it, and if they do not, the rerun raises it."""
         passed_over = (CapacityExceeded, InvalidArgument) if overflowed else (CapacityExceeded,)
         for comm in self._comms:
             for _ in range(2):  # check raises one error per call

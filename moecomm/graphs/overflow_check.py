@@ -16,8 +16,8 @@ class OverflowCheck:
     (0: all fitted). `read` returns its maximum over a group (None: this rank). With NCCL the device takes the
     maximum, and the host waits once; else the hosts take it.
 
-    After a step's last dispatch the word is published: copied for `read`, which waits for that. A step with
-    more dispatches than the previous step publishes again, a step with fewer publishes at its end."""
+    After a step's last dispatch the word is published: copied for `read`, which waits for the copy. The last
+    is taken to be as in the previous step: each further dispatch publishes again, too few publish at the end."""
 
     def __init__(self, device: torch.device, group: Group | None) -> None:
         self._device = device
@@ -47,8 +47,8 @@ class OverflowCheck:
 
     @_disable_dynamo
     def note_dispatch(self, overflow: Tensor) -> None:
-        """Takes a dispatch into the word. overflow: 0-d int32 on the device, the rows that the dispatch
-        needed if they exceeded its capacity, else 0."""
+        """Raises the word to `overflow` if that is more. overflow: 0-d int32 on the device, the rows that a
+        dispatch needed if they exceeded its capacity, else 0."""
         self._follow()
         torch.maximum(self._rows, overflow.view(1), out=self._rows)
         self._notes += 1

@@ -40,7 +40,7 @@ class CudaRecorder:
 
     def record(self, run: Callable[[], Result]) -> Callable[[], Result]:
         """Captures `run`. Other threads may call CUDA meanwhile, as NCCL's watchdog thread does."""
-        gc.collect()  # now, since a call that frees a CUDA object would invalidate the capture
+        gc.collect()  # now, since freeing a CUDA object would invalidate the capture
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self._device)
         with (

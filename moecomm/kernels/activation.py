@@ -106,8 +106,8 @@ def activate_backward(
 
 
 def prepare(device: torch.device, dtype: torch.dtype) -> None:
-    """Loads the kernels for a dtype onto a CUDA device; see `operators.prepare`. Raises Unsupported for a
-    dtype without kernels."""
+    """Loads the activation's kernels for a dtype onto a CUDA device; see `operators.prepare`. Raises Unsupported
+    for a dtype without kernels."""
     if device.type == "cuda" and dtype not in CUDA_DTYPES:
         raise Unsupported(
             f"the activation of {dtype} on {device} has no kernels, expected "
@@ -187,7 +187,7 @@ def _launch(
     """Launches a kernel of the extension on the current stream of inner's device. Empty tensors count as
     absent."""
     if inner_PI.dtype not in CUDA_DTYPES:
-        prepare(inner_PI.device, inner_PI.dtype)  # refuses it
+        prepare(inner_PI.device, inner_PI.dtype)  # raises Unsupported
     operators.loaded("activation", inner_PI.device.index, inner_PI.dtype).launch(
         getattr(_C, name),
         inner_PI.contiguous(),
@@ -243,7 +243,7 @@ def _weigh(value_BF: Tensor, weights_P: Tensor | None, block: slice) -> Tensor:
 
 
 def _value(parts: tuple[Tensor, ...], activation: str) -> Tensor:
-    """Returns act(inner) from its parts, before rounding."""
+    """Returns act(inner) from the parts of `inner`, before rounding."""
     if activation == "gelu":
         return _share_below(parts[0]).mul_(parts[0])
     if activation == "swiglu_clamped":

@@ -17,14 +17,14 @@ class Rule(NamedTuple):
 
     top_k: int
     scores: str
-    """"softmax" of all experts, "chosen_softmax" of the chosen ones alone, or "sigmoid"."""
+    """"softmax" of all experts, "chosen_softmax" of the chosen experts alone, or "sigmoid"."""
     normalize: bool
     """True: the weights of a token are divided by their sum, except with chosen_softmax."""
     scale: float
 
 
 def scores_of(logits_TE: Tensor, rule: Rule) -> Tensor:
-    """Returns (T, E): the softmax over all experts, or the sigmoid."""
+    """Returns (T, E): the softmax over all experts, also for chosen_softmax, or the sigmoid."""
     return logits_TE.sigmoid() if rule.scores == "sigmoid" else logits_TE.softmax(dim=-1)
 
 

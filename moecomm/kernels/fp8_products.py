@@ -28,7 +28,7 @@ from moecomm.kernels.scaled_mm import scaled_grouped_mm, scaled_grouped_mm_wgrad
 class Fp8Products(Products):
     """Grouped products in e4m3. The quantised copy of a parameter of experts is kept until the parameter
     changes. A change shows in its version counter, its address, or a step of any torch.optim.Optimizer (fused
-    ones do not count versions); call `forget` after other changes. While a CUDA graph is captured nothing is
+    optimizers leave the counter alone); call `forget` after other changes. While a CUDA graph is captured nothing is
     kept, since each replay has to quantise the current weights."""
 
     name = "fp8"
@@ -45,7 +45,7 @@ class Fp8Products(Products):
         return Fp8Products, ()
 
     def forget(self) -> None:
-        """Drops the quantised weights; the next product quantises them again."""
+        """Drops the quantised copies of weights; the next product makes them again."""
         self._kept.clear()
 
     def kept_bytes(self) -> int:
@@ -66,7 +66,7 @@ class Fp8Products(Products):
         return scaled_grouped_mm_wgrad(left, right).to(rows_PA.dtype)
 
     def _weights(self, weight_LAB: Tensor, quantize: Callable[[Tensor], Quantized]) -> Quantized:
-        """Returns the quantised weight, the kept one if it is current; its summed dimension is contiguous."""
+        """Returns the quantised weight, kept or made now, in which the summed dimension is contiguous."""
         if not _may_keep(weight_LAB):
             return quantize(weight_LAB.detach())
         forms = self._kept.setdefault(weight_LAB, {})

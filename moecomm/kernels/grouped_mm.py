@@ -87,7 +87,7 @@ def _groups(offsets_L: Tensor) -> list[tuple[int, int]]:
     return list(zip([0, *ends[:-1]], ends, strict=True))
 
 
-# The host may read the offsets, so a CUDA graph must not contain the operators.
+# The host may read the offsets, so a CUDA graph must not contain these operators.
 operators.define(
     "grouped_mm(Tensor rows, Tensor weight, Tensor offsets) -> Tensor",
     _grouped_mm,

@@ -35,7 +35,7 @@ def join_groups(ends: Sequence[Tensor], rows: Sequence[int]) -> Joined:
     the positions [0, 1, 3] and [2, 4, 5, 6, 7].
     """
     device = ends[0].device
-    # The rows past the groups form one more group.
+    # M passes, G = L + 1: the rows past the groups form one more group.
     ends_MG = torch.stack(
         [torch.cat((each, each.new_full((1,), count))) for each, count in zip(ends, rows, strict=True)]
     )

@@ -50,7 +50,7 @@ def ranks_of_shards(parameter: DTensor) -> tuple[int, ...]:
 
 
 def mixed_shards_error(name: str, ranks: Sequence[int], held: str | None) -> InvalidArgument:
-    """Returns the error of experts that fully_shard has sharded over ranks which hold other experts.
+    """Returns the error for experts that fully_shard has sharded over ranks with different experts.
 
     held: what this rank holds, in words.
     """
@@ -76,7 +76,7 @@ def init_expert_weights(
     weight_LAB: Tensor, *, seed: int, name: str, first_expert: int, std: float, part: ExpertPart, split: Split
 ) -> None:
     """Fills weight[l], or its part or shard, with normal numbers that depend on (seed, name, first_expert +
-    l) alone, so that a model starts the same at every EP and ETP size. They are drawn in float32 on the CPU.
+    l) alone, so that a model starts the same at every EP and ETP size. Numbers are drawn in float32 on the CPU.
     A weight on the meta device is left alone."""
     if weight_LAB.is_meta:
         return
@@ -92,7 +92,7 @@ def init_expert_weights(
         whole_1AB = torch.normal(0.0, std, shape, generator=generator, dtype=torch.float32, device="cpu")
         return part.take(whole_1AB, split)[0][tuple(columns_here)]
 
-    # Each expert has its own generator, so threads can draw them in parallel; a few are in memory at a time.
+    # Each expert has its own generator, so threads can draw in parallel; few experts are in memory at a time.
     at_once = min(_MOST_THREADS, len(os.sched_getaffinity(0)))
     experts = list(local_LAB)
     with ThreadPoolExecutor(at_once) as threads:
@@ -153,8 +153,8 @@ def splits_of(activation: str) -> dict[str, Split | None]:
 
 
 # -- parameters that are added to experts ------------------------------------------------------------------
-# For example by torch.nn.utils.parametrize. A parameter with a part for each of this rank's experts has their
-# number as its first dimension, but another parameter may have it by chance. So the parametrization is run
+# For example by torch.nn.utils.parametrize. A parameter with a part for each of this rank's experts has the
+# number of experts as its first dimension, but so may another parameter by chance. So the parametrization is run
 # with random numbers: a part for one expert changes the weight of that expert alone.
 
 
@@ -175,7 +175,7 @@ def mark_adapter(module: nn.Module, *, per_expert: bool) -> None:
 
 
 def has_part_for_each(experts: nn.Module, local: int, name: str, parameter: Tensor) -> bool | None:
-    """Returns whether a parameter that was added to the experts under this name has a part for each of this
+    """Returns whether a parameter that was added to the experts as `name` has a part for each of this
     rank's `local` experts; None if that cannot be told."""
     if parameter.dim() == 0 or parameter.shape[0] != local:
         return False

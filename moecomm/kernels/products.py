@@ -34,8 +34,8 @@ class Products:
         name: the name of the engine, for display.
         adds: whether one kernel computes a weight gradient and adds it to an existing tensor.
         traceable: whether torch.compile can trace the products; else its graphs contain torch's products.
-        columns_first: whether weights are views of (L, B, A) tensors. Weight gradients get that order as
-            well, so that a parameter takes its gradient without a copy.
+        columns_first: whether weights are views of (L, B, A) tensors. Weight gradients get this layout
+            too, so that a parameter takes its gradient without a copy.
     """
 
     name = "torch"
@@ -179,7 +179,7 @@ def bias_factors(weights_P: Tensor | None, rows: int, like: Tensor) -> Tensor:
 
 
 def bias_weight(bias_LB: Tensor) -> Tensor:
-    """Returns (L, N, B): weight rows for the columns of `bias_factors`."""
+    """Returns (L, N, B): the bias twice, for the first two columns of `bias_factors`, then zeros."""
     both_L2B = bias_LB.unsqueeze(1).expand(-1, 2, -1)
     return functional.pad(both_L2B, (0, 0, 0, _FACTORS - 2))
 

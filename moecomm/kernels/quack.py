@@ -35,7 +35,7 @@ _MULTIPLE = 8
 
 _compiled: set[Any] = set()
 _plans: dict[tuple[Any, ...], Any] = {}
-"""quack's launch plans, by all that they depend on. quack itself keeps one for each number of rows: if that
+"""quack's launch plans, by all that they depend on. quack keeps a plan for each number of rows: if that number
 changes from call to call, a call takes the host several times as long, and memory grows without end."""
 
 
@@ -178,8 +178,8 @@ class QuackProducts(Products):
         sums: dict[str, Tensor] | None = None,
         **operands: Tensor,
     ) -> None:
-        """Computes a product of rows with an epilogue of `moecomm.kernels.quack_epilogue`; `sums`: tensors
-        (P, tiles along the columns) for what the epilogue sums within each tile."""
+        """Computes a product of rows with an epilogue of `moecomm.kernels.quack_epilogue`. `c`, `operands`: what
+        the epilogue reads; `sums`: tensors (P, tiles along the columns) for its sums within each tile."""
         rows_PA, sums = rows_PA.contiguous(), sums or {}
         given: dict[str, Any] = {"cu_seqlens_m": groups, **operands}
         layout, tile = (weight_LAB.stride(), rows_PA.stride(), rows_PA.dtype), self._tiles[product]
@@ -192,7 +192,7 @@ class QuackProducts(Products):
         plan.run(rows_PA, weight_LAB, c, out=out, scratch=sums, **given)
 
     def _compile(self, dtype: torch.dtype, device: torch.device, bias: bool) -> None:
-        """Runs every product once on a few rows, to compile its kernel. Reports on stderr if that is slow."""
+        """Runs every product once on a few rows, to compile its kernel. Prints the time to stderr if over 1 s."""
         kind = (type(self), self._activation, self.columns_first, bias)
         key = (*kind, *self._tiles.values(), dtype, device)
         if key in _compiled:
@@ -307,7 +307,7 @@ class FusedQuackProducts(QuackProducts):
 
 
 def make_quack_products(*, activation: str, **others: Any) -> QuackProducts:
-    """Makes the products of experts with an activation, in the epilogues if quack supports that. Arguments
+    """Makes the products of experts, with the activation in their epilogues if quack supports that. Arguments
     are those of `QuackProducts`."""
     made = FusedQuackProducts if activation in INTERLEAVED else QuackProducts
     return made(activation=activation, **others)
@@ -330,7 +330,7 @@ def _import_problem() -> str | None:
     moecomm then chooses torch's products."""
     try:
         _epilogues()
-    except Exception as error:  # a missing part, or one of another version, may raise any error
+    except Exception as error:  # a missing or mismatched package may raise any error
         problem = f"quack-kernels is installed and cannot be imported ({type(error).__name__}: {error})"
         warnings.warn(f"{problem}; experts' products are by torch, which is slower", stacklevel=2)
         return f"{problem}; pip install --force-reinstall 'quack-kernels=={VERSION}'"

@@ -3,8 +3,8 @@
 quack finds an epilogue by its module and name, so this module has nothing else, and imports quack. `acc` is
 the product, `weight` a row's routing weight. With SwiGLU a gate and its up value are in neighbouring columns.
 The output D has both before the activation, the output postact their activation times the weight. In a
-backward `acc` is the gradient of postact, and `c` the forward's D. Its outputs are D, the gradient of `c`,
-dweight, the gradient of the weight, and the recomputed postact.
+backward `acc` is the gradient of postact, and `c` the forward's D. Its outputs are D (the gradient of
+`c`), dweight (the gradient of the weight) and the recomputed postact.
 """
 
 # mypy: disable-error-code="untyped-decorator,unused-ignore"
@@ -16,7 +16,7 @@ from quack.epilogue.frontend import gemm_epilogue
 from quack.epilogue.math import pack, unpack
 from quack.epilogue.ops import ColVecLoad, ColVecReduce, RowVecLoad
 
-_LIMIT = 7.0  # of swiglu_clamped; quack's default already has its factor 1.702
+_LIMIT = 7.0  # of swiglu_clamped, whose factor 1.702 is quack's default
 
 
 @gemm_epilogue(ops={"bias": RowVecLoad("bias"), "weight": ColVecLoad("weight")})

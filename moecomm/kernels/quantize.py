@@ -123,7 +123,7 @@ def _check_dimensions(x: Tensor, count: int, shape: str) -> None:
 
 
 def _new_rows(x: Tensor, ends_L: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Checks the arguments of quantize_rows and returns its uninitialised results; a trace sees only this."""
+    """Checks the arguments of quantize_rows and returns its uninitialised results; a trace runs only this."""
     if x.dim() < 2 or (ends_L is not None and x.dim() != 2):
         _check_dimensions(x, 2, "(P, C)" if ends_L is not None else "at least two dimensions")
     _check(x, "columns in", -1)

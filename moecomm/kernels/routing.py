@@ -68,7 +68,7 @@ def route(
         x_TH: (T, H) bfloat16, float16 or float32.
         weight_EH: (E, H) float32.
         bias_E: (E,) float32, added to the logits.
-        balancing_E: (E,) float32, added to what the experts are chosen by.
+        balancing_E: (E,) float32, added to the numbers by which experts are chosen.
         rule: how weights are made.
         given_TK: (T, K) int32, the experts of the first forward, if a checkpoint computes that forward again.
             The second forward has to keep as many tensors as the first.
@@ -78,7 +78,7 @@ def route(
 
 
 def prepare_layer(device: torch.device, dtype: torch.dtype) -> None:
-    """Loads the kernels of a layer, of its router and of its activation in `dtype`, onto a CUDA device; see
+    """Loads the kernels of a layer's router, and of its activation in `dtype`, onto a CUDA device; see
     `operators.prepare`. Raises Unsupported for a dtype without kernels."""
     activation.prepare(device, dtype)
     operators.prepare("routes", device, torch.float32)

@@ -61,8 +61,8 @@ class SideStream:
         self._receives = False
 
     def join(self, *results: Any) -> None:
-        """Makes the caller's stream wait for the transfers. Its later work may then use their `results`
-        (tensors or None)."""
+        """Makes the caller's stream wait for the transfers. Later work on that stream may then use the
+        transfers' `results` (tensors or None)."""
         if self._gpu is None or self._caller is None:
             return
         self._caller.wait_event(self._gpu.record_event(self._stream))

@@ -35,8 +35,8 @@ class Stages:
         stages.timeline().exposed_seconds
 
     Each stage is a range "moecomm NAME" for torch.profiler, and on a GPU for NVTX. With `record` it is also
-    timed: on the CPU by the host's clock, on a GPU by two CUDA events on the stream that is current in its
-    block. A CUDA graph cannot contain these: `record` within a capture raises InvalidArgument.
+    timed: on the CPU by the host's clock, on a GPU by two CUDA events on the stream that is current in the
+    block. A CUDA graph cannot contain timed events: `record` within a capture raises InvalidArgument.
     """
 
     def __init__(self, device: torch.device, *, record: bool) -> None:
@@ -61,7 +61,7 @@ class Stages:
             return float(issued.elapsed_time(of)) * 1e-3 if self._gpu is not None else float(of - issued)
 
         ran = [(seconds(each.begin), seconds(each.end)) for each in self._times]
-        # On another stream a stage that was issued later may begin before the first one.
+        # On another stream a stage that was issued later may begin before the stage that was issued first.
         first = min((begin for begin, _ in ran), default=0.0)
         spans = [
             Span(each.name, each.stream, begin - first, end - first, each.communicates)
@@ -162,7 +162,7 @@ class RecordedStages:
     backward: Stages | None = None
 
     def timelines(self) -> dict[str, Timeline]:
-        """Returns the timelines by the names "forward" and "backward". Waits for the stages."""
+        """Returns the timelines by the names "forward" and "backward". Waits until all stages have ended."""
         runs = {"forward": self.forward, "backward": self.backward}
         return {name: stages.timeline() for name, stages in runs.items() if stages is not None}
 

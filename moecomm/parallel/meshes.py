@@ -28,8 +28,8 @@ from moecomm.parallel.grid import Grid, Ranks
 from moecomm.setup.checks import timeout_seconds
 from moecomm.types import Group
 
-# For each default group, the groups and meshes that were made while it existed. They are dropped when it is
-# destroyed, since groups must not be held longer (moecomm/types.py, GroupReference).
+# For each default group, the groups and meshes made while it exists. They are dropped when the default group
+# is destroyed, since groups must not be held longer (moecomm/types.py, GroupReference).
 _kept: weakref.WeakKeyDictionary[Group, dict[Hashable, Any]] = weakref.WeakKeyDictionary()
 _calls = itertools.count(1)
 
@@ -78,7 +78,7 @@ def _kept_in(world_size: int) -> dict[Hashable, Any]:
 def _agree(what: str, world_size: int) -> None:
     """Raises on all ranks unless all of them now make the same groups (`what`) and have `world_size` ranks.
 
-    Each rank sends a few messages to the store, for any number of ranks. Without this check, ranks that
+    Each rank sends a few messages to the store, however many ranks there are. Without this check, ranks that
     disagree would wait in new_group for ranks that do not call it, without an explanation.
     """
     size, phase = dist.get_world_size(), f"making {what}"
@@ -153,8 +153,8 @@ def new_group(ranks: Ranks) -> Group:
 
     torch names such a group by its ranks and by a number, and ranks with different numbers would wait for
     each other for ever. Since torch 2.14 the number is torch's count of groups, which has to stay equal on
-    all ranks of the job. So during the call a count of the calls for these ranks replaces it. Before 2.14 the
-    number is that of the groups that a rank is in. So ranks exchange these numbers, and a rank with fewer
+    all ranks of the job. So during the call a count of the calls for these ranks replaces torch's. Before 2.14 the
+    number counts the groups that a rank is in. So ranks exchange these numbers, and a rank with fewer
     groups makes groups of itself alone until it has as many as the others.
 
     Raises PeerTimeout (after `MOECOMM_TIMEOUT`) for a rank that does not call.

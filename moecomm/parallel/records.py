@@ -12,7 +12,7 @@ from moecomm.errors import InvalidArgument
 from moecomm.kernels.activation import INTERLEAVED
 
 _HELD = "moecomm_experts"
-"""The name of a record of experts in a state_dict's metadata, and of the module attribute that makes it."""
+"""The key of the record in a state_dict's metadata, and the module attribute with the hooks (_Held)."""
 
 
 def is_grouped(experts: nn.Module) -> bool:
@@ -52,9 +52,9 @@ def accept_interleaved(module: Any, state: dict[str, Any], prefix: str) -> bool:
 
 
 def require_same_experts(experts: Any, state_dict: dict[str, Any], prefix: str) -> None:
-    """Raises InvalidArgument, before a weight changes, if the record in a state is not that of `experts`, a
-    GroupedExperts. A state without a record gets that of `experts`, with a warning if it has weights that may
-    be of other experts or in another order."""
+    """Raises InvalidArgument, before a weight changes, if the state's record is not that of `experts`, a
+    GroupedExperts. A state without a record gets the record of `experts`, with a warning if the state has
+    weights that may be of other experts or in another order."""
     record = experts.get_extra_state()
     own, name = record.tolist(), f"{prefix}_extra_state"
     known_order = accept_interleaved(experts, state_dict, prefix) or not own[3]
@@ -94,7 +94,7 @@ class _Held:
         self, experts: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any
     ) -> None:
         """As a hook of load_state_dict, before weights change, raises InvalidArgument for a state with a
-        record of other experts. Warns of a state without one if the module does not hold all experts."""
+        record of other experts. Warns of weights without a record if the module does not hold all experts."""
         found = metadata.get(_HELD)
         if found is not None and list(found) != self.held:
             raise _of_others(found, self.held)
@@ -110,7 +110,7 @@ class _Held:
 
 
 def keep_record(experts: nn.Module, held: Sequence[int]) -> None:
-    """Makes a module's state_dict record its experts, and its load_state_dict refuse states of others."""
+    """Makes a module's state_dict record its experts, and its load_state_dict refuse other experts."""
     record = getattr(experts, _HELD, None)
     if isinstance(record, _Held):  # another layer has the module too
         record.held = list(held)
@@ -122,8 +122,8 @@ def keep_record(experts: nn.Module, held: Sequence[int]) -> None:
 
 
 def grouped_in(experts: nn.Module) -> tuple[Any, str]:
-    """Returns the GroupedExperts that `experts` is or wraps, and the prefix of its parameters' names there;
-    None and "" for custom experts."""
+    """Returns the GroupedExperts that `experts` is or wraps, and the prefix of its parameters' names in
+    `experts`; None and "" for custom experts."""
     if is_grouped(experts):
         return experts, ""
     if record_of(experts) is not None:

@@ -86,7 +86,7 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, options: Any) -> No
 
 
 def _looks_wrong(layer: Any, shares: bool) -> bool:
-    """True if an optimizer must not step now. `shares`: the optimizer sends parameters to all ranks."""
+    """True if no optimizer may step on the layer's experts now. `shares`: it sends parameters to all ranks."""
     if layer.has_pending_weights:
         return True
     if layer.comm.size == 1:

@@ -1,3 +1,3 @@
-"""The setup of a communicator: checks of its arguments, the rendezvous and handshake of its ranks, their
-nodes, the size of the window, symmetric memory, and the facts about a machine that `python -m moecomm`
-prints."""
+"""Sets up a communicator: checks its arguments, brings its ranks together, finds their nodes, computes the
+size of a window, and makes symmetric memory. Also collects what `python -m moecomm` prints about a
+machine."""

@@ -1,6 +1,6 @@
 """Checks of the arguments from which a Communicator is built, and their defaults.
 
-moecomm/arguments.py checks the arguments of its operations.
+moecomm/arguments.py checks the arguments of a communicator's operations.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DEFAULT_ABSENCE = 1800.0
 
 
 def timeout_seconds(timeout: float | timedelta | None) -> float:
-    """Returns how many seconds a wait for peers may take."""
+    """Returns how many seconds a wait for peers may take; for None MOECOMM_TIMEOUT, or 60."""
     if timeout is None:
         return read_env().timeout or DEFAULT_TIMEOUT
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
@@ -34,8 +34,8 @@ def timeout_seconds(timeout: float | timedelta | None) -> float:
 
 
 def absence_seconds(timeout: float | timedelta | None) -> float:
-    """Returns how many seconds a wait may take for a rank that is alive and has not begun the operation. 0:
-    the timeout bounds this wait too, since the caller or MOECOMM_TIMEOUT has set it."""
+    """Returns how many seconds a wait may take for a rank that is alive and has not begun the operation; 0
+    if the caller or MOECOMM_TIMEOUT has set a timeout, which then bounds this wait as well."""
     return DEFAULT_ABSENCE if timeout is None and read_env().timeout is None else 0.0
 
 
@@ -92,7 +92,7 @@ def check_formats(
 
 
 def check_ranks_per_node(size: int, ranks_per_node: Any) -> int | None:
-    """Returns the ranks per node that the caller or the environment requests; None: each host is a node."""
+    """Returns the ranks per node that the caller or the environment asks for; None: a host is a node."""
     if ranks_per_node is None:
         ranks_per_node = read_env().ranks_per_node
     if ranks_per_node is None:

@@ -49,8 +49,8 @@ def available_devices() -> tuple[str, ...]:
 
 
 def choose_device(device: Any) -> torch.device:
-    """Returns the device for a Communicator; None: the GPU, or the CPU without a GPU. Raises Unsupported if
-    the device, or for None the GPU here, cannot be served; InvalidArgument if `device` names no device."""
+    """Returns the device for a Communicator. For None it is the current GPU, or the CPU if torch finds no GPU.
+    Raises Unsupported if that device cannot be served; InvalidArgument if `device` names no device."""
     types = available_devices()
     if device is None and types == ("cpu",) and torch.cuda.is_available():
         raise Unsupported(

@@ -1,5 +1,5 @@
-"""The first and the last steps of a communicator's construction: its ranks meet, and open their
-connections."""
+"""The first and the last steps of a communicator's construction: its ranks meet first, and open
+their connections last."""
 
 from __future__ import annotations
 
@@ -115,15 +115,15 @@ def connect(
     map_peers: Callable[[Native, list[str], list[int]], None],
     unlink: Callable[[Native], None],
 ) -> Native:
-    """Runs the last steps of a construction and returns this rank's native communicator, connected to the
-    others.
+    """Runs the last steps of a construction and returns this rank's native communicator, connected to those of
+    the other ranks.
 
     Args:
         group_info: the result of `handshake`.
         create: makes the communicator, with its shared memory.
-        link: gives that memory a name.
-        map_peers: maps the memory of the node's ranks, given its names and their pids, both by local index.
-        unlink: removes the name.
+        link: gives the shared memory a name.
+        map_peers: maps the memory of the node's ranks; takes memory names and pids, both by local index.
+        unlink: removes that name.
     """
     made: list[Native] = []
 
@@ -208,7 +208,7 @@ def _connect_rail(rendezvous: Rendezvous, group_info: GroupInfo, native: _Native
 
 
 def _require_addresses(group_info: GroupInfo, endpoints: list[str]) -> None:
-    """Raises MismatchedArguments if ranks with different networks have the same address."""
+    """Raises MismatchedArguments if ranks with different networks have the same address, except a loopback one."""
     seen: dict[str, int] = {}
     for rank, endpoint in enumerate(endpoints):
         address = endpoint.rpartition(":")[0].strip("[]")

@@ -33,7 +33,7 @@ class MemoryPlan:
     Attributes:
         sections: (name, offset, bytes) in the order of the window.
         total_bytes: address space of the window.
-        committed_bytes: memory allocated when the communicator is built: all but the input rows on the CPU.
+        committed_bytes: memory allocated when the communicator is built; on the CPU all but the input rows.
         ranks: ranks of a node.
         host_bytes: with GPUs on several nodes: additional pinned host memory, for the network.
     """
@@ -97,7 +97,7 @@ def whole_sources(env: Env) -> int:
 def device_shape(*, dtype: torch.dtype, wire: str | None, **sizes: int) -> _C.DeviceShape:
     """Returns the runtime's description of a window in device memory. sizes: those of `window_shape`,
     num_experts, and whole_sources, the number of source ranks whose tokens all have staging memory. With more
-    source ranks tokens may use such memory in turn."""
+    source ranks tokens may take turns in the staging memory."""
     return _C.DeviceShape(dtype=NATIVE_DTYPES[dtype], wire=getattr(_C.WireFormat, wire or "same"), **sizes)
 
 

@@ -49,7 +49,7 @@ _LOOK_S = 0.5
 """The seconds after which a rank that waits for a message checks whether the peer has given up."""
 
 _building: dict[str, threading.Lock] = defaultdict(threading.Lock)
-"""Locks by the names of groups: a thread holds one while it builds a communicator over the group."""
+"""Locks, by group name: a thread holds its group's lock while it builds a communicator over the group."""
 
 
 class _BegunAnew(MoecommError):
@@ -63,7 +63,7 @@ class Rendezvous:
     As a context manager it keeps this process's other threads from building a communicator over the group.
 
     Raises InvalidArgument for a group that was destroyed, Unsupported for torch's "fake" backend, OutOfMemory
-    without a descriptor for a connection to the store, PeerLost if the store is gone.
+    if no descriptor is free for a connection to the store, PeerLost if the store is gone.
     """
 
     def __init__(self, group: Group | None, timeout: float) -> None:
@@ -120,9 +120,9 @@ class Rendezvous:
         each process writes a random number, and all these numbers form the name of the new store. A process
         continues when every rank has written that name, which only a rank that waits now can do.
 
-        torch gives groups of different ranks the same name if not all ranks call new_group() for each. A
-        number comes with its rank's members. If one that appears after this rank came has other members, its
-        rank waits now, and that mistake was made. The key "conflict" tells the other waiting ranks."""
+        torch gives groups of different ranks the same name if not all ranks call new_group() for each. So a
+        rank writes its group's members beside its number. A number that appears after this rank came is of a
+        rank that waits now: other members show that mistake. The key "conflict" tells the waiting ranks."""
         numbers = [f"number/{peer}" for peer in range(self.size)]
         names = [f"name/{peer}" for peer in range(self.size)]
         before = self._present(phase, [*numbers, "conflict"])
@@ -243,7 +243,7 @@ class Rendezvous:
             raise self._lost(phase, error) from error
 
     def _present(self, phase: str, keys: list[str]) -> dict[str, str]:
-        """Returns the values of those of `keys` that exist."""
+        """Returns the keys among `keys` that the store has, with their values."""
         try:
             there = keys if self._base.check(keys) else [key for key in keys if self._base.check([key])]
             values = self._base.multi_get(there) if there else []

@@ -27,8 +27,8 @@ Message = dict[str, Any]
 class SymmetricMemory:
     """One allocation per rank, of the same size on all, mapped by every rank.
 
-    It owns its mappings. `close`, the garbage collector or the end of the interpreter unmaps them, those of
-    peers' memory first. Peers take no part, and may have ended. Memory that a peer still maps stays valid for
+    It owns its mappings. `close`, the garbage collector or the end of the interpreter unmaps them, peers'
+    memory first. Peers take no part, and may have ended. Memory that a peer still maps stays valid for
     that peer. Do not close this during the capture of a CUDA graph: `close` waits for the device.
     """
 

@@ -69,9 +69,9 @@ def find_nodes(hosts: Sequence[str], ranks_per_node: int | None) -> NodeMap:
             node.
 
     Raises:
-        Unsupported: without a number, if hosts have different numbers of ranks or their ranks are not
-            consecutive.
-        InvalidArgument: if the number divides the ranks unequally, or puts ranks of two hosts on one node.
+        Unsupported: ranks_per_node is None, and hosts have different numbers of ranks, or the ranks of a host
+            are not consecutive.
+        InvalidArgument: ranks_per_node does not divide the number of ranks, or puts two hosts on one node.
     """
     if not hosts:
         raise InvalidArgument("hosts is empty, expected that of each rank")

@@ -6,7 +6,7 @@ __version__ = version("moecomm")
 
 
 def version_of(package: str) -> str | None:
-    """Returns the version of an installed package, or None."""
+    """Returns the version of a package; None if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
