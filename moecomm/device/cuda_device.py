@@ -73,8 +73,8 @@ class CudaDevice:
     def record_event(
         self, stream: torch.cuda.Stream | None = None, *, timed: bool = False
     ) -> torch.cuda.Event:
-        """Returns an event after the present work of `stream` (None: the current stream); `timed`: it can be
-        used with `elapsed_time`."""
+        """Returns an event recorded after the present work of `stream` (None: the current stream). `timed`:
+        the event can be used with `elapsed_time`."""
         event = torch.cuda.Event(enable_timing=timed)
         event.record(self.stream() if stream is None else stream)
         return event

@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 
 class Needed(NamedTuple):
-    """The rows that the last step which ran again needed, on the rank that needed most, and its capacity."""
+    """The last step that ran again: the rows needed, on the rank that needed most, and the capacity."""
 
     rows: int
     """Rows that the largest dispatch of the step needed."""
@@ -35,7 +35,7 @@ class Needed(NamedTuple):
 
 
 class _Done(NamedTuple):
-    """The outcome of one run of the step."""
+    """The results of one run of the step."""
 
     output: Any
     grads: list[Tensor | None]
@@ -66,8 +66,8 @@ class GraphedStep:
     whether all rows fitted, and ranks agree on the answer, with one host wait per step. If some did not fit,
     the replay is undone, and the step runs once more without graph and capacity, so that nothing is dropped
     (docs/graphs.md). A call does what `step_fn` does: it adds to the parameters' `grad`, changes buffers once
-    and advances the RNG by one step. A `grad` that was None becomes a tensor of the graph, whose values stay
-    valid until the second call after `grad` was set to None again.
+    and advances the RNG by one step. A `grad` that was None becomes a tensor of the graph. The next call
+    overwrites that tensor, or adds to it if it is still the `grad`.
 
     Args:
         step_fn: takes tensors and returns a loss, or tensors in tuples, lists and dicts; it must not do what
@@ -92,7 +92,7 @@ class GraphedStep:
         device: the device of the layers.
         replays: how often the graph ran, including runs that overflowed.
         overflows: how many steps ran again without graph.
-        last_needed: the rows that the last step which ran again needed, and the capacity; None if no step did.
+        last_needed: the rows that the last step which ran again needed, and the capacity; None: no step did.
     """
 
     def __init__(
@@ -275,7 +275,7 @@ class GraphedStep:
     # -- what a graph has ------------------------------------------------------------------------------
 
     def _body(self, waits: bool = False) -> _Done:
-        """Runs the step as the graph records it: copies buffers, sets capacities, and checks for overflow."""
+        """Runs the step as the graph records it: copies the buffers, sets capacities, checks for overflow."""
         with self._settings(self._capacities, self._overflow_check, waits):
             self._overflow_check.start()
             with torch.no_grad():

@@ -14,10 +14,10 @@ from moecomm.types import Group, GroupReference
 class OverflowCheck:
     """A word (one integer) on the device: the rows that the largest overflowing dispatch of the step needed
     (0: all fitted). `read` returns its maximum over a group (None: this rank). With NCCL the device takes the
-    maximum, and the host waits once; else the hosts take it.
+    maximum, and the host waits once; else the hosts take the maximum.
 
-    After a step's last dispatch the word is published: copied for `read`, which waits for the copy. The last
-    is taken to be as in the previous step: each further dispatch publishes again, too few publish at the end."""
+    The word is published (copied for `read`, which waits for the copy) after as many dispatches as the
+    previous step had, and after each further dispatch. A step with fewer, or the first, does so at its end."""
 
     def __init__(self, device: torch.device, group: Group | None) -> None:
         self._device = device

@@ -1,1 +1,1 @@
-"""The experts' kernels: grouped products, activations with the routing weight, fp8 operands."""
+"""Kernels of routers and experts: routing, grouped products, weighted activations, fp8 operands."""

@@ -76,8 +76,8 @@ def activate_backward(
     need_weights: bool,
     need_z: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns (grad_inner_PI, grad_weights_P, z_PF) of `weighted_activation` with these arguments; not for
-    use under torch.compile.
+    """Computes the backward of `weighted_activation`: (grad_inner_PI, grad_weights_P, z_PF). Not for
+    torch.compile.
 
     With need_weights, grad_weights[p] is the sum over f of grad_z[p, f] * act(inner[p])[f], in the weights'
     dtype; the order of the sum depends on F and the dtype alone. With need_z, z repeats the forward's result,
@@ -106,8 +106,8 @@ def activate_backward(
 
 
 def prepare(device: torch.device, dtype: torch.dtype) -> None:
-    """Loads the activation's kernels for a dtype onto a CUDA device; see `operators.prepare`. Raises Unsupported
-    for a dtype without kernels."""
+    """Loads the activation's kernels for a dtype onto a CUDA device; see `operators.prepare`. Raises
+    Unsupported for a dtype without kernels."""
     if device.type == "cuda" and dtype not in CUDA_DTYPES:
         raise Unsupported(
             f"the activation of {dtype} on {device} has no kernels, expected "

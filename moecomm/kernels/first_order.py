@@ -1,4 +1,4 @@
-"""Backwards without second derivatives, which raise an error when asked for them."""
+"""Backwards without second derivatives, which raise an error for create_graph=True."""
 
 from __future__ import annotations
 

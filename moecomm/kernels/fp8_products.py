@@ -28,8 +28,8 @@ from moecomm.kernels.scaled_mm import scaled_grouped_mm, scaled_grouped_mm_wgrad
 class Fp8Products(Products):
     """Grouped products in e4m3. The quantised copy of a parameter of experts is kept until the parameter
     changes. A change shows in its version counter, its address, or a step of any torch.optim.Optimizer (fused
-    optimizers leave the counter alone); call `forget` after other changes. While a CUDA graph is captured nothing is
-    kept, since each replay has to quantise the current weights."""
+    optimizers leave the counter alone); call `forget` after other changes. While a CUDA graph is captured
+    nothing is kept, since each replay has to quantise the current weights."""
 
     name = "fp8"
 

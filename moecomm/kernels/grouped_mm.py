@@ -20,8 +20,8 @@ def _row_major(rows_PA: Tensor) -> Tensor:
 
 
 def _with_usual_strides(weight_LAB: Tensor) -> Tensor:
-    """Returns the weight, or a copy if torch's grouped_mm refuses its strides. grouped_mm takes matrices with
-    contiguous rows, or contiguous columns, that are a multiple of 16 bytes apart."""
+    """Returns the weight, or a contiguous copy if torch's grouped_mm refuses its strides: the rows or the
+    columns of each matrix must be contiguous and a multiple of 16 bytes apart."""
     _, rows, columns = weight_LAB.shape
     _, down, across = weight_LAB.stride()
     apart, least = (down, columns) if across == 1 else (across, rows)

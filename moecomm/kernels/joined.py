@@ -1,4 +1,4 @@
-"""Joins the rows of several passes of a layer: group by group, and within a group pass by pass.
+"""Joins the rows of several passes (microbatches) of a layer: group by group, and in a group pass by pass.
 
 A product that sums over the rows of a group, such as a weight's gradient, then sums over all passes at once.
 """
@@ -42,7 +42,7 @@ def join_groups(ends: Sequence[Tensor], rows: Sequence[int]) -> Joined:
     starts_MG = torch.nn.functional.pad(ends_MG[:, :-1], (1, 0))
     sizes_MG = ends_MG - starts_MG
     joined_G = sizes_MG.sum(0).cumsum(0)
-    before_MG = sizes_MG.cumsum(0) - sizes_MG  # rows of the same group in earlier passes
+    before_MG = sizes_MG.cumsum(0) - sizes_MG  # rows of this group in earlier passes
     shifts_MG = joined_G - sizes_MG.sum(0) + before_MG - starts_MG
     places = []
     for number, count in enumerate(rows):

@@ -20,7 +20,7 @@ from moecomm.kernels.activation import INPUTS, INTERLEAVED
 
 _MARK = "moecomm_expert_parallel"
 AVERAGED_BY_DDP = "moecomm_averaged_by_ddp"
-"""The attribute that `prepare_ddp` sets on parameters of experts."""
+"""The attribute that `prepare_ddp` sets on parameters of experts: the hook that averages their gradients."""
 DIVIDED = "moecomm_divided"
 """The attribute that `fully_shard_experts` sets on parameters that it does not shard. A hook divides their
 gradients, which nothing has to average afterwards."""
@@ -76,8 +76,8 @@ def init_expert_weights(
     weight_LAB: Tensor, *, seed: int, name: str, first_expert: int, std: float, part: ExpertPart, split: Split
 ) -> None:
     """Fills weight[l], or its part or shard, with normal numbers that depend on (seed, name, first_expert +
-    l) alone, so that a model starts the same at every EP and ETP size. Numbers are drawn in float32 on the CPU.
-    A weight on the meta device is left alone."""
+    l) alone, so that a model starts the same at every EP and ETP size. The numbers are drawn in float32 on
+    the CPU. A weight on the meta device is left alone."""
     if weight_LAB.is_meta:
         return
     shape = list(weight_LAB.shape)
@@ -154,8 +154,8 @@ def splits_of(activation: str) -> dict[str, Split | None]:
 
 # -- parameters that are added to experts ------------------------------------------------------------------
 # For example by torch.nn.utils.parametrize. A parameter with a part for each of this rank's experts has the
-# number of experts as its first dimension, but so may another parameter by chance. So the parametrization is run
-# with random numbers: a part for one expert changes the weight of that expert alone.
+# number of experts as its first dimension, but so may another parameter by chance. So the parametrization is
+# run with random numbers: a part for one expert changes the weight of that expert alone.
 
 
 _SAID = "_moecomm_per_expert"

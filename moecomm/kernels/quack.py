@@ -35,7 +35,7 @@ _MULTIPLE = 8
 
 _compiled: set[Any] = set()
 _plans: dict[tuple[Any, ...], Any] = {}
-"""quack's launch plans, by all that they depend on. quack keeps a plan for each number of rows: if that number
+"""quack's launch plans, by all that they depend on. quack keeps a plan for each number of rows: if the number
 changes from call to call, a call takes the host several times as long, and memory grows without end."""
 
 
@@ -178,8 +178,8 @@ class QuackProducts(Products):
         sums: dict[str, Tensor] | None = None,
         **operands: Tensor,
     ) -> None:
-        """Computes a product of rows with an epilogue of `moecomm.kernels.quack_epilogue`. `c`, `operands`: what
-        the epilogue reads; `sums`: tensors (P, tiles along the columns) for its sums within each tile."""
+        """Computes a product of rows with an epilogue of `moecomm.kernels.quack_epilogue`. `c`, `operands`:
+        inputs of the epilogue; `sums`: tensors (P, tiles along the columns) for its sums within each tile."""
         rows_PA, sums = rows_PA.contiguous(), sums or {}
         given: dict[str, Any] = {"cu_seqlens_m": groups, **operands}
         layout, tile = (weight_LAB.stride(), rows_PA.stride(), rows_PA.dtype), self._tiles[product]
@@ -192,7 +192,7 @@ class QuackProducts(Products):
         plan.run(rows_PA, weight_LAB, c, out=out, scratch=sums, **given)
 
     def _compile(self, dtype: torch.dtype, device: torch.device, bias: bool) -> None:
-        """Runs every product once on a few rows, to compile its kernel. Prints the time to stderr if over 1 s."""
+        """Runs every product once on a few rows, to compile its kernel. Prints a time over 1 s to stderr."""
         kind = (type(self), self._activation, self.columns_first, bias)
         key = (*kind, *self._tiles.values(), dtype, device)
         if key in _compiled:

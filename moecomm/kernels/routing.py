@@ -143,7 +143,7 @@ class _Route(torch.autograd.Function):
             given = (parts, addends_E, biases_E, *sizes)
             _launch("routes", made_TX, *given, ids_TK, weights_TK, scores_TE, sums_TE, counts_E)
         else:
-            if parts == 3:  # in the order of the kernel, and so with the same bits as the first time
+            if parts == 3:  # adds in the kernel's order, so that logits have the bits of the first time
                 high_TE, middle_TE, low_TE = made_TX.chunk(3, dim=1)
                 logits_TE = high_TE + (middle_TE + low_TE)
                 logits_TE = logits_TE if bias_E is None else logits_TE + bias_E

@@ -87,15 +87,15 @@ TILES: dict[Sizes, dict[str, Tile]] = {
     sizes: {name: parse_tile(tile) for name, tile in (each.split("=") for each in line.split())}
     for sizes, line in _TABLE.items()
 }
-"""The fastest tiles, by sizes of the layer and product."""
+"""The fastest tiles, by the layer's sizes and the product."""
 FLOAT32_SUMS = Tile(128, 128, True, loads=True)
 """The tile for gradients that are added to float32 tensors, 0 to 5 % slower than the best for the layers of
 the table; adding in memory takes a quarter longer."""
 
 
 def nearest_tile(product: str, hidden: int, ffn: int, rows: int | None = None) -> Tile:
-    """Returns the tile of the layer in the table with the nearest sizes, by ratio; rows: average rows of an
-    expert, None if unknown."""
+    """Returns a product's tile for the layer of the table with the nearest sizes, by ratio. rows: average rows
+    of an expert, None if unknown."""
 
     def distance(sizes: Sizes) -> float:
         ratios = (size / own for size, own in zip(sizes, (hidden, ffn, rows or sizes[2]), strict=True))

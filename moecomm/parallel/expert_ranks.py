@@ -2,8 +2,8 @@
 
 The ranks of the group "etp-ep" hold the experts. Each expert is split into ETP parts, on ETP of these ranks.
 The communicator takes each part for an expert: it has E * ETP experts and K * ETP choices per token, and its
-rank i holds L = E / EP of these experts, from i * L on. A token's row goes once to each rank that holds a part of one
-of its experts. The combine sums the results of all parts as if each part were an expert.
+rank i holds L = E / EP of these experts, from i * L on. A token's row goes once to each rank that holds a
+part of one of its experts. The combine sums the results of all parts as if each part were an expert.
 `config` is a MoEConfig, here typed Any because its package, moecomm.nn, imports this one.
 
 Example: 4 experts, EP 2, ETP 2, default order, so rank = etp + 2 ep. Rank 1 (etp 1, ep 0) holds the second
@@ -52,8 +52,8 @@ def build_communicator(
 
 @contextlib.contextmanager
 def told(group: AnyGroup | None, folding: Any, comm: Any) -> Iterator[None]:
-    """A context for checks by ranks that build a layer's communicator on `group` or `folding`. All ranks raise
-    an InvalidArgument of one rank; if `comm` is given or `folding` has another type, that rank alone."""
+    """A context for checks before a layer's communicator is built on `group` or `folding`. All ranks raise an
+    InvalidArgument of one rank; if `comm` is given or `folding` has another type, that rank alone does."""
     try:
         yield
     except InvalidArgument as error:
@@ -149,7 +149,7 @@ def require_experts_in_node_order(config: Any, ids: Tensor | None, comm: Communi
 
 
 def expert_group(group: AnyGroup | None, mesh: DeviceMesh | None, ep_dim: str | None) -> AnyGroup | None:
-    """Returns `group`, or dimension `ep_dim` of `mesh`; InvalidArgument for arguments that do not go together."""
+    """Returns `group`, or dimension `ep_dim` of `mesh`; raises InvalidArgument if arguments do not fit."""
     if mesh is None:
         if ep_dim is not None:
             raise InvalidArgument(f"ep_dim is {ep_dim!r}, must be None without a mesh")

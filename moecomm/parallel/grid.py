@@ -1,4 +1,4 @@
-"""A grid of ranks: a rank's position is its number, in digits of different bases. Pure arithmetic."""
+"""A grid of ranks: a rank's position is its number, written in digits of mixed bases. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Ranks = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Grid:
-    """All ranks, laid out over named dimensions. The innermost dimension, with consecutive ranks, comes first.
+    """All ranks, laid out over named dimensions. The innermost, whose ranks are consecutive, comes first.
 
     Example: names ("tp", "dp", "pp") with sizes (2, 3, 4) put rank tp + 2 * dp + 6 * pp at (tp, dp, pp).
     """

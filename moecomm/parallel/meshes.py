@@ -153,9 +153,9 @@ def new_group(ranks: Ranks) -> Group:
 
     torch names such a group by its ranks and by a number, and ranks with different numbers would wait for
     each other for ever. Since torch 2.14 the number is torch's count of groups, which has to stay equal on
-    all ranks of the job. So during the call a count of the calls for these ranks replaces torch's. Before 2.14 the
-    number counts the groups that a rank is in. So ranks exchange these numbers, and a rank with fewer
-    groups makes groups of itself alone until it has as many as the others.
+    all ranks of the job. So during the call a count of the calls for these ranks replaces torch's. Before
+    2.14 the number counts the groups that a rank is in. So ranks exchange these numbers, and a rank with
+    fewer groups makes groups of itself alone until it has as many as the others.
 
     Raises PeerTimeout (after `MOECOMM_TIMEOUT`) for a rank that does not call.
     """

@@ -26,7 +26,7 @@ _PLACED = "moecomm_placed"
 
 def refuse_mixed_shards(experts: nn.Module) -> None:
     """Raises InvalidArgument if fully_shard has sharded a parametrized weight of experts with main_grad, or a
-    parameter that differs between ranks, unless over the ranks in `sharded_over`, which
+    parameter that differs between ranks, unless over exactly the ranks in `sharded_over`, which
     `fully_shard_experts` sets. Each parameter is checked once; later calls only look at its attributes. In
     GroupedExperts only child modules are checked, since GroupedExperts refuses FSDP on itself. New parameters
     of custom experts are marked as parameters of experts."""

@@ -23,8 +23,8 @@ built_layers: weakref.WeakSet[Any] = weakref.WeakSet()
 
 def spread_parameters(layer: Any) -> dict[str, nn.Parameter]:
     """Returns the parameters of a layer's experts that belong to this rank's experts alone, by their names in
-    `layer.experts`. They are all parameters of a custom module; of GroupedExperts those that have a part for
-    each expert, or were marked."""
+    `layer.experts`. In a custom module these are all parameters, in GroupedExperts those with a part for
+    each expert, and marked parameters."""
     return {name: each for name, each in layer.experts.named_parameters() if _is_spread(layer, name, each)}
 
 
@@ -86,7 +86,7 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, options: Any) -> No
 
 
 def _looks_wrong(layer: Any, shares: bool) -> bool:
-    """True if no optimizer may step on the layer's experts now. `shares`: it sends parameters to all ranks."""
+    """True if an optimizer must not step on these experts now. `shares`: it sends parameters to all ranks."""
     if layer.has_pending_weights:
         return True
     if layer.comm.size == 1:
@@ -95,8 +95,8 @@ def _looks_wrong(layer: Any, shares: bool) -> bool:
 
 
 def _averages_nothing(layer: Any) -> bool:
-    """True if this rank trains weights of its own experts and no backward averages their gradients, as the
-    backward of DDP or FSDP2 does. An adapter that all ranks share is averaged like a dense weight."""
+    """True if this rank trains weights of its own experts, and neither DDP nor FSDP2 averages their gradients
+    in the backward. An adapter that all ranks share is averaged like a dense weight."""
     trained = (each for each in layer.experts.parameters() if each.requires_grad)
     marks = (AVERAGED_BY_DDP, DIVIDED)
     if any(isinstance(each, DTensor) or any(hasattr(each, mark) for mark in marks) for each in trained):

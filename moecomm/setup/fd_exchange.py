@@ -75,8 +75,8 @@ class Mailbox:
 def send(
     descriptor: int, mailbox: str, *, pid: int, rank: int, peer: int, phase: str, timeout: float
 ) -> None:
-    """Sends an open file to the mailbox named `mailbox`, which must belong to rank `peer`, process `pid`. Raises
-    PeerLost if the mailbox is gone or another process owns it, PeerTimeout if it stays full, and OSError."""
+    """Sends an open file to the mailbox named `mailbox`, which must belong to rank `peer`, process `pid`.
+    Raises PeerLost if that process ended or does not own it, PeerTimeout if it stays full, and OSError."""
     deadline = time.monotonic() + timeout
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         while True:

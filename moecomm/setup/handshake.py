@@ -115,8 +115,8 @@ def connect(
     map_peers: Callable[[Native, list[str], list[int]], None],
     unlink: Callable[[Native], None],
 ) -> Native:
-    """Runs the last steps of a construction and returns this rank's native communicator, connected to those of
-    the other ranks.
+    """Runs the last steps of a construction and returns this rank's native communicator, connected to
+    those of the other ranks.
 
     Args:
         group_info: the result of `handshake`.
@@ -208,7 +208,7 @@ def _connect_rail(rendezvous: Rendezvous, group_info: GroupInfo, native: _Native
 
 
 def _require_addresses(group_info: GroupInfo, endpoints: list[str]) -> None:
-    """Raises MismatchedArguments if ranks with different networks have the same address, except a loopback one."""
+    """Raises MismatchedArguments if ranks with different networks give the same address (not loopback)."""
     seen: dict[str, int] = {}
     for rank, endpoint in enumerate(endpoints):
         address = endpoint.rpartition(":")[0].strip("[]")

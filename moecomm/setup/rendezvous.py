@@ -269,7 +269,7 @@ class Rendezvous:
                 found = self._present(phase, [f"number/{peer}", "conflict"])
                 conflict = found.get("conflict")
                 if conflict not in (None, self._old_conflict) and self._members in conflict.split()[1:]:
-                    raise self._conflict(conflict) from None  # the peer has met this rank and raises it
+                    raise self._conflict(conflict) from None  # the peer raises this conflict in _meet()
                 if found.get(f"number/{peer}") != self._numbers[peer]:
                     text = f"rank {peer} has given up this construction and begun another"
                     raise _BegunAnew(text) from None

@@ -27,8 +27,8 @@ Message = dict[str, Any]
 class SymmetricMemory:
     """One allocation per rank, of the same size on all, mapped by every rank.
 
-    It owns its mappings. `close`, the garbage collector or the end of the interpreter unmaps them, peers'
-    memory first. Peers take no part, and may have ended. Memory that a peer still maps stays valid for
+    It owns its mappings. `close`, the garbage collector or the end of the interpreter unmaps them,
+    peers' memory first. Peers take no part, and may have ended. Memory that a peer still maps stays valid for
     that peer. Do not close this during the capture of a CUDA graph: `close` waits for the device.
     """
 
@@ -46,7 +46,7 @@ class SymmetricMemory:
 
         `bytes`: at least 1, the same on all ranks; rounded up to the granularity of the GPUs (2 MiB).
         `device_index`: as torch.cuda counts. Ranks may share a GPU. `ranks`: the ranks that map each other's
-        memory, including this rank, the same list on all of them; None: all of the rendezvous. `api`: stands
+        memory, including this rank, the same list on all of them; None: all ranks. `api`: stands
         in for cuda.bindings.driver in tests.
 
         Raises on all ranks, with everything freed: OutOfMemory with `needed` and `available` bytes of the
