@@ -76,10 +76,10 @@ class GraphedStep:
             in place.
         headroom: gives each layer headroom * max_tokens * top_k rows, but at most as many as any routing can
             bring.
-        group: the ranks that agree; must have all ranks with which `step_fn` communicates. None: the only
+        group: the ranks that agree; contains all ranks with which `step_fn` communicates. None: the only
             group of all layers' communicators; then no layer may have aux_loss "sequence" or "global".
         warmup: number of runs before the capture, in the first call; at least one. They change no state.
-        report_every: a warning is logged for the first overflow, then for one in `report_every`.
+        report_every: a warning is logged for the first overflow, then for each `report_every`-th after it.
         recorder: records and replays the step; None: as a CUDA graph.
 
     A call raises InvalidArgument, on this rank alone, if inputs have another shape, dtype or device than at

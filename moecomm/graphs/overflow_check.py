@@ -16,8 +16,8 @@ class OverflowCheck:
     (0: all fitted). `read` returns its maximum over a group (None: this rank). With NCCL the device takes the
     maximum, and the host waits once; else the hosts take the maximum.
 
-    The word is published (copied for `read`, which waits for the copy) after as many dispatches as the
-    previous step had, and after each further dispatch. A step with fewer, or the first, does so at its end."""
+    A step publishes the word (copies it for `read`, which waits for the copy) after as many dispatches as the
+    previous step had, and after each further one. The first step, or one with fewer, does so at its end."""
 
     def __init__(self, device: torch.device, group: Group | None) -> None:
         self._device = device

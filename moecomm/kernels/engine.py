@@ -15,7 +15,7 @@ from moecomm.kernels.scaled_mm import missing_on
 
 def make_products(config: Any, device: torch.device, rows: int | None = None) -> Products:
     """Makes the products of a MoEConfig's experts on a device. rows: average rows of an expert in a call, by
-    which tiles are chosen. Raises Unsupported if the experts are in fp8 and the device has no e4m3 product,
+    which tiles are chosen. Raises Unsupported if experts are in fp8 and torch has no e4m3 product there,
     or if config.products is "quack" and quack does not support the layer."""
     if config.expert_precision is not None:
         if device.type == "cuda":

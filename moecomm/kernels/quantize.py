@@ -83,8 +83,8 @@ def quantize_rows(x: Tensor, ends_L: Tensor | None = None) -> Quantized:
 
 
 def quantize_columns(x_PC: Tensor, ends_L: Tensor) -> QuantizedColumns:
-    """Quantises the columns of each group of rows; column c of x becomes row c of the result (C, Q). With Q =
-    16 * (P // 16 + L) groups of any sizes fit.
+    """Quantises the columns of each group of rows; column c of x becomes row c of the result (C, Q). Q is
+    16 * (P // 16 + L), enough for groups of any sizes.
 
     x: bfloat16, float16 or float32, C a multiple of 16. ends: (L,) int32 ends of groups, ascending, at most
     P, on the same device; rows from ends[-1] on are not read. Values from padded_ends[-1] on are

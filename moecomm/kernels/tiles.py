@@ -94,8 +94,8 @@ the table; adding in memory takes a quarter longer."""
 
 
 def nearest_tile(product: str, hidden: int, ffn: int, rows: int | None = None) -> Tile:
-    """Returns a product's tile for the layer of the table with the nearest sizes, by ratio. rows: average rows
-    of an expert, None if unknown."""
+    """Returns a product's tile for the layer of the table with the nearest sizes, by ratio. rows: average
+    rows of an expert, None if unknown."""
 
     def distance(sizes: Sizes) -> float:
         ratios = (size / own for size, own in zip(sizes, (hidden, ffn, rows or sizes[2]), strict=True))

@@ -21,7 +21,7 @@ def is_grouped(experts: nn.Module) -> bool:
 
 
 def says(record: Sequence[int]) -> str:
-    """Returns a text for a record: first expert, L, E, maybe more fields (GroupedExperts.get_extra_state)."""
+    """Returns a text for a record [first expert, L, E, ...]; see GroupedExperts.get_extra_state."""
     first, count, of, *more = record
     share = f", part {more[1]} of {more[2]} of each" if more and more[2] > 1 else ""
     return f"experts {first}..{first + count - 1} of {of}{share}"

@@ -21,7 +21,7 @@ from moecomm.kernels.parameters import (
 from moecomm.parallel.records import grouped_in, record_of
 
 _PLACED = "moecomm_placed"
-"""The attribute of a parameter that is known to be whole, or sharded in an allowed way."""
+"""The attribute of a parameter that was found whole, or sharded over ranks that are allowed."""
 
 
 def refuse_mixed_shards(experts: nn.Module) -> None:

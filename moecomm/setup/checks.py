@@ -106,7 +106,7 @@ def check_ranks_per_node(size: int, ranks_per_node: Any) -> int | None:
 
 
 def check_num_sms(num_sms: Any, device: torch.device) -> int | None:
-    """Returns the number of SMs (on the CPU, threads) of an operation; None lets the backend choose."""
+    """Returns the number of SMs (on the CPU, threads) of an operation; None: the backend chooses."""
     if device.type == "cpu":
         return read_env().threads if num_sms is None else require_integer("num_sms", num_sms, 1, 4096)
     if num_sms is None:
