@@ -48,25 +48,25 @@ class MoEConfig:
             (gpt-oss); "gelu": the exact (erf) GELU of x W_in.
         bias: True: each expert has a bias after both of its products, zero at first; shared experts have
             none.
-        num_shared_experts: experts that see every token, fused into one of width num_shared_experts *
-            ffn_hidden.
+        num_shared_experts: experts that see every token, computed as one network of inner width
+            num_shared_experts * ffn_hidden.
         shared_gate: True: the shared experts' result is multiplied by sigmoid(x w), w of H values
             (Qwen2-MoE).
         router_bias: True: each expert's logit has a trained bias, zero at first (gpt-oss).
         score_function: "softmax" or "sigmoid" of the router's logits.
         pre_softmax: softmax only. True: softmax over all experts, then top-k. False: top-k, then softmax over
-            these k; groups and balancing biases then work on logits.
+            these k; with False, groups and balancing biases work on logits.
         normalize_topk: divide the k weights of a token by their sum.
         scaling_factor: multiplies the weights, after normalisation.
         num_groups: group-limited routing: experts form this many equal groups, in order of their ids
             (Megatron-Core: moe_router_num_groups, DeepSeek: n_group).
-        topk_groups: the number of groups that a token may use: those whose best scores have the highest sums
+        topk_groups: how many groups a token may use; it uses those whose best scores have the highest sums
             (Megatron-Core: moe_router_group_topk, DeepSeek: topk_group). Given together with num_groups.
         scores_per_group: how many of a group's best scores are summed; None: top_k // topk_groups.
             DeepSeek-V2 has 1, DeepSeek-V3 in transformers 2.
         limit_nodes: the most nodes whose experts a token may use, in place of num_groups (`for_nodes`).
-        weights_on_input: True: y is the sum of expert(weight * x), as in Llama 4; for top_k=1. Shared experts
-            see x, and are computed before the dispatch.
+        weights_on_input: True: an expert gets weight * x, as in Llama 4; needs top_k=1. Shared experts get x,
+            and are computed before the dispatch.
         aux_loss: load-balancing loss over the rank's tokens ("batch"), each sequence ("sequence"), the
             choices of all ranks and microbatches of a step ("global", arXiv 2501.11873), or "none".
         aux_loss_coef: coefficient of the load-balancing loss.
@@ -80,12 +80,12 @@ class MoEConfig:
         force_balanced: for benchmarks: every expert gets the same load, whatever the scores.
         capacity_factor: None: dropless. Else a rank sends each expert at most ceil(T * K / E *
             capacity_factor) of its T tokens.
-        drop_policy: a full expert keeps tokens of highest weight ("probs") or its first ones ("position").
-        pad_to_capacity: with capacity_factor: buffers of fixed size, so that the host never waits.
+        drop_policy: a full expert keeps tokens of highest weight ("probs") or its first tokens ("position").
+        pad_to_capacity: with capacity_factor: dispatches return a fixed number of rows; no host waits.
         dtype: of the experts' weights and of the rows that travel; bfloat16 for speed on GPUs. The router
             computes in float32.
-        expert_precision: None: products in dtype. "fp8": in e4m3 (docs/fp8.md); needs a dtype below float64,
-            hidden and ffn_hidden multiples of 16, no bias, and on CUDA compute capability 9.0.
+        expert_precision: None: products in dtype. "fp8": in e4m3 (docs/fp8.md); needs a dtype narrower than
+            float64, hidden and ffn_hidden multiples of 16, no bias, and on CUDA compute capability 9.0.
         products: "torch"; "quack" (quack-kernels, Hopper, bfloat16 and float16); None: quack if it is
             installed and supports the layer, else torch (docs/layer.md). Must be None with expert_precision.
         main_grad: True: the experts' weights accumulate gradients in `weight.main_grad`, float32
@@ -215,8 +215,8 @@ class MoEConfig:
     def for_nodes(self, nodes: int) -> MoEConfig:
         """Returns this config for a job on `nodes` nodes, which hold equal parts of the experts in order of
         their ids. limit_nodes becomes num_groups=nodes and topk_groups=limit_nodes; if limit_nodes is `nodes`
-        or more, there are no groups. Raises InvalidArgument if `nodes` does not divide num_experts,
-        limit_nodes nodes hold fewer than top_k experts, or a node holds fewer than scores_per_group.
+        or more, there are no groups. Raises InvalidArgument if `nodes` does not divide num_experts, if a node
+        holds fewer than scores_per_group experts, or if limit_nodes of the nodes hold fewer than top_k.
 
         Example: 256 experts with limit_nodes=4 on 8 nodes form 8 groups, of which a token uses 4; on 4 nodes
         or fewer there is no limit.
@@ -254,7 +254,7 @@ _MAY_DIFFER = ("products",)
 
 
 def values_that_agree(config: MoEConfig) -> dict[str, str]:
-    """Returns by name the values of a config that must be the same on all ranks."""
+    """Returns, as text by field, the values of a config that must be the same on all ranks."""
     names = (field.name for field in dataclasses.fields(config) if field.name not in _MAY_DIFFER)
     return {f"MoEConfig.{name}": repr(getattr(config, name)) for name in names}
 
@@ -275,14 +275,14 @@ class OverlapConfig:
     """How a MoELayer hides its communication. A bad value raises `InvalidArgument`.
 
         layer = MoELayer(config, comm, overlap=OverlapConfig(keep="rows"))
-        layer.overlap = dataclasses.replace(layer.overlap, record=True)    # between forwards, as a whole
+        layer.overlap = dataclasses.replace(layer.overlap, record=True)    # between forwards
 
     Attributes:
         overlap: True: transfers overlap with products. False: stages run one after another on one stream, and
             autograd differentiates them; the output and the experts' gradients have the same bits as with
             True. With False the other fields must have their defaults.
-        keep: which of the experts' rows a forward keeps for its backward: "all", "rows" (the first product is
-            recomputed) or "nothing" (the rows are dispatched again, along the kept plan).
+        keep: which of the experts' rows a forward keeps for its backward. "all". "rows": the dispatched rows;
+            the first product is recomputed. "nothing": rows are also dispatched again, along the kept plan.
         keep_shared: whether a forward keeps the shared experts' first product. False: the backward recomputes
             it, while gradients travel to the experts.
         defer_weights: True: backwards leave the gradients of the experts' weights to

@@ -17,8 +17,8 @@ routing weights. fc2_wgrad comes before fc1_dgrad, so that the rows of dispatch_
 transfer with nothing to overlap runs on the caller's stream, which costs the host less.
 
 For autograd a forward is one function, _Keep. If hooks handle the tensors that autograd saves, it is two:
-_Keep saves what the backward needs and has the backward; _Finish returns the result. So the recomputation of
-torch.utils.checkpoint can stop before the result. With `keep_plans` it follows the first forward's plan.
+_Keep saves tensors and runs the backward, _Finish returns the result. So torch.utils.checkpoint can stop its
+recomputation before the result. With `keep_plans` a recomputation follows the first forward's plan.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from moecomm.types import DispatchOutput, Handle
 
 class Weights(NamedTuple):
     """Weights and biases of the local experts: w_in (L, H, I), w_out (L, F, H), b_in (L, I), b_out (L, H);
-    of the shared experts: shared_in (H, I'), shared_out (F', H), shared_gate (H,). None: absent."""
+    of the shared experts: shared_in (H, F' or 2F'), shared_out (F', H), shared_gate (H,). None: absent."""
 
     w_in: Tensor
     w_out: Tensor
@@ -60,7 +60,7 @@ class Weights(NamedTuple):
 
 
 class Plans(NamedTuple):
-    """What a checkpoint with `keep_plans` keeps of a layer's forwards, in their order."""
+    """What torch.utils.checkpoint with `keep_plans` keeps of a layer's forwards, in their order."""
 
     states: list[DispatchState]
     choices: list[Choices]
@@ -111,7 +111,7 @@ class PassContext(NamedTuple):
 
 
 class DispatchState(NamedTuple):
-    """The result of a dispatch without its rows. Rows can be sent again along its plan, the handle."""
+    """What a dispatch returned, but for the rows. Rows can be sent again along its plan, `handle`."""
 
     handle: Handle
     weights_P: Tensor
@@ -230,7 +230,7 @@ class Forward:
         context.wait_on_host(side)
 
     def _finish(self) -> Tensor:
-        """Returns y (T, H), after `_again`."""
+        """Computes y (T, H) from what `_again` has recomputed."""
         if self.context.keep == "nothing":
             self._rows_PH = self.context.comm.redispatch(self.x_TH, self.state.handle)
         z_PF, self._z_PF = self._z_PF, None
@@ -244,7 +244,7 @@ class Forward:
         return y_TH.add_(self._shared_fc2())
 
     def kept(self, need_in: bool) -> tuple[Tensor | None, ...]:
-        """Returns what a backward needs besides the weights (None where it does not): x, the experts' rows,
+        """Returns what a backward needs besides the weights (None if it does not): x, the experts' rows,
         their routing weights and groups, the first products of the shared experts and of the experts.
         `need_in`: whether w_in needs a gradient."""
         keep, state = self.context.keep, self.state
@@ -429,13 +429,13 @@ def _shared_backward(
 # -- autograd and checkpoints ------------------------------------------------------------------------------
 
 
-# If torch.compile gives up on a forward, it tries the functions called there, but must not try this one.
+# If torch.compile gives up on a forward, it compiles the functions called there, but must not compile this.
 @_disable_dynamo
 def run_experts(context: PassContext, x_TH: Tensor, topk_weights_TK: Tensor, weights: Weights) -> Tensor:
     """Returns (T, H): the sum over a token's experts of weight * expert(x), plus the shared experts' result.
 
     x_TH: (T, H) in the weights' dtype; topk_weights_TK: (T, K) float32 (float64 for float64 rows).
-    Differentiable once in both and in the weights.
+    Differentiable once in these two and in `weights`.
     """
     plans = context.plans
     state = plans.states.pop(0) if plans is not None and plans.again and plans.states else None

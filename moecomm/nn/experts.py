@@ -1,4 +1,4 @@
-"""Experts: one network for each group of rows (GroupedExperts), one for all (SharedExperts), or a user's."""
+"""Experts: a network per group of rows (GroupedExperts), one for all rows (SharedExperts), or a user's."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ weight's parameter under the name `original`."""
 
 
 _OWN = _IN_MAIN_GRAD | {f"{name}_{added}" for name in _WEIGHTS for added in ("orig", "g", "v")}
-"""The names of weights and biases, also those by torch.nn.utils.prune, spectral_norm and weight_norm."""
+"""The names of weights and biases, and those that torch.nn.utils' prune, spectral_norm, weight_norm add."""
 
 
 class GroupedExperts(nn.Module):
@@ -52,14 +52,14 @@ class GroupedExperts(nn.Module):
     The columns of w_in (L, H, I): for swiglu all gates, then all up values; for swiglu_interleaved and
     swiglu_clamped gates in even and up values in odd columns; I = 2F for these three. For gelu I = F. With
     config.bias, b_in is added to a row's first product and b_out to its second, before the routing weight.
-    The initial values of expert e depend on its global id and one number of torch's default generator: ranks
+    The initial values of expert e depend on its global id and one draw from torch's default generator: ranks
     that call torch.manual_seed alike make the same model at any EP size.
 
     Marked as expert parameters are the weights, the biases, and those parameters of a parametrization that
     have a part for each expert (docs/training.md, `mark_adapter`). If ranks have different experts, only
     `fully_shard_experts` may shard them; fully_shard raises InvalidArgument. A state_dict records which
     experts it has (`get_extra_state`). load_state_dict raises InvalidArgument for a state of other experts,
-    before it changes a weight, and warns if a missing record leaves that open.
+    before it changes a weight, and warns if a state without that record may be of other experts.
 
     Args:
         config: the layer's MoEConfig. Raises Unsupported for expert_precision="fp8" on a GPU without it.
@@ -74,12 +74,12 @@ class GroupedExperts(nn.Module):
         w_in: (L, H, I) of the config's dtype.
         w_out: (L, F, H) of the config's dtype.
         b_in: (L, I) of the config's dtype; None without config.bias.
-        b_out: (L, H) of the config's dtype; None without config.bias, and in parts other than 0.
+        b_out: (L, H) of the config's dtype; None without config.bias, and if part.number > 0.
         config: the layer's MoEConfig.
         num_local_experts: L, experts of this rank.
         first_expert: global id of the first local expert.
         part: the ExpertPart of each of its experts that this rank has; part 0 of 1 is a whole expert.
-        products: how products are computed.
+        products: the Products that compute and differentiate the two grouped products.
         sharded_over: ranks of the default group over which `fully_shard_experts` shards the weights.
     """
 
@@ -89,8 +89,8 @@ class GroupedExperts(nn.Module):
     b_out: nn.Parameter | None
     sharded_over: frozenset[int] = frozenset()
     _is_sharded = False
-    """Whether FSDP has put its parameters here. Parameters that it gathers stay unmarked: a marked one's fp8
-    copy is kept until torch counts a change of it, and torch counts no change by FSDP."""
+    """True once FSDP has set parameters here. No parameter is marked from then on: the fp8 copy of a marked
+    parameter is kept until torch counts a change of it, and torch counts no change by FSDP."""
 
     def __init__(
         self,
@@ -157,14 +157,14 @@ class GroupedExperts(nn.Module):
         has_tail: bool = True,
         run: Run | None = None,
     ) -> Tensor:
-        """Computes the experts on grouped rows; returns (P, H). Raises InvalidArgument. On a GPU, where the
-        host would wait, offsets that descend or exceed P are not refused: results are unspecified.
+        """Computes the experts on grouped rows; returns (P, H). Raises InvalidArgument for wrong rows or
+        offsets. On a GPU, where the host would wait, offsets that descend or exceed P give any result.
 
         rows_PH: (P, H) of the weights' dtype, grouped by local expert; offsets_L: (L,) int32 cumulative ends
         of groups; weights_P: (P,) float32 (float64 for float64 rows) routing weights. Rows past offsets[-1]
-        may hold anything: results and gradients are zero there, and weights' gradients ignore these rows.
-        has_tail=False (P == offsets[-1]) saves two passes over rows. With `run`, forward returns run(rows_PH)
-        after hooks of this module have prepared the weights (FSDP gathers them).
+        may hold anything: results and gradients are zero there, and weights' gradients leave these rows out.
+        has_tail=False, for P == offsets[-1], saves two passes over rows. With `run`, forward returns
+        run(rows_PH) after hooks of this module have prepared the weights (FSDP gathers them).
         """
         if run is not None:
             return run(rows_PH)
@@ -194,9 +194,9 @@ class GroupedExperts(nn.Module):
             return y_PH if real_P1 is None else y_PH.where(real_P1, 0.0)
 
     def forget_quantized(self) -> None:
-        """Drops quantised weights (expert_precision="fp8"). Call it after changes of weights that torch does
-        not count: through `.data`, by a collective of torch.distributed, or in a CUDA graph that contains
-        only an optimizer's step."""
+        """Drops the kept fp8 copies of the weights (expert_precision="fp8"). Call it after changes of weights
+        that torch does not count: through `.data`, by a collective of torch.distributed, or in a CUDA graph
+        that contains only an optimizer's step."""
         self.products.forget()
 
     def mark_parameters(self) -> None:
@@ -211,8 +211,8 @@ class GroupedExperts(nn.Module):
                 keep_main_grad(parameter)
 
     def is_per_expert(self, name: str, parameter: Tensor) -> bool | None:
-        """Returns whether the parameter of this name has a part for each of this rank's experts. None: that
-        is unknown for an added parameter (`mark_adapter` declares it)."""
+        """Returns whether the parameter of this name has a part for each of this rank's experts. None:
+        unknown, for a parameter that was added to the module (declare it by `mark_adapter`)."""
         if name in _OWN or self.has_all:
             return parameter.dim() > 0 and parameter.shape[0] == self.num_local_experts
         return has_part_for_each(self, self.num_local_experts, name, parameter)
@@ -339,7 +339,7 @@ class SharedExperts(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *others)
 
     def forward(self, x_TH: Tensor, *, run: Run | None = None) -> Tensor:
-        """Maps (T, H) of the weights' dtype to (T, H). `run`: as in GroupedExperts."""
+        """Maps (T, H) of the weights' dtype to (T, H). `run`: as in GroupedExperts.forward."""
         if run is not None:
             return run(x_TH)
         care = needs_care(x_TH.device.type)
@@ -402,7 +402,7 @@ def adopt_experts(experts: nn.Module, config: MoEConfig) -> None:
             "on all ranks: register it with persistent=False, or make it a parameter"
         )
     for parameter in parameters.values():
-        if not isinstance(parameter, DTensor):  # unmarked, so that `refuse_mixed_shards` checks its mesh
+        if not isinstance(parameter, DTensor):  # DTensors stay unmarked: `refuse_mixed_shards` checks them
             mark_expert_parameter(parameter)
 
 
@@ -423,8 +423,8 @@ def combine_own_experts(
         comm.refuse(
             InvalidArgument(f"experts returned {kind}, must return the (P, H) tensor of the experts' rows")
         )
-    # Combine refuses rows of a wrong shape or dtype on all ranks. If this rank has no rows, the module's
-    # result may not depend on them, and the other ranks' backward would lack this rank: cat() lets it depend.
+    # Combine refuses rows of a wrong shape or dtype on all ranks. Without rows the module's result may not
+    # depend on its input, and other ranks' backward would wait for this rank: cat() makes it depend.
     if expert_rows_PH.shape == rows_PH.shape and expert_rows_PH.dtype == rows_PH.dtype:
         if real_P1 is not None:
             expert_rows_PH = expert_rows_PH.where(real_P1, rows_PH)
@@ -432,5 +432,5 @@ def combine_own_experts(
             expert_rows_PH = torch.cat((expert_rows_PH, rows_PH))
     trains = torch.is_grad_enabled() and any(each.requires_grad for each in experts.parameters())
     if trains and not (expert_rows_PH.requires_grad or torch.compiler.is_compiling()):
-        expert_rows_PH = expert_rows_PH.detach().requires_grad_()  # this rank takes part in the backward
+        expert_rows_PH = expert_rows_PH.detach().requires_grad_()  # so that this rank joins the backward
     return comm.combine(expert_rows_PH, out.handle, weights=out.weights)

@@ -39,11 +39,11 @@ def watchers_of(layer: Any) -> str | None:
 
 
 def _watcher(module: nn.Module, kind: type[nn.Module]) -> str | None:
-    """Names what depends on the module's own results: a hook of the module, or of a `kind` that it wraps, or
-    a forward other than kind.forward; None: nothing does. Hooks that concern weights alone do not count."""
+    """Names a hook of the module, or of a `kind` inside it, or a forward other than kind.forward, if it needs
+    the module's own rows or results; None: none does. Hooks that concern weights alone do not count."""
     plain = type(module) is kind and not (module._modules or "forward" in module.__dict__)
     if plain and not any(getattr(module, hooks) for hooks in _KINDS):
-        return None  # a fast path, since each forward of a layer asks
+        return None  # a fast path, since each forward of a layer calls this
     for each in module.modules():
         wrapped = isinstance(each, kind)
         if not (wrapped or each is module):
@@ -74,7 +74,7 @@ def refuse_own_settings(overlap: OverlapConfig) -> None:
 
 
 def _setting_without_effect(overlap: OverlapConfig) -> str | None:
-    """Describes a setting that has no effect where autograd does the backward. None: there is none."""
+    """Returns a text on a setting that has no effect if autograd does the backward; None: all have one."""
     for name, only in IN_ORDER.items():
         if (value := getattr(overlap, name)) != only:
             return f"OverlapConfig.{name} is {value!r}, must be {only!r}"

@@ -51,13 +51,13 @@ class MoELayer(nn.Module):
             all ranks.
         mesh, ep_dim: in place of `group`, a DeviceMesh and the name of its dimension.
         max_tokens: the most tokens of a rank in one call; required without `comm`.
-        nodes: the number of nodes for config.limit_nodes, equally many ranks on each; None: that of comm.
+        nodes: the number of nodes for config.limit_nodes, equally many ranks on each; None: comm.nodes.
             Give another number to route as a job on that many nodes does.
         overlap: what is computed during transfers, and kept for the backward; None: OverlapConfig().
         experts: a module in place of GroupedExperts; see below.
         folding: a ParallelFolding, instead of `group` (docs/folding.md). All ranks of the job then build
             their layers and communicators together, since that makes the folding's groups.
-        loss_group: the ranks of a step for aux_loss="global" without a folding; None: all ranks.
+        loss_group: without a folding, the ranks whose choices aux_loss="global" counts; None: all ranks.
 
     The routing's losses get their gradients when the result's backward runs, as if loss_scale * (their sum)
     were part of the model's loss. If you multiply the model's loss by a factor, set loss_scale to this
@@ -67,7 +67,7 @@ class MoELayer(nn.Module):
     `experts` holds this rank's L experts; expert l has the global id comm.rank * L + l. A forward calls it
     once, with autocast off, as experts(rows_PH, offsets_L): rows (P, H) of config.dtype grouped by expert,
     and the cumulative ends of the groups, int32. It returns (P, H) of that dtype, rows in the same order; P
-    may be 0 and groups may be empty. Another shape or dtype raises InvalidArgument on all ranks. With a
+    may be 0 and groups may be empty. Any other result raises InvalidArgument on all ranks. With a
     capacity rows past offsets[-1] are zero, and their results are not used. The module's parameters are all
     marked as expert parameters, and no other part of the model may use them. Its state may have no buffers.
     `sharded_state` assumes that dimension 0 of its parameters counts experts; otherwise a checkpoint loads at
@@ -175,7 +175,7 @@ class MoELayer(nn.Module):
         self._waits_on_host = False
         self._deferred, self._recorded = Deferred(), RecordedStages()
         self._unsynchronized = False
-        """True from a backward until `sync_gradients` has averaged its gradients."""
+        """True from a backward until `sync_gradients` or `mark_synchronized` is called."""
         self._drift: Any = None  # the Drift of a layer under DistributedDataParallel
         self._overflow: Any = None  # the OverflowCheck of a GraphedStep
         self._plans: Plans | None = None
@@ -199,9 +199,9 @@ class MoELayer(nn.Module):
 
     @property
     def comm(self) -> Communicator:
-        """The communicator; with ETP > 1 in a folding its experts are parts of the layer's experts. Set
-        another one between forwards, on all ranks, for example after PeerTimeout. Raises InvalidArgument if
-        that has another size, rank, nodes, device, num_experts, hidden, top_k, dtype or max_tokens."""
+        """The communicator; with ETP > 1 in a folding its experts are parts of the layer's experts. A
+        new one may be set on all ranks between forwards, e.g. after PeerTimeout. Raises InvalidArgument if
+        its size, rank, nodes, device, num_experts, hidden, top_k, dtype or max_tokens differ."""
         return self._comm
 
     @comm.setter
@@ -241,7 +241,7 @@ class MoELayer(nn.Module):
     @loss_scale.setter
     def loss_scale(self, scale: float) -> None:
         self._loss_scale = require_number("loss_scale", scale, math.isfinite, "a finite number")
-        # torch counts no change through .data. A counted one would break the backward of compiled graphs.
+        # torch counts no change through .data. A counted change would break compiled backwards.
         self._loss_scale_on_device.data.fill_(self._loss_scale)
 
     def forward(
@@ -253,10 +253,10 @@ class MoELayer(nn.Module):
         mask: Tensor | None = None,
         topk_idx: Tensor | None = None,
     ) -> Tensor:
-        """Routes tokens to the experts and returns their weighted sum.
+        """Routes tokens to the experts. Returns y: the weighted sums of their results, plus shared experts'.
 
         Args:
-            x: (T, H), or (B, S, H) for B sequences of S tokens; any float dtype. The result is like x.
+            x: (T, H), or (B, S, H) for B sequences of S tokens; any float dtype. y has x's shape and dtype.
             seq_len: length of the sequences in a (T, H) input, for aux_loss="sequence".
             cu_seqlens: in place of seq_len, (N + 1,) int32 or int64: the starts of N packed sequences, the
                 first 0, and the end of the last; later tokens are of no sequence. If a loss uses it, bad
@@ -268,8 +268,8 @@ class MoELayer(nn.Module):
 
         Raises InvalidArgument on all ranks for arguments of a wrong shape or dtype, a seq_len that does not
         divide T, weights of another dtype than the config's, and incompatible settings; InvalidRouting for
-        invalid ids, or an id twice in a token. A graph of torch.compile ends before the layer within
-        `keep_plans`, or if a loss is summed over ranks.
+        invalid ids, or an id twice in a token. A graph of torch.compile ends before a layer within
+        `keep_plans`, and before a layer with a loss that is summed over ranks.
         """
         every = {"cu_seqlens": cu_seqlens, "mask": mask, "topk_idx": topk_idx}
         given = {name: value for name, value in every.items() if value is not None}
@@ -307,8 +307,8 @@ class MoELayer(nn.Module):
         self, x: Tensor, seq_len: int | None, in_order: bool, watched: str | None, given: dict[str, Any]
     ) -> tuple[Tensor, Tensor, Tensor, Routing | None]:
         """Chooses the experts of each token. Returns the rows, ids and weights that are sent to the experts;
-        and the routing whose losses are still to be attached to the layer's result, None if they are attached
-        to the weights. Sets `last_losses`. Raises on this rank alone."""
+        and the routing whose losses are still to be attached to the layer's result (None: the weights have
+        them). Sets last_losses and last_tokens_per_expert. Raises on this rank alone."""
         x_TH = x
         balance = self._balance
         before = 0 if balance is None else balance.exchanges
@@ -339,8 +339,8 @@ class MoELayer(nn.Module):
             raise
         self.last_losses = {name: loss.detach() for name, loss in routing.losses.items()}
         self.last_tokens_per_expert = routing.tokens_per_expert_E
-        # The losses are attached to the weights, if these have gradients, so that a checkpoint's
-        # recomputation can stop before the combine.
+        # The losses are attached to the weights, if these have gradients, so that the recomputation of
+        # torch.utils.checkpoint can stop before the combine.
         weights_TK = self._attach(routing.topk_weights_TK, routing)
         unattached = None if weights_TK.requires_grad else routing
         topk_idx_TK = routing.topk_idx_TK
@@ -357,7 +357,7 @@ class MoELayer(nn.Module):
         return x_TH.to(self.config.dtype), topk_idx_TK, weights_TK, unattached
 
     def _choose_experts(self, x_TH: Tensor, seq_len: int | None, given: dict[str, Any]) -> Routing:
-        """Returns the router's choice; when `keep_plans` recomputes, the choice of the first forward."""
+        """Returns the Routing; a recomputation with `keep_plans` has the choices of the first forward."""
         router, plans = self.router, self._plans
         if plans is None:
             return router(x_TH, seq_len, **given)
@@ -449,7 +449,7 @@ class MoELayer(nn.Module):
     def _run_in_order(self, rows_TH: Tensor, topk_idx_TK: Tensor, topk_weights_TK: Tensor) -> Tensor:
         """Runs shared experts, dispatch, experts and combine one after another, differentiated by autograd.
         Custom experts always run this way; with them, `overlap` lets shared experts overlap the dispatch.
-        Shared experts run before the combine, so that it can tell other ranks of an exception in them."""
+        Shared experts run before the combine, in which other ranks can still learn of their errors."""
         comm, capacity, shared_TH = self.comm, self.capacity, None
         shared = self._shared_within
         if self._own_experts and self.overlap.overlap and shared and not torch.compiler.is_compiling():

@@ -16,7 +16,7 @@ from moecomm.types import Group, GroupReference
 
 
 class ExpertSums(NamedTuple):
-    """The sums that the load-balancing loss is made of, for each of S sequences. Counts have no gradient."""
+    """The sums that make up the load-balancing loss, for each of S sequences. The counts have no gradient."""
 
     probs_SE: Tensor
     """Sums of the tokens' probabilities; differentiable."""
@@ -48,7 +48,7 @@ def loss_of_counts(
 
 
 def loss_of_sequences(probs_TE: Tensor, topk_idx_TK: Tensor, sequence_len: int | None) -> Tensor:
-    """Returns sum over e of f_e * P_e, averaged over sequences of one length. All ids are in 0..E-1."""
+    """Returns sum over e of f_e * P_e, averaged over sequences of equal length. All ids are in 0..E-1."""
     (tokens, experts), top_k = probs_TE.shape, topk_idx_TK.shape[1]
     length = max(sequence_len or tokens, 1)
     probs_SE = probs_TE.view(-1, length, experts).sum(dim=1)
@@ -68,7 +68,7 @@ def expert_sums(
     cu_seqlens: Tensor | None = None,
     mask_T: Tensor | None = None,
 ) -> ExpertSums:
-    """Returns the sums of each sequence. Arguments as in `load_balancing_loss`; its callers check shapes."""
+    """Returns the ExpertSums. Arguments as in `load_balancing_loss`, whose shapes the caller has checked."""
     num_tokens, num_experts = probs_TE.shape
     probs_TE = _wide(probs_TE)  # bfloat16 counts no further than 256, float16 than 2048
     require_mask(mask_T, num_tokens)
@@ -173,7 +173,7 @@ class StepCounts:
         return self._all_reduce(counts_E.clone(), dist.ReduceOp.SUM)
 
     def bring_nothing(self, experts: int, device: torch.device) -> None:
-        """Takes part in the exchange, for a forward that this rank refuses."""
+        """Takes part in the exchange without tokens, for a forward that this rank refuses."""
         self.over_ranks(torch.zeros(experts, dtype=torch.int64, device=device))
 
     def _all_reduce(self, value: Tensor, op: Any) -> Tensor:
@@ -188,8 +188,8 @@ class StepCounts:
 
 
 class SequenceSums(StepCounts):
-    """Adds up ExpertSums of sequences of which each rank holds a part, in one order on all ranks. Ranks
-    without tokens take part. Ranks first compare numbers of sequences, except in a CUDA graph capture."""
+    """Adds up ExpertSums over ranks that hold parts of the same sequences, in the same order. Ranks without
+    tokens take part. Ranks first compare numbers of sequences, except in a CUDA graph capture."""
 
     phase = "the balancing loss over sequences"
 
@@ -220,7 +220,7 @@ class SequenceSums(StepCounts):
         return ExpertSums(total[:, :experts], total[:, experts:-1].detach(), total[:, -1].detach())
 
     def bring_nothing(self, experts: int, device: torch.device) -> None:
-        """Takes part in the exchange, for a forward that this rank refuses."""
+        """Takes part in the exchange without tokens, for a forward that this rank refuses."""
         none = torch.zeros(0, experts, device=device)
         self.over_ranks(ExpertSums(none, none, none[:, 0]))
 

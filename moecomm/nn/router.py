@@ -120,9 +120,9 @@ class TopKRouter(nn.Module):
     ) -> Routing:
         """Routes tokens. x_TH: (T, H) of any float dtype; T may be 0.
 
-        seq_len, cu_seqlens, mask and topk_idx are those of `MoELayer.forward`, for T tokens. again: the first
-        forward's choices and drops, if this one recomputes it. Raises InvalidArgument on a wrong shape or
-        dtype or a seq_len that does not divide T."""
+        seq_len, cu_seqlens, mask and topk_idx are those of `MoELayer.forward`, for T tokens. again: choices
+        and drops of the first forward, if this forward recomputes it. Raises InvalidArgument on a wrong shape
+        or dtype or a seq_len that does not divide T."""
         config = self.config
         self.check(x_TH, seq_len, cu_seqlens=cu_seqlens, mask=mask, topk_idx=topk_idx)
         # gaps: choices may already be -1 before the capacity drops any.
@@ -150,7 +150,7 @@ class TopKRouter(nn.Module):
                     chosen_TK = chosen_TK.masked_fill(~mask.unsqueeze(1), -1)
             else:
                 chosen_TK = again.chosen_TK.to(torch.int64)
-            # Here invalid ids become -1, as nothing may index with them; the dispatch gets and refuses them.
+            # known_TK has -1 for invalid ids, which must not be indices. The dispatch gets and refuses these.
             known_TK = chosen_TK
             if topk_idx is not None:
                 known_TK = chosen_TK.masked_fill(chosen_TK >= config.num_experts, -1)
@@ -326,7 +326,7 @@ class TopKRouter(nn.Module):
         return f"experts={config.num_experts}, top_k={config.top_k}, scores={config.score_function}"
 
 
-# -- what a forward is told of its tokens ------------------------------------------------------------------
+# -- choices that a forward gets or keeps ------------------------------------------------------------------
 
 
 class Choices(NamedTuple):

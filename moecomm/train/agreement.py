@@ -23,8 +23,8 @@ def agree(
     check: Callable[[], Sequence[str]],
     same: Callable[[], Tensor | None] = lambda: None,
 ) -> bool:
-    """Calls `check` on all ranks of `group` together, and compares the texts that it returns. device: that of
-    the tensors which the group exchanges.
+    """Calls `check` on all ranks of `group` together, and compares the texts that it returns. device: where
+    the exchanged tensors are made.
 
     If `check` raises a MoecommError on one rank, that rank raises it, and the others InvalidArgument with its
     text. If ranks have different texts, all raise MismatchedArguments, whose text begins with `about`. In a
@@ -73,9 +73,9 @@ def agree_by_holders(
     holders: Sequence[int],
     words: Sequence[Sequence[str]],
 ) -> None:
-    """Compares texts among ranks that hold the same share of a thing, such as a layer's experts. This rank
-    holds share holders[i] of thing i, with the texts words[i]. Raises MismatchedArguments, on all ranks of
-    `group`, if ranks have different texts of one share. In a CUDA graph capture nothing is compared."""
+    """Compares texts among ranks that hold the same share of something, such as a layer's experts. This rank
+    holds share number holders[i] of layer i, with the texts words[i]. Raises MismatchedArguments, on all
+    ranks of `group`, if texts of the same share differ. In a CUDA graph capture nothing is compared."""
     if _captures(device):
         return
     size, own = dist.get_world_size(group), dist.get_rank(group)

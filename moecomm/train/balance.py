@@ -20,11 +20,11 @@ def update_expert_bias(model: nn.Module, group: AnyGroup | None = None, *, rate:
     the group calls it once after each optimizer step.
 
     bias_e += rate * sign(mean load - load_e) (arXiv 2408.15664; DeepSeek-V3, arXiv 2412.19437, sec. 2.1.2).
-    load_e counts expert e's tokens over `group` since the last call, each once, when its backward runs. With
-    bias_update="centered" the mean of these changes is subtracted. Then load_E of all routers is zeroed.
+    load_e: tokens of expert e on all ranks of `group` since the last call, counted when their backward runs.
+    With bias_update="centered" the mean of these changes is subtracted. Then load_E of all routers is zeroed.
 
     Args:
-        model: has the routers; without balancing biases and aux_loss="global" the call does nothing.
+        model: has the routers; if none has balancing biases or aux_loss="global", the call does nothing.
         group: all ranks that bring tokens to a step; None: all ranks, or those of the pipeline stage if
             layers have a folding.
         rate: replaces config.bias_update_rate; the same on all ranks. Raises InvalidArgument unless it is

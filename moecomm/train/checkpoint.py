@@ -39,13 +39,13 @@ def sharded_state(
 
     A checkpoint has each expert once, in (E, ...) tensors, and loads on any number of ranks, sharded or not
     (docs/training.md). Expert parameters, and the optimizer's tensors of their shape, are DTensors sharded by
-    expert (dimension 0); under a folding with ETP > 1 they are pieces of such tensors, which only save,
-    async_save and load accept. All other tensors are as in `state_dict()`. Tensors share storage with the
-    live ones, so `load` writes into model and optimizer in place.
+    expert (dimension 0); under a folding with ETP > 1 PartTensors, which only save, async_save and load
+    accept. All other tensors are as in `state_dict()`. Tensors share storage with the live ones, so `load`
+    writes into model and optimizer in place.
 
     Names are those of model.state_dict(), except w_in.interleaved for a w_in whose gates and up values are
-    interleaved. "layers", "param_groups" and "optimizer_numbers" are Statefuls: keep all keys at the top
-    level of what you pass to `load`; you may add keys. Trained parameters without a step first get their
+    interleaved. "layers", "param_groups" and "optimizer_numbers" (if any) are Statefuls: keep all keys at the
+    top level of what you pass to `load`; you may add keys. Trained parameters without a step first get their
     initial optimizer state; with SGD's dampening, their first step is then also dampened.
 
     Args:
@@ -58,8 +58,7 @@ def sharded_state(
     or copy a parameter, or the state has a buffer. For the optimizer's state: if it has anything but tensors
     and numbers, a tensor of another shape than its expert parameter (Adafactor), or numbers that neither stay
     nor count up in steps with zero gradients. A load raises InvalidArgument, on all ranks, for tensors of a
-    layer that the checkpoint has and the model lacks, and for a group of parameters saved with different
-    settings.
+    layer that only the checkpoint has, and for a parameter group saved with different settings.
     """
     layers = layers_of(model)
     live, foreign = _live_state(model)  # before the rest, as it makes FSDP restore its shards
@@ -189,8 +188,8 @@ def _spread_modules(model: nn.Module) -> set[nn.Module]:
 def _place_of_state(
     places: dict[Any, Place], parameter: Tensor, name: str, key: str, value: Tensor
 ) -> Place | None:
-    """Returns the Place of an optimizer's tensor: its parameter's Place, or None for a number that all ranks
-    have. Raises InvalidArgument for a tensor of experts with another shape than its parameter's."""
+    """Returns the Place of an optimizer's tensor: its parameter's Place, or None for a number, which all
+    ranks have alike. Raises InvalidArgument for a tensor of experts whose shape is not its parameter's."""
     place = places.get(parameter)
     if place is None or value.shape == parameter.shape:
         return place
@@ -253,8 +252,8 @@ def _find_places(model: nn.Module, ep_group: Group | None) -> dict[Any, Place]:
 
 
 def _shard(tensor: Any, place: Place | None) -> Any:
-    """Returns this rank's experts as a shard of all experts; without a Place the given value, detached if it
-    is a tensor."""
+    """Returns this rank's experts as a shard (DTensor) or PartTensor of all experts; without a Place the
+    given value, detached if it is a tensor."""
     if place is None:
         return tensor.detach() if isinstance(tensor, Tensor) else tensor
     if not isinstance(place, DeviceMesh):
@@ -267,7 +266,7 @@ def _shard(tensor: Any, place: Place | None) -> Any:
     return DTensor.from_local(local, place, placements, run_check=False, shape=shape, stride=stride)
 
 
-# -- parts of experts, as pieces of tensors of whole ones --------------------------------------------------
+# -- parts of experts, as pieces of whole experts' tensors -------------------------------------------------
 
 
 class PartTensor(Tensor):
@@ -323,7 +322,7 @@ class PartTensor(Tensor):
 
 def part_of_all(tensor: Tensor, experts: GroupedExperts, split: Split | None) -> PartTensor:
     """Returns `tensor` (a parameter of experts split over ETP ranks, or an optimizer's tensor for it) as
-    pieces of the tensor of all whole experts. It may be a DTensor sharded by expert."""
+    pieces of the tensor of all whole experts. Raises InvalidArgument for a DTensor not sharded by expert."""
     first, count = experts.first_expert, experts.part.of
     shape, local = list(tensor.shape), tensor.detach()
     if isinstance(tensor, DTensor):

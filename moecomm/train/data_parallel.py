@@ -1,6 +1,6 @@
 """DistributedDataParallel and FSDP2 around models whose experts are spread over ranks.
 
-Both assume that all ranks hold the same parameters, but the ranks of an EP group hold different experts.
+Both assume that all ranks hold equal parameters, but the ranks of an EP group hold different experts.
 After `prepare_ddp` an expert's gradient is averaged, and after `fully_shard_experts` the expert is sharded,
 only over the ranks that hold it (its replicas); gradients are those of the mean of all ranks' losses. The
 constructor of DistributedDataParallel refuses an unprepared model, before it overwrites a weight.
@@ -117,11 +117,12 @@ def fully_shard_experts(
         mesh: a mesh of the ranks that hold the same experts, in one dimension; None: derived from layers.
         group: all ranks that hold the model, as in `prepare_ddp`.
         routers: True: each router is also an FSDP unit, over all ranks, without your `mp_policy`, which would
-            round its weight. False: it joins the unit around it, whose `mp_policy` must have no param_dtype.
+            round its weight. False: it joins its outer unit, whose `mp_policy` must have no param_dtype.
         options: those of torch.distributed.fsdp.fully_shard; `mp_policy` does not change the experts' inputs.
 
-    Weights of which a rank has the only copy stay whole. They become DTensors over one rank if `mp_policy` or
-    `offload_policy` is given. Raises InvalidArgument, on all ranks, for a mesh of other ranks.
+    Experts without replicas stay whole; with `mp_policy` or `offload_policy` they become DTensors over one
+    rank. Raises InvalidArgument, on all ranks, for a mesh of other ranks, main_grad, and a parameter that
+    experts share with another part of the model or with the experts of all ranks.
     """
     refuse_shared_with_experts(model)
     _refuse_main_grad(model, "fully_shard")
@@ -206,7 +207,7 @@ class _Division:
         self.divisor = divisor
 
     def set(self, factor: float) -> None:
-        """Sets the divisor. `FSDPModule.set_gradient_divide_factor` would divide once more."""
+        """Sets the divisor. Replaces FSDPModule.set_gradient_divide_factor: FSDP would divide once more."""
         self.divisor = factor
 
     def __call__(self, gradient: Tensor | None) -> Tensor | None:
@@ -302,7 +303,7 @@ class _ReplicaAverage:
         self.replicas = replicas
 
     def __call__(self, parameter: Tensor) -> None:
-        """Averages a gradient, as a hook of its parameter; not in no_sync(), nor if `_Hooks.average` does."""
+        """Averages a gradient, as its parameter's hook; not in no_sync(), nor if `_Hooks.average` does it."""
         wrapper = None if self.wrapper is None else self.wrapper()
         if len(self.replicas.ranks) == 1 or parameter.grad is None:
             return

@@ -1,8 +1,8 @@
 """Detects when weights that all ranks share drift apart under DistributedDataParallel, because each rank
 clips gradients by the norm of its own experts or one rank skips a step.
 
-A checksum of a router's weight (its bits, added up) stands for all weights that ranks share. It becomes part
-of the layer's number, which every dispatch compares between ranks anyway, so that no rank waits for another.
+A checksum of a router's weight (its bits, added up) stands for all weights that ranks share. It is added to
+the layer's number, which every dispatch compares between ranks anyway, so that no rank waits for another.
 The checksum is that of an earlier step, so that no host waits for its device.
 """
 
@@ -35,7 +35,7 @@ class Drift:
         self._taken: tuple[Tensor, torch.cuda.Event | None] | None = None
 
     def note_step(self, layer: MoELayer, weight: Tensor) -> None:
-        """At some steps (`_EVERY`): puts the last checksum into the layer's number, and takes a new one."""
+        """At some steps (`_EVERY`): adds the last checksum to the layer's number, and takes a new one."""
         self._steps += 1
         if self._steps > _FIRST and self._steps % _EVERY > 1:
             return
@@ -52,7 +52,7 @@ class Drift:
 
 
 def watch_drift(layers: Iterable[MoELayer]) -> None:
-    """Gives a Drift to the first layer with a `router_weight` of each set of two or more EP ranks."""
+    """Gives a Drift to one layer for each EP group of two or more: its first one with a `router_weight`."""
     watched: set[Ranks] = set()
     for layer in layers:
         ranks = ranks_of(layer.comm.group)

@@ -65,11 +65,11 @@ def sync_gradients(
 
     Ranks compare their parameters at each call, for which the host waits. All ranks raise MismatchedArguments
     if parameters differ, or some ranks have frozen them, or a router's weights differ. They raise
-    InvalidArgument for groups that do not fit the layers, parameters that fully_shard has sharded over some
+    InvalidArgument for groups that do not fit the layers, parameters that fully_shard has sharded over a part
     of `group`, a parameter shared by experts and another part of the model, a parameter that all experts
     share and that starts different on some ranks, a model under DistributedDataParallel, deferred gradients
     (`backward_weights`), and plain tensors marked as split by tensor parallelism (`tensor_model_parallel`). A
-    sparse gradient raises Unsupported, and InvalidArgument on the ranks without one.
+    sparse gradient raises Unsupported, and InvalidArgument on ranks that have none.
     """
     owners: dict[nn.Parameter, MoELayer | None] = {}
 
@@ -145,7 +145,7 @@ def sync_gradients(
 
 def mark_synchronized(model: nn.Module) -> None:
     """Declares that your own code has averaged the gradients of `model` since the last backward, as
-    `sync_gradients` does. Without this an optimizer's step raises InvalidArgument."""
+    `sync_gradients` does. Otherwise an optimizer's step on spread experts raises InvalidArgument."""
     for layer in layers_of(model):
         layer._unsynchronized = False
 
@@ -165,14 +165,14 @@ def clip_grad_norm(
 
     Every rank calls it after gradients are synchronised. Each expert and each replicated parameter is counted
     once; shards are added up. As in torch.nn.utils.clip_grad_norm_, a norm of NaN makes all gradients NaN,
-    and an infinite one makes finite gradients zero.
+    and an infinite norm makes finite gradients zero.
 
     Args:
         model: as in `sync_gradients`.
         max_norm: the largest allowed norm.
         ep_group: the ranks that share out the experts; only for parameters marked outside of MoELayers
             (None: all ranks).
-        pp_group: the ranks of this rank's pipeline, over which the norm is summed; all stages call together.
+        pp_group: the ranks of this rank's pipeline, over which the norm is summed; all of them call this.
             Layers whose folding has several stages need it.
         norm_type: the order p of the norm, more than 0; math.inf for the largest absolute value.
         error_if_nonfinite: raise InvalidArgument on all ranks, before anything is scaled, if the norm is not
@@ -216,7 +216,7 @@ def grad_norms(
     model: nn.Module, ep_group: AnyGroup | None = None, *, norm_type: float = 2.0
 ) -> dict[str, Tensor]:
     """Returns the norm of each trained parameter's gradient by name, 0-d float64, for logs. The norm of an
-    experts' parameter covers all ranks' experts. Parameters of other pipeline stages are not in it.
+    experts' parameter covers all ranks' experts. Parameters of other pipeline stages are left out.
 
     Every rank calls it at a point where `clip_grad_norm` may be called; arguments and errors are explained
     there. Ranks exchange names at each call.
@@ -281,7 +281,7 @@ def _powers(
         if gradient is not None and _local(gradient).numel():
             # On a CPU torch adds one number after another: in float32 the norm would depend on the sharding.
             own = _local(gradient)
-            # DDP allows sparse gradients. They are made dense, so that the norm has the same bits.
+            # DDP allows sparse gradients. Made dense, they have a norm with the bits of a dense gradient's.
             own = own if own.layout is torch.strided else own.to_dense()
             own = torch.view_as_real(own) if own.is_complex() else own
             on_cpu = own.device.type == "cpu"
@@ -334,7 +334,7 @@ def _require_same_experts(
 
 
 def _require_gradients(model: nn.Module) -> None:
-    """Refuses deferred gradients, and parameters in experts and outside. Copies expanded gradients."""
+    """Refuses deferred gradients, and parameters used in experts and elsewhere. Copies expanded gradients."""
     if any(layer.has_pending_weights for layer in layers_of(model)):
         raise InvalidArgument(
             "model has layers with OverlapConfig(defer_weights=True), whose experts' weights have gradients "

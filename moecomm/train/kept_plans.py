@@ -22,7 +22,7 @@ def keep_plans(*modules: nn.Module) -> Callable[[], Contexts]:
     The MoELayers in `modules` then make no second plan and exchange no counts. Tokens go to the experts of
     the first forward, with the same drops, while scores, weights and losses are recomputed (docs/layer.md).
     Plans take some hundred bytes per token (docs/memory.md). A graph of torch.compile ends before such a
-    layer. A router of another class must make the same choices both times; otherwise all ranks raise
+    layer. A router of your own must make the same choices both times; otherwise all ranks raise
     InvalidArgument. Raises InvalidArgument for modules without a MoELayer.
     """
     layers = [layer for module in modules for layer in layers_of(module)]

@@ -63,8 +63,8 @@ def _before_steps(name: str, rate: float | Tensor) -> float | Tensor:
 
 
 def _before_counting(key: str, of: str, seen: list[Any], rate: float | Tensor) -> Any:
-    """Returns the initial value of a number that had the values `seen` after three trial steps: the first
-    value if the number stayed, that minus one increment if it counts up. Raises InvalidArgument otherwise."""
+    """Returns the initial value of a number that had the values `seen` after three trial steps: seen[0] if
+    the number stayed, seen[0] minus one increment if it counts up. Raises InvalidArgument otherwise."""
     if key in _KNOWN:
         return float(_before_steps(key, rate))
     first, second, third = seen
@@ -90,7 +90,7 @@ def _is_copy(value: Tensor, parameter: Tensor | None) -> bool:
 
 @torch.no_grad()
 def ensure_state(optimizer: torch.optim.Optimizer, named: dict[Any, str]) -> None:
-    """Creates the initial state of trained parameters that have none: trial steps on these alone, with zero
+    """Creates the initial state of trained parameters that have none: runs trial steps on them, with zero
     gradients and learning rate zero. After an error the optimizer is unchanged."""
     groups, state = optimizer.param_groups, optimizer.state
     parameters = [parameter for group in groups for parameter in group["params"]]
@@ -149,8 +149,8 @@ def _try_step(
     parameters: list[Tensor],
     settings: list[dict[str, Any]],
 ) -> list[dict[str, Any]]:
-    """Runs `step` with zero gradients at rate zero for `trained` alone. Returns the numbers that the step put
-    into each of the param_groups, besides `settings`, and into the state of each of `trained`."""
+    """Runs `step` with zero gradients at rate zero for `trained` alone. Returns the numbers that are now in
+    each of the param_groups, without those in `settings`, and in the state of each of `trained`."""
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter) if parameter in trained else None
     for group in optimizer.param_groups:
@@ -215,8 +215,8 @@ class ParamGroups:
         return [self._named[parameter] for parameter in group["params"]]
 
     def _found(self, index: int, group: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
-        """Returns the saved settings of a group's parameters. Raises InvalidArgument if parameters differ in
-        them, or if they lack a setting that the group has."""
+        """Returns the saved settings of a group's parameters. Raises InvalidArgument if they were
+        saved with different settings for these parameters, or without a setting that the group has."""
         names = self._names(group)
         settings = {name: _settings(dict(state[name])) for name in names}  # older states have _MEMBERS, too
         first = settings[names[0]] if names else {}

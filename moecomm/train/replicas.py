@@ -57,8 +57,8 @@ class Replicas:
         return group
 
     def mesh(self, comm: Communicator, device_type: str) -> DeviceMesh:
-        """Returns a mesh (R, replicas): R parts of the experts, and for each part the replicas over which
-        FSDP shards it."""
+        """Returns a mesh (R, replicas): the R ranks of `comm`, each with its own experts, and for each
+        of them the replicas over which FSDP shards these experts."""
         assert comm.group is not None
         ranks = torch.tensor(self.blocks, dtype=torch.int, device="cpu").t().contiguous()
         names = ("experts", "replicas")
