@@ -30,7 +30,7 @@ if not torch.distributed.is_initialized():
     # When torch.distributed.nn.functional is imported, its functions take the default group of that moment as
     # a default argument; torch._dynamo imports this module in the first backward or optimizer. A group held
     # there outlives destroy_process_group(), and so do gloo's threads, which abort the process if they are
-    # running when the interpreter ends. So it is imported before there is a group (docs/errors.md).
+    # running when the interpreter ends. So this imports the module before there is a group (docs/errors.md).
     importlib.import_module("torch.distributed.nn.functional")
 
 __all__ = [

@@ -1,7 +1,7 @@
 """`python -m moecomm` shows what was found on this machine, and which transport each peer will use.
 
 Without torchrun it describes as many ranks of this host as `-g` says. Under torchrun every rank first joins a
-small communicator, so that the printed transports have really been used.
+small communicator and exchanges rows, so that the printed transports have really been used.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run() -> int:
-    """Runs `main`; if a reader closes the pipe early, like `| head`, the program ends without an error."""
+    """Returns the status of `main`; 0 if the reader of a pipe closes it early, as `| head` does."""
     try:
         status = main()
         sys.stdout.flush()

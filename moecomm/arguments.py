@@ -24,7 +24,7 @@ def weight_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _is(value: Any, shape: tuple[int | None, ...], dtype: torch.dtype, device: torch.device) -> bool:
-    """Returns True for a dense tensor with memory, of this shape, dtype and device: a quick check."""
+    """Returns whether `value` is a dense tensor with memory, of this shape, dtype and device (quick)."""
     return (
         isinstance(value, torch.Tensor)
         and value.shape == shape
@@ -37,7 +37,7 @@ def _is(value: Any, shape: tuple[int | None, ...], dtype: torch.dtype, device: t
 
 def _has_memory(value: torch.Tensor) -> bool:
     """Returns True for a plain tensor with elements in memory; False for wrappers (DTensor, tensors of
-    torch.func) and for tensors without memory (fake ones, torch's efficient zero tensors)."""
+    torch.func) and for fake tensors and torch's efficient zero tensors, which have no memory."""
     if torch.compiler.is_compiling():  # `value` stands for tensors of later calls
         return True
     if type(value) not in (torch.Tensor, torch.nn.Parameter):
@@ -49,8 +49,8 @@ def _has_memory(value: torch.Tensor) -> bool:
 
 
 def waited(value: Any) -> Any:
-    """Waits for a collective if `value` is the result of one that may still run (torch's tensor parallelism
-    passes such results), and returns the result as a plain tensor. Returns other values unchanged."""
+    """If `value` is the result of a collective that may still run (torch's tensor parallelism passes such
+    results), waits for the collective and returns a plain tensor. Returns other values unchanged."""
     if isinstance(value, AsyncCollectiveTensor):
         return torch.ops.aten._unsafe_view(value, value.shape)  # waits, copies nothing, and has a gradient
     return value
@@ -94,7 +94,7 @@ def require_integer(name: str, value: Any, least: int, most: int = 2**31 - 1) ->
 
 def require_number(name: str, value: Any, holds: Callable[[float], bool], bound: str) -> float:
     """Returns `value`, a number or a tensor of one number, as a float. Raises InvalidArgument for anything
-    else, and for a number for which `holds` is False, as it must be for NaN. `bound`: `holds` in words."""
+    else, and if holds(number) is False. `holds` must refuse NaN; `bound` says in words what it accepts."""
     try:
         number = math.nan if isinstance(value, (str, bool)) else float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):
@@ -105,8 +105,8 @@ def require_number(name: str, value: Any, holds: Callable[[float], bool], bound:
 
 
 def require_ascending(name: str, values_N: torch.Tensor, most: int, first: int | None = None) -> None:
-    """Raises InvalidArgument if values are negative, above `most`, or not ascending, or the first is above
-    `first` (unless None). Checks nothing on GPUs, where the host would wait, or for unknown values."""
+    """Raises InvalidArgument if a value is negative, above `most`, or below the value before it, or if the
+    first is above `first` (unless None). Skips values on GPUs (the host would wait), and unknown values."""
     if values_N.device.type != "cpu" or torch.compiler.is_compiling() or not _has_memory(values_N):
         return
     least, highest = 0, most if first is None else first
@@ -126,7 +126,7 @@ def require_module(model: Any) -> None:
 
 
 def require_ends(ends_L: torch.Tensor, device: torch.device, whose: str) -> None:
-    """Raises InvalidArgument if `ends_L` is not (L,) int32, L at least 1, on `device`, that of `whose`."""
+    """Raises InvalidArgument unless `ends_L` is (L,) int32 on `device` with L > 0. Text: `whose` is there."""
     if ends_L.dim() != 1 or ends_L.shape[0] < 1:
         raise InvalidArgument(f"ends has shape {tuple(ends_L.shape)}, expected (L,) with L at least 1")
     if ends_L.dtype != torch.int32:
@@ -145,7 +145,7 @@ def check_rows(
     whose: str = "the communicator's dtype",
 ) -> None:
     """Checks that `rows_XH` is (count, hidden) of `dtype` on `device`; count None allows any number of rows.
-    The error's text says that `dtype` is `whose`."""
+    `whose`: what prescribes `dtype`, for the error's text."""
     first = rows_XH.shape[:1] if count is None and isinstance(rows_XH, torch.Tensor) else (count,)
     if _is(rows_XH, (*first, hidden), dtype, device):
         return
@@ -198,7 +198,7 @@ def check_dispatch(
 def check_weights(
     name: str, weights: Any, shape: tuple[int, ...], letters: str, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Checks that `weights` has this shape, `letters` in error texts, and dtype weight_dtype(dtype)."""
+    """Checks that `weights` has this shape (`letters` in errors) and weight_dtype(dtype) on `device`."""
     if _is(weights, shape, weight_dtype(dtype), device):
         return
     require_tensor(name, weights, device)
@@ -207,7 +207,7 @@ def check_weights(
 
 
 def check_wire_options(wire: str | None, dequantize: Any, x_scales: Any) -> None:
-    """Checks that there is a wire format if x is a pair (with `x_scales`) or `dequantize` is False."""
+    """Checks that `dequantize` is a bool. Without a wire format it must be True, and x no pair."""
     if dequantize is True and x_scales is None:
         return
     if not isinstance(dequantize, bool):
@@ -221,8 +221,8 @@ def check_wire_options(wire: str | None, dequantize: Any, x_scales: Any) -> None
 
 
 def most_alignment(most_rows: int, local_experts: int) -> int:
-    """Returns the largest alignment, up to 2**20, with which a rank has fewer than 2**31 rows. `most_rows`:
-    the most rows of a rank without alignment."""
+    """Returns the largest alignment, up to 2**20, with which a rank's output has fewer than 2**31 rows.
+    `most_rows`: the most rows that it can have without alignment."""
     return max(1, min(_MOST_ALIGNMENT, (_MOST_ROWS - most_rows) // local_experts))
 
 
@@ -236,9 +236,9 @@ def check_options(
     local_experts: int = 1,
     most_rows: int = 0,
 ) -> tuple[Layout, int, int, int]:
-    """Checks the options of a dispatch and returns (layout, alignment, capacity, expert_capacity), where a
-    capacity of -1 stands for None. `most_experts`: how many experts of one rank a token can choose;
-    `most_rows`: how many tokens can choose one expert."""
+    """Checks the options of a dispatch and returns (layout, alignment, capacity, expert_capacity) with -1 in
+    place of None. `most_experts`: the most experts of one rank that a token can choose; `most_rows`: the most
+    tokens that can choose one expert."""
     if layout not in ("expert", "rank"):
         raise InvalidArgument(f"layout is {layout!r}, expected 'expert' or 'rank'")
     require_integer("alignment", alignment, 1, largest_alignment)

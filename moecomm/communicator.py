@@ -72,12 +72,12 @@ class Communicator(_Planned):
             several nodes on a host. Ranks of different nodes reach each other over libfabric (docs/nodes.md);
             rows of CUDA tensors pass through pinned host memory there.
         num_sms: CUDA: SMs that an operation may use, at least 2 (with several nodes at least 3 are used; an
-            eighth of them, at most 12, relay rows); None: three quarters of the GPU's SMs. Communicators that
-            are used on several streams at once must fit the GPU together. CPU: threads that a rank copies and
-            sums with; None: MOECOMM_THREADS, or the cores divided by the ranks.
+            eighth of them, at most 12, relay rows); None: three quarters of the GPU's SMs. The SMs of all
+            communicators used on several streams at once must fit the GPU. CPU: threads with which a rank
+            copies and sums; None: MOECOMM_THREADS, or the cores divided by the ranks.
         timeout: seconds (or timedelta) that one wait for peers may take; None: MOECOMM_TIMEOUT. Without
-            either it is 60, but 1800 for a peer that lives and has not begun the operation, as while it saves
-            a checkpoint or compiles (docs/errors.md).
+            either it is 60 s, but 1800 s for a peer that lives and has not begun the operation, for example
+            because it saves a checkpoint or compiles (docs/errors.md).
 
     On CUDA an operation is put on the caller's current stream, after the communicator's previous operation,
     and the host goes on at once; only a dispatch without `capacity` waits on the host, for its row count.
@@ -181,7 +181,7 @@ class Communicator(_Planned):
         local, most_tokens = self.num_local_experts, self.size * max_tokens
         most_experts = min(top_k, local)  # of a token on one rank
         largest = most_alignment(most_tokens * most_experts, local)
-        self._limits = (most_experts, largest, local, most_tokens)  # of the options of a dispatch
+        self._limits = (most_experts, largest, local, most_tokens)  # for check_options
         self._expected = (hidden, top_k, max_tokens, dtype, backend.device)
         self._plan_fields = backend.plan_fields
         self._id = operators.register(backend)
@@ -286,8 +286,8 @@ class Communicator(_Planned):
         """Brings every token to the ranks of its experts.
 
         Differentiable in `x_TH` and `topk_weights_TK`. A tensor may also be an array of another library that
-        shares its memory (DLPack, `__cuda_array_interface__`). Under torch.compile a call breaks the graph
-        unless it has a capacity, the expert layout, rows in the dtype, and no other option but alignment.
+        can share its memory (DLPack, `__cuda_array_interface__`). Under torch.compile a call breaks the graph
+        unless it has a capacity, the expert layout, x in the dtype, and no other option but alignment.
 
         CPU: a call reuses the plan of an earlier call if every rank brings the `topk_idx` that it brought
         then, as when a forward is recomputed for the backward.
@@ -320,9 +320,9 @@ class Communicator(_Planned):
             host_counts: return the rows of each local expert as a list, too (`DispatchOutput.host_counts`);
                 for a dispatch without a capacity, whose number of rows the host waits for anyway.
             async_op: return a Work at once; its `wait()` gives the DispatchOutput. On CUDA the operation runs
-                on `stream`, after the present work of the caller's current stream. Without a capacity, and
-                for few tokens (up to 1024 on one node), rows are sent at once and received by `wait()` or the
-                next operation, so that no SM waits for them meanwhile.
+                on `stream`, after the present work of the caller's current stream. If there is no capacity, or
+                if tokens are few (up to 1024 on one node), rows are sent at once and received by `wait()` or
+                the next operation, so that no SM waits for rows meanwhile.
 
         Raises:
             InvalidArgument, InvalidRouting, MismatchedArguments: on all ranks; nothing was exchanged. (CUDA,
@@ -433,8 +433,8 @@ class Communicator(_Planned):
         `receive`, waits on the host for the number of rows, puts the rest of the dispatch on the stream that
         is current then, and returns the result. Issue other work between the two calls.
 
-        CUDA: if no thread has put anything else on the stream in between, call `receive(directly=True)`: it
-        receives rows while others are still being sent; without `directly` it receives after all are sent.
+        CUDA: if no thread has put anything else on the stream in between, call `receive(directly=True)`,
+        which receives rows while others are still being sent. `receive()` waits until all are sent.
 
         Not differentiable, and in the expert layout. The arguments must not change before the rows have been
         received. If another operation of this communicator comes before `receive`, the dispatch is abandoned.

@@ -35,7 +35,8 @@ class Env:
 
     fabric_lanes: int | None = None
     """MOECOMM_FABRIC_LANES: endpoints (lanes) of a rank towards other nodes, at most 64. Default: one for
-    each NIC of its share, or up to eight over TCP. Ranks of a rail (one local number) use their minimum."""
+    each NIC that falls to the rank, or up to eight over TCP. Ranks with one local number, a rail, use the
+    least number of any of them."""
 
     first_epoch: int | None = None
     """MOECOMM_FIRST_EPOCH: for tests: the number of a communicator's first operation, 1 to 2^62, the same on
@@ -43,8 +44,7 @@ class Env:
 
     fused_tokens: int | None = None
     """MOECOMM_FUSED_TOKENS: the most tokens of this rank for which one CUDA kernel does a whole operation, in
-    place of the heuristics' number; 0: separate kernels always send and receive. Ranks need not agree on
-    it."""
+    place of the heuristics' number; 0: separate kernels always send and receive. Ranks may differ."""
 
     whole_sources: int | None = None
     """MOECOMM_WHOLE_SOURCES: on CUDA, the most source ranks whose tokens all fit into a rank's staging
@@ -53,7 +53,7 @@ class Env:
 
     log: str | None = None
     """MOECOMM_LOG: "launch": each rank on CUDA prints on stderr which kernels an operation launches, and with
-    how many blocks. It prints each such choice once."""
+    how many blocks. Each combination of these is printed once."""
 
 
 _NUMBERS: dict[str, tuple[type, float, float]] = {

@@ -1,7 +1,7 @@
-"""The errors that moecomm raises. The caller can recover from all. Broken invariants are assertions.
+"""The errors that moecomm raises. A caller can recover from each. Broken invariants are assertions.
 
-After `PeerTimeout` and `PeerLost` ranks are out of step: the communicator refuses further work with the same
-error, and a new one has to be built. After every other error the communicator stays usable, on all ranks.
+After `PeerTimeout` and `PeerLost` ranks are out of step: the communicator raises that error again at every
+call, and a new communicator has to be built. Every other error leaves it as usable as before, on all ranks.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ _Peer = TypeVar("_Peer", bound=_PeerError)
 
 
 def of_peer(kind: type[_Peer], text: str, rank: int, phase: str, peer: int = -1) -> _Peer:
-    """Returns the PeerTimeout or PeerLost of `rank` in `phase`; its text begins with rank and phase."""
+    """Returns a PeerTimeout or PeerLost (`kind`) of `rank` in `phase`; its text begins with these two."""
     return kind(f"rank {rank}, {phase}: {text}", rank=rank, peer=peer, phase=phase)
 
 
@@ -122,15 +122,15 @@ def kind_of(error: MoecommError) -> str:
 
 
 def known_to_all(error: Exception) -> bool:
-    """Returns whether all ranks know of `error`, because an operation has raised it. One rank alone can find
-    an InvalidArgument, OutOfMemory for an output, or an error that is no MoecommError."""
+    """Returns whether all ranks know of `error`, because an operation has raised it. False for what one rank
+    alone finds: an InvalidArgument, OutOfMemory for an output, or an error that is no MoecommError."""
     return isinstance(error, MoecommError) and error._is_known_to_all
 
 
 def announced_as(error: Exception) -> MoecommError:
     """Returns what all ranks are told when this rank finds `error` before an operation: `error` itself, if
-    operations raise its type; MismatchedArguments for CapacityExceeded, which others have handled already;
-    else OutOfMemory (if memory ran out) or InvalidArgument, with the text of `error`."""
+    operations raise its type; MismatchedArguments for CapacityExceeded, which other ranks have raised in
+    check() before; else OutOfMemory (if memory ran out) or InvalidArgument, with the text of `error`."""
     if type(error) in (InvalidArgument, InvalidRouting, MismatchedArguments, OutOfMemory, Unsupported):
         assert isinstance(error, MoecommError)
         return error

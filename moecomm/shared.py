@@ -1,8 +1,8 @@
-"""Communicators that all layers of one shape share, replaced by larger ones when a batch has more tokens.
+"""Communicators that all layers of one shape share. A larger one replaces one that a batch does not fit.
 
 They live while a layer uses them, or a graph of autograd contains them. Garbage collectors free a deleted
-model at different moments on each rank. So before a layer first uses a communicator, ranks agree on whether
-all of them still have it."""
+model at different moments on each rank. So before a layer first uses a communicator, ranks find out whether
+every rank still has it."""
 
 from __future__ import annotations
 
@@ -135,8 +135,8 @@ _groups: weakref.WeakKeyDictionary[Any, _OfGroup] = weakref.WeakKeyDictionary()
 
 @_disable_dynamo
 def shared_communicator(group: Any, shape: Shape, tokens: int) -> SharedCommunicator:
-    """Returns (builds, unless all ranks have the same one) the communicator of a group and shape; the calling
-    layer keeps it alive. All ranks call this before a layer's first dispatch, with their `tokens`."""
+    """Returns the communicator of a group and shape, and builds it unless all ranks have the same. The
+    calling layer keeps it alive. All ranks call this before a layer's first dispatch; `tokens` may differ."""
     known = _groups.setdefault(group, _OfGroup())
     found = known.alive.get(shape)
     serial = 0 if found is None else found.serial
@@ -165,9 +165,9 @@ class LayerCommunicators:
         every: int = 0,
     ) -> SharedCommunicator:
         """Returns the communicator for a batch, with arguments like Communicator's. All ranks call it
-        together. dtype: None is the dtype of `x_TH`. tokens: the number of tokens to build a communicator
-        for, if there is none yet; None is that of `x_TH`. every: the communicator gets room for at least this
-        many tokens; all ranks give the same number."""
+        together. dtype: None is the dtype of `x_TH`. tokens: how many tokens a communicator has room
+        for if this call builds it; None: as many as `x_TH` has. every: any communicator that this returns has
+        room for at least this many tokens; all ranks give the same number."""
         sizes = (self._num_experts, x_TH.shape[1], top_k)
         shape = (*sizes, dtype or x_TH.dtype, x_TH.device, wire, num_sms)
         found = self._found.get(shape)

@@ -22,7 +22,7 @@ from moecomm.errors import CommunicatorClosed, InvalidArgument
 
 Group = dist.ProcessGroup
 AnyGroup = dist.ProcessGroup | DeviceMesh
-"""The types that denote ranks: a process group, or a DeviceMesh of one dimension."""
+"""The types by which a caller names the ranks: a process group, or a DeviceMesh of one dimension."""
 Layout = Literal["expert", "rank"]
 Result = TypeVar("Result")
 Built = TypeVar("Built")
@@ -106,8 +106,8 @@ def build(kind: type[Built], **fields: Any) -> Built:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Handle:
-    """The plan of one dispatch, kept for its combine and for the backward of both. Opaque except for
-    `layout`, `num_tokens` and `num_rows`.
+    """The plan of one dispatch, kept for its combine and for the backwards of dispatch and combine. Opaque
+    except for `layout`, `num_tokens` and `num_rows`.
 
     It may be used any number of times, with the communicator that made it. All ranks use handles in the same
     order. A handle made during the capture of a CUDA graph holds the plan of the graph's last replay.
@@ -141,8 +141,8 @@ class DispatchOutput:
     expert's group is padded with zero rows to a multiple of `alignment`. Rank layout: one row per token with
     at least one local expert, ordered by source rank, then token. There the index `expert_rows` holds the row
     of `tokens` for each of the Q positions in expert-major order, so that `tokens[expert_rows]` are the rows
-    of the expert layout. A product of your own can gather its rows by this index, which saves writing a row
-    once for each of its experts. With a fixed capacity there are exactly `capacity` rows; rows past
+    of the expert layout. Your own kernel can gather rows by this index, so that a row is not written once
+    for each of its experts. With a fixed capacity there are exactly `capacity` rows; rows past
     `offsets[-1]` are unspecified. With `expert_capacity` in the expert layout, a group's rows past
     `tokens_per_expert` are unspecified.
 
@@ -157,8 +157,8 @@ class DispatchOutput:
             the capacity.
         offsets: (L,) int32 cumulative ends of the aligned groups, at most P: the `offs` of
             torch.nn.functional.grouped_mm. Rank layout: (R,) cumulative ends of the sources.
-        overflow: 0-d int32: 0, unless this rank needed more rows (rank layout: or positions) than the
-            capacity: then the number that it needed.
+        overflow: 0-d int32: 0 if all rows (rank layout: and positions) of this rank fit the capacity, else
+            the number that it needed.
         expert_offsets: (L,) int32 cumulative ends of the experts' groups in expert-major order; in the expert
             layout they are `offsets`.
         expert_starts: (L + 1,) int32: 0 followed by `expert_offsets`, for kernels that take the groups as
@@ -219,8 +219,8 @@ class Work(Generic[Result]):
         is_completed: Callable[[], bool],
         join: Callable[[], None] | None = None,
     ) -> None:
-        """`wait` completes the operation and returns its result, `is_completed` says whether it is done, and
-        `join` makes the caller's current stream wait for the operation, at each `wait()`."""
+        """`wait` completes the operation and returns its result; `is_completed` says whether it is done; each
+        call of `wait()` calls `join`, which makes the caller's current stream wait for the operation."""
         self._wait, self._is_completed, self._join = wait, is_completed, join
         self._recording = torch.is_grad_enabled()
         self._lock = threading.RLock()
@@ -256,7 +256,7 @@ class Work(Generic[Result]):
 
 def _raise_again(kind: type[Exception], args: tuple[Any, ...], attributes: dict[str, Any]) -> NoReturn:
     """Raises a copy of an earlier error. A Work that kept the error itself would keep the operation's tensors
-    too: the error's traceback has the caller's frame, which may hold the Work."""
+    alive: the error's traceback has the caller's frame, and this frame may hold the Work."""
     again = kind.__new__(kind, *args)
     again.__dict__.update(attributes)
     try:

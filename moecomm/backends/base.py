@@ -93,13 +93,13 @@ ANY_CALLER = 0xFFFF
 """The `caller` of dispatches in a graph of torch.compile; it agrees with any other `caller`. The number of a
 layer would be a constant of the graph, so that each layer would need its own graph."""
 MOST_CALLERS = ANY_CALLER - 1
-"""The numbers that `caller_of` returns are from 1 to this."""
+"""The largest number that `caller_of` returns; the smallest is 1."""
 
 
 def caller_of(number: int, settings: object) -> int:
     """Returns the `caller` of a layer's dispatches, by which ranks notice that they are in different layers.
-    With the same `settings`, each `number` (of a layer within the communicator, from 1) gives another result;
-    other settings give the same one by chance, once in 65,534."""
+    With equal `settings` the results for two `number`s (of layers within the communicator, from 1) differ;
+    with different settings two results are equal by chance, once in 65,534."""
     digest = hashlib.blake2b(repr(settings).encode(), digest_size=4).digest()
     return (number - 1 + int.from_bytes(digest, "big")) % MOST_CALLERS + 1
 
@@ -121,7 +121,7 @@ class DispatchCall(NamedTuple):
     many as needed."""
     dequantize: bool
     caller: int = ANY_CALLER
-    """The number of the calling layer (`caller_of`); 0: no layer calls. Ranks have to agree."""
+    """The number of the calling layer (`caller_of`), equal on all ranks; 0: the caller is not a layer."""
     host_counts: bool = False
     """True: return `RawDispatch.host_counts`; only for a dropless dispatch."""
 
@@ -131,7 +131,7 @@ class Backend(ABC):
 
     `dispatch` and its halves, `redispatch`, `combine`, `empty_input` and `ready` are only called within `run`
     or `launch`, which put the operations of all threads into one order. If a rank finds an error before the
-    runtime has the operation, it announces this in place of the operation, so that all ranks stay in step.
+    runtime has the operation, it tells all ranks of the error in its place, so that they stay in step.
     """
 
     device: torch.device
@@ -175,11 +175,11 @@ class Backend(ABC):
         finish: Callable[[Result], Finished],
         inputs: tuple[Any, ...],
     ) -> Work[Finished]:
-        """Starts an operation concurrently with the caller, after all earlier ones. It is `begin()`, then
-        `complete`, if given, of the result; `complete` may make the host wait for peers.
+        """Starts an operation concurrently with the caller, after all earlier ones. It calls `begin()` and, if
+        given, `complete` with what `begin` returns; `complete` may make the host wait for peers.
 
-        `finish` makes the Work's result from the operation's, in `wait` and in the caller's thread. `inputs`:
-        tensors that the operation reads (other values are ignored).
+        `wait()` of the Work calls `finish` on the operation's result, and returns what `finish` returns.
+        `inputs`: tensors that the operation reads (other values are ignored).
         """
 
     def announce(self, error: Exception) -> NoReturn:
@@ -195,8 +195,8 @@ class Backend(ABC):
         self.run("moecomm refuse", operation)
 
     def _whole(self, operation: Callable[[], Result]) -> Result:
-        """Runs an operation, including checks and copies of its arguments. Announces an error that comes
-        before `_announced` is set, as `announced_as` returns it; marks InvalidArgument as known to all."""
+        """Runs an operation, with checks and copies of its arguments. Tells all ranks of an error that comes
+        before `_announced` is set, as `announced_as` returns it. Marks InvalidArgument as known to all."""
         told: Exception | None = None
         self._announced = False
         try:
@@ -259,8 +259,8 @@ class Backend(ABC):
         gradients: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """Sends rows along a kept plan and returns (received rows (P, H) times scales, dots (P,)). dots[p] =
-        <row p before scaling, other[p]>. `gradients`: if scales and other are None, rows travel in the
-        gradient_wire."""
+        <row p before scaling, other[p]>; None without other. `gradients`: if scales and other are None, rows
+        travel in the gradient_wire."""
 
     @abstractmethod
     def combine(
@@ -299,7 +299,7 @@ class Backend(ABC):
 
     @abstractmethod
     def check(self) -> None:
-        """Raises the pending error, if any: CapacityExceeded, or the error that broke the communicator."""
+        """Raises a pending error: CapacityExceeded, or the error that has ended the communicator."""
 
     @abstractmethod
     def stats(self) -> dict[str, Any]:
@@ -336,7 +336,7 @@ def memory_of(tensor: Tensor) -> int:
 
 
 def warn_of_thread() -> None:
-    """Warns that close() has left behind the thread that talks to other nodes, and memory that it may use."""
+    """Warns that close() left the thread that talks to other nodes running, and did not free the window."""
     warnings.warn(
         "moecomm: the thread that talks to other nodes has not come back from the network's library, so "
         "Communicator.close() has left it behind, with the window, until this process ends. A peer that "

@@ -85,7 +85,7 @@ def _plan_view(plan: _C.Plan, fields: PlanFields, layout: Layout, name: str) -> 
 
 
 class CpuBackend(Backend):
-    """Owns the native communicator. Methods leave checks to the runtime."""
+    """Owns the native communicator, which checks what the methods pass to it."""
 
     def __init__(
         self,
@@ -165,13 +165,13 @@ class CpuBackend(Backend):
         finish: Callable[[Result], Finished],
         inputs: tuple[Any, ...],
     ) -> Work[Finished]:
-        """Runs an operation in the communicator's own thread, after all earlier ones."""
+        """Runs both halves of an operation in the communicator's own thread, after all earlier operations."""
         future = self._order.submit(self._whole, begin if complete is None else lambda: complete(begin()))
         return Work(partial(_finished, self._order, finish, future), future.done)
 
     def ready(self) -> None:
-        """Raises the pending error, if any. CapacityExceeded is announced, though every rank sees the
-        overflow: a rank whose `check` has raised it would otherwise go on alone."""
+        """Raises the pending error, if any. All ranks are told of CapacityExceeded, though each sees the
+        overflow: a rank whose `check` has already raised the error would otherwise go on alone."""
         self._announced = True
         try:
             self._native.check()
@@ -239,8 +239,8 @@ class CpuBackend(Backend):
         )
 
     def tensor_plan(self, plan: _C.Plan) -> TensorPlan:
-        """Returns a tensor whose memory keeps a plan of expert-major rows alive. Its word 0 is a key by which
-        `_plan` finds the plan; the other words hold the views."""
+        """Returns a plan of expert-major rows as a tensor, whose memory keeps the plan alive. Word 0
+        is a key by which `_plan` finds the plan; the other words hold the views."""
         words = _plan_words(plan, self.plan_fields).view(_PlanWords)
         words.plan = plan
         words[0] = next(self._plan_keys) % 2**31
@@ -307,7 +307,7 @@ class CpuBackend(Backend):
         return y_TH, grads_TK
 
     def empty_input(self, num_tokens: int) -> Tensor:
-        self._announced = True  # not told to other ranks, which do not call this
+        self._announced = True  # errors stay on this rank: the others do not call this
         if num_tokens == 0:
             return torch.empty((0, self.hidden), dtype=self.dtype, device="cpu")
         buffer = self._native.take_input(num_tokens)

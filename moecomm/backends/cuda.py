@@ -116,8 +116,8 @@ class CudaBackend(Backend):
             return self.run_now(name, operation)
 
     def run_now(self, name: str, operation: Callable[[], Result]) -> Result:
-        """Does the work of `run`, for a caller that holds the lock and has left no operation unfinished;
-        torch.compile does not trace it."""
+        """Does the work of `run`. The caller holds the lock, and no earlier operation is left half done.
+        torch.compile does not trace this."""
         if torch.compiler.is_compiling():
             return _run_outside_graph(self, name, operation)
         gpu = self._gpu
@@ -145,8 +145,8 @@ class CudaBackend(Backend):
         finish: Callable[[Result], Finished],
         inputs: tuple[Any, ...],
     ) -> Work[Finished]:
-        """Puts an operation on `stream`, after all work on the caller's current stream. An operation that
-        makes the host wait is only begun; `wait` or the next operation completes it."""
+        """Puts an operation on `stream`, after all work on the caller's current stream. With `complete` the
+        operation is only begun; `wait` or the next operation calls `complete`."""
         side = self.stream
         side.wait_stream(self._gpu.stream())
         work = SideWork(self, name, begin, complete, finish)
@@ -161,25 +161,25 @@ class CudaBackend(Backend):
         return Work(work.wait, work.is_completed, work.join)
 
     def _settle_begun(self) -> None:
-        """Completes the operation of `launch` that is begun and not completed, if there is one."""
+        """Runs the second half of the operation that `launch` has only begun, if there is one."""
         if self._unfinished is not None:
             self._unfinished.complete()
 
     def settle(self, work: SideWork[Any, Any]) -> None:
-        """Completes `work` if it is not complete."""
+        """Runs the second half of `work`, unless it has run."""
         with self._lock:
             work.complete()
 
     def completed(self, work: SideWork[Any, Any]) -> None:
-        """Forgets `work` as the operation that is begun and not completed."""
+        """Clears `_unfinished` if it is `work`, whose second half runs now or has run."""
         if self._unfinished is work:
             self._unfinished = None
 
     # -- operations ------------------------------------------------------------------------------------
 
     def ready(self) -> None:
-        """Does nothing: the runtime refuses work when it is closed or broken, and reports an exceeded
-        capacity by `check` or with the row count of a dropless dispatch, where all ranks see the same."""
+        """Does nothing: the runtime refuses work when it is closed or broken. All ranks learn of an exceeded
+        capacity by `check`, or with the row count of a dropless dispatch."""
 
     def dispatch(self, call: DispatchCall) -> RawDispatch:
         """Sends rows and receives those that arrive. With a capacity it is one call of the runtime."""
@@ -194,8 +194,8 @@ class CudaBackend(Backend):
 
     def _begin(self, call: DispatchCall, offers: bool) -> Begun:
         """Does the work of `begin_dispatch`. `offers`: the output of a dropless dispatch may be allocated
-        before its number of rows is known, in the size that the runtime asks for. No earlier work on the
-        stream can still read such memory, so rows may be received into it at once, if they fit."""
+        before its number of rows is known, in the size that the runtime proposes. No earlier work on the
+        stream can still read this memory, so rows may be received into it at once, if they fit."""
         offered, at_once = (0, 0), False
         if call.capacity < 0:
             if self._capturing:
@@ -239,10 +239,10 @@ class CudaBackend(Backend):
             outputs.free()
             outputs = None
         if outputs is None:
-            # Rows must not be received directly in two cases. If `_outputs` or torch fills the outputs, a
-            # kernel runs between the halves. Also, while the host waited for the number of rows, another
-            # thread may have launched a kernel and freed memory that the kernel still reads; this output may
-            # get that memory.
+            # Rows must not be received directly in two cases. (1) `_outputs` or torch fills the outputs, so a
+            # kernel runs between the halves. (2) The host waited for the number of rows. Meanwhile another
+            # thread may have launched a kernel and freed memory that the kernel still reads; the output may
+            # get this memory.
             filled = call.capacity >= 0 and call.layout == "rank"
             filled = filled or torch.are_deterministic_algorithms_enabled() or torch.is_anomaly_enabled()
             directly = directly and not filled and not (in_one_call and call.capacity < 0)
@@ -403,7 +403,7 @@ class CudaBackend(Backend):
         return self._combine(plan, rows_PH, weights_P, None, True, held=True)
 
     def finish_combine(self, begun: tuple[Any, ...]) -> Tensor:
-        """Raises InvalidArgument if a CUDA graph capture recorded the first half and has ended."""
+        """Receives and adds sums. Raises InvalidArgument if a capture of the first half alone has ended."""
         self._announced = True  # the first half has announced the operation to all ranks
         if not self._native.complete(self._raw_stream):
             raise InvalidArgument(
@@ -423,8 +423,8 @@ class CudaBackend(Backend):
         held: bool,
         weights_TK: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor | None, Any, Any, Any]:
-        """Runs a combine, or only its first half if `held`; returns the result of `combine`, and the tensors
-        that kernels read. weights_TK: the routing weights of this rank's tokens, in place of weights_P."""
+        """Runs a combine, or only its first half if `held`. Returns the result of `combine`, and rows, weights
+        and plan, which kernels read. weights_TK: weights of this rank's tokens, in place of weights_P."""
         y_TH = grads_TK = None
         weights_P, weights_address = self._readable(weights_P)
         weights_TK, token_weights = self._readable(weights_TK)
@@ -457,13 +457,13 @@ class CudaBackend(Backend):
         return y_TH, grads_TK, rows_PH, weights_P, plan
 
     def empty_input(self, num_tokens: int) -> Tensor:
-        self._announced = True  # not told to other ranks, which do not call this
+        self._announced = True  # errors stay on this rank: the others do not call this
         return self._empty((num_tokens, self.hidden), self.dtype)
 
     # -- state -----------------------------------------------------------------------------------------
 
     def _announce(self, kind: str, text: str) -> None:
-        if not self._capturing:  # in a capture nothing runs
+        if not self._capturing:  # a capture only records
             self._native.fail(getattr(_C.ErrorKind, kind), text, self._raw_stream)
 
     def check(self) -> None:
@@ -495,8 +495,8 @@ class CudaBackend(Backend):
     # -- tensors ---------------------------------------------------------------------------------------
 
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Returns an uninitialised tensor. Faster than torch.empty, which parses dtype and device and takes
-        half as long again."""
+        """Returns an uninitialised tensor. torch.empty would take 1.5 times as long, as it parses dtype and
+        device."""
         strides = (shape[1], 1) if len(shape) == 2 else (1,)
         try:
             found = self._kinds[dtype].new_empty_strided(shape, strides)
@@ -516,8 +516,8 @@ class CudaBackend(Backend):
         return 0 if tensor is None else memory_of(tensor) or self._nowhere_address
 
     def _readable(self, tensor: Given) -> tuple[Given, int]:
-        """Returns `tensor`, copied unless contiguous and aligned for bulk copies, and its address; 0 for
-        None."""
+        """Returns `tensor` and its address; (None, 0) for None. Copies a tensor that is not contiguous or not
+        aligned for bulk copies."""
         if tensor is None:
             return tensor, 0
         address = tensor.data_ptr()

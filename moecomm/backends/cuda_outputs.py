@@ -26,22 +26,22 @@ class Outputs(NamedTuple):
     weights_Q: Tensor | None
 
     def cut(self, rows: int, positions: int) -> None:
-        """Keeps the first `rows` rows and `positions` positions. The tensors keep their memory. They do not
-        become views, which must not be changed in place where autograd records."""
+        """Keeps the first `rows` rows and `positions` positions. Resizes the tensors, which keep their memory.
+        Views would not do: where autograd records, they must not be changed in place."""
         for number, each in enumerate(self):
             if each is not None:
                 each.resize_((rows if number < 4 else positions, *each.shape[1:]))
 
     def free(self) -> None:
-        """Frees the memory of the tensors, even if something else holds them. Nothing was written to them."""
+        """Frees the tensors' memory, even if others hold them. For tensors that nothing was written to."""
         for each in self:
             if each is not None:
                 each.untyped_storage().resize_(0)
 
 
 class Begun(NamedTuple):
-    """A dispatch after its first half, which sends the rows. With `at_once` arriving rows are already
-    received into `outputs`, if they fit."""
+    """A dispatch after its first half, which sends the rows. `at_once`: a kernel that receives arriving rows
+    into `outputs`, if they fit, was launched too."""
 
     call: DispatchCall
     blob: Tensor

@@ -18,7 +18,7 @@ from moecomm.setup.rendezvous import Rendezvous
 def meet(
     rendezvous: Rendezvous, arguments: dict[str, Any], error: MoecommError | None, gpu: CudaDevice
 ) -> GroupInfo:
-    """Compares all ranks' arguments (`setup.handshake.handshake`), and checks that each has its own GPU."""
+    """Compares all ranks' arguments (`setup.handshake.handshake`), and that each rank has its own GPU."""
     group_info = handshake(rendezvous, arguments, error, lambda: {"gpu": gpu.uuid()})
     seen: dict[str, int] = {}
     for rank, message in enumerate(group_info.messages):
@@ -32,7 +32,7 @@ def meet(
 
 
 def plan_fields_of(shape: _C.DeviceShape) -> PlanFields:
-    """Returns the positions of the fields within a plan on the device."""
+    """Returns the positions of the views (PLAN_VIEWS) within the words of a plan on the device."""
     fields = _C.device_plan_fields(shape)
 
     def place(name: str) -> slice:
@@ -121,8 +121,8 @@ def connect_gpus(
 
 
 def release(gpu: CudaDevice, native: _C.DeviceCommunicator, window: Any) -> None:
-    """Frees the native communicator, then the window that it uses. Keeps the window if the network may still
-    use it. Within a capture of a CUDA graph, which freeing would invalidate, the window stays until a later
+    """Closes the native communicator, then frees its window. Keeps the window if the network may still use
+    it. Within a capture of a CUDA graph, which freeing would invalidate, the window stays until a later
     call of this function.
 
     This waits for the GPU. After Ctrl-C in a wait, or if an uncaught exception ends the interpreter, it first

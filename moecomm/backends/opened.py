@@ -1,4 +1,4 @@
-"""The base class of `Communicator` that holds the backend: its errors, counters and stream, and `close()`."""
+"""The base class of `Communicator` that holds the backend: checks, counters, stream, and `close()`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class _Opened:
 
     def empty_input(self, num_tokens: int) -> torch.Tensor:
         """Returns an uninitialised (num_tokens, H) tensor whose dispatch costs no extra copy: on the CPU it
-        is in the window; on CUDA it is like others, since rows are sent directly from any tensor.
+        is in the window; on CUDA it is an ordinary tensor, since rows are sent directly from any tensor.
 
         CPU: at most two such tensors can be alive at a time; their memory is allocated by the first call.
         Fill the tensor, dispatch it, delete it, and call this again: the call waits until all ranks have read
@@ -43,8 +43,8 @@ class _Opened:
 
     def refuse(self, error: Exception) -> NoReturn:
         """Raises `error` on this rank. All other ranks raise InvalidArgument, or OutOfMemory, in their
-        present or next operation; the text names this rank, and the type of `error` if theirs differs. A
-        layer calls this for an error that it finds on one rank alone: a plain exception would leave the other
+        present or next operation; the text there names this rank, and the type of `error` if another one is
+        raised. A layer calls this for an error on one rank alone: a plain exception would leave the other
         ranks waiting until their deadline. The communicator stays usable."""
         try:
             try:
@@ -58,8 +58,8 @@ class _Opened:
 
     def check(self) -> None:
         """Raises CapacityExceeded, once, if a dispatch since the last check left rows out on any rank, and
-        PeerTimeout or PeerLost if one has ended the communicator. All ranks come to the same result without
-        communication; on the CPU it waits for operations with `async_op` or in another thread.
+        PeerTimeout or PeerLost if it has ended the communicator. All ranks get the same result without
+        communication. On the CPU the call waits for operations with `async_op` or in another thread.
 
         On CUDA it also raises InvalidRouting and MismatchedArguments that the device has found. It only reads
         what the device has reported by now: synchronize the stream first to be sure of all operations so far.
@@ -88,9 +88,9 @@ class _Opened:
         self._open().reset_stats()
 
     def last_phases(self) -> dict[str, dict[str, float]]:
-        """Returns when the last operation of each kind passed its phases on this GPU, in seconds after its
-        last block began: {"dispatch": ..., "combine": ...}, the backward of combine counted as a dispatch
-        and that of dispatch as a combine.
+        """Returns when the last operation of each kind passed its phases on this GPU, in seconds after the
+        operation's last block began: {"dispatch": ..., "combine": ...}. The backward of combine counts as a
+        dispatch, the backward of dispatch as a combine.
 
         "announced": this rank has told all ranks which operation it runs; a dispatch does so after counting
         its ids, before it sends its tokens' routes; "agreed": all ranks are known to run the same; "planned":
@@ -144,8 +144,8 @@ class _Opened:
 
 
 def shared_tensor(value: Any, device: torch.device) -> Any:
-    """Returns a tensor unchanged, an array that can share its memory (CuPy, numpy, JAX) as a tensor, and
-    anything else unchanged, for a later check to refuse.
+    """Returns an array that can share its memory (CuPy, numpy, JAX) as a tensor. Returns a tensor as `waited`
+    does, and anything else unchanged, for a later check to refuse.
 
     With DLPack the array's library orders its own stream before torch's current one. An object with only
     `__cuda_array_interface__` is assumed to be ready for the current stream.
@@ -166,8 +166,8 @@ def shared_tensor(value: Any, device: torch.device) -> Any:
 
 
 def call_or_tell(comm: _Opened, part: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Calls a module, or another part of a layer, and returns its result. If it or its hooks raise an
-    exception on this rank alone, the other ranks are told."""
+    """Calls `part`, a module or function of a layer, and returns its result. If `part` or its hooks raise an
+    exception on this rank alone, the other ranks are told of it."""
     if torch.compiler.is_compiling():  # a graph break within a try cannot resume
         return part(*arguments, **options)
     try:

@@ -16,7 +16,7 @@ from moecomm.errors import CommunicatorClosed, InvalidArgument
 
 Result = TypeVar("Result")
 
-_PATIENCE = 1.0  # seconds
+_PATIENCE = 1.0  # seconds that `finish` waits before the running operation gives up
 
 
 class ProcessLock:
@@ -43,11 +43,11 @@ def within_another() -> InvalidArgument:
 
 
 class InOrder:
-    """Orders operations: `run` executes an operation in the caller's thread, or queues it after operations of
-    `submit` that are pending."""
+    """Orders operations. `run` executes one in the caller's thread or, while operations of `submit` are
+    pending, after these in their thread."""
 
     def __init__(self, give_up: Callable[[], None]) -> None:
-        """`give_up` ends the wait of the running operation, and all later ones, with an error."""
+        """`give_up` ends the wait of the running operation, and all later waits, with an error."""
         self._give_up = give_up
         self._builder = os.getpid()
         self._begin()
@@ -173,5 +173,5 @@ def _finish_all() -> None:
 
 
 # The interpreter waits for the threads of pools before it runs `atexit` functions. concurrent.futures,
-# imported above, has registered that wait here; what is registered later runs earlier.
+# imported above, has registered that wait by this function too; what is registered later runs earlier.
 threading._register_atexit(_finish_all)  # type: ignore[attr-defined]

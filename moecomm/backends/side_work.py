@@ -1,4 +1,4 @@
-"""An operation on a CUDA communicator's own stream, concurrent with the caller's stream; a Work holds it."""
+"""An operation on a CUDA communicator's own stream, beside the caller's stream. A Work refers to it."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ class SideWork(Generic[Result, Finished]):
                     self._event = self._side.record_event()
 
     def wait(self) -> Finished:
-        """Returns what `finish` makes of the result, or raises the error, which is then no longer kept
-        (`_raise_again` in types.py says why). The device may still compute the result."""
+        """Completes the operation and returns what `finish` makes of the result, or raises the error, without
+        keeping it (`_raise_again` in types.py says why). The device may still compute the result."""
         self._owner.settle(self)
         error = self._error
         try:
@@ -95,7 +95,7 @@ class SideWork(Generic[Result, Finished]):
             tensor.record_stream(caller)
 
     def is_completed(self) -> bool:
-        """Returns True when the device is done. Runs the second half if the device is done with the first."""
+        """Returns True when the device is done. If it is done with the first half, runs the second half."""
         if self._error is None and self._event is not None and not self._event.query():
             return False
         if self._done:
