@@ -320,8 +320,8 @@ class Communicator(_Planned):
             host_counts: return the rows of each local expert as a list, too (`DispatchOutput.host_counts`);
                 for a dispatch without a capacity, whose number of rows the host waits for anyway.
             async_op: return a Work at once; its `wait()` gives the DispatchOutput. On CUDA the operation runs
-                on `stream`, after the present work of the caller's current stream. If there is no capacity, or
-                if tokens are few (up to 1024 on one node), rows are sent at once and received by `wait()` or
+                on `stream`, after the present work of the caller's current stream. Without a capacity, or if
+                tokens are few (up to 1024 on one node), rows are sent at once and received by `wait()` or
                 the next operation, so that no SM waits for rows meanwhile.
 
         Raises:

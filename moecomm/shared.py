@@ -103,8 +103,8 @@ class SharedCommunicator:
 
 
 def may_be_too_large(error: InvalidArgument) -> bool:
-    """Returns whether a dispatch may have raised `error` for a batch that is too large; if so, all ranks
-    return True. False for MismatchedArguments: ranks in different operations would not agree on a size."""
+    """Returns whether a dispatch may have raised `error` because a batch is too large; all ranks then return
+    True. False for MismatchedArguments: ranks in different operations cannot agree on a size."""
     return known_to_all(error) and not isinstance(error, MismatchedArguments)
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 @torch.library.custom_op("moecomm::scale_in_backward", mutates_args=())
 def _scale_in_backward(grad_y: Tensor, scale: Tensor) -> Tensor:
-    """Returns a copy of the scale. The gradient is an argument, though unused, so that torch.compile does not
-    read the scale in the forward."""
+    """Returns a copy of `scale`. `grad_y` is not used: as an argument it keeps torch.compile from moving this
+    read of the scale into the forward."""
     return scale.clone()
 
 
@@ -48,10 +48,10 @@ class _AttachLoss(torch.autograd.Function):
 def attach_loss(
     y: Tensor, loss: Tensor, scale: float | Tensor = 1.0, on_backward: Callable[[], None] | None = None
 ) -> Tensor:
-    """Returns y, unchanged in value; when its backward runs, `loss` gets the gradient `scale`, as if scale *
-    loss were part of the model's loss (like Megatron-Core's MoEAuxLossAutoScaler).
+    """Returns y, unchanged in value. When the backward of y runs, `loss` gets the gradient `scale`, as if
+    scale * loss were part of the model's loss (like Megatron-Core's MoEAuxLossAutoScaler).
 
-    If `scale` is a 0-d tensor (without gradient), the backward reads its value then. It calls `on_backward`
-    once, when the gradient arrives: under torch.utils.checkpoint a forward runs twice, but a backward once.
+    If `scale` is a 0-d tensor (without gradient), its value is read in that backward. `on_backward` is called
+    there too, once: under torch.utils.checkpoint a forward runs twice, but a backward once.
     """
     return _AttachLoss.apply(y, loss, scale, on_backward)  # type: ignore[no-untyped-call]

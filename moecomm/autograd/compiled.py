@@ -20,9 +20,9 @@ Result = TypeVar("Result")
 
 @_disable_dynamo
 def for_trace(out: DispatchOutput) -> DispatchOutput:
-    """Prepares an output for the graph that is traced next. If the graph depended on the routing, a graph
-    that torch.utils.checkpoint recomputes would save other tensors than in the forward. So the views, whose
-    numbers a trace would turn into guards, are made here, and row counts are marked dynamic."""
+    """Prepares an output for the graph that is traced next, which must not depend on the routing: otherwise
+    torch.utils.checkpoint would find other saved tensors in its recomputation than in the forward. So this
+    makes the views, whose numbers a trace would turn into guards, and marks row counts as dynamic."""
     for name in PLAN_VIEWS:
         getattr(out, name)
     for rows in (out.tokens, out.weights, out.topk_idx, out.expert_rows, out.expert_weights, out.scales):
@@ -40,7 +40,7 @@ def break_graph(reason: str) -> None:
 
 
 def outside_graph(operation: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """Returns `operation` so that calls under torch.compile run outside of the graph, which they break."""
+    """Wraps `operation`: under torch.compile a call breaks the graph and runs outside of it."""
     outside = _disable_dynamo(operation)
 
     @functools.wraps(operation)
@@ -55,7 +55,7 @@ def outside_graph(operation: Callable[Parameters, Result]) -> Callable[Parameter
 def dispatch_in_graph(
     owner: int, fields: PlanFields, x: Tensor, ids: Tensor, weights: Tensor | None, alignment: int, rows: int
 ) -> DispatchOutput:
-    """Dispatches by the operator moecomm::dispatch (library.py), in communicator number `owner`."""
+    """Dispatches by the operator moecomm::dispatch (library.py) of the communicator with number `owner`."""
     tokens_PH, weights_P, blob = torch.ops.moecomm.dispatch(owner, x, ids, weights, alignment, rows)
     tokens = x.shape[0]
     handle = Handle(

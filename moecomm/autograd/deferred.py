@@ -38,7 +38,7 @@ class Operands:
 
 @dataclass
 class Pending:
-    """The weight gradients that one backward has put off, of w_in and w_out; None if not needed."""
+    """The gradients of w_in and w_out that one backward has put off, as operands; None if not needed."""
 
     products: Products
     groups: Tensor
@@ -80,8 +80,8 @@ class Deferred:
 
 
 def _take(together: Sequence[Pending], name: str) -> list[Operands]:
-    """Takes the operands of one weight (`name`) out of pending gradients, so that their memory is freed once
-    they are read. The list is empty if the weight needs no gradient."""
+    """Takes the operands of one weight (`name`: of_in, of_out) out of pending gradients, so that their memory
+    is freed once they are read. The list is empty if the weight needs no gradient."""
     found = [getattr(each, name) for each in together]
     for each in together:
         setattr(each, name, None)
@@ -107,7 +107,7 @@ def _taken(tensors: list[Tensor], places: Sequence[Tensor]) -> Tensor:
 
 
 def _alike(pending: Sequence[Pending], experts: int) -> list[Pending]:
-    """Returns the leading gradients that can be computed together; only the first if they have many rows."""
+    """Returns the leading gradients that can be computed together; the first alone if rows are many."""
     first = pending[0]
     found = list(itertools.takewhile(lambda each: _kind(each) == _kind(first), pending))
     rows = sum(each.count for each in found)

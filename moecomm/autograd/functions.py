@@ -27,7 +27,7 @@ Gradients = tuple[Tensor | None, Tensor | None]
 def dispatch_backward(
     backend: Backend, plan: Any, grad_rows_PH: Tensor | None, grad_weights: Tensor | None
 ) -> Gradients:
-    """Returns the gradients of a dispatch's tokens (T, H) and routing weights (T, K); None gives None."""
+    """Returns the gradients of a dispatch's tokens (T, H) and routing weights (T, K), or None for None."""
     return backend.run(
         "moecomm dispatch backward", lambda: backend.combine(plan, grad_rows_PH, None, grad_weights)
     )
@@ -44,8 +44,8 @@ def combine_backward(
 
 
 def _as_result(tensor: Tensor | None) -> Any:
-    """Returns the tensor in a form that an autograd function may return: if it returned an input itself,
-    torch would make a view of this and refuse to change the view in place."""
+    """Returns a new tensor object with the same memory. If an autograd function returned one of its inputs,
+    torch would make a view of that input and refuse to change the view in place."""
     return None if tensor is None else torch.ops.aten._unsafe_view(tensor, tensor.shape)
 
 
@@ -102,8 +102,8 @@ class _Combine(torch.autograd.Function):
 
 
 def _wants_gradient(first: Tensor | None, second: Tensor | None) -> bool:
-    """Returns False where no gradient can flow. Then the autograd nodes are skipped, which cost the host more
-    than the rest of a call."""
+    """Returns False where no gradient can flow. Callers then make no autograd node: a node costs the host
+    more time than the rest of a call."""
     return torch.is_grad_enabled() and (
         (first is not None and first.requires_grad) or (second is not None and second.requires_grad)
     )

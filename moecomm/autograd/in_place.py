@@ -18,13 +18,13 @@ def keep_main_grad(parameter: nn.Parameter) -> None:
 
 def has_main_grad(parameter: Tensor) -> bool:
     """Returns True for a parameter that accumulates its gradients in `main_grad`."""
-    # The hook is the mark because, unlike an attribute, it does not survive pickling.
+    # The hook marks such a parameter because, unlike an attribute, it does not survive pickling.
     return to_main_grad in (parameter._post_accumulate_grad_hooks or {}).values()
 
 
 def main_grad_of(parameter: Tensor) -> Tensor:
-    """Returns the `main_grad` of a parameter, made of zeros if it was missing or None. Raises InvalidArgument
-    for an unsuitable tensor, and where the zeros would become part of a CUDA graph."""
+    """Returns the `main_grad` of a parameter; if it is missing or None, sets it to zeros first. Raises
+    InvalidArgument for an unsuitable tensor, and if it would have to set zeros in a CUDA graph capture."""
     found: Tensor | None = getattr(parameter, "main_grad", None)
     if found is None:
         if parameter.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -54,8 +54,8 @@ def to_main_grad(parameter: Tensor) -> None:
 
 def add_gradient(parameter: Tensor, gradient: Tensor | None) -> None:
     """Adds a gradient to the `grad` of a parameter, or its `main_grad`, without running hooks. Does nothing
-    for None, the result of a product that has added the gradient. If `parameter` is a cast of a parameter,
-    the gradient goes through the cast's graph, which is kept for other microbatches."""
+    for None, which a product returns if it has added the gradient itself. If `parameter` is a cast, its graph
+    brings the gradient to the parameter behind it, and is kept for other microbatches."""
     if gradient is None:
         return
     if not parameter.is_leaf:
@@ -67,7 +67,7 @@ def add_gradient(parameter: Tensor, gradient: Tensor | None) -> None:
 
 
 def grad_in_place(parameter: Tensor) -> Tensor | None:
-    """Returns the parameter's `main_grad`, or else its `grad`; None if a product cannot add to it."""
+    """Returns `main_grad` if the parameter accumulates there, else `grad`; None if products cannot add to it."""
     if has_main_grad(parameter):
         return None if isinstance(parameter, DTensor) else main_grad_of(parameter)
     grad = parameter.grad
@@ -83,16 +83,16 @@ def has_hooks(parameter: Tensor) -> bool:
 
 
 def parameter_of(ctx: Any, number: int, saved: Tensor) -> Tensor:
-    """Returns input `number` of the function of `ctx` if it is a leaf, else `saved`, the tensor saved for it.
-    `saved` may be another tensor than the leaf, from a checkpoint or hooks of saved tensors (save_on_cpu)."""
+    """Returns input `number` of the autograd function of `ctx` if it is a leaf, else `saved`, which was saved
+    for it. For a leaf `saved` may be a copy, by a checkpoint or hooks of saved tensors (save_on_cpu)."""
     found: Tensor = getattr(ctx.next_functions[number][0], "variable", saved)
     return found
 
 
 def is_wanted(ctx: Any, number: int) -> bool:
     """Returns whether the running backward needs the gradient of input `number` of the
-    torch.autograd.Function with this `ctx`. With torch.autograd.grad, or `inputs` of backward, it may need
-    only other gradients."""
+    torch.autograd.Function with this `ctx`. A backward with `inputs` may need only other gradients. Returns
+    False during torch.autograd.grad."""
     try:
         return torch._C._will_engine_execute_node(ctx.next_functions[number][0])
     except RuntimeError:  # raised during torch.autograd.grad

@@ -1,20 +1,20 @@
 """Dispatch and combine as torch.compile sees them: operators moecomm::dispatch and moecomm::combine.
 
-Each is a single node of a graph, which takes tensors and numbers and returns tensors. Among these is the
-plan; a number identifies the backend. The capacity must be fixed, so that all shapes are known. Rows are in
-the expert layout and in the communicator's dtype. Gradients are those of functions.py.
+Each is a single node of a graph, which takes tensors and numbers and returns tensors. The plan is one of the
+tensors; a number identifies the backend. The capacity must be fixed, so that all shapes are known. Rows are
+in the expert layout and in the communicator's dtype. Gradients are those of functions.py.
 
 All ranks have to run the operators in one order. Operators in a graph may be independent of each other; then
 their data does not say which comes first, and compilers do move them. (torch's own "effects" do not help:
 versions 2.11 to 2.13 lose them when Inductor schedules.) So a graph really holds `*_in_order` operators: each
-takes a token, an empty tensor, and returns the next one. A traced graph thus has one chain of tokens, from
-the forward into the backward, for all communicators.
+takes a token, here an empty tensor, and returns the next token. A traced graph thus has one chain of tokens,
+from the forward into the backward, for all communicators.
 
-A rank without tokens has results without elements; compilers would replace them by empty tensors of their
-own, and the other ranks would wait for that rank. So the operators are marked as having side effects, which
-keeps them in a graph, and the operators of a backward as belonging to the backward. (torch.compile's
+A rank with T = 0 has results without elements; compilers would replace the operators by empty tensors, and
+the other ranks would wait for this rank. So the operators are marked as having side effects, which keeps them
+in a graph, and the operators of a backward as belonging to the backward. (torch.compile's
 partitioner leaves operators of the forward in the forward. functorch's default_partition, of other compilers,
-copies some into the backward, where they run once more, the same ones on all ranks.)
+copies some of them into the backward, where these run once more, the same on all ranks.)
 
     moecomm::dispatch(comm, x, ...)  ->  t1, rows, ..., plan = moecomm::dispatch_in_order(t0, comm, x, ...)
     moecomm::combine(comm, rows, ...)  ->  t2, y = moecomm::combine_in_order(t1, comm, rows, ...)
@@ -45,15 +45,15 @@ Tensors = tuple[Tensor, ...]
 
 _numbers = itertools.count()
 _TOLD = 2
-"""Part of a backend's number; increase it for changes of operators that compilers' caches cannot notice."""
+"""Part of a backend's number. Increase it if operators change and compilers' caches cannot notice that."""
 _backends: WeakValueDictionary[int, Backend] = WeakValueDictionary()
-_last_tokens: WeakKeyDictionary[Any, Tensor] = WeakKeyDictionary()  # the last of each tracer
+_last_tokens: WeakKeyDictionary[Any, Tensor] = WeakKeyDictionary()  # the last token in each graph
 
 
 def register(backend: Backend) -> int:
-    """Gives `backend` a number, valid during its lifetime, by which operators find it. The number includes
-    the size of a plan: inductor's cache, which outlives the process, finds compiled graphs by the arguments
-    of operators, and only a plan's size does not follow from these."""
+    """Returns a new number by which operators find `backend` during its lifetime. The number includes the
+    size of a plan: inductor's cache, which outlives the process, finds compiled graphs by the arguments of
+    operators, and a plan's size is the only size that does not follow from these."""
     number = next(_numbers) << 48 | _TOLD << 40 | backend.plan_fields.words
     _backends[number] = backend
     return number
@@ -216,7 +216,7 @@ _PLACE = "partitioner_tag"
 
 @contextlib.contextmanager
 def _in_backward() -> Iterator[None]:
-    """Marks nodes traced in this context as backward, even if all their inputs come from the forward, such as
+    """Marks nodes traced in this context as backward, even if all their inputs come from the forward, as with
     gradients that are zero or empty."""
     meta = traceback.current_meta
     before = meta.get(_PLACE)
@@ -233,7 +233,7 @@ def _in_backward() -> Iterator[None]:
 def _define(
     name: str, arguments: str, results: int, run: Callable[..., Tensors], fake: Callable[..., Tensors]
 ) -> None:
-    """Defines `name` and `name`_in_order; calls of `name`, traced or not, become calls of the second."""
+    """Defines `name` and `name`_in_order; a call of `name`, traced or not, calls `name`_in_order."""
     tensors = ", ".join(["Tensor"] * results)
     _library.define(f"{name}({arguments}) -> {tensors if results == 1 else f'({tensors})'}")
     ordered = f"{name}_in_order"

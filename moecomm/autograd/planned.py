@@ -19,7 +19,7 @@ Array = Any
 
 
 class _Planned(_Opened):
-    """A base class of `Communicator`: the operations along a plan."""
+    """A base class of `Communicator`: the operations along the plan of an earlier dispatch."""
 
     dtype: torch.dtype
     hidden: int
@@ -44,11 +44,11 @@ class _Planned(_Opened):
     def combine(
         self, rows_PH: Array, handle: Handle, *, weights: Array | None = None, async_op: bool = False
     ) -> torch.Tensor | Work[torch.Tensor]:
-        """Returns rows to the tokens of the dispatch that made `handle`, and sums them there.
+        """Sums the rows of each token of the dispatch that made `handle`, on the token's own rank.
 
         Each rank sums its rows of a token in the order of k, times `weights` if given, in float32 (float64
-        for float64 rows), and rounds once to the dtype; the rank that brought the token sums these partial
-        rows by ascending rank in float32 and rounds once. Differentiable in `rows_PH` and `weights`.
+        for float64 rows), and rounds once to the dtype. The rank that brought the token adds these partial
+        sums by ascending rank in float32 and rounds once. Differentiable in `rows_PH` and `weights`.
 
         Args:
             rows_PH: (P, H) in the communicator's dtype and in the order of the dispatch's output.
@@ -58,7 +58,7 @@ class _Planned(_Opened):
             async_op: return a Work at once; its `wait()` gives the result. On CUDA as for `dispatch`.
 
         Returns:
-            (T, H) in the dtype; zero for tokens without experts.
+            (T, H) in the communicator's dtype; zero for tokens without experts.
 
         Raises:
             InvalidArgument, MismatchedArguments: on all ranks; nothing was exchanged. (CUDA: the rank whose
@@ -170,12 +170,12 @@ class _Planned(_Opened):
         Args:
             x_TH: (T, H) rows in the communicator's dtype, T as in that dispatch.
             handle: the handle of that dispatch.
-            gradients: True: rows travel in the communicator's `gradient_wire`; False: in the dtype, whatever
-                `wire` is. The same on all ranks.
+            gradients: True: rows travel in the communicator's `gradient_wire`; False: in its dtype, whatever
+                `wire` is. All ranks give the same value.
             async_op: return a Work at once; its `wait()` gives the rows. On CUDA as for `dispatch`.
 
         Returns:
-            (P, H) rows in the dtype, in the order of that dispatch's output.
+            (P, H) rows in the communicator's dtype, in the order of that dispatch's output.
 
         Raises:
             As combine.
@@ -225,19 +225,19 @@ class _Planned(_Opened):
         grad_weights: Array | None = None,
         async_op: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None] | Work[tuple[torch.Tensor, torch.Tensor | None]]:
-        """Returns the gradients of a dispatch's `x` and `topk_weights` from those of its `tokens` and
-        `weights`. Autograd calls this; call it yourself only to schedule a backward. Not differentiable.
+        """Returns the gradients of a dispatch's `x` and `topk_weights`, given the gradients of the output's
+        `tokens` and `weights`. Autograd calls this; call it yourself only to schedule a backward. Not differentiable.
         Breaks a graph of torch.compile.
 
         Args:
             grad_rows_PH: (P, H) in the communicator's dtype.
             handle: the handle of that dispatch.
-            grad_weights: gradient of the output's `weights`, of their shape; None if they need none.
+            grad_weights: gradient of the output's `weights`, in the shape of `weights`; None if not needed.
             async_op: return a Work at once; its `wait()` gives the result. On CUDA as for `dispatch`.
 
         Returns:
-            (T, H) in the dtype, summed as a combine sums; and (T, K) of the weights' dtype, zero where a
-            token names no expert, or None.
+            (T, H) in the communicator's dtype, summed as in a combine; and (T, K) of the weights' dtype, zero
+            where a token names no expert, or None without `grad_weights`.
 
         Raises:
             As combine.

@@ -175,7 +175,7 @@ class Backend(ABC):
         finish: Callable[[Result], Finished],
         inputs: tuple[Any, ...],
     ) -> Work[Finished]:
-        """Starts an operation concurrently with the caller, after all earlier ones. It calls `begin()` and, if
+        """Starts an operation concurrently with the caller, after all earlier ones: calls `begin()` and, if
         given, `complete` with what `begin` returns; `complete` may make the host wait for peers.
 
         `wait()` of the Work calls `finish` on the operation's result, and returns what `finish` returns.

@@ -26,7 +26,7 @@ class Outputs(NamedTuple):
     weights_Q: Tensor | None
 
     def cut(self, rows: int, positions: int) -> None:
-        """Keeps the first `rows` rows and `positions` positions. Resizes the tensors, which keep their memory.
+        """Keeps the first `rows` rows and `positions` positions. Resizes tensors, which keep their memory.
         Views would not do: where autograd records, they must not be changed in place."""
         for number, each in enumerate(self):
             if each is not None:

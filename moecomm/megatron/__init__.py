@@ -46,11 +46,11 @@ def use_moecomm(model: nn.Module) -> int:
 
 
 class TokenDispatcher(MoETokenDispatcher):  # type: ignore[misc]
-    """Dispatch and combine in the six parts that Megatron-Core calls, which its 1F1B schedule overlaps.
+    """Dispatch and combine in the six methods that Megatron-Core calls, and that its 1F1B schedule overlaps.
 
     Layers of one shape share a communicator. It is built in the first forward, and rebuilt on all ranks of
-    the EP group together when a batch has more tokens. The experts weight their rows by the probabilities
-    that travel along, as after Megatron-Core's own dispatchers.
+    the EP group together when a batch has more tokens. The experts multiply their rows by the
+    probabilities that travel along, as after Megatron-Core's own dispatchers.
     """
 
     def __init__(self, layer: MoELayer) -> None:
@@ -77,8 +77,8 @@ class TokenDispatcher(MoETokenDispatcher):  # type: ignore[misc]
                 raise Unsupported(f"layer {layer.layer_number}: {name} for moecomm's dispatcher")
         self._layer = layer.layer_number
         self._comms = LayerCommunicators(self.ep_group, config.num_moe_experts)
-        # What one of the six parts leaves to a later part. It is of one batch: a forward goes through all
-        # parts before another begins, also in Megatron-Core's 1F1B schedule. Backwards come at any time.
+        # What one of the six methods leaves to a later one, for one batch at a time: even in a 1F1B schedule a
+        # forward calls all six before another forward begins. Backwards come at any time.
         self._routed: tuple[Tensor, torch.Size] | None = None
         self._dispatched: tuple[Communicator, DispatchOutput, torch.Size] | None = None
         self._shape = torch.Size()
@@ -123,15 +123,15 @@ class TokenDispatcher(MoETokenDispatcher):  # type: ignore[misc]
         return hidden_states.view(self._shape)
 
     def _apart(self, x: Tensor) -> Tensor:
-        """Returns x, or a copy of x where microbatches overlap: their schedule frees the inputs of a dispatch
-        and of the experts, which the router and the experts keep for their backward."""
+        """Returns x; where microbatches overlap, a copy of x: their schedule frees the inputs of a dispatch
+        and of the experts, but the router and the experts keep these tensors for their backward."""
         return x.clone() if self.config.overlap_moe_expert_parallel_comm else x
 
     def _left(self, left: _Left | None, part: str) -> _Left:
-        """Returns what an earlier part has left to `part`.
+        """Returns `left`, what an earlier method has left to the method `part`.
 
         Raises:
-            Unsupported: another batch has taken it.
+            Unsupported: `left` is None, since another batch has taken it.
         """
         if left is None:
             raise Unsupported(

@@ -29,7 +29,7 @@ class Dispatched(NamedTuple):
 
 
 class TokenDispatcher(BaseEPTokenDispatcher):  # type: ignore[misc]
-    """Sends the tokens of a layer to its experts' ranks with moecomm, and returns their sums.
+    """Sends the tokens of a layer to its experts' ranks with moecomm, and sums the results per token.
 
     Layers of one shape share a communicator. It is built in the first forward, and rebuilt on all ranks
     together when a batch has more tokens. Without an EP mesh tokens are reordered on their rank, as in
@@ -45,7 +45,7 @@ class TokenDispatcher(BaseEPTokenDispatcher):  # type: ignore[misc]
         self._comms: LayerCommunicators | None = None
 
     def init_buffer(self) -> None:
-        """Takes the group of the EP mesh. torchtitan's `wire_meshes` calls it."""
+        """Prepares communicators over the EP mesh, if there is one. torchtitan's `wire_meshes` calls it."""
         group = None if self.ep_mesh is None else self.ep_mesh.get_group()
         self._comms = None if group is None else LayerCommunicators(group, self.num_experts)
 
@@ -56,13 +56,13 @@ class TokenDispatcher(BaseEPTokenDispatcher):  # type: ignore[misc]
         topk_expert_ids_TK: Tensor,
         num_local_tokens_per_expert_E: Tensor,
     ) -> tuple[Tensor, Tensor, Any]:
-        """Returns the R rows for this rank's experts, (R, D) by expert, the number of rows per expert, and
-        the argument `metadata` of `combine`.
+        """Returns the rows for this rank's experts, (R, D) in the order of experts, the number of rows of
+        each of these experts, and the argument `metadata` of `combine`.
 
         Args:
             x_TD: (T, D) tokens of this rank.
             topk_scores_TK: (T, K), the weights of `combine`.
-            topk_expert_ids_TK: (T, K) ids of all experts.
+            topk_expert_ids_TK: (T, K) ids in the numbering of all ranks' experts.
             num_local_tokens_per_expert_E: not read; the ids give the numbers.
 
         Raises:

@@ -1,9 +1,9 @@
 """peft's LoRA adapters on experts' weights (`target_parameters`), where experts are spread over ranks.
 
-peft adds the product of an adapter's two matrices to a weight before its module's forward. At that point the
-weight is a DTensor of all ranks' experts. Here the product is added between dispatch and combine, where the
-weight is a plain tensor of this rank's experts. The adapters themselves stay as peft has made them, whole on
-each rank and for all experts, so that peft saves and loads them as usual."""
+peft adds the product of an adapter's two matrices to a weight before the forward of the weight's module. At
+that point the weight is a DTensor of all ranks' experts. Here the product is added between dispatch and
+combine, where the weight is a plain tensor of this rank's experts. The adapters stay as peft has made them:
+each rank has those of all experts, so that peft saves and loads them as usual."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def adapt_experts(model: nn.Module) -> nn.Module:
         adapt_experts(model)
 
     Call it once, before the first forward. An adapter's gradient on a rank comes from this rank's experts.
-    Averaged over all ranks, as transformers' Trainer does, it is the gradient of the ranks' mean loss.
+    Its average over all ranks, which transformers' Trainer takes, is the gradient of the ranks' mean loss.
 
     Raises:
         InvalidArgument: no adapter is on experts to which moecomm sends tokens, or `model` is no module.
@@ -56,7 +56,7 @@ def adapt_experts(model: nn.Module) -> nn.Module:
 class _OfLocalExperts(ParamWrapper):  # type: ignore[misc]
     @contextlib.contextmanager
     def _activate_lora(self, active_adapters: list[str]) -> Iterator[None]:
-        """Makes the experts below add this adapter to their weights while they run."""
+        """Makes the wrapped experts add their part of this adapter to their weights in this context."""
         implementation: MoecommEP = self.get_base_layer().moecomm
         first, count = implementation.first_local_expert, implementation.num_local_experts
         added: list[tuple[Any, ...]] = []

@@ -32,7 +32,7 @@ from moecomm.types import DispatchOutput
 OwnForward = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 # transformers' own implementations, which moecomm's products replace: they compute the same. If a config asks
-# for another implementation ("sonicmoe", "deepgemm"), that one runs, on moecomm's rows.
+# for another implementation ("sonicmoe", "deepgemm"), this runs on moecomm's rows.
 _REPLACED = (None, "eager", "grouped_mm")
 
 
@@ -86,7 +86,7 @@ class LocalExperts:
         """
         own_pass = self._activation is not None and self._has_plain_weights()
         own_pass = own_pass and getattr(self._experts, self._first).dtype is x_TH.dtype
-        # With adapters products do not divide: that would divide the adapters' gradients too.
+        # Products divide gradients, but not with adapters, whose gradients they would divide too.
         in_products = own_pass and not self._added
         with self._changed(1 if in_products else batches):
             if own_pass:
@@ -137,8 +137,8 @@ class LocalExperts:
         return Weights(w_in, w_out, None, None, b_in=b_in, b_out=b_out)
 
     def _on_rows(self, out: DispatchOutput, comm: Communicator) -> Tensor:
-        """Returns the rows' results, (P, H) in the rows' dtype, where `_run_pass` cannot run: weights of
-        another dtype, an activation that moecomm does not have, or a module that needs its own forward."""
+        """Returns the experts' results, (P, H) in the rows' dtype, where `_run_pass` cannot run: weights of
+        another dtype, an activation that moecomm lacks, or a module that needs its own forward."""
         if not self._has_plain_weights():
             return self._run_forward(out)
         experts: Any = self._experts
@@ -151,7 +151,7 @@ class LocalExperts:
 
     def _products_of(self, weights: Weights, comm: Communicator) -> Products:
         """Returns quack's products if they support the experts, else torch's. Tiles are chosen for an
-        expert's average rows in a batch of max_tokens, a number that all ranks have alike."""
+        expert's average rows if all ranks bring max_tokens, so that all ranks choose alike."""
         rows, w_out_LFH = comm.max_tokens * comm.top_k // self._count, weights.w_out
         _, ffn, hidden = w_out_LFH.shape
         columns_first = not self._experts.is_transposed
@@ -190,7 +190,7 @@ class LocalExperts:
         """Runs the module's own forward: each row is a token of one expert, with weight 1."""
         rows, counts_L = out.tokens.shape[0], out.tokens_per_expert
         if rows == 0:
-            # Some forwards need at least one row: a row of zeros, which gives all weights a gradient of zero.
+            # Some forwards need at least one row. A row of zeros gives all weights a gradient of zero.
             none = out.tokens.new_zeros(1, out.tokens.shape[1]) + out.tokens.sum()
             one = none.new_ones(1, 1)
             return self._forward(none, torch.zeros_like(one, dtype=torch.int64), one)[:0]
@@ -208,8 +208,8 @@ def _is_described(experts: nn.Module) -> bool:
 
 
 def activation_of(experts: nn.Module) -> str | None:
-    """Returns moecomm's name for the function between the products of `experts`, None if it has none. The
-    function is tried: modules may define their own. It is tried on large values too, as it may clamp them."""
+    """Returns moecomm's name for the function between the products of `experts`; None if moecomm lacks it.
+    Compares results, since modules may define their own function, also on large values, as it may clamp."""
     module: Any = experts
     with torch.device("cpu"):  # whatever torch.set_default_device says
         order = torch.randperm(96, generator=torch.Generator().manual_seed(0))
@@ -217,7 +217,7 @@ def activation_of(experts: nn.Module) -> str | None:
     inner_PI = torch.cat([small, large, -large])[order].view(2, 48)
     try:
         found = module._apply_gate(inner_PI) if module.has_gate else module.act_fn(inner_PI)
-    except Exception:  # a function for other inputs may raise any error: moecomm does not have it
+    except Exception:  # a function for other inputs may raise any error; moecomm lacks it
         return None
     gate, up = inner_PI.chunk(2, dim=1)
     even, odd = inner_PI[:, ::2], inner_PI[:, 1::2]

@@ -59,13 +59,13 @@ class MoecommEP(EPImplementation):  # type: ignore[misc]
 
 
 def _slice_of(same_T: Tensor, tp_mesh: Any) -> Tensor:
-    """Returns this rank's part of the tokens that all ranks of `tp_mesh` have; differentiable."""
+    """Returns this rank's slice of tokens that are the same on all ranks of `tp_mesh`; differentiable."""
     whole = DTensor.from_local(same_T, tp_mesh, [Replicate()], run_check=False)
     return whole.redistribute(tp_mesh, [Shard(0)]).to_local()
 
 
 def _whole_of(part_TH: Tensor, tp_mesh: Any, tokens: int) -> Tensor:
-    """Returns the tokens of all ranks of `tp_mesh`, from the part of each; differentiable."""
+    """Gathers the slices of all ranks of `tp_mesh` and returns all tokens; differentiable."""
     shape = torch.Size((tokens, part_TH.shape[1]))
     parts = DTensor.from_local(
         part_TH.contiguous(), tp_mesh, [Shard(0)], run_check=False, shape=shape, stride=(shape[1], 1)

@@ -27,8 +27,8 @@ class Kept(NamedTuple):
 
 
 class _Current(threading.local):
-    """What this thread computes. region: the dispatches kept for a checkpointed region, in order; None: none
-    are kept. left: during the region's recomputation, the kept dispatches that no layer has followed yet."""
+    """The state of this thread. region: in a checkpointed region's forward, its kept dispatches in order, or
+    None. left: in the region's recomputation, the kept dispatches that no layer has followed yet."""
 
     region: list[Kept] | None = None
     left: Iterator[Kept] | None = None
@@ -39,7 +39,7 @@ Contexts = tuple[contextlib.AbstractContextManager[None], contextlib.AbstractCon
 
 
 def keep_plans() -> Contexts:
-    """A context_fn of torch.utils.checkpoint, with which recomputed layers follow their plans.
+    """A context_fn of torch.utils.checkpoint: recomputed layers follow the plans of their first forward.
 
         model.gradient_checkpointing_enable(
             gradient_checkpointing_kwargs={
@@ -57,8 +57,8 @@ def keep_plans() -> Contexts:
 
 
 class _Within(contextlib.AbstractContextManager[None]):
-    """The context of a region's forward or (`again`) recomputation: keeps dispatches, or hands them out. It
-    may be entered several times, since a graph whose backward runs twice is recomputed twice."""
+    """The context of a region's forward, which keeps dispatches, or (`again`) of its recomputation, which
+    hands them out. It may be entered twice: a graph whose backward runs twice is recomputed twice."""
 
     def __init__(self, region: list[Kept], *, again: bool) -> None:
         self._region, self._again = region, again
@@ -74,7 +74,7 @@ class _Within(contextlib.AbstractContextManager[None]):
 
 
 def keep_dispatch(ids_TK: Tensor, comm: Communicator, state: DispatchState) -> None:
-    """Keeps a dispatch of the first forward, if a region keeps plans."""
+    """Keeps a dispatch for the recomputation, if this thread runs a region's first forward."""
     if _current.region is not None:
         _current.region.append(Kept(ids_TK, comm, state))
 

@@ -1,4 +1,4 @@
-"""Checkpoints of a Trainer from which training can resume, for models that are spread over ranks."""
+"""Trainer checkpoints with the optimizer's state, to resume training of models spread over ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformers.distributed.checkpoint import load_optimizer_distributed, save
 from moecomm.errors import InvalidArgument
 
 OPTIMIZER, SCHEDULER = "optimizer_by_rank", "scheduler.pt"
-"""Names of the parts of a checkpoint that transformers itself does not write."""
+"""The folder and the file in a checkpoint that transformers itself does not write."""
 
 
 class Resumable:
@@ -30,8 +30,8 @@ class Resumable:
     mesh. The model has to be loaded from the folder; for peft, load the base model from its original place,
     and the Trainer loads the adapters' weights from the folder. List this class before the Trainer.
 
-    Without a GPU, TrainingArguments need use_cpu=True: the Trainer otherwise takes each rank for the only
-    one, and the constructor raises InvalidArgument on all ranks.
+    Without a GPU, TrainingArguments need use_cpu=True. Otherwise the Trainer takes each rank for the only
+    rank, and the constructor raises InvalidArgument on all ranks.
 
     `train` raises InvalidArgument on all ranks if the model was loaded from another place, if the folder has
     no optimizer state, or if parameter groups with several learning rates have changed.
@@ -58,7 +58,7 @@ class Resumable:
 
     def create_optimizer(self, *arguments: Any, **options: Any) -> Any:
         optimizer = super().create_optimizer(*arguments, **options)  # type: ignore[misc]
-        # torch.distributed.checkpoint cannot load a group without parameters, which only adapters lead to.
+        # torch.distributed.checkpoint cannot load groups without parameters. Adapters lead to such groups.
         optimizer.param_groups[:] = [each for each in optimizer.param_groups if each["params"]]
         return optimizer
 
@@ -107,8 +107,8 @@ def _plain(optimizer: Any) -> Any:
 
 
 def _for_groups(state: dict[str, Any], groups: int) -> dict[str, Any]:
-    """Returns a scheduler's state adapted to an optimizer with another number of groups. The Trainer makes
-    one group for each kind of mesh that parameters have."""
+    """Adapts a scheduler's state to an optimizer with `groups` groups (the Trainer makes one for each kind of
+    mesh that parameters have). Raises InvalidArgument if groups with different values would change."""
     for name, values in state.items():
         if isinstance(values, list) and len(values) != groups:
             if any(each != values[0] for each in values):

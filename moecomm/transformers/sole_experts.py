@@ -1,9 +1,9 @@
-"""Experts that no other rank has a copy of, without FSDP2.
+"""Keeps FSDP2 away from experts that no other rank has a copy of.
 
 Where an EP group has all ranks, transformers shards each module of experts by FSDP2 over a mesh of one rank.
 FSDP2 has nothing to gather or to reduce there. It still copies the weights twice in a step, and the gradients
-once. This file makes FSDP2 leave such modules alone. Their gradients are divided by the number of batches, as
-FSDP2 would do (transformers/distributed/fsdp.py says why by this number).
+once. This file makes FSDP2 leave such modules out. Their gradients are divided by the number of batches, as
+FSDP2 would do (transformers/distributed/fsdp.py says why this number).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def batches_to_divide_by(experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: Devic
 
 
 class DividedGradient(autograd.Function):
-    """Returns a weight, with a gradient that is divided by a number on its way back."""
+    """Returns a weight unchanged; divides its gradient by the number `by` in the backward."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, by: int) -> Tensor:
