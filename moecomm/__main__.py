@@ -88,7 +88,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run() -> int:
-    """Returns the status of `main`; 0 if the reader of a pipe closes it early, as `| head` does."""
+    """Runs `main` and returns its status; 0 if a reader closes the pipe early, as `| head` does."""
     try:
         status = main()
         sys.stdout.flush()

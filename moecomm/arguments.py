@@ -126,7 +126,7 @@ def require_module(model: Any) -> None:
 
 
 def require_ends(ends_L: torch.Tensor, device: torch.device, whose: str) -> None:
-    """Raises InvalidArgument unless `ends_L` is (L,) int32 on `device` with L > 0. Text: `whose` is there."""
+    """Raises InvalidArgument unless `ends_L` is (L,) int32, L at least 1, on `device`, as `whose` is."""
     if ends_L.dim() != 1 or ends_L.shape[0] < 1:
         raise InvalidArgument(f"ends has shape {tuple(ends_L.shape)}, expected (L,) with L at least 1")
     if ends_L.dtype != torch.int32:

@@ -287,7 +287,7 @@ class Communicator(_Planned):
 
         Differentiable in `x_TH` and `topk_weights_TK`. A tensor may also be an array of another library that
         can share its memory (DLPack, `__cuda_array_interface__`). Under torch.compile a call breaks the graph
-        unless it has a capacity, the expert layout, x in the dtype, and no other option but alignment.
+        unless it has a capacity, the expert layout, no pair as x, and no other option but alignment.
 
         CPU: a call reuses the plan of an earlier call if every rank brings the `topk_idx` that it brought
         then, as when a forward is recomputed for the backward.

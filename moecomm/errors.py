@@ -1,7 +1,7 @@
 """The errors that moecomm raises. A caller can recover from each. Broken invariants are assertions.
 
-After `PeerTimeout` and `PeerLost` ranks are out of step: the communicator raises that error again at every
-call, and a new communicator has to be built. Every other error leaves it as usable as before, on all ranks.
+After `PeerTimeout` and `PeerLost` ranks are out of step: the communicator refuses further work with that
+error, and a new communicator has to be built. Every other error leaves it as usable as before, on all ranks.
 """
 
 from __future__ import annotations

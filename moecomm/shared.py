@@ -1,4 +1,4 @@
-"""Communicators that all layers of one shape share. A larger one replaces one that a batch does not fit.
+"""Communicators that all layers of one shape share. If one is too small for a batch, a larger replaces it.
 
 They live while a layer uses them, or a graph of autograd contains them. Garbage collectors free a deleted
 model at different moments on each rank. So before a layer first uses a communicator, ranks find out whether

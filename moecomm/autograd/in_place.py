@@ -67,7 +67,7 @@ def add_gradient(parameter: Tensor, gradient: Tensor | None) -> None:
 
 
 def grad_in_place(parameter: Tensor) -> Tensor | None:
-    """Returns `main_grad` if the parameter accumulates there, else `grad`; None if products cannot add to it."""
+    """Returns `main_grad` if the parameter accumulates there, else `grad`; None if unsuited for products."""
     if has_main_grad(parameter):
         return None if isinstance(parameter, DTensor) else main_grad_of(parameter)
     grad = parameter.grad
@@ -91,8 +91,8 @@ def parameter_of(ctx: Any, number: int, saved: Tensor) -> Tensor:
 
 def is_wanted(ctx: Any, number: int) -> bool:
     """Returns whether the running backward needs the gradient of input `number` of the
-    torch.autograd.Function with this `ctx`. A backward with `inputs` may need only other gradients. Returns
-    False during torch.autograd.grad."""
+    torch.autograd.Function with this `ctx`. A backward with `inputs`, or torch.autograd.grad, may need
+    other gradients only."""
     try:
         return torch._C._will_engine_execute_node(ctx.next_functions[number][0])
     except RuntimeError:  # raised during torch.autograd.grad

@@ -226,8 +226,8 @@ class _Planned(_Opened):
         async_op: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None] | Work[tuple[torch.Tensor, torch.Tensor | None]]:
         """Returns the gradients of a dispatch's `x` and `topk_weights`, given the gradients of the output's
-        `tokens` and `weights`. Autograd calls this; call it yourself only to schedule a backward. Not differentiable.
-        Breaks a graph of torch.compile.
+        `tokens` and `weights`. Autograd calls this; call it yourself only to schedule a backward. Not
+        differentiable. Breaks a graph of torch.compile.
 
         Args:
             grad_rows_PH: (P, H) in the communicator's dtype.

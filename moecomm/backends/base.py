@@ -183,7 +183,7 @@ class Backend(ABC):
         """
 
     def announce(self, error: Exception) -> NoReturn:
-        """Raises `error`, which kept an operation from beginning, on all ranks in place of the operation."""
+        """Raises `error`, found before an operation could begin, on all ranks in place of this operation."""
 
         held = [error]
         del error  # the error's traceback has this frame, and with it the operation's tensors
@@ -259,8 +259,8 @@ class Backend(ABC):
         gradients: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """Sends rows along a kept plan and returns (received rows (P, H) times scales, dots (P,)). dots[p] =
-        <row p before scaling, other[p]>; None without other. `gradients`: if scales and other are None, rows
-        travel in the gradient_wire."""
+        <row p before scaling, other[p]>; dots is None without other. `gradients`: if scales and other are
+        None, rows travel in the gradient_wire."""
 
     @abstractmethod
     def combine(
@@ -283,7 +283,7 @@ class Backend(ABC):
         )
 
     def begin_combine(self, plan: Any, rows_PH: Tensor, weights_P: Tensor | None) -> Any:
-        """Sends the sums of a forward's combine: the first half, or the whole combine if it is not split.
+        """Sends the sums of a forward's combine: its first half, or all of it if the backend does not split it.
         Returns the argument of `finish_combine`, which includes the tensors that kernels still read."""
         return self.combine(plan, rows_PH, weights_P, None, forward=True)
 

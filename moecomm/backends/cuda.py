@@ -424,7 +424,7 @@ class CudaBackend(Backend):
         weights_TK: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor | None, Any, Any, Any]:
         """Runs a combine, or only its first half if `held`. Returns the result of `combine`, and the rows,
-        weights and plan that kernels read. weights_TK: weights of this rank's tokens, in place of weights_P."""
+        weights and plan that kernels read. weights_TK: this rank's tokens' weights, in place of weights_P."""
         y_TH = grads_TK = None
         weights_P, weights_address = self._readable(weights_P)
         weights_TK, token_weights = self._readable(weights_TK)

@@ -18,7 +18,7 @@ from moecomm.setup.rendezvous import Rendezvous
 def meet(
     rendezvous: Rendezvous, arguments: dict[str, Any], error: MoecommError | None, gpu: CudaDevice
 ) -> GroupInfo:
-    """Compares all ranks' arguments (`setup.handshake.handshake`), and that each rank has its own GPU."""
+    """Checks that arguments agree (`setup.handshake.handshake`), and that each rank has its own GPU."""
     group_info = handshake(rendezvous, arguments, error, lambda: {"gpu": gpu.uuid()})
     seen: dict[str, int] = {}
     for rank, message in enumerate(group_info.messages):

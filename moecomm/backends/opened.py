@@ -43,8 +43,8 @@ class _Opened:
 
     def refuse(self, error: Exception) -> NoReturn:
         """Raises `error` on this rank. All other ranks raise InvalidArgument, or OutOfMemory, in their
-        present or next operation; the text there names this rank, and the type of `error` if another one is
-        raised. A layer calls this for an error on one rank alone: a plain exception would leave the other
+        present or next operation; the text there names this rank, and the type of `error` if theirs is not
+        that. A layer calls this for an error on one rank alone: a plain exception would leave the other
         ranks waiting until their deadline. The communicator stays usable."""
         try:
             try:

@@ -43,8 +43,8 @@ def within_another() -> InvalidArgument:
 
 
 class InOrder:
-    """Orders operations. `run` executes one in the caller's thread or, while operations of `submit` are
-    pending, after these in their thread."""
+    """Orders operations. `run` executes an operation in the caller's thread or, while operations of `submit`
+    are pending, after these in their thread."""
 
     def __init__(self, give_up: Callable[[], None]) -> None:
         """`give_up` ends the wait of the running operation, and all later waits, with an error."""

@@ -32,7 +32,7 @@ from moecomm.types import DispatchOutput
 OwnForward = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 # transformers' own implementations, which moecomm's products replace: they compute the same. If a config asks
-# for another implementation ("sonicmoe", "deepgemm"), this runs on moecomm's rows.
+# for another implementation ("sonicmoe", "deepgemm"), that implementation runs, on moecomm's rows.
 _REPLACED = (None, "eager", "grouped_mm")
 
 
@@ -209,7 +209,7 @@ def _is_described(experts: nn.Module) -> bool:
 
 def activation_of(experts: nn.Module) -> str | None:
     """Returns moecomm's name for the function between the products of `experts`; None if moecomm lacks it.
-    Compares results, since modules may define their own function, also on large values, as it may clamp."""
+    Compares results, since modules may define their own functions; also for large values: some clamp."""
     module: Any = experts
     with torch.device("cpu"):  # whatever torch.set_default_device says
         order = torch.randperm(96, generator=torch.Generator().manual_seed(0))

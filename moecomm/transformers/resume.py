@@ -58,7 +58,7 @@ class Resumable:
 
     def create_optimizer(self, *arguments: Any, **options: Any) -> Any:
         optimizer = super().create_optimizer(*arguments, **options)  # type: ignore[misc]
-        # torch.distributed.checkpoint cannot load groups without parameters. Adapters lead to such groups.
+        # torch.distributed.checkpoint cannot load groups without parameters. Only adapters make such groups.
         optimizer.param_groups[:] = [each for each in optimizer.param_groups if each["params"]]
         return optimizer
 
