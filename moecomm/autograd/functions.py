@@ -27,7 +27,7 @@ Gradients = tuple[Tensor | None, Tensor | None]
 def dispatch_backward(
     backend: Backend, plan: Any, grad_rows_PH: Tensor | None, grad_weights: Tensor | None
 ) -> Gradients:
-    """Returns the gradients of a dispatch's tokens (T, H) and routing weights (T, K), or None for None."""
+    """Returns the gradients of a dispatch's tokens (T, H) and routing weights (T, K); None in, None out."""
     return backend.run(
         "moecomm dispatch backward", lambda: backend.combine(plan, grad_rows_PH, None, grad_weights)
     )

@@ -39,7 +39,7 @@ class RawDispatch(NamedTuple):
     """Makes the views of the plan, when one of them is first needed."""
     plan: Any
     """The plan: an object of the backend with attributes `tokens` and `rows`. `redispatch` and `combine` take
-    it, or a TensorPlan."""
+    such an object, or a TensorPlan."""
     scales: Tensor | None = None
     """The scales of tokens_PH (WireFormat.scales_shape) if these are in the wire format; else None."""
     expert_index: ExpertIndex | None = None
@@ -283,7 +283,7 @@ class Backend(ABC):
         )
 
     def begin_combine(self, plan: Any, rows_PH: Tensor, weights_P: Tensor | None) -> Any:
-        """Sends the sums of a forward's combine: its first half, or all of it if the backend does not split it.
+        """Sends the sums of a forward's combine: its first half, or the whole combine where nothing is split.
         Returns the argument of `finish_combine`, which includes the tensors that kernels still read."""
         return self.combine(plan, rows_PH, weights_P, None, forward=True)
 
@@ -315,8 +315,8 @@ class Backend(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Waits for running operations, tells the peers, and frees the window. RuntimeWarning if the thread
-        that talks to other nodes does not end (`warn_of_thread`)."""
+        """Waits for running operations, tells the peers, and frees the window. Warns (RuntimeWarning) if
+        the thread that talks to other nodes does not end (`warn_of_thread`)."""
 
     def __str__(self) -> str:
         network = self._native.network()
