@@ -9,20 +9,20 @@
 
 namespace moecomm::device {
 
-/// Puts one word, or two at once, into a window. They hold the epoch (EpochNumber), so no flag has to follow.
+/// Puts one word, or two at once, into a window. A word holds its epoch (EpochNumber): no flag has to follow.
 __device__ inline void put(uint64_t* to, uint64_t word) { ptx::store_relaxed_sys(to, word); }
 __device__ inline void put(void* to, ptx::Pair words) { ptx::store_relaxed_sys_pair(to, words); }
 
 /// Sets a flag. A thread that acquires it also sees what this thread has stored, or acquired, before.
 __device__ inline void signal(uint64_t* flag, uint64_t epoch) { ptx::store_release_sys(flag, epoch); }
-/// Sets a flag, without order: call it after a fence, which orders what was stored before.
+/// Sets a flag by a relaxed store. Call it after a fence, which orders what was stored before.
 __device__ inline void relaxed_signal(uint64_t* flag, uint64_t epoch) { ptx::store_relaxed_sys(flag, epoch); }
 
-/// The flag at `peer`, a rank of this node, which says that chunk `number` of `source` is there.
+/// The flag at `peer`, a rank of this node, which says that chunk `number` of `source` has arrived at `peer`.
 __device__ inline uint64_t* arrival_flag(const Comm& comm, int32_t peer, int32_t source, int64_t number) {
   return comm.arrival(comm.bases[peer], source, number);
 }
-/// The flag at this rank which says that chunk `number` of `source` is there.
+/// The flag at this rank which says that chunk `number` of `source` has arrived here.
 __device__ inline uint64_t* arrival_here(const Comm& comm, int32_t source, int64_t number) {
   return comm.arrival(comm.own, source, number);
 }
@@ -40,14 +40,14 @@ __device__ inline uint64_t* credit_here(const Comm& comm, int32_t source, int32_
   return comm.flag(comm.own, comm.window.credits, comm.pair(source, peer), number);
 }
 
-/// The flag that tells `home`, or its relay, that this rank's sums of chunk `number` are there.
+/// The flag that tells `home`, or its relay, that this rank's sums of chunk `number` have arrived.
 template <bool one_node = false>
 __device__ inline uint64_t* sums_flag(const Comm& comm, int32_t home, int64_t number) {
   if (one_node || comm.is_local(home)) return arrival_flag(comm, home, comm.rank, number);
   return comm.flag(comm.bases[comm.relay_rank(home)], comm.window.partial_arrived, comm.pair(home, comm.rank),
                    number);
 }
-/// The flag at this rank, the relay of `home`, which says that sums of `owner` for chunk `number` are there.
+/// The flag at this rank, the relay of `home`, which says that sums of `owner` for chunk `number` are here.
 __device__ inline uint64_t* sums_here(const Comm& comm, int32_t home, int32_t owner, int64_t number) {
   return comm.flag(comm.own, comm.window.partial_arrived, comm.pair(home, owner), number);
 }
@@ -75,7 +75,7 @@ struct SumPlaces {
     return {comm.partial_row(comm.bases[comm.relay_rank(home)], epoch, comm.other_of(home), begin, 0),
             comm.window.shape.node_slots(), row_bytes};
   }
-  /// Slot `slot` of the i-th token.
+  /// Address of slot `slot` of token begin + i.
   __device__ std::byte* at(int i, int32_t slot) const { return first + (i * slots + slot) * stride; }
 };
 

@@ -17,12 +17,12 @@ __device__ inline void start_clock(const Comm& comm, Operation operation, uint32
   clock.started = ptx::global_nanoseconds();
 }
 
-/// Starts the clock in the last block: all blocks wait for the first, and the next ones have the first rows.
+/// Starts the clock in the last block: all blocks wait for block 0, and the next blocks have the first rows.
 __device__ inline void start_clock(const Comm& comm, Operation operation) {
   start_clock(comm, operation, gridDim.x - 1);
 }
 
-/// Notes the time at which an operation passes a phase; if several blocks note it, the latest time counts.
+/// Stores the current time as that at which the operation passed `phase`, unless a later time is stored.
 /// One thread of a block calls it. Returns nothing, so that no thread waits for the atomic operation.
 __device__ inline void note_phase(const Comm& comm, Operation operation, Phase phase) {
   uint64_t* const passed = &comm.state().clocks[clock_of(operation)].passed[static_cast<int>(phase)];
@@ -30,7 +30,7 @@ __device__ inline void note_phase(const Comm& comm, Operation operation, Phase p
             static_cast<unsigned long long>(ptx::global_nanoseconds()));
 }
 
-/// Notes that this block has sent all its rows or sums. The whole block calls it.
+/// Stores the time at which this block has sent all its rows or sums (Phase::sent). Whole block.
 __device__ inline void note_sent(const Comm& comm, Operation operation) {
   __syncthreads();
   if (threadIdx.x == 0) note_phase(comm, operation, Phase::sent);

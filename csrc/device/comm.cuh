@@ -21,7 +21,7 @@ struct Rail {
   int64_t chunk_rows, chunks, arrival_flags, ids_bytes, counts_bytes;  ///< sizes from the layout's shape
   uint64_t commands;
 
-  /// `memory`: a rank's window of this layout, as its kernels see it.
+  /// The rail of `rank`. `memory`: address, for its kernels, of its window of this layout in host memory.
   static Rail of(const WindowLayout& layout, int32_t rank, std::byte* memory) {
     const WindowShape& s = layout.shape;
     return {s.nodes().node_of(rank),
@@ -49,11 +49,11 @@ struct Rail {
     return memory + section + (first_chunk + chunk) * chunk_bytes() +
            (row - chunk * static_cast<int32_t>(chunk_rows)) * row_bytes;
   }
-  /// Address in staging of row `number` of the rows that go to another node.
+  /// Address, in the staging section, of row `number` among the rows that go to the node `other`.
   __device__ std::byte* staged(int32_t other, int32_t number, int64_t row_bytes) const {
     return row(layout.staging, other * chunks, number, row_bytes);
   }
-  /// Address of row `number` of the rows that have arrived from another node.
+  /// Address of row `number` among the rows that have arrived from the node `other`.
   __device__ const std::byte* arrived(uint64_t epoch, int32_t other, int32_t number,
                                       int64_t row_bytes) const {
     const int64_t section =
@@ -63,7 +63,7 @@ struct Rail {
   __device__ const uint64_t* arrival(uint64_t epoch, int32_t other, int64_t flag) const {
     return at<uint64_t>(layout.arrivals[epoch & 1]) + other * arrival_flags + flag;
   }
-  /// Address of the weights or gradients of another node in their `section`.
+  /// Address in `section` of the weights, or of their gradients, that belong to the node `other`.
   __device__ float* weights(int64_t section, int32_t other) const {
     return at<float>(section) + other * layout.shape.max_tokens * layout.shape.top_k;
   }
@@ -83,29 +83,29 @@ struct Comm {
   int32_t first_rank, local_ranks;  ///< the first rank of this node, and the number of its ranks
   int32_t local_experts;
   Divisor of_owner;             ///< divides by local_experts
-  Divisor of_ranks, of_others;  ///< divides by the ranks; by the ranks but one (at least 1)
+  Divisor of_ranks, of_others;  ///< divide by the number of ranks; by that number less 1, at least by 1
   int32_t places_shift;         ///< log2 of the number of starting points of sends (TokenOrder)
   NodeBases bases;              ///< windows of this node's ranks as mapped here
   std::byte* own;               ///< bases[rank]
   HostStatus* host;
-  uint64_t timeout_ns, absence_ns;  ///< deadlines: of a wait; of a wait for a rank that has not begun
+  uint64_t timeout_ns, absence_ns;  ///< longest wait; longest wait for a rank to begin the operation
   DevicePlan plan_fields;
   Rail rail;
 
-  /// Derives the fields that follow from the window's shape.
+  /// Computes local_experts, the divisors and places_shift from `window` and local_ranks.
   void derive() {
     local_experts = window.shape.local_experts();
     of_owner = Divisor::of(local_experts);
     of_ranks = Divisor::of(window.shape.ranks);
     of_others = Divisor::of(window.shape.ranks > 1 ? window.shape.ranks - 1 : 1);
-    // Starting points (log2): one for up to two ranks on the node, else 8 to 64. With several, ranks seldom
-    // send to one receiver at the same time (docs/history.md, "Blocks that meet at one receiver").
+    // One starting point for up to two ranks on the node, else 8 to 64. With many starting points, ranks
+    // seldom send to one receiver at the same time (docs/history.md, "Blocks that meet at one receiver").
     constexpr int32_t kLeast = 3, kMost = 6;
     places_shift = local_ranks <= 2 ? 0 : kLeast;
     while (places_shift > 0 && places_shift < kMost && 1 << places_shift < local_ranks) ++places_shift;
   }
 
-  /// An item of work for one rank: that rank, and the item's number among those for the rank.
+  /// An item of work for one rank: the rank, and the item's number among the items for this rank.
   struct Turn {
     int32_t rank, number;
   };
@@ -134,12 +134,12 @@ struct Comm {
   __device__ int32_t sender(int32_t owner) const {
     return owner < 0 || is_local(owner) ? owner : owner - owner % local_ranks;
   }
-  /// The rank on another node that shares this rank's rail.
+  /// The rank of the node `other` that is on this rank's rail.
   __device__ int32_t rail_rank(int32_t other) const {
     return rail.node_of_other(other) * local_ranks + rank - first_rank;
   }
   __device__ int32_t other_of(int32_t r) const { return rail.other_of(r / local_ranks); }
-  /// The number of the pair (node of `r`, rank `neighbour` of this node).
+  /// Index, in a section of flags, of the pair (node of `r`, rank `neighbour` of this node).
   __device__ int32_t pair(int32_t r, int32_t neighbour) const {
     return r / local_ranks * local_ranks + neighbour - first_rank;
   }
@@ -160,20 +160,20 @@ struct Comm {
   __device__ T* mine(int64_t offset) const {
     return reinterpret_cast<T*>(own + offset);
   }
-  /// The record of `writer` in the window at `base`.
+  /// The record that `writer` writes for `epoch` into the window at `base`.
   __device__ SignalRecord& record(std::byte* base, int32_t writer, uint64_t epoch) const {
     return at<SourceLines>(base, window.sources)[writer].record[epoch & 1];
   }
-  /// The counts that `source` announces in a dispatch, in the window at `base`: EpochNumbers.
+  /// The counts that `source` writes into the window at `base` in a dispatch, as EpochNumbers.
   __device__ uint64_t* counts(std::byte* base, int32_t source, uint64_t epoch) const {
     return at<uint64_t>(base, window.counts[epoch & 1]) + source * window.shape.announced();
   }
-  /// The routes of all (token, k) of `source`.
+  /// The routes of all (token, k) of `source`, in the window at `base`.
   __device__ Route* routes(std::byte* base, int32_t source, uint64_t epoch) const {
     return at<Route>(base, window.routes[epoch & 1]) + source * window.shape.max_tokens * top_k();
   }
-  /// The position of a token in memory that holds `places` tokens at once, which tokens reuse in turn. It
-  /// avoids a 64-bit division, which takes as long as loading a row.
+  /// token % places: a token's place in memory that has room for `places` tokens at once and is reused by
+  /// later tokens. It avoids a 64-bit division, which takes as long as loading a row.
   __device__ static int64_t in_turn(int64_t token, int64_t places) {
     const auto number = static_cast<uint32_t>(token), all = static_cast<uint32_t>(places);
     return number < all ? number : number % all;
@@ -206,7 +206,7 @@ struct Comm {
   __device__ uint64_t* arrival(std::byte* base, int32_t writer, int64_t number) const {
     return flag(base, window.arrived, writer, number);
   }
-  /// The number of the flag for the gradients of weights: it follows the flags of the chunks.
+  /// The number of the arrival flag for gradients of weights. This flag follows the flags of the chunks.
   __device__ int64_t gradients_number() const { return window.shape.max_chunks(); }
 };
 

@@ -7,8 +7,8 @@
 namespace moecomm::device {
 
 /// Hands a command to the proxy. The network may then read what this thread wrote, or saw written, before.
-/// The ring has room for the commands of four operations. When an operation begins, commands of the previous
-/// one may be left, and none of earlier ones.
+/// The ring does not overflow: it has room for the commands of four operations, and when an operation begins,
+/// only commands of the operation before it may be left.
 __device__ inline void push_command(const Comm& comm, const Command& command) {
   const uint64_t ticket = atomicAdd(reinterpret_cast<unsigned long long*>(&comm.state().commands), 1ull);
   uint64_t* const slot = comm.rail.at<uint64_t>(comm.rail.layout.commands) + ticket % comm.rail.commands * 2;
@@ -16,7 +16,8 @@ __device__ inline void push_command(const Comm& comm, const Command& command) {
   ptx::store_release_sys(slot, high_word(command, ticket, comm.rail.commands));
 }
 
-/// Pushes a command for each piece of `bytes` of ids, weights, indices or gradients. Threads share the work.
+/// Pushes a command for every kPieceBytes of `bytes` bytes of ids, weights, relay indices or gradients.
+/// `threads` threads call it and share the work.
 __device__ inline void push_pieces(const Comm& comm, Command::Kind kind, int32_t other, int64_t bytes,
                                    uint64_t epoch, int thread, int threads) {
   for (int64_t piece = thread; piece * WindowShape::kPieceBytes < bytes; piece += threads) {
@@ -38,7 +39,7 @@ __device__ inline int64_t chunks_of(const Rail& rail, int64_t rows) {
   return (rows + rail.chunk_rows - 1) / rail.chunk_rows;
 }
 
-/// Sends the record to another node, and says how many `rows` and `parts` (Announcement) follow. One thread.
+/// Sends an Announcement to another node: the record, and how many `rows` and `parts` follow. One thread.
 __device__ inline void send_head(const Comm& comm, const SignalRecord& record, int32_t other, int64_t rows,
                                  int64_t parts, bool with_text) {
   Announcement& head = outgoing_head(comm, record.epoch, other);
@@ -66,9 +67,8 @@ __device__ inline void row_staged(const Comm& comm, WireFormat wire, int32_t oth
                       in_chunk << 16 | in_chunk});
 }
 
-/// A chunk of rows from another node. The first thread that waits polls the chunk's flag in host memory and
-/// passes the result on by word() in GPU memory: polls by all threads would slow down transfers from the
-/// host.
+/// A chunk of rows from another node. The first thread that waits polls the chunk's flag in host memory, then
+/// sets word() in GPU memory, which the other threads poll: more polls would slow down the host's transfers.
 struct RailChunk {
   const Comm& comm;
   uint64_t epoch;
@@ -80,7 +80,7 @@ struct RailChunk {
   }
   __device__ OwnWord here() const { return {word(), 2 * epoch + 1}; }
 
-  /// False if the wait fails.
+  /// Waits for the chunk. False if the wait fails.
   __device__ bool wait(const WaitInfo& info) const {
     const OwnWord here = this->here();
     if (here.arrived()) return true;
@@ -93,8 +93,8 @@ struct RailChunk {
   }
 };
 
-/// Waits until the proxy has sent all that earlier operations gave it, so that their memory in the host may
-/// be written again. Whole block; false if the wait fails.
+/// Waits until the proxy has sent all data of earlier operations, so that the host memory that held these
+/// data may be written again. Whole block; false if the wait fails.
 __device__ inline bool wait_sent(const Comm& comm, Operation operation, uint64_t epoch) {
   bool sent = true;
   if (threadIdx.x == 0) {

@@ -35,14 +35,14 @@ __device__ inline void signal_records(const Comm& comm, const SignalRecord& reco
   signal_records(comm, record, comm.rank, static_cast<int>(threadIdx.x), static_cast<int>(blockDim.x));
 }
 
-/// Adds the time since `begun`, in which this rank has waited for `peer` to begin an operation, to the
-/// statistics. Returns nothing, so that no thread waits for the atomic operation.
+/// Adds to the statistics how long, from the time `begun` on, this rank has waited for `peer` to begin an
+/// operation. Returns nothing, so that no thread waits for the atomic operation.
 __device__ inline void note_late(const Comm& comm, int32_t peer, uint64_t begun) {
   atomicAdd(reinterpret_cast<unsigned long long*>(comm.mine<uint64_t>(comm.window.late_ns)) + peer,
             static_cast<unsigned long long>(ptx::global_nanoseconds() - begun));
 }
 
-/// Notes that all ranks have begun an operation; adds the wait since `begun` to the statistics. One thread.
+/// Stores the time as Phase::agreed, and adds the wait since `begun` to the statistics. One thread.
 __device__ inline void note_agreed(const Comm& comm, Operation operation, uint64_t begun) {
   comm.state().wait_ns += ptx::global_nanoseconds() - begun;
   note_phase(comm, operation, Phase::agreed);
@@ -63,7 +63,7 @@ __device__ inline bool wait_records(const Comm& comm, Operation operation, uint6
   return arrived;
 }
 
-/// Waits for every rank's record of `epoch`; with `counts` (see above) in the first block of the grid.
+/// Waits for every rank's record of `epoch`. The grid's first block adds its wait to the statistics.
 __device__ inline bool wait_records(const Comm& comm, Operation operation, uint64_t epoch) {
   return wait_records(comm, operation, epoch, blockIdx.x == 0);
 }
@@ -100,9 +100,9 @@ __device__ inline bool judge_record(const SignalRecord& first, const SignalRecor
          same(Disagreement::carries, first.carries, record.carries);
 }
 
-/// Compares the records of `epoch`. Every rank compares the same records and so comes to the same verdict:
-/// the first error, else the first record that differs from rank 0's. One warp; false, with `verdict` set, if
-/// they do not agree.
+/// Compares the records of `epoch`. False, with `verdict` set, if a record has an error or differs from rank
+/// 0's. Every rank compares the same records and so comes to the same verdict: it is on the first error, else
+/// on the first difference. One warp.
 __device__ inline bool compare_records(const Comm& comm, uint64_t epoch, HostStatus::Verdict& verdict) {
   const int lane = static_cast<int>(threadIdx.x) & 31;
   const SignalRecord first = comm.record(comm.own, 0, epoch);
@@ -124,7 +124,7 @@ __device__ inline bool compare_records(const Comm& comm, uint64_t epoch, HostSta
   return false;
 }
 
-/// Hands a verdict to the host, unless the host still has an earlier one. One thread.
+/// Hands a verdict and its error text, if any, to the host, unless an earlier one is there. One thread.
 __device__ inline void report_verdict(const Comm& comm, const HostStatus::Verdict& verdict, uint64_t epoch) {
   HostStatus::Verdict& out = comm.host->verdict;
   if (ptx::load_acquire_sys(&out.set) != 0) return;

@@ -62,7 +62,7 @@ __device__ inline int32_t missing_rank(const Comm& comm, const WaitInfo& info) {
   return info.peer;
 }
 
-/// Whether a wait goes on (wait; absent: a rank has not begun), or ends (ended: see look_around; lost, late).
+/// A wait goes on (wait; absent: a rank has not begun) or ends (ended: see look_around(); peer lost or late).
 enum class Outlook { wait, absent, ended, lost, late };
 
 /// True if `loss` ends a wait for what its peer does in `epoch`.
@@ -71,14 +71,14 @@ __device__ inline bool ends_wait(const PeerLoss& loss, uint64_t epoch) {
 }
 
 /// Looks for reasons to end a wait besides its signal: another wait failed or the operation is called off
-/// (ended), a peer is lost or late. Nanoseconds: `waited` so far; `present`: since a rank was found absent.
+/// (ended), a peer is lost or late. Nanoseconds: `waited` so far; `present`: since a rank was last absent.
 __device__ __noinline__ inline Outlook look_around(const Comm& comm, const WaitInfo& info, uint64_t waited,
                                                    uint64_t present) {
   if (already_failed(comm) ||
       (info.until_called_off && ptx::load_relaxed_sys(&comm.state().cancelled) == info.expected))
     return Outlook::ended;
   const PeerLoss* const losses = comm.mine<PeerLoss>(comm.window.losses);
-  // Data of a rank on another node comes through the local rank of its rail.
+  // Data of a peer on another node comes through the rank of this node on the peer's rail.
   if (ends_wait(losses[info.peer], info.expected) ||
       ends_wait(losses[comm.relay_rank(info.peer)], info.expected))
     return Outlook::lost;
@@ -103,8 +103,8 @@ __device__ __noinline__ inline void report_wait(const Comm& comm, const WaitInfo
   report_failure(comm, info, loss.peer, loss.cause, loss.first);
 }
 
-/// Says when a wait that polls a word also looks at the sender's record: at every kEvery-th poll. The record
-/// comes without the word only after an error, or from another node; each look takes as long as a load.
+/// Says when a wait that polls a word also looks at the sender's record: at every kEvery-th poll, since a
+/// look costs a load. Only after an error, or from another node, can the record come without the word.
 class RareLook {
  public:
   static constexpr int kEvery = 8;
@@ -114,8 +114,8 @@ class RareLook {
   mutable uint32_t looks_ = 0;
 };
 
-/// Polls every Read::kInterval nanoseconds until read.arrived(), which acquires what comes with a flag, is
-/// true. False if the wait ends before: at its deadline, or for another reason that look_around() finds.
+/// Polls read.arrived() every Read::kInterval nanoseconds until it is true; it acquires the data that a flag
+/// stands for. False if the wait ends before: at its deadline, or for a reason that look_around() finds.
 template <class Read>
 __device__ inline bool wait_until(const Comm& comm, const WaitInfo& info, const Read& read) {
   constexpr uint64_t kLookAround = 20'000;  // ns between checks for other reasons to end the wait
@@ -134,7 +134,7 @@ __device__ inline bool wait_until(const Comm& comm, const WaitInfo& info, const 
     if (outlook == Outlook::absent) present_since = now;
     if (outlook == Outlook::wait || outlook == Outlook::absent) continue;
     if (outlook == Outlook::ended) return false;
-    // A signal that a peer gave before it ended counts, even if the signal is polled rarely.
+    // A signal that the peer gave before it ended counts. A read may look for it at few polls (RareLook).
     for (int look = 0; look < RareLook::kEvery; ++look)
       if (read.arrived()) return true;
     report_wait(comm, info, outlook);
@@ -162,13 +162,13 @@ struct EagerFlag {
   __device__ bool arrived() const { return ptx::load_acquire_sys(address) >= epoch; }
 };
 
-/// A word in host memory, which the proxy sets to an epoch or counts up. It is polled less often: its reads
-/// share the link with the rows that go to the network.
+/// A word in host memory, which the proxy sets to an epoch or counts up. It is polled less often: polls share
+/// the link to the host with the rows that go to the network.
 struct HostWord : EpochFlag {
   static constexpr unsigned kInterval = 400;
 };
 
-/// A word in this rank's own memory that takes increasing values.
+/// A word in this rank's own memory. It has arrived when it is equal to `value`.
 struct OwnWord {
   static constexpr unsigned kInterval = 100;
   const uint64_t* address;

@@ -18,10 +18,10 @@ struct Command {
     index,    ///< piece `index` of the relay indices; a: bytes
     grads,    ///< piece `index` of the outgoing gradients; a: bytes
     chunk,    ///< chunk `index` is in staging slot a; b: rows to count as staged << 16 | rows of the chunk.
-              ///< From here on each WireFormat has a kind, which says the format of the rows
+              ///< chunk + n is the kind for rows in the WireFormat with number n
   };
   Kind kind;
-  uint8_t epoch;   ///< low bits
+  uint8_t epoch;   ///< low 8 bits of the epoch
   uint16_t other;  ///< the other node, numbered by NodeMap::other
   uint32_t index;
   uint32_t a, b;
@@ -38,8 +38,9 @@ MOECOMM_HD constexpr WireFormat chunk_format(Command::Kind kind) {
   return static_cast<WireFormat>(static_cast<int>(kind) - static_cast<int>(Command::Kind::chunk));
 }
 
-// Command number `ticket` fills a slot of a ring of `slots`: two words, the high word written last. Its top
-// bit is 1 in the first lap of the ring, 0 in the next and so on, so that a zeroed ring holds no command.
+// Command number `ticket` fills a slot of a ring of `slots`: two words, of which the high word is written
+// last. The high word's top bit is 1 in the first lap of the ring, 0 in the next and so on, so that a zeroed
+// ring holds no command.
 MOECOMM_HD constexpr uint64_t command_turn(uint64_t ticket, uint64_t slots) {
   return (ticket / slots + 1) & 1;
 }
@@ -59,16 +60,16 @@ MOECOMM_HD constexpr Command command_from(uint64_t high, uint64_t low) {
           static_cast<uint32_t>(low)};
 }
 
-/// The 32 bits that arrive with a put. Three of them are the low bits of an epoch, which is enough: the
-/// receiver expects one of four consecutive epochs of a peer (docs/protocol.md).
+/// The 32 bits that arrive with a put. Three low bits of the epoch are enough: the receiver expects one of
+/// four consecutive epochs of a peer (docs/protocol.md).
 struct Immediate {
   enum class Kind : uint32_t {
     head,  ///< an Announcement
-    body,  ///< a piece of ids, weights or relay indices; counted
+    body,  ///< a piece of ids, weights or relay indices; the receiver counts these
     part,  ///< a chunk or a piece of gradients; sets arrival flag `index`
   };
   Kind kind;
-  uint32_t epoch;  ///< low bits
+  uint32_t epoch;  ///< low 3 bits of the epoch
   uint32_t node;   ///< the sending node
   uint32_t index;
 

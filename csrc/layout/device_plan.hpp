@@ -15,7 +15,7 @@
 namespace moecomm {
 
 inline constexpr int32_t kRowElsewhere = -1;   ///< the id names no expert of this rank
-inline constexpr int32_t kRowDropped = -2;     ///< the expert is on this rank, the row past the capacity
+inline constexpr int32_t kRowDropped = -2;     ///< the expert is on this rank, but the row past the capacity
 inline constexpr int32_t kNoOwnSlot = 0xFFFF;  ///< in DevicePlan::home: this rank has no slot
 
 struct PlanHeader {
@@ -36,13 +36,13 @@ struct DevicePlan {
   int64_t expert_rows;     ///< [local experts] rows without padding
   int64_t expert_starts;   ///< [1 + local experts] 0, and then `offsets`
   int64_t offsets;         ///< [local experts] first position after each group, at most header.positions
-  int64_t source_ends;     ///< [ranks] rank layout: first row after each source's, at most header.rows
+  int64_t source_ends;     ///< [ranks] rank layout: end of each source's rows, at most header.rows
   int64_t ends;            ///< [local experts] where each group's padding begins, at most header.positions
   int64_t tokens;          ///< [ranks] tokens of each source
   int64_t bases;           ///< [ranks][local experts] first position of (source, expert)
   int64_t source_bases;    ///< [ranks] rank layout: first row of a source
   int64_t local_topk_idx;  ///< [max_tokens][top_k] this rank's own ids, bad ones as -1
-  int64_t home;            ///< [max_tokens] own token: number of its sums; from bit 16 on this rank's slot
+  int64_t home;            ///< [max_tokens] for own tokens: number of sums; from bit 16 on this rank's slot
   int64_t slots;           ///< [ranks][max_tokens] this rank's slot at the token's home; -1: no expert here
   int64_t positions;       ///< [ranks][max_tokens][top_k] position in expert-major order, kRowElsewhere or
                            ///< kRowDropped
@@ -54,7 +54,7 @@ struct DevicePlan {
   int64_t relay_tokens;  ///< [other] number of the rail rank's tokens that this node needs
   int64_t relay_index;   ///< [other][max_tokens] relay indices of the rail rank's tokens; -1: not needed here
   int64_t relay_ids;     ///< [other][max_tokens][top_k] experts of the rail rank's tokens, -1: none
-  int64_t total;         ///< words
+  int64_t total;         ///< words of the whole plan
 
   static DevicePlan make(const DeviceShape& shape) {
     DevicePlan p{};

@@ -9,7 +9,7 @@
 namespace moecomm {
 namespace {
 
-constexpr int64_t kLeastStage = 64;  // at least so many tokens of a source, or home, have room for their rows
+constexpr int64_t kLeastStage = 64;  // sections have room for rows of this many tokens of a source, or home
 constexpr int64_t kFlag = sizeof(uint64_t);
 
 /// Calls visit(name, offset field, bytes) for every section in the order of the window.
@@ -66,8 +66,8 @@ int64_t fitting_tokens(const DeviceShape& s, int64_t bytes) {
   return fitting >= s.max_tokens ? s.max_tokens : fitting / kMaxChunk * kMaxChunk;
 }
 
-/// The number of a home's tokens whose sums fit `partials`: as many as fit into the memory of the sums of
-/// this rank's own tokens, but at least kLeastStage. If not all fit, tokens reuse the memory in turn.
+/// How many of a home's tokens have room for their sums in `partials`, which gets about as much memory as the
+/// sums of this rank's own tokens: at least kLeastStage. If not all fit, tokens reuse the memory in turn.
 int64_t partial_tokens(const DeviceShape& s) {
   if (s.other_nodes() == 0) return 0;
   const int64_t fitting = s.max_tokens * s.slots() / (int64_t{s.other_nodes()} * s.node_slots());

@@ -21,7 +21,7 @@ inline constexpr int32_t kMaxNodeRanks = 128;
 inline constexpr int32_t kMaxChunk = 8;         ///< the most tokens of a chunk
 inline constexpr int32_t kMaxRouteBlocks = 32;  ///< the most blocks that count ids for routes
 
-/// A rank's chunks have 1 token up to kMostOfOne tokens, 2 up to kMostOfTwo, 4 up to kMostOfFour, else 8.
+/// Chunks of a rank with up to kMostOfOne tokens have 1 token; up to kMostOfTwo 2, kMostOfFour 4; else 8.
 inline constexpr int64_t kMostOfOne = 1024, kMostOfTwo = 4096, kMostOfFour = 16384;
 /// Log2 of chunk_tokens.
 MOECOMM_HD constexpr int32_t chunk_shift(int64_t tokens) {
@@ -52,10 +52,10 @@ struct EpochNumber {
   MOECOMM_HD static constexpr int32_t number(uint64_t word) { return static_cast<int32_t>(word & kMask) - 1; }
 };
 
-/// The announcement of a dispatch, stored and loaded as a whole.
+/// A rank's announcement that it begins a dispatch: 16 bytes, stored and loaded as a whole.
 struct alignas(16) DispatchStart {
   uint64_t arguments;  ///< arguments_hash of the record that follows
-  uint64_t epoch;      ///< EpochNumber, whose number has no meaning
+  uint64_t epoch;      ///< EpochNumber; only its epoch has a meaning
 };
 static_assert(sizeof(DispatchStart) == 16);
 
@@ -68,7 +68,8 @@ struct alignas(16) Route {
 };
 static_assert(sizeof(Route) == 16);
 
-/// The most sources (the GPUs of a host) whose tokens all fit an owner's staging section at once.
+/// For up to this many sources (the GPUs of a host) an owner's staging section holds all their tokens at
+/// once.
 inline constexpr int32_t kWholeSources = 8;
 
 struct DeviceShape {
@@ -109,7 +110,7 @@ struct DeviceShape {
   }
   /// True if a rank also stages rows of its own tokens, because they have to be converted to the wire format.
   MOECOMM_HD bool own_rows_travel() const { return wire != WireFormat::same; }
-  /// Number of sources whose rows an owner stages.
+  /// Number of sources that write rows into an owner's staging section.
   MOECOMM_HD int32_t staged_sources() const { return own_rows_travel() || ranks == 1 ? ranks : ranks - 1; }
   /// The most sums for one token: one of each owner on its node, and one of each other node.
   MOECOMM_HD int32_t slots() const {
@@ -144,8 +145,8 @@ void check_shape(const DeviceShape& shape);
 /// The shape of the window in host memory through which kernels exchange data with the network.
 WindowShape host_window_shape(const DeviceShape& shape);
 
-/// A shape with sizes computed in advance for kernels, which need them often: each would take a division, or
-/// a dozen dependent instructions.
+/// A shape with sizes computed in advance for kernels, which need them often: to compute one takes a
+/// division, or a dozen dependent instructions.
 class KernelShape : public DeviceShape {
  public:
   KernelShape() = default;
@@ -177,7 +178,7 @@ class KernelShape : public DeviceShape {
   int32_t other_nodes_, slots_, node_slots_;
 };
 
-/// Records of one source; two, because a peer can be one epoch ahead.
+/// The records that one source writes. Two alternate, because a source can be one epoch ahead.
 struct SourceLines {
   SignalRecord record[2];
 };
@@ -187,9 +188,9 @@ static_assert(sizeof(SourceLines) == 2 * kLine);
 /// memory: kernels that polled host memory would slow down their own NVLink traffic (docs/history.md).
 struct alignas(32) PeerLoss {
   uint32_t set;  ///< 1: waits for this peer end, unless its signal has arrived
-  int32_t peer;  ///< the rank to blame: this peer, or the one on which it gave up
+  int32_t peer;  ///< the rank to blame: this peer, or the rank on which this peer gave up
   Cause cause;
-  int32_t first;      ///< the rank that noticed it first
+  int32_t first;      ///< the rank that noticed the loss first
   uint64_t complete;  ///< waits for epochs up to `complete` go on: what the peer sent in them before it
                       ///< closed is on this node, where kernels may still have to forward it
 };
@@ -230,8 +231,8 @@ inline constexpr int kClocks = 2;
 struct DeviceState {
   alignas(kLine) uint64_t epoch;   ///< last epoch that has ended here
   alignas(kLine) uint32_t failed;  ///< 1: a wait has failed; kernels return at once
-  uint64_t cancelled;              ///< epoch whose records disagree, so that waits for it end
-  uint64_t planned;  ///< epoch of the newest plan that a waiting kernel may read (or that failed)
+  uint64_t cancelled;              ///< epoch that is called off: its records disagree, waits for it end
+  uint64_t planned;  ///< epoch of the newest plan that is complete, so that kernels may read it, or failed
   uint64_t left;     ///< epoch of the newest dispatch whose rows did not fit its output
   alignas(kLine) uint32_t send_next;      ///< next chunk to be sent
   uint32_t stage_next;                    ///< next chunk to be sent to other nodes
@@ -244,7 +245,7 @@ struct DeviceState {
   alignas(kLine) uint32_t route_counted;  ///< blocks that have counted their ids
   alignas(kLine) uint32_t route_done;     ///< blocks that have written routes; combine: weight gradients
   alignas(kLine) PhaseClock clocks[kClocks];
-  uint64_t clocked_ns[kClocks];    ///< since construction: time of operations, except the newest of a kind
+  uint64_t clocked_ns[kClocks];    ///< since construction: time of all operations of a kind but the newest
   uint64_t wait_ns;                ///< since construction: time of waits for other ranks to begin operations
   uint64_t rows_out, bytes_wire;   ///< since construction: rows of outputs; bytes of rows from other ranks
   alignas(kLine) uint64_t bad_id;  ///< first bad id: index << 8 | k + 1 of its duplicate; all ones: none
@@ -258,11 +259,11 @@ struct DeviceState {
 static_assert(offsetof(DeviceState, failed) == kLine && offsetof(DeviceState, cancelled) == kLine + 8 &&
               offsetof(DeviceState, planned) == kLine + 16 && offsetof(DeviceState, send_next) == 2 * kLine);
 
-/// State of a rank's relay blocks for one other node.
+/// State of the blocks that forward data of one other node to the ranks of this node.
 struct RelayState {
-  alignas(kLine) uint64_t forwarded;  ///< epoch of the newest record from there that this rank forwarded
+  alignas(kLine) uint64_t forwarded;  ///< epoch of that node's newest record that this rank forwarded
   uint32_t parts;                     ///< blocks that have forwarded their share of the record's data
-  int32_t tokens;                     ///< tokens of the rail's rank there; 0: it runs another operation
+  int32_t tokens;  ///< tokens of the rail's rank there; 0: that rank runs another operation
 };
 
 static_assert(sizeof(RelayState) == kLine && offsetof(RelayState, parts) == 8);

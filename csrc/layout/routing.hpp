@@ -16,8 +16,8 @@ constexpr int32_t expert_owner(int32_t expert, int32_t local_experts) {
   return expert < 0 ? -1 : expert / local_experts;
 }
 
-/// A divisor of numbers from 0 to 2^31 - 1, for kernels. It takes a product and a shift, where a division
-/// takes some thirty dependent instructions (Granlund and Montgomery, "Division by invariant integers using
+/// Divides numbers from 0 to 2^31 - 1 in kernels, by a product and a shift. The division instruction would
+/// take some thirty dependent instructions (Granlund and Montgomery, "Division by invariant integers using
 /// multiplication", PLDI 1994, figure 4.1).
 struct Divisor {
   uint32_t factor;
@@ -45,8 +45,8 @@ constexpr bool first_of_owner(const int32_t* ids, int32_t k, int32_t local_exper
   return true;
 }
 
-/// Number of distinct owners among the ranks [first, rank). If `first` is the first rank of a node, this is
-/// the slot of `rank` among the token's owners there.
+/// How many of the ranks [first, rank) own experts of the token. If `first` is the first rank of the node of
+/// `rank`, this is the slot of `rank`: its position among the token's owners on that node.
 constexpr int32_t owners_between(const int32_t* ids, int32_t top_k, int32_t local_experts, int32_t first,
                                  int32_t rank) {
   int32_t owners = 0;
@@ -57,7 +57,7 @@ constexpr int32_t owners_between(const int32_t* ids, int32_t top_k, int32_t loca
   return owners;
 }
 
-/// True if a rank in [first, end) owns an id of the token: a node of these ranks needs the token's row.
+/// True if a rank in [first, end) has an expert of the token. If they are a node's ranks, it needs the row.
 constexpr bool owned_in(const int32_t* ids, int32_t top_k, int32_t local_experts, int32_t first,
                         int32_t end) {
   for (int32_t k = 0; k < top_k; ++k)

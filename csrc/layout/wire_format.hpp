@@ -1,7 +1,7 @@
-// The wire formats of a dispatch's rows, one table line each. Layout, memory plan and runtime read a format's
-// facts from its line; Wire<format> in kernels/gpu/common/wire_element.cuh has the functions that write and
-// read its values. A new format needs a line here with its place in kWireFormats, its functions there, the
-// dtypes of its tensors in moecomm/types.py, and its name in CMakeLists.txt, where each format's sending
+// The wire formats of a dispatch's rows. wire_entry() has the properties of each format, which layout, memory
+// plan and runtime use; Wire<format> in kernels/gpu/common/wire_element.cuh has the functions that write and
+// read its values. A new format needs a name and an entry here, a place in kWireFormats, its functions there,
+// the dtypes of its tensors in moecomm/types.py, and its name in CMakeLists.txt, where each format's sending
 // kernels are a separate object.
 #pragma once
 
@@ -38,7 +38,7 @@ MOECOMM_HD constexpr WireEntry wire_entry(WireFormat wire) {
   return {"same", 0, 0};
 }
 
-/// Calls use.operator()<wire>() with `wire` as a template argument, and returns its result.
+/// Calls use.operator()<wire>(), with `wire` as its template argument, and returns the result.
 template <int number = 0, class Use>
 auto with_wire(WireFormat wire, const Use& use) {
   if constexpr (number + 1 < kWireFormatCount) {

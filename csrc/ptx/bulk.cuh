@@ -64,7 +64,7 @@ __device__ __forceinline__ bool barrier_done_now(uint64_t* barrier, uint32_t par
   return done != 0;
 }
 
-/// Global to shared memory; `barrier` counts the bytes as they arrive.
+/// Copies global to shared memory; `barrier` counts the bytes as they arrive.
 __device__ __forceinline__ void bulk_load(void* shared, const void* global, uint32_t bytes,
                                           uint64_t* barrier) {
   asm volatile(
@@ -74,7 +74,7 @@ __device__ __forceinline__ void bulk_load(void* shared, const void* global, uint
       : "memory");
 }
 
-/// Copies shared to global memory, in the open bulk group.
+/// Copies shared to global memory, in the bulk group that this thread commits next.
 __device__ __forceinline__ void bulk_store(void* global, const void* shared, uint32_t bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global),
                "r"(shared_address(shared)), "r"(bytes)
@@ -92,7 +92,7 @@ __device__ __forceinline__ uint64_t line_policy(bool pass) {
   return policy;
 }
 
-/// bulk_load and bulk_store with a policy of line_policy().
+/// Do what bulk_load and bulk_store above do, with a cache policy made by line_policy().
 __device__ __forceinline__ void bulk_load(void* shared, const void* global, uint32_t bytes, uint64_t* barrier,
                                           uint64_t policy) {
   asm volatile(

@@ -15,8 +15,8 @@ __device__ __forceinline__ void wait_for_previous_kernel() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
-/// A barrier of `threads` threads of a block, a multiple of 32, identified by `number` from 1 to 15; true if
-/// `value` is true for all of them.
+/// A barrier for `threads` threads of a block (a multiple of 32). `number`, 1 to 15, identifies the barrier.
+/// True if `value` is true for all of these threads.
 __device__ __forceinline__ bool barrier_and(int number, int threads, bool value) {
   int all;
   asm volatile(

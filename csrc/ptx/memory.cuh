@@ -27,7 +27,7 @@ MOECOMM_LOAD(load_relaxed_gpu, "relaxed.gpu", uint64_t, "u64", "l")
     asm volatile("st." order ".global." width " [%0], %1;" ::"l"(address), letter(value) : "memory"); \
   }
 /// A thread that acquires `value` sees everything that this thread wrote, or saw written, before. Earlier
-/// loads of this thread, or of threads it met at a barrier, do not see what that thread writes afterwards.
+/// loads of this thread, or of threads it met at a barrier, do not see what the acquiring thread then writes.
 MOECOMM_STORE(store_release_sys, "release.sys", uint32_t, "u32", "r")
 MOECOMM_STORE(store_release_sys, "release.sys", uint64_t, "u64", "l")
 MOECOMM_STORE(store_release_gpu, "release.gpu", uint64_t, "u64", "l")
@@ -55,7 +55,7 @@ __device__ __forceinline__ Pair load_relaxed_sys_pair(const void* address) {
   return value;
 }
 
-/// Stores `value` if `before` is there, without order; returns what was there.
+/// Atomically stores `value` if the word equals `before`, with relaxed order. Returns the word's old value.
 __device__ __forceinline__ uint64_t compare_swap_gpu(uint64_t* address, uint64_t before, uint64_t value) {
   uint64_t seen;
   asm volatile("atom.relaxed.gpu.global.cas.b64 %0, [%1], %2, %3;"
@@ -65,7 +65,7 @@ __device__ __forceinline__ uint64_t compare_swap_gpu(uint64_t* address, uint64_t
   return seen;
 }
 
-/// Adds with release and acquire: the last of several adders sees what all others wrote before.
+/// Adds with release and acquire, and returns the old value. The last adder sees what others wrote before.
 __device__ __forceinline__ uint32_t add_acq_rel_gpu(uint32_t* address, uint32_t value) {
   uint32_t before;
   asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;"
