@@ -14,11 +14,11 @@
 namespace moecomm {
 namespace {
 
-constexpr int kYields = 32;            // turns without work that yield, before turns sleep
-constexpr int kAwakeYields = 1 << 20;  // the number of these turns with `stay_awake`
-constexpr int kTurns = 4096;           // turns without work before sleeps get long
+constexpr int kYields = 32;            // so many turns without work yield; later ones sleep
+constexpr int kAwakeYields = 1 << 20;  // with `stay_awake`, so many turns yield
+constexpr int kTurns = 4096;           // after so many turns without work, sleeps get long
 constexpr std::chrono::microseconds kShort(20);
-constexpr int kPart = 16;  // if crowded, a sleep lasts 1/16 of the time without work
+constexpr int kPart = 16;  // if crowded, a sleep lasts 1/16 of the time without work so far
 constexpr unsigned long kTimerSlackNanoseconds = 1000;
 
 }  // namespace

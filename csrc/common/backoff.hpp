@@ -10,8 +10,8 @@
 
 namespace moecomm {
 
-/// The backoff of one thread. The thread reports after each turn of its loop whether it had work. After a
-/// turn without work it yields its core at once, and soon sleeps: computing threads need the core more.
+/// The backoff of one thread, which calls turn() after each turn of its loop and says whether it had work. If
+/// not, turn() yields the core, and after some such turns sleeps: computing threads need the core more.
 class Backoff {
  public:
   /// `longest`: the longest sleep after a while without work; wake() ends it. `crowded`: more threads want a

@@ -1,4 +1,4 @@
-// The deadline that every wait has.
+// The deadline that every wait has, and a stopwatch.
 #pragma once
 
 #include <chrono>
@@ -17,7 +17,7 @@ class Deadline {
   Clock::time_point at_;
 };
 
-/// Adds the seconds of its lifetime to a counter.
+/// Adds the seconds from its construction to its destruction to a counter.
 class ScopedSeconds {
  public:
   explicit ScopedSeconds(double& total) : total_(total), start_(Clock::now()) {}

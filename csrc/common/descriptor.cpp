@@ -25,7 +25,7 @@ Registry& registry() {
   return *one;
 }
 
-// Allocates and frees no memory, which is not safe between fork() and exec() in a process with threads.
+// Neither allocates nor frees memory: after fork() in a process with threads that is not safe.
 void after_fork_in_child() {
   Registry& all = registry();
   for (const int fd : all.open) close(fd);

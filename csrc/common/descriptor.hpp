@@ -22,7 +22,8 @@ class Descriptor {
   }
 
   /// Calls `create`, for example socket(), and owns the descriptor. fork() waits until it is registered, so
-  /// that children close it: `create` must not block. Returns none, with errno set, if `create` returns < 0.
+  /// that children close it: `create` must not block. The result is empty if `create` returns < 0 (see
+  /// errno).
   template <class Create>
   static Descriptor open(const Create& create) {
     Descriptor made;

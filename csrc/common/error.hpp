@@ -23,7 +23,7 @@ enum class ErrorKind : uint32_t {
   unsupported = 9,
 };
 
-/// Details of an error besides its text; -1 or 0 where one is absent.
+/// Details of an error besides its text; a detail that is absent is -1 or 0.
 struct ErrorDetails {
   int rank = -1;
   int peer = -1;
@@ -46,7 +46,7 @@ class Error : public std::runtime_error {
   ErrorDetails details_;
 };
 
-/// Concatenates texts and numbers.
+/// Returns the concatenation of texts and numbers.
 template <class... Parts>
 std::string text_of(const Parts&... parts) {
   std::string text;
@@ -67,8 +67,8 @@ void store_text(const std::string& text, char* target, size_t room);
 /// A text such as "shm_open: No space left on device" for the current errno.
 std::string errno_text(const char* call);
 
-/// The error for the current errno after `call`. Its kind is out_of_memory where memory, descriptors or the
-/// allowed file size have run out. For any other errno its kind is `otherwise`, its text ends with `advice`.
+/// The error for the current errno after `call`. Its kind is out_of_memory if memory, descriptors or the
+/// allowed file size have run out. For any other errno the kind is `otherwise`, and `advice` ends the text.
 Error system_error(const char* call, const std::string& advice = {},
                    ErrorKind otherwise = ErrorKind::unsupported);
 

@@ -6,10 +6,10 @@
 
 namespace moecomm {
 
-/// A random number. Throws Error(unsupported) where the system has none; the text says what the number was
-/// `wanted_for` ("a memory key").
+/// A random number of 64 bits. Throws Error(unsupported) if the system gives none; the error's text says what
+/// the number was `wanted_for` ("a memory key").
 uint64_t random_word(const char* wanted_for);
-/// A random word in 16 hexadecimal digits.
+/// random_word() in 16 hexadecimal digits.
 std::string random_digits(const char* wanted_for);
 
 }  // namespace moecomm

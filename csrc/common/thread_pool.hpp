@@ -24,9 +24,9 @@ class ThreadPool {
 
   int threads() const { return static_cast<int>(state_->workers.size()) + 1; }
 
-  /// Splits [0, count) into one contiguous range per thread, calls `body` for each, and returns when all are
-  /// done. One caller at a time. If not `worthwhile`, the caller alone does all. Ranges do not depend on the
-  /// timing of threads, so neither do results.
+  /// Splits [0, count) into one contiguous range per thread, calls `body` for each range, and returns when
+  /// all calls have ended. If not `worthwhile`, the caller does all alone. Ranges, and so results, do not
+  /// depend on the timing of threads. One caller at a time.
   void parallel(int64_t count, bool worthwhile, const std::function<void(int64_t begin, int64_t end)>& body);
 
  private:

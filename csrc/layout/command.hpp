@@ -38,9 +38,8 @@ MOECOMM_HD constexpr WireFormat chunk_format(Command::Kind kind) {
   return static_cast<WireFormat>(static_cast<int>(kind) - static_cast<int>(Command::Kind::chunk));
 }
 
-// Command number `ticket` fills a slot of a ring of `slots`: two words, of which the high word is written
-// last. The high word's top bit is 1 in the first lap of the ring, 0 in the next and so on, so that a zeroed
-// ring holds no command.
+// Command number `ticket` fills a slot of a ring of `slots`: first the low word, then the high word, whose
+// top bit is 1 in the ring's first lap, 0 in the next and so on, so that a zeroed ring holds no command.
 MOECOMM_HD constexpr uint64_t command_turn(uint64_t ticket, uint64_t slots) {
   return (ticket / slots + 1) & 1;
 }

@@ -30,7 +30,7 @@ inline const char* operation_name(Operation operation) {
 
 enum class RowLayout : int32_t { expert = 0, rank = 1 };
 
-/// The caller of dispatches in a torch.compile graph, which serves all layers; it matches any other caller.
+/// SignalRecord::caller in a torch.compile graph, which serves all layers: it matches any other caller.
 inline constexpr uint16_t kAnyCaller = 0xffff;
 inline constexpr char kCallerText[] =
     "the layer that calls (a number of its place among those of the communicator, of its MoEConfig, and "
@@ -53,7 +53,7 @@ struct alignas(kLine) SignalRecord {
   int64_t rows_offset;  ///< where the sender's rows start in its window; GPU, with an error: as
                         ///< HostStatus::Verdict::index
   int64_t capacity;     ///< -1: dropless
-  uint64_t plan;        ///< redispatch, combine: epoch of the kept plan; dispatch: of one to reuse, or 0
+  uint64_t plan;        ///< epoch of the kept plan; dispatch: epoch of a plan to reuse, or 0
   int32_t tokens;
   int32_t alignment;
   RowLayout layout;
@@ -63,8 +63,8 @@ struct alignas(kLine) SignalRecord {
 static_assert(sizeof(SignalRecord) == kLine && offsetof(SignalRecord, epoch) == 0);
 
 /// A hash of the fields of a record that must be equal on all ranks (compare_records). Equal hashes mean
-/// equal fields, as surely as 64 bits can; where hashes differ, the records are compared. 0: an error, for
-/// which records are always compared.
+/// equal fields, as surely as 64 bits can; if hashes differ, the records are compared. 0: the record has an
+/// error, and records are always compared.
 MOECOMM_HD constexpr uint64_t arguments_hash(const SignalRecord& record) {
   if (record.error != 0) return 0;
   uint64_t hash = 0;
@@ -90,9 +90,9 @@ enum Carries : uint32_t {
 /// Why a rank gave up on a peer.
 enum class Cause : uint32_t { no_signal = 0, ended = 1, closed = 2, unreachable = 3 };
 
-/// The cache lines of a window that one peer writes; for a peer on another node, the rank of this node with
-/// the peer's local number. Two records alternate: a peer can be one epoch ahead but not two, because epoch
-/// n+2 starts only after all ranks have announced n+1, and by then they have read n.
+/// The cache lines of a window that one peer writes. For a peer on another node they are written by the rank
+/// of this node with the peer's local number. Two records alternate: a peer can be one epoch ahead but not
+/// two, because epoch n+2 starts only after all ranks have announced n+1, and by then they have read n.
 struct PeerLines {
   SignalRecord record[2];
   alignas(kLine) Cause gone;  ///< no_signal: the peer may still announce operations; else why it will not
@@ -102,7 +102,7 @@ struct PeerLines {
 };
 static_assert(sizeof(PeerLines) == 3 * kLine);
 
-/// Two cache lines of a window: its owner sleeps on the first; the second tells others how far it has read.
+/// Two cache lines of a window: its owner sleeps on the first; the second tells others what the owner read.
 struct OwnerLines {
   alignas(kLine) uint32_t doorbell;   ///< futex word, bumped by every signal to this rank
   uint32_t sleeping;                  ///< 1 while the owner may be asleep on the doorbell

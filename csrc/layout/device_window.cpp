@@ -9,7 +9,7 @@
 namespace moecomm {
 namespace {
 
-constexpr int64_t kLeastStage = 64;  // sections have room for rows of this many tokens of a source, or home
+constexpr int64_t kLeastStage = 64;  // sections hold rows of at least so many tokens of a source, or home
 constexpr int64_t kFlag = sizeof(uint64_t);
 
 /// Calls visit(name, offset field, bytes) for every section in the order of the window.

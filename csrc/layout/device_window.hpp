@@ -145,8 +145,7 @@ void check_shape(const DeviceShape& shape);
 /// The shape of the window in host memory through which kernels exchange data with the network.
 WindowShape host_window_shape(const DeviceShape& shape);
 
-/// A shape with sizes computed in advance for kernels, which need them often: to compute one takes a
-/// division, or a dozen dependent instructions.
+/// A shape that keeps sizes for kernels, which need them often: each takes a dozen instructions to compute.
 class KernelShape : public DeviceShape {
  public:
   KernelShape() = default;

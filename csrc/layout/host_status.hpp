@@ -10,7 +10,7 @@
 
 namespace moecomm {
 
-/// The phase in which a kernel was waiting.
+/// What a kernel was waiting for when its wait failed.
 enum class WaitPhase : uint32_t { records = 0, rows = 1, credit = 2, blocks = 3 };
 
 /// The argument on which ranks disagree.
@@ -30,7 +30,7 @@ struct HostStatus {
   struct alignas(kLine) Rows {  // the row count of a dropless dispatch
     uint64_t ticket;            ///< number that the host gave the dispatch
     int64_t rows;               ///< -1: the dispatch failed, see `verdict`
-    int64_t positions;          ///< rank layout: expert-major positions
+    int64_t positions;          ///< rank layout: number of entries of the expert-major index
   } rows;
   struct alignas(kLine) Broken {  // a wait ended without its signal
     uint32_t set;
@@ -38,16 +38,16 @@ struct HostStatus {
     Cause cause;
     WaitPhase phase;
     Operation operation;
-    int32_t first;      ///< the rank that noticed it first
+    int32_t first;      ///< the rank that first noticed the failure
     uint64_t expected;  ///< the operation's epoch
     uint64_t seen;      ///< the last epoch that `peer` has begun
   } broken;
-  struct alignas(kLine) Verdict {  // all ranks agree that an operation is bad
+  struct alignas(kLine) Verdict {  // an operation failed on all ranks, for what a record says
     uint32_t set;
     uint32_t kind;  ///< ErrorKind
     int32_t rank;   ///< the rank whose record is bad
     Disagreement about;
-    int64_t index;  ///< index of the bad id, and from bit 48 on k + 1 of its duplicate; or rank 0's value
+    int64_t index;  ///< index of the bad id, from bit 48 on k + 1 of its duplicate; `about`: rank 0's value
     int64_t value;  ///< the bad id, or the value of `rank`
     uint32_t has_text;
   } verdict;
@@ -55,7 +55,7 @@ struct HostStatus {
     uint32_t set;
     int32_t rank;  ///< the rank that needs most
     int64_t needed, capacity;
-    uint32_t of_positions;  ///< 1: rank layout, where expert-major positions overflowed
+    uint32_t of_positions;  ///< 1: the expert-major index of the rank layout overflowed; 0: rows did
   } overflow;
   char text[kErrorText];  ///< the error text of verdict.rank, if has_text
 };

@@ -24,7 +24,7 @@ struct PlanShape {
   int64_t alignment;
   int64_t capacity;            ///< rows of the output, or -1 for as many as needed
   int32_t ranks_per_node = 0;  ///< 0: all
-  int64_t positions = -1;      ///< rank layout: capacity of `index`; expert layout: rows of each group; or -1
+  int64_t positions = -1;  ///< rank layout: entries of `index`; expert layout: rows per group; -1: as needed
 
   NodeMap nodes() const { return NodeMap::of(ranks, ranks_per_node); }
   /// True if the groups of all experts have the same number of rows, enough for any routing.
@@ -52,7 +52,7 @@ RelayRoutes make_routes(const PlanShape& shape, const SourceIds& own);
 struct RelaySums {
   std::vector<int64_t> begin;  ///< [relayed rows + 1] ranges in owner
   std::vector<int32_t> owner;  ///< local index of the ranks that have rows of the token, ascending
-  std::vector<int64_t> own;    ///< [relayed rows] this rank's entry, or -1
+  std::vector<int64_t> own;    ///< [relayed rows] the entry of the token in this rank's plan, or -1
 };
 
 /// An entry is one (source, token) that this rank needs; entries are ordered by source, then token.
@@ -66,7 +66,7 @@ struct Plan {
 
   std::vector<int64_t> source_begin;  ///< [ranks + 1] ranges of the sources' entries
   std::vector<int32_t> entry_token;   ///< [entries] number of the token at its source
-  std::vector<int32_t> entry_place;   ///< [entries] row number at the source: token; other nodes: relay index
+  std::vector<int32_t> entry_place;   ///< [entries] row at the source: token, or relay index on other nodes
   std::vector<int32_t> entry_slot;    ///< [entries] this rank's position among the owners on this node
   std::vector<int64_t> row_begin;     ///< [entries + 1] ranges in row and row_k
   std::vector<int32_t> row;           ///< output rows of an entry in the order of k; -1 past the capacity
@@ -74,7 +74,7 @@ struct Plan {
   std::vector<int32_t> entry_ids;     ///< [entries][top_k] local expert or -1 (rank layout only)
 
   std::vector<int32_t> expert_rows;  ///< [local experts] rows without padding
-  std::vector<int32_t> offsets;      ///< first row after each local expert's (or source's), at most rows
+  std::vector<int32_t> offsets;      ///< end of the rows of each local expert (or source), at most `rows`
   std::vector<std::pair<int64_t, int64_t>> padding;  ///< padding rows [begin, end), zero in the output
 
   /// Rank layout. by_expert: the plan of this dispatch in the expert layout, whose rows are the positions of
@@ -85,10 +85,10 @@ struct Plan {
   // The home side: this rank's own tokens.
   int64_t tokens = 0;
   std::vector<int32_t> local_topk_idx;  ///< [tokens][top_k]
-  std::vector<int64_t> owner_begin;     ///< [tokens + 1] ranges in owner
-  std::vector<int32_t> owner;           ///< owners of a token, ascending; for another node its first rank
-  std::vector<int32_t> owner_place;     ///< [as owner] slot on this node; for other nodes the relay index
-  std::vector<int64_t> own_entry;       ///< [tokens] entry of (this rank, token), or -1
+  std::vector<int64_t> owner_begin;     ///< [tokens + 1] each token's range in owner and owner_place
+  std::vector<int32_t> owner;        ///< a token's owners, ascending; owners on another node: its first rank
+  std::vector<int32_t> owner_place;  ///< [as owner] slot on this node; for other nodes the relay index
+  std::vector<int64_t> own_entry;    ///< [tokens] entry of (this rank, token), or -1
   RelayRoutes routes;
 
   // Fields for several nodes.
@@ -102,7 +102,7 @@ struct Plan {
 /// Makes the plan of rank shape.rank. sources[r]: ids of rank r, for all shape.ranks ranks. The division into
 /// nodes changes where rows come from, not their positions in the output.
 Plan make_plan(const PlanShape& shape, const std::vector<SourceIds>& sources, const RelayRoutes& routes);
-/// Makes the plan, after computing the routes.
+/// Computes the routes, then makes the plan.
 inline Plan make_plan(const PlanShape& shape, const std::vector<SourceIds>& sources) {
   return make_plan(shape, sources, make_routes(shape, sources[shape.rank]));
 }

@@ -16,7 +16,7 @@ constexpr int32_t expert_owner(int32_t expert, int32_t local_experts) {
   return expert < 0 ? -1 : expert / local_experts;
 }
 
-/// Divides numbers from 0 to 2^31 - 1 in kernels, by a product and a shift. The division instruction would
+/// Divides numbers from 0 to 2^31 - 1 in kernels, by a product and a shift. A division would
 /// take some thirty dependent instructions (Granlund and Montgomery, "Division by invariant integers using
 /// multiplication", PLDI 1994, figure 4.1).
 struct Divisor {

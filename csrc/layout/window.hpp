@@ -41,8 +41,8 @@ struct WindowShape {
   int64_t weights_bytes() const { return max_tokens * top_k * weight_bytes(dtype); }
 
   // Rows per chunk; the last chunk for a node may have fewer. Rows cross the network in chunks, one put each.
-  // A chunk is so large that a message's fixed cost does not matter, and so small that copying one overlaps
-  // with sending another.
+  // Chunks are so large that a put's fixed cost does not matter, and so small that one chunk is copied while
+  // another is sent.
   int64_t chunk_rows() const;
   /// Number of chunks for `rows` rows.
   int64_t chunks(int64_t rows) const { return (rows + chunk_rows() - 1) / chunk_rows(); }
@@ -54,13 +54,13 @@ struct WindowShape {
     const int64_t ids = tokens * top_k * 4;
     return for_device() ? counts_bytes() + ids * (layout == RowLayout::rank ? 2 : 1) : ids;
   }
-  /// Bytes of the tokens' relay indices, which only GPUs send.
+  /// Bytes of the tokens' relay indices (layout/plan.hpp), which only GPUs send.
   int64_t index_bytes(int64_t tokens) const { return for_device() ? tokens * 4 : 0; }
   MOECOMM_HD int64_t counts_bytes() const { return (device_counts * 4 + 15) / 16 * 16; }
   int64_t most_ids_bytes() const {
     return ids_bytes(max_tokens, for_device() ? RowLayout::rank : RowLayout::expert);
   }
-  /// Commands that fit the proxy's ring: at least those of four operations.
+  /// Number of commands that the proxy's ring holds: at least those of four operations.
   uint64_t commands() const;
   /// Number of pieces in which `bytes` of ids, weights or gradients travel.
   MOECOMM_HD static int64_t pieces(int64_t bytes) { return (bytes + kPieceBytes - 1) / kPieceBytes; }
@@ -72,21 +72,21 @@ struct WindowShape {
   int64_t largest_put() const;
 };
 
-/// The announcement of a rank to another node.
+/// What a rank sends to each other node first in an operation: its record, and how much data follows.
 struct Announcement {
   SignalRecord record;
   uint64_t parts;  ///< chunks of rows that follow in this epoch; from GPUs also pieces of gradients, which
                    ///< raise arrival flags too. CPU: 0 in a combine
   int64_t rows;    ///< rows in these chunks
-  char text[kErrorText];  ///< if record.error
+  char text[kErrorText];  ///< the error text, if record.error
 };
 
-/// Progress of a rank, which its own node reads. In a round of combine each rank sums one chunk for another
-/// node; rounds are counted over all operations.
+/// Progress of a rank, read by the ranks of its node. A combine runs in rounds, in each of which a rank sums
+/// one chunk for another node; rounds are counted over all operations.
 struct RelayProgress {
   alignas(kLine) uint64_t reduced;  ///< rounds whose partial sums this rank has written to its neighbours
   alignas(kLine) uint64_t summed;   ///< rounds that this rank has summed, so that their partial sums are free
-  alignas(kLine) uint64_t pushed;   ///< last epoch for which this rank has written all data to its node
+  alignas(kLine) uint64_t pushed;   ///< last epoch whose data this rank has all written to ranks of its node
   alignas(kLine) uint64_t put;      ///< commands whose bytes the proxy has sent
   /// For each other node, written by the proxy: the epoch up to which all records of the rank there on this
   /// rank's rail have arrived, with the data and Announcement::parts that belong to them.
@@ -110,8 +110,8 @@ struct WindowLayout {
   // another node sends to this node is in the window of the rank here on its rail (layout/nodes.hpp), where
   // all ranks of the node read it.
   int64_t progress;          ///< RelayProgress, followed by its all_here
-  int64_t announcement[2];   ///< Announcement [other], as it is sent
-  int64_t relay_head[2];     ///< Announcement [other], as it has arrived
+  int64_t announcement[2];   ///< Announcement [other] to that node
+  int64_t relay_head[2];     ///< Announcement [other] from that node
   int64_t relay_ids[2];      ///< [other] like ids
   int64_t relay_weights[2];  ///< [other] like weights
   int64_t relay_rows[2];     ///< [other][max_tokens] rows from the rail; combine: sums for this rank's tokens

@@ -1,5 +1,5 @@
-// Combine on the CPU. The owners of a token's experts sum its rows. Their sums are added up at the token's
-// own rank (its home). If that is on another node, a rank of the owners' node first adds up the sums there.
+// Combine on the CPU. Each rank with experts of a token, an owner, sums its rows. The token's own rank (its
+// home) adds up these sums. For a home on another node a rank of the owners' node adds up their sums first.
 #include "kernels/cpu/combine.hpp"
 
 #include <cstring>
@@ -11,7 +11,7 @@
 namespace moecomm::cpu {
 namespace {
 
-/// out = the sum of `count` rows, each times its scale unless `scales` is null, rounded once; 0 without rows.
+/// out = the sum of `count` rows, times their scales unless `scales` is null, rounded once; 0 without rows.
 void sum_rows(std::byte* out, const void* const* rows, const double* scales, int count,
               const WindowShape& shape, bool stream) {
   const RowKernels& kernels = row_kernels();
@@ -23,7 +23,7 @@ void sum_rows(std::byte* out, const void* const* rows, const double* scales, int
     kernels.verbs[static_cast<int>(shape.dtype)].sum(out, rows, scales, count, shape.hidden, stream);
 }
 
-/// Sums the rows of one entry of the plan; holds the scratch memory for that. One object per thread.
+/// Sums this rank's rows of a plan entry, a (source, token). Holds scratch memory: one object per thread.
 class EntrySum {
  public:
   EntrySum(const Context& context, const Plan& plan, const CombineArguments& arguments)
@@ -54,7 +54,7 @@ class EntrySum {
   std::vector<double> scales_;
 };
 
-/// Writes the sum of each entry of a range to row slot_of(entry) of `slots`.
+/// Sums the rows of each entry of a range, and writes the sum to row slot_of(entry) of `slots`.
 template <class SlotOf>
 void sum_entries(const Context& context, const Plan& plan, const CombineArguments& arguments,
                  EntryRange range, std::byte* slots, bool stream, const SlotOf& slot_of) {
@@ -67,7 +67,7 @@ void sum_entries(const Context& context, const Plan& plan, const CombineArgument
   });
 }
 
-/// Adds up the shares (sums of ranks) of one row; holds the scratch memory for that. One object per thread.
+/// Adds up the sums that ranks give for a token, their shares. Holds scratch memory: one object per thread.
 class ShareSum {
  public:
   ShareSum(const Context& context, const Plan& plan, const CombineArguments& arguments)
@@ -76,7 +76,7 @@ class ShareSum {
         own_(shape_.row_bytes()),
         sources_(shape_.top_k) {}
 
-  /// out = sum of share(0) .. share(count - 1). Null means this rank's own share: the sum of `own_entry`.
+  /// out = sum of share(0) .. share(count - 1). A null share is this rank's: the rows of `own_entry`, summed.
   template <class Share>
   void write(int64_t count, const Share& share, int64_t own_entry, std::byte* out, bool stream) {
     for (int64_t i = 0; i < count; ++i) {

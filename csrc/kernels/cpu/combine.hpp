@@ -1,7 +1,7 @@
-// Combine on the CPU: the owner of a token's experts sums their rows and pushes one row to the token's own
-// rank, its home, which sums the rows in its slots. A rank's rows for its own tokens never enter the window.
-// For a home on another node, owners give their sums to the rank of their node that has the home's local
-// number; it adds them up, so that one row leaves the node.
+// Combine on the CPU: each rank with experts of a token, an owner, sums their rows and pushes the sum to a
+// slot at the token's own rank, its home, which adds up its slots. A rank's sums for its own tokens never
+// enter the window. If the home is on another node, owners give their sums to the rank of their node that has
+// the home's local number. That rank adds them up, so that one row leaves the node.
 #pragma once
 
 #include <vector>
@@ -16,8 +16,8 @@ struct CombineArguments {
   const std::byte* weight_grads = nullptr;     ///< weight type [plan.rows] (rank layout: [plan.rows][top_k]):
                                                ///< gradients to return
   std::vector<std::byte*> slots;               ///< combine slots in the windows of this node's ranks
-  std::vector<const std::byte*> relayed_rows;  ///< [other node] sums from there
-  std::vector<std::byte*> home_weight_grads;   ///< [rank] where to write the gradients of its weights
+  std::vector<const std::byte*> relayed_rows;  ///< [other node] sums that arrived from that node
+  std::vector<std::byte*> home_weight_grads;   ///< [rank] where to write gradients of that rank's weights
 };
 
 /// For each token of another rank of this node: sums its rows on this rank in the order of k, rounds once,
@@ -29,8 +29,8 @@ void combine_reduce(const Context& context, const Plan& plan, const CombineArgum
 void combine_reduce_relayed(const Context& context, const Plan& plan, const CombineArguments& arguments,
                             int32_t home, int64_t first, int64_t end, std::byte* partials);
 
-/// Adds up, by ascending rank, the sums of this node's ranks for relay indices [first, end) of the `other`
-/// node. Rounds each result once and writes it to `out` [end - first]. This rank's share is computed here.
+/// For tokens of this rank's rail on the node `other`, with relay indices [first, end): adds up the sums of
+/// this node's ranks by ascending rank, its own computed here, rounds once and writes to `out` [end - first].
 void combine_sum_relayed(const Context& context, const Plan& plan, const CombineArguments& arguments,
                          int32_t other, int64_t first, int64_t end, const std::byte* partials,
                          std::byte* out);
@@ -38,8 +38,8 @@ void combine_sum_relayed(const Context& context, const Plan& plan, const Combine
 /// Writes the gradient of each routing weight to (token, k) at the token's home; 0 for rows past capacity.
 void push_weight_grads(const Context& context, const Plan& plan, const CombineArguments& arguments);
 
-/// Writes y [tokens][hidden] for tokens [first, end): the sum over owners by ascending rank. This rank's own
-/// share is computed here. Another node counts as one owner: as its first rank.
+/// Writes y [tokens][hidden] for tokens [first, end): adds up the owners' sums by ascending rank. This rank's
+/// own sum is computed here. All owners on another node count as one: as the node's first rank.
 void combine_sum(const Context& context, const Plan& plan, const CombineArguments& arguments, std::byte* y,
                  int64_t first, int64_t end);
 

@@ -12,7 +12,7 @@
 
 namespace moecomm::cpu {
 
-/// The shape, ranks and windows that every kernel of a communicator works with.
+/// What every CPU kernel of a communicator works with.
 struct Context {
   const WindowShape& shape;
   ThreadPool& pool;
@@ -27,12 +27,12 @@ struct Context {
   }
 };
 
-/// x has `tokens` rows. Copies to `rows`, under the same numbers, those rows that another rank of this node
-/// will pull. Returns the number of rows copied.
+/// Copies each row of x [tokens] that another rank of this node will pull to the row of `rows` with the same
+/// number. Returns how many rows it has copied.
 int64_t dispatch_send(const Context& context, const std::byte* x, const int32_t* ids, int64_t tokens,
                       std::byte* rows);
 
-/// Copies rows tokens[0], tokens[1], ... of x one after the other: a chunk on its way to another node.
+/// Copies rows tokens[0], tokens[1], ... of x to consecutive rows of `out`, a chunk to send to another node.
 void dispatch_send_chunk(const Context& context, const std::byte* x, std::span<const int32_t> tokens,
                          std::byte* out);
 
@@ -44,8 +44,8 @@ struct EntryRange {
 EntryRange entries_between(const Plan& plan, int32_t rank, int64_t first, int64_t end);
 
 /// Calls visit(source, number, here, expert) for every (token, k) whose expert is on this rank. number: index
-/// of its weight at the source; here: index of its weight in the output, -1 past the capacity; expert: the
-/// local expert in the rank layout, -1 in the expert layout.
+/// of the weight at the source; here: index of the weight in the output, -1 if its row is past the capacity;
+/// expert: the local expert in the rank layout, -1 in the expert layout.
 template <class Visit>
 void for_each_weight(const Plan& plan, const Visit& visit) {
   const int64_t top_k = plan.shape.top_k;
@@ -65,10 +65,11 @@ void for_each_weight(const Plan& plan, const Visit& visit) {
     }
 }
 
-/// For dispatch_receive(), which reads each needed row once and writes it to all its rows of `out`
-/// [plan.rows][hidden]. rows[r]: rank r's rows, numbered as in plan.entry_place. With `scales` (weight type,
-/// [plan.rows]) row p of `out` is its source row times scales[p]. With `dots` too, dots[p] is the dot product
-/// of the source row and other[p]: the gradient of a weight in the backward of combine.
+/// For dispatch_receive(), which reads each source row once and writes it to all its rows of `out`
+/// [plan.rows][hidden]. rows[r]: rank r's rows, numbered as in plan.entry_place. If `scales` (weight type,
+/// [plan.rows]) is given, row p of `out` is the source row times scales[p]. If `dots` is given, dots[p] is
+/// the dot product of the source row and row p of `other`: in the backward of combine, the gradient of a
+/// weight.
 struct PullArguments {
   std::vector<const std::byte*> rows;
   std::byte* out = nullptr;

@@ -13,7 +13,7 @@ struct Heuristics {
   /// still needed, and an ordinary store first reads the cache line that it overwrites. Chosen as half of a
   /// rank's share of the last-level cache, at least 1 MiB.
   int64_t stream_bytes;
-  /// Below this many bytes, waking the other threads takes longer than what they would save.
+  /// Work that moves fewer bytes stays on one thread: to wake the others would take longer than they save.
   int64_t parallel_bytes = int64_t{1} << 20;
   std::string isa;  ///< instruction set of the row kernels
 

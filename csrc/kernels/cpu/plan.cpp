@@ -1,7 +1,7 @@
 // The plan by count and prefix sum (layout/plan.hpp says what it holds):
 //   1. for every source, count the rows of each local expert, and the entries (tokens that need this rank)
-//   2. expert e starts at the aligned end of expert e-1; in an expert, source s starts after sources below s
-//   3. walk the ids again in (source, token, k) order and hand out rows from those starts
+//   2. rows of expert e start at the aligned end of expert e-1's, ordered by source
+//   3. walk the ids again in (source, token, k) order and hand out rows from the start of (source, expert) on
 // Worked example (tests/cpp/test_plan.cpp, docs/routing.md): 2 ranks, 4 experts, top-2, this is rank 0
 // (experts 0, 1), alignment 4; source 0 ids {0,2} {1,0} {3,2}, source 1 ids {1,3} {0,1}.
 //   expert 0: (s0,t0) (s0,t1) (s1,t1) -> rows 0 1 2, row 3 is padding
@@ -16,7 +16,7 @@
 namespace moecomm {
 namespace {
 
-/// Finds how many rows each rank needs, so that every rank knows whether any rank exceeds a fixed capacity.
+/// Sets max_needed and max_needed_rank: every rank knows whether any rank exceeds a fixed capacity.
 void find_max_needed(Plan& plan, const std::vector<SourceIds>& sources) {
   const PlanShape& s = plan.shape;
   std::vector<int64_t> counts(int64_t{s.ranks} * s.local_experts, 0), needed(s.ranks, 0);
@@ -70,7 +70,7 @@ void plan_home(Plan& plan, const SourceIds& home) {
     plan.own_entry[plan.entry_token[i]] = i;
 }
 
-/// Adds the expert-major index to a plan in the rank layout. Both layouts have the same plan entries.
+/// Adds by_expert and the expert-major index to a plan in the rank layout. Both plans have the same entries.
 void add_index(Plan& plan, const std::vector<SourceIds>& sources, const RelayRoutes& routes) {
   PlanShape shape = plan.shape;
   shape.layout = RowLayout::expert;
@@ -125,7 +125,7 @@ Plan make_plan(const PlanShape& shape, const std::vector<SourceIds>& sources, co
   const int32_t local = shape.local_experts, first = shape.rank * local;
   const bool by_expert = shape.layout == RowLayout::expert;
   const auto local_expert = [&](int32_t id) { return id >= first && id < first + local ? id - first : -1; };
-  // Calls visit(e, k) for the local experts of a token; false if it has none.
+  // Calls visit(e, k) for each local expert e of a token. Returns false if the token has none.
   const auto for_local = [&](const int32_t* ids, const auto& visit) {
     bool any = false;
     for (int32_t k = 0; k < shape.top_k; ++k)

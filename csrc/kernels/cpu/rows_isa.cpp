@@ -1,6 +1,6 @@
 // The row operations for one instruction set: compiled once for each value of MOECOMM_ISA, with that set's
 // compiler flags. Plain loops over small blocks, which the compiler vectorises. Everything here has internal
-// linkage, so that the linker can't replace a function by that of another instruction set.
+// linkage, so that the linker can't replace a function by its twin for another instruction set.
 #include <cstdint>
 #include <cstring>
 
@@ -13,8 +13,8 @@
 namespace moecomm::cpu::MOECOMM_ISA {
 namespace {
 
-constexpr int64_t kBlock = 1024;  // elements that are summed at a time: the accumulators stay in L1
-constexpr int kLanes = 64;        // parallel sums of a dot product
+constexpr int64_t kBlock = 1024;  // elements that are summed at a time: their sums stay in the L1 cache
+constexpr int kLanes = 64;        // partial sums of a dot product
 
 // ---- element types: stored bits, and conversions to and from the type of sums ----
 
@@ -148,7 +148,8 @@ void fence() {
 
 // ---- arithmetic ----
 
-/// total (+)= scale * in: `first` leaves out the addition, !scaled the multiplication.
+/// total += scale * in. If `first`, sets total instead of adding to it; unless `scaled`, leaves out the
+/// scale.
 template <class T, bool first, bool scaled>
 void accumulate(typename T::Sum* __restrict total, const typename T::Bits* __restrict in,
                 typename T::Sum scale, int64_t count) {
