@@ -22,8 +22,7 @@ class Descriptor {
   }
 
   /// Calls `create`, for example socket(), and owns the descriptor. fork() waits until it is registered, so
-  /// that children close it: `create` must not block. The result is empty if `create` returns < 0 (see
-  /// errno).
+  /// that children close it: `create` must not block. If `create` returns < 0, the result is empty (errno).
   template <class Create>
   static Descriptor open(const Create& create) {
     Descriptor made;

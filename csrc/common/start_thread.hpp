@@ -7,8 +7,8 @@
 
 namespace moecomm {
 
-/// Starts a thread that runs `body`. Throws Error(out_of_memory) if the system starts none; its text says
-/// what the thread was `wanted_for` ("a lane"), and, unless empty, what to use `fewer` of ("lanes (NAME)").
+/// Starts a thread that runs `body`. Throws Error(out_of_memory) if there is none; its text has `wanted_for`
+/// ("a lane") and what to use `fewer` of ("lanes (MOECOMM_FABRIC_LANES)"; empty: nothing).
 std::thread start_thread(std::function<void()> body, const std::string& wanted_for,
                          const std::string& fewer = {});
 

@@ -1,4 +1,4 @@
-// Values in e4m3 with a float32 scale: all quantisation uses the arithmetic of docs/data_formats.md.
+// Converts float32 to e4m3 with a float32 scale, for all quantisation, as docs/data_formats.md says.
 #pragma once
 
 #include <cuda_fp8.h>
@@ -16,7 +16,7 @@ __device__ inline float scale(float amax) {
 /// The factor by which values are multiplied to quantise them with `scale`: 1 / scale.
 __device__ inline float inverse(float scale) { return __fdiv_rn(1.0f, scale); }
 
-/// Four values times `inverse` as e4m3, rounded to nearest even, saturating. NaN stays NaN.
+/// Returns four values, each times `inverse`, in e4m3: rounded to nearest even, saturating. NaN stays NaN.
 __device__ inline uint32_t write(const float* in, float inverse) {
   uint32_t out = 0;
 #pragma unroll

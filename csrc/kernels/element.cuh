@@ -36,7 +36,7 @@ struct Element<DType::float32> {
   }
 };
 
-/// The largest magnitude of the pairs' first elements, and that of their second ones. NaN counts as zero.
+/// The largest magnitudes of the pairs' first elements and of their second elements. NaN counts as zero.
 template <class Pair>
 __device__ inline Pair largest_pair(const uint4& raw) {
   const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
@@ -46,7 +46,7 @@ __device__ inline Pair largest_pair(const uint4& raw) {
   return most;
 }
 
-/// 16-bit elements; `Pairs` converts two of them.
+/// Elements of 16 bits. `Pairs` has the functions that convert two elements.
 template <class Pairs>
 struct HalfElement {
   using Pair = typename Pairs::Pair;
@@ -97,7 +97,7 @@ struct Element<DType::bfloat16> : HalfElement<Bfloat16Pairs> {};
 template <>
 struct Element<DType::float16> : HalfElement<Float16Pairs> {};
 
-/// Returns use.operator()<dtype>(), or an error for float64, which rows on GPUs do not have.
+/// Calls use.operator()<dtype>() and returns its result. float64, which GPU rows do not have, is an error.
 template <class Use>
 cudaError_t with_dtype(DType dtype, const Use& use) {
   switch (dtype) {

@@ -68,8 +68,7 @@ void for_each_weight(const Plan& plan, const Visit& visit) {
 /// For dispatch_receive(), which reads each source row once and writes it to all its rows of `out`
 /// [plan.rows][hidden]. rows[r]: rank r's rows, numbered as in plan.entry_place. If `scales` (weight type,
 /// [plan.rows]) is given, row p of `out` is the source row times scales[p]. If `dots` is given, dots[p] is
-/// the dot product of the source row and row p of `other`: in the backward of combine, the gradient of a
-/// weight.
+/// the dot product of the source row and row p of `other`: the gradient of a weight in combine's backward.
 struct PullArguments {
   std::vector<const std::byte*> rows;
   std::byte* out = nullptr;

@@ -148,8 +148,7 @@ void fence() {
 
 // ---- arithmetic ----
 
-/// total += scale * in. If `first`, sets total instead of adding to it; unless `scaled`, leaves out the
-/// scale.
+/// total += scale * in; if `first`, total = scale * in. The scale is left out unless `scaled`.
 template <class T, bool first, bool scaled>
 void accumulate(typename T::Sum* __restrict total, const typename T::Bits* __restrict in,
                 typename T::Sum scale, int64_t count) {

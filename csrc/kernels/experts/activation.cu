@@ -1,13 +1,13 @@
 // The experts' activation with the routing weight, forward and backward, each in one pass over memory.
-//   - a team, which is a warp or for wide rows a block, processes a row. Teams stride over the rows, whose
-//     real number is read on the device.
-//   - a thread loads pieces of 16 bytes, several at once, with a stride of the team's threads
-//   - where a row's bytes or an address are not multiples of 16, pieces are moved element by element; the
-//     thread that has an element stays the same
-//   - the gradient of a row's weight: a thread adds its elements in ascending order, the threads of a warp
-//     add theirs in a butterfly, and the warps of a block in ascending order
-//   - the grid has several times the blocks that fit on the device: where communication holds some SMs, other
-//     SMs run more blocks
+//   - a team processes a row: a warp, or a block if rows are wide. Teams stride over the rows; the number of
+//     real rows is read on the device
+//   - a thread loads pieces of 16 bytes, several at once; its next piece lies as many pieces on as the team
+//     has threads. If a row's bytes or an address are not multiples of 16, a thread moves the same pieces
+//     element by element
+//   - for the gradient of a row's weight a thread adds its terms in ascending order, then a warp adds its
+//     threads' sums in a butterfly, then a block adds its warps' sums in ascending order
+//   - the grid has several times the blocks that fit on the device at once: while communication holds some
+//     SMs, other SMs run more of the blocks
 #include <algorithm>
 #include <cstring>
 #include <iterator>
@@ -23,10 +23,10 @@ namespace {
 constexpr int kWarpBits = 5, kThreadBits = 8;
 constexpr int kThreads = 1 << kThreadBits, kWarps = kThreads / 32;
 constexpr int kGrids = 8;             // a grid has at most this many times the blocks that fit at once
-constexpr int kWarpPieces = 16 * 32;  // pieces of a row that one warp processes
+constexpr int kWarpPieces = 16 * 32;  // a warp processes rows of up to so many pieces, a block wider ones
 constexpr int kLoads = 8;             // a thread has at most this many loads of 16 bytes in flight
 
-/// Blocks that an SM should hold at once, which limits the registers of a thread.
+/// How many blocks an SM should hold at once. This limits the registers of a thread.
 constexpr int kForwardBlocks = 4, kBackwardBlocks = 3;
 
 // -- the functions ------------------------------------------------------------------------------------------
@@ -40,8 +40,8 @@ struct Normal {
 };
 
 /// For x < 0 the probability is exp(-x*x/2) * t * P(t) with t = 1 / (1 + c*|x|). The polynomial P of degree 8
-/// is a minimax fit for |x| up to 15 (relative error 1.6e-8). This stays precise far from zero, where 1 +
-/// erf(x) loses all precision, and the exponential also gives the density.
+/// is a minimax fit for |x| up to 15 (relative error 1.6e-8). The product stays precise far below zero, where
+/// 1 + erf(x) loses all precision, and its exponential also gives the density.
 __device__ inline Normal normal(float x) {
   constexpr float kFit[] = {0.105739318f,  0.105285518f, 0.10241814f,   0.0614444688f, 0.135229036f,
                             -0.112311751f, 0.214173809f, -0.142415792f, 0.030437246f};
@@ -54,9 +54,9 @@ __device__ inline Normal normal(float x) {
   return {x < 0 ? tail : 1.0f - tail, 0.398942280f * bell};
 }
 
-/// value(): the result in one column. slopes(): returns it too, and writes its derivative with respect to
-/// each input. kInterleaved: the inputs of a column are neighbours; else the row holds all first inputs, then
-/// all second ones. The code says which operations are fused: the compiler's choice would change last bits.
+/// value() returns one column's result. slopes() returns it too, and writes its derivative with respect to
+/// each input. kInterleaved: the inputs of a column are neighbours; else a row has all first inputs, then all
+/// second inputs. The code says which operations are fused: the compiler's choice would change last bits.
 template <Activation>
 struct Function;
 
@@ -121,7 +121,7 @@ struct Pieces {
   using Word = std::conditional_t<dtype_bytes(dtype) == 2, uint16_t, uint32_t>;
 
   __device__ static uint4 load(const std::byte* row, int piece, int width) {
-    // The row is not read again soon, so the cache should keep the results instead.
+    // The row is not read again soon, so caches should evict it first and keep the results.
     if constexpr (whole) return __ldcs(reinterpret_cast<const uint4*>(row) + piece);
     const Word* const from = reinterpret_cast<const Word*>(row) + int64_t{piece} * kVector;
     const int count = width - piece * kVector;
@@ -169,7 +169,7 @@ __device__ inline float weight_of(const ActivationRows& rows, int row) {
   return rows.weights == nullptr ? 1.0f : reinterpret_cast<const float*>(rows.weights)[row];
 }
 
-/// The inputs for one piece of the result: as many pieces as a column has inputs.
+/// The inputs of one piece of the result: kInputs pieces, since each column of the result has kInputs inputs.
 template <DType dtype, Activation activation, bool whole>
 struct Inputs {
   using F = Function<activation>;
@@ -245,7 +245,7 @@ __global__ void __launch_bounds__(kThreads, kForwardBlocks)
   }
 }
 
-/// The sum of `value` over the threads of a team, returned in the team's first thread. All threads of the
+/// Returns the sum of `value` over a team's threads, but only to the team's first thread. All threads of the
 /// team call it. `turn`, 0 or 1, is equal in all threads of a block and changes from call to call.
 __device__ inline float team_sum(const Team& team, float value, int turn) {
   // Two buffers alternate: the next call writes one while the sums of this call are read.
@@ -350,14 +350,14 @@ struct Load {
   }
 };
 
-/// Returns whether all addresses and `row_bytes` are multiples of 16, so that every row starts at one.
+/// True if `row_bytes` and all addresses are multiples of 16, so that every row's address is one.
 bool in_whole_pieces(int64_t row_bytes, std::initializer_list<const std::byte*> addresses) {
   return row_bytes % 16 == 0 && std::all_of(addresses.begin(), addresses.end(), [](const std::byte* address) {
            return reinterpret_cast<uintptr_t>(address) % 16 == 0;
          });
 }
 
-/// Launches kernel(arguments..., bits of the team). `blocks`: how many of its blocks an SM holds at once.
+/// Launches kernel(arguments..., log2 of a team's threads). `blocks`: how many blocks an SM holds at once.
 template <class... Parameters, class... Arguments>
 cudaError_t start(void (*kernel)(Parameters...), int blocks, const ActivationRows& rows, cudaStream_t stream,
                   const Arguments&... arguments) {

@@ -13,11 +13,11 @@
 
 namespace moecomm::experts {
 
-/// The most rows of a launch, and the most columns.
+/// The most rows, and the most columns of a result, that a launch accepts.
 inline constexpr int64_t kMostRows = 1 << 30, kMostWidth = 1 << 27;
 
-/// swiglu: silu of the first half of a row times its second half (arXiv 2002.05202). swiglu_interleaved: silu
-/// of the even columns times the odd ones. gelu: x times the normal distribution function of x.
+/// swiglu: silu of a row's first half, times its second half (arXiv 2002.05202). swiglu_interleaved: silu of
+/// the even columns, times the odd columns. gelu: x times the normal distribution function of x.
 /// swiglu_clamped (gpt-oss): gate * sigmoid(1.702 * gate) * (up + 1), with gate, an even column, clamped to
 /// at most 7, and up, the odd column after it, to -7 .. 7.
 enum class Activation : int32_t { swiglu = 0, gelu = 1, swiglu_interleaved = 2, swiglu_clamped = 3 };
@@ -36,7 +36,7 @@ struct ActivationRows {
   Activation activation;
 };
 
-/// grad_z is the input; the others are outputs, of which grad_weights and z may be null.
+/// grad_z is an input. The other fields are outputs; grad_weights and z may be null.
 struct ActivationGradients {
   const std::byte* grad_z;  ///< (rows, width)
   std::byte* grad_inner;    ///< shape as inner

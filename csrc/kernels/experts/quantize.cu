@@ -1,14 +1,14 @@
 // Converts the operands of products to e4m3, with a scale for each row or column.
 //
 // Rows: a team (a warp, or a block for wide rows) holds a row in registers, finds its largest magnitude and
-// writes the result: one pass over memory. Rows that do not fit are read twice.
+// writes the result, so it reads the row once. Rows that do not fit in registers are read twice.
 //
 // Columns: a block takes a strip of a group, 128 bytes wide.
-//   - it reads the strip row by row, keeps the first rows in shared memory, and finds the largest magnitude
-//     of each column: of each thread's rows, then of each warp, then of the block
-//   - then it goes over tiles of 128 rows. A thread takes 16 rows of one or two columns from shared memory;
-//     rows that did not fit there it reads from memory again. It writes 16 bytes per column to a tile of the
-//     result, from which the block writes 128 consecutive bytes of every column
+//   - the block reads the strip row by row, keeps the first rows in shared memory, and finds the largest
+//     magnitude of each column: in each thread's rows, then in each warp's, then in the block's
+//   - then the block goes over tiles of 128 rows. A thread takes 16 rows of one or two columns from shared
+//     memory, or from global memory if they did not fit. It writes 16 bytes per column to the tile's result
+//     in shared memory, from which the block writes 128 consecutive bytes of every column
 //   - every block itself computes where its group begins among the padded groups, so one launch is enough
 // A maximum does not depend on the order of comparisons, so neither do the bits of the result.
 #include <algorithm>
@@ -29,12 +29,12 @@ __device__ inline float larger(float most, float value) { return fmaxf(most, fab
 // -- rows ---------------------------------------------------------------------------------------------------
 
 constexpr int kHeld = 8;                 // pieces of 16 bytes that a thread holds in registers
-constexpr int kWarpPieces = 32 * kHeld;  // pieces of a row that one warp processes
+constexpr int kWarpPieces = 32 * kHeld;  // a warp processes rows of up to so many pieces, a block wider ones
 constexpr int kGrids = 8;                // a grid has at most this many times the blocks that fit at once
 constexpr int kRowBlocks = 4;            // blocks that an SM should hold at once
 
-/// Returns the largest `most` of a team's threads to all of them, which all call it. `turn`, 0 or 1, is equal
-/// in all threads of a block and changes from call to call.
+/// Returns the largest `most` in a team's threads, to each of them. All threads of the team call it. `turn`,
+/// 0 or 1, is equal in all threads of a block and changes from call to call.
 __device__ inline float team_largest(int bits, float most, int turn) {
   // Two buffers alternate: the next call writes one while the maxima of this call are read.
   __shared__ float partial[2][kWarps];
@@ -139,13 +139,13 @@ __device__ inline void widen_word(uint32_t word, float* out) {
 /// The rows of a group, and the position of its values in the result.
 struct Group {
   int64_t first;  ///< the group's first row in x
-  int count;      ///< number of rows
-  int padded;     ///< number of a column's values in the result, with padding
+  int count;      ///< number of rows in x
+  int padded;     ///< number of values that a column has in the result, with padding
   int64_t out;    ///< position of the first value of the group's first column
   int64_t line;   ///< distance between columns, in values
 };
 
-/// The row of x at which group `g` ends and the next begins (0 for -1), within x even if `ends` is bad.
+/// The row of x at which group `g` ends and the next begins; 0 for g = -1. Bad `ends` are clamped to x.
 __device__ inline int end_of(const QuantizeColumns& all, int g) {
   return g < 0 ? 0 : max(0, min(all.ends[g], all.rows));
 }
@@ -154,7 +154,7 @@ __device__ inline int count_of(const QuantizeColumns& all, int g) {
   return max(0, end_of(all, g) - end_of(all, g - 1));
 }
 
-/// The number of padded rows in the groups before `g`. All threads of the block.
+/// The number of rows in the groups before `g`, with padding. All threads of the block call it.
 __device__ inline int padded_before(const QuantizeColumns& all, int g) {
   __shared__ int partial[kWarps];
   int sum = 0;
@@ -177,7 +177,7 @@ __device__ inline Group find_group(const QuantizeColumns& all, int g) {
   return {end_of(all, g - 1), count, padded_rows(count), before, all.out_rows};
 }
 
-/// Reads a strip's `count` rows of `pieces` pieces, keeps the first ones, and finds the columns' scales.
+/// Reads a strip's `count` rows of `pieces` pieces, keeps the first kKeptRows, and finds its columns' scales.
 template <DType dtype>
 __device__ inline void find_scales(Strip<dtype>& strip, const std::byte* from, int64_t row_bytes, int count,
                                    int pieces, float* scales) {
@@ -226,7 +226,7 @@ __device__ inline void find_scales(Strip<dtype>& strip, const std::byte* from, i
   __syncthreads();
 }
 
-/// Quantises this lane's columns of 16 rows, from `row` on, into the tile at `at`; zeros from row `count` on.
+/// Quantises this lane's columns of 16 rows, from `row` on, to byte `at` of the tile; 0 from row `count` on.
 template <DType dtype>
 __device__ inline void fill_tile(Strip<dtype>& strip, const std::byte* from, int64_t row_bytes, int count,
                                  int row, int at) {

@@ -13,7 +13,7 @@
 
 namespace moecomm::experts {
 
-/// The number of columns is a multiple of this, and so is that of a group's rows if a product sums over them.
+/// The number of columns is a multiple of this; so is a group's number of rows if a product sums over rows.
 inline constexpr int32_t kQuantum = 16;
 
 /// Padded number of rows of a group of `count` rows: at least one quantum, also for an empty group.
@@ -36,9 +36,9 @@ struct QuantizeRows {
 /// multiples of 16 bytes.
 ///
 /// With `ends`, group g has rows ends[g-1] to ends[g]-1 of x (rows, columns). The result is (columns,
-/// out_rows): in each of its lines the groups follow each other, each with padded_rows() values, the padding
-/// zero. Values past the last group are not written. Example, groups of 3, 0 and 17 rows:
-/// padded_ends is 16, 32, 64; values 3..15, 16..31 and 49..63 of each line are zero.
+/// out_rows), a line for each column of x. A line holds the groups one after the other, each padded with
+/// zeros to padded_rows() values. Values past the last group are not written. Example, groups of 3, 0 and 17
+/// rows: padded_ends is 16, 32, 64; values 3..15, 16..31 and 49..63 of each line are zero.
 ///
 /// Without `ends`, x is (groups, rows, columns) and the result (groups, columns, rows).
 struct QuantizeColumns {
@@ -46,7 +46,7 @@ struct QuantizeColumns {
   const int32_t* ends;   ///< (groups) or absent
   std::byte* values;     ///< e4m3
   float* scales;         ///< (groups, columns)
-  int32_t* padded_ends;  ///< (groups), with ends: receives the end of each group in a line of the result
+  int32_t* padded_ends;  ///< (groups), output with `ends`: where each group ends in a line of the result
   int32_t groups;        ///< at least 1
   int32_t rows;          ///< rows of x; without ends: rows of a group, a multiple of kQuantum
   int32_t columns;       ///< a multiple of kQuantum

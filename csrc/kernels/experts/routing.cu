@@ -1,5 +1,5 @@
 // The router's choice and its gradient: one warp per token. Lane l has the logits of experts l, l + 32 and so
-// on, and the token's l-th choice. Sums over lanes are butterflies, so their order is always the same.
+// on, and the token's l-th chosen expert. Lanes are summed in a butterfly, so always in the same order.
 //
 // Tensor cores multiply bfloat16 numbers. To multiply bfloat16 rows by float32 numbers, each of these is
 // split into three bfloat16 parts that add up to it. Kernels here split and add up; torch.mm multiplies.
@@ -41,14 +41,14 @@ struct Parts {
   __nv_bfloat16 high, middle, low;
 
   explicit __device__ Parts(float value) : high(__float2bfloat16_rn(value)) {
-    // For an infinite number or NaN the other parts are zero.
+    // If `high` is infinite or NaN, the other parts are zero.
     const float rest = isfinite(__bfloat162float(high)) ? value - __bfloat162float(high) : 0.0f;
     middle = __float2bfloat16_rn(rest);
     low = __float2bfloat16_rn(rest - __bfloat162float(middle));
   }
 };
 
-/// A token's logits, `each` per lane, and their scores and weights. All lanes construct it and call weight().
+/// A token's logits, `each` per lane, and its scores and weights. All lanes construct it and call weight().
 template <int each>
 class Token {
  public:
@@ -74,7 +74,7 @@ class Token {
   __device__ float score(float of) const {
     return routes_.scores == Scores::sigmoid ? 1.0f / (1.0f + expf(-of)) : expf(of - most_) / sum_;
   }
-  /// This lane's weight before Routes::scale, from its chosen logit `of`. `divisor`: what divided the score.
+  /// Weight, before Routes::scale, of this lane's chosen logit `of`. Sets `divisor` to the score's divisor.
   __device__ float weight(float of, bool chosen, float& divisor) const {
     float own = chosen ? score(of) : 0.0f;
     divisor = 1.0f;
@@ -101,7 +101,7 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(const Routes routes, 
   for (int e = threadIdx.x; e < routes.experts; e += kThreads) counts[e] = 0;
   __syncthreads();
   const int lane = threadIdx.x % 32;
-  // Experts are ranked by logits where possible: scores grow with logits, but distinguish fewer numbers.
+  // Experts are ranked by logits where possible: scores rise with them, but unequal logits may score alike.
   const bool by_logits = routes.scores == Scores::chosen_softmax || routes.biases == nullptr;
   for (int64_t t = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32; t < routes.tokens;
        t += int64_t{gridDim.x} * kWarps) {
@@ -172,8 +172,8 @@ __global__ void __launch_bounds__(kThreads) backward_kernel(const Routes routes,
     const Token<each> token(routes, t);
     const int64_t first = t * routes.experts;
     const int id = chosen ? given.ids[t * routes.top_k + lane] : 0;
-    // The gradient of this lane's choice: with respect to its logit if `after` (the softmax comes after the
-    // choice), else its score.
+    // Becomes the gradient with respect to the logit of this lane's expert if `after` (the softmax comes
+    // after the choice), else with respect to its score.
     float own =
         chosen && given.weights != nullptr ? given.weights[t * routes.top_k + lane] * routes.scale : 0.0f;
     float divisor;
@@ -224,7 +224,7 @@ struct alignas(8) Four {
   __nv_bfloat16 of[4];
 };
 
-/// Splits `count` times four numbers into bfloat16 parts (launch_split_weight), four per thread at a time.
+/// Splits 4 * `count` numbers into bfloat16 parts (see launch_split_weight), four at a time in each thread.
 __global__ void __launch_bounds__(kThreads)
     split_kernel(const float4* weight, int64_t count, bool backward, Four* out) {
   for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < count;

@@ -1,6 +1,6 @@
-// The router's choice from its logits on the device: scores, the best experts of each token, their weights,
-// and how often each expert was chosen. In float32. Launches go to a stream and can be captured; they
-// allocate nothing and wait for nothing.
+// The router's choice on the device, in float32: computes from logits the scores, each token's best experts,
+// their weights, and how many tokens have chosen each expert. Launches go to a stream and can be captured;
+// they allocate nothing and wait for nothing.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -9,7 +9,7 @@
 
 namespace moecomm::experts {
 
-/// The most experts, and the most of them that a token may choose.
+/// The most experts, and the most experts that a token may choose.
 inline constexpr int64_t kMostExperts = 1024, kMostChoices = 32;
 
 /// How routing weights are computed. softmax: of all logits; chosen_softmax: of the chosen logits alone,
@@ -28,7 +28,7 @@ struct Routes {
 };
 
 struct Chosen {
-  int32_t* ids;     ///< (tokens, top_k), the best first; equally good ones by ascending number
+  int32_t* ids;     ///< (tokens, top_k), the best first; equally good experts by ascending number
   float* weights;   ///< (tokens, top_k)
   float* scores;    ///< (tokens, experts)
   float* logits;    ///< (tokens, experts), or null: the sums of their parts
@@ -37,7 +37,7 @@ struct Chosen {
 
 cudaError_t launch_routes(const Routes& routes, const Chosen& chosen, cudaStream_t stream);
 
-/// Gradients of the results in Chosen (each may be null), and where to write gradients of Routes::logits.
+/// Chosen::ids, gradients of the other results in Chosen (each may be null), and outputs for Routes::logits.
 struct RouteGradients {
   const int32_t* ids;
   const float *weights, *scores, *logits;
@@ -49,9 +49,9 @@ struct RouteGradients {
 cudaError_t launch_routes_backward(const Routes& routes, const RouteGradients& gradients,
                                    cudaStream_t stream);
 
-/// Splits the `count` numbers of a router's weight (a multiple of 4) into bfloat16 parts: all high parts,
-/// then all middle parts, then all low parts. `backward`: all middle parts, then all high parts three times;
-/// their product with RouteGradients::parts is the gradient of the rows.
+/// Splits the `count` numbers of a router's weight (a multiple of 4) into bfloat16 parts. Writes all high
+/// parts, then all middle parts, then all low parts; if `backward`, all middle parts, then all high parts
+/// three times, whose product with RouteGradients::parts is the gradient of the rows.
 cudaError_t launch_split_weight(const float* weight, int64_t count, bool backward, void* out,
                                 cudaStream_t stream);
 
