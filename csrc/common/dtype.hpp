@@ -15,7 +15,7 @@ MOECOMM_HD constexpr int64_t dtype_bytes(DType dtype) {
   return dtype == DType::float64 ? 8 : dtype == DType::float32 ? 4 : 2;
 }
 
-/// Bytes of a sum or a routing weight. Both are float32, but float64 for float64 rows (gradient checks).
+/// Bytes of a sum or a routing weight. For float64 rows (gradient checks) both are float64, else float32.
 MOECOMM_HD constexpr int64_t weight_bytes(DType dtype) { return dtype == DType::float64 ? 8 : 4; }
 
 }  // namespace moecomm

@@ -18,7 +18,7 @@ struct Rail {
   int32_t node, others;  ///< this node's number; number of other nodes
   std::byte* memory;
   WindowLayout layout;                                                 ///< layout of the host memory
-  int64_t chunk_rows, chunks, arrival_flags, ids_bytes, counts_bytes;  ///< sizes from the layout's shape
+  int64_t chunk_rows, chunks, arrival_flags, ids_bytes, counts_bytes;  ///< sizes computed by layout.shape
   uint64_t commands;
 
   /// The rail of `rank`. `memory`: address, for its kernels, of its window of this layout in host memory.

@@ -80,7 +80,7 @@ struct RailChunk {
   }
   __device__ OwnWord here() const { return {word(), 2 * epoch + 1}; }
 
-  /// Waits for the chunk. False if the wait fails.
+  /// Waits until the chunk has arrived. False if the wait fails.
   __device__ bool wait(const WaitInfo& info) const {
     const OwnWord here = this->here();
     if (here.arrived()) return true;
@@ -105,7 +105,7 @@ __device__ inline bool wait_sent(const Comm& comm, Operation operation, uint64_t
   return __syncthreads_and(sent);
 }
 
-/// Waits until all that this rail's other ranks send in `epoch` has arrived, or a wait fails. Whole block.
+/// Waits until all that other ranks of this rail send here in `epoch` is here, or a wait fails. Whole block.
 __device__ inline void wait_all_here(const Comm& comm, Operation operation, uint64_t epoch) {
   RelayProgress& progress = *comm.rail.at<RelayProgress>(comm.rail.layout.progress);
   for (int32_t other = static_cast<int32_t>(threadIdx.x); other < comm.rail.others;

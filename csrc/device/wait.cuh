@@ -14,7 +14,7 @@ struct WaitInfo {
   WaitPhase phase;
   Operation operation;
   uint64_t expected;
-  bool until_called_off = true;  ///< the wait ends if the operation is called off
+  bool until_called_off = true;  ///< true: the wait also ends if the operation is called off
 };
 
 /// The last epoch for which `rank` has signalled its record to this rank.

@@ -68,8 +68,7 @@ struct alignas(16) Route {
 };
 static_assert(sizeof(Route) == 16);
 
-/// For up to this many sources (the GPUs of a host) an owner's staging section holds all their tokens at
-/// once.
+/// An owner's staging section holds all tokens of up to this many sources (the GPUs of a host) at once.
 inline constexpr int32_t kWholeSources = 8;
 
 struct DeviceShape {

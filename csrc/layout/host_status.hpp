@@ -42,13 +42,13 @@ struct HostStatus {
     uint64_t expected;  ///< the operation's epoch
     uint64_t seen;      ///< the last epoch that `peer` has begun
   } broken;
-  struct alignas(kLine) Verdict {  // an operation failed on all ranks, for what a record says
+  struct alignas(kLine) Verdict {  // an operation fails on all ranks: a record has an error or disagrees
     uint32_t set;
     uint32_t kind;  ///< ErrorKind
     int32_t rank;   ///< the rank whose record is bad
     Disagreement about;
-    int64_t index;  ///< index of the bad id, from bit 48 on k + 1 of its duplicate; `about`: rank 0's value
-    int64_t value;  ///< the bad id, or the value of `rank`
+    int64_t index;  ///< bad id's index, from bit 48 on k + 1 of its duplicate; disagreement: rank 0's value
+    int64_t value;  ///< the bad id; disagreement: the value of `rank`
     uint32_t has_text;
   } verdict;
   struct alignas(kLine) Overflow {  // a dispatch left out rows past its capacity

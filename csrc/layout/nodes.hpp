@@ -1,8 +1,8 @@
 // Placement of ranks: nodes of equal size, filled rank by rank. A rail is the set of ranks with the same
 // local index, one per node; a rank talks to other nodes only over its rail.
 //
-// Example: 6 ranks, 2 a node: rank 3 has local index 1 in node 1, its rail is ranks 1, 3, 5. Among the nodes
-// other than node 1, node 0 has number 0 and node 2 number 1.
+// Example: 6 ranks, 2 a node: rank 3 has local index 1 in node 1, and its rail is ranks 1, 3, 5. Seen from
+// node 1, the other nodes have numbers: node 0 has number 0, node 2 has number 1.
 #pragma once
 
 #include <cstdint>

@@ -61,7 +61,7 @@ struct Plan {
   uint64_t id = 0;          ///< epoch of the dispatch that made it, the same on all ranks
   int64_t rows = 0;         ///< rows of the output: capacity, or needed_rows
   int64_t needed_rows = 0;  ///< rows that an output without a capacity would have, with padding
-  int64_t max_needed = 0;   ///< the largest needed_rows of any rank (fixed capacity only)
+  int64_t max_needed = 0;   ///< the largest needed_rows of any rank; only set with a capacity
   int32_t max_needed_rank = 0;
 
   std::vector<int64_t> source_begin;  ///< [ranks + 1] ranges of the sources' entries

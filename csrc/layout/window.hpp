@@ -41,12 +41,12 @@ struct WindowShape {
   int64_t weights_bytes() const { return max_tokens * top_k * weight_bytes(dtype); }
 
   // Rows per chunk; the last chunk for a node may have fewer. Rows cross the network in chunks, one put each.
-  // Chunks are so large that a put's fixed cost does not matter, and so small that one chunk is copied while
-  // another is sent.
+  // A chunk is so large that a put's fixed cost does not matter, and so small that a rank can copy one chunk
+  // while it sends another.
   int64_t chunk_rows() const;
   /// Number of chunks for `rows` rows.
   int64_t chunks(int64_t rows) const { return (rows + chunk_rows() - 1) / chunk_rows(); }
-  /// The most chunks that can wait for the network. For GPUs: all that a rank sends in an operation.
+  /// The most chunks that can wait for the network. For GPUs: all chunks that a rank sends in an operation.
   int64_t staging_chunks() const;
   /// Bytes of the ids of a dispatch of `tokens` tokens. GPUs send what the source has computed from the ids
   /// (route.cuh): its counts, the packed routes and, in the rank layout, each Route::place.
@@ -72,7 +72,7 @@ struct WindowShape {
   int64_t largest_put() const;
 };
 
-/// What a rank sends to each other node first in an operation: its record, and how much data follows.
+/// What a rank announces to another node in each operation: its record, and how many rows and parts it sends.
 struct Announcement {
   SignalRecord record;
   uint64_t parts;  ///< chunks of rows that follow in this epoch; from GPUs also pieces of gradients, which
@@ -86,10 +86,10 @@ struct Announcement {
 struct RelayProgress {
   alignas(kLine) uint64_t reduced;  ///< rounds whose partial sums this rank has written to its neighbours
   alignas(kLine) uint64_t summed;   ///< rounds that this rank has summed, so that their partial sums are free
-  alignas(kLine) uint64_t pushed;   ///< last epoch whose data this rank has all written to ranks of its node
+  alignas(kLine) uint64_t pushed;   ///< last epoch for which this rank has written all its data to its node
   alignas(kLine) uint64_t put;      ///< commands whose bytes the proxy has sent
-  /// For each other node, written by the proxy: the epoch up to which all records of the rank there on this
-  /// rank's rail have arrived, with the data and Announcement::parts that belong to them.
+  /// Written by the proxy, for each other node: the epoch up to which everything has arrived from the rank
+  /// there on this rank's rail: its records, with their data and Announcement::parts.
   MOECOMM_HD uint64_t* all_here(int64_t other) { return reinterpret_cast<uint64_t*>(this + 1) + other; }
 };
 
@@ -117,9 +117,9 @@ struct WindowLayout {
   int64_t relay_rows[2];     ///< [other][max_tokens] rows from the rail; combine: sums for this rank's tokens
   int64_t relay_grads[2];    ///< [other] like weight_grads: from the experts of that node
   int64_t outgoing_grads[2];  ///< [other] like weight_grads: from this node's owners, waiting to be sent
-  int64_t arrivals[2];        ///< uint64 [other][arrival_flags]: the epoch in which each flag was raised
-  int64_t staging;            ///< [staging_chunks] chunks waiting to be sent
-  int64_t partials;           ///< [kPartialRounds][chunk_rows][slots] rows: sums of this node's ranks
+  int64_t arrivals[2];  ///< uint64 [other][arrival_flags]: each flag holds the epoch that raised it last
+  int64_t staging;      ///< [staging_chunks] chunks waiting to be sent
+  int64_t partials;     ///< [kPartialRounds][chunk_rows][slots] sums that this node's ranks write here
   // Sections for GPUs.
   int64_t index[2];         ///< int32[other][max_tokens]: relay index of each token; -1: not needed there
   int64_t relay_index[2];   ///< int32[other][max_tokens]: `index` of the rail's rank there for this node

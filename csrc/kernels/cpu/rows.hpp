@@ -31,7 +31,7 @@ struct RowKernels {
   void (*fence)();
 };
 
-/// Row kernels that this processor can run, slowest first; row_kernels() returns the last of them.
+/// Row kernels that this processor can run, slowest first. row_kernels() returns the last, so the fastest.
 const std::vector<const RowKernels*>& available_row_kernels();
 const RowKernels& row_kernels();
 

@@ -1,4 +1,4 @@
-// Arrays of the weight type (float32, or float64 for float64 rows).
+// Reads and writes arrays of the weight type: float32, or float64 for float64 rows.
 #pragma once
 
 #include <cstddef>

@@ -1,9 +1,8 @@
 // The experts' activation with the routing weight, forward and backward, each in one pass over memory.
 //   - a team processes a row: a warp, or a block if rows are wide. Teams stride over the rows; the number of
 //     real rows is read on the device
-//   - a thread loads pieces of 16 bytes, several at once; its next piece lies as many pieces on as the team
-//     has threads. If a row's bytes or an address are not multiples of 16, a thread moves the same pieces
-//     element by element
+//   - thread t of a team of n loads pieces t, t + n, t + 2n and so on, 16 bytes each, several at once. If
+//     a row's bytes or an address are not multiples of 16, it moves the same pieces element by element
 //   - for the gradient of a row's weight a thread adds its terms in ascending order, then a warp adds its
 //     threads' sums in a butterfly, then a block adds its warps' sums in ascending order
 //   - the grid has several times the blocks that fit on the device at once: while communication holds some

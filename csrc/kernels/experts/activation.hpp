@@ -28,7 +28,7 @@ constexpr int activation_inputs(Activation activation) { return activation == Ac
 /// Rows are contiguous. Absent pointers are null.
 struct ActivationRows {
   const std::byte* inner;    ///< (rows, activation_inputs * width)
-  const std::byte* weights;  ///< (rows) of float32; absent: 1
+  const std::byte* weights;  ///< (rows) of float32; absent: all 1
   const int32_t* real_rows;  ///< if present, rows from *real_rows on are neither read nor written
   int32_t rows;
   int32_t width;  ///< at least 1
