@@ -22,7 +22,7 @@ __device__ inline void start_clock(const Comm& comm, Operation operation) {
   start_clock(comm, operation, gridDim.x - 1);
 }
 
-/// Stores the current time as that at which the operation passed `phase`, unless a later time is stored.
+/// Stores the time at which an operation passes `phase`: now, unless a block has stored a later time.
 /// One thread of a block calls it. Returns nothing, so that no thread waits for the atomic operation.
 __device__ inline void note_phase(const Comm& comm, Operation operation, Phase phase) {
   uint64_t* const passed = &comm.state().clocks[clock_of(operation)].passed[static_cast<int>(phase)];

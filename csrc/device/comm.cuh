@@ -21,7 +21,7 @@ struct Rail {
   int64_t chunk_rows, chunks, arrival_flags, ids_bytes, counts_bytes;  ///< sizes computed by layout.shape
   uint64_t commands;
 
-  /// The rail of `rank`. `memory`: address, for its kernels, of its window of this layout in host memory.
+  /// The rail of `rank`. `memory`: the address that its kernels use for its window in host memory.
   static Rail of(const WindowLayout& layout, int32_t rank, std::byte* memory) {
     const WindowShape& s = layout.shape;
     return {s.nodes().node_of(rank),

@@ -101,8 +101,8 @@ __device__ inline bool judge_record(const SignalRecord& first, const SignalRecor
 }
 
 /// Compares the records of `epoch`. False, with `verdict` set, if a record has an error or differs from rank
-/// 0's. Every rank compares the same records and so comes to the same verdict: it is on the first error, else
-/// on the first difference. One warp.
+/// 0's. Every rank compares the same records and so comes to the same verdict: on the first rank with an
+/// error, else on the first rank that differs. One warp.
 __device__ inline bool compare_records(const Comm& comm, uint64_t epoch, HostStatus::Verdict& verdict) {
   const int lane = static_cast<int>(threadIdx.x) & 31;
   const SignalRecord first = comm.record(comm.own, 0, epoch);

@@ -66,8 +66,8 @@ int64_t fitting_tokens(const DeviceShape& s, int64_t bytes) {
   return fitting >= s.max_tokens ? s.max_tokens : fitting / kMaxChunk * kMaxChunk;
 }
 
-/// How many of a home's tokens have room for their sums in `partials`, which gets about as much memory as the
-/// sums of this rank's own tokens: at least kLeastStage. If not all fit, tokens reuse the memory in turn.
+/// How many of a home's tokens have room for their sums in `partials`: as many as fit in as much memory as
+/// this rank's own tokens take for sums, at least kLeastStage. If not all fit, tokens reuse memory in turn.
 int64_t partial_tokens(const DeviceShape& s) {
   if (s.other_nodes() == 0) return 0;
   const int64_t fitting = s.max_tokens * s.slots() / (int64_t{s.other_nodes()} * s.node_slots());

@@ -144,7 +144,8 @@ void check_shape(const DeviceShape& shape);
 /// The shape of the window in host memory through which kernels exchange data with the network.
 WindowShape host_window_shape(const DeviceShape& shape);
 
-/// A shape that keeps sizes for kernels, which need them often: each takes a dozen instructions to compute.
+/// A shape that keeps sizes, computed in advance, which kernels need often: to compute a size takes a
+/// division, or a dozen dependent instructions.
 class KernelShape : public DeviceShape {
  public:
   KernelShape() = default;

@@ -16,9 +16,9 @@ constexpr int32_t expert_owner(int32_t expert, int32_t local_experts) {
   return expert < 0 ? -1 : expert / local_experts;
 }
 
-/// Divides numbers from 0 to 2^31 - 1 in kernels, by a product and a shift. A division would
-/// take some thirty dependent instructions (Granlund and Montgomery, "Division by invariant integers using
-/// multiplication", PLDI 1994, figure 4.1).
+/// Divides numbers from 0 to 2^31 - 1 in kernels, by a product and a shift. A division would take some thirty
+/// dependent instructions (Granlund and Montgomery, "Division by invariant integers using multiplication",
+/// PLDI 1994, figure 4.1).
 struct Divisor {
   uint32_t factor;
   int32_t shift;
@@ -57,7 +57,8 @@ constexpr int32_t owners_between(const int32_t* ids, int32_t top_k, int32_t loca
   return owners;
 }
 
-/// True if a rank in [first, end) has an expert of the token. If they are a node's ranks, it needs the row.
+/// True if a rank in [first, end) has an expert of the token. If these are all ranks of a node, that node
+/// needs the token's row.
 constexpr bool owned_in(const int32_t* ids, int32_t top_k, int32_t local_experts, int32_t first,
                         int32_t end) {
   for (int32_t k = 0; k < top_k; ++k)

@@ -88,8 +88,8 @@ struct RelayProgress {
   alignas(kLine) uint64_t summed;   ///< rounds that this rank has summed, so that their partial sums are free
   alignas(kLine) uint64_t pushed;   ///< last epoch for which this rank has written all its data to its node
   alignas(kLine) uint64_t put;      ///< commands whose bytes the proxy has sent
-  /// Written by the proxy, for each other node: the epoch up to which everything has arrived from the rank
-  /// there on this rank's rail: its records, with their data and Announcement::parts.
+  /// One epoch for each other node, written by the proxy. Up to this epoch all records of the rank there on
+  /// this rank's rail have arrived, with the data and Announcement::parts that belong to them.
   MOECOMM_HD uint64_t* all_here(int64_t other) { return reinterpret_cast<uint64_t*>(this + 1) + other; }
 };
 
