@@ -94,7 +94,7 @@ _Peer = TypeVar("_Peer", bound=_PeerError)
 
 
 def of_peer(kind: type[_Peer], text: str, rank: int, phase: str, peer: int = -1) -> _Peer:
-    """Returns a PeerTimeout or PeerLost (`kind`) of `rank` in `phase`; its text begins with these two."""
+    """Returns the PeerTimeout or PeerLost (`kind`) that `rank` raises in `phase` about `peer`."""
     return kind(f"rank {rank}, {phase}: {text}", rank=rank, peer=peer, phase=phase)
 
 

@@ -42,9 +42,9 @@ def weighted_activation(
 ) -> Tensor:
     """Returns z_PF of inner's dtype, differentiable in `inner_PI` and `weights_P`.
 
-    inner: bfloat16, float16, float32; float64 except on CUDA. weights: float32, float64 for float64 inner;
-    None: 1. ends: int32 cumulative ends of groups of rows, on the same device; the host does not wait.
-    Rows from ends[-1] on, and their gradients, are unspecified on CUDA tensors and zero elsewhere.
+    inner: bfloat16, float16, float32; float64 except on CUDA. weights: float32 (float64 for float64 inner);
+    without them all are 1. ends: int32 cumulative ends of groups of rows, on inner's device; the host does
+    not wait. Rows from ends[-1] on, and their gradients, are unspecified on CUDA tensors, zero elsewhere.
     activation: as in MoEConfig; swiglu (arXiv 2002.05202), the exact gelu (arXiv 1606.08415).
 
     Raises InvalidArgument; Unsupported for CUDA tensors of float64, and where this build has no CUDA part.

@@ -1,9 +1,9 @@
 """Epilogues of the experts' products on quack-kernels: biases, SwiGLU and the routing weight in the product.
 
-quack finds an epilogue by its module and name, so this module has nothing else, and imports quack. `acc` is
+quack finds an epilogue by its module and name, so this module has nothing else; it imports quack. `acc` is
 the product, `weight` a row's routing weight. With SwiGLU a gate and its up value are in neighbouring columns.
-The output D has both before the activation, the output postact their activation times the weight. In a
-backward `acc` is the gradient of postact, and `c` the forward's D. Its outputs are D (the gradient of
+Output D is these pairs before the activation; output postact is the activation times the weight. In a
+backward `acc` is the gradient of postact, and `c` is the forward's D. Its outputs are D (the gradient of
 `c`), dweight (the gradient of the weight) and the recomputed postact.
 """
 

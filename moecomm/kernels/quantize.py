@@ -211,7 +211,7 @@ def _transposed(x_LAB: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _launch(name: str, x: Tensor, *arguments: Any) -> None:
-    """Launches a kernel of the extension on a contiguous, aligned x, on the current stream of x's device."""
+    """Launches a kernel on x, copied unless contiguous and aligned, on the current stream of x's device."""
     x = x.contiguous()
     x = x.clone() if x.data_ptr() % _ALIGNMENT else x
     operators.loaded("quantize", x.device.index, x.dtype).launch(getattr(_C, name), x, *arguments)

@@ -77,8 +77,8 @@ class TokenDispatcher(MoETokenDispatcher):  # type: ignore[misc]
                 raise Unsupported(f"layer {layer.layer_number}: {name} for moecomm's dispatcher")
         self._layer = layer.layer_number
         self._comms = LayerCommunicators(self.ep_group, config.num_moe_experts)
-        # What one of the six methods leaves to a later one, for one batch at a time: even with 1F1B one
-        # forward calls all six before another forward begins. Backwards come at any time.
+        # What one of the six methods leaves to a later one. One batch at a time suffices: even with 1F1B one
+        # forward calls all six before another begins. Backwards, which come at any time, do not use it.
         self._routed: tuple[Tensor, torch.Size] | None = None
         self._dispatched: tuple[Communicator, DispatchOutput, torch.Size] | None = None
         self._shape = torch.Size()

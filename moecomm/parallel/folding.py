@@ -16,7 +16,7 @@ from moecomm.parallel.grid import Grid
 from moecomm.types import Group
 
 _ORDER = "tp-cp-ep-dp-pp"
-# For each dimension of a grid, the field with its size; DP and EDP follow from world_size.
+# By grid dimension, the field of ParallelFolding with its size; DP and EDP follow from world_size.
 _DENSE = {"pp": "pp", "tp": "tp", "cp": "cp"}
 _EXPERT = {"pp": "pp", "tp": "etp", "ep": "ep"}
 _EXPERT_NAMES = {"tp": "etp", "ep": "ep", "dp": "edp", "pp": "pp"}

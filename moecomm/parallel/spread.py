@@ -1,6 +1,6 @@
 """Finds the parameters of a layer's experts that belong to this rank's experts alone. Importing moecomm.nn
-also installs a check before each step of an optimizer. The check costs little: after sync_gradients it looks
-at no parameter, under DDP and FSDP2 at one trained parameter of each layer's experts."""
+also installs a check, before each step of an optimizer, that their gradients are averaged. It costs little:
+after sync_gradients it looks at no parameter, under DDP and FSDP2 at one of each layer's experts."""
 
 from __future__ import annotations
 

@@ -208,7 +208,7 @@ def _connect_rail(rendezvous: Rendezvous, group_info: GroupInfo, native: _Native
 
 
 def _require_addresses(group_info: GroupInfo, endpoints: list[str]) -> None:
-    """Raises MismatchedArguments if ranks with different networks give the same address (not loopback)."""
+    """Raises MismatchedArguments if ranks on different hosts or containers share a non-loopback address."""
     seen: dict[str, int] = {}
     for rank, endpoint in enumerate(endpoints):
         address = endpoint.rpartition(":")[0].strip("[]")

@@ -193,7 +193,7 @@ __device__ inline StripSum<dtype, steps> sum_rows(int count, const Row& row, con
   return sum;
 }
 
-/// For a token of `home`: returns this rank's row that has the weight gradient of this lane's k; < 0: none.
+/// For a token of rank `home`: this rank's row that has the weight gradient of this lane's k; < 0: none.
 __device__ inline int32_t weight_grad_row(const Comm& comm, const CombineArguments& args, int32_t home,
                                           int64_t token) {
   const PlanView plan{args.plan, comm.plan_fields};

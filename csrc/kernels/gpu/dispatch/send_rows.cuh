@@ -32,7 +32,7 @@ class CopyAlone {
   __device__ void operator()(std::byte* stage, const List& list, int entry, int piece) {
     if (rows_.scales.count == 0) return;
     const int64_t offset = rows_.scales.offset(piece);
-    // The caller's scales need not be aligned for bulk copies.
+    // Not a bulk copy: the caller's scales may not be aligned for one.
     copy_scales(stage + rows_.stored.bytes, list.others[entry] + offset,
                 static_cast<uint32_t>(min(int64_t{rows_.scales.size(piece)}, bytes_ - offset)), bytes_);
   }
